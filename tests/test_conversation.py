@@ -111,7 +111,7 @@ def test_a_template_that_writes_earlier_replies_otherwise(family: str, model: An
     _, *others = check_turns(lm, chat, ASKED)
     assert all(0 < report.cached_tokens < report.prompt_tokens for report in others)
     told = [report.reread for report in others if "the text differs at token" in report.reread]
-    assert told and ("its state was kept at token" in told[0]) == (family != "llama")
+    assert told and ("the copy of its state is at token" in told[0]) == (family != "llama")
     # the same, but that everything is read where the copy is of no use
     del chat.messages[1:3]
     reply = chat.send("w3", REPLY)
@@ -120,7 +120,7 @@ def test_a_template_that_writes_earlier_replies_otherwise(family: str, model: An
     if family == "llama":
         assert report.cached_tokens == 6  # the system's message and `user`
     else:
-        assert report.cached_tokens == 0 and "cannot be taken back" in report.reread
+        assert report.cached_tokens == 0 and "cannot be rolled back" in report.reread
 
 
 @pytest.mark.parametrize("family", ["mistral", SLOW_LLAMA])
@@ -212,9 +212,9 @@ def test_refused(model: Any) -> None:
     lm = model("mistral")
     chat = lm.conversation([SYSTEM], max_len=24)
     for call, told in (
-        (lambda: chat.send("w1", n=2), "n is 2: a conversation goes on from one reply"),
-        (lambda: chat.stream("w1", logprobs=1), "logprobs is 1: stream gives one answer in pieces"),
-        (lambda: lm.stream("w1", n=2), "n is 2: stream gives one answer"),
+        (lambda: chat.send("w1", n=2), "n is 2: a conversation continues from one reply"),
+        (lambda: chat.stream("w1", logprobs=1), "logprobs is 1: stream returns one answer in pieces"),
+        (lambda: lm.stream("w1", n=2), "n is 2: stream returns one answer"),
         (lambda: lm.stream("w1", logprobs=0), "logprobs is 0"),
         (lambda: lm.chat("w1", stream=True, n=1), "n is 1: chat.*stream=True"),
         (lambda: chat.send(5), "message is 5; expected text"),

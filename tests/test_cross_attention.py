@@ -152,7 +152,7 @@ def test_states_of_another_size() -> None:
     state = prefill.init_state(3, 8, patches=5)
     with pytest.raises(SessionStateError, match="patches is 6 elsewhere"):
         prefill(TOKENS[:, :4], IMAGE, KEEP, lengths=np.full(3, 4, np.int32), state=state)
-    with pytest.raises(RequestError, match="warmup: requests bring 'image'"):
+    with pytest.raises(RequestError, match="warmup: requests need 'image'"):
         lm().warmup(4)
     del extend
 

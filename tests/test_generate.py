@@ -153,7 +153,7 @@ def test_what_is_behind_a_stop_string_does_not_count(chat: Any) -> None:
         assert lm.generate([[14], [30]], max_new_tokens=12, stop=stop) == [[15, 16, 17], [*range(31, 43)]]
         assert list(lm.stream([14], max_new_tokens=12, stop=stop)) == [15, 16, 17]
     assert lm.generate(chat.tokenizer.decode([14]), max_new_tokens=12, stop=stop) == chat.tokenizer.decode([15, 16])
-    with pytest.raises(errors.NumericsError, match=r"prompts\[0\], first behind 6 new tokens;"):
+    with pytest.raises(errors.NumericsError, match=r"prompts\[0\], first after 6 new tokens;"):
         lm.generate([14], max_new_tokens=12)
 
 

@@ -106,7 +106,7 @@ def test_texts_that_differ_in_their_end_are_read_once(lm: Any) -> None:
     holds, many short ones, and among others."""
     context = ROWS[1]
     best = int(np.argmax(lm.logits([context])[0, -1]))
-    ends = [best, *range(2, 3 + score_program.MOST_OTHERS), 5, best]
+    ends = [best, *range(2, 3 + score_program.MAX_ALTERNATIVES), 5, best]
     texts = [(context, [end]) for end in ends] + [(context[:7], [*context[7:], 9]), ROWS[2], [*context, 11]]
     texts += [([word], [end]) for word in range(2, 12) for end in (7, 8, 9)]
     want = [lm.score(text) for text in texts]
@@ -169,11 +169,11 @@ def test_there_are_at_most_eight_programs(positions: int | None, target: str) ->
     )
     assert above is None or above.widths[0] > 2048 and above.widths[-1] >= (positions or 100_000)
     form = score_program.ScoreForm(SimpleNamespace(program="packed"), shared)  # type: ignore[arg-type]
-    ended = score_program.SharedTokens((1,), list(range(1 + score_program.MOST_OTHERS)), [])
+    ended = score_program.SharedTokens((1,), list(range(1 + score_program.MAX_ALTERNATIVES)), [])
     for block in form.plan([ended] * 3):
-        places = list(score_program.places_in(block, [ended] * 3))
-        others = form.sizes.slots(block.width) if form.shared else score_program.MOST_OTHERS
-        assert all(place.other + score_program.MOST_OTHERS <= others for place in places)
+        places = list(score_program.locate_texts(block, [ended] * 3))
+        others = form.sizes.slots(block.width) if form.packed else score_program.MAX_ALTERNATIVES
+        assert all(place.alternative_column + score_program.MAX_ALTERNATIVES <= others for place in places)
     longest = sizes.widths[-1]
     assert longest == positions if positions else longest >= 100_000
     widths = np.random.default_rng(0).integers(1, longest + 1, 333).tolist()
@@ -281,7 +281,7 @@ def test_what_is_not_finite_stays_in_its_text() -> None:
     weights["model.embed_tokens.weight"][3] = np.nan
     model = rlx.CausalLM(divided.recipe("llama"), rlx.open_weights(weights, on_nonfinite="ignore"))
     texts = [[5, 6, 7, 8], ([9, 3], [7]), [10, 11, 12], ([9, 3], [8]), [13, 3]]
-    told = r"not finite of texts\[1\] .*, texts\[3\] \(first behind 2 tokens\); "
+    told = r"not finite for texts\[1\] .*, texts\[3\] \(first after 2 tokens\); "
     with pytest.raises(errors.NumericsError, match=told) as failed:
         model.score(texts)
     assert failed.value.rows == {1: 0, 3: 0}
@@ -290,7 +290,7 @@ def test_what_is_not_finite_stays_in_its_text() -> None:
         assert isinstance(beside, type(alone))
         close(beside.token_logprobs, alone.token_logprobs)
         assert np.isfinite(alone.token_logprobs).all()
-    with pytest.raises(errors.NumericsError, match=r"not finite of the text \(first behind 6 tokens\); "):
+    with pytest.raises(errors.NumericsError, match=r"not finite for the text \(first after 6 tokens\); "):
         model.perplexity([1, 2, 4, 5, 6, 3, 7], context=4, stride=2)  # the window behind the first, at its place
 
 
@@ -302,7 +302,7 @@ def test_an_input_that_no_output_reads() -> None:
         return x
 
     flow = own(Custom(told), Linear("w", shape=(13, 4))).input("beside", ("batch", 1, 4))
-    with pytest.raises(errors.RequestError, match="own reads 'beside' beside tokens"):
+    with pytest.raises(errors.RequestError, match="own reads 'beside' in addition to tokens"):
         rlx.CausalLM(flow, WEIGHTS).score([1, 2, 3])
     model, plain = (rlx.CausalLM(f, WEIGHTS) for f in (flow.outputs(["output"]), own(Linear("w", shape=(13, 4)))))
     assert model.score([1, 2, 3]) == plain.score([1, 2, 3])

@@ -210,7 +210,7 @@ def test_what_compiles_after_warm_up_is_counted() -> None:
 
 
 LATE: list[tuple[Callable[[Any], Any], str]] = [
-    (lambda lm: lm.generate([1], 3, temperature=1.0), "samplers=greedy ones, not samplers=those that d"),
+    (lambda lm: lm.generate([1], 3, temperature=1.0), "samplers=greedy ones, not samplers=random ones"),
     (lambda lm: lm.generate([1], 3, repetition_penalty=1.5), "not samplers=greedy ones with repetition_penalty"),
     (lambda lm: lm.generate([1], 3, logprobs=2), "warm-up was with logprobs=None, not logprobs=8"),
     (lambda lm: lm.generate([1], 3, speculative="prompt"), "warm-up was without speculative='prompt', draft_toke"),
@@ -285,12 +285,12 @@ def test_a_row_that_fails_leaves_the_others_alone(plain: Any) -> None:
     lm = copy.copy(plain)
     table = lm.model.params["model.embed_tokens.weight"].at[bad].set(np.nan)
     lm.model = lm.model.replace(params={**lm.model.params, "model.embed_tokens.weight": table})
-    with pytest.raises(errors.NumericsError, match=rf"prompts\[0\], first behind {at} new tokens;") as caught:
+    with pytest.raises(errors.NumericsError, match=rf"prompts\[0\], first after {at} new tokens;") as caught:
         lm.generate(PROMPTS, max_new_tokens=12)
     assert caught.value.rows == {0: at}
     assert caught.value.outputs == [want[0][:at], want[1], want[2]]
     pieces, stream = [], lm.stream(PROMPTS[0], max_new_tokens=12)
-    with pytest.raises(errors.NumericsError, match=rf"prompts\[0\], first behind {at} new tokens;") as caught:
+    with pytest.raises(errors.NumericsError, match=rf"prompts\[0\], first after {at} new tokens;") as caught:
         for piece in stream:
             pieces.append(piece)
     assert caught.value.outputs == [want[0][:at]] == [pieces]

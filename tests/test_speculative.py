@@ -167,16 +167,16 @@ def test_models_that_cannot_draft() -> None:
     flow, weights = windowed(WINDOW)
     lm: Any = rlx.CausalLM(flow, weights)
     other = load_case(FIXTURES / "llama" / "gqa_plain_attnbias_v5").lm
-    with pytest.raises(errors.RequestError, match=r"cannot draft for windows: it has \d+ tokens, and expected are 19"):
+    with pytest.raises(errors.RequestError, match=r"cannot draft for windows: it has \d+ tokens, expected 19"):
         lm.generate(PROMPTS[0], speculative=other)
     short = rlx.CausalLM(replace(flow, name="short"), weights, max_positions=12)
     with pytest.raises(errors.SequenceLengthError, match=r"speculative: prompts\[0\].* 73 positions.* knows 12"):
         lm.generate(PROMPTS[0], speculative=short)
     buckets = rlx.CompileProfile().replace(buckets={"prompt": [64], "batch": [1]})
-    with pytest.raises(errors.RequestError, match="it knows 12 positions, and the buckets of windows go up to 64"):
+    with pytest.raises(errors.RequestError, match="it has 12 positions, and the buckets of windows go up to 64"):
         rlx.CausalLM(flow, weights, profile=buckets).generate(PROMPTS[1], max_new_tokens=2, speculative=short)
     seeing = test_cross_attention.lm()
-    with pytest.raises(errors.RequestError, match="reader cannot draft for reader: beside tokens .* 'image', 'keep'"):
+    with pytest.raises(errors.RequestError, match="cannot draft for reader: it reads 'image', 'keep' in addition"):
         seeing.generate(PROMPTS[1], inputs=ONE, speculative=seeing)
 
 
@@ -197,7 +197,7 @@ def test_other_tokenizers_cannot_draft() -> None:
     own, other = (load_tokenizer(FIXTURES / name) for name in ("llama/gqa_tied_llama3_v5", "sentence/base"))
     ours = replace(lm._lm, tokenizer=own)
     assert drafter_of(ours, 3, ours) is not None
-    with pytest.raises(errors.RequestError, match="their tokenizers give other ids to the same tokens"):
+    with pytest.raises(errors.RequestError, match="their tokenizers assign other ids to the same tokens"):
         drafter_of(replace(ours, tokenizer=other), 3, ours)
 
 

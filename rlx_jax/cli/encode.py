@@ -26,7 +26,7 @@ from rlx_jax.cli.command import (
     texts_or_stdin_lines,
 )
 from rlx_jax.errors import MissingFileError, RequestError, StorageError, quote
-from rlx_jax.generate.scoring import exp_of
+from rlx_jax.generate.scoring import exp_or_inf
 
 
 def embed(args: argparse.Namespace, session: Session) -> Iterator[str]:
@@ -107,7 +107,7 @@ def score(args: argparse.Namespace, session: Session) -> Iterator[str]:
     tokens = sum(len(s.tokens) for s in scores)
     session.summary = f"{tokens:,} tokens, {tokens / seconds:,.0f}/s, what was compiled included; {peak_text()}"
     for text, result in zip(texts, scores, strict=True):
-        perplexity = exp_of(-result.logprob / len(result.tokens))
+        perplexity = exp_or_inf(-result.logprob / len(result.tokens))
         if args.json:
             yield json_line(
                 {

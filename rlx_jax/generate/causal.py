@@ -33,7 +33,7 @@ from rlx_jax.generate.request import (
 )
 from rlx_jax.generate.sampler import SAMPLING, Sampler, one_sampler
 from rlx_jax.generate.score_program import ScoredTokens, scored_tokens
-from rlx_jax.generate.scoring import Score, perplexity_of, perplexity_windows, scores_of
+from rlx_jax.generate.scoring import Score, mean_perplexity, perplexity_windows, score_items
 from rlx_jax.generate.speculative import Drafter
 from rlx_jax.generate.warm_up import warm_all
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
@@ -321,11 +321,11 @@ class CausalLM(TaskModel):
         if isinstance(text, list | tuple) and any(isinstance(part, str) for part in text):
             raise RequestError(f"perplexity: expected one string, or its ids, got {shown(text)}; score takes several")
         windows = perplexity_windows(self._lm, text, stride, context)
-        return perplexity_of(windows, self._scored(windows, "perplexity"))
+        return mean_perplexity(windows, self._scored(windows, "perplexity"))
 
-    def _scored(self, items: Sequence[ScoredTokens], what: str) -> list[Score]:
+    def _scored(self, items: Sequence[ScoredTokens], method: str) -> list[Score]:
         """Score items, and remember the report for `report()`."""
-        scores, self._last = scores_of(self._lm, items, what)
+        scores, self._last = score_items(self._lm, items, method)
         return scores
 
     # -- chat --------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ class Conversation:
             RequestError, TokenizerError, LimitError, NumericsError: as `CausalLM.chat`.
         """
         if n is not None:
-            raise RequestError(f"n is {shown(n)}: a conversation goes on from one reply; fork() it for each of several")
+            raise RequestError(f"n is {shown(n)}: a conversation continues from one reply; fork() it to get several")
         turn = self._check_turn(message, max_new_tokens, sampler, stop, seed, logprobs=logprobs, **options)
         (reply,) = run_request(self.causal_lm._lm, self._begin_turn(turn), turn.new)
         self._finish_turn(turn, reply if logprobs is None else reply.text)
@@ -136,8 +136,7 @@ class Conversation:
         budget = check_integer("max_new_tokens", max_new_tokens, 0)
         if budget == 0:
             raise RequestError(
-                "max_new_tokens is 0, and a turn has a reply: to say something without one, add the message to "
-                "`messages`"
+                "max_new_tokens is 0, and a turn has a reply: to add a message without one, append it to `messages`"
             )
         self._check_length(len(messages), len(ids), budget)
         request, new = self.causal_lm._request(Prompts(None, [ids], True), budget, *args, text=True, **options)
@@ -160,7 +159,7 @@ class Conversation:
             count = "1 message is" if messages == 1 else f"{messages} messages are"
             raise SequenceLengthError(
                 f"conversation: {count} {number(tokens)} tokens, with {number(budget)} new ones more "
-                f"than {limit_name}, {min(limits)}; take old messages out of `messages`, or ask for fewer new tokens"
+                f"than {limit_name}, {min(limits)}; remove old messages from `messages`, or reduce max_new_tokens"
             )
 
     def _begin_turn(self, turn: Turn) -> Request:
@@ -276,8 +275,8 @@ def refuse_in_stream(where: str, n: Any, logprobs: Any) -> None:
     for name, value in (("n", n), ("logprobs", logprobs)):
         if value is not None:
             raise RequestError(
-                f"{name} is {shown(value)}: {where} gives one answer in pieces, which have no place for it; leave it "
-                "out, or ask without a stream"
+                f"{name} is {shown(value)}: {where} returns one answer in pieces, without it; leave it "
+                "out, or do not stream"
             )
 
 
@@ -331,7 +330,7 @@ def find_prefix(
     shared, total = common_prefix_len(text.ids, ids), len(text.ids)
     start = wanted = min(shared, len(ids) - 1)
     if start == 0:
-        return None, f"the text differs from its first token on, and all {total} tokens held were dropped", None
+        return None, f"the text differs from its first token on, and all {total} cached tokens were dropped", None
     arrays, reason, backup = text.arrays, "", text.snapshot
     if start < total and not can_truncate(model, text, start):
         if (
@@ -339,7 +338,7 @@ def find_prefix(
             or not 0 < text.snapshot.num_tokens <= start
             or not can_truncate(model, text, text.snapshot.num_tokens, text.snapshot.arrays)
         ):
-            reason = f"the text differs at token {shared} of {total} that were held, and its state cannot be taken back"
+            reason = f"the text differs at token {shared} of {total} cached ones, and its state cannot be rolled back"
             return None, reason, None
         start = text.snapshot.num_tokens
         # Copied once more, as the request writes into its arrays, and the next turn may need the retained ones again.
@@ -348,9 +347,9 @@ def find_prefix(
         length = np.full(arrays[LENGTH].shape, start, np.int32)
         arrays = {**arrays, LENGTH: jax.device_put(length, arrays[LENGTH].sharding)}
     if start < wanted:
-        reason = f"its state was kept at token {start}, and cannot be taken back to another"
+        reason = f"the copy of its state is at token {start}, and cannot be rolled back to another"
     if shared < min(total, len(ids)):
-        reason = f"the text differs at token {shared} of {total} that were held" + (f"; {reason}" if reason else "")
+        reason = f"the text differs at token {shared} of {total} cached ones" + (f"; {reason}" if reason else "")
     prefix = PrefixState(arrays, (0,), (start,), text.cache_len, donated=True)
     return prefix, reason, backup if backup is not None and backup.num_tokens <= start else None
 

@@ -96,7 +96,7 @@ class DecodeState:
         if owner != self.owner:
             raise SessionStateError("this state belongs to another model; call prefill of the model you extend with")
         if self.state is None or self.state.length.is_deleted():  # a copy of this object may have consumed it
-            raise SessionStateError("this state was consumed by an earlier call; go on with the state that it returned")
+            raise SessionStateError("this state was consumed by an earlier call; use the state that it returned")
         state = self.state
         if not peek:
             self.state = None

@@ -266,8 +266,8 @@ def mtp_module(model: CompiledModel, tokens: int) -> MtpModule:
     make = mtp_of(model.flow)
     if make is None:
         raise UnsupportedError(
-            f"speculative='mtp': {model.name} has no module that predicts several tokens (MTP); only Qwen 3.5 has one "
-            "here: use 'prompt' or another CausalLM"
+            f"speculative='mtp': {model.name} has no module that predicts several tokens (MTP); only Qwen 3.5 has one: "
+            "use 'prompt' or another CausalLM"
         )
     module = companion_model(model, make)
     check_module(module, model)
@@ -427,7 +427,7 @@ def drafter_of(speculative: Any, draft_tokens: int, lm: LanguageModel) -> Drafte
         raise RequestError(f"draft_tokens is {count}; expected at most {MAX_DRAFTS}")
     if speculative is None:
         if count != DRAFT_TOKENS:
-            raise RequestError(f"draft_tokens={count} without speculative=: say where drafts come from, as 'prompt'")
+            raise RequestError(f"draft_tokens={count} without speculative=: name a source of drafts, such as 'prompt'")
         return None
     if isinstance(speculative, LanguageModel):
         check_draft_model(speculative, lm)
@@ -450,21 +450,21 @@ def check_draft_model(draft: LanguageModel, lm: LanguageModel) -> None:
     """
     prefix = f"speculative: {draft.model.name} cannot draft for {lm.model.name}"
     if draft.vocab_size != lm.vocab_size:
-        raise RequestError(f"{prefix}: it has {draft.vocab_size} tokens, and expected are {lm.vocab_size}")
+        raise RequestError(f"{prefix}: it has {draft.vocab_size} tokens, expected {lm.vocab_size}")
     if draft.tokenizer and lm.tokenizer and not draft.tokenizer.has_same_ids(lm.tokenizer):
         raise RequestError(
-            f"{prefix}: their tokenizers give other ids to the same tokens; use a model of one tokenizer"
+            f"{prefix}: their tokenizers assign other ids to the same tokens; use models with the same tokenizer"
         )
     if draft.required_inputs:
-        raise RequestError(f"{prefix}: beside tokens it reads {listing(draft.required_inputs)}")
+        raise RequestError(f"{prefix}: it reads {listing(draft.required_inputs)} in addition to tokens")
     largest = max((*lm.buckets.prompt, *lm.buckets.context), default=0)
     if draft.max_positions is not None and draft.max_positions < largest:
         raise RequestError(
-            f"{prefix}: it knows {draft.max_positions} positions, and the buckets of {lm.model.name} go up to {largest}"
+            f"{prefix}: it has {draft.max_positions} positions, and the buckets of {lm.model.name} go up to {largest}"
         )
     sharding, draft_sharding = (model.programs.model_sharding for model in (lm.model, draft.model))
     if (sharding and sharding.mesh) != (draft_sharding and draft_sharding.mesh):
         meshes = " and ".join(
             "one device" if d is None else f"a mesh of {d.text()}" for d in (draft_sharding, sharding)
         )
-        raise UnsupportedError(f"{prefix}: they are over {meshes}; make both with the same mesh=")
+        raise UnsupportedError(f"{prefix}: they are on {meshes}; load both with the same mesh=")

@@ -105,9 +105,9 @@ class NewTokens:
         names = [f"prompts[{i // answers}]{'' if n is None else f' (answer {i % n})'}" for i in self.failed]
         suffix = f" and {len(names) - 8} more" if len(names) > 8 else ""
         return NumericsError(
-            f"the logits, after logit_bias if any, are not finite of {', '.join(names[:8])}{suffix}, first behind "
-            f"{min(self.failed.values())} new tokens; `outputs` of this error has what came before, and the other "
-            "answers whole",
+            f"the logits, after logit_bias if any, are not finite for {', '.join(names[:8])}{suffix}, first after "
+            f"{min(self.failed.values())} new tokens; `outputs` of this error has the tokens before, and the other "
+            "answers in full",
             self.failed,
             outputs,
         )

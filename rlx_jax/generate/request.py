@@ -110,7 +110,7 @@ def check_inputs(
     for name in passed:
         if name not in declarations:
             with_tokens = name in (d.name for d in model.flow._inputs)
-            reason = "it depends on the tokens, and the request computes it" if with_tokens else "the flow has none"
+            reason = "it belongs to the tokens, and the request computes it" if with_tokens else "the flow has none"
             reason = "none of the outputs reads it" if name in unread_inputs(model) else reason
             raise RequestError(
                 f"inputs: {quote(name)}: {reason}; a request may pass {listing(declarations) or 'nothing but tokens'}"
@@ -414,7 +414,7 @@ def check_combination(state: bool, share_prefix: Any, inputs: Any, drafter: Draf
             "pass them the state"
         )
     if inputs is not None:
-        reason = "the state has them" if state else "prompts that bring others share no state"
+        reason = "the state has them" if state else "prompts with other inputs share no state"
         raise RequestError(f"{option} and inputs= do not go together: {reason}; leave one of them out")
     if drafter is not None and drafter.needs_hidden:
         raise RequestError(
@@ -446,8 +446,8 @@ def join_state(lm: LanguageModel, prompts: Prompts, state: Any) -> tuple[list[li
     for i, row in enumerate(new):
         if not row:
             raise RequestError(
-                f"prompts[{i}] is empty: a state tells no logits, which are those of the last token that is read; keep "
-                "that token out of the state, and pass it here"
+                f"prompts[{i}] is empty: a state has no logits, and the next token needs the logits of the last one; "
+                "leave that token out of the state, and pass it here"
             )
     if len(cache.lengths) not in (1, len(new)):
         raise RequestError(

@@ -248,13 +248,13 @@ def one_sampler(sampler: Any, options: Mapping[str, Any]) -> Sampler:
     if sampler is not None and not isinstance(sampler, Sampler):
         raise RequestError(f"sampler is {shown(sampler)}; expected rlx_jax.Sampler(temperature=0.0)")
     if sampler is not None and options:
-        raise RequestError(f"sampler= and {listing(options)} say how to choose tokens; give one of them")
+        raise RequestError(f"sampler= and {listing(options)} both select tokens; pass one of them")
     result: Sampler = sampler or (Sampler(**options) if options else GREEDY)
     filters = [name for name, rule in OPTIONS.items() if rule.sampling_only and options.get(name) is not None]
     if filters and not result.temperature:
         raise RequestError(
-            f"{filters[0]} is {shown(options[filters[0]])}, and temperature 0 takes the likeliest token: nothing is "
-            "drawn; give temperature=1.0, say"
+            f"{filters[0]} is {shown(options[filters[0]])}, and temperature 0 takes the likeliest token, so that "
+            "it has no effect; pass a temperature, such as temperature=1.0"
         )
     return result
 
@@ -277,7 +277,7 @@ class SamplingSteps:
         if not self.do_sample:
             return f"greedy ones with {logits}" if self.penalised or self.biased else "greedy ones"
         filters = self.top_k or self.top_p or self.min_p or self.penalised or self.biased
-        return f"those that draw, with top_k, top_p, min_p, {logits}" if filters else "those that draw, without filters"
+        return f"random ones with top_k, top_p, min_p, {logits}" if filters else "random ones without filters"
 
     def widened(self) -> SamplingSteps:
         """Return one of four methods that chooses the same tokens, so that few programs serve every sampler."""

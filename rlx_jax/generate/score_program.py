@@ -42,13 +42,13 @@ from rlx_jax.text.request_checks import convert_foreign_arrays, id_list
 from rlx_jax.text.token_model import check_positions
 
 # The most alternative last tokens of one prefix, in addition to the first one.
-MOST_OTHERS = 16
+MAX_ALTERNATIVES = 16
 # The widest row that texts share: the attention mask between its tokens takes memory quadratic in the width.
-SHARED = 2048
+MAX_SHARED_WIDTH = 2048
 # Widths of rows with one text, for models of up to 8192 positions and for others.
-SHORT, LONG = (64, 128, 256, 512, 1024, 2048, 8192), (64, 128, 512, 2048, 8192, 32768, 131072)
+SHORT_WIDTHS, LONG_WIDTHS = (64, 128, 256, 512, 1024, 2048, 8192), (64, 128, 512, 2048, 8192, 32768, 131072)
 # Widths of additional programs of one row, for the texts left over after full calls, and for a single text.
-ALONE = (64, 512)
+SINGLE_ROW_WIDTHS = (64, 512)
 
 
 # -- texts with a common prefix ----------------------------------------------------------------
@@ -59,30 +59,34 @@ class SharedTokens:
     """A prefix that the model reads once, for several texts that differ in their last token alone.
 
     Attributes:
-        read: ids of the prefix.
-        ends: the different last tokens; the first one is scored as the next token, the others as alternatives.
-        texts: for each text its number, and the index of its last token among `ends[1:]`; None for `ends[0]`.
+        prefix: ids of the prefix.
+        last_tokens: the different last tokens; the first one is scored as the next token, the others as alternatives.
+        items: for each text its index, and the index of its last token in `last_tokens[1:]`; None for
+            `last_tokens[0]`.
     """
 
-    read: tuple[int, ...]
-    ends: list[int]
-    texts: list[tuple[int, int | None]]
+    prefix: tuple[int, ...]
+    last_tokens: list[int]
+    items: list[tuple[int, int | None]]
 
 
-def shared_tokens(items: Sequence[ScoredTokens]) -> list[SharedTokens]:
-    """Group texts that differ in their last token alone, with up to `MOST_OTHERS` + 1 different last tokens a group."""
+def group_by_prefix(items: Sequence[ScoredTokens]) -> list[SharedTokens]:
+    """Group texts that differ in their last token alone.
+
+    A group has up to `MAX_ALTERNATIVES` + 1 different last tokens.
+    """
     latest_by_prefix: dict[tuple[int, ...], SharedTokens] = {}
     groups: list[SharedTokens] = []
     for text, item in enumerate(items):
-        read, end = item.ids[:-1], item.ids[-1]
-        group = latest_by_prefix.get(read)
-        if group is None or (end not in group.ends and len(group.ends) > MOST_OTHERS):
-            group = latest_by_prefix[read] = SharedTokens(read, [], [])
+        prefix, last_token = item.ids[:-1], item.ids[-1]
+        group = latest_by_prefix.get(prefix)
+        if group is None or (last_token not in group.last_tokens and len(group.last_tokens) > MAX_ALTERNATIVES):
+            group = latest_by_prefix[prefix] = SharedTokens(prefix, [], [])
             groups.append(group)
-        if end not in group.ends:
-            group.ends.append(end)
-        index = group.ends.index(end)
-        group.texts.append((text, index - 1 if index else None))
+        if last_token not in group.last_tokens:
+            group.last_tokens.append(last_token)
+        index = group.last_tokens.index(last_token)
+        group.items.append((text, index - 1 if index else None))
     return groups
 
 
@@ -106,11 +110,11 @@ def score_sizes(target: str, buckets: Buckets, max_positions: int | None, longes
             f"score: a text of {longest} tokens, and buckets.prompt = {list(buckets.prompt)}; score less at once, or "
             "add a bucket to the profile"
         )
-    is_long = max_positions is None or max_positions > SHORT[-1]
-    widths = list(buckets.prompt or (LONG if is_long else SHORT))
+    is_long = max_positions is None or max_positions > SHORT_WIDTHS[-1]
+    widths = list(buckets.prompt or (LONG_WIDTHS if is_long else SHORT_WIDTHS))
     if max_positions is not None and not buckets.prompt:
         widths = [w for w in widths if w < max_positions]
-        widths = [*widths[: 6 if max_positions > LONG[-1] else None], max_positions]
+        widths = [*widths[: 6 if max_positions > LONG_WIDTHS[-1] else None], max_positions]
     while widths[-1] < longest:
         widths.append(min(4 * widths[-1], max_positions or 4 * longest))
     widths = [width for width in widths if width > above]  # shorter texts share rows in other blocks
@@ -119,7 +123,9 @@ def score_sizes(target: str, buckets: Buckets, max_positions: int | None, longes
     else:
         full = {(max(1, costs.tokens // width), width) for width in widths}
         single_row = {
-            (1, width) for width in ALONE[: MAX_BLOCK_SIZES - len(widths)] if width in widths and not buckets.prompt
+            (1, width)
+            for width in SINGLE_ROW_WIDTHS[: MAX_BLOCK_SIZES - len(widths)]
+            if width in widths and not buckets.prompt
         }
         blocks = {(buckets.rows(rows), width) for rows, width in full | single_row}
     return BlockSizes(
@@ -138,59 +144,63 @@ class ScoreForm:
     sizes: BlockSizes
 
     @property
-    def shared(self) -> bool:
+    def packed(self) -> bool:
         """Return whether a row may have several texts."""
         return self.model.program == "packed"
 
     def plan(self, texts: Sequence[SharedTokens]) -> list[Block]:
         """Return the cheapest calls for these texts."""
-        return plan_blocks([self._room(text) for text in texts], self.sizes)
+        return plan_blocks([self._required_width(text) for text in texts], self.sizes)
 
     def plan_one_per_row(self, texts: Sequence[SharedTokens]) -> list[Block]:
         """Return calls that place every text in a row of its own, although rows could be shared."""
-        return plan_one_per_row([self._room(text) for text in texts], self.sizes)
+        return plan_one_per_row([self._required_width(text) for text in texts], self.sizes)
 
-    def _room(self, text: SharedTokens) -> int:
+    def _required_width(self, text: SharedTokens) -> int:
         """Return the tokens of a row that a text needs: the row has room for one alternative end in each slot."""
-        return max(len(text.read), self.sizes.costs.tokens_per_slot * (len(text.ends) - 1) if self.shared else 0)
+        return max(
+            len(text.prefix), self.sizes.costs.tokens_per_slot * (len(text.last_tokens) - 1) if self.packed else 0
+        )
 
     def program(self, rows: int, width: int) -> BoundProgram:
         """Return the program for blocks of this size; see `score_program`."""
-        row_inputs = (SEGMENTS.input, POSITIONS.input) if self.shared else ()
+        row_inputs = (SEGMENTS.input, POSITIONS.input) if self.packed else ()
         return score_program(self.model, (self.model.first_input, *row_inputs), rows, width)
 
     def inputs(self, block: Block, texts: Sequence[SharedTokens]) -> Mapping[str, Any]:
         """Return the inputs of the program for a block."""
         rows = [[texts[number] for number in numbers] for numbers in block.texts]
-        tokens, segments, positions = pack_rows(block, [[text.read for text in row] for row in rows])
-        aim, *_ = pack_rows(block, [[(*text.read[1:], text.ends[0]) for text in row] for row in rows])
-        slots = self.sizes.slots(block.width) if self.shared else MOST_OTHERS
-        others, places = np.zeros((2, block.rows, slots), np.int32)
-        for loc in places_in(block, texts):
-            text = texts[loc.text]
-            columns = slice(loc.other, loc.other + len(text.ends) - 1)
-            others[loc.row, columns], places[loc.row, columns] = text.ends[1:], loc.first + len(text.read) - 1
-        arrays = {self.model.first_input: tokens, AIM: aim, OTHERS: others, PLACES: places}
-        return arrays | {SEGMENTS.input: segments, POSITIONS.input: positions} if self.shared else arrays
+        tokens, segments, positions = pack_rows(block, [[text.prefix for text in row] for row in rows])
+        targets, *_ = pack_rows(block, [[(*text.prefix[1:], text.last_tokens[0]) for text in row] for row in rows])
+        slots = self.sizes.slots(block.width) if self.packed else MAX_ALTERNATIVES
+        alternatives, columns = np.zeros((2, block.rows, slots), np.int32)
+        for location in locate_texts(block, texts):
+            text = texts[location.text]
+            span = slice(location.alternative_column, location.alternative_column + len(text.last_tokens) - 1)
+            alternatives[location.row, span] = text.last_tokens[1:]
+            columns[location.row, span] = location.column + len(text.prefix) - 1
+        arrays = {self.model.first_input: tokens, TARGETS: targets}
+        arrays |= {ALTERNATIVES: alternatives, ALTERNATIVE_COLUMNS: columns}
+        return arrays | {SEGMENTS.input: segments, POSITIONS.input: positions} if self.packed else arrays
 
 
 @dataclass(frozen=True)
-class TextPlace:
+class TextLocation:
     """The location of a text in a block: its row, the column of its first token and of its first alternative end."""
 
     text: int
     row: int
-    first: int
-    other: int
+    column: int
+    alternative_column: int
 
 
-def places_in(block: Block, texts: Sequence[SharedTokens]) -> Iterator[TextPlace]:
+def locate_texts(block: Block, texts: Sequence[SharedTokens]) -> Iterator[TextLocation]:
     """Yield the location of every text of a block; the texts of a row follow each other."""
     for row, numbers in enumerate(block.texts):
         column = other_column = 0
         for text in numbers:
-            yield TextPlace(text, row, column, other_column)
-            column, other_column = column + len(texts[text].read), other_column + len(texts[text].ends) - 1
+            yield TextLocation(text, row, column, other_column)
+            column, other_column = column + len(texts[text].prefix), other_column + len(texts[text].last_tokens) - 1
 
 
 def forms_for(
@@ -199,7 +209,8 @@ def forms_for(
     """Return the form for texts that share rows, and the form for all others; None for one that is unavailable or
     not needed.
 
-    Texts of up to `SHARED` tokens share rows if the flow has a program `packed`, and no buckets prescribe other sizes.
+    Texts of up to `MAX_SHARED_WIDTH` tokens share rows if the flow has a program `packed`, and no buckets prescribe
+    other sizes.
 
     Raises:
         RequestError: as `score_sizes`.
@@ -207,8 +218,8 @@ def forms_for(
     target = model.settings.target
     if buckets.batch or buckets.prompt or model.programs.derivation_error(model.name, "packed"):
         return None, ScoreForm(model, score_sizes(target, buckets, max_positions, longest))
-    wide, shared = shared_sizes(target, buckets.row_multiple, max_positions, longest)
-    return ScoreForm(model.as_program("packed"), shared), None if wide is None else ScoreForm(model, wide)
+    wide_sizes, shared = shared_sizes(target, buckets.row_multiple, max_positions, longest)
+    return ScoreForm(model.as_program("packed"), shared), None if wide_sizes is None else ScoreForm(model, wide_sizes)
 
 
 def shared_sizes(
@@ -216,14 +227,14 @@ def shared_sizes(
 ) -> tuple[BlockSizes | None, BlockSizes]:
     """Choose the block sizes for rows of one text, and for rows of several texts.
 
-    The former are for texts of over `SHARED` tokens; None where the model has fewer positions.
+    The former are for texts of over `MAX_SHARED_WIDTH` tokens; None where the model has fewer positions.
     """
     wide_sizes, max_shared, costs = None, MAX_BLOCK_SIZES, costs_on(target)
-    if max_positions is None or max_positions > SHARED:
-        wide_sizes = score_sizes(target, Buckets(row_multiple=share), max_positions, longest, above=SHARED)
+    if max_positions is None or max_positions > MAX_SHARED_WIDTH:
+        wide_sizes = score_sizes(target, Buckets(row_multiple=share), max_positions, longest, above=MAX_SHARED_WIDTH)
         max_shared = MAX_BLOCK_SIZES - len(wide_sizes.blocks)
     # Even for a model of few positions, a row has room for all alternative ends of a text.
-    widest = min(max(max_positions or SHARED, MOST_OTHERS * costs.tokens_per_slot), SHARED)
+    widest = min(max(max_positions or MAX_SHARED_WIDTH, MAX_ALTERNATIVES * costs.tokens_per_slot), MAX_SHARED_WIDTH)
     return wide_sizes, sizes_for(costs, widest, share=share, max_block_sizes=max_shared)
 
 
@@ -232,25 +243,25 @@ def shared_sizes(
 # its cache.
 PIECE = {"cpu": 128, "cuda": 512}
 # Input with the next token of each token. The dot avoids clashes with inputs of the flow, which may have any names.
-AIM = "score.aim"
+TARGETS = "score.targets"
 # Inputs with alternative tokens, and the column of the token that each of them follows.
-OTHERS, PLACES = "score.others", "score.places"
+ALTERNATIVES, ALTERNATIVE_COLUMNS = "score.alternatives", "score.columns"
 
 
 @dataclass(frozen=True)
 class ScoreTokens:
-    """Wrapper that makes a program with the inputs `reads` score tokens instead of returning logits.
+    """Wrapper that makes a program with the inputs `input_names` score tokens instead of returning logits.
 
-    It returns four arrays: the log-probability `[B, S]` f32 of the next token in `AIM` `[B, S]`, NaN where logits are
-    not finite; whether that token is the likeliest one, `[B, S]` bool; and the same two, `[B, K]`, for the alternative
-    tokens in `OTHERS` `[B, K]` after the columns `PLACES` `[B, K]`.
+    It returns four arrays: the log-probability `[B, S]` f32 of the next token in `TARGETS` `[B, S]`, NaN where logits
+    are not finite; whether that token is the likeliest one, `[B, S]` bool; and the same two, `[B, K]`, for the
+    alternative tokens in `ALTERNATIVES` `[B, K]` after the columns `ALTERNATIVE_COLUMNS` `[B, K]`.
 
-    With `pieces` the program ends before its head, and the wrapper computes the logits of one chunk of tokens at a
+    With `chunking` the program ends before its head, and the wrapper computes the logits of one chunk of tokens at a
     time; otherwise the logits are the program's output.
     """
 
-    reads: tuple[str, ...]
-    pieces: LossChunking | None
+    input_names: tuple[str, ...]
+    chunking: LossChunking | None
 
     def arguments(self) -> Mapping[str, str]:
         """Return the arguments of `warmup` that select it; see `rlx_jax.compiler.executable.HasRequestArguments`."""
@@ -258,46 +269,50 @@ class ScoreTokens:
 
     def __call__(self, forward: Function) -> Function:
         def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
-            outputs, state = forward(params, state, {name: inputs[name] for name in self.reads})
-            chunking, aim, others, places = self.pieces, inputs[AIM], inputs[OTHERS], inputs[PLACES]
+            outputs, state = forward(params, state, {name: inputs[name] for name in self.input_names})
+            chunking, targets = self.chunking, inputs[TARGETS]
+            alternatives, columns = inputs[ALTERNATIVES], inputs[ALTERNATIVE_COLUMNS]
             if chunking is None:
-                return judged(outputs[0].astype(jnp.float32), aim, others, places), state
+                return score_chunk(outputs[0].astype(jnp.float32), targets, alternatives, columns), state
             hidden, kernel, *bias = outputs
             operands = head_operands(chunking.head, kernel, bias[0] if bias else None)
 
-            def piece(first: Any, part: tuple[Any, Any]) -> tuple[Any, tuple[Any, ...]]:
-                logits, _back = chunk_logits(chunking, part[0], operands)
-                return first + logits.shape[1], judged(logits, part[1], others, places - first)
+            def score_next(start: Any, chunk: tuple[Any, Any]) -> tuple[Any, tuple[Any, ...]]:
+                logits, _back = chunk_logits(chunking, chunk[0], operands)
+                return start + logits.shape[1], score_chunk(logits, chunk[1], alternatives, columns - start)
 
-            _, chunk_scores = lax.scan(piece, jnp.int32(0), split_tokens(chunking, hidden, aim))
+            _, chunk_scores = lax.scan(score_next, jnp.int32(0), split_tokens(chunking, hidden, targets))
             probs, likeliest, other, other_likeliest = chunk_scores
-            return (joined(probs, aim.shape), joined(likeliest, aim.shape), other.sum(0), other_likeliest.any(0)), state
+            scores = (join_chunks(probs, targets.shape), join_chunks(likeliest, targets.shape))
+            return (*scores, other.sum(0), other_likeliest.any(0)), state
 
         return function
 
 
-def judged(
-    logits: jax.Array, aim: jax.Array, others: jax.Array, places: jax.Array
+def score_chunk(
+    logits: jax.Array, targets: jax.Array, alternatives: jax.Array, columns: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Score tokens by the logits `[B, c, V]` f32 of a chunk.
 
     Args:
-        aim: the next tokens `[B, c]`.
-        others, places: alternative tokens `[B, K]`, and the column of the chunk that each follows; columns outside
-            `[0, c)` belong to another chunk.
+        targets: the next tokens `[B, c]`.
+        alternatives, columns: alternative tokens `[B, K]`, and the column of the chunk that each follows; columns
+            outside `[0, c)` belong to another chunk.
 
     Returns:
-        the log-probabilities of `aim`, whether each is the likeliest token (the smallest id of several, as in greedy
-        decoding), and the same two for `others`, which are 0 and False for columns of another chunk.
+        the log-probabilities of `targets`, whether each is the likeliest token (the smallest id of several, as in
+        greedy decoding), and the same two for `alternatives`, which are 0 and False for columns of another chunk.
     """
     lse, best = jax.nn.logsumexp(logits, axis=-1), likeliest_id(logits)
-    chosen = jnp.take_along_axis(logits, aim[..., None], axis=-1, mode="clip")[..., 0]
-    inside = (places >= 0) & (places < logits.shape[1])
-    column = jnp.clip(places, 0, logits.shape[1] - 1)
-    other_logits = jax.vmap(lambda x, place, word: x.at[place, word].get(mode="clip"))(logits, column, others)
-    lse_at, best_at = (jnp.take_along_axis(x, column, axis=1, mode="clip") for x in (lse, best))
-    other_log_probs = jnp.where(inside, log_prob(other_logits, lse_at), 0.0)
-    return log_prob(chosen, lse), best == aim, other_log_probs, inside & (best_at == others)
+    chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1, mode="clip")[..., 0]
+    in_chunk = (columns >= 0) & (columns < logits.shape[1])
+    clipped = jnp.clip(columns, 0, logits.shape[1] - 1)
+    other_logits = jax.vmap(lambda x, column, token: x.at[column, token].get(mode="clip"))(
+        logits, clipped, alternatives
+    )
+    lse_at, best_at = (jnp.take_along_axis(x, clipped, axis=1, mode="clip") for x in (lse, best))
+    other_log_probs = jnp.where(in_chunk, log_prob(other_logits, lse_at), 0.0)
+    return log_prob(chosen, lse), best == targets, other_log_probs, in_chunk & (best_at == alternatives)
 
 
 def likeliest_id(logits: jax.Array) -> jax.Array:
@@ -320,26 +335,26 @@ def log_prob(chosen: jax.Array, lse: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(lse) & (chosen < jnp.inf), chosen - lse, jnp.nan)
 
 
-def joined(pieces: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def join_chunks(chunks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Concatenate the chunks of a row, `[n, B, c]` → `[B, S]`, without the padding of the last chunk."""
-    return pieces.swapaxes(0, 1).reshape(shape[0], -1)[:, : shape[1]]
+    return chunks.swapaxes(0, 1).reshape(shape[0], -1)[:, : shape[1]]
 
 
-def score_program(model: CompiledModel, reads: tuple[str, ...], rows: int, width: int) -> BoundProgram:
-    """Return the scoring program of `model` with the inputs `reads`, for blocks of `rows` × `width` tokens.
+def score_program(model: CompiledModel, input_names: tuple[str, ...], rows: int, width: int) -> BoundProgram:
+    """Return the scoring program of `model` with the inputs `input_names`, for blocks of `rows` × `width` tokens.
 
     Raises:
         RequestError: it is not compiled, and the profile makes that an error.
     """
     key = model.key_for_sizes({"batch": rows, "seq": width}, Variant(last_only=False, outputs=model.output_names[:1]))
     try:
-        pieces = _in_pieces(model, model.template().head, rows, width)
+        chunking = _head_chunking(model, model.template().head, rows, width)
     except GraphError:  # the output is not a matrix product, so there is no head to split into chunks
-        pieces = None
-    return model.bind(replace(key, headless=pieces is not None, wrapper=ScoreTokens(reads, pieces)))
+        chunking = None
+    return model.bind(replace(key, headless=chunking is not None, wrapper=ScoreTokens(input_names, chunking)))
 
 
-def _in_pieces(model: CompiledModel, head: Head, rows: int, width: int) -> LossChunking | None:
+def _head_chunking(model: CompiledModel, head: Head, rows: int, width: int) -> LossChunking | None:
     """Return how to compute the logits of a head in chunks; None where that is not possible."""
     sharding = model.programs.model_sharding
     if head.type.rank != 3 or not is_static(head.type.shape[-1]):
@@ -358,15 +373,15 @@ class ScoredTokens:
         ids: context and continuation.
         start: index of the first id that is scored, at least 1.
         name: the text in error messages.
-        first: number of tokens of the text before `ids`, for a window of a longer text.
-        new: number of tokens that no earlier window of the text has.
+        offset: number of tokens of the text before `ids`, for a window of a longer text.
+        num_new: number of tokens that no earlier window of the text has.
     """
 
     ids: tuple[int, ...]
     start: int
     name: str = "texts"
-    first: int = 0
-    new: int = 0
+    offset: int = 0
+    num_new: int = 0
 
     @property
     def width(self) -> int:
@@ -383,25 +398,25 @@ def scored_tokens(lm: LanguageModel, texts: Any) -> tuple[list[ScoredTokens], bo
             over the model's positions.
     """
     texts = convert_foreign_arrays("texts", texts)
-    single = _is_one(texts)
+    single = _is_single(texts)
     if not single and not isinstance(texts, list | tuple | np.ndarray | jax.Array):
         raise RequestError(
             "score: expected a string, token ids, a pair (context, continuation), or a list of them, got "
             f"{shown(texts)}"
         )
     items = [texts] if single else list(texts)
-    scored = [_read(lm, item, "texts" if single else f"texts[{i}]") for i, item in enumerate(items)]
+    scored = [_item_tokens(lm, item, "texts" if single else f"texts[{i}]") for i, item in enumerate(items)]
     for item in scored:
         # As in lm-evaluation-harness: the last token is not read, so it may be one past the last position.
         check_positions(item.width, lm.max_positions, f"{item.name}: {len(item.ids)} tokens, the last one not read")
     return scored, single
 
 
-def text_ids(lm: LanguageModel, text: Any, what: str) -> list[int]:
+def text_ids(lm: LanguageModel, text: Any, name: str) -> list[int]:
     """Return the ids of a string, with the special tokens that the tokenizer adds, or ids unchanged."""
     if isinstance(text, str):
         text = lm.require_tokenizer("strings need").encode(text)
-    return id_list(text, lm.vocab_size, what)
+    return id_list(text, lm.vocab_size, name)
 
 
 def first_id(lm: LanguageModel) -> int:
@@ -415,12 +430,12 @@ def first_id(lm: LanguageModel) -> int:
     if lm.eos_ids:
         return lm.eos_ids[0]
     raise RequestError(
-        "score: an empty context stands for the begin token, or else the end token, and the model has neither; "
+        "score: an empty context is replaced by the begin token, or else the end token, and the model has neither; "
         "pass bos_id= or eos_ids= to CausalLM"
     )
 
 
-def pair_ids(lm: LanguageModel, context: Any, continuation: Any, what: str) -> ScoredTokens:
+def pair_ids(lm: LanguageModel, context: Any, continuation: Any, name: str) -> ScoredTokens:
     """Return the tokens of a context and its continuation, which is scored.
 
     Strings are tokenized as in lm-evaluation-harness: spaces at the end of the context belong to the continuation, both
@@ -428,40 +443,40 @@ def pair_ids(lm: LanguageModel, context: Any, continuation: Any, what: str) -> S
     spaces only becomes empty; `first_id` is then the context, unless the tokenizer adds a begin token.
     """
     if isinstance(context, str) != isinstance(continuation, str):
-        raise RequestError(f"{what}: a context and a continuation are both strings or both ids, got {shown(context)}")
+        raise RequestError(f"{name}: a context and a continuation are both strings or both ids, got {shown(context)}")
     if not isinstance(context, str):
-        context_ids, target_ids = (text_ids(lm, part, f"{what}[{i}]") for i, part in enumerate((context, continuation)))
+        context_ids, target_ids = (text_ids(lm, part, f"{name}[{i}]") for i, part in enumerate((context, continuation)))
         context_ids = context_ids or [first_id(lm)]
     elif context:
         bare = context.rstrip()
         continuation, context = context[len(bare) :] + continuation, bare
-        all_ids, context_ids = (text_ids(lm, text, what) for text in (context + continuation, context))
+        all_ids, context_ids = (text_ids(lm, text, name) for text in (context + continuation, context))
         context_ids, target_ids = all_ids[: len(context_ids)] or [first_id(lm)], all_ids[len(context_ids) :]
     else:
         encoded = lm.require_tokenizer("strings need").encode(continuation, add_special_tokens=False)
-        target_ids = id_list(encoded, lm.vocab_size, what)
+        target_ids = id_list(encoded, lm.vocab_size, name)
         context_ids = [first_id(lm)]
         if target_ids[:1] == context_ids:  # the text has the token already, for example as `<s>`
             del target_ids[0]
     if not target_ids:
-        raise RequestError(f"{what}: the continuation has no tokens of its own, so that there is nothing to score")
-    return ScoredTokens((*context_ids, *target_ids), len(context_ids), what)
+        raise RequestError(f"{name}: the continuation has no tokens, so that there is nothing to score")
+    return ScoredTokens((*context_ids, *target_ids), len(context_ids), name)
 
 
-def _read(lm: LanguageModel, item: Any, what: str) -> ScoredTokens:
+def _item_tokens(lm: LanguageModel, item: Any, name: str) -> ScoredTokens:
     """Return the tokens of one item to score: a text, ids or a pair."""
     if _is_pair(item):
         context, continuation = item
-        return pair_ids(lm, context, continuation, what)
-    if not _is_one(item):
-        raise RequestError(f"{what}: expected a string, token ids or a pair (context, continuation), got {shown(item)}")
-    ids = text_ids(lm, item, what)
+        return pair_ids(lm, context, continuation, name)
+    if not _is_single(item):
+        raise RequestError(f"{name}: expected a string, token ids or a pair (context, continuation), got {shown(item)}")
+    ids = text_ids(lm, item, name)
     if len(ids) < 2:
         raise RequestError(
-            f"{what}: {len(ids)} tokens, and the first of a text is given, not scored; pass 2, or a pair: "
-            "('', text) scores all tokens of a text behind the begin token"
+            f"{name}: {len(ids)} tokens; the first token of a text is not scored: pass at least 2, or a pair: "
+            "('', text) scores all tokens of a text after the begin token"
         )
-    return ScoredTokens(tuple(ids), 1, what)
+    return ScoredTokens(tuple(ids), 1, name)
 
 
 def _is_pair(item: Any) -> bool:
@@ -469,7 +484,7 @@ def _is_pair(item: Any) -> bool:
     return isinstance(item, tuple) and len(item) == 2 and not any(isinstance(part, int | np.integer) for part in item)
 
 
-def _is_one(item: Any) -> bool:
+def _is_single(item: Any) -> bool:
     """Return whether an item is a single text: a string, a list of ids, or a pair."""
     if isinstance(item, str) or _is_pair(item):
         return True

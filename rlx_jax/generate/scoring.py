@@ -24,9 +24,9 @@ from rlx_jax.generate.score_program import (
     ScoreForm,
     SharedTokens,
     forms_for,
-    places_in,
+    group_by_prefix,
+    locate_texts,
     score_sizes,
-    shared_tokens,
     text_ids,
 )
 from rlx_jax.runtime.inputs import check_integer
@@ -35,7 +35,7 @@ from rlx_jax.runtime.report import RequestReport
 from rlx_jax.text.token_model import check_positions
 
 # The most calls in flight, that is with results not fetched yet: enough to keep the device busy, and a limit on memory.
-AHEAD = 8
+MAX_IN_FLIGHT = 8
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Score:
     token_logprobs: tuple[float, ...]
 
 
-def scores_of(lm: LanguageModel, items: Sequence[ScoredTokens], what: str) -> tuple[list[Score], RequestReport]:
+def score_items(lm: LanguageModel, items: Sequence[ScoredTokens], method: str) -> tuple[list[Score], RequestReport]:
     """Return the score of each item, in order, and a report with the time and tokens of the call.
 
     Args:
-        what: the public method, for error messages.
+        method: the public method, for error messages.
 
     Raises:
         RequestError: the flow has other inputs than tokens; as `score_sizes`. DeriveError: a token may see later
@@ -69,15 +69,15 @@ def scores_of(lm: LanguageModel, items: Sequence[ScoredTokens], what: str) -> tu
     clock = model.programs.start_timer()
     if lm.required_inputs:
         raise RequestError(
-            f"{what}: {model.name} reads {listing(lm.required_inputs)} beside tokens; {what} takes texts alone"
+            f"{method}: {model.name} reads {listing(lm.required_inputs)} in addition to tokens; {method} takes only text"
         )
     # Deriving a prefill program proves that tokens do not see later ones, and rows not each other.
     model.programs.any_template(model.as_program("prefill").key())
     longest = max((item.width for item in items), default=1)
-    texts = shared_tokens(items)
-    scores = score_all(what, items, texts, *forms_for(model, lm.buckets, lm.max_positions, longest))
+    texts = group_by_prefix(items)
+    scores = score_all(method, items, texts, *forms_for(model, lm.buckets, lm.max_positions, longest))
     seconds, compiled = clock()
-    num_tokens, num_read = sum(item.width for item in items), sum(len(text.read) for text in texts)
+    num_tokens, num_read = sum(item.width for item in items), sum(len(text.prefix) for text in texts)
     report = RequestReport(
         "texts", len(items), num_tokens, seconds, compiled=compiled, cached_tokens=num_tokens - num_read
     )
@@ -85,15 +85,15 @@ def scores_of(lm: LanguageModel, items: Sequence[ScoredTokens], what: str) -> tu
 
 
 def score_all(
-    what: str, items: Sequence[ScoredTokens], texts: Sequence[SharedTokens], shared: ScoreForm | None,
-    alone: ScoreForm | None,
+    method: str, items: Sequence[ScoredTokens], texts: Sequence[SharedTokens], shared: ScoreForm | None,
+    single: ScoreForm | None,
 ) -> list[Score]:  # fmt: skip
     """Return the score of each item, in order.
 
     Args:
         texts: the items, grouped by common prefix.
-        shared: the form for texts that share rows; texts longer than its widest row use `alone`.
-        alone: the form for rows of one text.
+        shared: the form for texts that share rows; texts longer than its widest row use `single`.
+        single: the form for rows of one text.
 
     Raises:
         NumericsError: logits are not finite; `outputs` has the other scores, and None for these.
@@ -116,24 +116,24 @@ def score_all(
 
     widest = shared.sizes.widths[-1] if shared else 0
     fitting_texts, wide_texts = (
-        [text for text in texts if (len(text.read) > widest) == over] for over in (False, True)
+        [text for text in texts if (len(text.prefix) > widest) == over] for over in (False, True)
     )
     if shared is not None:
         retried = take(shared, fitting_texts, shared.plan(fitting_texts))
         # A NaN of one text may have spread to the other texts of its row, as 0 · NaN is NaN in masked attention.
         take(shared, retried, shared.plan_one_per_row(retried))
-    if alone is not None:
-        take(alone, wide_texts, alone.plan(wide_texts))
+    if single is not None:
+        take(single, wide_texts, single.plan(wide_texts))
     if failed:
         first_by_name: dict[str, int] = {}  # the windows of a text have one name
         for i, offset in sorted(failed.items()):
-            first_by_name.setdefault(items[i].name, items[i].first + items[i].start + offset)
+            first_by_name.setdefault(items[i].name, items[i].offset + items[i].start + offset)
         failures = [
-            f"{name} (first behind {offset:,} token{'s'[: offset > 1]})" for name, offset in first_by_name.items()
+            f"{name} (first after {offset:,} token{'s'[: offset > 1]})" for name, offset in first_by_name.items()
         ]
         suffix = f" and {len(failures) - 8} more" if len(failures) > 8 else ""
-        message = f"logits are not finite of {', '.join(failures[:8])}{suffix}"
-        raise NumericsError(f"{what}: {message}; `outputs` of this error has the other scores", failed, scores)
+        message = f"logits are not finite for {', '.join(failures[:8])}{suffix}"
+        raise NumericsError(f"{method}: {message}; `outputs` of this error has the other scores", failed, scores)
     return [score for score in scores if score is not None]
 
 
@@ -141,26 +141,26 @@ def _results(
     form: ScoreForm, items: Sequence[ScoredTokens], texts: Sequence[SharedTokens], blocks: Iterable[Block]
 ) -> Iterator[tuple[SharedTokens, int, np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
     """Yield, for each item, its text group, its number, the log-probabilities of its scored tokens, and whether each is
-    the likeliest. Up to `AHEAD` later calls run on the device while the host processes a result."""
+    the likeliest. Up to `MAX_IN_FLIGHT` later calls run on the device while the host processes a result."""
     running: deque[tuple[Block, tuple[jax.Array, ...]]] = deque()
 
     def fetched() -> Iterator[tuple[SharedTokens, int, np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
         block, outputs = running.popleft()
-        *token_arrays, others, others_likeliest = jax.device_get(outputs)
-        for loc in places_in(block, texts):
-            text, row = texts[loc.text], loc.row
-            for number, other in text.texts:
-                span = slice(loc.first + items[number].start - 1, loc.first + len(text.read))
+        *token_arrays, alternatives, others_likeliest = jax.device_get(outputs)
+        for location in locate_texts(block, texts):
+            text, row = texts[location.text], location.row
+            for number, alternative in text.items:
+                span = slice(location.column + items[number].start - 1, location.column + len(text.prefix))
                 values, likeliest = (array[row, span].copy() for array in token_arrays)
-                if other is not None:
-                    end = row, loc.other + other
-                    values[-1], likeliest[-1] = others[end], others_likeliest[end]
+                if alternative is not None:
+                    end = row, location.alternative_column + alternative
+                    values[-1], likeliest[-1] = alternatives[end], others_likeliest[end]
                 yield text, number, values, likeliest
 
     for block in blocks:
         outputs, _ = form.program(block.rows, block.width)(form.inputs(block, texts), {})
         running.append((block, outputs))
-        if len(running) > AHEAD:
+        if len(running) > MAX_IN_FLIGHT:
             yield from fetched()
     while running:
         yield from fetched()
@@ -173,7 +173,7 @@ def warm_scores(model: CompiledModel, buckets: Buckets, max_positions: int | Non
         jax.block_until_ready(form.program(rows, width)(form.inputs(Block(rows, width, 1, ()), ()), {})[0])
 
 
-def strides(ids: Sequence[int], stride: int, context: int) -> list[ScoredTokens]:
+def split_windows(ids: Sequence[int], stride: int, context: int) -> list[ScoredTokens]:
     """Return windows of `context` tokens, each `stride` tokens after the previous one.
 
     A window scores the tokens that no earlier window has. Its first token has no context and is never scored; a window
@@ -204,11 +204,13 @@ def perplexity_windows(lm: LanguageModel, text: Any, stride: Any, context: Any) 
     check_positions(size, lm.max_positions, "perplexity: context")
     step = max(1, size // 2) if stride is None else check_integer("stride", stride, 1)
     if step > size:
-        raise RequestError(f"stride is {step}, over the {size} tokens of a window: those between would be left out")
+        raise RequestError(
+            f"stride is {step}, over the {size} tokens of a window: the tokens between windows would be left out"
+        )
     ids = text_ids(lm, text, "text")
     if len(ids) < 2:
         raise RequestError(f"perplexity: a text of {len(ids)} tokens has none to predict; pass 2 at least")
-    windows = strides(ids, step, size)
+    windows = split_windows(ids, step, size)
     if step == 1 and len(windows) > 1:
         raise RequestError(
             f"perplexity: the stride is 1: a window counts with its new tokens less one, so that of {len(windows)} "
@@ -217,14 +219,14 @@ def perplexity_windows(lm: LanguageModel, text: Any, stride: Any, context: Any) 
     return windows
 
 
-def perplexity_of(windows: Sequence[ScoredTokens], scores: Sequence[Score]) -> float:
+def mean_perplexity(windows: Sequence[ScoredTokens], scores: Sequence[Score]) -> float:
     """Return exp of the mean negative log-likelihood: the mean over the windows of their own means, each weighted by
     its new tokens less one, as on Hugging Face's page on perplexity."""
-    total = math.fsum(s.logprob / len(s.tokens) * (w.new - 1) for w, s in zip(windows, scores, strict=True))
-    return exp_of(-total / sum(window.new - 1 for window in windows))
+    total = math.fsum(s.logprob / len(s.tokens) * (w.num_new - 1) for w, s in zip(windows, scores, strict=True))
+    return exp_or_inf(-total / sum(window.num_new - 1 for window in windows))
 
 
-def exp_of(nats: float) -> float:
+def exp_or_inf(nats: float) -> float:
     """Return exp of a number, or infinity where a float would overflow."""
     try:
         return math.exp(nats)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.compiler.settings import Buckets, bucket_size
-from rlx_jax.errors import RequestError, listing
+from rlx_jax.errors import RequestError, listing, shown
 from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.generation import prepare_prefix_state, start_generation
 from rlx_jax.generate.prefill import extend, prefill
@@ -47,11 +47,11 @@ def warm_all(
     buckets = lm.model.settings.buckets
     budget = check_integer("max_new_tokens", max_new_tokens, 1)
     if lm.required_inputs:
-        raise RequestError(f"warmup: requests bring {listing(lm.required_inputs)}, of sizes that are not known ahead")
+        raise RequestError(f"warmup: requests need {listing(lm.required_inputs)}; warmup does not know their sizes")
     check_has_buckets(buckets)
     kinds = ALL_SAMPLERS if samplers is None else (samplers,) if isinstance(samplers, Sampler) else tuple(samplers)
     if not kinds or not all(isinstance(s, Sampler) for s in kinds):
-        raise RequestError("warmup: samplers are what requests will use: a Sampler or several, or None for all kinds")
+        raise RequestError(f"warmup: samplers is {shown(samplers)}; expected a Sampler, several, or None for all kinds")
     check_answers(lm, n, logprobs, None, False)
     lm = replace(lm, buckets=replace(buckets, context=warm_contexts(buckets, budget, lm.max_positions)))
     with lm.model.programs.warm_up():
