@@ -14,7 +14,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import errors
-from rlx_jax.generate.drafters import drafter_of
+from rlx_jax.generate.drafters import make_drafter
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import TypeCache
 from rlx_jax.models.qwen35 import Qwen35Config, Qwen35Flow, Qwen35MtpFlow
@@ -95,7 +95,7 @@ def test_the_steps_of_the_formulas(directory: Path, lm: Any) -> None:
 
 def test_the_model_and_its_module_share_arrays(lm: Any) -> None:
     """The embedding and the head; the model holds nothing of the module."""
-    drafter: Any = drafter_of("mtp", DRAFTS, lm._lm)
+    drafter: Any = make_drafter("mtp", DRAFTS, lm._lm)
     own, shared = lm.model.params, drafter.params()
     assert {k for k, a in shared.items() if own.get(k) is a} == {"model.embed_tokens.weight", "lm_head.weight"}
     assert not any(key.startswith("mtp.") for key in own) and drafter.programs.layout.types().keys() == shared.keys()
@@ -117,7 +117,7 @@ def test_inside_a_checkpoint_that_reads_images(directory: Path, tmp_path: Path) 
         errors.RlxWarning, match="only the text model is built, and 0 weights of other parts are not read"
     ):
         lm: Any = rlx.load(where)
-    drafter: Any = drafter_of("mtp", 2, lm._lm)
+    drafter: Any = make_drafter("mtp", 2, lm._lm)
     stored = read_weights(directory)
     for key in ("mtp.fc.weight", "model.embed_tokens.weight"):
         np.testing.assert_array_equal(drafter.params()[key], stored[key])

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from rlx_jax import errors
 from rlx_jax.generate.decode import NOT_FINITE, FirstTokens, new_rows
-from rlx_jax.generate.sampler import OPTIONS, SAMPLING, Sampler, Sampling, adjust_logits, choose, keep_likely
+from rlx_jax.generate.sampler import OPTIONS, SAMPLING, Sampler, Sampling, adjust_logits, choose_tokens, keep_likely
 from rlx_jax.runtime.inputs import random_key
 
 VOCAB = 13
@@ -87,7 +87,7 @@ def test_greedy_takes_the_smaller_id_of_a_tie() -> None:
     """And reads neither keys nor history."""
     logits = jnp.asarray([[0.0, 2.0, 2.0], [3.0, -1.0, 3.0]])
     sampler: Any = Sampler(top_k=1, top_p=0.1)
-    got = choose(sampler.sampling_steps(3), sampler.values(3), logits, jnp.zeros(2, jnp.uint32))
+    got = choose_tokens(sampler.sampling_steps(3), sampler.values(3), logits, jnp.zeros(2, jnp.uint32))
     np.testing.assert_array_equal(got, [1, 0])
 
 
@@ -96,7 +96,7 @@ def sample(sampler: Sampler, logits: np.ndarray, seeds: Any, seen: Any = None) -
     keys = jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
     seen = jnp.zeros(logits.shape, bool) if seen is None else jnp.asarray(seen)
     steps, values = sampler.sampling_steps(VOCAB), sampler.values(VOCAB)
-    return np.asarray(choose(steps, values, adjust_logits(steps, values, jnp.asarray(logits), seen), keys))
+    return np.asarray(choose_tokens(steps, values, adjust_logits(steps, values, jnp.asarray(logits), seen), keys))
 
 
 def test_draws_follow_the_softmax() -> None:

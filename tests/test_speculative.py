@@ -13,7 +13,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import errors
-from rlx_jax.generate.drafters import MAX_NGRAM, drafter_of, find_ngram
+from rlx_jax.generate.drafters import MAX_NGRAM, find_ngram, make_drafter
 from rlx_jax.text.tokenizer import load_tokenizer
 from tests import test_cross_attention, test_mesh, test_recurrent
 from tests.divided import RING_VOCAB as VOCAB
@@ -196,9 +196,9 @@ def test_other_tokenizers_cannot_draft() -> None:
     lm = rings()
     own, other = (load_tokenizer(FIXTURES / name) for name in ("llama/gqa_tied_llama3_v5", "sentence/base"))
     ours = replace(lm._lm, tokenizer=own)
-    assert drafter_of(ours, 3, ours) is not None
+    assert make_drafter(ours, 3, ours) is not None
     with pytest.raises(errors.RequestError, match="their tokenizers assign other ids to the same tokens"):
-        drafter_of(replace(ours, tokenizer=other), 3, ours)
+        make_drafter(replace(ours, tokenizer=other), 3, ours)
 
 
 def test_the_program_by_itself() -> None:
@@ -252,10 +252,10 @@ def test_models_on_other_devices_cannot_draft() -> None:
     """One on one device and one over several; the error says where each is."""
     one, many = (test_mesh.lm("llama", *place)._lm for place in ((), ("data tensor", 4)))
     with pytest.raises(errors.UnsupportedError, match="over one device and a mesh of data 2 × tensor 2; make both"):
-        drafter_of(one, 3, many)
+        make_drafter(one, 3, many)
     with pytest.raises(errors.UnsupportedError, match="over a mesh of data 2 × tensor 2 and one device; make both"):
-        drafter_of(many, 3, one)
-    assert drafter_of(many, 3, many) is not None
+        make_drafter(many, 3, one)
+    assert make_drafter(many, 3, many) is not None
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ import rlx_jax as rlx
 from rlx_jax.cli.terminal import Interrupt, Status, format_bytes, read_stdin
 from rlx_jax.errors import RequestError, listing, quote, shown
 from rlx_jax.generate.drafters import SOURCES
-from rlx_jax.generate.sampler import OPTIONS, one_sampler
+from rlx_jax.generate.sampler import OPTIONS, resolve_sampler
 from rlx_jax.io.strict_json import is_text
 from rlx_jax.ir.table import TextTable
 from rlx_jax.text.tokenizer import Tokenizer
@@ -184,7 +184,7 @@ def kind_with_article(model: Any) -> str:
 
 def make_sampler(args: argparse.Namespace) -> rlx.Sampler:
     """Return the sampler of the options. Call it before loading, so that invalid options fail early."""
-    return one_sampler(None, {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None})
+    return resolve_sampler(None, {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None})
 
 
 def request_options(args: argparse.Namespace, session: Session, sampler: rlx.Sampler) -> dict[str, Any]:

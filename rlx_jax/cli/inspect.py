@@ -12,7 +12,7 @@ from rlx_jax.compiler.pipeline import make_lir
 from rlx_jax.device import running_device
 from rlx_jax.encode.checkpoint import Checkpoint
 from rlx_jax.errors import RequestError, quote
-from rlx_jax.generate.load import computing_in
+from rlx_jax.generate.load import with_compute_dtype
 from rlx_jax.generate.request_plan import cache_sizes
 from rlx_jax.io.folder import open_folder
 from rlx_jax.ir.packed import stored_bytes
@@ -116,7 +116,7 @@ def batch_needs(pretrained: Pretrained, args: argparse.Namespace) -> dict[str, A
 
 def open_without_weights(pretrained: Pretrained, args: argparse.Namespace) -> CompiledModel:
     """Return the model that `rlx_jax.load` would return, but without weights: only their shapes are used."""
-    profile = args.profile if args.dtype is None else computing_in(args.dtype, args.profile)
+    profile = args.profile if args.dtype is None else with_compute_dtype(args.dtype, args.profile)
     flow = pretrained.recipe.assemble()
     causal = pretrained.kind == "causal"
     serves = ("forward", *CACHED_PROGRAMS) if causal else ("forward",)

@@ -15,9 +15,9 @@ import jax
 import numpy as np
 
 from rlx_jax.errors import RequestError, RlxWarning, listing, shown, suggest_keywords
-from rlx_jax.generate.conversation import Conversation, open_conversation, refuse_in_stream
+from rlx_jax.generate.conversation import Conversation, check_stream_options, open_conversation
 from rlx_jax.generate.decode_state import DecodeState
-from rlx_jax.generate.drafters import DRAFT_TOKENS, drafter_of
+from rlx_jax.generate.drafters import DRAFT_TOKENS, make_drafter
 from rlx_jax.generate.generation import NewTokens, run_request, stream_request
 from rlx_jax.generate.prefill import capture, compute_logits, extend, prefill
 from rlx_jax.generate.request import (
@@ -31,7 +31,7 @@ from rlx_jax.generate.request import (
     check_request,
     declared_inputs,
 )
-from rlx_jax.generate.sampler import SAMPLING, Sampler, one_sampler
+from rlx_jax.generate.sampler import SAMPLING, Sampler, resolve_sampler
 from rlx_jax.generate.score_program import ScoredTokens, scored_tokens
 from rlx_jax.generate.scoring import Score, mean_perplexity, perplexity_windows, score_items
 from rlx_jax.generate.speculative import Drafter
@@ -93,10 +93,10 @@ class CausalLM(TaskModel):
         self.max_positions = supported_positions(self.model)
         self.buckets = self.model.settings.buckets
         check_buckets(self.buckets, self.max_positions)
-        self._inputs = declared_inputs(self.model)
-        self._captures = self.model.built.captures  # emptied by the first warning, so that it comes once
-        self._drafted: NewTokens | None = None
-        self._last: tuple[Request, NewTokens] | RequestReport | None = None
+        self._input_decls = declared_inputs(self.model)
+        self._unwarned_captures = self.model.built.captures  # emptied by the first warning, so that it comes once
+        self._last_speculative: NewTokens | None = None
+        self._last_call: tuple[Request, NewTokens] | RequestReport | None = None
         self.eos_ids = eos_ids
         if self.tokenizer and not self.eos_ids:
             self.eos_ids = self.tokenizer.eos_ids
@@ -186,10 +186,11 @@ class CausalLM(TaskModel):
 
     def _warn_of_captures(self, stacklevel: int = 4) -> None:
         """Warn once that requests return no captures."""
-        if self._captures:
-            message = f"nothing is returned of what the flow captures, {listing(self._captures, 4)}"
-            warnings.warn(f"{message}: lm.capture(prompts) returns it", RlxWarning, stacklevel=stacklevel)
-        self._captures = ()
+        if self._unwarned_captures:
+            names = listing(self._unwarned_captures, 4)
+            message = f"requests do not return the captures {names}: lm.capture(prompts) returns them"
+            warnings.warn(message, RlxWarning, stacklevel=stacklevel)
+        self._unwarned_captures = ()
 
     # -- generation --------------------------------------------------------------------------
 
@@ -245,12 +246,10 @@ class CausalLM(TaskModel):
         if attention_mask is not None:
             block, lengths, _ = token_block(prompts, self.vocab_size, mask=attention_mask, name="prompts")
             prompts = [row[:length].tolist() for row, length in zip(block, lengths, strict=True)]
-        checked_prompts = classify_prompts(prompts)
-        request_args = self._request(
-            checked_prompts, max_new_tokens, sampler, stop, seed, n=n, logprobs=logprobs, **options
-        )
+        batch = classify_prompts(prompts)
+        request_args = self._make_request(batch, max_new_tokens, sampler, stop, seed, n=n, logprobs=logprobs, **options)
         outputs = run_request(self._lm, *request_args)
-        return outputs[0] if checked_prompts.is_single else outputs
+        return outputs[0] if batch.is_single else outputs
 
     @suggest_keywords(*StreamOptions.__annotations__)
     def stream(
@@ -266,11 +265,11 @@ class CausalLM(TaskModel):
         Raises:
             RequestError: `n` or `logprobs` are given, which a stream of one answer cannot return. Others as `generate`.
         """
-        refuse_in_stream("stream", n, logprobs)
-        checked_prompts = classify_prompts(prompt)
-        if not checked_prompts.is_single:
+        check_stream_options("stream", n, logprobs)
+        batch = classify_prompts(prompt)
+        if not batch.is_single:
             raise RequestError("stream: one prompt at a time; generate takes several")
-        return stream_request(self._lm, *self._request(checked_prompts, max_new_tokens, sampler, stop, seed, **options))
+        return stream_request(self._lm, *self._make_request(batch, max_new_tokens, sampler, stop, seed, **options))
 
     # -- scores ------------------------------------------------------------------------------
 
@@ -300,7 +299,7 @@ class CausalLM(TaskModel):
             NumericsError: logits of a text are not finite; `outputs` has the others.
         """
         items, single = scored_tokens(self._lm, texts)
-        scores = self._scored(items, "score")
+        scores = self._score_items(items, "score")
         return scores[0] if single else scores
 
     @suggest_keywords()
@@ -321,11 +320,11 @@ class CausalLM(TaskModel):
         if isinstance(text, list | tuple) and any(isinstance(part, str) for part in text):
             raise RequestError(f"perplexity: expected one string, or its ids, got {shown(text)}; score takes several")
         windows = perplexity_windows(self._lm, text, stride, context)
-        return mean_perplexity(windows, self._scored(windows, "perplexity"))
+        return mean_perplexity(windows, self._score_items(windows, "perplexity"))
 
-    def _scored(self, items: Sequence[ScoredTokens], method: str) -> list[Score]:
+    def _score_items(self, items: Sequence[ScoredTokens], method: str) -> list[Score]:
         """Score items, and remember the report for `report()`."""
-        scores, self._last = score_items(self._lm, items, method)
+        scores, self._last_call = score_items(self._lm, items, method)
         return scores
 
     # -- chat --------------------------------------------------------------------------------
@@ -352,10 +351,10 @@ class CausalLM(TaskModel):
         if not isinstance(stream, bool):
             raise RequestError(f"stream is {shown(stream)}; expected True or False")
         if stream:
-            refuse_in_stream("chat(…, stream=True)", n, logprobs)
+            check_stream_options("chat(…, stream=True)", n, logprobs)
         turn_options = {name: options.pop(name) for name in DecodingOptions.__annotations__ if name in options}
         checked_prompts = Prompts(None, [self.apply_chat_template(messages, **options)], True)
-        request_args = self._request(
+        request_args = self._make_request(
             checked_prompts, max_new_tokens, sampler, stop, seed, text=True, n=n, logprobs=logprobs, **turn_options
         )
         return stream_request(self._lm, *request_args) if stream else run_request(self._lm, *request_args)[0]
@@ -434,7 +433,7 @@ class CausalLM(TaskModel):
         Raises:
             RequestError: the profile has no buckets for prompts and batches.
         """
-        drafter = self._drafter(speculative, draft_tokens)
+        drafter = self._make_drafter(speculative, draft_tokens)
         self.buckets = warm_all(self._lm, max_new_tokens, samplers, drafter, scoring, n, logprobs)
 
     # -- a request ---------------------------------------------------------------------------
@@ -444,10 +443,10 @@ class CausalLM(TaskModel):
         """Return what requests need to know of the model; made anew, as `eos_ids` and the buckets may change."""
         return LanguageModel(
             self.model, self.vocab_size, self.tokenizer, self.max_positions, self.buckets, self.bos_id, self._eos_ids,
-            self._inputs,
+            self._input_decls,
         )  # fmt: skip
 
-    def _request(
+    def _make_request(
         self, prompts: Prompts, max_new_tokens: int, sampler: Sampler | None, stop: StopLike, seed: Any, *,
         speculative: Any = None, draft_tokens: int = DRAFT_TOKENS, **options: Any,
     ) -> tuple[Request, NewTokens]:  # fmt: skip
@@ -456,22 +455,22 @@ class CausalLM(TaskModel):
         Args:
             options: fields of a sampler, and options of `check_request`.
         """
-        if self._captures:
+        if self._unwarned_captures:
             self._warn_of_captures(5)  # one frame deeper than the public methods that call it
-        chosen = one_sampler(sampler, {name: options.pop(name) for name in SAMPLING if name in options})
+        sampler = resolve_sampler(sampler, {name: options.pop(name) for name in SAMPLING if name in options})
         drafts = speculative is not None or draft_tokens != DRAFT_TOKENS
-        drafter = self._drafter(speculative, draft_tokens) if drafts else None
-        request = check_request(self._lm, prompts, max_new_tokens, chosen, stop, seed, drafter=drafter, **options)
+        drafter = self._make_drafter(speculative, draft_tokens) if drafts else None
+        request = check_request(self._lm, prompts, max_new_tokens, sampler, stop, seed, drafter=drafter, **options)
         new = NewTokens([[] for _ in range(len(request.rows) * (request.n or 1))])
-        self._last = request, new
+        self._last_call = request, new
         if drafter is not None:
-            self._drafted = new
+            self._last_speculative = new
         return request, new
 
-    def _drafter(self, speculative: Any, draft_tokens: int) -> Drafter | None:
-        """Return the drafter of a request; see `drafter_of`."""
+    def _make_drafter(self, speculative: Any, draft_tokens: int) -> Drafter | None:
+        """Return the drafter of a request; see `make_drafter`."""
         source = speculative._lm if isinstance(speculative, CausalLM) else speculative
-        return drafter_of(source, draft_tokens, self._lm)
+        return make_drafter(source, draft_tokens, self._lm)
 
     def report(self, **sizes: int) -> Report:
         """Report the cost of compiling, and the needs of the program that ran last: forward, prefill or extend.
@@ -481,21 +480,20 @@ class CausalLM(TaskModel):
         if sizes:
             return self.model.report(**sizes)
         programs = ("forward", *CACHED_PROGRAMS)  # a compiled model passed by the user may have run other programs
-        executables = self.model.programs.executables
-        used_keys = [key for key in executables if key.flow == self.model.name and key.program in programs]
-        model = replace(self.model, program=used_keys[-1].program, last_key=used_keys[-1]) if used_keys else self.model
-        speculated = None if self._drafted is None else self._drafted.speculated
-        seed, last_request = None, self._last
+        keys = [k for k in self.model.programs.executables if k.flow == self.model.name and k.program in programs]
+        model = replace(self.model, program=keys[-1].program, last_key=keys[-1]) if keys else self.model
+        speculated = None if self._last_speculative is None else self._last_speculative.speculated
+        seed, last_request = None, self._last_call
         if isinstance(last_request, tuple):
             seed, last_request = last_request[0].sampling_seed, last_request[1].report
         return replace(model.report(), speculative=speculated, seed=seed, request=last_request)
 
-    def profile(self, prompts: Any, max_new_tokens: int = 64, **asked: Any) -> BlockTimes:
-        """Measure the time by block of `generate(prompts, max_new_tokens, **asked)`.
+    def profile(self, prompts: Any, max_new_tokens: int = 64, **options: Any) -> BlockTimes:
+        """Measure the time by block of `generate(prompts, max_new_tokens, **options)`.
 
         It runs twice, the second time under `jax.profiler`, so that compiling is not measured. The prefill programs and
         the generation loop have their own rows.
         """
-        drafter = asked.get("speculative")
+        drafter = options.get("speculative")
         models = [self.model.programs, *([drafter.model.programs] if isinstance(drafter, CausalLM) else [])]
-        return profile_run(models, lambda: self.generate(prompts, max_new_tokens, **asked))
+        return profile_run(models, lambda: self.generate(prompts, max_new_tokens, **options))

@@ -111,7 +111,7 @@ class Conversation:
             RequestError: `n` or `logprobs` are given, which a stream of one reply cannot return. Others as `send`.
             SessionStateError: another turn began during the iteration.
         """
-        refuse_in_stream("stream", n, logprobs)
+        check_stream_options("stream", n, logprobs)
         return self._stream_turn(self._check_turn(message, max_new_tokens, sampler, stop, seed, **options))
 
     def fork(self) -> Conversation:
@@ -131,7 +131,7 @@ class Conversation:
 
     def _check_turn(self, message: Any, max_new_tokens: int, *args: Any, **options: Any) -> Turn:
         """Check the arguments of a turn and return it; nothing has run yet."""
-        messages = [*self.messages, *as_messages(message)]
+        messages = [*self.messages, *to_messages(message)]
         ids = self._render(messages)
         budget = check_integer("max_new_tokens", max_new_tokens, 0)
         if budget == 0:
@@ -139,7 +139,7 @@ class Conversation:
                 "max_new_tokens is 0, and a turn has a reply: to add a message without one, append it to `messages`"
             )
         self._check_length(len(messages), len(ids), budget)
-        request, new = self.causal_lm._request(Prompts(None, [ids], True), budget, *args, text=True, **options)
+        request, new = self.causal_lm._make_request(Prompts(None, [ids], True), budget, *args, text=True, **options)
         return Turn(messages, request, new, self._turn_number)
 
     def _render(self, messages: list[dict[str, Any]], reply: bool = True) -> list[int]:
@@ -250,7 +250,7 @@ def open_conversation(
     return Conversation(causal_lm, first_messages, options, max_len, keep_copy)
 
 
-def as_messages(message: Any) -> list[dict[str, Any]]:
+def to_messages(message: Any) -> list[dict[str, Any]]:
     """Return a message, or several, as a list.
 
     Raises:
@@ -266,7 +266,7 @@ def as_messages(message: Any) -> list[dict[str, Any]]:
     return [dict(m) for m in message]
 
 
-def refuse_in_stream(where: str, n: Any, logprobs: Any) -> None:
+def check_stream_options(method: str, n: Any, logprobs: Any) -> None:
     """Check that a stream has no options for several answers or for log-probabilities.
 
     Raises:
@@ -275,7 +275,7 @@ def refuse_in_stream(where: str, n: Any, logprobs: Any) -> None:
     for name, value in (("n", n), ("logprobs", logprobs)):
         if value is not None:
             raise RequestError(
-                f"{name} is {shown(value)}: {where} returns one answer in pieces, without it; leave it "
+                f"{name} is {shown(value)}: {method} returns one answer in pieces, without it; leave it "
                 "out, or do not stream"
             )
 
@@ -360,7 +360,7 @@ def can_truncate(model: CompiledModel, text: CachedText, length: int, replaced: 
     Args:
         replaced: arrays that are replaced anyhow, and need no check.
     """
-    num_tokens, rings, template = len(text.ids), windows(model), _template(model)
+    num_tokens, rings, template = len(text.ids), ring_windows(model), _template(model)
 
     def is_truncatable(name: str) -> bool:
         if name not in rings:
@@ -379,7 +379,7 @@ def snapshot_array_names(model: CompiledModel, tokens: int) -> tuple[str, ...]:
 
     A ring buffer that the text does not outgrow can be.
     """
-    rings = windows(model)
+    rings = ring_windows(model)
     return tuple(name for name in untruncatable_arrays(model) if name not in rings or tokens > rings[name])
 
 
@@ -410,7 +410,7 @@ def untruncatable_arrays(model: CompiledModel) -> tuple[str, ...]:
     return tuple(name for name, t in state if has_plugin_rule or "context" not in t.symbols)
 
 
-def windows(model: CompiledModel) -> dict[str, int]:
+def ring_windows(model: CompiledModel) -> dict[str, int]:
     """Return the window size, in tokens, of each array that is a ring buffer."""
     rings = _template(model).rings
     ring_symbols = ((name, t.symbols & rings.keys()) for name, t in _template(model).state.items())

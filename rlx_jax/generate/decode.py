@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
-from rlx_jax.generate.sampler import SamplerValues, SamplingSteps, adjust_logits, choose, finite_rows
+from rlx_jax.generate.sampler import SamplerValues, SamplingSteps, adjust_logits, choose_tokens, finite_rows
 from rlx_jax.lowering.inspect.hlo import SAMPLER
 
 Array = jax.Array
@@ -84,7 +84,7 @@ class LogProbs:
     likeliest: Any
 
 
-def log_probs_of(logits: Array, chosen: Array, k: int) -> LogProbs:
+def token_log_probs(logits: Array, chosen: Array, k: int) -> LogProbs:
     """Return the log-probabilities of the chosen tokens `[B]`, and of the k likeliest, from logits `[B, V]`."""
     log_probs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     likeliest, ids = lax.top_k(log_probs, k)
@@ -151,7 +151,7 @@ class TokenChooser:
         with jax.named_scope(SAMPLER):
             keys = jax.vmap(jax.random.fold_in)(rows.keys, rows.num_new) if self.sampling_steps.do_sample else rows.keys
             adjusted_logits = adjust_logits(self.sampling_steps, sampler_values, logits, rows.seen_tokens)
-            chosen = choose(self.sampling_steps, sampler_values, adjusted_logits, keys)
+            chosen = choose_tokens(self.sampling_steps, sampler_values, adjusted_logits, keys)
             is_finite = self.is_finite(logits, adjusted_logits, chosen)
         tokens = jnp.where(active, jnp.where(is_finite, chosen, NOT_FINITE), STOPPED)
         num_chosen = active.astype(jnp.int32)
@@ -197,7 +197,7 @@ class FirstTokens(TokenChooser):
         first = jnp.where(active[:, None], tokens[:, None], first)
         if self.num_logprobs is None:
             return first, rows, None
-        new_log_probs = log_probs_of(logits[:, 0], rows.ids, self.num_logprobs)
+        new_log_probs = token_log_probs(logits[:, 0], rows.ids, self.num_logprobs)
         if first_log_probs is None:
             first_log_probs = zero_log_probs(active.shape[0], 1, self.num_logprobs)
 
@@ -241,7 +241,7 @@ class DecodeLoop(TokenChooser):
                 step_out = (
                     (new_ids,)
                     if self.num_logprobs is None
-                    else (new_ids, log_probs_of(logits, rows.ids, self.num_logprobs))
+                    else (new_ids, token_log_probs(logits, rows.ids, self.num_logprobs))
                 )
                 out = jax.tree.map(lambda a, new: lax.dynamic_update_slice_in_dim(a, new[:, None], i, 1), out, step_out)
                 return i + 1, rows, state, out

@@ -191,10 +191,10 @@ class MtpModule(ProgramDrafter):
             reader_inputs = {self.ids_input: tokens, HIDDEN: block, "lengths": np.clip(lengths - 1 - offset, 0, width)}
             _, state = program(reader_inputs, state)
             offset += width
-        initial_pairs = programs.run_helper(
-            first_pair, hidden, lengths, first, static=(self.tokens + 1,), out_shardings=programs.replicated
+        pairs = programs.run_helper(
+            initial_pairs, hidden, lengths, first, static=(self.tokens + 1,), out_shardings=programs.replicated
         )
-        return initial_pairs, state
+        return pairs, state
 
     def propose(self, drafter_state: DrafterState, draft_step: DraftStep) -> tuple[Drafts, DrafterState]:
         """Propose the first draft from the model's hidden states, and each other draft from the previous one."""
@@ -234,7 +234,7 @@ class MtpModule(ProgramDrafter):
         return replace(drafter_state, carry=(verified.ids, hidden, verified.num_emitted))
 
 
-def first_pair(width: int, blocks: tuple[Array, ...], lengths: Array, first: Array) -> tuple[Array, Array, Array]:
+def initial_pairs(width: int, blocks: tuple[Array, ...], lengths: Array, first: Array) -> tuple[Array, Array, Array]:
     """Return the initial pairs of `MtpModule` after prefill: the first of `width` pairs, which has the hidden state of
     the last prompt token and the first new token; the others are padding.
 
@@ -263,7 +263,7 @@ def mtp_module(model: CompiledModel, tokens: int) -> MtpModule:
         UnsupportedError: it has none. GraphError: the module does not fit the model. Errors about weights that are
             missing or have another shape are raised by the recipe of the family.
     """
-    make = mtp_of(model.flow)
+    make = mtp_factory(model.flow)
     if make is None:
         raise UnsupportedError(
             f"speculative='mtp': {model.name} has no module that predicts several tokens (MTP); only Qwen 3.5 has one: "
@@ -274,9 +274,9 @@ def mtp_module(model: CompiledModel, tokens: int) -> MtpModule:
     return MtpModule(tokens, module.programs, module.first_input, module)
 
 
-def mtp_of(flow: Buildable) -> MtpFactory | None:
+def mtp_factory(flow: Buildable) -> MtpFactory | None:
     """Return the function that builds the MTP module of a flow, or None if the flow has no module."""
-    return mtp_of(flow.flow) if isinstance(flow, Built) and flow.flow is not flow else getattr(flow, "_mtp", None)
+    return mtp_factory(flow.flow) if isinstance(flow, Built) and flow.flow is not flow else getattr(flow, "_mtp", None)
 
 
 def check_module(module: CompiledModel, model: CompiledModel) -> None:
@@ -410,7 +410,7 @@ MAX_DRAFTS = 64
 SOURCES = ("prompt", "mtp")
 
 
-def drafter_of(speculative: Any, draft_tokens: int, lm: LanguageModel) -> Drafter | None:
+def make_drafter(speculative: Any, draft_tokens: int, lm: LanguageModel) -> Drafter | None:
     """Return the drafter of a request to `lm`; None for plain decoding.
 
     Args:
@@ -446,7 +446,7 @@ def check_draft_model(draft: LanguageModel, lm: LanguageModel) -> None:
     than tokens.
 
     Raises:
-        RequestError, UnsupportedError: as `drafter_of`.
+        RequestError, UnsupportedError: as `make_drafter`.
     """
     prefix = f"speculative: {draft.model.name} cannot draft for {lm.model.name}"
     if draft.vocab_size != lm.vocab_size:

@@ -73,10 +73,10 @@ def load(
     compile_opts = checkpoint.options
     if dtype is not None:
         base = ModelFlow.from_recipe(model_recipe).profile if compile_opts.profile is None else compile_opts.profile
-        compile_opts = replace(compile_opts, profile=computing_in(dtype, base))
+        compile_opts = replace(compile_opts, profile=with_compute_dtype(dtype, base))
     # A decoder without its head serves as an encoder, for embeddings.
     kind = "encoder" if getattr(model_recipe, "hidden_only", False) else checkpoint.pretrained.kind
-    loaded_model = KINDS[kind](checkpoint, model_recipe, compile_opts)
+    loaded_model = LOADERS[kind](checkpoint, model_recipe, compile_opts)
     # `config.json` does not describe an edited model, which therefore cannot be saved as this checkpoint.
     edit = "a recipe that differs from the checkpoint's"
     if adapter is not None:
@@ -117,7 +117,7 @@ def check_kind(checkpoint: Checkpoint) -> None:
         )
 
 
-def computing_in(dtype: Any, profile: ProfileLike | None) -> CompileProfile:
+def with_compute_dtype(dtype: Any, profile: ProfileLike | None) -> CompileProfile:
     """Return a profile, by default the default profile, with another compute dtype.
 
     Raises:
@@ -156,7 +156,7 @@ def open_encoder(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> E
     pretrained, tokenizer = checkpoint.pretrained, checkpoint.tokenizer
     return Encoder(
         ModelFlow.from_recipe(recipe), tokenizer=tokenizer, pipeline=checkpoint.pipeline,
-        padding=padding_of(pretrained.recipe, tokenizer), max_positions=pretrained.max_positions,
+        padding=text_padding(pretrained.recipe, tokenizer), max_positions=pretrained.max_positions,
         **options.compiling(),
     )  # fmt: skip
 
@@ -170,17 +170,17 @@ def open_dual(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Dual
     """Return a recipe of two towers as a `DualEncoder`, with the tokenizer and image processor of the checkpoint."""
     return DualEncoder(
         recipe.of("text"), recipe.of("vision"), similarity=recipe.of("similarity"), tokenizer=checkpoint.tokenizer,
-        processor=checkpoint.processor, padding=padding_of(recipe, checkpoint.tokenizer), **options.compiling(),
+        processor=checkpoint.processor, padding=text_padding(recipe, checkpoint.tokenizer), **options.compiling(),
     )  # fmt: skip
 
 
 # The loader of each kind of checkpoint.
-KINDS: dict[str, Callable[[Checkpoint, Any, OpenOptions], CausalLM | Encoder | VisionEncoder | DualEncoder]] = {
+LOADERS: dict[str, Callable[[Checkpoint, Any, OpenOptions], CausalLM | Encoder | VisionEncoder | DualEncoder]] = {
     "causal": open_causal, "encoder": open_encoder, "vision": open_vision, "dual": open_dual,
 }  # fmt: skip
 
 
-def padding_of(recipe: Any, tokenizer: Tokenizer | None) -> tuple[int, int] | None:
+def text_padding(recipe: Any, tokenizer: Tokenizer | None) -> tuple[int, int] | None:
     """Return the length that texts of a recipe are padded to, and the pad id, from the tokenizer if it has one.
 
     None means that any length will do, as the model ignores padding.

@@ -44,18 +44,18 @@ class RequestInputs:
         arrays: by name.
         sizes: sizes that the arrays bind to symbols other than `batch`.
         optional_inputs: the names of optional inputs that the request passes; each set of them has programs of its own.
-        rows: the batch axis of each array that has one.
+        batch_axes: the batch axis of each array that has one.
     """
 
     arrays: Mapping[str, Any] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     optional_inputs: frozenset[str] = frozenset()
-    rows: Mapping[str, int] = field(default_factory=dict)
+    batch_axes: Mapping[str, int] = field(default_factory=dict)
 
     def padded(self, batch: int) -> dict[str, Any]:
         """Return the arrays padded with zeros to `batch` rows."""
         arrays = dict(self.arrays)
-        for name, axis in self.rows.items():
+        for name, axis in self.batch_axes.items():
             pad_widths = [(0, (batch - size) * (i == axis)) for i, size in enumerate(arrays[name].shape)]
             if any(n for _, n in pad_widths):
                 # NumPy arrays stay on the host; the call of the program transfers them.
@@ -65,7 +65,7 @@ class RequestInputs:
     def select_row(self, row: int) -> dict[str, Any]:
         """Return the arrays reduced to one row of the batch, with the batch axis kept."""
         return {
-            name: a[(slice(None),) * self.rows[name] + (slice(row, row + 1),)] if name in self.rows else a
+            name: a[(slice(None),) * self.batch_axes[name] + (slice(row, row + 1),)] if name in self.batch_axes else a
             for name, a in self.arrays.items()
         }
 

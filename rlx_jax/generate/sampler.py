@@ -26,7 +26,7 @@ Array = jax.Array
 TINY, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 # Fields of generation_config.json that are not supported, with the values that have no effect.
-_MORE: dict[str, tuple[float, ...]] = {
+_UNSUPPORTED: dict[str, tuple[float, ...]] = {
     "num_beams": (1,), "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "no_repeat_ngram_size": (0,),
     "encoder_repetition_penalty": (1,), "guidance_scale": (1,), "min_length": (0,), "min_new_tokens": (0,),
     "bad_words_ids": (), "sequence_bias": (), "suppress_tokens": (), "begin_suppress_tokens": (), "top_h": (),
@@ -164,7 +164,9 @@ class Sampler:
                 raise RequestError(f"from_generation_config: expected a directory or a dict, got {shown(config)}")
             config = Folder.from_path(config).required_json("generation_config.json")
         entries = {name: value for name, value in config.items() if value is not None}
-        unsupported = [name for name, off in _MORE.items() if name in entries and entries[name] not in (False, *off)]
+        unsupported = [
+            name for name, off in _UNSUPPORTED.items() if name in entries and entries[name] not in (False, *off)
+        ]
         if unsupported:
             raise UnsupportedError(f"generation_config: {listing(unsupported)}: rlx_jax.Sampler has none; leave it out")
         values = {name: entries[name] for name in OPTIONS if name in entries}
@@ -238,7 +240,7 @@ OPTIONS: dict[str, SamplerOption] = {f.name: f.metadata["option"] for f in field
 GREEDY = Sampler()
 
 
-def one_sampler(sampler: Any, options: Mapping[str, Any]) -> Sampler:
+def resolve_sampler(sampler: Any, options: Mapping[str, Any]) -> Sampler:
     """Return the sampler of a request: `sampler`, or one with the fields `options`, or the greedy one.
 
     Raises:
@@ -315,7 +317,7 @@ def adjust_logits(steps: SamplingSteps, values: SamplerValues, logits: Array, se
     return jnp.minimum(logits, LARGEST) if steps.biased or steps.penalised else logits
 
 
-def choose(steps: SamplingSteps, values: SamplerValues, logits: Array, keys: Array) -> Array:
+def choose_tokens(steps: SamplingSteps, values: SamplerValues, logits: Array, keys: Array) -> Array:
     """Choose one token for each row: logits `[B, V]` float32 after `adjust_logits` → ids `[B]` int32.
 
     Args:

@@ -69,7 +69,7 @@ def score_items(lm: LanguageModel, items: Sequence[ScoredTokens], method: str) -
     clock = model.programs.start_timer()
     if lm.required_inputs:
         raise RequestError(
-            f"{method}: {model.name} reads {listing(lm.required_inputs)} in addition to tokens; {method} takes only text"
+            f"{method}: {model.name} reads {listing(lm.required_inputs)} in addition to tokens; {method} takes texts"
         )
     # Deriving a prefill program proves that tokens do not see later ones, and rows not each other.
     model.programs.any_template(model.as_program("prefill").key())

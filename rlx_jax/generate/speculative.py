@@ -24,7 +24,7 @@ from rlx_jax.generate.sampler import (
     SamplerValues,
     SamplingSteps,
     adjust_logits,
-    choose,
+    choose_tokens,
     finite_rows,
     sample,
     warp_logits,
@@ -349,7 +349,7 @@ class VerifyLoop(TokenChooser):
         if drafts.logits is None:
             # Choose the token as plain decoding does, random draw included, and accept a draft that equals it. This is
             # the rule below for a draft distribution with all its mass on the draft.
-            chosen = choose(self.sampling_steps, sampler_values, adjusted_logits, keys).reshape(batch, width)
+            chosen = choose_tokens(self.sampling_steps, sampler_values, adjusted_logits, keys).reshape(batch, width)
             is_accepted = is_draft & (chosen == ids)
         else:
             target_logits = warp_logits(self.sampling_steps, sampler_values, adjusted_logits).reshape(logits.shape)
