@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/*.md")
-CODE = ("rlx_jax/**/*.py", "blocks/**/*.py", "lowering/**/*.py", "profiles/**/*.py")
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md")
+CODE = ("rlx_jax/**/*.py", "blocks/**/*.py", "lowering/**/*.py", "profiles/**/*.py", "examples/**/*.py")
 LIMIT = 0.3  # per 1,000 words
 PRIVATE = {
     "behind": r"behind",

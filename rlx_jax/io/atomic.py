@@ -199,7 +199,7 @@ def _work_directory(target: str) -> Iterator[str]:
             os.close(descriptor)
 
 
-def _lock(work: str) -> tuple[int | None, Literal["held", "taken", "unknown"]]:
+def _lock(work: str) -> tuple[int | None, Literal["acquired", "taken", "unknown"]]:
     """Try to lock a work directory; return its descriptor, None if it is gone, and the state of the lock.
 
     The lock ends with its process. Its state is unknown on file systems without locks; there, abandoned work
@@ -217,7 +217,7 @@ def _lock(work: str) -> tuple[int | None, Literal["held", "taken", "unknown"]]:
         return descriptor, "taken"
     except OSError:
         return descriptor, "unknown"
-    return descriptor, "held"
+    return descriptor, "acquired"
 
 
 def _work_directories(parent: str, name: str) -> list[str]:
@@ -234,7 +234,7 @@ def remove_abandoned(parent: str, name: str) -> None:
         if descriptor is None:
             continue
         try:
-            if lock == "held":
+            if lock == "acquired":
                 _discard(work, target)
         finally:
             os.close(descriptor)

@@ -135,7 +135,7 @@ class Folder:
 
         Raises:
             PathEscapeError: it is a link that leads out of the directory.
-            LimitError, error, StorageError: as `files.read_whole`. HubError and others: as `Snapshot.fetch`.
+            LimitError, error, StorageError: as `files.read_small_file`. HubError and others: as `Snapshot.fetch`.
         """
         self.fetch(name, bounds={name: (limit, limit_name)})
         try:
