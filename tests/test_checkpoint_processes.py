@@ -38,7 +38,7 @@ def test_a_run_of_two_processes(tmp_path: Path) -> None:
     for heard in first.heard:
         failed = [" ".join(line) for line in heard if line[0] == "failed"]
         assert failed and failed[0].startswith("failed 2 "), heard
-        assert "the newest whole step is 1: 'No space left on device'" in failed[0]
+        assert "the newest complete step is 1: 'No space left on device'" in failed[0]
     group = Group(run, 10**6, 2)
     try:
         group.start()
@@ -145,13 +145,13 @@ class Store:
 def two(monkeypatch: pytest.MonkeyPatch) -> tuple[Store, Callable[[Callable[[Processes, int], Any]], list[Any]]]:
     """A store, and a function that runs another in two threads as two processes: what each gave or raised."""
     store, here = Store(), threading.local()
-    monkeypatch.setattr(processes, "_store", lambda: store)
+    monkeypatch.setattr(processes, "_key_value_store", lambda: store)
     monkeypatch.setattr(Processes, "index", property(lambda _: here.index))
     monkeypatch.setattr(Processes, "count", property(lambda _: 2))
 
     def both(run: Callable[[Processes, int], Any]) -> list[Any]:
         found: list[Any] = [None, None]
-        monkeypatch.setattr(processes, "_OPENED", iter([7, 7]))
+        monkeypatch.setattr(processes, "_PREFIX_COUNTER", iter([7, 7]))
 
         def one(index: int) -> None:
             here.index = index
@@ -185,13 +185,13 @@ def test_one_failure_fails_all(two: Any, error: BaseException, there: type[RlxEr
     """The process itself raises what it was; the other an error of that class, at once."""
     _, both = two
     started = time.monotonic()
-    found = both(lambda group, index: group.all("it", lambda: fail(error) if index == at else "done"))
+    found = both(lambda group, index: group.run_all("it", lambda: fail(error) if index == at else "done"))
     assert found[at] is error and type(found[1 - at]) is there
     assert str(found[1 - at]).startswith(f"in process {at}: ") and time.monotonic() - started < 0.4
 
 
 def test_who_does_not_answer_is_not_waited_for_for_ever(two: Any) -> None:
     _, both = two
-    found = both(lambda group, index: group.all("save-3/written", lambda: "done") if index == 0 else None)
+    found = both(lambda group, index: group.run_all("save-3/written", lambda: "done") if index == 0 else None)
     assert isinstance(found[0], SaveFailedError) and found[1] is None
-    assert "process 1 of 2 did not answer within 0.5 s, asked about 'save-3/written'" in str(found[0])
+    assert "process 1 of 2 did not answer within 0.5 s to 'save-3/written'" in str(found[0])

@@ -175,9 +175,9 @@ def test_a_failure_in_the_background_is_told_once(tmp_path: Path, how: str) -> N
     checkpoints = Checkpoints(tmp_path / "run")
     checkpoints.save(1, ones(1))
     checkpoints.wait()
-    with mock.patch.object(step_files, "own_files", side_effect=OSError(28, "No space left on device")):
+    with mock.patch.object(step_files, "sync_own_files", side_effect=OSError(28, "No space left on device")):
         checkpoints.save(2, ones(2))
-        with pytest.raises(errors.NoSpaceError, match="2' failed; the newest whole step is 1: 'No space left"):
+        with pytest.raises(errors.NoSpaceError, match="2' failed; the newest complete step is 1: 'No space left"):
             ASKED[how](checkpoints)
     assert os.listdir(tmp_path / "run") == ["1"]
     if how != "close":
@@ -245,8 +245,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], type[errors.RlxError], str]] = {
     "a flipped byte of the manifest": (lambda p: flip(p / MANIFEST_NAME, 2), errors.IntegrityError, MANIFEST_NAME),
     "a file cut short": (lambda p: largest(p).write_bytes(b""), errors.IntegrityError, "0 bytes, expected"),
     "a missing file": (lambda p: (p / "manifest.ocdbt").unlink(), errors.IntegrityError, "manifest.ocdbt: missing"),
-    "no manifest": (lambda p: (p / MANIFEST_NAME).unlink(), errors.StorageError, "2'.*; whole steps are '1'"),
-    "an empty directory": (empty, errors.StorageError, "whole steps are '1'"),
+    "no manifest": (lambda p: (p / MANIFEST_NAME).unlink(), errors.StorageError, "2'.*; complete steps are '1'"),
+    "an empty directory": (empty, errors.StorageError, "complete steps are '1'"),
     "a link out of it": (link_out, errors.PathEscapeError, "outside its directory"),
     "a lying shape": (lambda p: lie(p, [2**26, 64], "<f4"), errors.IntegrityError, "chunks"),
     "a lying dtype": (lambda p: lie(p, [4, 4], "<i4"), errors.IntegrityError, "w: .*int32"),
@@ -288,7 +288,7 @@ def test_old_steps_go_after_a_new_one_is_whole(tmp_path: Path) -> None:
         assert checkpoints.steps() == (3, 5)  # the one just saved, and the highest of the others
         with mock.patch.object(atomic, "_commit", side_effect=OSError(28, "No space left on device")):
             checkpoints.save(6, ones(6))
-            with pytest.raises(errors.NoSpaceError, match="the newest whole step is 5"):
+            with pytest.raises(errors.NoSpaceError, match="the newest complete step is 5"):
                 checkpoints.wait()
         assert checkpoints.steps() == (3, 5)
         checkpoints.save(6, ones(6))

@@ -162,7 +162,7 @@ def test_an_adapter_trains(fresh: rlx.CompiledModel) -> None:
     """The loss falls, and the base weights are bit by bit what they were."""
     mask = rlx.train.mask(fresh, "**.lora_{A,B}.weight")
     assert {name for name, trained in mask.items() if trained} == {name for name in mask if "lora_" in name}
-    for pattern, message in (("**.lora_C.weight", "matches no weight"), ("model.layers.1.**", "is trained whole")):
+    for pattern, message in (("**.lora_C.weight", "matches no weight"), ("model.layers.1.**", "is trained as a whole")):
         with pytest.raises(errors.RequestError, match=message):
             rlx.train.mask(fresh, pattern)
     optimizer = optax.multi_transform({True: optax.adam(1e-2), False: optax.set_to_zero()}, mask)

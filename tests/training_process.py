@@ -120,14 +120,14 @@ def save(checkpoints: Checkpoints, state: dict[str, Any]) -> None:
 
 def full_at(step: int) -> None:
     """In this process the disk is full while it writes one step."""
-    real = step_files.own_files
+    real = step_files.sync_own_files
 
-    def own_files(directory: str, process: int) -> dict[str, dict[str, Any]]:
+    def sync_own_files(directory: str, process: int) -> dict[str, dict[str, Any]]:
         if f".{step}.rlx-save-" in directory:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(directory, process)
 
-    step_files.own_files = own_files
+    step_files.sync_own_files = sync_own_files
 
 
 def say(*words: object) -> None:

@@ -34,7 +34,7 @@ from rlx_jax.io.files import list_directory
 from rlx_jax.io.strict_json import is_text
 from rlx_jax.train import step_files
 from rlx_jax.train.processes import Processes, Stop, preemption
-from rlx_jax.train.step_files import StoredLeaf, check_same, named_leaves
+from rlx_jax.train.step_files import StoredLeaf, check_same_leaves, named_leaves
 from rlx_jax.weights.manifest import MANIFEST_NAME
 
 Tree = TypeVar("Tree")
@@ -76,7 +76,7 @@ class Checkpoints:
         self._worker = ThreadPoolExecutor(1, "rlx-checkpoints")
         self._pending: list[Future[None]] = []
         self._closed = False
-        weakref.finalize(self, _last_words, self._pending)
+        weakref.finalize(self, _warn_of_unreported_failures, self._pending)
 
     # -- inspection ----------------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class Checkpoints:
         except MissingFileError:
             return ()
         numbers = [int(name) for name in names if name.isdecimal() and name.isascii() and len(name) <= _DIGITS]
-        return tuple(sorted(n for n in numbers if str(n) in names and self._is_whole(n)))
+        return tuple(sorted(n for n in numbers if str(n) in names and self._is_complete(n)))
 
     def newest(self) -> int | None:
         """Return the highest number of a complete step; None if there is none."""
@@ -120,7 +120,9 @@ class Checkpoints:
         arrays = {leaf.name: leaf.snapshot() for leaf in leaves}
         topic = self._topic("save")
         with ExitStack() as stack:
-            new = self._processes.first(f"{topic}/place", lambda: self._begin(stack, step_number, leaves, overwrite))
+            new = self._processes.run_first(
+                f"{topic}/place", lambda: self._begin(stack, step_number, leaves, overwrite)
+            )
             writing = self._worker.submit(step_files.start_writing, new, arrays)
             wait([writing])  # without `result()`: `_finish` reports a failure to the other processes
             finish_args = (topic, step_number, leaves, new, writing, stack.pop_all())
@@ -170,13 +172,13 @@ class Checkpoints:
 
         When `stack` closes, the directory is renamed to the step, or removed if there was an exception.
         """
-        target, remaining = self._target(step), self._kept()
+        target, remaining = self._target(step), self._newest_step_text()
         with atomic.storage_errors(target, remaining):
             os.makedirs(self._directory, exist_ok=True)
             for name in atomic.targets_being_saved(self._directory):  # left over from a process that was killed
                 if name.isdecimal():
                     atomic.remove_abandoned(self._directory, name)
-            if overwrite and os.path.lexists(target) and not self._is_whole(step):
+            if overwrite and os.path.lexists(target) and not self._is_complete(step):
                 raise TargetExistsError(f"{quote(target)} is no step that was saved here; remove it, or save elsewhere")
             nbytes = sum(leaf.type.nbytes for leaf in leaves)
             new = stack.enter_context(atomic.atomic_directory(target, overwrite, nbytes, remaining))
@@ -188,29 +190,29 @@ class Checkpoints:
         stack: ExitStack,
     ) -> None:  # fmt: skip
         """Finish a save in the background: all processes write, and then process 0 completes the step."""
-        target, remaining = self._target(step), self._kept()
+        target, remaining = self._target(step), self._newest_step_text()
 
         def write() -> dict[str, dict[str, Any]]:
             with atomic.storage_errors(target, remaining):
                 writing.result()()
-                return step_files.own_files(new, self._processes.index)
+                return step_files.sync_own_files(new, self._processes.index)
 
         def commit() -> None:
             with atomic.storage_errors(target, remaining):
-                step_files.finish(new, leaves, written)
+                step_files.finish_step(new, leaves, written)
             stack.close()
-            self._trim(step)
+            self._remove_old_steps(step)
 
         with stack:
-            written = self._processes.all(f"{topic}/written", write)
-            self._processes.first(f"{topic}/whole", commit)
+            written = self._processes.run_all(f"{topic}/written", write)
+            self._processes.run_first(f"{topic}/whole", commit)
 
-    def _trim(self, saved: int) -> None:
+    def _remove_old_steps(self, saved: int) -> None:
         """Remove the oldest steps over the limit `keep`, but never the step that was just saved."""
         other_steps = [step for step in self.steps() if step != saved]
         surplus = 0 if self._keep is None else max(0, len(other_steps) + 1 - self._keep)
         for old in other_steps[:surplus]:
-            atomic.remove(self._target(old), f"step {saved} is whole, and this old one could not be removed")
+            atomic.remove(self._target(old), f"step {saved} is complete, and this old one could not be removed")
 
     # -- restoring -----------------------------------------------------------------------------
 
@@ -238,14 +240,14 @@ class Checkpoints:
         """
         self.wait()
         leaves, topic = named_leaves(like, "restore: like"), self._topic("restore")
-        step_number = self._processes.first(f"{topic}/step", lambda: self._choose(step))
-        directory, values = self._place(step_number), list[Any]()
-        step_manifest = step_files.read_leaves(directory)
+        step_number = self._processes.run_first(f"{topic}/step", lambda: self._choose_step(step))
+        directory, values = self._step_directory(step_number), list[Any]()
+        step_manifest = step_files.read_step_manifest(directory)
         stored_types = {name: entry.type for name, entry in step_manifest.weights.items()}
-        check_same(stored_types, leaves, f"step {step_number} in {quote(self._directory)}")
+        check_same_leaves(stored_types, leaves, f"step {step_number} in {quote(self._directory)}")
         own_share = sorted(step_manifest.files)[self._processes.index :: self._processes.count]
-        self._processes.all(f"{topic}/verified", lambda: step_files.check_step(directory, step_manifest, own_share))
-        self._processes.all(f"{topic}/restored", lambda: values.extend(step_files.read_arrays(directory, leaves)))
+        self._processes.run_all(f"{topic}/verified", lambda: step_files.check_step(directory, step_manifest, own_share))
+        self._processes.run_all(f"{topic}/restored", lambda: values.extend(step_files.read_arrays(directory, leaves)))
         state: Tree = jax.tree.unflatten(jax.tree.structure(like), values)
         return state
 
@@ -267,43 +269,43 @@ class Checkpoints:
 
     # -- names ---------------------------------------------------------------------------------
 
-    def _topic(self, what: str) -> str:
+    def _topic(self, operation: str) -> str:
         """Return a new topic for messages, the same in every process, as all call the same methods in order."""
         self._operations += 1
-        return f"{what}-{self._operations}"
+        return f"{operation}-{self._operations}"
 
     def _target(self, step: int) -> str:
         """Return the final path of a step."""
         return os.path.join(self._directory, str(step))
 
-    def _place(self, step: int) -> str:
+    def _step_directory(self, step: int) -> str:
         """Return the directory of a step.
 
         While a step is replaced it has another name, on file systems that cannot exchange two directories atomically.
         """
         return atomic.find_old_content(self._target(step)) or self._target(step)
 
-    def _is_whole(self, step: int) -> bool:
+    def _is_complete(self, step: int) -> bool:
         """Return whether a step is complete: it has the manifest, which is written last."""
-        directory = self._place(step)
+        directory = self._step_directory(step)
         return os.path.isfile(os.path.join(directory, MANIFEST_NAME)) and not os.path.islink(directory)
 
-    def _choose(self, step: int | None) -> int:
+    def _choose_step(self, step: int | None) -> int:
         """Return the number of the step to restore."""
         step_number, steps = None if step is None else _step_number(step), self.steps()
         if step_number is None:
             if not steps:
-                raise MissingFileError(f"{quote(self._directory)}: no whole step in it; newest() is None then")
+                raise MissingFileError(f"{quote(self._directory)}: no complete step in it; newest() is None then")
             return steps[-1]
         if step_number not in steps:
-            available = f"whole steps are {listing(steps)}" if steps else "there are no whole steps"
-            raise StorageError(f"{quote(self._target(step_number))}: not a step that was saved whole; {available}")
+            available = f"complete steps are {listing(steps)}" if steps else "there are no complete steps"
+            raise StorageError(f"{quote(self._target(step_number))}: not a complete step; {available}")
         return step_number
 
-    def _kept(self) -> str:
+    def _newest_step_text(self) -> str:
         """Return in words which step remains if a save fails, for error messages."""
         newest = self.newest()
-        return "there is no whole step yet" if newest is None else f"the newest whole step is {newest}"
+        return "there is no complete step yet" if newest is None else f"the newest complete step is {newest}"
 
 
 _DIGITS = 18  # the most digits of a step number, which then fits an int64
@@ -320,7 +322,7 @@ def _step_number(step: Any) -> int:
     return number
 
 
-def _last_words(pending: list[Future[None]]) -> None:
+def _warn_of_unreported_failures(pending: list[Future[None]]) -> None:
     """Warn, at the end of the program, of failed saves that neither `wait` nor `close` has reported."""
     for future in pending:
         error = future.exception() if future.done() else None

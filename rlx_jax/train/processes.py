@@ -22,7 +22,7 @@ from jax.experimental import multihost_utils
 from rlx_jax import errors
 from rlx_jax.errors import RequestError, RlxError, SaveFailedError, StorageError, UnsupportedError, quote
 
-_OPENED = itertools.count()
+_PREFIX_COUNTER = itertools.count()
 
 
 class Processes:
@@ -36,7 +36,7 @@ class Processes:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        self._prefix, self._timeout_s, self._told = f"rlx_jax/{next(_OPENED)}", timeout_s, list[str]()
+        self._prefix, self._timeout_s, self._sent_keys = f"rlx_jax/{next(_PREFIX_COUNTER)}", timeout_s, list[str]()
 
     @property
     def index(self) -> int:
@@ -48,7 +48,7 @@ class Processes:
         """Return the number of processes."""
         return int(jax.process_count())
 
-    def first(self, topic: str, work: Callable[[], Any]) -> Any:
+    def run_first(self, topic: str, work: Callable[[], Any]) -> Any:
         """Run `work` in process 0, and return its result in all processes.
 
         The other processes wait, and get the result as JSON preserves it.
@@ -58,71 +58,72 @@ class Processes:
             SaveFailedError: process 0 did not answer in time.
         """
         if self.index:
-            return _opened(self._hear(topic, 0), 0)
-        return self._try(topic, work)
+            return _result_of(self._receive(topic, 0), 0)
+        return self._run(topic, work)
 
-    def all(self, topic: str, work: Callable[[], Any]) -> list[Any]:
+    def run_all(self, topic: str, work: Callable[[], Any]) -> list[Any]:
         """Run `work` in every process, and return all results, by process index.
 
         Raises:
             RlxError: `work` failed in one of them; every process raises an error of the same class.
             SaveFailedError: a process did not answer in time.
         """
-        own_result = self._try(topic, work)
-        messages = {other: self._hear(topic, other) for other in range(self.count) if other != self.index}
-        self._forget(topic)
-        return [own_result if n == self.index else _opened(messages[n], n) for n in range(self.count)]
+        own_result = self._run(topic, work)
+        messages = {other: self._receive(topic, other) for other in range(self.count) if other != self.index}
+        self._delete_old_messages(topic)
+        return [own_result if n == self.index else _result_of(messages[n], n) for n in range(self.count)]
 
-    def _try(self, topic: str, work: Callable[[], Any]) -> Any:
+    def _run(self, topic: str, work: Callable[[], Any]) -> Any:
         """Run `work`, send its result or its failure to the other processes, and return the result."""
         try:
             result = work()
         except BaseException as error:
-            self._tell(topic, {"error": type(error).__name__, "message": str(error) or type(error).__name__})
+            self._send(topic, {"error": type(error).__name__, "message": str(error) or type(error).__name__})
             raise
-        self._tell(topic, {"result": result})
+        self._send(topic, {"result": result})
         return result
 
-    def _tell(self, topic: str, message: dict[str, Any]) -> None:
+    def _send(self, topic: str, message: dict[str, Any]) -> None:
         """Send a message of this process to all others."""
         if self.count > 1:
             key = f"{self._prefix}/{topic}/{self.index}"
-            _store().key_value_set(key, json.dumps(message))
-            self._told.append(key)
+            _key_value_store().key_value_set(key, json.dumps(message))
+            self._sent_keys.append(key)
 
-    def _hear(self, topic: str, process: int) -> dict[str, Any]:
+    def _receive(self, topic: str, process: int) -> dict[str, Any]:
         """Wait for the message of another process.
 
         Raises:
             SaveFailedError: it does not come before the timeout.
         """
         try:
-            text = _store().blocking_key_value_get(f"{self._prefix}/{topic}/{process}", int(self._timeout_s * 1000))
+            key = f"{self._prefix}/{topic}/{process}"
+            text = _key_value_store().blocking_key_value_get(key, int(self._timeout_s * 1000))
         except Exception as cause:  # jaxlib's error classes are not public
             problem = f"process {process} of {self.count} did not answer within {self._timeout_s:g} s"
-            raise SaveFailedError(f"{problem}, asked about {topic!r}; has it died? {quote(cause)}") from cause
+            raise SaveFailedError(f"{problem} to {topic!r}; has it died? {quote(cause)}") from cause
         message: dict[str, Any] = json.loads(text)
         return message
 
-    def _forget(self, topic: str) -> None:
+    def _delete_old_messages(self, topic: str) -> None:
         """Delete this process's messages of topics before `topic`.
 
         Every process has answered `topic`, so each has read all earlier messages.
         """
-        old = [key for key in self._told if not key.startswith(f"{self._prefix}/{topic}/")]
+        old = [key for key in self._sent_keys if not key.startswith(f"{self._prefix}/{topic}/")]
         for key in old:
-            _store().key_value_delete(key)
-        self._told = [key for key in self._told if key not in old]
+            _key_value_store().key_value_delete(key)
+        self._sent_keys = [key for key in self._sent_keys if key not in old]
 
 
-def _store() -> Any:
+def _key_value_store() -> Any:
     """Return the key-value store. It comes from orbax, as jax has no public function for it."""
     from orbax.checkpoint import multihost
 
     return multihost.get_jax_distributed_client()
 
 
-def _opened(message: dict[str, Any], process: int) -> Any:
+def _result_of(message: dict[str, Any], process: int) -> Any:
     """Return the result in a message of another process.
 
     Raises:
@@ -139,7 +140,7 @@ class Stop:
     """A flag that requests the end of the run. Read it once in every step of every process; true stays true."""
 
     def __init__(self) -> None:
-        self._asked, self._signalled, self._wanted = 0, False, False
+        self._num_reads, self._is_signalled, self._is_wanted = 0, False, False
 
     @property
     def wanted(self) -> bool:
@@ -148,20 +149,20 @@ class Stop:
         Raises:
             UnsupportedError: there are several processes, and `jax_enable_preemption_service` is off.
         """
-        if not self._wanted:
-            self._asked += 1
-            self._wanted = self._signalled if jax.process_count() == 1 else _agreed(self._asked)
-        return self._wanted
+        if not self._is_wanted:
+            self._num_reads += 1
+            self._is_wanted = self._is_signalled if jax.process_count() == 1 else _is_stop_step(self._num_reads)
+        return self._is_wanted
 
     def __bool__(self) -> bool:
         return self.wanted
 
     def signal(self) -> None:
         """Record that this process got SIGTERM."""
-        self._signalled = True
+        self._is_signalled = True
 
 
-def _agreed(step: int) -> bool:
+def _is_stop_step(step: int) -> bool:
     """Return whether jax has chosen this step as the common one to stop at."""
     try:
         return bool(multihost_utils.reached_preemption_sync_point(step))
@@ -183,7 +184,7 @@ def preemption() -> Iterator[Stop]:
         yield stop
         return
     if threading.current_thread() is not threading.main_thread():
-        raise RequestError("preemption(): Python takes signals in its main thread alone; call it there")
+        raise RequestError("preemption(): Python handles signals in the main thread only; call it there")
     previous_handler = signal.signal(signal.SIGTERM, lambda *_: stop.signal())
     try:
         yield stop

@@ -82,7 +82,7 @@ def init(model: CompiledModel, optimizer: Optimizer, start: Any = None) -> Train
     else:
         params = model.init(start)
     step = jnp.zeros((), jnp.int32)
-    step = jax.device_put(step, everywhere(params)) if divided(params) else step
+    step = jax.device_put(step, replicated_sharding(params)) if is_distributed(params) else step
     return TrainState(step, params, optimizer_state(optimizer, params))
 
 
@@ -94,9 +94,7 @@ def check_trainable(model: Any, optimizer: Any) -> None:
         UnsupportedError: the flow has something that cannot be trained.
     """
     if not isinstance(model, CompiledModel):
-        raise RequestError(
-            f"train: expected what rlx_jax.compile returns, and behind it an optimizer; got {type(model).__name__}"
-        )
+        raise RequestError(f"train: expected a model of rlx_jax.compile, then an optimizer; got {type(model).__name__}")
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
         raise RequestError(f"train: expected an optax optimizer, such as optax.adamw(1e-3), got {shown(optimizer)}")
     refuse_untrainable(model.flow)
@@ -110,22 +108,22 @@ def check_trainable(model: Any, optimizer: Any) -> None:
 
 def optimizer_state(optimizer: Optimizer, params: Arrays) -> Any:
     """Return `optimizer.init(params)`, with each array created in its sharding."""
-    with promoting():
+    with allow_promotion():
         shardings = None  # on one device JAX's default is right
-        if divided(params):
+        if is_distributed(params):
             shapes = jax.eval_shape(optimizer.init, params)
-            shardings = jax.tree_util.tree_map_with_path(lambda path, leaf: _place(path, leaf, params), shapes)
+            shardings = jax.tree_util.tree_map_with_path(lambda path, leaf: _leaf_sharding(path, leaf, params), shapes)
         return from_cache(jax.jit(optimizer.init, out_shardings=shardings), (params,), shardings)[0](params)
 
 
-def divided(params: Arrays) -> bool:
+def is_distributed(params: Arrays) -> bool:
     """Return whether parameters are on several devices. Tracers, as in `jax.eval_shape`, are on none."""
     concrete = (a for a in params.values() if not isinstance(a, jax.core.Tracer))
     return any(len(a.sharding.device_set) > 1 for a in concrete)
 
 
 @contextlib.contextmanager
-def promoting() -> Iterator[None]:
+def allow_promotion() -> Iterator[None]:
     """Allow implicit promotion of dtypes and ranks, also where a program forbids it.
 
     Optimizers need it: optax, for example, computes a decay to the power of an int32 count.
@@ -134,7 +132,7 @@ def promoting() -> Iterator[None]:
         yield
 
 
-def _place(path: Any, leaf: Any, params: Arrays) -> Sharding:
+def _leaf_sharding(path: Any, leaf: Any, params: Arrays) -> Sharding:
     """Return the sharding for a leaf of the optimizer's state.
 
     It is the sharding of the parameter with the name at the end of the path, if the shapes agree too; otherwise the
@@ -145,10 +143,10 @@ def _place(path: Any, leaf: Any, params: Arrays) -> Sharding:
     if param is not None and param.shape == leaf.shape:
         sharding: Sharding = param.sharding
         return sharding
-    return everywhere(params)
+    return replicated_sharding(params)
 
 
-def everywhere(params: Arrays) -> Sharding:
+def replicated_sharding(params: Arrays) -> Sharding:
     """Return a sharding that replicates an array over the devices that hold the parameters."""
     shardings: list[Sharding] = [a.sharding for a in params.values()]
     mesh_sharding = next((p for p in shardings if isinstance(p, NamedSharding)), None)
@@ -175,8 +173,8 @@ def mask(model: CompiledModel, *patterns: str) -> dict[str, bool]:
         misses = sorted(key for key, matching in hits.items() if not matching)
         if misses and any(hits.values()):
             raise RequestError(
-                f"mask: leaf {quote(name)} has weights that match and others, {listing(misses, 3)}, and is trained "
-                "whole: take a pattern of all, or layers.roll = 'unroll'"
+                f"mask: leaf {quote(name)} has weights that match and others that do not, {listing(misses, 3)}, but is "
+                "trained as a whole: use a pattern that matches all, or layers.roll = 'unroll'"
             )
         matches[name] = any(hits.values())
         used_globs.update(*hits.values())

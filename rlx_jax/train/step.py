@@ -19,7 +19,7 @@ from rlx_jax.ir.user_functions import is_consumed
 from rlx_jax.runtime.inputs import as_host_array, check_integer
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.trace.checks import check_signature
-from rlx_jax.train.state import Optimizer, TrainState, check_trainable, promoting
+from rlx_jax.train.state import Optimizer, TrainState, allow_promotion, check_trainable
 
 # `loss(model, params, tokens, **others)` → a scalar, the mean over the targets of the batch.
 Loss = Callable[..., jax.Array]
@@ -58,7 +58,7 @@ class TrainStep:
         model, optimizer, loss, microbatches: as in `make_step`.
         jitted: jitted functions by the sharding of the state.
         programs: compiled programs by jitted function and types of the batch.
-        tree: structure of the optimizer's state, once it is known.
+        optimizer_tree: structure of the optimizer's state, once it is known.
     """
 
     model: CompiledModel
@@ -67,7 +67,7 @@ class TrainStep:
     microbatches: int
     jitted: dict[Any, Any] = field(default_factory=dict, repr=False)
     programs: dict[Any, Callable[..., Any]] = field(default_factory=dict, repr=False)
-    tree: Any = field(default=None, repr=False)
+    optimizer_tree: Any = field(default=None, repr=False)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Run one step, and return the new state and the metrics.
@@ -106,11 +106,12 @@ class TrainStep:
         """Check the arguments of a step, and return the arrays of the batch by name."""
         if not isinstance(state, TrainState):
             raise RequestError(
-                "step: expected the state of train.init or of a step, and behind it a batch; got "
-                f"{type(state).__name__}"
+                f"step: expected the state of train.init or of a step, then a batch; got {type(state).__name__}"
             )
         if any(is_consumed(a) for a in (state.step, *state.params.values())):
-            raise SessionStateError("step: this state was consumed by an earlier step; go on with the one it returned")
+            raise SessionStateError(
+                "step: this state was consumed by an earlier step; continue with the state that it returned"
+            )
         self._check_optimizer(state)
         if isinstance(batch, tuple):
             raise RequestError('step: a batch of several arrays has them by name: {"tokens": tokens, "labels": labels}')
@@ -127,12 +128,12 @@ class TrainStep:
         Raises:
             RequestError: it has another, so that `train.init` got another optimizer.
         """
-        if self.tree is None:
-            with promoting():
-                self.tree = jax.tree.structure(jax.eval_shape(self.optimizer.init, state.params))
-        if jax.tree.structure(state.optimizer) != self.tree:
+        if self.optimizer_tree is None:
+            with allow_promotion():
+                self.optimizer_tree = jax.tree.structure(jax.eval_shape(self.optimizer.init, state.params))
+        if jax.tree.structure(state.optimizer) != self.optimizer_tree:
             raise RequestError(
-                "step: the state is of another optimizer than this step: give the same one to train.init(model, "
+                "step: the state is from another optimizer than this step: pass the same one to train.init(model, "
                 "optimizer) and make_step(model, optimizer)"
             )
 
@@ -170,32 +171,34 @@ class TrainStep:
         metrics = Metrics(loss, jnp.sqrt(sum(squares, jnp.float32(0))), tokens)
         return TrainState(state.step + 1, params, optimizer), metrics
 
-    def _update(self, gradients: Arrays, params: Arrays, memory: Any) -> tuple[dict[str, AnyArray], Any]:
-        """Compute the next parameters and the next optimizer state. `memory` is the current optimizer state."""
-        with promoting():
-            updates, memory = self.optimizer.update(gradients, memory, params)
-        return {name: _added(p, updates[name]) for name, p in params.items()}, memory
+    def _update(self, gradients: Arrays, params: Arrays, optimizer_state: Any) -> tuple[dict[str, AnyArray], Any]:
+        """Compute the next parameters and the next optimizer state."""
+        with allow_promotion():
+            updates, optimizer_state = self.optimizer.update(gradients, optimizer_state, params)
+        return {name: _add_update(p, updates[name]) for name, p in params.items()}, optimizer_state
 
     def _gradients(self, params: Arrays, batch: Arrays) -> tuple[AnyArray, dict[str, AnyArray], AnyArray]:
         """Return the loss, the gradients in the dtypes of their leaves, and the number of targets."""
         if self.microbatches == 1:
-            loss, gradients = self._one(params, batch)
+            loss, gradients = self._loss_and_gradients(params, batch)
             return loss, gradients, _target_weights(batch).sum()
 
-        def more(sums: Any, part: dict[str, AnyArray]) -> tuple[Any, None]:
+        def accumulate(sums: Any, part: dict[str, AnyArray]) -> tuple[Any, None]:
             loss_sum, gradient_sums, tokens = sums
             count = _target_weights(part).sum()
-            loss, gradients = self._one(params, part)
+            loss, gradients = self._loss_and_gradients(params, part)
             new_sums = {k: gradient_sums[k] + count * g.astype(jnp.float32) for k, g in gradients.items()}
             return (loss_sum + count * loss, new_sums, tokens + count), None
 
         zero = jnp.float32(0)
         zeros = {k: jnp.zeros_like(p, jnp.float32) for k, p in params.items()}
-        (loss, gradients, tokens), _ = lax.scan(more, (zero, zeros, zero), _divided(batch, self.microbatches))
+        (loss, gradients, tokens), _ = lax.scan(
+            accumulate, (zero, zeros, zero), _microbatches(batch, self.microbatches)
+        )
         scale = 1 / jnp.where(tokens > 0, tokens, 1.0)  # all sums are 0 without targets
         return loss * scale, {k: (g * scale).astype(params[k].dtype) for k, g in gradients.items()}, tokens
 
-    def _one(self, params: Arrays, batch: Arrays) -> tuple[AnyArray, dict[str, AnyArray]]:
+    def _loss_and_gradients(self, params: Arrays, batch: Arrays) -> tuple[AnyArray, dict[str, AnyArray]]:
         loss_inputs = {k: a for k, a in batch.items() if k != "tokens"}
 
         def scalar(p: Arrays) -> AnyArray:
@@ -203,7 +206,7 @@ class TrainStep:
             if not isinstance(loss, jax.Array) or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
                 actual = f"shape {list(loss.shape)} {loss.dtype}" if isinstance(loss, jax.Array) else shown(loss)
                 raise RequestError(
-                    f"step: the loss is one floating number of JAX, made of the parameters; got {actual}"
+                    f"step: the loss is a floating JAX scalar computed from the parameters; got {actual}"
                 )
             return loss
 
@@ -238,7 +241,7 @@ def make_step(
     return TrainStep(model, optimizer, loss, check_integer("make_step: microbatches", microbatches, 1))
 
 
-def _added(p: AnyArray, update: AnyArray) -> AnyArray:
+def _add_update(p: AnyArray, update: AnyArray) -> AnyArray:
     """Return `p + update`, computed in the wider of their dtypes and rounded once."""
     wide = jnp.promote_types(p.dtype, update.dtype)
     return (p.astype(wide) + update.astype(wide)).astype(p.dtype)
@@ -255,7 +258,7 @@ def _target_weights(batch: Arrays) -> AnyArray:
     return losses.targets(batch["tokens"], **options)[1]
 
 
-def _divided(batch: Arrays, parts: int) -> dict[str, AnyArray]:
+def _microbatches(batch: Arrays, parts: int) -> dict[str, AnyArray]:
     """Split every array `[B, …]` into microbatches `[parts, B/parts, …]`, with adjacent rows in different ones.
 
     Raises:
@@ -265,7 +268,7 @@ def _divided(batch: Arrays, parts: int) -> dict[str, AnyArray]:
     for name, array in batch.items():
         if array.ndim == 0 or array.shape[0] != rows or rows % parts:
             raise RequestError(
-                f"step: {name} {list(array.shape)}: {rows} rows of tokens cannot be taken in {parts} equal "
+                f"step: {name} {list(array.shape)}: {rows} rows of tokens cannot be split into {parts} equal "
                 f"parts, microbatches={parts}"
             )
     return {k: a.reshape(rows // parts, parts, *a.shape[1:]).swapaxes(0, 1) for k, a in batch.items()}

@@ -53,7 +53,7 @@ from rlx_jax.weights.manifest import (
 from rlx_jax.weights.orbax import OrbaxSource
 from rlx_jax.weights.orbax_tree import COMMIT_MARKER, read_tree
 
-_ENDING = ".process_"  # process 1 writes into orbax's subdirectory `ocdbt.process_1/`
+_PROCESS_SUFFIX = ".process_"  # process 1 writes into orbax's subdirectory `ocdbt.process_1/`
 
 
 def start_writing(directory: str, arrays: dict[str, Any]) -> Callable[[], None]:
@@ -76,21 +76,21 @@ def start_writing(directory: str, arrays: dict[str, Any]) -> Callable[[], None]:
     return wait
 
 
-def own_files(directory: str, process: int) -> dict[str, dict[str, Any]]:
+def sync_own_files(directory: str, process: int) -> dict[str, dict[str, Any]]:
     """Sync the files that one process wrote to disk, and return the fields of their manifest entries, by name."""
-    subdirectories = [name for name in os.listdir(directory) if name.endswith(f"{_ENDING}{process}")]
+    subdirectories = [name for name in os.listdir(directory) if name.endswith(f"{_PROCESS_SUFFIX}{process}")]
     for part in subdirectories:
         sync_tree(os.path.join(directory, part))
     names = [os.path.join(part, name) for part in subdirectories for name in files_below(os.path.join(directory, part))]
     return {name: asdict(entry) for name, entry in manifest.file_digests(directory, names).items()}
 
 
-def finish(directory: str, leaves: Sequence[StoredLeaf], written: Iterable[dict[str, dict[str, Any]]]) -> None:
+def finish_step(directory: str, leaves: Sequence[StoredLeaf], written: Iterable[dict[str, dict[str, Any]]]) -> None:
     """Merge the files of all processes, check them as a reader would, and write the manifest. Process 0 does this.
 
     Args:
         leaves: the leaves that were saved.
-        written: `own_files` of each process.
+        written: `sync_own_files` of each process.
 
     Raises:
         SaveFailedError: the files do not contain these leaves.
@@ -106,15 +106,15 @@ def finish(directory: str, leaves: Sequence[StoredLeaf], written: Iterable[dict[
     step_manifest = Manifest({leaf.name: WeightEntry(leaf.type, None) for leaf in leaves}, files)
     try:
         check_lengths(directory, files)
-        _describe(directory, step_manifest)
+        _check_metadata(directory, step_manifest)
     except RlxError as cause:
-        raise SaveFailedError(f"what was written cannot be read back, so it was not kept: {cause}") from cause
+        raise SaveFailedError(f"the written files cannot be read back, so the step is not saved: {cause}") from cause
     # The manifest is written last, as it marks the step as complete.
     write_synced(os.path.join(directory, MANIFEST_NAME), step_manifest.to_json())
     sync(directory)
 
 
-def read_leaves(directory: str) -> Manifest:
+def read_step_manifest(directory: str) -> Manifest:
     """Return the manifest of a step.
 
     Raises:
@@ -122,11 +122,11 @@ def read_leaves(directory: str) -> Manifest:
     """
     step_manifest = read_manifest(directory)
     if step_manifest is None:
-        raise StorageError(f"{quote(directory)}: no {MANIFEST_NAME}: not a step that was saved whole")
+        raise StorageError(f"{quote(directory)}: no {MANIFEST_NAME}: not a complete step")
     return step_manifest
 
 
-def check_step(directory: str, found: Manifest, share: Iterable[str]) -> None:
+def check_step(directory: str, step_manifest: Manifest, share: Iterable[str]) -> None:
     """Check the lengths of all files, the digests of the files in `share`, and the metadata of all arrays.
 
     Raises:
@@ -134,17 +134,17 @@ def check_step(directory: str, found: Manifest, share: Iterable[str]) -> None:
         CheckpointFormatError: shapes or chunks contradict each other.
         PathEscapeError: a file leads out of the directory.
     """
-    check_lengths(directory, found.files)
-    manifest.check_files(directory, {name: found.files[name] for name in share})
+    check_lengths(directory, step_manifest.files)
+    manifest.check_files(directory, {name: step_manifest.files[name] for name in share})
     try:
-        _describe(directory, found)
+        _check_metadata(directory, step_manifest)
     except CheckpointFormatError as cause:  # the digests match, so the manifest was changed with the files
         raise IntegrityError(f"{cause}; use another step") from cause
 
 
-def _describe(directory: str, found: Manifest) -> None:
+def _check_metadata(directory: str, step_manifest: Manifest) -> None:
     """Check names, shapes, dtypes and chunks of the arrays, before native code allocates memory by them."""
-    check_weights(OrbaxSource(read_tree(directory)), found.weights, quote(directory))
+    check_weights(OrbaxSource(read_tree(directory)), step_manifest.weights, quote(directory))
 
 
 def read_arrays(directory: str, like: Sequence[StoredLeaf]) -> list[Any]:
@@ -153,13 +153,13 @@ def read_arrays(directory: str, like: Sequence[StoredLeaf]) -> list[Any]:
     from etils import epath
 
     on_host = sum(_host_bytes(leaf) for leaf in like)
-    limits.check_memory(on_host, f"{quote(directory)}: what this process restores into its memory")
+    limits.check_memory(on_host, f"{quote(directory)}: the part that this process restores into its memory")
     target = {leaf.name: _target(leaf.type, leaf.sharding) for leaf in like}
     try:
         arrays = ocp.StandardCheckpointHandler().restore(epath.Path(directory), args=ocp.args.StandardRestore(target))
     except Exception as cause:
         raise CheckpointFormatError(f"{quote(directory)}: orbax cannot restore it: {quote(cause)}") from cause
-    return [leaf.restored(arrays[leaf.name]) for leaf in like]
+    return [leaf.restore(arrays[leaf.name]) for leaf in like]
 
 
 def _target(type: TensorType, sharding: jax.sharding.Sharding | None) -> Any:
@@ -181,7 +181,7 @@ def _host_bytes(leaf: StoredLeaf) -> int:
 
 Numbers = bool | int | float | complex
 # The name of the leaf of a state that is a single array or number.
-WHOLE = "state"
+ROOT_LEAF = "state"
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class StoredLeaf:
         sharding: jax.sharding.Sharding | None = self.value.sharding if placed else None
         return sharding
 
-    def restored(self, stored: Any) -> Any:
+    def restore(self, stored: Any) -> Any:
         """Return the stored value as the type of this leaf: an array on its devices, or a number of its class."""
         if self.sharding is not None:
             return stored
@@ -227,11 +227,11 @@ class StoredLeaf:
         return type(self.value)(stored.item()) if isinstance(self.value, Numbers) else stored
 
 
-def named_leaves(tree: Any, what: str) -> tuple[StoredLeaf, ...]:
+def named_leaves(tree: Any, subject: str) -> tuple[StoredLeaf, ...]:
     """Return the leaves of a pytree, in its order, named by their dotted paths: `params.embed.weight`, `opt.0.count`.
 
     Args:
-        what: the tree, for error messages.
+        subject: the tree, for error messages.
 
     Raises:
         RequestError: there are no leaves; a leaf is no array or number, is traced, or was donated; or two leaves have
@@ -240,20 +240,21 @@ def named_leaves(tree: Any, what: str) -> tuple[StoredLeaf, ...]:
     """
     leaves_by_name: dict[str, StoredLeaf] = {}
     for path, value in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        name = jax.tree_util.keystr(path, simple=True, separator=".") or WHOLE
-        where = f"{what}: leaf {quote(name)}"
+        name = jax.tree_util.keystr(path, simple=True, separator=".") or ROOT_LEAF
+        where = f"{subject}: leaf {quote(name)}"
         if name in leaves_by_name:
             raise RequestError(f"{where}: two leaves have this name when their paths are dotted; rename one")
         if not is_text(name) or len(name.encode()) > limits.MAX_NAME_BYTES:
             raise UnsupportedError(f"{where}: a name is text of at most {limits.MAX_NAME_BYTES} bytes in UTF-8")
-        leaves_by_name[name] = StoredLeaf(name, value, _type(value, where))
+        leaves_by_name[name] = StoredLeaf(name, value, _leaf_type(value, where))
     if not leaves_by_name:
-        raise RequestError(f"{what}: a pytree without leaves: {shown(tree)}; expected arrays or numbers")
-    limits.check_limit(len(leaves_by_name), limits.MAX_TENSORS, "limits.MAX_TENSORS", f"{what}: the number of leaves")
+        raise RequestError(f"{subject}: a pytree without leaves: {shown(tree)}; expected arrays or numbers")
+    count = len(leaves_by_name)
+    limits.check_limit(count, limits.MAX_TENSORS, "limits.MAX_TENSORS", f"{subject}: the number of leaves")
     return tuple(leaves_by_name.values())
 
 
-def _type(value: Any, where: str) -> TensorType:
+def _leaf_type(value: Any, where: str) -> TensorType:
     if isinstance(value, jax.core.Tracer) or (isinstance(value, jax.Array) and value.is_deleted()):
         raise RequestError(f"{where} has no values: traced, or donated to a jitted call")
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -273,7 +274,7 @@ def _type(value: Any, where: str) -> TensorType:
     return tensor_type
 
 
-def check_same(stored: Mapping[str, TensorType], like: tuple[StoredLeaf, ...], where: str) -> None:
+def check_same_leaves(stored: Mapping[str, TensorType], like: tuple[StoredLeaf, ...], where: str) -> None:
     """Check that a step and `like` have the same names, shapes and dtypes.
 
     Raises:
@@ -297,4 +298,4 @@ def check_same(stored: Mapping[str, TensorType], like: tuple[StoredLeaf, ...], w
         f"{name}: {stored_type} in the step, {like_type} in `like`" for name, stored_type, like_type in mismatches
     ]
     if differences:
-        raise WeightError(f"{where}: {len(differences)} leaves are not those of `like`: {listing(differences)}")
+        raise WeightError(f"{where}: {len(differences)} leaves differ from `like`: {listing(differences)}")
