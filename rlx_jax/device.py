@@ -228,7 +228,9 @@ def with_auto_axes(array: Any) -> Any:
 # -- memory checks -----------------------------------------------------------------------------
 
 
-def check_fits(nbytes: int, operation: str, advice: Callable[[int], str] = lambda limit: "use smaller sizes") -> None:
+def check_device_memory(
+    nbytes: int, operation: str, advice: Callable[[int], str] = lambda limit: "use smaller sizes"
+) -> None:
     """Refuse an allocation larger than the device. XLA:CPU would return an invalid buffer and abort when it is read.
 
     Args:
@@ -244,7 +246,7 @@ def check_fits(nbytes: int, operation: str, advice: Callable[[int], str] = lambd
         raise DeviceOutOfMemoryError(f"{operation} needs {nbytes:,} bytes, the device has {limit:,}; {advice(limit)}")
 
 
-def check_space(nbytes: int, operation: str, on_host: int = 0, total_nbytes: int = 0) -> None:
+def check_total_memory(nbytes: int, operation: str, on_host: int = 0, total_nbytes: int = 0) -> None:
     """Refuse new arrays that do not fit into the memory of the device and of the host.
 
     Args:
@@ -259,7 +261,7 @@ def check_space(nbytes: int, operation: str, on_host: int = 0, total_nbytes: int
     # CPU devices share the host's memory.
     host_bytes = max(nbytes, total_nbytes) if running_device().kind == "cpu" else 0
     limits.check_memory(host_bytes + on_host, operation)
-    check_fits(nbytes, operation)
+    check_device_memory(nbytes, operation)
 
 
 @contextlib.contextmanager

@@ -174,7 +174,7 @@ def test_collectives(family: str, kinds: str, devices: int) -> None:
     ours.generate([[1, 2, 3]] * 4, max_new_tokens=4)
     model_sharding = ours.model.programs.model_sharding
     assert model_sharding is not None
-    leaves = ours.model.programs.layout.leaves.values()
+    leaves = ours.model.programs.layout.params.values()
     gathered = [p for p in leaves if model_sharding.storage_sharding(p) != model_sharding.compute_sharding(p)]
     rows = {"fsdp": 1, "data tensor": 2}[kinds]
     for program in ("prefill", "extend"):

@@ -43,8 +43,8 @@ def plain() -> np.ndarray:
 def check_resting(model: rlx.CompiledModel, params: Any) -> None:
     """Each leaf is where its division says."""
     model_sharding = model.programs.model_sharding
-    assert model_sharding is not None and set(params) == set(model.programs.layout.leaves)
-    for name, program in model.programs.layout.leaves.items():
+    assert model_sharding is not None and set(params) == set(model.programs.layout.params)
+    for name, program in model.programs.layout.params.items():
         assert params[name].sharding.is_equivalent_to(model_sharding.storage_sharding(program), params[name].ndim), name
 
 

@@ -249,7 +249,7 @@ def test_a_weight_that_one_flow_merges_is_not_stored_twice() -> None:
     both = head("both").custom(lambda emit, x: emit.linear(x, "q") + emit.linear(x, "k"))
     merged = make_programs([both], weights, OpenOptions(), merge=True)
     together = make_programs([both, head("other", "q")], weights, OpenOptions(), merge=True)
-    assert len(merged.layout.leaves) == 2 and sorted(together.layout.leaves) == ["k", "q", "table"]
+    assert len(merged.layout.params) == 2 and sorted(together.layout.params) == ["k", "q", "table"]
 
 
 def test_flows_that_do_not_go_together() -> None:

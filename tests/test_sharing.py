@@ -61,7 +61,7 @@ def check(keys: Keys, head: str = "", program: str = "train", **tables: Any) -> 
     profile = rlx.CompileProfile().replace(**tables)
     model: Any = rlx.compile(flow_of(keys, head), weights, program=program, profile=profile)
 
-    held = Counter(key.key for leaf in model.programs.layout.leaves.values() for key in stored_keys(leaf))
+    held = Counter(key.key for leaf in model.programs.layout.params.values() for key in stored_keys(leaf))
     assert held == dict.fromkeys(weights, 1), "each weight is in one place"
     assert sum(a.size for a in model.params.values()) == sum(w.size for w in weights.values())
     for key, array in model.weights().items():

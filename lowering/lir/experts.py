@@ -237,26 +237,25 @@ def _axes(entries: Iterable[Any]) -> tuple[str, ...]:
 
 
 def expert_ffn(
-    op: ExpertFfn, rows: str, experts: str, x: AnyArray, arrays: Sequence[AnyArray], result: Any = None
+    op: ExpertFfn, row_axes: str, weight_axes: str, x: AnyArray, arrays: Sequence[AnyArray], out_dtype: Any = None
 ) -> AnyArray:
     """Compute the expert FFN of rows.
 
     Args:
         op: the mixture.
-        rows: the leading axes of x, as `einsum` subscripts.
-        experts: the leading axes of the weights, as `einsum` subscripts.
+        row_axes: the leading axes of x, as `einsum` subscripts.
+        weight_axes: the leading axes of the weights, as `einsum` subscripts.
         x: the rows.
         arrays: gate, up, down and the biases of the rows' experts.
-        result: dtype of the result, None for the dtype of x.
+        out_dtype: dtype of the result, None for the dtype of x.
     """
     gate, up, down, *biases = arrays
-    wide, narrow = ("fh", "hf") if op.contract else ("hf", "fh")
+    up_axes, down_axes = ("fh", "hf") if op.contract else ("hf", "fh")
     gate_bias, up_bias, down_bias = biases or NO_BIASES
     projections = ((gate, gate_bias), (up, up_bias))
-    inner = op.gated(
-        *(add_bias(op.product(f"{rows}h,{experts}{wide}->{rows}f", x, w), bias) for w, bias in projections)
-    )
-    return add_bias(op.product(f"{rows}f,{experts}{narrow}->{rows}h", inner, down, result), down_bias)
+    up_product = f"{row_axes}h,{weight_axes}{up_axes}->{row_axes}f"
+    inner = op.gated(*(add_bias(op.product(up_product, x, w), bias) for w, bias in projections))
+    return add_bias(op.product(f"{row_axes}f,{weight_axes}{down_axes}->{row_axes}h", inner, down, out_dtype), down_bias)
 
 
 def gathered(op: ExpertFfn, *arrays: AnyArray, devices: int = 1) -> AnyArray:

@@ -78,7 +78,7 @@ class Env:
     operands: tuple[AnyArray, ...] = ()
     layer_params: Mapping[Param, AnyArray] = field(default_factory=dict)
 
-    def leaf(self, op: Leaf) -> AnyArray:
+    def read_leaf(self, op: Leaf) -> AnyArray:
         """Return the array of a leaf."""
         match op:
             case Input(input=name):
@@ -143,7 +143,7 @@ def _run(graph: Graph, node: Node, operands: tuple[AnyArray, ...], env: Env) -> 
     """Run one node and return its results."""
     op = node.op
     if isinstance(op, Leaf):
-        return (env.leaf(op),)
+        return (env.read_leaf(op),)
     if isinstance(op, Repeat):
         return _scan(op, operands, env) if env.scan else _unroll(op, operands, env)
     assert isinstance(op, Mir), op

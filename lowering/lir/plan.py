@@ -201,19 +201,19 @@ class Layout:
     A parameter is identified by its program, which computes it from checkpoint weights. Names are for display.
     """
 
-    leaves: Mapping[str, Program]
+    params: Mapping[str, Program]
 
     def types(self) -> dict[str, TensorType]:
         """Return the type of every parameter by name."""
-        return {name: program.type for name, program in self.leaves.items()}
+        return {name: program.type for name, program in self.params.items()}
 
     def by_program(self) -> dict[Program, str]:
         """Return the name of every parameter by program."""
-        return {program: name for name, program in self.leaves.items()}
+        return {program: name for name, program in self.params.items()}
 
-    def repeated(self) -> list[str]:
+    def duplicated_keys(self) -> list[str]:
         """Return the checkpoint keys that are stored in more than one parameter."""
-        counts = Counter(name for program in self.leaves.values() for name in {k.key for k in stored_keys(program)})
+        counts = Counter(name for program in self.params.values() for name in {k.key for k in stored_keys(program)})
         return [name for name, count in counts.items() if count > 1]
 
     def check(self, graph: Graph, scan: bool) -> None:
@@ -225,7 +225,7 @@ class Layout:
         for program in self._missing(graph, scan):
             raise GraphError(f"the program reads {program}, which is not in the model's layout")
 
-    def has(self, graph: Graph, scan: bool) -> bool:
+    def has_all_params(self, graph: Graph, scan: bool) -> bool:
         """Return whether the layout has every parameter that a program reads."""
         return next(self._missing(graph, scan), None) is None
 
@@ -238,11 +238,11 @@ class Layout:
                     yield p[0]
 
 
-def find_stack(leaves: Iterable[Program], programs: tuple[Program, ...]) -> tuple[Stack, tuple[int, ...]] | None:
+def find_stack(params: Iterable[Program], programs: tuple[Program, ...]) -> tuple[Stack, tuple[int, ...]] | None:
     """Return the stacked parameter that has `programs` as rows, and their row numbers; None if there is none."""
-    for leaf in leaves:
-        if isinstance(leaf, Stack) and set(programs) <= set(leaf.parts):
-            return leaf, tuple(leaf.parts.index(p) for p in programs)
+    for param in params:
+        if isinstance(param, Stack) and set(programs) <= set(param.parts):
+            return param, tuple(param.parts.index(p) for p in programs)
     return None
 
 

@@ -139,19 +139,19 @@ def compile_lowered(lowered: Lowered, arguments: Any, options: Any = None) -> tu
     return compiled, False
 
 
-def from_cache(jitted: Any, arguments: tuple[Any, ...], options: Any = None) -> tuple[Callable[..., Any], bool]:
+def with_compile_cache(jitted: Any, arguments: tuple[Any, ...], options: Any = None) -> tuple[Callable[..., Any], bool]:
     """Return a function that runs `jitted` with a cached program for these arguments, and whether that was loaded.
 
     Calls with other types or devices go to `jitted`, which compiles them without the cache. So does every call while
     a debug mode of JAX needs the function itself.
     """
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
-    if traced or cache_settings().directory is None or _debugged():
+    if traced or cache_settings().directory is None or _in_debug_mode():
         return jitted, False
     compiled, loaded = compile_lowered(jitted.lower(*arguments), arguments, options)
 
     def call(*arrays: Any) -> Any:
-        if _debugged():
+        if _in_debug_mode():
             return jitted(*arrays)
         try:
             return compiled(*arrays)
@@ -284,7 +284,7 @@ def _deserialize(payload: bytes, lowered: Lowered) -> jax.stages.Compiled:
     return compiled
 
 
-def _debugged() -> bool:
+def _in_debug_mode() -> bool:
     """Return whether a debug mode is on in which JAX runs the Python function again, operation by operation."""
     config: Any = jax.config
     return bool(config.jax_disable_jit or config.jax_debug_nans or config.jax_debug_infs)

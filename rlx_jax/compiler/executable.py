@@ -89,9 +89,9 @@ class Executable:
         seconds: the time of the steps "trace", "compile" and "prove".
         peak_bytes: arguments, results and temporaries together.
         donation: the proof that the state is updated in place; None if it is not donated.
-        consumed: the names of the inputs that a run consumes. It consumes the state too.
+        consumed_inputs: the names of the inputs that a run consumes. It consumes the state too.
         arg_shardings: the sharding of each argument, in order; None for an argument that the program does not read.
-        loaded: whether it comes from the compile cache.
+        from_cache: whether it comes from the compile cache.
     """
 
     lir: Lir
@@ -100,12 +100,12 @@ class Executable:
     seconds: Mapping[str, float]
     peak_bytes: int
     donation: DonationProof | None = None
-    consumed: tuple[str, ...] = ()
+    consumed_inputs: tuple[str, ...] = ()
     arg_shardings: tuple[Any, ...] = ()
-    loaded: bool = False
+    from_cache: bool = False
 
     @functools.cached_property
-    def needs(self) -> Cost:
+    def step_cost(self) -> Cost:
         """Return the operations, bytes and scratch memory of a run; for a loop, of one step."""
         return cost(self.lir.graph)
 
@@ -114,12 +114,12 @@ class Executable:
 
         This is for a call that failed: examining every argument takes longer than a call.
         """
-        arguments = jax.tree.leaves((params, state, *split_consumed(inputs, self.consumed)))
+        arguments = jax.tree.leaves((params, state, *split_consumed(inputs, self.consumed_inputs)))
         return all(map(has_sharding, arguments, self.arg_shardings))
 
     def run(self, params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
         """Run the program and return its results. Arrays on the host are copied to the device."""
-        arguments = (params, state, *split_consumed(inputs, self.consumed))
+        arguments = (params, state, *split_consumed(inputs, self.consumed_inputs))
         results: Results = self.call(*to_device(arguments, self.arg_shardings))
         return results
 
@@ -213,11 +213,11 @@ def compile_program(
     # With debug_nans JAX keeps every argument alive, so nothing is donated, and there is nothing to prove.
     may_donate = not jax.config.jax_debug_nans  # type: ignore[attr-defined]
     donates_state = may_donate and lir.plan.donate_state and bool(state)
-    consumed = lir.plan.donate_inputs if may_donate else ()
-    donated = ((1,) if donates_state else ()) + ((3,) if consumed else ())
+    consumed_inputs = lir.plan.donate_inputs if may_donate else ()
+    donated = ((1,) if donates_state else ()) + ((3,) if consumed_inputs else ())
     options = dict(lir.plan.compiler_options) or None
     # `keep_unused`: an array of the state that is written but not read, as in prefill, still donates its memory.
-    placements = sharding_options(shardings, state, consumed)
+    placements = sharding_options(shardings, state, consumed_inputs)
     jitted = jax.jit(
         with_split_inputs(function, name),
         donate_argnums=donated,
@@ -226,7 +226,7 @@ def compile_program(
         **placements,
     )
     start = time.perf_counter()
-    arguments = (params, state, *split_consumed(inputs, consumed))
+    arguments = (params, state, *split_consumed(inputs, consumed_inputs))
     with without_triton_warning(lir.plan.choices):
         arguments = arguments if shardings is None else jax.tree.map(without_sharding, arguments)
         lowered = jitted.lower(*arguments)
@@ -240,7 +240,7 @@ def compile_program(
     arg_shardings = tuple(jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None))
     memory: Any = compiled.memory_analysis()
     peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
-    return Executable(lir, compiled, lowered, seconds, peak, proof, consumed, arg_shardings, from_cache)
+    return Executable(lir, compiled, lowered, seconds, peak, proof, consumed_inputs, arg_shardings, from_cache)
 
 
 def with_split_inputs(function: Function, name: str) -> Callable[..., Results]:

@@ -139,9 +139,9 @@ class Template:
             raise GraphError(f"{self.built.name}: no size of {listing(missing)}; give all of them: {sizes_text}")
         return cost(pass_named("specialise")(self.mir, Job(lowering_settings(), self.types, sizes=sizes)).graph)
 
-    def outline(self, known: Mapping[str, int]) -> Outline:
-        """Return the table of blocks, with FLOPs and bytes for the sizes in `known`, and 1 for other sizes."""
-        sizes = {name: known.get(name, 1) for name in self.symbols}
+    def outline(self, binding: Mapping[str, int]) -> Outline:
+        """Return the table of blocks, with FLOPs and bytes for the sizes in `binding`, and 1 for other sizes."""
+        sizes = {name: binding.get(name, 1) for name in self.symbols}
         try:
             mir = pass_named("specialise")(self.mir, Job(lowering_settings(), TypeCache(), sizes=sizes)).graph
         except RlxError:  # the program cannot have these sizes, such as a context of 1 with a wider window
@@ -293,21 +293,21 @@ def shard_state(lir: Lir, state: StateArrays, model_sharding: ModelSharding) -> 
     return {name: constrain(name, array) for name, array in state.items()}
 
 
-def runnable_on_device(lir: Lir, here: Device) -> Mapping[Call, Choice]:
+def runnable_on_device(lir: Lir, device: Device) -> Mapping[Call, Choice]:
     """Return the implementations of the ops on this device, which may differ from the planned one.
 
     Raises:
         UnsupportedError: the profile names an implementation that this device cannot run.
     """
-    choices = runnable_choices(lir.plan.choices, here)
+    choices = runnable_choices(lir.plan.choices, device)
     idle = {c.implementation for call, c in lir.plan.choices.items() if call not in choices}
     if lir.plan.implementation in idle:
         raise UnsupportedError(
             f"{lir.graph.name}: attention.implementation = '{lir.plan.implementation}' is planned for "
-            f"{lir.plan.target}, and JAX runs on {here.kind}: here the plan can be inspected, but not run"
+            f"{lir.plan.target}, and JAX runs on {device.kind}: here the plan can be inspected, but not run"
         )
     if idle:
-        message = f"planned for {lir.plan.target} with {', '.join(sorted(idle))}, and JAX runs on {here.kind}"
+        message = f"planned for {lir.plan.target} with {', '.join(sorted(idle))}, and JAX runs on {device.kind}"
         warnings.warn(f"{lir.graph.name}: {message}: XLA's implementation runs instead", RlxWarning, stacklevel=2)
     return choices
 

@@ -160,7 +160,7 @@ def open_model(
 def finish_models(programs: Programs, program: str = "forward") -> dict[str, CompiledModel]:
     """Return a model for each flow, and load their parameters while XLA compiles the programs with known sizes."""
     models = {name: CompiledModel(programs, name, program) for name in programs.flows}
-    if not programs.layout.leaves:
+    if not programs.layout.params:
         return {name: model.replace(params={}) for name, model in models.items()}
     if not has_data(programs):
         if programs.init_key is None:
@@ -204,7 +204,7 @@ def load_params(programs: Programs, device: Any, cancelled: threading.Event) -> 
     assert programs.source is not None
     start = time.perf_counter()
     placement = programs.storage_shardings() or device
-    params = load_leaves(programs.layout.leaves, programs.source, placement, programs.report_progress, cancelled)
+    params = load_leaves(programs.layout.params, programs.source, placement, programs.report_progress, cancelled)
     return params, time.perf_counter() - start
 
 
@@ -226,7 +226,7 @@ def companion_model(model: CompiledModel, make: MtpFactory) -> CompiledModel:
     names_by_program = model.programs.layout.by_program()
     shared_params = {
         name: params[names_by_program[p]]
-        for name, p in companion.programs.layout.leaves.items()
+        for name, p in companion.programs.layout.params.items()
         if p in names_by_program
     }
     (name,) = companion.programs.flows
@@ -255,7 +255,7 @@ def _make_companion(model: CompiledModel, params: dict[str, Any], make: MtpFacto
     programs.templates.insert(ProgramKey(flow.name, "forward"), template)
     programs.is_warm = base.is_warm
     names_by_program = base.layout.by_program()
-    missing = {name: program for name, program in layout.leaves.items() if program not in names_by_program}
+    missing = {name: program for name, program in layout.params.items() if program not in names_by_program}
     assert base.source is not None  # it has data
     # The device of the model's parameters; None if its choice was left to JAX.
     target = next((next(iter(a.devices())) for a in params.values() if isinstance(a, jax.Array) and a.committed), None)

@@ -16,7 +16,7 @@ from rlx_jax.compiler.compare import program_changes
 from rlx_jax.compiler.executable import Arrays, Executable, ProgramWrapper, Results, StateArrays
 from rlx_jax.compiler.meshes import to_model_devices, use_model_mesh
 from rlx_jax.compiler.pipeline import derived_program, text_after
-from rlx_jax.device import check_fits, out_of_memory
+from rlx_jax.device import check_device_memory, out_of_memory
 from rlx_jax.errors import GraphError, MissingWeightError, RequestError, RlxError, did_you_mean, listing, quote, shown
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import as_dim
@@ -143,7 +143,7 @@ class CompiledModel(ModelProgram):
         """
         executable = self._executable(key, params, state, inputs)
         description = f"{self.name}: {key.program} of {dict(key.binding)}"
-        check_fits(executable.peak_bytes, description)
+        check_device_memory(executable.peak_bytes, description)
         try:
             with out_of_memory(description):
                 try:
@@ -159,7 +159,7 @@ class CompiledModel(ModelProgram):
                 return self.programs.function(key).jitted(params, state, inputs)
         except (RuntimeError, ValueError, TypeError, KeyError) as error:
             consumed = {f"state {quote(name)}": a for name, a in state.items()}
-            consumed |= {f"input {quote(name)}": inputs[name] for name in executable.consumed}
+            consumed |= {f"input {quote(name)}": inputs[name] for name in executable.consumed_inputs}
             self._explain(error, params, inputs, consumed)
             raise
 
@@ -278,9 +278,9 @@ class CompiledModel(ModelProgram):
         arrays = self.require_params("weights()") if params is None else params
         if params is None:
             check_params(arrays, self.param_specs())
-        check_leaves(arrays, self.programs.layout.leaves)
+        check_leaves(arrays, self.programs.layout.params)
         refuse_consumed(arrays, {})
-        return weights_by_key({program: arrays[name] for name, program in self.programs.layout.leaves.items()})
+        return weights_by_key({program: arrays[name] for name, program in self.programs.layout.params.items()})
 
     def replace(self, params: Arrays) -> CompiledModel:
         """Return a model with other parameters and the same executables.

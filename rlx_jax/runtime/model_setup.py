@@ -26,7 +26,7 @@ from rlx_jax.compiler.settings import (
     differences,
     with_model_sharding,
 )
-from rlx_jax.device import check_space, out_of_memory
+from rlx_jax.device import check_total_memory, out_of_memory
 from rlx_jax.errors import (
     GraphError,
     ProfileError,
@@ -104,7 +104,7 @@ def make_programs(
     first = program if program in ("train", "explicit") else "forward"
     settings, layout, templates = plan_layout(builds, settings, first)
     if model_sharding is not None:
-        check_divisible(model_sharding, layout.leaves.values())
+        check_divisible(model_sharding, layout.params.values())
     captured = {name: built.captured for name, (built, _) in builds.items()}
     programs = Programs(flows_by_name, source, settings, layout, captured, options.progress)
     programs.fuses_by_default, programs.planned_program = merge, program
@@ -175,7 +175,7 @@ def plan_layout(builds: Builds, settings: Settings, first: str) -> tuple[Setting
     """
     templates = {name: make_template(*build, settings, first, False) for name, build in builds.items()}
     layout = layout_of([t.hir for t in templates.values()], settings.plan.scan)
-    twice = len(builds) > 1 and layout.repeated()
+    twice = len(builds) > 1 and layout.duplicated_keys()
     if settings.merge and (
         twice or any(needs_other_params(built, layout, settings, first) for built, _ in builds.values())
     ):
@@ -207,7 +207,7 @@ def needs_other_params(built: Built, layout: Layout, settings: Settings, first: 
         )
     except RlxError:  # the optional inputs exclude each other, so that no call passes all of them
         return False
-    return not layout.has(complete.hir, settings.plan.scan)
+    return not layout.has_all_params(complete.hir, settings.plan.scan)
 
 
 def shared_settings(settings_by_flow: Mapping[str, Settings]) -> Settings:
@@ -334,12 +334,12 @@ def init_model_params(programs: Programs, built: Built, key: jax.Array, label: s
     Raises:
         LimitError, DeviceOutOfMemoryError: there is not enough memory for them.
     """
-    leaves, resting = programs.layout.leaves, programs.storage_shardings()
+    leaves, resting = programs.layout.params, programs.storage_shardings()
     shardings = resting or {}
     sizes = [shard_type(t, shardings.get(name)).nbytes for name, t in programs.layout.types().items()]
     if not isinstance(key, jax.core.Tracer):
         # Values are sampled in f32 and then scaled, which takes a temporary array.
-        check_space(sum(sizes) + max(sizes, default=0), label)
+        check_total_memory(sum(sizes) + max(sizes, default=0), label)
 
     def init(key: jax.Array) -> dict[str, jax.Array]:
         return initial_params(expand_composites(built.hir, built.types), leaves, key, built.inits)

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from rlx_jax.compiler.compile_cache import from_cache
+from rlx_jax.compiler.compile_cache import with_compile_cache
 from rlx_jax.compiler.executable import (
     Arrays,
     Executable,
@@ -248,7 +248,7 @@ class Programs:
                 )
             self.warn_of_donation(key, executable)
             executable.seconds = {"plan": program.seconds, **executable.seconds}
-            self.num_loaded += executable.loaded
+            self.num_loaded += executable.from_cache
             self.report_progress(step, 1, 1)
             return executable
 
@@ -279,7 +279,7 @@ class Programs:
         """Return the storage sharding of each parameter, None on one device."""
         if self.model_sharding is None:
             return None
-        return {name: self.model_sharding.storage_sharding(program) for name, program in self.layout.leaves.items()}
+        return {name: self.model_sharding.storage_sharding(program) for name, program in self.layout.params.items()}
 
     def shardings(self, key: ProgramKey, inputs: Arrays) -> Shardings | None:
         """Return the shardings of a program's arguments and results, None on one device.
@@ -301,7 +301,7 @@ class Programs:
         }
         outputs = None if set(inputs) <= set(declared) else model_sharding.replicated
         state = state_shardings(template, sizes, model_sharding, of_results=key.wrapper is None)
-        nbytes = model_sharding.gathered_bytes(self.layout.leaves.values())
+        nbytes = model_sharding.gathered_bytes(self.layout.params.values())
         if isinstance(key.wrapper, HasCompanions) and (other := key.wrapper.companion_shardings()) is not None:
             placements, state, nbytes = (
                 placements | other.inputs,
@@ -386,7 +386,7 @@ class Programs:
                 self.record_recompile(f"{name}, a helper function: {reason}")
             # A new function for each entry: jax.jit drops its executable when the entry is evicted.
             jitted = jax.jit(lambda *arrays: function(*static, *arrays), out_shardings=out_shardings)
-            call, is_cached = from_cache(jitted, moved, out_shardings)
+            call, is_cached = with_compile_cache(jitted, moved, out_shardings)
             self.num_loaded_helpers += is_cached
             return call
 

@@ -319,14 +319,14 @@ def short_number(number: int) -> str:
 
 def with_mesh(report: Report, model_sharding: ModelSharding, layout: Layout) -> Report:
     """Return the report with the attributes that describe the mesh."""
-    specs = [model_sharding.describe_storage(program) for program in layout.leaves.values()]
+    specs = [model_sharding.describe_storage(program) for program in layout.params.values()]
     return replace(
         report,
         mesh=model_sharding.text(),
         leaf_bytes=sum(nbytes for _, nbytes in specs),
         # A spec such as "(-, -)" names no axis of the mesh: that parameter is replicated.
         shardings=dict(Counter(spec for spec, _ in specs if set(spec) - set("(-, )"))),
-        whole=model_sharding.replicated_params(layout.leaves.values()),
+        whole=model_sharding.replicated_params(layout.params.values()),
     )
 
 
@@ -370,7 +370,7 @@ def _own_program_reports(programs: Programs, named: bool) -> Iterator[ProgramRep
         template, seconds = programs.template(key.symbolic), executable.seconds
         template_seconds = {} if key.symbolic in counted else template.seconds
         counted.add(key.symbolic)
-        needs, memory = executable.needs, cast(Any, executable.call.memory_analysis())
+        needs, memory = executable.step_cost, cast(Any, executable.call.memory_analysis())
         yield ProgramReport(
             f"{key.flow}: {key.text}" if named else key.text,
             prove=template_seconds.get("derive", 0.0) + seconds["prove"],
@@ -422,7 +422,7 @@ def report_of(
         products=lir.products(),
         experts=lir.experts(),
         recurrences=lir.recurrences(),
-        **asdict(executable.needs),
+        **asdict(executable.step_cost),
         collectives={} if settings.model_sharding is None else count_collectives(executable.call.as_text() or ""),
         donated_bytes=memory.alias_size_in_bytes,
         cache_bytes=state_bytes(template, last),

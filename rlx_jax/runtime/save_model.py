@@ -85,8 +85,8 @@ def save(
         raise DTypeError(f"save: dtype={quote(dtype)}: expected a floating one, such as 'f32' or 'bf16'")
     files = {} if loaded_from is None else loaded_from.files(compiled.built, target)
     if target is None:
-        _refuse_packed(programs.layout.leaves.values())
-    entries = _entries(_weights(programs.layout.leaves, params, source), target)
+        _refuse_packed(programs.layout.params.values())
+    entries = _entries(_weights(programs.layout.params, params, source), target)
     if loaded_from is None:
         write_checkpoint(path, entries, format or "orbax", overwrite)
         return

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
-from rlx_jax.device import check_fits
+from rlx_jax.device import check_device_memory
 from rlx_jax.errors import GraphError, RequestError, SequenceLengthError, SessionStateError, listing
 from rlx_jax.ir.types import TensorType, bind_dim, check_elements, is_static, short_name, terms_of
 from rlx_jax.lowering.sharding import shard_type
@@ -115,7 +115,7 @@ def empty_state(
     def nbytes(sizes: Mapping[str, int]) -> int:
         return sum(shard_type(t.bind(sizes), shardings.get(name)).nbytes for name, t in types.items())
 
-    check_fits(nbytes(binding), label, lambda limit: _fitting_size(nbytes, binding, limit))
+    check_device_memory(nbytes(binding), label, lambda limit: _fitting_size(nbytes, binding, limit))
     return EmptyState(tuple(bound_types.items()), shardings)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from rlx_jax.compiler.compile_cache import from_cache
+from rlx_jax.compiler.compile_cache import with_compile_cache
 from rlx_jax.compiler.executable import Arrays
 from rlx_jax.errors import RequestError, WeightError, did_you_mean, listing, quote, shown
 from rlx_jax.ir.param import keys_of
@@ -113,7 +113,7 @@ def optimizer_state(optimizer: Optimizer, params: Arrays) -> Any:
         if is_distributed(params):
             shapes = jax.eval_shape(optimizer.init, params)
             shardings = jax.tree_util.tree_map_with_path(lambda path, leaf: _leaf_sharding(path, leaf, params), shapes)
-        return from_cache(jax.jit(optimizer.init, out_shardings=shardings), (params,), shardings)[0](params)
+        return with_compile_cache(jax.jit(optimizer.init, out_shardings=shardings), (params,), shardings)[0](params)
 
 
 def is_distributed(params: Arrays) -> bool:
@@ -168,7 +168,7 @@ def mask(model: CompiledModel, *patterns: str) -> dict[str, bool]:
     globs = [BlockPattern(pattern, "mask") for pattern in patterns]
     if not globs:
         raise RequestError("mask: a pattern of keys is needed, such as '**.lora_{A,B}.weight'")
-    for name, program in model.programs.layout.leaves.items():
+    for name, program in model.programs.layout.params.items():
         hits = {k: [glob.text for glob in globs if glob.matches(tuple(k.split(".")))] for k in keys_of(program)}
         misses = sorted(key for key, matching in hits.items() if not matching)
         if misses and any(hits.values()):

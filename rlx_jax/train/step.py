@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax import losses
-from rlx_jax.compiler.compile_cache import from_cache
+from rlx_jax.compiler.compile_cache import with_compile_cache
 from rlx_jax.compiler.executable import Arrays
 from rlx_jax.device import out_of_memory
 from rlx_jax.errors import RequestError, SessionStateError, listing, shown, suggest_keywords
@@ -142,7 +142,7 @@ class TrainStep:
         jitted, options = self._function(state), dict(self.model.settings.plan.compiler_options)
         types = tuple((k, a.shape, a.dtype, getattr(a, "sharding", None)) for k, a in sorted(arrays.items()))
         if (jitted, types) not in self.programs:
-            self.programs[jitted, types] = from_cache(jitted, (state, arrays), options)[0]
+            self.programs[jitted, types] = with_compile_cache(jitted, (state, arrays), options)[0]
         return self.programs[jitted, types]
 
     def _function(self, state: Any) -> Any:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from rlx_jax.device import check_space, with_auto_axes
+from rlx_jax.device import check_total_memory, with_auto_axes
 from rlx_jax.errors import WeightError, WeightShapeError, quote
 from rlx_jax.ir.checkpoint_tensor import Box, box_index, concat_axis
 from rlx_jax.ir.packed import PackedSpec, decode_packed
@@ -156,7 +156,7 @@ def _check_space(plans: Iterable[LoadPlan], on_host: int) -> None:
     for plan in plans:
         for shard_read in plan.shard_reads:
             device_bytes.update(dict.fromkeys(shard_read.devices, shard_read.program.type.nbytes))
-    check_space(max(device_bytes.values(), default=0), "the weights", on_host, total_nbytes=device_bytes.total())
+    check_total_memory(max(device_bytes.values(), default=0), "the weights", on_host, total_nbytes=device_bytes.total())
 
 
 def host_bytes_to_load(program: Program) -> int:
