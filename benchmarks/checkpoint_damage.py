@@ -38,7 +38,7 @@ def by_checkpoints(directory: Path, save: bool) -> Any:
         return checkpoints.save(1, STATE) if save else checkpoints.restore(STATE, 1)
 
 
-def outcome(restore: Callable[[], Any]) -> str:
+def restore_outcome(restore: Callable[[], Any]) -> str:
     """What became of a step with a flipped bit."""
     try:
         found = restore()
@@ -48,7 +48,7 @@ def outcome(restore: Callable[[], Any]) -> str:
     return "restored as saved" if same else "other numbers in silence"
 
 
-def flips(run: Callable[[Path, bool], Any]) -> Counter[str]:
+def count_outcomes(run: Callable[[Path, bool], Any]) -> Counter[str]:
     """The outcomes of one flip at the beginning, the end and two places between them, in every file."""
     found: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as name:
@@ -58,12 +58,12 @@ def flips(run: Callable[[Path, bool], Any]) -> Counter[str]:
             data = path.read_bytes()
             for at in sorted({0, len(data) // 3, len(data) // 2, len(data) - 1}):
                 path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-                found[outcome(lambda: run(directory, False))] += 1
+                found[restore_outcome(lambda: run(directory, False))] += 1
             path.write_bytes(data)
     return found
 
 
 if __name__ == "__main__":
     kinds = ("refused", "restored as saved", "other numbers in silence")
-    counts = {"Checkpoints": flips(by_checkpoints), f"orbax {ocp.__version__}": flips(by_orbax)}
+    counts = {"Checkpoints": count_outcomes(by_checkpoints), f"orbax {ocp.__version__}": count_outcomes(by_orbax)}
     print(table(("", *kinds), [(name, *(found[kind] for kind in kinds)) for name, found in counts.items()]))

@@ -42,7 +42,7 @@ class Shape:
     sizes: Sizes
     dtype: str
     prompt: int
-    slots: int
+    cache_len: int
     batches: tuple[int, ...]
     prompts: tuple[tuple[int, int], ...]
     layouts: tuple[hand.Layout, ...]
@@ -79,11 +79,11 @@ def build(shape: Shape) -> rlx.CausalLM:
     config = LlamaConfig.from_hf({**hf_config(shape.sizes), "tie_word_embeddings": True})
     rng = np.random.default_rng(0)
 
-    def draw(size: tuple[int, ...]) -> Any:
+    def random_array(size: tuple[int, ...]) -> Any:
         noise = rng.standard_normal(size, np.float32) * np.float32(0.02)
         return (noise if len(size) > 1 else np.ones(size)).astype(hand_dtype(shape))
 
-    weights = {key: draw(spec.shape) for key, spec in weight_specs(config).items()}
+    weights = {key: random_array(spec.shape) for key, spec in weight_specs(config).items()}
     profile = rlx.CompileProfile.preset("auto").replace(precision={"compute": shape.dtype}, donation={"strict": True})
     return rlx.CausalLM(Llama32Flow(config), weights, profile=profile, max_positions=4096)
 
@@ -108,13 +108,13 @@ def our_decode(lm: rlx.CausalLM, shape: Shape, batch: int, new: int) -> Call:
 def hand_decode(shape: Shape, layout: hand.Layout, params: Any, batch: int, new: int) -> Call:
     """`new` steps called from the host, each fed with the token of the last."""
     dtype, c = hand_dtype(shape), shape.sizes
-    step = hand.compiled(c, layout, params, batch, 1, shape.slots, dtype)
-    held = [jnp.zeros((batch,), jnp.int32), hand.empty_cache(c, batch, shape.slots, dtype)]
+    step = hand.compiled(c, layout, params, batch, 1, shape.cache_len, dtype)
+    carry = [jnp.zeros((batch,), jnp.int32), hand.empty_cache(c, batch, shape.cache_len, dtype)]
 
     def call() -> None:
         for i in range(new):
-            held[0], held[1] = step(params, held[0][:, None], np.int32(shape.prompt + i), held[1])
-        jax.block_until_ready(held[0])
+            carry[0], carry[1] = step(params, carry[0][:, None], np.int32(shape.prompt + i), carry[1])
+        jax.block_until_ready(carry[0])
 
     return call
 
@@ -128,7 +128,7 @@ def our_prefill(lm: rlx.CausalLM, shape: Shape, batch: int, seq: int, queued: in
 
     def call() -> None:
         for _ in range(queued):
-            logits, state = lm.prefill(tokens, max_len=max(seq, shape.slots), logits="last")
+            logits, state = lm.prefill(tokens, max_len=max(seq, shape.cache_len), logits="last")
         jax.block_until_ready(logits)
 
     return call
@@ -136,14 +136,14 @@ def our_prefill(lm: rlx.CausalLM, shape: Shape, batch: int, seq: int, queued: in
 
 def hand_prefill(shape: Shape, layout: hand.Layout, params: Any, batch: int, seq: int, queued: int = 1) -> Call:
     """The same, from an empty cache."""
-    dtype, c, slots = hand_dtype(shape), shape.sizes, max(seq, shape.slots)
-    step = hand.compiled(c, layout, params, batch, seq, slots, dtype)
-    fresh = jax.jit(lambda: hand.empty_cache(c, batch, slots, dtype))
+    dtype, c, cache_len = hand_dtype(shape), shape.sizes, max(seq, shape.cache_len)
+    step = hand.compiled(c, layout, params, batch, seq, cache_len, dtype)
+    new_cache = jax.jit(lambda: hand.empty_cache(c, batch, cache_len, dtype))
     tokens = np.random.default_rng(2).integers(0, c.vocab, (batch, seq)).astype(np.int32)
 
     def call() -> None:
         for _ in range(queued):
-            token, cache = step(params, tokens, np.int32(0), fresh())
+            token, cache = step(params, tokens, np.int32(0), new_cache())
         jax.block_until_ready(token)
 
     return call
@@ -268,14 +268,14 @@ def main() -> None:
     gpu = jax.default_backend() == "gpu"
     shape = SHAPES[args.shape or ("1b" if gpu else "135m")]
     peer = Torch.build(shape, "cuda" if gpu else "cpu") if args.torch else None
-    goals, lines, asked = Goals(), [], dict(shape.ms)
+    goals, lines, goals_by_row = Goals(), [], dict(shape.ms)
     for row in rows_of(shape, peer, args.rounds):
         ours, best = row.ms["ours"], row.best_peer()
         verdict = ""
         if shape.ratio is not None:
             verdict = goals.at_most(f"{row.name}, ours / best hand-written", ours / best, shape.ratio)
-        if row.name in asked:
-            verdict = f"{goals.at_most(f'{row.name}, ms', ours, asked[row.name])} ({asked[row.name]:g})"
+        if row.name in goals_by_row:
+            verdict = f"{goals.at_most(f'{row.name}, ms', ours, goals_by_row[row.name])} ({goals_by_row[row.name]:g})"
         line = [row.name, f"{ours:.2f}", f"{best:.2f}", f"{ours / best:.3f}"]
         if peer:
             line += [f"{row.ms['torch']:.2f}", f"{ours / row.ms['torch']:.3f}"]

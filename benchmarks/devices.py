@@ -36,7 +36,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from report import Goals, emit, seconds, table
 
 import rlx_jax as rlx
-from rlx_jax.lowering.inspect.hlo import collectives
+from rlx_jax.lowering.inspect.hlo import count_collectives
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 
 SHAPES = {
@@ -53,7 +53,7 @@ SPEED_UP = 1.9
 
 
 @dataclass(frozen=True)
-class MadeUp:
+class RandomSource:
     """A WeightSource that draws what it is asked for: weights of a shape without a checkpoint."""
 
     specs: Mapping[str, jax.ShapeDtypeStruct]
@@ -90,16 +90,16 @@ def build(shape: single.Shape, devices: int, options: Mapping[str, Any], steps: 
     profile = rlx.CompileProfile.preset("auto").replace(
         precision={"compute": shape.dtype}, backend={"cuda" if jax.default_backend() == "gpu" else "cpu": backend}
     )
-    source = MadeUp(weight_specs(config, dtype=dtype))
+    source = RandomSource(weight_specs(config, dtype=dtype))
     return rlx.CausalLM(
         Llama32Flow(config), source, profile=profile, max_positions=4096, mesh=None if devices == 1 else devices
     )
 
 
-def sent(lm: rlx.CausalLM) -> dict[str, dict[str, int]]:
+def collectives_by_program(lm: rlx.CausalLM) -> dict[str, dict[str, int]]:
     """The collectives of each compiled program."""
     executables = lm.model.programs.executables.items()
-    return {key.text: collectives(executable.call.as_text() or "") for key, executable in executables}
+    return {key.text: count_collectives(executable.call.as_text() or "") for key, executable in executables}
 
 
 def measure(shape: single.Shape, lm: rlx.CausalLM, devices: int, rounds: int) -> dict[str, float]:
@@ -124,11 +124,11 @@ def train_step(shape: single.Shape, devices: int, rows: int, seq: int, rounds: i
 
     config = LlamaConfig.from_hf({**hf_config(shape.sizes), "tie_word_embeddings": True})
     mesh = None if devices == 1 else Mesh(np.array(jax.devices()[:devices]), ("data",))
-    source = MadeUp(weight_specs(config, dtype=np.float32 if shape.dtype == "f32" else ml_dtypes.bfloat16))
+    source = RandomSource(weight_specs(config, dtype=np.float32 if shape.dtype == "f32" else ml_dtypes.bfloat16))
     profile = rlx.CompileProfile.preset("train_bf16") if jax.default_backend() == "gpu" else None
     model = rlx.compile(Llama32Flow(config), source, profile=profile, mesh=mesh, program="train")
     optimizer = optax.adamw(1e-4)
-    held = [train.init(model, optimizer)]
+    carry = [train.init(model, optimizer)]
     step = train.make_step(model, optimizer)
     tokens = np.random.default_rng(0).integers(0, shape.sizes.vocab, (rows * devices, seq)).astype(np.int32)
     if mesh is not None:
@@ -136,7 +136,7 @@ def train_step(shape: single.Shape, devices: int, rows: int, seq: int, rounds: i
 
     def call() -> None:
         for _ in range(4):
-            held[0], metrics = step(held[0], tokens)
+            carry[0], metrics = step(carry[0], tokens)
         jax.block_until_ready(metrics.loss)
 
     call()
@@ -187,7 +187,7 @@ def main() -> None:
     for devices in args.devices or sorted({1, len(jax.devices())}):
         lm = build(shape, devices, options, args.steps)
         found[devices] = measure(shape, lm, devices, args.rounds)
-        emit(devices=devices, load_seconds=round(lm.model.load_seconds, 1), collectives=sent(lm))
+        emit(devices=devices, load_seconds=round(lm.model.load_seconds, 1), collectives=collectives_by_program(lm))
         del lm
         gc.collect()
     goals, lines = Goals(), []

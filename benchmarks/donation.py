@@ -25,7 +25,7 @@ from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.lowering.lir.plan import state_types
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig
 
-SLOTS = 2048
+CACHE_LEN = 2048
 STEPS = ((1, 1), (8, 1), (64, 1), (8, 16))  # rows, tokens of each
 GROWTH = 1.05  # of temporaries, when layers double
 INSTRUCTION = re.compile(r"%?(\S+) = \w+\[([\d,]+)\]\S* (copy|copy-start|transpose)\(")
@@ -38,7 +38,7 @@ def extend_step(sizes: Sizes, roll: str, batch: int, tokens: int) -> Executable:
         layers={"roll": roll}, backend={"cpu": {"merge": True}}, donation={"strict": True}
     )
     model = rlx.compile(Llama32Flow(config), profile=profile, program="extend")
-    state = jax.eval_shape(partial(model.init_state, batch, SLOTS))
+    state = jax.eval_shape(partial(model.init_state, batch, CACHE_LEN))
     model.lower(np.ones((batch, tokens), np.int32), np.full(batch, tokens, np.int32), state=state)
     (found,) = model.programs.executables.values()
     return found

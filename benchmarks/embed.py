@@ -70,7 +70,7 @@ def first_calls(directory: Path, texts: list[str], precision: dict[str, str]) ->
         return [json.loads(subprocess.check_output(command, env=os.environ | options)) for _ in range(2)]
 
 
-def theirs(directory: Path, gpu: bool, args: argparse.Namespace) -> Callable[[list[str]], Any]:
+def transformers_embedder(directory: Path, gpu: bool, args: argparse.Namespace) -> Callable[[list[str]], Any]:
     """`encode` of sentence-transformers in the same dtype."""
     import torch
     from sentence_transformers import SentenceTransformer
@@ -120,7 +120,7 @@ def main() -> None:
         "rows": rows.embed,
     }
     if not args.tiny:
-        calls["sentence-transformers"] = theirs(directory, gpu, args)
+        calls["sentence-transformers"] = transformers_embedder(directory, gpu, args)
     start = time.perf_counter()
     vectors = {"embed": calls["embed"](texts)}
     figures["first call, s"] = time.perf_counter() - start
@@ -156,7 +156,7 @@ def main() -> None:
     goals.at_most("programs", programs, 8)
     if "sentence-transformers" in times:
         faster = median_ratio(times["sentence-transformers"], times["embed"])
-        goals.at_most("time beside sentence-transformers", 1 / faster, 0.25 if gpu else 1.0)
+        goals.at_most("time / sentence-transformers", 1 / faster, 0.25 if gpu else 1.0)
     goals.exit()
 
 

@@ -29,19 +29,19 @@ MINILM = BertConfig(30522, 384, 1536, 6, 12)
 TINY = BertConfig(100, 16, 32, 2, 2)
 WIDTHS = (64, 128, 256, 512)
 TOKENS = {"cpu": (64, 128, 256, 512, 1024, 2048)}
-MORE = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+GPU_TOKENS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 """Tokens of a call, on a CPU and elsewhere."""
 
 
-def form_of(config: BertConfig) -> PackedBatcher:
+def make_batcher(config: BertConfig) -> PackedBatcher:
     """Rows of several texts, of a model with random weights."""
     precision = {} if jax.default_backend() == "cpu" else {"compute": "bf16", "weights": "bf16"}
     model = rlx.Encoder(BertFlow(config), profile=rlx.CompileProfile().replace(precision=precision)).model
-    model = replace(model.replace(model.init(0)), program="packed", last=None)
-    return PackedBatcher(model, SentencePipeline(), sizes_for(costs_on(model.settings.target), 512))
+    model = replace(model.replace(model.init(0)), program="packed", last_key=None)
+    return PackedBatcher(model, SentencePipeline(), sizes_for(costs_on(model.settings.target), 512), None)
 
 
-def time_of(form: PackedBatcher, rows: int, width: int, rounds: int) -> float:
+def time_call(form: PackedBatcher, rows: int, width: int, rounds: int) -> float:
     """Seconds of a call whose rows are full of texts of a quarter of their width; the first call is not counted."""
     length = width // 4
     block = Block(rows, width, form.sizes.slots(width), (tuple(range(4)),) * rows)
@@ -54,7 +54,7 @@ def time_of(form: PackedBatcher, rows: int, width: int, rounds: int) -> float:
     return float(statistics.median(seconds(call) for _ in range(rounds)))
 
 
-def fitted(times: dict[tuple[int, int], float]) -> tuple[float, float, float]:
+def fit_costs(times: dict[tuple[int, int], float]) -> tuple[float, float, float]:
     """`token`, `call` and `attention`, by least squares of the relative errors."""
     sizes, took = np.array(list(times)), np.array(list(times.values()))
     tokens = sizes.prod(axis=1)
@@ -69,27 +69,27 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="calls of each size")
     args = parser.parse_args()
     kind = jax.default_backend()
-    form = form_of(TINY if args.tiny else MINILM)
-    wanted = (128, 256) if args.tiny else TOKENS.get(kind, MORE)
+    form = make_batcher(TINY if args.tiny else MINILM)
+    wanted = (128, 256) if args.tiny else TOKENS.get(kind, GPU_TOKENS)
     sizes = [(tokens // width, width) for tokens in wanted for width in WIDTHS if width <= tokens]
-    times = {size: time_of(form, *size, 3 if args.tiny else args.rounds) for size in sizes}
-    token, call, attention = fitted(times)
+    times = {size: time_call(form, *size, 3 if args.tiny else args.rounds) for size in sizes}
+    token, call, attention = fit_costs(times)
 
-    def modelled(rows: int, width: int) -> float:
+    def predicted_seconds(rows: int, width: int) -> float:
         return token * (call + rows * width * (1 + attention * width))
 
     print(table(
         ["rows x width", "ms", "µs a token", "fit / measured"],
         [
-            [f"{r} x {w}", f"{1e3 * t:.3f}", f"{1e6 * t / (r * w):.3f}", f"{modelled(r, w) / t:.2f}"]
+            [f"{r} x {w}", f"{1e3 * t:.3f}", f"{1e6 * t / (r * w):.3f}", f"{predicted_seconds(r, w) / t:.2f}"]
             for (r, w), t in times.items()
         ],
     ))  # fmt: skip
     narrow = {rows * width: t / (rows * width) for (rows, width), t in times.items() if width == WIDTHS[1]}
     enough = min(tokens for tokens, each in narrow.items() if each <= 1.03 * min(narrow.values()))
-    now = costs_on(kind)
-    made = replace(now, tokens=enough, call=round(call, 1), attention=round(attention, 5))
-    print(f"one token: {1e9 * token:.1f} ns\nin the table: {now}\nmeasured:     {made}")
+    current_costs = costs_on(kind)
+    measured_costs = replace(current_costs, tokens=enough, call=round(call, 1), attention=round(attention, 5))
+    print(f"one token: {1e9 * token:.1f} ns\nin the table: {current_costs}\nmeasured:     {measured_costs}")
     emit(benchmark="embed_costs", device=kind, token_ns=1e9 * token, call=call, seen=attention, tokens=enough)
 
 

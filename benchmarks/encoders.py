@@ -43,7 +43,7 @@ class Case:
     name: str
     config: Mapping[str, Any]
     recipe: Callable[[Mapping[str, Any]], Any]
-    by_hand: Callable[..., jax.Array]
+    handwritten_forward: Callable[..., jax.Array]
     sizes: hand.Sizes
     batch: int
     seq: int  # tokens; 0: images
@@ -108,20 +108,22 @@ def weights_of(case: Case, dtype: Any) -> dict[str, Numbers]:
     return {key: np.asarray(w, np.float32).astype(dtype) for key, w in model.weights(model.init(0)).items()}
 
 
-def by_hand(case: Case, weights: Mapping[str, Numbers], inputs: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+def handwritten_calls(
+    case: Case, weights: Mapping[str, Numbers], inputs: Mapping[str, Any], dtype: str
+) -> dict[str, Any]:
     """A call for each layout."""
     calls = {}
     for layout in hand.LAYOUTS:
         if layout.merged and not case.qkv:
             continue
-        params = hand.prepared(weights, layout, case.qkv, dtype)
-        given = [jax.device_put(x.astype(dtype) if x.dtype.kind == "f" else x) for x in inputs.values()]
-        function = jax.jit(functools.partial(case.by_hand, c=case.sizes, layout=layout))
-        calls[f"by hand, {layout.name}"] = functools.partial(waited, function, params, *given)
+        params = hand.prepare_weights(weights, layout, case.qkv, dtype)
+        device_inputs = [jax.device_put(x.astype(dtype) if x.dtype.kind == "f" else x) for x in inputs.values()]
+        function = jax.jit(functools.partial(case.handwritten_forward, c=case.sizes, layout=layout))
+        calls[f"by hand, {layout.name}"] = functools.partial(call_and_wait, function, params, *device_inputs)
     return calls
 
 
-def waited(function: Callable[..., jax.Array], *args: Any) -> jax.Array:
+def call_and_wait(function: Callable[..., jax.Array], *args: Any) -> jax.Array:
     """The result, when it is there."""
     return function(*args).block_until_ready()
 
@@ -131,7 +133,7 @@ def hidden(outputs: jax.Array | dict[str, jax.Array]) -> jax.Array:
     return outputs["hidden_states"] if isinstance(outputs, dict) else outputs
 
 
-def peer(case: Case, inputs: Mapping[str, Numbers], gpu: bool) -> Callable[[], Any] | None:
+def torch_call(case: Case, inputs: Mapping[str, Numbers], gpu: bool) -> Callable[[], Any] | None:
     """transformers, eager, in the same dtype; None where it is too old to have the model."""
     import torch
     import transformers
@@ -143,12 +145,12 @@ def peer(case: Case, inputs: Mapping[str, Numbers], gpu: bool) -> Callable[[], A
     config = transformers.AutoConfig.for_model(model_type, **kind)
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
     model = transformers.AutoModel.from_config(config).to(device, dtype).eval()
-    given = {k: torch.from_numpy(v).to(device) for k, v in inputs.items()}
-    given = {k: v.to(dtype) if v.is_floating_point() else v.long() for k, v in given.items()}
+    device_inputs = {k: torch.from_numpy(v).to(device) for k, v in inputs.items()}
+    device_inputs = {k: v.to(dtype) if v.is_floating_point() else v.long() for k, v in device_inputs.items()}
 
     def call() -> Any:
         with torch.inference_mode():
-            out = model(**given)
+            out = model(**device_inputs)
             if gpu:
                 torch.cuda.synchronize()
         return out
@@ -162,9 +164,9 @@ def run(case: Case, torch_too: bool, gpu: bool, rounds: int, budget: float, goal
     weights, inputs = weights_of(case, ml_dtypes.bfloat16 if gpu else np.float32), case.inputs()
     profile = rlx.CompileProfile().replace(backend={"cuda": {"merge": True}}) if gpu else None
     model = rlx.compile(case.recipe(case.config), weights, profile=profile)
-    given = {k: jax.device_put(v) for k, v in inputs.items()}
-    calls: dict[str, Callable[[], Any]] = {"ours": lambda: hidden(jax.block_until_ready(model(**given)))}
-    hands = by_hand(case, weights, inputs, dtype)
+    device_inputs = {k: jax.device_put(v) for k, v in inputs.items()}
+    calls: dict[str, Callable[[], Any]] = {"ours": lambda: hidden(jax.block_until_ready(model(**device_inputs)))}
+    hands = handwritten_calls(case, weights, inputs, dtype)
     keep = inputs.get("attention_mask", np.ones((case.batch, 1))) > 0
     got = np.asarray(calls["ours"](), np.float32)
     keep = np.broadcast_to(keep, got.shape[:2])
@@ -174,7 +176,7 @@ def run(case: Case, torch_too: bool, gpu: bool, rounds: int, budget: float, goal
         errors[name] = float(np.abs(got - want)[keep].max() / np.abs(want[keep]).max())
     goals.at_most(f"{case.name}: ours - by hand", max(errors.values()), 6e-2 if gpu else 3e-5)
     calls |= hands
-    theirs = peer(case, inputs, gpu) if torch_too else None
+    theirs = torch_call(case, inputs, gpu) if torch_too else None
     if theirs is not None:
         calls["torch"] = theirs
     interleaved(calls, 3)
@@ -195,7 +197,7 @@ def run(case: Case, torch_too: bool, gpu: bool, rounds: int, budget: float, goal
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="encoders beside hand-written JAX and torch")
+    parser = argparse.ArgumentParser(description="encoders compared with hand-written JAX and torch")
     parser.add_argument("--torch", action="store_true", help="transformers too")
     parser.add_argument("--only", choices=CASES, nargs="+", default=list(CASES), help="some models")
     parser.add_argument("--tiny", action="store_true", help="small shapes")
@@ -205,8 +207,8 @@ def main() -> None:
     gpu = jax.default_backend() == "gpu"
     emit(jax=jax.__version__, device=jax.devices()[0].device_kind)
     goals = Goals()
-    made = [CASES[name](args.tiny, gpu) for name in args.only]
-    rows = [run(case, args.torch, gpu, args.rounds, args.budget, goals) for case in made]
+    cases = [CASES[name](args.tiny, gpu) for name in args.only]
+    rows = [run(case, args.torch, gpu, args.rounds, args.budget, goals) for case in cases]
     head = ["ms a call", "rlx_jax", "by hand", "ratio"] + (["torch", "ratio"] if args.torch else [])
     print(table(head, rows))
     goals.exit()

@@ -60,12 +60,12 @@ def inputs(config: Any, image: int, text: int) -> dict[str, torch.Tensor]:
     }
 
 
-def on(values: Mapping[str, torch.Tensor], device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def to_device(values: Mapping[str, torch.Tensor], device: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The inputs on a device, floats in `dtype`."""
     return {n: v.to(device, dtype if v.is_floating_point() else v.dtype) for n, v in values.items()}
 
 
-def off(got: Any, want: np.ndarray[Any, Any]) -> float:
+def relative_error(got: Any, want: np.ndarray[Any, Any]) -> float:
     """The largest difference, relative to the largest value."""
     return float(np.abs(np.asarray(got, np.float32) - want).max() / np.abs(want).max())
 
@@ -75,20 +75,24 @@ def measure(kind: str, arguments: argparse.Namespace, goals: Goals) -> dict[str,
     tiny = arguments.tiny
     device, dtype = ("cpu", torch.float32) if tiny else ("cuda", torch.bfloat16)
     reference = model(kind, tiny)
-    given = inputs(reference.config, arguments.image, arguments.text)
+    tensors = inputs(reference.config, arguments.image, arguments.text)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         reference.to(dtype).save_pretrained(folder)
         reference.to(device)
-        values = on(given, device, dtype)
+        values = to_device(tensors, device, dtype)
         profile = rlx.CompileProfile().replace(precision={"compute": "f32" if tiny else "bf16"})
         ours = rlx.compile(rlx.from_pretrained(folder), profile=profile)
-        arrays = {n: jax.device_put(v.numpy().astype(np.int32 if "ids" in n else np.float32)) for n, v in given.items()}
+        arrays = {
+            n: jax.device_put(v.numpy().astype(np.int32 if "ids" in n else np.float32)) for n, v in tensors.items()
+        }
         theirs = reference(**values).sample.float().cpu().numpy()
         if tiny:
-            goals.at_most(f"{kind}: error", off(ours(**arrays), theirs), 3e-5)
+            goals.at_most(f"{kind}: error", relative_error(ours(**arrays), theirs), 3e-5)
         else:
-            exact = reference.float()(**on(given, device, torch.float32)).sample.cpu().numpy()
-            goals.at_most(f"{kind}: bf16 error", off(ours(**arrays), exact), 1.5 * off(theirs, exact))
+            exact = reference.float()(**to_device(tensors, device, torch.float32)).sample.cpu().numpy()
+            goals.at_most(
+                f"{kind}: bf16 error", relative_error(ours(**arrays), exact), 1.5 * relative_error(theirs, exact)
+            )
             reference.to(dtype)
 
         def torch_call() -> None:
@@ -113,12 +117,12 @@ def main() -> None:
     if arguments.tiny:
         arguments.image, arguments.text, arguments.rounds = 16, 5, 5
     goals, rows = Goals(), []
-    found = {kind: measure(kind, arguments, goals) for kind in BLOCKS}
-    found |= {
-        f"one {kind} block": {name: found[kind][name] - found["both"][name] for name in found["both"]}
+    ms_by_kind = {kind: measure(kind, arguments, goals) for kind in BLOCKS}
+    ms_by_kind |= {
+        f"one {kind} block": {name: ms_by_kind[kind][name] - ms_by_kind["both"][name] for name in ms_by_kind["both"]}
         for kind in ("double", "single")
     }
-    for name, times in found.items():
+    for name, times in ms_by_kind.items():
         rows.append([name, *(f"{ms:.2f}" for ms in times.values()), f"{times['rlx_jax'] / times['diffusers']:.3f}"])
         emit(case=name, image=arguments.image, text=arguments.text, **times)
     print(table(["ms", "rlx_jax", "diffusers", "ratio"], rows))

@@ -282,7 +282,7 @@ def run(case: Case, device: jax.Device, rounds: int, budget: float, goals: Goals
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="rlx_jax beside torch on one GPU")
+    parser = argparse.ArgumentParser(description="rlx_jax compared with torch on one GPU")
     parser.add_argument("--minilm", metavar="DIR", help="a checkpoint directory of MiniLM; else random weights")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes on the CPU")
     parser.add_argument("--rounds", type=int, default=50, help="timed calls of each")

@@ -39,11 +39,11 @@ def parameters(c: Sizes, layout: Layout, dtype: Any, tied: bool, seed: int = 0) 
     """Random weights; a tied head is the embedding."""
     rng = np.random.default_rng(seed)
 
-    def draw(*shape: int) -> jax.Array:
+    def random_array(*shape: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape, np.float32) * 0.02).astype(dtype)
 
     def weight(inner: int, *outer: int) -> jax.Array:
-        return draw(sum(outer), inner) if layout.out_in else draw(inner, sum(outer))
+        return random_array(sum(outer), inner) if layout.out_in else random_array(inner, sum(outer))
 
     q, kv, ones = c.heads * c.head_dim, c.kv_heads * c.head_dim, jnp.ones((c.hidden,), dtype)
 
@@ -54,14 +54,14 @@ def parameters(c: Sizes, layout: Layout, dtype: Any, tied: bool, seed: int = 0) 
         parts = {name: weight(c.hidden, *outer) for name, outer in names.items()}
         return parts | {"o": weight(q, c.hidden), "down": weight(c.ffn, c.hidden), "norm1": ones, "norm2": ones}
 
-    embedding = draw(c.vocab, c.hidden)
-    head = embedding if tied else draw(c.vocab, c.hidden)
+    embedding = random_array(c.vocab, c.hidden)
+    head = embedding if tied else random_array(c.vocab, c.hidden)
     return {"layers": [layer() for _ in range(c.layers)], "embedding": embedding, "norm": ones, "head": head}
 
 
-def empty_cache(c: Sizes, batch: int, slots: int, dtype: Any) -> Cache:
+def empty_cache(c: Sizes, batch: int, cache_len: int, dtype: Any) -> Cache:
     """Keys and values `[B, T, K, D]` of every layer."""
-    shape = (batch, slots, c.kv_heads, c.head_dim)
+    shape = (batch, cache_len, c.kv_heads, c.head_dim)
     return [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(c.layers)]
 
 
@@ -114,10 +114,10 @@ def several(
 def plain(q: jax.Array, keys: jax.Array, values: jax.Array, at: jax.Array) -> jax.Array:
     """Attention over the whole cache, queries grouped over the key heads."""
     batch, seq, heads, dim = q.shape
-    slots, kv_heads = keys.shape[1:3]
+    cache_len, kv_heads = keys.shape[1:3]
     grouped = q.reshape(batch, seq, kv_heads, heads // kv_heads, dim)
     scores = jnp.einsum("bskgd,btkd->bkgst", grouped, keys, preferred_element_type=jnp.float32) * dim**-0.5
-    seen = jnp.arange(slots, dtype=jnp.int32)[None, :] <= at[:, None]
+    seen = jnp.arange(cache_len, dtype=jnp.int32)[None, :] <= at[:, None]
     weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), -1).astype(q.dtype)
     return jnp.einsum("bkgst,btkd->bskgd", weights, values)
 
@@ -134,10 +134,10 @@ def cudnn(q: jax.Array, k: jax.Array, v: jax.Array, keys: jax.Array, values: jax
 
 
 def compiled(
-    c: Sizes, layout: Layout, params: dict[str, Any], batch: int, seq: int, slots: int, dtype: Any
+    c: Sizes, layout: Layout, params: dict[str, Any], batch: int, seq: int, cache_len: int, dtype: Any
 ) -> Callable[..., tuple[jax.Array, Cache]]:
     """The step for `seq` tokens, its cache donated."""
-    shapes = jax.eval_shape(lambda: empty_cache(c, batch, slots, dtype))
+    shapes = jax.eval_shape(lambda: empty_cache(c, batch, cache_len, dtype))
     function = jax.jit(functools.partial(step, c, layout), donate_argnums=(3,))
     tokens, start = jax.ShapeDtypeStruct((batch, seq), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     return function.lower(params, tokens, start, shapes).compile()

@@ -46,7 +46,7 @@ class Layout:
 LAYOUTS = tuple(Layout(t, m) for t in (False, True) for m in (False, True))
 
 
-def prepared(weights: Mapping[str, np.ndarray], layout: Layout, qkv: str, dtype: str) -> dict[str, jax.Array]:
+def prepare_weights(weights: Mapping[str, np.ndarray], layout: Layout, qkv: str, dtype: str) -> dict[str, jax.Array]:
     """The weights as the layout has them; `qkv` precedes the keys query, key and value of layer `{i}`."""
     out = {key: np.asarray(w) for key, w in weights.items()}
     if layout.merged and qkv:
@@ -57,8 +57,8 @@ def prepared(weights: Mapping[str, np.ndarray], layout: Layout, qkv: str, dtype:
             for kind in ("weight", "bias"):
                 out[f"{p}.qkv.{kind}"] = np.concatenate([out.pop(f"{p}.{n}.{kind}") for n in ("query", "key", "value")])
     table = "embeddings."
-    turned = {k: w.T if layout.transposed and w.ndim == 2 and not k.startswith(table) else w for k, w in out.items()}
-    return {k: jnp.asarray(np.ascontiguousarray(w), dtype) for k, w in turned.items()}
+    arrays = {k: w.T if layout.transposed and w.ndim == 2 and not k.startswith(table) else w for k, w in out.items()}
+    return {k: jnp.asarray(np.ascontiguousarray(w), dtype) for k, w in arrays.items()}
 
 
 def dense(p: Params, key: str, x: jax.Array, layout: Layout) -> jax.Array:
@@ -89,7 +89,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, keep: jax.Array | None, hea
     return jnp.einsum("bnst,btnd->bsnd", weights, v).reshape(batch, seq, hidden)
 
 
-def heads_of(p: Params, key: str, x: jax.Array, layout: Layout) -> list[jax.Array]:
+def project_qkv(p: Params, key: str, x: jax.Array, layout: Layout) -> list[jax.Array]:
     """Queries, keys and values by `{key}.query` and so on, or by `{key}.qkv`."""
     if layout.merged:
         return list(jnp.split(dense(p, f"{key}.qkv", x, layout), 3, axis=-1))
@@ -103,7 +103,7 @@ def bert(p: Params, ids: jax.Array, keep: jax.Array, c: Sizes, layout: Layout) -
     x = layer_norm(p, f"{e}.LayerNorm", x + p[f"{e}.token_type_embeddings.weight"][0], c.eps)
     for i in range(c.layers):
         key = f"encoder.layer.{i}"
-        context = attend(*heads_of(p, f"{key}.attention.self", x, layout), keep, c.heads)
+        context = attend(*project_qkv(p, f"{key}.attention.self", x, layout), keep, c.heads)
         x = layer_norm(
             p,
             f"{key}.attention.output.LayerNorm",
@@ -143,15 +143,15 @@ def dinov2(p: Params, pixels: jax.Array, c: Sizes, layout: Layout) -> jax.Array:
     """DINOv2's hidden states behind its last norm, of images of the size that it was trained for."""
     batch, channels, height, width = pixels.shape
     rows, columns, e = height // c.patch, width // c.patch, "embeddings"
-    cut = pixels.reshape(batch, channels, rows, c.patch, columns, c.patch).transpose(0, 2, 4, 1, 3, 5)
+    patches = pixels.reshape(batch, channels, rows, c.patch, columns, c.patch).transpose(0, 2, 4, 1, 3, 5)
     kernel = p[f"{e}.patch_embeddings.projection.weight"].reshape(c.hidden, -1)
-    x = cut.reshape(batch, rows * columns, -1) @ kernel.T + p[f"{e}.patch_embeddings.projection.bias"]
+    x = patches.reshape(batch, rows * columns, -1) @ kernel.T + p[f"{e}.patch_embeddings.projection.bias"]
     cls = jnp.broadcast_to(p[f"{e}.cls_token"], (batch, 1, c.hidden))
     x = jnp.concatenate([cls, x], axis=1) + p[f"{e}.position_embeddings"]
     for i in range(c.layers):
         key = f"encoder.layer.{i}"
         h = layer_norm(p, f"{key}.norm1", x, c.eps)
-        context = attend(*heads_of(p, f"{key}.attention.attention", h, layout), None, c.heads)
+        context = attend(*project_qkv(p, f"{key}.attention.attention", h, layout), None, c.heads)
         x = x + dense(p, f"{key}.attention.output.dense", context, layout) * p[f"{key}.layer_scale1.lambda1"]
         h = layer_norm(p, f"{key}.norm2", x, c.eps)
         h = dense(p, f"{key}.mlp.fc2", jax.nn.gelu(dense(p, f"{key}.mlp.fc1", h, layout), approximate=False), layout)

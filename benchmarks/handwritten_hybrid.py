@@ -37,7 +37,7 @@ class Sizes:
     vocab: int
     interval: int = 4
     kernel: int = 4
-    turned: float = 0.25
+    rotary_fraction: float = 0.25
     theta: float = 1e7
     eps: float = 1e-6
 
@@ -58,12 +58,12 @@ def chunked(inverse: str, size: int, unroll: int, transition: bool) -> Rule:
         batch, seq, heads, dim = v.shape
         n = -(-seq // size)
 
-        def cut(x: jax.Array) -> jax.Array:
+        def to_chunks(x: jax.Array) -> jax.Array:
             x = jnp.pad(x, ((0, 0), (0, n * size - seq), *((0, 0),) * (x.ndim - 2)))
             x = x.reshape(batch, n, size, heads, *x.shape[3:])
             return jnp.moveaxis(x, (1, 3), (0, 2))
 
-        qs, ks, vs, gs, bs = (cut(x) for x in (q, k, v, g, beta))
+        qs, ks, vs, gs, bs = (to_chunks(x) for x in (q, k, v, g, beta))
         total = jnp.cumsum(gs, -1)
         seen = jnp.tril(jnp.ones((size, size), bool))
         decay = jnp.exp(jnp.where(seen, total[..., :, None] - total[..., None, :], -jnp.inf))
@@ -73,7 +73,7 @@ def chunked(inverse: str, size: int, unroll: int, transition: bool) -> Rule:
             full = system + jnp.eye(size, dtype=F32)
             both = lax.linalg.triangular_solve(full, right, left_side=True, lower=True, unit_diagonal=True)
         else:
-            both = dot("nbhij,nbhjk->nbhik", inverses(system), right, like=v)
+            both = dot("nbhij,nbhjk->nbhik", unit_triangular_inverse(system), right, like=v)
         fresh, erased = both[..., :dim], both[..., dim:].astype(v.dtype)
         written = (jnp.exp(total[..., -1:] - total)[..., None] * ks).astype(v.dtype)
         kept = jnp.exp(total[..., -1])[..., None, None]
@@ -98,7 +98,7 @@ def chunked(inverse: str, size: int, unroll: int, transition: bool) -> Rule:
     return rule
 
 
-def inverses(a: jax.Array) -> jax.Array:
+def unit_triangular_inverse(a: jax.Array) -> jax.Array:
     """`(I + a)⁻¹` of a strictly lower triangle, from blocks of one row to the whole: `T − T (a of neighbours) T`."""
     n = a.shape[-1]
     row, column = np.arange(n)[:, None], np.arange(n)[None]
@@ -147,9 +147,9 @@ TOKEN: dict[str, Rule] = {"sums": token_sums, "one product": token_dots}
 # -- the model ------------------------------------------------------------------------------------
 
 
-def empty(c: Sizes, batch: int, slots: int, dtype: Any) -> list[tuple[jax.Array, jax.Array]]:
+def empty(c: Sizes, batch: int, cache_len: int, dtype: Any) -> list[tuple[jax.Array, jax.Array]]:
     """Keys and values of a layer with attention; else the last inputs of the convolution, and the state."""
-    keys = (batch, slots, c.kv_heads, c.head_dim)
+    keys = (batch, cache_len, c.kv_heads, c.head_dim)
     wide = 3 * c.delta_heads * c.delta_dim
 
     def layer(i: int) -> tuple[jax.Array, jax.Array]:
@@ -193,8 +193,8 @@ def attention(
     """Gated, part of each head turned."""
     batch, seq, _ = h.shape
     at = start + jnp.arange(seq, dtype=jnp.int32)
-    turned = int(c.head_dim * c.turned)
-    inv_freq = jnp.asarray(c.theta ** (-np.arange(0, turned, 2) / turned), F32)
+    rotary_dim = int(c.head_dim * c.rotary_fraction)
+    inv_freq = jnp.asarray(c.theta ** (-np.arange(0, rotary_dim, 2) / rotary_dim), F32)
     angles = (at.astype(F32)[:, None] * inv_freq)[:, None, :]
     wide, kv = 2 * c.heads * c.head_dim, c.kv_heads * c.head_dim
     q, k, v = jnp.split(h @ layer["qkv"].T, [wide, wide + kv], axis=-1)
@@ -202,8 +202,8 @@ def attention(
 
     def ready(t: jax.Array, w: jax.Array) -> jax.Array:
         t = norm(t, w, c.eps)
-        first = rotate(t[..., :turned].astype(F32), jnp.cos(angles), jnp.sin(angles))
-        return jnp.concatenate([first.astype(t.dtype), t[..., turned:]], -1)
+        first = rotate(t[..., :rotary_dim].astype(F32), jnp.cos(angles), jnp.sin(angles))
+        return jnp.concatenate([first.astype(t.dtype), t[..., rotary_dim:]], -1)
 
     q, k = ready(q, layer["q_norm"]), ready(k.reshape(batch, seq, c.kv_heads, -1), layer["k_norm"])
     v, zero = v.reshape(k.shape), jnp.int32(0)
@@ -233,9 +233,9 @@ def delta(
     return out @ layer["out"].T, (rows[:, seq:], state)
 
 
-def compiled(c: Sizes, rule: Rule, on_gpu: bool, params: Any, batch: int, seq: int, slots: int, dtype: Any) -> Any:
+def compiled(c: Sizes, rule: Rule, on_gpu: bool, params: Any, batch: int, seq: int, cache_len: int, dtype: Any) -> Any:
     """The step for `seq` tokens, its cache donated; and what makes an empty cache."""
-    fresh = jax.jit(functools.partial(empty, c, batch, slots, dtype))
+    fresh = jax.jit(functools.partial(empty, c, batch, cache_len, dtype))
     tokens, start = jax.ShapeDtypeStruct((batch, seq), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     function = jax.jit(functools.partial(step, c, rule, on_gpu), donate_argnums=(3,))
     return function.lower(params, tokens, start, jax.eval_shape(fresh)).compile(), fresh

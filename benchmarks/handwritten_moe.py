@@ -51,7 +51,7 @@ def gathered(x: jax.Array, weights: jax.Array, ids: jax.Array, w: Layer) -> jax.
         return (w[flat].astype(F32) * x.astype(F32)[:, None]).sum(-1)
 
     inner = jax.nn.silu(product(each, w["gate"])) * product(each, w["up"])
-    return combined(product(inner.astype(x.dtype), w["down"]), x, weights)
+    return combine(product(inner.astype(x.dtype), w["down"]), x, weights)
 
 
 def batched(x: jax.Array, weights: jax.Array, ids: jax.Array, w: Layer) -> jax.Array:
@@ -59,7 +59,7 @@ def batched(x: jax.Array, weights: jax.Array, ids: jax.Array, w: Layer) -> jax.A
     flat, each = ids.reshape(-1), jnp.repeat(x, ids.shape[-1], axis=0)
     inner = jax.nn.silu(jnp.einsum("nh,nfh->nf", each, w["gate"][flat])) * jnp.einsum("nh,nfh->nf", each, w["up"][flat])
     out = jnp.einsum("nf,nhf->nh", inner, w["down"][flat], preferred_element_type=F32)
-    return combined(out, x, weights)
+    return combine(out, x, weights)
 
 
 def dense(x: jax.Array, weights: jax.Array, ids: jax.Array, w: Layer) -> jax.Array:
@@ -70,7 +70,7 @@ def dense(x: jax.Array, weights: jax.Array, ids: jax.Array, w: Layer) -> jax.Arr
     return jnp.einsum("tef,ehf->th", scaled, w["down"], preferred_element_type=F32).astype(x.dtype)
 
 
-def apart(x: jax.Array, weights: jax.Array, ids: jax.Array, w: Layer) -> jax.Array:
+def dense_per_expert(x: jax.Array, weights: jax.Array, ids: jax.Array, w: Layer) -> jax.Array:
     """As `dense`, the products down expert by expert, and then their sum."""
     share = (jax.nn.one_hot(ids, len(w["gate"]), dtype=F32) * weights[..., None]).sum(-2)
     inner = jax.nn.silu(jnp.einsum("th,efh->tef", x, w["gate"])) * jnp.einsum("th,efh->tef", x, w["up"])
@@ -87,35 +87,35 @@ def blocks(rows: int, looped: bool, x: jax.Array, weights: jax.Array, ids: jax.A
     first, needs = jnp.cumsum(sizes) - sizes, -(-sizes // rows)
     begins = jnp.cumsum(needs) - needs
     owner = jnp.clip(jnp.searchsorted(begins + needs, jnp.arange(count), side="right"), 0, experts - 1)
-    within = (jnp.arange(count) - begins[owner])[:, None] * rows + jnp.arange(rows)
-    used = within < sizes[owner][:, None]
-    choice = order[jnp.where(used, first[owner][:, None] + within, 0)]
-    inside = x[choice // top]
+    row_in_expert = (jnp.arange(count) - begins[owner])[:, None] * rows + jnp.arange(rows)
+    used = row_in_expert < sizes[owner][:, None]
+    choice = order[jnp.where(used, first[owner][:, None] + row_in_expert, 0)]
+    expert_rows = x[choice // top]
 
     def block(x: jax.Array, e: jax.Array) -> jax.Array:
         gate, up, down = (lax.dynamic_index_in_dim(w[n], e, keepdims=False) for n in ("gate", "up", "down"))
         return (jax.nn.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
     if looped:
-        out = lax.map(lambda given: block(*given), (inside, owner))
+        out = lax.map(lambda given: block(*given), (expert_rows, owner))
     else:
         gate, up, down = (w[n][owner] for n in ("gate", "up", "down"))
-        inner = jax.nn.silu(jnp.einsum("brh,bfh->brf", inside, gate)) * jnp.einsum("brh,bfh->brf", inside, up)
+        inner = jax.nn.silu(jnp.einsum("brh,bfh->brf", expert_rows, gate)) * jnp.einsum("brh,bfh->brf", expert_rows, up)
         out = jnp.einsum("brf,bhf->brh", inner, down)
     place = jnp.zeros_like(flat).at[jnp.where(used, choice, flat.size)].set(
         jnp.arange(count * rows, dtype=flat.dtype).reshape(count, rows), mode="drop"
     )  # fmt: skip
-    return combined(out.reshape(count * rows, -1)[place].astype(F32), x, weights)
+    return combine(out.reshape(count * rows, -1)[place].astype(F32), x, weights)
 
 
 def ragged(x: jax.Array, weights: jax.Array, ids: jax.Array, w: Layer) -> jax.Array:
     """Choices sorted by expert, and `lax.ragged_dot`."""
     flat = ids.reshape(-1)
     order, sizes = jnp.argsort(flat), jnp.bincount(flat, length=len(w["gate"]))
-    inside = x[order // ids.shape[-1]]
-    gate, up = (lax.ragged_dot(inside, w[n].swapaxes(1, 2), sizes) for n in ("gate", "up"))
+    expert_rows = x[order // ids.shape[-1]]
+    gate, up = (lax.ragged_dot(expert_rows, w[n].swapaxes(1, 2), sizes) for n in ("gate", "up"))
     out = lax.ragged_dot(jax.nn.silu(gate) * up, w["down"].swapaxes(1, 2), sizes)
-    return combined(out[jnp.argsort(order)].astype(F32), x, weights)
+    return combine(out[jnp.argsort(order)].astype(F32), x, weights)
 
 
 def mosaic(x: jax.Array, weights: jax.Array, ids: jax.Array, w: Layer) -> jax.Array:
@@ -124,17 +124,17 @@ def mosaic(x: jax.Array, weights: jax.Array, ids: jax.Array, w: Layer) -> jax.Ar
 
     flat = ids.reshape(-1)
     order, sizes = jnp.argsort(flat), jnp.bincount(flat, length=len(w["gate"])).astype(jnp.int32)
-    inside = x[order // ids.shape[-1]]
+    expert_rows = x[order // ids.shape[-1]]
 
     def product(x: jax.Array, w: jax.Array, columns: int) -> jax.Array:
         return ragged_dot(x, w, group_sizes=sizes, block_m=128, block_n=columns, block_k=64, max_concurrent_steps=4,
                           grid_block_n=1, transpose_rhs=True)  # fmt: skip
 
-    inner = jax.nn.silu(product(inside, w["gate"], 192)) * product(inside, w["up"], 192)
-    return combined(product(inner, w["down"], 128)[jnp.argsort(order)].astype(F32), x, weights)
+    inner = jax.nn.silu(product(expert_rows, w["gate"], 192)) * product(expert_rows, w["up"], 192)
+    return combine(product(inner, w["down"], 128)[jnp.argsort(order)].astype(F32), x, weights)
 
 
-def combined(out: jax.Array, x: jax.Array, weights: jax.Array) -> jax.Array:
+def combine(out: jax.Array, x: jax.Array, weights: jax.Array) -> jax.Array:
     """The weighted sum of the choices of each token."""
     return (out.reshape(*weights.shape, -1) * weights[..., None]).sum(-2).astype(x.dtype)
 
@@ -159,7 +159,7 @@ def forms(c: Sizes, tokens: int, gpu: bool) -> dict[str, Form]:
         "gathered": Form(gathered, most=32),
         "batched": Form(batched, most=32),
         "dense": Form(dense, most=512),
-        "dense, apart": Form(apart, most=512),
+        "dense, apart": Form(dense_per_expert, most=512),
         f"blocks of {half}": Form(functools.partial(blocks, half, False), least=8),
         f"blocks of {max(half // 2, 1)}": Form(functools.partial(blocks, max(half // 2, 1), False), least=8),
         f"blocks of {2 * half}, one by one": Form(functools.partial(blocks, 2 * half, True), least=256),

@@ -18,7 +18,7 @@ from jax import lax
 Params = Mapping[str, Any]
 
 
-def merged(weights: Params, c: Sizes) -> dict[str, Any]:
+def fuse_projections(weights: Params, c: Sizes) -> dict[str, Any]:
     """Checkpoint keys as this step stores them: two products of each layer are merged."""
     out = {k: jnp.asarray(weights[k]) for k in ("model.embed_tokens.weight", "model.norm.weight")}
     for i in range(c.layers):
@@ -59,7 +59,7 @@ def layer(x: jax.Array, w: Params, cos: jax.Array, sin: jax.Array, c: Sizes, cud
     return x + (jax.nn.silu(gate) * up) @ w["mlp.down_proj"].T
 
 
-def kept(primitive: Any, *types: Any, **options: Any) -> Any:
+def is_saveable(primitive: Any, *types: Any, **options: Any) -> Any:
     """What is not computed again: products with weights, and attention."""
     dots: Any = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     return primitive.name.startswith("dot_product_attention_fwd") or dots(primitive, *types, **options)
@@ -69,7 +69,7 @@ def hidden(params: Params, tokens: jax.Array, c: Sizes, cudnn: bool, remat: bool
     """The normalised `[B, S, H]`."""
     cos, sin = rope_tables(tokens.shape[1], c.head_dim, c.theta)
     step: Callable[..., Any] = functools.partial(layer, cos=cos, sin=sin, c=c, cudnn=cudnn)
-    step = jax.checkpoint(step, policy=kept) if remat else step
+    step = jax.checkpoint(step, policy=is_saveable) if remat else step
     x = params["model.embed_tokens.weight"][tokens]
     for i in range(c.layers):
         p = f"{i}."
@@ -78,38 +78,38 @@ def hidden(params: Params, tokens: jax.Array, c: Sizes, cudnn: bool, remat: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def loss(pieces: int, x: jax.Array, w: jax.Array, aim: jax.Array, weight: jax.Array) -> jax.Array:
+def loss(num_chunks: int, x: jax.Array, w: jax.Array, targets: jax.Array, weight: jax.Array) -> jax.Array:
     """Σ weight · nll of x `[B, S, H]` and a head `[V, H]`."""
-    return loss_forward(pieces, x, w, aim, weight)[0]
+    return loss_forward(num_chunks, x, w, targets, weight)[0]
 
 
-def loss_forward(pieces: int, x: jax.Array, w: jax.Array, aim: jax.Array, weight: jax.Array) -> Any:
+def loss_forward(num_chunks: int, x: jax.Array, w: jax.Array, targets: jax.Array, weight: jax.Array) -> Any:
     """The loss, and the gradients of x and w: of a piece of the sequence at a time."""
 
-    def piece(sums: Any, part: Any) -> Any:
+    def chunk(sums: Any, part: Any) -> Any:
         total, gradient = sums
-        x, aim, weight = part
+        x, targets, weight = part
         z = jnp.einsum("bsh,vh->bsv", x, w, preferred_element_type=jnp.float32)
         most = z.max(-1, keepdims=True)
         lse = (most + jnp.log(jnp.exp(z - most).sum(-1, keepdims=True)))[..., 0]
-        hit = lax.broadcasted_iota(jnp.int32, z.shape, 2) == aim[..., None]
-        nll = lse - jnp.take_along_axis(z, aim[..., None], -1)[..., 0]
+        hit = lax.broadcasted_iota(jnp.int32, z.shape, 2) == targets[..., None]
+        nll = lse - jnp.take_along_axis(z, targets[..., None], -1)[..., 0]
         slope = (weight[..., None] * (jnp.exp(z - lse[..., None]) - hit.astype(jnp.float32))).astype(x.dtype)
-        of_w = jnp.einsum("bsv,bsh->vh", slope, x, preferred_element_type=jnp.float32)
-        of_x = jnp.einsum("bsv,vh->bsh", slope, w, preferred_element_type=jnp.float32).astype(x.dtype)
-        return (total + (weight * nll).sum(), gradient + of_w), of_x
+        grad_w = jnp.einsum("bsv,bsh->vh", slope, x, preferred_element_type=jnp.float32)
+        grad_x = jnp.einsum("bsv,vh->bsh", slope, w, preferred_element_type=jnp.float32).astype(x.dtype)
+        return (total + (weight * nll).sum(), gradient + grad_w), grad_x
 
-    def cut(a: jax.Array) -> jax.Array:
-        return a.reshape(a.shape[0], pieces, -1, *a.shape[2:]).swapaxes(0, 1)
+    def split(a: jax.Array) -> jax.Array:
+        return a.reshape(a.shape[0], num_chunks, -1, *a.shape[2:]).swapaxes(0, 1)
 
     start = (jnp.float32(0), jnp.zeros(w.shape, jnp.float32))
-    (total, of_w), of_x = lax.scan(piece, start, (cut(x), cut(aim), cut(weight)))
-    return total, (of_x.swapaxes(0, 1).reshape(x.shape), of_w, jnp.zeros((), w.dtype))
+    (total, grad_w), grad_x = lax.scan(chunk, start, (split(x), split(targets), split(weight)))
+    return total, (grad_x.swapaxes(0, 1).reshape(x.shape), grad_w, jnp.zeros((), w.dtype))
 
 
-def loss_backward(pieces: int, saved: Any, slope: jax.Array) -> Any:
-    of_x, of_w, like = saved
-    return (of_x.astype(jnp.float32) * slope).astype(of_x.dtype), (of_w * slope).astype(like.dtype), None, None
+def loss_backward(num_chunks: int, saved: Any, slope: jax.Array) -> Any:
+    grad_x, grad_w, like = saved
+    return (grad_x.astype(jnp.float32) * slope).astype(grad_x.dtype), (grad_w * slope).astype(like.dtype), None, None
 
 
 loss.defvjp(loss_forward, loss_backward)
@@ -147,14 +147,14 @@ def adamw(rate: float, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, de
     return AdamW(init, update)
 
 
-def make_step(c: Sizes, optimizer: AdamW, pieces: int, cudnn: bool, remat: bool) -> Callable[..., Any]:
+def make_step(c: Sizes, optimizer: AdamW, num_chunks: int, cudnn: bool, remat: bool) -> Callable[..., Any]:
     """`step(params, state, tokens) → (params, state, loss, norm of the gradients)`."""
 
     def mean(params: Params, tokens: jax.Array) -> jax.Array:
         x = hidden(params, tokens, c, cudnn, remat)
-        aim = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], 1)
+        targets = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], 1)
         weight = jnp.ones(tokens.shape, jnp.float32).at[:, -1].set(0.0)
-        return loss(pieces, x, params["model.embed_tokens.weight"], aim, weight / weight.sum())
+        return loss(num_chunks, x, params["model.embed_tokens.weight"], targets, weight / weight.sum())
 
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
         value, gradients = jax.value_and_grad(mean)(params, tokens)

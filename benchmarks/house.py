@@ -23,13 +23,19 @@ from typing import Any
 
 from report import table
 
-HERE = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[1]
 FOLDERS = ("rlx_jax", "blocks", "lowering", "profiles")
 CHECKPOINT = Path("tests", "fixtures", "llama", "gqa_tied_llama3_v5")
-NEEDED = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+CHECKPOINT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 
 
-def sources(root: Path) -> dict[Path, str]:
+def read_sources(root: Path) -> dict[Path, str]:
     """The package's files by their path below `root`, links left out."""
     found = {}
     for folder in FOLDERS:
@@ -64,9 +70,9 @@ def line_counts(text: str) -> tuple[int, int, int]:
     return sum(bool(line) and line[0] != "#" and n not in docs for n, line in lines), len(docs), len(lines)
 
 
-def sizes(root: Path) -> None:
+def print_sizes(root: Path) -> None:
     """Print files and lines of each folder, and the longest files and functions."""
-    files = sources(root)
+    files = read_sources(root)
     counts = {path: line_counts(text) for path, text in files.items()}
     rows = []
     for name in sorted(set(map(folder, files))):
@@ -91,18 +97,18 @@ def long_functions(files: dict[Path, str]) -> list[str]:
     ]
 
 
-def entered(root: Path, call: Callable[[], Any]) -> set[tuple[str, str]]:
+def entered_functions(root: Path, call: Callable[[], Any]) -> set[tuple[str, str]]:
     """The file and the qualified name of each function of the package that runs during `call`, in every thread."""
     found: set[tuple[str, str]] = set()
-    homes = tuple(os.fspath(root / folder) + os.sep for folder in FOLDERS)
+    package_dirs = tuple(os.fspath(root / folder) + os.sep for folder in FOLDERS)
 
-    def see(frame: Any, event: str, _: Any) -> None:
+    def on_event(frame: Any, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(homes) and not code.co_name.startswith("<"):
+        if event == "call" and code.co_filename.startswith(package_dirs) and not code.co_name.startswith("<"):
             found.add((os.path.relpath(os.path.realpath(code.co_filename), root), code.co_qualname))
 
-    threading.setprofile(see)
-    sys.setprofile(see)
+    threading.setprofile(on_event)
+    sys.setprofile(on_event)
     try:
         call()
     finally:
@@ -111,28 +117,28 @@ def entered(root: Path, call: Callable[[], Any]) -> set[tuple[str, str]]:
     return found
 
 
-def calls(root: Path, names: bool) -> None:
+def print_calls(root: Path, names: bool) -> None:
     """Print how many functions and files each of three calls enters when it runs for the second time."""
     sys.path.insert(0, os.fspath(root))
     import rlx_jax as rlx
 
     assert Path(rlx.__file__).resolve().is_relative_to(root), rlx.__file__
     with tempfile.TemporaryDirectory() as directory:
-        for name in NEEDED:
-            if (HERE / CHECKPOINT / name).exists():
-                shutil.copy(HERE / CHECKPOINT / name, directory)
+        for name in CHECKPOINT_FILES:
+            if (REPOSITORY / CHECKPOINT / name).exists():
+                shutil.copy(REPOSITORY / CHECKPOINT / name, directory)
         flow = rlx.from_pretrained(directory)
         lm = rlx.load(directory)
         prompt = [1, 2, 3]
-        tried: dict[str, Callable[[], Any]] = {
+        calls_by_name: dict[str, Callable[[], Any]] = {
             "load": lambda: rlx.load(directory),
             "generate": lambda: lm.generate(prompt, max_new_tokens=2),
             "compile": lambda: rlx.compile(flow),
         }
         rows = []
-        for name, call in tried.items():
+        for name, call in calls_by_name.items():
             call()
-            found = entered(root, call)
+            found = entered_functions(root, call)
             rows.append((name, len(found), len({file for file, _ in found})))
             if names:
                 print(name, *sorted(f"    {file} {function}" for file, function in found), sep="\n")
@@ -141,8 +147,8 @@ def calls(root: Path, names: bool) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, default=HERE, help="the checkout to look at")
+    parser.add_argument("--root", type=Path, default=REPOSITORY, help="the checkout to look at")
     parser.add_argument("--names", action="store_true", help="print the functions that each call enters")
     args = parser.parse_args()
-    sizes(args.root.resolve())
-    calls(args.root.resolve(), args.names)
+    print_sizes(args.root.resolve())
+    print_calls(args.root.resolve(), args.names)

@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from moe import MadeUp, measure
+from moe import RandomSource, measure
 from report import emit, interleaved, table
 
 import rlx_jax as rlx
@@ -54,7 +54,7 @@ class Shape:
     sizes: hand.Sizes
     dtype: str
     prompt: int
-    slots: int
+    cache_len: int
     batches: tuple[int, ...]
     prompts: tuple[tuple[int, int], ...]
 
@@ -82,7 +82,7 @@ def hf_config(c: hand.Sizes) -> dict[str, Any]:
         "linear_num_key_heads": c.delta_heads, "linear_num_value_heads": c.delta_heads,
         "linear_key_head_dim": c.delta_dim, "linear_value_head_dim": c.delta_dim, "linear_conv_kernel_dim": c.kernel,
         "rms_norm_eps": c.eps, "tie_word_embeddings": True, "max_position_embeddings": 32768,
-        "rope_parameters": {"rope_type": "default", "rope_theta": c.theta, "partial_rotary_factor": c.turned},
+        "rope_parameters": {"rope_type": "default", "rope_theta": c.theta, "partial_rotary_factor": c.rotary_fraction},
         "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
     }  # fmt: skip
 
@@ -93,10 +93,10 @@ def build(shape: Shape) -> rlx.CausalLM:
     assert isinstance(recipe.config, Qwen35Config)
     specs = {key: jax.ShapeDtypeStruct(s.shape, shape.numpy) for key, s in recipe.shapes().items()}
     profile = rlx.CompileProfile.preset("auto").replace(precision={"compute": shape.dtype})
-    return rlx.CausalLM(recipe, MadeUp(specs), profile=profile, max_positions=8192)
+    return rlx.CausalLM(recipe, RandomSource(specs), profile=profile, max_positions=8192)
 
 
-def by_hand(lm: rlx.CausalLM, c: hand.Sizes) -> dict[str, Any]:
+def handwritten_params(lm: rlx.CausalLM, c: hand.Sizes) -> dict[str, Any]:
     """Our leaves under the names of the hand-written model: there is one copy of the weights."""
     p: Any = lm.model.params
     ends = {"norm1": "input_layernorm.weight", "norm2": "post_attention_layernorm.weight",
@@ -116,7 +116,7 @@ def by_hand(lm: rlx.CausalLM, c: hand.Sizes) -> dict[str, Any]:
 # -- the limits of the machine --------------------------------------------------------------------
 
 
-def limit(shape: Shape, rows: int, tokens: int) -> float:
+def lower_bound_ms(shape: Shape, rows: int, tokens: int) -> float:
     """Milliseconds below which no program can be, for `rows` of `tokens` new ones each: weights are read once, states
     are read and written, keys of a decoding step are those of the prompt."""
     device, c = running_device(), shape.sizes
@@ -158,7 +158,7 @@ def rules(seq: int) -> dict[str, hand.Rule]:
     return (hand.TOKEN if seq == 1 else hand.PROMPT) | ours
 
 
-def rule_alone(shape: Shape, batch: int, seq: int, rounds: int) -> dict[str, float]:
+def time_rule(shape: Shape, batch: int, seq: int, rounds: int) -> dict[str, float]:
     """Milliseconds of one layer; a form that does not compile is told and left out."""
     operands, queued = rule_operands(shape.sizes, batch, seq, shape.numpy), 20 if seq == 1 else 3
     calls: dict[str, Call] = {}
@@ -198,24 +198,24 @@ def ours(lm: rlx.CausalLM, shape: Shape, batch: int, seq: int) -> tuple[Call, Ca
 def hand_call(shape: Shape, rule: hand.Rule, params: Any, batch: int, seq: int, steps: int) -> Call:
     """`steps` steps called from the host, each fed with the token of the last; of a prompt one from an empty cache.
     Attention by cuDNN where it takes the shape."""
-    slots = max(seq, shape.slots)
+    cache_len = max(seq, shape.cache_len)
     try:
         made = hand.compiled(
-            shape.sizes, rule, jax.default_backend() == "gpu", params, batch, seq, slots, shape.numpy
+            shape.sizes, rule, jax.default_backend() == "gpu", params, batch, seq, cache_len, shape.numpy
         )  # fmt: skip
     except Exception as error:
         emit(job=f"{batch}x{seq}", cudnn=str(error).strip().splitlines()[0][:160])
-        made = hand.compiled(shape.sizes, rule, False, params, batch, seq, slots, shape.numpy)
-    run, fresh = made
+        made = hand.compiled(shape.sizes, rule, False, params, batch, seq, cache_len, shape.numpy)
+    run, new_cache = made
     ids = prompts(shape, batch, seq)
     if seq > 1:
-        return lambda: jax.block_until_ready(run(params, ids, np.int32(0), fresh())[0])
-    held = [jnp.asarray(ids[:, 0]), fresh()]
+        return lambda: jax.block_until_ready(run(params, ids, np.int32(0), new_cache())[0])
+    carry = [jnp.asarray(ids[:, 0]), new_cache()]
 
     def decode() -> None:
         for i in range(steps):
-            held[0], held[1] = run(params, held[0][:, None], np.int32(shape.prompt + i), held[1])
-        jax.block_until_ready(held[0])
+            carry[0], carry[1] = run(params, carry[0][:, None], np.int32(shape.prompt + i), carry[1])
+        jax.block_until_ready(carry[0])
 
     return decode
 
@@ -280,7 +280,7 @@ def main() -> None:
     args = parser.parse_args()
     shape = TINY if args.tiny else FULL
     lm = build(shape)
-    params = by_hand(lm, shape.sizes)
+    params = handwritten_params(lm, shape.sizes)
     jobs = [(batch, 1) for batch in shape.batches] + list(shape.prompts)
     emit(benchmark="hybrid", device=str(running_device()), jax=jax.__version__,
          loaded_s=round(time.perf_counter() - START, 1))  # fmt: skip
@@ -288,7 +288,7 @@ def main() -> None:
     best: dict[tuple[int, int], str] = {}
     lines = []
     for batch, seq in jobs:
-        ms = rule_alone(shape, batch, seq, args.rounds)
+        ms = time_rule(shape, batch, seq, args.rounds)
         best[batch, seq] = min((n for n in ms if not n.startswith("ours")), key=lambda n: ms[n])
         for name, value in sorted(ms.items(), key=lambda item: item[1]):
             lines.append([f"{batch} x {seq}: {name}", f"{value:.3f}", f"{value / batch / seq * 1e3:.3f}"])
@@ -304,7 +304,7 @@ def main() -> None:
         calls = {"ours": ours(lm, shape, batch, seq)}
         calls["by hand"] = (hand_call(shape, rule, params, batch, seq, steps), None)
         calls |= torch_calls(peer, batch, seq, args.seconds)
-        ms, floor = measure(calls, steps, args.rounds), limit(shape, batch, seq)
+        ms, floor = measure(calls, steps, args.rounds), lower_bound_ms(shape, batch, seq)
         theirs = ms.get("torch", float("nan"))
         emit(job=name, ms={n: round(v, 4) for n, v in ms.items()}, limit=round(floor, 4), by_hand=best[batch, seq],
              seconds=round(time.perf_counter() - START, 1))  # fmt: skip

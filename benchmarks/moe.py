@@ -55,7 +55,7 @@ class Shape:
     sizes: hand.Sizes
     dtype: str
     prompt: int
-    slots: int
+    cache_len: int
     batches: tuple[int, ...]
     prompts: tuple[tuple[int, int], ...]
 
@@ -88,7 +88,7 @@ def hf_config(c: hand.Sizes) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class MadeUp:
+class RandomSource:
     """A checkpoint that is nowhere: normal numbers, those of experts cut from one row of them at places of their
     own."""
 
@@ -127,11 +127,11 @@ def build(shape: Shape) -> rlx.CausalLM:
     config = Qwen3MoeConfig.from_hf(hf_config(shape.sizes))
     profile = rlx.CompileProfile.preset("auto").replace(precision={"compute": shape.dtype})
     return rlx.CausalLM(
-        Qwen3MoeFlow(config), MadeUp(weight_specs(config, shape.numpy)), profile=profile, max_positions=4096
+        Qwen3MoeFlow(config), RandomSource(weight_specs(config, shape.numpy)), profile=profile, max_positions=4096
     )
 
 
-def by_hand(lm: rlx.CausalLM, c: hand.Sizes) -> dict[str, Any]:
+def handwritten_params(lm: rlx.CausalLM, c: hand.Sizes) -> dict[str, Any]:
     """Our leaves under the names of the hand-written model: there is one copy of the experts."""
     p: Any = lm.model.params
     names = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm", "router": "mlp.gate",
@@ -146,16 +146,16 @@ def by_hand(lm: rlx.CausalLM, c: hand.Sizes) -> dict[str, Any]:
 # -- the limits of the machine --------------------------------------------------------------------
 
 
-def limit(shape: Shape, rows: int, tokens: int, whole: bool) -> float:
-    """Milliseconds below which no program can be: of the experts alone, or of the `whole` model, for `rows` of `tokens`
-    new ones each."""
+def lower_bound_ms(shape: Shape, rows: int, tokens: int, full_model: bool) -> float:
+    """Milliseconds that no program can beat for `rows` rows of `tokens` new tokens each: of the experts, or with
+    `full_model` of the model."""
     device, c = running_device(), shape.sizes
     if not device.bandwidth or not device.flops:
         return float("nan")
     many, expert = rows * tokens, 3 * c.hidden * c.inner
     chosen = c.experts * (1 - (1 - c.top_k / c.experts) ** many)
     read, products = c.layers * chosen * expert, 2.0 * c.layers * many * c.top_k * expert
-    if whole:
+    if full_model:
         attention = c.hidden * c.head_dim * 2 * (c.heads + c.kv_heads) + c.hidden * c.experts
         read += c.layers * attention + c.vocab * c.hidden
         products += 2.0 * (c.layers * many * attention + rows * c.vocab * c.hidden)
@@ -166,7 +166,7 @@ def limit(shape: Shape, rows: int, tokens: int, whole: bool) -> float:
 # -- experts alone --------------------------------------------------------------------------------
 
 Call = Callable[[], Any]
-ROOM = 24 << 30
+MAX_SCRATCH_BYTES = 24 << 30
 """Scratch memory that a form may take."""
 
 
@@ -182,7 +182,7 @@ def experts_call(c: hand.Sizes, form: hand.Form, layers: list[Any], tokens: int,
     x = jax.random.normal(jax.random.key(1), (tokens, c.hidden), jnp.float32).astype(dtype)
     compiled = jax.jit(run).lower(x, layers).compile(compiler_options=dict(form.options))
     scratch = compiled.memory_analysis().temp_size_in_bytes
-    if scratch > ROOM:
+    if scratch > MAX_SCRATCH_BYTES:
         raise MemoryError(f"{scratch / 2**30:.0f} GiB of scratch memory")
 
     def call() -> None:
@@ -194,21 +194,21 @@ def experts_call(c: hand.Sizes, form: hand.Form, layers: list[Any], tokens: int,
     return call
 
 
-def our_way(name: str) -> hand.Experts:
+def our_form(name: str) -> hand.Experts:
     """One of our implementations as a form."""
     op = ExpertFfn()
     return lambda x, weights, ids, w: IMPLEMENTATIONS[name](op, x, w["gate"], w["up"], w["down"], weights, ids)
 
 
-def experts_alone(shape: Shape, layers: list[Any], tokens: int, rounds: int) -> dict[str, float]:
+def time_experts(shape: Shape, layers: list[Any], tokens: int, rounds: int) -> dict[str, float]:
     """Milliseconds of each form; those that do not compile or take too much room are told and left out."""
     gpu, queued = jax.default_backend() == "gpu", 10 if tokens <= 512 else 1
-    tried = hand.forms(shape.sizes, tokens, gpu)
+    forms = hand.forms(shape.sizes, tokens, gpu)
     ways = {"gathered": 32, "xla": 512, "blocked": 1 << 30, "looped": 64 if gpu else 1 << 30}
     ways |= {"grouped": 1 << 30} if running_device().has_kernels else {}
-    tried |= {f"ours, {way}": hand.Form(our_way(way)) for way, most in ways.items() if tokens <= most}
+    forms |= {f"ours, {way}": hand.Form(our_form(way)) for way, most in ways.items() if tokens <= most}
     calls: dict[str, Call] = {}
-    for name, form in tried.items():
+    for name, form in forms.items():
         try:
             calls[name] = experts_call(shape.sizes, form, layers, tokens, queued)
         except Exception as error:  # an option of XLA that this version has not, or no room
@@ -231,27 +231,27 @@ def our_decode(lm: rlx.CausalLM, shape: Shape, batch: int, new: int) -> Call:
 
 def our_prefill(lm: rlx.CausalLM, shape: Shape, batch: int, seq: int) -> Call:
     tokens = prompts(shape, batch, seq)
-    return lambda: jax.block_until_ready(lm.prefill(tokens, max_len=max(seq, shape.slots), logits="last")[0])
+    return lambda: jax.block_until_ready(lm.prefill(tokens, max_len=max(seq, shape.cache_len), logits="last")[0])
 
 
 def hand_call(shape: Shape, form: hand.Form, params: Any, batch: int, seq: int, steps: int) -> Call:
     """`steps` steps called from the host, each fed with the token of the last; of a prompt one from an empty cache."""
-    c, slots = shape.sizes, max(seq, shape.slots)
-    fresh = jax.jit(lambda: empty_cache(c, batch, slots, shape.numpy))  # type: ignore[arg-type]
+    c, cache_len = shape.sizes, max(seq, shape.cache_len)
+    new_cache = jax.jit(lambda: empty_cache(c, batch, cache_len, shape.numpy))  # type: ignore[arg-type]
     function = functools.partial(hand.step, c, form.run, jax.default_backend() == "gpu")
-    specs = jax.eval_shape(fresh)
+    specs = jax.eval_shape(new_cache)
     tokens, start = jax.ShapeDtypeStruct((batch, seq), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
     lowered = jax.jit(function, donate_argnums=(3,)).lower(params, tokens, start, specs)
     compiled = lowered.compile(compiler_options=dict(form.options))
     ids = prompts(shape, batch, seq)
-    held = [jnp.asarray(ids[:, 0]), fresh()]  # rows that were alike would choose the same experts
+    carry = [jnp.asarray(ids[:, 0]), new_cache()]  # rows that were alike would choose the same experts
 
     def decode() -> None:
         for i in range(steps):
-            held[0], held[1] = compiled(params, held[0][:, None], np.int32(shape.prompt + i), held[1])
-        jax.block_until_ready(held[0])
+            carry[0], carry[1] = compiled(params, carry[0][:, None], np.int32(shape.prompt + i), carry[1])
+        jax.block_until_ready(carry[0])
 
-    return decode if seq == 1 else lambda: jax.block_until_ready(compiled(params, ids, np.int32(0), fresh())[0])
+    return decode if seq == 1 else lambda: jax.block_until_ready(compiled(params, ids, np.int32(0), new_cache())[0])
 
 
 def measure(calls: dict[str, tuple[Call, Call | None]], steps: int, rounds: int) -> dict[str, float]:
@@ -354,7 +354,7 @@ def main() -> None:
     shape = TINY if args.tiny else FULL
     c, gpu = shape.sizes, jax.default_backend() == "gpu"
     lm = build(shape)
-    params = by_hand(lm, c)
+    params = handwritten_params(lm, c)
     jobs = [(batch, 1) for batch in shape.batches] + list(shape.prompts)
     device = running_device()
     emit(benchmark="moe", device=str(device), jax=jax.__version__, loaded_s=round(time.perf_counter() - START, 1))
@@ -362,9 +362,9 @@ def main() -> None:
     best: dict[int, str] = {}
     lines = []
     for batch, seq in jobs:
-        ms = experts_alone(shape, params["layers"], batch * seq, args.rounds)
+        ms = time_experts(shape, params["layers"], batch * seq, args.rounds)
         best[batch * seq] = min((n for n in ms if not n.startswith("ours")), key=lambda n: ms[n])
-        floor = limit(shape, batch, seq, whole=False)
+        floor = lower_bound_ms(shape, batch, seq, full_model=False)
         for name, value in sorted(ms.items(), key=lambda item: item[1]):
             lines.append([f"{batch * seq} tokens: {name}", f"{value:.3f}", f"{value / floor:.2f}"])
         emit(experts=batch * seq, ms={n: round(v, 4) for n, v in ms.items()}, limit=round(floor, 4))
@@ -381,7 +381,7 @@ def main() -> None:
         form = hand.forms(c, batch * seq, gpu)[best[batch * seq]]
         calls["by hand"] = (hand_call(shape, form, params, batch, seq, steps), None)
         calls |= torch_calls(peer, batch, seq, args.seconds)
-        ms, floor = measure(calls, steps, args.rounds), limit(shape, batch, seq, whole=True)
+        ms, floor = measure(calls, steps, args.rounds), lower_bound_ms(shape, batch, seq, full_model=True)
         ours, made = ms["ours"], list(lm.model.programs.executables.values())
         theirs = min((v for n, v in ms.items() if n.startswith("torch")), default=float("nan"))
         emit(job=name, ms={n: round(v, 4) for n, v in ms.items()}, limit=round(floor, 4), by_hand=best[batch * seq],

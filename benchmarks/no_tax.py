@@ -33,11 +33,11 @@ def random_weights(config: LlamaConfig, seed: int = 0) -> dict[str, np.ndarray[A
     """Arrays by checkpoint key: matrices normal with 1/√fan_in, norms about 1."""
     rng = np.random.default_rng(seed)
 
-    def draw(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    def random_array(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
         noise = rng.standard_normal(shape, np.float32)
         return noise * np.float32(shape[-1] ** -0.5) if len(shape) > 1 else 1 + np.float32(0.1) * noise
 
-    return {key: draw(spec.shape) for key, spec in weight_specs(config).items()}
+    return {key: random_array(spec.shape) for key, spec in weight_specs(config).items()}
 
 
 def figures(program: jax.stages.Compiled) -> dict[str, float]:

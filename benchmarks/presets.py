@@ -109,11 +109,11 @@ def denoiser_calls(recipe: Any, weights: dict[str, np.ndarray], profile: rlx.Com
     """A step of denoising: 16 x 16 image tokens and 64 of text."""
     model, c, rng = rlx.compile(recipe, weights, profile=profile), recipe.config, np.random.default_rng(1)
     floats = {"hidden_states": (1, 256, c.in_channels), "encoder_hidden_states": (1, 64, c.joint_attention_dim)}
-    given = {name: rng.standard_normal(shape, np.float32) for name, shape in floats.items()}
-    given |= {"timestep": np.full(1, 0.5, np.float32), "guidance": np.full(1, 4.0, np.float32)}
-    given |= {"img_ids": np.zeros((256, 4), np.int32), "txt_ids": np.zeros((64, 4), np.int32)}
-    given["img_ids"][:, 1:3] = np.stack(np.mgrid[:16, :16], axis=-1).reshape(-1, 2)
-    arrays = {name: jax.device_put(value) for name, value in given.items()}
+    arrays_by_name = {name: rng.standard_normal(shape, np.float32) for name, shape in floats.items()}
+    arrays_by_name |= {"timestep": np.full(1, 0.5, np.float32), "guidance": np.full(1, 4.0, np.float32)}
+    arrays_by_name |= {"img_ids": np.zeros((256, 4), np.int32), "txt_ids": np.zeros((64, 4), np.int32)}
+    arrays_by_name["img_ids"][:, 1:3] = np.stack(np.mgrid[:16, :16], axis=-1).reshape(-1, 2)
+    arrays = {name: jax.device_put(value) for name, value in arrays_by_name.items()}
     return {"forward": lambda: jax.block_until_ready(model(**arrays))}
 
 
@@ -121,7 +121,7 @@ BUILDS = {"encoder": encoder_calls, "flux2": denoiser_calls}
 """What is called, where it is no generation."""
 
 
-def times_of(family: str, dtype: str, rounds: int) -> dict[str, dict[str, list[float]]]:
+def measure_family(family: str, dtype: str, rounds: int) -> dict[str, dict[str, list[float]]]:
     """Seconds of each job by variant."""
     config, make, specs = FAMILIES[family]
     numbers = weights_of(specs(config), np.float32 if dtype == "f32" else ml_dtypes.bfloat16)
@@ -140,15 +140,15 @@ def times_of(family: str, dtype: str, rounds: int) -> dict[str, dict[str, list[f
             start = clock()
             call()
             times[name].append(clock() - start)
-    found: dict[str, dict[str, list[float]]] = {}
+    times_by_job: dict[str, dict[str, list[float]]] = {}
     for key, values in times.items():
         job, _, name = key.partition(": ")
-        found.setdefault(job, {})[name] = values
-    if "long" in found:
-        long, short = found.pop("long"), found.pop("short")
+        times_by_job.setdefault(job, {})[name] = values
+    if "long" in times_by_job:
+        long, short = times_by_job.pop("long"), times_by_job.pop("short")
         steps = LONG - SHORT
-        found["step"] = {name: [(min(long[name]) - min(short[name])) / steps] for name in long}
-    return found
+        times_by_job["step"] = {name: [(min(long[name]) - min(short[name])) / steps] for name in long}
+    return times_by_job
 
 
 def main() -> None:
@@ -159,7 +159,7 @@ def main() -> None:
     dtype = "bf16" if jax.default_backend() == "gpu" else "f32"
     goals, lines, chosen = Goals(), [], next(iter(VARIANTS))
     for family in args.families or FAMILIES:
-        for job, times in times_of(family, dtype, args.rounds).items():
+        for job, times in measure_family(family, dtype, args.rounds).items():
             for name, values in times.items():
                 ratio, ms = min(values) / min(times[chosen]), min(values) * 1e3
                 emit(family=family, job=job, variant=name, ms=round(ms, 3), ratio=round(ratio, 3))

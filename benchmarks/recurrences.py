@@ -55,8 +55,8 @@ LAYERS: dict[str, tuple[Any, Callable[[int, int, int], list[np.ndarray[Any, Any]
 def call(op: Any, form: str, inputs: list[np.ndarray[Any, Any]]) -> Callable[[], Any]:
     """One call of the compiled layer, on inputs that are on the device."""
     run = jax.jit(functools.partial(IMPLEMENTATIONS[form], op))
-    given = jax.device_put(inputs)
-    return lambda: jax.block_until_ready(run(*given))
+    operands = jax.device_put(inputs)
+    return lambda: jax.block_until_ready(run(*operands))
 
 
 def main() -> None:
@@ -80,7 +80,7 @@ def main() -> None:
     for name, form in dict.fromkeys(key[:2] for key in calls):
         took = [each[name, form, tokens] for tokens in lengths]
         ratio = took[-1 if tiny else 2] / took[0]
-        verdict = "" if tiny else goals.at_most(f"{name} {form}: a token of 4096 beside one of 1024", ratio, GOAL)
+        verdict = "" if tiny else goals.at_most(f"{name} {form}: a token of 4096 / one of 1024", ratio, GOAL)
         rows.append([f"{name} {form}", *(f"{t:.3f}" for t in took), f"{ratio:.2f}", verdict])
     print(f"{device.device_kind}, jax {jax.__version__}, {heads} heads of {width}; microseconds a token")
     print(table(["layer", *(f"of {n}" for n in lengths), "ratio", ""], rows))

@@ -39,10 +39,10 @@ class Shape:
     dtype: str
     texts: int
     batch_size: int
-    within: float
+    tolerance: float
 
     @property
-    def stored(self) -> Any:
+    def weight_dtype(self) -> Any:
         """The dtype of its weights."""
         return np.dtype(np.float32 if self.dtype == "f32" else ml_dtypes.bfloat16)
 
@@ -77,16 +77,18 @@ def build(shape: Shape) -> tuple[rlx.CausalLM, dict[str, Any]]:
     rng = np.random.default_rng(0)
     scale = np.float32(0.05 if shape.dtype == "f32" else 0.02)
 
-    def draw(size: tuple[int, ...]) -> Any:
+    def random_array(size: tuple[int, ...]) -> Any:
         drawn = rng.standard_normal(size, np.float32) * scale
-        return (drawn if len(size) > 1 else np.ones(size, np.float32)).astype(shape.stored)
+        return (drawn if len(size) > 1 else np.ones(size, np.float32)).astype(shape.weight_dtype)
 
-    weights = {key: draw(spec.shape) for key, spec in weight_specs(config).items()}
+    weights = {key: random_array(spec.shape) for key, spec in weight_specs(config).items()}
     profile = rlx.CompileProfile.preset("auto").replace(precision={"compute": shape.dtype})
     return rlx.CausalLM(Llama32Flow(config), weights, profile=profile, max_positions=POSITIONS), weights
 
 
-def theirs(shape: Shape, weights: dict[str, Any], batch_size: int) -> Callable[[list[list[int]]], list[float]]:
+def transformers_scorer(
+    shape: Shape, weights: dict[str, Any], batch_size: int
+) -> Callable[[list[list[int]]], list[float]]:
     """The same by transformers on the same device."""
     import torch
     import transformers
@@ -111,9 +113,9 @@ def theirs(shape: Shape, weights: dict[str, Any], batch_size: int) -> Callable[[
             ids = torch.as_tensor(block, device=device)
             with torch.inference_mode():
                 logits = torch.log_softmax(model(ids[:, :-1], use_cache=False).logits.float(), -1)
-            told = logits.gather(-1, ids[:, 1:, None])[..., 0].cpu()
+            log_probs = logits.gather(-1, ids[:, 1:, None])[..., 0].cpu()
             for row, i in enumerate(chosen):
-                found[i] = float(told[row, : len(texts[i]) - 1].double().sum())
+                found[i] = float(log_probs[row, : len(texts[i]) - 1].double().sum())
         return found
 
     return score
@@ -135,10 +137,10 @@ def main() -> None:
     programs = lm.report().compiles
     calls: dict[str, Callable[[], Any]] = {"rlx_jax": lambda: lm.score(texts)}
     if args.torch:
-        score = theirs(shape, weights, args.batch_size or shape.batch_size)
+        score = transformers_scorer(shape, weights, args.batch_size or shape.batch_size)
         want = np.array(score(texts))
         error = np.abs(np.array([s.logprob for s in scores]) / want - 1).max()
-        goals.at_most("log-likelihoods, relative", float(error), shape.within)
+        goals.at_most("log-likelihoods, relative", float(error), shape.tolerance)
         calls["transformers"] = lambda: score(texts)
     times = interleaved(calls, args.rounds)
     goals.at_most("programs", programs, 8)

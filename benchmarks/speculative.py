@@ -29,7 +29,7 @@ import rlx_jax as rlx
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 from rlx_jax.models.qwen35 import Qwen35Config, Qwen35Flow, Qwen35MtpFlow
 
-WRONG = 0.1
+EDITED_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ MODULES: dict[str, dict[str, Any]] = {
 own."""
 
 
-def followers(vocab: int) -> np.ndarray[Any, Any]:
+def next_tokens(vocab: int) -> np.ndarray[Any, Any]:
     """The token behind each token: all of them one after the other, and around."""
     order = np.random.default_rng(3).permutation(vocab)
     after = np.empty(vocab, np.int64)
@@ -85,12 +85,12 @@ def build(shape: Shape) -> rlx.CausalLM:
     config = LlamaConfig.from_hf(hf_config(shape.sizes))
     rng, vocab = np.random.default_rng(0), shape.sizes.vocab
 
-    def draw(size: tuple[int, ...]) -> Any:
+    def random_array(size: tuple[int, ...]) -> Any:
         return rng.standard_normal(size, np.float32) * np.float32(0.02) if len(size) > 1 else np.ones(size, np.float32)
 
-    weights = {key: draw(spec.shape) for key, spec in weight_specs(config).items()}
+    weights = {key: random_array(spec.shape) for key, spec in weight_specs(config).items()}
     table = weights["model.embed_tokens.weight"]
-    weights["lm_head.weight"] = table[np.argsort(followers(vocab))]  # row j: the embedding of the token before j
+    weights["lm_head.weight"] = table[np.argsort(next_tokens(vocab))]  # row j: the embedding of the token before j
     weights["model.embed_tokens.weight"] = table * np.float32(100)
     dtype = jnp.dtype("float32" if shape.dtype == "f32" else "bfloat16")
     profile = rlx.CompileProfile.preset("auto").replace(precision={"compute": shape.dtype})
@@ -104,14 +104,14 @@ def build_with_module(config: dict[str, Any], dtype: str, right: bool) -> rlx.Ca
     c = Qwen35Config.from_hf(config | {"model_type": "qwen3_5_text"})
     rng, kind = np.random.default_rng(0), jnp.dtype("float32" if dtype == "f32" else "bfloat16")
 
-    def draw(key: str, size: tuple[int, ...]) -> Any:
+    def random_array(key: str, size: tuple[int, ...]) -> Any:
         norm = "norm" in key  # zero-centred: they multiply with 1 + w
         return np.zeros(size, kind) if norm else (rng.standard_normal(size, np.float32) * np.float32(0.02)).astype(kind)
 
     shapes = Qwen35Flow(c).shapes() | Qwen35MtpFlow(c).shapes()
-    weights = {key: draw(key, spec.shape) for key, spec in shapes.items()}
+    weights = {key: random_array(key, spec.shape) for key, spec in shapes.items()}
     table = weights["model.embed_tokens.weight"]
-    weights["lm_head.weight"] = table[np.argsort(followers(len(table)))]
+    weights["lm_head.weight"] = table[np.argsort(next_tokens(len(table)))]
     weights["model.embed_tokens.weight"] = table * kind.type(100)
     halves = [np.eye(c.hidden_size, dtype=np.float32) * 10, np.zeros((c.hidden_size,) * 2, np.float32)]
     weights["mtp.fc.weight"] = np.concatenate(halves if right else halves[::-1], 1).astype(kind)
@@ -119,10 +119,10 @@ def build_with_module(config: dict[str, Any], dtype: str, right: bool) -> rlx.Ca
     return rlx.CausalLM(Qwen35Flow(c), weights, profile=profile)
 
 
-def chains(shape: Shape, rows: int, vocab: int | None = None) -> np.ndarray[Any, Any]:
+def sample_texts(shape: Shape, rows: int, vocab: int | None = None) -> np.ndarray[Any, Any]:
     """Texts as the model writes them `[rows, n]`, each from a place of its own."""
     vocab = vocab or shape.sizes.vocab
-    after = followers(vocab)
+    after = next_tokens(vocab)
     text = np.empty((rows, shape.prompt + shape.long), np.int64)
     text[:, 0] = np.linspace(0, vocab, rows, endpoint=False).astype(int)
     for i in range(1, text.shape[1]):
@@ -130,17 +130,17 @@ def chains(shape: Shape, rows: int, vocab: int | None = None) -> np.ndarray[Any,
     return text
 
 
-def new_text(shape: Shape, rows: int) -> list[list[int]]:
+def unrelated_prompts(shape: Shape, rows: int) -> list[list[int]]:
     """Prompts that hold nothing of what comes."""
-    return [[int(i) for i in row] for row in chains(shape, rows)[:, : shape.prompt]]
+    return [[int(i) for i in row] for row in sample_texts(shape, rows)[:, : shape.prompt]]
 
 
-def edited(shape: Shape, rows: int) -> list[list[int]]:
+def edited_prompts(shape: Shape, rows: int) -> list[list[int]]:
     """Prompts that hold what comes, with a share of tokens wrong, and end where it begins."""
     rng, prompts = np.random.default_rng(4), []
-    for row in chains(shape, rows):
+    for row in sample_texts(shape, rows):
         held = row[1 : shape.prompt]
-        wrong = rng.random(len(held)) < WRONG
+        wrong = rng.random(len(held)) < EDITED_SHARE
         prompts.append([*np.where(wrong, rng.integers(0, shape.sizes.vocab, len(held)), held).tolist(), int(row[0])])
     return prompts
 
@@ -151,7 +151,7 @@ def options(drafts: int, source: str) -> dict[str, Any]:
 
 def step_times(lm: rlx.CausalLM, shape: Shape, rows: int, counts: tuple[int, ...], rounds: int) -> dict[int, float]:
     """Milliseconds of a step by how many drafts it reads: the difference of a long call and a short one."""
-    prompts, calls, steps = new_text(shape, rows), {}, {}
+    prompts, calls, steps = unrelated_prompts(shape, rows), {}, {}
     for drafts, new in itertools.product(counts, (shape.long, shape.short)):
         calls[f"{drafts} {new}"] = caller(lm, prompts, new, drafts)
         for _ in range(2):
@@ -175,7 +175,7 @@ def caller(
     return lambda: lm.generate(prompts, max_new_tokens=new, **options(drafts, source))
 
 
-def measured(
+def measure_drafts(
     lm: rlx.CausalLM, prompts: list[list[int]], new: int, counts: tuple[int, ...], rounds: int, source: str
 ) -> dict[int, tuple[float, ...]]:
     """By how many drafts a step reads: tokens a second of whole calls, times as fast as plain, share of drafts that
@@ -199,20 +199,22 @@ def measured(
     }
 
 
-def copying(lm: rlx.CausalLM, shape: Shape, rows: int, counts: tuple[int, ...], rounds: int) -> dict[int, Any]:
-    """`measured`, of drafts from the prompts."""
-    figures = measured(lm, edited(shape, rows), shape.long, counts, rounds, "prompt")
+def measure_copies(lm: rlx.CausalLM, shape: Shape, rows: int, counts: tuple[int, ...], rounds: int) -> dict[int, Any]:
+    """`measure_drafts`, of drafts from the prompts."""
+    figures = measure_drafts(lm, edited_prompts(shape, rows), shape.long, counts, rounds, "prompt")
     emit(job=f"copy, {rows} rows", figures={str(k): [round(x, 3) for x in v] for k, v in figures.items()})
     return figures
 
 
-def modules(shape: Shape, config: dict[str, Any], rows: int, counts: tuple[int, ...], rounds: int) -> list[list[str]]:
-    """Lines of a table: `measured` of a module that is right and of one that is not."""
+def measure_modules(
+    shape: Shape, config: dict[str, Any], rows: int, counts: tuple[int, ...], rounds: int
+) -> list[list[str]]:
+    """Lines of a table: `measure_drafts` of a module that is right and of one that is not."""
     lines = []
     for right in (True, False):
         lm = build_with_module(config, shape.dtype, right)
-        prompts = chains(shape, rows, config["vocab_size"])[:, : shape.prompt].tolist()
-        for drafts, found in measured(lm, prompts, shape.long, counts, rounds, "mtp").items():
+        prompts = sample_texts(shape, rows, config["vocab_size"])[:, : shape.prompt].tolist()
+        for drafts, found in measure_drafts(lm, prompts, shape.long, counts, rounds, "mtp").items():
             emit(job=f"module, {rows} rows", right=right, drafts=drafts, figures=[round(x, 3) for x in found])
             rate, faster, held, tokens, same = found
             name = f"{rows} rows, {drafts} drafts, {'right' if right else 'wrong'}"
@@ -230,13 +232,13 @@ def main() -> None:
     print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {shape.dtype}")
     config, modelled = MODULES["tiny" if args.tiny else "1b"], list[list[str]]()
     for rows in (1, 8):
-        modelled += modules(shape, config, rows, (0, 1, 2, 4), rounds)
+        modelled += measure_modules(shape, config, rows, (0, 1, 2, 4), rounds)
     lm = build(shape)
     costs, copies = [], []
     for rows in (1, 8):
         ms = step_times(lm, shape, rows, counts, rounds)
         costs += [[f"{rows} rows, {k} drafts", f"{t:.3f}", f"{t / ms[0]:.2f}"] for k, t in ms.items()]
-        for k, (rate, faster, share, each, same) in copying(lm, shape, rows, counts, rounds).items():
+        for k, (rate, faster, share, each, same) in measure_copies(lm, shape, rows, counts, rounds).items():
             verdict = ""
             if rows == 1 and k == max(counts) and shape.goal is not None:
                 verdict = goals.at_most("plain / speculative time, 1 row", 1 / faster, 1 / shape.goal)

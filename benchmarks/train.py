@@ -98,7 +98,7 @@ def ours(
     remat: str,
     merge: bool,
     c: Sizes,
-    given: Any,
+    weights_by_key: Any,
     tokens: jax.Array,
     chunk: int | None = None,
     weights: str = "keep",
@@ -113,16 +113,16 @@ def ours(
     )
     start = time.perf_counter()
     recipe = rlx.Llama32Flow.for_prefill(config(c))
-    model = rlx.compile(recipe, given, program="train", profile=profile)
+    model = rlx.compile(recipe, weights_by_key, program="train", profile=profile)
     optimizer = hand.adamw(1e-4)
     state = train.init(model, optimizer)
     step = train.make_step(model, optimizer, functools.partial(losses.cross_entropy, chunk=chunk), microbatches)
     compiled = step.lower(state, tokens).compile()
-    held = [state]
+    carry = [state]
     model.params = None
 
     def run() -> Any:
-        held[0], metrics = compiled(held[0], {"tokens": tokens})
+        carry[0], metrics = compiled(carry[0], {"tokens": tokens})
         return metrics.loss
 
     return Row(compiled, run, time.perf_counter() - start)
@@ -132,12 +132,12 @@ def by_hand(remat: bool, c: Sizes, weights: Any, tokens: jax.Array, pieces: int)
     """The yardstick."""
     start = time.perf_counter()
     optimizer = hand.adamw(1e-4)
-    params = hand.merged(weights, c)
-    held = [params, jax.jit(optimizer.init)(params)]
-    compiled = hand.make_step(c, optimizer, pieces, not TINY, remat).lower(*held, tokens).compile()
+    params = hand.fuse_projections(weights, c)
+    carry = [params, jax.jit(optimizer.init)(params)]
+    compiled = hand.make_step(c, optimizer, pieces, not TINY, remat).lower(*carry, tokens).compile()
 
     def run() -> Any:
-        held[0], held[1], loss, _ = compiled(*held, tokens)
+        carry[0], carry[1], loss, _ = compiled(*carry, tokens)
         return loss
 
     return Row(compiled, run, time.perf_counter() - start)
@@ -198,7 +198,7 @@ def make(name: str, c: Sizes, weights: Any, tokens: jax.Array, chunk: int | None
     """A row by its name."""
     if name in HAND:
         return by_hand(HAND[name], c, weights, tokens, max(1, tokens.shape[1] // (chunk or 512)))
-    return ours(**{"chunk": chunk, **OURS[name]}, c=c, given=weights, tokens=tokens)
+    return ours(**{"chunk": chunk, **OURS[name]}, c=c, weights_by_key=weights, tokens=tokens)
 
 
 def figures(row: Row, times: list[float], flop: float) -> dict[str, float]:
@@ -217,12 +217,12 @@ def figures(row: Row, times: list[float], flop: float) -> dict[str, float]:
     }
 
 
-def compare(found: dict[str, dict[str, float]], goals: Goals) -> None:
+def compare(figures_by_row: dict[str, dict[str, float]], goals: Goals) -> None:
     """`--tiny`: each of ours against the hand-written step that recomputes as much."""
-    for name, got in found.items():
+    for name, got in figures_by_row.items():
         if name in HAND:
             continue
-        want = found["hand products" if OURS[name]["remat"] == "products" else "hand none"]
+        want = figures_by_row["hand products" if OURS[name]["remat"] == "products" else "hand none"]
         for key in ("flops", "bytes", "temp_gib", "ms"):
             limit = PROGRAM_GOAL if key in ("flops", "bytes") else RUN_GOAL
             goals.at_most(f"{name}: {key} / by hand", got[key] / want[key], limit)
@@ -269,16 +269,17 @@ def main() -> None:
             rows.pop(name, None)
         gc.collect()
     times = interleaved(rows, args.rounds if not TINY else 40)
-    found = {name: figures(row, times[name], flops(c, batch, seq)) for name, row in rows.items()}
-    for name, got in found.items():
+    figures_by_row = {name: figures(row, times[name], flops(c, batch, seq)) for name, row in rows.items()}
+    for name, got in figures_by_row.items():
         emit(row=name, **{k: float(f"{v:.5g}") for k, v in got.items()})
-    ratio = {n: got["ms"] / found.get("hand none", got)["ms"] for n, got in found.items()}
+    ratio = {n: got["ms"] / figures_by_row.get("hand none", got)["ms"] for n, got in figures_by_row.items()}
     print(table(["row", "ms", "MFU", "temporaries, GiB", "/ by hand"], [
-        [n, f"{g['ms']:.1f}", f"{g['mfu']:.3f}", f"{g['temp_gib']:.2f}", f"{ratio[n]:.3f}"] for n, g in found.items()
+        [n, f"{g['ms']:.1f}", f"{g['mfu']:.3f}", f"{g['temp_gib']:.2f}", f"{ratio[n]:.3f}"]
+        for n, g in figures_by_row.items()
     ]))  # fmt: skip
     goals = Goals()
     if TINY:
-        compare(found, goals)
+        compare(figures_by_row, goals)
     goals.exit()
 
 

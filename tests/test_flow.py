@@ -540,7 +540,7 @@ def test_inputs_that_are_read_with_an_optional_one() -> None:
     for args, named, message in [
         ((X,), {"by": unit}, "input 'unit' is missing"),
         ((X,), {"unit": unit}, "'unit' is read by none"),
-        ((X, unit, unit), {}, r"takes 1 input \(x\), got 3: none of the outputs reads 'unit'; give 'by' by name"),
+        ((X, unit, unit), {}, r"takes 1 input \(x\), got 3: none of the outputs reads 'unit'; pass 'by' by name"),
     ]:
         with pytest.raises(errors.UnboundInputError, match=message):
             model(*args, **named)
