@@ -309,14 +309,14 @@ class Repeat:
         if not callable(self.stage_for_index):
             type_name = type(self.stage_for_index).__name__
             raise GraphError(f"{emit.path}: Repeat takes a function index → stage, got {type_name}: lambda i: ...")
-        is_nested = emit.repeating
-        emit.repeating = True
+        is_nested = emit.in_repeat
+        emit.in_repeat = True
         node_bounds = [len(emit.builder.nodes)]
         with emit.stage(), emit.scope(self.name):
             for index in range(self.count):
                 value = run_as_block(emit, partial(self._layer, index, emit), value)
                 node_bounds.append(len(emit.builder.nodes))
-        emit.repeating = is_nested
+        emit.in_repeat = is_nested
         if not is_nested:  # a repeat inside a repeat is part of the outer body
             emit.state.repeats.append(node_bounds)
         return value

@@ -25,7 +25,7 @@ __all__ = [
 UP_ROLES, DOWN_ROLES = ("ffn", "hidden"), ("hidden", "ffn")
 
 # Keys of gate, up and down.
-Keys = tuple[WeightKey | None, WeightKey | None, WeightKey | None]
+BiasKeys = tuple[WeightKey | None, WeightKey | None, WeightKey | None]
 
 
 def mlp_keys(prefix: str, kind: str = "weight") -> tuple[str, str, str]:
@@ -56,7 +56,7 @@ class SwiGlu:
     gate_key: WeightKey
     up_key: WeightKey
     down_key: WeightKey
-    biases: Keys | None = None
+    biases: BiasKeys | None = None
     inner: int | None = None
     init: Init | None = None
 

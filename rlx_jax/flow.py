@@ -6,7 +6,6 @@ Every method returns a new flow. `build` runs the stages and returns the HIR, wh
 from __future__ import annotations
 
 import html
-import math
 import os
 import sys
 import textwrap
@@ -75,20 +74,20 @@ class ModelFlow(Stages):
     _outputs: FlowOutputs = FlowOutputs()
     profile: CompileProfile | None = None
     _weights: WeightSource | None = None
-    _left_keys: tuple[str, ...] = ()
+    _ignored_keys: tuple[str, ...] = ()
     _binding: Mapping[str, int] = field(default_factory=dict, hash=False)
     _program: str = "forward"
     _extensions: FlowExtensionPlan = FlowExtensionPlan()
     _block_edits: tuple[BlockEdit, ...] = ()
     _declared: tuple[WeightDecl, ...] = ()
-    _more: WeightSource | None = None
+    _added_weights: WeightSource | None = None
     _missing: Literal["error", "init"] = "error"
-    _reads: Callable[[WeightSource], WeightSource] | None = None
+    _adapt_weights: Callable[[WeightSource], WeightSource] | None = None
     _max_positions: int | None = None  # tokens of the longest sequence; a table of positions may allow fewer
     _no_training: str = ""  # the reason why the model cannot be trained as published; empty if it can
-    _elsewhere: tuple[str, ...] = ()  # parts of the model in other flows, by the first segment of their block paths
+    _other_parts: tuple[str, ...] = ()  # parts of the model in other flows, by the first segment of their block paths
     _ignored_fields: tuple[str, ...] = field(default=(), compare=False)  # config fields to ignore, as requested
-    _mtp: MtpFactory | None = field(default=None, repr=False, compare=False)
+    _make_mtp: MtpFactory | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         as_name(self.name, "a flow")
@@ -122,11 +121,6 @@ class ModelFlow(Stages):
         declared = input_type(name, shape, dtype)
         if any(i.name == name for i in self._inputs):
             raise GraphError(f"{self.name}: input {quote(name)} is declared twice")
-        number = isinstance(default, int | float) and not isinstance(default, bool) and math.isfinite(default)
-        if not (number or default in (REQUIRED, POSITIONS, None)):
-            raise GraphError(f"input {name}: default is {default!r}; expected a number, 'positions' or None")
-        if rows_optional and not declared.rank:
-            raise GraphError(f"input {name}: rows_optional, and it has no axes: {declared}")
         return replace(self, _inputs=(*self._inputs, InputDecl(name, declared, default, bool(rows_optional))))
 
     def with_profile(self, profile: ProfileLike) -> ModelFlow:
@@ -174,14 +168,14 @@ class ModelFlow(Stages):
         if add:
             if leave:
                 raise GraphError(f"{self.name}: with_weights: leave is for the weights of the model, without add")
-            return replace(self, _more=combine_sources(open_weights(weights), self._more))
+            return replace(self, _added_weights=combine_sources(open_weights(weights), self._added_weights))
         opened = None if weights is None else open_weights(weights)
-        return replace(self, _weights=opened, _left_keys=(*self._left_keys, *leave))
+        return replace(self, _weights=opened, _ignored_keys=(*self._ignored_keys, *leave))
 
-    def _read_through(self, reads: Callable[[WeightSource], WeightSource]) -> ModelFlow:
-        """Pass every weight source that the flow is bound to or compiled with through `reads`, which may decode packed
-        weights. `reads` must be idempotent: it is also called with its own result, and returns that as it is."""
-        return replace(self, _reads=reads)
+    def _with_adapted_weights(self, adapt: Callable[[WeightSource], WeightSource]) -> ModelFlow:
+        """Pass every weight source that the flow is bound to or compiled with through `adapt`, which may decode packed
+        weights. `adapt` must be idempotent: it is also called with its own result, and returns that as it is."""
+        return replace(self, _adapt_weights=adapt)
 
     def with_mtp(self, make: MtpFactory) -> ModelFlow:
         """Set the multi-token-prediction (MTP) module that `speculative="mtp"` drafts with.
@@ -193,10 +187,8 @@ class ModelFlow(Stages):
                 `hidden` to draft the next token with.
         """
         if not callable(make):
-            raise GraphError(
-                f"{self.name}: with_mtp takes a function of weights that returns a flow, got {shown(make)}"
-            )
-        return replace(self, _mtp=make)
+            raise GraphError(f"{self.name}: with_mtp takes a function from weights to a flow, got {shown(make)}")
+        return replace(self, _make_mtp=make)
 
     def bind(self, **sizes: int | None) -> ModelFlow:
         """Set sizes of symbolic dimensions to compile for ahead of the first call; None leaves a dimension open."""
@@ -206,9 +198,8 @@ class ModelFlow(Stages):
         bound_sizes = {name: size for name, size in sizes.items() if size is not None}
         for name, size in bound_sizes.items():
             if name not in dim_names:
-                raise GraphError(
-                    f"{self.name}: bind: no input has a dimension {quote(name)}{did_you_mean(name, dim_names)}"
-                )
+                suggestion = did_you_mean(name, dim_names)
+                raise GraphError(f"{self.name}: bind: no input has a dimension {quote(name)}{suggestion}")
             if isinstance(size, str):
                 raise ShapeError(f"{self.name}: bind: {name}: expected a number, got {quote(size)}")
             as_dim(size, f"{self.name}: bind: {name}")
@@ -312,18 +303,16 @@ class ModelFlow(Stages):
 
     def patch(self, edit: Callable[[ModelFlow], ModelFlow]) -> ModelFlow:
         """Return `edit(flow)`, to apply a function within a chain of methods."""
-        return _flow(edit(self), f"{self.name}: patch")
+        return _check_flow(edit(self), f"{self.name}: patch")
 
     @staticmethod
     def from_recipe(recipe: ModelRecipe | Callable[[], ModelFlow]) -> ModelFlow:
         """Return `recipe.assemble()`; a function without arguments that returns a flow is a recipe too."""
         if isinstance(recipe, type) and hasattr(recipe, "assemble"):
-            raise GraphError(
-                f"{recipe.__name__} is a class, not a recipe: make one by recipe_for(path) or for_prefill(config)"
-            )
+            raise GraphError(f"{recipe.__name__} is a class, not a recipe: use recipe_for(path) or for_prefill(config)")
         if not callable(recipe) and not hasattr(recipe, "assemble"):
-            raise GraphError(f"expected a recipe, of recipe_for(path) or for_prefill(config), got {shown(recipe)}")
-        return _flow(recipe() if callable(recipe) else recipe.assemble(), "from_recipe")
+            raise GraphError(f"expected a recipe, from recipe_for(path) or for_prefill(config), got {shown(recipe)}")
+        return _check_flow(recipe() if callable(recipe) else recipe.assemble(), "from_recipe")
 
     # -- building ----------------------------------------------------------------------------
 
@@ -344,7 +333,9 @@ class ModelFlow(Stages):
         if not self._inputs:
             raise GraphError(f"{self.name}: a flow needs at least one input: .input(name, shape)")
         source = self._weights if weights is None else open_weights(weights)
-        source = combine_sources(source if source is None or self._reads is None else self._reads(source), self._more)
+        if source is not None and self._adapt_weights is not None:
+            source = self._adapt_weights(source)
+        source = combine_sources(source, self._added_weights)
         types = TypeCache()
         emit = Emit(Builder(self.name, types), source, captured, self._binding, self._declared, self.profile)
         emit.parameters.initializes_missing = self._missing == "init"
@@ -357,7 +348,7 @@ class ModelFlow(Stages):
         stage_outputs = set(emit.state.outputs)
         # A missing weight of a stage is deferred, because an edit may replace that stage. Edits have no such escape.
         emit.parameters.defers_missing = False
-        value = edit_blocks(emit, value, self._block_edits, self.name, self._elsewhere)
+        value = edit_blocks(emit, value, self._block_edits, self.name, self._other_parts)
         if emit.parameters.deferred:
             emit.parameters.raise_deferred(emit.hir_and_params()[1])
         captured_blocks = tuple(name for name in emit.state.outputs if name not in stage_outputs)
@@ -372,7 +363,7 @@ class ModelFlow(Stages):
             read |= dict.fromkeys(k for leaf in graph.params() for p in leaf.programs for k in keys_of(p))
         check_declared(self._declared, read, self.name)
         return BuiltModel(
-            self.name, graph, source, self.profile, types, self, tuple(read), self._left_keys, refusals,
+            self.name, graph, source, self.profile, types, self, tuple(read), self._ignored_keys, refusals,
             self._binding, program=emit.state.program, captured=emit.captured, roles=emit.parameters.roles,
             inits=emit.parameters.inits, missing_keys=tuple(emit.parameters.fresh),
             contracts=tuple(emit.state.contracts), max_positions=self._max_positions, captures=captured_blocks,
@@ -387,11 +378,11 @@ class ModelFlow(Stages):
                     value = run_stage(stage, emit, value)
         except RecursionError as error:
             raise GraphError(
-                f"{self.name}: stages inside each other are over Python's limit of {sys.getrecursionlimit()} calls; "
-                "put them side by side, as Sequence and Repeat do"
+                f"{self.name}: nested stages exceed Python's recursion limit, {sys.getrecursionlimit()}; "
+                "list them in a Sequence or Repeat instead"
             ) from error
         if value is None:
-            raise GraphError(f"{self.name}: the last stage leaves no active value")
+            raise GraphError(f"{self.name}: the last stage returns no active value")
         return value
 
     def build_with(self, weights: Weights = None, packed: None = None) -> BuiltModel:
@@ -401,10 +392,8 @@ class ModelFlow(Stages):
             UnsupportedError: `packed` is given.
         """
         if packed is not None:
-            raise UnsupportedError(
-                f"{self.name}: build_with takes no packed weights of their own: give a source that has them, such as a "
-                "mapping with rlx_jax.Packed"
-            )
+            expected = "pass a source that contains them, such as a mapping with rlx_jax.Packed"
+            raise UnsupportedError(f"{self.name}: build_with takes no packed weights: {expected}")
         return self.build(weights)
 
     def _declare(self, emit: Emit, given: set[str]) -> FlowValue:
@@ -503,8 +492,8 @@ def declared_shapes(flow: ModelFlow, dtype: Any = np.float32) -> dict[str, jax.S
     return {key: jax.ShapeDtypeStruct(shape, dtype) for key, shape in parameters.declared_shapes().items()}
 
 
-def _flow(made: object, where: str) -> ModelFlow:
+def _check_flow(result: object, where: str) -> ModelFlow:
     """Return the result of a user's function after checking that it is a flow."""
-    if not isinstance(made, ModelFlow):
-        raise GraphError(f"{where}: the function returns a ModelFlow, got {type(made).__name__}")
-    return made
+    if not isinstance(result, ModelFlow):
+        raise GraphError(f"{where}: the function returns a ModelFlow, got {type(result).__name__}")
+    return result

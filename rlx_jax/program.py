@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 
+from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import Graph, GraphStage, Param, TypeCache
 from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.param import Roles, keys_of, stored_keys
@@ -38,6 +40,14 @@ class InputDecl:
     type: TensorType
     default: float | str | None = REQUIRED
     rows_optional: bool = False
+
+    def __post_init__(self) -> None:
+        is_number = isinstance(self.default, int | float) and not isinstance(self.default, bool)
+        is_finite = is_number and math.isfinite(self.default)  # type: ignore[arg-type]  # a number, see above
+        if not (is_finite or self.default in (REQUIRED, POSITIONS, None)):
+            raise GraphError(f"input {self.name}: default is {self.default!r}; expected a number, 'positions' or None")
+        if self.rows_optional and not self.type.rank:
+            raise GraphError(f"input {self.name}: rows_optional needs an input with axes, got {self.type}")
 
     @property
     def optional(self) -> bool:

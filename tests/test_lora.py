@@ -202,7 +202,7 @@ def test_an_adapter_of_merged_projections(tmp_path: Path) -> None:
         pairs |= {f"{stem}.lora_A.weight": a.astype("f4"), f"{stem}.lora_B.weight": b.astype("f4")}
         changed[key] = base[key] + 1.5 * (b.astype("f4").astype("f8") @ a.astype("f4").astype("f8")).T
     model = rlx.compile(merged_projections(), {k: v.astype("f4") for k, v in base.items()} | pairs)
-    assert model.report().refusals == () and set(model.weights()) == {*base, *pairs} - set(model.flow._left_keys)  # type: ignore[attr-defined]
+    assert model.report().refusals == () and set(model.weights()) == {*base, *pairs} - set(model.flow._ignored_keys)  # type: ignore[attr-defined]
     for key, value in rlx.merge_lora(model).items():
         assert_close(value, changed[key], tolerance=1e-6)
     tokens = load_record(GPT2)["tokens"]

@@ -276,7 +276,9 @@ def mtp_module(model: CompiledModel, tokens: int) -> MtpModule:
 
 def mtp_factory(flow: Buildable) -> MtpFactory | None:
     """Return the function that builds the MTP module of a flow, or None if the flow has no module."""
-    return mtp_factory(flow.flow) if isinstance(flow, Built) and flow.flow is not flow else getattr(flow, "_mtp", None)
+    if isinstance(flow, Built) and flow.flow is not flow:
+        return mtp_factory(flow.flow)
+    return getattr(flow, "_make_mtp", None)
 
 
 def check_module(module: CompiledModel, model: CompiledModel) -> None:

@@ -206,7 +206,7 @@ def decoder_flow(
     return (
         ModelFlow(recipe.name, profile=recipe.hooks.profile, _max_positions=c.max_position_embeddings)
         .with_weights(recipe.weights, leave=(*leave, *unread))
-        ._read_through(recipe.adapt_weights)
+        ._with_adapted_weights(recipe.adapt_weights)
         .patch(partial(_append_embedding, recipe, tables))
         .raw_stages(embedded)
         .bind(batch=recipe.batch, seq=recipe.seq)

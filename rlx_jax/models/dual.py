@@ -142,7 +142,7 @@ class DualFlow(Recipe[C]):
         if self.part != "both":
             # Patterns of `at` for a tower that this flow does not have are valid: another flow has those blocks.
             parts = (*TOWERS, "*") if self.part == "similarity" else (name for name in TOWERS if name != self.part)
-            flow = replace(flow, _elsewhere=tuple(parts))
+            flow = replace(flow, _other_parts=tuple(parts))
         if self.part in TOWERS:
             return nest_stages(self.part, flow, (text if self.part == "text" else vision).tower(flow))
         if self.part == "similarity":

@@ -65,14 +65,14 @@ class WithAdapter:
         names = replace(self._names(flow), renamed=self.renamed)
         adapter_keys = {names.stored + key.removeprefix(names.outer): key for key in self.source.keys()}
         flow = flow.with_weights(MarkedSource(RenamedSource(self.source, adapter_keys), "fallback"), add=True)
-        if flow._elsewhere:  # adapter weights of the other tower, which another flow reads, are left unread here
-            unread = set(flow._left_keys)
+        if flow._other_parts:  # adapter weights of the other tower, which another flow reads, are left unread here
+            unread = set(flow._ignored_keys)
             companions = (
                 key
                 for key in adapter_keys
                 if any(f"{key.removesuffix(part)}.weight" in unread for part in TENSOR_SUFFIXES)
             )
-            flow = replace(flow, _left_keys=(*flow._left_keys, *companions))
+            flow = replace(flow, _ignored_keys=(*flow._ignored_keys, *companions))
         for (size, scale), modules in self.sizes.groups().items():
             origin = f"the adapter {self.source.where(self.source.keys()[0])}"
             keys = frozenset(f"{names.stored}{module.removeprefix(names.outer)}.weight" for module in modules)

@@ -42,7 +42,7 @@ def run_as_block(emit: Emit, write: Write, value: FlowValue | None) -> FlowValue
     builder = emit.builder
     if not builder.marks_blocks:
         return write(value)
-    start, saved_state, repeating = len(builder.nodes), _copy_registers(emit.state), emit.repeating
+    start, saved_state, in_repeat = len(builder.nodes), _copy_registers(emit.state), emit.in_repeat
     active = None if value is None else emit.wrap(builder.boundary("", emit.unwrap(value)))
     outer, emit.stage_blocks = emit.stage_blocks, (builder.origin.path, {})
     try:
@@ -53,7 +53,7 @@ def run_as_block(emit: Emit, write: Write, value: FlowValue | None) -> FlowValue
             raise
         # Drop the nodes of the failed stage, but keep the mark of its input.
         builder.truncate(start + (value is not None))
-        emit.state, emit.repeating = saved_state, repeating
+        emit.state, emit.in_repeat = saved_state, in_repeat
         with builder.origin_scope(Origin(block)), emit.stage():
             result = emit.placeholder_writer(block, active, error)
         emit.has_placeholders = True

@@ -89,8 +89,7 @@ class Builders(AttentionBuilders[V]):
         if not isinstance(w, str | WeightPart):
             if (roles, columns, init) != (None, None, None):
                 raise GraphError(
-                    f"{self.path}: roles, columns and init are those of a weight under a key; emit.param(key, roles=…) "
-                    "takes them"
+                    f"{self.path}: roles, columns and init belong to a weight under a key: use emit.param(key, roles=…)"
                 )
             return self.add_node(op, x, *self._weights(w, bias))
         in_sizes = self.type_of(x).shape[-1:] or (None,)
@@ -246,7 +245,7 @@ class Builders(AttentionBuilders[V]):
         projections = (gate, up, down)
         keys = [isinstance(w, str | WeightPart | WeightStack) for w in projections]
         if transpose is None and len(set(keys)) > 1:
-            raise GraphError(f"{self.path}: experts: gate, up and down are all keys, or all values; or say transpose=")
+            raise GraphError(f"{self.path}: experts: gate, up and down are all keys or all values, or give transpose=")
         up_roles, down_roles = (("experts", *roles) for roles in (("ffn", "hidden"), ("hidden", "ffn")))
         roles = (up_roles, up_roles, down_roles) if transpose is not False else (down_roles, down_roles, up_roles)
         operands = [self.weight(w, r if key else None) for w, r, key in zip(projections, roles, keys, strict=True)]
@@ -329,10 +328,10 @@ class Builders(AttentionBuilders[V]):
         op = hir.Qwen35MtpHead(heads, kv_heads, head_dim, n_rot, n_embd, n_ff, mtp_vocab, eps)
         return self.add_node(op, *self._with_tables(operands, 2))
 
-    def _with_tables(self, operands: Sequence[V], at: int) -> list[V]:
-        """Return a layer's operands with the tables cos and sin, at index `at` and after it, as `[B|1, S, W]`."""
-        tables = [self._token_table(operands[0], table) for table in operands[at : at + 2]]
-        return [*operands[:at], *tables, *operands[at + 2 :]]
+    def _with_tables(self, operands: Sequence[V], index: int) -> list[V]:
+        """Return a layer's operands with the tables cos and sin, at `index` and after it, as `[B|1, S, W]`."""
+        tables = [self._token_table(operands[0], table) for table in operands[index : index + 2]]
+        return [*operands[:index], *tables, *operands[index + 2 :]]
 
     def fused_attention_block(
         self,

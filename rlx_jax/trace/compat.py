@@ -136,7 +136,7 @@ class SpecBuilders(Builders[V]):
             if t.rank != 4 or not is_static(t.shape[2]) or not is_static(t.shape[3]) or t.shape[3] != state_size:
                 raise ShapeError(
                     f"{self.path}: gated_delta_net: {name} is [B, S, heads, {shown(state_size)}] with known heads, "
-                    f"got {t}; heads of other widths are gated_delta(q, k, v, g, beta, key_heads=, value_heads=)"
+                    f"got {t}; for heads of other widths use gated_delta(q, k, v, g, beta, key_heads=, value_heads=)"
                 )
 
     def depthwise_conv1d_causal(self, x: V, w: V | WeightKey, left_pad: V, kernel_size: int) -> V:

@@ -384,7 +384,7 @@ class _Rewriter:
         self._map_registers(values)
         emit.state.contracts, contracts = [], emit.state.contracts
         # A Repeat inside a layer of another Repeat belongs to that layer, and becomes no region itself.
-        emit.repeating = any(repeat not in inner_repeats and repeat.contains_start(numbers) for repeat in self.layers)
+        emit.in_repeat = any(repeat not in inner_repeats and repeat.contains_start(numbers) for repeat in self.layers)
         with self.builder.origin_scope(Origin(path)), emit.stage(), emit.user_code():
             x = None if ports.input is None else emit.block_input(emit.wrap(self._new_value(ports.input, values)))
             check_signature(self.edit.wrapper, ("emit", "x", "inner"), path_text(path))
@@ -400,7 +400,7 @@ class _Rewriter:
             old_type = self.nodes[output.node].types[output.index]
             if result.type.shape != old_type.shape:
                 self.resize_note = f"{path_text(path)} returned {old_type} before the edit, and {result.type} after it"
-        emit.repeating = False
+        emit.in_repeat = False
         within = f"{path_text(block)}."
         dropped = [] if written else [c for c in contracts if f"{c.path}.".startswith(within)]
         emit.state.contracts = [c for c in contracts if c not in dropped] + emit.state.contracts

@@ -99,15 +99,15 @@ class Emit(SpecBuilders[FlowValue]):
         self.parameters = Parameters(source, declared)
         self.binding = dict(binding or {})
         self.state = FlowState()
-        self.repeating = False
+        self.in_repeat = False
         self.expands_composites = False  # composite blocks are expanded into their smaller blocks
         # The path at the start of the current stage, and the blocks that the stage opened there.
         self.stage_blocks: tuple[Path, dict[Path, None]] = ((), {})
         self.placeholder_writer: Callable[[Path, FlowValue | None, MissingWeightError], FlowValue] | None = None
         self.has_placeholders = False  # a stage with missing weights was replaced by an edit
         self._stage = object()
-        self._owners: dict[Path, object] = {}  # block path -> the stage that uses it
-        self._last: dict[Path, Path] = {}  # requested block path -> the path that it last became
+        self._stage_of_path: dict[Path, object] = {}  # block path -> the stage that uses it
+        self._latest_paths: dict[Path, Path] = {}  # requested block path -> the path that it last became
 
     # -- block paths -------------------------------------------------------------------------
 
@@ -120,8 +120,8 @@ class Emit(SpecBuilders[FlowValue]):
         """
         origin = self.builder.origin
         path = (*origin.path, *segments)
-        block_path = self._last.get(path, path) if again else self._unique_path(origin.path, segments)
-        self._last[path] = block_path
+        block_path = self._latest_paths.get(path, path) if again else self._unique_path(origin.path, segments)
+        self._latest_paths[path] = block_path
         if segments and origin.path == self.stage_blocks[0]:
             self.stage_blocks[1][block_path] = None
         with self.builder.origin_scope(replace(origin, path=block_path)):
@@ -156,7 +156,7 @@ class Emit(SpecBuilders[FlowValue]):
         """Return the path with a number after its last name, if another stage uses the path already."""
         names = [i for i, segment in enumerate(segments) if isinstance(segment, str)]
         path, number = (*prefix, *segments), 1
-        while names and self._owners.setdefault(path, self._stage) is not self._stage:
+        while names and self._stage_of_path.setdefault(path, self._stage) is not self._stage:
             number += 1
             name_index = names[-1]
             path = (*prefix, *segments[:name_index], f"{segments[name_index]}_{number}", *segments[name_index + 1 :])
@@ -201,7 +201,7 @@ class Emit(SpecBuilders[FlowValue]):
                 "array, emit.param(key) for a weight, emit.jax(fn, value) for a JAX function"
             )
         if value.emit is not self:
-            raise GraphError(f"{self.path}: a value of another flow, or kept from an earlier build, is used here")
+            raise GraphError(f"{self.path}: a value of another flow, or of an earlier build, is used here")
         return self.to_current_body(value.value)
 
     def weight(

@@ -75,11 +75,11 @@ def yarn_scaling(
     """
     width = 2 * len(freqs)
 
-    def place(turns: float) -> float:
+    def index_of(rotations: float) -> float:
         """Return the fractional index of the frequency with this number of rotations."""
-        return width * math.log(original_context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return width * math.log(original_context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = place(beta_fast), place(beta_slow)
+    low, high = index_of(beta_fast), index_of(beta_slow)
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
@@ -95,7 +95,7 @@ def yarn_factor(factor: float, mscale: float | None = None, mscale_all_dim: floa
     """Return YaRN's factor of cos and sin: `0.1 ln(factor) + 1`, or, with both arguments `mscale…`, the ratio of
     `0.1 mscale ln(factor) + 1` for the two."""
 
-    def grown(by: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
+    def scale_for(mscale: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
-    return grown(mscale) / grown(mscale_all_dim) if mscale and mscale_all_dim else grown(1.0)
+    return scale_for(mscale) / scale_for(mscale_all_dim) if mscale and mscale_all_dim else scale_for(1.0)
