@@ -133,7 +133,7 @@ def test_sentence_transformers(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, again.model.params, encoder.model.params)
 
 
-@pytest.mark.filterwarnings("ignore:.*weights of the others are left")
+@pytest.mark.filterwarnings("ignore:.*weights of other parts are not read")
 def test_the_tower_that_is_not_built(tmp_path: Path) -> None:
     """Is copied, and the text model's weights have the names of the whole again."""
     source = tmp_path / "m"
