@@ -13,7 +13,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import errors
-from rlx_jax.generate.drafters import MAX_NGRAM, find_ngram, make_drafter
+from rlx_jax.generate.drafters import LONGEST_NGRAM, find_ngram, make_drafter
 from rlx_jax.text.tokenizer import load_tokenizer
 from tests import test_cross_attention, test_mesh, test_recurrent
 from tests.divided import RING_VOCAB as VOCAB
@@ -51,7 +51,7 @@ def test_the_place_of_an_end() -> None:
 def common_end(one: np.ndarray, other: np.ndarray) -> int:
     """How many last tokens two texts share, as far as is looked."""
     n = 0
-    while n < min(len(one), len(other), MAX_NGRAM) and one[-1 - n] == other[-1 - n]:
+    while n < min(len(one), len(other), LONGEST_NGRAM) and one[-1 - n] == other[-1 - n]:
         n += 1
     return n
 

@@ -311,7 +311,7 @@ def _type_list(types: Mapping[str, Any]) -> str:
 
 
 # The longest n-gram at the end of the text that is compared with earlier text.
-MAX_NGRAM = 8
+LONGEST_NGRAM = 8
 
 
 @dataclass(frozen=True)
@@ -373,7 +373,7 @@ class PromptLookup:
 def find_ngram(tokens: Array, last: Array) -> tuple[Array, Array]:
     """Find an earlier occurrence of the n-gram at the end of a text.
 
-    The longest match counts, of at most `MAX_NGRAM` tokens, and the latest of several.
+    The longest match counts, of at most `LONGEST_NGRAM` tokens, and the latest of several.
 
     Args:
         tokens: `[B, T]`.
@@ -386,7 +386,7 @@ def find_ngram(tokens: Array, last: Array) -> tuple[Array, Array]:
     indices = jnp.arange(width, dtype=jnp.int32)[None]
     match_len = jnp.zeros(tokens.shape, jnp.int32)  # number of matching tokens, for a match that ends at each index
     same = indices < last[:, None]
-    for back in range(min(MAX_NGRAM, width)):
+    for back in range(min(LONGEST_NGRAM, width)):
         end = jnp.take_along_axis(tokens, (last - back)[:, None], axis=1, mode="clip")
         earlier = jnp.pad(tokens[:, : width - back], ((0, 0), (back, 0)), constant_values=-1)
         same = same & (earlier == end)
