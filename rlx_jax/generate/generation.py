@@ -25,7 +25,7 @@ from rlx_jax.generate.stop_strings import stable_prefix, stop_length
 from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.model import BoundProgram
 from rlx_jax.runtime.programs import state_shardings
-from rlx_jax.runtime.report import RequestReport, Speculated
+from rlx_jax.runtime.report import RequestReport, SpeculativeCounts
 from rlx_jax.runtime.sequence_state import LENGTH, as_state
 
 AnyArray = Any
@@ -67,7 +67,7 @@ class NewTokens:
     failed: dict[int, int] = field(default_factory=dict)
     num_added: dict[int, int] = field(default_factory=dict)
     ended_rows: list[int] = field(default_factory=list)
-    speculated: Speculated | None = None
+    speculated: SpeculativeCounts | None = None
     log_probs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     top_logprobs: dict[int, list[tuple[tuple[int, float], ...]]] = field(default_factory=lambda: defaultdict(list))
     report: RequestReport | None = None
@@ -149,7 +149,7 @@ class Generation:
     tokens: AnyArray
     cache_len: int
     block_steps: int = 1
-    speculated: Speculated | None = None
+    speculated: SpeculativeCounts | None = None
     device_log_probs: LogProbs | None = None
     log_probs: LogProbs | None = None
     snapshot: StateArrays | None = None
@@ -168,7 +168,7 @@ class Generation:
                 self._advance()
             block, counts, self.log_probs = jax.device_get((tokens, counts, log_probs))
             if counts is not None:
-                self.speculated = Speculated(*counts.tolist())
+                self.speculated = SpeculativeCounts(*counts.tolist())
             self.returned_tokens = tokens
             if self.returned_blocks is not None:
                 # Copied, as the array may be a view that keeps a larger buffer alive.

@@ -140,7 +140,7 @@ def check_ids(label: str, value: Any, rows: int, from_device: bool) -> None:
         TokenIdError: one is not; the message has its position and value.
     """
     if (array := host_view(value, from_device)) is not None:
-        ids_in(label, array, rows)
+        ids_in_range(label, array, rows)
 
 
 def host_value(name: str, value: Any, declared: TensorType, rows: int | None, from_device: bool) -> Any:
@@ -263,10 +263,10 @@ def token_ids(label: str, value: Any, rows: int) -> np.ndarray[Any, Any]:
     Raises:
         TokenIdError: ragged, not integers, or out of range; the message has the position and the value.
     """
-    return ids_in(label, id_array(label, value, rows), rows)
+    return ids_in_range(label, to_id_array(label, value, rows), rows)
 
 
-def id_array(
+def to_id_array(
     label: str, value: Any, rows: int, padding: str = "pass lengths= where the model takes it"
 ) -> np.ndarray[Any, Any]:
     """Return ids as an array of integers, without the check of their range; the first half of `token_ids`.
@@ -288,12 +288,12 @@ def id_array(
         raise _ids_error(label, value, array, rows)
     if isinstance(value, np.ma.MaskedArray):
         raise TokenIdError(f"{label}: a masked array, and its mask would be lost; pass .filled(id), and {padding}")
-    check_elements(array.shape, label)  # before `ids_in` scans all of them
+    check_elements(array.shape, label)  # before `ids_in_range` scans all of them
     limits.check_memory(array.size * 4, label)
     return array
 
 
-def ids_in(label: str, array: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any, Any]:
+def ids_in_range(label: str, array: np.ndarray[Any, Any], rows: int) -> np.ndarray[Any, Any]:
     """Return ids in native byte order, checked to be in `[0, rows)`; the second half of `token_ids`.
 
     Raises:
@@ -402,7 +402,7 @@ def check_rows(values: Mapping[str, Any], bounds: Bounds, sizes: Mapping[str, in
         check_ids(f"input {name}", values.get(name), min(bind_dim(dim, sizes) for dim in rows), from_device)
 
 
-def check_counted(sizes: Mapping[str, int], bounds: Bounds, flow: str) -> None:
+def check_total_length(sizes: Mapping[str, int], bounds: Bounds, flow: str) -> None:
     """Check that the sequence length of a call, the sum of `bounds.position_dims`, fits the model's positions.
 
     Raises:

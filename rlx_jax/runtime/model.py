@@ -153,8 +153,8 @@ class CompiledModel(ModelProgram):
                         raise
                 # The arguments are on other devices than those that the executable was compiled for.
                 if (shardings := self.programs.shardings(key, inputs)) is not None:
-                    places = (shardings.params, {name: shardings.state[name] for name in state}, shardings.inputs)
-                    return executable.run(*jax.device_put((dict(params), state, inputs), places))
+                    placement = (shardings.params, {name: shardings.state[name] for name in state}, shardings.inputs)
+                    return executable.run(*jax.device_put((dict(params), state, inputs), placement))
                 # Without a mesh there is no required placement: jax.jit compiles once more for each.
                 return self.programs.function(key).jitted(params, state, inputs)
         except (RuntimeError, ValueError, TypeError, KeyError) as error:
@@ -292,8 +292,10 @@ class CompiledModel(ModelProgram):
             WeightShapeError: a parameter is missing, unknown, or has another shape or dtype.
         """
         check_params(params, self.param_specs())
-        traced, resting = is_traced(params.values()), self.programs.storage_shardings()
-        placed_params = dict(params) if traced or resting is None else jax.device_put(dict(params), resting)
+        traced, storage_shardings = is_traced(params.values()), self.programs.storage_shardings()
+        placed_params = (
+            dict(params) if traced or storage_shardings is None else jax.device_put(dict(params), storage_shardings)
+        )
         return replace(self, params=placed_params, traced=traced)
 
     def init(self, key: jax.Array | int) -> dict[str, jax.Array]:

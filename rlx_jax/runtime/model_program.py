@@ -16,10 +16,10 @@ from rlx_jax.runtime.inputs import (
     as_row,
     bind_names,
     bind_sizes,
-    check_counted,
     check_new_tokens,
     check_required,
     check_rows,
+    check_total_length,
     refuse_unread,
     value_or_spec,
 )
@@ -150,7 +150,7 @@ class ModelProgram:
             symbols = {symbol for t in declared.values() for symbol in t.symbols}
             sizes = {symbol: size for symbol, size in sizes.items() if symbol in symbols}
         values = to_model_devices({n: values[n] for n in declared}, self.programs.model_sharding)
-        check_counted(sizes, bounds, flow.name)
+        check_total_length(sizes, bounds, flow.name)
         check_rows(values, bounds, sizes, devices)
         arrays = state_arrays(self.program, template.state, state, sizes)
         if self.program in CACHED_PROGRAMS:

@@ -334,8 +334,8 @@ def init_model_params(programs: Programs, built: Built, key: jax.Array, label: s
     Raises:
         LimitError, DeviceOutOfMemoryError: there is not enough memory for them.
     """
-    leaves, resting = programs.layout.params, programs.storage_shardings()
-    shardings = resting or {}
+    leaves, storage_shardings = programs.layout.params, programs.storage_shardings()
+    shardings = storage_shardings or {}
     sizes = [shard_type(t, shardings.get(name)).nbytes for name, t in programs.layout.types().items()]
     if not isinstance(key, jax.core.Tracer):
         # Values are sampled in f32 and then scaled, which takes a temporary array.
@@ -345,7 +345,7 @@ def init_model_params(programs: Programs, built: Built, key: jax.Array, label: s
         return initial_params(expand_composites(built.hir, built.types), leaves, key, built.inits)
 
     with out_of_memory(label):
-        return init(key) if resting is None else jax.jit(init, out_shardings=resting)(key)
+        return init(key) if storage_shardings is None else jax.jit(init, out_shardings=storage_shardings)(key)
 
 
 # -- `missing="init"` of `rlx_jax.compile` -----------------------------------------------------

@@ -21,7 +21,7 @@ from rlx_jax.lowering.inspect.hlo import count_collectives, without_layer_number
 from rlx_jax.lowering.lir.plan import Layout, Lir
 from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.runtime.block_times import shorten
-from rlx_jax.runtime.inputs import check_counted
+from rlx_jax.runtime.inputs import check_total_length
 from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.programs import Programs
 
@@ -45,7 +45,7 @@ WIDTHS = (7, 7, 7, 8, 6, 6, 7)
 
 
 @dataclass(frozen=True)
-class Speculated:
+class SpeculativeCounts:
     """Counts of speculative decoding, summed over all rows.
 
     Attributes:
@@ -226,7 +226,7 @@ class Report:
     whole: tuple[str, ...] = ()
     collectives: Mapping[str, int] = field(default_factory=dict)
     embedding: str = ""
-    speculative: Speculated | None = None
+    speculative: SpeculativeCounts | None = None
     seed: int | None = None
     initialised: tuple[str, ...] = ()
     ignored_fields: tuple[str, ...] = ()
@@ -408,7 +408,7 @@ def report_of(
     report = model_report(programs, template, settings, seconds)
     if sizes:
         cost = template.cost(sizes)
-        check_counted(sizes, template.bounds, template.built.name)
+        check_total_length(sizes, template.bounds, template.built.name)
         return replace(report, **asdict(cost))
     executable = programs.executables.get(last) if last else None
     if executable is None:  # nothing ran yet, or its program was evicted

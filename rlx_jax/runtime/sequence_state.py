@@ -71,8 +71,10 @@ class EmptyState:
 
     def __call__(self) -> StateArrays:
         empty = {key: jnp.zeros(t.shape, t.dtype) for key, t in self.types}
-        places = {key: self.shardings[key] for key in empty if key in self.shardings}
-        return empty | {key: jax.lax.with_sharding_constraint(empty[key], sharding) for key, sharding in places.items()}
+        shardings = {key: self.shardings[key] for key in empty if key in self.shardings}
+        return empty | {
+            key: jax.lax.with_sharding_constraint(empty[key], sharding) for key, sharding in shardings.items()
+        }
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 from rlx_jax.errors import RequestError, SequenceLengthError, TokenIdError, number, shown
 from rlx_jax.io import limits
 from rlx_jax.ir.types import short_name
-from rlx_jax.runtime.inputs import as_host_array, id_array, ids_in, is_foreign, read_array
+from rlx_jax.runtime.inputs import as_host_array, ids_in_range, is_foreign, read_array, to_id_array
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
 LIST_ITEM_BYTES = 40  # memory of an id in a Python list, and approximately of the list object itself
@@ -45,7 +45,7 @@ def token_block(
     if mask is not None and is_text:
         raise RequestError(f"{name}: attention_mask goes with token ids, padded to [batch, seq]; strings need none")
     padding_advice = "pass lengths= where the model takes it" if mask is None else "mark it in attention_mask"
-    array = id_array(name, tokens, vocab_size, padding_advice)
+    array = to_id_array(name, tokens, vocab_size, padding_advice)
     if array.ndim != 2 or 0 in array.shape:
         raise RequestError(f"{name}: expected [batch, seq] with at least one token, got shape {list(array.shape)}")
     if mask is not None and lengths is not None:
@@ -56,7 +56,7 @@ def token_block(
         keep = positions < valid[:, None]
     else:
         keep, valid, starts = mask_spans(mask, array.shape)
-    block = ids_in(name, np.where(keep, array, 0), vocab_size).astype(np.int32)
+    block = ids_in_range(name, np.where(keep, array, 0), vocab_size).astype(np.int32)
     if starts.any():
         block = np.take_along_axis(block, (positions + starts[:, None]) % block.shape[1], axis=1)
     return block, valid, starts
