@@ -132,7 +132,7 @@ class Sampler:
     min_p: float | None = option(
         None, "P", "leave out what is less likely than P times the likeliest", low=0.0, high=1.0, sampling_only=True
     )
-    repetition_penalty: float = option(1.0, "R", "above 1: what was said gets less likely")
+    repetition_penalty: float = option(1.0, "R", "above 1: tokens that the text has get less likely")
     logit_bias: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
