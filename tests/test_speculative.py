@@ -170,7 +170,7 @@ def test_models_that_cannot_draft() -> None:
     with pytest.raises(errors.RequestError, match=r"cannot draft for windows: it has \d+ tokens, expected 19"):
         lm.generate(PROMPTS[0], speculative=other)
     short = rlx.CausalLM(replace(flow, name="short"), weights, max_positions=12)
-    with pytest.raises(errors.SequenceLengthError, match=r"speculative: prompts\[0\].* 73 positions.* knows 12"):
+    with pytest.raises(errors.SequenceLengthError, match=r"speculative: prompts\[0\].* 73 positions.* has 12"):
         lm.generate(PROMPTS[0], speculative=short)
     buckets = rlx.CompileProfile().replace(buckets={"prompt": [64], "batch": [1]})
     with pytest.raises(errors.RequestError, match="it has 12 positions, and the buckets of windows go up to 64"):
@@ -251,7 +251,7 @@ def test_drafts_over_a_mesh() -> None:
 def test_models_on_other_devices_cannot_draft() -> None:
     """One on one device and one over several; the error says where each is."""
     one, many = (test_mesh.lm("llama", *place)._lm for place in ((), ("data tensor", 4)))
-    with pytest.raises(errors.UnsupportedError, match="over one device and a mesh of data 2 × tensor 2; make both"):
+    with pytest.raises(errors.UnsupportedError, match="on one device and a mesh of data 2 × tensor 2; load both"):
         make_drafter(one, 3, many)
     with pytest.raises(errors.UnsupportedError, match="over a mesh of data 2 × tensor 2 and one device; make both"):
         make_drafter(many, 3, one)
