@@ -121,7 +121,7 @@ def test_an_iterator_is_read_as_it_goes(bert: Any, monkeypatch: pytest.MonkeyPat
             yield one
 
     want = bert.embed(ids)
-    monkeypatch.setattr(embedding, "CHUNK", 5)
+    monkeypatch.setattr(embedding, "TEXTS_PER_CHUNK", 5)
     assert_same(bert.embed(source(), show_progress=True), want)
     assert read == ids
     told = capsys.readouterr().err
@@ -137,7 +137,7 @@ def test_an_iterator_is_read_as_it_goes(bert: Any, monkeypatch: pytest.MonkeyPat
 
 def test_a_bad_text_of_a_later_chunk(bert: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is named by its number among all."""
-    monkeypatch.setattr(embedding, "CHUNK", 3)
+    monkeypatch.setattr(embedding, "TEXTS_PER_CHUNK", 3)
     for bad, error, message in (
         ([97], TokenIdError, r"texts\[7\]\[0\]: id 97"), ([1] * 41, SequenceLengthError, r"texts\[7\]"),
         ([], RequestError, r"texts\[7\] has no token ids"),

@@ -108,7 +108,7 @@ class Checkpoint:
     @cached_property
     def processor(self) -> ImageProcessor | None:
         """The image processor; None if there is none. Errors as `load_processor`."""
-        return load_processor(self.folder, self.pretrained.images)
+        return load_processor(self.folder, self.pretrained.processor_prefix)
 
     def bind(self, recipe: Any) -> Any:
         """Return a recipe bound to the weights of this checkpoint, which must have the same config.
@@ -122,7 +122,7 @@ class Checkpoint:
         """
         stored: Any = self.pretrained.recipe
         if not hasattr(recipe, "config"):
-            return record_ignored(recipe, self.pretrained.ignored)
+            return record_ignored(recipe, self.pretrained.ignored_fields)
         cfg, ref, remedy = recipe.config, stored.config, "make it with rlx_jax.recipe_for of that checkpoint"
         if type(cfg) is not type(ref):
             raise ConfigError(
@@ -141,7 +141,7 @@ class Checkpoint:
             )
         shared = ["config", "layout", "prefix", "weights"] + ["hidden_only"] * getattr(stored, "hidden_only", False)
         rebound = replace(recipe, **{n: getattr(stored, n) for n in shared if hasattr(recipe, n)})
-        return record_ignored(rebound, self.pretrained.ignored)
+        return record_ignored(rebound, self.pretrained.ignored_fields)
 
 
 def open_checkpoint(

@@ -26,7 +26,7 @@ from rlx_jax.runtime.program_key import Variant
 from rlx_jax.text.request_checks import Ids
 
 # Texts that are read and tokenised at once, in a thread, while the previous chunk runs.
-CHUNK = 2048
+TEXTS_PER_CHUNK = 2048
 # Maximum number of calls in flight; bounds the memory of results that are not fetched yet.
 MAX_IN_FLIGHT = 32
 # Number of threads that make calls, by platform; 1 if not listed. On a CPU, XLA runs the calls of one thread one after
@@ -204,9 +204,9 @@ class Stream:
 
 
 def chunks(items: Iterable[T], size: int | None = None) -> Iterator[tuple[int, list[T]]]:
-    """Yield (index of the first item, consecutive items), `size` or `CHUNK` items at a time."""
+    """Yield (index of the first item, consecutive items), `size` or `TEXTS_PER_CHUNK` items at a time."""
     source, start = iter(items), 0
-    while chunk := list(islice(source, size or CHUNK)):
+    while chunk := list(islice(source, size or TEXTS_PER_CHUNK)):
         yield start, chunk
         start += len(chunk)
 

@@ -108,7 +108,7 @@ class Encoder(TaskModel):
         self.max_positions = supported_positions(self.model)
         if not isinstance(pipeline, SentencePipeline | None):
             raise RequestError(f"pipeline is {shown(pipeline)}; expected a SentencePipeline")
-        self.pools = pipeline is None and POOLED in self.model.output_names
+        self._has_pooled_output = pipeline is None and POOLED in self.model.output_names
         self.pipeline = pipeline or SentencePipeline()
         self.buckets = self.model.settings.buckets
         check_buckets(self.buckets, self.max_positions)
@@ -228,7 +228,7 @@ class Encoder(TaskModel):
         rows, total, single = self._requests(texts, prompt_text, prompt_argument)
         if show_progress is None:
             show_progress = total is not None and total >= PROGRESS_THRESHOLD and sys.stderr.isatty()
-        width = pooled_width(self.model) if self.pools else self.width * len(self.pipeline.pooling)
+        width = pooled_width(self.model) if self._has_pooled_output else self.width * len(self.pipeline.pooling)
         clock = self.model.programs.start_timer()
         stream = Stream(batcher, np.zeros((total or 0, width), np.float32))
         try:
@@ -365,25 +365,25 @@ class Encoder(TaskModel):
     @functools.cached_property
     def packing(self) -> str:
         """Reason why `embed` gives each text a row of its own; empty if texts share rows."""
-        if self.pools:
+        if self._has_pooled_output:
             return f"the flow's output {POOLED!r} is one vector for a row"
         if self.padding is not None:
             return "texts are padded, and the padding is read"
         if self.buckets.batch or self.buckets.prompt:
             return "the profile's buckets define the block sizes"
-        return self._why_not("packed", read_mask_names(self.model))
+        return self._unavailable_reason("packed", read_mask_names(self.model))
 
     @functools.cached_property
     def own_lengths(self) -> str:
         """Reason why rows run at their own lengths; empty if they are padded, so that no token reads padding."""
-        return self._why_not("padded", frozenset({MASK}))
+        return self._unavailable_reason("padded", frozenset({MASK}))
 
     @functools.cached_property
     def _left_context_reason(self) -> str:
         """Description of what reads all preceding tokens, including padding in front; empty if nothing does."""
         return find_causal_block(self.model.template().hir)
 
-    def _why_not(self, program: str, input_names: frozenset[str]) -> str:
+    def _unavailable_reason(self, program: str, input_names: frozenset[str]) -> str:
         """Return the reason why the derived `program` is not available with these inputs; empty if it is."""
         return self.model.programs.derivation_error(self.model.name, program, input_names)
 
@@ -396,7 +396,7 @@ class Encoder(TaskModel):
         Raises:
             DeriveError: the profile has buckets for lengths, but tokens may read the padding that buckets add.
         """
-        reason = self._why_not("padded", input_names)
+        reason = self._unavailable_reason("padded", input_names)
         if not reason:
             return RowBatcher(replace(self.model, program="padded", last_key=None), self.buckets, self.max_positions)
         if self.buckets.prompt:
@@ -417,7 +417,9 @@ class Encoder(TaskModel):
         skip = None if self.pipeline.include_prompt else prompt_tokens
         if self.packing:
             rows = self._row_batcher() if self.padding is None else self._exact_batcher(frozenset())
-            return replace(rows, pipeline=None if self.pools else self.pipeline, tokens=max_tokens, skip=skip)
+            return replace(
+                rows, pipeline=None if self._has_pooled_output else self.pipeline, tokens=max_tokens, skip=skip
+            )
         settings = self.model.settings
         sizes = sizes_for(
             costs_on(settings.target),

@@ -25,7 +25,7 @@ from rlx_jax.text.request_checks import Ids, pad_rows
 from rlx_jax.text.token_model import primary_output
 
 # Maximum number of rows of a call, if the profile has no buckets for it.
-BATCH = 32
+MAX_ROWS = 32
 
 
 def read_mask_names(model: CompiledModel) -> frozenset[str]:
@@ -70,7 +70,7 @@ class RowBatcher:
         if self.one_row_per_call:
             rows = 1
         else:
-            rows = fit_bucket(buckets.batch, rows) or buckets.rows(bucket_size(rows, 1, BATCH))
+            rows = fit_bucket(buckets.batch, rows) or buckets.rows(bucket_size(rows, 1, MAX_ROWS))
         return rows, width if self.exact else block_width(buckets, width, self.max_positions)
 
     def outputs(self, block: Ids, inputs: Mapping[str, Any], rows: int, width: int) -> Any:
@@ -90,7 +90,7 @@ class RowBatcher:
 
     def plan_calls(self, lengths: Sequence[int]) -> Iterator[tuple[list[int], tuple[int, int]]]:
         """Yield (row numbers, sizes of the program) of each call, shortest rows first."""
-        max_rows = 1 if self.one_row_per_call else self.buckets.batch[-1] if self.buckets.batch else BATCH
+        max_rows = 1 if self.one_row_per_call else self.buckets.batch[-1] if self.buckets.batch else MAX_ROWS
         order = sorted(range(len(lengths)), key=lambda row: lengths[row])
         while order:
             candidates = order[:max_rows]

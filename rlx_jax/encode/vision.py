@@ -26,7 +26,7 @@ from rlx_jax.text.token_model import TaskModel, primary_output
 from rlx_jax.weights.format import CompileOptions, OpenOptions
 
 # Maximum number of images of a call, if the profile has no buckets for it.
-BATCH = 32
+MAX_IMAGES = 32
 
 
 class VisionEncoder(TaskModel):
@@ -134,7 +134,7 @@ class VisionEncoder(TaskModel):
     @property
     def _max_batch(self) -> int:
         """Maximum number of images in a batch."""
-        return self.buckets.batch[-1] if self.buckets.batch else BATCH
+        return self.buckets.batch[-1] if self.buckets.batch else MAX_IMAGES
 
     def _run_batch(self, pixels: Any) -> Vectors:
         """Return the vectors of a batch, padded with zeros to one of few sizes, so that few programs compile."""

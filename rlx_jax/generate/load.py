@@ -108,10 +108,10 @@ def check_kind(checkpoint: Checkpoint) -> None:
             f"{quote(folder.path)}: modules.json lists modules of sentence-transformers after a model of kind "
             f"{quote(pretrained.kind)}; supported are encoders of texts, and decoders of rlx_jax without their head"
         )
-    if pipeline is None and pretrained.head:  # with a pipeline, sentence-transformers leaves the head out too
+    if pipeline is None and pretrained.head_keys:  # with a pipeline, sentence-transformers leaves the head out too
         warnings.warn(
             f"{quote(folder.path)}: only the encoder is loaded, and not the head of its task, which is not built: "
-            f"{len(pretrained.head)} weights are left out, {listing(pretrained.head)}",
+            f"{len(pretrained.head_keys)} weights are left out, {listing(pretrained.head_keys)}",
             RlxWarning,
             stacklevel=3,
         )
@@ -147,7 +147,7 @@ def open_causal(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Ca
             raise ConfigError(f"{where} is {list(ids)}; expected ids in [0, {pretrained.vocab_size})")
     return CausalLM(
         ModelFlow.from_recipe(recipe), tokenizer=tokenizer, eos_ids=eos, bos_id=bos,
-        max_positions=pretrained.max_positions, **options.compiling(),
+        max_positions=pretrained.max_positions, **options.compile_options(),
     )  # fmt: skip
 
 
@@ -157,20 +157,20 @@ def open_encoder(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> E
     return Encoder(
         ModelFlow.from_recipe(recipe), tokenizer=tokenizer, pipeline=checkpoint.pipeline,
         padding=text_padding(pretrained.recipe, tokenizer), max_positions=pretrained.max_positions,
-        **options.compiling(),
+        **options.compile_options(),
     )  # fmt: skip
 
 
 def open_vision(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> VisionEncoder:
     """Return a recipe as a `VisionEncoder`, with the image processor of the checkpoint."""
-    return VisionEncoder(ModelFlow.from_recipe(recipe), processor=checkpoint.processor, **options.compiling())
+    return VisionEncoder(ModelFlow.from_recipe(recipe), processor=checkpoint.processor, **options.compile_options())
 
 
 def open_dual(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> DualEncoder:
     """Return a recipe of two towers as a `DualEncoder`, with the tokenizer and image processor of the checkpoint."""
     return DualEncoder(
         recipe.of("text"), recipe.of("vision"), similarity=recipe.of("similarity"), tokenizer=checkpoint.tokenizer,
-        processor=checkpoint.processor, padding=text_padding(recipe, checkpoint.tokenizer), **options.compiling(),
+        processor=checkpoint.processor, padding=text_padding(recipe, checkpoint.tokenizer), **options.compile_options(),
     )  # fmt: skip
 
 

@@ -144,7 +144,7 @@ class DualFlow(Recipe[C]):
             parts = (*TOWERS, "*") if self.part == "similarity" else (name for name in TOWERS if name != self.part)
             flow = replace(flow, _other_parts=tuple(parts))
         if self.part in TOWERS:
-            return nest_stages(self.part, flow, (text if self.part == "text" else vision).tower(flow))
+            return nest_stages(self.part, flow, (text if self.part == "text" else vision).add_tower(flow))
         if self.part == "similarity":
             flow = self.add_similarity(flow)
             # Only edits of blocks apply to the comparison; other edits were applied to the towers.
@@ -153,10 +153,10 @@ class DualFlow(Recipe[C]):
         pool = vision.pool()
         if pool is None:
             raise ConfigError(f"{self.name}: the vision tower has no head, so there is no vector to compare")
-        images = vision.body(vision.inputs(flow).bind(batch=self.batch)).stage(pool)
-        flow = text.inputs(nest_stages("vision", flow, images).store_stream("images"), "texts")
+        images = vision.add_layers(vision.add_inputs(flow).bind(batch=self.batch)).stage(pool)
+        flow = text.add_inputs(nest_stages("vision", flow, images).store_stream("images"), "texts")
         flow = flow.custom_named("texts", lambda emit, x: emit.flow_input("input_ids"))
-        flow = nest_stages("text", flow, text.body(flow).stage(text.pool())).stage(self.similarity)
+        flow = nest_stages("text", flow, text.add_layers(flow).stage(text.pool())).stage(self.similarity)
         return self.hooks.edit(flow).output("logits_per_text")
 
     @property

@@ -6,6 +6,7 @@ A family is its config, the stages before its layers, and its layer; `families.p
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self, TypeVar
@@ -43,7 +44,15 @@ class TowerFlow(Recipe[L]):
     name: str = "tower"
     prefix: str = ""
 
-    def inputs(self, flow: ModelFlow, rows: str = "batch") -> ModelFlow:
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # Families of other packages may still define these methods under their former names.
+        for old, new in (("opening", "embedding_stages"), ("closing", "final_stages")):
+            if old in vars(cls):
+                warnings.warn(f"{cls.__name__}.{old} is now {new}", DeprecationWarning, stacklevel=2)
+                setattr(cls, new, vars(cls)[old])
+
+    def add_inputs(self, flow: ModelFlow, rows: str = "batch") -> ModelFlow:
         """Return the flow with the inputs added; `rows` is the name of their first axis."""
         raise NotImplementedError
 
@@ -66,14 +75,14 @@ class TowerFlow(Recipe[L]):
     def assemble(self) -> ModelFlow:
         """Return the flow, bound to its weights if there are any."""
         flow = ModelFlow(self.name, profile=self.hooks.profile, _max_positions=self.max_positions)
-        return self.tower(flow.with_weights(self.weights, leave=self.unread_keys()))
+        return self.add_tower(flow.with_weights(self.weights, leave=self.unread_keys()))
 
-    def tower(self, flow: ModelFlow) -> ModelFlow:
+    def add_tower(self, flow: ModelFlow) -> ModelFlow:
         """Return the flow with the tower's inputs, stages and outputs added."""
-        flow, pool = self.body(self.inputs(flow).bind(batch=self.batch)), self.pool()
+        flow, pool = self.add_layers(self.add_inputs(flow).bind(batch=self.batch)), self.pool()
         return (flow if pool is None else flow.stage(SideOutput(POOLED, pool))).output("hidden_states")
 
-    def body(self, flow: ModelFlow) -> ModelFlow:
+    def add_layers(self, flow: ModelFlow) -> ModelFlow:
         """Return the flow with the stages from the inputs to the hidden states added."""
         return (
             flow.stage(*self.embedding_stages())
@@ -138,7 +147,7 @@ class EncoderFlow(TowerFlow[E]):
         """Return keys that are left unread on purpose: position ids, the pooler and task heads."""
         return (self.key("embeddings.position_ids"), self.key("pooler."), "pooler.", *self.head_prefixes)
 
-    def inputs(self, flow: ModelFlow, rows: str = "batch") -> ModelFlow:
+    def add_inputs(self, flow: ModelFlow, rows: str = "batch") -> ModelFlow:
         flow = flow.input("input_ids", (rows, "seq"), dtype="int32")
         for name, default in self.optional_inputs:
             flow = flow.input(name, (rows, "seq"), dtype="int32", default=default)

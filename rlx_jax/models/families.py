@@ -40,19 +40,19 @@ class Pretrained:
         kind: what the model is for.
         vocab_size: number of token ids; 0 if the model does not read tokens.
         max_positions: the longest sequence in tokens; None without a limit.
-        images: prefix of the image processor's class, such as `ViT` for `ViTImageProcessor`; empty if it reads no
-            images.
-        head: keys of a task's head in the checkpoint, which the recipe does not read.
-        ignored: fields of the config that the caller ignored.
+        processor_prefix: prefix of the image processor's class, such as `ViT` for `ViTImageProcessor`; empty if the
+            model reads no images.
+        head_keys: keys of a task's head in the checkpoint, which the recipe does not read.
+        ignored_fields: fields of the config that the caller ignored.
     """
 
     recipe: ModelRecipe
     kind: ModelKind
     vocab_size: int = 0
     max_positions: int | None = None
-    images: str = ""
-    head: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
+    processor_prefix: str = ""
+    head_keys: tuple[str, ...] = ()
+    ignored_fields: tuple[str, ...] = ()
 
 
 Opener = Callable[[Fields, WeightSource], Pretrained]
@@ -91,11 +91,11 @@ class Family:
         return Family(opener, architectures, partial(opener, headless=True))
 
     @staticmethod
-    def of(recipe: type[Recipe[Any]], kind: ModelKind, images: str, *architectures: str) -> Family:
-        """Return a family of recipes for models of a kind. `images`: see `Pretrained`."""
+    def of(recipe: type[Recipe[Any]], kind: ModelKind, processor_prefix: str, *architectures: str) -> Family:
+        """Return a family of recipes for models of a kind. `processor_prefix`: see `Pretrained`."""
 
         def opener(config: Fields, source: WeightSource) -> Pretrained:
-            return bind_recipe(recipe.for_prefill(config), source, kind, images)
+            return bind_recipe(recipe.for_prefill(config), source, kind, processor_prefix)
 
         return Family(opener, architectures)
 
@@ -105,14 +105,14 @@ class Family:
         return Family.of(recipe, "encoder", "", *architectures)
 
     @staticmethod
-    def vision(recipe: type[VisionFlow[Any]], images: str, *architectures: str) -> Family:
-        """Return a family of vision towers. `images`: see `Pretrained`."""
-        return Family.of(recipe, "vision", images, *architectures)
+    def vision(recipe: type[VisionFlow[Any]], processor_prefix: str, *architectures: str) -> Family:
+        """Return a family of vision towers. `processor_prefix`: see `Pretrained`."""
+        return Family.of(recipe, "vision", processor_prefix, *architectures)
 
     @staticmethod
-    def dual(recipe: type[DualFlow[Any]], images: str, *architectures: str) -> Family:
-        """Return a family with a text tower and an image tower. `images`: see `Pretrained`."""
-        return Family.of(recipe, "dual", images, *architectures)
+    def dual(recipe: type[DualFlow[Any]], processor_prefix: str, *architectures: str) -> Family:
+        """Return a family with a text tower and an image tower. `processor_prefix`: see `Pretrained`."""
+        return Family.of(recipe, "dual", processor_prefix, *architectures)
 
     @staticmethod
     def with_images(part: TextPart, *architectures: str) -> Family:
@@ -120,7 +120,7 @@ class Family:
 
         def opener(config: Fields, source: WeightSource, headless: bool = False) -> Pretrained:
             inner = FAMILIES[part.text_type]
-            return ((inner.headless if headless else None) or inner.open)(*part.of(config, source))
+            return ((inner.headless if headless else None) or inner.open)(*part.extract(config, source))
 
         return Family(opener, architectures, partial(opener, headless=True))
 
@@ -135,12 +135,12 @@ class Family:
         return Family(opener, tuple(name for f in families for name in f.architectures))
 
 
-def bind_recipe(recipe: Recipe[Any], source: WeightSource, kind: ModelKind, images: str = "") -> Pretrained:
+def bind_recipe(recipe: Recipe[Any], source: WeightSource, kind: ModelKind, processor_prefix: str = "") -> Pretrained:
     """Return a recipe bound to the weights of a checkpoint, after checking them against its config."""
     recipe = recipe.adapt_to(source)
     bound_recipe = replace(recipe, weights=check_recipe_weights(recipe, recipe.adapt_weights(source)))
     return Pretrained(
-        bound_recipe, kind, recipe.vocab_size, recipe.max_positions, images, recipe.task_head_keys(source)
+        bound_recipe, kind, recipe.vocab_size, recipe.max_positions, processor_prefix, recipe.task_head_keys(source)
     )
 
 
@@ -258,7 +258,9 @@ def open_pretrained(
     if config.ignored is None or not config.ignored.names:
         return model
     config.ignored.check_applied(config.where)
-    return replace(model, recipe=record_ignored(model.recipe, config.ignored.names), ignored=config.ignored.names)
+    return replace(
+        model, recipe=record_ignored(model.recipe, config.ignored.names), ignored_fields=config.ignored.names
+    )
 
 
 def record_ignored(recipe: Any, names: tuple[str, ...]) -> Any:

@@ -232,7 +232,7 @@ def write_adapter(path: Any, sizes: AdapterSizes, arrays: Mapping[str, Any], ove
         "target_modules": sorted(ranks),
     }
     values = {key: np.asarray(array) for key, array in arrays.items()}
-    entries = [Entry.of(f"{PREFIX}{key}", array) for key, array in values.items()]
+    entries = [Entry.from_array(f"{PREFIX}{key}", array) for key, array in values.items()]
     target = os.path.realpath(os.fspath(path))
     if overwrite and os.path.lexists(target):
         _check_only_adapter(target)

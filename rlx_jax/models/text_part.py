@@ -35,7 +35,7 @@ class TextPart:
     unread_fields: tuple[str, ...]
     default_tied: bool
 
-    def of(self, config: Fields, source: WeightSource) -> tuple[Fields, WeightSource]:
+    def extract(self, config: Fields, source: WeightSource) -> tuple[Fields, WeightSource]:
         """Return the config and the weights of the text model, and warn that the vision tower is left out.
 
         Raises:

@@ -150,7 +150,7 @@ class VisionFlow(TowerFlow[C]):
     def task_head_keys(self, source: WeightSource) -> tuple[str, ...]:
         return head_keys(self.layout.head_prefixes, source)
 
-    def inputs(self, flow: ModelFlow, rows: str = "batch") -> ModelFlow:
+    def add_inputs(self, flow: ModelFlow, rows: str = "batch") -> ModelFlow:
         return flow.input("pixel_values", (rows, self.config.num_channels, *self.sides))
 
     @property

@@ -52,7 +52,7 @@ class OpenOptions:
     key: Any = None
     progress: Any = None
 
-    def compiling(self) -> CompileOptions:
+    def compile_options(self) -> CompileOptions:
         """Return the options that the constructors of `CausalLM`, `Encoder` and similar classes take, by name."""
         return cast(CompileOptions, {name: getattr(self, name) for name in CompileOptions.__annotations__})
 
@@ -92,7 +92,7 @@ class Entry:
     values: Callable[[], Any]
 
     @staticmethod
-    def of(key: str, array: np.ndarray[Any, Any]) -> Entry:
+    def from_array(key: str, array: np.ndarray[Any, Any]) -> Entry:
         """Return the entry of an array in host memory."""
         return Entry(key, TensorType(array.shape, array.dtype), lambda: array)
 

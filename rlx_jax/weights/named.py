@@ -39,10 +39,10 @@ class NamedTensors(Generic[T]):
 
     def _find(self, key: str) -> T:
         """Return the entry under `key`, or raise `MissingWeightError`."""
-        return find(self._tensors, key, self._label)
+        return find_tensor(self._tensors, key, self._label)
 
 
-def find(tensors: Mapping[str, T], key: object, label: str) -> T:
+def find_tensor(tensors: Mapping[str, T], key: object, label: str) -> T:
     """Return the entry of `tensors` under `key`. `label` names `tensors` in messages.
 
     Raises:

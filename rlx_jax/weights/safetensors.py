@@ -27,7 +27,7 @@ import numpy as np
 from rlx_jax.errors import SafetensorsError, StorageError, quote
 from rlx_jax.io import limits
 from rlx_jax.io.files import open_regular, read_at
-from rlx_jax.weights.named import Closeable, check_index, find, row_span
+from rlx_jax.weights.named import Closeable, check_index, find_tensor, row_span
 from rlx_jax.weights.safetensors_header import Header, parse_header
 
 _MIN_RUN_BYTES = 2**12  # bytes of a run that is worth a system call: a page, the least that a disk reads
@@ -80,7 +80,7 @@ class SafetensorsFile(Closeable):
             SafetensorsError: the file has shrunk or changed since it was opened, or a BOOL is neither 0 nor 1.
             StorageError: the file is closed, or cannot be read.
         """
-        info = find(self.tensors, name, f"{self._where}, a file")
+        info = find_tensor(self.tensors, name, f"{self._where}, a file")
         slices = check_index(index, info.shape, name)
         if not slices:
             return self._read_box(name, [0] * len(info.shape), info.shape)
