@@ -99,7 +99,7 @@ def test_a_turn_reads_what_is_new(model: Any) -> None:
         assert report.prompt_tokens == prompt and report.reread == ""
         assert report.read_tokens == (prompt if not length else new + 1 + unread)
         length, unread = prompt + words + 1, 0 if words < REPLY else 1
-    assert length > BUCKETS["context"][0] and "of them read" in str(reports[-1])
+    assert length > BUCKETS["context"][0] and "of them processed" in str(reports[-1])
     assert len(chat.messages) == 1 + 2 * len(ASKED)
 
 
@@ -224,7 +224,7 @@ def test_refused(model: Any) -> None:
         (lambda: chat.stream("w1", 0), "max_new_tokens is 0, and a turn has a reply"),
         (lambda: chat.send("w1", -1), "max_new_tokens is -1; expected"),
         (lambda: lm.conversation(keep_copy=2), "keep_copy is 2; expected True or False"),
-        (lambda: chat.send("w1", 60), "2 messages are 9 tokens, with 60 new ones more than max_len, 24; take old"),
+        (lambda: chat.send("w1", 60), "2 messages are 9 tokens, with 60 new ones more than max_len, 24; remove old"),
     ):
         with pytest.raises(errors.RequestError, match=told):
             call()

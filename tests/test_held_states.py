@@ -84,7 +84,7 @@ def test_refused(lm: Any) -> None:
     request = errors.RequestError
     for error, options, told in (
         (request, {"state": 5}, "state: expected the state that prefill returned, got int"),
-        (request, {"state": state, "prompts": ENDS}, "it holds 2 rows, and there are 3 prompts"),
+        (request, {"state": state, "prompts": ENDS}, "it has 2 rows, and there are 3 prompts"),
         (request, {"state": state, "prompts": [[1], []]}, r"prompts\[1\] is empty: a state has no logits"),
         (request, {"state": state, "share_prefix": True}, "state= and share_prefix=True do not go together"),
         (request, {"share_prefix": 1}, "share_prefix is 1; expected True or False"),

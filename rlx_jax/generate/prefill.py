@@ -77,7 +77,7 @@ def extend(
     check_is_state(state, "extend").take(lm.owner, peek=True)
     block, valid, _ = token_block(tokens, lm.vocab_size, lengths, min_length=0)
     if block.shape[0] != len(state.lengths):
-        raise RequestError(f"extend: the state holds {len(state.lengths)} rows, tokens {block.shape[0]}")
+        raise RequestError(f"extend: the state has {len(state.lengths)} rows, tokens {block.shape[0]}")
     state.check_capacity(valid)
     seq = block.shape[1]  # a block of width 1, a decoding step, is not padded: it has a program of its own
     width = seq if seq == 1 else block_width(lm.buckets, seq, state.sizes["context"], step=1)

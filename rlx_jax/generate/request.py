@@ -451,7 +451,7 @@ def join_state(lm: LanguageModel, prompts: Prompts, state: Any) -> tuple[list[li
             )
     if len(cache.lengths) not in (1, len(new)):
         raise RequestError(
-            f"state: it holds {len(cache.lengths)} rows, and there are {len(new)} prompts; pass one prompt for each "
+            f"state: it has {len(cache.lengths)} rows, and there are {len(new)} prompts; pass one prompt for each "
             "row, or a state of one row"
         )
     rows = tuple(range(len(new))) if len(cache.lengths) > 1 else (0,) * len(new)
