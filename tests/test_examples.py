@@ -191,10 +191,10 @@ def test_passages_are_the_first_paragraphs() -> None:
     search = example("search")
     long = "word " * 100
     text = f"The title\n*********\n\n{long}\n\nshort\n\n{long}\n\nthe end\n"
-    first, second, third = search.passages({"topic": text}, 5)
-    assert first.begin == long.strip() and first.topic == "topic"
+    first, second, third = search.split_passages({"topic": text}, 5)
+    assert first.summary == long.strip() and first.topic == "topic"
     assert second.text.startswith("short\n\nword") and third.text == "the end"
-    assert search.passages({"topic": text, "other": long}, 1) == [first, search.Passage("other", long.strip())]
+    assert search.split_passages({"topic": text, "other": long}, 1) == [first, search.Passage("other", long.strip())]
 
 
 @pytest.mark.slow
