@@ -250,7 +250,7 @@ def quote(text: object) -> str:
     >>> quote("a\\nb")
     "'a\\\\nb'"
     """
-    escaped = repr(number(text) if isinstance(text, int) else str(text))
+    escaped = repr(integer_text(text) if isinstance(text, int) else str(text))
     return escaped if len(escaped) <= MAX_QUOTED else escaped[: MAX_QUOTED - 2] + "…'"
 
 
@@ -269,10 +269,10 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0] if text else ''}"
 
 
-def number(value: int) -> str:
+def integer_text(value: int) -> str:
     """Return an integer as text for a message. Python refuses to print one of thousands of digits.
 
-    >>> number(-1), number(10**5000)
+    >>> integer_text(-1), integer_text(10**5000)
     ('-1', 'an integer of 16610 bits')
     """
     return str(value) if abs(value) < 2**128 else f"an integer of {int(value).bit_length()} bits"
@@ -285,7 +285,7 @@ def shown(value: object) -> str:
     ("'auto'", '2.5')
     """
     if isinstance(value, int) and not isinstance(value, bool):
-        text = number(value)
+        text = integer_text(value)
     else:
         if any(kind.__name__ == "Tracer" for kind in type(value).__mro__):  # by name, to not import jax.core
             return f"a traced {str(getattr(value, 'aval', value)).lstrip('~')} (inside jax.jit or the like)"

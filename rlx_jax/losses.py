@@ -30,7 +30,7 @@ from rlx_jax.errors import (
     TokenIdError,
     UnboundInputError,
     describe_type,
-    number,
+    integer_text,
     shown,
 )
 from rlx_jax.ir.ops.attention import AttentionOp
@@ -416,8 +416,8 @@ def _checked_labels(labels: Any, shape: tuple[int, ...], vocab: int | None, devi
     if ids is not None and ids.max() >= vocab:
         index = np.argwhere(ids >= vocab)[0]
         raise TokenIdError(
-            f"labels: id {number(int(ids[tuple(index)]))} at {tuple(int(i) for i in index)} is not in [0, {vocab}); "
-            "a position without a target has a negative one"
+            f"labels: id {integer_text(int(ids[tuple(index)]))} at {tuple(int(i) for i in index)} is not in "
+            f"[0, {vocab}); a position without a target has a negative one"
         )
     return array
 

@@ -127,7 +127,7 @@ def test_messages_are_printable_and_short(text: str) -> None:
     for message in (str(RlxError(text)), errors.quote(text), errors.shown(text), errors.listing([text] * 50)):
         assert message.isprintable() and len(message) <= max(2048, 21 * 122)
     assert len(str(RlxError(text))) <= 2048
-    assert errors.shown(10**5000) == errors.number(10**5000) == "an integer of 16610 bits"
+    assert errors.shown(10**5000) == errors.integer_text(10**5000) == "an integer of 16610 bits"
     assert errors.quote(10**5000) == "'an integer of 16610 bits'"
 
 

@@ -90,7 +90,9 @@ def _compute_levels(
         elif isinstance(op, BodyInput):
             level = operand_levels[op.index]
         else:
-            inner = (_region_level(region, op.carried(), operands, by_graph, fixed_regions) for region in op.regions())
+            inner = (
+                _region_level(region, op.num_carries(), operands, by_graph, fixed_regions) for region in op.regions()
+            )
             level = max((*operands, *inner), default=WEIGHTS)
         levels[number] = level
     by_graph[id(graph)] = levels
@@ -201,7 +203,7 @@ def prune_operands(op: Op, operands: tuple[Value, ...], types: TypeCache) -> tup
     """
     regions = op.regions()
     read_indices = {n.op.index for region in regions for n in region.nodes if isinstance(n.op, BodyInput)}
-    kept_indices = [i for i in range(len(operands)) if i < op.carried() or i in read_indices]
+    kept_indices = [i for i in range(len(operands)) if i < op.num_carries() or i in read_indices]
     if len(kept_indices) == len(operands):
         return op, operands
     numbers = {old: new for new, old in enumerate(kept_indices)}

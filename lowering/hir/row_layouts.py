@@ -231,7 +231,7 @@ def _find_mask_nodes(
         if is_equal:
             mask_nodes.add(number)
         # Operands that a region carries change from step to step.
-        shared = [i for i, v in enumerate(node.inputs) if v.node in mask_nodes and i >= op.carried()]
+        shared = [i for i, v in enumerate(node.inputs) if v.node in mask_nodes and i >= op.num_carries()]
         for region in op.regions():
             _find_mask_nodes(region, mask, shared, nodes_by_graph)
 

@@ -21,7 +21,7 @@ from rlx_jax.errors import GraphError, ProfileError, RequestError, UnsupportedEr
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph, GraphStage
 from rlx_jax.ir.param import Conflict, Roles
-from rlx_jax.ir.roles import common_roles, dim_roles
+from rlx_jax.ir.roles import dim_roles, merge_roles
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.lir.plan import Lir, returned_leaves
 from rlx_jax.lowering.lower import expand_composites
@@ -138,7 +138,7 @@ def weight_roles(builds: Sequence[Built]) -> dict[str, Roles]:
     roles_by_key: dict[str, Roles] = {}
     for built in builds:
         for key, roles in built.roles.items():
-            roles_by_key[key] = common_roles(roles_by_key.get(key, roles), roles)
+            roles_by_key[key] = merge_roles(roles_by_key.get(key, roles), roles)
     return roles_by_key
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.pipeline import Template
-from rlx_jax.errors import RequestError, SequenceLengthError, SessionStateError, number, shown, suggest_keywords
+from rlx_jax.errors import RequestError, SequenceLengthError, SessionStateError, integer_text, shown, suggest_keywords
 from rlx_jax.generate.generation import Generation, NewTokens, run_request, stream_request
 from rlx_jax.generate.request import DecodingOptions, PrefixState, Request, SnapshotPoint, StopLike, common_prefix_len
 from rlx_jax.generate.sampler import Sampler
@@ -158,7 +158,7 @@ class Conversation:
             limit_name = "max_len" if min(limits) == self.max_len else "the model's positions"
             count = "1 message is" if messages == 1 else f"{messages} messages are"
             raise SequenceLengthError(
-                f"conversation: {count} {number(tokens)} tokens, with {number(budget)} new ones more "
+                f"conversation: {count} {integer_text(tokens)} tokens, with {integer_text(budget)} new ones more "
                 f"than {limit_name}, {min(limits)}; remove old messages from `messages`, or reduce max_new_tokens"
             )
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.settings import Buckets
-from rlx_jax.errors import RequestError, SequenceLengthError, did_you_mean, listing, number, quote, shown
+from rlx_jax.errors import RequestError, SequenceLengthError, did_you_mean, integer_text, listing, quote, shown
 from rlx_jax.generate.decode_state import DecodeState, check_is_state
 from rlx_jax.generate.sampler import Sampler, Sampling
 from rlx_jax.generate.speculative import Drafter
@@ -377,7 +377,7 @@ def check_length(lm: LanguageModel, tokens: int, budget: int, name: str, drafter
     limits = {"": lm.max_positions, "speculative: ": None if drafter is None else drafter.max_positions}
     for option, limit in limits.items():
         if tokens + budget > min(limit or MAX_SLOTS, MAX_SLOTS):
-            name = f"{name}: {tokens} tokens + {number(budget)} new"
+            name = f"{name}: {tokens} tokens + {integer_text(budget)} new"
             check_positions(tokens + budget, limit, f"{option}{name}", tokens)
             raise SequenceLengthError(f"{name}: over the limit of {MAX_SLOTS} positions; ask for fewer new tokens")
 

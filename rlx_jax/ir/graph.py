@@ -120,7 +120,7 @@ class Op:
         """Return how many times the regions run."""
         return 1
 
-    def carried(self) -> int:
+    def num_carries(self) -> int:
         """Return the number of carries: the leading operands that the region's outputs replace in its next iteration.
 
         The other operands are the same in every iteration.

@@ -41,7 +41,7 @@ class Repeat(Op):
     def iterations(self) -> int:
         return self.count
 
-    def carried(self) -> int:
+    def num_carries(self) -> int:
         return self.carries
 
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:

@@ -57,25 +57,25 @@ def check_roles(roles: Sequence[R], t: TensorType, where: str) -> tuple[R, ...]:
     return tuple(roles)
 
 
-def common_roles(first: Roles, second: Roles) -> Roles:
+def merge_roles(first: Roles, second: Roles) -> Roles:
     """Return the common roles of a weight's axes, given the roles by two of its uses.
 
     An embedding table that is also the output head has the role "vocab". If one use has "heads" and the other
     "kv_heads", which may happen if their numbers are equal, the result is "kv_heads". Other roles that differ become a
     `Conflict`, which matters only on a mesh that shards one of them.
     """
-    common_roles: list[Role] = []
+    merged: list[Role] = []
     for left, right in zip(first, second, strict=True):
         if {left, right} == {"embedding", "vocab"}:
-            common_roles.append("vocab")
+            merged.append("vocab")
         elif {left, right} == {"heads", "kv_heads"}:
-            common_roles.append("kv_heads")
+            merged.append("kv_heads")
         elif left == right or left is None or right is None:
-            common_roles.append(left or right)
+            merged.append(left or right)
         else:
             role_lists = [role.of if isinstance(role, Conflict) else (role,) for role in (left, right)]
-            common_roles.append(Conflict(tuple(dict.fromkeys(role for roles in role_lists for role in roles))))
-    return tuple(common_roles)
+            merged.append(Conflict(tuple(dict.fromkeys(role for roles in role_lists for role in roles))))
+    return tuple(merged)
 
 
 def roles_of_bias(out: Role) -> Roles:

@@ -24,8 +24,8 @@ from rlx_jax.errors import (
     ShapeError,
     UnsupportedError,
     did_you_mean,
+    integer_text,
     listing,
-    number,
     quote,
     shown,
 )
@@ -189,7 +189,7 @@ def as_dim(dim: Any, where: str) -> DimLike:
         hint = "; name a size that is not known, such as 'batch'" if dim is None else tracer_hint
         raise ShapeError(f"{where}: a dimension is an identifier or an int, got {shown(dim)}{hint}")
     if not 1 <= int(dim) <= MAX_DIM:
-        raise ShapeError(f"{where}: a dimension is between 1 and {MAX_DIM}, got {number(int(dim))}")
+        raise ShapeError(f"{where}: a dimension is between 1 and {MAX_DIM}, got {integer_text(int(dim))}")
     return int(dim)
 
 
@@ -330,7 +330,7 @@ def check_elements(shape: Sequence[DimLike], where: str) -> None:
     """
     static_dims = [d for d in shape if is_static(d)]
     if max(static_dims, default=0) > MAX_DIM:
-        raise ShapeError(f"{where}: dimension {number(int(max(static_dims)))} is over the limit of {MAX_DIM}")
+        raise ShapeError(f"{where}: dimension {integer_text(int(max(static_dims)))} is over the limit of {MAX_DIM}")
     elements = math.prod(static_dims)
     if elements > MAX_ELEMENTS:
         raise ShapeError(f"{where}: {elements} elements are over the limit of {MAX_ELEMENTS}")

@@ -24,8 +24,8 @@ from rlx_jax.errors import (
     UnboundInputError,
     check_names,
     first_line,
+    integer_text,
     listing,
-    number,
     quote,
     shown,
 )
@@ -318,7 +318,7 @@ def _ids_error(label: str, value: Any, array: np.ndarray[Any, Any], rows: int) -
             if isinstance(item, bool | np.bool_) or not isinstance(item, int | np.integer):
                 return TokenIdError(f"{label}: a token id is an integer, got {shown(item)} at {index}")
             if not 0 <= item < rows:
-                return TokenIdError(f"{label}: id {number(int(item))} at {index} is not in [0, {rows})")
+                return TokenIdError(f"{label}: id {integer_text(int(item))} at {index} is not in [0, {rows})")
     got = array.dtype if array.dtype != object else type(value).__name__
     if array.dtype.kind in "UT":
         advice = "generate, score and embed take text and tokenize it"

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.errors import RequestError, SequenceLengthError, TokenIdError, number, shown
+from rlx_jax.errors import RequestError, SequenceLengthError, TokenIdError, integer_text, shown
 from rlx_jax.io import limits
 from rlx_jax.ir.types import short_name
 from rlx_jax.runtime.inputs import as_host_array, ids_in_range, is_foreign, read_array, to_id_array
@@ -84,7 +84,7 @@ def id_list(ids: Any, vocab_size: int, name: str) -> list[int]:
         if isinstance(i, bool | np.bool_) or not isinstance(i, int | np.integer):
             raise TokenIdError(f"{name}[{position}]: a token id is an integer, got {shown(i)}")
         if not 0 <= i < vocab_size:
-            raise TokenIdError(f"{name}[{position}]: id {number(int(i))} is not in [0, {vocab_size})")
+            raise TokenIdError(f"{name}[{position}]: id {integer_text(int(i))} is not in [0, {vocab_size})")
     return [int(i) for i in ids]
 
 

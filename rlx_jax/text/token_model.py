@@ -18,8 +18,8 @@ from rlx_jax.errors import (
     RlxError,
     SequenceLengthError,
     ShapeError,
+    integer_text,
     listing,
-    number,
     quote,
     shown,
 )
@@ -211,7 +211,7 @@ def check_positions(tokens: int, max_positions: int | None, subject: str, prompt
         advice = "" if prompt is None else f"; at most {max_positions - prompt} new tokens fit"
         if prompt is not None and prompt >= max_positions:
             advice = f"; cut the prompt to {max_positions - 1} tokens or fewer"
-        raise SequenceLengthError(f"{subject}: {number(tokens)} positions, the model has {max_positions}{advice}")
+        raise SequenceLengthError(f"{subject}: {integer_text(tokens)} positions, the model has {max_positions}{advice}")
 
 
 def primary_output(outputs: Any) -> jax.Array:

@@ -29,7 +29,7 @@ from rlx_jax.ir.param import (
     slice_axis,
     stride_axis,
 )
-from rlx_jax.ir.roles import check_roles, common_roles
+from rlx_jax.ir.roles import check_roles, merge_roles
 from rlx_jax.ir.types import DimLike, TensorType, device_dtype, is_float, is_static, tensor_type
 from rlx_jax.ir.weight_reads import WeightSource, shapes_only, source_program
 from rlx_jax.trace.block_selection import BlockPattern
@@ -276,7 +276,7 @@ class Parameters:
                 f"{path}: {self.describe(key)}: expected {len(roles)} axes, {axes}, got {list(t.shape)}"
             )
         checked_roles = check_roles(roles, t, where)
-        self.roles[key] = common_roles(self.roles.get(key, checked_roles), checked_roles)
+        self.roles[key] = merge_roles(self.roles.get(key, checked_roles), checked_roles)
 
     def describe(self, key: str) -> str:
         """Return a weight's name for messages, with the file that has it, or the declaration of its shape."""

@@ -111,7 +111,7 @@ def recurrent(
     op: Any, *operands: Array, start: Sequence[Array] = (), lengths: Any = None, every: bool = False
 ) -> tuple[Array, ...]:
     """From the initial values, or from `start`."""
-    given = operands[: len(op.step.given) - len(op.state)]
+    given = operands[: len(op.step.operand_types) - len(op.state)]
     begin = start or [initial(slot, operands) for slot in op.state]
     more = () if lengths is None else (lengths,)
     n = len(op.state)

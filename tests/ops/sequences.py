@@ -37,12 +37,12 @@ STEPS: dict[str, Meaning] = {"decay": decay}
 
 def token_scan(op: Any, *operands: Array) -> tuple[Array, ...]:
     """Token after token of each row; a row that has ended keeps its state."""
-    count = len(op.step.given)
+    count = len(op.step.operand_types)
     state, xs = list(operands[: op.states]), operands[op.states : op.states + op.tokens]
     params, lengths = operands[op.states + op.tokens : count], operands[count:]
     rows, tokens = xs[0].shape[:2]
     ended = lengths[0] if lengths else np.full(rows, tokens)
-    shapes = [t.shape for t in op.step.given[: op.states]]
+    shapes = [t.shape for t in op.step.operand_types[: op.states]]
     state = [s if s.ndim > len(t) else np.broadcast_to(s, (rows, *t)) for s, t in zip(state, shapes, strict=True)]
     ys, every = [], []
     for t in range(tokens):
