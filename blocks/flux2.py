@@ -65,9 +65,9 @@ def modulate(emit: Emit, x: FlowValue, name: str, first: int, eps: float) -> Flo
     return (scale + 1.0) * emit.layer_norm(x, eps=eps) + shift
 
 
-def gated(emit: Emit, value: FlowValue, name: str, at: int) -> FlowValue:
-    """Return `gate ⊙ value`, with vector `at` of the modulation `name` as the gate."""
-    return emit.named(f"flux2.{name}.{at}") * value
+def gated(emit: Emit, value: FlowValue, name: str, index: int) -> FlowValue:
+    """Return `gate ⊙ value`, with vector `index` of the modulation `name` as the gate."""
+    return emit.named(f"flux2.{name}.{index}") * value
 
 
 def swiglu(emit: Emit, x: FlowValue, ffn: int) -> FlowValue:

@@ -187,9 +187,8 @@ class VisionSwiGluFfn:
             up = dense(emit, p, "fc11", x, UP_ROLES, self.inner)
             gate = dense(emit, p, "fc12", x, UP_ROLES, up.type.shape[-1])
             inner = emit.add_node(hir.GatedFfn("silu"), gate, up)
-            return dense(
-                emit, p, "fc2", layer_norm_under(emit, p, "norm", inner, self.eps), DOWN_ROLES, x.type.shape[-1]
-            )
+            normed = layer_norm_under(emit, p, "norm", inner, self.eps)
+            return dense(emit, p, "fc2", normed, DOWN_ROLES, x.type.shape[-1])
 
     def intermediate_shape(self, emit: Emit, hidden: TensorType) -> tuple[DimLike, ...]:
         """Return the inner shape `[…, F]` for an input `[…, H]`."""
@@ -353,21 +352,21 @@ class PatchRope:
         grid: rows and columns of patches.
         head_dim: width of a head, a multiple of 4.
         reference: (rows, columns) of another grid, to which the coordinates are scaled.
-        before: number of leading tokens, such as a class token, that are not rotated.
+        num_prefix_tokens: number of leading tokens, such as a class token, that are not rotated.
     """
 
     grid: tuple[int, int]
     head_dim: int
     theta: float = 10000.0
     reference: tuple[int, int] | None = None
-    before: int = 1
+    num_prefix_tokens: int = 1
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
         half = self.head_dim // 2
         if self.head_dim < 4 or self.head_dim % 4:
             raise ShapeError(f"{emit.path}: PatchRope: head_dim is {self.head_dim}; expected a multiple of 4")
         coordinates = np.indices(self.grid).reshape(2, -1).T
-        table = np.concatenate([np.zeros((self.before, 2)), coordinates])[None].astype(np.int32)
+        table = np.concatenate([np.zeros((self.num_prefix_tokens, 2)), coordinates])[None].astype(np.int32)
         scale = (1.0, 1.0) if self.reference is None else tuple(np.divide(self.reference, self.grid).tolist())
         frequencies, axes = axial_frequencies((half, half), self.theta)
         scaled = [f * scale[axis] for f, axis in zip(frequencies, axes, strict=True)]

@@ -112,11 +112,11 @@ class Scaled:
     """Wrapper that multiplies the output, or the input, of the block by a factor."""
 
     factor: str | Constant
-    of_input: bool
+    scales_input: bool
     heads: int | None
 
     def __call__(self, emit: Emit, x: FlowValue | None, inner: Inner) -> FlowValue:
-        if self.of_input:
+        if self.scales_input:
             return inner(self._multiply(emit, emit.require(x, "scale")))
         return self._multiply(emit, inner(x))
 
@@ -126,7 +126,7 @@ class Scaled:
         Raises:
             ShapeError: the value has another number of heads, or no op reads or makes it as heads.
         """
-        value, verb = (block_input, "reads") if self.of_input else (output, "returns")
+        value, verb = (block_input, "reads") if self.scales_input else (output, "returns")
         if self.heads is None or value is None:
             return
         counts, text = counter.count(value), f"the value that the block {verb}, {counter.type(value)},"

@@ -101,14 +101,14 @@ class Ports:
         inputs: the input outside of the block, or, without a mark, all values that the block reads from outside,
             except weights and constants.
         outputs: the output, or, without a mark, the values of the block that other nodes read.
-        result: the value inside the block that `outputs[0]` marks.
+        inner_output: the value inside the block that `outputs[0]` marks.
     """
 
     input_mark: int | None
     output_mark: int | None
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]
-    result: Value
+    inner_output: Value
 
     @property
     def input(self) -> Value | None:

@@ -379,7 +379,7 @@ class _Rewriter:
             for repeat in inner_repeats:
                 repeat.new_bounds = [None] * len(repeat.old_bounds)
             self._write(body, block, inner_values, inner_repeats)
-            return emit.wrap(self._new_value(ports.result, inner_values))
+            return emit.wrap(self._new_value(ports.inner_output, inner_values))
 
         self._map_registers(values)
         emit.state.contracts, contracts = [], emit.state.contracts

@@ -5,7 +5,7 @@ constants, any JAX function) → `arithmetic` (elementwise, reductions) → `sha
 which are the tensor ops and recurrences; → `attention` → `builders` (blocks) → `compat`, the names of the
 specification. So a topic calls earlier ones on `self` for any type of values, mypy checks the calls, and an editor
 completes all of them after `emit.`. A method that is one kind of a general one, such as `add` and `max`, is
-`of_kind(method, kind, doc)`, which keeps the signature. Subclasses override only the abstract methods of this file,
+`bind_kind(method, kind, doc)`, which keeps the signature. Subclasses override only the abstract methods of this file,
 and `Emit` also `add_all` and `_write`.
 
 The rules for all tensor ops, and for the blocks of `rlx_jax.trace.builders`:
