@@ -141,7 +141,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Any], Any], type[RlxError], str]] = {
     "nothing to cut": (lambda m, x: m.scan(lambda c, v: (c, None), x), ShapeError, "length is an int"),
     "a scalar to cut": (lambda m, x: m.scan(lambda c, v: (c, v), x, m.sum(x)), ShapeError, "need a first axis"),
     "a condition that is none": (lambda m, x: m.while_loop(lambda v: v, m.sin, x), ShapeError,
-        "gives one bool of rank 0"),
+        "returns one bool of rank 0"),
     "a value beside": (lambda m, x: m.custom_vjp(lambda v: m.add(v, x), lambda *a: a[-1], m.sin(x)), GraphError,
         "only its arguments"),
     "gradients of other operands": (lambda m, x: m.custom_vjp(m.sin, lambda v, o, g: (g, g), x), GraphError,
