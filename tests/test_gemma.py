@@ -71,7 +71,9 @@ def test_mistakes() -> None:
 
 def test_a_scale_of_another_width() -> None:
     flow = rlx.ModelFlow("scale").input("x", ("batch", 8)).stage(blocks.EmbedScale(9))
-    with pytest.raises(errors.ShapeError, match=r"^embed_scale: EmbedScale of width 9, the input is f32\[batch,8\]"):
+    with pytest.raises(
+        errors.ShapeError, match=r"^embed_scale: EmbedScale of width 9, but the input is f32\[batch,8\]"
+    ):
         flow.build()
 
 

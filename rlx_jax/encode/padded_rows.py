@@ -104,19 +104,19 @@ class RowBatcher:
             order = order[count:]
 
     def plan(self, lengths: Sequence[int], has_more: bool) -> list[Block]:
-        """Return calls for texts of these lengths, as `PackedForm.plan` does."""
+        """Return calls for texts of these lengths, as `PackedBatcher.plan` does."""
         return self.plan_one_per_row(lengths)
 
     def plan_one_per_row(self, lengths: Sequence[int]) -> list[Block]:
-        """Return calls in which every text has a row of its own, as `PackedForm.apart` does."""
+        """Return calls in which every text has a row of its own, as `PackedBatcher.plan_one_per_row` does."""
         return [Block(*sizes, 1, tuple((text,) for text in texts)) for texts, sizes in self.plan_calls(lengths)]
 
     def num_threads(self, block: Block) -> int:
-        """Return the number of threads for this call, as `PackedForm.lanes` does."""
+        """Return the number of threads for this call, as `PackedBatcher.num_threads` does."""
         return 1
 
     def run(self, block: Block, ids: Sequence[Ids]) -> jax.Array:
-        """Return the vectors of a block, as `PackedForm.run` does."""
+        """Return the vectors of a block, as `PackedBatcher.run` does."""
         rows = [ids[text] for (text,) in block.texts]
         longest = max(map(len, rows))
         keep = np.arange(longest)[None] < np.array([[len(row)] for row in rows])
