@@ -123,7 +123,7 @@ def test_a_plan_for_an_h200_is_what_an_h200_plans(program: str, monkeypatch: pyt
 def test_loading_for_another_machine_merges_as_it_would_there() -> None:
     """And says that it runs on this one."""
     profile = rlx.CompileProfile().replace(fusion={"target": "h200"}, attention={"implementation": "xla"})
-    with pytest.warns(RlxWarning, match="fusion.target is 'h200', and JAX runs on 'cpu'"):
+    with pytest.warns(RlxWarning, match="fusion.target is 'h200', but JAX runs on 'cpu'"):
         lm: Any = rlx.CausalLM(Llama32Flow.for_prefill(CONFIG), weights(), profile=profile)
     assert "model.layers.0.self_attn.{q,k,v}_proj.weight" in lm.model.param_specs()
     assert "planned for        h200 (cuda, 141 GB, 4,800 GB/s, 989 TFLOP/s)" in str(lm.report())
