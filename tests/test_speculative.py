@@ -253,7 +253,7 @@ def test_models_on_other_devices_cannot_draft() -> None:
     one, many = (test_mesh.lm("llama", *place)._lm for place in ((), ("data tensor", 4)))
     with pytest.raises(errors.UnsupportedError, match="on one device and a mesh of data 2 × tensor 2; load both"):
         make_drafter(one, 3, many)
-    with pytest.raises(errors.UnsupportedError, match="over a mesh of data 2 × tensor 2 and one device; make both"):
+    with pytest.raises(errors.UnsupportedError, match="on a mesh of data 2 × tensor 2 and one device; load both"):
         make_drafter(many, 3, one)
     assert make_drafter(many, 3, many) is not None
 
