@@ -48,6 +48,10 @@ class SafetensorsError(FormatError):
     """A `.safetensors` file is malformed."""
 
 
+class GgufError(FormatError):
+    """A `.gguf` file is malformed."""
+
+
 class TokenizerError(FormatError):
     """A tokenizer file or a chat template is malformed."""
 

@@ -17,6 +17,10 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_TENSORS = 200_000
 # Bytes of one tensor name in UTF-8.
 MAX_NAME_BYTES = 1_024
+# Number of metadata pairs of a GGUF file.
+MAX_METADATA = 65_536
+# Bytes of one string in the metadata of a GGUF file.
+MAX_STRING_BYTES = 64 * 2**20
 # Bytes of `model.safetensors.index.json`.
 MAX_INDEX_BYTES = 64 * 2**20
 # Bytes of the cached file list of a commit of a model on the Hub.
