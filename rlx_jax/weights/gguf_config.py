@@ -1,0 +1,229 @@
+"""`gguf_config`: the fields of `config.json` that the metadata of a GGUF file describes.
+
+Fields of an architecture that have no row in the tables stay in the config under their own names, so that they are
+refused by name, or passed over with `ignore_fields=`, as unknown fields of a `config.json` are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rlx_jax.errors import ConfigError, UnsupportedError, did_you_mean, quote, shown
+from rlx_jax.weights.gguf_header import GgufHeader, MetadataValue
+
+ARCHITECTURE = "general.architecture"
+
+# Fields of every decoder: metadata key without the architecture → field of config.json.
+_COMMON = {
+    "block_count": "num_hidden_layers", "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "context_length": "max_position_embeddings", "attention.sliding_window": "sliding_window",
+}  # fmt: skip
+_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+# More fields of some architectures.
+_MORE: dict[str, dict[str, str]] = {
+    "mixtral": _EXPERTS,
+    "qwen3moe": {
+        "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
+        "expert_feed_forward_length": "moe_intermediate_size",
+    },
+    "gemma2": {
+        "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
+    },
+    "gemma3": {"final_logit_softcapping": "final_logit_softcapping"},
+}  # fmt: skip
+# Fields of an architecture that the file does not store, as its implementations define them.
+_FIXED: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"},
+    "mixtral": {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_act": "silu"},
+    "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu"},
+    "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu"},
+    "qwen3moe": {
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu",
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    },
+    "gemma": {
+        "model_type": "gemma", "architectures": ["GemmaForCausalLM"], "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "gemma2": {
+        "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh",
+    },
+    "gemma3": {
+        "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh",
+    },
+}  # fmt: skip
+# Fields that are compared with others or have no effect on these architectures.
+_READ_ELSEWHERE = frozenset(
+    """
+    vocab_size rope.dimension_count attention.value_length rope.freq_base rope.scaling.type rope.scaling.factor
+    rope.scaling.original_context_length rope.scaling.finetuned rope.scale_linear attention.key_length
+    """.split()
+)
+_GEMMA3_PERIOD = 6  # every sixth layer of Gemma 3 attends over all tokens
+_GEMMA3_LOCAL_THETA = 10_000.0  # base of the rotary embedding in its other layers
+
+
+def architecture_of(metadata: Mapping[str, MetadataValue], where: str) -> str:
+    """Return the architecture of a file: a name in `gguf_names.ARCHITECTURES`.
+
+    Raises:
+        ConfigError: the metadata has none. UnsupportedError: it is not supported.
+    """
+    name = metadata.get(ARCHITECTURE)
+    if not isinstance(name, str):
+        raise ConfigError(f"{where}: {ARCHITECTURE}: expected the name of an architecture, got {shown(name)}")
+    if name not in _FIXED or name == "mixtral":
+        supported = [architecture for architecture in _FIXED if architecture != "mixtral"]
+        raise UnsupportedError(
+            f"{where}: GGUF architecture {quote(name)} is not supported{did_you_mean(name, supported)}; supported are "
+            f"{', '.join(supported)}; for another model, load its Hugging Face directory"
+        )
+    has_experts = name == "llama" and metadata.get("llama.expert_count", 0) != 0
+    return "mixtral" if has_experts else name
+
+
+def gguf_config(header: GgufHeader, read: Callable[[str], np.ndarray[Any, Any]], where: str) -> dict[str, Any]:
+    """Return the content of a `config.json` for a file.
+
+    Args:
+        header: the file's header.
+        read: reads a tensor by name; only `rope_freqs.weight` is read.
+        where: the file, for messages.
+
+    Raises:
+        ConfigError: a field is missing or contradicts another one. UnsupportedError: as `architecture_of`, or another
+            scaling of the rotary embedding.
+    """
+    metadata = header.metadata
+    architecture = architecture_of(metadata, where)
+    prefix = f"{metadata[ARCHITECTURE]}."
+    fields = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    table = _COMMON | _MORE.get(architecture, {})
+    config = {**_FIXED[architecture]}
+    for key, value in fields.items():
+        if key in table:
+            config[table[key]] = _number(value, f"{where}: {prefix}{key}")
+        elif key not in _READ_ELSEWHERE and not (key == "expert_count" and value == 0):
+            config[prefix + key] = value.tolist() if isinstance(value, np.ndarray) else value
+    _complete(config, header, where)
+    _check_lengths(config, fields, f"{where}: {prefix}")
+    config["rope_parameters"] = _rope(fields, header, read, config["head_dim"], f"{where}: {prefix}")
+    if architecture in ("gemma2", "gemma3"):
+        _complete_gemma(config, architecture)
+    if architecture == "qwen2" and "sliding_window" in config:
+        config["use_sliding_window"] = True
+    return config
+
+
+def _number(value: MetadataValue, where: str) -> int | float:
+    """Return a number, or raise `ConfigError`; arrays with one value for each layer are not supported."""
+    if isinstance(value, np.ndarray) and value.size and (value == value.flat[0]).all():
+        value = value.flat[0].item()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{where}: expected one number for all layers, got {shown(value)}")
+    # float32 values print as short decimals, as they were written: 1e-05 and not 9.99999974e-06.
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
+def _complete(config: dict[str, Any], header: GgufHeader, where: str) -> None:
+    """Add the fields that follow from others and from the tensors."""
+    prefix = f"{where}: {header.metadata[ARCHITECTURE]}"
+    for field, key in (("hidden_size", "embedding_length"), ("num_attention_heads", "attention.head_count")):
+        if field not in config:
+            raise ConfigError(f"{prefix}.{key} is missing")
+    embedding = header.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ConfigError(f"{where}: there is no matrix token_embd.weight, the embedding of the tokens")
+    heads = config["num_attention_heads"]
+    config["vocab_size"] = embedding.shape[0]
+    config["tie_word_embeddings"] = "output.weight" not in header.tensors
+    config.setdefault("num_key_value_heads", heads)
+    config.setdefault("head_dim", config["hidden_size"] // max(heads, 1))
+    if config["model_type"] in ("llama", "qwen3", "qwen3_moe"):
+        config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    config["dtype"] = "float32"
+
+
+def _check_lengths(config: Mapping[str, Any], fields: Mapping[str, MetadataValue], where: str) -> None:
+    """Check fields that state a length which another field has too.
+
+    Raises:
+        UnsupportedError: a part of each head is rotated, or values have another size than keys.
+    """
+    for key in ("rope.dimension_count", "attention.value_length"):
+        if key in fields and fields[key] != config["head_dim"]:
+            raise UnsupportedError(
+                f"{where}{key} is {shown(fields[key])}, expected {config['head_dim']}, the size of a key head"
+            )
+
+
+def _rope(
+    fields: Mapping[str, MetadataValue], header: GgufHeader, read: Callable[[str], np.ndarray[Any, Any]], head_dim: int,
+    where: str,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the parameters of the rotary embedding.
+
+    Raises:
+        UnsupportedError: a scaling that is not supported.
+    """
+    theta = _number(fields.get("rope.freq_base", 10_000.0), f"{where}rope.freq_base")
+    scaling = fields.get("rope.scaling.type", "linear" if "rope.scale_linear" in fields else "none")
+    if "rope_freqs.weight" in header.tensors:
+        if scaling != "none":
+            raise UnsupportedError(
+                f"{where}rope.scaling.type is {shown(scaling)} and there is a tensor rope_freqs.weight"
+            )
+        return {"rope_theta": theta, **_llama3_scaling(read("rope_freqs.weight"), theta, head_dim, where)}
+    if scaling == "none":
+        return {"rope_type": "default", "rope_theta": theta}
+    factor_key = "rope.scaling.factor" if "rope.scaling.factor" in fields else "rope.scale_linear"
+    if factor_key not in fields:
+        raise ConfigError(f"{where}rope.scaling.factor is missing, for rope.scaling.type {shown(scaling)}")
+    parameters = {
+        "rope_type": scaling, "rope_theta": theta, "factor": _number(fields[factor_key], where + factor_key),
+    }  # fmt: skip
+    if scaling == "yarn":
+        key = "rope.scaling.original_context_length"
+        parameters["original_max_position_embeddings"] = _number(fields.get(key, 0), where + key)
+    elif scaling != "linear":
+        raise UnsupportedError(f"{where}rope.scaling.type is {shown(scaling)}; supported are none, linear and yarn")
+    return parameters
+
+
+def _llama3_scaling(factors: np.ndarray[Any, Any], theta: float, head_dim: int, where: str) -> dict[str, Any]:
+    """Return Llama 3's scaling of the rotary embedding whose divisors of the frequencies are `factors`.
+
+    The file has the divisors alone. All published models have low and high factors of 1 and 4 and 8192 positions; the
+    divisor of the lowest frequency is the factor. These are accepted if they give the file's divisors.
+    """
+    original, low, high = 8192, 1.0, 4.0
+    factor = float(factors.max())
+    wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-5):
+        raise UnsupportedError(
+            f"{where}: rope_freqs.weight is not Llama 3's scaling by {factor} of {original} positions; load the "
+            "Hugging Face directory of the same model"
+        )
+    return {
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }  # fmt: skip
+
+
+def _complete_gemma(config: dict[str, Any], architecture: str) -> None:
+    """Add the fields of Gemma 2 and 3 that a file does not have: layer types, score scale, local rotary embedding."""
+    layers, heads = config.get("num_hidden_layers", 0), config["num_attention_heads"]
+    # The largest models scale scores by the size of a hidden state's share of a head.
+    is_largest = (architecture, layers) in (("gemma2", 46), ("gemma3", 62))
+    config["query_pre_attn_scalar"] = config["hidden_size"] // heads if is_largest else config["head_dim"]
+    period = 2 if architecture == "gemma2" else _GEMMA3_PERIOD
+    config["layer_types"] = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(layers)]
+    if architecture == "gemma3":
+        local = {"rope_type": "default", "rope_theta": _GEMMA3_LOCAL_THETA}
+        config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}

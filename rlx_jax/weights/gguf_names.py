@@ -1,0 +1,136 @@
+"""Map the tensors of a GGUF file to the checkpoint keys of Hugging Face, one table for each architecture.
+
+Converters to GGUF rename tensors and change some: rows of the query and key projections of Llama models are reordered
+for another form of rotary embedding, 1 is added to Gemma's norm weights, and the experts of a layer are stacked.
+`KeyReading` records what of a tensor is read for a key, and how it is changed back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+# Names of modules without their layer: GGUF → Hugging Face.
+_MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ATTENTION = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+}  # fmt: skip
+_QK_NORM = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_MLP = {
+    "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+_MIXTRAL = {
+    "ffn_norm": "post_attention_layernorm", "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{expert}.w1", "ffn_up_exps": "block_sparse_moe.experts.{expert}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{expert}.w2",
+}  # fmt: skip
+_QWEN_MOE = {
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.{expert}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{expert}.up_proj", "ffn_down_exps": "mlp.experts.{expert}.down_proj",
+}  # fmt: skip
+_GEMMA_NORMS = {
+    "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+
+# The layer number, the name and the kind of a tensor: `blk.3.attn_q.weight`, `output_norm.weight`.
+_TENSOR = re.compile(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How the tensors of an architecture are named and changed.
+
+    Attributes:
+        layer: the modules of a layer: GGUF → Hugging Face. `{expert}` stands for the number of an expert.
+        has_reordered_rows: rows of `attn_q` and `attn_k` are reordered.
+        has_added_norms: 1 is added to the norm weights.
+    """
+
+    layer: Mapping[str, str]
+    has_reordered_rows: bool = False
+    has_added_norms: bool = False
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    "llama": Architecture(_ATTENTION | _MLP, has_reordered_rows=True),
+    "mixtral": Architecture(_ATTENTION | _MIXTRAL, has_reordered_rows=True),
+    "qwen2": Architecture(_ATTENTION | _MLP),
+    "qwen3": Architecture(_ATTENTION | _QK_NORM | _MLP),
+    "qwen3moe": Architecture(_ATTENTION | _QK_NORM | _MLP | _QWEN_MOE),
+    "gemma": Architecture(_ATTENTION | _MLP, has_added_norms=True),
+    "gemma2": Architecture(_ATTENTION | _MLP | _GEMMA_NORMS, has_added_norms=True),
+    "gemma3": Architecture(_ATTENTION | _QK_NORM | _MLP | _GEMMA_NORMS, has_added_norms=True),
+}
+
+# Tensors that are part of the configuration, not weights.
+CONFIG_TENSORS = frozenset({"rope_freqs.weight"})
+
+
+@dataclass(frozen=True)
+class KeyReading:
+    """What is read for one checkpoint key.
+
+    Attributes:
+        tensor: the name of the tensor in the file.
+        expert: the index on its first axis; None for the whole tensor.
+        change: `"reorder"`: the rows of each of `heads` heads are reordered; `"subtract"`: 1 is subtracted.
+    """
+
+    tensor: str
+    expert: int | None = None
+    change: Literal["", "reorder", "subtract"] = ""
+    heads: int = field(default=1)
+
+
+def key_readings(
+    architecture: str, shapes: Mapping[str, tuple[int, ...]], heads: int, kv_heads: int
+) -> dict[str, KeyReading]:
+    """Return the checkpoint keys of a file's tensors, in their order. A tensor of unknown name keeps its name.
+
+    Args:
+        architecture: a name in `ARCHITECTURES`.
+        shapes: the logical shapes of the tensors by name.
+        heads: number of query heads. kv_heads: number of key heads.
+    """
+    table = ARCHITECTURES[architecture]
+    readings: dict[str, KeyReading] = {}
+    for name in _without(shapes, CONFIG_TENSORS):
+        match = _TENSOR.fullmatch(name)
+        key = _key(table, match) if match else None
+        if match is None or key is None:
+            readings[name] = KeyReading(name)
+            continue
+        change, num_heads = _change(table, match[2], heads, kv_heads)
+        if "{expert}" in key:
+            for expert in range(shapes[name][0]):
+                readings[key.format(expert=expert)] = KeyReading(name, expert, change, num_heads)
+        else:
+            readings[key] = KeyReading(name, None, change, num_heads)
+    return readings
+
+
+def _without(names: Iterable[str], excluded: frozenset[str]) -> list[str]:
+    """Return the names that are not excluded."""
+    return [name for name in names if name not in excluded]
+
+
+def _key(table: Architecture, match: re.Match[str]) -> str | None:
+    """Return the checkpoint key of a tensor's name; None if the table does not have it."""
+    layer, module, kind = match.groups()
+    if layer is None:
+        return f"{_MODEL[module]}.{kind}" if module in _MODEL else None
+    return f"model.layers.{layer}.{table.layer[module]}.{kind}" if module in table.layer else None
+
+
+def _change(
+    table: Architecture, module: str, heads: int, kv_heads: int
+) -> tuple[Literal["", "reorder", "subtract"], int]:
+    """Return how the tensor of a module is changed, and the number of heads of its rows."""
+    if table.has_reordered_rows and module in ("attn_q", "attn_k"):
+        return "reorder", heads if module == "attn_q" else kv_heads
+    return ("subtract" if table.has_added_norms and module.endswith("norm") else ""), 1
