@@ -13,7 +13,8 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from rlx_jax.ir.weight_reads import WeightSource
-from rlx_jax.weights.safetensors import SafetensorsFile
+from rlx_jax.weights.safetensors import open_safetensors
+from rlx_jax.weights.tensor_file import TensorFile
 
 INDEX = "model.safetensors.index.json"
 W = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -55,7 +56,7 @@ def one(data: bytes = b"1234", **changes: Any) -> bytes:
     return frame({"a": {**ENTRY, **changes}}, data)
 
 
-def open_raw(tmp_path: Path, raw: bytes) -> SafetensorsFile:
+def open_raw(tmp_path: Path, raw: bytes) -> TensorFile:
     path = tmp_path / "model.safetensors"
     path.write_bytes(raw)
-    return SafetensorsFile(path)
+    return open_safetensors(path)

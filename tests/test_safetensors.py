@@ -31,9 +31,10 @@ from rlx_jax.errors import (
     WeightShapeError,
 )
 from rlx_jax.io import limits
-from rlx_jax.weights import safetensors as safetensors_reader
-from rlx_jax.weights.safetensors import SafetensorsFile
+from rlx_jax.weights import tensor_file
+from rlx_jax.weights.safetensors import open_safetensors
 from rlx_jax.weights.safetensors_header import DTYPES
+from rlx_jax.weights.tensor_file import TensorFile
 from tests.oracles import fuzzing
 from tests.oracles.fuzzing import bounded_memory, case, corpus, mutated, run, scrambled, seed_of
 from tests.shards import ENTRY, frame, one, open_raw
@@ -81,8 +82,8 @@ def test_slices_are_those_of_numpy(
 ) -> None:
     """However much is read at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors_reader, "_MIN_RUN_BYTES", run)
-        patch.setattr(safetensors_reader, "_BAND_BYTES", band)
+        patch.setattr(tensor_file, "_MIN_RUN_BYTES", run)
+        patch.setattr(tensor_file, "_BAND_BYTES", band)
         _compare_slices(tmp_path_factory, shape, slices, tag, run == 1)
 
 
@@ -185,7 +186,7 @@ def test_not_a_regular_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ]
     for path, error, message in cases:
         with pytest.raises(error, match=message):
-            SafetensorsFile(path)
+            open_safetensors(path)
 
 
 # -- limits ------------------------------------------------------------------------------------
@@ -202,7 +203,7 @@ def test_lying_lengths_cost_no_memory(tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").write_bytes(raw)
         tracemalloc.start()
         with pytest.raises(SafetensorsError):
-            SafetensorsFile(tmp_path / "model.safetensors")
+            open_safetensors(tmp_path / "model.safetensors")
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 2**20
@@ -215,7 +216,7 @@ def test_header_over_the_limit(tmp_path: Path) -> None:
     with pytest.raises(
         LimitError, match="header's length in bytes is 100000001, over the limit limits.MAX_HEADER_BYTES"
     ):
-        SafetensorsFile(path)
+        open_safetensors(path)
 
 
 def test_other_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +304,7 @@ def repeats_a_name(raw: bytes) -> bool:
 
 def ours(path: Path) -> Values | RlxError:
     try:
-        with SafetensorsFile(path) as file:
+        with open_safetensors(path) as file:
             arrays = {name: file.read(name) for name in file.tensors}
     except RlxError as error:
         return error
@@ -351,12 +352,12 @@ def test_the_corpus(saved: Path, tmp_path: Path) -> None:
 
 def test_the_judge_sees_a_wrong_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seeded faults: the oracle above is worth something, and what it finds is saved."""
-    read = SafetensorsFile.read
+    read = TensorFile.read
 
-    def swapped(self: SafetensorsFile, name: str) -> np.ndarray:
+    def swapped(self: TensorFile, name: str) -> np.ndarray:
         return read(self, name)[::-1] if self.tensors[name].shape else read(self, name)
 
-    monkeypatch.setattr(SafetensorsFile, "read", swapped)
+    monkeypatch.setattr(TensorFile, "read", swapped)
     monkeypatch.setattr(fuzzing, "CORPUS", tmp_path)
     with pytest.raises(AssertionError):
         judge(300, seed_of("fixed"), tmp_path / "mutant.safetensors")
@@ -415,7 +416,7 @@ def odd_file(tensors: dict[str, np.ndarray], rng: random.Random) -> bytes:
     return frame(f"{blank()}{join(members, '{', '}')}{blank()}".encode(), data)
 
 
-def assert_same(file: SafetensorsFile, tensors: dict[str, np.ndarray]) -> None:
+def assert_same(file: TensorFile, tensors: dict[str, np.ndarray]) -> None:
     assert set(file.tensors) == set(tensors)
     for name, array in tensors.items():
         got = file.read(name)
@@ -435,7 +436,7 @@ def load_twins(count: int, seed: int, path: Path) -> None:
             with case("safetensors_twins", raw):
                 path.write_bytes(raw)
                 assert reference(raw) is not None, "the twin is not valid"
-                with SafetensorsFile(path) as file:
+                with open_safetensors(path) as file:
                     assert_same(file, tensors)
 
 

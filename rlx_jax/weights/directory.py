@@ -31,8 +31,9 @@ from rlx_jax.io.folder import CONFIG, Folder
 from rlx_jax.io.hub import run_in_parallel
 from rlx_jax.io.strict_json import parse_object
 from rlx_jax.weights.manifest import MANIFEST_NAME
-from rlx_jax.weights.safetensors import SafetensorsFile, read_header
+from rlx_jax.weights.safetensors import open_safetensors, read_header
 from rlx_jax.weights.safetensors_header import Header, TensorInfo
+from rlx_jax.weights.tensor_file import TensorFile
 
 INDEX_SUFFIX = ".safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -59,7 +60,7 @@ _OTHER_FORMATS = {
 }
 
 
-def open_directory(directory: str, *, strict: bool, links: Links) -> list[SafetensorsFile]:
+def open_directory(directory: str, *, strict: bool, links: Links) -> list[TensorFile]:
     """Open and return the `.safetensors` files of a model directory.
 
     The first of these that exists is used; the others are ignored:
@@ -72,12 +73,12 @@ def open_directory(directory: str, *, strict: bool, links: Links) -> list[Safete
     Raises:
         MissingFileError: none of them exists; the message lists the files in the directory.
         UnsupportedError: there are only weights of another format.
-        Others: as `open_index` and `SafetensorsFile`.
+        Others: as `open_index` and `open_safetensors`.
     """
     chosen = _choose_file(directory, list_directory(directory))
     if chosen.endswith(INDEX_SUFFIX):
         return open_index(directory, chosen, strict=strict, links=links)
-    return [SafetensorsFile(resolve(directory, chosen, links), name=chosen)]
+    return [open_safetensors(resolve(directory, chosen, links), name=chosen)]
 
 
 def fetch_weight_files(folder: Folder, max_bytes: int | None = None) -> None:
@@ -158,7 +159,7 @@ def holds_safetensors(directory: str) -> bool:
     return any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in list_directory(directory))
 
 
-def open_index(directory: str, name: str, *, strict: bool, links: Links) -> list[SafetensorsFile]:
+def open_index(directory: str, name: str, *, strict: bool, links: Links) -> list[TensorFile]:
     """Open and return the shards that the index file `name` in `directory` refers to, checked against it.
 
     Raises:
@@ -178,7 +179,7 @@ def open_index(directory: str, name: str, *, strict: bool, links: Links) -> list
             missing_shards.append(shard)
     _refuse_missing(index, missing_shards)
     with ExitStack() as stack:  # closes the files that are open if one of them, or the comparison, fails
-        files = {shard: stack.enter_context(SafetensorsFile(path, name=shard)) for shard, path in paths.items()}
+        files = {shard: stack.enter_context(open_safetensors(path, name=shard)) for shard, path in paths.items()}
         _check_against_index(index, {shard: file.tensors for shard, file in files.items()}, strict)
         stack.pop_all()
     return list(files.values())

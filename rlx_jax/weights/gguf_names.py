@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rlx_jax.io import limits
+
 # Names of modules without their layer: GGUF → Hugging Face.
 _MODEL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _ATTENTION = {
@@ -107,6 +109,7 @@ def key_readings(
             continue
         change, num_heads = _change(table, match[2], heads, kv_heads)
         if "{expert}" in key:
+            limits.check_limit(shapes[name][0], limits.MAX_TENSORS, "limits.MAX_TENSORS", f"{name}: the experts")
             for expert in range(shapes[name][0]):
                 readings[key.format(expert=expert)] = KeyReading(name, expert, change, num_heads)
         else:

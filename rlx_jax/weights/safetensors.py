@@ -1,48 +1,27 @@
-"""`SafetensorsFile`: a reader of `.safetensors` files (a length of eight bytes, a JSON header, contiguous tensors).
+"""`open_safetensors`: open a `.safetensors` file (a length of eight bytes, a JSON header, contiguous tensors).
 
     8 bytes   N, the length of the header, little-endian
     N bytes   the header, see `safetensors_header`
     the rest  the tensors, without gaps or overlaps, row-major and little-endian
 
 It replaces the reference implementation because files may come from anyone. Each number in the header is checked
-against the bytes in the file before anything of that size is allocated. Data is read, not memory-mapped: a mapped file
-that shrinks kills the process. BF16 and F8 load, and reading a part of a tensor costs the bytes of that part.
-It accepts only files that the reference implementation accepts, except those that name a tensor twice, have unknown
-fields, or are over `rlx_jax.io.limits`.
+against the bytes in the file before anything of that size is allocated. BF16 and F8 load. It accepts only files that
+the reference implementation accepts, except those that name a tensor twice, have unknown fields, or are over
+`rlx_jax.io.limits`.
 """
 
 from __future__ import annotations
 
-import functools
-import math
 import os
-import threading
-import weakref
-from collections.abc import Callable, Sequence
-from types import MappingProxyType
-from typing import Any
 
-import numpy as np
-
-from rlx_jax.errors import SafetensorsError, StorageError, quote
+from rlx_jax.errors import SafetensorsError, quote
 from rlx_jax.io import limits
-from rlx_jax.io.files import open_regular, read_at
-from rlx_jax.weights.named import Closeable, check_index, find_tensor, row_span
 from rlx_jax.weights.safetensors_header import Header, parse_header
-
-_MIN_RUN_BYTES = 2**12  # bytes of a run that is worth a system call: a page, the least that a disk reads
-_BAND_BYTES = 2**20  # bytes that are read at once where runs are shorter: small enough that the buffer stays in cache
+from rlx_jax.weights.tensor_file import ReadBytes, TensorFile
 
 
-class SafetensorsFile(Closeable):
-    """One open `.safetensors` file. Opening reads only the header.
-
-    A context manager; the file is closed at the latest when the object is garbage-collected. A copy opens it again.
-
-    Attributes:
-        name: the path as passed, or the name of the file in its directory.
-        tensors: name → `TensorInfo`, in the order of the data.
-        bytes_read: how many bytes of tensors have been read so far.
+def open_safetensors(path: str | os.PathLike[str], *, name: str | None = None) -> TensorFile:
+    """Return an open `.safetensors` file; `name` is its name in its directory.
 
     Raises:
         SafetensorsError: the file is malformed, or not a regular file.
@@ -51,120 +30,14 @@ class SafetensorsFile(Closeable):
         UnsupportedError: a dtype that is not in `DTYPES`.
         MissingFileError, StorageError: it does not exist, or cannot be read.
     """
-
-    def __init__(self, path: str | os.PathLike[str], *, name: str | None = None) -> None:
-        self.name = os.fsdecode(path) if name is None else name
-        self._path = os.path.abspath(os.fsdecode(path))
-        self._where = quote(self.name)
-        self._descriptor = open_regular(os.fsdecode(path), self._where, SafetensorsError)
-        self._close = weakref.finalize(self, os.close, self._descriptor)
-        try:
-            self._status = os.fstat(self._descriptor)
-            header = read_header(functools.partial(_read_bytes, self._descriptor), self._status.st_size, self._where)
-        except BaseException:
-            self._close()
-            raise
-        self._count_lock = threading.Lock()
-        self.bytes_read = 0
-        self.tensors = MappingProxyType(header)
-
-    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
-        """Return a tensor, or the part that `index` selects as in NumPy, as a new C-contiguous array.
-
-        Only the box that `index` spans is read if its contiguous runs have a page or more. With shorter runs, the bytes
-        between them are read as well, a mebibyte at a time. Steps of slices are applied in memory.
-
-        Raises:
-            MissingWeightError: no such tensor.
-            WeightShapeError: `index` does not fit the shape.
-            SafetensorsError: the file has shrunk or changed since it was opened, or a BOOL is neither 0 nor 1.
-            StorageError: the file is closed, or cannot be read.
-        """
-        info = find_tensor(self.tensors, name, f"{self._where}, a file")
-        slices = check_index(index, info.shape, name)
-        if not slices:
-            return self._read_box(name, [0] * len(info.shape), info.shape)
-        parts = (*slices, *(slice(None),) * (len(info.shape) - len(slices)))
-        spans = [row_span(part, dim) for part, dim in zip(parts, info.shape, strict=True)]
-        box = self._read_box(name, [start for start, _, _ in spans], tuple(count for _, count, _ in spans))
-        return np.ascontiguousarray(box[tuple(rest for _, _, rest in spans)])
-
-    def close(self) -> None:
-        """Close the file. Reading from it is an error afterwards."""
-        self._close()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(type(self), name=self.name), (self._path,)  # a copy opens the file again
-
-    def _read_box(self, name: str, starts: Sequence[int], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        """Return the box of `shape` in a tensor that starts at the indices `starts`.
-
-        Raises:
-            SafetensorsError, StorageError, LimitError: as `read`.
-        """
-        if not self._close.alive:
-            raise StorageError(f"{self._where}: the file is closed")
-        info = self.tensors[name]
-        limits.check_memory(math.prod(shape) * info.dtype.itemsize, f"{self._where}: tensor {quote(name)}")
-        values = np.empty(shape, info.dtype)
-        if values.size:
-            self._fill(name, starts, values)
-        # Checked after reading, so that a change during the read is noticed too.
-        status = os.fstat(self._descriptor)
-        if (status.st_size, status.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
-            raise SafetensorsError(f"{self._where}: the file has been written to since it was opened; open it again")
-        if info.dtype == np.bool_ and (largest := values.view(np.uint8).max(initial=0)) > 1:
-            raise SafetensorsError(f"{self._where}: tensor {quote(name)}: BOOL holds {largest}, expected 0 or 1")
-        return values
-
-    def _fill(self, name: str, starts: Sequence[int], values: np.ndarray[Any, Any]) -> None:
-        """Read the box of a tensor that starts at the indices `starts` into `values`.
-
-        A run is a contiguous part of the box in the file; runs start `stride` bytes apart. Long runs are read one by
-        one. Short runs are read in bands together with the bytes between them, as calls would cost more than bytes.
-        """
-        info = self.tensors[name]
-        # Axes after the last one that the box cuts are contiguous in the file.
-        cut_axes = [axis for axis, dim in enumerate(info.shape) if values.shape[axis] < dim]
-        axis = cut_axes[-1] if cut_axes else 0
-        strides = [math.prod(info.shape[i + 1 :]) * info.dtype.itemsize for i in range(len(info.shape))]
-        start = info.start + sum(begin * step for begin, step in zip(starts, strides, strict=True))
-        raw = values.reshape(-1).view(np.uint8)
-        if axis == 0:
-            return self._read_into(name, raw, start)
-        stride, count = strides[axis - 1], values.shape[axis - 1]
-        outer = values.shape[: axis - 1]
-        runs = raw.reshape(*outer, count, -1)
-        length = runs.shape[-1]
-        step = 1 if length >= _MIN_RUN_BYTES else max(1, _BAND_BYTES // stride)
-        band = np.empty(step * stride, np.uint8)
-        for outer_index in np.ndindex(outer):
-            begin = start + sum(i * axis_stride for i, axis_stride in zip(outer_index, strides, strict=False))
-            for row in range(0, count, step):
-                band_runs = runs[(*outer_index, slice(row, row + step))]
-                if len(band_runs) == 1:
-                    self._read_into(name, band_runs[0], begin + row * stride)
-                else:
-                    self._read_into(name, band[: (len(band_runs) - 1) * stride + length], begin + row * stride)
-                    band_runs[...] = band[: len(band_runs) * stride].reshape(len(band_runs), stride)[:, :length]
-
-    def _read_into(self, name: str, raw: np.ndarray[Any, Any], start: int) -> None:
-        """Fill a contiguous array with the bytes of the file from `start` on."""
-        num_bytes = read_at(self._descriptor, raw.data, start, self._where)
-        with self._count_lock:
-            self.bytes_read += num_bytes
-        if num_bytes < raw.nbytes:
-            raise SafetensorsError(
-                f"{self._where}: tensor {quote(name)}: the file ends at byte {start + num_bytes}, expected "
-                f"{raw.nbytes} bytes from byte {start} on; it was truncated after it was opened"
-            )
+    return TensorFile(path, read_header, SafetensorsError, name=name)
 
 
-def read_header(read: Callable[[int, int, str], bytes], size: int, where: str) -> Header:
+def read_header(read: ReadBytes, size: int, where: str) -> Header:
     """Return the header of a file of `size` bytes; `read(count, start, where)` returns its bytes.
 
     Raises:
-        As `SafetensorsFile`.
+        As `open_safetensors`.
     """
     if size < 8:
         raise SafetensorsError(f"{where}: the file has {size} bytes, expected 8 bytes of header length first")
@@ -189,11 +62,3 @@ def _describe_content(head: bytes) -> str:
     text = head.split(b"\n")[0].decode("ascii", "replace")
     is_printable = len(text) > 8 and text.isascii() and text.isprintable()
     return f"this is not a safetensors file but a text that begins with {quote(text)}" if is_printable else ""
-
-
-def _read_bytes(descriptor: int, count: int, start: int, where: str) -> bytes:
-    """Return `count` bytes of a file from `start` on."""
-    buffer = bytearray(count)
-    if read_at(descriptor, memoryview(buffer), start, where) < count:
-        raise SafetensorsError(f"{where}: the file was truncated while its header was read")
-    return bytes(buffer)

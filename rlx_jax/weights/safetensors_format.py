@@ -20,8 +20,9 @@ from rlx_jax.weights.finite import OnNonfinite, check_finite
 from rlx_jax.weights.format import Entry, OpenOptions, stored_spec
 from rlx_jax.weights.manifest import MANIFEST_NAME, open_verified
 from rlx_jax.weights.named import Closeable, NamedTensors
-from rlx_jax.weights.safetensors import SafetensorsFile
+from rlx_jax.weights.safetensors import open_safetensors
 from rlx_jax.weights.safetensors_header import DTYPES
+from rlx_jax.weights.tensor_file import TensorFile
 
 HostArray = np.ndarray[Any, Any]
 # Maximum bytes of tensors in one `.safetensors` file, unless a single tensor has more, as in Hugging Face checkpoints.
@@ -79,7 +80,7 @@ class Safetensors:
             write_synced(os.path.join(directory, "model" + INDEX_SUFFIX), json.dumps(index, indent=1).encode())
 
 
-class SafetensorsSource(NamedTensors[SafetensorsFile], Closeable):
+class SafetensorsSource(NamedTensors[TensorFile], Closeable):
     """Weights from one `.safetensors` file or from the shards of one checkpoint.
 
     A context manager; the files are closed at the latest when the source is garbage-collected. Several threads may
@@ -87,7 +88,7 @@ class SafetensorsSource(NamedTensors[SafetensorsFile], Closeable):
     """
 
     def __init__(
-        self, files: Sequence[SafetensorsFile], *, on_nonfinite: OnNonfinite = "error", directory: str = ""
+        self, files: Sequence[TensorFile], *, on_nonfinite: OnNonfinite = "error", directory: str = ""
     ) -> None:
         self.files = tuple(files)
         self.directory = directory  # the directory that was opened; "" if the path was a file
@@ -122,7 +123,7 @@ class SafetensorsSource(NamedTensors[SafetensorsFile], Closeable):
 
         Raises:
             NonFiniteWeightError: NaN in the values, unless `on_nonfinite` allows them.
-            Others: as `SafetensorsFile.read`.
+            Others: as `TensorFile.read`.
         """
         file = self._find(key)
         values = file.read(key, index)
@@ -142,7 +143,7 @@ def _open_source(path: str, options: OpenOptions) -> SafetensorsSource:
     return SafetensorsSource(files, on_nonfinite=options.on_nonfinite, directory=directory)
 
 
-def _open_files(path: str, strict: bool, links: Links) -> list[SafetensorsFile]:
+def _open_files(path: str, strict: bool, links: Links) -> list[TensorFile]:
     """Open and return the files of a directory, of an index, or the file at `path`."""
     if os.path.isdir(path):
         return open_directory(path, strict=strict, links=links)
@@ -151,7 +152,7 @@ def _open_files(path: str, strict: bool, links: Links) -> list[SafetensorsFile]:
         return open_index(directory or ".", name, strict=strict, links=links)
     if links == "refuse":
         resolve(directory or ".", name, links)
-    return [SafetensorsFile(path)]
+    return [open_safetensors(path)]
 
 
 # -- writing -----------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def parse_header(raw: bytes, data_bytes: int, where: str) -> Header:
         where: the file, for messages.
 
     Raises:
-        SafetensorsError, DuplicateWeightError, LimitError, UnsupportedError: as `SafetensorsFile`.
+        SafetensorsError, DuplicateWeightError, LimitError, UnsupportedError: as `open_safetensors`.
     """
     values, name = VALUES_PER_TENSOR * limits.MAX_TENSORS, f"{VALUES_PER_TENSOR} limits.MAX_TENSORS"
     content = parse(raw, where, SafetensorsError, values, name, repeated_error=DuplicateWeightError, start=8)

@@ -1,0 +1,282 @@
+"""`Gguf`, the weight format of llama.cpp and its relatives: one file, or several parts `x-00001-of-00003.gguf`.
+
+`GgufSource` offers the weights under the checkpoint keys of Hugging Face, so that flows and recipes read them like any
+other checkpoint. Packed tensors remain packed: `spec` returns a `PackedSpec`, and `read` the bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlx_jax.errors import (
+    ConfigError,
+    DuplicateWeightError,
+    GgufError,
+    IntegrityError,
+    MissingFileError,
+    UnsupportedError,
+    WeightError,
+    listing,
+    quote,
+)
+from rlx_jax.io.files import Links, resolve
+from rlx_jax.ir.packed import PackedSpec, WeightSpec, finite_check_floats
+from rlx_jax.ir.weight_reads import WeightSource
+from rlx_jax.weights.finite import OnNonfinite, check_finite
+from rlx_jax.weights.format import Entry, OpenOptions, stored_spec
+from rlx_jax.weights.gguf_config import architecture_of, gguf_config
+from rlx_jax.weights.gguf_header import GgufHeader, GgufTensor, MetadataValue, read_gguf_header
+from rlx_jax.weights.gguf_names import KeyReading, key_readings
+from rlx_jax.weights.named import Closeable, NamedTensors, check_index
+from rlx_jax.weights.safetensors_header import TensorInfo
+from rlx_jax.weights.tensor_file import ReadBytes, TensorFile
+
+HostArray = np.ndarray[Any, Any]
+SUFFIX = ".gguf"
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_PARTS, _PART_NUMBER, _ALL_TENSORS = "split.count", "split.no", "split.tensors.count"
+F32 = np.dtype(np.float32)
+
+
+class GgufFile(Closeable):
+    """One open `.gguf` file. Opening reads only the header.
+
+    Attributes:
+        header: metadata and tensors.
+        file: reads the tensors, as arrays of bytes where they are packed.
+
+    Raises:
+        As `read_gguf_header` and `TensorFile`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, name: str | None = None) -> None:
+        self._path, self._name = path, name
+        self.header = GgufHeader({}, {})
+
+        def read_header(read: ReadBytes, size: int, where: str) -> Mapping[str, TensorInfo]:
+            self.header = read_gguf_header(read, size, where)
+            return {name: tensor.stored for name, tensor in self.header.tensors.items()}
+
+        self.file = TensorFile(path, read_header, GgufError, name=name)
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (os.path.abspath(os.fsdecode(self._path)), self.file.name)
+
+
+def _reopen(path: str, name: str) -> GgufFile:
+    """Open a file again, for a copy."""
+    return GgufFile(path, name=name)
+
+
+class GgufSource(NamedTensors[KeyReading], Closeable):
+    """Weights from a GGUF file or the parts of one, under their checkpoint keys.
+
+    A context manager; the files are closed at the latest when the source is garbage-collected. Several threads may
+    read.
+
+    Attributes:
+        files: the parts, in order. The first one has the metadata.
+        header: the metadata, and the tensors of all parts.
+
+    Raises:
+        ConfigError, UnsupportedError: as `gguf_config`.
+    """
+
+    def __init__(self, files: Sequence[GgufFile], *, on_nonfinite: OnNonfinite = "error") -> None:
+        self.files = tuple(files)
+        self._on_nonfinite = on_nonfinite
+        self._owners = {name: part for part in self.files for name in part.header.tensors}
+        tensors = {name: tensor for part in self.files for name, tensor in part.header.tensors.items()}
+        self.header = GgufHeader(self.files[0].header.metadata, tensors)
+        self._label = f"{listing((part.file.name for part in self.files), 2)}, a GGUF file"
+        where = quote(self.files[0].file.name)
+        self.config = gguf_config(self.header, self._read_tensor, where)
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        self._tensors = key_readings(architecture_of(self.header.metadata, where), shapes, heads, kv_heads)
+        for reading in self._tensors.values():
+            num_rows = shapes[reading.tensor][0]
+            if reading.change == "reorder" and (reading.heads < 1 or num_rows % (2 * reading.heads)):
+                raise ConfigError(
+                    f"{where}: tensor {quote(reading.tensor)} has {num_rows} rows, which {reading.heads} heads of even "
+                    "size do not fill"
+                )
+
+    @property
+    def metadata(self) -> Mapping[str, MetadataValue]:
+        """Return the metadata of the file."""
+        return self.header.metadata
+
+    @property
+    def bytes_read(self) -> int:
+        """Return the bytes of tensors read so far, without headers."""
+        return sum(part.file.bytes_read for part in self.files)
+
+    def where(self, key: str) -> str:
+        """Return the file that holds `key`, and the name of its tensor there.
+
+        Raises:
+            MissingWeightError: no such key.
+        """
+        name = self._find(key).tensor
+        return f"{self._owners[name].file.name}: {name}"
+
+    def spec(self, key: str) -> WeightSpec:
+        """Return the logical shape and the dtype of a weight, and its scheme if it is packed.
+
+        Raises:
+            MissingWeightError: no such key.
+        """
+        reading, tensor = self._find_tensor(key)
+        shape = tensor.shape if reading.expert is None else tensor.shape[1:]
+        if tensor.scheme is not None:
+            return PackedSpec(shape, F32, tensor.scheme)
+        return stored_spec(shape, F32 if reading.change == "subtract" else tensor.stored.dtype)
+
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
+        """Return a weight, or the part that `index` selects as in NumPy, as a new array.
+
+        For a packed tensor these are its bytes, and `index` applies to the array of bytes.
+
+        Raises:
+            MissingWeightError: no such key. WeightShapeError: `index` does not fit the shape.
+            NonFiniteWeightError: NaN in the values, unless `on_nonfinite` allows them.
+            Others: as `TensorFile.read`.
+        """
+        reading, tensor = self._find_tensor(key)
+        shape = tensor.stored.shape if reading.expert is None else tensor.stored.shape[1:]
+        values = self._changed(reading, shape, check_index(index, shape, key))
+        checked = values if tensor.scheme is None else finite_check_floats(values, tensor.scheme)
+        check_finite(checked, key, quote(self.where(key)), self._on_nonfinite)
+        return values
+
+    def close(self) -> None:
+        """Close the files. Reading is an error afterwards; names and shapes remain available."""
+        for part in self.files:
+            part.close()
+
+    def _find_tensor(self, key: str) -> tuple[KeyReading, GgufTensor]:
+        """Return what is read for a key, and its tensor."""
+        reading = self._find(key)
+        return reading, self.header.tensors[reading.tensor]
+
+    def _read_tensor(self, name: str, index: tuple[slice, ...] | None = None) -> HostArray:
+        """Return a tensor under its name in the file, or a part of it."""
+        return self._owners[name].file.read(name, index)
+
+    def _changed(self, reading: KeyReading, shape: tuple[int, ...], slices: tuple[slice, ...]) -> HostArray:
+        """Return the part `slices` of what is read for a key, as the checkpoint has it."""
+        if reading.expert is not None:
+            expert = slice(reading.expert, reading.expert + 1)
+            values: HostArray = self._read_tensor(reading.tensor, (expert, *slices))[0]
+            return values
+        if reading.change != "reorder":
+            values = self._read_tensor(reading.tensor, slices or None)
+            return values.astype(F32) - F32.type(1) if reading.change == "subtract" else values
+        # The halves of a head are interleaved: its rows 0, 1, … of the checkpoint are its rows 0, 2, … of the file.
+        rows = np.arange(shape[0]).reshape(reading.heads, -1, 2).swapaxes(1, 2).reshape(-1)
+        values = self._read_tensor(reading.tensor, (slice(None), *slices[1:]))
+        return values[rows[slices[0]] if slices else rows]
+
+
+@dataclass(frozen=True)
+class Gguf:
+    """The GGUF format; see `rlx_jax.weights.format.Format`."""
+
+    name: str = "gguf"
+    writes: bool = False
+
+    def detect(self, weights: Any) -> bool:
+        """Whether `weights` is the path of a `.gguf` file."""
+        return isinstance(weights, str) and weights.lower().endswith(SUFFIX) and os.path.isfile(weights)
+
+    def open(self, weights: Any, options: OpenOptions) -> WeightSource:
+        """Open a file, and the other parts of a model if the file is its first one."""
+        if options.subtree:
+            raise WeightError(f"{quote(weights)}: subtree= is for orbax checkpoints; GGUF files have no tree")
+        if options.verify == "full":
+            raise IntegrityError(f"{quote(weights)}: GGUF files have no digests to verify")
+        return open_gguf(weights, links=options.links, on_nonfinite=options.on_nonfinite)
+
+    def write(self, directory: str, entries: Sequence[Entry]) -> None:
+        """Not implemented.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError("GGUF files are read, not written; use format='safetensors'")
+
+
+def open_gguf(path: str, *, links: Links = "follow", on_nonfinite: OnNonfinite = "error") -> GgufSource:
+    """Return the source of a GGUF file, or of all parts of a model if it is the first of several.
+
+    Raises:
+        GgufError: parts contradict each other, or the path is not the first part.
+        MissingFileError: parts are missing; the message lists them.
+        DuplicateWeightError: a tensor is in two parts.
+        Others: as `GgufFile` and `GgufSource`.
+    """
+    directory, name = os.path.split(path)
+    first_path = resolve(directory or ".", name, links) if links == "refuse" else path
+    files = [GgufFile(first_path, name=path)]
+    try:
+        files += _other_parts(files[0], directory or ".", name, links)
+        return GgufSource(files, on_nonfinite=on_nonfinite)
+    except BaseException:
+        for part in files:
+            part.close()
+        raise
+
+
+def _other_parts(first: GgufFile, directory: str, name: str, links: Links) -> list[GgufFile]:
+    """Return the parts of a model after its first one, checked; an empty list if the file is whole."""
+    where, metadata = quote(first.file.name), first.header.metadata
+    count = metadata.get(_PARTS, 0)
+    if not isinstance(count, int) or count <= 1:
+        return []
+    match = _PART.fullmatch(name)
+    if match is None or int(match[3]) != count:
+        raise GgufError(f"{where}: the file is one of {count} parts; expected a name like x-00001-of-{count:05}.gguf")
+    if metadata.get(_PART_NUMBER) != 0 or int(match[2]) != 1:
+        raise GgufError(f"{where}: the file is not the first part; open {match[1]}-00001-of-{count:05}.gguf")
+    names = [f"{match[1]}-{i:05}-of-{count:05}.gguf" for i in range(2, count + 1)]
+    if missing := [n for n in names if not os.path.lexists(os.path.join(directory, n))]:
+        raise MissingFileError(f"{where}: {len(missing)} of {count} parts are missing: {listing(missing)}")
+    parts: list[GgufFile] = []
+    try:
+        for number, part_name in enumerate(names, 1):
+            parts.append(GgufFile(resolve(directory, part_name, links), name=part_name))
+            numbers = [parts[-1].header.metadata.get(key) for key in (_PART_NUMBER, _PARTS)]
+            if numbers != [number, count]:
+                raise GgufError(
+                    f"{quote(part_name)}: {_PART_NUMBER} and {_PARTS}: expected {[number, count]}, got {numbers}"
+                )
+        _check_parts([first, *parts], where)
+    except BaseException:
+        for part in parts:
+            part.close()
+        raise
+    return parts
+
+
+def _check_parts(parts: Sequence[GgufFile], where: str) -> None:
+    """Check that no tensor is in two parts, and that all of them are there."""
+    owners: dict[str, str] = {}
+    for part in parts:
+        for name in part.header.tensors:
+            if name in owners:
+                raise DuplicateWeightError(f"{where}: tensor {quote(name)} is in {owners[name]} and {part.file.name}")
+            owners[name] = part.file.name
+    expected = parts[0].header.metadata.get(_ALL_TENSORS, len(owners))
+    if expected != len(owners):
+        raise GgufError(f"{where}: {_ALL_TENSORS} is {expected}, the parts have {len(owners)} tensors")
