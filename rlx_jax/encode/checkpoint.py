@@ -8,11 +8,12 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
+from rlx_jax.encode.gguf_folder import open_model_folder
 from rlx_jax.encode.images import ImageProcessor, load_processor
 from rlx_jax.encode.sentence import SentencePipeline, load_pipeline
 from rlx_jax.errors import ConfigError, check_keywords, quote, shown
 from rlx_jax.flow import ModelFlow
-from rlx_jax.io.folder import Folder, open_folder
+from rlx_jax.io.folder import Folder
 from rlx_jax.ir import plugins
 from rlx_jax.models.config import Fields
 from rlx_jax.models.families import Family, Pretrained, family_of, open_pretrained, record_ignored
@@ -152,6 +153,7 @@ def open_checkpoint(
     revision: str | None = None,
     token: str | bool | None = None,
     subfolder: str = "",
+    file: str | None = None,
     ignore_fields: Iterable[str] = (),
     use_modules: bool = True,
     other_arguments: Iterable[str] = (),
@@ -174,7 +176,7 @@ def open_checkpoint(
         caller, options, [*names, *(WEIGHT_OPTIONS if caller != "load" else (f.name for f in fields(OpenOptions)))]
     )
     open_options = OpenOptions(**options)
-    folder = open_folder(path, revision, token, open_options.progress, subfolder)
+    folder = open_model_folder(path, revision, token, open_options.progress, subfolder, file)
     return Checkpoint(folder, open_options, ignore_fields, use_modules)
 
 

@@ -51,11 +51,14 @@ def refuse_hub_options(revision: str | None, token: str | bool | None, reason: s
 class Folder:
     """A model directory. It caches parsed files, so that all users of the same record share them.
 
-    For a model of the Hub it is the directory in the cache, and `snapshot` fetches each file when it is read.
+    For a model of the Hub it is the directory in the cache, and `snapshot` fetches each file when it is read. A model
+    in a single file, such as GGUF, has no directory: `path` is that file, and `contents` are the files that a directory
+    of the same model would have next to its weights, by name.
     """
 
     path: Path
     snapshot: Snapshot | None = field(default=None, repr=False, compare=False)
+    contents: Mapping[str, bytes] | None = field(default=None, repr=False, compare=False)
     _parsed: dict[Path, dict[str, Any] | None] = field(default_factory=dict, repr=False, compare=False)
     _files_read: dict[Path, None] = field(default_factory=dict, repr=False, compare=False)
 
@@ -85,6 +88,8 @@ class Folder:
         Raises:
             StorageError: the system refuses.
         """
+        if self.contents is not None:
+            return [] if subfolder else sorted(self.contents)
         if self.snapshot is not None:
             prefix = f"{self._snapshot_name(subfolder)}/" if self._snapshot_name(subfolder) else ""
             relative_paths = (path.removeprefix(prefix) for path in self.snapshot.files if path.startswith(prefix))
@@ -137,6 +142,8 @@ class Folder:
             PathEscapeError: it is a link that leads out of the directory.
             LimitError, error, StorageError: as `files.read_small_file`. HubError and others: as `Snapshot.fetch`.
         """
+        if self.contents is not None:
+            return self._read_content(name, limit, limit_name)
         self.fetch(name, bounds={name: (limit, limit_name)})
         try:
             path = files.resolve(os.fspath(self.path), name)
@@ -144,6 +151,15 @@ class Folder:
         except MissingFileError:
             return None
         self._files_read[self.path / name] = None
+        return raw
+
+    def _read_content(self, name: str, limit: int, limit_name: str) -> bytes | None:
+        """Return one of `contents`; None if there is none of this name."""
+        assert self.contents is not None
+        raw = self.contents.get(name)
+        if raw is not None:
+            limits.check_limit(len(raw), limit, limit_name, f"{self.where(name)}: the size in bytes")
+            self._files_read[self.path / name] = None
         return raw
 
     def json(self, name: str) -> dict[str, Any]:

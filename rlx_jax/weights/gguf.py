@@ -249,7 +249,7 @@ def _other_parts(first: GgufFile, directory: str, name: str, links: Links) -> li
         raise GgufError(f"{where}: the file is one of {count} parts; expected a name like x-00001-of-{count:05}.gguf")
     if metadata.get(_PART_NUMBER) != 0 or int(match[2]) != 1:
         raise GgufError(f"{where}: the file is not the first part; open {match[1]}-00001-of-{count:05}.gguf")
-    names = [f"{match[1]}-{i:05}-of-{count:05}.gguf" for i in range(2, count + 1)]
+    names = part_names(name)[1:]
     if missing := [n for n in names if not os.path.lexists(os.path.join(directory, n))]:
         raise MissingFileError(f"{where}: {len(missing)} of {count} parts are missing: {listing(missing)}")
     parts: list[GgufFile] = []
@@ -267,6 +267,14 @@ def _other_parts(first: GgufFile, directory: str, name: str, links: Links) -> li
             part.close()
         raise
     return parts
+
+
+def part_names(name: str) -> list[str]:
+    """Return the names of all parts of a model, from the name of its first one; the name alone if it has one part."""
+    match = _PART.fullmatch(name)
+    if match is None:
+        return [name]
+    return [f"{match[1]}-{i:05}-of-{match[3]}.gguf" for i in range(1, int(match[3]) + 1)]
 
 
 def _check_parts(parts: Sequence[GgufFile], where: str) -> None:

@@ -1,0 +1,70 @@
+"""`open_model_folder`: open a checkpoint's directory, a model of the Hub, or a GGUF file as a `Folder`.
+
+A GGUF file has the config, the tokenizer and the chat template in its metadata. They become the files that a Hugging
+Face directory of the same model has, so that everything after this reads one kind of checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from rlx_jax.errors import MissingFileError, RequestError, did_you_mean, listing, quote, shown
+from rlx_jax.io.files import check_name
+from rlx_jax.io.folder import Folder, open_folder, refuse_hub_options
+from rlx_jax.io.hub import ProgressCallback
+from rlx_jax.text.gguf_tokenizer import tokenizer_files
+from rlx_jax.weights.gguf import SUFFIX, open_gguf, part_names
+
+
+def open_model_folder(
+    path: str | os.PathLike[str] | Folder,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    progress: ProgressCallback | None = None,
+    subfolder: str = "",
+    file: str | None = None,
+) -> Folder:
+    """Return the folder of a checkpoint; see `open_folder`, and `rlx_jax.load` for `file`.
+
+    Raises:
+        MissingFileError: the directory or the model has no such `file`.
+        RequestError: `file` is not the name of a GGUF file, or `path` is itself a file.
+        Others: as `open_folder` and `open_gguf`.
+    """
+    is_file = not isinstance(path, Folder) and os.path.isfile(path) and os.fspath(path).lower().endswith(SUFFIX)
+    if not is_file and file is None:
+        return open_folder(path, revision, token, progress, subfolder)
+    if is_file:
+        if file is not None or subfolder:
+            raise RequestError(
+                f"{quote(path)} is a file; file= and subfolder= are for a directory or a model of the Hub"
+            )
+        refuse_hub_options(revision, token, f"{quote(path)} is a file on this machine", RequestError)
+        return _gguf_folder(Path(os.fspath(path)))  # type: ignore[arg-type]
+    if not isinstance(file, str) or not file.lower().endswith(SUFFIX):
+        raise RequestError(f"file: expected the name of a {SUFFIX} file, got {shown(file)}")
+    check_name(file)
+    folder = open_folder(path, revision, token, progress, subfolder)
+    directory, name = os.path.split(file)
+    names = folder.names(directory)
+    if name not in names:
+        candidates = [n for n in names if n.lower().endswith(SUFFIX)]
+        hint = f"{did_you_mean(name, candidates)}; there is {listing(candidates, 8) or 'none'}"
+        raise MissingFileError(f"{folder.where(file)}: no such file{hint}")
+    folder.fetch(*(os.path.join(directory, part) for part in part_names(name)))
+    return _gguf_folder(folder.path / file)
+
+
+def _gguf_folder(path: Path) -> Folder:
+    """Return the folder of a GGUF file, with the files that its metadata describe."""
+    with open_gguf(os.fspath(path)) as source:
+        config: dict[str, Any] = dict(source.config)
+        files = tokenizer_files(source.metadata, quote(path))
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if name in files.ids:
+            config[name] = files.ids[name]
+    contents = {"config.json": config, **files.documents}
+    return Folder(path, contents={name: json.dumps(content).encode() for name, content in contents.items()})
