@@ -2,7 +2,7 @@
 
 Every block fenced as ```python runs, in order, the blocks of one page in one namespace and in a directory of the
 page's own. The paths that pages load from exist there: `path/to/llama` and `path/to/bert` are tiny random
-checkpoints, `path/to/minilm` is the real encoder; the first is also the model `HUB` of a hub on this machine. Blocks
+checkpoints, `path/to/model.gguf` is one as a file, `path/to/minilm` is the real encoder; the first is also the model `HUB` of a hub on this machine. Blocks
 fenced otherwise (```text, ```sh) are not code to run.
 """
 
@@ -20,6 +20,7 @@ import pytest
 from rlx_jax.demo import minilm_directory
 from tests.hub_server import Hub, serving
 from tests.oracles.checkpoints import FIXTURES, copy
+from tests.oracles.gguf_files import write_gguf
 
 ROOT = Path(__file__).parents[1]
 SLOW = {
@@ -65,6 +66,7 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """All blocks of a page, from top to bottom."""
     for name, fixture in TINY.items():
         copy(fixture, tmp_path / "path" / "to" / name)
+    write_gguf(FIXTURES / "mistral" / "full_v4", tmp_path / "path" / "to" / "model.gguf")
     (tmp_path / "path" / "to" / "minilm").symlink_to(minilm_directory())
     monkeypatch.chdir(tmp_path)
     hub = Hub()

@@ -246,7 +246,7 @@ FORMS: dict[str, tuple[list[str], str]] = {
     "an unknown family": (["config.json"], r"model_type 'bart' is not built"),
     "GGUF": (
         ["README.md", "m.Q4_K_M.gguf", "m.Q8_0.gguf"],
-        r"'org/m': no config.json; it has 'm.Q4_K_M.gguf', 'm.Q8_0.gguf': GGUF is not supported yet; use the model",
+        r"'org/m': no config.json; it has 'm.Q4_K_M.gguf', 'm.Q8_0.gguf': a GGUF file is a model by itself",
     ),
 
     "an adapter": (

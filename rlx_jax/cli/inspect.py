@@ -11,11 +11,11 @@ from rlx_jax.cli.terminal import format_bytes
 from rlx_jax.compiler.pipeline import make_lir
 from rlx_jax.device import running_device
 from rlx_jax.encode.checkpoint import Checkpoint
+from rlx_jax.encode.gguf_folder import open_model_folder
 from rlx_jax.errors import RequestError, quote
 from rlx_jax.generate.load import with_compute_dtype
 from rlx_jax.generate.request_plan import cache_sizes
-from rlx_jax.io.folder import open_folder
-from rlx_jax.ir.packed import stored_bytes
+from rlx_jax.ir.packed import PackedSpec, stored_bytes
 from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.inspect.buffers import activation_bytes
@@ -31,7 +31,7 @@ from rlx_jax.weights.mxfp4 import decode_mxfp4
 def inspect(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Write what a checkpoint is: its config as interpreted, its weights, its tokenizer; with --batch or --context also
     the memory that it needs, and whether the device has that much. Reads no weights."""
-    root = open_folder(args.directory, args.revision, progress=session.status)
+    root = open_model_folder(args.directory, args.revision, progress=session.status)
     checkpoint = Checkpoint(root, ignore_fields=args.ignore_field, headers_only=True)
     pretrained, source, tokenizer = checkpoint.pretrained, checkpoint.weights, checkpoint.tokenizer
     recipe: Any = pretrained.recipe
@@ -42,7 +42,7 @@ def inspect(args: argparse.Namespace, session: Session) -> Iterator[str]:
         "parameters": sum(unpacked_weights.spec(key).size for key in unpacked_weights.keys()),
         "tensors": len(specs),
         "weight_bytes": sum(map(stored_bytes, specs)),
-        "dtypes": sorted({short_name(spec.dtype) for spec in specs}),
+        "dtypes": sorted({spec.scheme if isinstance(spec, PackedSpec) else short_name(spec.dtype) for spec in specs}),
         "tokenizer_tokens": None if tokenizer is None else tokenizer.vocab_size,
         "chat_templates": list(tokenizer.chat_templates) if tokenizer else [],
         "config": dict(vars(recipe.config)),

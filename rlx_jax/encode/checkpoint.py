@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypedDict
 
 from rlx_jax.encode.gguf_folder import open_model_folder
 from rlx_jax.encode.images import ImageProcessor, load_processor
@@ -145,6 +145,16 @@ class Checkpoint:
         return record_ignored(rebound, self.pretrained.ignored_fields)
 
 
+class _Where(TypedDict):
+    """Arguments of `open_checkpoint` that its callers pass on."""
+
+    revision: str | None
+    token: str | bool | None
+    subfolder: str
+    file: str | None
+    ignore_fields: Iterable[str]
+
+
 def open_checkpoint(
     path: str | os.PathLike[str],
     caller: str,
@@ -161,17 +171,17 @@ def open_checkpoint(
     """Return the checkpoint at a path, without reading anything yet.
 
     Args:
-        path: a directory, or the name of a model of the Hub.
+        path: a directory, a GGUF file, or the name of a model of the Hub.
         caller: name of the function that the user called, for messages.
         options: its keyword options, which become `OpenOptions`.
-        revision, token, subfolder, ignore_fields: as in `rlx_jax.load`.
+        revision, token, subfolder, file, ignore_fields: as in `rlx_jax.load`.
         use_modules: see `Checkpoint`.
         other_arguments: names of the other arguments of `caller`, for messages.
 
     Raises:
         TypeError: an unknown option, as Python raises it. MissingFileError and others: as `open_folder`.
     """
-    names = ["revision", "token", "subfolder", "ignore_fields", *other_arguments]
+    names = ["revision", "token", "subfolder", "file", "ignore_fields", *other_arguments]
     check_keywords(
         caller, options, [*names, *(WEIGHT_OPTIONS if caller != "load" else (f.name for f in fields(OpenOptions)))]
     )
@@ -186,14 +196,16 @@ def from_pretrained(
     revision: str | None = None,
     token: str | bool | None = None,
     subfolder: str = "",
+    file: str | None = None,
     ignore_fields: Iterable[str] = (),
     **options: Any,
 ) -> ModelFlow:
-    """Return the flow of a Hugging Face directory or of a model of the Hub, bound to its weights.
+    """Return the flow of a Hugging Face directory, a GGUF file or a model of the Hub, bound to its weights.
 
-    Edit it, then call `rlx_jax.compile(flow)`. `revision`, `token`, `subfolder`, `ignore_fields`: as in `rlx_jax.load`.
+    Edit it, then call `rlx_jax.compile(flow)`. `revision`, `token`, `subfolder`, `file`, `ignore_fields`: as in
+    `rlx_jax.load`.
     """
-    where: dict[str, Any] = dict(revision=revision, token=token, subfolder=subfolder, ignore_fields=ignore_fields)
+    where = _Where(revision=revision, token=token, subfolder=subfolder, file=file, ignore_fields=ignore_fields)
     checkpoint = open_checkpoint(path, "from_pretrained", options, use_modules=False, **where)
     return ModelFlow.from_recipe(checkpoint.pretrained.recipe)
 
@@ -204,6 +216,7 @@ def recipe_for(
     revision: str | None = None,
     token: str | bool | None = None,
     subfolder: str = "",
+    file: str | None = None,
     ignore_fields: Iterable[str] = (),
     **options: Any,
 ) -> Any:
@@ -211,7 +224,8 @@ def recipe_for(
 
     It is bound to the checkpoint's weights. Change it with hooks or `dataclasses.replace`; then `compile(recipe)`, or
     `load(path, recipe=recipe)` to get the tokenizer as well. `load` takes the weights of its own `path`, which may be
-    another checkpoint of the same config. `revision`, `token`, `subfolder`, `ignore_fields`: as in `rlx_jax.load`.
+    another checkpoint of the same config. `revision`, `token`, `subfolder`, `file`, `ignore_fields`: as in
+    `rlx_jax.load`.
     """
-    where: dict[str, Any] = dict(revision=revision, token=token, subfolder=subfolder, ignore_fields=ignore_fields)
+    where = _Where(revision=revision, token=token, subfolder=subfolder, file=file, ignore_fields=ignore_fields)
     return open_checkpoint(path, "recipe_for", options, use_modules=False, **where).pretrained.recipe

@@ -28,19 +28,21 @@ from rlx_jax.weights.format import OpenOptions
 
 def load(
     path: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None,
-    subfolder: str = "", dtype: Any = None, recipe: ModelRecipe | None = None,
+    subfolder: str = "", file: str | None = None, dtype: Any = None, recipe: ModelRecipe | None = None,
     adapter: str | os.PathLike[str] | None = None, ignore_fields: Iterable[str] = (), **options: Any,
 ) -> Any:  # fmt: skip
-    """Load a Hugging Face or sentence-transformers directory as a `CausalLM`, an `Encoder`, a `VisionEncoder` or a
-    `DualEncoder`, depending on `config.json`.
+    """Load a Hugging Face or sentence-transformers directory, or a GGUF file, as a `CausalLM`, an `Encoder`, a
+    `VisionEncoder` or a `DualEncoder`, depending on its config.
 
     Args:
-        path: a directory; or, where there is none of that name, `"org/name"`, a model of the Hub. Only the files that
-            are needed are downloaded, into huggingface_hub's cache. The environment variables `HF_ENDPOINT`, `HF_HOME`
-            and `HF_HUB_CACHE` set the server and the directories; with `HF_HUB_OFFLINE` only the cache is used.
+        path: a directory; a `.gguf` file, the first one if the model has several parts; or, where there is no such
+            path, `"org/name"`, a model of the Hub. Only the files that are needed are downloaded, into
+            huggingface_hub's cache. The environment variables `HF_ENDPOINT`, `HF_HOME` and `HF_HUB_CACHE` set the
+            server and the directories; with `HF_HUB_OFFLINE` only the cache is used.
         revision: branch, tag or commit of a model of the Hub; `main` by default.
         token: access token for the Hub. None uses `HF_TOKEN` or the token of a login, False uses none.
         subfolder: the directory of the model within `path`, as in a pipeline of diffusers.
+        file: a `.gguf` file in the directory or the model of the Hub, to load in place of its safetensors.
         dtype: the compute dtype, `precision.compute` of the profile: "bf16", "bfloat16", `jnp.bfloat16` and so on.
         recipe: a recipe to use in place of the checkpoint's: `rlx_jax.recipe_for(path)` with hooks, or one made from
             another checkpoint of the same config, or from the config alone. The weights are loaded from `path`.
@@ -62,7 +64,7 @@ def load(
         IntegrityError: the downloaded bytes are not the bytes of the commit.
     """
     checkpoint = open_checkpoint(
-        path, "load", options, revision=revision, token=token, subfolder=subfolder,
+        path, "load", options, revision=revision, token=token, subfolder=subfolder, file=file,
         ignore_fields=ignore_fields, other_arguments=("dtype", "recipe", "adapter"),
     )  # fmt: skip
     check_kind(checkpoint)

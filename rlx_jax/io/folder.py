@@ -15,7 +15,6 @@ from rlx_jax.errors import (
     MissingFileError,
     RequestError,
     RlxError,
-    UnsupportedError,
     did_you_mean,
     listing,
     quote,
@@ -212,7 +211,7 @@ def open_folder(
         subfolder: a directory in the checkpoint to use instead, such as the one of a model in a diffusers pipeline.
 
     Raises:
-        MissingFileError: no such directory or model; the message has advice. UnsupportedError: it is a GGUF file.
+        MissingFileError: no such directory or model; the message has advice.
         RequestError: a revision or a token for a local directory. PathEscapeError, ConfigError: `subfolder` is not a
             plain relative name.
         HubError: as `open_snapshot`.
@@ -235,10 +234,6 @@ def open_folder(
     refuse_hub_options(revision, token, f"{quote(path)} is a path on this machine", RequestError)
     if directory.is_dir():
         return Folder(directory)
-    if directory.suffix == ".gguf":
-        raise UnsupportedError(
-            f"{quote(path)}: GGUF files are not supported yet; pass the Hugging Face directory of the same model"
-        )
     if directory.is_file():
         raise MissingFileError(
             f"{quote(path)} is a file; expected the directory of a model, with its config.json. "

@@ -44,7 +44,7 @@ _PICKLE = (
 )
 # Advice by the suffix of file names of other formats.
 _OTHER_FORMATS = {
-    ".gguf": "GGUF is not supported yet; use the model that it was converted from, or convert it to safetensors",
+    ".gguf": "a GGUF file is a model by itself: pass its path, or name it with file=",
     ".bin": _PICKLE,
     ".pt": _PICKLE,
     ".pth": _PICKLE,

@@ -143,6 +143,8 @@ def _complete(config: dict[str, Any], header: GgufHeader, where: str) -> None:
     config["tie_word_embeddings"] = "output.weight" not in header.tensors
     config.setdefault("num_key_value_heads", heads)
     config.setdefault("head_dim", config["hidden_size"] // max(heads, 1))
+    if config["model_type"] == "llama":
+        config["mlp_bias"] = "blk.0.ffn_down.bias" in header.tensors
     if config["model_type"] in ("llama", "qwen3", "qwen3_moe"):
         config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
     config["dtype"] = "float32"

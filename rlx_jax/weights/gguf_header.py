@@ -164,7 +164,7 @@ def read_gguf_header(read: Callable[[int, int, str], bytes], size: int, where: s
     """
     cursor = _Cursor(read, size, where)
     if (magic := cursor.take(min(4, size), "the magic")) != MAGIC:
-        raise GgufError(f"{where}: the file begins with {quote(magic)}, expected {quote(MAGIC)}: it is not a GGUF file")
+        raise GgufError(f"{where}: the file begins with {magic!r}, expected {MAGIC!r}: it is not a GGUF file")
     _check_version(cursor.number("I", "the version"), where)
     # A tensor takes at least 8 + 4 + 8 + 4 + 8 bytes and its name, a pair 8 + 4 + 1 and its key.
     num_tensors = cursor.count(33, "the number of tensors")

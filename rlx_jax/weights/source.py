@@ -45,9 +45,9 @@ def open_weights(
 
     Args:
         weights: a mapping of checkpoint key → array, `jax.Array`, `Packed` or `jax.ShapeDtypeStruct`; the path of a
-            `.safetensors` file, of a `*.safetensors.index.json`, or of a directory (`open_directory` documents
-            which of its files are used); or a source, which is returned unchanged. `"org/name"` is a model of the
-            Hub, if there is no such path and no directory `org`. A `Folder` is an open model directory.
+            `.safetensors` or `.gguf` file, of a `*.safetensors.index.json`, or of a directory (`open_directory`
+            documents which of its files are used); or a source, which is returned unchanged. `"org/name"` is a model of
+            the Hub, if there is no such path and no directory `org`. A `Folder` is an open model directory.
         strict: if the index and the shards of a directory disagree about `total_size`, or the shards hold tensors
             that the index does not list, raise an error; otherwise warn, and include all tensors.
         on_nonfinite: `"error"`: reading a tensor with NaN is an error, one with infinity a warning;

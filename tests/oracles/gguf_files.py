@@ -6,6 +6,7 @@ What llama.cpp's converter does to a model is written out here once more: it is 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ def tensors_of(config: dict[str, Any], weights: dict[str, np.ndarray]) -> dict[s
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     out: dict[str, np.ndarray] = {}
     experts: dict[str, list[np.ndarray]] = {}
-    for key, value in sorted(weights.items(), key=lambda item: [int(p) if p.isdigit() else 0 for p in item[0].split(".")]):
+    for key, value in sorted(
+        weights.items(), key=lambda item: [int(p) if p.isdigit() else 0 for p in item[0].split(".")]
+    ):
         array = value.astype(np.float32)
         if ".experts." in key:
             head, _, tail = key.partition(".experts.")
@@ -62,7 +65,9 @@ def scaled_frequencies(rope: dict[str, Any], head_dim: int) -> np.ndarray:
     factors = []
     for i in range(head_dim // 2):
         wavelength = 2 * np.pi * rope["rope_theta"] ** (2 * i / head_dim)
-        original, low, high = (rope[k] for k in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"))
+        original, low, high = (
+            rope[k] for k in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+        )
         if wavelength < original / high:
             factors.append(1.0)
         elif wavelength > original / low:
@@ -73,8 +78,16 @@ def scaled_frequencies(rope: dict[str, Any], head_dim: int) -> np.ndarray:
     return np.array(factors, np.float32)
 
 
-def write_gguf(directory: Path, path: Path, kind: Kind = Kind.F32, tokenizer: Any = None) -> dict[str, np.ndarray]:
+def write_gguf(
+    directory: Path, path: Path, kind: Kind = Kind.F32, *, tensors: dict[str, np.ndarray] | None = None,
+    more: Callable[[Any], None] | None = None, split: int = 0,
+) -> dict[str, np.ndarray]:  # fmt: skip
     """Write a checkpoint directory as one file. Matrices whose rows are whole blocks get the type `kind`, others F32.
+
+    Args:
+        tensors: tensors of the file to write in place of those of the directory.
+        more: adds metadata.
+        split: how many tensors a part has; 0 for one file.
 
     Returns:
         The tensors that the file stands for, decoded by gguf-py, by name.
@@ -84,14 +97,14 @@ def write_gguf(directory: Path, path: Path, kind: Kind = Kind.F32, tokenizer: An
     for file in sorted(directory.glob("*.safetensors")):
         weights |= safetensors.numpy.load_file(file)
     architecture = ARCHITECTURES[config["model_type"]]
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture], split_max_tensors=split)
     add_config(writer, config)
-    tensors = tensors_of(config, weights)
+    tensors = tensors_of(config, weights) if tensors is None else tensors
     rope = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0)}
     if rope.get("rope_type") == "llama3":
         tensors["rope_freqs.weight"] = scaled_frequencies(rope, config.get("head_dim") or 0)
-    if tokenizer is not None:
-        tokenizer(writer)
+    if more is not None:
+        more(writer)
     decoded = {}
     for name, array in tensors.items():
         fits = array.ndim > 1 and array.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] == 0 and "gate_inp" not in name

@@ -1,0 +1,359 @@
+"""GGUF files: loading against the Hugging Face directory of the same model, tokenizers, parts, and malformed files.
+
+The files are written by gguf-py. `write_gguf` does to a model what llama.cpp's converter does.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import safetensors.numpy
+from gguf import GGMLQuantizationType as Kind
+
+import rlx_jax as rlx
+from rlx_jax.errors import (
+    ConfigError,
+    DuplicateWeightError,
+    GgufError,
+    LimitError,
+    MissingFileError,
+    NonFiniteWeightError,
+    RequestError,
+    RlxError,
+    TokenizerError,
+    UnsupportedError,
+)
+from rlx_jax.ir.packed import PackedSpec
+from rlx_jax.text.gguf_tokenizer import tokenizer_files
+from rlx_jax.text.tokenizer import load_tokenizer
+from tests.oracles.checkpoints import FIXTURES
+from tests.oracles.gguf_files import write_gguf
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEXTS = ["", " ", "Hello, world's 12345 end.\n\n  x", "it's ein Test: é \U0001f600 \u0301", "a<|user|>b", "ab  ab\tab"]
+
+
+def directory(tmp_path: Path, fixture: str, **fields: Any) -> Path:
+    """A copy of a recorded checkpoint whose config has other values in these fields."""
+    copy = tmp_path / "hf"
+    shutil.copytree(FIXTURES / fixture, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | fields))
+    return copy
+
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama/gqa_plain_attnbias_v5", {}),
+    "llama, biases": ("llama/mha_linear_biases_v4", {}),
+    "llama 3": ("llama/gqa_tied_llama3_v5", {"rope_parameters": LLAMA3_ROPE}),
+    "mistral": ("mistral/full_v4", {}),
+    "mixtral": ("mixtral/window_v5", {}),
+    "qwen2": ("qwen2/tied_v4", {}),
+    "qwen3": ("qwen3/tied_v4", {}),
+    "gemma": ("gemma/tied_v4", {}),
+    "gemma2": ("gemma2/caps_v5", {"query_pre_attn_scalar": None}),
+    "gemma3": ("gemma3_text/deep_v5", {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_directory(case: str, tmp_path: Path) -> None:
+    """Logits and greedy tokens of a file in F32; and of what `save` writes of it."""
+    fixture, fields = CASES[case]
+    if "query_pre_attn_scalar" in fields:
+        fields = {"query_pre_attn_scalar": json.loads((FIXTURES / fixture / "config.json").read_text())["head_dim"]}
+    source = directory(tmp_path, fixture, **fields)
+    write_gguf(source, tmp_path / "m.gguf")
+    theirs, ours = rlx.load(source, dtype="f32"), rlx.load(tmp_path / "m.gguf", dtype="f32")
+    tokens = np.random.default_rng(0).integers(0, 40, (2, 9)).astype(np.int32)
+    want = np.asarray(theirs.logits(tokens))
+    np.testing.assert_allclose(np.asarray(ours.logits(tokens)), want, atol=3e-6 * np.abs(want).max(), rtol=0)
+    assert ours.generate([[1, 2, 3]], max_new_tokens=6) == theirs.generate([[1, 2, 3]], max_new_tokens=6)
+    if case == "mixtral":
+        rlx.save(ours, tmp_path / "saved")
+        saved = rlx.load(tmp_path / "saved", dtype="f32")
+        np.testing.assert_array_equal(np.asarray(saved.logits(tokens)), np.asarray(ours.logits(tokens)))
+
+
+def random_checkpoint(path: Path, hidden: int) -> dict[str, Any]:
+    """A Llama whose rows are whole blocks, with random weights in float32."""
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": hidden,
+        "intermediate_size": hidden, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": hidden // 4, "vocab_size": 40, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False, "hidden_act": "silu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }  # fmt: skip
+    rng = np.random.default_rng(0)
+    layer = "model.layers.0."
+    shapes = {
+        "model.embed_tokens": (40, hidden), "lm_head": (40, hidden), f"{layer}self_attn.q_proj": (hidden, hidden),
+        f"{layer}self_attn.k_proj": (hidden // 2, hidden), f"{layer}self_attn.v_proj": (hidden // 2, hidden),
+        f"{layer}self_attn.o_proj": (hidden, hidden), f"{layer}mlp.gate_proj": (hidden, hidden),
+        f"{layer}mlp.up_proj": (hidden, hidden), f"{layer}mlp.down_proj": (hidden, hidden),
+        "model.norm": (hidden,), f"{layer}input_layernorm": (hidden,), f"{layer}post_attention_layernorm": (hidden,),
+    }  # fmt: skip
+    weights = {f"{k}.weight": rng.standard_normal(s).astype(np.float32) * (s[-1] ** -0.5) for k, s in shapes.items()}
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    safetensors.numpy.save_file(weights, path / "model.safetensors")
+    return config
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
+def test_packed_types(kind: str, tmp_path: Path) -> None:
+    """Equal the directory with the numbers that gguf-py decodes; `open_weights` offers the bytes."""
+    random_checkpoint(tmp_path / "hf", 64)
+    decoded = write_gguf(tmp_path / "hf", tmp_path / "m.gguf", Kind[kind])
+    write_gguf(tmp_path / "hf", tmp_path / "plain.gguf", tensors=decoded)
+    ours, twin = (rlx.load(tmp_path / name, dtype="f32") for name in ("m.gguf", "plain.gguf"))
+    tokens = np.random.default_rng(1).integers(0, 40, (2, 7)).astype(np.int32)
+    np.testing.assert_array_equal(np.asarray(ours.logits(tokens)), np.asarray(twin.logits(tokens)))
+    with rlx.open_weights(tmp_path / "m.gguf") as source, rlx.open_weights(tmp_path / "plain.gguf") as plain:  # type: ignore[attr-defined]
+        assert source.keys() == plain.keys() and "model.layers.0.self_attn.q_proj.weight" in source.keys()
+        spec = source.spec("model.layers.0.self_attn.q_proj.weight")
+        assert spec.shape == (64, 64) and isinstance(spec, PackedSpec) == (kind not in ("F16", "BF16"))
+        rows = source.read("model.layers.0.self_attn.q_proj.weight", (slice(3, 40, 5),))
+        np.testing.assert_array_equal(rows, source.read("model.layers.0.self_attn.q_proj.weight")[3:40:5])
+
+
+def test_metadata_that_changes_the_model(tmp_path: Path) -> None:
+    """A field that no table has is refused by name, or ignored where the user says so."""
+    random_checkpoint(tmp_path / "hf", 64)
+    write_gguf(tmp_path / "hf", tmp_path / "m.gguf", more=lambda writer: writer.add_float32("llama.logit_scale", 2.0))
+    with pytest.raises(UnsupportedError, match=r"llama\.logit_scale"):
+        rlx.load(tmp_path / "m.gguf")
+    assert rlx.load(tmp_path / "m.gguf", ignore_fields=["llama.logit_scale"])
+    write_gguf(
+        tmp_path / "hf",
+        tmp_path / "k.gguf",
+        more=lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE),
+    )
+    with pytest.raises(ConfigError, match=r"rope\.scaling\.factor"):
+        rlx.load(tmp_path / "k.gguf")
+
+
+def test_nan_in_a_block(tmp_path: Path) -> None:
+    random_checkpoint(tmp_path / "hf", 64)
+    decoded = write_gguf(tmp_path / "hf", tmp_path / "m.gguf", Kind.Q8_0)
+    raw = bytearray((tmp_path / "m.gguf").read_bytes())
+    at = raw.rfind(gguf.quants.quantize(decoded["blk.0.ffn_down.weight"], Kind.Q8_0).tobytes()[:34])
+    raw[at : at + 2] = np.array([np.nan], np.float16).tobytes()
+    (tmp_path / "m.gguf").write_bytes(raw)
+    with pytest.raises(NonFiniteWeightError, match=r"ffn_down"):
+        rlx.load(tmp_path / "m.gguf", dtype="f32")
+
+
+def test_parts_and_files_of_a_directory(tmp_path: Path) -> None:
+    random_checkpoint(tmp_path / "hf", 64)
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    write_gguf(tmp_path / "hf", folder / "whole.gguf")
+    write_gguf(tmp_path / "hf", folder / "m.gguf", split=4)
+    tokens = np.arange(6, dtype=np.int32)[None]
+    want = np.asarray(rlx.load(folder / "whole.gguf", dtype="f32").logits(tokens))
+    names = sorted(path.name for path in folder.glob("m-*"))
+    assert len(names) > 2
+    ours = rlx.load(folder, file=names[0], dtype="f32")
+    np.testing.assert_array_equal(np.asarray(ours.logits(tokens)), want)
+    with pytest.raises(GgufError, match="not the first part; open m-00001"):
+        rlx.load(folder / names[1])
+    (folder / names[2]).unlink()
+    with pytest.raises(MissingFileError, match=names[2]):
+        rlx.load(folder / names[0])
+    with pytest.raises(MissingFileError, match="did you mean 'whole.gguf'"):
+        rlx.load(folder, file="whol.gguf")
+    with pytest.raises(RequestError, match=r"file: expected the name of a \.gguf file"):
+        rlx.load(folder, file="config.json")
+    with pytest.raises(RequestError, match="is a file"):
+        rlx.load(folder / "whole.gguf", file="whole.gguf")
+
+
+# -- tokenizers --------------------------------------------------------------------------------
+
+
+def vocabulary(document: dict[str, Any]) -> tuple[list[str], list[int]]:
+    """Tokens in the order of their ids, and their kinds: 3 special ones, 6 bytes."""
+    added = {entry["content"]: entry["id"] for entry in document["added_tokens"]}
+    ids = document["model"]["vocab"] | added
+    tokens = sorted(ids, key=lambda token: ids[token])
+    assert [ids[token] for token in tokens] == list(range(len(tokens)))
+    kinds = [2 if t == "<unk>" else 3 if t in added else 6 if t.startswith("<0x") else 1 for t in tokens]
+    return tokens, kinds
+
+
+def both(tmp_path: Path, document: dict[str, Any], metadata: dict[str, Any]) -> tuple[Any, Any]:
+    """The tokenizer of a document, and the one of metadata."""
+    files = tokenizer_files(metadata, "m.gguf").documents
+    for name, contents in (("theirs", {"tokenizer.json": document}), ("ours", files)):
+        (tmp_path / name).mkdir()
+        for file, content in contents.items():
+            (tmp_path / name / file).write_text(json.dumps(content))
+    return load_tokenizer(tmp_path / "theirs"), load_tokenizer(tmp_path / "ours")
+
+
+def test_byte_level_tokenizer(tmp_path: Path) -> None:
+    document = json.loads((FIXTURES / "tokenizers/byte_level.json").read_text())
+    document["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = LLAMA3
+    tokens, kinds = vocabulary(document)
+    merges = [m if isinstance(m, str) else " ".join(m) for m in document["model"]["merges"]]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.tokens": tuple(tokens),
+        "tokenizer.ggml.token_type": np.array(kinds, np.int32), "tokenizer.ggml.merges": tuple(merges),
+        "tokenizer.ggml.bos_token_id": 264, "tokenizer.ggml.eos_token_id": 265, "tokenizer.chat_template": "{{ x }}",
+    }  # fmt: skip
+    theirs, ours = both(tmp_path, document, metadata)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
+        assert ours.encode_plain(text) == theirs.encode_plain(text)
+    assert ours.chat_templates == {"default": "{{ x }}"} and ours.bos_id == 264 and ours.eos_ids == (265,)
+    silent = tokenizer_files(metadata | {"tokenizer.ggml.add_bos_token": False}, "m.gguf").documents
+    assert silent["tokenizer.json"]["post_processor"] is None
+    with pytest.raises(UnsupportedError, match=r"tokenizer\.ggml\.pre is 'llama-bp'; did you mean 'llama-bpe'"):
+        tokenizer_files(metadata | {"tokenizer.ggml.pre": "llama-bp"}, "m.gguf")
+    with pytest.raises(TokenizerError, match="expected a token id below"):
+        tokenizer_files(metadata | {"tokenizer.ggml.eos_token_id": 10**6}, "m.gguf")
+    with pytest.raises(TokenizerError, match="token_type"):
+        tokenizer_files(metadata | {"tokenizer.ggml.token_type": np.zeros(3, np.int32)}, "m.gguf")
+
+
+def test_sentencepiece_tokenizer(tmp_path: Path) -> None:
+    """The scores define the merges, which a file does not have."""
+    document = json.loads((FIXTURES / "tokenizers/sentencepiece_bpe.json").read_text())
+    tokens, kinds = vocabulary(document)
+    merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in document["model"]["merges"]]
+    scores = np.full(len(tokens), -1000.0, np.float32)
+    for rank, (left, right) in enumerate(merges):
+        scores[tokens.index(left + right)] = -rank
+    metadata = {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tuple(tokens), "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": np.array(kinds, np.int32), "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0,
+    }  # fmt: skip
+    theirs, ours = both(tmp_path, document, metadata)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs.encode(text)
+        assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
+
+
+# -- malformed files ---------------------------------------------------------------------------
+
+
+def string(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+def pair(key: bytes, kind: int, value: bytes) -> bytes:
+    return string(key) + struct.pack("<I", kind) + value
+
+
+def tensor(name: bytes, shape: tuple[int, ...], kind: int, offset: int) -> bytes:
+    return string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+def file(pairs: list[bytes], tensors: list[bytes], data: bytes = b"", counts: tuple[int, int] | None = None) -> bytes:
+    """A GGUF file; `counts` replaces the numbers of tensors and pairs."""
+    num_tensors, num_pairs = counts or (len(tensors), len(pairs))
+    head = b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_pairs) + b"".join(pairs) + b"".join(tensors)
+    return head + b"\0" * (-len(head) % 32) + data
+
+
+ARCH = pair(b"general.architecture", 8, string(b"llama"))
+ONE = tensor(b"a", (4,), 0, 0)
+REFUSED: dict[str, tuple[bytes, type[RlxError], str]] = {
+    "empty": (b"", GgufError, "not a GGUF file"),
+    "another magic": (b"GGML" + bytes(60), GgufError, "expected b'GGUF'"),
+    "version 0": (b"GGUF" + bytes(60), GgufError, "version 0"),
+    "version 4": (b"GGUF\4\0\0\0" + bytes(60), GgufError, "version 4"),
+    "big-endian": (b"GGUF\0\0\0\3" + bytes(60), UnsupportedError, "big-endian"),
+    "2^63 tensors": (file([ARCH], [ONE], counts=(2**63, 1)), GgufError, "number of tensors"),
+    "2^63 pairs": (file([ARCH], [ONE], counts=(1, 2**63)), GgufError, "number of metadata pairs"),
+    "a string of 2^62": (file([struct.pack("<QQQ", 2**62, 0, 0)], []), GgufError, "a metadata key"),
+    "a key that is no ASCII": (file([pair("é".encode(), 4, bytes(4))], []), GgufError, "ASCII"),
+    "an empty key": (file([pair(b"", 4, bytes(4))], []), GgufError, "ASCII"),
+    "a key twice": (file([ARCH, ARCH], []), GgufError, "occurs twice"),
+    "kind 13": (file([pair(b"k", 13, bytes(8))], []), GgufError, "no kind 13"),
+    "a bool of 2": (file([pair(b"k", 7, b"\2")], []), GgufError, "a bool is 2"),
+    "a text that is no UTF-8": (file([pair(b"k", 8, string(b"\xff"))], []), GgufError, "not UTF-8"),
+    "an array of arrays": (file([pair(b"k", 9, struct.pack("<IQ", 9, 1))], []), GgufError, "array of arrays"),
+    "an array of 2^61": (file([pair(b"k", 9, struct.pack("<IQ", 10, 2**61))], []), GgufError, "take at least"),
+    "texts of 2^61": (file([pair(b"k", 9, struct.pack("<IQ", 8, 2**61))], []), GgufError, "take at least"),
+    "alignment 0": (file([ARCH, pair(b"general.alignment", 4, bytes(4))], []), GgufError, "multiple of 8"),
+    "alignment 13": (file([pair(b"general.alignment", 4, b"\x0d\0\0\0")], []), GgufError, "multiple of 8"),
+    "alignment of text": (file([pair(b"general.alignment", 8, string(b"32"))], []), GgufError, "multiple of 8"),
+    "a long name": (file([ARCH], [tensor(b"a" * 65, (4,), 0, 0)], bytes(16)), LimitError, "MAX_TENSOR_NAME_BYTES"),
+    "a tensor twice": (file([ARCH], [ONE, ONE], bytes(16)), DuplicateWeightError, "listed twice"),
+    "rank 0": (file([ARCH], [tensor(b"a", (), 0, 0)], bytes(16)), GgufError, "rank 0"),
+    "rank 5": (file([ARCH], [tensor(b"a", (1,) * 5, 0, 0)], bytes(16)), GgufError, "rank 5"),
+    "an axis of 0": (file([ARCH], [tensor(b"a", (4, 0), 0, 0)], bytes(16)), GgufError, "size 0"),
+    "a negative axis": (file([ARCH], [tensor(b"a", (2**64 - 4,), 0, 0)], bytes(16)), LimitError, "dimension"),
+    "a product of 2^64": (file([ARCH], [tensor(b"a", (2**30,) * 4, 0, 0)], bytes(16)), LimitError, "elements"),
+    "half a block": (file([ARCH], [tensor(b"a", (33,), 8, 0)], bytes(64)), GgufError, "do not fill"),
+    "a removed type": (file([ARCH], [tensor(b"a", (32,), 4, 0)], bytes(64)), UnsupportedError, "removed"),
+    "IQ2_XXS": (file([ARCH], [tensor(b"a", (256,), 16, 0)], bytes(99)), UnsupportedError, "IQ2_XXS"),
+    "type 99": (file([ARCH], [tensor(b"a", (32,), 99, 0)], bytes(64)), GgufError, "no tensor type 99"),
+    "an odd offset": (file([ARCH], [tensor(b"a", (4,), 0, 8)], bytes(64)), GgufError, "alignment"),
+    "data past the end": (file([ARCH], [tensor(b"a", (4,), 0, 2**40)], bytes(64)), GgufError, "cut short"),
+    "overlapping data": (
+        file([ARCH], [tensor(b"a", (16,), 0, 0), tensor(b"b", (4,), 0, 32)], bytes(64)), GgufError, "overlaps",
+    ),
+    "another architecture": (
+        file([pair(b"general.architecture", 8, string(b"lama"))], [ONE], bytes(16)), UnsupportedError,
+        "did you mean 'llama'",
+    ),
+    "no architecture": (file([], [ONE], bytes(16)), ConfigError, "general.architecture"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_malformed_files(name: str, tmp_path: Path) -> None:
+    raw, error, message = REFUSED[name]
+    (tmp_path / "m.gguf").write_bytes(raw)
+    for call in (rlx.load, rlx.open_weights):
+        with pytest.raises(error, match=message):
+            call(tmp_path / "m.gguf")
+
+
+def test_random_damage(tmp_path: Path) -> None:
+    """Files with a changed number, bit or length load with an error of this package, or with the same weights."""
+    random_checkpoint(tmp_path / "hf", 32)
+    write_gguf(tmp_path / "hf", tmp_path / "m.gguf", Kind.Q8_0)
+    raw = (tmp_path / "m.gguf").read_bytes()
+    header = raw.index(b"blk.0.ffn_up.weight") + 60
+    rng = np.random.default_rng(0)
+    outcomes = {"refused": 0, "loads": 0}
+    for _ in range(400):
+        damaged = bytearray(raw)
+        at, width = int(rng.integers(0, header)), (1, 4, 8, 0)[int(rng.integers(0, 4))]
+        if width == 0:
+            del damaged[int(rng.integers(0, len(raw))) :]
+        elif width == 1:
+            damaged[at] = int(rng.integers(0, 256))
+        else:
+            value = (0, 1, 9, 2**31, 2 ** (8 * width - 1), 2 ** (8 * width) - 1)[int(rng.integers(0, 6))]
+            damaged[at : at + width] = value.to_bytes(width, "little")
+        (tmp_path / "d.gguf").write_bytes(damaged)
+        try:
+            with rlx.open_weights(tmp_path / "d.gguf", on_nonfinite="ignore") as source:  # type: ignore[attr-defined]
+                for key in source.keys():
+                    source.read(key)
+            outcomes["loads"] += 1
+        except RlxError as error:
+            assert len(str(error)) < 2048 and str(error).isprintable()
+            outcomes["refused"] += 1
+    assert min(outcomes.values()) > 10
