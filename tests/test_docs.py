@@ -2,8 +2,8 @@
 
 Every block fenced as ```python runs, in order, the blocks of one page in one namespace and in a directory of the
 page's own. The paths that pages load from exist there: `path/to/llama` and `path/to/bert` are tiny random
-checkpoints, `path/to/model.gguf` is one as a file, `path/to/minilm` is the real encoder; the first is also the model `HUB` of a hub on this machine. Blocks
-fenced otherwise (```text, ```sh) are not code to run.
+checkpoints, `path/to/model.gguf` is one as a file, `path/to/minilm` is the real encoder; the first is also the model
+`HUB` of a hub on this machine. Blocks fenced otherwise (```text, ```sh) are not code to run.
 """
 
 from __future__ import annotations
