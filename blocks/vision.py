@@ -17,6 +17,7 @@ from rlx_jax.blocks.linear import LayerNorm, ResidualAdd, ResidualSave, dense, l
 from rlx_jax.blocks.self_attention import SelfAttention, head_width
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir import hir
+from rlx_jax.ir.former_names import former_names
 from rlx_jax.ir.ops.vision import GridPositions, Patches
 from rlx_jax.ir.types import DimLike, TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
@@ -246,6 +247,7 @@ NOMIC_KEYS = LayerKeys(
 )
 
 
+@former_names(turned="use_rope")
 @dataclass(frozen=True)
 class PreNormLayerSpec:
     """Keys, sizes and options of a pre-norm layer.
@@ -341,6 +343,7 @@ def siglip_layer_fused_with_prefix(
 # -- rotation ---------------------------------------------------------------------------------
 
 
+@former_names(before="num_prefix_tokens")
 @dataclass(frozen=True)
 class PatchRope:
     """Write rope tables of a grid of patches, row by row, for the stages that follow; the active value is unchanged.

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from rlx_jax.ir.former_names import former_names
 from rlx_jax.ir.graph import Graph, Node, Op
 from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
 from rlx_jax.ir.ops.fused import (
@@ -65,6 +66,7 @@ class Fused:
     sites: tuple[FusionSite, ...] = ()
 
 
+@former_names(places="sites")
 @dataclass(frozen=True)
 class FusionReport:
     """Counts of ops in one program after its passes, with the fused and missed sites. Repeated layers count once.
