@@ -78,7 +78,7 @@ def rename_module(module: str, names: Iterable[tuple[str, str]]) -> str:
 
     A module that no template matches keeps its name.
 
-    >>> other_name("vit.encoder.layer.3.output.dense", [("encoder.layer.{}.output.dense", "layers.{}.mlp.fc2")])
+    >>> rename_module("vit.encoder.layer.3.output.dense", [("encoder.layer.{}.output.dense", "layers.{}.mlp.fc2")])
     'vit.layers.3.mlp.fc2'
     """
     for old_template, new_template in names:

@@ -110,7 +110,7 @@ class Precision(Table):
         "keep", needs("float parameters"), resolved_as="param_dtype", unsupported=("i8", "int8", "i4", "int4")
     )
     kv: Literal["auto", "f32", "bf16", "f16"] = setting(
-        "auto", effects.needs_kv_cache, "dtype of the cache", "kv", applies_to="state"
+        "auto", effects.needs_kv_cache, "dtype of the cache", "kv_dtype", applies_to="state"
     )
 
 

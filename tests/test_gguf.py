@@ -296,7 +296,7 @@ REFUSED: dict[str, tuple[bytes, type[RlxError], str]] = {
     "alignment 0": (file([ARCH, pair(b"general.alignment", 4, bytes(4))], []), GgufError, "multiple of 8"),
     "alignment 13": (file([pair(b"general.alignment", 4, b"\x0d\0\0\0")], []), GgufError, "multiple of 8"),
     "alignment of text": (file([pair(b"general.alignment", 8, string(b"32"))], []), GgufError, "multiple of 8"),
-    "a long name": (file([ARCH], [tensor(b"a" * 65, (4,), 0, 0)], bytes(16)), LimitError, "MAX_TENSOR_NAME_BYTES"),
+    "a long name": (file([ARCH], [tensor(b"a" * 65, (4,), 0, 0)], bytes(16)), LimitError, "MAX_GGUF_NAME_BYTES"),
     "a tensor twice": (file([ARCH], [ONE, ONE], bytes(16)), DuplicateWeightError, "listed twice"),
     "rank 0": (file([ARCH], [tensor(b"a", (), 0, 0)], bytes(16)), GgufError, "rank 0"),
     "rank 5": (file([ARCH], [tensor(b"a", (1,) * 5, 0, 0)], bytes(16)), GgufError, "rank 5"),

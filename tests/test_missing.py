@@ -112,7 +112,7 @@ def test_whatever_opens_a_model_draws_what_is_missing(case: str) -> None:
     """As `compile` does; and refuses it without being asked."""
     with pytest.raises(errors.MissingWeightError, match=r"'new'.*missing='init' initializes it"):
         OPENED[case]()
-    with pytest.raises(errors.RequestError, match="give both, or neither"):
+    with pytest.raises(errors.RequestError, match="pass both, or neither"):
         OPENED[case](missing="init")
     assert OPENED[case](missing="init", key=0).report().initialised == ("new",)
 
@@ -142,7 +142,7 @@ def test_weights_beside_others() -> None:
     both = flow.custom(lambda emit, x: x + emit.param("drawn", (), init="ones"))
     drawn = rlx.compile(both, missing="init", key=0)
     assert drawn.report().initialised == ("drawn",) and np.asarray(drawn.weights()["steering"])[0] == 0.5
-    with pytest.raises(errors.WeightError, match=r"have already: 'model\.norm\.weight'"):
+    with pytest.raises(errors.WeightError, match=r"already has: 'model\.norm\.weight'"):
         rlx.compile(flow.with_weights({"model.norm.weight": vector}, add=True))
     with pytest.raises(errors.UnexpectedWeightError, match="other"):
         rlx.compile(flow.with_weights({"other": vector}, add=True))

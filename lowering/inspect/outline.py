@@ -225,7 +225,7 @@ def _shorten(output: str) -> str:
 
     Of several values it has the first and the number of others, of many sizes the first and the last.
 
-    >>> _fitting("f32[batch,seq,48], f32[batch,seq,24]"), _fitting("f32[batch,floordiv(height, 5) + 1,18]")
+    >>> _shorten("f32[batch,seq,48], f32[batch,seq,24]"), _shorten("f32[batch,floordiv(height, 5) + 1,18]")
     ('f32[batch,seq,48] + 1', 'f32[batch,…,18]')
     """
     if len(output) <= WIDTHS[1]:

@@ -58,7 +58,7 @@ def embed(args: argparse.Namespace, session: Session) -> Iterator[str]:
 def vector_text(vector: np.ndarray[tuple[int], np.dtype[np.float32]]) -> str:
     """Return the numbers of a vector as text, each with as few digits as float32 needs.
 
-    >>> numbers(np.array([0.1, -2.0], np.float32))
+    >>> vector_text(np.array([0.1, -2.0], np.float32))
     '0.1 -2.0'
     """
     return " ".join(map(str, vector.astype(np.float32)))

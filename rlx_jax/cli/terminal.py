@@ -187,7 +187,7 @@ def print_warning(
 def format_bytes(count: int) -> str:
     """Return a size as text.
 
-    >>> in_bytes(999), in_bytes(2_471_645_608)
+    >>> format_bytes(999), format_bytes(2_471_645_608)
     ('999 B', '2.47 GB')
     """
     for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):

@@ -34,7 +34,7 @@ def open_model_folder(
         RequestError: `file` is not the name of a GGUF file, or `path` is itself a file.
         Others: as `open_folder` and `open_gguf`.
     """
-    is_file = not isinstance(path, Folder) and os.path.isfile(path) and os.fspath(path).lower().endswith(SUFFIX)
+    is_file = isinstance(path, str | os.PathLike) and str(path).lower().endswith(SUFFIX) and os.path.isfile(path)
     if not is_file and file is None:
         return open_folder(path, revision, token, progress, subfolder)
     if is_file:

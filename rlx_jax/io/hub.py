@@ -67,7 +67,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9_][A-Za-z0-9._-]{
 def is_model_name(path: object) -> bool:
     """Whether a value is a string that may name a model of the Hub: `org/name`.
 
-    >>> [is_name(p) for p in ("org/name", "name", "./org/name", "a/b/c", "org/name.git")]
+    >>> [is_model_name(p) for p in ("org/name", "name", "./org/name", "a/b/c", "org/name.git")]
     [True, False, False, False, False]
     """
     if not isinstance(path, str) or not _NAME.fullmatch(path):

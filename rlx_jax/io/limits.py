@@ -19,6 +19,9 @@ MAX_TENSORS = 200_000
 MAX_NAME_BYTES = 1_024
 # Number of metadata pairs of a GGUF file.
 MAX_METADATA = 65_536
+# Bytes of a metadata key and of a tensor's name in a GGUF file, as its specification has them.
+MAX_KEY_BYTES = 65_535
+MAX_GGUF_NAME_BYTES = 64
 # Bytes of one string in the metadata of a GGUF file.
 MAX_STRING_BYTES = 64 * 2**20
 # Bytes of `model.safetensors.index.json`.

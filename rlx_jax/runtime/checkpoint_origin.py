@@ -157,7 +157,7 @@ def _op_numbers(built: Built, numbers_by_step: dict[_Step, int]) -> set[int]:
 def config_with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     """Return a config that declares this dtype, also in its nested configs.
 
-    >>> in_dtype({"dtype": "float32", "text_config": {"torch_dtype": "float32"}}, "bfloat16")
+    >>> config_with_dtype({"dtype": "float32", "text_config": {"torch_dtype": "float32"}}, "bfloat16")
     {'dtype': 'bfloat16', 'text_config': {'torch_dtype': 'bfloat16'}}
     """
 

@@ -32,8 +32,6 @@ MetadataValue = bool | int | float | str | np.ndarray[Any, Any] | tuple[str, ...
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # of equal layout on a little-endian machine
 MAX_RANK = 4
-MAX_KEY_BYTES = 65_535
-MAX_TENSOR_NAME_BYTES = 64
 DEFAULT_ALIGNMENT = 32
 ALIGNMENT = "general.alignment"
 _BOOL, _STRING, _ARRAY = 7, 8, 9
@@ -202,7 +200,7 @@ def _metadata(cursor: _Cursor, count: int) -> dict[str, MetadataValue]:
     metadata: dict[str, MetadataValue] = {}
     for _ in range(count):
         start = cursor.position
-        key = cursor.string(MAX_KEY_BYTES, "MAX_KEY_BYTES", "a metadata key")
+        key = cursor.string(limits.MAX_KEY_BYTES, "limits.MAX_KEY_BYTES", "a metadata key")
         if not key or not key.isascii():
             raise GgufError(f"{cursor.where}: metadata key at byte {start}: expected ASCII text, got {quote(key)}")
         if key in metadata:
@@ -259,7 +257,7 @@ def _alignment(metadata: Mapping[str, MetadataValue], where: str) -> int:
 def _entry(cursor: _Cursor, alignment: int) -> tuple[str, GgufTensor]:
     """Return the name of the next tensor and its entry, with a position from the start of the data."""
     start = cursor.position
-    name = cursor.string(MAX_TENSOR_NAME_BYTES, "MAX_TENSOR_NAME_BYTES", "the name of a tensor")
+    name = cursor.string(limits.MAX_GGUF_NAME_BYTES, "limits.MAX_GGUF_NAME_BYTES", "the name of a tensor")
     where = f"{cursor.where}: tensor {quote(name)}"
     if not name:
         raise GgufError(f"{cursor.where}: the tensor listed at byte {start} has no name")

@@ -98,7 +98,7 @@ def row_span(part: slice, dim: int) -> tuple[int, int, slice]:
 
     The result is the first row, the number of rows, and the slice.
 
-    >>> span(slice(8, 2, -3), 10)
+    >>> row_span(slice(8, 2, -3), 10)
     (5, 4, slice(None, None, -3))
     """
     rows = range(dim)[part]

@@ -134,7 +134,7 @@ def _array_names(leaves: dict[str, Any], subtree: str, where: str) -> dict[str, 
 def key_below(name: str, subtree: str) -> str | None:
     """Return the key of a stored name relative to `subtree`; None if the name is not below it.
 
-    >>> below("params.w", "params"), below("step", "params"), below("step", "")
+    >>> key_below("params.w", "params"), key_below("step", "params"), key_below("step", "")
     ('w', None, 'step')
     """
     if not subtree:
