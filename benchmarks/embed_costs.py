@@ -90,7 +90,7 @@ def main() -> None:
     current_costs = costs_on(kind)
     measured_costs = replace(current_costs, tokens=enough, call=round(call, 1), attention=round(attention, 5))
     print(f"one token: {1e9 * token:.1f} ns\nin the table: {current_costs}\nmeasured:     {measured_costs}")
-    emit(benchmark="embed_costs", device=kind, token_ns=1e9 * token, call=call, seen=attention, tokens=enough)
+    emit(benchmark="embed_costs", device=kind, token_ns=1e9 * token, call=call, attention=attention, tokens=enough)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def jax_device(kind: str, platform: str = "gpu", version: str = "cuda 13000", **
     )
 
 
-DEVICE_KIND_WORDS = {
+SEEN = {
     "NVIDIA H200": (jax_device("NVIDIA H200"), DEVICES["h200"]),
     "NVIDIA A100-SXM4-80GB": (jax_device("NVIDIA A100-SXM4-80GB"), DEVICES["a100"]),
     "another A100": (
@@ -55,10 +55,10 @@ DEVICE_KIND_WORDS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DEVICE_KIND_WORDS)
+@pytest.mark.parametrize("name", SEEN)
 def test_what_is_known_of_a_running_device(name: str) -> None:
     """The facts of its product, and the memory that it says it has."""
-    seen, expected = DEVICE_KIND_WORDS[name]
+    seen, expected = SEEN[name]
     seen.memory_stats = lambda: {"bytes_limit": 10**9}
     assert describe_device(seen) == replace(expected, memory=10**9)
 
