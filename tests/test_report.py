@@ -342,7 +342,7 @@ def test_what_is_printed(model: rlx.CompiledModel) -> None:
     )
     assert repr(flow) == "ModelFlow(mlp: x f32[batch,64]; 2 stages)"
     assert repr(model) == f"CompiledModel(llama: forward, {COUNT:,} parameters)"
-    assert repr(rlx.compile(flow)) == "CompiledModel(mlp: forward, 81,152 parameters, no parameters yet)"
+    assert repr(rlx.compile(flow)) == "CompiledModel(mlp: forward, 81,152 parameters, none loaded)"
 
 
 def test_a_flow_that_cannot_be_built_prints_its_stages() -> None:

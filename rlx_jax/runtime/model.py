@@ -388,7 +388,7 @@ class CompiledModel(ModelProgram):
 
     def __repr__(self) -> str:
         count = sum(t.size for t in self.programs.layout.types().values())
-        suffix = "" if self.params is not None or not count else ", no parameters yet"
+        suffix = "" if self.params is not None or not count else ", none loaded"
         return f"CompiledModel({self.name}: {self.program}, {count:,} parameters{suffix})"
 
     def _repr_html_(self) -> str:
