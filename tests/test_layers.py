@@ -97,8 +97,8 @@ def test_no_import_of_the_package_hides() -> None:
 
 
 def test_who_rewrites_graphs_sees_regions_alone() -> None:
-    """A loop over layers is looked at through `regions` and `num_carries`: a second op with regions wants no change there.
-    `interpret` runs it."""
+    """A loop over layers is looked at through `regions` and `num_carries`: a second op with regions wants no change
+    there. `interpret` runs it."""
     rewriting = {name for name in MODULES if room(name) in ("lowering", "compiler")}
     found = {(name, node.module, alias.name) for name in rewriting for node in imports(TREES[name])
              if isinstance(node, ast.ImportFrom) for alias in node.names}  # fmt: skip
