@@ -262,13 +262,13 @@ def own(*stages: Any) -> rlx.ModelFlow:
 WEIGHTS = {"e": RNG.normal(size=(13, 4)).astype("f4"), "w": RNG.normal(size=(13, 4)).astype("f4")}
 
 
-@pytest.mark.parametrize("name", ["aim", "others", "segments"])
+@pytest.mark.parametrize("name", ["targets", "alternatives", "segments"])
 def test_inputs_are_called_anything(name: str) -> None:
     """As what the programs of scores read too: tokens are told from it, or stand in rows of their own. Logits that are
     no product are taken whole: here less their mean, which each of them is made of."""
     flow = rlx.ModelFlow("own").input(name, ("batch", "seq"), dtype="int32").stage(Embed("e", (13, 4)))
     flow = flow.stage(Linear("w", shape=(13, 4)))
-    if name == "others":
+    if name == "alternatives":
         flow = flow.custom(lambda emit, x: emit.sub(x, emit.mean(x, axis=-1, keepdims=True)))
     row = [1, 2, 3, 12]
     want = log_softmax(WEIGHTS["e"][row[:-1]] @ WEIGHTS["w"].T)[np.arange(3), row[1:]]

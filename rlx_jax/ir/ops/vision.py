@@ -112,7 +112,7 @@ class GridPositions(Mir):
 
     Operands: table `[G·K, H]`, and images `[B, C, h, w]` of which only the size is read. Result:
     `[1, (h//P)·(w//Q), H]`. Images with exactly the grid's patches get the table unchanged. Otherwise one small matrix
-    for rows and one for columns resample it, bicubic in f32; see `resampling`.
+    for rows and one for columns resample it, bicubic in f32; see `resampling_matrix`.
     """
 
     traits = replace(MOVEMENT, narrows=0, widens=False, flops=_flops, bytes=first_moved)
