@@ -165,7 +165,7 @@ class LlamaDecoder(DecoderLayer):
         )  # fmt: skip
 
         def weight(name: str) -> FlowValue:
-            """Read the weight of projection `name`; gate precedes up and down, which get its inner width."""
+            """Add the weight of projection `name`. The gate comes first: up and down have its intermediate size."""
             nonlocal layer
             value = emit.param(layer.weight(name), layer.sizes(name, hidden), layer.roles(name))
             if name == "gate":

@@ -52,7 +52,7 @@ class LayerNorms:
 
     @staticmethod
     def around_both() -> LayerNorms:
-        """Return norms before and after each half, with Gemma 2's names."""
+        """Return norms before and after attention and before and after the MLP (sandwich norms), with Gemma 2's names."""
         return LayerNorms(
             after_attention="post_attention_layernorm",
             before_mlp="pre_feedforward_layernorm",
@@ -61,7 +61,7 @@ class LayerNorms:
 
     @staticmethod
     def after_both() -> LayerNorms:
-        """Return norms after each half only, with OLMo 2's names."""
+        """Return norms after attention and after the MLP only, with OLMo 2's names."""
         return replace(LayerNorms.around_both(), before_attention=None, before_mlp=None)
 
 

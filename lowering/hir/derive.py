@@ -130,7 +130,7 @@ def derive(
 
 
 def rule_rewrite(d: Derivation) -> Rewrite:
-    """Return the rewrite that applies the rule of each block.
+    """Return the rewrite of each node by the rule of its op; its result None leaves the node as it is.
 
     A node without a rule stays unchanged if it is proved to treat each token independently, and is refused otherwise.
     """

@@ -305,7 +305,11 @@ def _num_shards(model_sharding: ModelSharding | None, program: Program, axis: in
 def _merge_linear(
     model_sharding: ModelSharding | None, b: Builder, graph: Graph, group: list[int], inputs: tuple[Value, ...]
 ) -> tuple[Value, ...]:
-    """Return the results of a group of Linears, split from one product with their concatenated weights."""
+    """Return the results of a group of Linears of the same input, split from one product.
+
+    Their weights are concatenated along the output axis. Over devices they are interleaved shard by shard, so that each
+    device splits its own part.
+    """
     nodes = [graph.nodes[number] for number in group]
     op = nodes[0].op
     assert isinstance(op, hir.Linear)

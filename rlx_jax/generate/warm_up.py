@@ -121,13 +121,13 @@ def warm_prefill(lm: LanguageModel) -> None:
 def warm_requests(buckets: Buckets, samplers: Sequence[Sampler]) -> Iterator[tuple[int, int, int, Sampler]]:
     """Yield requests that together need every program: (rows, tokens of a prompt, cache length, sampler).
 
-    Prefill programs do not depend on the sampler, so that all prompt lengths are combined with the first one only.
+    Prefill programs do not depend on the sampler, so only the first sampler is combined with all prompt lengths.
     """
     chunk = buckets.largest_chunk
     for rows in buckets.batch:
         for cache_len in (size for size in buckets.context if size > 1):
-            # A short prompt runs the loop, a prompt of each width runs `prefill`, and a full chunk with a rest of each
-            # width runs `extend`.
+            # A prompt of one token runs the decoding loop, a prompt of each bucket's width runs `prefill`, and a prompt
+            # of one full chunk and a remainder of each width runs `extend`.
             lengths = {1, *(min(p, cache_len - 1) for p in buckets.prompt if p <= cache_len)}
             if chunk is not None and chunk + 1 < cache_len:
                 lengths |= {min(chunk + p, cache_len - 1) for p in buckets.prompt}
