@@ -52,7 +52,7 @@ class LayerNorms:
 
     @staticmethod
     def around_both() -> LayerNorms:
-        """Return norms before and after attention and before and after the MLP (sandwich norms), with Gemma 2's names."""
+        """Return norms before and after attention and the MLP, with Gemma 2's names (sandwich norms)."""
         return LayerNorms(
             after_attention="post_attention_layernorm",
             before_mlp="pre_feedforward_layernorm",

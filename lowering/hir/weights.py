@@ -114,7 +114,7 @@ def pad_vocabulary(graph: Graph, model_sharding: ModelSharding, types: TypeCache
             if isinstance(node.op, hir.Embed) and weights[0] is not None:
                 return (b(node.op, with_padding(b, weights[0]), *inputs[1:]),)
             if isinstance(node.op, hir.Linear) and all(w is not None for w in weights[1:]):
-                product = b(replace(node.op), inputs[0], *(with_padding(b, w) for w in weights[1:] if w is not None))
+                product = b(node.op, inputs[0], *(with_padding(b, w) for w in weights[1:] if w is not None))
                 (logits_type,) = node.types
                 # Unshard the vocabulary axis first: its size without padding does not divide into equal shards.
                 logits = b(Shard((*dim_roles(logits_type)[:-1], None)), product)
@@ -319,7 +319,7 @@ def _merge_linear(
     weights = [_concat_params([_param(graph, n.inputs[1]) for n in nodes], axis, shards)]
     if op.bias:
         weights.append(_concat_params([_param(graph, n.inputs[2]) for n in nodes], 0, shards))
-    merged = b(replace(op), inputs[0], *(b.leaf(w) for w in weights))
+    merged = b(op, inputs[0], *(b.leaf(w) for w in weights))
     return b.add(hir.Split(sizes, shards), merged)
 
 

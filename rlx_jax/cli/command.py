@@ -188,7 +188,7 @@ def make_sampler(args: argparse.Namespace) -> rlx.Sampler:
 
 
 def request_options(args: argparse.Namespace, session: Session, sampler: rlx.Sampler) -> dict[str, Any]:
-    """Return the arguments for `stream` and `chat` other than the prompt.
+    """Return the arguments for `CausalLM.stream`, `CausalLM.chat` and `Conversation.stream` other than the prompt.
 
     If `--speculative` is the directory of a draft model, it is loaded here.
     """

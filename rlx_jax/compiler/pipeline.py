@@ -30,10 +30,12 @@ from rlx_jax.errors import (
     GraphError,
     RlxError,
     RlxWarning,
+    ShapeError,
     UnsupportedError,
     check_names,
     listing,
     quote,
+    shown,
 )
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph, Hir, Input, TypeCache
@@ -126,14 +128,17 @@ class Template:
         return replace(self, mir=pass_named("up_to_head")(self.mir, job).graph)
 
     def cost(self, sizes: Mapping[str, int]) -> Cost:
-        """Return the FLOPs, bytes and scratch memory of the program for one choice of sizes, without compiling.
+        """Return the FLOPs, bytes and scratch memory for the sizes that a user asks a report of, without compiling.
+
+        Scratch memory is the temporary bytes of the op that needs most. `sizes` has a number for each symbol.
 
         Raises:
-            GraphError: a size is missing, or the program has no such size.
+            GraphError: a size is missing, or the program has no such symbol. ShapeError: a size is not a number.
         """
         check_names(sizes, sorted(self.symbols), f"{self.built.name}: the program has no size", "; it has")
         for name, size in sizes.items():
-            as_dim(size, f"{self.built.name}: {name}")
+            if not isinstance(as_dim(size, f"{self.built.name}: {name}"), int):
+                raise ShapeError(f"{self.built.name}: {name}: expected a whole number, got {shown(size)}")
         if missing := sorted(self.symbols.difference(sizes)):
             sizes_text = ", ".join(f"{name}={sizes.get(name, '…')}" for name in sorted(self.symbols))
             raise GraphError(f"{self.built.name}: no size of {listing(missing)}; give all of them: {sizes_text}")

@@ -66,7 +66,7 @@ class Buckets:
 
     @property
     def largest_chunk(self) -> int | None:
-        """Return the largest bucket for prompts that fits the largest cache; None without buckets."""
+        """Return the largest bucket for prompts that fits the largest cache; None if no bucket fits."""
         return max((p for p in self.prompt if not self.context or p <= self.context[-1]), default=None)
 
     def rows(self, needed: int) -> int:

@@ -202,8 +202,9 @@ def from_pretrained(
 ) -> ModelFlow:
     """Return the flow of a Hugging Face directory, a GGUF file or a model of the Hub, bound to its weights.
 
-    Edit it (`flow.at`, further stages), then call `rlx_jax.compile(flow)`. `revision`, `token`, `subfolder`, `file`,
-    `ignore_fields`: as in `rlx_jax.load`; `options`: as in `rlx_jax.open_weights`.
+    Config and headers are read now, and the weights of a model of the Hub are fetched; values are read by `compile`.
+    Edit the flow (`flow.at`, further stages), then call `rlx_jax.compile(flow)`. `revision`, `token`, `subfolder`,
+    `file`, `ignore_fields`: as in `rlx_jax.load`; `options`: as in `rlx_jax.open_weights`.
     """
     where = _Where(revision=revision, token=token, subfolder=subfolder, file=file, ignore_fields=ignore_fields)
     checkpoint = open_checkpoint(path, "from_pretrained", options, use_modules=False, **where)

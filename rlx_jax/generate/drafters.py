@@ -128,7 +128,10 @@ class DraftModel(ProgramDrafter):
         rows, draft_limit, count = draft_step.rows, draft_step.draft_limit, self.tokens
 
         def step(carry: Any, number: Array) -> Any:
-            """Choose draft `number` (from 0 on) after the token before it; the body of the scan."""
+            """Choose draft `number` (from 0 on) after the token before it; the body of the scan.
+
+            The last step reads the last draft and chooses none, hence `<=`.
+            """
             state, ids, seen_tokens, is_valid = carry
             reads = rows.running & (number <= draft_limit)
             extend_inputs = {self.ids_input: ids[:, None], "lengths": reads.astype(jnp.int32)}
@@ -214,7 +217,7 @@ class MtpModule(ProgramDrafter):
         is_valid = is_valid & rows.running
 
         def step(carry: Any, number: Array) -> Any:
-            """Choose draft `number` (from 1 on) after the draft before it; the body of the scan."""
+            """Choose draft `number` (from 1 on) from the previous draft and its hidden state `[B, 1, H]`, in a scan."""
             state, ids, hidden, seen_tokens, is_valid = carry
             reads = rows.running & (number < draft_limit)
             logits, hidden, state = read(run_draft, state, ids[:, None], hidden, reads.astype(jnp.int32))

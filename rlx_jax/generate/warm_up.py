@@ -119,7 +119,9 @@ def warm_prefill(lm: LanguageModel) -> None:
 
 
 def warm_requests(buckets: Buckets, samplers: Sequence[Sampler]) -> Iterator[tuple[int, int, int, Sampler]]:
-    """Yield requests that together need every program: (rows, tokens of a prompt, cache length, sampler).
+    """Yield requests that together need every prefill, extend and decoding program of plain requests, without drafts.
+
+    A request is (rows, tokens of a prompt, cache length, sampler).
 
     Prefill programs do not depend on the sampler, so only the first sampler is combined with all prompt lengths.
     """
@@ -131,8 +133,8 @@ def warm_requests(buckets: Buckets, samplers: Sequence[Sampler]) -> Iterator[tup
             lengths = {1, *(min(p, cache_len - 1) for p in buckets.prompt if p <= cache_len)}
             if chunk is not None and chunk + 1 < cache_len:
                 lengths |= {min(chunk + p, cache_len - 1) for p in buckets.prompt}
-            for n, sampler in enumerate(samplers):
-                for length in sorted(lengths) if n == 0 else (1,):
+            for index, sampler in enumerate(samplers):
+                for length in sorted(lengths) if index == 0 else (1,):
                     yield rows, length, cache_len, sampler
 
 

@@ -166,7 +166,9 @@ class Flux2Flow(Recipe[Flux2Config]):
 
 
 def embed_streams(emit: Emit, value: FlowValue, hidden: int) -> FlowValue:
-    """Project image and text tokens to the width of the blocks, and store them as streams `img` and `txt`.
+    """Project image and text tokens to the width of the blocks, and store both as named values `img` and `txt`.
+
+    `value` is `hidden_states` `[batch, image tokens, channels]`; the result, `[…, hidden]`, is the image again.
 
     Weights: `x_embedder.weight`, `context_embedder.weight`.
     """

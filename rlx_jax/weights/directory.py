@@ -274,8 +274,18 @@ def _check_shard_names(shards: Mapping[str, list[str]], where: str) -> None:
 
 
 def _total_size(content: dict[str, Any], where: str) -> int | None:
-    """Return `metadata.total_size` in bytes, None if it is missing. Some writers store it as a float."""
-    metadata = content.get("metadata") or {}
+    """Return `metadata.total_size` in bytes, None if it or `metadata` is missing or null; a whole float is accepted.
+
+    Args:
+        content: the parsed index.
+        where: the index file, for messages.
+
+    Raises:
+        ConfigError: `metadata` is no object, or the size is not a number of bytes.
+    """
+    metadata = content.get("metadata")
+    if metadata is None:
+        return None
     if not isinstance(metadata, dict):
         raise ConfigError(f"{where}: metadata: expected an object, found {quote(metadata)}")
     size = metadata.get("total_size")
