@@ -66,7 +66,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3/tied_v4", {}),
     "gemma": ("gemma/tied_v4", {}),
     "gemma2": ("gemma2/caps_v5", {"query_pre_attn_scalar": None}),
-    "gemma3": ("gemma3_text/deep_v5", {}),
+    "gemma3": (
+        "gemma3_text/deep_v5",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            }
+        },
+    ),
+    "yarn": (
+        "mistral/full_v4",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+            "rope_scaling": None,
+            "rope_theta": 10000.0,
+        },
+    ),
 }
 
 
@@ -145,6 +166,32 @@ def test_metadata_that_changes_the_model(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"rope\.scaling\.factor"):
         rlx.load(tmp_path / "k.gguf")
+    write_gguf(tmp_path / "hf", tmp_path / "e.gguf", leave=("llama.attention.layer_norm_rms_epsilon",))
+    with pytest.raises(ConfigError, match=r"layer_norm_rms_epsilon is missing"):
+        rlx.load(tmp_path / "e.gguf")
+    write_gguf(tmp_path / "hf", tmp_path / "a.gguf", more=lambda writer: writer.add_type("adapter"))
+    with pytest.raises(UnsupportedError, match=r"general\.type is 'adapter'"):
+        rlx.load(tmp_path / "a.gguf")
+
+
+def test_files_of_other_years(tmp_path: Path) -> None:
+    """A tensor for each expert, and metadata that change nothing."""
+    source = directory(tmp_path, "mixtral/window_v5")
+    tensors = write_gguf(source, tmp_path / "m.gguf")
+    old: dict[str, np.ndarray] = {}
+    for name, array in tensors.items():
+        stem, _, tail = name.partition("_exps.")
+        old |= {f"{stem}.{i}.{tail}": part for i, part in enumerate(array)} if tail else {name: array}
+    old["blk.0.attn_rot_embd.weight"] = np.ones(5, np.float32)
+
+    def more(writer: Any) -> None:
+        writer.add_string("llama.tensor_data_layout", "Meta AI original pth")
+        writer.add_causal_attention(True)
+
+    write_gguf(source, tmp_path / "old.gguf", tensors=old, more=more)
+    tokens = np.arange(7, dtype=np.int32)[None]
+    want, found = (np.asarray(rlx.load(tmp_path / n, dtype="f32").logits(tokens)) for n in ("m.gguf", "old.gguf"))
+    np.testing.assert_array_equal(found, want)
 
 
 def test_nan_in_a_block(tmp_path: Path) -> None:
@@ -222,6 +269,8 @@ def test_byte_level_tokenizer(tmp_path: Path) -> None:
         assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
         assert ours.encode_plain(text) == theirs.encode_plain(text)
     assert ours.chat_templates == {"default": "{{ x }}"} and ours.bos_id == 264 and ours.eos_ids == (265,)
+    ends = tokenizer_files(metadata | {"tokenizer.ggml.tokens": (*tokens[:-1], "<end_of_turn>")}, "m.gguf").ids
+    assert ends["eos_token_id"] == [265, 266]  # the control token of that text ends a turn
     silent = tokenizer_files(metadata | {"tokenizer.ggml.add_bos_token": False}, "m.gguf").documents
     assert silent["tokenizer.json"]["post_processor"] is None
     with pytest.raises(UnsupportedError, match=r"tokenizer\.ggml\.pre is 'llama-bp'; did you mean 'llama-bpe'"):

@@ -28,6 +28,10 @@ _ROLES = {
 }  # fmt: skip
 # More ids that end a generated row: the end of a turn or of a message.
 _ENDS = ("eot_token_id", "eom_token_id")
+# Control tokens of these texts end a row too, as in llama.cpp: converters do not write the id of every one.
+_END_TEXTS = frozenset(
+    ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<EOT>")
+)
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -77,7 +81,7 @@ def tokenizer_files(metadata: Metadata, where: str) -> TokenizerFiles:
         UnsupportedError: another kind of tokenizer or pre-tokenizer.
     """
     kind = metadata.get(f"{_PREFIX}model")
-    if kind is None or kind == "no_vocab":
+    if kind in (None, "none", "no_vocab"):
         return TokenizerFiles({}, {})
     tokens = _texts(metadata, "tokens", where)
     kinds = _numbers(metadata, "token_type", len(tokens), where)
@@ -100,7 +104,8 @@ def tokenizer_files(metadata: Metadata, where: str) -> TokenizerFiles:
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **model,
         "post_processor": _template(metadata, tokens, roles, _adds_bos_by_default(metadata, kind), where),
     }  # fmt: skip
-    ends = list(dict.fromkeys(roles[key] for key in ("eos_token_id", *_ENDS) if key in roles))
+    by_text = (i for i, text in enumerate(tokens) if text in _END_TEXTS and int(kinds[i]) == _CONTROL)
+    ends = list(dict.fromkeys([*(roles[key] for key in ("eos_token_id", *_ENDS) if key in roles), *by_text]))
     ids: dict[str, int | list[int]] = {"eos_token_id": ends} if ends else {}
     ids |= {
         name: roles[key]

@@ -60,11 +60,18 @@ _FIXED: dict[str, dict[str, Any]] = {
 _READ_ELSEWHERE = frozenset(
     """
     vocab_size rope.dimension_count attention.value_length rope.freq_base rope.scaling.type rope.scaling.factor
-    rope.scaling.original_context_length rope.scaling.finetuned rope.scale_linear attention.key_length
+    rope.scaling.original_context_length rope.scaling.finetuned rope.scale_linear tensor_data_layout
     """.split()
 )
-_GEMMA3_PERIOD = 6  # every sixth layer of Gemma 3 attends over all tokens
-_GEMMA3_LOCAL_THETA = 10_000.0  # base of the rotary embedding in its other layers
+_GEMMA_FIELDS = ("rope.freq_base_swa", "attention.sliding_window_pattern")
+# Fields that change nothing at these values.
+_NEUTRAL: dict[str, tuple[MetadataValue, ...]] = {
+    "attention.causal": (True,), "pooling_type": (0,), "expert_count": (0,), "expert_used_count": (0,),
+    "expert_shared_count": (0,), "expert_gating_func": (1,), "expert_weights_norm": (True,),
+    "expert_weights_scale": (0.0, 1.0), "rope.scaling.attn_factor": (1.0,), "rope.scaling.yarn_attn_factor": (1.0,),
+}  # fmt: skip
+_GEMMA3_PERIOD = 6  # every sixth layer of Gemma 3 attends over all tokens, if the file does not say so
+_GEMMA3_LOCAL_THETA = 10_000.0  # base of the rotary embedding in its other layers, likewise
 
 
 def architecture_of(metadata: Mapping[str, MetadataValue], where: str) -> str:
@@ -74,6 +81,8 @@ def architecture_of(metadata: Mapping[str, MetadataValue], where: str) -> str:
         ConfigError: the metadata has none. UnsupportedError: it is not supported.
     """
     name = metadata.get(ARCHITECTURE)
+    if (kind := metadata.get("general.type", "model")) != "model":
+        raise UnsupportedError(f"{where}: general.type is {shown(kind)}, expected a model")
     if not isinstance(name, str):
         raise ConfigError(f"{where}: {ARCHITECTURE}: expected the name of an architecture, got {shown(name)}")
     if name not in _FIXED or name == "mixtral":
@@ -107,13 +116,15 @@ def gguf_config(header: GgufHeader, read: Callable[[str], np.ndarray[Any, Any]],
     for key, value in fields.items():
         if key in table:
             config[table[key]] = _number(value, f"{where}: {prefix}{key}")
-        elif key not in _READ_ELSEWHERE and not (key == "expert_count" and value == 0):
+        elif key in _GEMMA_FIELDS and architecture in ("gemma2", "gemma3"):
+            continue
+        elif key not in _READ_ELSEWHERE and not (np.ndim(value) == 0 and value in _NEUTRAL.get(key, ())):
             config[prefix + key] = value.tolist() if isinstance(value, np.ndarray) else value
     _complete(config, header, where)
     _check_lengths(config, fields, f"{where}: {prefix}")
     config["rope_parameters"] = _rope(fields, header, read, config["head_dim"], f"{where}: {prefix}")
     if architecture in ("gemma2", "gemma3"):
-        _complete_gemma(config, architecture)
+        _complete_gemma(config, architecture, fields, f"{where}: {prefix}")
     if architecture == "qwen2" and "sliding_window" in config:
         config["use_sliding_window"] = True
     return config
@@ -132,7 +143,11 @@ def _number(value: MetadataValue, where: str) -> int | float:
 def _complete(config: dict[str, Any], header: GgufHeader, where: str) -> None:
     """Add the fields that follow from others and from the tensors."""
     prefix = f"{where}: {header.metadata[ARCHITECTURE]}"
-    for field, key in (("hidden_size", "embedding_length"), ("num_attention_heads", "attention.head_count")):
+    required = {
+        "hidden_size": "embedding_length", "num_attention_heads": "attention.head_count",
+        "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    }  # fmt: skip
+    for field, key in required.items():
         if field not in config:
             raise ConfigError(f"{prefix}.{key} is missing")
     embedding = header.tensors.get("token_embd.weight")
@@ -172,6 +187,7 @@ def _rope(
     Raises:
         UnsupportedError: a scaling that is not supported.
     """
+    file = where.rpartition(": ")[0]
     theta = _number(fields.get("rope.freq_base", 10_000.0), f"{where}rope.freq_base")
     scaling = fields.get("rope.scaling.type", "linear" if "rope.scale_linear" in fields else "none")
     if "rope_freqs.weight" in header.tensors:
@@ -179,7 +195,10 @@ def _rope(
             raise UnsupportedError(
                 f"{where}rope.scaling.type is {shown(scaling)} and there is a tensor rope_freqs.weight"
             )
-        return {"rope_theta": theta, **_llama3_scaling(read("rope_freqs.weight"), theta, head_dim, where)}
+        return {
+            "rope_theta": theta,
+            **_llama3_scaling(read("rope_freqs.weight"), theta, head_dim, file),
+        }
     if scaling == "none":
         return {"rope_type": "default", "rope_theta": theta}
     factor_key = "rope.scaling.factor" if "rope.scaling.factor" in fields else "rope.scale_linear"
@@ -218,14 +237,22 @@ def _llama3_scaling(factors: np.ndarray[Any, Any], theta: float, head_dim: int, 
     }  # fmt: skip
 
 
-def _complete_gemma(config: dict[str, Any], architecture: str) -> None:
+def _complete_gemma(config: dict[str, Any], architecture: str, fields: Mapping[str, MetadataValue], where: str) -> None:
     """Add the fields of Gemma 2 and 3 that a file does not have: layer types, score scale, local rotary embedding."""
     layers, heads = config.get("num_hidden_layers", 0), config["num_attention_heads"]
     # The largest models scale scores by the size of a hidden state's share of a head.
     is_largest = (architecture, layers) in (("gemma2", 46), ("gemma3", 62))
     config["query_pre_attn_scalar"] = config["hidden_size"] // heads if is_largest else config["head_dim"]
     period = 2 if architecture == "gemma2" else _GEMMA3_PERIOD
-    config["layer_types"] = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(layers)]
+    pattern = fields.get("attention.sliding_window_pattern", period)
+    if isinstance(pattern, np.ndarray) and pattern.dtype == np.bool_ and len(pattern) == layers:
+        is_local = [bool(value) for value in pattern]
+    elif isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
+        is_local = [(i + 1) % pattern != 0 for i in range(layers)]
+    else:
+        raise ConfigError(f"{where}attention.sliding_window_pattern: expected a period, or {layers} bools")
+    config["layer_types"] = ["sliding_attention" if local else "full_attention" for local in is_local]
     if architecture == "gemma3":
-        local = {"rope_type": "default", "rope_theta": _GEMMA3_LOCAL_THETA}
+        theta = _number(fields.get("rope.freq_base_swa", _GEMMA3_LOCAL_THETA), f"{where}rope.freq_base_swa")
+        local = {"rope_type": "default", "rope_theta": theta}
         config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}

@@ -8,7 +8,7 @@ for another form of rotary embedding, 1 is added to Gemma's norm weights, and th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -39,8 +39,9 @@ _GEMMA_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
 
-# The layer number, the name and the kind of a tensor: `blk.3.attn_q.weight`, `output_norm.weight`.
-_TENSOR = re.compile(r"(?:blk\.(\d+)\.)?([a-z_]+)\.(weight|bias)")
+# The layer, the name, the expert and the kind of a tensor: `blk.3.attn_q.weight`, `output_norm.weight`. Files of 2023
+# have a tensor for each expert: `blk.3.ffn_up.7.weight`.
+_TENSOR = re.compile(r"(?:blk\.(\d+)\.)?([a-z_]+)(?:\.(\d+))?\.(weight|bias)")
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 # Tensors that are part of the configuration, not weights.
-CONFIG_TENSORS = frozenset({"rope_freqs.weight"})
+CONFIG_TENSORS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def key_readings(
     """
     table = ARCHITECTURES[architecture]
     readings: dict[str, KeyReading] = {}
-    for name in _without(shapes, CONFIG_TENSORS):
+    for name in (name for name in shapes if not CONFIG_TENSORS.fullmatch(name)):
         match = _TENSOR.fullmatch(name)
         key = _key(table, match) if match else None
         if match is None or key is None:
@@ -117,14 +118,14 @@ def key_readings(
     return readings
 
 
-def _without(names: Iterable[str], excluded: frozenset[str]) -> list[str]:
-    """Return the names that are not excluded."""
-    return [name for name in names if name not in excluded]
-
-
 def _key(table: Architecture, match: re.Match[str]) -> str | None:
     """Return the checkpoint key of a tensor's name; None if the table does not have it."""
-    layer, module, kind = match.groups()
+    layer, module, expert, kind = match.groups()
+    if expert is not None:
+        stacked = table.layer.get(f"{module}_exps")
+        if layer is None or stacked is None:
+            return None
+        return f"model.layers.{layer}.{stacked.format(expert=expert)}.{kind}"
     if layer is None:
         return f"{_MODEL[module]}.{kind}" if module in _MODEL else None
     return f"model.layers.{layer}.{table.layer[module]}.{kind}" if module in table.layer else None

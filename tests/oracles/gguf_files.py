@@ -80,7 +80,7 @@ def scaled_frequencies(rope: dict[str, Any], head_dim: int) -> np.ndarray:
 
 def write_gguf(
     directory: Path, path: Path, kind: Kind = Kind.F32, *, tensors: dict[str, np.ndarray] | None = None,
-    more: Callable[[Any], None] | None = None, split: int = 0,
+    more: Callable[[Any], None] | None = None, split: int = 0, leave: tuple[str, ...] = (),
 ) -> dict[str, np.ndarray]:  # fmt: skip
     """Write a checkpoint directory as one file. Matrices whose rows are whole blocks get the type `kind`, others F32.
 
@@ -88,6 +88,7 @@ def write_gguf(
         tensors: tensors of the file to write in place of those of the directory.
         more: adds metadata.
         split: how many tensors a part has; 0 for one file.
+        leave: metadata keys that are not written.
 
     Returns:
         The tensors that the file stands for, decoded by gguf-py, by name.
@@ -103,6 +104,8 @@ def write_gguf(
     rope = config.get("rope_parameters") or {"rope_type": "default", "rope_theta": config.get("rope_theta", 10000.0)}
     if rope.get("rope_type") == "llama3":
         tensors["rope_freqs.weight"] = scaled_frequencies(rope, config.get("head_dim") or 0)
+    for key in leave:
+        del writer.kv_data[0][key]
     if more is not None:
         more(writer)
     decoded = {}
@@ -141,6 +144,12 @@ def add_config(writer: Any, config: dict[str, Any]) -> None:
     if scaling.get("rope_type", scaling.get("type")) == "linear":
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(scaling["factor"])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if config["model_type"] == "gemma3_text":
+        writer.add_float32("gemma3.rope.freq_base_swa", config["rope_parameters"]["sliding_attention"]["rope_theta"])
     if config["model_type"] in ("gemma2", "gemma3_text"):
         writer.add_sliding_window(config["sliding_window"])
         if config.get("final_logit_softcapping"):
