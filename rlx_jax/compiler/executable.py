@@ -139,8 +139,10 @@ def to_device(arrays: T, shardings: Sequence[Any] = ()) -> T:
     if not has_transfer_guard():
         return arrays
     leaves, tree = jax.tree.flatten(arrays)
-    pairs = zip(leaves, shardings or [None] * len(leaves), strict=True)
-    copies = [jax.device_put(x, sharding) if isinstance(x, HOST_TYPES) else x for x, sharding in pairs]
+    copies = [
+        jax.device_put(x, shardings[i] if shardings else None) if isinstance(x, HOST_TYPES) else x
+        for i, x in enumerate(leaves)
+    ]
     return jax.tree.unflatten(tree, copies)  # type: ignore[no-any-return]
 
 
