@@ -18,6 +18,7 @@ import safetensors.numpy
 from gguf import GGMLQuantizationType as Kind
 
 import rlx_jax as rlx
+from rlx_jax import cli
 from rlx_jax.errors import (
     ConfigError,
     DuplicateWeightError,
@@ -150,6 +151,18 @@ def test_packed_types(kind: str, tmp_path: Path) -> None:
         assert spec.shape == (64, 64) and isinstance(spec, PackedSpec) == (kind not in ("F16", "BF16"))
         rows = source.read("model.layers.0.self_attn.q_proj.weight", (slice(3, 40, 5),))
         np.testing.assert_array_equal(rows, source.read("model.layers.0.self_attn.q_proj.weight")[3:40:5])
+
+
+def test_convert(tmp_path: Path) -> None:
+    """The command writes a Hugging Face directory, decoded; without a dtype it says that the weights are packed."""
+    random_checkpoint(tmp_path / "hf", 64)
+    write_gguf(tmp_path / "hf", tmp_path / "m.gguf", Kind.Q8_0)
+    arguments = ["convert", str(tmp_path / "m.gguf"), str(tmp_path / "out")]
+    assert cli.main(arguments) != 0 and not (tmp_path / "out").exists()
+    assert cli.main([*arguments, "--dtype", "f32"]) == 0
+    ours, written = (rlx.load(tmp_path / name, dtype="f32") for name in ("m.gguf", "out"))
+    tokens = np.arange(6, dtype=np.int32)[None]
+    np.testing.assert_array_equal(np.asarray(written.logits(tokens)), np.asarray(ours.logits(tokens)))
 
 
 def test_metadata_that_changes_the_model(tmp_path: Path) -> None:

@@ -132,7 +132,8 @@ def derive(
 def rule_rewrite(d: Derivation) -> Rewrite:
     """Return the rewrite of each node by the rule of its op; its result None leaves the node as it is.
 
-    A node without a rule stays unchanged if it is proved to treat each token independently, and is refused otherwise.
+    A node without a rule stays unchanged if it treats each token independently: by proof, or, where its author declares
+    so, by tests on slices. Otherwise it is refused.
     """
 
     def rewritten(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:

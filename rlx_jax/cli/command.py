@@ -190,7 +190,7 @@ def make_sampler(args: argparse.Namespace) -> rlx.Sampler:
 def request_options(args: argparse.Namespace, session: Session, sampler: rlx.Sampler) -> dict[str, Any]:
     """Return the arguments for `CausalLM.stream`, `CausalLM.chat` and `Conversation.stream` other than the prompt.
 
-    If `--speculative` is the directory of a draft model, it is loaded here.
+    If `--speculative` is the directory of a draft model, it is loaded here, with the errors of `rlx_jax.load`.
     """
     source = args.speculative
     return {

@@ -14,13 +14,14 @@ import numpy as np
 
 from rlx_jax.cli.command import Command, Session, add_json, json_line
 from rlx_jax.cli.terminal import format_bytes
+from rlx_jax.encode.gguf_folder import open_model_folder
 from rlx_jax.errors import ConfigError, DTypeError, RequestError, RlxNumericsWarning, WeightError, quote
 from rlx_jax.io import limits
-from rlx_jax.io.folder import open_folder
 from rlx_jax.ir.types import as_dtype, is_float, short_name
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.runtime.checkpoint_origin import COMPANION_FILES, CONFIG, config_with_dtype, with_unused_weights
 from rlx_jax.weights.format import Entry
+from rlx_jax.weights.gguf import SUFFIX
 from rlx_jax.weights.save import write_checkpoint
 from rlx_jax.weights.source import open_weights
 
@@ -38,8 +39,9 @@ def convert(args: argparse.Namespace, session: Session) -> Iterator[str]:
     dtype = None if args.dtype is None else parse_float_dtype(args.dtype)
     if os.path.realpath(args.source) == os.path.realpath(args.target):
         raise RequestError(f"{quote(args.target)} is the source; write to another directory")
-    is_file = os.path.isfile(args.source)
-    folder = None if is_file else open_folder(args.source, args.revision, progress=session.status)
+    # A GGUF file has a config and a tokenizer, other files have weights alone.
+    is_bare = os.path.isfile(args.source) and not args.source.lower().endswith(SUFFIX)
+    folder = None if is_bare else open_model_folder(args.source, args.revision, progress=session.status)
     source = open_weights(args.source, revision=args.revision) if folder is None else open_weights(folder)
     companion_files = {} if folder is None else read_companion_files(folder, dtype)
     sources = with_unused_weights([], source, dtype)
@@ -109,7 +111,11 @@ def checked_reader(source: WeightSource, entry: Entry, session: Session, done: i
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `convert`."""
     add = parser.add_argument
-    add("source", metavar="SRC", help="a directory, a .safetensors file, an orbax directory, or a model of the Hub")
+    add(
+        "source",
+        metavar="SRC",
+        help="a directory, a .safetensors or .gguf file, an orbax directory, or a model of the Hub",
+    )
     add("target", metavar="DST", help="a new directory")
     add("--revision", metavar="REV", help="a branch, tag or commit of a model of the Hub")
     add("--format", choices=("safetensors", "orbax"), default="safetensors", help="to write (%(default)s)")

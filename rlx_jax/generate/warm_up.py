@@ -119,7 +119,9 @@ def warm_prefill(lm: LanguageModel) -> None:
 
 
 def warm_requests(buckets: Buckets, samplers: Sequence[Sampler]) -> Iterator[tuple[int, int, int, Sampler]]:
-    """Yield requests that together need every prefill, extend and decoding program of plain requests, without drafts.
+    """Yield requests that together need every prefill, extend and decoding program of requests without drafts.
+
+    `warm_generation` adds drafts and log-probabilities.
 
     A request is (rows, tokens of a prompt, cache length, sampler).
 

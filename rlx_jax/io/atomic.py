@@ -203,10 +203,10 @@ def _lock(work: str) -> tuple[int | None, Literal["acquired", "taken", "unknown"
     """Try to lock a work directory, without waiting.
 
     Returns:
-        A descriptor of the directory, which the caller closes, and the state of the lock: `"acquired"`; `"taken"` by
-        another process; or `"unknown"` on file systems without locks, where abandoned work directories are never
-        removed. None and `"unknown"` if the directory does not exist any more. The lock ends when the descriptor is
-        closed or the process ends.
+        A descriptor of the directory, which the caller closes, and the state of the lock: `"acquired"`; `"taken"`
+        through another descriptor, mostly of another process; or `"unknown"` on file systems without locks, where
+        abandoned work directories are never removed. None and `"unknown"` if the directory does not exist any more.
+        The lock ends when the descriptor is closed or the process ends.
     """
     import fcntl  # not on Windows, where rlx_jax can be imported
 

@@ -166,7 +166,7 @@ class Flux2Flow(Recipe[Flux2Config]):
 
 
 def embed_streams(emit: Emit, value: FlowValue, hidden: int) -> FlowValue:
-    """Project image and text tokens to the width of the blocks, and store both as named values `img` and `txt`.
+    """Project image and text tokens to the width of the blocks, and store both as streams (`emit.stream`).
 
     `value` is `hidden_states` `[batch, image tokens, channels]`; the result, `[…, hidden]`, is the image again.
 

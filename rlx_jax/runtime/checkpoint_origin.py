@@ -18,7 +18,7 @@ from rlx_jax.errors import ConfigError, FormatError, HubError, RlxWarning, Stora
 from rlx_jax.io import limits
 from rlx_jax.io.folder import Folder
 from rlx_jax.ir.graph import Leaf, Param, TypeCache
-from rlx_jax.ir.packed import PackedSpec
+from rlx_jax.ir.packed import PackedSpec, decode_packed
 from rlx_jax.ir.param import stored_keys
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.region import unroll
@@ -194,11 +194,20 @@ def with_unused_weights(entries: list[Entry], source: WeightSource, dtype: np.dt
 def _copy_entry(source: WeightSource, key: str, dtype: np.dtype[Any] | None) -> Entry:
     """Return the entry of a weight that is copied from the source when it is written."""
     spec = source.spec(key)
-    if isinstance(spec, PackedSpec):
-        raise UnsupportedError(f"weight {quote(key)} ({source.where(key)}) is packed, and no format writes packed ones")
+    scheme = spec.scheme if isinstance(spec, PackedSpec) else None
+    if scheme is not None and dtype is None:
+        raise UnsupportedError(
+            f"weight {quote(key)} ({source.where(key)}) is packed as {scheme}, and no format writes packed ones; pass "
+            "a dtype to decode it, such as bf16"
+        )
     stored_type = TensorType(tuple(spec.shape), np.dtype(spec.dtype))
     if dtype is None or not is_float(stored_type.dtype):
         return Entry(key, stored_type, partial(source.read, key))
-    return Entry(
-        key, stored_type.with_dtype(dtype), lambda: narrow_values(source.read(key), dtype, f"weight {quote(key)}")
-    )
+
+    def values() -> np.ndarray[Any, Any]:
+        """Return the weight, decoded and cast."""
+        stored = source.read(key)
+        decoded = stored if scheme is None else decode_packed(stored, scheme)
+        return narrow_values(decoded, dtype, f"weight {quote(key)}")
+
+    return Entry(key, stored_type.with_dtype(dtype), values)
