@@ -96,6 +96,8 @@ class Checkpoint:
     def pretrained(self) -> Pretrained:
         """The family's recipe for the config, bound to the weights, with the kind of the model.
 
+        Weights are opened, and fetched for a model of the Hub, but their values are not read yet.
+
         Raises:
             MissingWeightError, WeightShapeError: the weights contradict the config.
         """

@@ -112,7 +112,7 @@ class DraftModel(ProgramDrafter):
     def start(
         self, programs: Programs, sizes: Sizes, prompts: Sequence[Sequence[int]], first: Any, hidden: tuple[Any, ...]
     ) -> tuple[Any, StateArrays]:
-        """Prefill the prompts; see `Drafter`."""
+        """Prefill the prompts; ring buffers of windowed layers get `self.tokens` spare slots. See `Drafter`."""
         variant = Variant(outputs=self.unbound_model.output_names[:1], spare=self.tokens)
         prefill_programs = bind_prefill(self.unbound_model, sizes.prefill_widths, sizes.state, variant)
         chunks = [PromptChunk(width, width) for width in sizes.prefill_widths]
