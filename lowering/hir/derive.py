@@ -157,16 +157,16 @@ def rule_rewrite(d: Derivation) -> Rewrite:
 def request_rewrite(d: Derivation, graph: Graph, request_levels: RequestLevels, fn: Rewrite) -> Rewrite:
     """Return `fn` extended by the nodes of a graph that depend on the request but on no token.
 
-    `fn` rewrites the nodes that depend on tokens. The other values that they read are stored in the state by `prefill`
-    and read from there by `extend`; `explicit` computes them in every call. Nodes of the request have to treat rows of
-    the batch independently, and have no token dimension.
+    `fn` rewrites the other nodes. Values of the request that they read are stored in the state by `prefill`, and read
+    from there by `extend`; `explicit` computes them in every call. Nodes of the request have to treat rows of the batch
+    independently, and have no token dimension.
 
     Args:
         d: the derivation of a program.
         graph: the forward program, or a region of it.
         request_levels: for each node of every graph and region what it depends on: weights alone, the request, or
             tokens.
-        fn: the rewrite of nodes that depend on tokens.
+        fn: the rewrite of the other nodes, those that depend on tokens or on weights alone.
     """
     levels, is_fixed = request_levels.levels_of(graph), id(graph) in request_levels.fixed_regions
     stores_values = request_levels.has_stored_values(graph) and d.explicit_cache is None
