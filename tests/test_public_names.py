@@ -48,6 +48,7 @@ def test_the_top_level() -> None:
 
 @pytest.mark.parametrize(("record", "former", "present"), [
     (rlx.blocks.PatchRope((2, 2), 8, num_prefix_tokens=3), "before", "num_prefix_tokens"),
+    (rlx.ModelFlow("m").input("x", (2,)).build(), "left_keys", "unused_keys"),
     (rlx.CompileProfile().diff(rlx.CompileProfile.preset("encoder")).fields[0], "what", "name"),
 ])  # fmt: skip
 def test_former_names_of_fields(record: Any, former: str, present: str) -> None:

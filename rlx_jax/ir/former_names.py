@@ -1,4 +1,4 @@
-"""`former_names`: keep the former names of renamed fields for one version."""
+"""`former_names`: keep the former names of renamed fields and methods for one version."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def former_names(**names: str) -> Callable[[type[T]], type[T]]:
-    """Return a class decorator that keeps former names of fields, as arguments and as attributes, with a warning.
+    """Return a class decorator that keeps former names of fields and methods, as arguments and as attributes.
 
     Args:
         names: former name → present name.
@@ -39,7 +39,7 @@ def former_names(**names: str) -> Callable[[type[T]], type[T]]:
 
 
 def _read(cls: type, former: str, present: str, value: object) -> Any:
-    """Return the field of a former name."""
+    """Return the field or method of a former name."""
     _warn(cls, former, present)
     return getattr(value, present)
 

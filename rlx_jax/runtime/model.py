@@ -18,6 +18,7 @@ from rlx_jax.compiler.meshes import to_model_devices, use_model_mesh
 from rlx_jax.compiler.pipeline import derived_program, text_after
 from rlx_jax.device import check_device_memory, out_of_memory
 from rlx_jax.errors import GraphError, MissingWeightError, RequestError, RlxError, did_you_mean, listing, quote, shown
+from rlx_jax.ir.former_names import former_names
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import as_dim
 from rlx_jax.lowering.inspect.outline import Outline
@@ -35,6 +36,7 @@ from rlx_jax.weights.execute import weights_by_key
 LEVELS = ("hir", "mir", "lir", "jaxpr", "stablehlo", "hlo")
 
 
+@former_names(bound="bind_to_sizes", sized="key_for_sizes", last="last_key", warm="compile_if_static")
 @dataclass(eq=False)
 class CompiledModel(ModelProgram):
     """A jitted callable: `model(x)` checks inputs, compiles each size once, and runs.
