@@ -10,7 +10,6 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from rlx_jax.errors import GraphError
-from rlx_jax.ir.former_names import former_names
 from rlx_jax.ir.graph import Graph, GraphStage, Param, TypeCache
 from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.param import Roles, keys_of, stored_keys
@@ -77,7 +76,6 @@ class Buildable(Protocol):
 MtpFactory = Callable[[WeightSource | None], Buildable]
 
 
-@former_names(left_keys="unused_keys", fresh="missing_keys")
 @dataclass(frozen=True)
 class Built:
     """A flow or a module after `build`: its graph and the facts that `build` collects. It reads no weight data.
