@@ -136,6 +136,35 @@ def random_checkpoint(path: Path, hidden: int) -> dict[str, Any]:
     return config
 
 
+def test_experts_of_qwen3(tmp_path: Path) -> None:
+    """All layers have experts, with packed weights: a slice of a stacked tensor for each expert."""
+    random_checkpoint(tmp_path / "hf", 64)
+    file = tmp_path / "hf" / "config.json"
+    config = json.loads(file.read_text()) | {
+        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 3, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    }  # fmt: skip
+    file.write_text(json.dumps(config))
+    weights = safetensors.numpy.load_file(tmp_path / "hf" / "model.safetensors")
+    weights = {key: value for key, value in weights.items() if ".mlp." not in key}
+    rng, layer = np.random.default_rng(3), "model.layers.0."
+    shapes: dict[str, tuple[int, ...]] = {f"mlp.experts.{e}.{name}_proj": s for e in range(3) for name, s in
+              (("gate", (32, 64)), ("up", (32, 64)), ("down", (64, 32)))}  # fmt: skip
+    shapes |= {"mlp.gate": (3, 64), "self_attn.q_norm": (16,), "self_attn.k_norm": (16,)}
+    weights |= {f"{layer}{k}.weight": rng.standard_normal(s).astype(np.float32) / 4 for k, s in shapes.items()}
+    safetensors.numpy.save_file(weights, tmp_path / "hf" / "model.safetensors")
+    tokens = np.random.default_rng(1).integers(0, 40, (2, 7)).astype(np.int32)
+    want = np.asarray(rlx.load(tmp_path / "hf", dtype="f32").logits(tokens))
+    write_gguf(tmp_path / "hf", tmp_path / "m.gguf")
+    np.testing.assert_allclose(
+        np.asarray(rlx.load(tmp_path / "m.gguf", dtype="f32").logits(tokens)), want, atol=3e-6 * np.abs(want).max()
+    )
+    decoded = write_gguf(tmp_path / "hf", tmp_path / "q.gguf", Kind.Q8_0)
+    write_gguf(tmp_path / "hf", tmp_path / "p.gguf", tensors=decoded)
+    packed, plain = (np.asarray(rlx.load(tmp_path / n, dtype="f32").logits(tokens)) for n in ("q.gguf", "p.gguf"))
+    np.testing.assert_array_equal(packed, plain)
+
+
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
 def test_packed_types(kind: str, tmp_path: Path) -> None:
     """Equal the directory with the numbers that gguf-py decodes; `open_weights` offers the bytes."""
