@@ -420,6 +420,39 @@ def test_malformed_files(name: str, tmp_path: Path) -> None:
             call(tmp_path / "m.gguf")
 
 
+@pytest.mark.parametrize("value", [[1, 2], ["a", "b"], "a", 2.5, True, 2**31, -1, 0], ids=str)
+def test_metadata_of_another_type(value: Any, tmp_path: Path) -> None:
+    """In place of each value of the model's metadata: an error of this package, or a model that opens."""
+    random_checkpoint(tmp_path / "hf", 32)
+    names = """
+        block_count embedding_length attention.head_count attention.head_count_kv expert_count attention.key_length
+        attention.layer_norm_rms_epsilon rope.dimension_count rope.freq_base rope.scaling.type attention.value_length
+        attention.causal context_length
+    """.split()
+    others = "general.type general.alignment tokenizer.ggml.model tokenizer.ggml.pre split.count split.no".split()
+    array, unsigned = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT32
+    kind = array if isinstance(value, list) else unsigned if value == 2**31 else gguf.GGUFValueType.get_type(value)
+    for key in [*others, *(f"llama.{name}" for name in names)]:
+
+        def more(writer: Any, key: str = key) -> None:
+            writer.kv_data[0].pop(key, None)
+            writer.add_key_value(key, value, kind)
+
+        write_gguf(tmp_path / "hf", tmp_path / "m.gguf", more=more)
+        try:
+            rlx.recipe_for(tmp_path / "m.gguf")
+        except RlxError as error:
+            assert len(str(error)) < 2048 and str(error).isprintable()
+
+
+def test_two_tensors_of_one_weight(tmp_path: Path) -> None:
+    tensors = write_gguf(directory(tmp_path, "mixtral/window_v5"), tmp_path / "m.gguf")
+    tensors["blk.0.ffn_up.1.weight"] = tensors["blk.0.ffn_up_exps.weight"][0]
+    write_gguf(tmp_path / "hf", tmp_path / "m.gguf", tensors=tensors)
+    with pytest.raises(DuplicateWeightError, match="are the same weight"):
+        rlx.open_weights(tmp_path / "m.gguf")
+
+
 def test_random_damage(tmp_path: Path) -> None:
     """Files with a changed number, bit or length load with an error of this package, or with the same weights."""
     random_checkpoint(tmp_path / "hf", 32)

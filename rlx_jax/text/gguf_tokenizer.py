@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.errors import TokenizerError, UnsupportedError, did_you_mean, listing, quote, shown
+from rlx_jax.weights.gguf_header import is_equal
 
 # The metadata that are read here, by key.
 Metadata = Mapping[str, Any]
@@ -80,7 +81,11 @@ def tokenizer_files(metadata: Metadata, where: str) -> TokenizerFiles:
         TokenizerError: the metadata are malformed or contradict each other.
         UnsupportedError: another kind of tokenizer or pre-tokenizer.
     """
-    kind = metadata.get(f"{_PREFIX}model")
+    kind, pre = metadata.get(f"{_PREFIX}model"), metadata.get(f"{_PREFIX}pre", "default")
+    if not isinstance(kind, str | None) or not isinstance(pre, str):
+        raise TokenizerError(
+            f"{where}: {_PREFIX}model and {_PREFIX}pre: expected texts, got {shown(kind)}, {shown(pre)}"
+        )
     if kind in (None, "none", "no_vocab"):
         return TokenizerFiles({}, {})
     tokens = _texts(metadata, "tokens", where)
@@ -219,7 +224,7 @@ def _template(
 ) -> dict[str, Any] | None:
     """Return the post-processor that adds the begin and end tokens around a text; None if it adds none."""
     settings = {"bos_token_id": ("add_bos_token", adds_bos), "eos_token_id": ("add_eos_token", False)}
-    ends = [key for key, (field, default) in settings.items() if metadata.get(_PREFIX + field, default)]
+    ends = [key for key, (field, default) in settings.items() if is_equal(metadata.get(_PREFIX + field, default), True)]
     if missing := [key for key in ends if key not in roles]:
         raise TokenizerError(f"{where}: {_PREFIX}{missing[0]} is missing, and texts are to have that token")
     if not ends:

@@ -31,7 +31,7 @@ from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.finite import OnNonfinite, check_finite
 from rlx_jax.weights.format import Entry, OpenOptions, stored_spec
 from rlx_jax.weights.gguf_config import architecture_of, gguf_config
-from rlx_jax.weights.gguf_header import GgufHeader, GgufTensor, MetadataValue, read_gguf_header
+from rlx_jax.weights.gguf_header import GgufHeader, GgufTensor, MetadataValue, is_equal, read_gguf_header
 from rlx_jax.weights.gguf_names import KeyReading, key_readings
 from rlx_jax.weights.named import Closeable, NamedTensors, check_index
 from rlx_jax.weights.safetensors_header import TensorInfo
@@ -103,7 +103,8 @@ class GgufSource(NamedTensors[KeyReading], Closeable):
         self.config = gguf_config(self.header, self._read_tensor, where)
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
-        self._tensors = key_readings(architecture_of(self.header.metadata, where), shapes, heads, kv_heads)
+        architecture = architecture_of(self.header.metadata, where)
+        self._tensors = key_readings(architecture, shapes, heads, kv_heads, where)
         for reading in self._tensors.values():
             num_rows = shapes[reading.tensor][0]
             if reading.change == "reorder" and (reading.heads < 1 or num_rows % (2 * reading.heads)):
@@ -247,7 +248,7 @@ def _other_parts(first: GgufFile, directory: str, name: str, links: Links) -> li
     match = _PART.fullmatch(name)
     if match is None or int(match[3]) != count:
         raise GgufError(f"{where}: the file is one of {count} parts; expected a name like x-00001-of-{count:05}.gguf")
-    if metadata.get(_PART_NUMBER) != 0 or int(match[2]) != 1:
+    if not is_equal(metadata.get(_PART_NUMBER), 0) or int(match[2]) != 1:
         raise GgufError(f"{where}: the file is not the first part; open {match[1]}-00001-of-{count:05}.gguf")
     names = part_names(name)[1:]
     if missing := [n for n in names if not os.path.lexists(os.path.join(directory, n))]:
@@ -257,7 +258,7 @@ def _other_parts(first: GgufFile, directory: str, name: str, links: Links) -> li
         for number, part_name in enumerate(names, 1):
             parts.append(GgufFile(resolve(directory, part_name, links), name=part_name))
             numbers = [parts[-1].header.metadata.get(key) for key in (_PART_NUMBER, _PARTS)]
-            if numbers != [number, count]:
+            if not all(map(is_equal, numbers, (number, count))):
                 raise GgufError(
                     f"{quote(part_name)}: {_PART_NUMBER} and {_PARTS}: expected {[number, count]}, got {numbers}"
                 )
@@ -286,5 +287,5 @@ def _check_parts(parts: Sequence[GgufFile], where: str) -> None:
                 raise DuplicateWeightError(f"{where}: tensor {quote(name)} is in {owners[name]} and {part.file.name}")
             owners[name] = part.file.name
     expected = parts[0].header.metadata.get(_ALL_TENSORS, len(owners))
-    if expected != len(owners):
+    if not is_equal(expected, len(owners)):
         raise GgufError(f"{where}: {_ALL_TENSORS} is {expected}, the parts have {len(owners)} tensors")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.errors import ConfigError, UnsupportedError, did_you_mean, quote, shown
-from rlx_jax.weights.gguf_header import GgufHeader, MetadataValue
+from rlx_jax.weights.gguf_header import GgufHeader, MetadataValue, is_equal
 
 ARCHITECTURE = "general.architecture"
 
@@ -21,20 +21,24 @@ _COMMON = {
     "block_count": "num_hidden_layers", "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "context_length": "max_position_embeddings", "attention.sliding_window": "sliding_window",
+    "context_length": "max_position_embeddings",
 }  # fmt: skip
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+# Fields of config.json that are not whole numbers.
+_REAL = ("rms_norm_eps", "attn_logit_softcapping", "final_logit_softcapping")
 _EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 # More fields of some architectures.
 _MORE: dict[str, dict[str, str]] = {
-    "mixtral": _EXPERTS,
+    "llama": _WINDOW,
+    "mixtral": _EXPERTS | _WINDOW,
     "qwen3moe": {
         "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
         "expert_feed_forward_length": "moe_intermediate_size",
     },
-    "gemma2": {
+    "gemma2": _WINDOW | {
         "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
     },
-    "gemma3": {"final_logit_softcapping": "final_logit_softcapping"},
+    "gemma3": _WINDOW | {"final_logit_softcapping": "final_logit_softcapping"},
 }  # fmt: skip
 # Fields of an architecture that the file does not store, as its implementations define them.
 _FIXED: dict[str, dict[str, Any]] = {
@@ -65,7 +69,7 @@ _READ_ELSEWHERE = frozenset(
 )
 _GEMMA_FIELDS = ("rope.freq_base_swa", "attention.sliding_window_pattern")
 # Fields that change nothing at these values.
-_NEUTRAL: dict[str, tuple[MetadataValue, ...]] = {
+_NEUTRAL: dict[str, tuple[bool | int | float, ...]] = {
     "attention.causal": (True,), "pooling_type": (0,), "expert_count": (0,), "expert_used_count": (0,),
     "expert_shared_count": (0,), "expert_gating_func": (1,), "expert_weights_norm": (True,),
     "expert_weights_scale": (0.0, 1.0), "rope.scaling.attn_factor": (1.0,), "rope.scaling.yarn_attn_factor": (1.0,),
@@ -81,7 +85,7 @@ def architecture_of(metadata: Mapping[str, MetadataValue], where: str) -> str:
         ConfigError: the metadata has none. UnsupportedError: it is not supported.
     """
     name = metadata.get(ARCHITECTURE)
-    if (kind := metadata.get("general.type", "model")) != "model":
+    if not is_equal(kind := metadata.get("general.type", "model"), "model"):
         raise UnsupportedError(f"{where}: general.type is {shown(kind)}, expected a model")
     if not isinstance(name, str):
         raise ConfigError(f"{where}: {ARCHITECTURE}: expected the name of an architecture, got {shown(name)}")
@@ -91,7 +95,7 @@ def architecture_of(metadata: Mapping[str, MetadataValue], where: str) -> str:
             f"{where}: GGUF architecture {quote(name)} is not supported{did_you_mean(name, supported)}; supported are "
             f"{', '.join(supported)}; for another model, load its Hugging Face directory"
         )
-    has_experts = name == "llama" and metadata.get("llama.expert_count", 0) != 0
+    has_experts = name == "llama" and not is_equal(metadata.get("llama.expert_count", 0), 0)
     return "mixtral" if has_experts else name
 
 
@@ -115,18 +119,19 @@ def gguf_config(header: GgufHeader, read: Callable[[str], np.ndarray[Any, Any]],
     config = {**_FIXED[architecture]}
     for key, value in fields.items():
         if key in table:
-            config[table[key]] = _number(value, f"{where}: {prefix}{key}")
+            number = _number(value, f"{where}: {prefix}{key}")
+            if isinstance(number, float) and table[key] not in _REAL:
+                raise ConfigError(f"{where}: {prefix}{key}: expected a whole number, got {shown(value)}")
+            config[table[key]] = number
         elif key in _GEMMA_FIELDS and architecture in ("gemma2", "gemma3"):
             continue
-        elif key not in _READ_ELSEWHERE and not (np.ndim(value) == 0 and value in _NEUTRAL.get(key, ())):
+        elif key not in _READ_ELSEWHERE and not any(is_equal(value, neutral) for neutral in _NEUTRAL.get(key, ())):
             config[prefix + key] = value.tolist() if isinstance(value, np.ndarray) else value
     _complete(config, header, where)
     _check_lengths(config, fields, f"{where}: {prefix}")
     config["rope_parameters"] = _rope(fields, header, read, config["head_dim"], f"{where}: {prefix}")
     if architecture in ("gemma2", "gemma3"):
         _complete_gemma(config, architecture, fields, f"{where}: {prefix}")
-    if architecture == "qwen2" and "sliding_window" in config:
-        config["use_sliding_window"] = True
     return config
 
 
@@ -150,6 +155,11 @@ def _complete(config: dict[str, Any], header: GgufHeader, where: str) -> None:
     for field, key in required.items():
         if field not in config:
             raise ConfigError(f"{prefix}.{key} is missing")
+    # Checked before anything has an entry for each layer.
+    if config.get("num_hidden_layers", 0) > len(header.tensors):
+        raise ConfigError(
+            f"{prefix}.block_count is {config['num_hidden_layers']}, and the file has {len(header.tensors)} tensors"
+        )
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ConfigError(f"{where}: there is no matrix token_embd.weight, the embedding of the tokens")
@@ -172,7 +182,7 @@ def _check_lengths(config: Mapping[str, Any], fields: Mapping[str, MetadataValue
         UnsupportedError: a part of each head is rotated, or values have another size than keys.
     """
     for key in ("rope.dimension_count", "attention.value_length"):
-        if key in fields and fields[key] != config["head_dim"]:
+        if key in fields and not is_equal(fields[key], config["head_dim"]):
             raise UnsupportedError(
                 f"{where}{key} is {shown(fields[key])}, expected {config['head_dim']}, the size of a key head"
             )
@@ -190,6 +200,8 @@ def _rope(
     file = where.rpartition(": ")[0]
     theta = _number(fields.get("rope.freq_base", 10_000.0), f"{where}rope.freq_base")
     scaling = fields.get("rope.scaling.type", "linear" if "rope.scale_linear" in fields else "none")
+    if not isinstance(scaling, str):
+        raise ConfigError(f"{where}rope.scaling.type: expected a text, got {shown(scaling)}")
     if "rope_freqs.weight" in header.tensors:
         if scaling != "none":
             raise UnsupportedError(
@@ -223,9 +235,10 @@ def _llama3_scaling(factors: np.ndarray[Any, Any], theta: float, head_dim: int, 
     """
     original, low, high = 8192, 1.0, 4.0
     factor = float(factors.max())
-    wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
-    expected = 1 / ((1 - smooth) / factor + smooth)
+    with np.errstate(all="ignore"):  # a base or a factor of 0 gives NaN, which equals nothing
+        wavelengths = 2 * np.pi * np.float64(theta) ** (np.arange(0, head_dim, 2, dtype=np.float64) / max(head_dim, 1))
+        smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
+        expected = 1 / ((1 - smooth) / np.float64(factor) + smooth)
     if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-5):
         raise UnsupportedError(
             f"{where}: rope_freqs.weight is not Llama 3's scaling by {factor} of {original} positions; load the "
@@ -242,7 +255,7 @@ def _complete_gemma(config: dict[str, Any], architecture: str, fields: Mapping[s
     layers, heads = config.get("num_hidden_layers", 0), config["num_attention_heads"]
     # The largest models scale scores by the size of a hidden state's share of a head.
     is_largest = (architecture, layers) in (("gemma2", 46), ("gemma3", 62))
-    config["query_pre_attn_scalar"] = config["hidden_size"] // heads if is_largest else config["head_dim"]
+    config["query_pre_attn_scalar"] = config["hidden_size"] // max(heads, 1) if is_largest else config["head_dim"]
     period = 2 if architecture == "gemma2" else _GEMMA3_PERIOD
     pattern = fields.get("attention.sliding_window_pattern", period)
     if isinstance(pattern, np.ndarray) and pattern.dtype == np.bool_ and len(pattern) == layers:

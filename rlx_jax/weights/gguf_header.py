@@ -80,6 +80,11 @@ class GgufHeader:
     tensors: Mapping[str, GgufTensor]
 
 
+def is_equal(value: MetadataValue | None, expected: bool | int | float | str) -> bool:
+    """Return whether a value of the metadata is a single one and equal to `expected`; an array is equal to nothing."""
+    return not isinstance(value, np.ndarray | tuple) and value == expected
+
+
 class _Cursor:
     """Reads a file from its start, never past its end."""
 

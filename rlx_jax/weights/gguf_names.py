@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
+from rlx_jax.errors import DuplicateWeightError, quote
 from rlx_jax.io import limits
 
 # Names of modules without their layer: GGUF → Hugging Face.
@@ -87,11 +88,11 @@ class KeyReading:
     tensor: str
     expert: int | None = None
     change: Literal["", "reorder", "subtract"] = ""
-    heads: int = field(default=1)
+    heads: int = 1
 
 
 def key_readings(
-    architecture: str, shapes: Mapping[str, tuple[int, ...]], heads: int, kv_heads: int
+    architecture: str, shapes: Mapping[str, tuple[int, ...]], heads: int, kv_heads: int, where: str
 ) -> dict[str, KeyReading]:
     """Return the checkpoint keys of a file's tensors, in their order. A tensor of unknown name keeps its name.
 
@@ -99,6 +100,10 @@ def key_readings(
         architecture: a name in `ARCHITECTURES`.
         shapes: the logical shapes of the tensors by name.
         heads: number of query heads. kv_heads: number of key heads.
+        where: the file, for messages.
+
+    Raises:
+        DuplicateWeightError: two tensors are the same weight. LimitError: too many experts.
     """
     table = ARCHITECTURES[architecture]
     readings: dict[str, KeyReading] = {}
@@ -106,15 +111,18 @@ def key_readings(
         match = _TENSOR.fullmatch(name)
         key = _key(table, match) if match else None
         if match is None or key is None:
-            readings[name] = KeyReading(name)
-            continue
-        change, num_heads = _change(table, match[2], heads, kv_heads)
-        if "{expert}" in key:
-            limits.check_limit(shapes[name][0], limits.MAX_TENSORS, "limits.MAX_TENSORS", f"{name}: the experts")
-            for expert in range(shapes[name][0]):
-                readings[key.format(expert=expert)] = KeyReading(name, expert, change, num_heads)
+            new = {name: KeyReading(name)}
+        elif "{expert}" in key:
+            limits.check_limit(
+                shapes[name][0], limits.MAX_TENSORS, "limits.MAX_TENSORS", f"{where}: {name}: the experts"
+            )
+            new = {key.format(expert=e): KeyReading(name, e) for e in range(shapes[name][0])}
         else:
-            readings[key] = KeyReading(name, None, change, num_heads)
+            new = {key: KeyReading(name, None, *_change(table, match[2], heads, kv_heads))}
+        if repeated := new.keys() & readings.keys():
+            other = readings[min(repeated)].tensor
+            raise DuplicateWeightError(f"{where}: tensors {quote(other)} and {quote(name)} are the same weight")
+        readings |= new
     return readings
 
 
