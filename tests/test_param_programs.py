@@ -172,7 +172,7 @@ def test_leaves_of_one_name_stay_two() -> None:
     leaves = [Joined((a, b), 0), *ordered, cast(ordered[0], BF16)]
     nodes = tuple(Node(Param((p,), type=p.type), (), (p.type,), Origin(("g",))) for p in leaves)
     graph = Graph("g", nodes, ())
-    found = list(layout_of([graph], scan=False).params)
+    found = list(layout_of([graph], scan=False, packed=False).params)
     assert found == [f"m.{{0..1}}{end}" for end in ("", " (f32)", " (2)", " (bf16)")]
 
 

@@ -23,8 +23,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import rlx_jax as rlx
 from rlx_jax.errors import LimitError, WeightError, WeightShapeError
 from rlx_jax.io import limits
-from rlx_jax.ir.checkpoint_tensor import Box, axis_box, box_index, box_shape
-from rlx_jax.ir.packed import Packed
+from rlx_jax.ir.checkpoint_tensor import axis_box, box_index, box_shape
+from rlx_jax.ir.packed import Box, Packed
 from rlx_jax.ir.param import (
     Joined,
     Key,

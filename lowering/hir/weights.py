@@ -18,7 +18,7 @@ from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.pointwise import CastTo, Unary
 from rlx_jax.ir.ops.shape import Narrow, Shard
-from rlx_jax.ir.param import Parts, Program, Role, Transposed, concat, keys_of, pad_axis, slice_axis
+from rlx_jax.ir.param import Parts, Program, Role, Transposed, concat, keys_of, packing_of, pad_axis, slice_axis
 from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
 from rlx_jax.ir.roles import dim_roles, program_roles
 from rlx_jax.lowering.fusion import Fused, FusionSite
@@ -27,7 +27,7 @@ from rlx_jax.lowering.mir.small import dce, live_nodes
 from rlx_jax.lowering.sharding import ModelSharding
 
 
-def orient(graph: Graph, layout: str, types: TypeCache) -> Graph:
+def orient(graph: Graph, layout: str, keep_packed: bool, types: TypeCache) -> Graph:
     """Rewrite linear(x, w) → linear(x, transpose(w)), contracting the other axis, if w is not stored in `layout`.
 
     A weight that has other readers than Linears of one orientation (a tied embedding) stays as it is, and so do the
@@ -36,13 +36,14 @@ def orient(graph: Graph, layout: str, types: TypeCache) -> Graph:
     Args:
         graph: the HIR graph.
         layout: `in_out` or `out_in`.
+        keep_packed: whether packed weights stay packed, which have their rows along the inputs.
         types: the cache of inferred types.
 
     Returns:
         The rewritten graph without unread nodes.
     """
     contract = 0 if layout == "in_out" else 1
-    reorientable = _reorientable_programs(graph, contract)
+    reorientable = _reorientable_programs(graph, contract, keep_packed)
 
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         if not isinstance(node.op, hir.Linear) or node.op.contract == contract:
@@ -67,14 +68,15 @@ def transposed(program: Program) -> Program:
     return program.of if isinstance(program, Transposed) else Transposed(program)
 
 
-def _reorientable_programs(graph: Graph, contract: int) -> set[Program]:
+def _reorientable_programs(graph: Graph, contract: int, keep_packed: bool) -> set[Program]:
     """Return the programs that only Linears read, as their weight, contracting another axis than `contract`."""
     fixed: set[Program] = set()
     for inner, node in graph.walk():
         for index, value in enumerate(node.inputs):
             op = inner.nodes[value.node].op
             is_reorientable = isinstance(node.op, hir.Linear) and index == 1 and node.op.contract != contract
-            if isinstance(op, Param) and not is_reorientable:
+            is_kept = keep_packed and isinstance(op, Param) and any(map(packing_of, op.programs))
+            if isinstance(op, Param) and (is_kept or not is_reorientable):
                 fixed.update(op.programs)
     return {program for group in tied_groups(graph.params()) if fixed.isdisjoint(group) for program in group}
 
@@ -217,7 +219,9 @@ MergeGroup = Callable[[Builder, Graph, list[int], tuple[Value, ...]], tuple[Valu
 ADVICE = "a Linear with the same bias, orientation and no activation"
 
 
-def merge_linears(graph: Graph, types: TypeCache, model_sharding: ModelSharding | None = None) -> Fused:
+def merge_linears(
+    graph: Graph, types: TypeCache, model_sharding: ModelSharding | None = None, keep_packed: bool = False
+) -> Fused:
     """Rewrite linear(x, w₁), linear(x, w₂) → split(linear(x, [w₁ ‖ w₂])).
 
     Linears are fused only if they agree in their biases and nothing else in the program reads their weights. Layers
@@ -226,14 +230,15 @@ def merge_linears(graph: Graph, types: TypeCache, model_sharding: ModelSharding 
 
     Over a mesh, the fused weight interleaves the shards: each device has its shard of w₁ followed by its shard of w₂,
     so that the split is local. Weights with different numbers of shards stay separate. So do weights of key heads that
-    are replicated over devices, as each device slices the heads that it needs.
+    are replicated over devices, as each device slices the heads that it needs, and weights that stay packed on the
+    device by different schemes.
 
     Returns:
         The graph with its fusion sites. A site is missed if several products of one value stayed separate although
         nothing else reads their weights.
     """
     uses = _count_reads(graph)
-    find = functools.partial(_linear_groups, uses, model_sharding)
+    find = functools.partial(_linear_groups, uses, model_sharding, keep_packed)
     fused = _merge_groups(graph, types, "merge_linears", find, functools.partial(_merge_linear, model_sharding))
     sites = _fused_sites(fused, hir.Linear, "shared_input_matmul", "merge_linears")
     return Fused(fused, (*sites, *_missed_sites(fused, _count_reads(fused))))
@@ -268,7 +273,9 @@ def _missed_sites(graph: Graph, uses: Counter[Program]) -> Iterator[FusionSite]:
             yield make_site(reason="SharedMatmulCount", detail=f"{{{1 + len(rest)}}}", hint=f"make all {ADVICE}")
 
 
-def _linear_groups(uses: Counter[Program], model_sharding: ModelSharding | None, graph: Graph) -> list[list[int]]:
+def _linear_groups(
+    uses: Counter[Program], model_sharding: ModelSharding | None, keep_packed: bool, graph: Graph
+) -> list[list[int]]:
     """Return the node numbers of Linears that can be fused, in order."""
     groups: dict[object, list[int]] = defaultdict(list)
     for number, node in enumerate(graph.nodes):
@@ -284,7 +291,8 @@ def _linear_groups(uses: Counter[Program], model_sharding: ModelSharding | None,
                 continue  # `check_divisible` reports it with the parameter's name
             if model_sharding is not None and model_sharding.is_kv_replicated(weight.programs[0], 1 - node.op.contract):
                 continue
-            groups[(node.inputs[0], node.op, iterations, shards)].append(number)
+            schemes = tuple(map(packing_of, weight.programs)) if keep_packed else ()
+            groups[(node.inputs[0], node.op, iterations, shards, schemes)].append(number)
     return [group for group in groups.values() if len(group) > 1 and _has_consistent_partners(graph, group)]
 
 

@@ -20,12 +20,13 @@ from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Mir, Node,
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.order import TopK
 from rlx_jax.ir.ops.shape import Shard
-from rlx_jax.ir.param import Program, Stack
+from rlx_jax.ir.param import Program, Stack, packed_arrays
 from rlx_jax.ir.paths import bind_path, path_text
 from rlx_jax.ir.region import Repeat
 from rlx_jax.lowering.lir.experts import run_sharded
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
-from rlx_jax.lowering.lir.plan import CHOICE_OPS, Call, Choice, call_of, find_stack
+from rlx_jax.lowering.lir.packed import PackedWeight, decoded, packed_implementation, packed_weight
+from rlx_jax.lowering.lir.plan import CHOICE_OPS, Call, Choice, array_programs, call_of, find_stack
 from rlx_jax.lowering.sharding import ModelSharding
 
 AnyArray = Any
@@ -102,6 +103,9 @@ class Env:
         """
         if self.model_sharding is None:
             return array
+        if isinstance(array, PackedWeight):
+            programs = packed_arrays(program)
+            return replace(array, arrays={n: self.gather(programs[n], a) for n, a in array.arrays.items()})
         compute_sharding = self.model_sharding.compute_sharding(program)
         storage_sharding = self.model_sharding.storage_sharding(program)
         if compute_sharding == storage_sharding:
@@ -114,17 +118,23 @@ class Env:
         if program in self.params:
             return self.params[program]
         match = find_stack(self.params, (program,))
-        assert match is not None, program  # `Layout.check` has run
-        stack, (row,) = match
-        return self.params[stack][row]
+        if match is not None:
+            stack, (row,) = match
+            return self.params[stack][row]
+        arrays = array_programs((program,))
+        assert arrays, program  # `Layout.check` has run
+        return packed_weight(program, {name: self.weight(array) for name, (array,) in arrays.items()})
 
     def stacked(self, programs: tuple[Program, ...]) -> tuple[AnyArray, tuple[int, ...]]:
         """Return the stacked parameter of all iterations and the row of each; no row numbers if rows are in order."""
         if (stack := Stack(programs)) in self.params:
             return self.params[stack], ()
         match = find_stack(self.params, programs)
-        assert match is not None, programs
-        return self.params[match[0]], match[1]
+        if match is not None:
+            return self.params[match[0]], match[1]
+        stacks = {name: self.stacked(array) for name, array in array_programs(programs).items()}
+        rows = next(iter(stacks.values()))[1]
+        return packed_weight(programs[0], {name: stack for name, (stack, _) in stacks.items()}), rows
 
 
 def interpret(graph: Graph, env: Env) -> tuple[AnyArray, ...]:
@@ -151,6 +161,11 @@ def _run(graph: Graph, node: Node, operands: tuple[AnyArray, ...], env: Env) -> 
         (x,) = operands
         return (lax.with_sharding_constraint(x, env.model_sharding.value_sharding(op.roles, x.shape)),)
     choice = env.choices.get(call_of(graph, node)) if isinstance(op, CHOICE_OPS) else None
+    if any(isinstance(operand, PackedWeight) for operand in operands):
+        packed_run = packed_implementation(op, operands)
+        if packed_run is not None:
+            return (packed_run(op, *operands),)
+        operands = tuple(map(decoded, operands))
     run = op.eval
     if choice is not None and choice.implementation != "xla":
         run = functools.partial(IMPLEMENTATIONS[choice.implementation], op)
@@ -161,6 +176,11 @@ def _run(graph: Graph, node: Node, operands: tuple[AnyArray, ...], env: Env) -> 
         run = jax.shard_map(run, mesh=env.model_sharding.mesh, in_specs=rows, out_specs=(rows, rows))
     results = run(*operands)
     return results if isinstance(results, tuple) else (results,)
+
+
+def take_row(array: AnyArray, row: AnyArray) -> AnyArray:
+    """Return one row of a stacked parameter, which may be packed."""
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, row, keepdims=False), array)
 
 
 def _unroll(op: Repeat, operands: tuple[AnyArray, ...], env: Env) -> tuple[AnyArray, ...]:
@@ -193,7 +213,7 @@ def _scan(op: Repeat, operands: tuple[AnyArray, ...], env: Env) -> tuple[AnyArra
         i, weights = xs
         layer = {k: lax.dynamic_index_in_dim(s, i, keepdims=False) for k, s in zip(keys, state, strict=True)}
         rows = zip(leaves, picks, weights, strict=True)
-        layer_params = [lax.dynamic_index_in_dim(leaf, w, keepdims=False) if pick else w for leaf, pick, w in rows]
+        layer_params = [take_row(leaf, w) if pick else w for leaf, pick, w in rows]
         inner = replace(
             env,
             params={**env.params, **shared_weights},

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rlx_jax.errors import GraphError
@@ -20,7 +20,7 @@ from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
-from rlx_jax.ir.param import Program, Roles, Stack, printed_name, stored_keys
+from rlx_jax.ir.param import PackedArray, Program, Roles, Stack, packed_arrays, packing_of, printed_name, stored_keys
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.state_leaf import StateLeaf, per_token_key
 from rlx_jax.ir.types import TensorType, short_name
@@ -231,11 +231,28 @@ class Layout:
 
     def _missing(self, graph: Graph, scan: bool) -> Iterator[Program]:
         names = self.by_program()
+
+        def has(programs: tuple[Program, ...]) -> bool:
+            stored = (programs[0] if len(programs) == 1 else Stack(programs)) in names
+            return stored or find_stack(names, programs) is not None
+
         for param in graph.params():
             reads = [param.programs] if scan and param.varies else [(p,) for p in param.programs]
             for p in reads:
-                if (p[0] if len(p) == 1 else Stack(p)) not in names and not find_stack(names, p):
+                arrays = array_programs(p)
+                if not has(p) and not (arrays and all(map(has, arrays.values()))):
                     yield p[0]
+
+
+def array_programs(programs: Sequence[Program]) -> dict[str, tuple[PackedArray, ...]]:
+    """Return the programs of the arrays in which parameters are stored packed, by the name of the array.
+
+    Each entry has one program for each parameter. The result is empty unless all of them have one scheme.
+    """
+    if len({packing_of(program) for program in programs}) > 1:
+        return {}
+    first, *rest = (packed_arrays(program) for program in programs)
+    return {name: (array, *(other[name] for other in rest)) for name, array in first.items()}
 
 
 def find_stack(params: Iterable[Program], programs: tuple[Program, ...]) -> tuple[Stack, tuple[int, ...]] | None:
@@ -263,22 +280,27 @@ def tied_groups(params: Iterable[Param]) -> list[tuple[Program, ...]]:
     return [tuple(group) for group in {id(group): group for group in group_of.values()}.values()]
 
 
-def programs_of(graphs: Iterable[Graph], scan: bool) -> tuple[Program, ...]:
+def programs_of(graphs: Iterable[Graph], scan: bool, packed: bool = False) -> tuple[Program, ...]:
     """Return the programs of the stored parameters that graphs read, in order of first use.
 
     For scanned layers, the programs of one parameter are stacked, together with those tied to them. No program is part
-    of two stored parameters.
+    of two stored parameters. With `packed`, packed tensors are stored as their arrays where that is possible.
     """
     params = [param for graph in graphs for param in graph.params()]
-    if not scan:
-        return tuple(dict.fromkeys(p for param in params for p in param.programs))
-    return tuple(Stack(group) if len(group) > 1 else group[0] for group in tied_groups(params))
+    programs = dict.fromkeys(p for param in params for p in param.programs)
+    groups = tied_groups(params) if scan else [(p,) for p in programs]
+    stored: dict[Program, None] = {}
+    for group in groups:
+        arrays = array_programs(group) if packed else {}
+        for rows in arrays.values() or (group,):
+            stored[Stack(tuple(rows)) if len(rows) > 1 else rows[0]] = None
+    return tuple(stored)
 
 
-def layout_of(graphs: Iterable[Graph], scan: bool) -> Layout:
-    """Return the layout for the forward programs of a model's flows."""
+def layout_of(graphs: Iterable[Graph], scan: bool, packed: bool) -> Layout:
+    """Return the layout for the forward programs of a model's flows; `packed` as in `programs_of`."""
     leaves: dict[str, Program] = {}
-    for program in programs_of(graphs, scan):
+    for program in programs_of(graphs, scan, packed):
         leaves[_free_name(program, leaves)] = program
     return Layout(leaves)
 

@@ -145,7 +145,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         "merge_linears",
         HIR,
-        lambda graph, settings, types: merge_linears(graph, types, settings.model_sharding),
+        lambda graph, settings, types: merge_linears(graph, types, settings.model_sharding, settings.keep_packed),
         lambda job: job.settings.merge and job.settings,
         "layout",
     ),
@@ -157,7 +157,13 @@ PIPELINE: tuple[Pass, ...] = (
         lambda job: job.settings.merge and job.program in ("extend", "verify"),
         "layout",
     ),
-    Pass("orient", HIR, orient, lambda job: none_if_default(job.settings.backend.weight_layout, "auto"), "layout"),
+    Pass(
+        "orient",
+        HIR,
+        lambda graph, settings, types: orient(graph, settings.backend.weight_layout, settings.keep_packed, types),
+        lambda job: job.settings.backend.weight_layout != "auto" and job.settings,
+        "layout",
+    ),
     Pass("store", HIR, store_in, lambda job: job.settings.param_dtype),
     Pass(
         "pad_vocabulary",

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
-import numpy as np
-
 from rlx_jax.errors import UnsupportedError, WeightShapeError
-from rlx_jax.ir.packed import SCHEMES, decode_packed, packed_types, scheme_of
+from rlx_jax.ir.ggml import BLOCKS, split_blocks
+from rlx_jax.ir.packed import SCHEMES, Box, scheme_of
 from rlx_jax.ir.types import TensorType
 
 
@@ -268,68 +267,103 @@ class Sliced(IndexStep):
 
 
 @dataclass(frozen=True)
-class Dequantized(UnaryStep):
-    """The values of a packed tensor, decoded row by row and rounded to the floating `dtype`.
+class BlockArray(UnaryStep):
+    """One array of a packed tensor (codes, scales, …), copied from the blocks of bytes in which a file stores it.
 
-    `of` has the type of the bytes, uint8 `[..., k / elements · bytes]`. This step has the logical type, `[..., k]`.
-    The step is lossy: saving writes the decoded values under the key, in the logical type, and does not pack them
-    again.
+    `of` has the type of the blocks, uint8 `[..., n · bytes]`.
     """
 
     of: Key | Sliced
     scheme: str
-    dtype: np.dtype[Any]
-    lossy: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        scheme_of(self.scheme, f"dequantize({self.of})")
-        _, stored = packed_types(self.type.shape, self.dtype, self.scheme, str(self))
-        if self.of.type != stored or self.of.source_box[-1][0] % SCHEMES[self.scheme].bytes:
-            raise WeightShapeError(f"{self}: expected whole blocks, {stored} for {self.type}, got {self.of.type}")
+    array: str
 
     @property
     def type(self) -> TensorType:
-        *row_dims, num_bytes = self.of.type.shape or (0,)
-        scheme = SCHEMES[self.scheme]
-        return TensorType((*row_dims, num_bytes // scheme.bytes * scheme.elements), self.dtype)
+        *rows, num_bytes = self.of.type.shape
+        layout = BLOCKS[self.scheme]
+        return SCHEMES[self.scheme].array_types((*rows, num_bytes // layout.bytes * layout.elements))[self.array]
+
+    def __str__(self) -> str:
+        return f"{self.array}({self.of})"
+
+    def with_parts(self, *parts: Any) -> BlockArray:
+        (part,) = parts
+        return BlockArray(part, self.scheme, self.array)
+
+    def box(self, box: Box) -> BlockArray:
+        num_bytes = BLOCKS[self.scheme].bytes
+        *row_box, edges = box
+        per_block = self.type.shape[-1] * num_bytes // self.of.type.shape[-1]
+        if any(edge % per_block for edge in edges):
+            raise WeightShapeError(f"{self}: {edges} cuts a block of {per_block} entries")
+        start, stop = (edge // per_block * num_bytes for edge in edges)
+        return self.with_parts(self.of.box((*row_box, (start, stop))))
+
+    def join(self, *values: Any) -> Any:
+        return split_blocks(values[0], BLOCKS[self.scheme], self.array, self.type.dtype)
+
+    def split(self, value: Any) -> tuple[Any, ...]:
+        raise UnsupportedError(f"{self}: arrays are not made blocks again")
+
+
+@dataclass(frozen=True)
+class Dequantized(UnaryStep):
+    """The values of a packed tensor, decoded and rounded to the floating dtype of `of`.
+
+    `of` is the tensor as blocks of a model see it, or a slice of it, and `arrays` has the program of each array of the
+    tensor, or of the slice. The step is lossy: saving writes the decoded values under the key, in the logical type, and
+    does not pack them again.
+    """
+
+    of: Key | Sliced
+    scheme: str
+    arrays: tuple[tuple[str, Any], ...]
+    lossy: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        expected = scheme_of(self.scheme, f"dequantize({self.of})").array_types(self.type.shape)
+        found = {name: program.type for name, program in self.arrays}
+        if found != expected:
+            texts = (", ".join(f"{name} {t}" for name, t in types.items()) for types in (expected, found))
+            raise WeightShapeError("{}: expected the arrays {}, got {}".format(self, *texts))
+
+    def __hash__(self) -> int:  # the arrays follow from the key
+        return hash((self.of, self.scheme))
 
     @property
-    def logical(self) -> Key | Sliced:
-        """The decoded key or slice as blocks see it: with the logical type."""
-        if isinstance(self.of, Key):
-            return Key(self.of.key, self.type)
-        part, scheme = self.of, SCHEMES[self.scheme]
-        # Only edges on the last axis count bytes; elsewhere the factor below is bytes / bytes = 1.
-        per_byte = scheme.elements if part.axis == part.of.type.rank - 1 else scheme.bytes
-        start, stop = (edge * per_byte // scheme.bytes for edge in (part.start, part.stop))
-        return Sliced(self.with_parts(part.of).logical, part.axis, start, stop)
+    def type(self) -> TensorType:
+        return self.of.type
 
     def __str__(self) -> str:
         return f"dequantize({self.of}, {self.scheme})"
 
     def with_parts(self, *parts: Any) -> Dequantized:
-        (part,) = parts
-        if not isinstance(part, Key | Sliced):
-            raise WeightShapeError(f"{self}: only a stored tensor or a slice of one can be decoded, got {part}")
-        return Dequantized(part, self.scheme, self.dtype)
+        if parts != (self.of,):
+            raise WeightShapeError(f"{self}: only this tensor can be decoded, got {parts[0]}")
+        return self
 
     def box(self, box: Box) -> Dequantized | DecodedBox:
-        """Return the program of a box: decode all packed blocks that it touches, then cut off the values outside it."""
-        scheme, (*row_box, (start, stop)) = SCHEMES[self.scheme], box
-        first_block, stop_block = start // scheme.elements, -(-stop // scheme.elements)
-        blocks = self.with_parts(self.of.box((*row_box, (first_block * scheme.bytes, stop_block * scheme.bytes))))
-        first_element = first_block * scheme.elements
-        inner_box = (*full_box(box_shape(tuple(row_box))), (start - first_element, stop - first_element))
-        return blocks if inner_box == full_box(blocks.type.shape) else DecodedBox(blocks, inner_box)
+        """Return the program of a box: decode all groups that it touches, then cut off the values outside it."""
+        scheme, shape = SCHEMES[self.scheme], self.type.shape
+        outer = list(box)
+        for axis, unit in ((-1, scheme.elements), (-2, scheme.rows))[: len(shape)]:
+            start, stop = box[axis]
+            outer[axis] = (start // unit * unit, min(-(-stop // unit) * unit, shape[axis]))
+        arrays = (
+            (name, select_box(program, scheme.array_box(name, shape, tuple(outer)))) for name, program in self.arrays
+        )
+        groups = Dequantized(self.of.box(tuple(outer)), self.scheme, tuple(arrays))
+        inner_box = shift_box(box, [-start for start, _ in outer])
+        return groups if inner_box == full_box(groups.type.shape) else DecodedBox(groups, inner_box)
 
     def join(self, *values: Any) -> Any:
-        return decode_packed(values[0], self.scheme).astype(self.dtype)
+        raise UnsupportedError(f"{self}: the values are decoded from several arrays")
 
     def split(self, value: Any) -> tuple[Any, ...]:
         raise UnsupportedError(f"{self}: decoded values are not packed again")
 
     def name(self, *names: str) -> str:
-        return str(self.logical)
+        return str(self.of)
 
 
 @dataclass(frozen=True)
@@ -408,6 +442,15 @@ def slice_program(program: ProgramStep, axis: int, start: int, stop: int) -> Any
     return part
 
 
+def select_box(program: Any, box: Box) -> Any:
+    """Return the program of a box of the value of `program`, such as the shard of a parameter on one device.
+
+    It computes the same values and reads nothing else, except that it reads packed tensors in full blocks. `box` must
+    lie inside the shape.
+    """
+    return program if box == full_box(program.type.shape) else program.box(box)
+
+
 def steps(program: ProgramStep) -> Iterator[ProgramStep]:
     """Return a program and all programs inside it, the outermost step first."""
     yield program
@@ -415,8 +458,6 @@ def steps(program: ProgramStep) -> Iterator[ProgramStep]:
         yield from steps(part)
 
 
-# (start, stop) for every axis.
-Box = tuple[tuple[int, int], ...]
 # An index of NumPy; it selects all of the axes after its last entry.
 Index = tuple[slice, ...]
 

@@ -1,161 +1,155 @@
-"""Decode the block formats of GGML, which GGUF files contain, exactly.
+"""The block formats of GGML, which GGUF files contain: where a block has the arrays of a packed tensor.
 
-Each function takes blocks, uint8 `[count, bytes]` of NumPy or JAX, and returns float32 `[count, elements]`. A product
-of a float16 scale, a sub-scale of at most 8 bits and a code of at most 6 bits is exact in the 24 bits of float32, so
-that only the subtraction of a minimum rounds, once, as in the reference decoders.
+A block of `bytes` bytes encodes `elements` consecutive values of a row. `BLOCKS` lists the parts of the blocks of each
+scheme; `split_blocks` copies one part of all blocks of a tensor into an array, without any arithmetic on values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-# Values of the 4-bit codes of IQ4_NL and IQ4_XS.
-IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
-# Values of the 4-bit codes e2m1 (a sign, two bits of exponent, one of mantissa), doubled, with halved scales e8m0:
-# 2^(byte - 127) itself is over the range of float32 for the byte 255, in which the reference sees no NaN. A code of a
-# sign alone gives +0, as there.
-E2M1_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
-E8M0_HALVED = np.ldexp(np.float32(1), np.arange(256) - 128)
-# Halved values of the scales ue4m3: the float8 e4m3fn without its sign bit; NaN is 0, as in the reference.
-UE4M3_HALVED = np.array(
-    [np.ldexp(m, -10) if e == 0 else np.ldexp(8 + m, e - 11) for e in range(16) for m in range(8)] * 2, np.float32
-)
-UE4M3_HALVED[0x7F] = 0
+Bytes = np.ndarray[Any, Any]
 
 
-def decode_q4_0(blocks: Any) -> Any:
-    """Return d · (q − 8)."""
-    return _float16(blocks, 0) * (_float32(_nibbles(blocks[:, 2:], 16)) - 8)
+@dataclass(frozen=True)
+class BlockPart:
+    """One part of a block: bytes `start` to `stop`, and how they become the array; by default they are the array."""
+
+    start: int
+    stop: int
+    convert: Callable[[Bytes], Bytes] | None = None
 
 
-def decode_q4_1(blocks: Any) -> Any:
-    """Return d · q + m."""
-    return _float16(blocks, 0) * _float32(_nibbles(blocks[:, 4:], 16)) + _float16(blocks, 2)
+@dataclass(frozen=True)
+class BlockLayout:
+    """The layout of a block: how many values it encodes in how many bytes, and its parts by the name of their array."""
+
+    elements: int
+    bytes: int
+    parts: Mapping[str, BlockPart]
 
 
-def decode_q5_0(blocks: Any) -> Any:
-    """Return d · (q − 16) for codes of 5 bits; bytes 2 to 5 have the highest bits."""
-    codes = _nibbles(blocks[:, 6:], 16) | _fields(blocks[:, 2:6], 1, range(8), 1) << 4
-    return _float16(blocks, 0) * (_float32(codes) - 16)
+def bit_fields(data: Any, width: int, shifts: Sequence[int], mask: int) -> Any:
+    """Return bit fields, uint8: of each `width` bytes all fields at the first shift, then all at the next one.
+
+    Args:
+        data: uint8 `[..., n]` of NumPy or JAX.
+        width: the number of bytes that a run has; it divides n.
+        shifts: the lowest bit of each field.
+        mask: the bits of a field.
+    """
+    if data.shape[-1] == 0:
+        return data
+    runs = data.reshape(*data.shape[:-1], -1, 1, width)
+    columns = np.array(shifts, np.uint8).reshape(*(1,) * data.ndim, -1, 1)
+    return ((runs >> columns) & np.uint8(mask)).reshape(*data.shape[:-1], -1)
 
 
-def decode_q5_1(blocks: Any) -> Any:
-    """Return d · q + m for codes of 5 bits; bytes 4 to 7 have the highest bits."""
-    codes = _nibbles(blocks[:, 8:], 16) | _fields(blocks[:, 4:8], 1, range(8), 1) << 4
-    return _float16(blocks, 0) * _float32(codes) + _float16(blocks, 2)
-
-
-def decode_q8_0(blocks: Any) -> Any:
-    """Return d · q for signed bytes q."""
-    return _float16(blocks, 0) * _float32(blocks[:, 2:].view(np.int8))
-
-
-def decode_q2_k(blocks: Any) -> Any:
-    """Return d · s · q − dmin · m; one byte has the 4-bit scale s and minimum m of 16 elements."""
-    scales, minimums = (_float32(part) for part in (blocks[:, :16] & 15, blocks[:, :16] >> 4))
-    codes = _fields(blocks[:, 16:80], 32, (0, 2, 4, 6), 3)
-    return _scaled(_float16(blocks, 80) * scales, _float32(codes), _float16(blocks, 82) * minimums)
-
-
-def decode_q3_k(blocks: Any) -> Any:
-    """Return d · (s − 32) · (q − 4) for codes of 3 bits and a 6-bit scale s of 16 elements."""
-    codes = _fields(blocks[:, 32:96], 32, (0, 2, 4, 6), 3) | _fields(blocks[:, :32], 32, range(8), 1) << 2
-    scales = _fields(blocks[:, 96:104], 8, (0, 4), 15) | _fields(blocks[:, 104:108], 4, (0, 2, 4, 6), 3) << 4
-    return _scaled(_float16(blocks, 108) * (_float32(scales) - 32), _float32(codes) - 4)
-
-
-def decode_q4_k(blocks: Any) -> Any:
-    """Return d · s · q − dmin · m with a 6-bit scale s and minimum m of 32 elements."""
-    scales, minimums = _scales_and_minimums(blocks[:, 4:16])
-    codes = _nibbles(blocks[:, 16:], 32)
-    return _scaled(_float16(blocks, 0) * scales, _float32(codes), _float16(blocks, 2) * minimums)
-
-
-def decode_q5_k(blocks: Any) -> Any:
-    """Return d · s · q − dmin · m for codes of 5 bits; bytes 16 to 47 have the highest bits."""
-    scales, minimums = _scales_and_minimums(blocks[:, 4:16])
-    codes = _nibbles(blocks[:, 48:], 32) | _fields(blocks[:, 16:48], 32, range(8), 1) << 4
-    return _scaled(_float16(blocks, 0) * scales, _float32(codes), _float16(blocks, 2) * minimums)
-
-
-def decode_q6_k(blocks: Any) -> Any:
-    """Return d · s · (q − 32) for codes of 6 bits and a signed 8-bit scale s of 16 elements."""
-    codes = _nibbles(blocks[:, :128], 64) | _fields(blocks[:, 128:192], 32, (0, 2, 4, 6), 3) << 4
-    scales = _float32(blocks[:, 192:208].view(np.int8))
-    return _scaled(_float16(blocks, 208) * scales, _float32(codes) - 32)
-
-
-def decode_q8_k(blocks: Any) -> Any:
-    """Return d · q for signed bytes q and a float32 d. The sums of codes at the end serve other programs."""
-    return blocks[:, :4].view(np.dtype("<f4")) * _float32(blocks[:, 4:260].view(np.int8))
-
-
-def decode_iq4_nl(blocks: Any) -> Any:
-    """Return d · table[q]."""
-    return _float16(blocks, 0) * _look_up(IQ4, _nibbles(blocks[:, 2:], 16))
-
-
-def decode_iq4_xs(blocks: Any) -> Any:
-    """Return d · (s − 32) · table[q] with a 6-bit scale s of 32 elements."""
-    scales = _fields(blocks[:, 4:8], 1, (0, 4), 15) | _fields(blocks[:, 2:4], 1, (0, 2, 4, 6), 3) << 4
-    return _scaled(_float16(blocks, 0) * (_float32(scales) - 32), _look_up(IQ4, _nibbles(blocks[:, 8:], 16)))
-
-
-def decode_mxfp4(blocks: Any) -> Any:
-    """Return e8m0(s) · e2m1(q) with a scale s of 32 elements."""
-    return _look_up(E8M0_HALVED, blocks[:, :1]) * _look_up(E2M1_DOUBLED, _nibbles(blocks[:, 1:], 16))
-
-
-def decode_nvfp4(blocks: Any) -> Any:
-    """Return ue4m3(s) · e2m1(q) with a scale s of 16 elements."""
-    return _scaled(_look_up(UE4M3_HALVED, blocks[:, :4]), _look_up(E2M1_DOUBLED, _nibbles(blocks[:, 4:], 8)))
-
-
-# -- parts of blocks ---------------------------------------------------------------------------
-
-
-def _float32(codes: Any) -> Any:
-    return codes.astype(np.float32)
-
-
-def _float16(blocks: Any, start: int) -> Any:
-    """Return the float16 at byte `start` of each block, as float32 `[count, 1]`."""
-    return _float32(blocks[:, start : start + 2].view(np.dtype("<f2")))
-
-
-def _fields(data: Any, width: int, shifts: Sequence[int], mask: int) -> Any:
-    """Return bit fields, uint8: of each `width` bytes all fields at the first shift, then all at the next one."""
-    columns = np.array(shifts, np.uint8).reshape(1, 1, -1, 1)
-    return ((data.reshape(len(data), -1, 1, width) >> columns) & np.uint8(mask)).reshape(len(data), -1)
-
-
-def _nibbles(data: Any, width: int) -> Any:
-    """Return codes of 4 bits, uint8: of each `width` bytes the low halves, then the high halves."""
-    return _fields(data, width, (0, 4), 15)
-
-
-def _scales_and_minimums(data: Any) -> tuple[Any, Any]:
-    """Return the eight 6-bit scales and eight 6-bit minimums in the 12 bytes of Q4_K and Q5_K, as float32 `[count, 8]`.
+def _scales_and_minimums(data: Bytes) -> Bytes:
+    """Return the 6-bit scales and minimums in the 12 bytes of Q4_K and Q5_K, in turn: uint8 `[count, 16]`.
 
     Bytes 0–3 and 4–7 have the scales and minimums 0–3 in their lower 6 bits. Bytes 8–11 have the lower 4 bits of the
     scales 4–7 (low halves) and minimums 4–7 (high halves); the upper 2 bits of bytes 0–7 complete them.
     """
-    first, last = data[:, :8] & 63, _nibbles(data[:, 8:], 4) | (data[:, :8] >> 6) << 4
-    concatenate = data.__array_namespace__().concatenate
-    scales, minimums = (concatenate([first[:, i : i + 4], last[:, i : i + 4]], axis=1) for i in (0, 4))
-    return _float32(scales), _float32(minimums)
+    first, last = data[:, :8] & 63, bit_fields(data[:, 8:], 4, (0, 4), 15) | (data[:, :8] >> 6) << 4
+    scales, minimums = (np.concatenate([first[:, i : i + 4], last[:, i : i + 4]], axis=1) for i in (0, 4))
+    return np.stack([scales, minimums], axis=-1).reshape(len(data), 16)
 
 
-def _look_up(table: np.ndarray[Any, Any], codes: Any) -> Any:
-    """Return the float32 values of codes by a table of all codes."""
-    return codes.__array_namespace__().asarray(table)[codes]
+def _scales_of_q3_k(data: Bytes) -> Bytes:
+    """Return the sixteen 6-bit scales of Q3_K minus 32: 8 bytes have the lower 4 bits, 4 bytes the upper 2."""
+    scales = bit_fields(data[:, :8], 8, (0, 4), 15) | bit_fields(data[:, 8:], 4, (0, 2, 4, 6), 3) << 4
+    signed: Bytes = scales.view(np.int8) - np.int8(32)
+    return signed
 
 
-def _scaled(scales: Any, codes: Any, minimums: Any = None) -> Any:
-    """Return scale · code − minimum; each scale and minimum `[count, groups]` is for equally many consecutive codes."""
-    count, groups = scales.shape
-    values = scales[:, :, None] * codes.reshape(count, groups, -1)
-    return (values if minimums is None else values - minimums[:, :, None]).reshape(count, -1)
+def _scales_of_iq4_xs(data: Bytes) -> Bytes:
+    """Return the eight 6-bit scales of IQ4_XS minus 32: 2 bytes have the upper 2 bits, 4 bytes the lower 4."""
+    scales = bit_fields(data[:, 2:], 1, (0, 4), 15) | bit_fields(data[:, :2], 1, (0, 2, 4, 6), 3) << 4
+    signed: Bytes = scales.view(np.int8) - np.int8(32)
+    return signed
+
+
+# The layouts by the name of the scheme in `rlx_jax.ir.packed.SCHEMES`. The end of a Q8_K block, sums of its codes,
+# serves other programs.
+BLOCKS: dict[str, BlockLayout] = {
+    "gguf_q4_0": BlockLayout(32, 18, {"codes": BlockPart(2, 18), "scales": BlockPart(0, 2)}),
+    "gguf_q4_1": BlockLayout(32, 20, {"codes": BlockPart(4, 20), "scales": BlockPart(0, 4)}),
+    "gguf_q5_0": BlockLayout(
+        32, 22, {"codes": BlockPart(6, 22), "high": BlockPart(2, 6), "scales": BlockPart(0, 2)}
+    ),
+    "gguf_q5_1": BlockLayout(
+        32, 24, {"codes": BlockPart(8, 24), "high": BlockPart(4, 8), "scales": BlockPart(0, 4)}
+    ),
+    "gguf_q8_0": BlockLayout(32, 34, {"codes": BlockPart(2, 34), "scales": BlockPart(0, 2)}),
+    "gguf_q2k": BlockLayout(
+        256, 84, {"codes": BlockPart(16, 80), "scales": BlockPart(80, 84), "multiples": BlockPart(0, 16)}
+    ),
+    "gguf_q3k": BlockLayout(
+        256,
+        110,
+        {
+            "codes": BlockPart(32, 96), "high": BlockPart(0, 32), "scales": BlockPart(108, 110),
+            "multiples": BlockPart(96, 108, _scales_of_q3_k),
+        },
+    ),
+    "gguf_q4k": BlockLayout(
+        256,
+        144,
+        {
+            "codes": BlockPart(16, 144), "scales": BlockPart(0, 4),
+            "multiples": BlockPart(4, 16, _scales_and_minimums),
+        },
+    ),
+    "gguf_q5k": BlockLayout(
+        256,
+        176,
+        {
+            "codes": BlockPart(48, 176), "high": BlockPart(16, 48), "scales": BlockPart(0, 4),
+            "multiples": BlockPart(4, 16, _scales_and_minimums),
+        },
+    ),
+    "gguf_q6k": BlockLayout(
+        256,
+        210,
+        {
+            "codes": BlockPart(0, 128), "high": BlockPart(128, 192), "scales": BlockPart(208, 210),
+            "multiples": BlockPart(192, 208),
+        },
+    ),
+    "gguf_q8k": BlockLayout(256, 292, {"codes": BlockPart(4, 260), "scales": BlockPart(0, 4)}),
+    "gguf_iq4_nl": BlockLayout(32, 18, {"codes": BlockPart(2, 18), "scales": BlockPart(0, 2)}),
+    "gguf_iq4_xs": BlockLayout(
+        256,
+        136,
+        {
+            "codes": BlockPart(8, 136), "scales": BlockPart(0, 2),
+            "multiples": BlockPart(2, 8, _scales_of_iq4_xs),
+        },
+    ),
+    "gguf_mxfp4": BlockLayout(32, 17, {"codes": BlockPart(1, 17), "scales": BlockPart(0, 1)}),
+    "gguf_nvfp4": BlockLayout(64, 36, {"codes": BlockPart(4, 36), "scales": BlockPart(0, 4)}),
+}  # fmt: skip
+
+
+def split_blocks(data: Bytes, layout: BlockLayout, name: str, dtype: np.dtype[Any]) -> Bytes:
+    """Return the array `name` of a tensor in blocks.
+
+    Args:
+        data: the blocks, uint8 `[..., n · bytes]`.
+        layout: their layout.
+        name: the name of a part.
+        dtype: the dtype of the array, little-endian in the blocks.
+
+    Returns:
+        The array `[..., n · size]`, where `size` is the number of entries in one block.
+    """
+    part, rows = layout.parts[name], data.shape[:-1]
+    cut = data.reshape(-1, layout.bytes)[:, part.start : part.stop]
+    values = np.ascontiguousarray(cut) if part.convert is None else part.convert(np.ascontiguousarray(cut))
+    row_size = data.shape[-1] // layout.bytes * values.shape[1]
+    return values.reshape(*rows, row_size).view(dtype.newbyteorder("<")).astype(dtype, copy=False)

@@ -1,14 +1,18 @@
-"""Packed (quantized) tensors: values encoded in blocks of bytes, by the schemes of GGML.
+"""Packed (quantized) tensors: integer codes with scales that groups of them share.
 
-A packed tensor has a logical shape and dtype, which blocks, checks and summaries use, and its bytes: for `[..., k]`
-uint8 `[..., k / elements · bytes]`, where each row is a whole number of blocks. To support the decoding of another
-scheme, write its function and name it in a row of `SCHEMES`; `rlx_jax.ir.ggml` has the present ones.
+A packed tensor has a logical shape and dtype, which blocks, checks and summaries use. On a device it is a few arrays of
+integers (`Scheme.array_types`), and its values are computed where they are used (`decode_arrays`):
+
+    value = scale · (table[code] or code − zero) [± minimum]
+
+To support another scheme, add a row to `SCHEMES`. Files store either these arrays, or blocks of bytes that contain
+parts of all of them (`rlx_jax.ir.ggml`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,53 +21,186 @@ import ml_dtypes
 import numpy as np
 
 from rlx_jax.errors import WeightError, WeightShapeError, did_you_mean, quote, shown
-from rlx_jax.ir import ggml
+from rlx_jax.ir.ggml import BLOCKS, BlockLayout, bit_fields, split_blocks
 from rlx_jax.ir.types import TensorType, as_dtype, is_float, short_name, tensor_type
 
-UINT8 = np.dtype(np.uint8)
-F16, F32, E8M0 = np.dtype("<f2"), np.dtype("<f4"), np.dtype(ml_dtypes.float8_e8m0fnu)
+UINT8: np.dtype[Any] = np.dtype(np.uint8)
+INT8: np.dtype[Any] = np.dtype(np.int8)
+F32 = np.dtype(np.float32)
 _CHUNK = 2**19  # values decoded at a time: the temporaries then fit in the CPU's cache
+
+
+# -- tables ------------------------------------------------------------------------------------
+
+# Values of codes. E2M1 has a sign, two bits of exponent and one of mantissa, and is doubled here, with halved scales
+# e8m0: 2^(byte - 127) itself is over the range of float32 for the byte 255, in which the reference sees no NaN. A code
+# of a sign alone gives +0, as there.
+TABLES: dict[str, np.ndarray[Any, Any]] = {
+    "iq4": np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32),
+    "e2m1_doubled": np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32),
+    # The scales ue4m3 are the float8 e4m3fn without its sign bit; NaN is 0, as in the reference.
+    "e8m0_halved": np.ldexp(np.float32(1), np.arange(256) - 128),
+    "ue4m3_halved": np.array(
+        [np.ldexp(m, -10) if e == 0 else np.ldexp(8 + m, e - 11) for e in range(16) for m in range(8)] * 2, np.float32
+    ),
+}
+TABLES["ue4m3_halved"][0x7F] = 0
+
+# The dtypes of scales that are stored as their bits, and of codes: one with a name in `TABLES` has those values.
+BITS: dict[str, np.dtype[Any]] = {
+    "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16), "f32": F32,
+    "e4m3": np.dtype(ml_dtypes.float8_e4m3fn), "e5m2": np.dtype(ml_dtypes.float8_e5m2),
+}  # fmt: skip
+_UNSIGNED: dict[int, np.dtype[Any]] = {1: UINT8, 2: np.dtype(np.uint16), 4: np.dtype(np.uint32)}
 
 
 # -- schemes -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
+class Codes:
+    """Unsigned integers of `bits` bits, packed in bytes.
+
+    Each run of `stride` bytes has 8 / `bits` · `stride` integers: first those in the lowest bits of all its bytes, then
+    those in the next bits. So a stride of 1 means that neighbours share a byte.
+    """
+
+    bits: int
+    stride: int = 1
+
+    def unpack(self, data: Any) -> Any:
+        """Return the integers, uint8 `[..., n · 8 / bits]`, of bytes `[..., n]` of NumPy or JAX."""
+        if self.bits == 8:
+            return data
+        return bit_fields(data, self.stride, range(0, 8, self.bits), 2**self.bits - 1)
+
+    def pack(self, codes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the bytes of integers: the inverse of `unpack`."""
+        if self.bits == 8:
+            return codes
+        runs = codes.reshape(*codes.shape[:-1], -1, 8 // self.bits, self.stride)
+        shifts = np.arange(0, 8, self.bits, dtype=np.uint8)[:, None]
+        packed: np.ndarray[Any, Any] = np.bitwise_or.reduce(runs << shifts, axis=-2)
+        return packed.reshape(*codes.shape[:-1], -1)
+
+
+@dataclass(frozen=True)
 class Scheme:
-    """A packing scheme: each block of `bytes` bytes encodes `elements` consecutive values of a row.
+    """A packing scheme.
 
     Attributes:
         name: as in `SCHEMES` and in messages.
-        decode: from blocks, uint8 `[count, bytes]` of NumPy or JAX, to float32 `[count, elements]`.
-        floats: (byte, dtype) of every float in a block, which multiply or shift codes of at most 8 bits.
+        codes: the bits of the codes: one entry, or one for the lower and one for the upper bits (the array `high`).
+        block: the number of values of a row that share a scale; None for all of them.
+        scale: the dtype of the scales, a name in `BITS` or `TABLES`.
+        signed: whether codes of 8 bits are signed.
+        zero: the number that is subtracted from each code.
+        table: the name of the values of codes, in `TABLES` or, for floats of 8 bits, in `BITS`.
+        group: the number of values that share an integer multiple of the scale (the array `multiples`); None if there
+            are no multiples.
+        multiples: the bits of the multiples.
+        signed_multiples: whether multiples are signed.
+        minimum: "subtracted" or "added", if each scale, and each multiple, is followed by one for the minimum; else "".
+        zeros: whether each scale has its own zero point (the array `zeros`), instead of `zero`.
+        outer: "multiplied" or "divided", if each row has a float32 that the scales are combined with (the array
+            `outer`); else "".
+        rows: the number of rows that share a scale.
     """
 
     name: str
-    elements: int
-    bytes: int
-    decode: Callable[[Any], Any]
-    floats: tuple[tuple[int, np.dtype[Any]], ...] = ()
+    codes: tuple[Codes, ...]
+    block: int | None
+    scale: str
+    signed: bool = False
+    zero: int = 0
+    table: str = ""
+    group: int | None = None
+    multiples: Codes = Codes(8)
+    signed_multiples: bool = False
+    minimum: str = ""
+    zeros: bool = False
+    outer: str = ""
+    rows: int = 1
+
+    @property
+    def elements(self) -> int:
+        """Return the number of consecutive values that cannot be cut: those of whole bytes and whole groups."""
+        runs = (8 // codes.bits * codes.stride for codes in self.codes)
+        return math.lcm(*runs, self.block or 1, self.group or 1, self.layout.elements if self.layout else 1)
+
+    @property
+    def layout(self) -> BlockLayout | None:
+        """Return the layout of the blocks in which files store the tensor; None if they store the arrays."""
+        return BLOCKS.get(self.name)
+
+    def array_types(self, shape: Sequence[int]) -> dict[str, TensorType]:
+        """Return the types of the arrays of a tensor of this logical shape, by name."""
+        *lead, size = shape
+        blocked_rows = [*lead[:-1], -(-lead[-1] // self.rows)] if lead else []
+        per_scale = 2 if self.minimum else 1
+        blocks = 1 if self.block is None else -(-size // self.block)
+        scale_dtype: np.dtype[Any] = _UNSIGNED[BITS[self.scale].itemsize] if self.scale in BITS else UINT8
+        sizes: dict[str, tuple[list[int], int, np.dtype[Any]]] = {
+            "codes": (lead, size * self.codes[0].bits // 8, INT8 if self.signed else UINT8)
+        }
+        if len(self.codes) > 1:
+            sizes["high"] = (lead, size * self.codes[1].bits // 8, UINT8)
+        sizes["scales"] = (blocked_rows, per_scale * blocks, scale_dtype)
+        if self.group is not None:
+            bytes_per_group = per_scale * self.multiples.bits / 8
+            num_bytes = int(bytes_per_group * (size // self.group))
+            sizes["multiples"] = (lead, num_bytes, INT8 if self.signed_multiples else UINT8)
+        if self.zeros:
+            sizes["zeros"] = (blocked_rows, blocks, UINT8)
+        if self.outer:
+            sizes["outer"] = (lead, 1, _UNSIGNED[4])
+        return {name: TensorType((*rows, n), dtype) for name, (rows, n, dtype) in sizes.items()}
+
+    def array_box(self, name: str, shape: Sequence[int], box: Box) -> Box:
+        """Return the part of an array that a part of the tensor needs.
+
+        Args:
+            name: the name of the array.
+            shape: the logical shape of the tensor.
+            box: (start, stop) for each axis of the tensor; on the last axis, multiples of `elements` or the end.
+        """
+        whole = self.array_types(shape)[name].shape
+        *rows, (start, stop) = box
+        if rows and whole[-2] != shape[-2]:
+            first, last = rows[-1]
+            rows[-1] = (first // self.rows, -(-last // self.rows))
+        size = int(whole[-1])
+        edges = (start * size // shape[-1], -(-stop * size // shape[-1])) if self._is_divided(name) else (0, size)
+        return (*rows, edges)
+
+    def _is_divided(self, name: str) -> bool:
+        """Return whether an array has entries for parts of a row."""
+        return not (name == "outer" or (self.block is None and name in ("scales", "zeros")))
 
 
-# The block schemes of GGML by name.
+# (start, stop) for every axis.
+Box = tuple[tuple[int, int], ...]
+
+_INT8 = (Codes(8),)
+# The schemes by name.
 SCHEMES: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (
-        Scheme("gguf_q4_0", 32, 18, ggml.decode_q4_0, ((0, F16),)),
-        Scheme("gguf_q4_1", 32, 20, ggml.decode_q4_1, ((0, F16), (2, F16))),
-        Scheme("gguf_q5_0", 32, 22, ggml.decode_q5_0, ((0, F16),)),
-        Scheme("gguf_q5_1", 32, 24, ggml.decode_q5_1, ((0, F16), (2, F16))),
-        Scheme("gguf_q8_0", 32, 34, ggml.decode_q8_0, ((0, F16),)),
-        Scheme("gguf_q2k", 256, 84, ggml.decode_q2_k, ((80, F16), (82, F16))),
-        Scheme("gguf_q3k", 256, 110, ggml.decode_q3_k, ((108, F16),)),
-        Scheme("gguf_q4k", 256, 144, ggml.decode_q4_k, ((0, F16), (2, F16))),
-        Scheme("gguf_q5k", 256, 176, ggml.decode_q5_k, ((0, F16), (2, F16))),
-        Scheme("gguf_q6k", 256, 210, ggml.decode_q6_k, ((208, F16),)),
-        Scheme("gguf_q8k", 256, 292, ggml.decode_q8_k, ((0, F32),)),
-        Scheme("gguf_iq4_nl", 32, 18, ggml.decode_iq4_nl, ((0, F16),)),
-        Scheme("gguf_iq4_xs", 256, 136, ggml.decode_iq4_xs, ((0, F16),)),
-        Scheme("gguf_mxfp4", 32, 17, ggml.decode_mxfp4, ((0, E8M0),)),
-        Scheme("gguf_nvfp4", 64, 36, ggml.decode_nvfp4),  # every scale byte is finite
+        Scheme("gguf_q4_0", (Codes(4, 16),), 32, "f16", zero=8),
+        Scheme("gguf_q4_1", (Codes(4, 16),), 32, "f16", minimum="added"),
+        Scheme("gguf_q5_0", (Codes(4, 16), Codes(1)), 32, "f16", zero=16),
+        Scheme("gguf_q5_1", (Codes(4, 16), Codes(1)), 32, "f16", minimum="added"),
+        Scheme("gguf_q8_0", _INT8, 32, "f16", signed=True),
+        Scheme("gguf_q2k", (Codes(2, 32),), 256, "f16", group=16, multiples=Codes(4), minimum="subtracted"),
+        Scheme("gguf_q3k", (Codes(2, 32), Codes(1, 32)), 256, "f16", zero=4, group=16, signed_multiples=True),
+        Scheme("gguf_q4k", (Codes(4, 32),), 256, "f16", group=32, minimum="subtracted"),
+        Scheme("gguf_q5k", (Codes(4, 32), Codes(1, 32)), 256, "f16", group=32, minimum="subtracted"),
+        Scheme("gguf_q6k", (Codes(4, 64), Codes(2, 32)), 256, "f16", zero=32, group=16, signed_multiples=True),
+        Scheme("gguf_q8k", _INT8, 256, "f32", signed=True),
+        Scheme("gguf_iq4_nl", (Codes(4, 16),), 32, "f16", table="iq4"),
+        Scheme("gguf_iq4_xs", (Codes(4, 16),), 256, "f16", table="iq4", group=32, signed_multiples=True),
+        Scheme("gguf_mxfp4", (Codes(4, 16),), 32, "e8m0_halved", table="e2m1_doubled"),
+        Scheme("gguf_nvfp4", (Codes(4, 8),), 16, "ue4m3_halved", table="e2m1_doubled"),
     )
 }
 
@@ -88,12 +225,15 @@ def scheme_of(name: object, where: str) -> Scheme:
 class PackedSpec:
     """The description of a packed tensor before it is read: its logical shape and dtype, and its scheme.
 
-    `WeightSource.spec` returns it instead of a `jax.ShapeDtypeStruct`; `WeightSource.read` then returns the bytes.
+    `WeightSource.spec` returns it instead of a `jax.ShapeDtypeStruct`; `WeightSource.read` then returns the bytes of
+    its blocks. If instead the source stores the arrays of the tensor under keys of their own, `arrays` has for each
+    array the program that reads it.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     scheme: str
+    arrays: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         # Accept lists and names of dtypes, as jax.ShapeDtypeStruct does.
@@ -136,10 +276,10 @@ WeightSpec = jax.ShapeDtypeStruct | PackedSpec
 
 
 def packed_types(shape: Any, dtype: Any, scheme: object, where: str) -> tuple[TensorType, TensorType]:
-    """Return the logical type of a packed tensor, and the type of its bytes. Messages begin with `where`.
+    """Return the logical type of a packed tensor, and the type of its blocks. Messages begin with `where`.
 
     Raises:
-        WeightError: the scheme is unknown, or the dtype is not a floating one.
+        WeightError: the scheme is unknown or has no blocks, or the dtype is not a floating one.
         DTypeError: the dtype is unknown.
         WeightShapeError: the shape is a scalar's, has a symbolic size, or has a last axis that the block size does not
             divide.
@@ -155,13 +295,15 @@ def packed_types(shape: Any, dtype: Any, scheme: object, where: str) -> tuple[Te
         raise WeightShapeError(f"{where}: {packing.name} packs rows, got the scalar {logical_type}; store it as it is")
     if not logical_type.is_static:
         raise WeightShapeError(f"{where}: expected static sizes as the shape of a packed tensor, got {logical_type}")
+    if (layout := packing.layout) is None:
+        raise WeightError(f"{where}: {packing.name} is stored as several arrays, not as blocks of bytes")
     *rows, row_size = logical_type.shape
-    if row_size % packing.elements:
+    if row_size % layout.elements:
         raise WeightShapeError(
-            f"{where}: {packing.name} packs blocks of {packing.elements}, expected a last axis that {packing.elements} "
+            f"{where}: {packing.name} packs blocks of {layout.elements}, expected a last axis that {layout.elements} "
             f"divides, got {logical_type}; rows are not padded: store it as f16, or by a scheme of smaller blocks"
         )
-    return logical_type, TensorType((*rows, row_size // packing.elements * packing.bytes), UINT8)
+    return logical_type, TensorType((*rows, row_size // layout.elements * layout.bytes), UINT8)
 
 
 def check_packed(value: Packed, where: str) -> None:
@@ -185,6 +327,8 @@ def check_packed(value: Packed, where: str) -> None:
 
 def stored_bytes(spec: WeightSpec) -> int:
     """Return the number of bytes of a tensor in its source, which for a packed tensor are the packed bytes."""
+    if isinstance(spec, PackedSpec) and spec.arrays is not None:
+        return sum(program.type.nbytes for program in spec.arrays.values())
     if isinstance(spec, PackedSpec):
         return packed_types(spec.shape, spec.dtype, spec.scheme, "a packed weight")[1].nbytes
     return TensorType(tuple(spec.shape), spec.dtype).nbytes
@@ -193,37 +337,138 @@ def stored_bytes(spec: WeightSpec) -> int:
 # -- decoded values ----------------------------------------------------------------------------
 
 
-def decode_packed(data: Any, scheme: str) -> Any:
-    """Decode a packed tensor: uint8 `[..., n · bytes]` of NumPy or JAX → float32 `[..., n · elements]`."""
-    packing = SCHEMES[scheme]
-    shape = (*data.shape[:-1], data.shape[-1] // packing.bytes * packing.elements)
-    if not isinstance(data, np.ndarray):
-        return packing.decode(data.reshape(-1, packing.bytes)).reshape(shape)
-    blocks = _blocks(data, packing)
-    chunk = _CHUNK // packing.elements
-    out = np.empty((len(blocks), packing.elements), np.float32)
+def decode_arrays(arrays: Mapping[str, Any], scheme: str) -> Any:
+    """Return the values of a packed tensor, float32 `[..., k]`, computed as the reference decoders do.
+
+    A product of a float16 scale, a multiple of at most 8 bits and a code of at most 6 bits is exact in the 24 bits of
+    float32, so that only the minimum rounds, once.
+
+    Args:
+        arrays: arrays of NumPy or JAX, with types as `Scheme.array_types` returns them.
+        scheme: a name in `SCHEMES`.
+    """
+    packing, codes = SCHEMES[scheme], _codes(arrays, SCHEMES[scheme])
+    size = codes.shape[-1]
+    scales = _floats(arrays["scales"], packing.scale)
+    unit, minimums = packing.block, None
+    if packing.minimum:
+        scales, minimums = _pairs(scales)
+    if packing.group is not None and packing.block is not None:
+        multiples = _float32(packing.multiples.unpack(arrays["multiples"]))
+        unit, per_block = packing.group, packing.block // packing.group
+        factors, *of_minimums = _pairs(multiples) if packing.minimum else (multiples,)
+        scales = _repeat(scales, per_block, size // unit) * factors
+        if minimums is not None:
+            minimums = _repeat(minimums, per_block, size // unit) * of_minimums[0]
+    if packing.outer:
+        outer = arrays["outer"].view(F32)
+        scales = scales * outer if packing.outer == "multiplied" else scales / outer
+    if packing.zeros:
+        values = _float32(codes) - _each_value(_float32(arrays["zeros"]), packing, unit, codes.shape)
+    else:
+        values = _look_up(packing.table, codes) if packing.table else _float32(codes) - packing.zero
+    values = _each_value(scales, packing, unit, codes.shape) * values
+    if minimums is None:
+        return values
+    each_minimum = _each_value(minimums, packing, unit, codes.shape)
+    return values - each_minimum if packing.minimum == "subtracted" else values + each_minimum
+
+
+def decode_packed(data: np.ndarray[Any, Any], scheme: str) -> np.ndarray[Any, Any]:
+    """Return the values of a tensor in blocks: uint8 `[..., n · bytes]` → float32 `[..., n · elements]`."""
+    layout, packing = BLOCKS[scheme], SCHEMES[scheme]
+    blocks = np.ascontiguousarray(data).reshape(-1, layout.bytes)
+    chunk = _CHUNK // layout.elements
+    out = np.empty((len(blocks), layout.elements), np.float32)
+    types = packing.array_types((layout.elements,))
     with np.errstate(invalid="ignore", over="ignore"):  # an infinite scale times 0 gives NaN; sources check for it
         for at in range(0, len(blocks), chunk):
-            out[at : at + chunk] = packing.decode(blocks[at : at + chunk])
-    return out.reshape(shape)
+            part = blocks[at : at + chunk]
+            arrays = {name: split_blocks(part, layout, name, types[name].dtype) for name in layout.parts}
+            out[at : at + chunk] = decode_arrays(arrays, scheme)
+    return out.reshape(*data.shape[:-1], data.shape[-1] // layout.bytes * layout.elements)
+
+
+def decode_on_host(arrays: Mapping[str, np.ndarray[Any, Any]], scheme: str) -> np.ndarray[Any, Any]:
+    """Return `decode_arrays` of arrays in host memory, computed in chunks that fit in the CPU's cache."""
+    packing, codes = SCHEMES[scheme], arrays["codes"]
+    size = codes.shape[-1] * 8 // packing.codes[0].bits
+    out = np.empty((*codes.shape[:-1], size), np.float32)
+    if codes.ndim < 2:
+        out[...] = decode_arrays(arrays, scheme)
+        return out
+    step = -(-max(1, _CHUNK // size) // packing.rows) * packing.rows
+    with np.errstate(invalid="ignore", over="ignore"):
+        for index in np.ndindex(codes.shape[:-2]):
+            for at in range(0, codes.shape[-2], step):
+                part = {
+                    name: array[index][at : at + step]
+                    if array.shape[-2] == codes.shape[-2]
+                    else array[index][at // packing.rows : -(-(at + step) // packing.rows)]
+                    for name, array in arrays.items()
+                }
+                out[index][at : at + step] = decode_arrays(part, scheme)
+    return out
 
 
 def finite_check_floats(data: np.ndarray[Any, Any], scheme: str) -> np.ndarray[Any, Any]:
-    """Return floats that are all finite only if all values of the tensor are: the floats of the blocks, which are few.
+    """Return floats that are all finite only if all values of a tensor in blocks are: the scales, which are few.
 
     If the products of one of them and codes might not be finite, return the decoded values instead, so that the caller
     can count the bad ones.
     """
-    packing = SCHEMES[scheme]
-    blocks = _blocks(data, packing)
-    floats = np.zeros((len(blocks), len(packing.floats)), np.float32)
-    for column, (at, dtype) in enumerate(packing.floats):
-        floats[:, column] = np.ascontiguousarray(blocks[:, at : at + dtype.itemsize]).view(dtype)[:, 0]
+    layout, packing = BLOCKS[scheme], SCHEMES[scheme]
+    scales = split_blocks(data, layout, "scales", packing.array_types((layout.elements,))["scales"].dtype)
+    floats = np.asarray(_floats(scales, packing.scale))
     with np.errstate(over="ignore"):
-        is_finite = bool(np.isfinite(floats * np.float32(2**7)).all())  # codes have at most 8 bits, one for the sign
-    return floats if is_finite else np.asarray(decode_packed(data, scheme))
+        is_finite = bool(np.isfinite(floats * np.float32(2**14)).all())  # a code and a multiple have 8 bits at most
+    return floats if is_finite else decode_packed(data, scheme)
 
 
-def _blocks(data: np.ndarray[Any, Any], scheme: Scheme) -> np.ndarray[Any, Any]:
-    """Return the data as blocks, uint8 `[count, bytes]`, contiguous."""
-    return np.ascontiguousarray(data).reshape(-1, scheme.bytes)
+def _codes(arrays: Mapping[str, Any], scheme: Scheme) -> Any:
+    """Return the codes of a tensor, one integer of 8 bits for each value."""
+    low = scheme.codes[0].unpack(arrays["codes"])
+    return low if len(scheme.codes) == 1 else low | scheme.codes[1].unpack(arrays["high"]) << scheme.codes[0].bits
+
+
+def _float32(values: Any) -> Any:
+    return values.astype(F32)
+
+
+def _floats(bits: Any, dtype: str) -> Any:
+    """Return the float32 values of floats that are stored as their bits."""
+    return _look_up(dtype, bits) if dtype in TABLES else _float32(bits.view(BITS[dtype]))
+
+
+def _look_up(table: str, codes: Any) -> Any:
+    """Return the float32 values of codes by a table of all codes, or as floats of 8 bits."""
+    if table not in TABLES:
+        return _float32(codes.view(BITS[table]))
+    return codes.__array_namespace__().asarray(TABLES[table])[codes]
+
+
+def _pairs(values: Any) -> tuple[Any, Any]:
+    """Return the even and the odd entries of the last axis."""
+    pairs = values.reshape(*values.shape[:-1], -1, 2)
+    return pairs[..., 0], pairs[..., 1]
+
+
+def _repeat(values: Any, count: int, size: int) -> Any:
+    """Return each entry of the last axis `count` times, and of all of them the first `size`."""
+    repeated = values.__array_namespace__().broadcast_to(values[..., None], (*values.shape, count))
+    return repeated.reshape(*values.shape[:-1], -1)[..., :size]
+
+
+def _each_value(values: Any, scheme: Scheme, unit: int | None, shape: Sequence[int]) -> Any:
+    """Return numbers that groups share, for each value of a tensor with this shape.
+
+    Args:
+        values: one number for each `unit` values (None: for a row) of each `scheme.rows` rows.
+        scheme: the scheme.
+        unit: the number of values of a row that share a number.
+        shape: the shape of the codes.
+    """
+    expanded = values if unit is None else _repeat(values, unit, shape[-1])
+    if scheme.rows == 1:
+        return expanded
+    return _repeat(expanded.swapaxes(-1, -2), scheme.rows, shape[-2]).swapaxes(-1, -2)

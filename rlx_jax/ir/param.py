@@ -7,6 +7,7 @@ A program is *exact* if that round trip loses nothing.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterator, Sequence
@@ -16,28 +17,30 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.errors import WeightShapeError
+from rlx_jax.errors import UnsupportedError, WeightShapeError
+from rlx_jax.ir.checkpoint_tensor import BlockArray as BlockArray
+from rlx_jax.ir.checkpoint_tensor import Conflict as Conflict
+from rlx_jax.ir.checkpoint_tensor import DecodedBox as DecodedBox
+from rlx_jax.ir.checkpoint_tensor import Dequantized as Dequantized
+from rlx_jax.ir.checkpoint_tensor import Key as Key
 from rlx_jax.ir.checkpoint_tensor import (
-    Box,
     LeafStep,
     UnaryStep,
     axis_index,
     box_shape,
     concat_axis,
-    full_box,
     overlaps,
     slice_program,
     steps,
 )
-from rlx_jax.ir.checkpoint_tensor import Conflict as Conflict
-from rlx_jax.ir.checkpoint_tensor import DecodedBox as DecodedBox
-from rlx_jax.ir.checkpoint_tensor import Dequantized as Dequantized
-from rlx_jax.ir.checkpoint_tensor import Key as Key
 from rlx_jax.ir.checkpoint_tensor import Parts as Parts
 from rlx_jax.ir.checkpoint_tensor import Role as Role
 from rlx_jax.ir.checkpoint_tensor import Roles as Roles
 from rlx_jax.ir.checkpoint_tensor import Sliced as Sliced
 from rlx_jax.ir.checkpoint_tensor import Strided as Strided
+from rlx_jax.ir.checkpoint_tensor import select_box as select_box
+from rlx_jax.ir.packed import SCHEMES
+from rlx_jax.ir.packed import Box as Box
 from rlx_jax.ir.types import TensorType, is_float, is_lossless_cast, short_name
 
 
@@ -263,8 +266,97 @@ class Padded(UnaryStep):
         return value[axis_index(self.axis, 0, unpadded_size)], value[axis_index(self.axis, unpadded_size, None)]
 
 
+@dataclass(frozen=True)
+class PackedArray(UnaryStep):
+    """One array (codes, scales, …) of a parameter that stays packed on the device.
+
+    `of` is the parameter, as `without_casts` returns it: packed tensors, or rows of several of one scheme together.
+    """
+
+    of: Program
+    array: str
+
+    @functools.cached_property
+    def stored(self) -> Program:
+        """The program that reads the array."""
+        return array_program(self.of, self.array)
+
+    @property
+    def type(self) -> TensorType:
+        return self.stored.type
+
+    def __str__(self) -> str:
+        return f"{self.array}({self.of})"
+
+    def box(self, box: Box) -> Program:
+        part: Program = select_box(self.stored, box)
+        return part
+
+    def split(self, value: Any) -> tuple[Any, ...]:
+        raise UnsupportedError(f"{self}: one of several arrays; `decoded_leaves` joins them")
+
+    def join(self, *values: Any) -> Any:
+        raise UnsupportedError(f"{self}: arrays are read by the program `stored`")
+
+    def name(self, *names: str) -> str:
+        return names[0] if self.array == "codes" else f"{names[0]}.{self.array}"
+
+
 Stored = Key | Sliced | Strided | Dequantized | DecodedBox
-Program = Stored | Transposed | Cast | Joined | Stack | Zeros | Padded
+Program = Stored | Transposed | Cast | Joined | Stack | Zeros | Padded | BlockArray | PackedArray
+
+
+def packing_of(program: Program) -> str | None:
+    """Return the scheme of the arrays in which a parameter can be stored; None if it cannot be stored packed.
+
+    It can be if it consists of complete rows of packed tensors of one scheme.
+    """
+    if isinstance(program, Dequantized):
+        return program.scheme
+    if isinstance(program, Cast):
+        return packing_of(program.of)
+    if not isinstance(program, Joined | Stack | Padded | Strided):
+        return None
+    axis = -1 if isinstance(program, Stack) else program.axis
+    parts = program.parts[:1] if isinstance(program, Padded) else program.parts
+    schemes = {packing_of(part) for part in parts}
+    if len(schemes) > 1 or None in schemes or axis == program.type.rank - 1:
+        return None
+    (scheme,) = schemes
+    assert scheme is not None
+    # Rows that share scales have to be in one part.
+    cuts_rows = axis == program.type.rank - 2 and any(part.type.shape[-2] % SCHEMES[scheme].rows for part in parts)
+    return None if cuts_rows else scheme
+
+
+def without_casts(program: Program) -> Program:
+    """Return a program of packed tensors without its casts, in the dtype in which the tensors are decoded."""
+    if isinstance(program, Cast):
+        return without_casts(program.of)
+    if isinstance(program, Dequantized):
+        return program
+    return program.with_parts(*map(without_casts, program.parts))
+
+
+def array_program(program: Program, array: str) -> Program:
+    """Return the program that reads one array of a parameter that can be stored packed."""
+    if isinstance(program, Dequantized):
+        array_step: Program = dict(program.arrays)[array]
+        return array_step
+    if isinstance(program, Padded):
+        rows = array_program(program.of, array)
+        size = program.size * rows.type.shape[program.axis] // program.of.type.shape[program.axis]
+        return pad_axis(rows, program.axis, size)
+    return program.with_parts(*(array_program(part, array) for part in program.parts))
+
+
+def packed_arrays(program: Program) -> dict[str, PackedArray]:
+    """Return the arrays of a parameter by name, if it can be stored packed; else nothing."""
+    scheme = packing_of(program)
+    if scheme is None:
+        return {}
+    logical = without_casts(program)
+    return {name: PackedArray(logical, name) for name in SCHEMES[scheme].array_types(logical.type.shape)}
 
 
 def cast(program: Program, dtype: np.dtype[Any]) -> Program:
@@ -298,15 +390,6 @@ def concat(parts: tuple[Program, ...], axis: int) -> Program:
         if part.type.dtype != first_type.dtype or any(a != b for a, b in other_axes):
             raise WeightShapeError(f"cannot merge {parts[0]} {first_type} with {part} {part.type} along axis {axis}")
     return Joined(parts, axis)
-
-
-def select_box(program: Program, box: Box) -> Program:
-    """Return the program of a box of the value of `program`, such as the shard of a parameter on one device.
-
-    It computes the same values and reads nothing else, except that it reads packed tensors in full blocks. `box` must
-    lie inside the shape.
-    """
-    return program if box == full_box(program.type.shape) else program.box(box)
 
 
 def slice_axis(program: Program, axis: int, start: int, stop: int) -> Program:
@@ -349,8 +432,6 @@ def pad_axis(program: Program, axis: int, size: int) -> Program:
 
 def _slices(program: Program) -> Iterator[Sliced]:
     """Return the slices of keys that a program reads, in order; for packed keys the logical slices."""
-    if isinstance(program, Dequantized):
-        program = program.logical
     if isinstance(program, Sliced):
         yield program
     else:
@@ -371,8 +452,6 @@ def _is_covered(key: Key, slices: Sequence[Sliced]) -> bool:
 
 def stored_keys(program: Program) -> Iterator[Key]:
     """Return the checkpoint tensors that a program reads, in order. A packed tensor has its logical type."""
-    if isinstance(program, Dequantized):
-        program = program.logical
     if isinstance(program, Key):
         yield program
     for part in program.parts:

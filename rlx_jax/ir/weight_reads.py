@@ -7,8 +7,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from rlx_jax.errors import WeightError, WeightShapeError, quote
-from rlx_jax.ir.packed import PackedSpec, WeightSpec, packed_types
-from rlx_jax.ir.param import Cast, Dequantized, Key, Program, Sliced, Strided, cast
+from rlx_jax.ir.packed import SCHEMES, PackedSpec, WeightSpec, packed_types
+from rlx_jax.ir.param import BlockArray, Cast, Dequantized, Key, Program, Sliced, Strided, cast
 from rlx_jax.ir.types import TensorType
 
 
@@ -53,8 +53,12 @@ def source_program(key: str, spec: WeightSpec, where: str) -> Key | Dequantized:
     """
     if not isinstance(spec, PackedSpec):
         return Key(key, TensorType(tuple(spec.shape), np.dtype(spec.dtype)))
+    if spec.arrays is not None:
+        return Dequantized(Key(key, TensorType(spec.shape, spec.dtype)), spec.scheme, tuple(spec.arrays.items()))
     logical_type, byte_type = packed_types(spec.shape, spec.dtype, spec.scheme, where)
-    return Dequantized(Key(key, byte_type), spec.scheme, logical_type.dtype)
+    names, blocks = SCHEMES[spec.scheme].array_types(spec.shape), Key(key, byte_type)
+    arrays = tuple((name, BlockArray(blocks, spec.scheme, name)) for name in names)
+    return Dequantized(Key(key, logical_type), spec.scheme, arrays)
 
 
 def with_source(program: Program, source: WeightSource) -> Program:
@@ -76,7 +80,7 @@ def with_source(program: Program, source: WeightSource) -> Program:
 
 def _with_source_tensor(program: Any, source: WeightSource) -> Program:
     """Return the same steps over the tensor of the source, without a cast to the declared dtype."""
-    declared = program.logical if isinstance(program, Dequantized) else program
+    declared = program.of if isinstance(program, Dequantized) else program
     if isinstance(declared, Key):
         return _source_program(declared, source)
     program_over_source: Program = declared.with_parts(_with_source_tensor(declared.of, source))

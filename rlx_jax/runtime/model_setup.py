@@ -174,7 +174,7 @@ def plan_layout(builds: Builds, settings: Settings, first: str) -> tuple[Setting
         The settings, with `merge` off if projections stay separate; the layout; and the template of each flow.
     """
     templates = {name: make_template(*build, settings, first, False) for name, build in builds.items()}
-    layout = layout_of([t.hir for t in templates.values()], settings.plan.scan)
+    layout = layout_of([t.hir for t in templates.values()], settings.plan.scan, settings.keep_packed)
     twice = len(builds) > 1 and layout.duplicated_keys()
     if settings.merge and (
         twice or any(needs_other_params(built, layout, settings, first) for built, _ in builds.values())

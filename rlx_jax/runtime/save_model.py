@@ -32,7 +32,7 @@ from rlx_jax.runtime.arguments import check_params
 from rlx_jax.runtime.checkpoint_origin import CheckpointOrigin, with_unused_weights
 from rlx_jax.runtime.compile_flow import has_data
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.weights.execute import Piece, fill, join_pieces, pieces, read_numbers
+from rlx_jax.weights.execute import Piece, decoded_leaves, fill, join_pieces, pieces, read_numbers
 from rlx_jax.weights.finite import narrow_values
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.save import write_checkpoint
@@ -188,12 +188,13 @@ def _weights(
     leaves: Mapping[str, Program], params: Mapping[str, Any], source: WeightSource | None
 ) -> Iterator[_WeightPart]:
     """Return the parameters, split into the weights of the checkpoint."""
-    for name, program in leaves.items():
+    for name in leaves:
         array = params[name]
         if isinstance(array, jax.core.Tracer) or (isinstance(array, jax.Array) and array.is_deleted()):
             raise WeightError(f"params: leaf {quote(name)} has no values: traced, or donated to a jitted call")
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
             raise WeightError(f"params: leaf {quote(name)} lies on devices of other processes")
+    for program, array in decoded_leaves({program: params[name] for name, program in leaves.items()}).items():
         lossy = is_lossy(program)
         reloaded = _reload(program, source) if lossy else None
         parts = list(pieces(program, array if isinstance(program, Key) else np.asarray(array)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -20,12 +20,27 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from rlx_jax.device import check_total_memory, with_auto_axes
 from rlx_jax.errors import WeightError, WeightShapeError, quote
-from rlx_jax.ir.checkpoint_tensor import Box, box_index, concat_axis
-from rlx_jax.ir.packed import PackedSpec, decode_packed
-from rlx_jax.ir.param import Cast, Dequantized, Key, Program, Sliced, Strided, Zeros, select_box, stored_keys
+from rlx_jax.ir.checkpoint_tensor import box_index, concat_axis
+from rlx_jax.ir.packed import Box, PackedSpec, decode_arrays, decode_on_host, decode_packed
+from rlx_jax.ir.param import (
+    BlockArray,
+    Cast,
+    Dequantized,
+    Key,
+    PackedArray,
+    Program,
+    Sliced,
+    Stack,
+    Strided,
+    Zeros,
+    packing_of,
+    select_box,
+    stored_keys,
+)
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.ir.weight_reads import WeightSource, source_program
 from rlx_jax.weights.finite import narrow_values
+from rlx_jax.weights.views import SourceView
 
 HostArray = np.ndarray[Any, Any]
 # Threads that read leaves: a single one does not saturate the bus to an accelerator.
@@ -56,38 +71,73 @@ def load_leaves(
         WeightShapeError: a sharding does not split its leaf evenly.
     """
     plan = {name: _plan(name, program, placement) for name, program in leaves.items()}
-    needs = {
-        name: max((host_bytes_to_load(shard_read.program) for shard_read in p.shard_reads), default=0)
-        for name, p in plan.items()
-    }
+    # The arrays of a packed parameter are read together, as files have them in the same blocks.
+    groups: dict[Any, dict[str, LoadPlan]] = {}
+    for name, program in leaves.items():
+        groups.setdefault(packed_parameter(program) or name, {})[name] = plan[name]
+    needs = {key: _host_bytes(group.values()) for key, group in groups.items()}
     total, done = sum(p.nbytes for p in plan.values()), 0
     limit = total // 10 + max(needs.values(), default=0)
     _check_space(plan.values(), limit)
     arrays: dict[str, jax.Array] = {}
-    pending: dict[str, Future[jax.Array]] = {}
+    pending: dict[Any, Future[dict[str, jax.Array]]] = {}
 
     def collect(max_bytes: int) -> None:
         """Wait for leaves, in order, until the pending ones take at most `max_bytes`."""
         nonlocal done
-        while pending and sum(needs[name] for name in pending) > max_bytes:
-            name = next(iter(pending))
-            arrays[name] = pending.pop(name).result()
-            report_progress("load", done := done + plan[name].nbytes, total)
+        while pending and sum(needs[key] for key in pending) > max_bytes:
+            key = next(iter(pending))
+            arrays.update(pending.pop(key).result())
+            report_progress("load", done := done + sum(p.nbytes for p in groups[key].values()), total)
 
     with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as pool:
         try:
-            for name, planned in plan.items():
+            for key, group in groups.items():
                 # Wait first, so that the next leaf fits under the limit as well.
-                collect(limit - needs[name])
+                collect(limit - needs[key])
                 if cancelled.is_set():
                     break
-                pending[name] = pool.submit(planned.load, source)
+                pending[key] = pool.submit(_load_group, group, source)
             if not cancelled.is_set():
                 collect(-1)  # below 0, so that empty leaves are awaited too
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return arrays
+
+
+def packed_parameter(program: Program) -> tuple[Program, ...]:
+    """Return the parameter, or those of all layers, of which a leaf is one array; nothing for other leaves."""
+    arrays = program.parts if isinstance(program, Stack) else (program,)
+    return tuple(array.of for array in arrays if isinstance(array, PackedArray))
+
+
+def _load_group(group: Mapping[str, LoadPlan], source: WeightSource) -> dict[str, jax.Array]:
+    """Return the arrays of leaves that are read together."""
+    source = source if len(group) == 1 else ReadOnce(source)
+    return {name: planned.load(source) for name, planned in group.items()}
+
+
+def _host_bytes(plans: Collection[LoadPlan]) -> int:
+    """Return the bytes of host memory to load leaves that are read together, one after another."""
+    reads = [[host_bytes_to_load(shard_read.program) for shard_read in plan.shard_reads] for plan in plans]
+    # What several leaves need is read once and retained.
+    retained = sum(map(sum, reads)) if len(plans) > 1 else 0
+    return retained + max((max(needs, default=0) for needs in reads), default=0)
+
+
+class ReadOnce(SourceView):
+    """The weights of `source`, each part of which is read once and retained."""
+
+    def __init__(self, source: WeightSource) -> None:
+        super().__init__(source)
+        self._values: dict[tuple[str, str], HostArray] = {}
+
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
+        entry = key, repr(index)
+        if entry not in self._values:
+            self._values[entry] = self.source.read(key, index)
+        return self._values[entry]
 
 
 class ShardRead(NamedTuple):
@@ -117,7 +167,7 @@ class LoadPlan(NamedTuple):
         shards: list[jax.Array] = []
         for program, devices in self.shard_reads:
             shardings = [SingleDeviceSharding(device, memory_kind=self.sharding.memory_kind) for device in devices]
-            values = _evaluate(program, source)
+            values = _evaluate(_as_stored_arrays(program), source)
             if isinstance(program, Key | Sliced) and devices[0].platform == "cpu":
                 values = values.copy()  # may be the caller's memory, which JAX on CPU shares if it is aligned
             shard = jax.device_put(values, shardings[0])
@@ -165,7 +215,15 @@ def host_bytes_to_load(program: Program) -> int:
     For a packed tensor, the temporary is its bytes and its decoded numbers in float32; for an operation that cannot
     fill its parts in place, it is the values of these parts.
     """
+    program = _as_stored_arrays(program)
     return program.type.nbytes + (0 if isinstance(program, Key | Sliced) else _temporary_bytes(program))
+
+
+def _as_stored_arrays(program: Program) -> Program:
+    """Return a program that reads the stored arrays of packed parameters."""
+    if isinstance(program, Stack):
+        return program.with_parts(*map(_as_stored_arrays, program.parts))
+    return program.stored if isinstance(program, PackedArray) else program
 
 
 def _temporary_bytes(program: Program) -> int:
@@ -174,7 +232,11 @@ def _temporary_bytes(program: Program) -> int:
         return program.type.nbytes
     if program.splits_to_views:
         return max((_temporary_bytes(part) for part in program.parts), default=0)
-    values = {Dequantized: 4 * program.type.size, Cast: program.type.nbytes, Zeros: program.type.nbytes}
+    if isinstance(program, Dequantized):
+        blocks = _blocks_of(program)
+        arrays = [blocks] if blocks is not None else [array for _, array in program.arrays]
+        return 4 * program.type.size + sum(array.type.nbytes for array in arrays)
+    values = {Cast: program.type.nbytes, Zeros: program.type.nbytes}
     total = sum(
         _temporary_bytes(p) + (0 if isinstance(p, Key | Sliced | Dequantized) else p.type.nbytes) for p in program.parts
     )
@@ -183,11 +245,12 @@ def _temporary_bytes(program: Program) -> int:
 
 def load_leaf(program: Program, source: WeightSource, device: Any = None) -> jax.Array:
     """Return the leaf's array on `device` (None: the default one), once the transfer is complete."""
+    program = _as_stored_arrays(program)
     with jax.default_device(device):
         if isinstance(program, Key | Sliced):
             leaf = jnp.array(_read_stored(program, source))  # a copy: jnp.asarray may share the caller's memory
         else:
-            leaf = jnp.asarray(_fill_new(program, source))
+            leaf = jnp.asarray(_evaluate(program, source))
         return leaf.block_until_ready()
 
 
@@ -206,9 +269,12 @@ def fill(out: HostArray, program: Program, source: WeightSource) -> None:
 
 def _evaluate(program: Program, source: WeightSource) -> HostArray:
     """Return the program's value: the array that the source returns, or a new one."""
-    return (
-        _read_stored(program, source) if isinstance(program, Key | Sliced | Dequantized) else _fill_new(program, source)
-    )
+    if isinstance(program, Key | Sliced | Dequantized):
+        return _read_stored(program, source)
+    if isinstance(program, BlockArray):
+        array: HostArray = program.join(_read_stored(program.of, source))
+        return array
+    return _fill_new(program, source)
 
 
 def _fill_new(program: Program, source: WeightSource) -> HostArray:
@@ -233,8 +299,13 @@ def _read_stored(stored: Key | Sliced | Dequantized, source: WeightSource) -> Ho
         WeightError, WeightShapeError: `read` of the source returns another type than its `spec` declared.
     """
     if isinstance(stored, Dequantized):
-        numbers: HostArray = decode_packed(_read_stored(stored.of, source), stored.scheme)
-        return numbers if numbers.dtype == stored.dtype else _cast(numbers, stored, stored.dtype, source)
+        blocks = _blocks_of(stored)
+        if blocks is not None:
+            numbers = decode_packed(_read_stored(blocks, source), stored.scheme)
+        else:
+            numbers = decode_on_host({name: _evaluate(array, source) for name, array in stored.arrays}, stored.scheme)
+        dtype = stored.type.dtype
+        return numbers if numbers.dtype == dtype else _cast(numbers, stored, dtype, source)
     key = stored.source_key
     data = source.read(key.key, _index(stored))
     if not isinstance(data, np.ndarray) or data.dtype != key.type.dtype:
@@ -248,6 +319,12 @@ def _read_stored(stored: Key | Sliced | Dequantized, source: WeightSource) -> Ho
             "now"
         )
     return data
+
+
+def _blocks_of(program: Dequantized) -> Key | Sliced | None:
+    """Return the blocks of bytes that contain all arrays of a packed tensor; None if the arrays are stored as such."""
+    blocks = {array.of if isinstance(array, BlockArray) else None for _, array in program.arrays}
+    return blocks.pop() if len(blocks) == 1 else None
 
 
 def _index(stored: Key | Sliced) -> tuple[slice, ...] | None:
@@ -288,10 +365,33 @@ def weights_by_key(leaves: Mapping[Program, jax.Array]) -> dict[str, jax.Array]:
         WeightError: the leaves hold only a part of a tensor.
     """
     groups: dict[str, list[Piece]] = {}
-    for program, array in leaves.items():
+    for program, array in decoded_leaves(leaves).items():
         for piece in pieces(program, with_auto_axes(array)):
             groups.setdefault(piece.key.key, []).append(piece)
     return {name: _as_stored(join_pieces(group), group[0].key.type.dtype) for name, group in groups.items()}
+
+
+def decoded_leaves(leaves: Mapping[Program, Any]) -> dict[Program, Any]:
+    """Return the leaves with one decoded leaf, of the logical type, in place of the arrays of each packed parameter."""
+    decoded: dict[Program, Any] = {}
+    groups: dict[Program, dict[str, Any]] = {}
+    for program, leaf in leaves.items():
+        if not (layers := packed_parameter(program)):
+            decoded[program] = leaf
+            continue
+        logical = Stack(layers) if isinstance(program, Stack) else layers[0]
+        array = program.parts[0] if isinstance(program, Stack) else program
+        assert isinstance(array, PackedArray)
+        groups.setdefault(logical, {})[array.array] = with_auto_axes(leaf)
+    for program, arrays in groups.items():
+        scheme = packing_of(program)
+        assert scheme is not None
+        if any(isinstance(array, jax.core.Tracer) for array in arrays.values()):
+            values = decode_arrays(arrays, scheme)
+        else:
+            values = decode_on_host({name: np.asarray(array) for name, array in arrays.items()}, scheme)
+        decoded[program] = values.astype(program.type.dtype)
+    return decoded
 
 
 class Piece(NamedTuple):
@@ -317,7 +417,7 @@ def pieces(program: Program, leaf: Any) -> Iterator[Piece]:
     if isinstance(program, Key):
         yield Piece(program, leaf)
     elif isinstance(program, Dequantized):
-        yield from pieces(program.logical, leaf)  # the decoded numbers are not packed again
+        yield from pieces(program.of, leaf)  # the decoded numbers are not packed again
     elif isinstance(program, Sliced):
         yield Piece(program.source_key, leaf, program)
     elif isinstance(program, Strided):

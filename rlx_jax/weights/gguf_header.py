@@ -23,7 +23,7 @@ import numpy as np
 
 from rlx_jax.errors import DuplicateWeightError, GgufError, UnsupportedError, listing, quote
 from rlx_jax.io import limits
-from rlx_jax.ir.packed import SCHEMES
+from rlx_jax.ir.ggml import BLOCKS
 from rlx_jax.weights.safetensors_header import TensorInfo, check_shape
 
 # A value of the metadata. Arrays of numbers are NumPy arrays, arrays of strings are tuples.
@@ -296,12 +296,13 @@ def _typed(shape: tuple[int, ...], kind: int, offset: int, where: str) -> GgufTe
         raise UnsupportedError(
             f"{where}: type {name or f'{kind}, which GGML removed,'} is not decoded; {supported} are"
         )
-    scheme = SCHEMES[PACKED[kind]]
+    scheme = PACKED[kind]
+    layout = BLOCKS[scheme]
     *rows, row_size = shape
-    if row_size % scheme.elements:
-        raise GgufError(f"{where}: {scheme.name} has blocks of {scheme.elements}, which rows of {row_size} do not fill")
-    stored_shape = (*rows, row_size // scheme.elements * scheme.bytes)
-    return GgufTensor(TensorInfo(np.dtype(np.uint8), stored_shape, offset, math.prod(stored_shape)), shape, scheme.name)
+    if row_size % layout.elements:
+        raise GgufError(f"{where}: {scheme} has blocks of {layout.elements}, which rows of {row_size} do not fill")
+    stored_shape = (*rows, row_size // layout.elements * layout.bytes)
+    return GgufTensor(TensorInfo(np.dtype(np.uint8), stored_shape, offset, math.prod(stored_shape)), shape, scheme)
 
 
 def _placed(tensor: GgufTensor, data_start: int) -> GgufTensor:

@@ -64,7 +64,7 @@ def initial_weights(
 def _assemble(program: Program, values: Mapping[str, jax.Array]) -> jax.Array:
     """Return the leaf that a program assembles from initialized checkpoint tensors."""
     if isinstance(program, Dequantized):
-        return _assemble(program.logical, values)
+        return _assemble(program.of, values)
     if isinstance(program, Key):
         return values[program.key]
     value: jax.Array = program.join(*(_assemble(part, values) for part in program.parts))
