@@ -20,8 +20,21 @@ from rlx_jax.errors import (
     WeightError,
     WeightShapeError,
 )
-from rlx_jax.ir.packed import SCHEMES, Packed, PackedSpec, decode_packed, finite_check_floats, stored_bytes
+from rlx_jax.ir.ggml import BLOCKS as LAYOUTS
+from rlx_jax.ir.ggml import split_blocks
+from rlx_jax.ir.packed import (
+    SCHEMES,
+    Codes,
+    Packed,
+    PackedSpec,
+    decode_arrays,
+    decode_on_host,
+    decode_packed,
+    finite_check_floats,
+    stored_bytes,
+)
 from rlx_jax.ir.param import (
+    BlockArray,
     Dequantized,
     Joined,
     Key,
@@ -50,11 +63,18 @@ BF16 = as_dtype("bf16")
 
 
 def test_the_table_is_that_of_ggml() -> None:
-    assert {name: (row.elements, row.bytes) for name, row in SCHEMES.items()} == BLOCKS
-    floats = {name: tuple((at, np.dtype(dtype)) for at, dtype in rows) for name, rows in FLOATS.items()}
-    floats["gguf_mxfp4"] = ((0, np.dtype("float8_e8m0fnu")),)
-    assert {name: row.floats for name, row in SCHEMES.items()} == floats
+    assert {name: (layout.elements, layout.bytes) for name, layout in LAYOUTS.items()} == BLOCKS
     assert all(row.name == name for name, row in SCHEMES.items())
+    for name, layout in LAYOUTS.items():
+        assert SCHEMES[name].elements == layout.elements and set(layout.parts) == set(arrays_of(packed(name, (1, 512))))
+
+
+def arrays_of(value: Packed) -> dict[str, Any]:
+    """The arrays that a packed tensor is on a device."""
+    types = SCHEMES[value.scheme].array_types(value.shape)
+    arrays = {n: split_blocks(value.data, LAYOUTS[value.scheme], n, t.dtype) for n, t in types.items()}
+    assert {n: (a.shape, a.dtype) for n, a in arrays.items()} == {n: (t.shape, t.dtype) for n, t in types.items()}
+    return arrays
 
 
 @settings(max_examples=25)
@@ -72,7 +92,9 @@ def test_decoding(scheme: str, rows: list[int], blocks: int, seed: int) -> None:
     found = decode_packed(value.data, scheme)
     assert found.dtype == np.float32 and found.shape == shape
     np.testing.assert_array_equal(found, want)
-    np.testing.assert_array_equal(jax.jit(lambda data: decode_packed(data, scheme))(jnp.asarray(value.data)), want)
+    arrays = arrays_of(value)
+    np.testing.assert_array_equal(decode_on_host(arrays, scheme), want)
+    np.testing.assert_array_equal(jax.jit(lambda arrays: decode_arrays(arrays, scheme))(arrays), want)
     spread = np.repeat(value.data, 2, -1)[..., ::2]
     np.testing.assert_array_equal(decode_packed(spread, scheme), want)
     np.testing.assert_array_equal(decode_packed(np.asfortranarray(value.data), scheme), want)
@@ -198,8 +220,7 @@ def test_nan_in_a_block(scheme: str) -> None:
         rlx.compile(flow, rlx.open_weights(weights, on_nonfinite="warn"))
     model = rlx.compile(flow, rlx.open_weights(weights, on_nonfinite="ignore"))
     want = numbers(scheme, weights["w"].data)
-    assert model.params is not None
-    np.testing.assert_array_equal(model.params["w"], want)
+    np.testing.assert_array_equal(model.weights()["w"], want)
 
 
 def test_infinity_in_a_block() -> None:
@@ -273,14 +294,19 @@ def test_a_program_over_packed_keys(declared: Program, means: Any, name: str) ->
         assert piece.key.type.dtype == np.float32
 
 
-def test_join_decodes() -> None:
-    """Arrays of NumPy or JAX, as the other steps do; and what it makes cannot be cut into bytes."""
+def test_values_are_not_packed_again() -> None:
     program = with_source(M, SOURCE)
     assert isinstance(program, Dequantized)
-    np.testing.assert_array_equal(program.join(VALUES["m.0"].data), STORED["m.0"])
-    np.testing.assert_array_equal(program.join(jnp.asarray(VALUES["m.0"].data)), STORED["m.0"])
     with pytest.raises(UnsupportedError, match=r"dequantize\(m.0, gguf_q8_0\): decoded values are not packed again"):
         program.split(STORED["m.0"])
+
+
+@pytest.mark.parametrize(("bits", "stride"), [(4, 1), (4, 32), (2, 32), (1, 8), (8, 1)])
+def test_codes_are_packed_and_unpacked(bits: int, stride: int) -> None:
+    codes = np.random.default_rng(0).integers(0, 2**bits, (3, 512), np.uint8)
+    packed_codes = Codes(bits, stride).pack(codes)
+    assert packed_codes.shape == (3, 512 * bits // 8)
+    np.testing.assert_array_equal(Codes(bits, stride).unpack(packed_codes), codes)
 
 
 def test_what_is_read_of_a_part() -> None:
@@ -321,16 +347,13 @@ BYTES = Key("w", tensor_type((4, 68), "u8", "w"))
 
 
 @pytest.mark.parametrize(("make", "error", "message"), [
-    (lambda: Dequantized(BYTES, "gguf_q8", F32), WeightError,
-        r"dequantize\(w\): unknown scheme of packing 'gguf_q8'; did you mean"),
-    (lambda: Dequantized(BYTES, "gguf_q4_0", F32), WeightShapeError,
-        r"dequantize\(w, gguf_q4_0\): expected whole blocks, u8\[4,54\] for f32\[4,96\], got u8\[4,68\]"),
-    (lambda: Dequantized(BYTES, "gguf_q8_0", np.dtype(np.int32)), WeightError, "packs floats, got i32"),
-    (lambda: Dequantized(Key("w", tensor_type((4, 68), "i8", "w")), "gguf_q8_0", F32), WeightShapeError,
-        r"expected whole blocks, u8\[4,68\] for f32\[4,64\], got i8\[4,68\]"),
-    (lambda: Dequantized(Sliced(BYTES, 1, 3, 37), "gguf_q8_0", F32), WeightShapeError, "expected whole blocks"),
-    (lambda: Dequantized(BYTES, "gguf_q8_0", F32).with_parts(Transposed(BYTES)), WeightShapeError,
-        "only a stored tensor or a slice of one can be decoded, got transpose"),
+    (lambda: Dequantized(M, "gguf_q8", ()), WeightError,
+        r"dequantize\(m.0\): unknown scheme of packing 'gguf_q8'; did you mean"),
+    (lambda: Dequantized(M, "gguf_q8_0", (("codes", Key("m.0", tensor_type((6, 64), "i8", "w"))),)), WeightShapeError,
+        r"dequantize\(m.0, gguf_q8_0\): expected the arrays codes i8\[6,64\], scales u16\[6,2\], got codes i8\[6,64\]"),
+    (lambda: BlockArray(BYTES, "gguf_q8_0", "scales").box(((0, 4), (0, 3))).box(((0, 4), (1, 2))).box(((0, 4), (0, 9))),
+        WeightShapeError, "no such part"),
+    (lambda: BlockArray(BYTES, "gguf_q8_0", "codes").box(((0, 4), (0, 33))), WeightShapeError, "cuts a block"),
     (lambda: with_source(Sliced(M, 1, 0, 48), SOURCE), WeightShapeError,
         r"dequantize\(m.0, gguf_q8_0\): 0:48 of f32\[6,64\] along axis 1 cuts a block of 32; take multiples"),
     (lambda: with_source(Sliced(M, 1, 16, 32), SOURCE), WeightShapeError, "16:32 .* cuts a block"),

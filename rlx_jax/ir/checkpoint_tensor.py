@@ -317,7 +317,7 @@ class Dequantized(UnaryStep):
 
     of: Key | Sliced
     scheme: str
-    arrays: tuple[tuple[str, Any], ...]
+    arrays: tuple[tuple[str, BlockArray | Key | Sliced], ...]
     lossy: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

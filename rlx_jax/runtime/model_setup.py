@@ -36,6 +36,7 @@ from rlx_jax.errors import (
     UnexpectedWeightError,
     UnsupportedError,
     listing,
+    quote,
     shown,
 )
 from rlx_jax.flow import ModelFlow
@@ -50,6 +51,7 @@ from rlx_jax.program import Buildable, Built, Weights
 from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.programs import Programs
+from rlx_jax.weights.execute import packed_parameter
 from rlx_jax.weights.format import OpenOptions
 from rlx_jax.weights.initial import initial_params, initial_weights
 from rlx_jax.weights.overlay import has_values, with_initialized
@@ -335,6 +337,11 @@ def init_model_params(programs: Programs, built: Built, key: jax.Array, label: s
         LimitError, DeviceOutOfMemoryError: there is not enough memory for them.
     """
     leaves, storage_shardings = programs.layout.params, programs.storage_shardings()
+    if packed_names := [name for name, program in leaves.items() if packed_parameter(program)]:
+        raise UnsupportedError(
+            f"{label}: {quote(packed_names[0])} stays packed on the device, and packed weights are not initialized; "
+            "with precision.weights = 'f32' in the profile they are floats"
+        )
     shardings = storage_shardings or {}
     sizes = [shard_type(t, shardings.get(name)).nbytes for name, t in programs.layout.types().items()]
     if not isinstance(key, jax.core.Tracer):

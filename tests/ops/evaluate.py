@@ -13,7 +13,20 @@ import numpy as np
 
 from rlx_jax.ir.checkpoint_tensor import box_index
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Node, Op, Param, StateRead
-from rlx_jax.ir.param import Cast, DecodedBox, Dequantized, Key, Program, Sliced, Stack, Transposed, Zeros
+from rlx_jax.ir.param import (
+    Cast,
+    DecodedBox,
+    Dequantized,
+    Joined,
+    Key,
+    Padded,
+    Program,
+    Sliced,
+    Stack,
+    Strided,
+    Transposed,
+    Zeros,
+)
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import TensorType, is_float
 from tests.ops.sample import MEANING, Array
@@ -60,7 +73,7 @@ def weight(program: Program, weights: dict[str, Array]) -> Array:
         case Sliced():
             return weight(program.of, weights)[program.index]
         case Dequantized():
-            return weight(program.logical, weights)
+            return weight(program.of, weights)
         case Stack(parts=parts):
             return np.stack([weight(p, weights) for p in parts])
         case Zeros(type=t):
@@ -68,7 +81,9 @@ def weight(program: Program, weights: dict[str, Array]) -> Array:
         case DecodedBox(bounds=bounds):
             (part,) = program.parts
             return weight(part, weights)[box_index(bounds)]
-    return np.concatenate([weight(p, weights) for p in program.parts], axis=program.axis)  # zeros, too: Padded
+        case Joined() | Padded() | Strided():  # zeros, too
+            return np.concatenate([weight(p, weights) for p in program.parts], axis=program.axis)
+    raise TypeError(program)
 
 
 @dataclass
