@@ -1,4 +1,4 @@
-"""GGUF files: loading against the Hugging Face directory of the same model, tokenizers, parts, and malformed files.
+"""GGUF files: loading against the Hugging Face directory of the same model, parts, and malformed files.
 
 The files are written by gguf-py. `write_gguf` does to a model what llama.cpp's converter does.
 """
@@ -28,20 +28,11 @@ from rlx_jax.errors import (
     NonFiniteWeightError,
     RequestError,
     RlxError,
-    TokenizerError,
     UnsupportedError,
 )
 from rlx_jax.ir.packed import PackedSpec
-from rlx_jax.text.gguf_tokenizer import tokenizer_files
-from rlx_jax.text.tokenizer import load_tokenizer
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.gguf_files import write_gguf
-
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-TEXTS = ["", " ", "Hello, world's 12345 end.\n\n  x", "it's ein Test: é \U0001f600 \u0301", "a<|user|>b", "ab  ab\tab"]
 
 
 def directory(tmp_path: Path, fixture: str, **fields: Any) -> Path:
@@ -76,6 +67,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "qwen35": ("qwen3_5_text/blocks_v5", {}),
+    "gpt-oss": ("gpt_oss/window_v5", {"swiglu_limit": 7.0}),
+    "mamba2": ("mamba2/groups_v5", {}),
     "yarn": (
         "mistral/full_v4",
         {
@@ -272,76 +266,6 @@ def test_parts_and_files_of_a_directory(tmp_path: Path) -> None:
         rlx.load(folder / "whole.gguf", file="whole.gguf")
 
 
-# -- tokenizers --------------------------------------------------------------------------------
-
-
-def vocabulary(document: dict[str, Any]) -> tuple[list[str], list[int]]:
-    """Tokens in the order of their ids, and their kinds: 3 special ones, 6 bytes."""
-    added = {entry["content"]: entry["id"] for entry in document["added_tokens"]}
-    ids = document["model"]["vocab"] | added
-    tokens = sorted(ids, key=lambda token: ids[token])
-    assert [ids[token] for token in tokens] == list(range(len(tokens)))
-    kinds = [2 if t == "<unk>" else 3 if t in added else 6 if t.startswith("<0x") else 1 for t in tokens]
-    return tokens, kinds
-
-
-def both(tmp_path: Path, document: dict[str, Any], metadata: dict[str, Any]) -> tuple[Any, Any]:
-    """The tokenizer of a document, and the one of metadata."""
-    files = tokenizer_files(metadata, "m.gguf").documents
-    for name, contents in (("theirs", {"tokenizer.json": document}), ("ours", files)):
-        (tmp_path / name).mkdir()
-        for file, content in contents.items():
-            (tmp_path / name / file).write_text(json.dumps(content))
-    return load_tokenizer(tmp_path / "theirs"), load_tokenizer(tmp_path / "ours")
-
-
-def test_byte_level_tokenizer(tmp_path: Path) -> None:
-    document = json.loads((FIXTURES / "tokenizers/byte_level.json").read_text())
-    document["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = LLAMA3
-    tokens, kinds = vocabulary(document)
-    merges = [m if isinstance(m, str) else " ".join(m) for m in document["model"]["merges"]]
-    metadata = {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.tokens": tuple(tokens),
-        "tokenizer.ggml.token_type": np.array(kinds, np.int32), "tokenizer.ggml.merges": tuple(merges),
-        "tokenizer.ggml.bos_token_id": 264, "tokenizer.ggml.eos_token_id": 265, "tokenizer.chat_template": "{{ x }}",
-    }  # fmt: skip
-    theirs, ours = both(tmp_path, document, metadata)
-    for text in TEXTS:
-        assert ours.encode(text) == theirs.encode(text)
-        assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
-        assert ours.encode_plain(text) == theirs.encode_plain(text)
-    assert ours.chat_templates == {"default": "{{ x }}"} and ours.bos_id == 264 and ours.eos_ids == (265,)
-    ends = tokenizer_files(metadata | {"tokenizer.ggml.tokens": (*tokens[:-1], "<end_of_turn>")}, "m.gguf").ids
-    assert ends["eos_token_id"] == [265, 266]  # the control token of that text ends a turn
-    silent = tokenizer_files(metadata | {"tokenizer.ggml.add_bos_token": False}, "m.gguf").documents
-    assert silent["tokenizer.json"]["post_processor"] is None
-    with pytest.raises(UnsupportedError, match=r"tokenizer\.ggml\.pre is 'llama-bp'; did you mean 'llama-bpe'"):
-        tokenizer_files(metadata | {"tokenizer.ggml.pre": "llama-bp"}, "m.gguf")
-    with pytest.raises(TokenizerError, match="expected a token id below"):
-        tokenizer_files(metadata | {"tokenizer.ggml.eos_token_id": 10**6}, "m.gguf")
-    with pytest.raises(TokenizerError, match="token_type"):
-        tokenizer_files(metadata | {"tokenizer.ggml.token_type": np.zeros(3, np.int32)}, "m.gguf")
-
-
-def test_sentencepiece_tokenizer(tmp_path: Path) -> None:
-    """The scores define the merges, which a file does not have."""
-    document = json.loads((FIXTURES / "tokenizers/sentencepiece_bpe.json").read_text())
-    tokens, kinds = vocabulary(document)
-    merges = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in document["model"]["merges"]]
-    scores = np.full(len(tokens), -1000.0, np.float32)
-    for rank, (left, right) in enumerate(merges):
-        scores[tokens.index(left + right)] = -rank
-    metadata = {
-        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tuple(tokens), "tokenizer.ggml.scores": scores,
-        "tokenizer.ggml.token_type": np.array(kinds, np.int32), "tokenizer.ggml.bos_token_id": 1,
-        "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.unknown_token_id": 0,
-    }  # fmt: skip
-    theirs, ours = both(tmp_path, document, metadata)
-    for text in TEXTS:
-        assert ours.encode(text) == theirs.encode(text)
-        assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
-
-
 # -- malformed files ---------------------------------------------------------------------------
 
 
@@ -420,25 +344,49 @@ def test_malformed_files(name: str, tmp_path: Path) -> None:
             call(tmp_path / "m.gguf")
 
 
-@pytest.mark.parametrize("value", [[1, 2], ["a", "b"], "a", 2.5, True, 2**31, -1, 0], ids=str)
-def test_metadata_of_another_type(value: Any, tmp_path: Path) -> None:
-    """In place of each value of the model's metadata: an error of this package, or a model that opens."""
-    random_checkpoint(tmp_path / "hf", 32)
-    names = """
+# Fields of each architecture; those of `llama` include the ones of all decoders and of no architecture.
+FIELDS = {
+    "llama/gqa_plain_attnbias_v5": """
         block_count embedding_length attention.head_count attention.head_count_kv expert_count attention.key_length
         attention.layer_norm_rms_epsilon rope.dimension_count rope.freq_base rope.scaling.type attention.value_length
-        attention.causal context_length
-    """.split()
-    others = "general.type general.alignment tokenizer.ggml.model tokenizer.ggml.pre split.count split.no".split()
+        attention.causal context_length pooling_type general.type general.alignment tokenizer.ggml.model
+        tokenizer.ggml.pre split.count split.no
+        """,
+    "qwen3_5_text/blocks_v5": """
+        block_count ssm.conv_kernel ssm.state_size ssm.group_count ssm.time_step_rank ssm.inner_size
+        full_attention_interval nextn_predict_layers rope.dimension_count rope.dimension_sections
+        """,
+    "mamba2/groups_v5": """
+        block_count embedding_length ssm.conv_kernel ssm.state_size ssm.group_count ssm.time_step_rank ssm.inner_size
+        attention.layer_norm_rms_epsilon attention.head_count feed_forward_length
+        """,
+    "gpt_oss/window_v5": """
+        expert_count expert_used_count expert_feed_forward_length attention.sliding_window rope.scaling.factor
+        rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow rope.scaling.original_context_length
+        """,
+    "nomic_bert/bare_v5": """
+        block_count embedding_length attention.head_count attention.key_length attention.layer_norm_epsilon
+        attention.causal pooling_type context_length rope.freq_base
+        """,
+}
+
+
+@pytest.mark.parametrize("fixture", FIELDS)
+@pytest.mark.parametrize("value", [[1, 2], ["a", "b"], "a", 2.5, True, 2**31, -1, 0], ids=str)
+def test_metadata_of_another_type(value: Any, fixture: str, tmp_path: Path) -> None:
+    """In place of each value of the model's metadata: an error of this package, or a model that opens."""
+    source = directory(tmp_path, fixture)
     array, unsigned = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT32
     kind = array if isinstance(value, list) else unsigned if value == 2**31 else gguf.GGUFValueType.get_type(value)
-    for key in [*others, *(f"llama.{name}" for name in names)]:
+    for name in FIELDS[fixture].split():
 
-        def more(writer: Any, key: str = key) -> None:
+        def more(writer: Any, name: str = name) -> None:
+            is_general = name.partition(".")[0] in ("general", "tokenizer", "split")
+            key = name if is_general else f"{writer.arch}.{name}"
             writer.kv_data[0].pop(key, None)
             writer.add_key_value(key, value, kind)
 
-        write_gguf(tmp_path / "hf", tmp_path / "m.gguf", more=more)
+        write_gguf(source, tmp_path / "m.gguf", more=more)
         try:
             rlx.recipe_for(tmp_path / "m.gguf")
         except RlxError as error:

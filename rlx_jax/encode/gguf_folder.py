@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from rlx_jax.io.folder import Folder, open_folder, refuse_hub_options
 from rlx_jax.io.hub import ProgressCallback
 from rlx_jax.text.gguf_tokenizer import tokenizer_files
 from rlx_jax.weights.gguf import SUFFIX, open_gguf, part_names
+from rlx_jax.weights.gguf_config import ARCHITECTURE, POOLING
+from rlx_jax.weights.gguf_header import MetadataValue
 
 
 def open_model_folder(
@@ -66,5 +69,17 @@ def _gguf_folder(path: Path) -> Folder:
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if name in files.ids:
             config[name] = files.ids[name]
-    contents = {"config.json": config, **files.documents}
+    contents: dict[str, Any] = {"config.json": config, **files.documents, **_pooling_files(source.metadata)}
     return Folder(path, contents={name: json.dumps(content).encode() for name, content in contents.items()})
+
+
+def _pooling_files(metadata: Mapping[str, MetadataValue]) -> dict[str, Any]:
+    """Return the files of sentence-transformers for a model that pools its hidden states; none for any other."""
+    pooling_type = metadata.get(f"{metadata[ARCHITECTURE]}.pooling_type")
+    if not isinstance(pooling_type, int) or pooling_type not in POOLING:
+        return {}
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (kind, path) in enumerate((("Transformer", ""), ("Pooling", "1_Pooling")))
+    ]
+    return {"modules.json": modules, "1_Pooling/config.json": {"pooling_mode": POOLING[pooling_type]}}

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.errors import (
-    ConfigError,
     DuplicateWeightError,
     GgufError,
     IntegrityError,
@@ -26,11 +25,12 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.io.files import Links, resolve
-from rlx_jax.ir.packed import PackedSpec, WeightSpec, finite_check_floats
+from rlx_jax.ir.packed import PackedSpec, WeightSpec, decode_packed, finite_check_floats
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.finite import OnNonfinite, check_finite
 from rlx_jax.weights.format import Entry, OpenOptions, stored_spec
 from rlx_jax.weights.gguf_config import architecture_of, gguf_config
+from rlx_jax.weights.gguf_experts import GptOssExperts
 from rlx_jax.weights.gguf_header import GgufHeader, GgufTensor, MetadataValue, is_equal, read_gguf_header
 from rlx_jax.weights.gguf_names import KeyReading, key_readings
 from rlx_jax.weights.named import Closeable, NamedTensors, check_index
@@ -101,17 +101,8 @@ class GgufSource(NamedTensors[KeyReading], Closeable):
         self._label = f"{listing((part.file.name for part in self.files), 2)}, a GGUF file"
         where = quote(self.files[0].file.name)
         self.config = gguf_config(self.header, self._read_tensor, where)
-        shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
         architecture = architecture_of(self.header.metadata, where)
-        self._tensors = key_readings(architecture, shapes, heads, kv_heads, where)
-        for reading in self._tensors.values():
-            num_rows = shapes[reading.tensor][0]
-            if reading.change == "reorder" and (reading.heads < 1 or num_rows % (2 * reading.heads)):
-                raise ConfigError(
-                    f"{where}: tensor {quote(reading.tensor)} has {num_rows} rows, which {reading.heads} heads of even "
-                    "size do not fill"
-                )
+        self._tensors = key_readings(architecture, tensors, self.config, where)
 
     @property
     def metadata(self) -> Mapping[str, MetadataValue]:
@@ -139,10 +130,10 @@ class GgufSource(NamedTensors[KeyReading], Closeable):
             MissingWeightError: no such key.
         """
         reading, tensor = self._find_tensor(key)
-        shape = tensor.shape if reading.expert is None else tensor.shape[1:]
-        if tensor.scheme is not None:
+        shape = reading.shape or (tensor.shape if reading.expert is None else tensor.shape[1:])
+        if tensor.scheme is not None and not reading.decodes:
             return PackedSpec(shape, F32, tensor.scheme)
-        return stored_spec(shape, F32 if reading.change == "subtract" else tensor.stored.dtype)
+        return stored_spec(shape, F32 if reading.change or reading.decodes else tensor.stored.dtype)
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
         """Return a weight, or the part that `index` selects as in NumPy, as a new array.
@@ -155,9 +146,12 @@ class GgufSource(NamedTensors[KeyReading], Closeable):
             Others: as `TensorFile.read`.
         """
         reading, tensor = self._find_tensor(key)
-        shape = tensor.stored.shape if reading.expert is None else tensor.stored.shape[1:]
-        values = self._changed(reading, shape, check_index(index, shape, key))
-        checked = values if tensor.scheme is None else finite_check_floats(values, tensor.scheme)
+        scheme = None if reading.decodes else tensor.scheme
+        shape = tensor.stored.shape if scheme is not None else self.spec(key).shape
+        if scheme is not None and reading.expert is not None:
+            shape = shape[1:]
+        values = self._changed(reading, tensor, check_index(index, shape, key))
+        checked = values if scheme is None else finite_check_floats(values, scheme)
         check_finite(checked, key, quote(self.where(key)), self._on_nonfinite)
         return values
 
@@ -175,19 +169,29 @@ class GgufSource(NamedTensors[KeyReading], Closeable):
         """Return a tensor under its name in the file, or a part of it."""
         return self._owners[name].file.read(name, index)
 
-    def _changed(self, reading: KeyReading, shape: tuple[int, ...], slices: tuple[slice, ...]) -> HostArray:
+    def _changed(self, reading: KeyReading, tensor: GgufTensor, slices: tuple[slice, ...]) -> HostArray:
         """Return the part `slices` of what is read for a key, as the checkpoint has it."""
         if reading.expert is not None:
             expert = slice(reading.expert, reading.expert + 1)
             values: HostArray = self._read_tensor(reading.tensor, (expert, *slices))[0]
             return values
-        if reading.change != "reorder":
-            values = self._read_tensor(reading.tensor, slices or None)
-            return values.astype(F32) - F32.type(1) if reading.change == "subtract" else values
-        # The halves of a head are interleaved: its rows 0, 1, … of the checkpoint are its rows 0, 2, … of the file.
-        rows = np.arange(shape[0]).reshape(reading.heads, -1, 2).swapaxes(1, 2).reshape(-1)
-        values = self._read_tensor(reading.tensor, (slice(None), *slices[1:]))
-        return values[rows[slices[0]] if slices else rows]
+        # Small tensors change their shape, and those that are decoded their blocks: both are read whole.
+        is_whole = reading.shape is not None or reading.decodes
+        order = reading.order
+        parts = [slice(None) if is_whole or (order and axis == order.axis) else s for axis, s in enumerate(slices)]
+        values = self._read_tensor(reading.tensor, None if is_whole else tuple(parts) or None)
+        if reading.decodes and tensor.scheme is not None:
+            values = decode_packed(values, tensor.scheme)
+        if order is not None:
+            positions = order.positions()
+            if not is_whole and len(slices) > order.axis:
+                positions = positions[slices[order.axis]]
+            values = values.take(positions, order.axis)
+        if reading.change:
+            values = values.astype(F32)
+            with np.errstate(all="ignore"):  # the check for NaN follows
+                values = values - F32.type(1) if reading.change == "subtract" else np.log(-values)
+        return values.reshape(reading.shape or values.shape)[slices] if is_whole else values
 
 
 @dataclass(frozen=True)
@@ -207,7 +211,8 @@ class Gguf:
             raise WeightError(f"{quote(weights)}: subtree= is for orbax checkpoints; GGUF files have no tree")
         if options.verify == "full":
             raise IntegrityError(f"{quote(weights)}: GGUF files have no digests to verify")
-        return open_gguf(weights, links=options.links, on_nonfinite=options.on_nonfinite)
+        source = open_gguf(weights, links=options.links, on_nonfinite=options.on_nonfinite)
+        return GptOssExperts(source) if source.config["model_type"] == "gpt_oss" else source
 
     def write(self, directory: str, entries: Sequence[Entry]) -> None:
         """Not implemented.

@@ -15,31 +15,65 @@ from rlx_jax.errors import ConfigError, UnsupportedError, did_you_mean, quote, s
 from rlx_jax.weights.gguf_header import GgufHeader, MetadataValue, is_equal
 
 ARCHITECTURE = "general.architecture"
+# How an embedding model pools, by `pooling_type`; 0 is none, and 4, a score for ranking, is not supported.
+POOLING = {1: "mean", 2: "cls", 3: "lasttoken"}
 
-# Fields of every decoder: metadata key without the architecture → field of config.json.
-_COMMON = {
-    "block_count": "num_hidden_layers", "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim", "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "context_length": "max_position_embeddings",
+# Fields of config.json: metadata key without the architecture → field.
+_LAYERS = {
+    "block_count": "num_hidden_layers", "embedding_length": "hidden_size", "context_length": "max_position_embeddings",
+}  # fmt: skip
+_ENCODER = _LAYERS | {
+    "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+}  # fmt: skip
+_DECODER = _LAYERS | {
+    "feed_forward_length": "intermediate_size", "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }  # fmt: skip
 _WINDOW = {"attention.sliding_window": "sliding_window"}
 # Fields of config.json that are not whole numbers.
-_REAL = ("rms_norm_eps", "attn_logit_softcapping", "final_logit_softcapping")
+_REAL = (
+    "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "attn_logit_softcapping", "final_logit_softcapping",
+)  # fmt: skip
 _EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
-# More fields of some architectures.
-_MORE: dict[str, dict[str, str]] = {
-    "llama": _WINDOW,
-    "mixtral": _EXPERTS | _WINDOW,
-    "qwen3moe": {
+# The fields of each architecture.
+_FIELDS: dict[str, dict[str, str]] = {
+    "llama": _DECODER | _WINDOW,
+    "mixtral": _DECODER | _EXPERTS | _WINDOW,
+    "qwen2": _DECODER,
+    "qwen3": _DECODER,
+    "qwen3moe": _DECODER | {
         "expert_count": "num_experts", "expert_used_count": "num_experts_per_tok",
         "expert_feed_forward_length": "moe_intermediate_size",
     },
-    "gemma2": _WINDOW | {
+    "qwen35": _DECODER | {
+        "full_attention_interval": "full_attention_interval", "nextn_predict_layers": "mtp_num_hidden_layers",
+        "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
+        "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
+    },
+    "gemma": _DECODER,
+    "gemma2": _DECODER | _WINDOW | {
         "attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping",
     },
-    "gemma3": _WINDOW | {"final_logit_softcapping": "final_logit_softcapping"},
+    "gemma3": _DECODER | _WINDOW | {"final_logit_softcapping": "final_logit_softcapping"},
+    "gpt-oss": _DECODER | _EXPERTS | _WINDOW | {"expert_feed_forward_length": "intermediate_size"},
+    "mamba2": {
+        "block_count": "num_hidden_layers", "embedding_length": "hidden_size", "ssm.conv_kernel": "conv_kernel",
+        "ssm.state_size": "state_size", "ssm.group_count": "n_groups", "ssm.time_step_rank": "num_heads",
+        "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
+    },
+    "bert": _ENCODER,
+    "nomic-bert": _ENCODER | {"attention.key_length": "head_dim"},
 }  # fmt: skip
+# Fields that a config has to have, where they are in the table of the architecture.
+_REQUIRED = frozenset(
+    """
+    num_hidden_layers hidden_size num_attention_heads rms_norm_eps layer_norm_eps layer_norm_epsilon num_heads
+    n_groups state_size conv_kernel linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads
+    linear_num_value_heads
+    """.split()
+)
 # Fields of an architecture that the file does not store, as its implementations define them.
 _FIXED: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"},
@@ -59,20 +93,36 @@ _FIXED: dict[str, dict[str, Any]] = {
     "gemma3": {
         "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh",
     },
+    "qwen35": {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "hidden_act": "silu"},
+    "gpt-oss": {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_act": "silu"},
+    "mamba2": {"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "hidden_act": "silu"},
+    "bert": {"model_type": "bert", "architectures": ["BertModel"], "hidden_act": "gelu"},
+    "nomic-bert": {"model_type": "nomic_bert", "architectures": ["NomicBertModel"], "hidden_act": "silu"},
 }  # fmt: skip
-# Fields that are compared with others or have no effect on these architectures.
-_READ_ELSEWHERE = frozenset(
+# Architectures without a rotary embedding, and encoders.
+_WITHOUT_ROPE, _ENCODERS = ("mamba2", "bert"), ("bert", "nomic-bert")
+# Fields that are compared with others or have no effect.
+_READ_ELSEWHERE = frozenset(("vocab_size", "tensor_data_layout"))
+_ROPE_FIELDS = frozenset(
     """
-    vocab_size rope.dimension_count attention.value_length rope.freq_base rope.scaling.type rope.scaling.factor
-    rope.scaling.original_context_length rope.scaling.finetuned rope.scale_linear tensor_data_layout
+    rope.dimension_count attention.value_length rope.freq_base rope.scaling.type rope.scaling.factor
+    rope.scaling.original_context_length rope.scaling.finetuned rope.scale_linear rope.scaling.yarn_beta_fast
+    rope.scaling.yarn_beta_slow
     """.split()
 )
+# The same of some architectures. Text of Qwen 3.5 has one position, in all sections of the rotary embedding; the
+# context of Mamba-2 has no limit.
 _GEMMA_FIELDS = ("rope.freq_base_swa", "attention.sliding_window_pattern")
+_MORE_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "gemma2": _GEMMA_FIELDS, "gemma3": _GEMMA_FIELDS, "qwen35": ("ssm.inner_size", "rope.dimension_sections"),
+    "mamba2": ("ssm.inner_size", "context_length"),
+}  # fmt: skip
 # Fields that change nothing at these values.
 _NEUTRAL: dict[str, tuple[bool | int | float, ...]] = {
-    "attention.causal": (True,), "pooling_type": (0,), "expert_count": (0,), "expert_used_count": (0,),
+    "attention.causal": (True,), "pooling_type": (0, *POOLING), "expert_count": (0,), "expert_used_count": (0,),
     "expert_shared_count": (0,), "expert_gating_func": (1,), "expert_weights_norm": (True,),
     "expert_weights_scale": (0.0, 1.0), "rope.scaling.attn_factor": (1.0,), "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0,), "feed_forward_length": (0,), "attention.head_count": (0,),
 }  # fmt: skip
 _GEMMA3_PERIOD = 6  # every sixth layer of Gemma 3 attends over all tokens, if the file does not say so
 _GEMMA3_LOCAL_THETA = 10_000.0  # base of the rotary embedding in its other layers, likewise
@@ -115,23 +165,33 @@ def gguf_config(header: GgufHeader, read: Callable[[str], np.ndarray[Any, Any]],
     architecture = architecture_of(metadata, where)
     prefix = f"{metadata[ARCHITECTURE]}."
     fields = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    table = _COMMON | _MORE.get(architecture, {})
+    table = _FIELDS[architecture]
+    elsewhere = _READ_ELSEWHERE.union(_MORE_ELSEWHERE.get(architecture, ()))
+    if architecture not in _WITHOUT_ROPE:
+        elsewhere |= _ROPE_FIELDS
+    neutral = _NEUTRAL | ({"attention.causal": (False,)} if architecture in _ENCODERS else {})
     config = {**_FIXED[architecture]}
     for key, value in fields.items():
         if key in table:
             number = _number(value, f"{where}: {prefix}{key}")
             if isinstance(number, float) and table[key] not in _REAL:
                 raise ConfigError(f"{where}: {prefix}{key}: expected a whole number, got {shown(value)}")
+            if config.get(table[key], number) != number:
+                raise ConfigError(f"{where}: {prefix}{key} is {shown(value)}, another field says {config[table[key]]}")
             config[table[key]] = number
-        elif key in _GEMMA_FIELDS and architecture in ("gemma2", "gemma3"):
-            continue
-        elif key not in _READ_ELSEWHERE and not any(is_equal(value, neutral) for neutral in _NEUTRAL.get(key, ())):
+        elif key not in elsewhere and not any(is_equal(value, harmless) for harmless in neutral.get(key, ())):
             config[prefix + key] = value.tolist() if isinstance(value, np.ndarray) else value
-    _complete(config, header, where)
-    _check_lengths(config, fields, f"{where}: {prefix}")
-    config["rope_parameters"] = _rope(fields, header, read, config["head_dim"], f"{where}: {prefix}")
-    if architecture in ("gemma2", "gemma3"):
+    _complete(config, architecture, header, where)
+    if architecture not in _WITHOUT_ROPE:
+        head_dim = config.get("head_dim", config["hidden_size"] // max(config["num_attention_heads"], 1))
+        config["rope_parameters"] = _rope(fields, header, read, head_dim, f"{where}: {prefix}")
+        _check_lengths(config, head_dim, fields, f"{where}: {prefix}")
+    if architecture in ("qwen35", "mamba2"):
+        _complete_recurrent(config, architecture, fields, f"{where}: {prefix}")
+    elif architecture in ("gemma2", "gemma3"):
         _complete_gemma(config, architecture, fields, f"{where}: {prefix}")
+    elif architecture == "gpt-oss" and config["rope_parameters"]["rope_type"] == "yarn":
+        config["rope_parameters"]["truncate"] = False
     return config
 
 
@@ -145,47 +205,71 @@ def _number(value: MetadataValue, where: str) -> int | float:
     return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
-def _complete(config: dict[str, Any], header: GgufHeader, where: str) -> None:
+def _complete(config: dict[str, Any], architecture: str, header: GgufHeader, where: str) -> None:
     """Add the fields that follow from others and from the tensors."""
-    prefix = f"{where}: {header.metadata[ARCHITECTURE]}"
-    required = {
-        "hidden_size": "embedding_length", "num_attention_heads": "attention.head_count",
-        "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    }  # fmt: skip
-    for field, key in required.items():
-        if field not in config:
+    prefix, tensors = f"{where}: {header.metadata[ARCHITECTURE]}", header.tensors
+    for key, name in _FIELDS[architecture].items():
+        if name in _REQUIRED and name not in config:
             raise ConfigError(f"{prefix}.{key} is missing")
     # Checked before anything has an entry for each layer.
-    if config.get("num_hidden_layers", 0) > len(header.tensors):
+    if config.get("num_hidden_layers", 0) > len(tensors):
         raise ConfigError(
-            f"{prefix}.block_count is {config['num_hidden_layers']}, and the file has {len(header.tensors)} tensors"
+            f"{prefix}.block_count is {config['num_hidden_layers']}, and the file has {len(tensors)} tensors"
         )
-    embedding = header.tensors.get("token_embd.weight")
+    embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.shape) != 2:
         raise ConfigError(f"{where}: there is no matrix token_embd.weight, the embedding of the tokens")
-    heads = config["num_attention_heads"]
     config["vocab_size"] = embedding.shape[0]
-    config["tie_word_embeddings"] = "output.weight" not in header.tensors
-    config.setdefault("num_key_value_heads", heads)
-    config.setdefault("head_dim", config["hidden_size"] // max(heads, 1))
-    if config["model_type"] == "llama":
-        config["mlp_bias"] = "blk.0.ffn_down.bias" in header.tensors
-    if config["model_type"] in ("llama", "qwen3", "qwen3_moe"):
-        config["attention_bias"] = "blk.0.attn_q.bias" in header.tensors
+    config["tie_word_embeddings"] = "output.weight" not in tensors
+    if architecture in _ENCODERS:
+        # Converters leave out the first rows of RoBERTa's positions, so that those of the table count from 0.
+        for name, key in (("token_types", "type_vocab_size"), ("position_embd", "max_position_embeddings")):
+            if f"{name}.weight" in tensors:
+                config[key] = tensors[f"{name}.weight"].shape[0]
+    elif architecture != "mamba2":
+        config.setdefault("num_key_value_heads", config["num_attention_heads"])
+        config.setdefault("head_dim", config["hidden_size"] // max(config["num_attention_heads"], 1))
+    if architecture == "llama":
+        config["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
+    if architecture in ("llama", "qwen3", "qwen3moe", "qwen35", "gpt-oss"):
+        config["attention_bias"] = any(f"blk.{i}.attn_q.bias" in tensors for i in range(config["num_hidden_layers"]))
+    if architecture == "mamba2":
+        config |= {"use_bias": "blk.0.ssm_in.bias" in tensors, "use_conv_bias": "blk.0.ssm_conv1d.bias" in tensors}
     config["dtype"] = "float32"
 
 
-def _check_lengths(config: Mapping[str, Any], fields: Mapping[str, MetadataValue], where: str) -> None:
+def _check_lengths(config: dict[str, Any], head_dim: int, fields: Mapping[str, MetadataValue], where: str) -> None:
     """Check fields that state a length which another field has too.
 
     Raises:
         UnsupportedError: a part of each head is rotated, or values have another size than keys.
     """
+    if config["model_type"] == "qwen3_5_text":
+        rotated = _number(fields.get("rope.dimension_count", head_dim), f"{where}rope.dimension_count")
+        config["rope_parameters"]["partial_rotary_factor"] = rotated / max(head_dim, 1)
+        fields = {**fields, "rope.dimension_count": head_dim}
     for key in ("rope.dimension_count", "attention.value_length"):
-        if key in fields and not is_equal(fields[key], config["head_dim"]):
-            raise UnsupportedError(
-                f"{where}{key} is {shown(fields[key])}, expected {config['head_dim']}, the size of a key head"
-            )
+        if key in fields and not is_equal(value := fields[key], head_dim):
+            raise UnsupportedError(f"{where}{key} is {shown(value)}, expected {head_dim}, the size of a key head")
+
+
+def _complete_recurrent(
+    config: dict[str, Any], architecture: str, fields: Mapping[str, MetadataValue], where: str
+) -> None:
+    """Add the fields of layers with a state: the size of a value head, and the layers without those of a draft module.
+
+    Raises:
+        ConfigError: the heads do not fill the layer.
+    """
+    heads = config["linear_num_value_heads" if architecture == "qwen35" else "num_heads"]
+    inner = fields.get("ssm.inner_size")
+    if isinstance(inner, bool) or not isinstance(inner, int) or heads < 1 or inner % heads:
+        raise ConfigError(f"{where}ssm.inner_size: expected a multiple of {heads} heads, got {shown(inner)}")
+    if architecture == "mamba2":
+        config |= {"head_dim": inner // heads, "expand": inner / max(config["hidden_size"], 1)}
+        return
+    config["linear_value_head_dim"] = inner // heads
+    config["num_hidden_layers"] = config.get("num_hidden_layers", 0) - config.setdefault("mtp_num_hidden_layers", 0)
 
 
 def _rope(
@@ -222,6 +306,9 @@ def _rope(
     if scaling == "yarn":
         key = "rope.scaling.original_context_length"
         parameters["original_max_position_embeddings"] = _number(fields.get(key, 0), where + key)
+        for name in ("beta_fast", "beta_slow"):
+            if (key := f"rope.scaling.yarn_{name}") in fields:
+                parameters[name] = _number(fields[key], where + key)
     elif scaling != "linear":
         raise UnsupportedError(f"{where}rope.scaling.type is {shown(scaling)}; supported are none, linear and yarn")
     return parameters
