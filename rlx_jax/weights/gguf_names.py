@@ -17,7 +17,7 @@ import numpy as np
 
 from rlx_jax.errors import ConfigError, DuplicateWeightError, quote
 from rlx_jax.io import limits
-from rlx_jax.ir.packed import SCHEMES
+from rlx_jax.ir.ggml import BLOCKS
 from rlx_jax.weights.gguf_header import GgufTensor
 
 # Names of modules without their layer: GGUF → Hugging Face.
@@ -248,11 +248,11 @@ def _reading(table: Architecture, name: str, tensor: GgufTensor, config: Mapping
     decodes = tensor.scheme is not None and bool(change or shape)
     if tensor.scheme is not None and order is not None and order.axis == 1:
         # Heads that are whole blocks are reordered in the file's bytes.
-        scheme, (outer, first, second, inner) = SCHEMES[tensor.scheme], order.sizes
-        if inner % scheme.elements:
+        layout, (outer, first, second, inner) = BLOCKS[tensor.scheme], order.sizes
+        if inner % layout.elements:
             decodes = True
         else:
-            order = Order(1, order.start, (outer, first, second, inner // scheme.elements * scheme.bytes))
+            order = Order(1, order.start, (outer, first, second, inner // layout.elements * layout.bytes))
     return KeyReading(name, None, order, change, shape, decodes)
 
 
