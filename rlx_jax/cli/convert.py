@@ -14,15 +14,18 @@ import numpy as np
 
 from rlx_jax.cli.command import Command, Session, add_json, json_line
 from rlx_jax.cli.terminal import format_bytes
+from rlx_jax.encode.checkpoint import Checkpoint
 from rlx_jax.encode.gguf_folder import open_model_folder
-from rlx_jax.errors import ConfigError, DTypeError, RequestError, RlxNumericsWarning, WeightError, quote
+from rlx_jax.encode.gguf_metadata import describe_checkpoint
+from rlx_jax.errors import ConfigError, RequestError, RlxNumericsWarning, WeightError, quote
 from rlx_jax.io import limits
-from rlx_jax.ir.types import as_dtype, is_float, short_name
+from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.ir.weight_reads import WeightSource
-from rlx_jax.runtime.checkpoint_origin import COMPANION_FILES, CONFIG, config_with_dtype, with_unused_weights
+from rlx_jax.runtime.checkpoint_origin import COMPANION_FILES, CONFIG, config_with_dtype, copied_entries
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.gguf import SUFFIX
-from rlx_jax.weights.save import write_checkpoint
+from rlx_jax.weights.gguf_write import file_type
+from rlx_jax.weights.save import parse_dtype, write_checkpoint
 from rlx_jax.weights.source import open_weights
 
 SENTENCE_FILES = (
@@ -36,40 +39,44 @@ SENTENCE_FILES = (
 def convert(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Write the checkpoint SRC into the new directory DST: the weights under the same keys, the config and the
     tokenizer. A narrower dtype rounds. Tensors are read one by one as they are written; orbax needs them together."""
-    dtype = None if args.dtype is None else parse_float_dtype(args.dtype)
+    is_gguf = args.target.lower().endswith(SUFFIX) if args.format is None else args.format == "gguf"
+    format = args.format or ("gguf" if is_gguf else "safetensors")
+    dtype, storage = parse_dtype(args.dtype, format, "--dtype ")
     if os.path.realpath(args.source) == os.path.realpath(args.target):
         raise RequestError(f"{quote(args.target)} is the source; write to another directory")
     # A GGUF file has a config and a tokenizer, other files have weights alone.
     is_bare = os.path.isfile(args.source) and not args.source.lower().endswith(SUFFIX)
     folder = None if is_bare else open_model_folder(args.source, args.revision, progress=session.status)
-    source = open_weights(args.source, revision=args.revision) if folder is None else open_weights(folder)
-    companion_files = {} if folder is None else read_companion_files(folder, dtype)
-    sources = with_unused_weights([], source, dtype)
+    if is_gguf and folder is not None:
+        checkpoint = Checkpoint(folder, use_modules=False)
+        recipe: Any = checkpoint.pretrained.recipe
+        source = recipe.weights
+        sources = copied_entries(source, recipe.shapes(), dtype)
+    elif is_gguf:
+        raise RequestError(f"{quote(args.source)} has weights alone; a GGUF file has a config and a tokenizer too")
+    else:
+        source = open_weights(args.source, revision=args.revision) if folder is None else open_weights(folder)
+        sources = copied_entries(source, source.keys(), dtype)
     entries = [
-        replace(e, values=checked_reader(source, e, session, i + 1, len(sources) + 1)) for i, e in enumerate(sources)
+        replace(e, values=checked_reader(source, e, session, i + 1, len(sources) + 1), storage=storage)
+        for i, e in enumerate(sources)
     ]
-    write_checkpoint(args.target, entries, args.format, args.overwrite, companion_files)
+    if is_gguf:
+        companion_files = {}
+        metadata, entries = describe_checkpoint(checkpoint, entries)
+        write_checkpoint(args.target, entries, format, args.overwrite, metadata=metadata | file_type(storage))
+    else:
+        companion_files = {} if folder is None else read_companion_files(folder, dtype)
+        write_checkpoint(args.target, entries, format, args.overwrite, companion_files)
     session.status.clear()
     size, names = sum(e.type.nbytes for e in entries), sorted(companion_files)
     if args.json:
         yield json_line(
-            {"written": args.target, "format": args.format, "tensors": len(entries), "bytes": size, "files": names}
+            {"written": args.target, "format": format, "tensors": len(entries), "bytes": size, "files": names}
         )
     else:
         suffix = f", and {', '.join(names)}" if names else ""
-        yield f"{args.target}: {len(entries)} tensors, {format_bytes(size)}, as {args.format}{suffix}\n"
-
-
-def parse_float_dtype(name: str) -> np.dtype[Any]:
-    """Return a floating dtype by name.
-
-    Raises:
-        DTypeError: there is no floating dtype of this name.
-    """
-    dtype = as_dtype(name)
-    if not is_float(dtype):
-        raise DTypeError(f"--dtype {quote(name)}: expected a floating one, such as f32 or bf16")
-    return dtype
+        yield f"{args.target}: {len(entries)} tensors, {format_bytes(size)}, as {format}{suffix}\n"
 
 
 def read_companion_files(folder: Any, dtype: np.dtype[Any] | None) -> dict[str, bytes]:
@@ -116,10 +123,14 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="SRC",
         help="a directory, a .safetensors or .gguf file, an orbax directory, or a model of the Hub",
     )
-    add("target", metavar="DST", help="a new directory")
+    add("target", metavar="DST", help="a new directory, or a .gguf file")
     add("--revision", metavar="REV", help="a branch, tag or commit of a model of the Hub")
-    add("--format", choices=("safetensors", "orbax"), default="safetensors", help="to write (%(default)s)")
-    add("--dtype", metavar="DTYPE", help="of floating weights: f32, bf16, f16; as they are without it")
+    add(
+        "--format",
+        choices=("safetensors", "orbax", "gguf"),
+        help="by default safetensors; gguf for a .gguf file",
+    )
+    add("--dtype", metavar="DTYPE", help="of floating weights: f32, bf16, f16, q8_0 (GGUF); as they are without it")
     add("--overwrite", action="store_true", help="replace what was written to DST this way before")
     add("--quiet", action="store_true", help="no progress on stderr")
 

@@ -64,12 +64,16 @@ def open_model_folder(
 def _gguf_folder(path: Path) -> Folder:
     """Return the folder of a GGUF file, with the files that its metadata describe."""
     with open_gguf(os.fspath(path)) as source:
-        config: dict[str, Any] = dict(source.config)
-        files = tokenizer_files(source.metadata, quote(path))
+        return described_folder(path, source.config, source.metadata)
+
+
+def described_folder(path: Path, config: Mapping[str, Any], metadata: Mapping[str, MetadataValue]) -> Folder:
+    """Return the folder of a file with this metadata, of which `config` is the part about the model."""
+    config, files = dict(config), tokenizer_files(metadata, quote(path))
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if name in files.ids:
             config[name] = files.ids[name]
-    contents: dict[str, Any] = {"config.json": config, **files.documents, **_pooling_files(source.metadata)}
+    contents: dict[str, Any] = {"config.json": config, **files.documents, **_pooling_files(metadata)}
     return Folder(path, contents={name: json.dumps(content).encode() for name, content in contents.items()})
 
 

@@ -9,11 +9,13 @@ import os
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rlx_jax.encode.checkpoint import Checkpoint, open_checkpoint
 from rlx_jax.encode.dual import DualEncoder
 from rlx_jax.encode.encoder import Encoder
+from rlx_jax.encode.gguf_metadata import describe_checkpoint
 from rlx_jax.encode.vision import VisionEncoder
 from rlx_jax.errors import ConfigError, ProfileError, RlxWarning, UnsupportedError, listing, quote, shown
 from rlx_jax.flow import ModelFlow, ModelRecipe
@@ -85,7 +87,11 @@ def load(
         edit = "an adapter (rlx_jax.merge_lora, rlx_jax.save_lora)"
     note = "" if model_recipe is original or model_recipe == original else f"the model was loaded with {edit}"
     loaded_model.loaded_from = CheckpointOrigin(
-        checkpoint.root, checkpoint.model_subfolder, note, loaded_model.model.built
+        checkpoint.root,
+        checkpoint.model_subfolder,
+        note,
+        loaded_model.model.built,
+        partial(describe_checkpoint, checkpoint),
     )
     return loaded_model
 

@@ -30,7 +30,7 @@ _UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
 
 @contextmanager
 def atomic_directory(target: str, overwrite: bool, nbytes: int, intact_text: str | None = None) -> Iterator[str]:
-    """Yield the path at which to create a directory that becomes `target` when the block ends without an exception.
+    """Yield the path at which to create a directory or file, `target` once the block ends without an exception.
 
     Args:
         target: the directory to create. Missing parent directories are created too.
@@ -103,7 +103,9 @@ def remove(target: str, intact_text: str) -> None:
 
 
 def sync_tree(directory: str) -> None:
-    """Flush everything below a directory to disk."""
+    """Flush everything below a directory to disk, or a file."""
+    if os.path.isfile(directory):
+        sync(directory)
     for folder, _, files in os.walk(directory, topdown=False):
         for name in files:
             sync(os.path.join(folder, name))
@@ -263,7 +265,9 @@ def _discard(work: str, target: str) -> None:
 def _commit(work: str, target: str, overwrite: bool) -> None:
     """Rename the new directory in a work directory to the target."""
     new = os.path.join(work, NEW)
-    if overwrite and os.path.lexists(target):
+    if overwrite and os.path.isfile(new):
+        os.replace(new, target)
+    elif overwrite and os.path.lexists(target):
         if not _renameat2(new, target, _EXCHANGE):
             # Between these two renames there is no target: `find_old_content` finds the old one.
             os.rename(target, os.path.join(work, OLD))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -51,14 +51,16 @@ class CheckpointOrigin:
         subfolder: the subdirectory with the weights and their `config.json`; "" for the directory itself.
         mismatch: why `config.json` does not describe the model; "" if it does.
         built: the flow that was loaded.
+        describe: returns the metadata of a GGUF file with these weights of the model, and all weights to write.
     """
 
     folder: Folder
     subfolder: str
     mismatch: str
     built: Built
+    describe: Callable[[Sequence[Entry]], tuple[dict[str, Any], list[Entry]]]
 
-    def _check_model(self, built: Built) -> None:
+    def check_model(self, built: Built) -> None:
         """Check that the config describes the flow that was loaded, and that `built` computes the same.
 
         Raises:
@@ -100,7 +102,7 @@ class CheckpointOrigin:
         Warns:
             RlxWarning: a file of `COMPANION_FILES` that rlx_jax does not need cannot be read.
         """
-        self._check_model(built)
+        self.check_model(built)
         prefix = f"{self.subfolder}/" if self.subfolder else ""
         contents = {}
         for name in [path.relative_to(self.folder.path).as_posix() for path in self.folder.files_read()]:
@@ -188,7 +190,16 @@ def with_unused_weights(entries: list[Entry], source: WeightSource, dtype: np.dt
     if isinstance(source, RenamedSource):
         stored, entries = source.source, [Entry(source.stored(e.key), e.type, e.values) for e in entries]
     names = {entry.key for entry in entries}
-    return [*entries, *(_copy_entry(stored, key, dtype) for key in stored.keys() if key not in names)]
+    return [*entries, *copied_entries(stored, (key for key in stored.keys() if key not in names), dtype)]
+
+
+def copied_entries(source: WeightSource, keys: Iterable[str], dtype: np.dtype[Any] | None) -> list[Entry]:
+    """Return the entries of weights that are copied from a source, each read when it is written.
+
+    Raises:
+        UnsupportedError: a weight is packed, and there is no dtype to decode it to.
+    """
+    return [_copy_entry(source, key, dtype) for key in keys]
 
 
 def _copy_entry(source: WeightSource, key: str, dtype: np.dtype[Any] | None) -> Entry:
@@ -197,7 +208,7 @@ def _copy_entry(source: WeightSource, key: str, dtype: np.dtype[Any] | None) -> 
     scheme = spec.scheme if isinstance(spec, PackedSpec) else None
     if scheme is not None and dtype is None:
         raise UnsupportedError(
-            f"weight {quote(key)} ({source.where(key)}) is packed as {scheme}, and no format writes packed ones; pass "
+            f"weight {quote(key)} ({source.where(key)}) is packed as {scheme}, and is not copied packed; pass "
             "a dtype to decode it, such as bf16"
         )
     stored_type = TensorType(tuple(spec.shape), np.dtype(spec.dtype))

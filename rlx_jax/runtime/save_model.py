@@ -8,14 +8,13 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from rlx_jax.errors import (
-    DTypeError,
     FormatError,
     GraphError,
     RlxNumericsWarning,
@@ -26,7 +25,7 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.ir.param import Key, Program, is_lossy, packed_keys
-from rlx_jax.ir.types import TensorType, as_dtype, is_float, short_name
+from rlx_jax.ir.types import TensorType, is_float, short_name
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.runtime.arguments import check_params
 from rlx_jax.runtime.checkpoint_origin import CheckpointOrigin, with_unused_weights
@@ -35,14 +34,16 @@ from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.weights.execute import Piece, decoded_leaves, fill, join_pieces, pieces, read_numbers
 from rlx_jax.weights.finite import narrow_values
 from rlx_jax.weights.format import Entry
-from rlx_jax.weights.save import write_checkpoint
+from rlx_jax.weights.gguf import SUFFIX
+from rlx_jax.weights.gguf_write import file_type
+from rlx_jax.weights.save import parse_dtype, write_checkpoint
 
 
 def save(
     model: Any, path: str | os.PathLike[str], format: str | None = None, *, overwrite: bool = False,
     dtype: str | None = None,
 ) -> None:  # fmt: skip
-    """Write a model to the directory `path`.
+    """Write a model to the directory `path`, or to one GGUF file.
 
     A model from `rlx_jax.load` becomes a checkpoint that `rlx_jax.load` and transformers can load. It has all weights
     of the original checkpoint, including unused ones, with `config.json`, `generation_config.json`, and the files of
@@ -56,15 +57,15 @@ def save(
     Args:
         model: a compiled model with `params`, or the result of `rlx_jax.load`; after training,
             `model.replace(params=params)`.
-        path: a new directory; missing parent directories are created.
-        format: "safetensors", or "orbax", which plain orbax restores too. The default is "safetensors" for a model from
-            `rlx_jax.load`, and "orbax" for a compiled model.
+        path: a new directory, or a `.gguf` file; missing parent directories are created.
+        format: "safetensors", "orbax", which plain orbax restores too, or "gguf". The default is "gguf" for a `.gguf`
+            file, "safetensors" for another model from `rlx_jax.load`, and "orbax" for a compiled model.
         overwrite: replace an earlier save at `path`. Other files there are retained; when a compiled model is saved,
             that includes the config and tokenizer of an earlier save.
         dtype: the dtype of all floating weights, "f32", "bf16" or "f16", which `config.json` then declares. By default
             each weight has the dtype of the checkpoint; values that would be rounded are an error, and so are weights
-            that are packed in the checkpoint, since no format writes packed ones. With `dtype` packed weights are
-            written dequantized.
+            that are packed in the checkpoint. With `dtype` packed weights are written dequantized. In a GGUF file it is
+            the type of matrices, also "q8_0"; vectors and routers are "f32" there.
 
     Raises:
         WeightError: without `dtype`, values would be rounded, or weights were packed.
@@ -73,20 +74,28 @@ def save(
         WeightError: the model has no parameters, or has one key twice with different values.
         UnsupportedError: another format; a dtype or shape that the format cannot store; a `CausalLM` or an `Encoder`
             that does not come from `rlx_jax.load`, or was loaded with an edited `recipe=`, which no `config.json`
-            describes.
+            describes; a config or a tokenizer that the metadata of a GGUF file cannot express.
     """
+    if format is None and isinstance(path, str | os.PathLike) and os.fsdecode(path).lower().endswith(SUFFIX):
+        format = "gguf"
     compiled, loaded_from = _compiled_and_origin(model)
     programs = compiled.programs
     params = compiled.require_params("save")
     check_params(params, compiled.param_specs())
     source = programs.source if has_data(programs) else None
-    target = None if dtype is None else as_dtype(dtype)
-    if target is not None and not is_float(target):
-        raise DTypeError(f"save: dtype={quote(dtype)}: expected a floating one, such as 'f32' or 'bf16'")
-    files = {} if loaded_from is None else loaded_from.files(compiled.built, target)
+    target, storage = parse_dtype(dtype, format, "save: dtype=")
+    if format == "gguf":
+        if loaded_from is None:
+            raise UnsupportedError("save: a GGUF file has a config and a tokenizer: save the result of rlx_jax.load")
+        loaded_from.check_model(compiled.built)
+    files = {} if format == "gguf" or loaded_from is None else loaded_from.files(compiled.built, target)
     if target is None:
         _refuse_packed(programs.layout.params.values())
     entries = _entries(_weights(programs.layout.params, params, source), target)
+    if loaded_from is not None and format == "gguf":
+        metadata, entries = loaded_from.describe([replace(entry, storage=storage) for entry in entries])
+        write_checkpoint(path, entries, format, overwrite, metadata=metadata | file_type(storage))
+        return
     if loaded_from is None:
         write_checkpoint(path, entries, format or "orbax", overwrite)
         return
@@ -244,7 +253,7 @@ def _refuse_packed(leaves: Iterable[Program]) -> None:
     if packed:
         schemes = " and ".join(dict.fromkeys(packed.values()))
         raise WeightError(
-            f"{len(packed)} weights are packed in the checkpoint ({schemes}), and no format writes packed ones: "
+            f"{len(packed)} weights are packed in the checkpoint ({schemes}), and are not copied packed: "
             f"{listing(packed, 8)}; dtype='f32' writes the dequantized values"
         )
 

@@ -6,13 +6,16 @@ SentencePiece BPE, in which the scores of the pieces define the merges.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rlx_jax.errors import TokenizerError, UnsupportedError, did_you_mean, listing, quote, shown
+from rlx_jax.text.tokenizer import Tokenizer
 from rlx_jax.weights.gguf_header import is_equal
 
 # The metadata that are read here, by key.
@@ -21,7 +24,7 @@ Metadata = Mapping[str, Any]
 _PREFIX = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
 # Kinds of tokens: llama.cpp's enumeration.
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 # Roles of token ids: metadata key → name in tokenizer_config.json.
 _ROLES = {
     "bos_token_id": "bos_token", "eos_token_id": "eos_token", "unknown_token_id": "unk_token",
@@ -258,6 +261,77 @@ def _templates(metadata: Metadata, where: str) -> dict[str, Any]:
         raise TokenizerError(f"{where}: {_TEMPLATE}: expected a text, not so in {listing(wrong)}")
     templates = [{"name": name, "template": text} for name, text in named.items()]
     return {"chat_template": templates} if templates else {}
+
+
+# -- writing -----------------------------------------------------------------------------------
+
+
+def tokenizer_metadata(document: Mapping[str, Any], tokenizer: Tokenizer, vocab_size: int) -> Iterator[dict[str, Any]]:
+    """Yield metadata for a tokenizer, one for each way to split a text that files can name.
+
+    At most one of them encodes texts as the tokenizer does; the caller compares.
+
+    Args:
+        document: the content of `tokenizer.json`.
+        tokenizer: the tokenizer that it defines.
+        vocab_size: rows of the model's embedding; ids without a token get one that no text has.
+
+    Raises:
+        UnsupportedError: the tokenizer is no BPE, or ids are over `vocab_size`.
+    """
+    model, added = document["model"], document.get("added_tokens") or []
+    if model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
+        raise UnsupportedError(f"save: a tokenizer of type {shown(model.get('type'))} is not written as GGUF; BPE is")
+    ids = {**model["vocab"], **{token["content"]: token["id"] for token in added}}
+    if max(ids.values()) >= vocab_size:
+        raise UnsupportedError(f"save: the tokenizer has the id {max(ids.values())}, the model {vocab_size} rows")
+    tokens, kinds = [f"[PAD{i}]" for i in range(vocab_size)], np.full(vocab_size, _UNUSED, np.int32)
+    for token, i in ids.items():
+        tokens[i], kinds[i] = token, _NORMAL
+        if model.get("byte_fallback") and re.fullmatch("<0x[0-9A-F]{2}>", token):
+            kinds[i] = _BYTE
+    for token in added:
+        kinds[token["id"]] = _CONTROL if token.get("special") else _USER_DEFINED
+    fields = {"tokens": tuple(tokens), "token_type": kinds, **_special_fields(tokenizer, ids)}
+    merges = [text if isinstance(text, str) else " ".join(text) for text in model.get("merges", ())]
+    if model.get("byte_fallback"):
+        kinds[[i for i in [ids.get(model.get("unk_token"))] if i is not None]] = _UNKNOWN
+        # The best pair is merged first, so the scores of tokens fall in the order of their merges.
+        scores = np.full(vocab_size, -len(merges), np.float32)
+        for rank, merge in reversed(list(enumerate(merges))):
+            scores[ids[merge.replace(" ", "")]] = -rank
+        fields |= {"model": "llama", "scores": scores}
+        options: list[dict[str, Any]] = [{"add_space_prefix": True}, {"add_space_prefix": False}]
+    else:
+        fields |= {"model": "gpt2", "merges": tuple(merges)}
+        names = {pre: name for name, pre in reversed(PRE_TOKENIZERS.items())}  # one name for each way
+        patterns = json.dumps(document.get("pre_tokenizer"))  # the likely one first
+        options = [
+            {"pre": name}
+            for pre, name in sorted(names.items(), key=lambda item: json.dumps(item[0].pattern)[1:-1] not in patterns)
+        ]
+    templates = {
+        _TEMPLATE if name == "default" else f"{_TEMPLATE}.{name}": text
+        for name, text in tokenizer.chat_templates.items()
+    }
+    for option in options:
+        yield {_PREFIX + key: value for key, value in (fields | option).items()} | templates
+
+
+def _special_fields(tokenizer: Tokenizer, ids: Mapping[str, int]) -> dict[str, Any]:
+    """Return the ids of special tokens, and which of them are added to a text; `ids` are those of all tokens."""
+    fields: dict[str, Any] = {
+        key: ids[tokenizer.special_tokens[role]] for key, role in _ROLES.items() if role in tokenizer.special_tokens
+    }
+    others = {"bos_token_id": tokenizer.bos_id, "padding_token_id": tokenizer.pad_id}
+    fields |= {key: i for key, i in others.items() if i is not None}
+    if tokenizer.eos_ids and fields.get("eos_token_id") not in tokenizer.eos_ids:
+        fields["eos_token_id"] = tokenizer.eos_ids[0]
+    eos = fields.get("eos_token_id")
+    fields |= dict(zip(_ENDS, (i for i in tokenizer.eos_ids if i != eos), strict=False))
+    plain, full = (tokenizer.encode("a", add_special_tokens=added) for added in (False, True))
+    adds_bos = len(full) > len(plain) and full[0] == tokenizer.bos_id
+    return fields | {"add_bos_token": adds_bos, "add_eos_token": len(full) > len(plain) + adds_bos}
 
 
 # -- metadata ----------------------------------------------------------------------------------

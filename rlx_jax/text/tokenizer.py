@@ -232,7 +232,7 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
     folder = Folder.from_path(directory)
     _fetch_files(folder)
     where = folder.where(TOKENIZER)
-    content = _read_document(folder, where)
+    content = read_document(folder, where)
     if content is None:
         return None
     raw, document = content
@@ -271,7 +271,7 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
     )
 
 
-def _read_document(folder: Folder, where: str) -> tuple[bytes, dict[str, Any]] | None:
+def read_document(folder: Folder, where: str) -> tuple[bytes, dict[str, Any]] | None:
     """Return the bytes of `tokenizer.json` and the parsed document, checked; None if there is no such file."""
     raw = folder.read(TOKENIZER, MAX_TOKENIZER_BYTES, "MAX_TOKENIZER_BYTES", TokenizerError)
     if raw is None:

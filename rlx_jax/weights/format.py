@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, TypedDict, cast, get_args
 
@@ -85,11 +85,19 @@ class OpenOptions:
 
 @dataclass(frozen=True)
 class Entry:
-    """One weight to write: its key, its type, and a function that returns the array, on the host or on devices."""
+    """One weight to write.
+
+    Attributes:
+        key: its checkpoint key.
+        type: its type.
+        values: returns the array, on the host or on devices.
+        storage: how a GGUF file stores it if it is a matrix: a name in `gguf_write.STORAGE`; None: in its dtype.
+    """
 
     key: str
     type: TensorType
     values: Callable[[], Any]
+    storage: str | None = None
 
     @staticmethod
     def from_array(key: str, array: np.ndarray[Any, Any]) -> Entry:
@@ -108,6 +116,10 @@ class Format(Protocol):
     def writes(self) -> bool:
         """Whether `write` is implemented."""
 
+    @property
+    def suffix(self) -> str:
+        """Return the suffix of the file that `write` creates, with metadata; empty if it creates a directory."""
+
     def detect(self, weights: Any) -> bool:
         """Whether `weights`, a path or an object, are in this format. Only names of files are inspected, no content."""
 
@@ -117,8 +129,13 @@ class Format(Protocol):
         A format raises an error for options that it does not support.
         """
 
-    def write(self, directory: str, entries: Sequence[Entry]) -> None:
+    def write(self, path: str, entries: Sequence[Entry], metadata: Mapping[str, Any]) -> None:
         """Create the directory and write the files of a checkpoint to it, calling `values` of each entry once.
+
+        Args:
+            path: the directory, or the file if the format has a `suffix`.
+            entries: the weights.
+            metadata: the config and the tokenizer, for a file; else empty.
 
         Raises:
             UnsupportedError: the format does not support a dtype or a shape.

@@ -19,7 +19,7 @@ from rlx_jax.errors import (
     GgufError,
     IntegrityError,
     MissingFileError,
-    UnsupportedError,
+    SaveFailedError,
     WeightError,
     listing,
     quote,
@@ -33,6 +33,8 @@ from rlx_jax.weights.gguf_config import architecture_of, gguf_config
 from rlx_jax.weights.gguf_experts import GptOssExperts
 from rlx_jax.weights.gguf_header import GgufHeader, GgufTensor, MetadataValue, is_equal, read_gguf_header
 from rlx_jax.weights.gguf_names import KeyReading, key_readings
+from rlx_jax.weights.gguf_write import write_gguf
+from rlx_jax.weights.manifest import digest
 from rlx_jax.weights.named import Closeable, NamedTensors, check_index
 from rlx_jax.weights.safetensors_header import TensorInfo
 from rlx_jax.weights.tensor_file import ReadBytes, TensorFile
@@ -199,7 +201,8 @@ class Gguf:
     """The GGUF format; see `rlx_jax.weights.format.Format`."""
 
     name: str = "gguf"
-    writes: bool = False
+    writes: bool = True
+    suffix: str = SUFFIX
 
     def detect(self, weights: Any) -> bool:
         """Whether `weights` is the path of a `.gguf` file."""
@@ -214,13 +217,17 @@ class Gguf:
         source = open_gguf(weights, links=options.links, on_nonfinite=options.on_nonfinite)
         return GptOssExperts(source) if source.config["model_type"] == "gpt_oss" else source
 
-    def write(self, directory: str, entries: Sequence[Entry]) -> None:
-        """Not implemented.
+    def write(self, path: str, entries: Sequence[Entry], metadata: Mapping[str, MetadataValue]) -> None:
+        """Write one file, and compare what it holds with what was written.
 
         Raises:
-            UnsupportedError: always.
+            UnsupportedError: as `write_gguf`. SaveFailedError: the file is not what was written.
         """
-        raise UnsupportedError("GGUF files are read, not written; use format='safetensors'")
+        digests = write_gguf(path, entries, metadata)
+        with GgufFile(path) as written:
+            wrong = [name for name, sha256 in digests.items() if digest(written.file.read(name)) != sha256]
+        if wrong or digests.keys() != written.header.tensors.keys():
+            raise SaveFailedError(f"the written file cannot be read back, so it was removed: {listing(wrong)}")
 
 
 def open_gguf(path: str, *, links: Links = "follow", on_nonfinite: OnNonfinite = "error") -> GgufSource:

@@ -322,10 +322,7 @@ def _llama3_scaling(factors: np.ndarray[Any, Any], theta: float, head_dim: int, 
     """
     original, low, high = 8192, 1.0, 4.0
     factor = float(factors.max())
-    with np.errstate(all="ignore"):  # a base or a factor of 0 gives NaN, which equals nothing
-        wavelengths = 2 * np.pi * np.float64(theta) ** (np.arange(0, head_dim, 2, dtype=np.float64) / max(head_dim, 1))
-        smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
-        expected = 1 / ((1 - smooth) / np.float64(factor) + smooth)
+    expected = _llama3_factors(theta, head_dim, factor, low, high, original)
     if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-5):
         raise UnsupportedError(
             f"{where}: rope_freqs.weight is not Llama 3's scaling by {factor} of {original} positions; load the "
@@ -335,6 +332,16 @@ def _llama3_scaling(factors: np.ndarray[Any, Any], theta: float, head_dim: int, 
         "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
         "original_max_position_embeddings": original,
     }  # fmt: skip
+
+
+def _llama3_factors(
+    theta: float, head_dim: int, factor: float, low: float, high: float, original: float
+) -> np.ndarray[Any, Any]:
+    """Return the divisors of the frequencies in Llama 3's scaling, float32 `[head_dim / 2]`."""
+    with np.errstate(all="ignore"):  # a base or a factor of 0 gives NaN, which equals nothing
+        wavelengths = 2 * np.pi * np.float64(theta) ** (np.arange(0, head_dim, 2, dtype=np.float64) / max(head_dim, 1))
+        smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
+        return (1 / ((1 - smooth) / np.float64(factor) + smooth)).astype(np.float32)
 
 
 def _complete_gemma(config: dict[str, Any], architecture: str, fields: Mapping[str, MetadataValue], where: str) -> None:
@@ -356,3 +363,91 @@ def _complete_gemma(config: dict[str, Any], architecture: str, fields: Mapping[s
         theta = _number(fields.get("rope.freq_base_swa", _GEMMA3_LOCAL_THETA), f"{where}rope.freq_base_swa")
         local = {"rope_type": "default", "rope_theta": theta}
         config["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
+
+
+# -- writing -----------------------------------------------------------------------------------
+
+# Architectures of files that are written: decoders whose layers all have attention, with weights as in the checkpoint.
+_WRITTEN = ("llama", "mixtral", "qwen2", "qwen3", "qwen3moe", "gemma", "gemma2", "gemma3")
+# Fields that files of a family do not store: the base of the rotary embedding if config.json leaves it out.
+_DEFAULT_THETA = {"mixtral": 1e6, "gemma3": 1e6}
+
+
+def gguf_metadata(config: Mapping[str, Any]) -> dict[str, MetadataValue]:
+    """Return the metadata of a model, by the tables of `gguf_config`; what they cannot describe is not checked here.
+
+    Args:
+        config: the fields of `config.json`, with the family's defaults for those that it leaves out.
+
+    Raises:
+        UnsupportedError: there is no GGUF architecture for the `model_type`, or none for the rotary embedding.
+    """
+    architectures = {_FIXED[name]["model_type"]: name for name in _WRITTEN} | {"mistral": "llama"}
+    model_type = config.get("model_type")
+    if model_type not in architectures:
+        raise UnsupportedError(
+            f"save: model_type {shown(model_type)} is not written as GGUF; supported are {', '.join(architectures)}"
+        )
+    architecture, head_dim = architectures[model_type], config["head_dim"]
+    fields: dict[str, MetadataValue] = {
+        key: float(config[field]) if field in _REAL else config[field]
+        for key, field in _FIELDS[architecture].items() if config.get(field) is not None
+    }  # fmt: skip
+    fields |= {
+        "vocab_size": config["vocab_size"], "rope.dimension_count": head_dim, "attention.value_length": head_dim,
+    }  # fmt: skip
+    rope = _rope_parameters(config)
+    if architecture == "gemma3":
+        fields["rope.freq_base_swa"] = float(rope.get("sliding_attention", {}).get("rope_theta", _GEMMA3_LOCAL_THETA))
+    theta, positions = _DEFAULT_THETA.get(architecture, 1e4), config["max_position_embeddings"]
+    fields |= _rope_fields(rope.get("full_attention", rope), theta, positions)
+    if windows := config.get("windows"):
+        local = np.array([window is not None for window in windows])
+        default = [(i + 1) % (2 if architecture == "gemma2" else _GEMMA3_PERIOD) != 0 for i in range(len(local))]
+        if architecture in ("gemma2", "gemma3") and local.tolist() != default:
+            fields["attention.sliding_window_pattern"] = local
+        if architecture in ("gemma2", "gemma3") and local.any():
+            fields["attention.sliding_window"] = next(window for window in windows if window is not None)
+    prefix = "llama" if architecture == "mixtral" else architecture
+    return {ARCHITECTURE: prefix, **{f"{prefix}.{key}": value for key, value in fields.items()}}
+
+
+def stated_fields(metadata: Mapping[str, MetadataValue], architecture: str) -> dict[str, Any]:
+    """Return the fields of `config.json` in the metadata of a file that is written; 0 for those that it leaves out."""
+    prefix = metadata[ARCHITECTURE]
+    return {field: metadata.get(f"{prefix}.{key}", 0) for key, field in _FIELDS[architecture].items()}
+
+
+def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `rope_parameters` of a config; configs of transformers 4 have the same under other names."""
+    base = {} if config.get("rope_theta") is None else {"rope_theta": config["rope_theta"]}
+    if config.get("rope_parameters"):
+        return {**base, **config["rope_parameters"]}
+    scaling = dict(config.get("rope_scaling") or {})
+    rope = {"rope_type": scaling.pop("type", "default"), **scaling, **base}
+    if config.get("rope_local_base_freq") is None:
+        return rope
+    return {"full_attention": rope, "sliding_attention": {"rope_theta": config["rope_local_base_freq"]}}
+
+
+def _rope_fields(rope: Mapping[str, Any], default_theta: float, max_positions: int) -> dict[str, MetadataValue]:
+    """Return the metadata of a rotary embedding. Llama 3's scaling is in a tensor, `rope_factors`."""
+    kind = rope.get("rope_type", "default")
+    fields: dict[str, MetadataValue] = {"rope.freq_base": float(rope.get("rope_theta") or default_theta)}
+    if kind in ("linear", "yarn"):
+        fields |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+        original = rope.get("original_max_position_embeddings") or max_positions
+        fields |= {"rope.scaling.original_context_length": original} if kind == "yarn" else {}
+    elif kind not in ("default", "llama3"):
+        raise UnsupportedError(f"save: rope_type {shown(kind)} is not written as GGUF")
+    return fields
+
+
+def rope_factors(config: Mapping[str, Any]) -> np.ndarray[Any, Any] | None:
+    """Return the tensor `rope_freqs.weight`; None if the rotary embedding is not scaled as Llama 3's."""
+    rope = _rope_parameters(config)
+    if rope.get("rope_type") != "llama3":
+        return None
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    factor, low, high, original = (float(rope[name]) for name in names)
+    return _llama3_factors(float(rope.get("rope_theta") or 1e4), config["head_dim"], factor, low, high, original)

@@ -171,6 +171,13 @@ class KeyReading:
     shape: tuple[int, ...] | None = None
     decodes: bool = False
 
+    def to_file(self, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the values of the checkpoint key as the file has them: the inverse of reading, but for `shape`."""
+        if self.change:
+            values = values.astype(np.float32)
+            values = values + np.float32(1) if self.change == "subtract" else -np.exp(values)
+        return values if self.order is None else values.take(np.argsort(self.order.positions()), self.order.axis)
+
 
 def key_readings(
     architecture: str, tensors: Mapping[str, GgufTensor], config: Mapping[str, Any], where: str
@@ -204,6 +211,23 @@ def key_readings(
             raise DuplicateWeightError(f"{where}: tensors {quote(other)} and {quote(name)} are the same weight")
         readings |= new
     return readings
+
+
+def tensor_names(architecture: str, num_experts: int, config: Mapping[str, Any]) -> dict[str, tuple[str, int | None]]:
+    """Return the tensor, and the expert in it, of every checkpoint key that a model may have: the names of reading.
+
+    Args:
+        architecture: a name in `ARCHITECTURES`.
+        num_experts: experts of a layer.
+        config: as in `key_readings`.
+    """
+    table, names = ARCHITECTURES[architecture], dict[str, tuple[str, int | None]]()
+    layers = (f"blk.{i}.{module}" for i in range(config["num_hidden_layers"]) for module in table.layer)
+    for name in (f"{module}.{kind}" for module in (*table.model, *layers) for kind in ("weight", "bias")):
+        if (key := _key(table, name, config)) is not None:
+            experts = range(num_experts) if "{expert}" in key else (None,)
+            names |= {key.format(expert=expert): (name, expert) for expert in experts}
+    return names
 
 
 def _key(table: Architecture, name: str, config: Mapping[str, Any]) -> str | None:

@@ -12,7 +12,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from rlx_jax.errors import (
+    DTypeError,
     RequestError,
     RlxError,
     SaveFailedError,
@@ -25,9 +28,10 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io.atomic import atomic_directory, write_synced
 from rlx_jax.io.files import files_below
-from rlx_jax.ir.types import short_name
+from rlx_jax.ir.types import as_dtype, is_float, short_name
 from rlx_jax.weights import formats
 from rlx_jax.weights.format import Entry, Format, OpenOptions
+from rlx_jax.weights.gguf_write import F32, STORAGE
 from rlx_jax.weights.manifest import (
     MANIFEST_NAME,
     Manifest,
@@ -39,6 +43,33 @@ from rlx_jax.weights.manifest import (
 )
 
 
+def parse_dtype(dtype: Any, format: str | None, where: str) -> tuple[np.dtype[Any] | None, str | None]:
+    """Return the dtype of floating weights, None for the checkpoint's, and how a GGUF file stores matrices.
+
+    Values for a GGUF file are float32 until they are written, because some tensors stay so.
+
+    Args:
+        dtype: `dtype=` of `rlx_jax.save`, or None.
+        format: the format to write.
+        where: begins the message.
+
+    Raises:
+        DTypeError: not a floating dtype, or none that the format has.
+    """
+    if dtype is None:
+        return None, None
+    is_gguf = format == "gguf"
+    if isinstance(dtype, str) and dtype in STORAGE and is_gguf:
+        return F32, dtype
+    if dtype == "q8_0":
+        raise DTypeError(f"{where}{quote(dtype)}: only GGUF files are written with it: format='gguf'")
+    target = as_dtype(dtype)
+    if not is_float(target) or (is_gguf and short_name(target) not in STORAGE):
+        choices = f"one of {', '.join(STORAGE)}" if is_gguf else "a floating one, such as 'f32' or 'bf16'"
+        raise DTypeError(f"{where}{quote(dtype)}: expected {choices}")
+    return (F32, short_name(target)) if is_gguf else (target, None)
+
+
 def write_checkpoint(
     path: str | os.PathLike[str],
     entries: Sequence[Entry],
@@ -46,13 +77,15 @@ def write_checkpoint(
     overwrite: bool,
     companions: Mapping[str, bytes] | None = None,
     subfolder: str = "",
+    metadata: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write `entries` to the directory `path` atomically. Other arguments and errors as `rlx_jax.save`.
+    """Write `entries` to the directory or file `path` atomically. Other arguments and errors as `rlx_jax.save`.
 
     Args:
         companions: companion files of the weights (config, tokenizer) by path, which replace those of an earlier save;
             None: companion files of an earlier save stay. The manifest only has their names, so users may edit them.
         subfolder: a directory in `path` to which the weights are written.
+        metadata: the config and the tokenizer, for a format of one file.
     """
     writable = {row.name: row for row in formats.FORMATS if row.writes}
     if not isinstance(format, str) or format not in writable:
@@ -64,6 +97,9 @@ def write_checkpoint(
         target = os.path.realpath(os.fsdecode(path))
     except (TypeError, ValueError) as cause:  # no path, or one that no file system can have
         raise RequestError(f"save: path is {shown(path)}; expected the path of a directory") from cause
+    if writable[format].suffix:
+        _write_file(target, entries, writable[format], overwrite, metadata or {})
+        return
     kept_files, kept_companions = _files_to_keep(target, replace_companions=companions is not None)
     companions = companions or {}
     weights: dict[str, WeightEntry] = {}
@@ -71,7 +107,8 @@ def write_checkpoint(
     with atomic_directory(target, overwrite, nbytes) as new:
         weights_dir = os.path.join(new, subfolder) if subfolder else new
         os.makedirs(os.path.dirname(weights_dir), exist_ok=True)
-        writable[format].write(weights_dir, [replace(e, values=partial(_values, e, weights)) for e in entries])
+        recorded = [replace(e, values=partial(_values, e, weights)) for e in entries]
+        writable[format].write(weights_dir, recorded, {})
         new_manifest = Manifest(weights, file_digests(new, files_below(new)), (*companions, *kept_companions))
         _read_back(weights_dir, writable[format], new_manifest)
         write_synced(os.path.join(new, MANIFEST_NAME), new_manifest.to_json())
@@ -81,6 +118,22 @@ def write_checkpoint(
         for name in (n for n in kept_files if n not in companions):
             os.makedirs(os.path.dirname(os.path.join(new, name)), exist_ok=True)
             shutil.copy2(os.path.join(target, name), os.path.join(new, name), follow_symlinks=False)
+
+
+def _write_file(
+    target: str, entries: Sequence[Entry], row: Format, overwrite: bool, metadata: Mapping[str, Any]
+) -> None:
+    """Write a checkpoint of one file atomically.
+
+    Raises:
+        RequestError: the name does not have the suffix of the format. TargetExistsError: `target` is something else.
+    """
+    if not target.lower().endswith(row.suffix):
+        raise RequestError(f"save: path is {quote(target)}; expected the name of a {row.suffix} file for {row.name!r}")
+    if os.path.lexists(target) and not row.detect(target):
+        raise TargetExistsError(f"{quote(target)} is not a {row.suffix} file; remove it, or save elsewhere")
+    with atomic_directory(target, overwrite, sum(e.type.nbytes for e in entries)) as new:
+        row.write(new, entries, metadata)
 
 
 def _files_to_keep(target: str, replace_companions: bool) -> tuple[list[str], list[str]]:

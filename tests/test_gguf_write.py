@@ -1,0 +1,208 @@
+"""Writing GGUF files: gguf-py reads what it would have written itself, and `load` the model that was saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import safetensors.numpy
+from gguf import GGMLQuantizationType as Kind
+
+import rlx_jax as rlx
+from rlx_jax import cli
+from rlx_jax.errors import DTypeError, RequestError, TargetExistsError, UnsupportedError, WeightError
+from rlx_jax.weights.quantize import quantize_q8_0
+from tests.oracles.checkpoints import FIXTURES
+from tests.oracles.gguf_files import tensors_of, write_gguf
+from tests.test_gguf import CASES, directory, random_checkpoint
+from tests.test_gguf_tokenizers import LLAMA3, TEXTS
+
+NOT_WRITTEN = ("qwen3_5_text", "gpt_oss", "mamba2", "bert", "nomic_bert")
+WRITTEN = [case for case, (fixture, _) in CASES.items() if fixture.partition("/")[0] not in NOT_WRITTEN]
+TOKENS = np.random.default_rng(0).integers(0, 40, (2, 9)).astype(np.int32)
+
+
+def read_back(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Metadata and tensors of a file, by gguf-py."""
+    reader = gguf.GGUFReader(path)
+    metadata = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    return metadata, {tensor.name: tensor for tensor in reader.tensors}
+
+
+def values(tensor: Any) -> np.ndarray:
+    """The numbers of a tensor of gguf-py's reader."""
+    if tensor.tensor_type is Kind.F32:
+        return np.asarray(tensor.data)
+    return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+
+
+def weights_of(source: Path) -> dict[str, np.ndarray]:
+    return {k: v for file in source.glob("*.safetensors") for k, v in safetensors.numpy.load_file(file).items()}
+
+
+@pytest.mark.parametrize("case", WRITTEN)
+def test_equals_what_converters_write(case: str, tmp_path: Path) -> None:
+    """Names, values and metadata as the oracle writes them with gguf-py's tables; then logits and tokens."""
+    fixture, fields = CASES[case]
+    if "query_pre_attn_scalar" in fields:
+        fields = {"query_pre_attn_scalar": json.loads((FIXTURES / fixture / "config.json").read_text())["head_dim"]}
+    source = directory(tmp_path, fixture, **fields)
+    config = json.loads((source / "config.json").read_text())
+    model = rlx.load(source, dtype="f32")
+    rlx.save(model, tmp_path / "m.gguf", dtype="f32")
+    metadata, tensors = read_back(tmp_path / "m.gguf")
+    expected = tensors_of(config, weights_of(source))
+    assert tensors.keys() - {"rope_freqs.weight"} == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(values(tensors[name]), array, err_msg=name)
+    write_gguf(source, tmp_path / "theirs.gguf")
+    theirs, their_tensors = read_back(tmp_path / "theirs.gguf")
+    optional = {"llama.attention.sliding_window", "gemma3.rope.scaling.type"}
+    for key in theirs.keys() - optional:
+        assert metadata[key] == pytest.approx(theirs[key]), key
+    if "rope_freqs.weight" in their_tensors:
+        factors = values(tensors["rope_freqs.weight"])
+        np.testing.assert_allclose(factors, values(their_tensors["rope_freqs.weight"]), rtol=1e-6)
+    again = rlx.load(tmp_path / "m.gguf", dtype="f32")
+    want = np.asarray(model.logits(TOKENS))
+    np.testing.assert_allclose(np.asarray(again.logits(TOKENS)), want, atol=3e-6 * np.abs(want).max(), rtol=0)
+    assert again.generate([[1, 2, 3]], max_new_tokens=6) == model.generate([[1, 2, 3]], max_new_tokens=6)
+
+
+def test_q8_0_is_that_of_gguf_py() -> None:
+    """Bit by bit: random scales, ties, zeros, subnormals and the largest values."""
+    rng = np.random.default_rng(0)
+    blocks = rng.standard_normal((4096, 64)).astype(np.float32) * np.exp2(rng.integers(-40, 20, (4096, 1)))
+    blocks[::7] = np.round(blocks[::7] * 4) / 4
+    edges = np.zeros((8, 64), np.float32)
+    edges[1], edges[2, ::3], edges[3] = -0.0, 1e-36, np.linspace(-127, 127, 64)
+    edges[4], edges[5, 5], edges[6] = np.arange(64) + 0.5, 8.3e6, np.float32(2) ** -30
+    data = np.concatenate([blocks, edges]).astype(np.float32)
+    with np.errstate(all="ignore"):
+        want = gguf.quants.quantize(data, Kind.Q8_0)
+    np.testing.assert_array_equal(quantize_q8_0(data, "w"), want)
+    assert not quantize_q8_0(np.full((1, 32), 1e-40, np.float32), "w").any()
+    for bad in (np.inf, np.nan, 1e7):
+        with pytest.raises(WeightError, match="w: has values that are not finite, or too large"):
+            quantize_q8_0(np.full((1, 32), bad, np.float32), "w")
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "q8_0"])
+def test_types(dtype: str, tmp_path: Path) -> None:
+    """Matrices have the type, vectors are F32; values are those of gguf-py's rule; `load` runs on the same numbers."""
+    random_checkpoint(tmp_path / "hf", 64)
+    kind, lm = Kind[dtype.upper()], rlx.load(tmp_path / "hf", dtype="f32")
+    decoded = write_gguf(tmp_path / "hf", tmp_path / "theirs.gguf", kind)
+    rlx.save(lm, tmp_path / "m.gguf", dtype=dtype)
+    metadata, tensors = read_back(tmp_path / "m.gguf")
+    file_types = {"f16": 1, "bf16": 32, "q8_0": 7}
+    assert metadata["general.file_type"] == file_types[dtype]
+    for name, tensor in tensors.items():
+        assert tensor.tensor_type is (Kind.F32 if name.endswith("norm.weight") else kind)
+        np.testing.assert_array_equal(values(tensor), decoded[name], err_msg=name)
+    ours, theirs = (rlx.load(tmp_path / name, dtype="f32") for name in ("m.gguf", "theirs.gguf"))
+    np.testing.assert_array_equal(np.asarray(ours.logits(TOKENS)), np.asarray(theirs.logits(TOKENS)))
+    # The command writes the same file, and converts it back and forth.
+    assert cli.main(["convert", str(tmp_path / "hf"), str(tmp_path / "c.gguf"), "--dtype", dtype]) == 0
+    assert (tmp_path / "c.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()
+    assert cli.main(["convert", str(tmp_path / "c.gguf"), str(tmp_path / "d"), "--dtype", "f32"]) == 0
+    assert cli.main(["convert", str(tmp_path / "d"), str(tmp_path / "e.gguf"), "--dtype", dtype]) == 0
+    for name, tensor in read_back(tmp_path / "e.gguf")[1].items():
+        np.testing.assert_array_equal(values(tensor), decoded[name], err_msg=name)
+
+
+def with_tokenizer(tmp_path: Path, document: dict[str, Any], **settings: Any) -> Path:
+    """A checkpoint with this `tokenizer.json`, and more rows than it has tokens."""
+    source = tmp_path / "tok"
+    config = random_checkpoint(source, 32) | {"vocab_size": 1200, "eos_token_id": [1, 2]}
+    (source / "config.json").write_text(json.dumps(config))
+    weights = weights_of(source)
+    rows = np.random.default_rng(5).standard_normal((1200, 32)).astype(np.float32)
+    weights |= {"model.embed_tokens.weight": rows, "lm_head.weight": rows / 8}
+    safetensors.numpy.save_file(weights, source / "model.safetensors")
+    (source / "tokenizer.json").write_text(json.dumps(document))
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    return source
+
+
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece_bpe"])
+def test_tokenizers(name: str, tmp_path: Path) -> None:
+    """Equal tokens, ends and templates after the round trip; a split that files cannot name is refused."""
+    document = json.loads((FIXTURES / f"tokenizers/{name}.json").read_text())
+    if name == "byte_level":
+        document["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = LLAMA3
+    added, first = [token["content"] for token in document["added_tokens"]], int(name == "sentencepiece_bpe")
+    source = with_tokenizer(
+        tmp_path, document, bos_token=added[first], eos_token=added[first + 1], chat_template="{{ x }}"
+    )
+    model = rlx.load(source, dtype="f32")
+    rlx.save(model, tmp_path / "m.gguf")
+    again = rlx.load(tmp_path / "m.gguf", dtype="f32")
+    for text in TEXTS:
+        assert again.tokenizer.encode(text) == model.tokenizer.encode(text), text
+        assert again.tokenizer.decode(model.tokenizer.encode(text)) == model.tokenizer.decode(
+            model.tokenizer.encode(text)
+        )
+    assert again.tokenizer.bos_id == model.tokenizer.bos_id and again.tokenizer.chat_templates == {"default": "{{ x }}"}
+    assert set(model.tokenizer.eos_ids) <= set(again.tokenizer.eos_ids)
+    metadata, _ = read_back(tmp_path / "m.gguf")
+    assert len(metadata["tokenizer.ggml.tokens"]) == len(metadata["tokenizer.ggml.token_type"]) == 1200
+    if name == "byte_level":
+        assert metadata["tokenizer.ggml.pre"] == "llama-bpe"
+        document["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\p{N}{1,2}|\p{L}+|."
+        (source / "tokenizer.json").write_text(json.dumps(document))
+        with pytest.raises(UnsupportedError, match="GGUF cannot express the tokenizer"):
+            rlx.save(rlx.load(source), tmp_path / "n.gguf")
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a layer without experts": ("qwen3_moe/mixed_v5", {}, "cannot express the model"),
+    "a window": ("mistral/full_v4", {"sliding_window": 8}, "sliding_window"),
+    "another context of Llama 3's scaling": ("llama/gqa_tied_llama3_v5", {}, "rope_freqs.weight is not Llama 3's"),
+    "scores of another scale": ("gemma2/caps_v5", {}, "query_pre_attn_scalar"),
+    "a family": ("gpt2/scaled_v5", {}, "not written as GGUF"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_metadata_cannot_express(case: str, tmp_path: Path) -> None:
+    fixture, fields, message = REFUSED[case]
+    model = rlx.load(directory(tmp_path, fixture, **fields))
+    with pytest.raises(UnsupportedError, match=message):
+        rlx.save(model, tmp_path / "m.gguf")
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def test_paths_and_dtypes(tmp_path: Path) -> None:
+    """A file of another kind is not replaced; dtypes that a format does not have are refused."""
+    random_checkpoint(tmp_path / "hf", 32)
+    model, target = rlx.load(tmp_path / "hf"), tmp_path / "m.gguf"
+    rlx.save(model, target)
+    first = target.read_bytes()
+    with pytest.raises(TargetExistsError, match="overwrite=True"):
+        rlx.save(model, target, dtype="q8_0")
+    rlx.save(model, target, dtype="q8_0", overwrite=True)
+    assert target.read_bytes() != first and sorted(p.name for p in tmp_path.iterdir()) == ["hf", "m.gguf"]
+    (tmp_path / "d.gguf").mkdir()
+    for path, options, error, message in (
+        (tmp_path / "d.gguf", {"overwrite": True}, TargetExistsError, "is not a .gguf file"),
+        (tmp_path / "m.bin", {"format": "gguf"}, RequestError, "expected the name of a .gguf file"),
+        (tmp_path / "x.gguf", {"dtype": "q4_k"}, DTypeError, "q4_k"),
+        (tmp_path / "x.gguf", {"dtype": "f64"}, DTypeError, "expected one of f32, f16, bf16, q8_0"),
+        (tmp_path / "x", {"dtype": "q8_0"}, DTypeError, "format='gguf'"),
+    ):
+        with pytest.raises(error, match=message):
+            rlx.save(model, path, **options)
+    with pytest.raises(UnsupportedError, match="save the result of rlx_jax.load"):
+        rlx.save(model.model, tmp_path / "x.gguf")
+    with pytest.raises(WeightError, match="gguf_q8_0"):
+        rlx.save(rlx.load(target), tmp_path / "x.gguf")  # packed, and no dtype
+    params = {name: leaf * 1e9 for name, leaf in model.model.params.items()}
+    model.model = model.model.replace(params=params)
+    with pytest.raises(WeightError, match="too large to quantize"):
+        rlx.save(model, target, dtype="q8_0", overwrite=True)
+    assert rlx.load(target)
