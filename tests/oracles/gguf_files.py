@@ -110,7 +110,7 @@ def tensors_of(config: dict[str, Any], weights: dict[str, np.ndarray]) -> dict[s
         if model_type.startswith("gemma") and key.endswith("norm.weight"):
             array = array + 1
         for new, part in changed(key, array, config).items():
-            if "pooler." not in new:
+            if "pooler." not in new and not new.endswith("position_ids"):
                 out[tensor_name(names, new)] = part
     return out | {tensor_name(names, key): np.stack(arrays) for key, arrays in experts.items()}
 
