@@ -34,6 +34,7 @@ from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.save_model import save
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.weights.source import open_weights
+from rlx_jax.weights.tree import TreeWeight
 
 Graph = GraphModule
 
@@ -42,9 +43,9 @@ __version__ = "0.1.0"
 __all__ = [
     "BuiltModel", "CausalLM", "CompileProfile", "CompiledModel", "Completion", "DualEncoder", "Emit", "Encoder",
     "FlowValue", "Graph", "GraphModule", "GraphStage", "ImageProcessor", "LayerStack", "ModelFlow", "Packed", "Parts",
-    "Plugin", "RlxError", "Sampler", "Score", "VisionEncoder", "blocks", "compile", "compile_cache", "errors", "eval",
-    "from_pretrained", "init", "load", "lora", "losses", "merge_lora", "models", "nnx", "open_weights", "ops",
-    "plugins", "profiles", "recipe_for", "save", "save_lora", "train", "unmerge_lora",
+    "Plugin", "RlxError", "Sampler", "Score", "TreeWeight", "VisionEncoder", "blocks", "compile", "compile_cache",
+    "errors", "eval", "from_pretrained", "init", "load", "lora", "losses", "merge_lora", "models", "nnx",
+    "open_weights", "ops", "plugins", "profiles", "recipe_for", "save", "save_lora", "train", "unmerge_lora",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

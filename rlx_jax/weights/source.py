@@ -7,7 +7,6 @@ It never changes the stored weights.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from rlx_jax.errors import MissingFileError, RlxError, UnsupportedError, WeightError, listing, quote
@@ -26,12 +25,14 @@ from rlx_jax.weights.format import Format, OpenOptions, stored_spec
 from rlx_jax.weights.manifest import Verify
 from rlx_jax.weights.mapping import MappingSource
 from rlx_jax.weights.orbax_tree import finished_steps
+from rlx_jax.weights.tree import Names, TreeSource, flatten_tree, match_names
 from rlx_jax.weights.views import close
 
 
 def open_weights(
-    weights: str | os.PathLike[str] | Folder | Mapping[str, Any] | WeightSource,
+    weights: Any,
     *,
+    names: Names | None = None,
     strict: bool = True,
     on_nonfinite: OnNonfinite = "error",
     links: Links = "follow",
@@ -47,7 +48,11 @@ def open_weights(
         weights: a mapping of checkpoint key → array, `jax.Array`, `Packed` or `jax.ShapeDtypeStruct`; the path of a
             `.safetensors` or `.gguf` file, of a `*.safetensors.index.json`, or of a directory (`open_directory`
             documents which of its files are used); or a source, which is returned unchanged. `"org/name"` is a model of
-            the Hub, if there is no such path and no directory `org`. A `Folder` is an open model directory.
+            the Hub, if there is no such path and no directory `org`. A `Folder` is an open model directory. With
+            `names` also any pytree of arrays, such as the parameters of flax.
+        names: checkpoint keys for the paths of a tree, which are dotted: a mapping of regular expression → key,
+            `rlx_jax.TreeWeight` or None, which leaves a leaf out. The result is a `TreeSource`, whose `to_tree` returns
+            the weights of a model as such a tree.
         strict: if the index and the shards of a directory disagree about `total_size`, or the shards hold tensors
             that the index does not list, raise an error; otherwise warn, and include all tensors.
         on_nonfinite: `"error"`: reading a tensor with NaN is an error, one with infinity a warning;
@@ -70,7 +75,8 @@ def open_weights(
         SafetensorsError, ConfigError, PathEscapeError, CheckpointFormatError: malformed files.
         StorageError: an Orbax checkpoint that was never finished; the message lists finished ones.
         IntegrityError: files differ from their manifest, or `verify="full"` and there is no manifest.
-        WeightError: `weights` or one of its values has another type; or a subclass for contradictory shards.
+        WeightError: `weights` or one of its values has another type; or a subclass for contradictory shards, or for
+            `names`, as `match_names` and `TreeSource`.
         LimitError: over `max_bytes` or one of `rlx_jax.io.limits`.
 
     >>> import numpy as np
@@ -79,7 +85,15 @@ def open_weights(
     ShapeDtypeStruct(shape=(2, 3), dtype=float32)
     """
     options = OpenOptions(strict, on_nonfinite, links, verify, subtree, max_bytes)
-    return open_with(weights, options, revision, token)
+    if names is None:
+        return open_with(weights, options, revision, token)
+    if isinstance(weights, str | os.PathLike | Folder | WeightSource):
+        source = open_with(weights, options, revision, token)
+        return TreeSource(source, match_names(source.keys(), names), dict)
+    leaves, unflatten = flatten_tree(weights)
+    rules = match_names(leaves, names)
+    source = open_with({path: leaves[path] for path in rules}, options, revision, token)
+    return TreeSource(source, rules, unflatten)
 
 
 def open_with(
