@@ -19,6 +19,7 @@ ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA, "mistral": gguf.MODEL_ARCH.LLAMA, "mixtral": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3, "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "qwen3_5_text": gguf.MODEL_ARCH.QWEN35, "gpt_oss": gguf.MODEL_ARCH.GPT_OSS, "mamba2": gguf.MODEL_ARCH.MAMBA2,
+    "roberta": gguf.MODEL_ARCH.BERT,
     "bert": gguf.MODEL_ARCH.BERT, "nomic_bert": gguf.MODEL_ARCH.NOMIC_BERT, "gemma": gguf.MODEL_ARCH.GEMMA,
     "gemma2": gguf.MODEL_ARCH.GEMMA2, "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
 }  # fmt: skip
@@ -65,6 +66,8 @@ def changed(key: str, array: np.ndarray, config: dict[str, Any]) -> dict[str, np
         key = key.replace(".dt_bias", ".dt_proj.bias")
     if "conv1d.weight" in key:
         array = array[:, 0]
+    if model_type == "roberta" and key.endswith("position_embeddings.weight"):
+        array = array[config["pad_token_id"] + 1 :]
     if model_type == "mamba2" and key.endswith((".A_log", ".D")):
         array = array[:, None]
     if model_type == "mamba2" and key.endswith("mixer.norm.weight"):
@@ -236,7 +239,7 @@ def add_qwen35(writer: Any, config: dict[str, Any], head_dim: int) -> None:
 
 def add_config(writer: Any, config: dict[str, Any]) -> None:
     """Add the metadata of the architecture."""
-    if config["model_type"] in ("bert", "nomic_bert", "mamba2"):
+    if config["model_type"] in ("bert", "roberta", "nomic_bert", "mamba2"):
         return add_mamba2(writer, config) if config["model_type"] == "mamba2" else add_encoder(writer, config)
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
