@@ -63,6 +63,7 @@ class Env:
         remat: `none` or a name in `REMAT_POLICIES`.
         choices: the chosen implementations.
         model_sharding: the sharding; None on one device.
+        target: the kind of device that the program runs on.
         iteration: the iteration of an unrolled region, else None.
         operands: the operands of the current region.
         layer_params: in a scan, the slices of the parameters that differ between layers.
@@ -75,6 +76,7 @@ class Env:
     remat: str = "none"
     choices: Mapping[Call, Choice] = field(default_factory=dict)
     model_sharding: ModelSharding | None = None
+    target: str = "cpu"
     iteration: int | None = None
     operands: tuple[AnyArray, ...] = ()
     layer_params: Mapping[Param, AnyArray] = field(default_factory=dict)
@@ -162,7 +164,7 @@ def _run(graph: Graph, node: Node, operands: tuple[AnyArray, ...], env: Env) -> 
         return (lax.with_sharding_constraint(x, env.model_sharding.value_sharding(op.roles, x.shape)),)
     choice = env.choices.get(call_of(graph, node)) if isinstance(op, CHOICE_OPS) else None
     if any(isinstance(operand, PackedWeight) for operand in operands):
-        packed_run = packed_implementation(op, operands)
+        packed_run = packed_implementation(op, operands, env.target)
         if packed_run is not None:
             return (packed_run(op, *operands),)
         operands = tuple(map(decoded, operands))

@@ -279,7 +279,8 @@ def make_function(lir: Lir, layout: Layout, model_sharding: ModelSharding | None
         check_captured(lir.graph)
         leaves = {program: params[name] for program, name in names.items()}
         choices = runnable_on_device(lir, running_device())
-        env = Env(leaves, inputs, dict(state), lir.plan.scan, lir.plan.remat, choices, model_sharding)
+        scan, remat, target = lir.plan.scan, lir.plan.remat, lir.plan.target
+        env = Env(leaves, inputs, dict(state), scan, remat, choices, model_sharding, target)
         outputs = interpret(lir.graph, env)
         return outputs, env.state if model_sharding is None else shard_state(lir, env.state, model_sharding)
 

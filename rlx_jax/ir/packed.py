@@ -347,31 +347,50 @@ def decode_arrays(arrays: Mapping[str, Any], scheme: str) -> Any:
         arrays: arrays of NumPy or JAX, with types as `Scheme.array_types` returns them.
         scheme: a name in `SCHEMES`.
     """
-    packing, codes = SCHEMES[scheme], _codes(arrays, SCHEMES[scheme])
-    size = codes.shape[-1]
+    return decode_codes(arrays, scheme, group_scales(arrays, scheme))
+
+
+def group_scales(arrays: Mapping[str, Any], scheme: str) -> dict[str, Any]:
+    """Return the `scales` and, if the scheme has them, the `minimums` of each group of values, in float32."""
+    packing = SCHEMES[scheme]
     scales = _floats(arrays["scales"], packing.scale)
-    unit, minimums = packing.block, None
-    if packing.minimum:
-        scales, minimums = _pairs(scales)
+    parts = dict(zip(("scales", "minimums"), _pairs(scales), strict=True)) if packing.minimum else {"scales": scales}
     if packing.group is not None and packing.block is not None:
         multiples = _float32(packing.multiples.unpack(arrays["multiples"]))
-        unit, per_block = packing.group, packing.block // packing.group
-        factors, *of_minimums = _pairs(multiples) if packing.minimum else (multiples,)
-        scales = _repeat(scales, per_block, size // unit) * factors
-        if minimums is not None:
-            minimums = _repeat(minimums, per_block, size // unit) * of_minimums[0]
+        factors = _pairs(multiples) if packing.minimum else (multiples,)
+        per_block = packing.block // packing.group
+        pairs = zip(parts, factors, strict=True)
+        parts = {name: _repeat(parts[name], per_block, factor.shape[-1]) * factor for name, factor in pairs}
     if packing.outer:
         outer = arrays["outer"].view(F32)
-        scales = scales * outer if packing.outer == "multiplied" else scales / outer
+        scales = parts["scales"]
+        parts["scales"] = scales * outer if packing.outer == "multiplied" else scales / outer
+    return parts
+
+
+def decode_codes(arrays: Mapping[str, Any], scheme: str, scales: Mapping[str, Any]) -> Any:
+    """Return the values of a packed tensor as `decode_arrays` does, given its `group_scales`."""
+    packing, codes = SCHEMES[scheme], _codes(arrays, SCHEMES[scheme])
+    shape, unit = codes.shape, packing.group or packing.block or codes.shape[-1]
+    # One axis for the values of a group, so that a loop over it reads its scale once.
+    is_grouped = shape[-1] % unit == 0
+
+    def each_group(numbers: Any) -> Any:
+        """Return numbers of groups, one for each row, so that they broadcast with the values."""
+        if packing.rows > 1:
+            numbers = _repeat(numbers.swapaxes(-1, -2), packing.rows, shape[-2]).swapaxes(-1, -2)
+        return numbers[..., None] if is_grouped else _repeat(numbers, unit, shape[-1])
+
+    codes = codes.reshape(*shape[:-1], -1, unit) if is_grouped else codes
     if packing.zeros:
-        values = _float32(codes) - _each_value(_float32(arrays["zeros"]), packing, unit, codes.shape)
+        values = _float32(codes) - each_group(_float32(arrays["zeros"]))
     else:
         values = _look_up(packing.table, codes) if packing.table else _float32(codes) - packing.zero
-    values = _each_value(scales, packing, unit, codes.shape) * values
-    if minimums is None:
-        return values
-    each_minimum = _each_value(minimums, packing, unit, codes.shape)
-    return values - each_minimum if packing.minimum == "subtracted" else values + each_minimum
+    values = each_group(scales["scales"]) * values
+    if packing.minimum:
+        minimums = each_group(scales["minimums"])
+        values = values - minimums if packing.minimum == "subtracted" else values + minimums
+    return values.reshape(shape)
 
 
 def decode_packed(data: np.ndarray[Any, Any], scheme: str) -> np.ndarray[Any, Any]:
@@ -457,18 +476,3 @@ def _repeat(values: Any, count: int, size: int) -> Any:
     """Return each entry of the last axis `count` times, and of all of them the first `size`."""
     repeated = values.__array_namespace__().broadcast_to(values[..., None], (*values.shape, count))
     return repeated.reshape(*values.shape[:-1], -1)[..., :size]
-
-
-def _each_value(values: Any, scheme: Scheme, unit: int | None, shape: Sequence[int]) -> Any:
-    """Return numbers that groups share, for each value of a tensor with this shape.
-
-    Args:
-        values: one number for each `unit` values (None: for a row) of each `scheme.rows` rows.
-        scheme: the scheme.
-        unit: the number of values of a row that share a number.
-        shape: the shape of the codes.
-    """
-    expanded = values if unit is None else _repeat(values, unit, shape[-1])
-    if scheme.rows == 1:
-        return expanded
-    return _repeat(expanded.swapaxes(-1, -2), scheme.rows, shape[-2]).swapaxes(-1, -2)
