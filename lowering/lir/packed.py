@@ -117,23 +117,30 @@ def dequant_matmul(
         flat = x.astype(jnp.float32).reshape(num_rows, 1, -1)
         y = (w.decode().astype(jnp.float32)[None] * flat).sum(axis=-1)
         return y.reshape(*x.shape[:-1], -1).astype(jnp.float32 if op.f32_result else x.dtype)
-    return tiled_product(op, x, w, tile_rows(w, TILE_BYTES.get(target, DEFAULT_TILE_BYTES)))
+    return tiled_product(op, x, w, tile_rows(w, target))
 
 
-def tile_rows(w: PackedWeight, num_bytes: int) -> int:
-    """Return how many rows of a weight to decode at a time: at most half of them, as XLA unrolls a loop of one step."""
+def tile_rows(w: PackedWeight, target: str) -> int:
+    """Return how many rows of a weight to decode at a time.
+
+    On a CPU it is at most half of them: XLA unrolls a loop of one step, and would then compute the scales of a group
+    again for each of its values.
+    """
     height, width = w.shape
     unit = SCHEMES[w.scheme].rows
-    rows = min(num_bytes // (width * w.dtype.itemsize), -(-height // 2))
-    return max(1, rows // unit) * unit
+    rows = min(TILE_BYTES.get(target, DEFAULT_TILE_BYTES) // (width * w.dtype.itemsize), height)
+    rows = min(rows, -(-height // 2)) if target == "cpu" else rows
+    return min(max(1, rows // unit) * unit, height)
 
 
 def tiled_product(op: MatMul, x: AnyArray, w: PackedWeight, tile: int) -> AnyArray:
     """Compute a product with a packed weight, decoding `tile` of its rows at a time.
 
-    The scales of groups are computed before, because XLA:CPU would compute them again for each value in the loop.
+    The scales of groups are computed before the loop, which XLA:CPU would otherwise do again for each value.
     """
     height, unit = w.shape[0], SCHEMES[w.scheme].rows
+    if tile == height:
+        return op.eval(x, w.decode())
     count = height // tile
     scales = group_scales(w.arrays, w.scheme)
 
