@@ -22,7 +22,8 @@ from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.order import TopK
 from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.ops.shape import Shard
-from rlx_jax.ir.param import Program, Role, Roles, Stack, printed_name
+from rlx_jax.ir.packed import SCHEMES
+from rlx_jax.ir.param import PackedArray, Program, Role, Roles, Stack, packing_of, printed_name
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.rewrite import everywhere, rewrite
 from rlx_jax.ir.roles import dim_roles, program_roles
@@ -68,14 +69,14 @@ class ModelSharding:
 
     def storage_sharding(self, program: Program) -> NamedSharding:
         """Return the storage sharding of a parameter: sharded over all mesh axes of its roles."""
-        return self._sharding(program_roles(program, self.roles), program.type.shape, ())
+        return self._sharding(program_roles(program, self.roles), divisible_shape(program), ())
 
     def compute_sharding(self, program: Program) -> NamedSharding:
         """Return the compute sharding of a parameter.
 
         It is gathered along the mesh axes that shard the batch. Only experts stay sharded; tokens are sent to them.
         """
-        return self._sharding(program_roles(program, self.roles), program.type.shape, self._batch_axes)
+        return self._sharding(program_roles(program, self.roles), divisible_shape(program), self._batch_axes)
 
     def value_sharding(self, roles: Roles, shape: Iterable[DimLike]) -> NamedSharding:
         """Return the sharding of a value or a state leaf.
@@ -162,6 +163,29 @@ class ModelSharding:
         return tuple(printed_name(p) for p in matrices if self.storage_sharding(p).is_fully_replicated)
 
 
+def divisible_shape(program: Program) -> tuple[DimLike, ...]:
+    """Return the shape of a parameter in units that devices may not divide.
+
+    For an array of a packed parameter these are its groups, so that all arrays of the parameter are divided alike, and
+    no group lies on two devices.
+    """
+    array, scheme = _packed_array(program)
+    if array is None or scheme is None:
+        return program.type.shape
+    shape, (unit, rows) = list(array.of.type.shape), (SCHEMES[scheme].elements, SCHEMES[scheme].rows)
+    for axis, size in ((-1, unit), (-2, rows)):
+        # An axis with incomplete groups, or with one number for all of them, is not divided.
+        is_whole = shape[axis] % size or array.type.shape[axis] == 1
+        shape[axis] = 1 if is_whole else shape[axis] // size
+    return (*program.type.shape[: program.type.rank - len(shape)], *shape)
+
+
+def _packed_array(program: Program) -> tuple[PackedArray | None, str | None]:
+    """Return the array of a packed parameter that a program is, or that of one layer, and the scheme; else None."""
+    first = program.parts[0] if isinstance(program, Stack) else program
+    return (first, packing_of(first.of)) if isinstance(first, PackedArray) else (None, None)
+
+
 def shard_type(t: TensorType, sharding: NamedSharding | None) -> TensorType:
     """Return the type of one device's shard of an array; without a sharding, of the full array."""
     return t if sharding is None else TensorType(sharding.shard_shape(t.spec.shape), t.dtype)
@@ -226,12 +250,15 @@ def _indivisible_message(model_sharding: ModelSharding, where: str, subject: str
 def check_divisible(model_sharding: ModelSharding, programs: Iterable[Program]) -> None:
     """Check that every sharded axis of the compute shardings divides evenly.
 
-    (An axis that is sharded in storage only is replicated instead; the report lists such parameters.)
+    (An axis that is sharded in storage only is replicated instead, and so are arrays of packed parameters whose groups
+    do not divide; the report lists such parameters.)
 
     Raises:
         UnsupportedError: an axis does not divide; names the parameter.
     """
     for program in programs:
+        if _packed_array(program)[0] is not None:
+            continue
         for axis, role in enumerate(program_roles(program, model_sharding.roles)):
             parts = model_sharding.num_weight_shards(program, axis)
             if int(program.type.shape[axis]) % parts:

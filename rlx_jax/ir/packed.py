@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -233,7 +233,7 @@ class PackedSpec:
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     scheme: str
-    arrays: Mapping[str, Any] | None = None
+    arrays: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         # Accept lists and names of dtypes, as jax.ShapeDtypeStruct does.
