@@ -166,7 +166,7 @@ def test_packed_weights() -> None:
         assert_close(ours(x), want)
         for key, packed_one in (("up", up), ("down", down)):
             np.testing.assert_array_equal(ours.weights()[key], meaning(packed_one))
-        # A group of 32 is never cut: over two devices the three groups of `down` are replicated, over eight both of `up`.
+        # No group of 32 is cut: two devices do not divide the three groups of `down`, and eight not both of `up`.
         replicated = {name for name, a in ours.params.items() if a.sharding.is_fully_replicated}  # type: ignore[union-attr]
         whole = "down" if devices == 2 else "up"
         assert replicated == {whole, f"{whole}.scales"} == set(ours.report(batch=8).whole)
