@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from rlx_jax.errors import TokenizerError, UnsupportedError, listing, shown
+from rlx_jax.errors import RlxWarning, TokenizerError, UnsupportedError, listing, shown
 from rlx_jax.text.gguf_pretokenizers import DEFAULT, PRE_TOKENIZERS
 from rlx_jax.text.gguf_vocabulary import (
     BYTE,
@@ -41,6 +42,8 @@ _ROLES = {
     "padding_token_id": "pad_token", "seperator_token_id": "sep_token", "cls_token_id": "cls_token",
     "mask_token_id": "mask_token",
 }  # fmt: skip
+# Ids that may be out of range: some files have such ids, and texts do not depend on them.
+_OPTIONAL = ("padding_token_id", "seperator_token_id", "cls_token_id", "mask_token_id")
 # More ids that end a generated row: the end of a turn or of a message.
 _ENDS = ("eot_token_id", "eom_token_id")
 # Control tokens of these texts end a row too, as in llama.cpp: converters do not write the id of every one.
@@ -151,7 +154,14 @@ def _end_ids(tokens: Sequence[str], kinds: np.ndarray[Any, Any], roles: Mapping[
 
 def _special_ids(metadata: Metadata, kind: str, count: int, where: str) -> dict[str, int]:
     """Return the special ids by metadata key, with llama.cpp's where the file has none."""
-    roles = {key: _id(metadata, key, count, where) for key in (*_ROLES, *_ENDS) if PREFIX + key in metadata}
+    roles: dict[str, int] = {}
+    for key in (key for key in (*_ROLES, *_ENDS) if PREFIX + key in metadata):
+        value = metadata[PREFIX + key]
+        if key in _OPTIONAL and type(value) is int and not 0 <= value < count:
+            text = f"{where}: {PREFIX}{key} is {value}, but there are {count} tokens; it is ignored, as llama.cpp does"
+            warnings.warn(text, RlxWarning, stacklevel=2)
+        else:
+            roles[key] = _id(metadata, key, count, where)
     if kind == "bert":  # the same token under two names
         begin = roles.get("bos_token_id", roles.get("cls_token_id", _BERT_IDS["bos_token_id"]))
         roles |= {"bos_token_id": begin, "cls_token_id": begin} if begin < count else {}
