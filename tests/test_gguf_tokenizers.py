@@ -257,7 +257,7 @@ def test_special_ids() -> None:
     with pytest.warns(RlxWarning, match="does not name a pre-tokenizer"):
         tokenizer_files(metadata, "m.gguf")
     with pytest.warns(RlxWarning, match="padding_token_id is 9, but there are 7 tokens"):
-        tokenizer_files(metadata | {"tokenizer.ggml.padding_token_id": 9}, "m.gguf")
+        tokenizer_files(metadata | {"tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.padding_token_id": 9}, "m.gguf")
     bert = {"tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": tuple(f"\u2581{i}" for i in range(110))}
     single = tokenizer_files(bert, "m.gguf").documents["tokenizer.json"]["post_processor"]["single"]
     assert [piece.get("SpecialToken", {}).get("id") for piece in single] == ["101", None, "102"]
