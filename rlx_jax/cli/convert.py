@@ -19,12 +19,20 @@ from rlx_jax.encode.gguf_folder import open_model_folder
 from rlx_jax.encode.gguf_metadata import describe_checkpoint
 from rlx_jax.errors import ConfigError, RequestError, RlxNumericsWarning, WeightError, quote
 from rlx_jax.io import limits
+from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.ir.weight_reads import WeightSource
-from rlx_jax.runtime.checkpoint_origin import COMPANION_FILES, CONFIG, config_with_dtype, copied_entries
+from rlx_jax.runtime.checkpoint_origin import (
+    COMPANION_FILES,
+    CONFIG,
+    config_with_dtype,
+    copied_entries,
+    with_quantization,
+)
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.gguf import SUFFIX
 from rlx_jax.weights.gguf_write import file_type
+from rlx_jax.weights.quantize import quantized_entries
 from rlx_jax.weights.save import parse_dtype, write_checkpoint
 from rlx_jax.weights.source import open_weights
 
@@ -56,7 +64,7 @@ def convert(args: argparse.Namespace, session: Session) -> Iterator[str]:
         raise RequestError(f"{quote(args.source)} has weights alone; a GGUF file has a config and a tokenizer too")
     else:
         source = open_weights(args.source, revision=args.revision) if folder is None else open_weights(folder)
-        sources = copied_entries(source, source.keys(), dtype)
+        sources = copied_entries(source, source.keys(), dtype, decodes=storage is not None)
     entries = [
         replace(e, values=checked_reader(source, e, session, i + 1, len(sources) + 1), storage=storage)
         for i, e in enumerate(sources)
@@ -66,7 +74,13 @@ def convert(args: argparse.Namespace, session: Session) -> Iterator[str]:
         metadata, entries = describe_checkpoint(checkpoint, entries)
         write_checkpoint(args.target, entries, format, args.overwrite, metadata=metadata | file_type(storage))
     else:
-        companion_files = {} if folder is None else read_companion_files(folder, dtype)
+        unpacks = any(isinstance(source.spec(key), PackedSpec) for key in source.keys())
+        companion_files = {} if folder is None else read_companion_files(folder, dtype, unpacks)
+        if storage is not None:
+            if CONFIG not in companion_files:
+                raise RequestError(f"{quote(args.source)} has no {CONFIG}, which declares --dtype {storage}")
+            entries, quantization = quantized_entries(entries, storage)
+            companion_files = with_quantization(companion_files, CONFIG, quantization)
         write_checkpoint(args.target, entries, format, args.overwrite, companion_files)
     session.status.clear()
     size, names = sum(e.type.nbytes for e in entries), sorted(companion_files)
@@ -79,14 +93,17 @@ def convert(args: argparse.Namespace, session: Session) -> Iterator[str]:
         yield f"{args.target}: {len(entries)} tensors, {format_bytes(size)}, as {format}{suffix}\n"
 
 
-def read_companion_files(folder: Any, dtype: np.dtype[Any] | None) -> dict[str, bytes]:
-    """Return the contents of config and tokenizer files by path; the config has the new dtype of the weights."""
+def read_companion_files(folder: Any, dtype: np.dtype[Any] | None, unpacks: bool) -> dict[str, bytes]:
+    """Return the contents of config and tokenizer files by path; the config has the new dtype of the weights, and no
+    quantization if they are unpacked."""
     files: dict[str, bytes] = {}
     for name in (CONFIG, *COMPANION_FILES, *SENTENCE_FILES):
         content = folder.read(name, limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES", ConfigError)
         if content is not None:
             files[name] = content
     config = folder.json(CONFIG)  # also without a dtype, as this raises if the file is malformed
+    if unpacks:
+        config = {key: value for key, value in config.items() if key not in ("quantization_config", "quantization")}
     if dtype is not None and CONFIG in files:
         files[CONFIG] = json.dumps(config_with_dtype(config, dtype.name), indent=2).encode() + b"\n"
     return files
@@ -130,7 +147,11 @@ def options(parser: argparse.ArgumentParser) -> None:
         choices=("safetensors", "orbax", "gguf"),
         help="by default safetensors; gguf for a .gguf file",
     )
-    add("--dtype", metavar="DTYPE", help="of floating weights: f32, bf16, f16, q8_0 (GGUF); as they are without it")
+    add(
+        "--dtype",
+        metavar="DTYPE",
+        help="of floating weights: f32, bf16, f16, q8_0 (gguf), fp8, int8 (safetensors)",
+    )
     add("--overwrite", action="store_true", help="replace what was written to DST this way before")
     add("--quiet", action="store_true", help="no progress on stderr")
 

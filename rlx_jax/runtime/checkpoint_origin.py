@@ -173,7 +173,21 @@ def config_with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return result if any(name in result for name in _DTYPES) else {**result, "torch_dtype": dtype}
 
 
-def with_unused_weights(entries: list[Entry], source: WeightSource, dtype: np.dtype[Any] | None) -> list[Entry]:
+def with_quantization(files: Mapping[str, bytes], name: str, quantization: dict[str, Any]) -> dict[str, bytes]:
+    """Return companion files in which the config `name` declares how weights are quantized.
+
+    Raises:
+        UnsupportedError: it declares that already, for weights that are copied.
+    """
+    config = json.loads(files[name])
+    if config.get("quantization_config") is not None:
+        raise UnsupportedError(f"save: {name} declares weights that are quantized already; convert them to bf16 first")
+    return {**files, name: json.dumps(config | {"quantization_config": quantization}, indent=2).encode() + b"\n"}
+
+
+def with_unused_weights(
+    entries: list[Entry], source: WeightSource, dtype: np.dtype[Any] | None, decodes: bool = False
+) -> list[Entry]:
     """Return the entries of a model under the checkpoint's keys, with the checkpoint's other weights copied.
 
     So the text model of a vision-language checkpoint is saved with the image tower that its `config.json` declares.
@@ -182,29 +196,36 @@ def with_unused_weights(entries: list[Entry], source: WeightSource, dtype: np.dt
         entries: the weights of the model.
         source: the weights of the checkpoint.
         dtype: the dtype of all floating weights; None for the checkpoint's dtypes.
+        decodes: without `dtype`, decode packed weights.
 
     Raises:
-        UnsupportedError: a copied weight is packed.
+        UnsupportedError: a copied weight is packed, and stays so.
     """
     stored = source
     if isinstance(source, RenamedSource):
         stored, entries = source.source, [Entry(source.stored(e.key), e.type, e.values) for e in entries]
     names = {entry.key for entry in entries}
-    return [*entries, *copied_entries(stored, (key for key in stored.keys() if key not in names), dtype)]
+    return [*entries, *copied_entries(stored, (key for key in stored.keys() if key not in names), dtype, decodes)]
 
 
-def copied_entries(source: WeightSource, keys: Iterable[str], dtype: np.dtype[Any] | None) -> list[Entry]:
+def copied_entries(
+    source: WeightSource, keys: Iterable[str], dtype: np.dtype[Any] | None, decodes: bool = False
+) -> list[Entry]:
     """Return the entries of weights that are copied from a source, each read when it is written.
+
+    Without `dtype`, `decodes` decodes packed weights.
 
     Raises:
         UnsupportedError: a weight is packed, and there is no dtype to decode it to.
     """
-    return [_copy_entry(source, key, dtype) for key in keys]
+    return [_copy_entry(source, key, dtype, decodes) for key in keys]
 
 
-def _copy_entry(source: WeightSource, key: str, dtype: np.dtype[Any] | None) -> Entry:
+def _copy_entry(source: WeightSource, key: str, dtype: np.dtype[Any] | None, decodes: bool) -> Entry:
     """Return the entry of a weight that is copied from the source when it is written."""
     spec = source.spec(key)
+    if decodes and dtype is None and isinstance(spec, PackedSpec):
+        dtype = np.dtype(spec.dtype)
     scheme = spec.scheme if isinstance(spec, PackedSpec) else None
     if scheme is not None and dtype is None:
         raise UnsupportedError(

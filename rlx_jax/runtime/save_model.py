@@ -6,6 +6,7 @@ It uses the keys and shapes of the checkpoint that the model was loaded from, so
 from __future__ import annotations
 
 import os
+import posixpath
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from rlx_jax.ir.param import Key, Program, is_lossy, packed_keys
 from rlx_jax.ir.types import TensorType, is_float, short_name
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.runtime.arguments import check_params
-from rlx_jax.runtime.checkpoint_origin import CheckpointOrigin, with_unused_weights
+from rlx_jax.runtime.checkpoint_origin import CONFIG, CheckpointOrigin, with_quantization, with_unused_weights
 from rlx_jax.runtime.compile_flow import has_data
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.weights.execute import Piece, decoded_leaves, fill, join_pieces, pieces, read_numbers
@@ -36,6 +37,7 @@ from rlx_jax.weights.finite import narrow_values
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.gguf import SUFFIX
 from rlx_jax.weights.gguf_write import file_type
+from rlx_jax.weights.quantize import quantized_entries
 from rlx_jax.weights.save import parse_dtype, write_checkpoint
 
 
@@ -65,7 +67,9 @@ def save(
         dtype: the dtype of all floating weights, "f32", "bf16" or "f16", which `config.json` then declares. By default
             each weight has the dtype of the checkpoint; values that would be rounded are an error, and so are weights
             that are packed in the checkpoint. With `dtype` packed weights are written dequantized. In a GGUF file it is
-            the type of matrices, also "q8_0"; vectors and routers are "f32" there.
+            the type of matrices, also "q8_0"; vectors and routers are "f32" there. "fp8" (blocks of 128 × 128) and
+            "int8" (a scale for each row) quantize the weights of linear layers in a Hugging Face directory, except the
+            head and routers; the others keep their dtype.
 
     Raises:
         WeightError: without `dtype`, values would be rounded, or weights were packed.
@@ -84,12 +88,14 @@ def save(
     check_params(params, compiled.param_specs())
     source = programs.source if has_data(programs) else None
     target, storage = parse_dtype(dtype, format, "save: dtype=")
-    if format == "gguf":
+    if loaded_from is None and storage is not None or format == "gguf":
         if loaded_from is None:
-            raise UnsupportedError("save: a GGUF file has a config and a tokenizer: save the result of rlx_jax.load")
+            raise UnsupportedError(
+                f"save: {dtype or format} needs the config of a checkpoint: save the result of rlx_jax.load"
+            )
         loaded_from.check_model(compiled.built)
     files = {} if format == "gguf" or loaded_from is None else loaded_from.files(compiled.built, target)
-    if target is None:
+    if target is None and storage is None:
         _refuse_packed(programs.layout.params.values())
     entries = _entries(_weights(programs.layout.params, params, source), target)
     if loaded_from is not None and format == "gguf":
@@ -99,7 +105,10 @@ def save(
     if loaded_from is None:
         write_checkpoint(path, entries, format or "orbax", overwrite)
         return
-    entries = entries if source is None else with_unused_weights(entries, source, target)
+    entries = entries if source is None else with_unused_weights(entries, source, target, decodes=storage is not None)
+    if storage is not None:
+        entries, quantization = quantized_entries(entries, storage)
+        files = with_quantization(files, posixpath.join(loaded_from.subfolder, CONFIG), quantization)
     write_checkpoint(path, entries, format or "safetensors", overwrite, files, loaded_from.subfolder)
 
 

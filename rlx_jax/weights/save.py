@@ -41,12 +41,14 @@ from rlx_jax.weights.manifest import (
     file_digests,
     read_manifest,
 )
+from rlx_jax.weights.quantize import QUANTIZERS
 
 
 def parse_dtype(dtype: Any, format: str | None, where: str) -> tuple[np.dtype[Any] | None, str | None]:
-    """Return the dtype of floating weights, None for the checkpoint's, and how a GGUF file stores matrices.
+    """Return the dtype of floating weights, None for the checkpoint's, and how matrices are stored, None for that.
 
-    Values for a GGUF file are float32 until they are written, because some tensors stay so.
+    Values for a GGUF file are float32 until they are written, because some tensors stay so. The second result is a name
+    in `STORAGE` for a GGUF file, and else one in `QUANTIZERS`.
 
     Args:
         dtype: `dtype=` of `rlx_jax.save`, or None.
@@ -61,8 +63,11 @@ def parse_dtype(dtype: Any, format: str | None, where: str) -> tuple[np.dtype[An
     is_gguf = format == "gguf"
     if isinstance(dtype, str) and dtype in STORAGE and is_gguf:
         return F32, dtype
-    if dtype == "q8_0":
-        raise DTypeError(f"{where}{quote(dtype)}: only GGUF files are written with it: format='gguf'")
+    if isinstance(dtype, str) and dtype in QUANTIZERS and format in (None, "safetensors"):
+        return None, dtype
+    if isinstance(dtype, str) and dtype in ("q8_0", *QUANTIZERS):
+        needed = "gguf" if dtype == "q8_0" else "safetensors"
+        raise DTypeError(f"{where}{quote(dtype)}: only written with format={needed!r}, got {quote(format)}")
     target = as_dtype(dtype)
     if not is_float(target) or (is_gguf and short_name(target) not in STORAGE):
         choices = f"one of {', '.join(STORAGE)}" if is_gguf else "a floating one, such as 'f32' or 'bf16'"
