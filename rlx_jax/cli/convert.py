@@ -83,7 +83,7 @@ def convert(args: argparse.Namespace, session: Session) -> Iterator[str]:
             companion_files = with_quantization(companion_files, CONFIG, quantization)
         write_checkpoint(args.target, entries, format, args.overwrite, companion_files)
     session.status.clear()
-    size, names = sum(e.type.nbytes for e in entries), sorted(companion_files)
+    size, names = sum(e.nbytes for e in entries), sorted(companion_files)
     if args.json:
         yield json_line(
             {"written": args.target, "format": format, "tensors": len(entries), "bytes": size, "files": names}

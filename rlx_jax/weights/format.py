@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, TypedDict, cast, get_args
@@ -83,6 +84,10 @@ class OpenOptions:
             raise WeightError(f"subtree: expected a dotted path such as 'params', got {quote(self.subtree)}")
 
 
+# Bytes of a value of a matrix, by `Entry.storage`.
+_STORED_SIZES = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 34 / 32}
+
+
 @dataclass(frozen=True)
 class Entry:
     """One weight to write.
@@ -98,6 +103,12 @@ class Entry:
     type: TensorType
     values: Callable[[], Any]
     storage: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Return the number of bytes that it takes where it is stored."""
+        stored_size = _STORED_SIZES.get(self.storage or "")
+        return self.type.nbytes if stored_size is None else int(math.prod(self.type.shape) * stored_size)
 
     @staticmethod
     def from_array(key: str, array: np.ndarray[Any, Any]) -> Entry:

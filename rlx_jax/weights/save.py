@@ -137,7 +137,7 @@ def _write_file(
         raise RequestError(f"save: path is {quote(target)}; expected the name of a {row.suffix} file for {row.name!r}")
     if os.path.lexists(target) and not row.detect(target):
         raise TargetExistsError(f"{quote(target)} is not a {row.suffix} file; remove it, or save elsewhere")
-    with atomic_directory(target, overwrite, sum(e.type.nbytes for e in entries)) as new:
+    with atomic_directory(target, overwrite, sum(e.nbytes for e in entries)) as new:
         row.write(new, entries, metadata)
 
 
