@@ -23,7 +23,7 @@ from rlx_jax.ir.ops.order import TopK
 from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.ops.shape import Shard
 from rlx_jax.ir.packed import SCHEMES
-from rlx_jax.ir.param import PackedArray, Program, Role, Roles, Stack, packing_of, printed_name
+from rlx_jax.ir.param import Program, Role, Roles, Stack, packed_parameter, packing_of, printed_name
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.rewrite import everywhere, rewrite
 from rlx_jax.ir.roles import dim_roles, program_roles
@@ -169,21 +169,16 @@ def divisible_shape(program: Program) -> tuple[DimLike, ...]:
     For an array of a packed parameter these are its groups, so that all arrays of the parameter are divided alike, and
     no group lies on two devices.
     """
-    array, scheme = _packed_array(program)
-    if array is None or scheme is None:
+    parameter = packed_parameter(program)
+    scheme = None if parameter is None else packing_of(parameter)
+    if parameter is None or scheme is None:
         return program.type.shape
-    shape, (unit, rows) = list(array.of.type.shape), (SCHEMES[scheme].elements, SCHEMES[scheme].rows)
-    for axis, size in ((-1, unit), (-2, rows)):
+    shape = list(parameter.type.shape)
+    for axis, size in ((-1, SCHEMES[scheme].elements), (-2, SCHEMES[scheme].rows)):
         # An axis with incomplete groups, or with one number for all of them, is not divided.
-        is_whole = shape[axis] % size or array.type.shape[axis] == 1
+        is_whole = shape[axis] % size or program.type.shape[axis] == 1
         shape[axis] = 1 if is_whole else shape[axis] // size
-    return (*program.type.shape[: program.type.rank - len(shape)], *shape)
-
-
-def _packed_array(program: Program) -> tuple[PackedArray | None, str | None]:
-    """Return the array of a packed parameter that a program is, or that of one layer, and the scheme; else None."""
-    first = program.parts[0] if isinstance(program, Stack) else program
-    return (first, packing_of(first.of)) if isinstance(first, PackedArray) else (None, None)
+    return tuple(shape)
 
 
 def shard_type(t: TensorType, sharding: NamedSharding | None) -> TensorType:
@@ -257,7 +252,7 @@ def check_divisible(model_sharding: ModelSharding, programs: Iterable[Program]) 
         UnsupportedError: an axis does not divide; names the parameter.
     """
     for program in programs:
-        if _packed_array(program)[0] is not None:
+        if packed_parameter(program) is not None:
             continue
         for axis, role in enumerate(program_roles(program, model_sharding.roles)):
             parts = model_sharding.num_weight_shards(program, axis)

@@ -55,6 +55,10 @@ def test_packed_on_the_device(compute: str, layout: str, rows: int) -> None:
     assert {key: array.dtype for key, array in one.weights().items()} == dict.fromkeys(MIXED, np.dtype(np.float32))
     for key in ("up", "down"):
         np.testing.assert_array_equal(one.weights()[key], DENSE[key])
+    report = one.report()
+    assert report.packed == {"up": ("gguf_q8_0", UP.data.nbytes), "down": ("gguf_q4_0", DOWN.data.nbytes)}
+    assert f"packed             1 parameters as gguf_q8_0, {UP.data.nbytes:,} bytes" in str(report)
+    assert report.products == ("2 by tiles (packed, decoded tile by tile)",) and "7,008 parameters" in repr(one)
 
 
 @pytest.mark.parametrize("program, compute, layout", [("forward", "bf16", "in_out"), ("train", "f32", "out_in")])
@@ -78,8 +82,9 @@ def test_decoded_while_loading(program: str, compute: str, layout: str) -> None:
 
 
 def test_what_only_looks_sees_numbers() -> None:
-    """Summaries, shapes by key and messages about shapes; `init` draws numbers of the logical shape."""
-    assert mlp().summary(MIXED) == mlp().summary(DENSE)
+    """Shapes by key and messages about shapes; `init` draws numbers of the logical shape. Summaries name the scheme."""
+    assert re.sub(r" \(gguf_\w+, [\d,]+ bytes\)", "", mlp().summary(MIXED)).split() == mlp().summary(DENSE).split()
+    assert f"up (gguf_q8_0, {UP.data.nbytes:,} bytes)" in mlp().summary(MIXED)
     assert mlp().build(MIXED).params == mlp().build(DENSE).params
     shapes = {"up": UP.spec, "down": DOWN.spec, "up.b": jax.ShapeDtypeStruct((96,), np.float32)}
     with pytest.raises(UnsupportedError, match="'up' stays packed .* precision.weights = 'f32'"):

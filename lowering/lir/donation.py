@@ -24,9 +24,11 @@ from rlx_jax.errors import RlxWarning
 from rlx_jax.ir.graph import Graph, Mir, Param, StateRead
 from rlx_jax.ir.ops.cache import RingStep
 from rlx_jax.ir.ops.pointwise import CastTo
+from rlx_jax.ir.param import packing_of
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.lowering.inspect.outline import cost
+from rlx_jax.lowering.lir.packed import decoding_bytes
 from rlx_jax.lowering.lir.plan import Lir, state_types
 from rlx_jax.lowering.sharding import shard_type
 
@@ -150,7 +152,9 @@ def temporary_bytes(lir: Lir) -> int:
     scratch = cost(lir.graph).workspace
     # 2 · largest: a layer's keys and values while they are written, and XLA:CPU's copy of them from a scan's carry.
     # 8 · outputs: values that a loop around the program computes from its outputs, such as sorted logits.
-    return activations + scratch + 2 * largest + 2 * sum(narrow) + 8 * outputs + casts + slack
+    params = (program for param in lir.graph.params() for program in param.programs if packing_of(program) is not None)
+    decoding = 2 * max((decoding_bytes(p, lir.plan.target) for p in params), default=0) if lir.plan.packed else 0
+    return activations + scratch + 2 * largest + 2 * sum(narrow) + 8 * outputs + casts + decoding + slack
 
 
 def computed_types(graph: Graph) -> set[TensorType]:

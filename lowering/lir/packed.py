@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from rlx_jax.ir.ops.index import Gather
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.packed import SCHEMES, decode_arrays, decode_codes, group_scales
 from rlx_jax.ir.param import Program, packing_of, without_casts
+from rlx_jax.ir.types import DimLike
 
 AnyArray = Any
 
@@ -87,11 +88,21 @@ def packed_implementation(op: Mir, operands: tuple[AnyArray, ...], target: str) 
     """Return the function that runs an op on packed operands; None if they are to be decoded."""
     if isinstance(op, Gather) and isinstance(operands[0], PackedWeight):
         return dequant_gather
-    if not isinstance(op, MatMul | FusedMatMulBiasAct) or not isinstance(operands[1], PackedWeight):
-        return None
-    if op.contract == 0 or len(operands[1].shape) != 2:
-        return None
-    return functools.partial(dequant_matmul, target)
+    if isinstance(op, MatMul | FusedMatMulBiasAct) and isinstance(operands[1], PackedWeight):
+        return None if op.contract == 0 else functools.partial(dequant_matmul, target)
+    return None
+
+
+def choose_dequant_matmul(
+    op: MatMul | FusedMatMulBiasAct, shape: Sequence[DimLike], target: str
+) -> tuple[Literal["decoded", "fused", "tiles"], str]:
+    """Return how a product of x with this shape and a packed weight is computed, and why."""
+    if op.contract == 0:
+        return "decoded", "the rows of the packed weight are not its outputs"
+    rows = math.prod(int(n) for n in shape[:-1])
+    if rows <= MAX_FUSED_ROWS and target != "cpu":  # XLA:CPU does not fuse the product into the sum
+        return "fused", f"packed, {rows} rows: the sum decodes each value"
+    return "tiles", "packed, decoded tile by tile"
 
 
 def dequant_gather(op: Gather, table: PackedWeight, ids: AnyArray) -> AnyArray:
@@ -112,23 +123,22 @@ def dequant_matmul(
     """
     if isinstance(op, FusedMatMulBiasAct):
         return op.finish(dequant_matmul(target, op.product, x, w), *bias)
-    num_rows = math.prod(x.shape[:-1])
-    if num_rows <= MAX_FUSED_ROWS and target != "cpu":  # XLA:CPU does not fuse the product into the sum
-        flat = x.astype(jnp.float32).reshape(num_rows, 1, -1)
+    if choose_dequant_matmul(op, x.shape, target)[0] == "fused":
+        flat = x.astype(jnp.float32).reshape(-1, 1, x.shape[-1])
         y = (w.decode().astype(jnp.float32)[None] * flat).sum(axis=-1)
         return y.reshape(*x.shape[:-1], -1).astype(jnp.float32 if op.f32_result else x.dtype)
-    return tiled_product(op, x, w, tile_rows(w, target))
+    return tiled_product(op, x, w, tile_rows(w.shape, w.scheme, w.dtype, target))
 
 
-def tile_rows(w: PackedWeight, target: str) -> int:
-    """Return how many rows of a weight to decode at a time.
+def tile_rows(shape: Sequence[DimLike], scheme: str, dtype: np.dtype[Any], target: str) -> int:
+    """Return how many rows of a weight `[N, K]` to decode at a time.
 
     On a CPU it is at most half of them: XLA unrolls a loop of one step, and would then compute the scales of a group
     again for each of its values.
     """
-    height, width = w.shape
-    unit = SCHEMES[w.scheme].rows
-    rows = min(TILE_BYTES.get(target, DEFAULT_TILE_BYTES) // (width * w.dtype.itemsize), height)
+    height, width = map(int, shape)
+    unit = SCHEMES[scheme].rows
+    rows = min(TILE_BYTES.get(target, DEFAULT_TILE_BYTES) // (width * dtype.itemsize), height)
     rows = min(rows, -(-height // 2)) if target == "cpu" else rows
     return min(max(1, rows // unit) * unit, height)
 
@@ -159,3 +169,19 @@ def tiled_product(op: MatMul, x: AnyArray, w: PackedWeight, tile: int) -> AnyArr
     rest = height - count * tile
     last = product(jnp.int32(count * tile), rest, x) if rest else None
     return y if last is None else jnp.concatenate([y, last], axis=-1)
+
+
+def decoding_bytes(program: Program, target: str) -> int:
+    """Return the bytes of temporaries that a product with a packed parameter takes: a tile, and scales of all groups.
+
+    Experts are decoded as a whole.
+    """
+    scheme, (*_, height, width) = packing_of(program), program.type.shape
+    assert scheme is not None
+    dtype, packing = program.type.dtype, SCHEMES[scheme]
+    rows = (
+        tile_rows((height, width), scheme, dtype, target) if program.type.rank == 2 else program.type.size // int(width)
+    )
+    groups = int(width) // (packing.group or packing.block or int(width))
+    per_group = 8 if packing.minimum else 4
+    return rows * int(width) * (4 + dtype.itemsize) + program.type.size // int(width) * groups * per_group

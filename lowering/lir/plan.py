@@ -20,10 +20,21 @@ from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
-from rlx_jax.ir.param import PackedArray, Program, Roles, Stack, packed_arrays, packing_of, printed_name, stored_keys
+from rlx_jax.ir.param import (
+    PackedArray,
+    Program,
+    Roles,
+    Stack,
+    packed_arrays,
+    packed_parameter,
+    packing_of,
+    printed_name,
+    stored_keys,
+)
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.state_leaf import StateLeaf, per_token_key
 from rlx_jax.ir.types import TensorType, short_name
+from rlx_jax.lowering.lir.packed import choose_dequant_matmul
 
 PRODUCTS = (MatMul, FusedMatMulBiasAct)
 RECURRENCES = (GatedDeltaOp, SelectiveScanOp)
@@ -74,6 +85,7 @@ class Plan:
         experts: the requested implementation of mixtures of experts.
         kernels: whether custom kernels were requested.
         strict: whether it is an error if the state is not updated in place.
+        packed: whether packed weights stay packed on the device.
     """
 
     target: str
@@ -89,6 +101,7 @@ class Plan:
     experts: str = "auto"
     kernels: bool = False
     strict: bool = False
+    packed: bool = False
 
     def text(self) -> str:
         """Return the plan in one line, for dumps."""
@@ -134,7 +147,18 @@ class Lir:
         """Yield block path and choice of each node with one of these ops."""
         for inner, node in self.graph.walk():
             if isinstance(node.op, kinds):
-                yield path_text(node.origin.path), str(self.plan.choices.get(call_of(inner, node), XLA_CHOICE))
+                choice = self.plan.choices.get(call_of(inner, node), XLA_CHOICE)
+                yield path_text(node.origin.path), str(self._packed_choice(inner, node) or choice)
+
+    def _packed_choice(self, graph: Graph, node: Node) -> Choice | None:
+        """Return how a product with a weight that stays packed runs; None for other nodes."""
+        weight = graph.nodes[node.inputs[1].node].op
+        is_packed = self.plan.packed and isinstance(weight, Param) and any(map(packing_of, weight.programs))
+        if not is_packed or not isinstance(node.op, PRODUCTS):
+            return None
+        op, (x, *_) = call_of(graph, node)
+        assert isinstance(op, PRODUCTS)
+        return Choice(*choose_dequant_matmul(op, x.shape, self.plan.target))
 
 
 def state_types(graph: Graph, stacked: bool) -> dict[str, TensorType]:
@@ -206,6 +230,22 @@ class Layout:
     def types(self) -> dict[str, TensorType]:
         """Return the type of every parameter by name."""
         return {name: program.type for name, program in self.params.items()}
+
+    def packed(self) -> dict[str, tuple[str, int]]:
+        """Return the scheme, and the bytes of all arrays, of each packed parameter by name."""
+        parameters: dict[str, tuple[str, int]] = {}
+        for program in self.params.values():
+            parameter = packed_parameter(program)
+            scheme = None if parameter is None else packing_of(parameter)
+            if parameter is not None and scheme is not None:
+                name = printed_name(parameter)
+                parameters[name] = scheme, parameters.get(name, ("", 0))[1] + program.type.nbytes
+        return parameters
+
+    def num_parameters(self) -> int:
+        """Return the number of elements of all parameters; of packed ones, of values, not of codes."""
+        parameters = {packed_parameter(program) or program for program in self.params.values()}
+        return sum(program.type.size for program in parameters)
 
     def by_program(self) -> dict[Program, str]:
         """Return the name of every parameter by program."""

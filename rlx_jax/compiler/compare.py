@@ -66,7 +66,7 @@ def _facts(
     template = make_template(built, 0.0, settings, program)
     yield from ((f"pass {name}", "runs" if name in template.nodes else "does not run") for name in PASS_NAMES)
     yield from _op_counts(template)
-    types = layout_of([template.hir], settings.plan.scan, settings.keep_packed).types()
+    types = layout_of([template.hir], settings.plan.scan, settings.plan.packed).types()
     yield "parameters", f"{len(types)} arrays, {sum(t.nbytes for t in types.values()):,} bytes"
     yield "parameters in", ", ".join(sorted({short_name(t.dtype) for t in types.values()}))
     yield "layers", "one loop" if settings.plan.scan else "one after the other"

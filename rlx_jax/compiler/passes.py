@@ -145,7 +145,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         "merge_linears",
         HIR,
-        lambda graph, settings, types: merge_linears(graph, types, settings.model_sharding, settings.keep_packed),
+        lambda graph, settings, types: merge_linears(graph, types, settings.model_sharding, settings.plan.packed),
         lambda job: job.settings.merge and job.settings,
         "layout",
     ),
@@ -160,7 +160,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         "orient",
         HIR,
-        lambda graph, settings, types: orient(graph, settings.backend.weight_layout, settings.keep_packed, types),
+        lambda graph, settings, types: orient(graph, settings.backend.weight_layout, settings.plan.packed, types),
         lambda job: job.settings.backend.weight_layout != "auto" and job.settings,
         "layout",
     ),

@@ -149,7 +149,6 @@ class Settings:
         merge: whether projections of one input are fused.
         plan: how programs run, without the parts that depend on a program: its `choices`, and the inputs that it can
             reuse.
-        keep_packed: whether packed weights stay packed on the device.
         kv_dtype: the dtype of cached keys and values; None for the dtype that they are computed in.
         buckets: the sizes that requests are padded to.
         loop: the settings of the generation loop.
@@ -167,7 +166,6 @@ class Settings:
     disabled_kinds: frozenset[str]
     merge: bool
     plan: Plan
-    keep_packed: bool
     kv_dtype: np.dtype[Any] | None
     buckets: Buckets
     loop: LoopSettings
@@ -260,12 +258,12 @@ def settings_for(
             donate_state=profile.donation.state,
             donate_inputs=profile.donation.inputs,
             strict=profile.donation.strict,
+            packed=precision.weights == "keep" and not train,
             products=backend.products,
             experts=backend.experts,
             kernels=backend.kernels == "auto" and not train,  # a gradient would compute their op again
             compiler_options=dict(sorted(backend.compiler_options.items())),
         ),
-        keep_packed=precision.weights == "keep" and not train,
         kv_dtype=None if precision.kv == "auto" else as_dtype(precision.kv),
         buckets=Buckets(**{f.name: getattr(profile.buckets, f.name) for f in fields(BucketTable)}),
         loop=LoopSettings(

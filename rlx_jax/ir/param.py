@@ -450,6 +450,17 @@ def _is_covered(key: Key, slices: Sequence[Sliced]) -> bool:
 # -- queries of programs -------------------------------------------------------------------------
 
 
+def packed_parameter(program: Program) -> Program | None:
+    """Return the packed parameter of which a leaf of the layout is one array, as without casts; None for other leaves.
+
+    For an array of stacked layers it is the stack of their parameters.
+    """
+    if isinstance(program, PackedArray):
+        return program.of
+    layers = [p.of for p in program.parts if isinstance(p, PackedArray)] if isinstance(program, Stack) else []
+    return Stack(tuple(layers)) if layers else None
+
+
 def stored_keys(program: Program) -> Iterator[Key]:
     """Return the checkpoint tensors that a program reads, in order. A packed tensor has its logical type."""
     if isinstance(program, Key):

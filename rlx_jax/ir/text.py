@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from rlx_jax.ir.graph import Graph, Hir, Input, Leaf, Node, Param, Value
-from rlx_jax.ir.param import Padded, Program, Stack, printed_name
+from rlx_jax.ir.param import Padded, Program, Stack, packed_arrays, packing_of, printed_name
 from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.ir.table import TextTable
 
@@ -124,7 +124,7 @@ def summary(
     table, total, device_bytes = list[list[str]](), 0, 0
     for path, row in rows.items():
         total += row.count
-        weights, bytes_cell = list(row.weights), ""
+        weights, bytes_cell = [_packed_name(name, programs) for name, programs in row.weights.items()], ""
         if device_shard is not None:
             weights = [f"{name} {device_shard(programs[0])[0]}" for name, programs in row.weights.items()]
             block_bytes = sum(device_shard(program)[1] for program in row.new)
@@ -137,6 +137,15 @@ def summary(
     device_note = "" if device_shard is None else f", {device_bytes:,} bytes of them on one device"
     text_table = TextTable(table, head, left=len(head), indent="  ")
     return f"{signature}\n{text_table}\n  {total:,} parameters{device_note}"
+
+
+def _packed_name(name: str, programs: tuple[Program, ...]) -> str:
+    """Return the name of a weight; if it is packed in the checkpoint, with its scheme and its bytes on a device."""
+    schemes = {packing_of(program): None for program in programs}
+    if None in schemes or not schemes:
+        return name
+    nbytes = sum(array.type.nbytes for program in programs for array in packed_arrays(program).values())
+    return f"{name} ({'/'.join(filter(None, schemes))}, {nbytes:,} bytes)"
 
 
 @dataclass

@@ -247,7 +247,7 @@ def _make_companion(model: CompiledModel, params: dict[str, Any], make: MtpFacto
     flow = make(base.source)
     built = flow.build(base.source)
     template = make_template(built, 0.0, base.settings, "forward")
-    layout = layout_of([template.hir], base.settings.plan.scan, base.settings.keep_packed)
+    layout = layout_of([template.hir], base.settings.plan.scan, base.settings.plan.packed)
     programs = Programs(
         {flow.name: flow}, base.source, base.settings, layout, {flow.name: built.captured}, base.progress
     )

@@ -389,7 +389,7 @@ class CompiledModel(ModelProgram):
         return str(self.outline())
 
     def __repr__(self) -> str:
-        count = sum(t.size for t in self.programs.layout.types().values())
+        count = self.programs.layout.num_parameters()
         suffix = "" if self.params is not None or not count else ", none loaded"
         return f"CompiledModel({self.name}: {self.program}, {count:,} parameters{suffix})"
 

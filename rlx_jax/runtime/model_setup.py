@@ -40,6 +40,7 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.flow import ModelFlow
+from rlx_jax.ir.param import packed_parameter
 from rlx_jax.ir.types import is_float
 from rlx_jax.ir.weight_reads import WeightSource, shapes_only
 from rlx_jax.lowering.lir.plan import Layout, layout_of
@@ -51,7 +52,6 @@ from rlx_jax.program import Buildable, Built, Weights
 from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.programs import Programs
-from rlx_jax.weights.execute import packed_parameter
 from rlx_jax.weights.format import OpenOptions
 from rlx_jax.weights.initial import initial_params, initial_weights
 from rlx_jax.weights.overlay import has_values, with_initialized
@@ -176,7 +176,7 @@ def plan_layout(builds: Builds, settings: Settings, first: str) -> tuple[Setting
         The settings, with `merge` off if projections stay separate; the layout; and the template of each flow.
     """
     templates = {name: make_template(*build, settings, first, False) for name, build in builds.items()}
-    layout = layout_of([t.hir for t in templates.values()], settings.plan.scan, settings.keep_packed)
+    layout = layout_of([t.hir for t in templates.values()], settings.plan.scan, settings.plan.packed)
     twice = len(builds) > 1 and layout.duplicated_keys()
     if settings.merge and (
         twice or any(needs_other_params(built, layout, settings, first) for built, _ in builds.values())

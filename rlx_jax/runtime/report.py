@@ -167,6 +167,7 @@ class Report:
         seconds: the time of each step and pass.
         nodes: the number of nodes after each pass.
         parameter_bytes: all parameters, summed over all devices.
+        packed: the scheme and the bytes of each parameter that is packed on the device, by name.
         compiles: programs that XLA compiled.
         evicted: programs that the cache does not retain any more (`buckets.programs`).
         recompiles: programs and helper functions compiled after warm-up.
@@ -235,10 +236,12 @@ class Report:
     request: RequestReport | None = None
     recompiled: tuple[str, ...] = ()
     loaded: int = 0
+    packed: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         rows: list[tuple[str, object]] = [
             ("parameters", f"{self.parameter_bytes:,} bytes"),
+            *(("packed", line) for line in self._packed_lines()),
             ("compiles", str(self.compiles)),
             ("loaded", self.loaded and f"{self.loaded} from the compile cache"),
             ("evicted", self.evicted),
@@ -264,6 +267,12 @@ class Report:
         rows += [("not rolled:", r) for r in self.refusals]
         lines = (str(TextTable([row], widths=(18,), gap=" ", wrap=80)) for row in rows if row[1])
         return "\n".join([*self._seconds(), *lines, *self._programs()])
+
+    def _packed_lines(self) -> Iterator[str]:
+        """Yield a line for each scheme of packed parameters."""
+        for scheme in dict.fromkeys(scheme for scheme, _ in self.packed.values()):
+            sizes = [nbytes for name, nbytes in self.packed.values() if name == scheme]
+            yield f"{len(sizes)} parameters as {scheme}, {sum(sizes):,} bytes"
 
     def _seconds(self) -> list[str]:
         """Return a table with a line for each step or slow pass, and one line for all other passes."""
@@ -438,6 +447,7 @@ def model_report(programs: Programs, template: Template, settings: Settings, sec
         seconds,
         nodes=template.nodes,
         parameter_bytes=sum(t.nbytes for t in programs.layout.types().values()),
+        packed=programs.layout.packed(),
         compiles=sum(member.executables.num_inserted - member.num_loaded for member in caches),
         loaded=sum(member.num_loaded for member in caches),
         evicted=sum(member.executables.num_evicted for member in caches),

@@ -33,6 +33,7 @@ from rlx_jax.ir.param import (
     Stack,
     Strided,
     Zeros,
+    packed_parameter,
     packing_of,
     select_box,
     stored_keys,
@@ -104,12 +105,6 @@ def load_leaves(
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return arrays
-
-
-def packed_parameter(program: Program) -> tuple[Program, ...]:
-    """Return the parameter, or those of all layers, of which a leaf is one array; nothing for other leaves."""
-    arrays = program.parts if isinstance(program, Stack) else (program,)
-    return tuple(array.of for array in arrays if isinstance(array, PackedArray))
 
 
 def _load_group(group: Mapping[str, LoadPlan], source: WeightSource) -> dict[str, jax.Array]:
@@ -376,13 +371,12 @@ def decoded_leaves(leaves: Mapping[Program, Any]) -> dict[Program, Any]:
     decoded: dict[Program, Any] = {}
     groups: dict[Program, dict[str, Any]] = {}
     for program, leaf in leaves.items():
-        if not (layers := packed_parameter(program)):
-            decoded[program] = leaf
-            continue
-        logical = Stack(layers) if isinstance(program, Stack) else layers[0]
+        logical = packed_parameter(program)
         array = program.parts[0] if isinstance(program, Stack) else program
-        assert isinstance(array, PackedArray)
-        groups.setdefault(logical, {})[array.array] = with_auto_axes(leaf)
+        if logical is not None and isinstance(array, PackedArray):
+            groups.setdefault(logical, {})[array.array] = with_auto_axes(leaf)
+        else:
+            decoded[program] = leaf
     for program, arrays in groups.items():
         scheme = packing_of(program)
         assert scheme is not None
