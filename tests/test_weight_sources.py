@@ -448,7 +448,7 @@ def test_a_format_is_a_file_and_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path:
     lm = rlx.load(LLAMA)
     directory = copy(LLAMA, tmp_path / "m")
     (directory / "model.safetensors").unlink()
-    with pytest.raises(UnsupportedError, match="format 'numbers': expected orbax or safetensors"):
+    with pytest.raises(UnsupportedError, match="format 'numbers': expected gguf or orbax or safetensors"):
         rlx.save(lm, tmp_path / "saved", "numbers")
     monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, Numbers()))
     rlx.save(lm, tmp_path / "saved", "numbers")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal, Protocol, TypedDict, cast, get_args
+from typing import Any, Literal, Protocol, TypedDict, cast, get_args, runtime_checkable
 
 import jax
 import numpy as np
@@ -127,10 +127,6 @@ class Format(Protocol):
     def writes(self) -> bool:
         """Whether `write` is implemented."""
 
-    @property
-    def suffix(self) -> str:
-        """Return the suffix of the file that `write` creates, with metadata; empty if it creates a directory."""
-
     def detect(self, weights: Any) -> bool:
         """Whether `weights`, a path or an object, are in this format. Only names of files are inspected, no content."""
 
@@ -140,17 +136,24 @@ class Format(Protocol):
         A format raises an error for options that it does not support.
         """
 
-    def write(self, path: str, entries: Sequence[Entry], metadata: Mapping[str, Any]) -> None:
+    def write(self, directory: str, entries: Sequence[Entry]) -> None:
         """Create the directory and write the files of a checkpoint to it, calling `values` of each entry once.
 
-        Args:
-            path: the directory, or the file if the format has a `suffix`.
-            entries: the weights.
-            metadata: the config and the tokenizer, for a file; else empty.
-
         Raises:
-            UnsupportedError: the format does not support a dtype or a shape.
+            UnsupportedError: the format does not support a dtype or a shape, or its checkpoints are files.
         """
+
+
+@runtime_checkable
+class FileFormat(Format, Protocol):
+    """A format in which a checkpoint is one file, with its config and tokenizer as metadata."""
+
+    @property
+    def suffix(self) -> str:
+        """Return the suffix of the files."""
+
+    def write_file(self, path: str, entries: Sequence[Entry], metadata: Mapping[str, Any]) -> None:
+        """Create the file, and compare what it holds with what was written. Errors as `write`."""
 
 
 def stored_spec(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

@@ -20,6 +20,7 @@ from rlx_jax.errors import (
     IntegrityError,
     MissingFileError,
     SaveFailedError,
+    UnsupportedError,
     WeightError,
     listing,
     quote,
@@ -217,7 +218,11 @@ class Gguf:
         source = open_gguf(weights, links=options.links, on_nonfinite=options.on_nonfinite)
         return GptOssExperts(source) if source.config["model_type"] == "gpt_oss" else source
 
-    def write(self, path: str, entries: Sequence[Entry], metadata: Mapping[str, MetadataValue]) -> None:
+    def write(self, directory: str, entries: Sequence[Entry]) -> None:
+        """Raise `UnsupportedError`: a checkpoint is a file."""
+        raise UnsupportedError(f"{quote(directory)}: GGUF is a format of files")
+
+    def write_file(self, path: str, entries: Sequence[Entry], metadata: Mapping[str, MetadataValue]) -> None:
         """Write one file, and compare what it holds with what was written.
 
         Raises:

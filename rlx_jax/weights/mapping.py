@@ -27,7 +27,6 @@ class MappingFormat:
 
     name: str = "mapping"
     writes: bool = False
-    suffix: str = ""
 
     def detect(self, weights: Any) -> bool:
         """Whether `weights` is a mapping."""
@@ -41,7 +40,7 @@ class MappingFormat:
             raise IntegrityError("weights: a mapping has no digests to verify with")
         return MappingSource(weights, on_nonfinite=options.on_nonfinite)
 
-    def write(self, path: str, entries: Sequence[Entry], metadata: Mapping[str, Any]) -> None:
+    def write(self, directory: str, entries: Sequence[Entry]) -> None:
         """Raise `UnsupportedError`: a mapping is not a file format."""
         raise UnsupportedError("a mapping is not a file format; model.weights() returns a mapping")
 

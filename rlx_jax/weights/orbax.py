@@ -55,7 +55,6 @@ class Orbax:
 
     name: str = "orbax"
     writes: bool = True
-    suffix: str = ""
 
     def detect(self, weights: Any) -> bool:
         """Whether `weights` is a directory that Orbax wrote."""
@@ -75,7 +74,7 @@ class Orbax:
             warnings.warn(f'{message}; verify="metadata" silences this warning', RlxWarning, stacklevel=3)
         return source
 
-    def write(self, path: str, entries: Sequence[Entry], metadata: Mapping[str, Any]) -> None:
+    def write(self, directory: str, entries: Sequence[Entry]) -> None:
         """Write a flat tree of arrays by key, as `orbax.checkpoint.StandardCheckpointer` does.
 
         Raises:
@@ -83,15 +82,15 @@ class Orbax:
         """
         import orbax.checkpoint as ocp
 
-        if not is_text(path):
-            raise UnsupportedError(f"{quote(path)}: orbax supports only UTF-8 paths; use format='safetensors'")
+        if not is_text(directory):
+            raise UnsupportedError(f"{quote(directory)}: orbax supports only UTF-8 paths; use format='safetensors'")
         empty = [e.key for e in entries if 0 in e.type.shape]
         if empty or not entries:
             raise UnsupportedError(f"orbax stores no empty arrays: {listing(empty)}; use format='safetensors'")
         tree = {entry.key: _to_orbax_array(entry.values()) for entry in entries}
         chunks = dict.fromkeys(tree, ocp.SaveArgs(chunk_byte_size=_CHUNK))
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-            checkpointer.save(path, args=ocp.args.StandardSave(tree, save_args=chunks))
+            checkpointer.save(directory, args=ocp.args.StandardSave(tree, save_args=chunks))
 
 
 class OrbaxSource(NamedTensors[TensorType]):

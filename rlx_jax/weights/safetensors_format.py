@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,6 @@ class Safetensors:
 
     name: str = "safetensors"
     writes: bool = True
-    suffix: str = ""
 
     def detect(self, weights: Any) -> bool:
         """Whether `weights` is a directory with safetensors files, or the path of a file or an index."""
@@ -57,7 +56,7 @@ class Safetensors:
             )
         return _open_source(weights, options)
 
-    def write(self, path: str, entries: Sequence[Entry], metadata: Mapping[str, Any]) -> None:
+    def write(self, directory: str, entries: Sequence[Entry]) -> None:
         """Write `model.safetensors`, or several shards and their index.
 
         Raises:
@@ -66,19 +65,19 @@ class Safetensors:
         unknown = [e.key for e in entries if e.type.dtype not in _DTYPE_NAMES]
         if unknown:
             raise UnsupportedError(f"safetensors has no dtype for {listing(unknown)}; use format='orbax'")
-        os.mkdir(path)
+        os.mkdir(directory)
         shards = _split_shards(entries)
         names = [
             "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
             for i in range(len(shards))
         ]
         for name, shard in zip(names, shards, strict=True):
-            write_file(os.path.join(path, name), shard)
+            write_file(os.path.join(directory, name), shard)
         if len(shards) > 1:
             where = {entry.key: name for name, shard in zip(names, shards, strict=True) for entry in shard}
             total = sum(entry.type.nbytes for entry in entries)
             index = {"metadata": {"total_size": total}, "weight_map": where}
-            write_synced(os.path.join(path, "model" + INDEX_SUFFIX), json.dumps(index, indent=1).encode())
+            write_synced(os.path.join(directory, "model" + INDEX_SUFFIX), json.dumps(index, indent=1).encode())
 
 
 class SafetensorsSource(NamedTensors[TensorFile], Closeable):

@@ -30,7 +30,7 @@ from rlx_jax.io.atomic import atomic_directory, write_synced
 from rlx_jax.io.files import files_below
 from rlx_jax.ir.types import as_dtype, is_float, short_name
 from rlx_jax.weights import formats
-from rlx_jax.weights.format import Entry, Format, OpenOptions
+from rlx_jax.weights.format import Entry, FileFormat, Format, OpenOptions
 from rlx_jax.weights.gguf_write import F32, STORAGE
 from rlx_jax.weights.manifest import (
     MANIFEST_NAME,
@@ -102,8 +102,9 @@ def write_checkpoint(
         target = os.path.realpath(os.fsdecode(path))
     except (TypeError, ValueError) as cause:  # no path, or one that no file system can have
         raise RequestError(f"save: path is {shown(path)}; expected the path of a directory") from cause
-    if writable[format].suffix:
-        _write_file(target, entries, writable[format], overwrite, metadata or {})
+    row = writable[format]
+    if isinstance(row, FileFormat):
+        _write_file(target, entries, row, overwrite, metadata or {})
         return
     kept_files, kept_companions = _files_to_keep(target, replace_companions=companions is not None)
     companions = companions or {}
@@ -113,9 +114,9 @@ def write_checkpoint(
         weights_dir = os.path.join(new, subfolder) if subfolder else new
         os.makedirs(os.path.dirname(weights_dir), exist_ok=True)
         recorded = [replace(e, values=partial(_values, e, weights)) for e in entries]
-        writable[format].write(weights_dir, recorded, {})
+        row.write(weights_dir, recorded)
         new_manifest = Manifest(weights, file_digests(new, files_below(new)), (*companions, *kept_companions))
-        _read_back(weights_dir, writable[format], new_manifest)
+        _read_back(weights_dir, row, new_manifest)
         write_synced(os.path.join(new, MANIFEST_NAME), new_manifest.to_json())
         for name, content in companions.items():
             os.makedirs(os.path.dirname(os.path.join(new, name)), exist_ok=True)
@@ -126,7 +127,7 @@ def write_checkpoint(
 
 
 def _write_file(
-    target: str, entries: Sequence[Entry], row: Format, overwrite: bool, metadata: Mapping[str, Any]
+    target: str, entries: Sequence[Entry], row: FileFormat, overwrite: bool, metadata: Mapping[str, Any]
 ) -> None:
     """Write a checkpoint of one file atomically.
 
@@ -138,7 +139,7 @@ def _write_file(
     if os.path.lexists(target) and not row.detect(target):
         raise TargetExistsError(f"{quote(target)} is not a {row.suffix} file; remove it, or save elsewhere")
     with atomic_directory(target, overwrite, sum(e.nbytes for e in entries)) as new:
-        row.write(new, entries, metadata)
+        row.write_file(new, entries, metadata)
 
 
 def _files_to_keep(target: str, replace_companions: bool) -> tuple[list[str], list[str]]:
