@@ -2,13 +2,14 @@
 
 Every block fenced as ```python runs, in order, the blocks of one page in one namespace and in a directory of the
 page's own. The paths that pages load from exist there: `path/to/llama` and `path/to/bert` are tiny random
-checkpoints, `path/to/model.gguf` is one as a file, `path/to/minilm` is the real encoder; the first is also the model
-`HUB` of a hub on this machine. Blocks fenced otherwise (```text, ```sh) are not code to run.
+checkpoints, `path/to/model.gguf` is one as a file, `path/to/awq` is quantised, `path/to/minilm` is the real encoder;
+the first is also the model `HUB` of a hub on this machine. Blocks fenced otherwise (```text, ```sh) are not run.
 """
 
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,9 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for name, fixture in TINY.items():
         copy(fixture, tmp_path / "path" / "to" / name)
     write_gguf(FIXTURES / "mistral" / "full_v4", tmp_path / "path" / "to" / "model.gguf")
+    with zipfile.ZipFile(FIXTURES / "quantized.zip") as archive:
+        names = [name for name in archive.namelist() if name.startswith("awq/")]
+        archive.extractall(tmp_path / "path" / "to", names)
     (tmp_path / "path" / "to" / "minilm").symlink_to(minilm_directory())
     monkeypatch.chdir(tmp_path)
     hub = Hub()

@@ -45,6 +45,18 @@ TABLES: dict[str, np.ndarray[Any, Any]] = {
     ),
 }
 TABLES["ue4m3_halved"][0x7F] = 0
+# In checkpoints of Hugging Face, a code of a sign alone gives -0.
+TABLES["e2m1"] = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+TABLES["e2m1"] = np.concatenate([TABLES["e2m1"], -TABLES["e2m1"]])
+# Quantiles of a normal distribution, of bitsandbytes.
+TABLES["nf4"] = np.array(
+    [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+        0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ],
+    np.float32,
+)  # fmt: skip
 
 # The dtypes of scales that are stored as their bits, and of codes: one with a name in `TABLES` has those values.
 BITS: dict[str, np.dtype[Any]] = {
@@ -105,6 +117,7 @@ class Scheme:
         outer: "multiplied" or "divided", if each row has a float32 that the scales are combined with (the array
             `outer`); else "".
         rows: the number of rows that share a scale.
+        factor: a number that the values are multiplied by in the end.
     """
 
     name: str
@@ -121,6 +134,7 @@ class Scheme:
     zeros: bool = False
     outer: str = ""
     rows: int = 1
+    factor: float = 1.0
 
     @property
     def elements(self) -> int:
@@ -387,6 +401,7 @@ def decode_codes(arrays: Mapping[str, Any], scheme: str, scales: Mapping[str, An
     else:
         values = _look_up(packing.table, codes) if packing.table else _float32(codes) - packing.zero
     values = each_group(scales["scales"]) * values
+    values = values if packing.factor == 1 else values * np.float32(packing.factor)
     if packing.minimum:
         minimums = each_group(scales["minimums"])
         values = values - minimums if packing.minimum == "subtracted" else values + minimums

@@ -27,6 +27,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io.folder import CONFIG, Folder
 from rlx_jax.models.known_fields import INERT, INERT_PREFIXES, NEUTRAL, NULLABLE
+from rlx_jax.weights.quantized_config import read_quantization
 
 T = TypeVar("T")
 
@@ -274,6 +275,8 @@ class Fields:
             warnings.warn(
                 f"{self.where}: auto_map is ignored, code of a checkpoint is never run", RlxWarning, stacklevel=2
             )
+        if read_quantization(self.values, self.where) is not None:  # its weights are read packed
+            self.consumed |= {"quantization_config", "quantization"}
         harmless = {*INERT, *inert, *(name for name in self.values if name.startswith(INERT_PREFIXES))}
         self.finish(harmless | self._without_window(), NEUTRAL | dict(neutral or {}))
 
@@ -323,8 +326,6 @@ class Fields:
             f"{self.where}: field {quote(key)} is {quote(self.values[key])}; it may change the computation and is "
             f"not handled{others_text}{did_you_mean(key, self.consumed - self.values.keys(), cutoff=0.85)}"
         )
-        if key == "quantization_config":
-            return f"{text}: use the checkpoint that is not quantised"
         name = f"{self.prefix}{key}"
         return (
             text

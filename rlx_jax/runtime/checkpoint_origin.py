@@ -18,13 +18,14 @@ from rlx_jax.errors import ConfigError, FormatError, HubError, RlxWarning, Stora
 from rlx_jax.io import limits
 from rlx_jax.io.folder import Folder
 from rlx_jax.ir.graph import Leaf, Param, TypeCache
-from rlx_jax.ir.packed import PackedSpec, decode_packed
+from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.param import stored_keys
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.region import unroll
 from rlx_jax.ir.types import TensorType, is_float
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.program import Built
+from rlx_jax.weights.execute import read_numbers
 from rlx_jax.weights.finite import narrow_values
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.views import RenamedSource
@@ -122,9 +123,10 @@ class CheckpointOrigin:
             if raw is not None:
                 contents[name] = raw
         config = (self.folder.json if dtype is None else self.folder.required_json)(prefix + CONFIG)
-        unpacked = config.get("quantization_config") is not None  # weights are saved dequantized
+        declarations = ("quantization_config", "quantization")  # weights are saved dequantized
+        unpacked = any(config.get(name) is not None for name in declarations)
         if dtype is not None or unpacked:
-            config = {key: value for key, value in config.items() if key != "quantization_config"}
+            config = {key: value for key, value in config.items() if key not in declarations}
             config = config if dtype is None else config_with_dtype(config, dtype.name)
             contents[prefix + CONFIG] = json.dumps(config, indent=2).encode() + b"\n"
         return contents
@@ -238,8 +240,6 @@ def _copy_entry(source: WeightSource, key: str, dtype: np.dtype[Any] | None, dec
 
     def values() -> np.ndarray[Any, Any]:
         """Return the weight, decoded and cast."""
-        stored = source.read(key)
-        decoded = stored if scheme is None else decode_packed(stored, scheme)
-        return narrow_values(decoded, dtype, f"weight {quote(key)}")
+        return narrow_values(read_numbers(key, source), dtype, f"weight {quote(key)}")
 
     return Entry(key, stored_type.with_dtype(dtype), values)

@@ -27,16 +27,19 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io import limits
 from rlx_jax.io.files import Links, check_name, list_directory, read_small_file, resolve
-from rlx_jax.io.folder import CONFIG, Folder
+from rlx_jax.io.folder import CONFIG, Folder, json_size_bound
 from rlx_jax.io.hub import run_in_parallel
 from rlx_jax.io.strict_json import parse_object
 from rlx_jax.weights.manifest import MANIFEST_NAME
+from rlx_jax.weights.quantized_config import MODELOPT_CONFIG
 from rlx_jax.weights.safetensors import open_safetensors, read_header
 from rlx_jax.weights.safetensors_header import Header, TensorInfo
 from rlx_jax.weights.tensor_file import TensorFile
 
 INDEX_SUFFIX = ".safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
+# The files that may declare that weights are quantised.
+QUANTIZATION_FILES = (CONFIG, MODELOPT_CONFIG)
 
 _PICKLE = (
     "it is a pickle, which runs code when it is loaded; convert it with `safetensors.torch.save_file`; for a model "
@@ -95,6 +98,7 @@ def fetch_weight_files(folder: Folder, max_bytes: int | None = None) -> None:
         total = sum(info.nbytes for file in read_headers(folder).values() for info in file.values())
         limits.check_limit(total, max_bytes, "max_bytes", "the size of all weights in bytes")
     folder.fetch(MANIFEST_NAME, bounds={MANIFEST_NAME: (limits.MAX_TREE_BYTES, "limits.MAX_TREE_BYTES")})
+    folder.fetch(*QUANTIZATION_FILES, bounds=dict.fromkeys(QUANTIZATION_FILES, json_size_bound()))
     folder.fetch(*([chosen] if index is None else index.shards))  # `open_index` reports missing shards
 
 

@@ -25,6 +25,7 @@ from rlx_jax.weights.format import Format, OpenOptions, stored_spec
 from rlx_jax.weights.manifest import Verify
 from rlx_jax.weights.mapping import MappingSource
 from rlx_jax.weights.orbax_tree import finished_steps
+from rlx_jax.weights.quantized import with_quantized_weights
 from rlx_jax.weights.tree import Names, TreeSource, flatten_tree, match_names
 from rlx_jax.weights.views import close
 
@@ -166,7 +167,7 @@ def open_headers(folder: Folder) -> WeightSource:
         key: stored_spec(info.shape, info.dtype)
         for header in read_headers(folder).values() for key, info in header.items()
     }  # fmt: skip
-    return MappingSource(specs, name=f"checkpoint {folder.where('')}")
+    return with_quantized_weights(MappingSource(specs, name=f"checkpoint {folder.where('')}"), folder)
 
 
 def _refuse(path: str) -> NoReturn:

@@ -11,6 +11,9 @@ from rlx_jax.ir.packed import WeightSpec
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.named import Closeable, NamedTensors
 
+# What separates the key of a weight from the name of one of its arrays, in the keys of the arrays of packed weights.
+PART = " / "
+
 
 def close(source: WeightSource) -> None:
     """Close a source that has a `close` method, and so may hold open files."""
@@ -61,8 +64,8 @@ class RenamedSource(NamedTensors[str], SourceView):
         return self.source.read(self.stored(key), index)
 
     def stored(self, key: str) -> str:
-        """Return the key in `source` of a weight."""
-        return self._find(key)
+        """Return the key in `source` of a weight. Arrays of packed weights have their keys in `source` already."""
+        return key if isinstance(key, str) and PART in key else self._find(key)
 
 
 class MarkedSource(SourceView):

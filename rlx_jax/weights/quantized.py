@@ -1,0 +1,193 @@
+"""`QuantizedSource`: a checkpoint with quantised weights, as packed weights under the keys that recipes read."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlx_jax.errors import MissingWeightError, RlxError, UnsupportedError, WeightError, quote
+from rlx_jax.io import limits
+from rlx_jax.io.folder import Folder
+from rlx_jax.ir.packed import BITS, PackedSpec, WeightSpec, decode_on_host
+from rlx_jax.ir.param import Key
+from rlx_jax.ir.types import TensorType, is_float
+from rlx_jax.ir.weight_reads import WeightSource
+from rlx_jax.weights.named import check_index, row_span
+from rlx_jax.weights.quantized_config import Quantization, quantization_of
+from rlx_jax.weights.quantized_layouts import CACHE_SCALES, LAYOUTS
+from rlx_jax.weights.quantized_tensors import ModuleTensors, QuantizedWeight, Range
+from rlx_jax.weights.safetensors_header import check_shape
+from rlx_jax.weights.views import PART, SourceView, close
+
+HostArray = np.ndarray[Any, Any]
+F32 = np.dtype(np.float32)
+_WEIGHT = ".weight"
+
+
+class QuantizedSource(SourceView):
+    """A view of `source` in which the tensors of each quantised module are one weight, `{module}.weight`.
+
+    `spec` of such a weight is a `PackedSpec` in float32 whose arrays are read under keys of their own; they convert the
+    stored tensors. A weight with inputs in mixed order is a float32 tensor that is decoded when it is read. `read` of
+    the weight itself returns decoded values. Other weights are unchanged.
+
+    Raises:
+        MissingWeightError: a weight of 8-bit floats has no scale.
+    """
+
+    def __init__(self, source: WeightSource, quantization: Quantization) -> None:
+        super().__init__(source)
+        self._quantization = quantization
+        self._layout = LAYOUTS[quantization.method]
+        self._weights: dict[str, QuantizedWeight] = {}
+        self._lock = threading.Lock()
+        ends = (*self._layout.markers, *self._layout.others)
+        # Each quantised module, with the key of the first of its tensors, for messages.
+        self._modules: dict[str, str] = {}
+        for key in source.keys():
+            for marker in self._layout.markers:
+                if key.endswith(marker):
+                    self._modules.setdefault(key.removesuffix(marker), key)
+        keys: dict[str, None] = {}
+        for key in source.keys():
+            module = next((key.removesuffix(end) for end in (*ends, _WEIGHT) if key.endswith(end)), None)
+            if module in self._modules:
+                keys[module + _WEIGHT] = None
+            elif not key.endswith(CACHE_SCALES):
+                keys[key] = None
+                self._check_plain(key)
+        self._keys = tuple(keys)
+        self._key_set = frozenset(keys)
+
+    def _check_plain(self, key: str) -> None:
+        """Check a tensor that is not part of a quantised weight."""
+        spec = self.source.spec(key)
+        is_code = is_float(np.dtype(spec.dtype)) or key.endswith(_WEIGHT)
+        if is_code and np.dtype(spec.dtype).itemsize == 1 and len(spec.shape) > 1:
+            expected = " or ".join(quote(key.removesuffix(_WEIGHT) + marker) for marker in self._layout.markers)
+            raise MissingWeightError(
+                f"weight {quote(key)} ({self.source.where(key)}) is quantised, and its tensor {expected} is missing"
+            )
+
+    def keys(self) -> tuple[str, ...]:
+        return self._keys
+
+    def has(self, key: str) -> bool:
+        return isinstance(key, str) and key in self._key_set
+
+    def where(self, key: str) -> str:
+        return self.source.where(self._modules.get(self._module(key), key))
+
+    def spec(self, key: str) -> WeightSpec:
+        """Return the shape of a weight, and its scheme if it stays packed.
+
+        Raises:
+            WeightError, WeightShapeError, MissingWeightError: its tensors do not fit each other or the config.
+        """
+        if self._module(key) not in self._modules:
+            return self.source.spec(key)
+        weight = self._describe(self._module(key))
+        if weight.groups is not None:
+            return jax.ShapeDtypeStruct(weight.shape, F32)
+        types = weight.scheme.array_types(weight.shape)
+        arrays = {name: Key(f"{key}{PART}{name}", types[name]) for name in weight.arrays}
+        return PackedSpec(weight.shape, F32, weight.scheme.name, arrays)
+
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
+        """Return a weight or a part of it, decoded if it is quantised; or one of the arrays of its scheme.
+
+        Raises:
+            As `spec`, and as `read` of the source.
+        """
+        name, _, array = key.partition(PART)
+        if self._module(name) not in self._modules:
+            return self.source.read(key, index)
+        weight = self._describe(self._module(name))
+        found = weight.scheme.array_types(weight.shape)[array] if array else TensorType(weight.shape, F32)
+        slices = (*check_index(index, found.shape, key), *(slice(None),) * 2)[:2]
+        spans = [row_span(part, size) for part, size in zip(slices, found.shape, strict=True)]
+        if not all(count for _, count, _ in spans):
+            return np.empty([count for _, count, _ in spans], found.dtype)
+        rows, columns = ((start, start + count) for start, count, _ in spans)
+        rest = tuple(part for _, _, part in spans)
+        if array:
+            return np.ascontiguousarray(weight.arrays[array](rows, columns)[rest])
+        return np.ascontiguousarray(self._decode(weight, rows)[:, slice(*columns)][rest])
+
+    def _decode(self, weight: QuantizedWeight, rows: Range) -> HostArray:
+        """Return rows of a weight, float32 `[rows, in]`."""
+        unit = weight.scheme.rows
+        first, last = rows[0] // unit * unit, min(-(-rows[1] // unit) * unit, weight.shape[0])
+        limits.check_memory(8 * (last - first) * weight.shape[1], "decoded rows of a quantised weight")
+        box = ((first, last), (0, weight.shape[1]))
+        arrays = {name: read(*weight.scheme.array_box(name, weight.shape, box)) for name, read in weight.arrays.items()}
+        if weight.groups is not None:
+            return self._decode_mixed(weight, arrays)
+        return decode_on_host(arrays, weight.scheme.name)[rows[0] - first : rows[1] - first]
+
+    def _decode_mixed(self, weight: QuantizedWeight, arrays: dict[str, HostArray]) -> HostArray:
+        """Return the values of a weight with inputs in mixed order: scale[group] · (code − zero[group])."""
+        assert weight.groups is not None
+        scheme, groups = weight.scheme, weight.groups()
+        codes = np.asarray(scheme.codes[0].unpack(arrays["codes"])).astype(F32)
+        scales = arrays["scales"].view(BITS[scheme.scale]).astype(F32)
+        zeros = arrays["zeros"].astype(F32)[:, groups] if scheme.zeros else np.float32(scheme.zero)
+        values: HostArray = scales[:, groups] * (codes - zeros)
+        return values
+
+    @staticmethod
+    def _module(key: str) -> str:
+        """Return the module of a weight, or of an array of one."""
+        return key.partition(PART)[0].removesuffix(_WEIGHT) if isinstance(key, str) else ""
+
+    def _describe(self, module: str) -> QuantizedWeight:
+        """Return the description of the weight of a module, which is made once."""
+        with self._lock:
+            if module not in self._weights:
+                self._weights[module] = self._make_description(module)
+            return self._weights[module]
+
+    def _make_description(self, module: str) -> QuantizedWeight:
+        """Describe the weight of a module by the format that its tensors fit.
+
+        Raises:
+            UnsupportedError: they fit several formats in different ways. Others: they fit none.
+        """
+        tensors, q = ModuleTensors(self.source, module), self._quantization
+        formats = (q.by_module[module],) if module in q.by_module else q.formats
+        results: dict[tuple[Any, ...], QuantizedWeight] = {}
+        errors: list[RlxError] = []
+        for stored in formats:
+            try:
+                weight = self._layout.describe(tensors, stored)
+            except WeightError as error:
+                errors.append(error)
+                continue
+            results.setdefault((weight.shape, weight.scheme.name), weight)
+        if not results:
+            no_format = UnsupportedError(f"{q.where}: it has no format of weights, and {tensors.where} is quantised")
+            # Another dtype is a plain `WeightError`: the tensors are those of another format.
+            raise next((e for e in errors if type(e) is not WeightError), errors[0]) if errors else no_format
+        if len(results) > 1:
+            raise UnsupportedError(f"{q.where}: {tensors.where} fits several groups, {list(results)}")
+        (weight,) = results.values()
+        check_shape(weight.shape, tensors.where)
+        return weight
+
+
+def with_quantized_weights(source: WeightSource, folder: Folder) -> WeightSource:
+    """Return a view of the weights of a directory in which quantised ones are packed weights; `source` if none are.
+
+    Raises:
+        ConfigError, UnsupportedError: as `quantization_of`; `source` is closed.
+    """
+    try:
+        quantization = quantization_of(folder)
+        is_known = quantization is not None and quantization.method in LAYOUTS
+        return QuantizedSource(source, quantization) if quantization is not None and is_known else source
+    except BaseException:
+        close(source)
+        raise

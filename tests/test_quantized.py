@@ -1,0 +1,359 @@
+"""Directories with quantised weights: values against the packages that define the formats, models, and refusals."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import random
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from rlx_jax.io.folder import Folder
+from rlx_jax.ir.packed import PackedSpec, decode_arrays, stored_bytes
+from rlx_jax.weights.execute import read_numbers
+from rlx_jax.weights.format import Entry
+from rlx_jax.weights.quantized import with_quantized_weights
+from rlx_jax.weights.safetensors import open_safetensors
+from rlx_jax.weights.safetensors_format import write_file
+from tests.oracles import checkpoints
+from tests.oracles.comparing import assert_close
+from tests.oracles.fuzzing import seed_of
+
+ARCHIVE = checkpoints.FIXTURES / "quantized.zip"
+with zipfile.ZipFile(ARCHIVE) as archive:
+    CASES = sorted({name.partition("/")[0] for name in archive.namelist()})
+# Formats whose inputs are in mixed order, which are decoded when they are loaded.
+DECODED = ("ct_int4_g_idx", "gptq_v2_desc_act", "gptq_8bit")
+STATE = ".weight.quant_state.bitsandbytes__nf4"
+TOKENS = np.random.default_rng(5).integers(0, 48, (2, 9)).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recorded checkpoints, one directory for each."""
+    root = tmp_path_factory.mktemp("quantized")
+    with zipfile.ZipFile(ARCHIVE) as archive:
+        archive.extractall(root)
+    return root
+
+
+def digest(values: Any) -> dict[str, Any]:
+    data = np.asarray(values)
+    assert data.dtype == np.float32
+    return {"shape": list(data.shape), "sha256": hashlib.sha256(data.tobytes()).hexdigest()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values(directories: Path, name: str) -> None:
+    """Each quantised weight has the values of the reference, bit by bit, on the host, on the device, and in parts."""
+    directory = directories / name
+    recorded = json.loads((directory / "decoded.json").read_text())
+    edges = with_quantized_weights(rlx.open_weights(directory / "edges.safetensors"), Folder(directory))
+    for source in (rlx.open_weights(directory / "model.safetensors"), edges):
+        source = source if source is edges else with_quantized_weights(source, Folder(directory))
+        for key in recorded.keys() & set(source.keys()):
+            spec, values = source.spec(key), read_numbers(key, source)
+            zero = 0 if name == "nvfp4_modelopt" else -0.0  # a code of a sign alone is +0 for modelopt
+            assert digest(values + np.float32(zero)) == recorded.pop(key), key
+            np.testing.assert_array_equal(source.read(key), values)
+            for index in (np.s_[3:9, 5:], np.s_[1::3, 30:50:7], np.s_[17:18,]):
+                np.testing.assert_array_equal(source.read(key, index), values[index])
+            assert isinstance(spec, PackedSpec) == (name not in DECODED)
+            if not isinstance(spec, PackedSpec):
+                continue
+            assert spec.arrays is not None
+            arrays = {array: source.read(program.key) for array, program in spec.arrays.items()}
+            assert {array: (a.shape, a.dtype) for array, a in arrays.items()} == {
+                array: (program.type.shape, program.type.dtype) for array, program in spec.arrays.items()
+            }
+            on_device = decode_arrays({array: jnp.asarray(a) for array, a in arrays.items()}, spec.scheme)
+            if key != "edge.weight":  # XLA on a CPU flushes subnormal numbers, and multiplies by reciprocals
+                np.testing.assert_allclose(on_device, values, rtol=2e-7 if name == "nvfp4_ct" else 0)
+            for array, program in spec.arrays.items():
+                for rows, columns in ((slice(8, 17), slice(1, 3)), (slice(0, 1), slice(None))):
+                    np.testing.assert_array_equal(
+                        source.read(program.key, (rows, columns)), arrays[array][rows, columns]
+                    )
+    assert not recorded
+
+
+@pytest.mark.filterwarnings("ignore:.*more than planned:rlx_jax.errors.DonationWarning")  # decoded tiles of tiny sizes
+@pytest.mark.parametrize("name", CASES)
+def test_models(directories: Path, name: str, tmp_path: Path) -> None:
+    """The model has the logits and the greedy tokens of its decoded twin, keeps few bytes, and is saved as numbers."""
+    directory = directories / name
+    lm, source = rlx.load(directory), rlx.open_weights(directory)
+    plain = {key: read_numbers(key, source).astype(np.float32) for key in source.keys()}
+    twin = rlx.CausalLM(rlx.compile(rlx.recipe_for(directory), plain))
+    assert_close(lm.logits(TOKENS), np.asarray(twin.logits(TOKENS)), tolerance=3e-6)
+    assert lm.generate(TOKENS.tolist(), max_new_tokens=6) == twin.generate(TOKENS.tolist(), max_new_tokens=6)
+    packed = [spec for spec in map(source.spec, source.keys()) if isinstance(spec, PackedSpec)]
+    assert bool(packed) == (name not in DECODED)
+    loaded = sum(leaf.nbytes for leaf in lm.model.params.values() if leaf.dtype != np.float32)
+    assert loaded == sum(map(stored_bytes, packed))
+    rlx.save(lm, tmp_path / "saved", dtype="f32")
+    saved = rlx.open_weights(tmp_path / "saved")
+    assert set(saved.keys()) == set(plain)
+    for key, value in plain.items():
+        np.testing.assert_array_equal(saved.read(key), value)
+    assert not {"quantization_config", "quantization"} & rlx.recipe_for(tmp_path / "saved").config.__dict__.keys()
+
+
+@pytest.mark.parametrize("name", ["awq", "bnb_int8", "ct_int4", "fp8_block", "mlx_4bit", "nvfp4_ct"])
+def test_shards(directories: Path, name: str) -> None:
+    """Over a mesh, each device reads its part of the arrays."""
+    lm = rlx.load(directories / name, mesh=2)
+    assert_close(lm.logits(TOKENS), np.asarray(rlx.load(directories / name).logits(TOKENS)), tolerance=3e-6)
+
+
+# -- families --------------------------------------------------------------------------------------
+
+
+def as_int8(directory: Path) -> dict[str, np.ndarray]:
+    """Quantise the products of a checkpoint to int8 rows, as compressed-tensors writes them; return the values."""
+    values: dict[str, np.ndarray] = {}
+
+    def edit(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        stored: dict[str, np.ndarray] = {}
+        for key, value in tensors.items():
+            if value.ndim != 2 or not key.endswith("proj.weight") or "visual" in key:
+                stored[key] = values[key] = value
+                continue
+            scale = np.abs(value.astype(np.float32)).max(1, keepdims=True) / 127
+            codes = np.rint(value.astype(np.float32) / scale).astype(np.int8)
+            stored |= {key: codes, f"{key}_scale": scale}
+            values[key] = codes * scale
+        return stored
+
+    checkpoints.edit_tensors(directory, edit)
+    group = {"weights": {"num_bits": 8, "type": "int", "strategy": "channel"}, "targets": ["Linear"]}
+    quantization = {"quant_method": "compressed-tensors", "format": "int-quantized", "ignore": ["lm_head"],
+                    "quantization_status": "compressed", "config_groups": {"group_0": group}}  # fmt: skip
+    checkpoints.edit_json(directory / "config.json", {"quantization_config": quantization})
+    return values
+
+
+FAMILIES = ["llama/gqa_tied_llama3_v5", "qwen2/*", "qwen3/tied_v4", "qwen3_moe/mixed_v5", "mixtral/window_v5",
+            "gemma2/caps_v5", "gemma3_text/deep_v5", "qwen3_5_text/tied_v5", "mamba2/*"]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, tmp_path: Path) -> None:
+    """Products of every family may be quantised: fused, tied, in rolled layers, in experts."""
+    fixture = next(path for path in sorted(checkpoints.FIXTURES.glob(family)) if path.is_dir())
+    directory = checkpoints.copy(fixture, tmp_path / "copy")
+    values = as_int8(directory)
+    twin = rlx.compile(rlx.recipe_for(fixture), values)
+    lm = rlx.load(directory)
+    assert any(leaf.dtype == np.int8 for leaf in lm.model.params.values())
+    assert_close(lm.logits(TOKENS % 40), np.asarray(twin(TOKENS % 40)), tolerance=3e-6)
+
+
+def test_text_part(tmp_path: Path) -> None:
+    """The text model of a checkpoint that reads images has other keys, and its config a nested declaration."""
+    fixture = checkpoints.FIXTURES / "gemma3_text" / "deep_v5"
+    directory = checkpoints.copy(fixture, tmp_path / "text")
+    values = as_int8(directory)
+    outer = checkpoints.inside(directory, tmp_path / "outer", "Gemma3ForConditionalGeneration", "model.language_model.")
+    with pytest.warns(errors.RlxWarning, match="only the text model"):
+        lm = rlx.load(outer)
+    assert any(leaf.dtype == np.int8 for leaf in lm.model.params.values())
+    want = rlx.compile(rlx.recipe_for(fixture), values)(TOKENS % 40)
+    assert_close(lm.logits(TOKENS % 40), np.asarray(want), tolerance=3e-6)
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+FIELDS: list[tuple[str, dict[str, Any], str]] = [
+    ("fp8_block", {"fmt": "e5m2"}, "'fmt' is 'e5m2'; supported: e4m3"),
+    ("fp8_block", {"weight_block_size": [32]}, "'weight_block_size' is .*expected two positive integers"),
+    ("fp8_block", {"weight_block_size": [16, 16]}, r"expected shape \[2, 4\].*got f32\[1,4\]"),
+    ("fp8_block", {"a_new_field": 1}, "'a_new_field' is '1'; it may change the computation"),
+    ("fp8_block", {"modules_to_not_convert": [1]}, "'modules_to_not_convert' is .*expected a list of names"),
+    ("fp8_block", {"expert_dtype": "fp4"}, "'expert_dtype' is 'fp4'; supported: fp8"),
+    ("awq", {"version": "gemv"}, "'version' is 'gemv'; supported: gemm"),
+    ("awq", {"bits": 3}, "'bits' is '3'; supported: 4"),
+    ("awq", {"zero_point": False}, "'zero_point' is 'False'; supported: True"),
+    ("awq", {"group_size": 0}, "'group_size' is '0'; expected -1 or a positive integer"),
+    ("awq", {"group_size": 64}, r"qzeros.*expected shape"),
+    ("gptq_v1", {"bits": 2}, "'bits' is '2'; supported: 4, 8"),
+    ("gptq_v1", {"bits": True}, "'bits' is 'True'; expected an integer"),
+    ("gptq_v1", {"checkpoint_format": "marlin"}, "'checkpoint_format' is 'marlin'; supported: gptq, gptq_v2"),
+    ("gptq_v1", {"dynamic": {"+:x": {"bits": 8}}}, "'dynamic' is .*unsupported"),
+    ("gptq_v2_desc_act", {"desc_act": False}, "g_idx is not in order, although desc_act is false"),
+    ("bnb_nf4", {"bnb_4bit_quant_type": "fp4"}, "'bnb_4bit_quant_type' is 'fp4'; supported: nf4"),
+    ("bnb_nf4", {"bnb_4bit_quant_storage": "bfloat16"}, "'bnb_4bit_quant_storage' is 'bfloat16'; supported: uint8"),
+    ("bnb_int8", {"load_in_8bit": False, "_load_in_8bit": False}, "expected one of 'load_in_4bit' and 'load_in_8bit'"),
+    ("mlx_4bit", {"mode": "mxfp4"}, "'mode' is 'mxfp4'; supported: affine"),
+    ("mlx_4bit", {"bits": 3}, "'bits' is '3'; supported: 4, 2, 8"),
+    ("mlx_4bit", {"model.layers.0.mlp.down_proj": {"bits": 8, "group_size": 32}}, "shape|groups"),
+    ("ct_int4", {"format": "marlin-24"}, "'format' is 'marlin-24'; supported: pack-quantized"),
+    ("ct_int4", {"quantization_status": "frozen"}, "'quantization_status' is 'frozen'; supported: compressed"),
+    ("ct_int4", {"transform_config": {"config_groups": {"a": {}}}}, "'transform_config' is .*unsupported"),
+    ("ct_int4", {"sparsity_config": {"format": "sparse-24"}}, "'format' is 'sparse-24'; supported: dense"),
+    ("ct_int4", {"config_groups": {"g": {"weights": {"num_bits": 3}}}}, "'num_bits' is '3'; supported: 8, 4"),
+    ("ct_int4", {"config_groups": {"g": {"weights": {"num_bits": 4, "type": "float"}}}}, "floats of 4 bits"),
+    ("ct_int4", {"config_groups": {}}, "no format of weights"),
+    ("nvfp4_modelopt", {"quant_algo": "NVFP4_AWQ"}, "'quant_algo' is 'NVFP4_AWQ'; supported: fp8, nvfp4"),
+    ("nvfp4_modelopt", {"quant_method": "aqlm"}, "'quant_method' is 'aqlm'; supported are fp8"),
+    ("nvfp4_modelopt", {"quant_method": 4}, "'quant_method' is '4'; expected a string"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), FIELDS, ids=lambda value: str(value)[:40])
+def test_fields(directories: Path, tmp_path: Path, name: str, changes: dict[str, Any], message: str) -> None:
+    """A value of a field that is not supported is refused by name."""
+    directory = checkpoints.copy(directories / name, tmp_path / "copy")
+    (directory / "edges.safetensors").unlink()
+    quantization = json.loads((directory / "config.json").read_text())["quantization_config"] | changes
+    checkpoints.edit_json(directory / "config.json", {"quantization_config": quantization})
+    with pytest.raises((errors.UnsupportedError, errors.ConfigError, errors.WeightError), match=message):
+        rlx.load(directory)
+
+
+V, DOWN = "model.layers.0.self_attn.v_proj", "model.layers.0.mlp.down_proj"
+Edit = Callable[[dict[str, np.ndarray]], Any]
+TENSORS: list[tuple[str, Edit, type[Exception], str]] = [
+    ("fp8_block", lambda t: t.pop(V + ".weight_scale_inv"), errors.MissingWeightError,
+        f"{V}.weight.*is quantised, and its tensor '{V}.weight_scale_inv' is missing"),
+    ("fp8_block", lambda t: t.pop(V + ".weight"), errors.MissingWeightError, f"its tensor '{V}.weight' is missing"),
+    ("fp8_block", lambda t: t.update({V + ".weight": t[V + ".weight"].astype(np.float32)}), errors.WeightError,
+        "expected f8_e4m3, got f32"),
+    ("fp8_block", lambda t: t[V + ".weight"].view("u1").__setitem__((0, 0), 0x7F), errors.NonFiniteWeightError, "NaN"),
+    ("awq", lambda t: t.pop(V + ".qzeros"), errors.MissingWeightError, f"its tensor '{V}.qzeros' is missing"),
+    ("awq", lambda t: t.update({V + ".weight": t[V + ".scales"]}), errors.DuplicateWeightError, "stored quantised"),
+    ("awq", lambda t: t.update({V + ".scales": t[V + ".scales"][:, :-1].copy()}), errors.WeightShapeError, "expected"),
+    ("gptq_v2_desc_act", lambda t: t[V + ".g_idx"].__setitem__(3, 2), errors.WeightError, "groups outside 0 … 1"),
+    ("gptq_v2_desc_act", lambda t: t.pop(V + ".g_idx"), errors.MissingWeightError, "g_idx' is missing"),
+    ("bnb_nf4", lambda t: t[V + ".weight.quant_map"].__setitem__(3, 0.1), errors.UnsupportedError, "other values than"),
+    ("bnb_nf4", lambda t: t[V + STATE].__setitem__(0, 0), errors.ConfigError, "JSON|byte"),
+    ("bnb_nf4", lambda t: t.pop(V + STATE), errors.MissingWeightError, "is missing"),
+    ("bnb_int8", lambda t: t.update({V + ".weight_format": np.array(2, np.uint8)}), errors.UnsupportedError, "format"),
+    ("ct_int4", lambda t: t[V + ".weight_shape"].__setitem__(1, 63), errors.WeightShapeError, r"is \[32, 63"),
+    ("ct_int4", lambda t: t.update({V + ".weight_scale": t[V + ".weight_scale"].astype(np.int32)}), errors.WeightError,
+        "expected f32 or bf16 or f16, got i32"),
+    ("nvfp4_ct", lambda t: t.update({V + ".weight_global_scale": np.zeros(1, np.float32)}), errors.NonFiniteWeightError,
+        "is 0, and scales are divided by it"),
+    ("nvfp4_modelopt", lambda t: t.pop(V + ".weight_scale_2"), errors.MissingWeightError, "weight_scale_2' is missing"),
+    ("nvfp4_modelopt", lambda t: t.update({V + ".pre_quant_scale": np.ones(64, np.float32)}), errors.UnsupportedError,
+        "pre_quant_scale"),
+    ("mlx_4bit", lambda t: t.pop(V + ".biases"), errors.MissingWeightError, f"its tensor '{V}.biases' is missing"),
+]  # fmt: skip
+
+
+def read_file(directory: Path) -> dict[str, np.ndarray]:
+    """The tensors of a directory as they are stored. The reader of safetensors has no floats of 8 bits for NumPy."""
+    with open_safetensors(directory / "model.safetensors") as file:
+        return {key: file.read(key) for key in file.tensors}
+
+
+def write_tensors(directory: Path, tensors: dict[str, np.ndarray]) -> None:
+    (directory / "model.safetensors").unlink(missing_ok=True)
+    entries = [Entry.from_array(key, value) for key, value in tensors.items()]
+    write_file(str(directory / "model.safetensors"), entries)
+
+
+@pytest.mark.parametrize(("name", "edit", "error", "message"), TENSORS)
+def test_tensors(
+    directories: Path, tmp_path: Path, name: str, edit: Edit, error: type[Exception], message: str
+) -> None:
+    """Tensors that do not fit each other are refused, with the key."""
+    directory = checkpoints.copy(directories / name, tmp_path / "copy")
+    (directory / "edges.safetensors").unlink()
+
+    tensors = read_file(directory)
+    edit(tensors)
+    write_tensors(directory, tensors)
+    with pytest.raises(error, match=message):
+        rlx.load(directory)
+
+
+# -- damaged directories ---------------------------------------------------------------------------
+
+VALUES: list[Any] = [0, -1, 2**31, 2**70, 1.5, True, False, None, "", "int", "float", [], [1], [1, 2], [128, 128], {},
+                     {"weights": {}}, {"a": {"weights": {"num_bits": 8}}}, "re:(a+)+$", float("inf")]  # fmt: skip
+
+
+EDITS: list[Callable[[random.Random, np.ndarray], np.ndarray | None]] = [
+    lambda rng, value: None, lambda rng, value: value[:0], lambda rng, value: value.reshape(-1),
+    lambda rng, value: value.reshape(1, *value.shape), lambda rng, value: value.T, lambda rng, value: value[:1],
+    lambda rng, value: value.astype(rng.choice(["f4", "f2", "i4", "u1", "i1", "i8"])),
+    lambda rng, value: scrambled(rng, value),
+]  # fmt: skip
+
+
+def damage(rng: random.Random, directory: Path, tensors: dict[str, np.ndarray], config: dict[str, Any]) -> None:
+    """Change fields of the quantisation, or tensors, of a checkpoint."""
+    quantization = copy.deepcopy(config["quantization_config"])
+    values = copy.deepcopy(VALUES)
+    for _ in range(rng.randrange(3)):
+        section = rng.choice([v for v in walk(quantization) if isinstance(v, dict)])
+        section[rng.choice([*section, "bits", "group_size", "strategy", "block_structure"])] = values.pop(
+            rng.randrange(len(values))
+        )
+    tensors = dict(tensors)
+    for _ in range(rng.randrange(3)):
+        key = rng.choice([key for key in tensors if key.startswith(("model.layers.0.mlp", "model.layers.0.self_attn"))])
+        edit = rng.choice(EDITS)(rng, np.atleast_1d(tensors.pop(key)))
+        if edit is not None:
+            tensors[key] = np.ascontiguousarray(edit)
+    write_tensors(directory, tensors)
+    (directory / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+
+
+def walk(value: Any) -> Iterator[Any]:
+    yield value
+    for inner in value.values() if isinstance(value, dict) else ():
+        yield from walk(inner)
+
+
+def scrambled(rng: random.Random, value: np.ndarray) -> np.ndarray:
+    """Random bytes over the first bytes of a tensor."""
+    data = bytearray(value.tobytes())
+    data[:16] = rng.randbytes(min(16, len(data)))
+    return np.frombuffer(bytes(data), value.dtype).reshape(value.shape)
+
+
+def run_damaged(directories: Path, tmp_path: Path, count: int, seed: int) -> tuple[int, int]:
+    """Read all weights of damaged directories; return how many were refused, and how many were not."""
+    rng, refused, read = random.Random(seed), 0, 0
+    names = [name for name in CASES if (directories / name / "config.json").read_text().find("quantization_config") > 0]
+    loaded = {}
+    for name in names:
+        config = json.loads((directories / name / "config.json").read_text())
+        loaded[name] = config, read_file(directories / name)
+    for _ in range(count):
+        config, tensors = loaded[rng.choice(names)]
+        damage(rng, tmp_path, tensors, config)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                source = rlx.open_weights(tmp_path)
+                for key in source.keys():
+                    assert read_numbers(key, source).shape == source.spec(key).shape
+            read += 1
+        except errors.RlxError as error:
+            refused += 1
+            assert str(error)
+    return refused, read
+
+
+def test_damaged(directories: Path, tmp_path: Path) -> None:
+    """Damaged directories are refused in our words, or read."""
+    refused, read = run_damaged(directories, tmp_path, 150, 3)
+    assert refused > 30 and read > 10
+
+
+@pytest.mark.slow
+def test_many_damaged(directories: Path, tmp_path: Path) -> None:
+    run_damaged(directories, tmp_path, 20_000, seed_of("new"))
