@@ -111,6 +111,33 @@ def test_directories(method: str, tmp_path: Path) -> None:
     assert declared["modules_to_not_convert" if method == "fp8" else "ignore"] == kept
 
 
+@pytest.mark.parametrize("method", ["fp8", "int8"])
+def test_conversions(method: str, tmp_path: Path) -> None:
+    """A directory loads with the decoded numbers, and converts to others without its declaration, and back."""
+    random_checkpoint(tmp_path / "hf", 256)
+    weights = load_file(tmp_path / "hf" / "model.safetensors")
+    rlx.save(rlx.load(tmp_path / "hf"), tmp_path / "q", dtype=method)
+    decoded = dict(weights)
+    file = open_safetensors(tmp_path / "q" / "model.safetensors")
+    for key in weights:
+        if file.tensors[key].dtype.itemsize == 1:
+            codes, scales = expected(method, weights[key])
+            each = scales if method == "int8" else scales.repeat(128, 0).repeat(128, 1)
+            decoded[key] = codes.astype(np.float32) * each
+    (tmp_path / "twin").mkdir()
+    save_file(decoded, tmp_path / "twin" / "model.safetensors")
+    (tmp_path / "twin" / "config.json").write_text((tmp_path / "hf" / "config.json").read_text())
+    for source, target, dtype in (("q", "f", "f32"), ("q", "g.gguf", "f32"), ("g.gguf", "q2", method)):
+        assert cli.main(["convert", str(tmp_path / source), str(tmp_path / target), "--dtype", dtype]) == 0
+    tokens = np.arange(8, dtype=np.int32)[None]
+    want = np.asarray(rlx.load(tmp_path / "twin", dtype="f32").logits(tokens))
+    for name in ("q", "f", "g.gguf"):
+        logits = np.asarray(rlx.load(tmp_path / name, dtype="f32").logits(tokens))
+        np.testing.assert_allclose(logits, want, atol=3e-6 * np.abs(want).max(), rtol=0, err_msg=name)
+    assert "quantization_config" not in json.loads((tmp_path / "f" / "config.json").read_text())
+    assert "quantization_config" in json.loads((tmp_path / "q2" / "config.json").read_text())
+
+
 def test_refusals(tmp_path: Path) -> None:
     random_checkpoint(tmp_path / "hf", 32)
     model, target = rlx.load(tmp_path / "hf"), tmp_path / "q"
