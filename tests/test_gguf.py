@@ -130,23 +130,28 @@ def random_checkpoint(path: Path, hidden: int) -> dict[str, Any]:
     return config
 
 
-def test_experts_of_qwen3(tmp_path: Path) -> None:
-    """All layers have experts, with packed weights: a slice of a stacked tensor for each expert."""
-    random_checkpoint(tmp_path / "hf", 64)
-    file = tmp_path / "hf" / "config.json"
+def random_mixture(path: Path) -> None:
+    """A Qwen 3 whose layers all have experts, with rows of whole blocks."""
+    random_checkpoint(path, 64)
+    file = path / "config.json"
     config = json.loads(file.read_text()) | {
         "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 3, "num_experts_per_tok": 2,
         "moe_intermediate_size": 32, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
     }  # fmt: skip
     file.write_text(json.dumps(config))
-    weights = safetensors.numpy.load_file(tmp_path / "hf" / "model.safetensors")
+    weights = safetensors.numpy.load_file(path / "model.safetensors")
     weights = {key: value for key, value in weights.items() if ".mlp." not in key}
     rng, layer = np.random.default_rng(3), "model.layers.0."
     shapes: dict[str, tuple[int, ...]] = {f"mlp.experts.{e}.{name}_proj": s for e in range(3) for name, s in
               (("gate", (32, 64)), ("up", (32, 64)), ("down", (64, 32)))}  # fmt: skip
     shapes |= {"mlp.gate": (3, 64), "self_attn.q_norm": (16,), "self_attn.k_norm": (16,)}
     weights |= {f"{layer}{k}.weight": rng.standard_normal(s).astype(np.float32) / 4 for k, s in shapes.items()}
-    safetensors.numpy.save_file(weights, tmp_path / "hf" / "model.safetensors")
+    safetensors.numpy.save_file(weights, path / "model.safetensors")
+
+
+def test_experts_of_qwen3(tmp_path: Path) -> None:
+    """All layers have experts, with packed weights: a slice of a stacked tensor for each expert."""
+    random_mixture(tmp_path / "hf")
     tokens = np.random.default_rng(1).integers(0, 40, (2, 7)).astype(np.int32)
     want = np.asarray(rlx.load(tmp_path / "hf", dtype="f32").logits(tokens))
     write_gguf(tmp_path / "hf", tmp_path / "m.gguf")

@@ -18,7 +18,7 @@ from rlx_jax.errors import DTypeError, RequestError, TargetExistsError, Unsuppor
 from rlx_jax.weights.quantize import quantize_q8_0
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.gguf_files import tensors_of, write_gguf
-from tests.test_gguf import CASES, directory, random_checkpoint
+from tests.test_gguf import CASES, directory, random_checkpoint, random_mixture
 from tests.test_gguf_tokenizers import LLAMA3, TEXTS
 
 NOT_WRITTEN = ("qwen3_5_text", "gpt_oss", "mamba2", "bert", "nomic_bert")
@@ -113,6 +113,19 @@ def test_types(dtype: str, tmp_path: Path) -> None:
     assert cli.main(["convert", str(tmp_path / "d"), str(tmp_path / "e.gguf"), "--dtype", dtype]) == 0
     for name, tensor in read_back(tmp_path / "e.gguf")[1].items():
         np.testing.assert_array_equal(values(tensor), decoded[name], err_msg=name)
+
+
+def test_stacked_experts(tmp_path: Path) -> None:
+    """The experts of a layer are one packed tensor, and the router stays F32."""
+    random_mixture(tmp_path / "hf")
+    decoded = write_gguf(tmp_path / "hf", tmp_path / "theirs.gguf", Kind.Q8_0)
+    rlx.save(rlx.load(tmp_path / "hf", dtype="f32"), tmp_path / "m.gguf", dtype="q8_0")
+    tensors = read_back(tmp_path / "m.gguf")[1]
+    assert tensors.keys() == decoded.keys()
+    for name, tensor in tensors.items():
+        np.testing.assert_array_equal(values(tensor), decoded[name], err_msg=name)
+    assert tensors["blk.0.ffn_down_exps.weight"].tensor_type is Kind.Q8_0
+    assert tensors["blk.0.ffn_gate_inp.weight"].tensor_type is Kind.F32
 
 
 def with_tokenizer(tmp_path: Path, document: dict[str, Any], **settings: Any) -> Path:

@@ -252,17 +252,17 @@ def tokenizer_metadata(document: Mapping[str, Any], tokenizer: Tokenizer, vocab_
     for token in added:
         kinds[token["id"]] = CONTROL if token.get("special") else USER_DEFINED
     fields = {"tokens": tuple(tokens), "token_type": kinds, **_special_fields(tokenizer, ids)}
-    merges = [text if isinstance(text, str) else " ".join(text) for text in model.get("merges", ())]
+    merges = [tuple(text.split(" ") if isinstance(text, str) else text) for text in model.get("merges", ())]
     if model.get("byte_fallback"):
         kinds[[i for i in [ids.get(model.get("unk_token"))] if i is not None]] = UNKNOWN
         # The best pair is merged first, so the scores of tokens fall in the order of their merges.
         scores = np.full(vocab_size, -len(merges), np.float32)
         for rank, merge in reversed(list(enumerate(merges))):
-            scores[ids[merge.replace(" ", "")]] = -rank
+            scores[ids["".join(merge)]] = -rank
         fields |= {"model": "llama", "scores": scores}
         options: list[dict[str, Any]] = [{"add_space_prefix": True}, {"add_space_prefix": False}]
     else:
-        fields |= {"model": "gpt2", "merges": tuple(merges)}
+        fields |= {"model": "gpt2", "merges": tuple(map(" ".join, merges))}
         # One name for each way, the likely one first.
         names = {pre: name for name, pre in reversed(PRE_TOKENIZERS.items()) if name != DEFAULT}
         patterns = json.dumps(document.get("pre_tokenizer"))

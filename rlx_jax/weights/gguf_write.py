@@ -27,10 +27,9 @@ from rlx_jax.weights.quantize import quantize_q8_0
 from rlx_jax.weights.safetensors_header import TensorInfo
 
 F32 = np.dtype(np.float32)
-Q8_0 = "gguf_q8_0"
 # How matrices may be stored: the names of `dtype=` in `rlx_jax.save`, each a dtype or a scheme of packing.
 STORAGE: dict[str, np.dtype[Any] | str] = {
-    "f32": F32, "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16), "q8_0": Q8_0,
+    "f32": F32, "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16), "q8_0": "gguf_q8_0",
 }  # fmt: skip
 # `general.file_type` for each of them, which other programs show.
 FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
