@@ -64,6 +64,7 @@ class Setting:
             state, "serves" models that serve requests.
         unsupported: values that the specification has and this package does not implement.
         allows_zero: whether a size may be 0.
+        table_values: the values of a setting that may also be a table, whose keys are any names.
     """
 
     default: Any
@@ -73,6 +74,7 @@ class Setting:
     applies_to: Literal["", "train", "state", "serves"] = ""
     unsupported: tuple[str, ...] = ()
     allows_zero: bool = False
+    table_values: tuple[str, ...] = ()
 
 
 def setting(
@@ -217,6 +219,8 @@ def _check_value(row: Setting | None, hint: Any, value: object, location: Locati
         return value if isinstance(value, hint) else build(hint, value, location)
     if hint is Options:
         return _check_options(value, location)
+    if row and row.table_values and isinstance(value, Mapping):
+        return _check_names_table(row.table_values, value, location)
     if get_origin(hint) is tuple:
         return _check_items(row, get_args(hint)[0], value, location)
     if _accepts(hint, value) or (row and row.allows_zero and type(value) is int and value == 0):
@@ -283,6 +287,16 @@ def _check_options(value: object, location: Location) -> Options:
         (_check_option_name(name, location), _check_option(v, location.child(name))) for name, v in value.items()
     )
     return Options(tuple(sorted(options)))
+
+
+def _check_names_table(choices: tuple[str, ...], value: Mapping[Any, Any], location: Location) -> Options:
+    """Return a table of any names whose values are among `choices`, sorted by name."""
+    entries = []
+    for name, item in value.items():
+        if type(name) is not str or not name or not _is_printable(name):
+            raise ProfileError(f"{location}: expected printable strings as keys, found {_describe(name)}")
+        entries.append((name, str(_check_value(None, Literal[choices], item, location.child(name)))))
+    return Options(tuple(sorted(entries)))
 
 
 def _check_option_name(name: object, location: Location) -> str:

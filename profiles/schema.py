@@ -62,6 +62,8 @@ class Passes(Table):
 
 
 Float = Literal["f32", "bf16", "f16"]
+# The values of `precision.weights` for one block path.
+SCHEMES_BY_PATH = ("keep", "int8", "int4", "int8/128", "int4/128")
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,11 @@ class Precision(Table):
         product to ten bits on an NVIDIA GPU (TF32) and to bf16 on a TPU; `highest` keeps f32
     mixed: policy of mixed precision: a narrow dtype for classes of ops, f32 for the others; parameters and gradients
         stay f32
-    weights: storage dtype of floating parameters, which are cast where the program reads them; `keep` stores them in
-        the dtype that the program computes in
+    weights: storage of floating parameters: `keep` stores them in the dtype that the program computes in, and those
+        that are packed in the checkpoint packed; `f32` and `bf16` decode packed ones, and cast them where the program
+        reads them; `int8` and `int4` round the matrices of products, embeddings and experts while they are loaded, in
+        groups of 32 values with one scale, `int8/128` and `int4/128` in groups of 128; a table has one of these, or
+        `keep`, for each glob of block paths: `{"layers.*.mlp.*" = "int4", lm_head = "int8"}`
     kv: dtype of cached keys and values, which are cast when written and when read; `auto` is the dtype that they are
         computed in
     """
@@ -106,8 +111,8 @@ class Precision(Table):
         "none", "auto", "always_f16", "auto_mixed_conservative", "auto_mixed", "auto_mixed_bf16", "custom"
     ] = setting("none", effects.needs_narrow_class, "mixed precision", "mixed")
     classes: NumericClasses = NumericClasses()
-    weights: Literal["keep", "f32", "bf16"] = setting(
-        "keep", needs("float parameters"), resolved_as="param_dtype", unsupported=("i8", "int8", "i4", "int4")
+    weights: Literal["keep", "f32", "bf16", "int8", "int4", "int8/128", "int4/128"] | Options = setting(
+        "keep", needs("float parameters"), resolved_as="param_dtype", table_values=SCHEMES_BY_PATH
     )
     kv: Literal["auto", "f32", "bf16", "f16"] = setting(
         "auto", effects.needs_kv_cache, "dtype of the cache", "kv_dtype", applies_to="state"

@@ -140,12 +140,17 @@ def _table_blocks(table: Mapping[str, Any], path: str) -> list[str]:
     blocks = []
     if scalars:
         header = [f"[{path}]"] if path else []
-        lines = [*header, *(f"{k} = {_toml_value(v)}" for k, v in scalars.items())]
+        lines = [*header, *(f"{_toml_key(k)} = {_toml_value(v)}" for k, v in scalars.items())]
         blocks.append("".join(f"{line}\n" for line in lines))
     for key, value in table.items():
         if isinstance(value, Mapping):
             blocks += _table_blocks(value, f"{path}.{key}" if path else key)
     return blocks
+
+
+def _toml_key(key: str) -> str:
+    """Return a key as TOML, in quotes unless it is a plain word."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_value(key)
 
 
 def _toml_value(value: Scalar | tuple[Scalar, ...]) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.errors import UnsupportedError, WeightError, WeightShapeError
+from rlx_jax.errors import ProfileError, UnsupportedError, WeightError, WeightShapeError
 from rlx_jax.ir.packed import Packed, PackedSpec
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.packed import BLOCKS, damaged, meaning, packed
@@ -235,3 +235,81 @@ def test_a_source_that_lies(spec: Any, data: Any, error: type[Exception], messag
     """Is an error that names the weight and where it is: in the build if the specs tell, else when it is read."""
     with pytest.raises(error, match=rf"weight 'w' \(mine\).*{message}"):
         rlx.compile(FLOW, Own(data, spec))
+
+
+# -- packed while they are loaded ----------------------------------------------------------------
+
+RNG = np.random.default_rng(11)
+FLOATS = {f"{i}.{name}": RNG.standard_normal((128, 128)).astype(np.float32) for i in range(2) for name in "abc"}
+
+
+def stack() -> rlx.ModelFlow:
+    """Two layers of three products: `x = tanh(x Aᵀ + x Bᵀ) C + x`, where C is stored `[in, out]`."""
+
+    def layer(i: int) -> Any:
+        def run(emit: Any, x: Any) -> Any:
+            h = emit.tanh(emit.linear(x, f"{i}.a") + emit.linear(x, f"{i}.b"))
+            return emit.linear(h, f"{i}.c", transpose=False) + x
+
+        return rlx.blocks.Custom(run, "mix")
+
+    return rlx.ModelFlow("stack").input("x", ("b", "s", 128)).repeat_layers(2, layer)
+
+
+def rounded(values: np.ndarray, scheme: str) -> np.ndarray:
+    """The values as the scheme has them, by float64 and loops over groups."""
+    bits, size = (int(number) for number in scheme.removeprefix("int").split("/"))
+    found = np.zeros(values.shape)
+    for row, one in enumerate(values.astype(np.float64)):
+        for at in range(0, len(one), size):
+            group, most = one[at : at + size], 2 ** (bits - 1) - 1
+            scale = np.float64(np.float16(np.float32(np.abs(group).max()) / np.float32(most)))
+            found[row, at : at + size] = np.clip(np.rint(group / scale), -most, most) * scale
+    return found
+
+
+@pytest.mark.parametrize(("setting", "scheme", "error"), [
+    ("int8", "int8/32", 0.006), ("int4", "int4/32", 0.11), ("int8/128", "int8/128", 0.008),
+    ("int4/128", "int4/128", 0.13),
+])  # fmt: skip
+def test_quantized_on_load(setting: str, scheme: str, error: float) -> None:
+    """The profile chooses integers for a checkpoint of floats: the formula, fewer bytes, a stated error."""
+    x = RNG.standard_normal((2, 3, 128)).astype(np.float32)
+    profile = rlx.CompileProfile().replace(precision={"weights": setting})
+    model = rlx.compile(stack(), FLOATS, profile=profile)
+    weights = {k: rounded(v.T, scheme).T if k.endswith("c") else rounded(v, scheme) for k, v in FLOATS.items()}
+    for key, array in model.weights().items():
+        np.testing.assert_allclose(array, weights[key], rtol=1e-6)
+    assert_close(model(x), rlx.compile(stack(), {k: v.astype(np.float32) for k, v in weights.items()})(x))
+    bits = int(scheme[3]) + 16 / int(scheme.partition("/")[2])
+    assert {name for name, _ in model.report().packed.values()} == {scheme}
+    assert model.report().parameter_bytes == 6 * 128 * 128 * bits / 8
+    errors = model.quantization_errors()
+    assert len(errors) == 6 and all(0.3 * error < found < error for found in errors.values())
+
+
+def test_schemes_by_path(tmp_path: Path) -> None:
+    """A table of globs; what none of them selects stays; TOML has it; a save writes the checkpoint's floats."""
+    flow = rlx.ModelFlow("m").input("x", ("b", 64)).linear("up").custom(lambda emit, h: emit.tanh(h)).linear("down")
+    weights = {"up": FLOATS["0.a"][:96, :64], "down": FLOATS["0.b"][:8, :96]}
+    profile = rlx.CompileProfile().replace(precision={"weights": {"up": "int8", "d*": "keep"}})
+    assert rlx.CompileProfile.from_toml_str(profile.to_toml()) == profile
+    model = rlx.compile(flow, weights, profile=profile)
+    assert {name: scheme for name, (scheme, _) in model.report().packed.items()} == {"up": "int8/32"}
+    np.testing.assert_allclose(model.weights()["up"], rounded(weights["up"], "int8/32"), rtol=1e-6)
+    np.testing.assert_array_equal(model.weights()["down"], weights["down"])
+    rlx.save(model, tmp_path / "m", "safetensors")
+    np.testing.assert_array_equal(rlx.open_weights(tmp_path / "m").read("up"), weights["up"])
+
+
+@pytest.mark.parametrize(("setting", "message"), [
+    ({"upp": "int8"}, "precision.weights: 'upp' selects no block with matrices"),
+    ({"up": "int8", "u*": "int4"}, "precision.weights: block 'up' matches .* expected one match"),
+    ({"up": "int5"}, "precision.weights.up: expected .*'int8'.* found the string 'int5'"),
+    ({3: "int8"}, "expected printable strings as keys, found the integer 3"),
+    ("int7", "precision.weights: expected .* found the string 'int7'"),
+])  # fmt: skip
+def test_refused_schemes(setting: Any, message: str) -> None:
+    flow = rlx.ModelFlow("m").input("x", ("b", 128)).linear("up")
+    with pytest.raises(ProfileError, match=message):
+        rlx.compile(flow, {"up": FLOATS["0.a"]}, profile=rlx.CompileProfile().replace(precision={"weights": setting}))

@@ -22,6 +22,7 @@ from rlx_jax.ir.region import peel_last
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.fusion import Fused, FusionSite
 from rlx_jax.lowering.hir.derive import derive
+from rlx_jax.lowering.hir.quantize import quantize_weights
 from rlx_jax.lowering.hir.weights import merge_linears, merge_ropes, orient, pad_vocabulary, unpack
 from rlx_jax.lowering.lower import expand_composites, lower
 from rlx_jax.lowering.mir.head import up_to_head
@@ -138,6 +139,7 @@ def none_if_default(value: Any, default: Any) -> Any:
 PIPELINE: tuple[Pass, ...] = (
     Pass("outputs", HIR, select_outputs, lambda job: job.outputs),
     Pass("expand", HIR, expand_composites),
+    Pass("quantize", HIR, quantize_weights, lambda job: job.settings.scheme_at if job.settings.quantized else None),
     Pass("precision", HIR, compute_in, lambda job: none_if_default(job.settings.compute, np.float32)),
     # On one device, ops that only matter for sharding are removed.
     Pass("undivided", HIR, remove_sharding_constraints, lambda job: job.settings.model_sharding is None),

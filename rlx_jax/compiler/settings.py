@@ -14,14 +14,16 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.device import Device, named_device, running_device
-from rlx_jax.errors import GraphError, ProfileError, UnsupportedError, check_names, quote
+from rlx_jax.errors import GraphError, ProfileError, UnsupportedError, check_names, listing, quote
+from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.ir.types import as_dtype, is_float
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.lowering.lir.plan import Plan
 from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.profiles import Backend, Backends, BucketTable, CompileProfile, Precision
-from rlx_jax.profiles.check import field_types, iter_settings
+from rlx_jax.profiles.check import Options, field_types, iter_settings
 from rlx_jax.program import Buildable, Built
+from rlx_jax.trace.block_selection import BlockPattern
 
 # How blocks become tensor ops: "direct" uses the better rule of an op if there is one, "fusable" its own expansion.
 FUSION_POLICIES = ("direct", "fusable")
@@ -143,6 +145,7 @@ class Settings:
         compute: the dtype of activations.
         mixed: the mixed precision policy, or "none".
         classes: the dtype of each class of ops, for the policy "custom".
+        quantized: the schemes by which weights are packed while they are loaded, by a glob of block paths.
         param_dtype: the dtype of floating parameters; None for the dtype that the program computes in.
         disabled_passes: the names of passes that do not run.
         disabled_kinds: the kinds of passes that do not run.
@@ -162,6 +165,7 @@ class Settings:
     mixed: str
     classes: tuple[tuple[str, np.dtype[Any]], ...]
     param_dtype: np.dtype[Any] | None
+    quantized: tuple[tuple[BlockPattern, str], ...]
     disabled_passes: frozenset[str]
     disabled_kinds: frozenset[str]
     merge: bool
@@ -176,6 +180,18 @@ class Settings:
     def target(self) -> str:
         """Return the platform to compile for."""
         return self.device.kind
+
+    def scheme_at(self, path: Path) -> str | None:
+        """Return the scheme by which the weights of a block are packed; None if they stay as they are.
+
+        Raises:
+            ProfileError: two globs select the block.
+        """
+        matches = [(pattern.text, scheme) for pattern, scheme in self.quantized if pattern.matches(path)]
+        if len(matches) > 1:
+            globs = listing([text for text, _ in matches])
+            raise ProfileError(f"precision.weights: block {quote(path_text(path))} matches {globs}; expected one match")
+        return matches[0][1] if matches else None
 
     @property
     def backend(self) -> Backend:
@@ -245,7 +261,8 @@ def settings_for(
         compute=compute_dtype(precision, target, source, keys),
         mixed=mixed_policy(precision, target),
         classes=tuple((f.name, as_dtype(getattr(precision.classes, f.name))) for f in fields(precision.classes)),
-        param_dtype=None if precision.weights == "keep" else as_dtype(precision.weights),
+        param_dtype=as_dtype(precision.weights) if precision.weights in ("f32", "bf16") else None,
+        quantized=quantized_blocks(precision.weights),
         disabled_passes=frozenset((*profile.fusion.disable, *(n for n in CLEANING if not getattr(profile.passes, n)))),
         disabled_kinds=frozenset({"fusion"} if profile.fusion.skip or backend.skip_fusion else ()),
         merge=merge if backend.merge == "auto" else bool(backend.merge),
@@ -258,7 +275,7 @@ def settings_for(
             donate_state=profile.donation.state,
             donate_inputs=profile.donation.inputs,
             strict=profile.donation.strict,
-            packed=precision.weights == "keep" and not train,
+            packed=precision.weights not in ("f32", "bf16") and not train,
             products=backend.products,
             experts=backend.experts,
             kernels=backend.kernels == "auto" and not train,  # a gradient would compute their op again
@@ -271,6 +288,17 @@ def settings_for(
             target == "cpu" if backend.stop_early == "auto" else bool(backend.stop_early),
         ),
     )
+
+
+def quantized_blocks(weights: str | Options) -> tuple[tuple[BlockPattern, str], ...]:
+    """Return the schemes by which the setting `precision.weights` packs blocks, each with a glob of block paths."""
+    if isinstance(weights, str):
+        table: Mapping[str, Any] = {} if weights in ("keep", "f32", "bf16") else {"**": weights}
+    else:
+        table = weights
+    schemes = {"int8": "int8/32", "int4": "int4/32"}
+    pairs = ((BlockPattern(glob, "at"), schemes.get(scheme, scheme)) for glob, scheme in table.items())
+    return tuple((pattern, scheme) for pattern, scheme in pairs if scheme != "keep")
 
 
 def with_model_sharding(settings: Settings, model_sharding: ModelSharding) -> Settings:

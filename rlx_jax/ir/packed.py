@@ -192,6 +192,9 @@ class Scheme:
         return not (name == "outer" or (self.block is None and name in ("scales", "zeros")))
 
 
+# The schemes by which `quantize` packs values.
+QUANTIZED = ("int8/32", "int8/128", "int4/32", "int4/128")
+
 # (start, stop) for every axis.
 Box = tuple[tuple[int, int], ...]
 
@@ -215,6 +218,10 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("gguf_iq4_xs", (Codes(4, 16),), 256, "f16", table="iq4", group=32, signed_multiples=True),
         Scheme("gguf_mxfp4", (Codes(4, 16),), 32, "e8m0_halved", table="e2m1_doubled"),
         Scheme("gguf_nvfp4", (Codes(4, 8),), 16, "ue4m3_halved", table="e2m1_doubled"),
+        Scheme("int8/32", _INT8, 32, "f16", signed=True),
+        Scheme("int8/128", _INT8, 128, "f16", signed=True),
+        Scheme("int4/32", (Codes(4, 16),), 32, "f16", zero=8),
+        Scheme("int4/128", (Codes(4, 64),), 128, "f16", zero=8),
     )
 }
 
@@ -443,6 +450,31 @@ def decode_on_host(arrays: Mapping[str, np.ndarray[Any, Any]], scheme: str) -> n
                 }
                 out[index][at : at + step] = decode_arrays(part, scheme)
     return out
+
+
+def quantize(values: np.ndarray[Any, Any], scheme: str, where: str) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the arrays of values `[..., k]`, packed symmetrically: the largest of each group has the largest code.
+
+    Args:
+        values: floats; the size of a group divides k.
+        scheme: a name in `QUANTIZED`.
+        where: the beginning of messages.
+
+    Raises:
+        WeightError: a scale is over the range of float16, or not finite.
+    """
+    packing = SCHEMES[scheme]
+    assert packing.block is not None
+    largest_code = 2 ** (packing.codes[0].bits - 1) - 1
+    groups = values.astype(np.float32, copy=False).reshape(*values.shape[:-1], -1, packing.block)
+    with np.errstate(over="ignore"):
+        scales = (np.abs(groups).max(-1) / np.float32(largest_code)).astype(np.float16)
+    if not np.isfinite(scales).all():
+        raise WeightError(f"{where}: the scales of {scheme} are float16, at most 65504; a value is too large for them")
+    divisors = np.where(scales == 0, np.float32(1), scales.astype(np.float32))[..., None]
+    codes = np.clip(np.rint(groups / divisors), -largest_code, largest_code).astype(np.int8).reshape(values.shape)
+    packed = codes if packing.signed else packing.codes[0].pack((codes + np.int8(packing.zero)).view(np.uint8))
+    return {"codes": packed, "scales": scales.view(np.uint16)}
 
 
 def finite_check_floats(data: np.ndarray[Any, Any], scheme: str) -> np.ndarray[Any, Any]:

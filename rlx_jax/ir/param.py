@@ -39,7 +39,7 @@ from rlx_jax.ir.checkpoint_tensor import Roles as Roles
 from rlx_jax.ir.checkpoint_tensor import Sliced as Sliced
 from rlx_jax.ir.checkpoint_tensor import Strided as Strided
 from rlx_jax.ir.checkpoint_tensor import select_box as select_box
-from rlx_jax.ir.packed import SCHEMES
+from rlx_jax.ir.packed import SCHEMES, decode_arrays, quantize
 from rlx_jax.ir.packed import Box as Box
 from rlx_jax.ir.types import TensorType, is_float, is_lossless_cast, short_name
 
@@ -267,6 +267,55 @@ class Padded(UnaryStep):
 
 
 @dataclass(frozen=True)
+class Quantized(UnaryStep):
+    """A program whose values are rounded to a packing scheme while they are loaded, by `rlx_jax.ir.packed.quantize`."""
+
+    of: Program
+    scheme: str
+    lossy: ClassVar[bool] = True
+
+    @property
+    def type(self) -> TensorType:
+        return TensorType(self.of.type.shape, np.dtype(np.float32))
+
+    def __str__(self) -> str:
+        return f"quantize({self.of}, {self.scheme})"
+
+    def box(self, box: Box) -> Program:
+        return Quantized(select_box(self.of, box), self.scheme)
+
+    def join(self, *values: Any) -> Any:
+        return decode_arrays(quantize(values[0], self.scheme, str(self.of)), self.scheme)
+
+
+@dataclass(frozen=True)
+class QuantizedArray(UnaryStep):
+    """One array of a parameter that is packed while it is loaded."""
+
+    of: Program
+    scheme: str
+    array: str
+
+    @property
+    def type(self) -> TensorType:
+        return SCHEMES[self.scheme].array_types(self.of.type.shape)[self.array]
+
+    def __str__(self) -> str:
+        return f"{self.array}(quantize({self.of}, {self.scheme}))"
+
+    def box(self, box: Box) -> Program:
+        *rows, edges = box
+        start, stop = (edge * int(self.of.type.shape[-1]) // int(self.type.shape[-1]) for edge in edges)
+        return QuantizedArray(select_box(self.of, (*rows, (start, stop))), self.scheme, self.array)
+
+    def join(self, *values: Any) -> Any:
+        return quantize(values[0], self.scheme, str(self.of))[self.array]
+
+    def split(self, value: Any) -> tuple[Any, ...]:
+        raise UnsupportedError(f"{self}: one of several arrays; `decoded_leaves` joins them")
+
+
+@dataclass(frozen=True)
 class PackedArray(UnaryStep):
     """One array (codes, scales, …) of a parameter that stays packed on the device.
 
@@ -303,7 +352,9 @@ class PackedArray(UnaryStep):
 
 
 Stored = Key | Sliced | Strided | Dequantized | DecodedBox
-Program = Stored | Transposed | Cast | Joined | Stack | Zeros | Padded | BlockArray | PackedArray
+Program = (
+    Stored | Transposed | Cast | Joined | Stack | Zeros | Padded | BlockArray | Quantized | QuantizedArray | PackedArray
+)
 
 
 def packing_of(program: Program) -> str | None:
@@ -311,7 +362,7 @@ def packing_of(program: Program) -> str | None:
 
     It can be if it consists of complete rows of packed tensors of one scheme.
     """
-    if isinstance(program, Dequantized):
+    if isinstance(program, Dequantized | Quantized):
         return program.scheme
     if isinstance(program, Cast):
         return packing_of(program.of)
@@ -333,7 +384,7 @@ def without_casts(program: Program) -> Program:
     """Return a program of packed tensors without its casts, in the dtype in which the tensors are decoded."""
     if isinstance(program, Cast):
         return without_casts(program.of)
-    if isinstance(program, Dequantized):
+    if isinstance(program, Dequantized | Quantized):
         return program
     return program.with_parts(*map(without_casts, program.parts))
 
@@ -343,6 +394,8 @@ def array_program(program: Program, array: str) -> Program:
     if isinstance(program, Dequantized):
         array_step: Program = dict(program.arrays)[array]
         return array_step
+    if isinstance(program, Quantized):
+        return QuantizedArray(program.of, program.scheme, array)
     if isinstance(program, Padded):
         rows = array_program(program.of, array)
         size = program.size * rows.type.shape[program.axis] // program.of.type.shape[program.axis]

@@ -21,6 +21,7 @@ from rlx_jax.errors import GraphError, MissingWeightError, RequestError, RlxErro
 from rlx_jax.ir.former_names import former_names
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import as_dim
+from rlx_jax.ir.weight_reads import shapes_only
 from rlx_jax.lowering.inspect.outline import Outline
 from rlx_jax.profiles import Change, CompileProfile
 from rlx_jax.runtime.arguments import check_leaves, check_params, is_traced, refuse_consumed, refuse_shared
@@ -31,7 +32,7 @@ from rlx_jax.runtime.model_setup import init_model_params
 from rlx_jax.runtime.program_key import LAST_TOKEN, ProgramKey, Variant
 from rlx_jax.runtime.report import Report, jaxpr_of, report_of, text_of
 from rlx_jax.runtime.sequence_state import FromEmpty, State, as_state, check_capacity
-from rlx_jax.weights.execute import weights_by_key
+from rlx_jax.weights.execute import quantization_errors, weights_by_key
 
 LEVELS = ("hir", "mir", "lir", "jaxpr", "stablehlo", "hlo")
 
@@ -283,6 +284,22 @@ class CompiledModel(ModelProgram):
         check_leaves(arrays, self.programs.layout.params)
         refuse_consumed(arrays, {})
         return weights_by_key({program: arrays[name] for name, program in self.programs.layout.params.items()})
+
+    def quantization_errors(self) -> dict[str, float]:
+        """Return how much each parameter changed that `precision.weights` of the profile packs, such as by `int8`.
+
+        The checkpoint is read again.
+
+        Returns:
+            √Σ(packed − original)² / √Σ original², by the name of the parameter; 0 for a parameter of zeros.
+
+        Raises:
+            MissingWeightError: the model was compiled without values of weights.
+        """
+        source = self.programs.source
+        if source is None or shapes_only(source):
+            raise MissingWeightError(f"{self.name}: the weights are shapes without values: there is nothing to compare")
+        return quantization_errors(self.programs.layout.params.values(), source)
 
     def replace(self, params: Arrays) -> CompiledModel:
         """Return a model with other parameters and the same executables.

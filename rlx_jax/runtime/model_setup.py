@@ -40,9 +40,13 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.flow import ModelFlow
-from rlx_jax.ir.param import packed_parameter
+from rlx_jax.ir.checkpoint_tensor import steps
+from rlx_jax.ir.graph import Graph, Param
+from rlx_jax.ir.param import Quantized, packed_parameter
+from rlx_jax.ir.paths import Path, bind_path, path_text
 from rlx_jax.ir.types import is_float
 from rlx_jax.ir.weight_reads import WeightSource, shapes_only
+from rlx_jax.lowering.inspect.hlo import without_layer_numbers
 from rlx_jax.lowering.lir.plan import Layout, layout_of
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.lowering.sharding import check_divisible, shard_type
@@ -105,6 +109,7 @@ def make_programs(
     # The cached programs are derived later, from the same parameters as `forward`.
     first = program if program in ("train", "explicit") else "forward"
     settings, layout, templates = plan_layout(builds, settings, first)
+    check_quantized_blocks(settings, [template.hir for template in templates.values()])
     if model_sharding is not None:
         check_divisible(model_sharding, layout.params.values())
     captured = {name: built.captured for name, (built, _) in builds.items()}
@@ -122,6 +127,29 @@ def make_programs(
         programs.builds.insert((name, frozenset()), builds[name])
         programs.templates.insert(ProgramKey(name, first), templates[name])
     return programs
+
+
+def check_quantized_blocks(settings: Settings, graphs: Sequence[Graph]) -> None:
+    """Check that each glob of `precision.weights` selects a block with weights that are packed.
+
+    Raises:
+        ProfileError: one selects none; the message has a suggestion.
+    """
+    paths: set[Path] = set()
+    for graph in graphs:
+        for inner, node in graph.walk():
+            params = [op for v in node.inputs if isinstance(op := inner.nodes[v.node].op, Param)]
+            paths.update(
+                bind_path(node.origin.path, layer)
+                for param in params
+                for layer, program in enumerate(param.programs)
+                if any(isinstance(step, Quantized) for step in steps(program))
+            )
+    for pattern, _ in settings.quantized:
+        if pattern.text != "**" and not any(map(pattern.matches, paths)):
+            names = sorted({without_layer_numbers(path_text(path)) for path in paths})
+            choices = f"; blocks are {listing(names, 8)}" if names else ""
+            raise ProfileError(f"precision.weights: {quote(pattern.text)} selects no block with matrices{choices}")
 
 
 def build_flows(flows: Mapping[str, Buildable], weights: Weights) -> Builds:

@@ -20,7 +20,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from rlx_jax.device import check_total_memory, with_auto_axes
 from rlx_jax.errors import WeightError, WeightShapeError, quote
-from rlx_jax.ir.checkpoint_tensor import box_index, concat_axis
+from rlx_jax.ir.checkpoint_tensor import box_index, concat_axis, steps
 from rlx_jax.ir.packed import Box, PackedSpec, decode_arrays, decode_on_host, decode_packed
 from rlx_jax.ir.param import (
     BlockArray,
@@ -29,12 +29,14 @@ from rlx_jax.ir.param import (
     Key,
     PackedArray,
     Program,
+    Quantized,
     Sliced,
     Stack,
     Strided,
     Zeros,
     packed_parameter,
     packing_of,
+    printed_name,
     select_box,
     stored_keys,
 )
@@ -386,6 +388,20 @@ def decoded_leaves(leaves: Mapping[Program, Any]) -> dict[Program, Any]:
             values = decode_on_host({name: np.asarray(array) for name, array in arrays.items()}, scheme)
         decoded[program] = values.astype(program.type.dtype)
     return decoded
+
+
+def quantization_errors(leaves: Iterable[Program], source: WeightSource) -> dict[str, float]:
+    """Return the relative error, in the root mean square, of each parameter that is packed while it is loaded."""
+    parameters = dict.fromkeys(parameter for leaf in leaves if (parameter := packed_parameter(leaf)) is not None)
+    errors: dict[str, float] = {}
+    for program in parameters:
+        for step in steps(program):
+            if isinstance(step, Quantized):
+                original = _evaluate(step.of, source).astype(np.float32)
+                change = step.join(original) - original
+                size = float(np.linalg.norm(original))
+                errors[printed_name(step)] = float(np.linalg.norm(change)) / size if size else 0.0
+    return errors
 
 
 class Piece(NamedTuple):
