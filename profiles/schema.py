@@ -101,7 +101,7 @@ class Precision(Table):
         groups of 32 values with one scale, `int8/128` and `int4/128` in groups of 128; a table has one of these, or
         `keep`, for each glob of block paths: `{"layers.*.mlp.*" = "int4", lm_head = "int8"}`
     kv: dtype of cached keys and values, which are cast when written and when read; `auto` is the dtype that they are
-        computed in
+        computed in; `int8` and `fp8` (float8_e4m3fn) store codes and one f32 scale for each token and head
     """
 
     PATH: ClassVar[str] = "precision"
@@ -114,7 +114,7 @@ class Precision(Table):
     weights: Literal["keep", "f32", "bf16", "int8", "int4", "int8/128", "int4/128"] | Options = setting(
         "keep", needs("float parameters"), resolved_as="param_dtype", table_values=SCHEMES_BY_PATH
     )
-    kv: Literal["auto", "f32", "bf16", "f16"] = setting(
+    kv: Literal["auto", "f32", "bf16", "f16", "int8", "fp8"] = setting(
         "auto", effects.needs_kv_cache, "dtype of the cache", "kv_dtype", applies_to="state"
     )
 

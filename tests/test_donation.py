@@ -33,12 +33,12 @@ CONFIG = LlamaConfig.from_hf(
 BATCH, CONTEXT = 3, 2048
 
 
-def fresh(roll: str, compute: str = "f32") -> Any:
+def fresh(roll: str, compute: str = "f32", kv: str = "auto") -> Any:
     """The extend program, compiled for one token a row and called once."""
     rng = np.random.default_rng(0)
     weights = {k: rng.normal(0, 0.1, s.shape).astype(np.float32) for k, s in weight_specs(CONFIG).items()}
     profile = rlx.CompileProfile().replace(
-        layers={"roll": roll}, precision={"compute": compute}, donation={"strict": True}
+        layers={"roll": roll}, precision={"compute": compute, "kv": kv}, donation={"strict": True}
     )
     model = rlx.compile(rlx.Llama32Flow(CONFIG), weights, profile=profile, program="extend")
     model(np.ones((BATCH, 1), np.int32), np.ones(BATCH, np.int32), state=model.init_state(BATCH, CONTEXT))

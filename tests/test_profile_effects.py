@@ -538,7 +538,7 @@ IDLE: dict[str, list[tuple[Any, Any, str]]] = {
         (llama, "bf16", "only prefill, extend and explicit have cached keys and values, and this model runs forward"),
         (embedding, "bf16", "only prefill, extend and explicit"),
         (generating, "bf16", ""),
-        (lambda **t: llama("extend", **t), "bf16", ""),
+        (lambda **t: llama("extend", **t), "int8", ""),
     ],
     "donation.state": [
         (llama, False, "there is no state, and this model runs forward"),

@@ -23,6 +23,7 @@ import numpy as np
 from rlx_jax.errors import DeriveError, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Hir, Input, Node, TypeCache, Value
+from rlx_jax.ir.ops.cache import is_code_dtype
 from rlx_jax.ir.ops.index import Iota
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.ops.shape import Narrow, Reshape
@@ -71,13 +72,18 @@ class ExplicitCache:
             given: names of the optional inputs that calls will supply.
 
         Raises:
-            DeriveError: the flow has neither attention nor a block that carries a state.
+            DeriveError: the flow has neither attention nor a block that carries a state, or the caches have codes.
         """
         attention = next((n for n in graph.nodes if isinstance(n.op, ATTENTION_OPS) and _reads_tokens(graph, n)), None)
         flow_inputs, dtype = {i.input: i for i in graph.inputs}, cache_dtype or F32
         past = flow_inputs.get(cache_name("k", 0)) if attention is not None else None
         if attention is None and not carries_state(graph):
             raise DeriveError("the flow has no attention, so explicit has nothing to cache: compile it as it is")
+        if attention is not None and is_code_dtype(dtype):
+            raise DeriveError(
+                "explicit: its inputs and outputs are keys and values without scales, so precision.kv = 'int8' or "
+                "'fp8' does not apply; use 'auto', 'f32', 'bf16' or 'f16', or the programs prefill and extend"
+            )
         if attention is not None and past is None:
             past = Input(cache_name("k", 0), type=cache_type(graph.type(attention.inputs[1]), symbol("past"), dtype))
         return ExplicitCache(flow_inputs, past, dtype, frozenset(supplied))

@@ -15,6 +15,7 @@ import numpy as np
 from rlx_jax.errors import DeriveError
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Input, Node, Op, StateRead, TypeCache, Value, constant
+from rlx_jax.ir.ops.cache import is_code_dtype
 from rlx_jax.ir.ops.index import Iota
 from rlx_jax.ir.ops.pointwise import Binary, Compare, Where
 from rlx_jax.ir.ops.shape import Reshape, Slice
@@ -98,7 +99,8 @@ def positions(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
 def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
     """Rewrite attention(q, k, v) → cached_attention(q, k, v, state.k, state.v, state.length, lengths).
 
-    Also write the state leaves k and v. Attention in a window of w keys gets a ring buffer of min(context, w) slots.
+    Also write the state leaves k and v; if they are 8-bit codes, with their scales k_scale and v_scale. Attention in a
+    window of w keys gets a ring buffer of min(context, w) slots.
     In `explicit` the caches are inputs and outputs instead.
 
     Raises:
@@ -123,17 +125,23 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
         return (d.explicit_cache.attention(b, op, q, k, v, *other_operands),)
     roles = ("batch", None, "kv_heads", None)
     slots = (t.shape[0], symbol("context" if op.window is None else f"context_{op.window}"), op.kv_heads)
-    (leaf_k, cache_k), (leaf_v, cache_v) = (
+    new_leaves = [
         d.state(b, node.origin.path, name, TensorType((*slots, x.shape[2] // op.kv_heads), dtype), roles)
         for name, x, dtype in (("k", t, d.kv_dtype or t.dtype), ("v", b.type(v), d.kv_dtype or b.type(v).dtype))
-    )
-    leaves, masks = [leaf_k, leaf_v], list[Value]()
+    ]
+    quantized = d.kv_dtype is not None and is_code_dtype(d.kv_dtype)
+    if quantized:
+        scales = TensorType(slots, np.dtype(np.float32))
+        new_leaves += [d.state(b, node.origin.path, name, scales, roles[:3]) for name in ("k_scale", "v_scale")]
+    leaves, (cache_k, cache_v, *cached_scales) = [leaf for leaf, _ in new_leaves], [value for _, value in new_leaves]
+    masks = list[Value]()
     if op.extra:  # later calls need the mask of cached keys too, so it is part of the state
         keep = key_mask(b, rest[0])
         leaf, cache = d.state(b, node.origin.path, "keep", TensorType(slots[:2], b.type(keep).dtype), roles[:2])
         leaves, masks = [*leaves, leaf], [keep, cache]
-    block = hir.CachedAttention(op, block_only=d.program == "prefill", ring=op.window is not None)
-    out, *caches = b.add(block, q, k, v, cache_k, cache_v, b.leaf(LENGTH), b.leaf(LENGTHS), *masks, *other_operands)
+    block = hir.CachedAttention(op, d.program == "prefill", ring=op.window is not None, quantized=quantized)
+    operands = (q, k, v, cache_k, cache_v, b.leaf(LENGTH), b.leaf(LENGTHS), *cached_scales, *masks, *other_operands)
+    out, *caches = b.add(block, *operands)
     b.writes += zip(leaves, caches, strict=True)
     return (out,)
 

@@ -174,7 +174,9 @@ def copied_types(graph: Graph) -> set[TensorType]:
     return {ring for ring, keys in rings if ring != keys}
 
 
-_RESULT = re.compile(r"^(?:ROOT )?%\S+ = (\w+?)(\d+)\[([\d,]+)\]\S* ([\w-]+)\(")
+# Names of dtypes in HLO, where they are not those of this package.
+HLO_NAMES = {"i8": "s8", "f8_e4m3": "f8e4m3fn"}
+_RESULT = re.compile(r"^(?:ROOT )?%\S+ = ([a-z]+?)(\d+)(?:e\w+)?\[([\d,]+)\]\S* ([\w-]+)\(")
 # Instructions without a buffer of their own.
 _NO_BUFFER = ("parameter", "bitcast", "get-tuple-element", "constant", "while", "conditional", "call", "copy-done")
 
@@ -245,6 +247,7 @@ def reusable_inputs(graph: Graph, names: tuple[str, ...]) -> tuple[str, ...]:
 def cache_copies(hlo: str, types: set[TensorType]) -> list[str]:
     """Return the instructions of an HLO text that copy an array with the shape and dtype of a cache."""
     caches = [t for t in types if t.rank > 2 and t.nbytes > MIN_CACHE_BYTES]
-    shapes = {f"{short_name(t.dtype)}[{','.join(map(str, t.shape))}]" for t in caches}
+    names = (HLO_NAMES.get(name := short_name(t.dtype), name) for t in caches)
+    shapes = {f"{name}[{','.join(map(str, t.shape))}]" for name, t in zip(names, caches, strict=True)}
     lines = (line.strip() for line in hlo.splitlines())
     return [x[:120] for x in lines if (m := re.search(r"= (\w+\[[\d,]*\])\S* copy\(", x)) and m.group(1) in shapes]

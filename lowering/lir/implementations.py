@@ -66,11 +66,11 @@ def row(op: MatMul | FusedMatMulBiasAct, x: AnyArray, w: AnyArray, *bias: AnyArr
 
 
 def choose_cache_write(call: Call, device: Device) -> Choice | None:
-    """Choose `in_loop` for a write that scatters rows into a 16-bit floating-point cache on a CPU, else None."""
+    """Choose `in_loop` for a write that scatters rows into a cache of 8- or 16-bit floats on a CPU, else None."""
     op, (cache, *_) = call
     scatters = not (isinstance(op, CacheUpdate) and op.fresh)
-    if device.kind == "cpu" and scatters and is_float(cache.dtype) and cache.dtype.itemsize == 2:
-        return Choice("in_loop", "XLA:CPU copies a 16-bit cache otherwise")
+    if device.kind == "cpu" and scatters and is_float(cache.dtype) and cache.dtype.itemsize <= 2:
+        return Choice("in_loop", "XLA:CPU copies a cache of narrow floats otherwise")
     return None
 
 
@@ -79,12 +79,12 @@ def in_loop(op: CacheUpdate | RingStep, *arrays: Array) -> Any:
 
     XLA:CPU's pass `float-normalization-bf16` computes every bf16 op in f32, scatters and `dynamic_update_slice` too. A
     scatter of one row into a bf16 cache then widens the cache to f32 and narrows it again; of a batch of one row it
-    becomes a fusion that reads the old cache twice, so that the cache is copied as well. f16 is not normalized, but the
-    write of one row may be fused into the ops that read the cache, which also reads the old cache twice.
+    becomes a fusion that reads the old cache twice, so that the cache is copied as well. f8 is normalized too. f16 is
+    not, but the write of one row may be fused into the ops that read the cache, which also reads the old cache twice.
 
-    Two properties avoid this. A bf16 cache is written by an elementwise select, which XLA computes in place and in one
-    pass. And the write is the body of a loop of at most one iteration: XLA fuses nothing across the border of a loop,
-    and a loop updates its carry in place.
+    Two properties avoid this. A bf16 or f8 cache is written by an elementwise select, which XLA computes in place and
+    in one pass. And the write is the body of a loop of at most one iteration: XLA fuses nothing across the border of a
+    loop, and a loop updates its carry in place.
     """
     return op.eval(*arrays, write=write_in_loop)
 

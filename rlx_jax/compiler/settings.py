@@ -152,7 +152,8 @@ class Settings:
         merge: whether projections of one input are fused.
         plan: how programs run, without the parts that depend on a program: its `choices`, and the inputs that it can
             reuse.
-        kv_dtype: the dtype of cached keys and values; None for the dtype that they are computed in.
+        kv_dtype: the dtype of cached keys and values, or of their codes (int8, float8_e4m3fn); None for the dtype that
+            they are computed in.
         buckets: the sizes that requests are padded to.
         loop: the settings of the generation loop.
         model_sharding: the sharding rules of the mesh, which is no part of a profile; None on one device.
@@ -281,7 +282,7 @@ def settings_for(
             kernels=backend.kernels == "auto" and not train,  # a gradient would compute their op again
             compiler_options=dict(sorted(backend.compiler_options.items())),
         ),
-        kv_dtype=None if precision.kv == "auto" else as_dtype(precision.kv),
+        kv_dtype=None if precision.kv == "auto" else as_dtype({"fp8": "f8_e4m3"}.get(precision.kv, precision.kv)),
         buckets=Buckets(**{f.name: getattr(profile.buckets, f.name) for f in fields(BucketTable)}),
         loop=LoopSettings(
             DEFAULT_STEPS.get(target, 16) if backend.steps_per_dispatch == "auto" else backend.steps_per_dispatch,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Op
+from rlx_jax.ir.types import as_dtype
 from rlx_jax.ir.user_functions import trace_step
 from tests.ops.sample import Array, Meaning, Sample, o, operand
 from tests.oracles import op_formulas as formula
@@ -97,6 +99,8 @@ MEANINGS: dict[type[Op], Meaning] = {
     o.RopeOp: lambda op, x, cos, sin: formula.rope(x, cos, sin, op.head_dim, op.n_rot, op.style),
     o.CacheUpdate: lambda op, *arrays: (formula.cache_fill if op.fresh else formula.cache_update)(*arrays),
     o.RingStep: lambda op, *arrays: formula.ring_step(*arrays),
+    o.QuantizeVectors: lambda op, x: formula.quantize_vectors(x, op.dtype),
+    o.DequantizeVectors: lambda op, codes, scale: codes * scale[..., None],
     o.TokenScan: token_scan,
     o.TokenWindows: lambda op, x: np.stack([x[:, t : t + op.width] for t in range(x.shape[1] - op.width + 1)], 1),
     o.TailRows: lambda op, x, n: np.stack([row[at : at + op.count] for row, at in zip(x, n, strict=True)]),
@@ -146,6 +150,9 @@ def attention() -> Iterator[Sample]:
             operands = f"f32 batch keys {row}; f32 batch 4 {row}; i32 batch; i32 batch"
             yield Sample(o.CacheUpdate(fresh), operands, below=5)
     yield Sample(o.CacheUpdate(), "bf16 2 6 4; bf16 2 3 4; i32 2; i32 2", below=4)
+    for dtype, x in itertools.product(("i8", "f8_e4m3"), ("f32 batch seq 2 16", "f32 batch 5", "bf16 3 8")):
+        yield Sample(o.QuantizeVectors(as_dtype(dtype)), x)
+    yield Sample(o.DequantizeVectors(as_dtype("f32")), "i8 batch seq 2 5; f32 batch seq 2", below=120)
     yield Sample(o.Overwrite(), "f32 batch keys 3; f32 batch keys 3")
     yield Sample(o.Overwrite(), "bool 2 3; bool 2 3")
     for ring, row in (("keys 3", "3"), ("2 2 3", "2 3")):

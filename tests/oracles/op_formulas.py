@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 
@@ -301,6 +302,13 @@ def scatter_nd(x: np.ndarray, indices: np.ndarray, updates: np.ndarray, kind: st
         place = tuple(int(i) for i in indices[at])
         out[place] = WRITTEN[kind](out[place], updates[at])
     return out
+
+
+def quantize_vectors(x: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Codes of the vectors along the last axis, with the largest of each at the end of the range; and their scales."""
+    scale = np.abs(x).max(-1) / (127 if dtype == np.int8 else float(ml_dtypes.finfo(dtype).max))
+    codes = x / np.where(scale > 0, scale, 1)[..., None]
+    return (np.rint(codes) if dtype == np.int8 else codes.astype(np.float32)).astype(dtype), scale
 
 
 def cache_fill(cache: np.ndarray, new: np.ndarray, start: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Builder, Graph, Hir, Value, constant
 from rlx_jax.ir.hir.masks import MaskKind, check_arity
 from rlx_jax.ir.ops.attention import AttentionOp, RopeOp, RopeTable, SinusoidTable, check_heads, check_score_options
-from rlx_jax.ir.ops.cache import CacheUpdate, RingStep
+from rlx_jax.ir.ops.cache import CacheUpdate, DequantizeVectors, QuantizeVectors, RingStep
 from rlx_jax.ir.ops.control import PairBias
 from rlx_jax.ir.ops.index import Gather, Iota, RelativeBuckets, TakeRow
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Where, in_dtype
@@ -342,10 +342,11 @@ class CachedAttention(Hir):
     """Attention over a cache that this call extends (written by `derive`, never by a stage).
 
     Operands: q `[B,S,N·D]`, k and v `[B,S,K·D]`, the key and value caches `[B,T,K,D]`, start `[B]`
-    (tokens already in the cache) and lengths `[B]` (new valid tokens); if the attention has a keep mask, the mask of
-    the new keys `[B,S]` and the cached mask `[B,T]`, both bool; then its sinks, and the operands of its `bias_of`. The
-    key and value caches may have another dtype than k and v.
-    Results: the context, and the caches with the new rows written at `start`, the cached mask last.
+    (tokens already in the cache) and lengths `[B]` (new valid tokens); if `quantized`, the scales of the caches
+    `[B,T,K]`, see `QuantizeVectors`; if the attention has a keep mask, the mask of the new keys `[B,S]` and the cached
+    mask `[B,T]`, both bool; then its sinks, and the operands of its `bias_of`. The key and value caches may have
+    another dtype than k and v.
+    Results: the context, and the caches with the new rows written at `start`, in the order of the operands.
     With `block_only` the cache is empty before the call, so that attention reads only the new keys.
     With `ring` the cache is a ring buffer of the last T tokens, T at least the window (see `RingStep`).
     With `attend.last`, q is `[B,1,N·D]`, the query of each row's last valid token.
@@ -356,6 +357,7 @@ class CachedAttention(Hir):
     attend: Attention
     block_only: bool = False
     ring: bool = False
+    quantized: bool = False
 
     def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
         return self.expand_repeated(b, self.attend.heads // self.attend.kv_heads, *operands)
@@ -363,40 +365,50 @@ class CachedAttention(Hir):
     def expand_repeated(self, b: Builder, times: int, *operands: Value) -> tuple[Value, ...]:
         """Append the block with key/value heads repeated `times` times before attention, and return its results."""
         q, k, v, cache_k, cache_v, start, lengths, *optional = operands
+        num_scales = 2 * self.quantized
+        scales, optional = optional[:num_scales], optional[num_scales:]
         masks, other_operands = optional[: 2 * len(self.attend.extra)], optional[2 * len(self.attend.extra) :]
-        kv_heads = self.attend.kv_heads
-        split = split_axis(3, 2, (kv_heads, -1))
-        new_k, new_v = (in_dtype(b, b(split, x), b.type(cache_k).dtype) for x in (k, v))
+        split = split_axis(3, 2, (self.attend.kv_heads, -1))
+        # For keys and for values: the arrays of their cache, the new rows of each, and its update.
+        caches = [(cache_k, *scales[:1]), (cache_v, *scales[1:])]
+        new_rows = [self._encode(b, b(split, x), cache) for x, (cache, *_) in zip((k, v), caches, strict=True)]
+        updates = [
+            [self._update(b, *pair, start, lengths) for pair in zip(*arrays, strict=True)]
+            for arrays in zip(caches, new_rows, strict=True)
+        ]
         positions: dict[str, Value] = {}
-        if self.ring:
-            step = RingStep(self.attend.window)
-            keys, key_positions, cache_k = b.add(step, cache_k, new_k, start, lengths)
-            values, _, cache_v = b.add(step, cache_v, new_v, start, lengths)
-            positions = {"key_positions": key_positions}
-        else:
-            update = CacheUpdate(fresh=self.block_only)
-            keys = cache_k = b(update, cache_k, new_k, start, lengths)
-            values = cache_v = b(update, cache_v, new_v, start, lengths)
-        if self.block_only:  # attention reads the new keys; the unused rows of the cache would only be masked
-            positions = {}
-        else:
-            k, v = (in_dtype(b, b(merge_axes(4, 2), x), b.type(q).dtype) for x in (keys, values))
+        if not self.block_only:  # in a block, attention reads the new keys; unused rows would only be masked
+            k, v = (self._decode(b, [rows for rows, *_ in arrays], b.type(q).dtype) for arrays in updates)
+            positions = {"key_positions": updates[0][0][1]} if self.ring else {}
         if self.attend.last or not self.block_only:
             positions = {"positions": self._positions(b, q, start, lengths), **positions}
-        keep, caches = self._update_masks(b, start, lengths, *masks) if masks else ((), ())
+        keep, mask_caches = self._update_masks(b, start, lengths, *masks) if masks else ((), ())
         return (
             self.attend.expand_repeated(b, times, q, k, v, *keep, *other_operands, positions=positions),
-            cache_k,
-            cache_v,
-            *caches,
+            *(cache for arrays in zip(*updates, strict=True) for *_, cache in arrays),
+            *mask_caches,
         )
+
+    def _encode(self, b: Builder, rows: Value, cache: Value) -> tuple[Value, ...]:
+        """Return rows `[B,S,K,D]` as the cache stores them: in its dtype, or as codes and scales."""
+        dtype = b.type(cache).dtype
+        return b.add(QuantizeVectors(dtype), rows) if self.quantized else (in_dtype(b, rows, dtype),)
+
+    def _decode(self, b: Builder, rows: list[Value], dtype: np.dtype[np.generic]) -> Value:
+        """Return rows of the cache, with their scales if there are any, as `[B,T,K·D]` of a dtype."""
+        values = b(DequantizeVectors(dtype), *rows) if self.quantized else rows[0]
+        return in_dtype(b, b(merge_axes(4, 2), values), dtype)
+
+    def _update(self, b: Builder, cache: Value, new: Value, start: Value, lengths: Value) -> tuple[Value, ...]:
+        """Return the rows that attention reads, for a ring their positions, and last the cache after the call."""
+        if self.ring:
+            return b.add(RingStep(self.attend.window), cache, new, start, lengths)
+        cache = b(CacheUpdate(fresh=self.block_only), cache, new, start, lengths)
+        return cache, cache
 
     def _update_masks(self, b: Builder, start: Value, lengths: Value, new: Value, cache: Value) -> tuple[Masks, Masks]:
         """Return the mask over the keys that attention reads, and the cached mask after the call; each as a 1-tuple."""
-        if self.ring:
-            keep, _, cache = b.add(RingStep(self.attend.window), cache, new, start, lengths)
-        else:
-            keep = cache = b(CacheUpdate(fresh=self.block_only), cache, new, start, lengths)
+        keep, *_, cache = self._update(b, cache, new, start, lengths)
         return (new if self.block_only else keep,), (cache,)
 
     def _positions(self, b: Builder, q: Value, start: Value, lengths: Value) -> Value:
@@ -411,7 +423,7 @@ class CachedAttention(Hir):
         return b(Reshape((-1, 1)), last_index if self.block_only else b(Binary("add"), start, last_index))
 
     def text(self) -> str:
-        notes = [", block_only"] * self.block_only + [", ring"] * self.ring
+        notes = [f", {name}" for name in ("block_only", "ring", "quantized") if getattr(self, name)]
         return f"cached_{self.attend.text()}{''.join(notes)}"
 
 

@@ -11,11 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
+from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import Mir
-from rlx_jax.ir.traits import STATE, Types, results_written
-from rlx_jax.ir.types import DimLike, is_static
+from rlx_jax.ir.traits import ELEMENTWISE, REDUCTION, STATE, Types, results_written
+from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static, short_name
 
 # Signature of `write_rows`: (cache, slot, new, ordered) → cache. Callers of `eval` may pass another implementation.
 WriteRows = Callable[[Array, Array, Array, bool], Array]
@@ -141,3 +143,54 @@ def _ring_positions(count: Array, slots: int) -> Array:
     slot = jnp.arange(slots, dtype=jnp.int32)[None, :]
     last_position = count[:, None] - 1
     return jnp.maximum(last_position - jnp.remainder(last_position - slot, slots), -1)
+
+
+def is_code_dtype(dtype: np.dtype[Any]) -> bool:
+    """Return whether a cache of this dtype has codes with scales, instead of the keys and values themselves."""
+    return dtype.itemsize == 1 and (is_float(dtype) or dtype == np.int8)
+
+
+@dataclass(frozen=True)
+class QuantizeVectors(Mir):
+    """Quantize vectors along the last axis: x `[…,D]` → codes `[…,D]` of `dtype`, and scales `[…]` f32.
+
+    The scale of a vector is max |x| / M, with M the largest finite number of `dtype` (127 for i8, 448 for f8_e4m3).
+    The codes are x / scale, rounded to nearest even. A vector of zeros has the scale 0. A vector with an infinity or
+    NaN has a scale that is not finite, so it decodes to values that are not finite.
+    """
+
+    # The scale needs the range of f32, so mixed precision does not narrow the operand.
+    traits = replace(REDUCTION, narrows=0, widens=False)
+    operands = "x:float[_,…]"
+
+    dtype: np.dtype[Any]
+
+    def check(self, *operands: TensorType) -> None:
+        if not is_code_dtype(self.dtype):
+            raise GraphError(f"quantize_vectors: codes are i8 or an 8-bit float, got {short_name(self.dtype)}")
+
+    def eval(self, x: Array) -> tuple[Array, Array]:
+        info: Any = jnp.finfo(self.dtype) if is_float(self.dtype) else jnp.iinfo(self.dtype)
+        limit = jnp.float32(info.max)
+        x = x.astype(jnp.float32)
+        scale = jnp.abs(x).max(axis=-1) / limit
+        codes = jnp.clip(x / jnp.where(scale > 0, scale, 1.0)[..., None], -limit, limit)
+        return (codes if is_float(self.dtype) else jnp.round(codes)).astype(self.dtype), scale
+
+
+@dataclass(frozen=True)
+class DequantizeVectors(Mir):
+    """Decode the result of `QuantizeVectors`: codes `[…,D]` and scales `[…]` f32 → codes · scale `[…,D]` in `dtype`."""
+
+    traits = replace(ELEMENTWISE, narrows=0, widens=False)
+    operands = "codes scale:f32"
+
+    dtype: np.dtype[Any]
+
+    def check(self, *operands: TensorType) -> None:
+        codes, scale = operands
+        if not is_code_dtype(codes.dtype) or codes.shape[:-1] != scale.shape:
+            raise GraphError(f"dequantize_vectors: 8-bit codes […,D] and their scales […], got {codes} and {scale}")
+
+    def eval(self, codes: Array, scale: Array) -> Array:
+        return (codes.astype(jnp.float32) * scale[..., None]).astype(self.dtype)
