@@ -49,13 +49,23 @@ def rope_rows(op: Any, positions: Array) -> tuple[Array, ...]:
 
 def cached_attention(op: Any, *operands: Array) -> tuple[Array, ...]:
     """Write the new keys and values, then attend over the cache up to each query's own position."""
-    q, k, v, cache_k, cache_v, start, lengths, *sinks = operands
+    q, k, v, cache_k, cache_v, start, lengths, *rest = operands
+    scales, sinks = rest[: 2 * op.quantized], rest[2 * op.quantized :]
     heads = (*k.shape[:2], op.attend.kv_heads, -1)
     new_k, new_v = k.reshape(heads), v.reshape(heads)
     extra: dict[str, Array] = {}
     if op.ring:
         keys, extra["key_positions"], cache_k = formula.ring_step(cache_k, new_k, start, lengths)
         values, _, cache_v = formula.ring_step(cache_v, new_v, start, lengths)
+    elif scales:
+        codes = [formula.quantize_vectors(x, cache_k.dtype) for x in (new_k, new_v)]
+        caches = zip((cache_k, cache_v), scales, strict=True)
+        (cache_k, *scale_k), (cache_v, *scale_v) = (
+            [formula.cache_update(old, new, start, lengths) for old, new in zip(*pair, strict=True)]
+            for pair in zip(caches, codes, strict=True)
+        )
+        scales = scale_k + scale_v
+        keys, values = cache_k * scales[0][..., None], cache_v * scales[1][..., None]
     else:
         write = formula.cache_fill if op.block_only else formula.cache_update
         keys = cache_k = write(cache_k, new_k, start, lengths)
@@ -72,7 +82,7 @@ def cached_attention(op: Any, *operands: Array) -> tuple[Array, ...]:
         q, keys.reshape(flat), values.reshape(flat), heads=op.attend.heads, kv_heads=op.attend.kv_heads,
         causal=op.attend.causal, window=op.attend.window, scale=op.attend.scale, softcap=op.attend.softcap, **extra,
     )  # fmt: skip
-    return out, cache_k, cache_v
+    return out, cache_k, cache_v, *scales
 
 
 def growing_attention(op: Any, *operands: Array) -> tuple[Array, ...]:
@@ -289,6 +299,8 @@ BLOCKS: list[Sample] = [
         "f32 2 3 8; f32 2 3 4; f32 2 3 4; f32 2 6 2 2; f32 2 6 2 2; i32 2; i32 2"),
     Sample(hir.CachedAttention(hir.Attention(4, 2, causal=True, window=2), ring=True),
         "f32 2 3 8; f32 2 3 4; f32 2 3 4; f32 2 4 2 2; f32 2 4 2 2; i32 2; i32 2"),
+    Sample(hir.CachedAttention(hir.Attention(4, 2, causal=True), quantized=True),
+        "f32 2 3 8; f32 2 3 4; f32 2 3 4; i8 2 6 2 2; i8 2 6 2 2; i32 2; i32 2; f32 2 6 2; f32 2 6 2"),
     Sample(hir.CachedAttention(hir.Attention(2, 2, causal=True), block_only=True),
         "f32 2 3 4; f32 2 3 4; f32 2 3 4; f32 2 6 2 2; f32 2 6 2 2; i32 2; i32 2", below=1),
     Sample(hir.GrowingAttention(hir.Attention(4, 2, causal=True, window=2), keep=True),

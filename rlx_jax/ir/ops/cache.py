@@ -161,7 +161,7 @@ class QuantizeVectors(Mir):
 
     # The scale needs the range of f32, so mixed precision does not narrow the operand.
     traits = replace(REDUCTION, narrows=0, widens=False)
-    operands = "x:float[_,…]"
+    operands = "x:float[…,D]"
 
     dtype: np.dtype[Any]
 
@@ -183,14 +183,13 @@ class DequantizeVectors(Mir):
     """Decode the result of `QuantizeVectors`: codes `[…,D]` and scales `[…]` f32 → codes · scale `[…,D]` in `dtype`."""
 
     traits = replace(ELEMENTWISE, narrows=0, widens=False)
-    operands = "codes scale:f32"
+    operands = "codes[…S,D] scale:f32[…S]"
 
     dtype: np.dtype[Any]
 
     def check(self, *operands: TensorType) -> None:
-        codes, scale = operands
-        if not is_code_dtype(codes.dtype) or codes.shape[:-1] != scale.shape:
-            raise GraphError(f"dequantize_vectors: 8-bit codes […,D] and their scales […], got {codes} and {scale}")
+        if not is_code_dtype(operands[0].dtype):
+            raise GraphError(f"dequantize_vectors: codes are i8 or an 8-bit float, got {operands[0]}")
 
     def eval(self, codes: Array, scale: Array) -> Array:
         return (codes.astype(jnp.float32) * scale[..., None]).astype(self.dtype)
