@@ -9,8 +9,8 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import Graph, GraphModule
-from rlx_jax.compiler.fake_quant import Scale, insert_q_dq
 from rlx_jax.errors import DTypeError, GraphError, ShapeError
+from rlx_jax.quantization import Scale, insert_q_dq
 from tests.oracles.comparing import assert_close
 
 RNG = np.random.default_rng(0)

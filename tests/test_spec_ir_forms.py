@@ -1,7 +1,7 @@
 """The names of IR 1.1, 3–7, 9 and 13 in the form of the specification: operands by position, then attributes.
 
 Numbers are held against float64 NumPy. What differs on purpose is the table "Differences from the specification" of
-docs/graph.md; packed operands (IR 8) and the names of IR 10 and 12 are not here.
+docs/graph.md; IR 8 is in test_quantized_builders.py, and the names of IR 10 and 12 are not here.
 """
 
 from __future__ import annotations

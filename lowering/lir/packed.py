@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 
 from rlx_jax.ir.graph import Mir
+from rlx_jax.ir.ops.experts import GroupedMatMul
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.index import Gather
 from rlx_jax.ir.ops.linalg import MatMul
@@ -71,6 +72,11 @@ class PackedWeight:
         taken = {name: take(array, -(-height // array.shape[-2])) for name, array in self.arrays.items()}
         return replace(self, arrays=taken)
 
+    def take(self, index: AnyArray) -> AnyArray:
+        """Return the values of the matrices `index` of a stack `[E, …, N, K]`."""
+        arrays = {name: jnp.take(array, index, axis=0, mode="clip") for name, array in self.arrays.items()}
+        return replace(self, arrays=arrays).decode()
+
 
 def packed_weight(program: Program, arrays: Mapping[str, AnyArray]) -> PackedWeight:
     """Return the parameter of a program that is stored as these arrays."""
@@ -90,6 +96,8 @@ def packed_implementation(op: Mir, operands: tuple[AnyArray, ...], target: str) 
         return dequant_gather
     if isinstance(op, MatMul | FusedMatMulBiasAct) and isinstance(operands[1], PackedWeight):
         return None if op.contract == 0 else functools.partial(dequant_matmul, target)
+    if isinstance(op, GroupedMatMul) and isinstance(operands[1], PackedWeight):
+        return dequant_grouped_matmul
     return None
 
 
@@ -106,11 +114,18 @@ def choose_dequant_matmul(
 
 
 def dequant_gather(op: Gather, table: PackedWeight, ids: AnyArray) -> AnyArray:
-    """Look up rows of a packed table `[V, H]`, and decode these rows alone."""
+    """Look up rows of a packed table `[V, H]`, or matrices of a stack, and decode these alone."""
+    if len(table.shape) > 2:
+        return table.take(ids)
     taken = table.rows(lambda array, height: jnp.take(array, ids // height, axis=0, mode="clip"))
     # Each row has its own scales now, as if it were the only one of a matrix.
     arrays = {name: array[..., None, :] for name, array in taken.arrays.items()}
     return replace(taken, arrays=arrays).decode()[..., 0, :]
+
+
+def dequant_grouped_matmul(op: GroupedMatMul, x: AnyArray, w: PackedWeight, ids: AnyArray) -> AnyArray:
+    """Compute the product of each row with one of several packed matrices, which are decoded as `op.run` takes them."""
+    return op.run(x, ids, w.shape, w.take)
 
 
 def dequant_matmul(

@@ -1,4 +1,6 @@
-"""This module has the functions of the specification (IR 5.1 and 13) that are methods of `GraphModule` here."""
+"""This module has the functions of the specification (IR 5.1 and 13) that are methods of `GraphModule` here,
+and its names of policies and dtypes.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,23 @@ class FusionPolicy(StrEnum):
     def for_autodiff() -> FusionPolicy:
         """Return `FUSABLE`, which expands every block into a chain of tensor ops."""
         return FusionPolicy.FUSABLE
+
+
+class DType(StrEnum):
+    """The element types of the specification (IR 2): names that every `dtype=` takes."""
+
+    BOOL = "bool"
+    U8 = "u8"
+    I8 = "i8"
+    I16 = "i16"
+    BF16 = "bf16"
+    F16 = "f16"
+    U32 = "u32"
+    I32 = "i32"
+    I64 = "i64"
+    F32 = "f32"
+    F64 = "f64"
+    C64 = "c64"
 
 
 def _at(module: GraphModule, stage: GraphStage) -> GraphModule:

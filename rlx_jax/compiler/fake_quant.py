@@ -1,6 +1,6 @@
-"""This module inserts fake quantization: it rounds chosen values of a graph as integer hardware would.
+"""This module inserts fake quantization, which rounds values of a graph as integer hardware would, and removes it.
 
-The scales come from calibration.
+The scales of `insert_q_dq` come from calibration.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from rlx_jax.compiler.graph_module import GraphModule
 from rlx_jax.errors import DTypeError, GraphError, shown
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Node, Value
+from rlx_jax.ir.ops.conv import Pool
+from rlx_jax.ir.ops.pointwise import FakeQuantize, Unary
+from rlx_jax.ir.ops.shape import Concat, Narrow, Reshape, Transpose
 from rlx_jax.ir.rewrite import Rewrite, rewrite
 from rlx_jax.ir.types import is_float
 
@@ -80,3 +83,47 @@ def _rounded(m: GraphModule, value: Value, s: Scale) -> Value:
     zero = s.zero_point or None  # symmetric quantization needs no zero point
     dtype = m.type_of(value).dtype
     return m.unwrap(m.dequantize(m.quantize(value, s.scale, zero, dtype=s.dtype), s.scale, zero, dtype=dtype))
+
+
+def quant_propagate(module: GraphModule) -> tuple[GraphModule, int]:
+    """Return a module without redundant `fake_quantize`, and the number of those that are dropped.
+
+    One is redundant if its operand is the result of an equal one, through ops that keep the values on its grid: reshape
+    and transpose for a scale of all values, and if both have the same scale as an operand, also narrow, concat, relu
+    and max pooling; with an `axis` relu and max pooling alone. Values stay the same but for rounding, and so do
+    gradients. Those with a learned scale or another gradient (`ste`) than "identity" and "clipped" are retained.
+
+    Raises:
+        GraphError: the module is at LIR.
+    """
+    if module.stage == GraphStage.LIR:
+        raise GraphError(f"module {module.name!r} is at lir: remove rounding before it is planned")
+    dropped: list[int] = []
+
+    def enter(graph: Graph) -> Rewrite:
+        def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+            if not isinstance(node.op, FakeQuantize) or not _is_rounded(graph, node.inputs[0], graph.nodes[number]):
+                return None
+            dropped.append(number)
+            return inputs[:1]
+
+        return fn
+
+    out = rewrite(module.finish(), enter, module.builder.types, "quant_propagate")
+    return GraphModule.of(out, module.stage, module.builder.types, module.policy), len(dropped)
+
+
+def _is_rounded(graph: Graph, value: Value, rounding: Node) -> bool:
+    """Return whether `value` is on the grid of the `FakeQuantize` of the node `rounding` already."""
+    node, op, has_scale = graph.nodes[value.node], rounding.op, len(rounding.inputs) > 1
+    assert isinstance(op, FakeQuantize)
+    if op.learned or op.ste not in ("identity", "clipped"):
+        return False
+    if isinstance(node.op, FakeQuantize):
+        return node.op == op and node.inputs[1:] == rounding.inputs[1:]
+    is_pool = isinstance(node.op, Pool) and node.op.kind == "max" and (op.axis is None or op.axis in (0, 1))
+    # These may drop the largest value, so that a scale computed from their result would be another one.
+    keeps_grid = has_scale and (is_pool or node.op == Unary("relu"))
+    if op.axis is None:
+        keeps_grid |= isinstance(node.op, Reshape | Transpose) or (has_scale and isinstance(node.op, Narrow | Concat))
+    return keeps_grid and all(_is_rounded(graph, operand, rounding) for operand in node.inputs)

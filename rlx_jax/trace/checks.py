@@ -183,6 +183,10 @@ SPEC_FORMS: dict[str, SpecForm] = {
     "conv2d": SpecForm("x w kernel window_strides padding rhs_dilation feature_group_count"),
     "conv_transpose2d": SpecForm("x w kernel strides padding rhs_dilation output_padding feature_group_count"),
     "lora_matmul": SpecForm("x w a b scale"),
+    "q_matmul": SpecForm("x w bias x_zp w_zp out_zp mult"),
+    "q_conv2d": SpecForm(
+        "x w bias kernel window_strides padding rhs_dilation feature_group_count x_zp w_zp out_zp mult"
+    ),
     "cumsum": SpecForm("x axis exclusive"),
     "selective_scan": SpecForm("x dt a b c state_size"),
     "sample": SpecForm("logits top_k top_p temperature seed"),

@@ -19,11 +19,12 @@ from rlx_jax.ir.types import is_static
 from rlx_jax.trace.builders import Builders
 from rlx_jax.trace.checks import bind_kind, items_of
 from rlx_jax.trace.parameters import WeightKey
+from rlx_jax.trace.quantized import QuantizedBuilders
 from rlx_jax.trace.writer import V
 
 
-class SpecBuilders(Builders[V]):
-    """All builders: the methods of `Builders`, and the names of the specification."""
+class SpecBuilders(QuantizedBuilders[V]):
+    """All builders: the methods of `QuantizedBuilders`, and the names of the specification."""
 
     # -- other names -------------------------------------------------------------------------
 

@@ -61,15 +61,17 @@ class Products(Shapes[V]):
             raise ShapeError(f"{self.path}: outer: two vectors, got {self.type_of(a)} and {self.type_of(b)}")
         return self.einsum("i,j->ij", a, b)
 
-    def integer_matmul(self, a: V, b: V, a_zero_point: V | None = None, b_zero_point: V | None = None) -> V:
+    def integer_matmul(self, a: V, b: V, a_zero_point: V | int | None = None, b_zero_point: V | int | None = None) -> V:
         """Return `(a − a_zero_point) @ (b − b_zero_point)` of 8-bit integers in i32; the zero points broadcast."""
         lhs, rhs = self._subtract_zero_point(a, a_zero_point), self._subtract_zero_point(b, b_zero_point)
         return self.add_node(product(self.type_of(lhs), self.type_of(rhs)), lhs, rhs)
 
-    def _subtract_zero_point(self, x: V, zero_point: V | None) -> V:
+    def _subtract_zero_point(self, x: V, zero_point: V | int | None) -> V:
         """Return x minus its zero point, in i32."""
         integers = self.cast(x, "i32")
-        return integers if zero_point is None else self.sub(integers, self.cast(zero_point, "i32"))
+        if zero_point is None:
+            return integers
+        return self.sub(integers, zero_point if isinstance(zero_point, int) else self.cast(zero_point, "i32"))
 
     def lora_matmul(self, x: V, w: V, a: V, b: V, *, scale: float) -> V:
         """Return `x · w + scale · (x · a) · b`: w `[in, out]`, a `[in, rank]`, b `[rank, out]`."""

@@ -143,6 +143,8 @@ MEANINGS: dict[type[Op], Meaning] = {
     o.Sort: ordered,
     o.TopK: largest,
     o.ExpertFfn: formula.experts,
+    o.GroupedMatMul: lambda op, x, w, ids: np.stack([product(a, w[i], op.contract) for a, i in zip(x, ids,
+        strict=True)]),
 }  # fmt: skip
 
 
@@ -234,6 +236,9 @@ def products() -> Iterator[Sample]:
     biased = "f32 batch seq 6; f32 6 24; f32 24; f32 8 6; f32 6; f32 6; f32 6" + rest
     yield Sample(o.FusedTransformerLayer(2, 4, 5, 1e-3, 1e-2), plain, tolerance=1e-5)
     yield Sample(o.FusedTransformerLayer(2, 4, 5, 1e-3, 1e-2, "relu", True), biased + "; f32 batch seq", tolerance=1e-5)
+    for rows in ("batch", "4", "3", "1"):
+        yield Sample(o.GroupedMatMul(), f"f32 {rows} 8; f32 3 8 5; i32 {rows}")
+        yield Sample(o.GroupedMatMul(1), f"bf16 {rows} 8; bf16 3 5 8; i32 {rows}")
     out_in, in_out = "TYPE 3 5 8; TYPE 3 5 8; TYPE 3 8 5", "TYPE 3 8 5; TYPE 3 8 5; TYPE 3 5 8"
     clamped = o.ExpertFfn(biased=True, clamp=ClampedGate(0.7, 1.7, 1.0))
     for op, x, experts, choices in (

@@ -1,8 +1,9 @@
-"""The experts of a mixture of experts as one op; the Plan chooses its implementation."""
+"""The experts of a mixture of experts as one op, whose implementation the Plan chooses, and one product with them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,9 +12,10 @@ from jax import Array, lax
 
 from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir.graph import Mir
+from rlx_jax.ir.ops.linalg import product_text
 from rlx_jax.ir.ops.pointwise import UNARY, same_rank
 from rlx_jax.ir.traits import Initial, Normal, Types, product_traits
-from rlx_jax.ir.types import TensorType
+from rlx_jax.ir.types import TensorType, is_static
 
 # Names of the operands that every mixture has, in order; biases follow them.
 EXPERT_OPERANDS = ("x", "gate", "up", "down", "weights", "ids")
@@ -172,3 +174,63 @@ def add_bias(product: Array, bias: Array | None) -> Array:
     if bias is None:
         return product
     return jnp.add(*same_rank(product, bias.astype(product.dtype)))
+
+
+def _grouped_flops(op: Any, operands: Types, results: Types) -> int:
+    """Return the FLOPs of the product of each row with one matrix."""
+    return 2 * operands[0].size * int(results[0].shape[-1])
+
+
+@dataclass(frozen=True)
+class GroupedMatMul(Mir):
+    """Product of each row with one of several matrices, `y[i] = x[i] · w[ids[i]]`.
+
+    Operands: x `[M, K]`; w `[E, K, N]` (`contract=0`) or `[E, N, K]` (`contract=1`); ids `[M]` integers in `[0, E)`.
+    Result: `[M, N]`. `precision` is as in `MatMul`. The host checks ids before it calls a model; in this op an id out
+    of range reads the nearest matrix.
+    """
+
+    traits = replace(product_traits(_grouped_flops), narrows=2)
+    ids = (2, 1, 0)
+
+    contract: int = 0
+    precision: str = "default"
+
+    def declaration(self) -> str:
+        if self.contract not in (0, 1):
+            raise ShapeError(
+                f"grouped_matmul: contract is 0 for w [E, K, N] and 1 for [E, N, K]; got {self.contract!r}"
+            )
+        return f"x:float[M,K!] w:x[E,{'N,K' if self.contract else 'K,N'}] ids:int[M]"
+
+    def eval(self, x: Array, w: Array, ids: Array) -> Array:
+        return self.run(x, ids, w.shape, lambda index: jnp.take(w, index, axis=0, mode="clip"))
+
+    def run(self, x: Array, ids: Array, shape: tuple[int, ...], take: Callable[[Array], Array]) -> Array:
+        """Compute the op given the shape of w and `take`, which returns the matrices of an array of ids.
+
+        With more rows than matrices, each matrix is read once and multiplied with all rows, so that at most one of them
+        is copied or decoded at a time.
+        """
+        experts, matrix = shape[0], "nk" if self.contract else "kn"
+        precision = lax.Precision(self.precision)
+
+        def product(lead: str, w: Array) -> Array:
+            subscripts = f"mk,{lead}{matrix}->mn"
+            return jnp.einsum(subscripts, x, w, precision=precision, preferred_element_type=x.dtype)
+
+        ids = jnp.clip(ids.astype(jnp.int32), 0, experts - 1)
+        if is_static(ids.size) and ids.size <= experts:
+            return product("m", take(ids))
+
+        def add_expert(y: Array, expert: Array) -> tuple[Array, None]:
+            return jnp.where((ids == expert)[:, None], product("", take(expert)), y), None
+
+        y = jnp.zeros((x.shape[0], shape[2 - self.contract]), x.dtype)
+        return lax.scan(add_expert, y, jnp.arange(experts, dtype=jnp.int32))[0]
+
+    def initial(self, operand_index: int, weight: TensorType) -> Initial:
+        return Normal(int(weight.shape[1 + self.contract]))
+
+    def text(self) -> str:
+        return product_text("grouped_matmul", self.contract, self.precision, f32_result=False)
