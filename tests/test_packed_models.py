@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
+from rlx_jax.compiler.settings import settings_for
 from rlx_jax.errors import ProfileError, UnsupportedError, WeightError, WeightShapeError
 from rlx_jax.ir.packed import Packed, PackedSpec
+from rlx_jax.ir.types import short_name
+from rlx_jax.trace.parameters import WeightStack
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.packed import BLOCKS, damaged, meaning, packed
 from tests.small import Own
@@ -313,3 +316,37 @@ def test_refused_schemes(setting: Any, message: str) -> None:
     flow = rlx.ModelFlow("m").input("x", ("b", 128)).linear("up")
     with pytest.raises(ProfileError, match=message):
         rlx.compile(flow, {"up": FLOATS["0.a"]}, profile=rlx.CompileProfile().replace(precision={"weights": setting}))
+
+
+@pytest.mark.parametrize("experts", ["gathered", "looped", "blocked", "ragged", "dense"])
+def test_packed_experts(experts: str) -> None:
+    """Each implementation, over stacked experts of their own keys."""
+    keys = {name: f"{{}}.{name}" for name in ("gate", "up", "down")}
+    shapes = {"gate": (96, 64), "up": (96, 64), "down": (64, 96)}
+    mixed: dict[str, Any] = {
+        keys[name].format(e): packed("gguf_q8_0", shape, 7 * e + len(name))
+        for name, shape in shapes.items() for e in range(4)
+    }  # fmt: skip
+    for value in mixed.values():
+        value.data.reshape(-1, 34)[:, :2] = np.array([0.01], "<f2").view(np.uint8)
+    mixed["router"] = RNG.standard_normal((4, 64)).astype(np.float32)
+
+    def run(emit: Any, x: Any) -> Any:
+        weights, ids = emit.route(emit.linear(x, "router"), top_k=2)
+        return emit.experts(x, weights, ids, **{name: WeightStack(key, 4) for name, key in keys.items()})
+
+    flow = rlx.ModelFlow("moe").input("x", ("b", 64)).custom(run)
+    profile = rlx.CompileProfile().replace(backend={"cpu": {"experts": experts}})
+    dense = {k: meaning(v) if isinstance(v, Packed) else v for k, v in mixed.items()}
+    x = RNG.standard_normal((5, 64)).astype(np.float32)
+    one, other = (rlx.compile(flow, w, profile=profile) for w in (mixed, dense))
+    assert_close(one(x), other(x))
+    assert {scheme for scheme, _ in one.report().packed.values()} == {"gguf_q8_0"}
+
+
+def test_packed_weights_compute_in_bf16_on_a_gpu() -> None:
+    """Where most bytes are packed ones: as floats of 16 bits would."""
+    profile = rlx.CompileProfile().replace(fusion={"target": "h200"})
+    for weights, dtype in ((MIXED, "bf16"), (DENSE, "f32")):
+        settings = settings_for(profile, rlx.open_weights(weights), weights, merge=False)
+        assert short_name(settings.compute) == dtype

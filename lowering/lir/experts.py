@@ -35,6 +35,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rlx_jax.device import Device
 from rlx_jax.ir.ops.experts import ExpertFfn, add_bias
 from rlx_jax.ir.types import short_name
+from rlx_jax.lowering.lir.packed import PackedWeight
 from rlx_jax.lowering.lir.plan import Call, Choice
 from rlx_jax.lowering.sharding import ModelSharding, shard_type
 
@@ -42,6 +43,9 @@ AnyArray = Any
 
 # The biases of experts without biases.
 NO_BIASES = (None, None, None)
+
+# The implementations that read experts by their number, so that packed ones are decoded one by one.
+BY_NUMBER = ("gathered", "blocked", "looped")
 
 # Activations that the kernels of `grouped` have.
 KERNEL_ACTIVATIONS = ("silu", "relu", "gelu_tanh")
@@ -258,13 +262,20 @@ def expert_ffn(
     return add_bias(op.product(f"{row_axes}f,{weight_axes}{down_axes}->{row_axes}h", inner, down, out_dtype), down_bias)
 
 
+def take_experts(weights: AnyArray, experts: AnyArray) -> AnyArray:
+    """Return the weights of some experts, by number; of packed weights, only these are decoded."""
+    if isinstance(weights, PackedWeight):
+        return jax.tree.map(lambda array: take_experts(array, experts), weights).decode()
+    return jnp.take(weights, experts, axis=0, mode="clip")
+
+
 def gathered(op: ExpertFfn, *arrays: AnyArray, devices: int = 1) -> AnyArray:
     """Compute the op with gathered weights for each choice, as a batch of products of one row."""
     x, gate, up, down, weights, ids, *biases = arrays
     flat, choice_x = ids.reshape(-1), jnp.repeat(x.reshape(-1, x.shape[-1]), ids.shape[-1], axis=0)
     if devices > 1:
-        choice_x = jnp.where((flat < len(gate))[:, None], choice_x, 0)
-    choice_weights = [jnp.take(w, flat, axis=0, mode="clip") for w in (gate, up, down, *biases)]
+        choice_x = jnp.where((flat < gate.shape[0])[:, None], choice_x, 0)
+    choice_weights = [take_experts(w, flat) for w in (gate, up, down, *biases)]
     out = expert_ffn(op, "n", "n", choice_x, choice_weights, jnp.float32)
     return combine(out, x, weights, _local_mask(ids, gate, devices))
 
@@ -278,13 +289,13 @@ def blocked(op: ExpertFfn, *arrays: AnyArray, devices: int = 1) -> AnyArray:
     x, gate, up, down, weights, ids, *biases = arrays
     # Half of the average number of choices per expert, because each expert's last block is not full.
     share = ids.size // devices
-    rows = max(block_rows(share, len(gate)) // 2, 1)
-    at_once = -(-share // rows) + len(gate) if devices > 1 else 1
-    by_expert = sort_into_blocks(ids, len(gate), rows, at_once)
+    rows = max(block_rows(share, gate.shape[0]) // 2, 1)
+    at_once = -(-share // rows) + gate.shape[0] if devices > 1 else 1
+    by_expert = sort_into_blocks(ids, gate.shape[0], rows, at_once)
     tokens = x.reshape(-1, x.shape[-1])
 
     def run_blocks(choice: AnyArray, expert: AnyArray) -> AnyArray:
-        block_weights = [*(w[expert] for w in (gate, up, down)), *(bias[expert][:, None] for bias in biases)]
+        block_weights = [*(take_experts(w, expert) for w in (gate, up, down)), *(b[expert][:, None] for b in biases)]
         # The result is in the dtype of x: f32 would move twice the bytes.
         return expert_ffn(op, "br", "b", tokens[choice // ids.shape[-1]], block_weights)
 
@@ -305,14 +316,14 @@ def blocked(op: ExpertFfn, *arrays: AnyArray, devices: int = 1) -> AnyArray:
 def looped(op: ExpertFfn, *arrays: AnyArray, devices: int = 1) -> AnyArray:
     """Compute the op in a loop over blocks of choices of one expert each; empty blocks are skipped."""
     x, gate, up, down, weights, ids, *biases = arrays
-    by_expert = sort_into_blocks(ids, len(gate), block_rows(ids.size // devices, len(gate)))
+    by_expert = sort_into_blocks(ids, gate.shape[0], block_rows(ids.size // devices, gate.shape[0]))
     block_inputs = x.reshape(-1, x.shape[-1])[by_expert.row_choice // ids.shape[-1]]
 
     def run_block(block: tuple[AnyArray, AnyArray, AnyArray]) -> AnyArray:
         rows, expert, is_filled = block
 
         def compute() -> AnyArray:
-            expert_weights = [lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in (gate, up, down, *biases)]
+            expert_weights = [take_experts(w, expert) for w in (gate, up, down, *biases)]
             return expert_ffn(op, "r", "", rows, expert_weights, jnp.float32)
 
         return lax.cond(is_filled, compute, lambda: jnp.zeros_like(rows, jnp.float32))
@@ -401,7 +412,7 @@ def _counts(ids: AnyArray, experts: int) -> AnyArray:
 
 def _local_mask(ids: AnyArray, gate: AnyArray, devices: int) -> AnyArray | None:
     """Return which choices are of experts on this device; None for all."""
-    return ids < len(gate) if devices > 1 else None
+    return ids < gate.shape[0] if devices > 1 else None
 
 
 def combine(out: AnyArray, x: AnyArray, weights: AnyArray, mask: AnyArray | None = None) -> AnyArray:

@@ -23,7 +23,7 @@ from rlx_jax.ir.ops.shape import Shard
 from rlx_jax.ir.param import Program, Stack, packed_arrays
 from rlx_jax.ir.paths import bind_path, path_text
 from rlx_jax.ir.region import Repeat
-from rlx_jax.lowering.lir.experts import run_sharded
+from rlx_jax.lowering.lir.experts import BY_NUMBER, run_sharded
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
 from rlx_jax.lowering.lir.packed import PackedWeight, decoded, packed_implementation, packed_weight
 from rlx_jax.lowering.lir.plan import CHOICE_OPS, Call, Choice, array_programs, call_of, find_stack
@@ -163,7 +163,8 @@ def _run(graph: Graph, node: Node, operands: tuple[AnyArray, ...], env: Env) -> 
         (x,) = operands
         return (lax.with_sharding_constraint(x, env.model_sharding.value_sharding(op.roles, x.shape)),)
     choice = env.choices.get(call_of(graph, node)) if isinstance(op, CHOICE_OPS) else None
-    if any(isinstance(operand, PackedWeight) for operand in operands):
+    by_number = env.model_sharding is None and choice is not None and choice.implementation in BY_NUMBER
+    if any(isinstance(operand, PackedWeight) for operand in operands) and not by_number:
         packed_run = packed_implementation(op, operands, env.target)
         if packed_run is not None:
             return (packed_run(op, *operands),)

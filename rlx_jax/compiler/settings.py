@@ -15,6 +15,7 @@ import numpy as np
 
 from rlx_jax.device import Device, named_device, running_device
 from rlx_jax.errors import GraphError, ProfileError, UnsupportedError, check_names, listing, quote
+from rlx_jax.ir.packed import PackedSpec, stored_bytes
 from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.ir.types import as_dtype, is_float
 from rlx_jax.ir.weight_reads import WeightSource
@@ -371,17 +372,18 @@ def compute_dtype(precision: Precision, target: str, source: WeightSource | None
     """Return the dtype of activations.
 
     `auto` is f32 on the CPU and with a mixed policy. Otherwise it is the 16-bit dtype that most bytes of the floating
-    weights have, or f32.
+    weights have, or f32. Packed weights count as bf16, as they have less precision than that.
     """
-    f32 = np.dtype(np.float32)
+    f32, bf16 = np.dtype(np.float32), as_dtype("bf16")
     if precision.compute != "auto":
         return as_dtype(precision.compute)
     if target == "cpu" or source is None or precision.mixed != "none":
         return f32
     bytes_by_dtype: dict[np.dtype[Any], int] = {}
     for spec in (source.spec(key) for key in keys):
-        if is_float(spec.dtype):
-            bytes_by_dtype[spec.dtype] = bytes_by_dtype.get(spec.dtype, 0) + spec.size * spec.dtype.itemsize
+        dtype = bf16 if isinstance(spec, PackedSpec) and spec.dtype == f32 else spec.dtype
+        if is_float(dtype):
+            bytes_by_dtype[dtype] = bytes_by_dtype.get(dtype, 0) + stored_bytes(spec)
     most = max(bytes_by_dtype, key=lambda d: bytes_by_dtype[d], default=f32)
     return most if most.itemsize == 2 else f32
 
