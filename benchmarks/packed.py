@@ -54,7 +54,7 @@ def packed(scheme: str, shape: tuple[int, ...], cache: dict[Any, rlx.Packed]) ->
 
 def allocated_bytes() -> int:
     """Bytes in use on the device by its allocator; 0 where it does not count."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_in_use", 0)
+    return int((jax.local_devices()[0].memory_stats() or {}).get("bytes_in_use", 0))
 
 
 def build(shape: decode.Shape, scheme: str, tied: bool) -> tuple[rlx.CausalLM, int]:
