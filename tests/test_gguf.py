@@ -31,6 +31,7 @@ from rlx_jax.errors import (
     UnsupportedError,
 )
 from rlx_jax.ir.packed import PackedSpec
+from rlx_jax.weights import execute
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.gguf_files import write_gguf
 
@@ -179,6 +180,19 @@ def test_packed_types(kind: str, tmp_path: Path) -> None:
         assert spec.shape == (64, 64) and isinstance(spec, PackedSpec) == (kind not in ("F16", "BF16"))
         rows = source.read("model.layers.0.self_attn.q_proj.weight", (slice(3, 40, 5),))
         np.testing.assert_array_equal(rows, source.read("model.layers.0.self_attn.q_proj.weight")[3:40:5])
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0"])
+def test_packed_rows_in_bands(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters are the same when their rows, which the file may have in another order, are read a few at a time."""
+    random_checkpoint(tmp_path / "hf", 64)
+    write_gguf(tmp_path / "hf", tmp_path / "m.gguf", Kind[kind])
+    at_once = rlx.load(tmp_path / "m.gguf", dtype="f32").model.params
+    monkeypatch.setattr(execute, "_BAND_BYTES", 200)
+    in_bands = rlx.load(tmp_path / "m.gguf", dtype="f32").model.params
+    assert at_once is not None and in_bands is not None and at_once.keys() == in_bands.keys()
+    for name, values in at_once.items():
+        np.testing.assert_array_equal(np.asarray(in_bands[name]), np.asarray(values), name)
 
 
 def test_convert(tmp_path: Path) -> None:

@@ -192,6 +192,31 @@ def test_not_a_regular_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 # -- limits ------------------------------------------------------------------------------------
 
 
+INTO: dict[str, tuple[Any, tuple[slice, ...] | None, bool]] = {
+    "all": (np.empty((4, 6), np.float32), None, True),
+    "rows": (np.empty((2, 6), np.float32), (slice(1, 3),), True),
+    "columns": (np.empty((4, 2), np.float32), (slice(None), slice(3, 5)), True),
+    "another shape": (np.empty((6, 4), np.float32), None, False),
+    "another dtype": (np.empty((4, 6), np.int32), None, False),
+    "columns of the array": (np.empty((4, 12), np.float32)[:, ::2], None, False),
+    "steps": (np.empty((2, 6), np.float32), (slice(0, 4, 2),), False),
+}
+
+
+@pytest.mark.parametrize("name", INTO)
+def test_read_into_an_array(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The array is used if it fits; every value that is read is inspected once."""
+    out, index, fits = INTO[name]
+    values = np.arange(24, dtype=np.float32).reshape(4, 6)
+    file = open_raw(tmp_path, one(values.tobytes(), shape=[4, 6], data_offsets=[0, 96]))
+    monkeypatch.setattr(tensor_file, "_BAND_BYTES", 20)
+    inspected: list[Any] = []
+    read = file.read("a", index, out, lambda part: inspected.extend(part.tolist()))
+    assert (read is out) == fits and not np.may_share_memory(read, values)
+    np.testing.assert_array_equal(read, values[index or ()])
+    assert set(read.ravel().tolist()) <= set(inspected) and len(set(inspected)) == len(inspected)
+
+
 def test_lying_lengths_cost_no_memory(tmp_path: Path) -> None:
     lies = [
         struct.pack("<Q", 99_999_999) + b"{}",

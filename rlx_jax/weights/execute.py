@@ -20,7 +20,8 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from rlx_jax.device import check_total_memory, with_auto_axes
 from rlx_jax.errors import WeightError, WeightShapeError, quote
-from rlx_jax.ir.checkpoint_tensor import box_index, concat_axis, steps
+from rlx_jax.ir.checkpoint_tensor import axis_box, box_index, concat_axis, steps
+from rlx_jax.ir.ggml import BLOCKS, split_blocks
 from rlx_jax.ir.packed import Box, PackedSpec, decode_arrays, decode_on_host, decode_packed
 from rlx_jax.ir.param import (
     BlockArray,
@@ -43,9 +44,10 @@ from rlx_jax.ir.param import (
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.ir.weight_reads import WeightSource, source_program
 from rlx_jax.weights.finite import narrow_values
-from rlx_jax.weights.views import SourceView
+from rlx_jax.weights.views import HostArray, SourceView, read_into, reads_into
 
-HostArray = np.ndarray[Any, Any]
+_BAND_BYTES = 2**20  # bytes of blocks that are read and split at once, so that they stay in the CPU's cache
+_ALIGNMENT = 64  # XLA on a CPU uses host memory of this alignment without a copy
 # Threads that read leaves: a single one does not saturate the bus to an accelerator.
 READERS = 4
 
@@ -111,8 +113,46 @@ def load_leaves(
 
 def _load_group(group: Mapping[str, LoadPlan], source: WeightSource) -> dict[str, jax.Array]:
     """Return the arrays of leaves that are read together."""
-    source = source if len(group) == 1 else ReadOnce(source)
-    return {name: planned.load(source) for name, planned in group.items()}
+    if len(group) == 1:
+        return {name: planned.load(source) for name, planned in group.items()}
+    views: list[tuple[HostArray, Program]] = []
+    if all(planned.sharding is None for planned in group.values()):
+        outs = {name: _new_array(planned.type) for name, planned in group.items()}
+        views = [part for name, planned in group.items() for part in _parts(outs[name], planned.program)]
+    if not views or not all(isinstance(part, BlockArray) for _, part in views):
+        source = ReadOnce(source)
+        return {name: planned.load(source) for name, planned in group.items()}
+    arrays_by_blocks: dict[Key | Sliced, list[tuple[HostArray, BlockArray]]] = {}
+    for view, part in views:
+        assert isinstance(part, BlockArray)
+        arrays_by_blocks.setdefault(part.of, []).append((view, part))
+    for blocks, arrays in arrays_by_blocks.items():
+        _split(blocks, arrays, source)
+    return {name: _to_device(outs[name], planned.device) for name, planned in group.items()}
+
+
+def _parts(out: HostArray, program: Program) -> Iterator[tuple[HostArray, Program]]:
+    """Yield the programs that fill parts of an array in place, and these parts."""
+    if isinstance(program, Key | Sliced | Dequantized) or not program.splits_to_views:
+        yield out, program
+    else:
+        for part, view in zip(program.parts, program.split(out), strict=True):
+            yield from _parts(view, part)
+
+
+def _split(blocks: Key | Sliced, arrays: Sequence[tuple[HostArray, BlockArray]], source: WeightSource) -> None:
+    """Read blocks of bytes and write the arrays in them, each to its place, a band of rows at a time."""
+    shape, num_rows = blocks.type.shape, blocks.type.shape[0]
+    is_banded = len(shape) > 1 and reads_into(source)
+    step = max(1, _BAND_BYTES * num_rows // max(1, blocks.type.nbytes)) if is_banded else max(1, num_rows)
+    buffer = np.empty((min(step, num_rows), *shape[1:]), np.uint8) if is_banded else None
+    for start in range(0, num_rows, step):
+        stop = min(start + step, num_rows)
+        band = select_box(blocks, axis_box(shape, 0, start, stop))
+        data = _read_stored(band, source, None if buffer is None else buffer[: stop - start])
+        for out, array in arrays:
+            view = out[start:stop] if is_banded else out
+            split_blocks(data, BLOCKS[array.scheme], array.array, out.dtype, view)
 
 
 def _host_bytes(plans: Collection[LoadPlan]) -> int:
@@ -152,6 +192,16 @@ class LoadPlan(NamedTuple):
     sharding: Sharding | None
 
     @property
+    def program(self) -> Program:
+        """Return the program that reads the only share."""
+        return _as_stored_arrays(self.shard_reads[0].program)
+
+    @property
+    def device(self) -> Any:
+        """Return the device of the only share."""
+        return self.shard_reads[0].devices[0]
+
+    @property
     def nbytes(self) -> int:
         """Return how many bytes are read: replicas share one read."""
         return sum(shard_read.program.type.nbytes for shard_read in self.shard_reads)
@@ -164,9 +214,9 @@ class LoadPlan(NamedTuple):
         shards: list[jax.Array] = []
         for program, devices in self.shard_reads:
             shardings = [SingleDeviceSharding(device, memory_kind=self.sharding.memory_kind) for device in devices]
-            values = _evaluate(_as_stored_arrays(program), source)
-            if isinstance(program, Key | Sliced) and devices[0].platform == "cpu":
-                values = values.copy()  # may be the caller's memory, which JAX on CPU shares if it is aligned
+            values, may_be_shared = _read_leaf(_as_stored_arrays(program), source)
+            if may_be_shared and devices[0].platform == "cpu":
+                values = values.copy()  # JAX on a CPU shares it if it is aligned
             shard = jax.device_put(values, shardings[0])
             shards += [shard.block_until_ready(), *(jax.device_put(shard, target) for target in shardings[1:])]
         shape, dtype = self.type.shape, jax.dtypes.canonicalize_dtype(self.type.dtype)
@@ -242,26 +292,34 @@ def _temporary_bytes(program: Program) -> int:
 
 def load_leaf(program: Program, source: WeightSource, device: Any = None) -> jax.Array:
     """Return the leaf's array on `device` (None: the default one), once the transfer is complete."""
-    program = _as_stored_arrays(program)
+    values, may_be_shared = _read_leaf(_as_stored_arrays(program), source)
+    return _to_device(values, device, copy=may_be_shared)
+
+
+def _to_device(values: HostArray, device: Any, copy: bool = False) -> jax.Array:
+    """Return an array on `device`, once the transfer is complete. JAX on a CPU shares its memory unless `copy`."""
     with jax.default_device(device):
-        if isinstance(program, Key | Sliced):
-            leaf = jnp.array(_read_stored(program, source))  # a copy: jnp.asarray may share the caller's memory
-        else:
-            leaf = jnp.asarray(_evaluate(program, source))
-        return leaf.block_until_ready()
+        return (jnp.array(values) if copy else jax.device_put(values, may_alias=True)).block_until_ready()
+
+
+def _read_leaf(program: Program, source: WeightSource) -> tuple[HostArray, bool]:
+    """Return a program's value, and whether the caller of the loader may hold its memory too."""
+    if isinstance(program, Key | Sliced) and not reads_into(source):
+        return _read_stored(program, source), True
+    return _fill_new(program, source), False
 
 
 def fill(out: HostArray, program: Program, source: WeightSource) -> None:
     """Write the program's value into `out`, an array or a view with the shape and the dtype of the program's type."""
-    if isinstance(program, Key | Sliced | Dequantized):
-        out[...] = _read_stored(program, source)
-    elif isinstance(program, Cast):
-        out[...] = _cast(_evaluate(program.of, source), program, out.dtype, source)
-    elif program.splits_to_views:
-        for part, view in zip(program.parts, program.split(out), strict=True):
-            fill(view, part, source)
-    else:
-        out[...] = program.join(*(_evaluate(part, source) for part in program.parts))
+    for view, part in _parts(out, program):
+        if isinstance(part, Key | Sliced | Dequantized):
+            data = _read_stored(part, source, view)
+            if not np.may_share_memory(data, view):  # else the source has read into it
+                view[...] = data
+        elif isinstance(part, Cast):
+            _cast(_evaluate(part.of, source), part, view.dtype, source, view)
+        else:
+            view[...] = part.join(*(_evaluate(of, source) for of in part.parts))
 
 
 def _evaluate(program: Program, source: WeightSource) -> HostArray:
@@ -276,9 +334,16 @@ def _evaluate(program: Program, source: WeightSource) -> HostArray:
 
 def _fill_new(program: Program, source: WeightSource) -> HostArray:
     """Return the program's value in a new array."""
-    out = np.empty(program.type.shape, program.type.dtype)
+    out = _new_array(program.type)
     fill(out, program, source)
     return out
+
+
+def _new_array(array_type: TensorType) -> HostArray:
+    """Return an array, not initialized, that JAX on a CPU can use without a copy."""
+    raw = np.empty(array_type.nbytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + array_type.nbytes].view(array_type.dtype).reshape(array_type.shape)
 
 
 def read_numbers(key: str, source: WeightSource) -> HostArray:
@@ -289,8 +354,8 @@ def read_numbers(key: str, source: WeightSource) -> HostArray:
     return _read_stored(source_program(key, spec, f"weight {quote(key)} ({source.where(key)})"), source)
 
 
-def _read_stored(stored: Key | Sliced | Dequantized, source: WeightSource) -> HostArray:
-    """Return a tensor of the checkpoint or a slice of one, decoded if it is packed.
+def _read_stored(stored: Key | Sliced | Dequantized, source: WeightSource, out: HostArray | None = None) -> HostArray:
+    """Return a tensor of the checkpoint or a slice of one, decoded if it is packed; in `out` if the source does that.
 
     Raises:
         WeightError, WeightShapeError: `read` of the source returns another type than its `spec` declared.
@@ -304,7 +369,7 @@ def _read_stored(stored: Key | Sliced | Dequantized, source: WeightSource) -> Ho
         dtype = stored.type.dtype
         return numbers if numbers.dtype == dtype else _cast(numbers, stored, dtype, source)
     key = stored.source_key
-    data = source.read(key.key, _index(stored))
+    data = read_into(source, key.key, _index(stored), out)
     if not isinstance(data, np.ndarray) or data.dtype != key.type.dtype:
         got = data.dtype if isinstance(data, np.ndarray) else type(data).__name__
         raise WeightError(
@@ -336,21 +401,23 @@ def _index(stored: Key | Sliced) -> tuple[slice, ...] | None:
     return tuple(index) or None
 
 
-def _cast(data: HostArray, program: Program, dtype: np.dtype[Any], source: WeightSource) -> HostArray:
-    """Return stored values cast to `dtype`; floats over its range become infinite, with a warning.
+def _cast(
+    data: HostArray, program: Program, dtype: np.dtype[Any], source: WeightSource, out: HostArray | None = None
+) -> HostArray:
+    """Return stored values cast to `dtype`, in `out` if given; floats over its range become infinite, with a warning.
 
     Raises:
         WeightError: integers that the narrower type cannot hold.
     """
     key = next(stored_keys(program), None)
     if key is None:  # a device's box of a padded leaf may be all padding
-        return data.astype(dtype)
+        return narrow_values(data, dtype, str(program), out)
     where = f"weight {quote(key.key)} ({source.where(key.key)})"
     if dtype.kind in "iu":
         info = np.iinfo(dtype)
         if data.size and (data.min() < info.min or data.max() > info.max):
             raise WeightError(f"{where}: values {data.min()} … {data.max()} do not fit {short_name(dtype)}")
-    return narrow_values(data, dtype, where)
+    return narrow_values(data, dtype, where, out)
 
 
 def weights_by_key(leaves: Mapping[Program, jax.Array]) -> dict[str, jax.Array]:

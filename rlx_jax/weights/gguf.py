@@ -148,12 +148,16 @@ class GgufSource(NamedTensors[KeyReading], Closeable):
             NonFiniteWeightError: NaN in the values, unless `on_nonfinite` allows them.
             Others: as `TensorFile.read`.
         """
+        return self.read_into(key, index, None)
+
+    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
+        """Return what `read` returns, in `out` if it fits; see `rlx_jax.weights.views.ReadsInto`."""
         reading, tensor = self._find_tensor(key)
         scheme = None if reading.decodes else tensor.scheme
         shape = tensor.stored.shape if scheme is not None else self.spec(key).shape
         if scheme is not None and reading.expert is not None:
             shape = shape[1:]
-        values = self._changed(reading, tensor, check_index(index, shape, key))
+        values = self._changed(reading, tensor, check_index(index, shape, key), out)
         checked = values if scheme is None else finite_check_floats(values, scheme)
         check_finite(checked, key, quote(self.where(key)), self._on_nonfinite)
         return values
@@ -168,11 +172,15 @@ class GgufSource(NamedTensors[KeyReading], Closeable):
         reading = self._find(key)
         return reading, self.header.tensors[reading.tensor]
 
-    def _read_tensor(self, name: str, index: tuple[slice, ...] | None = None) -> HostArray:
+    def _read_tensor(
+        self, name: str, index: tuple[slice, ...] | None = None, out: HostArray | None = None
+    ) -> HostArray:
         """Return a tensor under its name in the file, or a part of it."""
-        return self._owners[name].file.read(name, index)
+        return self._owners[name].file.read(name, index, out)
 
-    def _changed(self, reading: KeyReading, tensor: GgufTensor, slices: tuple[slice, ...]) -> HostArray:
+    def _changed(
+        self, reading: KeyReading, tensor: GgufTensor, slices: tuple[slice, ...], out: HostArray | None
+    ) -> HostArray:
         """Return the part `slices` of what is read for a key, as the checkpoint has it."""
         if reading.expert is not None:
             expert = slice(reading.expert, reading.expert + 1)
@@ -180,15 +188,17 @@ class GgufSource(NamedTensors[KeyReading], Closeable):
             return values
         # Small tensors change their shape, and those that are decoded their blocks: both are read whole.
         is_whole = reading.shape is not None or reading.decodes
-        order = reading.order
-        parts = [slice(None) if is_whole or (order and axis == order.axis) else s for axis, s in enumerate(slices)]
-        values = self._read_tensor(reading.tensor, None if is_whole else tuple(parts) or None)
+        order, parts = reading.order, list(slices)
+        positions = None if order is None else order.positions()
+        if order is not None and positions is not None and not is_whole and len(slices) > order.axis:
+            # The rows of the part, in another order, are within few rows more.
+            positions = positions[slices[order.axis]]
+            start, stop = (int(positions.min()), int(positions.max()) + 1) if positions.size else (0, 0)
+            parts[order.axis], positions = slice(start, stop), positions - start
+        values = self._read_tensor(reading.tensor, None if is_whole else tuple(parts) or None, out)
         if reading.decodes and tensor.scheme is not None:
             values = decode_packed(values, tensor.scheme)
-        if order is not None:
-            positions = order.positions()
-            if not is_whole and len(slices) > order.axis:
-                positions = positions[slices[order.axis]]
+        if order is not None and positions is not None:
             values = values.take(positions, order.axis)
         if reading.change:
             values = values.astype(F32)

@@ -8,7 +8,7 @@ has their rows in turn in one weight: MXFP4 as `gate_up_proj_blocks` and `gate_u
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -16,9 +16,8 @@ from rlx_jax.ir.packed import PackedSpec, WeightSpec, decode_packed
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.format import stored_spec
 from rlx_jax.weights.named import NamedTensors, check_index
-from rlx_jax.weights.views import SourceView
+from rlx_jax.weights.views import HostArray, SourceView, read_into
 
-HostArray = np.ndarray[Any, Any]
 _MXFP4, _BLOCK = "gguf_mxfp4", 32
 _EXPERTS = ".mlp.experts."
 
@@ -81,9 +80,12 @@ class GptOssExperts(NamedTensors[_Weight], SourceView):
         return stored_spec(shape, np.uint8)
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
+        return self.read_into(key, index, None)
+
+    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
         weight = self._find(key)
         if len(weight.keys) == 1 and weight.part == "same":
-            return self.source.read(weight.keys[0], index)
+            return read_into(self.source, weight.keys[0], index, out)
         slices = check_index(index, tuple(self.spec(key).shape), key)
         halves = [self._read(name, slices[:1], weight.part) for name in weight.keys]
         # The rows of gate and up in turn.

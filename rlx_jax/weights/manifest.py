@@ -34,7 +34,7 @@ from rlx_jax.io.strict_json import parse_object
 from rlx_jax.ir.packed import stored_bytes
 from rlx_jax.ir.types import TensorType, as_dtype, short_name
 from rlx_jax.ir.weight_reads import WeightSource
-from rlx_jax.weights.views import SourceView
+from rlx_jax.weights.views import HostArray, SourceView, read_into
 
 # "auto": check digests if there is a manifest. "full": a manifest is required. "metadata": check no digests.
 Verify = Literal["auto", "full", "metadata"]
@@ -257,11 +257,15 @@ class VerifiedSource(SourceView):
             IntegrityError: the bytes differ from the saved ones.
             Others: as `read` of the source.
         """
+        return self.read_into(key, index, None)
+
+    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
+        """Return what `read` returns, in `out` if it fits."""
         by_file = self.source.has(key) and self._manifest.weights[key].sha256 is None
         with explain_damage(self._directory, self._manifest):
             if index and not by_file and key not in self._compared:
                 self._compare(key, self._digest(key))
-            values = self.source.read(key, index)
+            values = read_into(self.source, key, index, out)
         if not index and not by_file:
             self._compare(key, digest(values))
         return values

@@ -12,7 +12,7 @@ from rlx_jax.errors import WeightError, listing
 from rlx_jax.ir.packed import WeightSpec
 from rlx_jax.ir.weight_reads import WeightSource, shapes_only
 from rlx_jax.weights.mapping import MappingSource
-from rlx_jax.weights.views import MarkedSource, RenamedSource, SourceView, close
+from rlx_jax.weights.views import HostArray, MarkedSource, RenamedSource, SourceView, close, read_into
 
 
 class OverlaySource(SourceView):
@@ -50,6 +50,9 @@ class OverlaySource(SourceView):
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
         return self._source_of(key).read(key, index)
+
+    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
+        return read_into(self._source_of(key), key, index, out)
 
     def close(self) -> None:
         super().close()

@@ -18,7 +18,7 @@ from rlx_jax.io.files import Links, resolve
 from rlx_jax.io.folder import Folder
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.directory import INDEX_SUFFIX, holds_safetensors, open_directory, open_index
-from rlx_jax.weights.finite import OnNonfinite, check_finite
+from rlx_jax.weights.finite import FiniteCheck, OnNonfinite, check_finite
 from rlx_jax.weights.format import Entry, OpenOptions, stored_spec
 from rlx_jax.weights.manifest import MANIFEST_NAME, open_verified
 from rlx_jax.weights.named import Closeable, NamedTensors
@@ -129,9 +129,14 @@ class SafetensorsSource(NamedTensors[TensorFile], Closeable):
             NonFiniteWeightError: NaN in the values, unless `on_nonfinite` allows them.
             Others: as `TensorFile.read`.
         """
-        file = self._find(key)
-        values = file.read(key, index)
-        check_finite(values, key, quote(file.name), self._on_nonfinite)
+        return self.read_into(key, index, None)
+
+    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
+        """Return what `read` returns, in `out` if it fits; see `rlx_jax.weights.views.ReadsInto`."""
+        file, check = self._find(key), FiniteCheck()
+        values = file.read(key, index, out, None if self._on_nonfinite == "ignore" else check)
+        if not check.all_finite:
+            check_finite(values, key, quote(file.name), self._on_nonfinite)
         return values
 
     def close(self) -> None:

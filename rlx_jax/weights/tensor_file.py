@@ -26,6 +26,9 @@ from rlx_jax.weights.safetensors_header import TensorInfo
 # Reads `count` bytes from `start` on; the third argument names the file in messages.
 ReadBytes = Callable[[int, int, str], bytes]
 HeaderReader = Callable[[ReadBytes, int, str], Mapping[str, TensorInfo]]
+HostArray = np.ndarray[Any, Any]
+# Is called with each part of a tensor once it is read, while it is in the CPU's cache.
+Inspect = Callable[[HostArray], None]
 
 _MIN_RUN_BYTES = 2**12  # bytes of a run that is worth a system call: a page, the least that a disk reads
 _BAND_BYTES = 2**20  # bytes that are read at once where runs are shorter: small enough that the buffer stays in cache
@@ -71,8 +74,14 @@ class TensorFile(Closeable):
         self._count_lock = threading.Lock()
         self.bytes_read = 0
 
-    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
-        """Return a tensor, or the part that `index` selects as in NumPy, as a new C-contiguous array.
+    def read(
+        self, name: str, index: tuple[slice, ...] | None = None, out: HostArray | None = None,
+        inspect: Inspect | None = None,
+    ) -> HostArray:  # fmt: skip
+        """Return a tensor, or the part that `index` selects as in NumPy, as a C-contiguous array.
+
+        It is `out` if that is a C-contiguous array of the same shape and dtype and `index` has no steps, else a new
+        one. `inspect` is called with each part that has been read, as an array of one axis.
 
         Only the box that `index` spans is read if its contiguous runs have a page or more. With shorter runs, the bytes
         between them are read as well, a mebibyte at a time. Steps of slices are applied in memory.
@@ -86,11 +95,13 @@ class TensorFile(Closeable):
         info = find_tensor(self.tensors, name, f"{self._where}, a file")
         slices = check_index(index, info.shape, name)
         if not slices:
-            return self._read_box(name, [0] * len(info.shape), info.shape)
+            return self._read_box(name, [0] * len(info.shape), info.shape, out, inspect)
         parts = (*slices, *(slice(None),) * (len(info.shape) - len(slices)))
         spans = [row_span(part, dim) for part, dim in zip(parts, info.shape, strict=True)]
-        box = self._read_box(name, [start for start, _, _ in spans], tuple(count for _, count, _ in spans))
-        return np.ascontiguousarray(box[tuple(rest for _, _, rest in spans)])
+        shape = tuple(count for _, count, _ in spans)
+        has_steps = any(rest.step not in (None, 1) for _, _, rest in spans)
+        box = self._read_box(name, [start for start, _, _ in spans], shape, None if has_steps else out, inspect)
+        return np.ascontiguousarray(box[tuple(rest for _, _, rest in spans)]) if has_steps else box
 
     def close(self) -> None:
         """Close the file. Reading from it is an error afterwards."""
@@ -107,8 +118,10 @@ class TensorFile(Closeable):
             raise self._error(f"{where}: the file was truncated while its header was read")
         return bytes(buffer)
 
-    def _read_box(self, name: str, starts: Sequence[int], shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
-        """Return the box of `shape` in a tensor that starts at the indices `starts`.
+    def _read_box(
+        self, name: str, starts: Sequence[int], shape: tuple[int, ...], out: HostArray | None, inspect: Inspect | None
+    ) -> HostArray:
+        """Return the box of `shape` in a tensor that starts at the indices `starts`; in `out` if it fits.
 
         Raises:
             As `read`.
@@ -116,10 +129,13 @@ class TensorFile(Closeable):
         if not self._close.alive:
             raise StorageError(f"{self._where}: the file is closed")
         info = self.tensors[name]
-        limits.check_memory(math.prod(shape) * info.dtype.itemsize, f"{self._where}: tensor {quote(name)}")
-        values = np.empty(shape, info.dtype)
+        if out is not None and out.shape == shape and out.dtype == info.dtype and out.flags.c_contiguous:
+            values = out
+        else:
+            limits.check_memory(math.prod(shape) * info.dtype.itemsize, f"{self._where}: tensor {quote(name)}")
+            values = np.empty(shape, info.dtype)
         if values.size:
-            self._fill(name, starts, values)
+            self._fill(name, starts, values, inspect)
         # Checked after reading, so that a change during the read is noticed too.
         status = os.fstat(self._descriptor)
         if (status.st_size, status.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
@@ -128,7 +144,7 @@ class TensorFile(Closeable):
             raise self._error(f"{self._where}: tensor {quote(name)}: BOOL holds {largest}, expected 0 or 1")
         return values
 
-    def _fill(self, name: str, starts: Sequence[int], values: np.ndarray[Any, Any]) -> None:
+    def _fill(self, name: str, starts: Sequence[int], values: HostArray, inspect: Inspect | None) -> None:
         """Read the box of a tensor that starts at the indices `starts` into `values`.
 
         A run is a contiguous part of the box in the file; runs start `stride` bytes apart. Long runs are read one by
@@ -142,7 +158,12 @@ class TensorFile(Closeable):
         start = info.start + sum(begin * step for begin, step in zip(starts, strides, strict=True))
         raw = values.reshape(-1).view(np.uint8)
         if axis == 0:
-            return self._read_into(name, raw, start)
+            step = raw.nbytes if inspect is None else _BAND_BYTES
+            for at in range(0, raw.nbytes, step):
+                self._read_into(name, raw[at : at + step], start + at)
+                if inspect is not None:
+                    inspect(raw[at : at + step].view(info.dtype))
+            return
         stride, count = strides[axis - 1], values.shape[axis - 1]
         outer = values.shape[: axis - 1]
         runs = raw.reshape(*outer, count, -1)
@@ -158,8 +179,10 @@ class TensorFile(Closeable):
                 else:
                     self._read_into(name, band[: (len(band_runs) - 1) * stride + length], begin + row * stride)
                     band_runs[...] = band[: len(band_runs) * stride].reshape(len(band_runs), stride)[:, :length]
+        if inspect is not None:
+            inspect(values.reshape(-1))
 
-    def _read_into(self, name: str, raw: np.ndarray[Any, Any], start: int) -> None:
+    def _read_into(self, name: str, raw: HostArray, start: int) -> None:
         """Fill a contiguous array with the bytes of the file from `start` on."""
         num_bytes = read_at(self._descriptor, raw.data, start, self._where)
         with self._count_lock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeGuard
 
 import numpy as np
 
@@ -13,6 +13,27 @@ from rlx_jax.weights.named import Closeable, NamedTensors
 
 # What separates the key of a weight from the name of one of its arrays, in the keys of the arrays of packed weights.
 PART = " / "
+
+
+HostArray = np.ndarray[Any, Any]
+
+
+class ReadsInto(Protocol):
+    """A source that can read into an array of the caller, so that nothing is copied."""
+
+    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
+        """Return what `read` returns: in `out`, if it has the shape and dtype and is contiguous, else in an array that
+        nothing else refers to."""
+
+
+def read_into(source: WeightSource, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
+    """Return a weight or a part of it, in `out` if it fits and the source can read into it."""
+    return source.read_into(key, index, out) if reads_into(source) else source.read(key, index)
+
+
+def reads_into(source: object) -> TypeGuard[ReadsInto]:
+    """Whether a source has `read_into`; `isinstance` with a protocol would take as long as a read."""
+    return hasattr(source, "read_into")
 
 
 def close(source: WeightSource) -> None:
@@ -62,6 +83,9 @@ class RenamedSource(NamedTensors[str], SourceView):
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
         return self.source.read(self.stored(key), index)
+
+    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
+        return read_into(self.source, self.stored(key), index, out)
 
     def stored(self, key: str) -> str:
         """Return the key in `source` of a weight. Arrays of packed weights have their keys in `source` already."""

@@ -1,0 +1,177 @@
+"""Loading a checkpoint from the page cache beside a plain read of the same bytes, in turn in one process.
+
+    python benchmarks/loading.py                       a Llama of 2 GB in each format
+    python benchmarks/loading.py --gb 0.3 --formats bf16 gguf_q8_0
+
+A plain read is `readinto` from the file into one reused buffer of its size. Rate: the time of the plain read over that
+of `rlx_jax.weights.execute.load_leaves` (the median over pairs), with the source opened anew and the check for NaN on.
+CPU: the same with the time of the processor, which other work on the machine disturbs less; loading uses several
+threads. Peak: the most memory that the process gained while loading, over the bytes of the file; on a CPU this includes
+the parameters. Exits with 1 if a goal is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import math
+import os
+import statistics
+import struct
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from handwritten_llama import Sizes, hf_config
+from packed import packed
+from report import Goals, emit, interleaved, median_ratio, table
+
+import rlx_jax as rlx
+from rlx_jax.device import running_device
+from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
+from rlx_jax.weights.execute import load_leaves
+from rlx_jax.weights.format import Entry
+from rlx_jax.weights.gguf_config import gguf_metadata
+from rlx_jax.weights.gguf_header import DEFAULT_ALIGNMENT, MAGIC, PACKED
+from rlx_jax.weights.gguf_names import tensor_names
+from rlx_jax.weights.safetensors_format import write_file
+
+SIZES = Sizes(hidden=2048, heads=32, kv_heads=8, head_dim=64, ffn=8192, vocab=32768)
+# Bytes of a value in the file; the sizes are exact for floats and near for packed files, which have f32 norms.
+VALUE_BYTES = {"bf16": 2.0, "f32": 4.0, "gguf_q8_0": 34 / 32, "gguf_q4k": 144 / 256}
+DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f32": np.float32}
+GOAL, PEAK = 0.6, {"cpu": 1.1, "cuda": 0.1}
+
+
+def config_of(gb: float, name: str) -> LlamaConfig:
+    """The shape of as many layers as give a file of about `gb` GB."""
+    one, two = (
+        sum(math.prod(s.shape) for s in weight_specs(LlamaConfig.from_hf(hf_config(replace(SIZES, layers=n)))).values())
+        for n in (1, 2)
+    )
+    layers = max(1, round((gb * 1e9 / VALUE_BYTES[name] - (2 * one - two)) / (two - one)))
+    return LlamaConfig.from_hf(hf_config(replace(SIZES, layers=layers)))
+
+
+def write(folder: str, name: str, config: LlamaConfig) -> str:
+    """Write a random checkpoint and return the path of its file."""
+    specs = weight_specs(config)
+    cache: dict[Any, Any] = {}
+
+    def floats(shape: tuple[int, ...], dtype: Any) -> Any:
+        if shape not in cache:
+            noise = np.random.default_rng(0).standard_normal(shape, np.float32) * np.float32(0.02)
+            cache[shape] = noise.astype(dtype)
+        return cache[shape]
+
+    if name in DTYPES:
+        path = f"{folder}/model.safetensors"
+        write_file(path, [Entry.from_array(key, floats(s.shape, DTYPES[name])) for key, s in specs.items()])
+        return path
+    path = f"{folder}/model.gguf"
+    metadata = gguf_metadata(hf_config(replace(SIZES, layers=config.num_hidden_layers)))
+    keys = tensor_names("llama", 0, {"num_hidden_layers": config.num_hidden_layers})
+    tensors = [
+        (keys[key][0], s.shape, floats(s.shape, np.float32) if len(s.shape) < 2 else packed(name, s.shape, cache).data)
+        for key, s in specs.items()
+    ]
+    with open(path, "xb") as file:
+        file.write(gguf_header(metadata, tensors, next(number for number, scheme in PACKED.items() if scheme == name)))
+        for _, _, data in tensors:
+            file.write(bytes(-file.tell() % DEFAULT_ALIGNMENT))
+            file.write(data.reshape(-1).view(np.uint8).data)
+    return path
+
+
+def gguf_header(metadata: Any, tensors: list[tuple[str, tuple[int, ...], Any]], packed_type: int) -> bytes:
+    """The bytes of a GGUF file before the data; matrices have the type `packed_type`, vectors are float32."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    out = MAGIC + struct.pack("<IQQ", 3, len(tensors), len(metadata))
+    for key, value in metadata.items():
+        out += text(key)
+        if isinstance(value, str):
+            out += struct.pack("<I", 8) + text(value)
+        else:
+            code, kind = ("f", 6) if isinstance(value, float) else ("I", 4)
+            out += struct.pack("<I" + code, kind, value)
+    offset = 0
+    for name, shape, data in tensors:
+        out += text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
+        out += struct.pack("<IQ", packed_type if len(shape) > 1 else 0, offset)
+        offset += -(-data.nbytes // DEFAULT_ALIGNMENT) * DEFAULT_ALIGNMENT
+    return out + bytes(-len(out) % DEFAULT_ALIGNMENT)
+
+
+def status_bytes(field: str) -> int:
+    """A figure of this process's memory by its name in /proc."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
+
+
+def measure(path: str, name: str, config: LlamaConfig, rounds: int) -> dict[str, float]:
+    """The rate of loading beside a plain read, in time and CPU time, the plain read in GB/s, the peak over the file."""
+    profile = rlx.CompileProfile.preset("auto").replace(precision={"compute": "bf16" if name == "bf16" else "f32"})
+    leaves = rlx.compile(Llama32Flow(config), path, profile=profile).programs.layout.params
+    size = os.path.getsize(path)
+    cpu: dict[str, list[float]] = {"load": [], "read": []}
+    buffer = np.zeros(size, np.uint8).data
+
+    def read() -> None:
+        start = time.process_time()
+        with open(path, "rb", buffering=0) as file:
+            done = 0
+            while done < size:
+                done += file.readinto(buffer[done:]) or size
+        cpu["read"].append(time.process_time() - start)
+
+    def load() -> None:
+        start = time.process_time()
+        load_leaves(leaves, rlx.open_weights(path), None, lambda *_: None, threading.Event())
+        cpu["load"].append(time.process_time() - start)
+
+    read()
+    gc.collect()  # JAX frees host memory that it shared
+    ctypes.CDLL(None).malloc_trim(0)
+    before = status_bytes("VmRSS")
+    with open("/proc/self/clear_refs", "w") as clear:
+        clear.write("5")  # the peak starts anew
+    load()
+    peak = (status_bytes("VmHWM") - before) / size
+    times = interleaved({"load": load, "read": read}, rounds)
+    return {
+        "rate": median_ratio(times["read"], times["load"]), "cpu": median_ratio(cpu["read"], cpu["load"]),
+        "plain_gb_s": size / statistics.median(times["read"]) / 1e9, "peak": peak,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="loading beside a plain read")
+    parser.add_argument("--gb", type=float, default=2.0)
+    parser.add_argument("--formats", nargs="*", choices=VALUE_BYTES, default=list(VALUE_BYTES))
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    goals, lines, limit = Goals(), [], PEAK[running_device().kind]
+    for name in args.formats:
+        with tempfile.TemporaryDirectory() as folder:
+            config = config_of(args.gb, name)
+            path = write(folder, name, config)
+            found = measure(path, name, config, args.rounds)
+            emit(format=name, bytes=os.path.getsize(path), **found)
+        verdict = goals.at_most(f"{name}: plain read / loading", 1 / found["rate"], 1 / GOAL)
+        fits = goals.at_most(f"{name}: peak", found["peak"], limit)
+        figures = [f"{found[field]:.2f}" for field in ("plain_gb_s", "cpu", "rate", "peak")]
+        lines.append([name, *figures[:3], verdict, figures[3], fits])
+    print(table(["file", "plain GB/s", "CPU", "rate", f">= {GOAL}", "peak / file", f"<= {limit}"], lines))
+    goals.exit()
+
+
+if __name__ == "__main__":
+    main()
