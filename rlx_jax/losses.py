@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from rlx_jax.compiler.executable import Arrays
-from rlx_jax.compiler.pipeline import apply_tail, head_operands
+from rlx_jax.compiler.pipeline import apply_tail, head_operands, head_product
 from rlx_jax.errors import (
     DTypeError,
     GraphError,
@@ -36,6 +36,7 @@ from rlx_jax.errors import (
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import is_static, short_name, symbols_of
+from rlx_jax.lowering.lir.packed import PackedWeight
 from rlx_jax.lowering.mir.head import Head
 from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.runtime.inputs import as_host_array, check_ids, check_integer, host_view, token_ids
@@ -150,6 +151,7 @@ class LossChunking:
         vocab: number of vocabulary entries; later columns of the logits are padding.
         z_loss: coefficient of lse².
         model_sharding: sharding of the model, if it runs on several devices.
+        target: platform that the model runs on.
     """
 
     head: Head
@@ -157,6 +159,7 @@ class LossChunking:
     vocab: int
     z_loss: float
     model_sharding: ModelSharding | None = None
+    target: str = "cpu"
 
     def shard_groups(self, sums: AnyArray) -> AnyArray:
         """Constrain sums `[g, …]` over groups of rows to the devices that hold the rows of each group."""
@@ -191,7 +194,12 @@ def _forward(
     # Each group of rows is on its own devices. Summing the gradient of the weight per group over all chunks, and then
     # once over the groups, needs one all-reduce in place of one per chunk.
     groups = 1 if chunking.model_sharding is None else chunking.model_sharding.num_batch_shards(hidden.shape[0])
-    zeros = [chunking.shard_groups(jnp.zeros((groups, *a.shape), jnp.float32)) for a in operands]
+    params = (kernel,) if bias is None else (kernel, bias)
+    # A packed kernel is a constant: it has no gradient, which is None here and below.
+    zeros = [
+        None if isinstance(p, PackedWeight) else chunking.shard_groups(jnp.zeros((groups, *p.shape), jnp.float32))
+        for p in params
+    ]
 
     def step(sums: Any, chunk: tuple[AnyArray, AnyArray, AnyArray]) -> tuple[Any, AnyArray]:
         total, gradients = sums
@@ -199,26 +207,27 @@ def _forward(
         logits, pull_back = chunk_logits(chunking, hidden, operands)
         nll, logits_grad = _nll(chunking, logits, target_ids)
         product_grad = pull_back(weight[..., None] * logits_grad)
-        hidden_grad, *head_grads = _gradients(chunking.head, product_grad, hidden, operands, groups)
-        sums = [chunking.shard_groups(g + o) for g, o in zip(gradients, head_grads, strict=True)]
+        hidden_grad, *head_grads = _gradients(chunking, product_grad, hidden, operands, groups)
+        pairs = zip(gradients, head_grads, strict=True)
+        sums = [None if g is None else chunking.shard_groups(g + o) for g, o in pairs]
         return (total + (weight * nll).sum(), sums), hidden_grad
 
     (total, grouped_grads), hidden_grad = lax.scan(
         step, (jnp.float32(0), zeros), split_tokens(chunking, hidden, target_ids, weight)
     )
     full_hidden_grad = hidden_grad.swapaxes(0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])[:, : hidden.shape[1]]
-    gradients = [g.sum(0) for g in grouped_grads]
+    gradients = jax.tree.map(lambda g: g.sum(0), grouped_grads)
     # Residuals of a custom VJP are arrays, so that scalars carry the dtypes of the parameters.
-    dtype_examples = (jnp.zeros((), kernel.dtype), None if bias is None else jnp.zeros((), bias.dtype))
+    dtype_examples = [None if isinstance(p, PackedWeight) else jnp.zeros((), p.dtype) for p in params]
     return total, (full_hidden_grad, gradients, dtype_examples)
 
 
 def _backward(chunking: LossChunking, residuals: tuple[AnyArray, ...], loss_grad: AnyArray) -> tuple[AnyArray, ...]:
     """Return the gradients from `_forward` scaled by the gradient of the loss, in the dtypes of the primals."""
-    hidden, (kernel, *bias), (kernel_example, bias_example) = residuals
+    hidden, gradients, dtype_examples = residuals
     hidden = (hidden.astype(jnp.float32) * loss_grad).astype(hidden.dtype)
-    bias_gradient = (bias[0] * loss_grad).astype(bias_example.dtype) if bias else None
-    return hidden, (kernel * loss_grad).astype(kernel_example.dtype), bias_gradient, None, None
+    kernel, *bias = jax.tree.map(lambda g, like: (g * loss_grad).astype(like.dtype), gradients, dtype_examples)
+    return hidden, kernel, bias[0] if bias else None, None, None
 
 
 _loss.defvjp(_forward, _backward)
@@ -241,7 +250,7 @@ def chunk_logits(chunking: LossChunking, hidden: AnyArray, operands: list[AnyArr
     """Return the logits of a chunk in f32, −inf in padded vocabulary entries, and a function from their gradient to the
     gradient of the head's product."""
     head = chunking.head
-    product = head.product.eval(hidden, *operands)
+    product = head_product(head, chunking.target, hidden, operands)
 
     def tail(product: AnyArray) -> AnyArray:
         logits = apply_tail(head, product).astype(jnp.float32)
@@ -266,21 +275,27 @@ def _nll(chunking: LossChunking, logits: AnyArray, target_ids: AnyArray) -> tupl
 
 
 def _gradients(
-    head: Head, product_grad: AnyArray, hidden: AnyArray, operands: list[AnyArray], groups: int
+    chunking: LossChunking, product_grad: AnyArray, hidden: AnyArray, operands: list[AnyArray], groups: int
 ) -> list[AnyArray]:
     """Return the gradients of the hidden states, the weight and the bias, given the gradient of the product.
 
     The gradient of the hidden states has their dtype; the others are f32 and have an axis of row groups, `[g, …]`.
-    Products run in the dtype of the head, so that bf16 stays bf16, and accumulate in f32.
+    Products run in the dtype of the head, so that bf16 stays bf16, and accumulate in f32. A packed weight has no
+    gradient, and that of the hidden states decodes it part by part, as the product does.
     """
-    narrow, contract = product_grad.astype(head.dtype), head.product.contract
+    head, contract = chunking.head, chunking.head.product.contract
+    narrow = product_grad.astype(head.dtype)
     product = functools.partial(
         lax.dot_general, precision=lax.Precision(head.product.precision), preferred_element_type=jnp.float32
     )
-    hidden_grad = product(narrow, operands[0], (((2,), (1 - contract,)), ((), ())))
     grouped = [a.reshape(groups, -1, *a.shape[1:]) for a in (narrow, hidden, product_grad)]
-    lhs, rhs = grouped[:2] if contract == 1 else grouped[1::-1]
-    weight_grad = product(lhs, rhs, (((1, 2), (1, 2)), ((0,), (0,))))
+    if isinstance(operands[0], PackedWeight):
+        _, pull_back = jax.vjp(lambda h: head_product(head, chunking.target, h, operands), hidden)
+        (hidden_grad,), weight_grad = pull_back(product_grad), None
+    else:
+        hidden_grad = product(narrow, operands[0], (((2,), (1 - contract,)), ((), ())))
+        lhs, rhs = grouped[:2] if contract == 1 else grouped[1::-1]
+        weight_grad = product(lhs, rhs, (((1, 2), (1, 2)), ((0,), (0,))))
     return [hidden_grad.astype(hidden.dtype), weight_grad] + [
         grouped[2].astype(jnp.float32).sum((1, 2)) for _ in operands[1:]
     ]
@@ -343,7 +358,7 @@ def _make_chunking(
     if isinstance(z_loss, bool) or not isinstance(z_loss, int | float) or not 0 <= z_loss < math.inf:
         raise RequestError(f"cross_entropy: z_loss is a finite number, 0 or more, got {shown(z_loss)}")
     num_chunks = count_chunks(shape, chunk, head.type.shape[-1], model_sharding)
-    return LossChunking(head, num_chunks, rows, float(z_loss), model_sharding)
+    return LossChunking(head, num_chunks, rows, float(z_loss), model_sharding, model.settings.target)
 
 
 def count_chunks(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,6 +54,7 @@ from rlx_jax.lowering.inspect.outline import Cost, Outline, cost, outline
 from rlx_jax.lowering.lir.donation import reusable_inputs
 from rlx_jax.lowering.lir.implementations import choose_implementations, has_triton, runnable_choices
 from rlx_jax.lowering.lir.interpret import Env, interpret
+from rlx_jax.lowering.lir.packed import PackedWeight, decoded, packed_implementation
 from rlx_jax.lowering.lir.plan import Call, Choice, Layout, Lir, returned_leaves, rollback_arrays, state_types
 from rlx_jax.lowering.mir.head import Head, find_head
 from rlx_jax.lowering.mir.small import remove_unread_inputs
@@ -322,9 +323,22 @@ AnyArray = Any
 
 
 def head_operands(head: Head, kernel: AnyArray, bias: AnyArray = None) -> list[AnyArray]:
-    """Return the weights of a head in the dtypes that its product takes: the kernel, and the bias if there is one."""
+    """Return the weights of a head in the dtypes that its product takes: the kernel, and the bias if there is one.
+
+    A packed kernel stays packed, unless it is rounded to another dtype before the product.
+    """
     wide = jnp.float32 if head.product.f32_result else head.dtype
-    return [kernel.astype(head.dtype)] + ([] if bias is None else [bias.astype(wide)])
+    stays_packed = isinstance(kernel, PackedWeight) and kernel.dtype == head.dtype
+    kernel = kernel if stays_packed else decoded(kernel).astype(head.dtype)
+    return [kernel] + ([] if bias is None else [bias.astype(wide)])
+
+
+def head_product(head: Head, target: str, hidden: AnyArray, operands: Sequence[AnyArray]) -> AnyArray:
+    """Compute the product of a head on a platform, with operands as `head_operands` returns them."""
+    packed_run = packed_implementation(head.product, (hidden, *operands), target)
+    if packed_run is not None:
+        return packed_run(head.product, hidden, *operands)
+    return head.product.eval(hidden, *map(decoded, operands))
 
 
 def apply_tail(head: Head, product: AnyArray) -> AnyArray:
@@ -333,19 +347,20 @@ def apply_tail(head: Head, product: AnyArray) -> AnyArray:
     return output
 
 
-def with_hidden(run: Function, head: Head, last_only: bool) -> Function:
+def with_hidden(run: Function, head: Head, target: str, last_only: bool) -> Function:
     """Return a function with the outputs (logits, hidden states `[B, S, H]` f32).
 
     Args:
         run: the program up to its head.
         head: the head.
+        target: the platform that the program runs on.
         last_only: compute the logits for each row's last token only, at `lengths - 1`: `[B, 1, V]`.
     """
 
     def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
         (hidden, *weights), state = run(params, state, inputs)
         rows = last_rows(hidden, inputs["lengths"]) if last_only else hidden
-        logits = apply_tail(head, head.product.eval(rows, *head_operands(head, *weights)))
+        logits = apply_tail(head, head_product(head, target, rows, head_operands(head, *weights)))
         return (logits, hidden.astype(jnp.float32)), state
 
     return function

@@ -362,7 +362,7 @@ def _head_chunking(model: CompiledModel, head: Head, rows: int, width: int) -> L
     vocab_size = int(head.type.shape[-1])
     chunk_bytes = 4 * vocab_size * PIECE.get(model.settings.target, PIECE["cuda"])  # bytes of f32 logits
     count = count_chunks((rows, width), None, vocab_size, sharding, chunk_bytes)
-    return LossChunking(head, count, int(head.vocab_size), 0.0, sharding)
+    return LossChunking(head, count, int(head.vocab_size), 0.0, sharding, model.settings.target)
 
 
 @dataclass(frozen=True)

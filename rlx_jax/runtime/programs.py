@@ -217,7 +217,8 @@ class Programs:
             seconds = time.perf_counter() - start
             run = make_function(lir, self.layout, self.model_sharding)
             if key.hidden:
-                run = with_hidden(run, self.template(self.full_key(key)).head, key.last_only)
+                head = self.template(self.full_key(key)).head
+                run = with_hidden(run, head, self.settings.target, key.last_only)
             if key.wrapper is not None:  # the wrapper has other inputs, which the plan knows nothing about
                 lir, run = replace(lir, plan=replace(lir.plan, donate_inputs=())), key.wrapper(run)
             traceable = with_explicit_axes(run, template, lir, self.model_sharding)
