@@ -22,6 +22,11 @@ from rlx_jax.trace.parameters import WeightPart, find_weight_part
 # PEFT's initializer of A: uniform within ±1/√in. B is zeros, so that a new adapter leaves the model unchanged.
 A_INIT = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform", in_axis=-1, out_axis=-2)
 
+# The end of the key of a matrix A.
+A_SUFFIX = ".lora_A.weight"
+# The scopes of the two products of an adapter, in the block that it changes.
+SCOPES = frozenset(("lora_A", "lora_B"))
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -42,12 +47,17 @@ class Adapter:
     @property
     def a(self) -> str:
         """Key of the matrix A, `[rank, in]`."""
-        return f"{self.key.removesuffix('.weight')}.lora_A.weight"
+        return self.key.removesuffix(".weight") + A_SUFFIX
 
     @property
     def b(self) -> str:
         """Key of the matrix B, `[out, rank]`."""
         return f"{self.key.removesuffix('.weight')}.lora_B.weight"
+
+
+def has_adapters(keys: Iterable[str]) -> bool:
+    """Return whether checkpoint keys include those of LoRA adapters."""
+    return any(key.endswith(A_SUFFIX) for key in keys)
 
 
 @dataclass(frozen=True)
@@ -160,7 +170,7 @@ class LoraLinear:
         numbers = [n for n in range(start, len(nodes)) if isinstance(nodes[n].op, hir.Linear)]
         weights = [nodes[nodes[n].inputs[1].node].op for n in numbers]
         stored_weights = [(op, k) for op in weights if isinstance(op, Param) for k in stored_keys(op.programs[0])]
-        if any(k.key.endswith(".lora_A.weight") for _, k in stored_weights):
+        if has_adapters(k.key for _, k in stored_weights):
             raise GraphError(
                 f"{emit.path}: this product has an adapter already, and several adapters are not supported: "
                 "merge the first by rlx_jax.merge_lora"

@@ -165,7 +165,9 @@ def tiled_product(op: MatMul, x: AnyArray, w: PackedWeight, tile: int) -> AnyArr
     """
     height, unit = w.shape[0], SCHEMES[w.scheme].rows
     if tile == height:
-        return op.eval(x, w.decode())
+        # A gradient decodes the weight again, instead of keeping a decoded copy of it for each layer.
+        product_of_all: AnyArray = jax.checkpoint(lambda x, w: op.eval(x, w.decode()))(x, w)
+        return product_of_all
     count = height // tile
     scales = group_scales(w.arrays, w.scheme)
 

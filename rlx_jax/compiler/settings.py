@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from rlx_jax.blocks.lora import SCOPES, has_adapters
 from rlx_jax.device import Device, named_device, running_device
 from rlx_jax.errors import GraphError, ProfileError, UnsupportedError, check_names, listing, quote
 from rlx_jax.ir.packed import PackedSpec, stored_bytes
@@ -184,11 +185,13 @@ class Settings:
         return self.device.kind
 
     def scheme_at(self, path: Path) -> str | None:
-        """Return the scheme by which the weights of a block are packed; None if they stay as they are.
+        """Return the scheme by which the weights of a block are packed; None if they stay as they are, as adapters do.
 
         Raises:
             ProfileError: two globs select the block.
         """
+        if not SCOPES.isdisjoint(path):
+            return None
         matches = [(pattern.text, scheme) for pattern, scheme in self.quantized if pattern.matches(path)]
         if len(matches) > 1:
             globs = listing([text for text, _ in matches])
@@ -277,7 +280,8 @@ def settings_for(
             donate_state=profile.donation.state,
             donate_inputs=profile.donation.inputs,
             strict=profile.donation.strict,
-            packed=precision.weights not in ("f32", "bf16") and not train,
+            # Packed weights have no gradient: without adapters they are decoded, so that all weights are trained.
+            packed=precision.weights not in ("f32", "bf16") and (not train or has_adapters(keys)),
             products=backend.products,
             experts=backend.experts,
             kernels=backend.kernels == "auto" and not train,  # a gradient would compute their op again

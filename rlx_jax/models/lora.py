@@ -18,8 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.blocks.lora import Adapter, LoraLinear, ModuleNames
-from rlx_jax.errors import RequestError, UnsupportedError, WeightError, listing, shown
+from rlx_jax.errors import DTypeError, RequestError, UnsupportedError, WeightError, listing, shown
 from rlx_jax.flow import ModelFlow
+from rlx_jax.ir.param import keys_of, packed_keys, packed_parameter
+from rlx_jax.ir.types import as_dtype, is_float
 from rlx_jax.models.hooks import Edit, WithBlocks
 from rlx_jax.models.lora_files import (
     TASKS,
@@ -32,10 +34,12 @@ from rlx_jax.models.lora_files import (
     write_adapter,
 )
 from rlx_jax.program import Buildable
+from rlx_jax.runtime.arguments import refuse_consumed
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.trace.block_selection import BlockPattern, BlocksByWeight, ProjectionPattern
 from rlx_jax.trace.editing import BlockEdit, Inner
 from rlx_jax.trace.emit import Emit, FlowValue
+from rlx_jax.weights.execute import weights_by_key
 from rlx_jax.weights.source import WeightSource
 from rlx_jax.weights.views import MarkedSource, RenamedSource
 
@@ -203,6 +207,15 @@ def _collect_adapters(flow: Buildable, source: WeightSource | None) -> list[Adap
     return [adapter for recorder in recorders for adapter in recorder.adapters]
 
 
+def _adapter_weights(model: CompiledModel, adapters: tuple[Adapter, ...]) -> dict[str, jax.Array]:
+    """Return the matrices A and B by key. Other weights are not touched: packed ones would be decoded."""
+    keys = {key for adapter in adapters for key in (adapter.a, adapter.b)}
+    params, programs = model.require_params("the weights of adapters"), model.programs.layout.params
+    refuse_consumed(params, {})
+    weights = weights_by_key({p: params[name] for name, p in programs.items() if not keys.isdisjoint(keys_of(p))})
+    return {key: weights[key] for key in weights if key in keys}
+
+
 def _compiled(model: Any, caller: str) -> CompiledModel:
     """Return the model itself, or the compiled model of a `CausalLM`, an `Encoder` …
 
@@ -215,16 +228,31 @@ def _compiled(model: Any, caller: str) -> CompiledModel:
     return compiled
 
 
-def merge_lora(model: Any) -> dict[str, jax.Array]:
+def merge_lora(model: Any, *, dtype: str | None = None) -> dict[str, jax.Array]:
     """Return the weights by checkpoint key, with W + s B A in place of W and without the adapters.
 
     The recipe without adapters reads them. Sums are float32; each weight keeps its dtype.
 
     Args:
         model: a `CompiledModel`, or an object with one as its `model`: a `CausalLM`, an `Encoder`.
+        dtype: the dtype of all floating weights, "f32", "bf16" or "f16". It is required if weights are packed in the
+            checkpoint or on the device, and they are returned dequantized.
+
+    Raises:
+        DTypeError: another dtype. WeightError: weights are packed, and there is no `dtype`.
     """
     model = _compiled(model, "merge_lora")
-    return _add_products(adapters_of(model), model.weights(), +1)
+    if dtype not in (None, "f32", "bf16", "f16"):
+        raise DTypeError(f"merge_lora: dtype is {shown(dtype)}; expected 'f32', 'bf16' or 'f16'")
+    adapters, programs = adapters_of(model), model.programs.layout.params.values()
+    packed = [key for program in programs for key, _ in packed_keys(program)]
+    packed += [key for program in programs if packed_parameter(program) is not None for key in keys_of(program)]
+    if dtype is None and (packed := list(dict.fromkeys(packed))):
+        raise WeightError(
+            f"merge_lora: {len(packed)} weights are packed, and sums with adapters are not: "
+            f"{listing(packed, 8)}; dtype='f32' merges into the dequantized values"
+        )
+    return _add_products(adapters, model.weights(), +1, dtype)
 
 
 def unmerge_lora(model: Any, weights: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -238,22 +266,31 @@ def unmerge_lora(model: Any, weights: Mapping[str, Any]) -> dict[str, jax.Array]
         WeightError: an adapted weight is missing.
     """
     model = _compiled(model, "unmerge_lora")
-    adapters, model_weights = adapters_of(model), model.weights()
-    pairs = {key: model_weights[key] for adapter in adapters for key in (adapter.a, adapter.b)}
+    adapters = adapters_of(model)
+    pairs = _adapter_weights(model, adapters)
     if missing := [adapter.key for adapter in adapters if adapter.key not in weights]:
         raise WeightError(f"unmerge_lora: weights {listing(missing, 4)} are missing")
     return _add_products(adapters, dict(weights) | pairs, -1) | pairs
 
 
-def _add_products(adapters: tuple[Adapter, ...], weights: Mapping[str, Any], sign: int) -> dict[str, jax.Array]:
-    """Return the weights with `sign` · s B A added to each adapted one, without the adapters."""
+def _add_products(
+    adapters: tuple[Adapter, ...], weights: Mapping[str, Any], sign: int, dtype: str | None = None
+) -> dict[str, jax.Array]:
+    """Return the weights with `sign` · s B A added to each adapted one, without the adapters.
+
+    Floating weights are returned in `dtype`, or in their own if it is None.
+    """
+
+    def rounded(value: jax.Array, stored: np.dtype[Any]) -> jax.Array:
+        return value.astype(as_dtype(dtype) if dtype is not None and is_float(stored) else stored)
+
     merged = {key: jnp.asarray(value) for key, value in weights.items()}
     for adapter in adapters:
         a, b, w = (merged[key].astype(jnp.float32) for key in (adapter.a, adapter.b, adapter.key))
         delta = jnp.matmul(b, a, precision="highest") * (sign * adapter.scale)
-        merged[adapter.key] = (w + (delta if adapter.contract else delta.T)).astype(merged[adapter.key].dtype)
+        merged[adapter.key] = rounded(w + (delta if adapter.contract else delta.T), merged[adapter.key].dtype)
     adapter_keys = {key for adapter in adapters for key in (adapter.a, adapter.b)}
-    return {key: value for key, value in merged.items() if key not in adapter_keys}
+    return {key: rounded(value, value.dtype) for key, value in merged.items() if key not in adapter_keys}
 
 
 def save_lora(model: Any, path: Any, *, base_model: str | None = None, overwrite: bool = False) -> None:
@@ -276,7 +313,7 @@ def save_lora(model: Any, path: Any, *, base_model: str | None = None, overwrite
     """
     model = _compiled(model, "save_lora")
     adapters = adapters_of(model)
-    weights = model.weights()
+    weights = _adapter_weights(model, adapters)
     modules = {adapter.module: (int(weights[adapter.a].shape[0]), adapter.scale) for adapter in adapters}
     arrays = {
         adapter.module + part: weights[key]

@@ -241,12 +241,13 @@ def needs_other_params(built: Built, layout: Layout, settings: Settings, first: 
 
 
 def shared_settings(settings_by_flow: Mapping[str, Settings]) -> Settings:
-    """Return the settings that all flows share.
+    """Return the settings that all flows share. Weights stay packed for training if one of the flows has adapters.
 
     Raises:
         ProfileError: the settings differ; the message lists the fields.
     """
-    (name, common), *rest = settings_by_flow.items()
+    packed = any(settings.plan.packed for settings in settings_by_flow.values())
+    (name, common), *rest = ((n, replace(s, plan=replace(s.plan, packed=packed))) for n, s in settings_by_flow.items())
     for other, settings in rest:
         if differ := differences(common, settings):
             raise ProfileError(

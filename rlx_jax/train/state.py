@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from rlx_jax.blocks.lora import has_adapters
 from rlx_jax.compiler.compile_cache import with_compile_cache
 from rlx_jax.compiler.executable import Arrays
 from rlx_jax.errors import RequestError, WeightError, did_you_mean, listing, quote, shown
-from rlx_jax.ir.param import keys_of
+from rlx_jax.ir.param import keys_of, packed_parameter
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.runtime.arguments import check_params, refuse_consumed
 from rlx_jax.runtime.model import CompiledModel
@@ -46,8 +47,8 @@ class TrainState:
 
     Attributes:
         step: int32 scalar, number of steps so far.
-        params: the model's parameters by leaf name.
-        optimizer: the optimizer's state, from its `init`.
+        params: the model's parameters by leaf name, with the arrays of packed weights, which no step changes.
+        optimizer: the optimizer's state, from its `init` over `trainable_params(params)`.
     """
 
     step: jax.Array
@@ -83,11 +84,18 @@ def init(model: CompiledModel, optimizer: Optimizer, start: Any = None) -> Train
         params = model.init(start)
     step = jnp.zeros((), jnp.int32)
     step = jax.device_put(step, replicated_sharding(params)) if is_distributed(params) else step
-    return TrainState(step, params, optimizer_state(optimizer, params))
+    return TrainState(step, params, optimizer_state(optimizer, trainable_params(params)))
+
+
+def trainable_params(params: Arrays) -> dict[str, Any]:
+    """Return the parameters that are trained: the floating ones. The arrays of packed weights are constants."""
+    return {name: array for name, array in params.items() if is_float(array.dtype)}
 
 
 def check_trainable(model: Any, optimizer: Any) -> None:
     """Check that all leaves of a model have gradients, and that the optimizer has its two functions.
+
+    The arrays of packed weights have none, which is accepted if the model has LoRA adapters to train in their place.
 
     Raises:
         RequestError: an argument is something else. WeightError: a leaf has no gradient; names it.
@@ -98,11 +106,19 @@ def check_trainable(model: Any, optimizer: Any) -> None:
     if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
         raise RequestError(f"train: expected an optax optimizer, such as optax.adamw(1e-3), got {shown(optimizer)}")
     refuse_untrainable(model.flow)
+    programs = model.programs.layout.params
+    adapted = has_adapters(key for p in programs.values() if packed_parameter(p) is None for key in keys_of(p))
     for name, spec in model.param_specs().items():
-        if not is_float(spec.dtype):
+        packed = packed_parameter(programs[name]) is not None
+        if not is_float(spec.dtype) and not (packed and adapted):
+            advice = "train a model whose weights are floating"
+            if packed:
+                advice = (
+                    "compile it with program='train', which decodes packed weights, or add adapters to train over them "
+                    "by rlx_jax.lora"
+                )
             raise WeightError(
-                f"{model.name}: leaf {quote(name)} is {short_name(spec.dtype)} and has no gradient; train a model "
-                "whose weights are floating"
+                f"{model.name}: leaf {quote(name)} is {short_name(spec.dtype)} and has no gradient; {advice}"
             )
 
 
@@ -154,7 +170,7 @@ def replicated_sharding(params: Arrays) -> Sharding:
 
 
 def mask(model: CompiledModel, *patterns: str) -> dict[str, bool]:
-    """Return, by leaf name, whether the checkpoint keys of the leaf match one of the patterns.
+    """Return, by the name of each trainable leaf, whether its checkpoint keys match one of the patterns.
 
     `optax.multi_transform({True: optimizer, False: optax.set_to_zero()}, mask)` trains the matching leaves alone.
 
@@ -162,7 +178,8 @@ def mask(model: CompiledModel, *patterns: str) -> dict[str, bool]:
         patterns: globs over checkpoint keys, with the syntax of `at`.
 
     Raises:
-        RequestError: a pattern matches no key, or some keys of a leaf and not the others, as happens in stacked layers.
+        RequestError: a pattern matches no key, the key of a packed weight, which is not trained, or some keys of a leaf
+            and not the others, as happens in stacked layers.
     """
     matches, used_globs, all_keys = {}, set[str](), list[str]()
     globs = [BlockPattern(pattern, "mask") for pattern in patterns]
@@ -176,7 +193,13 @@ def mask(model: CompiledModel, *patterns: str) -> dict[str, bool]:
                 f"mask: leaf {quote(name)} has weights that match and others that do not, {listing(misses, 3)}, but is "
                 "trained as a whole: use a pattern that matches all, or layers.roll = 'unroll'"
             )
-        matches[name] = any(hits.values())
+        if packed_parameter(program) is None:
+            matches[name] = any(hits.values())
+        elif any(hits.values()):
+            raise RequestError(
+                f"mask: {quote(next(iter(hits)))} matches, but it stays packed on the device and is not trained: use a "
+                "pattern of adapters, such as '**.lora_{A,B}.weight', or precision.weights = 'f32'"
+            )
         used_globs.update(*hits.values())
         all_keys += hits
     if unused_globs := [glob.text for glob in globs if glob.text not in used_globs]:

@@ -19,7 +19,7 @@ from rlx_jax.ir.user_functions import is_consumed
 from rlx_jax.runtime.inputs import as_host_array, check_integer
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.trace.checks import check_signature
-from rlx_jax.train.state import Optimizer, TrainState, allow_promotion, check_trainable
+from rlx_jax.train.state import Optimizer, TrainState, allow_promotion, check_trainable, trainable_params
 
 # `loss(model, params, tokens, **others)` → a scalar, the mean over the targets of the batch.
 Loss = Callable[..., jax.Array]
@@ -38,7 +38,7 @@ class Metrics:
 
     Attributes:
         loss: the mean over the targets, before the update; 0 for a batch without targets.
-        grad_norm: √Σg² over the gradients of all leaves, as passed to the optimizer.
+        grad_norm: √Σg² over the gradients of all trainable leaves, as passed to the optimizer.
         tokens: the number of target tokens, or the sum of their weights. A batch without a target (all labels negative,
             rows of one token, all weights 0) changes neither parameters nor the optimizer's state; it counts as a step.
     """
@@ -130,7 +130,9 @@ class TrainStep:
         """
         if self.optimizer_tree is None:
             with allow_promotion():
-                self.optimizer_tree = jax.tree.structure(jax.eval_shape(self.optimizer.init, state.params))
+                self.optimizer_tree = jax.tree.structure(
+                    jax.eval_shape(self.optimizer.init, trainable_params(state.params))
+                )
         if jax.tree.structure(state.optimizer) != self.optimizer_tree:
             raise RequestError(
                 "step: the state is from another optimizer than this step: pass the same one to train.init(model, "
@@ -157,19 +159,21 @@ class TrainStep:
         return self.jitted[key]
 
     def _step(self, state: TrainState, batch: dict[str, Any]) -> tuple[TrainState, Metrics]:
-        loss, gradients, tokens = self._gradients(state.params, batch)
+        trained = trainable_params(state.params)
+        constants = {name: array for name, array in state.params.items() if name not in trained}
+        loss, gradients, tokens = self._gradients(trained, constants, batch)
         squares = [jnp.square(g.astype(jnp.float32)).sum() for g in gradients.values()]
         if TARGET_INPUTS & batch.keys():
             has_targets = (_target_weights(batch) != 0).any()
             # Skip the update without targets: momentum and weight decay would change the parameters even with zero
             # gradients. `cond` rather than `where`, which would make XLA:CPU copy the donated state.
-            operands = gradients, state.params, state.optimizer
+            operands = gradients, trained, state.optimizer
             types = jax.eval_shape(self._update, *operands)
             params, optimizer = lax.cond(has_targets, self._update, lambda _, *old: _cast(old, types), *operands)
         else:  # the targets are the next tokens, and every row has one
-            params, optimizer = self._update(gradients, state.params, state.optimizer)
+            params, optimizer = self._update(gradients, trained, state.optimizer)
         metrics = Metrics(loss, jnp.sqrt(sum(squares, jnp.float32(0))), tokens)
-        return TrainState(state.step + 1, params, optimizer), metrics
+        return TrainState(state.step + 1, constants | params, optimizer), metrics
 
     def _update(self, gradients: Arrays, params: Arrays, optimizer_state: Any) -> tuple[dict[str, AnyArray], Any]:
         """Compute the next parameters and the next optimizer state."""
@@ -177,16 +181,18 @@ class TrainStep:
             updates, optimizer_state = self.optimizer.update(gradients, optimizer_state, params)
         return {name: _add_update(p, updates[name]) for name, p in params.items()}, optimizer_state
 
-    def _gradients(self, params: Arrays, batch: Arrays) -> tuple[AnyArray, dict[str, AnyArray], AnyArray]:
+    def _gradients(
+        self, params: Arrays, constants: Arrays, batch: Arrays
+    ) -> tuple[AnyArray, dict[str, AnyArray], AnyArray]:
         """Return the loss, the gradients in the dtypes of their leaves, and the number of targets."""
         if self.microbatches == 1:
-            loss, gradients = self._loss_and_gradients(params, batch)
+            loss, gradients = self._loss_and_gradients(params, constants, batch)
             return loss, gradients, _target_weights(batch).sum()
 
         def accumulate(sums: Any, part: dict[str, AnyArray]) -> tuple[Any, None]:
             loss_sum, gradient_sums, tokens = sums
             count = _target_weights(part).sum()
-            loss, gradients = self._loss_and_gradients(params, part)
+            loss, gradients = self._loss_and_gradients(params, constants, part)
             new_sums = {k: gradient_sums[k] + count * g.astype(jnp.float32) for k, g in gradients.items()}
             return (loss_sum + count * loss, new_sums, tokens + count), None
 
@@ -198,11 +204,13 @@ class TrainStep:
         scale = 1 / jnp.where(tokens > 0, tokens, 1.0)  # all sums are 0 without targets
         return loss * scale, {k: (g * scale).astype(params[k].dtype) for k, g in gradients.items()}, tokens
 
-    def _loss_and_gradients(self, params: Arrays, batch: Arrays) -> tuple[AnyArray, dict[str, AnyArray]]:
+    def _loss_and_gradients(
+        self, params: Arrays, constants: Arrays, batch: Arrays
+    ) -> tuple[AnyArray, dict[str, AnyArray]]:
         loss_inputs = {k: a for k, a in batch.items() if k != "tokens"}
 
         def scalar(p: Arrays) -> AnyArray:
-            loss = self.loss(self.model, p, batch["tokens"], **loss_inputs)
+            loss = self.loss(self.model, {**constants, **p}, batch["tokens"], **loss_inputs)
             if not isinstance(loss, jax.Array) or loss.shape != () or not jnp.issubdtype(loss.dtype, jnp.floating):
                 actual = f"shape {list(loss.shape)} {loss.dtype}" if isinstance(loss, jax.Array) else shown(loss)
                 raise RequestError(
