@@ -22,17 +22,8 @@ from rlx_jax.errors import (
 )
 from rlx_jax.ir.ggml import BLOCKS as LAYOUTS
 from rlx_jax.ir.ggml import split_blocks
-from rlx_jax.ir.packed import (
-    SCHEMES,
-    Codes,
-    Packed,
-    PackedSpec,
-    decode_arrays,
-    decode_on_host,
-    decode_packed,
-    finite_check_floats,
-    stored_bytes,
-)
+from rlx_jax.ir.packed import SCHEMES, Codes, Packed, PackedSpec, stored_bytes
+from rlx_jax.ir.packed_values import decode_arrays, decode_on_host, decode_packed, finite_check_floats
 from rlx_jax.ir.param import (
     BlockArray,
     Dequantized,
@@ -51,7 +42,8 @@ from rlx_jax.ir.param import (
 )
 from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.ir.weight_reads import with_source
-from rlx_jax.weights.execute import fill, host_bytes_to_load, load_leaf, pieces
+from rlx_jax.weights.execute import fill, host_bytes_to_load, load_leaf
+from rlx_jax.weights.inverse import pieces
 from rlx_jax.weights.mapping import MappingSource
 from tests.oracles.packed import BLOCKS, FLOATS, damaged, meaning, numbers, packed, random_bytes
 

@@ -350,3 +350,9 @@ def test_packed_weights_compute_in_bf16_on_a_gpu() -> None:
     for weights, dtype in ((MIXED, "bf16"), (DENSE, "f32")):
         settings = settings_for(profile, rlx.open_weights(weights), weights, merge=False)
         assert short_name(settings.compute) == dtype
+
+
+def test_packing_is_refused_where_all_weights_are_trained() -> None:
+    profile = rlx.CompileProfile().replace(precision={"weights": "int8"})
+    with pytest.raises(ProfileError, match="precision.weights = 'int8': packed weights have no gradient; train"):
+        rlx.compile(FLOW, {"w": FLOATS["0.a"][:, :64]}, program="train", profile=profile)

@@ -35,7 +35,8 @@ from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.ir.weight_reads import with_source
 from rlx_jax.lowering.lir.plan import layout_of
-from rlx_jax.weights.execute import fill, join_pieces, load_leaf, pieces
+from rlx_jax.weights.execute import fill, load_leaf
+from rlx_jax.weights.inverse import join_pieces, pieces
 from rlx_jax.weights.mapping import MappingSource
 
 RNG = np.random.default_rng(0)

@@ -19,7 +19,8 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.io.folder import Folder
-from rlx_jax.ir.packed import PackedSpec, decode_arrays, stored_bytes
+from rlx_jax.ir.packed import PackedSpec, stored_bytes
+from rlx_jax.ir.packed_values import decode_arrays
 from rlx_jax.weights.execute import read_numbers
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.quantized import with_quantized_weights

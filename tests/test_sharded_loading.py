@@ -23,8 +23,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import rlx_jax as rlx
 from rlx_jax.errors import LimitError, WeightError, WeightShapeError
 from rlx_jax.io import limits
-from rlx_jax.ir.checkpoint_tensor import axis_box, box_index, box_shape
-from rlx_jax.ir.packed import Box, Packed
+from rlx_jax.ir.boxes import Box, axis_box, box_index, box_shape
+from rlx_jax.ir.packed import Packed
 from rlx_jax.ir.param import (
     Joined,
     Key,
@@ -41,7 +41,8 @@ from rlx_jax.ir.param import (
 from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.ir.weight_reads import with_source
 from rlx_jax.weights import orbax as orbax_format
-from rlx_jax.weights.execute import fill, host_bytes_to_load, load_leaf, load_leaves, weights_by_key
+from rlx_jax.weights.execute import fill, host_bytes_to_load, load_leaf, load_leaves
+from rlx_jax.weights.inverse import weights_by_key
 from rlx_jax.weights.mapping import MappingSource
 from rlx_jax.weights.safetensors import open_safetensors
 from rlx_jax.weights.safetensors_format import SafetensorsSource

@@ -22,7 +22,8 @@ from rlx_jax.ir.ops.experts import GroupedMatMul
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.index import Gather
 from rlx_jax.ir.ops.linalg import MatMul
-from rlx_jax.ir.packed import SCHEMES, decode_arrays, decode_codes, group_scales
+from rlx_jax.ir.packed import SCHEMES
+from rlx_jax.ir.packed_values import decode_arrays, decode_codes, group_scales
 from rlx_jax.ir.param import Program, packing_of, without_casts
 from rlx_jax.ir.types import DimLike
 

@@ -260,6 +260,12 @@ def settings_for(
     backend = getattr(profile.backend, target)
     precision = profile.precision
     roll, train = profile.layers.roll, program == "train"
+    quantized = quantized_blocks(precision.weights)
+    if train and quantized and not has_adapters(keys):
+        raise ProfileError(
+            f"precision.weights = {precision.weights!r}: packed weights have no gradient; train floating ones ('keep', "
+            "'f32', 'bf16'), or adapters over packed ones (rlx_jax.lora)"
+        )
     return Settings(
         device=device,
         profile=profile,
@@ -267,7 +273,7 @@ def settings_for(
         mixed=mixed_policy(precision, target),
         classes=tuple((f.name, as_dtype(getattr(precision.classes, f.name))) for f in fields(precision.classes)),
         param_dtype=as_dtype(precision.weights) if precision.weights in ("f32", "bf16") else None,
-        quantized=quantized_blocks(precision.weights),
+        quantized=quantized,
         disabled_passes=frozenset((*profile.fusion.disable, *(n for n in CLEANING if not getattr(profile.passes, n)))),
         disabled_kinds=frozenset({"fusion"} if profile.fusion.skip or backend.skip_fusion else ()),
         merge=merge if backend.merge == "auto" else bool(backend.merge),

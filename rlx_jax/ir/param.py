@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -18,29 +17,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.errors import UnsupportedError, WeightShapeError
+from rlx_jax.ir.boxes import Box as Box
+from rlx_jax.ir.boxes import axis_index, box_shape, concat_axis, overlaps
 from rlx_jax.ir.checkpoint_tensor import BlockArray as BlockArray
 from rlx_jax.ir.checkpoint_tensor import Conflict as Conflict
 from rlx_jax.ir.checkpoint_tensor import DecodedBox as DecodedBox
 from rlx_jax.ir.checkpoint_tensor import Dequantized as Dequantized
 from rlx_jax.ir.checkpoint_tensor import Key as Key
-from rlx_jax.ir.checkpoint_tensor import (
-    LeafStep,
-    UnaryStep,
-    axis_index,
-    box_shape,
-    concat_axis,
-    overlaps,
-    slice_program,
-    steps,
-)
+from rlx_jax.ir.checkpoint_tensor import LeafStep, UnaryStep, slice_program, steps
 from rlx_jax.ir.checkpoint_tensor import Parts as Parts
 from rlx_jax.ir.checkpoint_tensor import Role as Role
 from rlx_jax.ir.checkpoint_tensor import Roles as Roles
 from rlx_jax.ir.checkpoint_tensor import Sliced as Sliced
 from rlx_jax.ir.checkpoint_tensor import Strided as Strided
 from rlx_jax.ir.checkpoint_tensor import select_box as select_box
-from rlx_jax.ir.packed import SCHEMES, decode_arrays, quantize
-from rlx_jax.ir.packed import Box as Box
+from rlx_jax.ir.key_names import fold_names as fold_names
+from rlx_jax.ir.packed import SCHEMES
+from rlx_jax.ir.quantized_step import Quantized as Quantized
+from rlx_jax.ir.quantized_step import QuantizedArray as QuantizedArray
 from rlx_jax.ir.types import TensorType, is_float, is_lossless_cast, short_name
 
 
@@ -264,55 +258,6 @@ class Padded(UnaryStep):
     def split(self, value: Any) -> tuple[Any, ...]:
         unpadded_size = self.of.type.shape[self.axis]
         return value[axis_index(self.axis, 0, unpadded_size)], value[axis_index(self.axis, unpadded_size, None)]
-
-
-@dataclass(frozen=True)
-class Quantized(UnaryStep):
-    """A program whose values are rounded to a packing scheme while they are loaded, by `rlx_jax.ir.packed.quantize`."""
-
-    of: Program
-    scheme: str
-    lossy: ClassVar[bool] = True
-
-    @property
-    def type(self) -> TensorType:
-        return TensorType(self.of.type.shape, np.dtype(np.float32))
-
-    def __str__(self) -> str:
-        return f"quantize({self.of}, {self.scheme})"
-
-    def box(self, box: Box) -> Program:
-        return Quantized(select_box(self.of, box), self.scheme)
-
-    def join(self, *values: Any) -> Any:
-        return decode_arrays(quantize(values[0], self.scheme, str(self.of)), self.scheme)
-
-
-@dataclass(frozen=True)
-class QuantizedArray(UnaryStep):
-    """One array of a parameter that is packed while it is loaded."""
-
-    of: Program
-    scheme: str
-    array: str
-
-    @property
-    def type(self) -> TensorType:
-        return SCHEMES[self.scheme].array_types(self.of.type.shape)[self.array]
-
-    def __str__(self) -> str:
-        return f"{self.array}(quantize({self.of}, {self.scheme}))"
-
-    def box(self, box: Box) -> Program:
-        *rows, edges = box
-        start, stop = (edge * int(self.of.type.shape[-1]) // int(self.type.shape[-1]) for edge in edges)
-        return QuantizedArray(select_box(self.of, (*rows, (start, stop))), self.scheme, self.array)
-
-    def join(self, *values: Any) -> Any:
-        return quantize(values[0], self.scheme, str(self.of))[self.array]
-
-    def split(self, value: Any) -> tuple[Any, ...]:
-        raise UnsupportedError(f"{self}: one of several arrays; `decoded_leaves` joins them")
 
 
 @dataclass(frozen=True)
@@ -554,29 +499,3 @@ def printed_name(program: Program) -> str:
     'a.{q,k}_proj.weight'
     """
     return program.name(*map(printed_name, program.parts))
-
-
-def fold_names(names: list[str]) -> str:
-    """Return one text for several names: those that differ in one word fold into `prefix{a,b}suffix`.
-
-    Consecutive numbers become `{0..3}`. Names that differ in several words become a list in braces.
-
-    >>> fold_names(["layers.0.q_proj", "layers.1.q_proj"]), fold_names(["a.q_proj", "a.k_proj"])
-    ('layers.{0..1}.q_proj', 'a.{q,k}_proj')
-    """
-    if len(set(names)) == 1:
-        return names[0]
-    # Words split at underscores too, so that `q_proj` and `k_proj` fold. The separators
-    # added for that are removed at the end.
-    tokens = [re.findall(r"\w+|\W", name.replace("_", " _ ").replace(" ", "\0")) for name in names]
-    columns = list(zip(*tokens, strict=False))
-    varying_columns = [i for i, column in enumerate(columns) if len(set(column)) > 1]
-    if len(varying_columns) != 1 or len({len(t) for t in tokens}) != 1:
-        return "{" + ",".join(names) + "}"
-    values = list(columns[varying_columns[0]])
-    is_consecutive = all(v.isdigit() for v in values) and all(
-        int(b) == int(a) + 1 for a, b in itertools.pairwise(values)
-    )
-    inner = f"{values[0]}..{values[-1]}" if is_consecutive else ",".join(values)
-    parts = [f"{{{inner}}}" if i == varying_columns[0] else column[0] for i, column in enumerate(columns)]
-    return "".join(parts).replace("\0", "")

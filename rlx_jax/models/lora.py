@@ -39,7 +39,7 @@ from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.trace.block_selection import BlockPattern, BlocksByWeight, ProjectionPattern
 from rlx_jax.trace.editing import BlockEdit, Inner
 from rlx_jax.trace.emit import Emit, FlowValue
-from rlx_jax.weights.execute import weights_by_key
+from rlx_jax.weights.inverse import weights_by_key
 from rlx_jax.weights.source import WeightSource
 from rlx_jax.weights.views import MarkedSource, RenamedSource
 

@@ -32,7 +32,8 @@ from rlx_jax.runtime.model_setup import init_model_params
 from rlx_jax.runtime.program_key import LAST_TOKEN, ProgramKey, Variant
 from rlx_jax.runtime.report import Report, jaxpr_of, report_of, text_of
 from rlx_jax.runtime.sequence_state import FromEmpty, State, as_state, check_capacity
-from rlx_jax.weights.execute import quantization_errors, weights_by_key
+from rlx_jax.weights.execute import quantization_errors
+from rlx_jax.weights.inverse import weights_by_key
 
 LEVELS = ("hir", "mir", "lir", "jaxpr", "stablehlo", "hlo")
 

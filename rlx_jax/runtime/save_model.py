@@ -32,11 +32,12 @@ from rlx_jax.runtime.arguments import check_params
 from rlx_jax.runtime.checkpoint_origin import CONFIG, CheckpointOrigin, with_quantization, with_unused_weights
 from rlx_jax.runtime.compile_flow import has_data
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.weights.execute import Piece, decoded_leaves, fill, join_pieces, pieces, read_numbers
+from rlx_jax.weights.execute import fill, read_numbers
 from rlx_jax.weights.finite import narrow_values
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.gguf import SUFFIX
 from rlx_jax.weights.gguf_write import file_type
+from rlx_jax.weights.inverse import Piece, decoded_leaves, join_pieces, pieces
 from rlx_jax.weights.quantize import quantized_entries
 from rlx_jax.weights.save import parse_dtype, write_checkpoint
 

@@ -26,7 +26,8 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.io.files import Links, resolve
-from rlx_jax.ir.packed import PackedSpec, WeightSpec, decode_packed, finite_check_floats
+from rlx_jax.ir.packed import PackedSpec, WeightSpec
+from rlx_jax.ir.packed_values import decode_packed, finite_check_floats
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.finite import OnNonfinite, check_finite
 from rlx_jax.weights.format import Entry, OpenOptions, stored_spec

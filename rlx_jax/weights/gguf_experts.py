@@ -12,7 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from rlx_jax.ir.packed import PackedSpec, WeightSpec, decode_packed
+from rlx_jax.ir.packed import PackedSpec, WeightSpec
+from rlx_jax.ir.packed_values import decode_packed
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.format import stored_spec
 from rlx_jax.weights.named import NamedTensors, check_index

@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from rlx_jax.errors import IntegrityError, UnsupportedError, WeightError, WeightShapeError, quote
-from rlx_jax.ir.packed import Packed, PackedSpec, WeightSpec, check_packed, finite_check_floats, packed_types
+from rlx_jax.ir.packed import Packed, PackedSpec, WeightSpec, check_packed, packed_types
+from rlx_jax.ir.packed_values import finite_check_floats
 from rlx_jax.ir.types import short_name
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.finite import OnNonfinite, check_finite

@@ -11,7 +11,8 @@ import numpy as np
 from rlx_jax.errors import MissingWeightError, RlxError, UnsupportedError, WeightError, quote
 from rlx_jax.io import limits
 from rlx_jax.io.folder import Folder
-from rlx_jax.ir.packed import BITS, PackedSpec, WeightSpec, decode_on_host
+from rlx_jax.ir.packed import BITS, PackedSpec, WeightSpec
+from rlx_jax.ir.packed_values import decode_on_host
 from rlx_jax.ir.param import Key
 from rlx_jax.ir.types import TensorType, is_float
 from rlx_jax.ir.weight_reads import WeightSource

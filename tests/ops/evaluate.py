@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rlx_jax.ir.checkpoint_tensor import box_index
+from rlx_jax.ir.boxes import box_index
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Node, Op, Param, StateRead
 from rlx_jax.ir.param import (
     Cast,

@@ -1,0 +1,183 @@
+"""Compute the values of packed tensors from their arrays, and pack values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rlx_jax.errors import WeightError
+from rlx_jax.ir.ggml import BLOCKS, split_blocks
+from rlx_jax.ir.packed import BITS, F32, SCHEMES, TABLES, Scheme
+
+_CHUNK = 2**19  # values decoded at a time: the temporaries then fit in the CPU's cache
+
+
+def decode_arrays(arrays: Mapping[str, Any], scheme: str) -> Any:
+    """Return the values of a packed tensor, float32 `[..., k]`, computed as the reference decoders do.
+
+    A product of a float16 scale, a multiple of at most 8 bits and a code of at most 6 bits is exact in the 24 bits of
+    float32, so that only the minimum rounds, once.
+
+    Args:
+        arrays: arrays of NumPy or JAX, with types as `Scheme.array_types` returns them.
+        scheme: a name in `SCHEMES`.
+    """
+    return decode_codes(arrays, scheme, group_scales(arrays, scheme))
+
+
+def group_scales(arrays: Mapping[str, Any], scheme: str) -> dict[str, Any]:
+    """Return the `scales` and, if the scheme has them, the `minimums` of each group of values, in float32."""
+    packing = SCHEMES[scheme]
+    scales = _floats(arrays["scales"], packing.scale)
+    parts = dict(zip(("scales", "minimums"), _pairs(scales), strict=True)) if packing.minimum else {"scales": scales}
+    if packing.group is not None and packing.block is not None:
+        multiples = _float32(packing.multiples.unpack(arrays["multiples"]))
+        factors = _pairs(multiples) if packing.minimum else (multiples,)
+        per_block = packing.block // packing.group
+        pairs = zip(parts, factors, strict=True)
+        parts = {name: _repeat(parts[name], per_block, factor.shape[-1]) * factor for name, factor in pairs}
+    if packing.outer:
+        outer = arrays["outer"].view(F32)
+        scales = parts["scales"]
+        parts["scales"] = scales * outer if packing.outer == "multiplied" else scales / outer
+    return parts
+
+
+def decode_codes(arrays: Mapping[str, Any], scheme: str, scales: Mapping[str, Any]) -> Any:
+    """Return the values of a packed tensor as `decode_arrays` does, given its `group_scales`."""
+    packing, codes = SCHEMES[scheme], _codes(arrays, SCHEMES[scheme])
+    shape, unit = codes.shape, packing.group or packing.block or codes.shape[-1]
+    # One axis for the values of a group, so that a loop over it reads its scale once.
+    is_grouped = shape[-1] % unit == 0
+
+    def each_group(numbers: Any) -> Any:
+        """Return numbers of groups, one for each row, so that they broadcast with the values."""
+        if packing.rows > 1:
+            numbers = _repeat(numbers.swapaxes(-1, -2), packing.rows, shape[-2]).swapaxes(-1, -2)
+        return numbers[..., None] if is_grouped else _repeat(numbers, unit, shape[-1])
+
+    codes = codes.reshape(*shape[:-1], -1, unit) if is_grouped else codes
+    if packing.zeros:
+        values = _float32(codes) - each_group(_float32(arrays["zeros"]))
+    else:
+        values = _look_up(packing.table, codes) if packing.table else _float32(codes) - packing.zero
+    values = each_group(scales["scales"]) * values
+    values = values if packing.factor == 1 else values * np.float32(packing.factor)
+    if packing.minimum:
+        minimums = each_group(scales["minimums"])
+        values = values - minimums if packing.minimum == "subtracted" else values + minimums
+    return values.reshape(shape)
+
+
+def decode_packed(data: np.ndarray[Any, Any], scheme: str) -> np.ndarray[Any, Any]:
+    """Return the values of a tensor in blocks: uint8 `[..., n · bytes]` → float32 `[..., n · elements]`."""
+    layout, packing = BLOCKS[scheme], SCHEMES[scheme]
+    blocks = np.ascontiguousarray(data).reshape(-1, layout.bytes)
+    chunk = _CHUNK // layout.elements
+    out = np.empty((len(blocks), layout.elements), np.float32)
+    types = packing.array_types((layout.elements,))
+    with np.errstate(invalid="ignore", over="ignore"):  # an infinite scale times 0 gives NaN; sources check for it
+        for at in range(0, len(blocks), chunk):
+            part = blocks[at : at + chunk]
+            arrays = {name: split_blocks(part, layout, name, types[name].dtype) for name in layout.parts}
+            out[at : at + chunk] = decode_arrays(arrays, scheme)
+    return out.reshape(*data.shape[:-1], data.shape[-1] // layout.bytes * layout.elements)
+
+
+def decode_on_host(arrays: Mapping[str, np.ndarray[Any, Any]], scheme: str) -> np.ndarray[Any, Any]:
+    """Return `decode_arrays` of arrays in host memory, computed in chunks that fit in the CPU's cache."""
+    packing, codes = SCHEMES[scheme], arrays["codes"]
+    size = codes.shape[-1] * 8 // packing.codes[0].bits
+    out = np.empty((*codes.shape[:-1], size), np.float32)
+    if codes.ndim < 2:
+        out[...] = decode_arrays(arrays, scheme)
+        return out
+    step = -(-max(1, _CHUNK // size) // packing.rows) * packing.rows
+    with np.errstate(invalid="ignore", over="ignore"):
+        for index in np.ndindex(codes.shape[:-2]):
+            for at in range(0, codes.shape[-2], step):
+                part = {
+                    name: array[index][at : at + step]
+                    if array.shape[-2] == codes.shape[-2]
+                    else array[index][at // packing.rows : -(-(at + step) // packing.rows)]
+                    for name, array in arrays.items()
+                }
+                out[index][at : at + step] = decode_arrays(part, scheme)
+    return out
+
+
+def quantize(values: np.ndarray[Any, Any], scheme: str, where: str) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the arrays of values `[..., k]`, packed symmetrically: the largest of each group has the largest code.
+
+    Args:
+        values: floats; the size of a group divides k.
+        scheme: a name in `QUANTIZED`.
+        where: the beginning of messages.
+
+    Raises:
+        WeightError: a scale is over the range of float16, or not finite.
+    """
+    packing = SCHEMES[scheme]
+    assert packing.block is not None
+    largest_code = 2 ** (packing.codes[0].bits - 1) - 1
+    groups = values.astype(np.float32, copy=False).reshape(*values.shape[:-1], -1, packing.block)
+    with np.errstate(over="ignore"):
+        scales = (np.abs(groups).max(-1) / np.float32(largest_code)).astype(np.float16)
+    if not np.isfinite(scales).all():
+        raise WeightError(f"{where}: the scales of {scheme} are float16, at most 65504; a value is too large for them")
+    divisors = np.where(scales == 0, np.float32(1), scales.astype(np.float32))[..., None]
+    codes = np.clip(np.rint(groups / divisors), -largest_code, largest_code).astype(np.int8).reshape(values.shape)
+    packed = codes if packing.signed else packing.codes[0].pack((codes + np.int8(packing.zero)).view(np.uint8))
+    return {"codes": packed, "scales": scales.view(np.uint16)}
+
+
+def finite_check_floats(data: np.ndarray[Any, Any], scheme: str) -> np.ndarray[Any, Any]:
+    """Return floats that are all finite only if all values of a tensor in blocks are: the scales, which are few.
+
+    If the products of one of them and codes might not be finite, return the decoded values instead, so that the caller
+    can count the bad ones.
+    """
+    layout, packing = BLOCKS[scheme], SCHEMES[scheme]
+    scales = split_blocks(data, layout, "scales", packing.array_types((layout.elements,))["scales"].dtype)
+    if packing.scale == "f16" and int((scales & 0x7FFF).max(initial=0)) < 0x7C00:
+        return scales.view(np.float16)  # products with codes and multiples are in the range of float32
+    floats = np.asarray(_floats(scales, packing.scale))
+    with np.errstate(over="ignore"):
+        is_finite = bool(np.isfinite(floats * np.float32(2**14)).all())  # a code and a multiple have 8 bits at most
+    return floats if is_finite else decode_packed(data, scheme)
+
+
+def _codes(arrays: Mapping[str, Any], scheme: Scheme) -> Any:
+    """Return the codes of a tensor, one integer of 8 bits for each value."""
+    low = scheme.codes[0].unpack(arrays["codes"])
+    return low if len(scheme.codes) == 1 else low | scheme.codes[1].unpack(arrays["high"]) << scheme.codes[0].bits
+
+
+def _float32(values: Any) -> Any:
+    return values.astype(F32)
+
+
+def _floats(bits: Any, dtype: str) -> Any:
+    """Return the float32 values of floats that are stored as their bits."""
+    return _look_up(dtype, bits) if dtype in TABLES else _float32(bits.view(BITS[dtype]))
+
+
+def _look_up(table: str, codes: Any) -> Any:
+    """Return the float32 values of codes by a table of all codes, or as floats of 8 bits."""
+    if table not in TABLES:
+        return _float32(codes.view(BITS[table]))
+    return codes.__array_namespace__().asarray(TABLES[table])[codes]
+
+
+def _pairs(values: Any) -> tuple[Any, Any]:
+    """Return the even and the odd entries of the last axis."""
+    pairs = values.reshape(*values.shape[:-1], -1, 2)
+    return pairs[..., 0], pairs[..., 1]
+
+
+def _repeat(values: Any, count: int, size: int) -> Any:
+    """Return each entry of the last axis `count` times, and of all of them the first `size`."""
+    repeated = values.__array_namespace__().broadcast_to(values[..., None], (*values.shape, count))
+    return repeated.reshape(*values.shape[:-1], -1)[..., :size]
