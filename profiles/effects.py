@@ -18,6 +18,7 @@ from rlx_jax.profiles.check import Options, iter_settings
 REASONS = {
     "floats": "nothing is computed in floating point",
     "float parameters": "there is no floating parameter",
+    "packable": "no matrix of a product consists of complete groups",
     "products": "there is no matrix product",
     "ids": "no op reads a table by ids",
     "experts": "there is no mixture of experts",
@@ -79,6 +80,12 @@ def needs(feature: str) -> EffectCheck:
     """Return the condition of a setting that needs a feature, a name of `REASONS`."""
     reason = REASONS[feature]
     return lambda value, facts: "" if feature in facts.features else reason
+
+
+def needs_weights(value: Any, facts: ModelFacts) -> str:
+    """Return why the storage of weights has no effect: there are none, or none that can be packed."""
+    feature = "packable" if isinstance(value, str) and value.startswith("int") else "float parameters"
+    return needs(feature)(value, facts)
 
 
 def needs_running_passes(value: Any, facts: ModelFacts) -> str:

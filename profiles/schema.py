@@ -112,7 +112,7 @@ class Precision(Table):
     ] = setting("none", effects.needs_narrow_class, "mixed precision", "mixed")
     classes: NumericClasses = NumericClasses()
     weights: Literal["keep", "f32", "bf16", "int8", "int4", "int8/128", "int4/128"] | Options = setting(
-        "keep", needs("float parameters"), resolved_as="param_dtype", table_values=SCHEMES_BY_PATH
+        "keep", effects.needs_weights, resolved_as="param_dtype", table_values=SCHEMES_BY_PATH
     )
     kv: Literal["auto", "f32", "bf16", "f16", "int8", "fp8"] = setting(
         "auto", effects.needs_kv_cache, "dtype of the cache", "kv_dtype", applies_to="state"

@@ -13,9 +13,11 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.compiler.settings import settings_for
-from rlx_jax.errors import ProfileError, UnsupportedError, WeightError, WeightShapeError
+from rlx_jax.errors import ProfileError, RlxWarning, UnsupportedError, WeightError, WeightShapeError
 from rlx_jax.ir.packed import Packed, PackedSpec
+from rlx_jax.ir.param import packed_parameter
 from rlx_jax.ir.types import short_name
+from rlx_jax.lowering.lir.packed import decoding_bytes
 from rlx_jax.trace.parameters import WeightStack
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.packed import BLOCKS, damaged, meaning, packed
@@ -309,6 +311,7 @@ def test_schemes_by_path(tmp_path: Path) -> None:
     ({"upp": "int8"}, "precision.weights: 'upp' selects no block with matrices"),
     ({"up": "int8", "u*": "int4"}, "precision.weights: block 'up' matches .* expected one match"),
     ({"up": "int5"}, "precision.weights.up: expected .*'int8'.* found the string 'int5'"),
+    ({"up": "int8", "u*": "keep"}, "precision.weights: block 'up' matches .* expected one match"),
     ({3: "int8"}, "expected printable strings as keys, found the integer 3"),
     ("int7", "precision.weights: expected .* found the string 'int7'"),
 ])  # fmt: skip
@@ -316,6 +319,51 @@ def test_refused_schemes(setting: Any, message: str) -> None:
     flow = rlx.ModelFlow("m").input("x", ("b", 128)).linear("up")
     with pytest.raises(ProfileError, match=message):
         rlx.compile(flow, {"up": FLOATS["0.a"]}, profile=rlx.CompileProfile().replace(precision={"weights": setting}))
+
+
+def test_a_weight_of_two_blocks_has_one_scheme() -> None:
+    profile = rlx.CompileProfile().replace(precision={"weights": {"lm_head": "int8", "embed_tokens": "int4"}})
+    with pytest.raises(ProfileError, match=r"'lm_head' is 'int8/32', and another block .*embed_tokens.* is 'int4/32'"):
+        rlx.compile(rlx.recipe_for(FIXTURES / "llama" / "gqa_tied_llama3_v5"), profile=profile)
+
+
+def test_a_scheme_without_effect() -> None:
+    profile = rlx.CompileProfile().replace(precision={"weights": "int8"})
+    with pytest.warns(RlxWarning, match="precision.weights = 'int8' has no effect: no matrix .* complete groups"):
+        rlx.compile(rlx.ModelFlow("m").input("x", ("b", 30)).linear("w"), {"w": FLOATS["0.a"][:, :30]}, profile=profile)
+
+
+def test_routers_stay() -> None:
+    """Whatever follows their product, such as a bias of another op."""
+
+    def run(emit: Any, x: Any) -> Any:
+        weights, ids = emit.route(emit.linear(x, "router") + emit.param("bias", (128,)), top_k=2)
+        return emit.linear(x, "up") * emit.sum(weights, axis=-1, keepdims=True)
+
+    weights = {"router": FLOATS["0.a"], "bias": np.ones(128, np.float32), "up": FLOATS["0.b"]}
+    profile = rlx.CompileProfile().replace(precision={"weights": "int8"})
+    model = rlx.compile(rlx.ModelFlow("moe").input("x", ("b", 128)).custom(run), weights, profile=profile)
+    assert set(model.report().packed) == {"up"}
+
+
+@pytest.mark.parametrize(("keys", "run"), [
+    (("w", "rows"), lambda emit, x: emit.linear(x, "w") + emit.linear(emit.param("rows", (2, 64)), "w")[:1]),
+    (("w", "b"), lambda emit, x: emit.linear(x, "w", bias="b")),
+    (("rows",), lambda emit, x: emit.param("rows", (2, 64))),
+], ids=["rows", "bias", "output"])  # fmt: skip
+def test_packed_operands_other_than_a_matrix(keys: tuple[str, ...], run: Any) -> None:
+    """Rows that are multiplied, a bias and a result are decoded."""
+    rows = {"b": packed("gguf_q8_0", (96,), 3), "rows": packed("gguf_q8_0", (2, 64), 4)}
+    mixed = {key: {"w": UP, **rows}[key] for key in keys}
+    flow = rlx.ModelFlow("m").input("x", ("b", 64)).custom(run)
+    assert_close(rlx.compile(flow, mixed)(X), rlx.compile(flow, {k: meaning(v) for k, v in mixed.items()})(X))
+
+
+def test_bytes_to_decode_a_vector() -> None:
+    """Its temporaries are those of one row."""
+    model = rlx.compile(rlx.ModelFlow("m").input("x", ("b", 64)).rms_norm("w"), {"w": packed("gguf_q8_0", (64,), 1)})
+    (program,) = set(map(packed_parameter, model.programs.layout.params.values()))
+    assert program is not None and decoding_bytes(program, "cpu") == 64 * 8 + 2 * 4
 
 
 @pytest.mark.parametrize("experts", ["gathered", "looped", "blocked", "ragged", "dense"])

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from rlx_jax.errors import ProfileError, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Node, Param, TypeCache, Value
 from rlx_jax.ir.packed import SCHEMES
-from rlx_jax.ir.param import Program, Quantized
-from rlx_jax.ir.paths import Path, bind_path
+from rlx_jax.ir.param import Program, Quantized, printed_name
+from rlx_jax.ir.paths import Path, bind_path, path_text
 from rlx_jax.ir.rewrite import everywhere, rewrite
 from rlx_jax.lowering.hir.weights import make_param, transposed
 from rlx_jax.lowering.mir.small import dce
 
-# Returns the scheme of the weights of a block, None if they stay as they are.
+# Returns the scheme of the weights of a block, or "keep"; None if other blocks that read them may decide.
 SchemeAt = Callable[[Path], str | None]
 
 
@@ -49,11 +50,18 @@ def _packed(program: Program, schemes: Mapping[Program, tuple[str, bool]]) -> Pr
 
 
 def _schemes(graph: Graph, scheme_at: SchemeAt) -> dict[Program, tuple[str, bool]]:
-    """Return the weights to pack: for each the scheme, and whether its products contract its first axis."""
+    """Return the weights to pack: for each the scheme, and whether its products contract its first axis.
+
+    Raises:
+        ProfileError: two blocks that read a weight have different schemes.
+    """
+    chosen: dict[Program, str] = {}
     schemes: dict[Program, tuple[str, bool]] = {}
     fixed: set[Program] = set()
     turned_groups: list[tuple[Program, ...]] = []
-    routers = {id(inner.nodes[node.inputs[0].node]) for inner, node in graph.walk() if isinstance(node.op, hir.Route)}
+    routers = {
+        number for inner, node in graph.walk() if isinstance(node.op, hir.Route) for number in _router(inner, node)
+    }
     for inner, node in graph.walk():
         for index, value in enumerate(node.inputs):
             weight = inner.nodes[value.node].op
@@ -65,14 +73,34 @@ def _schemes(graph: Graph, scheme_at: SchemeAt) -> dict[Program, tuple[str, bool
                 continue
             turned_groups += [weight.programs] if axis == 0 else []
             for layer, program in enumerate(weight.programs):
-                scheme = scheme_at(bind_path(node.origin.path, layer))
-                if scheme is not None and int(program.type.shape[axis]) % SCHEMES[scheme].elements == 0:
+                path = bind_path(node.origin.path, layer)
+                scheme = scheme_at(path) or ""
+                if scheme and chosen.setdefault(program, scheme) != scheme:
+                    raise ProfileError(
+                        f"precision.weights: {quote(path_text(path))} is {quote(scheme)}, and another block that reads "
+                        f"{printed_name(program)} is {quote(chosen[program])}; choose one for both"
+                    )
+                if scheme in SCHEMES and int(program.type.shape[axis]) % SCHEMES[scheme].elements == 0:
                     if schemes.setdefault(program, (scheme, axis == 0))[1] != (axis == 0):
                         fixed.add(program)
     # The layers of one product have one orientation.
     for group in turned_groups:
         fixed.update(group if any(program not in schemes for program in group) else ())
     return {program: choice for program, choice in schemes.items() if program not in fixed}
+
+
+def _router(graph: Graph, route: Node) -> set[int]:
+    """Return the products that compute the logits of a mixture, by `id`, whatever sums and casts follow them."""
+    found: set[int] = set()
+    pending = {route.inputs[0].node}
+    while pending:
+        node = graph.nodes[pending.pop()]
+        operands = [graph.nodes[v.node].op for v in node.inputs]
+        if any(isinstance(op, Param) and op.type.rank > 1 for op in operands):
+            found.add(id(node))
+        else:
+            pending.update(v.node for v in node.inputs)
+    return found
 
 
 def _contracted_axis(node: Node, index: int) -> int | None:

@@ -126,7 +126,7 @@ def dequant_gather(op: Gather, table: PackedWeight, ids: AnyArray) -> AnyArray:
 
 def dequant_grouped_matmul(op: GroupedMatMul, x: AnyArray, w: PackedWeight, ids: AnyArray) -> AnyArray:
     """Compute the product of each row with one of several packed matrices, which are decoded as `op.run` takes them."""
-    return op.run(x, ids, w.shape, w.take)
+    return op.run(decoded(x), ids, w.shape, w.take)
 
 
 def dequant_matmul(
@@ -138,7 +138,8 @@ def dequant_matmul(
     is computed for one tile of the matrix after another.
     """
     if isinstance(op, FusedMatMulBiasAct):
-        return op.finish(dequant_matmul(target, op.product, x, w), *bias)
+        return op.finish(dequant_matmul(target, op.product, x, w), *map(decoded, bias))
+    x = decoded(x)
     if choose_dequant_matmul(op, x.shape, target)[0] == "fused":
         flat = x.astype(jnp.float32).reshape(-1, 1, x.shape[-1])
         y = (w.decode().astype(jnp.float32)[None] * flat).sum(axis=-1)
@@ -194,12 +195,10 @@ def decoding_bytes(program: Program, target: str) -> int:
 
     Experts are decoded as a whole.
     """
-    scheme, (*_, height, width) = packing_of(program), program.type.shape
+    scheme, (*lead, width) = packing_of(program), program.type.shape
     assert scheme is not None
     dtype, packing = program.type.dtype, SCHEMES[scheme]
-    rows = (
-        tile_rows((height, width), scheme, dtype, target) if program.type.rank == 2 else program.type.size // int(width)
-    )
+    rows = tile_rows((*lead, width), scheme, dtype, target) if len(lead) == 1 else program.type.size // int(width)
     groups = int(width) // (packing.group or packing.block or int(width))
     per_group = 8 if packing.minimum else 4
     return rows * int(width) * (4 + dtype.itemsize) + program.type.size // int(width) * groups * per_group

@@ -38,11 +38,13 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.ir import hir
+from rlx_jax.ir.checkpoint_tensor import steps
 from rlx_jax.ir.graph import Graph, Hir, Input, TypeCache
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.custom import check_captured, check_constants
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
+from rlx_jax.ir.param import Quantized
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import TensorType, as_dim, is_float
 from rlx_jax.lowering.fusion import FusionReport, fusion_report
@@ -56,7 +58,7 @@ from rlx_jax.lowering.lir.implementations import choose_implementations, has_tri
 from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.lir.packed import PackedWeight, decoded, packed_implementation
 from rlx_jax.lowering.lir.plan import Call, Choice, Layout, Lir, returned_leaves, rollback_arrays, state_types
-from rlx_jax.lowering.mir.head import Head, find_head
+from rlx_jax.lowering.mir.head import OPERANDS, Head, find_head
 from rlx_jax.lowering.mir.small import remove_unread_inputs
 from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.profiles import CompileProfile, ProfileLike
@@ -276,6 +278,9 @@ def make_function(lir: Lir, layout: Layout, model_sharding: ModelSharding | None
     names = layout.by_program()
     layout.check(lir.graph, lir.plan.scan)
 
+    # The weight of a program that ends before its head stays packed.
+    is_cut = lir.graph.output_names == OPERANDS[: len(lir.graph.outputs)]
+
     def function(params: Arrays, state: StateArrays, inputs: Arrays) -> tuple[tuple[Any, ...], StateArrays]:
         check_captured(lir.graph)
         leaves = {program: params[name] for program, name in names.items()}
@@ -283,6 +288,8 @@ def make_function(lir: Lir, layout: Layout, model_sharding: ModelSharding | None
         scan, remat, target = lir.plan.scan, lir.plan.remat, lir.plan.target
         env = Env(leaves, inputs, dict(state), scan, remat, choices, model_sharding, target)
         outputs = interpret(lir.graph, env)
+        if not is_cut:
+            outputs = tuple(map(decoded, outputs))
         return outputs, env.state if model_sharding is None else shard_state(lir, env.state, model_sharding)
 
     return function
@@ -418,6 +425,7 @@ def _contents(template: Template) -> Iterator[str]:
     contains = {
         "floats": any(is_float(t.dtype) for _, types in ops for t in types),
         "float parameters": any(is_float(param.type.dtype) for param in template.hir.params()),
+        "packable": any(isinstance(s, Quantized) for p in template.hir.params() for q in p.programs for s in steps(q)),
         "products": any(hasattr(op, "precision") for op, _ in ops),
         "ids": any(op.ids is not None for op, _ in ops),
         "experts": any(isinstance(op, ExpertFfn) for op, _ in ops),

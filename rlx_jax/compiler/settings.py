@@ -185,7 +185,9 @@ class Settings:
         return self.device.kind
 
     def scheme_at(self, path: Path) -> str | None:
-        """Return the scheme by which the weights of a block are packed; None if they stay as they are, as adapters do.
+        """Return the scheme by which the weights of a block are packed, or "keep"; None if no glob selects it.
+
+        Adapters stay as they are.
 
         Raises:
             ProfileError: two globs select the block.
@@ -303,14 +305,13 @@ def settings_for(
 
 
 def quantized_blocks(weights: str | Options) -> tuple[tuple[BlockPattern, str], ...]:
-    """Return the schemes by which the setting `precision.weights` packs blocks, each with a glob of block paths."""
+    """Return the schemes, or "keep", of the setting `precision.weights` for blocks, each with a glob of their paths."""
     if isinstance(weights, str):
         table: Mapping[str, Any] = {} if weights in ("keep", "f32", "bf16") else {"**": weights}
     else:
         table = weights
     schemes = {"int8": "int8/32", "int4": "int4/32"}
-    pairs = ((BlockPattern(glob, "at"), schemes.get(scheme, scheme)) for glob, scheme in table.items())
-    return tuple((pattern, scheme) for pattern, scheme in pairs if scheme != "keep")
+    return tuple((BlockPattern(glob, "at"), schemes.get(scheme, scheme)) for glob, scheme in table.items())
 
 
 def with_model_sharding(settings: Settings, model_sharding: ModelSharding) -> Settings:

@@ -145,8 +145,8 @@ def check_quantized_blocks(settings: Settings, graphs: Sequence[Graph]) -> None:
                 for layer, program in enumerate(param.programs)
                 if any(isinstance(step, Quantized) for step in steps(program))
             )
-    for pattern, _ in settings.quantized:
-        if pattern.text != "**" and not any(map(pattern.matches, paths)):
+    for pattern, scheme in settings.quantized:
+        if pattern.text != "**" and scheme != "keep" and not any(map(pattern.matches, paths)):
             names = sorted({without_layer_numbers(path_text(path)) for path in paths})
             choices = f"; blocks are {listing(names, 8)}" if names else ""
             raise ProfileError(f"precision.weights: {quote(pattern.text)} selects no block with matrices{choices}")
