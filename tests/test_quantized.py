@@ -88,7 +88,6 @@ def test_values(directories: Path, name: str) -> None:
     assert not recorded
 
 
-@pytest.mark.filterwarnings("ignore:.*more than planned:rlx_jax.errors.DonationWarning")  # decoded tiles of tiny sizes
 @pytest.mark.parametrize("name", CASES)
 def test_models(directories: Path, name: str, tmp_path: Path) -> None:
     """The model has the logits and the greedy tokens of its decoded twin, keeps few bytes, and is saved as numbers."""
