@@ -25,7 +25,9 @@ from rlx_jax.ir.param import (
     Program,
     Roles,
     Stack,
+    keys_of,
     packed_arrays,
+    packed_keys,
     packed_parameter,
     packing_of,
     printed_name,
@@ -241,6 +243,16 @@ class Layout:
                 name = printed_name(parameter)
                 parameters[name] = scheme, parameters.get(name, ("", 0))[1] + program.type.nbytes
         return parameters
+
+    def reading(self, keys: Collection[str]) -> dict[str, Program]:
+        """Return the parameters that read one of these checkpoint keys."""
+        return {name: program for name, program in self.params.items() if not set(keys).isdisjoint(keys_of(program))}
+
+    def packed_keys(self) -> list[str]:
+        """Return the checkpoint keys of weights that are packed, in the checkpoint or on the device."""
+        keys = [key for program in self.params.values() for key, _ in packed_keys(program)]
+        arrays = (program for program in self.params.values() if packed_parameter(program) is not None)
+        return list(dict.fromkeys([*keys, *(key for program in arrays for key in keys_of(program))]))
 
     def num_parameters(self) -> int:
         """Return the number of elements of all parameters; of packed ones, of values, not of codes."""

@@ -20,8 +20,6 @@ import numpy as np
 from rlx_jax.blocks.lora import Adapter, LoraLinear, ModuleNames
 from rlx_jax.errors import DTypeError, RequestError, UnsupportedError, WeightError, listing, shown
 from rlx_jax.flow import ModelFlow
-from rlx_jax.ir.param import keys_of, packed_keys, packed_parameter
-from rlx_jax.ir.types import as_dtype, is_float
 from rlx_jax.models.hooks import Edit, WithBlocks
 from rlx_jax.models.lora_files import (
     TASKS,
@@ -44,6 +42,8 @@ from rlx_jax.weights.source import WeightSource
 from rlx_jax.weights.views import MarkedSource, RenamedSource
 
 R = TypeVar("R")
+# The dtypes that merged weights may have.
+DTYPES = {"f32": np.dtype(np.float32), "bf16": jnp.dtype(jnp.bfloat16), "f16": np.dtype(np.float16)}
 
 
 @dataclass(frozen=True)
@@ -210,9 +210,9 @@ def _collect_adapters(flow: Buildable, source: WeightSource | None) -> list[Adap
 def _adapter_weights(model: CompiledModel, adapters: tuple[Adapter, ...]) -> dict[str, jax.Array]:
     """Return the matrices A and B by key. Other weights are not touched: packed ones would be decoded."""
     keys = {key for adapter in adapters for key in (adapter.a, adapter.b)}
-    params, programs = model.require_params("the weights of adapters"), model.programs.layout.params
+    params = model.require_params("the weights of adapters")
     refuse_consumed(params, {})
-    weights = weights_by_key({p: params[name] for name, p in programs.items() if not keys.isdisjoint(keys_of(p))})
+    weights = weights_by_key({p: params[name] for name, p in model.programs.layout.reading(keys).items()})
     return {key: weights[key] for key in weights if key in keys}
 
 
@@ -242,12 +242,10 @@ def merge_lora(model: Any, *, dtype: str | None = None) -> dict[str, jax.Array]:
         DTypeError: another dtype. WeightError: weights are packed, and there is no `dtype`.
     """
     model = _compiled(model, "merge_lora")
-    if dtype not in (None, "f32", "bf16", "f16"):
+    if dtype is not None and dtype not in DTYPES:
         raise DTypeError(f"merge_lora: dtype is {shown(dtype)}; expected 'f32', 'bf16' or 'f16'")
-    adapters, programs = adapters_of(model), model.programs.layout.params.values()
-    packed = [key for program in programs for key, _ in packed_keys(program)]
-    packed += [key for program in programs if packed_parameter(program) is not None for key in keys_of(program)]
-    if dtype is None and (packed := list(dict.fromkeys(packed))):
+    adapters, packed = adapters_of(model), model.programs.layout.packed_keys()
+    if dtype is None and packed:
         raise WeightError(
             f"merge_lora: {len(packed)} weights are packed, and sums with adapters are not: "
             f"{listing(packed, 8)}; dtype='f32' merges into the dequantized values"
@@ -282,7 +280,7 @@ def _add_products(
     """
 
     def rounded(value: jax.Array, stored: np.dtype[Any]) -> jax.Array:
-        return value.astype(as_dtype(dtype) if dtype is not None and is_float(stored) else stored)
+        return value.astype(DTYPES[dtype] if dtype is not None and jnp.issubdtype(stored, jnp.floating) else stored)
 
     merged = {key: jnp.asarray(value) for key, value in weights.items()}
     for adapter in adapters:

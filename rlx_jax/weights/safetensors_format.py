@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,14 +14,12 @@ import numpy as np
 from rlx_jax.errors import IntegrityError, UnsupportedError, WeightError, listing, quote
 from rlx_jax.io.atomic import write_synced
 from rlx_jax.io.files import Links, resolve
-from rlx_jax.io.folder import Folder
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.directory import INDEX_SUFFIX, holds_safetensors, open_directory, open_index
 from rlx_jax.weights.finite import FiniteCheck, OnNonfinite, check_finite
 from rlx_jax.weights.format import Entry, OpenOptions, stored_spec
 from rlx_jax.weights.manifest import MANIFEST_NAME, open_verified
 from rlx_jax.weights.named import Closeable, NamedTensors
-from rlx_jax.weights.quantized import with_quantized_weights
 from rlx_jax.weights.safetensors import open_safetensors
 from rlx_jax.weights.safetensors_header import DTYPES
 from rlx_jax.weights.tensor_file import TensorFile
@@ -52,8 +49,7 @@ class Safetensors:
         if options.subtree:
             raise WeightError(f"{quote(weights)}: subtree= is for orbax checkpoints; safetensors files have no tree")
         if os.path.isdir(weights):
-            source = open_verified(weights, options.verify, options.links, lambda: _open_source(weights, options))
-            return with_quantized_weights(source, Folder(Path(weights)))
+            return open_verified(weights, options.verify, options.links, lambda: _open_source(weights, options))
         if options.verify == "full":
             raise IntegrityError(
                 f"{quote(weights)}: a single file has no {MANIFEST_NAME}; open the directory that holds it"

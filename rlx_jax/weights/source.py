@@ -7,6 +7,7 @@ It never changes the stored weights.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rlx_jax.errors import MissingFileError, RlxError, UnsupportedError, WeightError, listing, quote
@@ -26,6 +27,7 @@ from rlx_jax.weights.manifest import Verify
 from rlx_jax.weights.mapping import MappingSource
 from rlx_jax.weights.orbax_tree import finished_steps
 from rlx_jax.weights.quantized import with_quantized_weights
+from rlx_jax.weights.safetensors_format import Safetensors
 from rlx_jax.weights.tree import Names, TreeSource, flatten_tree, match_names
 from rlx_jax.weights.views import close
 
@@ -106,10 +108,10 @@ def open_with(
         if options.changed_names() or (revision, token) != (None, None):
             raise WeightError("these weights are already open; pass the options where you open them")
         return weights
-    weights = _to_local_path(weights, options.max_bytes, revision, token)
+    weights, folder = _to_local_path(weights, options.max_bytes, revision, token)
     weight_format = next((weight_format for weight_format in formats.FORMATS if weight_format.detect(weights)), None)
     if weight_format is not None:
-        return _open_format(weight_format, weights, options)
+        return _open_format(weight_format, weights, options, folder)
     if isinstance(weights, str):
         _refuse(weights)
     missing = [name for name in ("keys", "spec", "read", "has", "where") if not callable(getattr(weights, name, None))]
@@ -119,8 +121,12 @@ def open_with(
     )
 
 
-def _to_local_path(weights: Any, max_bytes: int | None, revision: str | None, token: str | bool | None) -> Any:
+def _to_local_path(
+    weights: Any, max_bytes: int | None, revision: str | None, token: str | bool | None
+) -> tuple[Any, Folder | None]:
     """Return the local path of a path, a folder, or a model of the Hub, which is fetched; other values unchanged.
+
+    The second result is the folder, if it is open.
 
     Raises:
         WeightError: a revision or a token for local weights.
@@ -130,17 +136,23 @@ def _to_local_path(weights: Any, max_bytes: int | None, revision: str | None, to
         weights = find_old_content(path) or path  # an interrupted save may have moved the directory
         if is_model_name(path) and not (os.path.lexists(weights) or os.path.isdir(os.path.dirname(path))):
             weights, revision, token = open_folder(path, revision, token), None, None
-    if isinstance(weights, Folder):
-        fetch_weight_files(weights, max_bytes)
-        weights = os.fspath(weights.path)
+    folder = weights if isinstance(weights, Folder) else None
+    if folder is not None:
+        fetch_weight_files(folder, max_bytes)
+        weights = os.fspath(folder.path)
     refuse_hub_options(revision, token, "these weights are on this machine", WeightError)
-    return weights
+    return weights, folder
 
 
-def _open_format(weight_format: Format, weights: Any, options: OpenOptions) -> WeightSource:
-    """Open weights in a format and return the source; it is closed if the weights are over `max_bytes`."""
+def _open_format(weight_format: Format, weights: Any, options: OpenOptions, folder: Folder | None) -> WeightSource:
+    """Open weights in a format and return the source; it is closed if the weights are over `max_bytes`.
+
+    `folder` is the directory of the weights, if it is open: its config.json says how they are quantised.
+    """
     try:
         source: WeightSource = weight_format.open(weights, options)
+        if isinstance(weight_format, Safetensors) and os.path.isdir(weights):
+            source = with_quantized_weights(source, folder or Folder(Path(weights)))
     except RlxError as error:
         if isinstance(weights, str) and quote(weights).strip("'") not in str(error):
             error.locate(quote(weights))
