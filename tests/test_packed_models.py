@@ -139,6 +139,10 @@ def test_merged_and_stacked(program: str, roll: str, count: int) -> None:
     one, other = (rlx.compile(layers(3), w, program=program, profile=profile) for w in (mixed, dense))
     assert one.params is not None and len(one.params) == count
     assert_close(one(x), other(x))
+    if roll == "scan" and program == "forward":  # c has two schemes: its layers are stacked decoded, and reported
+        report = one.report()
+        assert report.decoded == ("{0..2}.c",) and set(report.packed) == {"{0..2}.{a,b}"}
+        assert {line.partition(" (")[0] for line in report.products} == {"1 by tiles", "1 by xla"}
     for key, array in one.weights().items():
         assert array.dtype == np.float32
         np.testing.assert_array_equal(array, dense[key])

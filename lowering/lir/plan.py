@@ -155,7 +155,10 @@ class Lir:
     def _packed_choice(self, graph: Graph, node: Node) -> Choice | None:
         """Return how a product with a weight that stays packed runs; None for other nodes."""
         weight = graph.nodes[node.inputs[1].node].op
-        is_packed = self.plan.packed and isinstance(weight, Param) and any(map(packing_of, weight.programs))
+        if not self.plan.packed or not isinstance(weight, Param):
+            return None
+        # Stacked layers stay packed only if all of them have one scheme.
+        is_packed = bool(array_programs(weight.programs)) if self.plan.scan else any(map(packing_of, weight.programs))
         if not is_packed or not isinstance(node.op, PRODUCTS):
             return None
         op, (x, *_) = call_of(graph, node)
@@ -247,6 +250,11 @@ class Layout:
     def reading(self, keys: Collection[str]) -> dict[str, Program]:
         """Return the parameters that read one of these checkpoint keys."""
         return {name: program for name, program in self.params.items() if not set(keys).isdisjoint(keys_of(program))}
+
+    def decoded(self) -> tuple[str, ...]:
+        """Return the names of parameters that are packed in the checkpoint and decoded while they are loaded."""
+        leaves = ((n, p) for n, p in self.params.items() if packed_parameter(p) is None)
+        return tuple(name for name, program in leaves if next(packed_keys(program), None) is not None)
 
     def packed_keys(self) -> list[str]:
         """Return the checkpoint keys of weights that are packed, in the checkpoint or on the device."""

@@ -168,6 +168,8 @@ class Report:
         nodes: the number of nodes after each pass.
         parameter_bytes: all parameters, summed over all devices.
         packed: the scheme and the bytes of each parameter that is packed on the device, by name.
+        decoded: parameters that are packed in the checkpoint and could not stay packed, such as layers of several
+            schemes that are stacked.
         compiles: programs that XLA compiled.
         evicted: programs that the cache does not retain any more (`buckets.programs`).
         recompiles: programs and helper functions compiled after warm-up.
@@ -237,11 +239,13 @@ class Report:
     recompiled: tuple[str, ...] = ()
     loaded: int = 0
     packed: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    decoded: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         rows: list[tuple[str, object]] = [
             ("parameters", f"{self.parameter_bytes:,} bytes"),
             *(("packed", line) for line in self._packed_lines()),
+            ("decoded", self.decoded and listing(self.decoded, 8)),
             ("compiles", str(self.compiles)),
             ("loaded", self.loaded and f"{self.loaded} from the compile cache"),
             ("evicted", self.evicted),
@@ -448,6 +452,7 @@ def model_report(programs: Programs, template: Template, settings: Settings, sec
         nodes=template.nodes,
         parameter_bytes=sum(t.nbytes for t in programs.layout.types().values()),
         packed=programs.layout.packed(),
+        decoded=programs.layout.decoded() if settings.plan.packed else (),
         compiles=sum(member.executables.num_inserted - member.num_loaded for member in caches),
         loaded=sum(member.num_loaded for member in caches),
         evicted=sum(member.executables.num_evicted for member in caches),
