@@ -304,7 +304,8 @@ def damage(rng: random.Random, directory: Path, tensors: dict[str, np.ndarray], 
     tensors = dict(tensors)
     for _ in range(rng.randrange(3)):
         key = rng.choice([key for key in tensors if key.startswith(("model.layers.0.mlp", "model.layers.0.self_attn"))])
-        edit = rng.choice(EDITS)(rng, np.atleast_1d(tensors.pop(key)))
+        with np.errstate(over="ignore", invalid="ignore"):  # casts to a dtype that has no such numbers
+            edit = rng.choice(EDITS)(rng, np.atleast_1d(tensors.pop(key)))
         if edit is not None:
             tensors[key] = np.ascontiguousarray(edit)
     write_tensors(directory, tensors)
