@@ -14,11 +14,13 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax.compiler.settings import settings_for
 from rlx_jax.errors import ProfileError, RlxWarning, UnsupportedError, WeightError, WeightShapeError
+from rlx_jax.ir.ops.index import Gather
 from rlx_jax.ir.packed import Packed, PackedSpec
 from rlx_jax.ir.param import packed_parameter
 from rlx_jax.ir.types import short_name
-from rlx_jax.lowering.lir.packed import decoding_bytes
+from rlx_jax.lowering.lir.packed import PackedWeight, decoding_bytes, dequant_gather
 from rlx_jax.trace.parameters import WeightStack
+from rlx_jax.weights.quantized_tensors import declare_scheme
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.packed import BLOCKS, damaged, meaning, packed
 from tests.small import Own
@@ -408,3 +410,22 @@ def test_packing_is_refused_where_all_weights_are_trained() -> None:
     profile = rlx.CompileProfile().replace(precision={"weights": "int8"})
     with pytest.raises(ProfileError, match="precision.weights = 'int8': packed weights have no gradient; train"):
         rlx.compile(FLOW, {"w": FLOATS["0.a"][:, :64]}, program="train", profile=profile)
+
+
+@pytest.mark.parametrize("count", [389, 256, 100])
+def test_look_ups_where_rows_share_scales(count: int) -> None:
+    """Each id finds the scale of its block of 128 rows, also where the last block has fewer."""
+    scheme = declare_scheme("fp8_e4m3", 8, 128, "f32", table="e4m3", rows=128)
+    scales = RNG.uniform(0.5, 2, (-(-count // 128), 2)).astype(np.float32)
+    arrays = {"codes": RNG.integers(0, 120, (count, 256), np.uint8), "scales": scales.view(np.uint32)}
+    table = PackedWeight(arrays, scheme.name, F32, F32)
+    ids = np.arange(count, dtype=np.int32)
+    np.testing.assert_array_equal(dequant_gather(Gather(), table, ids), table.decode())
+
+
+def test_boxes_of_arrays_with_an_incomplete_group() -> None:
+    """A part of the inputs needs the scales of its groups alone."""
+    scheme = declare_scheme("fp8_e4m3", 8, 128, "f32", table="e4m3", rows=128)
+    for columns, groups in (((0, 128), (0, 1)), ((128, 256), (1, 2)), ((128, 300), (1, 3)), ((256, 300), (2, 3))):
+        assert scheme.array_box("scales", (200, 300), ((128, 200), columns)) == ((1, 2), groups)
+        assert scheme.array_box("codes", (200, 300), ((128, 200), columns)) == ((128, 200), columns)

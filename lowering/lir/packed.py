@@ -63,15 +63,13 @@ class PackedWeight:
         *rows, size = self.arrays["codes"].shape
         return (*rows, size * 8 // SCHEMES[self.scheme].codes[0].bits)
 
+    def rows_of(self, array: AnyArray, height: int) -> int:
+        """Return for how many rows one row of an array is, if this matrix has `height` rows."""
+        return 1 if array.shape[0] == height else SCHEMES[self.scheme].rows
+
     def decode(self) -> AnyArray:
         """Return the values."""
         return decode_arrays(self.arrays, self.scheme).astype(self.logical_dtype).astype(self.dtype)
-
-    def rows(self, take: Callable[[AnyArray, int], AnyArray]) -> PackedWeight:
-        """Return some rows: `take(array, n)` selects them from an array in which each row is for n rows of this."""
-        height = self.shape[-2]
-        taken = {name: take(array, -(-height // array.shape[-2])) for name, array in self.arrays.items()}
-        return replace(self, arrays=taken)
 
     def take(self, index: AnyArray) -> AnyArray:
         """Return the values of the matrices `index` of a stack `[E, …, N, K]`."""
@@ -118,10 +116,13 @@ def dequant_gather(op: Gather, table: PackedWeight, ids: AnyArray) -> AnyArray:
     """Look up rows of a packed table `[V, H]`, or matrices of a stack, and decode these alone."""
     if len(table.shape) > 2:
         return table.take(ids)
-    taken = table.rows(lambda array, height: jnp.take(array, ids // height, axis=0, mode="clip"))
-    # Each row has its own scales now, as if it were the only one of a matrix.
-    arrays = {name: array[..., None, :] for name, array in taken.arrays.items()}
-    return replace(taken, arrays=arrays).decode()[..., 0, :]
+    height = table.shape[0]
+
+    def take(array: AnyArray) -> AnyArray:
+        """Return the rows for the ids, each as the only row of a matrix, with the scales of its own."""
+        return jnp.take(array, ids // table.rows_of(array, height), axis=0, mode="clip")[..., None, :]
+
+    return jax.tree.map(take, table).decode()[..., 0, :]
 
 
 def dequant_grouped_matmul(op: GroupedMatMul, x: AnyArray, w: PackedWeight, ids: AnyArray) -> AnyArray:
@@ -165,7 +166,7 @@ def tiled_product(op: MatMul, x: AnyArray, w: PackedWeight, tile: int) -> AnyArr
 
     The scales of groups are computed before the loop, which XLA:CPU would otherwise do again for each value.
     """
-    height, unit = w.shape[0], SCHEMES[w.scheme].rows
+    height = w.shape[0]
     if tile == height:
         # A gradient decodes the weight again, instead of keeping a decoded copy of it for each layer.
         product_of_all: AnyArray = jax.checkpoint(lambda x, w: op.eval(x, w.decode()))(x, w)
@@ -177,7 +178,7 @@ def tiled_product(op: MatMul, x: AnyArray, w: PackedWeight, tile: int) -> AnyArr
     @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(1,))
     def product(start: AnyArray, size: int, x: AnyArray) -> AnyArray:
         def rows(array: AnyArray) -> AnyArray:
-            each = unit if unit > 1 and array.shape[0] != height else 1
+            each = w.rows_of(array, height)
             return lax.dynamic_slice_in_dim(array, start // each, -(-size // each), 0)
 
         part = decode_codes(jax.tree.map(rows, w.arrays), w.scheme, jax.tree.map(rows, scales))

@@ -183,9 +183,11 @@ class Scheme:
         if rows and whole[-2] != shape[-2]:
             first, last = rows[-1]
             rows[-1] = (first // self.rows, -(-last // self.rows))
-        size = int(whole[-1])
-        edges = (start * size // shape[-1], -(-stop * size // shape[-1])) if self._is_divided(name) else (0, size)
-        return (*rows, edges)
+        if not self._is_divided(name):
+            return (*rows, (0, int(whole[-1])))
+        # Not a ratio of sizes, as the last group may be incomplete.
+        unit, per_unit = self.elements, int(self.array_types((self.elements,))[name].shape[-1])
+        return (*rows, (start // unit * per_unit, min(-(-stop // unit) * per_unit, int(whole[-1]))))
 
     def _is_divided(self, name: str) -> bool:
         """Return whether an array has entries for parts of a row."""

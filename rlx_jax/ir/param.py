@@ -1,8 +1,7 @@
 """Parameter programs: a parameter is a small program over checkpoint keys, and holds no data.
 
 The compiler sees only programs and shapes. `rlx_jax.weights.execute` runs a program on a
-`WeightSource` to load a parameter. It inverts the same program to save the parameter under the checkpoint keys.
-A program is *exact* if that round trip loses nothing.
+`WeightSource` to load a parameter, and `inverse` inverts it to save the parameter. It is *exact* if nothing is lost.
 """
 
 from __future__ import annotations

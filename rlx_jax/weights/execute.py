@@ -1,4 +1,4 @@
-"""Run parameter programs: from checkpoint tensors to parameters (`load_leaves`), and back (`weights_by_key`).
+"""Run parameter programs: from checkpoint tensors to parameters. `inverse` goes back.
 
 A leaf is a parameter of the compiled model. Leaves are loaded one box at a time, a box being the part of a leaf on one
 device. A box in transfer takes host memory for itself and for one checkpoint tensor, or the part of it that it needs.

@@ -33,12 +33,12 @@ from rlx_jax.weights.quantized_tensors import (
     ReadArray,
     bit_fields_of,
     cut,
+    declare_scheme,
     expect_one,
     float_bits,
     read_bytes,
     read_outer,
     read_whole,
-    scheme_of,
 )
 
 # The order in which AWQ stores eight neighbours, inverted.
@@ -98,14 +98,14 @@ def _scaled(t: ModuleTensors, stored: WeightFormat, end: str) -> QuantizedWeight
     shape, block = (num_rows, num_columns), min(stored.group, num_columns) if is_divided else None
     shared_rows = min(stored.rows, num_rows)  # decoding repeats scales as often as the scheme declares
     if stored.is_float:
-        scheme = scheme_of("fp8_e4m3", 8, block, "f32", table="e4m3", rows=shared_rows)
+        scheme = declare_scheme("fp8_e4m3", 8, block, "f32", table="e4m3", rows=shared_rows)
         return QuantizedWeight(shape, scheme, {"codes": read_bytes(t, ".weight"), "scales": read_scales})
     if stored.symmetric:
-        scheme = scheme_of("int8", 8, block, "f32", signed=True, rows=shared_rows)
+        scheme = declare_scheme("int8", 8, block, "f32", signed=True, rows=shared_rows)
         return QuantizedWeight(shape, scheme, {"codes": signed_codes, "scales": read_scales})
     zeros = ".weight_zero_point"
     t.expect(zeros, scales.shape, I8)
-    scheme = scheme_of("uint8_zeros", 8, block, "f32", zeros=True, rows=shared_rows)
+    scheme = declare_scheme("uint8_zeros", 8, block, "f32", zeros=True, rows=shared_rows)
     arrays: dict[str, ReadArray] = {
         "codes": lambda rows, columns: _plus_128(signed_codes(rows, columns)),
         "scales": read_scales,
@@ -145,7 +145,7 @@ def _nvfp4(t: ModuleTensors, codes_end: str, outer_end: str, outer: str) -> Quan
         "codes": read_bytes(t, codes_end), "scales": read_bytes(t, ".weight_scale"),
         "outer": read_outer(t, outer_end, is_divisor=outer == "divided"),
     }  # fmt: skip
-    scheme = scheme_of(f"nvfp4_{outer}", 4, 16, "e4m3", table="e2m1", outer=outer)
+    scheme = declare_scheme(f"nvfp4_{outer}", 4, 16, "e4m3", table="e2m1", outer=outer)
     return QuantizedWeight((num_rows, num_columns), scheme, arrays)
 
 
@@ -195,11 +195,11 @@ def _compressed_tensors(t: ModuleTensors, stored: WeightFormat) -> QuantizedWeig
     arrays: dict[str, ReadArray] = {"codes": read_codes, "scales": read_scales}
     scale = short_name(scales.dtype)
     if stored.symmetric:
-        scheme = scheme_of(f"int{bits}", bits, block, scale, zero=2 ** (bits - 1))
+        scheme = declare_scheme(f"int{bits}", bits, block, scale, zero=2 ** (bits - 1))
     else:
         t.expect(".weight_zero_point", (-(-num_rows * bits // 32), num_groups), I32)
         arrays["zeros"] = read_whole(read_zeros)
-        scheme = scheme_of(f"uint{bits}_zeros", bits, block, scale, zeros=True)
+        scheme = declare_scheme(f"uint{bits}_zeros", bits, block, scale, zeros=True)
     groups = _groups(t, stored, ".weight_g_idx", num_columns, num_groups)
     return QuantizedWeight((num_rows, num_columns), scheme, arrays, groups)
 
@@ -207,7 +207,7 @@ def _compressed_tensors(t: ModuleTensors, stored: WeightFormat) -> QuantizedWeig
 def _groups(
     t: ModuleTensors, stored: WeightFormat, end: str, num_columns: int, num_groups: int
 ) -> Callable[[], HostArray] | None:
-    """Return what reads the group of each input; None if there is no such tensor, and the order needs none."""
+    """Return a function that reads the group of each input; None if there is no such tensor and none is needed."""
     if not stored.mixed_order and not t.has(end):
         return None
     t.expect(end, (num_columns,), I32)
@@ -244,7 +244,7 @@ def _awq(t: ModuleTensors, stored: WeightFormat) -> QuantizedWeight:
         "codes": read_codes, "scales": _read_transposed_scales(t),
         "zeros": read_whole(lambda: neighbours(t.read(".qzeros"))),
     }  # fmt: skip
-    return QuantizedWeight((num_rows, num_columns), scheme_of("uint4_zeros", 4, block, scale, zeros=True), arrays)
+    return QuantizedWeight((num_rows, num_columns), declare_scheme("uint4_zeros", 4, block, scale, zeros=True), arrays)
 
 
 def _gptq(t: ModuleTensors, stored: WeightFormat) -> QuantizedWeight:
@@ -270,7 +270,7 @@ def _gptq(t: ModuleTensors, stored: WeightFormat) -> QuantizedWeight:
         return bit_fields_of(t.read(".qzeros").view(U32) + ones, bits)[:, :num_rows].T
 
     arrays = {"codes": read_codes, "scales": _read_transposed_scales(t), "zeros": read_whole(read_zeros)}
-    scheme = scheme_of(f"uint{bits}_zeros", bits, block, scale, zeros=True)
+    scheme = declare_scheme(f"uint{bits}_zeros", bits, block, scale, zeros=True)
     return QuantizedWeight((num_rows, num_columns), scheme, arrays, groups if stored.mixed_order else None)
 
 
@@ -314,7 +314,7 @@ def _llm_int8(t: ModuleTensors) -> QuantizedWeight:
         "codes": read_codes,
         "scales": lambda rows, columns: float_bits(t.read(".SCB", slice(*rows)).reshape(-1, 1)),
     }
-    scheme = scheme_of("bnb_int8", 8, None, "f32", signed=True, factor=1 / 127)
+    scheme = declare_scheme("bnb_int8", 8, None, "f32", signed=True, factor=1 / 127)
     return QuantizedWeight((num_rows, num_columns), scheme, arrays)
 
 
@@ -346,7 +346,7 @@ def _nf4(t: ModuleTensors) -> QuantizedWeight:
         return float_bits(scales.reshape(num_rows, -1))
 
     arrays: dict[str, ReadArray] = {"codes": read_codes, "scales": read_whole(read_scales)}
-    return QuantizedWeight((num_rows, num_columns), scheme_of("nf4", 4, block, "f32", table="nf4"), arrays)
+    return QuantizedWeight((num_rows, num_columns), declare_scheme("nf4", 4, block, "f32", table="nf4"), arrays)
 
 
 @dataclass(frozen=True)
@@ -406,7 +406,7 @@ def _mlx(t: ModuleTensors, stored: WeightFormat) -> QuantizedWeight:
         return cut(np.stack(pairs, axis=-1).reshape(len(pairs[0]), -1), 2 * start, columns)
 
     arrays = {"codes": read_bytes(t, ".weight", 4), "scales": read_scales}
-    scheme = scheme_of(f"affine{stored.bits}", stored.bits, stored.group, short_name(dtype), minimum="added")
+    scheme = declare_scheme(f"affine{stored.bits}", stored.bits, stored.group, short_name(dtype), minimum="added")
     return QuantizedWeight((num_rows, num_columns), scheme, arrays)
 
 

@@ -39,9 +39,9 @@ class QuantizedWeight:
     Attributes:
         shape: its shape.
         scheme: its packing scheme.
-        arrays: for each array of the scheme, what reads a box of it.
-        groups: what reads the group of each input, if the inputs of a group are not neighbours. Such a weight does not
-            stay packed; its arrays have the groups in order.
+        arrays: a function for each array of the scheme that reads a box of it.
+        groups: a function that reads the group of each input, if the inputs of a group are not neighbours. Such a
+            weight does not stay packed; its arrays have the groups in order.
     """
 
     shape: tuple[int, int]
@@ -111,7 +111,7 @@ class ModuleTensors:
 # -- schemes and arrays ------------------------------------------------------------------------
 
 
-def scheme_of(kind: str, bits: int, block: int | None, scale: str, **fields: Any) -> Scheme:
+def declare_scheme(kind: str, bits: int, block: int | None, scale: str, **fields: Any) -> Scheme:
     """Return the scheme of codes with these properties, and add it to `SCHEMES`.
 
     Its name follows from `kind`, which stands for `bits` and `fields`, and from the other arguments.
@@ -132,12 +132,12 @@ def cut(data: HostArray, start: int, columns: Range) -> HostArray:
 
 
 def read_whole(values: Callable[[], HostArray]) -> ReadArray:
-    """Return what reads a box of a small array that is computed as a whole."""
+    """Return a function that reads a box of a small array that is computed as a whole."""
     return lambda rows, columns: values()[slice(*rows), slice(*columns)]
 
 
 def read_bytes(t: ModuleTensors, end: str, size: int = 1) -> ReadArray:
-    """Return what reads codes: the bytes of a tensor `[out, n]` with entries of `size` bytes."""
+    """Return a function that reads codes: the bytes of a tensor `[out, n]` with entries of `size` bytes."""
 
     def read(rows: Range, columns: Range) -> HostArray:
         start = columns[0] // size
@@ -153,7 +153,7 @@ def bit_fields_of(words: HostArray, bits: int) -> HostArray:
 
 
 def read_outer(t: ModuleTensors, end: str, is_divisor: bool = False) -> ReadArray:
-    """Return what reads a scale of the whole tensor, repeated for each row."""
+    """Return a function that reads a scale of the whole tensor, repeated for each row."""
 
     def read(rows: Range, columns: Range) -> HostArray:
         (value,) = t.read(end).reshape(-1)
