@@ -64,9 +64,12 @@ CHECKS: dict[str, Callable[[Case], None]] = {"tensor": check_tensor_graph, "bloc
 
 
 def first(fault: Fault, limit: int = WITHIN) -> tuple[int, str] | None:
-    """The first random graph that shows the fault, and how; None if none of so many does."""
-    numbers = range(limit if fault.where in CHECKS else 1)
-    return next(((number, how) for number in numbers if (how := caught(fault, fault.where, number))), None)
+    """The first random graph that shows the fault and is right without it, and how; None if none of so many does."""
+    for number in range(limit if fault.where in CHECKS else 1):
+        how = caught(fault, fault.where, number)
+        if how and not (fault.where in CHECKS and caught(None, fault.where, number)):
+            return number, how
+    return None
 
 
 def main() -> None:
