@@ -1,0 +1,192 @@
+"""This module defines `Inspection`, the data that `explain`, the page and comparisons show of one program.
+
+A program is a table of blocks. A block has its MIR ops and its XLA kernels; repeated layers are one block. The records
+hold plain values only. `rlx_jax/runtime/` creates them from a program, and `to_json` writes them for the page.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+# The version of the JSON format: it increases when a field is removed or changes its meaning.
+JSON_VERSION = 1
+
+
+@dataclass(frozen=True)
+class KernelEntry:
+    """An XLA instruction of a block that runs by itself: a fusion, a product, a copy.
+
+    Attributes:
+        name: the name of the HLO instruction.
+        opcode: its HLO opcode, such as `fusion`, `dot`, `custom-call`.
+        primitive: the JAX primitive of its last op; empty if XLA added the instruction.
+        seconds: the measured seconds in one run of the program, all its executions together; None if not measured.
+        calls: the number of executions in one run; 0 if not measured.
+    """
+
+    name: str
+    opcode: str
+    primitive: str
+    seconds: float | None = None
+    calls: int = 0
+
+
+@dataclass(frozen=True)
+class OpEntry:
+    """A MIR op of a block, in one layer.
+
+    Attributes:
+        name: the id of its node in `model.text("mir")`, such as `%12`.
+        text: the op with its attributes, such as `matmul(contract=1)`.
+        inputs: the ids of its operands; for a parameter its name.
+        result: the types of its results.
+        dtype: the dtype of the first result.
+        flops, bytes: operations and memory traffic of one execution, as if the op ran alone.
+        by: the pass that created it; empty for ops that lowering created.
+    """
+
+    name: str
+    text: str
+    inputs: tuple[str, ...]
+    result: str
+    dtype: str
+    flops: int
+    bytes: int
+    by: str = ""
+
+
+@dataclass(frozen=True)
+class BlockEntry:
+    """A block of a program, or the same block of all repeated layers. Sums are over all layers.
+
+    Attributes:
+        path: the block path, with `*` for the layer number of repeated layers: `layers.*.mlp`. In parentheses for time
+            that belongs to no block: `(not attributed)`, `(helper functions)`, `(no kernel runs)`.
+        op: the HIR block as text, such as `linear+bias`; empty if the block has only tensor ops.
+        output: the types of its outputs.
+        params: the number of parameter elements.
+        param_bytes: the bytes that its parameters take, packed if they are packed.
+        scheme: the packed scheme of its parameters, such as `q4_k`; else their dtype; empty without parameters.
+        dtype: the dtype of its output, in which it computes.
+        sharding: the sharding of its parameters on a mesh; empty on one device.
+        flops, bytes: the operations and the memory traffic of a run. `bytes` counts parameters once, and the values
+            that the block reads and writes as if it were fused: its operands from other blocks and its results.
+        seconds: the time in a run of the program: measured, or estimated by the roofline if `measured` is false.
+        measured: whether `seconds` is measured.
+        roofline_seconds: the shortest time that the device's rates allow for `flops` and `bytes`.
+        limited_by: `memory` or `compute`, the longer part of the roofline; empty for a block without work.
+        implementation: the implementation of attention, products, experts or recurrences; empty without a choice.
+        reason: why this implementation, and if a faster one exists, why it is not used.
+        layers: the number of layers that this entry describes.
+        layer_seconds: the measured seconds of each layer in order; empty if the layers are not measured one by one.
+        ops: the MIR ops of one layer.
+        kernels: the XLA kernels of all layers, slowest first if measured.
+    """
+
+    path: str
+    op: str
+    output: str
+    params: int
+    param_bytes: int
+    scheme: str
+    dtype: str
+    sharding: str
+    flops: int
+    bytes: int
+    seconds: float
+    measured: bool
+    roofline_seconds: float
+    limited_by: str
+    implementation: str = ""
+    reason: str = ""
+    layers: int = 1
+    layer_seconds: tuple[float, ...] = ()
+    ops: tuple[OpEntry, ...] = ()
+    kernels: tuple[KernelEntry, ...] = ()
+
+    @property
+    def roofline_share(self) -> float:
+        """Return the roofline's time as a share of `seconds`: 1 is the best that the device can do; 0 without time."""
+        return self.roofline_seconds / self.seconds if self.seconds else 0.0
+
+    @property
+    def lost_seconds(self) -> float:
+        """Return the measured time over the roofline's; 0 if the time is an estimate."""
+        return max(0.0, self.seconds - self.roofline_seconds) if self.measured else 0.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fact about a program that costs time or memory, and what would change it.
+
+    Attributes:
+        kind: a short name, the same for all findings of this sort, such as `f32`, `copied cache`, `padding`.
+        path: the block path; empty for the full program.
+        text: the fact, as a sentence.
+        advice: what would change it, as a sentence.
+        seconds: the time that it costs in a run of the program; None if it is not a time or is unknown.
+    """
+
+    kind: str
+    path: str
+    text: str
+    advice: str
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class PassStep:
+    """A pass of the compiler: its name, the nodes of the program before and after it, and its seconds."""
+
+    name: str
+    nodes_before: int
+    nodes_after: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """All that is shown of one program with sizes.
+
+    Attributes:
+        name: the name of the flow.
+        program: the program, such as `forward`, `prefill`, `extend`.
+        sizes: the sizes of symbolic dimensions, such as `batch`, `seq` and `context`.
+        device: the name of the device that it ran on, or that the time is estimated for.
+        seconds: the time of one run: wall-clock, or the sum of the blocks' estimates if `measured` is false.
+        measured: whether the times are measured.
+        roofline_seconds: the sum of the blocks' shortest times.
+        flops, bytes: the sums over the blocks.
+        param_bytes, cache_bytes: the bytes of all parameters and of the state.
+        peak_bytes: arguments, results and temporaries together; None if the program was not compiled.
+        blocks: the blocks in the order of the program. Their `seconds` add up to `seconds`.
+        losses: the largest differences between measured time and roofline, largest first.
+        findings: what a reader should look at, by kind.
+        passes: the passes of the compiler in order.
+    """
+
+    name: str
+    program: str
+    sizes: Mapping[str, int]
+    device: str
+    seconds: float
+    measured: bool
+    roofline_seconds: float
+    flops: int
+    bytes: int
+    param_bytes: int
+    cache_bytes: int
+    peak_bytes: int | None
+    blocks: tuple[BlockEntry, ...]
+    losses: tuple[Finding, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    passes: tuple[PassStep, ...] = field(default=(), repr=False)
+
+    def to_json(self) -> str:
+        """Return the inspection as one JSON object with the fields above, `version`, and each block's shares."""
+        result = {"version": JSON_VERSION, **asdict(self)}
+        for block, entry in zip(self.blocks, result["blocks"], strict=True):
+            entry |= {"roofline_share": block.roofline_share, "lost_seconds": block.lost_seconds}
+        return json.dumps(result, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
