@@ -20,7 +20,7 @@ __all__ = ["AttentionTable", "Backend", "Backends", "BucketTable", "Checks", "Do
 # Platforms, and the devices of `rlx_jax.device.DEVICES` by name.
 Target = Literal[
     "auto", "cpu", "cuda", "rocm", "tpu",
-    "a100", "l4", "h100", "h200", "b200", "mi300x", "tpu_v5e", "tpu_v5p", "tpu_v6e",
+    "a100", "l4", "t4", "rtx4090", "h100", "h200", "b200", "mi300x", "tpu_v5e", "tpu_v5p", "tpu_v6e",
 ]  # fmt: skip
 
 

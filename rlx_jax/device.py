@@ -94,6 +94,8 @@ DEVICES: dict[str, Device] = {
         Device("l4", "cuda", 24 * 10**9, 0.30e12, 121e12, (8, 9), _cudnn((8, 9))),
         Device("h100", "cuda", 80 * 10**9, 3.35e12, 989e12, (9, 0), _cudnn((9, 0))),
         Device("h200", "cuda", 141 * 10**9, 4.80e12, 989e12, (9, 0), _cudnn((9, 0))),
+        Device("t4", "cuda", 16 * 10**9, 0.32e12, 65e12, (7, 5)),  # its 16-bit dtype is f16
+        Device("rtx4090", "cuda", 24 * 10**9, 1.01e12, 165e12, (8, 9), _cudnn((8, 9))),
         Device("b200", "cuda", 180 * 10**9, 8.00e12, 2250e12, (10, 0), _cudnn((10, 0))),
         Device("mi300x", "rocm", 192 * 10**9, 5.30e12, 1307e12),
         Device("tpu_v5e", "tpu", 16 * 10**9, 0.82e12, 197e12),
@@ -106,6 +108,8 @@ DEVICES: dict[str, Device] = {
 # v5".
 DEVICE_KIND_WORDS = {
     **{name: (name,) for name in ("l4", "h200", "b200", "mi300x")},
+    "t4": ("tesla", "t4"),
+    "rtx4090": ("rtx", "4090"),
     "h100": ("h100", "hbm3"),
     "a100": ("a100", "80gb"),
     "tpu_v5e": ("tpu", "v5", "lite"),

@@ -17,7 +17,7 @@ import rlx_jax as rlx
 from rlx_jax import device
 from rlx_jax.compiler import settings
 from rlx_jax.compiler.executable import Executable
-from rlx_jax.device import DEVICES, Device, describe_device, named_device, running_device
+from rlx_jax.device import DEVICES, MIN_FLASH_CAPABILITY, Device, describe_device, named_device, running_device
 from rlx_jax.errors import ProfileError, RlxWarning
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 from rlx_jax.profiles.schema import Target
@@ -46,6 +46,8 @@ SEEN = {
     "an old GPU": (
         jax_device("Tesla V100-SXM2-16GB", compute_capability="7.0"), Device("cuda", "cuda", capability=(7, 0)),
     ),
+    "Tesla T4": (jax_device("Tesla T4"), DEVICES["t4"]),
+    "NVIDIA GeForce RTX 4090": (jax_device("NVIDIA GeForce RTX 4090"), DEVICES["rtx4090"]),
     "AMD Instinct MI300X": (jax_device("AMD Instinct MI300X", version="rocm 60300"), DEVICES["mi300x"]),
     "TPU v5 lite": (jax_device("TPU v5 lite", "tpu"), DEVICES["tpu_v5e"]),
     "TPU v5": (jax_device("TPU v5", "tpu"), DEVICES["tpu_v5p"]),
@@ -69,7 +71,8 @@ def test_devices_by_name() -> None:
     assert {"auto", *DEVICES} == set(get_args(Target))
     for name, found in DEVICES.items():
         assert named_device(name) is found and found.name == name
-        assert (found.cudnn is None) == (found.kind != "cuda")
+        too_old = found.capability is not None and found.capability < MIN_FLASH_CAPABILITY
+        assert (found.cudnn is None) == (found.kind != "cuda" or too_old)
         assert (found.memory is None) == (name == found.kind)
     assert str(DEVICES["h200"]) == "h200 (cuda, 141 GB, 4,800 GB/s, 989 TFLOP/s)" and str(DEVICES["tpu"]) == "tpu"
     with pytest.raises(ProfileError, match="there is no device 'h20'; there are cpu, .*did you mean 'h200'"):

@@ -1,0 +1,188 @@
+"""This module defines `Rates`, the roofline of a device: its limits, and the fractions of them that kernels reach.
+
+The limits are data sheet numbers (`rlx_jax/device.py`). The fractions and fixed times are measured on an H200 and, at
+the first use, on the CPU that runs; for other devices the fractions of the H200 are assumed (`Rates.basis`).
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from rlx_jax.device import DEVICES, Device, named_device, running_device
+from rlx_jax.errors import ProfileError, did_you_mean, quote
+
+# Kinds of kernels. `reduction` includes norms; `fused` are elementwise ops and moves, which XLA fuses into others.
+KernelKind = Literal["product", "attention", "experts", "recurrence", "reduction", "fused"]
+
+
+@dataclass(frozen=True)
+class KernelRate:
+    """What kernels of one kind reach: fractions of the device's limits, and the fixed seconds of a kernel."""
+
+    flops: float
+    bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Roofline of a device.
+
+    Attributes:
+        device: the facts of the device; its `memory` is what JAX may allocate.
+        bandwidth: bytes per second of its memory.
+        flops: operations per second of dense products, by the short name of the compute dtype.
+        kernels: what kernels reach, by kind.
+        unpack: elements per second of packed weights that products decode: of codes with 8 bits, and of narrower ones.
+        link: bytes per second of an array that devices of one host sum up.
+        link_seconds: the fixed seconds of such a sum.
+        basis: the source of the fractions: `measured` on this product, or limits of the `data sheet` alone.
+    """
+
+    device: Device
+    bandwidth: float
+    flops: Mapping[str, float]
+    kernels: Mapping[KernelKind, KernelRate]
+    unpack: tuple[float, float]
+    link: float
+    link_seconds: float
+    basis: Literal["measured", "data sheet"]
+
+    def limits(self, flops: float, nbytes: float, dtype: str) -> tuple[float, float]:
+        """Return the shortest seconds for so many operations, and for so many bytes, at the limits of the device."""
+        return flops / self.flops[dtype], nbytes / self.bandwidth
+
+    def parts(self, kind: KernelKind, flops: float, nbytes: float, dtype: str) -> tuple[float, float, float]:
+        """Return the estimated seconds of a kernel: for its operations, for its bytes, and fixed.
+
+        The time is their sum. Products of some rows read their weights and compute without much overlap.
+        """
+        rate = self.kernels[kind]
+        compute, memory = self.limits(flops, nbytes, dtype)
+        return compute / rate.flops, memory / rate.bytes, rate.seconds
+
+
+# Fractions of an H200, fitted to Llama, Qwen 3, Gemma 3, mixture and Qwen 3.5 shapes in bf16 (benchmarks/README.md):
+# products read 4.07 TB/s and compute 790 TFLOP/s.
+H200_KERNELS: Mapping[KernelKind, KernelRate] = {
+    "product": KernelRate(0.80, 0.85, 3.4e-6),
+    "attention": KernelRate(0.50, 0.60, 3.4e-6),
+    "experts": KernelRate(0.45, 0.55, 12e-6),
+    "recurrence": KernelRate(0.15, 0.50, 6e-6),
+    "reduction": KernelRate(0.50, 0.60, 2.05e-6),
+    "fused": KernelRate(0.50, 0.85, 0.0),
+}
+# Packed weights on an H200: 8-bit codes take 0.93, 4-bit codes 1.30 of the time of bf16 (docs/weights.md).
+H200_UNPACK = (2.4e12, 1.4e12)
+TPU_KERNELS = {kind: replace(rate, seconds=rate.seconds / 4) for kind, rate in H200_KERNELS.items()}  # one program
+
+# Products in f32 (TF32 where the GPU has it; three and six passes of bf16 are slower than a TPU's default of one), and
+# in f16 or bf16 where this differs from the device's `flops`.
+_FLOPS = {
+    "h100": {"f32": 494e12}, "h200": {"f32": 494e12}, "a100": {"f32": 156e12}, "l4": {"f32": 60e12},
+    "t4": {"f32": 8.1e12, "bf16": 8.1e12}, "rtx4090": {"f32": 82.6e12}, "tpu_v5e": {}, "tpu_v6e": {},
+}  # fmt: skip
+# Bytes per second between devices of one host, and seconds of a sum. Two H200: 134 MB in 0.5 ms, and 17 µs of 64.
+_LINKS = {
+    "h100": (268e9, 17e-6), "h200": (268e9, 17e-6), "a100": (180e9, 20e-6), "l4": (13e9, 40e-6), "t4": (6e9, 40e-6),
+    "rtx4090": (13e9, 40e-6), "tpu_v5e": (90e9, 10e-6), "tpu_v6e": (200e9, 10e-6),
+}  # fmt: skip
+# The part of a GPU's memory that JAX allocates unless XLA_PYTHON_CLIENT_MEM_FRACTION sets another.
+GPU_MEMORY_FRACTION = 0.75
+ALIASES = {"v5e": "tpu_v5e", "v6e": "tpu_v6e"}
+RATED = ("cpu", *_FLOPS)
+
+
+def rates_named(name: str) -> Rates:
+    """Return the rates of a device by name: `cpu` is this machine's, measured once; others are from the table.
+
+    Raises:
+        ProfileError: there are no rates of such a device; the message has a suggestion.
+    """
+    product = ALIASES.get(name, name)
+    if not isinstance(name, str) or product not in RATED:
+        names = [n for n in (*RATED, *ALIASES) if n not in ALIASES.values()]
+        hint = did_you_mean(str(name), names)
+        raise ProfileError(f"device: there are no rates of {quote(str(name))}; there are {', '.join(names)}{hint}")
+    if product == "cpu":
+        return _measured_cpu()
+    device = named_device(product)
+    is_gpu = device.kind == "cuda"
+    memory = int((device.memory or 0) * (GPU_MEMORY_FRACTION if is_gpu else 1))
+    link, link_seconds = _LINKS[product]
+    return Rates(
+        replace(device, memory=memory), device.bandwidth or 1.0,
+        {dtype: device.flops or 1.0 for dtype in ("bf16", "f16", "f32")} | _FLOPS[product],
+        H200_KERNELS if is_gpu else TPU_KERNELS, _unpack(device), link, link_seconds,
+        "measured" if product == "h200" else "data sheet",
+    )  # fmt: skip
+
+
+def _unpack(device: Device) -> tuple[float, float]:
+    """Return the elements of packed weights per second, in proportion to the products of an H200."""
+    share = (device.flops or 0.0) / (DEVICES["h200"].flops or 1.0)
+    return H200_UNPACK[0] * share, H200_UNPACK[1] * share
+
+
+def rates_of(device: Device) -> Rates | None:
+    """Return the rates of a running device; None if they are not known for its product."""
+    if device.name not in RATED:
+        return None
+    rates = rates_named(device.name)
+    return replace(rates, device=replace(rates.device, memory=device.memory or rates.device.memory))
+
+
+# -- the CPU that runs -------------------------------------------------------------------------
+
+# Side of the measured matrix product, and of the matrix that is read (64 MB in f32, over most caches).
+_SIDE, _READ_SIDE = 768, 4096
+CPU_KERNELS: Mapping[KernelKind, KernelRate] = {
+    "product": KernelRate(0.9, 1.0, 10e-6),
+    "attention": KernelRate(0.3, 0.5, 40e-6),
+    "experts": KernelRate(0.6, 0.8, 40e-6),
+    "recurrence": KernelRate(0.2, 0.5, 60e-6),
+    "reduction": KernelRate(0.5, 0.5, 10e-6),
+    "fused": KernelRate(0.5, 0.5, 0.0),
+}
+
+
+@functools.cache
+def _measured_cpu() -> Rates:
+    """Measure how fast this CPU reads a matrix and multiplies two, in less than a second."""
+    cpu = jax.devices("cpu")[0]
+    with jax.default_device(cpu):
+        flops = {name: 2 * _SIDE**3 / _seconds(_matrices(_SIDE, _SIDE, name)) for name in ("f32", "bf16")}
+        bandwidth = 4 * _READ_SIDE**2 / _seconds(_matrices(1, _READ_SIDE, "f32"))
+    here = running_device()
+    device = here if here.kind == "cpu" else replace(DEVICES["cpu"], memory=None)
+    # 8-bit codes take 1.05, 4-bit codes 1.8 of the time of f32 weights (docs/weights.md).
+    unpack = bandwidth / 4, bandwidth / 7
+    return Rates(
+        device, bandwidth, flops | {"f16": flops["bf16"]}, CPU_KERNELS, unpack, bandwidth / 4, 50e-6, "measured"
+    )
+
+
+def _matrices(rows: int, side: int, dtype: str) -> Callable[[], Any]:
+    """Return a function that multiplies `[rows, side]` by the transpose of `[side, side]`."""
+    kind = {"f32": jnp.float32, "bf16": jnp.bfloat16}[dtype]
+    x, w = jnp.ones((rows, side), kind), jnp.ones((side, side), kind)
+    product = jax.jit(lambda x, w: jax.lax.dot_general(x, w, (((1,), (1,)), ((), ()))))
+    return lambda: product(x, w).block_until_ready()
+
+
+def _seconds(run: Callable[[], Any]) -> float:
+    """Return the seconds of the fastest of several runs, after one that compiles: other work only slows runs down."""
+    run()
+    times = []
+    for _ in range(9):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
