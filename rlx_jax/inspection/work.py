@@ -1,0 +1,208 @@
+"""Work of the blocks of a program: operations, and the bytes that must move even if each block is one fused kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlx_jax.inspection.rates import KernelKind, Rates
+from rlx_jax.ir.graph import Graph, Leaf, Mir, Node, Param, Value
+from rlx_jax.ir.ops.attention import AttentionOp
+from rlx_jax.ir.ops.experts import ExpertFfn, GroupedMatMul
+from rlx_jax.ir.param import Program, packed_arrays, packing_of
+from rlx_jax.ir.paths import Path
+from rlx_jax.ir.traits import zero
+from rlx_jax.ir.types import TensorType, is_float, short_name
+from rlx_jax.lowering.lir.plan import RECURRENCES, Lir, array_programs
+from rlx_jax.lowering.mir.small import live_nodes
+
+
+@dataclass(frozen=True)
+class Work:
+    """What ops of one kind in one block do in a run, in all layers together.
+
+    Attributes:
+        kind: the kind of kernel that runs them.
+        dtype: the short name of the floating dtype in which most of the operations compute.
+        flops: twice the number of multiply-adds of contractions.
+        bytes: bytes of parameters and cache, of operands that other blocks computed, and of results that others read.
+        param_bytes: the part of `bytes` that is parameters.
+        kernels: the number of executions of ops that XLA does not fuse into others.
+    """
+
+    kind: KernelKind
+    dtype: str
+    flops: int = 0
+    bytes: int = 0
+    param_bytes: int = 0
+    kernels: int = 0
+
+    def limits(self, rates: Rates) -> tuple[float, float]:
+        """Return the shortest seconds for the operations, and for the bytes."""
+        return rates.limits(self.flops, self.bytes, rated_dtype(self.dtype))
+
+    def estimate(self, rates: Rates) -> float:
+        """Return the seconds that kernels of this kind take, estimated."""
+        compute, memory, fixed = rates.parts(self.kind, self.flops, self.bytes, rated_dtype(self.dtype))
+        return compute + memory + fixed * self.kernels
+
+
+def rated_dtype(name: str) -> str:
+    """Return the dtype with rates in which values of a dtype are multiplied: packed and 8-bit ones in bf16."""
+    return name if name in ("f32", "f16") else "bf16"
+
+
+def block_work(lir: Lir) -> dict[Path, tuple[Work, ...]]:
+    """Return the work of each block of a planned program, by kind of kernel; dead nodes do none."""
+    works: dict[tuple[Path, KernelKind], Work] = {}
+    _add(lir, lir.graph, 1, works)
+    by_path: dict[Path, tuple[Work, ...]] = {}
+    for (path, _), work in works.items():
+        by_path[path] = (*by_path.get(path, ()), work)
+    return by_path
+
+
+def stored_bytes_of(param: Param, lir: Lir) -> int:
+    """Return the bytes that a parameter takes on the device, of all layers that read it."""
+    programs = tuple(dict.fromkeys(param.programs))
+    return sum(_program_bytes(program, stays_packed(param, lir)) for program in programs)
+
+
+def stays_packed(param: Param, lir: Lir) -> bool:
+    """Return whether a parameter is packed on the device; scanned layers are only if all have one scheme."""
+    if not lir.plan.packed:
+        return False
+    return bool(array_programs(param.programs)) if lir.plan.scan else any(map(packing_of, param.programs))
+
+
+def kernel_kind(op: Mir) -> KernelKind:
+    """Return the kind of kernel that runs an op."""
+    if isinstance(op, AttentionOp):
+        return "attention"
+    if isinstance(op, ExpertFfn | GroupedMatMul):
+        return "experts"
+    if isinstance(op, RECURRENCES):
+        return "recurrence"
+    if op.traits.flops is not zero:
+        return "product"
+    return "reduction" if op.traits.numeric == "reduction" else "fused"
+
+
+def _program_bytes(program: Program, packed: bool) -> int:
+    arrays = packed_arrays(program) if packed else {}
+    return sum(array.type.nbytes for array in arrays.values()) or program.type.nbytes
+
+
+def _add(lir: Lir, graph: Graph, times: int, works: dict[tuple[Path, KernelKind], Work]) -> None:
+    """Add the work of a graph that runs `times` times."""
+    leaving, read = _leaving(graph), dict[Path, set[Value]]()
+    for number in sorted(live_nodes(graph)):
+        node = graph.nodes[number]
+        for region in node.op.regions():
+            _add(lir, region, times * node.op.iterations(), works)
+        if not isinstance(node.op, Mir) or node.op.regions() or _is_view(node):
+            continue
+        op, path, operands = node.op, node.origin.path, [graph.type(v) for v in node.inputs]
+        kind = kernel_kind(op)
+        work = works.get((path, kind), Work(kind, _dtype([*operands, *node.types])))
+        nbytes, param_bytes = _bytes(lir, graph, number, leaving, read.setdefault(path, set()))
+        works[path, kind] = Work(
+            kind,
+            work.dtype,
+            work.flops + times * op.traits.flops(op, operands, node.types),
+            work.bytes + times * nbytes,
+            work.param_bytes + times * param_bytes,
+            work.kernels + (times if kind != "fused" else 0),
+        )
+
+
+def _dtype(types: Iterable[TensorType]) -> str:
+    return next((short_name(t.dtype) for t in types if is_float(t.dtype)), "f32")
+
+
+def _source(graph: Graph, value: Value) -> Value:
+    """Return the value that a value is a reshape of."""
+    while _is_view(graph.nodes[value.node]):
+        value = graph.nodes[value.node].inputs[0]
+    return value
+
+
+def _is_view(node: Node) -> bool:
+    """Return whether a node moves nothing, as a reshape."""
+    return isinstance(node.op, Mir) and node.op.traits.bytes is zero
+
+
+def _leaving(graph: Graph) -> set[Value]:
+    """Return the values that leave their block: another block reads them, or they are results of the graph."""
+    leaving = {_source(graph, value) for value in graph.roots()}
+    for node in graph.nodes:
+        if not _is_view(node):
+            sources = (_source(graph, value) for value in node.inputs)
+            leaving |= {v for v in sources if graph.nodes[v.node].origin.path != node.origin.path}
+    return leaving
+
+
+def _bytes(lir: Lir, graph: Graph, number: int, leaving: set[Value], read: set[Value]) -> tuple[int, int]:
+    """Return the bytes that an op moves if its block is one kernel, and the part of them that is parameters.
+
+    Args:
+        leaving: values that leave their block.
+        read: values that the block has read already; it is extended.
+    """
+    node = graph.nodes[number]
+    op = node.op
+    assert isinstance(op, Mir)
+    nbytes, param_bytes = op.traits.bytes(op, [graph.type(v) for v in node.inputs], node.types), 0
+    for position, value in enumerate(node.inputs):
+        source = _source(graph, value)
+        producer = graph.nodes[source.node]
+        if isinstance(producer.op, Param):
+            stored, saved = _param_bytes(lir, graph, node, position, producer.op)
+            nbytes, param_bytes = nbytes - saved, param_bytes + stored
+        elif source in read or _is_fused(producer, node):
+            nbytes -= graph.type(value).nbytes
+        read.add(source)
+    if op.traits.numeric != "state":
+        kept = (t.nbytes for i, t in enumerate(node.types) if Value(number, i) not in leaving)
+        nbytes -= sum(kept)
+    return max(nbytes, param_bytes), param_bytes
+
+
+def _is_fused(producer: Node, node: Node) -> bool:
+    """Return whether a value is computed in the same block, and not a cache, which is in memory anyway."""
+    if isinstance(producer.op, Leaf) or producer.origin.path != node.origin.path:
+        return False
+    return not (isinstance(producer.op, Mir) and producer.op.traits.numeric == "state")
+
+
+def _param_bytes(lir: Lir, graph: Graph, node: Node, position: int, param: Param) -> tuple[int, int]:
+    """Return the bytes that an op reads of a parameter as it is stored, and by how many `traits.bytes` has more.
+
+    How much of it the op reads (all, the rows of some tokens, the chosen experts) is the change of `traits.bytes` with
+    the size of its elements.
+    """
+    op = node.op
+    assert isinstance(op, Mir)
+    operands = [graph.type(v) for v in node.inputs]
+    in_bytes = [*operands]
+    size = operands[position].dtype.itemsize
+    in_bytes[position] = operands[position].with_dtype(np.dtype(np.int8))
+    if size == 1:
+        return operands[position].nbytes, 0
+    difference = op.traits.bytes(op, operands, node.types) - op.traits.bytes(op, in_bytes, node.types)
+    counted = difference * size // (size - 1)
+    full = len(param.programs) * param.type.nbytes
+    # Layers that share a parameter read it each: the mean of a layer, not the bytes of the distinct programs.
+    packed = stays_packed(param, lir)
+    stored = sum(_program_bytes(program, packed) for program in param.programs)
+    share = stored / full if full else 1.0
+    return round(counted * share), round(counted * (1 - share))
+
+
+def total_work(works: Mapping[Any, tuple[Work, ...]]) -> tuple[int, int]:
+    """Return the operations and the bytes of all blocks."""
+    every = [work for parts in works.values() for work in parts]
+    return sum(work.flops for work in every), sum(work.bytes for work in every)
