@@ -138,12 +138,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class PassStep:
-    """A pass of the compiler: its name, the nodes of the program before and after it, and its seconds."""
+    """A pass of the compiler: its name, the nodes of the program before and after it, and its seconds.
+
+    `diff` is the difference that it made, as `model.text(level, after=name, diff=True)`; empty if it made none, or if
+    it was not computed.
+    """
 
     name: str
     nodes_before: int
     nodes_after: int
     seconds: float
+    diff: str = ""
 
 
 @dataclass(frozen=True)
