@@ -46,6 +46,11 @@ def pytest_configure() -> None:
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))  # read at the first computation
 
 
+def pytest_collection_finish() -> None:
+    """What modules and collected tests hold stays to the end: collections of garbage leave it out."""
+    gc.freeze()
+
+
 @pytest.fixture
 def hub_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where models of the Hub go: a cache of the test's own, without a token, and without waits between tries."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import os
 from collections import defaultdict
@@ -69,13 +70,16 @@ def test_every_module_has_a_room() -> None:
     assert len(MODULES) > 100 and room("rlx_jax.lowering.mir.small") == "lowering"  # the links were followed
 
 
-TREES = {name: ast.parse(path.read_text("utf-8")) for name, path in MODULES.items()}
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Every module's source, parsed by the first test that reads it and not when tests are collected."""
+    return {name: ast.parse(path.read_text("utf-8")) for name, path in MODULES.items()}
 
 
 def test_imports_point_upwards() -> None:
     """No exception is made: not for an import inside a function, and not for one that only types need."""
     wrong = []
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         own = room(name)
         for node in imports(tree):
             for target in targets(node, MODULES):
@@ -91,7 +95,7 @@ LAZY = {"rlx_jax": {"rlx_jax.eval", "rlx_jax.nnx", "rlx_jax.train"}}
 
 def test_no_import_of_the_package_hides() -> None:
     """Inside a function or under a condition an import hides a circle."""
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         hidden = {t for node in imports(tree) if node not in tree.body for t in targets(node, MODULES)}
         assert hidden <= LAZY.get(name, set()), name
 
@@ -100,7 +104,7 @@ def test_who_rewrites_graphs_sees_regions_alone() -> None:
     """A loop over layers is looked at through `regions` and `num_carries`: a second op with regions wants no change
     there. `interpret` runs it."""
     rewriting = {name for name in MODULES if room(name) in ("lowering", "compiler")}
-    found = {(name, node.module, alias.name) for name in rewriting for node in imports(TREES[name])
+    found = {(name, node.module, alias.name) for name in rewriting for node in imports(trees()[name])
              if isinstance(node, ast.ImportFrom) for alias in node.names}  # fmt: skip
     naming = {name for name, module, what in found if (module, what) == ("rlx_jax.ir.region", "Repeat")}
     assert len(rewriting) > 30 and naming == {"rlx_jax.lowering.lir.interpret"}
@@ -129,7 +133,7 @@ def stage_and_block(modules: list[str]) -> bool:
 def test_no_two_classes_share_a_name() -> None:
     """But a stage and the block it writes. An alias of the same value means the same."""
     found: dict[str, dict[str, str]] = defaultdict(dict)
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         for name, meaning in definitions(tree):
             found[name][module] = meaning
     for name, places in found.items():
@@ -142,7 +146,7 @@ CLASSES = [c for c in vars(errors).values() if inspect.isclass(c) and c.__module
 
 def test_every_exception_is_raised() -> None:
     """Or warned of: by name, in code that is not an import."""
-    trees = [tree for name, tree in TREES.items() if name != "rlx_jax.errors"]
-    named = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    others = [tree for name, tree in trees().items() if name != "rlx_jax.errors"]
+    named = {node.id for tree in others for node in ast.walk(tree) if isinstance(node, ast.Name)}
     leaves = {c.__name__ for c in CLASSES if issubclass(c, BaseException) and not c.__subclasses__()}
     assert len(leaves) > 10 and leaves <= named
