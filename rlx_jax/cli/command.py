@@ -23,6 +23,7 @@ from rlx_jax.generate.drafters import SOURCES
 from rlx_jax.generate.sampler import OPTIONS, resolve_sampler
 from rlx_jax.io.strict_json import is_text
 from rlx_jax.ir.table import TextTable
+from rlx_jax.lowering.hir.derive import PROGRAMS
 from rlx_jax.text.tokenizer import Tokenizer
 
 
@@ -115,6 +116,24 @@ def add_sampling(
         help="draft from the text, by the model's MTP module, or by a smaller checkpoint",
     )  # fmt: skip
     add("--draft-tokens", type=int, default=4, metavar="K", help="with --speculative, drafts a step (%(default)s)")
+
+
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """Add the options that select a program of a model and its sizes."""
+    add = parser.add_argument
+    add("--program", choices=PROGRAMS, help="forward, or of a language model prefill (default), extend ...")
+    add(
+        "--size", action="append", default=[], type=named_size, metavar="NAME=N",
+        help="a size of the program, such as batch=1, seq=128 or context=2048; may be given several times",
+    )  # fmt: skip
+
+
+def named_size(text: str) -> tuple[str, int]:
+    """Parse a size `NAME=N`."""
+    name, _, number = text.partition("=")
+    if not name or not (number.isascii() and number.isdigit() and int(number)):
+        raise argparse.ArgumentTypeError(f"expected NAME=N with a number of at least 1, got {shown(text)}")
+    return name, int(number)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`rlx-jax inspect`: describe a checkpoint and estimate its memory, from config and headers, without its weights."""
+"""`rlx-jax inspect`: describe a checkpoint, estimate its memory or print its programs, without reading its weights."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from rlx_jax.cli.command import Command, Session, add_json, add_model, json_line, table
+from rlx_jax.cli.command import Command, Session, add_json, add_model, add_program, json_line, table
 from rlx_jax.cli.terminal import format_bytes
+from rlx_jax.compiler.dumps import FORMATS
 from rlx_jax.compiler.pipeline import make_lir
 from rlx_jax.device import running_device
 from rlx_jax.encode.checkpoint import Checkpoint
@@ -21,6 +22,7 @@ from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.models.families import Pretrained
 from rlx_jax.runtime.inputs import check_integer
+from rlx_jax.runtime.levels import LEVELS, SYMBOLIC_LEVELS, check_text_arguments
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.model_setup import make_programs
 from rlx_jax.text.token_model import check_positions
@@ -30,10 +32,17 @@ from rlx_jax.weights.mxfp4 import decode_mxfp4
 
 def inspect(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Write what a checkpoint is: its config as interpreted, its weights, its tokenizer; with --batch or --context also
-    the memory that it needs, and whether the device has that much. Reads no weights."""
+    the memory that it needs, and whether the device has that much; with --level instead a program as text, at a level
+    of the compiler. Reads no weights."""
+    check_level_options(args)
     root = open_model_folder(args.directory, args.revision, progress=session.status)
     checkpoint = Checkpoint(root, ignore_fields=args.ignore_field, headers_only=True)
     pretrained, source, tokenizer = checkpoint.pretrained, checkpoint.weights, checkpoint.tokenizer
+    if args.level is not None:
+        text = program_text(open_program(pretrained, args), args)
+        session.status.clear()
+        yield f"{text}\n"
+        return
     recipe: Any = pretrained.recipe
     specs, unpacked_weights = [source.spec(key) for key in source.keys()], decode_mxfp4(source)
     result: dict[str, Any] = {
@@ -82,6 +91,40 @@ def table_rows(result: dict[str, Any]) -> dict[str, Any]:
     return rows
 
 
+# -- programs ----------------------------------------------------------------------------------
+
+
+def check_level_options(args: argparse.Namespace) -> None:
+    """Check, before anything is read, that the options fit together.
+
+    Raises:
+        RequestError: an option that applies to `--level` without it, or one that does not apply with it.
+        GraphError: `--pass`, `--diff` or `--format` do not fit the level.
+    """
+    options = {"--pass": args.after, "--diff": args.diff, "--format": args.format, "--program": args.program}
+    options |= {"--size": args.size}
+    given = [name for name, value in options.items() if value]
+    if args.level is None and given:
+        raise RequestError(f"{', '.join(given)}: for a program as text; pass --level, such as --level mir")
+    if args.level is not None:
+        if args.json:
+            raise RequestError("--json: a program is written as text; leave out --level or --json")
+        check_text_arguments(args.level, args.after or "", args.diff, args.format or "text")
+
+
+def program_text(model: CompiledModel, args: argparse.Namespace) -> str:
+    """Return the program of `--program` at the level of `--level`, with the sizes of the command line."""
+    sizes = dict(args.size)
+    sizes |= {name: size for name in ("batch", "context") if (size := getattr(args, name)) is not None}
+    required = args.level not in SYMBOLIC_LEVELS
+    if required and (missing := model.template().symbols - set(sizes) - set(model.template().rings)):
+        raise RequestError(
+            f"--level {args.level} needs sizes: pass {' '.join(f'--size {name}=N' for name in sorted(missing))}"
+        )
+    sized = sizes if sizes or required else None
+    return model.text(args.level, after=args.after or "", diff=args.diff, format=args.format or "text", sizes=sized)
+
+
 # -- memory ------------------------------------------------------------------------------------
 
 
@@ -101,7 +144,7 @@ def batch_needs(pretrained: Pretrained, args: argparse.Namespace) -> dict[str, A
     longest = pretrained.max_positions or 2048
     context = check_integer("--context", min(2048, longest) if args.context is None else args.context, 1)
     check_positions(context, pretrained.max_positions, "--context")
-    model = open_without_weights(pretrained, args)
+    model = open_program(pretrained, args)
     needs, memory = estimate_memory(model, batch, context, pretrained.max_positions), running_device().memory
     total = sum(needs.values())
     fits = None if memory is None else total <= memory
@@ -114,16 +157,24 @@ def batch_needs(pretrained: Pretrained, args: argparse.Namespace) -> dict[str, A
     }  # fmt: skip
 
 
-def open_without_weights(pretrained: Pretrained, args: argparse.Namespace) -> CompiledModel:
-    """Return the model that `rlx_jax.load` would return, but without weights: only their shapes are used."""
+def open_program(pretrained: Pretrained, args: argparse.Namespace) -> CompiledModel:
+    """Return a program of the model, without weights: only their shapes are used.
+
+    The programs are those of the model that `rlx_jax.load` returns, and `train` and `explicit` those of
+    `rlx_jax.compile`. Without `--program` it is `prefill` of a language model, else `forward`.
+    """
     profile = args.profile if args.dtype is None else with_compute_dtype(args.dtype, args.profile)
     flow = pretrained.recipe.assemble()
     causal = pretrained.kind == "causal"
-    serves = ("forward", *CACHED_PROGRAMS) if causal else ("forward",)
+    program = args.program or ("prefill" if causal else "forward")
+    serves: tuple[str, ...] = ("forward", *CACHED_PROGRAMS) if causal else ("forward",)
+    is_compiled_alone = program in ("train", "explicit")
     programs = make_programs(
-        [flow], None, OpenOptions(profile=profile), merge=True, max_positions=pretrained.max_positions, serves=serves
-    )
-    return CompiledModel(programs, flow.name, "prefill" if causal else "forward")
+        [flow], None, OpenOptions(profile=profile), merge=not is_compiled_alone,
+        program=program if is_compiled_alone else "forward",
+        max_positions=pretrained.max_positions, serves=() if is_compiled_alone else serves,
+    )  # fmt: skip
+    return CompiledModel(programs, flow.name, program)
 
 
 def estimate_memory(model: CompiledModel, batch: int, context: int, max_positions: int | None) -> dict[str, int]:
@@ -175,9 +226,16 @@ def options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of this many tokens each (2048, or as many as the model has positions)",
     )
+    add("--level", choices=LEVELS, help="write a program as text: blocks (hir), tensor ops (mir) ... or all of them")
+    add("--pass", dest="after", metavar="PASS", help="with --level hir or mir, after this pass of the compiler")
+    add("--diff", action="store_true", help="the difference that the pass made; without --pass, all of the level")
+    add("--format", choices=tuple(FORMATS), help="of hir, mir and lir: text, counts, or a drawing (text)")
     add("--profile", metavar="NAME|FILE", help="compiled with this profile")
     add("--dtype", metavar="DTYPE", help="computed in bf16, f32 ...")
     add("--device", metavar="DEVICE", help="for this device: cpu, gpu, tpu, gpu:1")
 
 
-INSPECT = Command("inspect", "describe a checkpoint, and estimate its memory", (options, add_json, add_model), inspect)
+INSPECT = Command(
+    "inspect", "describe a checkpoint, estimate its memory, print its programs",
+    (options, add_program, add_json, add_model), inspect,
+)  # fmt: skip

@@ -242,6 +242,7 @@ class PassesResult:
         blocks: the HIR graph before it is lowered.
         lowered: the graph after the last `program` pass, which the fusion report compares the final graph with.
         graph: the final graph.
+        before: the graph before the last pass that ran.
         seconds: the time of each pass, by name.
         nodes: the number of nodes after each pass, by name.
         fusion_sites: the fusion sites that passes report.
@@ -250,6 +251,7 @@ class PassesResult:
     blocks: Graph
     lowered: Graph
     graph: Graph
+    before: Graph
     seconds: Mapping[str, float]
     nodes: Mapping[str, int]
     fusion_sites: tuple[FusionSite, ...]
@@ -273,14 +275,14 @@ def run_passes(graph: Graph, job: Job, stop: str = "") -> PassesResult:
             f"{graph.name}: pass {quote(stop)} does not run for {job.program} with these settings; "
             f"the passes that run are {', '.join(p.name for p in rows)}"
         )
-    blocks = lowered = graph
+    blocks = lowered = before = graph
     seconds: dict[str, float] = {}
     nodes: dict[str, int] = {}
     fusion_sites: list[FusionSite] = []
     for p in rows:
         start = time.perf_counter()
         result = p(graph, job)
-        graph = result.graph
+        before, graph = graph, result.graph
         fusion_sites += result.sites
         seconds[p.name], nodes[p.name] = time.perf_counter() - start, sum(1 for _ in graph.walk())
         blocks = graph if p.level == HIR else blocks
@@ -290,4 +292,4 @@ def run_passes(graph: Graph, job: Job, stop: str = "") -> PassesResult:
             print(line, file=sys.stderr)
         if p.name == stop:
             break
-    return PassesResult(blocks, lowered, graph, seconds, nodes, tuple(fusion_sites))
+    return PassesResult(blocks, lowered, graph, before, seconds, nodes, tuple(fusion_sites))

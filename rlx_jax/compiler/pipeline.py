@@ -11,6 +11,8 @@ values. The rows of the schema decide which settings have no effect on a program
 from __future__ import annotations
 
 import functools
+import os
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +36,6 @@ from rlx_jax.errors import (
     UnsupportedError,
     check_names,
     listing,
-    quote,
     shown,
 )
 from rlx_jax.ir import hir
@@ -45,7 +46,6 @@ from rlx_jax.ir.ops.custom import check_captured, check_constants
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.param import Quantized
-from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import TensorType, as_dim, is_float
 from rlx_jax.lowering.fusion import FusionReport, fusion_report
 from rlx_jax.lowering.hir import explicit, row_layouts
@@ -65,6 +65,8 @@ from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.profiles.effects import ModelFacts, warn_without_effect
 from rlx_jax.program import Built
 
+REPORT_VARIABLE = "RLX_FUSION_REPORT"
+
 
 @dataclass(frozen=True)
 class Template:
@@ -80,6 +82,7 @@ class Template:
         types: the cache of types of the graphs.
         seconds, nodes: the time of each pass, and the number of nodes after it.
         fusion: the fused and the missed patterns.
+        job: the job of the passes that made it.
     """
 
     built: Built
@@ -92,6 +95,7 @@ class Template:
     seconds: Mapping[str, float]
     nodes: Mapping[str, int]
     fusion: FusionReport
+    job: Job
 
     @functools.cached_property
     def state(self) -> Mapping[str, TensorType]:
@@ -128,7 +132,8 @@ class Template:
     def headless(self) -> Template:
         """Return the template of the program up to its head; the operands of the head are the outputs."""
         job = Job(lowering_settings(), self.types, headless=True)
-        return replace(self, mir=pass_named("up_to_head")(self.mir, job).graph)
+        mir = pass_named("up_to_head")(self.mir, job).graph
+        return replace(self, mir=mir, job=replace(self.job, headless=True))
 
     def cost(self, sizes: Mapping[str, int]) -> Cost:
         """Return the FLOPs, bytes and scratch memory for the sizes that a user asks a report of, without compiling.
@@ -138,6 +143,11 @@ class Template:
         Raises:
             GraphError: a size is missing, or the program has no such symbol. ShapeError: a size is not a number.
         """
+        self.check_sizes(sizes)
+        return cost(pass_named("specialise")(self.mir, Job(lowering_settings(), self.types, sizes=sizes)).graph)
+
+    def check_sizes(self, sizes: Mapping[str, int]) -> None:
+        """Check that there is a number for each symbol, and for nothing else; raises as `cost`."""
         check_names(sizes, sorted(self.symbols), f"{self.built.name}: the program has no size", "; it has")
         for name, size in sizes.items():
             if not isinstance(as_dim(size, f"{self.built.name}: {name}"), int):
@@ -145,7 +155,6 @@ class Template:
         if missing := sorted(self.symbols.difference(sizes)):
             sizes_text = ", ".join(f"{name}={sizes.get(name, '…')}" for name in sorted(self.symbols))
             raise GraphError(f"{self.built.name}: no size of {listing(missing)}; give all of them: {sizes_text}")
-        return cost(pass_named("specialise")(self.mir, Job(lowering_settings(), self.types, sizes=sizes)).graph)
 
     def outline(self, binding: Mapping[str, int]) -> Outline:
         """Return the table of blocks, with FLOPs and bytes for the sizes in `binding`, and 1 for other sizes."""
@@ -210,6 +219,7 @@ def make_template(
     fusion = fusion_report(result.lowered, result.graph, result.fusion_sites, left_passes)
     if settings.profile.fusion.assert_clean and not fusion.clean:
         raise FusionError(f"{built.name}: fusion contract violated: {len(fusion.missed)} missed\n{fusion}", fusion)
+    report_fusion(f"{built.name} {program}", fusion)
     seconds = {"build": build_s, **result.seconds}
     read_graph = remove_unread_inputs(built.hir, [i.input for i in built.hir.inputs], built.types)
     bounds = bounds_of(read_graph, settings.max_positions or built.max_positions)
@@ -220,23 +230,14 @@ def make_template(
         bounds = packed_bounds(bounds)
     adds = {"explicit": explicit.optional_inputs, "padded": row_layouts.optional_inputs}.get(job.program)
     optional = () if adds is None else adds(built.hir)
-    times = built.types, seconds, result.nodes, fusion
-    return Template(built, result.blocks, result.graph, bounds, settings.plan.scan, optional, *times)
+    facts = built.types, seconds, result.nodes, fusion, job
+    return Template(built, result.blocks, result.graph, bounds, settings.plan.scan, optional, *facts)
 
 
-def text_after(built: Built, settings: Settings, program: str, level: str, after: str) -> str:
-    """Return the dump of a program after the pass `after`.
-
-    Raises:
-        GraphError: there is no such pass, it does not run for this program, or its result is at another level.
-    """
-    last_pass = pass_named(after)
-    if last_pass.level != level:
-        raise GraphError(
-            f"pass {quote(after)} returns a program at {last_pass.level}: text({str(last_pass.level)!r}, after=…)"
-        )
-    result = run_passes(built.hir, Job(settings, built.types, derived_program(built, program)), stop=after)
-    return dump(result.graph, level, f", after={after}")
+def report_fusion(name: str, fusion: FusionReport) -> None:
+    """Print the fusion report of a program on stderr, if the environment variable `RLX_FUSION_REPORT` is set."""
+    if os.environ.get(REPORT_VARIABLE, "").lower() not in ("", "0", "false"):
+        print(f"{name}: {fusion}", file=sys.stderr)
 
 
 def make_lir(template: Template, binding: Mapping[str, int], settings: Settings) -> Lir:

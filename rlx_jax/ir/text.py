@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from rlx_jax.ir.graph import Graph, Hir, Input, Leaf, Node, Param, Value
@@ -26,20 +26,26 @@ def dump(graph: Graph, level: str, note: str = "") -> str:
     """
     if level != "hir":
         return f"mir @{graph.name} {{\n{dump_graph(graph)}\n}}"
-    kinds = ", ".join(f"{kind}={count}" for kind, count in sorted(_kinds(graph).items()))
-    head = f"hir @{graph.name} ({len(graph.nodes)} nodes, {len(graph.outputs)} outputs{note})"
-    return "\n".join([head, f"  block ops: {kinds}", "", *_lines(graph, "h", "  "), _return(graph, "h")])
+    return "\n".join([stats(graph, level, note), "", *(line.text for line in graph_lines(graph, "hir"))])
 
 
 def dump_graph(graph: Graph) -> str:
     """Return the text of a MIR graph. Its "arena" is the total size of all values without any reuse of memory."""
+    return "\n".join([stats(graph, "mir"), "", *(line.text for line in graph_lines(graph, "mir"))])
+
+
+def stats(graph: Graph, level: str, note: str = "") -> str:
+    """Return the head of a dump: the numbers of nodes and outputs, and the number of ops of each kind."""
+    if level == "hir":
+        kinds_text = ", ".join(f"{kind}={count}" for kind, count in sorted(_kinds(graph).items()))
+        head = f"hir @{graph.name} ({len(graph.nodes)} nodes, {len(graph.outputs)} outputs{note})"
+        return f"{head}\n  block ops: {kinds_text}"
     kinds = sorted(_kinds(graph).items(), key=lambda item: (-item[1], item[0]))
     sizes = [t.nbytes for n in graph.nodes for t in n.types if t.is_static]
     symbolic = any(not t.is_static for n in graph.nodes for t in n.types)
     arena = f"{bytes_text(sum(sizes))} arena{' and symbolic sizes' if symbolic else ''}"
     head = f"graph @{graph.name} ({len(graph.nodes)} nodes, {len(graph.outputs)} outputs, {arena})"
-    kinds_line = f"  op kinds: {', '.join(f'{kind}={count}' for kind, count in kinds)}"
-    return "\n".join([head, kinds_line, "", *_lines(graph, "%", "  "), _return(graph, "%")])
+    return f"{head}\n  op kinds: {', '.join(f'{kind}={count}' for kind, count in kinds)}"
 
 
 def bytes_text(size: int) -> str:
@@ -60,15 +66,48 @@ def _kinds(graph: Graph) -> Counter[str]:
     return Counter(type(n.op).__name__.removesuffix("Op") for n in graph.nodes)
 
 
-def _return(graph: Graph, mark: str) -> str:
-    return f"  return {', '.join(_ref(graph, v, mark) for v in graph.outputs)}"
+@dataclass(frozen=True)
+class Line:
+    """A line of a dump.
+
+    Attributes:
+        text: the line.
+        content: the part of the program that the line is about, without numbers of values.
+        key: the part of the content by which the lines of two programs are matched. For an op with regions it is the
+            name alone, because the attributes change with the region.
+        reads: the operands, each as the position of its line in the list of lines and the number of the result.
+    """
+
+    text: str
+    content: str
+    key: str
+    reads: tuple[tuple[int, int], ...] = ()
 
 
-def _lines(graph: Graph, mark: str, indent: str) -> Iterator[str]:
-    """Return the lines of all nodes, their regions and the state writes; ids begin with `mark`."""
+def graph_lines(graph: Graph, level: str) -> list[Line]:
+    """Return the lines of a dump after its head: all nodes, with regions, the state writes and `return`."""
+    return _lines(graph, MARKS[level], "  ", "return", 0)
+
+
+# The first character of the ids of values.
+MARKS = {"hir": "h", "mir": "%"}
+
+
+def _lines(graph: Graph, mark: str, indent: str, last: str, start: int) -> list[Line]:
+    """Return the lines of all nodes, their regions, the state writes, and the outputs, in a line that begins `last`.
+
+    Ids begin with `mark`. `start` is the position of the first line in the list of all lines.
+    """
+    lines: list[Line] = []
+    positions: list[int] = []  # of the line of each node
     outputs = {v.node for v in graph.outputs}
     tags = [_tag(n, i, mark) for i, n in enumerate(graph.nodes)]
     width = max(map(len, tags), default=0)
+
+    def add(line: str, content: str, values: Iterable[Value] = (), key: str = "") -> None:
+        reads = tuple((positions[v.node], v.index) for v in values)
+        lines.append(Line(indent + line, indent + content, indent + (key or content), reads))
+
     for number, (node, tag) in enumerate(zip(graph.nodes, tags, strict=True)):
         text = node.op.text()
         # HIR may contain tensor ops of MIR; the prefix shows that a line is not a block.
@@ -78,14 +117,20 @@ def _lines(graph: Graph, mark: str, indent: str) -> Iterator[str]:
         types = ", ".join(map(str, node.types))
         origin = "" if isinstance(node.op, Leaf) else f"  // {node.origin}"
         output = "  ← output" if number in outputs else ""
-        yield f"{indent}{tag:<{width}} = {text}{operands} : {types}{origin}{output}"
+        # The pass that created a node is not part of the program.
+        content = f"{text} : {types} {path_text(node.origin.path) if origin else ''}{output}"
+        line = f"{tag:<{width}} = {text}{operands} : {types}{origin}{output}"
+        add(line, content, node.inputs, node.op.name() if node.op.regions() else "")
+        positions.append(start + len(lines) - 1)
         for region in node.op.regions():
-            yield f"{indent}{{"
-            yield from _lines(region, mark, indent + "    ")
-            yield f"{indent}    yield {', '.join(_ref(region, v, mark) for v in region.outputs)}"
-            yield f"{indent}}}"
+            add("{", "{")
+            lines += _lines(region, mark, indent + "    ", "yield", start + len(lines))
+            add("}", "}")
     for leaf, value in graph.writes:
-        yield f'{indent}write state("{path_text(leaf.path)}", {leaf}) := {_ref(graph, value, mark)}'
+        write = f'write state("{path_text(leaf.path)}", {leaf})'
+        add(f"{write} := {_ref(graph, value, mark)}", write, (value,))
+    add(f"{last} {', '.join(_ref(graph, v, mark) for v in graph.outputs)}", last, graph.outputs)
+    return lines
 
 
 def _tag(node: Node, number: int, mark: str) -> str:

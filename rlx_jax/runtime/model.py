@@ -15,11 +15,9 @@ import jax
 from rlx_jax.compiler.compare import program_changes
 from rlx_jax.compiler.executable import Arrays, Executable, ProgramWrapper, Results, StateArrays
 from rlx_jax.compiler.meshes import to_model_devices, use_model_mesh
-from rlx_jax.compiler.pipeline import derived_program, text_after
 from rlx_jax.device import check_device_memory, out_of_memory
-from rlx_jax.errors import GraphError, MissingWeightError, RequestError, RlxError, did_you_mean, listing, quote, shown
+from rlx_jax.errors import GraphError, MissingWeightError, RequestError, RlxError, listing, quote, shown
 from rlx_jax.ir.former_names import former_names
-from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import as_dim
 from rlx_jax.ir.weight_reads import shapes_only
 from rlx_jax.lowering.inspect.outline import Outline
@@ -27,15 +25,14 @@ from rlx_jax.profiles import Change, CompileProfile
 from rlx_jax.runtime.arguments import check_leaves, check_params, is_traced, refuse_consumed, refuse_shared
 from rlx_jax.runtime.block_times import BlockTimes, profile_calls
 from rlx_jax.runtime.inputs import check_integer, random_key
+from rlx_jax.runtime.levels import SYMBOLIC_LEVELS, check_text_arguments, key_with_sizes, level_text
 from rlx_jax.runtime.model_program import ModelProgram
 from rlx_jax.runtime.model_setup import init_model_params
 from rlx_jax.runtime.program_key import LAST_TOKEN, ProgramKey, Variant
-from rlx_jax.runtime.report import Report, jaxpr_of, report_of, text_of
+from rlx_jax.runtime.report import Report, report_of
 from rlx_jax.runtime.sequence_state import FromEmpty, State, as_state, check_capacity
 from rlx_jax.weights.execute import quantization_errors
 from rlx_jax.weights.inverse import weights_by_key
-
-LEVELS = ("hir", "mir", "lir", "jaxpr", "stablehlo", "hlo")
 
 
 @former_names(bound="bind_to_sizes", sized="key_for_sizes", last="last_key", warm="compile_if_static")
@@ -359,38 +356,42 @@ class CompiledModel(ModelProgram):
 
     # -- inspection --------------------------------------------------------------------------
 
-    def text(self, level: str, *inputs: Any, after: str = "", **named: Any) -> str:
+    def text(
+        self, level: str, *inputs: Any, after: str = "", diff: bool = False, format: str = "text",
+        sizes: Mapping[str, int] | None = None, **named: Any,
+    ) -> str:  # fmt: skip
         """Return the dump of the program at a level.
 
         Args:
-            level: "hir", "mir" or "jaxpr", with symbolic sizes; "lir", "stablehlo" or "hlo", with the sizes of the
-                inputs, or else of the last call.
+            level: "hir", "mir" or "jaxpr", with symbolic sizes unless there are inputs or sizes; "lir", "stablehlo",
+                "hlo", or "pipeline" for all levels of this compiler, with those of the last call if there are none.
+            inputs, named: inputs as in a call, whose sizes are used; `jax.ShapeDtypeStruct` will do.
             after: the name of a pass; the HIR or MIR program is shown after it.
+            diff: show the difference that the pass made; without a pass, that all passes of the level made.
+            format: "text"; or at hir, mir and lir "dot" for Graphviz, "mermaid", or "stats" for the counts of ops.
+            sizes: the size of each symbolic dimension, such as `{"batch": 1, "seq": 16}`, in place of inputs.
 
         Raises:
-            GraphError: an unknown level or pass, a pass that is not part of this program, or no sizes for the level.
+            GraphError: an unknown level, pass or format, one that the level or the program does not have, no sizes for
+                a level that needs them, or both inputs and sizes.
         """
-        if level not in LEVELS:
-            raise GraphError(f"text: levels are {', '.join(LEVELS)}; got {level!r}{did_you_mean(str(level), LEVELS)}")
-        template = self._template()
-        if after:
-            return text_after(template.built, self.settings, self.program, level, after)
-        if level == "hir":
-            # Nothing is derived for these programs: show the blocks that the user wrote, before any pass.
-            as_built = derived_program(template.built, self.program) in ("forward", "train")
-            graph = template.built.hir if as_built else template.hir
-            return dump(graph, "hir", f", fusion={self.settings.profile.fusion.policy}")
-        if level == "mir":
-            return dump(template.mir, "mir")
-        if level == "lir" and (inputs or named):  # no compile: a plan can be inspected on a device that cannot run it
-            self.last_key = self._bind(inputs, named, named.pop("state", None))[1]
-        elif inputs or named:
-            self.lower(*inputs, **named)
-        if level == "jaxpr":
-            return str(jaxpr_of(self.programs, template, self.param_specs()))
-        if self.last_key is None:
-            raise GraphError(f"text({level!r}) needs sizes: call the model first, or pass inputs: text({level!r}, x)")
-        return text_of(self.programs, self.last_key, level)
+        check_text_arguments(level, after, diff, format)
+        if sizes is not None and (inputs or named):
+            raise GraphError(f"text({level!r}): pass inputs or sizes=, not both")
+        if inputs or named:
+            key = self.last_key = self._bind(inputs, named, named.pop("state", None))[1]
+        elif sizes is not None or level in SYMBOLIC_LEVELS or not self._template().symbols:
+            symbolic = level in SYMBOLIC_LEVELS and not sizes
+            key = self.key() if symbolic else key_with_sizes(self.programs, self.key(), sizes or {})
+        elif self.last_key is None:
+            names = ", ".join(f"{name!r}: …" for name in sorted(self._template().symbols))
+            raise GraphError(
+                f"text({level!r}) needs sizes: call the model first, or pass inputs: text({level!r}, x), or "
+                f"sizes={{{names}}}"
+            )
+        else:
+            key = self.last_key
+        return level_text(self.programs, key, level, after, diff, format, key is not self.last_key or bool(inputs))
 
     def outline(self) -> Outline:
         """Return the table of blocks that `print(model)` prints and a notebook displays.

@@ -18,6 +18,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from rlx_jax.compiler.compile_cache import with_compile_cache
+from rlx_jax.compiler.dumps import write_dump
 from rlx_jax.compiler.executable import (
     Arrays,
     Executable,
@@ -216,6 +217,7 @@ class Programs:
             lir = make_lir(template, dict(key.binding), self.settings)
             seconds = time.perf_counter() - start
             run = make_function(lir, self.layout, self.model_sharding)
+            write_dump(template, lir)
             if key.hidden:
                 head = self.template(self.full_key(key)).head
                 run = with_hidden(run, head, self.settings.target, key.last_only)

@@ -7,18 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
-import jax
-
-from rlx_jax.compiler.executable import Arrays
-from rlx_jax.compiler.pipeline import Template, make_function
+from rlx_jax.compiler.pipeline import Template
 from rlx_jax.compiler.settings import LoopSettings, Settings
 from rlx_jax.device import Device
-from rlx_jax.errors import GraphError, listing
+from rlx_jax.errors import listing
 from rlx_jax.ir.table import TextTable
 from rlx_jax.lowering.fusion import FusionReport
-from rlx_jax.lowering.inspect.buffers import activation_bytes, dump_lir
+from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.lowering.inspect.hlo import count_collectives, without_layer_numbers
-from rlx_jax.lowering.lir.plan import Layout, Lir
+from rlx_jax.lowering.lir.plan import Layout
 from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.runtime.block_times import shorten
 from rlx_jax.runtime.inputs import check_total_length
@@ -341,32 +338,6 @@ def with_mesh(report: Report, model_sharding: ModelSharding, layout: Layout) -> 
         shardings=dict(Counter(spec for spec, _ in specs if set(spec) - set("(-, )"))),
         whole=model_sharding.replicated_params(layout.params.values()),
     )
-
-
-def text_of(programs: Programs, key: ProgramKey, level: str) -> str:
-    """Return the dump of a program with sizes at "lir", "stablehlo" or "hlo".
-
-    Raises:
-        GraphError: the program was not compiled, or is not in the cache any more.
-    """
-    if level == "lir":
-        return dump_lir(programs.function(key).lir)
-    executable = programs.executables.get(key)
-    if executable is None:
-        raise GraphError(
-            f"text({level!r}): this size was only traced through apply, or its program is not cached any more; pass "
-            f"inputs: text({level!r}, x)"
-        )
-    return str(executable.lowered.as_text()) if level == "stablehlo" else str(executable.call.as_text())
-
-
-def jaxpr_of(programs: Programs, template: Template, params: Arrays) -> Any:
-    """Return the jaxpr of a program with symbolic sizes; `params` are `jax.ShapeDtypeStruct`."""
-    mir = template.mir
-    lir = Lir(mir, programs.settings.plan)
-    state = {name: t.spec for name, t in template.state.items()}
-    inputs = {i.input: i.type.spec for i in mir.inputs}
-    return jax.make_jaxpr(make_function(lir, programs.layout))(params, state, inputs)
 
 
 def program_reports(programs: Programs) -> tuple[ProgramReport, ...]:

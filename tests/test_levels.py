@@ -1,0 +1,241 @@
+"""Programs as text: at a level, after a pass, as a difference, as a drawing, and by environment variables."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax.cli import entry
+from rlx_jax.errors import GraphError, SaveFailedError
+from rlx_jax.ir.graph_diff import diff_text
+from rlx_jax.runtime.levels import LEVELS
+from tests import divided
+
+ONE_LINEAR = rlx.ModelFlow("m").input("x", ("batch", 8)).linear("w")
+IDENTITY = {"w": np.eye(8, dtype="f4")}
+CHECKPOINT = str(Path(__file__).parent / "fixtures" / "llama" / "bf16_gqa_tied_v5")
+
+
+@pytest.fixture(scope="module")
+def llama() -> rlx.CompiledModel:
+    """A Llama of two layers that fuses projections; it is not compiled."""
+    merging = rlx.CompileProfile().replace(backend={"cpu": {"merge": True}})
+    specs = {key: jax.ShapeDtypeStruct(w.shape, w.dtype) for key, w in divided.weights("llama").items()}
+    return rlx.compile(divided.recipe("llama"), specs, profile=merging)
+
+
+# -- differences -------------------------------------------------------------------------------
+
+DIFFS: dict[tuple[str, str], tuple[str, list[str], list[str]]] = {
+    # of a pass at a level: the change of each kind of op, lines that it has, and lines that it has not
+    ("hir", "merge_linears"): (
+        "Linear-3, Param-3, Split+2",
+        [r"^- .*linear\(h\d+, h\d+\) .*q_proj", r"^\+ .*split\(sizes=\(48, 48\)\)", r"^\+ .*gated_ffn\(h20\.0, h20\.1"],
+        [r"^[-+] .*down_proj", r"^[-+] .*rms_norm"],
+    ),
+    ("mir", "fuse_swiglu"): ("none", [r"^  … \d+ equal$"], [r"^[-+]"]),
+    ("mir", "lower"): ("MatMul+5", [r"^- h\d+ = embed\(", r"^\+ %\d+ = gather\("], []),
+    ("mir", ""): ("Constant-1", [r"^- .*constant\(128 bytes\)"], [r"^[-+] .*matmul"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("level", "after"), DIFFS)
+def test_the_difference_that_a_pass_made(llama: rlx.CompiledModel, level: str, after: str) -> None:
+    delta, present, absent = DIFFS[level, after]
+    text = llama.text(level, after=after, diff=True)
+    nodes = [
+        len(re.findall(r"^ *[h%]\d+ .*= ", llama.text(n, after=p), re.MULTILINE)) for n, p in _around(level, after)
+    ]
+    assert f"\n  diff: {nodes[0]} → {nodes[1]} nodes (1 → 1 outputs)\n" in text
+    assert delta in re.findall(r"^  op delta: .*$", text, re.MULTILINE)[0]
+    assert all(re.search(pattern, text, re.MULTILINE) for pattern in present), text
+    assert not any(re.search(pattern, text, re.MULTILINE) for pattern in absent), text
+
+
+def _around(level: str, after: str) -> list[tuple[str, str]]:
+    """The level and the pass before the difference, and after it."""
+    before = {"merge_linears": "undivided", "fuse_swiglu": "fuse_residual_rms_norm", "lower": "derive", "": "lower"}
+    return [("hir" if after == "lower" else level, before[after]), (level, after)]
+
+
+def test_an_operand_that_is_another_value_is_a_difference() -> None:
+    """Ops, types and numbers of nodes are the same; a difference by position alone would have none."""
+
+    def module(swap: bool) -> Any:
+        m = rlx.GraphModule.mir("m")
+        x, y = m.input("x", (2, 8)), m.input("y", (2, 8))
+        a, b = m.tanh(x), m.tanh(y)
+        m.set_outputs([m.sub(b, a) if swap else m.sub(a, b)])
+        return m.finish()
+
+    text = diff_text(module(False), module(True), ("mir", "mir"))
+    assert re.findall(r"^[-+] .*$", text, re.MULTILINE) == [
+        "- %4 = sub(%2, %3) : f32[2,8]  // m  ← output", "+ %4 = sub(%3, %2) : f32[2,8]  // m  ← output",
+    ]  # fmt: skip
+    assert not re.findall(r"^[-+]", diff_text(module(True), module(True), ("mir", "mir")), re.MULTILINE)
+
+
+# -- arguments ---------------------------------------------------------------------------------
+
+
+def test_sizes_and_inputs_change_what_is_shown() -> None:
+    model = rlx.compile(ONE_LINEAR, IDENTITY)
+    for level in LEVELS:
+        text = model.text(level, sizes={"batch": 3})
+        assert ("3x8" if level == "stablehlo" else "[3,8]") in text
+        assert (
+            text == model.text(level, jax.ShapeDtypeStruct((3, 8), np.float32)) != model.text(level, sizes={"batch": 2})
+        )
+    assert "f32[batch,8]" in model.text("mir") and "f32[batch,8]" in model.text("mir", sizes={})
+    assert model.text("mir", format="stats") == "\n".join(model.text("mir").splitlines()[1:3])
+    shown = model.text("mir", after="specialise", diff=True, sizes={"batch": 3})
+    assert re.search(r"^- .*batch", shown, re.MULTILINE) and re.search(r"^\+ .*\[3,8\]", shown, re.MULTILINE)
+
+
+def test_programs_have_their_sizes(llama: rlx.CompiledModel) -> None:
+    """Without a state or inputs."""
+    step = llama.as_program("extend").text("lir", sizes={"batch": 2, "seq": 1, "context": 16})
+    assert "f32[2,16,4,8]" in step and "cached_attention" not in step
+    assert "f32[2,1,61]" in step
+
+
+X = np.zeros((2, 8), np.float32)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no such format": ({"level": "mir", "format": "dott"}, "formats are text.*got 'dott'; did you mean 'dot'"),
+    "a drawing of HLO": ({"level": "hlo", "format": "dot"}, "format='dot' is for hir, mir and lir; got level 'hlo'"),
+    "a drawing of a difference": ({"level": "mir", "format": "dot", "diff": True}, "as text; got format 'dot'"),
+    "a difference of HLO": ({"level": "hlo", "diff": True}, "hir or mir, as text; got level 'hlo'"),
+    "a pass of another level": ({"level": "lir", "after": "cse"}, r"returns a program at mir: text\('mir', after="),
+    "inputs and sizes": ({"level": "mir", "x": X, "sizes": {"batch": 2}}, r"text\('mir'\): pass inputs or sizes="),
+    "no sizes": ({"level": "lir"}, r"needs sizes: .*sizes=\{'batch': …\}"),
+    "empty sizes": ({"level": "lir", "sizes": {}}, "m: no size of 'batch'"),
+    "a size of none": ({"level": "hir", "sizes": {"seq": 2}}, "the program has no size 'seq'; it has 'batch'"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_text_refuses(name: str) -> None:
+    arguments, message = REFUSED[name]
+    with pytest.raises(GraphError, match=message):
+        rlx.compile(ONE_LINEAR, IDENTITY).text(**arguments)
+
+
+# -- drawings ----------------------------------------------------------------------------------
+
+NASTY = 'a"b\\c]d[e`f<g>h&i;j#k|l{m}n(o)\n%% end --> r\\'
+DOT_LABEL = r'"(?:[^"\\\n]|\\.)*"'
+SYNTAX = {
+    "dot": rf'digraph {DOT_LABEL} \{{|  label={DOT_LABEL}; labelloc=t|  node \[shape=box, font.*\]'
+           rf"| +\w+ \[label={DOT_LABEL}(, (style=rounded|shape=plaintext))?\]"
+           rf"| +subgraph cluster_\w+ \{{ label={DOT_LABEL}"
+           rf"|  \w+ -> \w+( \[label={DOT_LABEL}\])?| *\}}",
+    "mermaid": r"%% .*|flowchart TD|  +\w+(\[|\(\[|\[/)LABEL(\]|\]\)|/\])|  +subgraph \w+\[LABEL\]|  +end"
+               r"|  \w+ -->(\|\d+\|)? \w+".replace("LABEL", r'"([\w _.,:=+@×…→-]|#\d+;|<br/>)*"'),
+}  # fmt: skip
+"""Of each language, the lines that a drawing may have. Graphviz 12 and Mermaid 11 draw both as they should be."""
+
+
+def unescaped(text: str, format: str) -> str:
+    """The text as a drawing shows it."""
+    if format == "dot":
+        return re.sub(r"\\(.)", lambda m: "\n" if m[1] == "n" else m[1], text).replace("&amp;", "&")
+    return re.sub(r"#(\d+);", lambda m: chr(int(m[1])), text.replace("<br/>", "\n"))
+
+
+@pytest.mark.parametrize("format", SYNTAX)
+@pytest.mark.parametrize("level", ["hir", "mir", "lir"])
+def test_drawings_of_hostile_names(level: str, format: str) -> None:
+    """Every line is one of the language, and what it shows is the name."""
+    flow = rlx.ModelFlow('e"\\').input("x", ("n", 4)).linear(NASTY).custom_named('bl"o\\ck]', lambda emit, x: x * 2)
+    model = rlx.compile(flow, {NASTY: np.ones((4, 4), np.float32)})
+    text = model.text(level, format=format, sizes={"n": 2})
+    wrong = [line for line in text.splitlines() if not re.fullmatch(SYNTAX[format], line)]
+    assert not wrong
+    shown = unescaped(text, format)
+    assert f'param("{NASTY}")' in shown and '\nbl"o\\ck]\n' in shown and 'e"\\' in shown
+
+
+@pytest.mark.parametrize(("format", "cluster"), [("dot", "subgraph cluster_"), ("mermaid", "subgraph c")])
+@pytest.mark.parametrize("level", ["hir", "mir"])
+def test_repeated_layers_are_one_cluster(llama: rlx.CompiledModel, level: str, format: str, cluster: str) -> None:
+    """And every arrow has two boxes."""
+    text = llama.text(level, format=format)
+    assert text.count(cluster) == 1 and "layers × 2" in text and "kv_proj" not in text
+    assert not [line for line in text.splitlines() if not re.fullmatch(SYNTAX[format], line)]
+    boxes = set(re.findall(r"^ +(\w+) ?[\[(]", text, re.MULTILINE))
+    arrows = re.findall(r"^  (\w+) --?>(?:\|\d+\|)? (\w+)", text, re.MULTILINE)
+    ids, nodes = (
+        re.findall(pattern, llama.text(level), re.MULTILINE) for pattern in (r"(?<!\w)[h%]\d+", r"^ +[h%]\d+ ")
+    )
+    assert len(arrows) == len(ids) - len(nodes) > 20 and {end for arrow in arrows for end in arrow} <= boxes
+
+
+# -- environment variables ---------------------------------------------------------------------
+
+SECTIONS = ["HIR", "MIR (lowered)", "MIR (fusion diff)", "MIR (optimized)", "FUSION", "LIR"]
+
+
+def test_the_dump_of_what_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a file, or in a directory to a file of each program; it is what `text("pipeline")` returns."""
+    model = rlx.compile(ONE_LINEAR, IDENTITY)
+    monkeypatch.setenv("RLX_IR_DUMP", str(tmp_path / "ir.txt"))
+    model(X)
+    text = (tmp_path / "ir.txt").read_text("utf-8")
+    assert re.findall(r"^═{80}\n(.*)\n═{80}$", text, re.MULTILINE) == SECTIONS and text == model.text("pipeline")
+    assert "fusion report:\n  nodes=" in text and "lir @m {" in text and "f32[2,8]" in text
+    monkeypatch.setenv("RLX_IR_DUMP", f"{tmp_path}/new/")
+    rlx.compile(ONE_LINEAR, IDENTITY)(X)
+    rlx.compile(divided.recipe("llama"), divided.weights("llama")).as_program("extend").text(
+        "lir", sizes={"batch": 1, "seq": 1, "context": 8}
+    )
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["llama.extend.ir.txt", "m.ir.txt"]
+    assert (tmp_path / "new" / "m.ir.txt").read_text("utf-8") == text
+    monkeypatch.setenv("RLX_IR_DUMP", str(tmp_path / "ir.txt" / "below"))
+    with pytest.raises(SaveFailedError, match="RLX_IR_DUMP: .*below.*not written"):
+        rlx.compile(ONE_LINEAR, IDENTITY)(X)
+
+
+@pytest.mark.parametrize(("value", "is_printed"), [("1", True), ("yes", True), ("0", False), ("false", False)])
+def test_the_fusion_report_of_what_is_compiled(
+    value: str, is_printed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RLX_FUSION_REPORT", value)
+    model = rlx.compile(ONE_LINEAR, IDENTITY)
+    wanted = f"m forward: {model.report().fusion}\n"
+    assert wanted.startswith("m forward: fusion report:\n  nodes=")
+    assert capsys.readouterr().err == (wanted if is_printed else "")
+
+
+# -- the command line --------------------------------------------------------------------------
+
+COMMANDS = {
+    "a level": (["hir"], "hir @llama (12 nodes", ""),
+    "a difference": (["hir", "--pass", "derive", "--diff", "--program", "extend"], "CachedAttention+1", ""),
+    "a program": (["mir", "--program", "explicit", "--format", "stats"], "Input=5", ""),
+    "sizes": (["lir", "--batch", "2", "--context", "16", "--size", "seq=4"], "f32[2,16,", ""),
+    "a profile": (["mir", "--dtype", "bf16", "--program", "forward"], "bf16[batch,seq,", ""),
+    "a format": (["hir", "--format", "mermaid"], "flowchart TD", ""),
+    "no sizes": (["lir"], "", "--level lir needs sizes: pass --size batch=N --size context=N --size seq=N"),
+    "a size of another program": (["mir", "--program", "forward", "--context", "8"], "", "no size 'context'"),
+    "JSON": (["mir", "--json"], "", "--json: a program is written as text"),
+    "no such pass": (["mir", "--pass", "csee"], "", "did you mean 'cse'"),
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_inspect_writes_a_level(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words, out, error = COMMANDS[name]
+    assert entry.main(["inspect", CHECKPOINT, "--level", *words]) == (1 if error else 0)
+    captured = capsys.readouterr()
+    assert out in captured.out and error in captured.err and bool(captured.out) != bool(error)
+
+
+def test_inspect_refuses_options_of_a_level(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(["inspect", CHECKPOINT, "--pass", "cse", "--size", "seq=3"]) == 1
+    assert "--pass, --size: for a program as text; pass --level" in capsys.readouterr().err
