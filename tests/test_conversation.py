@@ -83,9 +83,6 @@ def check_turns(lm: Any, chat: Any, asked: Sequence[str], **options: Any) -> lis
     return reports
 
 
-SLOW_LLAMA = pytest.param("llama", marks=pytest.mark.slow)
-
-
 def test_a_turn_reads_what_is_new(model: Any) -> None:
     """The tokens of the message, its role and end, and of the reply before the last token, which no step has read."""
     lm = model("mistral")
@@ -103,7 +100,8 @@ def test_a_turn_reads_what_is_new(model: Any) -> None:
     assert len(chat.messages) == 1 + 2 * len(ASKED)
 
 
-@pytest.mark.parametrize("family", ["mamba2", SLOW_LLAMA])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mamba2", "llama"])
 def test_a_template_that_writes_earlier_replies_otherwise(family: str, model: Any) -> None:
     """The first token that differs, or the place before it where the state was kept, is where reading begins."""
     lm = model(family)
@@ -123,7 +121,8 @@ def test_a_template_that_writes_earlier_replies_otherwise(family: str, model: An
         assert report.cached_tokens == 0 and "cannot be rolled back" in report.reread
 
 
-@pytest.mark.parametrize("family", ["mistral", SLOW_LLAMA])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mistral", "llama"])
 def test_asking_again_reads_what_begins_a_reply(family: str, model: Any) -> None:
     """As often as one likes, whatever the template puts there, and behind a longer reply; all of it is read again
     where no copy is kept of what cannot be cut back."""

@@ -156,6 +156,7 @@ def test_products(asked: str, target: str, found: set[str]) -> None:
     assert set(model.report().products) == found
 
 
+@pytest.mark.slow
 def test_the_generating_loop() -> None:
     """So many tokens a dispatch, and the same tokens."""
     texts = []

@@ -25,8 +25,8 @@ from tests.oracles.gguf_files import write_gguf
 
 ROOT = Path(__file__).parents[1]
 SLOW = {
-    "adding-a-family", "conversation", "devices", "diffusion", "editing", "embedding", "generation", "performance",
-    "programs", "recipes", "recurrence", "scoring", "training", "vision",
+    "README", "adding-a-family", "conversation", "devices", "diffusion", "editing", "embedding", "generation",
+    "performance", "profiles", "programs", "recipes", "recurrence", "scoring", "training", "vision", "weights",
 }  # fmt: skip
 """They compile many programs."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]

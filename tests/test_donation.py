@@ -156,6 +156,7 @@ def wide(compute: str, **donation: Any) -> Any:
     return rlx.CausalLM(recipe("llama", **dict(changes)), weights("llama", *changes), profile=profile)
 
 
+@pytest.mark.slow
 def test_one_row_of_16_bits_generates_in_place() -> None:
     """One row over a cache of 256 positions: XLA:CPU used to copy the cache in every step."""
     lm = wide("bf16", strict=True)
@@ -164,6 +165,7 @@ def test_one_row_of_16_bits_generates_in_place() -> None:
     assert [p.state_bytes for p in proofs] == [2 * (2 * 256 * 4 * 64 * 2) + 4]
 
 
+@pytest.mark.slow
 def test_a_copied_cache_warns_once_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sizes of a program that XLA would copy: one warning with the bytes, and the same tokens. Strict: an error."""
     line = "%copy.7 = f32[1,128,4,64]{3,2,1,0} copy(%fusion.3)"

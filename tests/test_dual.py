@@ -53,7 +53,7 @@ def cases(*quick: str) -> list[Any]:
 # -- the recorded numbers ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", cases("clip", "siglip"))
+@pytest.mark.parametrize("name", cases("clip"))
 def test_vectors_and_similarity(name: str) -> None:
     """Of texts of several lengths, one of which is cut, and of images; alone as in a batch."""
     both, want = dual(name), record(name)

@@ -19,6 +19,8 @@ from tests.oracles.comparing import assert_close
 ROWS, WIDTH, CHUNK, SLOTS = 3, 12, 4, 16
 ARCHETYPES = {"grouped heads": "llama", "a window and softcaps": "gemma2", "recurrent": "qwen35", "experts": "mixtral"}
 OTHERS = {"sinks": "gpt_oss", "learned positions": "gpt2", "a window": "mistral", "a state": "mamba2"}
+LARGER = ("recurrent", "experts")
+"""Programs that take long to compile: in the slow tier."""
 REPEATED = ("grouped heads", "experts", "a window", "a state")
 """Some have windows of 5 tokens, so that their rings are shorter than prompts."""
 TOLERANCE = 5e-5
@@ -97,7 +99,7 @@ case = st.tuples(batch, counts, batch, cuts)
 few, many = settings(max_examples=2, deadline=None), settings(max_examples=6, deadline=None)
 
 
-@pytest.mark.parametrize("kind", ARCHETYPES)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.slow] * (k in LARGER)) for k in ARCHETYPES])
 @few
 @given(case=case)
 def test_a_decoder(kind: str, case: Case) -> None:

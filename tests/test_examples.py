@@ -77,6 +77,7 @@ def test_all_are_here_and_short(capsys: pytest.CaptureFixture[str]) -> None:
         assert left.value.code == 2 and f"usage: {path.name} [-h] directory" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_cache_that_the_caller_holds(capsys: pytest.CaptureFixture[str]) -> None:
     """Padded to a bucket, it gives the tokens of `generate`."""
     run("explicit_cache", LLAMA)

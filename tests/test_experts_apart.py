@@ -108,7 +108,8 @@ def test_any_routing(way: str, kinds: str, devices: int) -> None:
     assert sent(ours, 3) == ["all-reduce"]
 
 
-@pytest.mark.parametrize("way", ["auto", pytest.param("ragged", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["auto", "ragged"])
 def test_gradients(way: str) -> None:
     """Of tokens, weights of choices and every expert: those of the formula, written in plain JAX."""
     ours, (x, shares) = model(way, "data expert", 8), drawn(8)

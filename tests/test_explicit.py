@@ -133,6 +133,7 @@ def test_the_last_token_of_a_step() -> None:
     close(of(outputs), of(read(TOKENS))[:, 5:6])
 
 
+@pytest.mark.slow
 def test_mask_and_positions() -> None:
     """Both are optional inputs: behind padding a row is what it is alone, and ones change nothing."""
     flow, weights = FLOWS["layers that fold"](), llama_weights(2)

@@ -39,7 +39,7 @@ LLAMA = checkpoints.FIXTURES / "llama" / "gqa_plain_attnbias_v5"
 TIED = checkpoints.FIXTURES / "llama" / "mha_tied_sparse"
 SLIDING = checkpoints.FIXTURES / "mistral" / "window_v5"
 PUBLISHED = [
-    pytest.param(file, marks=[pytest.mark.slow] * (file.stem == "Qwen3-30B-A3B"))
+    pytest.param(file, marks=[pytest.mark.slow] * (file.stem not in ("Qwen2.5-0.5B", "gpt2", "gpt-oss-20b")))
     for file in sorted((checkpoints.FIXTURES / "published").glob("*.json")) if '"parameters"' in file.read_text("utf-8")
 ]  # fmt: skip
 ODD = checkpoints.FIXTURES / "qwen3" / "window_bias_v5"
@@ -54,14 +54,20 @@ BLOCKS = checkpoints.FIXTURES / "qwen3_5_text" / "blocks_v5"
 GROUPS = checkpoints.FIXTURES / "mamba2" / "groups_v5"
 SINKS = checkpoints.FIXTURES / "gpt_oss" / "window_v5"
 REFUSED = (errors.ConfigError, errors.LimitError, errors.UnsupportedError)
-QUICK = {
-    "llama/mqa_llama3_v4": False, "mistral/window_v5": False, "qwen2/window_v4": False, "qwen3/window_bias_v5": False,
-    "gemma/tied_v4": False, "gemma2/caps_v5": False, "gemma3_text/pattern_v4": True, "gpt2/bare_v4": False,
-    "gpt2/scaled_v5": False, "mixtral/window_v5": False, "qwen3_moe/mixed_v5": False, "gpt_oss/window_v5": False,
-    "qwen3_5_text/blocks_v5": False, "mamba2/groups_v5": True,
-}  # fmt: skip
-SLOW = ("llama/mqa", "gemma2/caps", "gpt_oss/window", "qwen3_5_text/blocks")
-"""The fixtures of the default suite, and of which it looks at new tokens too; the slow tier has the others."""
+QUICK = (
+    "llama/mqa_llama3_v4", "mistral/window_v5", "qwen2/window_v4", "qwen3/window_bias_v5", "gemma/tied_v4",
+    "gemma2/caps_v5", "gpt2/bare_v4", "gpt2/scaled_v5", "mixtral/window_v5",
+)  # fmt: skip
+GREEDY = (
+    "gemma3_text/pattern_v4",
+    "mamba2/groups_v5",
+    "llama/mqa",
+    "gemma2/caps",
+    "gpt_oss/window",
+    "qwen3_5_text/blocks",
+)
+"""Fixtures of which the default suite looks at logits, and those of which the slow tier looks at new tokens. The slow
+tier has the logits of all; what Qwen 3.5, Mamba-2 and gpt-oss compute is in test_hybrid.py and test_gpt_oss.py, too."""
 
 
 @functools.cache
@@ -75,24 +81,17 @@ def case(name: str) -> Case:
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in NAMES])
 def test_logits(name: str) -> None:
-    """Rows of different lengths, padded on the right, as if each were alone; of some their 24 or 48 greedy tokens."""
+    """Rows of different lengths, padded on the right, as if each were alone."""
     record = case(name).record
-    lengths, greedy = record["ragged_lengths"], record["greedy"]
+    lengths = record["ragged_lengths"]
     assert_rows_close(case(name).lm.logits(record["ragged_tokens"], lengths), record["ragged_logits"], lengths)
-    if QUICK.get(name):
-        assert case(name).lm.generate(case(name).prompts, max_new_tokens=greedy.shape[1]) == greedy.tolist()
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name.startswith(SLOW) else pytest.mark.soak)
-        for name in NAMES
-        if not QUICK.get(name)
-    ],
+    "name", [pytest.param(n, marks=pytest.mark.slow if n.startswith(GREEDY) else pytest.mark.soak) for n in NAMES]
 )
 def test_greedy_tokens(name: str) -> None:
-    """Of all other fixtures: of some families in the slow tier, of the rest in a soak."""
+    """24 or 48: of some families in the slow tier, of the rest in a soak."""
     greedy = case(name).record["greedy"]
     assert case(name).lm.generate(case(name).prompts, max_new_tokens=greedy.shape[1]) == greedy.tolist()
 

@@ -46,9 +46,10 @@ def fuzz(tensor_graphs: int, block_graphs: int, same: bool) -> None:
     blocks()
 
 
-def test_random_graphs() -> None:
-    """18 graphs."""
-    fuzz(12, 6, same=True)
+@pytest.mark.parametrize(("tensor_graphs", "block_graphs"), [(6, 2), pytest.param(12, 6, marks=pytest.mark.slow)])
+def test_random_graphs(tensor_graphs: int, block_graphs: int) -> None:
+    """The first of them in the default suite."""
+    fuzz(tensor_graphs, block_graphs, same=True)
 
 
 @pytest.mark.soak

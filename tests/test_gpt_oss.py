@@ -110,6 +110,7 @@ def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.
 TOKENS = np.random.default_rng(4).integers(0, 41, (2, 9)).astype(np.int32)
 
 
+@pytest.mark.slow
 def test_shapes_of_mxfp4_are_enough_to_compile(mxfp4: tuple[Path, dict[str, np.ndarray]]) -> None:
     """Under the keys that the checkpoint has."""
     stored = safetensors.numpy.load_file(mxfp4[0] / "model.safetensors")

@@ -107,6 +107,7 @@ def test_weights_of_a_bare_model_under_a_recipe(tmp_path: Path) -> None:
 # -- sentence-transformers over a decoder ------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_pipeline_over_a_decoder(tmp_path: Path) -> None:
     """Is an Encoder that pools as its files say, over causal attention; it is saved with them."""
     directory, record = sentences(tmp_path, ("mean", "cls")), load_record(LLAMA)

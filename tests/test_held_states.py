@@ -97,6 +97,7 @@ def test_refused(lm: Any) -> None:
     assert lm.generate([[1], [2]], 0, state=state) == [[], []]
 
 
+@pytest.mark.slow
 def test_a_cache_that_only_a_side_output_reads() -> None:
     """What no wanted output reads keeps no state, whichever program was made first."""
     rng = np.random.default_rng(0)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import rlx_jax as rlx
 from rlx_jax.errors import RlxError
@@ -92,6 +93,7 @@ def main(directory: Path) -> None:
     print(done, "refused")
 
 
+@pytest.mark.slow
 def test_a_hostile_size_never_aborts_the_process(tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -163,7 +163,8 @@ def sent(ours: rlx.CausalLM, program: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("family", "kinds", "devices"),
     [
-        ("llama tied", "data tensor", 4), ("mistral", "fsdp", 4), pytest.param("gpt2", "data tensor", 4, marks=SLOW),
+        ("llama tied", "data tensor", 4), pytest.param("mistral", "fsdp", 4, marks=SLOW),
+        pytest.param("gpt2", "data tensor", 4, marks=SLOW),
     ],
 )  # fmt: skip
 def test_collectives(family: str, kinds: str, devices: int) -> None:
@@ -188,6 +189,7 @@ def test_collectives(family: str, kinds: str, devices: int) -> None:
     assert len(gathered) == (4 * LAYERS + 2 if kinds == "fsdp" else 0)
 
 
+@pytest.mark.slow
 def test_experts_stay_where_they_are() -> None:
     """Each device has its own; tokens are sent to them and results back, and no weight. Rows are divided, too."""
     ours = lm("mixtral", "expert tensor", 4)

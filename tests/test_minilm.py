@@ -43,6 +43,7 @@ def recorded() -> npt.NDArray[np.float32]:
     return embeddings
 
 
+@pytest.mark.slow
 def test_fifty_texts(minilm: Any, recorded: npt.NDArray[np.float32]) -> None:
     """All 50 texts in one call: empty, blank, many scripts, emoji, code, 600 words."""
     assert_embeddings(minilm.embed(texts.fifty()), recorded)

@@ -261,7 +261,10 @@ def stacked(directory: Path, target: Path, prefix: str = "mlp") -> Path:
     return copied
 
 
-@pytest.mark.parametrize(("prefix", "format"), [("", "orbax"), ("block_sparse_moe", "safetensors"), ("mlp", "orbax")])
+@pytest.mark.parametrize(
+    ("prefix", "format"),
+    [("block_sparse_moe", "safetensors"), *(pytest.param(p, "orbax", marks=pytest.mark.slow) for p in ("", "mlp"))],
+)
 def test_how_experts_are_stored(prefix: str, format: Any, tmp_path: Path) -> None:
     """One by one, or gate and up of all experts in one tensor and down in another: the same logits from leaves that
     have all experts; saved, they are under their keys again."""

@@ -125,6 +125,7 @@ def test_a_row_in_the_table_is_all_that_loading_needs(tmp_path: Path, monkeypatc
         rlx.load(tmp_path)
 
 
+@pytest.mark.slow
 def test_its_layers_take_hooks() -> None:
     """`ctx.spec` is the record: a changed one makes another layer."""
     recipe = ToyFlow.for_prefill(CONFIG, 2, 7)

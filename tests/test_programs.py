@@ -156,6 +156,7 @@ def live() -> int:
     return len(jax.devices()[0].client.live_executables())
 
 
+@pytest.mark.slow
 def test_the_least_recently_used_program_goes() -> None:
     """The process holds no more than the limit, the report counts the others, and one that is gone comes back."""
     m = doubling(programs=3)

@@ -189,6 +189,7 @@ def test_the_disk_refuses(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax leaves coroutines behind
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS)
 def test_files_that_may_not_grow(tmp_path: Path, format: str) -> None:
     """RLIMIT_FSIZE at many sizes; Python ignores SIGXFSZ, so writes fail."""

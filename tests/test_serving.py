@@ -219,6 +219,7 @@ LATE: list[tuple[Callable[[Any], Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 def test_what_warm_up_lacked_is_said() -> None:
     """By the argument of `warmup` that covers it, before anything is compiled; and once it is, nothing is refused."""
     closed = model(prompt=[4], batch=[1], context=[8], on_recompile="error")

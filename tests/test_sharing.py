@@ -149,6 +149,7 @@ def test_two_stacks_on_the_same_weights() -> None:
     np.testing.assert_allclose(model(X), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_generation_with_shared_layers() -> None:
     """Decoding with the layers scanned: the caches are each layer's own, the weights are shared."""
     spec = LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=1)

@@ -150,6 +150,7 @@ def perturbed(share: float = 0.1) -> Any:
     return rlx.CausalLM(replace(flow, name="drafts"), noise, profile=profile)
 
 
+@pytest.mark.slow
 def test_drafts_of_another_model_change_no_token() -> None:
     """Its state is taken back alike, rings too. Drafts of the model itself are all kept."""
     lm = rings()

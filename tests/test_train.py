@@ -138,6 +138,7 @@ def test_shapes_alone_are_lowered() -> None:
     assert jax.tree.map(jnp.shape, out[0]) == jax.tree.map(jnp.shape, made) and out[1].loss.shape == ()
 
 
+@pytest.mark.slow
 def test_a_loss_gets_the_rest_of_the_batch_by_name() -> None:
     """What it needs beside tokens is no argument too many. A step consumes the state and not what it was made of."""
     model, optimizer = small().replace(small().init(0)), optax.sgd(0.0)

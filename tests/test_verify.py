@@ -112,6 +112,7 @@ def test_problems_inside_a_region_say_where() -> None:
         verify(broken, "hir", "test", TypeCache())
 
 
+@pytest.mark.slow
 def test_a_long_chain(length: int = 3_000) -> None:
     """No recursion proportional to depth: it is verified, lowered, rewritten and printed."""
     types = TypeCache()

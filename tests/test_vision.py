@@ -28,7 +28,7 @@ from tests.oracles.recorded import load_record
 from tests.oracles.vision import RANDOM, VISION
 
 NAMES = sorted(file.stem for file in VISION.glob("*.npz"))
-QUICK = ("dinov2", "dinov2_registers")
+QUICK = ("dinov2_registers",)
 REFUSED = (errors.ConfigError, errors.LimitError, errors.UnsupportedError)
 
 
@@ -53,7 +53,7 @@ def cases(quick: tuple[str, ...] = QUICK) -> list[Any]:
 # -- the recorded numbers ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", cases(("dinov2", "vit_classifier")))
+@pytest.mark.parametrize("name", cases())
 def test_hidden_states(name: str) -> None:
     """Of a batch, and its class tokens as vectors."""
     want = record(name)["hidden"]
@@ -91,6 +91,7 @@ def as_original(tensors: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[A
     return found
 
 
+@pytest.mark.slow
 def test_the_layout_of_its_authors(tmp_path: Path) -> None:
     """Weights are read and written under their own keys, whole."""
     directory = checkpoints.copy(VISION / "dinov2", tmp_path / "dinov2")

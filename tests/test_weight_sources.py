@@ -134,7 +134,9 @@ def test_infinity_is_a_warning(tmp_path: Path, kind: str, dtype: str) -> None:
     source_of(kind, tmp_path, array, on_nonfinite="ignore").read("w")  # warnings are errors here
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float16", marks=pytest.mark.slow), "bfloat16", "float8_e5m2", "float8_e4m3fn"]
+)
 def test_each_pattern_of_a_small_float(dtype: str) -> None:
     kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
     bits = np.arange(0, 256**kind.itemsize, kind.itemsize**2, dtype=f"u{kind.itemsize}")
