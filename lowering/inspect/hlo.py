@@ -6,10 +6,11 @@ The interpreter runs every op inside `jax.named_scope(block path)`, and XLA keep
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlx_jax.ir.graph import Graph, Leaf
 from rlx_jax.ir.paths import bind_path, path_text
@@ -22,9 +23,18 @@ CONTAINERS = frozenset({"while", "conditional", "call"})
 SAMPLER, DRAFTING = "sampler", "draft"
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?(\S+) \(.*\) -> .*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(\S+) = (?:\(.*?\)|\S+) ([a-z][\w-]*)\(")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(\S+) = (\(.*?\)|\S+) ([a-z][\w-]*)\(")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CALLS = re.compile(r"(?:calls|called_computations)=\{?%?([^\s,}]+)")
+_BODY = re.compile(r" while\(%?([^\s)]+)\), .*body=%?([^\s,]+)")
+_OPERAND = re.compile(r"%([\w.-]+)")
+_INDEX = re.compile(r"\), index=(\d+)")
+_PARAMETER = re.compile(r"^params\[\\?'(.*?)\\?'\]$")
+# Instructions that move a parameter without computing with it, and the names of fusions of such.
+_MOVES = ("bitcast", "copy", "transpose", "convert", "reshape", "dynamic-slice", "slice")
+_MOVING_FUSION = re.compile(rf"^(?:wrapped_)?(?:(?:{'|'.join(_MOVES)})_)+(?:fusion|computation)?(?:\.|$)")
+# Instructions that run no kernel.
+NO_KERNEL = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", *CONTAINERS})
 _NUMBER = re.compile(r"(?<![^.])(?:\d+|\{i\})(?![^.])")
 
 
@@ -36,11 +46,24 @@ class Instruction:
         opcode: the HLO opcode.
         primitive: the JAX primitive that it belongs to; empty if XLA added it.
         path: the path of its block, with `layers.*` for layers in a loop; empty if it has none.
+        result: the type of its result in HLO, such as `f32[8,16]{1,0}`; empty for a tuple.
+        fused: whether it is part of a fusion, so that its result is not in memory.
+        parameter: the name of the model's parameter that it reads or moves; empty if there is none or more than one.
+        moves: whether it only moves, slices or casts its first operand.
     """
 
     opcode: str
     primitive: str = ""
     path: str = ""
+    result: str = ""
+    fused: bool = False
+    parameter: str = ""
+    moves: bool = False
+
+    @property
+    def has_kernel(self) -> bool:
+        """Return whether a kernel runs for the instruction alone."""
+        return not self.fused and self.opcode not in NO_KERNEL
 
 
 def without_layer_numbers(path: str) -> str:
@@ -65,26 +88,114 @@ def _paths(graph: Graph, iterations: Iterable[int | None]) -> Iterator[str]:
             yield from _paths(region, (None, *range(node.op.iterations())))
 
 
-def parse_instructions(hlo: str, paths: frozenset[str]) -> dict[str, Instruction]:
+@dataclass(frozen=True)
+class _Line:
+    """A line of HLO: an instruction with its operands, as text."""
+
+    computation: str
+    opcode: str
+    result: str
+    operands: tuple[str, ...]
+    op_name: str
+    index: int
+
+
+@dataclass(frozen=True)
+class _Module:
+    """The lines of an HLO text by name.
+
+    Attributes:
+        lines: the instructions.
+        members: the names of the instructions of each computation.
+        calls: the computation that an instruction calls.
+        carries: for the body of a loop, the name of its initial tuple.
+    """
+
+    lines: dict[str, _Line]
+    members: dict[str, list[str]]
+    calls: dict[str, str]
+    carries: dict[str, str]
+
+    def parameter(self, name: str) -> str:
+        """Return the model's parameter that a value is, possibly moved or carried by a loop; empty for other values."""
+        for _ in range(len(self.lines)):
+            line = self.lines.get(name)
+            if line is None or line.opcode == "parameter":
+                match = _PARAMETER.match(line.op_name) if line is not None else None
+                return match[1] if match else ""
+            if line.opcode == "get-tuple-element" and line.operands:
+                name = self._element(line.operands[0], line.index)
+            elif line.operands and (line.opcode in _MOVES or _moves_one(name, line)):
+                name = line.operands[0]
+            else:
+                return ""
+        return ""
+
+    def _element(self, name: str, index: int) -> str:
+        """Return the name of an element of a tuple; of one that a loop carries, of its initial value."""
+        line = self.lines.get(name)
+        if line is not None and line.opcode == "parameter":
+            line = self.lines.get(self.carries.get(line.computation, ""))
+        elif line is not None and line.opcode == "while" and line.operands:
+            line = self.lines.get(line.operands[0])
+        is_tuple = line is not None and line.opcode == "tuple" and index < len(line.operands)
+        return line.operands[index] if line is not None and is_tuple else ""
+
+
+def _moves_one(name: str, line: _Line) -> bool:
+    """Return whether a fusion only moves its first operand; a slice of it has an index as second operand."""
+    is_fusion = line.opcode == "fusion" and _MOVING_FUSION.match(name) is not None
+    return is_fusion and len(line.operands) <= (2 if "slice" in name else 1)
+
+
+def parse_instructions(
+    hlo: str, paths: frozenset[str], readers: Mapping[str, str] | None = None
+) -> dict[str, Instruction]:
     """Return every instruction of an HLO text by name, with its block: the innermost scope that is one of `paths`.
 
-    A fusion has the metadata of its root instruction; without a block there, it belongs to the last block inside.
+    A fusion has the metadata of its root instruction; without a block there, it belongs to the last block inside. XLA
+    drops the metadata of some products: they belong to the block that reads their parameter.
+
+    Args:
+        hlo: the text.
+        paths: the block paths of the program.
+        readers: the path of the block that multiplies with a parameter, by the parameter's name.
     """
-    parsed: dict[str, Instruction] = {}
-    members: dict[str, list[str]] = {}
-    calls: dict[str, str] = {}
-    computation = ""
+    module, parsed = _parse(hlo), dict[str, Instruction]()
+    fused = {
+        module.calls[name] for name, line in module.lines.items() if line.opcode == "fusion" and name in module.calls
+    }
+    for name, line in module.lines.items():
+        *scopes, primitive = line.op_name.split("/")
+        moved = {parameter for operand in line.operands if (parameter := module.parameter(operand))}
+        parameter = moved.pop() if len(moved) == 1 and line.opcode not in NO_KERNEL else ""
+        path = _path(scopes, paths)
+        if not path and line.opcode in ("dot", "custom-call"):
+            path = (readers or {}).get(parameter, "")
+        moves, is_fused = line.opcode in _MOVES or _moves_one(name, line), line.computation in fused
+        parsed[name] = Instruction(line.opcode, primitive, path, line.result, is_fused, parameter, moves)
+    return {name: _with_block(name, parsed, module.members, module.calls) for name in parsed}
+
+
+def _parse(hlo: str) -> _Module:
+    module, computation = _Module({}, {}, {}, {}), ""
     for line in hlo.splitlines():
         if header := _COMPUTATION.match(line):
             computation = header[1]
         elif match := _INSTRUCTION.match(line):
-            name, opcode = match.groups()
-            *scopes, primitive = op_name[1].split("/") if (op_name := _OP_NAME.search(line)) else [""]
-            parsed[name] = Instruction(opcode, primitive, _path(scopes, paths))
-            if callee := _CALLS.search(line):
-                calls[name] = callee[1]
-            members.setdefault(computation, []).append(name)
-    return {name: _with_block(name, parsed, members, calls) for name in parsed}
+            name, result, opcode = match.groups()
+            op_name, index, callee, loop = (regex.search(line) for regex in (_OP_NAME, _INDEX, _CALLS, _BODY))
+            operands = tuple(_OPERAND.findall(line[match.end() :].partition(")")[0]))
+            module.lines[name] = _Line(
+                computation, opcode, "" if result.startswith("(") else result, operands,
+                op_name[1] if op_name else "", int(index[1]) if index else 0,
+            )  # fmt: skip
+            if callee:
+                module.calls[name] = callee[1]
+            if loop:
+                module.carries[loop[2]] = loop[1]
+            module.members.setdefault(computation, []).append(name)
+    return module
 
 
 def _path(scopes: list[str], paths: frozenset[str]) -> str:
@@ -102,7 +213,35 @@ def _with_block(
     if call.path or name not in calls:
         return call
     called = (instructions[member] for member in reversed(members.get(calls[name], [])))
-    return next((Instruction(call.opcode, inner.primitive, inner.path) for inner in called if inner.path), call)
+    return next((replace(call, primitive=inner.primitive, path=inner.path) for inner in called if inner.path), call)
+
+
+_DOT = re.compile(
+    r"stablehlo\.dot_general .*contracting_dims = \[([\d, ]*)\] x .* : \(tensor<([^>]*)>, tensor<([^>]*)>\) -> "
+    r"tensor<([^>]*)> loc\((#\w+)\)"
+)
+_LOCATION = re.compile(r'^(#\w+) = loc\("([^"]*)"', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class TracedProduct:
+    """A product as JAX traced it: the path of its block, the dtypes of its operands in StableHLO, its operations."""
+
+    path: str
+    dtypes: tuple[str, str]
+    flops: int
+
+
+def traced_products(stablehlo: str, paths: frozenset[str]) -> list[TracedProduct]:
+    """Return the products of a StableHLO text with debug information; the body of a loop counts once."""
+    scopes = {name: text.split("/") for name, text in _LOCATION.findall(stablehlo)}
+    products = []
+    for contracted, lhs, rhs, result, location in _DOT.findall(stablehlo):
+        (*sizes, left), (*_, right), (*outer, _) = (text.split("x") for text in (lhs, rhs, result))
+        inner = [int(sizes[int(axis)]) for axis in contracted.split(",") if axis.strip()]
+        flops = 2 * math.prod(map(int, outer)) * math.prod(inner)
+        products.append(TracedProduct(_path(scopes.get(location, []), paths), (left, right), flops))
+    return products
 
 
 def kernel_name(instruction: str) -> str:

@@ -33,8 +33,9 @@ from rlx_jax.ir.param import (
     printed_name,
     stored_keys,
 )
-from rlx_jax.ir.paths import path_text
+from rlx_jax.ir.paths import Path, bind_path, path_text
 from rlx_jax.ir.state_leaf import StateLeaf, per_token_key
+from rlx_jax.ir.traits import zero
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.lowering.lir.packed import choose_dequant_matmul
 
@@ -131,7 +132,7 @@ class Lir:
 
         Repeated layers count once.
         """
-        choices = Counter(choice for _, choice in self._choices(*PRODUCTS))
+        choices = Counter(choice for _, choice in self.choices(*PRODUCTS))
         return tuple(f"{count} by {choice}" for choice, count in choices.items())
 
     def experts(self) -> tuple[str, ...]:
@@ -143,14 +144,14 @@ class Lir:
         return self._lines(*RECURRENCES)
 
     def _lines(self, *kinds: type[Mir]) -> tuple[str, ...]:
-        return tuple(f"{path}: {choice}" for path, choice in self._choices(*kinds))
+        return tuple(f"{path_text(path)}: {choice}" for path, choice in self.choices(*kinds))
 
-    def _choices(self, *kinds: type[Mir]) -> Iterator[tuple[str, str]]:
+    def choices(self, *kinds: type[Mir]) -> Iterator[tuple[Path, Choice]]:
         """Yield block path and choice of each node with one of these ops."""
         for inner, node in self.graph.walk():
             if isinstance(node.op, kinds):
                 choice = self.plan.choices.get(call_of(inner, node), XLA_CHOICE)
-                yield path_text(node.origin.path), str(self._packed_choice(inner, node) or choice)
+                yield node.origin.path, self._packed_choice(inner, node) or choice
 
     def _packed_choice(self, graph: Graph, node: Node) -> Choice | None:
         """Return how a product with a weight that stays packed runs; None for other nodes."""
@@ -250,6 +251,20 @@ class Layout:
     def reading(self, keys: Collection[str]) -> dict[str, Program]:
         """Return the parameters that read one of these checkpoint keys."""
         return {name: program for name, program in self.params.items() if not set(keys).isdisjoint(keys_of(program))}
+
+    def readers(self, lir: Lir) -> dict[str, str]:
+        """Return the path of the block that multiplies with a parameter, by name; layers in a loop are `layers.*`."""
+        names, paths = self.by_program(), dict[str, str]()
+        products = ((g, n) for g, n in lir.graph.walk() if isinstance(n.op, Mir) and n.op.traits.flops is not zero)
+        for graph, node in products:
+            for param in (op for value in node.inputs if isinstance(op := graph.nodes[value.node].op, Param)):
+                stack = find_stack(self.params.values(), param.programs) if param.varies else None
+                if stack is not None:
+                    paths[names[stack[0]]] = path_text(node.origin.path).replace("{i}", "*")
+                for i, program in enumerate(param.programs):
+                    if program in names:
+                        paths[names[program]] = path_text(bind_path(node.origin.path, i))
+        return paths
 
     def decoded(self) -> tuple[str, ...]:
         """Return the names of parameters that are packed in the checkpoint and decoded while they are loaded."""

@@ -23,6 +23,7 @@ from rlx_jax.cli.completion import SHELLS, command_options, long_options, subpar
 from rlx_jax.cli.convert import CONVERT
 from rlx_jax.cli.doctor import DOCTOR
 from rlx_jax.cli.encode import EMBED, SCORE
+from rlx_jax.cli.explain import EXPLAIN
 from rlx_jax.cli.generate import CHAT, GENERATE
 from rlx_jax.cli.inspect import INSPECT
 from rlx_jax.cli.terminal import Interrupt, Status, discard_stdout, print_warning, write
@@ -42,7 +43,7 @@ def completion_options(parser: argparse.ArgumentParser) -> None:
 
 COMPLETION = Command("completion", "complete commands and options in a shell", (completion_options,), completion)
 
-COMMANDS = (CHAT, GENERATE, EMBED, SCORE, BENCH, INSPECT, CONVERT, DOCTOR, COMPLETION)
+COMMANDS = (CHAT, GENERATE, EMBED, SCORE, BENCH, EXPLAIN, INSPECT, CONVERT, DOCTOR, COMPLETION)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from rlx_jax.encode.embedding import Batcher, PackedBatcher, Stream, chunks, prefetch
+from rlx_jax.encode.explain import explain as explain_texts
 from rlx_jax.encode.packing import Block, costs_on, sizes_for
 from rlx_jax.encode.padded_rows import RowBatcher, read_mask_names, run_exact_rows
 from rlx_jax.encode.pooled import POOLED, check_finite, check_padding, pooled_width
@@ -479,6 +480,8 @@ class Encoder(TaskModel):
         if self.packing and self.padding is None and self.own_lengths:
             layout = f"rows at their own lengths: {self.own_lengths}"
         return replace(self.model.report(**sizes), embedding=layout, request=self._last_request)
+
+    explain = explain_texts
 
     @suggest_keywords()
     def profile(self, texts: Any, *, max_tokens: int | None = None) -> BlockTimes:

@@ -18,6 +18,7 @@ from rlx_jax.errors import RequestError, RlxWarning, listing, shown, suggest_key
 from rlx_jax.generate.conversation import Conversation, check_stream_options, open_conversation
 from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.drafters import DRAFT_TOKENS, make_drafter
+from rlx_jax.generate.explain import explain as explain_requests
 from rlx_jax.generate.generation import NewTokens, run_request, stream_request
 from rlx_jax.generate.prefill import capture, compute_logits, extend, prefill
 from rlx_jax.generate.request import (
@@ -487,6 +488,8 @@ class CausalLM(TaskModel):
         if isinstance(last_request, tuple):
             seed, last_request = last_request[0].sampling_seed, last_request[1].report
         return replace(model.report(), speculative=speculated, seed=seed, request=last_request)
+
+    explain = explain_requests
 
     def profile(self, prompts: Any, max_new_tokens: int = 64, **options: Any) -> BlockTimes:
         """Measure the time by block of `generate(prompts, max_new_tokens, **options)`.

@@ -165,7 +165,7 @@ class Generation:
             is_last, can_run_ahead = done >= self.budget, self.decode.is_compiled
             # Dispatch the next block before waiting for this one, unless that would compile first.
             if can_run_ahead and not is_last:
-                self._advance()
+                self.advance()
             block, counts, self.log_probs = jax.device_get((tokens, counts, log_probs))
             if counts is not None:
                 self.speculated = SpeculativeCounts(*counts.tolist())
@@ -177,7 +177,7 @@ class Generation:
             if is_last or not jax.device_get(rows.running).any():
                 return
             if not can_run_ahead:
-                self._advance()
+                self.advance()
 
     def stop(self, rows: Iterable[int]) -> None:
         """End rows early, as for a stop string; a block that was computed ahead may still have tokens of them."""
@@ -196,7 +196,7 @@ class Generation:
         ids: list[int] = row_tokens[row_tokens >= 0].tolist()
         return ids
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """Dispatch the program for the next block, without waiting for it."""
         (self.tokens, self.inputs["rows"], *extras), self.state = self.decode(self.inputs, self.state)
         if self.device_log_probs is not None:

@@ -7,9 +7,16 @@ hold plain values only. `rlx_jax/runtime/` creates them from a program, and `to_
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from rlx_jax.ir.table import TextTable
+from rlx_jax.lowering.inspect.outline import compact
+
+# The widths of the columns of the table of blocks: 80 characters with the gaps.
+WIDTHS = (30, 10, 6, 8, 7, 6, 7)
+HEAD = ("block", "ms", "time", "roofline", "limit", "FLOPs", "bytes")
 # The version of the JSON format: it increases when a field is removed or changes its meaning.
 JSON_VERSION = 1
 
@@ -73,6 +80,7 @@ class BlockEntry:
         sharding: the sharding of its parameters on a mesh; empty on one device.
         flops, bytes: the operations and the memory traffic of a run. `bytes` counts parameters once, and the values
             that the block reads and writes as if it were fused: its operands from other blocks and its results.
+        weight_bytes: the part of `bytes` that is parameters; a block that shares a parameter reads it too.
         seconds: the time in a run of the program: measured, or estimated by the roofline if `measured` is false.
         measured: whether `seconds` is measured.
         roofline_seconds: the shortest time that the device's rates allow for `flops` and `bytes`.
@@ -95,6 +103,7 @@ class BlockEntry:
     sharding: str
     flops: int
     bytes: int
+    weight_bytes: int
     seconds: float
     measured: bool
     roofline_seconds: float
@@ -110,6 +119,11 @@ class BlockEntry:
     def roofline_share(self) -> float:
         """Return the roofline's time as a share of `seconds`: 1 is the best that the device can do; 0 without time."""
         return self.roofline_seconds / self.seconds if self.seconds else 0.0
+
+    @property
+    def label(self) -> str:
+        """Return the path, with the number of layers if there are several."""
+        return f"{self.path} × {self.layers}" if self.layers > 1 else self.path
 
     @property
     def lost_seconds(self) -> float:
@@ -134,6 +148,12 @@ class Finding:
     text: str
     advice: str
     seconds: float | None = None
+
+    @property
+    def sentence(self) -> str:
+        """Return path, text and advice as one text."""
+        advice = self.advice[:1].upper() + self.advice[1:]
+        return f"{f'{self.path}: ' if self.path else ''}{self.text}. {advice}."
 
 
 @dataclass(frozen=True)
@@ -195,3 +215,43 @@ class Inspection:
         for block, entry in zip(self.blocks, result["blocks"], strict=True):
             entry |= {"roofline_share": block.roofline_share, "lost_seconds": block.lost_seconds}
         return json.dumps(result, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+    @property
+    def title(self) -> str:
+        """Return the program with its sizes, its time and its device in one line."""
+        sizes = ", ".join(f"{name} {size}" for name, size in sorted(self.sizes.items()))
+        time = f"{1000 * self.seconds:,.2f} ms on {self.device}, {'measured' if self.measured else 'estimated'}"
+        return f"{self.name}: {self.program}{f' of {sizes}' if sizes else ''}: {time}"
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self) -> str:
+        """Return the table of blocks, the implementations, the losses and the findings, 80 columns wide."""
+        choices = [(f"  {b.path}", f"{b.implementation}: {b.reason}") for b in self.blocks if b.implementation]
+        losses = [(f"  {1000 * (loss.seconds or 0):,.2f} ms", loss.sentence) for loss in self.losses]
+        findings = [(f"  {finding.kind}", finding.sentence) for finding in self.findings]
+        table = TextTable([*map(self._row, self.blocks)], HEAD, widths=WIDTHS, gap=" ")
+        lines = [*textwrap.wrap(self.title, 80), *textwrap.wrap(self._summary(), 80), "", str(table)]
+        for name, rows in (("implementations", choices), ("largest losses", losses), ("findings", findings)):
+            if rows:
+                width = min(30, max(len(label) for label, _ in rows))
+                lines += ["", name, *(str(TextTable([row], widths=(width,), wrap=80)) for row in rows)]
+        return "\n".join(lines)
+
+    def _summary(self) -> str:
+        """Return the totals, and the share of the roofline."""
+        totals = f"{compact(self.flops) or 0} FLOPs; {compact(self.bytes) or 0} bytes moved"
+        totals += f"; bytes: {compact(self.param_bytes) or 0} of parameters"
+        totals += f", {compact(self.cache_bytes)} of cache" if self.cache_bytes else ""
+        totals += f", {compact(self.peak_bytes)} at the peak" if self.peak_bytes else ""
+        if not self.roofline_seconds:
+            return f"{totals}; the limits of this device are not known"
+        share = f", {100 * self.roofline_seconds / self.seconds:.0f} % of it reached" if self.measured else ""
+        return f"{totals}; roofline {1000 * self.roofline_seconds:,.2f} ms{share}"
+
+    def _row(self, block: BlockEntry) -> tuple[str, ...]:
+        share = f"{100 * block.seconds / self.seconds:.1f}%" if self.seconds else ""
+        of_limit = f"{100 * block.roofline_share:.0f}%" if block.measured and block.limited_by else ""
+        counts = compact(block.flops), compact(block.bytes)
+        return block.label, f"{1000 * block.seconds:,.3f}", share, of_limit, block.limited_by, *counts

@@ -65,12 +65,6 @@ def block_work(lir: Lir) -> dict[Path, tuple[Work, ...]]:
     return by_path
 
 
-def stored_bytes_of(param: Param, lir: Lir) -> int:
-    """Return the bytes that a parameter takes on the device, of all layers that read it."""
-    programs = tuple(dict.fromkeys(param.programs))
-    return sum(_program_bytes(program, stays_packed(param, lir)) for program in programs)
-
-
 def stays_packed(param: Param, lir: Lir) -> bool:
     """Return whether a parameter is packed on the device; scanned layers are only if all have one scheme."""
     if not lir.plan.packed:
@@ -91,7 +85,8 @@ def kernel_kind(op: Mir) -> KernelKind:
     return "reduction" if op.traits.numeric == "reduction" else "fused"
 
 
-def _program_bytes(program: Program, packed: bool) -> int:
+def program_bytes(program: Program, packed: bool) -> int:
+    """Return the bytes that a parameter takes on the device, packed or not."""
     arrays = packed_arrays(program) if packed else {}
     return sum(array.type.nbytes for array in arrays.values()) or program.type.nbytes
 
@@ -197,7 +192,7 @@ def _param_bytes(lir: Lir, graph: Graph, node: Node, position: int, param: Param
     full = len(param.programs) * param.type.nbytes
     # Layers that share a parameter read it each: the mean of a layer, not the bytes of the distinct programs.
     packed = stays_packed(param, lir)
-    stored = sum(_program_bytes(program, packed) for program in param.programs)
+    stored = sum(program_bytes(program, packed) for program in param.programs)
     share = stored / full if full else 1.0
     return round(counted * share), round(counted * (1 - share))
 

@@ -6,13 +6,12 @@ result as a table or a flame graph.
 
 from __future__ import annotations
 
-import html
 import os
 import tempfile
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import jax
 from rlx_jax.compiler.executable import Executable, HasCompanions
 from rlx_jax.device import running_device
 from rlx_jax.errors import RequestError, SaveFailedError, UnsupportedError, first_line, quote
+from rlx_jax.inspection.flame_graph import Frame, flame_graph_page
 from rlx_jax.ir.table import TextTable
 from rlx_jax.lowering.inspect.hlo import (
     CONTAINERS,
@@ -49,10 +49,12 @@ DEFAULT_ROWS, WIDTH = 20, 80
 
 @dataclass(frozen=True)
 class KernelTime:
-    """The seconds per run that the kernels of one JAX primitive take in a block."""
+    """The seconds per run that the kernels of one HLO instruction take in a block, and its executions in a run."""
 
     primitive: str
     seconds: float
+    instruction: str = ""
+    calls: int = 0
 
 
 @dataclass(frozen=True)
@@ -173,34 +175,38 @@ def block_times(trace: Trace, programs_by_id: TracedPrograms, runs: int, device:
     parts_of_kernels = [(kernel, _locate(kernel, programs_by_id)) for kernel in trace.kernels]
     seconds = {place: ns / runs / 1e9 for place, ns in part_nanoseconds(trace, parts_of_kernels).items()}
     times: Counter[tuple[str, str, str]] = Counter()
-    for kernel, (program, path, _, _) in parts_of_kernels:
+    for kernel, (program, path, *_) in parts_of_kernels:
         times[program, path, kernel.instruction] += 1
     # A block counts as called as often as its most frequent instruction runs.
     calls: dict[tuple[str, str], int] = defaultdict(int)
     for (program, path, _), count in times.items():
         calls[program, path] = max(calls[program, path], round(count / runs / trace.devices))
     parts: dict[tuple[str, str], list[BlockTime]] = defaultdict(list)
-    for (program, path, primitive, _), duration in seconds.items():
-        parts[program, path].append(BlockTime(program, path, duration, 0, (KernelTime(primitive, duration),)))
+    for (program, path, primitive, _, instruction), duration in seconds.items():
+        count = round(times[program, path, instruction] / runs / trace.devices)
+        kernel_time = KernelTime(primitive, duration, instruction, count)
+        parts[program, path].append(BlockTime(program, path, duration, 0, (kernel_time,)))
     rows = (replace(_merge_rows(*place, blocks), calls=calls[place]) for place, blocks in parts.items())
     return BlockTimes((trace.end - trace.start) / runs / 1e9, runs, device, _slowest_first(rows))
 
 
-# The program of a kernel, the path of its block, its primitive, and whether it is a container of other kernels.
-TimedPart = tuple[str, str, str, bool]
+# The program of a kernel, the path of its block, its primitive, whether it is a container of other kernels, and its
+# instruction.
+TimedPart = tuple[str, str, str, bool, str]
 
-IDLE_PART: TimedPart = ("", IDLE, "", False)
+IDLE_PART: TimedPart = ("", IDLE, "", False, "")
 
 
 def _locate(kernel: Kernel, programs_by_id: TracedPrograms) -> TimedPart:
     """Return the program, the block path and the primitive of a kernel."""
     program, instructions_by_name = programs_by_id.get((kernel.program, kernel.module), ("", {}))
     if not program:
-        return "", HELPERS, kernel.module, False
+        return "", HELPERS, kernel.module, False, kernel.instruction
     instruction = instructions_by_name.get(kernel.instruction, Instruction("", kernel.instruction))
     runs_others = instruction.opcode in CONTAINERS
     path = "" if runs_others else instruction.path
-    return program, path or NOT_ATTRIBUTED, instruction.primitive or instruction.opcode, runs_others
+    name = instruction.primitive or instruction.opcode
+    return program, path or NOT_ATTRIBUTED, name, runs_others, kernel.instruction
 
 
 def part_nanoseconds(trace: Trace, where: Sequence[tuple[Kernel, TimedPart]]) -> dict[TimedPart, float]:
@@ -227,11 +233,9 @@ def part_nanoseconds(trace: Trace, where: Sequence[tuple[Kernel, TimedPart]]) ->
 
 
 def _merge_rows(program: str, path: str, rows: list[BlockTime]) -> BlockTime:
-    """Return several rows merged into one, with the kernels of each primitive added up."""
-    seconds: dict[str, float] = defaultdict(float)
-    for kernel in (k for row in rows for k in row.kernels):
-        seconds[kernel.primitive] += kernel.seconds
-    kernels = tuple(KernelTime(name, seconds[name]) for name in sorted(seconds, key=lambda n: (-seconds[n], n)))
+    """Return several rows merged into one, with their kernels, slowest first."""
+    merged = (kernel for row in rows for kernel in row.kernels)
+    kernels = tuple(sorted(merged, key=lambda k: (-k.seconds, k.primitive, k.instruction)))
     return BlockTime(program, path, sum(row.seconds for row in rows), sum(row.calls for row in rows), kernels)
 
 
@@ -330,64 +334,6 @@ def read_trace(data: Any) -> Trace:
     return Trace(start, end, len(devices), tuple(kernels))
 
 
-# Frames with a smaller share of the run are not drawn: they would be thinner than a pixel.
-MIN_FRAME_SHARE = 0.0005
-
-
-@dataclass
-class Frame:
-    """A node of the flame graph: its seconds, and the frames inside it by name."""
-
-    name: str
-    seconds: float = 0.0
-    children: dict[str, Frame] = field(default_factory=dict)
-
-    def add(self, names: tuple[str, ...], seconds: float) -> None:
-        """Add seconds to this frame and to the frames along the path `names` inside it."""
-        self.seconds += seconds
-        if names:
-            self.children.setdefault(names[0], Frame(names[0])).add(names[1:], seconds)
-
-
-def flame_graph_page(root: Frame) -> str:
-    """Return the HTML page of a frame. Wider frames took longer, and frames below another are parts of it."""
-    return _PAGE.replace("TITLE", html.escape(root.name)).replace(
-        "FRAMES", _frame_html(root, root.seconds, root.seconds)
-    )
-
-
-def _frame_html(frame: Frame, parent_seconds: float, run_seconds: float) -> str:
-    """Return the HTML of a frame and the frames inside it.
-
-    Args:
-        frame: the frame.
-        parent_seconds: the seconds of the frame that contains it, which its width is relative to.
-        run_seconds: the seconds of the run.
-    """
-    if not run_seconds or frame.seconds < MIN_FRAME_SHARE * run_seconds:
-        return ""
-    tooltip = f"{frame.name}: {1000 * frame.seconds:,.3f} ms, {100 * frame.seconds / run_seconds:.1f} %"
-    width, color = 100 * frame.seconds / parent_seconds, 20 + sum(frame.name.encode()) % 35
-    parts = sorted(frame.children.values(), key=lambda part: -part.seconds)
-    return (
-        f'<div class="frame" style="width:{width:.3f}%"><p style="background:hsl({color} 80% 70%)" '
-        f'title="{html.escape(tooltip)}">{html.escape(frame.name)}</p>'
-        f"{''.join(_frame_html(part, frame.seconds, run_seconds) for part in parts)}</div>"
-    )
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>TITLE</title><style>
-body { font: 13px sans-serif; margin: 1em; }
-.frame { float: left; box-sizing: border-box; min-width: 0; }
-.frame > p { margin: 0 1px 1px 0; padding: 2px 3px; overflow: hidden; white-space: nowrap; text-overflow: ellipsis; }
-</style></head><body>
-<p>Wider is longer; below is what it consists of. The pointer shows the milliseconds.</p>
-FRAMES
-</body></html>
-"""
-
-
 def profile_run(models: Sequence[Programs], run: Callable[[], Any], runs: int = 1) -> BlockTimes:
     """Return the time by block of a function that runs programs.
 
@@ -429,15 +375,21 @@ class _NamedProgram:
     number: int
     module: str
     text: str
+    programs: Programs
     key: ProgramKey
     executable: Executable
 
     def instructions(self) -> dict[str, Instruction]:
         """Return the instructions by name, and by the name of their kernel."""
-        companions = self.key.wrapper.companions().values() if isinstance(self.key.wrapper, HasCompanions) else ()
-        paths = frozenset().union(*(block_paths(lir.graph) for lir in (self.executable.lir, *companions)))
-        parsed = parse_instructions(self.executable.call.as_text() or "", paths)
+        parsed = program_instructions(self.programs, self.key, self.executable)
         return {kernel_name(name): instruction for name, instruction in parsed.items()} | parsed
+
+
+def program_instructions(programs: Programs, key: ProgramKey, executable: Executable) -> dict[str, Instruction]:
+    """Return the HLO instructions of a compiled program by name, each with its block."""
+    companions = key.wrapper.companions().values() if isinstance(key.wrapper, HasCompanions) else ()
+    paths = frozenset().union(*(block_paths(lir.graph) for lir in (executable.lir, *companions)))
+    return parse_instructions(executable.call.as_text() or "", paths, programs.layout.readers(executable.lir))
 
 
 def _compiled(models: Sequence[Programs]) -> Iterator[_NamedProgram]:
@@ -447,7 +399,9 @@ def _compiled(models: Sequence[Programs]) -> Iterator[_NamedProgram]:
         for key, executable in programs.executables.items():
             for module in executable.call.runtime_executable().hlo_modules():  # type: ignore[union-attr]
                 number = module_id(module.as_serialized_hlo_module_proto())
-                yield _NamedProgram(number, module.name, f"{DRAFTING}: " * (position > 0) + key.text, key, executable)
+                yield _NamedProgram(
+                    number, module.name, f"{DRAFTING}: " * (position > 0) + key.text, programs, key, executable
+                )
 
 
 def _match_program(

@@ -17,6 +17,7 @@ from rlx_jax.compiler.executable import Arrays, Executable, ProgramWrapper, Resu
 from rlx_jax.compiler.meshes import to_model_devices, use_model_mesh
 from rlx_jax.device import check_device_memory, out_of_memory
 from rlx_jax.errors import GraphError, MissingWeightError, RequestError, RlxError, listing, quote, shown
+from rlx_jax.inspection.records import Inspection
 from rlx_jax.ir.former_names import former_names
 from rlx_jax.ir.types import as_dim
 from rlx_jax.ir.weight_reads import shapes_only
@@ -24,6 +25,7 @@ from rlx_jax.lowering.inspect.outline import Outline
 from rlx_jax.profiles import Change, CompileProfile
 from rlx_jax.runtime.arguments import check_leaves, check_params, is_traced, refuse_consumed, refuse_shared
 from rlx_jax.runtime.block_times import BlockTimes, profile_calls
+from rlx_jax.runtime.explain import explain_program
 from rlx_jax.runtime.inputs import check_integer, random_key
 from rlx_jax.runtime.levels import SYMBOLIC_LEVELS, check_text_arguments, key_with_sizes, level_text
 from rlx_jax.runtime.model_program import ModelProgram
@@ -454,6 +456,30 @@ class CompiledModel(ModelProgram):
         self.refuse_traced()
         _, values = self._named_values(inputs, named)
         return profile_calls(self.programs, self, values, state, check_integer("runs", runs, 1))
+
+    def explain(self, *inputs: Any, state: State | None = None, runs: int = 5, **named: Any) -> Inspection:
+        """Explain a call: per block its time, work and share of the roofline; the largest losses with what would reduce
+        them; and findings, such as copies. Print the result, or use its fields.
+
+        Args:
+            inputs, named: as in a call, which runs as by `profile`. With `jax.ShapeDtypeStruct`, or without parameters,
+                the program is compiled and not run: its times are estimates, which the text says. Without inputs it is
+                the program that ran last, estimated too.
+            state, runs: as in `profile`.
+
+        Raises:
+            GraphError: there are no inputs, and nothing ran yet. Others as `profile`.
+        """
+        times = None
+        if inputs or named:
+            values = self._named_values(inputs, named)[1]
+            if self.params is None or any(isinstance(value, jax.ShapeDtypeStruct) for value in values.values()):
+                self.lower(state=state, **values)
+            else:
+                times = self.profile(state=state, runs=runs, **values)
+        if self.last_key is None:
+            raise GraphError(f"{self.name}: explain needs inputs, as nothing ran yet; jax.ShapeDtypeStruct will do")
+        return explain_program(self.programs, self.last_key, times)
 
 
 @dataclass(frozen=True, eq=False)

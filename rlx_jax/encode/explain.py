@@ -1,0 +1,42 @@
+"""`encoder.explain`: what embedding a batch of texts consists of, and where its time goes."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from rlx_jax.inspection.records import Inspection
+from rlx_jax.runtime.explain import explain_request
+from rlx_jax.runtime.inputs import check_integer
+from rlx_jax.runtime.model import CompiledModel
+
+
+class EmbedsTexts(Protocol):
+    """An `Encoder`."""
+
+    model: CompiledModel
+    vocab_size: int
+
+    def embed(self, texts: Any) -> Any: ...
+
+
+def explain(self: EmbedsTexts, *, batch: int = 8, tokens: int = 128, runs: int = 3) -> Inspection:
+    """Explain `embed` of a batch of texts: per block its time, work and share of the roofline; the largest losses with
+    what would reduce them; and findings, such as copies and padding. Print the result, or use its fields.
+
+    It describes the program that takes most of the time, as measured by `jax.profiler`.
+
+    Args:
+        batch: number of texts, of random tokens.
+        tokens: number of tokens of each.
+        runs: number of traced runs, of which the mean counts.
+
+    Raises:
+        RequestError: a number is not positive. UnsupportedError: traces of this device name no kernels. Others as
+            `embed`.
+    """
+    shape = check_integer("batch", batch, 1), check_integer("tokens", tokens, 1)
+    texts = np.random.default_rng(0).integers(0, self.vocab_size, shape).tolist()
+    num_tokens = shape[0] * shape[1]
+    return explain_request(self.model.programs, lambda: self.embed(texts), check_integer("runs", runs, 1), num_tokens)

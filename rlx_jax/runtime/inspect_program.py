@@ -1,0 +1,245 @@
+"""This module describes one compiled or planned program as an `Inspection`: its blocks with their work and time."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from rlx_jax.compiler.pipeline import Template
+from rlx_jax.inspection.rates import Rates
+from rlx_jax.inspection.records import BlockEntry, Inspection, KernelEntry, OpEntry, PassStep
+from rlx_jax.inspection.work import Work, program_bytes, stays_packed
+from rlx_jax.ir.graph import Graph, Leaf, Mir, Node, Param, Value
+from rlx_jax.ir.param import Padded, Program, packing_of, printed_name
+from rlx_jax.ir.paths import Path, path_text
+from rlx_jax.ir.text import block_rows
+from rlx_jax.ir.types import short_name
+from rlx_jax.lowering.inspect.hlo import Instruction, kernel_name
+from rlx_jax.lowering.lir.plan import CHOICE_OPS, XLA_CHOICE, Choice, Lir
+from rlx_jax.runtime.block_times import HELPERS, IDLE, NOT_ATTRIBUTED, BlockTime, BlockTimes
+from rlx_jax.runtime.program_facts import ProgramFacts, star_path
+from rlx_jax.runtime.report import state_bytes
+
+# The path of time that other programs of the same run take.
+OTHERS = "(other programs)"
+
+
+def inspect_program(facts: ProgramFacts, times: BlockTimes | None = None, steps: int = 1) -> Inspection:
+    """Return the description of a program, without losses and findings.
+
+    Args:
+        facts: the program.
+        times: the times of runs that only exist to run this program; None to estimate them by the roofline.
+        steps: the number of steps of a generation loop in a run; the inspection describes one of them.
+    """
+    key, executable = facts.key, facts.executable
+    blocks = planned_blocks(facts)
+    if times is None:
+        kernels = _compiled_kernels(facts.instructions)
+        blocks = [replace(block, kernels=tuple(kernels.get(block.path, ()))) for block in blocks]
+    else:
+        blocks = measured_blocks(facts, blocks, times, steps)
+    return Inspection(
+        name=key.flow, program=key.program, sizes=dict(key.binding),
+        device=facts.programs.settings.device.name if times is None else times.device,
+        seconds=sum(block.seconds for block in blocks) if times is None else times.seconds / steps,
+        measured=times is not None, roofline_seconds=sum(block.roofline_seconds for block in blocks),
+        flops=sum(block.flops for block in blocks), bytes=sum(block.bytes for block in blocks),
+        param_bytes=sum(t.nbytes for t in facts.programs.layout.types().values()),
+        cache_bytes=state_bytes(facts.template, key),
+        peak_bytes=None if executable is None else executable.peak_bytes,
+        blocks=tuple(blocks), passes=tuple(pass_steps(facts.template)),
+    )  # fmt: skip
+
+
+def pass_steps(template: Template) -> list[PassStep]:
+    """Return the passes that made a program, in order."""
+    steps, before = list[PassStep](), 0
+    for name, nodes in template.nodes.items():
+        steps.append(PassStep(name, before or nodes, nodes, template.seconds.get(name, 0.0)))
+        before = nodes
+    return steps
+
+
+# -- blocks of the plan ------------------------------------------------------------------------
+
+
+def planned_blocks(facts: ProgramFacts) -> list[BlockEntry]:
+    """Return the blocks of a program in order, with estimated times; repeated layers are one block."""
+    graph, nodes = facts.lir.graph, defaultdict[Path, list[tuple[Graph, int]]](list)
+    for inner, number in _ops(graph):
+        nodes[inner.nodes[number].origin.path].append((inner, number))
+    members: dict[str, list[Path]] = defaultdict(list)
+    for path in nodes:
+        if path_text(path) not in ("", graph.name):  # nodes outside of blocks
+            members[star_path(path_text(path))].append(path)
+    texts = _hir_texts(facts.template.hir)
+    choices: dict[Path, list[Choice]] = defaultdict(list)
+    for path, choice in facts.lir.choices(*CHOICE_OPS):
+        if choice != XLA_CHOICE:
+            choices[path].append(choice)
+    rows, counted = block_rows(graph), set[Program]()
+    entries = []
+    for name, paths in members.items():
+        params = _unseen_params([where for path in paths for where in nodes[path]], counted)
+        chosen = dict.fromkeys(choice for path in paths for choice in choices[path])
+        entry = BlockEntry(
+            path=name, op=next((texts[path] for path in paths if path in texts), ""), output=rows[paths[0]].output,
+            params=sum(_num_values(program) for param in params for program in params[param]),
+            param_bytes=sum(program_bytes(p, stays_packed(q, facts.lir)) for q, each in params.items() for p in each),
+            scheme="/".join(dict.fromkeys(_scheme(param, facts.lir) for param in params)),
+            dtype=short_name(_last_node(nodes[paths[0]]).types[0].dtype),
+            sharding=_sharding(facts, params), flops=0, bytes=0, weight_bytes=0, seconds=0.0,
+            measured=False, roofline_seconds=0.0, limited_by="",
+            implementation=", ".join(choice.implementation for choice in chosen),
+            reason="; ".join(choice.reason for choice in chosen),
+            layers=sum(rows[path].iterations for path in paths),
+            ops=tuple(_op_entry(inner, number) for inner, number in nodes[paths[0]]),
+        )  # fmt: skip
+        entries.append(_with_work(entry, [work for path in paths for work in facts.work.get(path, ())], facts.rates))
+    return entries
+
+
+def _hir_texts(hir: Graph) -> dict[Path, str]:
+    """Return each block as text: its op that reads parameters, or else its last op."""
+    texts: dict[Path, str] = {}
+    reads_params: set[Path] = set()
+    for graph, node in hir.walk():
+        path = node.origin.path
+        if isinstance(node.op, Leaf) or path in reads_params:
+            continue
+        texts[path] = node.op.text()
+        if any(isinstance(graph.nodes[value.node].op, Param) for value in node.inputs):
+            reads_params.add(path)
+    return texts
+
+
+def _ops(graph: Graph) -> Iterator[tuple[Graph, int]]:
+    """Yield the graph and the number of each tensor op, in the order in which they run."""
+    for number, node in enumerate(graph.nodes):
+        for region in node.op.regions():
+            yield from _ops(region)
+        if isinstance(node.op, Mir) and not node.op.regions():
+            yield graph, number
+
+
+def _with_work(entry: BlockEntry, works: Sequence[Work], rates: Rates | None) -> BlockEntry:
+    """Return the entry with its operations, bytes, and the times that follow from the rates; 0 without rates."""
+    flops, nbytes, weights = (sum(getattr(w, name) for w in works) for name in ("flops", "bytes", "param_bytes"))
+    entry = replace(entry, flops=flops, bytes=nbytes, weight_bytes=weights)
+    if rates is None or not works:
+        return entry
+    compute, memory = (sum(part) for part in zip(*(work.limits(rates) for work in works), strict=True))
+    limit = max(compute, memory)
+    limited_by = "" if not limit else "compute" if compute > memory else "memory"
+    seconds = sum(work.estimate(rates) for work in works)
+    return replace(entry, seconds=seconds, roofline_seconds=limit, limited_by=limited_by)
+
+
+def _unseen_params(places: Sequence[tuple[Graph, int]], counted: set[Program]) -> dict[Param, list[Program]]:
+    """Return the parameters that nodes read, with the programs that no earlier block reads; extends `counted`."""
+    params: dict[Param, list[Program]] = {}
+    for graph, number in places:
+        for op in (graph.nodes[value.node].op for value in graph.nodes[number].inputs):
+            if isinstance(op, Param) and (new := [p for p in dict.fromkeys(op.programs) if p not in counted]):
+                counted.update(new)
+                params[op] = new
+    return params
+
+
+def _num_values(program: Program) -> int:
+    return (program.of if isinstance(program, Padded) else program).type.size  # without padding
+
+
+def _scheme(param: Param, lir: Lir) -> str:
+    """Return the packed scheme of a parameter, or else its dtype."""
+    scheme = packing_of(param.programs[0]) if stays_packed(param, lir) else None
+    return scheme or short_name(param.type.dtype)
+
+
+def _sharding(facts: ProgramFacts, params: Mapping[Param, Sequence[Program]]) -> str:
+    sharding = facts.programs.model_sharding
+    if sharding is None:
+        return ""
+    return ", ".join(dict.fromkeys(sharding.describe_storage(p)[0] for each in params.values() for p in each))
+
+
+def _last_node(places: Sequence[tuple[Graph, int]]) -> Node:
+    graph, number = places[-1]
+    return graph.nodes[number]
+
+
+def _op_entry(graph: Graph, number: int) -> OpEntry:
+    """Return the description of a node."""
+    node = graph.nodes[number]
+    op, operands = node.op, [graph.type(v) for v in node.inputs]
+    assert isinstance(op, Mir)
+    inputs, result = tuple(_operand(graph, value) for value in node.inputs), ", ".join(map(str, node.types))
+    return OpEntry(
+        f"%{number}", op.text(), inputs, result, short_name(node.types[0].dtype),
+        op.traits.flops(op, operands, node.types), op.traits.bytes(op, operands, node.types), node.origin.by,
+    )  # fmt: skip
+
+
+def _operand(graph: Graph, value: Value) -> str:
+    node = graph.nodes[value.node]
+    if isinstance(node.op, Param):
+        return printed_name(node.op.programs[0])
+    return f"%{value.node}" + (f".{value.index}" if len(node.types) > 1 else "")
+
+
+# -- measured times ----------------------------------------------------------------------------
+
+
+def measured_blocks(
+    facts: ProgramFacts, blocks: Sequence[BlockEntry], times: BlockTimes, steps: int
+) -> list[BlockEntry]:
+    """Return the blocks with their measured times, followed by entries for time that belongs to no block."""
+    rows: dict[str, list[BlockTime]] = defaultdict(list)
+    for row in times.rows:
+        path = row.path
+        if row.program:
+            is_block = row.program == facts.key.text and row.path != facts.lir.graph.name
+            path = star_path(path) if is_block else NOT_ATTRIBUTED if row.program == facts.key.text else OTHERS
+        rows[path].append(row)
+    names = [block.path for block in blocks]
+    no_block = [path for path in rows if path not in names]
+    no_block.sort(key=lambda path: (path in (NOT_ATTRIBUTED, HELPERS, OTHERS, IDLE), path))
+    empty = BlockEntry("", "", "", 0, 0, "", "", "", 0, 0, 0, 0.0, True, 0.0, "")
+    blocks = [*blocks, *(replace(empty, path=path) for path in no_block)]
+    by_kernel = {kernel_name(name): instruction for name, instruction in facts.instructions.items()}
+    instructions = by_kernel | dict(facts.instructions)
+    return [_with_times(block, rows.get(block.path, []), instructions, steps) for block in blocks]
+
+
+def _with_times(
+    block: BlockEntry, rows: Sequence[BlockTime], instructions: Mapping[str, Instruction], steps: int
+) -> BlockEntry:
+    """Return a block with the times of its layers' rows."""
+    kernels = [kernel for row in rows for kernel in row.kernels]
+    entries = [
+        KernelEntry(
+            kernel.instruction or kernel.primitive,
+            instructions[kernel.instruction].opcode if kernel.instruction in instructions else "",
+            kernel.primitive, kernel.seconds / steps, round(kernel.calls / steps),
+        )
+        for kernel in sorted(kernels, key=lambda k: -k.seconds)
+    ]  # fmt: skip
+    layers = sorted(rows, key=lambda row: [int(n) for n in re.findall(r"\d+", row.path)])
+    one_by_one = block.layers > 1 and len(layers) == block.layers
+    return replace(
+        block, seconds=sum(row.seconds for row in rows) / steps, measured=True, kernels=tuple(entries),
+        layer_seconds=tuple(row.seconds / steps for row in layers) if one_by_one else (),
+    )  # fmt: skip
+
+
+def _compiled_kernels(instructions: Mapping[str, Instruction]) -> dict[str, list[KernelEntry]]:
+    """Return the kernels of each block of a compiled program that did not run."""
+    kernels: dict[str, list[KernelEntry]] = defaultdict(list)
+    for name, instruction in instructions.items():
+        if instruction.has_kernel:
+            entry = KernelEntry(name, instruction.opcode, instruction.primitive)
+            kernels[star_path(instruction.path)].append(entry)
+    return kernels
