@@ -133,7 +133,7 @@ def test_an_encoder_and_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 # -- losses ------------------------------------------------------------------------------------
 
-BLOCK = BlockEntry("a", "", "", 0, 0, "f32", "f32", "", 0, 0, 0, 0.0, True, 0.0, "")
+BLOCK = BlockEntry("a", "", "", 0, 0, "f32", "f32", "", 0, 0, 0.0, True, 0.0, "")
 
 
 def test_the_largest_losses() -> None:

@@ -80,7 +80,6 @@ class BlockEntry:
         sharding: the sharding of its parameters on a mesh; empty on one device.
         flops, bytes: the operations and the memory traffic of a run. `bytes` counts parameters once, and the values
             that the block reads and writes as if it were fused: its operands from other blocks and its results.
-        weight_bytes: the part of `bytes` that is parameters; a block that shares a parameter reads it too.
         seconds: the time in a run of the program: measured, or estimated by the roofline if `measured` is false.
         measured: whether `seconds` is measured.
         roofline_seconds: the shortest time that the device's rates allow for `flops` and `bytes`.
@@ -91,6 +90,7 @@ class BlockEntry:
         layer_seconds: the measured seconds of each layer in order; empty if the layers are not measured one by one.
         ops: the MIR ops of one layer.
         kernels: the XLA kernels of all layers, slowest first if measured.
+        weight_bytes: the part of `bytes` that is parameters; a block that shares a parameter reads it too.
     """
 
     path: str
@@ -103,7 +103,6 @@ class BlockEntry:
     sharding: str
     flops: int
     bytes: int
-    weight_bytes: int
     seconds: float
     measured: bool
     roofline_seconds: float
@@ -114,6 +113,7 @@ class BlockEntry:
     layer_seconds: tuple[float, ...] = ()
     ops: tuple[OpEntry, ...] = ()
     kernels: tuple[KernelEntry, ...] = ()
+    weight_bytes: int = 0
 
     @property
     def roofline_share(self) -> float:

@@ -91,7 +91,7 @@ def planned_blocks(facts: ProgramFacts) -> list[BlockEntry]:
             param_bytes=sum(program_bytes(p, stays_packed(q, facts.lir)) for q, each in params.items() for p in each),
             scheme="/".join(dict.fromkeys(_scheme(param, facts.lir) for param in params)),
             dtype=short_name(_last_node(nodes[paths[0]]).types[0].dtype),
-            sharding=_sharding(facts, params), flops=0, bytes=0, weight_bytes=0, seconds=0.0,
+            sharding=_sharding(facts, params), flops=0, bytes=0, seconds=0.0,
             measured=False, roofline_seconds=0.0, limited_by="",
             implementation=", ".join(choice.implementation for choice in chosen),
             reason="; ".join(choice.reason for choice in chosen),
@@ -207,7 +207,7 @@ def measured_blocks(
     names = [block.path for block in blocks]
     no_block = [path for path in rows if path not in names]
     no_block.sort(key=lambda path: (path in (NOT_ATTRIBUTED, HELPERS, OTHERS, IDLE), path))
-    empty = BlockEntry("", "", "", 0, 0, "", "", "", 0, 0, 0, 0.0, True, 0.0, "")
+    empty = BlockEntry("", "", "", 0, 0, "", "", "", 0, 0, 0.0, True, 0.0, "")
     blocks = [*blocks, *(replace(empty, path=path) for path in no_block)]
     by_kernel = {kernel_name(name): instruction for name, instruction in facts.instructions.items()}
     instructions = by_kernel | dict(facts.instructions)
