@@ -20,7 +20,7 @@ from rlx_jax.inspection.rates import rates_named
 from rlx_jax.inspection.records import BlockEntry, Finding, Inspection
 from rlx_jax.inspection.work import block_work
 from rlx_jax.lowering.inspect.hlo import parse_instructions
-from rlx_jax.runtime.findings import Padding, copied_caches, findings_of
+from rlx_jax.runtime.findings import PaddedSizes, copied_caches, findings_of
 from rlx_jax.runtime.program_facts import program_facts
 from tests import divided, small
 from tests.oracles.checkpoints import FIXTURES
@@ -263,7 +263,7 @@ def test_recompilations() -> None:
 
 @pytest.mark.parametrize(("rows", "waste"), [(8, 0.0), (7, 0.125), (1, 0.875)])
 def test_padding(rows: int, waste: float) -> None:
-    padding = Padding({"batch": (rows, 8), "seq": (4, 4)})
+    padding = PaddedSizes({"batch": (rows, 8), "seq": (4, 4)})
     assert padding.waste == waste
     model = ran(linears("a"), SQUARE, X)
     assert model.last_key is not None

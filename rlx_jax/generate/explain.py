@@ -16,7 +16,7 @@ from rlx_jax.generate.sampler import Sampler
 from rlx_jax.inspection.records import Inspection
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.runtime.explain import explain_program
-from rlx_jax.runtime.findings import Padding
+from rlx_jax.runtime.findings import PaddedSizes
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.text.request_checks import classify_prompts
 
@@ -73,10 +73,10 @@ def explain(
     if decodes:
         times = time_decode(plan, runs) if is_measured else None
         sizes = {"batch": (batch, plan.sizes.batch), "context": (context, plan.sizes.cache_len)}
-        padding = Padding(sizes, "the cache")
+        padding = PaddedSizes(sizes, "the cache")
         return explain_program(programs, plan.loop.key, times, steps, padding)
     times = time_prefill(plan, runs) if is_measured else None
-    padding = Padding({"batch": (batch, plan.prefill_batch), "seq": (plan.chunks[0].tokens, plan.chunks[0].width)})
+    padding = PaddedSizes({"batch": (batch, plan.prefill_batch), "seq": (plan.chunks[0].tokens, plan.chunks[0].width)})
     return explain_program(programs, plan.prefill_programs[0].key, times, 1, padding)
 
 

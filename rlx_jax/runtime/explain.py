@@ -9,7 +9,7 @@ from typing import Any
 from rlx_jax.inspection.largest_losses import largest_losses
 from rlx_jax.inspection.records import Inspection
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
-from rlx_jax.runtime.findings import Padding, findings_of
+from rlx_jax.runtime.findings import PaddedSizes, findings_of
 from rlx_jax.runtime.inspect_program import inspect_program
 from rlx_jax.runtime.program_facts import program_facts
 from rlx_jax.runtime.program_key import ProgramKey
@@ -17,7 +17,11 @@ from rlx_jax.runtime.programs import Programs
 
 
 def explain_program(
-    programs: Programs, key: ProgramKey, times: BlockTimes | None = None, steps: int = 1, padding: Padding | None = None
+    programs: Programs,
+    key: ProgramKey,
+    times: BlockTimes | None = None,
+    steps: int = 1,
+    padding: PaddedSizes | None = None,
 ) -> Inspection:
     """Return the full description of a program: its blocks, its largest losses, and what is found about it.
 
@@ -50,5 +54,5 @@ def explain_request(programs: Programs, run: Callable[[], Any], runs: int, num_t
     sizes = dict(key.binding)
     num_computed = sizes.get("batch", 1) * sizes.get("seq", 1)
     one_call = sum(bool(name) for name in times.programs) == 1 and num_computed >= num_tokens
-    padding = Padding({"tokens": (num_tokens, num_computed)}) if one_call else None
+    padding = PaddedSizes({"tokens": (num_tokens, num_computed)}) if one_call else None
     return explain_program(programs, key, times, padding=padding)

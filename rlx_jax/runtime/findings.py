@@ -46,7 +46,7 @@ WEIGHT_COPY = (
 
 
 @dataclass(frozen=True)
-class Padding:
+class PaddedSizes:
     """The sizes of a request and of the program that runs it, by name: `{"batch": (3, 4)}` is 3 rows in 4.
 
     `part` is what is padded: all that the program computes, or the cache.
@@ -64,7 +64,7 @@ class Padding:
         return 1.0 - used
 
 
-def findings_of(facts: ProgramFacts, padding: Padding | None = None) -> tuple[Finding, ...]:
+def findings_of(facts: ProgramFacts, padding: PaddedSizes | None = None) -> tuple[Finding, ...]:
     """Return all findings about a program."""
     checks = (wide_regions, copied_caches, slow_orientations, unfused_decodes, copied_weights, recompilations)
     found = [finding for check in checks for finding in check(facts)]
@@ -186,7 +186,7 @@ def recompilations(facts: ProgramFacts) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def padding_waste(facts: ProgramFacts, padding: Padding) -> Iterator[Finding]:
+def padding_waste(facts: ProgramFacts, padding: PaddedSizes) -> Iterator[Finding]:
     """Find a program with larger sizes than a request needs."""
     if padding.waste < MIN_PADDING:
         return
