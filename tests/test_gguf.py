@@ -87,9 +87,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+QUICK = ("llama", "llama 3", "mixtral", "qwen2", "gemma3", "mamba2")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in QUICK)) for c in CASES])
 def test_equals_the_directory(case: str, tmp_path: Path) -> None:
-    """Logits and greedy tokens of a file in F32; and of what `save` writes of it."""
+    """Logits of a file in F32; of one also its greedy tokens, and of one what `save` writes of it."""
     fixture, fields = CASES[case]
     if "query_pre_attn_scalar" in fields:
         fields = {"query_pre_attn_scalar": json.loads((FIXTURES / fixture / "config.json").read_text())["head_dim"]}
@@ -99,11 +102,21 @@ def test_equals_the_directory(case: str, tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, 40, (2, 9)).astype(np.int32)
     want = np.asarray(theirs.logits(tokens))
     np.testing.assert_allclose(np.asarray(ours.logits(tokens)), want, atol=3e-6 * np.abs(want).max(), rtol=0)
-    assert ours.generate([[1, 2, 3]], max_new_tokens=6) == theirs.generate([[1, 2, 3]], max_new_tokens=6)
+    if case == "llama":
+        assert ours.generate([[1, 2, 3]], max_new_tokens=6) == theirs.generate([[1, 2, 3]], max_new_tokens=6)
     if case == "mixtral":
         rlx.save(ours, tmp_path / "saved")
         saved = rlx.load(tmp_path / "saved", dtype="f32")
         np.testing.assert_array_equal(np.asarray(saved.logits(tokens)), np.asarray(ours.logits(tokens)))
+
+
+def assert_same_model(path: Path, other: Path) -> None:
+    """Two files have one config, and their parameters are equal bit by bit, so the programs and their results are."""
+    ours, theirs = (rlx.load(p, dtype="f32").model for p in (path, other))
+    assert rlx.recipe_for(path).config == rlx.recipe_for(other).config
+    assert ours.params is not None and theirs.params is not None and ours.params.keys() == theirs.params.keys()
+    for name, values in ours.params.items():
+        np.testing.assert_array_equal(np.asarray(values), np.asarray(theirs.params[name]), name)
 
 
 def random_checkpoint(path: Path, hidden: int) -> dict[str, Any]:
@@ -150,6 +163,9 @@ def random_mixture(path: Path) -> None:
     safetensors.numpy.save_file(weights, path / "model.safetensors")
 
 
+OTHER_TYPES = ("BF16", "Q4_1", "Q5_0", "Q8_0")
+
+
 def test_experts_of_qwen3(tmp_path: Path) -> None:
     """All layers have experts, with packed weights: a slice of a stacked tensor for each expert."""
     random_mixture(tmp_path / "hf")
@@ -165,7 +181,9 @@ def test_experts_of_qwen3(tmp_path: Path) -> None:
     np.testing.assert_array_equal(packed, plain)
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
+@pytest.mark.parametrize(
+    "kind", ["F16", "Q4_0", "Q5_1", "MXFP4", *(pytest.param(k, marks=pytest.mark.slow) for k in OTHER_TYPES)]
+)
 def test_packed_types(kind: str, tmp_path: Path) -> None:
     """Equal the directory with the numbers that gguf-py decodes; `open_weights` offers the bytes."""
     random_checkpoint(tmp_path / "hf", 64)
@@ -244,9 +262,7 @@ def test_files_of_other_years(tmp_path: Path) -> None:
         writer.add_causal_attention(True)
 
     write_gguf(source, tmp_path / "old.gguf", tensors=old, more=more)
-    tokens = np.arange(7, dtype=np.int32)[None]
-    want, found = (np.asarray(rlx.load(tmp_path / n, dtype="f32").logits(tokens)) for n in ("m.gguf", "old.gguf"))
-    np.testing.assert_array_equal(found, want)
+    assert_same_model(tmp_path / "old.gguf", tmp_path / "m.gguf")
 
 
 def test_nan_in_a_block(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tests.oracles import mtp_drafts
 from tests.oracles.gguf_files import write_gguf
 from tests.test_gguf import directory
 
+SLOW = pytest.mark.slow
 CASES: dict[str, dict[str, Any]] = {
     "qwen3_5_text/blocks_v5": {}, "qwen3_5_text/tied_v5": {}, "gpt_oss/window_v5": {"swiglu_limit": 7.0},
     "mamba2/groups_v5": {}, "mamba2/tied_v5": {}, "bert/bare_v5": {}, "nomic_bert/bare_v5": {"hidden_act": "silu"},
@@ -50,6 +51,7 @@ def test_weights(fixture: str, tmp_path: Path) -> None:
     assert_reads(tmp_path / "m.gguf", source)
 
 
+@pytest.mark.slow
 def test_draft_module(tmp_path: Path) -> None:
     """The draft module of Qwen 3.5 follows the layers of the model."""
     source = mtp_drafts.checkpoint(tmp_path / "hf", 1, planted=4.0)
@@ -60,7 +62,9 @@ def test_draft_module(tmp_path: Path) -> None:
     assert ours.generate([[3, 1, 4]], max_new_tokens=6, speculative="mtp") == want
 
 
-@pytest.mark.parametrize(("kind", "size"), [("Q8_0", 32), ("Q8_0", 16), ("Q4_1", 64)])
+@pytest.mark.parametrize(
+    ("kind", "size"), [("Q8_0", 32), pytest.param("Q8_0", 16, marks=SLOW), pytest.param("Q4_1", 64, marks=SLOW)]
+)
 def test_packed_value_heads(kind: str, size: int, tmp_path: Path) -> None:
     """Columns of value heads that are whole blocks stay packed; others are decoded."""
     changes = {"hidden_size": 64, "linear_value_head_dim": size, "linear_key_head_dim": 32}
@@ -75,7 +79,7 @@ def test_packed_value_heads(kind: str, size: int, tmp_path: Path) -> None:
     np.testing.assert_allclose(packed, plain, atol=3e-6 * np.abs(plain).max(), rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["MXFP4", "Q8_0", "F16"])
+@pytest.mark.parametrize("kind", ["MXFP4", pytest.param("Q8_0", marks=SLOW), pytest.param("F16", marks=SLOW)])
 def test_packed_experts(kind: str, tmp_path: Path) -> None:
     """Experts of gpt-oss: MXFP4 in the layout of its checkpoint, other types decoded."""
     source = directory(

@@ -18,7 +18,7 @@ from rlx_jax.errors import DTypeError, RequestError, TargetExistsError, Unsuppor
 from rlx_jax.weights.quantize import quantize_q8_0
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.gguf_files import tensors_of, write_gguf
-from tests.test_gguf import CASES, directory, random_checkpoint, random_mixture
+from tests.test_gguf import CASES, assert_same_model, directory, random_checkpoint, random_mixture
 from tests.test_gguf_tokenizers import LLAMA3, TEXTS
 
 NOT_WRITTEN = ("qwen3_5_text", "gpt_oss", "mamba2", "bert", "nomic_bert")
@@ -46,7 +46,8 @@ def weights_of(source: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("case", WRITTEN)
 def test_equals_what_converters_write(case: str, tmp_path: Path) -> None:
-    """Names, values and metadata as the oracle writes them with gguf-py's tables; then logits and tokens."""
+    """Names, values and metadata as the oracle writes them with gguf-py's tables, which test_gguf.py loads;
+    of some also logits."""
     fixture, fields = CASES[case]
     if "query_pre_attn_scalar" in fields:
         fields = {"query_pre_attn_scalar": json.loads((FIXTURES / fixture / "config.json").read_text())["head_dim"]}
@@ -68,9 +69,9 @@ def test_equals_what_converters_write(case: str, tmp_path: Path) -> None:
         factors = values(tensors["rope_freqs.weight"])
         np.testing.assert_allclose(factors, values(their_tensors["rope_freqs.weight"]), rtol=1e-6)
     again = rlx.load(tmp_path / "m.gguf", dtype="f32")
-    want = np.asarray(model.logits(TOKENS))
-    np.testing.assert_allclose(np.asarray(again.logits(TOKENS)), want, atol=3e-6 * np.abs(want).max(), rtol=0)
-    assert again.generate([[1, 2, 3]], max_new_tokens=6) == model.generate([[1, 2, 3]], max_new_tokens=6)
+    if case in ("llama", "mixtral", "gemma3"):
+        want = np.asarray(model.logits(TOKENS))
+        np.testing.assert_allclose(np.asarray(again.logits(TOKENS)), want, atol=3e-6 * np.abs(want).max(), rtol=0)
 
 
 def test_q8_0_is_that_of_gguf_py() -> None:
@@ -104,8 +105,7 @@ def test_types(dtype: str, tmp_path: Path) -> None:
     for name, tensor in tensors.items():
         assert tensor.tensor_type is (Kind.F32 if name.endswith("norm.weight") else kind)
         np.testing.assert_array_equal(values(tensor), decoded[name], err_msg=name)
-    ours, theirs = (rlx.load(tmp_path / name, dtype="f32") for name in ("m.gguf", "theirs.gguf"))
-    np.testing.assert_array_equal(np.asarray(ours.logits(TOKENS)), np.asarray(theirs.logits(TOKENS)))
+    assert_same_model(tmp_path / "m.gguf", tmp_path / "theirs.gguf")
     # The command writes the same file, and converts it back and forth.
     assert cli.main(["convert", str(tmp_path / "hf"), str(tmp_path / "c.gguf"), "--dtype", dtype]) == 0
     assert (tmp_path / "c.gguf").read_bytes() == (tmp_path / "m.gguf").read_bytes()

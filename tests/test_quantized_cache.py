@@ -22,11 +22,8 @@ IDS = RNG.integers(0, V, (3, 16)).astype(np.int32)
 DTYPES = {"int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn)}
 BOUNDS = {"int8": 0.01, "fp8": 0.06}
 """Of the error of logits (root mean square, relative), as docs/profiles.md states it."""
-FAMILIES = [
-    "llama",
-    "gemma2",
-    pytest.param("qwen35", marks=pytest.mark.slow),
-]  # full caches, rings, a state beside them
+DECODERS = [("llama", "int8"), ("gemma2", "fp8")]  # full caches, and rings
+DECODERS_OF_OTHER_CODES = [("llama", "fp8"), ("gemma2", "int8"), ("qwen35", "int8"), ("qwen35", "fp8")]
 BUCKETS = {"batch": [3], "prompt": [4], "context": [32]}
 
 
@@ -49,9 +46,10 @@ def run(model: Any, *ends: int, rows: Any = slice(None), pad: int = 0) -> tuple[
     return np.concatenate(parts, axis=1), state
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kv", DTYPES)
-def test_a_decoder(kv: str, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "kv"), [*DECODERS, *(pytest.param(*case, marks=pytest.mark.slow) for case in DECODERS_OF_OTHER_CODES)]
+)
+def test_a_decoder(family: str, kv: str) -> None:
     """The error is within its bound, and rows, padding, cuts and scanned layers do not matter."""
     model, exact = lm(family, kv), np.asarray(lm(family, "f32").logits(IDS))[:, 4:]
     logits, state = run(model, 8, 12, 16)
@@ -83,7 +81,7 @@ def test_what_is_stored(kv: str) -> None:
     assert sizes[1] == sizes[0] * (width + 4) // (4 * width)
 
 
-@pytest.mark.parametrize("kv", DTYPES)
+@pytest.mark.parametrize("kv", [pytest.param("int8", marks=pytest.mark.slow), "fp8"])
 def test_requests(kv: str) -> None:
     """Drafts, shared beginnings and states change no token; rejected drafts leave rings and full caches."""
     model = lm("gemma2", kv)
