@@ -436,6 +436,7 @@ def test_a_terminal_that_edits_lines(tmp_path: Path) -> None:
         assert interrupted(terminal.process) == 130
 
 
+@pytest.mark.slow
 def test_a_message_without_an_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:

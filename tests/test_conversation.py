@@ -172,6 +172,7 @@ def test_asking_again_over_a_window(tokenizer: Tokenizer) -> None:
     assert told is not None and told.reread and name not in kept.arrays and reply == lm.chat(asked, 40)
 
 
+@pytest.mark.slow
 def test_forks_streams_and_failures(model: Any) -> None:
     """Ways on from one text do not disturb each other; what is left or fails was not said."""
     lm = model("mistral")

@@ -72,7 +72,8 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["composed", pytest.param("inside a stage of one's own", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["composed", "inside a stage of one's own"])
 def test_a_layer_hook_has_its_cache(name: str) -> None:
     """Whatever stage writes the attention: cache, side outputs and numbers are those of the family's own layer."""
     stock = rlx.Llama32Flow.for_prefill(CONFIG)

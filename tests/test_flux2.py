@@ -35,6 +35,7 @@ def given(record: dict[str, Any], **changes: Any) -> dict[str, Any]:
     return {name: record[name] for name in INPUTS} | changes
 
 
+@pytest.mark.slow
 def test_recorded_sample(model: Any, record: dict[str, Any]) -> None:
     """Sharded bf16 weights through their index; ids with an axis of rows, and without."""
     assert_close(model(**given(record)), record["sample"])

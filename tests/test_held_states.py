@@ -33,6 +33,7 @@ def counts(lm: Any) -> tuple[int, int]:
     return report.read_tokens, report.cached_tokens
 
 
+@pytest.mark.slow
 def test_behind_a_state(lm: Any) -> None:
     """One row for all prompts, or a row for each, ragged: tokens, draws and answers are those of whole prompts. The
     state is as it was."""

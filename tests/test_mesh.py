@@ -75,7 +75,7 @@ def test_encoder(family: str, kinds: str, devices: int) -> None:
 
 @pytest.mark.parametrize(
     ("family", "kinds", "devices"),
-    [("dinov2 original", "fsdp tensor", 4), pytest.param("clip", *LARGEST, marks=SLOW)]
+    [pytest.param("dinov2 original", "fsdp tensor", 4, marks=SLOW), pytest.param("clip", *LARGEST, marks=SLOW)]
     + [pytest.param(f, *LARGEST, marks=SOAK) for f in IMAGES if f != "clip"],
 )
 def test_images(family: str, kinds: str, devices: int) -> None:

@@ -352,6 +352,7 @@ def test_states_that_carry_each_other_keep_their_precision() -> None:
     np.testing.assert_allclose(out["last"], third, rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_tokens_are_taken_back_from_a_ring() -> None:
     """As many as it has spare slots: then it is as if they had not been."""
     flow, weights = windowed(5)

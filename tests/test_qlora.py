@@ -163,6 +163,7 @@ def test_what_is_not_trained_is_named() -> None:
     assert set(memory[0].mu) == set(rlx.train.mask(model, ONLY_ADAPTERS)) != set(model.params or {})
 
 
+@pytest.mark.slow
 def test_on_a_mesh() -> None:
     """A step of a sharded state is that of one device, and its packed leaves keep values and sharding."""
     states = []

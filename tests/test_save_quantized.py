@@ -111,7 +111,7 @@ def test_directories(method: str, tmp_path: Path) -> None:
     assert declared["modules_to_not_convert" if method == "fp8" else "ignore"] == kept
 
 
-@pytest.mark.parametrize("method", ["fp8", "int8"])
+@pytest.mark.parametrize("method", ["fp8", pytest.param("int8", marks=pytest.mark.slow)])
 def test_conversions(method: str, tmp_path: Path) -> None:
     """A directory loads with the decoded numbers, and converts to others without its declaration, and back."""
     random_checkpoint(tmp_path / "hf", 256)

@@ -244,6 +244,7 @@ def test_buckets_are_checked() -> None:
 # -- seeds, and another precision --------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_kind_of_key_is_a_seed(plain: Any) -> None:
     """Whichever came first; whatever kind of key JAX makes by default, and with 64 bits."""
     sampler, seeds = SAMPLERS[1], [jax.random.PRNGKey(3), 3, jax.random.key(3)]

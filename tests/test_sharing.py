@@ -120,6 +120,7 @@ def test_any_sharing(data: Any, count: int, pool: int, how: dict[str, Any]) -> N
     check(keys, data.draw(st.sampled_from(["", *sorted({k for layer in keys for k in layer})])), **how)
 
 
+@pytest.mark.slow
 def test_a_trained_model_is_saved_and_loaded(tmp_path: Path) -> None:
     """Each weight once, with the values of the step; and it comes back in any mode."""
     keys, head = SHARED["by a layer that is left over"]

@@ -202,6 +202,7 @@ def test_other_tokenizers_cannot_draft() -> None:
         make_drafter(replace(ours, tokenizer=other), 3, ours)
 
 
+@pytest.mark.slow
 def test_the_program_by_itself() -> None:
     """Logits of all tokens; the state's length is what it was, and what is read after it is as if nothing had been."""
     flow, weights = windowed(WINDOW)

@@ -156,6 +156,7 @@ def test_a_loss_gets_the_rest_of_the_batch_by_name() -> None:
 # -- refusals ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_options_of_xla_reach_the_step() -> None:
     """One that it does not know is an error, as for every other program."""
     model = set_to(backend={"cpu": {"compiler_options": {"xla_no_such_option": 1}}})
