@@ -87,7 +87,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-QUICK = ("llama", "llama 3", "mixtral", "qwen2", "gemma3", "mamba2")
+QUICK = ("llama", "llama 3", "mixtral", "qwen2", "gemma2", "mamba2")
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in QUICK)) for c in CASES])

@@ -86,7 +86,8 @@ def test_gradients_are_those_over_the_decoded_base(scheme: str, tables: dict[str
         assert_close(gradients[0][key], np.asarray(gradients[1][key]), tolerance=1e-5)
 
 
-@pytest.mark.parametrize("roll", ["scan", pytest.param("unroll", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("roll", ["scan", "unroll"])
 def test_training(roll: str, tmp_path: Path) -> None:
     """50 steps: the loss falls, bytes of the base stay, and so does what the mask leaves out. States are saved."""
     model = adapted(MIXED, layers={"roll": roll})
