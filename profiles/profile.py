@@ -78,17 +78,17 @@ class ProfileDiff:
     def __str__(self) -> str:
         if not self.fields:
             return f"{self.ours} and {self.theirs} have the same settings"
-        lines = [f"{self.ours} → {self.theirs}", *_change_lines(self.fields)]
+        lines = [f"{self.ours} → {self.theirs}", *change_lines(self.fields)]
         if self.program is not None:
-            lines += ["", "in the program" if self.program else "the program is the same", *_change_lines(self.program)]
+            lines += ["", "in the program" if self.program else "the program is the same", *change_lines(self.program)]
         return "\n".join(lines)
 
 
-def _change_lines(changes: tuple[Change, ...]) -> list[str]:
+def change_lines(changes: tuple[Change, ...], indent: str = "  ") -> list[str]:
     """Return a line for each change, wrapped at 80 columns."""
     width = min(34, max((len(change.name) for change in changes), default=0))
     rows = [(change.name, f"{change.ours} → {change.theirs}") for change in changes]
-    return [str(TextTable(rows, widths=(width,), indent="  ", wrap=80))] if rows else []
+    return [str(TextTable(rows, widths=(width,), indent=indent, wrap=80))] if rows else []
 
 
 def field_changes(ours: Table, theirs: Table) -> Iterator[Change]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gzip
 import html
+import json
 import math
 import re
 from types import SimpleNamespace
@@ -172,7 +175,7 @@ def test_a_trace_without_kernels() -> None:
     other = SimpleNamespace(name="dot", start_ns=6.0, duration_ns=1.0, stats=[("hlo_op", "dot"), ("program_id", 3)])
 
     def data(*events: Any) -> Any:
-        return SimpleNamespace(planes=[SimpleNamespace(lines=[SimpleNamespace(events=events)])])
+        return SimpleNamespace(planes=[SimpleNamespace(name="", lines=[SimpleNamespace(name="", events=events)])])
 
     assert read_trace(data(mark, other)).kernels == (Kernel(6.0, 7.0, 3, "", "dot"),)
     for outside in (4.0, 15.0):
@@ -187,8 +190,10 @@ def test_a_trace_of_a_gpu() -> None:
     mark = SimpleNamespace(name=ANNOTATION, start_ns=0.0, duration_ns=10.0, stats=[])
     stats = [("hlo_op", "command_buffer_1"), ("hlo_module", "jit_forward"), ("program_id", 9)]
     kernel = SimpleNamespace(name="fusion_7_1", start_ns=1.0, duration_ns=2.0, stats=stats)
-    trace = read_trace(SimpleNamespace(planes=[SimpleNamespace(lines=[SimpleNamespace(events=[mark, kernel])])]))
-    assert trace.kernels == (Kernel(1.0, 3.0, 9, "jit_forward", "fusion_7_1"),)
+    line = SimpleNamespace(name="Stream #13", events=[mark, kernel])
+    trace = read_trace(SimpleNamespace(planes=[SimpleNamespace(name="/device:GPU:0", lines=[line])]))
+    row = ("/device:GPU:0", "Stream #13", 0)
+    assert trace.kernels == (Kernel(1.0, 3.0, 9, "jit_forward", "fusion_7_1", row),)
 
     def program(number: int, module: str, *names: str) -> Any:
         made = {name: Instruction("fusion") for name in names}
@@ -204,6 +209,62 @@ def test_a_trace_of_a_gpu() -> None:
         _match_program(compiled, (9, "jit_forward"), {"a", "b"}) is large
         and _match_program(compiled, (1, "jit_forward"), {"b"}) is small
     )
+
+
+# -- the trace ---------------------------------------------------------------------------------
+
+
+def shares(events: list[Any], runs: int) -> dict[tuple[str, str], float]:
+    """Seconds of a run by program and block, from the events of a file: each moment is shared by the innermost."""
+    edges = sorted({t for e in events for t in (e["ts"], e["ts"] + e["dur"])})
+    seconds: dict[tuple[str, str], float] = {}
+    for start, end in zip(edges, edges[1:], strict=False):
+        active = [e for e in events if e["ts"] <= start and end <= e["ts"] + e["dur"]]
+        inner = [e for e in active if e["args"]["primitive"] != "while"] or active
+        for event in inner:
+            place = event["args"]["program"], event["args"]["block"]
+            seconds[place] = seconds.get(place, 0.0) + (end - start) / len(inner) / 1e6 / runs
+    return seconds
+
+
+def events_of(path: Any) -> tuple[list[Any], list[Any]]:
+    """The kernels and the names of rows in a trace file, as its format has them."""
+    data = json.loads((gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode())
+    events = data["traceEvents"]
+    kernels, names = ([e for e in events if e["ph"] == phase] for phase in "XM")
+    assert len(kernels) + len(names) == len(events) and data["otherData"]["runs"] >= 1
+    named = {(e["pid"], e["tid"]) for e in names if e["name"] == "thread_name"}
+    assert {(e["pid"], e["tid"]) for e in kernels} == named
+    return kernels, names
+
+
+def test_the_trace_file_of_a_given_trace(tmp_path: Any) -> None:
+    """Microseconds from the start of the trace, a row for each stream."""
+    rows = [("gpu:0", "stream 1", 0), ("gpu:0", "stream 1", 1), *[("gpu:1", "stream", 0)] * 3]
+    kernels = tuple(dataclasses.replace(k, row=row) for k, row in zip(KERNELS, rows, strict=True))
+    times = block_times(Trace(-10, 60, 2, kernels), FOUND, 1, "two")
+    times.save_trace(tmp_path / "run.json")
+    events, names = events_of(tmp_path / "run.json")
+    assert [e["ts"] for e in events] == pytest.approx([0.01, 0.02, 0.04, 0.045, 0.062])
+    assert [e["dur"] for e in events] == pytest.approx([0.02, 0.02, 0.02, 0.005, 0.001])
+    assert events[0]["args"] == {"program": "forward of n 2", "block": "layers.0.up", "primitive": "dot_general"}
+    assert [e["args"]["name"] for e in names] == ["gpu:0", "gpu:1", "stream 1", "stream 1", "stream"]
+    assert [(e["pid"], e["tid"]) for e in events] == [(1, 1), (1, 2), (2, 3), (2, 3), (2, 3)]
+
+
+def test_the_trace_file_has_the_times_of_the_blocks(tmp_path: Any) -> None:
+    """Of a run: added up from the file, they are those of the table."""
+    model = rlx.compile(divided.recipe("llama"), divided.weights("llama"))
+    times = model.profile(np.array([[1, 2, 3]], np.int32), runs=2)
+    times.save_trace(tmp_path / "run.json.gz")
+    events, _ = events_of(tmp_path / "run.json.gz")
+    rows = {(row.program, row.path): row.seconds for row in times.rows if row.path != IDLE}
+    assert shares(events, 2) == pytest.approx(rows, rel=1e-3, abs=1e-9)
+    assert any("layers.1.mlp" in path for _, path in rows)
+    with pytest.raises(SaveFailedError, match="trace .* not written: No such file"):
+        times.save_trace(tmp_path / "none" / "run.json")
+    with pytest.raises(RequestError, match="save_trace: these times have no trace"):
+        BlockTimes(0.01, 1, "cpu", ()).save_trace(tmp_path / "run.json")
 
 
 # -- the flame graph ---------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def add_sampling(
 def add_program(parser: argparse.ArgumentParser) -> None:
     """Add the options that select a program of a model and its sizes."""
     add = parser.add_argument
-    add("--program", choices=PROGRAMS, help="forward, or of a language model prefill (default), extend ...")
+    add("--program", choices=PROGRAMS, help="forward, train, or of a language model prefill, extend ...")
     add(
         "--size", action="append", default=[], type=named_size, metavar="NAME=N",
         help="a size of the program, such as batch=1, seq=128 or context=2048; may be given several times",

@@ -21,6 +21,7 @@ from rlx_jax.cli.bench import BENCH
 from rlx_jax.cli.command import Command, Session, select_device
 from rlx_jax.cli.completion import SHELLS, command_options, long_options, subparsers
 from rlx_jax.cli.convert import CONVERT
+from rlx_jax.cli.diff import DIFF
 from rlx_jax.cli.doctor import DOCTOR
 from rlx_jax.cli.encode import EMBED, SCORE
 from rlx_jax.cli.explain import EXPLAIN
@@ -43,7 +44,7 @@ def completion_options(parser: argparse.ArgumentParser) -> None:
 
 COMPLETION = Command("completion", "complete commands and options in a shell", (completion_options,), completion)
 
-COMMANDS = (CHAT, GENERATE, EMBED, SCORE, BENCH, EXPLAIN, INSPECT, CONVERT, DOCTOR, COMPLETION)
+COMMANDS = (CHAT, GENERATE, EMBED, SCORE, BENCH, EXPLAIN, INSPECT, DIFF, CONVERT, DOCTOR, COMPLETION)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,5 @@
-"""This module compares a program under two choices of settings, for `CompileProfile.diff`.
-
-It builds both programs, up to the plan, lists facts about each, and reports the facts that differ.
-"""
+"""This module compares two programs, for `CompileProfile.diff` and `model.diff`: it lists facts about each program, up
+to the plan, and reports the facts that differ."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from rlx_jax.compiler.pipeline import Template, make_lir, make_template
 from rlx_jax.compiler.settings import Buckets, Settings
 from rlx_jax.ir.graph import Leaf
 from rlx_jax.ir.types import short_name
-from rlx_jax.lowering.lir.plan import layout_of
+from rlx_jax.lowering.lir.plan import Lir, layout_of
 from rlx_jax.profiles import Change
 from rlx_jax.profiles.check import iter_settings
 from rlx_jax.program import Built
@@ -30,7 +28,7 @@ COUNT_PREFIXES = ("ops", "values")
 def program_changes(
     built: Built, ours: Settings, theirs: Settings, program: str, serves: bool, sizes: Mapping[str, int] | None
 ) -> tuple[Change, ...]:
-    """Return the differences between the programs that two choices of settings give. Nothing is compiled.
+    """Return the differences between the programs of a flow that two choices of settings give. Nothing is compiled.
 
     Args:
         built: the built flow.
@@ -45,7 +43,19 @@ def program_changes(
     Raises:
         ProfileError: the settings do not apply to the program.
     """
-    before, after = (dict(_facts(built, settings, program, serves, sizes)) for settings in (ours, theirs))
+    facts = []
+    for settings in (ours, theirs):
+        template = make_template(built, 0.0, settings, program)
+        lir = None if sizes is None else make_lir(template, sizes, settings)
+        facts.append(dict(facts_of_program(template, settings, program, serves, lir)))
+    return fact_changes(*facts)
+
+
+def fact_changes(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Change, ...]:
+    """Return a change for each fact that differs, by the first word of their names in the order of the facts.
+
+    A fact that only one side has is "none" on the other, or "0" if it is a count.
+    """
     names = list(dict.fromkeys((*before, *after)))
     groups = list(dict.fromkeys(name.split()[0] for name in names))
     changed = [name for name in names if before.get(name) != after.get(name)]
@@ -59,11 +69,18 @@ def program_changes(
     )
 
 
-def _facts(
-    built: Built, settings: Settings, program: str, serves: bool, sizes: Mapping[str, int] | None
+def facts_of_program(
+    template: Template, settings: Settings, program: str, serves: bool, lir: Lir | None
 ) -> Iterator[tuple[str, str]]:
-    """List facts about a program, as pairs of a name and a value, in the order of the report."""
-    template = make_template(built, 0.0, settings, program)
+    """List facts about a program, as pairs of a name and a value, in the order of the report.
+
+    Args:
+        template: the program.
+        settings: the settings that it was made with.
+        program: its name.
+        serves: whether the model serves requests; settings of the request loop are listed too.
+        lir: its plan, for the implementations of ops; None to leave them out.
+    """
     yield from ((f"pass {name}", "runs" if name in template.nodes else "does not run") for name in PASS_NAMES)
     yield from _op_counts(template)
     types = layout_of([template.hir], settings.plan.scan, settings.plan.packed).types()
@@ -77,8 +94,7 @@ def _facts(
             yield row.label, _to_text(attrgetter(row.resolved_as or f"profile.{place}")(settings))
     if serves:
         yield from ((f"buckets.{f.name}", _to_text(getattr(settings.buckets, f.name))) for f in fields(Buckets))
-    if sizes is not None:
-        lir = make_lir(template, sizes, settings)
+    if lir is not None:
         for what in ("attention", "products", "experts", "recurrences"):
             yield f"runs {what}", "; ".join(getattr(lir, what)())
 

@@ -6,12 +6,13 @@ result as a table or a flame graph.
 
 from __future__ import annotations
 
+import gzip
 import os
 import tempfile
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from rlx_jax.compiler.executable import Executable, HasCompanions
 from rlx_jax.device import running_device
 from rlx_jax.errors import RequestError, SaveFailedError, UnsupportedError, first_line, quote
 from rlx_jax.inspection.flame_graph import Frame, flame_graph_page
+from rlx_jax.inspection.trace_file import Execution, trace_json
 from rlx_jax.ir.table import TextTable
 from rlx_jax.lowering.inspect.hlo import (
     CONTAINERS,
@@ -84,12 +86,14 @@ class BlockTimes:
         runs: the number of traced runs.
         device: the name of the device.
         rows: the blocks, slowest first.
+        executions: every execution of a kernel in the trace, of all runs.
     """
 
     seconds: float
     runs: int
     device: str
     rows: tuple[BlockTime, ...]
+    executions: tuple[Execution, ...] = field(default=(), repr=False, compare=False)
 
     def folded(self) -> BlockTimes:
         """Return the times with repeated layers merged into one, `layers.*`."""
@@ -144,10 +148,21 @@ class BlockTimes:
         Raises:
             SaveFailedError: the file cannot be written.
         """
-        try:
-            Path(path).write_text(self.flame_graph(), encoding="utf-8")
-        except OSError as error:
-            raise SaveFailedError(f"flame graph {quote(os.fspath(path))}: not written: {error.strerror}") from error
+        _write("flame graph", path, self.flame_graph().encode())
+
+    def save_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the executions of kernels in the format of Chrome's trace viewer, which https://ui.perfetto.dev opens.
+
+        There is a row for each stream of a device, or thread of a CPU. Kernels have their program, block path and JAX
+        primitive as arguments. A path that ends in `.gz` is compressed. An existing file is overwritten.
+
+        Raises:
+            RequestError: the times have no trace. SaveFailedError: the file cannot be written.
+        """
+        if not self.executions:
+            raise RequestError("save_trace: these times have no trace; profile() returns times that do")
+        text = trace_json(self.executions, self.device, self.runs).encode()
+        _write("trace", path, gzip.compress(text) if os.fspath(path).endswith(".gz") else text)
 
     def _cells(self, name: str, rows: list[BlockTime], calls: str) -> tuple[str, ...]:
         """Return a line of the table that adds up several rows: name, milliseconds, share and calls."""
@@ -157,6 +172,14 @@ class BlockTimes:
 
     def __str__(self) -> str:
         return self.text()
+
+
+def _write(what: str, path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a file; `what` names it in the error, a SaveFailedError."""
+    try:
+        Path(path).write_bytes(data)
+    except OSError as error:
+        raise SaveFailedError(f"{what} {quote(os.fspath(path))}: not written: {error.strerror}") from error
 
 
 # For XLA's id and module name of a program: our name of the program, and its instructions by name.
@@ -187,7 +210,11 @@ def block_times(trace: Trace, programs_by_id: TracedPrograms, runs: int, device:
         kernel_time = KernelTime(primitive, duration, instruction, count)
         parts[program, path].append(BlockTime(program, path, duration, 0, (kernel_time,)))
     rows = (replace(_merge_rows(*place, blocks), calls=calls[place]) for place, blocks in parts.items())
-    return BlockTimes((trace.end - trace.start) / runs / 1e9, runs, device, _slowest_first(rows))
+    executions = tuple(
+        Execution(k.row, k.instruction, (k.start - trace.start) / 1e9, (k.end - k.start) / 1e9, *part[:3])
+        for k, part in parts_of_kernels
+    )
+    return BlockTimes((trace.end - trace.start) / runs / 1e9, runs, device, _slowest_first(rows), executions)
 
 
 # The program of a kernel, the path of its block, its primitive, whether it is a container of other kernels, and its
@@ -267,6 +294,7 @@ class Kernel:
         start, end: nanoseconds in the trace.
         program, module: XLA's id and module name of the program.
         instruction: the name of the HLO instruction.
+        row: the names of the device and of its stream, or thread of a CPU, and the number of that stream or thread.
     """
 
     start: float
@@ -274,6 +302,7 @@ class Kernel:
     program: int
     module: str
     instruction: str
+    row: tuple[str, str, int] = ("", "", 0)
 
 
 @dataclass(frozen=True)
@@ -313,18 +342,23 @@ def record_trace(run: Callable[[], Any]) -> Trace:
 
 def read_trace(data: Any) -> Trace:
     """Return the kernels of a `jax.profiler.ProfileData` that ran inside the annotation `ANNOTATION`."""
-    all_events = (event for plane in data.planes for line in plane.lines for event in line.events)
-    events = [(event, {name: value for name, value in event.stats if name is not None}) for event in all_events]
-    start, end = next((e.start_ns, e.start_ns + e.duration_ns) for e, _ in events if e.name == ANNOTATION)
+    all_events = (
+        (event, (plane.name, line.name, number))
+        for plane in data.planes
+        for number, line in enumerate(plane.lines)
+        for event in line.events
+    )
+    events = [(event, {name: v for name, v in event.stats if name is not None}, row) for event, row in all_events]
+    start, end = next((e.start_ns, e.start_ns + e.duration_ns) for e, _, _ in events if e.name == ANNOTATION)
     kernels, devices = [], set()
-    for event, stats in events:
+    for event, stats, row in events:
         clipped_start, clipped_end = max(event.start_ns, start), min(event.start_ns + event.duration_ns, end)
         if "hlo_op" in stats and clipped_start < clipped_end:
             program_id, module = int(stats.get("program_id", 0)), str(stats.get("hlo_module", ""))
             # For a CUDA graph, `hlo_op` names the graph, and the event names the kernel.
             name = str(stats["hlo_op"])
             name = event.name if name.startswith("command_buffer") else name
-            kernels.append(Kernel(clipped_start, clipped_end, program_id, module, name))
+            kernels.append(Kernel(clipped_start, clipped_end, program_id, module, name, row))
             devices.add(stats.get("device_ordinal", 0))
     if not kernels:
         raise UnsupportedError(

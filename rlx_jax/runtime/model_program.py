@@ -10,8 +10,11 @@ from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.meshes import to_model_devices
 from rlx_jax.compiler.pipeline import Template
 from rlx_jax.compiler.settings import Settings
+from rlx_jax.errors import GraphError, shown
+from rlx_jax.inspection.diff import ModelDiff
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.program import Buildable, Built, InputDecl
+from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.inputs import (
     as_row,
     bind_names,
@@ -23,6 +26,7 @@ from rlx_jax.runtime.inputs import (
     refuse_unread,
     value_or_spec,
 )
+from rlx_jax.runtime.model_diff import diff_programs
 from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.runtime.sequence_state import State, state_arrays
@@ -104,6 +108,31 @@ class ModelProgram:
     def template(self, program: str | None = None, *, last_only: bool = False) -> Template:
         """Return the template of a program, its form with symbolic sizes; by default of `self.program`."""
         return self.programs.template(ProgramKey(self.name, program or self.program, last_only=last_only))
+
+    def diff(
+        self, other: ModelProgram, *, sizes: Mapping[str, int] | None = None,
+        times: tuple[BlockTimes, BlockTimes] | None = None,
+    ) -> ModelDiff:  # fmt: skip
+        """Return the differences between this model and another one, in this program. Nothing is compiled.
+
+        Blocks are compared by path: their ops, types, weights and implementations.
+
+        Args:
+            other: a model with the same program; neither needs weights.
+            sizes: the size of each symbolic dimension, such as `{"batch": 1, "seq": 128}`; None leaves out FLOPs, bytes
+                and implementations.
+            times: what `profile` returned for this model and for the other one, to compare them too.
+
+        Raises:
+            GraphError: `other` is no compiled model or has another program; a size is missing or unknown.
+        """
+        if not isinstance(other, ModelProgram) or other.program != self.program:
+            got = other.program if isinstance(other, ModelProgram) else shown(other)
+            raise GraphError(
+                f"diff: expected a compiled model with the program {self.program}, such as "
+                f"compile(flow).as_program({self.program!r}) or the .model of a CausalLM; got {got}"
+            )
+        return diff_programs((self.programs, self.key()), (other.programs, other.key()), sizes or {}, times)
 
     def _template(self, optional_inputs: frozenset[str] = frozenset()) -> Template:
         return self.programs.template(self.key(optional_inputs))

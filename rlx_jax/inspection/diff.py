@@ -1,0 +1,197 @@
+"""This module compares two models block by block: `model.diff()` and `rlx-jax diff`."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rlx_jax.compiler.compare import fact_changes
+from rlx_jax.compiler.pipeline import Template
+from rlx_jax.inspection.work import block_work
+from rlx_jax.ir.graph import Graph, Leaf, Node, Param
+from rlx_jax.ir.param import Padded, Program, packed_arrays, packing_of
+from rlx_jax.ir.paths import Path, bind_path, path_text
+from rlx_jax.ir.table import TextTable
+from rlx_jax.lowering.inspect.hlo import without_layer_numbers
+from rlx_jax.lowering.lir.plan import Lir
+from rlx_jax.profiles import Change
+from rlx_jax.profiles.profile import change_lines
+
+# The facts of a block as text, by name; the names are those of the changes.
+Facts = dict[str, str]
+
+SIGNS = {"equal": "=", "changed": "~", "removed": "-", "added": "+"}
+
+
+@dataclass(frozen=True)
+class BlockDiff:
+    """A block of two models, or the same block of several layers that differ in the same way.
+
+    Attributes:
+        path: the block path, with the numbers of layers: `layers.0-3,5.mlp`; `layers.*.mlp` for all layers.
+        kind: "equal", "changed", "removed" (only the first model has it) or "added" (only the second one).
+        layers: the number of blocks.
+        changes: the facts that differ; of a block that one model has, all its facts.
+    """
+
+    path: str
+    kind: str
+    layers: int
+    changes: tuple[Change, ...]
+
+
+@dataclass(frozen=True)
+class ModelDiff:
+    """The differences between two models, in one program.
+
+    Attributes:
+        ours, theirs: the names of the models.
+        program: the program that is compared.
+        sizes: the sizes that FLOPs, bytes and implementations are for; empty to leave these out.
+        totals: sums of the models, equal or not.
+        settings: the settings of the profiles that differ.
+        facts: the differences of the programs: passes, ops, dtypes, how layers and ops run.
+        blocks: the blocks, in the order of the first model; then those of the second one alone.
+        times: the milliseconds of a run of each block, if both were measured; the largest difference first.
+    """
+
+    ours: str
+    theirs: str
+    program: str
+    sizes: Mapping[str, int]
+    totals: tuple[Change, ...]
+    settings: tuple[Change, ...]
+    facts: tuple[Change, ...]
+    blocks: tuple[BlockDiff, ...]
+    times: tuple[Change, ...] = field(default=())
+
+    def __bool__(self) -> bool:
+        """Return whether anything but the measured times differs."""
+        differs = any(change.ours != change.theirs for change in self.totals)
+        return differs or bool(self.settings or self.facts) or any(block.kind != "equal" for block in self.blocks)
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name} {size}" for name, size in sorted(self.sizes.items()))
+        lines = [f"{self.ours} → {self.theirs}: {self.program}{f' of {sizes}' if sizes else ''}", ""]
+        lines.append(str(TextTable([(c.name, c.ours, c.theirs) for c in self.totals], indent="  ")))
+        for title, changes in (("settings", self.settings), ("program", self.facts)):
+            lines += ["", title, *change_lines(changes)] if changes else []
+        counts = {kind: sum(block.layers for block in self.blocks if block.kind == kind) for kind in SIGNS}
+        lines += ["", f"blocks: {', '.join(f'{count} {kind}' for kind, count in counts.items() if count)}"]
+        for block in self.blocks:
+            if block.kind != "equal":
+                times = f" × {block.layers}" if block.layers > 1 else ""
+                lines += [f"{SIGNS[block.kind]} {block.path}{times}", *change_lines(block.changes, "    ")]
+        if self.times:
+            rows = [(change.name, change.ours, change.theirs) for change in self.times]
+            lines += ["", str(TextTable(rows, ("ms per run", self.ours, self.theirs)))]
+        return "\n".join(lines)
+
+
+def block_diffs(ours: Mapping[str, Facts], theirs: Mapping[str, Facts]) -> tuple[BlockDiff, ...]:
+    """Return the differences of blocks by path; layers that differ in the same way are one."""
+    groups: dict[tuple[str, str, tuple[Change, ...]], list[str]] = defaultdict(list)
+    num_layers: dict[str, int] = defaultdict(int)
+    for path in dict.fromkeys((*ours, *theirs)):
+        changes = fact_changes(ours.get(path, {}), theirs.get(path, {}))
+        both = path in ours and path in theirs
+        kind = ("changed" if changes else "equal") if both else "removed" if path in ours else "added"
+        star = without_layer_numbers(path)
+        groups[star, kind, changes].append(path)
+        num_layers[star] += 1
+    return tuple(
+        BlockDiff(_label(star, paths, num_layers[star]), kind, len(paths), changes)
+        for (star, kind, changes), paths in groups.items()
+    )
+
+
+def _label(star: str, paths: Sequence[str], num_layers: int) -> str:
+    """Return the path of blocks of several layers: `layers.0-3,5.mlp`, or `star` for all layers."""
+    if len(paths) == 1 or star.count("*") != 1:
+        return paths[0] if len(paths) == 1 else star
+    if len(paths) == num_layers:
+        return star
+    before, after = map(re.escape, star.split("*"))
+    numbers = sorted(int(match[1]) for path in paths if (match := re.fullmatch(f"{before}(\\d+){after}", path)))
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    text = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return star.replace("*", text)
+
+
+# -- facts of blocks ---------------------------------------------------------------------------
+
+
+@dataclass
+class _Block:
+    """The nodes of a block in one layer: ops, the types of the last one's results, parameters, and its MIR path."""
+
+    ops: list[str] = field(default_factory=list)
+    output: str = ""
+    params: dict[Program, None] = field(default_factory=dict)
+    path: Path = ()
+    layers: int = 1
+
+
+def block_facts(template: Template, lir: Lir | None) -> dict[str, Facts]:
+    """Return the facts of each block of a program, of each layer by itself.
+
+    Args:
+        template: the program.
+        lir: its plan, for FLOPs, bytes and implementations; None to leave these out.
+    """
+    blocks: dict[Path, _Block] = {}
+    _collect(template.hir, blocks, None, 1)
+    work = {} if lir is None else block_work(lir)
+    lines = () if lir is None else (*lir.attention(), *lir.experts(), *lir.recurrences())
+    choices = dict(line.split(": ", 1) for line in lines)
+    facts: dict[str, Facts] = {}
+    for path, block in blocks.items():
+        name = "(outside of blocks)" if path == (template.hir.name,) else path_text(path)
+        facts[name] = dict(_facts(block, template.job.settings.plan.packed))
+        if lir is not None:
+            works = work.get(block.path, ())
+            flops, nbytes = (sum(getattr(w, what) for w in works) // block.layers for what in ("flops", "bytes"))
+            runs = choices.get(path_text(block.path))
+            facts[name] |= {"FLOPs": f"{flops:,}", "bytes": f"{nbytes:,}"} | ({"runs": runs} if runs else {})
+    return facts
+
+
+def _collect(graph: Graph, blocks: dict[Path, _Block], layer: int | None, layers: int) -> None:
+    """Add the nodes of a graph to `blocks`; of a region, of iteration `layer` of `layers`."""
+    for node in graph.nodes:
+        regions, count = node.op.regions(), node.op.iterations()
+        for region in regions:
+            for i in range(count) if count > 1 else (layer,):
+                _collect(region, blocks, i, max(count, layers))
+        if not isinstance(node.op, Leaf) and not regions:
+            path = node.origin.path
+            block = blocks.setdefault(bind_path(path, layer), _Block(path=path, layers=layers))
+            block.ops.append(node.op.text())
+            block.output = ", ".join(map(str, node.types))
+            block.params.update(dict.fromkeys(_params(graph, node, layer)))
+
+
+def _params(graph: Graph, node: Node, layer: int | None) -> Iterator[Program]:
+    for op in (graph.nodes[value.node].op for value in node.inputs):
+        if isinstance(op, Param):
+            yield op.program_at(layer)
+
+
+def _facts(block: _Block, packed: bool) -> Iterator[tuple[str, str]]:
+    """Yield the facts of a block that do not depend on sizes; `packed` is whether packed weights stay packed."""
+    yield "ops", "; ".join(block.ops)
+    yield "output", block.output
+    if block.params:
+        schemes = {p: packing_of(p) if packed else None for p in block.params}
+        arrays = [packed_arrays(p).values() if scheme else (p,) for p, scheme in schemes.items()]
+        sizes = [(p.of if isinstance(p, Padded) else p).type.size for p in block.params]  # without padding
+        yield "weights", ", ".join(f"{scheme or ''} {p.type}".strip() for p, scheme in schemes.items())
+        yield "parameters", f"{sum(sizes):,}"
+        yield "parameter bytes", f"{sum(array.type.nbytes for each in arrays for array in each):,}"
