@@ -2,7 +2,9 @@
 
     python benchmarks/packed.py                       f32 and packed, the 135M shape on the CPU; bf16 on a GPU, the 1B
     python benchmarks/packed.py --shape 8b --schemes gguf_q8_0 gguf_q4k
+    python benchmarks/packed.py --schemes fp8 --only "decode 1"
 
+`fp8` has a scale for each block of 128 × 128; embeddings and the head stay in bf16, as in published checkpoints.
 The floor of a step is the time to read the bytes of all parameters but the embedding at the machine's bandwidth.
 Exits with 1 if a goal is missed.
 """
@@ -10,7 +12,9 @@ Exits with 1 if a goal is missed.
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import decode
@@ -21,9 +25,12 @@ from report import Goals, emit, table
 
 import rlx_jax as rlx
 from rlx_jax.device import running_device
+from rlx_jax.io.folder import Folder
 from rlx_jax.ir.ggml import BLOCKS
 from rlx_jax.ir.packed import BITS, SCHEMES
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
+from rlx_jax.weights.quantize import FP8_BLOCK, quantize_fp8
+from rlx_jax.weights.quantized import with_quantized_weights
 
 SHAPES = {
     **decode.SHAPES,
@@ -34,7 +41,10 @@ SHAPES = {
     ),
 }  # fmt: skip
 # Times of decoding one row, to the time over floats.
-GOALS = {"cuda": {"gguf_q8_0": 0.95, "gguf_q4k": 0.6, "gguf_q4_0": 0.6}, "cpu": {"gguf_q8_0": 1.0, "gguf_q4k": 1.0}}
+GOALS = {
+    "cuda": {"gguf_q8_0": 0.95, "fp8": 1.0, "gguf_q4k": 0.6, "gguf_q4_0": 0.6},
+    "cpu": {"gguf_q8_0": 1.0, "gguf_q4k": 1.0},
+}
 
 
 def packed(scheme: str, shape: tuple[int, ...], cache: dict[Any, rlx.Packed]) -> rlx.Packed:
@@ -64,7 +74,7 @@ def build(shape: decode.Shape, scheme: str, tied: bool) -> tuple[rlx.CausalLM, i
     floats = decode.hand_dtype(shape)
 
     def value(size: tuple[int, ...]) -> Any:
-        if len(size) < 2 or scheme == "floats":
+        if len(size) < 2 or scheme in ("floats", "fp8"):
             if size not in cache:
                 noise = np.random.default_rng(0).standard_normal(size, np.float32) * np.float32(0.02)
                 cache[size] = (noise if len(size) > 1 else np.ones(size)).astype(floats)
@@ -72,9 +82,30 @@ def build(shape: decode.Shape, scheme: str, tied: bool) -> tuple[rlx.CausalLM, i
         return packed(scheme, size, cache)
 
     weights = {key: value(spec.shape) for key, spec in weight_specs(config).items()}
+    if scheme == "fp8":
+        return with_fp8(shape, config, weights)
     profile = rlx.CompileProfile.preset("auto").replace(precision={"compute": shape.dtype})
     stored = sum(value.data.nbytes if isinstance(value, rlx.Packed) else value.nbytes for value in weights.values())
     return rlx.CausalLM(Llama32Flow(config), weights, profile=profile, max_positions=4096), stored
+
+
+def with_fp8(shape: decode.Shape, config: LlamaConfig, weights: dict[str, Any]) -> tuple[rlx.CausalLM, int]:
+    """The same of a checkpoint in FP8, whose linear layers are those of `weights`."""
+    cache: dict[Any, Any] = {}
+    tensors: dict[str, Any] = {}
+    for key, value in weights.items():
+        if not key.endswith("_proj.weight"):
+            tensors[key] = value
+            continue
+        if value.shape not in cache:
+            cache[value.shape] = quantize_fp8(value.astype(np.float32), key)
+        tensors[key], tensors[f"{key}_scale_inv"] = cache[value.shape]
+    method = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
+    folder = Folder(Path("fp8"), contents={"config.json": json.dumps({"quantization_config": method}).encode()})
+    source = with_quantized_weights(rlx.open_weights(tensors), folder)
+    profile = rlx.CompileProfile.preset("auto").replace(precision={"compute": shape.dtype})
+    lm = rlx.CausalLM(Llama32Flow(config), source, profile=profile, max_positions=4096)
+    return lm, sum(value.nbytes for value in tensors.values())
 
 
 def floor_ms(lm: rlx.CausalLM) -> float | None:
@@ -91,6 +122,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, help="by default 1b on a GPU, else 135m")
     parser.add_argument("--schemes", nargs="*", default=None)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", default="", help="the rows that contain this text, such as 'decode 1'")
     args = parser.parse_args()
     kind = running_device().kind
     name = args.shape or ("1b" if kind == "cuda" else "135m")
@@ -117,6 +149,7 @@ def main() -> None:
             steps, args.rounds,
         )
         for batch in shape.batches
+        if args.only in f"decode {batch}"
     ]  # fmt: skip
     rows += [
         decode.measure(
@@ -125,6 +158,7 @@ def main() -> None:
             1, args.rounds,
         )
         for batch, seq in shape.prompts
+        if args.only in f"prefill {batch}x{seq}"
     ]  # fmt: skip
     for row in rows:
         for scheme in schemes[1:]:

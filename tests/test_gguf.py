@@ -32,6 +32,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.weights import execute
+from rlx_jax.weights.gguf_header import read_gguf_header
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.gguf_files import write_gguf
 
@@ -263,6 +264,25 @@ def test_files_of_other_years(tmp_path: Path) -> None:
 
     write_gguf(source, tmp_path / "old.gguf", tensors=old, more=more)
     assert_same_model(tmp_path / "old.gguf", tmp_path / "m.gguf")
+
+
+def test_the_header_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whoever opens the same file, until it is replaced."""
+    reads: list[str] = []
+
+    def counted(read: Any, size: int, where: str) -> Any:
+        reads.append(where)
+        return read_gguf_header(read, size, where)
+
+    monkeypatch.setattr("rlx_jax.weights.gguf.read_gguf_header", counted)
+    path = tmp_path / "m.gguf"
+    random_checkpoint(tmp_path / "hf", 32)
+    write_gguf(tmp_path / "hf", path)
+    recipe = rlx.recipe_for(path)
+    assert len(reads) == 1
+    write_gguf(tmp_path / "hf", path, Kind.Q8_0)
+    assert isinstance(rlx.open_weights(path).spec("lm_head.weight"), PackedSpec)
+    assert len(reads) == 2 and recipe is not None
 
 
 def test_nan_in_a_block(tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ def test_a_checkpoint_of_mxfp4(mxfp4: tuple[Path, dict[str, np.ndarray]], tmp_pa
     assert own.rope_factor == pytest.approx(1.3465735902799727)
     want = rlx.compile(rlx.GptOssFlow.for_prefill(SIZES), plain)(TOKENS)
     assert_close(lm.logits(TOKENS), np.asarray(want), tolerance=1e-6)
+    assert any("gate_up_proj" in name for name in lm.model.report().decoded)
     for name, made in {"weights": lm.model, "whole": lm}.items():
         rlx.save(made, tmp_path / name, format="safetensors")
         saved = rlx.open_weights(tmp_path / name)

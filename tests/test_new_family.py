@@ -187,7 +187,7 @@ def test_former_names() -> None:
 
         class OldFlow(rlx.BertFlow):
             def opening(self) -> tuple[blocks.BlockStage, ...]:
-                return super().embedding_stages()[:1]
+                return super().opening()[:1]
 
     config = {"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 5}
     assert len(OldFlow.for_prefill(config).embedding_stages()) == 1

@@ -429,3 +429,15 @@ def test_boxes_of_arrays_with_an_incomplete_group() -> None:
     for columns, groups in (((0, 128), (0, 1)), ((128, 256), (1, 2)), ((128, 300), (1, 3)), ((256, 300), (2, 3))):
         assert scheme.array_box("scales", (200, 300), ((128, 200), columns)) == ((1, 2), groups)
         assert scheme.array_box("codes", (200, 300), ((128, 200), columns)) == ((128, 200), columns)
+
+
+def test_outputs_with_the_names_of_a_head() -> None:
+    """They are decoded too."""
+    rows = packed("gguf_q8_0", (2, 64), 4)
+
+    def run(emit: Any, x: Any) -> Any:
+        emit.output("weight", emit.param("rows", (2, 64)))
+        return x
+
+    flow = rlx.ModelFlow("m").input("x", ("b", 64)).custom(run).outputs(["hidden", "weight"])
+    np.testing.assert_array_equal(rlx.compile(flow, {"rows": rows})(X)["weight"], meaning(rows))

@@ -114,6 +114,7 @@ def test_models(directories: Path, name: str, tmp_path: Path) -> None:
         assert lm.generate(TOKENS.tolist(), max_new_tokens=6) == twin.generate(TOKENS.tolist(), max_new_tokens=6)
     packed = [spec for spec in map(source.spec, source.keys()) if isinstance(spec, PackedSpec)]
     assert bool(packed) == (name not in DECODED)
+    assert bool(lm.model.report().decoded) == (name in DECODED)
     loaded = sum(leaf.nbytes for leaf in lm.model.params.values() if leaf.dtype != np.float32)
     assert loaded == sum(map(stored_bytes, packed))
     rlx.save(lm, tmp_path / "saved", dtype="f32")

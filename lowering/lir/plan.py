@@ -37,6 +37,7 @@ from rlx_jax.ir.paths import Path, bind_path, path_text
 from rlx_jax.ir.state_leaf import StateLeaf, per_token_key
 from rlx_jax.ir.traits import zero
 from rlx_jax.ir.types import TensorType, short_name
+from rlx_jax.ir.weight_reads import WeightSource, is_decoded
 from rlx_jax.lowering.lir.packed import choose_dequant_matmul
 
 PRODUCTS = (MatMul, FusedMatMulBiasAct)
@@ -266,10 +267,14 @@ class Layout:
                         paths[names[program]] = path_text(bind_path(node.origin.path, i))
         return paths
 
-    def decoded(self) -> tuple[str, ...]:
+    def decoded(self, source: WeightSource | None) -> tuple[str, ...]:
         """Return the names of parameters that are packed in the checkpoint and decoded while they are loaded."""
         leaves = ((n, p) for n, p in self.params.items() if packed_parameter(p) is None)
-        return tuple(name for name, program in leaves if next(packed_keys(program), None) is not None)
+        return tuple(
+            name
+            for name, program in leaves
+            if any(packed_keys(program)) or any(is_decoded(source, key) for key in keys_of(program))
+        )
 
     def packed_keys(self) -> list[str]:
         """Return the checkpoint keys of weights that are packed, in the checkpoint or on the device."""

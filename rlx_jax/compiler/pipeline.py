@@ -58,7 +58,7 @@ from rlx_jax.lowering.lir.implementations import choose_implementations, has_tri
 from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.lir.packed import PackedWeight, decoded, packed_implementation
 from rlx_jax.lowering.lir.plan import Call, Choice, Layout, Lir, returned_leaves, rollback_arrays, state_types
-from rlx_jax.lowering.mir.head import OPERANDS, Head, find_head
+from rlx_jax.lowering.mir.head import Head, find_head
 from rlx_jax.lowering.mir.small import remove_unread_inputs
 from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.profiles import CompileProfile, ProfileLike
@@ -264,13 +264,16 @@ def lir_of(built: Built, profile: ProfileLike | None, sizes: Mapping[str, int]) 
     return replace(lir, plan=replace(lir.plan, unread=unread))
 
 
-def make_function(lir: Lir, layout: Layout, model_sharding: ModelSharding | None = None) -> Function:
+def make_function(
+    lir: Lir, layout: Layout, model_sharding: ModelSharding | None = None, *, ends_at_head: bool = False
+) -> Function:
     """Return a planned program as a pure JAX function `(params, state, inputs) → (outputs, state)`.
 
     Args:
         lir: the planned program.
         layout: the parameters that hold its weights.
         model_sharding: the sharding rules; None on one device.
+        ends_at_head: whether the outputs are the operands of a head, whose weight then stays packed.
 
     Raises:
         UnsupportedError: while tracing, if the profile requires an implementation that this device cannot run.
@@ -279,9 +282,6 @@ def make_function(lir: Lir, layout: Layout, model_sharding: ModelSharding | None
     names = layout.by_program()
     layout.check(lir.graph, lir.plan.scan)
 
-    # The weight of a program that ends before its head stays packed.
-    is_cut = lir.graph.output_names == OPERANDS[: len(lir.graph.outputs)]
-
     def function(params: Arrays, state: StateArrays, inputs: Arrays) -> tuple[tuple[Any, ...], StateArrays]:
         check_captured(lir.graph)
         leaves = {program: params[name] for program, name in names.items()}
@@ -289,7 +289,7 @@ def make_function(lir: Lir, layout: Layout, model_sharding: ModelSharding | None
         scan, remat, target = lir.plan.scan, lir.plan.remat, lir.plan.target
         env = Env(leaves, inputs, dict(state), scan, remat, choices, model_sharding, target)
         outputs = interpret(lir.graph, env)
-        if not is_cut:
+        if not ends_at_head:
             outputs = tuple(map(decoded, outputs))
         return outputs, env.state if model_sharding is None else shard_state(lir, env.state, model_sharding)
 

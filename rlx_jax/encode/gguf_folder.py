@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,8 @@ def open_model_folder(
 def _gguf_folder(path: Path) -> Folder:
     """Return the folder of a GGUF file, with the files that its metadata describe."""
     with open_gguf(os.fspath(path)) as source:
-        return described_folder(path, source.config, source.metadata)
+        folder = described_folder(path, source.config, source.metadata)
+        return replace(folder, header=tuple(part.header for part in source.files))
 
 
 def described_folder(path: Path, config: Mapping[str, Any], metadata: Mapping[str, MetadataValue]) -> Folder:

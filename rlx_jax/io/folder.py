@@ -52,12 +52,14 @@ class Folder:
 
     For a model of the Hub it is the directory in the cache, and `snapshot` fetches each file when it is read. A model
     in a single file, such as GGUF, has no directory: `path` is that file, and `contents` are the files that a directory
-    of the same model would have next to its weights, by name.
+    of the same model would have next to its weights, by name, and `header` what was read of it, which is not read again
+    as long as the folder is in use.
     """
 
     path: Path
     snapshot: Snapshot | None = field(default=None, repr=False, compare=False)
     contents: Mapping[str, bytes] | None = field(default=None, repr=False, compare=False)
+    header: object = field(default=None, repr=False, compare=False)
     _parsed: dict[Path, dict[str, Any] | None] = field(default_factory=dict, repr=False, compare=False)
     _files_read: dict[Path, None] = field(default_factory=dict, repr=False, compare=False)
 

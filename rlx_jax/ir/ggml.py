@@ -55,33 +55,63 @@ def _scales_and_minimums(data: Bytes) -> Bytes:
     Bytes 0–3 and 4–7 have the scales and minimums 0–3 in their lower 6 bits. Bytes 8–11 have the lower 4 bits of the
     scales 4–7 (low halves) and minimums 4–7 (high halves); the upper 2 bits of bytes 0–7 complete them.
     """
-    scales, minimums, last = data.view("<u4").T  # four bytes at a time, as one integer
+    scales, minimums, last = _spread_bytes(data.view("<u4"), np.empty((3, len(data)), "<u8"))
+    minimums <<= 8
+    scales |= minimums  # bytes 0–7, in turn
     out = np.empty((len(data), 2), "<u8")
-    out[:, 0] = _spread(scales & 0x3F3F3F3F) | _spread(minimums & 0x3F3F3F3F) << 8
-    scales = last & 0x0F0F0F0F | scales >> 2 & 0x30303030
-    minimums = last >> 4 & 0x0F0F0F0F | minimums >> 2 & 0x30303030
-    out[:, 1] = _spread(scales) | _spread(minimums) << 8
+    np.bitwise_and(scales, 0x3F3F3F3F3F3F3F3F, out=out[:, 0])
+    scales >>= 2
+    scales &= 0x3030303030303030
+    np.bitwise_or(_spread_nibbles(last), scales, out=out[:, 1])
     return out.view(np.uint8)
 
 
-def _spread(words: Any) -> Any:
-    """Return the four bytes of each integer with a byte of zeros after each of them, uint64."""
-    wide = words.astype(np.uint64)
-    wide = (wide | wide << 16) & 0x0000FFFF0000FFFF
-    return (wide | wide << 8) & 0x00FF00FF00FF00FF
+def _spread_bytes(words: Bytes, out: Bytes) -> Bytes:
+    """Return uint64 `[n, count]`, the array `out`: the bytes of uint32 `[count, n]`, each followed by a byte 0."""
+    out[...] = words.T
+    shifted = np.empty_like(out)
+    for shift, mask in ((16, 0x0000FFFF0000FFFF), (8, 0x00FF00FF00FF00FF)):
+        np.left_shift(out, shift, out=shifted)
+        out |= shifted
+        out &= mask
+    return out
+
+
+def _spread_nibbles(spread: Bytes) -> Bytes:
+    """Return, of bytes that are each followed by a byte 0, the lower four bits and then the upper ones as a byte."""
+    nibbles = spread << 4
+    nibbles |= spread
+    nibbles &= 0x0F0F0F0F0F0F0F0F
+    return nibbles
 
 
 def _scales_of_q3_k(data: Bytes) -> Bytes:
     """Return the sixteen 6-bit scales of Q3_K minus 32: 8 bytes have the lower 4 bits, 4 bytes the upper 2."""
-    scales = bit_fields(data[:, :8], 8, (0, 4), 15) | bit_fields(data[:, 8:], 4, (0, 2, 4, 6), 3) << 4
-    signed: Bytes = scales.view(np.int8) - np.int8(32)
-    return signed
+    first, second, upper = np.ascontiguousarray(data.view("<u4").T)  # four bytes at a time, as one integer
+    out = np.empty((len(data), 4), "<u4")
+    out[:, 0] = first & 0x0F0F0F0F | upper << 4 & 0x30303030
+    out[:, 1] = second & 0x0F0F0F0F | upper << 2 & 0x30303030
+    out[:, 2] = first >> 4 & 0x0F0F0F0F | upper & 0x30303030
+    out[:, 3] = second >> 4 & 0x0F0F0F0F | upper >> 2 & 0x30303030
+    return _minus_32(out)
 
 
 def _scales_of_iq4_xs(data: Bytes) -> Bytes:
     """Return the eight 6-bit scales of IQ4_XS minus 32: 2 bytes have the upper 2 bits, 4 bytes the lower 4."""
-    scales = bit_fields(data[:, 2:], 1, (0, 4), 15) | bit_fields(data[:, :2], 1, (0, 2, 4, 6), 3) << 4
-    signed: Bytes = scales.view(np.int8) - np.int8(32)
+    upper, first, second = data.view("<u2").T
+    fields = upper.astype("<u8")
+    for shift, mask in ((24, 0x000000FF000000FF), (12, 0x000F000F000F000F), (6, 0x0303030303030303)):
+        fields |= fields << shift
+        fields &= mask
+    lower = first | second.astype("<u4") << 16
+    nibbles = _spread_nibbles(_spread_bytes(lower[:, None], np.empty((1, len(data)), "<u8"))[0])
+    return _minus_32((nibbles | fields << 4)[:, None])
+
+
+def _minus_32(fields: Bytes) -> Bytes:
+    """Return the bytes of integers minus 32, int8."""
+    signed: Bytes = fields.view(np.int8)
+    signed -= 32
     return signed
 
 

@@ -143,8 +143,10 @@ def finite_check_floats(data: np.ndarray[Any, Any], scheme: str) -> np.ndarray[A
     scales = split_blocks(data, layout, "scales", packing.array_types((layout.elements,))["scales"].dtype)
     if packing.scale == "f16" and int((scales & 0x7FFF).max(initial=0)) < 0x7C00:
         return scales.view(np.float16)  # products with codes and multiples are in the range of float32
-    floats = np.asarray(_floats(scales, packing.scale))
-    with np.errstate(over="ignore"):
+    # Look-ups of all scales would take longer than a read: those up to the largest byte include them.
+    table = TABLES.get(packing.scale)
+    floats = _floats(scales, packing.scale) if table is None else table[: int(scales.max(initial=0)) + 1]
+    with np.errstate(over="ignore", invalid="ignore"):
         is_finite = bool(np.isfinite(floats * np.float32(2**14)).all())  # a code and a multiple have 8 bits at most
     return floats if is_finite else decode_packed(data, scheme)
 

@@ -43,6 +43,12 @@ def shapes_only(source: WeightSource) -> bool:
     return bool(getattr(source, "shapes_only", underlying is not None and shapes_only(underlying)))
 
 
+def is_decoded(source: WeightSource | None, key: str) -> bool:
+    """Return whether `read` decodes a weight that is packed in its file: what the source's `is_decoded` returns."""
+    method = getattr(source, "is_decoded", None)
+    return source is not None and method is not None and source.has(key) and bool(method(key))
+
+
 def source_program(key: str, spec: WeightSpec, where: str) -> Key | Dequantized:
     """Return the program of a tensor of a source in its dtype there; for a packed tensor, in its logical dtype.
 

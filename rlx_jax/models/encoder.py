@@ -51,6 +51,8 @@ class TowerFlow(Recipe[L]):
             if old in vars(cls):
                 warnings.warn(f"{cls.__name__}.{old} is now {new}", DeprecationWarning, stacklevel=2)
                 setattr(cls, new, vars(cls)[old])
+            elif new in vars(cls):  # for a call of super() under the former name
+                setattr(cls, old, vars(cls)[new])
 
     def add_inputs(self, flow: ModelFlow, rows: str = "batch") -> ModelFlow:
         """Return the flow with the inputs added; `rows` is the name of their first axis."""
@@ -63,6 +65,8 @@ class TowerFlow(Recipe[L]):
     def final_stages(self) -> tuple[BlockStage, ...]:
         """Return the stages after the layers."""
         return ()
+
+    opening, closing = embedding_stages, final_stages
 
     def pool(self) -> BlockStage | None:
         """Return the stage that pools the hidden states to one vector; None if the family does not pool."""

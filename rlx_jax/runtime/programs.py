@@ -216,7 +216,8 @@ class Programs:
             start = time.perf_counter()
             lir = make_lir(template, dict(key.binding), self.settings)
             seconds = time.perf_counter() - start
-            run = make_function(lir, self.layout, self.model_sharding)
+            ends_at_head = key.headless or key.hidden
+            run = make_function(lir, self.layout, self.model_sharding, ends_at_head=ends_at_head)
             write_dump(template, lir)
             if key.hidden:
                 head = self.template(self.full_key(key)).head

@@ -423,7 +423,7 @@ def model_report(programs: Programs, template: Template, settings: Settings, sec
         nodes=template.nodes,
         parameter_bytes=sum(t.nbytes for t in programs.layout.types().values()),
         packed=programs.layout.packed(),
-        decoded=programs.layout.decoded() if settings.plan.packed else (),
+        decoded=programs.layout.decoded(programs.source) if settings.plan.packed else (),
         compiles=sum(member.executables.num_inserted - member.num_loaded for member in caches),
         loaded=sum(member.num_loaded for member in caches),
         evicted=sum(member.executables.num_evicted for member in caches),

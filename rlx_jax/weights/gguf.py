@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,13 +40,16 @@ from rlx_jax.weights.gguf_write import write_gguf
 from rlx_jax.weights.manifest import digest
 from rlx_jax.weights.named import Closeable, NamedTensors, check_index
 from rlx_jax.weights.safetensors_header import TensorInfo
-from rlx_jax.weights.tensor_file import ReadBytes, TensorFile
+from rlx_jax.weights.tensor_file import ReadBytes, TensorFile, file_identity
 
 HostArray = np.ndarray[Any, Any]
 SUFFIX = ".gguf"
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _PARTS, _PART_NUMBER, _ALL_TENSORS = "split.count", "split.no", "split.tensors.count"
 F32 = np.dtype(np.float32)
+# The headers in use by the identity of their file: whoever opens a file again, such as the folder of a checkpoint and
+# the source of its weights, shares one. A vocabulary of 150,000 takes tenths of a second to read.
+_HEADERS: weakref.WeakValueDictionary[tuple[int, ...], GgufHeader] = weakref.WeakValueDictionary()
 
 
 class GgufFile(Closeable):
@@ -62,12 +66,18 @@ class GgufFile(Closeable):
     def __init__(self, path: str | os.PathLike[str], *, name: str | None = None) -> None:
         self._path, self._name = path, name
         self.header = GgufHeader({}, {})
+        # Taken before the file is opened, and compared after: the header is then that of the open file.
+        identity = file_identity(os.stat(path)) if os.path.exists(path) else ()
 
         def read_header(read: ReadBytes, size: int, where: str) -> Mapping[str, TensorInfo]:
-            self.header = read_gguf_header(read, size, where)
+            self.header = _HEADERS.get(identity) or read_gguf_header(read, size, where)
             return {name: tensor.stored for name, tensor in self.header.tensors.items()}
 
         self.file = TensorFile(path, read_header, GgufError, name=name)
+        if self.file.identity != identity:
+            self.close()
+            raise GgufError(f"{quote(self.file.name)}: the file was replaced while it was opened; open it again")
+        _HEADERS[identity] = self.header
 
     def close(self) -> None:
         """Close the file."""
@@ -138,6 +148,11 @@ class GgufSource(NamedTensors[KeyReading], Closeable):
         if tensor.scheme is not None and not reading.decodes:
             return PackedSpec(shape, F32, tensor.scheme)
         return stored_spec(shape, F32 if reading.change or reading.decodes else tensor.stored.dtype)
+
+    def is_decoded(self, key: str) -> bool:
+        """Return whether `read` decodes a weight that is packed in the file."""
+        reading, tensor = self._find_tensor(key)
+        return reading.decodes and tensor.scheme is not None
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
         """Return a weight, or the part that `index` selects as in NumPy, as a new array.

@@ -80,6 +80,10 @@ class GptOssExperts(NamedTensors[_Weight], SourceView):
         shape = (experts, rows, blocks) if weight.part == "scales" else (experts, rows, blocks, _BLOCK // 2)
         return stored_spec(shape, np.uint8)
 
+    def is_decoded(self, key: str) -> bool:
+        weight = self._find(key)
+        return weight.part == "values" and isinstance(self.source.spec(weight.keys[0]), PackedSpec)
+
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
         return self.read_into(key, index, None)
 

@@ -68,6 +68,9 @@ class Mxfp4Source(SourceView):
             )
         return jax.ShapeDtypeStruct((shape[0], shape[2] * BLOCK_SIZE, shape[1]), BF16)
 
+    def is_decoded(self, key: str) -> bool:
+        return key in self._packed or super().is_decoded(key)
+
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
         """Return a weight or a part of it; the decoded numbers for a pair, for which full blocks are read.
 

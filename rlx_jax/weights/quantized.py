@@ -97,6 +97,10 @@ class QuantizedSource(SourceView):
         arrays = {name: Key(f"{key}{PART}{name}", types[name]) for name in weight.arrays}
         return PackedSpec(weight.shape, F32, weight.scheme.name, arrays)
 
+    def is_decoded(self, key: str) -> bool:
+        module = self._module(key)
+        return module in self._modules and self._describe(module).groups is not None
+
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
         """Return a weight or a part of it, decoded if it is quantised; or one of the arrays of its scheme.
 

@@ -34,6 +34,11 @@ _MIN_RUN_BYTES = 2**12  # bytes of a run that is worth a system call: a page, th
 _BAND_BYTES = 2**20  # bytes that are read at once where runs are shorter: small enough that the buffer stays in cache
 
 
+def file_identity(status: os.stat_result) -> tuple[int, ...]:
+    """Return numbers that change if a file is replaced or written to."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
 class TensorFile(Closeable):
     """One open file. Opening reads only the header.
 
@@ -50,6 +55,7 @@ class TensorFile(Closeable):
         name: see above.
         tensors: the result of `read_header`.
         bytes_read: how many bytes of tensors have been read so far.
+        identity: see `file_identity`.
 
     Raises:
         error: not a regular file. MissingFileError, StorageError: it does not exist, or cannot be read.
@@ -66,8 +72,9 @@ class TensorFile(Closeable):
         self._descriptor = open_regular(os.fsdecode(path), self._where, error)
         self._close = weakref.finalize(self, os.close, self._descriptor)
         try:
-            self._status = os.fstat(self._descriptor)
-            self.tensors = MappingProxyType(read_header(self._read_bytes, self._status.st_size, self._where))
+            status = os.fstat(self._descriptor)
+            self.identity = file_identity(status)
+            self.tensors = MappingProxyType(read_header(self._read_bytes, status.st_size, self._where))
         except BaseException:
             self._close()
             raise
@@ -137,8 +144,7 @@ class TensorFile(Closeable):
         if values.size:
             self._fill(name, starts, values, inspect)
         # Checked after reading, so that a change during the read is noticed too.
-        status = os.fstat(self._descriptor)
-        if (status.st_size, status.st_mtime_ns) != (self._status.st_size, self._status.st_mtime_ns):
+        if file_identity(os.fstat(self._descriptor)) != self.identity:
             raise self._error(f"{self._where}: the file has been written to since it was opened; open it again")
         if info.dtype == np.bool_ and (largest := values.view(np.uint8).max(initial=0)) > 1:
             raise self._error(f"{self._where}: tensor {quote(name)}: BOOL holds {largest}, expected 0 or 1")

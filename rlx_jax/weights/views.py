@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypeGuard
 import numpy as np
 
 from rlx_jax.ir.packed import WeightSpec
-from rlx_jax.ir.weight_reads import WeightSource
+from rlx_jax.ir.weight_reads import WeightSource, is_decoded
 from rlx_jax.weights.named import Closeable, NamedTensors
 
 # What separates the key of a weight from the name of one of its arrays, in the keys of the arrays of packed weights.
@@ -64,6 +64,10 @@ class SourceView(Closeable):
         """Return a weight or a part of it, read from the source."""
         return self.source.read(key, index)
 
+    def is_decoded(self, key: str) -> bool:
+        """Return whether `read` decodes a weight that is packed in its file."""
+        return is_decoded(self.source, key)
+
     def close(self) -> None:
         close(self.source)
 
@@ -86,6 +90,9 @@ class RenamedSource(NamedTensors[str], SourceView):
 
     def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
         return read_into(self.source, self.stored(key), index, out)
+
+    def is_decoded(self, key: str) -> bool:
+        return is_decoded(self.source, self.stored(key))
 
     def stored(self, key: str) -> str:
         """Return the key in `source` of a weight. Arrays of packed weights have their keys in `source` already."""
