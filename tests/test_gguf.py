@@ -6,6 +6,7 @@ The files are written by gguf-py. `write_gguf` does to a model what llama.cpp's 
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import struct
 from pathlib import Path
@@ -427,7 +428,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("fixture", FIELDS)
-@pytest.mark.parametrize("value", [[1, 2], ["a", "b"], "a", 2.5, True, 2**31, -1, 0], ids=str)
+@pytest.mark.parametrize("value", [[1, 2], ["a", "b"], "a", 2.5, math.nan, True, 2**31, -1, 0], ids=str)
 def test_metadata_of_another_type(value: Any, fixture: str, tmp_path: Path) -> None:
     """In place of each value of the model's metadata: an error of this package, or a model that opens."""
     source = directory(tmp_path, fixture)

@@ -55,26 +55,16 @@ def _scales_and_minimums(data: Bytes) -> Bytes:
     Bytes 0–3 and 4–7 have the scales and minimums 0–3 in their lower 6 bits. Bytes 8–11 have the lower 4 bits of the
     scales 4–7 (low halves) and minimums 4–7 (high halves); the upper 2 bits of bytes 0–7 complete them.
     """
-    scales, minimums, last = _spread_bytes(data.view("<u4"), np.empty((3, len(data)), "<u8"))
-    minimums <<= 8
-    scales |= minimums  # bytes 0–7, in turn
+    # Widened, each byte is followed by a byte 0, in which another one fits.
+    scales, minimums, last = data.astype("<u2").view("<u8").T
+    pairs = minimums << 8
+    pairs |= scales  # bytes 0–7, in turn
     out = np.empty((len(data), 2), "<u8")
-    np.bitwise_and(scales, 0x3F3F3F3F3F3F3F3F, out=out[:, 0])
-    scales >>= 2
-    scales &= 0x3030303030303030
-    np.bitwise_or(_spread_nibbles(last), scales, out=out[:, 1])
+    np.bitwise_and(pairs, 0x3F3F3F3F3F3F3F3F, out=out[:, 0])
+    pairs >>= 2
+    pairs &= 0x3030303030303030
+    np.bitwise_or(_spread_nibbles(last), pairs, out=out[:, 1])
     return out.view(np.uint8)
-
-
-def _spread_bytes(words: Bytes, out: Bytes) -> Bytes:
-    """Return uint64 `[n, count]`, the array `out`: the bytes of uint32 `[count, n]`, each followed by a byte 0."""
-    out[...] = words.T
-    shifted = np.empty_like(out)
-    for shift, mask in ((16, 0x0000FFFF0000FFFF), (8, 0x00FF00FF00FF00FF)):
-        np.left_shift(out, shift, out=shifted)
-        out |= shifted
-        out &= mask
-    return out
 
 
 def _spread_nibbles(spread: Bytes) -> Bytes:
@@ -98,13 +88,11 @@ def _scales_of_q3_k(data: Bytes) -> Bytes:
 
 def _scales_of_iq4_xs(data: Bytes) -> Bytes:
     """Return the eight 6-bit scales of IQ4_XS minus 32: 2 bytes have the upper 2 bits, 4 bytes the lower 4."""
-    upper, first, second = data.view("<u2").T
-    fields = upper.astype("<u8")
+    fields = np.ascontiguousarray(data[:, :2]).view("<u2")[:, 0].astype("<u8")
     for shift, mask in ((24, 0x000000FF000000FF), (12, 0x000F000F000F000F), (6, 0x0303030303030303)):
         fields |= fields << shift
         fields &= mask
-    lower = first | second.astype("<u4") << 16
-    nibbles = _spread_nibbles(_spread_bytes(lower[:, None], np.empty((1, len(data)), "<u8"))[0])
+    nibbles = _spread_nibbles(data[:, 2:].astype("<u2").view("<u8")[:, 0])
     return _minus_32((nibbles | fields << 4)[:, None])
 
 

@@ -6,6 +6,7 @@ refused by name, or passed over with `ignore_fields=`, as unknown fields of a `c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -199,7 +200,7 @@ def _number(value: MetadataValue, where: str) -> int | float:
     """Return a number, or raise `ConfigError`; arrays with one value for each layer are not supported."""
     if isinstance(value, np.ndarray) and value.size and (value == value.flat[0]).all():
         value = value.flat[0].item()
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ConfigError(f"{where}: expected one number for all layers, got {shown(value)}")
     # float32 values print as short decimals, as they were written: 1e-05 and not 9.99999974e-06.
     return float(str(np.float32(value))) if isinstance(value, float) else value
