@@ -46,7 +46,7 @@ from rlx_jax.ir.weight_reads import WeightSource, source_program
 from rlx_jax.weights.finite import narrow_values
 from rlx_jax.weights.views import HostArray, SourceView, read_into, reads_into
 
-_BAND_BYTES = 2**20  # bytes of blocks that are read and split at once, so that they stay in the CPU's cache
+_BAND_BYTES = 2**21  # bytes of blocks that are read and split at once: in the CPU's cache, and few calls of Python
 _ALIGNMENT = 64  # XLA on a CPU uses host memory of this alignment without a copy
 # Threads that read leaves: a single one does not saturate the bus to an accelerator.
 READERS = 4
