@@ -24,12 +24,13 @@ from rlx_jax.ir import ops, plugins
 from rlx_jax.ir.extensions import FlowExtensionPlan as FlowExtensionPlan
 from rlx_jax.ir.graph import GraphStage
 from rlx_jax.ir.packed import Packed
-from rlx_jax.ir.param import Parts
+from rlx_jax.ir.param import Parts as Parts
 from rlx_jax.ir.plugins import Plugin
 from rlx_jax.layer_stack import LayerStack
 from rlx_jax.models import *  # noqa: F403 (every recipe, by its name)
 from rlx_jax.models.lora import lora, merge_lora, save_lora, unmerge_lora
 from rlx_jax.profiles import CompileProfile
+from rlx_jax.runtime.bisect import bisect
 from rlx_jax.runtime.compile_flow import compile, init
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.save_model import save
@@ -43,8 +44,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BuiltModel", "CausalLM", "CompileProfile", "CompiledModel", "Completion", "DualEncoder", "Emit", "Encoder",
-    "FlowValue", "Graph", "GraphModule", "GraphStage", "ImageProcessor", "LayerStack", "ModelFlow", "Packed", "Parts",
-    "Plugin", "RlxError", "Sampler", "Score", "TreeWeight", "VisionEncoder", "blocks", "compile", "compile_cache",
+    "FlowValue", "Graph", "GraphModule", "GraphStage", "ImageProcessor", "LayerStack", "ModelFlow", "Packed", "Plugin",
+    "RlxError", "Sampler", "Score", "TreeWeight", "VisionEncoder", "bisect", "blocks", "compile", "compile_cache",
     "errors", "eval", "from_pretrained", "init", "load", "lora", "losses", "merge_lora", "models", "nnx",
     "open_weights", "ops", "plugins", "profiles", "recipe_for", "save", "save_lora", "train", "unmerge_lora",
 ]  # fmt: skip

@@ -25,7 +25,7 @@ from tests.oracles.gguf_files import write_gguf
 
 ROOT = Path(__file__).parents[1]
 SLOW = {
-    "README", "adding-a-family", "conversation", "devices", "diffusion", "editing", "embedding", "generation",
+    "README", "adding-a-family", "bisect", "conversation", "devices", "diffusion", "editing", "embedding", "generation",
     "performance", "profiles", "programs", "recipes", "recurrence", "scoring", "training", "vision", "weights",
 }  # fmt: skip
 """They compile many programs."""

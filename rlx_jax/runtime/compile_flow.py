@@ -22,7 +22,7 @@ from rlx_jax.ir.weight_reads import shapes_only
 from rlx_jax.lowering.hir.derive import PROGRAMS, unknown_program
 from rlx_jax.lowering.lir.plan import layout_of
 from rlx_jax.profiles import ProfileLike
-from rlx_jax.program import MtpFactory, Weights
+from rlx_jax.program import Buildable, MtpFactory, Weights
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.model_setup import make_programs
 from rlx_jax.runtime.program_key import ProgramKey
@@ -233,6 +233,19 @@ def companion_model(model: CompiledModel, make: MtpFactory) -> CompiledModel:
     return CompiledModel(companion.programs, name, params={**companion.params, **shared_params})
 
 
+def companion_programs(base: Programs, flow: Buildable) -> Programs:
+    """Return the programs of a companion flow, with the weights, the settings and the devices of `base`."""
+    built = flow.build(base.source)
+    template = make_template(built, 0.0, base.settings, "forward")
+    layout = layout_of([template.hir], base.settings.plan.scan, base.settings.plan.packed)
+    programs = Programs(
+        {flow.name: flow}, base.source, base.settings, layout, {flow.name: built.captured}, base.progress
+    )
+    programs.builds.insert((flow.name, frozenset()), (built, 0.0))
+    programs.templates.insert(ProgramKey(flow.name, "forward"), template)
+    return programs
+
+
 def _make_companion(model: CompiledModel, params: dict[str, Any], make: MtpFactory) -> Companion:
     """Build and lower the companion flow of a model, and load the parameters that the model does not have.
 
@@ -244,16 +257,8 @@ def _make_companion(model: CompiledModel, params: dict[str, Any], make: MtpFacto
         raise MissingWeightError(
             f"{model.name}: the weights are shapes without values, so the drafter's cannot be loaded: pass weights="
         )
-    flow = make(base.source)
-    built = flow.build(base.source)
-    template = make_template(built, 0.0, base.settings, "forward")
-    layout = layout_of([template.hir], base.settings.plan.scan, base.settings.plan.packed)
-    programs = Programs(
-        {flow.name: flow}, base.source, base.settings, layout, {flow.name: built.captured}, base.progress
-    )
-    programs.builds.insert((flow.name, frozenset()), (built, 0.0))
-    programs.templates.insert(ProgramKey(flow.name, "forward"), template)
-    programs.is_warm = base.is_warm
+    programs = companion_programs(base, make(base.source))
+    programs.is_warm, layout = base.is_warm, programs.layout
     names_by_program = base.layout.by_program()
     missing = {name: program for name, program in layout.params.items() if program not in names_by_program}
     assert base.source is not None  # it has data

@@ -24,6 +24,7 @@ from rlx_jax.trace.boundaries import OUTPUT, BlockIndex, HeadCounter, Ports
 from rlx_jax.trace.checks import check_signature
 from rlx_jax.trace.emit import Emit, FlowState
 from rlx_jax.trace.flow_value import FlowValue
+from rlx_jax.trace.observation import capture_reads
 
 # A block as a function: a call writes the block at that point, with the argument in place of its input.
 Inner = Callable[[FlowValue | None], FlowValue]
@@ -58,9 +59,13 @@ class BlockEdit:
 
 @dataclass(frozen=True)
 class CapturedBlock:
-    """Wrapper that captures a block as a side output, named by the block's path or stacked under `stack_name`."""
+    """Wrapper that captures a block as a side output, named by the block's path or stacked under `stack_name`.
+
+    With `reads`, values that any block reads and no block returns are side outputs too: see `capture_reads`.
+    """
 
     stack_name: str = ""
+    reads: bool = False
 
     def __call__(self, emit: Emit, x: FlowValue | None, inner: Inner) -> FlowValue:
         return inner(x)
@@ -100,7 +105,10 @@ def edit_blocks(
             value = _Rewriter(emit, change, where).run(value)
     # Captures come last, so that they return the outputs of edited blocks.
     _capture(emit, captures, value, where)
-    return _Rewriter(emit, NO_EDIT, where, marks_blocks=False).run(value)
+    value = _Rewriter(emit, NO_EDIT, where, marks_blocks=False).run(value)
+    if any(isinstance(edit.wrapper, CapturedBlock) and edit.wrapper.reads for edit in edits):
+        capture_reads(emit, where)
+    return value
 
 
 def write_placeholder(

@@ -1,0 +1,183 @@
+"""`observe` runs a program of a model that also returns the value of every block; `ValueGraph` relates the values."""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rlx_jax.errors import RequestError, UnsupportedError, listing, shown
+from rlx_jax.flow import ModelFlow
+from rlx_jax.ir.graph import Graph, Param, Value
+from rlx_jax.ir.param import keys_of
+from rlx_jax.ir.paths import path_text
+from rlx_jax.ir.region import unroll
+from rlx_jax.program import Built
+from rlx_jax.runtime.compile_flow import companion_programs
+from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.runtime.programs import Companion
+from rlx_jax.trace.block_selection import BlockPattern
+from rlx_jax.trace.editing import BlockEdit, CapturedBlock
+
+HostArray = np.ndarray[Any, Any]
+PROGRAMS = ("forward", "prefill", "extend")
+
+
+@dataclass(frozen=True)
+class ValueGraph:
+    """The values between the blocks of a flow, in the order of the program, inner blocks first.
+
+    Attributes:
+        graph: the program, without regions.
+        values: the value of each output by name: the block path, or see `capture_reads`. Several names may share one.
+    """
+
+    graph: Graph
+    values: Mapping[str, Value]
+
+    @staticmethod
+    def of(built: Built) -> ValueGraph:
+        """Return the graph of a flow that was built with all captures."""
+        graph = unroll(built.hir, built.types)
+        main, *names = zip(graph.output_names, graph.outputs, strict=True)
+        names.sort(key=lambda item: (item[1].node, -item[0].count(".")))
+        return ValueGraph(graph, dict([*names, main]))
+
+    @property
+    def main(self) -> str:
+        """Return the name of the first output of the flow."""
+        return self.graph.output_names[0]
+
+    def origin(self, value: Value, compared: Collection[Value]) -> tuple[set[Value], str]:
+        """Return the compared values that a value is computed from, and the innermost block with all ops in between.
+
+        The block is the flow if there is no other.
+
+        Ops that depend on no compared value, such as those of rotary tables, count only if none of the ops does.
+        """
+        sources, ops, stack = set[Value](), set[int](), [value.node]
+        while stack:
+            number = stack.pop()
+            if number in ops or not self.graph.nodes[number].inputs:
+                continue
+            ops.add(number)
+            sources.update(v for v in self.graph.nodes[number].inputs if v in compared)
+            stack += [v.node for v in self.graph.nodes[number].inputs if v not in compared]
+        dependents = set[int]()
+        for number in sorted(ops):
+            if any(v in sources or v.node in dependents for v in self.graph.nodes[number].inputs):
+                dependents.add(number)
+        paths = [[*map(str, self.graph.nodes[number].origin.path)] for number in dependents or ops]
+        return sources, ".".join(os.path.commonprefix(paths)) or self.graph.name
+
+    def readers(self, value: Value) -> set[str]:
+        """Return the blocks that read a value, from the innermost outwards."""
+        paths = (node.origin.path for node in self.graph.nodes if value in node.inputs)
+        own = self.graph.nodes[value.node].origin.path
+        return {path_text(p[:end]) for p in paths for end in range(1, len(p) + 1) if p[:end] != own[:end]}
+
+    def keys(self) -> dict[str, set[str]]:
+        """Return the checkpoint keys that each block reads, by path."""
+        keys = dict[str, set[str]]()
+        for node in self.graph.nodes:
+            leaves = [op for v in node.inputs if isinstance(op := self.graph.nodes[v.node].op, Param)]
+            for end in range(1, len(node.origin.path) + 1) if leaves else ():
+                found = keys.setdefault(path_text(node.origin.path[:end]), set())
+                found.update(key for leaf in leaves for program in leaf.programs for key in keys_of(program))
+        return keys
+
+
+def observed_model(model: CompiledModel) -> CompiledModel:
+    """Return the model with the values of all blocks as side outputs, over the same parameters and settings.
+
+    Raises:
+        UnsupportedError: the model has no blocks with paths. MissingWeightError: it has no parameters.
+    """
+    flow = model.flow.flow if isinstance(model.flow, Built) else model.flow
+    if not isinstance(flow, ModelFlow):
+        raise UnsupportedError(f"{model.name}: blocks of a {type(flow).__name__} have no paths; compile a ModelFlow")
+    model.refuse_traced()
+    params, base = model.require_params("bisect"), model.programs
+    edit = BlockEdit(BlockPattern("**"), CapturedBlock(reads=True))
+    outputs = replace(flow._outputs, side=None)
+    flow = replace(flow, _block_edits=(*flow._block_edits, edit), _outputs=outputs)
+    companion = base.companions(f"{model.name}, observed", lambda: Companion(companion_programs(base, flow), {}))
+    by_program, layout = base.layout.by_program(), companion.programs.layout.params
+    if other := [name for name, program in layout.items() if program not in by_program]:
+        raise UnsupportedError(f"{model.name}: with side outputs, parameters are stored differently: {listing(other)}")
+    return CompiledModel(companion.programs, model.name, params={n: params[by_program[p]] for n, p in layout.items()})
+
+
+def observe(
+    model: CompiledModel, inputs: tuple[Any, ...], named: Mapping[str, Any], program: str
+) -> tuple[ValueGraph, dict[str, HostArray]]:
+    """Return the values of all blocks on the host, by name, and the graph of the values.
+
+    Args:
+        model: a compiled model.
+        inputs, named: the inputs of the forward program.
+        program: `forward`; `prefill`, of all tokens; or `extend`: the first half of the tokens is prefilled, the others
+            extend the state one at a time.
+
+    Raises:
+        RequestError: `program` is none of these, or there are too few tokens.
+    """
+    if program not in PROGRAMS:
+        raise RequestError(f"bisect: program is {shown(program)}; expected one of {listing(PROGRAMS)}")
+    observed = observed_model(model)
+    graph = ValueGraph.of(observed.built)
+    if program == "forward":
+        # The last value is of the program that users run: it shows a fault that only occurs without the captures.
+        outputs, plain = (m.as_program("forward")(*inputs, **named) for m in (observed, model))
+        values = outputs if isinstance(outputs, dict) else {graph.main: outputs}
+        values |= plain if isinstance(plain, dict) else {graph.main: plain}
+        return graph, {name: to_host(values[name]) for name in graph.values}
+    return graph, _run_cached(observed, program, inputs, named)
+
+
+def _run_cached(
+    observed: CompiledModel, program: str, inputs: tuple[Any, ...], named: Mapping[str, Any]
+) -> dict[str, HostArray]:
+    """Return the values of prefill, or of prefill and the steps after it, joined along their axis of tokens."""
+    tokens = np.asarray(inputs[0] if inputs else named[observed.first_input])
+    rows, seq = tokens.shape
+    prompt = seq if program == "prefill" else seq // 2
+    if not prompt:
+        raise RequestError(f"bisect: program='extend' takes two tokens at least, got {seq}")
+    prefill, extend = (observed.as_program(name) for name in ("prefill", "extend"))
+    others = {name: value for name, value in named.items() if name != observed.first_input}
+    state = prefill.init_state(rows, seq, given=[d.name for d in prefill.inputs if d.optional and d.name in others])
+    lengths = np.full(rows, prompt, np.int32)
+    values, state = prefill(tokens[:, :prompt], lengths=lengths, state=state, **others)
+    parts = [values]
+    for i in range(prompt, seq):
+        values, state = extend(tokens[:, i : i + 1], lengths=np.ones(rows, np.int32), state=state)
+        parts.append(values)
+    mir = (prefill if program == "prefill" else extend).template().mir
+    axes = {name: [*map(str, mir.type(v).shape)] for name, v in zip(mir.output_names, mir.outputs, strict=True)}
+    # A value over the slots of the cache, such as a mask, corresponds to none of the forward program.
+    return {
+        name: _join([to_host(part[name]) for part in parts], shape.index("seq")) if "seq" in shape
+        else to_host(values[name])
+        for name, shape in axes.items() if "context" not in shape
+    }  # fmt: skip
+
+
+def _join(parts: Sequence[HostArray], axis: int) -> HostArray:
+    """Concatenate arrays along an axis; other axes of size 1, as of a table common to all rows, are broadcast."""
+    moved = [np.moveaxis(part, axis, 0) for part in parts]
+    shape = np.broadcast_shapes(*(part.shape[1:] for part in moved))
+    return np.moveaxis(np.concatenate([np.broadcast_to(part, (len(part), *shape)) for part in moved]), 0, axis)
+
+
+def to_host(value: Any) -> HostArray:
+    """Return an array of JAX, NumPy or PyTorch as NumPy array, floating values as float32 or wider."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        value = (value.float() if value.is_floating_point() and value.element_size() < 4 else value).numpy()
+    array = np.asarray(value)
+    is_narrow = array.dtype.itemsize < 4 and array.dtype.kind not in "biu"
+    return array.astype(np.float32) if is_narrow else array
