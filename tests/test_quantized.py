@@ -382,6 +382,6 @@ def test_damaged(directories: Path, tmp_path: Path) -> None:
     assert refused > 30 and read > 10
 
 
-@pytest.mark.slow
-def test_many_damaged(directories: Path, tmp_path: Path) -> None:
-    run_damaged(directories, tmp_path, 20_000, seed_of("new"))
+@pytest.mark.parametrize("count", [pytest.param(2_000, marks=SLOW), pytest.param(20_000, marks=pytest.mark.soak)])
+def test_many_damaged(directories: Path, tmp_path: Path, count: int) -> None:
+    run_damaged(directories, tmp_path, count, seed_of("new"))
