@@ -12,15 +12,17 @@ from typing import Any, Generic, Literal, TypeVar
 import numpy as np
 
 from rlx_jax.blocks.control import BlockStage, check_stages, run_stage
-from rlx_jax.errors import GraphError, ShapeError, shown
+from rlx_jax.errors import GraphError, ShapeError, did_you_mean, listing, shown
 from rlx_jax.ir.graph import Constant, Value, constant
 from rlx_jax.ir.types import as_name, is_static
 from rlx_jax.trace.block_selection import BlockPattern
 from rlx_jax.trace.boundaries import HeadCounter
-from rlx_jax.trace.editing import BlockEdit, BlockWrapper, CapturedBlock, Inner
+from rlx_jax.trace.captures import CAPTURES, CapturedBlock
+from rlx_jax.trace.editing import BlockEdit, BlockWrapper, Inner
 from rlx_jax.trace.emit import Emit, FlowValue, as_number_array
 
 T = TypeVar("T")
+CapturedValue = Literal["output", "input", "probs", "scores", "q", "k", "v"]
 
 
 @dataclass(frozen=True)
@@ -50,16 +52,29 @@ class SelectedBlocks(Generic[T]):
         (checked_stage,) = check_stages([stage], "replace")
         return self._edit(Replaced(checked_stage))
 
-    def capture(self, *, stacked: bool = False) -> T:
-        """Add the result of each block as a side output of the flow, named after the block's path.
+    def capture(self, value: CapturedValue = "output", *, stacked: bool = False) -> T:
+        """Add a value of each block as a side output of the flow: its output, named after the block's path.
 
         A block that returns several values, such as rotary tables, has an output for each, `rotary_emb[0]` and so on.
         With `stacked` there is one output `[blocks, …]`, named after the pattern, in the order of the flow; all values
         must have one type. Repeated layers stay one region either way.
+
+        Args:
+            value: "output"; "input", the active value that the block reads; or a value inside the only attention of the
+                block: "q", "k" or "v", `[B, S, heads, D]` as they enter the products, after norms and rotary embedding;
+                "probs" `[B, heads, S, T]`, the softmax in f32 without the share of sinks; or "scores", what the softmax
+                reads, −∞ for keys that a query does not read. The name of the output then ends with the value's:
+                `layers.3.self_attn.probs`. It is computed only where the output is, and attention itself still runs by
+                its fastest implementation.
+            stacked: one output for all blocks.
         """
+        if value not in CAPTURES:
+            raise GraphError(
+                f"capture: value is {shown(value)}{did_you_mean(str(value), CAPTURES)}; expected {listing(CAPTURES)}"
+            )
         if not isinstance(stacked, bool):
             raise GraphError(f"capture: stacked is {shown(stacked)}; expected True or False")
-        return self._edit(CapturedBlock(self.pattern.text if stacked else ""))
+        return self._edit(CapturedBlock(self.pattern.text if stacked else "", value))
 
     def scale(self, by: Any, *, of: Literal["output", "input"] = "output", heads: int | None = None) -> T:
         """Multiply the output or the input of each block by a number, an array, or an input of the flow.

@@ -335,7 +335,12 @@ def last_token_only(graph: Graph, types: TypeCache) -> Graph:
     new_graph = rewrite(graph, enter, types, "last_token_only")
     b = Builder.resume(new_graph, types)
     # An output outside of the suffix still has all tokens.
-    outputs = [b(hir.LastToken(), v) if "seq" in new_graph.type(v).symbols else v for v in new_graph.outputs]
+    outputs = list[Value]()
+    for name, value in zip(new_graph.output_names, new_graph.outputs, strict=True):
+        t = new_graph.type(value)
+        if "seq" in t.symbols and t.shape[1:2] != (symbol("seq"),):
+            raise DeriveError(f"output {quote(name)} is {t}, without tokens on axis 1: it has no value of a last token")
+        outputs.append(b(hir.LastToken(), value) if "seq" in t.symbols else value)
     return b.finish(outputs, new_graph.output_names)
 
 
@@ -373,7 +378,7 @@ def needs_last_query_only(op: Op) -> bool:
 
     That needs causal attention without a mask or bias array, because single queries are aligned with the last keys.
     """
-    return isinstance(op, hir.Attention) and op.causal and not op.extra
+    return isinstance(op, hir.Attention) and op.causal and not op.extra and op.returns == "context"
 
 
 def is_row_wise(op: Op, operand: int) -> bool:

@@ -47,6 +47,8 @@ class Derivation:
         explicit_cache: the cache inputs and outputs of `explicit`, else None.
         token_mask: the token mask of `padded`.
         leaf_names: the paths and names of state leaves so far.
+        cached_attention: the blocks of attention over a cache so far, with their operands, by builder, window and the
+            operands in the flow; both without the queries, which may be those of the last token alone.
     """
 
     program: str
@@ -55,6 +57,7 @@ class Derivation:
     explicit_cache: ExplicitCache | None = None
     token_mask: TokenMask = field(default_factory=TokenMask)
     leaf_names: set[tuple[Path, str]] = field(default_factory=set)
+    cached_attention: dict[Any, tuple[hir.CachedAttention, tuple[Value, ...]]] = field(default_factory=dict)
 
     def state(self, b: Builder, path: Path, slot: str, type: TensorType, roles: Roles) -> tuple[StateLeaf, Value]:
         """Add a leaf to the state of one block.
@@ -119,6 +122,16 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
         )
     check_extra(d, op)
     row_layouts.check_bias(d.types, op, tuple(b.type(x) for x in inputs))
+    if op.returns != "context" and (d.explicit_cache is not None or d.program != "prefill" and op.window is not None):
+        keys = "cached keys of an input" if d.explicit_cache is not None else "the slots of a ring buffer"
+        raise DeriveError(
+            f"the capture {op.returns!r} of attention has no {d.program} rule over {keys}: prefill, lm.capture and "
+            "lm.generate(…, return_captures=True) return it"
+        )
+    key = b, op.window, inputs[1:]
+    if op.returns != "context" and key in d.cached_attention:  # a capture beside the attention
+        block, operands = d.cached_attention[key]
+        return b.add(replace(block, attend=op), q, *operands)[:1]
     if t.shape[1] != symbol("seq") or not (op.last or b.type(q).shape[1] == symbol("seq")):
         raise DeriveError(f"attention reads keys {t} of another sequence: there is no {d.program} rule for that")
     if d.explicit_cache is not None:
@@ -141,6 +154,7 @@ def attention(d: Derivation, b: Builder, node: Node, inputs: tuple[Value, ...]) 
         leaves, masks = [*leaves, leaf], [keep, cache]
     block = hir.CachedAttention(op, d.program == "prefill", ring=op.window is not None, quantized=quantized)
     operands = (q, k, v, cache_k, cache_v, b.leaf(LENGTH), b.leaf(LENGTHS), *cached_scales, *masks, *other_operands)
+    d.cached_attention[key] = block, operands[1:]
     out, *caches = b.add(block, *operands)
     b.writes += zip(leaves, caches, strict=True)
     return (out,)

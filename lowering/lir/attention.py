@@ -48,6 +48,10 @@ def choose(call: Call, device: Device, preference: str) -> Choice:
     Raises:
         UnsupportedError: `preference` is `cudnn`, which does not support this attention; names the reason.
     """
+    op, (q, k, *_) = call
+    assert isinstance(op, AttentionOp)
+    if op.returns != "context":  # a capture: the attention beside it keeps its own implementation
+        return Choice("xla", f"fused implementations do not return {op.returns}")
     if preference == "xla":
         return Choice("xla", "asked for")
     refusal = why_not_cudnn(call, device)
@@ -58,8 +62,6 @@ def choose(call: Call, device: Device, preference: str) -> Choice:
             f"attention.implementation = '{preference}' is not available: {refusal}; with 'auto' another "
             "implementation runs instead"
         )
-    op, (q, k, *_) = call
-    assert isinstance(op, AttentionOp)
     batch, queries, keys = int(q.shape[0]), int(q.shape[1]), int(k.shape[1])
     scores = 4 * batch * op.heads * queries * keys
     if queries > 1 and scores > MAX_SCORE_BYTES:

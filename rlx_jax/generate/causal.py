@@ -6,21 +6,20 @@ The class checks arguments and delegates: requests run in `generation.py`, prefi
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
 
-from rlx_jax.errors import RequestError, RlxWarning, listing, shown, suggest_keywords
+from rlx_jax.errors import RequestError, shown, suggest_keywords
+from rlx_jax.generate.capturing import capture, capture_request, check_request_captures, warn_of_captures
 from rlx_jax.generate.conversation import Conversation, check_stream_options, open_conversation
 from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.drafters import DRAFT_TOKENS, make_drafter
 from rlx_jax.generate.explain import explain as explain_requests
-from rlx_jax.generate.generation import NewTokens, run_request, stream_request
-from rlx_jax.generate.prefill import capture, compute_logits, extend, prefill
+from rlx_jax.generate.generation import NewTokens, report_of_requests, run_request, stream_request
+from rlx_jax.generate.prefill import compute_logits, extend, prefill
 from rlx_jax.generate.request import (
     DecodingOptions,
     GenerateOptions,
@@ -29,6 +28,7 @@ from rlx_jax.generate.request import (
     Request,
     StopLike,
     StreamOptions,
+    check_flag,
     check_request,
     declared_inputs,
 )
@@ -138,8 +138,8 @@ class CausalLM(TaskModel):
     @suggest_keywords()
     def prefill(
         self, tokens: Any, lengths: Any = None, max_len: int | None = None, logits: Literal["all", "last"] = "all",
-        attention_mask: Any = None, *, inputs: Inputs = None,
-    ) -> tuple[jax.Array, DecodeState]:  # fmt: skip
+        attention_mask: Any = None, *, inputs: Inputs = None, return_captures: bool = False,
+    ) -> Any:  # fmt: skip
         """Prefill a new state: tokens `[B, S]` right-padded, `lengths` `[B]` ≥ 1 → (logits `[B, S, V]`, state).
 
         Args:
@@ -147,9 +147,14 @@ class CausalLM(TaskModel):
             logits: "last" returns the logits of each row's last token only, `[B, V]`.
             attention_mask: as in `logits`, for rows padded on the left.
             inputs: as in `logits`; the state caches what depends on them alone, so that `extend` needs none.
+            return_captures: return (logits, state, captures), with captures as in `capture`: each row from its first
+                token on, whatever `logits` is.
         """
-        self._warn_of_captures()
-        return prefill(self._lm, tokens, lengths, max_len, logits, attention_mask, inputs)
+        check_flag("return_captures", return_captures)
+        if not return_captures:
+            self._warn_of_captures()
+        out = prefill(self._lm, tokens, lengths, max_len, logits, attention_mask, inputs, return_captures)
+        return out if return_captures else out[:2]
 
     @suggest_keywords()
     def extend(
@@ -185,12 +190,10 @@ class CausalLM(TaskModel):
         """
         return capture(self._lm, prompts, inputs)
 
-    def _warn_of_captures(self, stacklevel: int = 4) -> None:
+    def _warn_of_captures(self, stacklevel: int = 5) -> None:
         """Warn once that requests return no captures."""
         if self._unwarned_captures:
-            names = listing(self._unwarned_captures, 4)
-            message = f"requests do not return the captures {names}: lm.capture(prompts) returns them"
-            warnings.warn(message, RlxWarning, stacklevel=stacklevel)
+            warn_of_captures(self._unwarned_captures, stacklevel)
         self._unwarned_captures = ()
 
     # -- generation --------------------------------------------------------------------------
@@ -205,14 +208,14 @@ class CausalLM(TaskModel):
     def generate(
         self, prompts: Any, max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (),
         seed: Any = None, attention_mask: Any = None, *, n: int | None = None, logprobs: int | None = None,
-        **options: Unpack[GenerateOptions],
+        return_captures: bool = False, **options: Unpack[GenerateOptions],
     ) -> Any: ...  # fmt: skip
 
     @suggest_keywords(*GenerateOptions.__annotations__)
     def generate(
         self, prompts: Any, max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (),
         seed: Any = None, attention_mask: Any = None, *, n: int | None = None, logprobs: int | None = None,
-        **options: Unpack[GenerateOptions],
+        return_captures: bool = False, **options: Unpack[GenerateOptions],
     ) -> Any:  # fmt: skip
         """Continue prompts, and return the new tokens: text for strings, ids for ids, and one answer for one prompt.
 
@@ -239,6 +242,8 @@ class CausalLM(TaskModel):
             state: a state of `prefill` or `extend` that the prompts continue: a row for each of them, or one for all.
                 It is copied, not consumed. Strings are then encoded without the tokenizer's special tokens.
             share_prefix: prefill the common prefix of all prompts once, and repeat its state.
+            return_captures: return (answers, captures), with the captures of each prompt and its new tokens, a row for
+                each answer, as `capture` returns them: one forward pass computes them after the last token.
 
         Raises:
             RequestError: see `rlx_jax.errors`.
@@ -247,10 +252,15 @@ class CausalLM(TaskModel):
         if attention_mask is not None:
             block, lengths, _ = token_block(prompts, self.vocab_size, mask=attention_mask, name="prompts")
             prompts = [row[:length].tolist() for row, length in zip(block, lengths, strict=True)]
+        check_flag("return_captures", return_captures)
+        self._unwarned_captures = () if return_captures else self._unwarned_captures
         batch = classify_prompts(prompts)
-        request_args = self._make_request(batch, max_new_tokens, sampler, stop, seed, n=n, logprobs=logprobs, **options)
-        outputs = run_request(self._lm, *request_args)
-        return outputs[0] if batch.is_single else outputs
+        request, new = self._make_request(batch, max_new_tokens, sampler, stop, seed, n=n, logprobs=logprobs, **options)
+        if return_captures:
+            check_request_captures(self._lm, request)
+        outputs = run_request(self._lm, request, new)
+        answers = outputs[0] if batch.is_single else outputs
+        return (answers, capture_request(self._lm, request, new.rows)) if return_captures else answers
 
     @suggest_keywords(*StreamOptions.__annotations__)
     def stream(
@@ -287,7 +297,7 @@ class CausalLM(TaskModel):
     def score(self, texts: Any) -> Any:
         """Return the log-likelihood of texts: a `Score` for each, in order, or one for one; nothing is generated.
 
-        Texts may be of all lengths: they are sorted, and at most eight programs process them.
+        Texts may be of all lengths: at most eight programs process them, sorted.
 
         Args:
             texts: strings or id lists, where every token after the first is scored, or tuples `(context,
@@ -349,8 +359,7 @@ class CausalLM(TaskModel):
         Raises:
             RequestError, TokenizerError, LimitError: as `apply_chat_template` and `generate`.
         """
-        if not isinstance(stream, bool):
-            raise RequestError(f"stream is {shown(stream)}; expected True or False")
+        check_flag("stream", stream)
         if stream:
             check_stream_options("chat(…, stream=True)", n, logprobs)
         turn_options = {name: options.pop(name) for name in DecodingOptions.__annotations__ if name in options}
@@ -457,7 +466,7 @@ class CausalLM(TaskModel):
             options: fields of a sampler, and options of `check_request`.
         """
         if self._unwarned_captures:
-            self._warn_of_captures(5)  # one frame deeper than the public methods that call it
+            self._warn_of_captures(6)  # one frame deeper than the public methods that call it
         sampler = resolve_sampler(sampler, {name: options.pop(name) for name in SAMPLING if name in options})
         drafts = speculative is not None or draft_tokens != DRAFT_TOKENS
         drafter = self._make_drafter(speculative, draft_tokens) if drafts else None
@@ -480,14 +489,7 @@ class CausalLM(TaskModel):
         """
         if sizes:
             return self.model.report(**sizes)
-        programs = ("forward", *CACHED_PROGRAMS)  # a compiled model passed by the user may have run other programs
-        keys = [k for k in self.model.programs.executables if k.flow == self.model.name and k.program in programs]
-        model = replace(self.model, program=keys[-1].program, last_key=keys[-1]) if keys else self.model
-        speculated = None if self._last_speculative is None else self._last_speculative.speculated
-        seed, last_request = None, self._last_call
-        if isinstance(last_request, tuple):
-            seed, last_request = last_request[0].sampling_seed, last_request[1].report
-        return replace(model.report(), speculative=speculated, seed=seed, request=last_request)
+        return report_of_requests(self.model, self._last_speculative, self._last_call)
 
     explain = explain_requests
 

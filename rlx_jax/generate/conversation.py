@@ -20,7 +20,15 @@ from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.pipeline import Template
 from rlx_jax.errors import RequestError, SequenceLengthError, SessionStateError, integer_text, shown, suggest_keywords
 from rlx_jax.generate.generation import Generation, NewTokens, run_request, stream_request
-from rlx_jax.generate.request import DecodingOptions, PrefixState, Request, SnapshotPoint, StopLike, common_prefix_len
+from rlx_jax.generate.request import (
+    DecodingOptions,
+    PrefixState,
+    Request,
+    SnapshotPoint,
+    StopLike,
+    check_flag,
+    common_prefix_len,
+)
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.ir.plugins import derive_rule
@@ -245,8 +253,7 @@ def open_conversation(
     first_messages = [] if is_empty else check_messages(messages, template)
     if max_len is not None:
         check_positions(check_integer("max_len", max_len, 1), lm.max_positions, "max_len")
-    if not isinstance(keep_copy, bool):
-        raise RequestError(f"keep_copy is {shown(keep_copy)}; expected True or False")
+    check_flag("keep_copy", keep_copy)
     return Conversation(causal_lm, first_messages, options, max_len, keep_copy)
 
 

@@ -119,24 +119,28 @@ def check_is_state(state: Any, where: str) -> DecodeState:
 
 
 def run_padded(
-    program: BoundProgram, state: StateArrays, padded: Any, valid: Any, seq: int, other_inputs: Arrays | None = None
-) -> tuple[jax.Array, StateArrays]:
-    """Run a prefill or extend program on padded tokens, and return its logits without padding, and the new state.
+    program: BoundProgram, state: StateArrays, padded: Any, valid: Any, seq: int, other_inputs: Arrays | None = None,
+    names: Sequence[str] = (),
+) -> tuple[jax.Array, StateArrays, dict[str, jax.Array]]:  # fmt: skip
+    """Run a prefill or extend program on padded tokens, and return its logits without padding, the new state, and the
+    other outputs by name.
 
     Args:
         padded: tokens, with padding.
         valid: number of tokens in each row of the request.
         seq: width of the tokens without padding.
         other_inputs: the other inputs of the flow.
+        names: the names of the outputs after the logits, which keep their padding.
     """
     programs, ids = program.model.programs, program.model.first_input
     # Prefill needs at least one token in every row, also in padding.
     idle = np.full(len(padded) - len(valid), int(program.key.program == "prefill"))
     lengths = np.concatenate([valid, idle]).astype(np.int32)
-    (logits, *_), new_state = program({ids: padded, "lengths": lengths, **(other_inputs or {})}, state)
+    (logits, *values), new_state = program({ids: padded, "lengths": lengths, **(other_inputs or {})}, state)
+    others = dict(zip(names, values, strict=False))
     if program.key.last_only:
-        return programs.run_helper(last_rows, logits, static=(len(valid),)), new_state
-    return crop_to(programs, logits, len(valid), seq), new_state
+        return programs.run_helper(last_rows, logits, static=(len(valid),)), new_state, others
+    return crop_to(programs, logits, len(valid), seq), new_state, others
 
 
 # -- slices of padded outputs; compiled, as an eager slice would transfer its indices to the device --------------------
@@ -145,6 +149,11 @@ def run_padded(
 def last_rows(rows: int, logits: jax.Array) -> jax.Array:
     """Return the first rows of the logits of last tokens, `[B, 1, V]` → `[rows, V]`."""
     return logits[:rows, 0]
+
+
+def last_tokens(logits: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Return the logits `[B, V]` of the last token of each row, from those of all tokens `[B, S, V]`."""
+    return jnp.take_along_axis(logits, lengths[:, None, None] - 1, axis=1, mode="clip")[:, 0]
 
 
 def shift_rows(array: jax.Array, starts: jax.Array) -> jax.Array:

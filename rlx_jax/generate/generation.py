@@ -22,10 +22,11 @@ from rlx_jax.generate.request import LanguageModel, PrefixState, Request
 from rlx_jax.generate.request_plan import RequestPlan, plan_request, prompt_blocks
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.generate.stop_strings import stable_prefix, stop_length
+from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.runtime.inputs import random_key
-from rlx_jax.runtime.model import BoundProgram
+from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.programs import state_shardings
-from rlx_jax.runtime.report import RequestReport, SpeculativeCounts
+from rlx_jax.runtime.report import Report, RequestReport, SpeculativeCounts
 from rlx_jax.runtime.sequence_state import LENGTH, as_state
 
 AnyArray = Any
@@ -287,6 +288,21 @@ def stream_request(lm: LanguageModel, request: Request, new: NewTokens) -> Itera
         yield answer[sent:]
     if new.failed:
         raise new.failure([answer])
+
+
+def report_of_requests(
+    model: CompiledModel,
+    last_speculative: NewTokens | None,
+    last_call: tuple[Request, NewTokens] | RequestReport | None,
+) -> Report:
+    """Return the report of the program that requests ran last, and of the last request; see `CausalLM.report`."""
+    programs = ("forward", *CACHED_PROGRAMS)  # a compiled model passed by the user may have run other programs
+    keys = [k for k in model.programs.executables if k.flow == model.name and k.program in programs]
+    model = replace(model, program=keys[-1].program, last_key=keys[-1]) if keys else model
+    speculated, seed = None if last_speculative is None else last_speculative.speculated, None
+    if isinstance(last_call, tuple):
+        seed, last_call = last_call[0].sampling_seed, last_call[1].report
+    return replace(model.report(), speculative=speculated, seed=seed, request=last_call)
 
 
 # -- prefill -----------------------------------------------------------------------------------

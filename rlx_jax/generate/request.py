@@ -9,7 +9,7 @@ from __future__ import annotations
 import os.path
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -68,6 +68,11 @@ class RequestInputs:
             name: a[(slice(None),) * self.batch_axes[name] + (slice(row, row + 1),)] if name in self.batch_axes else a
             for name, a in self.arrays.items()
         }
+
+    def repeated(self, times: int) -> RequestInputs:
+        """Return the inputs with each row repeated, for several answers to each prompt."""
+        repeated = {name: np.repeat(self.arrays[name], times, axis) for name, axis in self.batch_axes.items()}
+        return replace(self, arrays={**self.arrays, **repeated}) if times > 1 else self
 
 
 NO_INPUTS = RequestInputs()
@@ -382,6 +387,16 @@ def check_length(lm: LanguageModel, tokens: int, budget: int, name: str, drafter
             raise SequenceLengthError(f"{name}: over the limit of {MAX_SLOTS} positions; ask for fewer new tokens")
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Check that an option of a request is True or False.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} is {shown(value)}; expected True or False")
+
+
 def check_answers(lm: LanguageModel, n: Any, logprobs: Any, sampler: Sampler | None, drafts: bool) -> None:
     """Check `n` and `logprobs` of `CausalLM.generate`.
 
@@ -405,8 +420,7 @@ def check_combination(state: bool, share_prefix: Any, inputs: Any, drafter: Draf
     Raises:
         RequestError: names the option that cannot.
     """
-    if not isinstance(share_prefix, bool):
-        raise RequestError(f"share_prefix is {shown(share_prefix)}; expected True or False")
+    check_flag("share_prefix", share_prefix)
     option = "state=" if state else "share_prefix=True"
     if state and share_prefix:
         raise RequestError(

@@ -102,8 +102,9 @@ class ModelProgram:
     @property
     def output_names(self) -> tuple[str, ...]:
         """Return the names of the outputs, the primary one first."""
-        names: tuple[str, ...] = self._template().mir.output_names
-        return names
+        # `explicit` adds outputs; no other program is derived, as a request may derive it without some outputs.
+        adds_outputs = "explicit" in (self.program, self.built.program)
+        return self._template().mir.output_names if adds_outputs else self.built.output_names
 
     def template(self, program: str | None = None, *, last_only: bool = False) -> Template:
         """Return the template of a program, its form with symbolic sizes; by default of `self.program`."""

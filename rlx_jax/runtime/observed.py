@@ -20,7 +20,8 @@ from rlx_jax.runtime.compile_flow import companion_programs
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.programs import Companion
 from rlx_jax.trace.block_selection import BlockPattern
-from rlx_jax.trace.editing import BlockEdit, CapturedBlock
+from rlx_jax.trace.captures import CapturedBlock
+from rlx_jax.trace.editing import BlockEdit
 
 HostArray = np.ndarray[Any, Any]
 PROGRAMS = ("forward", "prefill", "extend")

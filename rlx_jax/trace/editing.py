@@ -8,7 +8,7 @@ for single layers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,11 +16,20 @@ import jax
 
 from rlx_jax.errors import GraphError, MissingWeightError, ShapeError, listing, quote, shown
 from rlx_jax.ir.graph import Boundary, Builder, Leaf, Node, Value, locate_errors
-from rlx_jax.ir.hir import Linear
+from rlx_jax.ir.hir import Attention, Linear
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.paths import Origin, Path, path_text
 from rlx_jax.trace.block_selection import BlockPattern, BlocksByWeight, BlockSelector
 from rlx_jax.trace.boundaries import OUTPUT, BlockIndex, HeadCounter, Ports
+from rlx_jax.trace.captures import (
+    Capture,
+    CapturedBlock,
+    Taps,
+    add_outputs,
+    find_attention,
+    sort_blocks,
+    write_tap,
+)
 from rlx_jax.trace.checks import check_signature
 from rlx_jax.trace.emit import Emit, FlowState
 from rlx_jax.trace.flow_value import FlowValue
@@ -57,20 +66,6 @@ class BlockEdit:
     requires_input: bool = True
 
 
-@dataclass(frozen=True)
-class CapturedBlock:
-    """Wrapper that captures a block as a side output, named by the block's path or stacked under `stack_name`.
-
-    With `reads`, values that any block reads and no block returns are side outputs too: see `capture_reads`.
-    """
-
-    stack_name: str = ""
-    reads: bool = False
-
-    def __call__(self, emit: Emit, x: FlowValue | None, inner: Inner) -> FlowValue:
-        return inner(x)
-
-
 # Path segment of an activation that edits separate from its projection.
 ACT = "act"
 
@@ -91,7 +86,7 @@ def edit_blocks(
     if not edits:
         return value
     value = _Rewriter(emit, NO_EDIT, where).run(value)
-    captures: list[tuple[str, Path]] = []
+    captures: list[Capture] = []
     for edit in edits:
         change = replace(edit, blocks=edit.blocks.relax(other_parts)) if other_parts else edit
         # The pattern may be for parts of a block without weights, which was written only as a placeholder.
@@ -99,12 +94,21 @@ def edit_blocks(
         if emit.has_placeholders and isinstance(change.blocks, BlockPattern) and not is_capture:
             change = replace(change, blocks=replace(change.blocks, optional=True))
         if isinstance(edit.wrapper, CapturedBlock):
-            blocks = _sort_blocks(change.blocks.select(emit.builder.nodes, where), emit.builder.nodes)
-            captures += [(edit.wrapper.stack_name, block) for block in blocks]
+            blocks = sort_blocks(change.blocks.select(emit.builder.nodes, where), emit.builder.nodes)
+            captures += [Capture(edit.wrapper, block) for block in blocks]
         else:
             value = _Rewriter(emit, change, where).run(value)
     # Captures come last, so that they return the outputs of edited blocks.
-    _capture(emit, captures, value, where)
+    captures = find_attention(captures, emit.builder.nodes, where)
+    taps: Taps = {}
+    if inner := [capture for capture in captures if capture.is_inner]:
+        # Written beside the attention, so that repeated layers stay one region.
+        rewriter = _Rewriter(emit, NO_EDIT, where)
+        for capture in inner:
+            rewriter.taps.setdefault(capture.attention, {})[capture.wrapper.value] = None
+        value = rewriter.run(value)
+        taps = rewriter.tapped
+    add_outputs(emit, captures, taps, value, where)
     value = _Rewriter(emit, NO_EDIT, where, marks_blocks=False).run(value)
     if any(isinstance(edit.wrapper, CapturedBlock) and edit.wrapper.reads for edit in edits):
         capture_reads(emit, where)
@@ -134,62 +138,6 @@ def write_placeholder(
 
 # An edit of no block: it only separates activations from projections, and removes marks without a role.
 NO_EDIT = BlockEdit(BlocksByWeight(frozenset()), lambda emit, x, inner: inner(x))
-
-
-def _sort_blocks(blocks: Iterable[Path], nodes: Sequence[Node]) -> list[Path]:
-    """Sort blocks by the position of their last node, inner blocks first."""
-    last_node = {
-        path[:end]: i for i, node in enumerate(nodes) for path in [node.origin.path] for end in range(len(path) + 1)
-    }
-    return sorted(blocks, key=lambda block: (last_node[block], -len(block)))
-
-
-def _capture(emit: Emit, captures: Sequence[tuple[str, Path]], value: FlowValue, where: str) -> None:
-    """Add the outputs of blocks as side outputs, after all edits: of an edited block, the output after the edits.
-
-    Args:
-        captures: for each block, the name of the stacked output, or "", and its path.
-        value: the last active value of the flow.
-
-    Raises:
-        GraphError: a later edit replaced the block, or a stage has a side output of that name.
-        ShapeError: blocks that are stacked return values of several types, or one returns several values.
-    """
-    index, stage_outputs = BlockIndex(emit.builder.nodes, emit.unwrap(value)), set(emit.state.outputs)
-    stacks = dict[str, dict[str, FlowValue]]()
-    for stacked, block in captures:
-        ports, path = index.ports(block), path_text(block)
-        if ports is None:
-            raise GraphError(f"{where}: at({path!r}): a later edit replaced the block around it; capture it after that")
-        values = [emit.wrap(v) for v in ports.captured_outputs]
-        if stacked and len(values) > 1:
-            raise ShapeError(
-                f"{where}: at({stacked!r}): {path} returns {len(values)} values: capture it without stacked"
-            )
-        name = stacked or path
-        if name in stage_outputs:
-            raise GraphError(f"{where}: at({name!r}): the flow has a side output {quote(name)} already")
-        if stacked:
-            emit.state.outputs[stacked] = values[0]  # reserves the position among the outputs
-            stacks.setdefault(stacked, {})[path] = values[0]
-        else:
-            names = [path] if len(values) == 1 else [f"{path}[{i}]" for i in range(len(values))]
-            emit.state.outputs |= dict(zip(names, values, strict=True))
-    for stacked, by_path in stacks.items():
-        emit.state.outputs[stacked] = _stack(emit, stacked, by_path, where)
-
-
-def _stack(emit: Emit, name: str, values: Mapping[str, FlowValue], where: str) -> FlowValue:
-    """Return captured values of one type, by block path, stacked along a new first axis."""
-    (ref_path, ref), *others = values.items()
-    for path, value in others:
-        if value.type != ref.type:
-            raise ShapeError(
-                f"{where}: at({name!r}): stacked blocks return values of one type; {ref_path} returns {ref.type}, "
-                f"{path} {value.type}: capture them separately"
-            )
-    with emit.scope("captured"):
-        return emit.stack(list(values.values()))
 
 
 @dataclass
@@ -249,6 +197,7 @@ class _Rewriter:
         op_numbers: numbers of the old nodes that are no leaves.
         blocks: numbers of the nodes of each selected block.
         resize_note: message about the last block with another shape than before, for later shape errors.
+        taps: by the number of an attention's node, the values inside it to write; `tapped` has them once written.
     """
 
     def __init__(self, emit: Emit, edit: BlockEdit, where: str, marks_blocks: bool = True) -> None:
@@ -258,6 +207,8 @@ class _Rewriter:
         self.builder = Builder(emit.builder.name, emit.builder.types)
         self.builder.marks_blocks = marks_blocks
         self.resize_note = ""
+        self.taps: dict[int, dict[str, None]] = {}
+        self.tapped: Taps = {}
         self.op_numbers = [i for i, node in enumerate(self.nodes) if not isinstance(node.op, Leaf)]
         self.selected = edit.blocks.select(self.nodes, where)
         self.blocks: dict[Path, list[int]] = {}
@@ -368,6 +319,11 @@ class _Rewriter:
                 error.args = (f"{str(error).rstrip('.')}; {self.resize_note}",)
             raise
         values.mapping.update({Value(number, i): v for i, v in enumerate(results)})
+        if number in self.taps and isinstance(op, Attention):
+            operands = [self._new_value(v, values) for v in node.inputs]
+            with self.builder.origin_scope(origin), locate_errors(origin):
+                written = {(number, name): write_tap(self.builder, op, operands, name) for name in self.taps[number]}
+            self.tapped |= written
 
     def _write_block(self, block: Path, numbers: Sequence[int], values: _ValueScope) -> None:
         """Write one block through the wrapper of the edit."""

@@ -135,6 +135,7 @@ class Attention(Hir):
     With `last` q is `[B,1,N·D]`, the query of the last token, because only its row is needed (written by `derive`).
     With `by_distance` the bias depends only on the head and on the distance between query and key. `bias_of` computes a
     bias from the positions of query and key, and applies in every derived program (see `PairBias`).
+    `returns` other than "context" is written by captures, beside the attention itself (see `AttentionOp`).
     """
 
     traits = BLOCK
@@ -151,6 +152,7 @@ class Attention(Hir):
     by_distance: bool = False
     bias_of: Graph | None = None
     sinks: bool = False
+    returns: str = "context"
 
     def packed_heads(self, operand_index: int | None) -> int | None:
         return {None: self.heads, 0: self.heads, 1: self.kv_heads, 2: self.kv_heads}.get(operand_index)
@@ -164,8 +166,9 @@ class Attention(Hir):
     def op(self, kv_heads: int) -> AttentionOp:
         """Return the MIR op over `kv_heads` key/value heads."""
         return AttentionOp(
-            self.heads, kv_heads, self.causal, self.window, self.scale, self.softcap, self.extra, ahead=self.ahead
-        )
+            self.heads, kv_heads, self.causal, self.window, self.scale, self.softcap, self.extra, ahead=self.ahead,
+            returns=self.returns,
+        )  # fmt: skip
 
     def expand(self, b: Builder, *operands: Value) -> Value:
         return self.expand_repeated(b, self.heads // self.kv_heads, *operands)

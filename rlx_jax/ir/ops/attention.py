@@ -28,9 +28,14 @@ EXTRA_OPERANDS = {
 }  # fmt: skip
 
 
+# Results of attention: the context, or of each query and key the weight (`probs`) or the score before the softmax.
+RETURNS = ("context", "probs", "scores")
+
+
 def _product_flops(op: Any, operands: Types, results: Types) -> int:
-    """Return the FLOPs of the two products: scores q kᵀ and weighted sums of values."""
-    return 2 * (operands[0].size + results[0].size) * int(operands[1].shape[1])
+    """Return the FLOPs of the two products: scores q kᵀ and, for a context, weighted sums of values."""
+    values = results[0].size if op.returns == "context" else 0
+    return 2 * (operands[0].size + values) * int(operands[1].shape[1])
 
 
 def _score_bytes(op: Any, operands: Types, results: Types) -> int:
@@ -59,9 +64,14 @@ class AttentionOp(Mir):
 
     A key must pass every condition: `keep`; `causal`, at or before the query; `window` w, among the last w keys up to
     the query, or within the `ahead` keys after it.
+
+    With `returns` "probs" the result is the weights, f32 `[B,N,S,T]`: the softmax, without the share of the sinks, and
+    0 for a key that is not allowed. "scores" are what the softmax reads, sinks aside: `mask(cap(scale · q kᵀ) + bias)`,
+    with −∞ for a key that is not allowed.
     """
 
     traits = replace(product_traits(_product_flops), narrows=3, workspace=_score_bytes)
+    choices = {"returns": RETURNS}
 
     heads: int
     kv_heads: int
@@ -72,6 +82,7 @@ class AttentionOp(Mir):
     extra: tuple[str, ...] = ()
     precision: str = "default"
     ahead: int = 0
+    returns: str = "context"
 
     def declaration(self) -> str:
         return " ".join(["q:float[B,S,Q!] k:q[B,T,K!] v:q[B,T,V!]", *(EXTRA_OPERANDS[name] for name in self.extra)])
@@ -138,6 +149,9 @@ class AttentionOp(Mir):
         if "bias" in extra:
             scores = scores + _split_groups(extra["bias"].astype(jnp.float32), num_groups)
         allowed = self._allowed(num_queries, num_keys, extra, num_keys - (total or num_queries) + start)
+        pairs = (batch, self.heads, num_queries, num_keys)
+        if self.returns == "scores":
+            return (scores if allowed is None else jnp.where(allowed, scores, -jnp.inf)).reshape(pairs)
         # Without positions the queries are aligned with the last keys; with more queries than keys some have no key.
         rows_may_be_empty = "keep" in extra or "bias" in extra
         rows_may_be_empty |= allowed is not None and "positions" not in extra and num_keys != (total or num_queries)
@@ -145,6 +159,8 @@ class AttentionOp(Mir):
         if sinks is not None:
             sinks = sinks.astype(jnp.float32).reshape(1, self.kv_heads, num_groups, 1, 1)
         weights = masked_softmax(scores, allowed, rows_may_be_empty, sinks)
+        if self.returns == "probs":
+            return weights.reshape(pairs)
         out = product(f"bkgst,{keys_in}->{queries_in}", weights.astype(v.dtype), v4)
         # [B,S,K,G,E] in both layouts, so that a reshape packs the heads of a token.
         out = out.transpose(0, 3, 1, 2, 4) if heads_first else out
@@ -186,6 +202,7 @@ class AttentionOp(Mir):
         notes += [f"ahead={self.ahead}"] if self.ahead else []
         notes += [f"scale={self.scale:g}"] if self.scale is not None else []
         notes += [f"softcap={self.softcap:g}"] if self.softcap is not None else []
+        notes += [f"returns={self.returns}"] if self.returns != "context" else []
         return f"attention({', '.join([*notes, *self.extra])})"
 
     @classmethod
