@@ -27,10 +27,11 @@ from rlx_jax.errors import DeriveError, did_you_mean, quote, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Leaf, Node, Op, TypeCache, Value
 from rlx_jax.ir.ops.pointwise import Binary
+from rlx_jax.ir.ops.shape import Concat, Reshape
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.region import unroll
 from rlx_jax.ir.rewrite import Rewrite, rewrite
-from rlx_jax.ir.types import TensorType, symbol
+from rlx_jax.ir.types import TensorType, is_static, symbol
 from rlx_jax.lowering.hir.explicit import ExplicitCache
 from rlx_jax.lowering.hir.independence import cache_chunk_tests, cache_slice_tests, prove, why_not_independent
 from rlx_jax.lowering.hir.per_request import (
@@ -294,7 +295,7 @@ def check_token_wise(d: Derivation, node: Node, operands: tuple[TensorType, ...]
     Raises:
         DeriveError: there is no proof; the message has the reason.
     """
-    if isinstance(node.op, Leaf) or node.op.regions():
+    if isinstance(node.op, Leaf) or node.op.regions() or stacks(node, operands):
         return
     for dim, entries in (("seq", "positions"), ("batch", "rows of the batch")):
         if not any(dim in t.symbols for t in (*operands, *node.types)):
@@ -304,6 +305,18 @@ def check_token_wise(d: Derivation, node: Node, operands: tuple[TensorType, ...]
                 f"{node.op.text()} is not proved to treat {entries} independently: {reason}. "
                 f"It has no {d.program} rule; build it from token-wise ops and the attention stages"
             )
+
+
+def stacks(node: Node, operands: tuple[TensorType, ...]) -> bool:
+    """Return whether a node stacks its operands along a new first axis, or is a part of that.
+
+    Captured weights of attention have two axes of tokens, for which there is no proof, and need none to be stacked.
+    """
+    (result,) = node.types[:1]
+    if isinstance(node.op, Reshape):
+        return result.shape == (1, *operands[0].shape)
+    is_concat = isinstance(node.op, Concat) and node.op.axis == 0 and is_static(result.shape[0])
+    return is_concat and all(t.shape[1:] == result.shape[1:] for t in operands)
 
 
 def last_token_only(graph: Graph, types: TypeCache) -> Graph:

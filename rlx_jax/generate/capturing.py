@@ -93,10 +93,13 @@ def capture_names(model: CompiledModel, method: str) -> tuple[str, ...]:
     return names
 
 
-def warn_of_captures(names: Sequence[str], stacklevel: int) -> None:
-    """Warn that a request does not return the captures `names`."""
+def warn_of_captures(names: Sequence[str], stacklevel: int) -> tuple[str, ...]:
+    """Warn that a request does not return the captures `names`, if there are any; return the names to warn of later."""
+    if not names:
+        return ()
     message = f"requests do not return the captures {listing(names, 4)}: lm.capture(prompts) returns them, and so do "
     warnings.warn(f"{message}prefill and generate with return_captures=True", RlxWarning, stacklevel=stacklevel)
+    return ()
 
 
 def capture_axes(model: CompiledModel, graph: Graph, names: Sequence[str]) -> dict[str, CaptureAxes]:
@@ -198,22 +201,24 @@ def capture_rows(lm: LanguageModel, rows: Sequence[Sequence[int]], other_inputs:
 
 
 def run_forward(
-    model: CompiledModel, names: tuple[str, ...], block: Ids, other_inputs: RequestInputs, arrays: Mapping[str, Any]
-) -> dict[str, jax.Array]:
+    model: CompiledModel, names: tuple[str, ...], block: Ids, other_inputs: RequestInputs, arrays: Mapping[str, Any],
+    lengths: Ids | None = None,
+) -> dict[str, jax.Array]:  # fmt: skip
     """Run the program `forward` and return its outputs `names`.
 
     Args:
         block: tokens `[B, S]`.
         other_inputs: the other inputs of the request, for their sizes.
         arrays: the other inputs, padded to the rows of `block`.
+        lengths: number of tokens of each row, to compute the logits of the last ones alone, `[B, 1, V]`; the only
+            output is then the logits.
     """
     ids_input = model.first_input
     sizes = {**other_inputs.sizes, **bind_sizes({ids_input: _ids_type(model)}, {ids_input: block}, model.name)}
-    program = model.bind_to_sizes(
-        sizes, variant=Variant(last_only=False, outputs=names, optional_inputs=other_inputs.optional_inputs)
-    )
+    is_last = lengths is not None
+    variant = Variant(is_last, names, other_inputs.optional_inputs, hidden=is_last)
+    program = model.bind_to_sizes(sizes, variant=variant)
     used_inputs = {i.input for i in model.programs.template(program.key.symbolic).mir.inputs}
-    values, _ = program(
-        {name: value for name, value in {ids_input: block, **arrays}.items() if name in used_inputs}, {}
-    )
-    return dict(zip(names, values, strict=True))
+    used = {name: value for name, value in {ids_input: block, **arrays}.items() if name in used_inputs}
+    values, _ = program(used if lengths is None else {**used, "lengths": lengths}, {})
+    return dict(zip(names, values, strict=not is_last))

@@ -19,6 +19,7 @@ from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.drafters import DRAFT_TOKENS, make_drafter
 from rlx_jax.generate.explain import explain as explain_requests
 from rlx_jax.generate.generation import NewTokens, report_of_requests, run_request, stream_request
+from rlx_jax.generate.patching import patch as patch_prompts
 from rlx_jax.generate.prefill import compute_logits, extend, prefill
 from rlx_jax.generate.request import (
     DecodingOptions,
@@ -190,11 +191,11 @@ class CausalLM(TaskModel):
         """
         return capture(self._lm, prompts, inputs)
 
+    patch = patch_prompts
+
     def _warn_of_captures(self, stacklevel: int = 5) -> None:
         """Warn once that requests return no captures."""
-        if self._unwarned_captures:
-            warn_of_captures(self._unwarned_captures, stacklevel)
-        self._unwarned_captures = ()
+        self._unwarned_captures = warn_of_captures(self._unwarned_captures, stacklevel)
 
     # -- generation --------------------------------------------------------------------------
 
@@ -334,7 +335,7 @@ class CausalLM(TaskModel):
         return mean_perplexity(windows, self._score_items(windows, "perplexity"))
 
     def _score_items(self, items: Sequence[ScoredTokens], method: str) -> list[Score]:
-        """Score items, and remember the report for `report()`."""
+        """Score items, and remember their report."""
         scores, self._last_call = score_items(self._lm, items, method)
         return scores
 
@@ -465,8 +466,7 @@ class CausalLM(TaskModel):
         Args:
             options: fields of a sampler, and options of `check_request`.
         """
-        if self._unwarned_captures:
-            self._warn_of_captures(6)  # one frame deeper than the public methods that call it
+        self._warn_of_captures(6)  # one frame deeper than the public methods that call it
         sampler = resolve_sampler(sampler, {name: options.pop(name) for name in SAMPLING if name in options})
         drafts = speculative is not None or draft_tokens != DRAFT_TOKENS
         drafter = self._make_drafter(speculative, draft_tokens) if drafts else None
@@ -496,8 +496,7 @@ class CausalLM(TaskModel):
     def profile(self, prompts: Any, max_new_tokens: int = 64, **options: Any) -> BlockTimes:
         """Measure the time by block of `generate(prompts, max_new_tokens, **options)`.
 
-        It runs twice, the second time under `jax.profiler`, so that compiling is not measured. The prefill programs and
-        the generation loop have their own rows.
+        It runs twice, the second time under `jax.profiler`, without compiling. Prefill and the loop have separate rows.
         """
         drafter = options.get("speculative")
         models = [self.model.programs, *([drafter.model.programs] if isinstance(drafter, CausalLM) else [])]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Literal, Unpack
@@ -17,7 +17,15 @@ import jax
 
 from rlx_jax.compiler.pipeline import make_template
 from rlx_jax.device import running_device
-from rlx_jax.errors import DeriveError, MissingWeightError, RequestError, RlxWarning, listing, suggest_keywords
+from rlx_jax.errors import (
+    DeriveError,
+    MissingWeightError,
+    RequestError,
+    RlxWarning,
+    UnsupportedError,
+    listing,
+    suggest_keywords,
+)
 from rlx_jax.ir.weight_reads import shapes_only
 from rlx_jax.lowering.hir.derive import PROGRAMS, unknown_program
 from rlx_jax.lowering.lir.plan import layout_of
@@ -208,21 +216,26 @@ def load_params(programs: Programs, device: Any, cancelled: threading.Event) -> 
     return params, time.perf_counter() - start
 
 
-def companion_model(model: CompiledModel, make: MtpFactory) -> CompiledModel:
+def companion_model(
+    model: CompiledModel, make: MtpFactory, key: Hashable = None, shares_all: bool = False
+) -> CompiledModel:
     """Return a companion model, such as a drafter, that shares the weights of `model`.
 
-    It is compiled once for each model. Parameters that the model has are shared; the others are loaded now.
+    It is compiled once for each model and key. Parameters that the model has are shared; the others are loaded now.
 
     Args:
         model: the model with the weights.
         make: a function from the weights to the companion flow.
+        key: tells several companions of a model apart; None for the drafter.
+        shares_all: load no parameters, as they may have changed since `model` was loaded.
 
     Raises:
         MissingWeightError: there are no weights to read. Others as `make` and as `rlx_jax.compile`.
+        UnsupportedError: with `shares_all`, the companion has a parameter that the model does not have.
     """
     model.refuse_traced()
     params = model.require_params("drafting")
-    companion = model.programs.companions(model.name, lambda: _make_companion(model, params, make))
+    companion = model.programs.companions((model.name, key), lambda: _make_companion(model, params, make, shares_all))
     names_by_program = model.programs.layout.by_program()
     shared_params = {
         name: params[names_by_program[p]]
@@ -246,14 +259,14 @@ def companion_programs(base: Programs, flow: Buildable) -> Programs:
     return programs
 
 
-def _make_companion(model: CompiledModel, params: dict[str, Any], make: MtpFactory) -> Companion:
+def _make_companion(model: CompiledModel, params: dict[str, Any], make: MtpFactory, shares_all: bool) -> Companion:
     """Build and lower the companion flow of a model, and load the parameters that the model does not have.
 
     Returns:
         The programs of the companion, and the loaded parameters.
     """
     base = model.programs
-    if not has_data(base):
+    if not shares_all and not has_data(base):
         raise MissingWeightError(
             f"{model.name}: the weights are shapes without values, so the drafter's cannot be loaded: pass weights="
         )
@@ -261,6 +274,13 @@ def _make_companion(model: CompiledModel, params: dict[str, Any], make: MtpFacto
     programs.is_warm, layout = base.is_warm, programs.layout
     names_by_program = base.layout.by_program()
     missing = {name: program for name, program in layout.params.items() if program not in names_by_program}
+    if shares_all and missing:
+        raise UnsupportedError(
+            f"{model.name}: the edited flow reads {listing(missing)} by itself, and the model stores it fused with "
+            "others: edit a block around it, or load the model with fusion.disable = ['merge_linears']"
+        )
+    if not missing:
+        return Companion(programs, {})
     assert base.source is not None  # it has data
     # The device of the model's parameters; None if its choice was left to JAX.
     target = next((next(iter(a.devices())) for a in params.values() if isinstance(a, jax.Array) and a.committed), None)

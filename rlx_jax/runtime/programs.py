@@ -123,7 +123,7 @@ class Programs:
         self.request_keys: LruCache[Hashable, Any] = LruCache(
             limit, lock
         )  # the keys of the programs that each kind of request runs
-        self.companions: LruCache[str, Companion] = LruCache(MAX_TEMPLATES, lock)
+        self.companions: LruCache[Hashable, Companion] = LruCache(MAX_TEMPLATES, lock)
         self.donation_warnings: set[tuple[str, str]] = set()  # flow and program: each is warned of once
         self.is_warm = False  # whether warm-up is complete
         self.warmup_keys: set[ProgramKey] | None = None  # the programs that the current warm-up has run

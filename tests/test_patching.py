@@ -1,0 +1,291 @@
+"""`CausalLM.patch` and captures inside attention, against transformers with hooks and with eager attention."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from tests.oracles import checkpoints, hugging_face
+from tests.oracles.comparing import assert_close
+
+FIXTURES = checkpoints.FIXTURES
+GPT2, LLAMA = FIXTURES / "gpt2" / "bare_v4", FIXTURES / "llama" / "gqa_linear_mlpbias_v5"
+PROMPTS, SOURCE = [[5, 6, 7, 8, 9], [3, 4, 1, 2, 7]], [[5, 6, 1, 8, 9], [9, 4, 1, 2, 7]]
+
+
+@functools.cache
+def model(directory: Path, roll: str = "auto") -> rlx.CausalLM:
+    return rlx.load(directory, profile=rlx.CompileProfile().replace(layers={"roll": roll}))
+
+
+@functools.cache
+def captured(directory: Path, pattern: str) -> np.ndarray:
+    """The outputs of blocks for `SOURCE`, `[blocks, prompts, tokens, hidden]`."""
+    lm = rlx.load(directory, recipe=rlx.recipe_for(directory).at(pattern).capture(stacked=True))
+    return np.asarray(lm.capture(SOURCE)[pattern])
+
+
+def executables(lm: rlx.CausalLM) -> int:
+    return sum(len(companion.programs.executables) for companion in lm.model.programs.companions.values())
+
+
+def test_a_sweep_is_one_program_and_layers_are_operands() -> None:
+    """Rolled layers stay one region, and a later call with another layer or position compiles nothing."""
+    lm = model(LLAMA, "scan")
+    grid = lm.patch(PROMPTS, "layers.*", source=SOURCE, sweep=True)
+    assert grid.shape == (3, 5, 2, lm.vocab_size) and executables(lm) == 2  # the source's outputs, and the sweep
+    patched = next(
+        c.programs for c in lm.model.programs.companions.values() if len(c.programs.flows["llama"]._inputs) > 1
+    )
+    (key,) = patched.executables
+    assert sum(bool(node.op.regions()) for node in patched.template(key.symbolic).mir.nodes) == 1
+    one = lm.patch(PROMPTS, "layers.1", source=SOURCE, positions=2, batch_size=None)
+    before = executables(lm)
+    two = lm.patch(PROMPTS, "layers.2", source=SOURCE, positions=[-1])
+    assert executables(lm) == before
+    assert_close(one, grid[1, 2])
+    assert_close(two, grid[2, 4])
+
+
+def test_forms_of_a_patch() -> None:
+    """The same changes as an array, as a function, in parts, with all logits, and as a metric."""
+    lm, values = model(LLAMA), captured(LLAMA, "layers.*")
+    grid = np.asarray(lm.patch(PROMPTS, {"layers.*": values}, sweep=True))
+    of_source = lm.patch(
+        PROMPTS, {"layers.*": lambda y, s: y + (s - y)}, source=SOURCE, sweep=True, batch_size=4, logits="all"
+    )
+    assert of_source.shape[:4] == (3, 5, 2, 5)
+    assert_close(of_source[:, :, :, -1], grid)
+    metric = lm.patch(
+        PROMPTS, {"layers.*": values}, sweep=True, metric=lambda x: x[:, 3] - x[:, 4], positions=[-1, [0, 4]]
+    )
+    assert metric.shape == (3, 2, 2)
+    assert_close(metric[:, 0], grid[:, 4, :, 3] - grid[:, 4, :, 4])
+    both = lm.patch(PROMPTS, {"layers.0.mlp": 0, "layers.2": lambda y: y * 2})
+    recipe = rlx.recipe_for(LLAMA).at("layers.0.mlp").scale(0.0).at("layers.2").scale(2.0)
+    assert_close(both, rlx.compile(recipe)(np.array(PROMPTS))[:, -1])
+    ragged = lm.patch([[5, 6, 7], [3]], {"layers.1": 0}, positions=-1, logits="all")
+    assert np.isnan(ragged[1, 1:]).all()
+    assert_close(ragged[0, -1], lm.patch([5, 6, 7], {"layers.1": 0}, positions=[2])[0])
+    assert_close(ragged[1, 0], lm.patch([3], {"layers.1": 0})[0])
+
+
+def test_parameters_of_now_are_patched() -> None:
+    lm = rlx.CausalLM(model(GPT2).model)
+    lm.model = lm.model.replace({name: a * 1.5 for name, a in (lm.model.params or {}).items()})
+    got = lm.patch(PROMPTS, {"layers.0": lambda y: y})
+    assert_close(got, lm.logits(PROMPTS)[:, -1])
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "no block": ({"layer.*": 0}, {}, errors.GraphError, "matches no block.*layers"),
+    "no layer": ({"layers.7": 0}, {}, errors.GraphError, "matches no block.*layers.0"),
+    "tables": ({"rotary_emb": 0}, {}, errors.GraphError, "expected blocks that return floats"),
+    "shape": ({"layers.*": np.ones(3)}, {}, errors.ShapeError, r"\[3\].*\[3, 2, 5, 56\]"),
+    "result": ({"norm": lambda y: y[:, :3]}, {}, errors.ShapeError, "norm"),
+    "text": ({"layers.*": "zero"}, {}, errors.RlxError, "layers"),
+    "signature": ({"norm": lambda a, b: a}, {}, errors.RequestError, "called as"),
+    "no source": ("layers.*", {}, errors.RequestError, "puts in the outputs of other prompts: pass source="),
+    "unread": ({"layers.*": 0}, {"source": SOURCE}, errors.RequestError, "source is not read"),
+    "lengths": ("layers.*", {"source": [[1], [2]]}, errors.RequestError, "lengths have to be"),
+    "position": ({"layers.*": 0}, {"positions": [5]}, errors.RequestError, "position 5 is not"),
+    "negative": ({"layers.*": 0}, {"positions": -6}, errors.RequestError, "position -6 is not"),
+    "no integer": ({"layers.*": 0}, {"positions": [0.5]}, errors.RequestError, "0.5"),
+    "ragged": ({"norm": 0}, {"prompts": [[1, 2], [3]], "sweep": True}, errors.RequestError, r"positions=, such"),
+    "batch": ({"norm": 0}, {"batch_size": 2}, errors.RequestError, "batch_size is for a sweep"),
+    "metric": ({"norm": 0}, {"metric": 3}, errors.RequestError, "metric is a function"),
+    "logits": ({"norm": 0}, {"logits": "first"}, errors.RequestError, "'all' or 'last'"),
+}
+
+
+@pytest.mark.parametrize("patches, options, error, text", REFUSED.values(), ids=REFUSED)
+def test_refused_before_any_compile(patches: Any, options: Any, error: type[Exception], text: str) -> None:
+    lm = model(LLAMA)
+    before = executables(lm)
+    with pytest.raises(error, match=text):
+        lm.patch(**{"prompts": PROMPTS, "patches": patches, **options})
+    assert executables(lm) == before
+
+
+# -- captures inside attention -----------------------------------------------------------------
+
+RECIPE = rlx.recipe_for(LLAMA)
+
+
+@functools.cache
+def capturing(roll: str) -> rlx.CausalLM:
+    recipe = RECIPE
+    for value in ("probs", "scores", "q", "k", "v", "input"):
+        recipe = recipe.at("layers.*.self_attn").capture(value, stacked=True)
+    recipe = recipe.at("layers.1.self_attn").capture("probs")
+    return rlx.load(LLAMA, recipe=recipe, profile=rlx.CompileProfile().replace(layers={"roll": roll}))
+
+
+def test_values_of_attention_by_hand() -> None:
+    """The definitions, in float64, and that repeated layers are one region or many with the same values."""
+    got = {name: np.asarray(a, np.float64) for name, a in capturing("scan").capture(PROMPTS).items()}
+    unrolled = capturing("unroll").capture(PROMPTS)
+    for name, a in got.items():
+        np.testing.assert_allclose(a, unrolled[name], atol=1e-5)
+    q, k, scores, probs = (got[f"layers.*.self_attn.{name}"] for name in ("q", "k", "scores", "probs"))
+    assert q.shape == (3, 2, 5, 8, 6) and k.shape == (3, 2, 5, 2, 6) and probs.shape == (3, 2, 8, 5, 5)
+    want = np.einsum("lbsnd,lbtnd->lbnst", q, np.repeat(k, 4, axis=3)) * 6**-0.5
+    allowed = np.tril(np.ones((5, 5), bool))
+    assert_close(scores[..., allowed].astype("f4"), want[..., allowed].astype("f4"))
+    assert (scores[..., ~allowed] == -np.inf).all() and (probs[..., ~allowed] == 0).all()
+    weights = np.exp(scores)
+    assert_close(probs.astype("f4"), (weights / weights.sum(-1, keepdims=True)).astype("f4"))
+    np.testing.assert_array_equal(got["layers.1.self_attn.probs"], probs[1])
+
+
+def test_captures_of_requests() -> None:
+    """Prefill and generation return what `capture` does, by prompt, without padding, and decoding stays as it is."""
+    lm, prompts = capturing("scan"), [[5, 6, 7, 8, 9], [3, 1]]
+    want = lm.capture(prompts)
+    ids, got = lm.generate(prompts, 4, return_captures=True)
+    assert ids == rlx.load(LLAMA).generate(prompts, 4)
+    whole = lm.capture([[*prompt, *new] for prompt, new in zip(prompts, ids, strict=True)])
+    for name in whole:
+        np.testing.assert_array_equal(got[name], whole[name])
+    padded = np.array([[5, 6, 7, 8, 9], [3, 1, 0, 0, 0]])
+    for logits in ("all", "last"):
+        values, state, captures = lm.prefill(padded, [5, 2], logits=logits, return_captures=True)
+        assert_close(values, lm.prefill(padded, [5, 2], logits=logits)[0]) if logits == "last" else None
+        for name in want:
+            np.testing.assert_allclose(captures[name], want[name], atol=1e-5)
+    new = np.array([row[:2] for row in ids], np.int32)
+    out, _ = lm.model.as_program("extend")(new, lengths=np.array([2, 2], np.int32), state=state.state)
+    cached = np.asarray(out["layers.1.self_attn.probs"])  # over the slots of the cache
+    for row, start in enumerate((5, 2)):
+        mine = whole["layers.1.self_attn.probs"][row, :, start : start + 2, : start + 2]
+        assert_close(cached[row, :, :, : start + 2], mine)
+        assert (cached[row, :, :, start + 2 :] == 0).all()
+    answers, many = lm.generate([[5, 6]], 2, n=2, temperature=1.0, seed=1, return_captures=True)
+    assert many["layers.1.self_attn.probs"].shape[0] == len(answers[0]) == 2
+
+
+REFUSED_CAPTURES: list[tuple[str, Any, str]] = [
+    ("layers.*", "prob", "did you mean 'probs'.*scores"),
+    ("layers.*.mlp", "probs", "layers.0.mlp.*has no attention; attention is in 'layers.0.self_attn'"),
+    ("layers.*.self_attn.q_proj", "q", "has no attention"),
+    ("rotary_emb", "scores", "has no attention"),
+]
+
+
+@pytest.mark.parametrize("pattern, value, text", REFUSED_CAPTURES)
+def test_refused_captures(pattern: str, value: Any, text: str) -> None:
+    with pytest.raises(errors.GraphError, match=text):
+        RECIPE.at(pattern).capture(value).assemble().build()
+
+
+def test_refused_requests_of_captures() -> None:
+    plain: Any = rlx.load(LLAMA)
+    for call in (plain.generate, plain.prefill):
+        with pytest.raises(errors.RequestError, match="has no captures"):
+            call([[1]], return_captures=True)
+        with pytest.raises(errors.RequestError, match="expected True or False"):
+            call([[1]], return_captures=1)
+    with pytest.raises(errors.DeriveError, match="'probs' of attention has no explicit rule"):
+        rlx.compile(RECIPE.at("layers.0.self_attn").capture("probs"), program="explicit").template()
+
+
+def test_codes_of_a_cache_are_not_captured() -> None:
+    profile = rlx.CompileProfile().replace(precision={"kv": "int8"})
+    lm = rlx.load(LLAMA, recipe=RECIPE.at("layers.*").capture(), profile=profile)
+    with pytest.raises(errors.UnsupportedError, match=r"return_captures: the cache holds int8 codes"):
+        lm.generate([[1, 2]], 2, return_captures=True)
+
+
+# -- live --------------------------------------------------------------------------------------
+
+
+def loaded(directory: Path) -> Any:
+    hf = hugging_face.load(directory, "AutoModelForCausalLM")
+    hf.set_attn_implementation("eager")
+    return hf
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("roll", ["scan", "unroll"])
+@pytest.mark.parametrize("fixture, pattern", [
+    ("llama/gqa_linear_mlpbias_v5", "layers.*.self_attn"), ("gpt2/bare_v4", "layers.*.attn"),
+    ("gemma2/caps_v5", "layers.*.self_attn"), ("gpt_oss/window_v5", "layers.*.self_attn"),
+])  # fmt: skip
+def test_live_probabilities(fixture: str, pattern: str, roll: str) -> None:
+    """Dense, with windows and a softcap, and with sinks: `output_attentions` of eager attention."""
+    import torch
+
+    directory = FIXTURES / fixture
+    hf = loaded(directory)
+    ids = np.random.default_rng(0).integers(1, hf.config.vocab_size - 1, (2, 11))
+    with torch.no_grad():
+        out = hf(torch.tensor(ids), output_attentions=True, use_cache=True)
+    recipe = rlx.recipe_for(directory)
+    for value in ("probs", "k"):
+        recipe = recipe.at(pattern).capture(value)
+    lm = rlx.load(directory, recipe=recipe, profile=rlx.CompileProfile().replace(layers={"roll": roll}))
+    got = lm.capture(ids)
+    probs = [a for name, a in got.items() if name.endswith("probs")]
+    assert len(probs) == len(out.attentions)
+    for mine, theirs in zip(probs, out.attentions, strict=True):
+        np.testing.assert_allclose(mine, theirs.numpy(), atol=3e-6)
+    for i, mine in enumerate(a for name, a in got.items() if name.endswith(".k")):
+        keys = out.past_key_values.layers[i].keys.numpy().transpose(0, 2, 1, 3)
+        np.testing.assert_allclose(np.asarray(mine)[:, -keys.shape[1] :], keys, atol=1e-5)  # a window keeps the last
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("directory, pattern, module", [
+    (GPT2, "layers.*", "transformer.h.{}"), (GPT2, "layers.*.mlp", "transformer.h.{}.mlp"),
+    (LLAMA, "layers.*", "model.layers.{}"), (LLAMA, "layers.*.self_attn", "model.layers.{}.self_attn"),
+])  # fmt: skip
+def test_live_sweep(directory: Path, pattern: str, module: str) -> None:
+    """A sweep against hooks in transformers, layer by layer and position by position."""
+    import torch
+
+    hf, values = loaded(directory), captured(directory, pattern)
+    grid = np.asarray(model(directory).patch(PROMPTS, pattern, source=SOURCE, sweep=True))
+    for layer, value in enumerate(values):
+        for position in range(value.shape[1]):
+
+            def put(module: Any, given: Any, made: Any, at: int = position, new: Any = value) -> Any:
+                output = (made[0] if isinstance(made, tuple) else made).clone()
+                output[:, at] = torch.tensor(new[:, at])
+                return (output, *made[1:]) if isinstance(made, tuple) else output
+
+            handle = hf.get_submodule(module.format(layer)).register_forward_hook(put)
+            with torch.no_grad():
+                want = hf(torch.tensor(PROMPTS)).logits[:, -1].numpy()
+            handle.remove()
+            np.testing.assert_allclose(grid[layer, position], want, atol=1e-5)
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+def test_live_values_of_new_tokens() -> None:
+    """What transformers' generation sees at the prompt and the new tokens."""
+    import torch
+
+    hf, prompt = loaded(LLAMA), [[5, 6, 7]]
+    out = hf.generate(
+        torch.tensor(prompt), max_new_tokens=4, do_sample=False, output_attentions=True, return_dict_in_generate=True,
+        eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    lm = rlx.load(LLAMA, recipe=RECIPE.at("layers.*.self_attn").capture("probs", stacked=True))
+    lm.eos_ids = ()
+    ids, got = lm.generate(prompt, 4, return_captures=True)
+    assert ids[0] == out.sequences[0, 3:].tolist()
+    probs = jnp.asarray(got["layers.*.self_attn.probs"])
+    for step, layers in enumerate(out.attentions):
+        for layer, theirs in enumerate(layers):
+            start, keys = (0, 3) if step == 0 else (2 + step, 3 + step)
+            np.testing.assert_allclose(probs[layer, :, :, start : start + theirs.shape[2], :keys], theirs, atol=3e-6)
