@@ -25,8 +25,9 @@ from tests.oracles.gguf_files import write_gguf
 
 ROOT = Path(__file__).parents[1]
 SLOW = {
-    "README", "adding-a-family", "bisect", "conversation", "devices", "diffusion", "editing", "embedding", "generation",
-    "performance", "profiles", "programs", "recipes", "recurrence", "scoring", "training", "vision", "weights",
+    "README", "adding-a-family", "bisect", "conversation", "devices", "diffusion", "editing", "embedding",
+    "generation", "interpretability", "performance", "profiles", "programs", "recipes", "recurrence", "scoring",
+    "training", "vision", "weights",
 }  # fmt: skip
 """They compile many programs."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
