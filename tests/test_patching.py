@@ -81,7 +81,7 @@ def test_parameters_of_now_are_patched() -> None:
     lm = rlx.CausalLM(model(GPT2).model)
     lm.model = lm.model.replace({name: a * 1.5 for name, a in (lm.model.params or {}).items()})
     got = lm.patch(PROMPTS, {"layers.0": lambda y: y})
-    assert_close(got, lm.logits(PROMPTS)[:, -1])
+    assert_close(got, np.asarray(lm.logits(PROMPTS)[:, -1]))
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
@@ -164,7 +164,7 @@ def test_captures_of_requests() -> None:
     out, _ = lm.model.as_program("extend")(new, lengths=np.array([2, 2], np.int32), state=state.state)
     cached = np.asarray(out["layers.1.self_attn.probs"])  # over the slots of the cache
     for row, start in enumerate((5, 2)):
-        mine = whole["layers.1.self_attn.probs"][row, :, start : start + 2, : start + 2]
+        mine = np.asarray(whole["layers.1.self_attn.probs"][row, :, start : start + 2, : start + 2])
         assert_close(cached[row, :, :, : start + 2], mine)
         assert (cached[row, :, :, start + 2 :] == 0).all()
     answers, many = lm.generate([[5, 6]], 2, n=2, temperature=1.0, seed=1, return_captures=True)

@@ -271,8 +271,7 @@ class CausalLM(TaskModel):
     ) -> Iterator[Any]:  # fmt: skip
         """Generate for one prompt and yield the answer as it grows: text for a string, token ids for ids.
 
-        The joined parts are what `generate` returns; arguments as there. Text that may still change is withheld: an
-        incomplete character, or the beginning of a stop string.
+        The joined parts are what `generate` returns; arguments as there. Text that may still change is withheld.
 
         Raises:
             RequestError: `n` or `logprobs` are given, which a stream of one answer cannot return. Others as `generate`.

@@ -24,8 +24,8 @@ from rlx_jax.trace.emit import Emit, FlowValue
 # The input with the index of each row's prompt among the values to put in, and the number of those prompts.
 ROWS, PROMPTS = "patch_rows", "patch_prompts"
 
-Function = Callable[..., Any]
-Array = np.ndarray[Any, Any]
+PatchFunction = Callable[..., Any]
+HostArray = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PatchedBlock:
     """
 
     index: int
-    function: Function | None
+    function: PatchFunction | None
     reads_values: bool
     order: list[str] = field(default_factory=list, compare=False)
 
@@ -102,7 +102,7 @@ class Patch:
     chosen: tuple[int, ...]
     type: TensorType
     wrapper: PatchedBlock
-    array: Array | None = None
+    array: HostArray | None = None
 
     @property
     def width(self) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ runs what is compiled already. Its rows are copies of the prompts, one for each 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -15,16 +15,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.errors import (
-    RequestError,
-    ShapeError,
-    listing,
-    shown,
-    suggest_keywords,
-)
+from rlx_jax.errors import RequestError, ShapeError, listing, shown, suggest_keywords
 from rlx_jax.generate.capturing import CaptureAxes, run_forward, trim_padding
 from rlx_jax.generate.decode_state import last_tokens
-from rlx_jax.generate.patched_flow import PROMPTS, ROWS, Patch, PatchedBlock, edited_model, find_blocks, has_head
+from rlx_jax.generate.patched_flow import (
+    PROMPTS,
+    ROWS,
+    HostArray,
+    Patch,
+    PatchedBlock,
+    PatchFunction,
+    edited_model,
+    find_blocks,
+    has_head,
+)
 from rlx_jax.generate.prefill import last_only
 from rlx_jax.generate.request import Inputs, LanguageModel, RequestInputs, check_flag, check_inputs
 from rlx_jax.runtime.inputs import check_integer, read_array
@@ -39,9 +43,6 @@ from rlx_jax.trace.checks import check_signature
 SWEEP_TOKENS = 2048
 # Bytes of the logits of the copies that run at once.
 SWEEP_LOGIT_BYTES = 2**28
-
-Function = Callable[..., Any]
-Array = np.ndarray[Any, Any]
 
 # The changes of one copy of the prompts: patches, each with the number of a block and the index of the positions.
 Copy = list[tuple[Patch, int, int]]
@@ -61,12 +62,12 @@ class PatchRun:
     lm: LanguageModel
     block: Ids
     lengths: Ids
-    places: Array
+    places: HostArray
     patches: list[Patch]
     inputs: RequestInputs
     pads: bool
     is_last: bool
-    metric: Function | None
+    metric: PatchFunction | None
 
     def padded(self, block: Ids) -> Ids:
         """Return a block of tokens padded to the sizes of its program."""
@@ -153,7 +154,7 @@ class PatchMetric:
         width: number of tokens of the longest prompt; 0 where the logits are of the last tokens already.
     """
 
-    metric: Function | None
+    metric: PatchFunction | None
     prompts: int
     size: int
     is_last: bool
@@ -181,8 +182,8 @@ class HasLanguageModel(Protocol):
 @suggest_keywords()
 def patch(
     self: HasLanguageModel, prompts: Any, patches: Mapping[str, Any] | str, *, source: Any = None,
-    positions: Any = None, sweep: bool = False, metric: Function | None = None, logits: Literal["all", "last"] = "last",
-    batch_size: int | None = None, inputs: Inputs = None,
+    positions: Any = None, sweep: bool = False, metric: PatchFunction | None = None,
+    logits: Literal["all", "last"] = "last", batch_size: int | None = None, inputs: Inputs = None,
 ) -> Any:  # fmt: skip
     """Return the logits of prompts with the outputs of blocks changed: activation patching, ablation, steering.
 
@@ -322,7 +323,7 @@ def _read_patches(model: CompiledModel, patches: Any, has_source: bool, block: I
     return entries
 
 
-def _read_values(name: str, value: Any, shape: tuple[int, ...]) -> Array:
+def _read_values(name: str, value: Any, shape: tuple[int, ...]) -> HostArray:
     """Return an array of the patches that broadcasts to `shape`.
 
     Raises:
