@@ -1,7 +1,6 @@
 """`CausalLM`: logits, and generation with a key/value cache, for any causal flow.
 
-The class checks arguments and delegates: requests run in `generation.py`, prefill and extend in `prefill.py`, scores in
-`scoring.py`. The compiler derives the cached programs from the flow's forward program.
+The class checks arguments and delegates. The compiler derives the cached programs from the flow's forward program.
 """
 
 from __future__ import annotations
@@ -148,8 +147,7 @@ class CausalLM(TaskModel):
             logits: "last" returns the logits of each row's last token only, `[B, V]`.
             attention_mask: as in `logits`, for rows padded on the left.
             inputs: as in `logits`; the state caches what depends on them alone, so that `extend` needs none.
-            return_captures: return (logits, state, captures), with captures as in `capture`: each row from its first
-                token on, whatever `logits` is.
+            return_captures: return (logits, state, captures), of all tokens, as `capture` returns them.
         """
         check_flag("return_captures", return_captures)
         if not return_captures:
@@ -372,9 +370,8 @@ class CausalLM(TaskModel):
     def conversation(
         self, messages: Any = (), *, max_len: int | None = None, keep_copy: bool = True, **options: Any
     ) -> Conversation:
-        """Start a conversation with its state on the device, so that each turn prefills only new tokens.
-
-        Its methods are `.send("Hello")`, `.stream(…)` and `.fork()`; its messages are `.messages`.
+        """Start a conversation with its state on the device, so that each turn prefills only new tokens: its methods are
+        `.send("Hello")`, `.stream(…)` and `.fork()`, and its messages are `.messages`.
 
         Args:
             messages: the first messages, such as `[{"role": "system", "content": "Be brief."}]`.
