@@ -370,8 +370,8 @@ class CausalLM(TaskModel):
     def conversation(
         self, messages: Any = (), *, max_len: int | None = None, keep_copy: bool = True, **options: Any
     ) -> Conversation:
-        """Start a conversation with its state on the device, so that each turn prefills only new tokens: its methods are
-        `.send("Hello")`, `.stream(…)` and `.fork()`, and its messages are `.messages`.
+        """Start a conversation with its state on the device, so that each turn prefills only new tokens. It has
+        the methods `.send("Hello")`, `.stream(…)` and `.fork()`, and its messages are `.messages`.
 
         Args:
             messages: the first messages, such as `[{"role": "system", "content": "Be brief."}]`.
