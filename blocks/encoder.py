@@ -1,4 +1,4 @@
-"""Post-norm encoder layers: BERT's (Devlin et al. 2018), which RoBERTa and MPNet share, and NomicBERT's."""
+"""Post-norm encoder layers: BERT's (Devlin et al. 2018), which families share under other names, and NomicBERT's."""
 
 from __future__ import annotations
 
@@ -16,11 +16,22 @@ from rlx_jax.trace.emit import Emit, FlowValue
 __all__ = ["BertEncoderLayer", "BertEncoderLayerSpec", "NomicEncoderLayer", "NomicEncoderLayerSpec"]
 
 
-# Modules under `attention.` by style: the projections query, key, value and output, and the norm after attention.
+# Modules of a layer by style: the projections query, key, value and output, the norm after attention, the projections
+# up and down, and the norm after them.
+_FFN = ("intermediate.dense", "output.dense", "output.LayerNorm")
+_OUTPUT = ("attention.output.dense", "attention.output.LayerNorm")
 STYLES = {
-    "bert": ("self.query", "self.key", "self.value", "output.dense", "output.LayerNorm"),
-    "mpnet": ("attn.q", "attn.k", "attn.v", "attn.o", "LayerNorm"),
-}
+    "bert": (*(f"attention.self.{name}" for name in ("query", "key", "value")), *_OUTPUT, *_FFN),
+    "mpnet": (*(f"attention.attn.{name}" for name in "qkvo"), "attention.LayerNorm", *_FFN),
+    "distilbert": (
+        *(f"attention.{name}_lin" for name in ("q", "k", "v", "out")), "sa_layer_norm", "ffn.lin1", "ffn.lin2",
+        "output_layer_norm",
+    ),
+    "albert": (
+        *(f"attention.{name}" for name in ("query", "key", "value", "dense", "LayerNorm")), "ffn", "ffn_output",
+        "full_layer_layer_norm",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -30,7 +41,7 @@ class BertEncoderLayerSpec:
     Args:
         attention_mask_input: name of an input with a keep mask `[B, S]`; None for no mask. The input may be absent.
         activation: a name in `UNARY`.
-        qkv_style: module names of attention, `bert` or `mpnet`.
+        qkv_style: names of the modules, `bert`, `mpnet`, `distilbert` or `albert`.
         position_bias: name of the registered value of a RelativeBias stage, added to the scores; MPNet has one.
         intermediate_size: width of the feed-forward half, needed only for weights that no source has.
     """
@@ -75,8 +86,8 @@ class BertEncoderLayer:
     """BERT's layer, `[B,S,H]` → same: `h = ln(attn(x) Wo + bo + x)`, `y = ln(act(h Wi + bi) Wd + bd + h)`.
 
     Weights under the prefix: `attention.self.{query,key,value}.{weight,bias}`, `attention.output.dense.*`,
-    `attention.output.LayerNorm.*`, `intermediate.dense.*`, `output.dense.*`, `output.LayerNorm.*`. MPNet's attention
-    has `attention.attn.{q,k,v,o}.*` and `attention.LayerNorm.*` instead.
+    `attention.output.LayerNorm.*`, `intermediate.dense.*`, `output.dense.*`, `output.LayerNorm.*`. Other styles name
+    them as `STYLES` has it.
     """
 
     spec: BertEncoderLayerSpec
@@ -84,7 +95,7 @@ class BertEncoderLayer:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "BertEncoderLayer")
         s, p = self.spec, self.spec.layer_prefix
-        *qkv, out, norm = (f"attention.{name}" for name in STYLES[s.qkv_style])
+        *qkv, out, norm, up, down, last_norm = STYLES[s.qkv_style]
         heads = s.num_heads * s.head_dim
         keep = None if s.attention_mask_input is None else emit.optional_input(s.attention_mask_input)
         bias = None if s.position_bias is None else emit.named(s.position_bias)
@@ -96,14 +107,15 @@ class BertEncoderLayer:
         op = hir.Attention(s.num_heads, s.num_heads, extra=tuple(extra), by_distance=bias is not None)
         with emit.scope(*block):
             context = emit.add_node(op, q, k, v, *extra.values())
-        # MPNet's output projection belongs to the block of attention; BERT's has a block, which dumps show.
+        # BERT's output projection has a block, which dumps show; in other styles it belongs to the block of attention.
         context = context if output == block else emit.block_input(context, *output)
         attended = dense(emit, p, out, context, ("hidden", "heads"), s.hidden_size)
         h = add_norm(emit, p, norm, attended, x, s.eps)
-        inner = dense(emit, p, "intermediate.dense", h, UP_ROLES, s.intermediate_size, s.activation)
-        inner = emit.block_input(inner, "output")
-        ffn_out = dense(emit, p, "output.dense", inner, DOWN_ROLES, s.hidden_size)
-        return add_norm(emit, p, "output.LayerNorm", ffn_out, h, s.eps)
+        inner = dense(emit, p, up, h, UP_ROLES, s.intermediate_size, s.activation)
+        if (down_block := down.split(".")[:-1]) != up.split(".")[:-1]:
+            inner = emit.block_input(inner, *down_block)
+        ffn_out = dense(emit, p, down, inner, DOWN_ROLES, s.hidden_size)
+        return add_norm(emit, p, last_norm, ffn_out, h, s.eps)
 
 
 # -- helpers of encoder layers -------------------------------------------------------------------

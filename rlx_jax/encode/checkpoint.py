@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 from rlx_jax.encode.gguf_folder import open_model_folder
 from rlx_jax.encode.images import ImageProcessor, load_processor
-from rlx_jax.encode.sentence import SentencePipeline, load_pipeline
+from rlx_jax.encode.sentence import SentencePipeline, load_pipeline, read_rerank_activation
 from rlx_jax.errors import ConfigError, check_keywords, quote, shown
 from rlx_jax.flow import ModelFlow
 from rlx_jax.io.folder import Folder
@@ -37,6 +37,7 @@ class Checkpoint:
         use_modules: apply the modules of sentence-transformers, which define where the model is and that it has no
             head.
         headers_only: fetch only names, shapes and dtypes of the weights.
+        head: build the head of the model's task, if the family has it.
     """
 
     root: Folder
@@ -44,6 +45,7 @@ class Checkpoint:
     ignore_fields: Iterable[str] = ()
     use_modules: bool = True
     headers_only: bool = False
+    head: bool = True
 
     @cached_property
     def pipeline(self) -> SentencePipeline | None:
@@ -63,7 +65,12 @@ class Checkpoint:
     @cached_property
     def _config_and_family(self) -> tuple[Fields, Family | plugins.FamilyHandler]:
         """The config and the family, which are read together."""
-        return family_of(self.folder, self.ignore_fields, headless=self.pipeline is not None)
+        return family_of(self.folder, self.ignore_fields, headless=self.pipeline is not None or not self.head)
+
+    @cached_property
+    def rerank_activation(self) -> str:
+        """The activation of a CrossEncoder of sentence-transformers; empty if the checkpoint is none."""
+        return read_rerank_activation(self.root, self.config)
 
     @property
     def config(self) -> Fields:
@@ -143,6 +150,7 @@ class Checkpoint:
                 f"the recipe {quote(recipe.name)} is of another config than the checkpoint: {values}; {remedy}"
             )
         shared = ["config", "layout", "prefix", "weights"] + ["hidden_only"] * getattr(stored, "hidden_only", False)
+        shared += ["head"] * (getattr(stored, "head", None) is not None)
         rebound = replace(recipe, **{n: getattr(stored, n) for n in shared if hasattr(recipe, n)})
         return record_ignored(rebound, self.pretrained.ignored_fields)
 
@@ -168,6 +176,7 @@ def open_checkpoint(
     file: str | None = None,
     ignore_fields: Iterable[str] = (),
     use_modules: bool = True,
+    head: bool = True,
     other_arguments: Iterable[str] = (),
 ) -> Checkpoint:
     """Return the checkpoint at a path, without reading anything yet.
@@ -177,7 +186,7 @@ def open_checkpoint(
         caller: name of the function that the user called, for messages.
         options: its keyword options, which become `OpenOptions`.
         revision, token, subfolder, file, ignore_fields: as in `rlx_jax.load`.
-        use_modules: see `Checkpoint`.
+        use_modules, head: see `Checkpoint`.
         other_arguments: names of the other arguments of `caller`, for messages.
 
     Raises:
@@ -189,7 +198,7 @@ def open_checkpoint(
     )
     open_options = OpenOptions(**options)
     folder = open_model_folder(path, revision, token, open_options.progress, subfolder, file)
-    return Checkpoint(folder, open_options, ignore_fields, use_modules)
+    return Checkpoint(folder, open_options, ignore_fields, use_modules, head=head)
 
 
 def from_pretrained(

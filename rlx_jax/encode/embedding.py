@@ -23,7 +23,7 @@ from rlx_jax.encode.pooled import Vectors
 from rlx_jax.encode.sentence import SentencePipeline, pool_segments
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.program_key import Variant
-from rlx_jax.text.request_checks import Ids
+from rlx_jax.text.request_checks import TYPES, Ids, TokenRows
 
 # Texts that are read and tokenised at once, in a thread, while the previous chunk runs.
 TEXTS_PER_CHUNK = 2048
@@ -88,31 +88,34 @@ class PackedBatcher:
         """Return calls in which every text has a row of its own."""
         return plan_one_per_row(lengths, self.sizes)
 
-    def num_threads(self, block: Block) -> int:
+    def num_threads(self, block: Block, has_types: bool) -> int:
         """Return the number of threads that may make this call at the same time as others."""
         # With sharding, collectives must be enqueued in the same order on all devices.
         if self.model.programs.model_sharding is not None:
             return 1
         num_threads = MAX_THREADS.get(self.model.settings.target, 1)
         # The first call compiles, and must do so in the caller's thread: JAX's context settings are per thread.
-        return num_threads if self._program(block).is_compiled else 1
+        return num_threads if self._program(block, has_types).is_compiled else 1
 
-    def _program(self, block: Block) -> BoundProgram:
+    def _program(self, block: Block, has_types: bool) -> BoundProgram:
         """Return the program for the sizes of a block."""
+        optional_inputs = read_mask_names(self.model) | ({TYPES} if has_types else frozenset())
         return self.model.bind_to_sizes(
             {"batch": block.rows, "seq": block.width},
             PooledSegments(self.pipeline, block.slots),
-            Variant(last_only=False, outputs=self.model.output_names[:1], optional_inputs=read_mask_names(self.model)),
+            Variant(last_only=False, outputs=self.model.output_names[:1], optional_inputs=optional_inputs),
         )
 
-    def run(self, block: Block, ids: Sequence[Ids]) -> jax.Array:
-        """Return the vectors of a block `[rows, slots, D]`. The text numbers of the block are indices into `ids`."""
-        tokens, segments, positions = pack_rows(block, [[ids[text] for text in texts] for texts in block.texts])
+    def run(self, block: Block, rows: TokenRows) -> jax.Array:
+        """Return the vectors of a block `[rows, slots, D]`. The text numbers of the block are indices into `rows`."""
+        tokens, segments, positions = pack_rows(block, [[rows.ids[text] for text in texts] for texts in block.texts])
         inputs = {self.model.first_input: tokens, "segments": segments, "positions": positions}
         inputs |= dict.fromkeys(read_mask_names(self.model), (segments > 0).astype(np.int32))
+        if rows.types:
+            inputs[TYPES] = pack_rows(block, [[rows.types[text] for text in texts] for texts in block.texts])[0]
         if self.skip is not None:
             inputs[SKIP] = np.int32(self.skip)
-        (vectors,), _ = self._program(block)(inputs, {})
+        (vectors,), _ = self._program(block, bool(rows.types))(inputs, {})
         return vectors  # type: ignore[no-any-return]
 
 
@@ -130,7 +133,7 @@ class Stream:
     Attributes:
         batcher: how texts are laid out and run.
         vectors: result buffer `[capacity, D]`, in the order of the texts.
-        ids: token ids of all texts so far.
+        ids, types: token ids of all texts so far, and their token types: see `TokenRows`.
         waiting: numbers of the texts that no call has taken yet.
         running: results of calls in flight, with the text numbers of each row.
         executor: the threads that make calls, if there are several.
@@ -139,14 +142,16 @@ class Stream:
     batcher: Batcher
     vectors: Vectors
     ids: list[Ids] = field(default_factory=list)
+    types: list[Ids] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
     running: deque[tuple[Future[Vectors] | jax.Array, list[list[int]]]] = field(default_factory=deque)
     executor: ThreadPoolExecutor | None = None
 
-    def add(self, rows: Sequence[Ids], has_more: bool) -> None:
+    def add(self, rows: TokenRows, has_more: bool) -> None:
         """Add texts, and start calls for them and for the waiting texts; all of them unless `has_more`."""
-        self.waiting += range(len(self.ids), len(self.ids) + len(rows))
-        self.ids += rows
+        self.waiting += range(len(self.ids), len(self.ids) + len(rows.ids))
+        self.ids += rows.ids
+        self.types += rows.types
         self._grow_buffer()
         texts = self.waiting
         blocks = self.batcher.plan([len(self.ids[text]) for text in texts], has_more)
@@ -171,22 +176,23 @@ class Stream:
 
     def _run(self, blocks: Sequence[Block], texts: Sequence[int]) -> None:
         """Start calls for blocks. The numbers in the blocks are indices into `texts`."""
-        ids = [self.ids[text] for text in texts]
+        rows = TokenRows([self.ids[text] for text in texts], [self.types[text] for text in texts if self.types])
         for block in blocks:
-            result = self._call(block, ids, self.batcher.num_threads(block) if len(blocks) > 1 else 1)
+            num_threads = self.batcher.num_threads(block, bool(rows.types)) if len(blocks) > 1 else 1
+            result = self._call(block, rows, num_threads)
             self.running.append((result, [[texts[index] for index in row] for row in block.texts]))
             if len(self.running) > MAX_IN_FLIGHT:
                 self._fetch()
 
-    def _call(self, block: Block, ids: Sequence[Ids], num_threads: int) -> Future[Vectors] | jax.Array:
+    def _call(self, block: Block, rows: TokenRows, num_threads: int) -> Future[Vectors] | jax.Array:
         """Start one call and return its result, or a future of it if threads make the calls."""
         if num_threads == 1:
-            vectors = self.batcher.run(block, ids)
+            vectors = self.batcher.run(block, rows)
             vectors.copy_to_host_async()
             return vectors
         if self.executor is None:
             self.executor = ThreadPoolExecutor(num_threads)
-        return self.executor.submit(lambda: np.asarray(jax.device_get(self.batcher.run(block, ids))))
+        return self.executor.submit(lambda: np.asarray(jax.device_get(self.batcher.run(block, rows))))
 
     def _fetch(self) -> None:
         """Wait for the oldest call and copy its vectors into the result buffer."""

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Unpack
 
 import jax
 import numpy as np
 
-from rlx_jax.encode.embedding import Batcher, PackedBatcher, Stream, chunks, prefetch
+from rlx_jax.encode.embedding import Batcher, PackedBatcher, Stream
 from rlx_jax.encode.explain import explain as explain_texts
 from rlx_jax.encode.packing import Block, costs_on, sizes_for
 from rlx_jax.encode.padded_rows import RowBatcher, read_mask_names, run_exact_rows
 from rlx_jax.encode.pooled import POOLED, check_finite, check_padding, pooled_width
 from rlx_jax.encode.sentence import SentencePipeline
+from rlx_jax.encode.text_rows import Requests, TextReader
 from rlx_jax.errors import DeriveError, RequestError, UnboundInputError, check_names, shown, suggest_keywords
 from rlx_jax.lowering.hir.independence import why_rows_mix
 from rlx_jax.lowering.hir.row_layouts import MASK
@@ -30,15 +31,7 @@ from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.runtime.inputs import as_host_array, check_integer
 from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.padding import check_buckets, check_has_buckets, crop_to
-from rlx_jax.text.request_checks import (
-    NO_TOKENIZER,
-    Ids,
-    classify_prompts,
-    id_list,
-    keep_mask,
-    row_lengths,
-    token_block,
-)
+from rlx_jax.text.request_checks import TYPES, TokenRows, keep_mask, row_lengths, token_block
 from rlx_jax.text.token_model import (
     TaskModel,
     TokenizerLike,
@@ -222,129 +215,59 @@ class Encoder(TaskModel):
         self.model.require_params("embed")
         prompt_text = self.pipeline.choose_prompt(prompt_name, prompt)
         prompt_argument = "prompt_name" if prompt_name is not None else "prompt" if prompt is not None else ""
-        tokens = None if max_tokens is None else check_integer("max_tokens", max_tokens, 1)
-        batcher = self._make_batcher(tokens, self._prompt_tokens(prompt_text))
         if not isinstance(show_progress, bool | None):
             raise RequestError(f"show_progress is {shown(show_progress)}; expected True, False or None")
-        rows, total, single = self._requests(texts, prompt_text, prompt_argument)
+        requests = self.reader.read_texts(texts, prompt_text, prompt_argument)
+        out = self.run(requests, max_tokens, self.reader.count_prompt_tokens(prompt_text), show_progress)
+        return out[0] if requests.is_single else out
+
+    @property
+    def reader(self) -> TextReader:
+        """How texts become rows of token ids."""
+        return TextReader(
+            self.tokenizer, self.pipeline, self.vocab_size, self.max_positions, self.padding, self.buckets,
+            self._reads_types,
+        )  # fmt: skip
+
+    def run(
+        self,
+        requests: Requests,
+        max_tokens: int | None = None,
+        prompt_tokens: int = 0,
+        show_progress: bool | None = False,
+    ) -> np.ndarray[Any, Any]:
+        """Return one vector for each text of a request, `[n, width]`; arguments and errors as in `embed`."""
+        tokens = None if max_tokens is None else check_integer("max_tokens", max_tokens, 1)
+        batcher = self._make_batcher(tokens, prompt_tokens)
+        total = requests.total
         if show_progress is None:
             show_progress = total is not None and total >= PROGRESS_THRESHOLD and sys.stderr.isatty()
         width = pooled_width(self.model) if self._has_pooled_output else self.width * len(self.pipeline.pooling)
         clock = self.model.programs.start_timer()
         stream = Stream(batcher, np.zeros((total or 0, width), np.float32))
         try:
-            for token_rows, has_more in rows:
+            for token_rows, has_more in requests.chunks:
                 stream.add(token_rows, has_more)
                 if show_progress:
                     total_text = "" if total is None else f" of {total}"
                     line = f"\rembed: {len(stream.ids)}{total_text} texts"
                     print(line, end="" if has_more else "\n", file=sys.stderr, flush=True)
-            out = self._checked_vectors(stream)
+            return self._checked_vectors(stream)
         finally:
             stream.close()
             seconds, compiled = clock()
             self._last_request = RequestReport(
                 "texts", len(stream.ids), sum(map(len, stream.ids)), seconds, compiled=compiled
             )
-        self.model.last_key = batcher.model.last_key or self.model.last_key
-        return out[0] if single else out
+            self.model.last_key = batcher.model.last_key or self.model.last_key
 
-    def _prompt_tokens(self, prompt: str) -> int:
-        """Return the number of leading tokens of each text that pooling leaves out.
-
-        These are the tokens of the prompt encoded alone: leading special tokens count, a special token at the end does
-        not, because in a prompted text it follows the text.
-        """
-        if not prompt or self.pipeline.include_prompt or self.tokenizer is None:
-            return 0
-        ids = self.tokenizer.encode(prompt, max_length=self._max_text_tokens)
-        return len(ids) - any(map(self.tokenizer.is_special, ids[-1:]))
-
-    def _requests(
-        self, texts: Any, prompt: str, prompt_argument: str
-    ) -> tuple[Iterator[tuple[list[Ids], bool]], int | None, bool]:
-        """Tokenise the texts of a request lazily, chunk by chunk.
-
-        Args:
-            texts: as in `embed`.
-            prompt: the text in front of each string.
-            prompt_argument: name of the argument that gave the prompt, for messages; empty for the default prompt.
-
-        Returns:
-            An iterator of (ids of a chunk, whether another chunk follows); the number of texts, None for an iterator of
-            unknown length; and whether the request is a single string.
-        """
-
-        def ids(items: Sequence[Any], is_text: bool, first: int) -> list[Ids]:
-            if prompt and prompt_argument and items and not is_text:
-                raise RequestError(
-                    f"{prompt_argument} is for strings, and these are token ids, which are read as they are"
-                )
-            return self._token_rows(items, prompt if is_text else None, first)
-
-        if isinstance(texts, Iterator):
-
-            def read(chunk: tuple[int, list[Any]]) -> list[Ids]:
-                request = classify_prompts(chunk[1], f"texts[{chunk[0]}:]", allow_flat=False)
-                return ids(request.texts or request.ids or [], request.texts is not None, chunk[0])
-
-            return prefetch(chunks(texts), read), None, False
-        request = classify_prompts(texts, "texts", allow_flat=False)
-        is_text, entries = request.texts is not None, request.texts or request.ids or []
-        return (
-            prefetch(chunks(entries), lambda chunk: ids(chunk[1], is_text, chunk[0])),
-            len(entries),
-            request.is_single,
-        )
-
-    def _token_rows(self, items: Sequence[Any], prompt: str | None, first: int) -> list[Ids]:
-        """Return the token ids of some texts, padded if the model reads padding.
-
-        Args:
-            items: strings, or id lists if `prompt` is None.
-            prompt: the text in front of each string.
-            first: index of the first of the items in the request, for messages.
-        """
-        rows = self._check_id_lists(items, first) if prompt is None else self._tokenize(items, prompt, first)
-        if self.padding is not None:
-            tokens, fill = self.padding
-            for i, row in enumerate(rows, first):
-                check_positions(len(row), tokens, f"texts[{i}]")
-            return [np.pad(row, (0, tokens - len(row)), constant_values=fill) for row in rows]
-        self._check_buckets([len(row) for row in rows], first)
-        return rows
-
-    def _check_id_lists(self, items: Sequence[Any], first: int) -> list[Ids]:
-        """Return id lists as arrays, after checking their ids and lengths."""
-        rows = []
-        for i, ids in enumerate(items, first):
-            rows.append(np.array(id_list(ids, self.vocab_size, f"texts[{i}]"), np.int32))
-            if not len(rows[-1]):
-                raise RequestError(f"texts[{i}] has no token ids")
-            check_positions(len(rows[-1]), self.max_positions, f"texts[{i}]")
-        return rows
-
-    @property
-    def _max_text_tokens(self) -> int | None:
-        """Maximum number of tokens of a text, where it is truncated; None without a limit."""
-        # The checkpoint's max_seq_length replaces the tokenizer's own limit.
-        length = self.pipeline.max_seq_length or (None if self.tokenizer is None else self.tokenizer.model_max_length)
-        limits = (length, self.max_positions, self.padding[0] if self.padding else None)
-        return min((limit for limit in limits if limit is not None), default=None)
-
-    def _tokenize(self, texts: Sequence[str], prompt: str, first: int) -> list[Ids]:
-        """Return the token ids of strings, truncated to `_max_text_tokens`."""
-        if self.tokenizer is None:
-            raise RequestError(f"strings need a tokenizer, and this model has none: {NO_TOKENIZER}; or pass token ids")
-        prompted_texts = [prompt + text for text in texts] if prompt else texts
-        lists = self.tokenizer.encode_batch(prompted_texts, max_length=self._max_text_tokens, first=first)
-        rows = [np.array(ids, np.int32) for ids in lists]
-        for i, row in enumerate(rows, first):
-            if not len(row) or row.max() >= self.vocab_size:
-                # `id_list` raises the detailed error for an id out of range; the error below is for an empty list.
-                id_list(lists[i - first], self.vocab_size, f"texts[{i}]")
-                raise RequestError(f"texts[{i}] has no tokens: the tokenizer puts none around a text")
-        return rows
+    @functools.cached_property
+    def _reads_types(self) -> bool:
+        """Whether the model has embeddings of several token types."""
+        if TYPES not in (i.name for i in self.model.flow._inputs):
+            return False
+        key = self.model.key(frozenset({TYPES}))
+        return self.model.programs.template(key).bounds.ids.get(TYPES, 0) > 1
 
     def _checked_vectors(self, stream: Stream) -> np.ndarray[Any, Any]:
         """Return the vectors of a stream, after checking that all are finite.
@@ -430,15 +353,6 @@ class Encoder(TaskModel):
         )
         return PackedBatcher(replace(self.model, program="packed", last_key=None), self.pipeline, sizes, skip)
 
-    def _check_buckets(self, lengths: list[int], first: int) -> None:
-        """Refuse texts that are longer than the largest bucket, before any text runs."""
-        for i, length in enumerate(lengths, first):
-            if self.buckets.on_recompile == "error" and self.buckets.prompt and length > self.buckets.prompt[-1]:
-                raise RequestError(
-                    f"texts[{i}]: {length} tokens, and {self.buckets.text()}; shorten it, or add to buckets.prompt of "
-                    "the profile"
-                )
-
     @suggest_keywords()
     def warmup(self) -> None:
         """Run every program once that `embed` can need, for any lengths and number of texts, so that none compiles
@@ -469,7 +383,7 @@ class Encoder(TaskModel):
         with self.model.programs.warm_up():
             for block in blocks:
                 length = block.width if isinstance(batcher, RowBatcher) else 1
-                jax.block_until_ready(batcher.run(block, [np.zeros(length, np.int32)]))
+                jax.block_until_ready(batcher.run(block, TokenRows([np.zeros(length, np.int32)])))
 
     def report(self, **sizes: int) -> Report:
         """Return the cost of compiling and the requirements of the last program.

@@ -21,7 +21,7 @@ from rlx_jax.lowering.hir.row_layouts import MASK, PER_TOKEN
 from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.text.padding import block_width, pad_to
-from rlx_jax.text.request_checks import Ids, pad_rows
+from rlx_jax.text.request_checks import TYPES, Ids, TokenRows, pad_rows
 from rlx_jax.text.token_model import primary_output
 
 # Maximum number of rows of a call, if the profile has no buckets for it.
@@ -111,16 +111,19 @@ class RowBatcher:
         """Return calls in which every text has a row of its own, as `PackedBatcher.plan_one_per_row` does."""
         return [Block(*sizes, 1, tuple((text,) for text in texts)) for texts, sizes in self.plan_calls(lengths)]
 
-    def num_threads(self, block: Block) -> int:
+    def num_threads(self, block: Block, has_types: bool) -> int:
         """Return the number of threads for this call, as `PackedBatcher.num_threads` does."""
         return 1
 
-    def run(self, block: Block, ids: Sequence[Ids]) -> jax.Array:
+    def run(self, block: Block, rows: TokenRows) -> jax.Array:
         """Return the vectors of a block, as `PackedBatcher.run` does."""
-        rows = [ids[text] for (text,) in block.texts]
-        longest = max(map(len, rows))
-        keep = np.arange(longest)[None] < np.array([[len(row)] for row in rows])
-        outputs = self.outputs(pad_rows(rows, longest), {MASK: keep}, block.rows, block.width)
+        ids = [rows.ids[text] for (text,) in block.texts]
+        longest = max(map(len, ids))
+        keep = np.arange(longest)[None] < np.array([[len(row)] for row in ids])
+        inputs = {MASK: keep}
+        if rows.types:
+            inputs[TYPES] = pad_rows([rows.types[text] for (text,) in block.texts], longest)
+        outputs = self.outputs(pad_rows(ids, longest), inputs, block.rows, block.width)
         if self.pipeline is None:
             return get_pooled(outputs)  # type: ignore[no-any-return]
         valid, skip = pad_to(keep, block.rows, block.width), [] if self.skip is None else [np.int32(self.skip)]

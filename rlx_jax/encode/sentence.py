@@ -66,6 +66,11 @@ _TRANSFORMER_EMPTY = (
     "config_kwargs",
 )
 _TRANSFORMER_INERT = ("unpad_inputs", "query_length", "document_length", "query_expansion")  # not for `encode`
+_RERANK_TASK = "sequence-classification"
+_RERANK_ACTIVATIONS = {
+    "torch.nn.modules.activation.Sigmoid": "sigmoid",
+    "torch.nn.modules.linear.Identity": "identity",
+}
 _TEXT_MODALITY = {"method": "forward", "method_output_name": "last_hidden_state"}
 
 
@@ -148,6 +153,8 @@ def load_pipeline(directory: str | os.PathLike[str] | Folder) -> SentencePipelin
         return None
     where = folder.where("modules.json")
     kinds = [kind for kind, _ in modules]
+    if kinds == ["Transformer"] and not modules[0][1] and _is_cross_encoder(folder):
+        return None
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise UnsupportedError(
             f"{where}: modules {listing(kinds)}; supported are 'Transformer', 'Pooling', then maybe 'Normalize'"
@@ -170,6 +177,43 @@ def load_pipeline(directory: str | os.PathLike[str] | Folder) -> SentencePipelin
         width=width,
         transformer=paths[0],
     )
+
+
+def read_rerank_activation(folder: Folder, config: Fields) -> str:
+    """Return the activation of a CrossEncoder of sentence-transformers: `sigmoid` or `identity`.
+
+    Its releases name it in one of three places. Without a name it is the sigmoid if there is one label. Empty if the
+    directory is no CrossEncoder.
+
+    Raises:
+        ConfigError: the activation is no name. UnsupportedError: it has another activation, prompts, or another task.
+    """
+    settings = config.raw("sentence_transformers", {})
+    if _is_cross_encoder(folder):
+        c = _fields(folder, "", "config_sentence_transformers.json")
+        if c.raw("default_prompt_name") is not None:
+            raise UnsupportedError(f"{c.where}: default_prompt_name of a CrossEncoder; supported is none")
+        transformer = _fields(folder, "", _TRANSFORMER_FILES[0])
+        transformer.choice("transformer_task", _RERANK_TASK, {_RERANK_TASK: ""})
+        name, where = c.raw("activation_fn"), c.where
+    elif isinstance(settings, Mapping) and "activation_fn" in settings:
+        name, where = settings["activation_fn"], config.where
+    elif "sbert_ce_default_activation_function" in config.values:
+        name, where = config.raw("sbert_ce_default_activation_function"), config.where
+    else:
+        return ""
+    if name is None:
+        return "sigmoid"
+    if not isinstance(name, str):
+        raise ConfigError(f"{where}: the activation is {quote(name)}; expected the name of a class")
+    if name not in _RERANK_ACTIVATIONS:
+        raise UnsupportedError(f"{where}: activation {quote(name)}; supported are {listing(_RERANK_ACTIVATIONS)}")
+    return _RERANK_ACTIVATIONS[name]
+
+
+def _is_cross_encoder(folder: Folder) -> bool:
+    """Whether the directory was written by a CrossEncoder of a release that lists modules."""
+    return folder.json("config_sentence_transformers.json").get("model_type") == "CrossEncoder"
 
 
 def pool(hidden: jax.Array, keep: jax.Array, pipeline: SentencePipeline, skip: jax.Array | int = 0) -> jax.Array:

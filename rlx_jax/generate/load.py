@@ -1,6 +1,7 @@
 """`rlx_jax.load`: load a checkpoint directory, or a model of the Hub, as an object to call.
 
-The kind of the checkpoint decides which class `load` returns: `CausalLM`, `Encoder`, `VisionEncoder` or `DualEncoder`.
+The kind of the checkpoint decides which class `load` returns: `CausalLM`, `Encoder`, `Classifier`, `Reranker`,
+`VisionEncoder` or `DualEncoder`.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from functools import partial
 from typing import Any
 
 from rlx_jax.encode.checkpoint import Checkpoint, open_checkpoint
+from rlx_jax.encode.classifier import Classifier, Reranker
 from rlx_jax.encode.dual import DualEncoder
 from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.gguf_metadata import describe_checkpoint
 from rlx_jax.encode.vision import VisionEncoder
-from rlx_jax.errors import ConfigError, ProfileError, RlxWarning, UnsupportedError, listing, quote, shown
+from rlx_jax.errors import ConfigError, ProfileError, RequestError, RlxWarning, UnsupportedError, listing, quote, shown
 from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.generate.causal import CausalLM
 from rlx_jax.ir.types import as_dtype, short_name
+from rlx_jax.models.encoder import EncoderFlow
+from rlx_jax.models.heads import REGRESSION
 from rlx_jax.models.lora import lora
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.runtime.checkpoint_origin import CheckpointOrigin
@@ -31,10 +35,11 @@ from rlx_jax.weights.format import OpenOptions
 def load(
     path: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None,
     subfolder: str = "", file: str | None = None, dtype: Any = None, recipe: ModelRecipe | None = None,
-    adapter: str | os.PathLike[str] | None = None, ignore_fields: Iterable[str] = (), **options: Any,
+    adapter: str | os.PathLike[str] | None = None, head: bool = True, ignore_fields: Iterable[str] = (),
+    **options: Any,
 ) -> Any:  # fmt: skip
     """Load a Hugging Face or sentence-transformers directory, or a GGUF file, as a `CausalLM`, an `Encoder`, a
-    `VisionEncoder` or a `DualEncoder`, depending on its config.
+    `Classifier`, a `Reranker`, a `VisionEncoder` or a `DualEncoder`, depending on its config.
 
     Args:
         path: a directory; a `.gguf` file, the first one if the model has several parts; or, where there is no such
@@ -49,6 +54,7 @@ def load(
         recipe: a recipe to use in place of the checkpoint's: `rlx_jax.recipe_for(path)` with hooks, or one made from
             another checkpoint of the same config, or from the config alone. The weights are loaded from `path`.
         adapter: a directory with a LoRA adapter of PEFT's, which the model applies: see `rlx_jax.lora`.
+        head: False loads the model without the head of its task, as an `Encoder` or `VisionEncoder`.
         ignore_fields: fields of `config.json` to ignore. Fields that are not supported and may change the computation
             are an error unless they are listed: `["router_scale"]`, in nested objects `["rope_scaling.finetuned"]`.
             `report().ignored_fields` names them.
@@ -65,9 +71,11 @@ def load(
         MissingFileError: `path` is neither a directory nor a model. HubError: the Hub refuses or cannot be reached.
         IntegrityError: the downloaded bytes are not the bytes of the commit.
     """
+    if not isinstance(head, bool):
+        raise RequestError(f"load: head is {shown(head)}; expected True or False")
     checkpoint = open_checkpoint(
         path, "load", options, revision=revision, token=token, subfolder=subfolder, file=file,
-        ignore_fields=ignore_fields, other_arguments=("dtype", "recipe", "adapter"),
+        ignore_fields=ignore_fields, head=head, other_arguments=("dtype", "recipe", "adapter", "head"),
     )  # fmt: skip
     check_kind(checkpoint)
     original = checkpoint.pretrained.recipe
@@ -79,7 +87,9 @@ def load(
         base = ModelFlow.from_recipe(model_recipe).profile if compile_opts.profile is None else compile_opts.profile
         compile_opts = replace(compile_opts, profile=with_compute_dtype(dtype, base))
     # A decoder without its head serves as an encoder, for embeddings.
-    kind = "encoder" if getattr(model_recipe, "hidden_only", False) else checkpoint.pretrained.kind
+    kind = checkpoint.pretrained.kind
+    if getattr(model_recipe, "hidden_only", False) and model_recipe.head is None:
+        kind = "encoder"
     loaded_model = LOADERS[kind](checkpoint, model_recipe, compile_opts)
     # `config.json` does not describe an edited model, which therefore cannot be saved as this checkpoint.
     edit = "a recipe that differs from the checkpoint's"
@@ -116,7 +126,9 @@ def check_kind(checkpoint: Checkpoint) -> None:
             f"{quote(folder.path)}: modules.json lists modules of sentence-transformers after a model of kind "
             f"{quote(pretrained.kind)}; supported are encoders of texts, and decoders of rlx_jax without their head"
         )
-    if pipeline is None and pretrained.head_keys:  # with a pipeline, sentence-transformers leaves the head out too
+    if (
+        pipeline is None and pretrained.head_keys and checkpoint.head
+    ):  # with a pipeline, sentence-transformers leaves the head out too
         warnings.warn(
             f"{quote(folder.path)}: only the encoder is loaded, and not the head of its task, which is not built: "
             f"{len(pretrained.head_keys)} weights are left out, {listing(pretrained.head_keys)}",
@@ -169,6 +181,23 @@ def open_encoder(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> E
     )  # fmt: skip
 
 
+def open_classifier(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Classifier | Reranker:
+    """Return a recipe with a head as a `Classifier`; or as a `Reranker`, if it is a cross-encoder.
+
+    That is a CrossEncoder of sentence-transformers, or a text encoder with one label that is no regression.
+    """
+    pretrained, tokenizer, activation = checkpoint.pretrained, checkpoint.tokenizer, checkpoint.rerank_activation
+    classifier = Classifier(
+        ModelFlow.from_recipe(recipe), head=recipe.head, tokenizer=tokenizer,
+        padding=text_padding(pretrained.recipe, tokenizer), max_positions=pretrained.max_positions,
+        **options.compile_options(),
+    )  # fmt: skip
+    scores_pairs = isinstance(pretrained.recipe, EncoderFlow) and recipe.head.problem != REGRESSION
+    if len(recipe.head.labels) > 1 or not (activation or scores_pairs):
+        return classifier
+    return Reranker(classifier, activation or "sigmoid")
+
+
 def open_vision(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> VisionEncoder:
     """Return a recipe as a `VisionEncoder`, with the image processor of the checkpoint."""
     return VisionEncoder(ModelFlow.from_recipe(recipe), processor=checkpoint.processor, **options.compile_options())
@@ -183,8 +212,10 @@ def open_dual(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Dual
 
 
 # The loader of each kind of checkpoint.
-LOADERS: dict[str, Callable[[Checkpoint, Any, OpenOptions], CausalLM | Encoder | VisionEncoder | DualEncoder]] = {
-    "causal": open_causal, "encoder": open_encoder, "vision": open_vision, "dual": open_dual,
+LoadedModel = CausalLM | Encoder | Classifier | Reranker | VisionEncoder | DualEncoder
+LOADERS: dict[str, Callable[[Checkpoint, Any, OpenOptions], LoadedModel]] = {
+    "causal": open_causal, "encoder": open_encoder, "classifier": open_classifier, "vision": open_vision,
+    "dual": open_dual,
 }  # fmt: skip
 
 

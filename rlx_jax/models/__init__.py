@@ -1,8 +1,11 @@
 """Recipes make a flow from a checkpoint's config. Each family has a file; each recipe is also a name of `rlx_jax`."""
 
+from rlx_jax.models.albert import AlbertFlow
 from rlx_jax.models.bert import BertFlow
 from rlx_jax.models.clip import ClipFlow, ClipTextFlow
 from rlx_jax.models.dinov2 import Dinov2Flow
+from rlx_jax.models.distilbert import DistilBertFlow
+from rlx_jax.models.electra import ElectraFlow
 from rlx_jax.models.flux2 import Flux2Flow
 from rlx_jax.models.gemma import GemmaFlow
 from rlx_jax.models.gpt2 import Gpt2Flow
@@ -23,7 +26,8 @@ from rlx_jax.models.siglip import SiglipFlow, SiglipTextFlow
 from rlx_jax.models.vit import ViTFlow
 
 __all__ = [
-    "BertFlow", "ClipFlow", "ClipTextFlow", "Dinov2Flow", "Flux2Flow", "GemmaFlow", "Gpt2Flow", "GptOssFlow",
-    "Llama32Flow", "MPNetFlow", "Mamba2Flow", "MistralFlow", "MixtralFlow", "NomicFlow", "NomicVisionFlow", "Qwen2Flow",
-    "Qwen35Flow", "Qwen3Flow", "Qwen3MoeFlow", "RobertaFlow", "SiglipFlow", "SiglipTextFlow", "ViTFlow",
+    "AlbertFlow", "BertFlow", "ClipFlow", "ClipTextFlow", "Dinov2Flow", "DistilBertFlow", "ElectraFlow", "Flux2Flow",
+    "GemmaFlow", "Gpt2Flow", "GptOssFlow", "Llama32Flow", "MPNetFlow", "Mamba2Flow", "MistralFlow", "MixtralFlow",
+    "NomicFlow", "NomicVisionFlow", "Qwen2Flow", "Qwen35Flow", "Qwen3Flow", "Qwen3MoeFlow", "RobertaFlow", "SiglipFlow",
+    "SiglipTextFlow", "ViTFlow",
 ]  # fmt: skip

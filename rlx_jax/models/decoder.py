@@ -18,6 +18,7 @@ from rlx_jax.blocks import BlockStage, Embed, LmHead, RopeTables, decoder_layer,
 from rlx_jax.flow import ModelFlow, declared_shapes
 from rlx_jax.models.config import CausalConfig
 from rlx_jax.models.decoder_config import DecoderConfig
+from rlx_jax.models.heads import DECODER_HEADS, LABEL_LOGITS, HeadLayers, TaskHead
 from rlx_jax.models.recipe import Recipe
 from rlx_jax.weights.source import WeightSource
 from rlx_jax.weights.views import RenamedSource
@@ -51,7 +52,8 @@ class CausalFlow(Recipe[A]):
 
     Args:
         batch, seq: sizes to compile for ahead of the first call.
-        hidden_only: no head. Output: `hidden`, the normalised `[batch, seq, hidden]`.
+        hidden_only: no language-model head. Output: `hidden`, the normalised `[batch, seq, hidden]`.
+        head: with `hidden_only`, the head of a task after it. Output: `label_logits` `[batch, seq, labels]`.
         last_token_logits: apply the head to the last token of each row only: `[batch, 1, vocab]`.
         inputs_embeds: the input is `inputs_embeds` `[batch, seq, hidden]` float32 instead of ids.
         export_kv: add side outputs `kv.{i}.k` and `kv.{i}.v` `[batch, seq, K·D]` of every layer, the keys rotated.
@@ -62,6 +64,7 @@ class CausalFlow(Recipe[A]):
     name: str = "causal"
     seq: int | None = None
     hidden_only: bool = False
+    head: TaskHead | None = None
     last_token_logits: bool = False
     inputs_embeds: bool = False
     export_kv: bool = False
@@ -69,6 +72,7 @@ class CausalFlow(Recipe[A]):
 
     # Prefix of module names in PEFT's files that keys of checkpoints may leave out.
     peft_prefix: ClassVar[str] = ""
+    heads: ClassVar[HeadLayers] = DECODER_HEADS
 
     @classmethod
     def for_prefill(cls, config: A | Mapping[str, Any], batch: int | None = None, seq: int | None = None) -> Self:
@@ -115,7 +119,9 @@ class CausalFlow(Recipe[A]):
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shape of every checkpoint key."""
         # These options drop or replace stages with weights; the checkpoint has the weights in any case.
-        full_recipe = replace(self, decode=None, hidden_only=False, inputs_embeds=False, export_kv=False)
+        full_recipe = replace(
+            self, decode=None, hidden_only=self.head is not None, inputs_embeds=False, export_kv=False
+        )
         return super(CausalFlow, full_recipe).shapes()
 
 
@@ -235,6 +241,8 @@ def _append_embedding(recipe: CausalFlow[Any], tables: Iterable[BlockStage], flo
 def _append_head(recipe: CausalFlow[Any], logits: Iterable[BlockStage], flow: ModelFlow) -> ModelFlow:
     """Return the flow with the head and the stages after it appended."""
     sizes = (recipe.config.vocab_size, recipe.config.hidden_size)
+    if recipe.hidden_only and recipe.head:
+        return flow.stage(*recipe.head.stages(recipe.config.hidden_size, str)).output(LABEL_LOGITS)
     if recipe.hidden_only:
         return flow.hidden_states()
     tied = recipe.config.tie_word_embeddings

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self, TypeVar
 from rlx_jax.blocks import BlockStage, SideOutput
 from rlx_jax.flow import POSITIONS, ModelFlow
 from rlx_jax.models.config import LayeredConfig, TokenConfig
+from rlx_jax.models.heads import LABEL_LOGITS, HeadLayers, TaskHead
 from rlx_jax.models.recipe import Recipe
 from rlx_jax.weights.source import WeightSource
 
@@ -34,15 +35,18 @@ E = TypeVar("E", bound=TokenConfig)
 class TowerFlow(Recipe[L]):
     """The recipe of a stack of layers over texts or images.
 
-    Output: `hidden_states` `[batch, tokens, hidden]`; if the family pools, also `pooled`, one vector for each row.
+    Output: `hidden_states` `[batch, tokens, hidden]`; if the family pools, also `pooled`, one vector for each row. With
+    a head the output is `label_logits` `[batch, tokens, labels]`.
 
     Args:
         prefix: prefix of the checkpoint keys; may be empty.
+        head: the head of a task.
         Others: see `Recipe`.
     """
 
     name: str = "tower"
     prefix: str = ""
+    head: TaskHead | None = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -53,6 +57,10 @@ class TowerFlow(Recipe[L]):
                 setattr(cls, new, vars(cls)[old])
             elif new in vars(cls):  # for a call of super() under the former name
                 setattr(cls, old, vars(cls)[new])
+
+    def key(self, name: str) -> str:
+        """Return the checkpoint's key for a key of the tower."""
+        return f"{self.prefix}.{name}" if self.prefix else name
 
     def add_inputs(self, flow: ModelFlow, rows: str = "batch") -> ModelFlow:
         """Return the flow with the inputs added; `rows` is the name of their first axis."""
@@ -84,6 +92,8 @@ class TowerFlow(Recipe[L]):
     def add_tower(self, flow: ModelFlow) -> ModelFlow:
         """Return the flow with the tower's inputs, stages and outputs added."""
         flow, pool = self.add_layers(self.add_inputs(flow).bind(batch=self.batch)), self.pool()
+        if self.head is not None:
+            return flow.stage(*self.head.stages(self.config.hidden_size, self.key)).output(LABEL_LOGITS)
         return (flow if pool is None else flow.stage(SideOutput(POOLED, pool))).output("hidden_states")
 
     def add_layers(self, flow: ModelFlow) -> ModelFlow:
@@ -101,7 +111,8 @@ class EncoderFlow(TowerFlow[E]):
     """The recipe of an encoder. Inputs: `input_ids` `[batch, seq]`, and optionally the ones in `optional_inputs`, such
     as `attention_mask` (1 keeps a key). Outputs: as `TowerFlow`.
 
-    A family's recipe is a subclass with a name, the class of its config, and `embedding_stages`, `spec` and `stage`.
+    A family's recipe is a subclass with a name, the class of its config, and `embedding_stages`, `spec` and `stage`;
+    `heads` has the layers of its heads by task.
 
     Args:
         prefix: prefix of the keys in task checkpoints; empty for bare encoders.
@@ -114,6 +125,7 @@ class EncoderFlow(TowerFlow[E]):
 
     prefixes: ClassVar[tuple[str, ...]] = ()
     embedding: ClassVar[str] = EMBEDDING
+    heads: ClassVar[HeadLayers] = {}
     head_prefixes: ClassVar[tuple[str, ...]] = ()
     optional_inputs: ClassVar[tuple[OptionalInput, ...]] = (
         ("attention_mask", None),
@@ -140,12 +152,8 @@ class EncoderFlow(TowerFlow[E]):
         """(tokens, id) that texts are padded to; None if they may have any length and padding is not read."""
         return None
 
-    def key(self, name: str) -> str:
-        """Return the checkpoint's key for a key of the encoder."""
-        return f"{self.prefix}.{name}" if self.prefix else name
-
     def task_head_keys(self, source: WeightSource) -> tuple[str, ...]:
-        return head_keys(self.head_prefixes, source)
+        return () if self.head else head_keys(self.head_prefixes, source)
 
     def unread_keys(self) -> tuple[str, ...]:
         """Return keys that are left unread on purpose: position ids, the pooler and task heads."""

@@ -18,6 +18,7 @@ from rlx_jax.models.decoder import CausalFlow
 from rlx_jax.models.dual import DualFlow
 from rlx_jax.models.encoder import EncoderFlow
 from rlx_jax.models.gemma import TEXT as GEMMA_TEXT
+from rlx_jax.models.heads import SEQUENCE, read_head
 from rlx_jax.models.hooks import WithIgnored
 from rlx_jax.models.qwen35 import TEXT as QWEN35_TEXT
 from rlx_jax.models.recipe import Recipe
@@ -28,7 +29,10 @@ from rlx_jax.models.weight_check import check_recipe_weights
 from rlx_jax.weights.directory import refuse_without_config
 from rlx_jax.weights.source import WeightSource
 
-ModelKind = Literal["causal", "encoder", "denoiser", "vision", "dual"]
+ModelKind = Literal["causal", "encoder", "classifier", "denoiser", "vision", "dual"]
+
+# The kind of a model by the task of its head.
+KINDS: Mapping[str, ModelKind] = {SEQUENCE: "classifier"}
 
 
 @dataclass(frozen=True)
@@ -81,12 +85,15 @@ class Family:
             causal: the architecture with a head.
             bare: the architecture without a head, if there is one.
         """
-        architectures = (causal, bare) if bare else (causal,)
+        stem = (bare or causal).removesuffix("Model")
+        architectures = (causal, *([bare] if bare else []), *(f"{stem}For{task}" for task in recipe.heads))
 
         def opener(config: Fields, source: WeightSource, headless: bool = False) -> Pretrained:
-            headless = headless or architecture(config)[1] in architectures[1:]
-            instance = replace(recipe.for_prefill(config), hidden_only=headless)
-            return bind_recipe(instance, source, "encoder" if headless else "causal")
+            name = architecture(config)[1]
+            head = None if headless else read_head(config, name, recipe.heads, pooling="lasttoken")
+            headless = headless or (bool(bare) and name == bare)
+            instance = replace(recipe.for_prefill(config), hidden_only=headless or head is not None, head=head)
+            return bind_recipe(instance, source, KINDS[head.task] if head else "encoder" if headless else "causal")
 
         return Family(opener, architectures, partial(opener, headless=True))
 
@@ -102,7 +109,13 @@ class Family:
     @staticmethod
     def encoder(recipe: type[EncoderFlow[Any]], *architectures: str) -> Family:
         """Return a family of text encoders."""
-        return Family.of(recipe, "encoder", "", *architectures)
+
+        def opener(config: Fields, source: WeightSource, headless: bool = False) -> Pretrained:
+            head = None if headless else read_head(config, architecture(config)[1], recipe.heads)
+            instance = replace(recipe.for_prefill(config), head=head)
+            return bind_recipe(instance, source, KINDS[head.task] if head else "encoder")
+
+        return Family(opener, architectures, partial(opener, headless=True))
 
     @staticmethod
     def vision(recipe: type[VisionFlow[Any]], processor_prefix: str, *architectures: str) -> Family:
@@ -128,11 +141,13 @@ class Family:
     def either(*families: Family) -> Family:
         """Return several families under one `model_type`: the architecture selects one, by default the first."""
 
-        def opener(config: Fields, source: WeightSource) -> Pretrained:
+        def opener(config: Fields, source: WeightSource, headless: bool = False) -> Pretrained:
             _, name = architecture(config)
-            return next((f for f in families if name in f.architectures), families[0]).open(config, source)
+            family = next((f for f in families if name in f.architectures), families[0])
+            return ((family.headless if headless else None) or family.open)(config, source)
 
-        return Family(opener, tuple(name for f in families for name in f.architectures))
+        architectures = tuple(name for f in families for name in f.architectures)
+        return Family(opener, architectures, partial(opener, headless=True))
 
 
 def bind_recipe(recipe: Recipe[Any], source: WeightSource, kind: ModelKind, processor_prefix: str = "") -> Pretrained:
@@ -175,6 +190,9 @@ FAMILIES: dict[str, Family] = {
     "roberta": Family.encoder(models.RobertaFlow, *task_architectures("Roberta")),
     "xlm-roberta": Family.encoder(models.RobertaFlow, *task_architectures("XLMRoberta")),
     "camembert": Family.encoder(models.RobertaFlow, *task_architectures("Camembert")),
+    "distilbert": Family.encoder(models.DistilBertFlow, *task_architectures("DistilBert")),
+    "electra": Family.encoder(models.ElectraFlow, *task_architectures("Electra", "PreTraining")),
+    "albert": Family.encoder(models.AlbertFlow, *task_architectures("Albert", "PreTraining")),
     "mpnet": Family.encoder(models.MPNetFlow, *task_architectures("MPNet")),
     "nomic_bert": Family.either(
         Family.encoder(models.NomicFlow, *task_architectures("NomicBert", "PreTraining")),

@@ -56,6 +56,7 @@ class Mamba2Flow(CausalFlow[Mamba2Config]):
     name: str = "mamba2"
 
     config_type = Mamba2Config
+    heads = {}
 
     @property
     def embedding(self) -> str:

@@ -13,6 +13,7 @@ from rlx_jax.blocks import BlockStage, LearnedPositions, RelativeBias
 from rlx_jax.errors import UnsupportedError
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import Fields, text_fields
+from rlx_jax.models.heads import ROBERTA_HEADS
 
 # The id of padding, which gets no position of its own; the reference hard-codes it.
 PADDING = 1
@@ -54,6 +55,7 @@ class MPNetFlow(BertLike[MPNetConfig]):
     config_type = MPNetConfig
     prefixes = ("mpnet",)
     head_prefixes = ("lm_head.", "classifier.", "qa_outputs.")
+    heads = ROBERTA_HEADS
     optional_inputs = (("attention_mask", None), ("position_ids", None))
     style = "mpnet"
 

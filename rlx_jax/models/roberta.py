@@ -10,6 +10,7 @@ from rlx_jax.blocks import BlockStage, LearnedPositions
 from rlx_jax.errors import ConfigError
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import Fields, text_fields
+from rlx_jax.models.heads import ROBERTA_HEADS
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class RobertaFlow(BertLike[RobertaConfig]):
     config_type = RobertaConfig
     prefixes = ("roberta",)
     head_prefixes = ("lm_head.", "classifier.", "qa_outputs.")
+    heads = ROBERTA_HEADS
     optional_inputs = (("attention_mask", None), ("token_type_ids", 0), ("position_ids", None))
 
     @property

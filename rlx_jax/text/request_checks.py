@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -15,7 +15,23 @@ from rlx_jax.ir.types import short_name
 from rlx_jax.runtime.inputs import as_host_array, ids_in_range, is_foreign, read_array, to_id_array
 
 Ids = np.ndarray[Any, np.dtype[np.int32]]
+# Name of the input with the token types of pairs of texts.
+TYPES = "token_type_ids"
 LIST_ITEM_BYTES = 40  # memory of an id in a Python list, and approximately of the list object itself
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Rows of tokens.
+
+    Attributes:
+        ids: the token ids of each row.
+        types: the token types of each row, if the rows are pairs of texts that the model distinguishes by them; else
+            empty.
+    """
+
+    ids: list[Ids]
+    types: list[Ids] = field(default_factory=list)
 
 
 def token_block(

@@ -33,7 +33,8 @@ from rlx_jax.models.config import Fields
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.text.chat_template import MAX_TEMPLATE_BYTES, load_templates, template_files
 from rlx_jax.text.request_checks import id_list
-from rlx_jax.text.tokenizer_checks import refuse_panics
+from rlx_jax.text.text_pairs import PairTokens, pair_lengths
+from rlx_jax.text.tokenizer_checks import check_added_tokens, refuse_panics
 
 T = TypeVar("T")
 
@@ -143,6 +144,38 @@ class Tokenizer:
             _check_text(text, f"texts[{i}]")
         return self._encode(batch, add_special_tokens, max_length)
 
+    def encode_pairs(
+        self, pairs: Sequence[tuple[str, str]], *, max_length: int | None = None, first: int = 0
+    ) -> list[PairTokens]:
+        """Return the token ids and types of pairs of texts, with special tokens, unpadded.
+
+        A pair with more than `max_length` ids loses tokens of its longer text first, until both are equally long.
+
+        Raises:
+            RequestError: as `encode_batch`; or `max_length` is below the number of special tokens.
+        """
+        for i, pair in enumerate(pairs, first):
+            for text in pair:
+                _check_text(text, f"pairs[{i}]")
+        native = self._native
+        num_special: int = native.num_special_tokens_to_add(True)
+        if max_length is not None:
+            check_integer("max_length", max_length, max(1, num_special))
+
+        def encode_all() -> list[PairTokens]:
+            singles = native.encode_batch_fast([text for pair in pairs for text in pair], add_special_tokens=False)
+            rows = []
+            for one, two in zip(singles[::2], singles[1::2], strict=True):
+                if max_length is not None and len(one) + len(two) + num_special > max_length:
+                    sizes = pair_lengths(len(one), len(two), max_length - num_special)
+                    for encoding, size in zip((one, two), sizes, strict=True):
+                        encoding.truncate(size, direction=self.truncation_side)
+                row = native.post_process(one, two, True)
+                rows.append(PairTokens(row.ids, row.type_ids))
+            return rows
+
+        return _guard(encode_all, "encoding failed")
+
     def encode_plain(self, text: str) -> list[int]:
         """Return the token ids of `text`, without special tokens; added tokens in it are encoded as plain text.
 
@@ -244,7 +277,7 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
 
     tokenizer_config, special_tokens_map = (Fields(folder.json(name), folder.where(name)) for name in _COMPANION_FILES)
     settings = tokenizer_config.values
-    _check_added_tokens(words, tokenizer_config)
+    check_added_tokens(words, tokenizer_config)
     names = {role: _token_name((tokenizer_config, special_tokens_map), role, words) for role in _ROLES}
     _guard(lambda: _apply_normalizer(native, settings, lowercase), where)
     if settings.get("split_special_tokens") is True:
@@ -367,21 +400,6 @@ def _read_vocabulary(
     if missing_ids and not is_unigram:
         raise TokenizerError(f"{where}: token ids without a token: {listing(missing_ids)}")
     return words, largest_id + 1
-
-
-def _check_added_tokens(words: Mapping[str, int], source: Fields) -> None:
-    """Check that the tokens and ids in `tokenizer_config.json` agree with `tokenizer.json`."""
-    decoder, mismatches = source.group("added_tokens_decoder"), []
-    for id_text, entry in ({} if decoder is None else decoder.values).items():
-        content = entry.get("content") if isinstance(entry, dict) else None
-        if not isinstance(content, str):
-            raise ConfigError(f"{source.where}: added_tokens_decoder: {quote(id_text)} has no 'content' that is a str")
-        if str(words.get(content)) != id_text:
-            mismatches.append(f"{content} = {id_text}")
-    if mismatches:
-        raise TokenizerError(
-            f"{source.where}: added_tokens_decoder: differs from tokenizer.json: {listing(mismatches)}"
-        )
 
 
 def _check_probe(native: Any, words: Mapping[str, int], where: str) -> int:

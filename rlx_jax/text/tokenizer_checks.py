@@ -1,4 +1,4 @@
-"""`refuse_panics`: check a `tokenizer.json` for content that makes the native tokenizers library panic."""
+"""Check a `tokenizer.json`: for content that makes the native tokenizers library panic, and against its companion."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.errors import TokenizerError, listing, quote
+from rlx_jax.errors import ConfigError, TokenizerError, listing, quote
+from rlx_jax.models.config import Fields
 
 
 def refuse_panics(document: Mapping[str, Any], where: str) -> None:
@@ -24,6 +25,21 @@ def refuse_panics(document: Mapping[str, Any], where: str) -> None:
         if "special_tokens" in node:
             _check_template(node, where)
     _check_merges(document["model"], where)
+
+
+def check_added_tokens(words: Mapping[str, int], source: Fields) -> None:
+    """Check that the tokens and ids in `tokenizer_config.json` agree with `tokenizer.json`."""
+    decoder, mismatches = source.group("added_tokens_decoder"), []
+    for id_text, entry in ({} if decoder is None else decoder.values).items():
+        content = entry.get("content") if isinstance(entry, dict) else None
+        if not isinstance(content, str):
+            raise ConfigError(f"{source.where}: added_tokens_decoder: {quote(id_text)} has no 'content' that is a str")
+        if str(words.get(content)) != id_text:
+            mismatches.append(f"{content} = {id_text}")
+    if mismatches:
+        raise TokenizerError(
+            f"{source.where}: added_tokens_decoder: differs from tokenizer.json: {listing(mismatches)}"
+        )
 
 
 def _check_merges(model: Mapping[str, Any], where: str) -> None:

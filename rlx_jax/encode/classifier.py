@@ -1,0 +1,255 @@
+"""Define `Classifier`, which gives texts and pairs of texts labels, and `Reranker`, which ranks documents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Unpack
+
+import numpy as np
+
+from rlx_jax.encode.encoder import Encoder
+from rlx_jax.encode.pooled import Vectors
+from rlx_jax.encode.sentence import SentencePipeline
+from rlx_jax.encode.text_rows import check_pairs
+from rlx_jax.errors import RequestError, shown, suggest_keywords
+from rlx_jax.models.heads import MULTI_LABEL, REGRESSION, TaskHead
+from rlx_jax.program import Weights
+from rlx_jax.runtime.block_times import BlockTimes
+from rlx_jax.runtime.inputs import check_integer
+from rlx_jax.runtime.report import Report
+from rlx_jax.text.token_model import TaskModel, TokenizerLike, model_repr
+from rlx_jax.weights.format import CompileOptions
+
+
+@dataclass(frozen=True)
+class Classification:
+    """The result for one text.
+
+    Attributes:
+        scores: the probability of each label, highest first; of a regression, its values.
+    """
+
+    scores: Mapping[str, float]
+
+    @property
+    def label(self) -> str:
+        """Return the label with the highest score."""
+        return next(iter(self.scores))
+
+    @property
+    def score(self) -> float:
+        """Return the highest score."""
+        return next(iter(self.scores.values()))
+
+    def labels_above(self, threshold: float = 0.5) -> tuple[str, ...]:
+        """Return the labels with a score above a threshold, as the result of a model with several labels per text."""
+        return tuple(label for label, score in self.scores.items() if score > threshold)
+
+
+class Classifier(TaskModel):
+    """Classify texts, or pairs of texts.
+
+    The result for a text does not depend on the other texts: texts share rows and are padded as in `Encoder`.
+
+    Args:
+        flow: a `ModelFlow` from ids `[batch, seq]` to logits `[batch, seq, labels]`, or a recipe with a head.
+        head: the labels, the kind of problem, and the token whose logits count. By default the recipe's.
+        tokenizer, padding, max_positions, options: as in `Encoder`.
+    """
+
+    _methods = "classify(texts) returns labels with probabilities, logits(texts) the numbers before them"
+
+    @suggest_keywords(*CompileOptions.__annotations__)
+    def __init__(
+        self,
+        flow: Any,
+        weights: Weights = None,
+        *,
+        head: TaskHead | None = None,
+        tokenizer: TokenizerLike | None = None,
+        padding: tuple[int, int] | None = None,
+        max_positions: int | None = None,
+        **options: Unpack[CompileOptions],
+    ) -> None:
+        task_head = getattr(flow, "head", None) if head is None else head
+        if not isinstance(task_head, TaskHead):
+            raise RequestError(f"Classifier: head is {shown(task_head)}; expected a TaskHead, or a recipe that has one")
+        self.head = task_head
+        self.encoder = Encoder(
+            flow, weights, tokenizer=tokenizer, pipeline=SentencePipeline(pooling=(task_head.pooling,)),
+            padding=padding, max_positions=max_positions, **options,
+        )  # fmt: skip
+        self.model, self.tokenizer = self.encoder.model, self.encoder.tokenizer
+        if self.encoder.width != len(self.labels):
+            raise RequestError(
+                f"Classifier: the head has {len(self.labels)} labels, and {self.model.name} returns "
+                f"{self.encoder.width} logits"
+            )
+
+    def __repr__(self) -> str:
+        return model_repr("Classifier", self.model, self.encoder.vocab_size, self.encoder.max_positions)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the labels, in the order of the logits."""
+        return self.head.labels
+
+    @suggest_keywords()
+    def logits(
+        self, texts: Any, second_texts: Sequence[str] | None = None, *, max_tokens: int | None = None
+    ) -> Vectors:
+        """Return the logits of texts, `[n, labels]` float32; of a single string `[labels]`.
+
+        Args:
+            texts: as in `Encoder.embed`.
+            second_texts: a text for each of `texts`, which are classified as pairs.
+            max_tokens: as in `Encoder.embed`.
+
+        Raises:
+            RequestError: `second_texts` is not a text for each of `texts`. Others as `Encoder.embed`.
+        """
+        if second_texts is None:
+            return self.encoder.embed(texts, max_tokens=max_tokens)
+        if isinstance(texts, str) and isinstance(second_texts, str):
+            return self.logits([texts], [second_texts], max_tokens=max_tokens)[0]  # type: ignore[no-any-return]
+        counts = [len(t) if isinstance(t, Sequence) and not isinstance(t, str) else -1 for t in (texts, second_texts)]
+        if counts[0] != counts[1] or -1 in counts:
+            raise RequestError(
+                f"second_texts is {shown(second_texts)}; expected a string for each of the {max(counts[0], 1)} texts"
+            )
+        return self.pair_logits([*zip(texts, second_texts, strict=True)], max_tokens=max_tokens)
+
+    def pair_logits(self, pairs: Any, *, max_tokens: int | None = None) -> Vectors:
+        """Return the logits of pairs of texts, `[n, labels]` float32."""
+        checked_pairs = check_pairs(pairs, "pairs")
+        self.model.refuse_traced()
+        self.model.require_params("classify")
+        return self.encoder.run(self.encoder.reader.read_pairs(checked_pairs), max_tokens)
+
+    @suggest_keywords()
+    def classify(self, texts: Any, second_texts: Sequence[str] | None = None, *, max_tokens: int | None = None) -> Any:
+        """Return a `Classification` for each text; for a single string, one.
+
+        The scores are the softmax of the logits. For a model with several labels per text (`problem_type` is
+        `multi_label_classification`) or with one label they are the sigmoid, and for a regression the logits.
+
+        Args:
+            texts, second_texts, max_tokens: as in `logits`.
+
+        Raises:
+            As `logits`.
+        """
+        logits = self.logits(texts, second_texts, max_tokens=max_tokens)
+        results = [self._classification(row) for row in np.atleast_2d(self._scores(logits))]
+        return results[0] if logits.ndim == 1 else results
+
+    def _scores(self, logits: Vectors) -> Vectors:
+        """Return the scores for logits `[…, labels]`."""
+        if self.head.problem == REGRESSION:
+            return logits
+        if self.head.problem == MULTI_LABEL or len(self.labels) == 1:
+            return sigmoid(logits)
+        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        return weights / weights.sum(axis=-1, keepdims=True)  # type: ignore[no-any-return]
+
+    def _classification(self, scores: Vectors) -> Classification:
+        order = np.argsort(-scores, kind="stable")
+        return Classification({self.labels[i]: float(scores[i]) for i in order})
+
+    def warmup(self) -> None:
+        """Run every program once that texts can need, as `Encoder.warmup` does."""
+        self.encoder.warmup()
+
+    def report(self, **sizes: int) -> Report:
+        """Return the cost of compiling and of the last program, as `Encoder.report` does."""
+        return self.encoder.report(**sizes)
+
+    def profile(self, texts: Any, *, max_tokens: int | None = None) -> BlockTimes:
+        """Return the time by block of `classify(texts)`, as `Encoder.profile` does."""
+        return self.encoder.profile(texts, max_tokens=max_tokens)
+
+
+@dataclass(frozen=True)
+class RankedDocument:
+    """A document of a ranking: its index in the request, its score and its text."""
+
+    index: int
+    score: float
+    text: str
+
+
+class Reranker(TaskModel):
+    """Score how well documents answer a query, with a cross-encoder: a classifier of pairs with one label.
+
+    Args:
+        classifier: the classifier.
+        activation: the function from its logit to the score, a name in `ACTIVATIONS`.
+    """
+
+    _methods = "rank(query, documents) returns documents sorted by score, score(pairs) the scores"
+
+    def __init__(self, classifier: Classifier, activation: str = "sigmoid") -> None:
+        if activation not in ACTIVATIONS:
+            raise RequestError(f"Reranker: activation is {shown(activation)}; expected one of {', '.join(ACTIVATIONS)}")
+        if len(classifier.labels) != 1:
+            raise RequestError(f"Reranker: expected a classifier with one label, got {len(classifier.labels)}")
+        self.classifier, self.activation = classifier, activation
+        self.model, self.tokenizer = classifier.model, classifier.tokenizer
+
+    def __repr__(self) -> str:
+        return repr(self.classifier).replace("Classifier", "Reranker", 1)
+
+    @suggest_keywords()
+    def score(self, pairs: Any, *, max_tokens: int | None = None) -> Vectors:
+        """Return the scores of pairs of a query and a document, `[n]` float32.
+
+        Args:
+            pairs: a list of pairs of strings.
+            max_tokens: as in `Encoder.embed`.
+
+        Raises:
+            RequestError: not a list of pairs of strings. Others as `Encoder.embed`.
+        """
+        logits = self.classifier.pair_logits(pairs, max_tokens=max_tokens)
+        return ACTIVATIONS[self.activation](logits[:, 0])
+
+    @suggest_keywords()
+    def rank(
+        self, query: str, documents: Sequence[str], *, top_k: int | None = None, max_tokens: int | None = None
+    ) -> list[RankedDocument]:
+        """Return the documents with the highest scores for a query, highest first.
+
+        Args:
+            query: the query.
+            documents: the texts to sort.
+            top_k: how many to return; None: all.
+            max_tokens: as in `Encoder.embed`.
+
+        Raises:
+            RequestError: `documents` is not a list of strings, or `top_k` is not positive. Others as `score`.
+        """
+        if isinstance(documents, str | bytes) or not isinstance(documents, Sequence):
+            raise RequestError(f"documents is {shown(documents)}; expected a list of strings")
+        count = len(documents) if top_k is None else check_integer("top_k", top_k, 1)
+        if not documents:
+            return []
+        scores = self.score([(query, text) for text in documents], max_tokens=max_tokens)
+        order = np.argsort(-scores, kind="stable")[:count]
+        return [RankedDocument(int(i), float(scores[i]), documents[i]) for i in order]
+
+    def warmup(self) -> None:
+        """Run every program once that texts can need, as `Encoder.warmup` does."""
+        self.classifier.warmup()
+
+    def report(self, **sizes: int) -> Report:
+        """Return the cost of compiling and of the last program, as `Encoder.report` does."""
+        return self.classifier.report(**sizes)
+
+
+def sigmoid(x: Vectors) -> Vectors:
+    """Return the logistic function; its argument cannot overflow."""
+    return np.exp(-np.logaddexp(np.float32(0), -x))  # type: ignore[no-any-return]
+
+
+ACTIVATIONS: Mapping[str, Callable[[Vectors], Vectors]] = {"sigmoid": sigmoid, "identity": lambda x: x}

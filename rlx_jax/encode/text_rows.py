@@ -1,0 +1,179 @@
+"""Turn the texts of a request into rows of token ids: prompts, truncation, pairs of texts, and checks of id lists."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlx_jax.compiler.settings import Buckets
+from rlx_jax.encode.embedding import chunks, prefetch
+from rlx_jax.encode.sentence import SentencePipeline
+from rlx_jax.errors import RequestError, shown
+from rlx_jax.text.request_checks import NO_TOKENIZER, Ids, TokenRows, classify_prompts, id_list
+from rlx_jax.text.token_model import check_positions
+from rlx_jax.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Requests:
+    """The texts of a request, tokenised lazily.
+
+    Attributes:
+        chunks: (token rows of a chunk, whether another chunk follows).
+        total: the number of texts; None for an iterator of unknown length.
+        is_single: whether the request is one text and no list.
+    """
+
+    chunks: Iterator[tuple[TokenRows, bool]]
+    total: int | None
+    is_single: bool
+
+
+@dataclass(frozen=True)
+class TextReader:
+    """Turn texts into rows of token ids for a model.
+
+    Attributes:
+        tokenizer: for strings; None if the model has none.
+        pipeline: the limit of the length, and whether pooling reads the prompt.
+        vocab_size: exclusive upper bound of token ids.
+        max_positions: the longest row that the model supports; None without a limit.
+        padding: (tokens, id) that rows are padded to, if the model reads padding.
+        buckets: the sizes that programs are compiled for.
+        reads_types: whether the model distinguishes the two texts of a pair by token types.
+    """
+
+    tokenizer: Tokenizer | None
+    pipeline: SentencePipeline
+    vocab_size: int
+    max_positions: int | None
+    padding: tuple[int, int] | None
+    buckets: Buckets
+    reads_types: bool = False
+
+    def count_prompt_tokens(self, prompt: str) -> int:
+        """Return the number of leading tokens of each text that pooling leaves out.
+
+        These are the tokens of the prompt encoded alone: leading special tokens count, a special token at the end does
+        not, because in a prompted text it follows the text.
+        """
+        if not prompt or self.pipeline.include_prompt or self.tokenizer is None:
+            return 0
+        ids = self.tokenizer.encode(prompt, max_length=self.max_text_tokens)
+        return len(ids) - any(map(self.tokenizer.is_special, ids[-1:]))
+
+    def read_texts(self, texts: Any, prompt: str = "", prompt_argument: str = "") -> Requests:
+        """Return the rows of texts or id lists.
+
+        Args:
+            texts: a string, or a list or an iterator of strings or of id lists.
+            prompt: the text in front of each string.
+            prompt_argument: name of the argument that gave the prompt, for messages; empty for the default prompt.
+        """
+
+        def rows(items: Sequence[Any], is_text: bool, first: int) -> TokenRows:
+            if prompt and prompt_argument and items and not is_text:
+                raise RequestError(
+                    f"{prompt_argument} is for strings, and these are token ids, which are read as they are"
+                )
+            ids = self._tokenize(items, prompt, first) if is_text else self._check_id_lists(items, first)
+            return TokenRows(self._fit(ids, first))
+
+        if isinstance(texts, Iterator):
+
+            def read(chunk: tuple[int, list[Any]]) -> TokenRows:
+                request = classify_prompts(chunk[1], f"texts[{chunk[0]}:]", allow_flat=False)
+                return rows(request.texts or request.ids or [], request.texts is not None, chunk[0])
+
+            return Requests(prefetch(chunks(texts), read), None, False)
+        request = classify_prompts(texts, "texts", allow_flat=False)
+        is_text, entries = request.texts is not None, request.texts or request.ids or []
+        read_chunks = prefetch(chunks(entries), lambda chunk: rows(chunk[1], is_text, chunk[0]))
+        return Requests(read_chunks, len(entries), request.is_single)
+
+    def read_pairs(self, pairs: Sequence[tuple[str, str]]) -> Requests:
+        """Return the rows of pairs of texts; a pair that is too long loses tokens of its longer text first."""
+        reader = prefetch(chunks(pairs), lambda chunk: self._tokenize_pairs(chunk[1], chunk[0]))
+        return Requests(reader, len(pairs), False)
+
+    @property
+    def max_text_tokens(self) -> int | None:
+        """Maximum number of tokens of a text, where it is truncated; None without a limit."""
+        # The checkpoint's max_seq_length replaces the tokenizer's own limit.
+        length = self.pipeline.max_seq_length or (None if self.tokenizer is None else self.tokenizer.model_max_length)
+        limits = (length, self.max_positions, self.padding[0] if self.padding else None)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def _fit(self, rows: list[Ids], first: int) -> list[Ids]:
+        """Return rows padded if the model reads padding; else refuse rows that are longer than the largest bucket."""
+        if self.padding is not None:
+            tokens, fill = self.padding
+            for i, row in enumerate(rows, first):
+                check_positions(len(row), tokens, f"texts[{i}]")
+            return [np.pad(row, (0, tokens - len(row)), constant_values=fill) for row in rows]
+        for i, row in enumerate(rows, first):
+            if self.buckets.on_recompile == "error" and self.buckets.prompt and len(row) > self.buckets.prompt[-1]:
+                raise RequestError(
+                    f"texts[{i}]: {len(row)} tokens, and {self.buckets.text()}; shorten it, or add to buckets.prompt "
+                    "of the profile"
+                )
+        return rows
+
+    def _check_id_lists(self, items: Sequence[Any], first: int) -> list[Ids]:
+        """Return id lists as arrays, after checking their ids and lengths."""
+        rows = []
+        for i, ids in enumerate(items, first):
+            rows.append(np.array(id_list(ids, self.vocab_size, f"texts[{i}]"), np.int32))
+            if not len(rows[-1]):
+                raise RequestError(f"texts[{i}] has no token ids")
+            check_positions(len(rows[-1]), self.max_positions, f"texts[{i}]")
+        return rows
+
+    def _tokenize(self, texts: Sequence[str], prompt: str, first: int) -> list[Ids]:
+        """Return the token ids of strings, truncated to `max_text_tokens`."""
+        prompted_texts = [prompt + text for text in texts] if prompt else texts
+        tokenizer = self._require_tokenizer()
+        return self._check_ids(
+            tokenizer.encode_batch(prompted_texts, max_length=self.max_text_tokens, first=first), first
+        )
+
+    def _tokenize_pairs(self, pairs: Sequence[tuple[str, str]], first: int) -> TokenRows:
+        """Return the token ids and types of pairs, truncated to `max_text_tokens`."""
+        encoded = self._require_tokenizer().encode_pairs(pairs, max_length=self.max_text_tokens, first=first)
+        ids = self._fit(self._check_ids([row.ids for row in encoded], first), first)
+        if not self.reads_types:
+            return TokenRows(ids)
+        types = [np.array(row.types, np.int32) for row in encoded]
+        return TokenRows(ids, [np.pad(t, (0, len(row) - len(t))) for t, row in zip(types, ids, strict=True)])
+
+    def _require_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(f"strings need a tokenizer, and this model has none: {NO_TOKENIZER}; or pass token ids")
+        return self.tokenizer
+
+    def _check_ids(self, lists: Sequence[list[int]], first: int) -> list[Ids]:
+        """Return the ids of a tokenizer as arrays, after checking that each row has some and that all are in range."""
+        rows = [np.array(ids, np.int32) for ids in lists]
+        for i, row in enumerate(rows, first):
+            if not len(row) or row.max() >= self.vocab_size:
+                # `id_list` raises the detailed error for an id out of range; the error below is for an empty list.
+                id_list(lists[i - first], self.vocab_size, f"texts[{i}]")
+                raise RequestError(f"texts[{i}] has no tokens: the tokenizer puts none around a text")
+        return rows
+
+
+def check_pairs(pairs: Any, name: str) -> list[tuple[str, str]]:
+    """Return a list of pairs of strings, checked.
+
+    Raises:
+        RequestError: not a list of pairs of strings; the message names the entry.
+    """
+    if isinstance(pairs, str | bytes) or not isinstance(pairs, Sequence):
+        raise RequestError(f"{name} is {shown(pairs)}; expected a list of pairs of strings")
+    for i, pair in enumerate(pairs):
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise RequestError(f"{name}[{i}] is {shown(pair)}; expected a pair of strings")
+    return [(pair[0], pair[1]) for pair in pairs]

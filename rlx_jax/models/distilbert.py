@@ -1,0 +1,55 @@
+"""Define the config and recipe of DistilBERT (Sanh et al. 2019): BERT without token types, under other names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+from rlx_jax.flow import POSITIONS
+from rlx_jax.models.bert import BertConfig, BertLike
+from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Fields, width_and_heads
+from rlx_jax.models.heads import SEQUENCE, HeadLayer
+
+
+@dataclass(frozen=True)
+class DistilBertConfig(BertConfig):
+    """Sizes of a DistilBERT model."""
+
+    type_vocab_size: int = 0
+
+    # How the position table was initialised; the checkpoint has its values.
+    inert: ClassVar[tuple[str, ...]] = (
+        "tie_word_embeddings", "tie_weights_", "sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout",
+    )  # fmt: skip
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        width, heads = width_and_heads(c, names=("dim", "n_heads"))
+        return cls(
+            vocab_size=c.integer("vocab_size", 30522, high=MAX_VOCABULARY),
+            hidden_size=width,
+            intermediate_size=c.integer("hidden_dim", 3072),
+            num_hidden_layers=c.integer("n_layers", 6, high=MAX_LAYERS),
+            num_attention_heads=heads,
+            max_position_embeddings=c.integer("max_position_embeddings", 512),
+            activation=c.choice("activation", "gelu", ACTIVATIONS),
+        )
+
+
+@dataclass(frozen=True)
+class DistilBertFlow(BertLike[DistilBertConfig]):
+    """The recipe of DistilBERT: see `EncoderFlow`. Optional inputs are `attention_mask` and `position_ids`."""
+
+    name: str = "distilbert"
+
+    config_type = DistilBertConfig
+    prefixes = ("distilbert",)
+    head_prefixes = ("vocab_", "pre_classifier.", "classifier.", "qa_outputs.")
+    heads = {SEQUENCE: (HeadLayer("pre_classifier", "relu"), HeadLayer("classifier"))}
+    optional_inputs = (("attention_mask", None), ("position_ids", POSITIONS))
+    style = "distilbert"
+
+    def layer_prefix(self, index: int) -> str:
+        return self.key(f"transformer.layer.{index}")

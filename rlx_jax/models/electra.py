@@ -1,0 +1,39 @@
+"""Define the config and recipe of ELECTRA (Clark et al. 2020): BERT with narrower embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from rlx_jax.models.bert import BertConfig, BertLike
+from rlx_jax.models.config import Fields, text_fields
+from rlx_jax.models.heads import SEQUENCE, HeadLayer
+
+
+@dataclass(frozen=True)
+class ElectraConfig(BertConfig):
+    """Sizes of an ELECTRA model, with Hugging Face's field names."""
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        sizes = cls(
+            **text_fields(c, 30522, inner=1024, hidden=256, heads=4), type_vocab_size=c.integer("type_vocab_size", 2)
+        )
+        width = c.integer("embedding_size", 128)
+        return replace(sizes, embedding_size=0 if width == sizes.hidden_size else width)
+
+
+@dataclass(frozen=True)
+class ElectraFlow(BertLike[ElectraConfig]):
+    """The recipe of ELECTRA: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
+
+    name: str = "electra"
+
+    config_type = ElectraConfig
+    prefixes = ("electra",)
+    head_prefixes = (
+        "discriminator_predictions.", "generator_predictions.", "generator_lm_head.", "classifier.", "qa_outputs.",
+        "sequence_summary.",
+    )  # fmt: skip
+    heads = {SEQUENCE: (HeadLayer("classifier.dense", "gelu"), HeadLayer("classifier.out_proj"))}
+    embedding_projection = "embeddings_project"
