@@ -2,7 +2,8 @@
 
 Every block fenced as ```python runs, in order, the blocks of one page in one namespace and in a directory of the
 page's own. The paths that pages load from exist there: `path/to/llama` and `path/to/bert` are tiny random
-checkpoints, `path/to/model.gguf` is one as a file, `path/to/awq` is quantised, `path/to/minilm` is the real encoder;
+checkpoints, `path/to/model.gguf` is one as a file, `path/to/awq` is quantised, `path/to/classifier` and
+`path/to/reranker` have a head, `path/to/minilm` is the real encoder;
 the first is also the model `HUB` of a hub on this machine. Blocks fenced otherwise (```text, ```sh) are not run.
 """
 
@@ -72,6 +73,10 @@ def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with zipfile.ZipFile(FIXTURES / "quantized.zip") as archive:
         names = [name for name in archive.namelist() if name.startswith("awq/")]
         archive.extractall(tmp_path / "path" / "to", names)
+    with zipfile.ZipFile(FIXTURES / "classifiers.zip") as archive:
+        archive.extractall(tmp_path / "classifiers")
+    for name, recorded in (("classifier", "bert"), ("reranker", "rerank")):
+        (tmp_path / "path" / "to" / name).symlink_to(tmp_path / "classifiers" / recorded)
     (tmp_path / "path" / "to" / "minilm").symlink_to(minilm_directory())
     monkeypatch.chdir(tmp_path)
     hub = Hub()

@@ -249,7 +249,7 @@ class Reranker(TaskModel):
 
 def sigmoid(x: Vectors) -> Vectors:
     """Return the logistic function; its argument cannot overflow."""
-    return np.exp(-np.logaddexp(np.float32(0), -x))  # type: ignore[no-any-return]
+    return np.exp(-np.logaddexp(np.float32(0), -x))
 
 
 ACTIVATIONS: Mapping[str, Callable[[Vectors], Vectors]] = {"sigmoid": sigmoid, "identity": lambda x: x}

@@ -120,7 +120,7 @@ class RowBatcher:
         ids = [rows.ids[text] for (text,) in block.texts]
         longest = max(map(len, ids))
         keep = np.arange(longest)[None] < np.array([[len(row)] for row in ids])
-        inputs = {MASK: keep}
+        inputs: dict[str, Any] = {MASK: keep}
         if rows.types:
             inputs[TYPES] = pad_rows([rows.types[text] for (text,) in block.texts], longest)
         outputs = self.outputs(pad_rows(ids, longest), inputs, block.rows, block.width)

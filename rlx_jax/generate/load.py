@@ -88,7 +88,7 @@ def load(
         compile_opts = replace(compile_opts, profile=with_compute_dtype(dtype, base))
     # A decoder without its head serves as an encoder, for embeddings.
     kind = checkpoint.pretrained.kind
-    if getattr(model_recipe, "hidden_only", False) and model_recipe.head is None:
+    if getattr(model_recipe, "hidden_only", False) and getattr(model_recipe, "head", None) is None:
         kind = "encoder"
     loaded_model = LOADERS[kind](checkpoint, model_recipe, compile_opts)
     # `config.json` does not describe an edited model, which therefore cannot be saved as this checkpoint.

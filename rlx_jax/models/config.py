@@ -371,13 +371,13 @@ class LayeredConfig(ModelConfig):
     """The config of a stack of layers, with Hugging Face's field names like all its subclasses."""
 
     num_hidden_layers: int
+    hidden_size: int
 
 
 class TokenConfig(LayeredConfig):
     """The config of a model that reads tokens."""
 
     vocab_size: int
-    hidden_size: int
     max_position_embeddings: int
 
 

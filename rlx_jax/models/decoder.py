@@ -209,6 +209,8 @@ def decoder_flow(
     """
     c = recipe.config
     unread = [recipe.embedding] * recipe.inputs_embeds + [HEAD] * recipe.hidden_only
+    if recipe.head is None:
+        unread += [f"{layer.key}." for layers in recipe.heads.values() for layer in layers]
     return (
         ModelFlow(recipe.name, profile=recipe.hooks.profile, _max_positions=c.max_position_embeddings)
         .with_weights(recipe.weights, leave=(*leave, *unread))

@@ -1,0 +1,214 @@
+"""Heads of sequence classification: texts, pairs and rerankers, against what transformers recorded and computes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from rlx_jax.encode.classifier import Classifier, Reranker
+from rlx_jax.models.heads import MULTI_LABEL, REGRESSION
+from tests.oracles import checkpoints, classifiers, hugging_face
+from tests.oracles.classifiers import SECOND, TEXTS
+from tests.oracles.comparing import assert_close
+
+BUCKETS = {"buckets": {"batch": [1, 8], "prompt": [16, 32]}}
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recorded checkpoints, one directory for each."""
+    root = tmp_path_factory.mktemp("classifiers")
+    with zipfile.ZipFile(classifiers.ARCHIVE) as archive:
+        archive.extractall(root)
+    return root
+
+
+def recorded(directory: Path) -> dict[str, np.ndarray]:
+    return {name: np.array(rows) for name, rows in json.loads((directory / "recorded.json").read_text()).items()}
+
+
+@pytest.mark.parametrize("name", classifiers.RECORDED)
+def test_recorded_logits(directories: Path, name: str, tmp_path: Path) -> None:
+    """Of texts and of pairs, in any company, and, for one encoder, after a save."""
+    model, record = rlx.load(directories / name), recorded(directories / name)
+    assert_close(model.logits(TEXTS), record["texts"])
+    assert_close(model.logits(TEXTS, SECOND), record["pairs"])
+    if name != "bert":
+        return
+    assert_close(model.logits(TEXTS[2]), record["texts"][2])
+    assert_close(model.logits(TEXTS[3], SECOND[3]), record["pairs"][3])
+    rlx.save(model, tmp_path / "saved")
+    np.testing.assert_array_equal(rlx.load(tmp_path / "saved").logits(TEXTS), model.logits(TEXTS))
+
+
+@pytest.mark.parametrize("name", ["bert", "qwen3"])
+def test_other_layouts(directories: Path, name: str) -> None:
+    """Padded rows in buckets, with the types of pairs, and rows over eight devices have the logits of packed rows."""
+    record = recorded(directories / name)
+    buckets = {"profile": rlx.CompileProfile().replace(**BUCKETS)}
+    model = rlx.load(directories / name, **(buckets if name == "bert" else {"mesh": 8}))
+    assert_close(model.logits(TEXTS), record["texts"])
+    assert_close(model.logits(TEXTS, SECOND), record["pairs"])
+
+
+def test_scores(directories: Path) -> None:
+    """Softmax of one label per text; the sigmoid of each of several; a regression has none."""
+    model = rlx.load(directories / "bert")
+    logits = model.logits(TEXTS).astype(np.float64)
+    results = model.classify(TEXTS)
+    for row, result in zip(logits, results, strict=True):
+        weights = np.exp(row - row.max())
+        expected = dict(zip(("no", "perhaps", "yes"), weights / weights.sum(), strict=True))
+        assert list(result.scores) == sorted(expected, key=lambda label: -expected[label])
+        assert result.scores == pytest.approx(expected, rel=1e-5)
+        assert (result.label, result.score) == next(iter(result.scores.items()))
+    assert model.classify(TEXTS[0]) == results[0]
+    several = rlx.load(directories / "qwen3")
+    assert several.head.problem == MULTI_LABEL
+    probabilities = 1 / (1 + np.exp(-several.logits(TEXTS).astype(np.float64)))
+    for row, result in zip(probabilities, several.classify(TEXTS), strict=True):
+        assert result.scores == pytest.approx({f"LABEL_{i}": p for i, p in enumerate(row)}, rel=1e-5)
+        assert set(result.labels_above(0.4)) == {f"LABEL_{i}" for i, p in enumerate(row) if p > 0.4}
+
+
+def test_reranker(directories: Path, tmp_path: Path) -> None:
+    """A directory of a CrossEncoder: its scores, and the order that they give; another activation changes them."""
+    model, scores = rlx.load(directories / "rerank"), recorded(directories / "rerank")["scores"]
+    assert isinstance(model, Reranker)
+    assert_close(model.score([*zip(TEXTS, SECOND, strict=True)]), scores)
+    ranked = model.rank(TEXTS[1], SECOND, top_k=4)
+    of_pairs = model.score([(TEXTS[1], text) for text in SECOND])
+    assert [r.index for r in ranked] == np.argsort(-of_pairs).tolist()[:4]
+    assert [r.score for r in ranked] == [float(of_pairs[r.index]) for r in ranked]
+    assert [r.text for r in ranked] == [SECOND[r.index] for r in ranked] and model.rank("w1", []) == []
+    identity = {"activation_fn": "torch.nn.modules.linear.Identity"}
+    for file, changes in (
+        ("config_sentence_transformers.json", identity),
+        ("config.json", {"sentence_transformers": identity}),
+        ("config.json", {"sbert_ce_default_activation_function": identity["activation_fn"]}),
+    ):
+        copy = checkpoints.copy(directories / "rerank", tmp_path / f"{len([*tmp_path.iterdir()])}")
+        if file == "config.json":
+            (copy / "config_sentence_transformers.json").unlink()
+            (copy / "modules.json").unlink()
+        checkpoints.edit_json(copy / file, changes)
+        raw = Reranker(model.classifier, rlx.load(copy).activation).score([*zip(TEXTS, SECOND, strict=True)])
+        assert_close(1 / (1 + np.exp(-raw)), scores)
+
+
+@pytest.mark.parametrize(("field", "kind"), [("problem_type", Classifier), ("finetuning_task", Reranker)])
+def test_one_label(directories: Path, field: str, kind: type, tmp_path: Path) -> None:
+    """One label scores pairs, unless the config says that it is a regression, which is not squashed."""
+    copy = checkpoints.copy(directories / "rerank", tmp_path / "copy")
+    for name in ("config_sentence_transformers.json", "modules.json"):
+        (copy / name).unlink()
+    checkpoints.edit_json(copy / "config.json", {field: REGRESSION})
+    model = rlx.load(copy)
+    assert type(model) is kind
+    if isinstance(model, Classifier):
+        assert model.classify(TEXTS[0]).score == float(model.logits(TEXTS[0])[0])
+
+
+def test_without_the_head(directories: Path) -> None:
+    """`head=False` gives hidden states; a decoder too."""
+    for name in ("bert", "qwen3"):
+        encoder = rlx.load(directories / name, head=False)
+        assert type(encoder) is rlx.Encoder and encoder.hidden_states(np.array([[2, 7, 3]])).shape == (1, 3, 20)
+
+
+REFUSALS: list[tuple[dict[str, Any], str]] = [
+    ({"problem_type": "multi_label"}, "'problem_type' is 'multi_label'; expected regression, single_label"),
+    ({"id2label": {"0": "a", "2": "b"}}, "'id2label' has the ids.*expected 0 to 1"),
+    ({"id2label": {"0": ["a"]}}, "'id2label' is.*expected an object of names"),
+    ({"id2label": {"0": "a"}}, r"classifier.weight.*\[1, 20\], got f32\[3,20\]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSALS)
+def test_configs_that_are_refused(directories: Path, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(errors.RlxError, match=message):
+        rlx.load(checkpoints.edited(directories / "bert", tmp_path / "copy", changes))
+
+
+def test_labels_of_one_name_get_numbers(directories: Path, tmp_path: Path) -> None:
+    names = {"id2label": {"0": "a", "1": "b", "2": "a"}}
+    assert rlx.load(checkpoints.edited(directories / "bert", tmp_path / "c", names)).labels == ("a (0)", "b", "a (2)")
+
+
+def test_requests_that_are_refused(directories: Path, tmp_path: Path) -> None:
+    model, reranker = rlx.load(directories / "bert"), rlx.load(directories / "rerank")
+    no: Any = "no"
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: model.classify(TEXTS, SECOND[:-1]), "second_texts is.*a string for each of the 6 texts"),
+        (lambda: model.classify(TEXTS, "w1"), "second_texts is 'w1'"),
+        (lambda: model.classify(["w1"], [3]), r"pairs\[0\] is"),
+        (lambda: reranker.score([("w1", "w2", "w3")]), r"pairs\[0\] is"),
+        (lambda: reranker.score("w1"), "pairs is 'w1'; expected a list of pairs"),
+        (lambda: reranker.rank("w1", "w2"), "documents is 'w2'; expected a list"),
+        (lambda: reranker.rank("w1", ["w2"], top_k=0), "top_k"),
+        (lambda: Reranker(model), "a classifier with one label, got 3"),
+        (lambda: Reranker(reranker.classifier, "relu"), "activation is 'relu'; expected one of sigmoid"),
+        (lambda: Classifier(rlx.recipe_for(directories / "bert"), head=None), ""),
+        (lambda: rlx.load(directories / "bert", head=no), "head is 'no'"),
+    ]  # fmt: skip
+    for call, message in calls:
+        if not message:
+            assert call().labels == model.labels  # a recipe brings its head
+            continue
+        with pytest.raises(errors.RequestError, match=message):
+            call()
+    copy = checkpoints.copy(directories / "rerank", tmp_path / "copy")
+    checkpoints.edit_json(copy / "config_sentence_transformers.json", {"activation_fn": "torch.nn.Tanh"})
+    with pytest.raises(errors.UnsupportedError, match="activation 'torch.nn.Tanh'"):
+        rlx.load(copy)
+
+
+# -- live --------------------------------------------------------------------------------------
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", classifiers.CASES)
+def test_live(name: str, tmp_path: Path) -> None:
+    """Every class: the logits of texts and of pairs, and the scores of transformers' pipeline."""
+    theirs, ours = classifiers.write(name, tmp_path), rlx.load(tmp_path)
+    ours = getattr(ours, "classifier", ours)
+    assert_close(ours.logits(TEXTS), np.array(classifiers.logits(theirs)))
+    assert_close(ours.logits(TEXTS, SECOND), np.array(classifiers.logits(theirs, SECOND)))
+    if name == "gpt2":  # the pipeline gives it the tokenizer's token types, which GPT-2 takes for words
+        return
+    transformers = importlib.import_module("transformers")
+    pipeline = transformers.pipeline("text-classification", theirs, tokenizer=classifiers.tokenizer(), top_k=None)
+    for text, result in zip(TEXTS, ours.classify(TEXTS), strict=True):
+        (rows,) = pipeline([text], truncation=True)
+        assert result.scores == pytest.approx({row["label"]: row["score"] for row in rows}, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("labels", "activation"), [(1, None), (1, "Identity"), (3, None)])
+def test_live_cross_encoders(labels: int, activation: str | None, tmp_path: Path) -> None:
+    """Scores and ranks of a directory that a CrossEncoder wrote."""
+    torch, library = (importlib.import_module(name) for name in ("torch", "sentence_transformers"))
+    fields = classifiers.ENCODER | {"num_labels": labels}
+    hugging_face.write(hugging_face.Checkpoint("BertForSequenceClassification", fields, seed=9), tmp_path / "base")
+    classifiers.tokenizer().save_pretrained(tmp_path / "base")
+    function = None if activation is None else getattr(torch.nn, activation)()
+    theirs = library.CrossEncoder(str(tmp_path / "base"), device="cpu", activation_fn=function)
+    theirs.save_pretrained(str(tmp_path / "saved"))
+    ours, pairs = rlx.load(tmp_path / "saved"), [*zip(TEXTS, SECOND, strict=True)]
+    if labels > 1:
+        assert_close(ours.pair_logits(pairs), theirs.predict(pairs))
+        return
+    assert_close(ours.score(pairs), theirs.predict(pairs))
+    ranks = [row["corpus_id"] for row in theirs.rank(TEXTS[0], SECOND)]
+    assert [row.index for row in ours.rank(TEXTS[0], SECOND)] == ranks
