@@ -18,6 +18,7 @@ from rlx_jax.flow import ModelFlow
 from rlx_jax.generate.causal import CausalLM
 from rlx_jax.generate.generation import Completion
 from rlx_jax.generate.load import load
+from rlx_jax.generate.model_plan import plan as plan
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.scoring import Score
 from rlx_jax.ir import ops, plugins

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from rlx_jax.errors import DeviceOutOfMemoryError, ProfileError, did_you_mean, first_line, quote
 from rlx_jax.io import limits
@@ -210,8 +210,10 @@ def describe_device(device: Any) -> Device:
     )
 
 
-def to_auto_axes(mesh: Any) -> Mesh:
+def to_auto_axes(mesh: Any) -> Any:
     """Return the mesh with axes of type Auto, along which XLA chooses shardings by itself."""
+    if isinstance(mesh, AbstractMesh):  # in a plan
+        return AbstractMesh(mesh.axis_sizes, mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names))
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 

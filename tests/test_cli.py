@@ -416,7 +416,7 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
         told = capsys.readouterr().out
         assert "--debug" in told and ("--json" in told or command.name == "completion")
         assert ("--profile" in told) == (
-            command.name in {"chat", "generate", "embed", "score", "bench", "explain", "inspect", "diff"}
+            command.name in {"chat", "generate", "embed", "score", "bench", "explain", "inspect", "diff", "plan"}
         )
         assert ("--dtype" in told) == (command.name not in {"doctor", "completion"})
 

@@ -116,6 +116,14 @@ def test_inspect_reads_headers(server: Hub, capsys: pytest.CaptureFixture[str], 
     assert capsys.readouterr().out == told and len(server.asked) == asked + 1
 
 
+def test_plan_reads_headers(server: Hub) -> None:
+    """No weights: of the file of weights eight bytes and the header, and the plan is that of a copy."""
+    (name,) = (name for name in server.files["org/m"] if name.endswith(".safetensors"))
+    plan, content = rlx.plan("org/m", device="h200", batch=2), server.files["org/m"][name]
+    assert server.ranges[name] == ["bytes=0-7", f"bytes=8-{header_of(content) - 1}"]
+    assert plan == rlx.plan(LLAMA, device="h200", batch=2)
+
+
 def test_every_opener(server: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     """Of flows, recipes, tokenizers, samplers and in the shell; a revision is what is asked for."""
     server.revisions += ("v1.0", "refs/pr/3")

@@ -10,9 +10,10 @@ Values with symbolic sizes have no slot until the program is specialized.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rlx_jax.ir.graph import Graph, Input, Leaf, Mir, Node, Param, StateRead, Value
@@ -24,6 +25,7 @@ from rlx_jax.lowering.lir.plan import XLA_CHOICE, Lir
 
 ALIGNMENT = 64
 PHASES = ("prologue", "steady", "epilogue")
+Workspace = Callable[[Graph, Node], int]
 
 
 @dataclass(frozen=True)
@@ -215,8 +217,56 @@ def assign_slots(lives: list[Lifetime]) -> list[Slot]:
 
 def activation_bytes(graph: Graph, in_place: bool = True, scan: bool = False) -> int:
     """Return the peak bytes of computed values that are live at the same step. Arguments are as in `plan_buffers`."""
-    change = [0] * (len(graph.nodes) + 2)
-    for life in buffer_lifetimes(graph, views(graph, in_place), in_place, scan):
+    return _peak(buffer_lifetimes(graph, views(graph, in_place), in_place, scan), len(graph.nodes))
+
+
+def fused_activation_bytes(graph: Graph, workspace: Workspace, in_place: bool = True, scan: bool = False) -> int:
+    """Return `activation_bytes` if XLA fuses elementwise ops and moves into the ops that read their results.
+
+    Args:
+        graph: the graph.
+        workspace: function from a node and its graph to the bytes that the node needs while it runs.
+        in_place, scan: as in `plan_buffers`.
+    """
+    value_views = views(graph, in_place)
+    readers = [node.inputs for node in graph.nodes if not _fuses(node)]
+    stored = {_root(value_views, v) for v in itertools.chain(*readers, graph.roots())}
+    sources: dict[Value, frozenset[Value]] = {}  # the stored values that must be live while a value is read
+    last_uses: dict[Value, int] = {}
+    sizes: dict[Value, int] = {}
+    lives = []
+    for number, node in enumerate(graph.nodes):
+        operands = frozenset[Value]().union(*(sources[v] for v in node.inputs))
+        last_uses.update(dict.fromkeys(operands, number))
+        for index, t in enumerate(node.types):
+            value = Value(number, index)
+            if value in value_views:
+                sources[value] = sources.get(value_views[value].root, frozenset())
+            elif isinstance(node.op, Leaf) or (_fuses(node) and value not in stored):
+                sources[value] = operands
+            else:
+                sources[value], sizes[value] = frozenset({value}), t.nbytes
+        inner = sum(fused_activation_bytes(region, workspace, in_place, scan) for region in node.op.regions())
+        inner += sum(_sliced_bytes(region) for region in node.op.regions()) if scan else 0
+        if inner := inner + workspace(graph, node):
+            lives.append(Lifetime(Value(number), inner, number, number, workspace=True))
+    for value in itertools.chain(*(sources[v] for v in graph.roots())):
+        last_uses[value] = len(graph.nodes)
+    lives += [Lifetime(v, size, v.node, last_uses.get(v, v.node)) for v, size in sizes.items()]
+    return _peak(lives, len(graph.nodes))
+
+
+def _fuses(node: Node) -> bool:
+    """Return whether XLA fuses an op into those that read its results."""
+    return isinstance(node.op, Leaf) or (
+        isinstance(node.op, Mir) and node.op.traits.numeric in ("elementwise", "movement") and not node.op.regions()
+    )
+
+
+def _peak(lives: Iterable[Lifetime], steps: int) -> int:
+    """Return the peak bytes of buffers that are live at the same of so many steps."""
+    change = [0] * (steps + 2)
+    for life in lives:
         change[life.born] += life.size
         change[life.dies + 1] -= life.size
     alive = peak = 0

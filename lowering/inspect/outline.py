@@ -7,8 +7,9 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from rlx_jax.ir.graph import Graph, Input, Mir
+from rlx_jax.ir.graph import Graph, Input, Mir, Node
 from rlx_jax.ir.paths import LayerIndex, Path, path_text
 from rlx_jax.ir.table import TextTable
 from rlx_jax.ir.text import block_rows
@@ -40,22 +41,37 @@ class Cost:
         return Cost(self.flops + times * other.flops, self.bytes + times * other.bytes, largest)
 
 
-def costs(graph: Graph, times: int = 1) -> dict[Path, Cost]:
-    """Return the cost of each block of a MIR program with static sizes; dead nodes cost nothing.
+class OpCost(NamedTuple):
+    """A node of a graph or of one of its regions, the cost of one run of it, and how often it runs."""
+
+    graph: Graph
+    node: Node
+    cost: Cost
+    times: int
+
+
+def op_costs(graph: Graph, times: int = 1) -> Iterator[OpCost]:
+    """Yield the cost of each op of a MIR program with static sizes; dead nodes are left out.
 
     Args:
         graph: the program or a region.
         times: how often it runs.
     """
-    costs_by_path: dict[Path, Cost] = {}
     for node in (graph.nodes[number] for number in sorted(live_nodes(graph))):
         op, operands = node.op, [graph.type(v) for v in node.inputs]
-        parts = [part for region in op.regions() for part in costs(region, op.iterations()).items()]
+        for region in op.regions():
+            yield from op_costs(region, times * op.iterations())
         if isinstance(op, Mir):
             counts = (op.traits.flops, op.traits.bytes, op.traits.workspace)
-            parts.append((node.origin.path, Cost(*(count(op, operands, node.types) for count in counts))))
-        for path, part_cost in parts:
-            costs_by_path[path] = costs_by_path.get(path, Cost()).then(part_cost, times)
+            yield OpCost(graph, node, Cost(*(count(op, operands, node.types) for count in counts)), times)
+
+
+def costs(graph: Graph) -> dict[Path, Cost]:
+    """Return the cost of each block of a MIR program with static sizes."""
+    costs_by_path: dict[Path, Cost] = {}
+    for _, node, op_cost, times in op_costs(graph):
+        path = node.origin.path
+        costs_by_path[path] = costs_by_path.get(path, Cost()).then(op_cost, times)
     return costs_by_path
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.cli.command import Command, Session, add_json, json_line
-from rlx_jax.cli.terminal import format_bytes
 from rlx_jax.encode.checkpoint import Checkpoint
 from rlx_jax.encode.gguf_folder import open_model_folder
 from rlx_jax.encode.gguf_metadata import describe_checkpoint
 from rlx_jax.errors import ConfigError, RequestError, RlxNumericsWarning, WeightError, quote
 from rlx_jax.io import limits
 from rlx_jax.ir.packed import PackedSpec
+from rlx_jax.ir.text import format_bytes
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.runtime.checkpoint_origin import (

@@ -13,8 +13,8 @@ import jax
 
 import rlx_jax as rlx
 from rlx_jax.cli.command import Command, Session, add_json, json_line, table
-from rlx_jax.cli.terminal import format_bytes
 from rlx_jax.device import describe_device
+from rlx_jax.ir.text import format_bytes
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _EXTRA = re.compile(r"""extra\s*==\s*["']([\w-]+)["']""")

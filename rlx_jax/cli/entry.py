@@ -27,6 +27,7 @@ from rlx_jax.cli.encode import EMBED, SCORE
 from rlx_jax.cli.explain import EXPLAIN
 from rlx_jax.cli.generate import CHAT, GENERATE
 from rlx_jax.cli.inspect import INSPECT
+from rlx_jax.cli.plan import PLAN
 from rlx_jax.cli.terminal import Interrupt, Status, discard_stdout, print_warning, write
 from rlx_jax.errors import RlxError, StorageError, did_you_mean, listing, quote
 
@@ -44,7 +45,7 @@ def completion_options(parser: argparse.ArgumentParser) -> None:
 
 COMPLETION = Command("completion", "complete commands and options in a shell", (completion_options,), completion)
 
-COMMANDS = (CHAT, GENERATE, EMBED, SCORE, BENCH, EXPLAIN, INSPECT, DIFF, CONVERT, DOCTOR, COMPLETION)
+COMMANDS = (CHAT, GENERATE, EMBED, SCORE, BENCH, EXPLAIN, INSPECT, PLAN, DIFF, CONVERT, DOCTOR, COMPLETION)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

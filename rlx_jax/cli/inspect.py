@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlx_jax.cli.command import Command, Session, add_json, add_model, add_program, json_line, table
-from rlx_jax.cli.terminal import format_bytes
 from rlx_jax.compiler.dumps import FORMATS
 from rlx_jax.compiler.pipeline import make_lir
 from rlx_jax.device import running_device
@@ -17,6 +16,7 @@ from rlx_jax.errors import RequestError, quote
 from rlx_jax.generate.load import with_compute_dtype
 from rlx_jax.generate.request_plan import cache_sizes
 from rlx_jax.ir.packed import PackedSpec, stored_bytes
+from rlx_jax.ir.text import format_bytes
 from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.inspect.buffers import activation_bytes

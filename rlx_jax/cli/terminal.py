@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 from rlx_jax.errors import StorageError, shown
+from rlx_jax.ir.text import format_bytes
 
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and new line
 
@@ -182,15 +183,3 @@ def print_warning(
 ) -> None:
     """Print a warning on one line; a replacement for `warnings.showwarning`."""
     print(f"rlx-jax: {category.__name__}: {message}", file=sys.stderr)
-
-
-def format_bytes(count: int) -> str:
-    """Return a size as text.
-
-    >>> format_bytes(999), format_bytes(2_471_645_608)
-    ('999 B', '2.47 GB')
-    """
-    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if count >= unit:
-            return f"{count / unit:.2f} {name}"
-    return f"{count} B"

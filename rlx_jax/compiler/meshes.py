@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.compiler.pipeline import Template
@@ -29,6 +30,13 @@ from rlx_jax.lowering.sharding import ModelSharding, adapt_to_heads, heads_of
 from rlx_jax.program import Built
 
 
+@dataclass(frozen=True)
+class PlannedDevices:
+    """A number of devices that need not be here, as the `mesh` of a model that is planned and never run."""
+
+    count: int
+
+
 def make_model_sharding(
     mesh: Any, builds: Sequence[Built], settings: Settings, program: str, serves: tuple[str, ...]
 ) -> ModelSharding | None:
@@ -39,7 +47,8 @@ def make_model_sharding(
     (`tensor`), and the others shard rows (`data`). For any other model, all devices shard rows.
 
     Args:
-        mesh: a `jax.sharding.Mesh`, a number of devices, "auto" for all devices, or None.
+        mesh: a `jax.sharding.Mesh`, a number of devices, "auto" for all devices, or None. For a model that never runs
+            also an `AbstractMesh` or `PlannedDevices`.
         builds: the built flows.
         settings: the resolved profile, with the mesh axes of each role.
         program: the program that the model is compiled for.
@@ -56,14 +65,19 @@ def make_model_sharding(
         if built.stage == GraphStage.LIR:
             raise UnsupportedError(f"{built.name}: a module at lir is planned for one device; compile its into_mir()")
     graphs = [expand_composites(built.hir, built.types) for built in builds if built.stage == GraphStage.HIR]
-    if not isinstance(mesh, Mesh):
-        devices, generates = select_devices(mesh), not {program, *serves}.isdisjoint(CACHED_PROGRAMS)
-        mesh = build_mesh(devices, [*evenly_sharded_sizes(builds, graphs)] if generates else [], program)
-    axes = {role: tuple(n for n in names if mesh.shape.get(n, 1) > 1) for role, names in settings.sharding.items()}
-    check_axes(mesh, axes)
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        generates = not {program, *serves}.isdisjoint(CACHED_PROGRAMS)
+        sizes = [*evenly_sharded_sizes(builds, graphs)] if generates else []
+        if isinstance(mesh, PlannedDevices):
+            axes = mesh_axes(mesh.count, sizes, program)
+            mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
+        else:
+            mesh = build_mesh(select_devices(mesh), sizes, program)
+    role_axes = {role: tuple(n for n in names if mesh.shape.get(n, 1) > 1) for role, names in settings.sharding.items()}
+    check_axes(mesh, role_axes)
     # The caller's mesh may have explicit axes; inside the program XLA propagates the shardings of the roles.
     model_sharding = ModelSharding(
-        to_auto_axes(mesh), {role: names for role, names in axes.items() if names}, weight_roles(builds)
+        to_auto_axes(mesh), {role: names for role, names in role_axes.items() if names}, weight_roles(builds)
     )
     check_conflicts(model_sharding, builds[0].name)
     for graph in graphs:
@@ -89,18 +103,24 @@ def select_devices(mesh: Any) -> list[Any]:
 
 
 def build_mesh(devices: list[Any], sizes: Sequence[int], program: str) -> Mesh:
-    """Return the mesh for a number of devices.
+    """Return the mesh for a number of devices, with the axes of `mesh_axes`."""
+    axes = mesh_axes(len(devices), sizes, program)
+    return Mesh(np.array(devices).reshape(tuple(axes.values())), tuple(axes))
+
+
+def mesh_axes(count: int, sizes: Sequence[int], program: str) -> dict[str, int]:
+    """Return the axes of the mesh for a number of devices, each with its size.
 
     Args:
-        devices: the devices.
+        count: the number of devices.
         sizes: the dimensions that an axis `tensor` has to divide evenly; empty for no such axis.
         program: the program that the model is compiled for.
     """
     if program == "train" or not sizes:
-        return Mesh(np.array(devices), ("fsdp" if program == "train" else "data",))
+        return {"fsdp" if program == "train" else "data": count}
     # `tensor` is as large as possible: it reduces the bytes of weights that each step reads on a device.
-    fit = [t for t in range(1, len(devices) + 1) if len(devices) % t == 0 and not any(size % t for size in sizes)]
-    return Mesh(np.array(devices).reshape(-1, max(fit)), ("data", "tensor"))
+    tensor = max(t for t in range(1, count + 1) if count % t == 0 and not any(size % t for size in sizes))
+    return {"data": count // tensor, "tensor": tensor}
 
 
 def evenly_sharded_sizes(builds: Sequence[Built], graphs: Iterable[Graph]) -> Iterator[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from rlx_jax.device import DEVICES, Device, named_device, running_device
 from rlx_jax.errors import ProfileError, did_you_mean, quote
 
-# Kinds of kernels. `reduction` includes norms; `fused` are elementwise ops and moves, which XLA fuses into others.
+# Kinds of kernels. `reduction` includes norms; `fused` are elementwise ops, which XLA fuses into others.
 KernelKind = Literal["product", "attention", "experts", "recurrence", "reduction", "fused"]
 
 
@@ -40,7 +40,10 @@ class Rates:
         bandwidth: bytes per second of its memory.
         flops: operations per second of dense products, by the short name of the compute dtype.
         kernels: what kernels reach, by kind.
-        unpack: elements per second of packed weights that products decode: of codes with 8 bits, and of narrower ones.
+        reads: bytes per second at which products of few rows read weights of a dtype, where it is not `bandwidth`.
+        unpack: elements per second of packed weights that products of few rows decode: of codes with 8 bits, and of
+            narrower codes.
+        unpack_tiles: the same for products that decode their weight tile by tile.
         link: bytes per second of an array that devices of one host sum up.
         link_seconds: the fixed seconds of such a sum.
         basis: the source of the fractions: `measured` on this product, or limits of the `data sheet` alone.
@@ -51,9 +54,11 @@ class Rates:
     flops: Mapping[str, float]
     kernels: Mapping[KernelKind, KernelRate]
     unpack: tuple[float, float]
+    unpack_tiles: tuple[float, float]
     link: float
     link_seconds: float
     basis: Literal["measured", "data sheet"]
+    reads: Mapping[str, float] = field(default_factory=dict)
 
     def limits(self, flops: float, nbytes: float, dtype: str) -> tuple[float, float]:
         """Return the shortest seconds for so many operations, and for so many bytes, at the limits of the device."""
@@ -66,21 +71,25 @@ class Rates:
         """
         rate = self.kernels[kind]
         compute, memory = self.limits(flops, nbytes, dtype)
+        if kind == "product":
+            memory = nbytes / self.reads.get(dtype, self.bandwidth)
         return compute / rate.flops, memory / rate.bytes, rate.seconds
 
 
-# Fractions of an H200, fitted to Llama, Qwen 3, Gemma 3, mixture and Qwen 3.5 shapes in bf16 (benchmarks/README.md):
-# products read 4.07 TB/s and compute 790 TFLOP/s.
+# Fractions of an H200, fitted to 22 figures of benchmarks/README.md: steps and prompts of Llama, Qwen 3, Gemma 3,
+# mixture and Qwen 3.5 shapes in bf16. The largest error is 12 % (`python benchmarks/plan.py --figures`). Attention is
+# counted without its causal mask and recurrences with each state read twice, so that fractions may be 1 or more.
 H200_KERNELS: Mapping[KernelKind, KernelRate] = {
-    "product": KernelRate(0.80, 0.85, 3.4e-6),
-    "attention": KernelRate(0.50, 0.60, 3.4e-6),
-    "experts": KernelRate(0.45, 0.55, 12e-6),
-    "recurrence": KernelRate(0.15, 0.50, 6e-6),
-    "reduction": KernelRate(0.50, 0.60, 2.05e-6),
-    "fused": KernelRate(0.50, 0.85, 0.0),
+    "product": KernelRate(0.84, 0.92, 3.5e-6),
+    "attention": KernelRate(1.19, 0.88, 3.4e-6),
+    "experts": KernelRate(0.49, 0.95, 6.0e-6),
+    "recurrence": KernelRate(0.215, 1.0, 10.7e-6),
+    "reduction": KernelRate(1.0, 0.54, 2.1e-6),
+    "fused": KernelRate(1.0, 0.50, 0.0),
 }
-# Packed weights on an H200: 8-bit codes take 0.93, 4-bit codes 1.30 of the time of bf16 (docs/weights.md).
-H200_UNPACK = (2.4e12, 1.4e12)
+# Packed weights on an H200: a step of 1 row takes 0.93 with 8-bit codes and 1.30 with 4-bit codes of the time of bf16,
+# of 64 rows, which decode tiles, 1.9 to 2.9 (docs/weights.md).
+H200_UNPACK, H200_UNPACK_TILES = (2.4e12, 1.4e12), (5.6e11, 5.6e11)
 TPU_KERNELS = {kind: replace(rate, seconds=rate.seconds / 4) for kind, rate in H200_KERNELS.items()}  # one program
 
 # Products in f32 (TF32 where the GPU has it; three and six passes of bf16 are slower than a TPU's default of one), and
@@ -120,15 +129,16 @@ def rates_named(name: str) -> Rates:
     return Rates(
         replace(device, memory=memory), device.bandwidth or 1.0,
         {dtype: device.flops or 1.0 for dtype in ("bf16", "f16", "f32")} | _FLOPS[product],
-        H200_KERNELS if is_gpu else TPU_KERNELS, _unpack(device), link, link_seconds,
+        H200_KERNELS if is_gpu else TPU_KERNELS, _scaled(H200_UNPACK, device), _scaled(H200_UNPACK_TILES, device), link,
+        link_seconds,
         "measured" if product == "h200" else "data sheet",
     )  # fmt: skip
 
 
-def _unpack(device: Device) -> tuple[float, float]:
-    """Return the elements of packed weights per second, in proportion to the products of an H200."""
+def _scaled(per_second: tuple[float, float], device: Device) -> tuple[float, float]:
+    """Return what an H200 decodes per second, for another device in proportion to its products."""
     share = (device.flops or 0.0) / (DEVICES["h200"].flops or 1.0)
-    return H200_UNPACK[0] * share, H200_UNPACK[1] * share
+    return per_second[0] * share, per_second[1] * share
 
 
 def rates_of(device: Device) -> Rates | None:
@@ -155,18 +165,21 @@ CPU_KERNELS: Mapping[KernelKind, KernelRate] = {
 
 @functools.cache
 def _measured_cpu() -> Rates:
-    """Measure how fast this CPU reads a matrix and multiplies two, in less than a second."""
+    """Measure how fast this CPU reads a matrix and multiplies two, in one or two seconds."""
     cpu = jax.devices("cpu")[0]
     with jax.default_device(cpu):
         flops = {name: 2 * _SIDE**3 / _seconds(_matrices(_SIDE, _SIDE, name)) for name in ("f32", "bf16")}
-        bandwidth = 4 * _READ_SIDE**2 / _seconds(_matrices(1, _READ_SIDE, "f32"))
+        bandwidth, bf16 = (
+            size * _READ_SIDE**2 / _seconds(_matrices(1, _READ_SIDE, name)) for name, size in (("f32", 4), ("bf16", 2))
+        )
     here = running_device()
     device = here if here.kind == "cpu" else replace(DEVICES["cpu"], memory=None)
     # 8-bit codes take 1.05, 4-bit codes 1.8 of the time of f32 weights (docs/weights.md).
-    unpack = bandwidth / 4, bandwidth / 7
+    unpack = bandwidth / 3.1, bandwidth / 6.6
     return Rates(
-        device, bandwidth, flops | {"f16": flops["bf16"]}, CPU_KERNELS, unpack, bandwidth / 4, 50e-6, "measured"
-    )
+        device, bandwidth, flops | {"f16": flops["bf16"]}, CPU_KERNELS, unpack, unpack, bandwidth / 4, 50e-6,
+        "measured", {"bf16": bf16, "f16": bf16},
+    )  # fmt: skip
 
 
 def _matrices(rows: int, side: int, dtype: str) -> Callable[[], Any]:
@@ -180,8 +193,8 @@ def _matrices(rows: int, side: int, dtype: str) -> Callable[[], Any]:
 def _seconds(run: Callable[[], Any]) -> float:
     """Return the seconds of the fastest of several runs, after one that compiles: other work only slows runs down."""
     run()
-    times = []
-    for _ in range(9):
+    times: list[float] = []
+    while len(times) < 3 or (len(times) < 25 and sum(times) < 0.3):
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)

@@ -62,6 +62,18 @@ def bytes_text(size: int) -> str:
     return f"{size} B" if unit == "B" else f"{scaled:.1f} {unit}"
 
 
+def format_bytes(count: int) -> str:
+    """Return a number of bytes as text with a decimal unit.
+
+    >>> format_bytes(999), format_bytes(2_471_645_608)
+    ('999 B', '2.47 GB')
+    """
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.2f} {name}"
+    return f"{count} B"
+
+
 def _kinds(graph: Graph) -> Counter[str]:
     return Counter(type(n.op).__name__.removesuffix("Op") for n in graph.nodes)
 

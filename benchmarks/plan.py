@@ -1,0 +1,261 @@
+"""`rlx_jax.plan` against what is measured: bytes, peak, time of a token and of a prompt.
+
+    python benchmarks/plan.py                    eight families with random weights: small in f32 on the CPU, real
+                                                 widths in bf16 and f32 on a GPU
+    python benchmarks/plan.py llama qwen3        these
+    python benchmarks/plan.py --figures          the plan beside the figures of benchmarks/README.md, on any machine
+
+Decoding goes through `lm.generate`, prompts through `lm.prefill`, several queued on a GPU; bytes of parameters and
+state are those of the arrays, the peak is XLA's of the compiled programs. Each line has what `plan` estimates by part
+(operations, memory, starts of kernels), from which the efficiencies in `rlx_jax/inspection/rates.py` are fitted. Exits
+with 1 if a goal is missed; families that do not fit into `--budget` seconds are left out and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from moe import RandomSource
+from report import Goals, emit, seconds, table
+
+import rlx_jax as rlx
+
+START = time.perf_counter()
+PROMPT, CONTEXT = 128, 256
+SHORT, LONG = 17, 81
+"""New tokens of two calls whose difference is the time of a step."""
+PEAK_GOAL, TIME_GOAL = 0.10, 0.20
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama", "hidden_act": "silu", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
+    "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+    "tie_word_embeddings": True, "max_position_embeddings": 8192,
+}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "qwen3": LLAMA | {
+        "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "attention_bias": False,
+    },
+    "gemma3_text": LLAMA | {
+        "model_type": "gemma3_text", "vocab_size": 262144, "hidden_size": 1152, "intermediate_size": 6912,
+        "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 512, "query_pre_attn_scalar": 256,
+    },
+    "qwen3_moe": LLAMA | {
+        "model_type": "qwen3_moe", "vocab_size": 151936, "num_hidden_layers": 8, "num_key_value_heads": 4,
+        "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+        "num_experts_per_tok": 8, "norm_topk_prob": True, "tie_word_embeddings": False, "attention_bias": False,
+    },
+    "qwen3_5_text": LLAMA | {
+        "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 1024, "intermediate_size": 3584,
+        "num_hidden_layers": 24, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+    },
+    "mamba2": {
+        "model_type": "mamba2", "vocab_size": 50288, "hidden_size": 1536, "num_hidden_layers": 24, "state_size": 128,
+        "num_heads": 48, "head_dim": 64, "expand": 2, "n_groups": 1, "conv_kernel": 4, "chunk_size": 256,
+        "tie_word_embeddings": True, "hidden_act": "silu",
+    },
+    "qwen2": LLAMA | {
+        "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864,
+        "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+    },
+    "mistral": LLAMA | {"model_type": "mistral", "vocab_size": 32768, "sliding_window": 128},
+}  # fmt: skip
+"""Published shapes of about 1B parameters; of the mixture 8 of 48 layers, of Mistral its window and vocabulary."""
+
+SMALL = {
+    "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 64, "moe_intermediate_size": 256, "num_experts": 16, "num_experts_per_tok": 2,
+    "linear_num_key_heads": 8, "linear_num_value_heads": 8, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    "num_heads": 16, "query_pre_attn_scalar": 64,
+}  # fmt: skip
+GPU_LAYERS = 8
+"""Layers are unrolled, and each takes its time to compile."""
+
+FIGURES = {
+    ("llama", 1, 256): 0.929, ("llama", 8, 256): 1.015, ("llama", 64, 256): 1.335, ("qwen3", 1, 256): 1.005,
+    ("qwen3", 64, 256): 1.654, ("gemma3_text", 1, 256): 1.248, ("qwen3_moe", 1, 256): 0.627,
+    ("qwen3_moe", 8, 256): 1.538, ("qwen3_moe", 64, 256): 2.934, ("qwen3_5_text", 1, 256): 1.285,
+    ("qwen3_5_text", 8, 256): 1.241, ("qwen3_5_text", 64, 256): 2.125, ("135m", 1, 256): 0.696, ("8b", 1, 256): 4.15,
+    ("8b", 64, 256): 5.41,
+}  # fmt: skip
+PROMPT_FIGURES = {
+    ("llama", 1, 512): 2.87, ("llama", 1, 2048): 8.17, ("llama", 8, 2048): 58.5, ("qwen3_moe", 8, 2048): 34.8,
+    ("qwen3_5_text", 1, 4096): 17.8, ("qwen3_5_text", 8, 4096): 115.0, ("8b", 8, 2048): 352.0,
+}  # fmt: skip
+"""Milliseconds of a step and of a prompt in bf16 on one H200, from benchmarks/README.md."""
+OTHERS = {
+    "135m": LLAMA | {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "vocab_size": 49152,
+    },
+    "8b": LLAMA | {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128,
+        "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+
+
+RECIPES = {
+    "llama": rlx.Llama32Flow, "qwen2": rlx.Qwen2Flow, "qwen3": rlx.Qwen3Flow, "gemma3_text": rlx.GemmaFlow,
+    "qwen3_moe": rlx.Qwen3MoeFlow, "qwen3_5_text": rlx.Qwen35Flow, "mamba2": rlx.Mamba2Flow,
+    "mistral": rlx.MistralFlow,
+}  # fmt: skip
+
+
+def recipe_of(config: dict[str, Any]) -> Any:
+    """The recipe of a config, without weights."""
+    return RECIPES[config["model_type"]].for_prefill(config)
+
+
+def profile_of(dtype: str) -> rlx.CompileProfile:
+    """The profile of a dtype, of weights and activations."""
+    return rlx.CompileProfile.preset("auto").replace(precision={"compute": dtype, "weights": dtype})
+
+
+def compare_figures(goals: Goals) -> None:
+    """The plan for an H200 beside figures that were measured before."""
+    lines = []
+    for kind, figures in (("token", FIGURES), ("prompt", PROMPT_FIGURES)):
+        for (family, rows, context), measured in figures.items():
+            recipe = recipe_of({**SHAPES, **OTHERS}[family])
+            result = rlx.plan(recipe, device="h200", batch=rows, context=context, profile=profile_of("bf16"))
+            part = result.decode if kind == "token" and result.decode is not None else result.prefill
+            ms = 1e3 * part.seconds
+            parts = [f"{1e3 * x:.3f}" for x in (part.compute_seconds, part.memory_seconds, part.start_seconds)]
+            lines.append(
+                [f"{family}, {kind}, {rows} x {context}", measured, f"{ms:.3f}", f"{ms / measured:.2f}", *parts]
+            )
+            emit(family=family, kind=kind, rows=rows, context=context, ms=measured, plan=ms)
+            goals.at_most(f"{kind} of {family}, {rows} x {context}", abs(ms / measured - 1), TIME_GOAL)
+    print(table(["", "measured", "plan", "ratio", "operations", "memory", "starts"], lines))
+
+
+# -- measuring -----------------------------------------------------------------------------------
+
+
+def build(config: dict[str, Any], dtype: str) -> tuple[Any, rlx.CausalLM]:
+    """The recipe, and its model with random weights."""
+    recipe = recipe_of(config)
+    kind = np.dtype(np.float32 if dtype == "f32" else ml_dtypes.bfloat16)
+    specs = {key: jax.ShapeDtypeStruct(spec.shape, kind) for key, spec in recipe.shapes().items()}
+    return recipe, rlx.CausalLM(recipe, RandomSource(specs), profile=profile_of(dtype), max_positions=8192)
+
+
+def step_seconds(lm: rlx.CausalLM, rows: int, rounds: int) -> float:
+    """Seconds of a step of decoding: the difference of two generations, the least of several."""
+    ids = np.random.default_rng(1).integers(0, lm.vocab_size, (rows, PROMPT)).tolist()
+    calls = {new: lambda new=new: lm.generate(ids, max_new_tokens=new, state=None) for new in (SHORT, LONG)}
+    for call in calls.values():
+        call()
+    times = {new: min(seconds(call) for _ in range(rounds)) for new, call in calls.items()}
+    return (times[LONG] - times[SHORT]) / (LONG - SHORT)
+
+
+def prompt_seconds(lm: rlx.CausalLM, rows: int, rounds: int, queued: int) -> float:
+    """Seconds of prompts as long as the context, one after the other."""
+    ids = np.random.default_rng(2).integers(0, lm.vocab_size, (rows, CONTEXT)).astype(np.int32)
+
+    def call() -> None:
+        for _ in range(queued):
+            logits, _ = lm.prefill(ids, max_len=CONTEXT, logits="last")
+        jax.block_until_ready(logits)
+
+    call()
+    return min(seconds(call) for _ in range(rounds)) / queued
+
+
+def peak_bytes(lm: rlx.CausalLM, rows: int) -> int:
+    """The peak of the programs of so many rows, by XLA: arguments, results and temporaries, aliased bytes once."""
+    peaks = []
+    for key, executable in lm.model.programs.executables.items():
+        memory = executable.call.memory_analysis()
+        held = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
+        if dict(key.binding).get("batch") == rows:
+            peaks.append(held - memory.alias_size_in_bytes)
+    return max(peaks)
+
+
+def state_size(lm: rlx.CausalLM, rows: int) -> int:
+    """The bytes of the state of so many rows."""
+    _, state = lm.prefill(np.zeros((rows, CONTEXT), np.int32), max_len=CONTEXT, logits="last")
+    return sum(array.nbytes for array in state.state.arrays().values())
+
+
+def measure(family: str, dtype: str, rows: int, args: argparse.Namespace, model: tuple[Any, rlx.CausalLM]) -> list[Any]:
+    """A line of the table: measured figures, and the ratios of the plan's to them."""
+    on_gpu = jax.default_backend() == "gpu"
+    recipe, lm = model
+    result = rlx.plan(recipe, batch=rows, context=CONTEXT, profile=profile_of(dtype))
+    assert result.decode is not None
+    prompt = prompt_seconds(lm, rows, args.rounds, 5 if on_gpu else 1)
+    step, peak = step_seconds(lm, rows, args.rounds), peak_bytes(lm, rows)
+    exact = result.params_bytes == sum(a.nbytes for a in lm.model.params.values())
+    exact &= result.cache_bytes == state_size(lm, rows)
+    ratios = result.peak_bytes / peak, result.decode.seconds / step, result.prefill.seconds / prompt
+    parts = {
+        name: [round(1e3 * getattr(p, f"{part}_seconds"), 4) for part in ("compute", "memory", "start")]
+        for name, p in (("token", result.decode), ("prompt", result.prefill))
+    }
+    emit(
+        family=family, dtype=dtype, rows=rows, exact=exact, peak=peak, ms_token=1e3 * step, ms_prompt=1e3 * prompt,
+        plan_peak=result.peak_bytes, plan_token=result.ms_per_token, plan_prompt=result.ms_prefill, parts=parts,
+    )  # fmt: skip
+    times = f"{1e3 * step:.3f}", f"{1e3 * prompt:.2f}"
+    return [f"{family}, {dtype}, {rows}", "exact" if exact else "WRONG", *times, *(f"{r:.2f}" for r in ratios)]
+
+
+def jobs(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """Families and dtypes, those that matter most first: on a CPU f32 alone, in which it computes."""
+    families = args.families or list(SHAPES)
+    dtypes = args.dtypes or (["bf16", "f32"] if jax.default_backend() == "gpu" else ["f32"])
+    return [(family, dtype) for dtype in dtypes for family in families]
+
+
+def compare_measured(args: argparse.Namespace, goals: Goals) -> None:
+    """The plan beside what is measured here."""
+    small = jax.default_backend() != "gpu"
+    lines, left_out = [], []
+    for family, dtype in jobs(args):
+        if time.perf_counter() - START > args.budget:
+            left_out.append(f"{family} {dtype}")
+            continue
+        config = SHAPES[family] | {n: v for n, v in SMALL.items() if small and n in SHAPES[family]}
+        config["num_hidden_layers"] = min(config["num_hidden_layers"], GPU_LAYERS)
+        model = build(config, dtype)
+        lines += [measure(family, dtype, rows, args, model) for rows in args.rows]
+    print(table(["", "bytes", "ms/token", "ms/prompt", "peak", "token", "prompt"], lines))
+    for name, column, limit in (("peak", 4, PEAK_GOAL), ("token", 5, TIME_GOAL), ("prompt", 6, TIME_GOAL)):
+        worst = max(lines, key=lambda line: abs(float(line[column]) - 1))
+        print(f"worst {name}: {worst[0]}: plan / measured {worst[column]}")
+        goals.at_most(f"{name} of {worst[0]}", abs(float(worst[column]) - 1), limit)
+    goals.at_most("families with wrong bytes", sum(line[1] != "exact" for line in lines), 0)
+    if left_out:
+        print("left out for time:", ", ".join(left_out))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="rlx_jax.plan against what is measured")
+    parser.add_argument("families", nargs="*", choices=[*SHAPES, []], help="by default all")
+    parser.add_argument("--figures", action="store_true", help="the plan for an H200 beside published figures")
+    parser.add_argument("--dtypes", nargs="*", choices=("f32", "bf16"))
+    parser.add_argument("--rows", nargs="*", type=int, default=[1, 64])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds after which no family is begun")
+    args = parser.parse_args()
+    goals = Goals()
+    compare_figures(goals) if args.figures else compare_measured(args, goals)
+    goals.exit()
+
+
+if __name__ == "__main__":
+    main()

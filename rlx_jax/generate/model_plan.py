@@ -1,0 +1,298 @@
+"""`rlx_jax.plan`: what a model will cost on a device, from its config and the headers of its weights alone."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from rlx_jax.compiler.meshes import PlannedDevices
+from rlx_jax.compiler.pipeline import Template
+from rlx_jax.device import named_device, running_device
+from rlx_jax.encode.checkpoint import Checkpoint
+from rlx_jax.encode.gguf_folder import open_model_folder
+from rlx_jax.errors import (
+    GraphError,
+    ProfileError,
+    RequestError,
+    RlxError,
+    RlxWarning,
+    UnsupportedError,
+    listing,
+    quote,
+    shown,
+)
+from rlx_jax.generate.request_plan import cache_sizes, chunk_widths
+from rlx_jax.inspection.plan_record import ModelPlan, ProgramEstimate, Suggestion
+from rlx_jax.inspection.rates import Rates, rates_named, rates_of
+from rlx_jax.io.hub import ProgressCallback
+from rlx_jax.ir.types import short_name
+from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
+from rlx_jax.profiles import CompileProfile, ProfileLike
+from rlx_jax.program import Buildable
+from rlx_jax.runtime.estimate import estimate_program, parameter_bytes, state_bytes
+from rlx_jax.runtime.inputs import check_integer
+from rlx_jax.runtime.model_setup import as_flow, make_programs
+from rlx_jax.runtime.program_key import ProgramKey
+from rlx_jax.runtime.programs import Programs
+from rlx_jax.text.token_model import check_positions
+from rlx_jax.weights.format import OpenOptions
+
+# The number of tokens of a row unless the model has fewer positions, and the numbers of devices that are suggested.
+DEFAULT_CONTEXT = 2048
+MORE_DEVICES = (2, 4, 8)
+# The largest part of a GPU's memory that XLA_PYTHON_CLIENT_MEM_FRACTION should give to JAX.
+MAX_MEMORY_FRACTION = 0.95
+
+
+def plan(
+    model: Any, *, device: str | None = None, batch: int = 1, context: int | None = None,
+    profile: ProfileLike | None = None, mesh: Any = None, revision: str | None = None,
+    ignore_fields: Iterable[str] = (), progress: ProgressCallback | None = None,
+) -> ModelPlan:  # fmt: skip
+    """Return what a model will cost on a device: memory, time of a token and of a prompt, and what would make it fit.
+
+    Nothing is compiled, and no weights are read: of a model of the Hub, config and headers are fetched. Bytes of
+    parameters and caches are exact; all other figures are estimates.
+
+    Args:
+        model: a checkpoint directory, a GGUF file or the name of a model of the Hub; or a recipe or a flow, with the
+            shapes that its config or its stages declare.
+        device: `cpu` for this machine, `h100`, `h200`, `a100`, `l4`, `t4`, `rtx4090`, `v5e` or `v6e`; by default the
+            device that JAX runs on.
+        batch: the number of rows.
+        context: the tokens of each row, prompt and answer; by default 2048, or as many as the model has positions.
+        profile: the profile that the model would be loaded with.
+        mesh: a number of devices, a mapping of axes to sizes such as `{"data": 2, "tensor": 4}`, or a mesh.
+        revision, ignore_fields, progress: as in `rlx_jax.load`.
+
+    Raises:
+        ProfileError: there are no rates of such a device; the profile names another device, or does not fit the model.
+        RequestError: a batch, a context or a mesh that is not possible. SequenceLengthError: the context is longer than
+            the model's positions. UnsupportedError: the model does not read tokens.
+        Others: as `rlx_jax.load`.
+    """
+    rates = rates_named(device) if device is not None else _running_rates()
+    rows, planned_mesh = check_integer("batch", batch, 1), _planned_mesh(mesh)
+    flow, max_positions, generates = _open_flow(model, revision, ignore_fields, progress)
+    request = PlanRequest(
+        flow, max_positions, generates, rates, rows, context, _for_device(flow, profile, rates), planned_mesh
+    )
+    return with_suggestions(request, make_plan(request))
+
+
+def _running_rates() -> Rates:
+    """Return the rates of the device that JAX runs on.
+
+    Raises:
+        ProfileError: there are none; the message lists the devices with rates.
+    """
+    here = running_device()
+    return rates_of(here) or rates_named(here.name)
+
+
+def _for_device(flow: Buildable, profile: ProfileLike | None, rates: Rates) -> CompileProfile:
+    """Return the profile that is passed, or that of the flow, with the device as its target.
+
+    Raises:
+        ProfileError: the profile is for another device.
+    """
+    own = getattr(flow, "profile", None)
+    chosen = CompileProfile.of(profile) if profile is not None else own or CompileProfile.auto()
+    name, kind = rates.device.name, rates.device.kind
+    if chosen.fusion.target not in ("auto", name, kind):
+        raise ProfileError(
+            f"profile: its fusion.target is {quote(chosen.fusion.target)}, and device is {quote(name)}; plan for that "
+            "device, or leave the target 'auto'"
+        )
+    return chosen.replace(fusion={"target": name})
+
+
+def _planned_mesh(mesh: Any) -> Any:
+    """Return the argument `mesh` in the form that `make_programs` takes; no device of it needs to be here.
+
+    Raises:
+        RequestError: it is no mesh, or has an axis without devices.
+    """
+    if mesh is None or isinstance(mesh, Mesh | AbstractMesh):
+        return mesh
+    if isinstance(mesh, Mapping) and mesh:
+        sizes = [check_integer(f"mesh[{name!r}]", size, 1) for name, size in mesh.items()]
+        return AbstractMesh(tuple(sizes), tuple(map(str, mesh)))
+    if isinstance(mesh, bool) or not isinstance(mesh, int | np.integer):
+        raise RequestError(f"mesh is {shown(mesh)}; expected a number of devices, axes with sizes, or a mesh")
+    return PlannedDevices(check_integer("mesh", mesh, 1))
+
+
+def _open_flow(
+    model: Any, revision: str | None, ignore_fields: Iterable[str] = (), progress: ProgressCallback | None = None
+) -> tuple[Buildable, int | None, bool]:
+    """Return the flow of a model, over headers alone, its number of positions, and whether it generates.
+
+    Raises:
+        UnsupportedError: it does not read tokens.
+    """
+    if isinstance(model, str | os.PathLike):
+        folder = open_model_folder(model, revision, progress=progress)
+        pretrained = Checkpoint(folder, ignore_fields=ignore_fields, headers_only=True).pretrained
+        if pretrained.kind not in ("causal", "encoder", "classifier"):
+            raise UnsupportedError(f"{quote(model)} is of kind {pretrained.kind}: plans are for models of tokens")
+        return as_flow(pretrained.recipe), pretrained.max_positions, pretrained.kind == "causal"
+    if revision is not None or tuple(ignore_fields):
+        raise RequestError(f"revision= and ignore_fields= are for checkpoints; got {type(model).__name__}")
+    flow = as_flow(model)
+    programs = make_programs([flow], None, OpenOptions(), merge=True)
+    positions = getattr(model, "max_positions", None)
+    positions = positions or programs.template(ProgramKey(flow.name, "forward")).bounds.positions
+    return flow, positions, not programs.derivation_error(flow.name, "prefill")
+
+
+# -- one plan ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """A model with the sizes, the profile and the device to plan it for.
+
+    Attributes:
+        flow: the flow, bound to headers or with declared shapes.
+        max_positions: its number of positions; None without a limit.
+        generates: whether it has the programs of generation.
+        rates: the device.
+        batch, context, mesh: as in `plan`; no context means the default.
+        profile: the profile, for that device.
+    """
+
+    flow: Buildable
+    max_positions: int | None
+    generates: bool
+    rates: Rates
+    batch: int
+    context: int | None
+    profile: CompileProfile
+    mesh: Any
+
+    @cached_property
+    def programs(self) -> Programs:
+        """Return the programs of the model, without weights."""
+        options = OpenOptions(profile=self.profile, mesh=self.mesh)
+        serves = ("forward", *CACHED_PROGRAMS) if self.generates else ("forward",)
+        return make_programs([self.flow], None, options, merge=True, max_positions=self.max_positions, serves=serves)
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens of each row, checked against the positions of the model."""
+        longest = min(DEFAULT_CONTEXT, self.max_positions or DEFAULT_CONTEXT)
+        context = longest if self.context is None else check_integer("context", self.context, 1)
+        check_positions(context, self.max_positions, "context")
+        return context
+
+    def template(self, program: str) -> Template:
+        """Return the template of a program that computes the first output; in generation, of each row's last token."""
+        key = ProgramKey(self.flow.name, program, last_only=self.generates)
+        names = self.programs.template(key).mir.output_names
+        return self.programs.template(replace(key, outputs=names[:1] if len(names) > 1 else None))
+
+
+def make_plan(request: PlanRequest) -> ModelPlan:
+    """Return the plan of a request, without suggestions. Sizes are those that a request of these rows is padded to."""
+    context, buckets = request.num_tokens, request.programs.settings.buckets
+    cache: dict[str, int] = {}
+    decode = None
+    if request.generates:
+        extend = request.template("extend")
+        rows, cache_len = cache_sizes(buckets, request.batch, context, request.max_positions)
+        sizes = {**request.flow._binding, "batch": rows, "context": cache_len}
+        sizes |= request.programs.ring_sizes(extend, cache_len)
+        cache = state_bytes(request.programs, extend, sizes)
+        decode = _estimate(request, "extend", {**sizes, "seq": 1})
+        first, *rest = chunk_widths(buckets, context, request.max_positions)
+        prefill = _estimate(request, "prefill", {**sizes, "seq": first})
+        for width in rest:
+            prefill = prefill.then(_estimate(request, "extend", {**sizes, "seq": width}))
+    else:
+        prefill = _estimate(request, "forward", {"batch": buckets.rows(request.batch), "seq": context})
+    settings, sharding = request.programs.settings, request.programs.model_sharding
+    return ModelPlan(
+        request.flow.name, str(request.rates.device), request.rates.basis, "" if sharding is None else sharding.text(),
+        request.batch, context, short_name(settings.compute), parameter_bytes(request.programs), cache, decode, prefill,
+        request.rates.device.memory,
+    )  # fmt: skip
+
+
+def _estimate(request: PlanRequest, program: str, sizes: Mapping[str, int]) -> ProgramEstimate:
+    """Return the estimate of a program.
+
+    Raises:
+        GraphError: the program has a symbol without a size.
+    """
+    template = request.template(program)
+    if unknown := sorted(template.symbols.difference(sizes)):
+        raise GraphError(
+            f"{request.flow.name}: plans are for models of tokens [batch, seq]; it has other sizes: {listing(unknown)}"
+        )
+    return estimate_program(request.programs, template, program, sizes, request.rates)
+
+
+# -- what would make it fit --------------------------------------------------------------------
+
+
+def with_suggestions(request: PlanRequest, result: ModelPlan) -> ModelPlan:
+    """Return the plan with the changes that would make it fit, if it does not."""
+    if result.fits is not False:
+        return result
+    suggestions = [*_more_of_the_gpu(request, result)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RlxWarning)
+        for change, arguments, changed in _alternatives(request, result):
+            with contextlib.suppress(RlxError):  # such as a number of devices that does not divide the heads
+                other = make_plan(changed)
+                if other.fits:
+                    suggestions.append(_suggestion(change, arguments, other))
+    return replace(result, suggestions=tuple(suggestions))
+
+
+def _suggestion(change: str, arguments: Mapping[str, Any], result: ModelPlan) -> Suggestion:
+    """Return a change with the figures of its plan."""
+    sizes = result.params_bytes, result.cache_bytes, result.peak_bytes
+    return Suggestion(change, arguments, *sizes, result.ms_per_token, result.ms_prefill)
+
+
+def _more_of_the_gpu(request: PlanRequest, result: ModelPlan) -> Iterator[Suggestion]:
+    """Yield the setting of JAX that allows more of a GPU's memory, if that is enough."""
+    device = request.rates.device
+    if device.kind == "cuda" and result.peak_bytes <= (named_device(device.name).memory or 0) * MAX_MEMORY_FRACTION:
+        change = f"XLA_PYTHON_CLIENT_MEM_FRACTION={MAX_MEMORY_FRACTION}"
+        yield _suggestion(f"{change} in the environment", {}, result)
+
+
+def _alternatives(request: PlanRequest, result: ModelPlan) -> Iterator[tuple[str, dict[str, Any], PlanRequest]]:
+    """Yield changes to try, each with the arguments of `plan` that differ, and the changed request."""
+    precisions = {
+        "weights and activations in bf16": {"compute": "bf16", "weights": "bf16"},
+        "weights packed as int8": {"weights": "int8"}, "weights packed as int4": {"weights": "int4"},
+        "a cache in int8": {"kv": "int8"},
+        "weights packed as int4, a cache in int8": {"weights": "int4", "kv": "int8"},
+    }  # fmt: skip
+    for change, precision in precisions.items():
+        if not (result.dtype != "f32" and "compute" in precision) and ("kv" not in precision or result.cache):
+            changed = replace(request, profile=request.profile.replace(precision=precision))
+            yield change, {"profile": {"precision": precision}}, changed
+    for name, word in (("context", "a context of"), ("batch", "a batch of")):
+        size = getattr(result, name)
+        smaller = [replace(request, **{name: size >> i}) for i in range(1, size.bit_length())]
+        index = bisect.bisect_left(smaller, True, key=lambda changed: bool(make_plan(changed).fits))
+        if index < len(smaller):
+            value = getattr(smaller[index], name)
+            yield f"{word} {value:,}", {name: value}, smaller[index]
+    if request.mesh is None and request.rates.device.kind != "cpu":
+        for count in MORE_DEVICES:
+            yield f"{count} devices", {"mesh": count}, replace(request, mesh=PlannedDevices(count))

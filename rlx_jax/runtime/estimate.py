@@ -1,0 +1,185 @@
+"""This module estimates what a program costs on a device from its LIR and the device's roofline. Nothing is compiled.
+
+Shapes, FLOPs and bytes are those of the program itself (`op_costs`, `activation_bytes`, `Layout`, the state's types).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+
+from rlx_jax.compiler.pipeline import Template, make_lir
+from rlx_jax.inspection.plan_record import ProgramEstimate
+from rlx_jax.inspection.rates import KernelKind, Rates
+from rlx_jax.ir.graph import Graph, Mir, Node, Param
+from rlx_jax.ir.ops.attention import AttentionOp
+from rlx_jax.ir.ops.experts import ExpertFfn
+from rlx_jax.ir.ops.index import Gather
+from rlx_jax.ir.packed import SCHEMES
+from rlx_jax.ir.param import packed_parameter, packing_of
+from rlx_jax.ir.types import TensorType, short_name
+from rlx_jax.lowering.inspect.buffers import fused_activation_bytes
+from rlx_jax.lowering.inspect.outline import OpCost, op_costs
+from rlx_jax.lowering.lir.attention import CHUNK_SCORE_BYTES
+from rlx_jax.lowering.lir.packed import MAX_FUSED_ROWS
+from rlx_jax.lowering.lir.plan import PRODUCTS, RECURRENCES, XLA_CHOICE, Lir, array_programs, call_of
+from rlx_jax.lowering.sharding import ModelSharding, shard_type
+from rlx_jax.runtime.programs import Programs, state_shardings
+from rlx_jax.runtime.sequence_state import LENGTH
+
+
+def estimate_program(
+    programs: Programs, template: Template, program: str, sizes: Mapping[str, int], rates: Rates
+) -> ProgramEstimate:
+    """Estimate one run of a program.
+
+    Over a mesh the program is that of one device's rows. Products, attention and recurrences are divided as their
+    weights and heads are; all other values, such as the hidden states, are taken for replicated along those axes.
+
+    Args:
+        programs: the programs of the model.
+        template: the template of the program.
+        program: its name.
+        sizes: the size of each symbol.
+        rates: the device.
+    """
+    sharding = programs.model_sharding
+    binding = {name: size for name, size in sizes.items() if name in template.symbols}
+    local = dict(binding)
+    if sharding is not None and "batch" in local:
+        local["batch"] //= sharding.num_batch_shards(local["batch"])
+    lir = make_lir(template, local, programs.settings)
+    flops = nbytes = 0
+    seconds = [0.0, 0.0, 0.0, 0.0]
+    for entry in op_costs(lir.graph):
+        op_flops, op_bytes, parts = _op_seconds(entry, lir, sharding, rates)
+        flops += entry.times * op_flops
+        nbytes += entry.times * op_bytes
+        seconds = [total + entry.times * part for total, part in zip(seconds, parts, strict=True)]
+    live = fused_activation_bytes(lir.graph, partial(workspace_bytes, lir), lir.plan.donate_state, lir.plan.scan)
+    if (
+        programs.settings.target == "cpu"
+    ):  # XLA:CPU multiplies in f32, and holds all 16-bit weights in f32; in a loop twice
+        narrow = sum(t.nbytes for t in programs.layout.types().values() if t.dtype.itemsize == 2)
+        live += narrow * (3 if local.get("seq") == 1 else 2)
+    live += sharding.gathered_bytes(programs.layout.params.values()) if sharding is not None else 0
+    return ProgramEstimate(program, binding, flops, nbytes, live, *seconds)
+
+
+def _op_seconds(
+    entry: OpCost, lir: Lir, sharding: ModelSharding | None, rates: Rates
+) -> tuple[int, int, tuple[float, float, float, float]]:
+    """Return the FLOPs and bytes of one run of an op on one device, and its seconds by part."""
+    graph, node, cost, _ = entry
+    assert isinstance(node.op, Mir)
+    kind, types = kernel_kind(node.op), [graph.type(v) for v in node.inputs]
+    params = [op for v in node.inputs if isinstance(op := graph.nodes[v.node].op, Param)]
+    flops, nbytes, unpack, shards, link = cost.flops, cost.bytes, 0.0, 1, 0.0
+    if kind == "product" and params:
+        weight = params[0]
+        stored, rows = _stored_bytes(weight, lir.plan.packed), math.prod(map(int, types[0].shape[:-1]))
+        nbytes += stored - weight.type.nbytes
+        unpack = _unpack_seconds(weight, lir.plan.packed, rows, lir.plan.target, rates)
+    elif kind == "experts" and params:
+        logical = sum(p.type.nbytes for p in params)
+        nbytes = nbytes * sum(_stored_bytes(p, lir.plan.packed) for p in params) // logical
+    if sharding is not None:
+        shards, link = _division(node, params, sharding, rates)
+    if kind is None:
+        return 0, 0, (0.0, 0.0, 0.0, link)
+    dtype = short_name(types[0].dtype) if types else "f32"
+    flops, nbytes = flops // shards, nbytes // shards
+    compute, memory, start = rates.parts(kind, flops, nbytes, dtype if dtype in rates.flops else "f32")
+    return flops, nbytes, (compute + unpack / shards, memory, start, link)
+
+
+def kernel_kind(op: Mir) -> KernelKind | None:
+    """Return the kind of kernel that an op becomes; None if it only moves values, which XLA fuses into other ops."""
+    if isinstance(op, AttentionOp):
+        return "attention"
+    if isinstance(op, ExpertFfn):
+        return "experts"
+    if isinstance(op, RECURRENCES):
+        return "recurrence"
+    kinds: dict[str, KernelKind] = {"compute": "product", "reduction": "reduction", "elementwise": "fused"}
+    return kinds.get(op.traits.numeric)
+
+
+def workspace_bytes(lir: Lir, graph: Graph, node: Node) -> int:
+    """Return the bytes that XLA needs while an op runs, in addition to its operands and results."""
+    if not isinstance(node.op, AttentionOp):
+        return 0
+    q, k, v = (graph.type(value) for value in node.inputs[:3])
+    name = lir.plan.choices.get(call_of(graph, node), XLA_CHOICE).implementation
+    if name == "cudnn":
+        return 0
+    scores = 4 * node.op.heads * math.prod(map(int, (q.shape[0], q.shape[1], k.shape[1])))
+    # Measured on a CPU: masks of windows are arrays of their own, and keys and values are transposed.
+    arrays = 3 if node.op.window is not None else 1 if name == "heads_first" else 2
+    return arrays * min(scores, CHUNK_SCORE_BYTES if name == "query_chunks" else scores) + k.nbytes + v.nbytes
+
+
+def _stored_bytes(param: Param, packed: bool) -> int:
+    """Return the bytes of a parameter of one layer as it is stored on the device."""
+    arrays = array_programs(param.programs[:1]) if packed else {}
+    return sum(programs[0].type.nbytes for programs in arrays.values()) or param.type.nbytes
+
+
+def _unpack_seconds(param: Param, packed: bool, rows: int, target: str, rates: Rates) -> float:
+    """Return the seconds in which a product decodes a packed parameter; 0 if it is not packed."""
+    scheme = packing_of(param.programs[0]) if packed else None
+    if scheme is None:
+        return 0.0
+    few_rows = rows <= MAX_FUSED_ROWS and target != "cpu"
+    per_second = rates.unpack if few_rows else rates.unpack_tiles
+    return param.type.size / per_second[SCHEMES[scheme].codes[0].bits < 8]
+
+
+def _division(node: Node, params: list[Param], sharding: ModelSharding, rates: Rates) -> tuple[int, float]:
+    """Return over how many devices an op is divided, and the seconds of the sum over devices that follows it."""
+    if isinstance(node.op, (AttentionOp, *RECURRENCES)):
+        return sharding.num_shards("heads"), 0.0
+    if not params or not isinstance(node.op, (*PRODUCTS, ExpertFfn, Gather)):
+        return 1, 0.0
+    weight = params[0]
+    counts = [sharding.num_weight_shards(weight.programs[0], axis) for axis in range(weight.type.rank)]
+    # The axis that is summed over: of an embedding the rows, of experts any.
+    contract = getattr(node.op, "contract", 0)
+    summed = counts[contract] if isinstance(node.op, PRODUCTS) else math.prod(counts)
+    link = rates.link_seconds + sum(t.nbytes for t in node.types) / rates.link if summed > 1 else 0.0
+    return math.prod(counts), link
+
+
+# -- bytes that are exact ----------------------------------------------------------------------
+
+
+def parameter_bytes(programs: Programs) -> dict[str, int]:
+    """Return the bytes of the parameters of one device by packed scheme; by dtype if they are not packed."""
+    shardings, sizes = programs.storage_shardings() or {}, Counter[str]()
+    for name, program in programs.layout.params.items():
+        parameter = packed_parameter(program)
+        scheme = None if parameter is None else packing_of(parameter)
+        sizes[scheme or short_name(program.type.dtype)] += shard_type(program.type, shardings.get(name)).nbytes
+    return dict(sizes)
+
+
+def state_bytes(programs: Programs, template: Template, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the bytes of the state of one device by kind of layer."""
+    sharding = programs.model_sharding
+    shardings = {} if sharding is None else state_shardings(template, sizes, sharding)
+    result = Counter[str]()
+    for name, array_type in template.state.items():
+        nbytes = shard_type(array_type.bind(sizes), shardings.get(name)).nbytes
+        result[_layer_kind(name, array_type, template)] += nbytes
+    return dict(result)
+
+
+def _layer_kind(name: str, array_type: TensorType, template: Template) -> str:
+    """Return the kind of layer that an array of the state belongs to."""
+    if name == LENGTH:
+        return "lengths"
+    if "context" in array_type.symbols:
+        return "full"
+    return "window" if any(symbol in template.rings for symbol in array_type.symbols) else "recurrent"

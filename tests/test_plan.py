@@ -1,0 +1,178 @@
+"""`rlx_jax.plan`: bytes are those of the model, every argument changes the result, impossible ones are refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import cli, errors
+from rlx_jax.device import DEVICES
+from rlx_jax.generate import model_plan
+from rlx_jax.inspection import rates
+from tests.oracles.checkpoints import FIXTURES
+
+LLAMA = FIXTURES / "llama" / "gqa_plain_attnbias_v5"
+BERT = FIXTURES / "bert" / "bare_v5"
+FAMILIES = (
+    "llama/gqa_plain_attnbias_v5", "mistral/window_v5", "gemma3_text/pattern_v4", "gpt2/bare_v4", "qwen3_moe/mixed_v5",
+    "qwen3_5_text/blocks_v5", "mamba2/groups_v5", "gpt_oss/window_v5",
+)  # fmt: skip
+CONFIG: dict[str, Any] = {
+    "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "hidden_act": "silu",
+    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, "max_position_embeddings": 256,
+}  # fmt: skip
+RECIPE = rlx.Llama32Flow.for_prefill(CONFIG)
+
+
+def zeros() -> dict[str, np.ndarray]:
+    """Weights of `RECIPE`."""
+    return {key: np.zeros(spec.shape, np.float32) for key, spec in RECIPE.shapes().items()}
+
+
+@pytest.fixture(autouse=True)
+def no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU of fixed speed: measuring takes a second."""
+    here = replace(rates.rates_named("h200"), device=replace(DEVICES["cpu"], memory=10**10))
+    monkeypatch.setattr(rates, "_measured_cpu", lambda: here)
+
+
+def nbytes(arrays: Any) -> int:
+    """Bytes of the largest device's shards."""
+    return sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(arrays))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_bytes_of_parameters_and_caches(name: str) -> None:
+    """Those of the arrays of the model, by kind of layer."""
+    lm = rlx.load(FIXTURES / name)
+    context = min(32, lm.max_positions or 32)
+    plan = rlx.plan(FIXTURES / name, device="cpu", batch=3, context=context)
+    extend = lm.model.as_program("extend")
+    sizes = {"batch": 3, "context": plan.decode.sizes.get("context", context)} if plan.decode else {}
+    state = lm.model.programs.empty_state(extend.key(), sizes)()
+    assert plan.params_bytes == nbytes(lm.model.params)
+    assert plan.cache_bytes == nbytes(state)
+    kinds = {"mistral/window_v5": "window", "mamba2/groups_v5": "recurrent", "qwen3_5_text/blocks_v5": "recurrent"}
+    assert kinds.get(name, "full") in plan.cache
+
+
+def test_bytes_of_packed_and_sharded_parameters() -> None:
+    profile = rlx.CompileProfile().replace(precision={"weights": "int8"})
+    lm = rlx.CausalLM(RECIPE, zeros(), profile=profile)
+    plan = rlx.plan(RECIPE, device="cpu", profile=profile)
+    assert plan.params_bytes == nbytes(lm.model.params) and plan.parameters["int8/32"] > 0
+    lm = rlx.CausalLM(RECIPE, zeros(), mesh=2)
+    plan = rlx.plan(RECIPE, device="cpu", mesh=2)
+    assert plan.params_bytes == nbytes(lm.model.params) and plan.mesh == lm.report().mesh
+    assert rlx.plan(RECIPE, device="h200", mesh={"data": 1, "tensor": 2}).params_bytes == plan.params_bytes
+
+
+def test_the_peak_is_near_that_of_xla() -> None:
+    """Of a prompt in f32. (The benchmark compares real sizes: tests compile without most of XLA's optimizations.)"""
+    lm, plan = rlx.CausalLM(RECIPE, zeros()), rlx.plan(RECIPE, device="cpu", context=64)
+    lm.prefill(np.zeros((1, 64), np.int32), max_len=64, logits="last")
+    (executable,) = lm.model.programs.executables.values()
+    memory: Any = executable.call.memory_analysis()
+    peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
+    assert plan.peak_bytes == pytest.approx(peak - memory.alias_size_in_bytes, rel=0.1)
+
+
+def test_times_of_an_h200() -> None:
+    """The 1B shape in bf16, as measured: benchmarks/README.md."""
+    shape = {"vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192}
+    profile = rlx.CompileProfile().replace(precision={"compute": "bf16", "weights": "bf16"})
+    recipe = rlx.Llama32Flow.for_prefill(CONFIG | shape | heads)
+    one = rlx.plan(recipe, device="h200", context=256, profile=profile)
+    assert one.ms_per_token == pytest.approx(0.929, rel=0.1) and one.bound == "memory bandwidth"
+    assert one.basis == "measured" and one.parameters == {"bf16": 2 * sum(s.size for s in recipe.shapes().values())}
+    prompts = rlx.plan(recipe, device="h200", batch=8, context=2048, profile=profile)
+    assert prompts.ms_prefill == pytest.approx(58.5, rel=0.1) and prompts.prefill.bound == "FLOPs"
+
+
+CHANGES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "device": ({"device": "l4"}, ("ms_per_token", "ms_prefill", "memory", "basis")),
+    "batch": ({"batch": 3}, ("ms_per_token", "ms_prefill", "cache_bytes", "peak_bytes")),
+    "context": ({"context": 128}, ("ms_per_token", "ms_prefill", "cache_bytes", "peak_bytes")),
+    "profile": ({"profile": rlx.CompileProfile().replace(precision={"compute": "f32"})}, ("dtype", "params_bytes")),
+    "cache": ({"profile": rlx.CompileProfile().replace(precision={"kv": "int8"})}, ("cache_bytes",)),
+    "mesh": ({"mesh": 2}, ("params_bytes", "mesh", "ms_per_token")),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_argument_changes_the_result(name: str) -> None:
+    arguments, attributes = CHANGES[name]
+    bf16 = rlx.CompileProfile().replace(precision={"compute": "bf16", "weights": "bf16"})
+    base: dict[str, Any] = {"device": "h200", "batch": 2, "context": 64, "profile": bf16}
+    first, other = rlx.plan(RECIPE, **base), rlx.plan(RECIPE, **base | arguments)
+    assert [name for name in attributes if getattr(first, name) == getattr(other, name)] == []
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "a device": (LLAMA, {"device": "h20"}, errors.ProfileError, "no rates of 'h20'; there are .*did you mean 'h200'"),
+    "no rows": (LLAMA, {"batch": 0}, errors.RequestError, "batch is 0; expected an integer of at least 1"),
+    "no tokens": (LLAMA, {"context": 0}, errors.RequestError, "context is 0"),
+    "too long": (LLAMA, {"context": 10**7}, errors.SequenceLengthError, "context: 10000000 positions, the model has"),
+    "another device's profile": (
+        LLAMA, {"profile": rlx.CompileProfile().replace(fusion={"target": "h100"}), "device": "h200"},
+        errors.ProfileError, "fusion.target is 'h100', and device is 'h200'",
+    ),
+    "another model's profile": (
+        LLAMA, {"profile": rlx.CompileProfile().replace(precision={"weights": {"encoder.**": "int8"}})},
+        errors.ProfileError, "'encoder.\\*\\*' selects no block",
+    ),
+    "a mesh": (LLAMA, {"mesh": "all"}, errors.RequestError, "mesh is 'all'; expected a number of devices"),
+    "an empty axis": (LLAMA, {"mesh": {"data": 0}}, errors.RequestError, "mesh\\['data'\\] is 0"),
+    "images": (FIXTURES / "vision" / "vit", {}, errors.UnsupportedError, "of kind vision: plans are for models of tok"),
+    "a revision": (rlx.ModelFlow("m"), {"revision": "v1"}, errors.RequestError, "are for checkpoints; got ModelFlow"),
+    "other sizes": (
+        rlx.ModelFlow("m").input("x", ("batch", "height", 4)).linear("w", shape=(2, 4)), {}, errors.GraphError,
+        r"it has other sizes: 'height'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    model, arguments, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        rlx.plan(model, **{"device": "cpu"} | arguments)
+
+
+def test_what_would_make_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each suggestion fits, and its figures are those of a plan with its arguments."""
+    t4, peak = rates.rates_named("t4"), rlx.plan(RECIPE, device="t4", batch=8, context=256).peak_bytes
+    small = replace(t4, device=replace(t4.device, memory=peak * 7 // 10))
+    monkeypatch.setattr(model_plan, "rates_named", lambda name: small)
+    plan = rlx.plan(RECIPE, device="t4", batch=8, context=256)
+    assert plan.fits is False and plan.bound == "memory size"
+    changes = {s.change for s in plan.suggestions}
+    assert {"a context of 128", "a batch of 4", "4 devices"} <= changes, changes
+    auto = rlx.CompileProfile.preset("auto")
+    for suggestion in plan.suggestions[1:]:
+        arguments = {"batch": 8, "context": 256, **suggestion.arguments}
+        arguments["profile"] = auto.replace(**arguments.get("profile", {}))
+        other = rlx.plan(RECIPE, device="t4", **arguments)
+        assert other.fits and other.peak_bytes == suggestion.peak_bytes
+        assert other.ms_per_token == suggestion.ms_per_token
+    assert "it would fit with" in str(plan)
+
+
+def test_an_encoder_and_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = rlx.plan(BERT, device="h200", batch=4)
+    assert plan.decode is None and plan.ms_per_token is None and plan.cache_bytes == 0 and plan.ms_prefill > 0
+    assert "a call" in str(plan)
+    words = ["plan", str(LLAMA), "--device", "l4", "--batch", "2", "--mesh", "data=2", "--json"]
+    assert cli.main(words) == 0
+    record = json.loads(capsys.readouterr().out)
+    expected = rlx.plan(LLAMA, device="l4", batch=2, mesh={"data": 2})
+    assert record == json.loads(expected.to_json())
+    assert cli.main(words[:-1]) == 0 and "from the data sheet" in capsys.readouterr().out
+    assert cli.main([*words[:-2], "two"]) == 1 and "expected a number of devices, or axes" in capsys.readouterr().err
