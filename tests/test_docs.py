@@ -10,6 +10,7 @@ the first is also the model `HUB` of a hub on this machine. Blocks fenced otherw
 from __future__ import annotations
 
 import re
+import shutil
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,20 +65,28 @@ def page_param(page: Path) -> Any:
     return pytest.param(page, marks=pytest.mark.slow if page.stem in SLOW else (), id=page.stem)
 
 
-@pytest.mark.parametrize("page", [page_param(page) for page in PAGES])
-def test_code_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All blocks of a page, from top to bottom."""
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with what pages load, of which each page has a copy."""
+    here = tmp_path_factory.mktemp("pages")
     for name, fixture in TINY.items():
-        copy(fixture, tmp_path / "path" / "to" / name)
-    write_gguf(FIXTURES / "mistral" / "full_v4", tmp_path / "path" / "to" / "model.gguf")
+        copy(fixture, here / "path" / "to" / name)
+    write_gguf(FIXTURES / "mistral" / "full_v4", here / "path" / "to" / "model.gguf")
     with zipfile.ZipFile(FIXTURES / "quantized.zip") as archive:
         names = [name for name in archive.namelist() if name.startswith("awq/")]
-        archive.extractall(tmp_path / "path" / "to", names)
+        archive.extractall(here / "path" / "to", names)
     with zipfile.ZipFile(FIXTURES / "classifiers.zip") as archive:
-        archive.extractall(tmp_path / "classifiers")
+        archive.extractall(here / "classifiers")
     for name, recorded in (("classifier", "bert"), ("reranker", "rerank")):
-        (tmp_path / "path" / "to" / name).symlink_to(tmp_path / "classifiers" / recorded)
-    (tmp_path / "path" / "to" / "minilm").symlink_to(minilm_directory())
+        (here / "path" / "to" / name).symlink_to(Path("..", "..", "classifiers", recorded))
+    (here / "path" / "to" / "minilm").symlink_to(minilm_directory())
+    return here
+
+
+@pytest.mark.parametrize("page", [page_param(page) for page in PAGES])
+def test_code_runs(page: Path, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks of a page, from top to bottom."""
+    shutil.copytree(checkpoints, tmp_path, symlinks=True, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     hub = Hub()
     hub.add(HUB, TINY["llama"])
