@@ -13,7 +13,10 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax.cli import entry
 from rlx_jax.errors import GraphError, SaveFailedError
+from rlx_jax.ir.graph import Builder, TypeCache, constant
 from rlx_jax.ir.graph_diff import diff_text
+from rlx_jax.ir.ops.pointwise import Binary
+from rlx_jax.ir.types import TensorType
 from rlx_jax.runtime.levels import LEVELS
 from tests import divided
 
@@ -79,6 +82,17 @@ def test_an_operand_that_is_another_value_is_a_difference() -> None:
         "- %4 = sub(%2, %3) : f32[2,8]  // m  ← output", "+ %4 = sub(%3, %2) : f32[2,8]  // m  ← output",
     ]  # fmt: skip
     assert not re.findall(r"^[-+]", diff_text(module(True), module(True), ("mir", "mir")), re.MULTILINE)
+
+
+def test_an_attribute_that_texts_leave_out_is_a_difference() -> None:
+    """Such as the elements of a constant."""
+    graphs = []
+    for number in (1.0, 2.0):
+        b = Builder("m", TypeCache())
+        x = b.input("x", TensorType((4,), np.dtype("f4")))
+        graphs.append(b.finish([b(Binary("add"), x, b.leaf(constant(np.full(4, number), np.float32)))], ["y"]))
+    text = diff_text(graphs[0], graphs[1], ("mir", "mir"))
+    assert re.findall(r"^[-+].*$", text, re.MULTILINE) == [f"{sign} %1 = constant(16 bytes) : f32[4]" for sign in "-+"]
 
 
 # -- arguments ---------------------------------------------------------------------------------

@@ -58,6 +58,36 @@ def test_one_edited_layer() -> None:
     assert changed(back)["layers.2.mlp"]["ops"] == ops[::-1]
 
 
+def plus_one(a: Any) -> Any:
+    return a + 1
+
+
+def plus_two(a: Any) -> Any:
+    return a + 2
+
+
+plus_two.__name__ = "plus_one"
+HIDDEN: dict[str, tuple[Any, str]] = {
+    "a rope base": (divided.recipe("llama", num_hidden_layers=LAYERS, rope_theta=5e5), "rotary_emb"),
+    "a scale": (RECIPE.at("layers.2.mlp").scale(0.25), "layers.2.mlp"),
+    "a function": (RECIPE.at("layers.2.mlp").wrap(lambda emit, x, inner: emit.jax(plus_one, inner(x))), "layers.2.mlp"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_what_the_text_of_ops_leaves_out(name: str) -> None:
+    """Is a difference all the same: other constants, tables and functions."""
+    others = {
+        "a rope base": RECIPE, "a scale": RECIPE.at("layers.2.mlp").scale(0.5),
+        "a function": RECIPE.at("layers.2.mlp").wrap(lambda emit, x, inner: emit.jax(plus_two, inner(x))),
+    }  # fmt: skip
+    flow, path = HIDDEN[name]
+    assert {block: list(facts) for block, facts in changed(compiled(flow).diff(compiled(others[name]))).items()} == {
+        path: ["hash of ops"]
+    }
+    assert not compiled(flow).diff(compiled(flow))
+
+
 def test_another_profile() -> None:
     """The dtypes of every block and half the bytes, from the same settings as `CompileProfile.diff`."""
     ours, theirs = compiled(RECIPE), compiled(RECIPE, precision={"compute": "bf16"})
@@ -86,6 +116,13 @@ def test_packed_weights() -> None:
         "parameter bytes": ("6,144", f"{48 * 32 + 2 * 48:,}"),  # a scale of two bytes for each 32 columns
     }
     assert "layers.*.mlp.down_proj" not in weights  # 48 columns are no multiple of 32
+
+
+def test_a_mesh() -> None:
+    """The sharding of weights, where there is one."""
+    meshed = rlx.compile(RECIPE, RECIPE.shapes(), mesh=divided.mesh("tensor", 2))
+    down = changed(compiled(RECIPE).diff(meshed))["layers.*.mlp.down_proj"]
+    assert down["sharding"][0] == "none" and "tensor" in down["sharding"][1] and "weights" not in down
 
 
 def test_blocks_of_one_model() -> None:

@@ -9,10 +9,13 @@ from dataclasses import dataclass, field
 
 from rlx_jax.compiler.compare import fact_changes
 from rlx_jax.compiler.pipeline import Template
+from rlx_jax.compiler.settings import Settings
 from rlx_jax.inspection.work import block_work
-from rlx_jax.ir.graph import Graph, Leaf, Node, Param
+from rlx_jax.ir.graph import Graph, Leaf, Param
 from rlx_jax.ir.param import Padded, Program, packed_arrays, packing_of
 from rlx_jax.ir.paths import Path, bind_path, path_text
+from rlx_jax.ir.region import Repeat
+from rlx_jax.ir.serial import node_digest
 from rlx_jax.ir.table import TextTable
 from rlx_jax.lowering.inspect.hlo import without_layer_numbers
 from rlx_jax.lowering.lir.plan import Lir
@@ -21,6 +24,9 @@ from rlx_jax.profiles.profile import change_lines
 
 # The facts of a block as text, by name; the names are those of the changes.
 Facts = dict[str, str]
+
+# The name of the fact that covers what the text of ops leaves out, such as the frequencies of rotary embeddings.
+HASH = "hash of ops"
 
 SIGNS = {"equal": "=", "changed": "~", "removed": "-", "added": "+"}
 
@@ -96,6 +102,9 @@ def block_diffs(ours: Mapping[str, Facts], theirs: Mapping[str, Facts]) -> tuple
     num_layers: dict[str, int] = defaultdict(int)
     for path in dict.fromkeys((*ours, *theirs)):
         changes = fact_changes(ours.get(path, {}), theirs.get(path, {}))
+        names = {change.name for change in changes}
+        # Hashes only tell that ops differ in what their text leaves out.
+        changes = tuple(change for change in changes if change.name != HASH or "ops" not in names)
         both = path in ours and path in theirs
         kind = ("changed" if changes else "equal") if both else "removed" if path in ours else "added"
         star = without_layer_numbers(path)
@@ -130,9 +139,11 @@ def _label(star: str, paths: Sequence[str], num_layers: int) -> str:
 
 @dataclass
 class _Block:
-    """The nodes of a block in one layer: ops, the types of the last one's results, parameters, and its MIR path."""
+    """The nodes of a block in one layer: ops and their hashes, the types of the last one's results, parameters, and the
+    path and number of all layers in the program."""
 
     ops: list[str] = field(default_factory=list)
+    hashes: list[str] = field(default_factory=list)
     output: str = ""
     params: dict[Program, None] = field(default_factory=dict)
     path: Path = ()
@@ -147,14 +158,14 @@ def block_facts(template: Template, lir: Lir | None) -> dict[str, Facts]:
         lir: its plan, for FLOPs, bytes and implementations; None to leave these out.
     """
     blocks: dict[Path, _Block] = {}
-    _collect(template.hir, blocks, None, 1)
+    _collect(template.hir, blocks, (None,))
     work = {} if lir is None else block_work(lir)
     lines = () if lir is None else (*lir.attention(), *lir.experts(), *lir.recurrences())
     choices = dict(line.split(": ", 1) for line in lines)
     facts: dict[str, Facts] = {}
     for path, block in blocks.items():
         name = "(outside of blocks)" if path == (template.hir.name,) else path_text(path)
-        facts[name] = dict(_facts(block, template.job.settings.plan.packed))
+        facts[name] = dict(_facts(block, template.job.settings))
         if lir is not None:
             works = work.get(block.path, ())
             flops, nbytes = (sum(getattr(w, what) for w in works) // block.layers for what in ("flops", "bytes"))
@@ -163,35 +174,33 @@ def block_facts(template: Template, lir: Lir | None) -> dict[str, Facts]:
     return facts
 
 
-def _collect(graph: Graph, blocks: dict[Path, _Block], layer: int | None, layers: int) -> None:
-    """Add the nodes of a graph to `blocks`; of a region, of iteration `layer` of `layers`."""
+def _collect(graph: Graph, blocks: dict[Path, _Block], layers: Sequence[int | None]) -> None:
+    """Add the nodes of a graph to `blocks`, once for each of `layers`."""
     for node in graph.nodes:
-        regions, count = node.op.regions(), node.op.iterations()
-        for region in regions:
-            for i in range(count) if count > 1 else (layer,):
-                _collect(region, blocks, i, max(count, layers))
-        if not isinstance(node.op, Leaf) and not regions:
-            path = node.origin.path
-            block = blocks.setdefault(bind_path(path, layer), _Block(path=path, layers=layers))
-            block.ops.append(node.op.text())
-            block.output = ", ".join(map(str, node.types))
-            block.params.update(dict.fromkeys(_params(graph, node, layer)))
+        if isinstance(node.op, Repeat):
+            _collect(node.op.body, blocks, range(node.op.count))
+        elif not isinstance(node.op, Leaf):
+            text, digest, path = node.op.text(), node_digest(graph, node), node.origin.path
+            params = [op for v in node.inputs if isinstance(op := graph.nodes[v.node].op, Param)]
+            for layer in layers:
+                block = blocks.setdefault(bind_path(path, layer), _Block(path=path, layers=len(layers)))
+                block.ops.append(text)
+                block.hashes.append(digest)
+                block.output = ", ".join(map(str, node.types))
+                block.params.update(dict.fromkeys(param.program_at(layer) for param in params))
 
 
-def _params(graph: Graph, node: Node, layer: int | None) -> Iterator[Program]:
-    for op in (graph.nodes[value.node].op for value in node.inputs):
-        if isinstance(op, Param):
-            yield op.program_at(layer)
-
-
-def _facts(block: _Block, packed: bool) -> Iterator[tuple[str, str]]:
-    """Yield the facts of a block that do not depend on sizes; `packed` is whether packed weights stay packed."""
+def _facts(block: _Block, settings: Settings) -> Iterator[tuple[str, str]]:
+    """Yield the facts of a block that do not depend on sizes."""
     yield "ops", "; ".join(block.ops)
+    yield HASH, " ".join(block.hashes)
     yield "output", block.output
     if block.params:
-        schemes = {p: packing_of(p) if packed else None for p in block.params}
+        schemes = {p: packing_of(p) if settings.plan.packed else None for p in block.params}
         arrays = [packed_arrays(p).values() if scheme else (p,) for p, scheme in schemes.items()]
         sizes = [(p.of if isinstance(p, Padded) else p).type.size for p in block.params]  # without padding
         yield "weights", ", ".join(f"{scheme or ''} {p.type}".strip() for p, scheme in schemes.items())
         yield "parameters", f"{sum(sizes):,}"
         yield "parameter bytes", f"{sum(array.type.nbytes for each in arrays for array in each):,}"
+        if sharding := settings.model_sharding:
+            yield "sharding", ", ".join(dict.fromkeys(sharding.describe_storage(p)[0] for p in block.params))

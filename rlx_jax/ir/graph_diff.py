@@ -53,7 +53,8 @@ def _changes(before: Sequence[Line], after: Sequence[Line]) -> Iterator[str]:
     def is_equal(number: int) -> bool:
         old, new = before[matches[number]], after[number]
         # Operands are equal if the lines that compute them match, whatever their numbers are.
-        return old.content == new.content and old.reads == tuple((matches.get(line), i) for line, i in new.reads)
+        same_op = old.content == new.content and old.op == new.op
+        return same_op and old.reads == tuple((matches.get(line), i) for line, i in new.reads)
 
     entries: list[tuple[str, Line]] = []
     next_before = next_after = 0

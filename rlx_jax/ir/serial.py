@@ -416,3 +416,13 @@ def closure_digest(fn: Any, operands: tuple[TensorType, ...]) -> str:
     """Return a text that identifies what a user's function computes: its jaxpr and hashes of the arrays it captures."""
     text, arrays = fingerprint(trace(fn, operands)[0])
     return text + " ".join(hashlib.sha256(array).hexdigest() for array in arrays)
+
+
+def node_digest(graph: Graph, node: Node) -> str:
+    """Return 8 hex digits of a hash over a node without its position: all attributes, functions, and constants read."""
+    constants = [encode(op) for v in node.inputs if isinstance(op := graph.nodes[v.node].op, Constant)]
+    try:
+        op_data = _encode_node(graph, node, closure_digest)["op"]
+    except UnsupportedError:  # a function inside a region
+        op_data = [node.op.text(), [node_digest(region, n) for region in node.op.regions() for n in region.nodes]]
+    return hashlib.sha256(json.dumps([op_data, constants], sort_keys=True).encode()).hexdigest()[:8]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from rlx_jax.ir.graph import Graph, Hir, Input, Leaf, Node, Param, Value
+from rlx_jax.ir.graph import Graph, Hir, Input, Leaf, Node, Op, Param, Value
 from rlx_jax.ir.param import Padded, Program, Stack, packed_arrays, packing_of, printed_name
 from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.ir.table import TextTable
@@ -88,12 +88,14 @@ class Line:
         key: the part of the content by which the lines of two programs are matched. For an op with regions it is the
             name alone, because the attributes change with the region.
         reads: the operands, each as the position of its line in the list of lines and the number of the result.
+        op: the op, whose text may leave out attributes; None for an op with regions, which have their own lines.
     """
 
     text: str
     content: str
     key: str
     reads: tuple[tuple[int, int], ...] = ()
+    op: Op | None = None
 
 
 def graph_lines(graph: Graph, level: str) -> list[Line]:
@@ -116,9 +118,9 @@ def _lines(graph: Graph, mark: str, indent: str, last: str, start: int) -> list[
     tags = [_tag(n, i, mark) for i, n in enumerate(graph.nodes)]
     width = max(map(len, tags), default=0)
 
-    def add(line: str, content: str, values: Iterable[Value] = (), key: str = "") -> None:
+    def add(line: str, content: str, values: Iterable[Value] = (), key: str = "", op: Op | None = None) -> None:
         reads = tuple((positions[v.node], v.index) for v in values)
-        lines.append(Line(indent + line, indent + content, indent + (key or content), reads))
+        lines.append(Line(indent + line, indent + content, indent + (key or content), reads, op))
 
     for number, (node, tag) in enumerate(zip(graph.nodes, tags, strict=True)):
         text = node.op.text()
@@ -132,7 +134,8 @@ def _lines(graph: Graph, mark: str, indent: str, last: str, start: int) -> list[
         # The pass that created a node is not part of the program.
         content = f"{text} : {types} {path_text(node.origin.path) if origin else ''}{output}"
         line = f"{tag:<{width}} = {text}{operands} : {types}{origin}{output}"
-        add(line, content, node.inputs, node.op.name() if node.op.regions() else "")
+        has_regions = bool(node.op.regions())
+        add(line, content, node.inputs, node.op.name() if has_regions else "", None if has_regions else node.op)
         positions.append(start + len(lines) - 1)
         for region in node.op.regions():
             add("{", "{")
