@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 SLOW = {
     "README", "adding-a-family", "bisect", "conversation", "devices", "diffusion", "editing", "embedding",
     "generation", "interpretability", "performance", "profiles", "programs", "recipes", "recurrence", "scoring",
-    "training", "vision", "weights",
+    "training", "view", "vision", "weights",
 }  # fmt: skip
 """They compile many programs."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]

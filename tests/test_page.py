@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import json
 import re
@@ -11,11 +12,16 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
-from rlx_jax import errors
+import rlx_jax as rlx
+from rlx_jax import cli, errors
 from rlx_jax.inspection.page import Page, make_page
 from rlx_jax.inspection.records import BlockEntry, Finding, Inspection, KernelEntry, OpEntry, PassStep
+from tests import small
+from tests.oracles.checkpoints import FIXTURES
 
 HOSTILE = (
     "</script><script>alert(1)</script>", "<!--<script>", "]]>", "{{script}}", "\\u003c/script>", "a\u2028b",
@@ -25,17 +31,20 @@ HOSTILE = (
 SCRIPT = files("rlx_jax.inspection.page").joinpath("page.js").read_text("utf-8")
 
 
-def inspection(name: str) -> Inspection:
-    """Every text of it is this name."""
-    op = OpEntry(name, name, (name,), name, name, 2, 3, name)
-    kernel = KernelEntry(name, name, name, 0.5, 2)
-    block = BlockEntry(
-        *(name, name, name), 1, 4, *(name, name, name), 2, 3, 1.0, True, 0.5, *(name, name, name), 2, (0.25, 0.75),
-        ops=(op,), kernels=(kernel,),
-    )  # fmt: skip
-    finding = Finding(name, name, name, name, 0.5)
-    lists = (block,), (finding,), (finding,), (PassStep(name, 2, 1, 0.0, name),)
-    return Inspection(name, name, {name: 1}, name, 1.0, True, 0.5, 2, 3, 4, 0, None, *lists)
+def filled(record: Any, text: str, **values: Any) -> Any:
+    """A record whose texts are all `text`."""
+    kinds = {"str": text, "int": 2, "float": 0.5, "bool": True, "float | None": 0.5, "int | None": None}
+    return record(**{f.name: kinds[str(f.type)] for f in dataclasses.fields(record) if f.name not in values}, **values)
+
+
+def inspection(text: str) -> Inspection:
+    """Every text of it is this one."""
+    ops, kernels = (filled(OpEntry, text, inputs=(text,)),), (filled(KernelEntry, text),)
+    block = filled(BlockEntry, text, ops=ops, kernels=kernels, layer_seconds=(0.25, 0.25))
+    finding, step = filled(Finding, text), filled(PassStep, text)
+    lists = {"blocks": (block,), "losses": (finding,), "findings": (finding,), "passes": (step,)}
+    result: Inspection = filled(Inspection, text, sizes={text: 1}, **lists)
+    return result
 
 
 class Elements(HTMLParser):
@@ -99,3 +108,38 @@ def test_a_page_is_saved_as_a_whole(tmp_path: Path) -> None:
     assert target.read_text("utf-8") == page.html
     Page("t", "other").save(target, overwrite=True)
     assert target.read_text("utf-8") == "other" and [path.name for path in tmp_path.iterdir()] == ["model.html"]
+
+
+def data_of(page: str) -> Any:
+    """What a page embeds."""
+    return json.loads(next(text for tag, text in Elements(page).texts if tag == "script"))
+
+
+def test_the_page_of_a_model() -> None:
+    """Its programs with their text, and what passes changed; then what it is compared with."""
+    flow = rlx.ModelFlow("mlp").input("x", ("n", 4)).linear("a", transpose=True).linear("b", transpose=True)
+    model = small.compiled(flow, {"a": small.w(4, 4), "b": small.w(4, 4)})
+    data = data_of(model.show(jax.ShapeDtypeStruct((2, 4), np.float32), compare=[inspection("other")]).html)
+    assert [each["name"] for each in data["inspections"]] == ["mlp", "other"]
+    assert data["texts"] == [{level: model.text(level) for level in ("hir", "mir")}]
+    shown = data["inspections"][0]
+    assert shown["sizes"] == {"n": 2} and not shown["measured"]
+    diffs = {step["name"]: step["diff"] for step in shown["passes"] if step["diff"]}
+    assert diffs["lower"] == model.text("mir", after="lower", diff=True)
+    assert all(step["nodes_before"] == step["nodes_after"] for step in shown["passes"] if step["name"] not in diffs)
+
+
+def test_view_writes_the_page_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, source = tmp_path / "model.html", str(FIXTURES / "llama" / "gqa_tied_llama3_v5")
+    words = ["view", source, "-o", str(target), "--estimate", "--context", "48", "--json"]
+    assert cli.main(words) == 0
+    assert json.loads(capsys.readouterr().out) == {"written": str(target), "bytes": target.stat().st_size}
+    data = data_of(target.read_text("utf-8"))
+    assert [(each["program"], each["sizes"]["batch"]) for each in data["inspections"]] == [
+        ("extend", 1),
+        ("prefill", 1),
+    ]
+    assert cli.main(words) == 1 and "model.html" in capsys.readouterr().err
+    assert cli.main([*words, "--overwrite", "--program", "decode", "--batch", "2"]) == 0
+    (each,) = data_of(target.read_text("utf-8"))["inspections"]
+    assert each["sizes"]["batch"] == 2

@@ -29,6 +29,7 @@ from rlx_jax.cli.generate import CHAT, GENERATE
 from rlx_jax.cli.inspect import INSPECT
 from rlx_jax.cli.plan import PLAN
 from rlx_jax.cli.terminal import Interrupt, Status, discard_stdout, print_warning, write
+from rlx_jax.cli.view import VIEW
 from rlx_jax.errors import RlxError, StorageError, did_you_mean, listing, quote
 
 
@@ -45,7 +46,7 @@ def completion_options(parser: argparse.ArgumentParser) -> None:
 
 COMPLETION = Command("completion", "complete commands and options in a shell", (completion_options,), completion)
 
-COMMANDS = (CHAT, GENERATE, EMBED, SCORE, BENCH, EXPLAIN, INSPECT, PLAN, DIFF, CONVERT, DOCTOR, COMPLETION)
+COMMANDS = (CHAT, GENERATE, EMBED, SCORE, BENCH, EXPLAIN, VIEW, INSPECT, PLAN, DIFF, CONVERT, DOCTOR, COMPLETION)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -121,7 +122,11 @@ def check_words(top: argparse.ArgumentParser, words: Sequence[str]) -> None:
     names = [name for option in long_options(command) if (name := option.name)]
     for word in words[1:] if "--" not in words else words[1 : words.index("--")]:
         name = word.partition("=")[0]
-        if name in ("-", "-h") or not is_option(word) or any(option_name.startswith(name) for option_name in names):
+        if (
+            name in ("-", *command._option_string_actions)
+            or not is_option(word)
+            or any(option_name.startswith(name) for option_name in names)
+        ):
             continue
         suggestion = did_you_mean(f"--{name.lstrip('-')}", names)
         command.error(

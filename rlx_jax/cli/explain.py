@@ -16,14 +16,18 @@ def explain(args: argparse.Namespace, session: Session) -> Iterator[str]:
     roofline; then the largest losses with what would reduce them, and findings. A language model has two programs: a
     step of decoding, and prefill."""
     model = load_model(args, session)
-    inspections = _inspections(model, args)
-    for i, inspection in enumerate(inspections):
+    for i, inspection in enumerate(explain_model(model, args)):
         session.status.clear()
         separator = "\n" if i else ""
         yield f"{inspection.to_json()}\n" if args.json else f"{separator}{inspection.text()}\n"
 
 
-def _inspections(model: object, args: argparse.Namespace) -> Iterator[Inspection]:
+def explain_model(model: object, args: argparse.Namespace) -> Iterator[Inspection]:
+    """Yield what the programs of a model consist of, with the options of the command.
+
+    Raises:
+        RequestError: a kind of model, or an option of it, that is not explained. Others as `model.explain`.
+    """
     batch = {} if args.batch is None else {"batch": args.batch}
     if isinstance(model, rlx.CausalLM):
         names = ("decode", "prefill") if args.program is None else (args.program,)
@@ -43,7 +47,7 @@ def _inspections(model: object, args: argparse.Namespace) -> Iterator[Inspection
         )
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def explain_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `explain`."""
     add = parser.add_argument
     add("--program", choices=("decode", "prefill"), help="of a language model; by default both")
@@ -54,5 +58,8 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 EXPLAIN = Command(
-    "explain", "where the time goes, and what would reduce it", (options, add_compute, add_json, add_model), explain
+    "explain",
+    "where the time goes, and what would reduce it",
+    (explain_options, add_compute, add_json, add_model),
+    explain,
 )

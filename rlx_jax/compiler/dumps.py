@@ -60,12 +60,25 @@ def _graphs(template: Template, job: Job, level: str, after: str, diff: bool) ->
     if after:
         check_pass(after, level)
         result = run_passes(blocks, job, stop=after)
-        return result.before, result.graph, f", after={after}"
+        before, graph = [blocks, *result.graphs.values()][-2:]
+        return before, graph, f", after={after}"
     if level == "hir":
         # Nothing is derived for these programs: show the blocks that the user wrote, before any pass.
         as_built = job.program in ("forward", "train") and not diff
         return blocks, blocks if as_built else template.hir, f", fusion={job.settings.profile.fusion.policy}"
     return run_passes(blocks, job, stop="lower").graph if diff else template.mir, template.mir, ""
+
+
+def pass_diffs(template: Template) -> dict[str, str]:
+    """Return the difference that each pass made to a program, by the pass's name; nothing for those that made none."""
+    diffs, before = {}, template.built.hir
+    for name, graph in run_passes(before, template.job).graphs.items():
+        if graph is not before:
+            level = pass_named(name).level
+            levels = "hir" if name == "lower" else level, level
+            diffs[name] = diff_text(before, graph, levels, f", after={name}")
+        before = graph
+    return diffs
 
 
 def check_pass(name: str, level: str) -> None:

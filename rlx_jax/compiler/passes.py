@@ -242,7 +242,7 @@ class PassesResult:
         blocks: the HIR graph before it is lowered.
         lowered: the graph after the last `program` pass, which the fusion report compares the final graph with.
         graph: the final graph.
-        before: the graph before the last pass that ran.
+        graphs: the graph after each pass, by name; a pass that changes nothing returns the same graph.
         seconds: the time of each pass, by name.
         nodes: the number of nodes after each pass, by name.
         fusion_sites: the fusion sites that passes report.
@@ -251,7 +251,7 @@ class PassesResult:
     blocks: Graph
     lowered: Graph
     graph: Graph
-    before: Graph
+    graphs: Mapping[str, Graph]
     seconds: Mapping[str, float]
     nodes: Mapping[str, int]
     fusion_sites: tuple[FusionSite, ...]
@@ -275,14 +275,15 @@ def run_passes(graph: Graph, job: Job, stop: str = "") -> PassesResult:
             f"{graph.name}: pass {quote(stop)} does not run for {job.program} with these settings; "
             f"the passes that run are {', '.join(p.name for p in rows)}"
         )
-    blocks = lowered = before = graph
+    blocks = lowered = graph
+    graphs: dict[str, Graph] = {}
     seconds: dict[str, float] = {}
     nodes: dict[str, int] = {}
     fusion_sites: list[FusionSite] = []
     for p in rows:
         start = time.perf_counter()
         result = p(graph, job)
-        before, graph = graph, result.graph
+        graphs[p.name] = graph = result.graph
         fusion_sites += result.sites
         seconds[p.name], nodes[p.name] = time.perf_counter() - start, sum(1 for _ in graph.walk())
         blocks = graph if p.level == HIR else blocks
@@ -292,4 +293,4 @@ def run_passes(graph: Graph, job: Job, stop: str = "") -> PassesResult:
             print(line, file=sys.stderr)
         if p.name == stop:
             break
-    return PassesResult(blocks, lowered, graph, before, seconds, nodes, tuple(fusion_sites))
+    return PassesResult(blocks, lowered, graph, graphs, seconds, nodes, tuple(fusion_sites))

@@ -16,6 +16,7 @@ import numpy as np
 
 from rlx_jax.encode.embedding import Batcher, PackedBatcher, Stream
 from rlx_jax.encode.explain import explain as explain_texts
+from rlx_jax.encode.explain import show as show_texts
 from rlx_jax.encode.packing import Block, costs_on, sizes_for
 from rlx_jax.encode.padded_rows import RowBatcher, read_mask_names, run_exact_rows
 from rlx_jax.encode.pooled import POOLED, check_finite, check_padding, pooled_width
@@ -395,7 +396,7 @@ class Encoder(TaskModel):
             layout = f"rows at their own lengths: {self.own_lengths}"
         return replace(self.model.report(**sizes), embedding=layout, request=self._last_request)
 
-    explain = explain_texts
+    explain, show = explain_texts, show_texts
 
     @suggest_keywords()
     def profile(self, texts: Any, *, max_tokens: int | None = None) -> BlockTimes:

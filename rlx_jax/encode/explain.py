@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from rlx_jax.inspection.page import Page
 from rlx_jax.inspection.records import Inspection
 from rlx_jax.runtime.explain import explain_request
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.runtime.show import model_page
 
 
 class EmbedsTexts(Protocol):
@@ -40,3 +43,16 @@ def explain(self: EmbedsTexts, *, batch: int = 8, tokens: int = 128, runs: int =
     texts = np.random.default_rng(0).integers(0, self.vocab_size, shape).tolist()
     num_tokens = shape[0] * shape[1]
     return explain_request(self.model.programs, lambda: self.embed(texts), check_integer("runs", runs, 1), num_tokens)
+
+
+def show(self: EmbedsTexts, *, compare: Sequence[Inspection] = (), **options: Any) -> Page:
+    """Return the page of what `explain(**options)` returns. A notebook displays it, and `save` writes it.
+
+    Args:
+        compare: what `explain` returned for other models or profiles, to compare with.
+        options: for `explain`.
+
+    Raises:
+        As `explain`.
+    """
+    return model_page(self.model, [explain(self, **options)], compare)

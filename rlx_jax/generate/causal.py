@@ -17,6 +17,7 @@ from rlx_jax.generate.conversation import Conversation, check_stream_options, op
 from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.drafters import DRAFT_TOKENS, make_drafter
 from rlx_jax.generate.explain import explain as explain_requests
+from rlx_jax.generate.explain import show as show_requests
 from rlx_jax.generate.generation import NewTokens, report_of_requests, run_request, stream_request
 from rlx_jax.generate.patching import patch as patch_prompts
 from rlx_jax.generate.prefill import compute_logits, extend, prefill
@@ -487,7 +488,7 @@ class CausalLM(TaskModel):
             return self.model.report(**sizes)
         return report_of_requests(self.model, self._last_speculative, self._last_call)
 
-    explain = explain_requests
+    explain, show = explain_requests, show_requests
 
     def profile(self, prompts: Any, max_new_tokens: int = 64, **options: Any) -> BlockTimes:
         """Measure the time by block of `generate(prompts, max_new_tokens, **options)`.

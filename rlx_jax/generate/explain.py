@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -13,15 +14,19 @@ from rlx_jax.generate.generation import start_generation
 from rlx_jax.generate.request import LanguageModel, check_request
 from rlx_jax.generate.request_plan import RequestPlan, plan_request, prompt_blocks
 from rlx_jax.generate.sampler import Sampler
+from rlx_jax.inspection.page import Page
 from rlx_jax.inspection.records import Inspection
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.runtime.explain import explain_program
 from rlx_jax.runtime.findings import PaddedSizes
 from rlx_jax.runtime.inputs import check_integer
+from rlx_jax.runtime.show import model_page
 from rlx_jax.text.request_checks import classify_prompts
 
 # The tokens of a row, prompt and answer, where the caller gives no number.
 DEFAULT_CONTEXT = 512
+# The programs that can be explained.
+PROGRAMS = ("decode", "prefill")
 
 
 class HasRequests(Protocol):
@@ -53,7 +58,7 @@ def explain(
         RequestError: an unknown program, or too short a context. SequenceLengthError: more tokens than positions.
         UnsupportedError: traces of this device name no kernels.
     """
-    check_names([program], ["decode", "prefill"], "explain: there is no program", "; there are", RequestError)
+    check_names([program], PROGRAMS, "explain: there is no program", "; there are", RequestError)
     lm = replace(self._lm, eos_ids=())  # no row may end early
     batch, runs = check_integer("batch", batch, 1), check_integer("runs", runs, 1)
     positions = lm.max_positions or DEFAULT_CONTEXT + 1
@@ -78,6 +83,21 @@ def explain(
     times = time_prefill(plan, runs) if is_measured else None
     padding = PaddedSizes({"batch": (batch, plan.prefill_batch), "seq": (plan.chunks[0].tokens, plan.chunks[0].width)})
     return explain_program(programs, plan.prefill_programs[0].key, times, 1, padding)
+
+
+def show(self: HasRequests, *programs: str, compare: Sequence[Inspection] = (), **options: Any) -> Page:
+    """Return the page of what `explain` returns of decoding and prefill. A notebook displays it, and `save` writes it.
+
+    Args:
+        programs: only these of the two.
+        compare: what `explain` returned for other models or profiles, to compare with.
+        options: for `explain`.
+
+    Raises:
+        As `explain`.
+    """
+    inspections = [explain(self, program, **options) for program in programs or PROGRAMS]
+    return model_page(self._lm.model, inspections, compare)
 
 
 def time_decode(plan: RequestPlan, runs: int) -> BlockTimes:

@@ -41,7 +41,7 @@ def _loss(block: BlockEntry, rates: Rates) -> Finding:
         speed = rates.flops[rated_dtype(block.dtype)]
         amount = f"{block.flops / 1e9:,.2f} GFLOP at {speed / 1e9:,.0f} GFLOP/s in {block.dtype}"
     limit = f"{block.limited_by} allows {1000 * block.roofline_seconds:,.2f} ms: {amount}"
-    return Finding("loss", block.label, f"{taken}; {limit}", _advice(block, rates), block.lost_seconds)
+    return Finding("loss", block.path, f"{taken}; {limit}", _advice(block, rates), block.lost_seconds)
 
 
 def _advice(block: BlockEntry, rates: Rates) -> str:

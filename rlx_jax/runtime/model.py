@@ -33,6 +33,7 @@ from rlx_jax.runtime.model_setup import init_model_params
 from rlx_jax.runtime.program_key import LAST_TOKEN, ProgramKey, Variant
 from rlx_jax.runtime.report import Report, report_of
 from rlx_jax.runtime.sequence_state import FromEmpty, State, as_state, check_capacity
+from rlx_jax.runtime.show import show as show_model
 from rlx_jax.weights.execute import quantization_errors
 from rlx_jax.weights.inverse import weights_by_key
 
@@ -480,6 +481,8 @@ class CompiledModel(ModelProgram):
         if self.last_key is None:
             raise GraphError(f"{self.name}: explain needs inputs, as nothing ran yet; jax.ShapeDtypeStruct will do")
         return explain_program(self.programs, self.last_key, times)
+
+    show = show_model
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ function make(tag, attributes, ...children) {
 function scaled(value, units, step = 1000) {
   let unit = 0;
   for (; Math.abs(value) >= step && unit < units.length - 1; unit++) value /= step;
-  const digits = Math.abs(value) >= 100 || Number.isInteger(value) ? 0 : Math.abs(value) >= 10 ? 1 : 2;
+  const digits = Math.abs(value) >= 100 || !unit && Number.isInteger(value) ? 0 : Math.abs(value) >= 10 ? 1 : 2;
   return `${value.toFixed(digits)} ${units[unit]}`.trim();
 }
 const time = (seconds) => seconds === null ? "–" : scaled(seconds * 1e9, ["ns", "µs", "ms", "s"]);
@@ -68,10 +68,11 @@ function readInspection(inspection) {
     });
   };
   finish(root, null, -1);
-  const items = (kind) => inspection.blocks.flatMap((block) => block[kind].map((item, index) => ({
-    ...item, path: block.path, id: `${block.path}:${index}`,
-    search: searchText(block.path, item.name, item.text, item.result, item.primitive, item.opcode),
-  })));
+  const items = (kind) => inspection.blocks.flatMap((block) => block[kind].filter((item) => item.name).map(
+    (item, index) => ({
+      ...item, path: block.path, id: `${block.path}:${index}`,
+      search: searchText(block.path, item.name, item.text, item.result, item.primitive, item.opcode),
+    })));
   const kernel = items("kernels").sort((a, b) => b.seconds - a.seconds);
   return { ...inspection, root, block: ordered, op: items("ops"), kernel };
 }
@@ -166,6 +167,7 @@ function fillColumns() {
       click: () => { select(kind, item.id); column.list.focus(); },
     }, ...CELLS[kind](item)) }));
     column.list.replaceChildren(...column.rows.map(({ element }) => element));
+    if (!column.rows.length) column.list.append(make("p", { class: "hint" }, "None: compile or run the program."));
   }
 }
 
@@ -247,7 +249,7 @@ function facts(item) {
   return {
     Time: `${time(item.seconds)}, ${percent(item.seconds, model.seconds)}${model.measured ? "" : ", estimated"}`,
     Roofline: item.roofline_seconds && `${time(item.roofline_seconds)}, limited by ${item.limit}`,
-    "Share of the roofline": model.measured && item.roofline_seconds && percent(item.roofline_seconds, item.seconds),
+    "Share of the roofline": item.roofline_seconds && percent(item.roofline_seconds, item.seconds),
     FLOPs: count(item.flops), Bytes: bytes(item.bytes), Layers: item.layers > 1 && item.layers,
     Parameters: item.params && `${count(item.params)}, ${bytes(item.param_bytes)} ${block.scheme ?? ""}`,
     Op: block.op, Output: block.output, Sharding: block.sharding, Implementation: block.implementation,
@@ -264,7 +266,7 @@ function showSelected(item) {
     make("div", { class: String(value).length > 60 ? "wide" : "" }, make("dt", {}, name), make("dd", {}, value)))));
   if (item.layer_seconds?.length > 1) drawStrip(panel, item);
   const found = [...model.losses, ...model.findings].filter(({ path }) => path && inside(path, item.path));
-  panel.append(...found.map(({ text, advice }) => make("p", {}, `${text} `, make("span", { class: "dim" }, advice))));
+  panel.append(...found.map(({ text, advice }) => make("p", {}, `${text}. `, make("span", { class: "dim" }, `${advice}.`))));
 }
 
 // -- drawings -----------------------------------------------------------------------------------
@@ -351,7 +353,7 @@ const nodeAtPointer = ({ offsetX: x, offsetY: y }) => boxes.find(({ left, top, w
   x >= left && x < left + width && y >= top && y < top + BOX)?.node;
 
 function describe(node) {
-  const share = model.measured && node.roofline_seconds
+  const share = node.roofline_seconds
     ? `, ${percent(node.roofline_seconds, node.seconds)} of the roofline, limited by ${node.limit}` : "";
   return `${node.path}: ${time(node.seconds)}, ${percent(node.seconds, model.seconds)} of the run${share}`;
 }
@@ -365,16 +367,17 @@ function showSummary() {
   const tile = (value, ...text) => make("div", { class: "tile" }, make("b", {}, value), make("span", {}, ...text));
   const change = base ? changeText(seconds - base.seconds) : "";
   byId("tiles").replaceChildren(
-    tile(time(seconds), measured ? "a run, measured" : "a run, estimated by the roofline", change),
-    tile(measured ? percent(roofline_seconds, seconds) : "–", `of the roofline, ${time(roofline_seconds)}`),
+    tile(time(seconds), measured ? "a run, measured" : "a run, estimated, not measured", change),
+    tile(percent(roofline_seconds, seconds), `of the roofline reached, ${time(roofline_seconds)}`),
     tile(bytes(model.bytes), `memory traffic, ${bytes(ratio(model.bytes, seconds))}/s`),
     tile(count(model.flops, "FLOP"), `operations, ${count(ratio(model.flops, seconds), "FLOP/s")}`),
     tile(bytes(model.param_bytes), "parameters"), tile(bytes(model.cache_bytes), "cache"),
     tile(bytes(model.peak_bytes), "memory at its peak"));
   showBudget();
+  byId("losses").parentElement.hidden = !losses.length;
   byId("losses").replaceChildren(...losses.slice(0, 5).map((loss) => make("li", {},
-    make("b", {}, `${time(loss.seconds)} `), pathLink(loss.path), ` ${loss.text} `,
-    make("span", { class: "dim" }, loss.advice))));
+    make("b", {}, `${time(loss.seconds)} `), pathLink(loss.path), ` ${loss.text}. `,
+    make("span", { class: "dim" }, `${loss.advice}.`))));
 }
 
 // Divide the run into the time that memory traffic and operations need at the device's rates, and the rest.
