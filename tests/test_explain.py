@@ -14,7 +14,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import cli
-from rlx_jax.errors import GraphError, RequestError
+from rlx_jax.errors import GraphError, RequestError, RlxWarning
 from rlx_jax.inspection.largest_losses import largest_losses
 from rlx_jax.inspection.rates import rates_named
 from rlx_jax.inspection.records import BlockEntry, Finding, Inspection
@@ -93,6 +93,16 @@ def test_what_does_not_run_is_estimated(llama: rlx.CausalLM) -> None:
     check_whole(step, bare.model)
     assert step.program == "extend" and not step.measured and step.peak_bytes is None
     assert step.cache_bytes == 3 * (2 * 2 * 128 * 4 * 8 * 4 + 4)  # slots are a power of two
+
+
+def test_a_plan_for_another_device() -> None:
+    """An estimate is for that device; what ran is held against the limits of the one that ran it."""
+    with pytest.warns(RlxWarning, match="the plan is for another device"):
+        model = ran(linears("a"), SQUARE, fusion={"target": "h200"})
+    estimate = model.explain(jax.ShapeDtypeStruct((64, 128), jnp.float32))
+    measured = model.explain(np.ones((64, 128), np.float32), runs=1)
+    assert (estimate.device, measured.device) == ("h200", "cpu")
+    assert measured.roofline_seconds > 10 * estimate.roofline_seconds
 
 
 def test_a_step_of_the_loop(llama: rlx.CausalLM) -> None:

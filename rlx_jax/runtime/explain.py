@@ -31,7 +31,7 @@ def explain_program(
         steps: the number of steps in a run, for a generation loop.
         padding: the sizes that were requested.
     """
-    facts = program_facts(programs, key)
+    facts = program_facts(programs, key, ran=times is not None)
     inspection = inspect_program(facts, times, steps)
     return replace(inspection, losses=largest_losses(inspection, facts.rates), findings=findings_of(facts, padding))
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from rlx_jax.compiler.executable import Executable
 from rlx_jax.compiler.pipeline import Template
+from rlx_jax.device import running_device
 from rlx_jax.inspection.rates import Rates, rates_of
 from rlx_jax.inspection.work import Work, block_work
 from rlx_jax.ir.paths import Path
@@ -44,13 +45,18 @@ class ProgramFacts:
     work: Mapping[Path, tuple[Work, ...]]
 
 
-def program_facts(programs: Programs, key: ProgramKey) -> ProgramFacts:
-    """Return the facts of a program; it is not compiled for them."""
+def program_facts(programs: Programs, key: ProgramKey, ran: bool = False) -> ProgramFacts:
+    """Return the facts of a program; it is not compiled for them.
+
+    Args:
+        programs, key: the program.
+        ran: whether it ran, so that the rates are of the device that runs, and not of the one that it is planned for.
+    """
     executable = programs.executables.get(key)
     lir = programs.function(key).lir if executable is None else executable.lir
     instructions = {} if executable is None else program_instructions(programs, key, executable)
     sharding = programs.model_sharding
-    rates = rates_of(programs.settings.device)
+    rates = rates_of(running_device() if ran else programs.settings.device)
     if rates is not None and sharding is not None:
         count = sharding.mesh.size
         flops = {dtype: count * rate for dtype, rate in rates.flops.items()}
