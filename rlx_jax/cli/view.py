@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from rlx_jax.cli.command import Command, Session, add_compute, add_json, add_model, json_line, load_model
 from rlx_jax.cli.explain import explain_model, explain_options
-from rlx_jax.cli.terminal import format_bytes
+from rlx_jax.ir.text import format_bytes
 from rlx_jax.runtime.show import model_page
 
 
