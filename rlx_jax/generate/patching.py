@@ -33,7 +33,7 @@ from rlx_jax.generate.prefill import last_only
 from rlx_jax.generate.request import Inputs, LanguageModel, RequestInputs, check_flag, check_inputs
 from rlx_jax.runtime.inputs import check_integer, read_array
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.text.padding import pad_block
+from rlx_jax.text.padding import pad_block, pad_to
 from rlx_jax.text.request_checks import Ids, classify_prompts, pad_rows
 from rlx_jax.text.token_model import check_positions
 from rlx_jax.trace.block_selection import BlockPattern
@@ -66,12 +66,21 @@ class PatchRun:
     patches: list[Patch]
     inputs: RequestInputs
     pads: bool
+    sweep: bool
     is_last: bool
     metric: PatchFunction | None
 
     def padded(self, block: Ids) -> Ids:
-        """Return a block of tokens padded to the sizes of its program."""
-        return pad_block(self.lm.buckets, block, self.lm.max_positions) if self.pads else block
+        """Return a block of tokens padded to the sizes of its program.
+
+        Many copies of a prompt are not padded to powers of two, which could double their cost.
+        """
+        buckets = self.lm.buckets
+        if not self.pads:
+            return block
+        if self.sweep and not buckets.prompt:
+            return pad_to(block, buckets.rows(len(block)), block.shape[1])
+        return pad_block(buckets, block, self.lm.max_positions)
 
     def copies_at_once(self) -> int:
         """Return how many copies of the prompts a program of a sweep should run."""
@@ -229,7 +238,7 @@ def patch(
     places = _read_positions(positions, lengths, sweep)
     block = pad_rows(rows, int(lengths.max()))
     entries = _read_patches(lm.model, patches, source is not None, block)
-    run = PatchRun(lm, block, lengths, places, entries, request_inputs, not error, last_only(logits), metric)
+    run = PatchRun(lm, block, lengths, places, entries, request_inputs, not error, sweep, last_only(logits), metric)
     changes = [(p, number, place) for p in entries for number in p.chosen for place in range(len(places))]
     copies = [[change] for change in changes] if sweep else [changes]
     size = run.copies_at_once() if batch_size is None else check_integer("batch_size", batch_size, 1)
