@@ -7,7 +7,8 @@
 `lm.patch` puts the outputs of a clean prompt's layers into a corrupted one. Beside it, each layer is an edited model,
 `recipe.at("layers.i").wrap(…)`, with the position as an operand: so many compiles, and runs of the same rows. Both take
 the outputs of the clean prompt from one call of `lm.capture`, which is not counted. Times include building and
-compiling, not loading weights; CPU seconds are those of this process, on a machine that others use too. Exits with 1 if the logits differ or the goal is missed.
+compiling, not loading weights; CPU seconds are those of this process, on a machine
+that others use too. Exits with 1 if the logits differ or the goal is missed.
 """
 
 from __future__ import annotations
@@ -77,7 +78,6 @@ def main() -> None:
     again = time.perf_counter() - start
     cpu = time.process_time()
     theirs, by_layer = sweep_by_compiling(recipe, weights, corrupted, np.asarray(values)[:, 0])
-
     by_layer_cpu = time.process_time() - cpu
     error = float(np.abs(ours - theirs).max())
     goals.at_most("difference of the logits", error, 1e-4)
