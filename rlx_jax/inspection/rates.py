@@ -77,7 +77,8 @@ class Rates:
 
 
 # Fractions of an H200, fitted to 22 figures of benchmarks/README.md: steps and prompts of Llama, Qwen 3, Gemma 3,
-# mixture and Qwen 3.5 shapes in bf16. The largest error is 12 % (`python benchmarks/plan.py --figures`). Attention is
+# mixture and Qwen 3.5 shapes in bf16. The largest error on these same figures is 16 %, of a hybrid's prompt
+# (`python benchmarks/plan.py --figures`); no other figures were compared. Attention is
 # counted without its causal mask and recurrences with each state read twice, so that fractions may be 1 or more.
 H200_KERNELS: Mapping[KernelKind, KernelRate] = {
     "product": KernelRate(0.84, 0.92, 3.5e-6),
