@@ -222,15 +222,14 @@ def test_decoding(references: Path) -> None:
 
 
 @pytest.mark.slow
-def test_dtypes(references: Path) -> None:
+def test_dtypes(tmp_path: Path) -> None:
     """bf16 is within its tolerance, and not within that of f32; so is a packed model, and its decoded weights agree."""
-    lm, path = right("llama", references, "unroll"), references / "llama-unroll"
-    packed = rlx.load(path, profile=profile(precision={"weights": "int8"}))
-    assert (
-        rlx.bisect(packed, lm, TOKENS).first is not None and rlx.bisect(packed, lm, TOKENS, tolerance=0.1).first is None
-    )
-    decoded = rlx.CausalLM(rlx.recipe_for(path), packed.model.weights())
-    assert rlx.bisect(packed, decoded, TOKENS).first is None
+    path = checkpoints.copy(checkpoints.FIXTURES / "llama" / "bf16_gqa_tied_v5", tmp_path / "model")
+    checkpoints.edit_tensors(path, lambda tensors: {key: array.astype(np.float32) for key, array in tensors.items()})
+    lm, packed = rlx.load(path), rlx.load(path, profile=profile(precision={"weights": "int8"}))
+    assert rlx.bisect(packed, lm, TOKENS).first == "embed_tokens"
+    assert rlx.bisect(packed, lm, TOKENS, tolerance=0.1).first is None
+    assert rlx.bisect(packed, rlx.CausalLM(rlx.recipe_for(path), packed.model.weights()), TOKENS).first is None
     narrow = rlx.load(path, profile=profile(precision={"compute": "bf16"}))
     assert rlx.bisect(narrow, lm, TOKENS).first is None
     assert rlx.bisect(narrow, lm, TOKENS, tolerance=1e-5).first is not None
@@ -327,6 +326,9 @@ def test_an_encoder_against_transformers(tmp_path: Path) -> None:
     reference = hugging_face.load(path, "AutoModel")
     mask = np.array([[1] * 8, [1] * 5 + [0] * 3], np.int32)
     assert rlx.bisect(rlx.load(path), reference, TOKENS, attention_mask=mask).first is None
+    with pytest.raises(RlxError, match="BertModel is in training mode"):
+        rlx.bisect(rlx.load(path), reference.train(), TOKENS, attention_mask=mask)
+    reference.eval()
     checkpoints.edit_tensors(path, changed("encoder.layer.1.intermediate.dense.bias", zero))  # type: ignore[arg-type]
     found = rlx.bisect(rlx.load(path), reference, TOKENS, attention_mask=mask)
     assert found.first == "layers.1.intermediate.dense", str(found)

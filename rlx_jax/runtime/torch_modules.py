@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from rlx_jax.errors import RequestError
 from rlx_jax.runtime.observed import HostArray, ValueGraph, to_host
 
 
@@ -61,15 +62,22 @@ def _run(
     """Run a module, and return the outputs of each submodule that runs once, and its first input if it has no children.
 
     A submodule's name is its path, and the module's own name is empty.
+
+    Raises:
+        RequestError: the module is in training mode.
     """
+    if name := next((name or type(module).__name__ for name, child in module.named_modules() if child.training), ""):
+        raise RequestError(
+            f"bisect: {name} is in training mode, in which dropout changes values: call reference.eval()"
+        )
     torch = importlib.import_module("torch")
     outputs, reads, calls, handles = dict[str, list[HostArray]](), dict[str, HostArray](), dict[str, int](), []
 
     def hook(name: str, is_leaf: bool) -> Any:
         def record(_: Any, args: Any, result: Any) -> None:
             calls[name] = calls.get(name, 0) + 1
-            parts = result.values() if isinstance(result, Mapping) else result
-            parts = parts if isinstance(parts, tuple | list | type({}.values())) else (parts,)
+            parts = tuple(result.values()) if isinstance(result, Mapping) else result
+            parts = parts if isinstance(parts, tuple | list) else (parts,)
             outputs[name] = [to_host(part).copy() for part in parts if isinstance(part, torch.Tensor)]
             if is_leaf and args and isinstance(args[0], torch.Tensor):
                 reads[name] = to_host(args[0]).copy()
@@ -77,11 +85,9 @@ def _run(
         return record
 
     device = next((parameter.device for parameter in module.parameters()), "cpu")
-    training = module.training
     try:
         for name, child in module.named_modules():
             handles.append(child.register_forward_hook(hook(name, not any(True for _ in child.children()))))
-        module.eval()
 
         def tensor(value: Any) -> Any:
             array = np.asarray(value)
@@ -90,7 +96,6 @@ def _run(
         with torch.no_grad():
             module(*map(tensor, inputs), **{name: tensor(value) for name, value in named.items()})
     finally:
-        module.train(training)
         for handle in handles:
             handle.remove()
     once = [name for name, count in calls.items() if count == 1]
