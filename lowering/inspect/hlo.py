@@ -50,6 +50,8 @@ class Instruction:
         fused: whether it is part of a fusion, so that its result is not in memory.
         parameter: the name of the model's parameter that it reads or moves; empty if there is none or more than one.
         moves: whether it only moves, slices or casts its first operand.
+        computation: the name of the computation that it is in.
+        body: the computation that a loop runs; empty for other instructions.
     """
 
     opcode: str
@@ -59,6 +61,8 @@ class Instruction:
     fused: bool = False
     parameter: str = ""
     moves: bool = False
+    computation: str = ""
+    body: str = ""
 
     @property
     def has_kernel(self) -> bool:
@@ -165,6 +169,7 @@ def parse_instructions(
     fused = {
         module.calls[name] for name, line in module.lines.items() if line.opcode == "fusion" and name in module.calls
     }
+    bodies = {loop: body for body, loop in module.carries.items()}
     for name, line in module.lines.items():
         *scopes, primitive = line.op_name.split("/")
         moved = {parameter for operand in line.operands if (parameter := module.parameter(operand))}
@@ -173,7 +178,10 @@ def parse_instructions(
         if not path and line.opcode in ("dot", "custom-call"):
             path = (readers or {}).get(parameter, "")
         moves, is_fused = line.opcode in _MOVES or _moves_one(name, line), line.computation in fused
-        parsed[name] = Instruction(line.opcode, primitive, path, line.result, is_fused, parameter, moves)
+        parsed[name] = Instruction(
+            line.opcode, primitive, path, line.result, is_fused, parameter, moves, line.computation,
+            bodies.get(line.operands[0], "") if line.opcode == "while" else "",
+        )  # fmt: skip
     return {name: _with_block(name, parsed, module.members, module.calls) for name in parsed}
 
 

@@ -35,6 +35,7 @@ from rlx_jax.lowering.inspect.hlo import (
     without_layer_numbers,
 )
 from rlx_jax.runtime.inputs import check_integer
+from rlx_jax.runtime.kernel_order import instructions_of_kernels
 from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.runtime.sequence_state import State
@@ -295,6 +296,7 @@ class Kernel:
         program, module: XLA's id and module name of the program.
         instruction: the name of the HLO instruction.
         row: the names of the device and of its stream, or thread of a CPU, and the number of that stream or thread.
+        in_graph: whether it ran in a CUDA graph, where `instruction` is the name of the kernel.
     """
 
     start: float
@@ -303,6 +305,7 @@ class Kernel:
     module: str
     instruction: str
     row: tuple[str, str, int] = ("", "", 0)
+    in_graph: bool = False
 
 
 @dataclass(frozen=True)
@@ -356,9 +359,9 @@ def read_trace(data: Any) -> Trace:
         if "hlo_op" in stats and clipped_start < clipped_end:
             program_id, module = int(stats.get("program_id", 0)), str(stats.get("hlo_module", ""))
             # For a CUDA graph, `hlo_op` names the graph, and the event names the kernel.
-            name = str(stats["hlo_op"])
-            name = event.name if name.startswith("command_buffer") else name
-            kernels.append(Kernel(clipped_start, clipped_end, program_id, module, name, row))
+            in_graph = str(stats["hlo_op"]).startswith("command_buffer")
+            name = event.name if in_graph else str(stats["hlo_op"])
+            kernels.append(Kernel(clipped_start, clipped_end, program_id, module, name, row, in_graph))
             devices.add(stats.get("device_ordinal", 0))
     if not kernels:
         raise UnsupportedError(
@@ -399,7 +402,23 @@ def profile_run(models: Sequence[Programs], run: Callable[[], Any], runs: int = 
         place: (program.text, program.instructions())
         for place, names in instructions_by_program.items() if (program := _match_program(compiled, place, names))
     }  # fmt: skip
-    return block_times(trace, matches, runs, running_device().name)
+    return block_times(with_instructions(trace, matches), matches, runs, running_device().name)
+
+
+def with_instructions(trace: Trace, programs_by_id: TracedPrograms) -> Trace:
+    """Return the trace with the names of instructions for the kernels of CUDA graphs: see `instructions_of_kernels`."""
+    streams: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    kernels = list(trace.kernels)
+    for number in sorted(range(len(kernels)), key=lambda number: kernels[number].start):
+        kernel = kernels[number]
+        if kernel.in_graph and (kernel.program, kernel.module) in programs_by_id:
+            streams[kernel.row, kernel.program, kernel.module].append(number)
+    for (_, *place), numbers in streams.items():
+        _, instructions = programs_by_id[place[0], place[1]]
+        names = instructions_of_kernels([kernels[number].instruction for number in numbers], instructions)
+        for number, name in zip(numbers, names, strict=True):
+            kernels[number] = replace(kernels[number], instruction=name)
+    return replace(trace, kernels=tuple(kernels))
 
 
 @dataclass(frozen=True)
