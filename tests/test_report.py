@@ -193,7 +193,7 @@ def test_a_trace_of_a_gpu() -> None:
     line = SimpleNamespace(name="Stream #13", events=[mark, kernel])
     trace = read_trace(SimpleNamespace(planes=[SimpleNamespace(name="/device:GPU:0", lines=[line])]))
     row = ("/device:GPU:0", "Stream #13", 0)
-    assert trace.kernels == (Kernel(1.0, 3.0, 9, "jit_forward", "fusion_7_1", row),)
+    assert trace.kernels == (Kernel(1.0, 3.0, 9, "jit_forward", "fusion_7_1", row, True),)
 
     def program(number: int, module: str, *names: str) -> Any:
         made = {name: Instruction("fusion") for name in names}
