@@ -50,7 +50,8 @@ def _advice(block: BlockEntry, rates: Rates) -> str:
     fixed = calls * rates.kernels["product"].seconds
     if fixed > FIXED_SHARE * block.lost_seconds:
         mean = 1e6 * block.seconds / calls
-        return f"{calls} kernels of {mean:,.0f} µs each are mostly fixed time: more rows per step do more work in each"
+        started = f"starting {calls} kernels of {mean:,.0f} µs each takes about {1000 * fixed:,.2f} ms"
+        return f"{started}: more rows per step do more work in each"
     if block.implementation and block.reason:
         return f"it runs by {block.implementation} ({block.reason})"
     dtype = rated_dtype(block.dtype)

@@ -84,7 +84,11 @@ def planned_blocks(facts: ProgramFacts) -> list[BlockEntry]:
     entries = []
     for name, paths in members.items():
         params = _unseen_params([where for path in paths for where in nodes[path]], counted)
-        chosen = dict.fromkeys(choice for path in paths for choice in choices[path])
+        layers = sum(rows[path].iterations for path in paths)
+        chosen = {
+            choice: sum(rows[path].iterations for path in paths if choice in choices[path])
+            for choice in dict.fromkeys(choice for path in paths for choice in choices[path])
+        }
         entry = BlockEntry(
             path=name, op=next((texts[path] for path in paths if path in texts), ""), output=rows[paths[0]].output,
             params=sum(_num_values(program) for param in params for program in params[param]),
@@ -94,8 +98,11 @@ def planned_blocks(facts: ProgramFacts) -> list[BlockEntry]:
             sharding=_sharding(facts, params), flops=0, bytes=0, seconds=0.0,
             measured=False, roofline_seconds=0.0, limited_by="",
             implementation=", ".join(choice.implementation for choice in chosen),
-            reason="; ".join(choice.reason for choice in chosen),
-            layers=sum(rows[path].iterations for path in paths),
+            reason="; ".join(
+                choice.reason + f", in {count} of {layers} layers" * (count < layers)
+                for choice, count in chosen.items()
+            ),
+            layers=layers,
             ops=tuple(_op_entry(inner, number) for inner, number in nodes[paths[0]]),
         )  # fmt: skip
         entries.append(_with_work(entry, [work for path in paths for work in facts.work.get(path, ())], facts.rates))
