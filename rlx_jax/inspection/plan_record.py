@@ -24,7 +24,8 @@ class ProgramEstimate:
         flops, bytes: operations, and bytes that are read and written if elementwise ops are fused.
         activation_bytes: the temporaries and outputs that are live at the same time.
         compute_seconds, memory_seconds, start_seconds, link_seconds: the time for operations, for bytes, for the starts
-            of kernels, and for sums over devices. `seconds` is their sum.
+            of kernels, and for sums over devices.
+        host_seconds: the time in which the host prepares and starts a run.
     """
 
     program: str
@@ -36,11 +37,13 @@ class ProgramEstimate:
     memory_seconds: float
     start_seconds: float
     link_seconds: float
+    host_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """Return the estimated time of one run."""
-        return self.compute_seconds + self.memory_seconds + self.start_seconds + self.link_seconds
+        """Return the estimated time of one run: of the device, or of the host if that is longer."""
+        device = self.compute_seconds + self.memory_seconds + self.start_seconds + self.link_seconds
+        return max(device, self.host_seconds)
 
     @property
     def bound(self) -> str:
@@ -49,11 +52,11 @@ class ProgramEstimate:
             "memory bandwidth": self.memory_seconds, "FLOPs": self.compute_seconds,
             "starts of kernels": self.start_seconds, "links between devices": self.link_seconds,
         }  # fmt: skip
-        return max(parts, key=lambda name: parts[name])
+        return "the host" if self.seconds > sum(parts.values()) else max(parts, key=lambda name: parts[name])
 
     def then(self, other: ProgramEstimate) -> ProgramEstimate:
         """Return the estimate of this run followed by another one."""
-        names = ("flops", "bytes", "compute_seconds", "memory_seconds", "start_seconds", "link_seconds")
+        names = ("flops", "bytes", *(f"{part}_seconds" for part in ("compute", "memory", "start", "link", "host")))
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         largest = max(self.activation_bytes, other.activation_bytes)
         return ProgramEstimate(self.program, self.sizes, activation_bytes=largest, **sums)

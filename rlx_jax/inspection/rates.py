@@ -40,6 +40,7 @@ class Rates:
         bandwidth: bytes per second of its memory.
         flops: operations per second of dense products, by the short name of the compute dtype.
         kernels: what kernels reach, by kind.
+        call_seconds: seconds in which the host checks a prompt and starts its program.
         reads: bytes per second at which products of few rows read weights of a dtype, where it is not `bandwidth`.
         unpack: elements per second of packed weights that products of few rows decode: of codes with 8 bits, and of
             narrower codes.
@@ -58,6 +59,7 @@ class Rates:
     link: float
     link_seconds: float
     basis: Literal["measured", "data sheet"]
+    call_seconds: float = 0.0
     reads: Mapping[str, float] = field(default_factory=dict)
 
     def limits(self, flops: float, nbytes: float, dtype: str) -> tuple[float, float]:
@@ -91,6 +93,8 @@ H200_KERNELS: Mapping[KernelKind, KernelRate] = {
 # Packed weights on an H200: a step of 1 row takes 0.93 with 8-bit codes and 1.30 with 4-bit codes of the time of bf16,
 # of 64 rows, which decode tiles, 1.9 to 2.9 (docs/weights.md).
 H200_UNPACK, H200_UNPACK_TILES = (2.4e12, 1.4e12), (5.6e11, 5.6e11)
+# A prompt of 256 tokens of four families takes 1.1 to 1.5 ms on the host of an H200, and 0.3 to 0.9 on the device.
+GPU_CALL_SECONDS = 1.2e-3
 TPU_KERNELS = {kind: replace(rate, seconds=rate.seconds / 4) for kind, rate in H200_KERNELS.items()}  # one program
 
 # Products in f32 (TF32 where the GPU has it; three and six passes of bf16 are slower than a TPU's default of one), and
@@ -132,7 +136,7 @@ def rates_named(name: str) -> Rates:
         {dtype: device.flops or 1.0 for dtype in ("bf16", "f16", "f32")} | _FLOPS[product],
         H200_KERNELS if is_gpu else TPU_KERNELS, _scaled(H200_UNPACK, device), _scaled(H200_UNPACK_TILES, device), link,
         link_seconds,
-        "measured" if product == "h200" else "data sheet",
+        "measured" if product == "h200" else "data sheet", GPU_CALL_SECONDS if is_gpu else 0.0,
     )  # fmt: skip
 
 
@@ -179,7 +183,7 @@ def _measured_cpu() -> Rates:
     unpack = bandwidth / 3.1, bandwidth / 6.6
     return Rates(
         device, bandwidth, flops | {"f16": flops["bf16"]}, CPU_KERNELS, unpack, unpack, bandwidth / 4, 50e-6,
-        "measured", {"bf16": bf16, "f16": bf16},
+        "measured", reads={"bf16": bf16, "f16": bf16},
     )  # fmt: skip
 
 

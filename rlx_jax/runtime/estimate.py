@@ -65,7 +65,9 @@ def estimate_program(
         narrow = sum(t.nbytes for t in programs.layout.types().values() if t.dtype.itemsize == 2)
         live += narrow * (3 if local.get("seq") == 1 else 2)
     live += sharding.gathered_bytes(programs.layout.params.values()) if sharding is not None else 0
-    return ProgramEstimate(program, binding, flops, nbytes, live, *seconds)
+    host = rates.call_seconds if program == "prefill" else 0.0
+    compute, memory, start, link = seconds
+    return ProgramEstimate(program, binding, flops, nbytes, live, compute, memory, start, link, host)
 
 
 def _op_seconds(
