@@ -374,11 +374,9 @@ def read_trace(data: Any) -> Trace:
 def profile_run(models: Sequence[Programs], run: Callable[[], Any], runs: int = 1) -> BlockTimes:
     """Return the time by block of a function that runs programs.
 
-    The function runs once untraced, so that everything is compiled, and then `runs` times in a trace.
-
     Args:
         models: the programs of the model, and of others that the function runs, such as drafters.
-        run: the function.
+        run: the function. It runs once untraced, so that everything is compiled.
         runs: the number of traced runs.
 
     Raises:
@@ -413,8 +411,8 @@ def with_instructions(trace: Trace, programs_by_id: TracedPrograms) -> Trace:
         kernel = kernels[number]
         if kernel.in_graph and (kernel.program, kernel.module) in programs_by_id:
             streams[kernel.row, kernel.program, kernel.module].append(number)
-    for (_, *place), numbers in streams.items():
-        _, instructions = programs_by_id[place[0], place[1]]
+    for (_, program, module), numbers in streams.items():
+        instructions = programs_by_id[program, module][1]
         names = instructions_of_kernels([kernels[number].instruction for number in numbers], instructions)
         for number, name in zip(numbers, names, strict=True):
             kernels[number] = replace(kernels[number], instruction=name)

@@ -402,9 +402,8 @@ class CompiledModel(ModelProgram):
         Its columns are the block path, the output type, parameters, FLOPs and bytes. Sizes come from the last call,
         else the binding of the flow, else 1.
         """
-        last_sizes = (
-            dict(self.last_key.binding) if self.last_key is not None and self.last_key.program == self.program else {}
-        )
+        ran = self.last_key is not None and self.last_key.program == self.program
+        last_sizes = dict(self.last_key.binding) if ran and self.last_key else {}
         return self._template().outline({**self.flow._binding, **last_sizes})
 
     def __str__(self) -> str:
@@ -463,10 +462,8 @@ class CompiledModel(ModelProgram):
         them; and findings, such as copies. Print the result, or use its fields.
 
         Args:
-            inputs, named: as in a call, which runs as by `profile`. With `jax.ShapeDtypeStruct`, or without parameters,
-                the program is compiled and not run: its times are estimates, which the text says. Without inputs it is
-                the program that ran last, estimated too.
-            state, runs: as in `profile`.
+            inputs, named, state, runs: as in `profile`. With `jax.ShapeDtypeStruct`, or without parameters, the program
+                is compiled and not run, and its times are estimates. So they are without inputs, for the last program.
 
         Raises:
             GraphError: there are no inputs, and nothing ran yet. Others as `profile`.
