@@ -156,6 +156,17 @@ def test_an_output_that_takes_no_letters(
     assert capsys.readouterr().err == "rlx-jax: StorageError: stdout: No space left on device\n"
 
 
+def test_a_size_or_an_axis_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither replaces the other in silence."""
+    for words, message in (
+        (["inspect", BASE, "--level", "lir", "--batch", "2", "--size", "batch=3"], "the size 'batch' is given twice"),
+        (["diff", BASE, BASE, "--size", "seq=2", "--size", "seq=3"], "the size 'seq' is given twice, as 2 and 3"),
+        (["plan", BASE, "--device", "h100", "--mesh", "data=2,data=4"], "it has the axis 'data' twice"),
+    ):
+        assert cli.main([*map(str, words)]) == 1
+        assert message in capsys.readouterr().err
+
+
 # -- without a model ---------------------------------------------------------------------------
 
 WRONG: dict[str, tuple[list[object], int, str]] = {

@@ -14,7 +14,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import cli
-from rlx_jax.errors import GraphError, RequestError, RlxWarning
+from rlx_jax.errors import GraphError, RequestError, RlxWarning, SequenceLengthError
 from rlx_jax.inspection.largest_losses import largest_losses
 from rlx_jax.inspection.rates import rates_named
 from rlx_jax.inspection.records import BlockEntry, Finding, Inspection
@@ -120,10 +120,19 @@ def test_a_step_of_the_loop(llama: rlx.CausalLM) -> None:
         ({"program": "decoding"}, "no program 'decoding'.*did you mean 'decode'"),
         ({"context": 8}, "context is 8, and 4 runs of the loop decode 17 tokens: pass at least 18"),
         ({"batch": 0}, "batch is 0"),
+        ({"measure": "no"}, "measure is 'no'; expected True or False"),
         ({"runs": 0}, "runs is 0"),
     ):
         with pytest.raises(RequestError, match=message):
             llama.explain(**options)
+    positions = llama.max_positions
+    assert positions is not None
+    for program, context, message in (
+        ("decode", positions + 1, f"explain: context {positions + 1}: {positions + 1} positions"),
+        ("prefill", positions, f"explain: context {positions} and a new token: {positions + 1} positions"),
+    ):
+        with pytest.raises(SequenceLengthError, match=f"{message}, the model has {positions}"):
+            llama.explain(program, context=context, measure=False)
 
 
 def test_an_encoder_and_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -139,6 +148,8 @@ def test_an_encoder_and_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out)["measured"]
     assert cli.main(["explain", str(FIXTURES / "sentence" / "base"), "--estimate"]) == 1
     assert "--estimate is for language models" in capsys.readouterr().err
+    assert cli.main(["explain", str(FIXTURES / "bert" / "classifier_v4")]) == 1
+    assert "is a classifier; explain takes language models and text encoders" in capsys.readouterr().err
 
 
 # -- losses ------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -184,6 +184,11 @@ def test_what_is_refused(name: str) -> None:
     other, sizes, message = REFUSED[name]
     with pytest.raises(GraphError, match=message):
         compiled(RECIPE).diff(other, sizes=sizes)
+
+
+def test_times_that_are_none() -> None:
+    with pytest.raises(GraphError, match=r"times is \(1, 2\); expected what profile returned for both models"):
+        compiled(RECIPE).diff(compiled(RECIPE), times=cast(Any, (1, 2)))
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

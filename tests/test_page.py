@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import hashlib
 import json
+import os
 import re
 from html.parser import HTMLParser
 from importlib.resources import files
@@ -107,6 +108,10 @@ def test_a_page_is_saved_as_a_whole(tmp_path: Path) -> None:
         Page("t", "other").save(str(target))
     assert target.read_text("utf-8") == page.html
     Page("t", "other").save(target, overwrite=True)
+    with pytest.raises(errors.TargetExistsError, match="is not a file"):
+        page.save(tmp_path, overwrite=True)
+    with pytest.raises(errors.TargetExistsError, match="is not a file"):
+        page.save(os.devnull)
     assert target.read_text("utf-8") == "other" and [path.name for path in tmp_path.iterdir()] == ["model.html"]
 
 
@@ -127,6 +132,13 @@ def test_the_page_of_a_model() -> None:
     diffs = {step["name"]: step["diff"] for step in shown["passes"] if step["diff"]}
     assert diffs["lower"] == model.text("mir", after="lower", diff=True)
     assert all(step["nodes_before"] == step["nodes_after"] for step in shown["passes"] if step["name"] not in diffs)
+
+
+def test_what_is_compared_is_checked_before_anything_runs() -> None:
+    model = small.compiled(rlx.ModelFlow("mlp").input("x", ("n", 4)).linear("a"), {"a": small.w(4, 4)})
+    for compare in (inspection("other"), ["other"]):
+        with pytest.raises(errors.RequestError, match="expected a list of what explain returned"):
+            model.show(compare=compare)
 
 
 def test_view_writes_the_page_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

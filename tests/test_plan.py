@@ -132,7 +132,11 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         errors.ProfileError, "'encoder.\\*\\*' selects no block",
     ),
     "a mesh": (LLAMA, {"mesh": "all"}, errors.RequestError, "mesh is 'all'; expected a number of devices"),
+    "too many devices": (LLAMA, {"mesh": 10**11}, errors.RequestError, "mesh is 100000000000; .* at most 65536 dev"),
     "an empty axis": (LLAMA, {"mesh": {"data": 0}}, errors.RequestError, "mesh\\['data'\\] is 0"),
+    "a loaded model": (
+        rlx.compile(RECIPE), {}, errors.RequestError, "this CompiledModel is loaded already.*its directory or",
+    ),
     "images": (FIXTURES / "vision" / "vit", {}, errors.UnsupportedError, "of kind vision: plans are for models of tok"),
     "a revision": (rlx.ModelFlow("m"), {"revision": "v1"}, errors.RequestError, "are for checkpoints; got ModelFlow"),
     "other sizes": (

@@ -8,7 +8,7 @@ import enum
 import json
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 import rlx_jax as rlx
 from rlx_jax.cli.terminal import Interrupt, Status, read_stdin
+from rlx_jax.encode.classifier import Classifier, Reranker
 from rlx_jax.errors import RequestError, listing, quote, shown
 from rlx_jax.generate.drafters import SOURCES
 from rlx_jax.generate.sampler import OPTIONS, resolve_sampler
@@ -137,6 +138,19 @@ def named_size(text: str) -> tuple[str, int]:
     return name, int(number)
 
 
+def sizes_by_name(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """Return sizes by name.
+
+    Raises:
+        RequestError: a name has two numbers.
+    """
+    result: dict[str, int] = {}
+    for name, size in sizes:
+        if result.setdefault(name, size) != size:
+            raise RequestError(f"the size {quote(name)} is given twice, as {result[name]} and {size}")
+    return result
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add the option for the format of results."""
     parser.add_argument("--json", action="store_true", help="one JSON object for each result, on a line of its own")
@@ -198,7 +212,10 @@ def check_has_tokenizer(tokenizer: Tokenizer | None, args: argparse.Namespace) -
 
 def kind_with_article(model: Any) -> str:
     """Return the kind of a model, with an article, for messages."""
-    kinds = {rlx.Encoder: "an encoder", rlx.VisionEncoder: "an encoder of images", rlx.DualEncoder: "a dual encoder"}
+    kinds = {
+        rlx.Encoder: "an encoder", rlx.VisionEncoder: "an encoder of images", rlx.DualEncoder: "a dual encoder",
+        Classifier: "a classifier", Reranker: "a reranker",
+    }  # fmt: skip
     return kinds.get(type(model), "a language model")
 
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import replace
 
-from rlx_jax.cli.command import Command, Session, add_json, add_program, json_line
+from rlx_jax.cli.command import Command, Session, add_json, add_program, json_line, sizes_by_name
 from rlx_jax.cli.inspect import open_program
 from rlx_jax.encode.checkpoint import Checkpoint
 from rlx_jax.encode.gguf_folder import open_model_folder
@@ -23,7 +23,7 @@ def diff(args: argparse.Namespace, session: Session) -> Iterator[str]:
         | {name: getattr(args, f"other_{name}") or getattr(args, name) for name in ("profile", "dtype")}
     )
     models = [open_checkpoint_program(arguments, session) for arguments in (args, other)]
-    result = models[0].diff(models[1], sizes=dict(args.size))
+    result = models[0].diff(models[1], sizes=sizes_by_name(args.size))
     names = [f"{a.directory}@{a.revision}" if a.revision else a.directory for a in (args, other)]
     if names[0] == names[1]:
         names = [f"{name} ({a.profile or a.dtype or 'auto'})" for name, a in zip(names, (args, other), strict=True)]

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from rlx_jax.cli.command import Command, Session, add_json, add_model, add_program, json_line, table
+from rlx_jax.cli.command import Command, Session, add_json, add_model, add_program, json_line, sizes_by_name, table
 from rlx_jax.compiler.dumps import FORMATS
 from rlx_jax.compiler.pipeline import make_lir
 from rlx_jax.device import running_device
@@ -114,8 +114,8 @@ def check_level_options(args: argparse.Namespace) -> None:
 
 def program_text(model: CompiledModel, args: argparse.Namespace) -> str:
     """Return the program of `--program` at the level of `--level`, with the sizes of the command line."""
-    sizes = dict(args.size)
-    sizes |= {name: size for name in ("batch", "context") if (size := getattr(args, name)) is not None}
+    options = [(name, size) for name in ("batch", "context") if (size := getattr(args, name)) is not None]
+    sizes = sizes_by_name([*args.size, *options])
     required = args.level not in SYMBOLIC_LEVELS
     if required and (missing := model.template().symbols - set(sizes) - set(model.template().rings)):
         raise RequestError(

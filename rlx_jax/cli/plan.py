@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator
 
 from rlx_jax.cli.command import Command, Session, add_json, add_model, json_line
-from rlx_jax.errors import RequestError, shown
+from rlx_jax.errors import RequestError, quote, shown
 from rlx_jax.generate.load import with_compute_dtype
 from rlx_jax.generate.model_plan import plan as plan_model
 
@@ -27,7 +28,7 @@ def parse_mesh(text: str | None) -> int | dict[str, int] | None:
     """Return the mesh of an option: a number of devices, or axes such as `data=2,tensor=4`.
 
     Raises:
-        RequestError: it is neither.
+        RequestError: it is neither, or has an axis twice.
     """
     if text is None:
         return None
@@ -36,6 +37,8 @@ def parse_mesh(text: str | None) -> int | dict[str, int] | None:
         return int(text)
     if not all(name and size.isascii() and size.isdigit() for name, _, size in pairs):
         raise RequestError(f"--mesh {shown(text)}: expected a number of devices, or axes such as data=2,tensor=4")
+    if twice := [name for name, count in Counter(name for name, _, _ in pairs).items() if count > 1]:
+        raise RequestError(f"--mesh {shown(text)}: it has the axis {quote(twice[0])} twice")
     return {name: int(size) for name, _, size in pairs}
 
 

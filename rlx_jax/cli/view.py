@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from rlx_jax.cli.command import Command, Session, add_compute, add_json, add_model, json_line, load_model
 from rlx_jax.cli.explain import explain_model, explain_options
+from rlx_jax.inspection.page import check_target
 from rlx_jax.ir.text import format_bytes
 from rlx_jax.runtime.show import model_page
 
@@ -14,6 +15,7 @@ from rlx_jax.runtime.show import model_page
 def view(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Write what `explain` shows as an HTML page, with the ops, kernels, passes and text of each program. The file
     needs no network, and any browser opens it."""
+    check_target(args.output, args.overwrite)
     model = load_model(args, session)
     page = model_page(model.model, [*explain_model(model, args)])
     page.save(args.output, overwrite=args.overwrite)

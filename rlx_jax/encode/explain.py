@@ -12,7 +12,7 @@ from rlx_jax.inspection.records import Inspection
 from rlx_jax.runtime.explain import explain_request
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.show import model_page
+from rlx_jax.runtime.show import check_compared, model_page
 
 
 class EmbedsTexts(Protocol):
@@ -53,6 +53,7 @@ def show(self: EmbedsTexts, *, compare: Sequence[Inspection] = (), **options: An
         options: for `explain`.
 
     Raises:
-        As `explain`.
+        RequestError: `compare` is something else. Others as `explain`.
     """
+    check_compared(compare)
     return model_page(self.model, [explain(self, **options)], compare)

@@ -11,7 +11,7 @@ import numpy as np
 
 from rlx_jax.errors import NumericsError, RequestError, check_names
 from rlx_jax.generate.generation import start_generation
-from rlx_jax.generate.request import LanguageModel, check_request
+from rlx_jax.generate.request import LanguageModel, check_flag, check_request
 from rlx_jax.generate.request_plan import RequestPlan, plan_request, prompt_blocks
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.inspection.page import Page
@@ -20,8 +20,9 @@ from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.runtime.explain import explain_program
 from rlx_jax.runtime.findings import PaddedSizes
 from rlx_jax.runtime.inputs import check_integer
-from rlx_jax.runtime.show import model_page
+from rlx_jax.runtime.show import check_compared, model_page
 from rlx_jax.text.request_checks import classify_prompts
+from rlx_jax.text.token_model import check_positions
 
 # The tokens of a row, prompt and answer, where the caller gives no number.
 DEFAULT_CONTEXT = 512
@@ -64,6 +65,9 @@ def explain(
     positions = lm.max_positions or DEFAULT_CONTEXT + 1
     context = min(DEFAULT_CONTEXT, positions - 1) if context is None else check_integer("context", context, 1)
     decodes, steps = program == "decode", lm.model.settings.loop.steps
+    check_flag("measure", measure)
+    new = "" if decodes else " and a new token"
+    check_positions(context + bool(new), lm.max_positions, f"explain: context {context}{new}")
     # The first new token comes from prefill, and a run of the loop before the trace compiles it.
     num_new = 1 + steps * (runs + 1) if decodes else 1
     if decodes and context <= num_new:
@@ -94,8 +98,9 @@ def show(self: HasRequests, *programs: str, compare: Sequence[Inspection] = (), 
         options: for `explain`.
 
     Raises:
-        As `explain`.
+        RequestError: `compare` is something else. Others as `explain`.
     """
+    check_compared(compare)
     inspections = [explain(self, program, **options) for program in programs or PROGRAMS]
     return model_page(self._lm.model, inspections, compare)
 

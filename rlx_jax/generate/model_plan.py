@@ -49,6 +49,8 @@ from rlx_jax.weights.format import OpenOptions
 # The number of tokens of a row unless the model has fewer positions, and the numbers of devices that are suggested.
 DEFAULT_CONTEXT = 2048
 MORE_DEVICES = (2, 4, 8)
+# The largest number of devices of a mesh: all ways to divide them are tried.
+MAX_DEVICES = 1 << 16
 # The largest part of a GPU's memory that XLA_PYTHON_CLIENT_MEM_FRACTION should give to JAX.
 MAX_MEMORY_FRACTION = 0.95
 
@@ -76,8 +78,9 @@ def plan(
 
     Raises:
         ProfileError: there are no rates of such a device; the profile names another device, or does not fit the model.
-        RequestError: a batch, a context or a mesh that is not possible. SequenceLengthError: the context is longer than
-            the model's positions. UnsupportedError: the model does not read tokens.
+        RequestError: a batch, a context or a mesh that is not possible; a model that is loaded already.
+            SequenceLengthError: the context is longer than the model's positions.
+        UnsupportedError: the model does not read tokens.
         Others: as `rlx_jax.load`.
     """
     rates = rates_named(device) if device is not None else _running_rates()
@@ -120,7 +123,7 @@ def _planned_mesh(mesh: Any) -> Any:
     """Return the argument `mesh` in the form that `make_programs` takes; no device of it needs to be here.
 
     Raises:
-        RequestError: it is no mesh, or has an axis without devices.
+        RequestError: it is no mesh, has an axis without devices, or too many devices.
     """
     if mesh is None or isinstance(mesh, Mesh | AbstractMesh):
         return mesh
@@ -129,7 +132,10 @@ def _planned_mesh(mesh: Any) -> Any:
         return AbstractMesh(tuple(sizes), tuple(map(str, mesh)))
     if isinstance(mesh, bool) or not isinstance(mesh, int | np.integer):
         raise RequestError(f"mesh is {shown(mesh)}; expected a number of devices, axes with sizes, or a mesh")
-    return PlannedDevices(check_integer("mesh", mesh, 1))
+    count = check_integer("mesh", mesh, 1)
+    if count > MAX_DEVICES:
+        raise RequestError(f"mesh is {count}; plans are for at most {MAX_DEVICES} devices")
+    return PlannedDevices(count)
 
 
 def _open_flow(
@@ -138,7 +144,7 @@ def _open_flow(
     """Return the flow of a model, over headers alone, its number of positions, and whether it generates.
 
     Raises:
-        UnsupportedError: it does not read tokens.
+        UnsupportedError: it does not read tokens. RequestError: it is loaded already.
     """
     if isinstance(model, str | os.PathLike):
         folder = open_model_folder(model, revision, progress=progress)
@@ -148,6 +154,11 @@ def _open_flow(
         return as_flow(pretrained.recipe), pretrained.max_positions, pretrained.kind == "causal"
     if revision is not None or tuple(ignore_fields):
         raise RequestError(f"revision= and ignore_fields= are for checkpoints; got {type(model).__name__}")
+    if isinstance(getattr(getattr(model, "model", model), "programs", None), Programs):
+        raise RequestError(
+            f"plan: this {type(model).__name__} is loaded already, and report() and explain() have its figures; pass "
+            "its directory or its recipe to plan it for another device"
+        )
     flow = as_flow(model)
     programs = make_programs([flow], None, OpenOptions(), merge=True)
     positions = getattr(model, "max_positions", None)

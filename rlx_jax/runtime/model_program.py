@@ -125,7 +125,8 @@ class ModelProgram:
             times: what `profile` returned for this model and for the other one, to compare them too.
 
         Raises:
-            GraphError: `other` is no compiled model or has another program; a size is missing or unknown.
+            GraphError: `other` is no compiled model or has another program; a size is missing or unknown; `times` is
+                something else.
         """
         if not isinstance(other, ModelProgram) or other.program != self.program:
             got = other.program if isinstance(other, ModelProgram) else shown(other)
@@ -133,6 +134,8 @@ class ModelProgram:
                 f"diff: expected a compiled model with the program {self.program}, such as "
                 f"compile(flow).as_program({self.program!r}) or the .model of a CausalLM; got {got}"
             )
+        if times is not None and not (isinstance(times, tuple) and [*map(type, times)] == [BlockTimes, BlockTimes]):
+            raise GraphError(f"diff: times is {shown(times)}; expected what profile returned for both models")
         return diff_programs((self.programs, self.key()), (other.programs, other.key()), sizes or {}, times)
 
     def _template(self, optional_inputs: frozenset[str] = frozenset()) -> Template:

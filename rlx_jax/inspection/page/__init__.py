@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 
+from rlx_jax.errors import TargetExistsError, quote
 from rlx_jax.inspection.records import Inspection
 from rlx_jax.io.atomic import atomic_directory, write_synced
 
@@ -45,12 +46,25 @@ class Page:
         """Write the page to a file, which appears completely or not at all.
 
         Raises:
-            TargetExistsError: the file exists and `overwrite` is false. NoSpaceError, SaveFailedError: the system
+            TargetExistsError: as `check_target`. NoSpaceError, SaveFailedError: the system
                 refused; an existing file is as it was.
         """
+        check_target(path, overwrite)
         content = self.html.encode()
         with atomic_directory(os.path.abspath(os.fspath(path)), overwrite, len(content)) as new:
             write_synced(new, content)
+
+
+def check_target(path: str | os.PathLike[str], overwrite: bool) -> None:
+    """Check that a page may be written to a path.
+
+    Raises:
+        TargetExistsError: the file exists and `overwrite` is false; or it is a directory or a device.
+    """
+    if os.path.lexists(path) and not os.path.isfile(path):
+        raise TargetExistsError(f"{quote(os.fspath(path))} is not a file; pass the path of one, such as model.html")
+    if os.path.lexists(path) and not overwrite:
+        raise TargetExistsError(f"{quote(os.fspath(path))} exists; overwrite=True (--overwrite in a shell) replaces it")
 
 
 def make_page(inspections: Sequence[Inspection], texts: Sequence[Mapping[str, str]] = ()) -> Page:
