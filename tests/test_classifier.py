@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import rlx_jax as rlx
 from rlx_jax import errors
@@ -123,12 +124,66 @@ def test_without_the_head(directories: Path) -> None:
     for name in ("bert", "qwen3"):
         encoder = rlx.load(directories / name, head=False)
         assert type(encoder) is rlx.Encoder and encoder.hidden_states(np.array([[2, 7, 3]])).shape == (1, 3, 20)
+        encoder = rlx.load(directories / name, head=False, recipe=rlx.recipe_for(directories / name))
+        assert type(encoder) is rlx.Encoder and encoder.embed(["w1"]).shape == (1, 20)
+
+
+def test_heads_that_do_not_match(directories: Path, tmp_path: Path) -> None:
+    """A recipe with other labels is refused; a checkpoint without the head's weights says how to load it."""
+    named = checkpoints.edited(directories / "bert", tmp_path / "named", {"id2label": {"0": "a", "1": "b", "2": "c"}})
+    with pytest.raises(errors.ConfigError, match="labels of its head .'a', 'b', 'c'.*'no', 'perhaps', 'yes'"):
+        rlx.load(directories / "bert", recipe=rlx.recipe_for(named))
+    weights = load_file(named / "model.safetensors")
+    save_file({k: w for k, w in weights.items() if not k.startswith("classifier")}, named / "model.safetensors")
+    with pytest.raises(errors.MissingWeightError, match="weights of its head, and rlx_jax.load.*head=False"):
+        rlx.load(named)
+    assert rlx.load(named, head=False).embed(["w1"]).shape == (1, 20)
+
+
+def test_padding_at_the_end(directories: Path) -> None:
+    """A decoder's logits are read at the last token that is not padding, as in transformers; a row has one token."""
+    model = rlx.load(directories / "qwen3")
+    assert model.head.padding_id == 0
+    padded, rows = [[5, 0, 7, 0, 0], [0, 0], [6]], [[5, 0, 7], [0], [6]]
+    assert_close(model.logits(padded), model.logits(rows))
+    assert_close(model.logits(iter(padded)), model.logits(rows))
+
+
+def test_tokenizers_without_types(directories: Path, tmp_path: Path) -> None:
+    """Token types of pairs are 0 where the tokenizer's files say that the model gets none."""
+    model = rlx.load(directories / "bert")
+    rows = [pair.ids for pair in model.tokenizer.encode_pairs([*zip(TEXTS, SECOND, strict=True)], max_length=24)]
+    untyped = model.logits(rows)
+    assert np.abs(untyped - model.logits(TEXTS, SECOND)).max() > 0.01
+    changes: list[dict[str, Any]] = [{"model_input_names": ["input_ids"]}, {"tokenizer_class": "DistilBertTokenizer"}]
+    for i, change in enumerate(changes):
+        copy = checkpoints.copy(directories / "bert", tmp_path / str(i))
+        checkpoints.edit_json(copy / "tokenizer_config.json", change)
+        assert_close(rlx.load(copy).logits(TEXTS, SECOND), untyped)
+
+
+def test_settings_of_cross_encoders(directories: Path, tmp_path: Path) -> None:
+    """The length in sentence_bert_config.json counts; what needs more is refused by name."""
+    pairs, scores = [*zip(TEXTS, SECOND, strict=True)], []
+    for file, name in (("sentence_bert_config.json", "max_seq_length"), ("tokenizer_config.json", "model_max_length")):
+        copy = checkpoints.copy(directories / "rerank", tmp_path / name)
+        checkpoints.edit_json(copy / file, {name: 10})
+        scores.append(rlx.load(copy).score(pairs))
+    assert_close(*scores)
+    assert np.abs(scores[0] - recorded(directories / "rerank")["scores"]).max() > 0.001
+    refused: dict[str, Any] = {"do_lower_case": True, "processing_kwargs": {"text": {"max_length": 9}}}
+    for i, (name, value) in enumerate(refused.items()):
+        copy = checkpoints.copy(directories / "rerank", tmp_path / str(i))
+        checkpoints.edit_json(copy / "sentence_bert_config.json", {name: value})
+        with pytest.raises(errors.UnsupportedError, match=name):
+            rlx.load(copy)
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"problem_type": "multi_label"}, "'problem_type' is 'multi_label'; expected regression, single_label"),
     ({"id2label": {"0": "a", "2": "b"}}, "'id2label' has the ids.*expected 0 to 1"),
     ({"id2label": {"0": ["a"]}}, "'id2label' is.*expected an object of names"),
+    ({"pad_token_id": "a"}, "'pad_token_id' is 'a'; expected an integer"),
     ({"id2label": {"0": "a"}}, r"classifier.weight.*\[1, 20\], got f32\[3,20\]"),
 ]  # fmt: skip
 
@@ -150,6 +205,7 @@ def test_requests_that_are_refused(directories: Path, tmp_path: Path) -> None:
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: model.classify(TEXTS, SECOND[:-1]), "second_texts is.*a string for each of the 6 texts"),
         (lambda: model.classify(TEXTS, "w1"), "second_texts is 'w1'"),
+        (lambda: model.classify([("w1", "w2")]), "expected a string, and a second list for pairs"),
         (lambda: model.classify(["w1"], [3]), r"pairs\[0\] is"),
         (lambda: reranker.score([("w1", "w2", "w3")]), r"pairs\[0\] is"),
         (lambda: reranker.score("w1"), "pairs is 'w1'; expected a list of pairs"),

@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 from rlx_jax.encode.gguf_folder import open_model_folder
 from rlx_jax.encode.images import ImageProcessor, load_processor
-from rlx_jax.encode.sentence import SentencePipeline, load_pipeline, read_rerank_activation
+from rlx_jax.encode.sentence import CrossEncoderSettings, SentencePipeline, load_pipeline, read_cross_encoder
 from rlx_jax.errors import ConfigError, check_keywords, quote, shown
 from rlx_jax.flow import ModelFlow
 from rlx_jax.io.folder import Folder
@@ -68,9 +68,9 @@ class Checkpoint:
         return family_of(self.folder, self.ignore_fields, headless=self.pipeline is not None or not self.head)
 
     @cached_property
-    def rerank_activation(self) -> str:
-        """The activation of a CrossEncoder of sentence-transformers; empty if the checkpoint is none."""
-        return read_rerank_activation(self.root, self.config)
+    def cross_encoder(self) -> CrossEncoderSettings | None:
+        """The settings of a CrossEncoder of sentence-transformers; None if the checkpoint is none."""
+        return read_cross_encoder(self.root, self.config)
 
     @property
     def config(self) -> Fields:
@@ -142,15 +142,22 @@ class Checkpoint:
         # A tied embedding with a separate head in the checkpoint is a matter of storage, so that field may differ.
         names = [f.name for f in fields(ref) if f.name != "tie_word_embeddings"]
         mismatches = [n for n in names if getattr(cfg, n) != getattr(ref, n)]
-        if mismatches:
-            values = ", ".join(
-                f"{n} {shown(getattr(cfg, n))} (config.json: {shown(getattr(ref, n))})" for n in mismatches
-            )
+        values = [f"{n} {shown(getattr(cfg, n))} (config.json: {shown(getattr(ref, n))})" for n in mismatches]
+        head, other_head = getattr(stored, "head", None), getattr(recipe, "head", None)
+        if head is not None and other_head is not None:
+            values += [
+                f"{n} of its head {shown(getattr(other_head, n))} (config.json: {shown(getattr(head, n))})"
+                for n in ("labels", "problem", "padding_id")
+                if getattr(other_head, n) != getattr(head, n)
+            ]
+        if values:
             raise ConfigError(
-                f"the recipe {quote(recipe.name)} is of another config than the checkpoint: {values}; {remedy}"
+                f"the recipe {quote(recipe.name)} is of another config than the checkpoint: {', '.join(values)}; "
+                f"{remedy}"
             )
         shared = ["config", "layout", "prefix", "weights"] + ["hidden_only"] * getattr(stored, "hidden_only", False)
-        shared += ["head"] * (getattr(stored, "head", None) is not None)
+        # A recipe may bring a new head for a checkpoint without one, unless the caller loads without a head.
+        shared += ["head"] * (head is not None or not self.head)
         rebound = replace(recipe, **{n: getattr(stored, n) for n in shared if hasattr(recipe, n)})
         return record_ignored(rebound, self.pretrained.ignored_fields)
 

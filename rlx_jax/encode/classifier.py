@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 import numpy as np
@@ -11,13 +11,14 @@ import numpy as np
 from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.pooled import Vectors
 from rlx_jax.encode.sentence import SentencePipeline
-from rlx_jax.encode.text_rows import check_pairs
+from rlx_jax.encode.text_rows import Requests, check_pairs
 from rlx_jax.errors import RequestError, shown, suggest_keywords
 from rlx_jax.models.heads import MULTI_LABEL, REGRESSION, TaskHead
 from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.report import Report
+from rlx_jax.text.request_checks import TokenRows
 from rlx_jax.text.token_model import TaskModel, TokenizerLike, model_repr
 from rlx_jax.weights.format import CompileOptions
 
@@ -55,6 +56,7 @@ class Classifier(TaskModel):
     Args:
         flow: a `ModelFlow` from ids `[batch, seq]` to logits `[batch, seq, labels]`, or a recipe with a head.
         head: the labels, the kind of problem, and the token whose logits count. By default the recipe's.
+        max_seq_length: maximum number of tokens of a text, where it is truncated; None: the tokenizer's.
         tokenizer, padding, max_positions, options: as in `Encoder`.
     """
 
@@ -70,6 +72,7 @@ class Classifier(TaskModel):
         tokenizer: TokenizerLike | None = None,
         padding: tuple[int, int] | None = None,
         max_positions: int | None = None,
+        max_seq_length: int | None = None,
         **options: Unpack[CompileOptions],
     ) -> None:
         task_head = getattr(flow, "head", None) if head is None else head
@@ -77,8 +80,9 @@ class Classifier(TaskModel):
             raise RequestError(f"Classifier: head is {shown(task_head)}; expected a TaskHead, or a recipe that has one")
         self.head = task_head
         self.encoder = Encoder(
-            flow, weights, tokenizer=tokenizer, pipeline=SentencePipeline(pooling=(task_head.pooling,)),
-            padding=padding, max_positions=max_positions, **options,
+            flow, weights, tokenizer=tokenizer,
+            pipeline=SentencePipeline(pooling=(task_head.pooling,), max_seq_length=max_seq_length), padding=padding,
+            max_positions=max_positions, **options,
         )  # fmt: skip
         self.model, self.tokenizer = self.encoder.model, self.encoder.tokenizer
         if self.encoder.width != len(self.labels):
@@ -110,7 +114,8 @@ class Classifier(TaskModel):
             RequestError: `second_texts` is not a text for each of `texts`. Others as `Encoder.embed`.
         """
         if second_texts is None:
-            return self.encoder.embed(texts, max_tokens=max_tokens)
+            _refuse_tuples(texts)
+            return self._run(lambda: self.encoder.reader.read_texts(texts), max_tokens)
         if isinstance(texts, str) and isinstance(second_texts, str):
             return self.logits([texts], [second_texts], max_tokens=max_tokens)[0]  # type: ignore[no-any-return]
         counts = [len(t) if isinstance(t, Sequence) and not isinstance(t, str) else -1 for t in (texts, second_texts)]
@@ -123,9 +128,18 @@ class Classifier(TaskModel):
     def pair_logits(self, pairs: Any, *, max_tokens: int | None = None) -> Vectors:
         """Return the logits of pairs of texts, `[n, labels]` float32."""
         checked_pairs = check_pairs(pairs, "pairs")
+        return self._run(lambda: self.encoder.reader.read_pairs(checked_pairs), max_tokens)
+
+    def _run(self, read: Callable[[], Requests], max_tokens: int | None) -> Vectors:
+        """Return the logits of a request; of a single text, one row."""
         self.model.refuse_traced()
         self.model.require_params("classify")
-        return self.encoder.run(self.encoder.reader.read_pairs(checked_pairs), max_tokens)
+        requests, padding_id = read(), self.head.padding_id
+        if padding_id is not None:
+            chunks = ((_without_padding(rows, padding_id), has_more) for rows, has_more in requests.chunks)
+            requests = replace(requests, chunks=chunks)
+        out = self.encoder.run(requests, max_tokens)
+        return out[0] if requests.is_single else out
 
     @suggest_keywords()
     def classify(self, texts: Any, second_texts: Sequence[str] | None = None, *, max_tokens: int | None = None) -> Any:
@@ -245,6 +259,25 @@ class Reranker(TaskModel):
     def report(self, **sizes: int) -> Report:
         """Return the cost of compiling and of the last program, as `Encoder.report` does."""
         return self.classifier.report(**sizes)
+
+
+def _without_padding(rows: TokenRows, padding_id: int) -> TokenRows:
+    """Return rows without the padding ids at their ends; a row keeps its first token."""
+    lengths = [int(np.flatnonzero(row != padding_id).max(initial=0)) + 1 for row in rows.ids]
+    return TokenRows(*([row[:n] for row, n in zip(lists, lengths, strict=False)] for lists in (rows.ids, rows.types)))
+
+
+def _refuse_tuples(texts: Any) -> None:
+    """Refuse pairs in one list, which is another library's form of pairs.
+
+    Raises:
+        RequestError: the message has the form of this package.
+    """
+    first = texts[0] if isinstance(texts, Sequence) and texts else None
+    if isinstance(first, tuple | list) and any(isinstance(part, str) for part in first):
+        raise RequestError(
+            f"texts[0] is {shown(first)}; expected a string, and a second list for pairs: (firsts, seconds)"
+        )
 
 
 def sigmoid(x: Vectors) -> Vectors:

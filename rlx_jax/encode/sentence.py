@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,8 @@ _TRANSFORMER_EMPTY = (
     "config_kwargs",
 )
 _TRANSFORMER_INERT = ("unpad_inputs", "query_length", "document_length", "query_expansion")  # not for `encode`
-_RERANK_TASK = "sequence-classification"
+_RERANK_NEUTRAL = {"transformer_task": ("sequence-classification",), "module_output_name": ("scores",)}
+_RERANK_MODALITY = {"method": "forward", "method_output_name": "logits"}
 _RERANK_ACTIVATIONS = {
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
     "torch.nn.modules.linear.Identity": "identity",
@@ -179,36 +181,52 @@ def load_pipeline(directory: str | os.PathLike[str] | Folder) -> SentencePipelin
     )
 
 
-def read_rerank_activation(folder: Folder, config: Fields) -> str:
-    """Return the activation of a CrossEncoder of sentence-transformers: `sigmoid` or `identity`.
+@dataclass(frozen=True)
+class CrossEncoderSettings:
+    """The settings of a CrossEncoder of sentence-transformers.
 
-    Its releases name it in one of three places. Without a name it is the sigmoid if there is one label. Empty if the
-    directory is no CrossEncoder.
+    Attributes:
+        activation: `sigmoid` or `identity`.
+        max_seq_length: maximum number of tokens of a pair; None: the tokenizer's.
+    """
+
+    activation: str
+    max_seq_length: int | None = None
+
+
+def read_cross_encoder(folder: Folder, config: Fields) -> CrossEncoderSettings | None:
+    """Return the settings of a CrossEncoder of sentence-transformers; None if the directory is none.
+
+    Its releases name the activation in one of three places. Without a name it is the sigmoid.
 
     Raises:
-        ConfigError: the activation is no name. UnsupportedError: it has another activation, prompts, or another task.
+        ConfigError: the activation is no name.
+        UnsupportedError: another activation, a default prompt, another task, or a setting that needs more; the message
+            names it.
     """
+    length: int | None = None
     settings = config.raw("sentence_transformers", {})
     if _is_cross_encoder(folder):
         c = _fields(folder, "", "config_sentence_transformers.json")
         if c.raw("default_prompt_name") is not None:
             raise UnsupportedError(f"{c.where}: default_prompt_name of a CrossEncoder; supported is none")
-        transformer = _fields(folder, "", _TRANSFORMER_FILES[0])
-        transformer.choice("transformer_task", _RERANK_TASK, {_RERANK_TASK: ""})
+        length, lowercase = _transformer_settings(folder, "", _RERANK_MODALITY, _RERANK_NEUTRAL)
+        if lowercase:
+            raise UnsupportedError(f"{folder.where(_TRANSFORMER_FILES[0])}: do_lower_case of a CrossEncoder")
         name, where = c.raw("activation_fn"), c.where
     elif isinstance(settings, Mapping) and "activation_fn" in settings:
         name, where = settings["activation_fn"], config.where
     elif "sbert_ce_default_activation_function" in config.values:
         name, where = config.raw("sbert_ce_default_activation_function"), config.where
     else:
-        return ""
+        return None
     if name is None:
-        return "sigmoid"
+        return CrossEncoderSettings("sigmoid", length)
     if not isinstance(name, str):
         raise ConfigError(f"{where}: the activation is {quote(name)}; expected the name of a class")
     if name not in _RERANK_ACTIVATIONS:
         raise UnsupportedError(f"{where}: activation {quote(name)}; supported are {listing(_RERANK_ACTIVATIONS)}")
-    return _RERANK_ACTIVATIONS[name]
+    return CrossEncoderSettings(_RERANK_ACTIVATIONS[name], length)
 
 
 def _is_cross_encoder(folder: Folder) -> bool:
@@ -378,8 +396,13 @@ def _fields(folder: Folder, path: str, name: str) -> Fields:
     return Fields(folder.json(name), folder.where(name))
 
 
-def _transformer_settings(folder: Folder, path: str) -> tuple[int | None, bool]:
-    """Return `max_seq_length` and `do_lower_case` of the transformer module."""
+def _transformer_settings(
+    folder: Folder,
+    path: str,
+    modality: Mapping[str, str] = _TEXT_MODALITY,
+    neutral: Mapping[str, tuple[Any, ...]] = _TRANSFORMER_NEUTRAL,
+) -> tuple[int | None, bool]:
+    """Return `max_seq_length` and `do_lower_case` of the transformer module, with the values that it must have."""
     candidates = (_fields(folder, path, file) for file in _TRANSFORMER_FILES)
     c = next((c for c in candidates if c.values), Fields({}, ""))
     for name in _TRANSFORMER_EMPTY:
@@ -388,14 +411,14 @@ def _transformer_settings(folder: Folder, path: str) -> tuple[int | None, bool]:
     if processing := c.group("processing_kwargs"):
         texts = {name for name in ("text", "common") if processing.values.get(name)}
         processing.finish(processing.values.keys() - texts)
-    modalities = c.raw("modality_config", {"text": _TEXT_MODALITY})
-    if not isinstance(modalities, dict) or modalities.get("text") != _TEXT_MODALITY or "message" in modalities:
+    modalities = c.raw("modality_config", {"text": modality})
+    if not isinstance(modalities, dict) or modalities.get("text") != modality or "message" in modalities:
         raise UnsupportedError(
-            f"{c.where}: modality_config is {quote(modalities)}; supported is text by {_TEXT_MODALITY}, and no "
+            f"{c.where}: modality_config is {quote(modalities)}; supported is text by {modality}, and no "
             "'message', which is a chat template"
         )
     lowercase, length = c.flag("do_lower_case", False), c.integer_or_null("max_seq_length", None, high=2**31 - 1)
-    c.finish(_TRANSFORMER_INERT, _TRANSFORMER_NEUTRAL)
+    c.finish(_TRANSFORMER_INERT, neutral)
     if length is not None:
         return length, lowercase
     # Newer releases take the length from the tokenizer, limited by the number of positions of the model.

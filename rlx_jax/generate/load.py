@@ -186,16 +186,16 @@ def open_classifier(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -
 
     That is a CrossEncoder of sentence-transformers, or a text encoder with one label that is no regression.
     """
-    pretrained, tokenizer, activation = checkpoint.pretrained, checkpoint.tokenizer, checkpoint.rerank_activation
+    pretrained, tokenizer, settings = checkpoint.pretrained, checkpoint.tokenizer, checkpoint.cross_encoder
     classifier = Classifier(
         ModelFlow.from_recipe(recipe), head=recipe.head, tokenizer=tokenizer,
         padding=text_padding(pretrained.recipe, tokenizer), max_positions=pretrained.max_positions,
-        **options.compile_options(),
+        max_seq_length=settings.max_seq_length if settings else None, **options.compile_options(),
     )  # fmt: skip
     scores_pairs = isinstance(pretrained.recipe, EncoderFlow) and recipe.head.problem != REGRESSION
-    if len(recipe.head.labels) > 1 or not (activation or scores_pairs):
+    if len(recipe.head.labels) > 1 or not (settings or scores_pairs):
         return classifier
-    return Reranker(classifier, activation or "sigmoid")
+    return Reranker(classifier, settings.activation if settings else "sigmoid")
 
 
 def open_vision(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> VisionEncoder:

@@ -141,6 +141,7 @@ class GemmaFlow(DecoderFlow[GemmaConfig]):
     name: str = "gemma"
 
     config_type = GemmaConfig
+    padding_id = 0
 
 
 def _only_gelu_tanh(c: Fields, style: GemmaStyle) -> None:

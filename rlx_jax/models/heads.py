@@ -61,6 +61,7 @@ class TaskHead:
         labels: the names of the labels, in the order of the logits.
         problem: `REGRESSION`, `SINGLE_LABEL` or `MULTI_LABEL`, as the config has it; empty if it has none.
         pooling: the token of a text that the logits of `SEQUENCE` are read at: `cls` or `lasttoken`.
+        padding_id: the id that `lasttoken` skips at the end of a text, as transformers does; None for none.
     """
 
     task: str
@@ -68,6 +69,7 @@ class TaskHead:
     labels: tuple[str, ...]
     problem: str = ""
     pooling: str = "cls"
+    padding_id: int | None = None
 
     def stages(self, width: int, key: Callable[[str], str]) -> tuple[BlockStage, ...]:
         """Return the stages of the head.
@@ -90,7 +92,9 @@ class TaskHead:
         return tuple(stages)
 
 
-def read_head(config: Fields, architecture: str, layers: HeadLayers, pooling: str = "cls") -> TaskHead | None:
+def read_head(
+    config: Fields, architecture: str, layers: HeadLayers, pooling: str = "cls", default_padding_id: int | None = None
+) -> TaskHead | None:
     """Return the head that the config of a checkpoint names, or None if its task is not among `layers`.
 
     Args:
@@ -98,6 +102,7 @@ def read_head(config: Fields, architecture: str, layers: HeadLayers, pooling: st
         architecture: the class that the config names, such as `BertForSequenceClassification`.
         layers: the layers of the family's heads by task.
         pooling: see `TaskHead`.
+        default_padding_id: `pad_token_id` of a config that lacks the field.
 
     Raises:
         ConfigError: `id2label` does not name the labels 0, 1, 2 …; or an unknown `problem_type`.
@@ -110,7 +115,12 @@ def read_head(config: Fields, architecture: str, layers: HeadLayers, pooling: st
     if problem not in ("", REGRESSION, SINGLE_LABEL, MULTI_LABEL):
         expected = f"{REGRESSION}, {SINGLE_LABEL} or {MULTI_LABEL}"
         raise ConfigError(f"{config.where}: field 'problem_type' is {quote(problem)}; expected {expected}")
-    return TaskHead(task, layers[task], _read_labels(config), problem, pooling)
+    padding_id = config.raw("pad_token_id") if "pad_token_id" in config.values else default_padding_id
+    if padding_id is not None:
+        padding_id = Fields({"pad_token_id": padding_id}, config.where).integer("pad_token_id", low=-1)
+    return TaskHead(
+        task, layers[task], _read_labels(config), problem, pooling, padding_id if pooling == "lasttoken" else None
+    )
 
 
 def _read_labels(config: Fields) -> tuple[str, ...]:

@@ -54,8 +54,16 @@ class _WeightCheck(Parameters):
         raise MissingWeightError(
             f"{at_least}{len(self.missing_paths)} weights that config.json requires are missing: "
             f"{listing(self.missing_paths)}; the first is read by "
-            f"{reader}{suggest_key(first_key, self.checkpoint.keys())}"
+            f"{reader}{self._head_advice() or suggest_key(first_key, self.checkpoint.keys())}"
         )
+
+    def _head_advice(self) -> str:
+        """Return how to load the model without its head, if all missing weights are the head's."""
+        head = getattr(self.recipe, "head", None)
+        layers = () if head is None else head.layers
+        names = {self.recipe.key(layer.key) if layer.in_encoder else layer.key for layer in layers}
+        is_head = {key.rpartition(".")[0] for key in self.missing_paths} <= names
+        return "; these are weights of its head, and rlx_jax.load(…, head=False) loads the rest" if is_head else ""
 
     def _new_weight(self, key: str, shape: tuple[int, ...], path: str) -> Any:
         """Record a missing weight, and go on as if it were initialized."""

@@ -59,6 +59,8 @@ _BERT_SETTINGS = {
     "strip_accents": "strip_accents",
     "tokenize_chinese_chars": "handle_chinese_chars",
 }
+# Classes whose pairs transformers gives no token types, although tokenizer.json has them.
+_UNTYPED_CLASSES = ("DistilBertTokenizer", "DistilBertTokenizerFast", "TokenizersBackend")
 _ROLES_WITH_IDS = ("bos", "eos", "pad")
 _ROLES = (*_ROLES_WITH_IDS, "unk", "sep", "cls", "mask")
 _COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -87,6 +89,7 @@ class Tokenizer:
         special_tokens: the checkpoint's tokens by role, `{"bos_token": "<s>"}`, which chat templates read.
         added_tokens: by their text.
         chat_templates: by name; see `rlx_jax.text.chat_template`.
+        gives_types: whether the model gets the token types of pairs.
     """
 
     vocab_size: int
@@ -100,6 +103,7 @@ class Tokenizer:
     added_tokens: Mapping[str, AddedToken] = field(repr=False)
     chat_templates: Mapping[str, str] = field(repr=False)
     _native: Any = field(repr=False)
+    gives_types: bool = True
 
     def has_same_ids(self, other: Tokenizer) -> bool:
         """Whether every token has the same id in both tokenizers."""
@@ -171,7 +175,7 @@ class Tokenizer:
                     for encoding, size in zip((one, two), sizes, strict=True):
                         encoding.truncate(size, direction=self.truncation_side)
                 row = native.post_process(one, two, True)
-                rows.append(PairTokens(row.ids, row.type_ids))
+                rows.append(PairTokens(row.ids, row.type_ids if self.gives_types else [0] * len(row.ids)))
             return rows
 
         return _guard(encode_all, "encoding failed")
@@ -301,6 +305,7 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
         },
         chat_templates=load_templates(folder, settings, tokenizer_config.where),
         _native=native,
+        gives_types=_gives_types(tokenizer_config),
     )
 
 
@@ -316,6 +321,16 @@ def read_document(folder: Folder, where: str) -> tuple[bytes, dict[str, Any]] | 
         raise UnsupportedError(f"{where}: model.dropout makes a text's tokens random; set it to null")
     refuse_panics(document, where)
     return raw, document
+
+
+def _gives_types(config: Fields) -> bool:
+    """Whether transformers passes token types of pairs to the model: as `model_input_names` says, else the class."""
+    names = config.raw("model_input_names")
+    if names is None:
+        return config.raw("tokenizer_class") not in _UNTYPED_CLASSES
+    if not isinstance(names, list):
+        raise ConfigError(f"{config.where}: field 'model_input_names' is {quote(names)}; expected a list of names")
+    return "token_type_ids" in names
 
 
 def _fetch_files(folder: Folder) -> None:
