@@ -15,6 +15,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.errors import RlxError
+from rlx_jax.inspection.bisection import OTHER_QUANTITY, Bisection, ComparedValue
 from rlx_jax.runtime.observed import observe
 from tests.oracles import checkpoints
 from tests.small import profile
@@ -251,6 +252,12 @@ def test_table_and_picture(values: dict[str, np.ndarray], references: Path) -> N
     assert "<svg" in page and "&lt;b&gt;" in page and "<b>" not in page and "http" not in page
     assert len(found.table.rows) == len(found.values) and "█" in str(found) and found.summary in str(found)
     assert [v.name for v in found.values if v.introduced] == ["layers.1"]
+
+
+def test_values_that_do_not_count_are_named() -> None:
+    values = (ComparedValue("k", "k", 0.5, 1e-5, 1.0, note=f"{OTHER_QUANTITY}: …"), ComparedValue("v", "v", 0, 1e-5, 1))
+    assert "1 of 2 values agree" in (text := Bisection("m", "r", "forward", values).summary)
+    assert text.endswith("another quantity there: 'k'")
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

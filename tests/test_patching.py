@@ -77,6 +77,22 @@ def test_forms_of_a_patch() -> None:
     assert_close(ragged[1, 0], lm.patch([3], {"layers.1": 0})[0])
 
 
+def test_a_function_of_all_tokens_reads_no_padding() -> None:
+    """Such as their mean, against a wrapper; prompts of several lengths would be padded."""
+
+    def mean(y: Any) -> Any:
+        return y.mean(0)
+
+    def all_means(y: Any) -> Any:
+        return jnp.broadcast_to(y.mean(1, keepdims=True), y.shape)
+
+    wrapped = RECIPE.at("layers.1").wrap(lambda emit, x, inner: emit.jax(all_means, inner(x)))
+    got = model(LLAMA).patch(PROMPTS, {"layers.1": mean})
+    assert_close(got, np.asarray(rlx.compile(wrapped)(np.array(PROMPTS)))[:, -1])
+    with pytest.raises(errors.RequestError, match="several lengths would be padded.*reduces over 'seq'"):
+        model(LLAMA).patch([[5, 6, 7], [3]], {"layers.1": mean})
+
+
 def test_parameters_of_now_are_patched() -> None:
     lm = rlx.CausalLM(model(GPT2).model)
     lm.model = lm.model.replace({name: a * 1.5 for name, a in (lm.model.params or {}).items()})
@@ -92,6 +108,13 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "result": ({"norm": lambda y: y[:, :3]}, {}, errors.ShapeError, "norm"),
     "text": ({"layers.*": "zero"}, {}, errors.RlxError, "layers"),
     "signature": ({"norm": lambda a, b: a}, {}, errors.RequestError, "called as"),
+    "complex": (
+        {"norm": lambda y: y.astype(jnp.complex64)},
+        {},
+        errors.DTypeError,
+        "norm: the function returns complex64",
+    ),
+    "pair": ({"norm": lambda y: (y, y)}, {}, errors.RequestError, "the function returns a tuple"),
     "no source": ("layers.*", {}, errors.RequestError, "puts in the outputs of other prompts: pass source="),
     "unread": ({"layers.*": 0}, {"source": SOURCE}, errors.RequestError, "source is not read"),
     "lengths": ("layers.*", {"source": [[1], [2]]}, errors.RequestError, "lengths have to be"),
@@ -169,6 +192,18 @@ def test_captures_of_requests() -> None:
         assert (cached[row, :, :, start + 2 :] == 0).all()
     answers, many = lm.generate([[5, 6]], 2, n=2, temperature=1.0, seed=1, return_captures=True)
     assert many["layers.1.self_attn.probs"].shape[0] == len(answers[0]) == 2
+
+
+def test_a_window_with_captured_weights_generates() -> None:
+    """The slots of a ring buffer have no rule for weights, which decoding does not compute."""
+    directory = FIXTURES / "mistral" / "window_v5"
+    recipe = rlx.recipe_for(directory).at("layers.*.self_attn").capture("probs")
+    prompts = [[5, 6, 7, 8, 9, 11, 12, 13, 4, 3, 17], [3, 1]]
+    plain = rlx.load(directory).generate(prompts, 4)
+    for roll in ("scan", "unroll"):
+        lm = rlx.load(directory, recipe=recipe, profile=rlx.CompileProfile().replace(layers={"roll": roll}))
+        ids, got = lm.generate(prompts, 4, return_captures=True)
+        assert ids == plain and np.isfinite(got["layers.0.self_attn.probs"][0, :, :15, :15]).all()
 
 
 REFUSED_CAPTURES: list[tuple[str, Any, str]] = [

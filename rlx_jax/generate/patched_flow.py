@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.errors import GraphError, ShapeError, UnsupportedError, listing, quote
+from rlx_jax.errors import DTypeError, GraphError, RequestError, ShapeError, UnsupportedError, listing, quote
 from rlx_jax.flow import ModelFlow
 from rlx_jax.ir.types import TensorType, is_float, is_static
 from rlx_jax.runtime.compile_flow import companion_model
@@ -79,7 +79,19 @@ class PatchedBlock:
     def _change_prompt(self, *arguments: jax.Array) -> jax.Array:
         """Return the function of the output of one prompt, in its shape."""
         assert self.function is not None
-        return jnp.broadcast_to(self.function(*arguments), arguments[0].shape)
+        where, shape = f"patch: {self.order[-1]}: the function returns", arguments[0].shape
+        result = self.function(*arguments)
+        if not isinstance(result, jax.Array | np.ndarray | np.generic | int | float | complex):
+            raise RequestError(f"{where} a {type(result).__name__}; expected an array [tokens, …]")
+        array = jnp.asarray(result)
+        if not jnp.issubdtype(array.dtype, jnp.floating) and not jnp.issubdtype(array.dtype, jnp.integer):
+            raise DTypeError(f"{where} {array.dtype.name}; expected real numbers")
+        if array.ndim > len(shape) or any(
+            m not in (1, n) for m, n in zip(array.shape[::-1], shape[::-1], strict=False)
+        ):
+            sizes = (listing(map(str, a.shape), 8) for a in (array, arguments[0]))
+            raise ShapeError("{} [{}]; expected an array that broadcasts to [{}], [tokens, …]".format(where, *sizes))
+        return jnp.broadcast_to(array, shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ runs what is compiled already. Its rows are copies of the prompts, one for each 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -232,12 +232,15 @@ def patch(
             f"{listing(str(len(row)) for row in source_rows)}: a position is one of both, so lengths have to be equal"
         )
     request_inputs = check_inputs(lm.model, inputs, len(rows), lm.inputs)
-    error = lm.model.programs.derivation_error(lm.model.name, "prefill", request_inputs.optional_inputs)
-    if error and len(set(lengths.tolist())) > 1:
-        raise RequestError(f"patch: prompts of several lengths would be padded, which is not safe here: {error}")
     places = _read_positions(positions, lengths, sweep)
     block = pad_rows(rows, int(lengths.max()))
     entries = _read_patches(lm.model, patches, source is not None, block)
+    # A function of all tokens of a prompt, such as their mean, would read padding.
+    has_function = any(p.wrapper.function is not None for p in entries)
+    padded_model = edited_model(lm.model, "patch", entries) if has_function else lm.model
+    error = padded_model.programs.derivation_error(lm.model.name, "prefill", request_inputs.optional_inputs)
+    if error and len(set(lengths.tolist())) > 1:
+        raise RequestError(f"patch: prompts of several lengths would be padded, which is not safe here: {error}")
     run = PatchRun(lm, block, lengths, places, entries, request_inputs, not error, sweep, last_only(logits), metric)
     changes = [(p, number, place) for p in entries for number in p.chosen for place in range(len(places))]
     copies = [[change] for change in changes] if sweep else [changes]
@@ -322,6 +325,8 @@ def _read_patches(model: CompiledModel, patches: Any, has_source: bool, block: I
         if function is not None:
             arguments = ("output", "source") if has_source else ("output",)
             check_signature(function, arguments, f"patch: {pattern}", RequestError)
+            if not isinstance(value, Hashable):
+                raise RequestError(f"patch: {pattern}: {shown(function)} has no hash, by which its program is found")
         from_source = has_source and (function is not None or value is None)
         wrapper = PatchedBlock(index, function, from_source or function is None)
         entry = Patch(pattern, general, names, chosen, t, wrapper)

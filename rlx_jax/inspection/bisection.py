@@ -91,7 +91,12 @@ class Bisection:
         value = next((value for value in self.values if not value.agrees), None)
         if value is None:
             worst = max(self.values, key=lambda v: 0.0 if v.note else v.error / v.tolerance)
-            return f"{head}: all {len(self.values)} values agree; the largest error is {worst.error:.1e}, {worst.name}"
+            excluded = [v.name for v in self.values if v.error > v.tolerance]
+            count = (
+                f"{len(self.values) - len(excluded)} of {len(self.values)}" if excluded else f"all {len(self.values)}"
+            )
+            text = f"{head}: {count} values agree; the largest error is {worst.error:.1e}, {worst.name}"
+            return f"{text}. The others are {OTHER_QUANTITY} there: {listing(excluded, 4)}" if excluded else text
         growth = f", {text} that of its inputs" if (text := _growth(value)) else ""
         text = f"{head}: {value.block} is the first block outside of tolerance. The error of {value.name} is "
         text += f"{_number(value.error)}{growth}, and the tolerance {value.tolerance:.1e}."
