@@ -291,6 +291,29 @@ def peel_last(graph: Graph, types: TypeCache) -> Graph:
     return rewrite(graph, everywhere(fn), types)
 
 
+def drop_unread_sides(graph: Graph, types: TypeCache) -> Graph:
+    """Return the program with regions that have only the side outputs that something reads."""
+    read = {*graph.roots(), *(value for node in graph.nodes for value in node.inputs)}
+
+    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+        if not isinstance(op := node.op, Repeat):
+            return None
+        sides = range(op.carries, len(op.body.outputs))
+        results = {side: [op.carries + (side - op.carries) * op.count + i for i in range(op.count)] for side in sides}
+        kept = [side for side in sides if any(Value(number, index) in read for index in results[side])]
+        if len(kept) == len(sides):
+            return None
+        indices = [*range(op.carries), *kept]
+        outputs = tuple(op.body.outputs[i] for i in indices)
+        names = tuple(op.body.output_names[i] for i in indices) if op.body.output_names else ()
+        new = b.append(replace(op, body=replace(op.body, outputs=outputs, output_names=names)), *inputs)
+        values = dict(enumerate(new[: op.carries]))
+        values |= zip((index for side in kept for index in results[side]), new[op.carries :], strict=True)
+        return tuple(values.get(index, new[0]) for index in range(len(node.types)))  # nothing reads the others
+
+    return rewrite(graph, lambda part: fn if part is graph else lambda *_: None, types, "outputs")
+
+
 def unroll(graph: Graph, types: TypeCache) -> Graph:
     """Return the same program without regions: every iteration becomes plain nodes.
 
