@@ -68,7 +68,8 @@ class Suggestion:
 
     Attributes:
         change: the change in words.
-        arguments: the arguments of `rlx_jax.plan` that differ; a profile as a table.
+        arguments: the arguments of `rlx_jax.plan` that differ; of a profile the table of its changes, for
+            `profile.replace(**table)`.
     """
 
     change: str
