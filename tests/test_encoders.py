@@ -55,9 +55,10 @@ class Case:
 
 @functools.lru_cache(maxsize=1)
 def case(name: str) -> Case:
-    """Loaded once for the tests that follow each other."""
+    """Loaded once for the tests that follow each other; without the head of its task."""
     directory = checkpoints.FIXTURES / name
-    return Case(rlx.load(directory), rlx.compile(rlx.from_pretrained(directory)), load_record(directory))
+    recipe = dataclasses.replace(rlx.recipe_for(directory), head=None)
+    return Case(rlx.load(directory, head=False), rlx.compile(recipe), load_record(directory))
 
 
 # -- the recorded numbers ----------------------------------------------------------------------
