@@ -194,6 +194,7 @@ LAYER_OUTPUTS = ("layers.0", "layers.1", "layers.2", "logits")
 @pytest.mark.parametrize(("kept", "edits", "block", "text"), [
     (None, {"layers.1.mlp.up_proj": lambda a: a * 1.01}, "layers.1.mlp.up_proj", "9.9e-03"),
     (None, {"layers.2.mlp": lambda a: a[..., :-1]}, "layers.2.mlp.down_proj", "[2, 8, 45] in the model, [2, 8, 44] in"),
+    (None, {"norm": lambda a: a + 1j}, "norm", "norm is the first block"),
     (None, {"layers.1": nan_on_one_side}, "layers.1", "not finite on one side alone: 1 of 720 entries"),
     (None, {"layers.0.self_attn.q_proj": lambda a: a.reshape(2, 8, 9, 4)}, None, "all 52 values agree"),
     (LAYER_OUTPUTS, {"layers.1": lambda a: a + 1, "layers.2": lambda a: a + 1}, "layers.1", "layers.1 is the first"),
@@ -206,6 +207,16 @@ def test_arrays_by_path(
     arrays |= {name: edit(arrays[name]) for name, edit in edits.items()}
     found = rlx.bisect(right("llama", references, "unroll"), arrays, TOKENS)
     assert found.first == block and text in f"{found}\n{found.table}", str(found)
+
+
+def test_values_that_are_nan_on_both_sides(references: Path) -> None:
+    """They agree, and the result says from where on nothing is compared."""
+    model = right("llama", references, "unroll").model
+    assert model.params is not None
+    key = next(key for key in model.params if "layers.0.mlp.down_proj" in key)
+    broken = model.replace(model.params | {key: model.params[key] * jnp.nan})
+    found = rlx.bisect(broken, broken, TOKENS)
+    assert found.first is None and "From layers.0.mlp.down_proj on, entries not finite on both sides" in found.summary
 
 
 def test_a_function_of_the_inputs(values: dict[str, np.ndarray], references: Path) -> None:

@@ -48,6 +48,8 @@ class ComparedValue:
 
 # The note of a value that the reference has under this name, but in another form, such as before a scale.
 OTHER_QUANTITY = "another quantity"
+# The note of a value with entries that are equal on both sides, but infinite or NaN.
+NOT_COMPARED = "entries not finite on both sides"
 
 
 @dataclass(frozen=True)
@@ -91,11 +93,13 @@ class Bisection:
         value = next((value for value in self.values if not value.agrees), None)
         if value is None:
             worst = max(self.values, key=lambda v: 0.0 if v.note else v.error / v.tolerance)
+            lost = [v for v in self.values if v.note.startswith(NOT_COMPARED)]
             excluded = [v.name for v in self.values if v.error > v.tolerance]
             count = (
                 f"{len(self.values) - len(excluded)} of {len(self.values)}" if excluded else f"all {len(self.values)}"
             )
             text = f"{head}: {count} values agree; the largest error is {worst.error:.1e}, {worst.name}"
+            text += f". From {lost[0].name} on, {lost[0].note}, cannot be compared" if lost else ""
             return f"{text}. The others are {OTHER_QUANTITY} there: {listing(excluded, 4)}" if excluded else text
         growth = f", {text} that of its inputs" if (text := _growth(value)) else ""
         text = f"{head}: {value.block} is the first block outside of tolerance. The error of {value.name} is "

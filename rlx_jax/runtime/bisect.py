@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.errors import RequestError, did_you_mean, listing, shown
-from rlx_jax.inspection.bisection import OTHER_QUANTITY, Bisection, ComparedValue
+from rlx_jax.inspection.bisection import NOT_COMPARED, OTHER_QUANTITY, Bisection, ComparedValue
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.observed import HostArray, ValueGraph, observe, to_host
 from rlx_jax.runtime.torch_modules import is_torch_module, module_values
@@ -126,19 +126,22 @@ def _aligned(ours: HostArray, theirs: HostArray, mask: HostArray) -> tuple[HostA
 
 
 def _error(ours: HostArray, theirs: HostArray) -> tuple[float, str]:
-    """Return the error of a value, see `ComparedValue`, and a note if the shapes or finite entries differ."""
+    """Return the error of a value, see `ComparedValue`, and a note on shapes that differ and entries not finite."""
     if ours.shape != theirs.shape:
         return np.inf, f"{list(ours.shape)} in the model, {list(theirs.shape)} in the reference"
-    if "f" not in (ours.dtype.kind, theirs.dtype.kind):
+    kinds = {ours.dtype.kind, theirs.dtype.kind}
+    if not kinds & {"f", "c"}:
         return float(np.mean(ours != theirs)) if ours.size else 0.0, ""
-    left, right = ours.astype(np.float64), theirs.astype(np.float64)
+    wide = np.complex128 if "c" in kinds else np.float64
+    left, right = ours.astype(wide), theirs.astype(wide)
     is_finite = np.isfinite(left) & np.isfinite(right)
     same = is_finite | (left == right) | (np.isnan(left) & np.isnan(right))
     if not same.all():
         return np.inf, f"not finite on one side alone: {np.count_nonzero(~same)} of {same.size} entries"
     left, right = (np.where(is_finite, array, 0.0) for array in (left, right))
     scale = max(np.abs(right).max(initial=0.0), np.finfo(np.float32).tiny)
-    return float(np.abs(left - right).max(initial=0.0) / scale), ""
+    note = "" if is_finite.all() else f"{NOT_COMPARED}: {np.count_nonzero(~is_finite)} of {same.size}"
+    return float(np.abs(left - right).max(initial=0.0) / scale), note
 
 
 def _tolerances(names: list[str], base: float) -> dict[str, float]:
