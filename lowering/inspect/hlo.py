@@ -35,7 +35,7 @@ _MOVES = ("bitcast", "copy", "transpose", "convert", "reshape", "dynamic-slice",
 _MOVING_FUSION = re.compile(rf"^(?:wrapped_)?(?:(?:{'|'.join(_MOVES)})_)+(?:fusion|computation)?(?:\.|$)")
 # Instructions that run no kernel.
 NO_KERNEL = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", *CONTAINERS})
-_NUMBER = re.compile(r"(?<![^.])(?:\d+|\{i\})(?![^.])")
+_NUMBER = re.compile(r"(?<![^.])(?:\d+|\{[^}]*\})(?![^.])")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,11 @@ class Instruction:
 
 
 def without_layer_numbers(path: str) -> str:
-    """Return a path with layer numbers replaced by `*`: `layers.*.mlp`."""
+    """Return a path with layer numbers replaced by `*`.
+
+    >>> without_layer_numbers("layers.{2i+1}.mlp"), without_layer_numbers("layers.3.mlp")
+    ('layers.*.mlp', 'layers.*.mlp')
+    """
     return _NUMBER.sub("*", path)
 
 

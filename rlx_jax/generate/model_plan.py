@@ -38,7 +38,7 @@ from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import Buildable
-from rlx_jax.runtime.estimate import estimate_program, parameter_bytes, state_bytes
+from rlx_jax.runtime.estimate import estimate_program, parameter_bytes, state_bytes_by_kind
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.model_setup import as_flow, make_programs
 from rlx_jax.runtime.program_key import ProgramKey
@@ -223,7 +223,7 @@ def make_plan(request: PlanRequest) -> ModelPlan:
         rows, cache_len = cache_sizes(buckets, request.batch, context, request.max_positions)
         sizes = {**request.flow._binding, "batch": rows, "context": cache_len}
         sizes |= request.programs.ring_sizes(extend, cache_len)
-        cache = state_bytes(request.programs, extend, sizes)
+        cache = state_bytes_by_kind(request.programs, extend, sizes)
         decode = _estimate(request, "extend", {**sizes, "seq": 1})
         first, *rest = chunk_widths(buckets, context, request.max_positions)
         prefill = _estimate(request, "prefill", {**sizes, "seq": first})

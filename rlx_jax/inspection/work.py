@@ -72,8 +72,8 @@ def stays_packed(param: Param, lir: Lir) -> bool:
     return bool(array_programs(param.programs)) if lir.plan.scan else any(map(packing_of, param.programs))
 
 
-def kernel_kind(op: Mir) -> KernelKind:
-    """Return the kind of kernel that runs an op."""
+def kernel_kind(op: Mir) -> KernelKind | None:
+    """Return the kind of kernel that runs an op; None if it only moves values, which XLA fuses into other ops."""
     if isinstance(op, AttentionOp):
         return "attention"
     if isinstance(op, ExpertFfn | GroupedMatMul):
@@ -82,7 +82,8 @@ def kernel_kind(op: Mir) -> KernelKind:
         return "recurrence"
     if op.traits.flops is not zero:
         return "product"
-    return "reduction" if op.traits.numeric == "reduction" else "fused"
+    kinds: dict[str, KernelKind] = {"reduction": "reduction", "elementwise": "fused"}
+    return kinds.get(op.traits.numeric)
 
 
 def program_bytes(program: Program, packed: bool) -> int:
@@ -101,7 +102,7 @@ def _add(lir: Lir, graph: Graph, times: int, works: dict[tuple[Path, KernelKind]
         if not isinstance(node.op, Mir) or node.op.regions() or _is_view(node):
             continue
         op, path, operands = node.op, node.origin.path, [graph.type(v) for v in node.inputs]
-        kind = kernel_kind(op)
+        kind = kernel_kind(op) or "fused"
         work = works.get((path, kind), Work(kind, _dtype([*operands, *node.types])))
         nbytes, param_bytes = _bytes(lir, graph, number, leaving, read.setdefault(path, set()))
         works[path, kind] = Work(

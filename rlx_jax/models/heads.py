@@ -115,9 +115,9 @@ def read_head(
     if problem not in ("", REGRESSION, SINGLE_LABEL, MULTI_LABEL):
         expected = f"{REGRESSION}, {SINGLE_LABEL} or {MULTI_LABEL}"
         raise ConfigError(f"{config.where}: field 'problem_type' is {quote(problem)}; expected {expected}")
-    padding_id = config.raw("pad_token_id") if "pad_token_id" in config.values else default_padding_id
+    padding_id = config.values.get("pad_token_id", default_padding_id)
     if padding_id is not None:
-        padding_id = Fields({"pad_token_id": padding_id}, config.where).integer("pad_token_id", low=-1)
+        padding_id = config.integer("pad_token_id", default_padding_id, low=-1)
     return TaskHead(
         task, layers[task], _read_labels(config), problem, pooling, padding_id if pooling == "lasttoken" else None
     )

@@ -431,9 +431,7 @@ class _NamedProgram:
     executable: Executable
 
     def instructions(self) -> dict[str, Instruction]:
-        """Return the instructions by name, and by the name of their kernel."""
-        parsed = program_instructions(self.programs, self.key, self.executable)
-        return {kernel_name(name): instruction for name, instruction in parsed.items()} | parsed
+        return program_instructions(self.programs, self.key, self.executable)
 
 
 def program_instructions(programs: Programs, key: ProgramKey, executable: Executable) -> dict[str, Instruction]:
@@ -472,7 +470,9 @@ def _match_program(
     candidates = [one for one in same_name if one.number == program_id[0]] or same_name
     if len(candidates) < 2:
         return candidates[0] if candidates else None
-    return max(candidates, key=lambda one: len(names & one.instructions().keys()))
+    # In a CUDA graph a trace has the name of the kernel in place of the instruction.
+    used = {kernel_name(name) for name in names}
+    return max(candidates, key=lambda one: len(used & set(map(kernel_name, one.instructions()))))
 
 
 def profile_calls(

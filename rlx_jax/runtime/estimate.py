@@ -12,7 +12,8 @@ from functools import partial
 
 from rlx_jax.compiler.pipeline import Template, make_lir
 from rlx_jax.inspection.plan_record import ProgramEstimate
-from rlx_jax.inspection.rates import KernelKind, Rates
+from rlx_jax.inspection.rates import Rates
+from rlx_jax.inspection.work import kernel_kind, program_bytes, stays_packed
 from rlx_jax.ir.graph import Graph, Mir, Node, Param
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.experts import ExpertFfn
@@ -24,7 +25,7 @@ from rlx_jax.lowering.inspect.buffers import fused_activation_bytes
 from rlx_jax.lowering.inspect.outline import OpCost, op_costs
 from rlx_jax.lowering.lir.attention import CHUNK_SCORE_BYTES
 from rlx_jax.lowering.lir.packed import MAX_FUSED_ROWS
-from rlx_jax.lowering.lir.plan import PRODUCTS, RECURRENCES, XLA_CHOICE, Lir, array_programs, call_of
+from rlx_jax.lowering.lir.plan import PRODUCTS, RECURRENCES, XLA_CHOICE, Lir, call_of
 from rlx_jax.lowering.sharding import ModelSharding, shard_type
 from rlx_jax.runtime.programs import Programs, state_shardings
 from rlx_jax.runtime.sequence_state import LENGTH
@@ -59,9 +60,8 @@ def estimate_program(
         nbytes += entry.times * op_bytes
         seconds = [total + entry.times * part for total, part in zip(seconds, parts, strict=True)]
     live = fused_activation_bytes(lir.graph, partial(workspace_bytes, lir), lir.plan.donate_state, lir.plan.scan)
-    if (
-        programs.settings.target == "cpu"
-    ):  # XLA:CPU multiplies in f32, and holds all 16-bit weights in f32; in a loop twice
+    if programs.settings.target == "cpu":
+        # XLA:CPU multiplies in f32, and holds all 16-bit weights in f32; in a loop twice.
         narrow = sum(t.nbytes for t in programs.layout.types().values() if t.dtype.itemsize == 2)
         live += narrow * (3 if local.get("seq") == 1 else 2)
     live += sharding.gathered_bytes(programs.layout.params.values()) if sharding is not None else 0
@@ -81,12 +81,13 @@ def _op_seconds(
     flops, nbytes, unpack, shards, link = cost.flops, cost.bytes, 0.0, 1, 0.0
     if kind == "product" and params:
         weight = params[0]
-        stored, rows = _stored_bytes(weight, lir.plan.packed), math.prod(map(int, types[0].shape[:-1]))
+        stored = program_bytes(weight.programs[0], stays_packed(weight, lir))
+        rows = math.prod(map(int, types[0].shape[:-1]))
         nbytes += stored - weight.type.nbytes
         unpack = _unpack_seconds(weight, lir.plan.packed, rows, lir.plan.target, rates)
     elif kind == "experts" and params:
         logical = sum(p.type.nbytes for p in params)
-        nbytes = nbytes * sum(_stored_bytes(p, lir.plan.packed) for p in params) // logical
+        nbytes = nbytes * sum(program_bytes(p.programs[0], stays_packed(p, lir)) for p in params) // logical
     if sharding is not None:
         shards, link = _division(node, params, sharding, rates)
     if kind is None:
@@ -95,18 +96,6 @@ def _op_seconds(
     flops, nbytes = flops // shards, nbytes // shards
     compute, memory, start = rates.parts(kind, flops, nbytes, dtype if dtype in rates.flops else "f32")
     return flops, nbytes, (compute + unpack / shards, memory, start, link)
-
-
-def kernel_kind(op: Mir) -> KernelKind | None:
-    """Return the kind of kernel that an op becomes; None if it only moves values, which XLA fuses into other ops."""
-    if isinstance(op, AttentionOp):
-        return "attention"
-    if isinstance(op, ExpertFfn):
-        return "experts"
-    if isinstance(op, RECURRENCES):
-        return "recurrence"
-    kinds: dict[str, KernelKind] = {"compute": "product", "reduction": "reduction", "elementwise": "fused"}
-    return kinds.get(op.traits.numeric)
 
 
 def workspace_bytes(lir: Lir, graph: Graph, node: Node) -> int:
@@ -121,12 +110,6 @@ def workspace_bytes(lir: Lir, graph: Graph, node: Node) -> int:
     # Measured on a CPU: masks of windows are arrays of their own, and keys and values are transposed.
     arrays = 3 if node.op.window is not None else 1 if name == "heads_first" else 2
     return arrays * min(scores, CHUNK_SCORE_BYTES if name == "query_chunks" else scores) + k.nbytes + v.nbytes
-
-
-def _stored_bytes(param: Param, packed: bool) -> int:
-    """Return the bytes of a parameter of one layer as it is stored on the device."""
-    arrays = array_programs(param.programs[:1]) if packed else {}
-    return sum(programs[0].type.nbytes for programs in arrays.values()) or param.type.nbytes
 
 
 def _unpack_seconds(param: Param, packed: bool, rows: int, target: str, rates: Rates) -> float:
@@ -167,7 +150,7 @@ def parameter_bytes(programs: Programs) -> dict[str, int]:
     return dict(sizes)
 
 
-def state_bytes(programs: Programs, template: Template, sizes: Mapping[str, int]) -> dict[str, int]:
+def state_bytes_by_kind(programs: Programs, template: Template, sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the bytes of the state of one device by kind of layer."""
     sharding = programs.model_sharding
     shardings = {} if sharding is None else state_shardings(template, sizes, sharding)

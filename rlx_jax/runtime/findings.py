@@ -15,11 +15,11 @@ from rlx_jax.ir.ops.index import Gather
 from rlx_jax.ir.param import packing_of
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.text import bytes_text
-from rlx_jax.lowering.inspect.hlo import block_paths, traced_products
+from rlx_jax.lowering.inspect.hlo import block_paths, traced_products, without_layer_numbers
 from rlx_jax.lowering.lir.donation import COPIED_ADVICE, result_bytes
 from rlx_jax.lowering.lir.experts import BY_NUMBER
 from rlx_jax.lowering.lir.plan import PRODUCTS, XLA_CHOICE, call_of
-from rlx_jax.runtime.program_facts import ProgramFacts, star_path
+from rlx_jax.runtime.program_facts import ProgramFacts
 
 NARROW = ("bf16", "f16")
 # Bytes of a weight, and share of a program's operations, from which a finding is worth reading.
@@ -80,7 +80,7 @@ def wide_regions(facts: ProgramFacts) -> Iterator[Finding]:
     flops, wide = sum(product.flops for product in products), Counter[str]()
     for product in products:
         if product.dtypes == ("f32", "f32"):
-            wide[star_path(product.path)] += product.flops
+            wide[without_layer_numbers(product.path)] += product.flops
     for path, count in wide.items():
         if flops > 2 * wide.total() and count > MIN_SHARE * flops:
             rates = facts.rates
@@ -98,7 +98,8 @@ def copied_caches(facts: ProgramFacts) -> Iterator[Finding]:
     paths = dict.fromkeys(facts.instructions[n].path for n in names if n in facts.instructions)
     nbytes = 2 * (sum(map(result_bytes, proof.copies)) or proof.state_bytes - proof.aliased_bytes)
     yield Finding(
-        "copied cache", star_path(next(filter(None, paths), "")), f"the state is not updated in place: {problem}",
+        "copied cache", without_layer_numbers(next(filter(None, paths), "")),
+        f"the state is not updated in place: {problem}",
         COPIED_ADVICE, _memory_seconds(facts, nbytes),
     )  # fmt: skip
 
@@ -113,7 +114,7 @@ def slow_orientations(facts: ProgramFacts) -> Iterator[Finding]:
         weight = graph.nodes[node.inputs[1].node].op
         rows = graph.type(node.inputs[0]).size // int(graph.type(node.inputs[0]).shape[-1])
         if isinstance(weight, Param) and weight.type.nbytes >= MIN_BYTES and rows <= FEW_ROWS.get(target, 0):
-            path = star_path(path_text(node.origin.path))
+            path = without_layer_numbers(path_text(node.origin.path))
             found[path] = rows, found.get(path, (0, 0))[1] + weight.type.nbytes * len(set(weight.programs))
     for path, (rows, nbytes) in found.items():
         yield Finding(
@@ -138,7 +139,8 @@ def unfused_decodes(facts: ProgramFacts) -> Iterator[Finding]:
             else:
                 fuses = isinstance(node.op, Gather | GroupedMatMul) or bool(node.op.regions())
             if not fuses:
-                path, nbytes = star_path(path_text(node.origin.path)), op.type.nbytes * len(set(op.programs))
+                path = without_layer_numbers(path_text(node.origin.path))
+                nbytes = op.type.nbytes * len(set(op.programs))
                 decoded[path] = decoded.get(path, (0, ""))[0] + nbytes, packing_of(op.programs[0]) or ""
     for path, (nbytes, scheme) in decoded.items():
         yield Finding(
@@ -158,7 +160,7 @@ def copied_weights(facts: ProgramFacts) -> Iterator[Finding]:
         size = result_bytes(f"%x = {instruction.result} copy()") if instruction.has_kernel and instruction.moves else 0
         if instruction.parameter and size >= MIN_BYTES:
             sliced = "slice" in instruction.primitive or "slice" in instruction.opcode
-            path = star_path(readers.get(instruction.parameter, instruction.path))
+            path = without_layer_numbers(readers.get(instruction.parameter, instruction.path))
             copies[path, sliced] += size * (count if sliced else 1)
     for (path, sliced), nbytes in copies.items():
         text, advice = SCAN_COPY if sliced else WEIGHT_COPY

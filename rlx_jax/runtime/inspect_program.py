@@ -16,10 +16,10 @@ from rlx_jax.ir.param import Padded, Program, packing_of, printed_name
 from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.ir.text import block_rows
 from rlx_jax.ir.types import short_name
-from rlx_jax.lowering.inspect.hlo import Instruction, kernel_name
+from rlx_jax.lowering.inspect.hlo import Instruction, without_layer_numbers
 from rlx_jax.lowering.lir.plan import CHOICE_OPS, XLA_CHOICE, Choice, Lir
 from rlx_jax.runtime.block_times import HELPERS, IDLE, NOT_ATTRIBUTED, BlockTime, BlockTimes
-from rlx_jax.runtime.program_facts import ProgramFacts, star_path
+from rlx_jax.runtime.program_facts import ProgramFacts
 from rlx_jax.runtime.report import state_bytes
 
 # The path of time that other programs of the same run take.
@@ -74,7 +74,7 @@ def planned_blocks(facts: ProgramFacts) -> list[BlockEntry]:
     members: dict[str, list[Path]] = defaultdict(list)
     for path in nodes:
         if path_text(path) not in ("", graph.name):  # nodes outside of blocks
-            members[star_path(path_text(path))].append(path)
+            members[without_layer_numbers(path_text(path))].append(path)
     texts = _hir_texts(facts.template.hir)
     choices: dict[Path, list[Choice]] = defaultdict(list)
     for path, choice in facts.lir.choices(*CHOICE_OPS):
@@ -208,17 +208,15 @@ def measured_blocks(
     for row in times.rows:
         path = row.path
         if row.program:
-            is_block = row.program == facts.key.text and row.path != facts.lir.graph.name
-            path = star_path(path) if is_block else NOT_ATTRIBUTED if row.program == facts.key.text else OTHERS
+            in_program = NOT_ATTRIBUTED if row.path == facts.lir.graph.name else without_layer_numbers(row.path)
+            path = in_program if row.program == facts.key.text else OTHERS
         rows[path].append(row)
     names = [block.path for block in blocks]
     no_block = [path for path in rows if path not in names]
     no_block.sort(key=lambda path: (path in (NOT_ATTRIBUTED, HELPERS, OTHERS, IDLE), path))
     empty = BlockEntry("", "", "", 0, 0, "", "", "", 0, 0, 0.0, True, 0.0, "")
     blocks = [*blocks, *(replace(empty, path=path) for path in no_block)]
-    by_kernel = {kernel_name(name): instruction for name, instruction in facts.instructions.items()}
-    instructions = by_kernel | dict(facts.instructions)
-    return [_with_times(block, rows.get(block.path, []), instructions, steps) for block in blocks]
+    return [_with_times(block, rows.get(block.path, []), facts.instructions, steps) for block in blocks]
 
 
 def _with_times(
@@ -248,5 +246,5 @@ def _compiled_kernels(instructions: Mapping[str, Instruction]) -> dict[str, list
     for name, instruction in instructions.items():
         if instruction.has_kernel:
             entry = KernelEntry(name, instruction.opcode, instruction.primitive)
-            kernels[star_path(instruction.path)].append(entry)
+            kernels[without_layer_numbers(instruction.path)].append(entry)
     return kernels

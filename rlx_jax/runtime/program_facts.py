@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -17,8 +16,6 @@ from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.runtime.block_times import program_instructions
 from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.programs import Programs
-
-_LAYER = re.compile(r"(?<![^.])(?:\d+|\{[^}]*\})(?![^.])")
 
 
 @dataclass(frozen=True)
@@ -63,12 +60,3 @@ def program_facts(programs: Programs, key: ProgramKey, ran: bool = False) -> Pro
         rates = replace(rates, bandwidth=count * rates.bandwidth, flops=flops)
     template = programs.template(key.symbolic)
     return ProgramFacts(programs, key, lir, template, executable, instructions, rates, block_work(lir))
-
-
-def star_path(path: str) -> str:
-    """Return a block path with `*` for the numbers of layers.
-
-    >>> star_path("layers.{2i+1}.mlp"), star_path("layers.3.mlp"), star_path("layers.*.mlp")
-    ('layers.*.mlp', 'layers.*.mlp', 'layers.*.mlp')
-    """
-    return _LAYER.sub("*", path)

@@ -33,7 +33,7 @@ from rlx_jax.models.config import Fields
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.text.chat_template import MAX_TEMPLATE_BYTES, load_templates, template_files
 from rlx_jax.text.request_checks import id_list
-from rlx_jax.text.text_pairs import PairTokens, pair_lengths
+from rlx_jax.text.text_pairs import PairTokens, gives_types, pair_lengths
 from rlx_jax.text.tokenizer_checks import check_added_tokens, refuse_panics
 
 T = TypeVar("T")
@@ -59,8 +59,6 @@ _BERT_SETTINGS = {
     "strip_accents": "strip_accents",
     "tokenize_chinese_chars": "handle_chinese_chars",
 }
-# Classes whose pairs transformers gives no token types, although tokenizer.json has them.
-_UNTYPED_CLASSES = ("DistilBertTokenizer", "DistilBertTokenizerFast", "TokenizersBackend")
 _ROLES_WITH_IDS = ("bos", "eos", "pad")
 _ROLES = (*_ROLES_WITH_IDS, "unk", "sep", "cls", "mask")
 _COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json")
@@ -305,7 +303,7 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
         },
         chat_templates=load_templates(folder, settings, tokenizer_config.where),
         _native=native,
-        gives_types=_gives_types(tokenizer_config),
+        gives_types=gives_types(tokenizer_config),
     )
 
 
@@ -321,16 +319,6 @@ def read_document(folder: Folder, where: str) -> tuple[bytes, dict[str, Any]] | 
         raise UnsupportedError(f"{where}: model.dropout makes a text's tokens random; set it to null")
     refuse_panics(document, where)
     return raw, document
-
-
-def _gives_types(config: Fields) -> bool:
-    """Whether transformers passes token types of pairs to the model: as `model_input_names` says, else the class."""
-    names = config.raw("model_input_names")
-    if names is None:
-        return config.raw("tokenizer_class") not in _UNTYPED_CLASSES
-    if not isinstance(names, list):
-        raise ConfigError(f"{config.where}: field 'model_input_names' is {quote(names)}; expected a list of names")
-    return "token_type_ids" in names
 
 
 def _fetch_files(folder: Folder) -> None:
