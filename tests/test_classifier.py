@@ -73,6 +73,7 @@ def test_scores(directories: Path) -> None:
         assert result.scores == pytest.approx(expected, rel=1e-5)
         assert (result.label, result.score) == next(iter(result.scores.items()))
     assert model.classify(TEXTS[0]) == results[0]
+    assert [*model.classify(TEXTS[0], top_k=2).scores] == [*results[0].scores][:2]
     several = rlx.load(directories / "qwen3")
     assert several.head.problem == MULTI_LABEL
     probabilities = 1 / (1 + np.exp(-several.logits(TEXTS).astype(np.float64)))
@@ -207,6 +208,7 @@ def test_requests_that_are_refused(directories: Path, tmp_path: Path) -> None:
         (lambda: model.classify(TEXTS, "w1"), "second_texts is 'w1'"),
         (lambda: model.classify([("w1", "w2")]), "expected a string, and a second list for pairs"),
         (lambda: model.classify(["w1"], [3]), r"pairs\[0\] is"),
+        (lambda: model.classify(["w1"], top_k=0), "top_k"),
         (lambda: reranker.score([("w1", "w2", "w3")]), r"pairs\[0\] is"),
         (lambda: reranker.score("w1"), "pairs is 'w1'; expected a list of pairs"),
         (lambda: reranker.rank("w1", "w2"), "documents is 'w2'; expected a list"),

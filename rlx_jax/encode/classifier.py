@@ -25,7 +25,7 @@ from rlx_jax.weights.format import CompileOptions
 
 @dataclass(frozen=True)
 class Classification:
-    """The result for one text.
+    """The result for one text or image.
 
     Attributes:
         scores: the probability of each label, highest first; of a regression, its values.
@@ -44,7 +44,7 @@ class Classification:
         return next(iter(self.scores.values()))
 
     def labels_above(self, threshold: float = 0.5) -> tuple[str, ...]:
-        """Return the labels with a score above a threshold, as the result of a model with several labels per text."""
+        """Return the labels with a score above a threshold, as the result of a model with several labels."""
         return tuple(label for label, score in self.scores.items() if score > threshold)
 
 
@@ -142,7 +142,10 @@ class Classifier(TaskModel):
         return out[0] if requests.is_single else out
 
     @suggest_keywords()
-    def classify(self, texts: Any, second_texts: Sequence[str] | None = None, *, max_tokens: int | None = None) -> Any:
+    def classify(
+        self, texts: Any, second_texts: Sequence[str] | None = None, *, top_k: int | None = None,
+        max_tokens: int | None = None,
+    ) -> Any:  # fmt: skip
         """Return a `Classification` for each text; for a single string, one.
 
         The scores are the softmax of the logits. For a model with several labels per text (`problem_type` is
@@ -150,26 +153,13 @@ class Classifier(TaskModel):
 
         Args:
             texts, second_texts, max_tokens: as in `logits`.
+            top_k: the number of labels of a result, those with the highest scores; None: all.
 
         Raises:
-            As `logits`.
+            RequestError: `top_k` is not positive. Others as `logits`.
         """
-        logits = self.logits(texts, second_texts, max_tokens=max_tokens)
-        results = [self._classification(row) for row in np.atleast_2d(self._scores(logits))]
-        return results[0] if logits.ndim == 1 else results
-
-    def _scores(self, logits: Vectors) -> Vectors:
-        """Return the scores for logits `[…, labels]`."""
-        if self.head.problem == REGRESSION:
-            return logits
-        if self.head.problem == MULTI_LABEL or len(self.labels) == 1:
-            return sigmoid(logits)
-        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        return weights / weights.sum(axis=-1, keepdims=True)  # type: ignore[no-any-return]
-
-    def _classification(self, scores: Vectors) -> Classification:
-        order = np.argsort(-scores, kind="stable")
-        return Classification({self.labels[i]: float(scores[i]) for i in order})
+        count = check_top_k(top_k)
+        return classifications(self.head, self.logits(texts, second_texts, max_tokens=max_tokens), count)
 
     def warmup(self) -> None:
         """Run every program once that texts can need, as `Encoder.warmup` does."""
@@ -259,6 +249,30 @@ class Reranker(TaskModel):
     def report(self, **sizes: int) -> Report:
         """Return the cost of compiling and of the last program, as `Encoder.report` does."""
         return self.classifier.report(**sizes)
+
+
+def check_top_k(top_k: int | None) -> int | None:
+    """Return the number of labels of a result, checked; None: all."""
+    return None if top_k is None else check_integer("top_k", top_k, 1)
+
+
+def classifications(head: TaskHead, logits: Vectors, top_k: int | None) -> Any:
+    """Return a `Classification` for each row of logits `[n, labels]`; for `[labels]`, one. It has `top_k` labels."""
+    results = []
+    for scores in np.atleast_2d(_scores(head, logits)):
+        order = np.argsort(-scores, kind="stable")[:top_k]
+        results.append(Classification({head.labels[i]: float(scores[i]) for i in order}))
+    return results[0] if logits.ndim == 1 else results
+
+
+def _scores(head: TaskHead, logits: Vectors) -> Vectors:
+    """Return the scores for logits `[…, labels]`."""
+    if head.problem == REGRESSION:
+        return logits
+    if head.problem == MULTI_LABEL or len(head.labels) == 1:
+        return sigmoid(logits)
+    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)  # type: ignore[no-any-return]
 
 
 def _without_padding(rows: TokenRows, padding_id: int) -> TokenRows:
