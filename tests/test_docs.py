@@ -79,6 +79,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
         archive.extractall(here / "classifiers")
     for name, recorded in (("classifier", "bert"), ("reranker", "rerank")):
         (here / "path" / "to" / name).symlink_to(Path("..", "..", "classifiers", recorded))
+    with zipfile.ZipFile(FIXTURES / "image_classifiers.zip") as archive:
+        archive.extractall(here / "image_classifiers")
+    (here / "path" / "to" / "vit-classifier").symlink_to(Path("..", "..", "image_classifiers", "vit"))
     (here / "path" / "to" / "minilm").symlink_to(minilm_directory())
     return here
 

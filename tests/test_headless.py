@@ -203,7 +203,6 @@ TASKS = [
     ("bert/masked_lm_v4", 5, "'cls.predictions.bias'"),
     ("bert/bf16_pretraining_v5", 0, "'cls.seq_relationship.weight'"), ("roberta/xlm_v4", 5, "'lm_head.dense.weight'"),
     ("mpnet/masked_lm_v4", 5, "'lm_head.layer_norm.bias'"), ("nomic_bert/first_v1", 5, "'cls.predictions"),
-    ("vision/vit_classifier", 2, "'classifier.bias', 'classifier.weight'"),
 ]  # fmt: skip
 
 

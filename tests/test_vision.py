@@ -35,7 +35,7 @@ REFUSED = (errors.ConfigError, errors.LimitError, errors.UnsupportedError)
 @functools.cache
 def vision(name: str) -> rlx.VisionEncoder:
     """A recorded checkpoint, loaded once."""
-    loaded: rlx.VisionEncoder = rlx.load(VISION / name)
+    loaded: rlx.VisionEncoder = rlx.load(VISION / name, head=False)
     return loaded
 
 

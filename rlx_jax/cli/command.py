@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 import rlx_jax as rlx
 from rlx_jax.cli.terminal import Interrupt, Status, read_stdin
 from rlx_jax.encode.classifier import Classifier, Reranker
+from rlx_jax.encode.image_classifier import ImageClassifier
 from rlx_jax.errors import RequestError, listing, quote, shown
 from rlx_jax.generate.drafters import SOURCES
 from rlx_jax.generate.sampler import OPTIONS, resolve_sampler
@@ -214,7 +215,7 @@ def kind_with_article(model: Any) -> str:
     """Return the kind of a model, with an article, for messages."""
     kinds = {
         rlx.Encoder: "an encoder", rlx.VisionEncoder: "an encoder of images", rlx.DualEncoder: "a dual encoder",
-        Classifier: "a classifier", Reranker: "a reranker",
+        Classifier: "a classifier", Reranker: "a reranker", ImageClassifier: "a classifier of images",
     }  # fmt: skip
     return kinds.get(type(model), "a language model")
 

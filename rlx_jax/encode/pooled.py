@@ -17,26 +17,27 @@ POOLED = "pooled"
 Vectors = np.ndarray[Any, np.dtype[np.float32]]
 
 
-def pooled_width(model: CompiledModel) -> int:
-    """Return the width of the vectors.
+def pooled_width(model: CompiledModel, output: str = POOLED) -> int:
+    """Return the width of the vectors, which are an output of the model.
 
     Raises:
         GraphError: there is no such output, or it is not `[batch, width]`.
     """
     names, built = model.output_names, model.template().built
-    if POOLED not in names:
+    if output not in names:
+        user = "embed" if output == POOLED else "logits"
         raise GraphError(
-            f"{model.name}: embed needs an output {POOLED!r} [batch, width]: emit.output({POOLED!r}, vector)"
+            f"{model.name}: {user} needs an output {output!r} [batch, width]: emit.output({output!r}, vector)"
         )
-    spec = built.hir.type(built.hir.outputs[names.index(POOLED)])
+    spec = built.hir.type(built.hir.outputs[names.index(output)])
     if len(spec.shape) != 2 or not isinstance(spec.shape[1], int):
-        raise GraphError(f"{model.name}: the output {POOLED!r} is {spec}; expected [batch, width], its width a number")
+        raise GraphError(f"{model.name}: the output {output!r} is {spec}; expected [batch, width], its width a number")
     return spec.shape[1]
 
 
-def get_pooled(outputs: Any) -> Any:
+def get_pooled(outputs: Any, output: str = POOLED) -> Any:
     """Return the vectors among the outputs of a call."""
-    return outputs[POOLED] if isinstance(outputs, dict) else outputs
+    return outputs[output] if isinstance(outputs, dict) else outputs
 
 
 def check_finite(vectors: Vectors, label: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from rlx_jax.compiler.settings import bucket_size, fit_bucket
 from rlx_jax.encode.embedding import chunks, prefetch
 from rlx_jax.encode.images import ImageProcessor, PixelValues, named_images, number_images
-from rlx_jax.encode.pooled import Vectors, check_finite, get_pooled, pooled_width
+from rlx_jax.encode.pooled import POOLED, Vectors, check_finite, get_pooled, pooled_width
 from rlx_jax.errors import GraphError, RequestError, RlxNumericsWarning, listing, quote, shown, suggest_keywords
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.program import Weights
@@ -96,15 +96,21 @@ class VisionEncoder(TaskModel):
             RequestError: none of these; the message names the image. GraphError: the flow has no output `pooled`.
             NumericsError: vectors that are not finite; its `rows` names them, and `outputs` has all vectors.
         """
+        return self.run(images, POOLED)
+
+    def run(self, images: Any, output: str) -> Vectors:
+        """Return an output of the flow `[batch, width]` for images; arguments and errors as in `embed`."""
         self.model.refuse_traced()
-        width = pooled_width(self.model)
+        width = pooled_width(self.model, output)
         clock = self.model.programs.start_timer()
         if _is_pixel_values(images):
             pixels, single = np.asarray(self._check_pixel_values(images, min_images=0)), False
             batches: Iterator[Any] = (pixels[i : i + self._max_batch] for i in range(0, len(pixels), self._max_batch))
         else:
             batches, single = self._preprocess(images)
-        vectors = np.concatenate([np.zeros((0, width), np.float32), *map(self._run_batch, batches)])
+        vectors = np.concatenate(
+            [np.zeros((0, width), np.float32), *(self._run_batch(batch, output) for batch in batches)]
+        )
         seconds, compiled = clock()
         self._last_request = RequestReport("images", len(vectors), 0, seconds, compiled=compiled)
         check_finite(vectors, "images")
@@ -136,13 +142,13 @@ class VisionEncoder(TaskModel):
         """Maximum number of images in a batch."""
         return self.buckets.batch[-1] if self.buckets.batch else MAX_IMAGES
 
-    def _run_batch(self, pixels: Any) -> Vectors:
-        """Return the vectors of a batch, padded with zeros to one of few sizes, so that few programs compile."""
+    def _run_batch(self, pixels: Any, output: str) -> Vectors:
+        """Return an output for a batch, padded with zeros to one of few sizes, so that few programs compile."""
         rows = len(pixels)
         padded_rows = fit_bucket(self.buckets.batch, rows) or self.buckets.rows(bucket_size(rows, 1, self._max_batch))
         padded = np.pad(pixels, ((0, padded_rows - rows), (0, 0), (0, 0), (0, 0)))
         outputs = self.model(padded)
-        vectors: Vectors = np.asarray(jax.device_get(get_pooled(outputs)))[:rows]
+        vectors: Vectors = np.asarray(jax.device_get(get_pooled(outputs, output)))[:rows]
         return vectors
 
     def _check_pixel_values(self, pixel_values: Any, min_images: int = 1) -> Any:
@@ -181,7 +187,7 @@ class VisionEncoder(TaskModel):
             )
         with self.model.programs.warm_up():
             for rows in self.buckets.batch:
-                self._run_batch(np.zeros((rows, self.channels, *sides), np.float32))
+                jax.block_until_ready(self.model(np.zeros((rows, self.channels, *sides), np.float32)))
 
     def report(self, **sizes: int) -> Report:
         """Return the cost of compiling and the requirements of the last program.

@@ -1,7 +1,7 @@
 """`rlx_jax.load`: load a checkpoint directory, or a model of the Hub, as an object to call.
 
 The kind of the checkpoint decides which class `load` returns: `CausalLM`, `Encoder`, `Classifier`, `Reranker`,
-`VisionEncoder` or `DualEncoder`.
+`VisionEncoder`, `ImageClassifier` or `DualEncoder`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rlx_jax.encode.classifier import Classifier, Reranker
 from rlx_jax.encode.dual import DualEncoder
 from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.gguf_metadata import describe_checkpoint
+from rlx_jax.encode.image_classifier import ImageClassifier
 from rlx_jax.encode.vision import VisionEncoder
 from rlx_jax.errors import ConfigError, ProfileError, RequestError, RlxWarning, UnsupportedError, listing, quote, shown
 from rlx_jax.flow import ModelFlow, ModelRecipe
@@ -39,7 +40,7 @@ def load(
     **options: Any,
 ) -> Any:  # fmt: skip
     """Load a Hugging Face or sentence-transformers directory, or a GGUF file, as a `CausalLM`, an `Encoder`, a
-    `Classifier`, a `Reranker`, a `VisionEncoder` or a `DualEncoder`, depending on its config.
+    `Classifier`, a `Reranker`, a `VisionEncoder`, an `ImageClassifier` or a `DualEncoder`, depending on its config.
 
     Args:
         path: a directory; a `.gguf` file, the first one if the model has several parts; or, where there is no such
@@ -203,6 +204,12 @@ def open_vision(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Vi
     return VisionEncoder(ModelFlow.from_recipe(recipe), processor=checkpoint.processor, **options.compile_options())
 
 
+def open_image_classifier(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> ImageClassifier:
+    """Return a recipe with a head as an `ImageClassifier`, with the image processor of the checkpoint."""
+    flow = ModelFlow.from_recipe(recipe)
+    return ImageClassifier(flow, head=recipe.head, processor=checkpoint.processor, **options.compile_options())
+
+
 def open_dual(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> DualEncoder:
     """Return a recipe of two towers as a `DualEncoder`, with the tokenizer and image processor of the checkpoint."""
     return DualEncoder(
@@ -212,10 +219,10 @@ def open_dual(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Dual
 
 
 # The loader of each kind of checkpoint.
-LoadedModel = CausalLM | Encoder | Classifier | Reranker | VisionEncoder | DualEncoder
+LoadedModel = CausalLM | Encoder | Classifier | Reranker | VisionEncoder | ImageClassifier | DualEncoder
 LOADERS: dict[str, Callable[[Checkpoint, Any, OpenOptions], LoadedModel]] = {
     "causal": open_causal, "encoder": open_encoder, "classifier": open_classifier, "vision": open_vision,
-    "dual": open_dual,
+    "image_classifier": open_image_classifier, "dual": open_dual,
 }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from rlx_jax.blocks.vision import CLIP_KEYS
 from rlx_jax.models.config import Fields, text_fields, tower_fields
 from rlx_jax.models.dual import DualConfig, DualFlow, finish_towers, tower_group
 from rlx_jax.models.text_tower import TextConfig, TextFlow
-from rlx_jax.models.vision import TOWER_INERT, VisionConfig, VisionFlow, VisionLayout, image_fields
+from rlx_jax.models.vision import TOWER_INERT, PatchMean, VisionConfig, VisionFlow, VisionLayout, image_fields
 from rlx_jax.weights.source import WeightSource
 
 VISUAL, TEXTUAL = "visual_projection.weight", "text_projection.weight"
@@ -26,7 +26,8 @@ LAYOUT = VisionLayout(
     before="pre_layrnorm",
     patch_bias=False,
     flat=True,
-    unread_keys=("embeddings.position_ids",),
+    unread_keys=("embeddings.position_ids", "post_layernorm."),
+    head_prefixes=("classifier.",),
 )
 
 
@@ -53,7 +54,7 @@ class ClipVisionFlow(VisionFlow[ClipVisionConfig]):
     """The recipe of CLIP's vision tower: see `VisionFlow`.
 
     `hidden_states` are the ones before the last norm. `pooled` is the class token after it, projected if the checkpoint
-    has a projection.
+    has a projection. A classifier reads the mean of the patches before the last norm.
     """
 
     layout: VisionLayout = LAYOUT
@@ -68,6 +69,9 @@ class ClipVisionFlow(VisionFlow[ClipVisionConfig]):
         """Return the recipe as the base class does, without a projection if the checkpoint has none."""
         recipe = super().adapt_to(source)
         return recipe if source.has(VISUAL) else replace(recipe, config=replace(recipe.config, width=0))
+
+    def head_input(self) -> tuple[BlockStage, int]:
+        return PatchMean(1), self.config.hidden_size
 
     def pool(self) -> BlockStage:
         norm, c = f"{self.prefix}post_layernorm", self.config

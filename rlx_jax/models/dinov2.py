@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
-from rlx_jax.blocks import LayerKeys
+from rlx_jax.blocks import BlockStage, LayerKeys
 from rlx_jax.blocks.vision import DINOV2_KEYS, HF_QKV
 from rlx_jax.models.config import Fields, tower_fields
-from rlx_jax.models.vision import VisionConfig, VisionFlow, VisionLayout, image_fields
+from rlx_jax.models.vision import PatchMean, VisionConfig, VisionFlow, VisionLayout, image_fields
 from rlx_jax.models.vit import LAYER, PROJECTIONS
 
 HF_KEYS = LayerKeys(
@@ -44,8 +44,8 @@ class Dinov2Config(VisionConfig):
     """Sizes of a DINOv2 model."""
 
     inert: ClassVar[tuple[str, ...]] = (
-        "apply_layernorm", "layerscale_value", "out_features", "out_indices", "reshape_hidden_states",
-        "stage_names", "use_mask_token",
+        "apply_layernorm", "intermediate_size", "layerscale_value", "out_features", "out_indices",
+        "reshape_hidden_states", "stage_names", "use_mask_token",
     )  # fmt: skip
 
     @classmethod
@@ -67,7 +67,10 @@ class Dinov2Config(VisionConfig):
 
 @dataclass(frozen=True)
 class Dinov2Flow(VisionFlow[Dinov2Config]):
-    """The recipe of DINOv2: see `VisionFlow`. `pooled` is the class token after the last norm."""
+    """The recipe of DINOv2: see `VisionFlow`. `pooled` is the class token after the last norm.
+
+    A head reads the class token and the mean of the patches.
+    """
 
     layout: VisionLayout = HF
     name: str = "dinov2"
@@ -79,3 +82,6 @@ class Dinov2Flow(VisionFlow[Dinov2Config]):
         (f"{LAYER}.attention.output.dense", f"{LAYER}.attention.o_proj"),
     )
     layouts = (HF, ORIGINAL)
+
+    def head_input(self) -> tuple[BlockStage, int]:
+        return PatchMean(1 + self.config.registers, cls=True), 2 * self.config.hidden_size

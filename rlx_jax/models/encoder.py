@@ -36,7 +36,7 @@ class TowerFlow(Recipe[L]):
     """The recipe of a stack of layers over texts or images.
 
     Output: `hidden_states` `[batch, tokens, hidden]`; if the family pools, also `pooled`, one vector for each row. With
-    a head the output is `label_logits` `[batch, tokens, labels]`.
+    a head the output is `label_logits`: `[batch, tokens, labels]` for texts, `[batch, labels]` for images.
 
     Args:
         prefix: prefix of the checkpoint keys; may be empty.
@@ -47,6 +47,8 @@ class TowerFlow(Recipe[L]):
     name: str = "tower"
     prefix: str = ""
     head: TaskHead | None = None
+
+    heads: ClassVar[HeadLayers] = {}  # the layers of the family's heads by task
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -80,6 +82,10 @@ class TowerFlow(Recipe[L]):
         """Return the stage that pools the hidden states to one vector; None if the family does not pool."""
         return None
 
+    def head_stages(self, head: TaskHead) -> tuple[BlockStage, ...]:
+        """Return the stages from the hidden states to the logits of a head."""
+        return head.stages(self.config.hidden_size, self.key)
+
     def unread_keys(self) -> tuple[str, ...]:
         """Return keys that are left unread on purpose."""
         raise NotImplementedError
@@ -93,7 +99,7 @@ class TowerFlow(Recipe[L]):
         """Return the flow with the tower's inputs, stages and outputs added."""
         flow, pool = self.add_layers(self.add_inputs(flow).bind(batch=self.batch)), self.pool()
         if self.head is not None:
-            return flow.stage(*self.head.stages(self.config.hidden_size, self.key)).output(LABEL_LOGITS)
+            return flow.stage(*self.head_stages(self.head)).output(LABEL_LOGITS)
         return (flow if pool is None else flow.stage(SideOutput(POOLED, pool))).output("hidden_states")
 
     def add_layers(self, flow: ModelFlow) -> ModelFlow:
@@ -125,7 +131,6 @@ class EncoderFlow(TowerFlow[E]):
 
     prefixes: ClassVar[tuple[str, ...]] = ()
     embedding: ClassVar[str] = EMBEDDING
-    heads: ClassVar[HeadLayers] = {}
     head_prefixes: ClassVar[tuple[str, ...]] = ()
     optional_inputs: ClassVar[tuple[OptionalInput, ...]] = (
         ("attention_mask", None),

@@ -15,10 +15,10 @@ from rlx_jax.ir import plugins
 from rlx_jax.models.clip import ClipVisionFlow
 from rlx_jax.models.config import Fields, architecture, read_config
 from rlx_jax.models.decoder import CausalFlow
-from rlx_jax.models.dual import DualFlow
-from rlx_jax.models.encoder import EncoderFlow
+from rlx_jax.models.dual import DualConfig, DualFlow, tower_group
+from rlx_jax.models.encoder import EncoderFlow, TowerFlow
 from rlx_jax.models.gemma import TEXT as GEMMA_TEXT
-from rlx_jax.models.heads import SEQUENCE, read_head
+from rlx_jax.models.heads import IMAGE, SEQUENCE, read_head
 from rlx_jax.models.hooks import WithIgnored
 from rlx_jax.models.qwen35 import TEXT as QWEN35_TEXT
 from rlx_jax.models.recipe import Recipe
@@ -29,10 +29,10 @@ from rlx_jax.models.weight_check import check_recipe_weights
 from rlx_jax.weights.directory import refuse_without_config
 from rlx_jax.weights.source import WeightSource
 
-ModelKind = Literal["causal", "encoder", "classifier", "denoiser", "vision", "dual"]
+ModelKind = Literal["causal", "encoder", "classifier", "denoiser", "vision", "image_classifier", "dual"]
 
 # The kind of a model by the task of its head.
-KINDS: Mapping[str, ModelKind] = {SEQUENCE: "classifier"}
+KINDS: Mapping[str, ModelKind] = {SEQUENCE: "classifier", IMAGE: "image_classifier"}
 
 
 @dataclass(frozen=True)
@@ -109,18 +109,41 @@ class Family:
     @staticmethod
     def encoder(recipe: type[EncoderFlow[Any]], *architectures: str) -> Family:
         """Return a family of text encoders."""
+        return Family._tower(recipe, "encoder", architectures)
+
+    @staticmethod
+    def vision(
+        recipe: type[VisionFlow[Any]], processor_prefix: str, *architectures: str, config_field: str = ""
+    ) -> Family:
+        """Return a family of vision towers.
+
+        Args:
+            recipe: its class.
+            processor_prefix: see `Pretrained`.
+            architectures: see `Family`.
+            config_field: the field of the config with the tower's config, for classifiers whose config also has a text
+                tower, which they do not use; empty if the config is the tower's.
+        """
+        return Family._tower(recipe, "vision", architectures, processor_prefix, config_field)
+
+    @staticmethod
+    def _tower(
+        recipe: type[TowerFlow[Any]], kind: ModelKind, architectures: tuple[str, ...], processor_prefix: str = "",
+        config_field: str = "",
+    ) -> Family:  # fmt: skip
+        """Return a family of towers, which may have heads; see `vision`."""
 
         def opener(config: Fields, source: WeightSource, headless: bool = False) -> Pretrained:
             head = None if headless else read_head(config, architecture(config)[1], recipe.heads)
-            instance = replace(recipe.for_prefill(config), head=head)
-            return bind_recipe(instance, source, KINDS[head.task] if head else "encoder")
+            if config_field:
+                instance = recipe.for_prefill(tower_group(config, config_field))
+                config.finish_model(UNUSED_TEXT)
+            else:
+                instance = recipe.for_prefill(config)
+            kind_with_head = KINDS[head.task] if head else kind
+            return bind_recipe(replace(instance, head=head), source, kind_with_head, processor_prefix)
 
         return Family(opener, architectures, partial(opener, headless=True))
-
-    @staticmethod
-    def vision(recipe: type[VisionFlow[Any]], processor_prefix: str, *architectures: str) -> Family:
-        """Return a family of vision towers. `processor_prefix`: see `Pretrained`."""
-        return Family.of(recipe, "vision", processor_prefix, *architectures)
 
     @staticmethod
     def dual(recipe: type[DualFlow[Any]], processor_prefix: str, *architectures: str) -> Family:
@@ -167,6 +190,8 @@ def task_architectures(name: str, *others: str) -> tuple[str, ...]:
     return (f"{name}Model", *(f"{name}For{task}" for task in (*TASKS, *others)))
 
 
+# Fields of a config with two towers that a classifier of images does not use.
+UNUSED_TEXT = ("text_config", "text_config_dict", "projection_dim", *DualConfig.inert)
 DINOV2 = ("Model", "ForImageClassification", "Backbone")
 
 # The families by `model_type`; models of diffusers by class name. Installed plugins may add others under new names.
@@ -201,10 +226,16 @@ FAMILIES: dict[str, Family] = {
     "vit": Family.vision(models.ViTFlow, "ViT", "ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling"),
     "dinov2": Family.vision(models.Dinov2Flow, "Bit", *(f"Dinov2{end}" for end in DINOV2)),
     "dinov2_with_registers": Family.vision(models.Dinov2Flow, "Bit", *(f"Dinov2WithRegisters{end}" for end in DINOV2)),
-    "clip": Family.dual(models.ClipFlow, "CLIP", "CLIPModel"),
+    "clip": Family.either(
+        Family.dual(models.ClipFlow, "CLIP", "CLIPModel"),
+        Family.vision(ClipVisionFlow, "CLIP", "CLIPForImageClassification", config_field="vision_config"),
+    ),
     "clip_text_model": Family.encoder(models.ClipTextFlow, "CLIPTextModel", "CLIPTextModelWithProjection"),
     "clip_vision_model": Family.vision(ClipVisionFlow, "CLIP", "CLIPVisionModel", "CLIPVisionModelWithProjection"),
-    "siglip": Family.dual(models.SiglipFlow, "Siglip", "SiglipModel"),
+    "siglip": Family.either(
+        Family.dual(models.SiglipFlow, "Siglip", "SiglipModel"),
+        Family.vision(SiglipVisionFlow, "Siglip", "SiglipForImageClassification", config_field="vision_config"),
+    ),
     "siglip_text_model": Family.encoder(models.SiglipTextFlow, "SiglipTextModel"),
     "siglip_vision_model": Family.vision(SiglipVisionFlow, "Siglip", "SiglipVisionModel"),
     "Flux2Transformer2DModel": Family.of(models.Flux2Flow, "denoiser", "", "Flux2Transformer2DModel"),

@@ -20,7 +20,7 @@ MAX_LABELS = 2**20
 # Number of labels of a config that names none.
 DEFAULT_LABELS = 2
 
-SEQUENCE = "SequenceClassification"
+SEQUENCE, IMAGE = "SequenceClassification", "ImageClassification"
 REGRESSION, SINGLE_LABEL, MULTI_LABEL = "regression", "single_label_classification", "multi_label_classification"
 
 
@@ -46,6 +46,7 @@ POOLER_HEAD = (HeadLayer("pooler.dense", "tanh", in_encoder=True), HeadLayer("cl
 DENSE_HEAD = (HeadLayer("classifier.dense", "tanh"), HeadLayer("classifier.out_proj"))
 BERT_HEADS = {SEQUENCE: POOLER_HEAD}
 ROBERTA_HEADS = {SEQUENCE: DENSE_HEAD}
+IMAGE_HEADS = {IMAGE: (HeadLayer("classifier"),)}
 DECODER_HEADS = {SEQUENCE: (HeadLayer("score", bias=False),)}
 
 HeadLayers = Mapping[str, tuple[HeadLayer, ...]]
@@ -56,7 +57,7 @@ class TaskHead:
     """The head of a task.
 
     Attributes:
-        task: `SEQUENCE`.
+        task: `SEQUENCE` or `IMAGE`.
         layers: the linear layers; the last one has a row for each label.
         labels: the names of the labels, in the order of the logits.
         problem: `REGRESSION`, `SINGLE_LABEL` or `MULTI_LABEL`, as the config has it; empty if it has none.

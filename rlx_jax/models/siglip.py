@@ -11,7 +11,7 @@ from rlx_jax.errors import ConfigError
 from rlx_jax.models.config import Fields, text_fields, tower_fields
 from rlx_jax.models.dual import DualConfig, DualFlow, finish_towers, tower_group
 from rlx_jax.models.text_tower import TextConfig, TextFlow
-from rlx_jax.models.vision import TOWER_INERT, VisionConfig, VisionFlow, VisionLayout, image_fields
+from rlx_jax.models.vision import TOWER_INERT, PatchMean, VisionConfig, VisionFlow, VisionLayout, image_fields
 
 GELU, EPS = "gelu_pytorch_tanh", 1e-6
 LAYOUT = VisionLayout(
@@ -21,7 +21,8 @@ LAYOUT = VisionLayout(
     keys=CLIP_KEYS,
     after="post_layernorm",
     flat=True,
-    unread_keys=("embeddings.position_ids",),
+    unread_keys=("embeddings.position_ids", "head."),
+    head_prefixes=("classifier.",),
 )
 
 
@@ -47,7 +48,8 @@ class SiglipVisionConfig(VisionConfig):
 class SiglipVisionFlow(VisionFlow[SiglipVisionConfig]):
     """The recipe of SigLIP's vision tower: see `VisionFlow`.
 
-    `pooled` is the output of its attention head over all patches; without a head there is no `pooled`.
+    `pooled` is the output of its attention head over all patches; without a head there is no `pooled`. A classifier
+    reads the mean of the patches.
     """
 
     layout: VisionLayout = LAYOUT
@@ -57,6 +59,9 @@ class SiglipVisionFlow(VisionFlow[SiglipVisionConfig]):
     config_type = SiglipVisionConfig
     prefixes = ("vision_model.", "")
     layouts = (LAYOUT,)
+
+    def head_input(self) -> tuple[BlockStage, int]:
+        return PatchMean(), self.config.hidden_size
 
     def pool(self) -> BlockStage | None:
         c = self.config

@@ -10,6 +10,8 @@ from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import Fields, LayeredConfig
 from rlx_jax.models.encoder import TowerFlow, head_keys
+from rlx_jax.models.heads import IMAGE_HEADS, TaskHead
+from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.weights.source import WeightSource
 
 # -- configs -----------------------------------------------------------------------------------
@@ -97,6 +99,20 @@ class VisionLayout:
     head_prefixes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class PatchMean:
+    """Average the tokens from `start` on, `[B,S,H]` → `[B,H]`; with `cls`, append the average to the first token."""
+
+    start: int = 0
+    cls: bool = False
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "PatchMean")
+        with emit.scope("patch_mean"):
+            mean = (x[:, self.start :] if self.start else x).mean(axis=1)
+            return emit.concat([emit.first_token(x), mean]) if self.cls else mean
+
+
 C = TypeVar("C", bound=VisionConfig)
 
 
@@ -105,8 +121,8 @@ class VisionFlow(TowerFlow[C]):
     """The recipe of a vision tower.
 
     Input: `pixel_values` `[batch, channels, height, width]` float32, as the checkpoint's image processor makes them.
-    Outputs: `hidden_states` `[batch, tokens, hidden]`, and `pooled`, one vector for each image. For images of another
-    size than the config's, positions are resampled.
+    Outputs: `hidden_states` `[batch, tokens, hidden]`, and `pooled`, one vector for each image; with a head
+    `label_logits` `[batch, labels]`. For images of another size than the config's, positions are resampled.
 
     Args:
         layout: the keys of the checkpoint; prefix: the prefix of each of them.
@@ -117,6 +133,7 @@ class VisionFlow(TowerFlow[C]):
     layout: VisionLayout = field(kw_only=True)
 
     config_type = VisionConfig
+    heads = IMAGE_HEADS
     layouts: ClassVar[tuple[VisionLayout, ...]] = ()
     prefixes: ClassVar[tuple[str, ...]] = ("",)
     # Pairs of a module's name in checkpoints, and its name in transformers 5 and so in PEFT's files.
@@ -147,8 +164,16 @@ class VisionFlow(TowerFlow[C]):
         """Return the stage that pools the hidden states to one vector, here the class token; None for no pooling."""
         return ClsTokenPool()
 
+    def head_input(self) -> tuple[BlockStage, int]:
+        """Return the stage that pools the hidden states for a head, here the class token, and the vector's width."""
+        return ClsTokenPool(), self.config.hidden_size
+
+    def head_stages(self, head: TaskHead) -> tuple[BlockStage, ...]:
+        pool, width = self.head_input()
+        return pool, *head.stages(width, self.key)
+
     def task_head_keys(self, source: WeightSource) -> tuple[str, ...]:
-        return head_keys(self.layout.head_prefixes, source)
+        return () if self.head else head_keys(self.layout.head_prefixes, source)
 
     def add_inputs(self, flow: ModelFlow, rows: str = "batch") -> ModelFlow:
         return flow.input("pixel_values", (rows, self.config.num_channels, *self.sides))

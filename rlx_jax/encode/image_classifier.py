@@ -1,0 +1,107 @@
+"""Define `ImageClassifier`, which gives images labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Unpack
+
+from rlx_jax.encode.classifier import check_top_k, classifications
+from rlx_jax.encode.images import ImageProcessor
+from rlx_jax.encode.pooled import Vectors, pooled_width
+from rlx_jax.encode.vision import VisionEncoder
+from rlx_jax.errors import RequestError, shown, suggest_keywords
+from rlx_jax.models.heads import LABEL_LOGITS, TaskHead
+from rlx_jax.program import Weights
+from rlx_jax.runtime.block_times import BlockTimes, profile_run
+from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.runtime.report import Report
+from rlx_jax.text.token_model import TaskModel
+from rlx_jax.weights.format import CompileOptions
+
+
+class ImageClassifier(TaskModel):
+    """Classify images.
+
+    Args:
+        flow: a `ModelFlow` from pixel values `[batch, channels, height, width]` to the output `label_logits`
+            `[batch, labels]`, or a recipe with a head.
+        head: the labels and the kind of problem. By default the recipe's.
+        processor, options: as in `VisionEncoder`.
+    """
+
+    _methods = "classify(images) returns labels with probabilities, logits(images) the numbers before them"
+
+    @suggest_keywords(*CompileOptions.__annotations__)
+    def __init__(
+        self,
+        flow: Any,
+        weights: Weights = None,
+        *,
+        head: TaskHead | None = None,
+        processor: ImageProcessor | None = None,
+        **options: Unpack[CompileOptions],
+    ) -> None:
+        task_head = getattr(flow, "head", None) if head is None else head
+        if not isinstance(task_head, TaskHead):
+            raise RequestError(
+                f"ImageClassifier: head is {shown(task_head)}; expected a TaskHead, or a recipe that has one"
+            )
+        self.head = task_head
+        self.encoder = VisionEncoder(flow, weights, processor=processor, **options)
+        if (width := pooled_width(self.model, LABEL_LOGITS)) != len(self.labels):
+            raise RequestError(
+                f"ImageClassifier: the head has {len(self.labels)} labels, and {self.model.name} returns {width} logits"
+            )
+
+    def __repr__(self) -> str:
+        return repr(self.encoder).replace("VisionEncoder", "ImageClassifier", 1)
+
+    @property
+    def model(self) -> CompiledModel:
+        """The compiled model."""
+        return self.encoder.model
+
+    @model.setter
+    def model(self, model: CompiledModel) -> None:
+        self.encoder.model = model
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the labels, in the order of the logits."""
+        return self.head.labels
+
+    @suggest_keywords()
+    def logits(self, images: Any) -> Vectors:
+        """Return the logits of images, `[n, labels]` float32; of a single image `[labels]`.
+
+        Args:
+            images: images or pixel values, as in `VisionEncoder.embed`.
+
+        Raises:
+            As `VisionEncoder.embed`.
+        """
+        return self.encoder.run(images, LABEL_LOGITS)
+
+    @suggest_keywords()
+    def classify(self, images: Any, *, top_k: int | None = None) -> Any:
+        """Return a `Classification` for each image; for a single image, one. Scores and `top_k` as in `Classifier`.
+
+        Raises:
+            RequestError: `top_k` is not positive. Others as `logits`.
+        """
+        count = check_top_k(top_k)
+        return classifications(self.head, self.logits(images), count)
+
+    def warmup(self) -> None:
+        """Run every program once that images can need, as `VisionEncoder.warmup` does."""
+        self.encoder.warmup()
+
+    def report(self, **sizes: int) -> Report:
+        """Return the cost of compiling and of the last program, as `VisionEncoder.report` does."""
+        return self.encoder.report(**sizes)
+
+    @suggest_keywords()
+    def profile(self, images: Any) -> BlockTimes:
+        """Return the time by block of `classify(images)`, which runs twice: the second time under `jax.profiler`."""
+        inputs = [*images] if isinstance(images, Iterator) else images
+        return profile_run([self.model.programs], lambda: self.classify(inputs))

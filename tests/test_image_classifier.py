@@ -1,0 +1,164 @@
+"""Classifiers of images, against what transformers recorded and computes."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from rlx_jax.encode.image_classifier import ImageClassifier
+from rlx_jax.models.heads import MULTI_LABEL
+from tests.oracles import checkpoints, image_classifiers, vision
+from tests.oracles.comparing import assert_close
+from tests.oracles.image_classifiers import PIXELS
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recorded checkpoints, one directory for each."""
+    root = tmp_path_factory.mktemp("image_classifiers")
+    with zipfile.ZipFile(image_classifiers.ARCHIVE) as archive:
+        archive.extractall(root)
+    return root
+
+
+def recorded(directory: Path) -> dict[str, np.ndarray]:
+    return {name: np.array(rows) for name, rows in json.loads((directory / "recorded.json").read_text()).items()}
+
+
+@pytest.fixture(scope="module")
+def vit(directories: Path) -> ImageClassifier:
+    """A classifier with named labels and an image processor, loaded once."""
+    loaded: ImageClassifier = rlx.load(directories / "vit")
+    return loaded
+
+
+@pytest.mark.parametrize("name", image_classifiers.RECORDED)
+def test_recorded_logits(directories: Path, name: str) -> None:
+    assert_close(rlx.load(directories / name).logits(PIXELS), recorded(directories / name)["pixels"])
+
+
+def test_pictures(vit: ImageClassifier, directories: Path, tmp_path: Path) -> None:
+    """Pictures through the image processor, one alone, and after a save with other parameters and the old ones."""
+    pictures, want = vision.images(4, *image_classifiers.PICTURES), recorded(directories / "vit")["pictures"]
+    assert_close(vit.logits(pictures), want)
+    assert_close(vit.logits(pictures[1]), want[1])
+    rlx.save(vit, tmp_path / "saved")
+    again = rlx.load(tmp_path / "saved")
+    np.testing.assert_array_equal(again.logits(pictures), vit.logits(pictures))
+    again.model = again.model.replace({k: 2 * v for k, v in again.model.params.items()})
+    assert np.abs(again.logits(pictures) - want).max() > 0.1
+
+
+def test_scores(vit: ImageClassifier, directories: Path) -> None:
+    """Softmax of one label per image; the sigmoid of each of several."""
+    logits = vit.logits(PIXELS).astype(np.float64)
+    results = vit.classify(PIXELS)
+    for row, result in zip(logits, results, strict=True):
+        weights = np.exp(row - row.max())
+        assert result.scores == pytest.approx(dict(zip(("cat", "dog", "owl"), weights / weights.sum(), strict=True)))
+        assert (result.label, result.score) == max(result.scores.items(), key=lambda item: item[1])
+    assert [*vit.classify(PIXELS, top_k=2)[0].scores] == [*results[0].scores][:2]
+    several = rlx.load(directories / "dinov2")
+    assert several.head.problem == MULTI_LABEL
+    (result,) = several.classify(PIXELS[:1])
+    want = 1 / (1 + np.exp(-several.logits(PIXELS[:1])[0].astype(np.float64)))
+    assert result.scores == pytest.approx({f"LABEL_{i}": p for i, p in enumerate(want)}, rel=1e-5)
+
+
+def test_without_the_head(directories: Path) -> None:
+    encoder = rlx.load(directories / "vit", head=False)
+    assert type(encoder) is rlx.VisionEncoder and encoder.embed(PIXELS).shape == (3, 18)
+
+
+def test_warmup_and_profile(vit: ImageClassifier, directories: Path) -> None:
+    """`warmup` compiles what pictures need; `profile` classifies."""
+    profile = rlx.CompileProfile().replace(buckets={"batch": [2], "on_recompile": "error"})
+    model = rlx.load(directories / "vit", profile=profile)
+    model.warmup()
+    assert_close(model.logits(PIXELS), vit.logits(PIXELS))
+    assert model.report().recompiles == 0 and model.profile(iter(vision.images(4, (20, 20)))).rows
+    assert repr(model).startswith("ImageClassifier(vit: 3 channels")
+
+
+def test_requests_that_are_refused(vit: ImageClassifier, directories: Path) -> None:
+    recipe = rlx.recipe_for(directories / "vit")
+    calls: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        (lambda: vit.classify("a.png"), errors.RequestError, "expected uint8 arrays"),
+        (lambda: vit.classify(PIXELS, top_k=0), errors.RequestError, "top_k"),
+        (lambda: vit(PIXELS), errors.RequestError, "ImageClassifier: call one of its methods"),
+        (lambda: ImageClassifier(rlx.ModelFlow.from_recipe(recipe)), errors.RequestError, "head is None; expected a"),
+        (lambda: ImageClassifier(vit.model, head=rlx.recipe_for(directories / "dinov2").head), errors.RequestError,
+         "the head has 4 labels, and vit returns 3 logits"),
+        (lambda: vit.encoder.embed(PIXELS), errors.GraphError, "embed needs an output 'pooled'"),
+        (lambda: ImageClassifier(rlx.load(directories / "vit", head=False).model, head=vit.head), errors.GraphError,
+         "logits needs an output 'label_logits'"),
+    ]  # fmt: skip
+    for call, error, message in calls:
+        with pytest.raises(error, match=message):
+            call()
+
+
+# -- live --------------------------------------------------------------------------------------
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", image_classifiers.CASES)
+def test_live(name: str, tmp_path: Path) -> None:
+    """Every class: the logits, also of what `rlx.save` writes and transformers reads; no head without the head."""
+    theirs, ours = image_classifiers.write(name, tmp_path / "made"), rlx.load(tmp_path / "made")
+    want = image_classifiers.logits(theirs, PIXELS)
+    assert_close(ours.logits(PIXELS), want)
+    rlx.save(ours, tmp_path / "saved")
+    np.testing.assert_array_equal(image_classifiers.logits(image_classifiers.load(tmp_path / "saved"), PIXELS), want)
+    assert type(rlx.load(tmp_path / "made", head=False)) is rlx.VisionEncoder
+
+
+def changed(value: Any) -> list[Any]:
+    """Other plausible values of a field."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, 2 * value]
+    if isinstance(value, float):
+        return [value / 2 + 0.25]
+    if isinstance(value, str):
+        return ["relu" if "gelu" in value else "gelu"]
+    return [None] if value is not None else [0.5, True]
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", image_classifiers.CASES)
+def test_mutants(name: str, tmp_path: Path) -> None:
+    """Each field of each config with another value: the logits of transformers, or an error that is about the config
+    or the weights that it no longer fits."""
+    image_classifiers.write(name, tmp_path / "made")
+    config = json.loads((tmp_path / "made" / "config.json").read_text("utf-8"))
+    tower = config.get("vision_config")
+    fields = [(key, value) for key, values in (tower or config).items() for value in changed(values)]
+    compared = 0
+    for i, (key, value) in enumerate(fields):
+        if key in ("architectures", "model_type"):
+            continue
+        changes = {key: value} if tower is None else {"vision_config": tower | {key: value}}
+        copy = checkpoints.edited(tmp_path / "made", tmp_path / str(i), changes)
+        try:
+            ours = rlx.load(copy).logits(PIXELS)
+        except (errors.ConfigError, errors.UnsupportedError, errors.WeightError):
+            continue
+        try:
+            want = image_classifiers.logits(image_classifiers.load(copy), PIXELS)
+        except Exception:  # transformers refuses the config itself
+            continue
+        assert_close(ours, want)
+        compared += 1
+    assert compared >= 5
