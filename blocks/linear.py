@@ -227,7 +227,8 @@ class ResidualAdd:
 
 @dataclass(frozen=True)
 class LmHead:
-    """Compute float32 logits: `x Eᵀ` with the flow's embedding (`tied`), or `x Wᵀ` with `weight_key` `[V, H]`; no bias.
+    """Compute float32 logits: `x Eᵀ` with the flow's embedding (`tied`), or `x Wᵀ` with `weight_key` `[V, H]`; then add
+    the bias `bias_key` `[V]`, if there is one.
 
     The embedding is contracted as it is stored, without a transposed copy. V and H follow from the embedding, or from
     the weight and x; the stage checks `vocab_size` and `hidden_size` against them where they are set. An untied head
@@ -239,6 +240,7 @@ class LmHead:
     weight_key: str | None = None
     tie_word_embeddings: bool = False
     init: Init | None = None
+    bias_key: str | None = None
 
     @staticmethod
     def tied(vocab_size: int | None = None, hidden_size: int | None = None) -> LmHead:
@@ -264,7 +266,10 @@ class LmHead:
                 raise WeightShapeError(
                     f"{emit.path}: the head reads values {actual[1]} wide, as {label} is {weight.type}; got {x.type}"
                 )
-            return emit.add_node(hir.Linear(contract=1, f32_result=True), x, weight)
+            if self.bias_key is None:
+                return emit.add_node(hir.Linear(contract=1, f32_result=True), x, weight)
+            bias = emit.weight(self.bias_key, ("vocab",), shape=actual[:1])
+            return emit.add_node(hir.Linear(contract=1, bias=True, f32_result=True), x, weight, bias)
 
     def _weight(self, emit: Emit, x: TensorType) -> FlowValue:
         """Return the weight `[V, H]`: the flow's embedding for a tied head, else the parameter `weight_key`."""

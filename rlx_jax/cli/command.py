@@ -18,8 +18,11 @@ from jax.sharding import Mesh
 
 import rlx_jax as rlx
 from rlx_jax.cli.terminal import Interrupt, Status, read_stdin
+from rlx_jax.encode.answering import QuestionAnswerer
 from rlx_jax.encode.classifier import Classifier, Reranker
 from rlx_jax.encode.image_classifier import ImageClassifier
+from rlx_jax.encode.masked import MaskedLM
+from rlx_jax.encode.tagging import TokenClassifier
 from rlx_jax.errors import RequestError, listing, quote, shown
 from rlx_jax.generate.drafters import SOURCES
 from rlx_jax.generate.sampler import OPTIONS, resolve_sampler
@@ -216,6 +219,8 @@ def kind_with_article(model: Any) -> str:
     kinds = {
         rlx.Encoder: "an encoder", rlx.VisionEncoder: "an encoder of images", rlx.DualEncoder: "a dual encoder",
         Classifier: "a classifier", Reranker: "a reranker", ImageClassifier: "a classifier of images",
+        TokenClassifier: "a classifier of tokens", QuestionAnswerer: "a model for questions",
+        MaskedLM: "a masked language model",
     }  # fmt: skip
     return kinds.get(type(model), "a language model")
 

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 
-from rlx_jax.encode.encoder import Encoder
+from rlx_jax.encode.head_model import HeadModel
 from rlx_jax.encode.pooled import Vectors
-from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.encode.text_rows import Requests, check_pairs
 from rlx_jax.errors import RequestError, shown, suggest_keywords
-from rlx_jax.models.heads import MULTI_LABEL, REGRESSION, TaskHead
-from rlx_jax.program import Weights
-from rlx_jax.runtime.block_times import BlockTimes
+from rlx_jax.models.heads import MULTI_LABEL, REGRESSION, SEQUENCE, TaskHead
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.report import Report
 from rlx_jax.text.request_checks import TokenRows
-from rlx_jax.text.token_model import TaskModel, TokenizerLike, model_repr
-from rlx_jax.weights.format import CompileOptions
+from rlx_jax.text.token_model import TaskModel
 
 
 @dataclass(frozen=True)
@@ -48,51 +44,11 @@ class Classification:
         return tuple(label for label, score in self.scores.items() if score > threshold)
 
 
-class Classifier(TaskModel):
-    """Classify texts, or pairs of texts.
-
-    The result for a text does not depend on the other texts: texts share rows and are padded as in `Encoder`.
-
-    Args:
-        flow: a `ModelFlow` from ids `[batch, seq]` to logits `[batch, seq, labels]`, or a recipe with a head.
-        head: the labels, the kind of problem, and the token whose logits count. By default the recipe's.
-        max_seq_length: maximum number of tokens of a text, where it is truncated; None: the tokenizer's.
-        tokenizer, padding, max_positions, options: as in `Encoder`.
-    """
+class Classifier(HeadModel):
+    """Classify texts, or pairs of texts; arguments as of `HeadModel`."""
 
     _methods = "classify(texts) returns labels with probabilities, logits(texts) the numbers before them"
-
-    @suggest_keywords(*CompileOptions.__annotations__)
-    def __init__(
-        self,
-        flow: Any,
-        weights: Weights = None,
-        *,
-        head: TaskHead | None = None,
-        tokenizer: TokenizerLike | None = None,
-        padding: tuple[int, int] | None = None,
-        max_positions: int | None = None,
-        max_seq_length: int | None = None,
-        **options: Unpack[CompileOptions],
-    ) -> None:
-        task_head = getattr(flow, "head", None) if head is None else head
-        if not isinstance(task_head, TaskHead):
-            raise RequestError(f"Classifier: head is {shown(task_head)}; expected a TaskHead, or a recipe that has one")
-        self.head = task_head
-        self.encoder = Encoder(
-            flow, weights, tokenizer=tokenizer,
-            pipeline=SentencePipeline(pooling=(task_head.pooling,), max_seq_length=max_seq_length), padding=padding,
-            max_positions=max_positions, **options,
-        )  # fmt: skip
-        self.model, self.tokenizer = self.encoder.model, self.encoder.tokenizer
-        if self.encoder.width != len(self.labels):
-            raise RequestError(
-                f"Classifier: the head has {len(self.labels)} labels, and {self.model.name} returns "
-                f"{self.encoder.width} logits"
-            )
-
-    def __repr__(self) -> str:
-        return model_repr("Classifier", self.model, self.encoder.vocab_size, self.encoder.max_positions)
+    task = SEQUENCE
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -115,7 +71,7 @@ class Classifier(TaskModel):
         """
         if second_texts is None:
             _refuse_tuples(texts)
-            return self._run(lambda: self.encoder.reader.read_texts(texts), max_tokens)
+            return self.run_texts(texts, max_tokens)
         if isinstance(texts, str) and isinstance(second_texts, str):
             return self.logits([texts], [second_texts], max_tokens=max_tokens)[0]  # type: ignore[no-any-return]
         counts = [len(t) if isinstance(t, Sequence) and not isinstance(t, str) else -1 for t in (texts, second_texts)]
@@ -127,14 +83,19 @@ class Classifier(TaskModel):
 
     def pair_logits(self, pairs: Any, *, max_tokens: int | None = None) -> Vectors:
         """Return the logits of pairs of texts, `[n, labels]` float32."""
-        checked_pairs = check_pairs(pairs, "pairs")
-        return self._run(lambda: self.encoder.reader.read_pairs(checked_pairs), max_tokens)
+        return self._pooled_logits(self.encoder.reader.read_pairs(check_pairs(pairs, "pairs")), max_tokens)
 
-    def _run(self, read: Callable[[], Requests], max_tokens: int | None) -> Vectors:
+    def run_texts(self, texts: Any, max_tokens: int | None = None) -> Vectors:
+        return self._pooled_logits(self.encoder.reader.read_texts(texts), max_tokens)
+
+    @property
+    def selection(self) -> None:
+        return None
+
+    def _pooled_logits(self, requests: Requests, max_tokens: int | None) -> Vectors:
         """Return the logits of a request; of a single text, one row."""
-        self.model.refuse_traced()
-        self.model.require_params("classify")
-        requests, padding_id = read(), self.head.padding_id
+        self.check_runnable()
+        padding_id = self.head.padding_id
         if padding_id is not None:
             chunks = ((_without_padding(rows, padding_id), has_more) for rows, has_more in requests.chunks)
             requests = replace(requests, chunks=chunks)
@@ -160,18 +121,6 @@ class Classifier(TaskModel):
         """
         count = check_top_k(top_k)
         return classifications(self.head, self.logits(texts, second_texts, max_tokens=max_tokens), count)
-
-    def warmup(self) -> None:
-        """Run every program once that texts can need, as `Encoder.warmup` does."""
-        self.encoder.warmup()
-
-    def report(self, **sizes: int) -> Report:
-        """Return the cost of compiling and of the last program, as `Encoder.report` does."""
-        return self.encoder.report(**sizes)
-
-    def profile(self, texts: Any, *, max_tokens: int | None = None) -> BlockTimes:
-        """Return the time by block of `classify(texts)`, as `Encoder.profile` does."""
-        return self.encoder.profile(texts, max_tokens=max_tokens)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TypeVar
 
@@ -21,6 +21,8 @@ from rlx_jax.encode.packing import Block, BlockSizes, pack_rows, plan_blocks, pl
 from rlx_jax.encode.padded_rows import RowBatcher, read_mask_names
 from rlx_jax.encode.pooled import Vectors
 from rlx_jax.encode.sentence import SentencePipeline, pool_segments
+from rlx_jax.encode.token_selection import SELECTED, SelectedTokens, TokenSelection
+from rlx_jax.errors import GraphError
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.program_key import Variant
 from rlx_jax.text.request_checks import TYPES, Ids, TokenRows
@@ -68,13 +70,16 @@ class PooledSegments:
 class PackedBatcher:
     """Rows of several texts, run by the program `packed` of `model`.
 
-    `skip`: number of tokens of the prompt that pooling leaves out; None: pooling reads every prompt.
+    Attributes:
+        skip: number of tokens of the prompt that pooling leaves out; None: pooling reads every prompt.
+        selection: the tokens to return the outputs of, in place of pooled vectors.
     """
 
     model: CompiledModel
     pipeline: SentencePipeline
     sizes: BlockSizes
     skip: int | None
+    selection: TokenSelection | None = None
 
     def plan(self, lengths: Sequence[int], has_more: bool) -> list[Block]:
         """Return calls for texts of these lengths.
@@ -100,20 +105,37 @@ class PackedBatcher:
     def _program(self, block: Block, has_types: bool) -> BoundProgram:
         """Return the program for the sizes of a block."""
         optional_inputs = read_mask_names(self.model) | ({TYPES} if has_types else frozenset())
-        return self.model.bind_to_sizes(
+        key = self.model.key_for_sizes(
             {"batch": block.rows, "seq": block.width},
-            PooledSegments(self.pipeline, block.slots),
             Variant(last_only=False, outputs=self.model.output_names[:1], optional_inputs=optional_inputs),
         )
+        if self.selection is None:
+            return self.model.bind(replace(key, wrapper=PooledSegments(self.pipeline, block.slots)))
+        if self.selection.token_id is None:
+            return self.model.bind(key)
+        try:
+            head = self.model.programs.template(key.symbolic).head
+        except GraphError:  # the outputs are not a matrix product, so that all of them are computed
+            head = None
+        wrapper = SelectedTokens(head, self.model.settings.target)
+        return self.model.bind(replace(key, headless=head is not None, wrapper=wrapper))
 
     def run(self, block: Block, rows: TokenRows) -> jax.Array:
-        """Return the vectors of a block `[rows, slots, D]`. The text numbers of the block are indices into `rows`."""
+        """Return the vectors of a block `[rows, slots, D]`; with `selection` the outputs of tokens, `[rows, n, D]`.
+
+        The text numbers of the block are indices into `rows`.
+        """
         tokens, segments, positions = pack_rows(block, [[rows.ids[text] for text in texts] for texts in block.texts])
         inputs = {self.model.first_input: tokens, "segments": segments, "positions": positions}
         inputs |= dict.fromkeys(read_mask_names(self.model), (segments > 0).astype(np.int32))
         if rows.types:
             inputs[TYPES] = pack_rows(block, [[rows.types[text] for text in texts] for texts in block.texts])[0]
-        if self.skip is not None:
+        if self.selection is not None and self.selection.token_id is not None:
+            inputs[SELECTED] = self.selection.positions(
+                [np.where(row_segments > 0, row, -1) for row, row_segments in zip(tokens, segments, strict=True)],
+                block.rows, block.slots,
+            )  # fmt: skip
+        elif self.skip is not None:
             inputs[SKIP] = np.int32(self.skip)
         (vectors,), _ = self._program(block, bool(rows.types))(inputs, {})
         return vectors  # type: ignore[no-any-return]
@@ -133,14 +155,16 @@ class Stream:
     Attributes:
         batcher: how texts are laid out and run.
         vectors: result buffer `[capacity, D]`, in the order of the texts.
+        ends: for each text the end of its results in the buffer, which begin at the end of the previous text's.
         ids, types: token ids of all texts so far, and their token types: see `TokenRows`.
         waiting: numbers of the texts that no call has taken yet.
-        running: results of calls in flight, with the text numbers of each row.
+        running: results of calls in flight, with the places in the buffer of each row's.
         executor: the threads that make calls, if there are several.
     """
 
     batcher: Batcher
     vectors: Vectors
+    ends: list[int] = field(default_factory=list)
     ids: list[Ids] = field(default_factory=list)
     types: list[Ids] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
@@ -152,6 +176,9 @@ class Stream:
         self.waiting += range(len(self.ids), len(self.ids) + len(rows.ids))
         self.ids += rows.ids
         self.types += rows.types
+        selection = self.batcher.selection
+        for ids in rows.ids:
+            self.ends.append(self.size + (1 if selection is None else selection.count(ids)))
         self._grow_buffer()
         texts = self.waiting
         blocks = self.batcher.plan([len(self.ids[text]) for text in texts], has_more)
@@ -167,7 +194,16 @@ class Stream:
         """Wait for all calls and return all vectors."""
         while self.running:
             self._fetch()
-        return self.vectors[: len(self.ids)]
+        return self.vectors[: self.size]
+
+    @property
+    def size(self) -> int:
+        """The number of results of all texts so far."""
+        return self.ends[-1] if self.ends else 0
+
+    def split(self) -> list[Vectors]:
+        """Return the results of each text, after `finish`."""
+        return np.split(self.vectors[: self.size], self.ends[:-1]) if self.ends else []
 
     def close(self) -> None:
         """Stop the threads; calls that have not begun are dropped."""
@@ -180,9 +216,15 @@ class Stream:
         for block in blocks:
             num_threads = self.batcher.num_threads(block, bool(rows.types)) if len(blocks) > 1 else 1
             result = self._call(block, rows, num_threads)
-            self.running.append((result, [[texts[index] for index in row] for row in block.texts]))
+            self.running.append((result, [self._places([texts[index] for index in row]) for row in block.texts]))
             if len(self.running) > MAX_IN_FLIGHT:
                 self._fetch()
+
+    def _places(self, texts: list[int]) -> list[int]:
+        """Return where the results of texts are in the buffer."""
+        if self.batcher.selection is None:
+            return texts
+        return [place for text in texts for place in range(self.ends[text - 1] if text else 0, self.ends[text])]
 
     def _call(self, block: Block, rows: TokenRows, num_threads: int) -> Future[Vectors] | jax.Array:
         """Start one call and return its result, or a future of it if threads make the calls."""
@@ -198,13 +240,13 @@ class Stream:
         """Wait for the oldest call and copy its vectors into the result buffer."""
         result, rows = self.running.popleft()
         host = result.result() if isinstance(result, Future) else np.asarray(jax.device_get(result))
-        for row, texts in zip(host.reshape(len(host), -1, self.vectors.shape[1]), rows, strict=False):
-            self.vectors[texts] = row[: len(texts)]
+        for row, places in zip(host.reshape(len(host), -1, self.vectors.shape[1]), rows, strict=False):
+            self.vectors[places] = row[: len(places)]
 
     def _grow_buffer(self) -> None:
         """Grow the result buffer, at least by a factor of two, so that an iterator of n texts copies O(n) rows."""
-        if len(self.ids) > len(self.vectors):
-            larger = np.zeros((max(len(self.ids), 2 * len(self.vectors)), self.vectors.shape[1]), np.float32)
+        if self.size > len(self.vectors):
+            larger = np.zeros((max(self.size, 2 * len(self.vectors)), self.vectors.shape[1]), np.float32)
             larger[: len(self.vectors)] = self.vectors
             self.vectors = larger
 

@@ -19,9 +19,10 @@ from rlx_jax.encode.explain import explain as explain_texts
 from rlx_jax.encode.explain import show as show_texts
 from rlx_jax.encode.packing import Block, costs_on, sizes_for
 from rlx_jax.encode.padded_rows import RowBatcher, read_mask_names, run_exact_rows
-from rlx_jax.encode.pooled import POOLED, check_finite, check_padding, pooled_width
+from rlx_jax.encode.pooled import POOLED, Vectors, check_finite, check_padding, pooled_width
 from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.encode.text_rows import Requests, TextReader
+from rlx_jax.encode.token_selection import TokenSelection
 from rlx_jax.errors import DeriveError, RequestError, UnboundInputError, check_names, shown, suggest_keywords
 from rlx_jax.lowering.hir.independence import why_rows_mix
 from rlx_jax.lowering.hir.row_layouts import MASK
@@ -238,12 +239,20 @@ class Encoder(TaskModel):
         show_progress: bool | None = False,
     ) -> np.ndarray[Any, Any]:
         """Return one vector for each text of a request, `[n, width]`; arguments and errors as in `embed`."""
-        tokens = None if max_tokens is None else check_integer("max_tokens", max_tokens, 1)
-        batcher = self._make_batcher(tokens, prompt_tokens)
+        batcher = self._make_batcher(max_tokens, prompt_tokens)
+        width = pooled_width(self.model) if self._has_pooled_output else self.width * len(self.pipeline.pooling)
+        return self._run(requests, batcher, width, show_progress).finish()
+
+    def run_tokens(self, requests: Requests, selection: TokenSelection, max_tokens: int | None = None) -> list[Vectors]:
+        """Return the outputs of the selected tokens of each text, `[tokens, width]`; errors as in `embed`."""
+        batcher = replace(self._make_batcher(max_tokens), selection=selection)
+        return self._run(requests, batcher, self.width, False).split()
+
+    def _run(self, requests: Requests, batcher: Batcher, width: int, show_progress: bool | None) -> Stream:
+        """Run a request, and return the stream with its results, which are finite."""
         total = requests.total
         if show_progress is None:
             show_progress = total is not None and total >= PROGRESS_THRESHOLD and sys.stderr.isatty()
-        width = pooled_width(self.model) if self._has_pooled_output else self.width * len(self.pipeline.pooling)
         clock = self.model.programs.start_timer()
         stream = Stream(batcher, np.zeros((total or 0, width), np.float32))
         try:
@@ -253,7 +262,8 @@ class Encoder(TaskModel):
                     total_text = "" if total is None else f" of {total}"
                     line = f"\rembed: {len(stream.ids)}{total_text} texts"
                     print(line, end="" if has_more else "\n", file=sys.stderr, flush=True)
-            return self._checked_vectors(stream)
+            self._check_vectors(stream)
+            return stream
         finally:
             stream.close()
             seconds, compiled = clock()
@@ -270,8 +280,8 @@ class Encoder(TaskModel):
         key = self.model.key(frozenset({TYPES}))
         return self.model.programs.template(key).bounds.ids.get(TYPES, 0) > 1
 
-    def _checked_vectors(self, stream: Stream) -> np.ndarray[Any, Any]:
-        """Return the vectors of a stream, after checking that all are finite.
+    def _check_vectors(self, stream: Stream) -> None:
+        """Wait for the results of a stream, and check that all are finite.
 
         A text with non-finite hidden states can spoil the other texts of its row. So all texts with failed vectors run
         again in rows of their own; then only the faulty texts fail.
@@ -279,13 +289,11 @@ class Encoder(TaskModel):
         Raises:
             NumericsError: some vectors are not finite.
         """
-        out = stream.finish()
-        failed = np.flatnonzero(~np.isfinite(out).all(axis=1))
+        failed = np.flatnonzero(~np.isfinite(stream.finish()).all(axis=1))
         if failed.size:
-            stream.rerun(failed.tolist())
+            stream.rerun(sorted({*np.searchsorted(stream.ends, failed, side="right").tolist()}))
             out = stream.finish()
-            check_finite(out, "texts")
-        return out
+            check_finite(out if stream.batcher.selection is None else stream.split(), "texts")
 
     @functools.cached_property
     def packing(self) -> str:
@@ -338,6 +346,7 @@ class Encoder(TaskModel):
 
     def _make_batcher(self, max_tokens: int | None, prompt_tokens: int = 0) -> Batcher:
         """Return how `embed` lays out and runs texts: packed rows, padded rows, or rows at their own lengths."""
+        max_tokens = None if max_tokens is None else check_integer("max_tokens", max_tokens, 1)
         # The length is an input of the program, so that one program serves prompts of all lengths.
         skip = None if self.pipeline.include_prompt else prompt_tokens
         if self.packing:
@@ -367,7 +376,11 @@ class Encoder(TaskModel):
             RequestError: each text has a row of its own, and the profile has no buckets for lengths and rows; or rows
                 are not padded; or the model has no maximum length.
         """
-        batcher = self._make_batcher(None)
+        self.run_all_programs(None)
+
+    def run_all_programs(self, selection: TokenSelection | None) -> None:
+        """Run every program once that requests for vectors, or for the selected tokens, can need: see `warmup`."""
+        batcher = replace(self._make_batcher(None), selection=selection)
         if isinstance(batcher, RowBatcher) and batcher.exact and self.padding is None:
             raise RequestError(f"warmup: each length of a text is a program of its own: {self.own_lengths}")
         if isinstance(batcher, PackedBatcher):
@@ -397,6 +410,10 @@ class Encoder(TaskModel):
         return replace(self.model.report(**sizes), embedding=layout, request=self._last_request)
 
     explain, show = explain_texts, show_texts
+
+    def run_texts(self, texts: Any) -> Any:
+        """Run the request that `explain` describes: `embed` of texts or id lists."""
+        return self.embed(texts)
 
     @suggest_keywords()
     def profile(self, texts: Any, *, max_tokens: int | None = None) -> BlockTimes:

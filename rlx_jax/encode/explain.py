@@ -15,18 +15,21 @@ from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.show import check_compared, model_page
 
 
-class EmbedsTexts(Protocol):
-    """An `Encoder`."""
+class RunsTexts(Protocol):
+    """An `Encoder`, or a model with the head of a task."""
 
     model: CompiledModel
-    vocab_size: int
 
-    def embed(self, texts: Any) -> Any: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+    def run_texts(self, texts: Any) -> Any: ...
 
 
-def explain(self: EmbedsTexts, *, batch: int = 8, tokens: int = 128, runs: int = 3) -> Inspection:
-    """Explain `embed` of a batch of texts: per block its time, work and share of the roofline; the largest losses with
-    what would reduce them; and findings, such as copies and padding. Print the result, or use its fields.
+def explain(self: RunsTexts, *, batch: int = 8, tokens: int = 128, runs: int = 3) -> Inspection:
+    """Explain `embed`, or the request of a head's task, for a batch of texts: per block its time, work and share of the
+    roofline; the largest losses with what would reduce them; and findings, such as copies and padding. Print the
+    result, or use its fields.
 
     It describes the program that takes most of the time, as measured by `jax.profiler`.
 
@@ -42,10 +45,12 @@ def explain(self: EmbedsTexts, *, batch: int = 8, tokens: int = 128, runs: int =
     shape = check_integer("batch", batch, 1), check_integer("tokens", tokens, 1)
     texts = np.random.default_rng(0).integers(0, self.vocab_size, shape).tolist()
     num_tokens = shape[0] * shape[1]
-    return explain_request(self.model.programs, lambda: self.embed(texts), check_integer("runs", runs, 1), num_tokens)
+    return explain_request(
+        self.model.programs, lambda: self.run_texts(texts), check_integer("runs", runs, 1), num_tokens
+    )
 
 
-def show(self: EmbedsTexts, *, compare: Sequence[Inspection] = (), **options: Any) -> Page:
+def show(self: RunsTexts, *, compare: Sequence[Inspection] = (), **options: Any) -> Page:
     """Return the page of what `explain(**options)` returns. A notebook displays it, and `save` writes it.
 
     Args:

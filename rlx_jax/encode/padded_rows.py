@@ -17,6 +17,7 @@ from rlx_jax.compiler.settings import Buckets, bucket_size, fit_bucket
 from rlx_jax.encode.packing import Block
 from rlx_jax.encode.pooled import get_pooled
 from rlx_jax.encode.sentence import SentencePipeline, pool
+from rlx_jax.encode.token_selection import TokenSelection, take_tokens
 from rlx_jax.lowering.hir.row_layouts import MASK, PER_TOKEN
 from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.model import CompiledModel
@@ -52,6 +53,7 @@ class RowBatcher:
         mask: names of the inputs that are 1 everywhere.
         pipeline: how to pool; None: the vector is the flow's output `pooled`.
         skip: number of tokens of the prompt that pooling leaves out; None: pooling reads every prompt.
+        selection: the tokens to return the outputs of, in place of pooled vectors.
     """
 
     model: CompiledModel
@@ -63,6 +65,7 @@ class RowBatcher:
     pipeline: SentencePipeline | None = None
     tokens: int | None = None
     skip: int | None = None
+    selection: TokenSelection | None = None
 
     def sizes(self, rows: int, width: int) -> tuple[int, int]:
         """Return the (rows, width) of the program that runs `rows` rows of up to `width` tokens."""
@@ -116,7 +119,7 @@ class RowBatcher:
         return 1
 
     def run(self, block: Block, rows: TokenRows) -> jax.Array:
-        """Return the vectors of a block, as `PackedBatcher.run` does."""
+        """Return the vectors of a block, or the outputs of tokens, as `PackedBatcher.run` does."""
         ids = [rows.ids[text] for (text,) in block.texts]
         longest = max(map(len, ids))
         keep = np.arange(longest)[None] < np.array([[len(row)] for row in ids])
@@ -124,6 +127,13 @@ class RowBatcher:
         if rows.types:
             inputs[TYPES] = pad_rows([rows.types[text] for (text,) in block.texts], longest)
         outputs = self.outputs(pad_rows(ids, longest), inputs, block.rows, block.width)
+        if self.selection is not None:
+            tokens = primary_output(outputs)
+            if self.selection.token_id is None:
+                return tokens
+            positions = self.selection.positions(ids, block.rows, 1)
+            selected: jax.Array = self.model.programs.run_helper(take_tokens, tokens, positions)
+            return selected
         if self.pipeline is None:
             return get_pooled(outputs)  # type: ignore[no-any-return]
         valid, skip = pad_to(keep, block.rows, block.width), [] if self.skip is None else [np.int32(self.skip)]

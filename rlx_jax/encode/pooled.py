@@ -40,13 +40,14 @@ def get_pooled(outputs: Any, output: str = POOLED) -> Any:
     return outputs[output] if isinstance(outputs, dict) else outputs
 
 
-def check_finite(vectors: Vectors, label: str) -> None:
-    """Check that all vectors are finite.
+def check_finite(vectors: Vectors | list[Vectors], label: str) -> None:
+    """Check that all vectors, or the several vectors of all texts, are finite.
 
     Raises:
         NumericsError: names those that are not.
     """
-    failed = np.flatnonzero(~np.isfinite(vectors).all(axis=1))
+    is_finite = [np.isfinite(v).all() for v in vectors] if isinstance(vectors, list) else np.isfinite(vectors).all(1)
+    failed = np.flatnonzero(~np.array(is_finite, bool))
     if failed.size:
         names = listing((f"{label}[{i}]" for i in failed), 8)
         message = f"embed: {failed.size} of {len(vectors)} vectors are not finite: {names}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -13,8 +13,12 @@ from rlx_jax.encode.embedding import chunks, prefetch
 from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.errors import RequestError, shown
 from rlx_jax.text.request_checks import NO_TOKENIZER, Ids, TokenRows, classify_prompts, id_list
+from rlx_jax.text.spans import TokenSpans
+from rlx_jax.text.text_pairs import PairTokens
 from rlx_jax.text.token_model import check_positions
 from rlx_jax.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -96,8 +100,31 @@ class TextReader:
 
     def read_pairs(self, pairs: Sequence[tuple[str, str]]) -> Requests:
         """Return the rows of pairs of texts; a pair that is too long loses tokens of its longer text first."""
-        reader = prefetch(chunks(pairs), lambda chunk: self._tokenize_pairs(chunk[1], chunk[0]))
-        return Requests(reader, len(pairs), False)
+
+        def rows(chunk: tuple[int, list[tuple[str, str]]]) -> TokenRows:
+            tokenizer = self.require_tokenizer()
+            encoded = tokenizer.encode_pairs(chunk[1], max_length=self.max_text_tokens, first=chunk[0])
+            return self._encoded_rows(encoded, chunk[0], self.reads_types)
+
+        return Requests(prefetch(chunks(pairs), rows), len(pairs), False)
+
+    def read_spans(
+        self, items: Sequence[T], encode: Callable[[Sequence[T], int], list[TokenSpans]]
+    ) -> tuple[Requests, list[TokenSpans]]:
+        """Return the rows of what `encode` makes of chunks of items, and its results, which are there after the rows.
+
+        Args:
+            items: texts, or pairs of texts.
+            encode: called with items and the index of the first; it may return several rows for an item.
+        """
+        spans: list[TokenSpans] = []
+
+        def rows(chunk: tuple[int, list[T]]) -> TokenRows:
+            encoded = encode(chunk[1], chunk[0])
+            spans.extend(encoded)
+            return self._encoded_rows(encoded, chunk[0], self.reads_types and isinstance(chunk[1][0], tuple))
+
+        return Requests(prefetch(chunks(items), rows), None, False), spans
 
     @property
     def max_text_tokens(self) -> int | None:
@@ -135,21 +162,23 @@ class TextReader:
     def _tokenize(self, texts: Sequence[str], prompt: str, first: int) -> list[Ids]:
         """Return the token ids of strings, truncated to `max_text_tokens`."""
         prompted_texts = [prompt + text for text in texts] if prompt else texts
-        tokenizer = self._require_tokenizer()
+        tokenizer = self.require_tokenizer()
         return self._check_ids(
             tokenizer.encode_batch(prompted_texts, max_length=self.max_text_tokens, first=first), first
         )
 
-    def _tokenize_pairs(self, pairs: Sequence[tuple[str, str]], first: int) -> TokenRows:
-        """Return the token ids and types of pairs, truncated to `max_text_tokens`."""
-        encoded = self._require_tokenizer().encode_pairs(pairs, max_length=self.max_text_tokens, first=first)
+    def _encoded_rows(
+        self, encoded: Sequence[PairTokens] | Sequence[TokenSpans], first: int, has_types: bool
+    ) -> TokenRows:
+        """Return the token ids, and with `has_types` the types, of encoded texts."""
         ids = self._fit(self._check_ids([row.ids for row in encoded], first), first)
-        if not self.reads_types:
+        if not has_types:
             return TokenRows(ids)
         types = [np.array(row.types, np.int32) for row in encoded]
         return TokenRows(ids, [np.pad(t, (0, len(row) - len(t))) for t, row in zip(types, ids, strict=True)])
 
-    def _require_tokenizer(self) -> Tokenizer:
+    def require_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer; raise a RequestError if there is none."""
         if self.tokenizer is None:
             raise RequestError(f"strings need a tokenizer, and this model has none: {NO_TOKENIZER}; or pass token ids")
         return self.tokenizer

@@ -1,7 +1,7 @@
 """`rlx_jax.load`: load a checkpoint directory, or a model of the Hub, as an object to call.
 
 The kind of the checkpoint decides which class `load` returns: `CausalLM`, `Encoder`, `Classifier`, `Reranker`,
-`VisionEncoder`, `ImageClassifier` or `DualEncoder`.
+`TokenClassifier`, `QuestionAnswerer`, `MaskedLM`, `VisionEncoder`, `ImageClassifier` or `DualEncoder`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,18 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+from rlx_jax.encode.answering import QuestionAnswerer
 from rlx_jax.encode.checkpoint import Checkpoint, open_checkpoint
 from rlx_jax.encode.classifier import Classifier, Reranker
 from rlx_jax.encode.dual import DualEncoder
 from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.gguf_metadata import describe_checkpoint
+from rlx_jax.encode.head_model import HeadModel
 from rlx_jax.encode.image_classifier import ImageClassifier
+from rlx_jax.encode.masked import MaskedLM
+from rlx_jax.encode.tagging import TokenClassifier
 from rlx_jax.encode.vision import VisionEncoder
 from rlx_jax.errors import ConfigError, ProfileError, RequestError, RlxWarning, UnsupportedError, listing, quote, shown
 from rlx_jax.flow import ModelFlow, ModelRecipe
@@ -32,6 +36,8 @@ from rlx_jax.runtime.checkpoint_origin import CheckpointOrigin
 from rlx_jax.text.tokenizer import Tokenizer, config_token_ids
 from rlx_jax.weights.format import OpenOptions
 
+H = TypeVar("H", bound=HeadModel)
+
 
 def load(
     path: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None,
@@ -40,7 +46,8 @@ def load(
     **options: Any,
 ) -> Any:  # fmt: skip
     """Load a Hugging Face or sentence-transformers directory, or a GGUF file, as a `CausalLM`, an `Encoder`, a
-    `Classifier`, a `Reranker`, a `VisionEncoder`, an `ImageClassifier` or a `DualEncoder`, depending on its config.
+    `Classifier`, a `Reranker`, a `TokenClassifier`, a `QuestionAnswerer`, a `MaskedLM`, a `VisionEncoder`, an
+    `ImageClassifier` or a `DualEncoder`, depending on its config.
 
     Args:
         path: a directory; a `.gguf` file, the first one if the model has several parts; or, where there is no such
@@ -182,18 +189,26 @@ def open_encoder(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> E
     )  # fmt: skip
 
 
+def open_head(
+    kind: type[H], checkpoint: Checkpoint, recipe: Any, options: OpenOptions, max_seq_length: int | None = None
+) -> H:
+    """Return a recipe with a head as the class of its task, with the tokenizer of the checkpoint."""
+    pretrained, tokenizer = checkpoint.pretrained, checkpoint.tokenizer
+    return kind(
+        ModelFlow.from_recipe(recipe), head=recipe.head, tokenizer=tokenizer,
+        padding=text_padding(pretrained.recipe, tokenizer), max_positions=pretrained.max_positions,
+        max_seq_length=max_seq_length, **options.compile_options(),
+    )  # fmt: skip
+
+
 def open_classifier(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Classifier | Reranker:
     """Return a recipe with a head as a `Classifier`; or as a `Reranker`, if it is a cross-encoder.
 
     That is a CrossEncoder of sentence-transformers, or a text encoder with one label that is no regression.
     """
-    pretrained, tokenizer, settings = checkpoint.pretrained, checkpoint.tokenizer, checkpoint.cross_encoder
-    classifier = Classifier(
-        ModelFlow.from_recipe(recipe), head=recipe.head, tokenizer=tokenizer,
-        padding=text_padding(pretrained.recipe, tokenizer), max_positions=pretrained.max_positions,
-        max_seq_length=settings.max_seq_length if settings else None, **options.compile_options(),
-    )  # fmt: skip
-    scores_pairs = isinstance(pretrained.recipe, EncoderFlow) and recipe.head.problem != REGRESSION
+    settings = checkpoint.cross_encoder
+    classifier = open_head(Classifier, checkpoint, recipe, options, settings.max_seq_length if settings else None)
+    scores_pairs = isinstance(checkpoint.pretrained.recipe, EncoderFlow) and recipe.head.problem != REGRESSION
     if len(recipe.head.labels) > 1 or not (settings or scores_pairs):
         return classifier
     return Reranker(classifier, settings.activation if settings else "sigmoid")
@@ -219,10 +234,12 @@ def open_dual(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Dual
 
 
 # The loader of each kind of checkpoint.
-LoadedModel = CausalLM | Encoder | Classifier | Reranker | VisionEncoder | ImageClassifier | DualEncoder
+LoadedModel = CausalLM | Encoder | HeadModel | Reranker | VisionEncoder | ImageClassifier | DualEncoder
 LOADERS: dict[str, Callable[[Checkpoint, Any, OpenOptions], LoadedModel]] = {
     "causal": open_causal, "encoder": open_encoder, "classifier": open_classifier, "vision": open_vision,
     "image_classifier": open_image_classifier, "dual": open_dual,
+    "token_classifier": partial(open_head, TokenClassifier),
+    "question_answerer": partial(open_head, QuestionAnswerer), "masked_lm": partial(open_head, MaskedLM),
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import Self
 from rlx_jax.errors import UnsupportedError
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import Fields, text_fields
-from rlx_jax.models.heads import SEQUENCE, HeadLayer
+from rlx_jax.models.heads import MASKED, SEQUENCE, HeadLayer, masked_head, token_heads
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,11 @@ class AlbertFlow(BertLike[AlbertConfig]):
     config_type = AlbertConfig
     prefixes = ("albert",)
     head_prefixes = ("predictions.", "sop_classifier.", "classifier.", "qa_outputs.")
-    heads = {SEQUENCE: (HeadLayer("pooler", "tanh", in_encoder=True), HeadLayer("classifier"))}
+    heads = {
+        SEQUENCE: (HeadLayer("pooler", "tanh", in_encoder=True), HeadLayer("classifier")),
+        MASKED: masked_head("predictions.dense", "predictions.LayerNorm", "predictions.decoder", "predictions.bias"),
+        **token_heads(),
+    }
     embedding_projection = "encoder.embedding_hidden_mapping_in"
     style = "albert"
 

@@ -6,6 +6,7 @@ A family of decoders is its config (see `decoder_config.py`) and a row in `famil
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +25,7 @@ from rlx_jax.weights.source import WeightSource
 from rlx_jax.weights.views import RenamedSource
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+OTHER_PREFIX = "transformer."
 
 R = TypeVar("R", bound="CausalFlow[Any]")
 C = TypeVar("C", bound=DecoderConfig)
@@ -108,10 +110,14 @@ class CausalFlow(Recipe[A]):
         """Return a checkpoint's weights under the keys that the recipe reads.
 
         Keys of a model that transformers saved without its head (`AutoModel`) do not have the first part of the causal
-        model's keys, `model.`. A subclass may also unpack weights.
+        model's keys, `model.`. Some classes for questions have `transformer.` there. A subclass may unpack weights.
         """
         prefix, _, bare = self.embedding.partition(".")
-        if source.has(self.embedding) or not source.has(bare):
+        if source.has(self.embedding):
+            return source
+        if source.has(OTHER_PREFIX + bare):
+            return RenamedSource(source, {re.sub(f"^{OTHER_PREFIX}", f"{prefix}.", key): key for key in source.keys()})
+        if not source.has(bare):
             return source
         return RenamedSource(source, {key if key == HEAD else f"{prefix}.{key}": key for key in source.keys()})
 
@@ -246,7 +252,7 @@ def _append_head(recipe: CausalFlow[Any], logits: Iterable[BlockStage], flow: Mo
     """Return the flow with the head and the stages after it appended."""
     sizes = (recipe.config.vocab_size, recipe.config.hidden_size)
     if recipe.hidden_only and recipe.head:
-        return flow.stage(*recipe.head.stages(recipe.config.hidden_size, str)).output(LABEL_LOGITS)
+        return flow.stage(*recipe.head.stages(recipe.config.hidden_size, str, recipe.config)).output(LABEL_LOGITS)
     if recipe.hidden_only:
         return flow.hidden_states()
     tied = recipe.config.tie_word_embeddings

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 from rlx_jax.flow import POSITIONS
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Fields, width_and_heads
-from rlx_jax.models.heads import SEQUENCE, HeadLayer
+from rlx_jax.models.heads import MASKED, SEQUENCE, HeadLayer, masked_head, token_heads
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,11 @@ class DistilBertFlow(BertLike[DistilBertConfig]):
     config_type = DistilBertConfig
     prefixes = ("distilbert",)
     head_prefixes = ("vocab_", "pre_classifier.", "classifier.", "qa_outputs.")
-    heads = {SEQUENCE: (HeadLayer("pre_classifier", "relu"), HeadLayer("classifier"))}
+    heads = {
+        SEQUENCE: (HeadLayer("pre_classifier", "relu"), HeadLayer("classifier")),
+        MASKED: masked_head("vocab_transform", "vocab_layer_norm", "vocab_projector"),
+        **token_heads(),
+    }
     optional_inputs = (("attention_mask", None), ("position_ids", POSITIONS))
     style = "distilbert"
 

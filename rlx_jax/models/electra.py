@@ -7,7 +7,7 @@ from typing import Self
 
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import Fields, text_fields
-from rlx_jax.models.heads import SEQUENCE, HeadLayer
+from rlx_jax.models.heads import MASKED, SEQUENCE, HeadLayer, masked_head, token_heads
 
 
 @dataclass(frozen=True)
@@ -35,5 +35,11 @@ class ElectraFlow(BertLike[ElectraConfig]):
         "discriminator_predictions.", "generator_predictions.", "generator_lm_head.", "classifier.", "qa_outputs.",
         "sequence_summary.",
     )  # fmt: skip
-    heads = {SEQUENCE: (HeadLayer("classifier.dense", "gelu"), HeadLayer("classifier.out_proj"))}
+    heads = {
+        SEQUENCE: (HeadLayer("classifier.dense", "gelu"), HeadLayer("classifier.out_proj")),
+        MASKED: masked_head(
+            "generator_predictions.dense", "generator_predictions.LayerNorm", "generator_lm_head", activation="gelu"
+        ),
+        **token_heads(),
+    }
     embedding_projection = "embeddings_project"

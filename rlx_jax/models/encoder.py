@@ -82,9 +82,13 @@ class TowerFlow(Recipe[L]):
         """Return the stage that pools the hidden states to one vector; None if the family does not pool."""
         return None
 
+    def task_heads(self) -> HeadLayers:
+        """Return the layers of the heads by task."""
+        return self.heads
+
     def head_stages(self, head: TaskHead) -> tuple[BlockStage, ...]:
         """Return the stages from the hidden states to the logits of a head."""
-        return head.stages(self.config.hidden_size, self.key)
+        return head.stages(self.config.hidden_size, self.key, self.config)
 
     def unread_keys(self) -> tuple[str, ...]:
         """Return keys that are left unread on purpose."""
@@ -118,7 +122,7 @@ class EncoderFlow(TowerFlow[E]):
     as `attention_mask` (1 keeps a key). Outputs: as `TowerFlow`.
 
     A family's recipe is a subclass with a name, the class of its config, and `embedding_stages`, `spec` and `stage`;
-    `heads` has the layers of its heads by task.
+    `heads` has the layers of its heads by task; if they depend on the config, the method `task_heads` returns them.
 
     Args:
         prefix: prefix of the keys in task checkpoints; empty for bare encoders.
@@ -150,7 +154,8 @@ class EncoderFlow(TowerFlow[E]):
         """Return the recipe with the prefix of a checkpoint's keys."""
         prefixes = (*self.prefixes, "")
         matches = (prefix for prefix in prefixes if source.has(replace(self, prefix=prefix).key(self.embedding)))
-        return replace(self, prefix=next(matches, self.prefix))
+        head = None if self.head is None else self.head.adapt_to(source)
+        return replace(self, prefix=next(matches, self.prefix), head=head)
 
     @property
     def padding(self) -> tuple[int, int] | None:

@@ -18,7 +18,7 @@ from rlx_jax.models.decoder import CausalFlow
 from rlx_jax.models.dual import DualConfig, DualFlow, tower_group
 from rlx_jax.models.encoder import EncoderFlow, TowerFlow
 from rlx_jax.models.gemma import TEXT as GEMMA_TEXT
-from rlx_jax.models.heads import IMAGE, SEQUENCE, read_head
+from rlx_jax.models.heads import ANSWER, IMAGE, MASKED, SEQUENCE, TOKEN, read_head
 from rlx_jax.models.hooks import WithIgnored
 from rlx_jax.models.qwen35 import TEXT as QWEN35_TEXT
 from rlx_jax.models.recipe import Recipe
@@ -29,10 +29,16 @@ from rlx_jax.models.weight_check import check_recipe_weights
 from rlx_jax.weights.directory import refuse_without_config
 from rlx_jax.weights.source import WeightSource
 
-ModelKind = Literal["causal", "encoder", "classifier", "denoiser", "vision", "image_classifier", "dual"]
+ModelKind = Literal[
+    "causal", "encoder", "classifier", "token_classifier", "question_answerer", "masked_lm", "denoiser", "vision",
+    "image_classifier", "dual",
+]  # fmt: skip
 
 # The kind of a model by the task of its head.
-KINDS: Mapping[str, ModelKind] = {SEQUENCE: "classifier", IMAGE: "image_classifier"}
+KINDS: Mapping[str, ModelKind] = {
+    SEQUENCE: "classifier", TOKEN: "token_classifier", ANSWER: "question_answerer", MASKED: "masked_lm",
+    IMAGE: "image_classifier",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -134,12 +140,12 @@ class Family:
         """Return a family of towers, which may have heads; see `vision`."""
 
         def opener(config: Fields, source: WeightSource, headless: bool = False) -> Pretrained:
-            head = None if headless else read_head(config, architecture(config)[1], recipe.heads)
             if config_field:
                 instance = recipe.for_prefill(tower_group(config, config_field))
                 config.finish_model(UNUSED_TEXT)
             else:
                 instance = recipe.for_prefill(config)
+            head = None if headless else read_head(config, architecture(config)[1], instance.task_heads())
             kind_with_head = KINDS[head.task] if head else kind
             return bind_recipe(replace(instance, head=head), source, kind_with_head, processor_prefix)
 

@@ -9,6 +9,7 @@ from rlx_jax.blocks import BlockStage, Gpt2Layer, Gpt2LayerSpec, LayerNorm, Lear
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, CausalConfig, Fields, width_and_heads
 from rlx_jax.models.decoder import CausalFlow, decoder_flow
+from rlx_jax.models.heads import DECODER_HEADS, HeadLayers, token_heads
 from rlx_jax.weights.source import WeightSource
 
 # Buffers of the causal mask, which old checkpoints have in every layer.
@@ -74,6 +75,7 @@ class Gpt2Flow(CausalFlow[Gpt2Config]):
 
     config_type = Gpt2Config
     peft_prefix: ClassVar[str] = "transformer."
+    heads: ClassVar[HeadLayers] = {**DECODER_HEADS, **token_heads()}
 
     @property
     def embedding(self) -> str:

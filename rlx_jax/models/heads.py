@@ -1,4 +1,4 @@
-"""Define the heads of tasks: the layers that map hidden states to one logit for each label.
+"""Define the heads of tasks: the layers that map hidden states to one logit for each label, or for each token id.
 
 A family lists the layers of its heads by task; `architectures` in `config.json` names the task, `id2label` the labels.
 """
@@ -7,49 +7,91 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from rlx_jax.blocks import Activation, BlockStage, Linear
+from rlx_jax.blocks import Activation, BlockStage, LayerNorm, Linear, LmHead
 from rlx_jax.errors import ConfigError, LimitError, quote
 from rlx_jax.models.config import Fields
+from rlx_jax.weights.source import WeightSource
 
-# Name of the output of a flow with a head: `[batch, seq, labels]`, of which a task reads one token or all.
+# Name of the output of a flow with a head: `[batch, seq, labels]`, of which a task reads one token or all. The labels
+# of a masked language model are the token ids.
 LABEL_LOGITS = "label_logits"
 # A head with more labels than this is taken for a malformed config.
 MAX_LABELS = 2**20
 # Number of labels of a config that names none.
 DEFAULT_LABELS = 2
 
-SEQUENCE, IMAGE = "SequenceClassification", "ImageClassification"
+# The tasks, as `architectures` in `config.json` names them after `For`.
+SEQUENCE, TOKEN, ANSWER, MASKED = "SequenceClassification", "TokenClassification", "QuestionAnswering", "MaskedLM"
+IMAGE = "ImageClassification"
+# The labels of tasks that read none from the config.
+FIXED_LABELS: Mapping[str, tuple[str, ...]] = {ANSWER: ("start", "end"), MASKED: ()}
 REGRESSION, SINGLE_LABEL, MULTI_LABEL = "regression", "single_label_classification", "multi_label_classification"
+
+
+# The activation of a layer that has the function of the encoder's MLPs: the config's `activation`.
+HIDDEN_ACT = "hidden_act"
 
 
 @dataclass(frozen=True)
 class HeadLayer:
-    """A linear layer of a head.
+    """A linear layer of a head, then a function, then a LayerNorm.
 
     Attributes:
         key: the checkpoint's name of the module.
-        activation: name of the function after it, as in `Activation`; empty for none.
+        activation: name of the function after it, as in `Activation`, or `HIDDEN_ACT`; empty for none.
         bias: whether it has a bias.
         in_encoder: whether `key` follows the prefix of the encoder's keys.
+        norm: the checkpoint's name of a LayerNorm after the function, with the config's epsilon; empty for none.
+        norm_bias: whether the LayerNorm has a bias.
+        bias_key: the checkpoint's key of the bias, if it is not `bias` of the module.
     """
 
     key: str
     activation: str = ""
     bias: bool = True
     in_encoder: bool = False
+    norm: str = ""
+    norm_bias: bool = True
+    bias_key: str = ""
+
+
+HeadLayers = Mapping[str, tuple[HeadLayer, ...]]
+
+
+def token_heads(*layers: HeadLayer, token: str = "classifier", answer: str = "qa_outputs") -> HeadLayers:
+    """Return the heads that label every token, and that find answers: `layers`, then one layer with this name."""
+    return {TOKEN: (*layers, HeadLayer(token)), ANSWER: (*layers, HeadLayer(answer))}
+
+
+def masked_head(
+    dense: str, norm: str, decoder: str, bias_key: str = "", activation: str = HIDDEN_ACT
+) -> tuple[HeadLayer, ...]:
+    """Return the head of a masked language model: a dense layer with a LayerNorm, then the projection to token ids.
+
+    Args:
+        dense, norm: the checkpoint's names of the modules.
+        decoder: the name of the projection. Its weight is the embedding, unless the checkpoint has one of this name.
+        bias_key: see `HeadLayer`.
+        activation: the function between dense layer and norm.
+    """
+    return (HeadLayer(dense, activation, norm=norm), HeadLayer(decoder, bias_key=bias_key))
 
 
 # Heads that several families have. The first is read at the first token: BERT's pooler, then the classifier.
 POOLER_HEAD = (HeadLayer("pooler.dense", "tanh", in_encoder=True), HeadLayer("classifier"))
 DENSE_HEAD = (HeadLayer("classifier.dense", "tanh"), HeadLayer("classifier.out_proj"))
-BERT_HEADS = {SEQUENCE: POOLER_HEAD}
-ROBERTA_HEADS = {SEQUENCE: DENSE_HEAD}
-IMAGE_HEADS = {IMAGE: (HeadLayer("classifier"),)}
-DECODER_HEADS = {SEQUENCE: (HeadLayer("score", bias=False),)}
-
-HeadLayers = Mapping[str, tuple[HeadLayer, ...]]
+BERT_MASKED = masked_head(
+    "cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm", "cls.predictions.decoder",
+    "cls.predictions.bias",
+)  # fmt: skip
+ROBERTA_MASKED = masked_head("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm_head.bias", "gelu")
+BERT_HEADS: HeadLayers = {SEQUENCE: POOLER_HEAD, **token_heads(), MASKED: BERT_MASKED}
+ROBERTA_HEADS: HeadLayers = {SEQUENCE: DENSE_HEAD, **token_heads(), MASKED: ROBERTA_MASKED}
+IMAGE_HEADS: HeadLayers = {IMAGE: (HeadLayer("classifier"),)}
+DECODER_HEADS: HeadLayers = {SEQUENCE: (HeadLayer("score", bias=False),), **token_heads(token="score")}
 
 
 @dataclass(frozen=True)
@@ -57,12 +99,13 @@ class TaskHead:
     """The head of a task.
 
     Attributes:
-        task: `SEQUENCE` or `IMAGE`.
-        layers: the linear layers; the last one has a row for each label.
-        labels: the names of the labels, in the order of the logits.
+        task: `SEQUENCE`, `IMAGE`, `TOKEN`, `ANSWER` or `MASKED`.
+        layers: the linear layers; the last one has a row for each label, or of `MASKED` for each token id.
+        labels: the names of the labels, in the order of the logits; none of `MASKED`.
         problem: `REGRESSION`, `SINGLE_LABEL` or `MULTI_LABEL`, as the config has it; empty if it has none.
         pooling: the token of a text that the logits of `SEQUENCE` are read at: `cls` or `lasttoken`.
         padding_id: the id that `lasttoken` skips at the end of a text, as transformers does; None for none.
+        is_tied: whether the last weight of `MASKED` is the embedding.
     """
 
     task: str
@@ -71,8 +114,22 @@ class TaskHead:
     problem: str = ""
     pooling: str = "cls"
     padding_id: int | None = None
+    is_tied: bool = False
 
-    def stages(self, width: int, key: Callable[[str], str]) -> tuple[BlockStage, ...]:
+    def adapt_to(self, source: WeightSource) -> TaskHead:
+        """Return the head for how a checkpoint stores the projection to token ids.
+
+        If it has a separate weight or bias of the projection, that one is used, although the config ties it: it may
+        differ from the embedding, and comparing the two would read data.
+        """
+        *layers, last = self.layers
+        if self.task != MASKED:
+            return self
+        if last.bias_key and source.has(f"{last.key}.bias"):
+            last = replace(last, bias_key="")
+        return replace(self, layers=(*layers, last), is_tied=self.is_tied and not source.has(f"{last.key}.weight"))
+
+    def stages(self, width: int, key: Callable[[str], str], config: Any = None) -> tuple[BlockStage, ...]:
         """Return the stages of the head.
 
         They are applied to every token. A task reads one of them, which gives the same logits as to pool first.
@@ -80,17 +137,34 @@ class TaskHead:
         Args:
             width: size of a hidden state.
             key: maps a key of the encoder to a key of the checkpoint.
+            config: the config of the recipe, which a head with `HIDDEN_ACT`, a norm or token ids reads.
         """
         stages: list[BlockStage] = []
-        for number, layer in enumerate(self.layers, 1):
-            name = key(layer.key) if layer.in_encoder else layer.key
-            rows = len(self.labels) if number == len(self.layers) else width
-            stages.append(
-                Linear(f"{name}.weight", bias_key=f"{name}.bias" if layer.bias else None, shape=(rows, width))
-            )
+        *layers, last = self.layers
+        # ALBERT and ELECTRA have embeddings that are narrower than hidden states.
+        inner = getattr(config, "embedding_size", 0) or width if self.task == MASKED else width
+        for layer in layers:
+            weight, bias = self._keys(layer, key)
+            stages.append(Linear(weight, bias_key=bias, shape=(inner, width)))
             if layer.activation:
-                stages.append(Activation(layer.activation))
-        return tuple(stages)
+                stages.append(Activation(config.activation if layer.activation == HIDDEN_ACT else layer.activation))
+            if layer.norm:
+                norm_bias = f"{layer.norm}.bias" if layer.norm_bias else None
+                stages.append(LayerNorm(f"{layer.norm}.weight", norm_bias, config.layer_norm_eps))
+        weight, bias = self._keys(last, key)
+        if self.task != MASKED:
+            return *stages, Linear(weight, bias_key=bias, shape=(len(self.labels), inner))
+        return *stages, LmHead(config.vocab_size, inner, None if self.is_tied else weight, self.is_tied, bias_key=bias)
+
+    def _keys(self, layer: HeadLayer, key: Callable[[str], str]) -> tuple[str, str | None]:
+        """Return the checkpoint's keys of the weight and the bias of a layer."""
+        name = key(layer.key) if layer.in_encoder else layer.key
+        return f"{name}.weight", (layer.bias_key or f"{name}.bias") if layer.bias else None
+
+    def weight_keys(self, key: Callable[[str], str]) -> set[str]:
+        """Return the checkpoint's keys of all weights that the head may have; `key` as in `stages`."""
+        keys = {name for layer in self.layers for name in self._keys(layer, key) if name is not None}
+        return keys | {f"{layer.norm}.{name}" for layer in self.layers if layer.norm for name in ("weight", "bias")}
 
 
 def read_head(
@@ -119,15 +193,22 @@ def read_head(
     padding_id = config.values.get("pad_token_id", default_padding_id)
     if padding_id is not None:
         padding_id = config.integer("pad_token_id", default_padding_id, low=-1)
-    return TaskHead(
-        task, layers[task], _read_labels(config), problem, pooling, padding_id if pooling == "lasttoken" else None
-    )
+    if task != SEQUENCE or pooling != "lasttoken":
+        padding_id = None
+    if task in FIXED_LABELS:
+        labels = FIXED_LABELS[task]
+    else:
+        labels = _read_labels(config, unique=task != TOKEN)
+    is_tied = task == MASKED and config.flag("tie_word_embeddings", True)
+    head = TaskHead(task, layers[task], labels, problem, pooling, padding_id, is_tied)
+    # Only a tied projection shares the bias of that other key.
+    return head if is_tied else replace(head, layers=(*head.layers[:-1], replace(head.layers[-1], bias_key="")))
 
 
-def _read_labels(config: Fields) -> tuple[str, ...]:
+def _read_labels(config: Fields, unique: bool) -> tuple[str, ...]:
     """Return the names of the labels in order: `id2label`, or LABEL_0, LABEL_1 … for `num_labels`.
 
-    Labels with the same name get their number, so that scores can be looked up by name.
+    With `unique` labels with the same name get their number, so that scores can be looked up by name.
     """
     names = config.raw("id2label")
     if names is None:
@@ -143,5 +224,5 @@ def _read_labels(config: Fields) -> tuple[str, ...]:
             f"{config.where}: field 'id2label' has the ids {quote([*names])}; expected 0 to {len(ids) - 1}"
         )
     by_id = {str(i): str(name) for i, name in names.items()}
-    repeated = {name for name, count in Counter(by_id.values()).items() if count > 1}
+    repeated = {name for name, count in Counter(by_id.values()).items() if unique and count > 1}
     return tuple(f"{by_id[i]} ({i})" if by_id[i] in repeated else by_id[i] for i in ids)

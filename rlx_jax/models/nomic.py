@@ -20,7 +20,7 @@ from rlx_jax.errors import ConfigError
 from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Fields, TokenConfig
 from rlx_jax.models.decoder_config import frequencies_of
 from rlx_jax.models.encoder import EncoderFlow
-from rlx_jax.models.heads import BERT_HEADS
+from rlx_jax.models.heads import BERT_HEADS, MASKED, masked_head
 
 # Fields of the first implementation that do not change the results. (`max_trained_positions` only matters for a scaled
 # rope, which is refused.)
@@ -136,7 +136,13 @@ class NomicFlow(EncoderFlow[NomicConfig]):
     config_type = NomicConfig
     prefixes = ("nomic_bert", "bert")
     head_prefixes = ("cls.", "classifier.", "qa_outputs.")
-    heads = BERT_HEADS
+    heads = {
+        **BERT_HEADS,
+        MASKED: masked_head(
+            "cls.predictions.transform.dense", "cls.predictions.transform.layer_norm", "cls.predictions.decoder",
+            "cls.predictions.bias",
+        ),
+    }  # fmt: skip
     optional_inputs = (("attention_mask", None), ("token_type_ids", 0), ("position_ids", None))
 
     def embedding_stages(self) -> tuple[BlockStage, ...]:

@@ -60,9 +60,8 @@ class _WeightCheck(Parameters):
     def _head_advice(self) -> str:
         """Return how to load the model without its head, if all missing weights are the head's."""
         head = getattr(self.recipe, "head", None)
-        layers = () if head is None else head.layers
-        names = {self.recipe.key(layer.key) if layer.in_encoder else layer.key for layer in layers}
-        is_head = {key.rpartition(".")[0] for key in self.missing_paths} <= names
+        keys = set() if head is None else head.weight_keys(getattr(self.recipe, "key", str))
+        is_head = self.missing_paths.keys() <= keys
         return "; these are weights of its head, and rlx_jax.load(…, head=False) loads the rest" if is_head else ""
 
     def _new_weight(self, key: str, shape: tuple[int, ...], path: str) -> Any:

@@ -25,6 +25,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io.folder import open_folder
 from rlx_jax.ir.types import is_float, short_name
+from rlx_jax.models.heads import LABEL_LOGITS
 from rlx_jax.program import Weights
 from rlx_jax.runtime.checkpoint_origin import CheckpointOrigin
 from rlx_jax.runtime.compile_flow import open_model
@@ -110,9 +111,9 @@ def check_hidden_states(model: CompiledModel, vocab_size: int) -> None:
     Raises:
         GraphError: it is logits; the message explains how to leave the head out.
     """
-    if model.template().built.primary_shape[-1] != vocab_size:
-        return
     name = model.output_names[0]
+    if model.template().built.primary_shape[-1] != vocab_size or name == LABEL_LOGITS:
+        return
     try:
         has_head = name == "logits" or bool(model.template().head)
     except GraphError:  # no head: hidden states whose width happens to be the size of the vocabulary

@@ -20,6 +20,7 @@ from rlx_jax.errors import (
     ConfigError,
     LimitError,
     RequestError,
+    RlxError,
     TokenIdError,
     TokenizerError,
     UnsupportedError,
@@ -88,6 +89,7 @@ class Tokenizer:
         added_tokens: by their text.
         chat_templates: by name; see `rlx_jax.text.chat_template`.
         gives_types: whether the model gets the token types of pairs.
+        padding_side: the end at which a training script padded texts; with `left` questions came after contexts.
     """
 
     vocab_size: int
@@ -102,6 +104,7 @@ class Tokenizer:
     chat_templates: Mapping[str, str] = field(repr=False)
     _native: Any = field(repr=False)
     gives_types: bool = True
+    padding_side: Literal["left", "right"] = "right"
 
     def has_same_ids(self, other: Tokenizer) -> bool:
         """Whether every token has the same id in both tokenizers."""
@@ -124,7 +127,7 @@ class Tokenizer:
             RequestError: not a str, a lone surrogate, or `max_length` is below the number of special tokens.
             TokenizerError: the tokenizer fails on this text.
         """
-        _check_text(text, "the text")
+        check_text(text, "the text")
         return self._encode([text], add_special_tokens, max_length)[0]
 
     def encode_batch(
@@ -143,7 +146,7 @@ class Tokenizer:
             raise RequestError(f"texts: expected a list of str, found {type(texts).__name__}")
         batch = list(texts)
         for i, text in enumerate(batch, first):
-            _check_text(text, f"texts[{i}]")
+            check_text(text, f"texts[{i}]")
         return self._encode(batch, add_special_tokens, max_length)
 
     def encode_pairs(
@@ -158,7 +161,7 @@ class Tokenizer:
         """
         for i, pair in enumerate(pairs, first):
             for text in pair:
-                _check_text(text, f"pairs[{i}]")
+                check_text(text, f"pairs[{i}]")
         native = self._native
         num_special: int = native.num_special_tokens_to_add(True)
         if max_length is not None:
@@ -176,7 +179,7 @@ class Tokenizer:
                 rows.append(PairTokens(row.ids, row.type_ids if self.gives_types else [0] * len(row.ids)))
             return rows
 
-        return _guard(encode_all, "encoding failed")
+        return guard(encode_all, "encoding failed")
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the token ids of `text`, without special tokens; added tokens in it are encoded as plain text.
@@ -184,7 +187,7 @@ class Tokenizer:
         Raises:
             RequestError, TokenizerError: as `encode`.
         """
-        _check_text(text, "the text")
+        check_text(text, "the text")
         native = self._native
 
         def spell() -> list[int]:  # the steps of `encode` without the first, which matches added tokens
@@ -192,7 +195,7 @@ class Tokenizer:
             words = native.pre_tokenizer.pre_tokenize_str(plain) if native.pre_tokenizer else [(plain, None)]
             return [token.id for word, _ in words for token in native.model.tokenize(word)]
 
-        return _guard(spell, "encoding failed")
+        return guard(spell, "encoding failed")
 
     def decode(self, ids: Iterable[SupportsIndex], *, skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`. An id without a token (a padding row of the embedding) decodes to nothing.
@@ -209,7 +212,7 @@ class Tokenizer:
             numbers = id_list([*ids] if isinstance(ids, Iterator) else ids, 2**32, "ids")
         except RequestError as cause:
             raise TokenIdError(str(cause)) from None
-        text: str = _guard(
+        text: str = guard(
             lambda: self._native.decode(numbers, skip_special_tokens=bool(skip_special_tokens)), "decoding failed"
         )
         return text
@@ -218,7 +221,7 @@ class Tokenizer:
         """Return the ids of checked texts, truncated to `max_length`, with special tokens if `special`."""
         encode = self._native.encode_batch_fast
         if max_length is None:
-            return _guard(lambda: [row.ids for row in encode(texts, add_special_tokens=special)], "encoding failed")
+            return guard(lambda: [row.ids for row in encode(texts, add_special_tokens=special)], "encoding failed")
         num_special = self.special_count if special else 0
         check_integer("max_length", max_length, max(1, num_special))
 
@@ -231,7 +234,7 @@ class Tokenizer:
                 rows[i] = self._truncate(row, max_length - num_special, special)
             return rows
 
-        return _guard(encode_truncated, "encoding failed")
+        return guard(encode_truncated, "encoding failed")
 
     # Native truncation is a setting of the shared object, so concurrent calls would overwrite each other's; hence the
     # text's tokens are truncated here, and special tokens are added afterwards.
@@ -274,14 +277,14 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
     # The native library parses the file again, so the vocabulary, its largest part, is freed before that. Only Unigram
     # models have a list here.
     is_unigram = isinstance(document.pop("model").get("vocab"), list)
-    native = _guard(lambda: _native_tokenizer(raw), where)
+    native = guard(lambda: _native_tokenizer(raw), where)
     words, vocab_size = _read_vocabulary(native, is_unigram, document, where)
 
     tokenizer_config, special_tokens_map = (Fields(folder.json(name), folder.where(name)) for name in _COMPANION_FILES)
     settings = tokenizer_config.values
     check_added_tokens(words, tokenizer_config)
     names = {role: _token_name((tokenizer_config, special_tokens_map), role, words) for role in _ROLES}
-    _guard(lambda: _apply_normalizer(native, settings, lowercase), where)
+    guard(lambda: _apply_normalizer(native, settings, lowercase), where)
     if settings.get("split_special_tokens") is True:
         native.encode_special_tokens = True
     special_count = _check_probe(native, words, where)
@@ -294,7 +297,8 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
         bos_id=bos[0] if bos else None,
         pad_id=pad[0] if pad else None,
         model_max_length=model_max_length(tokenizer_config),
-        truncation_side=_truncation_side(tokenizer_config, document),
+        truncation_side=_side("truncation", tokenizer_config, document),
+        padding_side=_side("padding", tokenizer_config, document),
         special_count=special_count,
         special_tokens={f"{role}_token": name for role, name in names.items() if name is not None},
         added_tokens={
@@ -334,11 +338,11 @@ def _fetch_files(folder: Folder) -> None:
 # -- native code -------------------------------------------------------------------------------
 
 
-def _guard(call: Callable[[], T], action: str) -> T:
+def guard(call: Callable[[], T], action: str) -> T:
     """Return `call()`; anything that native code raises, panics included, becomes a TokenizerError."""
     try:
         return call()
-    except (KeyboardInterrupt, SystemExit, MemoryError, TokenizerError):
+    except (KeyboardInterrupt, SystemExit, MemoryError, RlxError):
         raise
     except BaseException as cause:  # pyo3's PanicException does not derive from Exception
         raise TokenizerError(f"{action}: {type(cause).__name__}: {quote(cause)}") from cause
@@ -382,7 +386,7 @@ def _read_vocabulary(
     (Added tokens above that may leave gaps: tiktoken's do.) Unigram models number their pieces by position
     (`is_unigram`): a piece that occurs twice takes its last position as its id, so its first position is not an error.
     """
-    words, model = _guard(lambda: (native.get_vocab(True), native.get_vocab(False)), where)
+    words, model = guard(lambda: (native.get_vocab(True), native.get_vocab(False)), where)
     if not words:
         raise TokenizerError(f"{where}: the vocabulary is empty")
     largest_id = max(words.values())
@@ -414,7 +418,7 @@ def _check_probe(native: Any, words: Mapping[str, int], where: str) -> int:
         count: int = native.num_special_tokens_to_add(False)
         return bare.ids, native.encode(_PROBE).ids, native.post_process(bare, None, True).ids, count
 
-    bare, with_special, post_processed, count = _guard(probe, where)
+    bare, with_special, post_processed, count = guard(probe, where)
     unknown = sorted(set(with_special).difference(words.values(), bare))
     if unknown:
         raise TokenizerError(
@@ -461,12 +465,12 @@ def config_token_ids(folder: Folder, role: str) -> tuple[int, ...]:
     return ()
 
 
-def _truncation_side(source: Fields, document: Mapping[str, Any]) -> Literal["left", "right"]:
-    """Return the side at which texts are truncated: `tokenizer_config.json`, else `tokenizer.json`, else right."""
-    truncation = document.get("truncation") or {}
-    side = source.raw("truncation_side") or str(truncation.get("direction", "right")).lower()
+def _side(kind: str, source: Fields, document: Mapping[str, Any]) -> Literal["left", "right"]:
+    """Return the side of truncation or padding: `tokenizer_config.json`, else `tokenizer.json`, else right."""
+    settings = document.get(kind) or {}
+    side = source.raw(f"{kind}_side") or str(settings.get("direction", "right")).lower()
     if side not in ("left", "right"):
-        raise source.invalid("truncation_side", "left or right", side)
+        raise source.invalid(f"{kind}_side", "left or right", side)
     return "left" if side == "left" else "right"
 
 
@@ -484,7 +488,7 @@ def model_max_length(config: Fields) -> int | None:
 # -- requests ----------------------------------------------------------------------------------
 
 
-def _check_text(text: object, name: str) -> None:
+def check_text(text: object, name: str) -> None:
     """Check that `text` is a str without lone surrogates, on which the native library fails."""
     if not isinstance(text, str):
         raise RequestError(f"{name}: expected a str, found {type(text).__name__}")

@@ -1,0 +1,199 @@
+"""Define `TokenClassifier`, which labels the words of texts, such as the names in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlx_jax.encode.head_model import TokenLogits
+from rlx_jax.encode.pooled import Vectors
+from rlx_jax.errors import RequestError, check_names, shown, suggest_keywords
+from rlx_jax.models.heads import TOKEN
+from rlx_jax.runtime.inputs import check_integer
+from rlx_jax.text.request_checks import classify_prompts
+from rlx_jax.text.spans import TokenSpans, encode_spans
+from rlx_jax.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class TaggedSpan:
+    """A part of a text with a label.
+
+    Attributes:
+        label: the label; of several tokens without the `B-` or `I-` in front.
+        score: its probability, the mean over the words that are joined.
+        start, end: the first character of the part, and the one after its last.
+        text: the part.
+    """
+
+    label: str
+    score: float
+    start: int
+    end: int
+    text: str
+
+
+class TokenClassifier(TokenLogits):
+    """Label the tokens of texts; arguments as of `HeadModel`."""
+
+    _methods = "tag(texts) returns labelled parts of texts, logits(texts) the numbers before them"
+    task = TOKEN
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the labels, in the order of the logits."""
+        return self.head.labels
+
+    @suggest_keywords()
+    def tag(
+        self, texts: Any, *, aggregation: str = "simple", ignore_labels: Sequence[str] = ("O",),
+        overlap: int | None = None, max_tokens: int | None = None,
+    ) -> Any:  # fmt: skip
+        """Return the labelled parts of each text, a list of `TaggedSpan`; for a single string, one list.
+
+        Args:
+            texts: a string, or a list of strings.
+            aggregation: a name in `AGGREGATIONS`. With `none` the parts are tokens. Otherwise adjacent parts with one
+                label are joined, except before a `B-`. With `simple` the parts that are joined are tokens, else words,
+                and a word has the label of its `first` token, of the token with the highest probability (`max`), or
+                the one with the highest mean probability (`average`).
+            ignore_labels: labels that are left out.
+            overlap: divide a text that is too long into windows that share this number of tokens; None: truncate it.
+            max_tokens: as in `Encoder.embed`.
+
+        Raises:
+            RequestError: not strings; no such aggregation; `overlap` with `none`, or larger than a window. Others as
+                `Encoder.embed`.
+        """
+        check_names([aggregation], AGGREGATIONS, "aggregation", "; there are", RequestError)
+        if isinstance(ignore_labels, str) or not isinstance(ignore_labels, Sequence):
+            raise RequestError(f"ignore_labels is {shown(ignore_labels)}; expected a list of labels")
+        if overlap is not None and aggregation == "none":
+            raise RequestError("overlap joins parts of windows, so it needs another aggregation than 'none'")
+        overlap = None if overlap is None else check_integer("overlap", overlap, 0)
+        request, reader = classify_prompts(texts, "texts", allow_flat=False), self.encoder.reader
+        if request.texts is None and request.ids:
+            raise RequestError(f"texts[0] is {shown(request.ids[0])}; tag takes strings, in which it finds the parts")
+        tokenizer, counts = reader.require_tokenizer(), list[int]()
+
+        def encode(chunk: Sequence[str], first: int) -> list[TokenSpans]:
+            rows = encode_spans(tokenizer, chunk, reader.max_text_tokens, overlap, first)
+            counts.extend(map(len, rows))
+            return [window for windows in rows for window in windows]
+
+        items = request.texts or []
+        requests, spans = reader.read_spans(items, encode)
+        logits = self._run(requests, max_tokens)
+        results, start = [], 0
+        for text, count in zip(items, counts, strict=True):
+            parts = list[TaggedSpan]()
+            for window, rows in zip(spans[start : start + count], logits[start : start + count], strict=True):
+                parts += self._tagged(text, window, rows, tokenizer, aggregation)
+            parts = [part for part in parts if part.label not in ignore_labels]
+            results.append(_without_overlaps(parts) if count > 1 else parts)
+            start += count
+        return results[0] if request.is_single else results
+
+    def _tagged(
+        self, text: str, spans: TokenSpans, logits: Vectors, tokenizer: Tokenizer, aggregation: str
+    ) -> list[TaggedSpan]:
+        """Return the labelled parts of a window."""
+        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        scores = weights / weights.sum(axis=-1, keepdims=True)
+        choose, words = AGGREGATIONS[aggregation], list[list[int]]()
+        for i, special in enumerate(spans.is_special):
+            if special:
+                continue
+            if words and aggregation not in ("none", "simple") and _continues_word(text, spans, i, tokenizer):
+                words[-1].append(i)
+            else:
+                words.append([i])
+        parts = []
+        for tokens in words:
+            label, score = choose(scores[tokens])
+            start, end = spans.offsets[tokens[0]][0], spans.offsets[tokens[-1]][1]
+            parts.append(TaggedSpan(self.labels[label], score, start, end, text[start:end]))
+        return parts if aggregation == "none" else _joined(text, parts)
+
+
+# -- words -------------------------------------------------------------------------------------
+
+# From the probabilities of a word's tokens `[tokens, labels]` to the number of its label, and the probability.
+WordLabel = Callable[[Vectors], tuple[int, float]]
+
+
+def _best(scores: Vectors) -> tuple[int, float]:
+    """Return the label with the highest probability, and that."""
+    label = int(scores.argmax())
+    return label, float(scores[label])
+
+
+def _first(scores: Vectors) -> tuple[int, float]:
+    return _best(scores[0])
+
+
+def _max(scores: Vectors) -> tuple[int, float]:
+    return _best(scores[scores.max(axis=1).argmax()])
+
+
+def _average(scores: Vectors) -> tuple[int, float]:
+    return _best(scores.mean(axis=0))
+
+
+AGGREGATIONS: dict[str, WordLabel] = {
+    "none": _first, "simple": _first, "first": _first, "average": _average, "max": _max
+}  # fmt: skip
+
+
+def _continues_word(text: str, spans: TokenSpans, index: int, tokenizer: Tokenizer) -> bool:
+    """Return whether a token continues the word of the token before it, as transformers decides.
+
+    With WordPiece that is a token with a prefix such as `##`, and no unknown token. For other tokenizers words are
+    separated by spaces.
+    """
+    start, end = spans.offsets[index]
+    if spans.tokens[index] == tokenizer.special_tokens.get("unk_token"):
+        return False
+    if getattr(tokenizer._native.model, "continuing_subword_prefix", None):
+        return len(spans.tokens[index]) != end - start
+    return start > 0 and " " not in text[start - 1 : start + 1]
+
+
+# -- joining -----------------------------------------------------------------------------------
+
+
+def _joined(text: str, parts: Sequence[TaggedSpan]) -> list[TaggedSpan]:
+    """Return parts with adjacent ones of one label joined, except before a `B-`."""
+    groups: list[list[TaggedSpan]] = []
+    for part in parts:
+        begins = part.label.startswith("B-")
+        if groups and not begins and _name(part.label) == _name(groups[-1][-1].label):
+            groups[-1].append(part)
+        else:
+            groups.append([part])
+    joined = []
+    for group in groups:
+        start, end = group[0].start, group[-1].end
+        score = float(np.mean([part.score for part in group]))
+        joined.append(TaggedSpan(group[0].label.split("-", 1)[-1], score, start, end, text[start:end]))
+    return joined
+
+
+def _name(label: str) -> str:
+    """Return a label without `B-` or `I-` in front."""
+    return label[2:] if label.startswith(("B-", "I-")) else label
+
+
+def _without_overlaps(parts: Sequence[TaggedSpan]) -> list[TaggedSpan]:
+    """Return the parts of all windows, of overlapping ones the longer, or else the more probable."""
+    kept: list[TaggedSpan] = []
+    for part in sorted(parts, key=lambda part: part.start):
+        if kept and kept[-1].start <= part.start < kept[-1].end:
+            if (part.end - part.start, part.score) > (kept[-1].end - kept[-1].start, kept[-1].score):
+                kept[-1] = part
+        else:
+            kept.append(part)
+    return kept

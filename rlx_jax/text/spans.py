@@ -1,0 +1,107 @@
+"""The tokens of texts together with where each is in its text, for tasks that label tokens or find answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from rlx_jax.errors import RequestError
+from rlx_jax.text.tokenizer import Tokenizer, check_text, guard
+
+
+class TokenSpans(NamedTuple):
+    """The tokens of a text or of a pair of texts, or of a window of one that is too long.
+
+    Attributes:
+        ids, types: as in `PairTokens`.
+        tokens: the token of each id, as the vocabulary spells it.
+        offsets: the first character of each token in its text, and the one after its last.
+        words: the number of each token's word in its text; None for special tokens.
+        texts: which text of a pair each token is from, 0 or 1; None for special tokens.
+        is_special: whether each token was added around the texts.
+    """
+
+    ids: list[int]
+    types: list[int]
+    tokens: list[str]
+    offsets: list[tuple[int, int]]
+    words: list[int | None]
+    texts: list[int | None]
+    is_special: list[bool]
+
+    @staticmethod
+    def of(encoding: Any, gives_types: bool) -> TokenSpans:
+        """Return the tokens of a native encoding."""
+        return TokenSpans(
+            encoding.ids, encoding.type_ids if gives_types else [0] * len(encoding), encoding.tokens, encoding.offsets,
+            encoding.word_ids, encoding.sequence_ids, [mask == 1 for mask in encoding.special_tokens_mask],
+        )  # fmt: skip
+
+
+def encode_spans(
+    tokenizer: Tokenizer, texts: Sequence[str], max_length: int | None, overlap: int | None = None, first: int = 0
+) -> list[list[TokenSpans]]:
+    """Return the tokens of each text, in one window or, of a text that is too long, in several.
+
+    Args:
+        tokenizer, texts, max_length, first: as in `Tokenizer.encode_batch`.
+        overlap: the number of tokens that two windows share; None: the text is truncated to the first window.
+
+    Raises:
+        RequestError: a window has no more than `overlap` tokens. Others as `Tokenizer.encode_batch`.
+    """
+    for i, text in enumerate(texts, first):
+        check_text(text, f"texts[{i}]")
+    native, size = tokenizer._native, None if max_length is None else max_length - tokenizer.special_count
+
+    def encode() -> list[list[TokenSpans]]:
+        rows = []
+        for encoding in native.encode_batch([*texts], add_special_tokens=False):
+            windows = _windows(encoding, size, overlap, tokenizer.truncation_side)
+            rows.append([TokenSpans.of(native.post_process(w, None, True), tokenizer.gives_types) for w in windows])
+        return rows
+
+    return guard(encode, "encoding failed")
+
+
+def encode_windows(
+    tokenizer: Tokenizer, question: str, context: str, max_length: int | None, overlap: int
+) -> list[TokenSpans]:
+    """Return the tokens of a question with a context; of a long context, of the question with each window of it.
+
+    The question comes first, or last if the tokenizer's padding side is left.
+
+    Args:
+        tokenizer: the tokenizer.
+        question, context: the texts.
+        max_length: maximum number of tokens of a window with the question.
+        overlap: number of tokens of the context that two windows share.
+
+    Raises:
+        RequestError: the question leaves no more than `overlap` tokens to the context. Others as `Tokenizer.encode`.
+    """
+    check_text(question, "question")
+    check_text(context, "context")
+    native, gives_types = tokenizer._native, tokenizer.gives_types
+
+    def encode() -> list[TokenSpans]:
+        asked, told = native.encode_batch([question, context], add_special_tokens=False)
+        size = None if max_length is None else max_length - len(asked) - native.num_special_tokens_to_add(True)
+        windows = _windows(told, size, overlap, tokenizer.truncation_side)
+        pairs = [(asked, w) if tokenizer.padding_side == "right" else (w, asked) for w in windows]
+        return [TokenSpans.of(native.post_process(*pair, True), gives_types) for pair in pairs]
+
+    return guard(encode, "encoding failed")
+
+
+def _windows(encoding: Any, size: int | None, overlap: int | None, side: str) -> list[Any]:
+    """Return an encoding in windows of `size` tokens, which share `overlap`; without it, the first window alone."""
+    if size is None or len(encoding) <= size:
+        return [encoding]
+    if size <= (overlap or 0):
+        raise RequestError(
+            f"a window has {max(size, 0)} tokens of a text of {len(encoding)}, without special tokens and the "
+            f"question, and overlaps by {overlap or 0}: allow more tokens, or a smaller overlap"
+        )
+    encoding.truncate(size, stride=overlap or 0, direction=side)
+    return [encoding, *(encoding.overflowing if overlap is not None else [])]
