@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rlx_jax import blocks, errors, losses, models, profiles
 from rlx_jax import quantization as quantization
+from rlx_jax.compile_steps import *  # noqa: F403 (names of the specification, such as ModelCompilePipeline)
 from rlx_jax.compiler.compile_cache import compile_cache
 from rlx_jax.compiler.graph_module import BuiltModel, GraphModule
 from rlx_jax.encode.checkpoint import from_pretrained, recipe_for

@@ -20,7 +20,7 @@ ROOMS = (
 )  # fmt: skip
 """From the ground up: a module imports its own room and those before it."""
 
-SURFACE = ("", "__main__", "cli", "demo", "eval", "nnx", "quantization")
+SURFACE = ("", "__main__", "cli", "compile_steps", "demo", "eval", "nnx", "quantization")
 SHARED = {"at": "flow", "flow_outputs": "flow", "layer_stack": "flow", **dict.fromkeys(SURFACE, "surface")}
 """Files at the package's root that are no room of their own. "" is the package itself."""
 

@@ -87,7 +87,7 @@ class BufferPlan:
     phases: tuple[str, ...]
     io: Mapping[str, tuple[tuple[str, Value], ...]]
     dynamic_symbols: tuple[str, ...]
-    alignment: int = ALIGNMENT
+    alignment: int
 
     @property
     def total_unshared_bytes(self) -> int:
@@ -112,16 +112,17 @@ class BufferPlan:
         return tuple(i for i, p in enumerate(self.phases) if p == phase)
 
 
-def plan_buffers(graph: Graph, in_place: bool = True, scan: bool = False) -> BufferPlan:
+def plan_buffers(graph: Graph, in_place: bool = True, scan: bool = False, alignment: int = ALIGNMENT) -> BufferPlan:
     """Compute the buffer plan of a MIR graph.
 
     Args:
         graph: the graph.
         in_place: whether caches are updated in place, as with a donated state.
         scan: whether regions run under `lax.scan`, which copies one layer's parameters from the stacked ones.
+        alignment: the multiple of bytes that buffers begin at.
     """
     value_views = views(graph, in_place)
-    slots = assign_slots(buffer_lifetimes(graph, value_views, in_place, scan))
+    slots = assign_slots(buffer_lifetimes(graph, value_views, in_place, scan), alignment)
     numbered_nodes = enumerate(graph.nodes)
     leaves = [(n.op, Value(i)) for i, n in numbered_nodes if isinstance(n.op, Leaf)]
     symbols = {s for _, n in graph.walk() for t in n.types for s in t.symbols}
@@ -136,6 +137,7 @@ def plan_buffers(graph: Graph, in_place: bool = True, scan: bool = False) -> Buf
             "outputs": tuple(zip(graph.output_names, graph.outputs, strict=False)),
         },
         dynamic_symbols=tuple(sorted(symbols)),
+        alignment=alignment,
     )
 
 
@@ -201,7 +203,7 @@ def _root(value_views: Mapping[Value, View], value: Value) -> Value:
     return value_views[value].root if value in value_views else value
 
 
-def assign_slots(lives: list[Lifetime]) -> list[Slot]:
+def assign_slots(lives: list[Lifetime], alignment: int = ALIGNMENT) -> list[Slot]:
     """Assign offsets greedily: largest buffer first, each at the lowest aligned offset that is free in its lifetime."""
     slots: list[Slot] = []
     for life in sorted(lives, key=lambda life: (-life.size, life.born, life.value.node, life.value.index)):
@@ -210,7 +212,7 @@ def assign_slots(lives: list[Lifetime]) -> list[Slot]:
         for start, stop in occupied:
             if offset + life.size <= start:
                 break
-            offset = max(offset, math.ceil(stop / ALIGNMENT) * ALIGNMENT)
+            offset = max(offset, math.ceil(stop / alignment) * alignment)
         slots.append(Slot(offset, life))
     return slots
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlx_jax.compiler.executable import StateArrays
+from rlx_jax.compiler.manifest import BindingManifest
 from rlx_jax.compiler.meshes import to_model_devices
 from rlx_jax.compiler.pipeline import Template
 from rlx_jax.compiler.settings import Settings
 from rlx_jax.errors import GraphError, shown
 from rlx_jax.inspection.diff import ModelDiff
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
+from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.program import Buildable, Built, InputDecl
 from rlx_jax.runtime.block_times import BlockTimes
 from rlx_jax.runtime.inputs import (
@@ -26,6 +28,7 @@ from rlx_jax.runtime.inputs import (
     refuse_unread,
     value_or_spec,
 )
+from rlx_jax.runtime.levels import key_with_sizes
 from rlx_jax.runtime.model_diff import diff_programs
 from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.programs import Programs
@@ -137,6 +140,20 @@ class ModelProgram:
         if times is not None and not (isinstance(times, tuple) and [*map(type, times)] == [BlockTimes, BlockTimes]):
             raise GraphError(f"diff: times is {shown(times)}; expected what profile returned for both models")
         return diff_programs((self.programs, self.key()), (other.programs, other.key()), sizes or {}, times)
+
+    def manifest(self, **sizes: int) -> BindingManifest:
+        """Return the arrays that the program takes and returns, with bytes; `weight_blocks()` has them by layer.
+
+        Args:
+            sizes: the size of each symbol, such as `batch=1, seq=16`; without them, arrays with symbolic sizes have no
+                bytes.
+
+        Raises:
+            GraphError, ShapeError: a size is missing, unknown or not a number.
+        """
+        if not sizes and self._template().symbols:
+            return BindingManifest.from_lir(Lir(self._template().mir, self.settings.plan))
+        return BindingManifest.from_lir(self.programs.function(key_with_sizes(self.programs, self.key(), sizes)).lir)
 
     def _template(self, optional_inputs: frozenset[str] = frozenset()) -> Template:
         return self.programs.template(self.key(optional_inputs))

@@ -1,0 +1,205 @@
+"""`CompilePipeline`: the compiler's steps on a `GraphModule`, one by one, and `CompileResult`, a planned program.
+
+It runs the same passes and plans as `rlx_jax.compile`; `ModelCompilePipeline` adds the executables of a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from rlx_jax.compiler.graph_module import GraphModule
+from rlx_jax.compiler.manifest import BindingManifest
+from rlx_jax.compiler.passes import Job, pass_named
+from rlx_jax.compiler.pipeline import Template, make_lir, make_template
+from rlx_jax.compiler.settings import Settings, choose_settings, lowering_settings
+from rlx_jax.errors import GraphError, UnsupportedError, listing
+from rlx_jax.ir.graph import Graph, GraphStage, Mir, TypeCache
+from rlx_jax.ir.queries import dynamic_symbols
+from rlx_jax.lowering.fusion import FusionReport, fusion_report
+from rlx_jax.lowering.inspect.buffers import ALIGNMENT
+from rlx_jax.lowering.lir.plan import Lir
+from rlx_jax.profiles import CompileProfile, ProfileLike
+
+
+@dataclass(frozen=True)
+class CompileResult:
+    """A planned program, with symbolic sizes until it is specialised.
+
+    Attributes:
+        lir: the program and its plan.
+        fusion: the fused and the missed patterns.
+        template: the template that it comes from; None for a program that was planned before.
+        binding: the size of each symbol, if it is specialised.
+    """
+
+    lir: Lir
+    fusion: FusionReport
+    template: Template | None = field(default=None, repr=False)
+    settings: Settings | None = field(default=None, repr=False)
+    binding: Mapping[str, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(template: Template, settings: Settings) -> CompileResult:
+        """Return the result of a template; of one without symbolic sizes, it is specialised."""
+        result = CompileResult(Lir(template.mir, settings.plan), template.fusion, template, settings)
+        return result if result.has_dynamic_dims else result.specialize({})
+
+    @staticmethod
+    def planned(lir: Lir) -> CompileResult:
+        """Return the result of a program that was planned before, with an empty report."""
+        return CompileResult(lir, fusion_report(lir.graph, lir.graph, ()))
+
+    @property
+    def dynamic_symbols(self) -> tuple[str, ...]:
+        """Return the symbols without a size, sorted."""
+        return dynamic_symbols(self.lir.graph)
+
+    @property
+    def has_dynamic_dims(self) -> bool:
+        """Return whether any size is symbolic."""
+        return bool(self.dynamic_symbols)
+
+    def known_sizes(self, binding: Mapping[str, int]) -> dict[str, int]:
+        """Return the sizes of symbols that the program has; those of a variant may be more."""
+        return {name: size for name, size in binding.items() if name in self.dynamic_symbols}
+
+    def specialize(self, binding: Mapping[str, int]) -> CompileResult:
+        """Return the program with a size for each symbol, planned again.
+
+        Raises:
+            GraphError: the program is specialised already; a size is missing or unknown.
+        """
+        if self.template is None or self.settings is None or self.binding:
+            raise GraphError(f"{self.lir.graph.name}: the program has all its sizes: specialise its template instead")
+        self.template.check_sizes(binding)
+        return replace(self, lir=make_lir(self.template, binding, self.settings), binding=dict(binding))
+
+    def manifest(self, alignment: int = ALIGNMENT) -> BindingManifest:
+        """Return the arrays that the program takes and returns."""
+        return BindingManifest.from_lir(self.lir, alignment)
+
+
+@dataclass(frozen=True)
+class CompilePipeline:
+    """The steps of the compiler for one target.
+
+    Attributes:
+        target: the platform or device, as `fusion.target` of a profile.
+        profile: the other options; by default those of the module's fusion policy.
+        arena_alignment: the multiple of bytes that computed values begin at in `manifest`.
+        assert_fusion_clean: whether a pattern that a pass matches and cannot fuse is an error.
+        supported_ops: the kinds of ops that a planned program may have, such as "MatMul"; None for all.
+    """
+
+    target: str = "cpu"
+    profile: ProfileLike | None = None
+    arena_alignment: int = ALIGNMENT
+    assert_fusion_clean: bool = False
+    supported_ops: Collection[str] | None = None
+
+    def lower_hir(self, module: GraphModule) -> GraphModule:
+        """Return a module at HIR lowered to MIR and verified; another one unchanged."""
+        return module.lower()
+
+    def preprocess_mir(self, module: GraphModule) -> GraphModule:
+        """Return a module at MIR without dead code. Control flow stays: JAX runs it natively.
+
+        Raises:
+            GraphError: the module is at another level.
+        """
+        graph, types = _mir(module), TypeCache()
+        return GraphModule.from_graph(pass_named("dce")(graph, Job(lowering_settings(), types)).graph)
+
+    def optimize_with_report(self, module: GraphModule) -> tuple[GraphModule, FusionReport]:
+        """Return a module at MIR after all passes, with the fused and the missed patterns.
+
+        Raises:
+            GraphError: the module is at another level. FusionError, UnsupportedError: as `compile_module`.
+        """
+        _mir(module)
+        result = self.compile_module(module)
+        assert result.template is not None
+        return GraphModule.from_graph(result.template.mir), result.fusion
+
+    def plan_lir(self, module: GraphModule) -> Lir:
+        """Return the plan of a module at MIR, without further passes.
+
+        Raises:
+            GraphError: the module is at another level.
+        """
+        built = replace(module.build(), hir=_mir(module))
+        settings = replace(lowering_settings(target=self.target), plan=self._settings(module).plan)
+        return CompileResult.of(make_template(built, 0.0, settings, "forward"), settings).lir
+
+    def specialize_lir(self, result: CompileResult, binding: Mapping[str, int]) -> Lir:
+        """Return the planned program with a size for each symbol; raises as `CompileResult.specialize`."""
+        return result.specialize(binding).lir
+
+    def compile_hir(self, hir: Graph) -> CompileResult:
+        """Return the planned program of a HIR graph; raises as `compile_module`."""
+        return self.compile_module(GraphModule.from_hir(hir))
+
+    def compile_mir(self, graph: Graph) -> CompileResult:
+        """Return the planned program of a MIR graph; raises as `compile_module`."""
+        return self.compile_module(GraphModule.from_graph(graph))
+
+    compile_graph = compile_mir
+
+    def compile_module(self, module: GraphModule) -> CompileResult:
+        """Return the planned program of a module at any level; a module at LIR passes through with an empty report.
+
+        Raises:
+            GraphError: the module is not valid; or it is at LIR, and there is a profile.
+            ProfileError: the profile does not fit the target.
+            FusionError: `assert_fusion_clean`, and a pattern is not fused.
+            UnsupportedError: the program has an op that is not in `supported_ops`.
+        """
+        if (lir := module.as_lir()) is not None:
+            if self.profile is not None:
+                raise GraphError(f"module {module.name!r} is at lir: it is planned already, and takes no profile")
+            result = CompileResult.planned(lir)
+        else:
+            settings = self._settings(module)
+            result = CompileResult.of(make_template(module.build(), 0.0, settings, "forward"), settings)
+        self._check_ops(result.lir.graph)
+        return result
+
+    def manifest(self, result: CompileResult) -> BindingManifest:
+        """Return the arrays that a planned program takes and returns, at this alignment."""
+        return result.manifest(self.arena_alignment)
+
+    def _settings(self, module: GraphModule) -> Settings:
+        """Return the settings for a module: the profile, on this target.
+
+        Raises:
+            ProfileError: the profile is for another target.
+        """
+        built = module.build()
+        profile = CompileProfile.of(self.profile) if self.profile is not None else built.profile or CompileProfile()
+        changes = {"target": self.target, "assert_clean": self.assert_fusion_clean or profile.fusion.assert_clean}
+        return choose_settings(built, profile.replace(fusion=changes), False, "forward")
+
+    def _check_ops(self, graph: Graph) -> None:
+        """Check that a program has supported ops alone.
+
+        Raises:
+            UnsupportedError: it has others. GraphError: there is no op of a name in `supported_ops`.
+        """
+        if self.supported_ops is None:
+            return
+        kinds = dict.fromkeys(type(node.op).__name__ for _, node in graph.walk() if isinstance(node.op, Mir))
+        if missing := [kind for kind in kinds if kind not in self.supported_ops]:
+            allowed = listing(sorted(self.supported_ops)) or "none"
+            raise UnsupportedError(f"{graph.name}: it has ops {listing(missing)}; supported_ops are {allowed}")
+
+
+def _mir(module: GraphModule) -> Graph:
+    """Return the graph of a module at MIR.
+
+    Raises:
+        GraphError: the module is at another level.
+    """
+    if module.stage != GraphStage.MIR:
+        raise GraphError(f"module {module.name!r} is at {module.stage}; expected one at mir: lower_hir(module)")
+    return module.into_graph()

@@ -1,0 +1,338 @@
+"""`ModelCompilePipeline`: a template built once, specialised once for each choice of sizes, and compiled once.
+
+The three steps are those of `rlx_jax.compile`, over the same `Programs`; a host that keeps its own table of executables
+calls them by name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rlx_jax.compiler.compile_pipeline import CompileResult
+from rlx_jax.compiler.executable import Executable
+from rlx_jax.compiler.execution import (
+    CompilationMode,
+    CompileKeywords,
+    ModelComponent,
+    ModelExecutionConfig,
+    compile_options_for,
+)
+from rlx_jax.compiler.graph_module import GraphModule
+from rlx_jax.compiler.manifest import BindingManifest
+from rlx_jax.errors import GraphError, RequestError, quote
+from rlx_jax.lowering.lir.plan import Lir
+from rlx_jax.profiles import CompileProfile
+from rlx_jax.runtime.aot_cache import AotCache, source_digest
+from rlx_jax.runtime.inputs import check_integer
+from rlx_jax.runtime.levels import key_with_sizes
+from rlx_jax.runtime.model_setup import as_flow, make_programs
+from rlx_jax.runtime.program_key import ProgramKey
+from rlx_jax.runtime.programs import Programs
+from rlx_jax.weights.format import OpenOptions
+
+# Makes the flow of a model, or a module, a recipe or a built flow: whatever `rlx_jax.compile` takes.
+BuildHir = Callable[[], Any]
+KeywordsLike = CompileKeywords | None
+DEFAULT_CAPACITY = 8
+
+
+@dataclass(frozen=True)
+class CompiledEntry:
+    """An executable with the sizes that it was compiled for, and its manifest."""
+
+    binding: Mapping[str, int]
+    executable: Executable
+    manifest: BindingManifest
+
+
+class ModelCompilePipeline:
+    """The compile of one model in three steps, each of which runs once for its arguments.
+
+    Executables are kept by the caller's keys, at most `capacity`, and the first one is dropped first.
+
+    >>> from rlx_jax.compiler.graph_module import GraphModule
+    >>> def build():
+    ...     return GraphModule.define("m", lambda m: m.relu(m.input("x", ("batch", 8))))
+    >>> pipeline = ModelCompilePipeline("cpu")
+    >>> executable = pipeline.get_or_compile(1, {"batch": 2}, build)
+    >>> len(pipeline), pipeline.has_template
+    (1, True)
+
+    Attributes:
+        device: the platform or device to compile for; "auto" is the one that JAX runs on.
+        capacity: the number of executables to keep.
+        aot: the planned programs on disk; None without.
+    """
+
+    def __init__(self, device: str = "auto", capacity: int = DEFAULT_CAPACITY) -> None:
+        self.device = CompileProfile().replace(fusion={"target": device}).fusion.target
+        self.capacity = check_integer("capacity", capacity, 1)
+        self.aot: AotCache | None = None
+        self.template_result: CompileResult | None = None
+        self._programs: Programs | None = None
+        self._entries: dict[int, CompiledEntry] = {}
+
+    def with_aot(self, directory: str | os.PathLike[str]) -> ModelCompilePipeline:
+        """Keep planned programs in a directory, for components of the mode `AOT`; return the pipeline itself."""
+        self.aot = AotCache(directory)
+        return self
+
+    # -- the three steps ---------------------------------------------------------------------
+
+    def build_template(self, build_hir: BuildHir, options: KeywordsLike = None) -> CompileResult:
+        """Build and lower the model with symbolic sizes; a later call returns the same result and builds nothing.
+
+        Args:
+            build_hir: returns a flow, a module, a recipe, or a built flow.
+            options: keywords of `rlx_jax.compile`, as `compile_options_for` returns them.
+
+        Raises:
+            As `rlx_jax.compile`.
+        """
+        if self.template_result is None:
+            self._programs = make_programs([build_hir()], None, self._options(options), merge=False)
+            (name,) = self._programs.flows
+            template = self._programs.template(ProgramKey(name, "forward"))
+            self.template_result = CompileResult.of(template, self._programs.settings)
+        return self.template_result
+
+    ensure_template = build_template
+
+    def specialize_template(self, binding: Mapping[str, int]) -> CompileResult:
+        """Give each symbol of the template a size and plan the program; once for each choice of sizes.
+
+        Raises:
+            GraphError: there is no template yet, or a size is missing or unknown. ShapeError: it is not a number.
+        """
+        programs, template = self._require_template("specialize_template")
+        key = self._key(programs, binding)
+        lir = programs.function(key).lir
+        return CompileResult(lir, template.fusion, template.template, template.settings, dict(key.binding))
+
+    def compile_lir(self, result: CompileResult) -> Executable:
+        """Compile a specialised program with XLA; `executable.run(params, state, inputs)` returns outputs and state.
+
+        Raises:
+            GraphError: it has symbolic sizes.
+        """
+        if result.has_dynamic_dims:
+            raise GraphError(
+                f"{result.lir.graph.name}: no size of {', '.join(result.dynamic_symbols)}: specialise it first"
+            )
+        ours, programs = self.template_result, self._programs
+        if ours is not None and programs is not None and result.template is ours.template:
+            return _compile(programs, self._key(programs, result.binding))
+        # planned before, such as by `AotCache`
+        programs = make_programs([GraphModule.from_lir(result.lir)], None, OpenOptions(), merge=False)
+        return _compile(programs, self._key(programs, {}))
+
+    def get_or_compile(
+        self, key: int, binding: Mapping[str, int], build_hir: BuildHir, options: KeywordsLike = None
+    ) -> Executable:
+        """Return the executable of a key; all three steps run for a new one.
+
+        Raises:
+            RequestError: the key has an executable for other sizes. Others as the steps.
+        """
+
+        def make() -> CompileResult:
+            self.build_template(build_hir, options)
+            return self.specialize_template(binding)
+
+        return self._entry(key, binding, make).executable
+
+    # -- components --------------------------------------------------------------------------
+
+    def get_or_compile_component(
+        self,
+        component: ModelComponent | ModelExecutionConfig,
+        build_hir: BuildHir,
+        options: KeywordsLike = None,
+    ) -> tuple[Executable, BindingManifest]:
+        """Return the executable of a component and the manifest of its program.
+
+        A configuration brings the profile of its preset if there are no options; a component of the mode `AOT` takes
+        its planned program from disk.
+
+        Raises:
+            RequestError: the mode is `AOT`, and the pipeline has no directory. Others as `get_or_compile`.
+        """
+        if isinstance(component, ModelExecutionConfig):
+            options = options or {"profile": component.compile_profile()}
+            component = component.component
+        else:
+            options = compile_options_for((options or {"profile": CompileProfile()})["profile"], component)
+        key, sizes = component.cache_key(), component.dim_binding()
+
+        def make() -> CompileResult:
+            if component.compilation_mode != CompilationMode.AOT:
+                return self.specialize_template(self.build_template(build_hir, options).known_sizes(sizes))
+            if self.aot is None:
+                raise RequestError("a component of the mode 'aot' needs a directory: call with_aot(path) first")
+            return self.get_or_specialize_aot(self.aot, component.aot_disk_base(), key, sizes, build_hir, options)
+
+        entry = self._entry(key, sizes, make)
+        return entry.executable, entry.manifest
+
+    def get_or_specialize_aot(
+        self, aot: AotCache, disk_base: str, key: int, binding: Mapping[str, int], build_hir: BuildHir,
+        options: KeywordsLike = None,
+    ) -> CompileResult:  # fmt: skip
+        """Return the planned program of a component from disk; without an entry the first two steps run, and write it.
+
+        The entry is used only for the same blocks, profile and release, so that no pass runs and nothing is planned.
+
+        Args:
+            aot: the planned programs on disk.
+            disk_base: the name of the entry, as `ModelComponent.aot_disk_base` returns it.
+            key: the key of the executable.
+            binding: sizes by symbol; symbols that the program does not have are left out.
+            build_hir, options: as `build_template`.
+
+        Raises:
+            UnsupportedError: the model calls a Python function (`emit.jax`), which is not written to files.
+        """
+        flow = as_flow(build_hir())
+        digest = source_digest(flow.build().hir, self._options(options).profile)
+
+        def make() -> Lir:
+            template = self.build_template(lambda: flow, options)
+            return self.specialize_template(template.known_sizes(binding)).lir
+
+        return CompileResult.planned(aot.specialize_cached(f"{disk_base}-{key:016x}", binding, digest, make))
+
+    # -- manifests ---------------------------------------------------------------------------
+
+    def template_binding_manifest(self) -> BindingManifest:
+        """Return the manifest of the template, in which arrays with symbolic sizes have 0 bytes.
+
+        Raises:
+            GraphError: there is no template yet.
+        """
+        return self._require_template("template_binding_manifest")[1].manifest()
+
+    def binding_manifest_for_binding(self, binding: Mapping[str, int]) -> BindingManifest:
+        """Return the manifest of the program with these sizes; raises as `specialize_template`."""
+        return self.specialize_template(binding).manifest()
+
+    def binding_manifest_for_component(self, component: ModelComponent) -> BindingManifest:
+        """Return the manifest of the program with the sizes of a component; raises as `specialize_template`."""
+        template = self._require_template("binding_manifest_for_component")[1]
+        return self.binding_manifest_for_binding(template.known_sizes(component.dim_binding()))
+
+    # -- executables -------------------------------------------------------------------------
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    contains = __contains__
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether there are no executables."""
+        return not self._entries
+
+    @property
+    def has_template(self) -> bool:
+        """Return whether the template is built."""
+        return self.template_result is not None
+
+    def _options(self, options: KeywordsLike) -> OpenOptions:
+        """Return options for the programs of a model, with the device of the pipeline.
+
+        Raises:
+            ProfileError: the profile is for another device. RequestError: there is another option.
+        """
+        if unknown := [name for name in options or {} if name != "profile"]:
+            raise RequestError(f"options: {quote(unknown[0])}: expected profile, as compile_options_for returns it")
+        profile = CompileProfile.of(options["profile"]) if options else CompileProfile()
+        target = profile.fusion.target
+        if "auto" not in (target, self.device) and target != self.device:
+            raise RequestError(
+                f"options: the profile is for {quote(target)}, and the pipeline for {quote(self.device)}"
+            )
+        return OpenOptions(profile=profile.replace(fusion={"target": self.device if target == "auto" else target}))
+
+    def _require_template(self, operation: str) -> tuple[Programs, CompileResult]:
+        if self._programs is None or self.template_result is None:
+            raise GraphError(f"{operation}: there is no template yet: build_template(build_hir) first")
+        return self._programs, self.template_result
+
+    def _key(self, programs: Programs, binding: Mapping[str, int]) -> ProgramKey:
+        (name,) = programs.flows
+        return key_with_sizes(programs, ProgramKey(name, "forward"), binding)
+
+    def _entry(self, key: int, binding: Mapping[str, int], make: Callable[[], CompileResult]) -> CompiledEntry:
+        """Return the entry of a key, compiled from the planned program that `make` returns if it is new.
+
+        Raises:
+            RequestError: the key has an executable for other sizes.
+        """
+        entry = self._entries.get(key)
+        if entry is None:
+            result = make()
+            entry = CompiledEntry(dict(binding), self.compile_lir(result), result.manifest())
+            self._entries[key] = entry
+            if len(self._entries) > self.capacity:
+                del self._entries[next(iter(self._entries))]
+        elif dict(entry.binding) != dict(binding):
+            raise RequestError(
+                f"ModelCompilePipeline: key {key} has an executable for {dict(entry.binding)}, not for {dict(binding)}"
+            )
+        return entry
+
+
+def _compile(programs: Programs, key: ProgramKey) -> Executable:
+    """Return the executable of a program from the types of its arguments."""
+    template, sizes = programs.template(key.symbolic), dict(key.binding)
+    params, state, inputs = (
+        {name: t.bind(sizes).spec for name, t in types.items()}
+        for types in (programs.layout.types(), template.state, {i.input: i.type for i in template.mir.inputs})
+    )
+    return programs.executable(key, params, state, inputs)
+
+
+def specialize_entry(
+    pipeline: ModelCompilePipeline,
+    component: ModelComponent,
+    build_hir: BuildHir,
+    options: KeywordsLike = None,
+) -> tuple[Executable, BindingManifest]:
+    """Return `pipeline.get_or_compile_component(…)`."""
+    return pipeline.get_or_compile_component(component, build_hir, options)
+
+
+class Qwen35CompileCache(ModelCompilePipeline):
+    """The pipeline of a Qwen 3.5, with a directory for its planned programs.
+
+    Args:
+        directory: for planned programs, once `with_aot()` is called.
+        device, capacity: as `ModelCompilePipeline`.
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], device: str = "auto", capacity: int = DEFAULT_CAPACITY
+    ) -> None:
+        super().__init__(device, capacity)
+        self.directory = directory
+
+    def with_aot(self, directory: str | os.PathLike[str] | None = None) -> ModelCompilePipeline:
+        """Keep planned programs in the directory; return the pipeline itself."""
+        return super().with_aot(self.directory if directory is None else directory)
+
+    def get_or_compile_component(
+        self,
+        component: ModelComponent | ModelExecutionConfig,
+        build_hir: BuildHir,
+        options: KeywordsLike = None,
+    ) -> tuple[Executable, BindingManifest]:
+        """Return the executable and the manifest of a component, compiled in the mode `AOT` after `with_aot()`."""
+        if self.aot is not None:
+            component = component.with_compilation_mode(CompilationMode.AOT)
+        return super().get_or_compile_component(component, build_hir, options)
