@@ -14,7 +14,7 @@ from rlx_jax.ir.hir import MaskKind
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.parameters import WeightKey, WeightPart
 
-__all__ = ["AttentionPool", "EndTokenPool", "NomicSelector", "Similarity"]
+__all__ = ["AttentionPool", "EndTokenPool", "MeanOfTokens", "NomicSelector", "Similarity"]
 
 
 @dataclass(frozen=True)
@@ -156,3 +156,26 @@ class NomicSelector:
             gate, up, down = (module_keys(f"{p}.mlp.{name}") for name in ("fc12", "fc11", "fc2"))
             mlp = SwiGlu(gate[0], up[0], down[0], (gate[1], up[1], down[1]), self.inner)
             return x + mlp.emit(emit, normed)
+
+
+@dataclass(frozen=True)
+class MeanOfTokens:
+    """Replace each token by the mean of its text's tokens, `[B,S,H]` → same, so that a head may follow.
+
+    The input `mask_input`, which may be absent, leaves tokens out: 1 keeps a token.
+    """
+
+    mask_input: str = "attention_mask"
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        with emit.scope("mean"):
+            return mean_of_tokens(emit, emit.require(value, "MeanOfTokens"), self.mask_input)
+
+
+def mean_of_tokens(emit: Emit, x: FlowValue, mask_input: str) -> FlowValue:
+    """Write the mean of x `[B,S,H]` over the tokens of each text, at each of them.
+
+    It is attention with equal scores, so that it also respects the texts that share a packed row.
+    """
+    equal = emit.zeros_like(x[..., :1])
+    return emit.attention(equal, equal, x, heads=1, mask=emit.optional_input(mask_input))

@@ -318,6 +318,7 @@ PACKED: dict[type[Op], Rule] = {
     hir.Attention: lambda d, b, node, inputs: row_layouts.packed_attention(d.types, b, node, inputs),
     hir.CountedPositions: lambda d, b, node, inputs: row_layouts.counted_positions(b, cast(Any, node.op), *inputs),
     hir.RelativeBias: keep_unchanged,
+    hir.RelativeScores: keep_unchanged,
 }
 
 
@@ -329,6 +330,7 @@ PADDED: dict[type[Op], Rule] = {
     hir.RopeRows: keep_unchanged,
     hir.CountedPositions: keep_unchanged,
     hir.RelativeBias: keep_unchanged,
+    hir.RelativeScores: keep_unchanged,
     hir.FirstToken: keep_unchanged,
     **{block: keep_causal_block for block, rule in RULES.items() if rule is carry_state},
 }

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self, TypeVar
 
 import jax
 import numpy as np
 
-from rlx_jax.blocks import BertEncoderLayer, BertEncoderLayerSpec, BlockStage, Embed, GatherAdd, LayerNorm, Linear
+from rlx_jax.blocks import (
+    BertEncoderLayer,
+    BertEncoderLayerSpec,
+    BlockStage,
+    Embed,
+    EncoderKeys,
+    EncoderLayer,
+    EncoderLayerSpec,
+    Frequencies,
+    GatherAdd,
+    LayerNorm,
+    Linear,
+    RopeTables,
+)
 from rlx_jax.blocks.encoder import bert_layer_prefix
 from rlx_jax.flow import declared_shapes
 from rlx_jax.models.config import Fields, TokenConfig, text_fields
@@ -21,7 +34,11 @@ from rlx_jax.models.heads import BERT_HEADS
 class BertConfig(TokenConfig):
     """Sizes of a BERT model, with Hugging Face's field names.
 
-    `embedding_size`: width of the embeddings, which are projected to hidden states; 0 without a projection.
+    Attributes:
+        embedding_size: width of the embeddings, which are projected to hidden states; 0 without a projection.
+        inv_freq: inverse frequencies of the rope of all layers; empty without one.
+        defaults: the family's defaults, keywords of `text_fields`.
+        min_types: the smallest number of token types.
     """
 
     vocab_size: int
@@ -34,13 +51,22 @@ class BertConfig(TokenConfig):
     layer_norm_eps: float = 1e-12
     activation: str = "gelu"
     embedding_size: int = 0
+    inv_freq: Frequencies = field(default=(), repr=False)
 
+    defaults: ClassVar[Mapping[str, Any]] = {"vocab": 30522}
+    min_types: ClassVar[int] = 1
     inert: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"position_embedding_type": ("absolute",)}
 
     @classmethod
     def read(cls, c: Fields) -> Self:
-        return cls(**text_fields(c, 30522), type_vocab_size=c.integer("type_vocab_size", 2))
+        return cls(**cls.common_fields(c))
+
+    @classmethod
+    def common_fields(cls, c: Fields) -> dict[str, Any]:
+        """Return the fields that BERT-like configs share."""
+        types = c.integer("type_vocab_size", cls.type_vocab_size, low=cls.min_types)
+        return dict(**text_fields(c, **cls.defaults), type_vocab_size=types)
 
 
 B = TypeVar("B", bound=BertConfig)
@@ -50,28 +76,47 @@ B = TypeVar("B", bound=BertConfig)
 class BertLike(EncoderFlow[B]):
     """The recipe of BERT-like families: see `EncoderFlow`.
 
-    A family may define how positions are embedded, and its style of keys.
+    A family may define how positions are embedded, and its style of keys; or the `layer_keys` of a layer that differs
+    from BERT's, with more differences in `layer_spec`.
+
+    Attributes:
+        pre_norm: the norms of such a layer come before its halves.
+        embedding_norm, final_norm: the norms after the embeddings and after the layers; empty for none.
     """
 
     style: ClassVar[str] = "bert"
+    layer_keys: ClassVar[EncoderKeys | None] = None
+    pre_norm: ClassVar[bool] = False
+    embedding_norm: ClassVar[str] = "embeddings.LayerNorm"
+    final_norm: ClassVar[str] = ""
     # Key of the projection from embeddings to hidden states, of a family with narrower embeddings.
     embedding_projection: ClassVar[str] = ""
 
-    def positions(self, key: str) -> BlockStage:
-        """Return the stage that adds position embeddings from the table with this key."""
+    def positions(self, key: str) -> BlockStage | None:
+        """Return the stage that adds position embeddings from the table with this key; None if there is no table."""
         return GatherAdd("position_ids", key, self.table)
+
+    def norm(self, name: str) -> tuple[BlockStage, ...]:
+        """Return the stage of the norm `name`, or no stage for an empty name."""
+        key = self.key(name)
+        return (LayerNorm(f"{key}.weight", f"{key}.bias", self.config.layer_norm_eps),) if name else ()
 
     def embedding_stages(self) -> tuple[BlockStage, ...]:
         c, p, width = self.config, self.key("embeddings"), self.config.embedding_size or self.config.hidden_size
         types = GatherAdd("token_type_ids", f"{p}.token_type_embeddings.weight", (c.type_vocab_size, width))
         projection = self.key(self.embedding_projection)
+        positions = None if c.inv_freq else self.positions(f"{p}.position_embeddings.weight")
         return (
-            Embed(f"{p}.word_embeddings.weight", (c.vocab_size, width)),
+            *([RopeTables(c.inv_freq)] if c.inv_freq else []),
+            Embed(self.key(self.embedding), (c.vocab_size, width)),
             *([types] if c.type_vocab_size else []),  # MPNet has no token types
-            self.positions(f"{p}.position_embeddings.weight"),
-            LayerNorm(f"{p}.LayerNorm.weight", f"{p}.LayerNorm.bias", c.layer_norm_eps),
+            *([] if positions is None else [positions]),
+            *self.norm(self.embedding_norm),
             *([_linear(projection, (c.hidden_size, width))] if c.embedding_size else []),
         )
+
+    def final_stages(self) -> tuple[BlockStage, ...]:
+        return self.norm(self.final_norm)
 
     @property
     def table(self) -> tuple[int, int]:
@@ -82,15 +127,26 @@ class BertLike(EncoderFlow[B]):
         """Return the prefix of the keys of layer `index`."""
         return bert_layer_prefix(self.prefix, index)
 
-    def spec(self, index: int) -> BertEncoderLayerSpec:
+    def layer_spec(self, index: int, keys: EncoderKeys) -> EncoderLayerSpec:
+        """Return the spec of layer `index` of a family with `layer_keys`, which are `keys`."""
         c = self.config
+        return EncoderLayerSpec(
+            prefix=self.layer_prefix(index), keys=keys, hidden_size=c.hidden_size, num_heads=c.num_attention_heads,
+            head_dim=c.hidden_size // c.num_attention_heads, intermediate_size=c.intermediate_size,
+            eps=c.layer_norm_eps, pre_norm=self.pre_norm, activation=c.activation, rope="" if c.inv_freq else None,
+        )  # fmt: skip
+
+    def spec(self, index: int) -> BertEncoderLayerSpec | EncoderLayerSpec:
+        c = self.config
+        if self.layer_keys is not None:
+            return self.layer_spec(index, self.layer_keys)
         return BertEncoderLayerSpec.hf(
             self.layer_prefix(index), c.hidden_size, c.num_attention_heads, c.layer_norm_eps,
             c.activation, self.style, c.intermediate_size,
         )  # fmt: skip
 
-    def stage(self, index: int, spec: BertEncoderLayerSpec) -> BlockStage:
-        return BertEncoderLayer(spec)
+    def stage(self, index: int, spec: BertEncoderLayerSpec | EncoderLayerSpec) -> BlockStage:
+        return EncoderLayer(spec) if isinstance(spec, EncoderLayerSpec) else BertEncoderLayer(spec)
 
 
 @dataclass(frozen=True)

@@ -430,7 +430,7 @@ def width_and_heads(
 
 
 def tower_fields(
-    c: Fields, hidden: int = 768, heads: int = 12, activation: str = "gelu", eps: float = 1e-6
+    c: Fields, hidden: int = 768, heads: int = 12, activation: str = "gelu", eps: float = 1e-6, layers: int = 12
 ) -> dict[str, Any]:
     """Return the fields that every stack of BERT-like or ViT-like layers has; the keywords are the family's defaults.
 
@@ -440,7 +440,7 @@ def tower_fields(
     width, number = width_and_heads(c, hidden, heads)
     return dict(
         hidden_size=width,
-        num_hidden_layers=c.integer("num_hidden_layers", 12, high=MAX_LAYERS),
+        num_hidden_layers=c.integer("num_hidden_layers", layers, high=MAX_LAYERS),
         num_attention_heads=number,
         layer_norm_eps=c.real("layer_norm_eps", eps),
         activation=c.choice("hidden_act", activation, ACTIVATIONS),

@@ -236,6 +236,18 @@ def rope_of(
     return frequencies_of(c, group, scaling, rotary_dim, default=theta, max_positions=positions)
 
 
+def even_head_dim(c: Fields, common: Mapping[str, Any]) -> int:
+    """Return the width of a head that a rope rotates, for fields from `tower_fields`.
+
+    Raises:
+        ConfigError: the width is odd.
+    """
+    width: int = common["hidden_size"] // common["num_attention_heads"]
+    if width % 2:
+        raise ConfigError(f"{c.where}: heads are {width} wide; rotary embeddings need an even width")
+    return width
+
+
 def frequencies_of(
     c: Fields, group: Fields | None, scaling: Fields | None, head_dim: int, base_field: str = "rope_theta",
     default: float | None = 1e4, max_positions: int | None = None,

@@ -17,6 +17,7 @@ from rlx_jax.models.config import LayeredConfig, TokenConfig
 from rlx_jax.models.heads import LABEL_LOGITS, HeadLayers, TaskHead
 from rlx_jax.models.recipe import Recipe
 from rlx_jax.weights.source import WeightSource
+from rlx_jax.weights.views import RenamedSource
 
 EMBEDDING = "embeddings.word_embeddings.weight"
 
@@ -156,6 +157,16 @@ class EncoderFlow(TowerFlow[E]):
         matches = (prefix for prefix in prefixes if source.has(replace(self, prefix=prefix).key(self.embedding)))
         head = None if self.head is None else self.head.adapt_to(source)
         return replace(self, prefix=next(matches, self.prefix), head=head)
+
+    def adapt_weights(self, source: WeightSource) -> WeightSource:
+        """Return a checkpoint's weights under the keys that the recipe reads.
+
+        Old checkpoints name the parameters of a LayerNorm `gamma` and `beta`, as TensorFlow does.
+        """
+        keys = source.keys()
+        names = {".gamma": ".weight", ".beta": ".bias"}
+        renamed = {k: k.removesuffix(old) + new for k in keys for old, new in names.items() if k.endswith(f"Norm{old}")}
+        return RenamedSource(source, {renamed.get(k, k): k for k in keys}) if renamed else source
 
     @property
     def padding(self) -> tuple[int, int] | None:

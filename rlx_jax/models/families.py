@@ -225,6 +225,23 @@ FAMILIES: dict[str, Family] = {
     "electra": Family.encoder(models.ElectraFlow, *task_architectures("Electra", "PreTraining")),
     "albert": Family.encoder(models.AlbertFlow, *task_architectures("Albert", "PreTraining")),
     "mpnet": Family.encoder(models.MPNetFlow, *task_architectures("MPNet")),
+    "modernbert": Family.encoder(models.ModernBertFlow, *task_architectures("ModernBert")),
+    "deberta": Family.encoder(models.DebertaFlow, *task_architectures("Deberta")),
+    "deberta-v2": Family.encoder(models.DebertaV2Flow, *task_architectures("DebertaV2")),
+    "gte": Family.encoder(models.GteFlow, *task_architectures("Gte"), *task_architectures("New")),
+    "new": Family.encoder(models.GteFlow, *task_architectures("New")),
+    "jina_embeddings_v3": Family.encoder(models.JinaV3Flow, *task_architectures("JinaEmbeddingsV3")),
+    "eurobert": Family.encoder(models.EuroBertFlow, *task_architectures("EuroBert")),
+    "data2vec-text": Family.encoder(models.Data2VecTextFlow, *task_architectures("Data2VecText")),
+    "roberta-prelayernorm": Family.encoder(models.RobertaPreLayerNormFlow, *task_architectures("RobertaPreLayerNorm")),
+    "xlm-roberta-xl": Family.encoder(models.XlmRobertaXlFlow, *task_architectures("XLMRobertaXL")),
+    "megatron-bert": Family.encoder(
+        models.MegatronBertFlow, *task_architectures("MegatronBert", "PreTraining", "NextSentencePrediction")
+    ),
+    "ernie": Family.encoder(models.ErnieFlow, *task_architectures("Ernie", "PreTraining", "NextSentencePrediction")),
+    "rembert": Family.encoder(models.RemBertFlow, *task_architectures("RemBert")),
+    "roformer": Family.encoder(models.RoFormerFlow, *task_architectures("RoFormer")),
+    "esm": Family.encoder(models.EsmFlow, *task_architectures("Esm")),
     "nomic_bert": Family.either(
         Family.encoder(models.NomicFlow, *task_architectures("NomicBert", "PreTraining")),
         Family.vision(models.NomicVisionFlow, "CLIP", "NomicVisionModel"),

@@ -1,15 +1,17 @@
-"""Define the config and recipe of RoBERTa, XLM-RoBERTa and CamemBERT: BERT's layers, with positions that skip
-padding."""
+"""Define the configs and recipes of RoBERTa, XLM-RoBERTa, CamemBERT and data2vec: BERT's layers, with positions that
+skip padding; and of RoBERTa-PreLayerNorm and XLM-RoBERTa-XL, with norms before the halves of a layer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
-from rlx_jax.blocks import BlockStage, LearnedPositions
+from rlx_jax.blocks import BlockStage, EncoderKeys, LearnedPositions
+from rlx_jax.blocks.encoder import STYLES
 from rlx_jax.errors import ConfigError
 from rlx_jax.models.bert import BertConfig, BertLike
-from rlx_jax.models.config import Fields, text_fields
+from rlx_jax.models.config import Fields
 from rlx_jax.models.heads import ROBERTA_HEADS
 
 
@@ -19,16 +21,18 @@ class RobertaConfig(BertConfig):
 
     pad_token_id: int = 1
 
+    defaults: ClassVar[Mapping[str, Any]] = {"vocab": 50265}
+
     @classmethod
     def read(cls, c: Fields) -> Self:
-        common, padding = text_fields(c, 50265), c.integer("pad_token_id", cls.pad_token_id, low=0)
+        common, padding = cls.common_fields(c), c.integer("pad_token_id", cls.pad_token_id, low=0)
         positions = common["max_position_embeddings"]
         if padding >= min(positions - 1, common["vocab_size"]):
             raise ConfigError(
                 f"{c.where}: field 'pad_token_id' is {padding}; expected an id of the vocabulary, with positions "
                 f"after it among the {positions}"
             )
-        return cls(**common, type_vocab_size=c.integer("type_vocab_size", 2), pad_token_id=padding)
+        return cls(**common, pad_token_id=padding)
 
 
 @dataclass(frozen=True)
@@ -54,3 +58,52 @@ class RobertaFlow(BertLike[RobertaConfig]):
 
     def positions(self, key: str) -> BlockStage:
         return LearnedPositions(key, self.table, self.config.pad_token_id)
+
+
+@dataclass(frozen=True)
+class Data2VecTextFlow(RobertaFlow):
+    """The recipe of data2vec's text encoder: see `RobertaFlow`."""
+
+    name: str = "data2vec-text"
+
+    prefixes = ("data2vec_text",)
+
+
+@dataclass(frozen=True)
+class RobertaPreLayerNormFlow(RobertaFlow):
+    """The recipe of RoBERTa-PreLayerNorm: see `RobertaFlow`."""
+
+    name: str = "roberta-prelayernorm"
+
+    prefixes = ("roberta_prelayernorm",)
+    layer_keys: ClassVar[EncoderKeys | None] = replace(
+        STYLES["bert"], attention_norm="attention.LayerNorm", mlp_norm="intermediate.LayerNorm"
+    )
+    pre_norm = True
+    final_norm = "LayerNorm"
+
+
+@dataclass(frozen=True)
+class XlmRobertaXlConfig(RobertaConfig):
+    """Sizes of an XLM-RoBERTa-XL model."""
+
+    type_vocab_size: int = 1
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "vocab": 250880, "hidden": 2560, "layers": 36, "heads": 32, "inner": 10240, "positions": 514, "eps": 1e-5
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class XlmRobertaXlFlow(RobertaFlow):
+    """The recipe of XLM-RoBERTa-XL: see `RobertaFlow`."""
+
+    name: str = "xlm-roberta-xl"
+
+    config_type = XlmRobertaXlConfig
+    layer_keys: ClassVar[EncoderKeys | None] = replace(
+        STYLES["bert"], attention_norm="attention.self_attn_layer_norm", mlp_norm="LayerNorm"
+    )
+    pre_norm = True
+    embedding_norm = ""
+    final_norm = "encoder.LayerNorm"

@@ -59,6 +59,8 @@ def randomise(model: Any, seed: int) -> None:
     centre = 0.0 if model.config.model_type.startswith("gemma") else 1.0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:  # a table of sines
+                continue
             shape = tuple(parameter.shape)
             if ("norm" in name.lower() or ".ln_" in name) and name.endswith("weight"):
                 value = rng.uniform(centre - 0.5, centre + 0.5, shape)

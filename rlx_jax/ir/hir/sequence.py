@@ -7,17 +7,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlx_jax.errors import GraphError, ShapeError
+from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import Builder, Graph, Hir, Value, constant
 from rlx_jax.ir.hir.masks import MaskKind, check_arity
 from rlx_jax.ir.ops.attention import AttentionOp, RopeOp, RopeTable, SinusoidTable, check_heads, check_score_options
 from rlx_jax.ir.ops.cache import CacheUpdate, DequantizeVectors, QuantizeVectors, RingStep
 from rlx_jax.ir.ops.control import PairBias
-from rlx_jax.ir.ops.index import Gather, Iota, RelativeBuckets, TakeRow
+from rlx_jax.ir.ops.index import Gather, Iota, TakeRow
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Where, in_dtype
 from rlx_jax.ir.ops.reduce import Cumsum, Reduce
 from rlx_jax.ir.ops.shape import (
-    AxisOf,
     Bound,
     Concat,
     CutAxis,
@@ -26,7 +25,6 @@ from rlx_jax.ir.ops.shape import (
     Reshape,
     SizeOf,
     Slice,
-    Transpose,
     merge_axes,
     split_axis,
 )
@@ -133,8 +131,9 @@ class Attention(Hir):
 
     `expand` repeats each key/value head N/K times; the `direct` rule groups the queries instead.
     With `last` q is `[B,1,N·D]`, the query of the last token, because only its row is needed (written by `derive`).
-    With `by_distance` the bias depends only on the head and on the distance between query and key. `bias_of` computes a
-    bias from the positions of query and key, and applies in every derived program (see `PairBias`).
+    With `by_distance` the bias of a query and a key depends only on the head, on these two tokens and on the distance
+    between them. `bias_of` computes a bias from the positions of query and key, and applies in every derived program
+    (see `PairBias`).
     `returns` other than "context" is written by captures, beside the attention itself (see `AttentionOp`).
     """
 
@@ -306,34 +305,6 @@ class CountedPositions(Hir):
         is_token = b(CastTo(np.dtype(np.int32)), b(Compare("ne"), ids, b.scalar(self.padding, ids)))
         count = b(Binary("mul"), b(Cumsum(1), is_token), is_token)
         return b(Binary("add"), count, b.scalar(self.padding, count))
-
-
-@dataclass(frozen=True)
-class RelativeBias(Hir):
-    """The bias that each head adds to the scores, by the bucketed distance of query and key (T5).
-
-    table `[R, N]` and x `[B, S, …]` → `[1, N, S, S]`, for the `buckets` ≤ R of `RelativeBuckets`.
-    """
-
-    traits = TABLES
-    operands = "table[R!,N] x[_,_,…]"
-
-    buckets: int = 32
-    max_distance: int = 128
-
-    def check(self, *operands: TensorType) -> None:
-        table, x = operands
-        if int(table.shape[0]) < self.buckets:
-            raise ShapeError(
-                f"relative_bias: a table of {self.buckets} rows or more, one for each bucket, and [B, S, …]; got "
-                f"{table} and {x}"
-            )
-
-    def expand(self, b: Builder, *operands: Value) -> Value:
-        table, x = operands
-        rows = b(Gather(), table, b(RelativeBuckets(1, self.buckets, self.max_distance), x))
-        heads = b(Transpose((2, 0, 1)), rows)
-        return b(Reshape((1, *(AxisOf(axis) for axis in range(3)))), heads)
 
 
 F32, I32 = np.dtype(np.float32), np.dtype(np.int32)

@@ -1,0 +1,169 @@
+"""Define the configs and recipes of DeBERTa (He et al. 2021) and DeBERTa v2 and v3: BERT with scores of distances."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from rlx_jax.blocks import BlockStage, DistanceEmbeddings, EncoderKeys, EncoderLayerSpec, LayerNorm, RelativeKeys
+from rlx_jax.blocks.encoder import STYLES
+from rlx_jax.errors import ConfigError, UnsupportedError, quote
+from rlx_jax.models.bert import BertConfig, BertLike
+from rlx_jax.models.config import ACTIVATIONS, Fields
+
+# Name of the registered embeddings of distances.
+DISTANCES = "relative_embeddings"
+
+
+@dataclass(frozen=True)
+class DebertaConfig(BertConfig):
+    """Sizes of a DeBERTa model.
+
+    Attributes:
+        position_biased_input: whether embeddings of positions are added.
+        terms: the terms of the scores of distances, `c2p` and `p2c`; empty without any.
+        num_terms: number of terms that the scale of scores counts.
+        max_distance: distances up to this one have an embedding each, or a bucket.
+        buckets: number of buckets for distances on each side; 0 for none.
+        norm_embeddings: whether the embeddings of distances have a norm.
+        share_keys: whether embeddings of distances are projected as tokens are.
+        pooler_activation: activation of the pooler.
+    """
+
+    type_vocab_size: int = 0
+    position_biased_input: bool = True
+    terms: tuple[str, ...] = ()
+    num_terms: int = 0
+    max_distance: int = 512
+    buckets: int = 0
+    norm_embeddings: bool = False
+    share_keys: bool = False
+    pooler_activation: str = "gelu"
+
+    defaults: ClassVar[Mapping[str, Any]] = {"vocab": 50265, "eps": 1e-7}
+    min_types = 0
+    inert: ClassVar[tuple[str, ...]] = ("legacy", "padding_idx", "tie_word_embeddings")
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"talking_head": (False,)}
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        common = cls.common_fields(c)
+        hidden = common["hidden_size"]
+        for name, size in (
+            ("embedding_size", hidden), ("pooler_hidden_size", hidden),
+            ("attention_head_size", hidden // common["num_attention_heads"]),
+        ):  # fmt: skip
+            if (value := c.integer_or_null(name, None)) not in (None, size):
+                raise UnsupportedError(f"{c.where}: field {quote(name)} is {value}; supported is {size}")
+        is_relative = c.flag("relative_attention", False)
+        farthest = c.integer("max_relative_positions", -1, low=-1)
+        names = c.raw("pos_att_type", [])
+        terms = [name.strip() for name in names.lower().split("|")] if isinstance(names, str) else names
+        if not isinstance(terms, list) or any(term not in ("c2p", "p2c") for term in terms):
+            raise UnsupportedError(f"{c.where}: field 'pos_att_type' is {quote(names)}; supported are c2p and p2c")
+        return cls(
+            **common,
+            position_biased_input=c.flag("position_biased_input", True),
+            terms=tuple(name for name in ("c2p", "p2c") if name in terms and is_relative),
+            num_terms=len(terms),
+            max_distance=farthest if farthest > 0 else common["max_position_embeddings"],
+            pooler_activation=c.choice("pooler_hidden_act", "gelu", ACTIVATIONS),
+        )
+
+
+@dataclass(frozen=True)
+class DebertaV2Config(DebertaConfig):
+    """Sizes of a DeBERTa v2 or v3 model."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "vocab": 128100, "hidden": 1536, "layers": 24, "heads": 24, "inner": 6144, "eps": 1e-7
+    }  # fmt: skip
+    inert: ClassVar[tuple[str, ...]] = (*DebertaConfig.inert, "conv_act", "conv_groups")
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"conv_kernel_size": (0,)}
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        config, buckets = super().read(c), max(c.integer("position_buckets", -1, low=-1), 0)
+        if buckets and (buckets % 2 or buckets // 2 >= config.max_distance - 1):
+            raise ConfigError(
+                f"{c.where}: field 'position_buckets' is {buckets}; expected an even number under "
+                f"{2 * (config.max_distance - 1)}"
+            )
+        norm = c.choice("norm_rel_ebd", "none", {"none": "", "layer_norm": "layer_norm"})
+        return replace(
+            config, buckets=buckets, norm_embeddings=bool(norm), share_keys=c.flag("share_att_key", False)
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DebertaFlow(BertLike[DebertaConfig]):
+    """The recipe of DeBERTa: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
+
+    name: str = "deberta"
+
+    config_type = DebertaConfig
+    prefixes = ("deberta",)
+    head_prefixes = ("cls.", "lm_predictions.", "mask_predictions.", "classifier.", "qa_outputs.")
+    layer_keys: ClassVar[EncoderKeys | None] = replace(STYLES["bert"], qkv=("attention.self.in_proj",))
+
+    def positions(self, key: str) -> BlockStage | None:
+        return super().positions(key) if self.config.position_biased_input else None
+
+    def unread_keys(self) -> tuple[str, ...]:
+        return (*super().unread_keys(), *self.unread_tables())
+
+    def unread_tables(self) -> tuple[str, ...]:
+        """Return the keys of tables that the config does not use."""
+        c = self.config
+        tables = (
+            ("embeddings.position_embeddings.weight", c.position_biased_input),
+            ("encoder.rel_embeddings.weight", bool(c.terms)),
+            ("encoder.LayerNorm.", c.norm_embeddings),
+        )
+        return tuple(self.key(name) for name, is_read in tables if not is_read)
+
+    def embedding_stages(self) -> tuple[BlockStage, ...]:
+        c, p = self.config, self.key("encoder")
+        if not c.terms:
+            return super().embedding_stages()
+        norm = LayerNorm(f"{p}.LayerNorm.weight", f"{p}.LayerNorm.bias", c.layer_norm_eps)
+        shape = (2 * (c.buckets or c.max_distance), c.hidden_size)
+        distances = DistanceEmbeddings(
+            DISTANCES, f"{p}.rel_embeddings.weight", shape, norm if c.norm_embeddings else None
+        )
+        return distances, *super().embedding_stages()
+
+    def relative_keys(self, keys: EncoderKeys) -> tuple[str, str]:
+        """Return the modules that project the embeddings of distances to keys and queries."""
+        return "attention.self.pos_proj", "attention.self.pos_q_proj"
+
+    def layer_spec(self, index: int, keys: EncoderKeys) -> EncoderLayerSpec:
+        c, spec, by_head = self.config, super().layer_spec(index, keys), len(keys.qkv) == 1
+        keys_module, queries_module = self.relative_keys(keys)
+        relative = RelativeKeys(
+            embeddings=DISTANCES, keys=keys_module if "c2p" in c.terms else "",
+            queries=queries_module if "p2c" in c.terms else "", keys_bias=not by_head, buckets=c.buckets,
+            max_distance=c.max_distance,
+        )  # fmt: skip
+        return replace(
+            spec, score_scale=(spec.head_dim * (1 + c.num_terms)) ** -0.5, relative=relative if c.terms else None,
+            qkv_by_head=by_head,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DebertaV2Flow(DebertaFlow):
+    """The recipe of DeBERTa v2 and v3: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
+
+    name: str = "deberta-v2"
+
+    config_type = DebertaV2Config
+    layer_keys: ClassVar[EncoderKeys | None] = replace(
+        STYLES["bert"], qkv=("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj")
+    )
+
+    def relative_keys(self, keys: EncoderKeys) -> tuple[str, str]:
+        if self.config.share_keys:
+            return keys.qkv[1], keys.qkv[0]
+        return "attention.self.pos_key_proj", "attention.self.pos_query_proj"

@@ -1,0 +1,68 @@
+"""Define the config and recipe of Alibaba's GTE encoders: BERT with rotary positions and gated MLPs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from rlx_jax.blocks import EncoderKeys, EncoderLayerSpec, Frequencies, frequencies, linear_scaling
+from rlx_jax.models.bert import BertConfig, BertLike
+from rlx_jax.models.config import Fields
+from rlx_jax.models.decoder_config import even_head_dim, frequencies_of
+from rlx_jax.models.heads import BERT_HEADS
+
+
+@dataclass(frozen=True)
+class GteConfig(BertConfig):
+    """Sizes of a GTE encoder, from a config of `model_type` `gte`, or `new`, as the authors' checkpoints have it."""
+
+    type_vocab_size: int = 1
+
+    defaults: ClassVar[Mapping[str, Any]] = {"vocab": 250048, "positions": 8192}
+    min_types = 0
+    inert: ClassVar[tuple[str, ...]] = ("tie_word_embeddings", "unpad_inputs", "logn_attention_clip1")
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "layer_norm_type": ("layer_norm",), "logn_attention_scale": (False,), "pack_qkv": (True,),
+        "position_embedding_type": ("rope",),
+    }  # fmt: skip
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        common = cls.common_fields(c)
+        return cls(**common, inv_freq=_rope(c, even_head_dim(c, common)))
+
+
+def _rope(c: Fields, head_dim: int) -> Frequencies:
+    """Return the inverse frequencies of the config's rope.
+
+    The authors' type `ntk` scales the base by a factor f, and the frequencies by f^(−2/D) in addition.
+    """
+    scaling, default = c.group("rope_scaling"), 10000.0 if c.values.get("model_type") == "new" else 160000.0
+    if scaling is None or scaling.text("type", "") != "ntk":
+        return frequencies_of(c, c.group("rope_parameters"), scaling, head_dim, default=default).inv_freq
+    base, factor = c.real("rope_theta", default), scaling.real("factor")
+    scaling.finish()
+    if factor <= 1:
+        return frequencies(head_dim, base)
+    return linear_scaling(frequencies(head_dim, base * factor), factor ** (2 / head_dim))
+
+
+@dataclass(frozen=True)
+class GteFlow(BertLike[GteConfig]):
+    """The recipe of GTE: see `EncoderFlow`. Optional inputs are as of `NomicFlow`."""
+
+    name: str = "gte"
+
+    config_type = GteConfig
+    prefixes = ("new", "gte")
+    head_prefixes = ("lm_head.", "classifier.", "qa_outputs.")
+    heads = BERT_HEADS
+    optional_inputs = (("attention_mask", None), ("token_type_ids", 0), ("position_ids", None))
+    layer_keys: ClassVar[EncoderKeys | None] = EncoderKeys(
+        ("attention.qkv_proj",), "attention.o_proj", "attn_ln", "mlp.up_gate_proj", "mlp.down_proj", "mlp_ln",
+        gate="mlp.up_gate_proj", up_first=True,
+    )  # fmt: skip
+
+    def layer_spec(self, index: int, keys: EncoderKeys) -> EncoderLayerSpec:
+        return replace(super().layer_spec(index, keys), up_bias=False)

@@ -1,0 +1,35 @@
+"""Define the config and recipe of Megatron-BERT: BERT with norms before the halves of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from rlx_jax.blocks import EncoderKeys
+from rlx_jax.blocks.encoder import STYLES
+from rlx_jax.models.bert import BertConfig, BertLike
+from rlx_jax.models.heads import BERT_HEADS
+
+
+@dataclass(frozen=True)
+class MegatronBertConfig(BertConfig):
+    """Sizes of a Megatron-BERT model."""
+
+    defaults: ClassVar[Mapping[str, Any]] = {"vocab": 29056, "hidden": 1024, "layers": 24, "heads": 16, "inner": 4096}
+
+
+@dataclass(frozen=True)
+class MegatronBertFlow(BertLike[MegatronBertConfig]):
+    """The recipe of Megatron-BERT: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
+
+    name: str = "megatron-bert"
+
+    config_type = MegatronBertConfig
+    prefixes = ("bert",)
+    head_prefixes = ("cls.", "classifier.", "qa_outputs.")
+    heads = BERT_HEADS
+    layer_keys: ClassVar[EncoderKeys | None] = replace(STYLES["bert"], attention_norm="attention.ln", mlp_norm="ln")
+    pre_norm = True
+    embedding_norm = ""
+    final_norm = "encoder.ln"

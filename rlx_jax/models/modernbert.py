@@ -1,0 +1,96 @@
+"""Define the config and recipe of ModernBERT (Warner et al. 2024): rotary positions, gated MLPs, and windows in two of
+three layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
+
+from rlx_jax.blocks import BlockStage, EncoderKeys, EncoderLayerSpec, Frequencies, LayerNorm, RopeTables
+from rlx_jax.models.bert import BertConfig, BertLike
+from rlx_jax.models.config import ACTIVATIONS, Fields, text_fields
+from rlx_jax.models.decoder_config import Windows, even_head_dim, frequencies_of, layer_windows, window_at
+
+# Name of the rope tables of the layers with a window.
+LOCAL = "local"
+
+
+@dataclass(frozen=True)
+class ModernBertConfig(BertConfig):
+    """Sizes of a ModernBERT model.
+
+    Attributes:
+        inv_freq, local_inv_freq: inverse frequencies of the layers without and with a window.
+        windows: keys at less than this distance are read, for each layer; None for all.
+        norm_bias, attention_bias, mlp_bias: whether norms and projections have biases.
+    """
+
+    type_vocab_size: int = 0
+    local_inv_freq: Frequencies = field(default=(), repr=False)
+    windows: Windows = ()
+    norm_bias: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    inert: ClassVar[tuple[str, ...]] = (
+        "deterministic_flash_attn", "layer_norm_eps", "position_embedding_type", "reference_compile",
+        "repad_logits_with_grad", "sparse_pred_ignore_index", "sparse_prediction", "tie_word_embeddings",
+        "classifier_bias", "classifier_pooling", "decoder_bias",
+    )  # fmt: skip
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        named = Fields({"layer_norm_eps": c.real("norm_eps", 1e-5)}, c.where)
+        common = text_fields(c, 50368, 8192, 1152, layers=22)
+        common |= {"layer_norm_eps": named.real("layer_norm_eps")}
+        common |= {"activation": c.choice("hidden_activation", "gelu", ACTIVATIONS)}
+        every, head_dim = c.integer("global_attn_every_n_layers", 3), even_head_dim(c, common)
+        window = c.integer("local_attention", 128) // 2 + 1
+        parameters = c.group("rope_parameters")
+        ropes = [parameters.group(f"{kind}_attention") if parameters else None for kind in ("full", "sliding")]
+        if parameters is not None:
+            parameters.finish()
+        return cls(
+            **common,
+            inv_freq=frequencies_of(c, ropes[0], None, head_dim, "global_rope_theta", 160000.0).inv_freq,
+            local_inv_freq=frequencies_of(c, ropes[1], None, head_dim, "local_rope_theta", 10000.0).inv_freq,
+            windows=layer_windows(c, common["num_hidden_layers"], window, lambda i: i % every > 0),
+            **c.with_defaults(cls, "norm_bias", "attention_bias", "mlp_bias"),
+        )
+
+
+@dataclass(frozen=True)
+class ModernBertFlow(BertLike[ModernBertConfig]):
+    """The recipe of ModernBERT: see `EncoderFlow`. Optional inputs are `attention_mask` and `position_ids`."""
+
+    name: str = "modernbert"
+
+    config_type = ModernBertConfig
+    prefixes = ("model",)
+    embedding = "embeddings.tok_embeddings.weight"
+    head_prefixes = ("head.", "decoder.", "classifier.")
+    optional_inputs = (("attention_mask", None), ("position_ids", None))
+    layer_keys: ClassVar[EncoderKeys | None] = EncoderKeys(
+        ("attn.Wqkv",), "attn.Wo", "attn_norm", "mlp.Wi", "mlp.Wo", "mlp_norm", gate="mlp.Wi"
+    )
+    pre_norm = True
+    embedding_norm = "embeddings.norm"
+    final_norm = "final_norm"
+
+    def layer_prefix(self, index: int) -> str:
+        return self.key(f"layers.{index}")
+
+    def norm(self, name: str) -> tuple[BlockStage, ...]:
+        key, bias = self.key(name), self.config.norm_bias
+        return (LayerNorm(f"{key}.weight", f"{key}.bias" if bias else None, self.config.layer_norm_eps),)
+
+    def embedding_stages(self) -> tuple[BlockStage, ...]:
+        return RopeTables(self.config.local_inv_freq, name=LOCAL), *super().embedding_stages()
+
+    def layer_spec(self, index: int, keys: EncoderKeys) -> EncoderLayerSpec:
+        c, window = self.config, window_at(self.config.windows, index)
+        return replace(
+            super().layer_spec(index, keys), keys=keys if index else replace(keys, attention_norm=""), window=window,
+            rope="" if window is None else LOCAL, norm_bias=c.norm_bias, qkv_bias=c.attention_bias,
+            out_bias=c.attention_bias, up_bias=c.mlp_bias, down_bias=c.mlp_bias,
+        )  # fmt: skip
