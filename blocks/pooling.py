@@ -160,22 +160,16 @@ class NomicSelector:
 
 @dataclass(frozen=True)
 class MeanOfTokens:
-    """Replace each token by the mean of its text's tokens, `[B,S,H]` → same, so that a head may follow.
+    """Replace each token by the mean of its text's tokens, `[B,S,W]` → same.
 
-    The input `mask_input`, which may be absent, leaves tokens out: 1 keeps a token.
+    It is attention with equal scores, so that texts may share a packed row. The input `mask_input` leaves tokens out: 1
+    keeps a token. It may be absent.
     """
 
     mask_input: str = "attention_mask"
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "MeanOfTokens")
         with emit.scope("mean"):
-            return mean_of_tokens(emit, emit.require(value, "MeanOfTokens"), self.mask_input)
-
-
-def mean_of_tokens(emit: Emit, x: FlowValue, mask_input: str) -> FlowValue:
-    """Write the mean of x `[B,S,H]` over the tokens of each text, at each of them.
-
-    It is attention with equal scores, so that it also respects the texts that share a packed row.
-    """
-    equal = emit.zeros_like(x[..., :1])
-    return emit.attention(equal, equal, x, heads=1, mask=emit.optional_input(mask_input))
+            equal = emit.zeros_like(x[..., :1])
+            return emit.attention(equal, equal, x, heads=1, mask=emit.optional_input(self.mask_input))

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from rlx_jax.blocks import BlockStage, EncoderKeys, frequencies
+from rlx_jax.blocks import BlockStage, EncoderKeys, MeanOfTokens, frequencies
 from rlx_jax.blocks.encoder import STYLES
-from rlx_jax.blocks.pooling import mean_of_tokens
 from rlx_jax.models.config import MAX_VOCABULARY, Fields, tower_fields
 from rlx_jax.models.decoder_config import even_head_dim
 from rlx_jax.models.roberta import RobertaConfig, RobertaFlow
@@ -66,7 +65,7 @@ class TokenDropout:
         x = emit.require(value, "TokenDropout")
         with emit.scope("token_dropout"):
             is_mask = emit.compare("eq", emit.flow_input("input_ids"), self.mask_token_id)[..., None]
-            share = mean_of_tokens(emit, emit.where(is_mask, emit.ones_like(x[..., :1]), 0.0), "attention_mask")
+            share = MeanOfTokens().emit(emit, emit.where(is_mask, emit.ones_like(x[..., :1]), 0.0))
             return emit.where(is_mask, 0.0, x * (1 - MASKED_IN_TRAINING) / (1.0 - share))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,6 +41,28 @@ def end_token(op: Any, x: Any, ids: Any) -> Any:
     """The first place of the end in each row, or of its largest id."""
     ends = [ids[b] == (ids[b].max() if op.end_id is None else op.end_id) for b in range(len(ids))]
     return np.stack([x[b, int(np.argmax(end))] for b, end in enumerate(ends)])
+
+
+def relative_scores(op: Any, q: Array, k: Array, *tables: Array) -> Array:
+    """Each query with the row of its distance to each key, and each key with that of its distance from each query."""
+    half, middle = op.buckets or op.max_distance, op.buckets // 2
+
+    def row(distance: int) -> int:
+        if op.buckets and abs(distance) > middle:
+            share = math.log(abs(distance) / middle) / math.log((op.max_distance - 1) / middle)
+            distance = int(math.copysign(math.ceil(share * (middle - 1) - 1e-9) + middle, distance))
+        return min(max(distance + half, 0), 2 * half - 1)
+
+    size = q.shape[1]
+    rows = np.array([[row(s - t) for t in range(size)] for s in range(size)])
+    q, k, *embeddings = (x.reshape(*x.shape[:-1], op.heads, -1) for x in (q, k, *tables))
+    of_term = dict(zip(op.terms, embeddings, strict=True))
+    out = np.zeros((len(q), op.heads, size, size))
+    if "keys" in of_term:
+        out += np.einsum("bsnd,stnd->bnst", q, of_term["keys"][rows])
+    if "queries" in of_term:
+        out += np.einsum("btnd,stnd->bnst", k, of_term["queries"][rows])
+    return op.scale * out
 
 
 def rope_rows(op: Any, positions: Array) -> tuple[Array, ...]:
@@ -216,6 +239,7 @@ MEANINGS: dict[type[Op], Meaning] = {
     hir.CountedPositions: lambda op, ids: formula.counted_positions(ids, op.padding),
     hir.RelativeBias: lambda op, table, x: table[formula.relative_buckets(x.shape[1], op.buckets,
         op.max_distance)].transpose(2, 0, 1)[None],
+    hir.RelativeScores: relative_scores,
     hir.RopeAngles: sequences.MEANINGS[o.RopeTable],
     hir.RopeRows: rope_rows,
     hir.Sinusoids: sequences.MEANINGS[o.SinusoidTable],
@@ -323,6 +347,8 @@ BLOCKS: list[Sample] = [
     Sample(hir.Experts(biased=True, clamp=ClampedGate(7.0, 1.702, 1.0)),
         "f32 2 8; f32 4 5 8; f32 4 5 8; f32 4 8 5; f32 2 2; i32 2 2; f32 4 5; f32 4 5; f32 4 8", tolerance=1e-5),
     Sample(hir.RelativeBias(8, 16), "f32 9 2; f32 2 3 8"),
+    Sample(hir.RelativeScores(2, 0.5, 4, 9), "f32 2 12 8; f32 2 12 8; f32 8 8; f32 8 8"),
+    Sample(hir.RelativeScores(2, 0.5, 0, 3, ("queries",)), "f32 2 5 8; f32 2 5 8; f32 6 8"),
     Sample(hir.LlamaDecoderBlock(2, 4, 1, 1e-5, hir.MaskKind.sliding_window(2), 1), DECODER, tolerance=1e-5),
     Sample(hir.LlamaDecoderBlock(2, 4, 1, 1e-5, hir.MaskKind.CAUSAL, 1, ("k_bias", "down_bias")),
            DECODER + "; f32 4; f32 8", tolerance=1e-5),

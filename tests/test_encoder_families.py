@@ -1,0 +1,162 @@
+"""Families of text encoders against transformers: recorded hidden states by default, live ones under the mark `oracle`.
+
+A new family adds a config to `tests/oracles/encoder_families.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax.errors import ConfigError, RlxError, UnsupportedError
+from rlx_jax.models.gte import GteConfig
+from tests.oracles import checkpoints, encoder_families, hugging_face
+from tests.oracles.comparing import assert_close, assert_rows_close
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recorded checkpoints, one directory for each."""
+    root = tmp_path_factory.mktemp("encoders")
+    with zipfile.ZipFile(encoder_families.ARCHIVE) as archive:
+        archive.extractall(root)
+    return root
+
+
+def check_rows(encoder: Any, want: np.ndarray[Any, Any]) -> None:
+    """Rows with padding, and the same texts in one packed row, whose mean is `embed`."""
+    tokens, lengths = encoder_families.drawn_rows()
+    assert_rows_close(encoder.hidden_states(tokens, lengths), want, lengths)
+    texts = [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
+    means = np.stack([row[:n].mean(0) for row, n in zip(want, lengths, strict=True)])
+    assert encoder.packing == ""
+    assert_close(encoder.embed(texts), means)
+
+
+@pytest.mark.parametrize("name", encoder_families.RECORDED)
+def test_recorded_hidden_states(directories: Path, name: str) -> None:
+    with np.load(directories / name / "recorded.npz") as record:
+        check_rows(rlx.load(directories / name), record["hidden"])
+
+
+def test_old_names_of_norms(directories: Path, tmp_path: Path) -> None:
+    """The first checkpoints of BERT have gamma and beta in place of weight and bias."""
+    base = checkpoints.FIXTURES / "bert" / "bare_v5"
+    copy = checkpoints.copy(base, tmp_path / "bert")
+    names = {"Norm.weight": "Norm.gamma", "Norm.bias": "Norm.beta"}
+
+    def rename(key: str) -> str:
+        return next((key.removesuffix(end) + new for end, new in names.items() if key.endswith(end)), key)
+
+    checkpoints.edit_tensors(copy, lambda tensors: {rename(key): value for key, value in tensors.items()})
+    tokens = np.array([[5, 8, 2]])
+    old, new = (rlx.load(directory) for directory in (copy, base))
+    np.testing.assert_array_equal(old.hidden_states(tokens), new.hidden_states(tokens))
+
+
+def test_ntk_rope() -> None:
+    """The authors' scaling of GTE's rope, with the config of gte-multilingual-base."""
+    config = encoder_families.SIZES | {
+        "model_type": "new", "rope_theta": 20000, "rope_scaling": {"factor": 8.0, "type": "ntk"}, "pack_qkv": True,
+        "logn_attention_scale": False, "layer_norm_type": "layer_norm", "position_embedding_type": "rope",
+    }  # fmt: skip
+    powers = np.arange(0, 6, 2) / 6
+    want = (8 * 20000.0) ** -powers / 8 ** (2 / 6)
+    np.testing.assert_allclose(GteConfig.from_hf(config).inv_freq, want, rtol=1e-6)
+    plain = {**config, "rope_scaling": None}
+    np.testing.assert_allclose(GteConfig.from_hf(plain).inv_freq, 20000.0**-powers, rtol=1e-6)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("modernbert", {"layer_types": ["full_attention"]}, "layer_types"),
+    ("modernbert", {"num_attention_heads": 2}, "heads are 9 wide"),
+    ("modernbert", {"norm_eps": 0}, "norm_eps"),
+    ("deberta_v3", {"conv_kernel_size": 3}, "conv_kernel_size"),
+    ("deberta_v3", {"position_buckets": 7}, "position_buckets"),
+    ("deberta_v3", {"position_buckets": 80}, "position_buckets"),
+    ("deberta_v3", {"embedding_size": 9}, "embedding_size"),
+    ("deberta_v3", {"attention_head_size": 9}, "attention_head_size"),
+    ("deberta_v3", {"pos_att_type": "c2p|p2p"}, "pos_att_type"),
+    ("deberta_v3", {"norm_rel_ebd": "batch_norm"}, "norm_rel_ebd"),
+    ("deberta", {"talking_head": True}, "talking_head"),
+    ("eurobert", {"hidden_act": "gelu"}, "hidden_act"),
+    ("esm2", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
+    ("esm2", {"is_folding_model": True}, "is_folding_model"),
+    ("esm2", {"mask_token_id": None}, "mask_token_id"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), REFUSED)
+def test_configs_that_are_refused(
+    directories: Path, name: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises((ConfigError, UnsupportedError), match=message):
+        rlx.recipe_for(checkpoints.edited(directories / name, tmp_path / "copy", changes))
+
+
+# -- live --------------------------------------------------------------------------------------
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", encoder_families.CASES)
+def test_live(name: str, tmp_path: Path) -> None:
+    """Every family: padded and packed rows."""
+    model = encoder_families.write(name, tmp_path)
+    check_rows(rlx.load(tmp_path), encoder_families.hidden_states(model))
+
+
+def mutated(value: Any) -> list[Any]:
+    """Plausible other values of a field."""
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, 2 * value]
+    if isinstance(value, float):
+        return [value * 3 + 0.01]
+    if isinstance(value, str):
+        return ["relu", "mean"]
+    if isinstance(value, list) and value:
+        return [value[::-1], value[:1]]
+    return [None, 2, True] if value is None else [None]
+
+
+# What names files and software, and not the model.
+ORIGIN = {"architectures", "dtype", "model_type", "transformers_version"}
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", encoder_families.CASES)
+def test_live_mutants(name: str, tmp_path: Path) -> None:
+    """Every field with another value: transformers' hidden states, or an error; or transformers refuses it as well."""
+    encoder_families.write(name, tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    tokens, lengths = encoder_families.drawn_rows()
+    states: dict[Any, Any] = {}
+    wrong, compared = [], 0
+    for field in sorted(config.keys() - ORIGIN):
+        for number, value in enumerate(mutated(config[field])):
+            copy = checkpoints.edited(tmp_path / "base", tmp_path / f"{field}{number}", {field: value})
+            try:
+                recipe = rlx.recipe_for(copy)
+            except RlxError:
+                continue
+            try:
+                want = encoder_families.hidden_states(hugging_face.load(copy, "AutoModel"))
+            except Exception:  # a value that the reference refuses, or fails on
+                continue
+            if recipe.config not in states:
+                states[recipe.config] = rlx.load(copy).hidden_states(tokens, lengths)
+            compared += 1
+            try:
+                assert_rows_close(states[recipe.config], want, lengths)
+            except AssertionError as error:
+                wrong.append(f"{field} = {value!r}: {error}")
+    assert not wrong and compared > 10, "\n".join(wrong)
