@@ -12,6 +12,7 @@ from rlx_jax.blocks.encoder import STYLES
 from rlx_jax.errors import ConfigError
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import Fields
+from rlx_jax.models.encoder import OptionalInput
 from rlx_jax.models.heads import ROBERTA_HEADS
 
 
@@ -49,7 +50,9 @@ class RobertaFlow(BertLike[RobertaConfig]):
     prefixes = ("roberta",)
     head_prefixes = ("lm_head.", "classifier.", "qa_outputs.")
     heads = ROBERTA_HEADS
-    optional_inputs = (("attention_mask", None), ("token_type_ids", 0), ("position_ids", None))
+    optional_inputs: ClassVar[tuple[OptionalInput, ...]] = (
+        ("attention_mask", None), ("token_type_ids", 0), ("position_ids", None),
+    )  # fmt: skip
 
     @property
     def max_positions(self) -> int:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from tests.oracles import hugging_face
-from tests.oracles.numpy_reference import Array, Ids
 
 ARCHIVE = Path(__file__).parents[1] / "fixtures" / "encoder_families.zip"
 WORDS, LENGTHS, MASK = 40, (29, 1, 17), 4
@@ -26,8 +25,8 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 ENDS = {"cls_token_id": 2, "sep_token_id": 3}
 RELATIVE = {"relative_attention": True}
-WINDOWS = {"full_attention": {"rope_type": "default", "rope_theta": 300.0}, "sliding_attention": {"rope_theta": 50.0}}
-WINDOWS["sliding_attention"]["rope_type"] = "default"
+THETAS = {"full_attention": 300.0, "sliding_attention": 50.0}
+WINDOWS = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in THETAS.items()}
 V3 = RELATIVE | {
     "position_buckets": 8, "pos_att_type": "p2c|c2p", "share_att_key": True, "norm_rel_ebd": "layer_norm",
     "position_biased_input": False,
@@ -76,14 +75,14 @@ def write(name: str, directory: Path, task: str = "Model", changes: Mapping[str,
     return hugging_face.load(directory, f"Auto{task}" if task == "Model" else f"AutoModel{task}")
 
 
-def drawn_rows() -> tuple[Ids, Ids]:
+def drawn_rows() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Three rows of tokens, with mask tokens in two of them, and their lengths."""
     tokens = np.random.default_rng(6).integers(5, WORDS, (3, max(LENGTHS))).astype(np.int32)
     tokens[0, [7, 9]] = tokens[2, 3] = MASK
     return tokens, np.array(LENGTHS, np.int32)
 
 
-def hidden_states(model: Any) -> Array:
+def hidden_states(model: Any) -> np.ndarray[Any, Any]:
     """The hidden states of `drawn_rows`, with a mask from the lengths."""
     tokens, lengths = drawn_rows()
     mask = (np.arange(tokens.shape[1])[None] < lengths[:, None]).astype(np.int32)
