@@ -44,7 +44,8 @@ class ModelFacts:
         programs: the programs that calls of the model run.
         has_cache: whether one of them has cached keys and values.
         serves_requests: whether the model serves requests, which come from the host and are padded.
-        passes: the passes that run for some program of the model, ignoring `fusion.disable`.
+        passes: the passes that run for some program of the model, whatever the profile switches off; without those
+            that are switched off and would change nothing.
         mesh_axes: the names of the mesh's axes; None without a mesh.
         refusals: why layers that look equal are not repeated layers.
         no_kernels: why the package's kernels do not run; "" if they do.
@@ -89,9 +90,14 @@ def needs_weights(value: Any, facts: ModelFacts) -> str:
 
 
 def needs_running_passes(value: Any, facts: ModelFacts) -> str:
-    """Return the disabled passes that would not run anyway: switching them off has no effect."""
+    """Return the disabled passes that would not run, or change nothing: switching them off has no effect."""
     idle = [name for name in value if name not in facts.passes]
-    return f"{listing(idle)} would not run here" if idle else ""
+    return f"{listing(idle)} would change nothing here" if idle else ""
+
+
+def needs_pass(name: str) -> EffectCheck:
+    """Return the condition of the switch of a pass: the pass changes some program."""
+    return lambda value, facts: needs_running_passes((name,), facts)
 
 
 def needs_narrow_class(value: Any, facts: ModelFacts) -> str:

@@ -55,9 +55,9 @@ class Passes(Table):
     """
 
     PATH: ClassVar[str] = "passes"
-    dce: bool = setting(True, always, resolved_as="disabled_passes")
-    cse: bool = setting(True, always, resolved_as="disabled_passes")
-    constant_folding: bool = setting(True, always, resolved_as="disabled_passes")
+    dce: bool = setting(True, effects.needs_pass("dce"), resolved_as="disabled_passes")
+    cse: bool = setting(True, effects.needs_pass("cse"), resolved_as="disabled_passes")
+    constant_folding: bool = setting(True, effects.needs_pass("constant_folding"), resolved_as="disabled_passes")
     verbose: bool = setting(False, always, "passes print")
 
 

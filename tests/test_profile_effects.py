@@ -478,6 +478,14 @@ def flat(**tables: Any) -> Any:
     return rlx.compile(flow, {}, profile=profile(**tables))
 
 
+def repeating(**tables: Any) -> Any:
+    """One function twice, and one of a constant."""
+    one = np.ones(8, np.float32)
+    flow = rlx.ModelFlow("repeating").input("x", ("batch", 8))
+    flow = flow.custom(lambda emit, x: emit.tanh(x) * emit.tanh(x) + emit.tanh(emit.constant(one)))
+    return rlx.compile(flow, {}, profile=profile(**tables))
+
+
 def ids_only(**tables: Any) -> Any:
     """Integers alone."""
     flow = rlx.ModelFlow("ids").input("x", ("batch", 8), "int32").custom(lambda emit, x: x + x)
@@ -518,9 +526,16 @@ IDLE: dict[str, list[tuple[Any, Any, str]]] = {
     "fusion.policy": [(flat, "fusable", "no block has a better rule"), (llama, "fusable", "")],
     "fusion.assert_clean": [(llama, True, "")],
     "fusion.disable": [
-        (llama, ["mark_elementwise_regions"], "'mark_elementwise_regions' would not run here"),
-        (llama, ["fuse_swiglu"], "'fuse_swiglu' would not run here"),
-        (llama, ["cse"], ""),
+        (llama, ["mark_elementwise_regions"], "'mark_elementwise_regions' would change nothing here"),
+        (llama, ["fuse_swiglu"], "'fuse_swiglu' would change nothing here"),
+        (llama, ["cse"], "'cse' would change nothing here"),
+        (repeating, ["cse"], ""),
+    ],
+    "passes.dce": [(flat, False, "'dce' would change nothing here"), (llama, False, "")],
+    "passes.cse": [(llama, False, "'cse' would change nothing here"), (repeating, False, "")],
+    "passes.constant_folding": [
+        (generating, False, "'constant_folding' would change nothing here"),
+        (repeating, False, ""),
     ],
     "precision.compute": [(ids_only, "f32", "nothing is computed in floating point"), (flat, "f32", "")],
     "precision.matmul": [(flat, "high", "there is no matrix product"), (small, "high", "")],

@@ -11,6 +11,7 @@ values. The rows of the schema decide which settings have no effect on a program
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 import warnings
@@ -46,6 +47,7 @@ from rlx_jax.ir.ops.custom import check_captured, check_constants
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.param import Quantized
+from rlx_jax.ir.text import dump_graph
 from rlx_jax.ir.types import TensorType, as_dim, is_float
 from rlx_jax.lowering.fusion import FusionReport, fusion_report
 from rlx_jax.lowering.hir import explicit, row_layouts
@@ -394,7 +396,7 @@ def facts_of(
         programs: the programs that calls run.
         serves: whether the model serves requests.
     """
-    passes = list(_passes(template, profile, settings, programs))
+    passes = _passes(template, settings, programs)  # fusion passes rewrite nothing
     return ModelFacts(
         template.built.name,
         profile,
@@ -403,21 +405,37 @@ def facts_of(
         programs,
         not set(CACHED_PROGRAMS).isdisjoint(programs),
         serves,
-        frozenset(p.name for p in passes if p.kind != "fusion"),  # fusion passes rewrite nothing
+        frozenset(p.name for p in passes if p.kind != "fusion") - _idle_passes(template, settings, programs),
         None if settings.model_sharding is None else tuple(map(str, settings.model_sharding.mesh.axis_names)),
         template.built.refusals,
         _kernel_refusal(settings, programs),
     )
 
 
-def _passes(
-    template: Template, profile: CompileProfile, settings: Settings, programs: tuple[str, ...]
-) -> Iterator[Pass]:
-    """Return the passes that run for some program of the model, ignoring `fusion.disable`."""
-    off = frozenset(name for name in CLEANING if not getattr(profile.passes, name))
-    base = replace(settings, disabled_passes=off)
+def _passes(template: Template, settings: Settings, programs: tuple[str, ...]) -> Iterator[Pass]:
+    """Return the passes that run for some program of the model, whatever the profile switches off."""
+    base = replace(settings, disabled_passes=frozenset())
     jobs = [Job(base, template.built.types, program, last_only) for program in programs for last_only in (False, True)]
     return (p for p in PIPELINE if any(p.runs(job) for job in jobs))
+
+
+def _idle_passes(template: Template, settings: Settings, programs: tuple[str, ...]) -> frozenset[str]:
+    """Return the names of cleaning passes that the profile switches off and that would change no program."""
+    built, switched_off = template.built, settings.disabled_passes.intersection(CLEANING)
+
+    def dump_without(names: frozenset[str], program: str, last_only: bool) -> str:
+        disabled = settings.disabled_passes.difference(CLEANING) | names
+        job = Job(replace(settings, disabled_passes=disabled), built.types, derived_program(built, program), last_only)
+        try:
+            return dump_graph(run_passes(built.hir, job).graph)
+        except DeriveError:  # a program that the flow does not have
+            return ""
+
+    idle = set(switched_off)
+    for variant in itertools.product(programs if idle else (), (False, True)):
+        cleaned = dump_without(frozenset(), *variant)
+        idle -= {name for name in idle if dump_without(frozenset({name}), *variant) != cleaned}
+    return frozenset(idle)
 
 
 def _contents(template: Template) -> Iterator[str]:
