@@ -21,6 +21,8 @@ __all__ = ["Activation", "SelfAttention"]
 
 # Keys of q, k and v.
 QkvKeys = tuple[WeightKey, WeightKey, WeightKey]
+# Keys of their biases; None for no bias.
+BiasKeys = tuple[WeightKey | None, WeightKey | None, WeightKey | None]
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class SelfAttention:
 
     Args:
         qkv: keys of q, k and v, or one key of a fused weight with all three in this order.
-        qkv_bias: keys of their biases, three or one as in `qkv`; None for no biases.
+        qkv_bias: keys of their biases, three or one as in `qkv`; None for no biases, or among three for no bias.
         out: key of the output projection; None returns the context `[B,S,N·D]`.
         out_bias: key of its bias.
         heads: N.
@@ -62,7 +64,7 @@ class SelfAttention:
     heads: int
     kv_heads: int | None = None
     head_dim: int | None = None
-    qkv_bias: str | QkvKeys | None = None
+    qkv_bias: str | BiasKeys | None = None
     out_bias: str | None = None
     transpose: bool = True
     causal: bool = False
@@ -163,7 +165,9 @@ class SelfAttention:
         if is_fused and kv_role == "kv_heads":  # the stored axis has segments with different roles
             roles = (Parts(tuple(zip(columns, ("heads", kv_role, kv_role), strict=True))),) * 3
         keys = self._qkv_keys(self.qkv, columns, 0 if self.transpose else 1)
-        biases = (None, None, None) if self.qkv_bias is None else self._qkv_keys(self.qkv_bias, columns)
+        biases: tuple[WeightKey | None, ...] = (None, None, None)
+        if self.qkv_bias is not None:
+            biases = self._qkv_keys(self.qkv_bias, columns) if isinstance(self.qkv_bias, str) else self.qkv_bias
         return tuple(
             self._linear(emit, x, key, bias, (role, "hidden"), size, (name,) if isinstance(key, WeightPart) else ())
             for name, key, bias, role, size in zip("qkv", keys, biases, roles, columns, strict=True)

@@ -35,22 +35,23 @@ __all__ = [
 
 @dataclass(frozen=True)
 class VisionEmbed:
-    """Embed images `[B, C, h, w]` as tokens `[B, (1 + R +) (h//P)·(w//Q), H]`: class token, registers, patches by row.
+    """Embed images `[B, C, h, w]` as tokens `[B, (1 + R +) (h//P)·(w//Q), H]`: class tokens, registers, patches by row.
 
     Args:
         patch_weight: key of the projection of a patch `(P, Q)`, `[H, C, P, Q]`, or `[H, C·P·Q]` with `flat_patch`.
-        position_key: `[1, T, H]` or `[T, H]`: a row for the class token, if there is one, then one for each patch of
-            `grid`. Images of another size resample the rows of the patches (`rlx_jax.ir.ops.vision.GridPositions`),
-            with `antialias` as DINOv2 with registers does.
+        position_key: `[1, T, H]` or `[T, H]`: a row for each class token, then one for each patch of `grid`; None for
+            no positions. Images of another size resample the rows of the patches
+            (`rlx_jax.ir.ops.vision.GridPositions`), with `antialias` as DINOv2 with registers does.
         cls_key: the class token, `[1, 1, H]` or `[H]`.
         registers_key: register tokens `[1, R, H]`, placed after the class token, without positions.
         flat: positions are `[T, H]` and the class token is `[H]`; read only when the flow is built without weights.
         registers: R; read only when the flow is built without weights.
+        distillation_key: a second class token, as `cls_key` (DeiT).
     """
 
     patch_weight: str
     patch_bias: str | None
-    position_key: str
+    position_key: str | None
     hidden_size: int
     patch: tuple[int, int]
     grid: tuple[int, int]
@@ -60,22 +61,22 @@ class VisionEmbed:
     flat_patch: bool = False
     flat: bool = False
     registers: int | None = None
+    distillation_key: str | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         images = emit.require(value, "VisionEmbed")
         if images.ndim != 4:
             raise ShapeError(f"{emit.path}: VisionEmbed reads images [B, C, H, W], got {images.type}")
-        num_cls = 0 if self.cls_key is None else 1
-        rows, hidden = self.grid[0] * self.grid[1] + num_cls, self.hidden_size
+        cls_keys, hidden = [key for key in (self.cls_key, self.distillation_key) if key is not None], self.hidden_size
+        num_cls = len(cls_keys)
         with emit.scope("embeddings"):
-            table = self._tokens(emit, self.position_key, rows, hidden)
-            # Only the rows of patches depend on the image size; the row of the class token is never resampled.
-            positions = GridPositions(self.grid, self.patch, self.antialias)
-            patches = self._patches(emit, images) + emit.add_node(positions, table[0, num_cls:], images)
-            prefix_tokens = []
-            if self.cls_key is not None:
-                token = self._tokens(emit, self.cls_key, hidden)
-                prefix_tokens.append(token + table[:, :1])
+            prefix_tokens, patches = [self._tokens(emit, key, hidden) for key in cls_keys], self._patches(emit, images)
+            if self.position_key is not None:
+                table = self._tokens(emit, self.position_key, self.grid[0] * self.grid[1] + num_cls, hidden)
+                # Only the rows of patches depend on the image size; rows of class tokens are never resampled.
+                positions = GridPositions(self.grid, self.patch, self.antialias)
+                patches = patches + emit.add_node(positions, table[0, num_cls:], images)
+                prefix_tokens = [token + table[:, i : i + 1] for i, token in enumerate(prefix_tokens)]
             if self.registers_key is not None:  # registers have no positions
                 prefix_tokens.append(self._tokens(emit, self.registers_key, 1, self.registers, hidden))
             batch = images.shape[0]
@@ -255,8 +256,11 @@ class PreNormLayerSpec:
     Args:
         activation: a name in `UNARY`.
         gated: the feed-forward half is SwiGLU.
+        qkv_bias: whether the projections of attention have biases, all or q, k and v each.
         causal, mask_input: as in `SelfAttention`.
-        use_rope: rotate queries and keys, in interleaved pairs of columns, by the rope tables of an earlier stage.
+        use_rope: rotate queries and keys by the rope tables of an earlier stage.
+        rope_style: how columns pair up for that, as in `SelfAttention`.
+        bias: as in `SelfAttention`.
         inner_eps: epsilon of the norm inside the feed-forward half, if the keys name one.
         intermediate_size: width of the MLP; may be None unless some weight is missing from every source.
     """
@@ -269,11 +273,13 @@ class PreNormLayerSpec:
     eps: float = 1e-6
     activation: str = "gelu"
     gated: bool = False
-    qkv_bias: bool = True
+    qkv_bias: bool | tuple[bool, bool, bool] = True
     causal: bool = False
     mask_input: str | None = None
     use_rope: bool = False
     inner_eps: float = 1e-6
+    rope_style: str = "interleaved"
+    bias: str | None = None
 
     def __post_init__(self) -> None:
         if self.gated and not (self.keys.gated1 and self.keys.gated2):
@@ -285,11 +291,14 @@ class PreNormLayerSpec:
         k, width = self.keys, head_width(self.prefix, self.hidden_size, self.num_heads)
         names = (k.qkv,) if isinstance(k.qkv, str) else k.qkv
         attention = SelfAttention.hf(
-            self.prefix, self.num_heads, names=(*names, k.out), bias=self.qkv_bias, head_dim=width, causal=self.causal,
-            mask_input=self.mask_input,
+            self.prefix, self.num_heads, names=(*names, k.out), bias=self.qkv_bias is not False, head_dim=width,
+            causal=self.causal, mask_input=self.mask_input,
         )  # fmt: skip
-        rotation: dict[str, Any] = {"rope": "", "rope_style": "interleaved"} if self.use_rope else {}
-        return replace(attention, out_bias=f"{self.prefix}.{k.out}.bias", name="attn", **rotation)
+        options: dict[str, Any] = {"rope": "", "rope_style": self.rope_style} if self.use_rope else {}
+        if isinstance(self.qkv_bias, tuple):
+            keys = zip(names, self.qkv_bias, strict=True)
+            options["qkv_bias"] = tuple(f"{self.prefix}.{name}.bias" if has_bias else None for name, has_bias in keys)
+        return replace(attention, out_bias=f"{self.prefix}.{k.out}.bias", name="attn", bias=self.bias, **options)
 
     @property
     def ffn(self) -> BlockStage:

@@ -322,6 +322,8 @@ PROCESSORS: dict[str, ProcessorDefaults] = {
     "CLIP": ProcessorDefaults({"shortest_edge": 224}, 3, OPENAI_MEAN, OPENAI_STD, crop=224),
     "Bit": ProcessorDefaults({"shortest_edge": 224}, 3, OPENAI_MEAN, OPENAI_STD, crop=224),
     "Siglip": ProcessorDefaults(SQUARE, 3, HALF, HALF),
+    "DeiT": ProcessorDefaults({"height": 256, "width": 256}, 3, HALF, HALF, square=True, crop=224, convert_rgb=False),
+    "Beit": ProcessorDefaults(SQUARE, 3, HALF, HALF, square=True, convert_rgb=False),
 }
 
 # Suffix of processors that have always resized with torch. The others resized with Pillow when their files were

@@ -12,6 +12,7 @@ from rlx_jax.errors import GraphError, UnsupportedError, WeightError, did_you_me
 from rlx_jax.flow import ModelRecipe
 from rlx_jax.io.folder import Folder
 from rlx_jax.ir import plugins
+from rlx_jax.models.beit import BeitFlow
 from rlx_jax.models.clip import ClipVisionFlow
 from rlx_jax.models.config import Fields, architecture, read_config
 from rlx_jax.models.decoder import CausalFlow
@@ -25,6 +26,7 @@ from rlx_jax.models.recipe import Recipe
 from rlx_jax.models.siglip import SiglipVisionFlow
 from rlx_jax.models.text_part import TextPart
 from rlx_jax.models.vision import VisionFlow
+from rlx_jax.models.vit import TEACHER, DeiTFlow, IJepaFlow, ViTMsnFlow
 from rlx_jax.models.weight_check import check_recipe_weights
 from rlx_jax.weights.directory import refuse_without_config
 from rlx_jax.weights.source import WeightSource
@@ -37,7 +39,7 @@ ModelKind = Literal[
 # The kind of a model by the task of its head.
 KINDS: Mapping[str, ModelKind] = {
     SEQUENCE: "classifier", TOKEN: "token_classifier", ANSWER: "question_answerer", MASKED: "masked_lm",
-    IMAGE: "image_classifier",
+    IMAGE: "image_classifier", TEACHER: "image_classifier",
 }  # fmt: skip
 
 
@@ -247,6 +249,18 @@ FAMILIES: dict[str, Family] = {
         Family.vision(models.NomicVisionFlow, "CLIP", "NomicVisionModel"),
     ),
     "vit": Family.vision(models.ViTFlow, "ViT", "ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling"),
+    "deit": Family.vision(
+        DeiTFlow,
+        "DeiT",
+        "DeiTModel",
+        "DeiTForImageClassification",
+        "DeiTForImageClassificationWithTeacher",
+        "DeiTForMaskedImageModeling",
+    ),
+    "ijepa": Family.vision(IJepaFlow, "ViT", "IJepaModel", "IJepaForImageClassification"),
+    "vit_msn": Family.vision(ViTMsnFlow, "ViT", "ViTMSNModel", "ViTMSNForImageClassification"),
+    "beit": Family.vision(BeitFlow, "Beit", "BeitModel", "BeitForImageClassification", "BeitForMaskedImageModeling"),
+    "data2vec-vision": Family.vision(BeitFlow, "Beit", "Data2VecVisionModel", "Data2VecVisionForImageClassification"),
     "dinov2": Family.vision(models.Dinov2Flow, "Bit", *(f"Dinov2{end}" for end in DINOV2)),
     "dinov2_with_registers": Family.vision(models.Dinov2Flow, "Bit", *(f"Dinov2WithRegisters{end}" for end in DINOV2)),
     "clip": Family.either(
@@ -255,6 +269,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "clip_text_model": Family.encoder(models.ClipTextFlow, "CLIPTextModel", "CLIPTextModelWithProjection"),
     "clip_vision_model": Family.vision(ClipVisionFlow, "CLIP", "CLIPVisionModel", "CLIPVisionModelWithProjection"),
+    "metaclip_2": Family.vision(
+        ClipVisionFlow, "CLIP", "MetaClip2ForImageClassification", config_field="vision_config"
+    ),
     "siglip": Family.either(
         Family.dual(models.SiglipFlow, "Siglip", "SiglipModel"),
         Family.vision(SiglipVisionFlow, "Siglip", "SiglipForImageClassification", config_field="vision_config"),

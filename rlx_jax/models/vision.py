@@ -36,7 +36,7 @@ class VisionConfig(TowerConfig):
     image_size: tuple[int, int]
     patch_size: tuple[int, int]
     num_channels: int = 3
-    qkv_bias: bool = True
+    qkv_bias: bool | tuple[bool, bool, bool] = True
     gated: bool = False
     registers: int = 0
     antialias: bool = False
@@ -77,7 +77,9 @@ class VisionLayout:
     """The keys of a vision tower in a checkpoint, relative to a prefix; empty for weights that it does not have.
 
     Attributes:
+        position: the position embeddings; empty for none.
         layers: prefix of a layer, with `{}` for its number.
+        distillation: a second class token.
         flat: positions are stored `[T, H]` and the class token `[H]`; otherwise they have leading axes of 1.
         flat_patch: the weight of patches is `[H, C·P·Q]`; otherwise `[H, C, P, Q]`.
         unread_keys: keys that are not read.
@@ -89,6 +91,7 @@ class VisionLayout:
     layers: str
     keys: LayerKeys
     cls: str = ""
+    distillation: str = ""
     registers: str = ""
     before: str = ""
     after: str = ""
@@ -145,8 +148,10 @@ class VisionFlow(TowerFlow[C]):
         If no combination matches, the recipe is unchanged.
         """
         choices = [(layout, prefix) for layout in self.layouts for prefix in self.prefixes]
-        matches = (choice for choice in choices if source.has(f"{choice[1]}{choice[0].patch}.weight"))
-        layout, prefix = next(matches, (self.layout, self.prefix))
+        matches = [choice for choice in choices if source.has(f"{choice[1]}{choice[0].patch}.weight")]
+        # Layouts may differ in the prefix of the layers alone.
+        complete = (c for c in matches if source.has(f"{c[1]}{c[0].layers.format(0)}.{c[0].keys.norm1}.weight"))
+        layout, prefix = next(complete, matches[0] if matches else (self.layout, self.prefix))
         return replace(self, layout=layout, prefix=prefix)
 
     def spec(self, index: int) -> PreNormLayerSpec:
@@ -189,7 +194,7 @@ class VisionFlow(TowerFlow[C]):
         embed = VisionEmbed(
             f"{p}{layout.patch}.weight",
             f"{p}{layout.patch}.bias" if layout.patch_bias else None,
-            p + layout.position,
+            p + layout.position if layout.position else None,
             c.hidden_size,
             c.patch_size,
             c.grid,
@@ -199,6 +204,7 @@ class VisionFlow(TowerFlow[C]):
             layout.flat_patch,
             layout.flat,
             c.registers,
+            p + layout.distillation if layout.distillation else None,
         )
         return embed, *self._norm(layout.before)
 

@@ -30,10 +30,23 @@ MULTI = {"problem_type": "multi_label_classification"}
 NAMES = {"id2label": {0: "cat", 1: "dog", 2: "owl"}}
 DINOV2 = {k: v for k, v in TOWER.items() if k != "intermediate_size"} | {"mlp_ratio": 2}
 
+BEIT_SHARED = {
+    "use_shared_relative_position_bias": True, "use_absolute_position_embeddings": True, "use_mean_pooling": False,
+    "layer_scale_init_value": 0.0,
+}  # fmt: skip
+
 CASES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "vit": ("ViTForImageClassification", TOWER | NAMES | {"qkv_bias": False}),
     "dinov2": ("Dinov2ForImageClassification", DINOV2 | MULTI | {"num_labels": 4}),
     "dinov2_with_registers": ("Dinov2WithRegistersForImageClassification", DINOV2 | {"num_register_tokens": 2}),
+    "deit": ("DeiTForImageClassification", TOWER | {"num_labels": 3}),
+    "deit_teacher": ("DeiTForImageClassificationWithTeacher", TOWER | {"num_labels": 3, "image_size": [12, 12]}),
+    "ijepa": ("IJepaForImageClassification", TOWER | {"num_labels": 3}),
+    "vit_msn": ("ViTMSNForImageClassification", TOWER),
+    "beit": ("BeitForImageClassification", TOWER | {"use_relative_position_bias": True}),
+    "beit_shared": ("BeitForImageClassification", TOWER | BEIT_SHARED),
+    "data2vec": ("Data2VecVisionForImageClassification", TOWER | {"use_relative_position_bias": True, "num_labels": 3}),
+    "metaclip_2": ("MetaClip2ForImageClassification", BOTH | {"num_labels": 3}),
     "clip": ("CLIPForImageClassification", BOTH | {"num_labels": 5}),
     "siglip": ("SiglipForImageClassification", BOTH | {"num_labels": 1, "problem_type": "regression"}),
 }
