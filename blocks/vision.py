@@ -22,7 +22,7 @@ from rlx_jax.ir.ops.vision import GridPositions, Patches
 from rlx_jax.ir.types import DimLike, TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.frequencies import axial_frequencies
-from rlx_jax.trace.parameters import WeightPart
+from rlx_jax.trace.parameters import WeightKey, WeightPart
 
 __all__ = [
     "LayerKeys", "LayerScale", "PatchRope", "PreNormLayerSpec", "VisionEmbed", "VisionSwiGluFfn", "VitSelfAttn",
@@ -211,7 +211,7 @@ class LayerKeys:
         fc1, fc2: the projections of the MLP.
         scale1, scale2: the weights of LayerScale (not modules, so the name ends in `.gamma`), if the layer has any.
         gated1, gated2: projections of a gated layer, which replace `fc1` and `fc2`. `gated1` holds gate and up, gate
-            rows first.
+            rows first, or names both.
         gate, inner: the gate projection and the inner norm of a VisionSwiGluFfn, which is the feed-forward half where
             `inner` is set.
     """
@@ -224,7 +224,7 @@ class LayerKeys:
     fc2: str
     scale1: str = ""
     scale2: str = ""
-    gated1: str = ""
+    gated1: str | tuple[str, str] = ""
     gated2: str = ""
     gate: str = ""
     inner: str = ""
@@ -306,12 +306,18 @@ class PreNormLayerSpec:
         k, inner = self.keys, self.intermediate_size
         if k.inner:
             return VisionSwiGluFfn(self.prefix, self.inner_eps, inner)
-        names = (k.gated1, k.gated2) if self.gated else (k.fc1, k.fc2)
-        fc1, fc2 = (module_keys(f"{self.prefix}.{name}") for name in names)
         if not self.gated:
+            fc1, fc2 = (module_keys(f"{self.prefix}.{name}") for name in (k.fc1, k.fc2))
             return Mlp(*fc1, *fc2, self.activation, inner)
-        (gate, up), (gate_bias, up_bias) = (WeightPart.split(key, 2) for key in fc1)
-        return SwiGlu(gate, up, fc2[0], (gate_bias, up_bias, fc2[1]), inner)
+        down = module_keys(f"{self.prefix}.{k.gated2}")
+        gate: tuple[WeightKey, ...]  # weight and bias
+        up: tuple[WeightKey, ...]
+        if isinstance(k.gated1, str):
+            fused = (WeightPart.split(key, 2) for key in module_keys(f"{self.prefix}.{k.gated1}"))
+            gate, up = zip(*fused, strict=True)
+        else:
+            gate, up = (module_keys(f"{self.prefix}.{name}") for name in k.gated1)
+        return SwiGlu(gate[0], up[0], down[0], (gate[1], up[1], down[1]), inner)
 
 
 def pre_norm_layer(spec: PreNormLayerSpec) -> BlockStage:

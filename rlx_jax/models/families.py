@@ -16,6 +16,7 @@ from rlx_jax.models.beit import BeitFlow
 from rlx_jax.models.clip import ClipVisionFlow
 from rlx_jax.models.config import Fields, architecture, read_config
 from rlx_jax.models.decoder import CausalFlow
+from rlx_jax.models.dinov3 import Dinov3Flow
 from rlx_jax.models.dual import DualConfig, DualFlow, tower_group
 from rlx_jax.models.encoder import EncoderFlow, TowerFlow
 from rlx_jax.models.gemma import TEXT as GEMMA_TEXT
@@ -263,6 +264,7 @@ FAMILIES: dict[str, Family] = {
     "data2vec-vision": Family.vision(BeitFlow, "Beit", "Data2VecVisionModel", "Data2VecVisionForImageClassification"),
     "dinov2": Family.vision(models.Dinov2Flow, "Bit", *(f"Dinov2{end}" for end in DINOV2)),
     "dinov2_with_registers": Family.vision(models.Dinov2Flow, "Bit", *(f"Dinov2WithRegisters{end}" for end in DINOV2)),
+    "dinov3_vit": Family.vision(Dinov3Flow, "DINOv3ViT", "DINOv3ViTModel", "DINOv3ViTBackbone"),
     "clip": Family.either(
         Family.dual(models.ClipFlow, "CLIP", "CLIPModel"),
         Family.vision(ClipVisionFlow, "CLIP", "CLIPForImageClassification", config_field="vision_config"),

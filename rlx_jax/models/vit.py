@@ -59,7 +59,7 @@ class ViTFlow(VisionFlow[ViTConfig]):
         (f"{LAYER}.intermediate.dense", "layers.{}.mlp.fc1"),
         (f"{LAYER}.output.dense", "layers.{}.mlp.fc2"),
     )
-    layouts = (HF,)
+    layouts: ClassVar[tuple[VisionLayout, ...]] = (HF,)
 
 
 # -- families with other tokens or pooling -----------------------------------------------------
@@ -129,6 +129,10 @@ class IJepaFlow(ViTFlow):
         return PatchMean(), self.config.hidden_size
 
 
+# transformers 5 writes the layers of a classifier without the prefix of the other weights.
+MSN = replace(HF, patch=f"vit.{HF.patch}", position=f"vit.{HF.position}", cls=f"vit.{HF.cls}", after=f"vit.{HF.after}")
+
+
 @dataclass(frozen=True)
 class ViTMsnConfig(ViTConfig):
     """Sizes of a ViT-MSN."""
@@ -143,5 +147,4 @@ class ViTMsnFlow(ViTFlow):
     name: str = "vit_msn"
 
     config_type = ViTMsnConfig
-    # transformers 5 writes the layers of a classifier without the prefix of the other weights.
-    layouts = (HF, replace(HF, **{f: f"vit.{getattr(HF, f)}" for f in ("patch", "position", "cls", "after")}))
+    layouts = (HF, MSN)

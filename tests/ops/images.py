@@ -82,6 +82,7 @@ MEANINGS: dict[type[Op], Meaning] = {
     o.Patches: lambda op, x: formula.patches(x, *op.patch),
     o.GridPositions: lambda op, table, x: formula.grid_positions(table, x, grid=op.grid, patch=op.patch,
         antialias=op.antialias),
+    o.GridAngles: lambda op, x: formula.grid_angles(x, op.patch, op.frequencies, op.tokens),
     o.FakeQuantize: lambda op, x, s=None: image.fake_quantize(x, s, op.bits, op.axis),
     o.Fft: lambda op, x: formula.spectrum(op.kind, x, op.n, op.axis, op.norm),
     o.Solve: lambda op, a, b: np.linalg.solve(a, b),
@@ -95,6 +96,8 @@ def windows() -> Iterator[Sample]:
     x, y = "f32 batch 4 6 5", "f32 batch 4 7"
     yield Sample(o.Patches((2, 3)), "f32 batch 3 7 9")
     yield Sample(o.Patches((1, 2)), "bf16 2 1 seq keys")
+    yield Sample(o.GridAngles((2, 3), (1.5, 0.2), 2), "f32 batch 3 7 9")
+    yield Sample(o.GridAngles((1, 2), (0.7,)), "bf16 2 1 seq keys")
     for antialias in (False, True):  # of the grid's own size, of others, and of sizes that a call decides
         for images in ("f32 batch 3 6 8", "f32 batch 1 seq keys", "f32 1 1 31 13"):
             yield Sample(o.GridPositions((3, 4), (2, 2), antialias), f"f32 12 5; {images}")

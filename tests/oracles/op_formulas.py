@@ -396,6 +396,18 @@ def grid_positions(
     return across.reshape(1, rows * columns, -1)
 
 
+def grid_angles(
+    images: np.ndarray, patch: tuple[int, int], frequencies: tuple[float, ...], tokens: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Angles by the centres of patches between -1 and 1, after `tokens` rows of zeros."""
+    rows, columns = images.shape[2] // patch[0], images.shape[3] // patch[1]
+    angles = [[0.0] * 2 * len(frequencies)] * tokens
+    for i in range(rows * columns):
+        centre = 2 * (i // columns + 0.5) / rows - 1, 2 * (i % columns + 0.5) / columns - 1
+        angles.append([x * f for x in centre for f in frequencies])
+    return np.cos(angles)[None], np.sin(angles)[None]
+
+
 def spectrum(kind: str, x: np.ndarray, n: int | None, axis: int, norm: str) -> np.ndarray:
     """The transform by its matrix. Of `irfft` the entries behind the half are the mirrored conjugates, and the first
     (and, of an even n, the one in the middle) is real."""

@@ -164,7 +164,7 @@ def load(directory: Path, checkpoint: Checkpoint) -> Any:
 def hidden_states(model: Any, pixels: Floats, resample: bool = False) -> Floats:
     """The last hidden states. With `resample` images are not of the model's size, which DINOv2 need not be told."""
     torch, _ = _modules()
-    told = {"interpolate_pos_encoding": True} if resample and "Dinov2" not in type(model).__name__ else {}
+    told = {"interpolate_pos_encoding": True} if resample and "DINO" not in type(model).__name__.upper() else {}
     with torch.no_grad():
         out = model(torch.from_numpy(pixels), **told)
     found: Floats = out.last_hidden_state.numpy()
@@ -295,7 +295,13 @@ def random_vision(architecture: str, seed: int) -> Checkpoint:
     config |= {"layer_norm_eps": draw.choice([1e-6, 1e-3]), "qkv_bias": draw.random() < 0.7}
     config |= {"hidden_act": draw.choice(["gelu", "gelu_pytorch_tanh", "quick_gelu", "relu"])}
     config["num_channels"] = draw.choice([1, 3, 4])
-    if architecture.startswith("Dinov2"):
+    if architecture.startswith("DINOv3"):
+        config["hidden_size"] = heads * draw.choice([4, 8, 12])
+        config |= {"num_register_tokens": draw.randint(0, 5), "intermediate_size": draw.randint(10, 60)}
+        config |= {"rope_theta": draw.choice([30.0, 100.0]), "key_bias": draw.random() < 0.5}
+        config |= {"use_gated_mlp": True, "hidden_act": "silu"} if draw.random() < 0.5 else {}
+        config.pop("qkv_bias")
+    elif architecture.startswith("Dinov2"):
         config |= {"mlp_ratio": draw.randint(1, 4), "use_swiglu_ffn": draw.random() < 0.5}
     else:
         config |= {"intermediate_size": draw.randint(10, 60)}
@@ -339,7 +345,7 @@ RANDOM: dict[str, Callable[[int], Checkpoint]] = {
     name: functools.partial(random_vision, name)
     for name in (
         "ViTModel", "ViTForImageClassification", "Dinov2Model", "Dinov2ForImageClassification",
-        "Dinov2WithRegistersModel",
+        "Dinov2WithRegistersModel", "DeiTModel", "IJepaModel", "ViTMSNModel", "DINOv3ViTModel",
     )
 }  # fmt: skip
 """Configurations by architecture."""

@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from rlx_jax.errors import DTypeError, GraphError, ShapeError
 from rlx_jax.ir.graph import Mir
-from rlx_jax.ir.traits import MOVEMENT, Types, first_moved
+from rlx_jax.ir.traits import MOVEMENT, TOKENS, Types, first_moved
 from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static
 
 # Sizes (rows, columns).
@@ -149,6 +149,37 @@ class GridPositions(Mir):
         )
         resampled = jnp.einsum("ck,rkh->rch", column_matrix, resampled, **exact)
         return resampled.reshape(1, rows * columns, hidden).astype(table.dtype)
+
+
+@dataclass(frozen=True)
+class GridAngles(Mir):
+    """Compute cos and sin of angles by the row and column of patches: two f32 `[1, tokens + N, 2F]`.
+
+    Operand: images `[B, C, h, w]`, of which only the size is read, N patches `(P, Q)` row by row. A patch's coordinates
+    are those of its centre, from −1 to 1 across the image. The first F angles are the row times each of the
+    `frequencies`, the others the column times each. The angles of the first `tokens` tokens are 0.
+    """
+
+    traits = TOKENS
+    operands = "images[B,C,_,_]"
+
+    patch: Sides
+    frequencies: tuple[float, ...]
+    tokens: int = 0
+
+    def check(self, *operands: TensorType) -> None:
+        patches_of("grid_angles", operands[0], self.patch)
+
+    def eval(self, images: Array) -> tuple[Array, Array]:
+        counts = [size // side for size, side in zip(images.shape[2:], self.patch, strict=True)]
+        centres = ((2 * jnp.arange(n, dtype=jnp.float32) + 1) / jnp.asarray(n, jnp.float32) - 1 for n in counts)
+        coordinates = jnp.stack(jnp.meshgrid(*centres, indexing="ij"), axis=-1).reshape(counts[0] * counts[1], 2, 1)
+        angles = coordinates * jnp.asarray(self.frequencies, jnp.float32)[None, None]
+        angles = jnp.pad(angles.reshape(1, counts[0] * counts[1], -1), ((0, 0), (self.tokens, 0), (0, 0)))
+        return jnp.cos(angles), jnp.sin(angles)
+
+    def text(self) -> str:
+        return f"grid_angles(patch={self.patch}, n_rot={4 * len(self.frequencies)}, tokens={self.tokens})"
 
 
 # -- resizing, and sampling at fractional coordinates ------------------------------------------
