@@ -28,7 +28,7 @@ from tests.oracles.recorded import load_record
 from tests.oracles.vision import RANDOM, VISION
 
 NAMES = sorted(file.stem for file in VISION.glob("*.npz"))
-QUICK = ("dinov2_registers",)
+QUICK = ("dinov2_registers", "dinov3")
 REFUSED = (errors.ConfigError, errors.LimitError, errors.UnsupportedError)
 
 

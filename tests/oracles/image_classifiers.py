@@ -55,7 +55,7 @@ CASES: dict[str, tuple[str, Mapping[str, Any]]] = {
 PROCESSORS: dict[str, dict[str, Any]] = {
     "vit": {"image_processor_type": "ViTImageProcessor", "size": {"height": 12, "width": 12}},
 }
-RECORDED = ("vit", "dinov2")
+RECORDED = ("vit", "dinov2", "deit_teacher", "beit")
 
 
 def write(name: str, directory: Path) -> Any:

@@ -47,6 +47,13 @@ CHECKPOINTS: dict[str, Checkpoint] = {
     "dinov2_registers": Checkpoint(
         "Dinov2WithRegistersModel", sizes(18, 2, 2, 21, 3) | {"num_register_tokens": 3}, seed=3
     ),
+    # rotation by row and column, a gated feed-forward part
+    "dinov3": Checkpoint(
+        "DINOv3ViTModel",
+        sizes(16, 2, 2, 15, 5)
+        | {"intermediate_size": 21, "num_register_tokens": 2, "use_gated_mlp": True, "hidden_act": "silu"},
+        seed=9,
+    ),
     # images that are no squares, a prefix and a head
     "vit_classifier": Checkpoint(
         "ViTForImageClassification", sizes(18, 2, 2, [20, 30], 5) | {"intermediate_size": 31, "num_labels": 3}, seed=4
