@@ -264,6 +264,7 @@ def test_every_setting_shows(tmp_path: Path) -> None:
         {"do_resize": False}, {"size": {"height": 9, "width": 8}}, {"size": 13}, {"resample": 0}, {"resample": 1},
         {"resample": 2}, {"do_center_crop": False}, {"crop_size": {"height": 8, "width": 7}}, {"do_rescale": False},
         {"rescale_factor": 0.01}, {"do_normalize": False}, {"image_mean": [0.1, 0.2, 0.3]}, {"image_std": 0.3},
+        {"image_processor_type": "DINOv3ViTImageProcessor"},
     ]  # fmt: skip
     found = [made(change) for change in changes]
     for i, a in enumerate(found):
@@ -366,6 +367,8 @@ LIVE: dict[str, dict[str, Any]] = {
     "vit": {"image_processor_type": "ViTImageProcessor", "size": 24, "resample": 1},
     "vit unscaled": {"image_processor_type": "ViTImageProcessorFast", "size": 24, "do_normalize": False},
     "bit padded": {"image_processor_type": "BitImageProcessor", "size": {"shortest_edge": 17}, "crop_size": 20},
+    "deit": {"image_processor_type": "DeiTImageProcessor", "size": 24, "crop_size": 20},
+    "beit": {"image_processor_type": "BeitImageProcessor", "size": {"height": 30, "width": 21}, "resample": 2},
     "nearest": {
         "image_processor_type": "BitImageProcessor", "size": {"shortest_edge": 17}, "crop_size": 17, "resample": 0,
     },
@@ -391,6 +394,26 @@ def test_live_image_processors(name: str, ending: str, tmp_path: Path) -> None:
     found = [*oracle.images(5, (40, 61), (90, 23), (19, 19), (224, 150)), np.zeros((20, 31, 4), np.uint8)[..., :3]]
     for picture, want in zip(found, oracle.processed(tmp_path, found), strict=True):
         np.testing.assert_allclose(processor(picture)[0], want, atol=3e-6)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("resample", [0, 2, 3])
+def test_images_that_are_rescaled_first(resample: int, tmp_path: Path) -> None:
+    """As DINOv3's: rescaled, resized by torch in floats, then normalised. transformers needs torchvision for it."""
+    import torch
+
+    from tests.oracles import vision as oracle
+
+    settings = {"image_processor_type": "DINOv3ViTImageProcessorFast", "resample": resample, "size": 24}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings), "utf-8")
+    processor = load_processor(Folder(tmp_path), "DINOv3ViT")
+    assert processor is not None
+    mode = {0: "nearest-exact", 2: "bilinear", 3: "bicubic"}[resample]
+    for picture in oracle.images(5, (40, 61), (19, 19), (224, 150)):
+        pixels = torch.from_numpy(picture).permute(2, 0, 1)[None] * (1 / 255)
+        resized = torch.nn.functional.interpolate(pixels, (24, 24), mode=mode, antialias=bool(resample))
+        mean, std = (torch.tensor(v)[:, None, None] for v in ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]))
+        np.testing.assert_allclose(processor(picture), ((resized - mean) / std).numpy(), atol=1e-5)
 
 
 @pytest.mark.oracle

@@ -30,7 +30,8 @@ MAX_SIDE = 2**16
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """Convert images `[H, W, C]` uint8 to pixel values: colours, resize, crop, rescale, normalize, in this order.
+    """Convert images `[H, W, C]` uint8 to pixel values: colours, resize, crop, rescale, normalize, in this order by
+    default.
 
     Attributes:
         size: height and width to resize to, whatever the proportions; or None.
@@ -43,6 +44,7 @@ class ImageProcessor:
             number of pixels: the extra line of zeros comes before the image with `pillow`, after it with `torch`. torch
             has no box and no hamming.
         convert_rgb: give grey images three channels, and blend transparent ones onto white.
+        rescale_first: rescale before the resize, which is then in floats as torch's (DINOv3).
     """
 
     size: tuple[int, int] | None = None
@@ -54,6 +56,7 @@ class ImageProcessor:
     std: tuple[float, ...] | None = None
     convert_rgb: bool = True
     resizer: Resizer = "pillow"
+    rescale_first: bool = False
 
     def __post_init__(self) -> None:
         if self.resizer not in ("pillow", "torch"):
@@ -109,6 +112,8 @@ class ImageProcessor:
     def process_one(self, image: Any, name: str = "image") -> PixelValues:
         """Return pixel values `[C, H, W]` float32 of one image."""
         pixels = self.to_rgb(image, name)
+        rescale_first = self.rescale_first and self.rescale is not None
+        pixels = pixels * np.float64(self.rescale or 1) if rescale_first else pixels
         if self.size is not None or self.shortest_edge is not None:
             height, width = self.target_size(pixels.shape[0], pixels.shape[1])
             if height * width > limits.MAX_RESIZED_PIXELS:
@@ -119,7 +124,7 @@ class ImageProcessor:
             pixels = resize(pixels, height, width, self.resample, self.resizer)
         pixels = pixels if self.crop is None else center_crop(pixels, *self.crop, self.resizer)
         values: Any = pixels.astype(np.float32)
-        if self.rescale is not None:
+        if self.rescale is not None and not rescale_first:
             # The reference multiplies in float64 and then rounds to float32.
             values = (pixels.astype(np.float64) * self.rescale).astype(np.float32)
         if self.mean is not None and self.std is not None:
@@ -278,7 +283,7 @@ def center_crop(pixels: Pixels, height: int, width: int, resizer: Resizer = "pil
     If an odd number of lines is cut off, the larger half comes off the end. If an odd number of zero lines is added,
     the larger half comes before the image with `pillow`, as in transformers, and after it with `torch`.
     """
-    out = np.zeros((height, width, pixels.shape[2]), np.uint8)
+    out = np.zeros((height, width, pixels.shape[2]), pixels.dtype)
     (to_rows, from_rows), (to_columns, from_columns) = (
         _overlap(old, new, resizer == "pillow") for old, new in zip(pixels.shape[:2], (height, width), strict=True)
     )
@@ -301,7 +306,8 @@ def _overlap(old: int, new: int, extra_before: bool) -> tuple[slice, slice]:
 class ProcessorDefaults:
     """Defaults of an image processor of transformers, for settings that its file leaves out.
 
-    `square`: a size given as one number is height and width, not the shorter side.
+    `square`: a size given as one number is height and width, not the shorter side. `rescale_first`: as in
+    `ImageProcessor`; such a class resizes with torch whatever its name.
     """
 
     size: Mapping[str, int]
@@ -311,9 +317,11 @@ class ProcessorDefaults:
     square: bool = False
     crop: int | None = None
     convert_rgb: bool = True
+    rescale_first: bool = False
 
 
 HALF = (0.5, 0.5, 0.5)
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 OPENAI_MEAN, OPENAI_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 SQUARE = {"height": 224, "width": 224}
 # By the prefix of the class name, which one of ENDINGS follows: `CLIPImageProcessor`, `CLIPImageProcessorFast` …
@@ -323,6 +331,9 @@ PROCESSORS: dict[str, ProcessorDefaults] = {
     "Bit": ProcessorDefaults({"shortest_edge": 224}, 3, OPENAI_MEAN, OPENAI_STD, crop=224),
     "Siglip": ProcessorDefaults(SQUARE, 3, HALF, HALF),
     "DeiT": ProcessorDefaults({"height": 256, "width": 256}, 3, HALF, HALF, square=True, crop=224, convert_rgb=False),
+    "DINOv3ViT": ProcessorDefaults(
+        SQUARE, 2, IMAGENET_MEAN, IMAGENET_STD, square=True, convert_rgb=False, rescale_first=True
+    ),
     "Beit": ProcessorDefaults(SQUARE, 3, HALF, HALF, square=True, convert_rgb=False),
 }
 
@@ -380,7 +391,7 @@ def read_processor(c: Fields, family: str) -> ImageProcessor:
     crops = c.flag("do_center_crop", d.crop is not None)
     normalises = c.flag("do_normalize", True)
     resample: int = c.integer("resample", d.resample, low=0, high=max(FILTERS))
-    resizer: Resizer = "torch" if class_name.endswith(TORCH_ENDING) else "pillow"
+    resizer: Resizer = "torch" if class_name.endswith(TORCH_ENDING) or d.rescale_first else "pillow"
     check_filter(c.where, resample, resizer)
     processor = ImageProcessor(
         size=size,
@@ -392,6 +403,7 @@ def read_processor(c: Fields, family: str) -> ImageProcessor:
         std=_channel_values(c, "image_std", d.std, 0.0) if normalises else None,
         convert_rgb=c.flag("do_convert_rgb", d.convert_rgb),
         resizer=resizer,
+        rescale_first=d.rescale_first,
     )
     # A setting is not read if the step that uses it is off; then its value does not matter.
     known_fields = ("size", "crop_size", "resample", "rescale_factor", "image_mean", "image_std", "default_to_square")

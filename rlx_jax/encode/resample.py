@@ -2,7 +2,7 @@
 
 Each axis is one pass. Weights are fixed-point numbers with 22 fractional bits for Pillow; for torch the number of bits
 is the largest for which the largest weight fits into 16 bits. Each pass rounds to 8-bit levels. So the results
-are bit-identical to the libraries'.
+are bit-identical to the libraries'. Images of floats are resized in floats, as torch does, without rounding.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-Pixels = np.ndarray[Any, np.dtype[np.uint8]]
 Floats = np.ndarray[Any, np.dtype[np.float64]]
+Pixels = np.ndarray[Any, np.dtype[Any]]  # uint8, or float64
 # Fractional bits of Pillow's weights.
 BITS = 22
 # Exclusive upper bound of torch's weights, which are int16.
@@ -72,14 +72,14 @@ TORCH = (NEAREST, 1, 2, 3)
 
 
 def resize(image: Pixels, height: int, width: int, resample: int, resizer: Resizer = "pillow") -> Pixels:
-    """Return an image `[H, W, C]` uint8 resized to `[height, width, C]`.
+    """Return an image `[H, W, C]`, uint8 or float64, resized to `[height, width, C]`.
 
     Args:
         image: the pixels.
         height, width: the new size.
         resample: Pillow's number of the filter.
-        resizer: the library to reproduce; `torch` is `torch.nn.functional.interpolate` of uint8 with `antialias=True`,
-            and `nearest-exact`.
+        resizer: the library to reproduce; `torch` is `torch.nn.functional.interpolate` with `antialias=True`, and
+            `nearest-exact`.
     """
     sizes, is_torch = (height, width), resizer == "torch"
     if resample == NEAREST:
@@ -123,9 +123,14 @@ def _resize_axis(image: Pixels, axis: int, size: int, kernel_filter: Filter, tor
     old_size = image.shape[axis]
     if old_size == size:
         return image
-    positions, weights, bits = filter_taps(old_size, size, kernel_filter, torch_precision)
     shape = [1, 1, 1]
     shape[axis] = size
+    if image.dtype != np.uint8:
+        positions, float_weights = _filter_weights(old_size, size, kernel_filter)
+        taps = zip(positions.T, float_weights.T, strict=True)
+        values: Floats = np.sum([image.take(source, axis) * weight.reshape(shape) for source, weight in taps], axis=0)
+        return values
+    positions, weights, bits = filter_taps(old_size, size, kernel_filter, torch_precision)
     # The sum starts at half a unit, so that the shift below rounds to nearest.
     total = np.full((*image.shape[:axis], size, *image.shape[axis + 1 :]), 1 << (bits - 1), np.int32)
     for source, weight in zip(positions.T, weights.T, strict=True):
@@ -133,6 +138,21 @@ def _resize_axis(image: Pixels, axis: int, size: int, kernel_filter: Filter, tor
             total += image.take(source, axis) * weight.reshape(shape)
     levels: Pixels = np.clip(total >> bits, 0, 255).astype(np.uint8)
     return levels
+
+
+def _filter_weights(old: int, new: int, kernel_filter: Filter) -> tuple[np.ndarray[Any, np.dtype[np.intp]], Floats]:
+    """Return the source pixels and the weights of each of `new` pixels, both `[new, taps]`; see `filter_taps`."""
+    scale = old / new
+    # Downscaling widens the filter to cover all source pixels (antialiasing); upscaling does not.
+    stretch = max(scale, 1.0)
+    support = kernel_filter.support * stretch
+    centre = (np.arange(new) + 0.5) * scale
+    start = np.maximum((centre - support + 0.5).astype(np.intp), 0)
+    stop = np.minimum((centre + support + 0.5).astype(np.intp), old)
+    positions = start[:, None] + np.arange(math.ceil(support) * 2 + 1)
+    weights = kernel_filter.kernel((positions - centre[:, None] + 0.5) / stretch) * (positions < stop[:, None])
+    sums = weights.sum(axis=1, keepdims=True)
+    return np.minimum(positions, old - 1), np.divide(weights, sums, out=weights, where=sums != 0)
 
 
 def filter_taps(
@@ -149,19 +169,9 @@ def filter_taps(
     Returns:
         Source positions `[new, taps]`, weights `[new, taps]` int32, and the number of fractional bits of the weights.
     """
-    scale = old / new
-    # Downscaling widens the filter to cover all source pixels (antialiasing); upscaling does not.
-    stretch = max(scale, 1.0)
-    support = kernel_filter.support * stretch
-    centre = (np.arange(new) + 0.5) * scale
-    start = np.maximum((centre - support + 0.5).astype(np.intp), 0)
-    stop = np.minimum((centre + support + 0.5).astype(np.intp), old)
-    positions = start[:, None] + np.arange(math.ceil(support) * 2 + 1)
-    weights = kernel_filter.kernel((positions - centre[:, None] + 0.5) / stretch) * (positions < stop[:, None])
-    sums = weights.sum(axis=1, keepdims=True)
-    weights = np.divide(weights, sums, out=weights, where=sums != 0)
+    positions, weights = _filter_weights(old, new, kernel_filter)
     bits, top = BITS, float(weights.max())
     if torch_precision:
         bits = next((n for n in range(BITS) if int(0.5 + top * (1 << (n + 1))) >= WORD), BITS)
     weights *= 1 << bits
-    return np.minimum(positions, old - 1), np.trunc(weights + np.copysign(0.5, weights)).astype(np.int32), bits
+    return positions, np.trunc(weights + np.copysign(0.5, weights)).astype(np.int32), bits

@@ -52,6 +52,12 @@ CASES: dict[str, tuple[str, Mapping[str, Any]]] = {
 }
 """A tiny config for each class of transformers that classifies images and is built."""
 
+ENCODERS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "dinov3": ("DINOv3ViTModel", TOWER | {"hidden_size": 24, "num_register_tokens": 2}),
+    "dinov3_gated": ("DINOv3ViTModel", TOWER | {"hidden_size": 24, "use_gated_mlp": True, "hidden_act": "silu"}),
+}
+"""Encoders without a class that classifies."""
+
 PROCESSORS: dict[str, dict[str, Any]] = {
     "vit": {"image_processor_type": "ViTImageProcessor", "size": {"height": 12, "width": 12}},
 }
@@ -59,8 +65,8 @@ RECORDED = ("vit", "dinov2", "deit_teacher", "beit")
 
 
 def write(name: str, directory: Path) -> Any:
-    """Write a checkpoint of `CASES`, with an image processor if it has one; its model."""
-    architecture, fields = CASES[name]
+    """Write a checkpoint of `CASES` or `ENCODERS`, with an image processor if it has one; its model."""
+    architecture, fields = (CASES | ENCODERS)[name]
     checkpoint = hugging_face.Checkpoint(architecture, dict(fields), seed=5)
     vision.write(checkpoint, directory, PROCESSORS.get(name))
     return load(directory)
@@ -74,10 +80,11 @@ def load(directory: Path) -> Any:
 
 
 def logits(model: Any, pixels: np.ndarray[Any, Any], **options: Any) -> np.ndarray[Any, Any]:
-    """The logits of pixel values."""
+    """The logits of pixel values; of an encoder its hidden states."""
     torch = importlib.import_module("torch")
     with torch.no_grad():
-        found: np.ndarray[Any, Any] = model(torch.from_numpy(pixels), **options).logits.numpy()
+        out = model(torch.from_numpy(pixels), **options)
+    found: np.ndarray[Any, Any] = (out.logits if "logits" in out else out.last_hidden_state).numpy()
     return found
 
 
