@@ -13,7 +13,8 @@ import numpy as np
 from jax import lax
 
 from rlx_jax.errors import RequestError, RlxWarning, UnsupportedError, listing, quote
-from rlx_jax.generate.request import LanguageModel, Request, RequestInputs, check_inputs
+from rlx_jax.generate.request import LanguageModel, Request
+from rlx_jax.generate.request_inputs import RequestInputs, check_inputs
 from rlx_jax.ir.graph import Graph
 from rlx_jax.ir.ops.cache import is_code_dtype
 from rlx_jax.ir.types import TensorType, is_static

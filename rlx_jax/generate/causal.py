@@ -19,21 +19,21 @@ from rlx_jax.generate.drafters import DRAFT_TOKENS, make_drafter
 from rlx_jax.generate.explain import explain as explain_requests
 from rlx_jax.generate.explain import show as show_requests
 from rlx_jax.generate.generation import NewTokens, report_of_requests, run_request, stream_request
+from rlx_jax.generate.many import generate_iter, run_prompts, split_options
 from rlx_jax.generate.patching import patch as patch_prompts
 from rlx_jax.generate.prefill import compute_logits, extend, prefill
 from rlx_jax.generate.request import (
     DecodingOptions,
     GenerateOptions,
-    Inputs,
     LanguageModel,
     Request,
     StopLike,
     StreamOptions,
     check_flag,
     check_request,
-    declared_inputs,
 )
-from rlx_jax.generate.sampler import SAMPLING, Sampler, resolve_sampler
+from rlx_jax.generate.request_inputs import Inputs, declared_inputs
+from rlx_jax.generate.sampler import SAMPLING, Sampler
 from rlx_jax.generate.score_program import ScoredTokens, scored_tokens
 from rlx_jax.generate.scoring import Score, mean_perplexity, perplexity_windows, score_items
 from rlx_jax.generate.speculative import Drafter
@@ -190,7 +190,7 @@ class CausalLM(TaskModel):
         """
         return capture(self._lm, prompts, inputs)
 
-    patch = patch_prompts
+    patch, generate_iter = patch_prompts, generate_iter
 
     def _warn_of_captures(self, stacklevel: int = 5) -> None:
         """Warn once that requests return no captures."""
@@ -200,20 +200,23 @@ class CausalLM(TaskModel):
 
     @overload
     def generate(
-        self, prompts: PromptLike, max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (),
+        self, prompts: PromptLike, max_new_tokens: int | Sequence[int] = 64,
+        sampler: Sampler | Sequence[Sampler] | None = None, stop: StopLike | Sequence[Sequence[str | int]] = (),
         seed: Any = None, attention_mask: Any = None, **options: Unpack[GenerateOptions],
     ) -> PromptLike: ...  # fmt: skip
 
     @overload
     def generate(
-        self, prompts: Any, max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (),
+        self, prompts: Any, max_new_tokens: int | Sequence[int] = 64,
+        sampler: Sampler | Sequence[Sampler] | None = None, stop: StopLike | Sequence[Sequence[str | int]] = (),
         seed: Any = None, attention_mask: Any = None, *, n: int | None = None, logprobs: int | None = None,
         return_captures: bool = False, **options: Unpack[GenerateOptions],
     ) -> Any: ...  # fmt: skip
 
     @suggest_keywords(*GenerateOptions.__annotations__)
     def generate(
-        self, prompts: Any, max_new_tokens: int = 64, sampler: Sampler | None = None, stop: StopLike = (),
+        self, prompts: Any, max_new_tokens: int | Sequence[int] = 64,
+        sampler: Sampler | Sequence[Sampler] | None = None, stop: StopLike | Sequence[Sequence[str | int]] = (),
         seed: Any = None, attention_mask: Any = None, *, n: int | None = None, logprobs: int | None = None,
         return_captures: bool = False, **options: Unpack[GenerateOptions],
     ) -> Any:  # fmt: skip
@@ -258,7 +261,7 @@ class CausalLM(TaskModel):
         request, new = self._make_request(batch, max_new_tokens, sampler, stop, seed, n=n, logprobs=logprobs, **options)
         if return_captures:
             check_request_captures(self._lm, request)
-        outputs = run_request(self._lm, request, new)
+        outputs = run_prompts(self._lm, request, new)
         answers = outputs[0] if batch.is_single else outputs
         return (answers, capture_request(self._lm, request, new.rows)) if return_captures else answers
 
@@ -455,7 +458,7 @@ class CausalLM(TaskModel):
         )  # fmt: skip
 
     def _make_request(
-        self, prompts: Prompts, max_new_tokens: int, sampler: Sampler | None, stop: StopLike, seed: Any, *,
+        self, prompts: Prompts, max_new_tokens: Any, sampler: Any, stop: Any, seed: Any, *,
         speculative: Any = None, draft_tokens: int = DRAFT_TOKENS, **options: Any,
     ) -> tuple[Request, NewTokens]:  # fmt: skip
         """Return a checked request, and the container for its new tokens; nothing has run yet.
@@ -464,7 +467,10 @@ class CausalLM(TaskModel):
             options: fields of a sampler, and options of `check_request`.
         """
         self._warn_of_captures(6)  # one frame deeper than the public methods that call it
-        sampler = resolve_sampler(sampler, {name: options.pop(name) for name in SAMPLING if name in options})
+        fields = {name: options.pop(name) for name in SAMPLING if name in options}
+        max_new_tokens, sampler, stop, seed, options["by_prompt"] = split_options(
+            self._lm, prompts, options.get("n"), (max_new_tokens, sampler, stop, seed), fields
+        )
         drafts = speculative is not None or draft_tokens != DRAFT_TOKENS
         drafter = self._make_drafter(speculative, draft_tokens) if drafts else None
         request = check_request(self._lm, prompts, max_new_tokens, sampler, stop, seed, drafter=drafter, **options)

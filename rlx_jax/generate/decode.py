@@ -145,7 +145,7 @@ class TokenChooser:
         """Choose a token for some rows: logits `[B, V]` → the tokens `[B]` int32, and the updated rows.
 
         Args:
-            stop_mask: `[V]` bool, ids that end a row.
+            stop_mask: `[V]` bool, ids that end a row; or `[B, K]` int32, the ids that end each row, padded with -1.
             active: `[B]` bool, the rows to choose for; the other rows do not change.
         """
         with jax.named_scope(SAMPLER):
@@ -156,7 +156,8 @@ class TokenChooser:
         tokens = jnp.where(active, jnp.where(is_finite, chosen, NOT_FINITE), STOPPED)
         num_chosen = active.astype(jnp.int32)
         remaining = rows.remaining - num_chosen
-        ended = active & (stop_mask[chosen] | (remaining <= 0) | ~is_finite)
+        is_stop = stop_mask[chosen] if stop_mask.ndim == 1 else (stop_mask == chosen[:, None]).any(axis=1)
+        ended = active & (is_stop | (remaining <= 0) | ~is_finite)
         seen_tokens = rows.seen_tokens
         if self.sampling_steps.penalised:
             seen_tokens = seen_tokens.at[jnp.arange(seen_tokens.shape[0], dtype=jnp.int32), chosen].max(active)
@@ -212,7 +213,8 @@ class DecodeLoop(TokenChooser):
     """Wrapper of the program `extend`: feed the last token and choose the next one, `steps` times.
 
     Inputs: `rows`, `sampler_values`, `stop_mask`. Outputs: (tokens `[B, steps]`, rows), state. With `num_logprobs` the
-    `LogProbs` of the tokens follow the rows. Rows that have ended do not change.
+    `LogProbs` of the tokens follow the rows. Rows that have ended do not change. Rows that are slots have operands of
+    their own, and the loop ends when at most `min_running` (`[]` int32, one more input) of them run.
 
     Attributes:
         ids_input: name of the token input of `extend`.
@@ -220,13 +222,19 @@ class DecodeLoop(TokenChooser):
         early_exit: end the loop when every row has ended. Otherwise the number of steps is fixed, and the host thread
             of a GPU prepares the next call instead of waiting for the loop's condition.
         num_logprobs: as in `FirstTokens`.
+        slots: whether the rows are slots.
     """
 
     ids_input: str
     steps: int
     early_exit: bool
     num_logprobs: int | None = None
-    arguments = FirstTokens.arguments
+    slots: bool = False
+
+    def arguments(self) -> Mapping[str, str]:
+        """Return the arguments of `warmup` that select it, as `FirstTokens` does."""
+        first = FirstTokens(self.sampling_steps, self.num_logprobs).arguments()
+        return {**first, "slots": "True"} if self.slots else first
 
     def __call__(self, extend: Function) -> Function:
         def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
@@ -255,8 +263,14 @@ class DecodeLoop(TokenChooser):
                 else (tokens, zero_log_probs(batch, self.steps, self.num_logprobs))
             )
             start = (jnp.int32(0), rows, state, out)
+
+            def continues(carry: Any) -> Array:
+                running: Array = carry[1].running
+                has_work = running.sum() > inputs["min_running"] if self.slots else running.any()
+                return (carry[0] < self.steps) & has_work
+
             if self.early_exit:
-                _, rows, state, out = lax.while_loop(lambda c: (c[0] < self.steps) & c[1].running.any(), step, start)
+                _, rows, state, out = lax.while_loop(continues, step, start)
             else:
                 _, rows, state, out = lax.fori_loop(0, self.steps, lambda i, c: step(c), start)
             return (out[0], rows, *out[1:]), state

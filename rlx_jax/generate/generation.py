@@ -20,6 +20,7 @@ from rlx_jax.generate.decode import NOT_FINITE, STOPPED, FirstTokens, LogProbs, 
 from rlx_jax.generate.decode_state import fits, gather_rows, prompt_indices, resize_state
 from rlx_jax.generate.request import LanguageModel, PrefixState, Request
 from rlx_jax.generate.request_plan import RequestPlan, plan_request, prompt_blocks
+from rlx_jax.generate.scheduler import TopLogProbs
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.generate.stop_strings import stable_prefix, stop_length
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
@@ -70,7 +71,7 @@ class NewTokens:
     ended_rows: list[int] = field(default_factory=list)
     speculated: SpeculativeCounts | None = None
     log_probs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    top_logprobs: dict[int, list[tuple[tuple[int, float], ...]]] = field(default_factory=lambda: defaultdict(list))
+    top_logprobs: dict[int, list[TopLogProbs]] = field(default_factory=lambda: defaultdict(list))
     report: RequestReport | None = None
 
     def append(self, block: np.ndarray[Any, Any], log_probs: LogProbs | None = None) -> None:
@@ -255,22 +256,32 @@ def run_request(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any
     """
     for _ in run_blocks(lm, request, new):
         pass
-    rows: list[Any] = [*new.rows]
-    if request.as_text:
-        rows = [lm.answer_text(ids, request.stop_strings) for ids in new.rows]
-    if request.logprobs is not None:
-        texts = rows if request.as_text else [None] * len(rows)
-        rows = [
-            Completion(
-                text, tuple(ids), tuple(new.log_probs[i]), tuple(top[: request.logprobs] for top in new.top_logprobs[i])
-            )
-            for i, (text, ids) in enumerate(zip(texts, new.rows, strict=True))
-        ]
+    return make_outputs(lm, request, new)
+
+
+def make_outputs(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any]:
+    """Return the output for each prompt of a request that has run; raises as `run_request`."""
+    rows = [make_output(lm, request, i, (ids, new.log_probs[i], new.top_logprobs[i])) for i, ids in enumerate(new.rows)]
     n = request.n
     outputs = rows if n is None else [rows[at : at + n] for at in range(0, len(rows), n)]
     if new.failed:
         raise new.failure(outputs, n)
     return outputs
+
+
+def make_output(
+    lm: LanguageModel, request: Request, row: int, tokens: tuple[list[int], list[float], list[TopLogProbs]]
+) -> Any:
+    """Return the output for one row: text, ids, or a `Completion`.
+
+    Args:
+        tokens: its new ids, their log-probabilities, and the likeliest tokens at each position.
+    """
+    ids, log_probs, top = tokens
+    text = lm.answer_text(ids, request.row_options(row).stop_strings) if request.as_text else None
+    if request.logprobs is None:
+        return ids if text is None else text
+    return Completion(text, tuple(ids), tuple(log_probs), tuple(likeliest[: request.logprobs] for likeliest in top))
 
 
 def stream_request(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[Any]:

@@ -30,7 +30,8 @@ from rlx_jax.generate.patched_flow import (
     has_head,
 )
 from rlx_jax.generate.prefill import last_only
-from rlx_jax.generate.request import Inputs, LanguageModel, RequestInputs, check_flag, check_inputs
+from rlx_jax.generate.request import LanguageModel, check_flag
+from rlx_jax.generate.request_inputs import Inputs, RequestInputs, check_inputs
 from rlx_jax.runtime.inputs import check_integer, read_array
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.text.padding import pad_block, pad_to

@@ -15,7 +15,8 @@ from rlx_jax.compiler.settings import Buckets, bucket_size, fit_bucket
 from rlx_jax.errors import RequestError, SequenceLengthError, quote, shown
 from rlx_jax.generate.capturing import capture_axes, capture_names, trim_captures
 from rlx_jax.generate.decode_state import DecodeState, check_is_state, last_tokens, run_padded, shift_rows
-from rlx_jax.generate.request import LanguageModel, check_inputs
+from rlx_jax.generate.request import LanguageModel
+from rlx_jax.generate.request_inputs import check_inputs
 from rlx_jax.generate.request_plan import CONTEXT_BUCKET
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.model import CompiledModel

@@ -1,7 +1,6 @@
 """`Request`: one call of `generate`, `stream` or `chat`, checked once on the host before anything runs.
 
-The module also defines `LanguageModel`, the model data that a request needs, the inputs of a request other than its
-tokens, and the text functions for stop strings.
+The module also defines `LanguageModel`, the model data that a request needs, and the text functions for stop strings.
 """
 
 from __future__ import annotations
@@ -13,132 +12,27 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.settings import Buckets
-from rlx_jax.errors import RequestError, SequenceLengthError, did_you_mean, integer_text, listing, quote, shown
+from rlx_jax.errors import RequestError, SequenceLengthError, integer_text, shown
 from rlx_jax.generate.decode_state import DecodeState, check_is_state
+from rlx_jax.generate.request_inputs import NO_INPUTS, Inputs, RequestInputs, check_inputs
+from rlx_jax.generate.row_options import BatchProgress, RowOptions
 from rlx_jax.generate.sampler import Sampler, Sampling
 from rlx_jax.generate.speculative import Drafter
 from rlx_jax.generate.stop_strings import truncate_at_stop
 from rlx_jax.program import InputDecl
-from rlx_jax.runtime.inputs import bind_sizes, check_integer, host_value, random_key, read_array
+from rlx_jax.runtime.inputs import check_integer, random_key, read_array
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.text.request_checks import NO_TOKENIZER, Prompts, id_list
 from rlx_jax.text.token_model import check_positions
 from rlx_jax.text.tokenizer import Tokenizer
 
-Inputs = Mapping[str, Any] | None
 StopLike = str | int | Iterable[str | int]
 MAX_SLOTS = 2**30  # cache length limit: XLA cannot represent the next power of two, 2**31, as a dimension
-
-
-@dataclass(frozen=True, eq=False)
-class RequestInputs:
-    """Checked input arrays of a request, other than its tokens.
-
-    Attributes:
-        arrays: by name.
-        sizes: sizes that the arrays bind to symbols other than `batch`.
-        optional_inputs: the names of optional inputs that the request passes; each set of them has programs of its own.
-        batch_axes: the batch axis of each array that has one.
-    """
-
-    arrays: Mapping[str, Any] = field(default_factory=dict)
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    optional_inputs: frozenset[str] = frozenset()
-    batch_axes: Mapping[str, int] = field(default_factory=dict)
-
-    def padded(self, batch: int) -> dict[str, Any]:
-        """Return the arrays padded with zeros to `batch` rows."""
-        arrays = dict(self.arrays)
-        for name, axis in self.batch_axes.items():
-            pad_widths = [(0, (batch - size) * (i == axis)) for i, size in enumerate(arrays[name].shape)]
-            if any(n for _, n in pad_widths):
-                # NumPy arrays stay on the host; the call of the program transfers them.
-                arrays[name] = (jnp if isinstance(arrays[name], jax.Array) else np).pad(arrays[name], pad_widths)
-        return arrays
-
-    def select_row(self, row: int) -> dict[str, Any]:
-        """Return the arrays reduced to one row of the batch, with the batch axis kept."""
-        return {
-            name: a[(slice(None),) * self.batch_axes[name] + (slice(row, row + 1),)] if name in self.batch_axes else a
-            for name, a in self.arrays.items()
-        }
-
-    def repeated(self, times: int) -> RequestInputs:
-        """Return the inputs with each row repeated, for several answers to each prompt."""
-        repeated = {name: np.repeat(self.arrays[name], times, axis) for name, axis in self.batch_axes.items()}
-        return replace(self, arrays={**self.arrays, **repeated}) if times > 1 else self
-
-
-NO_INPUTS = RequestInputs()
-
-
-def declared_inputs(model: CompiledModel) -> dict[str, InputDecl]:
-    """Return the declarations, by name, of the inputs that a request passes in addition to its tokens.
-
-    These are the inputs that some output reads and that have no dimension `seq`; the others are computed from the
-    tokens.
-    """
-    idle = unread_inputs(model) | {model.first_input}
-    return {d.name: d for d in model.flow._inputs if d.name not in idle and "seq" not in d.type.symbols}
-
-
-def unread_inputs(model: CompiledModel) -> frozenset[str]:
-    """Return the names of the inputs that no output reads, neither with all optional inputs nor without them."""
-    optional = frozenset(d.name for d in model.flow._inputs if d.optional)
-    # An optional input can change what is read, so both extremes are traced; without one, once is enough.
-    idle = model.programs.unread_inputs(model.name, frozenset()) - optional
-    return idle & model.programs.unread_inputs(model.name, optional) if idle and optional else idle
-
-
-def check_inputs(
-    model: CompiledModel, inputs: Mapping[str, Any] | None, rows: int, declarations: Mapping[str, InputDecl]
-) -> RequestInputs:
-    """Check `inputs=` of a request and return its arrays.
-
-    Args:
-        rows: number of prompts, which every array with a batch axis must have.
-        declarations: the result of `declared_inputs`.
-
-    Raises:
-        RequestError: an input is missing, the flow has none of that name or reads it with the tokens, or the number of
-            rows is not the number of prompts. ShapeError, DTypeError, TokenIdError: an array does not fit its type.
-    """
-    if inputs is not None and not isinstance(inputs, Mapping):
-        raise RequestError(f"inputs is {shown(inputs)}; expected a mapping of input names to arrays")
-    passed = {name: value for name, value in (inputs or {}).items() if value is not None}
-    for name in passed:
-        if name not in declarations:
-            with_tokens = name in (d.name for d in model.flow._inputs)
-            reason = "it belongs to the tokens, and the request computes it" if with_tokens else "the flow has none"
-            reason = "none of the outputs reads it" if name in unread_inputs(model) else reason
-            raise RequestError(
-                f"inputs: {quote(name)}: {reason}; a request may pass {listing(declarations) or 'nothing but tokens'}"
-                f"{did_you_mean(str(name), declarations)}"
-            )
-    missing = [name for name, d in declarations.items() if not d.optional and name not in passed]
-    if missing:
-        raise RequestError(f"{model.name}: the flow reads {listing(missing)}: pass inputs={{{missing[0]!r}: …}}")
-    if not passed:
-        return NO_INPUTS
-    types = {name: declarations[name].type for name in passed}
-    optional_names = frozenset(name for name in passed if declarations[name].optional)
-    ids = model.programs.template(model.key(optional_names)).bounds.ids
-    arrays = {
-        name: host_value(name, value, types[name], ids.get(name), model.settings.check_ids)
-        for name, value in passed.items()
-    }
-    axes = {name: t.shape.index(d) for name, t in types.items() for d in t.shape if str(d) == "batch"}
-    for name, axis in axes.items():
-        if arrays[name].ndim > axis and arrays[name].shape[axis] != rows:
-            raise RequestError(f"input {name} has {arrays[name].shape[axis]} rows, the request {rows}")
-    sizes = bind_sizes(types, arrays, model.name)
-    return RequestInputs(arrays, {n: size for n, size in sizes.items() if n != "batch"}, optional_names, axes)
 
 
 class DecodingOptions(Sampling, total=False):
@@ -159,6 +53,8 @@ class GenerateOptions(StreamOptions, total=False):
     """Keyword arguments of `CausalLM.generate` that do not affect its return type."""
 
     share_prefix: bool
+    slots: int | None
+    progress: Callable[[BatchProgress], None] | None
 
 
 @dataclass(frozen=True)
@@ -209,8 +105,12 @@ class LanguageModel:
         """Return the text of new tokens up to the first stop string."""
         return truncate_at_stop(self.decode(ids), stop_strings)
 
-    def encode_prompts(self, prompts: Prompts) -> list[list[int]]:
+    def encode_prompts(self, prompts: Prompts, start: int = 0) -> list[list[int]]:
         """Return prompts as ids, each with at least one: an empty prompt becomes the begin token.
+
+        Args:
+            prompts: the prompts.
+            start: the index of the first one, for messages.
 
         Raises:
             RequestError: a prompt is empty, and there is no begin token. TokenIdError: the model does not have an id.
@@ -218,8 +118,8 @@ class LanguageModel:
         prompt_ids = prompts.ids or []
         if prompts.texts is not None:
             prompt_ids = self.require_tokenizer().encode_batch(prompts.texts)
-        rows = [id_list(row, self.vocab_size, f"prompts[{i}]") for i, row in enumerate(prompt_ids)]
-        for i, row in enumerate(rows):
+        rows = [id_list(row, self.vocab_size, f"prompts[{i}]") for i, row in enumerate(prompt_ids, start)]
+        for i, row in enumerate(rows, start):
             if not row and self.bos_id is None:
                 raise RequestError(f"prompts[{i}] is empty, and the model has no begin token to start from")
         return [row or [self.bos_id] for row in rows]  # type: ignore[list-item]
@@ -297,6 +197,9 @@ class Request:
         min_cache_len: lower bound of `cache_len`, the length of the cache.
         on_end: callback for the `Generation` when it has run or was abandoned.
         reread: why prefill repeats tokens that a state had; empty if it repeats none.
+        by_prompt: options of each prompt; empty where all prompts have the same. `budget` is then the largest budget.
+        slots: number of slots for continuous batching; None to choose.
+        progress: callback for the progress of many prompts.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -316,6 +219,17 @@ class Request:
     min_cache_len: int = 0
     on_end: Callable[[Any], None] | None = None
     reread: str = ""
+    by_prompt: tuple[RowOptions, ...] = ()
+    slots: int | None = None
+    progress: Callable[[BatchProgress], None] | None = None
+
+    def row_options(self, row: int) -> RowOptions:
+        """Return the options of one row: its sampler, what ends it, and its random draws."""
+        prompt, answer = divmod(row, self.n or 1)
+        if self.by_prompt:
+            options = self.by_prompt[prompt]
+            return replace(options, draw=options.draw + answer)
+        return RowOptions(self.budget, self.sampler, self.stop_ids, self.stop_strings, self.seed, row)
 
     @property
     def sampling_seed(self) -> int | None:
@@ -326,12 +240,14 @@ class Request:
 def check_request(
     lm: LanguageModel, prompts: Prompts, max_new_tokens: Any, sampler: Sampler, stop: Any, seed: Any, *,
     text: bool = False, inputs: Any = None, drafter: Drafter | None = None, n: Any = None, logprobs: Any = None,
-    state: Any = None, share_prefix: Any = False,
+    state: Any = None, share_prefix: Any = False, slots: Any = None, progress: Any = None,
+    by_prompt: tuple[RowOptions, ...] = (),
 ) -> Request:  # fmt: skip
     """Check the arguments of `CausalLM.generate` and return the request; nothing has run yet.
 
     Args:
         text: return text also for prompts that are ids.
+        by_prompt: as in `Request`.
 
     Raises:
         RequestError: see `rlx_jax.errors`.
@@ -345,14 +261,9 @@ def check_request(
         rows, prefix, checked_inputs = join_state(lm, prompts, state)
     stop_strings, stop_ids = lm.parse_stop(stop)
     sampler.values(lm.vocab_size)
-    if seed is None and sampler.temperature and jax.process_count() > 1:  # the processes would choose different seeds
-        raise RequestError("seed: give one, the same in every process, where several run a model together")
-    if seed is None:  # 32 bits: a larger seed needs a second program to fold in its upper half
-        seed = secrets.randbits(32) if sampler.temperature else 0
-    if isinstance(random_key("seed", seed), jax.core.Tracer):
-        raise RequestError("generate runs on the host, which reads its tokens: call it outside jax.jit and the like")
+    seed = choose_seed(seed, sampler)
     for i, row in enumerate(rows):
-        check_length(lm, len(row), budget, f"prompts[{i}]", drafter)
+        check_length(lm, len(row), by_prompt[i].budget if by_prompt else budget, f"prompts[{i}]", drafter)
     if prefix is None and rows and (inputs is not None or lm.inputs):
         checked_inputs = check_inputs(lm.model, inputs, len(rows), lm.inputs)
     if state is not None or share_prefix is not False:
@@ -364,8 +275,24 @@ def check_request(
         shared_prefix_len = common_prefix_len(*rows, limit=min(map(len, rows)) - 1)
     return Request(
         tuple(map(tuple, rows)), budget, sampler, stop_ids, stop_strings, seed, text, checked_inputs, drafter, n,
-        logprobs, prefix, shared_prefix_len,
+        logprobs, prefix, shared_prefix_len, by_prompt=by_prompt,
+        slots=None if slots is None else check_integer("slots", slots, 1), progress=progress,
     )  # fmt: skip
+
+
+def choose_seed(seed: Any, sampler: Sampler) -> Any:
+    """Return a checked seed, a new one in place of None.
+
+    Raises:
+        RequestError: it is none; it is traced; or several processes would choose different ones.
+    """
+    if seed is None and sampler.temperature and jax.process_count() > 1:
+        raise RequestError("seed: give one, the same in every process, where several run a model together")
+    if seed is None:  # 32 bits: a larger seed needs a second program to fold in its upper half
+        seed = secrets.randbits(32) if sampler.temperature else 0
+    if isinstance(random_key("seed", seed), jax.core.Tracer):
+        raise RequestError("generate runs on the host, which reads its tokens: call it outside jax.jit and the like")
+    return seed
 
 
 def check_length(lm: LanguageModel, tokens: int, budget: int, name: str, drafter: Drafter | None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict
 
 import jax
@@ -283,6 +283,10 @@ class SamplingSteps:
         filters = self.top_k or self.top_p or self.min_p or self.penalised or self.biased
         return f"random ones with top_k, top_p, min_p, {logits}" if filters else "random ones without filters"
 
+    def union(self, other: SamplingSteps) -> SamplingSteps:
+        """Return steps that serve both samplers: a step that is on and has no effect changes no token."""
+        return SamplingSteps(*(getattr(self, f.name) or getattr(other, f.name) for f in fields(self)))
+
     def widened(self) -> SamplingSteps:
         """Return one of four methods that chooses the same tokens, so that few programs serve every sampler."""
         logits = self.penalised or self.biased
@@ -296,7 +300,10 @@ class SamplingSteps:
 @dataclass(frozen=True)
 class SamplerValues:
     """The values of a sampler as operands: float32 scalars (`top_k` int32), and `bias` `[V]` float32, or `[0]` without
-    a bias."""
+    a bias.
+
+    With one sampler for each row they are `[B, 1]` and `[B, V]` or `[B, 0]`; a row of temperature 0 is then greedy.
+    """
 
     temperature: Any
     top_k: Any
@@ -313,7 +320,7 @@ def adjust_logits(steps: SamplingSteps, values: SamplerValues, logits: Array, se
         seen_tokens: `[B, V]` bool, the tokens that a row has already; used only if `steps.penalised`.
     """
     if steps.biased:
-        logits = logits + values.bias[None, :]
+        logits = logits + jnp.atleast_2d(values.bias)
     if steps.penalised:
         logits = jnp.where(seen_tokens, jnp.where(logits > 0, logits / values.penalty, logits * values.penalty), logits)
     return jnp.minimum(logits, LARGEST) if steps.biased or steps.penalised else logits
@@ -328,7 +335,12 @@ def choose_tokens(steps: SamplingSteps, values: SamplerValues, logits: Array, ke
     """
     if not steps.do_sample:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return sample(warp_logits(steps, values, logits), keys)
+    if jnp.ndim(values.temperature) == 0:
+        return sample(warp_logits(steps, values, logits), keys)
+    is_greedy = values.temperature == 0
+    values = replace(values, temperature=jnp.where(is_greedy, 1, values.temperature))
+    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return jnp.where(is_greedy[:, 0], greedy, sample(warp_logits(steps, values, logits), keys))
 
 
 def warp_logits(steps: SamplingSteps, values: SamplerValues, logits: Array) -> Array:

@@ -120,9 +120,8 @@ class Programs:
         self.executables: LruCache[ProgramKey, Executable] = LruCache(limit, lock)
         self.empty_states: LruCache[Hashable, EmptyState] = LruCache(limit, lock)
         self.helpers: LruCache[Hashable, Callable[..., Any]] = LruCache(limit, lock)
-        self.request_keys: LruCache[Hashable, Any] = LruCache(
-            limit, lock
-        )  # the keys of the programs that each kind of request runs
+        # The keys of the programs, and the sizes, of each kind of request.
+        self.request_keys: LruCache[Hashable, Any] = LruCache(limit, lock)
         self.companions: LruCache[Hashable, Companion] = LruCache(MAX_TEMPLATES, lock)
         self.donation_warnings: set[tuple[str, str]] = set()  # flow and program: each is warned of once
         self.is_warm = False  # whether warm-up is complete
@@ -369,8 +368,9 @@ class Programs:
             self.progress(step, done, total)
 
     def run_helper(
-        self, function: Callable[..., Any], *arguments: Any, static: tuple[Any, ...] = (), out_shardings: Any = None
-    ) -> Any:
+        self, function: Callable[..., Any], *arguments: Any, static: tuple[Any, ...] = (), out_shardings: Any = None,
+        donate: tuple[int, ...] = (),
+    ) -> Any:  # fmt: skip
         """Run a helper function, such as the one that creates an empty state, and return its result.
 
         It is compiled once for each function (compared by value), choice of static arguments and types of the arrays.
@@ -380,6 +380,7 @@ class Programs:
             arguments: arrays, or pytrees of arrays.
             static: hashable arguments that are compiled in.
             out_shardings: the shardings of the result, the same in every call; None leaves them to XLA.
+            donate: the arguments that the result may overwrite, the same in every call.
         """
 
         def make() -> Callable[..., Any]:
@@ -389,7 +390,8 @@ class Programs:
                 name = getattr(function, "__name__", type(function).__name__)
                 self.record_recompile(f"{name}, a helper function: {reason}")
             # A new function for each entry: jax.jit drops its executable when the entry is evicted.
-            jitted = jax.jit(lambda *arrays: function(*static, *arrays), out_shardings=out_shardings)
+            options = {"out_shardings": out_shardings, "donate_argnums": donate}
+            jitted = jax.jit(lambda *arrays: function(*static, *arrays), **options)
             call, is_cached = with_compile_cache(jitted, moved, out_shardings)
             self.num_loaded_helpers += is_cached
             return call

@@ -110,6 +110,7 @@ class RequestReport:
         cached_tokens: the part of `prompt_tokens` that was not processed for this request: a state had them, or
             several prompts share them and one was processed.
         reread: why tokens that a state had were processed again; empty if none were.
+        slots: number of slots of continuous batching, where `answer_seconds` is the time of everything; 0 without.
     """
 
     kind: str
@@ -122,6 +123,7 @@ class RequestReport:
     compiled: int = 0
     cached_tokens: int = 0
     reread: str = ""
+    slots: int = 0
 
     @property
     def read_tokens(self) -> int:
@@ -144,7 +146,11 @@ class RequestReport:
         unit = "tokens" if self.prompt_tokens else self.kind
         timing = f"{self.prompt_seconds:.3f} s, {self.prompt_rate:,.0f} {unit}/s"
         text = f"{self.rows:,} {self.kind}{tokens} processed in {timing}"
-        if self.answer_seconds:
+        if self.slots:
+            text = f"{self.rows:,} {self.kind}{tokens} processed in {self.slots} slots"
+            rate = f"{self.answer_rate:,.0f} new tokens/s with their prompts"
+            text += f"; {self.new_tokens:,} new tokens in {self.answer_seconds:.3f} s, {rate}"
+        elif self.answer_seconds:
             rate = f"{self.answer_rate:,.0f} tokens/s"
             text += f"; {self.new_tokens:,} new tokens, in {self.answer_seconds:.3f} s after the first, {rate}"
         text += f"; {self.reread}" if self.reread else ""

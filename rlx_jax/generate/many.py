@@ -1,0 +1,299 @@
+"""Many prompts: requests that run in slots (`generate`), and prompts from an iterator (`generate_iter`)."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Unpack
+
+import numpy as np
+
+from rlx_jax.errors import RequestError, RlxError, shown
+from rlx_jax.generate.generation import NewTokens, make_output, make_outputs, run_request
+from rlx_jax.generate.request import LanguageModel, Request, StopLike, check_answers, check_length, choose_seed
+from rlx_jax.generate.request_plan import chunk_widths
+from rlx_jax.generate.row_options import BatchProgress, RowOptions, split_by_prompt
+from rlx_jax.generate.sampler import Sampler, Sampling, resolve_sampler
+from rlx_jax.generate.scheduler import Answer, Job, Scheduler
+from rlx_jax.generate.slot_plan import SlotPlan, max_slots, plan_slots
+from rlx_jax.generate.slots import open_slots
+from rlx_jax.generate.stop_strings import stop_length
+from rlx_jax.runtime.inputs import check_integer
+from rlx_jax.runtime.report import RequestReport
+from rlx_jax.text.request_checks import Prompts, classify_prompts
+
+if TYPE_CHECKING:
+    from rlx_jax.generate.causal import CausalLM
+
+# Prompts that are prefilled together in a request without slots have at most so many tokens, padding included.
+MAX_BATCH_TOKENS = 2**16
+
+
+def split_options(
+    lm: LanguageModel, prompts: Prompts, n: Any, options: tuple[Any, Any, Any, Any], fields: Mapping[str, Any]
+) -> tuple[Any, Sampler, Any, Any, tuple[RowOptions, ...]]:
+    """Return options of a request that all prompts share, and those of each prompt if one of them has several values.
+
+    Args:
+        n: number of answers to each prompt, as in `Request`.
+        options: `max_new_tokens`, `sampler`, `stop` and `seed` of the call.
+        fields: fields of a sampler.
+
+    Returns:
+        the same four options, with the largest budget where prompts differ; and the options of each prompt.
+
+    Raises:
+        RequestError: as `check_request`; or there is not one value for each prompt.
+    """
+    max_new_tokens, sampler, stop, seed = options
+    if prompts.is_single or fields or not isinstance(sampler, list | tuple):
+        sampler = resolve_sampler(sampler, fields)
+    count = len(prompts.texts if prompts.texts is not None else prompts.ids or ())
+    arguments = {"max_new_tokens": max_new_tokens, "sampler": sampler, "stop": stop, "seed": seed}
+    by_prompt = [] if prompts.is_single else split_by_prompt(count, arguments)
+    if not by_prompt:
+        return max_new_tokens, sampler, stop, seed, ()
+    samplers = [resolve_sampler(each["sampler"], {}) for each in by_prompt]
+    for each in {*samplers}:
+        check_answers(lm, n, None, each, False)
+        each.values(lm.vocab_size)
+    has_seeds = isinstance(seed, list | tuple | np.ndarray)
+    sampled = next((each for each in samplers if each.temperature), Sampler())
+    if not has_seeds:
+        seed = choose_seed(seed, sampled)
+    rows = []
+    for i, (each, chosen) in enumerate(zip(by_prompt, samplers, strict=True)):
+        stop_strings, stop_ids = lm.parse_stop(each["stop"])
+        budget = check_integer(f"max_new_tokens[{i}]", each["max_new_tokens"], 0)
+        # A prompt with a seed of its own has the draws of a call for it alone.
+        row_seed, draw = (choose_seed(each["seed"], chosen), 0) if has_seeds else (seed, i * (n or 1))
+        rows.append(RowOptions(budget, chosen, stop_ids, stop_strings, row_seed, draw))
+    shared = (Sampler(), (), 0) if has_seeds else (sampled, (), seed)
+    return max(row.budget for row in rows), *shared, tuple(rows)
+
+
+# -- a request in slots ------------------------------------------------------------------------
+
+
+def run_prompts(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any]:
+    """Run a request of `generate`, in slots or in one batch, and return the output for each prompt.
+
+    Raises:
+        RequestError: an option needs slots, and another one does not work in slots yet. NumericsError: as
+            `run_request`.
+    """
+    if not uses_slots(lm, request):
+        return run_request(lm, request, new)
+    for _ in run_slots(lm, request, new):
+        pass
+    return make_outputs(lm, request, new)
+
+
+def uses_slots(lm: LanguageModel, request: Request) -> bool:
+    """Return whether a request runs in slots: too many prompts for one batch, or an option that needs them.
+
+    Raises:
+        RequestError: an option needs slots, and another one does not work in slots yet.
+    """
+    options = {
+        "a value for each prompt": request.by_prompt, "slots=": request.slots, "progress=": request.progress,
+    }  # fmt: skip
+    others = {
+        "speculative=": request.drafter, "state=": request.prefix, "share_prefix=True": request.shared_prefix_len,
+        "inputs=": request.inputs.arrays,
+    }  # fmt: skip
+    wanted, unsupported = ([name for name, value in table.items() if value] for table in (options, others))
+    if wanted and unsupported:
+        raise RequestError(f"{wanted[0]} and {unsupported[0]} do not go together yet; leave one of them out")
+    if wanted or unsupported:
+        return bool(wanted)
+    # A profile that forbids further programs has those of one batch.
+    if lm.buckets.on_recompile == "error" or not request.rows:
+        return False
+    num_rows, longest = len(request.rows) * (request.n or 1), max(map(len, request.rows))
+    num_tokens = sum(chunk_widths(lm.buckets, longest, lm.max_positions)) * len(request.rows)
+    return num_rows > max_slots(lm) or (len(request.rows) > 1 and num_tokens > MAX_BATCH_TOKENS)
+
+
+def run_slots(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[None]:
+    """Run a request in slots, and yield after every step, when the answers that ended have been copied to `new`."""
+    clock, n = lm.model.programs.start_timer(), request.n or 1
+    jobs = [Job(row, request.rows[row // n], request.row_options(row)) for row in range(len(new.rows))]
+    jobs = [job for job in jobs if job.options.budget]
+    if not jobs:
+        return
+    plan = plan_jobs(lm, jobs, request)
+    scheduler = Scheduler(open_slots(plan), partial(find_end, lm))
+    for job in jobs:
+        scheduler.submit(job)
+    done, num_tokens = len(new.rows) - len(jobs), 0
+    while not scheduler.is_idle:
+        ended = scheduler.step()
+        for answer in ended:
+            row = answer.job.index
+            new.rows[row], new.log_probs[row], new.top_logprobs[row] = answer.ids, answer.log_probs, answer.top_logprobs
+            new.failed |= {row: len(answer.ids)} if answer.failed else {}
+        done, num_tokens = done + len(ended), num_tokens + sum(len(answer.ids) for answer in ended)
+        seconds, compiled = clock()
+        new.report = slots_report(plan, len(request.rows), sum(map(len, request.rows)), num_tokens, seconds, compiled)
+        if ended and request.progress is not None:
+            request.progress(BatchProgress(done, len(new.rows), num_tokens, seconds))
+        yield
+
+
+def plan_jobs(lm: LanguageModel, jobs: Sequence[Job], request: Request) -> SlotPlan:
+    """Return the plan for jobs of a request; raises as `plan_slots`."""
+    options, lengths = [job.options for job in jobs], [len(job.ids) for job in jobs]
+    return plan_slots(lm, options, lengths, request.logprobs, request.slots)
+
+
+def find_end(lm: LanguageModel, job: Job, ids: list[int], num_new: int) -> int | None:
+    """Return the length of an answer up to its first stop string, or None; see `stop_length`."""
+    return stop_length(lm.decode, ids, num_new, job.options.stop_strings)
+
+
+def slots_report(
+    plan: SlotPlan, num_prompts: int, prompt_tokens: int, new_tokens: int, seconds: float, compiled: int
+) -> RequestReport:
+    """Return the report of prompts that run in slots, where prefill and decoding alternate."""
+    return RequestReport(
+        "prompts", num_prompts, prompt_tokens, 0.0, new_tokens, answer_seconds=seconds, compiled=compiled,
+        slots=plan.sizes.num_slots,
+    )  # fmt: skip
+
+
+# -- prompts from an iterator ------------------------------------------------------------------
+
+
+def generate_iter(
+    self: CausalLM, prompts: Iterable[Any], max_new_tokens: int = 64, sampler: Sampler | None = None,
+    stop: StopLike = (), seed: Any = None, *, logprobs: int | None = None, slots: int | None = None,
+    progress: Callable[[BatchProgress], None] | None = None, errors: Literal["raise", "return"] = "raise",
+    **sampling: Unpack[Sampling],
+) -> Iterator[tuple[int, Any]]:  # fmt: skip
+    """Continue prompts from any iterable, and yield `(index, answer)` as each answer ends, not in order.
+
+    Prompts are read as slots become free, at most a few ahead, so that the iterable may be endless. Answers are those
+    of `generate` for the list of all prompts.
+
+    Args:
+        prompts: strings or id lists.
+        max_new_tokens, sampler, stop, seed, logprobs, slots, progress: as in `generate`, one value for all prompts.
+        errors: "return" yields `(index, error)` for a prompt that is refused, or fails with a `NumericsError`, and the
+            others go on; "raise" raises the error.
+        sampling: fields of a sampler.
+
+    Raises:
+        RequestError: as `generate`; options are checked at once, and each prompt when it is read.
+    """
+    if errors not in ("raise", "return"):
+        raise RequestError(f"errors is {shown(errors)}; expected 'raise' or 'return'")
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise RequestError(f"generate_iter: prompts is {shown(prompts)}; expected an iterable of strings or id lists")
+    options: Any = {"logprobs": logprobs, "slots": slots, "progress": progress, **sampling}
+    request, new = self._make_request(Prompts(None, [], False), max_new_tokens, sampler, stop, seed, **options)
+    total = len(prompts) if isinstance(prompts, Sized) else None
+    return PromptStream(self._lm, request, new, total, errors == "return").run(iter(prompts))
+
+
+@dataclass(eq=False)
+class PromptStream:
+    """The run of one call of `generate_iter`.
+
+    Attributes:
+        lm: the model.
+        request: the options of all prompts; it has no rows.
+        new: receives the report.
+        total: number of prompts, if it is known.
+        returns_errors: whether errors are yielded, not raised.
+        texts: indices of the prompts in slots that are strings.
+    """
+
+    lm: LanguageModel
+    request: Request
+    new: NewTokens
+    total: int | None
+    returns_errors: bool
+    texts: set[int] = field(default_factory=set)
+
+    def run(self, prompts: Iterator[Any]) -> Iterator[tuple[int, Any]]:
+        """Yield the answers; see `generate_iter`."""
+        clock = self.lm.model.programs.start_timer()
+        read_ahead = self.request.slots or max_slots(self.lm)
+        source, waiting = enumerate(prompts), deque[Job]()
+        scheduler: Scheduler | None = None
+        plan: SlotPlan | None = None
+        done = num_tokens = num_prompts = prompt_tokens = 0
+        while True:
+            num_ahead = len(waiting) + (0 if scheduler is None else scheduler.num_waiting)
+            for index, prompt in itertools.islice(source, max(0, read_ahead - num_ahead)):
+                try:
+                    job = self.make_job(index, prompt)
+                except RlxError as error:
+                    yield index, self.returned(error)
+                    continue
+                waiting.append(job)
+                num_prompts, prompt_tokens = num_prompts + 1, prompt_tokens + len(job.ids)
+            if scheduler is None or scheduler.is_idle:
+                if not waiting:
+                    return
+                # A prompt that does not fit the cache waits until all slots are free, and gets a longer one.
+                if plan is None or not all(fits_plan(plan, job) for job in waiting):
+                    scheduler = None  # free its memory first
+                    plan = plan_jobs(self.lm, waiting, self.request)
+                    scheduler = Scheduler(open_slots(plan), partial(find_end, self.lm), read_ahead)
+            assert plan is not None and scheduler is not None
+            while waiting and fits_plan(plan, waiting[0]):
+                scheduler.submit(waiting.popleft())
+            for answer in scheduler.step():
+                done, num_tokens = done + 1, num_tokens + len(answer.ids)
+                seconds, compiled = clock()
+                self.new.report = slots_report(plan, num_prompts, prompt_tokens, num_tokens, seconds, compiled)
+                if self.request.progress is not None:
+                    self.request.progress(BatchProgress(done, self.total, num_tokens, seconds))
+                yield answer.job.index, self.output(answer)
+
+    def make_job(self, index: int, prompt: Any) -> Job:
+        """Return the job of a prompt.
+
+        Raises:
+            RequestError, TokenIdError, SequenceLengthError: as `generate`.
+        """
+        name = f"prompts[{index}]"
+        prompts = classify_prompts(prompt, name)
+        if not prompts.is_single:
+            raise RequestError(f"{name} is {shown(prompt)}; expected a string or a list of token ids")
+        (ids,) = self.lm.encode_prompts(prompts, index)
+        check_length(self.lm, len(ids), self.request.budget, name, None)
+        if prompts.texts is not None:
+            self.texts.add(index)
+        return Job(index, ids, self.request.row_options(index))
+
+    def returned(self, error: RlxError) -> RlxError:
+        """Return an error to yield it.
+
+        Raises:
+            RlxError: the error, if errors are raised.
+        """
+        if self.returns_errors:
+            return error
+        raise error
+
+    def output(self, answer: Answer) -> Any:
+        """Return what `generate_iter` yields for an answer."""
+        index = answer.job.index
+        request = replace(self.request, as_text=index in self.texts)
+        self.texts.discard(index)
+        output = make_output(self.lm, request, index, (answer.ids, answer.log_probs, answer.top_logprobs))
+        if not answer.failed:
+            return output
+        failed = NewTokens([answer.ids], {index: len(answer.ids)})
+        return self.returned(failed.failure([output]))
+
+
+def fits_plan(plan: SlotPlan, job: Job) -> bool:
+    """Return whether a job fits the cache of the slots."""
+    return len(job.ids) + job.options.budget <= plan.sizes.cache_len

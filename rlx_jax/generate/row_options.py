@@ -1,0 +1,105 @@
+"""`RowOptions`: how the tokens of a row are chosen, and what ends it; and arguments with a value for each prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rlx_jax.errors import RequestError, shown
+from rlx_jax.generate.sampler import Sampler
+
+
+@dataclass(frozen=True, eq=False)
+class RowOptions:
+    """The options of one row of a request.
+
+    Attributes:
+        budget: number of new tokens, at most.
+        sampler: how tokens are chosen.
+        stop_ids, stop_strings: ids and strings that end the row.
+        seed: seed or key of the random draws.
+        draw: the number that is folded into the key: the index of the row among all rows with this seed.
+    """
+
+    budget: int
+    sampler: Sampler
+    stop_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+    seed: Any
+    draw: int
+
+
+@dataclass(frozen=True)
+class BatchProgress:
+    """The progress of many prompts, as `progress=` of `generate` gets it.
+
+    Attributes:
+        done: number of answers that ended.
+        total: number of answers of the call; None for an iterator, which has no length.
+        new_tokens: tokens of the answers that ended.
+        seconds: time since the call.
+    """
+
+    done: int
+    total: int | None
+    new_tokens: int
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Return the new tokens per second so far."""
+        return self.new_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Return an estimate of the remaining time, which takes the other answers for as long; None without one."""
+        return None if self.total is None or not self.done else self.seconds / self.done * (self.total - self.done)
+
+    def __str__(self) -> str:
+        total = "" if self.total is None else f" of {self.total:,}"
+        left = "" if self.seconds_left is None else f", about {self.seconds_left:,.0f} s left"
+        return f"{self.done:,}{total} answers, {self.tokens_per_second:,.0f} tokens/s{left}"
+
+
+def values_by_prompt(name: str, value: Any, count: int) -> list[Any] | None:
+    """Return the values of an argument, one for each prompt; None if it is one value for all of them.
+
+    Args:
+        name: the argument.
+        value: its value. A `stop` for each prompt is a list of lists.
+        count: number of prompts.
+
+    Raises:
+        RequestError: there are more or fewer values than prompts.
+    """
+    if isinstance(value, np.ndarray) and value.ndim == 1 and name != "stop":
+        value = value.tolist()
+    is_list = isinstance(value, list | tuple)
+    if not is_list or (name == "stop" and not (value and all(isinstance(item, list | tuple) for item in value))):
+        return None
+    if len(value) != count:
+        raise RequestError(
+            f"{name} has {len(value)} values, and there are {count} prompts: {shown(value)}; pass one value for all of "
+            "them, or one for each"
+        )
+    return list(value)
+
+
+def split_by_prompt(count: int, arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the arguments of each prompt; an empty list if none of them has values for each prompt.
+
+    Raises:
+        RequestError: as `values_by_prompt`.
+    """
+    lists = {name: values_by_prompt(name, value, count) for name, value in arguments.items()}
+    if all(values is None for values in lists.values()):
+        return []
+
+    def at(name: str, i: int) -> Any:
+        values: Sequence[Any] | None = lists[name]
+        return arguments[name] if values is None else values[i]
+
+    return [{name: at(name, i) for name in arguments} for i in range(count)]

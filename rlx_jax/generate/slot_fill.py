@@ -1,0 +1,103 @@
+"""`FillSlots`: the program that copies prefilled prompts into slots, and its operands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlx_jax.compiler.executable import StateArrays
+from rlx_jax.generate.decode import DecodeLoop, LogProbs, RequestRows, TokenChooser, token_log_probs
+from rlx_jax.generate.sampler import SamplerValues
+from rlx_jax.runtime.inputs import KEY_IMPL
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SlotRows:
+    """What the device knows of each slot, apart from the state.
+
+    Attributes:
+        rows: as for a request.
+        sampler_values: a value for each slot.
+        stop_ids: `[S, K]` int32, the ids that end each slot, padded with -1.
+    """
+
+    rows: RequestRows
+    sampler_values: SamplerValues
+    stop_ids: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NewJobs:
+    """The jobs of a fill, padded to F rows.
+
+    Attributes:
+        slots: `[F]` int32, the slot of each job; the number of slots or more for a row that is not copied.
+        budgets: `[F]` int32, the most new tokens of each job.
+        seeds: `[F, 2]` uint32, the key of each job's seed; `[F, 0]` in greedy decoding.
+        draws: `[F]` int32, the number to fold into each key.
+        seen_tokens: `[F, V]` bool, the tokens of each prompt; `[F, 0]` without a repetition penalty.
+        sampler_values, stop_ids: as in `SlotRows`.
+    """
+
+    slots: Any
+    budgets: Any
+    seeds: Any
+    draws: Any
+    seen_tokens: Any
+    sampler_values: SamplerValues
+    stop_ids: Any
+
+
+@dataclass(frozen=True)
+class FillSlots(TokenChooser):
+    """Program that chooses the first tokens of prefilled prompts, and copies their rows into slots.
+
+    Attributes:
+        num_logprobs: as in `FirstTokens`.
+        row_axes: the row axis of each array of the state that has one; the others are the same for all rows.
+    """
+
+    num_logprobs: int | None
+    row_axes: tuple[tuple[str, int], ...]
+
+    def arguments(self) -> Mapping[str, str]:
+        """Return the arguments of `warmup` that select it, as `DecodeLoop` does."""
+        return DecodeLoop(self.sampling_steps, "", 1, True, self.num_logprobs, slots=True).arguments()
+
+    def __call__(
+        self, state: StateArrays, slots: SlotRows, new_state: StateArrays, logits: Array, jobs: NewJobs
+    ) -> tuple[Array, LogProbs | None, SlotRows, StateArrays]:
+        """Return the first tokens `[F]`, their log-probabilities, the slots and their state.
+
+        Args:
+            state, slots: all slots; the memory of the state is reused.
+            new_state, logits: the result of prefill; logits `[F, 1, V]`.
+            jobs: the jobs.
+        """
+        active, zeros = jobs.slots < slots.rows.running.shape[0], jnp.zeros_like(jobs.budgets)
+        keys = jobs.seeds
+        if self.sampling_steps.do_sample:
+            keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jobs.seeds, impl=KEY_IMPL), jobs.draws)
+        rows = RequestRows(zeros, active, jobs.budgets, zeros, jobs.seen_tokens, keys)
+        tokens, rows = self.choose_next(logits[:, 0], rows, jobs.sampler_values, jobs.stop_ids, active)
+        log_probs = None
+        if self.num_logprobs is not None:
+            log_probs = token_log_probs(logits[:, 0], rows.ids, self.num_logprobs)
+
+        def put(axis: int, old: Array, new: Array) -> Array:
+            # Indices past the last slot are dropped. They are unique too, so that XLA needs no order of writes.
+            at = (*(slice(None),) * axis, jobs.slots)
+            return old.at[at].set(new, mode="drop", unique_indices=True)
+
+        slots = jax.tree.map(partial(put, 0), slots, SlotRows(rows, jobs.sampler_values, jobs.stop_ids))
+        filled = {name: put(axis, state[name], new_state[name]) for name, axis in self.row_axes}
+        return tokens, log_probs, slots, new_state | filled
