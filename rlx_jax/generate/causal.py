@@ -17,6 +17,7 @@ from rlx_jax.generate.conversation import Conversation, check_stream_options, op
 from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.drafters import DRAFT_TOKENS, make_drafter
 from rlx_jax.generate.explain import explain as explain_requests
+from rlx_jax.generate.explain import profile as profile_requests
 from rlx_jax.generate.explain import show as show_requests
 from rlx_jax.generate.generation import NewTokens, report_of_requests, run_request, stream_request
 from rlx_jax.generate.many import generate_iter, run_prompts, split_options
@@ -27,12 +28,12 @@ from rlx_jax.generate.request import (
     GenerateOptions,
     LanguageModel,
     Request,
-    StopLike,
     StreamOptions,
     check_flag,
     check_request,
 )
 from rlx_jax.generate.request_inputs import Inputs, declared_inputs
+from rlx_jax.generate.row_options import Budgets, Samplers, StopLike
 from rlx_jax.generate.sampler import SAMPLING, Sampler
 from rlx_jax.generate.score_program import ScoredTokens, scored_tokens
 from rlx_jax.generate.scoring import Score, mean_perplexity, perplexity_windows, score_items
@@ -40,7 +41,6 @@ from rlx_jax.generate.speculative import Drafter
 from rlx_jax.generate.warm_up import warm_all
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.program import Weights
-from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.chat import chat_prompt
 from rlx_jax.text.padding import check_buckets
@@ -200,38 +200,37 @@ class CausalLM(TaskModel):
 
     @overload
     def generate(
-        self, prompts: PromptLike, max_new_tokens: int | Sequence[int] = 64,
-        sampler: Sampler | Sequence[Sampler] | None = None, stop: StopLike | Sequence[Sequence[str | int]] = (),
+        self, prompts: PromptLike, max_new_tokens: Budgets = 64, sampler: Samplers = None, stop: StopLike = (),
         seed: Any = None, attention_mask: Any = None, **options: Unpack[GenerateOptions],
     ) -> PromptLike: ...  # fmt: skip
 
     @overload
     def generate(
-        self, prompts: Any, max_new_tokens: int | Sequence[int] = 64,
-        sampler: Sampler | Sequence[Sampler] | None = None, stop: StopLike | Sequence[Sequence[str | int]] = (),
+        self, prompts: Any, max_new_tokens: Budgets = 64, sampler: Samplers = None, stop: StopLike = (),
         seed: Any = None, attention_mask: Any = None, *, n: int | None = None, logprobs: int | None = None,
         return_captures: bool = False, **options: Unpack[GenerateOptions],
     ) -> Any: ...  # fmt: skip
 
     @suggest_keywords(*GenerateOptions.__annotations__)
     def generate(
-        self, prompts: Any, max_new_tokens: int | Sequence[int] = 64,
-        sampler: Sampler | Sequence[Sampler] | None = None, stop: StopLike | Sequence[Sequence[str | int]] = (),
+        self, prompts: Any, max_new_tokens: Budgets = 64, sampler: Samplers = None, stop: StopLike = (),
         seed: Any = None, attention_mask: Any = None, *, n: int | None = None, logprobs: int | None = None,
         return_captures: bool = False, **options: Unpack[GenerateOptions],
     ) -> Any:  # fmt: skip
         """Continue prompts, and return the new tokens: text for strings, ids for ids, and one answer for one prompt.
 
         Args:
-            prompts: a string, a list of strings, an id list, or a list of id lists; rows may differ in length. An empty
-                prompt starts from the begin token; without a begin token it is an error.
-            max_new_tokens: at most this many new tokens per row; an end token ends its row and is its last id.
+            prompts: a string, a list of strings, an id list, or a list of id lists, of any number and any lengths. An
+                empty prompt starts from the begin token; without a begin token it is an error.
+            max_new_tokens: at most this many new tokens per row; an end token ends its row and is its last id. This
+                option and the next three have one value, or a list with one for each prompt.
             sampler: how tokens are chosen; greedy by default. See `Sampler`. Its fields may be passed in its place:
                 `temperature=0.8, top_p=0.9`.
-            stop: strings that end a row and are left out, or token ids that end it as an end token does. A row that is
-                returned as ids ends with the token that completes a stop string.
+            stop: strings that end a row and are left out, or token ids that end it as an end token does; lists of them,
+                one for each prompt. A row that is returned as ids ends with the token that completes a stop string.
             seed: seed of the random draws, below 2**64; by default a new one for each call, in `report().seed`. The
-                draws of a row depend on the seed and its index in the request, not on the other rows.
+                draws of a row depend on the seed and its index in the request, not on the other rows. With a seed for
+                each prompt they are those of a call for that prompt alone.
             attention_mask: `[B, S]`, 1 at the tokens of prompts that are padded to `[B, S]`, on the left or the right.
             inputs: other inputs of the flow by name, `{"image": pixels}`, with one row for each prompt.
             speculative: the source of drafts for speculative decoding. A step verifies several drafts and accepts those
@@ -245,6 +244,9 @@ class CausalLM(TaskModel):
             state: a state of `prefill` or `extend` that the prompts continue: a row for each of them, or one for all.
                 It is copied, not consumed. Strings are then encoded without the tokenizer's special tokens.
             share_prefix: prefill the common prefix of all prompts once, and repeat its state.
+            slots: number of rows that are decoded together while other prompts wait, for many prompts. By default few
+                prompts run as one batch, and the device's memory limits the number of slots.
+            progress: callback for many prompts; it gets a `BatchProgress` when answers end.
             return_captures: return (answers, captures), with the captures of each prompt and its new tokens, a row for
                 each answer, as `capture` returns them: one forward pass computes them after the last token.
 
@@ -494,13 +496,4 @@ class CausalLM(TaskModel):
             return self.model.report(**sizes)
         return report_of_requests(self.model, self._last_speculative, self._last_call)
 
-    explain, show = explain_requests, show_requests
-
-    def profile(self, prompts: Any, max_new_tokens: int = 64, **options: Any) -> BlockTimes:
-        """Measure the time by block of `generate(prompts, max_new_tokens, **options)`.
-
-        It runs twice, the second time under `jax.profiler`, without compiling. Prefill and the loop have separate rows.
-        """
-        drafter = options.get("speculative")
-        models = [self.model.programs, *([drafter.model.programs] if isinstance(drafter, CausalLM) else [])]
-        return profile_run(models, lambda: self.generate(prompts, max_new_tokens, **options))
+    explain, show, profile = explain_requests, show_requests, profile_requests

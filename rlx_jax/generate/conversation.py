@@ -25,10 +25,10 @@ from rlx_jax.generate.request import (
     PrefixState,
     Request,
     SnapshotPoint,
-    StopLike,
     check_flag,
     common_prefix_len,
 )
+from rlx_jax.generate.row_options import StopLike
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.ir.plugins import derive_rule

@@ -267,7 +267,7 @@ class DecodeLoop(TokenChooser):
             def continues(carry: Any) -> Array:
                 running: Array = carry[1].running
                 has_work = running.sum() > inputs["min_running"] if self.slots else running.any()
-                return (carry[0] < self.steps) & has_work
+                return jnp.logical_and(carry[0] < self.steps, has_work)
 
             if self.early_exit:
                 _, rows, state, out = lax.while_loop(continues, step, start)

@@ -20,6 +20,7 @@ from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.runtime.explain import explain_program
 from rlx_jax.runtime.findings import PaddedSizes
 from rlx_jax.runtime.inputs import check_integer
+from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.show import check_compared, model_page
 from rlx_jax.text.request_checks import classify_prompts
 from rlx_jax.text.token_model import check_positions
@@ -35,6 +36,8 @@ class HasRequests(Protocol):
 
     @property
     def _lm(self) -> LanguageModel: ...
+
+    def generate(self, prompts: Any, max_new_tokens: int, **options: Any) -> Any: ...
 
 
 def explain(
@@ -133,3 +136,13 @@ def time_prefill(plan: RequestPlan, runs: int) -> BlockTimes:
         return next(blocks).logits
 
     return profile_run([plan.loop.model.programs], prefill, runs)
+
+
+def profile(self: HasRequests, prompts: Any, max_new_tokens: int = 64, **options: Any) -> BlockTimes:
+    """Measure the time by block of `generate(prompts, max_new_tokens, **options)`.
+
+    It runs twice, the second time under `jax.profiler`, without compiling. Prefill and the loop have separate rows.
+    """
+    models = [self._lm.model, getattr(options.get("speculative"), "model", None)]
+    programs = [model.programs for model in models if isinstance(model, CompiledModel)]
+    return profile_run(programs, lambda: self.generate(prompts, max_new_tokens, **options))

@@ -7,15 +7,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import Any, Literal, Protocol, Unpack
 
 import numpy as np
 
-from rlx_jax.errors import RequestError, RlxError, shown
+from rlx_jax.errors import RequestError, RlxError, shown, suggest_keywords
 from rlx_jax.generate.generation import NewTokens, make_output, make_outputs, run_request
-from rlx_jax.generate.request import LanguageModel, Request, StopLike, check_answers, check_length, choose_seed
+from rlx_jax.generate.request import LanguageModel, Request, check_answers, check_length, choose_seed
 from rlx_jax.generate.request_plan import chunk_widths
-from rlx_jax.generate.row_options import BatchProgress, RowOptions, split_by_prompt
+from rlx_jax.generate.row_options import BatchProgress, RowOptions, StopLike, split_by_prompt
 from rlx_jax.generate.sampler import Sampler, Sampling, resolve_sampler
 from rlx_jax.generate.scheduler import Answer, Job, Scheduler
 from rlx_jax.generate.slot_plan import SlotPlan, max_slots, plan_slots
@@ -24,9 +24,6 @@ from rlx_jax.generate.stop_strings import stop_length
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.report import RequestReport
 from rlx_jax.text.request_checks import Prompts, classify_prompts
-
-if TYPE_CHECKING:
-    from rlx_jax.generate.causal import CausalLM
 
 # Prompts that are prefilled together in a request without slots have at most so many tokens, padding included.
 MAX_BATCH_TOKENS = 2**16
@@ -57,11 +54,11 @@ def split_options(
     if not by_prompt:
         return max_new_tokens, sampler, stop, seed, ()
     samplers = [resolve_sampler(each["sampler"], {}) for each in by_prompt]
-    for each in {*samplers}:
-        check_answers(lm, n, None, each, False)
-        each.values(lm.vocab_size)
+    for chosen in {*samplers}:
+        check_answers(lm, n, None, chosen, False)
+        chosen.values(lm.vocab_size)
     has_seeds = isinstance(seed, list | tuple | np.ndarray)
-    sampled = next((each for each in samplers if each.temperature), Sampler())
+    sampled = next((chosen for chosen in samplers if chosen.temperature), Sampler())
     if not has_seeds:
         seed = choose_seed(seed, sampled)
     rows = []
@@ -168,8 +165,20 @@ def slots_report(
 # -- prompts from an iterator ------------------------------------------------------------------
 
 
+class MakesRequests(Protocol):
+    """A `CausalLM`."""
+
+    @property
+    def _lm(self) -> LanguageModel: ...
+
+    def _make_request(
+        self, prompts: Prompts, max_new_tokens: Any, sampler: Any, stop: Any, seed: Any, **options: Any
+    ) -> tuple[Request, NewTokens]: ...
+
+
+@suggest_keywords(*Sampling.__annotations__)
 def generate_iter(
-    self: CausalLM, prompts: Iterable[Any], max_new_tokens: int = 64, sampler: Sampler | None = None,
+    self: MakesRequests, prompts: Iterable[Any], max_new_tokens: int = 64, sampler: Sampler | None = None,
     stop: StopLike = (), seed: Any = None, *, logprobs: int | None = None, slots: int | None = None,
     progress: Callable[[BatchProgress], None] | None = None, errors: Literal["raise", "return"] = "raise",
     **sampling: Unpack[Sampling],

@@ -31,7 +31,6 @@ from rlx_jax.text.request_checks import NO_TOKENIZER, Prompts, id_list
 from rlx_jax.text.token_model import check_positions
 from rlx_jax.text.tokenizer import Tokenizer
 
-StopLike = str | int | Iterable[str | int]
 MAX_SLOTS = 2**30  # cache length limit: XLA cannot represent the next power of two, 2**31, as a dimension
 
 

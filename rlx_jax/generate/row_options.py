@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,11 @@ import numpy as np
 
 from rlx_jax.errors import RequestError, shown
 from rlx_jax.generate.sampler import Sampler
+
+# Arguments that are one value, or one for each prompt.
+Budgets = int | Sequence[int]
+Samplers = Sampler | Sequence[Sampler] | None
+StopLike = str | int | Iterable[str | int | Sequence[str | int]]
 
 
 @dataclass(frozen=True, eq=False)

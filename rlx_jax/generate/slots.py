@@ -169,7 +169,8 @@ def new_jobs(plan: SlotPlan, jobs: Sequence[Job]) -> NewJobs:
 
 def stack_values(values: Sequence[SamplerValues]) -> SamplerValues:
     """Return the values of several samplers as operands with one row for each: `[B, 1]`, and the bias `[B, V]`."""
-    return jax.tree.map(lambda *parts: np.stack([np.atleast_1d(part) for part in parts]), *values)
+    result: SamplerValues = jax.tree.map(lambda *parts: np.stack([np.atleast_1d(part) for part in parts]), *values)
+    return result
 
 
 def open_slots(plan: SlotPlan) -> Slots:

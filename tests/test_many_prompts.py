@@ -1,0 +1,170 @@
+"""Many prompts in slots: every row equals the same request alone, for any order, number of slots and time of refill."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from tests import divided
+from tests.divided import V
+
+ARCHETYPES = ("llama", "gemma2")
+OTHERS = ("mixtral", "qwen35", "mistral", "gpt_oss", "mamba2", "gpt2")
+"""Rings of 5 tokens, experts, recurrent states, learned positions."""
+MAX_TOKENS, LOGPROBS = 9, 2
+SAMPLERS = (
+    rlx.Sampler(),
+    rlx.Sampler(temperature=1.0),
+    rlx.Sampler(temperature=0.7, top_k=5, repetition_penalty=1.5),
+    rlx.Sampler(temperature=1.3, top_p=0.9, min_p=0.01, logit_bias={3: 4.0}),
+    rlx.Sampler(repetition_penalty=1.7, logit_bias={1: -np.inf}),
+)
+
+
+@functools.cache
+def lm(family: str) -> Any:
+    return rlx.CausalLM(divided.recipe(family), divided.weights(family))
+
+
+@functools.cache
+def alone(family: str, prompt: tuple[int, ...], budget: int, sampler: int, seed: int, stop: tuple[int, ...]) -> Any:
+    """The answer to a prompt of a call for it alone."""
+    options: Any = {"sampler": SAMPLERS[sampler], "seed": seed, "stop": list(stop), "logprobs": LOGPROBS}
+    return lm(family).generate([list(prompt)], budget, **options)[0]
+
+
+prompt = st.lists(st.integers(0, V - 1), min_size=1, max_size=16).map(tuple)
+one_job = st.tuples(
+    prompt, st.integers(0, MAX_TOKENS), st.integers(0, len(SAMPLERS) - 1), st.integers(0, 3),
+    st.lists(st.integers(0, V - 1), max_size=2).map(tuple),
+)  # fmt: skip
+job_lists = st.lists(one_job, min_size=1, max_size=9)
+
+
+def same(got: rlx.Completion, want: rlx.Completion) -> None:
+    """The same tokens, and log-probabilities up to rounding."""
+    assert got.tokens == want.tokens
+    np.testing.assert_allclose(got.token_logprobs, want.token_logprobs, atol=1e-5)
+    assert [len(top) for top in got.top] == [len(top) for top in want.top]
+
+
+def run_jobs(family: str, jobs: list[Any], slots: int) -> None:
+    """All jobs in one call; SAMPLERS[2] is in each, so that the programs are those of all samplers."""
+    jobs = [*jobs, ((1,), 1, 2, 0, ()), ((1,), 1, 3, 0, ())]
+    prompts, budgets, samplers, seeds, stops = zip(*jobs, strict=True)
+    got = lm(family).generate(
+        [list(p) for p in prompts], [*budgets], [SAMPLERS[i] for i in samplers], [list(ids) for ids in stops],
+        [*seeds], logprobs=LOGPROBS, slots=slots,
+    )  # fmt: skip
+    for completion, job in zip(got, jobs, strict=True):
+        same(completion, alone(family, *job))
+
+
+@pytest.mark.parametrize("family", ARCHETYPES)
+@settings(max_examples=5, deadline=None)
+@given(jobs=job_lists, slots=st.sampled_from([2, 3]))
+def test_rows_equal_requests_alone(family: str, jobs: list[Any], slots: int) -> None:
+    """With a sampler, a seed, stop ids and a number of tokens for each prompt."""
+    run_jobs(family, jobs, slots)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*ARCHETYPES, *OTHERS])
+@settings(max_examples=40, deadline=None)
+@given(jobs=job_lists, slots=st.integers(1, 5))
+def test_rows_equal_requests_alone_often(family: str, jobs: list[Any], slots: int) -> None:
+    run_jobs(family, jobs, slots)
+
+
+def job_list(count: int, seed: int = 0) -> tuple[list[list[int]], list[int]]:
+    """Prompts and numbers of tokens."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, V, n).tolist() for n in rng.integers(1, 17, count)]
+    return prompts, rng.integers(1, MAX_TOKENS + 1, count).tolist()
+
+
+def test_order_progress_and_compiles() -> None:
+    """Order does not matter, nothing compiles the second time, and the callback gets every answer."""
+    prompts, budgets = job_list(7)
+    model = lm("llama")
+    calls: list[Any] = []
+    want = [model.generate([p], b)[0] for p, b in zip(prompts, budgets, strict=True)]
+    assert model.generate(prompts, budgets, slots=2) == want
+    compiled = model.report().compiles
+    assert model.generate(prompts[::-1], budgets[::-1], slots=2, progress=calls.append) == want[::-1]
+    report = model.report()
+    assert report.compiles == compiled and report.request.compiled == 0
+    assert report.request.slots == 2 and report.request.new_tokens == sum(budgets)
+    assert calls[-1].done == calls[-1].total == 7 and calls[-1].new_tokens == sum(budgets)
+    assert "7 of 7 answers" in str(calls[-1]) and calls[-1].seconds_left == 0
+
+
+def test_an_iterator_that_does_not_end() -> None:
+    """Answers come while prompts are still read; text and ids; a longer prompt makes the cache grow."""
+    model = lm("llama")
+    prompts = job_list(5)[0]
+    want = model.generate(prompts, 4)
+    stream = model.generate_iter(itertools.cycle(prompts), 4, slots=2)
+    got = dict(itertools.islice(stream, 12))
+    stream.close()
+    assert all(answer == want[i % 5] for i, answer in got.items()) and max(got) < 20
+    longer = [*prompts, [5] * 70]
+    assert dict(model.generate_iter(longer, 4, slots=2)) == dict(enumerate(model.generate(longer, 4)))
+    drawn = dict(model.generate_iter(prompts, 4, slots=2, temperature=1.0, seed=3))
+    assert drawn == dict(enumerate(model.generate(prompts, 4, temperature=1.0, seed=3)))
+
+
+def test_errors_of_prompts_leave_the_others() -> None:
+    """A prompt that can never fit, and one that is no prompt, are named; the others go on."""
+    model = lm("llama")
+    prompts: list[Any] = [[1], [2] * 250, [3, V], [4, 5]]
+    got = dict(model.generate_iter(prompts, 8, slots=2, errors="return"))
+    assert isinstance(got[1], errors.SequenceLengthError) and "prompts[1]" in str(got[1])
+    assert isinstance(got[2], errors.TokenIdError) and "prompts[2][1]" in str(got[2])
+    assert [got[0], got[3]] == model.generate([[1], [4, 5]], 8)
+    with pytest.raises(errors.SequenceLengthError, match=r"prompts\[1\]"):
+        list(model.generate_iter(prompts, 8, slots=2))
+    with pytest.raises(errors.SequenceLengthError, match=r"prompts\[1\]"):
+        model.generate(prompts[:2], 8, slots=2)
+
+
+def test_a_row_that_is_not_finite() -> None:
+    """The embedding of one id is NaN: its prompt fails, and the others have their answers."""
+    weights = {name: np.array(value) for name, value in divided.weights("llama").items()}
+    embedding = next(name for name in weights if "embed_tokens" in name)
+    weights[embedding][7] = np.nan
+    broken = rlx.CausalLM(divided.recipe("llama"), weights)
+    prompts = [[1, 2], [7], [3], [4, 5], [6]]
+    with pytest.raises(errors.NumericsError, match=r"prompts\[1\]") as failure:
+        broken.generate(prompts, [2, 3, 2, 2, 2], slots=2)
+    assert failure.value.outputs[1] == []
+    for i in (0, 2, 3, 4):
+        assert failure.value.outputs[i] == broken.generate([prompts[i]], 2)[0]
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda m: m.generate([[1], [2]], [1]), "max_new_tokens has 1 values, and there are 2 prompts"),
+        (lambda m: m.generate([[1], [2]], 1, [rlx.Sampler()] * 3), "sampler has 3 values"),
+        (lambda m: m.generate([[1], [2]], 1, stop=[[1]]), "stop has 1 values"),
+        (lambda m: m.generate([[1], [2]], 1, seed=[1, -1]), "seed"),
+        (lambda m: m.generate([[1], [2]], [1, -1]), r"max_new_tokens\[1\]"),
+        (lambda m: m.generate([[1]], 1, slots=0), "slots"),
+        (lambda m: m.generate([[1]], 1, slots=2**40), "slots would fit"),
+        (lambda m: m.generate([[1], [2]], [1, 2], speculative="prompt"), "speculative= do not go together"),
+        (lambda m: m.generate_iter([[1]], errors="ignore"), "errors is 'ignore'"),
+        (lambda m: m.generate_iter("text"), "expected an iterable"),
+    ],
+)
+def test_refused(call: Any, message: str) -> None:
+    with pytest.raises(errors.RequestError, match=message):
+        call(lm("llama"))
