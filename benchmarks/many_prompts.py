@@ -114,9 +114,8 @@ def main() -> None:
             print(json.dumps(row | {"request": str(lm.report().request)}), flush=True)
 
     for slots in args.slots or [None]:
-        measure(
-            "slots" if slots is None else f"{slots} slots", lambda slots=slots: run_slots(lm, prompts, answers, slots)
-        )
+        name = "slots" if slots is None else f"{slots} slots"
+        measure(name, partial(run_slots, lm, prompts, answers, slots))
     size = args.batches or (0 if on_gpu else 8)
     if size:
         measure(f"batches of {size}", partial(run_batches, lm, prompts, answers, size))

@@ -6,6 +6,7 @@ import functools
 import itertools
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -138,10 +139,9 @@ def test_errors_of_prompts_leave_the_others() -> None:
 
 def test_a_row_that_is_not_finite() -> None:
     """The embedding of one id is NaN: its prompt fails, and the others have their answers."""
-    weights = {name: np.array(value) for name, value in divided.weights("llama").items()}
-    embedding = next(name for name in weights if "embed_tokens" in name)
-    weights[embedding][7] = np.nan
-    broken = rlx.CausalLM(divided.recipe("llama"), weights)
+    model = lm("llama").model
+    name = next(name for name in model.params if "embed" in name)
+    broken = rlx.CausalLM(model.replace({**model.params, name: model.params[name].at[7].set(jnp.nan)}))
     prompts = [[1, 2], [7], [3], [4, 5], [6]]
     with pytest.raises(errors.NumericsError, match=r"prompts\[1\]") as failure:
         broken.generate(prompts, [2, 3, 2, 2, 2], slots=2)

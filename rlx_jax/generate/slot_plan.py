@@ -209,29 +209,37 @@ def prompt_widths(buckets: Buckets, longest: int, max_positions: int | None) -> 
 def fits_device(lm: LanguageModel, sizes: SlotSizes) -> bool:
     """Return whether the slots and the largest fill fit the memory of a device, by an estimate."""
     memory = running_device().memory
-    return memory is None or needed_bytes(lm, sizes) <= USABLE_MEMORY * memory
+    if memory is None:
+        return True
+    free = USABLE_MEMORY * memory - sum(parameter_bytes(lm.model.programs).values()) - slots_bytes(lm, sizes)
+    return free >= 0 and fill_bytes(lm, sizes) <= free
 
 
-def needed_bytes(lm: LanguageModel, sizes: SlotSizes) -> int:
-    """Return an estimate of the bytes on one device: parameters, slots, and the prefill of the widest fill."""
-    programs = lm.model.programs
-    settings = programs.settings
+def slots_bytes(lm: LanguageModel, sizes: SlotSizes) -> int:
+    """Return the bytes of the state of all slots and of a fill on one device, and an estimate of a step's logits."""
+    programs, model = lm.model.programs, lm.model.as_program("extend")
+    template = programs.template(model.key(frozenset(), model.output_names[:1], True))
     # Without donation a program writes a new state while the old one exists.
-    copies = 1 if settings.plan.donate_state else 2
+    copies = 1 if programs.settings.plan.donate_state else 2
+    ring_sizes = programs.ring_sizes(template, sizes.cache_len)
+
+    def state_bytes(rows: int) -> int:
+        state_sizes = {**lm.model.flow._binding, **ring_sizes, "batch": rows, "context": sizes.cache_len}
+        return sum(state_bytes_by_kind(programs, template, state_sizes).values())
+
+    # Logits in float32, with what sampling sorts.
+    logits = 4 * 4 * sizes.num_slots * lm.vocab_size
+    return copies * state_bytes(sizes.num_slots) + state_bytes(sizes.fill_rows) + logits
+
+
+def fill_bytes(lm: LanguageModel, sizes: SlotSizes) -> int:
+    """Return an estimate of the bytes of activations while the widest fill is prefilled, on one device."""
+    programs = lm.model.programs
     (key,) = fill_keys(lm, sizes, sizes.widths[-1:])
 
     def measure() -> int:
         lir = programs.function(key).lir
         return fused_activation_bytes(lir.graph, partial(workspace_bytes, lir), True, lir.plan.scan)
 
-    prefill = programs.request_keys(("prefill bytes", key), measure)
-    template = programs.template(key.symbolic)
-
-    def state_bytes(rows: int) -> int:
-        return sum(state_bytes_by_kind(programs, template, {**dict(key.binding), "batch": rows}).values())
-
-    state = copies * state_bytes(sizes.num_slots) + state_bytes(sizes.fill_rows)
-    # Logits and log-probabilities of a step, in float32, with what sampling sorts.
-    logits = 4 * 4 * sizes.num_slots * lm.vocab_size
-    result: int = sum(parameter_bytes(programs).values()) + state + prefill + logits
+    result: int = programs.request_keys(("fill bytes", key), measure)
     return result

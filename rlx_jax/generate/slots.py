@@ -33,7 +33,7 @@ Array = jax.Array
 
 
 @dataclass(frozen=True)
-class FirstTokens:
+class FillResult:
     """The first tokens of a fill on the device, which the next `decode` returns.
 
     Attributes:
@@ -61,7 +61,7 @@ class Slots:
     state: StateArrays
     rows: SlotRows
     occupied: set[int] = field(default_factory=set)
-    first_tokens: list[FirstTokens] = field(default_factory=list)
+    first_tokens: list[FillResult] = field(default_factory=list)
 
     @property
     def num_slots(self) -> int:
@@ -95,7 +95,7 @@ class Slots:
             tokens, log_probs, self.rows, self.state = programs.run_helper(
                 plan.fill, *arguments, out_shardings=plan.fill_shardings, donate=(0,)
             )
-            self.first_tokens.append(FirstTokens(slots, tokens, log_probs))
+            self.first_tokens.append(FillResult(slots, tokens, log_probs))
         self.occupied.update(slot for slot, _ in group)
 
     def decode(self, min_running: int) -> dict[int, SlotTokens]:
