@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.sampler import Sampler
-from rlx_jax.generate.scheduler import Job, Scheduler, SlotTokens
+from rlx_jax.generate.scheduler import Scheduler, SlotJob, SlotTokens
 
 STEPS = 4
 STOP = 7
 """Jobs of an odd index have a text that ends them when they have this many tokens."""
 
 
-def job(index: int, length: int, budget: int) -> Job:
-    return Job(index, [0] * length, RowOptions(budget, Sampler(), (), (), 0, index))
+def job(index: int, length: int, budget: int) -> SlotJob:
+    return SlotJob(index, [0] * length, RowOptions(budget, Sampler(), (), (), 0, index))
 
 
 def wanted(index: int, budget: int) -> list[int]:
@@ -32,14 +32,14 @@ class Device:
 
     num_slots: int
     fill_rows: int
-    jobs: dict[int, Job] = field(default_factory=dict)
+    jobs: dict[int, SlotJob] = field(default_factory=dict)
     done: dict[int, int] = field(default_factory=dict)
     num_idle_steps: int = 0
 
     def width(self, num_tokens: int) -> int:
         return -(-num_tokens // 4) * 4
 
-    def fill(self, group: Sequence[tuple[int, Job]]) -> None:
+    def fill(self, group: Sequence[tuple[int, SlotJob]]) -> None:
         assert 0 < len(group) <= self.fill_rows
         for slot, new in group:
             assert 0 <= slot < self.num_slots and slot not in self.jobs
@@ -64,7 +64,7 @@ class Device:
             del self.jobs[slot]
 
 
-def find_end(one: Job, ids: list[int], num_new: int) -> int | None:
+def find_end(one: SlotJob, ids: list[int], num_new: int) -> int | None:
     return STOP if one.index % 2 and len(ids) >= STOP else None
 
 

@@ -17,7 +17,7 @@ from rlx_jax.generate.request import LanguageModel, Request, check_answers, chec
 from rlx_jax.generate.request_plan import chunk_widths
 from rlx_jax.generate.row_options import BatchProgress, RowOptions, StopLike, split_by_prompt
 from rlx_jax.generate.sampler import Sampler, Sampling, resolve_sampler
-from rlx_jax.generate.scheduler import Answer, Job, Scheduler
+from rlx_jax.generate.scheduler import JobAnswer, Scheduler, SlotJob
 from rlx_jax.generate.slot_plan import SlotPlan, max_slots, plan_slots
 from rlx_jax.generate.slots import open_slots
 from rlx_jax.generate.stop_strings import stop_length
@@ -118,7 +118,7 @@ def uses_slots(lm: LanguageModel, request: Request) -> bool:
 def run_slots(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[None]:
     """Run a request in slots, and yield after every step, when the answers that ended have been copied to `new`."""
     clock, n = lm.model.programs.start_timer(), request.n or 1
-    jobs = [Job(row, request.rows[row // n], request.row_options(row)) for row in range(len(new.rows))]
+    jobs = [SlotJob(row, request.rows[row // n], request.row_options(row)) for row in range(len(new.rows))]
     jobs = [job for job in jobs if job.options.budget]
     if not jobs:
         return
@@ -141,13 +141,13 @@ def run_slots(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[N
         yield
 
 
-def plan_jobs(lm: LanguageModel, jobs: Sequence[Job], request: Request) -> SlotPlan:
+def plan_jobs(lm: LanguageModel, jobs: Sequence[SlotJob], request: Request) -> SlotPlan:
     """Return the plan for jobs of a request; raises as `plan_slots`."""
     options, lengths = [job.options for job in jobs], [len(job.ids) for job in jobs]
     return plan_slots(lm, options, lengths, request.logprobs, request.slots)
 
 
-def find_end(lm: LanguageModel, job: Job, ids: list[int], num_new: int) -> int | None:
+def find_end(lm: LanguageModel, job: SlotJob, ids: list[int], num_new: int) -> int | None:
     """Return the length of an answer up to its first stop string, or None; see `stop_length`."""
     return stop_length(lm.decode, ids, num_new, job.options.stop_strings)
 
@@ -232,7 +232,7 @@ class PromptStream:
         """Yield the answers; see `generate_iter`."""
         clock = self.lm.model.programs.start_timer()
         read_ahead = self.request.slots or max_slots(self.lm)
-        source, waiting = enumerate(prompts), deque[Job]()
+        source, waiting = enumerate(prompts), deque[SlotJob]()
         scheduler: Scheduler | None = None
         plan: SlotPlan | None = None
         done = num_tokens = num_prompts = prompt_tokens = 0
@@ -265,7 +265,7 @@ class PromptStream:
                     self.request.progress(BatchProgress(done, self.total, num_tokens, seconds))
                 yield answer.job.index, self.output(answer)
 
-    def make_job(self, index: int, prompt: Any) -> Job:
+    def make_job(self, index: int, prompt: Any) -> SlotJob:
         """Return the job of a prompt.
 
         Raises:
@@ -279,7 +279,7 @@ class PromptStream:
         check_length(self.lm, len(ids), self.request.budget, name, None)
         if prompts.texts is not None:
             self.texts.add(index)
-        return Job(index, ids, self.request.row_options(index))
+        return SlotJob(index, ids, self.request.row_options(index))
 
     def returned(self, error: RlxError) -> RlxError:
         """Return an error to yield it.
@@ -291,7 +291,7 @@ class PromptStream:
             return error
         raise error
 
-    def output(self, answer: Answer) -> Any:
+    def output(self, answer: JobAnswer) -> Any:
         """Return what `generate_iter` yields for an answer."""
         index = answer.job.index
         request = replace(self.request, as_text=index in self.texts)
@@ -303,6 +303,6 @@ class PromptStream:
         return self.returned(failed.failure([output]))
 
 
-def fits_plan(plan: SlotPlan, job: Job) -> bool:
+def fits_plan(plan: SlotPlan, job: SlotJob) -> bool:
     """Return whether a job fits the cache of the slots."""
     return len(job.ids) + job.options.budget <= plan.sizes.cache_len

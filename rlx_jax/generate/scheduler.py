@@ -19,7 +19,7 @@ TopLogProbs = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class SlotJob:
     """One answer to generate.
 
     Attributes:
@@ -34,7 +34,7 @@ class Job:
 
 
 @dataclass(eq=False)
-class Answer:
+class JobAnswer:
     """The new tokens of a job so far.
 
     Attributes:
@@ -44,7 +44,7 @@ class Answer:
         failed: whether the logits after the last token were not finite, which ended the job.
     """
 
-    job: Job
+    job: SlotJob
     ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogProbs] = field(default_factory=list)
@@ -65,7 +65,7 @@ class SlotTokens:
         ids: the tokens.
         running: whether the slot continues.
         failed: whether the logits after the last token were not finite.
-        log_probs, top_logprobs: as in `Answer`.
+        log_probs, top_logprobs: as in `JobAnswer`.
     """
 
     ids: Sequence[int]
@@ -92,7 +92,7 @@ class SlotRunner(Protocol):
         """Return the padded width of a prompt; prompts of one width are prefilled together."""
         ...
 
-    def fill(self, group: Sequence[tuple[int, Job]]) -> None:
+    def fill(self, group: Sequence[tuple[int, SlotJob]]) -> None:
         """Prefill jobs into free slots; the next `decode` returns their first tokens, too."""
         ...
 
@@ -106,10 +106,10 @@ class SlotRunner(Protocol):
 
 
 # The function that finds the end of an answer by its text: (job, ids, number of new ids) → length, or None.
-FindEnd = Callable[[Job, list[int], int], int | None]
+FindEnd = Callable[[SlotJob, list[int], int], int | None]
 
 
-def never_ends(job: Job, ids: list[int], num_new: int) -> int | None:
+def never_ends(job: SlotJob, ids: list[int], num_new: int) -> int | None:
     """Return None: no text ends the answer."""
     return None
 
@@ -129,11 +129,11 @@ class Scheduler:
 
     def __init__(self, device: SlotRunner, find_end: FindEnd = never_ends, window: int | None = None) -> None:
         self.device, self.find_end, self.window = device, find_end, window
-        self.answers: dict[int, Answer] = {}  # by slot, of running jobs
+        self.answers: dict[int, JobAnswer] = {}  # by slot, of running jobs
         self.num_waiting = 0
         self._free = list(range(device.num_slots))
         # By width a heap of (window, −budget, order, job): the order of submission decides between equal budgets.
-        self._waiting: dict[int, list[tuple[int, int, int, Job]]] = defaultdict(list)
+        self._waiting: dict[int, list[tuple[int, int, int, SlotJob]]] = defaultdict(list)
         self._num_submitted = 0
 
     @property
@@ -141,7 +141,7 @@ class Scheduler:
         """Return whether no job waits or runs."""
         return not self.num_waiting and not self.answers
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: SlotJob) -> None:
         """Add a job, with a budget of at least one token."""
         order = self._num_submitted
         epoch = 0 if self.window is None else order // self.window
@@ -160,7 +160,7 @@ class Scheduler:
             heapq.heapify(heap)
         self.num_waiting = sum(map(len, self._waiting.values()))
 
-    def step(self) -> list[Answer]:
+    def step(self) -> list[JobAnswer]:
         """Fill free slots, decode some steps, and return the answers that ended."""
         while self.num_waiting and len(self._free) >= self._group_size:
             self._fill()
@@ -190,7 +190,7 @@ class Scheduler:
         """Prefill the next group of waiting jobs: the first one, and others of its width."""
         count = self._group_size
         width = min((w for w, heap in self._waiting.items() if heap), key=lambda w: self._waiting[w][0][:3])
-        jobs: list[Job] = []
+        jobs: list[SlotJob] = []
         # Few jobs of that width are left: narrower prompts fit into the program, too.
         for narrower in sorted((w for w in self._waiting if w <= width), reverse=True):
             heap = self._waiting[narrower]
@@ -199,9 +199,9 @@ class Scheduler:
         group = [(self._free.pop(), job) for job in jobs]
         self.num_waiting -= len(group)
         self.device.fill(group)
-        self.answers |= {slot: Answer(job) for slot, job in group}
+        self.answers |= {slot: JobAnswer(job) for slot, job in group}
 
-    def _append(self, answer: Answer, new: SlotTokens) -> bool:
+    def _append(self, answer: JobAnswer, new: SlotTokens) -> bool:
         """Append new tokens to an answer, and return whether it ended."""
         answer.ids.extend(new.ids)
         answer.log_probs.extend(new.log_probs)

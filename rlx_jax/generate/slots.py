@@ -24,7 +24,7 @@ from rlx_jax.generate.decode import (
 )
 from rlx_jax.generate.request_plan import PromptChunk, prompt_blocks
 from rlx_jax.generate.sampler import Sampler, SamplerValues
-from rlx_jax.generate.scheduler import Job, SlotTokens
+from rlx_jax.generate.scheduler import SlotJob, SlotTokens
 from rlx_jax.generate.slot_fill import NewJobs, SlotRows
 from rlx_jax.generate.slot_plan import SlotPlan
 from rlx_jax.runtime.inputs import KEY_IMPL
@@ -77,7 +77,7 @@ class Slots:
         """Return the padded width of a prompt, the sum of its chunks."""
         return sum(self.plan.sizes.chunk_widths(num_tokens))
 
-    def fill(self, group: Sequence[tuple[int, Job]]) -> None:
+    def fill(self, group: Sequence[tuple[int, SlotJob]]) -> None:
         """Prefill jobs into free slots, without waiting for the device."""
         plan, rows = self.plan, self.fill_rows
         widths = plan.sizes.chunk_widths(max(len(job.ids) for _, job in group))
@@ -141,7 +141,7 @@ def slot_tokens(tokens: np.ndarray[Any, Any], running: bool, slot: int, log_prob
     return SlotTokens(ids, running, failed, log_probs.chosen[slot][is_token].tolist(), top)
 
 
-def new_jobs(plan: SlotPlan, jobs: Sequence[Job]) -> NewJobs:
+def new_jobs(plan: SlotPlan, jobs: Sequence[SlotJob]) -> NewJobs:
     """Return the operands of a fill; padding rows repeat the options of the first job."""
     steps, vocab_size = plan.fill.sampling_steps, plan.lm.vocab_size
     padded = [*jobs, *(jobs[0] for _ in range(plan.sizes.fill_rows - len(jobs)))]
