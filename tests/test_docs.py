@@ -2,8 +2,9 @@
 
 Every block fenced as ```python runs, in order, the blocks of one page in one namespace and in a directory of the
 page's own. The paths that pages load from exist there: `path/to/llama` and `path/to/bert` are tiny random
-checkpoints, `path/to/model.gguf` is one as a file, `path/to/awq` is quantised, `path/to/classifier` and
-`path/to/reranker` have a head, `path/to/minilm` is the real encoder;
+checkpoints, `path/to/model.gguf` is one as a file, `path/to/awq` is quantised, `path/to/classifier`,
+`path/to/reranker`, `path/to/tagger`, `path/to/answerer` and `path/to/masked` have a head, `path/to/minilm` is the real
+encoder;
 the first is also the model `HUB` of a hub on this machine. Blocks fenced otherwise (```text, ```sh) are not run.
 """
 
@@ -79,6 +80,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
         archive.extractall(here / "classifiers")
     for name, recorded in (("classifier", "bert"), ("reranker", "rerank")):
         (here / "path" / "to" / name).symlink_to(Path("..", "..", "classifiers", recorded))
+    with zipfile.ZipFile(FIXTURES / "text_heads.zip") as archive:
+        archive.extractall(here / "text_heads")
+    for name, recorded in (("tagger", "tags"), ("answerer", "answers"), ("masked", "masks")):
+        (here / "path" / "to" / name).symlink_to(Path("..", "..", "text_heads", recorded))
     with zipfile.ZipFile(FIXTURES / "image_classifiers.zip") as archive:
         archive.extractall(here / "image_classifiers")
     (here / "path" / "to" / "vit-classifier").symlink_to(Path("..", "..", "image_classifiers", "vit"))

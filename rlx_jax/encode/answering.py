@@ -14,7 +14,7 @@ from rlx_jax.encode.text_rows import check_pairs
 from rlx_jax.errors import RequestError, shown, suggest_keywords
 from rlx_jax.models.heads import ANSWER
 from rlx_jax.runtime.inputs import check_integer
-from rlx_jax.text.spans import TokenSpans, encode_windows
+from rlx_jax.text.spans import TokenSpans, encode_windows, id_of_role
 
 # Maximum number of tokens of a question with a window of its context, and of two windows' shared tokens.
 MAX_WINDOW, MAX_OVERLAP = 384, 128
@@ -187,12 +187,12 @@ class QuestionAnswerer(HeadModel):
         requests, spans = reader.read_spans(pairs, encode)
         logits = iter(self._run(requests, max_tokens))
         remaining, index = iter(spans), int(tokenizer.padding_side == "right")
-        cls = tokenizer.special_tokens.get("cls_token")
+        cls = id_of_role(tokenizer, "cls")
 
         def window(context: str) -> _Window:
             tokens = next(remaining)
             is_context = np.array([text == index for text in tokens.texts])
-            is_cls = np.array([token == cls for token in tokens.tokens])
+            is_cls = np.array([token == cls for token in tokens.ids])
             return _Window(context, tokens, next(logits), is_context, is_cls)
 
         return [[window(context) for _ in range(count)] for (_, context), count in zip(pairs, counts, strict=True)]

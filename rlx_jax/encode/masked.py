@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from rlx_jax.errors import RequestError, quote, shown, suggest_keywords
 from rlx_jax.models.heads import MASKED
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.text.request_checks import Ids, classify_prompts
-from rlx_jax.text.spans import TokenSpans, encode_spans
+from rlx_jax.text.spans import TokenSpans, encode_spans, id_of_role
 from rlx_jax.text.tokenizer import Tokenizer
 
 # Maximum number of logits that are on the host at once, if each text has one mask.
@@ -46,11 +47,10 @@ class MaskedLM(TokenLogits):
     _methods = "fill(texts) returns tokens for masks, logits(texts) the numbers before them"
     task = MASKED
 
-    @property
+    @functools.cached_property
     def mask_id(self) -> int | None:
         """The id of the tokenizer's mask; None if it has none."""
-        token = None if self.tokenizer is None else self.tokenizer.special_tokens.get("mask_token")
-        return None if token is None or self.tokenizer is None else self.tokenizer.added_tokens[token].id
+        return None if self.tokenizer is None else id_of_role(self.tokenizer, "mask")
 
     @property
     def selection(self) -> TokenSelection:
@@ -89,7 +89,7 @@ class MaskedLM(TokenLogits):
         def encode(chunk: Sequence[str], first: int) -> list[TokenSpans]:
             rows = [rows[0] for rows in encode_spans(tokenizer, chunk, reader.max_text_tokens, first=first)]
             for i, (text, row) in enumerate(zip(chunk, rows, strict=True), first):
-                _check_masks(text, row, tokenizer.special_tokens["mask_token"], f"texts[{i}]")
+                _check_masks(text, row, mask_id, tokenizer.special_tokens["mask_token"], f"texts[{i}]")
             return rows
 
         results = []
@@ -115,13 +115,13 @@ class MaskedLM(TokenLogits):
         return np.array(sorted({*ids}), np.int32)
 
 
-def _check_masks(text: str, row: TokenSpans, mask: str, name: str) -> None:
+def _check_masks(text: str, row: TokenSpans, mask_id: int, mask: str, name: str) -> None:
     """Check that a text has masks, and that all of them are among its tokens.
 
     Raises:
         RequestError: it has none, or some are after the maximum number of tokens.
     """
-    count = row.tokens.count(mask)
+    count = row.ids.count(mask_id)
     if not count:
         raise RequestError(f"{name} has no {mask} among its {len(row.ids)} tokens: {quote(text)}")
     if count < text.count(mask):

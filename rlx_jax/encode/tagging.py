@@ -14,7 +14,7 @@ from rlx_jax.errors import RequestError, check_names, shown, suggest_keywords
 from rlx_jax.models.heads import TOKEN
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.text.request_checks import classify_prompts
-from rlx_jax.text.spans import TokenSpans, encode_spans
+from rlx_jax.text.spans import TokenSpans, encode_spans, id_of_role
 from rlx_jax.text.tokenizer import Tokenizer
 
 
@@ -155,7 +155,7 @@ def _continues_word(text: str, spans: TokenSpans, index: int, tokenizer: Tokeniz
     separated by spaces.
     """
     start, end = spans.offsets[index]
-    if spans.tokens[index] == tokenizer.special_tokens.get("unk_token"):
+    if spans.ids[index] == id_of_role(tokenizer, "unk"):
         return False
     if getattr(tokenizer._native.model, "continuing_subword_prefix", None):
         return len(spans.tokens[index]) != end - start

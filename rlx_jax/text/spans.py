@@ -30,12 +30,21 @@ class TokenSpans(NamedTuple):
     is_special: list[bool]
 
     @staticmethod
-    def of(encoding: Any, gives_types: bool) -> TokenSpans:
-        """Return the tokens of a native encoding."""
-        return TokenSpans(
-            encoding.ids, encoding.type_ids if gives_types else [0] * len(encoding), encoding.tokens, encoding.offsets,
-            encoding.word_ids, encoding.sequence_ids, [mask == 1 for mask in encoding.special_tokens_mask],
-        )  # fmt: skip
+    def of(tokenizer: Tokenizer, *parts: Any) -> TokenSpans:
+        """Return the tokens of native encodings of one or two texts, with special tokens around them."""
+        # This may count the spaces in front of tokens as outside of them, which `parts` have already done.
+        row = tokenizer._native.post_process(parts[0], parts[1] if len(parts) > 1 else None, True)
+        is_special = [mask == 1 for mask in row.special_tokens_mask]
+        offsets = iter([span for part in parts for span in part.offsets])
+        types = row.type_ids if tokenizer.gives_types else [0] * len(row)
+        places = [(0, 0) if special else next(offsets) for special in is_special]
+        return TokenSpans(row.ids, types, row.tokens, places, row.word_ids, row.sequence_ids, is_special)
+
+
+def id_of_role(tokenizer: Tokenizer, role: str) -> int | None:
+    """Return the id of the tokenizer's token with a role, such as `mask`; None if it has none."""
+    token = tokenizer.special_tokens.get(f"{role}_token")
+    return None if token is None else tokenizer._native.token_to_id(token)
 
 
 def encode_spans(
@@ -58,7 +67,7 @@ def encode_spans(
         rows = []
         for encoding in native.encode_batch([*texts], add_special_tokens=False):
             windows = _windows(encoding, size, overlap, tokenizer.truncation_side)
-            rows.append([TokenSpans.of(native.post_process(w, None, True), tokenizer.gives_types) for w in windows])
+            rows.append([TokenSpans.of(tokenizer, window) for window in windows])
         return rows
 
     return guard(encode, "encoding failed")
@@ -82,14 +91,14 @@ def encode_windows(
     """
     check_text(question, "question")
     check_text(context, "context")
-    native, gives_types = tokenizer._native, tokenizer.gives_types
+    native = tokenizer._native
 
     def encode() -> list[TokenSpans]:
         asked, told = native.encode_batch([question, context], add_special_tokens=False)
         size = None if max_length is None else max_length - len(asked) - native.num_special_tokens_to_add(True)
         windows = _windows(told, size, overlap, tokenizer.truncation_side)
         pairs = [(asked, w) if tokenizer.padding_side == "right" else (w, asked) for w in windows]
-        return [TokenSpans.of(native.post_process(*pair, True), gives_types) for pair in pairs]
+        return [TokenSpans.of(tokenizer, *pair) for pair in pairs]
 
     return guard(encode, "encoding failed")
 

@@ -85,11 +85,11 @@ def write(name: str, directory: Path) -> Any:
     return hugging_face.load(directory, "AutoModelForSequenceClassification")
 
 
-def tokenizer() -> Any:
-    """A WordPiece tokenizer of `WORDS` with BERT's special tokens."""
+def tokenizer(words: list[str] = WORDS) -> Any:
+    """A WordPiece tokenizer of these words with BERT's special tokens."""
     with tempfile.TemporaryDirectory() as directory:
         vocabulary = Path(directory) / "vocab.txt"
-        vocabulary.write_text("\n".join(WORDS), "utf-8")
+        vocabulary.write_text("\n".join(words), "utf-8")
         return importlib.import_module("transformers").BertTokenizerFast(str(vocabulary), model_max_length=MAX_LENGTH)
 
 

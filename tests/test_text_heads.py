@@ -1,0 +1,206 @@
+"""Heads of token classification, question answering and masked language models, against transformers' pipelines."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from rlx_jax.encode.answering import QuestionAnswerer
+from rlx_jax.encode.classifier import Classifier
+from rlx_jax.encode.masked import MaskedLM
+from rlx_jax.encode.tagging import TaggedSpan, TokenClassifier
+from tests.oracles import checkpoints, hugging_face, text_heads
+from tests.oracles.comparing import assert_close
+from tests.oracles.text_heads import AGGREGATIONS, CONTEXTS, MASKED, MASKS, QUESTIONS, SEARCHES, TEXTS
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recorded checkpoints, one directory for each."""
+    root = tmp_path_factory.mktemp("text_heads")
+    with zipfile.ZipFile(text_heads.ARCHIVE) as archive:
+        archive.extractall(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def models(directories: Path) -> dict[str, Any]:
+    return {name: rlx.load(directories / name) for name in text_heads.RECORDED}
+
+
+def recorded(directories: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((directories / name / "recorded.json").read_text())
+    return found
+
+
+def assert_parts(ours: list[Any], theirs: list[Any], *names: str) -> None:
+    """Compare results with rows of a record, attribute by attribute; scores approximately."""
+    assert len(ours) == len(theirs), (ours, theirs)
+    for result, row in zip(ours, theirs, strict=True):
+        values = dict(zip(names, row, strict=True))
+        assert result.score == pytest.approx(values.pop("score"), rel=1e-4)
+        assert {name: getattr(result, name) for name in values} == values
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("tags", TokenClassifier), ("answers", QuestionAnswerer), ("masks", MaskedLM)]
+)
+def test_recorded_logits(directories: Path, models: dict[str, Any], name: str, kind: type) -> None:
+    """The class that the config names, and the logits of each token."""
+    record, model = recorded(directories, name), models[name]
+    assert type(model) is kind
+    rows = model.run_texts(record["ids"]) if name == "answers" else model.logits(record["ids"])
+    for row, expected in zip(rows, record["logits"], strict=True):
+        assert_close(row, np.array(expected))
+
+
+def test_other_layouts(directories: Path, models: dict[str, Any], tmp_path: Path) -> None:
+    """Padded rows in buckets, rows over eight devices, and a saved directory give the same tokens for masks."""
+    rlx.save(models["masks"], tmp_path / "saved")
+    stored = [load_file(root / "model.safetensors").keys() for root in (tmp_path / "saved", directories / "masks")]
+    assert stored[0] == stored[1]
+    profile = rlx.CompileProfile().replace(buckets={"batch": [1, 8], "prompt": [16, 32]})
+    others = [rlx.load(directories / "masks", **options) for options in ({"profile": profile}, {"mesh": 8})]
+    for model in (*others, rlx.load(tmp_path / "saved")):
+        for ours, theirs in zip(model.fill(MASKS), recorded(directories, "masks")["fill"], strict=True):
+            for mask, rows in zip(ours, theirs, strict=True):
+                assert_parts(mask, rows, "id", "token", "text", "score")
+    encoder = rlx.load(directories / "masks", head=False)
+    assert type(encoder) is rlx.Encoder and encoder.hidden_states(np.array([[2, 7, 3]])).shape == (1, 3, 20)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_tags(directories: Path, models: dict[str, Any], aggregation: str) -> None:
+    record = recorded(directories, "tags")[aggregation]
+    for text, ours, theirs in zip(TEXTS, models["tags"].tag(TEXTS, aggregation=aggregation), record, strict=True):
+        assert_parts(ours, theirs, "label", "score", "start", "end")
+        assert all(part.text == text[part.start : part.end] for part in ours)
+
+
+def test_tags_of_long_texts(directories: Path, models: dict[str, Any]) -> None:
+    """Windows; labels that are left out; and one text."""
+    model = models["tags"]
+    for ours, theirs in zip(model.tag(TEXTS, overlap=4), recorded(directories, "tags")["overlap"], strict=True):
+        assert_parts(ours, theirs, "label", "score", "start", "end")
+    parts: list[TaggedSpan] = model.tag(TEXTS[4], ignore_labels=())
+    assert {p.label for p in parts} == {"A", "B", "O"}
+    for kept in ("AB", "B"):
+        ours = model.tag(TEXTS[4], ignore_labels=[*{*"ABO"}.difference(kept)])
+        assert ours == [part for part in parts if part.label in kept]
+
+
+@pytest.mark.parametrize("index", range(len(SEARCHES)))
+def test_answers(directories: Path, models: dict[str, Any], index: int) -> None:
+    """Best spans, over windows of long contexts; the pipeline also returns parts of probability 0."""
+    record = json.loads((directories / "answers" / "answers.json").read_text())[index]
+    model, options = models["answers"], SEARCHES[index][0]
+    results = model.answer(QUESTIONS, CONTEXTS, **options)
+    for context, ours, theirs in zip(CONTEXTS, results, record, strict=True):
+        assert_parts(ours, [row for row in theirs if row[1]], "text", "score", "start", "end")
+        assert all(answer.text == context[answer.start : answer.end] for answer in ours)
+    best = [model.answer(QUESTIONS[1], CONTEXTS[1], **(options | {"top_k": k})) for k in (None, 1)]
+    assert [best[0]] == best[1]
+    for one, other in zip(model.answer(QUESTIONS[:1], CONTEXTS[0], **options)[0], results[0], strict=True):
+        assert_parts([one], [(other.text, other.score)], "text", "score")
+
+
+def test_fillings(directories: Path, models: dict[str, Any]) -> None:
+    """The most probable tokens for each of several masks, also among a few."""
+    record, model = recorded(directories, "masks"), models["masks"]
+    for name, options in (("fill", {}), ("targets", {"targets": ["a", "k"], "top_k": 2})):
+        for ours, theirs in zip(model.fill(MASKS, **options), record[name], strict=True):
+            for mask, rows in zip(ours, theirs, strict=True):
+                assert_parts(mask, rows, "id", "token", "text", "score")
+    assert [len(m) for m in model.fill(MASKS[1], top_k=3)] == [3, 3, 3] and model.fill([]) == []
+    many = model.fill([MASKS[0], "[MASK] " * 20] * 20)
+    assert len(many[1]) == 20 and [f.id for f in many[0][0]] == [f.id for f in model.fill(MASKS[0])[0]]
+
+
+def test_programs(directories: Path) -> None:
+    """What `warmup` compiles suffices; reports, times and explanations are of the task's request."""
+    model = rlx.load(directories / "masks")
+    model.warmup()
+    model.fill(MASKS)
+    report = model.report()
+    assert not report.recompiles and report.request is not None and report.request.rows == len(MASKS)
+    assert model.profile(MASKS).programs and model.explain(batch=1, tokens=8, runs=1).program == "packed"
+    assert repr(model).startswith("MaskedLM(bert")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_separate_projections(directories: Path, tied: bool, tmp_path: Path) -> None:
+    """A projection of its own counts, whether the config ties it or not; without it, an untied config is refused."""
+    copy = checkpoints.edited(directories / "masks", tmp_path / "copy", {"tie_word_embeddings": tied})
+    weights = load_file(copy / "model.safetensors")
+    base = rlx.load(directories / "masks").logits(TEXTS[0])
+    if not tied:
+        with pytest.raises(errors.MissingWeightError, match="cls.predictions.decoder.weight.*head=False"):
+            rlx.load(copy)
+    table, bias = weights["bert.embeddings.word_embeddings.weight"], weights["cls.predictions.bias"]
+    weights |= {"cls.predictions.decoder.weight": 2 * table, "cls.predictions.decoder.bias": 2 * bias}
+    save_file(weights, copy / "model.safetensors")
+    assert_close(rlx.load(copy).logits(TEXTS[0]), 2 * base)
+
+
+def test_refusals(directories: Path, models: dict[str, Any]) -> None:
+    tags, answers, masks = (models[name] for name in text_heads.RECORDED)
+    recipe = rlx.recipe_for(directories / "masks")
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: tags.tag(TEXTS, aggregation="mean"), "aggregation 'mean'; there are 'none', 'simple'"),
+        (lambda: tags.tag(TEXTS, ignore_labels="O"), "ignore_labels is 'O'; expected a list"),
+        (lambda: tags.tag(TEXTS, aggregation="none", overlap=3), "overlap.*another aggregation than 'none'"),
+        (lambda: tags.tag(TEXTS, overlap=-1), "overlap"),
+        (lambda: tags.tag(TEXTS, overlap=22), "a window has 22 tokens.*overlaps by 22"),
+        (lambda: tags.tag([[2, 7, 3]]), "tag takes strings"),
+        (lambda: tags.tag([3]), r"texts\[0\]"),
+        (lambda: answers.answer("a", ["b"]), "context is.*expected a string for one question"),
+        (lambda: answers.answer(["a", "b"], ["b"]), "context is.*one for each of the questions"),
+        (lambda: answers.answer(3, "b"), "question is 3; expected a string or a list"),
+        (lambda: answers.answer("a", "b", top_k=0), "top_k"),
+        (lambda: answers.answer("a", "b", max_answer_tokens=0), "max_answer_tokens"),
+        (lambda: answers.answer("a", "b", allow_none=1), "allow_none is 1"),
+        (lambda: answers.answer("a", "b", max_length=25), "max_length is 25; the model reads up to 24"),
+        (lambda: answers.answer("a " * 30, CONTEXTS[1]), "a window has 0 tokens"),
+        (lambda: masks.fill("a b"), r"texts\[0\] has no \[MASK\] among its 4 tokens"),
+        (lambda: masks.fill(["[MASK] " * 30]), r"texts\[0\] has 30 \[MASK\], and 22 of them among the 24 tokens"),
+        (lambda: masks.fill("[MASK]", targets=["abc"]), r"targets\[0\] is 'abc', which is 3 tokens; expected one"),
+        (lambda: masks.fill("[MASK]", targets="a"), "targets is 'a'; expected a list"),
+        (lambda: masks.fill("[MASK]", top_k=0), "top_k"),
+        (lambda: masks.fill([[2, 4, 3]]), "fill takes strings"),
+        (lambda: MaskedLM(recipe).fill("[MASK]"), "strings need a tokenizer"),
+        (lambda: Classifier(recipe), "the head is for MaskedLM; expected one for SequenceClassification"),
+        (lambda: masks(3), "call one of its methods: fill"),
+    ]  # fmt: skip
+    for call, message in calls:
+        with pytest.raises(errors.RequestError, match=message):
+            call()
+
+
+# -- live --------------------------------------------------------------------------------------
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "task"), [(name, task) for name, tasks in text_heads.TASKS.items() for task in tasks])
+def test_live(name: str, task: str, tmp_path: Path) -> None:
+    """Every class: the logits of ragged rows, and of the saved directory in transformers."""
+    architecture, fields = text_heads.live_case(name, task)
+    theirs, ours = text_heads.write(architecture, fields, tmp_path / "made"), rlx.load(tmp_path / "made")
+    rng = np.random.default_rng(1)
+    rows = [rng.integers(6, 44, n).tolist() for n in (9, 1, 21, 4)]
+    expected = [text_heads.logits(theirs, row) for row in rows]
+    for row, reference in zip(ours.logits(rows) if task == MASKED else ours.run_texts(rows), expected, strict=True):
+        assert_close(row, reference)
+    rlx.save(ours, tmp_path / "saved")
+    saved = hugging_face.load(tmp_path / "saved", architecture)
+    for row, reference in zip(rows, expected, strict=True):
+        np.testing.assert_array_equal(text_heads.logits(saved, row), reference)
