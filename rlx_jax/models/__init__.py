@@ -2,6 +2,7 @@
 
 from rlx_jax.models.albert import AlbertFlow
 from rlx_jax.models.bert import BertFlow
+from rlx_jax.models.big_bird import BigBirdFlow
 from rlx_jax.models.clip import ClipFlow, ClipTextFlow
 from rlx_jax.models.deberta import DebertaFlow, DebertaV2Flow
 from rlx_jax.models.dinov2 import Dinov2Flow
@@ -15,6 +16,7 @@ from rlx_jax.models.gemma import GemmaFlow
 from rlx_jax.models.gpt2 import Gpt2Flow
 from rlx_jax.models.gpt_oss import GptOssFlow
 from rlx_jax.models.gte import GteFlow
+from rlx_jax.models.ibert import IBertFlow
 from rlx_jax.models.jina_v3 import JinaV3Flow
 from rlx_jax.models.llama import Llama32Flow
 from rlx_jax.models.mamba2 import Mamba2Flow
@@ -36,10 +38,10 @@ from rlx_jax.models.siglip import SiglipFlow, SiglipTextFlow
 from rlx_jax.models.vit import ViTFlow
 
 __all__ = [
-    "AlbertFlow", "BertFlow", "ClipFlow", "ClipTextFlow", "Data2VecTextFlow", "DebertaFlow", "DebertaV2Flow",
-    "Dinov2Flow", "DistilBertFlow", "ElectraFlow", "ErnieFlow", "EsmFlow", "EuroBertFlow", "Flux2Flow", "GemmaFlow",
-    "Gpt2Flow", "GptOssFlow", "GteFlow", "JinaV3Flow", "Llama32Flow", "MPNetFlow", "Mamba2Flow", "MegatronBertFlow",
-    "MistralFlow", "MixtralFlow", "ModernBertFlow", "NomicFlow", "NomicVisionFlow", "Qwen2Flow", "Qwen35Flow",
-    "Qwen3Flow", "Qwen3MoeFlow", "RemBertFlow", "RoFormerFlow", "RobertaFlow", "RobertaPreLayerNormFlow", "SiglipFlow",
-    "SiglipTextFlow", "ViTFlow", "XlmRobertaXlFlow",
+    "AlbertFlow", "BertFlow", "BigBirdFlow", "ClipFlow", "ClipTextFlow", "Data2VecTextFlow", "DebertaFlow",
+    "DebertaV2Flow", "Dinov2Flow", "DistilBertFlow", "ElectraFlow", "ErnieFlow", "EsmFlow", "EuroBertFlow", "Flux2Flow",
+    "GemmaFlow", "Gpt2Flow", "GptOssFlow", "GteFlow", "IBertFlow", "JinaV3Flow", "Llama32Flow", "MPNetFlow",
+    "Mamba2Flow", "MegatronBertFlow", "MistralFlow", "MixtralFlow", "ModernBertFlow", "NomicFlow", "NomicVisionFlow",
+    "Qwen2Flow", "Qwen35Flow", "Qwen3Flow", "Qwen3MoeFlow", "RemBertFlow", "RoFormerFlow", "RobertaFlow",
+    "RobertaPreLayerNormFlow", "SiglipFlow", "SiglipTextFlow", "ViTFlow", "XlmRobertaXlFlow",
 ]  # fmt: skip

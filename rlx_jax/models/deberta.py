@@ -11,6 +11,7 @@ from rlx_jax.blocks.encoder import STYLES
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import ACTIVATIONS, Fields
+from rlx_jax.models.heads import BERT_MASKED, MASKED, SEQUENCE, HeadLayer, HeadLayers, masked_head, token_heads
 
 # Name of the registered embeddings of distances.
 DISTANCES = "relative_embeddings"
@@ -29,6 +30,7 @@ class DebertaConfig(BertConfig):
         norm_embeddings: whether the embeddings of distances have a norm.
         share_keys: whether embeddings of distances are projected as tokens are.
         pooler_activation: activation of the pooler.
+        legacy: whether the head of a masked language model has BERT's names.
     """
 
     type_vocab_size: int = 0
@@ -40,10 +42,11 @@ class DebertaConfig(BertConfig):
     norm_embeddings: bool = False
     share_keys: bool = False
     pooler_activation: str = "gelu"
+    legacy: bool = True
 
     defaults: ClassVar[Mapping[str, Any]] = {"vocab": 50265, "eps": 1e-7}
     min_types = 0
-    inert: ClassVar[tuple[str, ...]] = ("legacy", "padding_idx", "tie_word_embeddings")
+    inert: ClassVar[tuple[str, ...]] = ("padding_idx", "tie_word_embeddings")
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"talking_head": (False,)}
 
     @classmethod
@@ -69,6 +72,7 @@ class DebertaConfig(BertConfig):
             num_terms=len(terms),
             max_distance=farthest if farthest > 0 else common["max_position_embeddings"],
             pooler_activation=c.choice("pooler_hidden_act", "gelu", ACTIVATIONS),
+            legacy=c.flag("legacy", True),
         )
 
 
@@ -106,6 +110,15 @@ class DebertaFlow(BertLike[DebertaConfig]):
     prefixes = ("deberta",)
     head_prefixes = ("cls.", "lm_predictions.", "mask_predictions.", "classifier.", "qa_outputs.")
     layer_keys: ClassVar[EncoderKeys | None] = replace(STYLES["bert"], qkv=("attention.self.in_proj",))
+
+    def task_heads(self) -> HeadLayers:
+        head = "lm_predictions.lm_head"
+        masked = masked_head(f"{head}.dense", f"{head}.LayerNorm", f"{head}.decoder", f"{head}.bias")
+        return {
+            SEQUENCE: (HeadLayer("pooler.dense", self.config.pooler_activation), HeadLayer("classifier")),
+            MASKED: BERT_MASKED if self.config.legacy else masked,
+            **token_heads(),
+        }
 
     def positions(self, key: str) -> BlockStage | None:
         return super().positions(key) if self.config.position_biased_input else None

@@ -31,7 +31,8 @@ class EsmConfig(RobertaConfig):
     norm_before: bool = False
 
     inert: ClassVar[tuple[str, ...]] = ("tie_word_embeddings", "vocab_list", "esmfold_config")
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"is_folding_model": (False,)}
+    # Checkpoints also store the rope's frequencies, which the reference prefers to another base in the config.
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"is_folding_model": (False,), "rope_theta": (10000, 10000.0)}
 
     @classmethod
     def common_fields(cls, c: Fields) -> dict[str, Any]:
@@ -44,12 +45,12 @@ class EsmConfig(RobertaConfig):
 
     @classmethod
     def read(cls, c: Fields) -> Self:
-        config, theta = super().read(c), c.real("rope_theta", 10000.0)
+        config = super().read(c)
         kind = c.choice("position_embedding_type", "absolute", {"absolute": "", "rotary": "rotary"})
         drops = c.raw("token_dropout") is not None and c.flag("token_dropout", False)
         head_dim = even_head_dim(c, vars(config)) if kind else 0
         return replace(
-            config, inv_freq=frequencies(head_dim, theta) if kind else (),
+            config, inv_freq=frequencies(head_dim, 10000.0) if kind else (),
             mask_token_id=c.integer("mask_token_id", low=0) if drops else None,
             norm_before=c.raw("emb_layer_norm_before") is not None and c.flag("emb_layer_norm_before", False),
         )  # fmt: skip
@@ -93,7 +94,8 @@ class EsmFlow(RobertaFlow):
     def unread_keys(self) -> tuple[str, ...]:
         rope = "attention.self.rotary_embeddings.inv_freq"
         layers = (*range(self.config.num_hidden_layers), "*")  # transformers 5 saves one buffer for all, as layer *
-        unread = ("contact_head.", "rotary_embeddings.", *(f"encoder.layer.{i}.{rope}" for i in layers))
+        table = ["embeddings.position_embeddings.weight"] if self.config.inv_freq else []
+        unread = (*table, "contact_head.", "rotary_embeddings.", *(f"encoder.layer.{i}.{rope}" for i in layers))
         return (*super().unread_keys(), *map(self.key, unread))
 
     def embedding_stages(self) -> tuple[BlockStage, ...]:

@@ -5,10 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
-from rlx_jax.blocks import BlockStage, Embed, EncoderKeys, EncoderLayer, EncoderLayerSpec, RmsNorm, RopeTables
+from rlx_jax.blocks import (
+    BlockStage,
+    Embed,
+    EncoderKeys,
+    EncoderLayer,
+    EncoderLayerSpec,
+    MeanOfTokens,
+    RmsNorm,
+    RopeTables,
+)
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder_config import DecoderConfig, plain_fields
 from rlx_jax.models.encoder import EncoderFlow
+from rlx_jax.models.heads import MASKED, SEQUENCE, TOKEN, HeadLayer, HeadLayers, TaskHead
 
 KEYS = EncoderKeys(
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj", "input_layernorm", "mlp.up_proj",
@@ -18,18 +28,27 @@ KEYS = EncoderKeys(
 
 @dataclass(frozen=True)
 class EuroBertConfig(DecoderConfig):
-    """Sizes of a EuroBERT model. `attention_bias` and `mlp_bias`: whether the projections have biases."""
+    """Sizes of a EuroBERT model.
+
+    Attributes:
+        attention_bias, mlp_bias: whether the projections have biases; `mlp_bias` is also the one of token ids.
+        classifier_pooling: classifiers of texts read the first token (`bos`), the mean of the tokens (`mean`), or give
+            the mean of the logits (`late`).
+    """
 
     attention_bias: bool = False
     mlp_bias: bool = False
     activation: str = field(default="silu", init=False)
+    classifier_pooling: str = "late"
 
-    inert: ClassVar[tuple[str, ...]] = ("classifier_pooling",)
+    inert: ClassVar[tuple[str, ...]] = ("bos_token", "eos_token", "mask_token", "pad_token")
 
     @classmethod
     def read(cls, c: Fields) -> Self:
         common = plain_fields(c, max_positions=8192, eps=1e-5)
-        return cls(**common, **c.with_defaults(cls, "attention_bias", "mlp_bias"))
+        name = "clf_pooling" if "clf_pooling" in c.values else "classifier_pooling"  # the authors' code has the first
+        pooling = c.choice(name, "late", {pooling: pooling for pooling in ("bos", "mean", "late")})
+        return cls(**common, **c.with_defaults(cls, "attention_bias", "mlp_bias"), classifier_pooling=pooling)
 
 
 @dataclass(frozen=True)
@@ -43,6 +62,20 @@ class EuroBertFlow(EncoderFlow[EuroBertConfig]):
     embedding = "embed_tokens.weight"
     head_prefixes = ("lm_head.", "dense.", "classifier.")
     optional_inputs = (("attention_mask", None), ("position_ids", None))
+
+    def task_heads(self) -> HeadLayers:
+        classifier = HeadLayer("classifier")
+        return {
+            SEQUENCE: (HeadLayer("dense", "gelu"), classifier),
+            TOKEN: (classifier,),
+            MASKED: (HeadLayer("lm_head", bias=self.config.mlp_bias),),
+        }
+
+    def head_stages(self, head: TaskHead) -> tuple[BlockStage, ...]:
+        stages, pooling = super().head_stages(head), self.config.classifier_pooling
+        if head.task != SEQUENCE or pooling == "bos":
+            return stages
+        return (MeanOfTokens(), *stages) if pooling == "mean" else (*stages, MeanOfTokens())
 
     def embedding_stages(self) -> tuple[BlockStage, ...]:
         c = self.config

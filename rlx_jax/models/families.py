@@ -241,6 +241,8 @@ FAMILIES: dict[str, Family] = {
     "megatron-bert": Family.encoder(
         models.MegatronBertFlow, *task_architectures("MegatronBert", "PreTraining", "NextSentencePrediction")
     ),
+    "big_bird": Family.encoder(models.BigBirdFlow, *task_architectures("BigBird", "PreTraining")),
+    "ibert": Family.encoder(models.IBertFlow, *task_architectures("IBert")),
     "ernie": Family.encoder(models.ErnieFlow, *task_architectures("Ernie", "PreTraining", "NextSentencePrediction")),
     "rembert": Family.encoder(models.RemBertFlow, *task_architectures("RemBert")),
     "roformer": Family.encoder(models.RoFormerFlow, *task_architectures("RoFormer")),

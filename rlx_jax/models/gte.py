@@ -10,7 +10,7 @@ from rlx_jax.blocks import EncoderKeys, EncoderLayerSpec, Frequencies, frequenci
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder_config import even_head_dim, frequencies_of
-from rlx_jax.models.heads import BERT_HEADS
+from rlx_jax.models.heads import BERT_HEADS, MASKED, masked_head
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,10 @@ class GteFlow(BertLike[GteConfig]):
     config_type = GteConfig
     prefixes = ("new", "gte")
     head_prefixes = ("lm_head.", "classifier.", "qa_outputs.")
-    heads = BERT_HEADS
+    heads = {
+        **BERT_HEADS,
+        MASKED: masked_head("lm_head.dense", "lm_head.norm", "lm_head.decoder", activation="gelu"),
+    }
     optional_inputs = (("attention_mask", None), ("token_type_ids", 0), ("position_ids", None))
     layer_keys: ClassVar[EncoderKeys | None] = EncoderKeys(
         ("attention.qkv_proj",), "attention.o_proj", "attn_ln", "mlp.up_gate_proj", "mlp.down_proj", "mlp_ln",

@@ -141,8 +141,9 @@ class TaskHead:
         """
         stages: list[BlockStage] = []
         *layers, last = self.layers
-        # ALBERT and ELECTRA have embeddings that are narrower than hidden states.
-        inner = getattr(config, "embedding_size", 0) or width if self.task == MASKED else width
+        # ALBERT and ELECTRA have embeddings that are narrower than hidden states, RemBERT others at its output.
+        sizes = (getattr(config, name, 0) for name in ("output_embedding_size", "embedding_size"))
+        inner = next(filter(None, sizes), width) if self.task == MASKED else width
         for layer in layers:
             weight, bias = self._keys(layer, key)
             stages.append(Linear(weight, bias_key=bias, shape=(inner, width)))

@@ -6,10 +6,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
-from rlx_jax.blocks import BlockStage, EncoderKeys, EncoderLayerSpec, Frequencies, LayerNorm, RopeTables
+from rlx_jax.blocks import BlockStage, EncoderKeys, EncoderLayerSpec, Frequencies, LayerNorm, MeanOfTokens, RopeTables
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import ACTIVATIONS, Fields, text_fields
 from rlx_jax.models.decoder_config import Windows, even_head_dim, frequencies_of, layer_windows, window_at
+from rlx_jax.models.heads import ANSWER, MASKED, SEQUENCE, TOKEN, HeadLayer, HeadLayers, TaskHead
 
 # Name of the rope tables of the layers with a window.
 LOCAL = "local"
@@ -23,6 +24,9 @@ class ModernBertConfig(BertConfig):
         inv_freq, local_inv_freq: inverse frequencies of the layers without and with a window.
         windows: keys at less than this distance are read, for each layer; None for all.
         norm_bias, attention_bias, mlp_bias: whether norms and projections have biases.
+        classifier_bias, decoder_bias: whether the first layer of heads has one, and the projection to token ids.
+        classifier_activation: activation of heads.
+        classifier_mean: whether classifiers of texts read the mean of the tokens, in place of the first token.
     """
 
     type_vocab_size: int = 0
@@ -31,11 +35,14 @@ class ModernBertConfig(BertConfig):
     norm_bias: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    classifier_bias: bool = False
+    decoder_bias: bool = True
+    classifier_activation: str = "gelu"
+    classifier_mean: bool = False
 
     inert: ClassVar[tuple[str, ...]] = (
         "deterministic_flash_attn", "layer_norm_eps", "position_embedding_type", "reference_compile",
         "repad_logits_with_grad", "sparse_pred_ignore_index", "sparse_prediction", "tie_word_embeddings",
-        "classifier_bias", "classifier_pooling", "decoder_bias",
     )  # fmt: skip
 
     @classmethod
@@ -55,7 +62,9 @@ class ModernBertConfig(BertConfig):
             inv_freq=frequencies_of(c, ropes[0], None, head_dim, "global_rope_theta", 160000.0).inv_freq,
             local_inv_freq=frequencies_of(c, ropes[1], None, head_dim, "local_rope_theta", 10000.0).inv_freq,
             windows=layer_windows(c, common["num_hidden_layers"], window, lambda i: i % every > 0),
-            **c.with_defaults(cls, "norm_bias", "attention_bias", "mlp_bias"),
+            classifier_activation=c.choice("classifier_activation", "gelu", ACTIVATIONS),
+            classifier_mean=c.choice("classifier_pooling", "cls", {"cls": "", "mean": "mean"}) == "mean",
+            **c.with_defaults(cls, "norm_bias", "attention_bias", "mlp_bias", "classifier_bias", "decoder_bias"),
         )
 
 
@@ -76,6 +85,18 @@ class ModernBertFlow(BertLike[ModernBertConfig]):
     pre_norm = True
     embedding_norm = "embeddings.norm"
     final_norm = "final_norm"
+
+    def task_heads(self) -> HeadLayers:
+        c = self.config
+        dense = HeadLayer(
+            "head.dense", c.classifier_activation, c.classifier_bias, norm="head.norm", norm_bias=c.norm_bias
+        )
+        labels = {task: (dense, HeadLayer("classifier")) for task in (SEQUENCE, TOKEN, ANSWER)}
+        return {**labels, MASKED: (dense, HeadLayer("decoder", bias=c.decoder_bias))}
+
+    def head_stages(self, head: TaskHead) -> tuple[BlockStage, ...]:
+        is_mean = head.task == SEQUENCE and self.config.classifier_mean
+        return *([MeanOfTokens()] if is_mean else []), *super().head_stages(head)
 
     def layer_prefix(self, index: int) -> str:
         return self.key(f"layers.{index}")

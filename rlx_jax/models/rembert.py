@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import Fields
-from rlx_jax.models.heads import BERT_HEADS
+from rlx_jax.models.heads import BERT_HEADS, MASKED, masked_head
 
 
 @dataclass(frozen=True)
@@ -39,5 +39,8 @@ class RemBertFlow(BertLike[RemBertConfig]):
     config_type = RemBertConfig
     prefixes = ("rembert",)
     head_prefixes = ("cls.", "classifier.", "qa_outputs.")
-    heads = BERT_HEADS
+    heads = {
+        **BERT_HEADS,
+        MASKED: masked_head("cls.predictions.dense", "cls.predictions.LayerNorm", "cls.predictions.decoder"),
+    }
     embedding_projection = "encoder.embedding_hidden_mapping_in"

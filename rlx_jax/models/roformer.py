@@ -11,7 +11,7 @@ from rlx_jax.blocks.encoder import STYLES
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder_config import even_head_dim
-from rlx_jax.models.heads import SEQUENCE, HeadLayer, HeadLayers
+from rlx_jax.models.heads import BERT_HEADS, HIDDEN_ACT, SEQUENCE, HeadLayer, HeadLayers
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class RoFormerFlow(BertLike[RoFormerConfig]):
     prefixes = ("roformer",)
     head_prefixes = ("cls.", "classifier.", "qa_outputs.")
     heads: ClassVar[HeadLayers] = {
-        SEQUENCE: (HeadLayer("classifier.dense", "gelu"), HeadLayer("classifier.out_proj")),
+        **BERT_HEADS,
+        SEQUENCE: (HeadLayer("classifier.dense", HIDDEN_ACT), HeadLayer("classifier.out_proj")),
     }
     optional_inputs = (("attention_mask", None), ("token_type_ids", 0))
     layer_keys: ClassVar[EncoderKeys | None] = STYLES["bert"]

@@ -6,6 +6,7 @@ checkpoint, and `recorded.npz` with the hidden states of `drawn_rows`. torch and
 
 from __future__ import annotations
 
+import importlib
 import tempfile
 import zipfile
 from collections.abc import Mapping
@@ -58,6 +59,8 @@ CASES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "roberta_prelayernorm": ("RobertaPreLayerNorm", {}),
     "xlm_roberta_xl": ("XLMRobertaXL", {"hidden_act": "relu"}),
     "megatron_bert": ("MegatronBert", {}),
+    "big_bird": ("BigBird", {"rescale_embeddings": True, "use_bias": False}),
+    "ibert": ("IBert", {}),
     "ernie": ("Ernie", {"use_task_id": True}),
     "rembert": ("RemBert", {"input_embedding_size": 10}),
     "roformer": ("RoFormer", {"embedding_size": 14}),
@@ -65,6 +68,13 @@ CASES: dict[str, tuple[str, Mapping[str, Any]]] = {
 """A tiny config for each family: the prefix of its class, and its fields."""
 
 RECORDED = ("modernbert", "deberta_v3", "deberta", "eurobert", "esm2")
+MEAN = {"classifier_pooling": "mean", "classifier_activation": "relu", "classifier_bias": True}
+RECORDED_HEADS: dict[str, tuple[str, str, Mapping[str, Any]]] = {
+    "modernbert_mean": ("modernbert_biases", "ForSequenceClassification", MEAN),
+    "eurobert_late": ("eurobert", "ForSequenceClassification", {}),
+    "rembert_masked": ("rembert", "ForMaskedLM", {"output_embedding_size": 12}),
+}
+"""A case, its task, and fields."""
 
 
 def write(name: str, directory: Path, task: str = "Model", changes: Mapping[str, Any] | None = None) -> Any:
@@ -89,6 +99,19 @@ def hidden_states(model: Any) -> np.ndarray[Any, Any]:
     return hugging_face.bert_hidden(model, tokens, attention_mask=mask)
 
 
+def logits(model: Any) -> list[np.ndarray[Any, Any]]:
+    """The logits of each row of `drawn_rows` alone: `[labels]`, or `[n, labels]` of each token."""
+    torch = importlib.import_module("torch")
+    tokens, lengths = drawn_rows()
+    found = []
+    with torch.no_grad():
+        for row, n in zip(tokens, lengths, strict=True):
+            output = model(torch.tensor(row[None, :n].astype(np.int64)))
+            values = [output.start_logits, output.end_logits] if "start_logits" in output else [output.logits]
+            found.append((torch.stack(values, -1) if len(values) > 1 else values[0])[0].numpy())
+    return found
+
+
 def main() -> None:
     """Write the archive."""
     with tempfile.TemporaryDirectory() as root, zipfile.ZipFile(ARCHIVE, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -96,6 +119,10 @@ def main() -> None:
             record = Path(root, name, "recorded.npz")
             hidden = hidden_states(write(name, Path(root, name)))
             np.savez_compressed(record, hidden=hidden)
+        for name, (case, task, fields) in RECORDED_HEADS.items():
+            rows = logits(write(case, Path(root, name), task, fields))
+            np.savez_compressed(Path(root, name, "recorded.npz"), *rows)
+        for name in (*RECORDED, *RECORDED_HEADS):
             for file in sorted(Path(root, name).iterdir()):
                 archive.writestr(zipfile.ZipInfo(str(file.relative_to(root))), file.read_bytes(), zipfile.ZIP_DEFLATED)
 
