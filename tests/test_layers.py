@@ -38,11 +38,6 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(tree: ast.Module) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Import statements, wherever they stand."""
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
-
-
 def targets(node: ast.Import | ast.ImportFrom, known: dict[str, Path]) -> Iterator[str]:
     """The modules of the package that a statement imports."""
     if isinstance(node, ast.Import):
@@ -76,12 +71,21 @@ def trees() -> dict[str, ast.Module]:
     return {name: ast.parse(path.read_text("utf-8")) for name, path in MODULES.items()}
 
 
+@functools.cache
+def imports() -> dict[str, list[ast.Import | ast.ImportFrom]]:
+    """Every module's import statements, wherever they stand."""
+    return {
+        name: [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        for name, tree in trees().items()
+    }
+
+
 def test_imports_point_upwards() -> None:
     """No exception is made: not for an import inside a function, and not for one that only types need."""
     wrong = []
-    for name, tree in trees().items():
+    for name, statements in imports().items():
         own = room(name)
-        for node in imports(tree):
+        for node in statements:
             for target in targets(node, MODULES):
                 there = room(target)
                 if ROOMS.index(there) > ROOMS.index(own) or there in STRANGERS.get(own, ()):
@@ -96,7 +100,7 @@ LAZY = {"rlx_jax": {"rlx_jax.eval", "rlx_jax.nnx", "rlx_jax.train"}}
 def test_no_import_of_the_package_hides() -> None:
     """Inside a function or under a condition an import hides a circle."""
     for name, tree in trees().items():
-        hidden = {t for node in imports(tree) if node not in tree.body for t in targets(node, MODULES)}
+        hidden = {t for node in imports()[name] if node not in tree.body for t in targets(node, MODULES)}
         assert hidden <= LAZY.get(name, set()), name
 
 
@@ -104,7 +108,7 @@ def test_who_rewrites_graphs_sees_regions_alone() -> None:
     """A loop over layers is looked at through `regions` and `num_carries`: a second op with regions wants no change
     there. `interpret` runs it."""
     rewriting = {name for name in MODULES if room(name) in ("lowering", "compiler")}
-    found = {(name, node.module, alias.name) for name in rewriting for node in imports(trees()[name])
+    found = {(name, node.module, alias.name) for name in rewriting for node in imports()[name]
              if isinstance(node, ast.ImportFrom) for alias in node.names}  # fmt: skip
     naming = {name for name, module, what in found if (module, what) == ("rlx_jax.ir.region", "Repeat")}
     assert len(rewriting) > 30 and naming == {"rlx_jax.lowering.lir.interpret"}

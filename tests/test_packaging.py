@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 
 import rlx_jax
+from tests.test_layers import imports
 from tests.wheels import build_wheel
 
 ROOT = Path(__file__).parent.parent
@@ -65,8 +66,7 @@ def test_core_dependencies_have_a_lower_bound_and_no_upper_one() -> None:
 
 def test_core_dependencies_are_what_is_imported() -> None:
     """The other packages that modules import at some place are those of an extra."""
-    modules = [path for d in ("rlx_jax", *WHEEL["force-include"]) for path in (ROOT / d).rglob("*.py")]
-    nodes = [node for path in set(modules) for node in ast.walk(ast.parse(path.read_text("utf-8")))]
+    nodes = [node for statements in imports().values() for node in statements]
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
     imported = {name.partition(".")[0] for name in names} - {*sys.stdlib_module_names, "rlx_jax"}

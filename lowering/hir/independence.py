@@ -10,7 +10,8 @@ chunks, one of which is a single token. All blocks of a graph run in one XLA pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -18,10 +19,11 @@ import numpy as np
 
 from rlx_jax.errors import first_line
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import Graph, Hir, Leaf, Node, Op, TypeCache
+from rlx_jax.ir.graph import Graph, Hir, Leaf, Mir, Node, Op, TypeCache
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.plugins import is_builtin
+from rlx_jax.ir.type_inference import formula_key
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.hir.tokenwise import Verdict, token_wise
 from rlx_jax.lowering.lower import as_function
@@ -166,8 +168,16 @@ def why_rows_mix(graph: Graph, types: TypeCache) -> str:
 
 
 def prove(types: TypeCache, op: Op, operands: tuple[TensorType, ...], dim: str) -> Verdict:
-    """Return the proof's verdict on one op along `dim`."""
+    """Return the proof's verdict on one op along `dim`; for an op with plain values, cached for the process."""
+    if isinstance(op, Mir | Hir) and op.traits.stored and not op.regions():
+        return _cached_proof(op, operands, dim, formula_key(op))
     return token_wise(as_function(op, operands, types), [t.spec for t in operands], dim)
+
+
+@functools.lru_cache(2**13)
+def _cached_proof(op: Op, operands: tuple[TensorType, ...], dim: str, formula: Hashable) -> Verdict:
+    """Return the proof's verdict; `formula` is in the cache key because the verdict depends on it."""
+    return token_wise(as_function(op, operands, TypeCache()), [t.spec for t in operands], dim)
 
 
 def needs_slice_test(types: TypeCache, node: Node, operands: tuple[TensorType, ...], dim: str) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -196,9 +195,3 @@ def _param_bytes(lir: Lir, graph: Graph, node: Node, position: int, param: Param
     stored = sum(program_bytes(program, packed) for program in param.programs)
     share = stored / full if full else 1.0
     return round(counted * share), round(counted * (1 - share))
-
-
-def total_work(works: Mapping[Any, tuple[Work, ...]]) -> tuple[int, int]:
-    """Return the operations and the bytes of all blocks."""
-    every = [work for parts in works.values() for work in parts]
-    return sum(work.flops for work in every), sum(work.bytes for work in every)

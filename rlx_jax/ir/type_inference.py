@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -71,17 +71,20 @@ def cached_types(op: Any, operands: tuple[TensorType, ...]) -> tuple[TensorType,
 
     Tracing an op takes longer than all other work of the compiler for that op.
     """
+    return _cached_types(op, operands, formula_key(op))
+
+
+def formula_key(op: Any) -> Hashable:
+    """Return what the traced formula of an op depends on besides its attributes and operands, for a cache key."""
     names = getattr(op, "__dataclass_fields__", ())
     kinds = tuple(type(getattr(op, name)) for name in names)  # 1, 1.0 and True are equal keys
-    x64 = jax.config.jax_enable_x64  # type: ignore[attr-defined]
-    return _cached_types(op, operands, kinds, type(op).eval, bool(x64))
+    formula = type(op).expand if hasattr(op, "expand") else type(op).eval
+    return kinds, formula, bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(2**14)
-def _cached_types(
-    op: Any, operands: tuple[TensorType, ...], kinds: tuple[type, ...], formula: Callable[..., Any], x64: bool
-) -> tuple[TensorType, ...]:
-    """Return `traced_types`; `kinds`, `formula` and `x64` are in the cache key because the result depends on them."""
+def _cached_types(op: Any, operands: tuple[TensorType, ...], formula: Hashable) -> tuple[TensorType, ...]:
+    """Return `traced_types`; `formula` is in the cache key because the result depends on it."""
     return traced_types(op, operands)
 
 

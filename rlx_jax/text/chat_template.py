@@ -151,7 +151,6 @@ def choose_template(templates: Mapping[str, str], requested: str | None, has_too
         f"chat_template: {quote(requested)} is not a template, as it has no '{{{{' and no '{{%', and not the name of "
         f"one: {listing(templates) or 'the checkpoint has none'}{did_you_mean(requested, templates)}"
     )
-    return template
 
 
 # -- rendering ---------------------------------------------------------------------------------

@@ -14,10 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from rlx_jax.errors import DTypeError, GraphError, ShapeError, shown
-from rlx_jax.ir.graph import Mir
+from rlx_jax.ir.graph import Mir, TypeCache
+from rlx_jax.ir.operands import check_declared
 from rlx_jax.ir.traits import TOKENS, Types, all_moved, product_traits
 from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static
 
@@ -116,6 +118,14 @@ class AttentionOp(Mir):
                 f"attention: a bias is added to the scores, and {bias} is not floating; pass a mask of kept keys "
                 'with mask="custom" or "keep"'
             )
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        check_declared(self, operands)
+        self.check(*operands)
+        q, k, v = operands[:3]
+        if self.returns != "context":
+            return (TensorType((q.shape[0], self.heads, q.shape[1], k.shape[1]), np.dtype(np.float32)),)
+        return (TensorType((*q.shape[:2], self.heads * (v.shape[2] // self.kv_heads)), v.dtype),)
 
     def eval(
         self, q: Array, k: Array, v: Array, *extra_operands: Array, heads_first: bool = False, start: Array | int = 0,
