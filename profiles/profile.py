@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.resources import files
 from typing import Any, ClassVar, Union
@@ -260,9 +260,16 @@ class CompileProfile(Table):
         data = toml.encode("utf-8", "surrogatepass")
         return build(cls, {"name": "custom"} | toml_text.parse(data, source), Location(source))
 
-    def to_toml(self) -> str:
-        """Return every setting as TOML, defaults included; `from_toml_str` reads an equal profile of the same name."""
-        return toml_text.dump(_as_dict(self))
+    def to_toml(self, *, defaults: bool = True) -> str:
+        """Return the settings as TOML; `from_toml_str` reads an equal profile of the same name.
+
+        Args:
+            defaults: False leaves settings out that have their default.
+        """
+        tables = _as_dict(self)
+        if not defaults:
+            tables = {"name": self.name, **_without(tables, _as_dict(replace(CompileProfile(), name=self.name)))}
+        return toml_text.dump(tables)
 
     def replace(self, **changes: object) -> CompileProfile:
         """Return a copy with other settings, which are checked exactly as TOML is.
@@ -316,6 +323,16 @@ def _as_dict(table: Table) -> dict[str, Any]:
     return {
         k: _as_dict(v) if isinstance(v, Table) else dict(v) if isinstance(v, Options) else v for k, v in values.items()
     }
+
+
+def _without(tables: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested dicts without the values that equal those of `defaults`."""
+    kept = {
+        key: _without(value, defaults[key]) if isinstance(value, Mapping) and key in defaults else value
+        for key, value in tables.items()
+        if value != defaults.get(key)
+    }
+    return {key: value for key, value in kept.items() if value != {}}
 
 
 def _deep_merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from rlx_jax.cli.generate import CHAT, GENERATE
 from rlx_jax.cli.inspect import INSPECT
 from rlx_jax.cli.plan import PLAN
 from rlx_jax.cli.terminal import Interrupt, Status, discard_stdout, print_warning, write
+from rlx_jax.cli.tune import TUNE
 from rlx_jax.cli.view import VIEW
 from rlx_jax.errors import RlxError, StorageError, did_you_mean, listing, quote
 
@@ -46,7 +47,7 @@ def completion_options(parser: argparse.ArgumentParser) -> None:
 
 COMPLETION = Command("completion", "complete commands and options in a shell", (completion_options,), completion)
 
-COMMANDS = (CHAT, GENERATE, EMBED, SCORE, BENCH, EXPLAIN, VIEW, INSPECT, PLAN, DIFF, CONVERT, DOCTOR, COMPLETION)
+COMMANDS = (CHAT, GENERATE, EMBED, SCORE, BENCH, EXPLAIN, VIEW, INSPECT, PLAN, TUNE, DIFF, CONVERT, DOCTOR, COMPLETION)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
