@@ -168,3 +168,13 @@ def test_a_row_that_is_not_finite() -> None:
 def test_refused(call: Any, message: str) -> None:
     with pytest.raises(errors.RequestError, match=message):
         call(lm("llama"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "qwen35"])
+def test_over_a_mesh(family: str) -> None:
+    """Slots over several devices give the tokens of one device."""
+    prompts, budgets = job_list(9)
+    model = rlx.CausalLM(divided.recipe(family), divided.weights(family), mesh=divided.mesh("data tensor", 4))
+    rows = lm(family).generate(prompts, MAX_TOKENS)
+    assert model.generate(prompts, budgets, slots=4) == [row[:b] for row, b in zip(rows, budgets, strict=True)]

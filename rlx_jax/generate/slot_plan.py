@@ -12,7 +12,7 @@ import numpy as np
 
 from rlx_jax.compiler.settings import Buckets, bucket_size, fit_bucket
 from rlx_jax.device import running_device
-from rlx_jax.errors import RequestError
+from rlx_jax.errors import RequestError, quote
 from rlx_jax.generate.decode import DecodeLoop
 from rlx_jax.generate.request import LanguageModel
 from rlx_jax.generate.request_plan import CONTEXT_BUCKET, LOGPROBS_BUCKET, prefill_keys
@@ -135,6 +135,11 @@ def plan_slots(
         shardings = (replicated, replicated, replicated, state_shardings(template, dict(key.binding), sharding))
     dims = {name: [str(dim) for dim in t.shape] for name, t in template.state.items()}
     row_axes = tuple((name, shape.index("batch")) for name, shape in dims.items() if "batch" in shape)
+    if merged := [name for name, t in template.state.items() if "batch" in t.symbols and name not in dict(row_axes)]:
+        raise RequestError(
+            f"slots: {model.name}: the state {quote(merged[0])} is {template.state[merged[0]]}, without an axis of "
+            "rows alone, so that rows cannot be replaced; pass at most as many prompts at once as fit one batch"
+        )
     stop_width = bucket_size(max(len(option.stop_ids) for option in options), STOP_BUCKET, None)
     return SlotPlan(
         lm, sizes, FillSlots(steps, num_logprobs, row_axes), shardings, stop_width,
