@@ -54,7 +54,7 @@ def assert_parts(ours: list[Any], theirs: list[Any], *names: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kind"), [("tags", TokenClassifier), ("answers", QuestionAnswerer), ("masks", MaskedLM)]
 )
-def test_recorded_logits(directories: Path, models: dict[str, Any], name: str, kind: type) -> None:
+def test_recorded_logits(directories: Path, models: dict[str, Any], name: str, kind: type[Any]) -> None:
     """The class that the config names, and the logits of each token."""
     record, model = recorded(directories, name), models[name]
     assert type(model) is kind
