@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,14 +31,19 @@ def compiled(flow: Any, **tables: Any) -> rlx.CompiledModel:
     return rlx.compile(built, profile=rlx.CompileProfile().replace(**tables))
 
 
+@functools.cache
+def plain() -> rlx.CompiledModel:
+    """`RECIPE`, compiled once: a diff changes no model."""
+    return compiled(RECIPE)
+
+
 def changed(diff: Any) -> dict[str, dict[str, tuple[str, str]]]:
     """The facts that differ, by block."""
     return {b.path: {c.name: (c.ours, c.theirs) for c in b.changes} for b in diff.blocks if b.kind != "equal"}
 
 
 def test_a_model_equals_itself() -> None:
-    model = compiled(RECIPE)
-    diff = model.diff(compiled(RECIPE), sizes={"batch": 1, "seq": 8})
+    diff = plain().diff(compiled(RECIPE), sizes={"batch": 1, "seq": 8})
     assert not diff and {b.kind for b in diff.blocks} == {"equal"} and not (diff.settings or diff.facts)
     (mlp,) = [b for b in diff.blocks if b.path == "layers.*.mlp.up_proj"]
     assert mlp == BlockDiff("layers.*.mlp.up_proj", "equal", LAYERS, ())
@@ -50,12 +57,12 @@ def test_a_model_equals_itself() -> None:
 
 def test_one_edited_layer() -> None:
     """And no other."""
-    diff = compiled(RECIPE).diff(compiled(RECIPE.at("layers.2.mlp").scale(0.5)))
+    edited = compiled(RECIPE.at("layers.2.mlp").scale(0.5))
+    diff = plain().diff(edited)
     assert list(changed(diff)) == ["layers.2.mlp"] and not [c for c in diff.totals if c.ours != c.theirs]
     ops = changed(diff)["layers.2.mlp"]["ops"]
     assert ops == ("gated_ffn", "gated_ffn; mul")
-    back = compiled(RECIPE.at("layers.2.mlp").scale(0.5)).diff(compiled(RECIPE))
-    assert changed(back)["layers.2.mlp"]["ops"] == ops[::-1]
+    assert changed(edited.diff(plain()))["layers.2.mlp"]["ops"] == ops[::-1]
 
 
 def plus_one(a: Any) -> Any:
@@ -82,15 +89,15 @@ def test_what_the_text_of_ops_leaves_out(name: str) -> None:
         "a function": RECIPE.at("layers.2.mlp").wrap(lambda emit, x, inner: emit.jax(plus_two, inner(x))),
     }  # fmt: skip
     flow, path = HIDDEN[name]
-    assert {block: list(facts) for block, facts in changed(compiled(flow).diff(compiled(others[name]))).items()} == {
-        path: ["hash of ops"]
-    }
-    assert not compiled(flow).diff(compiled(flow))
+    model = compiled(flow)
+    differences = changed(model.diff(compiled(others[name])))
+    assert {block: list(facts) for block, facts in differences.items()} == {path: ["hash of ops"]}
+    assert not model.diff(compiled(flow))
 
 
 def test_another_profile() -> None:
     """The dtypes of every block and half the bytes, from the same settings as `CompileProfile.diff`."""
-    ours, theirs = compiled(RECIPE), compiled(RECIPE, precision={"compute": "bf16"})
+    ours, theirs = plain(), compiled(RECIPE, precision={"compute": "bf16"})
     diff = ours.diff(theirs, sizes={"batch": 2, "seq": 8})
     assert diff.settings == (Change("precision.compute", "auto", "bf16"),)
     assert diff.facts == ours.compare(ours.settings.profile, theirs.settings.profile)[: len(diff.facts)]
@@ -110,7 +117,7 @@ def test_packed_weights() -> None:
         divided.weights("llama", ("num_hidden_layers", LAYERS)),
         profile=rlx.CompileProfile().replace(precision={"weights": "int8"}),
     )
-    weights = changed(compiled(RECIPE).diff(packed))
+    weights = changed(plain().diff(packed))
     assert weights["layers.*.mlp.up_proj"] == {
         "weights": ("f32[48,32]", "int8/32 f32[48,32]"),
         "parameter bytes": ("6,144", f"{48 * 32 + 2 * 48:,}"),  # a scale of two bytes for each 32 columns
@@ -121,7 +128,7 @@ def test_packed_weights() -> None:
 def test_a_mesh() -> None:
     """The sharding of weights, where there is one."""
     meshed = rlx.compile(RECIPE, RECIPE.shapes(), mesh=divided.mesh("tensor", 2))
-    down = changed(compiled(RECIPE).diff(meshed))["layers.*.mlp.down_proj"]
+    down = changed(plain().diff(meshed))["layers.*.mlp.down_proj"]
     assert down["sharding"][0] == "none" and "tensor" in down["sharding"][1] and "weights" not in down
 
 
@@ -162,8 +169,7 @@ def test_measured_times() -> None:
         rows = [BlockTime("forward", path, s, 1) for path, s in zip(paths, seconds, strict=True)]
         return BlockTimes(sum(seconds) + 0.001, 1, "cpu", (*rows, BlockTime("", IDLE, 0.001, 0)))
 
-    model = compiled(RECIPE)
-    diff = model.diff(compiled(RECIPE), times=(times(0.001, 0.002, 0.004), times(0.001, 0.001, 0.008)))
+    diff = plain().diff(plain(), times=(times(0.001, 0.002, 0.004), times(0.001, 0.001, 0.008)))
     assert diff.times == (
         Change("a run", "8.000", "11.000"), Change("norm", "4.000", "8.000"), Change("layers.*.up", "3.000", "2.000"),
         Change(IDLE, "1.000", "1.000"),
@@ -171,11 +177,11 @@ def test_measured_times() -> None:
     assert not diff and "layers.*.up" in str(diff)
 
 
-REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "no model": (RECIPE, {}, "diff: expected a compiled model with the program forward.*got"),
-    "another program": (compiled(RECIPE).as_program("extend"), {}, "program forward, .*; got extend"),
-    "an unknown size": (compiled(RECIPE), {"context": 3}, "diff: the program forward has no size 'context'"),
-    "a missing size": (compiled(RECIPE), {"seq": 3}, "llama: no size of 'batch'"),
+REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "no model": (lambda: RECIPE, {}, "diff: expected a compiled model with the program forward.*got"),
+    "another program": (lambda: plain().as_program("extend"), {}, "program forward, .*; got extend"),
+    "an unknown size": (plain, {"context": 3}, "diff: the program forward has no size 'context'"),
+    "a missing size": (plain, {"seq": 3}, "llama: no size of 'batch'"),
 }
 
 
@@ -183,12 +189,12 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 def test_what_is_refused(name: str) -> None:
     other, sizes, message = REFUSED[name]
     with pytest.raises(GraphError, match=message):
-        compiled(RECIPE).diff(other, sizes=sizes)
+        plain().diff(other(), sizes=sizes)
 
 
 def test_times_that_are_none() -> None:
     with pytest.raises(GraphError, match=r"times is \(1, 2\); expected what profile returned for both models"):
-        compiled(RECIPE).diff(compiled(RECIPE), times=cast(Any, (1, 2)))
+        plain().diff(plain(), times=cast(Any, (1, 2)))
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
