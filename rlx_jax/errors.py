@@ -68,6 +68,10 @@ class CheckpointFormatError(FormatError):
     """A checkpoint directory contradicts its own metadata."""
 
 
+class ArtifactFormatError(FormatError):
+    """An exported artifact (`.rlxa`) is malformed."""
+
+
 class LimitError(FormatError):
     """A size is over a documented limit. The message names the limit."""
 
@@ -194,6 +198,10 @@ class DeviceOutOfMemoryError(RlxError, RuntimeError, MemoryError):
 
 class VersionMismatchError(RlxError, RuntimeError):
     """An exported artifact is of an incompatible version."""
+
+
+class PlatformMismatchError(RlxError, RuntimeError):
+    """An exported artifact is for other platforms than the one that JAX runs on."""
 
 
 class StorageError(RlxError, OSError):

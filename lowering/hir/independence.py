@@ -21,6 +21,7 @@ from rlx_jax.errors import first_line
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph, Hir, Leaf, Mir, Node, Op, TypeCache
 from rlx_jax.ir.ops.custom import JaxFn
+from rlx_jax.ir.ops.exported import ExportedCall
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.plugins import is_builtin
 from rlx_jax.ir.type_inference import formula_key
@@ -160,6 +161,8 @@ def why_rows_mix(graph: Graph, types: TypeCache) -> str:
         operands = tuple(inner.type(v) for v in node.inputs)
         if isinstance(node.op, Leaf) or node.op.regions():
             continue
+        if isinstance(node.op, ExportedCall):
+            return node.op.rows_mix
         if any("batch" in t.symbols for t in (*operands, *node.types)):
             if reason := why_not_independent(types, node, operands, "batch"):
                 where = f"{path_text(node.origin.path)}: {node.op.text()}"

@@ -16,6 +16,7 @@ from rlx_jax.errors import DeriveError
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Input, Node, Op, StateRead, TypeCache, Value, constant
 from rlx_jax.ir.ops.cache import is_code_dtype
+from rlx_jax.ir.ops.exported import ExportedCall
 from rlx_jax.ir.ops.index import Iota
 from rlx_jax.ir.ops.pointwise import Binary, Compare, Where
 from rlx_jax.ir.ops.shape import Reshape, Slice
@@ -272,6 +273,8 @@ def ring_sizes(graph: Graph) -> dict[str, int]:
         op = node.op
         if isinstance(op, hir.CachedAttention) and op.ring and op.attend.window is not None:
             sizes[str(inner.type(node.inputs[3]).shape[1])] = op.attend.window
+        elif isinstance(op, ExportedCall):
+            sizes |= dict(op.rings)
     return sizes
 
 
@@ -352,4 +355,6 @@ def find_causal_block(graph: Graph) -> str:
     for _, node in graph.walk():
         if rule_of(node.op, "padded") is keep_causal_block:
             return f"{path_text(node.origin.path)}: {node.op.text()}"
+        if isinstance(node.op, ExportedCall) and node.op.left_context:
+            return node.op.left_context
     return ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from jax.sharding import NamedSharding
 from rlx_jax.errors import RlxWarning
 from rlx_jax.ir.graph import Graph, Mir, Param, StateRead
 from rlx_jax.ir.ops.cache import RingStep
+from rlx_jax.ir.ops.exported import is_exported
 from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.param import packing_of
 from rlx_jax.ir.types import TensorType, short_name
@@ -141,6 +143,8 @@ def measure_donation(
 
 def temporary_bytes(lir: Lir) -> int:
     """Return the estimated maximum of temporaries, in bytes, of a program and of a loop around it."""
+    if is_exported(lir.graph):  # its values inside are not known, so there is no estimate to compare with
+        return sys.maxsize
     types, layers = state_types(lir.graph, lir.plan.scan), state_types(lir.graph, False)
     largest = max((t.nbytes for t in layers.values()), default=0)
     # XLA:CPU computes 16-bit values in f32, activations too, and widens a full cache to read it.

@@ -45,6 +45,7 @@ from rlx_jax.ir.graph import Graph, Hir, Input, TypeCache
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.custom import check_captured, check_constants
 from rlx_jax.ir.ops.experts import ExpertFfn
+from rlx_jax.ir.ops.exported import is_exported
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.param import Quantized
 from rlx_jax.ir.text import dump_graph
@@ -161,6 +162,8 @@ class Template:
     def outline(self, binding: Mapping[str, int]) -> Outline:
         """Return the table of blocks, with FLOPs and bytes for the sizes in `binding`, and 1 for other sizes."""
         sizes = {name: binding.get(name, 1) for name in self.symbols}
+        if is_exported(self.mir):  # it has no ops to count
+            return outline(self.built.name, self.hir, None, sizes, self.mir.inputs)
         try:
             mir = pass_named("specialise")(self.mir, Job(lowering_settings(), TypeCache(), sizes=sizes)).graph
         except RlxError:  # the program cannot have these sizes, such as a context of 1 with a wider window

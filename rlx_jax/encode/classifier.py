@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from rlx_jax.encode.artifact_plan import reranker_plan
 from rlx_jax.encode.head_model import HeadModel
 from rlx_jax.encode.pooled import Vectors
 from rlx_jax.encode.text_rows import Requests, check_pairs
@@ -149,6 +150,8 @@ class Reranker(TaskModel):
             raise RequestError(f"Reranker: expected a classifier with one label, got {len(classifier.labels)}")
         self.classifier, self.activation = classifier, activation
         self.model, self.tokenizer = classifier.model, classifier.tokenizer
+
+    artifact_plan = reranker_plan
 
     def __repr__(self) -> str:
         return repr(self.classifier).replace("Classifier", "Reranker", 1)

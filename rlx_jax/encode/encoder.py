@@ -14,6 +14,7 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 
+from rlx_jax.encode.artifact_plan import encoder_plan
 from rlx_jax.encode.embedding import Batcher, PackedBatcher, Stream
 from rlx_jax.encode.explain import explain as explain_texts
 from rlx_jax.encode.explain import show as show_texts
@@ -409,7 +410,7 @@ class Encoder(TaskModel):
             layout = f"rows at their own lengths: {self.own_lengths}"
         return replace(self.model.report(**sizes), embedding=layout, request=self._last_request)
 
-    explain, show = explain_texts, show_texts
+    explain, show, artifact_plan = explain_texts, show_texts, encoder_plan
 
     def run_texts(self, texts: Any) -> Any:
         """Run the request that `explain` describes: `embed` of texts or id lists."""

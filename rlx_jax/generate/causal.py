@@ -1,6 +1,6 @@
 """`CausalLM`: logits, and generation with a key/value cache, for any causal flow.
 
-The class checks arguments and delegates. The compiler derives the cached programs from the flow's forward program.
+The class checks arguments and delegates. The compiler derives the cached programs from the forward program.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from rlx_jax.errors import RequestError, shown, suggest_keywords
+from rlx_jax.generate.artifact_plan import language_model_plan
 from rlx_jax.generate.capturing import capture, capture_request, check_request_captures, warn_of_captures
 from rlx_jax.generate.conversation import Conversation, check_stream_options, open_conversation
 from rlx_jax.generate.decode_state import DecodeState
@@ -190,7 +191,7 @@ class CausalLM(TaskModel):
         """
         return capture(self._lm, prompts, inputs)
 
-    patch, generate_iter = patch_prompts, generate_iter
+    patch, generate_iter, artifact_plan = patch_prompts, generate_iter, language_model_plan
 
     def _warn_of_captures(self, stacklevel: int = 5) -> None:
         """Warn once that requests return no captures."""

@@ -26,6 +26,7 @@ from rlx_jax.encode.tagging import TokenClassifier
 from rlx_jax.encode.vision import VisionEncoder
 from rlx_jax.errors import ConfigError, ProfileError, RequestError, RlxWarning, UnsupportedError, listing, quote, shown
 from rlx_jax.flow import ModelFlow, ModelRecipe
+from rlx_jax.generate.artifact import is_artifact, load_artifact
 from rlx_jax.generate.causal import CausalLM
 from rlx_jax.ir.types import as_dtype, short_name
 from rlx_jax.models.encoder import EncoderFlow
@@ -43,14 +44,15 @@ def load(
     path: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None,
     subfolder: str = "", file: str | None = None, dtype: Any = None, recipe: ModelRecipe | None = None,
     adapter: str | os.PathLike[str] | None = None, head: bool = True, ignore_fields: Iterable[str] = (),
-    **options: Any,
+    expect_sha256: str | None = None, **options: Any,
 ) -> Any:  # fmt: skip
-    """Load a Hugging Face or sentence-transformers directory, or a GGUF file, as a `CausalLM`, an `Encoder`, a
-    `Classifier`, a `Reranker`, a `TokenClassifier`, a `QuestionAnswerer`, a `MaskedLM`, a `VisionEncoder`, an
-    `ImageClassifier` or a `DualEncoder`, depending on its config.
+    """Load a Hugging Face or sentence-transformers directory, a GGUF file, or an artifact of `export`, as a `CausalLM`,
+    an `Encoder`, a `Classifier`, a `Reranker`, a `TokenClassifier`, a `QuestionAnswerer`, a `MaskedLM`, a
+    `VisionEncoder`, an `ImageClassifier` or a `DualEncoder`, depending on its config.
 
     Args:
-        path: a directory; a `.gguf` file, the first one if the model has several parts; or, where there is no such
+        path: a directory; a `.gguf` file, the first one if the model has several parts; a `.rlxa` file, which takes no
+            other arguments than `expect_sha256` and `progress`; or, where there is no such
             path, `"org/name"`, a model of the Hub. Only the files that are needed are downloaded, into
             huggingface_hub's cache. The environment variables `HF_ENDPOINT`, `HF_HOME` and `HF_HUB_CACHE` set the
             server and the directories; with `HF_HUB_OFFLINE` only the cache is used.
@@ -66,6 +68,7 @@ def load(
         ignore_fields: fields of `config.json` to ignore. Fields that are not supported and may change the computation
             are an error unless they are listed: `["router_scale"]`, in nested objects `["rope_scaling.finetuned"]`.
             `report().ignored_fields` names them.
+        expect_sha256: the digest that `export` returned for a `.rlxa` file; another file is refused.
         options: `profile`, `mesh`, `strict`, `missing` and `key` of `rlx_jax.compile`, where `missing` decides whether
             weights missing from the checkpoint, such as the weights of new blocks in `recipe`, are an error or
             initialized. From `open_weights`: `on_nonfinite`, `links`, `max_bytes`, `verify`, `subtree`. And the
@@ -77,8 +80,16 @@ def load(
     Raises:
         ConfigError, UnsupportedError, WeightError, TokenizerError: see `rlx_jax.errors`.
         MissingFileError: `path` is neither a directory nor a model. HubError: the Hub refuses or cannot be reached.
-        IntegrityError: the downloaded bytes are not the bytes of the commit.
+        IntegrityError: the downloaded bytes are not the bytes of the commit, or an artifact was altered or truncated.
+        VersionMismatchError, PlatformMismatchError, ArtifactFormatError: an artifact that this process cannot load.
     """
+    if is_artifact(path):
+        arguments = {"revision": revision, "token": token, "subfolder": subfolder or None, "file": file, "dtype": dtype,
+                     "recipe": recipe, "adapter": adapter, "head": None if head is True else head,
+                     "ignore_fields": list(ignore_fields) or None, "expect_sha256": expect_sha256}  # fmt: skip
+        return load_artifact(path, {n: v for n, v in arguments.items() if v is not None} | options)
+    if expect_sha256 is not None:
+        raise RequestError(f"load: expect_sha256 is for an artifact of export (.rlxa), not for {shown(path)}")
     if not isinstance(head, bool):
         raise RequestError(f"load: head is {shown(head)}; expected True or False")
     checkpoint = open_checkpoint(

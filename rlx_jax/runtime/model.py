@@ -26,6 +26,7 @@ from rlx_jax.profiles import Change, CompileProfile
 from rlx_jax.runtime.arguments import check_leaves, check_params, is_traced, refuse_consumed, refuse_shared
 from rlx_jax.runtime.block_times import BlockTimes, profile_calls
 from rlx_jax.runtime.explain import explain_program
+from rlx_jax.runtime.export_model import export_model
 from rlx_jax.runtime.inputs import check_integer, random_key
 from rlx_jax.runtime.levels import SYMBOLIC_LEVELS, check_text_arguments, key_with_sizes, level_text
 from rlx_jax.runtime.model_program import ModelProgram
@@ -480,6 +481,7 @@ class CompiledModel(ModelProgram):
         return explain_program(self.programs, self.last_key, times)
 
     show = show_model
+    export = export_model
 
 
 @dataclass(frozen=True, eq=False)

@@ -54,6 +54,7 @@ from rlx_jax.lowering.mir.small import unread_inputs
 from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Buildable, Built
+from rlx_jax.runtime.frozen import FrozenFlow
 from rlx_jax.runtime.inputs import check_length
 from rlx_jax.runtime.lru import LruCache
 from rlx_jax.runtime.program_key import ProgramKey
@@ -143,12 +144,15 @@ class Programs:
         """Return the program with symbolic sizes, lowered at its first use."""
 
         def make() -> Template:
+            flow = self.flows[key.flow]
+            if isinstance(flow, FrozenFlow):  # nothing can be derived from it, and it has its programs
+                return flow.template(key, self.source)
             if key.hidden:
                 return self.template(replace(self.full_key(key), headless=True))
             if key.headless:
                 return self.template(replace(key, headless=False)).headless()
             # Other optional inputs come from the derived program, and the flow is built without them.
-            flow_inputs = key.optional_inputs & {i.name for i in self.flows[key.flow]._inputs}
+            flow_inputs = key.optional_inputs & {i.name for i in flow._inputs}
             return make_template(
                 *self.build(key.flow, flow_inputs),
                 self.settings,

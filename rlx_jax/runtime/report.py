@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, cast
 
+from rlx_jax.compiler.executable import Executable
 from rlx_jax.compiler.pipeline import Template
 from rlx_jax.compiler.settings import LoopSettings, Settings
 from rlx_jax.device import Device
 from rlx_jax.errors import listing
+from rlx_jax.ir.ops.exported import is_exported
 from rlx_jax.ir.table import TextTable
 from rlx_jax.lowering.fusion import FusionReport
 from rlx_jax.lowering.inspect.buffers import activation_bytes
@@ -70,7 +72,7 @@ class ProgramReport:
         lower: seconds to build, lower, specialize and plan it. Programs that differ only in sizes share a template;
             one of them carries its seconds.
         trace, compile: seconds in JAX's tracing, and in XLA.
-        flops, bytes: operations, and memory traffic, of a run.
+        flops, bytes: operations, and memory traffic, of a run; None for a program of an artifact.
         peak_bytes: arguments, results and temporaries together.
         donated_bytes: the part of the arguments that results are written into.
         cache_bytes: the size of the state between calls.
@@ -81,8 +83,8 @@ class ProgramReport:
     lower: float
     trace: float
     compile: float
-    flops: int
-    bytes: int
+    flops: int | None
+    bytes: int | None
     peak_bytes: int
     donated_bytes: int
     cache_bytes: int
@@ -323,8 +325,10 @@ def merge_equal_layers(lines: Sequence[str]) -> list[str]:
     return [line if count == 1 else f"{line} ({count} of them)" for line, count in counts.items()]
 
 
-def short_number(number: int) -> str:
-    """Return a number in at most five characters: `812`, `1.2k`, `34M`."""
+def short_number(number: int | None) -> str:
+    """Return a number in at most five characters, `812`, `1.2k`, `34M`; `-` for None."""
+    if number is None:
+        return "-"
     value = float(number)
     for unit in ("", "k", "M", "G", "T", "P"):
         if value < 999.5 or unit == "P":  # 999.5 would be rounded to four digits
@@ -360,19 +364,24 @@ def _own_program_reports(programs: Programs, named: bool) -> Iterator[ProgramRep
         template, seconds = programs.template(key.symbolic), executable.seconds
         template_seconds = {} if key.symbolic in counted else template.seconds
         counted.add(key.symbolic)
-        needs, memory = executable.step_cost, cast(Any, executable.call.memory_analysis())
+        needs, memory = step_cost(executable), cast(Any, executable.call.memory_analysis())
         yield ProgramReport(
             f"{key.flow}: {key.text}" if named else key.text,
             prove=template_seconds.get("derive", 0.0) + seconds["prove"],
             lower=sum(s for name, s in template_seconds.items() if name != "derive") + seconds["plan"],
             trace=seconds["trace"],
             compile=seconds["compile"],
-            flops=needs.flops,
-            bytes=needs.bytes,
+            flops=needs.get("flops"),
+            bytes=needs.get("bytes"),
             peak_bytes=executable.peak_bytes,
             donated_bytes=memory.alias_size_in_bytes,
             cache_bytes=state_bytes(template, key),
         )
+
+
+def step_cost(executable: Executable) -> dict[str, int]:
+    """Return the attributes of the cost of a run by name; none for a program of an artifact, which has no ops."""
+    return {} if is_exported(executable.lir.graph) else asdict(executable.step_cost)
 
 
 def state_bytes(template: Template, key: ProgramKey | None) -> int:
@@ -412,12 +421,14 @@ def report_of(
         products=lir.products(),
         experts=lir.experts(),
         recurrences=lir.recurrences(),
-        **asdict(executable.step_cost),
+        **step_cost(executable),
         collectives={} if settings.model_sharding is None else count_collectives(executable.call.as_text() or ""),
         donated_bytes=memory.alias_size_in_bytes,
         cache_bytes=state_bytes(template, last),
         peak_bytes=executable.peak_bytes,
-        estimated_activation_bytes=activation_bytes(lir.graph, lir.plan.donate_state, lir.plan.scan),
+        estimated_activation_bytes=None
+        if is_exported(lir.graph)
+        else activation_bytes(lir.graph, lir.plan.donate_state, lir.plan.scan),
     )
 
 

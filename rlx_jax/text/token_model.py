@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, runtime_checkable
@@ -18,6 +19,7 @@ from rlx_jax.errors import (
     RlxError,
     SequenceLengthError,
     ShapeError,
+    UnsupportedError,
     integer_text,
     listing,
     quote,
@@ -29,6 +31,7 @@ from rlx_jax.models.heads import LABEL_LOGITS
 from rlx_jax.program import Weights
 from rlx_jax.runtime.checkpoint_origin import CheckpointOrigin
 from rlx_jax.runtime.compile_flow import open_model
+from rlx_jax.runtime.export_model import Artifact, ArtifactPlan, write_artifact
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.text.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
@@ -139,6 +142,24 @@ class TaskModel:
     def __call__(self, *args: Any, **named: Any) -> NoReturn:
         """Raise a RequestError that names the methods to call instead."""
         raise RequestError(f"{type(self).__name__}: call one of its methods: {self._methods}")
+
+    def export(
+        self, path: str | os.PathLike[str], *, platforms: Sequence[str] | None = None,
+        sizes: Sequence[Mapping[str, int]] = (), format: str = "rlxa", overwrite: bool = False,
+    ) -> Artifact:  # fmt: skip
+        """Export the model to one `.rlxa` file with tokenizer and settings, from which `rlx_jax.load` makes the same
+        object without the checkpoint. The arguments are those of `CompiledModel.export`."""
+        return write_artifact(self.model, path, self.artifact_plan(), platforms, sizes, format, overwrite)
+
+    def artifact_plan(self) -> ArtifactPlan:
+        """Return what an artifact of this class has.
+
+        Raises:
+            UnsupportedError: this class cannot be exported.
+        """
+        raise UnsupportedError(
+            f"export: a {type(self).__name__} cannot be exported; its .model can, without tokenizer and settings"
+        )
 
     def __str__(self) -> str:
         return str(self.model)

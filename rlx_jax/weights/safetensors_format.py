@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,7 +179,14 @@ def _split_shards(entries: Sequence[Entry]) -> list[list[Entry]]:
 
 
 def write_file(path: str, entries: Sequence[Entry]) -> None:
-    """Write one file. Wide dtypes come first, so that every tensor is aligned; one tensor is on the host at a time."""
+    """Write one file; see `write_tensors`."""
+    with open(path, "xb") as file:
+        write_tensors(file.write, entries)
+
+
+def write_tensors(write: Callable[[Any], object], entries: Sequence[Entry]) -> None:
+    """Write the content of a file, part by part. Wide dtypes come first, so that every tensor is aligned; one tensor is
+    on the host at a time."""
     ordered = sorted(entries, key=lambda entry: -entry.type.dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by the readers of Hugging Face
     offset = 0
@@ -191,8 +198,7 @@ def write_file(path: str, entries: Sequence[Entry]) -> None:
         offset = offsets[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes
-    with open(path, "xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for entry in ordered:
-            values = np.ascontiguousarray(entry.values())  # the bytes of a transposed array are in another order
-            file.write(values.astype(values.dtype.newbyteorder("<"), copy=False).reshape(-1).view(np.uint8).data)
+    write(len(text).to_bytes(8, "little") + text)
+    for entry in ordered:
+        values = np.ascontiguousarray(entry.values())  # the bytes of a transposed array are in another order
+        write(values.astype(values.dtype.newbyteorder("<"), copy=False).reshape(-1).view(np.uint8).data)

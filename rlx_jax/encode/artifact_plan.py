@@ -1,0 +1,48 @@
+"""The programs and settings of the artifacts of encoders, classifiers and rerankers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rlx_jax.encode.padded_rows import read_mask_names
+from rlx_jax.ir.serial import encode
+from rlx_jax.lowering.hir.row_layouts import MASK
+from rlx_jax.runtime.export_model import ArtifactPlan
+from rlx_jax.runtime.program_key import ProgramKey
+from rlx_jax.text.request_checks import TYPES
+from rlx_jax.text.tokenizer_files import tokenizer_files
+
+
+def encoder_plan(encoder: Any) -> ArtifactPlan:
+    """Return the programs that `hidden_states` and `embed` run: `forward`, and rows that are packed or padded."""
+    model, masks = encoder.model, read_mask_names(encoder.model)
+    types = frozenset({TYPES} & {d.name for d in model.flow._inputs})
+    packed, padded = dict.fromkeys((masks, masks | types)), dict.fromkeys((frozenset({MASK}), types | {MASK}))
+    derivations = (*(("packed", inputs) for inputs in packed), *(("padded", inputs) for inputs in padded))
+    forwards = dict.fromkeys((frozenset[str](), types))
+    if encoder.own_lengths or encoder.padding is not None:  # rows that run `forward` at their own lengths
+        forwards |= packed
+    keys = [ProgramKey(model.name, "forward", inputs) for inputs in forwards]
+    for program, inputs in derivations:
+        if not model.programs.derivation_error(model.name, program, inputs):
+            outputs = model.output_names[:1] if program == "packed" else None
+            keys.append(model.as_program(program).key(inputs, outputs))
+    pipeline = None if encoder._has_pooled_output else encode(encoder.pipeline)
+    settings = {"pipeline": pipeline, "padding": encoder.padding and list(encoder.padding)}
+    return ArtifactPlan("encoder", tuple(keys), settings, tokenizer_files(encoder.tokenizer), derivations)
+
+
+def classifier_plan(classifier: Any) -> ArtifactPlan:
+    """Return the plan of a classifier: that of its encoder, and its head."""
+    plan = encoder_plan(classifier.encoder)
+    head = encode(replace(classifier.head, layers=()))
+    max_seq_length = classifier.encoder.pipeline.max_seq_length
+    settings = {"head": head, "padding": plan.settings["padding"], "max_seq_length": max_seq_length}
+    return replace(plan, kind="classifier", settings=settings)
+
+
+def reranker_plan(reranker: Any) -> ArtifactPlan:
+    """Return the plan of a reranker: that of its classifier, and the activation."""
+    plan = classifier_plan(reranker.classifier)
+    return replace(plan, kind="reranker", settings={**plan.settings, "activation": reranker.activation})

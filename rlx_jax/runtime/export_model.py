@@ -1,0 +1,556 @@
+"""Export a compiled model to an artifact, one file with StableHLO, parameters and settings; and open such a file."""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import jax
+import jaxlib.version
+import numpy as np
+from jax import export
+
+from rlx_jax.compiler.executable import Function
+from rlx_jax.compiler.pipeline import Template, make_function
+from rlx_jax.compiler.settings import DIMENSIONS, choose_settings
+from rlx_jax.device import named_device
+from rlx_jax.errors import (
+    ArtifactFormatError,
+    IntegrityError,
+    PlatformMismatchError,
+    RequestError,
+    RlxError,
+    SafetensorsError,
+    UnsupportedError,
+    VersionMismatchError,
+    check_names,
+    first_line,
+    listing,
+    quote,
+    shown,
+)
+from rlx_jax.io.archive import SUFFIX, Archive, Content, write_archive
+from rlx_jax.io.atomic import atomic_directory, write_synced
+from rlx_jax.ir.checkpoint_tensor import Key
+from rlx_jax.ir.graph import Graph, Mir, TypeCache
+from rlx_jax.ir.queries import bind_leaves
+from rlx_jax.ir.serial import decode, encode
+from rlx_jax.ir.types import short_name
+from rlx_jax.ir.user_functions import CapturedArrays
+from rlx_jax.ir.weight_reads import WeightSource
+from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
+from rlx_jax.lowering.lir.implementations import choose_implementations
+from rlx_jax.lowering.lir.plan import Call, Choice, Layout, Lir, call_of
+from rlx_jax.runtime.arguments import check_params
+from rlx_jax.runtime.frozen import (
+    DerivationNote,
+    ExportedForm,
+    FlowRecord,
+    FrozenFlow,
+    ProgramRecord,
+    UnreadNote,
+    describe_key,
+    expiry,
+    record_of,
+    require_flatbuffers,
+)
+from rlx_jax.runtime.inputs import check_integer
+from rlx_jax.runtime.program_key import ProgramKey
+from rlx_jax.runtime.programs import Programs
+from rlx_jax.weights.format import Entry
+from rlx_jax.weights.safetensors import read_header
+from rlx_jax.weights.safetensors_format import SafetensorsSource, write_tensors
+from rlx_jax.weights.safetensors_header import DTYPES, Header
+from rlx_jax.weights.tensor_file import ReadBytes, TensorFile, file_identity
+
+# The sizes of a request that implementations are chosen for in programs with symbolic sizes.
+USUAL_SIZES = {"batch": 1, "seq": 512, "context": 1024}
+PARAMS, STABLEHLO = "params.safetensors", "stablehlo"
+FORMATS = ("rlxa", STABLEHLO)
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+Sizes = Mapping[str, int]
+
+
+class Exportable(Protocol):
+    """A compiled model, as far as an export reads it."""
+
+    programs: Programs
+    name: str
+    program: str
+
+    def require_params(self, operation: str) -> dict[str, Any]: ...
+
+    def refuse_traced(self) -> None: ...
+
+    def param_specs(self) -> dict[str, jax.ShapeDtypeStruct]: ...
+
+
+@dataclass(frozen=True)
+class ArtifactPlan:
+    """What an artifact has in addition to the parameters.
+
+    Attributes:
+        kind: the class that `rlx_jax.load` returns.
+        keys: the programs, without sizes.
+        settings: the arguments of the class, plain JSON.
+        files: other files by name, such as those of the tokenizer.
+        derivations: programs with optional inputs that requests ask the flow about.
+    """
+
+    kind: str
+    keys: tuple[ProgramKey, ...]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    derivations: tuple[tuple[str, frozenset[str]], ...] = ()
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """An exported model.
+
+    Attributes:
+        path: the file, or the directory of `format="stablehlo"`.
+        sha256: the digest for `rlx_jax.load(path, expect_sha256=)`; empty for a directory.
+        nbytes: bytes of the file, or of the programs in the directory.
+        platforms: the platforms that it runs on.
+        created, expires: the day of the export, and the day until which later versions of JAX can load it.
+        programs: the exported programs, each with its sizes if it was not exported for all of them.
+    """
+
+    path: str
+    sha256: str
+    nbytes: int
+    platforms: tuple[str, ...]
+    created: datetime.date
+    expires: datetime.date
+    programs: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.path}: {len(self.programs)} programs, {self.nbytes:,} bytes, for {', '.join(self.platforms)}",
+            f"made by jax {jax.__version__}; later versions load it until {self.expires.isoformat()}",
+            *([f"sha256 {self.sha256}"] if self.sha256 else []),
+        ]
+        return "\n".join(lines)
+
+
+def export_model(
+    model: Exportable, path: str | os.PathLike[str], *, platforms: Sequence[str] | None = None,
+    programs: Sequence[str] | None = None, given: Iterable[str] = (), sizes: Sequence[Sizes] = (),
+    format: str = "rlxa", overwrite: bool = False,
+) -> Artifact:  # fmt: skip
+    """Export the model to one file, which `rlx_jax.load` reads without its flow, plugins and checkpoint.
+
+    Programs have symbolic sizes, so that they serve every batch, sequence and cache. They use XLA's implementations
+    only, no custom kernels.
+
+    Args:
+        path: a new `.rlxa` file, or for `format="stablehlo"` a new directory.
+        platforms: "cpu", "cuda", "rocm", "tpu"; by default the one that JAX runs on.
+        programs: the programs to export; by default the one that calls run, and with a cache `prefill` and `extend`.
+        given: names of optional inputs; each program is also exported with all of them.
+        sizes: choices of sizes, such as `{"batch": 1, "seq": 128}`, to export programs for in place of symbolic ones.
+            A program without these symbols ignores the others. It is needed if a program depends on a size.
+        format: "rlxa", or "stablehlo" for other runtimes: StableHLO as text and as `jax.export` reads it, and the
+            parameters as safetensors.
+        overwrite: replace an earlier artifact at `path`.
+
+    Returns:
+        The artifact, which prints its digest and expiry.
+
+    Raises:
+        MissingWeightError: the model has no parameters. UnsupportedError: it is sharded over a mesh, or loaded from an
+            artifact; a program cannot be exported with symbolic sizes; a dtype that safetensors lacks; no flatbuffers.
+        RequestError, GraphError: an argument is not valid.
+        TargetExistsError, NoSpaceError, SaveFailedError: as `rlx_jax.save`.
+    """
+    names = programs
+    if names is None:
+        names = ("prefill", "extend") if model.program in CACHED_PROGRAMS else (model.program,)
+    if isinstance(names, str) or not names:
+        raise RequestError(f"export: programs is {shown(programs)}; expected a list of names, such as ['forward']")
+    optional = frozenset(_check_given(model, given))
+    sets = dict.fromkeys((frozenset[str](), optional))
+    keys = tuple(ProgramKey(model.name, name, inputs) for name in names for inputs in sets)
+    plan = ArtifactPlan("model", keys)
+    return write_artifact(model, path, plan, platforms, sizes, format, overwrite)
+
+
+def _check_given(model: Exportable, given: Iterable[str]) -> list[str]:
+    """Return the names of optional inputs, checked."""
+    optional = [d.name for d in model.programs.flows[model.name]._inputs if d.optional]
+    if isinstance(given, str):
+        raise RequestError(f"export: given is {shown(given)}; expected a list of names of optional inputs")
+    names = list(given)
+    check_names(names, optional, f"export: given: {model.name} has no optional input", "; it has", RequestError)
+    return names
+
+
+def write_artifact(
+    model: Exportable, path: str | os.PathLike[str], plan: ArtifactPlan, platforms: Sequence[str] | None = None,
+    sizes: Sequence[Sizes] = (), format: str = "rlxa", overwrite: bool = False,
+) -> Artifact:  # fmt: skip
+    """Write an artifact; see `export_model`."""
+    programs, target = model.programs, os.fsdecode(path)
+    entries = _param_entries(model)
+    platform_names = _check_platforms(platforms)
+    check_names([format], FORMATS, "export: there is no format", "; there are", RequestError)
+    if format == "rlxa" and not target.endswith(SUFFIX):
+        raise RequestError(f"export: path is {shown(target)}; expected a file name that ends in {SUFFIX}")
+    size_choices = _check_sizes(sizes)
+    require_flatbuffers("export")
+    records: list[ProgramRecord] = []
+    modules: dict[str, export.Exported] = {}
+    for key in plan.keys:
+        forms = []
+        for form_sizes, exported in _export_forms(programs, key, platform_names, size_choices):
+            forms.append(ExportedForm(f"program-{len(modules)}", form_sizes))
+            modules[forms[-1].member] = exported
+        records.append(record_of(programs.template(key), key, tuple(forms)))
+    created = datetime.date.today()
+    content: dict[str, Any] = {
+        "kind": plan.kind,
+        "versions": {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__, "calling_convention":
+                     max(m.calling_convention_version for m in modules.values())},
+        "created": created.isoformat(),
+        "expires": expiry(created).isoformat(),
+        "platforms": list(platform_names),
+        "flow": encode(_flow_record(model, plan, tuple(records))),
+        "settings": dict(plan.settings),
+        "files": sorted(plan.files),
+    }  # fmt: skip
+    blobs = {name: bytes(exported.serialize()) for name, exported in modules.items()}
+    nbytes = sum(map(len, (*blobs.values(), *plan.files.values()))) + sum(e.nbytes for e in entries)
+    if format == STABLEHLO:
+        sha256, size = "", _write_directory(target, modules, blobs, entries, content, nbytes, overwrite)
+    else:
+        members: dict[str, Content] = {**blobs, **{f"files/{name}": raw for name, raw in plan.files.items()}}
+        members[PARAMS] = lambda write: write_tensors(write, entries)
+        sha256, size = write_archive(target, members, content, nbytes, overwrite)
+    described = tuple(
+        describe_key(key) + (f" of {', '.join(f'{n} {s}' for n, s in form.sizes.items())}" if form.sizes else "")
+        for key, record in zip(plan.keys, records, strict=True) for form in record.forms
+    )  # fmt: skip
+    return Artifact(target, sha256, size, platform_names, created, expiry(created), described)
+
+
+def _param_entries(model: Exportable) -> list[Entry]:
+    """Return the parameters to write, after checking that the model can be exported."""
+    programs = model.programs
+    model.refuse_traced()
+    params = model.require_params("export")
+    check_params(params, model.param_specs())
+    if programs.model_sharding is not None:
+        raise UnsupportedError(
+            f"{model.name}: export: the model is sharded over a mesh ({programs.model_sharding.text()}), and sharded "
+            "artifacts are not implemented: load the model without mesh= and export that"
+        )
+    if isinstance(programs.flows[model.name], FrozenFlow):
+        raise UnsupportedError(f"{model.name}: export: the model was loaded from an artifact: copy the file")
+    types = programs.layout.types()
+    if unknown := [name for name, t in types.items() if t.dtype not in DTYPES.values()]:
+        raise UnsupportedError(
+            f"{model.name}: export: parameter {quote(unknown[0])} is {short_name(types[unknown[0]].dtype)}, which "
+            "safetensors cannot store; precision.weights = 'bf16' in the profile stores it as floats"
+        )
+    return [Entry(name, t, lambda name=name: np.asarray(jax.device_get(params[name]))) for name, t in types.items()]  # type: ignore[misc]
+
+
+def _check_platforms(platforms: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the platforms of an export, checked."""
+    if platforms is None:
+        return (export.default_export_platform(),)
+    if isinstance(platforms, str) or not platforms:
+        raise RequestError(f"export: platforms is {shown(platforms)}; expected a list of {listing(PLATFORMS)}")
+    check_names(platforms, PLATFORMS, "export: there is no platform", "; there are", RequestError)
+    return tuple(dict.fromkeys(platforms))
+
+
+def _check_sizes(sizes: Sequence[Sizes]) -> list[dict[str, int]]:
+    """Return the choices of sizes, checked."""
+    if isinstance(sizes, Mapping | str) or not all(isinstance(choice, Mapping) for choice in sizes):
+        raise RequestError(f'export: sizes is {shown(sizes)}; expected a list such as [{{"batch": 1, "seq": 128}}]')
+    return [{str(n): check_integer(f"sizes: {n}", size, 1) for n, size in choice.items()} for choice in sizes]
+
+
+# -- programs ----------------------------------------------------------------------------------
+
+
+def _export_forms(
+    programs: Programs, key: ProgramKey, platforms: tuple[str, ...], choices: Sequence[dict[str, int]]
+) -> list[tuple[dict[str, int], export.Exported]]:
+    """Return a program as StableHLO: with symbolic sizes, or else for each choice of sizes.
+
+    Raises:
+        UnsupportedError: the program cannot be exported with symbolic sizes, and neither the caller nor the profile
+            has sizes; or one of them is missing.
+    """
+    template = programs.template(key)
+    label = f"{key.flow}: export: {describe_key(key)}"
+    if not choices:
+        try:
+            return [(form, _export_program(programs, key, form, platforms)) for form in _symbolic_forms(programs, key)]
+        except Exception as cause:  # JAX has no class for what a symbolic size does not allow
+            if isinstance(cause, RlxError) and not isinstance(cause, UnsupportedError):
+                raise
+            choices = _bucket_sizes(programs, key)
+            if not choices:
+                raise UnsupportedError(
+                    f"{label} cannot have symbolic sizes ({first_line(cause)}): pass sizes=[{{…}}] with a number for "
+                    f"each of {listing(sorted(template.symbols))}"
+                ) from cause
+    bound: dict[tuple[tuple[str, int], ...], dict[str, int]] = {}
+    for choice in choices:
+        choice = {**programs.ring_sizes(template, choice.get("context")), **choice}
+        if missing := sorted(template.symbols.difference(choice)):
+            raise UnsupportedError(f"{label}: sizes has no number for {listing(missing)}: {choice}")
+        form = {name: choice[name] for name in sorted(template.symbols)}
+        bound[tuple(form.items())] = form
+    return [(form, _export_program(programs, key, form, platforms)) for form in bound.values()]
+
+
+def _symbolic_forms(programs: Programs, key: ProgramKey) -> list[dict[str, int]]:
+    """Return the sizes that are fixed in each form of a program; the others are symbols.
+
+    A decoding step has forms of its own: with one token there is no chunk to pad, and with the slots of a window a ring
+    buffer is read in place.
+    """
+    template = programs.template(key)
+    forms: list[dict[str, int]] = [{}]
+    if key.program == "extend" and "seq" in template.symbols:
+        forms.append({"seq": 1})
+        if rings := programs.ring_sizes(template, None):
+            forms.append({"seq": 1, **rings})
+    return forms
+
+
+def _bucket_sizes(programs: Programs, key: ProgramKey) -> list[dict[str, int]]:
+    """Return the sizes of a program within the buckets of the profile; none if a list of buckets is missing."""
+    symbols = programs.template(key).symbols
+    lists = {dim: getattr(programs.settings.buckets, name) for name, dim in DIMENSIONS.items() if dim in symbols}
+    if key.program == "extend" and lists.get("seq"):
+        lists["seq"] = (1, *lists["seq"])
+    return [dict(zip(lists, numbers, strict=True)) for numbers in itertools.product(*lists.values())] if lists else []
+
+
+def _export_program(programs: Programs, key: ProgramKey, sizes: Sizes, platforms: tuple[str, ...]) -> export.Exported:
+    """Return a program as StableHLO, with these sizes fixed."""
+    template = programs.template(key)
+    graph = bind_leaves(template.mir, sizes, TypeCache()) if sizes else template.mir
+    run = _platform_function(programs, template, graph, sizes, platforms)
+
+    def function(params: Any, state: Any, inputs: Any) -> Any:
+        return run(params, state, inputs)
+
+    function.__name__ = key.program
+    arguments = (
+        {name: t.spec for name, t in programs.layout.types().items()},
+        {name: t.bind(sizes).spec for name, t in template.state.items()},
+        {i.input: i.type.bind(sizes).spec for i in template.mir.inputs},
+    )
+    donated = (1,) if programs.settings.plan.donate_state and template.state else ()
+    return export.export(jax.jit(function, donate_argnums=donated), platforms=platforms)(*arguments)
+
+
+def _platform_function(
+    programs: Programs, template: Template, graph: Graph, sizes: Sizes, platforms: tuple[str, ...]
+) -> Function:
+    """Return a program with the implementations that XLA has for each platform.
+
+    The choices depend on sizes. Symbols count as the sizes of a usual request.
+    """
+    usual = {**dict.fromkeys(template.symbols, 1), **USUAL_SIZES, **programs.ring_sizes(template, None), **sizes}
+    static = bind_leaves(graph, usual, TypeCache())
+    plan = replace(programs.settings.plan, target="cpu", implementation="auto", kernels=False, donate_inputs=())
+    runs: dict[str, Function] = {}
+    choices_by_platform: dict[str, dict[Call, Choice]] = {}
+    for platform in platforms:
+        device = replace(named_device(platform), cudnn=None)
+        static_choices = choose_implementations(static, device, "auto", "xla", plan.experts, None, kernels=False)
+        # Both graphs have the same nodes, and differ in the sizes alone.
+        choices_by_platform[platform] = {
+            call_of(inner, node): static_choices[call]
+            for (inner, node), (static_inner, static_node) in zip(graph.walk(), static.walk(), strict=True)
+            if isinstance(node.op, Mir) and (call := call_of(static_inner, static_node)) in static_choices
+        }
+        lir = Lir(graph, replace(plan, choices=choices_by_platform[platform]))
+        runs[platform] = make_function(lir, programs.layout)
+    first, *others = platforms
+    if all(choices_by_platform[platform] == choices_by_platform[first] for platform in others):
+        return runs[first]
+    return lambda *arguments: jax.lax.platform_dependent(*arguments, **runs)
+
+
+def _flow_record(model: Exportable, plan: ArtifactPlan, records: tuple[ProgramRecord, ...]) -> FlowRecord:
+    """Return the description of a model in the manifest."""
+    programs, flow = model.programs, model.programs.flows[model.name]
+    every = frozenset(d.name for d in flow._inputs if d.optional)
+    unread_sets = dict.fromkeys((frozenset[str](), every, *(key.optional_inputs & every for key in plan.keys)))
+    return FlowRecord(
+        name=model.name,
+        inputs=flow._inputs,
+        program=model.program,
+        params=programs.layout.types(),
+        programs=records,
+        profile=programs.settings.profile.replace(fusion={"target": "auto"}).to_toml(),
+        binding=dict(flow._binding),
+        derivations=tuple(
+            DerivationNote(program, tuple(sorted(inputs)), programs.derivation_error(model.name, program, inputs))
+            for program, inputs in plan.derivations
+        ),
+        unread=tuple(
+            UnreadNote(tuple(sorted(inputs)), tuple(sorted(programs.unread_inputs(model.name, inputs))))
+            for inputs in unread_sets
+        ),
+    )
+
+
+def _write_directory(
+    target: str, modules: Mapping[str, export.Exported], blobs: Mapping[str, bytes], entries: Sequence[Entry],
+    content: Mapping[str, Any], nbytes: int, overwrite: bool,
+) -> int:  # fmt: skip
+    """Write a directory for other runtimes, and return the bytes of its programs."""
+    if overwrite:
+        raise RequestError("export: overwrite=True is for a file; remove the directory, or export to another one")
+    with atomic_directory(os.path.realpath(target), False, nbytes) as new:
+        os.mkdir(new)
+        for name, exported in modules.items():
+            write_synced(os.path.join(new, f"{name}.bin"), blobs[name])
+            write_synced(os.path.join(new, f"{name}.mlir"), exported.mlir_module().encode())
+        write_synced(os.path.join(new, "manifest.json"), json.dumps(content, indent=1).encode())
+        with open(os.path.join(new, PARAMS), "xb") as file:
+            write_tensors(file.write, entries)
+    return sum(map(len, blobs.values()))
+
+
+# -- loading -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OpenArtifact:
+    """An artifact whose bytes, versions and platform were checked; no program of it was read yet.
+
+    Attributes:
+        archive: the file.
+        kind, settings: as in `ArtifactPlan`.
+        flow: the description of the model.
+        files: as in `ArtifactPlan`.
+    """
+
+    archive: Archive
+    kind: str
+    settings: Mapping[str, Any]
+    flow: FlowRecord
+    files: Mapping[str, bytes]
+
+
+def open_artifact(path: str | os.PathLike[str], expect_sha256: str | None = None) -> OpenArtifact:
+    """Open an artifact, and check all that can be checked before one of its programs is read.
+
+    Raises:
+        ArtifactFormatError, IntegrityError, LimitError, VersionMismatchError: as `Archive`.
+        VersionMismatchError: it was made by a newer version of JAX, or expired.
+        PlatformMismatchError: it is for other platforms. UnsupportedError: flatbuffers is not installed.
+    """
+    archive = Archive(path, expect_sha256)
+    content, where = archive.content, f"{archive.where}: manifest"
+    names = {"kind", "versions", "created", "expires", "platforms", "flow", "settings", "files"}
+    if set(content) != names or not isinstance(content["settings"], dict):
+        raise ArtifactFormatError(f"{where}: expected {listing(sorted(names))}")
+    versions = decode(Mapping[str, str | int], content["versions"], f"{where}: versions")
+    check_versions(archive.where, versions, decode(str, content["expires"], f"{where}: expires"))
+    platforms = decode(tuple[str, ...], content["platforms"], f"{where}: platforms")
+    running = export.default_export_platform()
+    if running not in platforms:
+        raise PlatformMismatchError(
+            f"{archive.where}: the artifact is for {listing(platforms)}, and JAX runs on {quote(running)}: export the "
+            f"model again with platforms={[*platforms, running]}"
+        )
+    require_flatbuffers("loading an artifact")
+    files = decode(tuple[str, ...], content["files"], f"{where}: files")
+    return OpenArtifact(
+        archive,
+        decode(str, content["kind"], f"{where}: kind"),
+        content["settings"],
+        decode(FlowRecord, content["flow"], f"{where}: flow"),
+        {name: archive.read(f"files/{name}") for name in files},
+    )
+
+
+def check_versions(where: str, versions: Mapping[str, str | int], expires: str) -> None:
+    """Check that this version of JAX can read what another one wrote.
+
+    Raises:
+        VersionMismatchError: it cannot, or nobody promises that it can.
+    """
+    made_by, convention = str(versions.get("jax", "")), versions.get("calling_convention")
+    low, high = export.minimum_supported_calling_convention_version, export.maximum_supported_calling_convention_version
+    advice = "export the model again with this version, or install that one"
+    if not isinstance(convention, int) or not low <= convention <= high:
+        raise VersionMismatchError(
+            f"{where}: jax {made_by} wrote calling convention {convention}, and jax {jax.__version__} reads {low} to "
+            f"{high}: {advice}"
+        )
+    if _version(made_by) > _version(jax.__version__):
+        raise VersionMismatchError(
+            f"{where}: jax {made_by} wrote it, which is newer than jax {jax.__version__}: {advice}"
+        )
+    today = datetime.date.today().isoformat()
+    if made_by != jax.__version__ and today > expires:
+        raise VersionMismatchError(
+            f"{where}: jax {made_by} wrote it, and later versions read it until {expires}; this is jax "
+            f"{jax.__version__} on {today}: {advice}"
+        )
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """Return the numbers of a version such as `0.10.2.dev3`."""
+    parts = itertools.takewhile(str.isdigit, text.split("."))
+    return tuple(map(int, parts))
+
+
+def frozen_programs(artifact: OpenArtifact, progress: Any = None) -> Programs:
+    """Return the programs of an artifact, in the form in which a model has them; no parameter was read yet.
+
+    Raises:
+        IntegrityError: the file changed after it was opened. SafetensorsError: the parameters are malformed.
+    """
+    record, source = artifact.flow, open_params(artifact.archive)
+    layout = Layout({name: Key(name, t) for name, t in record.params.items()})
+    flow = FrozenFlow(record, artifact.archive.where, artifact.archive.read)
+    built = flow.build(source)
+    settings = choose_settings(built, None, merge=False, program="forward")
+    settings = replace(settings, plan=replace(settings.plan, scan=False))
+    programs = Programs({record.name: flow}, source, settings, layout, {record.name: CapturedArrays()}, progress)
+    programs.planned_program = record.program
+    programs.builds.insert((record.name, frozenset()), (built, 0.0))
+    for note in record.derivations:
+        key = (record.name, note.program, frozenset(note.optional_inputs))
+        programs.derivation_errors.insert(key, note.reason)
+    for unread in record.unread:
+        programs.unread_by_optional[record.name, frozenset(unread.optional_inputs)] = frozenset(unread.unread)
+    return programs
+
+
+def open_params(archive: Archive) -> WeightSource:
+    """Return the parameters of an artifact."""
+    if PARAMS not in archive.members:
+        raise ArtifactFormatError(f"{archive.where}: the artifact has no {PARAMS}")
+    member = archive.members[PARAMS]
+
+    def header(read: ReadBytes, size: int, where: str) -> Header:
+        tensors = read_header(
+            lambda count, start, where: read(count, member.offset + start, where), member.length, where
+        )
+        return {name: replace(info, start=info.start + member.offset) for name, info in tensors.items()}
+
+    file = TensorFile(archive.path, header, SafetensorsError, name=f"{archive.path}: {PARAMS}")
+    if file.identity != file_identity(archive.status):
+        file.close()
+        raise IntegrityError(f"{archive.where}: the file was replaced or written to while it was opened")
+    return SafetensorsSource([file], on_nonfinite="ignore")

@@ -1,0 +1,341 @@
+"""`FrozenFlow`: a flow whose programs were exported. It has the types and limits of each program, and no blocks.
+
+Each program is a graph with one op, `ExportedCall`, so that planning, donation, loops around programs and the compile
+cache are the same as for a flow of blocks.
+"""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from jax import export
+
+from rlx_jax.compiler.passes import Job
+from rlx_jax.compiler.pipeline import Template
+from rlx_jax.compiler.settings import lowering_settings
+from rlx_jax.errors import ArtifactFormatError, DeriveError, RequestError, UnsupportedError, listing, quote
+from rlx_jax.ir.checkpoint_tensor import Key
+from rlx_jax.ir.graph import Builder, Graph, Input, Param, StateRead, TypeCache
+from rlx_jax.ir.ops.exported import ExportedCall
+from rlx_jax.ir.state_leaf import StateLeaf
+from rlx_jax.ir.types import TensorType, as_dim, dim_text
+from rlx_jax.ir.user_functions import CapturedArrays
+from rlx_jax.ir.weight_reads import WeightSource
+from rlx_jax.lowering.fusion import fusion_report
+from rlx_jax.lowering.hir.independence import why_rows_mix
+from rlx_jax.lowering.hir.rules import find_causal_block
+from rlx_jax.lowering.inspect.bounds import Bounds
+from rlx_jax.profiles import CompileProfile
+from rlx_jax.program import Built, InputDecl, Weights
+from rlx_jax.runtime.program_key import ProgramKey
+
+# Returns the bytes of a member of an artifact.
+ReadMember = Callable[[str], bytes]
+
+
+@dataclass(frozen=True)
+class ExportedForm:
+    """A program as StableHLO for these sizes, and for every size of the other symbols; `member` has its bytes."""
+
+    member: str
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ProgramRecord:
+    """The interface of an exported program.
+
+    Attributes:
+        program, optional_inputs, only, last_only: as in `ProgramKey`; `only` is its `outputs`.
+        declared: the inputs that the flow declares for it, read or not.
+        inputs: the inputs that the program reads.
+        outputs, state: the types of the outputs and of the state arrays, with symbolic sizes.
+        optional: the optional inputs that the derived program adds.
+        ids, positions, position_dims, rows: see `Bounds`.
+        rings: the window of each ring buffer, by the symbol of its size.
+        rows_mix, left_context: see `why_rows_mix` and `find_causal_block`.
+        forms: the program for some or all sizes.
+    """
+
+    program: str
+    declared: tuple[Input, ...]
+    inputs: tuple[Input, ...]
+    outputs: Mapping[str, TensorType]
+    forms: tuple[ExportedForm, ...]
+    state: Mapping[str, TensorType] = field(default_factory=dict)
+    optional_inputs: tuple[str, ...] = ()
+    only: tuple[str, ...] | None = None
+    last_only: bool = False
+    optional: tuple[Input, ...] = ()
+    ids: Mapping[str, int] = field(default_factory=dict)
+    positions: int | None = None
+    position_dims: tuple[str, ...] = ()
+    rows: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    rings: Mapping[str, int] = field(default_factory=dict)
+    rows_mix: str = ""
+    left_context: str = ""
+
+    def fits(self, key: ProgramKey) -> bool:
+        """Return whether this is the program of a key."""
+        ours = (self.program, frozenset(self.optional_inputs), self.only, self.last_only)
+        theirs = (key.program, key.optional_inputs, key.outputs, key.last_only)
+        return ours == theirs and not (key.headless or key.hidden)
+
+    @property
+    def bounds(self) -> Bounds:
+        """Return the limits of ids and sequence lengths."""
+        dims = tuple(as_dim(_dim(text), "position_dims") for text in self.position_dims)
+        rows = {name: tuple(as_dim(_dim(text), "rows") for text in texts) for name, texts in self.rows.items()}
+        return Bounds(self.ids, self.positions, dims, rows)
+
+
+def _dim(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
+def record_of(template: Template, key: ProgramKey, forms: tuple[ExportedForm, ...]) -> ProgramRecord:
+    """Return the interface of a program of a flow.
+
+    Raises:
+        UnsupportedError: a size that is neither a number, a symbol nor a sum of them.
+    """
+    mir, bounds = template.mir, template.bounds
+    return ProgramRecord(
+        program=key.program,
+        declared=template.built.hir.inputs,
+        inputs=mir.inputs,
+        outputs=dict(zip(mir.output_names, map(mir.type, mir.outputs), strict=True)),
+        forms=forms,
+        state=template.state,
+        optional_inputs=tuple(sorted(key.optional_inputs)),
+        only=key.outputs,
+        last_only=key.last_only,
+        optional=template.optional,
+        ids=bounds.ids,
+        positions=bounds.positions,
+        position_dims=tuple(map(_dim_text, bounds.position_dims)),
+        rows={name: tuple(map(_dim_text, dims)) for name, dims in bounds.rows.items()},
+        rings=template.rings,
+        # Only requests to `forward` depend on these, and the proof takes time.
+        rows_mix=why_rows_mix(template.hir, template.types) if key.program == "forward" else "",
+        left_context=find_causal_block(template.hir),
+    )
+
+
+def _dim_text(dim: Any) -> str:
+    return str(dim) if isinstance(dim, int) else dim_text(dim)
+
+
+@dataclass(frozen=True)
+class DerivationNote:
+    """Why a program cannot be derived from a flow with these optional inputs; an empty reason if it can."""
+
+    program: str
+    optional_inputs: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class UnreadNote:
+    """The inputs of a flow that no output reads when these optional inputs are passed."""
+
+    optional_inputs: tuple[str, ...]
+    unread: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class FlowRecord:
+    """The manifest's description of a model.
+
+    Attributes:
+        name, binding: as in a flow.
+        inputs: the declared inputs.
+        program: the program that calls run.
+        params: the types of the parameters by name.
+        programs: the exported programs.
+        profile: the compile profile, as TOML.
+        derivations, unread: what the flow's blocks decide about requests.
+    """
+
+    name: str
+    inputs: tuple[InputDecl, ...]
+    program: str
+    params: Mapping[str, TensorType]
+    programs: tuple[ProgramRecord, ...]
+    profile: str
+    binding: Mapping[str, int] = field(default_factory=dict)
+    derivations: tuple[DerivationNote, ...] = ()
+    unread: tuple[UnreadNote, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class FrozenFlow:
+    """A flow with exported programs, which can be compiled like a flow; see `Buildable`.
+
+    Attributes:
+        record: its description.
+        where: the name of the artifact in messages.
+        read: returns the bytes of a member.
+    """
+
+    record: FlowRecord
+    where: str
+    read: ReadMember = field(repr=False)
+    _loaded: dict[str, export.Exported] = field(default_factory=dict, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def name(self) -> str:
+        """Return the name of the flow."""
+        return self.record.name
+
+    @property
+    def _inputs(self) -> tuple[InputDecl, ...]:
+        return self.record.inputs
+
+    @property
+    def _binding(self) -> Mapping[str, int]:
+        return self.record.binding
+
+    def build(
+        self, weights: Weights = None, given: Iterable[str] = (), captured: CapturedArrays | None = None
+    ) -> Built:
+        """Return the interface of the program that calls run; with optional inputs, of that with these inputs."""
+        names = frozenset(given)
+        candidates = [r for r in self.record.programs if r.program == self.record.program] or self.record.programs
+        program = next((r for r in candidates if frozenset(r.optional_inputs) == names), candidates[0])
+        return self._built(program, weights)
+
+    def template(self, key: ProgramKey, source: WeightSource | None) -> Template:
+        """Return the template of an exported program.
+
+        Raises:
+            DeriveError: the artifact does not have the program; the message lists those that it has.
+        """
+        record = next((r for r in self.record.programs if r.fits(key)), None)
+        if record is None:
+            reason = next((n.reason for n in self.record.derivations if n.program == key.program and n.reason), "")
+            available = listing(dict.fromkeys(map(describe, self.record.programs)))
+            raise DeriveError(
+                f"{self.where}: {reason or f'the artifact has no program {quote(describe_key(key))}'}; it has "
+                f"{available}: export the model with what the request needs"
+            )
+        built = self._built(record, source)
+        graph = replace(built.hir, inputs=record.inputs)
+        job = Job(lowering_settings(), built.types, record.program, record.last_only, key.optional_inputs, key.outputs)
+        fusion = fusion_report(graph, graph, (), ())
+        return Template(
+            built, graph, graph, record.bounds, False, record.optional, built.types, {}, {}, fusion, job,
+        )  # fmt: skip
+
+    def _built(self, record: ProgramRecord, source: WeightSource | None) -> Built:
+        types = TypeCache()
+        return Built(
+            self.name,
+            self._graph(record, types),
+            source,
+            CompileProfile.from_toml_str(self.record.profile),
+            types,
+            self,
+            binding=self.record.binding,
+            program=self.record.program if self.record.program == "explicit" else "forward",
+        )
+
+    def _graph(self, record: ProgramRecord, types: TypeCache) -> Graph:
+        """Return the graph of one program: its leaves, and the call."""
+        params, state = self.record.params, record.state
+        op = ExportedCall(
+            lambda p, s, i, sizes: self._call(record, sizes)(p, s, i),
+            tuple(params), tuple(state), tuple(i.input for i in record.inputs),
+            (*params.values(), *state.values(), *(i.type for i in record.inputs)),
+            (*record.outputs.values(), *state.values()),
+            tuple(record.rings.items()), record.rows_mix, record.left_context,
+        )  # fmt: skip
+        b = Builder(self.name, types)
+        b.inputs = list(record.declared)
+        leaves = {name: state_leaf(name) for name in state}
+        values = b.add(
+            op,
+            *(b.leaf(Param((Key(name, t),), type=t)) for name, t in params.items()),
+            *(b.leaf(StateRead(leaves[name], type=t)) for name, t in state.items()),
+            *(b.leaf(i) for i in record.inputs),
+        )
+        outputs, new_state = values[: len(record.outputs)], values[len(record.outputs) :]
+        b.writes = [(leaves[name], value) for name, value in zip(state, new_state, strict=True)]
+        return b.finish(outputs, tuple(record.outputs))
+
+    def _call(self, record: ProgramRecord, sizes: Mapping[str, int]) -> Callable[..., Any]:
+        """Return the exported function for these sizes: the form with most of them fixed."""
+        forms = [form for form in record.forms if form.sizes.items() <= sizes.items()]
+        if not forms:
+            choices = listing((", ".join(f"{n} {size}" for n, size in form.sizes.items()) for form in record.forms), 8)
+            raise RequestError(
+                f"{self.where}: {describe(record)} was exported for {choices}, not for "
+                f"{', '.join(f'{n} {size}' for n, size in sorted(sizes.items()))}: pass sizes that fit, or export it "
+                "with sizes="
+            )
+        return self._load(max(forms, key=lambda form: len(form.sizes)).member).call
+
+    def _load(self, member: str) -> export.Exported:
+        with self._lock:
+            if member not in self._loaded:
+                self._loaded[member] = deserialize(self.read(member), f"{self.where}: {quote(member)}")
+            return self._loaded[member]
+
+
+def deserialize(raw: bytes, where: str) -> export.Exported:
+    """Return an exported program from verified bytes.
+
+    Raises:
+        UnsupportedError: flatbuffers is not installed. ArtifactFormatError: jax.export cannot read it.
+    """
+    require_flatbuffers("loading an artifact")
+    try:
+        return export.deserialize(bytearray(raw))
+    except Exception as cause:
+        raise ArtifactFormatError(f"{where}: jax.export cannot read it: {type(cause).__name__}: {cause}") from cause
+
+
+def require_flatbuffers(operation: str) -> None:
+    """Check that the package is installed that `jax.export` needs to read and write programs.
+
+    Raises:
+        UnsupportedError: it is not.
+    """
+    try:
+        import flatbuffers  # type: ignore[import-untyped]  # noqa: F401
+    except ImportError as cause:
+        raise UnsupportedError(
+            f"{operation} needs the package flatbuffers: pip install 'rlx-jax[export]', or flatbuffers itself"
+        ) from cause
+
+
+def state_leaf(name: str) -> StateLeaf:
+    """Return the leaf of a state array with this name."""
+    path, _, slot = name.rpartition(".")
+    return StateLeaf((path,) if path else (), slot)
+
+
+def describe(record: ProgramRecord) -> str:
+    """Return a program with its optional inputs and outputs, for messages."""
+    return describe_key(
+        ProgramKey("", record.program, frozenset(record.optional_inputs), record.only, record.last_only)
+    )
+
+
+def describe_key(key: ProgramKey) -> str:
+    """Return the program of a key for messages, such as `extend of the last tokens, with attention_mask`."""
+    parts = [key.program + (" of the last tokens" if key.last_only else "")]
+    parts += [f"outputs {', '.join(key.outputs)}"] if key.outputs is not None else []
+    parts += [f"with {', '.join(sorted(key.optional_inputs))}"] if key.optional_inputs else []
+    parts += ["up to the head"] if key.headless or key.hidden else []
+    return ", ".join(parts)
+
+
+def expiry(created: datetime.date) -> datetime.date:
+    """Return the day until which later versions of JAX can read a program: `jax.export` promises six months."""
+    return created + datetime.timedelta(days=180)
