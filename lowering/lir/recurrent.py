@@ -22,7 +22,7 @@ from jax import lax
 
 from rlx_jax.device import Device
 from rlx_jax.ir.ops.recurrent import CHUNK, GatedDeltaOp, SelectiveScanOp
-from rlx_jax.ir.types import short_name
+from rlx_jax.ir.types import is_static, short_name
 from rlx_jax.lowering.lir.plan import Call, Choice
 
 AnyArray = Any
@@ -110,7 +110,8 @@ def chunks_at_once(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
     def step(state: AnyArray, part: Any) -> tuple[AnyArray, AnyArray]:
         return chunk.update_state(state, part), state.astype(dtype)
 
-    last_state, old_states = lax.scan(step, start, terms, unroll=SCAN_UNROLL)
+    unroll = SCAN_UNROLL if is_static(chunks[0].shape[0]) else 1
+    last_state, old_states = lax.scan(step, start, terms, unroll=unroll)
     out = jax.vmap(chunk.compute_output)(old_states, chunks, terms)
     return from_chunks(out, tokens).astype(dtype), last_state.reshape(op.initial_state(*operands).shape)
 
@@ -233,7 +234,12 @@ def scan_chunk(dtype: Any) -> Chunk:
 
 
 def chunk_size(tokens: int) -> int:
-    """Return the tokens of a chunk: `CHUNK`, or the least power of two (from `BLOCK`) that all tokens fit in."""
+    """Return the tokens of a chunk: `CHUNK`, or the least power of two (from `BLOCK`) that all tokens fit in.
+
+    For a symbolic number of tokens, which only exported programs have, it is `CHUNK`.
+    """
+    if not is_static(tokens):
+        return CHUNK
     return min(CHUNK, max(BLOCK, 1 << (tokens - 1).bit_length()))
 
 
@@ -243,7 +249,7 @@ def to_chunks(x: AnyArray, size: int, groups: int) -> AnyArray:
     The last chunk is padded with zeros, which leave the state unchanged.
     """
     batch, tokens, heads, width = x.shape
-    chunks = -(-tokens // size)
+    chunks = (tokens + size - 1) // size
     x = jnp.pad(x, ((0, 0), (0, chunks * size - tokens), (0, 0), (0, 0)))
     return x.reshape(batch, chunks, size, groups, heads // groups, width).transpose(1, 0, 3, 4, 2, 5)
 

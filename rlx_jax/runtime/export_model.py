@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -38,6 +39,7 @@ from rlx_jax.io.archive import SUFFIX, Archive, Content, write_archive
 from rlx_jax.io.atomic import atomic_directory, write_synced
 from rlx_jax.ir.checkpoint_tensor import Key
 from rlx_jax.ir.graph import Graph, Mir, TypeCache
+from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.queries import bind_leaves
 from rlx_jax.ir.serial import decode, encode
 from rlx_jax.ir.types import short_name
@@ -354,7 +356,20 @@ def _export_program(programs: Programs, key: ProgramKey, sizes: Sizes, platforms
         {i.input: i.type.bind(sizes).spec for i in template.mir.inputs},
     )
     donated = (1,) if programs.settings.plan.donate_state and template.state else ()
-    return export.export(jax.jit(function, donate_argnums=donated), platforms=platforms)(*arguments)
+    with without_source_paths():
+        return export.export(jax.jit(function, donate_argnums=donated), platforms=platforms)(*arguments)
+
+
+@contextlib.contextmanager
+def without_source_paths() -> Iterator[None]:
+    """Keep the paths of source files on this machine out of programs that are lowered in the block."""
+    name = "jax_hlo_source_file_canonicalization_regex"
+    before = getattr(jax.config, name)
+    jax.config.update(name, ".*")
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 def _platform_function(
@@ -362,8 +377,10 @@ def _platform_function(
 ) -> Function:
     """Return a program with the implementations that XLA has for each platform.
 
-    The choices depend on sizes. Symbols count as the sizes of a usual request.
+    The choices depend on sizes. Symbols count as the sizes of a usual request. With symbolic sizes mixtures of experts
+    have none, as their implementations count tokens while they are traced.
     """
+    has_symbols = not template.symbols <= sizes.keys()
     usual = {**dict.fromkeys(template.symbols, 1), **USUAL_SIZES, **programs.ring_sizes(template, None), **sizes}
     static = bind_leaves(graph, usual, TypeCache())
     plan = replace(programs.settings.plan, target="cpu", implementation="auto", kernels=False, donate_inputs=())
@@ -377,6 +394,7 @@ def _platform_function(
             call_of(inner, node): static_choices[call]
             for (inner, node), (static_inner, static_node) in zip(graph.walk(), static.walk(), strict=True)
             if isinstance(node.op, Mir) and (call := call_of(static_inner, static_node)) in static_choices
+            and not (has_symbols and isinstance(node.op, ExpertFfn))
         }
         lir = Lir(graph, replace(plan, choices=choices_by_platform[platform]))
         runs[platform] = make_function(lir, programs.layout)
