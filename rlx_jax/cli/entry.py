@@ -25,6 +25,7 @@ from rlx_jax.cli.diff import DIFF
 from rlx_jax.cli.doctor import DOCTOR
 from rlx_jax.cli.encode import EMBED, SCORE
 from rlx_jax.cli.explain import EXPLAIN
+from rlx_jax.cli.export import EXPORT
 from rlx_jax.cli.generate import CHAT, GENERATE
 from rlx_jax.cli.inspect import INSPECT
 from rlx_jax.cli.plan import PLAN
@@ -47,7 +48,7 @@ def completion_options(parser: argparse.ArgumentParser) -> None:
 
 COMPLETION = Command("completion", "complete commands and options in a shell", (completion_options,), completion)
 
-COMMANDS = (CHAT, GENERATE, EMBED, SCORE, BENCH, EXPLAIN, VIEW, INSPECT, PLAN, TUNE, DIFF, CONVERT, DOCTOR, COMPLETION)
+COMMANDS = (CHAT, GENERATE, EMBED, SCORE, BENCH, EXPLAIN, VIEW, INSPECT, PLAN, TUNE, DIFF, CONVERT, EXPORT, DOCTOR, COMPLETION)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

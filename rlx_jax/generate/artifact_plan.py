@@ -29,4 +29,5 @@ def language_model_plan(lm: Any) -> ArtifactPlan:
     for program in ("prefill", "extend"):
         keys += [model.as_program(program).key(outputs=outputs, last_only=last_only) for last_only in (True, False)]
     settings = {"eos_ids": list(lm.eos_ids), "bos_id": lm.bos_id}
-    return ArtifactPlan("causal", tuple(keys), settings, tokenizer_files(lm.tokenizer), (("prefill", frozenset()),))
+    files = tokenizer_files(lm.tokenizer)
+    return ArtifactPlan("causal", tuple(keys), (), settings, files, (("prefill", frozenset()),))

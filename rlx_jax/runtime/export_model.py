@@ -99,6 +99,7 @@ class ArtifactPlan:
     Attributes:
         kind: the class that `rlx_jax.load` returns.
         keys: the programs, without sizes.
+        interfaces: programs that only their inputs are asked of.
         settings: the arguments of the class, plain JSON.
         files: other files by name, such as those of the tokenizer.
         derivations: programs with optional inputs that requests ask the flow about.
@@ -106,6 +107,7 @@ class ArtifactPlan:
 
     kind: str
     keys: tuple[ProgramKey, ...]
+    interfaces: tuple[ProgramKey, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
     derivations: tuple[tuple[str, frozenset[str]], ...] = ()
@@ -214,6 +216,7 @@ def write_artifact(
             forms.append(ExportedForm(f"program-{len(modules)}", form_sizes))
             modules[forms[-1].member] = exported
         records.append(record_of(programs.template(key), key, tuple(forms)))
+    records += [record_of(programs.template(key), key, ()) for key in plan.interfaces]
     created = datetime.date.today()
     content: dict[str, Any] = {
         "kind": plan.kind,
@@ -236,7 +239,7 @@ def write_artifact(
         sha256, size = write_archive(target, members, content, nbytes, overwrite)
     described = tuple(
         describe_key(key) + (f" of {', '.join(f'{n} {s}' for n, s in form.sizes.items())}" if form.sizes else "")
-        for key, record in zip(plan.keys, records, strict=True) for form in record.forms
+        for key, record in zip(plan.keys, records, strict=False) for form in record.forms
     )  # fmt: skip
     return Artifact(target, sha256, size, platform_names, created, expiry(created), described)
 
@@ -393,7 +396,8 @@ def _platform_function(
         choices_by_platform[platform] = {
             call_of(inner, node): static_choices[call]
             for (inner, node), (static_inner, static_node) in zip(graph.walk(), static.walk(), strict=True)
-            if isinstance(node.op, Mir) and (call := call_of(static_inner, static_node)) in static_choices
+            if isinstance(node.op, Mir)
+            and (call := call_of(static_inner, static_node)) in static_choices
             and not (has_symbols and isinstance(node.op, ExpertFfn))
         }
         lir = Lir(graph, replace(plan, choices=choices_by_platform[platform]))

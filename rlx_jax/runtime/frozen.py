@@ -7,6 +7,7 @@ cache are the same as for a flow of blocks.
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -58,7 +59,7 @@ class ProgramRecord:
         ids, positions, position_dims, rows: see `Bounds`.
         rings: the window of each ring buffer, by the symbol of its size.
         rows_mix, left_context: see `why_rows_mix` and `find_causal_block`.
-        forms: the program for some or all sizes.
+        forms: the program for some or all sizes; none if only its inputs are asked for.
     """
 
     program: str
@@ -219,7 +220,7 @@ class FrozenFlow:
         record = next((r for r in self.record.programs if r.fits(key)), None)
         if record is None:
             reason = next((n.reason for n in self.record.derivations if n.program == key.program and n.reason), "")
-            available = listing(dict.fromkeys(map(describe, self.record.programs)))
+            available = listing(dict.fromkeys(describe(r) for r in self.record.programs if r.forms))
             raise DeriveError(
                 f"{self.where}: {reason or f'the artifact has no program {quote(describe_key(key))}'}; it has "
                 f"{available}: export the model with what the request needs"
@@ -306,12 +307,10 @@ def require_flatbuffers(operation: str) -> None:
     Raises:
         UnsupportedError: it is not.
     """
-    try:
-        import flatbuffers  # type: ignore[import-untyped]  # noqa: F401
-    except ImportError as cause:
+    if importlib.util.find_spec("flatbuffers") is None:
         raise UnsupportedError(
             f"{operation} needs the package flatbuffers: pip install 'rlx-jax[export]', or flatbuffers itself"
-        ) from cause
+        )
 
 
 def state_leaf(name: str) -> StateLeaf:

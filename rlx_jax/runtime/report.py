@@ -379,7 +379,7 @@ def _own_program_reports(programs: Programs, named: bool) -> Iterator[ProgramRep
         )
 
 
-def step_cost(executable: Executable) -> dict[str, int]:
+def step_cost(executable: Executable) -> dict[str, Any]:
     """Return the attributes of the cost of a run by name; none for a program of an artifact, which has no ops."""
     return {} if is_exported(executable.lir.graph) else asdict(executable.step_cost)
 

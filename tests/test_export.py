@@ -1,0 +1,347 @@
+"""Artifacts: what is exported computes the same in a process without flow, plugin and checkpoint, and no program of a
+damaged file is deserialized."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import cli
+from rlx_jax.errors import (
+    ArtifactFormatError,
+    DeriveError,
+    IntegrityError,
+    PlatformMismatchError,
+    RequestError,
+    RlxError,
+    TargetExistsError,
+    UnsupportedError,
+    VersionMismatchError,
+)
+from rlx_jax.io.archive import HEADER, Archive, write_archive
+from rlx_jax.runtime import export_model, frozen
+from tests.oracles.chat_templates import format_checkpoint
+from tests.oracles.checkpoints import FIXTURES, copy
+from tests.small import profile
+
+ROOT = Path(__file__).resolve().parents[1]
+FAMILIES = {"llama": "llama/gqa_tied_llama3_v5", "gemma": "gemma3_text/pattern_v4", "qwen": "qwen3_5_text/blocks_v5"}
+X = np.random.default_rng(1).standard_normal((3, 8)).astype("f4")
+
+
+def stage(emit: Any, x: Any) -> Any:
+    return emit.jax(lambda v: jnp.tanh(v) * v, emit.linear(x, "w"))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """A compiled flow with a function of the user's, which nothing can store."""
+    flow = rlx.ModelFlow("gated").input("x", ("batch", 8)).custom(stage)
+    return rlx.compile(flow, {"w": np.random.default_rng(0).standard_normal((8, 8)).astype("f4")})
+
+
+@pytest.fixture(scope="module")
+def exported(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return model.export(tmp_path_factory.mktemp("artifact") / "m.rlxa", platforms=("cpu", "cuda", "tpu"))
+
+
+def same(got: Any, want: Any) -> bool:
+    return np.array_equal(np.asarray(got), np.asarray(want))
+
+
+def test_a_flow_of_the_user(model: Any, exported: Any) -> None:
+    """One program for every batch, bit-equal; it says when it expires, and is what its digest names."""
+    loaded = rlx.load(exported.path, expect_sha256=exported.sha256)
+    assert all(same(loaded(X[:rows]), model(X[:rows])) for rows in (1, 3))
+    assert f"later versions load it until {exported.expires}" in str(exported)
+    assert Archive(exported.path).content["expires"] == str(exported.expires)
+    assert (exported.expires - exported.created).days == 180
+    with pytest.raises(IntegrityError, match="the digest of the artifact is"):
+        rlx.load(exported.path, expect_sha256="0" * 64)
+    assert loaded.report().flops is None and "gated" in str(loaded)
+    with pytest.raises(DeriveError, match=r"m\.rlxa.*has no program 'train'; it has 'forward'"):
+        loaded.as_program("train")(X)
+
+
+def test_optional_inputs_and_sizes(tmp_path: Path) -> None:
+    flow = rlx.ModelFlow("sum").input("x", ("batch", "seq", 4)).input("y", ("batch", "seq", 4), default=None)
+
+    def add(emit: Any, x: Any) -> Any:
+        return x + (x if (y := emit.optional_input("y")) is None else y)
+
+    model = rlx.compile(flow.custom(add))
+    x = np.ones((2, 3, 4), "f4")
+    model.export(tmp_path / "a.rlxa", given=["y"])
+    loaded = rlx.load(tmp_path / "a.rlxa")
+    assert same(loaded(x), model(x)) and same(loaded(x, y=x), model(x, y=x))
+    model.export(tmp_path / "b.rlxa", sizes=[{"batch": 2, "seq": 3}, {"batch": 1, "seq": 3}])
+    loaded = rlx.load(tmp_path / "b.rlxa")
+    assert same(loaded(x), model(x)) and same(loaded(x[:1]), model(x[:1]))
+    with pytest.raises(RequestError, match=r"forward was exported for 'batch 2, seq 3', .*, not for batch 2, seq 2"):
+        loaded(x[:, :2])
+    with pytest.raises(DeriveError, match="has no program 'forward, with y'"):
+        loaded(x, y=x)
+
+
+FRESH = """
+import json, sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("transformers", "torch", "safetensors", "tests"):
+            raise ImportError(name)
+sys.meta_path.insert(0, Refuse())
+import jax, numpy as np, rlx_jax as rlx
+path, ids, tokens = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+lm = rlx.load(path)
+out = {"logits": np.asarray(lm.logits(np.array(ids))).tolist(), "ids": lm.generate(ids, tokens)}
+print(json.dumps(out))
+"""
+
+
+def fresh(path: Path, ids: list[list[int]], tokens: int) -> dict[str, Any]:
+    """What a new process computes with an artifact; it can import neither transformers nor the tests."""
+    command = [sys.executable, "-c", FRESH, str(path), json.dumps(ids), str(tokens)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=env, cwd=path.parent, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return dict(json.loads(done.stdout))
+
+
+@pytest.mark.parametrize(
+    ("family", "tokens"),
+    [("llama", 8), *(pytest.param(name, 64, marks=pytest.mark.slow) for name in FAMILIES)],
+)
+def test_a_language_model_in_a_fresh_process(family: str, tokens: int, tmp_path: Path) -> None:
+    """Full caches, ring buffers, recurrent states: logits bit-equal, and the same tokens, without the checkpoint."""
+    folder = copy(FIXTURES / FAMILIES[family], tmp_path / "checkpoint")
+    lm = rlx.load(str(folder))
+    ids = np.random.default_rng(0).integers(1, lm.vocab_size, (2, 9)).tolist()
+    tokens = min(tokens, (lm.max_positions or 128) - 9)
+    want = {"logits": np.asarray(lm.logits(np.array(ids))).tolist(), "ids": lm.generate(ids, tokens)}
+    lm.export(tmp_path / "lm.rlxa")
+    folder.rename(tmp_path / "gone")
+    got = fresh(tmp_path / "lm.rlxa", ids, tokens)
+    assert same(got["logits"], want["logits"]) and got["ids"] == want["ids"]
+
+
+def test_requests_of_a_language_model(tmp_path: Path) -> None:
+    """Text, streams, chat and states, through the same code; the state is donated."""
+    lm = rlx.load(format_checkpoint(tmp_path / "m", "qwen"))
+    lm.export(tmp_path / "lm.rlxa")
+    loaded = rlx.load(tmp_path / "lm.rlxa")
+    assert (loaded.eos_ids, loaded.bos_id, loaded.max_positions) == (lm.eos_ids, lm.bos_id, lm.max_positions)
+    assert loaded.generate("a b", 6) == lm.generate("a b", 6) == "".join(loaded.stream("a b", 6))
+    messages = [{"role": "user", "content": "a"}]
+    assert loaded.chat(messages, 4) == lm.chat(messages, 4)
+    assert loaded.generate("a", 4, temperature=1.0, seed=3, n=2) == lm.generate("a", 4, temperature=1.0, seed=3, n=2)
+    ids = np.array([[1, 2, 3]])
+    (logits, state), (other, _) = loaded.prefill(ids), lm.prefill(ids)
+    arrays = state.take(state.owner, peek=True).arrays()
+    assert same(logits, other)
+    loaded.extend(state, ids[:, :1])
+    assert all(array.is_deleted() for array in arrays.values())
+    with pytest.raises(UnsupportedError, match="the model was loaded from an artifact: copy the file"):
+        loaded.export(tmp_path / "again.rlxa")
+    with pytest.raises(RlxError, match="no program"):
+        loaded.generate("a", 4, speculative="prompt")
+
+
+def test_an_encoder_and_a_classifier(tmp_path: Path) -> None:
+    """Packed, padded and plain programs; pooling, truncation and labels."""
+    encoder = rlx.load(str(FIXTURES / "sentence" / "base"))
+    encoder.export(tmp_path / "e.rlxa")
+    loaded = rlx.load(tmp_path / "e.rlxa")
+    texts = ["a b c", "b", "a a a a"]
+    assert loaded.pipeline == encoder.pipeline and loaded.packing == encoder.packing == ""
+    assert same(loaded.embed(texts), encoder.embed(texts))
+    ids = np.array([[1, 2, 3], [3, 2, 1]])
+    assert same(loaded.hidden_states(ids, [3, 2]), encoder.hidden_states(ids, [3, 2]))
+
+
+def test_stablehlo_alone(model: Any, tmp_path: Path) -> None:
+    """`jax.export` runs it without this package."""
+    model.export(tmp_path / "hlo", format="stablehlo", platforms=["cpu"])
+    program = jax.export.deserialize(bytearray((tmp_path / "hlo" / "program-0.bin").read_bytes()))
+    params = {"w": model.params["w"]}
+    (y,), _ = program.call(params, {}, {"x": X})
+    assert same(y, model(X))
+    assert "stablehlo.dot_general" in (tmp_path / "hlo" / "program-0.mlir").read_text()
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "m.rlxa")
+    words = ["export", str(FIXTURES / FAMILIES["llama"]), path, "--size", "batch=1", "--size", "seq=16"]
+    assert cli.main([*words, "--size", "context=64", "--json"]) == 0
+    written = json.loads(capsys.readouterr().out)
+    assert written["path"] == path and written["sha256"] == Archive(path).sha256
+
+
+# -- faults ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_deserialization(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise AssertionError("reached jax.export.deserialize")
+
+    monkeypatch.setattr(frozen.export, "deserialize", fail)
+
+
+def mutants(raw: bytes, count: int, seed: int) -> Iterator[bytes]:
+    """Damaged copies: flipped bits, other bytes, zeros, cuts, pieces twice or moved, and numbers of the header."""
+    rng = np.random.default_rng(seed)
+    for number in range(count):
+        at, end = sorted(rng.integers(0, len(raw), 2).tolist())
+        piece = bytes(raw[at : end + 1])
+        match number % 8:
+            case 0:
+                out = raw[:at] + bytes([raw[at] ^ 1 << int(rng.integers(8))]) + raw[at + 1 :]
+            case 1:
+                out = raw[:at] + rng.bytes(1) + raw[at + 1 :]
+            case 2:
+                out = raw[:at] + bytes(len(piece)) + raw[end + 1 :]
+            case 3:
+                out = raw[:at]
+            case 4:
+                out = raw[: end + 1] + piece + raw[end + 1 :]
+            case 5:
+                out = raw[:at] + raw[end + 1 :] + piece
+            case 6:
+                field = int(rng.integers(8, HEADER.size))
+                out = raw[:field] + rng.bytes(4) + raw[field + 4 :]
+            case _:
+                out = raw + rng.bytes(int(rng.integers(1, 99)))
+        if out != raw:
+            yield out
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.slow)])
+def test_mutants_are_refused(count: int, exported: Any, tmp_path: Path, no_deserialization: None) -> None:
+    path, raw = tmp_path / "x.rlxa", Path(exported.path).read_bytes()
+    for mutant in mutants(raw, count, seed=count):
+        path.write_bytes(mutant)
+        with pytest.raises((IntegrityError, ArtifactFormatError, VersionMismatchError)):
+            rlx.load(path)
+
+
+def test_a_manifest_of_a_stranger(exported: Any, tmp_path: Path, no_deserialization: None) -> None:
+    """With fitting digests, as the digest is against accidents: every fault is still one of this package's."""
+    original = Archive(exported.path)
+    members = {name: original.read(name) for name in original.members}
+    text = json.dumps(original.content)
+    rng, values = np.random.default_rng(0), [b"0", b"-1", b"[]", b"{}", b'""', b"null", b"1e99", b'"seq"', b"true"]
+    for i in range(300):
+        at = int(rng.integers(len(text)))
+        changed = text[:at] + values[i % len(values)].decode() + text[at + int(rng.integers(1, 9)) :]
+        try:
+            content = json.loads(changed)
+        except ValueError:
+            continue
+        write_archive(str(tmp_path / "x.rlxa"), members, content, 0, overwrite=True)
+        try:
+            rlx.load(tmp_path / "x.rlxa")
+        except RlxError:
+            pass
+
+
+def rewritten(exported: Any, path: Path, **changes: Any) -> Path:
+    """The artifact with another manifest."""
+    original = Archive(exported.path)
+    members = {name: original.read(name) for name in original.members}
+    write_archive(str(path), members, {**original.content, **changes}, 0)
+    return path
+
+
+VERSIONS = {"jax": "0.10.2", "jaxlib": "0.10.2", "calling_convention": 10}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"platforms": ["tpu"]}, PlatformMismatchError, "the artifact is for 'tpu', and JAX runs on 'cpu'"),
+        ({"versions": {**VERSIONS, "jax": "99.0.0"}}, VersionMismatchError, "jax 99.0.0 wrote it, which is newer"),
+        (
+            {"versions": {**VERSIONS, "jax": "0.4.0"}, "expires": "2020-01-01"},
+            VersionMismatchError,
+            "later versions read it until 2020-01-01",
+        ),
+        ({"versions": {**VERSIONS, "calling_convention": 99}}, VersionMismatchError, "calling convention 99"),
+        ({"kind": "oracle"}, ArtifactFormatError, "unknown 'oracle'"),
+    ],
+)
+def test_versions_and_platforms(
+    changes: Any, error: Any, message: str, exported: Any, tmp_path: Path, no_deserialization: None
+) -> None:
+    with pytest.raises(error, match=message):
+        rlx.load(rewritten(exported, tmp_path / "x.rlxa", **changes))
+
+
+def test_a_newer_format(exported: Any, tmp_path: Path) -> None:
+    raw = bytearray(Path(exported.path).read_bytes())
+    raw[8] = 2
+    (tmp_path / "x.rlxa").write_bytes(raw)
+    with pytest.raises(VersionMismatchError, match="version 2 of the format, and this release reads version 1"):
+        rlx.load(tmp_path / "x.rlxa")
+
+
+def test_an_expired_artifact_of_this_version(exported: Any, tmp_path: Path) -> None:
+    """The same version of JAX reads it for ever."""
+    loaded = rlx.load(rewritten(exported, tmp_path / "x.rlxa", expires="2020-01-01"))
+    assert same(loaded(X), rlx.load(exported.path)(X))
+
+
+def test_what_is_refused(model: Any, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sharded = rlx.compile(model.flow, {"w": np.asarray(model.params["w"])}, mesh=2)
+    export = model.export
+    cases = [
+        (lambda: sharded.export(tmp_path / "x.rlxa"), UnsupportedError, "sharded over a mesh"),
+        (lambda: export(tmp_path / "x.bin"), RequestError, "a file name that ends in .rlxa"),
+        (lambda: export(tmp_path / "x.rlxa", platforms="cpu"), RequestError, "expected a list"),
+        (lambda: export(tmp_path / "x.rlxa", platforms=["gpu"]), RequestError, "no platform 'gpu'"),
+        (lambda: export(tmp_path / "x.rlxa", format="onnx"), RequestError, "no format 'onnx'"),
+        (lambda: export(tmp_path / "x.rlxa", given=["y"]), RequestError, "no optional input 'y'"),
+        (lambda: export(tmp_path / "x.rlxa", sizes={"batch": 1}), RequestError, "expected a list such as"),
+        (lambda: export(tmp_path / "x.rlxa", sizes=[{"batch": 0}]), RequestError, "batch"),
+        (lambda: export(tmp_path / "x.rlxa", sizes=[{"seq": 1}]), UnsupportedError, "no number for 'batch'"),
+        (lambda: export(exported.path), TargetExistsError, "exists"),
+        (lambda: rlx.load(exported.path, profile="auto"), RequestError, "not 'profile'"),
+        (lambda: rlx.load(exported.path, expect_sha256="abc"), RequestError, "64 hexadecimal digits"),
+        (lambda: rlx.load(str(FIXTURES / FAMILIES["llama"]), expect_sha256="0" * 64), RequestError, "artifact"),
+    ]  # fmt: skip
+    for call, error, message in cases:
+        with pytest.raises(error, match=message):
+            call()
+    monkeypatch.setattr(frozen.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'rlx-jax\[export\]'"):
+        export(tmp_path / "x.rlxa")
+    with pytest.raises(UnsupportedError, match="flatbuffers"):
+        rlx.load(exported.path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_program_without_symbolic_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is exported for the buckets of the profile, or refused with what to pass."""
+    weights = {"w": np.ones((4, 8), "f4")}
+    flow = rlx.ModelFlow("m").input("x", ("batch", 8)).linear("w")
+
+    def fail(*_: Any) -> None:
+        raise TypeError("a symbolic size")
+
+    monkeypatch.setattr(export_model, "_symbolic_forms", fail)
+    with pytest.raises(UnsupportedError, match=r"symbolic sizes \(TypeError: a symbolic size\): pass sizes=.*'batch'"):
+        rlx.compile(flow, weights).export(tmp_path / "m.rlxa")
+    model = rlx.compile(flow, weights, profile=profile(buckets={"batch": [1, 3]}))
+    assert model.export(tmp_path / "m.rlxa").programs == ("forward of batch 1", "forward of batch 3")
+    loaded = rlx.load(tmp_path / "m.rlxa")
+    assert same(loaded(X), model(X)) and same(loaded(X[:1]), model(X[:1]))
