@@ -30,7 +30,7 @@ from rlx_jax.errors import (
     VersionMismatchError,
 )
 from rlx_jax.io.archive import HEADER, Archive, write_archive
-from rlx_jax.runtime import export_model, frozen
+from rlx_jax.runtime import export_model
 from tests.oracles.chat_templates import format_checkpoint
 from tests.oracles.checkpoints import FIXTURES, copy
 from tests.small import profile
@@ -195,7 +195,7 @@ def no_deserialization(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise AssertionError("reached jax.export.deserialize")
 
-    monkeypatch.setattr(frozen.export, "deserialize", fail)
+    monkeypatch.setattr("jax.export.deserialize", fail)
 
 
 def mutants(raw: bytes, count: int, seed: int) -> Iterator[bytes]:
@@ -322,7 +322,7 @@ def test_what_is_refused(model: Any, exported: Any, tmp_path: Path, monkeypatch:
     for call, error, message in cases:
         with pytest.raises(error, match=message):
             call()
-    monkeypatch.setattr(frozen.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match=r"pip install 'rlx-jax\[export\]'"):
         export(tmp_path / "x.rlxa")
     with pytest.raises(UnsupportedError, match="flatbuffers"):

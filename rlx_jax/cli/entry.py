@@ -48,7 +48,9 @@ def completion_options(parser: argparse.ArgumentParser) -> None:
 
 COMPLETION = Command("completion", "complete commands and options in a shell", (completion_options,), completion)
 
-COMMANDS = (CHAT, GENERATE, EMBED, SCORE, BENCH, EXPLAIN, VIEW, INSPECT, PLAN, TUNE, DIFF, CONVERT, EXPORT, DOCTOR, COMPLETION)
+COMMANDS = (
+    CHAT, GENERATE, EMBED, SCORE, BENCH, EXPLAIN, VIEW, INSPECT, PLAN, TUNE, DIFF, CONVERT, EXPORT, DOCTOR, COMPLETION,
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -209,10 +209,7 @@ class CompiledModel(ModelProgram):
             refuse_shared(donated or {}, params, inputs, error)
 
     def lower(self, *inputs: Any, state: State | None = None, **named: Any) -> jax.stages.Lowered:
-        """Return the lowered program of `apply(params, *inputs)`, as `jax.jit(f).lower` does.
-
-        Inputs may be `jax.ShapeDtypeStruct`.
-        """
+        """Return the lowered `apply(params, *inputs)`, as `jax.jit(f).lower` does; `jax.ShapeDtypeStruct` will do."""
         values, key, arrays = self._bind(inputs, named, state)
         return self._executable(key, self.param_specs(), arrays, values).lowered
 
