@@ -1,4 +1,4 @@
-"""The programs and settings of the artifacts of encoders, classifiers and rerankers."""
+"""The programs and settings of the artifacts of encoders, models with a head and rerankers."""
 
 from __future__ import annotations
 
@@ -33,19 +33,18 @@ def encoder_plan(encoder: Any) -> ArtifactPlan:
     pipeline = None if encoder._has_pooled_output else encode(encoder.pipeline)
     settings = {"pipeline": pipeline, "padding": encoder.padding and list(encoder.padding)}
     files = tokenizer_files(encoder.tokenizer)
-    return ArtifactPlan("encoder", tuple(keys), interfaces, settings, files, derivations)
+    return ArtifactPlan("Encoder", tuple(keys), interfaces, settings, files, derivations)
 
 
-def classifier_plan(classifier: Any) -> ArtifactPlan:
-    """Return the plan of a classifier: that of its encoder, and its head."""
-    plan = encoder_plan(classifier.encoder)
-    head = encode(replace(classifier.head, layers=()))
-    max_seq_length = classifier.encoder.pipeline.max_seq_length
+def head_plan(model: Any) -> ArtifactPlan:
+    """Return the plan of a model with a head: that of its encoder, and its head."""
+    plan = encoder_plan(model.encoder)
+    head, max_seq_length = encode(replace(model.head, layers=())), model.encoder.pipeline.max_seq_length
     settings = {"head": head, "padding": plan.settings["padding"], "max_seq_length": max_seq_length}
-    return replace(plan, kind="classifier", settings=settings)
+    return replace(plan, kind=type(model).__name__, settings=settings)
 
 
 def reranker_plan(reranker: Any) -> ArtifactPlan:
     """Return the plan of a reranker: that of its classifier, and the activation."""
-    plan = classifier_plan(reranker.classifier)
-    return replace(plan, kind="reranker", settings={**plan.settings, "activation": reranker.activation})
+    plan = head_plan(reranker.classifier)
+    return replace(plan, kind="Reranker", settings={**plan.settings, "activation": reranker.activation})

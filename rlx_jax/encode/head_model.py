@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar, Unpack
 
+from rlx_jax.encode.artifact_plan import head_plan
 from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.explain import explain as explain_ids
 from rlx_jax.encode.explain import show as show_ids
@@ -36,6 +37,7 @@ class HeadModel(TaskModel):
     """
 
     task: ClassVar[str]
+    artifact_plan = head_plan
 
     @suggest_keywords(*CompileOptions.__annotations__)
     def __init__(

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from rlx_jax.encode.answering import QuestionAnswerer
 from rlx_jax.encode.classifier import Classifier, Reranker
 from rlx_jax.encode.encoder import Encoder
+from rlx_jax.encode.head_model import HeadModel
+from rlx_jax.encode.masked import MaskedLM
 from rlx_jax.encode.sentence import SentencePipeline
+from rlx_jax.encode.tagging import TokenClassifier
 from rlx_jax.errors import ArtifactFormatError, RequestError, listing, quote
 from rlx_jax.generate.causal import CausalLM
 from rlx_jax.io.archive import SUFFIX
@@ -21,6 +26,7 @@ from rlx_jax.runtime.export_model import OpenArtifact, frozen_programs, open_art
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.text.tokenizer import Tokenizer, load_tokenizer
 
+H = TypeVar("H", bound=HeadModel)
 # What an artifact can be loaded with: its digest, and a callback. Everything else was decided by the export.
 OPTIONS = ("expect_sha256", "progress")
 
@@ -74,8 +80,8 @@ def _encoder(model: CompiledModel, artifact: OpenArtifact) -> Encoder:
     return Encoder(model, tokenizer=read_tokenizer(artifact), pipeline=pipeline, padding=padding)
 
 
-def _classifier(model: CompiledModel, artifact: OpenArtifact) -> Classifier:
-    return Classifier(
+def _with_head(cls: type[H], model: CompiledModel, artifact: OpenArtifact) -> H:
+    return cls(
         model,
         head=setting(artifact, "head", TaskHead),
         tokenizer=read_tokenizer(artifact),
@@ -85,10 +91,13 @@ def _classifier(model: CompiledModel, artifact: OpenArtifact) -> Classifier:
 
 
 def _reranker(model: CompiledModel, artifact: OpenArtifact) -> Reranker:
-    return Reranker(_classifier(model, artifact), setting(artifact, "activation", str))
+    return Reranker(_with_head(Classifier, model, artifact), setting(artifact, "activation", str))
 
 
 KINDS: dict[str, Callable[[CompiledModel, OpenArtifact], Any]] = {
-    "model": lambda model, artifact: model, "causal": _language_model, "encoder": _encoder,
-    "classifier": _classifier, "reranker": _reranker,
-}  # fmt: skip
+    "model": lambda model, artifact: model,
+    "CausalLM": _language_model,
+    "Encoder": _encoder,
+    "Reranker": _reranker,
+    **{cls.__name__: partial(_with_head, cls) for cls in (Classifier, TokenClassifier, QuestionAnswerer, MaskedLM)},
+}
