@@ -1,13 +1,13 @@
 """Artifacts of `export`: the same numbers on another machine, and the time until the first answer.
 
-    python benchmarks/frozen.py --export build/frozen   export four families in f32 `highest` for cpu and cuda, with what
-                                                        they compute here; fixtures with random weights, 4 MB together
-    python benchmarks/frozen.py build/frozen            load them, and compare with what they computed there
-    python benchmarks/frozen.py                         both here, and the time from an artifact to its first answer
-                                                        against compiling the flow, without and with the compile cache
+    python benchmarks/frozen.py --export DIR   export four families in f32 `highest` for cpu and cuda, with what they
+                                               compute here; random weights, 4 MB together
+    python benchmarks/frozen.py DIR            load them, and compare with what they computed there
+    python benchmarks/frozen.py                both here, and the time from an artifact to its first logits against
+                                               compiling the flow, without and with the compile cache
 
-The machine that loads them needs jax, flatbuffers and this package; `--export` copies flatbuffers next to the files, for
-`PYTHONPATH=.:build/frozen`. Exits with 1 if a goal is missed.
+The machine that loads them needs jax, flatbuffers and this package; `--export` copies flatbuffers next to the files,
+for `PYTHONPATH=.:DIR`. Exits with 1 if a goal is missed.
 """
 
 from __future__ import annotations
