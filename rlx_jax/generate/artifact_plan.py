@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rlx_jax.errors import UnsupportedError, listing
-from rlx_jax.generate.request import declared_inputs
+from rlx_jax.generate.request_inputs import declared_inputs
 from rlx_jax.runtime.export_model import ArtifactPlan
 from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.text.tokenizer_files import tokenizer_files
