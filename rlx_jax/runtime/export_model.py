@@ -75,7 +75,7 @@ USUAL_SIZES = {"batch": 1, "seq": 512, "context": 1024}
 PARAMS, STABLEHLO = "params.safetensors", "stablehlo"
 FORMATS = ("rlxa", STABLEHLO)
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-SizesBySymbol = Mapping[str, int]
+SizeMap = Mapping[str, int]
 
 
 class Exportable(Protocol):
@@ -145,7 +145,7 @@ class Artifact:
 
 def export_model(
     model: Exportable, path: str | os.PathLike[str], *, platforms: Sequence[str] | None = None,
-    programs: Sequence[str] | None = None, given: Iterable[str] = (), sizes: Sequence[SizesBySymbol] = (),
+    programs: Sequence[str] | None = None, given: Iterable[str] = (), sizes: Sequence[SizeMap] = (),
     format: str = "rlxa", overwrite: bool = False,
 ) -> Artifact:  # fmt: skip
     """Export the model to one file, which `rlx_jax.load` reads without its flow, plugins and checkpoint.
@@ -197,7 +197,7 @@ def _check_given(model: Exportable, given: Iterable[str]) -> list[str]:
 
 def write_artifact(
     model: Exportable, path: str | os.PathLike[str], plan: ArtifactPlan, platforms: Sequence[str] | None = None,
-    sizes: Sequence[SizesBySymbol] = (), format: str = "rlxa", overwrite: bool = False,
+    sizes: Sequence[SizeMap] = (), format: str = "rlxa", overwrite: bool = False,
 ) -> Artifact:  # fmt: skip
     """Write an artifact; see `export_model`."""
     programs, target = model.programs, os.fsdecode(path)
@@ -276,7 +276,7 @@ def _check_platforms(platforms: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(platforms))
 
 
-def _check_sizes(sizes: Sequence[SizesBySymbol]) -> list[dict[str, int]]:
+def _check_sizes(sizes: Sequence[SizeMap]) -> list[dict[str, int]]:
     """Return the choices of sizes, checked."""
     if isinstance(sizes, Mapping | str) or not all(isinstance(choice, Mapping) for choice in sizes):
         raise RequestError(f'export: sizes is {shown(sizes)}; expected a list such as [{{"batch": 1, "seq": 128}}]')
@@ -343,9 +343,7 @@ def _bucket_sizes(programs: Programs, key: ProgramKey) -> list[dict[str, int]]:
     return [dict(zip(lists, numbers, strict=True)) for numbers in itertools.product(*lists.values())] if lists else []
 
 
-def _export_program(
-    programs: Programs, key: ProgramKey, sizes: SizesBySymbol, platforms: tuple[str, ...]
-) -> export.Exported:
+def _export_program(programs: Programs, key: ProgramKey, sizes: SizeMap, platforms: tuple[str, ...]) -> export.Exported:
     """Return a program as StableHLO, with these sizes fixed."""
     template = programs.template(key)
     graph = bind_leaves(template.mir, sizes, TypeCache()) if sizes else template.mir
@@ -378,7 +376,7 @@ def without_source_paths() -> Iterator[None]:
 
 
 def _platform_function(
-    programs: Programs, template: Template, graph: Graph, sizes: SizesBySymbol, platforms: tuple[str, ...]
+    programs: Programs, template: Template, graph: Graph, sizes: SizeMap, platforms: tuple[str, ...]
 ) -> Function:
     """Return a program with the implementations that XLA has for each platform.
 
