@@ -4,11 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from rlx_jax.errors import GraphError, did_you_mean, listing, quote
 from rlx_jax.ir.types import as_names
 from rlx_jax.lowering.hir.explicit import collect_caches
 from rlx_jax.trace.emit import Emit, FlowValue
+
+
+class LabelHead(Protocol):
+    """What the logits of a flow with labels mean; `rlx_jax.models.heads.TaskHead` is one.
+
+    Attributes:
+        task: what the head is for, as in `architectures` of a config.json after `For`.
+        problem: transformers' `problem_type`; empty if the config has none.
+        pooling: the token of a text that its logits are read at: `cls` or `lasttoken`.
+        padding_id: the id that `lasttoken` skips at the end of a text; None for none.
+    """
+
+    @property
+    def task(self) -> str: ...
+    @property
+    def problem(self) -> str: ...
+    @property
+    def pooling(self) -> str: ...
+    @property
+    def padding_id(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -20,12 +41,14 @@ class FlowOutputs:
         side: names of the side outputs; None for every value that stages pass to `emit.output`.
         chooses_primary: the first output is the value registered under its name, if any, else the last active value.
         taps_caches: keys, values and states for later tokens are outputs too; see `ModelFlow.export_kv`.
+        label_head: the meaning of the primary output, if it is logits of labels.
     """
 
     primary: str = "output"
     side: tuple[str, ...] | None = None
     chooses_primary: bool = False
     taps_caches: bool = False
+    label_head: LabelHead | None = None
 
     def values(self, emit: Emit, last: FlowValue, captured: tuple[str, ...], where: str) -> dict[str, FlowValue]:
         """Return the outputs of a flow, after its stages have run, the primary output first.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from rlx_jax.encode.artifact_plan import reranker_plan
 from rlx_jax.encode.head_model import HeadModel
+from rlx_jax.encode.label_batches import make_batches, read_label_rows
 from rlx_jax.encode.pooled import Vectors
 from rlx_jax.encode.text_rows import Requests, check_pairs
 from rlx_jax.errors import RequestError, shown, suggest_keywords
@@ -75,12 +76,16 @@ class Classifier(HeadModel):
             return self.run_texts(texts, max_tokens)
         if isinstance(texts, str) and isinstance(second_texts, str):
             return self.logits([texts], [second_texts], max_tokens=max_tokens)[0]  # type: ignore[no-any-return]
+        return self.pair_logits(self._pairs(texts, second_texts), max_tokens=max_tokens)
+
+    def _pairs(self, texts: Any, second_texts: Any) -> list[tuple[str, str]]:
+        """Return the pairs of two lists of strings of one length."""
         counts = [len(t) if isinstance(t, Sequence) and not isinstance(t, str) else -1 for t in (texts, second_texts)]
         if counts[0] != counts[1] or -1 in counts:
             raise RequestError(
                 f"second_texts is {shown(second_texts)}; expected a string for each of the {max(counts[0], 1)} texts"
             )
-        return self.pair_logits([*zip(texts, second_texts, strict=True)], max_tokens=max_tokens)
+        return check_pairs([*zip(texts, second_texts, strict=True)], "pairs")
 
     def pair_logits(self, pairs: Any, *, max_tokens: int | None = None) -> Vectors:
         """Return the logits of pairs of texts, `[n, labels]` float32."""
@@ -122,6 +127,42 @@ class Classifier(HeadModel):
         """
         count = check_top_k(top_k)
         return classifications(self.head, self.logits(texts, second_texts, max_tokens=max_tokens), count)
+
+    @suggest_keywords()
+    def batches(
+        self,
+        texts: Any,
+        labels: Any,
+        second_texts: Sequence[str] | None = None,
+        *,
+        batch_size: int = 16,
+        seed: int | None = None,
+    ) -> Iterator[dict[str, np.ndarray[Any, Any]]]:
+        """Return an iterator over the batches of one epoch, for a step of `rlx_jax.train` with
+        `rlx_jax.losses.classification`.
+
+        Rows are tokenised and truncated as for `classify`, and padded to few sizes. The last batch is filled with rows
+        of weight 0.
+
+        Args:
+            texts, second_texts: as in `logits`; also lists of token ids.
+            labels: one for each text: its name or number; numbers `[n, labels]` for several labels or a regression.
+            batch_size: rows of a batch.
+            seed: shuffles the rows; None: in order.
+
+        Raises:
+            RequestError: labels that are not of the head, or another number of them than of texts. Others as `logits`.
+        """
+        _refuse_tuples(texts)
+        pairs = None if second_texts is None else self._pairs(texts, second_texts)
+        reader = self.encoder.reader
+        requests = reader.read_texts(texts) if pairs is None else reader.read_pairs(pairs)
+        rows = [rows for rows, _ in requests.chunks]
+        if self.head.padding_id is not None:
+            rows = [_without_padding(part, self.head.padding_id) for part in rows]
+        values = read_label_rows(labels, sum(len(part.ids) for part in rows), self.head)
+        size = check_integer("batch_size", batch_size, 1)
+        return make_batches(rows, values, size, seed, self.encoder.buckets, self.encoder.max_positions)
 
 
 @dataclass(frozen=True)

@@ -252,7 +252,8 @@ def _append_head(recipe: CausalFlow[Any], logits: Iterable[BlockStage], flow: Mo
     """Return the flow with the head and the stages after it appended."""
     sizes = (recipe.config.vocab_size, recipe.config.hidden_size)
     if recipe.hidden_only and recipe.head:
-        return flow.stage(*recipe.head.stages(recipe.config.hidden_size, str, recipe.config)).output(LABEL_LOGITS)
+        stages = recipe.head.stages(recipe.config.hidden_size, str, recipe.config)
+        return flow.stage(*stages)._with_outputs(primary=LABEL_LOGITS, label_head=recipe.head)
     if recipe.hidden_only:
         return flow.hidden_states()
     tied = recipe.config.tie_word_embeddings

@@ -104,7 +104,8 @@ class TowerFlow(Recipe[L]):
         """Return the flow with the tower's inputs, stages and outputs added."""
         flow, pool = self.add_layers(self.add_inputs(flow).bind(batch=self.batch)), self.pool()
         if self.head is not None:
-            return flow.stage(*self.head_stages(self.head)).output(LABEL_LOGITS)
+            stages = self.head_stages(self.head)
+            return flow.stage(*stages)._with_outputs(primary=LABEL_LOGITS, label_head=self.head)
         return (flow if pool is None else flow.stage(SideOutput(POOLED, pool))).output("hidden_states")
 
     def add_layers(self, flow: ModelFlow) -> ModelFlow:

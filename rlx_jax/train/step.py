@@ -39,7 +39,7 @@ class Metrics:
     Attributes:
         loss: the mean over the targets, before the update; 0 for a batch without targets.
         grad_norm: √Σg² over the gradients of all trainable leaves, as passed to the optimizer.
-        tokens: the number of target tokens, or the sum of their weights. A batch without a target (all labels negative,
+        tokens: the number of targets, tokens or rows as the loss has them, or the sum of their weights. A batch without a target (all labels negative,
             rows of one token, all weights 0) changes neither parameters nor the optimizer's state; it counts as a step.
     """
 
@@ -75,7 +75,7 @@ class TrainStep:
         Args:
             state: the state of `train.init` or of the previous step, which must not be used again.
             batch: tokens `[B, S]`, or a mapping with `tokens` and other arguments of the loss by name: `lengths`,
-                `labels`, `weights`, inputs of the flow. Ids of tokens and labels are checked where the host can read
+                `labels`, `weights`, inputs of the flow. The name of the flow's first input is another name of `tokens`. Ids of tokens and labels are checked where the host can read
                 them; on an accelerator only with `checks.ids = "all"` in the model's profile.
 
         Raises:
@@ -83,8 +83,9 @@ class TrainStep:
                 microbatches. Others are raised by the loss; see `losses.cross_entropy`.
         """
         arrays = self._arrays(state, batch)
-        rows, seq = arrays["tokens"].shape
-        with out_of_memory(f"step of {rows} x {seq} tokens", lambda: self._memory_advice(rows)):
+        shape = arrays["tokens"].shape
+        sizes = f"{' x '.join(map(str, shape))} {'tokens' if len(shape) == 2 else 'numbers'}"
+        with out_of_memory(f"step of {sizes}", lambda: self._memory_advice(shape[0])):
             result: tuple[TrainState, Metrics] = self._program(state, arrays)(state, arrays)
         return result
 
@@ -116,10 +117,12 @@ class TrainStep:
         if isinstance(batch, tuple):
             raise RequestError('step: a batch of several arrays has them by name: {"tokens": tokens, "labels": labels}')
         named = dict(batch) if isinstance(batch, Mapping) else {"tokens": batch}
+        if self.model.first_input in named:
+            named.setdefault("tokens", named.pop(self.model.first_input))
         if named.get("tokens") is None:
             raise RequestError(f"step: a batch is tokens [B, S], or a mapping with 'tokens'; got {listing(named)}")
         named = {k: a if isinstance(a, jax.Array) else as_host_array(k, a) for k, a in named.items() if a is not None}
-        losses.check_batch(self.model, named)
+        losses.check_batch(self.loss, self.model, named)
         return named
 
     def _check_optimizer(self, state: TrainState) -> None:
@@ -164,7 +167,7 @@ class TrainStep:
         loss, gradients, tokens = self._gradients(trained, constants, batch)
         squares = [jnp.square(g.astype(jnp.float32)).sum() for g in gradients.values()]
         if TARGET_INPUTS & batch.keys():
-            has_targets = (_target_weights(batch) != 0).any()
+            has_targets = (self._target_weights(batch) != 0).any()
             # Skip the update without targets: momentum and weight decay would change the parameters even with zero
             # gradients. `cond` rather than `where`, which would make XLA:CPU copy the donated state.
             operands = gradients, trained, state.optimizer
@@ -187,11 +190,11 @@ class TrainStep:
         """Return the loss, the gradients in the dtypes of their leaves, and the number of targets."""
         if self.microbatches == 1:
             loss, gradients = self._loss_and_gradients(params, constants, batch)
-            return loss, gradients, _target_weights(batch).sum()
+            return loss, gradients, self._target_weights(batch).sum()
 
         def accumulate(sums: Any, part: dict[str, AnyArray]) -> tuple[Any, None]:
             loss_sum, gradient_sums, tokens = sums
-            count = _target_weights(part).sum()
+            count = self._target_weights(part).sum()
             loss, gradients = self._loss_and_gradients(params, constants, part)
             new_sums = {k: gradient_sums[k] + count * g.astype(jnp.float32) for k, g in gradients.items()}
             return (loss_sum + count * loss, new_sums, tokens + count), None
@@ -203,6 +206,10 @@ class TrainStep:
         )
         scale = 1 / jnp.where(tokens > 0, tokens, 1.0)  # all sums are 0 without targets
         return loss * scale, {k: (g * scale).astype(params[k].dtype) for k, g in gradients.items()}, tokens
+
+    def _target_weights(self, batch: Arrays) -> AnyArray:
+        """Return the weights of the targets as the loss counts them."""
+        return losses.target_weights(self.loss, self.model, batch)
 
     def _loss_and_gradients(
         self, params: Arrays, constants: Arrays, batch: Arrays
@@ -258,12 +265,6 @@ def _add_update(p: AnyArray, update: AnyArray) -> AnyArray:
 def _cast(tree: Any, types: Any) -> Any:
     """Return a tree in the dtypes of another: an optimizer may widen a moment in its first step."""
     return jax.tree.map(lambda a, spec: a if a.dtype == spec.dtype else a.astype(spec.dtype), tree, types)
-
-
-def _target_weights(batch: Arrays) -> AnyArray:
-    """Return the weight of each position's target as `cross_entropy` counts it, `[B, S]` f32; 0 without a target."""
-    options = {k: batch[k] for k in TARGET_INPUTS & batch.keys()}
-    return losses.targets(batch["tokens"], **options)[1]
 
 
 def _microbatches(batch: Arrays, parts: int) -> dict[str, AnyArray]:

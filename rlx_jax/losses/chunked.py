@@ -36,6 +36,7 @@ from rlx_jax.errors import (
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import is_static, short_name, symbols_of
+from rlx_jax.lowering.hir.row_layouts import MASK
 from rlx_jax.lowering.lir.packed import PackedWeight
 from rlx_jax.lowering.mir.head import Head
 from rlx_jax.lowering.sharding import ModelSharding
@@ -83,8 +84,8 @@ def cross_entropy(
         ShapeError, TokenIdError, SequenceLengthError, RequestError: invalid arguments.
     """
     loss_head(model)
-    tokens = _checked_tokens(model, tokens)
-    if "attention_mask" in inputs and all(decl.name != "attention_mask" for decl in model.flow._inputs):
+    tokens = check_tokens(model, tokens)
+    if MASK in inputs and all(decl.name != MASK for decl in model.flow._inputs):
         raise UnboundInputError(
             f"cross_entropy: {model.name} has no input 'attention_mask'; give lengths= [batch], how many tokens "
             "each row has before its padding"
@@ -96,6 +97,7 @@ def cross_entropy(
         labels = _checked_labels(labels, tokens.shape, chunking.vocab, model.settings.check_ids)
     target_ids, weight = targets(tokens, lengths=lengths, labels=labels, weights=weights, vocab=chunking.vocab)
     total = weight.sum()
+    inputs = mask_padding(model, tokens, lengths, inputs)
     (operands, _), _ = model.trace(params, (tokens,), inputs, None, headless=True)
     if tuple(operands[0].shape[:2]) != tuple(tokens.shape):
         raise ShapeError(
@@ -119,11 +121,11 @@ def targets(
     The arguments are as in `cross_entropy`, which uses the same targets. `weight.sum()` is the weighted number of
     targets, to average the losses of several batches with.
     """
-    tokens = _checked_array("tokens", tokens, None, "iu")
+    tokens = check_array("tokens", tokens, None, "iu")
     batch, seq = tokens.shape
     position, end = jnp.arange(seq)[None], jnp.int32(seq)
     if lengths is not None:
-        end = _checked_lengths(lengths, batch, seq)[:, None]
+        end = check_lengths(lengths, batch, seq)[:, None]
     if labels is None:
         # The last column has no next token: the first one fills it, and its weight is 0.
         target_ids = jnp.concatenate([tokens[:, 1:], tokens[:, :1]], 1).astype(jnp.int32)
@@ -133,7 +135,7 @@ def targets(
         is_target = (target_ids >= 0) & (position < end)
     weight = jnp.broadcast_to(is_target, (batch, seq)).astype(jnp.float32)
     if weights is not None:
-        checked_weights = _checked_array("weights", weights, tokens.shape, "biuf")
+        checked_weights = check_array("weights", weights, tokens.shape, "biuf")
         weight = weight * lax.stop_gradient(jnp.asarray(checked_weights)).astype(jnp.float32)
     return jnp.maximum(target_ids, 0), weight
 
@@ -330,17 +332,45 @@ def _check_causal(model: CompiledModel) -> None:
     Raises:
         GraphError: names the attention.
     """
-    seq = model.template().head.type.shape[1]
+    if path := _find_later_attention(model):
+        raise GraphError(
+            f"{path}: this attention is not causal, so the model reads the token that it is to predict; pass labels= "
+            "for a loss of other targets"
+        )
+
+
+def _find_later_attention(model: CompiledModel) -> str:
+    """Return the path of an attention to later tokens; empty if there is none."""
+    shape = model.template().built.primary_shape
+    seq = shape[1] if len(shape) == 3 else None  # logits [batch, labels]: any attention reads the tokens
     for inner, node in model.template().mir.walk():
         op = node.op
         if not isinstance(op, AttentionOp) or op.causal or not (op.window is None or op.ahead > 0):
             continue
         keys = inner.type(node.inputs[1])  # `[B, T, …]`, which may be of another sequence than the tokens
-        if keys.shape[1] == seq or symbols_of(seq) & keys.symbols:
-            raise GraphError(
-                f"{path_text(node.origin.path)}: this attention is not causal, so the model reads the token that it is "
-                "to predict; pass labels= for a loss of other targets"
-            )
+        if seq is None or keys.shape[1] == seq or symbols_of(seq) & keys.symbols:
+            return path_text(node.origin.path)
+    return ""
+
+
+def mask_padding(model: CompiledModel, tokens: Any, lengths: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs of a model with an `attention_mask` for rows of these lengths, if it has that input.
+
+    Raises:
+        GraphError: it does not, and attention reads later tokens, so that tokens would read the padding.
+    """
+    named = dict(inputs)
+    if lengths is None or named.get(MASK) is not None:
+        return named
+    if any(decl.name == MASK for decl in model.flow._inputs):
+        keep = jnp.arange(tokens.shape[1])[None] < check_lengths(lengths, *tokens.shape)[:, None]
+        named[MASK] = keep.astype(jnp.int32)
+    elif path := _find_later_attention(model):
+        raise GraphError(
+            f"{path}: this attention reads later tokens, and {model.name} has no input {MASK!r} that keeps padding from "
+            "them: train on rows of one length, without lengths="
+        )
+    return named
 
 
 def _make_chunking(
@@ -378,25 +408,26 @@ def count_chunks(
     return math.ceil(seq / check_integer("cross_entropy: chunk", chunk, 1))
 
 
-def _checked_tokens(model: CompiledModel, tokens: Any) -> Any:
-    """Return `[B, S]` ids with at least one target; ids that the host can read are checked against the vocabulary."""
+def check_tokens(model: CompiledModel, tokens: Any, min_length: int = 2) -> Any:
+    """Return `[B, S]` ids with at least `min_length` tokens in each row; ids that the host can read are checked against
+    the vocabulary."""
     input_name = model.first_input
     rows = model.template().bounds.ids.get(input_name)
     if not isinstance(tokens, jax.Array):
         if rows is None:
             raise GraphError(f"{model.name}: its first input {input_name!r} does not hold token ids")
         tokens = token_ids("tokens", tokens, rows)
-    tokens = _checked_array("tokens", tokens, None, "iu")
+    tokens = check_array("tokens", tokens, None, "iu")
     if rows is not None:
         check_ids("tokens", tokens, rows, model.settings.check_ids)
-    if tokens.shape[1] < 2:
+    if tokens.shape[1] < min_length:
         raise SequenceLengthError(
             f"tokens: {list(tokens.shape)}, and one token has no next token to predict; pass at least 2"
         )
     return tokens
 
 
-def _checked_array(name: str, value: Any, shape: tuple[int, ...] | None, kinds: str) -> Any:
+def check_array(name: str, value: Any, shape: tuple[int, ...] | None, kinds: str) -> Any:
     """Return `value` as a NumPy array, or as it is if it is a JAX array, after checks of its shape and dtype.
 
     Args:
@@ -413,11 +444,11 @@ def _checked_array(name: str, value: Any, shape: tuple[int, ...] | None, kinds: 
     return array
 
 
-def _checked_lengths(lengths: Any, batch: int, seq: int) -> Any:
-    """Return lengths `[batch]` as i32, after checking that host arrays are in 0 … `seq`."""
-    array = _checked_array("lengths", lengths, (batch,), "iu")
-    if isinstance(array, np.ndarray) and (array.min() < 0 or array.max() > seq):
-        raise SequenceLengthError(f"lengths: expected 0 to {seq}, got {array.tolist()[:8]}")
+def check_lengths(lengths: Any, batch: int, seq: int, low: int = 0) -> Any:
+    """Return lengths `[batch]` as i32, after checking that host arrays are in `low` … `seq`."""
+    array = check_array("lengths", lengths, (batch,), "iu")
+    if isinstance(array, np.ndarray) and (array.min() < low or array.max() > seq):
+        raise SequenceLengthError(f"lengths: expected {low} to {seq}, got {array.tolist()[:8]}")
     return jnp.asarray(array).astype(jnp.int32)
 
 
@@ -426,7 +457,7 @@ def _checked_labels(labels: Any, shape: tuple[int, ...], vocab: int | None, devi
 
     With `devices`, ids on accelerators are read too, which waits for them.
     """
-    array = _checked_array("labels", labels, shape, "iu")
+    array = check_array("labels", labels, shape, "iu")
     ids = None if vocab is None else host_view(array, devices)
     if ids is not None and ids.max() >= vocab:
         index = np.argwhere(ids >= vocab)[0]
@@ -437,14 +468,14 @@ def _checked_labels(labels: Any, shape: tuple[int, ...], vocab: int | None, devi
     return array
 
 
-def check_batch(model: CompiledModel, batch: Mapping[str, Any]) -> None:
+def check_token_batch(model: CompiledModel, batch: Mapping[str, Any]) -> None:
     """Check the values in `batch`, arguments of `cross_entropy` by name, as that function does outside of `jax.jit`.
 
     A training step under `jax.jit` sees no values, so its caller checks them. Raises the errors of `cross_entropy`.
     """
-    tokens = _checked_tokens(model, batch["tokens"])
+    tokens = check_tokens(model, batch["tokens"])
     if batch.get("labels") is not None:
         vocab = int(loss_head(model).type.shape[-1])
         _checked_labels(batch["labels"], tokens.shape, vocab, model.settings.check_ids)
     if batch.get("lengths") is not None:
-        _checked_lengths(batch["lengths"], *tokens.shape)
+        check_lengths(batch["lengths"], *tokens.shape)
