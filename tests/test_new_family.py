@@ -110,7 +110,9 @@ def test_a_row_in_the_table_is_all_that_loading_needs(tmp_path: Path, monkeypatc
     weights = drawn(weight_specs(ToyConfig.from_hf(CONFIG)))
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(UnsupportedError, match="model_type 'toy'.* is not built; known are llama, mistral"):
+    with pytest.raises(
+        UnsupportedError, match="model_type 'toy'.* is not built; the nearest family is .*; known are llama, mistral"
+    ):
         rlx.load(tmp_path)
     monkeypatch.setitem(families.FAMILIES, "toy", TOY)
     lm = rlx.load(tmp_path)

@@ -111,7 +111,9 @@ def test_an_installed_package_is_all_that_a_family_needs(example: ModuleType, tm
 
 def test_without_it_the_names_are_not_known(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    with pytest.raises(UnsupportedError, match="'shifted_llama'.* is not built; known are llama"):
+    with pytest.raises(
+        UnsupportedError, match="'shifted_llama'.* is not built; the nearest family is .*; known are llama"
+    ):
         rlx.load(tmp_path)
     with (
         rlx.plugins.using(rlx.Plugin("greedy", families={"llama": FAMILIES["qwen2"]})),

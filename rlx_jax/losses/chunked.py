@@ -367,8 +367,8 @@ def mask_padding(model: CompiledModel, tokens: Any, lengths: Any, inputs: Mappin
         named[MASK] = keep.astype(jnp.int32)
     elif path := _find_later_attention(model):
         raise GraphError(
-            f"{path}: this attention reads later tokens, and {model.name} has no input {MASK!r} that keeps padding from "
-            "them: train on rows of one length, without lengths="
+            f"{path}: this attention reads later tokens, and {model.name} has no input {MASK!r} to leave padding out: "
+            "train on rows of one length, without lengths="
         )
     return named
 

@@ -142,7 +142,9 @@ def _label_head(model: CompiledModel, tasks: tuple[str, ...], loss: str) -> Labe
     """
     head = model.flow._outputs.label_head if isinstance(model.flow, ModelFlow) else None
     if head is not None and head.task not in tasks:
-        other = "span" if head.task in ANSWER_TASKS else "classification" if head.task in TEXT_TASKS else "cross_entropy"
+        other = (
+            "span" if head.task in ANSWER_TASKS else "classification" if head.task in TEXT_TASKS else "cross_entropy"
+        )
         raise GraphError(f"{model.name}: the head is for {head.task}: rlx_jax.losses.{other}, not {loss}")
     return head
 
@@ -180,6 +182,8 @@ def _model_inputs(
             raise RequestError(f"{model.name}: lengths are for tokens, and the input is {model.first_input!r}")
         return tokens, named
     tokens = check_tokens(model, tokens, min_length=1)
+    if lengths is not None:
+        check_lengths(lengths, tokens.shape[0], tokens.shape[1], low=1)
     return tokens, mask_padding(model, tokens, lengths, named)
 
 
@@ -192,7 +196,9 @@ def _primary_output(model: CompiledModel, params: Arrays, tokens: Any, inputs: M
 def _keep(tokens: Any, lengths: Any, inputs: Mapping[str, Any]) -> AnyArray | None:
     """Return which tokens are not padding, bool `[B, S]`; None if all are."""
     if lengths is not None:
-        return jnp.arange(tokens.shape[1])[None] < check_lengths(lengths, tokens.shape[0], tokens.shape[1], low=1)[:, None]
+        return (
+            jnp.arange(tokens.shape[1])[None] < check_lengths(lengths, tokens.shape[0], tokens.shape[1], low=1)[:, None]
+        )
     mask = inputs.get("attention_mask")
     return None if mask is None else jnp.asarray(mask) > 0
 

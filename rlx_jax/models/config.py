@@ -26,6 +26,7 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.io.folder import CONFIG, Folder
+from rlx_jax.models.ignored_fields import IGNORE_OPTION, IgnoredFields
 from rlx_jax.models.known_fields import INERT, INERT_PREFIXES, NEUTRAL, NULLABLE
 from rlx_jax.weights.quantized_config import read_quantization
 
@@ -36,52 +37,7 @@ MAX_LAYERS = 1024
 MAX_VOCABULARY = 2**24
 MAX_WIDTH = 2**24
 
-# Name of the option of `rlx_jax.load`, `recipe_for` and `from_pretrained`, for messages.
-IGNORE_OPTION = "ignore_fields"
-
 LOG = logging.getLogger("rlx_jax")
-
-
-@dataclass
-class IgnoredFields:
-    """The fields of a config that the caller wants ignored, such as `sliding_window` or
-    `text_config.rope_scaling.beta`.
-
-    Attributes:
-        names: the names that the caller passed.
-        applied: the names among them that would otherwise be refused, collected while the config is read.
-    """
-
-    names: tuple[str, ...] = ()
-    applied: list[str] = field(default_factory=list)
-
-    def check_present(self, values: Mapping[str, Any], where: str) -> None:
-        """Refuse a name that is not a field of `values`.
-
-        Raises:
-            ConfigError: the message has the name, and a similar one.
-        """
-        for name in self.names:
-            (*groups, leaf), inner = name.split("."), values
-            for group in groups:
-                nested = inner.get(group)
-                inner = nested if isinstance(nested, Mapping) else {}
-            # A field's name may contain a dot, such as `transformers.js_config`, so the full name counts too.
-            if leaf not in inner and name not in values:
-                suggestion = did_you_mean(leaf, list(map(str, inner)), cutoff=0.7)
-                raise ConfigError(f"{where}: {IGNORE_OPTION}: there is no field {quote(name)}{suggestion}")
-
-    def check_applied(self, where: str) -> None:
-        """Refuse a name that ignores nothing, after the config was read.
-
-        Raises:
-            ConfigError: the field is handled anyway.
-        """
-        if unused := [name for name in self.names if name not in self.applied]:
-            raise ConfigError(
-                f"{where}: {IGNORE_OPTION}: field {quote(unused[0])} is handled: it is read, or it does not affect the "
-                "forward pass; leave it out"
-            )
 
 
 @dataclass
@@ -301,14 +257,8 @@ class Fields:
         Raises:
             UnsupportedError: names the fields.
         """
-        harmless, neutral = set(inert), neutral or {}
-        skipped, refused = list[str](), list[str]()
-        for name, value in self.values.items():
-            if name in self.consumed:
-                continue
-            # The type counts because 1 == True in Python.
-            is_neutral = any(value == v and type(value) is type(v) for v in neutral.get(name, ()))
-            (skipped if value is None or name in harmless or is_neutral else refused).append(name)
+        refused = self.unread(set(inert), neutral or {})
+        skipped = [name for name in self.values if name not in self.consumed and name not in refused]
         if self.ignored is not None:
             ignored = [name for name in refused if f"{self.prefix}{name}" in self.ignored.names]
             self.ignored.applied += [f"{self.prefix}{name}" for name in ignored]
@@ -317,6 +267,18 @@ class Fields:
             raise UnsupportedError(self._refusal(refused))
         if skipped:
             LOG.debug("%s: fields without a part in the forward pass: %s", self.where, ", ".join(map(quote, skipped)))
+
+    def unread(self, inert: set[str], neutral: Mapping[str, tuple[Any, ...]]) -> list[str]:
+        """Return the fields that were not read and may change the computation. Arguments as in `finish`."""
+
+        def is_harmless(name: str, value: Any) -> bool:  # the type counts because 1 == True in Python
+            return (
+                value is None
+                or name in inert
+                or any((value, type(value)) == (v, type(v)) for v in neutral.get(name, ()))
+            )
+
+        return [n for n, value in self.values.items() if n not in self.consumed and not is_harmless(n, value)]
 
     def _refusal(self, names: Sequence[str]) -> str:
         """Return the message about fields that nothing reads."""

@@ -14,7 +14,7 @@ from rlx_jax.io.folder import Folder
 from rlx_jax.ir import plugins
 from rlx_jax.models.beit import BeitFlow
 from rlx_jax.models.clip import ClipVisionFlow
-from rlx_jax.models.config import Fields, architecture, read_config
+from rlx_jax.models.config import Fields, ModelConfig, architecture, read_config
 from rlx_jax.models.decoder import CausalFlow
 from rlx_jax.models.dinov3 import Dinov3Flow
 from rlx_jax.models.dual import DualConfig, DualFlow, tower_group
@@ -22,6 +22,7 @@ from rlx_jax.models.encoder import EncoderFlow, TowerFlow
 from rlx_jax.models.gemma import TEXT as GEMMA_TEXT
 from rlx_jax.models.heads import ANSWER, IMAGE, MASKED, SEQUENCE, TOKEN, read_head
 from rlx_jax.models.hooks import WithIgnored
+from rlx_jax.models.nearest_family import describe_nearest
 from rlx_jax.models.qwen35 import TEXT as QWEN35_TEXT
 from rlx_jax.models.recipe import Recipe
 from rlx_jax.models.siglip import SiglipVisionFlow
@@ -79,11 +80,13 @@ class Family:
         open: makes the recipe for a checkpoint.
         architectures: the values of `architectures` that are supported.
         headless: like `open`, for the model without its head; None if models of the family have no head.
+        config_type: the class of the config that a checkpoint's config is read as; None if that is only a part of it.
     """
 
     open: Opener
     architectures: tuple[str, ...]
     headless: Opener | None = None
+    config_type: type[ModelConfig] | None = None
 
     @staticmethod
     def decoder(recipe: type[CausalFlow[Any]], causal: str, bare: str = "") -> Family:
@@ -104,7 +107,7 @@ class Family:
             instance = replace(recipe.for_prefill(config), hidden_only=headless or head is not None, head=head)
             return bind_recipe(instance, source, KINDS[head.task] if head else "encoder" if headless else "causal")
 
-        return Family(opener, architectures, partial(opener, headless=True))
+        return Family(opener, architectures, partial(opener, headless=True), recipe.config_type)
 
     @staticmethod
     def of(recipe: type[Recipe[Any]], kind: ModelKind, processor_prefix: str, *architectures: str) -> Family:
@@ -113,7 +116,7 @@ class Family:
         def opener(config: Fields, source: WeightSource) -> Pretrained:
             return bind_recipe(recipe.for_prefill(config), source, kind, processor_prefix)
 
-        return Family(opener, architectures)
+        return Family(opener, architectures, config_type=recipe.config_type)
 
     @staticmethod
     def encoder(recipe: type[EncoderFlow[Any]], *architectures: str) -> Family:
@@ -152,7 +155,8 @@ class Family:
             kind_with_head = KINDS[head.task] if head else kind
             return bind_recipe(replace(instance, head=head), source, kind_with_head, processor_prefix)
 
-        return Family(opener, architectures, partial(opener, headless=True))
+        config_type = None if config_field else recipe.config_type
+        return Family(opener, architectures, partial(opener, headless=True), config_type)
 
     @staticmethod
     def dual(recipe: type[DualFlow[Any]], processor_prefix: str, *architectures: str) -> Family:
@@ -179,7 +183,7 @@ class Family:
             return ((family.headless if headless else None) or family.open)(config, source)
 
         architectures = tuple(name for f in families for name in f.architectures)
-        return Family(opener, architectures, partial(opener, headless=True))
+        return Family(opener, architectures, partial(opener, headless=True), families[0].config_type)
 
 
 def bind_recipe(recipe: Recipe[Any], source: WeightSource, kind: ModelKind, processor_prefix: str = "") -> Pretrained:
@@ -321,9 +325,10 @@ def family_of(
     if family is None:
         detail = f" ({quote(name)})" if name else ""
         names = [*FAMILIES, *_plugin_families()]
+        configs = {n: (f.config_type, f.architectures) for n, f in FAMILIES.items() if f.config_type is not None}
         raise UnsupportedError(
-            f"{config.where}: model_type {quote(kind)}{detail} is not built; known are {', '.join(names)}"
-            f"{did_you_mean(kind, names)}"
+            f"{config.where}: model_type {quote(kind)}{detail} is not built; "
+            f"{describe_nearest(config, kind, name, configs)}; known are {', '.join(names)}{did_you_mean(kind, names)}"
         )
     if name and name not in family.architectures:
         supported = ", ".join(family.architectures)

@@ -39,8 +39,9 @@ class Metrics:
     Attributes:
         loss: the mean over the targets, before the update; 0 for a batch without targets.
         grad_norm: √Σg² over the gradients of all trainable leaves, as passed to the optimizer.
-        tokens: the number of targets, tokens or rows as the loss has them, or the sum of their weights. A batch without a target (all labels negative,
-            rows of one token, all weights 0) changes neither parameters nor the optimizer's state; it counts as a step.
+        tokens: the number of targets, tokens or rows as the loss has them, or the sum of their weights. A batch without
+            a target (all labels negative, rows of one token, all weights 0) changes neither parameters nor the
+            optimizer's state; it counts as a step.
     """
 
     loss: jax.Array
@@ -75,8 +76,9 @@ class TrainStep:
         Args:
             state: the state of `train.init` or of the previous step, which must not be used again.
             batch: tokens `[B, S]`, or a mapping with `tokens` and other arguments of the loss by name: `lengths`,
-                `labels`, `weights`, inputs of the flow. The name of the flow's first input is another name of `tokens`. Ids of tokens and labels are checked where the host can read
-                them; on an accelerator only with `checks.ids = "all"` in the model's profile.
+                `labels`, `weights`, inputs of the flow. The name of the flow's first input is another name of `tokens`.
+                Ids of tokens and labels are checked where the host can read them; on an accelerator only with
+                `checks.ids = "all"` in the model's profile.
 
         Raises:
             RequestError, SessionStateError: `state` is no state or was consumed, or the rows cannot be split into
