@@ -3,6 +3,7 @@
     python benchmarks/census.py                     every type of five tasks: counts, a table, and census.json
     python benchmarks/census.py --types bert albert of these model types
     python benchmarks/census.py --tasks MaskedLM    of one task
+    python benchmarks/census.py --record FILE       also write the counts and the types that load, for docs/models.md
 
 For each `AutoModelFor…` class of a task and each model type that it has, the script writes a config of small sizes and
 loads it with `rlx_jax.load`. A type that is refused without its weights is refused with them too. For all others
@@ -325,12 +326,24 @@ def report(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def record(rows: list[Row]) -> dict[str, Any]:
+    """Return the counts by task and outcome, and what was compared, with errors of one digit."""
+    counts = {task: dict(collections.Counter(row.outcome for row in rows if row.task == task)) for task in TASKS}
+    loaded = [
+        {"task": row.task, "type": row.type, "class": row.detail, "error": row.error and float(f"{row.error:.0e}")}
+        for row in rows
+        if row.outcome in ("compared", "headless")
+    ]
+    return {"transformers": transformers.__version__, "counts": counts, "loaded": loaded}
+
+
 def main() -> None:
     """Run the census."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[*TASKS])
     parser.add_argument("--types", nargs="+", default=[])
     parser.add_argument("--json", type=Path, default=Path("census.json"))
+    parser.add_argument("--record", type=Path)
     parser.add_argument("--verbose", action="store_true", help="print each type with its message")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -345,6 +358,8 @@ def main() -> None:
             print(row.task, row.type, row.outcome, row.error or "", row.detail, flush=True)
         versions = {"transformers": transformers.__version__, "torch": torch.__version__, "rlx_jax": rlx.__version__}
         options.json.write_text(json.dumps({**versions, "rows": [asdict(r) for r in rows]}, indent=1) + "\n", "utf-8")
+    if options.record:
+        options.record.write_text(json.dumps(record(rows), indent=1) + "\n", "utf-8")
     print(report(rows))
     print(f"\n{len(rows)} checkpoints in {time.perf_counter() - start:.0f} s: {options.json}")
     sys.exit(any(row.outcome in ("wrong", "unnamed") for row in rows))

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.models.lora_files import INERT, NEUTRAL, open_adapter
-from tests.oracles import adapters, checkpoints, hugging_face, numpy_reference
+from tests.oracles import adapters, checkpoints, classifiers, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close
 from tests.oracles.recorded import load_record
 
@@ -369,3 +369,40 @@ def test_live_adapters(fixture: str, kind: str, config: dict[str, Any], tmp_path
         assert_close(adapters.first_output(opened.eval(), tokens), want)
     merged = rlx.compile(rlx.recipe_for(directory), rlx.merge_lora(model))
     assert_close(first(merged, tokens), adapters.first_output(theirs.merge_and_unload(), tokens))
+
+
+HEADS = {
+    "bert": ("SequenceClassification", "SEQ_CLS", ["query", "value"]),
+    "distilbert": ("SequenceClassification", "SEQ_CLS", ["q_lin"]),
+    "roberta": ("TokenClassification", "TOKEN_CLS", ["query"]),
+    "qwen3": ("SequenceClassification", "SEQ_CLS", ["q_proj", "down_proj"]),
+}
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("bare", [False, True], ids=["head", "bare"])
+@pytest.mark.parametrize("name", HEADS)
+def test_live_heads(name: str, bare: bool, tmp_path: Path) -> None:
+    """Of a base model with and without the head: the logits of PEFT, which reads what we write."""
+    peft, (task, kind, modules) = importlib.import_module("peft"), HEADS[name]
+    prefix, fields = classifiers.CASES[name]
+    fields = dict(fields) | {"id2label": {i: f"LABEL_{i}" for i in range(3)}}
+    fields = {k: v for k, v in fields.items() if k != "num_labels"}
+    auto, ending = f"AutoModelFor{task}", "Model" if bare else f"For{task}"
+    hugging_face.write(hugging_face.Checkpoint(f"{prefix}{ending}", fields, seed=5), tmp_path / "base")
+    classifiers.tokenizer().save_pretrained(tmp_path / "base")
+    config = TWO | {"task_type": kind, "target_modules": modules}
+    transformers = importlib.import_module("transformers")
+    base = getattr(transformers, auto).from_pretrained(tmp_path / "base", attn_implementation="eager")
+    theirs = adapters.randomised(peft.get_peft_model(base, peft.LoraConfig(**config)), 3)
+    theirs.save_pretrained(tmp_path / "theirs")
+    tokens = np.array([[5, 9, 12, 7]])
+    want = adapters.first_output(theirs.eval(), tokens)
+    ours = rlx.load(tmp_path / "base", adapter=tmp_path / "theirs")
+    got = np.array(ours.logits(tokens.tolist()))
+    assert_close(got, want)
+    rlx.save_lora(ours, tmp_path / "ours")
+    base = getattr(transformers, auto).from_pretrained(tmp_path / "base", attn_implementation="eager")
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
+    assert_close(adapters.first_output(again, tokens), want)

@@ -30,6 +30,7 @@ from rlx_jax.generate.artifact import is_artifact, load_artifact
 from rlx_jax.generate.causal import CausalLM
 from rlx_jax.ir.types import as_dtype, short_name
 from rlx_jax.models.encoder import EncoderFlow
+from rlx_jax.models.families import KINDS
 from rlx_jax.models.heads import REGRESSION
 from rlx_jax.models.lora import lora
 from rlx_jax.profiles import CompileProfile, ProfileLike
@@ -109,6 +110,9 @@ def load(
     kind = checkpoint.pretrained.kind
     if getattr(model_recipe, "hidden_only", False) and getattr(model_recipe, "head", None) is None:
         kind = "encoder"
+    head_of_recipe = getattr(model_recipe, "head", None)
+    if adapter is not None and head_of_recipe is not None:  # the adapter may bring another head
+        kind = KINDS[head_of_recipe.task]
     loaded_model = LOADERS[kind](checkpoint, model_recipe, compile_opts)
     # `config.json` does not describe an edited model, which therefore cannot be saved as this checkpoint.
     edit = "a recipe that differs from the checkpoint's"

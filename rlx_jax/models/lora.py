@@ -20,8 +20,10 @@ import numpy as np
 from rlx_jax.blocks.lora import Adapter, LoraLinear, ModuleNames
 from rlx_jax.errors import DTypeError, RequestError, UnsupportedError, WeightError, listing, shown
 from rlx_jax.flow import ModelFlow
+from rlx_jax.models.heads import FIXED_LABELS, TaskHead
 from rlx_jax.models.hooks import Edit, WithBlocks
 from rlx_jax.models.lora_files import (
+    HEAD_TASKS,
     TASKS,
     TENSOR_SUFFIXES,
     AdapterSizes,
@@ -67,8 +69,12 @@ class WithAdapter:
     def __call__(self, flow: ModelFlow) -> ModelFlow:
         flow = replace(flow, _no_training=self.no_training or flow._no_training)
         names = replace(self._names(flow), renamed=self.renamed)
-        adapter_keys = {names.stored + key.removeprefix(names.outer): key for key in self.source.keys()}
-        flow = flow.with_weights(MarkedSource(RenamedSource(self.source, adapter_keys), "fallback"), add=True)
+        head_keys = self.sizes.head_keys
+        lora_keys = (key for key in self.source.keys() if key not in head_keys)
+        adapter_keys = {names.stored + key.removeprefix(names.outer): key for key in lora_keys}
+        adapter_keys |= {key: key for key in head_keys}
+        source = MarkedSource(RenamedSource(self.source, adapter_keys), "replace" if head_keys else "fallback")
+        flow = flow.with_weights(source, add=True)
         if flow._other_parts:  # adapter weights of the other tower, which another flow reads, are left unread here
             unread = set(flow._ignored_keys)
             companions = (
@@ -138,6 +144,7 @@ def lora(
                 "lora: adapter= already defines the blocks, the rank and alpha: leave out the other arguments"
             )
         (sizes, source), renamed = open_adapter(adapter), getattr(recipe, "peft_names", ())
+        recipe = _with_head(recipe, sizes, source) if sizes.task else recipe
         no_training = ""
         if sizes.dropout and dropout is None:
             problem = f"the adapter has lora_dropout {sizes.dropout:g}"
@@ -155,6 +162,37 @@ def lora(
     products = ProjectionPattern(BlockPattern(pattern))
     names = ModuleNames(outer=getattr(recipe, "peft_prefix", ""), renamed=getattr(recipe, "peft_names", ()))
     return _apply_edit(recipe, WithBlocks(BlockEdit(products, LoraLinear(int(rank), float(scale), names))))
+
+
+def _with_head(recipe: R, sizes: AdapterSizes, source: WeightSource) -> R:
+    """Return a recipe with the head that an adapter was trained with; the recipe's own if it is for the same labels.
+
+    Raises:
+        UnsupportedError: the family has no such head, or the adapter has other weights than those of the head.
+    """
+    target: Any = recipe
+    head: TaskHead | None = getattr(recipe, "head", None)
+    layers = getattr(recipe, "heads", {}).get(sizes.task)
+    where = f"the adapter {source.where(source.keys()[0])}"
+    if layers is None:
+        raise UnsupportedError(f"lora: {where} has a head for {sizes.task}, which {target.name} does not have")
+    last_key = f"{layers[-1].key}.weight"
+    labels = head.labels if head is not None and head.task == sizes.task else ()
+    num_labels = int(source.spec(last_key).shape[0]) if last_key in sizes.head_keys else len(labels)
+    if num_labels != len(labels) or not labels:
+        labels = FIXED_LABELS.get(sizes.task) or tuple(f"LABEL_{i}" for i in range(num_labels))
+    if head is None or head.task != sizes.task:
+        is_decoder = hasattr(target, "hidden_only")
+        head = TaskHead(sizes.task, layers, labels, pooling="lasttoken" if is_decoder else "cls")
+        target = replace(target, hidden_only=True) if is_decoder else target
+    head = replace(head, labels=labels)
+    if unread := sorted(set(sizes.head_keys) - head.weight_keys(str)):
+        raise UnsupportedError(
+            f"lora: {where} replaces {listing(unread, 4)} (modules_to_save), which are not of the head for {head.task}"
+        )
+    if not labels:
+        raise UnsupportedError(f"lora: {where} is for {head.task}, and neither it nor the base model has {last_key}")
+    return cast(R, replace(target, head=head))
 
 
 def _apply_edit(recipe: R, edit: Edit) -> R:
@@ -207,9 +245,12 @@ def _collect_adapters(flow: Buildable, source: WeightSource | None) -> list[Adap
     return [adapter for recorder in recorders for adapter in recorder.adapters]
 
 
-def _adapter_weights(model: CompiledModel, adapters: tuple[Adapter, ...]) -> dict[str, jax.Array]:
-    """Return the matrices A and B by key. Other weights are not touched: packed ones would be decoded."""
-    keys = {key for adapter in adapters for key in (adapter.a, adapter.b)}
+def _adapter_weights(
+    model: CompiledModel, adapters: tuple[Adapter, ...], others: tuple[str, ...] = ()
+) -> dict[str, jax.Array]:
+    """Return the matrices A and B, and the weights `others`, by key. The rest is not touched: packed weights would be
+    decoded."""
+    keys = {*others, *(key for adapter in adapters for key in (adapter.a, adapter.b))}
     params = model.require_params("the weights of adapters")
     refuse_consumed(params, {})
     weights = weights_by_key({p: params[name] for name, p in model.programs.layout.reading(keys).items()})
@@ -292,7 +333,7 @@ def _add_products(
 
 
 def save_lora(model: Any, path: Any, *, base_model: str | None = None, overwrite: bool = False) -> None:
-    """Write the model's adapters, and nothing else, to a directory in PEFT's format.
+    """Write the model's adapters, and the head of a task that was trained with them, in PEFT's format.
 
     `rlx_jax.load(base, adapter=path)`, `PeftModel.from_pretrained` and `AutoPeftModelForCausalLM.from_pretrained` load
     it.
@@ -310,18 +351,33 @@ def save_lora(model: Any, path: Any, *, base_model: str | None = None, overwrite
         NoSpaceError, SaveFailedError: the disk is full or refuses.
     """
     model = _compiled(model, "save_lora")
-    adapters = adapters_of(model)
-    weights = _adapter_weights(model, adapters)
+    adapters, head = adapters_of(model), _saved_head(model)
+    head_keys = () if head is None else tuple(sorted(head.weight_keys(str)))
+    weights = _adapter_weights(model, adapters, head_keys)
     modules = {adapter.module: (int(weights[adapter.a].shape[0]), adapter.scale) for adapter in adapters}
     arrays = {
         adapter.module + part: weights[key]
         for adapter in adapters
         for part, key in zip(TENSOR_SUFFIXES, (adapter.a, adapter.b), strict=True)
     }
+    arrays |= {key: weights[key] for key in head_keys}
     # Weights stored `[in, out]`, as in GPT-2, are `fan_in_fan_out` in PEFT.
     transposed = all(adapter.contract == 0 for adapter in adapters)
     if base_model is not None and not isinstance(base_model, str):
         raise RequestError(f"save_lora: base_model is {shown(base_model)}; expected a path or 'org/name'")
     base = base_of(model.programs.source) if base_model is None else BaseModel(base_model)
     output = model.flow._outputs.primary if isinstance(model.flow, ModelFlow) else ""
-    write_adapter(path, AdapterSizes(modules, transposed), arrays, overwrite, replace(base, task=TASKS.get(output)))
+    task = TASKS.get(output) if head is None else next(name for name, t in HEAD_TASKS.items() if t == head.task)
+    sizes = AdapterSizes(modules, transposed, head_keys=head_keys)
+    write_adapter(path, sizes, arrays, overwrite, replace(base, task=task))
+
+
+def _saved_head(model: CompiledModel) -> TaskHead | None:
+    """Return the layers of a model's head that PEFT saves with an adapter; None for a task without any.
+
+    A layer in the encoder, such as BERT's pooler, is a part of the base model.
+    """
+    head = model.flow._outputs.label_head if isinstance(model.flow, ModelFlow) else None
+    if not isinstance(head, TaskHead) or head.task not in HEAD_TASKS.values():
+        return None
+    return replace(head, layers=tuple(layer for layer in head.layers if not layer.in_encoder))

@@ -17,6 +17,7 @@ from rlx_jax.errors import ConfigError, RequestError, TargetExistsError, Unsuppo
 from rlx_jax.io.atomic import atomic_directory, write_synced
 from rlx_jax.io.folder import open_folder
 from rlx_jax.models.config import Fields
+from rlx_jax.models.heads import ANSWER, SEQUENCE, TOKEN
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.safetensors_format import SafetensorsSource, write_file
 from rlx_jax.weights.source import WeightSource, open_weights
@@ -26,6 +27,9 @@ CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "b
 # Files of a directory that PEFT writes. `save_lora` overwrites a directory only if it has no other file.
 PEFT_FILES = {CONFIG, WEIGHTS, "README.md"}
 TENSOR_SUFFIXES = (".lora_A.weight", ".lora_B.weight")
+
+# The tasks whose head an adapter brings, in `modules_to_save`, by PEFT's task type.
+HEAD_TASKS = {"SEQ_CLS": SEQUENCE, "TOKEN_CLS": TOKEN, "QUESTION_ANS": ANSWER}
 
 # Fields that do not change the computation. The names of the tensors already define which modules have an adapter.
 INERT = (
@@ -58,11 +62,15 @@ class AdapterSizes:
         modules: (rank, s) by module name.
         fan_in_fan_out: the adapted weights are stored `[in, out]`, which PEFT calls `fan_in_fan_out`.
         dropout: the dropout that the adapter was trained with.
+        task: the task of the head that the adapter was trained for, as in `TaskHead`; empty if it has none.
+        head_keys: keys of the weights of that head, which replace those of the base model.
     """
 
     modules: Mapping[str, tuple[int, float]]
     fan_in_fan_out: bool = False
     dropout: float = 0.0
+    task: str = ""
+    head_keys: tuple[str, ...] = ()
 
     def groups(self) -> dict[tuple[int, float], list[str]]:
         """Return the modules grouped by (rank, s)."""
@@ -88,10 +96,12 @@ def open_adapter(path: Any) -> tuple[AdapterSizes, WeightSource]:
     rank, alpha, rslora = fields.integer("r"), fields.real("lora_alpha"), fields.flag("use_rslora", False)
     ranks, alphas = (_read_pattern(fields, name) for name in ("rank_pattern", "alpha_pattern"))
     dropout = fields.real("lora_dropout", 0.0, exclusive=False)
-    fields.finish_model(INERT, NEUTRAL)
+    task = HEAD_TASKS.get(str(fields.raw("task_type")), "")
+    fields.finish_model([*INERT, *(["modules_to_save"] if task else [])], NEUTRAL)
     folder.fetch(WEIGHTS)
     source = open_weights(os.path.join(os.fspath(folder.path), WEIGHTS))
-    module_ranks, where = _read_ranks(source, folder.where(WEIGHTS)), folder.where(CONFIG)
+    head_keys = tuple(key.removeprefix(PREFIX) for key in source.keys() if task and _is_full_weight(key))
+    module_ranks, where = _read_ranks(source, folder.where(WEIGHTS), head_keys), folder.where(CONFIG)
     sizes = {}
     for module, size in module_ranks.items():
         expected = _match_pattern(ranks, module, rank)
@@ -99,7 +109,14 @@ def open_adapter(path: Any) -> tuple[AdapterSizes, WeightSource]:
             raise ConfigError(f"{where}: the rank of {quote(module)} is {expected:g}, and its tensors have {size}")
         sizes[module] = size, _match_pattern(alphas, module, alpha) / (size**0.5 if rslora else size)
     names = {f"{module}{part}": f"{PREFIX}{module}{part}" for module in module_ranks for part in TENSOR_SUFFIXES}
-    return AdapterSizes(sizes, dropout=dropout), RenamedSource(source, names)
+    names |= {key: PREFIX + key for key in head_keys}
+    return AdapterSizes(sizes, dropout=dropout, task=task, head_keys=head_keys), RenamedSource(source, names)
+
+
+def _is_full_weight(key: str) -> bool:
+    """Return whether a tensor of an adapter is a weight of a module that was trained in full."""
+    is_weight = key.startswith(PREFIX) and key.endswith((".weight", ".bias"))
+    return is_weight and ".lora_" not in key and ".base_layer." not in key
 
 
 def rename_modules(
@@ -140,10 +157,12 @@ def _match_pattern(pattern: Mapping[str, float], module: str, default: float) ->
     return default
 
 
-def _read_ranks(source: WeightSource, where: str) -> dict[str, int]:
-    """Return the rank of each module, from the shapes of its two tensors."""
+def _read_ranks(source: WeightSource, where: str, head_keys: Sequence[str] = ()) -> dict[str, int]:
+    """Return the rank of each module, from the shapes of its two tensors. `head_keys`: see `AdapterSizes`."""
     modules: dict[str, set[str]] = {}
     for key in source.keys():
+        if key.removeprefix(PREFIX) in head_keys:
+            continue
         part = next((part for part in TENSOR_SUFFIXES if key.endswith(part)), None)
         if part is None or not key.startswith(PREFIX):
             advice = "; PEFT leaves copies of embeddings out with save_pretrained(…, save_embedding_layers=False)"
@@ -230,6 +249,7 @@ def write_adapter(path: Any, sizes: AdapterSizes, arrays: Mapping[str, Any], ove
         "bias": "none",
         "fan_in_fan_out": sizes.fan_in_fan_out,
         "target_modules": sorted(ranks),
+        "modules_to_save": sorted({key.partition(".")[0] for key in sizes.head_keys}) or None,
     }
     values = {key: np.asarray(array) for key, array in arrays.items()}
     entries = [Entry.from_array(f"{PREFIX}{key}", array) for key, array in values.items()]

@@ -77,8 +77,12 @@ def combine_sources(source: WeightSource | None, extra: WeightSource | None) -> 
         return source
     if isinstance(extra, OverlaySource):
         return combine_sources(combine_sources(source, extra.source), extra.extra)
-    is_fallback = isinstance(extra, MarkedSource) and extra.mark == "fallback" and all(map(source.has, extra.keys()))
-    return source if is_fallback else OverlaySource(source, extra)
+    mark = extra.mark if isinstance(extra, MarkedSource) else ""
+    if mark in ("fallback", "replace") and all(map(source.has, extra.keys())):
+        return source
+    if mark == "replace":
+        source = RenamedSource(source, {key: key for key in source.keys() if not extra.has(key)})
+    return OverlaySource(source, extra)
 
 
 def _contains(source: WeightSource, extra: WeightSource) -> bool:

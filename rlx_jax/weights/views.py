@@ -105,8 +105,9 @@ class MarkedSource(SourceView):
     `incomplete`: the checkpoint may have fewer weights than its config requires; missing ones are initialized.
     `fallback`: the weights are only used if the other source does not have all of them. An example is the weights in an
     adapter's files: a checkpoint that was saved with the adapter has its own values for them.
+    `replace`: as `fallback`, but where they are used they replace weights of the other source with the same keys.
     """
 
-    def __init__(self, source: WeightSource, mark: Literal["incomplete", "fallback"]) -> None:
+    def __init__(self, source: WeightSource, mark: Literal["incomplete", "fallback", "replace"]) -> None:
         super().__init__(source)
         self.mark = mark

@@ -29,12 +29,16 @@ MIXED: dict[str, Any] = {
 
 def adapted(directory: Path, auto_class: str, seed: int, **config: Any) -> Any:
     """The checkpoint in transformers with a random adapter, whose B is not zeros."""
-    torch, peft = importlib.import_module("torch"), importlib.import_module("peft")
+    peft = importlib.import_module("peft")
     model = hugging_face.load(directory, auto_class)
-    model = peft.get_peft_model(model, peft.LoraConfig(**config))
-    generator = torch.Generator().manual_seed(seed)
+    return randomised(peft.get_peft_model(model, peft.LoraConfig(**config)), seed)
+
+
+def randomised(model: Any, seed: int) -> Any:
+    """A model of PEFT's with random weights in the adapter, and in the modules that it saves in full."""
+    generator = importlib.import_module("torch").Generator().manual_seed(seed)
     for name, value in model.named_parameters():
-        if "lora_" in name:
+        if "lora_" in name or "modules_to_save" in name:
             value.data.normal_(0, 0.3, generator=generator)
     return model.eval()
 
