@@ -14,10 +14,10 @@ from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.text.padding import block_width
 from rlx_jax.text.request_checks import TYPES, TokenRows, pad_rows
 
-Array = np.ndarray[Any, Any]
+LabelArray = np.ndarray[Any, Any]
 
 
-def read_label_rows(labels: Any, count: int, head: TaskHead) -> Array:
+def read_label_rows(labels: Any, count: int, head: TaskHead) -> LabelArray:
     """Return the labels of `count` texts: ids `[n]` int32, or numbers `[n, labels]` float32.
 
     Raises:
@@ -47,12 +47,12 @@ def read_label_rows(labels: Any, count: int, head: TaskHead) -> Array:
 
 def make_batches(
     parts: Sequence[TokenRows],
-    labels: Array,
+    labels: LabelArray,
     batch_size: int,
     seed: int | None,
     buckets: Buckets,
     max_positions: int | None,
-) -> Iterator[dict[str, Array]]:
+) -> Iterator[dict[str, LabelArray]]:
     """Return an iterator over batches with `tokens`, `lengths`, `labels`, `weights` and, if rows have them,
     `token_type_ids`.
 
@@ -69,7 +69,7 @@ def make_batches(
     if seed is not None:
         order = np.random.default_rng(check_integer("seed", seed, 0)).permutation(order)
 
-    def batch(rows: Array) -> dict[str, Array]:
+    def batch(rows: LabelArray) -> dict[str, LabelArray]:
         weights = (np.arange(batch_size) < len(rows)).astype(np.float32)
         rows = np.resize(rows, batch_size)  # repeats rows at the end
         width = block_width(buckets, max(len(ids[i]) for i in rows), max_positions)
