@@ -131,12 +131,12 @@ class Archive:
                 f"{self.where}: the header declares {file_length} bytes, and the file has {self.size}: it was "
                 "truncated, or written to"
             )
+        if length > self.size - HEADER.size:
+            raise IntegrityError(f"{self.where}: the manifest would have {length} bytes of {self.size}")
         limits.check_limit(
             length, limits.MAX_ARTIFACT_MANIFEST_BYTES, "limits.MAX_ARTIFACT_MANIFEST_BYTES",
             f"{self.where}: the length of the manifest in bytes",
         )  # fmt: skip
-        if length > self.size - HEADER.size:
-            raise IntegrityError(f"{self.where}: the manifest would have {length} bytes of {self.size}")
         raw = self._read(self.size - length, length)
         actual = hashlib.sha256(raw).digest()
         if actual != digest:
