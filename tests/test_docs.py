@@ -29,8 +29,8 @@ from tests.oracles.gguf_files import write_gguf
 ROOT = Path(__file__).parents[1]
 SLOW = {
     "README", "adding-a-family", "bisect", "conversation", "devices", "diffusion", "editing", "embedding",
-    "export", "generation", "interpretability", "performance", "profiles", "programs", "recipes", "recurrence",
-    "scoring", "training", "view", "vision", "weights",
+    "export", "generation", "interpretability", "many-prompts", "performance", "profiles", "programs", "recipes",
+    "recurrence", "scoring", "training", "view", "vision", "weights",
 }  # fmt: skip
 """They compile many programs."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]

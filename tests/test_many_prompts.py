@@ -17,8 +17,8 @@ from rlx_jax import errors
 from tests import divided
 from tests.divided import V
 
-ARCHETYPES = ("llama", "gemma2")
-OTHERS = ("mixtral", "qwen35", "mistral", "gpt_oss", "mamba2", "gpt2")
+ARCHETYPES = ("llama",)
+OTHERS = ("gemma2", "mixtral", "qwen35", "mistral", "gpt_oss", "mamba2", "gpt2")
 """Rings of 5 tokens, experts, recurrent states, learned positions."""
 MAX_TOKENS, LOGPROBS = 9, 2
 SAMPLERS = (
@@ -70,7 +70,7 @@ def run_jobs(family: str, jobs: list[Any], slots: int) -> None:
 
 
 @pytest.mark.parametrize("family", ARCHETYPES)
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(jobs=job_lists, slots=st.sampled_from([2, 3]))
 def test_rows_equal_requests_alone(family: str, jobs: list[Any], slots: int) -> None:
     """With a sampler, a seed, stop ids and a number of tokens for each prompt."""
