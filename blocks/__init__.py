@@ -47,5 +47,5 @@ FlowStage = (
     | Flux2Conditioning | Flux2Rope | Flux2DoubleBlock | Flux2SingleBlock | Flux2JoinStreams | Flux2Output
     | SideOutput | Mlp | VisionEmbed | VitSelfAttn | LayerScale | VisionSwiGluFfn | AttentionPool | EndTokenPool
     | Similarity | PatchRope | NomicSelector | GatedDeltaNet | GdnScan | Mamba2Mixer | MoeFfn | Recurrent
-    | CausalWindow | MtpMerge | BlockAsLayer | Multiply
+    | CausalWindow | MtpMerge | BlockAsLayer | Multiply | EncoderLayer | DistanceEmbeddings | MeanOfTokens
 )  # fmt: skip
