@@ -202,5 +202,7 @@ def test_live(name: str, task: str, tmp_path: Path) -> None:
         assert_close(row, reference)
     rlx.save(ours, tmp_path / "saved")
     saved = hugging_face.load(tmp_path / "saved", architecture)
+    for (key, before), after in zip(theirs.state_dict().items(), saved.state_dict().values(), strict=True):
+        np.testing.assert_array_equal(after.numpy(), before.numpy(), key)
     for row, reference in zip(rows, expected, strict=True):
-        np.testing.assert_array_equal(text_heads.logits(saved, row), reference)
+        assert_close(text_heads.logits(saved, row), reference)  # PyTorch's own results differ in the last bit
