@@ -136,7 +136,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("gemma2", {"rope_parameters": ROPES}, UNBUILT, "full_attention"),
     ("gemma2", {"rope_local_base_freq": 1e4}, UNBUILT, "rope_local_base_freq"),
     ("gemma3_text", {"rope_parameters": ROPES | {"full_attention": YARN | {"truncate": False}}}, UNBUILT, "truncate"),
-    ("gemma3_text", {"use_bidirectional_attention": True}, UNBUILT, "use_bidirectional_attention"),
+    ("gemma3_text", {"use_bidirectional_attention": 1}, errors.ConfigError, "expected true or false"),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, UNBUILT, "attn_logit_softcapping"),
     ("gemma3_text", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, UNBUILT, "rope_parameters.*type"),
     ("gemma3_text", {"rope_parameters": ROPES | {"chunked_attention": {}}}, UNBUILT, "chunked_attention"),

@@ -21,9 +21,11 @@ from rlx_jax.encode.explain import show as show_texts
 from rlx_jax.encode.packing import Block, costs_on, sizes_for
 from rlx_jax.encode.padded_rows import RowBatcher, read_mask_names, run_exact_rows
 from rlx_jax.encode.pooled import POOLED, Vectors, check_finite, check_padding, pooled_width
+from rlx_jax.encode.precision import OutputFormat
 from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.encode.text_rows import Requests, TextReader
 from rlx_jax.encode.token_selection import TokenSelection
+from rlx_jax.encode.vector_layers import PlacedLayers, output_width
 from rlx_jax.errors import DeriveError, RequestError, UnboundInputError, check_names, shown, suggest_keywords
 from rlx_jax.lowering.hir.independence import why_rows_mix
 from rlx_jax.lowering.hir.row_layouts import MASK
@@ -111,6 +113,8 @@ class Encoder(TaskModel):
         check_buckets(self.buckets, self.max_positions)
         self.padding = check_padding(padding, self.vocab_size, self.max_positions)
         self.width = int(self.model.template().built.primary_shape[-1])
+        self._placed: tuple[SentencePipeline, PlacedLayers] | None = None
+        output_width(self.pipeline.layers, self._pooled_width, "pipeline")
         self._last_request: RequestReport | None = None
 
     def __repr__(self) -> str:
@@ -193,6 +197,10 @@ class Encoder(TaskModel):
         *,
         prompt_name: str | None = None,
         prompt: str | None = None,
+        truncate_dim: int | None = None,
+        normalize: bool = False,
+        precision: str = "float32",
+        ranges: Any = None,
         max_tokens: int | None = None,
         show_progress: bool | None = None,
     ) -> np.ndarray[Any, Any]:
@@ -206,11 +214,17 @@ class Encoder(TaskModel):
             prompt_name: one of the pipeline's `prompts`, put in front of each string. None: its default prompt, if it
                 has one; id lists get none.
             prompt: the prompt itself, in place of `prompt_name`; `""` embeds without the default prompt.
+            truncate_dim: return only this many numbers of each vector, for models that were trained for it.
+            normalize: divide each vector by its length, after truncation. The pipeline's own normalization, if there is
+                one, comes before truncation.
+            precision: "float32", or "int8", "uint8", "binary", "ubinary": see `quantize_vectors`, as for `ranges`.
+            ranges: the smallest and the largest value of each column, `[2, width]`, for "int8" and "uint8".
             max_tokens: maximum rows × width of one call, which has at least one row; None: the default for the device.
             show_progress: print one line on stderr; None: for 10,000 texts or more, if stderr is a terminal.
 
         Raises:
-            RequestError: not strings or id lists; no such prompt, both ways to choose one, or one for id lists.
+            RequestError: not strings or id lists; no such prompt, both ways to choose one, or one for id lists; no such
+                precision, or too large a `truncate_dim`.
             TokenIdError: an id out of range.
             NumericsError: vectors that are not finite; its `rows` names them, and `outputs` has all vectors.
         """
@@ -220,8 +234,9 @@ class Encoder(TaskModel):
         prompt_argument = "prompt_name" if prompt_name is not None else "prompt" if prompt is not None else ""
         if not isinstance(show_progress, bool | None):
             raise RequestError(f"show_progress is {shown(show_progress)}; expected True, False or None")
+        output = OutputFormat.checked(self.output_width, truncate_dim, normalize, precision, ranges)
         requests = self.reader.read_texts(texts, prompt_text, prompt_argument)
-        out = self.run(requests, max_tokens, self.reader.count_prompt_tokens(prompt_text), show_progress)
+        out = output(self.run(requests, max_tokens, self.reader.count_prompt_tokens(prompt_text), show_progress))
         return out[0] if requests.is_single else out
 
     @property
@@ -241,8 +256,11 @@ class Encoder(TaskModel):
     ) -> np.ndarray[Any, Any]:
         """Return one vector for each text of a request, `[n, width]`; arguments and errors as in `embed`."""
         batcher = self._make_batcher(max_tokens, prompt_tokens)
-        width = pooled_width(self.model) if self._has_pooled_output else self.width * len(self.pipeline.pooling)
-        return self._run(requests, batcher, width, show_progress).finish()
+        out = self._run(requests, batcher, self._pooled_width, show_progress).finish()
+        if self.pipeline.layers:
+            out = self._placed_layers(out)
+            check_finite(out, "texts")
+        return out
 
     def run_tokens(self, requests: Requests, selection: TokenSelection, max_tokens: int | None = None) -> list[Vectors]:
         """Return the outputs of the selected tokens of each text, `[tokens, width]`; errors as in `embed`."""
@@ -272,6 +290,24 @@ class Encoder(TaskModel):
                 "texts", len(stream.ids), sum(map(len, stream.ids)), seconds, compiled=compiled
             )
             self.model.last_key = batcher.model.last_key or self.model.last_key
+
+    @property
+    def _pooled_width(self) -> int:
+        """Width of the vectors before the layers of the pipeline."""
+        return pooled_width(self.model) if self._has_pooled_output else self.width * len(self.pipeline.pooling)
+
+    @property
+    def output_width(self) -> int:
+        """Width of the vectors that `embed` returns, without truncation."""
+        return output_width(self.pipeline.layers, self._pooled_width, "pipeline") or 0
+
+    @property
+    def _placed_layers(self) -> PlacedLayers:
+        """The layers after the pooling, with their weights on the devices of the model."""
+        if self._placed is None or self._placed[0] is not self.pipeline:
+            layers = PlacedLayers.on(self.model.programs, self.pipeline.layers_after_pooling)
+            self._placed = self.pipeline, layers
+        return self._placed[1]
 
     @functools.cached_property
     def _reads_types(self) -> bool:
@@ -353,7 +389,10 @@ class Encoder(TaskModel):
         if self.packing:
             rows = self._row_batcher() if self.padding is None else self._exact_batcher(frozenset())
             return replace(
-                rows, pipeline=None if self._has_pooled_output else self.pipeline, tokens=max_tokens, skip=skip
+                rows,
+                pipeline=None if self._has_pooled_output else self.pipeline.pooling_only,
+                tokens=max_tokens,
+                skip=skip,
             )
         settings = self.model.settings
         sizes = sizes_for(
@@ -362,7 +401,9 @@ class Encoder(TaskModel):
             max_tokens,
             settings.buckets.row_multiple,
         )
-        return PackedBatcher(replace(self.model, program="packed", last_key=None), self.pipeline, sizes, skip)
+        return PackedBatcher(
+            replace(self.model, program="packed", last_key=None), self.pipeline.pooling_only, sizes, skip
+        )
 
     @suggest_keywords()
     def warmup(self) -> None:
@@ -399,6 +440,8 @@ class Encoder(TaskModel):
             for block in blocks:
                 length = block.width if isinstance(batcher, RowBatcher) else 1
                 jax.block_until_ready(batcher.run(block, TokenRows([np.zeros(length, np.int32)])))
+            if self.pipeline.layers:
+                self._placed_layers.warm_up(self._pooled_width)
 
     def report(self, **sizes: int) -> Report:
         """Return the cost of compiling and the requirements of the last program.

@@ -1,20 +1,21 @@
 """Pool hidden states to one vector per text, as a sentence-transformers checkpoint defines it.
 
 Such a checkpoint is a pipeline of modules, listed in `modules.json`: the transformer, a pooling over its tokens, and
-often a normalization of the vector to unit length. `load_pipeline` reads the files into one `SentencePipeline`; `pool`
-computes it.
+often dense layers and a normalization of the vector to unit length. `load_pipeline` reads the files into one
+`SentencePipeline`; `pool` computes it, except for the layers of `vector_layers.py`.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from rlx_jax.encode.vector_layers import UnitLength, VectorLayer, output_width, read_layer, unit_length
 from rlx_jax.errors import ConfigError, RequestError, UnsupportedError, did_you_mean, listing, quote, shown
 from rlx_jax.io import files, limits
 from rlx_jax.io.folder import Folder, json_size_bound
@@ -24,22 +25,27 @@ from rlx_jax.models.config import Fields
 from rlx_jax.text.tokenizer import model_max_length
 
 _PACKAGE = "sentence_transformers"
-# How the releases of sentence-transformers spell the three supported modules.
+# How the releases of sentence-transformers spell the supported modules.
 _MODULE_TYPES = {
     f"{_PACKAGE}.{path}": kind
-    for kind, home in (
-        ("Transformer", "base.modules"),
-        ("Pooling", "sentence_transformer.modules"),
-        ("Normalize", "base.modules"),
+    for kind, home, file in (
+        ("Transformer", "base.modules", "transformer"),
+        ("Pooling", "sentence_transformer.modules", "pooling"),
+        ("Dense", "base.modules", "dense"),
+        ("LayerNorm", "sentence_transformer.modules", "layer_norm"),
+        ("Dropout", "sentence_transformer.modules", "dropout"),
+        ("Normalize", "base.modules", "normalize"),
     )
     for path in (
         f"models.{kind}",
         f"models.{kind}.{kind}",
         f"sentence_transformer.modules.{kind}",
         f"{home}.{kind}",
-        f"{home}.{kind.lower()}.{kind}",
+        f"{home}.{file}.{kind}",
     )
 }
+# The modules that may follow the pooling, in any order.
+_LAYERS = ("Dense", "LayerNorm", "Dropout", "Normalize")
 
 # In the order in which sentence-transformers concatenates several.
 _POOLING_FLAGS = {
@@ -84,7 +90,8 @@ class SentencePipeline:
         pooling: how token vectors become one; the results of several modes are concatenated in this order. Modes:
             `cls`, `max`, `mean`, `mean_sqrt_len` (sum over the root of the count), `weightedmean` (weights 1, 2, 3, …),
             `lasttoken`.
-        normalize: divide by the Euclidean length.
+        layers: applied to the pooled vector in turn.
+        normalize: divide by the Euclidean length, after the layers.
         max_seq_length: maximum length of a text in tokens, special ones included, that the transformer reads; None if
             the checkpoint has no limit. The model's number of positions may be lower.
         do_lower_case: lower the text first: `load_tokenizer(..., lowercase=True)`.
@@ -97,6 +104,7 @@ class SentencePipeline:
 
     pooling: tuple[str, ...] = ("mean",)
     normalize: bool = False
+    layers: tuple[VectorLayer, ...] = ()
     max_seq_length: int | None = None
     do_lower_case: bool = False
     prompts: Mapping[str, str] = field(default_factory=dict, hash=False)
@@ -112,6 +120,16 @@ class SentencePipeline:
         if self.default_prompt_name is not None and self.default_prompt_name not in self.prompts:
             names = listing(self.prompts) or "none"
             raise ConfigError(f"default_prompt_name is {shown(self.default_prompt_name)}; prompts has {names}")
+
+    @property
+    def pooling_only(self) -> SentencePipeline:
+        """The pipeline up to its layers, which `pool` computes."""
+        return replace(self, layers=(), normalize=False) if self.layers else self
+
+    @property
+    def layers_after_pooling(self) -> tuple[VectorLayer, ...]:
+        """What is left to apply to the vectors of `pooling_only`."""
+        return (*self.layers, *([UnitLength()] if self.normalize else [])) if self.layers else ()
 
     def choose_prompt(self, name: str | None = None, text: str | None = None) -> str:
         """Return the text to put in front of each text of a request.
@@ -145,8 +163,8 @@ def load_pipeline(directory: str | os.PathLike[str] | Folder) -> SentencePipelin
         ConfigError: a file is malformed, contradicts itself or another one.
         PathEscapeError: a module's path, or a link, leads out of the directory.
         MissingFileError: the pooling module has no `config.json`.
-        UnsupportedError: the modules are not transformer, pooling, and optionally normalize, in this order, or one has
-            a setting that needs more; the message names it.
+        UnsupportedError: the modules are not transformer, pooling, then dense layers, layer norms, dropout and
+            normalizations in any order; or one has a setting that needs more; the message names it.
         LimitError: a file is too large.
     """
     folder = Folder.from_path(directory)
@@ -157,20 +175,22 @@ def load_pipeline(directory: str | os.PathLike[str] | Folder) -> SentencePipelin
     kinds = [kind for kind, _ in modules]
     if kinds == ["Transformer"] and not modules[0][1] and _is_cross_encoder(folder):
         return None
-    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+    if kinds[:2] != ["Transformer", "Pooling"] or not set(kinds[2:]) <= {*_LAYERS}:
         raise UnsupportedError(
-            f"{where}: modules {listing(kinds)}; supported are 'Transformer', 'Pooling', then maybe 'Normalize'"
+            f"{where}: modules {listing(kinds)}; supported are 'Transformer', 'Pooling', then any of {listing(_LAYERS)}"
         )
     paths = [path for _, path in modules]
     _fetch_settings(folder, paths)
     max_seq_length, do_lower_case = _transformer_settings(folder, paths[0])
     pooling, width, include_prompt = _pooling_settings(folder, paths[1])
-    if len(paths) == 3:
-        _check_normalize(folder, paths[2])
+    layers = [layer for kind, path in modules[2:] if (layer := read_layer(folder, kind, path)) is not None]
+    output_width(layers, None if width is None else width * len(pooling), where)
+    normalize = bool(layers) and layers[-1] == UnitLength()
     prompts, default_prompt_name = _prompts(folder)
     return SentencePipeline(
         pooling=pooling,
-        normalize=len(paths) == 3,
+        normalize=normalize,
+        layers=tuple(layers[:-1] if normalize else layers),
         max_seq_length=max_seq_length,
         do_lower_case=do_lower_case,
         prompts=prompts,
@@ -249,8 +269,10 @@ def pool(hidden: jax.Array, keep: jax.Array, pipeline: SentencePipeline, skip: j
         `[B, H · len(pipeline.pooling)]` float32.
 
     Raises:
-        RequestError: `keep` is not `[B, S]` bool.
+        RequestError: the pipeline has layers, or `keep` is not `[B, S]` bool.
     """
+    if pipeline.layers:
+        raise RequestError("pool: the pipeline has layers; pass its pooling_only")
     if keep.dtype != jnp.bool_ or hidden.ndim != 3 or keep.shape != hidden.shape[:2]:
         raise RequestError(
             f"pool: expected hidden [B, S, H] and keep [B, S] bool, found "
@@ -260,10 +282,7 @@ def pool(hidden: jax.Array, keep: jax.Array, pipeline: SentencePipeline, skip: j
     keep = keep & (position >= skip)
     tokens = jnp.where(keep[:, :, None], hidden.astype(jnp.float32), 0.0)
     pooled = jnp.concatenate([_MODES[mode](tokens, keep, position) for mode in pipeline.pooling], axis=1)
-    if not pipeline.normalize:
-        return pooled
-    # The maximum is inside the root, so that the gradient at a zero vector is zero and not NaN.
-    return pooled / jnp.sqrt(jnp.maximum(jnp.sum(pooled * pooled, axis=1, keepdims=True), 1e-24))
+    return unit_length(pooled) if pipeline.normalize else pooled
 
 
 def pool_segments(
@@ -379,9 +398,8 @@ def _module(c: Fields, position: int) -> tuple[str, str]:
     if c.raw("idx", position) != position:
         raise ConfigError(f"{c.where} has idx {quote(c.raw('idx'))}; the modules run in the listed order")
     if kind not in _MODULE_TYPES:
-        raise UnsupportedError(
-            f"{c.where}: type {quote(kind)}; supported are {_PACKAGE}'s Transformer, Pooling, Normalize"
-        )
+        names = ", ".join(dict.fromkeys(_MODULE_TYPES.values()))
+        raise UnsupportedError(f"{c.where}: type {quote(kind)}; supported are {_PACKAGE}'s {names}")
     return _MODULE_TYPES[kind], path
 
 
@@ -451,14 +469,6 @@ def _pooling_settings(folder: Folder, path: str) -> tuple[tuple[str, ...], int |
     width = c.integer_or_null("embedding_dimension", c.integer_or_null("word_embedding_dimension", None))
     include_prompt = c.flag("include_prompt", True)
     return tuple(_POOLING_NAMES[mode] for mode in mode_list), width, include_prompt
-
-
-def _check_normalize(folder: Folder, path: str) -> None:
-    """Check that the normalization applies to the sentence embedding."""
-    if path:
-        # Without a path, the config.json in that directory belongs to the transformer.
-        c, names = _fields(folder, path, "config.json"), {"module_input_name", "module_output_name"}
-        c.finish(c.values.keys() - names, dict.fromkeys(names, ("sentence_embedding",)))
 
 
 def _prompts(folder: Folder) -> tuple[dict[str, str], str | None]:

@@ -51,8 +51,9 @@ class Ends:
 class DecoderConfig(CausalConfig):
     """Sizes of a decoder, with Hugging Face's field names.
 
-    `inv_freq` are the inverse frequencies of its rope; cos and sin are multiplied by `rope_factor`. A family's config
-    is a subclass with additional fields. It overrides `read`, and `layer_spec` and `ends` where it differs from Llama.
+    `inv_freq` are the inverse frequencies of its rope; cos and sin are multiplied by `rope_factor`. With
+    `bidirectional` tokens also read later ones, as in models of embeddings. A family's config is a subclass with
+    additional fields. It overrides `read`, and `layer_spec` and `ends` where it differs from Llama.
     """
 
     vocab_size: int
@@ -67,6 +68,7 @@ class DecoderConfig(CausalConfig):
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = field(default=False, kw_only=True)
     rope_factor: float = field(default=1.0, kw_only=True)
+    bidirectional: bool = field(default=False, kw_only=True)
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"is_decoder": (False, True)}  # a decoder either way
 
@@ -89,14 +91,18 @@ def layer_of(config: DecoderConfig, *, window: int | None = None, **differences:
 
     Args:
         config: the sizes.
-        window: number of keys that the layer attends to; None for all.
+        window: number of keys that the layer attends to, up to the query's own; None for all. In a bidirectional model
+            the number of keys before the query's own, and after it.
         differences: fields of `LayerSpec` that differ from Llama's.
     """
     # Each frequency rotates two columns of a head; fewer than head_dim / 2 frequencies mean a partial rotation.
     c, rotary_dim = config, 2 * len(config.inv_freq)
+    mask = MaskKind.CAUSAL if window is None else MaskKind.sliding_window(window)
+    if c.bidirectional:
+        mask = MaskKind.NONE if window is None else MaskKind.local(window + 1)
     return LayerSpec(
         num_heads=c.num_attention_heads, num_kv_heads=c.num_key_value_heads, head_dim=c.head_dim, eps=c.rms_norm_eps,
-        mask=MaskKind.CAUSAL if window is None else MaskKind.sliding_window(window),
+        mask=mask,
         intermediate_size=c.intermediate_size,
         **{"n_rot": None if rotary_dim == c.head_dim else rotary_dim} | differences,
     )  # fmt: skip
@@ -166,6 +172,7 @@ def plain_fields(c: Fields, *, theta: float = 1e4, **defaults: Any) -> dict[str,
     common = common_fields(c, **defaults)
     c.choice("hidden_act", "silu", {"silu": "silu", "swish": "silu"})
     rope = rope_of(c, common, theta)
+    common["bidirectional"] = not c.flag("is_causal", True)
     return {**common, "inv_freq": rope.inv_freq, "rope_factor": rope.factor}
 
 

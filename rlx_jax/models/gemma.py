@@ -92,6 +92,8 @@ class GemmaConfig(DecoderConfig):
         full, local = _ropes(c, style, common)
         attention, final = SOFTCAPS.get(style, (None, None))
         is_newer = style is not GemmaStyle.GEMMA
+        has_field = style is GemmaStyle.GEMMA3 and c.raw("use_bidirectional_attention") is not None
+        bidirectional = has_field and c.flag("use_bidirectional_attention", False)
         result = cls(
             style=style,
             **common,
@@ -99,7 +101,8 @@ class GemmaConfig(DecoderConfig):
             rope_factor=full.factor,
             local_inv_freq=local.inv_freq,
             local_rope_factor=local.factor,
-            windows=_windows(c, style, common["num_hidden_layers"]) if is_newer else (),
+            windows=_windows(c, style, common["num_hidden_layers"], bidirectional) if is_newer else (),
+            bidirectional=bidirectional,
             query_pre_attn_scalar=c.real("query_pre_attn_scalar", 256.0) if is_newer else None,
             attn_logit_softcapping=c.real_or_null("attn_logit_softcapping", attention) if is_newer else None,
             final_logit_softcapping=c.real_or_null("final_logit_softcapping", final) if is_newer else None,
@@ -155,16 +158,18 @@ def _only_gelu_tanh(c: Fields, style: GemmaStyle) -> None:
         c.choice("hidden_activation", "gelu_pytorch_tanh", tanh)
 
 
-def _windows(c: Fields, style: GemmaStyle, layers: int) -> Windows:
+def _windows(c: Fields, style: GemmaStyle, layers: int, bidirectional: bool) -> Windows:
     """Return the windows by `layer_types`, or in a pattern with a full-attention layer at its end.
 
-    The pattern is 2 layers long in Gemma 2, 6 by default in Gemma 3.
+    The pattern is 2 layers long in Gemma 2, 6 by default in Gemma 3. In a bidirectional model (EmbeddingGemma)
+    `sliding_window` counts the keys of both sides.
     """
     pattern = 2 if style is GemmaStyle.GEMMA2 else c.integer("sliding_window_pattern", 6)
     window = c.integer_or_null("sliding_window", 4096)
     duplicate = c.integer_or_null("sliding_window_size", window)  # the first files of Gemma 2 have both
     if duplicate != window:
         raise ConfigError(f"{c.where}: sliding_window is {window}, and sliding_window_size {duplicate}")
+    window = window // 2 if bidirectional and window is not None else window
     return layer_windows(c, layers, window, lambda i: (i + 1) % pattern > 0)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from rlx_jax.errors import GraphError, did_you_mean, quote, wrong_arity
@@ -27,6 +27,7 @@ class MaskKind:
     | `NONE` | all | – |
     | `CAUSAL` | up to the query's position | – |
     | `sliding_window(w)` | the last w keys up to the query's position | – |
+    | `local(w)` | those less than w positions away, before and after | – |
     | `KEEP` | all that the mask keeps | keep mask `[B, T]`: 1 keeps, less than ½ drops |
     | `CUSTOM` | up to the query's position, if the mask keeps them | keep mask `[B, T]` |
     | `BIAS` | all, with the bias added to their scores | floating `[B, N, S, T]`, or 1 on any axis |
@@ -47,6 +48,11 @@ class MaskKind:
             raise GraphError(f"a sliding window keeps at least 1 key, got {window}")
         return MaskKind("sliding_window", window)
 
+    @staticmethod
+    def local(window: int) -> MaskKind:
+        """Return a mask that is not causal and keeps the keys less than `window` positions away."""
+        return replace(MaskKind.sliding_window(window), kind="local")
+
     @property
     def operand(self) -> str:
         """The extra operand: "keep", "bias", or "" for none."""
@@ -56,6 +62,11 @@ class MaskKind:
     def causal(self) -> bool:
         """Whether a query reads no key after its own."""
         return self.kind in ("causal", "sliding_window", "custom")
+
+    @property
+    def ahead(self) -> int:
+        """The number of keys after the query's own that a window covers."""
+        return self.window - 1 if self.kind == "local" and self.window is not None else 0
 
     def __str__(self) -> str:
         return self.kind if self.window is None else f"{self.kind}({self.window})"

@@ -234,7 +234,7 @@ def attention(
 ) -> Attention:
     """Return the `Attention` block for a mask kind."""
     extra = (mask.operand,) if mask.operand else ()
-    return Attention(heads, kv_heads, mask.causal, mask.window, scale, softcap, extra, sinks=sinks)
+    return Attention(heads, kv_heads, mask.causal, mask.window, scale, softcap, extra, ahead=mask.ahead, sinks=sinks)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,280 @@
+"""Define the layers that a sentence-transformers pipeline applies to vectors after pooling, and read them.
+
+They are `Dense`, `LayerNorm` and `UnitLength`, one record for each module of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlx_jax.errors import ConfigError, MissingFileError, SafetensorsError, UnsupportedError, WeightError, quote
+from rlx_jax.io import limits
+from rlx_jax.io.folder import Folder
+from rlx_jax.models.config import Fields
+from rlx_jax.runtime.programs import Programs
+from rlx_jax.weights.finite import check_finite
+from rlx_jax.weights.safetensors import read_header
+
+Weights = np.ndarray[Any, np.dtype[np.float32]]
+
+WEIGHTS_FILE = "model.safetensors"
+# Name of a pooled vector among the features of sentence-transformers.
+SENTENCE = "sentence_embedding"
+# Epsilon of torch.nn.LayerNorm.
+LAYER_NORM_EPS = 1e-5
+
+# Number of vectors of one call.
+CALL_ROWS = (32, 256, 2048)
+
+# The classes of torch.nn that a Dense layer may name, each with its default arguments.
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "Identity": lambda x: x,
+    "Tanh": jnp.tanh,
+    "ReLU": jax.nn.relu,
+    "ReLU6": jax.nn.relu6,
+    "LeakyReLU": jax.nn.leaky_relu,
+    "ELU": jax.nn.elu,
+    "GELU": partial(jax.nn.gelu, approximate=False),
+    "SiLU": jax.nn.silu,
+    "Mish": jax.nn.mish,
+    "Sigmoid": jax.nn.sigmoid,
+    "Softplus": jax.nn.softplus,
+}
+_TORCH_PREFIXES = ("torch.nn.modules.activation.", "torch.nn.modules.linear.", "torch.nn.")
+
+
+# Weights are not compared: two layers are equal if one compiled program serves both.
+@dataclass(frozen=True)
+class Dense:
+    """`activation(x Wᵀ + b)`, with `residual` plus `x`, or plus `x Rᵀ`.
+
+    Attributes:
+        weight: W `[out, in]`.
+        bias: b `[out]`, if there is one.
+        activation: a name in `ACTIVATIONS`.
+        residual: whether the input is added.
+        residual_weight: R `[out, in]`; None adds the input itself.
+    """
+
+    weight: Weights = field(compare=False, repr=False)
+    bias: Weights | None = field(default=None, compare=False, repr=False)
+    activation: str = "Identity"
+    residual: bool = False
+    residual_weight: Weights | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The sizes of its input and of its output."""
+        return self.weight.shape[1], self.weight.shape[0]
+
+    def arrays(self) -> dict[str, Weights]:
+        """Return its weights by name."""
+        named = {"weight": self.weight, "bias": self.bias, "residual": self.residual_weight}
+        return {name: array for name, array in named.items() if array is not None}
+
+    def apply(self, x: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
+        """Return the layer of vectors `[n, in]`."""
+        product = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+        y = product(x, arrays["weight"].T)
+        y = ACTIVATIONS[self.activation](y + arrays["bias"][None] if "bias" in arrays else y)
+        if not self.residual:
+            return y
+        return y + (product(x, arrays["residual"].T) if "residual" in arrays else x)
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """Layer normalization with `weight` and `bias` `[width]`."""
+
+    weight: Weights = field(compare=False, repr=False)
+    bias: Weights = field(compare=False, repr=False)
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The sizes of its input and of its output."""
+        return len(self.weight), len(self.weight)
+
+    def arrays(self) -> dict[str, Weights]:
+        """Return its weights by name."""
+        return {"weight": self.weight, "bias": self.bias}
+
+    def apply(self, x: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
+        """Return the layer of vectors `[n, width]`."""
+        centred = x - x.mean(axis=-1, keepdims=True)
+        scale = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + LAYER_NORM_EPS)
+        return centred * scale * arrays["weight"][None] + arrays["bias"][None]
+
+
+@dataclass(frozen=True)
+class UnitLength:
+    """Division by the Euclidean length."""
+
+    widths = None
+
+    def arrays(self) -> dict[str, Weights]:
+        """Return no weights."""
+        return {}
+
+    def apply(self, x: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
+        """Return vectors of length 1."""
+        return unit_length(x)
+
+
+VectorLayer = Dense | LayerNorm | UnitLength
+
+
+def unit_length(x: jax.Array) -> jax.Array:
+    """Return vectors `[…, width]` divided by their Euclidean lengths; zeros stay zeros."""
+    # The maximum is inside the root, so that the gradient at a zero vector is zero and not NaN.
+    return x / jnp.sqrt(jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), 1e-24))
+
+
+def apply_layers(
+    layers: tuple[VectorLayer, ...], vectors: jax.Array, arrays: Sequence[Mapping[str, jax.Array]]
+) -> jax.Array:
+    """Return the layers of vectors `[n, width]`, in turn; `arrays` has the weights of each layer."""
+    for layer, weights in zip(layers, arrays, strict=True):
+        vectors = layer.apply(vectors, weights)
+    return vectors
+
+
+@dataclass(frozen=True)
+class PlacedLayers:
+    """Layers whose weights are on the devices of a model."""
+
+    programs: Programs
+    layers: tuple[VectorLayer, ...]
+    arrays: Sequence[Mapping[str, jax.Array]]
+
+    @staticmethod
+    def on(programs: Programs, layers: tuple[VectorLayer, ...]) -> PlacedLayers:
+        """Return the layers with their weights on the devices of `programs`."""
+        return PlacedLayers(programs, layers, jax.device_put([layer.arrays() for layer in layers], programs.replicated))
+
+    def __call__(self, vectors: Weights) -> Weights:
+        """Return the layers of vectors `[n, width]`, in calls of few different sizes."""
+        if not self.layers:
+            return vectors
+        results = []
+        for first in range(0, max(len(vectors), 1), CALL_ROWS[-1]):
+            chunk = vectors[first : first + CALL_ROWS[-1]]
+            rows = next(size for size in CALL_ROWS if size >= len(chunk))
+            padded = np.pad(chunk, ((0, rows - len(chunk)), (0, 0)))
+            results.append(self.programs.run_helper(apply_layers, padded, self.arrays, static=(self.layers,)))
+        return np.concatenate([np.asarray(jax.device_get(y)) for y in results])[: len(vectors)]
+
+    def warm_up(self, width: int) -> None:
+        """Run every program that vectors of this width can need."""
+        for rows in CALL_ROWS:
+            self(np.zeros((rows, width), np.float32))
+
+
+def output_width(layers: Sequence[VectorLayer], width: int | None, where: str) -> int | None:
+    """Return the width of vectors after the layers, from the width before them; None if it is unknown.
+
+    Raises:
+        ConfigError: a layer takes vectors of another width.
+    """
+    for number, layer in enumerate(layers):
+        if layer.widths is None:
+            continue
+        if width not in (None, layer.widths[0]):
+            name = f"layer {number} after pooling, {type(layer).__name__},"
+            raise ConfigError(f"{where}: {name} takes vectors of width {layer.widths[0]}, and gets {width}")
+        width = layer.widths[1]
+    return width
+
+
+# -- files -------------------------------------------------------------------------------------
+
+
+def read_layer(folder: Folder, kind: str, path: str, feature: str = SENTENCE) -> VectorLayer | None:
+    """Return the layer of a module, or None for dropout, which does nothing here.
+
+    Args:
+        folder: the checkpoint.
+        kind: `Dense`, `LayerNorm`, `Normalize` or `Dropout`.
+        path: the module's directory.
+        feature: what the layer must apply to.
+
+    Raises:
+        ConfigError: a malformed config, or weights of other shapes. UnsupportedError: names the setting.
+    """
+    if kind == "Normalize":
+        if path:  # without a path, the config.json in that directory belongs to the transformer
+            c = _config(folder, path)
+            c.finish(neutral=dict.fromkeys(("module_input_name", "module_output_name"), (feature,)))
+        return UnitLength()
+    if not path:
+        raise ConfigError(f"{folder.where('modules.json')}: the module {kind} needs its own path")
+    c = _config(folder, path)
+    if kind == "Dropout":
+        c.finish(("dropout",))
+        return None
+    if kind == "LayerNorm":
+        width = c.integer("dimension")
+        c.finish()
+        arrays = _read_arrays(folder, path, {"norm.weight": (width,), "norm.bias": (width,)})
+        return LayerNorm(arrays["norm.weight"], arrays["norm.bias"])
+    return _read_dense(folder, path, c, feature)
+
+
+def _config(folder: Folder, path: str) -> Fields:
+    name = f"{path}/config.json"
+    return Fields(folder.json(name), folder.where(name))
+
+
+def _read_dense(folder: Folder, path: str, c: Fields, feature: str) -> Dense:
+    """Return the layer of a `Dense` module."""
+    inputs, outputs = c.integer("in_features"), c.integer("out_features")
+    name = c.text("activation_function", "torch.nn.Tanh")
+    activation = next((name.removeprefix(p) for p in _TORCH_PREFIXES if name.startswith(p)), "")
+    if activation not in ACTIVATIONS:
+        names = ", ".join(ACTIVATIONS)
+        raise UnsupportedError(f"{c.where}: activation_function {quote(name)}; supported are, of torch.nn, {names}")
+    has_bias, residual = c.flag("bias", True), c.flag("use_residual", False)
+    if c.text("module_input_name", SENTENCE) != feature or c.raw("module_output_name", feature) != feature:
+        used = quote(c.raw("module_input_name", SENTENCE)), quote(c.raw("module_output_name"))
+        raise UnsupportedError(f"{c.where}: Dense maps {used[0]} to {used[1]}; supported is {feature!r}, both times")
+    c.finish()
+    shapes: dict[str, tuple[int, ...]] = {"linear.weight": (outputs, inputs)}
+    shapes |= {"linear.bias": (outputs,)} if has_bias else {}
+    shapes |= {"residual.weight": (outputs, inputs)} if residual and inputs != outputs else {}
+    arrays = _read_arrays(folder, path, shapes)
+    return Dense(
+        arrays["linear.weight"], arrays.get("linear.bias"), activation, residual, arrays.get("residual.weight")
+    )
+
+
+def _read_arrays(folder: Folder, path: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Weights]:
+    """Return the weights of a module, which are exactly these.
+
+    Raises:
+        MissingFileError, UnsupportedError: there is no safetensors file. WeightError: other weights.
+    """
+    name, limit = f"{path}/{WEIGHTS_FILE}", (limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES")
+    raw, where = folder.read(name, *limit, SafetensorsError), folder.where(name)
+    if raw is None:
+        if "pytorch_model.bin" in folder.names(path):
+            raise UnsupportedError(
+                f"{where}: no such file, and pytorch_model.bin is a pickle, which can run code; convert it: "
+                "safetensors.torch.save_file(torch.load(file), 'model.safetensors')"
+            )
+        raise MissingFileError(f"{where}: no such file")
+    header = read_header(lambda count, start, where: raw[start : start + count], len(raw), where)
+    stored = {key: info.shape for key, info in header.items()}
+    if stored != dict(shapes):
+        raise WeightError(f"{where}: expected the weights {dict(shapes)}, as {path}/config.json says; got {stored}")
+    arrays = {}
+    for key, info in header.items():
+        values = np.frombuffer(raw[info.start : info.start + info.nbytes], info.dtype).reshape(info.shape)
+        check_finite(values, key, where, "error")
+        arrays[key] = values.astype(np.float32)
+    return arrays

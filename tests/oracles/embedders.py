@@ -1,0 +1,99 @@
+"""Tiny embedders and rerankers as sentence-transformers writes them, and what it computes from them.
+
+`python -m tests.oracles.embedders` writes tests/fixtures/embedders.zip: for each of `RECORDED` the directory that the
+library saved, and `recorded.json` with its numbers for `TEXTS`. torch and sentence-transformers are imported when
+needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.oracles import classifiers, hugging_face
+from tests.oracles.classifiers import DECODER, ENCODER, TEXTS
+
+ARCHIVE = Path(__file__).parents[1] / "fixtures" / "embedders.zip"
+PROMPTS = {"query": "w1 w2 ", "document": ""}
+# A layer after pooling: a class and its arguments, where an activation is the name of a class of torch.nn.
+Layer = tuple[str, dict[str, Any]]
+PROJECTION: list[Layer] = [
+    ("Dense", {"in_features": 20, "out_features": 33, "bias": False, "activation_function": "Identity"}),
+    ("Dense", {"in_features": 33, "out_features": 24, "activation_function": "Tanh"}),
+    ("Normalize", {}),
+]  # fmt: skip
+MIXED: list[Layer] = [
+    ("Normalize", {}),
+    ("Dense", {"in_features": 40, "out_features": 33, "activation_function": "GELU", "use_residual": True}),
+    ("LayerNorm", {"dimension": 33}),
+    ("Dropout", {"dropout": 0.5}),
+    ("Dense", {"in_features": 33, "out_features": 33, "activation_function": "ReLU", "use_residual": True}),
+]  # fmt: skip
+GEMMA = DECODER | {"sliding_window": 6, "query_pre_attn_scalar": 8, "use_bidirectional_attention": True}
+GEMMA |= {"layer_types": ["sliding_attention", "full_attention"]}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+
+Case = tuple[str, dict[str, Any], tuple[str, ...], list[Layer], bool]
+CASES: dict[str, Case] = {
+    **{mode: ("BertModel", ENCODER, (mode,), PROJECTION, mode != "cls")
+       for mode in ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")},
+    "mixed": ("BertModel", ENCODER, ("max", "mean"), MIXED, True),
+    "embedding_gemma": ("Gemma3TextModel", GEMMA, ("mean",), PROJECTION, True),
+    "llama_bidirectional": ("LlamaModel", DECODER | {"is_causal": False}, ("mean",), [("Normalize", {})], False),
+    "qwen3_bidirectional": ("Qwen3Model", DECODER | WINDOWS | {"is_causal": False}, ("mean",), [], True),
+    "mistral_bidirectional": ("MistralModel", DECODER | {"is_causal": False, "sliding_window": 4}, ("cls",), [], True),
+    "qwen3_embedding": ("Qwen3Model", DECODER, ("lasttoken",), [("Normalize", {})], True),
+}  # fmt: skip
+"""A model, its fields, its pooling, the layers after it, and whether pooling reads prompts."""
+
+RECORDED = ("mixed", "embedding_gemma")
+
+
+def write(name: str, directory: Path) -> Any:
+    """Write a directory of `CASES` as sentence-transformers saves it; its model."""
+    architecture, fields, modes, layers, include_prompt = CASES[name]
+    torch, library = importlib.import_module("torch"), importlib.import_module("sentence_transformers")
+    parts = importlib.import_module("sentence_transformers.sentence_transformer.modules")
+    with tempfile.TemporaryDirectory() as base:
+        hugging_face.write(hugging_face.Checkpoint(architecture, dict(fields), seed=5), Path(base))
+        classifiers.tokenizer().save_pretrained(base)
+        modules = [parts.Transformer(base, model_kwargs={"attn_implementation": "eager"})]
+    modules.append(parts.Pooling(20, pooling_mode=modes, include_prompt=include_prompt))
+    torch.manual_seed(7)
+    for kind, arguments in layers:
+        if "activation_function" in arguments:
+            arguments = arguments | {"activation_function": getattr(torch.nn, arguments["activation_function"])()}
+        modules.append(getattr(parts, kind)(**arguments))
+    for weight in (weight for module in modules[2:] for weight in module.parameters()):
+        torch.nn.init.normal_(weight, std=0.4)
+    model = library.SentenceTransformer(modules=modules, device="cpu", prompts=PROMPTS)
+    model.save_pretrained(str(directory), create_model_card=False)
+    return model
+
+
+def alone(model: Any, texts: Sequence[str] = TEXTS, **arguments: Any) -> np.ndarray[Any, Any]:
+    """Its vectors of texts, each alone."""
+    return np.concatenate([model.encode([text], show_progress_bar=False, **arguments) for text in texts])
+
+
+def main() -> None:
+    """Write the archive."""
+    with tempfile.TemporaryDirectory() as root:
+        for name in RECORDED:
+            model = write(name, Path(root, name))
+            record = {"plain": alone(model).tolist(), "query": alone(model, prompt_name="query").tolist()}
+            Path(root, name, "recorded.json").write_text(json.dumps(record), "utf-8")
+        with zipfile.ZipFile(ARCHIVE, "w", zipfile.ZIP_DEFLATED) as archive:
+            for file in sorted(p for p in Path(root).rglob("*") if p.is_file() and p.name != "README.md"):
+                archive.writestr(zipfile.ZipInfo(str(file.relative_to(root))), file.read_bytes(), 8)
+
+
+if __name__ == "__main__":
+    main()

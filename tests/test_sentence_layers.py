@@ -1,0 +1,163 @@
+"""Embedders as sentence-transformers saves them: layers after pooling, bidirectional decoders, output formats."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from rlx_jax.encode.precision import quantize_vectors, vector_ranges
+from rlx_jax.encode.sentence import SentencePipeline
+from rlx_jax.encode.vector_layers import Dense, UnitLength
+from tests.oracles import checkpoints, embedders
+from tests.oracles.classifiers import TEXTS
+from tests.oracles.comparing import assert_close
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recorded checkpoints, one directory for each."""
+    root = tmp_path_factory.mktemp("embedders")
+    with zipfile.ZipFile(embedders.ARCHIVE) as archive:
+        archive.extractall(root)
+    return root
+
+
+@pytest.mark.parametrize("name", embedders.RECORDED)
+def test_recorded_vectors(directories: Path, name: str, tmp_path: Path) -> None:
+    """Vectors of the whole pipeline, with and without a prompt; of texts that share rows; and of what is saved."""
+    encoder = rlx.load(directories / name)
+    record = json.loads((directories / name / "recorded.json").read_text())
+    assert encoder.packing == ""
+    assert_close(encoder.embed(TEXTS), np.array(record["plain"]))
+    assert_close(encoder.embed(TEXTS, prompt_name="query"), np.array(record["query"]))
+    assert encoder.embed(TEXTS[0]).shape == (encoder.output_width,)
+    rlx.save(encoder, tmp_path / "saved")
+    np.testing.assert_array_equal(rlx.load(tmp_path / "saved").embed(TEXTS), encoder.embed(TEXTS))
+
+
+def test_layers_compile_in_the_warm_up(directories: Path) -> None:
+    encoder = rlx.load(directories / "mixed", mesh=8)
+    encoder.warmup()
+    record = json.loads((directories / "mixed" / "recorded.json").read_text())
+    assert_close(encoder.embed(TEXTS * 50)[:6], np.array(record["plain"]))
+    assert encoder.report().recompiles == 0
+
+
+def test_output_formats(directories: Path) -> None:
+    """Truncation comes after the pipeline's normalization, a second one after it; then quantization."""
+    encoder = rlx.load(directories / "embedding_gemma")
+    vectors = encoder.embed(TEXTS)
+    np.testing.assert_array_equal(encoder.embed(TEXTS, truncate_dim=5), vectors[:, :5])
+    short = vectors[:, :5].astype(np.float64)
+    short /= np.linalg.norm(short, axis=1, keepdims=True)
+    assert_close(encoder.embed(TEXTS, truncate_dim=5, normalize=True), short)
+    ranges = vector_ranges(vectors)
+    for precision, expected in (("int8", -128), ("uint8", 0)):
+        levels = encoder.embed(TEXTS, precision=precision, ranges=ranges)
+        exact = np.clip(np.floor((vectors.astype(np.float64) - ranges[0]) / (ranges[1] - ranges[0]) * 255), 0, 255)
+        assert levels.dtype == precision and np.abs(levels.astype(int) - expected - exact).max() <= 1
+        one = encoder.embed(TEXTS[1], precision=precision, ranges=ranges)
+        assert one.shape == (24,) and np.abs(one.astype(int) - levels[1]).max() <= 1
+    bits = encoder.embed(TEXTS, truncate_dim=20, precision="ubinary")
+    assert bits.dtype == np.uint8 and bits.shape == (6, 3)
+    np.testing.assert_array_equal(np.unpackbits(bits, axis=1)[:, :20], vectors[:, :20] > 0)
+    np.testing.assert_array_equal(bits.astype(int) - 128, encoder.embed(TEXTS, truncate_dim=20, precision="binary"))
+    with pytest.warns(errors.RlxWarning, match="the ranges for precision='int8' are of 6 vectors"):
+        own = encoder.embed(TEXTS, precision="int8")
+    np.testing.assert_array_equal(own, encoder.embed(TEXTS, precision="int8", ranges=ranges))
+    constant = quantize_vectors(np.ones((2, 3), np.float32), "uint8", np.ones((2, 3)))
+    np.testing.assert_array_equal(constant, 0)
+    assert quantize_vectors(np.zeros((0, 9), np.float32), "int8").shape == (0, 9)
+
+
+def test_layers_of_your_own() -> None:
+    """An Encoder applies the layers of its pipeline in turn, and a new pipeline takes effect."""
+    flow = rlx.ModelFlow("own").input("ids", ("batch", "seq"), dtype="int32").embed("table")
+    table, weight = np.eye(3, dtype=np.float32), np.array([[3, 4, 0], [0, 0, 1]], np.float32)
+    pipeline = SentencePipeline(layers=(UnitLength(), Dense(weight, np.array([0, 1], np.float32))))
+    encoder = rlx.Encoder(flow, {"table": table}, pipeline=pipeline)
+    np.testing.assert_allclose(encoder.embed([[1, 1], [2]]), [[4, 1], [0, 2]], atol=1e-6)
+    encoder.pipeline = dataclasses.replace(pipeline, normalize=True, layers=(Dense(-weight),))
+    np.testing.assert_allclose(encoder.embed([[1, 1], [2]]), [[-1, 0], [0, -1]], atol=1e-6)
+    with pytest.raises(errors.ConfigError, match="layer 1 .* Dense, takes vectors of width 3, and gets 6"):
+        rlx.Encoder(flow, {"table": table}, pipeline=dataclasses.replace(pipeline, pooling=("mean", "cls")))
+
+
+REQUESTS: list[tuple[dict[str, Any], str]] = [
+    ({"truncate_dim": 25}, "truncate_dim is 25, and the vectors have 24 numbers"),
+    ({"truncate_dim": 0}, "truncate_dim"),
+    ({"normalize": 1}, "normalize is 1; expected True or False"),
+    ({"precision": "int4"}, "precision is 'int4'; expected one of float32, int8"),
+    ({"precision": "binary", "ranges": np.zeros((2, 24))}, "ranges are for precision int8 and uint8"),
+    ({"precision": "int8", "ranges": np.zeros((2, 23))}, r"ranges is .*; expected numbers \[2, 24\]"),
+]  # fmt: skip
+CONFIGS: list[tuple[str, dict[str, Any], str]] = [
+    ("3_Dense", {"activation_function": "torch.nn.Softmax"}, "activation_function 'torch.nn.Softmax'; supported are"),
+    ("3_Dense", {"activation_function": "evil.Tanh"}, "activation_function 'evil.Tanh'"),
+    ("3_Dense", {"module_input_name": "token_embeddings"}, "Dense maps 'token_embeddings'"),
+    ("3_Dense", {"module_output_name": "scores"}, "to 'scores'"),
+    ("3_Dense", {"scale": 2}, "'scale'"),
+    ("3_Dense", {"in_features": 39}, r"expected the weights .*39"),
+    ("3_Dense", {"use_residual": False}, "residual.weight"),
+    ("4_LayerNorm", {"eps": 0.1}, "'eps'"),
+    ("5_Dropout", {"p": 0.1}, "'p'"),
+    ("1_Pooling", {"embedding_dimension": 10}, "takes vectors of width 40, and gets 20"),
+    ("2_Normalize", {"module_input_name": "token_embeddings"}, "module_input_name"),
+]  # fmt: skip
+
+
+def test_what_is_refused(directories: Path, tmp_path: Path) -> None:
+    """By name: arguments, settings of modules, and weights that are no safetensors."""
+    encoder = rlx.load(directories / "embedding_gemma")
+    for arguments, message in REQUESTS:
+        with pytest.raises(errors.RequestError, match=message):
+            encoder.embed(TEXTS, **arguments)
+    with pytest.raises(errors.RequestError, match="precision='int8' of one vector: pass ranges="):
+        encoder.embed("w1", precision="int8")
+    for i, (module, changes, message) in enumerate(CONFIGS):
+        copy = checkpoints.copy(directories / "mixed", tmp_path / str(i))
+        checkpoints.edit_json(copy / module / "config.json", changes)
+        with pytest.raises(errors.RlxError, match=message):
+            rlx.load(copy)
+    copy = checkpoints.copy(directories / "mixed", tmp_path / "pickle")
+    (copy / "3_Dense" / "model.safetensors").rename(copy / "3_Dense" / "pytorch_model.bin")
+    with pytest.raises(errors.UnsupportedError, match=r"pytorch_model\.bin is a pickle.*convert it"):
+        rlx.load(copy)
+
+
+# -- live --------------------------------------------------------------------------------------
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", embedders.CASES)
+def test_live(name: str, tmp_path: Path) -> None:
+    """Every pooling, layer and bidirectional decoder: vectors, ranks and output formats of sentence-transformers."""
+    theirs, ours = embedders.write(name, tmp_path / "st"), rlx.load(tmp_path / "st")
+    for prompt in ({}, {"prompt_name": "query"}, {"prompt": "w7 "}):
+        expected = embedders.alone(theirs, **prompt)
+        assert_close(ours.embed(TEXTS, **prompt), expected)
+    vectors, expected = ours.embed(TEXTS), embedders.alone(theirs)
+    np.testing.assert_array_equal(np.argsort(-vectors @ vectors[0]), np.argsort(-expected @ expected[0]))
+    short = embedders.alone(theirs, truncate_dim=7, normalize_embeddings=True)
+    assert_close(ours.embed(TEXTS, truncate_dim=7, normalize=True), short)
+    library = importlib.import_module("sentence_transformers.util.quantization")
+    many = np.random.default_rng(0).normal(size=(200, 19)).astype(np.float32)
+    ranges = np.array([[-1.5] * 19, [1.25] * 19])
+    for precision in ("int8", "uint8", "binary", "ubinary"):
+        for limits in (None, ranges) if precision.endswith("int8") else (None,):
+            exact = library.quantize_embeddings(many, precision, ranges=limits)
+            np.testing.assert_array_equal(quantize_vectors(many, precision, limits), exact)
+        assert ours.embed(TEXTS, precision=precision).dtype == exact.dtype
+    clear = (np.abs(expected) > 1e-5).all(axis=0)  # numbers that rounding cannot make positive or negative
+    bits = (theirs.encode(TEXTS, precision="ubinary"), ours.embed(TEXTS, precision="ubinary"))
+    np.testing.assert_array_equal(*(np.unpackbits(x, axis=1)[:, : len(clear)][:, clear] for x in bits))
