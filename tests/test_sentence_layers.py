@@ -160,4 +160,5 @@ def test_live(name: str, tmp_path: Path) -> None:
         assert ours.embed(TEXTS, precision=precision).dtype == exact.dtype
     clear = (np.abs(expected) > 1e-5).all(axis=0)  # numbers that rounding cannot make positive or negative
     bits = (theirs.encode(TEXTS, precision="ubinary"), ours.embed(TEXTS, precision="ubinary"))
-    np.testing.assert_array_equal(*(np.unpackbits(x, axis=1)[:, : len(clear)][:, clear] for x in bits))
+    want, got = (np.unpackbits(x, axis=1)[:, : len(clear)][:, clear] for x in bits)
+    np.testing.assert_array_equal(got, want)

@@ -8,14 +8,16 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, TypedDict
 
+from rlx_jax.encode.cross_encoder import CrossEncoderSettings, read_cross_encoder
 from rlx_jax.encode.gguf_folder import open_model_folder
 from rlx_jax.encode.images import ImageProcessor, load_processor
-from rlx_jax.encode.sentence import CrossEncoderSettings, SentencePipeline, load_pipeline, read_cross_encoder
-from rlx_jax.errors import ConfigError, check_keywords, quote, shown
+from rlx_jax.encode.sentence import SentencePipeline, load_pipeline
+from rlx_jax.errors import ConfigError, UnsupportedError, check_keywords, quote, shown
 from rlx_jax.flow import ModelFlow
 from rlx_jax.io.folder import Folder
 from rlx_jax.ir import plugins
 from rlx_jax.models.config import Fields
+from rlx_jax.models.decoder import CausalFlow
 from rlx_jax.models.families import Family, Pretrained, family_of, open_pretrained, record_ignored
 from rlx_jax.text.tokenizer import Tokenizer, load_tokenizer
 from rlx_jax.weights.format import OpenOptions
@@ -108,7 +110,16 @@ class Checkpoint:
         Raises:
             MissingWeightError, WeightShapeError: the weights contradict the config.
         """
-        return open_pretrained(self.folder, self.config, self.family, self.weights)
+        pretrained = open_pretrained(self.folder, self.config, self.family, self.weights)
+        settings = self.cross_encoder if self.use_modules and self.head else None
+        if settings is None or not settings.token_ids:
+            return pretrained
+        recipe = pretrained.recipe
+        if not isinstance(recipe, CausalFlow) or pretrained.kind != "causal":
+            raise UnsupportedError(
+                f"{quote(self.folder.path)}: modules.json lists LogitScore, and the model has no language-model head"
+            )
+        return replace(pretrained, recipe=recipe.with_token_score(settings.token_ids), kind="classifier")
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

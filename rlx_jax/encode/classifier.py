@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.encode.artifact_plan import reranker_plan
+from rlx_jax.encode.cross_encoder import PairTemplate
 from rlx_jax.encode.head_model import HeadModel
 from rlx_jax.encode.label_batches import make_batches, read_label_rows
 from rlx_jax.encode.pooled import Vectors
+from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.encode.text_rows import Requests, check_pairs
 from rlx_jax.errors import RequestError, shown, suggest_keywords
 from rlx_jax.models.heads import MULTI_LABEL, REGRESSION, SEQUENCE, TaskHead
@@ -180,16 +182,27 @@ class Reranker(TaskModel):
     Args:
         classifier: the classifier.
         activation: the function from its logit to the score, a name in `ACTIVATIONS`.
+        prompts: a pipeline, of which the prompts count.
+        template: how a prompt and a pair become one text; None: the tokenizer makes rows of two texts, with the prompt
+            in front of the first.
     """
 
     _methods = "rank(query, documents) returns documents sorted by score, score(pairs) the scores"
 
-    def __init__(self, classifier: Classifier, activation: str = "sigmoid") -> None:
+    def __init__(
+        self,
+        classifier: Classifier,
+        activation: str = "sigmoid",
+        *,
+        prompts: SentencePipeline | None = None,
+        template: PairTemplate | None = None,
+    ) -> None:
         if activation not in ACTIVATIONS:
             raise RequestError(f"Reranker: activation is {shown(activation)}; expected one of {', '.join(ACTIVATIONS)}")
         if len(classifier.labels) != 1:
             raise RequestError(f"Reranker: expected a classifier with one label, got {len(classifier.labels)}")
         self.classifier, self.activation = classifier, activation
+        self.prompts, self.template = prompts or SentencePipeline(), template
         self.model, self.tokenizer = classifier.model, classifier.tokenizer
 
     artifact_plan = reranker_plan
@@ -198,30 +211,40 @@ class Reranker(TaskModel):
         return repr(self.classifier).replace("Classifier", "Reranker", 1)
 
     @suggest_keywords()
-    def score(self, pairs: Any, *, max_tokens: int | None = None) -> Vectors:
+    def score(
+        self, pairs: Any, *, prompt_name: str | None = None, prompt: str | None = None, max_tokens: int | None = None
+    ) -> Vectors:
         """Return the scores of pairs of a query and a document, `[n]` float32.
 
         Args:
             pairs: a list of pairs of strings.
+            prompt_name, prompt: the instruction, by its name or as text, as in `Encoder.embed`.
             max_tokens: as in `Encoder.embed`.
 
         Raises:
-            RequestError: not a list of pairs of strings. Others as `Encoder.embed`.
+            RequestError: not a list of pairs of strings, or no such prompt. Others as `Encoder.embed`.
         """
-        logits = self.classifier.pair_logits(pairs, max_tokens=max_tokens)
+        text, checked = self.prompts.choose_prompt(prompt_name, prompt), check_pairs(pairs, "pairs")
+        if self.template is None:
+            prompted = [(text + query, document) for query, document in checked]
+            logits = self.classifier.pair_logits(prompted, max_tokens=max_tokens)
+        else:
+            self.classifier.check_runnable()
+            logits = self.classifier.logits(self.template.token_ids(checked, text), max_tokens=max_tokens)
         return ACTIVATIONS[self.activation](logits[:, 0])
 
     @suggest_keywords()
     def rank(
-        self, query: str, documents: Sequence[str], *, top_k: int | None = None, max_tokens: int | None = None
-    ) -> list[RankedDocument]:
+        self, query: str, documents: Sequence[str], *, top_k: int | None = None, prompt_name: str | None = None,
+        prompt: str | None = None, max_tokens: int | None = None,
+    ) -> list[RankedDocument]:  # fmt: skip
         """Return the documents with the highest scores for a query, highest first.
 
         Args:
             query: the query.
             documents: the texts to sort.
             top_k: how many to return; None: all.
-            max_tokens: as in `Encoder.embed`.
+            prompt_name, prompt, max_tokens: as in `score`.
 
         Raises:
             RequestError: `documents` is not a list of strings, or `top_k` is not positive. Others as `score`.
@@ -231,7 +254,8 @@ class Reranker(TaskModel):
         count = len(documents) if top_k is None else check_integer("top_k", top_k, 1)
         if not documents:
             return []
-        scores = self.score([(query, text) for text in documents], max_tokens=max_tokens)
+        pairs = [(query, text) for text in documents]
+        scores = self.score(pairs, prompt_name=prompt_name, prompt=prompt, max_tokens=max_tokens)
         order = np.argsort(-scores, kind="stable")[:count]
         return [RankedDocument(int(i), float(scores[i]), documents[i]) for i in order]
 

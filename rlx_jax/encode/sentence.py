@@ -35,6 +35,7 @@ _MODULE_TYPES = {
         ("LayerNorm", "sentence_transformer.modules", "layer_norm"),
         ("Dropout", "sentence_transformer.modules", "dropout"),
         ("Normalize", "base.modules", "normalize"),
+        ("LogitScore", "cross_encoder.modules", "logit_score"),
     )
     for path in (
         f"models.{kind}",
@@ -58,7 +59,7 @@ _POOLING_FLAGS = {
 }
 _POOLING_NAMES = {name: name for name in _POOLING_FLAGS.values()} | {"mean_sqrt_len_tokens": "mean_sqrt_len"}
 
-_TRANSFORMER_FILES = tuple(
+TRANSFORMER_FILES = tuple(
     f"sentence_{family}_config.json"
     for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
@@ -73,12 +74,6 @@ _TRANSFORMER_EMPTY = (
     "config_kwargs",
 )
 _TRANSFORMER_INERT = ("unpad_inputs", "query_length", "document_length", "query_expansion")  # not for `encode`
-_RERANK_NEUTRAL = {"transformer_task": ("sequence-classification",), "module_output_name": ("scores",)}
-_RERANK_MODALITY = {"method": "forward", "method_output_name": "logits"}
-_RERANK_ACTIVATIONS = {
-    "torch.nn.modules.activation.Sigmoid": "sigmoid",
-    "torch.nn.modules.linear.Identity": "identity",
-}
 _TEXT_MODALITY = {"method": "forward", "method_output_name": "last_hidden_state"}
 
 
@@ -168,12 +163,12 @@ def load_pipeline(directory: str | os.PathLike[str] | Folder) -> SentencePipelin
         LimitError: a file is too large.
     """
     folder = Folder.from_path(directory)
-    modules = _read_modules(folder)
+    modules = read_modules(folder)
     if modules is None:
         return None
     where = folder.where("modules.json")
     kinds = [kind for kind, _ in modules]
-    if kinds == ["Transformer"] and not modules[0][1] and _is_cross_encoder(folder):
+    if is_cross_encoder(folder):
         return None
     if kinds[:2] != ["Transformer", "Pooling"] or not set(kinds[2:]) <= {*_LAYERS}:
         raise UnsupportedError(
@@ -181,18 +176,18 @@ def load_pipeline(directory: str | os.PathLike[str] | Folder) -> SentencePipelin
         )
     paths = [path for _, path in modules]
     _fetch_settings(folder, paths)
-    max_seq_length, do_lower_case = _transformer_settings(folder, paths[0])
+    transformer = transformer_settings(folder, paths[0])
     pooling, width, include_prompt = _pooling_settings(folder, paths[1])
     layers = [layer for kind, path in modules[2:] if (layer := read_layer(folder, kind, path)) is not None]
     output_width(layers, None if width is None else width * len(pooling), where)
     normalize = bool(layers) and layers[-1] == UnitLength()
-    prompts, default_prompt_name = _prompts(folder)
+    prompts, default_prompt_name = read_prompts(folder)
     return SentencePipeline(
         pooling=pooling,
         normalize=normalize,
         layers=tuple(layers[:-1] if normalize else layers),
-        max_seq_length=max_seq_length,
-        do_lower_case=do_lower_case,
+        max_seq_length=transformer.max_seq_length,
+        do_lower_case=transformer.do_lower_case,
         prompts=prompts,
         default_prompt_name=default_prompt_name,
         include_prompt=include_prompt,
@@ -201,55 +196,7 @@ def load_pipeline(directory: str | os.PathLike[str] | Folder) -> SentencePipelin
     )
 
 
-@dataclass(frozen=True)
-class CrossEncoderSettings:
-    """The settings of a CrossEncoder of sentence-transformers.
-
-    Attributes:
-        activation: `sigmoid` or `identity`.
-        max_seq_length: maximum number of tokens of a pair; None: the tokenizer's.
-    """
-
-    activation: str
-    max_seq_length: int | None = None
-
-
-def read_cross_encoder(folder: Folder, config: Fields) -> CrossEncoderSettings | None:
-    """Return the settings of a CrossEncoder of sentence-transformers; None if the directory is none.
-
-    Its releases name the activation in one of three places. Without a name it is the sigmoid.
-
-    Raises:
-        ConfigError: the activation is no name.
-        UnsupportedError: another activation, a default prompt, another task, or a setting that needs more; the message
-            names it.
-    """
-    length: int | None = None
-    settings = config.raw("sentence_transformers", {})
-    if _is_cross_encoder(folder):
-        c = _fields(folder, "", "config_sentence_transformers.json")
-        if c.raw("default_prompt_name") is not None:
-            raise UnsupportedError(f"{c.where}: default_prompt_name of a CrossEncoder; supported is none")
-        length, lowercase = _transformer_settings(folder, "", _RERANK_MODALITY, _RERANK_NEUTRAL)
-        if lowercase:
-            raise UnsupportedError(f"{folder.where(_TRANSFORMER_FILES[0])}: do_lower_case of a CrossEncoder")
-        name, where = c.raw("activation_fn"), c.where
-    elif isinstance(settings, Mapping) and "activation_fn" in settings:
-        name, where = settings["activation_fn"], config.where
-    elif "sbert_ce_default_activation_function" in config.values:
-        name, where = config.raw("sbert_ce_default_activation_function"), config.where
-    else:
-        return None
-    if name is None:
-        return CrossEncoderSettings("sigmoid", length)
-    if not isinstance(name, str):
-        raise ConfigError(f"{where}: the activation is {quote(name)}; expected the name of a class")
-    if name not in _RERANK_ACTIVATIONS:
-        raise UnsupportedError(f"{where}: activation {quote(name)}; supported are {listing(_RERANK_ACTIVATIONS)}")
-    return CrossEncoderSettings(_RERANK_ACTIVATIONS[name], length)
-
-
-def _is_cross_encoder(folder: Folder) -> bool:
+def is_cross_encoder(folder: Folder) -> bool:
     """Whether the directory was written by a CrossEncoder of a release that lists modules."""
     return folder.json("config_sentence_transformers.json").get("model_type") == "CrossEncoder"
 
@@ -365,7 +312,7 @@ _MODES: dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]] = {
 # -- files -------------------------------------------------------------------------------------
 
 
-def _read_modules(folder: Folder) -> list[tuple[str, str]] | None:
+def read_modules(folder: Folder) -> list[tuple[str, str]] | None:
     """Return the (kind, path) of each module; None if there is no `modules.json`."""
     where = folder.where("modules.json")
     raw = folder.read("modules.json", limits.MAX_CONFIG_BYTES, "limits.MAX_CONFIG_BYTES", ConfigError)
@@ -383,7 +330,7 @@ def _read_modules(folder: Folder) -> list[tuple[str, str]] | None:
 
 def _fetch_settings(folder: Folder, paths: Sequence[str]) -> None:
     """Fetch the files of a Hub model that are read next in one go: the settings of the modules and of the model."""
-    transformer = (_module_file(paths[0], file) for file in _TRANSFORMER_FILES)
+    transformer = (_module_file(paths[0], file) for file in TRANSFORMER_FILES)
     settings = next((name for name in transformer if folder.hub_file(name) is not None), None)
     names = [_module_file(path, "config.json") for path in paths if path or path == paths[0]]
     names += ["config_sentence_transformers.json"] + ([] if settings is None else [settings])
@@ -408,44 +355,78 @@ def _module_file(path: str, name: str) -> str:
     return f"{path}/{name}" if path else name
 
 
-def _fields(folder: Folder, path: str, name: str) -> Fields:
+def module_fields(folder: Folder, path: str, name: str) -> Fields:
     """Return the fields of a file of a module; no fields if the file does not exist."""
     name = _module_file(path, name)
     return Fields(folder.json(name), folder.where(name))
 
 
-def _transformer_settings(
+@dataclass(frozen=True)
+class TransformerSettings:
+    """The settings of a transformer module.
+
+    Attributes:
+        max_seq_length, do_lower_case: see `SentencePipeline`.
+        message_format: the form of messages for a chat template, `flat` or `structured`; empty for none.
+        template_variables: further variables of the chat template.
+    """
+
+    max_seq_length: int | None
+    do_lower_case: bool
+    message_format: str = ""
+    template_variables: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+def transformer_settings(
     folder: Folder,
     path: str,
     modality: Mapping[str, str] = _TEXT_MODALITY,
     neutral: Mapping[str, tuple[Any, ...]] = _TRANSFORMER_NEUTRAL,
-) -> tuple[int | None, bool]:
-    """Return `max_seq_length` and `do_lower_case` of the transformer module, with the values that it must have."""
-    candidates = (_fields(folder, path, file) for file in _TRANSFORMER_FILES)
+    messages: bool = False,
+) -> TransformerSettings:
+    """Return the settings of the transformer module, after checking the others.
+
+    Args:
+        folder, path: the checkpoint, and the module's directory.
+        modality: what it must do with texts.
+        neutral: fields that must have one of these values.
+        messages: whether it may read messages by a chat template.
+    """
+    candidates = (module_fields(folder, path, file) for file in TRANSFORMER_FILES)
     c = next((c for c in candidates if c.values), Fields({}, ""))
     for name in _TRANSFORMER_EMPTY:
         if group := c.group(name):
             group.finish(("trust_remote_code",))
+    variables: dict[str, Any] = {}
     if processing := c.group("processing_kwargs"):
+        if messages and (template := processing.group("chat_template")):
+            variables = dict(template.values)
         texts = {name for name in ("text", "common") if processing.values.get(name)}
         processing.finish(processing.values.keys() - texts)
     modalities = c.raw("modality_config", {"text": modality})
-    if not isinstance(modalities, dict) or modalities.get("text") != modality or "message" in modalities:
+    message = modalities.get("message") if isinstance(modalities, dict) else None
+    kind = str(message.get("format", "structured")) if isinstance(message, dict) else ""
+    is_readable = message is None or messages and message == {**modality, "format": kind}
+    if not isinstance(modalities, dict) or modalities.get("text") != modality or not is_readable:
         raise UnsupportedError(
-            f"{c.where}: modality_config is {quote(modalities)}; supported is text by {modality}, and no "
-            "'message', which is a chat template"
+            f"{c.where}: modality_config is {quote(modalities)}; supported is text by {modality}, and "
+            f"{'messages, flat or structured' if messages else 'no message, which is a chat template'}"
         )
     lowercase, length = c.flag("do_lower_case", False), c.integer_or_null("max_seq_length", None, high=2**31 - 1)
     c.finish(_TRANSFORMER_INERT, neutral)
-    if length is not None:
-        return length, lowercase
-    # Newer releases take the length from the tokenizer, limited by the number of positions of the model.
-    tokenizer, config = (_fields(folder, path, name) for name in ("tokenizer_config.json", "config.json"))
+    if length is None:
+        length = _default_length(folder, path)
+    return TransformerSettings(length, lowercase, kind, variables)
+
+
+def _default_length(folder: Folder, path: str) -> int | None:
+    """Return the tokenizer's length, limited by the number of positions of the model, as newer releases have it."""
+    tokenizer, config = (module_fields(folder, path, name) for name in ("tokenizer_config.json", "config.json"))
     length = model_max_length(tokenizer)
     if config.raw("max_position_embeddings", -1) == -1:  # -1 is XLNet's "any"
-        return length, lowercase
+        return length
     positions = config.integer("max_position_embeddings", high=2**31 - 1)
-    return positions if length is None else min(length, positions), lowercase
+    return positions if length is None else min(length, positions)
 
 
 def _pooling_settings(folder: Folder, path: str) -> tuple[tuple[str, ...], int | None, bool]:
@@ -454,7 +435,7 @@ def _pooling_settings(folder: Folder, path: str) -> tuple[tuple[str, ...], int |
         raise ConfigError(f"{folder.where('modules.json')}: the pooling module needs its own path")
     # Without the file the pooling mode is unknown, and a default could be wrong.
     folder.required_json(_module_file(path, "config.json"))
-    c = _fields(folder, path, "config.json")
+    c = module_fields(folder, path, "config.json")
     # A file without any flag has the default of sentence-transformers, which is the mean.
     has_flags = any(name.startswith("pooling_mode_") for name in c.values)
     flag_modes = [mode for name, mode in _POOLING_FLAGS.items() if c.flag(name, False)]
@@ -471,10 +452,10 @@ def _pooling_settings(folder: Folder, path: str) -> tuple[tuple[str, ...], int |
     return tuple(_POOLING_NAMES[mode] for mode in mode_list), width, include_prompt
 
 
-def _prompts(folder: Folder) -> tuple[dict[str, str], str | None]:
+def read_prompts(folder: Folder, model_type: str = "SentenceTransformer") -> tuple[dict[str, str], str | None]:
     """Return the prompts by name, with null read as an empty prompt, and the name of the default prompt."""
-    c = _fields(folder, "", "config_sentence_transformers.json")
-    c.choice("model_type", "SentenceTransformer", {"SentenceTransformer": ""})
+    c = module_fields(folder, "", "config_sentence_transformers.json")
+    c.choice("model_type", "SentenceTransformer", {model_type: ""})
     default, group = c.raw("default_prompt_name"), c.group("prompts") or Fields({}, c.where)
     prompts = {name: "" if text is None else group.text(name) for name, text in group.values.items()}
     if default is not None and (not isinstance(default, str) or default not in prompts):

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from rlx_jax.encode.answering import QuestionAnswerer
 from rlx_jax.encode.checkpoint import Checkpoint, open_checkpoint
 from rlx_jax.encode.classifier import Classifier, Reranker
+from rlx_jax.encode.cross_encoder import PairTemplate
 from rlx_jax.encode.dual import DualEncoder
 from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.gguf_metadata import describe_checkpoint
@@ -226,7 +227,15 @@ def open_classifier(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -
     scores_pairs = isinstance(checkpoint.pretrained.recipe, EncoderFlow) and recipe.head.problem != REGRESSION
     if len(recipe.head.labels) > 1 or not (settings or scores_pairs):
         return classifier
-    return Reranker(classifier, settings.activation if settings else "sigmoid")
+    if settings is None:
+        return Reranker(classifier)
+    template = None
+    if settings.message_format and checkpoint.tokenizer is not None:
+        template = PairTemplate(
+            checkpoint.tokenizer, None, classifier.encoder.reader.max_text_tokens,
+            settings.message_format == "structured", settings.variables,
+        )  # fmt: skip
+    return Reranker(classifier, settings.activation, prompts=settings.prompts, template=template)
 
 
 def open_vision(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> VisionEncoder:

@@ -16,10 +16,11 @@ import jax
 import numpy as np
 
 from rlx_jax.blocks import BlockStage, Embed, LmHead, RopeTables, decoder_layer, llama_prefill_layer_fused
+from rlx_jax.errors import ConfigError, UnsupportedError
 from rlx_jax.flow import ModelFlow, declared_shapes
 from rlx_jax.models.config import CausalConfig
 from rlx_jax.models.decoder_config import DecoderConfig
-from rlx_jax.models.heads import DECODER_HEADS, LABEL_LOGITS, HeadLayers, TaskHead
+from rlx_jax.models.heads import DECODER_HEADS, LABEL_LOGITS, SEQUENCE, HeadLayer, HeadLayers, TaskHead
 from rlx_jax.models.recipe import Recipe
 from rlx_jax.weights.source import WeightSource
 from rlx_jax.weights.views import RenamedSource
@@ -120,6 +121,23 @@ class CausalFlow(Recipe[A]):
         if not source.has(bare):
             return source
         return RenamedSource(source, {key if key == HEAD else f"{prefix}.{key}": key for key in source.keys()})
+
+    def with_token_score(self, token_ids: tuple[int, ...]) -> Self:
+        """Return the recipe of a reranker: its one label is the difference of the logits of two token ids, or the logit
+        of one, at the last token.
+
+        Raises:
+            UnsupportedError: stages follow the head, such as a softcap. ConfigError: an id is not in the vocabulary.
+        """
+        config: Any = self.config
+        if wrong := [i for i in token_ids if i >= config.vocab_size]:
+            raise ConfigError(f"{self.name}: the token ids {wrong} of the score are not in [0, {config.vocab_size})")
+        if isinstance(config, DecoderConfig) and config.ends().logits:
+            raise UnsupportedError(f"{self.name}: a score of the logits of tokens, which this model caps")
+        key = self.embedding if config.tie_word_embeddings else HEAD
+        layer = HeadLayer(key.removesuffix(".weight"), bias=False)
+        head = TaskHead(SEQUENCE, (layer,), ("score",), pooling="lasttoken", token_ids=token_ids)
+        return replace(self, hidden_only=True, head=head)
 
     def task_head_keys(self, source: WeightSource) -> tuple[str, ...]:
         return (HEAD,) if self.hidden_only and source.has(HEAD) else ()

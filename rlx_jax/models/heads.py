@@ -13,6 +13,8 @@ from typing import Any
 from rlx_jax.blocks import Activation, BlockStage, LayerNorm, Linear, LmHead
 from rlx_jax.errors import ConfigError, LimitError, quote
 from rlx_jax.models.config import Fields
+from rlx_jax.trace.emit import Emit
+from rlx_jax.trace.flow_value import FlowValue
 from rlx_jax.weights.source import WeightSource
 
 # Name of the output of a flow with a head: `[batch, seq, labels]`, of which a task reads one token or all. The labels
@@ -95,6 +97,29 @@ DECODER_HEADS: HeadLayers = {SEQUENCE: (HeadLayer("score", bias=False),), **toke
 
 
 @dataclass(frozen=True)
+class TokenScore:
+    """The logit of a token id, as a language-model head gives it; with a second token id, less that one's logit.
+
+    Args:
+        key: the weight of the head `[vocab, width]`.
+        shape: its shape.
+        token_ids: one or two token ids.
+    """
+
+    key: str
+    shape: tuple[int, int]
+    token_ids: tuple[int, ...]
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "TokenScore")
+        with emit.scope("token_score"):
+            weight = emit.param(self.key, self.shape, ("vocab", "hidden"))
+            rows = emit.concat([weight[i : i + 1] for i in self.token_ids], axis=0)
+            logits = emit.linear(x, rows, transpose=True)
+            return logits if len(self.token_ids) == 1 else logits[..., :1] - logits[..., 1:]
+
+
+@dataclass(frozen=True)
 class TaskHead:
     """The head of a task.
 
@@ -106,6 +131,7 @@ class TaskHead:
         pooling: the token of a text that the logits of `SEQUENCE` are read at: `cls` or `lasttoken`.
         padding_id: the id that `lasttoken` skips at the end of a text, as transformers does; None for none.
         is_tied: whether the last weight of `MASKED` is the embedding.
+        token_ids: the one label is the difference of the logits of these token ids; see `TokenScore`.
     """
 
     task: str
@@ -115,6 +141,7 @@ class TaskHead:
     pooling: str = "cls"
     padding_id: int | None = None
     is_tied: bool = False
+    token_ids: tuple[int, ...] = ()
 
     def adapt_to(self, source: WeightSource) -> TaskHead:
         """Return the head for how a checkpoint stores the projection to token ids.
@@ -153,6 +180,8 @@ class TaskHead:
                 norm_bias = f"{layer.norm}.bias" if layer.norm_bias else None
                 stages.append(LayerNorm(f"{layer.norm}.weight", norm_bias, config.layer_norm_eps))
         weight, bias = self._keys(last, key)
+        if self.token_ids:
+            return *stages, TokenScore(weight, (config.vocab_size, inner), self.token_ids)
         if self.task != MASKED:
             return *stages, Linear(weight, bias_key=bias, shape=(len(self.labels), inner))
         return *stages, LmHead(config.vocab_size, inner, None if self.is_tied else weight, self.is_tied, bias_key=bias)

@@ -165,7 +165,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
         LimitError: over `RENDER_SECONDS`, `RENDER_WAIT`, `RENDER_MEMORY` or `MAX_RENDERED_CHARS`.
         StorageError: no process could be started.
     """
-    return _rendered_text(render_each(template, [variables])[0])
+    return rendered_text(render_each(template, [variables])[0])
 
 
 def render_with_twin(template: str, variables: Mapping[str, Any], twin: Mapping[str, Any]) -> tuple[str, str | None]:
@@ -177,7 +177,7 @@ def render_with_twin(template: str, variables: Mapping[str, Any], twin: Mapping[
         RequestError, TokenizerError, LimitError, StorageError: as `render`.
     """
     answer, twin_answer = render_each(template, [variables, twin])
-    return _rendered_text(answer), twin_answer.get("text")
+    return rendered_text(answer), twin_answer.get("text")
 
 
 def render_each(template: str, variables: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
@@ -226,7 +226,7 @@ def _parse_answers(process: subprocess.CompletedProcess[bytes]) -> list[dict[str
     return answers
 
 
-def _rendered_text(answer: Mapping[str, str]) -> str:
+def rendered_text(answer: Mapping[str, str]) -> str:
     """Return the text of an answer, or raise the error that it describes; a template's message becomes one line."""
     if "text" in answer:
         if not is_text(answer["text"]):
