@@ -11,6 +11,7 @@ from typing import Any, TypedDict
 from rlx_jax.encode.cross_encoder import CrossEncoderSettings, read_cross_encoder
 from rlx_jax.encode.gguf_folder import open_model_folder
 from rlx_jax.encode.images import ImageProcessor, load_processor
+from rlx_jax.encode.multi_vector import TokenSettings, read_multi_vector
 from rlx_jax.encode.sentence import SentencePipeline, load_pipeline
 from rlx_jax.errors import ConfigError, UnsupportedError, check_keywords, quote, shown
 from rlx_jax.flow import ModelFlow
@@ -52,7 +53,14 @@ class Checkpoint:
     @cached_property
     def pipeline(self) -> SentencePipeline | None:
         """The pipeline of a sentence-transformers checkpoint; None if it is not one."""
+        if self.multi_vector is not None:
+            return self.multi_vector.pipeline
         return load_pipeline(self.root) if self.use_modules else None
+
+    @cached_property
+    def multi_vector(self) -> TokenSettings | None:
+        """The settings of a MultiVectorEncoder of sentence-transformers; None if the checkpoint is none."""
+        return read_multi_vector(self.root) if self.use_modules else None
 
     @property
     def model_subfolder(self) -> str:

@@ -36,6 +36,7 @@ _MODULE_TYPES = {
         ("Dropout", "sentence_transformer.modules", "dropout"),
         ("Normalize", "base.modules", "normalize"),
         ("LogitScore", "cross_encoder.modules", "logit_score"),
+        ("MultiVectorMask", "multi_vector_encoder.modules", "multi_vector_mask"),
     )
     for path in (
         f"models.{kind}",

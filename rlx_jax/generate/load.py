@@ -23,6 +23,7 @@ from rlx_jax.encode.gguf_metadata import describe_checkpoint
 from rlx_jax.encode.head_model import HeadModel
 from rlx_jax.encode.image_classifier import ImageClassifier
 from rlx_jax.encode.masked import MaskedLM
+from rlx_jax.encode.multi_vector import MultiVectorEncoder
 from rlx_jax.encode.tagging import TokenClassifier
 from rlx_jax.encode.vision import VisionEncoder
 from rlx_jax.errors import ConfigError, ProfileError, RequestError, RlxWarning, UnsupportedError, listing, quote, shown
@@ -195,14 +196,20 @@ def open_causal(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Ca
     )  # fmt: skip
 
 
-def open_encoder(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Encoder:
-    """Return a recipe as an `Encoder`, with the tokenizer and the sentence-transformers modules of the checkpoint."""
+def open_encoder(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Encoder | MultiVectorEncoder:
+    """Return a recipe as an `Encoder`, with the tokenizer and the sentence-transformers modules of the checkpoint.
+
+    If these make a vector for each token, it is a `MultiVectorEncoder`.
+    """
     pretrained, tokenizer = checkpoint.pretrained, checkpoint.tokenizer
-    return Encoder(
+    encoder = Encoder(
         ModelFlow.from_recipe(recipe), tokenizer=tokenizer, pipeline=checkpoint.pipeline,
         padding=text_padding(pretrained.recipe, tokenizer), max_positions=pretrained.max_positions,
         **options.compile_options(),
     )  # fmt: skip
+    if checkpoint.multi_vector is None or not checkpoint.head:
+        return encoder
+    return MultiVectorEncoder(encoder, checkpoint.multi_vector)
 
 
 def open_head(
@@ -258,7 +265,9 @@ def open_dual(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> Dual
 
 
 # The loader of each kind of checkpoint.
-LoadedModel = CausalLM | Encoder | HeadModel | Reranker | VisionEncoder | ImageClassifier | DualEncoder
+LoadedModel = (
+    CausalLM | Encoder | MultiVectorEncoder | HeadModel | Reranker | VisionEncoder | ImageClassifier | DualEncoder
+)
 LOADERS: dict[str, Callable[[Checkpoint, Any, OpenOptions], LoadedModel]] = {
     "causal": open_causal, "encoder": open_encoder, "classifier": open_classifier, "vision": open_vision,
     "image_classifier": open_image_classifier, "dual": open_dual,

@@ -115,6 +115,11 @@ class Tokenizer:
         roles = map(self._native.token_to_id, self.special_tokens.values())
         return token in (*roles, *(added.id for added in self.added_tokens.values() if added.special))
 
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token by its text; None if the vocabulary does not have it."""
+        found: int | None = self._native.token_to_id(token)
+        return found
+
     def encode(self, text: str, *, add_special_tokens: bool = True, max_length: int | None = None) -> list[int]:
         """Return the token ids of `text`.
 

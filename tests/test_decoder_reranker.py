@@ -1,0 +1,113 @@
+"""Rerankers that are decoders: the logits of tokens, prompts and chat templates, against sentence-transformers."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from rlx_jax.encode.classifier import Reranker
+from rlx_jax.encode.cross_encoder import PairTemplate
+from rlx_jax.encode.decoder_reranker import QWEN3_TEMPLATE, decoder_reranker
+from tests.oracles import checkpoints, embedders
+from tests.oracles.classifiers import SECOND, TEXTS
+from tests.oracles.comparing import assert_close
+
+PAIRS = [*zip(TEXTS, SECOND, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recorded reranker."""
+    root = tmp_path_factory.mktemp("rerankers")
+    with zipfile.ZipFile(embedders.ARCHIVE) as archive:
+        archive.extractall(root, [name for name in archive.namelist() if name.startswith("reranker/")])
+    return root / "reranker"
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> Any:
+    return rlx.load(directory)
+
+
+def test_recorded_scores(directory: Path, model: Any, tmp_path: Path) -> None:
+    """With the default prompt and without; long pairs end as the template does; what is saved is a reranker again."""
+    record = {name: np.array(rows) for name, rows in json.loads((directory / "recorded.json").read_text()).items()}
+    assert isinstance(model, Reranker) and model.classifier.encoder.packing == ""
+    assert_close(model.score(PAIRS), record["web"])
+    assert_close(model.score(PAIRS, prompt=""), record["plain"])
+    assert_close(model.score(PAIRS, prompt_name="none"), record["plain"])
+    ranked = model.rank(TEXTS[0], SECOND, top_k=3, prompt_name="none")
+    scores = model.score([(TEXTS[0], text) for text in SECOND], prompt="")
+    assert [row.index for row in ranked] == np.argsort(-scores)[:3].tolist()
+    rlx.save(model, tmp_path / "saved")
+    np.testing.assert_array_equal(rlx.load(tmp_path / "saved").score(PAIRS), model.score(PAIRS))
+
+
+def test_without_the_score(directory: Path) -> None:
+    """`head=False` gives hidden states, and the recipe is that of the causal model."""
+    assert rlx.load(directory, head=False).embed(["w1"]).shape == (1, 20)
+    assert rlx.recipe_for(directory).head is None
+
+
+def test_a_decoder_as_a_reranker(directory: Path, model: Any) -> None:
+    """The function makes the same of the recipe, the answers and the template."""
+    tokenizer = model.tokenizer
+    made = decoder_reranker(
+        rlx.recipe_for(directory), tokenizer, answers=(tokenizer.decode([7]), tokenizer.decode([9])),
+        template=embedders.TEMPLATE, prompt="w5 w6", max_seq_length=24,
+    )  # fmt: skip
+    assert_close(made.score(PAIRS), model.score(PAIRS).astype(np.float64))
+    (text,) = PairTemplate(tokenizer, QWEN3_TEMPLATE)._render([("a\n", " b")], "c")
+    assert text.startswith("<|im_start|>system\nJudge whether") and text.endswith(
+        "<|im_end|>\n<|im_start|>user\n<Instruct>: c\n<Query>: a\n\n<Document>:  b<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+    for answers, message in ((("w1 w2", "w3"), "'w1 w2' are not one token"), ((), "expected one or two")):
+        with pytest.raises(errors.RequestError, match=message):
+            decoder_reranker(rlx.recipe_for(directory), tokenizer, answers=answers)
+
+
+FILES: list[tuple[str, dict[str, Any], str]] = [
+    ("1_LogitScore/config.json", {"true_token_id": 99}, "token ids .99. of the score are not in .0, 45"),
+    ("1_LogitScore/config.json", {"true_token_id": -1}, "'true_token_id' is .-1.; expected at least 0"),
+    ("1_LogitScore/config.json", {"scale": 2}, "'scale'"),
+    ("sentence_bert_config.json", {"processing_kwargs": {"chat_template": {"max_length": 9}}}, "'max_length'"),
+    ("sentence_bert_config.json", {"processing_kwargs": {"text": {"max_length": 9}}}, "'text'"),
+    ("sentence_bert_config.json", {"transformer_task": "sequence-classification"}, "transformer_task"),
+    ("config_sentence_transformers.json", {"default_prompt_name": "other"}, "default_prompt_name is 'other'"),
+    ("config.json", {"architectures": ["Qwen3Model"]}, "LogitScore, and the model has no language-model head"),
+]  # fmt: skip
+
+
+def test_what_is_refused(directory: Path, model: Any, tmp_path: Path) -> None:
+    for i, (file, changes, message) in enumerate(FILES):
+        copy = checkpoints.copy(directory, tmp_path / str(i))
+        checkpoints.edit_json(copy / file, changes)
+        with pytest.raises(errors.RlxError, match=message):
+            rlx.load(copy)
+    with pytest.raises(errors.RequestError, match="there is no prompt_name 'wbe'.*did you mean 'web'"):
+        model.score(PAIRS, prompt_name="wbe")
+    with pytest.raises(errors.RequestError, match=r"pairs\[0\] is"):
+        model.score(["w1"])
+    rank: Any = rlx.recipe_for(directory).with_token_score
+    with pytest.raises(errors.ConfigError, match="token ids"):
+        rank((7, 45))
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", embedders.RERANKERS)
+def test_live(name: str, tmp_path: Path) -> None:
+    """Scores and ranks of a directory that a CrossEncoder over a causal model wrote."""
+    theirs, ours = embedders.write_reranker(name, tmp_path / "st"), rlx.load(tmp_path / "st")
+    for prompt in ({}, {"prompt": "w9 "}, {"prompt_name": "web"}):
+        assert_close(ours.score(PAIRS, **prompt), np.array(embedders.scores(theirs, **prompt)))
+    ranks = [row["corpus_id"] for row in theirs.rank(TEXTS[0], SECOND)]
+    assert [row.index for row in ours.rank(TEXTS[0], SECOND)] == ranks

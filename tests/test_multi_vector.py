@@ -1,0 +1,100 @@
+"""ColBERT models: a vector for each token, and the scores of documents, against sentence-transformers."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from rlx_jax.encode.multi_vector import MultiVectorEncoder
+from tests.oracles import checkpoints, embedders
+from tests.oracles.classifiers import TEXTS
+from tests.oracles.comparing import assert_close
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recorded checkpoint."""
+    root = tmp_path_factory.mktemp("colbert")
+    with zipfile.ZipFile(embedders.ARCHIVE) as archive:
+        archive.extractall(root, [name for name in archive.namelist() if name.startswith("colbert/")])
+    return root / "colbert"
+
+
+@pytest.fixture(scope="module")
+def model(directory: Path) -> Any:
+    return rlx.load(directory)
+
+
+def test_recorded_vectors(directory: Path, model: Any, tmp_path: Path) -> None:
+    """Of queries, which are filled up with tokens that the others do not read, and of documents without some words."""
+    assert isinstance(model, MultiVectorEncoder)
+    record = json.loads((directory / "recorded.json").read_text())
+    for kind, rows in record.items():
+        for found, expected in zip(model.embed_tokens(TEXTS, kind=kind), rows, strict=True):
+            assert_close(found, np.array(expected))
+    np.testing.assert_allclose(model.embed_tokens(TEXTS[1], kind="query"), record["query"][1], atol=1e-5)
+    plain = model.embed_tokens(["w2 w7"], kind="document", prompt="")
+    assert_close(plain[0], model.embed_tokens(["w7"], kind="document")[0].astype(np.float64))
+    rlx.save(model, tmp_path / "saved")
+    again = rlx.load(tmp_path / "saved").embed_tokens(TEXTS, kind="query")
+    np.testing.assert_array_equal(again, model.embed_tokens(TEXTS, kind="query"))
+
+
+def test_scores(model: Any) -> None:
+    queries, documents = (model.embed_tokens(TEXTS, kind=kind) for kind in ("query", "document"))
+    wide = [[(q.astype(np.float64) @ d.T).max(axis=1).sum() for d in documents] for q in queries]
+    assert_close(model.maxsim(queries, documents), np.array(wide))
+    assert model.maxsim([], documents).shape == (0, 6) and model.embed_tokens([], kind="query") == []
+
+
+FILES: list[tuple[str, dict[str, Any], str]] = [
+    ("sentence_bert_config.json", {"query_expansion": {"strategy": "all", "length": 9}}, "'strategy' is 'all'"),
+    ("sentence_bert_config.json", {"query_expansion": {"strategy": "min"}}, "'length' is missing"),
+    ("sentence_bert_config.json", {"query_expansion": {"strategy": "min", "length": 3, "token": "x"}}, "token 'x' is"),
+    ("sentence_bert_config.json", {"query_expansion": {"strategy": "min", "length": 3, "depth": 1}}, "'depth'"),
+    ("tokenizer_config.json", {"padding_side": "left"}, "padding_side with query_expansion"),
+    ("config_sentence_transformers.json", {"similarity_fn_name": "cosine"}, "similarity_fn_name 'cosine'"),
+    ("1_Dense/config.json", {"module_input_name": "sentence_embedding"}, "Dense maps 'sentence_embedding'"),
+    ("2_MultiVectorMask/config.json", {"keep_only_token_ids": [3]}, "'keep_only_token_ids'"),
+    ("2_MultiVectorMask/config.json", {"skiplist_tasks": ["all"]}, "'skiplist_tasks' is"),
+]  # fmt: skip
+
+
+def test_what_is_refused(directory: Path, model: Any, tmp_path: Path) -> None:
+    for i, (file, changes, message) in enumerate(FILES):
+        copy = checkpoints.copy(directory, tmp_path / str(i))
+        checkpoints.edit_json(copy / file, changes)
+        with pytest.raises(errors.RlxError, match=message):
+            rlx.load(copy)
+    for call, message in (
+        (lambda: model.embed_tokens(TEXTS, kind="passage"), "kind is 'passage'; expected one of query, document"),
+        (lambda: model.embed_tokens([[3]], kind="query"), "texts are token ids; expected strings"),
+        (lambda: model.embed_tokens(TEXTS, kind="query", prompt_name="q"), "there is no prompt_name 'q'"),
+        (lambda: model.maxsim([np.zeros((0, 12))], []), r"queries\[0\] is .*; expected vectors"),
+    ):
+        with pytest.raises(errors.RequestError, match=message):
+            call()
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", embedders.COLBERTS)
+def test_live(name: str, tmp_path: Path) -> None:
+    """Vectors, scores and ranks of directories that sentence-transformers wrote."""
+    theirs, ours = embedders.write_colbert(name, tmp_path / "st"), rlx.load(tmp_path / "st")
+    expected = embedders.token_vectors(theirs)
+    found = {kind: ours.embed_tokens(TEXTS, kind=kind) for kind in expected}
+    for kind, rows in expected.items():
+        for vectors, row in zip(found[kind], rows, strict=True):
+            assert_close(vectors, row)
+    scores = theirs.similarity(expected["query"], expected["document"]).numpy()
+    mine = ours.maxsim(found["query"], found["document"])
+    assert_close(mine, scores)
+    np.testing.assert_array_equal(np.argsort(-mine, axis=1), np.argsort(-scores, axis=1))
