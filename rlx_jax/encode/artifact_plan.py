@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlx_jax.encode.padded_rows import read_mask_names
+from rlx_jax.errors import UnsupportedError
 from rlx_jax.ir.serial import encode
 from rlx_jax.lowering.hir.row_layouts import MASK
 from rlx_jax.runtime.export_model import ArtifactPlan
@@ -17,6 +18,8 @@ from rlx_jax.text.tokenizer_files import tokenizer_files
 def encoder_plan(encoder: Any) -> ArtifactPlan:
     """Return the programs that `hidden_states` and `embed` run: `forward`, and rows that are packed or padded."""
     model, masks = encoder.model, read_mask_names(encoder.model)
+    if encoder.pipeline.layers:
+        raise UnsupportedError(f"export: {model.name} has layers after pooling, which artifacts do not have")
     types = frozenset({TYPES} & {d.name for d in model.flow._inputs})
     packed, padded = dict.fromkeys((masks, masks | types)), dict.fromkeys((frozenset({MASK}), types | {MASK}))
     derivations = (*(("packed", inputs) for inputs in packed), *(("padded", inputs) for inputs in padded))
@@ -46,5 +49,7 @@ def head_plan(model: Any) -> ArtifactPlan:
 
 def reranker_plan(reranker: Any) -> ArtifactPlan:
     """Return the plan of a reranker: that of its classifier, and the activation."""
+    if reranker.template is not None or any(reranker.prompts.prompts.values()):
+        raise UnsupportedError(f"export: {reranker.model.name} has prompts or a template, which artifacts do not have")
     plan = head_plan(reranker.classifier)
     return replace(plan, kind="Reranker", settings={**plan.settings, "activation": reranker.activation})
