@@ -1,6 +1,6 @@
 """Define the layers that a sentence-transformers pipeline applies to vectors after pooling, and read them.
 
-They are `Dense`, `LayerNorm` and `UnitLength`, one record for each module of the checkpoint.
+They are `Dense`, `VectorNorm` and `UnitLength`, one record for each module of the checkpoint.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlx_jax.encode.pooled import Vectors
 from rlx_jax.errors import ConfigError, MissingFileError, SafetensorsError, UnsupportedError, WeightError, quote
 from rlx_jax.io import limits
 from rlx_jax.io.folder import Folder
@@ -21,8 +21,6 @@ from rlx_jax.models.config import Fields
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.weights.finite import check_finite
 from rlx_jax.weights.safetensors import read_header
-
-Weights = np.ndarray[Any, np.dtype[np.float32]]
 
 WEIGHTS_FILE = "model.safetensors"
 # Name of a pooled vector among the features of sentence-transformers.
@@ -63,18 +61,18 @@ class Dense:
         residual_weight: R `[out, in]`; None adds the input itself.
     """
 
-    weight: Weights = field(compare=False, repr=False)
-    bias: Weights | None = field(default=None, compare=False, repr=False)
+    weight: Vectors = field(compare=False, repr=False)
+    bias: Vectors | None = field(default=None, compare=False, repr=False)
     activation: str = "Identity"
     residual: bool = False
-    residual_weight: Weights | None = field(default=None, compare=False, repr=False)
+    residual_weight: Vectors | None = field(default=None, compare=False, repr=False)
 
     @property
     def widths(self) -> tuple[int, int]:
         """The sizes of its input and of its output."""
         return self.weight.shape[1], self.weight.shape[0]
 
-    def arrays(self) -> dict[str, Weights]:
+    def arrays(self) -> dict[str, Vectors]:
         """Return its weights by name."""
         named = {"weight": self.weight, "bias": self.bias, "residual": self.residual_weight}
         return {name: array for name, array in named.items() if array is not None}
@@ -90,18 +88,18 @@ class Dense:
 
 
 @dataclass(frozen=True)
-class LayerNorm:
+class VectorNorm:
     """Layer normalization with `weight` and `bias` `[width]`."""
 
-    weight: Weights = field(compare=False, repr=False)
-    bias: Weights = field(compare=False, repr=False)
+    weight: Vectors = field(compare=False, repr=False)
+    bias: Vectors = field(compare=False, repr=False)
 
     @property
     def widths(self) -> tuple[int, int]:
         """The sizes of its input and of its output."""
         return len(self.weight), len(self.weight)
 
-    def arrays(self) -> dict[str, Weights]:
+    def arrays(self) -> dict[str, Vectors]:
         """Return its weights by name."""
         return {"weight": self.weight, "bias": self.bias}
 
@@ -118,7 +116,7 @@ class UnitLength:
 
     widths = None
 
-    def arrays(self) -> dict[str, Weights]:
+    def arrays(self) -> dict[str, Vectors]:
         """Return no weights."""
         return {}
 
@@ -127,7 +125,7 @@ class UnitLength:
         return unit_length(x)
 
 
-VectorLayer = Dense | LayerNorm | UnitLength
+VectorLayer = Dense | VectorNorm | UnitLength
 
 
 def unit_length(x: jax.Array) -> jax.Array:
@@ -158,7 +156,7 @@ class PlacedLayers:
         """Return the layers with their weights on the devices of `programs`."""
         return PlacedLayers(programs, layers, jax.device_put([layer.arrays() for layer in layers], programs.replicated))
 
-    def __call__(self, vectors: Weights) -> Weights:
+    def __call__(self, vectors: Vectors) -> Vectors:
         """Return the layers of vectors `[n, width]`, in calls of few different sizes."""
         if not self.layers:
             return vectors
@@ -222,7 +220,7 @@ def read_layer(folder: Folder, kind: str, path: str, feature: str = SENTENCE) ->
         width = c.integer("dimension")
         c.finish()
         arrays = _read_arrays(folder, path, {"norm.weight": (width,), "norm.bias": (width,)})
-        return LayerNorm(arrays["norm.weight"], arrays["norm.bias"])
+        return VectorNorm(arrays["norm.weight"], arrays["norm.bias"])
     return _read_dense(folder, path, c, feature)
 
 
@@ -253,7 +251,7 @@ def _read_dense(folder: Folder, path: str, c: Fields, feature: str) -> Dense:
     )
 
 
-def _read_arrays(folder: Folder, path: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Weights]:
+def _read_arrays(folder: Folder, path: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Vectors]:
     """Return the weights of a module, which are exactly these.
 
     Raises:
