@@ -134,9 +134,14 @@ def make_model(cls: Any, config: Any) -> Any:
         with contextlib.suppress(Exception):
             model.set_experts_implementation("eager")
     rng = np.random.default_rng(0)
+    # Tables of sine waves, as of RoFormer, are weights of the checkpoint that no training changes.
+    tables = (name for name, module in model.named_modules() if "Sinusoidal" in type(module).__name__)
+    fixed = {f"{name}.weight" for name in tables}
     centre = 0.0 if config.model_type.startswith("gemma") else 1.0  # the norms of Gemma scale by 1 + w
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if name in fixed:
+                continue
             shape = tuple(parameter.shape)
             if "norm" in name.lower() and name.endswith("weight") and len(shape) == 1:
                 values = rng.uniform(centre - 0.5, centre + 0.5, shape)

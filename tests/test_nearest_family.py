@@ -10,6 +10,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.errors import UnsupportedError
+from tests import models_page
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 DECODER = SIZES | {"intermediate_size": 24, "num_key_value_heads": 1, "rms_norm_eps": 1e-6}
@@ -51,3 +52,8 @@ def test_nearest_families(case: str, tmp_path: Path) -> None:
     message = str(caught.value)
     assert all(part in message for part in (*parts, f"model_type '{kind}'", "docs/adding-a-family.md")), message
     assert "'hidden_dropout_prob'" not in message
+
+
+def test_the_page_of_models_is_current() -> None:
+    """As `python -m tests.models_page --write` has it, of the table of families and of the last census."""
+    assert models_page.PAGE.read_text("utf-8") == models_page.page()
