@@ -341,7 +341,7 @@ def test_a_program_without_symbolic_sizes(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(export_model, "_symbolic_forms", fail)
     with pytest.raises(UnsupportedError, match=r"symbolic sizes \(TypeError: a symbolic size\): pass sizes=.*'batch'"):
         rlx.compile(flow, weights).export(tmp_path / "m.rlxa")
-    model = rlx.compile(flow, weights, profile=profile(buckets={"batch": [1, 3]}))
+    model = rlx.compile(flow, weights, profile=profile(buckets={"batch": [1, 3], "on_recompile": "error"}))
     assert model.export(tmp_path / "m.rlxa").programs == ("forward of batch 1", "forward of batch 3")
     loaded = rlx.load(tmp_path / "m.rlxa")
     assert same(loaded(X), model(X)) and same(loaded(X[:1]), model(X[:1]))
