@@ -155,6 +155,7 @@ def attention() -> Iterator[Sample]:
     yield Sample(o.DequantizeVectors(as_dtype("f32")), "i8 batch seq 2 5; f32 batch seq 2", below=120)
     yield Sample(o.Overwrite(), "f32 batch keys 3; f32 batch keys 3")
     yield Sample(o.Overwrite(), "bool 2 3; bool 2 3")
+    yield Sample(o.After(), "f32 batch keys 3; bf16 batch; i32 2")
     for ring, row in (("keys 3", "3"), ("2 2 3", "2 3")):
         for block, below in (("seq", 5), ("1", 2)):
             yield Sample(o.RingStep(), f"f32 batch {ring}; f32 batch {block} {row}; i32 batch; i32 batch", below=below)

@@ -83,6 +83,7 @@ MEANINGS: dict[type[Op], Meaning] = {
     o.Scatter: lambda op, x, i, u: formula.scatter(x, i, u, op.axis, op.kind),
     o.ScatterNd: lambda op, x, i, u: formula.scatter_nd(x, i, u, op.kind),
     o.RepeatHeads: repeat_heads,
+    o.After: lambda op, x, *others: x,
     o.Overwrite: lambda op, old, new: new,
 }  # fmt: skip
 

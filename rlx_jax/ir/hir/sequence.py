@@ -11,7 +11,7 @@ from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import Builder, Graph, Hir, Value, constant
 from rlx_jax.ir.hir.masks import MaskKind, check_arity
 from rlx_jax.ir.ops.attention import AttentionOp, RopeOp, RopeTable, SinusoidTable, check_heads, check_score_options
-from rlx_jax.ir.ops.cache import CacheUpdate, DequantizeVectors, QuantizeVectors, RingStep
+from rlx_jax.ir.ops.cache import After, CacheUpdate, DequantizeVectors, QuantizeVectors, RingStep
 from rlx_jax.ir.ops.control import PairBias
 from rlx_jax.ir.ops.index import Gather, Iota, TakeRow
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Where, in_dtype
@@ -357,11 +357,11 @@ class CachedAttention(Hir):
         if self.attend.last or not self.block_only:
             positions = {"positions": self._positions(b, q, start, lengths), **positions}
         keep, mask_caches = self._update_masks(b, start, lengths, *masks) if masks else ((), ())
-        return (
-            self.attend.expand_repeated(b, times, q, k, v, *keep, *other_operands, positions=positions),
-            *(cache for arrays in zip(*updates, strict=True) for *_, cache in arrays),
-            *mask_caches,
-        )
+        context = self.attend.expand_repeated(b, times, q, k, v, *keep, *other_operands, positions=positions)
+        new_caches = [cache for arrays in zip(*updates, strict=True) for *_, cache in arrays]
+        if self.block_only:  # nothing else reads the caches before the end of the program
+            context = b(After(), context, *new_caches)
+        return context, *new_caches, *mask_caches
 
     def _encode(self, b: Builder, rows: Value, cache: Value) -> tuple[Value, ...]:
         """Return rows `[B,S,K,D]` as the cache stores them: in its dtype, or as codes and scales."""

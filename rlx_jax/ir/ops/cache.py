@@ -16,7 +16,7 @@ from jax import Array
 
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import Mir
-from rlx_jax.ir.traits import ELEMENTWISE, REDUCTION, STATE, Types, results_written
+from rlx_jax.ir.traits import ELEMENTWISE, MOVEMENT, REDUCTION, STATE, Types, results_written, zero
 from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static, short_name
 
 # Signature of `write_rows`: (cache, slot, new, ordered) → cache. Callers of `eval` may pass another implementation.
@@ -71,6 +71,29 @@ class CacheUpdate(Mir):
         # Padding gets distinct slots past the end: with unique indices XLA does not have to order the writes.
         slot = jnp.where(step < lengths[:, None], start[:, None] + step, cache.shape[1] + step)
         return write(cache, slot, new, True)
+
+
+@dataclass(frozen=True)
+class After(Mir):
+    """Return the first operand, computed after the others.
+
+    XLA may postpone the writes of all caches to the end of a program. Until then it holds the keys and values of every
+    layer, although only the next op needs them.
+    """
+
+    traits = replace(
+        MOVEMENT,
+        narrows=0,
+        widens=False,
+        bytes=zero,
+        view=lambda op, operands, results: 0,
+    )
+    operands = "x *"
+
+    def eval(self, x: Array, *others: Array) -> Array:
+        """Return `x`."""
+        result: Array = jax.lax.optimization_barrier((x, *others))[0]
+        return result
 
 
 @dataclass(frozen=True)
