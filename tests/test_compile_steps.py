@@ -16,16 +16,20 @@ import rlx_jax as rlx
 from rlx_jax import compile_steps as steps
 from rlx_jax.blocks import Homogeneous
 from rlx_jax.compiler import pipeline as compiler
+from rlx_jax.compiler.settings import choose_settings
+from rlx_jax.device import named_device
 from rlx_jax.errors import (
     GraphError,
     LimitError,
     ProfileError,
     RequestError,
     RlxCacheWarning,
+    ShapeError,
     UnsupportedError,
 )
 from rlx_jax.lowering.inspect.buffers import dump_lir
 from rlx_jax.runtime import programs as program_cache
+from rlx_jax.runtime.aot_cache import source_digest
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_act": "silu", "vocab_size": 48, "hidden_size": 32, "intermediate_size": 64,
@@ -268,6 +272,119 @@ def test_planned_programs_on_disk(tmp_path: Path) -> None:
         assert cache.get_lir("a", "source") is None
     with pytest.raises(LimitError):
         rlx.AotCache(tmp_path, max_bytes=10).put_lir("a", lir)
+
+
+def relu(profile: rlx.CompileProfile | None = None) -> rlx.ModelFlow:
+    """A flow of its own profile, if there is one."""
+    flow = rlx.ModelFlow("f").input("x", ("batch", 8)).custom(lambda emit, x: emit.relu(x))
+    return flow if profile is None else flow.with_profile(profile)
+
+
+BF16 = rlx.CompileProfile().replace(precision={"compute": "bf16"})
+
+
+@pytest.mark.parametrize("mode", ["eager", "aot"])
+def test_the_profile_of_a_flow_is_that_of_its_programs(tmp_path: Path, mode: str) -> None:
+    """An entry on disk of the same blocks with another profile is made again."""
+    component = rlx.ModelComponent(rlx.ModelVariant.prefill(2, 1)).with_compilation_mode(mode)
+    for profile, is_bf16 in ((None, False), (BF16, True), (None, False)):
+        pipeline = rlx.ModelCompilePipeline("cpu").with_aot(tmp_path)
+        executable, _ = pipeline.get_or_compile_component(component, lambda: relu(profile))  # noqa: B023
+        assert ("bf16" in dump_lir(executable.lir)) == is_bf16
+
+
+def test_another_profile_is_refused(tmp_path: Path) -> None:
+    """Neither the executable of a key nor the template is used for it, and nothing else is written to disk."""
+    pipeline, component = rlx.ModelCompilePipeline("cpu"), rlx.ModelComponent(rlx.ModelVariant.prefill(2, 1))
+    executable, _ = pipeline.get_or_compile_component(component, module)
+    assert pipeline.get_or_compile_component(component, module, {"profile": rlx.CompileProfile()})[0] is executable
+    bf16: Any = {"profile": BF16}
+    for refused in (
+        lambda: pipeline.get_or_compile_component(component, module, bf16),
+        lambda: pipeline.build_template(module, bf16),
+        lambda: pipeline.get_or_compile(1, {"batch": 3}, module, bf16),
+        lambda: pipeline.get_or_compile_component(component.with_quant("int8"), module),
+        lambda: pipeline.with_aot(tmp_path).get_or_compile_component(
+            component.with_quant("int8").with_compilation_mode("aot"), module
+        ),
+    ):
+        with pytest.raises(RequestError, match=r"precision\.(compute|weights)"):
+            refused()
+    assert not list(tmp_path.iterdir())
+
+
+def test_entries_are_of_the_graph_of_their_pipeline(tmp_path: Path) -> None:
+    """The first model is that of the pipeline: another one neither runs nor reaches the disk."""
+    component = rlx.ModelComponent(rlx.ModelVariant.prefill(2, 1)).with_compilation_mode("aot")
+    pipeline = rlx.ModelCompilePipeline("cpu").with_aot(tmp_path)
+    pipeline.get_or_compile_component(replace(component, variant=rlx.ModelVariant.prefill(3, 1)), module)
+    assert pipeline.get_or_compile_component(component, relu)[1].graph_name == "two"
+    other, manifest = rlx.ModelCompilePipeline("cpu").with_aot(tmp_path).get_or_compile_component(component, relu)
+    assert manifest.graph_name == "f"
+    np.testing.assert_array_equal(other.run({}, {}, {"x": -np.ones((2, 8), np.float32)})[0][0], np.zeros((2, 8)))
+
+
+def test_what_auto_stands_for_is_part_of_the_digest() -> None:
+    """`compute = "auto"` is the weights' dtype on an accelerator, and the target is the device that runs."""
+    hir = relu().build().hir
+    settings = choose_settings(relu().build(), None, False, "forward")
+    others = (
+        replace(settings, compute=np.dtype("float16")),
+        replace(settings, device=named_device("h200")),
+        replace(settings, profile=BF16),
+    )
+    assert len({source_digest(hir, s) for s in (settings, *others)}) == 4
+    more_memory = replace(settings, device=replace(settings.device, memory=1))
+    assert source_digest(hir, more_memory) == source_digest(hir, settings)
+
+
+CONFIG = rlx.ModelExecutionConfig.prefill(1, 1)
+WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    "phase": (lambda: rlx.ModelVariant(1, 1, phase="decod"), ProfileError, "did you mean 'decode'"),  # type: ignore[arg-type]
+    "past": (lambda: rlx.ModelVariant(1, 1, -5), ShapeError, "past_seq"),
+    "extra": (lambda: rlx.ModelVariant.prefill(2, 8).with_extra("batch", 5), GraphError, "'batch' has a size already"),
+    "mode": (lambda: CONFIG.with_compilation_mode("eagr"), ProfileError, "did you mean 'eager'"),
+    "preset": (lambda: CONFIG.with_preset("encodr"), ProfileError, "did you mean 'encoder'"),
+    "composition": (lambda: CONFIG.with_layer_composition("x"), GraphError, "LayerComposition"),
+    "choice": (lambda: rlx.probe_block_specialization(module(), "unfusd"), ProfileError, "unfused_primitives"),
+    "component": (
+        lambda: rlx.ModelCompilePipeline("cpu").get_or_compile_component("x", module), RequestError, "ModelComponent"  # type: ignore[arg-type]
+    ),
+    "option": (
+        lambda: rlx.ModelCompilePipeline("cpu").get_or_compile_component(CONFIG, module, {"profle": "auto"}),  # type: ignore[arg-type]
+        RequestError, "profle",
+    ),
+    "build": (lambda: rlx.ModelCompilePipeline("cpu").build_template(None), RequestError, "build_hir"),  # type: ignore[arg-type]
+    "no op": (lambda: compile_for(supported_ops=["MatMul", "Unray"]), GraphError, "did you mean 'Unary'"),
+    "text": (lambda: compile_for(supported_ops="MatMul, Unary"), GraphError, "a list of names"),
+    "target": (
+        lambda: compile_for(profile=rlx.CompileProfile().replace(fusion={"target": "h200"})), ProfileError, "'h200'"
+    ),
+    "sliced": (lambda: transposed().run_padded(3, {"x": np.ones((3, 5))}, ["x"], [0]), RequestError, r"\(5, 4\)"),
+}  # fmt: skip
+
+
+def compile_for(**options: Any) -> steps.CompileResult:
+    return rlx.CompilePipeline(**options).compile_module(module().bind(batch=2))
+
+
+def transposed() -> rlx.BucketedCompileCache:
+    return rlx.BucketedCompileCache((4,), lambda rows: lambda inputs: (inputs["x"].T,))
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_values_are_named(case: str) -> None:
+    call, error, fragment = WRONG[case]
+    with pytest.raises(error, match=fragment):
+        call()
+
+
+def test_a_configuration_with_options_keeps_what_its_component_changes() -> None:
+    config = rlx.ModelExecutionConfig.prefill(1, 5).with_quant("int8")
+    pipeline = rlx.ModelCompilePipeline("cpu")
+    pipeline.get_or_compile_component(config, llama, {"profile": rlx.CompileProfile()})
+    assert pipeline.template_result is not None and pipeline.template_result.settings is not None
+    assert pipeline.template_result.settings.profile.precision.weights == "int8"
 
 
 def test_a_python_function_is_not_written(tmp_path: Path) -> None:

@@ -13,8 +13,10 @@ from rlx_jax.compiler.manifest import BindingManifest
 from rlx_jax.compiler.passes import Job, pass_named
 from rlx_jax.compiler.pipeline import Template, make_lir, make_template
 from rlx_jax.compiler.settings import Settings, choose_settings, lowering_settings
-from rlx_jax.errors import GraphError, UnsupportedError, listing
+from rlx_jax.errors import GraphError, ProfileError, UnsupportedError, did_you_mean, listing, quote
 from rlx_jax.ir.graph import Graph, GraphStage, Mir, TypeCache
+from rlx_jax.ir.ops import OPS
+from rlx_jax.ir.plugins import active_plugin
 from rlx_jax.ir.queries import dynamic_symbols
 from rlx_jax.lowering.fusion import FusionReport, fusion_report
 from rlx_jax.lowering.inspect.buffers import ALIGNMENT
@@ -177,7 +179,12 @@ class CompilePipeline:
         """
         built = module.build()
         profile = CompileProfile.of(self.profile) if self.profile is not None else built.profile or CompileProfile()
-        changes = {"target": self.target, "assert_clean": self.assert_fusion_clean or profile.fusion.assert_clean}
+        if "auto" not in (self.target, profile.fusion.target) and profile.fusion.target != self.target:
+            raise ProfileError(
+                f"the profile is for {quote(profile.fusion.target)}, and the pipeline for {quote(self.target)}"
+            )
+        target = profile.fusion.target if self.target == "auto" else self.target
+        changes = {"target": target, "assert_clean": self.assert_fusion_clean or profile.fusion.assert_clean}
         return choose_settings(built, profile.replace(fusion=changes), False, "forward")
 
     def _check_ops(self, graph: Graph) -> None:
@@ -188,6 +195,12 @@ class CompilePipeline:
         """
         if self.supported_ops is None:
             return
+        if isinstance(self.supported_ops, str):
+            raise GraphError(f"supported_ops: expected a list of names, got the text {quote(self.supported_ops)}")
+        existing = [*(op.__name__ for op in OPS), *(op.__name__ for op in active_plugin().op_classes().values())]
+        if unknown := [kind for kind in self.supported_ops if kind not in existing]:
+            hint = did_you_mean(unknown[0], existing)
+            raise GraphError(f"supported_ops: there is no op {quote(unknown[0])}{hint}")
         kinds = dict.fromkeys(type(node.op).__name__ for _, node in graph.walk() if isinstance(node.op, Mir))
         if missing := [kind for kind in kinds if kind not in self.supported_ops]:
             allowed = listing(sorted(self.supported_ops)) or "none"

@@ -10,7 +10,7 @@ import hashlib
 import os
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 from rlx_jax.device import named_device, running_device
 from rlx_jax.errors import GraphError, ProfileError, did_you_mean, quote
@@ -62,11 +62,23 @@ def kernel_dispatch(value: str, where: str = "kernel_dispatch") -> KernelDispatc
     Raises:
         ProfileError: there is no such value.
     """
-    choices = [str(choice) for choice in KernelDispatch]
+    return choice_of(KernelDispatch, value, where)
+
+
+Choice = TypeVar("Choice", bound=StrEnum)
+
+
+def choice_of(kind: type[Choice], value: str, where: str) -> Choice:
+    """Return a value of an enumeration from its text.
+
+    Raises:
+        ProfileError: there is no such value.
+    """
+    choices = [str(choice) for choice in kind]
     if value not in choices:
         hint = did_you_mean(str(value), choices)
         raise ProfileError(f"{where}: expected {' or '.join(choices)}, got {quote(value)}{hint}")
-    return KernelDispatch(value)
+    return kind(value)
 
 
 def stable_hash(*parts: object) -> int:
@@ -92,10 +104,15 @@ class ModelVariant:
     extra: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "phase", Phase(self.phase))
-        for name, size in self.dim_binding().items():
-            if not isinstance(as_dim(size, f"ModelVariant: {name}"), int):
-                raise GraphError(f"ModelVariant: {name}: expected a number, got {quote(size)}")
+        object.__setattr__(self, "phase", choice_of(Phase, self.phase, "ModelVariant: phase"))
+        for name in ("batch", "seq", "past_seq"):
+            if getattr(self, name) is not None or name != "past_seq":
+                object.__setattr__(self, name, _size(name, getattr(self, name)))
+        extra = tuple((name, _size(name, size)) for name, size in self.extra)
+        object.__setattr__(self, "extra", extra)
+        names = [*self._named_sizes(), *(name for name, _ in extra)]
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise GraphError(f"ModelVariant: extra: {quote(repeated[0])} has a size already")
 
     @staticmethod
     def prefill(batch: int, seq: int) -> ModelVariant:
@@ -118,16 +135,32 @@ class ModelVariant:
 
     def dim_binding(self) -> dict[str, int]:
         """Return the size of each symbol; `rows`, the product of rows and tokens, only without a cache."""
+        return {**self._named_sizes(), **dict(self.extra)}
+
+    def _named_sizes(self) -> dict[str, int]:
+        """Return the sizes without `extra`."""
         binding = {"batch": self.batch, "seq": self.seq}
         if self.phase == Phase.DECODE and self.past_seq is not None:
             binding["past"] = self.past_seq
         elif self.batch > 1:
             binding["rows"] = self.batch * self.seq
-        return {**binding, **dict(self.extra)}
+        return binding
 
     def cache_key(self) -> int:
         """Return a 64-bit key of the phase, the sizes and the order of `extra`."""
         return stable_hash("variant", str(self.phase), self.batch, self.seq, self.past_seq, self.extra)
+
+
+def _size(name: str, size: object) -> int:
+    """Return a size of a variant.
+
+    Raises:
+        GraphError, ShapeError: it is no positive number.
+    """
+    dim = as_dim(size, f"ModelVariant: {name}")
+    if not isinstance(dim, int):
+        raise GraphError(f"ModelVariant: {name}: expected a number, got {quote(size)}")
+    return dim
 
 
 @dataclass(frozen=True)
@@ -153,7 +186,8 @@ class ModelComponent:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kernel_dispatch", kernel_dispatch(self.kernel_dispatch))
-        object.__setattr__(self, "compilation_mode", CompilationMode(self.compilation_mode))
+        mode = choice_of(CompilationMode, self.compilation_mode, "compilation_mode")
+        object.__setattr__(self, "compilation_mode", mode)
 
     def with_kernel_dispatch(self, dispatch: KernelDispatch | str) -> ModelComponent:
         """Return the component with other implementations of ops."""
@@ -161,7 +195,7 @@ class ModelComponent:
 
     def with_compilation_mode(self, mode: CompilationMode | str) -> ModelComponent:
         """Return the component with another compilation mode."""
-        return replace(self, compilation_mode=CompilationMode(mode))
+        return replace(self, compilation_mode=choice_of(CompilationMode, mode, "compilation_mode"))
 
     def with_profile_key(self, key: int) -> ModelComponent:
         """Return the component with the key of a preset."""
@@ -172,7 +206,13 @@ class ModelComponent:
         return replace(self, quant=quant)
 
     def with_layer_composition(self, composition: Any) -> ModelComponent:
-        """Return the component with the key of a `LayerComposition`."""
+        """Return the component with the key of a `LayerComposition`.
+
+        Raises:
+            GraphError: it is none.
+        """
+        if not callable(getattr(composition, "cache_key", None)):
+            raise GraphError(f"composition: expected a LayerComposition, got {type(composition).__name__}")
         return replace(self, layer_composition_key=composition.cache_key())
 
     def dim_binding(self) -> dict[str, int]:
@@ -214,6 +254,9 @@ class ModelExecutionConfig:
     component: ModelComponent
     preset: ExecutionPreset
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "preset", choice_of(ExecutionPreset, self.preset, "preset"))
+
     @staticmethod
     def prefill(batch: int, seq: int) -> ModelExecutionConfig:
         """Return the configuration of a prompt of a Llama."""
@@ -241,7 +284,7 @@ class ModelExecutionConfig:
 
     def with_preset(self, preset: ExecutionPreset | str) -> ModelExecutionConfig:
         """Return the configuration with another preset, and its key in the component."""
-        preset = ExecutionPreset(preset)
+        preset = choice_of(ExecutionPreset, preset, "preset")
         return ModelExecutionConfig(self.component.with_profile_key(preset.profile_key()), preset)
 
     def with_kernel_dispatch(self, dispatch: KernelDispatch | str) -> ModelExecutionConfig:

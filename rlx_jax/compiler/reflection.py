@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rlx_jax.compiler.compile_pipeline import CompilePipeline, CompileResult
-from rlx_jax.compiler.execution import ModelComponent
+from rlx_jax.compiler.execution import ModelComponent, choice_of
 from rlx_jax.compiler.graph_module import GraphModule
 from rlx_jax.compiler.manifest import ArrayShape, BindingManifest, ManifestDiff, shape_of
 from rlx_jax.errors import GraphError
@@ -101,11 +101,12 @@ def probe_block_specialization(
     """Return node number, kind and `choice` of each decoder layer, SwiGLU and gated delta net; nothing is changed.
 
     Raises:
-        GraphError: it is no program at HIR.
+        GraphError: it is no program at HIR. ProfileError: there is no such choice.
     """
+    chosen = choice_of(BlockSpecialization, choice, "choice")
     graph = hir_module(module).into_hir()
     found = ((number, label) for number, label in _composites(graph) if label in SPECIALIZED)
-    return tuple((number, label, BlockSpecialization(choice)) for number, label in found)
+    return tuple((number, label, chosen) for number, label in found)
 
 
 def symbolic_layout_hint(binding: Mapping[str, int]) -> str:

@@ -17,6 +17,8 @@ from typing import Any
 
 from rlx_jax.compiler.compile_pipeline import CompilePipeline
 from rlx_jax.compiler.graph_module import GraphModule
+from rlx_jax.compiler.settings import Settings
+from rlx_jax.device import running_device
 from rlx_jax.errors import GraphError, RlxCacheWarning, RlxError, first_line
 from rlx_jax.io.entries import EntryStore
 from rlx_jax.ir.graph import Graph
@@ -29,9 +31,14 @@ from rlx_jax.profiles import CompileProfile
 MAX_BYTES = 1 << 30
 
 
-def source_digest(graph: Graph, profile: CompileProfile) -> str:
-    """Return the SHA-256 of what a planned program depends on besides its sizes: blocks, profile and release."""
-    return _digest([encode_graph(graph, closure_digest), repr(profile)])
+def source_digest(graph: Graph, settings: Settings) -> str:
+    """Return the SHA-256 of what a planned program depends on besides its sizes.
+
+    That is blocks, profile and release, and what `auto` in the profile stands for: the device, and the dtype that may
+    be the weights'.
+    """
+    device = replace(settings.device, memory=None)
+    return _digest([encode_graph(graph, closure_digest), repr((settings.profile, device, settings.compute))])
 
 
 def _digest(content: Any) -> str:
@@ -118,7 +125,10 @@ class AotCache:
             symbols = ", ".join(module.dynamic_symbols)
             raise GraphError(f"module {module.name!r} has no size of {symbols}: bind it, or use specialize_cached")
         profile = None if pipeline.profile is None else CompileProfile.of(pipeline.profile)
-        source = _digest([module.to_json(), repr(replace(pipeline, profile=profile))])
+        ops = None if pipeline.supported_ops is None else sorted(pipeline.supported_ops)
+        device = replace(running_device(), memory=None) if pipeline.target == "auto" else None
+        described = replace(pipeline, profile=profile, supported_ops=ops), device, module.build().profile
+        source = _digest([module.to_json(), repr(described)])
         lir = self.get_lir(key, source)
         if lir is None:
             lir = pipeline.compile_module(module).lir

@@ -127,7 +127,8 @@ class BucketedCompileCache:
             sliced: the numbers of the outputs of which only the first `extent` rows are returned.
 
         Raises:
-            RequestError: a padded input is missing or has another number of rows, or there is no such output.
+            RequestError: a padded input is missing or has another number of rows, there is no output of a number in
+                `sliced`, or it does not have the rows of the bucket.
         """
         size = self.bucket(extent)
         if size is None:
@@ -142,4 +143,7 @@ class BucketedCompileCache:
         outputs = tuple(self.program(size)(arrays))
         if wrong := [number for number in sliced if number not in range(len(outputs))]:
             raise RequestError(f"run_padded: there is no output {wrong[0]}; the program has {len(outputs)}")
+        for number in sliced:
+            if (shape := np.shape(outputs[number]))[:1] != (size,):
+                raise RequestError(f"run_padded: output {number} has shape {shape}, not the {size} rows of the bucket")
         return tuple(output[:extent] if number in sliced else output for number, output in enumerate(outputs))

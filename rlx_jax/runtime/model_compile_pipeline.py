@@ -22,9 +22,12 @@ from rlx_jax.compiler.execution import (
 )
 from rlx_jax.compiler.graph_module import GraphModule
 from rlx_jax.compiler.manifest import BindingManifest
+from rlx_jax.compiler.settings import choose_settings
 from rlx_jax.errors import GraphError, RequestError, quote
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.profiles import CompileProfile
+from rlx_jax.profiles.profile import field_changes
+from rlx_jax.program import Buildable
 from rlx_jax.runtime.aot_cache import AotCache, source_digest
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.levels import key_with_sizes
@@ -41,9 +44,10 @@ DEFAULT_CAPACITY = 8
 
 @dataclass(frozen=True)
 class CompiledEntry:
-    """An executable with the sizes that it was compiled for, and its manifest."""
+    """An executable with the sizes and the profile that it was compiled for, and its manifest."""
 
     binding: Mapping[str, int]
+    profile: CompileProfile
     executable: Executable
     manifest: BindingManifest
 
@@ -51,7 +55,8 @@ class CompiledEntry:
 class ModelCompilePipeline:
     """The compile of one model in three steps, each of which runs once for its arguments.
 
-    Executables are kept by the caller's keys, at most `capacity`, and the first one is dropped first.
+    Executables are kept by the caller's keys, at most `capacity`, and the first one is dropped first. The first call
+    with a `build_hir` decides the model, and the first template the profile: another profile is an error.
 
     >>> from rlx_jax.compiler.graph_module import GraphModule
     >>> def build():
@@ -72,6 +77,8 @@ class ModelCompilePipeline:
         self.capacity = check_integer("capacity", capacity, 1)
         self.aot: AotCache | None = None
         self.template_result: CompileResult | None = None
+        self._flow: Buildable | None = None
+        self._base: CompileProfile | None = None  # before what a component changes
         self._programs: Programs | None = None
         self._entries: dict[int, CompiledEntry] = {}
 
@@ -87,16 +94,19 @@ class ModelCompilePipeline:
 
         Args:
             build_hir: returns a flow, a module, a recipe, or a built flow.
-            options: keywords of `rlx_jax.compile`, as `compile_options_for` returns them.
+            options: keywords of `rlx_jax.compile`, as `compile_options_for` returns them; by default the profile of
+                the flow.
 
         Raises:
-            As `rlx_jax.compile`.
+            RequestError: there is a template with another profile. Others as `rlx_jax.compile`.
         """
-        if self.template_result is None:
-            self._programs = make_programs([build_hir()], None, self._options(options), merge=False)
+        profile = self._profile(build_hir, options)
+        if self._programs is None or self.template_result is None:
+            self._programs = make_programs([self._flow], None, OpenOptions(profile=profile), merge=False)
             (name,) = self._programs.flows
             template = self._programs.template(ProgramKey(name, "forward"))
             self.template_result = CompileResult.of(template, self._programs.settings)
+        _check_profile("the template", self._programs.settings.profile, profile)
         return self.template_result
 
     ensure_template = build_template
@@ -135,14 +145,15 @@ class ModelCompilePipeline:
         """Return the executable of a key; all three steps run for a new one.
 
         Raises:
-            RequestError: the key has an executable for other sizes. Others as the steps.
+            RequestError: the key has an executable for other sizes or another profile. Others as the steps.
         """
+        profile = self._profile(build_hir, options)
 
         def make() -> CompileResult:
             self.build_template(build_hir, options)
             return self.specialize_template(binding)
 
-        return self._entry(key, binding, make).executable
+        return self._entry(key, binding, profile, make).executable
 
     # -- components --------------------------------------------------------------------------
 
@@ -154,17 +165,19 @@ class ModelCompilePipeline:
     ) -> tuple[Executable, BindingManifest]:
         """Return the executable of a component and the manifest of its program.
 
-        A configuration brings the profile of its preset if there are no options; a component of the mode `AOT` takes
-        its planned program from disk.
+        Without options, a configuration brings the profile of its preset. `quant` and `kernel_dispatch` of the
+        component change the profile; a component of the mode `AOT` takes its planned program from disk.
 
         Raises:
             RequestError: the mode is `AOT`, and the pipeline has no directory. Others as `get_or_compile`.
         """
         if isinstance(component, ModelExecutionConfig):
-            options = options or {"profile": component.compile_profile()}
+            options = options or {"profile": component.preset.profile()}
             component = component.component
-        else:
-            options = compile_options_for((options or {"profile": CompileProfile()})["profile"], component)
+        if not isinstance(component, ModelComponent):
+            raise RequestError(f"component: expected a ModelComponent, got {type(component).__name__}")
+        profile = self._profile(build_hir, options, component)
+        options = {"profile": profile}
         key, sizes = component.cache_key(), component.dim_binding()
 
         def make() -> CompileResult:
@@ -174,7 +187,7 @@ class ModelCompilePipeline:
                 raise RequestError("a component of the mode 'aot' needs a directory: call with_aot(path) first")
             return self.get_or_specialize_aot(self.aot, component.aot_disk_base(), key, sizes, build_hir, options)
 
-        entry = self._entry(key, sizes, make)
+        entry = self._entry(key, sizes, profile, make)
         return entry.executable, entry.manifest
 
     def get_or_specialize_aot(
@@ -183,7 +196,8 @@ class ModelCompilePipeline:
     ) -> CompileResult:  # fmt: skip
         """Return the planned program of a component from disk; without an entry the first two steps run, and write it.
 
-        The entry is used only for the same blocks, profile and release, so that no pass runs and nothing is planned.
+        The entry is used only for the same blocks, profile, device, dtype and release, so that no pass runs and
+        nothing is planned.
 
         Args:
             aot: the planned programs on disk.
@@ -195,11 +209,12 @@ class ModelCompilePipeline:
         Raises:
             UnsupportedError: the model calls a Python function (`emit.jax`), which is not written to files.
         """
-        flow = as_flow(build_hir())
-        digest = source_digest(flow.build().hir, self._options(options).profile)
+        profile = self._profile(build_hir, options)
+        built = self._open(build_hir).build()
+        digest = source_digest(built.hir, choose_settings(built, profile, False, "forward"))
 
         def make() -> Lir:
-            template = self.build_template(lambda: flow, options)
+            template = self.build_template(build_hir, options)
             return self.specialize_template(template.known_sizes(binding)).lir
 
         return CompileResult.planned(aot.specialize_cached(f"{disk_base}-{key:016x}", binding, digest, make))
@@ -243,21 +258,40 @@ class ModelCompilePipeline:
         """Return whether the template is built."""
         return self.template_result is not None
 
-    def _options(self, options: KeywordsLike) -> OpenOptions:
-        """Return options for the programs of a model, with the device of the pipeline.
+    def _open(self, build_hir: BuildHir) -> Buildable:
+        """Return the flow of the pipeline; the first call makes it."""
+        if self._flow is None:
+            if not callable(build_hir):
+                raise RequestError(
+                    f"build_hir: expected a function that returns a flow or a module, got {type(build_hir).__name__}"
+                )
+            self._flow = as_flow(build_hir())
+        return self._flow
+
+    def _profile(
+        self, build_hir: BuildHir, options: KeywordsLike, component: ModelComponent | None = None
+    ) -> CompileProfile:
+        """Return the profile of a request for the device of the pipeline, with what a component changes.
+
+        Without options it is that of the first request, which takes the flow's.
 
         Raises:
-            ProfileError: the profile is for another device. RequestError: there is another option.
+            RequestError: the profile is for another device, or there is another option.
         """
         if unknown := [name for name in options or {} if name != "profile"]:
             raise RequestError(f"options: {quote(unknown[0])}: expected profile, as compile_options_for returns it")
-        profile = CompileProfile.of(options["profile"]) if options else CompileProfile()
+        flow = self._open(build_hir)
+        profile = CompileProfile.of(options["profile"]) if options else self._base
+        if profile is None:
+            profile = flow.build().profile or CompileProfile.auto()
         target = profile.fusion.target
         if "auto" not in (target, self.device) and target != self.device:
             raise RequestError(
                 f"options: the profile is for {quote(target)}, and the pipeline for {quote(self.device)}"
             )
-        return OpenOptions(profile=profile.replace(fusion={"target": self.device if target == "auto" else target}))
+        profile = profile.replace(fusion={"target": self.device if target == "auto" else target})
+        self._base = self._base or profile
+        return profile if component is None else compile_options_for(profile, component)["profile"]
 
     def _require_template(self, operation: str) -> tuple[Programs, CompileResult]:
         if self._programs is None or self.template_result is None:
@@ -268,16 +302,18 @@ class ModelCompilePipeline:
         (name,) = programs.flows
         return key_with_sizes(programs, ProgramKey(name, "forward"), binding)
 
-    def _entry(self, key: int, binding: Mapping[str, int], make: Callable[[], CompileResult]) -> CompiledEntry:
+    def _entry(
+        self, key: int, binding: Mapping[str, int], profile: CompileProfile, make: Callable[[], CompileResult]
+    ) -> CompiledEntry:
         """Return the entry of a key, compiled from the planned program that `make` returns if it is new.
 
         Raises:
-            RequestError: the key has an executable for other sizes.
+            RequestError: the key has an executable for other sizes or another profile.
         """
         entry = self._entries.get(key)
         if entry is None:
             result = make()
-            entry = CompiledEntry(dict(binding), self.compile_lir(result), result.manifest())
+            entry = CompiledEntry(dict(binding), profile, self.compile_lir(result), result.manifest())
             self._entries[key] = entry
             if len(self._entries) > self.capacity:
                 del self._entries[next(iter(self._entries))]
@@ -285,7 +321,21 @@ class ModelCompilePipeline:
             raise RequestError(
                 f"ModelCompilePipeline: key {key} has an executable for {dict(entry.binding)}, not for {dict(binding)}"
             )
+        _check_profile(f"key {key}", entry.profile, profile)
         return entry
+
+
+def _check_profile(where: str, ours: CompileProfile, requested: CompileProfile) -> None:
+    """Check that a request has the profile of what was compiled before.
+
+    Raises:
+        RequestError: it has another one.
+    """
+    if changes := [f"{c.name} = {c.theirs}" for c in field_changes(ours, requested)]:
+        raise RequestError(
+            f"ModelCompilePipeline: {where} has another profile, without {', '.join(changes)}: use a "
+            "pipeline for each profile"
+        )
 
 
 def _compile(programs: Programs, key: ProgramKey) -> Executable:
