@@ -53,6 +53,7 @@ def test_fences_are_known(page: Path) -> None:
     text = page.read_text("utf-8")
     assert text.count("```") == 2 * len(FENCE.findall(text)), "an indented or unclosed fence"
     assert {block[1] for block in FENCE.finditer(text)} <= {"python", "text", "sh", "toml", "json"}
+    assert not re.findall(r"^(?:<{7}|>{7}) .*$", text, re.MULTILINE), "an unresolved merge conflict"
 
 
 def test_index_links_every_page() -> None:
