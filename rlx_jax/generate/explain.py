@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -37,7 +37,8 @@ class HasRequests(Protocol):
     @property
     def _lm(self) -> LanguageModel: ...
 
-    def generate(self, prompts: Any, max_new_tokens: int, **options: Any) -> Any: ...
+    @property
+    def generate(self) -> Callable[..., Any]: ...
 
 
 def explain(

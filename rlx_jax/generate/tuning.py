@@ -178,7 +178,8 @@ def tune(
     if not error <= limit:
         raise NumericsError(f"tune: the first profile has an error of {error:.1e}, over the tolerance of {limit:.1e}")
     target = model.model.settings.target
-    fastest, profile = model, base
+    fastest: Any = model
+    profile = base
     trials: list[Trial] = []
     for change in changes_for(target):
         candidate_profile = profile.replace(**change)
