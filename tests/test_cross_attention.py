@@ -142,6 +142,11 @@ def test_refused(name: str) -> None:
         assert says in str(caught.value)
 
 
+def test_prompts_from_an_iterator_have_no_inputs() -> None:
+    with pytest.raises(RequestError, match=r"generate_iter: the flow reads 'image', 'keep'; use generate"):
+        lm().generate_iter(PROMPTS)
+
+
 def test_states_of_another_size() -> None:
     """The state says what it holds."""
     extend, prefill = (rlx.compile(flow(), WEIGHTS, program=p) for p in ("extend", "prefill"))

@@ -123,6 +123,20 @@ def test_an_iterator_that_does_not_end() -> None:
     assert drawn == dict(enumerate(model.generate(prompts, 4, temperature=1.0, seed=3)))
 
 
+def test_values_at_the_edge() -> None:
+    """No prompts, no new tokens, an empty prompt, and stop ids from an iterator, which every prompt reads."""
+    model = lm("llama")
+    assert model.generate([], [], [], seed=[]) == []
+    assert sorted(model.generate_iter([[1], [2]], 0, logprobs=1)) == [
+        (i, answer) for i, answer in enumerate(model.generate([[1], [2]], 0, logprobs=1))
+    ]
+    begins = rlx.CausalLM(model.model, bos_id=1)
+    assert list(begins.generate_iter([[]], 4, slots=2)) == [(0, begins.generate([[1]], 4)[0])]
+    prompts = [[1], [2, 3]]
+    stops = [row[0] for row in model.generate(prompts, 4)]
+    assert model.generate(prompts, [4, 4], stop=iter(stops), slots=2) == [[stop] for stop in stops]
+
+
 def test_errors_of_prompts_leave_the_others() -> None:
     """A prompt that can never fit, and one that is no prompt, are named; the others go on."""
     model = lm("llama")
@@ -163,6 +177,10 @@ def test_a_row_that_is_not_finite() -> None:
         (lambda m: m.generate([[1], [2]], [1, 2], speculative="prompt"), "speculative= do not go together"),
         (lambda m: m.generate_iter([[1]], errors="ignore"), "errors is 'ignore'"),
         (lambda m: m.generate_iter("text"), "expected an iterable"),
+        (lambda m: m.generate_iter([[1]], [1]), "max_new_tokens is .*one value for all prompts"),
+        (lambda m: m.generate_iter([[1]], stop=[[1]]), "stop is .*one value for all prompts"),
+        (lambda m: m.generate_iter([[1]], seed=np.arange(2)), "seed is .*one value for all prompts"),
+        (lambda m: m.generate([[1]], 1, progress=True), "progress is True; expected a callback"),
     ],
 )
 def test_refused(call: Any, message: str) -> None:

@@ -11,11 +11,11 @@ from typing import Any, Literal, Protocol, Unpack
 
 import numpy as np
 
-from rlx_jax.errors import RequestError, RlxError, shown, suggest_keywords
+from rlx_jax.errors import RequestError, RlxError, listing, shown, suggest_keywords
 from rlx_jax.generate.generation import NewTokens, make_output, make_outputs, run_request
 from rlx_jax.generate.request import LanguageModel, Request, check_answers, check_length, choose_seed
 from rlx_jax.generate.request_plan import chunk_widths
-from rlx_jax.generate.row_options import BatchProgress, RowOptions, StopLike, split_by_prompt
+from rlx_jax.generate.row_options import BatchProgress, RowOptions, StopLike, is_by_prompt, split_by_prompt
 from rlx_jax.generate.sampler import Sampler, Sampling, resolve_sampler
 from rlx_jax.generate.scheduler import JobAnswer, Scheduler, SlotJob
 from rlx_jax.generate.slot_plan import SlotPlan, max_slots, plan_slots
@@ -49,10 +49,13 @@ def split_options(
     if prompts.is_single or fields or not isinstance(sampler, list | tuple):
         sampler = resolve_sampler(sampler, fields)
     count = len(prompts.texts if prompts.texts is not None else prompts.ids or ())
+    stop = list(stop) if isinstance(stop, Iterator) else stop  # each prompt reads it
     arguments = {"max_new_tokens": max_new_tokens, "sampler": sampler, "stop": stop, "seed": seed}
-    by_prompt = [] if prompts.is_single else split_by_prompt(count, arguments)
-    if not by_prompt:
+    by_prompt = None if prompts.is_single else split_by_prompt(count, arguments)
+    if by_prompt is None:
         return max_new_tokens, sampler, stop, seed, ()
+    if not by_prompt:  # no prompts, and no values
+        return 0, Sampler(), (), 0, ()
     samplers = [resolve_sampler(each["sampler"], {}) for each in by_prompt]
     for chosen in {*samplers}:
         check_answers(lm, n, None, chosen, False)
@@ -202,6 +205,11 @@ def generate_iter(
         raise RequestError(f"errors is {shown(errors)}; expected 'raise' or 'return'")
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         raise RequestError(f"generate_iter: prompts is {shown(prompts)}; expected an iterable of strings or id lists")
+    for name, value in {"max_new_tokens": max_new_tokens, "sampler": sampler, "stop": stop, "seed": seed}.items():
+        if is_by_prompt(name, value):
+            raise RequestError(f"generate_iter: {name} is {shown(value)}; expected one value for all prompts")
+    if required := self._lm.required_inputs:
+        raise RequestError(f"generate_iter: the flow reads {listing(required)}; use generate, which takes inputs=")
     options: Any = {"logprobs": logprobs, "slots": slots, "progress": progress, **sampling}
     request, new = self._make_request(Prompts(None, [], False), max_new_tokens, sampler, stop, seed, **options)
     total = len(prompts) if isinstance(prompts, Sized) else None
@@ -244,6 +252,9 @@ class PromptStream:
                 except RlxError as error:
                     yield index, self.returned(error)
                     continue
+                if not job.options.budget:
+                    yield index, self.output(JobAnswer(job))
+                    continue
                 waiting.append(job)
                 num_prompts, prompt_tokens = num_prompts + 1, prompt_tokens + len(job.ids)
             if scheduler is None or scheduler.is_idle:
@@ -272,7 +283,8 @@ class PromptStream:
             RequestError, TokenIdError, SequenceLengthError: as `generate`.
         """
         name = f"prompts[{index}]"
-        prompts = classify_prompts(prompt, name)
+        is_empty = isinstance(prompt, list | tuple) and not prompt  # no tokens: neither kind of list
+        prompts = Prompts(None, [[]], True) if is_empty else classify_prompts(prompt, name)
         if not prompts.is_single:
             raise RequestError(f"{name} is {shown(prompt)}; expected a string or a list of token ids")
         (ids,) = self.lm.encode_prompts(prompts, index)

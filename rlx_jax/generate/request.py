@@ -252,6 +252,8 @@ def check_request(
         RequestError: see `rlx_jax.errors`.
     """
     check_answers(lm, n, logprobs, sampler, drafter is not None)
+    if progress is not None and not callable(progress):
+        raise RequestError(f"progress is {shown(progress)}; expected a callback, such as print")
     budget = check_integer("max_new_tokens", max_new_tokens, 0)
     prefix: PrefixState | None = None
     if state is None:

@@ -69,22 +69,27 @@ class BatchProgress:
         return f"{self.done:,}{total} answers, {self.tokens_per_second:,.0f} tokens/s{left}"
 
 
+def is_by_prompt(name: str, value: Any) -> bool:
+    """Return whether an argument has a value for each prompt. A `stop` for each prompt is a list of lists."""
+    if name == "stop":
+        return isinstance(value, list | tuple) and bool(value) and all(isinstance(item, list | tuple) for item in value)
+    return isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim == 1)
+
+
 def values_by_prompt(name: str, value: Any, count: int) -> list[Any] | None:
     """Return the values of an argument, one for each prompt; None if it is one value for all of them.
 
     Args:
         name: the argument.
-        value: its value. A `stop` for each prompt is a list of lists.
+        value: its value.
         count: number of prompts.
 
     Raises:
         RequestError: there are more or fewer values than prompts.
     """
-    if isinstance(value, np.ndarray) and value.ndim == 1 and name != "stop":
-        value = value.tolist()
-    is_list = isinstance(value, list | tuple)
-    if not is_list or (name == "stop" and not (value and all(isinstance(item, list | tuple) for item in value))):
+    if not is_by_prompt(name, value):
         return None
+    value = value.tolist() if isinstance(value, np.ndarray) else value
     if len(value) != count:
         raise RequestError(
             f"{name} has {len(value)} values, and there are {count} prompts: {shown(value)}; pass one value for all of "
@@ -93,15 +98,15 @@ def values_by_prompt(name: str, value: Any, count: int) -> list[Any] | None:
     return list(value)
 
 
-def split_by_prompt(count: int, arguments: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the arguments of each prompt; an empty list if none of them has values for each prompt.
+def split_by_prompt(count: int, arguments: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the arguments of each prompt; None if none of them has values for each prompt.
 
     Raises:
         RequestError: as `values_by_prompt`.
     """
     lists = {name: values_by_prompt(name, value, count) for name, value in arguments.items()}
     if all(values is None for values in lists.values()):
-        return []
+        return None
 
     def at(name: str, i: int) -> Any:
         values: Sequence[Any] | None = lists[name]
