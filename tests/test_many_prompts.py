@@ -127,9 +127,7 @@ def test_values_at_the_edge() -> None:
     """No prompts, no new tokens, an empty prompt, and stop ids from an iterator, which every prompt reads."""
     model = lm("llama")
     assert model.generate([], [], [], seed=[]) == []
-    assert sorted(model.generate_iter([[1], [2]], 0, logprobs=1)) == [
-        (i, answer) for i, answer in enumerate(model.generate([[1], [2]], 0, logprobs=1))
-    ]
+    assert list(model.generate_iter([[1], [2], [3]], 0, slots=2)) == [(0, []), (1, []), (2, [])]
     begins = rlx.CausalLM(model.model, bos_id=1)
     assert list(begins.generate_iter([[]], 4, slots=2)) == [(0, begins.generate([[1]], 4)[0])]
     prompts = [[1], [2, 3]]
@@ -145,6 +143,8 @@ def test_errors_of_prompts_leave_the_others() -> None:
     assert isinstance(got[1], errors.SequenceLengthError) and "prompts[1]" in str(got[1])
     assert isinstance(got[2], errors.TokenIdError) and "prompts[2][1]" in str(got[2])
     assert [got[0], got[3]] == model.generate([[1], [4, 5]], 8)
+    late = dict(model.generate_iter([[V], [V], [V], [1]], 8, slots=2, errors="return"))
+    assert late[3] == got[0] and len(late) == 4
     with pytest.raises(errors.SequenceLengthError, match=r"prompts\[1\]"):
         list(model.generate_iter(prompts, 8, slots=2))
     with pytest.raises(errors.SequenceLengthError, match=r"prompts\[1\]"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
@@ -245,8 +244,10 @@ class PromptStream:
         plan: SlotPlan | None = None
         done = num_tokens = num_prompts = prompt_tokens = 0
         while True:
-            num_ahead = len(waiting) + (0 if scheduler is None else scheduler.num_waiting)
-            for index, prompt in itertools.islice(source, max(0, read_ahead - num_ahead)):
+            num_submitted = 0 if scheduler is None else scheduler.num_waiting
+            # Prompts that are refused do not count: others follow them.
+            while len(waiting) + num_submitted < read_ahead and (item := next(source, None)) is not None:
+                index, prompt = item
                 try:
                     job = self.make_job(index, prompt)
                 except RlxError as error:
