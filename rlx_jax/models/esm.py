@@ -36,6 +36,7 @@ class EsmConfig(RobertaConfig):
 
     @classmethod
     def common_fields(cls, c: Fields) -> dict[str, Any]:
+        c.choice("hidden_act", "gelu", {"gelu": "gelu"})  # the reference computes gelu whatever the config says
         return dict(
             **tower_fields(c, eps=1e-12),
             vocab_size=c.integer("vocab_size", high=MAX_VOCABULARY),

@@ -15,6 +15,7 @@ from rlx_jax.blocks import (
     RmsNorm,
     RopeTables,
 )
+from rlx_jax.errors import UnsupportedError
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder_config import DecoderConfig, plain_fields
 from rlx_jax.models.encoder import EncoderFlow
@@ -46,6 +47,8 @@ class EuroBertConfig(DecoderConfig):
     @classmethod
     def read(cls, c: Fields) -> Self:
         common = plain_fields(c, max_positions=8192, eps=1e-5)
+        if c.flag("is_causal", False):
+            raise UnsupportedError(f"{c.where}: field 'is_causal' is true; supported is false: tokens read all others")
         name = "clf_pooling" if "clf_pooling" in c.values else "classifier_pooling"  # the authors' code has the first
         pooling = c.choice(name, "late", {pooling: pooling for pooling in ("bos", "mean", "late")})
         return cls(**common, **c.with_defaults(cls, "attention_bias", "mlp_bias"), classifier_pooling=pooling)
