@@ -157,6 +157,17 @@ def test_requests_of_a_language_model(tmp_path: Path) -> None:
         loaded.generate("a", 4, speculative="prompt")
 
 
+def test_settings_of_a_language_model_and_another_name(tmp_path: Path) -> None:
+    """No end token stays none, though the tokenizer has one; a file is recognized by its content."""
+    lm = rlx.load(str(FIXTURES / FAMILIES["llama"]))
+    assert lm.tokenizer.eos_ids
+    lm.eos_ids, lm.bos_id = (), None
+    lm.export(tmp_path / "lm.rlxa")
+    (tmp_path / "lm.rlxa").rename(tmp_path / "renamed")
+    loaded = rlx.load(tmp_path / "renamed")
+    assert (loaded.eos_ids, loaded.bos_id) == ((), None)
+
+
 def test_an_encoder_and_a_classifier(tmp_path: Path) -> None:
     """Packed, padded and plain programs; pooling, truncation and labels."""
     encoder = rlx.load(str(FIXTURES / "sentence" / "base"))

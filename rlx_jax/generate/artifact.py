@@ -17,7 +17,7 @@ from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.encode.tagging import TokenClassifier
 from rlx_jax.errors import ArtifactFormatError, RequestError, listing, quote
 from rlx_jax.generate.causal import CausalLM
-from rlx_jax.io.archive import SUFFIX
+from rlx_jax.io.archive import SUFFIX, is_archive
 from rlx_jax.io.folder import Folder
 from rlx_jax.ir.serial import decode
 from rlx_jax.models.heads import TaskHead
@@ -32,8 +32,11 @@ OPTIONS = ("expect_sha256", "progress")
 
 
 def is_artifact(path: object) -> bool:
-    """Return whether a path names an artifact."""
-    return isinstance(path, str | os.PathLike) and os.fsdecode(path).endswith(SUFFIX)
+    """Return whether a path names an artifact, or is a file that begins as one does."""
+    if not isinstance(path, str | os.PathLike):
+        return False
+    name = os.fsdecode(path)
+    return name.endswith(SUFFIX) or (os.path.isfile(name) and is_archive(name))
 
 
 def load_artifact(path: str | os.PathLike[str], options: Mapping[str, Any]) -> Any:
@@ -71,7 +74,9 @@ def setting(artifact: OpenArtifact, name: str, hint: Any) -> Any:
 
 def _language_model(model: CompiledModel, artifact: OpenArtifact) -> CausalLM:
     eos, bos = setting(artifact, "eos_ids", tuple[int, ...]), setting(artifact, "bos_id", int | None)
-    return CausalLM(model, tokenizer=read_tokenizer(artifact), eos_ids=eos, bos_id=bos)
+    lm = CausalLM(model, tokenizer=read_tokenizer(artifact), bos_id=bos)
+    lm.eos_ids, lm.bos_id = eos, bos  # also where they are empty, and those of the tokenizer are not
+    return lm
 
 
 def _encoder(model: CompiledModel, artifact: OpenArtifact) -> Encoder:
