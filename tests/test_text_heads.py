@@ -157,6 +157,8 @@ def test_refusals(directories: Path, models: dict[str, Any]) -> None:
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: tags.tag(TEXTS, aggregation="mean"), "aggregation 'mean'; there are 'none', 'simple'"),
         (lambda: tags.tag(TEXTS, ignore_labels="O"), "ignore_labels is 'O'; expected a list"),
+        (lambda: tags.tag(TEXTS, ignore_labels=["B-A"]), "ignore_labels 'B-A'; labels of parts are 'O', 'A', 'B'"),
+        (lambda: tags.tag(TEXTS, ignore_labels=["A"], aggregation="none"), "ignore_labels 'A'.*'B-A'"),
         (lambda: tags.tag(TEXTS, aggregation="none", overlap=3), "overlap.*another aggregation than 'none'"),
         (lambda: tags.tag(TEXTS, overlap=-1), "overlap"),
         (lambda: tags.tag(TEXTS, overlap=22), "a window has 22 tokens.*overlaps by 22"),

@@ -60,17 +60,20 @@ class TokenClassifier(TokenLogits):
                 label are joined, except before a `B-`. With `simple` the parts that are joined are tokens, else words,
                 and a word has the label of its `first` token, of the token with the highest probability (`max`), or
                 the one with the highest mean probability (`average`).
-            ignore_labels: labels that are left out.
+            ignore_labels: the labels of parts that are left out; joined parts have them without `B-` or `I-`.
             overlap: divide a text that is too long into windows that share this number of tokens; None: truncate it.
             max_tokens: as in `Encoder.embed`.
 
         Raises:
-            RequestError: not strings; no such aggregation; `overlap` with `none`, or larger than a window. Others as
-                `Encoder.embed`.
+            RequestError: not strings; no such aggregation or label; `overlap` with `none`, or larger than a window.
+                Others as `Encoder.embed`.
         """
         check_names([aggregation], AGGREGATIONS, "aggregation", "; there are", RequestError)
         if isinstance(ignore_labels, str) or not isinstance(ignore_labels, Sequence):
             raise RequestError(f"ignore_labels is {shown(ignore_labels)}; expected a list of labels")
+        found_labels = self.labels if aggregation == "none" else map(_joined_label, self.labels)
+        known = dict.fromkeys(["O", *found_labels])
+        check_names(ignore_labels, known, "ignore_labels", "; labels of parts are", RequestError)
         if overlap is not None and aggregation == "none":
             raise RequestError("overlap joins parts of windows, so it needs another aggregation than 'none'")
         overlap = None if overlap is None else check_integer("overlap", overlap, 0)
@@ -178,8 +181,13 @@ def _joined(text: str, parts: Sequence[TaggedSpan]) -> list[TaggedSpan]:
     for group in groups:
         start, end = group[0].start, group[-1].end
         score = float(np.mean([part.score for part in group]))
-        joined.append(TaggedSpan(group[0].label.split("-", 1)[-1], score, start, end, text[start:end]))
+        joined.append(TaggedSpan(_joined_label(group[0].label), score, start, end, text[start:end]))
     return joined
+
+
+def _joined_label(label: str) -> str:
+    """Return the label of joined parts, from that of the first one."""
+    return label.split("-", 1)[-1]
 
 
 def _name(label: str) -> str:
