@@ -111,6 +111,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     directory = tmp_path / "model"
     shutil.copytree(LLAMA, directory)
     arguments = ["tune", str(directory), "--prompt-tokens", "8", "--new-tokens", "2", "--dtype", "f32", "--quiet"]
+    missing = [*arguments, "--output", str(tmp_path / "none" / "x.toml")]
+    assert main(missing) == 1 and "no directory" in capsys.readouterr().err  # before the search
+    assert main([*arguments, "--new-tokens", "9999999"]) == 1 and "SequenceLengthError" in capsys.readouterr().err
     assert main(arguments) == 0
     assert "nothing was faster" in capsys.readouterr().out
     file = directory / "tuned.rlx.toml"

@@ -27,6 +27,8 @@ def tune(args: argparse.Namespace, session: Session) -> Iterator[str]:
         raise RequestError(f"--output: where to write the profile of {quote(args.directory)}, which is no directory?")
     if os.path.lexists(path) and not args.overwrite:
         raise TargetExistsError(f"{quote(path)} exists; --overwrite replaces it, --output FILE writes another file")
+    if not os.path.isdir(parent := os.path.dirname(path) or "."):
+        raise SaveFailedError(f"{quote(path)}: there is no directory {quote(parent)}")
     base = CompileProfile.of(args.profile or "auto")
     base = base if args.dtype is None else with_compute_dtype(args.dtype, base)
     args.dtype = None  # part of the profile now

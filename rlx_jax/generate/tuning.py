@@ -161,11 +161,12 @@ def tune(
 
     Raises:
         UnsupportedError: the model neither generates nor embeds. NumericsError: `base` has a larger error than
-            `tolerance`.
+            `tolerance`. SequenceLengthError: the workload does not fit the model.
     """
     model = _open(open_model, base)
     if not isinstance(model, CausalLM | Encoder):
         raise UnsupportedError(f"tune: a {type(model).__name__}: profiles are compared by generate, or by embed")
+    workload.run(model)  # what the model cannot do at all is an error here, not a reason against each profile
     exact_profile = base.replace(precision={"compute": "f32", "matmul": "highest"})
     exact = workload.outputs(_open(open_model, exact_profile))
 
