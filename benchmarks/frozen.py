@@ -31,6 +31,7 @@ FAMILIES = {
     "llama": "llama/gqa_tied_llama3_v5", "gemma3": "gemma3_text/pattern_v4", "qwen3.5": "qwen3_5_text/blocks_v5",
     "encoder": "sentence/base",
 }  # fmt: skip
+EXACT = rlx.CompileProfile().replace(precision={"matmul": "highest"})
 ERROR_GOAL, LOAD_GOAL, CACHED_GOAL = 3e-5, 1.0, 0.3
 TOKENS = 64
 
@@ -48,7 +49,7 @@ def export_all(folder: Path) -> None:
     """Export every family, with its answers."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, checkpoint in FAMILIES.items():
-        model = rlx.load(str(FIXTURES / checkpoint))
+        model = rlx.load(str(FIXTURES / checkpoint), profile=EXACT)
         artifact = model.export(folder / f"{name}.rlxa", platforms=("cpu", "cuda"), overwrite=True)
         np.savez(folder / f"{name}.npz", **answers(model))
         emit(exported=name, bytes=artifact.nbytes, programs=len(artifact.programs), expires=str(artifact.expires))
@@ -104,16 +105,15 @@ def main() -> None:
     args = parser.parse_args()
     goals = Goals()
     rlx.compile_cache("off")
-    with jax.default_matmul_precision("highest"):
-        if args.export:
-            export_all(args.export)
-        elif args.folder:
-            compare_all(args.folder, goals)
-        else:
-            with tempfile.TemporaryDirectory() as name:
-                export_all(Path(name))
-                compare_all(Path(name), goals)
-                time_loading(Path(name), goals, args.rounds)
+    if args.export:
+        export_all(args.export)
+    elif args.folder:
+        compare_all(args.folder, goals)
+    else:
+        with tempfile.TemporaryDirectory() as name:
+            export_all(Path(name))
+            compare_all(Path(name), goals)
+            time_loading(Path(name), goals, args.rounds)
     emit(device=jax.devices()[0].device_kind, jax=jax.__version__)
     goals.exit()
 

@@ -326,7 +326,7 @@ def _as_dict(table: Table) -> dict[str, Any]:
 
 
 def _without(tables: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return nested dicts without the values that equal those of `defaults`."""
+    """Return nested dicts without the values that equal their default."""
     kept = {
         key: _without(value, defaults[key]) if isinstance(value, Mapping) and key in defaults else value
         for key, value in tables.items()

@@ -63,7 +63,7 @@ class CompileResult:
         return bool(self.dynamic_symbols)
 
     def known_sizes(self, binding: Mapping[str, int]) -> dict[str, int]:
-        """Return the sizes of symbols that the program has; those of a variant may be more."""
+        """Return the sizes of symbols that the program has; a variant may have more."""
         return {name: size for name, size in binding.items() if name in self.dynamic_symbols}
 
     def specialize(self, binding: Mapping[str, int]) -> CompileResult:
@@ -88,7 +88,7 @@ class CompilePipeline:
 
     Attributes:
         target: the platform or device, as `fusion.target` of a profile.
-        profile: the other options; by default those of the module's fusion policy.
+        profile: the other options; by default the defaults, with the module's fusion policy.
         arena_alignment: the multiple of bytes that computed values begin at in `manifest`.
         assert_fusion_clean: whether a pattern that a pass matches and cannot fuse is an error.
         supported_ops: the kinds of ops that a planned program may have, such as "MatMul"; None for all.

@@ -35,7 +35,7 @@ class HirReflection:
         name, node_count, fusion_policy: of the module.
         inputs, params: names and shapes; symbolic sizes are names.
         outputs: the shapes of the outputs.
-        composites: the kind of each composite block, in order; those of a repeated layer once.
+        composites: the kind of each composite block, in order; a repeated layer counts once.
     """
 
     name: str

@@ -30,7 +30,7 @@ class Answer:
 
     Attributes:
         text: the part; empty for no answer.
-        score: its probability, the product of those of its first and its last token; of equal texts, the sum.
+        score: its probability, the product for its first and its last token; of equal texts, the sum.
         start, end: the first character of the part, and the one after its last.
     """
 
@@ -107,7 +107,9 @@ class _Window:
 class QuestionAnswerer(HeadModel):
     """Find answers to questions in texts; arguments as of `HeadModel`."""
 
-    _methods = "answer(question, context) returns a part of the context, logits(question, context) those of its ends"
+    _methods = (
+        "answer(question, context) returns a part of the context, logits(question, context) the logits of its ends"
+    )
     task = ANSWER
 
     @suggest_keywords()

@@ -40,7 +40,7 @@ def encoder_plan(encoder: Any) -> ArtifactPlan:
 
 
 def head_plan(model: Any) -> ArtifactPlan:
-    """Return the plan of a model with a head: that of its encoder, and its head."""
+    """Return the plan of a model with a head: of its encoder, and its head."""
     plan = encoder_plan(model.encoder)
     head, max_seq_length = encode(replace(model.head, layers=())), model.encoder.pipeline.max_seq_length
     settings = {"head": head, "padding": plan.settings["padding"], "max_seq_length": max_seq_length}
@@ -48,7 +48,7 @@ def head_plan(model: Any) -> ArtifactPlan:
 
 
 def reranker_plan(reranker: Any) -> ArtifactPlan:
-    """Return the plan of a reranker: that of its classifier, and the activation."""
+    """Return the plan of a reranker: of its classifier, and the activation."""
     if reranker.template is not None or any(reranker.prompts.prompts.values()):
         raise UnsupportedError(f"export: {reranker.model.name} has prompts or a template, which artifacts do not have")
     plan = head_plan(reranker.classifier)

@@ -44,8 +44,8 @@ class CrossEncoderSettings:
     Attributes:
         activation: `sigmoid` or `identity`.
         max_seq_length: maximum number of tokens of a pair; None: the tokenizer's.
-        token_ids: the score is the logit of the first token at the end of a pair, less that of the second if there are
-            two; empty: the model has a head of labels.
+        token_ids: the score is the logit of the first token at the end of a pair, less the logit of the second if
+            there are two; empty: the model has a head of labels.
         prompts: the prompts by name, and the default one.
         message_format: pairs are rendered by the chat template, with contents that are texts ("flat") or lists of parts
             ("structured"); empty: pairs are tokenized as two texts.

@@ -37,7 +37,7 @@ def decoder_reranker(
     max_seq_length: int | None = None,
     **options: Unpack[CompileOptions],
 ) -> Reranker:
-    """Return a causal model as a `Reranker`: the score is the logit of one answer less that of another.
+    """Return a causal model as a `Reranker`: the score is the difference of the logits of two answers.
 
     With the sigmoid that is the probability of the first answer, if there are only these two.
 

@@ -21,7 +21,7 @@ from rlx_jax.runtime.report import Report
 from rlx_jax.text.token_model import TaskModel, TokenizerLike, model_repr
 from rlx_jax.weights.format import CompileOptions
 
-# The results of a request are those of every token.
+# A request returns the results of every token.
 ALL_TOKENS = TokenSelection()
 
 

@@ -134,7 +134,7 @@ class MultiVectorEncoder(TaskModel):
         return results[0] if request.is_single else results
 
     def _tokenize(self, texts: list[str], kind: str) -> list[Ids]:
-        """Return the token ids of texts, without those of an expansion."""
+        """Return the token ids of texts, without expansions."""
         length = dict(self.settings.lengths).get(kind)
         expansion = self.settings.expansion if kind == "query" else None
         if expansion is not None and expansion.is_fixed:

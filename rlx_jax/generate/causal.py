@@ -231,7 +231,7 @@ class CausalLM(TaskModel):
                 one for each prompt. A row that is returned as ids ends with the token that completes a stop string.
             seed: seed of the random draws, below 2**64; by default a new one for each call, in `report().seed`. The
                 draws of a row depend on the seed and its index in the request, not on the other rows. With a seed for
-                each prompt they are those of a call for that prompt alone.
+                each prompt they equal a call for that prompt alone.
             attention_mask: `[B, S]`, 1 at the tokens of prompts that are padded to `[B, S]`, on the left or the right.
             inputs: other inputs of the flow by name, `{"image": pixels}`, with one row for each prompt.
             speculative: the source of drafts for speculative decoding. A step verifies several drafts and accepts those

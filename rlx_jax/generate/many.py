@@ -31,7 +31,7 @@ MAX_BATCH_TOKENS = 2**16
 def split_options(
     lm: LanguageModel, prompts: Prompts, n: Any, options: tuple[Any, Any, Any, Any], fields: Mapping[str, Any]
 ) -> tuple[Any, Sampler, Any, Any, tuple[RowOptions, ...]]:
-    """Return options of a request that all prompts share, and those of each prompt if one of them has several values.
+    """Return options that all prompts share, and the options of each prompt if one of them has several values.
 
     Args:
         n: number of answers to each prompt, as in `Request`.
@@ -109,7 +109,7 @@ def uses_slots(lm: LanguageModel, request: Request) -> bool:
         raise RequestError(f"{wanted[0]} and {unsupported[0]} do not go together yet; leave one of them out")
     if wanted or unsupported:
         return bool(wanted)
-    # A profile that forbids further programs has those of one batch.
+    # A profile that forbids further programs has programs for one batch.
     if lm.buckets.on_recompile == "error" or not request.rows:
         return False
     num_rows, longest = len(request.rows) * (request.n or 1), max(map(len, request.rows))

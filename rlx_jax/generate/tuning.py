@@ -21,7 +21,7 @@ from rlx_jax.runtime.inputs import check_integer
 
 # A profile is kept if it takes at most this part of the time of the fastest one so far.
 KEPT_RATIO = 0.98
-# The error of a profile, in units of the largest output, may be this many times that of the first profile, or this.
+# The error of a profile, in units of the largest output, may be this many times the error of the first one, or this.
 ERROR_FACTOR, LEAST_ERROR = 1.5, 1e-5
 # Tokens of the outputs that are compared.
 COMPARED_TOKENS = 64
@@ -83,7 +83,7 @@ class Workload:
         return np.asarray(jax.device_get(values), np.float32)
 
     def ratio(self, model: Any, other: Any) -> float:
-        """Return the time of a model as a part of that of another: the median of calls in turn, after one each."""
+        """Return the time of a model as a part of the time of another: the median of calls in turn, after one each."""
         self.run(other)
         self.run(model)
         return statistics.median(self._seconds(model) / self._seconds(other) for _ in range(self.runs))
@@ -157,7 +157,7 @@ def tune(
         base: the profile to begin with.
         workload: what is timed.
         tolerance: the largest error of outputs, in units of the largest one, against f32 with `matmul = "highest"`. By
-            default 1.5 times that of `base`, and at least 1e-5.
+            default 1.5 times the error of `base`, and at least 1e-5.
 
     Raises:
         UnsupportedError: the model neither generates nor embeds. NumericsError: `base` has a larger error than

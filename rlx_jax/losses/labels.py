@@ -1,7 +1,7 @@
 """Losses of texts with labels: one or several labels, values of a regression, and the span of an answer.
 
 The model's output is `label_logits`, as of a recipe with a head. What its logits mean is read from the head: see
-`LabelHead`. The losses are those of transformers, and their mean counts each row once.
+`LabelHead`. The losses equal transformers', and their mean counts each row once.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _keep(tokens: Any, lengths: Any, inputs: Mapping[str, Any]) -> AnyArray | No
 
 
 def _pool(task: LabelTask, logits: AnyArray, tokens: Any, lengths: Any, inputs: Mapping[str, Any]) -> AnyArray:
-    """Return the logits of each text, `[B, L]`, from those of its tokens."""
+    """Return the logits of each text, `[B, L]`, from the logits of its tokens."""
     if task.pooling == "cls":
         return logits[:, 0]
     keep = _keep(tokens, lengths, inputs)

@@ -168,7 +168,7 @@ def _with_head(recipe: R, sizes: AdapterSizes, source: WeightSource) -> R:
     """Return a recipe with the head that an adapter was trained with; the recipe's own if it is for the same labels.
 
     Raises:
-        UnsupportedError: the family has no such head, or the adapter has other weights than those of the head.
+        UnsupportedError: the family has no such head, or the adapter has weights outside of the head.
     """
     target: Any = recipe
     head: TaskHead | None = getattr(recipe, "head", None)

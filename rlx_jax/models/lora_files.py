@@ -63,7 +63,7 @@ class AdapterSizes:
         fan_in_fan_out: the adapted weights are stored `[in, out]`, which PEFT calls `fan_in_fan_out`.
         dropout: the dropout that the adapter was trained with.
         task: the task of the head that the adapter was trained for, as in `TaskHead`; empty if it has none.
-        head_keys: keys of the weights of that head, which replace those of the base model.
+        head_keys: keys of the weights of that head, which replace the weights of the base model.
     """
 
     modules: Mapping[str, tuple[int, float]]

@@ -101,7 +101,7 @@ class ArtifactPlan:
         keys: the programs, without sizes.
         interfaces: programs that only their inputs are asked of.
         settings: the arguments of the class, plain JSON.
-        files: other files by name, such as those of the tokenizer.
+        files: other files by name, such as tokenizer.json.
         derivations: programs with optional inputs that requests ask the flow about.
     """
 

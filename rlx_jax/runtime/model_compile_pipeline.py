@@ -1,6 +1,6 @@
 """`ModelCompilePipeline`: a template built once, specialised once for each choice of sizes, and compiled once.
 
-The three steps are those of `rlx_jax.compile`, over the same `Programs`; a host that keeps its own table of executables
+These are the three steps of `rlx_jax.compile`, over the same `Programs`; a host that keeps its own table of executables
 calls them by name.
 """
 
@@ -273,7 +273,7 @@ class ModelCompilePipeline:
     ) -> CompileProfile:
         """Return the profile of a request for the device of the pipeline, with what a component changes.
 
-        Without options it is that of the first request, which takes the flow's.
+        Without options it is the profile of the first request, which takes the flow's.
 
         Raises:
             RequestError: the profile is for another device, or there is another option.

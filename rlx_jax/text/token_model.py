@@ -148,7 +148,7 @@ class TaskModel:
         sizes: Sequence[Mapping[str, int]] = (), format: str = "rlxa", overwrite: bool = False,
     ) -> Artifact:  # fmt: skip
         """Export the model to one `.rlxa` file with tokenizer and settings, from which `rlx_jax.load` makes the same
-        object without the checkpoint. The arguments are those of `CompiledModel.export`."""
+        object without the checkpoint. The arguments are as for `CompiledModel.export`."""
         return write_artifact(self.model, path, self.artifact_plan(), platforms, sizes, format, overwrite)
 
     def artifact_plan(self) -> ArtifactPlan:
