@@ -200,6 +200,8 @@ def write_artifact(
     sizes: Sequence[SizeMap] = (), format: str = "rlxa", overwrite: bool = False,
 ) -> Artifact:  # fmt: skip
     """Write an artifact; see `export_model`."""
+    if not isinstance(path, str | os.PathLike):
+        raise RequestError(f"export: path is {shown(path)}; expected a file name that ends in {SUFFIX}")
     programs, target = model.programs, os.fsdecode(path)
     entries = _param_entries(model)
     platform_names = _check_platforms(platforms)
@@ -207,6 +209,9 @@ def write_artifact(
     if format == "rlxa" and not target.endswith(SUFFIX):
         raise RequestError(f"export: path is {shown(target)}; expected a file name that ends in {SUFFIX}")
     size_choices = _check_sizes(sizes)
+    symbols = {*DIMENSIONS.values(), *(name for key in plan.keys for name in programs.template(key).symbols)}
+    for choice in size_choices:
+        check_names(choice, sorted(symbols), "export: sizes: no program has", "; there are", RequestError)
     require_flatbuffers("export")
     records: list[ProgramRecord] = []
     modules: dict[str, export.Exported] = {}
@@ -278,7 +283,7 @@ def _check_platforms(platforms: Sequence[str] | None) -> tuple[str, ...]:
 
 def _check_sizes(sizes: Sequence[SizeMap]) -> list[dict[str, int]]:
     """Return the choices of sizes, checked."""
-    if isinstance(sizes, Mapping | str) or not all(isinstance(choice, Mapping) for choice in sizes):
+    if not isinstance(sizes, list | tuple) or not all(isinstance(choice, Mapping) for choice in sizes):
         raise RequestError(f'export: sizes is {shown(sizes)}; expected a list such as [{{"batch": 1, "seq": 128}}]')
     return [{str(n): check_integer(f"sizes: {n}", size, 1) for n, size in choice.items()} for choice in sizes]
 
