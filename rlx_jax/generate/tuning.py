@@ -77,10 +77,14 @@ class Workload:
             model.generate(self.ids(model), max_new_tokens=self.new_tokens)
 
     def outputs(self, model: Any) -> np.ndarray:
-        """Return the outputs that profiles are compared by: logits of every token, or embeddings."""
+        """Return the outputs that profiles are compared by: embeddings, or logits of a prompt and of one step more."""
         ids = [row[:COMPARED_TOKENS] for row in self.ids(model)]
-        values = model.embed(ids) if isinstance(model, Encoder) else model.logits(np.asarray(ids, np.int32))
-        return np.asarray(jax.device_get(values), np.float32)
+        if isinstance(model, Encoder):
+            return np.asarray(model.embed(ids), np.float32)
+        tokens = np.asarray(ids, np.int32)
+        prompt, state = model.prefill(tokens, max_len=tokens.shape[1] + 1)
+        step, _ = model.extend(state, tokens[:, :1])
+        return np.concatenate([np.asarray(jax.device_get(x), np.float32) for x in (prompt, step)], axis=1)
 
     def ratio(self, model: Any, other: Any) -> float:
         """Return the time of a model as a part of the time of another: the median of calls in turn, after one each."""
