@@ -18,7 +18,7 @@ from rlx_jax.blocks.self_attention import SelfAttention, head_width
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.ir.former_names import former_names
-from rlx_jax.ir.ops.vision import GridPositions, Patches
+from rlx_jax.ir.ops.vision import GridAngles, GridPositions, Patches
 from rlx_jax.ir.types import DimLike, TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.frequencies import axial_frequencies
@@ -359,6 +359,22 @@ def siglip_layer_fused_with_prefix(
 
 
 @former_names(before="num_prefix_tokens")
+def grid_rope_tables(
+    emit: Emit, images: FlowValue, patch: tuple[int, int], freqs: tuple[float, ...], num_prefix_tokens: int
+) -> tuple[FlowValue, FlowValue]:
+    """Return cos and sin of a rotation by the row and the column of each patch of images of any size.
+
+    Args:
+        emit: the flow.
+        images: `[B, C, h, w]`.
+        patch: height and width of a patch.
+        freqs: radians per unit, for coordinates from −1 to 1 across the image.
+        num_prefix_tokens: tokens before the patches, which are not rotated.
+    """
+    cos, sin = emit.add_all(GridAngles(patch, freqs, num_prefix_tokens), images)
+    return cos, sin
+
+
 @dataclass(frozen=True)
 class PatchRope:
     """Write rope tables of a grid of patches, row by row, for the stages that follow; the active value is unchanged.

@@ -13,5 +13,6 @@ from rlx_jax.losses.chunked import split_tokens as split_tokens
 from rlx_jax.losses.chunked import targets as targets
 from rlx_jax.losses.labels import check_batch as check_batch
 from rlx_jax.losses.labels import classification as classification
+from rlx_jax.losses.labels import counts_rows as counts_rows
 from rlx_jax.losses.labels import span as span
 from rlx_jax.losses.labels import target_weights as target_weights

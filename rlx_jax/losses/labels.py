@@ -295,6 +295,11 @@ def _label_loss(loss: Callable[..., Any]) -> tuple[Callable[..., Any], Mapping[s
     return function, options
 
 
+def counts_rows(loss: Callable[..., Any]) -> bool:
+    """Return whether a loss has labels for rows, as `classification` and `span` do, and not for tokens."""
+    return _label_loss(loss)[0] in (classification, span)
+
+
 def target_weights(loss: Callable[..., Any], model: CompiledModel, batch: Arrays) -> AnyArray:
     """Return the weights of the targets of a batch as a loss counts them: of rows for `classification` and `span`, else
     of tokens as in `cross_entropy`; 0 without a target."""
@@ -313,7 +318,7 @@ def check_batch(loss: Callable[..., Any], model: CompiledModel, batch: Mapping[s
 
     A training step under `jax.jit` sees no values, so its caller checks them. Raises the errors of the loss.
     """
-    if _label_loss(loss)[0] not in (classification, span):
+    if not counts_rows(loss):
         check_token_batch(model, batch)
         return
     if batch.get("labels") is None:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import BlockStage, LayerKeys, PreNormLayerSpec
+from rlx_jax.blocks.vision import grid_rope_tables
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
-from rlx_jax.ir.ops.vision import GridAngles
 from rlx_jax.models.config import Fields, tower_fields
 from rlx_jax.models.vision import VisionConfig, VisionFlow, VisionLayout, image_fields
 from rlx_jax.trace.emit import Emit, FlowValue
@@ -81,8 +81,9 @@ class GridRope:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
         freqs = tuple(2 * math.pi * f for f in frequencies(self.head_dim // 2, self.theta))
         with emit.scope("rope_embeddings"):
-            angles = GridAngles(self.patch, freqs, self.num_prefix_tokens)
-            emit.state.rope_cos, emit.state.rope_sin = emit.add_all(angles, emit.flow_input("pixel_values"))
+            images = emit.flow_input("pixel_values")
+            tables = grid_rope_tables(emit, images, self.patch, freqs, self.num_prefix_tokens)
+            emit.state.rope_cos, emit.state.rope_sin = tables
         return value
 
 

@@ -76,7 +76,8 @@ class TrainStep:
         Args:
             state: the state of `train.init` or of the previous step, which must not be used again.
             batch: tokens `[B, S]`, or a mapping with `tokens` and other arguments of the loss by name: `lengths`,
-                `labels`, `weights`, inputs of the flow. The name of the flow's first input is another name of `tokens`.
+                `labels`, `weights`, inputs of the flow. With labels of rows, as of `losses.classification`, the
+                flow's first input may have its own name.
                 Ids of tokens and labels are checked where the host can read them; on an accelerator only with
                 `checks.ids = "all"` in the model's profile.
 
@@ -119,7 +120,8 @@ class TrainStep:
         if isinstance(batch, tuple):
             raise RequestError('step: a batch of several arrays has them by name: {"tokens": tokens, "labels": labels}')
         named = dict(batch) if isinstance(batch, Mapping) else {"tokens": batch}
-        if self.model.first_input in named:
+        # Of `cross_entropy` labels are at the position of the prediction, and under transformers' names one before.
+        if losses.counts_rows(self.loss) and self.model.first_input in named:
             named.setdefault("tokens", named.pop(self.model.first_input))
         if named.get("tokens") is None:
             raise RequestError(f"step: a batch is tokens [B, S], or a mapping with 'tokens'; got {listing(named)}")
