@@ -358,7 +358,6 @@ def siglip_layer_fused_with_prefix(
 # -- rotation ---------------------------------------------------------------------------------
 
 
-@former_names(before="num_prefix_tokens")
 def grid_rope_tables(
     emit: Emit, images: FlowValue, patch: tuple[int, int], freqs: tuple[float, ...], num_prefix_tokens: int
 ) -> tuple[FlowValue, FlowValue]:
@@ -375,6 +374,7 @@ def grid_rope_tables(
     return cos, sin
 
 
+@former_names(before="num_prefix_tokens")
 @dataclass(frozen=True)
 class PatchRope:
     """Write rope tables of a grid of patches, row by row, for the stages that follow; the active value is unchanged.
