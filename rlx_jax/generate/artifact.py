@@ -22,8 +22,8 @@ from rlx_jax.io.folder import Folder
 from rlx_jax.ir.serial import decode
 from rlx_jax.models.heads import TaskHead
 from rlx_jax.runtime.compile_flow import finish_models
-from rlx_jax.runtime.export_model import OpenArtifact, frozen_programs, open_artifact
 from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.runtime.open_artifact import OpenArtifact, frozen_programs, open_artifact
 from rlx_jax.text.tokenizer import Tokenizer, load_tokenizer
 
 H = TypeVar("H", bound=HeadModel)

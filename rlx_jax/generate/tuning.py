@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -182,36 +183,40 @@ def tune(
     limit = max(ERROR_FACTOR * error, LEAST_ERROR) if tolerance is None else tolerance
     if not error <= limit:
         raise NumericsError(f"tune: the first profile has an error of {error:.1e}, over the tolerance of {limit:.1e}")
-    target = model.model.settings.target
     fastest: Any = model
-    profile = base
-    trials: list[Trial] = []
-    for change in changes_for(target):
-        candidate_profile = profile.replace(**change)
-        if candidate_profile == profile:
-            continue
-        text = ", ".join(f"{c.name} = {c.theirs}" for c in field_changes(profile, candidate_profile))
-        trial, candidate = Trial(text), None
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("error", message=".* has no effect", category=RlxWarning)
-                candidate = _open(open_model, candidate_profile)
-            trial = replace(trial, error=error_of(candidate))
-            if not trial.error <= limit:  # type: ignore[operator]  # also if it is NaN
-                trial = replace(trial, reason=f"its error is over {limit:.1e}")
-            else:
-                ratio = workload.ratio(candidate, fastest)
-                trial = replace(trial, ratio=ratio, kept=ratio <= KEPT_RATIO)
-                trial = replace(trial, reason="" if trial.kept else "not faster")
-        except (RlxError, RlxWarning) as reason:  # it does not apply to this model or device
-            trial = replace(trial, reason=first_line(reason))
-        trials.append(trial)
-        if trial.kept:
-            fastest, profile = candidate, candidate_profile
+    profile, trials = base, list[Trial]()
+    for change in changes_for(model.model.settings.target):
+        changed = profile.replace(**change)
+        if changed != profile:
+            text = ", ".join(f"{c.name} = {c.theirs}" for c in field_changes(profile, changed))
+            trial, candidate = _try(text, partial(_open, open_model, changed), fastest, workload, error_of, limit)
+            trials.append(trial)
+            if trial.kept:
+                fastest, profile = candidate, changed
     ratio = 1.0 if profile == base else workload.ratio(fastest, model)
     if ratio > KEPT_RATIO:
         profile, ratio = base, 1.0
     return Tuning(base, profile, ratio, tuple(trials), tuple(_notes(model, workload, error, limit)))
+
+
+def _try(
+    text: str, make: Callable[[], Any], fastest: Any, workload: Workload, error_of: Callable[[Any], float], limit: float
+) -> tuple[Trial, Any]:
+    """Return the trial of a profile against the fastest model so far, and its model; None if it could not be made."""
+    trial, candidate = Trial(text), None
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".* has no effect", category=RlxWarning)
+            candidate = make()
+        error = error_of(candidate)
+        trial = replace(trial, error=error)
+        if not error <= limit:  # also if it is NaN
+            return replace(trial, reason=f"its error is over {limit:.1e}"), candidate
+        ratio = workload.ratio(candidate, fastest)
+    except (RlxError, RlxWarning) as reason:  # it does not apply to this model or device
+        return replace(trial, reason=first_line(reason)), candidate
+    kept = ratio <= KEPT_RATIO
+    return replace(trial, ratio=ratio, kept=kept, reason="" if kept else "not faster"), candidate
 
 
 def changes_for(target: str) -> Iterator[dict[str, Any]]:
