@@ -13,7 +13,7 @@ from rlx_jax.encode.gguf_folder import open_model_folder
 from rlx_jax.encode.images import ImageProcessor, load_processor
 from rlx_jax.encode.multi_vector import TokenSettings, read_multi_vector
 from rlx_jax.encode.sentence import SentencePipeline, load_pipeline
-from rlx_jax.errors import ConfigError, UnsupportedError, check_keywords, quote, shown
+from rlx_jax.errors import ConfigError, RequestError, UnsupportedError, check_keywords, quote, shown
 from rlx_jax.flow import ModelFlow
 from rlx_jax.io.folder import Folder
 from rlx_jax.ir import plugins
@@ -218,7 +218,9 @@ def open_checkpoint(
     Raises:
         TypeError: an unknown option, as Python raises it. MissingFileError and others: as `open_folder`.
     """
-    names = ["revision", "token", "subfolder", "file", "ignore_fields", *other_arguments]
+    if not isinstance(head, bool):
+        raise RequestError(f"{caller}: head is {shown(head)}; expected True or False")
+    names = ["revision", "token", "subfolder", "file", "ignore_fields", "head", *other_arguments]
     check_keywords(
         caller, options, [*names, *(WEIGHT_OPTIONS if caller != "load" else (f.name for f in fields(OpenOptions)))]
     )
@@ -235,16 +237,17 @@ def from_pretrained(
     subfolder: str = "",
     file: str | None = None,
     ignore_fields: Iterable[str] = (),
+    head: bool = True,
     **options: Any,
 ) -> ModelFlow:
     """Return the flow of a Hugging Face directory, a GGUF file or a model of the Hub, bound to its weights.
 
     Config and headers are read now, and the weights of a model of the Hub are fetched; values are read by `compile`.
     Edit the flow (`flow.at`, further stages), then call `rlx_jax.compile(flow)`. `revision`, `token`, `subfolder`,
-    `file`, `ignore_fields`: as in `rlx_jax.load`; `options`: as in `rlx_jax.open_weights`.
+    `file`, `ignore_fields`, `head`: as in `rlx_jax.load`; `options`: as in `rlx_jax.open_weights`.
     """
     where = _Where(revision=revision, token=token, subfolder=subfolder, file=file, ignore_fields=ignore_fields)
-    checkpoint = open_checkpoint(path, "from_pretrained", options, use_modules=False, **where)
+    checkpoint = open_checkpoint(path, "from_pretrained", options, use_modules=False, head=head, **where)
     return ModelFlow.from_recipe(checkpoint.pretrained.recipe)
 
 
@@ -256,14 +259,15 @@ def recipe_for(
     subfolder: str = "",
     file: str | None = None,
     ignore_fields: Iterable[str] = (),
+    head: bool = True,
     **options: Any,
 ) -> Any:
     """Return the recipe (`Llama32Flow`, `Qwen3Flow` …) of a Hugging Face directory or of a model of the Hub.
 
     It is bound to the checkpoint's weights. Change it with hooks or `dataclasses.replace`; then `compile(recipe)`, or
     `load(path, recipe=recipe)` to get the tokenizer as well. `load` takes the weights of its own `path`, which may be
-    another checkpoint of the same config. `revision`, `token`, `subfolder`, `file`, `ignore_fields`: as in
-    `rlx_jax.load`.
+    another checkpoint of the same config. `revision`, `token`, `subfolder`, `file`, `ignore_fields`, `head`: as
+    in `rlx_jax.load`.
     """
     where = _Where(revision=revision, token=token, subfolder=subfolder, file=file, ignore_fields=ignore_fields)
-    return open_checkpoint(path, "recipe_for", options, use_modules=False, **where).pretrained.recipe
+    return open_checkpoint(path, "recipe_for", options, use_modules=False, head=head, **where).pretrained.recipe

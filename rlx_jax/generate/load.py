@@ -93,11 +93,9 @@ def load(
         return load_artifact(path, {n: v for n, v in arguments.items() if v is not None} | options)
     if expect_sha256 is not None:
         raise RequestError(f"load: expect_sha256 is for an artifact of export (.rlxa), not for {shown(path)}")
-    if not isinstance(head, bool):
-        raise RequestError(f"load: head is {shown(head)}; expected True or False")
     checkpoint = open_checkpoint(
         path, "load", options, revision=revision, token=token, subfolder=subfolder, file=file,
-        ignore_fields=ignore_fields, head=head, other_arguments=("dtype", "recipe", "adapter", "head"),
+        ignore_fields=ignore_fields, head=head, other_arguments=("dtype", "recipe", "adapter"),
     )  # fmt: skip
     check_kind(checkpoint)
     original = checkpoint.pretrained.recipe
