@@ -390,7 +390,7 @@ class Programs:
         def make() -> Callable[..., Any]:
             if self.is_warm:
                 difference = uncovered_arguments(function, (key[0] for key in self.helpers if isinstance(key, tuple)))
-                reason = difference or f"for {', '.join(str(jax.typeof(a)) for a in arguments)}"
+                reason = difference or f"for {', '.join(str(jax.typeof(a)) for a in jax.tree.leaves(arguments))}"
                 name = getattr(function, "__name__", type(function).__name__)
                 self.record_recompile(f"{name}, a helper function: {reason}")
             # A new function for each entry: jax.jit drops its executable when the entry is evicted.
