@@ -3,38 +3,39 @@
     python benchmarks/heads.py           600 texts on a CPU, 8,000 on a GPU
     python benchmarks/heads.py --tiny    a few texts on a small model: checks this script
 
-Texts are random ids, of 3 to 200 tokens, one of which is a mask. `masks` computes the projection to 30,522 ids for the
-masks alone, `logits` for every token of a twentieth of the texts. The first call of each, which compiles, is not
-counted. Exits with 1 if tags take more than 1.2 times the encoder without a head, or masks more than 1.5 times.
+Texts are random words, of 3 to 200 tokens, with a mask in the middle. Requests take strings: `embed`, `tag`, and `fill`
+with its five tokens and texts for a mask. `logits` returns those of every token, for a twentieth of the texts. The
+first call of each, which compiles, is not counted. Exits with 1 if tags take more than 1.2 times the encoder without a
+head, or fillings more than 1.5 times.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from report import Goals, emit, interleaved, median_ratio, table
+from rerank import SPECIAL, make_words, write_tokenizer
 
 import rlx_jax as rlx
 from rlx_jax.encode.masked import MaskedLM
 from rlx_jax.encode.tagging import TokenClassifier
-from rlx_jax.encode.token_selection import TokenSelection
 from rlx_jax.models.bert import BertConfig, BertFlow
 from rlx_jax.models.heads import BERT_HEADS, MASKED, TOKEN, TaskHead
+from rlx_jax.text.tokenizer import load_tokenizer
 
-MASK = 103
-
-
-def make_texts(count: int) -> list[list[int]]:
-    """Random ids, with a mask in the middle of each text."""
+def make_texts(count: int, words: list[str]) -> list[str]:
+    """Random words, with a mask in the middle of each text."""
     rng = np.random.default_rng(0)
     texts = []
     for length in np.clip(np.exp(rng.normal(3.4, 0.9, count)), 3, 200).astype(int):
-        ids = rng.integers(200, 1000, length)
-        ids[length // 2] = MASK
-        texts.append(ids.tolist())
+        text = [words[i] for i in rng.integers(0, len(words), length)]
+        text[length // 2] = "[MASK]"
+        texts.append(" ".join(text).replace(" ##", ""))
     return texts
 
 
@@ -46,8 +47,12 @@ def main() -> None:
     args = parser.parse_args()
     is_gpu = jax.default_backend() == "gpu"
     config = BertConfig(1024, 32, 64, 2, 4) if args.tiny else BertConfig(30522, 768, 3072, 12, 12)
-    texts = make_texts(20 if args.tiny else 8000 if is_gpu else 600)
+    words = make_words(config.vocab_size - len(SPECIAL))
+    texts = make_texts(20 if args.tiny else 8000 if is_gpu else 600, words)
     options: Any = {"missing": "init", "key": jax.random.key(0)}
+    with tempfile.TemporaryDirectory() as directory:
+        write_tokenizer(Path(directory), words)
+        options["tokenizer"] = load_tokenizer(directory)
     if is_gpu:
         options["profile"] = rlx.CompileProfile().replace(precision={"compute": "bf16"})
     recipe = BertFlow(config)
@@ -55,17 +60,17 @@ def main() -> None:
         BertFlow(config, head=TaskHead(TOKEN, BERT_HEADS[TOKEN], tuple("abcdefghi"))), {}, **options
     )
     masked = MaskedLM(BertFlow(config, head=TaskHead(MASKED, BERT_HEADS[MASKED], (), is_tied=True)), {}, **options)
-    encoder, masks = rlx.Encoder(recipe, {}, **options), TokenSelection(MASK)
+    encoder = rlx.Encoder(recipe, {}, **options)
     calls = {
         "encoder": lambda: encoder.embed(texts),
-        "tags": lambda: tagger.run_texts(texts),
-        "masks": lambda: masked.encoder.run_tokens(masked.encoder.reader.read_texts(texts), masks),
+        "tags": lambda: tagger.tag(texts),
+        "fill": lambda: masked.fill(texts),
         "logits": lambda: masked.logits(texts[::20]),
     }
     for call in calls.values():
         call()
     times, goals, rows = interleaved(calls, args.rounds), Goals(), []
-    for name, limit in (("encoder", 1.0), ("tags", 1.2), ("masks", 1.5), ("logits", float("inf"))):
+    for name, limit in (("encoder", 1.0), ("tags", 1.2), ("fill", 1.5), ("logits", float("inf"))):
         ratio = median_ratio(times[name], times["encoder"])
         count = len(texts[::20]) if name == "logits" else len(texts)
         result = "" if args.tiny else goals.at_most(name, ratio, limit)

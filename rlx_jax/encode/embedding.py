@@ -21,7 +21,7 @@ from rlx_jax.encode.packing import Block, BlockSizes, pack_rows, plan_blocks, pl
 from rlx_jax.encode.padded_rows import RowBatcher, read_mask_names
 from rlx_jax.encode.pooled import Vectors
 from rlx_jax.encode.sentence import SentencePipeline, pool_segments
-from rlx_jax.encode.token_selection import SELECTED, SelectedTokens, TokenSelection
+from rlx_jax.encode.token_selection import SelectedTokens, TokenSelection
 from rlx_jax.errors import GraphError
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.program_key import Variant
@@ -93,18 +93,18 @@ class PackedBatcher:
         """Return calls in which every text has a row of its own."""
         return plan_one_per_row(lengths, self.sizes)
 
-    def num_threads(self, block: Block, has_types: bool) -> int:
+    def num_threads(self, block: Block, rows: TokenRows) -> int:
         """Return the number of threads that may make this call at the same time as others."""
         # With sharding, collectives must be enqueued in the same order on all devices.
         if self.model.programs.model_sharding is not None:
             return 1
         num_threads = MAX_THREADS.get(self.model.settings.target, 1)
         # The first call compiles, and must do so in the caller's thread: JAX's context settings are per thread.
-        return num_threads if self._program(block, has_types).is_compiled else 1
+        return num_threads if self._program(block, rows).is_compiled else 1
 
-    def _program(self, block: Block, has_types: bool) -> BoundProgram:
-        """Return the program for the sizes of a block."""
-        optional_inputs = read_mask_names(self.model) | ({TYPES} if has_types else frozenset())
+    def _program(self, block: Block, rows: TokenRows) -> BoundProgram:
+        """Return the program for a block of rows."""
+        optional_inputs = read_mask_names(self.model) | ({TYPES} if rows.types else frozenset())
         key = self.model.key_for_sizes(
             {"batch": block.rows, "seq": block.width},
             Variant(last_only=False, outputs=self.model.output_names[:1], optional_inputs=optional_inputs),
@@ -117,11 +117,16 @@ class PackedBatcher:
             head = self.model.programs.template(key.symbolic).head
         except GraphError:  # the outputs are not a matrix product, so that all of them are computed
             head = None
-        wrapper = SelectedTokens(head, self.model.settings.target)
+        selection = self.selection
+        number = selection.number(block.token_rows(rows.ids), block.rows * block.slots)
+        wrapper = SelectedTokens(
+            head, self.model.settings.target, selection.num_best, number, has_targets=bool(selection.targets)
+        )
         return self.model.bind(replace(key, headless=head is not None, wrapper=wrapper))
 
     def run(self, block: Block, rows: TokenRows) -> jax.Array:
-        """Return the vectors of a block `[rows, slots, D]`; with `selection` the outputs of tokens, `[rows, n, D]`.
+        """Return the vectors of a block `[rows, slots, D]`; with `selection` the outputs of tokens, `[rows, width, D]`,
+        or of those with its id, `[1, n, D]`.
 
         The text numbers of the block are indices into `rows`.
         """
@@ -131,13 +136,11 @@ class PackedBatcher:
         if rows.types:
             inputs[TYPES] = pack_rows(block, [[rows.types[text] for text in texts] for texts in block.texts])[0]
         if self.selection is not None and self.selection.token_id is not None:
-            inputs[SELECTED] = self.selection.positions(
-                [np.where(row_segments > 0, row, -1) for row, row_segments in zip(tokens, segments, strict=True)],
-                block.rows, block.slots,
-            )  # fmt: skip
+            number = self.selection.number(block.token_rows(rows.ids), block.rows * block.slots)
+            inputs |= self.selection.inputs(tokens, segments > 0, number)
         elif self.skip is not None:
             inputs[SKIP] = np.int32(self.skip)
-        (vectors,), _ = self._program(block, bool(rows.types))(inputs, {})
+        (vectors,), _ = self._program(block, rows)(inputs, {})
         return vectors  # type: ignore[no-any-return]
 
 
@@ -214,17 +217,20 @@ class Stream:
         """Start calls for blocks. The numbers in the blocks are indices into `texts`."""
         rows = TokenRows([self.ids[text] for text in texts], [self.types[text] for text in texts if self.types])
         for block in blocks:
-            num_threads = self.batcher.num_threads(block, bool(rows.types)) if len(blocks) > 1 else 1
+            num_threads = self.batcher.num_threads(block, rows) if len(blocks) > 1 else 1
             result = self._call(block, rows, num_threads)
-            self.running.append((result, [self._places([texts[index] for index in row]) for row in block.texts]))
+            self.running.append((result, self._places([[texts[index] for index in row] for row in block.texts])))
             if len(self.running) > MAX_IN_FLIGHT:
                 self._fetch()
 
-    def _places(self, texts: list[int]) -> list[int]:
-        """Return where the results of texts are in the buffer."""
-        if self.batcher.selection is None:
-            return texts
-        return [place for text in texts for place in range(self.ends[text - 1] if text else 0, self.ends[text])]
+    def _places(self, rows: list[list[int]]) -> list[list[int]]:
+        """Return where the results of rows of texts are in the buffer; those of selected tokens are in one row."""
+        selection, ends = self.batcher.selection, self.ends
+        if selection is None:
+            return rows
+        if selection.token_id is not None:
+            rows = [[text for row in rows for text in row]]
+        return [[i for text in row for i in range(ends[text - 1] if text else 0, ends[text])] for row in rows]
 
     def _call(self, block: Block, rows: TokenRows, num_threads: int) -> Future[Vectors] | jax.Array:
         """Start one call and return its result, or a future of it if threads make the calls."""

@@ -263,9 +263,9 @@ class Encoder(TaskModel):
         return out
 
     def run_tokens(self, requests: Requests, selection: TokenSelection, max_tokens: int | None = None) -> list[Vectors]:
-        """Return the outputs of the selected tokens of each text, `[tokens, width]`; errors as in `embed`."""
+        """Return the results of the selected tokens of each text, `[tokens, width]`; errors as in `embed`."""
         batcher = replace(self._make_batcher(max_tokens), selection=selection)
-        return self._run(requests, batcher, self.width, False).split()
+        return self._run(requests, batcher, selection.width(self.width), False).split()
 
     def _run(self, requests: Requests, batcher: Batcher, width: int, show_progress: bool | None) -> Stream:
         """Run a request, and return the stream with its results, which are finite."""
@@ -440,6 +440,11 @@ class Encoder(TaskModel):
             for block in blocks:
                 length = block.width if isinstance(batcher, RowBatcher) else 1
                 jax.block_until_ready(batcher.run(block, TokenRows([np.zeros(length, np.int32)])))
+                if selection is not None and selection.token_id is not None:  # one token for each text
+                    row = np.zeros(max(length, block.slots), np.int32)
+                    row[: block.slots] = selection.token_id
+                    full = replace(block, texts=((0,),) * block.rows)
+                    jax.block_until_ready(batcher.run(full, TokenRows([row])))
             if self.pipeline.layers:
                 self._placed_layers.warm_up(self._pooled_width)
 

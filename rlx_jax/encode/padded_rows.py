@@ -17,7 +17,7 @@ from rlx_jax.compiler.settings import Buckets, bucket_size, fit_bucket
 from rlx_jax.encode.packing import Block
 from rlx_jax.encode.pooled import get_pooled
 from rlx_jax.encode.sentence import SentencePipeline, pool
-from rlx_jax.encode.token_selection import TokenSelection, take_tokens
+from rlx_jax.encode.token_selection import TokenSelection, select_results
 from rlx_jax.lowering.hir.row_layouts import MASK, PER_TOKEN
 from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.model import CompiledModel
@@ -114,7 +114,7 @@ class RowBatcher:
         """Return calls in which every text has a row of its own, as `PackedBatcher.plan_one_per_row` does."""
         return [Block(*sizes, 1, tuple((text,) for text in texts)) for texts, sizes in self.plan_calls(lengths)]
 
-    def num_threads(self, block: Block, has_types: bool) -> int:
+    def num_threads(self, block: Block, rows: TokenRows) -> int:
         """Return the number of threads for this call, as `PackedBatcher.num_threads` does."""
         return 1
 
@@ -131,9 +131,14 @@ class RowBatcher:
             tokens = primary_output(outputs)
             if self.selection.token_id is None:
                 return tokens
-            positions = self.selection.positions(ids, block.rows, 1)
-            selected: jax.Array = self.model.programs.run_helper(take_tokens, tokens, positions)
-            return selected
+            valid = pad_to(keep, block.rows, block.width)
+            number = self.selection.number(ids, block.rows)
+            selected = self.selection.inputs(pad_to(pad_rows(ids, longest), *valid.shape), valid, number)
+            num_best = self.selection.num_best
+            result: jax.Array = self.model.programs.run_helper(
+                select_results, tokens, *selected.values(), static=(num_best,)
+            )
+            return result
         if self.pipeline is None:
             return get_pooled(outputs)  # type: ignore[no-any-return]
         valid, skip = pad_to(keep, block.rows, block.width), [] if self.skip is None else [np.int32(self.skip)]

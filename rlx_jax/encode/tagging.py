@@ -104,9 +104,7 @@ class TokenClassifier(TokenLogits):
         self, text: str, spans: TokenSpans, logits: Vectors, tokenizer: Tokenizer, aggregation: str
     ) -> list[TaggedSpan]:
         """Return the labelled parts of a window."""
-        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        scores = weights / weights.sum(axis=-1, keepdims=True)
-        choose, words = AGGREGATIONS[aggregation], list[list[int]]()
+        words = list[list[int]]()
         for i, special in enumerate(spans.is_special):
             if special:
                 continue
@@ -114,9 +112,13 @@ class TokenClassifier(TokenLogits):
                 words[-1].append(i)
             else:
                 words.append([i])
+        if not words:
+            return []
+        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        scores = AGGREGATIONS[aggregation](weights / weights.sum(axis=-1, keepdims=True), words)
         parts = []
-        for tokens in words:
-            label, score = choose(scores[tokens])
+        labels, best = scores.argmax(axis=1).tolist(), scores.max(axis=1).tolist()
+        for tokens, label, score in zip(words, labels, best, strict=True):
             start, end = spans.offsets[tokens[0]][0], spans.offsets[tokens[-1]][1]
             parts.append(TaggedSpan(self.labels[label], score, start, end, text[start:end]))
         return parts if aggregation == "none" else _joined(text, parts)
@@ -124,29 +126,24 @@ class TokenClassifier(TokenLogits):
 
 # -- words -------------------------------------------------------------------------------------
 
-# From the probabilities of a word's tokens `[tokens, labels]` to the number of its label, and the probability.
-WordLabel = Callable[[Vectors], tuple[int, float]]
+# From the probabilities of tokens `[tokens, labels]`, and the tokens of each word, to those of words `[words, labels]`.
+WordScores = Callable[[Vectors, list[list[int]]], Vectors]
 
 
-def _best(scores: Vectors) -> tuple[int, float]:
-    """Return the label with the highest probability, and that."""
-    label = int(scores.argmax())
-    return label, float(scores[label])
+def _first(scores: Vectors, words: list[list[int]]) -> Vectors:
+    return scores[[tokens[0] for tokens in words]]
 
 
-def _first(scores: Vectors) -> tuple[int, float]:
-    return _best(scores[0])
+def _max(scores: Vectors, words: list[list[int]]) -> Vectors:
+    best = scores.max(axis=1).tolist()
+    return scores[[max(tokens, key=best.__getitem__) for tokens in words]]
 
 
-def _max(scores: Vectors) -> tuple[int, float]:
-    return _best(scores[scores.max(axis=1).argmax()])
+def _average(scores: Vectors, words: list[list[int]]) -> Vectors:
+    return np.stack([scores[tokens].mean(axis=0) for tokens in words])
 
 
-def _average(scores: Vectors) -> tuple[int, float]:
-    return _best(scores.mean(axis=0))
-
-
-AGGREGATIONS: dict[str, WordLabel] = {
+AGGREGATIONS: dict[str, WordScores] = {
     "none": _first, "simple": _first, "first": _first, "average": _average, "max": _max
 }  # fmt: skip
 

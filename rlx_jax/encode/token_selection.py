@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,11 @@ from rlx_jax.compiler.settings import bucket_size
 from rlx_jax.lowering.mir.head import Head
 from rlx_jax.text.request_checks import Ids
 
-# Name of the input with the positions of the selected tokens, `[batch, number]`.
-SELECTED = "selected"
+# Names of the inputs with the indices of the selected tokens among all tokens of a call, `[number]`, and with the labels
+# that a request chooses among.
+SELECTED, TARGETS = "selected", "targets"
+# The number of the best labels is rounded up to this times a power of two.
+BEST_STEP = 8
 
 
 @dataclass(frozen=True)
@@ -25,53 +29,95 @@ class TokenSelection:
 
     Attributes:
         token_id: those with this id, such as a mask; None: all.
+        num_best: return this many of the largest probabilities and their labels, in place of the logits; 0: the logits.
+        targets: the `num_best` labels to return instead; the last ones may be repeated.
     """
 
     token_id: int | None = None
+    num_best: int = 0
+    targets: tuple[int, ...] = ()
+
+    def width(self, num_labels: int) -> int:
+        """Return the number of values of a result."""
+        return 2 * self.num_best or num_labels
 
     def count(self, ids: Ids) -> int:
         """Return the number of results of a text."""
         return len(ids) if self.token_id is None else int((ids == self.token_id).sum())
 
-    def positions(self, rows: Sequence[Ids], num_rows: int, slots: int) -> Ids:
-        """Return the positions of the selected tokens in each row, `[num_rows, number]` int32, filled up with 0.
+    def number(self, texts: Iterable[Ids], most: int) -> int:
+        """Return for how many tokens a call of these texts selects results, some of which may be of no text.
 
-        The number is `slots` if that is enough, else a power of two, so that few programs are compiled.
+        It is a quarter of `most` or `most` if that suffices, else a power of two of it: so few programs are compiled,
+        and few products with a vocabulary are computed in vain.
         """
-        found = [np.flatnonzero(row == self.token_id) for row in rows]
-        number = bucket_size(max(map(len, found), default=0), slots, None)
-        out = np.zeros((num_rows, number), np.int32)
-        for row, positions in zip(out, found, strict=False):
-            row[: len(positions)] = positions
-        return out
+        count, few = sum(map(self.count, texts)), max(1, most // 4)
+        return few if count <= few else bucket_size(count, most, None)
+
+    def inputs(self, tokens: Ids, valid: np.ndarray[Any, Any], number: int) -> dict[str, Ids]:
+        """Return the inputs that select among the valid `tokens` `[rows, width]` of a call, row by row."""
+        indices = np.flatnonzero((tokens == self.token_id) & valid)
+        inputs = {SELECTED: np.pad(indices, (0, number - len(indices))).astype(np.int32)}
+        return inputs | ({TARGETS: np.array(self.targets, np.int32)} if self.targets else {})
 
 
-def take_tokens(outputs: jax.Array, positions: jax.Array) -> jax.Array:
-    """Return the outputs `[B, S, D]` of tokens at `positions` `[B, N]`: `[B, N, D]`."""
-    return jnp.take_along_axis(outputs, positions[..., None], axis=1)
+def select_results(
+    num_best: int, outputs: jax.Array, indices: jax.Array, targets: jax.Array | None = None
+) -> jax.Array:
+    """Return the results of the tokens at `indices` `[N]` from the outputs of all tokens `[B, S, D]`: `[1, N, D]`."""
+    return best_labels(num_best, take_tokens(outputs, indices), targets)[None]
+
+
+def take_tokens(outputs: jax.Array, indices: jax.Array) -> jax.Array:
+    """Return the outputs `[B, S, D]` of the tokens at `indices` `[N]` of all `B·S` tokens: `[N, D]`."""
+    return jnp.take(outputs.reshape(-1, outputs.shape[-1]), indices, axis=0)
+
+
+def best_labels(num_best: int, logits: jax.Array, targets: jax.Array | None = None) -> jax.Array:
+    """Return the largest probabilities for logits `[N, labels]`, then their labels: `[N, 2·num_best]` float32.
+
+    With `targets` those of these labels, in their order; without `num_best`, the logits. A float32 represents every id
+    of a vocabulary exactly.
+    """
+    logits = logits.astype(jnp.float32)
+    if not num_best:
+        return logits
+    if targets is None:
+        values, labels = jax.lax.top_k(logits, num_best)
+    else:
+        values, labels = logits[:, targets], jnp.broadcast_to(targets, (len(logits), len(targets)))
+    probabilities = jnp.exp(values - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
+    return jnp.concatenate([probabilities, labels.astype(jnp.float32)], axis=-1)
 
 
 @dataclass(frozen=True)
 class SelectedTokens:
-    """Wrap a program so that it returns the output of the tokens at `SELECTED`, `[B, N, D]`.
+    """Wrap a program so that it returns the results of the tokens at `SELECTED`, `[1, N, D]`.
 
     Attributes:
         head: the head of the program, which then ends before it and applies it to those tokens only; None: it selects
             from the outputs of all tokens.
         target: the platform that the program runs on.
+        num_best: see `TokenSelection`.
+        number: the number of tokens.
+        has_targets: whether there is the input `TARGETS`.
     """
 
     head: Head | None
     target: str
+    num_best: int
+    number: int
+    has_targets: bool
 
     def __call__(self, run: Function) -> Function:
         def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
-            model_inputs = {name: value for name, value in inputs.items() if name != SELECTED}
+            model_inputs = {name: value for name, value in inputs.items() if name not in (SELECTED, TARGETS)}
             (values, *weights), state = run(params, state, model_inputs)
             values = take_tokens(values, inputs[SELECTED])
             if self.head is not None:
                 operands = head_operands(self.head, *weights)
-                values = apply_tail(self.head, head_product(self.head, self.target, values, operands))
-            return (values.astype(jnp.float32),), state
+                # The product takes rows of tokens.
+                values = apply_tail(self.head, head_product(self.head, self.target, values[None], operands))[0]
+            return (best_labels(self.num_best, values, inputs.get(TARGETS))[None],), state
 
         return function

@@ -173,16 +173,16 @@ class Tokenizer:
             check_integer("max_length", max_length, max(1, num_special))
 
         def encode_all() -> list[PairTokens]:
-            singles = native.encode_batch_fast([text for pair in pairs for text in pair], add_special_tokens=False)
-            rows = []
-            for one, two in zip(singles[::2], singles[1::2], strict=True):
-                if max_length is not None and len(one) + len(two) + num_special > max_length:
-                    sizes = pair_lengths(len(one), len(two), max_length - num_special)
-                    for encoding, size in zip((one, two), sizes, strict=True):
+            # All cores encode the pairs. Few are too long, so only those are encoded again, without special tokens.
+            rows = native.encode_batch_fast([*map(tuple, pairs)])
+            for i, row in enumerate(rows):
+                if max_length is not None and len(row) > max_length:
+                    parts = native.encode_batch_fast([*pairs[i]], add_special_tokens=False)
+                    sizes = pair_lengths(len(parts[0]), len(parts[1]), max_length - num_special)
+                    for encoding, size in zip(parts, sizes, strict=True):
                         encoding.truncate(size, direction=self.truncation_side)
-                row = native.post_process(one, two, True)
-                rows.append(PairTokens(row.ids, row.type_ids if self.gives_types else [0] * len(row.ids)))
-            return rows
+                    rows[i] = native.post_process(*parts, True)
+            return [PairTokens(row.ids, row.type_ids if self.gives_types else [0] * len(row)) for row in rows]
 
         return guard(encode_all, "encoding failed")
 
@@ -221,6 +221,14 @@ class Tokenizer:
             lambda: self._native.decode(numbers, skip_special_tokens=bool(skip_special_tokens)), "decoding failed"
         )
         return text
+
+    def decode_batch(self, rows: Sequence[list[int]], *, skip_special_tokens: bool = True) -> list[str]:
+        """Return the texts of rows of a tokenizer's own ids, as `decode` does, on all cores.
+
+        Raises:
+            TokenizerError: the tokenizer fails on these ids.
+        """
+        return guard(lambda: self._native.decode_batch([*rows], skip_special_tokens), "decoding failed")
 
     def _encode(self, texts: list[str], special: bool, max_length: int | None) -> list[list[int]]:
         """Return the ids of checked texts, truncated to `max_length`, with special tokens if `special`."""
