@@ -28,6 +28,7 @@ from rlx_jax.models.bert import BertConfig, BertFlow
 from rlx_jax.models.heads import BERT_HEADS, MASKED, TOKEN, TaskHead
 from rlx_jax.text.tokenizer import load_tokenizer
 
+
 def make_texts(count: int, words: list[str]) -> list[str]:
     """Random words, with a mask in the middle of each text."""
     rng = np.random.default_rng(0)

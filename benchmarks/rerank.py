@@ -19,6 +19,7 @@ and the first call of a new process with a warm compile cache within 5 s.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import tempfile
 from collections.abc import Callable, Sequence
@@ -216,7 +217,7 @@ def main() -> None:
             model = rlx.load(directory, profile=profile)
             requests = {"rerank": "score", "classify": "classify", "embed": "embed"}
             request = getattr(model, requests[task])
-            calls = {"ours": lambda request=request, texts=texts: request(texts)}
+            calls = {"ours": functools.partial(request, texts)}
             result = request(texts)
             if task == "classify":
                 result = [[row.scores[label] for label in model.labels] for row in result]
@@ -224,12 +225,13 @@ def main() -> None:
             if not (args.tiny or args.no_reference):
                 name, run = reference(task, directory, "cuda" if is_gpu else "cpu", dtype)
                 run(texts[:64], 64)
-                tries = {n: seconds(lambda n=n: run(texts, n)) for n in BATCH_SIZES["gpu" if is_gpu else "cpu"]}
+                batch_sizes = BATCH_SIZES["gpu" if is_gpu else "cpu"]
+                tries = {n: seconds(functools.partial(run, texts, n)) for n in batch_sizes}
                 size = min(tries, key=lambda n: tries[n])
                 emit(task=task, reference=name, seconds_by_batch_size=tries)
                 theirs = np.asarray(run(texts, size), np.float32)
                 error = float(np.abs(np.asarray(result) - theirs).max() / np.abs(theirs).max())
-                calls["theirs"] = lambda run=run, texts=texts, size=size: run(texts, size)
+                calls["theirs"] = functools.partial(run, texts, size)
             times = interleaved(calls, args.rounds)
             ratio = median_ratio(times["theirs"], times["ours"]) if "theirs" in times else float("nan")
             goal = (6.0 if task == "embed" else 4.0) if is_gpu else 1.3

@@ -16,7 +16,7 @@ from rlx_jax.compiler.settings import bucket_size
 from rlx_jax.lowering.mir.head import Head
 from rlx_jax.text.request_checks import Ids
 
-# Names of the inputs with the indices of the selected tokens among all tokens of a call, `[number]`, and with the labels
+# Names of the inputs with the indices of the selected tokens among all tokens of a call `[number]`, and with the labels
 # that a request chooses among.
 SELECTED, TARGETS = "selected", "targets"
 # The number of the best labels is rounded up to this times a power of two.
