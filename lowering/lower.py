@@ -122,12 +122,17 @@ DIRECT: dict[type[Hir], LowerRule] = {
 # -- an op as a plain function -----------------------------------------------------------------
 
 
+def as_graph(op: Op, operands: tuple[TensorType, ...], types: TypeCache) -> Graph:
+    """Return the computation of one op as a graph of tensor ops, with the operands as body inputs."""
+    b = Builder("function", types)
+    inputs = tuple(b.leaf(BodyInput(i, type=t)) for i, t in enumerate(operands))
+    out = _lower(op, b, inputs, "fusable") if isinstance(op, Hir) else b.add(op, *inputs)
+    return b.finish(out)
+
+
 def as_function(op: Op, operands: tuple[TensorType, ...], types: TypeCache) -> Callable[..., Any]:
     """Return the computation of one op as a JAX function of its operands."""
     if isinstance(op, Mir):
         return op.eval
-    b = Builder("function", types)
-    inputs = tuple(b.leaf(BodyInput(i, type=t)) for i, t in enumerate(operands))
-    out = _lower(op, b, inputs, "fusable") if isinstance(op, Hir) else b.add(op, *inputs)
-    graph = b.finish(out)
+    graph = as_graph(op, operands, types)
     return lambda *arrays: interpret(graph, Env({}, {}, {}, operands=arrays))

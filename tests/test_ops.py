@@ -22,6 +22,7 @@ from rlx_jax.ir.ops.fused import Step
 from rlx_jax.ir.ops.pointwise import BINARY, COMPARE, PARAMETRIC, UNARY
 from rlx_jax.ir.ops.reduce import REDUCE
 from rlx_jax.ir.ops.shape import AxisOf, Bound, CutAxis, SizeOf
+from rlx_jax.ir.queries import binds_types
 from rlx_jax.ir.serial import decode, encode
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lower import as_function
@@ -53,9 +54,17 @@ def traced(op: Any, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
 
 @pytest.mark.parametrize("cls", MIR_OPS, ids=lambda c: c.__name__)
 def test_infer_is_eval_shape_of_eval(cls: Any) -> None:
-    """With symbolic sizes; `test_eval_is_the_formula` has numbers."""
+    """With symbolic sizes; `test_eval_is_the_formula` has numbers. `specialise` binds the symbolic types of a result."""
     for sample in MIR_OPS[cls]:
-        assert TypeCache().infer(sample.op, sample.types) == traced(sample.op, sample.types), sample
+        types = TypeCache().infer(sample.op, sample.types)
+        assert types == traced(sample.op, sample.types), sample
+        for sizes in (SIZES, dict.fromkeys(SIZES, 1)) if binds_types(sample.op) else ():
+            bound = tuple(t.bind(sizes) for t in types)
+            try:
+                want = TypeCache().infer(sample.op, tuple(t.bind(sizes) for t in sample.types))
+            except rlx.RlxError:  # such as a window of more than one token
+                continue
+            assert bound == want or not all(t.is_static for t in bound), sample
 
 
 @pytest.mark.parametrize("cls", [c for c in MIR_OPS if c.traits.stored], ids=lambda c: c.__name__)

@@ -26,8 +26,8 @@ from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.plugins import is_builtin
 from rlx_jax.ir.type_inference import formula_key
 from rlx_jax.ir.types import TensorType
-from rlx_jax.lowering.hir.tokenwise import Verdict, token_wise
-from rlx_jax.lowering.lower import as_function
+from rlx_jax.lowering.hir.tokenwise import Verdict, token_wise, token_wise_graph
+from rlx_jax.lowering.lower import as_function, as_graph
 
 # Sizes of the symbolic dims in a test; every other dim is 2.
 SLICE_TEST_SIZES = {"batch": 4, "seq": 5}
@@ -180,7 +180,16 @@ def prove(types: TypeCache, op: Op, operands: tuple[TensorType, ...], dim: str) 
 @functools.lru_cache(2**13)
 def _cached_proof(op: Op, operands: tuple[TensorType, ...], dim: str, formula: Hashable) -> Verdict:
     """Return the proof's verdict; `formula` is in the cache key because the verdict depends on it."""
+    graph = _cached_graph(op, operands, formula)
+    if all(isinstance(n.op, Leaf) or (isinstance(n.op, Mir) and n.op.traits.stored) for n in graph.nodes):
+        return token_wise_graph(graph, dim)
     return token_wise(as_function(op, operands, TypeCache()), [t.spec for t in operands], dim)
+
+
+@functools.lru_cache(2**7)  # a graph is needed again for the other dim, soon after
+def _cached_graph(op: Op, operands: tuple[TensorType, ...], formula: Hashable) -> Graph:
+    """Return the computation of one op as tensor ops; `formula` is as in `_cached_proof`."""
+    return as_graph(op, operands, TypeCache())
 
 
 def needs_slice_test(types: TypeCache, node: Node, operands: tuple[TensorType, ...], dim: str) -> bool:
@@ -189,6 +198,8 @@ def needs_slice_test(types: TypeCache, node: Node, operands: tuple[TensorType, .
     A declared claim is tested if there is no proof. A JAX closure is tested in spite of its proof, as it may branch on
     a size of 1, which the proof on symbolic sizes does not cover.
     """
+    if not (isinstance(node.op, JaxFn) or node.origin.token_wise):
+        return False  # without the time of a proof
     is_proved = types.cached(prove, node.op, operands, dim).token_wise
     return isinstance(node.op, JaxFn) if is_proved else node.origin.token_wise
 

@@ -32,6 +32,8 @@ from jax import export
 from jax.extend import core as jex
 
 from rlx_jax.errors import first_line
+from rlx_jax.ir.graph import BodyInput, Graph, Leaf, Value
+from rlx_jax.ir.type_inference import cached_formula
 from rlx_jax.ir.types import short_name
 
 
@@ -84,13 +86,44 @@ def token_wise(fn: Callable[..., Any], avals: Sequence[jax.ShapeDtypeStruct], di
         if not _is_about_symbols(error, leaves):
             raise  # a fault of the function itself, which the caller should see
         return Verdict(False, f"does not trace with symbolic sizes: {first_line(error)}", ())
-    states = _run(closed, [_Separate(1, 1) if symbolic_dim.axes(aval) else None for aval in leaves], symbolic_dim)
-    for i, (state, aval) in enumerate(zip(states, closed.out_avals, strict=True)):
+    states = _run(closed, [symbolic_dim.state_of_input(aval) for aval in leaves], symbolic_dim)
+    return _verdict(states, closed.out_avals, symbolic_dim)
+
+
+def token_wise_graph(graph: Graph, dim: str) -> Verdict:
+    """Prove the claim of `token_wise` for a graph of tensor ops with plain values as attributes.
+
+    It walks the jaxprs that type inference has traced already, op by op.
+
+    Args:
+        graph: the graph; its inputs are `BodyInput`, and its other leaves constants.
+        dim: the name of the symbolic dimension.
+    """
+    symbolic_dim = _Dim(dim)
+    states: dict[Value, _State] = {}
+    for number, node in enumerate(graph.nodes):
+        if isinstance(node.op, BodyInput):
+            if not symbolic_dim.has_full_axis(node.op.type):
+                reason = f"input {node.op.index} does not have {dim!r} as one full axis: {_text(node.op.type)}"
+                return Verdict(False, reason, ())
+            states[Value(number)] = symbolic_dim.state_of_input(node.op.type)
+        elif isinstance(node.op, Leaf):
+            states[Value(number)] = None
+        else:
+            closed = cached_formula(node.op, tuple(map(graph.type, node.inputs)))
+            results = _run(closed, [states[v] for v in node.inputs], symbolic_dim)
+            states.update({Value(number, i): state for i, state in enumerate(results)})
+    return _verdict([states[v] for v in graph.outputs], [graph.type(v) for v in graph.outputs], symbolic_dim)
+
+
+def _verdict(states: Sequence[_State], avals: Sequence[Any], dim: _Dim) -> Verdict:
+    """Return the verdict for the states and the types of all outputs."""
+    for i, (state, aval) in enumerate(zip(states, avals, strict=True)):
         if isinstance(state, _Mixed):
             return Verdict(False, state.reason, ())
-        if not symbolic_dim.has_full_axis(aval):
-            return Verdict(False, f"output {i} does not have {dim!r} as one full axis: {_text(aval)}", ())
-    return Verdict(True, "", tuple(next(iter(symbolic_dim.axes(aval)), None) for aval in closed.out_avals))
+        if not dim.has_full_axis(aval):
+            return Verdict(False, f"output {i} does not have {dim.name!r} as one full axis: {_text(aval)}", ())
+    return Verdict(True, "", tuple(next(iter(dim.axes(aval)), None) for aval in avals))
 
 
 def _is_about_symbols(error: Exception, leaves: Sequence[Any]) -> bool:
@@ -158,6 +191,10 @@ class _Dim:
     def has_full_axis(self, aval: Any) -> bool:
         """Return whether an array has the dim as one full axis, or does not have it."""
         return [str(aval.shape[axis]) for axis in self.axes(aval)] in ([], [self.name])
+
+    def state_of_input(self, aval: Any) -> _State:
+        """Return the state of an input, which has the dim as one full axis or does not have it."""
+        return _Separate(1, 1) if self.axes(aval) else None
 
     def layouts(self, state: _State, size: Any) -> list[_Separate]:
         """Return the layouts that positions may have on an axis of this size.

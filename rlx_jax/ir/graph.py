@@ -371,6 +371,10 @@ class TypeCache:
             result_types = self._result_types[key] = self._infer(op, operands)
         return result_types
 
+    def store_types(self, op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...]) -> None:
+        """Store the result types of an op for `infer`, for code that knows them without a trace."""
+        self._result_types[op, operands] = results
+
     def _infer(self, op: Op, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
         """Return the result types of an op, without the cache.
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from rlx_jax.errors import GraphError, ShapeError, check_names, listing, quote
-from rlx_jax.ir.graph import Builder, Graph, Input, Leaf, Node, Param, StateRead, TypeCache, Value
+from rlx_jax.ir.graph import Builder, Graph, Input, Leaf, Mir, Node, Param, StateRead, TypeCache, Value
+from rlx_jax.ir.operands import check_declared
 from rlx_jax.ir.param import Key, keys_of
-from rlx_jax.ir.rewrite import everywhere, rewrite
-from rlx_jax.ir.types import TensorType
+from rlx_jax.ir.plugins import is_builtin
+from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
+from rlx_jax.ir.types import TensorType, check_elements
 
 # -- inspection ----------------------------------------------------------------------------------
 
@@ -41,15 +44,39 @@ def bind(graph: Graph, sizes: Mapping[str, int], types: TypeCache) -> Graph:
 
 
 def bind_leaves(graph: Graph, sizes: Mapping[str, int], types: TypeCache) -> Graph:
-    """Return the graph with sizes for some of its symbols, as `bind`, without an error for unknown symbols."""
+    """Return the graph with sizes for some of its symbols, as `bind`, without an error for unknown symbols.
 
-    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-        if isinstance(node.op, Input | StateRead):
-            return (b.leaf(replace(node.op, type=node.op.type.bind(sizes))),)
-        return None
+    JAX infers symbolic shapes that hold for all sizes, so the result types of an op with plain values as attributes are
+    its symbolic ones with the sizes. Tracing each op again would take most of the time. The checks of ops run, because
+    they may depend on sizes. Other ops are traced: functions of users and plugins may compare a size with a number.
+    """
+    bound_types: Callable[[TensorType], TensorType] = functools.cache(lambda t: t.bind(sizes))
 
-    rewritten = rewrite(graph, everywhere(fn), types)
+    def enter(inner: Graph) -> Rewrite:
+        def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+            if isinstance(node.op, Input | StateRead):
+                return (b.leaf(replace(node.op, type=node.op.type.bind(sizes))),)
+            if isinstance(node.op, Mir) and binds_types(node.op):
+                operands, results = tuple(map(b.type, inputs)), tuple(map(bound_types, node.types))
+                same_operands = operands == tuple(bound_types(inner.type(v)) for v in node.inputs)
+                if same_operands and all(t.is_static for t in (*operands, *results)):
+                    check_declared(node.op, operands)
+                    node.op.check(*operands)
+                    for result in results:
+                        check_elements(result.shape, node.op.text())
+                    types.store_types(node.op, operands, results)
+            return None
+
+        return fn
+
+    rewritten = rewrite(graph, enter, types)
     return replace(rewritten, inputs=tuple(replace(i, type=i.type.bind(sizes)) for i in graph.inputs))
+
+
+def binds_types(op: Mir) -> bool:
+    """Return whether the result types of an op are its symbolic ones with sizes in place of symbols."""
+    traits = op.traits
+    return traits.stored and not traits.size_dependent and not op.regions() and is_builtin(type(op))
 
 
 # -- composition ---------------------------------------------------------------------------------

@@ -68,6 +68,8 @@ class Traits:
             otherwise None.
         writes: pairs (result, operand) that share memory if the operand is a donated state leaf.
         stored: whether the op can be serialized to JSON, because its attributes are plain values.
+        size_dependent: whether `eval` compares a size with a number, so that result types may differ from the symbolic
+            ones for some sizes.
     """
 
     numeric: Numeric
@@ -80,12 +82,13 @@ class Traits:
     view: ViewOffset
     writes: tuple[tuple[int, int], ...]
     stored: bool
+    size_dependent: bool
 
 
 # Common traits; an op may change some of them (`dataclasses.replace`).
 ELEMENTWISE = Traits(
     "elementwise", narrows=None, widens=True, pinned=False, flops=zero, bytes=all_moved, workspace=zero,
-    view=lambda op, operands, results: None, writes=(), stored=True,
+    view=lambda op, operands, results: None, writes=(), stored=True, size_dependent=False,
 )  # fmt: skip
 REDUCTION = replace(ELEMENTWISE, numeric="reduction")
 NORM = replace(REDUCTION, widens=False)

@@ -62,8 +62,21 @@ def without_disable_jit() -> AbstractContextManager[None]:
 
 def traced_types(op: Any, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
     """Return the types of `op.eval`, traced abstractly; operands of different dtypes or ranks are never promoted."""
+    return types_of(traced_formula(op, operands).out_avals)
+
+
+def traced_formula(op: Any, operands: tuple[TensorType, ...]) -> Any:
+    """Return the jaxpr of `op.eval`, traced as for `traced_types`."""
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
-        return types_of(jax.eval_shape(op.eval, *(t.spec for t in operands)))
+        return jax.make_jaxpr(op.eval)(*(t.spec for t in operands))
+
+
+def cached_formula(op: Any, operands: tuple[TensorType, ...]) -> Any:
+    """Return `traced_formula` for an op with plain values as attributes; the process caches the latest ones.
+
+    Types and proofs of independence share a trace. The cache is small, because a jaxpr is much larger than its types.
+    """
+    return _cached_formula(op, operands, formula_key(op))
 
 
 def cached_types(op: Any, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
@@ -85,7 +98,13 @@ def formula_key(op: Any) -> Hashable:
 @functools.lru_cache(2**14)
 def _cached_types(op: Any, operands: tuple[TensorType, ...], formula: Hashable) -> tuple[TensorType, ...]:
     """Return `traced_types`; `formula` is in the cache key because the result depends on it."""
-    return traced_types(op, operands)
+    return types_of(_cached_formula(op, operands, formula).out_avals)
+
+
+@functools.lru_cache(2**9)
+def _cached_formula(op: Any, operands: tuple[TensorType, ...], formula: Hashable) -> Any:
+    """Return `traced_formula`; `formula` is in the cache key because the result depends on it."""
+    return traced_formula(op, operands)
 
 
 def arity(fn: Callable[..., Any]) -> str:

@@ -131,7 +131,7 @@ class RingStep(Mir):
     The default `window` is T.
     """
 
-    traits = replace(STATE, bytes=_ring_bytes, writes=((2, 0),))
+    traits = replace(STATE, bytes=_ring_bytes, writes=((2, 0),), size_dependent=True)
     operands = CacheUpdate.operands
 
     window: int | None = None
