@@ -41,7 +41,7 @@ def measure_compile(layers: int, roll: str) -> dict[str, float]:
         now = os.times().user
         seconds[step], start = now - start, now
 
-    built = Llama32Flow(config).build(specs)
+    built = Llama32Flow(config).assemble().build(specs)
     lap("build")
     model = rlx.compile(built, profile=profile)
     function = model.programs.function(KEY).run
