@@ -54,7 +54,7 @@ def traced(op: Any, types: Sequence[TensorType]) -> tuple[TensorType, ...]:
 
 @pytest.mark.parametrize("cls", MIR_OPS, ids=lambda c: c.__name__)
 def test_infer_is_eval_shape_of_eval(cls: Any) -> None:
-    """With symbolic sizes; `test_eval_is_the_formula` has numbers. `specialise` binds the symbolic types of a result."""
+    """With symbolic sizes; `test_eval_is_the_formula` has numbers. `specialise` binds the symbolic types."""
     for sample in MIR_OPS[cls]:
         types = TypeCache().infer(sample.op, sample.types)
         assert types == traced(sample.op, sample.types), sample

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from rlx_jax.errors import GraphError, RlxError, ShapeError, UnboundInputError
-from rlx_jax.ir.graph import BodyInput, Graph, Hir, Input, Leaf, Mir, Node, Param, StateRead, TypeCache, Value
+from rlx_jax.ir.graph import BodyInput, Graph, Hir, Input, Leaf, Mir, Node, Op, Param, StateRead, TypeCache, Value
 from rlx_jax.ir.param import stored_keys
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.region import Repeat
@@ -61,7 +61,7 @@ def _problems(graph: Graph, level: str, types: TypeCache, is_program: bool = Tru
         if not _exists(graph, value):
             yield GraphError, f"output {value} does not exist"
     if is_program:
-        yield from _signature_problems(graph)
+        yield from _signature_problems(graph, types)
     elif len(graph.output_names) not in (0, len(graph.outputs)):
         yield GraphError, f"{len(graph.outputs)} outputs have {len(graph.output_names)} output names"
 
@@ -109,7 +109,7 @@ def _reaches(graph: Graph, start: int, goal: int) -> bool:
     return False
 
 
-def _signature_problems(graph: Graph) -> Iterator[Problem]:
+def _signature_problems(graph: Graph, types: TypeCache) -> Iterator[Problem]:
     """Return the problems of the signature: outputs and their names, declared and read inputs, types of weight keys."""
     if not graph.outputs:
         yield GraphError, "there are no outputs"
@@ -124,9 +124,15 @@ def _signature_problems(graph: Graph) -> Iterator[Problem]:
         elif op.type != declared[op.input].type:
             yield ShapeError, f"input {op.input!r} is read as {op.type} and declared as {declared[op.input].type}"
     stored: dict[str, TensorType] = {}
-    for key in (k for param in graph.params() for program in param.programs for k in stored_keys(program)):
-        if stored.setdefault(key.key, key.type) != key.type:
-            yield GraphError, f"parameter {key.key!r} is {stored[key.key]} and {key.type}"
+    for key, type in (pair for param in graph.params() for pair in types.cached(_stored_types, param, ())):
+        if stored.setdefault(key, type) != type:
+            yield GraphError, f"parameter {key!r} is {stored[key]} and {type}"
+
+
+def _stored_types(types: TypeCache, param: Op, operands: tuple[TensorType, ...]) -> tuple[tuple[str, TensorType], ...]:
+    """Return the stored tensors of a parameter, by key, for all layers; cached, as the verifier runs after every pass."""
+    assert isinstance(param, Param)
+    return tuple((key.key, key.type) for program in param.programs for key in stored_keys(program))
 
 
 def _duplicates(names: Iterable[str]) -> list[str]:
