@@ -19,6 +19,7 @@ from rlx_jax.compiler.executable import compile_program
 from rlx_jax.errors import DonationWarning, GraphError
 from rlx_jax.generate.decode import DecodeLoop, new_rows
 from rlx_jax.generate.sampler import Sampler, SamplingSteps
+from rlx_jax.generate.token_history import initial_history
 from rlx_jax.ir.ops.cache import CacheUpdate, write_rows
 from rlx_jax.lowering.lir import donation
 from rlx_jax.lowering.lir.implementations import write_in_loop
@@ -66,9 +67,8 @@ def decode_step(model: Any, batch: int, context: int) -> Any:
     loop = DecodeLoop(SamplingSteps(), "input_ids", steps=4, early_exit=True)
     key = model.bind_to_sizes({"batch": batch, "context": context, "seq": 1}, loop).key
     state = jax.eval_shape(partial(model.init_state, batch, context)).arrays()
-    rows = jax.eval_shape(
-        partial(new_rows, False), jax.random.key(0), np.ones(batch, bool), np.int32(4), np.zeros((batch, 0), bool)
-    )  # fmt: skip
+    history = initial_history(SamplingSteps(), [()] * batch, 61, 0)
+    rows = jax.eval_shape(partial(new_rows, False), jax.random.key(0), np.ones(batch, bool), np.int32(4), history)
     inputs = {"rows": rows, "sampler_values": Sampler().values(61), "stop_mask": np.zeros(61, bool)}
     return model.programs.executable(key, model.param_specs(), state, inputs)
 

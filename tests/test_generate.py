@@ -15,6 +15,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import errors
+from rlx_jax.generate.generation import Generation
 from rlx_jax.generate.stop_strings import INCOMPLETE_CHAR, stable_prefix, stop_length, truncate_at_stop
 from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close
@@ -105,6 +106,24 @@ def test_stream_is_generate_in_pieces(chat: Any, plain: Case) -> None:
 def cut(row: list[int], ends: list[int]) -> list[int]:
     """A row up to its first end token, which is kept."""
     return row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))]
+
+
+def test_a_stream_yields_each_token_after_one_step(plain: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One dispatch of one step between two tokens, one step ahead; `generate` dispatches blocks."""
+    widths: list[int] = []
+    advance = Generation.advance
+
+    def counting(self: Generation) -> None:
+        advance(self)
+        widths.append(self.tokens.shape[1])
+
+    want = plain.lm.generate(plain.prompts[0], max_new_tokens=9)
+    assert list(plain.lm.stream(plain.prompts[0], max_new_tokens=9)) == want
+    monkeypatch.setattr(Generation, "advance", counting)
+    dispatches = [len(widths) for _ in plain.lm.stream(plain.prompts[0], max_new_tokens=9)]
+    assert dispatches == [*range(1, 9), 8] and set(widths) == {1}
+    assert plain.lm.generate(plain.prompts[0], max_new_tokens=9) == want
+    assert widths[8:] == [plain.lm.model.settings.loop.steps] * 2
 
 
 def test_end_tokens(plain: Case, tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from rlx_jax import errors
 from rlx_jax.generate.decode import NOT_FINITE, FirstTokens, new_rows
-from rlx_jax.generate.sampler import OPTIONS, SAMPLING, Sampler, Sampling, adjust_logits, choose_tokens, keep_likely
+from rlx_jax.generate.sampler import OPTIONS, SAMPLING, Sampler, Sampling, SamplingSteps, choose_tokens, keep_likely
+from rlx_jax.generate.token_history import adjust_logits, initial_history
 from rlx_jax.runtime.inputs import random_key
 
 VOCAB = 13
@@ -94,9 +95,11 @@ def test_greedy_takes_the_smaller_id_of_a_tie() -> None:
 def sample(sampler: Sampler, logits: np.ndarray, seeds: Any, seen: Any = None) -> np.ndarray:
     """One token for each row."""
     keys = jax.vmap(jax.random.key)(jnp.asarray(seeds, jnp.uint32))
-    seen = jnp.zeros(logits.shape, bool) if seen is None else jnp.asarray(seen)
+    prompts = [() if seen is None else np.flatnonzero(seen[row]).tolist() for row in range(len(logits))]
     steps, values = sampler.sampling_steps(VOCAB), sampler.values(VOCAB)
-    return np.asarray(choose_tokens(steps, values, adjust_logits(steps, values, jnp.asarray(logits), seen), keys))
+    history = initial_history(steps, prompts, VOCAB, VOCAB)
+    adjusted = adjust_logits(steps, values, jnp.asarray(logits), history, jnp.zeros(VOCAB, bool))
+    return np.asarray(choose_tokens(steps, values, adjusted, keys))
 
 
 def test_draws_follow_the_softmax() -> None:
@@ -137,6 +140,7 @@ RECOMMENDED: list[tuple[dict[str, Any], Sampler]] = [
     ({}, Sampler()),
     ({"do_sample": False, "top_p": 0.9, "repetition_penalty": 1.1}, Sampler(repetition_penalty=1.1)),
     ({"do_sample": True}, Sampler(1.0, 50)),
+    ({"min_new_tokens": 2, "bad_words_ids": [[1], [2, 3]]}, Sampler(min_tokens=2, bad_words=[(1,), (2, 3)])),
     ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.1, "eos_token_id": 3},
      Sampler(0.6, 20, 0.9, 0.1)),
     ({"do_sample": True, "top_k": 0, "top_p": None, "num_beams": 1, "typical_p": 1.0}, Sampler(1.0)),
@@ -151,8 +155,8 @@ def test_a_checkpoint_recommends_a_sampler(tmp_path: Path) -> None:
         assert Sampler.from_generation_config(tmp_path) == want
     with pytest.raises(errors.RequestError, match="top_p is 2"):
         Sampler.from_generation_config({"do_sample": True, "top_p": 2})
-    with pytest.raises(errors.UnsupportedError, match="'num_beams', 'bad_words_ids'"):
-        Sampler.from_generation_config({"num_beams": 4, "bad_words_ids": [[1]]})
+    with pytest.raises(errors.UnsupportedError, match="'num_beams', 'suppress_tokens'"):
+        Sampler.from_generation_config({"num_beams": 4, "suppress_tokens": [1]})
     with pytest.raises(errors.MissingFileError):
         Sampler.from_generation_config(tmp_path / "nowhere")
     with pytest.raises(errors.RequestError, match="a directory or a dict, got 5"):
@@ -192,7 +196,9 @@ def test_a_bias_that_bans_what_the_model_leaves() -> None:
     logits[:, 0, 3], logits[1, 0, 5] = 1.0, 0.0
     sampler = Sampler(logit_bias={3: -math.inf})
     start, live = FirstTokens(sampler.sampling_steps(VOCAB)), jnp.ones(2, bool)
-    rows = new_rows(False, random_key("seed", 0), live, jnp.int32(4), jnp.zeros((2, 0), bool))
+    rows = new_rows(
+        False, random_key("seed", 0), live, jnp.int32(4), initial_history(SamplingSteps(), [()] * 2, VOCAB, 0)
+    )
     first, after, _ = start(
         jnp.asarray(logits), rows, live, jnp.zeros((2, 1), jnp.int32), sampler.values(VOCAB), jnp.zeros(VOCAB, bool)
     )
@@ -234,7 +240,7 @@ def test_filters_are_those_of_transformers(top_k: int | None, top_p: float | Non
 
 def test_fields_are_arguments() -> None:
     """What `generate` takes as keywords, and the command line, is what a sampler has."""
-    assert tuple(Sampling.__annotations__) == SAMPLING and set(SAMPLING) - set(OPTIONS) == {"logit_bias"}
+    assert tuple(Sampling.__annotations__) == SAMPLING and set(SAMPLING) - set(OPTIONS) == {"logit_bias", "bad_words"}
     page = (Path(__file__).parents[1] / "docs" / "generation.md").read_text("utf-8")
     table = page.partition("| field | default | effect |")[2].partition("\n\n")[0]
     cells = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)

@@ -113,8 +113,9 @@ def add_sampling(
     add = parser.add_argument
     add("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=f"at most this many ({default_text})")
     for name, rule in OPTIONS.items():
-        kind = int if rule.is_integer else float
-        add(f"--{name.replace('_', '-')}", type=kind, metavar=rule.metavar, help=rule.help)
+        kind: dict[str, Any] = {"type": int if rule.is_integer else float, "metavar": rule.metavar}
+        kind = {"action": "store_true", "default": None} if rule.is_flag else kind
+        add(f"--{name.replace('_', '-')}", help=rule.help, **kind)
     add("--seed", type=int, metavar="N", help="random seed of the sampler; by default a new one each time")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
     add(

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
-from rlx_jax.generate.sampler import SamplerValues, SamplingSteps, adjust_logits, choose_tokens, finite_rows
+from rlx_jax.generate.sampler import SamplerValues, SamplingSteps, choose_tokens, finite_rows
+from rlx_jax.generate.token_history import TokenHistory, adjust_logits
 from rlx_jax.lowering.inspect.hlo import SAMPLER
 
 Array = jax.Array
@@ -55,16 +56,14 @@ class RequestRows:
         ids: `[B]` int32, the token chosen last.
         running: `[B]` bool, rows that have not ended.
         remaining: `[B]` int32, number of tokens that each row may still get.
-        num_new: `[B]` int32, number of tokens chosen so far.
-        seen_tokens: `[B, V]` bool, tokens that a row has; `[B, 0]` without a repetition penalty.
+        history: the earlier tokens of each row.
         keys: `[B]` random keys, one for each row; token n is sampled with fold_in(key, n). `[B, 0]` in greedy decoding.
     """
 
     ids: Any
     running: Any
     remaining: Any
-    num_new: Any
-    seen_tokens: Any
+    history: TokenHistory
     keys: Any
 
 
@@ -97,7 +96,7 @@ def zero_log_probs(batch: int, steps: int, k: int) -> LogProbs:
     return LogProbs(jnp.zeros((batch, steps), jnp.float32), zeros.astype(jnp.int32), zeros)
 
 
-def new_rows(do_sample: bool, key: Array, running: Array, budget: Array, seen_tokens: Array) -> RequestRows:
+def new_rows(do_sample: bool, key: Array, running: Array, budget: Array, history: TokenHistory) -> RequestRows:
     """Return the rows of a new request.
 
     The key of row i is fold_in(key, i), which does not depend on the other rows.
@@ -107,16 +106,14 @@ def new_rows(do_sample: bool, key: Array, running: Array, budget: Array, seen_to
         key: key of the seed.
         running: `[B]` bool.
         budget: `[]` int32, number of new tokens of each row, at most.
-        seen_tokens: as in `RequestRows`.
+        history: as in `RequestRows`.
     """
     batch = running.shape[0]
     indices = jnp.arange(batch, dtype=jnp.int32)
     no_keys = jnp.zeros((batch, 0), jnp.uint32)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, indices) if do_sample else no_keys
     zeros = jnp.zeros(batch, jnp.int32)
-    return RequestRows(
-        ids=zeros, running=running, remaining=zeros + budget, num_new=zeros, seen_tokens=seen_tokens, keys=keys
-    )
+    return RequestRows(ids=zeros, running=running, remaining=zeros + budget, history=history, keys=keys)
 
 
 @dataclass(frozen=True)
@@ -149,26 +146,23 @@ class TokenChooser:
             active: `[B]` bool, the rows to choose for; the other rows do not change.
         """
         with jax.named_scope(SAMPLER):
-            keys = jax.vmap(jax.random.fold_in)(rows.keys, rows.num_new) if self.sampling_steps.do_sample else rows.keys
-            adjusted_logits = adjust_logits(self.sampling_steps, sampler_values, logits, rows.seen_tokens)
+            keys, history = rows.keys, rows.history
+            if self.sampling_steps.do_sample:
+                keys = jax.vmap(jax.random.fold_in)(keys, history.num_new)
+            adjusted_logits = adjust_logits(self.sampling_steps, sampler_values, logits, history, stop_mask)
             chosen = choose_tokens(self.sampling_steps, sampler_values, adjusted_logits, keys)
             is_finite = self.is_finite(logits, adjusted_logits, chosen)
         tokens = jnp.where(active, jnp.where(is_finite, chosen, NOT_FINITE), STOPPED)
-        num_chosen = active.astype(jnp.int32)
-        remaining = rows.remaining - num_chosen
+        remaining = rows.remaining - active.astype(jnp.int32)
         is_stop = stop_mask[chosen] if stop_mask.ndim == 1 else (stop_mask == chosen[:, None]).any(axis=1)
         ended = active & (is_stop | (remaining <= 0) | ~is_finite)
-        seen_tokens = rows.seen_tokens
-        if self.sampling_steps.penalised:
-            seen_tokens = seen_tokens.at[jnp.arange(seen_tokens.shape[0], dtype=jnp.int32), chosen].max(active)
         ids = jnp.where(active, chosen, rows.ids)
         return tokens, replace(
             rows,
             ids=ids,
             running=rows.running & ~ended,
             remaining=remaining,
-            num_new=rows.num_new + num_chosen,
-            seen_tokens=seen_tokens,
+            history=history.append(chosen, active),
         )
 
 

@@ -132,16 +132,16 @@ class DraftModel(ProgramDrafter):
 
             The last step reads the last draft and chooses none, hence `<=`.
             """
-            state, ids, seen_tokens, is_valid = carry
+            state, ids, history, is_valid = carry
             reads = rows.running & (number <= draft_limit)
             extend_inputs = {self.ids_input: ids[:, None], "lengths": reads.astype(jnp.int32)}
             outputs, state = extend(drafter_state.params, state, extend_inputs)
-            ids, finite, draft_logits, seen_tokens = choose_draft(draft_step, seen_tokens, outputs[0][:, 0], number)
+            ids, finite, draft_logits, history = choose_draft(draft_step, history, outputs[0][:, 0])
             is_valid = is_valid & finite
             rollback_arrays = {name: state[name] for name, _ in self.rollback_arrays}
-            return (state, ids, seen_tokens, is_valid), (ids, is_valid, draft_logits, rollback_arrays)
+            return (state, ids, history, is_valid), (ids, is_valid, draft_logits, rollback_arrays)
 
-        start = (dict(drafter_state.state), rows.ids, rows.seen_tokens, rows.running)
+        start = (dict(drafter_state.state), rows.ids, rows.history, rows.running)
         (state, *_), (*steps, rollback_arrays) = lax.scan(step, start, jnp.arange(count + 1, dtype=jnp.int32))
         before = {name: drafter_state.state[name] for name, _ in self.rollback_arrays}
         return Drafts.from_steps(count, *steps), replace(drafter_state, carry=(before, rollback_arrays), state=state)
@@ -213,19 +213,19 @@ class MtpModule(ProgramDrafter):
 
         logits, hidden, state = read(run_pairs, dict(drafter_state.state), ids, hidden, pairs)
         length = state[LENGTH]  # without the drafts below, which are read again once they are accepted
-        ids, is_valid, draft_logits, seen_tokens = choose_draft(draft_step, rows.seen_tokens, logits, jnp.int32(0))
+        ids, is_valid, draft_logits, history = choose_draft(draft_step, rows.history, logits)
         is_valid = is_valid & rows.running
 
         def step(carry: Any, number: Array) -> Any:
             """Choose draft `number` (from 1 on) from the previous draft and its hidden state `[B, 1, H]`, in a scan."""
-            state, ids, hidden, seen_tokens, is_valid = carry
+            state, ids, hidden, history, is_valid = carry
             reads = rows.running & (number < draft_limit)
             logits, hidden, state = read(run_draft, state, ids[:, None], hidden, reads.astype(jnp.int32))
-            ids, finite, draft_logits, seen_tokens = choose_draft(draft_step, seen_tokens, logits, number)
+            ids, finite, draft_logits, history = choose_draft(draft_step, history, logits)
             is_valid = is_valid & finite
-            return (state, ids, hidden, seen_tokens, is_valid), (ids, is_valid, draft_logits)
+            return (state, ids, hidden, history, is_valid), (ids, is_valid, draft_logits)
 
-        initial_carry: Any = (state, ids, hidden, seen_tokens, is_valid)
+        initial_carry: Any = (state, ids, hidden, history, is_valid)
         (state, *_), more_steps = lax.scan(step, initial_carry, jnp.arange(1, self.tokens, dtype=jnp.int32))
         steps: Any = jax.tree.map(
             lambda a, more: jnp.concatenate([a[None], more]), (ids, is_valid, draft_logits), more_steps

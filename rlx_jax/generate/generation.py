@@ -22,7 +22,8 @@ from rlx_jax.generate.request import LanguageModel, PrefixState, Request
 from rlx_jax.generate.request_plan import RequestPlan, plan_request, prompt_blocks
 from rlx_jax.generate.scheduler import TopLogProbs
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
-from rlx_jax.generate.stop_strings import stable_prefix, stop_length
+from rlx_jax.generate.stop_strings import min_length, stable_prefix, stop_length
+from rlx_jax.generate.token_history import initial_history
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
@@ -168,7 +169,7 @@ class Generation:
             # Dispatch the next block before waiting for this one, unless that would compile first.
             if can_run_ahead and not is_last:
                 self.advance()
-            block, counts, self.log_probs = jax.device_get((tokens, counts, log_probs))
+            block, counts, self.log_probs, running = jax.device_get((tokens, counts, log_probs, rows.running))
             if counts is not None:
                 self.speculated = SpeculativeCounts(*counts.tolist())
             self.returned_tokens = tokens
@@ -176,7 +177,7 @@ class Generation:
                 # Copied, as the array may be a view that keeps a larger buffer alive.
                 self.returned_blocks.append(block.copy())
             yield block[: self.count]
-            if is_last or not jax.device_get(rows.running).any():
+            if is_last or not running.any():
                 return
             if not can_run_ahead:
                 self.advance()
@@ -206,6 +207,8 @@ class Generation:
         else:
             self.inputs |= dict(zip(("drafter_carry", "counts"), extras, strict=False))
         self.block_steps = self.steps
+        for array in jax.tree.leaves((self.tokens, self.inputs["rows"].running, self.device_log_probs)):
+            array.copy_to_host_async()  # as soon as the block is computed, and not only when the host waits for it
 
 
 # -- from a request to its answers -------------------------------------------------------------
@@ -227,7 +230,7 @@ def run_blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[
             new.speculated = generation.speculated
             if request.stop_strings:
                 lengths = {
-                    i: stop_length(lm.decode, new.rows[i], count, request.stop_strings)
+                    i: stop_length(lm.decode, new.rows[i], count, request.stop_strings, request.sampler.min_tokens)
                     for i, count in new.num_added.items()
                 }
                 stops = {i: length for i, length in lengths.items() if length is not None}
@@ -277,8 +280,8 @@ def make_output(
     Args:
         tokens: its new ids, their log-probabilities, and the likeliest tokens at each position.
     """
-    ids, log_probs, top = tokens
-    text = lm.answer_text(ids, request.row_options(row).stop_strings) if request.as_text else None
+    (ids, log_probs, top), options = tokens, request.row_options(row)
+    text = lm.answer_text(ids, options.stop_strings, options.sampler.min_tokens) if request.as_text else None
     if request.logprobs is None:
         return ids if text is None else text
     return Completion(text, tuple(ids), tuple(log_probs), tuple(likeliest[: request.logprobs] for likeliest in top))
@@ -286,14 +289,21 @@ def make_output(
 
 def stream_request(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[Any]:
     """Run a request of one row, and yield its new text, or its ids, as they come; joined, they are the output of
-    `generate`."""
-    (ids,), sent = new.rows, 0
+    `generate`.
+
+    Each dispatch is one step, so that a token is returned while the device computes the next one.
+    """
+    request = replace(request, is_stream=True)
+    (ids,), sent, min_tokens = new.rows, 0, request.sampler.min_tokens
     for _ in run_blocks(lm, request, new):
-        stable: Any = stable_prefix(lm.decode(ids), request.stop_strings) if request.as_text else ids
+        stable: Any = ids
+        if request.as_text:
+            start = min_length(lm.decode, ids, min_tokens) if request.stop_strings else 0
+            stable = stable_prefix(lm.decode(ids), request.stop_strings, start)
         if piece := stable[sent:]:
             yield from [piece] if request.as_text else piece
             sent = len(stable)
-    answer = lm.answer_text(ids, request.stop_strings) if request.as_text else ids
+    answer = lm.answer_text(ids, request.stop_strings, min_tokens) if request.as_text else ids
     # What was withheld as the beginning of a stop string is part of the answer if none followed.
     if request.as_text and answer[sent:]:
         yield answer[sent:]
@@ -360,7 +370,7 @@ def start_generation(plan: RequestPlan) -> Generation:
         state |= {DRAFTER_PREFIX + name: array for name, array in draft_state.items()}
         operands |= {"params": drafter.params(), "drafter_carry": drafter_arrays, "counts": np.zeros(3, np.int32)}
     return Generation(
-        loop, len(request.rows) * n, request.budget, programs.settings.loop.steps, operands, state, first_ids,
+        loop, len(request.rows) * n, request.budget, loop.key.wrapper.steps, operands, state, first_ids,
         sizes.cache_len, device_log_probs=log_probs, snapshot=snapshot,
     )  # fmt: skip
 
@@ -372,11 +382,9 @@ def initial_rows(plan: RequestPlan, live: np.ndarray[Any, Any]) -> RequestRows:
         live: `[B]` bool, rows of the request; the others are padding.
     """
     request, programs = plan.request, plan.loop.model.programs
-    seen_tokens = np.zeros((len(live), len(plan.stop_mask) if plan.sampling_steps.penalised else 0), bool)
-    if plan.sampling_steps.penalised:  # the repetition penalty applies to prompt tokens, too
-        for row in np.flatnonzero(live):
-            seen_tokens[row, list(request.rows[row // (request.n or 1)])] = True
-    arguments = (random_key("seed", request.seed), live, np.int32(request.budget), seen_tokens)
+    prompts = [request.rows[row // (request.n or 1)] if is_row else () for row, is_row in enumerate(live)]
+    history = initial_history(plan.sampling_steps, prompts, len(plan.stop_mask), plan.sizes.cache_len)
+    arguments = (random_key("seed", request.seed), live, np.int32(request.budget), history)
     rows: RequestRows = programs.run_helper(
         new_rows, *arguments, static=(plan.sampling_steps.do_sample,), out_shardings=programs.replicated
     )

@@ -46,7 +46,7 @@ def split_options(
     """
     max_new_tokens, sampler, stop, seed = options
     if prompts.is_single or fields or not isinstance(sampler, list | tuple):
-        sampler = resolve_sampler(sampler, fields)
+        sampler = lm.bind_sampler(resolve_sampler(sampler, fields))
     count = len(prompts.texts if prompts.texts is not None else prompts.ids or ())
     stop = list(stop) if isinstance(stop, Iterator) else stop  # each prompt reads it
     arguments = {"max_new_tokens": max_new_tokens, "sampler": sampler, "stop": stop, "seed": seed}
@@ -55,7 +55,7 @@ def split_options(
         return max_new_tokens, sampler, stop, seed, ()
     if not by_prompt:  # no prompts, and no values
         return 0, Sampler(), (), 0, ()
-    samplers = [resolve_sampler(each["sampler"], {}) for each in by_prompt]
+    samplers = [lm.bind_sampler(resolve_sampler(each["sampler"], {})) for each in by_prompt]
     for chosen in {*samplers}:
         check_answers(lm, n, None, chosen, False)
         chosen.values(lm.vocab_size)
@@ -65,7 +65,7 @@ def split_options(
         seed = choose_seed(seed, sampled)
     rows = []
     for i, (each, chosen) in enumerate(zip(by_prompt, samplers, strict=True)):
-        stop_strings, stop_ids = lm.parse_stop(each["stop"])
+        stop_strings, stop_ids = lm.parse_stop(each["stop"], chosen)
         budget = check_integer(f"max_new_tokens[{i}]", each["max_new_tokens"], 0)
         # A prompt with a seed of its own has the draws of a call for it alone.
         row_seed, draw = (choose_seed(each["seed"], chosen), 0) if has_seeds else (seed, i * (n or 1))
@@ -151,7 +151,8 @@ def plan_jobs(lm: LanguageModel, jobs: Sequence[SlotJob], request: Request) -> S
 
 def find_end(lm: LanguageModel, job: SlotJob, ids: list[int], num_new: int) -> int | None:
     """Return the length of an answer up to its first stop string, or None; see `stop_length`."""
-    return stop_length(lm.decode, ids, num_new, job.options.stop_strings)
+    options = job.options
+    return stop_length(lm.decode, ids, num_new, options.stop_strings, options.sampler.min_tokens)
 
 
 def slots_report(

@@ -22,7 +22,7 @@ from rlx_jax.generate.request_inputs import NO_INPUTS, Inputs, RequestInputs, ch
 from rlx_jax.generate.row_options import BatchProgress, RowOptions
 from rlx_jax.generate.sampler import Sampler, Sampling
 from rlx_jax.generate.speculative import Drafter
-from rlx_jax.generate.stop_strings import truncate_at_stop
+from rlx_jax.generate.stop_strings import min_length, truncate_at_stop
 from rlx_jax.program import InputDecl
 from rlx_jax.runtime.inputs import check_integer, random_key, read_array
 from rlx_jax.runtime.model import CompiledModel
@@ -100,9 +100,10 @@ class LanguageModel:
         """Return the text of new tokens."""
         return self.require_tokenizer().decode(ids)
 
-    def answer_text(self, ids: list[int], stop_strings: tuple[str, ...]) -> str:
-        """Return the text of new tokens up to the first stop string."""
-        return truncate_at_stop(self.decode(ids), stop_strings)
+    def answer_text(self, ids: list[int], stop_strings: tuple[str, ...], min_tokens: int = 0) -> str:
+        """Return the text of new tokens up to the first stop string that ends after `min_tokens` of them."""
+        start = min_length(self.decode, ids, min_tokens) if stop_strings else 0
+        return truncate_at_stop(self.decode(ids), stop_strings, start)
 
     def encode_prompts(self, prompts: Prompts, start: int = 0) -> list[list[int]]:
         """Return prompts as ids, each with at least one: an empty prompt becomes the begin token.
@@ -123,8 +124,31 @@ class LanguageModel:
                 raise RequestError(f"prompts[{i}] is empty, and the model has no begin token to start from")
         return [row or [self.bos_id] for row in rows]  # type: ignore[list-item]
 
-    def parse_stop(self, stop: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Return the strings and the ids that end a row; the ids include the end tokens.
+    def bind_sampler(self, sampler: Sampler) -> Sampler:
+        """Return a sampler with the strings of its `bad_words` as token ids.
+
+        As in vLLM, a string stands for its tokens without a space before it, and for those with one if they are as many
+        and the first of them differs.
+
+        Raises:
+            RequestError: there is no tokenizer. TokenIdError: the model does not have an id.
+        """
+        words: list[Sequence[int]] = []
+        for i, word in enumerate(sampler.bad_words or ()):
+            if not isinstance(word, str):
+                words.append(word)
+                continue
+            encode, text = self.require_tokenizer("bad_words: strings need").encode, word.lstrip(" ")
+            plain, spaced = (encode(prefix + text, add_special_tokens=False) for prefix in ("", " "))
+            if not plain:
+                raise RequestError(f"bad_words[{i}] is {shown(word)}, which has no tokens")
+            words += [plain, spaced] if len(plain) == len(spaced) and plain[0] != spaced[0] else [plain]
+        ids = [tuple(id_list(word, self.vocab_size, f"bad_words[{i}]")) for i, word in enumerate(words)]
+        return replace(sampler, bad_words=tuple(dict.fromkeys(ids))) if ids else sampler
+
+    def parse_stop(self, stop: Any, sampler: Sampler) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Return the strings and the ids that end a row; the ids include the end tokens, if the sampler has no
+        `ignore_eos`.
 
         Raises:
             RequestError: `stop` is neither a string, nor an id, nor a list of them; or a string is empty.
@@ -142,7 +166,7 @@ class LanguageModel:
         if stop_strings:
             self.require_tokenizer("stop: strings need")
         ids = id_list([s for s in items if not isinstance(s, str)], self.vocab_size, "stop") if items else []
-        return stop_strings, tuple(sorted({*ids, *self.eos_ids}))
+        return stop_strings, tuple(sorted({*ids, *(() if sampler.ignore_eos else self.eos_ids)}))
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,6 +223,7 @@ class Request:
         by_prompt: options of each prompt; empty where all prompts have the same. `budget` is then the largest budget.
         slots: number of slots for continuous batching; None to choose.
         progress: callback for the progress of many prompts.
+        is_stream: whether each token is returned as soon as it is chosen, by programs of one step.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -221,6 +246,7 @@ class Request:
     by_prompt: tuple[RowOptions, ...] = ()
     slots: int | None = None
     progress: Callable[[BatchProgress], None] | None = None
+    is_stream: bool = False
 
     def row_options(self, row: int) -> RowOptions:
         """Return the options of one row: its sampler, what ends it, and its random draws."""
@@ -260,8 +286,13 @@ def check_request(
         rows, checked_inputs = lm.encode_prompts(prompts), NO_INPUTS
     else:
         rows, prefix, checked_inputs = join_state(lm, prompts, state)
-    stop_strings, stop_ids = lm.parse_stop(stop)
+    stop_strings, stop_ids = lm.parse_stop(stop, sampler)
     sampler.values(lm.vocab_size)
+    for min_tokens, limit in [(row.sampler.min_tokens, row.budget) for row in by_prompt] or [
+        (sampler.min_tokens, budget)
+    ]:
+        if min_tokens > limit:
+            raise RequestError(f"min_tokens is {min_tokens}, and max_new_tokens is {limit}; pass at most as many")
     seed = choose_seed(seed, sampler)
     for i, row in enumerate(rows):
         check_length(lm, len(row), by_prompt[i].budget if by_prompt else budget, f"prompts[{i}]", drafter)

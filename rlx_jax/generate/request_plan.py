@@ -86,7 +86,7 @@ def plan_request(lm: LanguageModel, request: Request) -> RequestPlan:
     sampling_steps = request.sampler.sampling_steps(lm.vocab_size)
     # With buckets, warm-up has to cover every sampler, so use few methods.
     sampling_steps = sampling_steps.widened() if buckets.prompt or buckets.batch else sampling_steps
-    sampler_values = request.sampler.values(lm.vocab_size, sampling_steps.biased)
+    sampler_values = request.sampler.values(lm.vocab_size, sampling_steps)
     stop_mask = np.zeros(lm.vocab_size, bool)
     stop_mask[list(request.stop_ids)] = True
     num_logprobs = request.logprobs and bucket_size(request.logprobs, LOGPROBS_BUCKET, lm.vocab_size)
@@ -120,6 +120,7 @@ def plan_keys(
     """
     model, inputs, drafter, loop = lm.model, request.inputs, request.drafter, lm.model.programs.settings.loop
     has_prefix = request.prefix is not None or bool(request.shared_prefix_len)
+    steps = 1 if request.is_stream else loop.steps
     widths, shared_widths = ([chunk.width for chunk in part] for part in chunks)
 
     def make_keys() -> PlanKeys:
@@ -127,14 +128,16 @@ def plan_keys(
         state = {**inputs.sizes, **sizes.state}
         variant = Variant(True, logits, inputs.optional_inputs)
         if drafter is None:
-            wrapper: Any = DecodeLoop(sampling_steps, model.first_input, loop.steps, loop.stop_early, num_logprobs)
+            # A loop of one step has no condition, which a GPU would wait for.
+            stop_early = loop.stop_early and steps > 1
+            wrapper: Any = DecodeLoop(sampling_steps, model.first_input, steps, stop_early, num_logprobs)
             key = model.as_program("extend").key_for_sizes({**state, "seq": 1}, variant)
         else:
             verify = model.as_program("verify")
             variant = replace(variant, spare=drafter.tokens, hidden=drafter.needs_hidden)
             rollback_arrays = model.programs.template(verify.key(inputs.optional_inputs, logits)).rollback_arrays
             drafter_args = (drafter.bind(sizes.state), rollback_arrays)
-            wrapper = VerifyLoop(sampling_steps, model.first_input, loop.steps, *drafter_args)
+            wrapper = VerifyLoop(sampling_steps, model.first_input, steps, *drafter_args)
             key = verify.key_for_sizes({**state, "seq": drafter.tokens + 1}, replace(variant, last_only=False))
         keys = prefill_keys(model, widths, {**state, "batch": rows[0]}, variant, has_prefix)
         shared_keys = prefill_keys(model, shared_widths, {**state, "batch": rows[1]}, replace(variant, hidden=False))
@@ -142,7 +145,17 @@ def plan_keys(
 
     if drafter is not None:
         return make_keys()
-    cache_key = (model.name, sampling_steps, num_logprobs, sizes, rows, tuple(widths), tuple(shared_widths), has_prefix)
+    cache_key = (
+        model.name,
+        sampling_steps,
+        steps,
+        num_logprobs,
+        sizes,
+        rows,
+        tuple(widths),
+        tuple(shared_widths),
+        has_prefix,
+    )
     inputs_key = (tuple(inputs.sizes.items()), inputs.optional_inputs)
     keys: PlanKeys = model.programs.request_keys((*cache_key, *inputs_key), make_keys)
     return keys

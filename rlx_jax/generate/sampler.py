@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict
 
@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlx_jax.compiler.settings import bucket_size
 from rlx_jax.errors import RequestError, TokenIdError, UnsupportedError, listing, quote, shown
 from rlx_jax.io.folder import Folder
 from rlx_jax.ir.former_names import former_names
@@ -29,9 +30,13 @@ TINY, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max
 # Fields of generation_config.json that are not supported, with the values that have no effect.
 _UNSUPPORTED: dict[str, tuple[float, ...]] = {
     "num_beams": (1,), "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1,), "guidance_scale": (1,), "min_length": (0,), "min_new_tokens": (0,),
-    "bad_words_ids": (), "sequence_bias": (), "suppress_tokens": (), "begin_suppress_tokens": (), "top_h": (),
+    "encoder_repetition_penalty": (1,), "guidance_scale": (1,), "min_length": (0,),
+    "sequence_bias": (), "suppress_tokens": (), "begin_suppress_tokens": (), "top_h": (),
 }  # fmt: skip
+# Fields of generation_config.json with another name here.
+_RENAMED = {"min_new_tokens": "min_tokens", "bad_words_ids": "bad_words"}
+# `bad_words` are padded to multiples of these, so that there are few programs: their number, and their tokens.
+BAD_WORDS_BUCKETS = 8, 4
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -65,6 +70,7 @@ class SamplerOption:
         low, high: the range of values.
         allow_zero: whether 0 is valid too.
         is_integer: whether the value is an integer of at least 1.
+        is_flag: whether the value is True or False.
         sampling_only: whether the parameter changes only the distribution to sample from, and so nothing at
             temperature 0.
     """
@@ -75,6 +81,7 @@ class SamplerOption:
     high: float = LARGEST
     allow_zero: bool = False
     is_integer: bool = False
+    is_flag: bool = False
     sampling_only: bool = False
 
     def check(self, name: str, value: Any) -> None:
@@ -84,7 +91,11 @@ class SamplerOption:
             RequestError: it is not valid.
         """
         if self.is_integer:
-            check_integer(name, value, 1)
+            check_integer(name, value, 0 if self.allow_zero else 1)
+            return
+        if self.is_flag:
+            if not isinstance(value, bool):
+                raise RequestError(f"{name} is {shown(value)}; expected True or False")
             return
         number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
         if not number or not -math.inf < value < math.inf:
@@ -92,7 +103,9 @@ class SamplerOption:
         low, high = self.low, self.high
         if low <= value <= high or (self.allow_zero and value == 0):
             return
-        if value <= 0 or (high < LARGEST and value > high):  # the limit is not one of float32, so do not mention it
+        if low >= 0 and (
+            value <= 0 or (high < LARGEST and value > high)
+        ):  # the limit is not one of float32, so do not mention it
             lower_bound = "0 or more" if self.allow_zero or not low else "above 0"
             expected = f"a number, {lower_bound}" + (f", at most {high:g}" if high < LARGEST else "")
         else:
@@ -115,6 +128,14 @@ class Sampler:
         logit_bias: added to the logits, by token id; −inf bans a token. Copied.
         repetition_penalty: p > 1 makes tokens less likely that the row has already, prompt included: a positive logit
             is divided by p, a negative one multiplied (Keskar et al. 2019).
+        frequency_penalty, presence_penalty: subtracted from the logit of a token that was generated c times, as in the
+            APIs of OpenAI and vLLM: `frequency_penalty · c + presence_penalty · (c > 0)`. The prompt does not count.
+        min_tokens: end tokens and ids of `stop` have no probability before so many new tokens, and a stop string that
+            ends within them does not count.
+        ignore_eos: end tokens do not end a row; `stop` does.
+        bad_words: sequences that are never completed, each a list of token ids: its last id has no probability after
+            the others, which may be a part of the prompt. A string stands for its tokens and, if they are as many and
+            begin with another one, its tokens with a space before it.
         temperature: divides the logits. 0 is greedy: the largest logit, the smaller id on a tie.
         top_k: keep the k largest logits (Fan et al. 2018).
         top_p: keep the most likely tokens until their mass reaches p (Holtzman et al. 2019).
@@ -136,6 +157,11 @@ class Sampler:
     )
     repetition_penalty: float = option(1.0, "R", "above 1: tokens that the text has get less likely")
     logit_bias: Mapping[int, float] | None = None
+    presence_penalty: float = option(0.0, "P", "above 0: tokens of the answer get less likely", low=-LARGEST)
+    frequency_penalty: float = option(0.0, "P", "above 0: the same by their number in the answer", low=-LARGEST)
+    min_tokens: int = option(0, "N", "no end before so many new tokens", is_integer=True, allow_zero=True)
+    ignore_eos: bool = option(False, "", "end tokens do not end the answer", is_flag=True)
+    bad_words: Sequence[str | Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
         for name, rule in OPTIONS.items():
@@ -146,6 +172,8 @@ class Sampler:
             raise RequestError(f"logit_bias is {quote(self.logit_bias)}; expected a mapping of token id to bias")
         if self.logit_bias is not None:
             object.__setattr__(self, "logit_bias", Bias(dict(self.logit_bias)))
+        if self.bad_words is not None:
+            object.__setattr__(self, "bad_words", check_bad_words(self.bad_words))
 
     @staticmethod
     def from_generation_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Sampler:
@@ -165,44 +193,49 @@ class Sampler:
             if not isinstance(config, str | os.PathLike):
                 raise RequestError(f"from_generation_config: expected a directory or a dict, got {shown(config)}")
             config = Folder.from_path(config).required_json("generation_config.json")
-        entries = {name: value for name, value in config.items() if value is not None}
+        entries = {_RENAMED.get(name, name): value for name, value in config.items() if value is not None}
         unsupported = [
             name for name, off in _UNSUPPORTED.items() if name in entries and entries[name] not in (False, *off)
         ]
         if unsupported:
             raise UnsupportedError(f"generation_config: {listing(unsupported)}: rlx_jax.Sampler has none; leave it out")
-        values = {name: entries[name] for name in OPTIONS if name in entries}
+        values = {name: entries[name] for name in (*OPTIONS, "bad_words") if name in entries}
         if entries.get("do_sample") is True:
             # transformers turns the filter off with top_k = 0.
             values = {"temperature": 1.0} | values | {"top_k": entries.get("top_k", 50) or None}
             return Sampler(**values)
-        return Sampler(
-            **{n: value for n, value in values.items() if n != "temperature" and not OPTIONS[n].sampling_only}
-        )
+        sampling_only = {"temperature", *(name for name, rule in OPTIONS.items() if rule.sampling_only)}
+        return Sampler(**{name: value for name, value in values.items() if name not in sampling_only})
 
     def sampling_steps(self, vocab_size: int) -> SamplingSteps:
         """Return which of the filters have an effect for a vocabulary of this size."""
-        do_sample = self.temperature > 0
+        do_sample, words = self.temperature > 0, self.bad_words or ()
+        sequences = [len(word) for word in words if len(word) > 1]
+        sizes = (len(sequences), max(sequences)) if sequences else None
         return SamplingSteps(
             do_sample=do_sample,
             penalised=self.repetition_penalty != 1.0,
-            biased=bool(self.logit_bias),
+            biased=bool(self.logit_bias) or len(words) > len(sequences),
             top_k=do_sample and self.top_k is not None and self.top_k < vocab_size,
             top_p=do_sample and self.top_p is not None and self.top_p < 1.0,
             min_p=do_sample and bool(self.min_p),
+            counted=bool(self.presence_penalty or self.frequency_penalty),
+            delayed=self.min_tokens > 0,
+            bad_words=(0, 0) if sizes is None else tuple(map(bucket_size, sizes, BAD_WORDS_BUCKETS, (None, None))),
         )
 
-    def values(self, vocab_size: int, biased: bool = False) -> SamplerValues:
+    def values(self, vocab_size: int, steps: SamplingSteps | None = None) -> SamplerValues:
         """Return the values of the sampler as operands of a program.
 
         Args:
-            biased: include a bias for every token, even if the sampler has none, as the program expects one.
+            steps: the steps of the program, which may have more than the sampler needs.
 
         Raises:
             TokenIdError: `logit_bias` has an id out of range. RequestError: one of its values is NaN, +inf or over
-                float32, or it bans every token.
+                float32, or it and `bad_words` ban every token; or `bad_words` are strings, without a tokenizer.
         """
-        bias = np.zeros(vocab_size if self.logit_bias or biased else 0, np.float32)
+        steps = steps or self.sampling_steps(vocab_size)
+        bias = np.zeros(vocab_size if steps.biased else 0, np.float32)
         for i, value in (self.logit_bias or {}).items():
             if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < vocab_size:
                 raise TokenIdError(f"logit_bias: id {shown(i)} is not an integer in [0, {vocab_size})")
@@ -212,8 +245,17 @@ class Sampler:
                     f"logit_bias[{i}] is {shown(value)}; expected -inf or a number of at most {LARGEST:.3g} (float32)"
                 )
             bias[i] = value
+        bad_words = np.full(steps.bad_words, -1, np.int32)
+        sequences = iter(bad_words)
+        for word in self.bad_words or ():
+            if isinstance(word, str):
+                raise RequestError(f"bad_words: {quote(word)} needs a tokenizer; pass token ids")
+            if len(word) == 1:
+                bias[word[0]] = -math.inf
+            else:
+                next(sequences)[-len(word) :] = word
         if bias.size and np.isneginf(bias).all():
-            raise RequestError("logit_bias bans every token")
+            raise RequestError(f"{'bad_words' if self.bad_words else 'logit_bias'} bans every token")
         return SamplerValues(
             temperature=np.float32(self.temperature),
             top_k=np.int32(min(self.top_k or vocab_size, vocab_size)),
@@ -222,6 +264,10 @@ class Sampler:
             min_p=np.float32(self.min_p or 0.0),
             penalty=np.float32(self.repetition_penalty),
             bias=bias,
+            presence=np.float32(self.presence_penalty),
+            frequency=np.float32(self.frequency_penalty),
+            min_tokens=np.int32(min(self.min_tokens, np.iinfo(np.int32).max)),
+            bad_words=bad_words,
         )
 
 
@@ -234,12 +280,31 @@ class Sampling(TypedDict, total=False):
     min_p: float | None
     repetition_penalty: float
     logit_bias: Mapping[int, float] | None
+    presence_penalty: float
+    frequency_penalty: float
+    min_tokens: int
+    ignore_eos: bool
+    bad_words: Sequence[str | Sequence[int]] | None
 
 
 SAMPLING = tuple(f.name for f in fields(Sampler))
-# The fields that are options of the command line: all but the bias.
+# The fields that are options of the command line: numbers and flags.
 OPTIONS: dict[str, SamplerOption] = {f.name: f.metadata["option"] for f in fields(Sampler) if f.metadata}
 GREEDY = Sampler()
+
+
+def check_bad_words(words: Any) -> tuple[str | tuple[int, ...], ...]:
+    """Return `bad_words`, checked as far as it is possible without a model.
+
+    Raises:
+        RequestError: they are no list of strings and lists of token ids; or one of them is empty.
+    """
+    if isinstance(words, str | bytes | Mapping) or not isinstance(words, Sequence):
+        raise RequestError(f"bad_words is {shown(words)}; expected a list of strings and of lists of token ids")
+    for i, word in enumerate(words):
+        if isinstance(word, bytes) or not isinstance(word, str | Sequence | np.ndarray) or not len(word):
+            raise RequestError(f"bad_words[{i}] is {shown(word)}; expected a string or a list of ids, and not empty")
+    return tuple(word if isinstance(word, str) else tuple(word) for word in words)
 
 
 def resolve_sampler(sampler: Any, options: Mapping[str, Any]) -> Sampler:
@@ -265,7 +330,12 @@ def resolve_sampler(sampler: Any, options: Mapping[str, Any]) -> Sampler:
 
 @dataclass(frozen=True)
 class SamplingSteps:
-    """The steps of choosing a token that a program is compiled with; all off is greedy."""
+    """The steps of choosing a token that a program is compiled with; all off is greedy.
+
+    Attributes:
+        counted: a presence or frequency penalty. delayed: `min_tokens`.
+        bad_words: the padded number and length of `bad_words` of several tokens; those of one are a bias.
+    """
 
     do_sample: bool = False
     penalised: bool = False
@@ -273,36 +343,56 @@ class SamplingSteps:
     top_k: bool = False
     top_p: bool = False
     min_p: bool = False
+    counted: bool = False
+    delayed: bool = False
+    bad_words: tuple[int, int] = (0, 0)
+
+    @property
+    def changes_logits(self) -> bool:
+        """Return whether a penalty, a bias or `min_tokens` changes the logits."""
+        return self.penalised or self.biased or self.counted or self.delayed
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Return whether a step reads the earlier tokens in their order."""
+        return self.bad_words > (0, 0)
 
     @property
     def text(self) -> str:
         """Return in words which samplers it serves, for reports."""
         logits = "repetition_penalty or logit_bias"
+        number, length = self.bad_words
+        extra = f", and {number} bad_words of {length} tokens" if number else ""
         if not self.do_sample:
-            return f"greedy ones with {logits}" if self.penalised or self.biased else "greedy ones"
-        filters = self.top_k or self.top_p or self.min_p or self.penalised or self.biased
-        return f"random ones with top_k, top_p, min_p, {logits}" if filters else "random ones without filters"
+            return (f"greedy ones with {logits}" if self.changes_logits else "greedy ones") + extra
+        filters = self.top_k or self.top_p or self.min_p or self.changes_logits
+        return (f"random ones with top_k, top_p, min_p, {logits}" if filters else "random ones without filters") + extra
 
     def union(self, other: SamplingSteps) -> SamplingSteps:
         """Return steps that serve both samplers: a step that is on and has no effect changes no token."""
-        return SamplingSteps(*(getattr(self, f.name) or getattr(other, f.name) for f in fields(self)))
+        flags = {f.name: getattr(self, f.name) or getattr(other, f.name) for f in fields(self)}
+        number, length = (max(pair) for pair in zip(self.bad_words, other.bad_words, strict=True))
+        return SamplingSteps(**{**flags, "bad_words": (number, length)})
 
     def widened(self) -> SamplingSteps:
-        """Return one of four methods that chooses the same tokens, so that few programs serve every sampler."""
-        logits = self.penalised or self.biased
-        filters = logits or self.top_k or self.top_p or self.min_p
-        if self.do_sample and filters:
-            return SamplingSteps(True, True, True, True, True, True)
-        return SamplingSteps(do_sample=self.do_sample, penalised=logits, biased=logits)
+        """Return one of four methods that chooses the same tokens, so that few programs serve every sampler; for each
+        size of `bad_words` there are four."""
+        logits = self.changes_logits
+        filters = self.do_sample and (logits or self.top_k or self.top_p or self.min_p)
+        logits = logits or filters
+        return SamplingSteps(
+            self.do_sample, logits, logits, filters, filters, filters, logits, logits, self.bad_words
+        )  # fmt: skip
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplerValues:
-    """The values of a sampler as operands: float32 scalars (`top_k` int32), and `bias` `[V]` float32, or `[0]` without
-    a bias.
+    """The values of a sampler as operands: float32 scalars (`top_k` and `min_tokens` int32); `bias` `[V]` float32, or
+    `[0]` without a bias; and `bad_words` `[W, L]` int32, each padded with -1 on the left.
 
-    With one sampler for each row they are `[B, 1]` and `[B, V]` or `[B, 0]`; a row of temperature 0 is then greedy.
+    With one sampler for each row they are `[B, 1]`, `[B, V]` or `[B, 0]`, and `[B, W, L]`; a row of temperature 0 is
+    then greedy.
     """
 
     temperature: Any
@@ -311,19 +401,10 @@ class SamplerValues:
     min_p: Any
     penalty: Any
     bias: Any
-
-
-def adjust_logits(steps: SamplingSteps, values: SamplerValues, logits: Array, seen_tokens: Array) -> Array:
-    """Return the logits `[B, V]` float32 with bias and penalty, clipped to the largest float32 number.
-
-    Args:
-        seen_tokens: `[B, V]` bool, the tokens that a row has already; used only if `steps.penalised`.
-    """
-    if steps.biased:
-        logits = logits + jnp.atleast_2d(values.bias)
-    if steps.penalised:
-        logits = jnp.where(seen_tokens, jnp.where(logits > 0, logits / values.penalty, logits * values.penalty), logits)
-    return jnp.minimum(logits, LARGEST) if steps.biased or steps.penalised else logits
+    presence: Any
+    frequency: Any
+    min_tokens: Any
+    bad_words: Any
 
 
 def choose_tokens(steps: SamplingSteps, values: SamplerValues, logits: Array, keys: Array) -> Array:

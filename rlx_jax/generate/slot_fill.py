@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.generate.decode import DecodeLoop, LogProbs, RequestRows, TokenChooser, token_log_probs
 from rlx_jax.generate.sampler import SamplerValues
+from rlx_jax.generate.token_history import TokenHistory
 from rlx_jax.runtime.inputs import KEY_IMPL
 
 Array = jax.Array
@@ -44,7 +45,7 @@ class NewJobs:
         budgets: `[F]` int32, the most new tokens of each job.
         seeds: `[F, 2]` uint32, the key of each job's seed; `[F, 0]` in greedy decoding.
         draws: `[F]` int32, the number to fold into each key.
-        seen_tokens: `[F, V]` bool, the tokens of each prompt; `[F, 0]` without a repetition penalty.
+        history: the prompts, as their first token is chosen by them.
         sampler_values, stop_ids: as in `SlotRows`.
     """
 
@@ -52,7 +53,7 @@ class NewJobs:
     budgets: Any
     seeds: Any
     draws: Any
-    seen_tokens: Any
+    history: TokenHistory
     sampler_values: SamplerValues
     stop_ids: Any
 
@@ -87,7 +88,7 @@ class FillSlots(TokenChooser):
         keys = jobs.seeds
         if self.sampling_steps.do_sample:
             keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jobs.seeds, impl=KEY_IMPL), jobs.draws)
-        rows = RequestRows(zeros, active, jobs.budgets, zeros, jobs.seen_tokens, keys)
+        rows = RequestRows(zeros, active, jobs.budgets, jobs.history, keys)
         tokens, rows = self.choose_next(logits[:, 0], rows, jobs.sampler_values, jobs.stop_ids, active)
         log_probs = None
         if self.num_logprobs is not None:

@@ -27,6 +27,7 @@ from rlx_jax.generate.sampler import Sampler, SamplerValues
 from rlx_jax.generate.scheduler import SlotJob, SlotTokens
 from rlx_jax.generate.slot_fill import NewJobs, SlotRows
 from rlx_jax.generate.slot_plan import SlotPlan
+from rlx_jax.generate.token_history import initial_history
 from rlx_jax.runtime.inputs import KEY_IMPL
 
 Array = jax.Array
@@ -149,10 +150,6 @@ def new_jobs(plan: SlotPlan, jobs: Sequence[SlotJob]) -> NewJobs:
     stop_ids = np.full((len(padded), plan.stop_width), -1, np.int32)
     for row, option in zip(stop_ids, options, strict=True):
         row[: len(option.stop_ids)] = option.stop_ids
-    seen_tokens = np.zeros((len(padded), vocab_size if steps.penalised else 0), bool)
-    if steps.penalised:  # the repetition penalty applies to prompt tokens, too
-        for row, job in zip(seen_tokens, padded, strict=True):
-            row[list(job.ids)] = True
     seeds = np.zeros((len(padded), 0), np.uint32)
     if steps.do_sample:
         seeds = np.stack([plan.seed_words(option.seed) for option in options])
@@ -161,8 +158,8 @@ def new_jobs(plan: SlotPlan, jobs: Sequence[SlotJob]) -> NewJobs:
         budgets=np.array([option.budget for option in options], np.int32),
         seeds=seeds,
         draws=np.array([option.draw for option in options], np.int32),
-        seen_tokens=seen_tokens,
-        sampler_values=stack_values([option.sampler.values(vocab_size, steps.biased) for option in options]),
+        history=initial_history(steps, [job.ids for job in padded], vocab_size, plan.sizes.cache_len),
+        sampler_values=stack_values([option.sampler.values(vocab_size, steps) for option in options]),
         stop_ids=stop_ids,
     )
 
@@ -182,8 +179,8 @@ def open_slots(plan: SlotPlan) -> Slots:
     keys: Any = np.zeros((num, 0), np.uint32)
     if steps.do_sample:
         keys = jax.random.wrap_key_data(jax.device_put(np.zeros((num, 2), np.uint32)), impl=KEY_IMPL)
-    seen_tokens = np.zeros((num, vocab_size if steps.penalised else 0), bool)
-    rows = RequestRows(zeros, np.zeros(num, bool), zeros, zeros, seen_tokens, keys)
-    values = stack_values([Sampler().values(vocab_size, steps.biased)] * num)
+    history = initial_history(steps, [()] * num, vocab_size, sizes.cache_len)
+    rows = RequestRows(zeros, np.zeros(num, bool), zeros, history, keys)
+    values = stack_values([Sampler().values(vocab_size, steps)] * num)
     stop_ids = np.full((num, plan.stop_width), -1, np.int32)
     return Slots(plan, state, jax.device_put(SlotRows(rows, values, stop_ids), programs.replicated))

@@ -23,12 +23,12 @@ from rlx_jax.generate.decode import NOT_FINITE, STOPPED, Array, RequestRows, Siz
 from rlx_jax.generate.sampler import (
     SamplerValues,
     SamplingSteps,
-    adjust_logits,
     choose_tokens,
     finite_rows,
     sample,
     warp_logits,
 )
+from rlx_jax.generate.token_history import TokenHistory, adjust_logits
 from rlx_jax.ir.state_leaf import per_token_key
 from rlx_jax.lowering.inspect.hlo import DRAFTING, SAMPLER
 from rlx_jax.lowering.lir.plan import Lir
@@ -91,13 +91,14 @@ class DraftStep:
     Attributes:
         rows: the rows of the request.
         state_lengths: `[B]`, number of tokens in the model's state, which does not include the token chosen last.
-        sampling_steps, sampler_values: how tokens are chosen.
+        sampling_steps, sampler_values, stop_mask: how tokens are chosen.
     """
 
     rows: RequestRows
     state_lengths: Array
     sampling_steps: SamplingSteps
     sampler_values: SamplerValues
+    stop_mask: Array
 
     @property
     def draft_limit(self) -> Array:
@@ -128,29 +129,26 @@ class VerifiedTokens:
 
 
 def choose_draft(
-    draft_step: DraftStep, seen_tokens: Array, logits: Array, number: Array
-) -> tuple[Array, Array, Array | None, Array]:
+    draft_step: DraftStep, history: TokenHistory, logits: Array
+) -> tuple[Array, Array, Array | None, TokenHistory]:
     """Choose the next draft of each row.
 
     Args:
-        seen_tokens: `[B, V]` bool, tokens of the row, its drafts so far included.
+        history: the tokens of the rows, their drafts so far included.
         logits: `[B, V]`, logits of the draft model.
-        number: index of the draft, from 0 on.
 
     Returns:
         ids `[B]` int32; whether the logits are finite, `[B]` bool; the logits of the distribution that the draft was
-        sampled from, None if it was not sampled; and `seen_tokens` with the draft.
+        sampled from, None if it was not sampled; and `history` with the draft.
     """
-    sampling, values, rows = draft_step.sampling_steps, draft_step.sampler_values, draft_step.rows
-    adjusted_logits = adjust_logits(sampling, values, logits, seen_tokens)
+    sampling, values = draft_step.sampling_steps, draft_step.sampler_values
+    adjusted_logits = adjust_logits(sampling, values, logits, history, draft_step.stop_mask)
     draft_logits = warp_logits(sampling, values, adjusted_logits) if sampling.do_sample else None
     ids = jnp.argmax(adjusted_logits, axis=-1).astype(jnp.int32)
     if draft_logits is not None:
-        keys = jax.vmap(jax.random.fold_in)(rows.keys, rows.num_new + number)
+        keys = jax.vmap(jax.random.fold_in)(draft_step.rows.keys, history.num_new)
         ids = sample(draft_logits, jax.vmap(lambda key: jax.random.fold_in(key, DRAFT_KEY))(keys))
-    if sampling.penalised:
-        seen_tokens = seen_tokens.at[jnp.arange(seen_tokens.shape[0], dtype=jnp.int32), ids].set(True)
-    return ids, finite_rows(adjusted_logits), draft_logits, seen_tokens
+    return ids, finite_rows(adjusted_logits), draft_logits, history.append(ids, jnp.ones_like(ids, bool))
 
 
 class Drafter(Protocol):
@@ -298,7 +296,7 @@ class VerifyLoop(TokenChooser):
         draft_arrays = {
             name[len(DRAFTER_PREFIX) :]: array for name, array in loop.state.items() if name.startswith(DRAFTER_PREFIX)
         }
-        draft_step = DraftStep(rows, model_state[LENGTH], self.sampling_steps, sampler_values)
+        draft_step = DraftStep(rows, model_state[LENGTH], self.sampling_steps, sampler_values, stop_mask)
         with jax.named_scope(DRAFTING):
             drafts, drafter_state = self.drafter.propose(
                 DrafterState(inputs["params"], loop.drafter_carry, draft_arrays), draft_step
@@ -340,9 +338,8 @@ class VerifyLoop(TokenChooser):
         """Decide which tokens the rows take, by the logits `[B, k + 1, V]` after the last token and each draft."""
         batch, width, vocab = logits.shape
         flat = logits.reshape(-1, vocab)
-        adjusted_logits = adjust_logits(
-            self.sampling_steps, sampler_values, flat, self.seen_with_drafts(rows, drafts).reshape(batch * width, -1)
-        )
+        history = rows.history.before_each(drafts.ids)
+        adjusted_logits = adjust_logits(self.sampling_steps, sampler_values, flat, history, stop_mask)
         is_draft = jnp.arange(width, dtype=jnp.int32)[None] < drafts.count[:, None]
         ids = jnp.pad(drafts.ids, ((0, 0), (0, 1)))
         keys = self.token_keys(rows, width)
@@ -364,21 +361,11 @@ class VerifyLoop(TokenChooser):
             chosen, is_emitted, is_finite, is_accepted & is_emitted & is_finite, is_emitted.sum(axis=1, dtype=jnp.int32)
         )
 
-    def seen_with_drafts(self, rows: RequestRows, drafts: Drafts) -> Array:
-        """Return the tokens seen before each of the k + 1 tokens, `[B, k + 1, V]` bool, for the repetition penalty;
-        `[B, k + 1, 0]` without a penalty."""
-        seen_tokens = [rows.seen_tokens]
-        for i in range(drafts.ids.shape[1]):
-            numbers = jnp.arange(rows.seen_tokens.shape[0], dtype=jnp.int32)
-            with_draft = seen_tokens[-1].at[numbers, drafts.ids[:, i]].set(True)
-            seen_tokens.append(with_draft if self.sampling_steps.penalised else rows.seen_tokens)
-        return jnp.stack(seen_tokens, axis=1)
-
     def token_keys(self, rows: RequestRows, width: int) -> Array:
         """Return the random keys of the next `width` tokens of each row, `[B · width]`: the keys of plain decoding."""
         keys: Array = rows.keys
         if self.sampling_steps.do_sample:
-            numbers = rows.num_new[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+            numbers = rows.history.num_new[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
             keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(keys, numbers).reshape(-1)
         return keys
 
@@ -389,17 +376,12 @@ class VerifyLoop(TokenChooser):
         last_ids = jnp.take_along_axis(verified.ids, last_index, axis=1, mode="clip")[:, 0]
         remaining = rows.remaining - verified.num_emitted
         invalid = (verified.is_emitted & ~verified.is_finite).any(axis=1)
-        seen_tokens = rows.seen_tokens
-        if self.sampling_steps.penalised:
-            numbers = jnp.arange(seen_tokens.shape[0], dtype=jnp.int32)[:, None]
-            seen_tokens = seen_tokens.at[numbers, verified.ids].max(verified.is_emitted)
         return replace(
             rows,
             ids=jnp.where(rows.running, last_ids, rows.ids),
             running=rows.running & ~(stop_mask[last_ids] | (remaining <= 0) | invalid),
             remaining=remaining,
-            num_new=rows.num_new + verified.num_emitted,
-            seen_tokens=seen_tokens,
+            history=rows.history.append(verified.ids, verified.is_emitted),
         )
 
 

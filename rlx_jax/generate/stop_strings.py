@@ -10,11 +10,12 @@ INCOMPLETE_CHAR = "\ufffd"
 
 
 def stop_length(
-    decode: Callable[[list[int]], str], ids: list[int], num_new: int, stop_strings: tuple[str, ...]
+    decode: Callable[[list[int]], str], ids: list[int], num_new: int, stop_strings: tuple[str, ...], min_tokens: int = 0
 ) -> int | None:
     """Return the length of the shortest prefix of `ids` with a stop string in its text, or None.
 
-    Only the last `num_new` ids are new: earlier prefixes have been checked before.
+    Only the last `num_new` ids are new: earlier prefixes have been checked before. A stop string that ends in the text
+    of the first `min_tokens` ids does not count.
     """
     if not stop_strings:
         return None
@@ -23,24 +24,31 @@ def stop_length(
     text = decode(ids[-(num_new + INVISIBLE_TOKENS + max(map(len, stop_strings)) * 4) :])
     if not any(word in text for word in stop_strings):
         return None
+    start = min_length(decode, ids, min_tokens)
     # Confirm on the full text: the text of the last tokens may begin with an incomplete character.
-    for count in range(len(ids) - num_new + 1, len(ids) + 1):
+    for count in range(max(len(ids) - num_new, min_tokens) + 1, len(ids) + 1):
         full_text = decode(ids[:count]).rstrip(INCOMPLETE_CHAR)
-        if any(word in full_text for word in stop_strings):
+        if len(truncate_at_stop(full_text, stop_strings, start)) < len(full_text):
             return count
     return None
 
 
-def truncate_at_stop(text: str, stop_strings: tuple[str, ...]) -> str:
-    """Return `text` up to the first stop string."""
-    positions = [position for word in stop_strings if (position := text.find(word)) >= 0]
+def min_length(decode: Callable[[list[int]], str], ids: list[int], min_tokens: int) -> int:
+    """Return the length of the text in which no stop string counts: the text of the first `min_tokens` ids."""
+    return len(decode(ids[:min_tokens]).rstrip(INCOMPLETE_CHAR)) if min_tokens else 0
+
+
+def truncate_at_stop(text: str, stop_strings: tuple[str, ...], start: int = 0) -> str:
+    """Return `text` up to the first stop string that ends after `start` characters."""
+    finds = (text.find(word, max(0, start + 1 - len(word))) for word in stop_strings)
+    positions = [position for position in finds if position >= 0]
     return text[: min(positions)] if positions else text
 
 
-def stable_prefix(text: str, stop_strings: tuple[str, ...]) -> str:
-    """Return the part of a growing text that later tokens cannot change."""
+def stable_prefix(text: str, stop_strings: tuple[str, ...], start: int = 0) -> str:
+    """Return the part of a growing text that later tokens cannot change; `start` as in `truncate_at_stop`."""
     text = text.rstrip(INCOMPLETE_CHAR)
-    answer = truncate_at_stop(text, stop_strings)
+    answer = truncate_at_stop(text, stop_strings, start)
     if len(answer) < len(text):
         return answer
     # Withhold an end of the text that may become a stop string.

@@ -52,6 +52,7 @@ def warm_all(
     kinds = ALL_SAMPLERS if samplers is None else (samplers,) if isinstance(samplers, Sampler) else tuple(samplers)
     if not kinds or not all(isinstance(s, Sampler) for s in kinds):
         raise RequestError(f"warmup: samplers is {shown(samplers)}; expected a Sampler, several, or None for all kinds")
+    kinds = tuple(map(lm.bind_sampler, kinds))
     check_answers(lm, n, logprobs, None, False)
     lm = replace(lm, buckets=replace(buckets, context=warm_contexts(buckets, budget, lm.max_positions)))
     with lm.model.programs.warm_up():
@@ -70,8 +71,12 @@ def warm_generation(
     given. The buckets of `lm` have cache lengths."""
     kinds: list[dict[str, Any]] = [{}]
     kinds += [{"drafter": drafter}] if drafter is not None else []
+    streams = [{**kind, "is_stream": True} for kind in kinds]
     kinds += [{"logprobs": logprobs}] if logprobs is not None else []
-    for (rows, length, cache_len, sampler), request_options in product(warm_requests(lm.buckets, samplers), kinds):
+    requests = warm_requests(lm.buckets, samplers)
+    for (rows, length, cache_len, sampler), request_options in product(requests, kinds + streams):
+        if "is_stream" in request_options and rows > lm.buckets.rows(1):  # a stream has one row
+            continue
         request = Request(((0,) * length,) * rows, cache_len - length, sampler, seed=LARGE_SEED, **request_options)
         for step, _ in enumerate(start_generation(plan_request(lm, request))):
             if step == 1:  # block 0 is the first token, and block 1 has run the loop

@@ -262,7 +262,9 @@ def llama_greedy(model: Any, prompt: Sequence[int], count: int, clear: float = 0
     return ids[len(prompt) :], lead
 
 
-def generate(model: Any, prompt: Sequence[int], count: int, eos: int | list[int] | None = None) -> list[int]:
+def generate(
+    model: Any, prompt: Sequence[int], count: int, eos: int | list[int] | None = None, **options: Any
+) -> list[int]:
     """New tokens of transformers' own `generate`, greedy, with its cache."""
     torch, _ = _modules()
     out = model.generate(
@@ -272,6 +274,7 @@ def generate(model: Any, prompt: Sequence[int], count: int, eos: int | list[int]
         do_sample=False,
         eos_token_id=eos,
         pad_token_id=0,
+        **options,
     )
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens

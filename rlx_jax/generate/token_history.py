@@ -1,0 +1,147 @@
+"""`TokenHistory`: the earlier tokens of rows, and how penalties, bans and a bias change the logits by them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rlx_jax.generate.sampler import LARGEST, SamplerValues, SamplingSteps
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TokenHistory:
+    """The earlier tokens of rows, in the forms that the steps of a sampler read.
+
+    Attributes:
+        num_new: `[B]` int32, number of tokens chosen so far.
+        seen: `[B, V]` bool, the tokens of prompt and answer; `[B, 0]` without a repetition penalty.
+        counts: `[B, V]` int32, how often each token was chosen; `[B, 0]` without a presence or frequency penalty.
+        tokens: `[B, T]` int32, prompt and answer, padded with -1; `[B, 0]` where no step reads them.
+    """
+
+    num_new: Any
+    seen: Any
+    counts: Any
+    tokens: Any
+
+    def append(self, ids: Array, active: Array) -> TokenHistory:
+        """Return the history with more tokens.
+
+        Args:
+            ids: `[B]`, or `[B, N]` for several tokens of each row.
+            active: bool of the same shape, the ones to append; in a row they come first.
+        """
+        added = active.astype(jnp.int32)
+        num_new = self.num_new + (added if active.ndim == 1 else added.sum(axis=1, dtype=jnp.int32))
+        seen, counts, tokens = self.seen, self.counts, self.tokens
+        batch = num_new.shape[0]
+        ids, added, rows = (x.reshape(batch, -1) for x in (ids, added, jnp.arange(batch, dtype=jnp.int32)))
+        if seen.shape[1]:
+            seen = seen.at[rows, ids].max(added.astype(bool))
+        if counts.shape[1]:
+            counts = counts.at[rows, ids].add(added)
+        if tokens.shape[1]:
+            index = self.lengths()[:, None] + jnp.cumsum(added, axis=1) - 1
+            index = jnp.where(added > 0, index, tokens.shape[1])  # an index past the end is dropped
+            tokens = tokens.at[rows, index].set(ids, mode="drop")
+        return TokenHistory(num_new, seen, counts, tokens)
+
+    def lengths(self) -> Array:
+        """Return the number of `tokens` of each row, `[B]` int32."""
+        lengths: Array = (self.tokens >= 0).sum(axis=1, dtype=jnp.int32)
+        return lengths
+
+    def before_each(self, ids: Array) -> TokenHistory:
+        """Return the histories before each of N + 1 tokens, of which `ids` `[B, N]` are the first, as `B · (N + 1)`
+        rows."""
+        steps = [self]
+        for i in range(ids.shape[1]):
+            steps.append(steps[-1].append(ids[:, i], jnp.ones_like(ids[:, i], bool)))
+
+        def join(*parts: Array) -> Array:
+            return jnp.stack(parts, axis=1).reshape(ids.shape[0] * len(parts), *parts[0].shape[1:])
+
+        history: TokenHistory = jax.tree.map(join, *steps)
+        return history
+
+
+def initial_history(
+    steps: SamplingSteps, prompts: Sequence[Sequence[int]], vocab_size: int, max_tokens: int
+) -> TokenHistory:
+    """Return the history of rows before their first new token, on the host.
+
+    Args:
+        prompts: the ids of each row.
+        max_tokens: the most tokens of a row, prompt and answer.
+    """
+    batch = len(prompts)
+    seen = np.zeros((batch, vocab_size if steps.penalised else 0), bool)
+    counts = np.zeros((batch, vocab_size if steps.counted else 0), np.int32)
+    tokens = np.full((batch, max_tokens if steps.reads_tokens else 0), -1, np.int32)
+    for row, ids in enumerate(prompts):
+        if steps.penalised:  # the repetition penalty applies to prompt tokens, too
+            seen[row, list(ids)] = True
+        if steps.reads_tokens:
+            tokens[row, : len(ids)] = ids
+    return TokenHistory(np.zeros(batch, np.int32), seen, counts, tokens)
+
+
+def adjust_logits(
+    steps: SamplingSteps, values: SamplerValues, logits: Array, history: TokenHistory, stop_mask: Array
+) -> Array:
+    """Return the logits `[B, V]` float32 with bias, penalties and bans, clipped to the largest float32 number.
+
+    Args:
+        history: the earlier tokens of the rows.
+        stop_mask: as in `TokenChooser.choose_next`.
+    """
+    if steps.biased:
+        logits = logits + jnp.atleast_2d(values.bias)
+    if steps.penalised:
+        logits = jnp.where(
+            history.seen, jnp.where(logits > 0, logits / values.penalty, logits * values.penalty), logits
+        )
+    if steps.counted:
+        counts = history.counts.astype(jnp.float32)
+        logits = logits - values.frequency * counts - values.presence * jnp.minimum(counts, 1.0)
+    logits = jnp.minimum(logits, LARGEST) if steps.changes_logits else logits
+    if steps.delayed:
+        is_early = history.num_new[:, None] < values.min_tokens
+        if stop_mask.ndim == 1:
+            logits = jnp.where(is_early & stop_mask[None], -jnp.inf, logits)
+        else:
+            logits = ban_tokens(logits, stop_mask, is_early & (stop_mask >= 0))
+    if steps.reads_tokens:
+        logits = ban_sequences(logits, values.bad_words.reshape(-1, *values.bad_words.shape[-2:]), history)
+    return logits
+
+
+def ban_tokens(logits: Array, ids: Array, banned: Array) -> Array:
+    """Return the logits `[B, V]` with -inf for those of the ids `[B, K]` that are banned, `[B, K]` bool."""
+    rows = jnp.arange(logits.shape[0], dtype=jnp.int32)[:, None]
+    # The index past the vocabulary is dropped; -1 would be its last token.
+    return logits.at[rows, jnp.where(banned, ids, logits.shape[1])].set(-jnp.inf, mode="drop")
+
+
+def ban_sequences(logits: Array, words: Array, history: TokenHistory) -> Array:
+    """Return the logits `[B, V]` with -inf for tokens that would complete a sequence.
+
+    Args:
+        words: the sequences `[B or 1, W, L]`, padded with -1 on the left.
+    """
+    words = jnp.broadcast_to(words, (logits.shape[0], *words.shape[1:]))
+    *_, width = words.shape
+    index = history.lengths()[:, None] + jnp.arange(1 - width, 0, dtype=jnp.int32)[None]
+    latest = jnp.take_along_axis(history.tokens, index, axis=1, mode="clip")
+    latest = jnp.where(index >= 0, latest, -2)  # before the first token: equal to nothing
+    prefix, last = words[:, :, :-1], words[:, :, -1]
+    matches = ((prefix == latest[:, None]) | (prefix < 0)).all(axis=-1)
+    return ban_tokens(logits, last, matches & (last >= 0))
