@@ -100,7 +100,7 @@ def test_requests() -> None:
     """Five rows, of which the devices have no equal parts, and one alone; drawn tokens. All is served where JAX refuses
     what is not sent explicitly."""
     one, ours = lm("llama"), lm("llama", "data tensor", 8)
-    sampler = rlx.Sampler(temperature=1.3, top_k=20, top_p=0.9, repetition_penalty=1.2)
+    sampler = rlx.Sampler(1.3, 20, 0.9, None, 1.2, presence_penalty=0.3, min_tokens=3, bad_words=[[1, 2]])
     with jax.transfer_guard("disallow"):
         assert list(ours.stream(PROMPTS[0], max_new_tokens=12)) == greedy("llama")[0]
         both = [m.generate(PROMPTS, max_new_tokens=12, sampler=sampler, seed=5) for m in (one, ours)]

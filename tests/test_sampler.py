@@ -240,7 +240,11 @@ def test_filters_are_those_of_transformers(top_k: int | None, top_p: float | Non
 
 def test_fields_are_arguments() -> None:
     """What `generate` takes as keywords, and the command line, is what a sampler has."""
-    assert tuple(Sampling.__annotations__) == SAMPLING and set(SAMPLING) - set(OPTIONS) == {"logit_bias", "bad_words"}
+    assert tuple(Sampling.__annotations__) == SAMPLING and set(SAMPLING) - set(OPTIONS) == {
+        "logit_bias",
+        "bad_words",
+        "logits_processor",
+    }
     page = (Path(__file__).parents[1] / "docs" / "generation.md").read_text("utf-8")
     table = page.partition("| field | default | effect |")[2].partition("\n\n")[0]
     cells = re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE)

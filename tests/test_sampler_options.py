@@ -1,10 +1,12 @@
-"""Penalties by count, bans and ends of answers, against plain NumPy in float64 and against transformers."""
+"""Penalties by count, bans, ends of answers and functions of the user, against NumPy in float64 and transformers."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,8 +22,21 @@ BUDGET, END = 14, 12
 
 
 @functools.cache
-def lm(family: str = "llama") -> Any:
-    return rlx.CausalLM(divided.recipe(family), divided.weights(family), eos_ids=END)
+def lm() -> Any:
+    return rlx.CausalLM(divided.recipe("llama"), divided.weights("llama"), eos_ids=END)
+
+
+def no_repeats(logits: Any, tokens: Any) -> Any:
+    """Ban every token that the row has."""
+    rows = jnp.arange(len(tokens))[:, None]
+    return logits.at[rows, jnp.where(tokens < 0, logits.shape[1], tokens)].set(-jnp.inf, mode="drop")
+
+
+def near_the_last(logits: Any, tokens: Any) -> Any:
+    """Prefer ids near the last one of the row."""
+    last = jnp.take_along_axis(tokens, (tokens >= 0).sum(axis=1, keepdims=True) - 1, axis=1)
+    distance = jnp.abs(jnp.arange(logits.shape[1])[None] - last)
+    return logits - 0.2 * distance.astype(jnp.float32)
 
 
 def reference(prompt: list[int], options: dict[str, Any], stop: tuple[int, ...] = ()) -> list[int]:
@@ -37,34 +52,33 @@ def reference(prompt: list[int], options: dict[str, Any], stop: tuple[int, ...] 
         for *before, last in options.get("bad_words") or []:
             if ids[len(ids) - len(before) :] == before:
                 logits[last] = -np.inf
+        if processor := options.get("logits_processor"):
+            logits = np.asarray(processor(jnp.asarray(logits[None], jnp.float32), jnp.asarray([ids], jnp.int32)))[0]
         ids.append(int(logits.argmax()))
         if ids[-1] in ends:
             break
     return ids[len(prompt) :]
 
 
-@functools.cache
-def plain() -> list[list[int]]:
-    return lm().generate(PROMPTS, BUDGET, ignore_eos=True)
-
-
 def cases() -> list[tuple[dict[str, Any], tuple[int, ...]]]:
     """Options of which each changes the answers, and ids of `stop`."""
-    rows = plain()
+    rows = lm().generate(PROMPTS, BUDGET, ignore_eos=True)
+    assert any(END in row for row in rows)
     pairs = [[row[0], row[1]] for row in rows] + [[PROMPTS[0][-1], rows[0][0]]]  # the last one begins in the prompt
     return [
         ({"frequency_penalty": 0.7, "presence_penalty": -0.2}, ()),
         ({"min_tokens": 5}, (rows[0][1], rows[1][2], rows[2][0])),
         ({"ignore_eos": True}, ()),
         ({"bad_words": [*pairs, rows[1][2:6]]}, ()),
-        ({"bad_words": [[rows[1][0]], *pairs], "min_tokens": 3, "presence_penalty": 1.5}, (rows[0][2],)),
-    ]
+        ({"logits_processor": near_the_last}, ()),
+        ({"bad_words": [[rows[1][0]], *pairs], "min_tokens": 3, "presence_penalty": 1.5,
+          "logits_processor": no_repeats}, (rows[0][2],)),
+    ]  # fmt: skip
 
 
 def test_answers_are_those_of_the_definitions() -> None:
     """In one batch, alone, in slots with a sampler for each prompt, in a stream, and with drafts."""
     samplers, prompts, stops, want = [], [], [], []
-    assert any(END in row for row in plain())  # an end token comes if nothing hinders it
     for options, stop in cases():
         rows = [reference(prompt, options, stop) for prompt in PROMPTS]
         assert rows != [reference(prompt, {}, stop) for prompt in PROMPTS]
@@ -76,60 +90,75 @@ def test_answers_are_those_of_the_definitions() -> None:
     assert lm().generate(PROMPTS[0], BUDGET, stop=stop, **options) == rows[0]
     assert list(lm().stream(PROMPTS[2], BUDGET, stop=stop, **options)) == rows[2]
     assert lm().generate(PROMPTS, BUDGET, stop=stop, speculative="prompt", draft_tokens=3, **options) == rows
-    assert dict(lm().generate_iter(PROMPTS, BUDGET, stop=stop, slots=4, **options)) == dict(enumerate(rows))
     assert lm().generate(prompts, BUDGET, samplers, stops, slots=4) == want
 
 
 def test_drawn_answers() -> None:
-    """Several answers, alone, in slots, and with drafts: the same draws."""
-    options: Any = {
-        "temperature": 0.8,
-        "top_k": 20,
-        "frequency_penalty": 0.6,
-        "min_tokens": 6,
-        "bad_words": [[3, 4], [5]],
-    }
-    want = lm().generate(PROMPTS, BUDGET, seed=3, n=2, **options)
-    assert want != lm().generate(PROMPTS, BUDGET, seed=3, n=2, temperature=0.8, top_k=20)
-    assert lm().generate(PROMPTS, BUDGET, seed=3, n=2, slots=3, **options) == want
-
-
-@pytest.mark.slow
-def test_drafts_of_a_model() -> None:
-    """The draft model chooses by the same options, and the tokens are those without drafts."""
+    """Several answers, and in slots: the same draws. A draft model of the same weights changes no greedy token."""
+    options: Any = {"frequency_penalty": 0.6, "min_tokens": 6, "bad_words": [[3, 4], [5]]}
+    want = lm().generate(PROMPTS, BUDGET, seed=3, n=2, temperature=0.8, **options)
+    assert want != lm().generate(PROMPTS, BUDGET, seed=3, n=2, temperature=0.8)
+    assert lm().generate(PROMPTS, BUDGET, seed=3, n=2, slots=3, temperature=0.8, **options) == want
     drafter = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama"))
-    assert lm().generate(PROMPTS[1], BUDGET, speculative=drafter, **cases()[-1][0]) == reference(
-        PROMPTS[1], cases()[-1][0]
-    )
+    assert lm().generate(PROMPTS[1], BUDGET, speculative=drafter, **options) == reference(PROMPTS[1], options)
+    counts = lm().report().speculative
+    assert counts.accepted == counts.drafted  # its drafts follow the same options
 
 
 def test_neutral_values_are_no_option() -> None:
     """The same program, without arrays for counts and tokens; other values of an option compile nothing."""
     neutral = rlx.Sampler(presence_penalty=0, frequency_penalty=0.0, min_tokens=0, ignore_eos=False, bad_words=[])
     assert neutral.sampling_steps(V) == rlx.Sampler().sampling_steps(V)
-    want = lm().generate(PROMPTS, BUDGET)
     lm().generate(PROMPTS, BUDGET, presence_penalty=1.0, bad_words=[[1, 2, 3]])
     compiles = lm().report().compiles
-    assert lm().generate(PROMPTS, BUDGET, neutral) == want
     lm().generate(PROMPTS, BUDGET, frequency_penalty=-0.5, bad_words=[[1, 2], [3, 4], [5, 6, 7, 8]])
     assert lm().report().compiles == compiles
 
 
 def test_strings() -> None:
     """Bad words and stop strings of a checkpoint with a tokenizer; a stop string within `min_tokens` does not count."""
-    model = rlx.load(CHAT)
+    model, word = rlx.load(CHAT), "w"
     text = model.generate("the cat", 12, ignore_eos=True)
-    word = "w"
     assert word in text.split() and word not in model.generate("the cat", 12, bad_words=[word]).split()
     ids = [tuple(model.tokenizer.encode(form, add_special_tokens=False)) for form in (word, f" {word}")]
     assert [*model._lm.bind_sampler(rlx.Sampler(bad_words=[word])).bad_words] == ids
-    stop = text[: len(text) // 3]
-    assert model.generate("the cat", 12, stop=[stop], ignore_eos=True) == ""
-    for run in (model.generate, lambda *a, **k: "".join(model.stream(*a, **k))):
-        assert run("the cat", 12, stop=[stop], ignore_eos=True, min_tokens=11) == text
-    assert model.generate(["the cat"], 12, stop=[stop], ignore_eos=True, min_tokens=11, slots=1) == [text]
-    chat = model.conversation()
-    assert word not in chat.send("the cat", 12, bad_words=[word]).split()
+    options: Any = {"stop": [text[: len(text) // 3]], "ignore_eos": True}
+    assert model.generate("the cat", 12, **options) == ""
+    assert model.generate("the cat", 12, min_tokens=11, **options) == text
+    assert "".join(model.stream("the cat", 12, min_tokens=11, **options)) == text
+    assert model.generate(["the cat"], 12, min_tokens=11, slots=1, **options) == [text]
+    banned = model.chat("the cat", 12)[0]
+    assert model.conversation().send("the cat", 12, bad_words=[banned]) == model.chat("the cat", 12, bad_words=[banned])
+
+
+def test_a_changed_capture_is_an_error() -> None:
+    """A number that is bound anew, and an array that is changed in place; a new function has the new values."""
+    scale, bias = 1.0, np.zeros(V, np.float32)
+
+    def processor(logits: Any, tokens: Any) -> Any:
+        return logits * scale + jnp.asarray(bias)[None]
+
+    want = lm().generate(PROMPTS, BUDGET)
+    assert lm().generate(PROMPTS, BUDGET, logits_processor=processor) == want
+    assert lm().generate(PROMPTS, BUDGET, logits_processor=processor) == want
+    for value in (40.0, 0.0):
+        bias[11] = value
+        if value:
+            with pytest.raises(
+                errors.RequestError, match=r"logits_processor processor: .*\(it reads bias, scale\) has"
+            ):
+                lm().generate(PROMPTS, BUDGET, logits_processor=processor)
+            assert lm().generate([1], 3, logits_processor=lambda x, t: processor(x, t)) == [11] * 3  # noqa: PLW0108
+    scale = -1.0
+    with pytest.raises(errors.RequestError, match="has changed since"):
+        lm().generate(PROMPTS, BUDGET, logits_processor=processor)
+
+
+BIG = np.zeros((2**19, 1), np.float32)
+
+
+def called_back(logits: Any, tokens: Any) -> Any:
+    return jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(logits.shape, logits.dtype), logits)
 
 
 @pytest.mark.parametrize(
@@ -146,24 +175,37 @@ def test_strings() -> None:
         ({"bad_words": ["word"]}, "bad_words: strings need a tokenizer"),
         ({"bad_words": [[1, V]]}, r"bad_words\[0\]\[1\]: id 61"),
         ({"bad_words": [[i] for i in range(V)]}, "bad_words bans every token"),
+        ({"logits_processor": 1}, "logits_processor is 1; expected a function"),
+        ({"logits_processor": lambda x, t: x[:, :5]}, r"<lambda> returns f32\[1, 5\]; expected f32\[1, 61"),
+        ({"logits_processor": lambda x, t: x.astype(jnp.float16)}, "returns f16"),
+        ({"logits_processor": lambda x, t: x if x.max() > 0 else -x}, "<lambda> .* branches on numbers"),
+        ({"logits_processor": called_back}, "called_back has side effects, 'pure_callback'"),
+        ({"logits_processor": lambda x, t: x + jnp.asarray(BIG)[:1]}, "captures 2,097,152 bytes"),
     ],
-)
+)  # fmt: skip
 def test_refused(options: Any, message: str) -> None:
     with pytest.raises(errors.RequestError, match=message):
-        lm().generate(PROMPTS, BUDGET, **options)
+        lm().generate(PROMPTS[0], BUDGET, **options)
 
 
 @pytest.mark.oracle
 @pytest.mark.filterwarnings("ignore")
-def test_live_bans_and_ends() -> None:
-    """The greedy tokens of `transformers` with `min_new_tokens` and `bad_words_ids`."""
+def test_live_options() -> None:
+    """The greedy tokens of `transformers` with `min_new_tokens`, `bad_words_ids` and a processor of one's own."""
+    import torch
+
+    def banned(ids: Any, scores: Any) -> Any:
+        return scores.scatter(1, ids, -torch.inf)
+
     model, ours = hugging_face.load(PLAIN, "AutoModelForCausalLM"), rlx.load(PLAIN)
     for prompt in PROMPTS:
         first = ours.generate(prompt, BUDGET, ignore_eos=True)
         words = [[first[0]], first[1:3], [prompt[-1], first[0]], first[4:8]]
         ours.eos_ids = first[3]
-        for theirs, options in (
+        pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
             ({"min_new_tokens": 8}, {"min_tokens": 8}), ({"bad_words_ids": words}, {"bad_words": words}),
-        ):  # fmt: skip
+            ({"logits_processor": [banned]}, {"logits_processor": no_repeats}),
+        ]  # fmt: skip
+        for theirs, options in pairs:
             want = hugging_face.generate(model, prompt, BUDGET, eos=[first[3]], **theirs)
             assert ours.generate(prompt, BUDGET, **options) == want

@@ -13,6 +13,7 @@ from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.settings import Buckets, bucket_size, fit_bucket
 from rlx_jax.errors import RequestError
 from rlx_jax.generate.decode import DecodeLoop, Sizes
+from rlx_jax.generate.logits_processor import check_processors
 from rlx_jax.generate.request import LanguageModel, Request, SnapshotPoint
 from rlx_jax.generate.sampler import SamplerValues, SamplingSteps
 from rlx_jax.generate.speculative import VerifyLoop
@@ -89,6 +90,8 @@ def plan_request(lm: LanguageModel, request: Request) -> RequestPlan:
     sampler_values = request.sampler.values(lm.vocab_size, sampling_steps)
     stop_mask = np.zeros(lm.vocab_size, bool)
     stop_mask[list(request.stop_ids)] = True
+    batches = {sizes.batch * width for width in (1, 1 if request.drafter is None else request.drafter.tokens + 1)}
+    check_processors(lm.model.programs, sampling_steps.processors, batches, lm.vocab_size, sizes.cache_len)
     num_logprobs = request.logprobs and bucket_size(request.logprobs, LOGPROBS_BUCKET, lm.vocab_size)
     prefill_batch = sizes.batch if n == 1 else buckets.rows(len(request.rows))
     shared_batch = buckets.rows(1) if request.shared_prefix_len else 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict
 
@@ -37,6 +37,8 @@ _UNSUPPORTED: dict[str, tuple[float, ...]] = {
 _RENAMED = {"min_new_tokens": "min_tokens", "bad_words_ids": "bad_words"}
 # `bad_words` are padded to multiples of these, so that there are few programs: their number, and their tokens.
 BAD_WORDS_BUCKETS = 8, 4
+# A function of logits `[B, V]` and earlier tokens `[B, T]`, which returns logits.
+LogitsProcessor = Callable[[Array, Array], Array]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -136,6 +138,9 @@ class Sampler:
         bad_words: sequences that are never completed, each a list of token ids: its last id has no probability after
             the others, which may be a part of the prompt. A string stands for its tokens and, if they are as many and
             begin with another one, its tokens with a space before it.
+        logits_processor: a JAX function `(logits, tokens) -> logits` inside the program: logits `[B, V]` float32, and
+            `[B, T]` int32 with prompt and answer so far of each row, padded with -1 on the right. B and T are padded
+            sizes; what it returns for a row may depend on this row alone.
         temperature: divides the logits. 0 is greedy: the largest logit, the smaller id on a tie.
         top_k: keep the k largest logits (Fan et al. 2018).
         top_p: keep the most likely tokens until their mass reaches p (Holtzman et al. 2019).
@@ -162,6 +167,7 @@ class Sampler:
     min_tokens: int = option(0, "N", "no end before so many new tokens", is_integer=True, allow_zero=True)
     ignore_eos: bool = option(False, "", "end tokens do not end the answer", is_flag=True)
     bad_words: Sequence[str | Sequence[int]] | None = None
+    logits_processor: LogitsProcessor | None = None
 
     def __post_init__(self) -> None:
         for name, rule in OPTIONS.items():
@@ -174,6 +180,11 @@ class Sampler:
             object.__setattr__(self, "logit_bias", Bias(dict(self.logit_bias)))
         if self.bad_words is not None:
             object.__setattr__(self, "bad_words", check_bad_words(self.bad_words))
+        processor: Any = self.logits_processor
+        if processor is not None and not (callable(processor) and isinstance(processor, Hashable)):
+            raise RequestError(
+                f"logits_processor is {shown(processor)}; expected a function (logits, tokens) -> logits"
+            )
 
     @staticmethod
     def from_generation_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Sampler:
@@ -222,6 +233,7 @@ class Sampler:
             counted=bool(self.presence_penalty or self.frequency_penalty),
             delayed=self.min_tokens > 0,
             bad_words=(0, 0) if sizes is None else tuple(map(bucket_size, sizes, BAD_WORDS_BUCKETS, (None, None))),
+            processors=() if self.logits_processor is None else (self.logits_processor,),
         )
 
     def values(self, vocab_size: int, steps: SamplingSteps | None = None) -> SamplerValues:
@@ -268,6 +280,7 @@ class Sampler:
             frequency=np.float32(self.frequency_penalty),
             min_tokens=np.int32(min(self.min_tokens, np.iinfo(np.int32).max)),
             bad_words=bad_words,
+            processor=np.int32(self.logits_processor and steps.processors.index(self.logits_processor) + 1 or 0),
         )
 
 
@@ -285,6 +298,7 @@ class Sampling(TypedDict, total=False):
     min_tokens: int
     ignore_eos: bool
     bad_words: Sequence[str | Sequence[int]] | None
+    logits_processor: LogitsProcessor | None
 
 
 SAMPLING = tuple(f.name for f in fields(Sampler))
@@ -335,6 +349,7 @@ class SamplingSteps:
     Attributes:
         counted: a presence or frequency penalty. delayed: `min_tokens`.
         bad_words: the padded number and length of `bad_words` of several tokens; those of one are a bias.
+        processors: the different functions `logits_processor` of the rows.
     """
 
     do_sample: bool = False
@@ -346,6 +361,7 @@ class SamplingSteps:
     counted: bool = False
     delayed: bool = False
     bad_words: tuple[int, int] = (0, 0)
+    processors: tuple[LogitsProcessor, ...] = ()
 
     @property
     def changes_logits(self) -> bool:
@@ -355,7 +371,7 @@ class SamplingSteps:
     @property
     def reads_tokens(self) -> bool:
         """Return whether a step reads the earlier tokens in their order."""
-        return self.bad_words > (0, 0)
+        return self.bad_words > (0, 0) or bool(self.processors)
 
     @property
     def text(self) -> str:
@@ -363,6 +379,7 @@ class SamplingSteps:
         logits = "repetition_penalty or logit_bias"
         number, length = self.bad_words
         extra = f", and {number} bad_words of {length} tokens" if number else ""
+        extra += "".join(f", and logits_processor={getattr(fn, '__name__', fn)}" for fn in self.processors)
         if not self.do_sample:
             return (f"greedy ones with {logits}" if self.changes_logits else "greedy ones") + extra
         filters = self.top_k or self.top_p or self.min_p or self.changes_logits
@@ -372,16 +389,18 @@ class SamplingSteps:
         """Return steps that serve both samplers: a step that is on and has no effect changes no token."""
         flags = {f.name: getattr(self, f.name) or getattr(other, f.name) for f in fields(self)}
         number, length = (max(pair) for pair in zip(self.bad_words, other.bad_words, strict=True))
-        return SamplingSteps(**{**flags, "bad_words": (number, length)})
+        processors = tuple(dict.fromkeys((*self.processors, *other.processors)))
+        return SamplingSteps(**{**flags, "bad_words": (number, length), "processors": processors})
 
     def widened(self) -> SamplingSteps:
         """Return one of four methods that chooses the same tokens, so that few programs serve every sampler; for each
-        size of `bad_words` there are four."""
+        size of `bad_words` and each function there are four."""
         logits = self.changes_logits
         filters = self.do_sample and (logits or self.top_k or self.top_p or self.min_p)
         logits = logits or filters
         return SamplingSteps(
-            self.do_sample, logits, logits, filters, filters, filters, logits, logits, self.bad_words
+            self.do_sample, logits, logits, filters, filters, filters, logits, logits, self.bad_words,
+            self.processors,
         )  # fmt: skip
 
 
@@ -389,7 +408,8 @@ class SamplingSteps:
 @dataclass(frozen=True)
 class SamplerValues:
     """The values of a sampler as operands: float32 scalars (`top_k` and `min_tokens` int32); `bias` `[V]` float32, or
-    `[0]` without a bias; and `bad_words` `[W, L]` int32, each padded with -1 on the left.
+    `[0]` without a bias; `bad_words` `[W, L]` int32, each padded with -1 on the left; and `processor`, the number of
+    the function `logits_processor` among those of the program, from 1 on, or 0.
 
     With one sampler for each row they are `[B, 1]`, `[B, V]` or `[B, 0]`, and `[B, W, L]`; a row of temperature 0 is
     then greedy.
@@ -405,6 +425,7 @@ class SamplerValues:
     frequency: Any
     min_tokens: Any
     bad_words: Any
+    processor: Any
 
 
 def choose_tokens(steps: SamplingSteps, values: SamplerValues, logits: Array, keys: Array) -> Array:

@@ -22,6 +22,7 @@ from rlx_jax.generate.decode import (
     LogProbs,
     RequestRows,
 )
+from rlx_jax.generate.logits_processor import check_processors
 from rlx_jax.generate.request_plan import PromptChunk, prompt_blocks
 from rlx_jax.generate.sampler import Sampler, SamplerValues
 from rlx_jax.generate.scheduler import SlotJob, SlotTokens
@@ -173,8 +174,9 @@ def stack_values(values: Sequence[SamplerValues]) -> SamplerValues:
 def open_slots(plan: SlotPlan) -> Slots:
     """Return empty slots."""
     programs, sizes, steps = plan.lm.model.programs, plan.sizes, plan.fill.sampling_steps
-    state: StateArrays = programs.run_helper(plan.empty_state)
     num, vocab_size = sizes.num_slots, plan.lm.vocab_size
+    check_processors(programs, steps.processors, {num, sizes.fill_rows}, vocab_size, sizes.cache_len)
+    state: StateArrays = programs.run_helper(plan.empty_state)
     zeros = np.zeros(num, np.int32)
     keys: Any = np.zeros((num, 0), np.uint32)
     if steps.do_sample:

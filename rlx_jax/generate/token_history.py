@@ -97,7 +97,7 @@ def initial_history(
 def adjust_logits(
     steps: SamplingSteps, values: SamplerValues, logits: Array, history: TokenHistory, stop_mask: Array
 ) -> Array:
-    """Return the logits `[B, V]` float32 with bias, penalties and bans, clipped to the largest float32 number.
+    """Return the logits `[B, V]` float32 after bias, penalties, bans and functions of the user.
 
     Args:
         history: the earlier tokens of the rows.
@@ -119,8 +119,11 @@ def adjust_logits(
             logits = jnp.where(is_early & stop_mask[None], -jnp.inf, logits)
         else:
             logits = ban_tokens(logits, stop_mask, is_early & (stop_mask >= 0))
-    if steps.reads_tokens:
+    if steps.bad_words > (0, 0):
         logits = ban_sequences(logits, values.bad_words.reshape(-1, *values.bad_words.shape[-2:]), history)
+    for number, processor in enumerate(steps.processors, 1):
+        (processed,) = jax.tree.leaves(processor(logits, history.tokens))
+        logits = jnp.where(values.processor == number, processed, logits)
     return logits
 
 

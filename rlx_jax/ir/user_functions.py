@@ -96,18 +96,22 @@ def trace_uncached(fn: Callable[..., Any], operands: Sequence[TensorType]) -> An
 
 def changed_message(label: str, fn: Callable[..., Any]) -> str:
     """Return the error message for a function with captured values that changed after its first trace."""
+    return (
+        f"{label}: what the function captures{captured_names(fn)} has changed since the model was built, so that "
+        "programs of other sizes would not agree with the existing ones. Make it a weight (emit.param) or an input of the "
+        "flow, or build and compile a new flow after the change, with a new function where JAX has compiled this one"
+    )
+
+
+def captured_names(fn: Callable[..., Any]) -> str:
+    """Return the names of the numbers and arrays that a function captures, for messages; empty if there are none."""
     try:
         closure_vars = inspect.getclosurevars(fn)
-        variables = {**closure_vars.nonlocals, **closure_vars.globals}
-        names = sorted(n for n, v in variables.items() if isinstance(v, np.ndarray | float | int))
     except TypeError:  # not a Python function, such as a `functools.partial`
-        names = []
-    hint = f" (it reads {', '.join(names)})" if names else ""
-    return (
-        f"{label}: what the function captures{hint} has changed since the model was built, so that programs of other "
-        "sizes would not agree with the existing ones. Make it a weight (emit.param) or an input of the flow, or "
-        "build and compile a new flow after the change, with a new function where JAX has compiled this one"
-    )
+        return ""
+    variables = {**closure_vars.nonlocals, **closure_vars.globals}
+    names = sorted(n for n, v in variables.items() if isinstance(v, np.ndarray | float | int))
+    return f" (it reads {', '.join(names)})" if names else ""
 
 
 def captured_arrays(closed: Any) -> Iterator[Any]:

@@ -30,7 +30,7 @@ ARGUMENTS = (
     "max_new_tokens", "sampler", "stop", "seed", "stream", "tools", "chat_template", "add_generation_prompt",
     "tokenize", "allow_special", "speculative", "draft_tokens", "temperature", "top_k", "top_p", "min_p",
     "repetition_penalty", "logit_bias", "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos",
-    "bad_words", "n", "logprobs", "max_len",
+    "bad_words", "logits_processor", "n", "logprobs", "max_len",
 )  # fmt: skip
 # Nesting depth of lists and objects in a message or a tool.
 MAX_NESTING = 32
