@@ -370,7 +370,7 @@ def start_generation(plan: RequestPlan) -> Generation:
         state |= {DRAFTER_PREFIX + name: array for name, array in draft_state.items()}
         operands |= {"params": drafter.params(), "drafter_carry": drafter_arrays, "counts": np.zeros(3, np.int32)}
     return Generation(
-        loop, len(request.rows) * n, request.budget, loop.key.wrapper.steps, operands, state, first_ids,
+        loop, len(request.rows) * n, request.budget, request.num_steps(loop.model), operands, state, first_ids,
         sizes.cache_len, device_log_probs=log_probs, snapshot=snapshot,
     )  # fmt: skip
 

@@ -256,6 +256,10 @@ class Request:
             return replace(options, draw=options.draw + answer)
         return RowOptions(self.budget, self.sampler, self.stop_ids, self.stop_strings, self.seed, row)
 
+    def num_steps(self, model: CompiledModel) -> int:
+        """Return the number of steps of a dispatch."""
+        return 1 if self.is_stream else model.programs.settings.loop.steps
+
     @property
     def sampling_seed(self) -> int | None:
         """Return the seed of the random draws; None where decoding is greedy, or the caller passed a key."""

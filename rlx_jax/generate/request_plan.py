@@ -123,7 +123,7 @@ def plan_keys(
     """
     model, inputs, drafter, loop = lm.model, request.inputs, request.drafter, lm.model.programs.settings.loop
     has_prefix = request.prefix is not None or bool(request.shared_prefix_len)
-    steps = 1 if request.is_stream else loop.steps
+    steps = request.num_steps(model)
     widths, shared_widths = ([chunk.width for chunk in part] for part in chunks)
 
     def make_keys() -> PlanKeys:

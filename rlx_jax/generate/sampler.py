@@ -222,7 +222,7 @@ class Sampler:
         """Return which of the filters have an effect for a vocabulary of this size."""
         do_sample, words = self.temperature > 0, self.bad_words or ()
         sequences = [len(word) for word in words if len(word) > 1]
-        sizes = (len(sequences), max(sequences)) if sequences else None
+        number, length = map(bucket_size, (len(sequences), max(sequences, default=0)), BAD_WORDS_BUCKETS, (None, None))
         return SamplingSteps(
             do_sample=do_sample,
             penalised=self.repetition_penalty != 1.0,
@@ -232,7 +232,7 @@ class Sampler:
             min_p=do_sample and bool(self.min_p),
             counted=bool(self.presence_penalty or self.frequency_penalty),
             delayed=self.min_tokens > 0,
-            bad_words=(0, 0) if sizes is None else tuple(map(bucket_size, sizes, BAD_WORDS_BUCKETS, (None, None))),
+            bad_words=(number, length) if sequences else (0, 0),
             processors=() if self.logits_processor is None else (self.logits_processor,),
         )
 
@@ -280,7 +280,7 @@ class Sampler:
             frequency=np.float32(self.frequency_penalty),
             min_tokens=np.int32(min(self.min_tokens, np.iinfo(np.int32).max)),
             bad_words=bad_words,
-            processor=np.int32(self.logits_processor and steps.processors.index(self.logits_processor) + 1 or 0),
+            processor=np.int32(steps.processors.index(processor) + 1 if (processor := self.logits_processor) else 0),
         )
 
 
@@ -390,7 +390,7 @@ class SamplingSteps:
         flags = {f.name: getattr(self, f.name) or getattr(other, f.name) for f in fields(self)}
         number, length = (max(pair) for pair in zip(self.bad_words, other.bad_words, strict=True))
         processors = tuple(dict.fromkeys((*self.processors, *other.processors)))
-        return SamplingSteps(**{**flags, "bad_words": (number, length), "processors": processors})
+        return replace(SamplingSteps(**flags), bad_words=(number, length), processors=processors)
 
     def widened(self) -> SamplingSteps:
         """Return one of four methods that chooses the same tokens, so that few programs serve every sampler; for each

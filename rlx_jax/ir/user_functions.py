@@ -98,8 +98,9 @@ def changed_message(label: str, fn: Callable[..., Any]) -> str:
     """Return the error message for a function with captured values that changed after its first trace."""
     return (
         f"{label}: what the function captures{captured_names(fn)} has changed since the model was built, so that "
-        "programs of other sizes would not agree with the existing ones. Make it a weight (emit.param) or an input of the "
-        "flow, or build and compile a new flow after the change, with a new function where JAX has compiled this one"
+        "programs of other sizes would not agree with the existing ones. Make it a weight (emit.param) or an input of "
+        "the flow, or build and compile a new flow after the change, with a new function where JAX has compiled this "
+        "one"
     )
 
 
