@@ -43,7 +43,8 @@ def reference(prompt: list[int], options: dict[str, Any], stop: tuple[int, ...] 
     ids = list(prompt)
     ends = {*stop, *([] if options.get("ignore_eos") else [END])}
     while len(ids) < len(prompt) + BUDGET:
-        logits = np.asarray(lm().logits([ids]))[0, -1].astype(np.float64)
+        padded = ids + [0] * (len(prompt) + BUDGET - len(ids))
+        logits = np.asarray(lm().logits([padded], [len(ids)]))[0, len(ids) - 1].astype(np.float64)
         count = np.bincount(ids[len(prompt) :], minlength=V)
         logits -= options.get("frequency_penalty", 0) * count + options.get("presence_penalty", 0) * (count > 0)
         if len(ids) - len(prompt) < options.get("min_tokens", 0):
@@ -126,8 +127,9 @@ def test_strings() -> None:
     assert model.generate("the cat", 12, min_tokens=11, **options) == text
     assert "".join(model.stream("the cat", 12, min_tokens=11, **options)) == text
     assert model.generate(["the cat"], 12, min_tokens=11, slots=1, **options) == [text]
-    banned = model.chat("the cat", 12)[0]
-    assert model.conversation().send("the cat", 12, bad_words=[banned]) == model.chat("the cat", 12, bad_words=[banned])
+    template = {"chat_template": "{{ messages[0].content }}"}
+    reply = model.conversation(**template).send("the cat", 12, bad_words=[word])
+    assert reply == model.chat("the cat", 12, bad_words=[word], **template) and word not in reply.split()
 
 
 def test_a_changed_capture_is_an_error() -> None:
