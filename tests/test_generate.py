@@ -112,14 +112,9 @@ def test_a_stream_yields_each_token_after_one_step(plain: Case, monkeypatch: pyt
     """One dispatch of one step between two tokens, one step ahead; `generate` dispatches blocks."""
     widths: list[int] = []
     advance = Generation.advance
-
-    def counting(self: Generation) -> None:
-        advance(self)
-        widths.append(self.tokens.shape[1])
-
     want = plain.lm.generate(plain.prompts[0], max_new_tokens=9)
     assert list(plain.lm.stream(plain.prompts[0], max_new_tokens=9)) == want
-    monkeypatch.setattr(Generation, "advance", counting)
+    monkeypatch.setattr(Generation, "advance", lambda g: (advance(g), widths.append(g.tokens.shape[1])))
     dispatches = [len(widths) for _ in plain.lm.stream(plain.prompts[0], max_new_tokens=9)]
     assert dispatches == [*range(1, 9), 8] and set(widths) == {1}
     assert plain.lm.generate(plain.prompts[0], max_new_tokens=9) == want

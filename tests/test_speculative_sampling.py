@@ -13,7 +13,6 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax.generate.decode import new_rows
 from rlx_jax.generate.drafters import PromptLookup
-from rlx_jax.generate.sampler import SamplingSteps
 from rlx_jax.generate.speculative import DRAFT_KEY, Drafts, VerifyLoop
 from rlx_jax.generate.token_history import initial_history
 from tests.divided import RING_VOCAB as VOCAB
@@ -63,13 +62,8 @@ def test_judged_tokens_have_the_targets_distribution(sampler: rlx.Sampler) -> No
     p, q = RNG.normal(0, 1.5, (k + 1, vocab)), RNG.normal(0, 1.5, (k, vocab))
     wanted, drafting = ([filtered(row, sampler) for row in x] for x in (p, q))
     loop = VerifyLoop(sampler.sampling_steps(vocab), "ids", 1, PromptLookup(k))
-    state = new_rows(
-        True,
-        jax.random.key(3),
-        jnp.ones(rows, bool),
-        jnp.int32(10),
-        initial_history(SamplingSteps(), [()] * rows, vocab, 0),
-    )
+    history = initial_history(loop.sampling_steps, [()] * rows, vocab, 0)
+    state = new_rows(True, jax.random.key(3), jnp.ones(rows, bool), jnp.int32(10), history)
 
     @jax.jit
     def judged(state: Any) -> Any:
