@@ -78,19 +78,18 @@ def cases() -> list[tuple[dict[str, Any], tuple[int, ...]]]:
 
 def test_answers_are_those_of_the_definitions() -> None:
     """In one batch, alone, in slots with a sampler for each prompt, in a stream, and with drafts."""
-    samplers, prompts, stops, want = [], [], [], []
+    samplers, stops, want = [], [], []
     for options, stop in cases():
         rows = [reference(prompt, options, stop) for prompt in PROMPTS]
         assert rows != [reference(prompt, {}, stop) for prompt in PROMPTS]
         assert lm().generate(PROMPTS, BUDGET, stop=stop, **options) == rows
         samplers += [rlx.Sampler(**options)] * len(PROMPTS)
-        prompts += PROMPTS
         stops += [list(stop)] * len(PROMPTS)
         want += rows
     assert lm().generate(PROMPTS[0], BUDGET, stop=stop, **options) == rows[0]
     assert list(lm().stream(PROMPTS[2], BUDGET, stop=stop, **options)) == rows[2]
     assert lm().generate(PROMPTS, BUDGET, stop=stop, speculative="prompt", draft_tokens=3, **options) == rows
-    assert lm().generate(prompts, BUDGET, samplers, stops, slots=4) == want
+    assert lm().generate(PROMPTS * len(cases()), BUDGET, samplers, stops, slots=4) == want
 
 
 def test_drawn_answers() -> None:
@@ -142,15 +141,11 @@ def test_a_changed_capture_is_an_error() -> None:
     want = lm().generate(PROMPTS, BUDGET)
     assert lm().generate(PROMPTS, BUDGET, logits_processor=processor) == want
     assert lm().generate(PROMPTS, BUDGET, logits_processor=processor) == want
-    for value in (40.0, 0.0):
-        bias[11] = value
-        if value:
-            with pytest.raises(
-                errors.RequestError, match=r"logits_processor processor: .*\(it reads bias, scale\) has"
-            ):
-                lm().generate(PROMPTS, BUDGET, logits_processor=processor)
-            assert lm().generate([1], 3, logits_processor=lambda x, t: processor(x, t)) == [11] * 3  # noqa: PLW0108
-    scale = -1.0
+    bias[11] = 40.0
+    with pytest.raises(errors.RequestError, match=r"logits_processor processor: .*\(it reads bias, scale\) has"):
+        lm().generate(PROMPTS, BUDGET, logits_processor=processor)
+    assert lm().generate([1], 3, logits_processor=lambda x, t: processor(x, t)) == [11] * 3
+    bias[11], scale = 0.0, -1.0
     with pytest.raises(errors.RequestError, match="has changed since"):
         lm().generate(PROMPTS, BUDGET, logits_processor=processor)
 
@@ -169,10 +164,8 @@ def test_live_options() -> None:
         first = ours.generate(prompt, BUDGET, ignore_eos=True)
         words = [[first[0]], first[1:3], [prompt[-1], first[0]], first[4:8]]
         ours.eos_ids = first[3]
-        pairs: list[tuple[dict[str, Any], dict[str, Any]]] = [
-            ({"min_new_tokens": 8}, {"min_tokens": 8}), ({"bad_words_ids": words}, {"bad_words": words}),
-            ({"logits_processor": [banned]}, {"logits_processor": no_repeats}),
-        ]  # fmt: skip
-        for theirs, options in pairs:
-            want = hugging_face.generate(model, prompt, BUDGET, eos=[first[3]], **theirs)
-            assert ours.generate(prompt, BUDGET, **options) == want
+        theirs: Any = {"min_new_tokens": 8, "bad_words_ids": words, "logits_processor": [banned]}
+        options: Any = {"min_tokens": 8, "bad_words": words, "logits_processor": no_repeats}
+        for (their_name, value), (name, our_value) in zip(theirs.items(), options.items(), strict=True):
+            want = hugging_face.generate(model, prompt, BUDGET, eos=[first[3]], **{their_name: value})
+            assert ours.generate(prompt, BUDGET, **{name: our_value}) == want
