@@ -130,7 +130,7 @@ def _signature_problems(graph: Graph, types: TypeCache) -> Iterator[Problem]:
 
 
 def _stored_types(types: TypeCache, param: Op, operands: tuple[TensorType, ...]) -> tuple[tuple[str, TensorType], ...]:
-    """Return the stored tensors of a parameter, by key, for all layers; cached, as the verifier runs after every pass."""
+    """Return the stored tensors of a parameter, by key, for all layers; cached: the verifier runs after every pass."""
     assert isinstance(param, Param)
     return tuple((key.key, key.type) for program in param.programs for key in stored_keys(program))
 
