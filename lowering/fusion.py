@@ -27,6 +27,9 @@ from rlx_jax.ir.ops.shape import Narrow, SplitLast
 from rlx_jax.ir.paths import path_text
 from rlx_jax.lowering.mir.small import live_nodes
 
+# The reason of a match that a pass does not rewrite, because XLA fuses it itself.
+LEFT_TO_XLA_REASON = "LeftToXla"
+
 
 @dataclass(frozen=True)
 class FusionSite:
@@ -40,6 +43,7 @@ class FusionSite:
         reason: why the match was not fused; empty if it was.
         detail: more about the reason, such as a count.
         hint: what to change so that it is fused.
+        is_miss: whether a site that was not fused counts for `assert_clean`.
     """
 
     pattern: str
@@ -49,9 +53,10 @@ class FusionSite:
     reason: str = ""
     detail: str = ""
     hint: str = ""
+    is_miss: bool = True
 
     @staticmethod
-    def of(pattern: str, by: str, number: int, node: Node, **missed: str) -> FusionSite:
+    def of(pattern: str, by: str, number: int, node: Node, **missed: Any) -> FusionSite:
         """Return the site at node `number` of the HIR graph after the pass, with the block path of `node`."""
         return FusionSite(pattern, f"h{number}", path_text(node.origin.path) or "—", by, **missed)
 
@@ -74,8 +79,8 @@ class Fused:
 class FusionReport:
     """Counts of ops in one program after its passes, with the fused and missed sites. Repeated layers count once.
 
-    A site is missed only if its pass ran and the pattern is present. Products that the profile keeps separate are not
-    missed.
+    A site is missed only if its pass ran and the pattern is present, so that a change of the flow would fuse it.
+    Products that the profile keeps separate are not missed.
 
     Attributes:
         sites: the fusion sites.
@@ -106,8 +111,22 @@ class FusionReport:
 
     @property
     def missed(self) -> tuple[FusionSite, ...]:
-        """Return the sites that passes could not fuse."""
-        return tuple(site for site in self.sites if site.reason)
+        """Return the sites that passes could not fuse although the pattern is present."""
+        return tuple(site for site in self._unfused if site.is_miss)
+
+    @property
+    def near(self) -> tuple[FusionSite, ...]:
+        """Return the sites that nearly match a pattern and do not count as missed, such as a pre-norm residual."""
+        return tuple(site for site in self._unfused if not site.is_miss)
+
+    @property
+    def matched_by_xla(self) -> tuple[FusionSite, ...]:
+        """Return the sites that match a pattern which passes leave to XLA."""
+        return tuple(site for site in self.sites if site.reason == LEFT_TO_XLA_REASON)
+
+    @property
+    def _unfused(self) -> tuple[FusionSite, ...]:
+        return tuple(site for site in self.sites if site.reason not in ("", LEFT_TO_XLA_REASON))
 
     @property
     def clean(self) -> bool:
@@ -130,6 +149,10 @@ class FusionReport:
         lines = ["fusion report:", f"  {self.summary}"]
         if self.missed:
             lines += ["missed patterns:", *(f"  {m}" for m in self.missed)]
+        if matched := Counter(site.pattern for site in self.matched_by_xla):
+            lines += ["matched, and left to XLA:", *(f"  {pattern} x {n}" for pattern, n in matched.items())]
+        if near := Counter((m.pattern, f"{m.reason}{m.detail}", m.hint) for m in self.near):
+            lines += ["nearly matched:", *(f"  {p} x {n} — {reason} → {hint}" for (p, reason, hint), n in near.items())]
         if self.left_to_xla:
             lines += ["left to XLA, which fuses these itself:", f"  {', '.join(self.left_to_xla)}"]
         return "\n".join(lines)

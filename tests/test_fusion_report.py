@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,26 @@ def test_fused_ops_of_a_llama_and_of_a_bert() -> None:
     assert [place.by for place in llama.fused] == ["merge_linears"] * len(llama.fused) and llama.fused
 
 
+@pytest.mark.filterwarnings("ignore:.*has no effect:rlx_jax.errors.RlxWarning")
+def test_matches_and_near_matches_of_a_llama_and_of_a_bert() -> None:
+    """With the default profile: what XLA fuses, and why a pre-norm layer has no fused norm."""
+
+    def counts(sites: Any) -> dict[str, int]:
+        return dict(Counter(f"{site.pattern} {site.reason}{site.detail}" for site in sites))
+
+    llama, bert, plain = report(LLAMA), report(BERT), report(BERT, policy="fusable")
+    assert counts(llama.matched_by_xla)["swiglu LeftToXla"] == 1 and llama.clean
+    assert counts(llama.near) == {
+        "attention_block Causal": 1, "matmul_bias_act BiasRankTooHigh{3}": 1, "residual_rms_norm MultiConsumer": 1,
+    }  # fmt: skip
+    assert counts(bert.matched_by_xla)["residual_ln LeftToXla"] == 3 and not bert.near
+    assert counts(bert.matched_by_xla)["attention_block LeftToXla"] == 1
+    assert counts(plain.matched_by_xla)["matmul_bias_act LeftToXla"] == 6
+    assert "swiglu x 1" in str(llama) and "residual_rms_norm x 1 — MultiConsumer" in str(llama)
+    assert all(site.node.startswith("%") and site.context != "—" for site in llama.near)
+    assert not report(LLAMA, disable=["fuse_swiglu", "mark_elementwise_regions"]).matched_by_xla
+
+
 @pytest.mark.parametrize(("policy", "merge"), [("direct", True), ("fusable", False)])
 def test_llama_and_bert_are_clean(policy: str, merge: bool) -> None:
     """Projections without a bias are no misses. All programs."""
@@ -91,6 +112,12 @@ MISSES: dict[str, tuple[Callable[[Any, Any], Any], Any, list[str]]] = {
         lambda e, x: e.silu(x @ e.param("w")) * (x @ e.param("v")),
         {"merge": True},
         ["shared_input_matmul NotFused"],
+    ),
+    "a product that is read without its bias too": (
+        lambda e, x: e.tanh((y := x @ e.param("w")) + e.param("b")) * y, {}, ["matmul_bias_act MultiConsumer"],
+    ),
+    "a gate of another input": (
+        lambda e, x: e.silu(x @ e.param("w")) * (e.tanh(x) @ e.param("v")), {}, ["swiglu SwigluNotSharedInput"],
     ),
     "none: a product without a bias": (lambda e, x: e.tanh(x @ e.param("w")), {"merge": True}, []),
     "none: a residual": (lambda e, x: x @ e.param("w") + x, {}, []),

@@ -63,7 +63,7 @@ def test_the_difference_that_a_pass_made(llama: rlx.CompiledModel, level: str, a
 
 def _around(level: str, after: str) -> list[tuple[str, str]]:
     """The level and the pass before the difference, and after it."""
-    before = {"merge_linears": "undivided", "fuse_swiglu": "fuse_residual_rms_norm", "lower": "derive", "": "lower"}
+    before = {"merge_linears": "undivided", "fuse_swiglu": "fuse_rms_norm_reshape", "lower": "derive", "": "lower"}
     return [("hir" if after == "lower" else level, before[after]), (level, after)]
 
 

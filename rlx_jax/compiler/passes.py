@@ -26,6 +26,7 @@ from rlx_jax.lowering.hir.quantize import quantize_weights
 from rlx_jax.lowering.hir.weights import merge_linears, merge_ropes, orient, pad_vocabulary, unpack
 from rlx_jax.lowering.lower import expand_composites, lower
 from rlx_jax.lowering.mir.head import up_to_head
+from rlx_jax.lowering.mir.patterns import FINDERS, find_sites
 from rlx_jax.lowering.mir.small import (
     constant_folding,
     cse,
@@ -114,15 +115,12 @@ class Pass:
 
 # Passes of the specification that are rows but rewrite nothing. The fused ops exist, but rewriting to them saves no
 # time: XLA fuses the same ops into one kernel by itself.
-LEFT_TO_XLA = (
-    "fuse_matmul_bias_act", "fuse_residual_layer_norm", "fuse_residual_rms_norm", "fuse_swiglu",
-    "mark_elementwise_regions", "unfuse_elementwise_regions",
-)  # fmt: skip
+LEFT_TO_XLA = (*FINDERS, "unfuse_elementwise_regions")
 
 
-def left_to_xla(graph: Graph, types: TypeCache) -> Graph:
-    """Return the graph unchanged."""
-    return graph
+def left_to_xla(name: str) -> Callable[[Graph, TypeCache], Fused]:
+    """Return the pass `name`, which reports the sites of its pattern and returns the graph unchanged."""
+    return lambda graph, types: Fused(graph, tuple(find_sites(name, graph)) if name in FINDERS else ())
 
 
 def sharding_if_any(job: Job) -> Any:
@@ -194,7 +192,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("unroll_steps", MIR, unroll_steps, lambda job: job.settings.target in ("cuda", "rocm"), "layout"),
     Pass("cse", MIR, cse, kind="cleaning"),
     Pass("constant_folding", MIR, constant_folding, kind="cleaning"),
-    *(Pass(name, MIR, left_to_xla, kind="fusion") for name in LEFT_TO_XLA),
+    *(Pass(name, MIR, left_to_xla(name), kind="fusion") for name in LEFT_TO_XLA),
     Pass("divide", MIR, add_sharding_constraints, sharding_if_any),
     Pass("dce", MIR, dce, kind="cleaning"),  # late, because the passes before it leave unread nodes
     Pass("up_to_head", MIR, up_to_head, lambda job: job.headless),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from rlx_jax.errors import GraphError, ShapeError, check_names, listing, quote
-from rlx_jax.ir.graph import Builder, Graph, Input, Leaf, Mir, Node, Param, StateRead, TypeCache, Value
+from rlx_jax.ir.graph import Builder, Graph, Input, Leaf, Mir, Node, Op, Param, StateRead, TypeCache, Value
 from rlx_jax.ir.operands import check_declared
 from rlx_jax.ir.param import Key, keys_of
 from rlx_jax.ir.plugins import is_builtin
@@ -56,7 +56,7 @@ def bind_leaves(graph: Graph, sizes: Mapping[str, int], types: TypeCache) -> Gra
         def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
             if isinstance(node.op, Input | StateRead):
                 return (b.leaf(replace(node.op, type=node.op.type.bind(sizes))),)
-            if isinstance(node.op, Mir) and binds_types(node.op):
+            if binds_types(node.op):
                 operands, results = tuple(map(b.type, inputs)), tuple(map(bound_types, node.types))
                 same_operands = operands == tuple(bound_types(inner.type(v)) for v in node.inputs)
                 if same_operands and all(t.is_static for t in (*operands, *results)):
@@ -73,10 +73,11 @@ def bind_leaves(graph: Graph, sizes: Mapping[str, int], types: TypeCache) -> Gra
     return replace(rewritten, inputs=tuple(replace(i, type=i.type.bind(sizes)) for i in graph.inputs))
 
 
-def binds_types(op: Mir) -> bool:
+def binds_types(op: Op) -> bool:
     """Return whether the result types of an op are its symbolic ones with sizes in place of symbols."""
-    traits = op.traits
-    return traits.stored and not traits.size_dependent and not op.regions() and is_builtin(type(op))
+    if not isinstance(op, Mir) or op.regions() or not is_builtin(type(op)):
+        return False
+    return op.traits.stored and not op.traits.size_dependent
 
 
 # -- composition ---------------------------------------------------------------------------------
