@@ -16,7 +16,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.generate.generation import Generation
-from rlx_jax.generate.stop_strings import INCOMPLETE_CHAR, stable_prefix, stop_length, truncate_at_stop
+from rlx_jax.generate.stop_strings import INCOMPLETE_CHAR, GrowingText, stable_prefix, stop_length, truncate_at_stop
 from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close
 from tests.oracles.numpy_reference import Weights
@@ -187,6 +187,8 @@ def test_half_of_a_character_is_no_stop_string() -> None:
         assert "né€😀".startswith(stable_prefix(decode(ids[:n]), (INCOMPLETE_CHAR,)))
     long = list("😀".encode()) * 80  # the last tokens begin within a character
     assert not stop_length(decode, long, 1, (INCOMPLETE_CHAR, "x"))
+    text = GrowingText(decode)
+    assert all(text.update(long[:n]) == decode(long[:n]) for n in range(321)) and text.count > 128
     broken = [*b"ab\xf0\x9f", *b"c"]
     stops = (INCOMPLETE_CHAR,)
     assert stop_length(decode, broken, 1, stops) and not stop_length(decode, broken[:-1], 1, stops)

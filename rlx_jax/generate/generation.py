@@ -22,7 +22,7 @@ from rlx_jax.generate.request import LanguageModel, PrefixState, Request
 from rlx_jax.generate.request_plan import RequestPlan, plan_request, prompt_blocks
 from rlx_jax.generate.scheduler import TopLogProbs
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
-from rlx_jax.generate.stop_strings import min_length, stable_prefix, stop_length
+from rlx_jax.generate.stop_strings import GrowingText, min_length, stable_prefix, stop_length
 from rlx_jax.generate.token_history import initial_history
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.runtime.inputs import random_key
@@ -295,11 +295,12 @@ def stream_request(lm: LanguageModel, request: Request, new: NewTokens) -> Itera
     """
     request = replace(request, is_stream=True)
     (ids,), sent, min_tokens = new.rows, 0, request.sampler.min_tokens
+    text = GrowingText(lm.decode)
     for _ in run_blocks(lm, request, new):
         stable: Any = ids
         if request.as_text:
             start = min_length(lm.decode, ids, min_tokens) if request.stop_strings else 0
-            stable = stable_prefix(lm.decode(ids), request.stop_strings, start)
+            stable = stable_prefix(text.update(ids), request.stop_strings, start)
         if piece := stable[sent:]:
             yield from [piece] if request.as_text else piece
             sent = len(stable)

@@ -3,10 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 INVISIBLE_TOKENS = 32  # allowance, in tokens, for tokens without visible text within a stop string
+REDECODE_TOKENS = 128  # new tokens after which the text of all tokens is decoded again
 # Tokenizers decode an incomplete UTF-8 character to the replacement character.
 INCOMPLETE_CHAR = "\ufffd"
+
+
+@dataclass
+class GrowingText:
+    """The text of ids that grow. Each update decodes the last tokens, as decoding all of them would be quadratic.
+
+    Attributes:
+        decode: the tokenizer's function.
+        text: the text of the first `count` ids, which are decoded together.
+    """
+
+    decode: Callable[[list[int]], str]
+    text: str = ""
+    count: int = 0
+
+    def update(self, ids: list[int]) -> str:
+        """Return the text of all ids; the ids of the last call come first."""
+        if len(ids) - self.count < REDECODE_TOKENS:
+            # Both texts begin at one token, as a tokenizer may decode the first token of a text differently.
+            start = max(0, self.count - INVISIBLE_TOKENS)
+            return self.text + self.decode(ids[start:])[len(self.decode(ids[start : self.count])) :]
+        text = self.decode(ids)
+        if not text.endswith(INCOMPLETE_CHAR):
+            self.text, self.count = text, len(ids)
+        return text
 
 
 def stop_length(
