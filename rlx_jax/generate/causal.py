@@ -437,7 +437,7 @@ class CausalLM(TaskModel):
 
         Args:
             max_new_tokens: the largest `max_new_tokens` of later requests, where the profile has no `buckets.context`.
-            samplers: the samplers of later requests; None covers every kind.
+            samplers: the samplers of later requests; None covers every kind without `bad_words` and functions.
             speculative, draft_tokens: options of later requests with drafts; requests without are covered too.
             scoring: cover `score` and `perplexity`, of texts that are no longer than the largest bucket for prompts.
             n: the largest `n` of later calls of `generate`.

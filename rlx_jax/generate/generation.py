@@ -207,8 +207,9 @@ class Generation:
         else:
             self.inputs |= dict(zip(("drafter_carry", "counts"), extras, strict=False))
         self.block_steps = self.steps
-        for array in jax.tree.leaves((self.tokens, self.inputs["rows"].running, self.device_log_probs)):
-            array.copy_to_host_async()  # as soon as the block is computed, and not only when the host waits for it
+        with jax.transfer_guard_device_to_host("allow"):  # explicit, as `device_get` is
+            for array in jax.tree.leaves((self.tokens, self.inputs["rows"].running, self.device_log_probs)):
+                array.copy_to_host_async()  # once the block is computed, and not only when the host waits for it
 
 
 # -- from a request to its answers -------------------------------------------------------------
