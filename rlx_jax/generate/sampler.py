@@ -376,7 +376,7 @@ class SamplingSteps:
     @property
     def text(self) -> str:
         """Return in words which samplers it serves, for reports."""
-        logits = "repetition_penalty or logit_bias"
+        logits = "repetition_penalty or another change of logits"
         number, length = self.bad_words
         extra = f", and {number} bad_words of {length} tokens" if number else ""
         extra += "".join(f", and logits_processor={getattr(fn, '__name__', fn)}" for fn in self.processors)
