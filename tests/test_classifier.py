@@ -251,14 +251,22 @@ def test_live(name: str, tmp_path: Path) -> None:
         assert result.scores == pytest.approx({row["label"]: row["score"] for row in rows}, rel=1e-4, abs=1e-6)
 
 
+MODERN = {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3, "local_attention": 6}
+
+
 @pytest.mark.oracle
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("labels", "activation"), [(1, None), (1, "Identity"), (3, None)])
-def test_live_cross_encoders(labels: int, activation: str | None, tmp_path: Path) -> None:
-    """Scores and ranks of a directory that a CrossEncoder wrote."""
+@pytest.mark.parametrize(
+    ("family", "labels", "activation"),
+    [("Bert", 1, None), ("Bert", 1, "Identity"), ("Bert", 3, None), ("XLMRoberta", 1, None), ("ModernBert", 1, None)],
+)
+def test_live_cross_encoders(family: str, labels: int, activation: str | None, tmp_path: Path) -> None:
+    """Scores and ranks of a directory that a CrossEncoder wrote, as ms-marco's, bge-reranker's and ModernBERT's are."""
     torch, library = (importlib.import_module(name) for name in ("torch", "sentence_transformers"))
-    fields = classifiers.ENCODER | {"num_labels": labels}
-    hugging_face.write(hugging_face.Checkpoint("BertForSequenceClassification", fields, seed=9), tmp_path / "base")
+    base = {"XLMRoberta": classifiers.SHIFTED, "ModernBert": classifiers.ENCODER | MODERN}
+    fields = base.get(family, classifiers.ENCODER) | {"num_labels": labels}
+    architecture = f"{family}ForSequenceClassification"
+    hugging_face.write(hugging_face.Checkpoint(architecture, fields, seed=9), tmp_path / "base")
     classifiers.tokenizer().save_pretrained(tmp_path / "base")
     function = None if activation is None else getattr(torch.nn, activation)()
     theirs = library.CrossEncoder(str(tmp_path / "base"), device="cpu", activation_fn=function)

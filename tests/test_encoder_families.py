@@ -18,6 +18,8 @@ import rlx_jax as rlx
 from rlx_jax.errors import ConfigError, RlxError, UnsupportedError
 from rlx_jax.models.gte import GteConfig
 from rlx_jax.models.heads import MASKED, SEQUENCE
+from rlx_jax.models.roformer import RoFormerFlow
+from rlx_jax.weights.mapping import MappingSource
 from tests.oracles import checkpoints, encoder_families, hugging_face
 from tests.oracles.comparing import assert_close, assert_rows_close
 
@@ -123,6 +125,19 @@ def test_configs_that_are_refused(
 ) -> None:
     with pytest.raises((ConfigError, UnsupportedError), match=message):
         rlx.recipe_for(checkpoints.edited(directories / name, tmp_path / "copy", changes))
+
+
+def test_positions_of_roformer() -> None:
+    """A stored table must be the one that is computed, up to the rounding of its dtype."""
+    config = {"model_type": "roformer", "vocab_size": 9, "hidden_size": 16, "num_attention_heads": 2}
+    recipe = RoFormerFlow.for_prefill(config | {"num_hidden_layers": 1, "intermediate_size": 8})
+    angles = np.arange(30)[:, None] * 10000.0 ** (-np.arange(4) / 4)
+    table, key = np.concatenate([np.sin(angles), np.cos(angles)], axis=1), "encoder.embed_positions.weight"
+    for dtype in (np.float32, np.float16):
+        recipe.adapt_weights(MappingSource({key: table.astype(dtype)}))
+    for other in (table + [[1e-4]], np.roll(table, 1, axis=0), table[:, :6], np.sin(angles)):
+        with pytest.raises(UnsupportedError, match=f"{key} is not the table"):
+            recipe.adapt_weights(MappingSource({key: other.astype(np.float32)}))
 
 
 # -- live --------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import rlx_jax as rlx
 from rlx_jax import errors
@@ -162,3 +163,31 @@ def test_live(name: str, tmp_path: Path) -> None:
     bits = (theirs.encode(TEXTS, precision="ubinary"), ours.embed(TEXTS, precision="ubinary"))
     want, got = (np.unpackbits(x, axis=1)[:, : len(clear)][:, clear] for x in bits)
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+def test_llama_bidirec(tmp_path: Path) -> None:
+    """NVIDIA's model type: vectors of the bidirectional Llama, and logits of a classifier that pools by the mean."""
+    theirs, directory = embedders.write("llama_bidirectional", tmp_path / "st"), tmp_path / "st"
+    config = {"model_type": "llama_bidirec", "architectures": ["LlamaBidirectionalModel"], "pooling": "avg"}
+    checkpoints.edit_json(directory / "config.json", config | {"is_causal": checkpoints.REMOVED, "temperature": 0.02})
+    assert_close(rlx.load(directory).embed(TEXTS), embedders.alone(theirs))
+    hidden = (theirs.encode([t], output_value="token_embeddings", convert_to_numpy=False)[0].numpy() for t in TEXTS)
+    score = np.random.default_rng(0).normal(size=(3, 20)).astype(np.float32)
+    copy = checkpoints.copy(directory, tmp_path / "classifier")
+    for name in ("modules.json", "config_sentence_transformers.json"):
+        (copy / name).unlink()
+    weights = {f"model.{key}": value for key, value in load_file(copy / "model.safetensors").items()}
+    save_file(weights | {"score.weight": score}, copy / "model.safetensors")
+    names = {"architectures": ["LlamaBidirectionalForSequenceClassification"], "num_labels": 3, "temperature": 1.0}
+    checkpoints.edit_json(copy / "config.json", names)
+    assert_close(rlx.load(copy).logits(TEXTS), np.stack([rows.astype(np.float64).mean(0) @ score.T for rows in hidden]))
+    for changes, message in (
+        ({"temperature": 0.5}, "'temperature' is 0.5"),
+        ({"pooling": "last"}, "'pooling'"),
+        ({"num_labels": 2}, r"id2label \(num_labels\) 2"),
+    ):
+        other = checkpoints.edited(copy, tmp_path / next(iter(changes)), changes)
+        with pytest.raises(errors.RlxError, match=message):
+            rlx.load(other)

@@ -75,7 +75,8 @@ class Checkpoint:
     @cached_property
     def _config_and_family(self) -> tuple[Fields, Family | plugins.FamilyHandler]:
         """The config and the family, which are read together."""
-        return family_of(self.folder, self.ignore_fields, headless=self.pipeline is not None or not self.head)
+        headless = not self.head or (self.pipeline is not None and not self.pipeline.reads_logits)
+        return family_of(self.folder, self.ignore_fields, headless)
 
     @cached_property
     def cross_encoder(self) -> CrossEncoderSettings | None:

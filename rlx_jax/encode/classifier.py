@@ -54,11 +54,6 @@ class Classifier(HeadModel):
     _methods = "classify(texts) returns labels with probabilities, logits(texts) the numbers before them"
     task = SEQUENCE
 
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The names of the labels, in the order of the logits."""
-        return self.head.labels
-
     @suggest_keywords()
     def logits(
         self, texts: Any, second_texts: Sequence[str] | None = None, *, max_tokens: int | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlx_jax.encode.sentence import (
+    LOGITS_MODALITY,
     TRANSFORMER_FILES,
     SentencePipeline,
     is_cross_encoder,
@@ -25,7 +26,6 @@ _ACTIVATIONS = {
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
     "torch.nn.modules.linear.Identity": "identity",
 }
-_MODALITY = {"method": "forward", "method_output_name": "logits"}
 # Values of the transformer's settings, by whether a head of one label follows or the logits of tokens are read.
 _NEUTRAL = {
     False: {"transformer_task": ("sequence-classification",), "module_output_name": ("scores",)},
@@ -106,7 +106,7 @@ def _read_modules(folder: Folder, activation: str) -> CrossEncoderSettings:
         if c.raw("false_token_id") is not None:
             token_ids += (c.integer("false_token_id", low=0, high=MAX_VOCABULARY),)
         c.finish(neutral={"module_input_name": ("causal_logits",)})
-    transformer = transformer_settings(folder, "", _MODALITY, _NEUTRAL[reads_tokens], messages=reads_tokens)
+    transformer = transformer_settings(folder, "", LOGITS_MODALITY, _NEUTRAL[reads_tokens], messages=reads_tokens)
     if transformer.do_lower_case:
         raise UnsupportedError(f"{folder.where(TRANSFORMER_FILES[0])}: do_lower_case of a CrossEncoder")
     variables = dict(transformer.template_variables)

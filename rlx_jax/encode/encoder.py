@@ -23,6 +23,7 @@ from rlx_jax.encode.padded_rows import RowBatcher, read_mask_names, run_exact_ro
 from rlx_jax.encode.pooled import POOLED, Vectors, check_finite, check_padding, pooled_width
 from rlx_jax.encode.precision import OutputFormat
 from rlx_jax.encode.sentence import SentencePipeline
+from rlx_jax.encode.sparse import embed_sparse, embed_tokens
 from rlx_jax.encode.text_rows import Requests, TextReader
 from rlx_jax.encode.token_selection import TokenSelection
 from rlx_jax.encode.vector_layers import PlacedLayers, output_width
@@ -115,6 +116,8 @@ class Encoder(TaskModel):
         self.width = int(self.model.template().built.primary_shape[-1])
         self._placed: tuple[SentencePipeline, PlacedLayers] | None = None
         output_width(self.pipeline.layers, self._pooled_width, "pipeline")
+        for layer in (self.pipeline.token_weight, *self.pipeline.token_layers[:1]):
+            output_width([] if layer is None else [layer], self.width, "pipeline")
         self._last_request: RequestReport | None = None
 
     def __repr__(self) -> str:
@@ -238,6 +241,8 @@ class Encoder(TaskModel):
         requests = self.reader.read_texts(texts, prompt_text, prompt_argument)
         out = output(self.run(requests, max_tokens, self.reader.count_prompt_tokens(prompt_text), show_progress))
         return out[0] if requests.is_single else out
+
+    embed_sparse, embed_tokens = embed_sparse, embed_tokens
 
     @property
     def reader(self) -> TextReader:

@@ -76,6 +76,11 @@ class HeadModel(TaskModel):
         return model_repr(type(self).__name__, self.model, self.encoder.vocab_size, self.encoder.max_positions)
 
     @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the labels, in the order of the logits."""
+        return self.head.labels
+
+    @property
     def vocab_size(self) -> int:
         """Exclusive upper bound of token ids."""
         return self.encoder.vocab_size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,20 +19,36 @@ from rlx_jax.encode.sentence import (
     read_prompts,
     transformer_settings,
 )
+from rlx_jax.encode.sparse import maxsim
 from rlx_jax.encode.token_selection import TokenSelection
-from rlx_jax.encode.vector_layers import PlacedLayers, VectorLayer, output_width, read_layer
-from rlx_jax.errors import ConfigError, RequestError, UnsupportedError, listing, quote, shown, suggest_keywords
-from rlx_jax.io.folder import Folder
+from rlx_jax.encode.vector_layers import Dense, PlacedLayers, UnitLength, VectorLayer, output_width, read_layer
+from rlx_jax.errors import (
+    ConfigError,
+    MissingWeightError,
+    RequestError,
+    UnsupportedError,
+    listing,
+    quote,
+    shown,
+    suggest_keywords,
+)
+from rlx_jax.io.folder import CONFIG, Folder
+from rlx_jax.models.config import Fields
 from rlx_jax.runtime.report import Report
 from rlx_jax.text.request_checks import Ids, classify_prompts
 from rlx_jax.text.token_model import TaskModel, model_repr
 from rlx_jax.text.tokenizer import Tokenizer
+from rlx_jax.weights.execute import read_numbers
+from rlx_jax.weights.source import WeightSource
 
 MODEL_TYPE = "MultiVectorEncoder"
 TOKENS = "token_embeddings"
 # The kinds of texts, and the names of their prompts in the order in which sentence-transformers looks for them.
 KINDS = {"query": ("query",), "document": ("document", "passage", "corpus")}
 _LAYERS = ("Dense", "Normalize")
+# The names by which directories of PyLate and of the original ColBERT code are recognized, and their defaults.
+PYLATE, STANFORD = "ColBERT", "HF_ColBERT"
+_QUERY_LENGTH, _PUNCTUATION = 32, [*string.punctuation]
 # Number of queries of one call, where they are expanded by tokens that the others do not read.
 _QUERIES = 32
 
@@ -65,6 +82,8 @@ class TokenSettings:
         lengths: maximum number of tokens by kind of text, where it is not the pipeline's.
         expansion: of queries; None for none.
         divides: whether a score is divided by the number of vectors of the query.
+        prefixes: the token after the first one, by kind of text; if it is not in the vocabulary, the text in front.
+        projection: the model's weight of a linear layer in front of `layers`; empty for none.
     """
 
     pipeline: SentencePipeline
@@ -74,6 +93,17 @@ class TokenSettings:
     lengths: tuple[tuple[str, int], ...] = ()
     expansion: QueryExpansion | None = None
     divides: bool = False
+    prefixes: tuple[tuple[str, str], ...] = ()
+    projection: str = ""
+
+    def with_projection(self, weights: WeightSource) -> TokenSettings:
+        """Return the settings with the projection, if there is one, as the first of the layers."""
+        if not self.projection:
+            return self
+        if not weights.has(self.projection):
+            raise MissingWeightError(f"{self.projection} is missing, the projection of a ColBERT model")
+        dense = Dense(read_numbers(self.projection, weights).astype(np.float32))
+        return replace(self, layers=(dense, *self.layers), projection="")
 
 
 class MultiVectorEncoder(TaskModel):
@@ -95,6 +125,8 @@ class MultiVectorEncoder(TaskModel):
         self._layers = PlacedLayers.on(encoder.model.programs, settings.layers)
         ids = map(self.tokenizer.token_id, settings.skipped_words)
         self._skipped = np.array([i for i in ids if i is not None], np.int32)
+        prefixes = ((kind, prefix, _prefix_id(self.tokenizer, prefix)) for kind, prefix in settings.prefixes if prefix)
+        self._prefixes = {kind: (prefix, token) for kind, prefix, token in prefixes}
         self._expansion_id = _expansion_id(self.tokenizer, settings.expansion)
 
     def __repr__(self) -> str:
@@ -136,15 +168,22 @@ class MultiVectorEncoder(TaskModel):
     def _tokenize(self, texts: list[str], kind: str) -> list[Ids]:
         """Return the token ids of texts, without expansions."""
         length = dict(self.settings.lengths).get(kind)
+        prefix, prefix_id = self._prefixes.get(kind, ("", None))
         expansion = self.settings.expansion if kind == "query" else None
         if expansion is not None and expansion.is_fixed:
             length = expansion.length
         elif expansion is not None and length is not None:
             length = max(length, expansion.length)
-        pipeline = self.settings.pipeline
-        limited = pipeline if length is None else replace(pipeline, max_seq_length=length)
-        reader = replace(self.encoder.reader, pipeline=limited)
-        return [row for rows, _ in reader.read_texts(texts).chunks for row in rows.ids]
+        reader = self.encoder.reader
+        if length is not None:
+            reader = replace(reader, pipeline=replace(self.settings.pipeline, max_seq_length=length))
+        limit = reader.max_text_tokens
+        if prefix_id is None:
+            texts = [prefix + text for text in texts]
+        elif limit is not None:  # leave a place for the prefix
+            reader = replace(reader, pipeline=replace(self.settings.pipeline, max_seq_length=limit - 1))
+        rows = [row for chunk, _ in reader.read_texts(texts).chunks for row in chunk.ids]
+        return rows if prefix_id is None else [np.insert(row, 1, prefix_id) for row in rows]
 
     def _vectors(self, rows: list[Ids], kind: str, max_tokens: int | None) -> list[Vectors]:
         """Return the vectors of all tokens of rows, which get the tokens of the expansion."""
@@ -173,29 +212,18 @@ class MultiVectorEncoder(TaskModel):
         return hidden
 
     def maxsim(self, queries: Sequence[Vectors], documents: Sequence[Vectors]) -> Vectors:
-        """Return the scores `[queries, documents]` of what `embed_tokens` returned for lists of texts.
-
-        A score is the sum, over the vectors of the query, of the largest product with a vector of the document.
-
-        Raises:
-            RequestError: an entry has no vectors, or is not `[tokens, width]`.
-        """
-        for name, arrays in (("queries", queries), ("documents", documents)):
-            for i, array in enumerate(arrays):
-                if getattr(array, "ndim", 0) != 2 or not len(array):
-                    raise RequestError(f"{name}[{i}] is {shown(array)}; expected vectors [tokens, width], at least one")
-        scores = np.zeros((len(queries), len(documents)), np.float32)
-        if not len(queries):
-            return scores
-        tokens, starts = np.concatenate(queries), np.cumsum([0, *map(len, queries)])[:-1]
-        for i, document in enumerate(documents):
-            scores[:, i] = np.add.reduceat((tokens @ document.T).max(axis=1), starts)
-        lengths = np.array([len(query) for query in queries], np.float32)[:, None]
-        return scores / lengths if self.settings.divides else scores
+        """Return the scores `[queries, documents]` of lists of vectors, as `maxsim` in `rlx_jax.encode.sparse` does."""
+        return maxsim(queries, documents, mean=self.settings.divides)
 
     def report(self, **sizes: int) -> Report:
         """Return the cost of compiling and of the last program, as `Encoder.report` does."""
         return self.encoder.report(**sizes)
+
+
+def _prefix_id(tokenizer: Tokenizer, prefix: str) -> int | None:
+    """Return the id of the token that is the prefix, maybe without the space after it; None if there is none."""
+    words = (prefix, *prefix.split(None, 1)[:1])
+    return next((token for word in words if (token := tokenizer.token_id(word)) is not None), None)
 
 
 def _expansion_id(tokenizer: Tokenizer, expansion: QueryExpansion | None) -> int:
@@ -214,24 +242,32 @@ def _expansion_id(tokenizer: Tokenizer, expansion: QueryExpansion | None) -> int
 
 
 def read_multi_vector(folder: Folder) -> TokenSettings | None:
-    """Return the settings of a MultiVectorEncoder of sentence-transformers; None if the directory is none.
+    """Return the settings of a ColBERT model; None if the directory is none.
+
+    sentence-transformers, PyLate and the original ColBERT code write such directories.
 
     Raises:
         ConfigError: a file is malformed. UnsupportedError: names the module or the setting.
     """
     about = module_fields(folder, "", "config_sentence_transformers.json")
-    if about.raw("model_type") != MODEL_TYPE:
-        return None
     modules, where = read_modules(folder) or [], folder.where("modules.json")
+    if not modules and STANFORD in folder.json(CONFIG).get("architectures", ()):
+        return _read_stanford(folder)
+    is_pylate = about.raw("model_type") == PYLATE or "query_prefix" in about.values
+    if about.raw("model_type") != MODEL_TYPE and not is_pylate:
+        return None
     kinds = [kind for kind, _ in modules]
     if kinds[:1] != ["Transformer"] or not set(kinds[1:]) <= {*_LAYERS, "MultiVectorMask"}:
         expected = f"'Transformer', then any of {listing(_LAYERS)}, 'MultiVectorMask'"
         raise UnsupportedError(f"{where}: modules {listing(kinds)} of a {MODEL_TYPE}; supported are {expected}")
-    similarity = about.raw("similarity_fn_name", "maxsim")
+    similarity = "maxsim" if is_pylate else about.raw("similarity_fn_name", "maxsim")
     if similarity not in ("maxsim", "meanmaxsim"):
         raise UnsupportedError(f"{about.where}: similarity_fn_name {quote(similarity)}; supported: maxsim, meanmaxsim")
     path = modules[0][1]
-    transformer, (prompts, default) = transformer_settings(folder, path), read_prompts(folder, MODEL_TYPE)
+    transformer, (prompts, default) = (
+        transformer_settings(folder, path),
+        read_prompts(folder, about.values.get("model_type")),
+    )
     settings = TokenSettings(
         SentencePipeline(
             max_seq_length=transformer.max_seq_length, do_lower_case=transformer.do_lower_case, prompts=prompts,
@@ -240,6 +276,14 @@ def read_multi_vector(folder: Folder) -> TokenSettings | None:
         tuple(layer for kind, at in modules[1:] if kind in _LAYERS and (layer := read_layer(folder, kind, at, TOKENS))),
         divides=similarity == "meanmaxsim",
     )  # fmt: skip
+    if is_pylate:
+        prefixes = tuple((kind, about.text(f"{kind}_prefix", "")) for kind in KINDS)
+        attends, words = about.flag("attend_to_expansion_tokens", False), about.raw("skiplist_words", _PUNCTUATION)
+        settings = _with_default_modules(settings, prefixes, words, attends, about, "query_length", "document_length")
+        if about.flag("do_query_expansion", True):
+            return settings
+        lengths = (("query", about.integer("query_length", _QUERY_LENGTH)), *settings.lengths)
+        return replace(settings, expansion=None, lengths=lengths)
     for kind, at in modules[1:]:
         if kind == "MultiVectorMask":
             c = module_fields(folder, at, "config.json")
@@ -248,6 +292,31 @@ def read_multi_vector(folder: Folder) -> TokenSettings | None:
             c.finish()
             settings = replace(settings, skipped_words=tuple(words), skipping_kinds=tuple(tasks))
     return _with_lengths(folder, path, settings)
+
+
+def _read_stanford(folder: Folder) -> TokenSettings:
+    """Return the settings of a directory of the original ColBERT code."""
+    c, transformer = module_fields(folder, "", "artifact.metadata"), transformer_settings(folder, "")
+    if c.raw("similarity", "cosine") != "cosine":
+        raise UnsupportedError(f"{c.where}: similarity {quote(c.raw('similarity'))}; supported is 'cosine'")
+    prefixes = (("query", c.text("query_token_id", "[unused0]")), ("document", c.text("doc_token_id", "[unused1]")))
+    words = _PUNCTUATION if c.flag("mask_punctuation", True) else []
+    settings = TokenSettings(SentencePipeline(max_seq_length=transformer.max_seq_length), projection="linear.weight")
+    attends = c.flag("attend_to_mask_tokens", False)
+    return _with_default_modules(settings, prefixes, words, attends, c, "query_maxlen", "doc_maxlen")
+
+
+def _with_default_modules(
+    settings: TokenSettings, prefixes: tuple[tuple[str, str], ...], words: Sequence[str], attends: bool, c: Fields,
+    query_field: str, document_field: str,
+) -> TokenSettings:  # fmt: skip
+    """Return the settings with what the first ColBERT libraries always do: fill up queries, and normalize."""
+    length = c.integer_or_null(document_field, None)
+    return replace(
+        settings, layers=(*settings.layers, UnitLength()), prefixes=prefixes, skipped_words=tuple(words),
+        lengths=() if length is None else (("document", length),),
+        expansion=QueryExpansion(c.integer(query_field, _QUERY_LENGTH), True, attends),
+    )  # fmt: skip
 
 
 def _with_lengths(folder: Folder, path: str, settings: TokenSettings) -> TokenSettings:

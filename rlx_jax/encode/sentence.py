@@ -8,14 +8,24 @@ often dense layers and a normalization of the vector to unit length. `load_pipel
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from rlx_jax.encode.vector_layers import UnitLength, VectorLayer, output_width, read_layer, unit_length
+from rlx_jax.encode.pooling_modes import POOLING_MODES, first_token
+from rlx_jax.encode.vector_layers import (
+    AUTO_ENCODER,
+    Dense,
+    UnitLength,
+    VectorLayer,
+    output_width,
+    read_layer,
+    read_linear,
+    unit_length,
+)
 from rlx_jax.errors import ConfigError, RequestError, UnsupportedError, did_you_mean, listing, quote, shown
 from rlx_jax.io import files, limits
 from rlx_jax.io.folder import Folder, json_size_bound
@@ -37,17 +47,23 @@ _MODULE_TYPES = {
         ("Normalize", "base.modules", "normalize"),
         ("LogitScore", "cross_encoder.modules", "logit_score"),
         ("MultiVectorMask", "multi_vector_encoder.modules", "multi_vector_mask"),
+        ("MLMTransformer", "sparse_encoder.modules", "mlm_transformer"),
+        ("SpladePooling", "sparse_encoder.modules", "splade_pooling"),
+        ("SparseAutoEncoder", "sparse_encoder.modules", "sparse_auto_encoder"),
     )
     for path in (
         f"models.{kind}",
         f"models.{kind}.{kind}",
         f"sentence_transformer.modules.{kind}",
+        f"sparse_encoder.models.{kind}",
+        f"sparse_encoder.models.{kind}.{kind}",
         f"{home}.{kind}",
         f"{home}.{file}.{kind}",
     )
-}
+} | {"pylate.models.Dense.Dense": "Dense"}
 # The modules that may follow the pooling, in any order.
 _LAYERS = ("Dense", "LayerNorm", "Dropout", "Normalize")
+SPARSE = "SparseEncoder"
 
 # In the order in which sentence-transformers concatenates several.
 _POOLING_FLAGS = {
@@ -66,6 +82,7 @@ TRANSFORMER_FILES = tuple(
 )
 # Values that sentence-transformers writes by default. Any other value needs code that this package does not have.
 _TRANSFORMER_NEUTRAL = {"transformer_task": ("feature-extraction",), "module_output_name": ("token_embeddings",)}
+_SPLADE_NEUTRAL = {"transformer_task": ("fill-mask",), "module_output_name": ("token_embeddings",)}
 _TRANSFORMER_EMPTY = (
     "model_args",
     "model_kwargs",
@@ -76,6 +93,7 @@ _TRANSFORMER_EMPTY = (
 )
 _TRANSFORMER_INERT = ("unpad_inputs", "query_length", "document_length", "query_expansion")  # not for `encode`
 _TEXT_MODALITY = {"method": "forward", "method_output_name": "last_hidden_state"}
+LOGITS_MODALITY = {"method": "forward", "method_output_name": "logits"}
 
 
 @dataclass(frozen=True)
@@ -85,7 +103,8 @@ class SentencePipeline:
     Attributes:
         pooling: how token vectors become one; the results of several modes are concatenated in this order. Modes:
             `cls`, `max`, `mean`, `mean_sqrt_len` (sum over the root of the count), `weightedmean` (weights 1, 2, 3, …),
-            `lasttoken`.
+            `lasttoken`; of the logits of a masked language model `splade_max` and `splade_sum`, which reduce
+            log(1 + relu(x)), and `splade_max_log1p` and `splade_sum_log1p`, which take log(1 + x) of that first.
         layers: applied to the pooled vector in turn.
         normalize: divide by the Euclidean length, after the layers.
         max_seq_length: maximum length of a text in tokens, special ones included, that the transformer reads; None if
@@ -96,6 +115,10 @@ class SentencePipeline:
         include_prompt: whether pooling reads the tokens of the prompt. The transformer always does.
         width: size of a token vector, if the checkpoint names it.
         transformer: the transformer's directory, relative to the checkpoint; `""` is the checkpoint itself.
+        is_sparse: whether most numbers of a vector are zero, as `Encoder.embed_sparse` expects.
+        max_active_dims: the number of values of a sparse vector that are kept, the largest; None: all.
+        token_weight: the layer from hidden states to weights of tokens, of bge-m3.
+        token_layers: the layers from hidden states to vectors of tokens, of bge-m3.
     """
 
     pooling: tuple[str, ...] = ("mean",)
@@ -108,14 +131,23 @@ class SentencePipeline:
     include_prompt: bool = True
     width: int | None = None
     transformer: str = ""
+    is_sparse: bool = False
+    max_active_dims: int | None = None
+    token_weight: Dense | None = None
+    token_layers: tuple[VectorLayer, ...] = ()
 
     def __post_init__(self) -> None:
-        unknown = [mode for mode in self.pooling if mode not in _MODES]
+        unknown = [mode for mode in self.pooling if mode not in POOLING_MODES]
         if unknown or not self.pooling:
-            raise ConfigError(f"pooling: expected some of {listing(_MODES)}, found {listing(unknown) or 'none'}")
+            raise ConfigError(f"pooling: expected some of {listing(POOLING_MODES)}, found {listing(unknown) or 'none'}")
         if self.default_prompt_name is not None and self.default_prompt_name not in self.prompts:
             names = listing(self.prompts) or "none"
             raise ConfigError(f"default_prompt_name is {shown(self.default_prompt_name)}; prompts has {names}")
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether it pools the logits of a masked language model."""
+        return self.pooling[0].startswith("splade")
 
     @property
     def pooling_only(self) -> SentencePipeline:
@@ -171,18 +203,33 @@ def load_pipeline(directory: str | os.PathLike[str] | Folder) -> SentencePipelin
     kinds = [kind for kind, _ in modules]
     if is_cross_encoder(folder):
         return None
-    if kinds[:2] != ["Transformer", "Pooling"] or not set(kinds[2:]) <= {*_LAYERS}:
+    is_splade = kinds[1:] == ["SpladePooling"] and kinds[0] in ("Transformer", "MLMTransformer")
+    has_dictionary = kinds[2:] and kinds[-1] == AUTO_ENCODER
+    if not is_splade and (
+        kinds[:2] != ["Transformer", "Pooling"] or not {*kinds[2 : -1 if has_dictionary else None]} <= {*_LAYERS}
+    ):
         raise UnsupportedError(
-            f"{where}: modules {listing(kinds)}; supported are 'Transformer', 'Pooling', then any of {listing(_LAYERS)}"
+            f"{where}: modules {listing(kinds)}; supported are 'Transformer', 'Pooling', then any of "
+            f"{listing(_LAYERS)}, then maybe {AUTO_ENCODER!r}; or 'Transformer', 'SpladePooling'"
         )
     paths = [path for _, path in modules]
     _fetch_settings(folder, paths)
-    transformer = transformer_settings(folder, paths[0])
-    pooling, width, include_prompt = _pooling_settings(folder, paths[1])
+    about = module_fields(folder, "", "config_sentence_transformers.json")
+    max_active_dims = about.integer_or_null("max_active_dims", None)
+    if is_splade:
+        transformer = transformer_settings(folder, paths[0], LOGITS_MODALITY, _SPLADE_NEUTRAL)
+        pooling, width, include_prompt = (_splade_mode(module_fields(folder, paths[1], "config.json")),), None, True
+    else:
+        transformer = transformer_settings(folder, paths[0])
+        pooling, width, include_prompt = _pooling_settings(folder, paths[1])
     layers = [layer for kind, path in modules[2:] if (layer := read_layer(folder, kind, path)) is not None]
+    if has_dictionary and max_active_dims is None:
+        max_active_dims = module_fields(folder, paths[-1], "config.json").integer("k", 8)
     output_width(layers, None if width is None else width * len(pooling), where)
     normalize = bool(layers) and layers[-1] == UnitLength()
-    prompts, default_prompt_name = read_prompts(folder)
+    is_sparse = about.raw("model_type") == SPARSE
+    prompts, default_prompt_name = read_prompts(folder, SPARSE if is_sparse else None)
+    token_vector = read_linear(folder, "colbert_linear")
     return SentencePipeline(
         pooling=pooling,
         normalize=normalize,
@@ -194,6 +241,10 @@ def load_pipeline(directory: str | os.PathLike[str] | Folder) -> SentencePipelin
         include_prompt=include_prompt,
         width=width,
         transformer=paths[0],
+        is_sparse=is_sparse,
+        max_active_dims=max_active_dims,
+        token_weight=read_linear(folder, "sparse_linear", "ReLU"),
+        token_layers=() if token_vector is None else (token_vector, UnitLength()),
     )
 
 
@@ -226,10 +277,10 @@ def pool(hidden: jax.Array, keep: jax.Array, pipeline: SentencePipeline, skip: j
             f"pool: expected hidden [B, S, H] and keep [B, S] bool, found "
             f"{short_name(hidden.dtype)}{list(hidden.shape)} and {short_name(keep.dtype)}{list(keep.shape)}"
         )
-    position = jnp.arange(keep.shape[1])[None, :] - _first(keep)[:, None]  # counted from the first real token
+    position = jnp.arange(keep.shape[1])[None, :] - first_token(keep)[:, None]  # counted from the first real token
     keep = keep & (position >= skip)
     tokens = jnp.where(keep[:, :, None], hidden.astype(jnp.float32), 0.0)
-    pooled = jnp.concatenate([_MODES[mode](tokens, keep, position) for mode in pipeline.pooling], axis=1)
+    pooled = jnp.concatenate([POOLING_MODES[mode](tokens, keep, position) for mode in pipeline.pooling], axis=1)
     return unit_length(pooled) if pipeline.normalize else pooled
 
 
@@ -248,66 +299,6 @@ def pool_segments(
     keep = segments[:, None, :] == numbers[None, :, None]
     pooled: jax.Array = jax.vmap(lambda keep: pool(hidden, keep, pipeline, skip), in_axes=1, out_axes=1)(keep)
     return pooled
-
-
-# -- pooling modes -----------------------------------------------------------------------------
-
-# Each maps tokens `[B, S, H]` float32, zero where keep `[B, S]` is False, to `[B, H]`. position `[B, S]` is the number
-# of a token within its text, from 0.
-
-
-def _token_at(tokens: jax.Array, position: jax.Array) -> jax.Array:
-    """Return the token vector of each row at its position `[B]`."""
-    return jnp.take_along_axis(tokens, position[:, None, None], axis=1)[:, 0, :]
-
-
-def _first(keep: jax.Array) -> jax.Array:
-    """Return the position `[B]` of the first token to keep in each row."""
-    return jnp.argmax(keep, axis=1)
-
-
-def _count(keep: jax.Array) -> jax.Array:
-    """Return the number of tokens `[B, 1]` float32, at least 1e-9 so that an empty row divides zeros, not by zero."""
-    return jnp.maximum(jnp.sum(keep.astype(jnp.float32), axis=1, keepdims=True), 1e-9)
-
-
-def _cls(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
-    return _token_at(tokens, _first(keep))
-
-
-def _last(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
-    # argmax finds the first True, which in the reversed row is the last.
-    return _token_at(tokens, keep.shape[1] - 1 - jnp.argmax(keep[:, ::-1], axis=1))
-
-
-def _max(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
-    largest = jnp.max(jnp.where(keep[:, :, None], tokens, -jnp.inf), axis=1)
-    # A row without tokens gives zeros, not -inf.
-    return jnp.where(jnp.any(keep, axis=1, keepdims=True), largest, 0.0)
-
-
-def _mean(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
-    return jnp.sum(tokens, axis=1) / _count(keep)
-
-
-def _mean_sqrt_len(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
-    return jnp.sum(tokens, axis=1) / jnp.sqrt(_count(keep))
-
-
-def _weighted_mean(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
-    weights = jnp.where(keep, position + 1, 0).astype(jnp.float32)
-    total = jnp.maximum(jnp.sum(weights, axis=1, keepdims=True), 1e-9)
-    return jnp.sum(tokens * weights[:, :, None], axis=1) / total
-
-
-_MODES: dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]] = {
-    "cls": _cls,
-    "max": _max,
-    "mean": _mean,
-    "mean_sqrt_len": _mean_sqrt_len,
-    "weightedmean": _weighted_mean,
-    "lasttoken": _last,
-}
 
 
 # -- files -------------------------------------------------------------------------------------
@@ -430,6 +421,14 @@ def _default_length(folder: Folder, path: str) -> int | None:
     return positions if length is None else min(length, positions)
 
 
+def _splade_mode(c: Fields) -> str:
+    """Return the pooling mode of a `SpladePooling` module."""
+    strategy = c.choice("pooling_strategy", "max", {"max": "splade_max", "sum": "splade_sum"})
+    suffix = c.choice("activation_function", "relu", {"relu": "", "log1p_relu": "_log1p"})
+    c.finish(("embedding_dimension", "word_embedding_dimension", "chunk_size"))
+    return strategy + suffix
+
+
 def _pooling_settings(folder: Folder, path: str) -> tuple[tuple[str, ...], int | None, bool]:
     """Return the pooling modes, the size of a token vector if it is known, and `include_prompt`."""
     if not path:
@@ -453,10 +452,10 @@ def _pooling_settings(folder: Folder, path: str) -> tuple[tuple[str, ...], int |
     return tuple(_POOLING_NAMES[mode] for mode in mode_list), width, include_prompt
 
 
-def read_prompts(folder: Folder, model_type: str = "SentenceTransformer") -> tuple[dict[str, str], str | None]:
+def read_prompts(folder: Folder, model_type: str | None = None) -> tuple[dict[str, str], str | None]:
     """Return the prompts by name, with null read as an empty prompt, and the name of the default prompt."""
     c = module_fields(folder, "", "config_sentence_transformers.json")
-    c.choice("model_type", "SentenceTransformer", {model_type: ""})
+    c.choice("model_type", "SentenceTransformer", {model_type or "SentenceTransformer": ""})
     default, group = c.raw("default_prompt_name"), c.group("prompts") or Fields({}, c.where)
     prompts = {name: "" if text is None else group.text(name) for name, text in group.values.items()}
     if default is not None and (not isinstance(default, str) or default not in prompts):

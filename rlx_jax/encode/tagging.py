@@ -42,11 +42,6 @@ class TokenClassifier(TokenLogits):
     _methods = "tag(texts) returns labelled parts of texts, logits(texts) the numbers before them"
     task = TOKEN
 
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The names of the labels, in the order of the logits."""
-        return self.head.labels
-
     @suggest_keywords()
     def tag(
         self, texts: Any, *, aggregation: str = "simple", ignore_labels: Sequence[str] = ("O",),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +22,17 @@ from rlx_jax.models.config import Fields
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.weights.finite import check_finite
 from rlx_jax.weights.safetensors import read_header
+from rlx_jax.weights.torch_file import read_torch_file
 
 WEIGHTS_FILE = "model.safetensors"
 # Name of a pooled vector among the features of sentence-transformers.
 SENTENCE = "sentence_embedding"
+# The module of CSR models, of which only the encoder is read.
+AUTO_ENCODER = "SparseAutoEncoder"
 # Epsilon of torch.nn.LayerNorm.
 LAYER_NORM_EPS = 1e-5
+
+_FILE_LIMIT = (limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES")
 
 # Number of vectors of one call.
 CALL_ROWS = (32, 256, 2048)
@@ -198,7 +204,7 @@ def read_layer(folder: Folder, kind: str, path: str, feature: str = SENTENCE) ->
 
     Args:
         folder: the checkpoint.
-        kind: `Dense`, `LayerNorm`, `Normalize` or `Dropout`.
+        kind: `Dense`, `LayerNorm`, `Normalize`, `Dropout` or `SparseAutoEncoder`, of which `k` is left to the caller.
         path: the module's directory.
         feature: what the layer must apply to.
 
@@ -221,6 +227,8 @@ def read_layer(folder: Folder, kind: str, path: str, feature: str = SENTENCE) ->
         c.finish()
         arrays = _read_arrays(folder, path, {"norm.weight": (width,), "norm.bias": (width,)})
         return VectorNorm(arrays["norm.weight"], arrays["norm.bias"])
+    if kind == AUTO_ENCODER:
+        return _read_auto_encoder(folder, path, c)
     return _read_dense(folder, path, c, feature)
 
 
@@ -238,8 +246,8 @@ def _read_dense(folder: Folder, path: str, c: Fields, feature: str) -> Dense:
         names = ", ".join(ACTIVATIONS)
         raise UnsupportedError(f"{c.where}: activation_function {quote(name)}; supported are, of torch.nn, {names}")
     has_bias, residual = c.flag("bias", True), c.flag("use_residual", False)
-    if c.text("module_input_name", SENTENCE) != feature or c.raw("module_output_name", feature) != feature:
-        used = quote(c.raw("module_input_name", SENTENCE)), quote(c.raw("module_output_name"))
+    if c.text("module_input_name", feature) != feature or c.raw("module_output_name", feature) != feature:
+        used = quote(c.raw("module_input_name", feature)), quote(c.raw("module_output_name"))
         raise UnsupportedError(f"{c.where}: Dense maps {used[0]} to {used[1]}; supported is {feature!r}, both times")
     c.finish()
     shapes: dict[str, tuple[int, ...]] = {"linear.weight": (outputs, inputs)}
@@ -251,14 +259,45 @@ def _read_dense(folder: Folder, path: str, c: Fields, feature: str) -> Dense:
     )
 
 
+def _read_auto_encoder(folder: Folder, path: str, c: Fields) -> Dense:
+    """Return the encoder of a `SparseAutoEncoder`: relu((x − pre_bias) Wᵀ + latent_bias)."""
+    inputs, latents = c.integer("input_dim"), c.integer("hidden_dim", 512)
+    c.finish(("k", "k_aux", "dead_threshold"), {"normalize": (False,)})
+    # The decoder's weight is the transposed one of the encoder; the file has it once, under this name.
+    shapes: dict[str, tuple[int, ...]] = {"decoder.linear.weight": (latents, inputs), "pre_bias": (inputs,)}
+    arrays = _read_arrays(folder, path, shapes | dict.fromkeys(("latent_bias", "stats_last_nonzero"), (latents,)))
+    weight = arrays["decoder.linear.weight"]
+    return Dense(weight, arrays["latent_bias"] - weight @ arrays["pre_bias"], "ReLU")
+
+
+def read_linear(folder: Folder, name: str, activation: str = "Identity") -> Dense | None:
+    """Return the layer in `name.safetensors` or `name.pt` with `weight` and `bias`, as FlagEmbedding has it; or None.
+
+    Raises:
+        WeightError: other weights. Others as `read_torch_file`.
+    """
+    file = next((file for file in (f"{name}.safetensors", f"{name}.pt") if file in folder.names()), "")
+    raw, where = folder.read(file, *_FILE_LIMIT, SafetensorsError) if file else None, folder.where(file)
+    if raw is None:
+        return None
+    arrays = read_torch_file(raw, where) if file.endswith(".pt") else _parse_arrays(raw, where)
+    weight, bias = arrays.get("weight"), arrays.get("bias")
+    if weight is None or bias is None or len(arrays) > 2 or weight.ndim != 2 or bias.shape != weight.shape[:1]:
+        shapes = {key: array.shape for key, array in arrays.items()}
+        raise WeightError(f"{where}: expected weight [out, in] and bias [out], got {shapes}")
+    for key, array in arrays.items():
+        check_finite(array, key, where, "error")
+    return Dense(weight.astype(np.float32), bias.astype(np.float32), activation)
+
+
 def _read_arrays(folder: Folder, path: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Vectors]:
     """Return the weights of a module, which are exactly these.
 
     Raises:
         MissingFileError, UnsupportedError: there is no safetensors file. WeightError: other weights.
     """
-    name, limit = f"{path}/{WEIGHTS_FILE}", (limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES")
-    raw, where = folder.read(name, *limit, SafetensorsError), folder.where(name)
+    name = f"{path}/{WEIGHTS_FILE}"
+    raw, where = folder.read(name, *_FILE_LIMIT, SafetensorsError), folder.where(name)
     if raw is None:
         if "pytorch_model.bin" in folder.names(path):
             raise UnsupportedError(
@@ -266,13 +305,19 @@ def _read_arrays(folder: Folder, path: str, shapes: Mapping[str, tuple[int, ...]
                 "safetensors.torch.save_file(torch.load(file), 'model.safetensors')"
             )
         raise MissingFileError(f"{where}: no such file")
-    header = read_header(lambda count, start, where: raw[start : start + count], len(raw), where)
-    stored = {key: info.shape for key, info in header.items()}
+    arrays = _parse_arrays(raw, where)
+    stored = {key: array.shape for key, array in arrays.items()}
     if stored != dict(shapes):
         raise WeightError(f"{where}: expected the weights {dict(shapes)}, as {path}/config.json says; got {stored}")
-    arrays = {}
-    for key, info in header.items():
-        values = np.frombuffer(raw[info.start : info.start + info.nbytes], info.dtype).reshape(info.shape)
+    for key, values in arrays.items():
         check_finite(values, key, where, "error")
-        arrays[key] = values.astype(np.float32)
-    return arrays
+    return {key: values.astype(np.float32) for key, values in arrays.items()}
+
+
+def _parse_arrays(raw: bytes, where: str) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the arrays of a safetensors file."""
+    header = read_header(lambda count, start, where: raw[start : start + count], len(raw), where)
+    return {
+        key: np.frombuffer(raw[info.start : info.start + info.nbytes], info.dtype).reshape(info.shape)
+        for key, info in header.items()
+    }

@@ -113,6 +113,8 @@ def load(
     head_of_recipe = getattr(model_recipe, "head", None)
     if adapter is not None and head_of_recipe is not None:  # the adapter may bring another head
         kind = KINDS[head_of_recipe.task]
+    if checkpoint.pipeline is not None and checkpoint.pipeline.reads_logits:
+        kind = "encoder"  # which pools the logits
     loaded_model = LOADERS[kind](checkpoint, model_recipe, compile_opts)
     # `config.json` does not describe an edited model, which therefore cannot be saved as this checkpoint.
     edit = "a recipe that differs from the checkpoint's"
@@ -144,10 +146,11 @@ def check_kind(checkpoint: Checkpoint) -> None:
             f"{quote(folder.path)}: one step of a denoising model is a plain function: "
             "rlx_jax.compile(rlx_jax.from_pretrained(path))"
         )
-    if pipeline is not None and pretrained.kind != "encoder":
+    if pipeline is not None and pretrained.kind != ("masked_lm" if pipeline.reads_logits else "encoder"):
         raise UnsupportedError(
             f"{quote(folder.path)}: modules.json lists modules of sentence-transformers after a model of kind "
-            f"{quote(pretrained.kind)}; supported are encoders of texts, and decoders of rlx_jax without their head"
+            f"{quote(pretrained.kind)}; supported are encoders of texts, decoders of rlx_jax without their head, and, "
+            "with SpladePooling, masked language models with their head"
         )
     if (
         pipeline is None and pretrained.head_keys and checkpoint.head
@@ -205,9 +208,10 @@ def open_encoder(checkpoint: Checkpoint, recipe: Any, options: OpenOptions) -> E
         padding=text_padding(pretrained.recipe, tokenizer), max_positions=pretrained.max_positions,
         **options.compile_options(),
     )  # fmt: skip
-    if checkpoint.multi_vector is None or not checkpoint.head:
+    settings = checkpoint.multi_vector
+    if settings is None or not checkpoint.head:
         return encoder
-    return MultiVectorEncoder(encoder, checkpoint.multi_vector)
+    return MultiVectorEncoder(encoder, settings.with_projection(checkpoint.weights))
 
 
 def open_head(

@@ -160,7 +160,7 @@ class BertFlow(BertLike[BertConfig]):
 
     config_type = BertConfig
     prefixes = ("bert",)
-    head_prefixes = ("cls.", "classifier.", "qa_outputs.")
+    head_prefixes = ("cls.", "classifier.", "qa_outputs.", "linear.")
     heads = BERT_HEADS
 
 

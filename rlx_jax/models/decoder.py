@@ -78,6 +78,8 @@ class CausalFlow(Recipe[A]):
     heads: ClassVar[HeadLayers] = DECODER_HEADS
     # `pad_token_id` of a config that lacks the field.
     padding_id: ClassVar[int | None] = None
+    # How a classifier pools, a name in `SentencePipeline.pooling`.
+    head_pooling: ClassVar[str] = "lasttoken"
 
     @classmethod
     def for_prefill(cls, config: A | Mapping[str, Any], batch: int | None = None, seq: int | None = None) -> Self:

@@ -22,6 +22,7 @@ from rlx_jax.models.encoder import EncoderFlow, TowerFlow
 from rlx_jax.models.gemma import TEXT as GEMMA_TEXT
 from rlx_jax.models.heads import ANSWER, IMAGE, MASKED, SEQUENCE, TOKEN, read_head
 from rlx_jax.models.hooks import WithIgnored
+from rlx_jax.models.llama import LlamaBidirectionalFlow
 from rlx_jax.models.nearest_family import describe_nearest
 from rlx_jax.models.qwen35 import TEXT as QWEN35_TEXT
 from rlx_jax.models.recipe import Recipe
@@ -98,11 +99,12 @@ class Family:
             bare: the architecture without a head, if there is one.
         """
         stem = (bare or causal).removesuffix("Model")
-        architectures = (causal, *([bare] if bare else []), *(f"{stem}For{task}" for task in recipe.heads))
+        names = (causal, *([bare] if bare else []), *(f"{stem}For{task}" for task in recipe.heads))
+        architectures = tuple(dict.fromkeys(names))
 
         def opener(config: Fields, source: WeightSource, headless: bool = False) -> Pretrained:
             name = architecture(config)[1]
-            head = None if headless else read_head(config, name, recipe.heads, "lasttoken", recipe.padding_id)
+            head = None if headless else read_head(config, name, recipe.heads, recipe.head_pooling, recipe.padding_id)
             headless = headless or (bool(bare) and name == bare)
             instance = replace(recipe.for_prefill(config), hidden_only=headless or head is not None, head=head)
             return bind_recipe(instance, source, KINDS[head.task] if head else "encoder" if headless else "causal")
@@ -210,6 +212,7 @@ DINOV2 = ("Model", "ForImageClassification", "Backbone")
 # The families by `model_type`; models of diffusers by class name. Installed plugins may add others under new names.
 FAMILIES: dict[str, Family] = {
     "llama": Family.decoder(models.Llama32Flow, "LlamaForCausalLM", "LlamaModel"),
+    "llama_bidirec": Family.decoder(LlamaBidirectionalFlow, "LlamaBidirectionalModel", "LlamaBidirectionalModel"),
     "mistral": Family.decoder(models.MistralFlow, "MistralForCausalLM", "MistralModel"),
     "mixtral": Family.decoder(models.MixtralFlow, "MixtralForCausalLM", "MixtralModel"),
     "qwen2": Family.decoder(models.Qwen2Flow, "Qwen2ForCausalLM", "Qwen2Model"),
@@ -224,7 +227,9 @@ FAMILIES: dict[str, Family] = {
     "mamba2": Family.decoder(models.Mamba2Flow, "Mamba2ForCausalLM", "Mamba2Model"),
     "gpt_oss": Family.decoder(models.GptOssFlow, "GptOssForCausalLM", "GptOssModel"),
     "gpt2": Family.decoder(models.Gpt2Flow, "GPT2LMHeadModel", "GPT2Model"),
-    "bert": Family.encoder(models.BertFlow, *task_architectures("Bert", "PreTraining", "NextSentencePrediction")),
+    "bert": Family.encoder(
+        models.BertFlow, *task_architectures("Bert", "PreTraining", "NextSentencePrediction"), "HF_ColBERT"
+    ),
     "roberta": Family.encoder(models.RobertaFlow, *task_architectures("Roberta")),
     "xlm-roberta": Family.encoder(models.RobertaFlow, *task_architectures("XLMRoberta")),
     "camembert": Family.encoder(models.RobertaFlow, *task_architectures("Camembert")),

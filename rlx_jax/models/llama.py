@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Self
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import LayerSpec
-from rlx_jax.models.config import Fields
+from rlx_jax.errors import UnsupportedError
+from rlx_jax.models.config import Fields, architecture
 from rlx_jax.models.decoder import DecoderFlow
 from rlx_jax.models.decoder import weight_specs as weight_specs
 from rlx_jax.models.decoder_config import DecoderConfig, layer_of, plain_fields
+from rlx_jax.models.heads import DECODER_HEADS, SEQUENCE, HeadLayers
 
 
 @dataclass(frozen=True)
@@ -38,3 +41,32 @@ class Llama32Flow(DecoderFlow[LlamaConfig]):
 
     config_type = LlamaConfig
     fused = True
+
+
+@dataclass(frozen=True)
+class LlamaBidirectionalConfig(LlamaConfig):
+    """Sizes of NVIDIA's `llama_bidirec`: a Llama in which tokens also read later ones.
+
+    A classifier pools by the mean; the encoder leaves pooling to the modules of sentence-transformers.
+    """
+
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {**LlamaConfig.neutral, "pooling": ("avg",)}
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        if architecture(c)[1].endswith("Model"):  # the temperature divides the logits of a classifier
+            c.consumed.add("temperature")
+        elif (temperature := c.real("temperature", 1.0)) != 1:
+            raise UnsupportedError(f"{c.where}: field 'temperature' is {temperature}; supported is 1.0")
+        return replace(super().read(c), bidirectional=True)
+
+
+@dataclass(frozen=True)
+class LlamaBidirectionalFlow(Llama32Flow):
+    """The recipe of `llama_bidirec`: see `DecoderFlow`."""
+
+    name: str = "llama-bidirectional"
+
+    config_type = LlamaBidirectionalConfig
+    heads: ClassVar[HeadLayers] = {SEQUENCE: DECODER_HEADS[SEQUENCE]}
+    head_pooling: ClassVar[str] = "mean"

@@ -6,12 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
+import numpy as np
+
 from rlx_jax.blocks import EncoderKeys, EncoderLayerSpec, frequencies
 from rlx_jax.blocks.encoder import STYLES
+from rlx_jax.errors import UnsupportedError
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder_config import even_head_dim
 from rlx_jax.models.heads import BERT_HEADS, HIDDEN_ACT, SEQUENCE, HeadLayer, HeadLayers
+from rlx_jax.weights.execute import read_numbers
+from rlx_jax.weights.overlay import has_values
+from rlx_jax.weights.source import WeightSource
+
+POSITIONS = "encoder.embed_positions.weight"
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,26 @@ class RoFormerFlow(BertLike[RoFormerConfig]):
     embedding_projection = "embeddings_project"
 
     def unread_keys(self) -> tuple[str, ...]:
-        return (*super().unread_keys(), self.key("encoder.embed_positions.weight"))  # cos and sin are computed
+        return (*super().unread_keys(), self.key(POSITIONS))  # cos and sin are computed
+
+    def adapt_weights(self, source: WeightSource) -> WeightSource:
+        """Return the weights, after comparing a stored table of positions with what is computed.
+
+        Raises:
+            UnsupportedError: they differ.
+        """
+        key = self.key(POSITIONS)
+        if has_values(source) and source.has(key):
+            table, width = read_numbers(key, source), 2 * len(self.config.inv_freq)
+            angles = np.arange(len(table))[:, None] * 10000.0 ** (-np.arange(0, width, 2) / width)
+            expected = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+            tolerance = 1e-5 if table.dtype == np.float32 else 1e-2  # float16 and bfloat16 are rounded
+            if table.shape != expected.shape or not np.abs(table.astype(np.float32) - expected).max() <= tolerance:
+                raise UnsupportedError(
+                    f"{source.where(key)}: {key} is not the table of sines and cosines of width {width} with base "
+                    "10000, which is computed; other tables are not read"
+                )
+        return super().adapt_weights(source)
 
     def layer_spec(self, index: int, keys: EncoderKeys) -> EncoderLayerSpec:
         return replace(super().layer_spec(index, keys), rope_style="interleaved")

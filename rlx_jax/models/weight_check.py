@@ -78,6 +78,8 @@ class _WeightCheck(Parameters):
             weight = super()._weight_from_source(key, sizes, path)
         except WeightShapeError as error:
             fields = {name: value for name, value in vars(self.recipe.config).items() if type(value) is int}
+            if labels := getattr(getattr(self.recipe, "head", None), "labels", ()):
+                fields["id2label (num_labels)"] = len(labels)
             # Fields of the config that equal an unexpected size are the probable cause; without any, all are listed.
             unexpected = set(sizes or ()) - set(self.checkpoint.spec(key).shape)
             fields = {name: value for name, value in fields.items() if value in unexpected} or fields

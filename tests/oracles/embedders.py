@@ -49,6 +49,7 @@ CASES: dict[str, Case] = {
     "llama_bidirectional": ("LlamaModel", DECODER | {"is_causal": False}, ("mean",), [("Normalize", {})], False),
     "qwen3_bidirectional": ("Qwen3Model", DECODER | WINDOWS | {"is_causal": False}, ("mean",), [], True),
     "mistral_bidirectional": ("MistralModel", DECODER | {"is_causal": False, "sliding_window": 4}, ("cls",), [], True),
+    "e5_mistral": ("MistralModel", DECODER | {"sliding_window": 4}, ("lasttoken",), [("Normalize", {})], True),
     "qwen3_embedding": ("Qwen3Model", DECODER, ("lasttoken",), [("Normalize", {})], True),
 }  # fmt: skip
 """A model, its fields, its pooling, the layers after it, and whether pooling reads prompts."""

@@ -1,0 +1,77 @@
+"""The modes of pooling: how the vectors of a text's tokens become one.
+
+A mode maps tokens `[B, S, H]` float32, zero where keep `[B, S]` is False, to `[B, H]`. position `[B, S]` is the number
+of a token within its text, from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+
+def _token_at(tokens: jax.Array, position: jax.Array) -> jax.Array:
+    """Return the token vector of each row at its position `[B]`."""
+    return jnp.take_along_axis(tokens, position[:, None, None], axis=1)[:, 0, :]
+
+
+def first_token(keep: jax.Array) -> jax.Array:
+    """Return the position `[B]` of the first token to keep in each row."""
+    return jnp.argmax(keep, axis=1)
+
+
+def _count(keep: jax.Array) -> jax.Array:
+    """Return the number of tokens `[B, 1]` float32, at least 1e-9 so that an empty row divides zeros, not by zero."""
+    return jnp.maximum(jnp.sum(keep.astype(jnp.float32), axis=1, keepdims=True), 1e-9)
+
+
+def _cls(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
+    return _token_at(tokens, first_token(keep))
+
+
+def _last(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
+    # argmax finds the first True, which in the reversed row is the last.
+    return _token_at(tokens, keep.shape[1] - 1 - jnp.argmax(keep[:, ::-1], axis=1))
+
+
+def _max(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
+    largest = jnp.max(jnp.where(keep[:, :, None], tokens, -jnp.inf), axis=1)
+    # A row without tokens gives zeros, not -inf.
+    return jnp.where(jnp.any(keep, axis=1, keepdims=True), largest, 0.0)
+
+
+def _mean(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
+    return jnp.sum(tokens, axis=1) / _count(keep)
+
+
+def _mean_sqrt_len(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
+    return jnp.sum(tokens, axis=1) / jnp.sqrt(_count(keep))
+
+
+def _weighted_mean(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
+    weights = jnp.where(keep, position + 1, 0).astype(jnp.float32)
+    total = jnp.maximum(jnp.sum(weights, axis=1, keepdims=True), 1e-9)
+    return jnp.sum(tokens * weights[:, :, None], axis=1) / total
+
+
+def _splade(tokens: jax.Array, reduce: Callable[..., jax.Array], logarithms: int) -> jax.Array:
+    weights = jax.nn.relu(tokens)  # zero where `keep` is False
+    for _ in range(logarithms):
+        weights = jnp.log1p(weights)
+    return reduce(weights, axis=1)
+
+
+POOLING_MODES: dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]] = {
+    "cls": _cls,
+    "max": _max,
+    "mean": _mean,
+    "mean_sqrt_len": _mean_sqrt_len,
+    "weightedmean": _weighted_mean,
+    "lasttoken": _last,
+    "splade_max": lambda tokens, *_: _splade(tokens, jnp.max, 1),
+    "splade_sum": lambda tokens, *_: _splade(tokens, jnp.sum, 1),
+    "splade_max_log1p": lambda tokens, *_: _splade(tokens, jnp.max, 2),
+    "splade_sum_log1p": lambda tokens, *_: _splade(tokens, jnp.sum, 2),
+}

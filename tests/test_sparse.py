@@ -1,0 +1,154 @@
+"""Sparse vectors and vectors of tokens: SPLADE, CSR, bge-m3, and ColBERT models of older libraries."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from rlx_jax.encode.sparse import maxsim
+from rlx_jax.weights.torch_file import read_torch_file
+from tests.oracles import checkpoints, embedders
+from tests.oracles import sparse_embedders as sparse
+from tests.oracles.classifiers import TEXTS
+from tests.oracles.comparing import assert_close
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recorded checkpoints, one directory for each, and a ColBERT model of sentence-transformers."""
+    root = tmp_path_factory.mktemp("sparse")
+    for path in (sparse.ARCHIVE, embedders.ARCHIVE):
+        with zipfile.ZipFile(path) as archive:
+            archive.extractall(root)
+    return root
+
+
+def _dense(vectors: list[dict[int, float]], width: int) -> np.ndarray[Any, Any]:
+    rows = np.zeros((len(vectors), width), np.float32)
+    for row, vector in zip(rows, vectors, strict=True):
+        row[list(vector)] = list(vector.values())
+        assert list(vector.values()) == sorted(vector.values(), reverse=True) and 0 not in vector.values()
+    return rows
+
+
+def test_splade(directories: Path, tmp_path: Path) -> None:
+    model = rlx.load(directories / "splade")
+    expected = np.array(json.loads((directories / "splade" / "recorded.json").read_text()))
+    vectors = model.embed_sparse(TEXTS)
+    assert_close(_dense(vectors, 45), expected)
+    assert_close(model.embed(TEXTS), expected)
+    assert model.embed_sparse(TEXTS[1], max_active_dims=4) == dict([*vectors[1].items()][:4])
+    rlx.save(model, tmp_path / "saved")
+    assert rlx.load(tmp_path / "saved").embed_sparse(TEXTS) == vectors
+    assert model.embed_sparse([]) == []
+
+
+def test_m3(directories: Path, tmp_path: Path) -> None:
+    """Three kinds of vectors of one model; the layers of two are in files of torch."""
+    model, record = rlx.load(directories / "m3"), json.loads((directories / "m3" / "recorded.json").read_text())
+    assert_close(_dense(model.embed_sparse(TEXTS), 45), np.array(record["weights"]))
+    vectors = model.embed_tokens(TEXTS)
+    for found, expected in zip(vectors, record["vectors"], strict=True):
+        assert_close(found, np.array(expected))
+    np.testing.assert_allclose(maxsim(vectors, vectors, mean=True).diagonal(), 1, atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(model.embed(TEXTS), axis=1), 1, atol=1e-5)
+    rlx.save(model, tmp_path / "saved")
+    np.testing.assert_array_equal(rlx.load(tmp_path / "saved").embed_tokens(TEXTS[1]), model.embed_tokens(TEXTS[1]))
+
+
+def test_pylate_directory(directories: Path, tmp_path: Path) -> None:
+    """PyLate's files for the recorded ColBERT model give the recorded vectors; `model_type` may be missing."""
+    record = json.loads((directories / "colbert" / "recorded.json").read_text())
+    for name in ("new", "old"):
+        copy = checkpoints.copy(directories / "colbert", tmp_path / name)
+        for file, content in sparse.pylate_files("pylate").items():
+            if name == "old" and isinstance(content, dict):
+                content.pop("model_type")
+            (copy / file).write_text(json.dumps(content))
+        checkpoints.edit_json(copy / "sentence_bert_config.json", {"query_expansion": None})
+        model = rlx.load(copy)
+        for kind, rows in record.items():
+            for found, expected in zip(model.embed_tokens(TEXTS, kind=kind), rows, strict=True):
+                assert_close(found, np.array(expected))
+
+
+def test_torch_files(directories: Path) -> None:
+    """A file that is not a dictionary of tensors is refused, and nothing of it is run."""
+    raw = (directories / "m3" / "sparse_linear.pt").read_bytes()
+    tensors = read_torch_file(raw, "x.pt")
+    assert {name: (a.shape, a.dtype.name) for name, a in tensors.items()} == {
+        "weight": ((1, 20), "float16"), "bias": ((1,), "float16")
+    }  # fmt: skip
+    for old, new, message in (
+        (b"_rebuild_tensor_v2", b"_rebuild_tensor_v9", "names 'torch._utils._rebuild_tensor_v9', which is not loaded"),
+        (b"ccollections\nOrderedDict", b"cposix\nsystem", "names 'posix.system'"),
+        (b"HalfStorage", b"LongStorage", "names 'torch.LongStorage'"),
+        (b"K\x14K\x01\x86", b"K\x14K\x02\x86", r"shape \(1, 20\) has the strides \(20, 2\)"),
+    ):
+        with pytest.raises(errors.RlxError, match=message):
+            read_torch_file(_patched(raw, old, new), "x.pt")
+    for cut in range(0, len(raw), 97):
+        with pytest.raises(errors.RlxError):
+            read_torch_file(raw[:cut], "x.pt")
+
+
+def _patched(raw: bytes, old: bytes, new: bytes) -> bytes:
+    """The archive with a change in the pickle."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(raw)) as source, zipfile.ZipFile(out, "w") as target:
+        for name in source.namelist():
+            target.writestr(name, source.read(name).replace(old, new) if name.endswith(".pkl") else source.read(name))
+    return out.getvalue()
+
+
+FILES: list[tuple[str, str, dict[str, Any], str]] = [
+    ("splade", "1_SpladePooling/config.json", {"pooling_strategy": "mean"}, "'pooling_strategy' is 'mean'"),
+    ("splade", "1_SpladePooling/config.json", {"depth": 1}, "'depth'"),
+    ("splade", "sentence_bert_config.json", {"transformer_task": "text-generation"}, "'transformer_task'"),
+    ("splade", "config.json", {"architectures": ["BertModel"]}, "of kind 'encoder'; supported are"),
+]  # fmt: skip
+
+
+def test_what_is_refused(directories: Path, tmp_path: Path) -> None:
+    for i, (name, file, changes, message) in enumerate(FILES):
+        copy = checkpoints.copy(directories / name, tmp_path / str(i))
+        checkpoints.edit_json(copy / file, changes)
+        with pytest.raises(errors.RlxError, match=message):
+            rlx.load(copy)
+    plain = rlx.load(directories / "mixed")
+    for call, message in (
+        (lambda: plain.embed_sparse(TEXTS), "embed_sparse: .* has no sparse vectors"),
+        (lambda: plain.embed_tokens(TEXTS), "embed_tokens: .* has no vectors of tokens"),
+        (lambda: rlx.load(directories / "splade").embed_sparse(TEXTS, max_active_dims=0), "max_active_dims"),
+    ):
+        with pytest.raises(errors.RequestError, match=message):
+            call()
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sparse.CASES)
+def test_live(name: str, tmp_path: Path) -> None:
+    theirs, ours = sparse.write(name, tmp_path / "st"), rlx.load(tmp_path / "st")
+    for arguments in ({}, {"prompt_name": "query"}, {"max_active_dims": 3}):
+        expected = sparse.dense_rows(theirs, **arguments)
+        assert_close(_dense(ours.embed_sparse(TEXTS, **arguments), expected.shape[1]), expected)
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sparse.OLD_COLBERTS)
+def test_live_colbert(name: str, tmp_path: Path) -> None:
+    theirs = sparse.write_old_colbert(name, tmp_path / "old")
+    ours = rlx.load(tmp_path / "old")
+    for kind, rows in embedders.token_vectors(theirs).items():
+        for found, expected in zip(ours.embed_tokens(TEXTS, kind=kind), rows, strict=True):
+            assert_close(found, expected)
