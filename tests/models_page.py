@@ -24,6 +24,7 @@ RECORD = Path(__file__).parent / "fixtures" / "census.json"
 OTHERS = {
     "clip": "embeddings of texts and images, similarities (tests/test_dual.py)",
     "siglip": "embeddings of texts and images, similarities (tests/test_dual.py)",
+    "llama_bidirec": "embeddings and logits, with a bidirectional Llama (tests/test_sentence_layers.py)",
     "Flux2Transformer2DModel": "one step, with diffusers (tests/test_flux2.py)",
 }
 RECORDED = "hidden states or embeddings, by recorded numbers of the reference"
@@ -31,6 +32,7 @@ RECORDED = "hidden states or embeddings, by recorded numbers of the reference"
 LIMITS = {
     "gemma3": "images: the text model is built",
     "qwen3_5": "images: the text model is built",
+    "llama_bidirec": "another pooling than avg; a temperature of classifiers",
 }
 
 HEAD = """# Models

@@ -263,7 +263,7 @@ MODERN = {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3, "local_attent
 def test_live_cross_encoders(family: str, labels: int, activation: str | None, tmp_path: Path) -> None:
     """Scores and ranks of a directory that a CrossEncoder wrote, as ms-marco's, bge-reranker's and ModernBERT's are."""
     torch, library = (importlib.import_module(name) for name in ("torch", "sentence_transformers"))
-    base = {"XLMRoberta": classifiers.SHIFTED, "ModernBert": classifiers.ENCODER | MODERN}
+    base = {"XLMRoberta": classifiers.SHIFTED | {"type_vocab_size": 2}, "ModernBert": classifiers.ENCODER | MODERN}
     fields = base.get(family, classifiers.ENCODER) | {"num_labels": labels}
     architecture = f"{family}ForSequenceClassification"
     hugging_face.write(hugging_face.Checkpoint(architecture, fields, seed=9), tmp_path / "base")

@@ -174,30 +174,25 @@ class QuestionAnswerer(HeadModel):
     ) -> list[list[_Window]]:
         """Return the windows of each pair of a question and a context, with their logits."""
         reader = self.encoder.reader
-        tokenizer, counts, limit = reader.require_tokenizer(), list[int](), reader.max_text_tokens
+        tokenizer, limit = reader.require_tokenizer(), reader.max_text_tokens
         if max_length is None:
             max_length = min(limit or MAX_WINDOW, MAX_WINDOW)
         elif check_integer("max_length", max_length, 1) > (limit or max_length):
             raise RequestError(f"max_length is {max_length}; the model reads up to {limit} tokens")
         shared = min(max_length // 2, MAX_OVERLAP) if overlap is None else check_integer("overlap", overlap, 0)
 
-        def encode(chunk: Sequence[tuple[str, str]], first: int) -> list[TokenSpans]:
-            rows = [encode_windows(tokenizer, *pair, max_length, shared) for pair in chunk]
-            counts.extend(map(len, rows))
-            return [window for windows in rows for window in windows]
-
-        requests, spans = reader.read_spans(pairs, encode)
+        requests, spans = reader.read_spans(
+            pairs, lambda chunk, _: [encode_windows(tokenizer, *pair, max_length, shared) for pair in chunk]
+        )
         logits = iter(self._run(requests, max_tokens))
-        remaining, index = iter(spans), int(tokenizer.padding_side == "right")
-        cls = id_of_role(tokenizer, "cls")
+        index, cls = int(tokenizer.padding_side == "right"), id_of_role(tokenizer, "cls")
 
-        def window(context: str) -> _Window:
-            tokens = next(remaining)
+        def window(context: str, tokens: TokenSpans) -> _Window:
             is_context = np.array([text == index for text in tokens.texts])
             is_cls = np.array([token == cls for token in tokens.ids])
             return _Window(context, tokens, next(logits), is_context, is_cls)
 
-        return [[window(context) for _ in range(count)] for (_, context), count in zip(pairs, counts, strict=True)]
+        return [[window(context, row) for row in rows] for (_, context), rows in zip(pairs, spans, strict=True)]
 
 
 def _pairs(question: Any, context: Any) -> list[tuple[str, str]]:

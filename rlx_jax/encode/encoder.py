@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -17,6 +16,7 @@ import numpy as np
 from rlx_jax.encode.artifact_plan import encoder_plan
 from rlx_jax.encode.embedding import Batcher, PackedBatcher, Stream
 from rlx_jax.encode.explain import explain as explain_texts
+from rlx_jax.encode.explain import profile as profile_texts
 from rlx_jax.encode.explain import show as show_texts
 from rlx_jax.encode.packing import Block, costs_on, sizes_for
 from rlx_jax.encode.padded_rows import RowBatcher, read_mask_names, run_exact_rows
@@ -33,7 +33,6 @@ from rlx_jax.lowering.hir.row_layouts import MASK
 from rlx_jax.lowering.hir.rules import find_causal_block
 from rlx_jax.program import Weights
 from rlx_jax.runtime.arguments import refuse_consumed
-from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.runtime.inputs import as_host_array, check_integer
 from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.padding import check_buckets, check_has_buckets, crop_to
@@ -463,15 +462,8 @@ class Encoder(TaskModel):
             layout = f"rows at their own lengths: {self.own_lengths}"
         return replace(self.model.report(**sizes), embedding=layout, request=self._last_request)
 
-    explain, show, artifact_plan = explain_texts, show_texts, encoder_plan
+    explain, show, profile, artifact_plan = explain_texts, show_texts, profile_texts, encoder_plan
 
-    def run_texts(self, texts: Any) -> Any:
-        """Run the request that `explain` describes: `embed` of texts or id lists."""
-        return self.embed(texts)
-
-    @suggest_keywords()
-    def profile(self, texts: Any, *, max_tokens: int | None = None) -> BlockTimes:
-        """Return the time by block of `embed(texts)`, which runs twice: the second time under `jax.profiler`."""
-        # The request runs twice, and an iterator can be read only once.
-        inputs = [*texts] if isinstance(texts, Iterator) else texts
-        return profile_run([self.model.programs], lambda: self.embed(inputs, max_tokens=max_tokens))
+    def run_texts(self, texts: Any, max_tokens: int | None = None) -> Any:
+        """Run the request that `explain` and `profile` describe: `embed` of texts or id lists."""
+        return self.embed(texts, max_tokens=max_tokens)

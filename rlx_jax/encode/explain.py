@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from rlx_jax.errors import suggest_keywords
 from rlx_jax.inspection.page import Page
 from rlx_jax.inspection.records import Inspection
+from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.runtime.explain import explain_request
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.model import CompiledModel
@@ -23,7 +25,7 @@ class RunsTexts(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    def run_texts(self, texts: Any) -> Any: ...
+    def run_texts(self, texts: Any, max_tokens: int | None = None) -> Any: ...
 
 
 def explain(self: RunsTexts, *, batch: int = 8, tokens: int = 128, runs: int = 3) -> Inspection:
@@ -62,3 +64,13 @@ def show(self: RunsTexts, *, compare: Sequence[Inspection] = (), **options: Any)
     """
     check_compared(compare)
     return model_page(self.model, [explain(self, **options)], compare)
+
+
+@suggest_keywords()
+def profile(self: RunsTexts, texts: Any, *, max_tokens: int | None = None) -> BlockTimes:
+    """Return the time by block of `embed(texts)`, or of the request of a head's task for texts or id lists.
+
+    It runs twice, the second time under `jax.profiler`.
+    """
+    inputs = [*texts] if isinstance(texts, Iterator) else texts  # an iterator can be read only once
+    return profile_run([self.model.programs], lambda: self.run_texts(inputs, max_tokens))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, ClassVar, Unpack
 
 from rlx_jax.encode.artifact_plan import head_plan
 from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.explain import explain as explain_ids
+from rlx_jax.encode.explain import profile as profile_ids
 from rlx_jax.encode.explain import show as show_ids
 from rlx_jax.encode.pooled import Vectors
 from rlx_jax.encode.sentence import SentencePipeline
@@ -16,7 +16,6 @@ from rlx_jax.encode.token_selection import TokenSelection
 from rlx_jax.errors import RequestError, shown, suggest_keywords
 from rlx_jax.models.heads import MASKED, TaskHead
 from rlx_jax.program import Weights
-from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.runtime.report import Report
 from rlx_jax.text.token_model import TaskModel, TokenizerLike, model_repr
 from rlx_jax.weights.format import CompileOptions
@@ -113,13 +112,7 @@ class HeadModel(TaskModel):
         """Return the cost of compiling and of the last program, as `Encoder.report` does."""
         return self.encoder.report(**sizes)
 
-    @suggest_keywords()
-    def profile(self, texts: Any, *, max_tokens: int | None = None) -> BlockTimes:
-        """Return the time by block of a request for texts or id lists, which runs twice: see `Encoder.profile`."""
-        inputs = [*texts] if isinstance(texts, Iterator) else texts
-        return profile_run([self.model.programs], lambda: self.run_texts(inputs, max_tokens))
-
-    explain, show = explain_ids, show_ids
+    explain, show, profile = explain_ids, show_ids, profile_ids
 
 
 class TokenLogits(HeadModel):

@@ -87,9 +87,9 @@ class MaskedLM(TokenLogits):
             raise RequestError("fill: the tokenizer has no mask_token")
         count, among = check_integer("top_k", top_k, 1), self._target_ids(targets, tokenizer)
 
-        def encode(chunk: Sequence[str], first: int) -> list[TokenSpans]:
-            rows = [rows[0] for rows in encode_spans(tokenizer, chunk, reader.max_text_tokens, first=first)]
-            for i, (text, row) in enumerate(zip(chunk, rows, strict=True), first):
+        def encode(chunk: Sequence[str], first: int) -> list[list[TokenSpans]]:
+            rows = encode_spans(tokenizer, chunk, reader.max_text_tokens, first=first)
+            for i, (text, (row,)) in enumerate(zip(chunk, rows, strict=True), first):
                 _check_masks(text, row, mask_id, tokenizer.special_tokens["mask_token"], f"texts[{i}]")
             return rows
 
@@ -101,7 +101,7 @@ class MaskedLM(TokenLogits):
             requests, spans = reader.read_spans(group, encode)
             values = self._run(requests, max_tokens, selection)
             best = [_best(text_values, size, len(among) or count, count) for text_values in values]
-            results += _fillings([row.ids for row in spans], best, mask_id, tokenizer)
+            results += _fillings([row.ids for (row,) in spans], best, mask_id, tokenizer)
         return results[0] if request.is_single else results
 
     def _target_ids(self, targets: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -125,8 +125,7 @@ class MultiVectorEncoder(TaskModel):
         self._layers = PlacedLayers.on(encoder.model.programs, settings.layers)
         ids = map(self.tokenizer.token_id, settings.skipped_words)
         self._skipped = np.array([i for i in ids if i is not None], np.int32)
-        prefixes = ((kind, prefix, _prefix_id(self.tokenizer, prefix)) for kind, prefix in settings.prefixes if prefix)
-        self._prefixes = {kind: (prefix, token) for kind, prefix, token in prefixes}
+        self._prefixes = {kind: (prefix, _prefix_id(self.tokenizer, prefix)) for kind, prefix in settings.prefixes}
         self._expansion_id = _expansion_id(self.tokenizer, settings.expansion)
 
     def __repr__(self) -> str:
@@ -251,7 +250,8 @@ def read_multi_vector(folder: Folder) -> TokenSettings | None:
     """
     about = module_fields(folder, "", "config_sentence_transformers.json")
     modules, where = read_modules(folder) or [], folder.where("modules.json")
-    if not modules and STANFORD in folder.json(CONFIG).get("architectures", ()):
+    architectures = folder.json(CONFIG).get("architectures")
+    if not modules and isinstance(architectures, list) and STANFORD in architectures:
         return _read_stanford(folder)
     is_pylate = about.raw("model_type") == PYLATE or "query_prefix" in about.values
     if about.raw("model_type") != MODEL_TYPE and not is_pylate:

@@ -56,11 +56,12 @@ def _weighted_mean(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> j
     return jnp.sum(tokens * weights[:, :, None], axis=1) / total
 
 
-def _splade(tokens: jax.Array, reduce: Callable[..., jax.Array], logarithms: int) -> jax.Array:
-    weights = jax.nn.relu(tokens)  # zero where `keep` is False
+def _splade(x: jax.Array, logarithms: int) -> jax.Array:
+    """Return log(1 + relu(x)), or log(1 + log(1 + relu(x)))."""
+    x = jax.nn.relu(x)
     for _ in range(logarithms):
-        weights = jnp.log1p(weights)
-    return reduce(weights, axis=1)
+        x = jnp.log1p(x)
+    return x
 
 
 POOLING_MODES: dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]] = {
@@ -70,8 +71,9 @@ POOLING_MODES: dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]]
     "mean_sqrt_len": _mean_sqrt_len,
     "weightedmean": _weighted_mean,
     "lasttoken": _last,
-    "splade_max": lambda tokens, *_: _splade(tokens, jnp.max, 1),
-    "splade_sum": lambda tokens, *_: _splade(tokens, jnp.sum, 1),
-    "splade_max_log1p": lambda tokens, *_: _splade(tokens, jnp.max, 2),
-    "splade_sum_log1p": lambda tokens, *_: _splade(tokens, jnp.sum, 2),
+    # The function is monotonic, so that it is computed once for each value of the result.
+    "splade_max": lambda tokens, *_: _splade(jnp.max(tokens, axis=1), 1),
+    "splade_max_log1p": lambda tokens, *_: _splade(jnp.max(tokens, axis=1), 2),
+    "splade_sum": lambda tokens, *_: jnp.sum(_splade(tokens, 1), axis=1),
+    "splade_sum_log1p": lambda tokens, *_: jnp.sum(_splade(tokens, 2), axis=1),
 }

@@ -216,6 +216,7 @@ def load_pipeline(directory: str | os.PathLike[str] | Folder) -> SentencePipelin
     _fetch_settings(folder, paths)
     about = module_fields(folder, "", "config_sentence_transformers.json")
     max_active_dims = about.integer_or_null("max_active_dims", None)
+    pooling: tuple[str, ...]
     if is_splade:
         transformer = transformer_settings(folder, paths[0], LOGITS_MODALITY, _SPLADE_NEUTRAL)
         pooling, width, include_prompt = (_splade_mode(module_fields(folder, paths[1], "config.json")),), None, True

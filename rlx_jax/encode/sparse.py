@@ -47,11 +47,11 @@ def embed_sparse(
     count = pipeline.max_active_dims
     if max_active_dims is not None:
         count = check_integer("max_active_dims", max_active_dims, 1)
-    arguments = {"prompt_name": prompt_name, "prompt": prompt, "max_tokens": max_tokens}
-    results = []
+    arguments: dict[str, Any] = {"prompt_name": prompt_name, "prompt": prompt, "max_tokens": max_tokens}
+    results, rows = [], list[tuple[Ids, Vectors]]()
     for _, chunk in chunks([texts] if isinstance(texts, str) else texts, max(1, MAX_VALUES // self.output_width)):
         if pipeline.is_sparse:
-            rows = [(np.arange(len(vector)), vector) for vector in self.embed(chunk, **arguments)]
+            rows = [(np.arange(len(vector), dtype=np.int32), vector) for vector in self.embed(chunk, **arguments)]
         else:
             ids, vectors = _token_vectors(self, chunk, (pipeline.token_weight,), **arguments)
             roles = [] if self.tokenizer is None else [id_of_role(self.tokenizer, role) for role in _UNWEIGHTED]
@@ -117,10 +117,10 @@ def maxsim(queries: Sequence[Vectors], documents: Sequence[Vectors], *, mean: bo
         for i, array in enumerate(arrays):
             if getattr(array, "ndim", 0) != 2 or not len(array):
                 raise RequestError(f"{name}[{i}] is {shown(array)}; expected vectors [tokens, width], at least one")
-    scores = np.zeros((len(queries), len(documents)), np.float32)
+    scores: Vectors = np.zeros((len(queries), len(documents)), np.float32)
     if not len(queries):
         return scores
     tokens, starts = np.concatenate(queries), np.cumsum([0, *map(len, queries)])[:-1]
     for i, document in enumerate(documents):
         scores[:, i] = np.add.reduceat((tokens @ document.T).max(axis=1), starts)
-    return scores / np.array([[len(query)] for query in queries], np.float32) if mean else scores
+    return np.divide(scores, [[len(query)] for query in queries], dtype=np.float32) if mean else scores

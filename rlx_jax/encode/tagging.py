@@ -75,24 +75,15 @@ class TokenClassifier(TokenLogits):
         request, reader = classify_prompts(texts, "texts", allow_flat=False), self.encoder.reader
         if request.texts is None and request.ids:
             raise RequestError(f"texts[0] is {shown(request.ids[0])}; tag takes strings, in which it finds the parts")
-        tokenizer, counts = reader.require_tokenizer(), list[int]()
-
-        def encode(chunk: Sequence[str], first: int) -> list[TokenSpans]:
-            rows = encode_spans(tokenizer, chunk, reader.max_text_tokens, overlap, first)
-            counts.extend(map(len, rows))
-            return [window for windows in rows for window in windows]
-
-        items = request.texts or []
-        requests, spans = reader.read_spans(items, encode)
-        logits = self._run(requests, max_tokens)
-        results, start = [], 0
-        for text, count in zip(items, counts, strict=True):
-            parts = list[TaggedSpan]()
-            for window, rows in zip(spans[start : start + count], logits[start : start + count], strict=True):
-                parts += self._tagged(text, window, rows, tokenizer, aggregation)
-            parts = [part for part in parts if part.label not in ignore_labels]
-            results.append(_without_overlaps(parts) if count > 1 else parts)
-            start += count
+        tokenizer, items, results = reader.require_tokenizer(), request.texts or [], []
+        requests, spans = reader.read_spans(
+            items, lambda chunk, first: encode_spans(tokenizer, chunk, reader.max_text_tokens, overlap, first)
+        )
+        logits = iter(self._run(requests, max_tokens))
+        for text, windows in zip(items, spans, strict=True):
+            tagged = [self._tagged(text, window, next(logits), tokenizer, aggregation) for window in windows]
+            parts = [part for window_parts in tagged for part in window_parts if part.label not in ignore_labels]
+            results.append(_without_overlaps(parts) if len(windows) > 1 else parts)
         return results[0] if request.is_single else results
 
     def _tagged(

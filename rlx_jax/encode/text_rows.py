@@ -109,20 +109,21 @@ class TextReader:
         return Requests(prefetch(chunks(pairs), rows), len(pairs), False)
 
     def read_spans(
-        self, items: Sequence[T], encode: Callable[[Sequence[T], int], list[TokenSpans]]
-    ) -> tuple[Requests, list[TokenSpans]]:
+        self, items: Sequence[T], encode: Callable[[Sequence[T], int], list[list[TokenSpans]]]
+    ) -> tuple[Requests, list[list[TokenSpans]]]:
         """Return the rows of what `encode` makes of chunks of items, and its results, which are there after the rows.
 
         Args:
             items: texts, or pairs of texts.
-            encode: called with items and the index of the first; it may return several rows for an item.
+            encode: called with items and the index of the first; it returns the rows of each item.
         """
-        spans: list[TokenSpans] = []
+        spans: list[list[TokenSpans]] = []
 
         def rows(chunk: tuple[int, list[T]]) -> TokenRows:
             encoded = encode(chunk[1], chunk[0])
             spans.extend(encoded)
-            return self._encoded_rows(encoded, chunk[0], self.reads_types and isinstance(chunk[1][0], tuple))
+            windows = [window for windows in encoded for window in windows]
+            return self._encoded_rows(windows, chunk[0], self.reads_types and isinstance(chunk[1][0], tuple))
 
         return Requests(prefetch(chunks(items), rows), None, False), spans
 

@@ -67,7 +67,7 @@ class RoFormerFlow(BertLike[RoFormerConfig]):
             UnsupportedError: they differ.
         """
         key = self.key(POSITIONS)
-        if has_values(source) and source.has(key):
+        if source.has(key) and has_values(source, key):
             table, width = read_numbers(key, source), 2 * len(self.config.inv_freq)
             angles = np.arange(len(table))[:, None] * 10000.0 ** (-np.arange(0, width, 2) / width)
             expected = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)

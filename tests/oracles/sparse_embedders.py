@@ -76,7 +76,7 @@ def write_m3(directory: Path) -> tuple[np.ndarray[Any, Any], Rows]:
             hidden = model.encode([text], output_value="token_embeddings", convert_to_numpy=False)[0]
             ids = model.preprocess([text])["input_ids"][0].tolist()
             for i, weight in zip(ids, torch.relu(sparse.float()(hidden))[:, 0].tolist(), strict=True):
-                row[i] = max(weight, row[i]) if i > 3 else 0  # of no padding, unknown, first or last token
+                row[i] = max(weight, row[i]) if i > 2 else 0  # not of padding, unknown and first token
             vectors.append(torch.nn.functional.normalize(colbert.float()(hidden[1:]), dim=-1).numpy())
     return weights, vectors
 
@@ -110,7 +110,7 @@ def pylate_files(name: str) -> dict[str, Any]:
     """The files of PyLate with its settings and modules."""
     types = {"": f"{LIBRARY}.models.Transformer", "1_Dense": "pylate.models.Dense.Dense"}
     modules = [{"idx": i, "name": str(i), "path": path, "type": types[path]} for i, path in enumerate(types)]
-    settings = {"model_type": "ColBERT", "prompts": {}, "similarity_fn_name": "MaxSim", "skiplist_words": ["w3"]}
+    settings: dict[str, Any] = {"model_type": "ColBERT", "similarity_fn_name": "MaxSim", "skiplist_words": ["w3"]}
     settings |= {"query_prefix": "w1 ", "document_prefix": "w2 ", "query_length": 16, "document_length": 20}
     settings |= {"attend_to_expansion_tokens": name == "attending", "do_query_expansion": name != "not_expanding"}
     return {"modules.json": modules, "config_sentence_transformers.json": settings}
