@@ -212,7 +212,6 @@ DINOV2 = ("Model", "ForImageClassification", "Backbone")
 # The families by `model_type`; models of diffusers by class name. Installed plugins may add others under new names.
 FAMILIES: dict[str, Family] = {
     "llama": Family.decoder(models.Llama32Flow, "LlamaForCausalLM", "LlamaModel"),
-    "llama_bidirec": Family.decoder(LlamaBidirectionalFlow, "LlamaBidirectionalModel", "LlamaBidirectionalModel"),
     "mistral": Family.decoder(models.MistralFlow, "MistralForCausalLM", "MistralModel"),
     "mixtral": Family.decoder(models.MixtralFlow, "MixtralForCausalLM", "MixtralModel"),
     "qwen2": Family.decoder(models.Qwen2Flow, "Qwen2ForCausalLM", "Qwen2Model"),
@@ -227,6 +226,7 @@ FAMILIES: dict[str, Family] = {
     "mamba2": Family.decoder(models.Mamba2Flow, "Mamba2ForCausalLM", "Mamba2Model"),
     "gpt_oss": Family.decoder(models.GptOssFlow, "GptOssForCausalLM", "GptOssModel"),
     "gpt2": Family.decoder(models.Gpt2Flow, "GPT2LMHeadModel", "GPT2Model"),
+    "llama_bidirec": Family.decoder(LlamaBidirectionalFlow, "LlamaBidirectionalModel", "LlamaBidirectionalModel"),
     "bert": Family.encoder(
         models.BertFlow, *task_architectures("Bert", "PreTraining", "NextSentencePrediction"), "HF_ColBERT"
     ),
