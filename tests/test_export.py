@@ -3,6 +3,7 @@ damaged file is deserialized."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -102,16 +103,29 @@ class Refuse:
             raise ImportError(name)
 sys.meta_path.insert(0, Refuse())
 import jax, numpy as np, rlx_jax as rlx
-path, ids, tokens = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
-lm = rlx.load(path)
-out = {"logits": np.asarray(lm.logits(np.array(ids))).tolist(), "ids": lm.generate(ids, tokens)}
-print(json.dumps(out))
+exec(sys.argv[4])
+print(json.dumps(answers(rlx.load(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3]))))
 """
 
 
-def fresh(path: Path, ids: list[list[int]], tokens: int) -> dict[str, Any]:
+def answers(model: Any, rows: Any, tokens: int) -> dict[str, Any]:
+    """The outputs for token ids, or for the rows of an array, and what is generated or embedded."""
+    if isinstance(model, rlx.CausalLM):
+        state = model.prefill(np.array(rows), max_len=32)[1]
+        more = model.extend(state, np.array(rows)[:, :2])[0]
+        outputs: Any = (model.logits(np.array(rows)), more)
+        return {"outputs": [np.asarray(x).tolist() for x in outputs], "ids": model.generate(rows, tokens)}
+    if isinstance(model, rlx.Encoder):
+        outputs = (model.hidden_states(np.array(rows)), model.embed(rows))
+    else:
+        outputs = (model(np.array(rows, np.float32)),)
+    return {"outputs": [np.asarray(x).tolist() for x in outputs], "ids": []}
+
+
+def fresh(path: Path, rows: Any, tokens: int) -> dict[str, Any]:
     """What a new process computes with an artifact; it can import neither transformers nor the tests."""
-    command = [sys.executable, "-c", FRESH, str(path), json.dumps(ids), str(tokens)]
+    source = "from typing import Any\n" + inspect.getsource(answers)
+    command = [sys.executable, "-c", FRESH, str(path), json.dumps(rows), str(tokens), source]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, env=env, cwd=path.parent, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -123,16 +137,25 @@ def fresh(path: Path, ids: list[list[int]], tokens: int) -> dict[str, Any]:
     [("llama", 8), *(pytest.param(name, 64, marks=pytest.mark.slow) for name in FAMILIES)],
 )
 def test_a_language_model_in_a_fresh_process(family: str, tokens: int, tmp_path: Path) -> None:
-    """Full caches, ring buffers, recurrent states: logits bit-equal, and the same tokens, without the checkpoint."""
+    """Full caches, ring buffers, recurrent states: bit-equal logits of a prompt, and of two more tokens, and the same
+    tokens, without the checkpoint."""
     folder = copy(FIXTURES / FAMILIES[family], tmp_path / "checkpoint")
     lm = rlx.load(str(folder))
     ids = np.random.default_rng(0).integers(1, lm.vocab_size, (2, 9)).tolist()
     tokens = min(tokens, (lm.max_positions or 128) - 9)
-    want = {"logits": np.asarray(lm.logits(np.array(ids))).tolist(), "ids": lm.generate(ids, tokens)}
+    want = answers(lm, ids, tokens)
     lm.export(tmp_path / "lm.rlxa")
     folder.rename(tmp_path / "gone")
-    got = fresh(tmp_path / "lm.rlxa", ids, tokens)
-    assert same(got["logits"], want["logits"]) and got["ids"] == want["ids"]
+    assert fresh(tmp_path / "lm.rlxa", ids, tokens) == want
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["encoder", "flow"])
+def test_an_encoder_and_a_flow_in_a_fresh_process(kind: str, model: Any, tmp_path: Path) -> None:
+    made = rlx.load(str(FIXTURES / "sentence" / "base")) if kind == "encoder" else model
+    made.export(tmp_path / "m.rlxa")
+    rows = [[1, 2, 3], [3, 2, 1]] if kind == "encoder" else X.tolist()
+    assert fresh(tmp_path / "m.rlxa", rows, 0) == answers(made, rows, 0)
 
 
 def test_requests_of_a_language_model(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ CPU chunks run one after the other, so that each stays in the processor's cache.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -102,6 +103,28 @@ class Chunk(NamedTuple):
     compute_output: Callable[..., AnyArray]
 
 
+Run = Callable[..., tuple[AnyArray, ...]]
+
+
+def by_token_if_few(run: Run) -> Run:
+    """Return an implementation in chunks that computes few tokens one by one if their number is symbolic.
+
+    `choose` does so for a static number. Programs with symbolic sizes are exported for all of them, and have to compute
+    the same numbers. XLA removes the condition when it compiles the program for a size.
+    """
+
+    @functools.wraps(run)
+    def choose_at_run_time(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
+        tokens = operands[0].shape[1]
+        if is_static(tokens):
+            return run(op, *operands)
+        few = jnp.asarray(tokens) < MIN_CHUNKED_TOKENS
+        return tuple(lax.cond(few, lambda: op.eval(*operands), lambda: run(op, *operands)))
+
+    return choose_at_run_time
+
+
+@by_token_if_few
 def chunks_at_once(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
     """Compute the op in chunks: all in parallel except for the state, which a loop carries from chunk to chunk."""
     chunk, chunks, start, (tokens, dtype) = split_into_chunks(op, operands)
@@ -116,6 +139,7 @@ def chunks_at_once(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
     return from_chunks(out, tokens).astype(dtype), last_state.reshape(op.initial_state(*operands).shape)
 
 
+@by_token_if_few
 def chunk_by_chunk(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
     """Compute the op in chunks, one after the other."""
     chunk, chunks, start, (tokens, dtype) = split_into_chunks(op, operands)
