@@ -250,9 +250,9 @@ def read_multi_vector(folder: Folder) -> TokenSettings | None:
     """
     about = module_fields(folder, "", "config_sentence_transformers.json")
     modules, where = read_modules(folder) or [], folder.where("modules.json")
-    architectures = folder.json(CONFIG).get("architectures")
-    if not modules and isinstance(architectures, list) and STANFORD in architectures:
-        return _read_stanford(folder)
+    if not modules and about.raw("model_type") != MODEL_TYPE:
+        architectures = folder.json(CONFIG).get("architectures")
+        return _read_stanford(folder) if isinstance(architectures, list) and STANFORD in architectures else None
     is_pylate = about.raw("model_type") == PYLATE or "query_prefix" in about.values
     if about.raw("model_type") != MODEL_TYPE and not is_pylate:
         return None

@@ -16,7 +16,7 @@ from rlx_jax.blocks import (
     NomicEncoderLayerSpec,
     RopeTables,
 )
-from rlx_jax.errors import ConfigError
+from rlx_jax.errors import ConfigError, UnsupportedError
 from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Fields, TokenConfig
 from rlx_jax.models.decoder_config import frequencies_of
 from rlx_jax.models.encoder import EncoderFlow
@@ -75,6 +75,9 @@ class NomicConfig(TokenConfig):
     @classmethod
     def _from_original_names(cls, c: Fields) -> Self:
         """Return the config from the spelling of the first checkpoints, which round the vocabulary up."""
+        if c.raw("moe_every_n_layers"):
+            names = ", ".join(name for name in ("moe_every_n_layers", "num_experts", "moe_top_k") if name in c.values)
+            raise UnsupportedError(f"{c.where}: mixtures of experts (nomic-embed-text-v2) are not built: {names}")
         hidden, heads = c.integer("n_embd"), c.integer("n_head", high=2**16)
         vocabulary, rows = c.integer("vocab_size", high=MAX_VOCABULARY), c.integer("pad_vocab_size_multiple", 1)
         head_dim = _head_dim(c, hidden, heads, None, "n_embd", "n_head")
