@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.sampler import Sampler
-from rlx_jax.generate.scheduler import Scheduler, SlotJob, SlotTokens
+from rlx_jax.generate.scheduler import JobAnswer, Scheduler, Slot, SlotJob, SlotTokens
 
 STEPS = 4
 STOP = 7
@@ -26,57 +27,91 @@ def wanted(index: int, budget: int) -> list[int]:
     return [index + i for i in range(min(budget, STOP) if index % 2 else budget)]
 
 
-@dataclass
-class Device:
-    """Slots on the host. It checks what a device relies on."""
-
+@dataclass(frozen=True)
+class Class:
     num_slots: int
     fill_rows: int
-    jobs: dict[int, SlotJob] = field(default_factory=dict)
-    done: dict[int, int] = field(default_factory=dict)
+    cache_len: int = 40
+
+
+@dataclass
+class Device:
+    """Slots on the host. It checks what a device relies on, and counts the positions of caches that steps read."""
+
+    classes: tuple[Class, ...]
+    jobs: dict[Slot, SlotJob] = field(default_factory=dict)
+    full: dict[Slot, SlotJob] = field(default_factory=dict)
+    done: dict[Slot, int] = field(default_factory=dict)
     num_idle_steps: int = 0
+    positions_read: int = 0
 
     def width(self, num_tokens: int) -> int:
         return -(-num_tokens // 4) * 4
 
-    def fill(self, group: Sequence[tuple[int, SlotJob]]) -> None:
-        assert 0 < len(group) <= self.fill_rows
-        for slot, new in group:
-            assert 0 <= slot < self.num_slots and slot not in self.jobs
-            self.jobs[slot], self.done[slot] = new, 0
+    def place(self, slot: Slot, new: SlotJob, done: int) -> None:
+        index, row = slot
+        assert 0 <= row < self.classes[index].num_slots and slot not in self.jobs
+        assert len(new.ids) + done < self.classes[index].cache_len
+        self.jobs[slot], self.done[slot] = new, done
 
-    def decode(self, min_running: int) -> dict[int, SlotTokens]:
-        tokens: dict[int, list[int]] = {slot: [] for slot in self.jobs}
-        for step in range(STEPS + 1):  # step 0 is the first token
-            running = [slot for slot in self.jobs if self.done[slot] < self.jobs[slot].options.budget]
-            if step and len(running) <= min_running:
-                break
-            self.num_idle_steps += self.num_slots - len(running)
-            for slot in running if step else [slot for slot in running if not self.done[slot]]:
-                tokens[slot].append(self.jobs[slot].index + self.done[slot])
-                self.done[slot] += 1
-        ends = {slot: self.done[slot] >= self.jobs[slot].options.budget for slot in self.jobs}
-        self.jobs = {slot: each for slot, each in self.jobs.items() if not ends[slot]}
-        return {slot: SlotTokens(ids, not ends[slot]) for slot, ids in tokens.items()}
+    def fill(self, index: int, group: Sequence[tuple[int, SlotJob]]) -> None:
+        assert 0 < len(group) <= self.classes[index].fill_rows
+        for row, new in group:
+            self.place((index, row), new, 0)
 
-    def stop(self, slots: Sequence[int]) -> None:
+    def move(self, source: int, target: int, rows: Sequence[tuple[int, int, JobAnswer]]) -> None:
+        assert source < target and 0 < len(rows) <= self.classes[target].fill_rows
+        for old, new, answer in rows:
+            assert self.full.pop((source, old)) is answer.job and len(answer.ids) == self.done[source, old]
+            self.place((target, new), answer.job, len(answer.ids))
+
+    def limit(self, slot: Slot) -> int:
+        return min(self.jobs[slot].options.budget, self.classes[slot[0]].cache_len - len(self.jobs[slot].ids))
+
+    def decode(self, min_running: Sequence[int | None]) -> dict[Slot, SlotTokens]:
+        result: dict[Slot, SlotTokens] = {}
+        for index, least in enumerate(min_running):
+            slots = [slot for slot in self.jobs if slot[0] == index and self.done[slot] < self.limit(slot)]
+            assert bool(slots) == (least is not None)
+            for slot in slots if least is not None else ():
+                result[slot] = SlotTokens([], True)
+            for step in range(STEPS + 1):  # step 0 is the first token
+                running = [slot for slot in slots if self.done[slot] < self.limit(slot)]
+                if step and len(running) <= (least or 0):
+                    break
+                self.num_idle_steps += self.classes[index].num_slots - len(running)
+                self.positions_read += self.classes[index].num_slots * self.classes[index].cache_len * bool(step)
+                for slot in running if step else [slot for slot in running if not self.done[slot]]:
+                    result[slot].ids.append(self.jobs[slot].index + self.done[slot])  # type: ignore[attr-defined]
+                    self.done[slot] += 1
+        for slot, new in result.items():
+            if self.done[slot] >= self.limit(slot):
+                is_full = self.done[slot] < self.jobs[slot].options.budget
+                result[slot] = replace(new, running=False, is_full=is_full)
+                self.full[slot] = self.jobs.pop(slot)
+        return result
+
+    def stop(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
-            del self.jobs[slot]
+            self.jobs.pop(slot, None)
 
 
 def find_end(one: SlotJob, ids: list[int], num_new: int) -> int | None:
     return STOP if one.index % 2 and len(ids) >= STOP else None
 
 
-jobs = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=24)
+jobs = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=24)
+one_class = st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(1, 39))
+some_classes = st.lists(one_class, max_size=2, unique_by=lambda each: each[2])
 
 
-@given(jobs, st.integers(1, 5), st.integers(1, 5), st.none() | st.integers(1, 9), st.data())
+@given(jobs, some_classes, st.integers(1, 5), st.integers(1, 5), st.none() | st.integers(1, 9), st.data())
 def test_every_job_is_answered_once(
-    sizes: list[tuple[int, int]], slots: int, rows: int, window: int | None, data: st.DataObject
+    sizes: list[tuple[int, int]], shorter: list[Any], slots: int, rows: int, window: int | None, data: st.DataObject
 ) -> None:
     """Whatever comes in whatever order, and is cancelled when: each other job gets its tokens, once."""
-    device = Device(slots, min(slots, rows))
+    shorter = sorted(shorter, key=lambda each: each[2])
+    device = Device((*(Class(*each) for each in shorter), Class(slots, rows)))
     scheduler = Scheduler(device, find_end, window)
     waiting = [job(i, *size) for i, size in enumerate(sizes)]
     answers: dict[int, list[int]] = {}
@@ -99,7 +134,7 @@ def test_every_job_is_answered_once(
 
 def test_long_answers_first_and_few_idle_slots() -> None:
     """Longest first: the steps of idle slots stay below one group of slots and the tail of the last answers."""
-    device = Device(8, 2)
+    device = Device((Class(8, 2, 50),))
     scheduler = Scheduler(device)
     budgets = [1 + 7 * i % 40 for i in range(64)]
     for i, budget in enumerate(budgets):
@@ -113,7 +148,7 @@ def test_long_answers_first_and_few_idle_slots() -> None:
 
 def test_a_window_ends_waiting() -> None:
     """An endless sequence of long jobs does not keep a short one waiting."""
-    scheduler = Scheduler(Device(1, 1), window=4)
+    scheduler = Scheduler(Device((Class(1, 1),)), window=4)
     for i in range(4):
         scheduler.submit(job(i, 2, 12 if i else 1))
     done: list[int] = []
@@ -121,3 +156,19 @@ def test_a_window_ends_waiting() -> None:
         scheduler.submit(job(i, 2, 12))
         done += [answer.job.index for answer in scheduler.step()]
     assert 0 in done and done.index(0) < 5
+
+
+def test_classes_read_less() -> None:
+    """Short jobs and a few long ones: with a class of short caches fewer positions are read, in fewer steps of it."""
+    read = []
+    for classes in ((Class(8, 2, 400),), (Class(7, 2, 40), Class(1, 1, 400))):
+        device = Device(classes)
+        scheduler = Scheduler(device)
+        for i in range(60):
+            scheduler.submit(job(2 * i, 5, 200 if i < 3 else 20))
+        done = []
+        while not scheduler.is_idle:
+            done += [answer.job.index for answer in scheduler.step()]
+        assert sorted(done) == [*range(0, 120, 2)]
+        read.append(device.positions_read)
+    assert read[1] < 0.6 * read[0]

@@ -17,8 +17,8 @@ from rlx_jax.generate.request_plan import chunk_widths
 from rlx_jax.generate.row_options import BatchProgress, RowOptions, StopLike, is_by_prompt, split_by_prompt
 from rlx_jax.generate.sampler import Sampler, Sampling, resolve_sampler
 from rlx_jax.generate.scheduler import JobAnswer, Scheduler, SlotJob
+from rlx_jax.generate.slot_classes import SlotClasses, open_slots
 from rlx_jax.generate.slot_plan import SlotPlan, max_slots, plan_slots
-from rlx_jax.generate.slots import open_slots
 from rlx_jax.generate.stop_strings import stop_length
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.report import RequestReport
@@ -124,8 +124,8 @@ def run_slots(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[N
     jobs = [job for job in jobs if job.options.budget]
     if not jobs:
         return
-    plan = plan_jobs(lm, jobs, request)
-    scheduler = Scheduler(open_slots(plan), partial(find_end, lm))
+    device = open_slots(plan_jobs(lm, jobs, request))
+    scheduler = Scheduler(device, partial(find_end, lm))
     for job in jobs:
         scheduler.submit(job)
     done, num_tokens = len(new.rows) - len(jobs), 0
@@ -137,14 +137,14 @@ def run_slots(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[N
             new.failed |= {row: len(answer.ids)} if answer.failed else {}
         done, num_tokens = done + len(ended), num_tokens + sum(len(answer.ids) for answer in ended)
         seconds, compiled = clock()
-        new.report = slots_report(plan, len(request.rows), sum(map(len, request.rows)), num_tokens, seconds, compiled)
+        new.report = slots_report(device, len(request.rows), sum(map(len, request.rows)), num_tokens, seconds, compiled)
         if ended and request.progress is not None:
             request.progress(BatchProgress(done, len(new.rows), num_tokens, seconds))
         yield
 
 
-def plan_jobs(lm: LanguageModel, jobs: Sequence[SlotJob], request: Request) -> SlotPlan:
-    """Return the plan for jobs of a request; raises as `plan_slots`."""
+def plan_jobs(lm: LanguageModel, jobs: Sequence[SlotJob], request: Request) -> tuple[SlotPlan, ...]:
+    """Return the plans for jobs of a request; raises as `plan_slots`."""
     options, lengths = [job.options for job in jobs], [len(job.ids) for job in jobs]
     return plan_slots(lm, options, lengths, request.logprobs, request.slots)
 
@@ -156,12 +156,13 @@ def find_end(lm: LanguageModel, job: SlotJob, ids: list[int], num_new: int) -> i
 
 
 def slots_report(
-    plan: SlotPlan, num_prompts: int, prompt_tokens: int, new_tokens: int, seconds: float, compiled: int
+    device: SlotClasses, num_prompts: int, prompt_tokens: int, new_tokens: int, seconds: float, compiled: int
 ) -> RequestReport:
     """Return the report of prompts that run in slots, where prefill and decoding alternate."""
     return RequestReport(
         "prompts", num_prompts, prompt_tokens, 0.0, new_tokens, answer_seconds=seconds, compiled=compiled,
-        slots=plan.sizes.num_slots,
+        slots=sum(each.num_slots for each in device.classes), positions_read=device.positions_read,
+        slot_classes=tuple((each.num_slots, each.cache_len) for each in device.classes),
     )  # fmt: skip
 
 
@@ -242,7 +243,7 @@ class PromptStream:
         read_ahead = self.request.slots or max_slots(self.lm)
         source, waiting = enumerate(prompts), deque[SlotJob]()
         scheduler: Scheduler | None = None
-        plan: SlotPlan | None = None
+        device: SlotClasses | None = None
         done = num_tokens = num_prompts = prompt_tokens = 0
         while True:
             num_submitted = 0 if scheduler is None else scheduler.num_waiting
@@ -263,17 +264,17 @@ class PromptStream:
                 if not waiting:
                     return
                 # A prompt that does not fit the cache waits until all slots are free, and gets a longer one.
-                if plan is None or not all(fits_plan(plan, job) for job in waiting):
-                    scheduler = None  # free its memory first
-                    plan = plan_jobs(self.lm, waiting, self.request)
-                    scheduler = Scheduler(open_slots(plan), partial(find_end, self.lm), read_ahead)
-            assert plan is not None and scheduler is not None
-            while waiting and fits_plan(plan, waiting[0]):
+                if device is None or not all(fits_device(device, job) for job in waiting):
+                    scheduler = device = None  # free its memory first
+                    device = open_slots(plan_jobs(self.lm, waiting, self.request))
+                    scheduler = Scheduler(device, partial(find_end, self.lm), read_ahead)
+            assert device is not None and scheduler is not None
+            while waiting and fits_device(device, waiting[0]):
                 scheduler.submit(waiting.popleft())
             for answer in scheduler.step():
                 done, num_tokens = done + 1, num_tokens + len(answer.ids)
                 seconds, compiled = clock()
-                self.new.report = slots_report(plan, num_prompts, prompt_tokens, num_tokens, seconds, compiled)
+                self.new.report = slots_report(device, num_prompts, prompt_tokens, num_tokens, seconds, compiled)
                 if self.request.progress is not None:
                     self.request.progress(BatchProgress(done, self.total, num_tokens, seconds))
                 yield answer.job.index, self.output(answer)
@@ -317,6 +318,6 @@ class PromptStream:
         return self.returned(failed.failure([output]))
 
 
-def fits_plan(plan: SlotPlan, job: SlotJob) -> bool:
-    """Return whether a job fits the cache of the slots."""
-    return len(job.ids) + job.options.budget <= plan.sizes.cache_len
+def fits_device(device: SlotClasses, job: SlotJob) -> bool:
+    """Return whether a job fits the longest cache of the slots."""
+    return len(job.ids) + job.options.budget <= device.classes[-1].cache_len

@@ -1,13 +1,14 @@
 """`Scheduler`: continuous batching without I/O. It decides which job runs in which slot, and when slots are filled.
 
 A slot is a row of the state. A device (`SlotRunner`) prefills jobs into free slots and decodes all slots; a job that
-ends frees its slot for the next one. The scheduler makes no arrays, so that tests run it with a device of their own.
+ends frees its slot for the next one. Slots have context classes: a job starts in a short cache, and moves to a longer
+one when it is full. The scheduler makes no arrays, so that tests run it with a device of their own.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,6 +17,10 @@ from rlx_jax.generate.row_options import RowOptions
 
 # Log-probabilities of one position: the likeliest ids with their values, the likeliest first.
 TopLogProbs = tuple[tuple[int, float], ...]
+# A slot: the index of its class, and of its row in the class.
+Slot = tuple[int, int]
+# A job starts in the smallest class that holds its prompt and one part in so many of its budget.
+START_ROOM = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,43 +69,66 @@ class SlotTokens:
     Attributes:
         ids: the tokens.
         running: whether the slot continues.
+        is_full: whether it stopped only because its cache is full.
         failed: whether the logits after the last token were not finite.
         log_probs, top_logprobs: as in `JobAnswer`.
     """
 
     ids: Sequence[int]
     running: bool
+    is_full: bool = False
     failed: bool = False
     log_probs: Sequence[float] = ()
     top_logprobs: Sequence[TopLogProbs] = ()
+
+
+class SlotClass(Protocol):
+    """Slots with caches of one length.
+
+    Attributes:
+        num_slots: number of slots.
+        fill_rows: largest number of jobs of one fill, or of rows of one move to this class.
+        cache_len: the most tokens of a row, prompt and answer.
+    """
+
+    @property
+    def num_slots(self) -> int: ...  # noqa: D102
+
+    @property
+    def fill_rows(self) -> int: ...  # noqa: D102
+
+    @property
+    def cache_len(self) -> int: ...  # noqa: D102
 
 
 class SlotRunner(Protocol):
     """A device with slots."""
 
     @property
-    def num_slots(self) -> int:
-        """Return the number of slots."""
-        ...
-
-    @property
-    def fill_rows(self) -> int:
-        """Return the largest number of jobs of one fill."""
+    def classes(self) -> Sequence[SlotClass]:
+        """Return the context classes, the shortest cache first; the last one holds every job."""
         ...
 
     def width(self, num_tokens: int) -> int:
         """Return the padded width of a prompt; prompts of one width are prefilled together."""
         ...
 
-    def fill(self, group: Sequence[tuple[int, SlotJob]]) -> None:
-        """Prefill jobs into free slots; the next `decode` returns their first tokens, too."""
+    def fill(self, index: int, group: Sequence[tuple[int, SlotJob]]) -> None:
+        """Prefill jobs into free rows of a class; the next `decode` returns their first tokens, too."""
         ...
 
-    def decode(self, min_running: int) -> Mapping[int, SlotTokens]:
-        """Decode some steps, until at most `min_running` slots run; return the new tokens by slot."""
+    def move(self, source: int, target: int, rows: Sequence[tuple[int, int, JobAnswer]]) -> None:
+        """Move jobs with a full cache from rows of one class to free rows of another: (from, to, answer so far)."""
         ...
 
-    def stop(self, slots: Sequence[int]) -> None:
+    def decode(self, min_running: Sequence[int | None]) -> Mapping[Slot, SlotTokens]:
+        """Decode some steps of each class, until at most `min_running` of its slots run; None leaves a class out.
+
+        A slot whose cache is full stops running, too. Return the new tokens by slot.
+        """
+        ...
+
+    def stop(self, slots: Sequence[Slot]) -> None:
         """End running slots."""
         ...
 
@@ -118,7 +146,8 @@ class Scheduler:
     """Run jobs in the slots of a device: `submit` and `cancel` jobs, and `step` until `is_idle`.
 
     Waiting jobs with the largest budgets start first, as a long answer that starts last would run alone at the end.
-    Prompts of one width are prefilled together. Slots are filled as soon as a full group of them is free.
+    Prompts of one width are prefilled together. Slots are filled as soon as a full group of them is free. Jobs with a
+    full cache take slots of longer classes before new jobs do.
 
     Args:
         device: the device.
@@ -129,11 +158,13 @@ class Scheduler:
 
     def __init__(self, device: SlotRunner, find_end: FindEnd = never_ends, window: int | None = None) -> None:
         self.device, self.find_end, self.window = device, find_end, window
-        self.answers: dict[int, JobAnswer] = {}  # by slot, of running jobs
+        self.answers: dict[Slot, JobAnswer] = {}  # of running jobs
         self.num_waiting = 0
-        self._free = list(range(device.num_slots))
-        # By width a heap of (window, −budget, order, job): the order of submission decides between equal budgets.
-        self._waiting: dict[int, list[tuple[int, int, int, SlotJob]]] = defaultdict(list)
+        self._free = [list(range(each.num_slots)) for each in device.classes]
+        self._full: list[Slot] = []  # jobs that wait for a longer cache, in order
+        # By class to start in and width a heap of (window, −budget, order, job): the order of submission decides
+        # between equal budgets.
+        self._waiting: dict[tuple[int, int], list[tuple[int, int, int, SlotJob]]] = defaultdict(list)
         self._num_submitted = 0
 
     @property
@@ -143,9 +174,11 @@ class Scheduler:
 
     def submit(self, job: SlotJob) -> None:
         """Add a job, with a budget of at least one token."""
-        order = self._num_submitted
+        order, needed = self._num_submitted, len(job.ids) + max(1, job.options.budget // START_ROOM)
+        start = next(i for i, each in enumerate(self.device.classes) if each.cache_len >= needed)
         epoch = 0 if self.window is None else order // self.window
-        heapq.heappush(self._waiting[self.device.width(len(job.ids))], (epoch, -job.options.budget, order, job))
+        heap = self._waiting[start, self.device.width(len(job.ids))]
+        heapq.heappush(heap, (epoch, -job.options.budget, order, job))
         self._num_submitted, self.num_waiting = order + 1, self.num_waiting + 1
 
     def cancel(self, index: int) -> None:
@@ -161,17 +194,20 @@ class Scheduler:
         self.num_waiting = sum(map(len, self._waiting.values()))
 
     def step(self) -> list[JobAnswer]:
-        """Fill free slots, decode some steps, and return the answers that ended."""
-        while self.num_waiting and len(self._free) >= self._group_size:
-            self._fill()
+        """Move and fill slots, decode some steps, and return the answers that ended."""
+        self._move()
+        for index in range(len(self._free)):
+            while (count := self._group_size(index)) and len(self._free[index]) >= count:
+                self._fill(index, count)
         if not self.answers:
             return []
-        # With jobs waiting, return as soon as a group of slots is free.
-        min_running = self.device.num_slots - self._group_size if self.num_waiting else 0
         ended, stops = [], []
-        for slot, new in self.device.decode(min_running).items():
+        for slot, new in self.device.decode(self._min_running()).items():
             answer = self.answers.get(slot)
-            if answer is None or not self._append(answer, new):  # None: a slot that `cancel` stopped
+            if answer is None:  # `cancel` stopped it
+                continue
+            if not self._append(answer, new):
+                self._full += [] if new.running else [slot]
                 continue
             if new.running:
                 stops.append(slot)
@@ -181,28 +217,66 @@ class Scheduler:
             self.device.stop(stops)
         return ended
 
-    @property
-    def _group_size(self) -> int:
-        """Return the number of jobs of the next fill."""
-        return min(self.device.fill_rows, self.num_waiting)
+    def _min_running(self) -> list[int | None]:
+        """Return for each class how many slots may still run when `decode` returns; None for a class without jobs."""
+        counts = Counter(index for index, _ in self.answers.keys() - set(self._full))
+        result: list[int | None] = []
+        for index, each in enumerate(self.device.classes):
+            wanted = self._group_size(index) + sum(source < index for source, _ in self._full)
+            # With jobs for the class, return as soon as a group of slots is free, and with one slot less than now.
+            num_full = sum(source == index for source, _ in self._full)
+            least = min(each.num_slots - num_full - min(each.fill_rows, wanted), counts[index] - 1) if wanted else 0
+            result.append(max(0, least) if counts[index] else None)
+        return result
 
-    def _fill(self) -> None:
-        """Prefill the next group of waiting jobs: the first one, and others of its width."""
-        count = self._group_size
-        width = min((w for w, heap in self._waiting.items() if heap), key=lambda w: self._waiting[w][0][:3])
+    def _candidates(self, index: int) -> list[tuple[int, int]]:
+        """Return the keys of the waiting jobs that may start in a class now.
+
+        Jobs that fit a shorter cache start in a longer one only as a full group, as each class takes steps of its own.
+        """
+        keys = [key for key, heap in self._waiting.items() if heap and key[0] <= index]
+        num_shorter = sum(len(self._waiting[key]) for key in keys if key[0] < index)
+        return [key for key in keys if key[0] == index or num_shorter >= self.device.classes[index].fill_rows]
+
+    def _group_size(self, index: int) -> int:
+        """Return the number of jobs of the next fill of a class."""
+        each = self.device.classes[index]
+        return min(each.fill_rows, each.num_slots, sum(len(self._waiting[key]) for key in self._candidates(index)))
+
+    def _fill(self, index: int, count: int) -> None:
+        """Prefill the next group of waiting jobs into a class: the first one, and others of its width."""
+        keys = self._candidates(index)
+        width = min(keys, key=lambda key: self._waiting[key][0][:3])[1]
         jobs: list[SlotJob] = []
         # Few jobs of that width are left: narrower prompts fit into the program, too.
-        for narrower in sorted((w for w in self._waiting if w <= width), reverse=True):
-            heap = self._waiting[narrower]
+        for key in sorted((key for key in keys if key[1] <= width), key=lambda key: (-key[1], -key[0])):
+            heap = self._waiting[key]
             while heap and len(jobs) < count:
                 jobs.append(heapq.heappop(heap)[3])
-        group = [(self._free.pop(), job) for job in jobs]
+        group = [(self._free[index].pop(), job) for job in jobs]
         self.num_waiting -= len(group)
-        self.device.fill(group)
-        self.answers |= {slot: JobAnswer(job) for slot, job in group}
+        self.device.fill(index, group)
+        self.answers |= {(index, row): JobAnswer(job) for row, job in group}
+
+    def _move(self) -> None:
+        """Move jobs with a full cache to free slots of longer classes."""
+        groups: dict[tuple[int, int], list[tuple[int, int, JobAnswer]]] = defaultdict(list)
+        for slot in self._full:
+            target = next((i for i in range(slot[0] + 1, len(self._free)) if self._free[i]), None)
+            if target is not None:
+                groups[slot[0], target].append((slot[1], self._free[target].pop(), self.answers[slot]))
+        for (source, target), rows in groups.items():
+            step = self.device.classes[target].fill_rows
+            for i in range(0, len(rows), step):
+                self.device.move(source, target, rows[i : i + step])
+        # Freed last: a row is copied from its slot before another job is copied into it.
+        for (source, target), rows in groups.items():
+            for old, new, answer in rows:
+                self._release((source, old))
+                self.answers[target, new] = answer
 
     def _append(self, answer: JobAnswer, new: SlotTokens) -> bool:
-        """Append new tokens to an answer, and return whether it ended."""
+        """Append new tokens to an answer, and return whether it ended; a job with a full cache has not."""
         answer.ids.extend(new.ids)
         answer.log_probs.extend(new.log_probs)
         answer.top_logprobs.extend(new.top_logprobs)
@@ -210,9 +284,10 @@ class Scheduler:
         end = self.find_end(answer.job, answer.ids, len(new.ids)) if new.ids else None
         if end is not None:
             answer.cut(end)
-        return end is not None or not new.running
+        return end is not None or not (new.running or new.is_full)
 
-    def _release(self, slot: int) -> None:
+    def _release(self, slot: Slot) -> None:
         """Free a slot."""
         del self.answers[slot]
-        self._free.append(slot)
+        self._full = [each for each in self._full if each != slot]
+        self._free[slot[0]].append(slot[1])

@@ -1,9 +1,9 @@
-"""`FillSlots`: the program that copies prefilled prompts into slots, and its operands."""
+"""`FillSlots` and `MoveRows`: the programs that copy prefilled prompts into slots, and rows to other slots."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -94,11 +94,60 @@ class FillSlots(TokenChooser):
         if self.num_logprobs is not None:
             log_probs = token_log_probs(logits[:, 0], rows.ids, self.num_logprobs)
 
-        def put(axis: int, old: Array, new: Array) -> Array:
-            # Indices past the last slot are dropped. They are unique too, so that XLA needs no order of writes.
-            at = (*(slice(None),) * axis, jobs.slots)
-            return old.at[at].set(new, mode="drop", unique_indices=True)
-
+        put = partial(put_rows, jobs.slots)
         slots = jax.tree.map(partial(put, 0), slots, SlotRows(rows, jobs.sampler_values, jobs.stop_ids))
         filled = {name: put(axis, state[name], new_state[name]) for name, axis in self.row_axes}
         return tokens, log_probs, slots, new_state | filled
+
+
+@dataclass(frozen=True)
+class MoveRows:
+    """Program that copies rows from the slots of one class to those of another one with a longer cache.
+
+    Attributes:
+        row_axes: as in `FillSlots`.
+    """
+
+    row_axes: tuple[tuple[str, int], ...]
+
+    def __call__(
+        self, state: StateArrays, slots: SlotRows, old_state: StateArrays, old_slots: SlotRows, sources: Array,
+        targets: Array, remaining: Array,
+    ) -> tuple[SlotRows, StateArrays]:  # fmt: skip
+        """Return the slots of the longer class and their state.
+
+        Args:
+            state, slots: the slots of the longer class; the memory of the state is reused.
+            old_state, old_slots: the slots of the shorter class.
+            sources, targets: `[F]`, the slots to copy from and to; targets as `NewJobs.slots`.
+            remaining: `[F]`, the number of tokens that each row may still get.
+        """
+
+        def move(axis: int, array: Array, old: Array) -> Array:
+            return put_rows(targets, axis, array, jnp.take(old, sources, axis=axis, mode="clip"))
+
+        slots = jax.tree.map(partial(move, 0), slots, old_slots)
+        running = put_rows(targets, 0, slots.rows.running, remaining > 0)
+        left = put_rows(targets, 0, slots.rows.remaining, remaining)
+        moved = {name: move(axis, state[name], old_state[name]) for name, axis in self.row_axes}
+        return replace(slots, rows=replace(slots.rows, running=running, remaining=left)), state | moved
+
+
+def put_rows(slots: Array, axis: int, array: Array, rows: Array) -> Array:
+    """Return an array with other rows in some slots.
+
+    A row of a shorter cache is padded with zeros: no ring buffer has more slots in a longer cache unless it is as long
+    as the cache, so that position p is in slot p of both.
+
+    Args:
+        slots: `[F]`, the slots; rows of others than these stay, and so does a slot past the last one.
+        axis: the row axis.
+        array: all rows.
+        rows: the new rows.
+    """
+    sizes = enumerate(zip(rows.shape, array.shape, strict=True))
+    padding = [(0, 0 if i == axis else size - old_size) for i, (old_size, size) in sizes]
+    rows = jnp.pad(rows, padding) if any(after for _, after in padding) else rows
+    # Indices past the last slot are dropped. They are unique too, so that XLA needs no order of writes.
+    at = (*(slice(None),) * axis, slots)
+    return array.at[at].set(rows, mode="drop", unique_indices=True)

@@ -1,10 +1,16 @@
-"""`SlotPlan`: the sizes and the few programs of continuous batching, chosen by the prompts and the device's memory."""
+"""`SlotPlan`: the sizes and the few programs of continuous batching, chosen by the prompts and the device's memory.
+
+Slots are of one to three context classes, each with a cache length and a `SlotPlan` of its own. A step of decoding reads
+the full cache of every slot, so a class for each range of lengths reads less, and more slots fit the device. But each
+class reads all parameters in a step of its own. `choose_classes` weighs the two by bytes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import combinations, pairwise
 from typing import Any
 
 import jax
@@ -35,8 +41,14 @@ MAX_SLOTS_ON_ACCELERATOR = 128
 SLOTS_PER_FILL_ROW = 8
 # Longer prompts are prefilled in chunks of so many tokens.
 MAX_CHUNK = 1024
-# Prefill programs of different widths, each half of the next one.
+# Prefill programs of different widths, each half of the next one; fewer if there are more classes, whose loops are
+# programs too, so that a request needs at most 8 programs of the model.
 MAX_WIDTHS = 4
+MAX_CLASSES = 3
+# Another class must make a token cheaper by this factor: it takes programs of its own, and fewer rows share a step.
+MIN_CLASS_GAIN = 1.25
+# A job starts in the smallest class that holds its prompt and one part in so many of its budget.
+START_ROOM = 8
 # The part of the device's memory that the plan may use: the rest is for what the estimate leaves out.
 USABLE_MEMORY = 0.9
 STOP_BUCKET = 8
@@ -44,19 +56,22 @@ STOP_BUCKET = 8
 
 @dataclass(frozen=True)
 class SlotSizes:
-    """The sizes of continuous batching.
+    """The sizes of a context class of slots.
 
     Attributes:
         num_slots: rows of the state.
         fill_rows: rows of a fill.
         widths: widths of the prefill programs, ascending.
         cache_len: length of the cache.
+        extends: whether all prefill programs are `extend`, from an empty state, as only prompts that are longer than
+            the caches of other classes are prefilled here, in chunks of one width.
     """
 
     num_slots: int
     fill_rows: int
     widths: tuple[int, ...]
     cache_len: int
+    extends: bool = False
 
     def chunk_widths(self, num_tokens: int) -> tuple[int, ...]:
         """Return the widths of the programs that prefill a prompt: the smallest that fits, or chunks of the largest."""
@@ -66,7 +81,7 @@ class SlotSizes:
 
 @dataclass(frozen=True, eq=False)
 class SlotPlan:
-    """The sizes and programs of continuous batching.
+    """The sizes and programs of a context class.
 
     Attributes:
         lm: the model.
@@ -76,6 +91,7 @@ class SlotPlan:
         stop_width: number of stop ids of a slot, padding included.
         loop: the program that decodes.
         empty_state: the function that creates the state.
+        fill_state: the function that creates the state of a fill, if prefill does not create it.
     """
 
     lm: LanguageModel
@@ -85,6 +101,7 @@ class SlotPlan:
     stop_width: int
     loop: BoundProgram
     empty_state: EmptyState
+    fill_state: EmptyState | None = None
     _seed_words: dict[Any, np.ndarray[Any, Any]] = field(default_factory=dict, repr=False)
 
     def prefill_programs(self, widths: Sequence[int]) -> list[BoundProgram]:
@@ -104,7 +121,7 @@ class SlotPlan:
 def plan_slots(
     lm: LanguageModel, options: Sequence[RowOptions], lengths: Sequence[int], logprobs: int | None,
     num_slots: int | None,
-) -> SlotPlan:  # fmt: skip
+) -> tuple[SlotPlan, ...]:  # fmt: skip
     """Choose the sizes and the programs for jobs; nothing has run yet.
 
     Args:
@@ -112,17 +129,32 @@ def plan_slots(
         logprobs: as in `Request`.
         num_slots: number of slots; None to choose.
 
+    Returns:
+        The plan of each context class, the shortest cache first; the last one holds every job.
+
     Raises:
         RequestError: so many slots do not fit the device, or the buckets of the profile.
     """
-    model = lm.model.as_program("extend")
     steps = SamplingSteps()
     for sampler in {option.sampler for option in options}:
         steps = steps.union(sampler.sampling_steps(lm.vocab_size))
     steps = steps.widened() if lm.buckets.prompt or lm.buckets.batch else steps
-    needed = max(length + option.budget for length, option in zip(lengths, options, strict=True))
-    sizes = slot_sizes(lm, max(lengths), needed, len(lengths), num_slots)
+    totals = [length + option.budget for length, option in zip(lengths, options, strict=True)]
     num_logprobs = logprobs and bucket_size(logprobs, LOGPROBS_BUCKET, lm.vocab_size)
+    stop_width = bucket_size(max(len(option.stop_ids) for option in options), STOP_BUCKET, None)
+    classes = slot_sizes(lm, lengths, totals, num_slots)
+    return tuple(plan_class(lm, sizes, steps, num_logprobs, stop_width) for sizes in classes)
+
+
+def plan_class(
+    lm: LanguageModel, sizes: SlotSizes, steps: SamplingSteps, num_logprobs: int | None, stop_width: int
+) -> SlotPlan:
+    """Return the plan of a context class; arguments as in `SlotPlan`.
+
+    Raises:
+        RequestError: as `plan_slots`.
+    """
+    model = lm.model.as_program("extend")
     loop_settings = model.programs.settings.loop
     wrapper = DecodeLoop(steps, model.first_input, 2 * loop_settings.steps, True, num_logprobs, slots=True)
     variant = Variant(True, model.output_names[:1])
@@ -140,59 +172,123 @@ def plan_slots(
             f"slots: {model.name}: the state {quote(merged[0])} is {template.state[merged[0]]}, without an axis of "
             "rows alone, so that rows cannot be replaced; pass at most as many prompts at once as fit one batch"
         )
-    stop_width = bucket_size(max(len(option.stop_ids) for option in options), STOP_BUCKET, None)
+    fill_sizes = {**state_sizes, "batch": sizes.fill_rows}
     return SlotPlan(
         lm, sizes, FillSlots(steps, num_logprobs, row_axes), shardings, stop_width,
         model.bind(replace(key, wrapper=wrapper)), model.programs.empty_state(key.symbolic, state_sizes),
+        model.programs.empty_state(key.symbolic, fill_sizes) if sizes.extends else None,
     )  # fmt: skip
 
 
 def fill_keys(lm: LanguageModel, sizes: SlotSizes, widths: Sequence[int]) -> tuple[ProgramKey, ...]:
     """Return the programs that prefill chunks of these widths."""
     state_sizes = {"batch": sizes.fill_rows, "context": sizes.cache_len}
-    return prefill_keys(lm.model, widths, state_sizes, Variant(True, lm.model.output_names[:1]))
+    return prefill_keys(lm.model, widths, state_sizes, Variant(True, lm.model.output_names[:1]), sizes.extends)
 
 
 # -- sizes -------------------------------------------------------------------------------------
 
 
-def slot_sizes(lm: LanguageModel, longest: int, context: int, count: int, num_slots: int | None) -> SlotSizes:
-    """Return the sizes for `count` jobs.
+def slot_sizes(
+    lm: LanguageModel, lengths: Sequence[int], totals: Sequence[int], num_slots: int | None
+) -> tuple[SlotSizes, ...]:
+    """Return the sizes of each context class, the shortest cache first.
 
     Args:
-        longest: number of tokens of the longest prompt.
-        context: the most tokens of a job, prompt and answer.
-        num_slots: number of slots; None for as many as are useful and fit the device.
+        lengths: number of tokens of the prompt of each job.
+        totals: the most tokens of each job, prompt and answer.
+        num_slots: number of slots of all classes; None for as many as are useful and fit the device.
 
     Raises:
         RequestError: as `plan_slots`.
     """
-    buckets = lm.buckets
+    buckets, longest = lm.buckets, max(lengths)
     widths = prompt_widths(buckets, longest, lm.max_positions)
-    context = max(context, widths[0])
+    context = max(*totals, widths[0])
     cache_len = fit_bucket(buckets.context, context) or bucket_size(context, CONTEXT_BUCKET, lm.max_positions)
-    widths = tuple(width for width in widths if width <= cache_len)
-
-    def sizes_of(slots: int) -> SlotSizes:
-        rows = buckets.rows(slots)
-        return SlotSizes(rows, min(rows, buckets.rows(-(-rows // SLOTS_PER_FILL_ROW))), widths, cache_len)
-
-    if num_slots is not None:
-        sizes = sizes_of(num_slots)
-        if not fits_device(lm, sizes):
-            powers = (1 << i for i in reversed(range(num_slots.bit_length())))
-            fitting = next((slots for slots in powers if fits_device(lm, sizes_of(slots))), 0)
-            advice = f"{fitting} slots would fit" if fitting else "not even one would fit"
-            raise RequestError(
-                f"slots is {num_slots}: caches of {cache_len:,} tokens each do not fit the device's memory next to the "
-                f"parameters; {advice}"
-            )
-        return sizes
+    shorter = buckets.context or [CONTEXT_BUCKET << i for i in range(cache_len.bit_length())]
+    caches = (*(size for size in shorter if widths[0] <= size < cache_len), cache_len)
     limit = max_slots(lm)
-    sizes = sizes_of(bucket_size(min(count, limit), 1, limit))
-    while sizes.num_slots > buckets.rows(1) and not fits_device(lm, sizes):
-        sizes = sizes_of(sizes.num_slots // 2)
+    rows = num_slots or bucket_size(min(len(lengths), limit), 1, limit)
+    shares = choose_classes(lm, caches, steps_by_cache(caches, lengths, totals), rows)
+
+    def sizes_of(rows: int) -> tuple[SlotSizes, ...]:
+        return divide_slots(lm, {cache: shares[cache] for cache in [*shares][-rows:]}, rows, longest)
+
+    sizes = sizes_of(rows)
+    if num_slots is None:
+        while rows > 1 and not fits_device(lm, sizes):
+            rows //= 2
+            sizes = sizes_of(rows)
+    elif not fits_device(lm, sizes):
+        powers = (1 << i for i in reversed(range(num_slots.bit_length())))
+        fitting = next((slots for slots in powers if fits_device(lm, sizes_of(slots))), 0)
+        advice = f"{fitting} slots would fit" if fitting else "not even one would fit"
+        raise RequestError(
+            f"slots is {num_slots}: caches of up to {cache_len:,} tokens each do not fit the device's memory next to "
+            f"the parameters; {advice}"
+        )
     return sizes
+
+
+def steps_by_cache(caches: Sequence[int], lengths: Sequence[int], totals: Sequence[int]) -> list[int]:
+    """Return the steps of all jobs that need a cache of each length, but none of a shorter one."""
+    starts, ends = np.array(lengths, np.int64), np.array(totals, np.int64)
+    steps = (np.minimum(ends, top) - np.maximum(starts, bottom) for bottom, top in pairwise((0, *caches)))
+    return [int(np.maximum(count, 0).sum()) for count in steps]
+
+
+def choose_classes(lm: LanguageModel, caches: Sequence[int], steps: Sequence[int], rows: int) -> dict[int, float]:
+    """Choose the cache length of each class, for the fewest bytes read for a token.
+
+    Args:
+        caches: the lengths to choose from, ascending; the last one is always chosen.
+        steps: the steps of all jobs with each length; see `steps_by_cache`.
+        rows: number of slots of all classes.
+
+    Returns:
+        The part of all slots that each class has: that of its steps.
+    """
+    row_bytes = [state_bytes(lm, rows, cache) / rows for cache in caches]
+    weights, memory = sum(parameter_bytes(lm.model.programs).values()), running_device().memory
+    free = np.inf if memory is None else max(USABLE_MEMORY * memory - weights, 1)
+    best: tuple[float, dict[int, float]] | None = None
+    for count in range(1, min(MAX_CLASSES, rows, len(caches)) + 1):
+        for lower in combinations(range(len(caches) - 1), count - 1):
+            ends = (*lower, len(caches) - 1)
+            parts = [sum(steps[i + 1 : j + 1]) / sum(steps) for i, j in pairwise((-1, *ends))]
+            mean = sum(part * row_bytes[end] for part, end in zip(parts, ends, strict=True))
+            # Each class reads the parameters for its own rows, of which there are as many as fit.
+            token_bytes = count * weights / min(rows, free / mean) + mean
+            if best is None or token_bytes * MIN_CLASS_GAIN ** (count - 1) < best[0]:
+                shares = {caches[end]: part for part, end in zip(parts, ends, strict=True)}
+                best = token_bytes * MIN_CLASS_GAIN ** (count - 1), shares
+    assert best is not None
+    return best[1]
+
+
+def divide_slots(lm: LanguageModel, shares: dict[int, float], rows: int, longest: int) -> tuple[SlotSizes, ...]:
+    """Return the sizes of the classes: `rows` slots divided by their shares, at least one for each.
+
+    Args:
+        shares: the part of the slots by cache length, ascending.
+        rows: number of slots.
+        longest: number of tokens of the longest prompt.
+    """
+    buckets, caches = lm.buckets, [*shares]
+    scale = (rows - len(caches)) / sum(shares.values()) if sum(shares.values()) else 0
+    counts = [1 + int(scale * part) for part in shares.values()]
+    counts[-1] += rows - sum(counts)
+    counts = [buckets.rows(count) for count in counts]
+    sizes = []
+    for i, (cache_len, count) in enumerate(zip(caches, counts, strict=True)):
+        widths = prompt_widths(buckets, min(longest, cache_len), lm.max_positions)
+        widths = tuple(width for width in widths if width <= cache_len)
+        widths = widths[-1:] if i else widths if buckets.prompt else widths[-(MAX_WIDTHS + 1 - len(caches)) :]
+        # A class also prefills jobs for classes of longer caches.
+        fill_rows = buckets.rows(-(-max(counts[i:]) // SLOTS_PER_FILL_ROW))
+        sizes.append(SlotSizes(count, min(max(counts[i:]), fill_rows), widths, cache_len, extends=i > 0))
+    return tuple(sizes)
 
 
 def max_slots(lm: LanguageModel) -> int:
@@ -211,30 +307,33 @@ def prompt_widths(buckets: Buckets, longest: int, max_positions: int | None) -> 
     return tuple(sorted(widths))
 
 
-def fits_device(lm: LanguageModel, sizes: SlotSizes) -> bool:
+def fits_device(lm: LanguageModel, classes: Sequence[SlotSizes]) -> bool:
     """Return whether the slots and the largest fill fit the memory of a device, by an estimate."""
     memory = running_device().memory
     if memory is None:
         return True
-    free = USABLE_MEMORY * memory - sum(parameter_bytes(lm.model.programs).values()) - slots_bytes(lm, sizes)
-    return free >= 0 and fill_bytes(lm, sizes) <= free
+    free = USABLE_MEMORY * memory - sum(parameter_bytes(lm.model.programs).values())
+    free -= sum(slots_bytes(lm, sizes) for sizes in classes)
+    return free >= 0 and all(fill_bytes(lm, sizes) <= free for sizes in classes)
+
+
+def state_bytes(lm: LanguageModel, rows: int, cache_len: int) -> int:
+    """Return the bytes of a state on one device."""
+    programs, model = lm.model.programs, lm.model.as_program("extend")
+    template = programs.template(model.key(frozenset(), model.output_names[:1], True))
+    ring_sizes = programs.ring_sizes(template, cache_len)
+    state_sizes = {**lm.model.flow._binding, **ring_sizes, "batch": rows, "context": cache_len}
+    return sum(state_bytes_by_kind(programs, template, state_sizes).values())
 
 
 def slots_bytes(lm: LanguageModel, sizes: SlotSizes) -> int:
-    """Return the bytes of the state of all slots and of a fill on one device, and an estimate of a step's logits."""
-    programs, model = lm.model.programs, lm.model.as_program("extend")
-    template = programs.template(model.key(frozenset(), model.output_names[:1], True))
+    """Return the bytes of the state of a class and of a fill on one device, and an estimate of a step's logits."""
     # Without donation a program writes a new state while the old one exists.
-    copies = 1 if programs.settings.plan.donate_state else 2
-    ring_sizes = programs.ring_sizes(template, sizes.cache_len)
-
-    def state_bytes(rows: int) -> int:
-        state_sizes = {**lm.model.flow._binding, **ring_sizes, "batch": rows, "context": sizes.cache_len}
-        return sum(state_bytes_by_kind(programs, template, state_sizes).values())
-
+    copies = 1 if lm.model.programs.settings.plan.donate_state else 2
     # Logits in float32, with what sampling sorts.
     logits = 4 * 4 * sizes.num_slots * lm.vocab_size
-    return copies * state_bytes(sizes.num_slots) + state_bytes(sizes.fill_rows) + logits
+    state = copies * state_bytes(lm, sizes.num_slots, sizes.cache_len)
+    return state + state_bytes(lm, sizes.fill_rows, sizes.cache_len) + logits
 
 
 def fill_bytes(lm: LanguageModel, sizes: SlotSizes) -> int:

@@ -1,4 +1,4 @@
-"""`Slots`: the rows of a state in which the jobs of a `Scheduler` run, and the few programs that fill and decode them.
+"""`Slots`: the rows of a state in which the jobs of a context class run, and the few programs that fill and decode them.
 
 A fill prefills a group of prompts into a small state, as a request of its own would. `FillSlots` chooses their first
 tokens and copies their rows into free rows of the large state: full caches, ring buffers and recurrent states alike.
@@ -25,8 +25,8 @@ from rlx_jax.generate.decode import (
 from rlx_jax.generate.logits_processor import check_processors
 from rlx_jax.generate.request_plan import PromptChunk, prompt_blocks
 from rlx_jax.generate.sampler import Sampler, SamplerValues
-from rlx_jax.generate.scheduler import SlotJob, SlotTokens
-from rlx_jax.generate.slot_fill import NewJobs, SlotRows
+from rlx_jax.generate.scheduler import JobAnswer, SlotJob, SlotTokens
+from rlx_jax.generate.slot_fill import MoveRows, NewJobs, SlotRows
 from rlx_jax.generate.slot_plan import SlotPlan
 from rlx_jax.generate.token_history import initial_history
 from rlx_jax.runtime.inputs import KEY_IMPL
@@ -36,7 +36,7 @@ Array = jax.Array
 
 @dataclass(frozen=True)
 class FillResult:
-    """The first tokens of a fill on the device, which the next `decode` returns.
+    """The first tokens of a fill on the device, which the next `end_decode` returns.
 
     Attributes:
         slots: `[F]`, on the host; as in `NewJobs`.
@@ -50,46 +50,45 @@ class FillResult:
 
 @dataclass(eq=False)
 class Slots:
-    """The slots of a device, as a `Scheduler` runs them.
+    """The slots of a context class.
 
     Attributes:
         plan: their sizes and programs.
         state, rows: the arrays on the device.
-        occupied: slots with a job.
-        first_tokens: the first tokens of the fills since the last `decode`.
+        occupied: the job of each slot that has one.
+        first_tokens: the first tokens of the fills since the last `start_decode`.
+        num_steps: number of steps decoded.
     """
 
     plan: SlotPlan
     state: StateArrays
     rows: SlotRows
-    occupied: set[int] = field(default_factory=set)
+    occupied: dict[int, SlotJob] = field(default_factory=dict)
     first_tokens: list[FillResult] = field(default_factory=list)
+    num_steps: int = 0
 
     @property
     def num_slots(self) -> int:
         """Return the number of slots."""
         return self.plan.sizes.num_slots
 
-    @property
-    def fill_rows(self) -> int:
-        """Return the largest number of jobs of one fill."""
-        return self.plan.sizes.fill_rows
+    def fill(self, group: Sequence[tuple[int, SlotJob]], prefill: SlotPlan) -> None:
+        """Prefill jobs into free slots, without waiting for the device.
 
-    def width(self, num_tokens: int) -> int:
-        """Return the padded width of a prompt, the sum of its chunks."""
-        return sum(self.plan.sizes.chunk_widths(num_tokens))
-
-    def fill(self, group: Sequence[tuple[int, SlotJob]]) -> None:
-        """Prefill jobs into free slots, without waiting for the device."""
-        plan, rows = self.plan, self.fill_rows
-        widths = plan.sizes.chunk_widths(max(len(job.ids) for _, job in group))
+        Args:
+            group: slots and jobs.
+            prefill: the plan of the class that has the prefill programs, with a cache of this length or a shorter one.
+        """
+        plan, sizes = self.plan, prefill.sizes
+        rows, widths = sizes.fill_rows, sizes.chunk_widths(max(len(job.ids) for _, job in group))
         chunks = [PromptChunk(width, width) for width in widths]
         outside = np.arange(self.num_slots, self.num_slots + rows, dtype=np.int32)
         targets = outside.copy()
         targets[: len(group)] = [slot for slot, _ in group]
-        jobs = new_jobs(plan, [job for _, job in group])
-        programs = plan.lm.model.programs
-        for block in prompt_blocks(plan.prefill_programs(widths), chunks, [job.ids for _, job in group], rows, {}):
+        jobs = new_jobs(plan, [job for _, job in group], rows)
+        programs, prompts = plan.lm.model.programs, [job.ids for _, job in group]
+        state = None if prefill.fill_state is None else programs.run_helper(prefill.fill_state)
+        for block in prompt_blocks(prefill.prefill_programs(widths), chunks, prompts, rows, {}, state):
             if not block.is_end.any():  # no prompt ends in this chunk
                 continue
             slots = np.where(block.is_end, targets, outside)
@@ -98,16 +97,20 @@ class Slots:
                 plan.fill, *arguments, out_shardings=plan.fill_shardings, donate=(0,)
             )
             self.first_tokens.append(FillResult(slots, tokens, log_probs))
-        self.occupied.update(slot for slot, _ in group)
+        self.occupied.update(group)
 
-    def decode(self, min_running: int) -> dict[int, SlotTokens]:
-        """Decode some steps, until at most `min_running` slots run; return the new tokens by slot."""
+    def start_decode(self, min_running: int) -> Any:
+        """Decode some steps, until at most `min_running` slots run, without waiting; return the tokens on the device."""
         operands = {"sampler_values": self.rows.sampler_values, "stop_mask": self.rows.stop_ids}
         inputs = {"rows": self.rows.rows, "min_running": np.int32(min_running), **operands}
         (tokens, rows, *log_probs), self.state = self.plan.loop(inputs, self.state)
         self.rows = replace(self.rows, rows=rows)
-        first = [(part.tokens, part.log_probs) for part in self.first_tokens]
-        tokens, running, log_probs, first = jax.device_get((tokens, rows.running, log_probs, first))
+        return tokens, rows.running, rows.num_new, log_probs, [(part.tokens, part.log_probs) for part in self.first_tokens]
+
+    def end_decode(self, results: Any) -> dict[int, SlotTokens]:
+        """Return the new tokens by slot, from the result of `start_decode`."""
+        tokens, running, num_new, log_probs, first = jax.device_get(results)
+        self.num_steps += int((tokens != STOPPED).any(axis=0).sum())
         # Column 0 is for first tokens.
         tokens = np.pad(tokens, ((0, 0), (1, 0)), constant_values=STOPPED)
         values: LogProbs | None = None
@@ -120,16 +123,43 @@ class Slots:
                 for array, new in zip(jax.tree.leaves(values), jax.tree.leaves(first_log_probs), strict=True):
                     array[part.slots[is_job], 0] = new[is_job]
         self.first_tokens = []
-        result = {slot: slot_tokens(tokens[slot], bool(running[slot]), slot, values) for slot in sorted(self.occupied)}
-        self.occupied = {slot for slot in self.occupied if running[slot]}
+        result = {}
+        for slot, job in sorted(self.occupied.items()):
+            new = slot_tokens(tokens[slot], bool(running[slot]), slot, values)
+            # A token that ends the answer may be the last one that fits.
+            is_stop = bool(new.ids) and new.ids[-1] in job.options.stop_ids
+            is_full = not (new.running or new.failed or is_stop) and num_new[slot] < job.options.budget
+            result[slot] = replace(new, is_full=bool(is_full))
+        self.occupied = {slot: job for slot, job in self.occupied.items() if running[slot]}
         return result
+
+    def take(self, old: Slots, moves: Sequence[tuple[int, int, JobAnswer]]) -> None:
+        """Copy rows of a class with a shorter cache into free slots, without waiting for the device.
+
+        Args:
+            old: the other class.
+            moves: at most `fill_rows` of them: (from, to, the answer so far).
+        """
+        plan, rows, num_slots = self.plan, self.plan.sizes.fill_rows, self.num_slots
+        sources, remaining = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+        targets = np.arange(num_slots, num_slots + rows, dtype=np.int32)
+        for i, (source, target, answer) in enumerate(moves):
+            sources[i], targets[i] = source, target
+            remaining[i] = row_limit(answer.job, plan.sizes.cache_len) - len(answer.ids)
+            self.occupied[target] = answer.job
+        arguments = (self.state, self.rows, old.state, old.rows, sources, targets, remaining)
+        shardings = None if plan.fill_shardings is None else plan.fill_shardings[2:]
+        self.rows, self.state = plan.lm.model.programs.run_helper(
+            MoveRows(plan.fill.row_axes), *arguments, out_shardings=shardings, donate=(0,)
+        )
 
     def stop(self, slots: Sequence[int]) -> None:
         """End running slots."""
         running = np.array(jax.device_get(self.rows.rows.running))
         running[list(slots)] = False
         self.rows = replace(self.rows, rows=replace(self.rows.rows, running=running))
-        self.occupied.difference_update(slots)
+        for slot in slots:
+            self.occupied.pop(slot, None)
 
 
 def slot_tokens(tokens: np.ndarray[Any, Any], running: bool, slot: int, log_probs: LogProbs | None) -> SlotTokens:
@@ -137,16 +167,16 @@ def slot_tokens(tokens: np.ndarray[Any, Any], running: bool, slot: int, log_prob
     is_token = tokens >= 0
     ids, failed = tokens[is_token].tolist(), bool((tokens == NOT_FINITE).any())
     if log_probs is None:
-        return SlotTokens(ids, running, failed)
+        return SlotTokens(ids, running, False, failed)
     pairs = zip(log_probs.ids[slot][is_token].tolist(), log_probs.likeliest[slot][is_token].tolist(), strict=True)
     top = [tuple(zip(top_ids, values, strict=True)) for top_ids, values in pairs]
-    return SlotTokens(ids, running, failed, log_probs.chosen[slot][is_token].tolist(), top)
+    return SlotTokens(ids, running, False, failed, log_probs.chosen[slot][is_token].tolist(), top)
 
 
-def new_jobs(plan: SlotPlan, jobs: Sequence[SlotJob]) -> NewJobs:
-    """Return the operands of a fill; padding rows repeat the options of the first job."""
+def new_jobs(plan: SlotPlan, jobs: Sequence[SlotJob], rows: int) -> NewJobs:
+    """Return the operands of a fill of `rows` rows; padding rows repeat the options of the first job."""
     steps, vocab_size = plan.fill.sampling_steps, plan.lm.vocab_size
-    padded = [*jobs, *(jobs[0] for _ in range(plan.sizes.fill_rows - len(jobs)))]
+    padded = [*jobs, *(jobs[0] for _ in range(rows - len(jobs)))]
     options = [job.options for job in padded]
     stop_ids = np.full((len(padded), plan.stop_width), -1, np.int32)
     for row, option in zip(stop_ids, options, strict=True):
@@ -156,7 +186,7 @@ def new_jobs(plan: SlotPlan, jobs: Sequence[SlotJob]) -> NewJobs:
         seeds = np.stack([plan.seed_words(option.seed) for option in options])
     return NewJobs(
         slots=np.zeros(len(padded), np.int32),
-        budgets=np.array([option.budget for option in options], np.int32),
+        budgets=np.array([row_limit(job, plan.sizes.cache_len) for job in padded], np.int32),
         seeds=seeds,
         draws=np.array([option.draw for option in options], np.int32),
         history=initial_history(steps, [job.ids for job in padded], vocab_size, plan.sizes.cache_len),
@@ -165,14 +195,19 @@ def new_jobs(plan: SlotPlan, jobs: Sequence[SlotJob]) -> NewJobs:
     )
 
 
+def row_limit(job: SlotJob, cache_len: int) -> int:
+    """Return the number of new tokens of a job that fit a cache, at most its budget."""
+    return min(job.options.budget, cache_len - len(job.ids))
+
+
 def stack_values(values: Sequence[SamplerValues]) -> SamplerValues:
     """Return the values of several samplers as operands with one row for each: `[B, 1]`, and the bias `[B, V]`."""
     result: SamplerValues = jax.tree.map(lambda *parts: np.stack([np.atleast_1d(part) for part in parts]), *values)
     return result
 
 
-def open_slots(plan: SlotPlan) -> Slots:
-    """Return empty slots."""
+def open_class(plan: SlotPlan) -> Slots:
+    """Return the empty slots of a class."""
     programs, sizes, steps = plan.lm.model.programs, plan.sizes, plan.fill.sampling_steps
     num, vocab_size = sizes.num_slots, plan.lm.vocab_size
     check_processors(programs, steps.processors, {num, sizes.fill_rows}, vocab_size, sizes.cache_len)

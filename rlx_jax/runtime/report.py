@@ -113,6 +113,8 @@ class RequestReport:
             several prompts share them and one was processed.
         reread: why tokens that a state had were processed again; empty if none were.
         slots: number of slots of continuous batching, where `answer_seconds` is the time of everything; 0 without.
+        slot_classes: number and cache length of the slots of each context class.
+        positions_read: positions of the caches of slots that all steps of decoding have read together.
     """
 
     kind: str
@@ -126,6 +128,8 @@ class RequestReport:
     cached_tokens: int = 0
     reread: str = ""
     slots: int = 0
+    slot_classes: tuple[tuple[int, int], ...] = ()
+    positions_read: int = 0
 
     @property
     def read_tokens(self) -> int:
@@ -149,7 +153,8 @@ class RequestReport:
         timing = f"{self.prompt_seconds:.3f} s, {self.prompt_rate:,.0f} {unit}/s"
         text = f"{self.rows:,} {self.kind}{tokens} processed in {timing}"
         if self.slots:
-            text = f"{self.rows:,} {self.kind}{tokens} processed in {self.slots} slots"
+            classes = ", ".join(f"{num:,} × {cache_len:,} tokens" for num, cache_len in self.slot_classes)
+            text = f"{self.rows:,} {self.kind}{tokens} processed in {self.slots:,} slots ({classes})"
             rate = f"{self.answer_rate:,.0f} new tokens/s with their prompts"
             text += f"; {self.new_tokens:,} new tokens in {self.answer_seconds:.3f} s, {rate}"
         elif self.answer_seconds:

@@ -1,0 +1,73 @@
+"""`SlotClasses`: the slots of all context classes of a device, as a `Scheduler` runs them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlx_jax.generate.scheduler import JobAnswer, Slot, SlotJob, SlotTokens
+from rlx_jax.generate.slot_plan import SlotPlan, SlotSizes
+from rlx_jax.generate.slots import Slots, open_class
+
+
+@dataclass(frozen=True, eq=False)
+class SlotClasses:
+    """The slots of all classes.
+
+    Attributes:
+        parts: the slots of each class, the shortest cache first.
+    """
+
+    parts: tuple[Slots, ...]
+
+    @property
+    def classes(self) -> tuple[SlotSizes, ...]:
+        """Return the sizes of each class."""
+        return tuple(part.plan.sizes for part in self.parts)
+
+    @property
+    def positions_read(self) -> int:
+        """Return the positions of caches that all steps of decoding have read: steps × slots × cache length."""
+        pairs = ((part.num_steps, part.plan.sizes) for part in self.parts)
+        return sum(steps * sizes.num_slots * sizes.cache_len for steps, sizes in pairs)
+
+    def width(self, num_tokens: int) -> int:
+        """Return the padded width of a prompt, the sum of its chunks."""
+        return sum(self.prefill_plan(num_tokens).sizes.chunk_widths(num_tokens))
+
+    def prefill_plan(self, num_tokens: int) -> SlotPlan:
+        """Return the plan of the class that prefills a prompt: the one with the shortest cache that holds it."""
+        return next(part.plan for part in self.parts if part.plan.sizes.cache_len >= num_tokens)
+
+    def fill(self, index: int, group: Sequence[tuple[int, SlotJob]]) -> None:
+        """Prefill jobs into free rows of a class, without waiting for the device."""
+        self.parts[index].fill(group, self.prefill_plan(max(len(job.ids) for _, job in group)))
+
+    def move(self, source: int, target: int, rows: Sequence[tuple[int, int, JobAnswer]]) -> None:
+        """Move jobs with a full cache to free rows of a class with a longer one."""
+        self.parts[target].take(self.parts[source], rows)
+
+    def decode(self, min_running: Sequence[int | None]) -> dict[Slot, SlotTokens]:
+        """Decode some steps of each class; the classes run one after another, and the host waits for all of them."""
+        pairs = zip(self.parts, min_running, strict=True)
+        started = [None if least is None else part.start_decode(least) for part, least in pairs]
+        return {
+            (index, row): new
+            for index, (part, results) in enumerate(zip(self.parts, started, strict=True))
+            if results is not None
+            for row, new in part.end_decode(results).items()
+        }
+
+    def stop(self, slots: Sequence[Slot]) -> None:
+        """End running slots."""
+        rows: dict[int, list[int]] = defaultdict(list)
+        for index, row in slots:
+            rows[index].append(row)
+        for index, stopped in rows.items():
+            self.parts[index].stop(stopped)
+
+
+def open_slots(plans: Sequence[SlotPlan]) -> SlotClasses:
+    """Return the empty slots of all classes."""
+    return SlotClasses(tuple(map(open_class, plans)))
