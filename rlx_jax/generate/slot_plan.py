@@ -1,8 +1,8 @@
 """`SlotPlan`: the sizes and the few programs of continuous batching, chosen by the prompts and the device's memory.
 
-Slots are of one to three context classes, each with a cache length and a `SlotPlan` of its own. A step of decoding reads
+Slots have one to three context classes, each with a cache length and a `SlotPlan` of its own. A step of decoding reads
 the full cache of every slot, so a class for each range of lengths reads less, and more slots fit the device. But each
-class reads all parameters in a step of its own. `choose_classes` weighs the two by bytes.
+class reads all parameters in a step of its own. `choose_classes` compares the sums of bytes.
 """
 
 from __future__ import annotations
@@ -47,8 +47,6 @@ MAX_WIDTHS = 4
 MAX_CLASSES = 3
 # Another class must make a token cheaper by this factor: it takes programs of its own, and fewer rows share a step.
 MIN_CLASS_GAIN = 1.25
-# A job starts in the smallest class that holds its prompt and one part in so many of its budget.
-START_ROOM = 8
 # The part of the device's memory that the plan may use: the rest is for what the estimate leaves out.
 USABLE_MEMORY = 0.9
 STOP_BUCKET = 8

@@ -1,4 +1,4 @@
-"""`Slots`: the rows of a state in which the jobs of a context class run, and the few programs that fill and decode them.
+"""`Slots`: the rows of a state in which the jobs of a context class run, and the programs that fill and decode them.
 
 A fill prefills a group of prompts into a small state, as a request of its own would. `FillSlots` chooses their first
 tokens and copies their rows into free rows of the large state: full caches, ring buffers and recurrent states alike.
@@ -100,12 +100,18 @@ class Slots:
         self.occupied.update(group)
 
     def start_decode(self, min_running: int) -> Any:
-        """Decode some steps, until at most `min_running` slots run, without waiting; return the tokens on the device."""
+        """Decode some steps, until at most `min_running` slots run; return the tokens, without waiting for them."""
         operands = {"sampler_values": self.rows.sampler_values, "stop_mask": self.rows.stop_ids}
         inputs = {"rows": self.rows.rows, "min_running": np.int32(min_running), **operands}
         (tokens, rows, *log_probs), self.state = self.plan.loop(inputs, self.state)
         self.rows = replace(self.rows, rows=rows)
-        return tokens, rows.running, rows.num_new, log_probs, [(part.tokens, part.log_probs) for part in self.first_tokens]
+        return (
+            tokens,
+            rows.running,
+            rows.num_new,
+            log_probs,
+            [(part.tokens, part.log_probs) for part in self.first_tokens],
+        )
 
     def end_decode(self, results: Any) -> dict[int, SlotTokens]:
         """Return the new tokens by slot, from the result of `start_decode`."""
