@@ -43,6 +43,31 @@ DIMENSIONS = {"prompt": "seq", "batch": "batch", "context": "context"}
 
 
 @dataclass(frozen=True)
+class SlotSizes:
+    """The sizes of a context class of slots.
+
+    Attributes:
+        num_slots: rows of the state.
+        fill_rows: rows of a fill.
+        widths: widths of the prefill programs, ascending.
+        cache_len: length of the cache.
+        extends: whether all prefill programs are `extend`, from an empty state, as only prompts that are longer than
+            the caches of other classes are prefilled here, in chunks of one width.
+    """
+
+    num_slots: int
+    fill_rows: int
+    widths: tuple[int, ...]
+    cache_len: int
+    extends: bool = False
+
+    def chunk_widths(self, num_tokens: int) -> tuple[int, ...]:
+        """Return the widths of the programs that prefill a prompt: the smallest that fits, or chunks of the largest."""
+        width = fit_bucket(self.widths, num_tokens)
+        return (width,) if width is not None else (self.widths[-1],) * -(-num_tokens // self.widths[-1])
+
+
+@dataclass(frozen=True)
 class Buckets:
     """The sizes that requests are padded to. The lists are sorted; an empty list allows every size.
 
@@ -54,6 +79,7 @@ class Buckets:
         programs: the number of compiled programs that the cache retains.
         spare: slots of a ring buffer in addition to its window.
         row_multiple: the number of shards of the rows on a mesh; 1 without one.
+        slots: the context classes of slots that warm-up has run.
     """
 
     prompt: tuple[int, ...] = ()
@@ -63,10 +89,16 @@ class Buckets:
     programs: int = 256
     spare: int = 0
     row_multiple: int = 1
+    slots: tuple[SlotSizes, ...] = ()
 
     def __post_init__(self) -> None:
         for name in DIMENSIONS:
             object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
+
+    @property
+    def num_slots(self) -> int:
+        """Return the number of slots that warm-up has run."""
+        return sum(sizes.num_slots for sizes in self.slots)
 
     @property
     def largest_chunk(self) -> int | None:

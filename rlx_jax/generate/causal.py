@@ -427,7 +427,7 @@ class CausalLM(TaskModel):
     def warmup(
         self, max_new_tokens: int = 64, samplers: Sampler | Sequence[Sampler] | None = None, *,
         speculative: Any = None, draft_tokens: int = DRAFT_TOKENS, scoring: bool = False, n: int | None = None,
-        logprobs: int | None = None,
+        logprobs: int | None = None, slots: int | None = None,
     ) -> None:  # fmt: skip
         """Run every program once that requests within the profile's buckets can need, so that no request compiles.
 
@@ -441,14 +441,14 @@ class CausalLM(TaskModel):
             speculative, draft_tokens: options of later requests with drafts; requests without are covered too.
             scoring: cover `score` and `perplexity`, of texts that are no longer than the largest bucket for prompts.
             n: the largest `n` of later calls of `generate`.
-            logprobs: the `logprobs` of later calls, in addition to calls without; 0, 1 to 8, 9 to 16, 17 to 32 … are
-                separate programs.
+            logprobs: the `logprobs` of later calls, besides none; 0, 1 to 8, 9 to 16 … are separate programs.
+            slots: cover requests in so many slots, which then take their sizes from here.
 
         Raises:
             RequestError: the profile has no buckets for prompts and batches.
         """
         drafter = self._make_drafter(speculative, draft_tokens)
-        self.buckets = warm_all(self._lm, max_new_tokens, samplers, drafter, scoring, n, logprobs)
+        self.buckets = warm_all(self._lm, max_new_tokens, samplers, drafter, scoring, n, logprobs, slots)
 
     # -- a request ---------------------------------------------------------------------------
 

@@ -109,8 +109,8 @@ def uses_slots(lm: LanguageModel, request: Request) -> bool:
         raise RequestError(f"{wanted[0]} and {unsupported[0]} do not go together yet; leave one of them out")
     if wanted or unsupported:
         return bool(wanted)
-    # A profile that forbids further programs has programs for one batch.
-    if lm.buckets.on_recompile == "error" or not request.rows:
+    # A profile that forbids further programs has programs for one batch, unless warm-up ran some for slots.
+    if (lm.buckets.on_recompile == "error" and not lm.buckets.slots) or not request.rows:
         return False
     num_rows, longest = len(request.rows) * (request.n or 1), max(map(len, request.rows))
     num_tokens = sum(chunk_widths(lm.buckets, longest, lm.max_positions)) * len(request.rows)

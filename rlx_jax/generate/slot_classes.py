@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from rlx_jax.compiler.settings import SlotSizes
+from rlx_jax.generate.row_options import RowOptions
+from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.scheduler import JobAnswer, Slot, SlotJob, SlotTokens
-from rlx_jax.generate.slot_plan import SlotPlan, SlotSizes
+from rlx_jax.generate.slot_plan import SlotPlan
 from rlx_jax.generate.slots import Slots, open_class
 
 
@@ -66,6 +69,31 @@ class SlotClasses:
             rows[index].append(row)
         for index, stopped in rows.items():
             self.parts[index].stop(stopped)
+
+
+def warm_slots(device: SlotClasses, sampler: Sampler, seed: int) -> None:
+    """Run every program of empty slots: each width and chunk of prefill, fills, moves to longer caches, decoding."""
+    sizes = device.classes
+
+    def run(index: int, num_tokens: int) -> SlotJob:
+        job = SlotJob(0, (0,) * num_tokens, RowOptions(1, sampler, (), (), seed, 0))
+        device.fill(index, [(0, job)])
+        device.decode([0] * len(sizes))
+        return job
+
+    shorter = 0  # the longest prompt that classes of shorter caches prefill
+    for i, each in enumerate(sizes):
+        # Prompts of each width, and one of a chunk and a token, as later chunks are another program.
+        lengths = {min(width, each.cache_len - 1) for width in (*each.widths, each.widths[-1] + 1)}
+        lengths = {max(length, shorter + 1) for length in lengths}
+        for length in sorted(lengths) if shorter + 1 < each.cache_len else ():
+            job = run(i, length)
+        for j in range(i + 1, len(sizes)):
+            if shorter + 1 < each.cache_len:
+                run(j, shorter + 1)
+            device.move(i, j, [(0, 0, JobAnswer(replace(job, options=replace(job.options, budget=2)), [0]))])
+            device.decode([0] * len(sizes))
+        shorter = each.cache_len
 
 
 def open_slots(plans: Sequence[SlotPlan]) -> SlotClasses:

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.compiler.settings import Buckets, bucket_size, fit_bucket
+from rlx_jax.compiler.settings import Buckets, SlotSizes, bucket_size, fit_bucket
 from rlx_jax.device import running_device
 from rlx_jax.errors import RequestError, quote
 from rlx_jax.generate.decode import DecodeLoop
@@ -50,31 +50,6 @@ MIN_CLASS_GAIN = 1.25
 # The part of the device's memory that the plan may use: the rest is for what the estimate leaves out.
 USABLE_MEMORY = 0.9
 STOP_BUCKET = 8
-
-
-@dataclass(frozen=True)
-class SlotSizes:
-    """The sizes of a context class of slots.
-
-    Attributes:
-        num_slots: rows of the state.
-        fill_rows: rows of a fill.
-        widths: widths of the prefill programs, ascending.
-        cache_len: length of the cache.
-        extends: whether all prefill programs are `extend`, from an empty state, as only prompts that are longer than
-            the caches of other classes are prefilled here, in chunks of one width.
-    """
-
-    num_slots: int
-    fill_rows: int
-    widths: tuple[int, ...]
-    cache_len: int
-    extends: bool = False
-
-    def chunk_widths(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the widths of the programs that prefill a prompt: the smallest that fits, or chunks of the largest."""
-        width = fit_bucket(self.widths, num_tokens)
-        return (width,) if width is not None else (self.widths[-1],) * -(-num_tokens // self.widths[-1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,6 +176,8 @@ def slot_sizes(
         RequestError: as `plan_slots`.
     """
     buckets, longest = lm.buckets, max(lengths)
+    if buckets.slots and max(totals) <= buckets.slots[-1].cache_len and num_slots in (None, buckets.num_slots):
+        return buckets.slots
     widths = prompt_widths(buckets, longest, lm.max_positions)
     context = max(*totals, widths[0])
     cache_len = fit_bucket(buckets.context, context) or bucket_size(context, CONTEXT_BUCKET, lm.max_positions)
@@ -292,7 +269,7 @@ def divide_slots(lm: LanguageModel, shares: dict[int, float], rows: int, longest
 def max_slots(lm: LanguageModel) -> int:
     """Return the most slots that are chosen without `slots=`."""
     if lm.buckets.batch:
-        return lm.buckets.batch[-1]
+        return lm.buckets.num_slots or lm.buckets.batch[-1]
     return MAX_SLOTS.get(lm.model.programs.settings.target, MAX_SLOTS_ON_ACCELERATOR)
 
 

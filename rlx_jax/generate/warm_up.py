@@ -12,15 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.compiler.settings import Buckets, bucket_size
+from rlx_jax.compiler.settings import Buckets, SlotSizes, bucket_size
 from rlx_jax.errors import RequestError, listing, shown
 from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.generation import prepare_prefix_state, start_generation
 from rlx_jax.generate.prefill import extend, prefill
 from rlx_jax.generate.request import LanguageModel, PrefixState, Request, check_answers
 from rlx_jax.generate.request_plan import CONTEXT_BUCKET, plan_request
+from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.scoring import warm_scores
+from rlx_jax.generate.slot_classes import open_slots, warm_slots
+from rlx_jax.generate.slot_plan import plan_slots, slot_sizes
 from rlx_jax.generate.speculative import Drafter
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.program_key import Variant
@@ -34,12 +37,13 @@ LARGE_SEED = 2**32
 
 
 def warm_all(
-    lm: LanguageModel, max_new_tokens: Any, samplers: Any, drafter: Drafter | None, scoring: bool, n: Any, logprobs: Any
-) -> Buckets:
+    lm: LanguageModel, max_new_tokens: Any, samplers: Any, drafter: Drafter | None, scoring: bool, n: Any,
+    logprobs: Any, slots: Any = None,
+) -> Buckets:  # fmt: skip
     """Run every program that `CausalLM.warmup` covers; arguments as there.
 
     Returns:
-        the buckets of the profile for later requests, with cache lengths added if it has none.
+        the buckets of the profile for later requests, with cache lengths added if it has none, and the sizes of slots.
 
     Raises:
         RequestError: as there.
@@ -55,10 +59,21 @@ def warm_all(
     kinds = tuple(map(lm.bind_sampler, kinds))
     check_answers(lm, n, logprobs, None, False)
     lm = replace(lm, buckets=replace(buckets, context=warm_contexts(buckets, budget, lm.max_positions)))
+    sizes: tuple[SlotSizes, ...] = ()
+    if slots is not None:
+        # The longest cache is the largest bucket, and each width of a prompt is as frequent as any other.
+        contexts, num_slots = lm.buckets.context, check_integer("slots", slots, 1)
+        lengths = [min(width, contexts[-1] - 1) for width in buckets.prompt]
+        totals = [min(length + budget, contexts[-1]) for length in lengths]
+        sizes = slot_sizes(lm, [*lengths, lengths[-1]], [*totals, contexts[-1]], num_slots)
+        lm = replace(lm, buckets=replace(lm.buckets, slots=sizes))
     with lm.model.programs.warm_up():
         warm_generation(lm, kinds, drafter, logprobs)
         warm_answers(lm, kinds[0], n or 1)
         warm_prefill(lm)
+        for sampler, num_logprobs in product(kinds if sizes else (), {None, logprobs}):
+            options = RowOptions(1, sampler, (), (), LARGE_SEED, 0)
+            warm_slots(open_slots(plan_slots(lm, [options], [1], num_logprobs, None)), sampler, LARGE_SEED)
         if scoring:
             warm_scores(lm.model, buckets, lm.max_positions)
     return lm.buckets
