@@ -123,20 +123,21 @@ class MoveRows:
             remaining: `[F]`, the number of tokens that each row may still get.
         """
 
-        def move(axis: int, array: Array, old: Array) -> Array:
-            return put_rows(targets, axis, array, jnp.take(old, sources, axis=axis, mode="clip"))
+        def move(axis: int, array: Array, old: Array, padding: int = 0) -> Array:
+            return put_rows(targets, axis, array, jnp.take(old, sources, axis=axis, mode="clip"), padding)
 
-        slots = jax.tree.map(partial(move, 0), slots, old_slots)
+        # The history of tokens has the length of the cache, and -1 where there is none yet.
+        slots = jax.tree.map(partial(move, 0, padding=-1), slots, old_slots)
         running = put_rows(targets, 0, slots.rows.running, remaining > 0)
         left = put_rows(targets, 0, slots.rows.remaining, remaining)
         moved = {name: move(axis, state[name], old_state[name]) for name, axis in self.row_axes}
         return replace(slots, rows=replace(slots.rows, running=running, remaining=left)), state | moved
 
 
-def put_rows(slots: Array, axis: int, array: Array, rows: Array) -> Array:
+def put_rows(slots: Array, axis: int, array: Array, rows: Array, padding: int = 0) -> Array:
     """Return an array with other rows in some slots.
 
-    A row of a shorter cache is padded with zeros: no ring buffer has more slots in a longer cache unless it is as long
+    A row of a shorter cache is padded: no ring buffer has more slots in a longer cache unless it is as long
     as the cache, so that position p is in slot p of both.
 
     Args:
@@ -144,10 +145,11 @@ def put_rows(slots: Array, axis: int, array: Array, rows: Array) -> Array:
         axis: the row axis.
         array: all rows.
         rows: the new rows.
+        padding: the value to pad them with.
     """
     sizes = enumerate(zip(rows.shape, array.shape, strict=True))
-    padding = [(0, 0 if i == axis else size - old_size) for i, (old_size, size) in sizes]
-    rows = jnp.pad(rows, padding) if any(after for _, after in padding) else rows
+    widths = [(0, 0 if i == axis else size - old_size) for i, (old_size, size) in sizes]
+    rows = jnp.pad(rows, widths, constant_values=padding) if any(after for _, after in widths) else rows
     # Indices past the last slot are dropped. They are unique too, so that XLA needs no order of writes.
     at = (*(slice(None),) * axis, slots)
     return array.at[at].set(rows, mode="drop", unique_indices=True)

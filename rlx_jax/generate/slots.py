@@ -108,7 +108,7 @@ class Slots:
         return (
             tokens,
             rows.running,
-            rows.num_new,
+            rows.history.num_new,
             log_probs,
             [(part.tokens, part.log_probs) for part in self.first_tokens],
         )
