@@ -138,7 +138,7 @@ def test_dispatch_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often passes run on a program, a program is planned with sizes, and XLA compiles."""
-    counted = dict.fromkeys(("run_passes", "make_lir", "compile_program"), 0)
+    counted = dict.fromkeys(("run_passes", "make_lir", "trace_program"), 0)
 
     def count(owner: Any, name: str) -> None:
         original = getattr(owner, name)
@@ -151,7 +151,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
     count(compiler, "run_passes")
     count(program_cache, "make_lir")
-    count(program_cache, "compile_program")
+    count(program_cache, "trace_program")
     return counted
 
 
@@ -169,7 +169,7 @@ def test_each_step_runs_once(counts: dict[str, int]) -> None:
         executable = pipeline.get_or_compile(rows, {"batch": rows}, build)
         x = np.ones((rows, 8), np.float32)
         np.testing.assert_allclose(run(executable, x), expected(x), rtol=1e-5)
-    assert built == [1] and counts == {"run_passes": 1, "make_lir": 2, "compile_program": 2}
+    assert built == [1] and counts == {"run_passes": 1, "make_lir": 2, "trace_program": 2}
     assert len(pipeline) == 2 and 2 in pipeline and pipeline.contains(3) and not pipeline.is_empty
     with pytest.raises(RequestError, match="key 2"):
         pipeline.get_or_compile(2, {"batch": 3}, build)

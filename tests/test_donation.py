@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.compiler.executable import compile_program
+from rlx_jax.compiler.executable import trace_program
 from rlx_jax.errors import DonationWarning, GraphError
 from rlx_jax.generate.decode import DecodeLoop, new_rows
 from rlx_jax.generate.sampler import Sampler, SamplingSteps
@@ -104,7 +104,7 @@ def test_a_drift_that_only_the_compiled_program_shows() -> None:
     state = {k: t.spec for k, t in state_types(lir.graph, False).items()}
     inputs = {i.input: i.type.spec for i in lir.graph.inputs}
     with pytest.raises(GraphError, match=r"in place: .*self_attn.k is read as f32.* and written as bf16"):
-        compile_program(lir, drifting, model.param_specs(), state, inputs)
+        trace_program(lir, drifting, model.param_specs(), state, inputs)()
     assert executable.donation is not None
 
 
@@ -116,7 +116,7 @@ def compiled_with(change: Any) -> Any:
     state = {k: t.spec for k, t in state_types(lir.graph, False).items()}
     inputs = {i.input: i.type.spec for i in lir.graph.inputs}
     lir = dataclasses.replace(lir, plan=dataclasses.replace(lir.plan, strict=True))
-    return compile_program(lir, partial(change, function), model.param_specs(), state, inputs)
+    return trace_program(lir, partial(change, function), model.param_specs(), state, inputs)()
 
 
 def test_a_copied_cache_is_an_error() -> None:

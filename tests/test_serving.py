@@ -18,6 +18,7 @@ import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.compiler.executable import Executable
 from rlx_jax.compiler.settings import Buckets
+from rlx_jax.generate import slot_plan
 from rlx_jax.generate.decode import Sizes
 from rlx_jax.generate.request_plan import request_sizes
 from rlx_jax.generate.warm_up import warm_contexts, warm_requests
@@ -189,6 +190,23 @@ def test_warm_up_runs_what_any_request_needs(
             continue
         assert sum(sizes.prefill_widths) >= longest and sizes.cache_len >= longest + budget and sizes.batch >= rows
         assert programs(sizes, budget) <= run
+
+
+@pytest.mark.slow
+def test_warm_up_covers_slots(plain: Any) -> None:
+    """Of two classes: prompts of each width and of two chunks, rows that move, with log-probabilities and without."""
+    lm = model(prompt=[4, 16], batch=[1, 2, 4], context=[16, 64], on_recompile="error")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slot_plan, "choose_classes", lambda *_: {16: 0.5, 64: 0.5})
+        lm.warmup(samplers=rlx.Sampler(), slots=4, logprobs=2)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCAB, n).tolist() for n in (3, 14, 16, 1, 23, 40, 9, 2)]
+    budgets = [30, 12, 5, 2, 9, 20, 1, 60]
+    want = [plain.generate(p, b, logprobs=2).tokens for p, b in zip(prompts, budgets, strict=True)]
+    got, compiled = compiles_of(lambda: lm.generate(prompts, budgets, slots=4))
+    assert got == want and compiled == [] and lm.report().request.slot_classes == ((2, 16), (2, 64))
+    got, compiled = compiles_of(lambda: lm.generate(prompts[::-1], budgets[::-1], logprobs=2, slots=4))
+    assert [row.tokens for row in got] == want[::-1] and compiled == [] and lm.report().recompiles == 0
 
 
 @pytest.mark.slow

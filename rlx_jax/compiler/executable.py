@@ -183,7 +183,7 @@ def sharding_options(shardings: Shardings | None, state: StateArrays, consumed: 
     }
 
 
-def compile_program(
+def trace_program(
     lir: Lir,
     function: Function,
     params: Arrays,
@@ -192,8 +192,8 @@ def compile_program(
     shardings: Shardings | None = None,
     companions: Mapping[str, Lir] | None = None,
     name: str = "function",
-) -> Executable:
-    """Trace a program and compile it with XLA, or load it from the compile cache.
+) -> Callable[[], Executable]:
+    """Trace a program, and return a function that compiles it or loads it, which may run in another thread.
 
     The state is donated if the plan donates it, and the compiled program is examined for whether it is updated in
     place.
@@ -232,17 +232,22 @@ def compile_program(
     with without_triton_warning(lir.plan.choices):
         arguments = arguments if shardings is None else jax.tree.map(without_sharding, arguments)
         lowered = jitted.lower(*arguments)
-    traced = time.perf_counter()
-    compiled, from_cache = compile_or_load(lir, lowered, arguments, (options, placements), name)
-    seconds = {"trace": traced - start, "compile": time.perf_counter() - traced}
-    start = time.perf_counter()
-    proof = check_donation(lir, compiled, lowered, shardings, companions or {}, name) if donates_state else None
-    seconds["prove"] = time.perf_counter() - start
-    # None is the sharding of an unread argument, and counts as a leaf so that positions match the arguments.
-    arg_shardings = tuple(jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None))
-    memory: Any = compiled.memory_analysis()
-    peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
-    return Executable(lir, compiled, lowered, seconds, peak, proof, consumed_inputs, arg_shardings, from_cache)
+    seconds = {"trace": time.perf_counter() - start}
+
+    def compile_traced() -> Executable:
+        start = time.perf_counter()
+        compiled, from_cache = compile_or_load(lir, lowered, arguments, (options, placements), name)
+        seconds["compile"] = time.perf_counter() - start
+        start = time.perf_counter()
+        proof = check_donation(lir, compiled, lowered, shardings, companions or {}, name) if donates_state else None
+        seconds["prove"] = time.perf_counter() - start
+        # None is the sharding of an unread argument, and counts as a leaf so that positions match the arguments.
+        arg_shardings = tuple(jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None))
+        memory: Any = compiled.memory_analysis()
+        peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
+        return Executable(lir, compiled, lowered, seconds, peak, proof, consumed_inputs, arg_shardings, from_cache)
+
+    return compile_traced
 
 
 def with_split_inputs(function: Function, name: str) -> Callable[..., Results]:
@@ -286,10 +291,10 @@ def check_donation(
 ) -> DonationProof:
     """Return the proof that a compiled program updates its state in place, or its problems.
 
-    The arguments are as in `compile_program`, with JAX's stages.
+    The arguments are as in `trace_program`, with JAX's stages.
 
     Raises:
-        GraphError: see `compile_program`.
+        GraphError: see `trace_program`.
     """
     state_shardings, gathered_bytes = ({}, 0) if shardings is None else (shardings.state, shardings.gathered_bytes)
     proof = measure_donation(lir, compiled, lowered.out_info[1], state_shardings, gathered_bytes, companions)

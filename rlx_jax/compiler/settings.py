@@ -79,7 +79,8 @@ class Buckets:
         programs: the number of compiled programs that the cache retains.
         spare: slots of a ring buffer in addition to its window.
         row_multiple: the number of shards of the rows on a mesh; 1 without one.
-        slots: the context classes of slots that warm-up has run.
+        num_slots: the number of slots that warm-up covers.
+        slots: their context classes.
     """
 
     prompt: tuple[int, ...] = ()
@@ -89,16 +90,12 @@ class Buckets:
     programs: int = 256
     spare: int = 0
     row_multiple: int = 1
+    num_slots: int = 0
     slots: tuple[SlotSizes, ...] = ()
 
     def __post_init__(self) -> None:
         for name in DIMENSIONS:
             object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
-
-    @property
-    def num_slots(self) -> int:
-        """Return the number of slots that warm-up has run."""
-        return sum(sizes.num_slots for sizes in self.slots)
 
     @property
     def largest_chunk(self) -> int | None:

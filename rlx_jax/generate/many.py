@@ -125,6 +125,7 @@ def run_slots(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[N
     if not jobs:
         return
     device = open_slots(plan_jobs(lm, jobs, request))
+    device.prepare(jobs)
     scheduler = Scheduler(device, partial(find_end, lm))
     for job in jobs:
         scheduler.submit(job)
@@ -267,6 +268,7 @@ class PromptStream:
                 if device is None or not all(fits_device(device, job) for job in waiting):
                     scheduler = device = None  # free its memory first
                     device = open_slots(plan_jobs(self.lm, waiting, self.request))
+                    device.prepare(waiting)
                     scheduler = Scheduler(device, partial(find_end, self.lm), read_ahead)
             assert device is not None and scheduler is not None
             while waiting and fits_device(device, waiting[0]):

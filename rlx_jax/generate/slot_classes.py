@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import jax
+
+from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.settings import SlotSizes
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.scheduler import JobAnswer, Slot, SlotJob, SlotTokens
-from rlx_jax.generate.slot_plan import SlotPlan
+from rlx_jax.generate.slot_plan import SlotPlan, fill_keys
 from rlx_jax.generate.slots import Slots, open_class
+from rlx_jax.runtime.prepare import prepare_programs
+from rlx_jax.runtime.program_key import ProgramKey
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +49,16 @@ class SlotClasses:
         """Return the plan of the class that prefills a prompt: the one with the shortest cache that holds it."""
         return next(part.plan for part in self.parts if part.plan.sizes.cache_len >= num_tokens)
 
+    def prepare(self, jobs: Sequence[SlotJob]) -> None:
+        """Compile the programs of the model that jobs need, or load them, several at a time."""
+        lengths = {len(job.ids) for job in jobs}
+        chunks = {(self.prefill_plan(n), self.prefill_plan(n).sizes.chunk_widths(n)) for n in lengths}
+        calls = [call for plan, widths in chunks for call in prefill_calls(plan, widths)]
+        calls += [(part.plan.loop.key, part.state, part.loop_inputs(0)) for part in self.parts]
+        model = self.parts[0].plan.loop.model
+        params = model.require_params("generation")
+        prepare_programs(model.programs, [(key, params, state, inputs) for key, state, inputs in calls])
+
     def fill(self, index: int, group: Sequence[tuple[int, SlotJob]]) -> None:
         """Prefill jobs into free rows of a class, without waiting for the device."""
         self.parts[index].fill(group, self.prefill_plan(max(len(job.ids) for _, job in group)))
@@ -69,6 +85,19 @@ class SlotClasses:
             rows[index].append(row)
         for index, stopped in rows.items():
             self.parts[index].stop(stopped)
+
+
+def prefill_calls(plan: SlotPlan, widths: Sequence[int]) -> list[tuple[ProgramKey, StateArrays, dict[str, Any]]]:
+    """Return the programs that prefill chunks of these widths, with the types of their states and inputs."""
+    model, rows = plan.loop.model, plan.sizes.fill_rows
+    calls = []
+    for key, width in zip(fill_keys(plan.lm, plan.sizes, widths), widths, strict=True):
+        types = model.programs.template(key.symbolic).state if key.program == "extend" else {}
+        bound = {name: t.bind(dict(key.binding)) for name, t in types.items()}
+        state = {name: jax.ShapeDtypeStruct(t.shape, t.dtype) for name, t in bound.items()}
+        shapes = {model.first_input: (rows, width), "lengths": (rows,)}
+        calls.append((key, state, {name: jax.ShapeDtypeStruct(shape, "int32") for name, shape in shapes.items()}))
+    return calls
 
 
 def warm_slots(device: SlotClasses, sampler: Sampler, seed: int) -> None:

@@ -99,11 +99,14 @@ class Slots:
             self.first_tokens.append(FillResult(slots, tokens, log_probs))
         self.occupied.update(group)
 
+    def loop_inputs(self, min_running: int) -> dict[str, Any]:
+        """Return the inputs of the loop; see `DecodeLoop`."""
+        operands = {"sampler_values": self.rows.sampler_values, "stop_mask": self.rows.stop_ids}
+        return {"rows": self.rows.rows, "min_running": np.int32(min_running), **operands}
+
     def start_decode(self, min_running: int) -> Any:
         """Decode some steps, until at most `min_running` slots run; return the tokens, without waiting for them."""
-        operands = {"sampler_values": self.rows.sampler_values, "stop_mask": self.rows.stop_ids}
-        inputs = {"rows": self.rows.rows, "min_running": np.int32(min_running), **operands}
-        (tokens, rows, *log_probs), self.state = self.plan.loop(inputs, self.state)
+        (tokens, rows, *log_probs), self.state = self.plan.loop(self.loop_inputs(min_running), self.state)
         self.rows = replace(self.rows, rows=rows)
         return (
             tokens,

@@ -66,7 +66,7 @@ def warm_all(
         lengths = [min(width, contexts[-1] - 1) for width in buckets.prompt]
         totals = [min(length + budget, contexts[-1]) for length in lengths]
         sizes = slot_sizes(lm, [*lengths, lengths[-1]], [*totals, contexts[-1]], num_slots)
-        lm = replace(lm, buckets=replace(lm.buckets, slots=sizes))
+        lm = replace(lm, buckets=replace(lm.buckets, num_slots=num_slots, slots=sizes))
     with lm.model.programs.warm_up():
         warm_generation(lm, kinds, drafter, logprobs)
         warm_answers(lm, kinds[0], n or 1)

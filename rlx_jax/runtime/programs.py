@@ -27,9 +27,9 @@ from rlx_jax.compiler.executable import (
     Progress,
     Shardings,
     StateArrays,
-    compile_program,
     has_transfer_guard,
     to_device,
+    trace_program,
     uncovered_arguments,
 )
 from rlx_jax.compiler.meshes import to_model_devices, use_model_mesh, with_explicit_axes
@@ -113,7 +113,8 @@ class Programs:
         self.fuses_by_default = False  # whether projections are fused if the profile leaves it open
         self.planned_program = "forward"  # the program that the settings and the layout are chosen for
         # One lock for all caches: making an entry of one makes entries of others, and separate locks could deadlock.
-        lock, limit = threading.RLock(), settings.buckets.programs
+        self.lock, limit = threading.RLock(), settings.buckets.programs
+        lock = self.lock
         self.builds: LruCache[tuple[str, frozenset[str]], tuple[Built, float]] = LruCache(MAX_TEMPLATES, lock)
         self.templates: LruCache[ProgramKey, Template] = LruCache(MAX_TEMPLATES, lock)
         self.derivation_errors: LruCache[tuple[str, str, frozenset[str]], str] = LruCache(MAX_TEMPLATES, lock)
@@ -237,31 +238,37 @@ class Programs:
 
         Arguments may be `jax.ShapeDtypeStruct`.
         """
+        if self.warmup_keys is not None:
+            self.warmup_keys.add(key)
+        return self.executables(key, lambda: self.trace_executable(key, params, state, inputs)())
 
-        def make() -> Executable:
-            self.check_compiled(key)
-            if self.settings.buckets.on_recompile == "warn" and (reason := self.recompile_reason(key)[0]):
-                warnings.warn(f"{reason}; compiling it", RlxWarning, stacklevel=2)
-            if self.is_warm:
-                self.record_recompile(f"{key.text}: {self.recompile_reason(key)[0]}")
-            step = f"compile {key.text}"
-            self.report_progress(step, 0, 1)
-            program = self.function(key)
-            with use_model_mesh(self.model_sharding):
-                companions = key.wrapper.companions() if isinstance(key.wrapper, HasCompanions) else None
-                shardings = self.shardings(key, inputs)
-                executable = compile_program(
-                    program.lir, program.run, params, state, inputs, shardings, companions, key.text
-                )
+    def trace_executable(
+        self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays
+    ) -> Callable[[], Executable]:
+        """Trace a program, and return a function that compiles it or loads it, which may run in another thread."""
+        self.check_compiled(key)
+        if self.settings.buckets.on_recompile == "warn" and (reason := self.recompile_reason(key)[0]):
+            warnings.warn(f"{reason}; compiling it", RlxWarning, stacklevel=2)
+        if self.is_warm:
+            self.record_recompile(f"{key.text}: {self.recompile_reason(key)[0]}")
+        step = f"compile {key.text}"
+        self.report_progress(step, 0, 1)
+        program = self.function(key)
+        with use_model_mesh(self.model_sharding):
+            companions = key.wrapper.companions() if isinstance(key.wrapper, HasCompanions) else None
+            arguments = (params, state, inputs, self.shardings(key, inputs), companions, key.text)
+            compile_traced = trace_program(program.lir, program.run, *arguments)
+
+        def compile_executable() -> Executable:
+            with use_model_mesh(self.model_sharding):  # a context of the thread
+                executable = compile_traced()
             self.warn_of_donation(key, executable)
             executable.seconds = {"plan": program.seconds, **executable.seconds}
             self.num_loaded += executable.from_cache
             self.report_progress(step, 1, 1)
             return executable
 
-        if self.warmup_keys is not None:
-            self.warmup_keys.add(key)
-        return self.executables(key, make)
+        return compile_executable
 
     def warn_of_donation(self, key: ProgramKey, executable: Executable) -> None:
         """Warn if a program takes more memory than planned, once for all its sizes."""

@@ -1,0 +1,27 @@
+"""This module compiles several programs of a model at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from rlx_jax.compiler.executable import Arrays, StateArrays
+from rlx_jax.runtime.program_key import ProgramKey
+from rlx_jax.runtime.programs import Programs
+
+# Programs that compile at the same time; XLA itself uses several threads for one.
+COMPILE_THREADS = 4
+
+
+def prepare_programs(programs: Programs, calls: Sequence[tuple[ProgramKey, Arrays, StateArrays, Arrays]]) -> None:
+    """Compile programs, or load them: while one is traced, threads compile the ones before.
+
+    Args:
+        programs: the programs of the model.
+        calls: the key of each program and its arguments, as in `Programs.executable`.
+    """
+    missing = {key: arguments for key, *arguments in calls if key not in programs.executables}
+    with programs.lock, ThreadPoolExecutor(COMPILE_THREADS) as pool:
+        jobs = {key: pool.submit(programs.trace_executable(key, *arguments)) for key, arguments in missing.items()}
+        for key, job in jobs.items():
+            programs.executables.insert(key, job.result())
