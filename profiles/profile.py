@@ -33,8 +33,11 @@ from rlx_jax.profiles.schema import (
 )
 
 _FOLDER = files("rlx_jax.profiles")
-# The names of the presets. Each is a file in this folder, with the measurements that justify its settings.
-PRESETS = tuple(sorted(f.name.removesuffix(".rlx.toml") for f in _FOLDER.iterdir() if f.name.endswith(".rlx.toml")))
+# The presets of prompts, each with the one of decoding whose settings it has: all programs of a model share a profile.
+ALIASES = {f"{family}_prefill": f"{family}_decode" for family in ("llama32", "qwen3", "qwen35", "gemma")}
+# The names of the presets. Each is an alias, or a file in this folder with the measurements that justify its settings.
+_FILES = [f.name.removesuffix(".rlx.toml") for f in _FOLDER.iterdir() if f.name.endswith(".rlx.toml")]
+PRESETS = tuple(sorted([*_FILES, *ALIASES]))
 
 # Presets of the specification for model families that are not implemented, so that nothing can be measured: an
 # `UnsupportedError`.
@@ -117,6 +120,8 @@ def setting_text(value: Any) -> str:
 @cache
 def _preset(name: str) -> CompileProfile:
     """Return a preset; see `CompileProfile.preset`."""
+    if name in ALIASES:
+        return replace(_preset(ALIASES[name]), name=name)
     if name in PRESETS:
         resource = _FOLDER.joinpath(f"{name}.rlx.toml")
         source = f"preset {quote(name)}"

@@ -21,7 +21,7 @@ from rlx_jax.ir.roles import ROLES
 from rlx_jax.models.families import FAMILIES
 from rlx_jax.profiles import PRESETS, Change, CompileProfile, Fusion, Options, Precision, schema
 from rlx_jax.profiles.check import UNSUPPORTED_PLATFORMS, Table, field_types, iter_settings
-from rlx_jax.profiles.profile import UNMEASURED
+from rlx_jax.profiles.profile import ALIASES, UNMEASURED
 from tests import divided, profile_page
 from tests.oracles import checkpoints, hugging_face
 
@@ -136,6 +136,10 @@ def test_preset(name: str) -> None:
     assert profile.name == name
     assert profile is getattr(CompileProfile, name)()
     assert read(profile.to_toml()) == profile
+    if name in ALIASES:  # one value under two names
+        original = CompileProfile.preset(ALIASES[name])
+        assert all(getattr(profile, f.name) is getattr(original, f.name) for f in fields(profile) if f.name != "name")
+        return
     if name == "auto":
         return
     text = (Path(schema.__file__).parent / f"{name}.rlx.toml").read_text()
