@@ -81,6 +81,7 @@ class EncoderLayerSpec:
         activation: activation of the MLP or of its gate, a name in `UNARY`.
         mask_input: name of an input with a keep mask `[B, S]`; None for no mask. The input may be absent.
         window: keys at a distance of less than this many tokens, on both sides; None for all.
+        causal: tokens read no later ones.
         rope: name of the RopeTables that rotate queries and keys, "" for tables without a name; None for no rotation.
         rope_style: how columns pair up, as in `emit.rotary`.
         rope_theta: base of the rotation where `rope` is "" and no RopeTables stage ran.
@@ -109,6 +110,7 @@ class EncoderLayerSpec:
     activation: str = "gelu"
     mask_input: str | None = "attention_mask"
     window: int | None = None
+    causal: bool = False
     rope: str | None = None
     rope_style: str = "half"
     rope_theta: float = 10000.0
@@ -161,8 +163,8 @@ class EncoderLayer:
         with emit.scope(*block):
             extra = {name: value for name, value in optional.items() if value is not None}
             op = hir.Attention(
-                s.num_heads, s.kv_heads, window=s.window, scale=s.score_scale, extra=tuple(extra),
-                ahead=0 if s.window is None else s.window - 1, by_distance="bias" in extra,
+                s.num_heads, s.kv_heads, s.causal, s.window, s.score_scale, extra=tuple(extra),
+                ahead=0 if s.causal or s.window is None else s.window - 1, by_distance="bias" in extra,
             )  # fmt: skip
             context = emit.add_node(op, q, k, v, *extra.values())
         # BERT's output projection has a block, which dumps show; in other styles it belongs to the block of attention.

@@ -8,10 +8,12 @@ from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import BlockStage, DistanceEmbeddings, EncoderKeys, EncoderLayerSpec, LayerNorm, RelativeKeys
 from rlx_jax.blocks.encoder import STYLES
+from rlx_jax.blocks.linear import module_keys
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import ACTIVATIONS, Fields
 from rlx_jax.models.heads import BERT_MASKED, MASKED, SEQUENCE, HeadLayer, HeadLayers, masked_head, token_heads
+from rlx_jax.trace.emit import Emit, FlowValue
 
 # Name of the registered embeddings of distances.
 DISTANCES = "relative_embeddings"
@@ -78,13 +80,22 @@ class DebertaConfig(BertConfig):
 
 @dataclass(frozen=True)
 class DebertaV2Config(DebertaConfig):
-    """Sizes of a DeBERTa v2 or v3 model."""
+    """Sizes of a DeBERTa v2 or v3 model.
+
+    Attributes:
+        conv_kernel: width of the convolution over the embeddings in tokens; 0 without one.
+        conv_groups, conv_activation: its number of groups of channels, and the function after it.
+    """
+
+    conv_kernel: int = 0
+    conv_groups: int = 1
+    conv_activation: str = "tanh"
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "vocab": 128100, "hidden": 1536, "layers": 24, "heads": 24, "inner": 6144, "eps": 1e-7
     }  # fmt: skip
     inert: ClassVar[tuple[str, ...]] = (*DebertaConfig.inert, "conv_act", "conv_groups")
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"conv_kernel_size": (0,)}
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     @classmethod
     def read(cls, c: Fields) -> Self:
@@ -94,6 +105,15 @@ class DebertaV2Config(DebertaConfig):
                 f"{c.where}: field 'position_buckets' is {buckets}; expected an even number under "
                 f"{2 * (config.max_distance - 1)}"
             )
+        kernel, groups = c.integer("conv_kernel_size", 0, low=0, high=2**10), c.integer("conv_groups", 1)
+        if kernel and (kernel % 2 == 0 or config.hidden_size % groups):
+            raise ConfigError(
+                f"{c.where}: field 'conv_kernel_size' is {kernel}, and 'conv_groups' {groups}; expected an odd number, "
+                f"and a divisor of hidden_size {config.hidden_size}"
+            )
+        if kernel:
+            activation = c.choice("conv_act", "tanh", ACTIVATIONS)
+            config = replace(config, conv_kernel=kernel, conv_groups=groups, conv_activation=activation)
         norm = c.choice("norm_rel_ebd", "none", {"none": "", "layer_norm": "layer_norm"})
         return replace(
             config, buckets=buckets, norm_embeddings=bool(norm), share_keys=c.flag("share_att_key", False)
@@ -166,12 +186,36 @@ class DebertaFlow(BertLike[DebertaConfig]):
 
 
 @dataclass(frozen=True)
+class LayerWithConv:
+    """Add a convolution of a layer's input to its result: `norm(layer(x) + act(conv(x)))`, `[B,S,H]` → same.
+
+    Weights under the prefix: `conv.weight` `[H, H/groups, kernel]`, `conv.bias`, `LayerNorm.*`.
+    """
+
+    layer: BlockStage
+    prefix: str
+    config: DebertaV2Config
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x, c, p = emit.require(value, "LayerWithConv"), self.config, f"{self.prefix}.conv"
+        y, mask = self.layer.emit(emit, x), emit.optional_input("attention_mask")
+        with emit.scope("conv"):
+            x = x if mask is None else emit.where(emit.compare("ne", mask, 0)[..., None], x, 0.0)
+            weight = emit.param(f"{p}.weight", (c.hidden_size, c.hidden_size // c.conv_groups, c.conv_kernel))
+            bias, ends = emit.param(f"{p}.bias", (c.hidden_size,)), (c.conv_kernel // 2,) * 2
+            z = emit.conv(x.transpose(0, 2, 1), weight, padding=[ends], feature_group_count=c.conv_groups)
+            total = y + emit.activation(c.conv_activation, z.transpose(0, 2, 1) + bias)
+            return emit.layer_norm(total, *module_keys(f"{self.prefix}.LayerNorm"), c.layer_norm_eps)
+
+
+@dataclass(frozen=True)
 class DebertaV2Flow(DebertaFlow):
     """The recipe of DeBERTa v2 and v3: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
 
     name: str = "deberta-v2"
 
     config_type = DebertaV2Config
+    config: DebertaV2Config
     layer_keys: ClassVar[EncoderKeys | None] = replace(
         STYLES["bert"], qkv=("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj")
     )
@@ -180,3 +224,8 @@ class DebertaV2Flow(DebertaFlow):
         if self.config.share_keys:
             return keys.qkv[1], keys.qkv[0]
         return "attention.self.pos_key_proj", "attention.self.pos_query_proj"
+
+    def stage(self, index: int, spec: Any) -> BlockStage:
+        layer = super().stage(index, spec)
+        has_conv = self.config.conv_kernel and not index
+        return LayerWithConv(layer, self.key("encoder.conv"), self.config) if has_conv else layer

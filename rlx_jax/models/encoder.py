@@ -50,6 +50,8 @@ class TowerFlow(Recipe[L]):
     head: TaskHead | None = None
 
     heads: ClassVar[HeadLayers] = {}  # the layers of the family's heads by task
+    # The token of a text that a classifier reads, and `pad_token_id` of a config that lacks the field: see `read_head`.
+    head_token: ClassVar[tuple[str, int | None]] = ("cls", None)
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

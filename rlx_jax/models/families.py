@@ -23,6 +23,7 @@ from rlx_jax.models.gemma import TEXT as GEMMA_TEXT
 from rlx_jax.models.heads import ANSWER, IMAGE, MASKED, SEQUENCE, TOKEN, read_head
 from rlx_jax.models.hooks import WithIgnored
 from rlx_jax.models.llama import LlamaBidirectionalFlow
+from rlx_jax.models.modernbert import ModernBertDecoderFlow
 from rlx_jax.models.nearest_family import describe_nearest
 from rlx_jax.models.qwen35 import TEXT as QWEN35_TEXT
 from rlx_jax.models.recipe import Recipe
@@ -153,7 +154,8 @@ class Family:
                 config.finish_model(UNUSED_TEXT)
             else:
                 instance = recipe.for_prefill(config)
-            head = None if headless else read_head(config, architecture(config)[1], instance.task_heads())
+            name, heads = architecture(config)[1], instance.task_heads()
+            head = None if headless else read_head(config, name, heads, *recipe.head_token)
             kind_with_head = KINDS[head.task] if head else kind
             return bind_recipe(replace(instance, head=head), source, kind_with_head, processor_prefix)
 
@@ -238,6 +240,9 @@ FAMILIES: dict[str, Family] = {
     "albert": Family.encoder(models.AlbertFlow, *task_architectures("Albert", "PreTraining")),
     "mpnet": Family.encoder(models.MPNetFlow, *task_architectures("MPNet")),
     "modernbert": Family.encoder(models.ModernBertFlow, *task_architectures("ModernBert")),
+    "modernbert-decoder": Family.encoder(
+        ModernBertDecoderFlow, "ModernBertDecoderModel", "ModernBertDecoderForSequenceClassification"
+    ),
     "deberta": Family.encoder(models.DebertaFlow, *task_architectures("Deberta")),
     "deberta-v2": Family.encoder(models.DebertaV2Flow, *task_architectures("DebertaV2")),
     "gte": Family.encoder(models.GteFlow, *task_architectures("Gte"), *task_architectures("New")),

@@ -1,5 +1,5 @@
-"""Define the config and recipe of ModernBERT (Warner et al. 2024): rotary positions, gated MLPs, and windows in two of
-three layers."""
+"""Define the configs and recipes of ModernBERT (Warner et al. 2024) and its decoder: rotary positions, gated MLPs, and
+windows in two of three layers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rlx_jax.models.heads import ANSWER, MASKED, SEQUENCE, TOKEN, HeadLayer, Hea
 
 # Name of the rope tables of the layers with a window.
 LOCAL = "local"
+KEYS = EncoderKeys(("attn.Wqkv",), "attn.Wo", "attn_norm", "mlp.Wi", "mlp.Wo", "mlp_norm", gate="mlp.Wi")
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class ModernBertConfig(BertConfig):
         common |= {"layer_norm_eps": named.real("layer_norm_eps")}
         common |= {"activation": c.choice("hidden_activation", "gelu", ACTIVATIONS)}
         every, head_dim = c.integer("global_attn_every_n_layers", 3), even_head_dim(c, common)
-        window = c.integer("local_attention", 128) // 2 + 1
+        window = cls.read_window(c)
         parameters = c.group("rope_parameters")
         ropes = [parameters.group(f"{kind}_attention") if parameters else None for kind in ("full", "sliding")]
         if parameters is not None:
@@ -67,6 +68,11 @@ class ModernBertConfig(BertConfig):
             **c.with_defaults(cls, "norm_bias", "attention_bias", "mlp_bias", "classifier_bias", "decoder_bias"),
         )
 
+    @classmethod
+    def read_window(cls, c: Fields) -> int:
+        """Return the distance from which on a layer with a window reads no keys."""
+        return c.integer("local_attention", 128) // 2 + 1
+
 
 @dataclass(frozen=True)
 class ModernBertFlow(BertLike[ModernBertConfig]):
@@ -79,9 +85,7 @@ class ModernBertFlow(BertLike[ModernBertConfig]):
     embedding = "embeddings.tok_embeddings.weight"
     head_prefixes = ("head.", "decoder.", "classifier.")
     optional_inputs = (("attention_mask", None), ("position_ids", None))
-    layer_keys: ClassVar[EncoderKeys | None] = EncoderKeys(
-        ("attn.Wqkv",), "attn.Wo", "attn_norm", "mlp.Wi", "mlp.Wo", "mlp_norm", gate="mlp.Wi"
-    )
+    layer_keys: ClassVar[EncoderKeys | None] = KEYS
     pre_norm = True
     embedding_norm = "embeddings.norm"
     final_norm = "final_norm"
@@ -115,3 +119,37 @@ class ModernBertFlow(BertLike[ModernBertConfig]):
             rope="" if window is None else LOCAL, norm_bias=c.norm_bias, qkv_bias=c.attention_bias,
             out_bias=c.attention_bias, up_bias=c.mlp_bias, down_bias=c.mlp_bias,
         )  # fmt: skip
+
+
+# -- the decoder -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModernBertDecoderConfig(ModernBertConfig):
+    """Sizes of a decoder of ModernBERT."""
+
+    @classmethod
+    def read_window(cls, c: Fields) -> int:
+        return c.integer("sliding_window", c.integer("local_attention", 128) // 2)
+
+
+@dataclass(frozen=True)
+class ModernBertDecoderFlow(ModernBertFlow):
+    """The recipe of ModernBERT's decoder without its language-model head: see `EncoderFlow`. Tokens read no later ones.
+
+    Optional inputs are `attention_mask` and `position_ids`. A classifier reads the last token.
+    """
+
+    name: str = "modernbert-decoder"
+
+    config_type = ModernBertDecoderConfig
+    head_prefixes = ("head.", "lm_head.", "decoder.", "classifier.")
+    head_token = ("lasttoken", 50283)
+    layer_keys = replace(KEYS, qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"))
+
+    def task_heads(self) -> HeadLayers:
+        dense, last = super().task_heads()[SEQUENCE]
+        return {SEQUENCE: (dense, replace(last, bias=self.config.classifier_bias))}
+
+    def layer_spec(self, index: int, keys: EncoderKeys) -> EncoderLayerSpec:
+        return replace(super().layer_spec(index, keys), causal=True)
