@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, ClassVar
 
-from rlx_jax.errors import UnsupportedError
 from rlx_jax.models.bert import BertConfig, BertLike
-from rlx_jax.models.config import Fields, text_fields
 from rlx_jax.models.heads import MASKED, SEQUENCE, HeadLayer, masked_head, token_heads
 
 
@@ -15,18 +14,14 @@ from rlx_jax.models.heads import MASKED, SEQUENCE, HeadLayer, masked_head, token
 class AlbertConfig(BertConfig):
     """Sizes of an ALBERT model, with Hugging Face's field names. The layers of a group share their weights."""
 
+    embedding_size: int = 128
     num_hidden_groups: int = 1
 
-    @classmethod
-    def read(cls, c: Fields) -> Self:
-        if (inner := c.integer("inner_group_num", 1)) != 1:
-            raise UnsupportedError(f"{c.where}: field 'inner_group_num' is {inner}; supported is 1")
-        return cls(
-            **text_fields(c, 30000, inner=16384, hidden=4096, heads=64, activation="gelu_new"),
-            type_vocab_size=c.integer("type_vocab_size", 2),
-            embedding_size=c.integer("embedding_size", 128),
-            num_hidden_groups=c.integer("num_hidden_groups", 1),
-        )
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "vocab": 30000, "inner": 16384, "hidden": 4096, "heads": 64, "activation": "gelu_new"
+    }  # fmt: skip
+    fields: ClassVar[Mapping[str, str]] = {"embedding_size": "embedding_size", "num_hidden_groups": "num_hidden_groups"}
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {**BertConfig.neutral, "inner_group_num": (1,)}
 
 
 @dataclass(frozen=True)
@@ -36,8 +31,6 @@ class AlbertFlow(BertLike[AlbertConfig]):
     name: str = "albert"
 
     config_type = AlbertConfig
-    prefixes = ("albert",)
-    head_prefixes = ("predictions.", "sop_classifier.", "classifier.", "qa_outputs.")
     heads = {
         SEQUENCE: (HeadLayer("pooler", "tanh", in_encoder=True), HeadLayer("classifier")),
         MASKED: masked_head("predictions.dense", "predictions.LayerNorm", "predictions.decoder", "predictions.bias"),

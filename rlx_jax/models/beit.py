@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -9,8 +10,8 @@ import numpy as np
 
 from rlx_jax.blocks import BlockStage, ClsTokenPool, LayerNorm, PreNormLayerSpec, Sequence
 from rlx_jax.errors import UnsupportedError
-from rlx_jax.models.config import Fields, tower_fields
-from rlx_jax.models.vision import PatchMean, VisionConfig, VisionFlow, VisionLayout, image_fields
+from rlx_jax.models.config import Fields
+from rlx_jax.models.vision import PatchMean, VisionConfig, VisionFlow, VisionLayout
 from rlx_jax.models.vit import HF
 from rlx_jax.trace.emit import Emit, FlowValue
 
@@ -67,6 +68,11 @@ class BeitConfig(VisionConfig):
     layer_scale: bool = True
     mean_pooling: bool = True
 
+    defaults: ClassVar[Mapping[str, Any]] = {"eps": 1e-12}
+    fields: ClassVar[Mapping[str, str]] = {
+        "absolute": "use_absolute_position_embeddings", "relative": "use_relative_position_bias",
+        "shared": "use_shared_relative_position_bias", "mean_pooling": "use_mean_pooling",
+    }  # fmt: skip
     inert: ClassVar[tuple[str, ...]] = (
         "add_fpn", "auxiliary_channels", "auxiliary_concat_input", "auxiliary_loss_weight", "auxiliary_num_convs",
         "out_features", "out_indices", "pool_scales", "reshape_hidden_states", "segmentation_indices",
@@ -75,17 +81,8 @@ class BeitConfig(VisionConfig):
 
     @classmethod
     def read(cls, c: Fields) -> Self:
-        result = cls(
-            **tower_fields(c, eps=1e-12),
-            **image_fields(c),
-            intermediate_size=c.integer("intermediate_size", 3072),
-            qkv_bias=(True, False, True),
-            absolute=c.flag("use_absolute_position_embeddings", False),
-            relative=c.flag("use_relative_position_bias", False),
-            shared=c.flag("use_shared_relative_position_bias", False),
-            layer_scale=c.real("layer_scale_init_value", 0.1, exclusive=False) > 0,
-            mean_pooling=c.flag("use_mean_pooling", True),
-        )
+        scale = c.real("layer_scale_init_value", 0.1, exclusive=False)
+        result = cls(**cls.common_fields(c), qkv_bias=(True, False, True), layer_scale=scale > 0)
         if result.relative and result.shared:
             raise UnsupportedError(
                 f"{c.where}: use_relative_position_bias and use_shared_relative_position_bias are both true; supported "

@@ -27,7 +27,7 @@ from rlx_jax.blocks.encoder import bert_layer_prefix
 from rlx_jax.flow import declared_shapes
 from rlx_jax.models.config import Fields, TokenConfig, text_fields
 from rlx_jax.models.encoder import EncoderFlow
-from rlx_jax.models.heads import BERT_HEADS
+from rlx_jax.models.heads import BERT_HEADS, HeadLayers
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class BertConfig(TokenConfig):
         inv_freq: inverse frequencies of the rope of all layers; empty without one.
         defaults: the family's defaults, keywords of `text_fields`.
         min_types: the smallest number of token types.
+        fields: further attributes, and the names of their fields.
     """
 
     vocab_size: int
@@ -55,6 +56,7 @@ class BertConfig(TokenConfig):
 
     defaults: ClassVar[Mapping[str, Any]] = {"vocab": 30522}
     min_types: ClassVar[int] = 1
+    fields: ClassVar[Mapping[str, str]] = {}
     inert: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"position_embedding_type": ("absolute",)}
 
@@ -66,7 +68,9 @@ class BertConfig(TokenConfig):
     def common_fields(cls, c: Fields) -> dict[str, Any]:
         """Return the fields that BERT-like configs share."""
         types = c.integer("type_vocab_size", cls.type_vocab_size, low=cls.min_types)
-        return dict(**text_fields(c, **cls.defaults), type_vocab_size=types)
+        return dict(
+            **text_fields(c, **cls.defaults), **c.with_defaults(cls, **cls.fields), type_vocab_size=types
+        )  # fmt: skip
 
 
 B = TypeVar("B", bound=BertConfig)
@@ -84,6 +88,7 @@ class BertLike(EncoderFlow[B]):
         embedding_norm, final_norm: the norms after the embeddings and after the layers; empty for none.
     """
 
+    heads: ClassVar[HeadLayers] = BERT_HEADS
     style: ClassVar[str] = "bert"
     layer_keys: ClassVar[EncoderKeys | None] = None
     pre_norm: ClassVar[bool] = False
@@ -159,9 +164,6 @@ class BertFlow(BertLike[BertConfig]):
     name: str = "bert"
 
     config_type = BertConfig
-    prefixes = ("bert",)
-    head_prefixes = ("cls.", "classifier.", "qa_outputs.", "linear.")
-    heads = BERT_HEADS
 
 
 def _linear(key: str, shape: tuple[int, int]) -> Linear:

@@ -29,6 +29,7 @@ class BigBirdConfig(BertConfig):
     rescales: bool = False
     qkv_bias: bool = True
 
+    fields: ClassVar[Mapping[str, str]] = {"rescales": "rescale_embeddings", "qkv_bias": "use_bias"}
     defaults: ClassVar[Mapping[str, Any]] = {"vocab": 50358, "positions": 4096, "activation": "gelu_new"}
 
     @classmethod
@@ -38,8 +39,7 @@ class BigBirdConfig(BertConfig):
         dense = (5 + 2 * c.integer("num_random_blocks", 3)) * c.integer("block_size", 64)
         positions = common["max_position_embeddings"]
         return cls(
-            **common, full_positions=min(dense, positions) if is_sparse else positions,
-            rescales=c.flag("rescale_embeddings", False), qkv_bias=c.flag("use_bias", True),
+            **common, full_positions=min(dense, positions) if is_sparse else positions
         )  # fmt: skip
 
 
@@ -50,8 +50,6 @@ class BigBirdFlow(BertLike[BigBirdConfig]):
     name: str = "big_bird"
 
     config_type = BigBirdConfig
-    prefixes = ("bert",)
-    head_prefixes = ("cls.", "classifier.", "qa_classifier.")
     heads = {
         SEQUENCE: (HeadLayer("classifier.dense", HIDDEN_ACT), HeadLayer("classifier.out_proj")),
         TOKEN: (HeadLayer("classifier"),),

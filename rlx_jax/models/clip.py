@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import BlockStage, ClsTokenPool, EndTokenPool, LayerNorm, Linear, Sequence
 from rlx_jax.blocks.vision import CLIP_KEYS
-from rlx_jax.models.config import Fields, text_fields, tower_fields
+from rlx_jax.models.config import Fields, text_fields
 from rlx_jax.models.dual import DualConfig, DualFlow, finish_towers, tower_group
 from rlx_jax.models.text_tower import TextConfig, TextFlow
-from rlx_jax.models.vision import TOWER_INERT, PatchMean, VisionConfig, VisionFlow, VisionLayout, image_fields
+from rlx_jax.models.vision import TOWER_INERT, PatchMean, VisionConfig, VisionFlow, VisionLayout
 from rlx_jax.weights.source import WeightSource
 
 VISUAL, TEXTUAL = "visual_projection.weight", "text_projection.weight"
@@ -37,16 +38,10 @@ class ClipVisionConfig(VisionConfig):
 
     width: int = 512
 
+    defaults: ClassVar[Mapping[str, Any]] = {"activation": "quick_gelu", "eps": 1e-5}
+    patch = 32
+    fields: ClassVar[Mapping[str, str]] = {"width": "projection_dim"}
     inert: ClassVar[tuple[str, ...]] = TOWER_INERT
-
-    @classmethod
-    def read(cls, c: Fields) -> Self:
-        return cls(
-            **tower_fields(c, activation="quick_gelu", eps=1e-5),
-            **image_fields(c, patch=32),
-            intermediate_size=c.integer("intermediate_size", 3072),
-            width=c.integer("projection_dim", 512),
-        )
 
 
 @dataclass(frozen=True)

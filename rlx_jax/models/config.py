@@ -151,12 +151,14 @@ class Fields:
             raise self.invalid(name, "true or false", value)
         return value
 
-    def with_defaults(self, config: type[Any], *names: str) -> dict[str, Any]:
-        """Return fields by name, each read with the type (bool, int or float) and value of its default in a config
-        class."""
+    def with_defaults(self, config: type[Any], *names: str, **fields: str) -> dict[str, Any]:
+        """Return attributes of a config class, each read with the type (bool, int or float) and value of its default.
+
+        A field has the name of its attribute, or the name that `fields` gives it.
+        """
         readers: dict[type, Callable[..., Any]] = {bool: self.flag, int: self.integer, float: self.real}
-        defaults = {name: getattr(config, name) for name in names}
-        return {name: readers[type(default)](name, default) for name, default in defaults.items()}
+        attributes = {**{name: name for name in names}, **fields}
+        return {n: readers[type(getattr(config, n))](field, getattr(config, n)) for n, field in attributes.items()}
 
     def text(self, name: str, default: str | None = None) -> str:
         """Return a string."""
@@ -410,7 +412,7 @@ def tower_fields(
 
 
 def text_fields(
-    c: Fields, vocab: int, positions: int = 512, inner: int = 3072, eps: float = 1e-12, **tower: Any
+    c: Fields, vocab: int | None, positions: int = 512, inner: int = 3072, eps: float = 1e-12, **tower: Any
 ) -> dict[str, Any]:
     """Return the fields of a BERT-like stack that reads tokens.
 

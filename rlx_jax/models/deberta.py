@@ -127,8 +127,6 @@ class DebertaFlow(BertLike[DebertaConfig]):
     name: str = "deberta"
 
     config_type = DebertaConfig
-    prefixes = ("deberta",)
-    head_prefixes = ("cls.", "lm_predictions.", "mask_predictions.", "classifier.", "qa_outputs.")
     layer_keys: ClassVar[EncoderKeys | None] = replace(STYLES["bert"], qkv=("attention.self.in_proj",))
 
     def task_heads(self) -> HeadLayers:
@@ -144,17 +142,13 @@ class DebertaFlow(BertLike[DebertaConfig]):
         return super().positions(key) if self.config.position_biased_input else None
 
     def unread_keys(self) -> tuple[str, ...]:
-        return (*super().unread_keys(), *self.unread_tables())
-
-    def unread_tables(self) -> tuple[str, ...]:
-        """Return the keys of tables that the config does not use."""
-        c = self.config
-        tables = (
-            ("embeddings.position_embeddings.weight", c.position_biased_input),
-            ("encoder.rel_embeddings.weight", bool(c.terms)),
-            ("encoder.LayerNorm.", c.norm_embeddings),
-        )
-        return tuple(self.key(name) for name, is_read in tables if not is_read)
+        c, keys = self.config, super().unread_keys()
+        tables = {
+            "embeddings.position_embeddings.weight": c.position_biased_input,
+            "encoder.rel_embeddings.weight": c.terms,
+            "encoder.LayerNorm.": c.norm_embeddings,
+        }
+        return *keys, *(self.key(name) for name, is_read in tables.items() if not is_read)
 
     def embedding_stages(self) -> tuple[BlockStage, ...]:
         c, p = self.config, self.key("encoder")

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Self
 from rlx_jax.blocks import BlockStage, LayerKeys, PreNormLayerSpec
 from rlx_jax.blocks.vision import grid_rope_tables
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
-from rlx_jax.models.config import Fields, tower_fields
-from rlx_jax.models.vision import VisionConfig, VisionFlow, VisionLayout, image_fields
+from rlx_jax.models.config import Fields
+from rlx_jax.models.vision import VisionConfig, VisionFlow, VisionLayout
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.frequencies import frequencies
 
@@ -37,6 +37,8 @@ class Dinov3Config(VisionConfig):
 
     rope_theta: float = 100.0
 
+    defaults: ClassVar[Mapping[str, Any]] = {"hidden": 384, "heads": 6, "eps": 1e-5}
+    fields: ClassVar[Mapping[str, str]] = {"gated": "use_gated_mlp", "rope_theta": "rope_theta"}
     inert: ClassVar[tuple[str, ...]] = (
         "apply_layernorm", "layerscale_value", "out_features", "out_indices", "pos_embed_jitter", "pos_embed_rescale",
         "pos_embed_shift", "reshape_hidden_states", "stage_names",
@@ -46,13 +48,9 @@ class Dinov3Config(VisionConfig):
     @classmethod
     def read(cls, c: Fields) -> Self:
         result = cls(
-            **tower_fields(c, hidden=384, heads=6, eps=1e-5),
-            **image_fields(c),
-            intermediate_size=c.integer("intermediate_size", 1536),
+            **cls.common_fields(c),
             qkv_bias=(c.flag("query_bias", True), c.flag("key_bias", False), c.flag("value_bias", True)),
-            gated=c.flag("use_gated_mlp", False),
             registers=c.integer("num_register_tokens", 0, low=0, high=2**10),
-            rope_theta=c.real("rope_theta", 100.0),
         )
         if result.hidden_size // result.num_attention_heads % 4:
             raise ConfigError(

@@ -45,8 +45,6 @@ class DistilBertFlow(BertLike[DistilBertConfig]):
     name: str = "distilbert"
 
     config_type = DistilBertConfig
-    prefixes = ("distilbert",)
-    head_prefixes = ("vocab_", "pre_classifier.", "classifier.", "qa_outputs.")
     heads = {
         SEQUENCE: (HeadLayer("pre_classifier", "relu"), HeadLayer("classifier")),
         MASKED: masked_head("vocab_transform", "vocab_layer_norm", "vocab_projector"),

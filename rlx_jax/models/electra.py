@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, ClassVar, Self
 
 from rlx_jax.models.bert import BertConfig, BertLike
-from rlx_jax.models.config import Fields, text_fields
+from rlx_jax.models.config import Fields
 from rlx_jax.models.heads import MASKED, SEQUENCE, HeadLayer, masked_head, token_heads
 
 
@@ -14,11 +15,11 @@ from rlx_jax.models.heads import MASKED, SEQUENCE, HeadLayer, masked_head, token
 class ElectraConfig(BertConfig):
     """Sizes of an ELECTRA model, with Hugging Face's field names."""
 
+    defaults: ClassVar[Mapping[str, Any]] = {"vocab": 30522, "inner": 1024, "hidden": 256, "heads": 4}
+
     @classmethod
     def read(cls, c: Fields) -> Self:
-        sizes = cls(
-            **text_fields(c, 30522, inner=1024, hidden=256, heads=4), type_vocab_size=c.integer("type_vocab_size", 2)
-        )
+        sizes = super().read(c)
         width = c.integer("embedding_size", 128)
         return replace(sizes, embedding_size=0 if width == sizes.hidden_size else width)
 
@@ -30,11 +31,6 @@ class ElectraFlow(BertLike[ElectraConfig]):
     name: str = "electra"
 
     config_type = ElectraConfig
-    prefixes = ("electra",)
-    head_prefixes = (
-        "discriminator_predictions.", "generator_predictions.", "generator_lm_head.", "classifier.", "qa_outputs.",
-        "sequence_summary.",
-    )  # fmt: skip
     heads = {
         SEQUENCE: (HeadLayer("classifier.dense", "gelu"), HeadLayer("classifier.out_proj")),
         MASKED: masked_head(

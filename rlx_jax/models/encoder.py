@@ -21,6 +21,13 @@ from rlx_jax.weights.views import RenamedSource
 
 EMBEDDING = "embeddings.word_embeddings.weight"
 
+# Prefixes of keys of the heads that transformers defines for BERT-like encoders.
+HEAD_PREFIXES = (
+    "classifier.", "cls.", "discriminator_predictions.", "generator_lm_head.", "generator_predictions.", "linear.",
+    "lm_head.", "lm_predictions.", "mask_predictions.", "pre_classifier.", "predictions.", "qa_classifier.", "qa_outputs.",
+    "sequence_summary.", "sop_classifier.", "vocab_",
+)  # fmt: skip
+
 # Name of the side output with one vector for each row.
 POOLED = "pooled"
 
@@ -137,9 +144,8 @@ class EncoderFlow(TowerFlow[E]):
     name: str = "encoder"
     seq: int | None = None
 
-    prefixes: ClassVar[tuple[str, ...]] = ()
     embedding: ClassVar[str] = EMBEDDING
-    head_prefixes: ClassVar[tuple[str, ...]] = ()
+    head_prefixes: ClassVar[tuple[str, ...]] = HEAD_PREFIXES
     optional_inputs: ClassVar[tuple[OptionalInput, ...]] = (
         ("attention_mask", None),
         ("token_type_ids", 0),
@@ -156,10 +162,10 @@ class EncoderFlow(TowerFlow[E]):
 
     def adapt_to(self, source: WeightSource) -> Self:
         """Return the recipe with the prefix of a checkpoint's keys."""
-        prefixes = (*self.prefixes, "")
-        matches = (prefix for prefix in prefixes if source.has(replace(self, prefix=prefix).key(self.embedding)))
-        head = None if self.head is None else self.head.adapt_to(source)
-        return replace(self, prefix=next(matches, self.prefix), head=head)
+        name = f".{self.embedding}"
+        matches = [key[: -len(name)] for key in source.keys() if f".{key}".endswith(name)]
+        prefix = matches[0] if len(matches) == 1 else self.prefix
+        return replace(self, prefix=prefix, head=None if self.head is None else self.head.adapt_to(source))
 
     def adapt_weights(self, source: WeightSource) -> WeightSource:
         """Return a checkpoint's weights under the keys that the recipe reads.

@@ -9,7 +9,6 @@ from rlx_jax.blocks import BlockStage, GatherAdd
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import Fields
-from rlx_jax.models.heads import BERT_HEADS
 
 TASKS_INPUT = "task_type_ids"
 
@@ -33,9 +32,6 @@ class ErnieFlow(BertLike[ErnieConfig]):
     name: str = "ernie"
 
     config_type = ErnieConfig
-    prefixes = ("ernie",)
-    head_prefixes = ("cls.", "classifier.", "qa_outputs.")
-    heads = BERT_HEADS
 
     def add_inputs(self, flow: ModelFlow, rows: str = "batch") -> ModelFlow:
         flow = super().add_inputs(flow, rows)

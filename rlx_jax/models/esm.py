@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import BlockStage, EncoderKeys, MeanOfTokens, frequencies
 from rlx_jax.blocks.encoder import STYLES
-from rlx_jax.models.config import MAX_VOCABULARY, Fields, tower_fields
+from rlx_jax.models.config import Fields, text_fields
 from rlx_jax.models.decoder_config import even_head_dim
 from rlx_jax.models.roberta import RobertaConfig, RobertaFlow
 from rlx_jax.trace.emit import Emit, FlowValue
@@ -37,12 +37,7 @@ class EsmConfig(RobertaConfig):
     @classmethod
     def common_fields(cls, c: Fields) -> dict[str, Any]:
         c.choice("hidden_act", "gelu", {"gelu": "gelu"})  # the reference computes gelu whatever the config says
-        return dict(
-            **tower_fields(c, eps=1e-12),
-            vocab_size=c.integer("vocab_size", high=MAX_VOCABULARY),
-            intermediate_size=c.integer("intermediate_size", 3072),
-            max_position_embeddings=c.integer("max_position_embeddings", 1026),
-        )
+        return text_fields(c, None, 1026)
 
     @classmethod
     def read(cls, c: Fields) -> Self:
@@ -82,8 +77,6 @@ class EsmFlow(RobertaFlow):
 
     config_type = EsmConfig
     config: EsmConfig
-    prefixes = ("esm",)
-    head_prefixes = ("lm_head.", "classifier.", "qa_outputs.")
     optional_inputs = (("attention_mask", None), ("position_ids", None))
     layer_keys: ClassVar[EncoderKeys | None] = replace(
         STYLES["bert"], attention_norm="attention.LayerNorm", mlp_norm="LayerNorm"

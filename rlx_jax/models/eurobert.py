@@ -61,7 +61,6 @@ class EuroBertFlow(EncoderFlow[EuroBertConfig]):
     name: str = "eurobert"
 
     config_type = EuroBertConfig
-    prefixes = ("model",)
     embedding = "embed_tokens.weight"
     head_prefixes = ("lm_head.", "dense.", "classifier.")
     optional_inputs = (("attention_mask", None), ("position_ids", None))

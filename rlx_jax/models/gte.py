@@ -55,8 +55,6 @@ class GteFlow(BertLike[GteConfig]):
     name: str = "gte"
 
     config_type = GteConfig
-    prefixes = ("new", "gte")
-    head_prefixes = ("lm_head.", "classifier.", "qa_outputs.")
     heads = {
         **BERT_HEADS,
         MASKED: masked_head("lm_head.dense", "lm_head.norm", "lm_head.decoder", activation="gelu"),

@@ -30,7 +30,6 @@ class IBertFlow(RobertaFlow):
     name: str = "ibert"
 
     config_type = IBertConfig
-    prefixes = ("ibert",)
 
     def adapt_weights(self, source: WeightSource) -> WeightSource:
         return RenamedSource(source, {key: key for key in source.keys() if not key.endswith(QUANTIZED)})

@@ -37,8 +37,6 @@ class JinaV3Flow(BertLike[JinaV3Config]):
     name: str = "jina-v3"
 
     config_type = JinaV3Config
-    prefixes = ("roberta",)
-    head_prefixes = ("lm_head.", "classifier.", "qa_outputs.")
     heads = ROBERTA_HEADS
     optional_inputs = (("attention_mask", None), ("token_type_ids", 0), ("position_ids", None))
     layer_keys: ClassVar[EncoderKeys | None] = EncoderKeys(

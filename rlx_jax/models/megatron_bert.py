@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 from rlx_jax.blocks import EncoderKeys
 from rlx_jax.blocks.encoder import STYLES
 from rlx_jax.models.bert import BertConfig, BertLike
-from rlx_jax.models.heads import BERT_HEADS
 
 
 @dataclass(frozen=True)
@@ -26,9 +25,6 @@ class MegatronBertFlow(BertLike[MegatronBertConfig]):
     name: str = "megatron-bert"
 
     config_type = MegatronBertConfig
-    prefixes = ("bert",)
-    head_prefixes = ("cls.", "classifier.", "qa_outputs.")
-    heads = BERT_HEADS
     layer_keys: ClassVar[EncoderKeys | None] = replace(STYLES["bert"], attention_norm="attention.ln", mlp_norm="ln")
     pre_norm = True
     embedding_norm = ""

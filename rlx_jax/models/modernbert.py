@@ -48,10 +48,9 @@ class ModernBertConfig(BertConfig):
 
     @classmethod
     def read(cls, c: Fields) -> Self:
-        named = Fields({"layer_norm_eps": c.real("norm_eps", 1e-5)}, c.where)
         common = text_fields(c, 50368, 8192, 1152, layers=22)
-        common |= {"layer_norm_eps": named.real("layer_norm_eps")}
-        common |= {"activation": c.choice("hidden_activation", "gelu", ACTIVATIONS)}
+        common["layer_norm_eps"] = c.real("norm_eps", 1e-5)
+        common["activation"] = c.choice("hidden_activation", "gelu", ACTIVATIONS)
         every, head_dim = c.integer("global_attn_every_n_layers", 3), even_head_dim(c, common)
         window = cls.read_window(c)
         parameters = c.group("rope_parameters")
@@ -81,7 +80,6 @@ class ModernBertFlow(BertLike[ModernBertConfig]):
     name: str = "modernbert"
 
     config_type = ModernBertConfig
-    prefixes = ("model",)
     embedding = "embeddings.tok_embeddings.weight"
     head_prefixes = ("head.", "decoder.", "classifier.")
     optional_inputs = (("attention_mask", None), ("position_ids", None))

@@ -53,8 +53,6 @@ class MPNetFlow(BertLike[MPNetConfig]):
     name: str = "mpnet"
 
     config_type = MPNetConfig
-    prefixes = ("mpnet",)
-    head_prefixes = ("lm_head.", "classifier.", "qa_outputs.")
     heads = ROBERTA_HEADS
     optional_inputs = (("attention_mask", None), ("position_ids", None))
     style = "mpnet"

@@ -137,8 +137,6 @@ class NomicFlow(EncoderFlow[NomicConfig]):
     name: str = "nomic"
 
     config_type = NomicConfig
-    prefixes = ("nomic_bert", "bert")
-    head_prefixes = ("cls.", "classifier.", "qa_outputs.")
     heads = {
         **BERT_HEADS,
         MASKED: masked_head(

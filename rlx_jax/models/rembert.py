@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from rlx_jax.models.bert import BertConfig, BertLike
-from rlx_jax.models.config import Fields
 from rlx_jax.models.heads import BERT_HEADS, MASKED, masked_head
 
 
@@ -15,19 +14,15 @@ from rlx_jax.models.heads import BERT_HEADS, MASKED, masked_head
 class RemBertConfig(BertConfig):
     """Sizes of a RemBERT model, with Hugging Face's field names."""
 
+    embedding_size: int = 256
     output_embedding_size: int = 1664
 
     defaults: ClassVar[Mapping[str, Any]] = {
         "vocab": 250300, "hidden": 1152, "layers": 32, "heads": 18, "inner": 4608
     }  # fmt: skip
-
-    @classmethod
-    def read(cls, c: Fields) -> Self:
-        return cls(
-            **cls.common_fields(c),
-            embedding_size=c.integer("input_embedding_size", 256),
-            output_embedding_size=c.integer("output_embedding_size", cls.output_embedding_size),
-        )
+    fields: ClassVar[Mapping[str, str]] = {
+        "embedding_size": "input_embedding_size", "output_embedding_size": "output_embedding_size"
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,8 +32,6 @@ class RemBertFlow(BertLike[RemBertConfig]):
     name: str = "rembert"
 
     config_type = RemBertConfig
-    prefixes = ("rembert",)
-    head_prefixes = ("cls.", "classifier.", "qa_outputs.")
     heads = {
         **BERT_HEADS,
         MASKED: masked_head("cls.predictions.dense", "cls.predictions.LayerNorm", "cls.predictions.decoder"),

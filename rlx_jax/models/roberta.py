@@ -47,8 +47,6 @@ class RobertaFlow(BertLike[RobertaConfig]):
     name: str = "roberta"
 
     config_type = RobertaConfig
-    prefixes = ("roberta",)
-    head_prefixes = ("lm_head.", "classifier.", "qa_outputs.")
     heads = ROBERTA_HEADS
     optional_inputs: ClassVar[tuple[OptionalInput, ...]] = (
         ("attention_mask", None), ("token_type_ids", 0), ("position_ids", None),
@@ -69,8 +67,6 @@ class Data2VecTextFlow(RobertaFlow):
 
     name: str = "data2vec-text"
 
-    prefixes = ("data2vec_text",)
-
 
 @dataclass(frozen=True)
 class RobertaPreLayerNormFlow(RobertaFlow):
@@ -78,7 +74,6 @@ class RobertaPreLayerNormFlow(RobertaFlow):
 
     name: str = "roberta-prelayernorm"
 
-    prefixes = ("roberta_prelayernorm",)
     layer_keys: ClassVar[EncoderKeys | None] = replace(
         STYLES["bert"], attention_norm="attention.LayerNorm", mlp_norm="intermediate.LayerNorm"
     )

@@ -47,8 +47,6 @@ class RoFormerFlow(BertLike[RoFormerConfig]):
     name: str = "roformer"
 
     config_type = RoFormerConfig
-    prefixes = ("roformer",)
-    head_prefixes = ("cls.", "classifier.", "qa_outputs.")
     heads: ClassVar[HeadLayers] = {
         **BERT_HEADS,
         SEQUENCE: (HeadLayer("classifier.dense", HIDDEN_ACT), HeadLayer("classifier.out_proj")),

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import AttentionPool, BlockStage, ClsTokenPool, GatherLastToken, Linear, Sequence
 from rlx_jax.blocks.vision import CLIP_KEYS
 from rlx_jax.errors import ConfigError
-from rlx_jax.models.config import Fields, text_fields, tower_fields
+from rlx_jax.models.config import Fields, text_fields
 from rlx_jax.models.dual import DualConfig, DualFlow, finish_towers, tower_group
 from rlx_jax.models.text_tower import TextConfig, TextFlow
-from rlx_jax.models.vision import TOWER_INERT, PatchMean, VisionConfig, VisionFlow, VisionLayout, image_fields
+from rlx_jax.models.vision import TOWER_INERT, PatchMean, VisionConfig, VisionFlow, VisionLayout
 
 GELU, EPS = "gelu_pytorch_tanh", 1e-6
 LAYOUT = VisionLayout(
@@ -32,16 +33,9 @@ class SiglipVisionConfig(VisionConfig):
 
     head: bool = True
 
+    defaults: ClassVar[Mapping[str, Any]] = {"activation": GELU}
+    fields: ClassVar[Mapping[str, str]] = {"head": "vision_use_head"}
     inert: ClassVar[tuple[str, ...]] = TOWER_INERT
-
-    @classmethod
-    def read(cls, c: Fields) -> Self:
-        return cls(
-            **tower_fields(c, activation=GELU, eps=EPS),
-            **image_fields(c),
-            intermediate_size=c.integer("intermediate_size", 3072),
-            head=c.flag("vision_use_head", True),
-        )
 
 
 @dataclass(frozen=True)

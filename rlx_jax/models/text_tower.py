@@ -37,7 +37,6 @@ class TextFlow(EncoderFlow[T]):
     prefix: str = "text_model"
     name: str = "text"
 
-    prefixes = ("text_model",)
     embedding = TOKEN_TABLE
     optional_inputs = (("attention_mask", None), ("position_ids", POSITIONS))
     causal: ClassVar[bool] = False

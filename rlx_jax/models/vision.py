@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self, TypeVar
 
 from rlx_jax.blocks import BlockStage, ClsTokenPool, LayerKeys, LayerNorm, PreNormLayerSpec, VisionEmbed, pre_norm_layer
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow
-from rlx_jax.models.config import Fields, LayeredConfig
+from rlx_jax.models.config import Fields, LayeredConfig, tower_fields
 from rlx_jax.models.encoder import TowerFlow, head_keys
 from rlx_jax.models.heads import IMAGE_HEADS, TaskHead
 from rlx_jax.trace.emit import Emit, FlowValue
@@ -31,7 +32,11 @@ class TowerConfig(LayeredConfig):
 
 @dataclass(frozen=True)
 class VisionConfig(TowerConfig):
-    """Sizes of a vision tower. Positions are trained for `image_size`; they are resampled for other sizes."""
+    """Sizes of a vision tower. Positions are trained for `image_size`; they are resampled for other sizes.
+
+    A family sets `defaults`, keywords of `tower_fields`; `patch`, the default of its patches; and `fields`, further
+    attributes and the names of their fields.
+    """
 
     image_size: tuple[int, int]
     patch_size: tuple[int, int]
@@ -40,6 +45,23 @@ class VisionConfig(TowerConfig):
     gated: bool = False
     registers: int = 0
     antialias: bool = False
+
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    patch: ClassVar[int] = 16
+    fields: ClassVar[Mapping[str, str]] = {}
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        return cls(**cls.common_fields(c))
+
+    @classmethod
+    def common_fields(cls, c: Fields) -> dict[str, Any]:
+        """Return the fields that configs like ViT's share, and those of `fields`."""
+        return dict(
+            **tower_fields(c, **cls.defaults), **image_fields(c, patch=cls.patch),
+            intermediate_size=c.integer("intermediate_size", 4 * cls.defaults.get("hidden", 768)),
+            **c.with_defaults(cls, **cls.fields),
+        )  # fmt: skip
 
     @property
     def grid(self) -> tuple[int, int]:

@@ -4,14 +4,14 @@ differ from it in tokens or pooling: DeiT, I-JEPA and ViT-MSN.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar
 
 from rlx_jax.blocks import BlockStage, Linear
 from rlx_jax.blocks.vision import VIT_KEYS
-from rlx_jax.models.config import Fields, tower_fields
 from rlx_jax.models.heads import IMAGE, IMAGE_HEADS, HeadLayer, TaskHead
-from rlx_jax.models.vision import PatchMean, VisionConfig, VisionFlow, VisionLayout, image_fields
+from rlx_jax.models.vision import PatchMean, VisionConfig, VisionFlow, VisionLayout
 from rlx_jax.trace.emit import Emit, FlowValue
 
 LAYER, PROJECTIONS = "encoder.layer.{}", ("query", "key", "value")
@@ -29,19 +29,11 @@ HF = VisionLayout(
 
 @dataclass(frozen=True)
 class ViTConfig(VisionConfig):
-    """Sizes of a ViT. Its tanh pooler is not built. `eps` is the default of `layer_norm_eps`."""
+    """Sizes of a ViT. Its tanh pooler is not built."""
 
-    eps: ClassVar[float] = 1e-12
+    defaults: ClassVar[Mapping[str, Any]] = {"eps": 1e-12}
+    fields: ClassVar[Mapping[str, str]] = {"qkv_bias": "qkv_bias"}
     inert: ClassVar[tuple[str, ...]] = ("encoder_stride", "pooler_act", "pooler_output_size")
-
-    @classmethod
-    def read(cls, c: Fields) -> Self:
-        return cls(
-            **tower_fields(c, eps=cls.eps),
-            **image_fields(c),
-            intermediate_size=c.integer("intermediate_size", 3072),
-            qkv_bias=c.flag("qkv_bias", True),
-        )
 
 
 @dataclass(frozen=True)
@@ -137,7 +129,7 @@ MSN = replace(HF, patch=f"vit.{HF.patch}", position=f"vit.{HF.position}", cls=f"
 class ViTMsnConfig(ViTConfig):
     """Sizes of a ViT-MSN."""
 
-    eps = 1e-6
+    defaults: ClassVar[Mapping[str, Any]] = {}
 
 
 @dataclass(frozen=True)
