@@ -216,10 +216,16 @@ def pack_rows(block: Block, texts: Sequence[Sequence[Any]]) -> np.ndarray[Any, n
     padding.
     """
     out = np.zeros((3, block.rows, block.width), np.int32)
-    for row, lists in enumerate(texts):
-        at = 0
-        for number, ids in enumerate(lists, 1):
-            end = at + len(ids)
-            out[0, row, at:end], out[1, row, at:end], out[2, row, at:end] = ids, number, np.arange(end - at)
-            at = end
+    lists, counts = [ids for row in texts for ids in row], [len(row) for row in texts]
+    if not lists:
+        return out
+    # Whole arrays, because a loop over the texts takes the host as long as a GPU takes for them.
+    lengths, first = np.array([len(ids) for ids in lists]), np.repeat(np.cumsum(counts) - counts, counts)
+    starts = np.cumsum(lengths) - lengths
+    positions = np.arange(lengths.sum()) - np.repeat(starts, lengths)
+    begins = np.repeat(np.arange(len(texts)), counts) * block.width + starts - starts[first]
+    places = np.repeat(begins, lengths) + positions
+    segments = np.repeat(np.arange(len(lists)) - first + 1, lengths)
+    for values, flat in zip((np.concatenate(lists), segments, positions), out.reshape(3, -1), strict=True):
+        flat[places] = values
     return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -186,13 +187,15 @@ class TextReader:
 
     def _check_ids(self, lists: Sequence[list[int]], first: int) -> list[Ids]:
         """Return the ids of a tokenizer as arrays, after checking that each row has some and that all are in range."""
-        rows = [np.array(ids, np.int32) for ids in lists]
-        for i, row in enumerate(rows, first):
-            if not len(row) or row.max() >= self.vocab_size:
+        ends = np.cumsum([len(ids) for ids in lists]).tolist()
+        flat = np.fromiter(chain.from_iterable(lists), np.int32, ends[-1] if ends else 0)
+        if not all(lists) or flat.max(initial=0) >= self.vocab_size:
+            for i, ids in enumerate(lists, first):
                 # `id_list` raises the detailed error for an id out of range; the error below is for an empty list.
-                id_list(lists[i - first], self.vocab_size, f"texts[{i}]")
-                raise RequestError(f"texts[{i}] has no tokens: the tokenizer puts none around a text")
-        return rows
+                id_list(ids, self.vocab_size, f"texts[{i}]")
+                if not ids:
+                    raise RequestError(f"texts[{i}] has no tokens: the tokenizer puts none around a text")
+        return [flat[start:end] for start, end in pairwise([0, *ends])]
 
 
 def check_pairs(pairs: Any, name: str) -> list[tuple[str, str]]:

@@ -209,6 +209,7 @@ def task_architectures(name: str, *others: str) -> tuple[str, ...]:
 
 # Fields of a config with two towers that a classifier of images does not use.
 UNUSED_TEXT = ("text_config", "text_config_dict", "projection_dim", *DualConfig.inert)
+VIT = ("Model", "ForImageClassification", "ForMaskedImageModeling")
 DINOV2 = ("Model", "ForImageClassification", "Backbone")
 
 # The families by `model_type`; models of diffusers by class name. Installed plugins may add others under new names.
@@ -265,18 +266,11 @@ FAMILIES: dict[str, Family] = {
         Family.encoder(models.NomicFlow, *task_architectures("NomicBert", "PreTraining")),
         Family.vision(models.NomicVisionFlow, "CLIP", "NomicVisionModel"),
     ),
-    "vit": Family.vision(models.ViTFlow, "ViT", "ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling"),
-    "deit": Family.vision(
-        DeiTFlow,
-        "DeiT",
-        "DeiTModel",
-        "DeiTForImageClassification",
-        "DeiTForImageClassificationWithTeacher",
-        "DeiTForMaskedImageModeling",
-    ),
+    "vit": Family.vision(models.ViTFlow, "ViT", *(f"ViT{end}" for end in VIT)),
+    "deit": Family.vision(DeiTFlow, "DeiT", *(f"DeiT{end}" for end in VIT), f"DeiTFor{TEACHER}"),
     "ijepa": Family.vision(IJepaFlow, "ViT", "IJepaModel", "IJepaForImageClassification"),
     "vit_msn": Family.vision(ViTMsnFlow, "ViT", "ViTMSNModel", "ViTMSNForImageClassification"),
-    "beit": Family.vision(BeitFlow, "Beit", "BeitModel", "BeitForImageClassification", "BeitForMaskedImageModeling"),
+    "beit": Family.vision(BeitFlow, "Beit", *(f"Beit{end}" for end in VIT)),
     "data2vec-vision": Family.vision(BeitFlow, "Beit", "Data2VecVisionModel", "Data2VecVisionForImageClassification"),
     "dinov2": Family.vision(models.Dinov2Flow, "Bit", *(f"Dinov2{end}" for end in DINOV2)),
     "dinov2_with_registers": Family.vision(models.Dinov2Flow, "Bit", *(f"Dinov2WithRegisters{end}" for end in DINOV2)),
