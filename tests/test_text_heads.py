@@ -121,6 +121,8 @@ def test_fillings(directories: Path, models: dict[str, Any]) -> None:
             for mask, rows in zip(ours, theirs, strict=True):
                 assert_parts(mask, rows, "id", "token", "text", "score")
     assert [len(m) for m in model.fill(MASKS[1], top_k=3)] == [3, 3, 3] and model.fill([]) == []
+    assert [len(model.fill("[MASK] " * n)) for n in (1, 20, 4)] == [1, 20, 4]  # more than the program is compiled for
+    assert [f.id for f in model.fill(MASKS[0], top_k=10**6)[0]][:5] == [f.id for f in model.fill(MASKS[0])[0]]
     many = model.fill([MASKS[0], "[MASK] " * 20] * 20)
     assert len(many[1]) == 20 and [f.id for f in many[0][0]] == [f.id for f in model.fill(MASKS[0])[0]]
 

@@ -81,7 +81,7 @@ class ModernBertFlow(BertLike[ModernBertConfig]):
 
     config_type = ModernBertConfig
     embedding = "embeddings.tok_embeddings.weight"
-    head_prefixes = ("head.", "decoder.", "classifier.")
+    head_prefixes = ("head.", "lm_head.", "decoder.", "classifier.")
     optional_inputs = (("attention_mask", None), ("position_ids", None))
     layer_keys: ClassVar[EncoderKeys | None] = KEYS
     pre_norm = True
@@ -141,7 +141,6 @@ class ModernBertDecoderFlow(ModernBertFlow):
     name: str = "modernbert-decoder"
 
     config_type = ModernBertDecoderConfig
-    head_prefixes = ("head.", "lm_head.", "decoder.", "classifier.")
     head_token = ("lasttoken", 50283)
     layer_keys = replace(KEYS, qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"))
 
