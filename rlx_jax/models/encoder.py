@@ -24,8 +24,8 @@ EMBEDDING = "embeddings.word_embeddings.weight"
 # Prefixes of keys of the heads that transformers defines for BERT-like encoders.
 HEAD_PREFIXES = (
     "classifier.", "cls.", "discriminator_predictions.", "generator_lm_head.", "generator_predictions.", "linear.",
-    "lm_head.", "lm_predictions.", "mask_predictions.", "pre_classifier.", "predictions.", "qa_classifier.", "qa_outputs.",
-    "sequence_summary.", "sop_classifier.", "vocab_",
+    "lm_head.", "lm_predictions.", "mask_predictions.", "pre_classifier.", "predictions.", "qa_classifier.",
+    "qa_outputs.", "sequence_summary.", "sop_classifier.", "vocab_",
 )  # fmt: skip
 
 # Name of the side output with one vector for each row.
