@@ -22,7 +22,7 @@ from rlx_jax.generate.slot_classes import open_slots
 from tests import divided
 from tests.divided import V
 
-ARCHETYPES = ("llama", "gemma2", "qwen35", "mixtral", "mamba2", "lora", "int8")
+ARCHETYPES = ("llama", "gemma2", "qwen35", "mixtral", "mamba2", "edited", "int8")
 """Full caches, rings of 5 tokens with soft caps, recurrent states, experts, an edited model, packed weights."""
 BAD = 7
 """The embedding of this id is NaN in `broken` models; no sampler of a test with them chooses it."""
@@ -41,10 +41,7 @@ def lm(family: str) -> Any:
     base = family if family in divided.DECODERS else "llama"
     profile = rlx.CompileProfile().replace(precision={"weights": "int8"} if family == "int8" else {})
     recipe, weights = divided.recipe(base), divided.weights(base)
-    if family == "lora":
-        recipe, rng = rlx.lora(recipe, "layers.*.self_attn.{q,v}_proj", rank=2, alpha=2), np.random.default_rng(1)
-        new = {k: rng.normal(0, 0.3, spec.shape) for k, spec in recipe.shapes().items() if "lora" in k}
-        weights = {**weights, **{k: np.asarray(v, np.float32) for k, v in new.items()}}
+    recipe = recipe.at("layers.*.self_attn").scale(0.5) if family == "edited" else recipe
     return rlx.CausalLM(recipe, weights, profile=profile)
 
 
