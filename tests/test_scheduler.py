@@ -45,8 +45,8 @@ class Device:
     num_idle_steps: int = 0
     positions_read: int = 0
 
-    def width(self, num_tokens: int) -> int:
-        return -(-num_tokens // 4) * 4
+    def width(self, job: SlotJob) -> int:
+        return -(-len(job.ids) // 4) * 4
 
     def place(self, slot: Slot, new: SlotJob, done: int) -> None:
         index, row = slot

@@ -24,6 +24,8 @@ from rlx_jax.generate.generation import NewTokens, report_of_requests, run_reque
 from rlx_jax.generate.many import generate_iter, run_prompts, split_options
 from rlx_jax.generate.patching import patch as patch_prompts
 from rlx_jax.generate.prefill import compute_logits, extend, prefill
+from rlx_jax.generate.prefix_cache import PrefixCache
+from rlx_jax.generate.prefix_named import load_prefix, name_prefix, prefix_cache, save_prefix
 from rlx_jax.generate.request import (
     DecodingOptions,
     GenerateOptions,
@@ -75,6 +77,7 @@ class CausalLM(TaskModel):
         max_positions: the longest sequence the model supports, in tokens.
         eos_ids: end tokens; each ends its row.
         bos_id: the begin token, which starts an empty prompt; by default from the tokenizer.
+        prefix_cache: bytes, such as "2GiB", for prefixes of prompts that are retained between calls; 0 to share none.
         options: also `progress`, a callback for loading and compiling; see `rlx_jax.compiler.executable.Progress`.
     """
 
@@ -86,7 +89,7 @@ class CausalLM(TaskModel):
     def __init__(
         self, flow: Any, weights: Weights = None, *, tokenizer: TokenizerLike | None = None,
         max_positions: int | None = None, eos_ids: int | Sequence[int] = (), bos_id: int | None = None,
-        **options: Unpack[CompileOptions],
+        prefix_cache: int | str | None = None, **options: Unpack[CompileOptions],
     ) -> None:  # fmt: skip
         self.tokenizer = open_tokenizer(tokenizer)
         self.model, self.vocab_size = open_token_model(
@@ -96,6 +99,7 @@ class CausalLM(TaskModel):
         self.max_positions = supported_positions(self.model)
         self.buckets = self.model.settings.buckets
         check_buckets(self.buckets, self.max_positions)
+        self.prefix_cache = prefix_cache
         self._input_decls = declared_inputs(self.model)
         self._unwarned_captures = self.model.built.captures  # emptied by the first warning, so that it comes once
         self._last_speculative: NewTokens | None = None
@@ -192,6 +196,8 @@ class CausalLM(TaskModel):
         return capture(self._lm, prompts, inputs)
 
     patch, generate_iter, artifact_plan = patch_prompts, generate_iter, language_model_plan
+    prefix, load_prefix, save_prefix, prefix_cache = name_prefix, load_prefix, save_prefix, prefix_cache
+    _prefixes: PrefixCache
 
     def _warn_of_captures(self, stacklevel: int = 5) -> None:
         """Warn once that requests return no captures."""
@@ -242,9 +248,10 @@ class CausalLM(TaskModel):
             n: number of answers to each prompt, returned as a list; prefill runs once per prompt.
             logprobs: return a `Completion` in place of each answer, with the log-probabilities of its tokens and of
                 this many likeliest ones at each step.
-            state: a state of `prefill` or `extend` that the prompts continue: a row for each of them, or one for all.
-                It is copied, not consumed. Strings are then encoded without the tokenizer's special tokens.
-            share_prefix: prefill the common prefix of all prompts once, and repeat its state.
+            state: a state of `prefill` or `extend` that the prompts continue, a row for each of them or one for all; or
+                a `prefix`. It is copied, not consumed. Strings are then encoded without the tokenizer's special tokens.
+            share_prefix: prefill what prompts begin with once, and copy its state. None does so in slots, where it
+                saves time; True also with few prompts, for what all of them begin with.
             slots: number of rows that are decoded together while other prompts wait, for many prompts. By default few
                 prompts run as one batch, and the device's memory limits the number of slots.
             progress: callback for many prompts; it gets a `BatchProgress` when answers end.
@@ -457,7 +464,7 @@ class CausalLM(TaskModel):
         """Return what requests need to know of the model; made anew, as `eos_ids` and the buckets may change."""
         return LanguageModel(
             self.model, self.vocab_size, self.tokenizer, self.max_positions, self.buckets, self.bos_id, self._eos_ids,
-            self._input_decls,
+            self._input_decls, self._prefixes,
         )  # fmt: skip
 
     def _make_request(

@@ -231,12 +231,17 @@ def resize_state(program: BoundProgram, state: StateArrays, rows: Ids, lengths: 
     """Copy rows of a state of the same flow to the sizes of `program`, in new arrays; see `move_state`."""
     programs, sizes = program.model.programs, dict(program.key.binding)
     template, mesh_sharding = programs.template(program.key.symbolic), programs.model_sharding
-    types = {name: t for name, t in template.state.items() if name != LENGTH}
-    moves = tuple(m for name, t in types.items() if (m := _move(name, t, sizes, state[name].shape)) is not None)
     shardings = None if mesh_sharding is None else state_shardings(template, sizes, mesh_sharding)
-    arguments = (state, rows) if lengths is None else (state, rows, lengths)
+    arguments, moves = (state, rows) if lengths is None else (state, rows, lengths), leaf_moves(program, state)
     moved: dict[str, Any] = programs.run_helper(move_state, *arguments, static=(moves,), out_shardings=shardings)
     return moved
+
+
+def leaf_moves(program: BoundProgram, state: StateArrays) -> tuple[LeafMove, ...]:
+    """Return how to copy the arrays of a state to the sizes of `program`; arrays without rows are left out."""
+    sizes, template = dict(program.key.binding), program.model.programs.template(program.key.symbolic)
+    types = {name: t for name, t in template.state.items() if name != LENGTH}
+    return tuple(m for name, t in types.items() if (m := _move(name, t, sizes, state[name].shape)) is not None)
 
 
 def fits(program: BoundProgram, state: StateArrays) -> bool:

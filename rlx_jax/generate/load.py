@@ -47,7 +47,7 @@ def load(
     path: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None,
     subfolder: str = "", file: str | None = None, dtype: Any = None, recipe: ModelRecipe | None = None,
     adapter: str | os.PathLike[str] | None = None, head: bool = True, ignore_fields: Iterable[str] = (),
-    expect_sha256: str | None = None, **options: Any,
+    expect_sha256: str | None = None, prefix_cache: int | str | None = None, **options: Any,
 ) -> Any:  # fmt: skip
     """Load a Hugging Face or sentence-transformers directory, a GGUF file, or an artifact of `export`, as a `CausalLM`,
     an `Encoder`, a `Classifier`, a `Reranker`, a `TokenClassifier`, a `QuestionAnswerer`, a `MaskedLM`, a
@@ -72,6 +72,7 @@ def load(
             are an error unless they are listed: `["router_scale"]`, in nested objects `["rope_scaling.finetuned"]`.
             `report().ignored_fields` names them.
         expect_sha256: the digest that `export` returned for a `.rlxa` file; another file is refused.
+        prefix_cache: as in `CausalLM`.
         options: `profile`, `mesh`, `strict`, `missing` and `key` of `rlx_jax.compile`, where `missing` decides whether
             weights missing from the checkpoint, such as the weights of new blocks in `recipe`, are an error or
             initialized. From `open_weights`: `on_nonfinite`, `links`, `max_bytes`, `verify`, `subtree`. And the
@@ -89,7 +90,8 @@ def load(
     if is_artifact(path):
         arguments = {"revision": revision, "token": token, "subfolder": subfolder or None, "file": file, "dtype": dtype,
                      "recipe": recipe, "adapter": adapter, "head": None if head is True else head,
-                     "ignore_fields": list(ignore_fields) or None, "expect_sha256": expect_sha256}  # fmt: skip
+                     "ignore_fields": list(ignore_fields) or None, "expect_sha256": expect_sha256,
+                     "prefix_cache": prefix_cache}  # fmt: skip
         return load_artifact(path, {n: v for n, v in arguments.items() if v is not None} | options)
     if expect_sha256 is not None:
         raise RequestError(f"load: expect_sha256 is for an artifact of export (.rlxa), not for {shown(path)}")
@@ -115,7 +117,11 @@ def load(
         kind = KINDS[head_of_recipe.task]
     if checkpoint.pipeline is not None and checkpoint.pipeline.reads_logits:
         kind = "encoder"  # which pools the logits
+    if prefix_cache is not None and kind != "causal":
+        raise RequestError(f"load: prefix_cache is for a CausalLM, and this is a model of kind {quote(kind)}")
     loaded_model = LOADERS[kind](checkpoint, model_recipe, compile_opts)
+    if prefix_cache is not None:
+        loaded_model.prefix_cache = prefix_cache  # type: ignore[union-attr]
     # `config.json` does not describe an edited model, which therefore cannot be saved as this checkpoint.
     edit = "a recipe that differs from the checkpoint's"
     if adapter is not None:

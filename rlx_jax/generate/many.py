@@ -12,6 +12,7 @@ import numpy as np
 
 from rlx_jax.errors import RequestError, RlxError, listing, shown, suggest_keywords
 from rlx_jax.generate.generation import NewTokens, make_output, make_outputs, run_request
+from rlx_jax.generate.prefix_cache import ParamsIdentity, Prefix
 from rlx_jax.generate.request import LanguageModel, Request, check_answers, check_length, choose_seed
 from rlx_jax.generate.request_plan import chunk_widths
 from rlx_jax.generate.row_options import BatchProgress, RowOptions, StopLike, is_by_prompt, split_by_prompt
@@ -22,6 +23,7 @@ from rlx_jax.generate.slot_plan import SlotPlan, max_slots, plan_slots
 from rlx_jax.generate.stop_strings import stop_length
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.report import RequestReport
+from rlx_jax.runtime.sequence_state import as_state
 from rlx_jax.text.request_checks import Prompts, classify_prompts
 
 # Prompts that are prefilled together in a request without slots have at most so many tokens, padding included.
@@ -101,8 +103,8 @@ def uses_slots(lm: LanguageModel, request: Request) -> bool:
         "a value for each prompt": request.by_prompt, "slots=": request.slots, "progress=": request.progress,
     }  # fmt: skip
     others = {
-        "speculative=": request.drafter, "state=": request.prefix, "share_prefix=True": request.shared_prefix_len,
-        "inputs=": request.inputs.arrays,
+        "speculative=": request.drafter, "inputs=": request.inputs.arrays,
+        "state= with other inputs": request.inputs.optional_inputs or request.inputs.sizes,
     }  # fmt: skip
     wanted, unsupported = ([name for name, value in table.items() if value] for table in (options, others))
     if wanted and unsupported:
@@ -120,11 +122,16 @@ def uses_slots(lm: LanguageModel, request: Request) -> bool:
 def run_slots(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[None]:
     """Run a request in slots, and yield after every step, when the answers that ended have been copied to `new`."""
     clock, n = lm.model.programs.start_timer(), request.n or 1
-    jobs = [SlotJob(row, request.rows[row // n], request.row_options(row)) for row in range(len(new.rows))]
+    prefixes = state_prefixes(lm, request)
+    jobs = [
+        SlotJob(row, request.rows[row // n], request.row_options(row), prefixes[row // n])
+        for row in range(len(new.rows))
+    ]
     jobs = [job for job in jobs if job.options.budget]
     if not jobs:
         return
     device = open_slots(plan_jobs(lm, jobs, request))
+    jobs = device.share_prefixes(jobs, request.share_prefix)
     device.prepare(jobs)
     scheduler = Scheduler(device, partial(find_end, lm))
     for job in jobs:
@@ -138,7 +145,10 @@ def run_slots(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[N
             new.failed |= {row: len(answer.ids)} if answer.failed else {}
         done, num_tokens = done + len(ended), num_tokens + sum(len(answer.ids) for answer in ended)
         seconds, compiled = clock()
-        new.report = slots_report(device, len(request.rows), sum(map(len, request.rows)), num_tokens, seconds, compiled)
+        prompt_tokens = sum(map(len, request.rows))
+        num_read = sum(len(job.ids) - job.num_cached for job in jobs) + device.num_prefilled
+        cached = max(0, prompt_tokens - num_read)  # several answers to a prompt may read it several times
+        new.report = slots_report(device, len(request.rows), prompt_tokens, num_tokens, seconds, compiled, cached)
         if ended and request.progress is not None:
             request.progress(BatchProgress(done, len(new.rows), num_tokens, seconds))
         yield
@@ -150,6 +160,20 @@ def plan_jobs(lm: LanguageModel, jobs: Sequence[SlotJob], request: Request) -> t
     return plan_slots(lm, options, lengths, request.logprobs, request.slots)
 
 
+def state_prefixes(lm: LanguageModel, request: Request) -> list[Prefix | None]:
+    """Return the prefix of each prompt that continues a state; None without a state.
+
+    Raises:
+        SessionStateError: the state was consumed after the request was checked.
+    """
+    if request.prefix is None:
+        return [None] * len(request.rows)
+    arrays, cache_len, params = request.prefix.arrays, request.prefix.cache_len, ParamsIdentity(lm.model)
+    as_state(arrays).check_alive()
+    pairs = zip(request.rows, request.prefix.lengths, request.prefix.rows, strict=True)
+    return [Prefix(ids[:length], 0, cache_len, params, arrays=arrays, row=row) for ids, length, row in pairs]
+
+
 def find_end(lm: LanguageModel, job: SlotJob, ids: list[int], num_new: int) -> int | None:
     """Return the length of an answer up to its first stop string, or None; see `stop_length`."""
     options = job.options
@@ -157,12 +181,14 @@ def find_end(lm: LanguageModel, job: SlotJob, ids: list[int], num_new: int) -> i
 
 
 def slots_report(
-    device: SlotClasses, num_prompts: int, prompt_tokens: int, new_tokens: int, seconds: float, compiled: int
-) -> RequestReport:
+    device: SlotClasses, num_prompts: int, prompt_tokens: int, new_tokens: int, seconds: float, compiled: int,
+    cached: int,
+) -> RequestReport:  # fmt: skip
     """Return the report of prompts that run in slots, where prefill and decoding alternate."""
     return RequestReport(
         "prompts", num_prompts, prompt_tokens, 0.0, new_tokens, answer_seconds=seconds, compiled=compiled,
-        slots=sum(each.num_slots for each in device.classes), positions_read=device.positions_read,
+        cached_tokens=cached, positions_read=device.positions_read,
+        slots=sum(each.num_slots for each in device.classes),
         slot_classes=tuple((each.num_slots, each.cache_len) for each in device.classes),
     )  # fmt: skip
 
@@ -245,7 +271,7 @@ class PromptStream:
         source, waiting = enumerate(prompts), deque[SlotJob]()
         scheduler: Scheduler | None = None
         device: SlotClasses | None = None
-        done = num_tokens = num_prompts = prompt_tokens = 0
+        done = num_tokens = num_prompts = prompt_tokens = cached = 0
         while True:
             num_submitted = 0 if scheduler is None else scheduler.num_waiting
             # Prompts that are refused do not count: others follow them.
@@ -266,17 +292,23 @@ class PromptStream:
                     return
                 # A prompt that does not fit the cache waits until all slots are free, and gets a longer one.
                 if device is None or not all(fits_device(device, job) for job in waiting):
+                    cached -= 0 if device is None else device.num_prefilled
                     scheduler = device = None  # free its memory first
                     device = open_slots(plan_jobs(self.lm, waiting, self.request))
                     device.prepare(waiting)
                     scheduler = Scheduler(device, partial(find_end, self.lm), read_ahead)
             assert device is not None and scheduler is not None
+            fitting: list[SlotJob] = []
             while waiting and fits_device(device, waiting[0]):
-                scheduler.submit(waiting.popleft())
+                fitting.append(waiting.popleft())
+            for job in device.share_prefixes(fitting, self.request.share_prefix):
+                scheduler.submit(job)
+                cached += job.num_cached
             for answer in scheduler.step():
                 done, num_tokens = done + 1, num_tokens + len(answer.ids)
                 seconds, compiled = clock()
-                self.new.report = slots_report(device, num_prompts, prompt_tokens, num_tokens, seconds, compiled)
+                counts = num_prompts, prompt_tokens, num_tokens
+                self.new.report = slots_report(device, *counts, seconds, compiled, cached - device.num_prefilled)
                 if self.request.progress is not None:
                     self.request.progress(BatchProgress(done, self.total, num_tokens, seconds))
                 yield answer.job.index, self.output(answer)

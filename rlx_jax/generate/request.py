@@ -18,6 +18,7 @@ from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.settings import Buckets
 from rlx_jax.errors import RequestError, SequenceLengthError, integer_text, shown
 from rlx_jax.generate.decode_state import DecodeState, check_is_state
+from rlx_jax.generate.prefix_cache import Prefix, PrefixCache
 from rlx_jax.generate.request_inputs import NO_INPUTS, Inputs, RequestInputs, check_inputs
 from rlx_jax.generate.row_options import BatchProgress, RowOptions
 from rlx_jax.generate.sampler import Sampler, Sampling
@@ -45,13 +46,13 @@ class StreamOptions(DecodingOptions, total=False):
     """Keyword arguments of `CausalLM.stream`."""
 
     inputs: Inputs
-    state: DecodeState | None
+    state: DecodeState | Prefix | None
 
 
 class GenerateOptions(StreamOptions, total=False):
     """Keyword arguments of `CausalLM.generate` that do not affect its return type."""
 
-    share_prefix: bool
+    share_prefix: bool | None
     slots: int | None
     progress: Callable[[BatchProgress], None] | None
 
@@ -60,7 +61,7 @@ class GenerateOptions(StreamOptions, total=False):
 class LanguageModel:
     """The part of a `CausalLM` that requests need: its model, tokenizer, limits and special tokens.
 
-    Fields are as in `CausalLM`; `inputs` are the result of `declared_inputs`.
+    Fields are as in `CausalLM`; `inputs` are the result of `declared_inputs`, and `prefixes` are the cached prefixes.
     """
 
     model: CompiledModel
@@ -71,6 +72,7 @@ class LanguageModel:
     bos_id: int | None
     eos_ids: tuple[int, ...]
     inputs: Mapping[str, InputDecl]
+    prefixes: PrefixCache
 
     @property
     def owner(self) -> tuple[Programs, str]:
@@ -216,6 +218,7 @@ class Request:
         logprobs: number of likeliest tokens to return at each step; None to return no log-probabilities.
         prefix: the state that the prompts continue, if there is one.
         shared_prefix_len: length of the common prefix to prefill once and repeat; 0 to prefill each prompt by itself.
+        share_prefix: whether prompts share prefixes: True also those that are short, None where they run in slots.
         snapshot_point: position in the single prompt at which to copy arrays of the state, into `Generation.snapshot`.
         min_cache_len: lower bound of `cache_len`, the length of the cache.
         on_end: callback for the `Generation` when it has run or was abandoned.
@@ -239,6 +242,7 @@ class Request:
     logprobs: int | None = None
     prefix: PrefixState | None = None
     shared_prefix_len: int = 0
+    share_prefix: bool | None = None
     snapshot_point: SnapshotPoint | None = None
     min_cache_len: int = 0
     on_end: Callable[[Any], None] | None = None
@@ -269,7 +273,7 @@ class Request:
 def check_request(
     lm: LanguageModel, prompts: Prompts, max_new_tokens: Any, sampler: Sampler, stop: Any, seed: Any, *,
     text: bool = False, inputs: Any = None, drafter: Drafter | None = None, n: Any = None, logprobs: Any = None,
-    state: Any = None, share_prefix: Any = False, slots: Any = None, progress: Any = None,
+    state: Any = None, share_prefix: Any = None, slots: Any = None, progress: Any = None,
     by_prompt: tuple[RowOptions, ...] = (),
 ) -> Request:  # fmt: skip
     """Check the arguments of `CausalLM.generate` and return the request; nothing has run yet.
@@ -302,7 +306,7 @@ def check_request(
         check_length(lm, len(row), by_prompt[i].budget if by_prompt else budget, f"prompts[{i}]", drafter)
     if prefix is None and rows and (inputs is not None or lm.inputs):
         checked_inputs = check_inputs(lm.model, inputs, len(rows), lm.inputs)
-    if state is not None or share_prefix is not False:
+    if state is not None or share_prefix is not None:
         check_combination(state is not None, share_prefix, inputs, drafter)
     text = text or prompts.texts is not None
     shared_prefix_len = 0
@@ -311,7 +315,7 @@ def check_request(
         shared_prefix_len = common_prefix_len(*rows, limit=min(map(len, rows)) - 1)
     return Request(
         tuple(map(tuple, rows)), budget, sampler, stop_ids, stop_strings, seed, text, checked_inputs, drafter, n,
-        logprobs, prefix, shared_prefix_len, by_prompt=by_prompt,
+        logprobs, prefix, shared_prefix_len, share_prefix, by_prompt=by_prompt,
         slots=None if slots is None else check_integer("slots", slots, 1), progress=progress,
     )  # fmt: skip
 
@@ -383,7 +387,10 @@ def check_combination(state: bool, share_prefix: Any, inputs: Any, drafter: Draf
     Raises:
         RequestError: names the option that cannot.
     """
-    check_flag("share_prefix", share_prefix)
+    if share_prefix is not None:
+        check_flag("share_prefix", share_prefix)
+    if not state and not share_prefix:
+        return
     option = "state=" if state else "share_prefix=True"
     if state and share_prefix:
         raise RequestError(
@@ -414,6 +421,7 @@ def join_state(lm: LanguageModel, prompts: Prompts, state: Any) -> tuple[list[li
         RequestError: `state` is no state; a prompt is empty; or the state has several rows, and not one for each
             prompt. SessionStateError: the state was consumed.
     """
+    state = state.decode_state(lm.owner, lm.model) if isinstance(state, Prefix) else state
     cache: DecodeState = check_is_state(state, "state")
     arrays = cache.take(lm.owner, peek=True).arrays()
     encode = lm.require_tokenizer().encode if prompts.texts is not None else None

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from rlx_jax.generate.prefix_cache import Prefix
 from rlx_jax.generate.row_options import RowOptions
 
 # Log-probabilities of one position: the likeliest ids with their values, the likeliest first.
@@ -31,11 +32,18 @@ class SlotJob:
         index: its number, chosen by the caller.
         ids: the prompt.
         options: how its tokens are chosen, and what ends it.
+        prefix: the beginning of the prompt whose state is copied, not prefilled with it.
     """
 
     index: int
     ids: Sequence[int]
     options: RowOptions
+    prefix: Prefix | None = None
+
+    @property
+    def num_cached(self) -> int:
+        """Return the number of tokens of its prefix."""
+        return 0 if self.prefix is None else len(self.prefix.ids)
 
 
 @dataclass(eq=False)
@@ -109,8 +117,8 @@ class SlotRunner(Protocol):
         """Return the context classes, the shortest cache first; the last one holds every job."""
         ...
 
-    def width(self, num_tokens: int) -> int:
-        """Return the padded width of a prompt; prompts of one width are prefilled together."""
+    def width(self, job: SlotJob) -> int:
+        """Return the padded width to prefill of a prompt; prompts of one width are prefilled together."""
         ...
 
     def fill(self, index: int, group: Sequence[tuple[int, SlotJob]]) -> None:
@@ -177,7 +185,7 @@ class Scheduler:
         order, needed = self._num_submitted, len(job.ids) + max(1, job.options.budget // START_ROOM)
         start = next(i for i, each in enumerate(self.device.classes) if each.cache_len >= needed)
         epoch = 0 if self.window is None else order // self.window
-        heap = self._waiting[start, self.device.width(len(job.ids))]
+        heap = self._waiting[start, self.device.width(job)]
         heapq.heappush(heap, (epoch, -job.options.budget, order, job))
         self._num_submitted, self.num_waiting = order + 1, self.num_waiting + 1
 

@@ -11,10 +11,11 @@ import jax
 
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.settings import SlotSizes
+from rlx_jax.generate.prefix_fill import PrefixFiller
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.scheduler import JobAnswer, Slot, SlotJob, SlotTokens
-from rlx_jax.generate.slot_plan import SlotPlan, fill_keys
+from rlx_jax.generate.slot_plan import SlotPlan
 from rlx_jax.generate.slots import Slots, open_class
 from rlx_jax.runtime.prepare import prepare_programs
 from rlx_jax.runtime.program_key import ProgramKey
@@ -26,9 +27,11 @@ class SlotClasses:
 
     Attributes:
         parts: the slots of each class, the shortest cache first.
+        prefixes: the prefixes of jobs that each class prefills.
     """
 
     parts: tuple[Slots, ...]
+    prefixes: tuple[PrefixFiller, ...]
 
     @property
     def classes(self) -> tuple[SlotSizes, ...]:
@@ -41,19 +44,40 @@ class SlotClasses:
         pairs = ((part.num_steps, part.plan.sizes) for part in self.parts)
         return sum(steps * sizes.num_slots * sizes.cache_len for steps, sizes in pairs)
 
-    def width(self, num_tokens: int) -> int:
-        """Return the padded width of a prompt, the sum of its chunks."""
-        return sum(self.prefill_plan(num_tokens).sizes.chunk_widths(num_tokens))
+    @property
+    def num_prefilled(self) -> int:
+        """Return the number of tokens of prefixes that were prefilled."""
+        return sum(filler.num_prefilled for filler in self.prefixes)
 
-    def prefill_plan(self, num_tokens: int) -> SlotPlan:
-        """Return the plan of the class that prefills a prompt: the one with the shortest cache that holds it."""
-        return next(part.plan for part in self.parts if part.plan.sizes.cache_len >= num_tokens)
+    def width(self, job: SlotJob) -> int:
+        """Return the padded width of a prompt after its prefix, the sum of its chunks."""
+        return self.prefill_class(len(job.ids)).width(len(job.ids) - job.num_cached, job.prefix is not None)
+
+    def prefill_class(self, num_tokens: int) -> PrefixFiller:
+        """Return the class that prefills a prompt: the one with the shortest cache that holds it."""
+        return next(filler for filler in self.prefixes if filler.plan.sizes.cache_len >= num_tokens)
+
+    def share_prefixes(self, jobs: Sequence[SlotJob], share_prefix: bool | None) -> list[SlotJob]:
+        """Return jobs with the prefixes that they share, or that are cached; jobs that continue a state as they are."""
+        first, rows = self.prefixes[0], [job.ids for job in jobs]
+        # Prefixes need programs that warm-up did not run.
+        is_off = first.plan.lm.model.programs.is_warm and share_prefix is None
+        if is_off or any(job.prefix for job in jobs):
+            return [*jobs]
+        prefixes = first.cache.assign(first.plan.lm.model, rows, first.width, share_prefix, first.plan.lm.max_positions)
+        return [replace(job, prefix=prefix) for job, prefix in zip(jobs, prefixes, strict=True)]
 
     def prepare(self, jobs: Sequence[SlotJob]) -> None:
         """Compile the programs of the model that jobs need, or load them, several at a time."""
-        lengths = {len(job.ids) for job in jobs}
-        chunks = {(self.prefill_plan(n), self.prefill_plan(n).sizes.chunk_widths(n)) for n in lengths}
-        calls = [call for plan, widths in chunks for call in prefill_calls(plan, widths)]
+        parts = set()
+        for job in jobs:
+            filler, tokens, prefix = self.prefill_class(len(job.ids)), len(job.ids), job.prefix
+            while prefix is not None and prefix.arrays is None:  # it is prefilled too, from its parent on
+                parts.add((filler, tokens - len(prefix.ids), True))
+                tokens, prefix = len(prefix.ids), prefix.parent
+            parts.add((filler, tokens - (0 if prefix is None else len(prefix.ids)), prefix is not None))
+        chunks = {(filler, filler.widths(tokens, has_prefix), has_prefix) for filler, tokens, has_prefix in parts}
+        calls = [call for filler, widths, has_prefix in chunks for call in prefill_calls(filler, widths, has_prefix)]
         calls += [(part.plan.loop.key, part.state, part.loop_inputs(0)) for part in self.parts]
         model = self.parts[0].plan.loop.model
         params = model.require_params("generation")
@@ -61,7 +85,7 @@ class SlotClasses:
 
     def fill(self, index: int, group: Sequence[tuple[int, SlotJob]]) -> None:
         """Prefill jobs into free rows of a class, without waiting for the device."""
-        self.parts[index].fill(group, self.prefill_plan(max(len(job.ids) for _, job in group)))
+        self.parts[index].fill(group, self.prefill_class(max(len(job.ids) for _, job in group)))
 
     def move(self, source: int, target: int, rows: Sequence[tuple[int, int, JobAnswer]]) -> None:
         """Move jobs with a full cache to free rows of a class with a longer one."""
@@ -87,11 +111,14 @@ class SlotClasses:
             self.parts[index].stop(stopped)
 
 
-def prefill_calls(plan: SlotPlan, widths: Sequence[int]) -> list[tuple[ProgramKey, StateArrays, dict[str, Any]]]:
+def prefill_calls(
+    filler: PrefixFiller, widths: Sequence[int], has_prefix: bool
+) -> list[tuple[ProgramKey, StateArrays, dict[str, Any]]]:
     """Return the programs that prefill chunks of these widths, with the types of their states and inputs."""
-    model, rows = plan.loop.model, plan.sizes.fill_rows
+    model, rows = filler.plan.loop.model, filler.plan.sizes.fill_rows
     calls = []
-    for key, width in zip(fill_keys(plan.lm, plan.sizes, widths), widths, strict=True):
+    for program, width in zip(filler.programs(widths, has_prefix), widths, strict=True):
+        key = program.key
         types = model.programs.template(key.symbolic).state if key.program == "extend" else {}
         bound = {name: t.bind(dict(key.binding)) for name, t in types.items()}
         state = {name: jax.ShapeDtypeStruct(t.shape, t.dtype) for name, t in bound.items()}
@@ -127,4 +154,5 @@ def warm_slots(device: SlotClasses, sampler: Sampler, seed: int) -> None:
 
 def open_slots(plans: Sequence[SlotPlan]) -> SlotClasses:
     """Return the empty slots of all classes."""
-    return SlotClasses(tuple(map(open_class, plans)))
+    cache, widths = plans[0].lm.prefixes.for_call(), plans[0].sizes.widths[::2]
+    return SlotClasses(tuple(map(open_class, plans)), tuple(PrefixFiller(plan, cache, widths) for plan in plans))

@@ -77,10 +77,6 @@ class SlotPlan:
     fill_state: EmptyState | None = None
     _seed_words: dict[Any, np.ndarray[Any, Any]] = field(default_factory=dict, repr=False)
 
-    def prefill_programs(self, widths: Sequence[int]) -> list[BoundProgram]:
-        """Return the programs that prefill chunks of these widths."""
-        return list(map(self.loop.model.bind, fill_keys(self.lm, self.sizes, widths)))
-
     def seed_words(self, seed: Any) -> np.ndarray[Any, Any]:
         """Return the words of the key of a seed, `[2]` uint32 on the host."""
         if isinstance(seed, jax.Array):
@@ -288,7 +284,7 @@ def fits_device(lm: LanguageModel, classes: Sequence[SlotSizes]) -> bool:
     if memory is None:
         return True
     free = USABLE_MEMORY * memory - sum(parameter_bytes(lm.model.programs).values())
-    free -= sum(slots_bytes(lm, sizes) for sizes in classes)
+    free -= sum(slots_bytes(lm, sizes) for sizes in classes) + (lm.prefixes.size or 0)
     return free >= 0 and all(fill_bytes(lm, sizes) <= free for sizes in classes)
 
 

@@ -23,6 +23,7 @@ from rlx_jax.generate.decode import (
     RequestRows,
 )
 from rlx_jax.generate.logits_processor import check_processors
+from rlx_jax.generate.prefix_fill import PrefixFiller
 from rlx_jax.generate.request_plan import PromptChunk, prompt_blocks
 from rlx_jax.generate.sampler import Sampler, SamplerValues
 from rlx_jax.generate.scheduler import JobAnswer, SlotJob, SlotTokens
@@ -72,23 +73,24 @@ class Slots:
         """Return the number of slots."""
         return self.plan.sizes.num_slots
 
-    def fill(self, group: Sequence[tuple[int, SlotJob]], prefill: SlotPlan) -> None:
+    def fill(self, group: Sequence[tuple[int, SlotJob]], prefixes: PrefixFiller) -> None:
         """Prefill jobs into free slots, without waiting for the device.
 
         Args:
             group: slots and jobs.
-            prefill: the plan of the class that has the prefill programs, with a cache of this length or a shorter one.
+            prefixes: the prefixes of the class that has the prefill programs, with a cache of this length or a shorter
+                one.
         """
-        plan, sizes = self.plan, prefill.sizes
-        rows, widths = sizes.fill_rows, sizes.chunk_widths(max(len(job.ids) for _, job in group))
+        plan, rows, new = self.plan, prefixes.plan.sizes.fill_rows, [job.ids[job.num_cached :] for _, job in group]
+        has_prefix = any(job.prefix for _, job in group)
+        widths = prefixes.widths(max(map(len, new)), has_prefix)
         chunks = [PromptChunk(width, width) for width in widths]
         outside = np.arange(self.num_slots, self.num_slots + rows, dtype=np.int32)
         targets = outside.copy()
         targets[: len(group)] = [slot for slot, _ in group]
         jobs = new_jobs(plan, [job for _, job in group], rows)
-        programs, prompts = plan.lm.model.programs, [job.ids for _, job in group]
-        state = None if prefill.fill_state is None else programs.run_helper(prefill.fill_state)
-        for block in prompt_blocks(prefill.prefill_programs(widths), chunks, prompts, rows, {}, state):
+        programs, state = plan.lm.model.programs, prefixes.start([job.prefix for _, job in group])
+        for block in prompt_blocks(prefixes.programs(widths, has_prefix), chunks, new, rows, {}, state):
             if not block.is_end.any():  # no prompt ends in this chunk
                 continue
             slots = np.where(block.is_end, targets, outside)

@@ -1,0 +1,232 @@
+"""`PrefixCache`: the states of prompt prefixes that several prompts share, within a byte budget.
+
+A state is only valid at exactly the end of its prefix, as ring buffers and recurrent states cannot be truncated. So
+prefixes end where prompts part, and are copied as a whole. `prefix_fill.py` computes them, and copies them into slots.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rlx_jax.compiler.executable import StateArrays
+from rlx_jax.compiler.settings import bucket_size
+from rlx_jax.device import running_device
+from rlx_jax.errors import RequestError, SessionStateError, shown
+from rlx_jax.generate.decode_state import DecodeState
+from rlx_jax.generate.prefix_tree import RadixTree
+from rlx_jax.runtime.estimate import state_bytes_by_kind
+from rlx_jax.runtime.inputs import check_integer
+from rlx_jax.runtime.model import BoundProgram, CompiledModel
+from rlx_jax.runtime.program_key import Variant
+from rlx_jax.runtime.sequence_state import as_state
+
+# Shorter prefixes are prefilled with each prompt: copying a state costs about as much as so few tokens.
+MIN_PREFIX = 64
+# The smallest cache length of a prefix.
+PREFIX_BUCKET = 64
+# The part of the device's memory for prefixes of one call, without `prefix_cache=`.
+DEFAULT_PART = 1 / 32
+
+
+class ParamsIdentity:
+    """The parameters of a model by identity, without keeping them alive: a state belongs to the ones it came from."""
+
+    def __init__(self, model: CompiledModel) -> None:
+        self._programs, self._name = weakref.ref(model.programs), model.name
+        self._refs = {name: weakref.ref(array) for name, array in (model.params or {}).items()}
+
+    def matches(self, model: CompiledModel) -> bool:
+        """Return whether a model has these parameters and this flow."""
+        params = model.params or {}
+        same_flow = self._programs() is model.programs and self._name == model.name
+        return same_flow and params.keys() == self._refs.keys() and all(r() is params[n] for n, r in self._refs.items())
+
+
+@dataclass(eq=False)
+class Prefix:
+    """The beginning of prompts, with its state on the device. `CausalLM.prefix` returns one.
+
+    Pass it as `state=` to `generate`; full prompts that begin with its tokens use it by themselves where they run in
+    slots. It remains in memory until `release`.
+
+    Attributes:
+        ids: the tokens.
+        nbytes: bytes of its state on one device.
+        cache_len: length of its cache.
+        params: the parameters that it was computed with.
+        parent: a shorter prefix, from whose state it is computed.
+        arrays: the state; None before it is computed, and after it was evicted.
+        row: its row in the state.
+        cache: the cache that a named prefix belongs to.
+    """
+
+    ids: tuple[int, ...]
+    nbytes: int
+    cache_len: int = field(repr=False)
+    params: ParamsIdentity = field(repr=False)
+    parent: Prefix | None = field(default=None, repr=False)
+    arrays: StateArrays | None = field(default=None, repr=False)
+    row: int = field(default=0, repr=False)
+    cache: PrefixCache | None = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        return f"Prefix({len(self.ids):,} tokens, {self.nbytes:,} bytes{'' if self.arrays else ', released'})"
+
+    def release(self) -> None:
+        """Free the memory of the prefix; it cannot be used any more."""
+        if self.cache is not None and self.cache.tree.longest(self.ids) is self:
+            self.cache.tree.remove(self.ids)
+        self.arrays = None
+
+    def decode_state(self, owner: object, model: CompiledModel) -> DecodeState:
+        """Return the state as `prefill` does, for requests that copy it.
+
+        Raises:
+            SessionStateError: the prefix was released, or belongs to another model or to other parameters.
+        """
+        if not self.params.matches(model):
+            raise SessionStateError(
+                f"{self!r} was computed by another model, or with other parameters; call prefix of the model you use"
+            )
+        if self.arrays is None:
+            raise SessionStateError(f"{self!r} has no state any more; call prefix again")
+        sizes, text = {"batch": 1, "context": self.cache_len}, np.array([self.ids], np.int32)
+        lengths = np.array([len(self.ids)])
+        return DecodeState(as_state(self.arrays), lengths, self.cache_len, sizes, owner, text=text)
+
+
+class PrefixCache:
+    """The prefixes of one `CausalLM`.
+
+    Args:
+        size: bytes on one device for prefixes that are retained between calls; None to retain none, with a default
+            budget within a call.
+    """
+
+    def __init__(self, size: int | None = None) -> None:
+        memory = running_device().memory if size is None else None
+        self.size = size
+        self.tree: RadixTree[Prefix] = RadixTree(int(DEFAULT_PART * (memory or 2**33)) if size is None else size)
+        self._params: ParamsIdentity | None = None
+
+    def begin(self, model: CompiledModel) -> ParamsIdentity:
+        """Return the identity of the model's parameters; drop prefixes that other parameters computed."""
+        if self._params is None or not self._params.matches(model):
+            self.clear()
+            self._params = ParamsIdentity(model)
+        return self._params
+
+    def clear(self) -> None:
+        """Drop all prefixes. Objects of named ones keep their state."""
+        for entry in self.tree.entries.values():
+            entry.value.arrays = entry.value.arrays if entry.pinned else None
+        self.tree = RadixTree(self.tree.budget)
+
+    def for_call(self) -> PrefixCache:
+        """Return the cache of one call: this one if it retains prefixes, else a new one with the named ones."""
+        if self.size is not None:
+            return self
+        cache = PrefixCache()
+        for ids, (prefix, nbytes, _) in self.tree.entries.items():
+            cache.tree.put(ids, prefix, nbytes, pinned=True)
+        cache._params = self._params
+        return cache
+
+    def store(self, prefix: Prefix, arrays: StateArrays, pinned: bool = False) -> bool:
+        """Store the state of a prefix, and evict others if need be.
+
+        Returns:
+            False if it does not fit, or if other parameters have been in use since.
+        """
+        is_current = prefix.params is self._params
+        evicted = self.tree.put(prefix.ids, prefix, prefix.nbytes, pinned) if is_current else None
+        if evicted is None:
+            return False
+        for other in evicted:  # of two equal prefixes the later one remains
+            other.arrays = None
+        prefix.arrays = arrays
+        return True
+
+    def assign(
+        self, model: CompiledModel, rows: Sequence[Sequence[int]], width: Callable[[int, bool], int],
+        share_prefix: bool | None, cache_limit: int | None,
+    ) -> list[Prefix | None]:  # fmt: skip
+        """Return the prefix of each prompt: a cached one, or one that prompts share and that saves prefill.
+
+        A prompt keeps one token at least, which gives the logits of the first new one.
+
+        Args:
+            rows: the prompts.
+            width: the padded width that so many tokens are prefilled with, by whether they follow a prefix.
+            share_prefix: as in `Request`; True shares what all prompts begin with, however short it is.
+            cache_limit: the most positions of the model.
+        """
+        if share_prefix is False or not self.tree.budget:
+            return [None] * len(rows)
+        params = self.begin(model)
+        chosen = [self.tree.longest(row[:-1]) for row in rows]
+        in_use = {prefix.ids: prefix.nbytes for prefix in chosen if prefix is not None and prefix.cache is None}
+        room = self.tree.budget - self.tree.pinned_bytes - sum(in_use.values())
+        tree: RadixTree[None] = RadixTree()
+        for i, row in enumerate(rows):
+            tree.add_row(row[:-1], i)
+
+        def start(row: int) -> int:
+            prefix = chosen[row]
+            return 0 if prefix is None else len(prefix.ids)
+
+        shared = tree.shared(1 if share_prefix else MIN_PREFIX)
+        # What most prompts share comes first, so that a prefix comes before the ones that continue it.
+        for length, sharing in sorted(shared, key=lambda prefix: -len(prefix[1])):
+            is_forced = bool(share_prefix) and len(sharing) == len(rows)
+            later = [i for i in sharing if start(i) < length]
+            if len(later) < 2 or not (is_forced or length >= MIN_PREFIX):
+                continue
+            parent = max((chosen[i] for i in later), key=lambda p: 0 if p is None else len(p.ids))
+            widths = ((width(len(rows[i]) - start(i), start(i) > 0), width(len(rows[i]) - length, True)) for i in later)
+            saved = sum(alone - after for alone, after in widths)
+            cost = width(length - (0 if parent is None else len(parent.ids)), parent is not None)
+            if saved <= cost and not is_forced:
+                continue
+            cache_len = bucket_size(length, PREFIX_BUCKET, cache_limit)
+            nbytes = prefix_bytes(model, cache_len)
+            if nbytes <= room:
+                room -= nbytes
+                prefix = Prefix(tuple(rows[sharing[0]][:length]), nbytes, cache_len, params, parent)
+                for i in later:
+                    chosen[i] = prefix
+        return chosen
+
+
+def one_row(model: CompiledModel, cache_len: int) -> BoundProgram:
+    """Return a program whose state has one row, for the shapes of the state alone."""
+    extend = model.as_program("extend")
+    sizes = {"batch": 1, "context": cache_len, "seq": 1}
+    return BoundProgram(extend, extend.key_for_sizes(sizes, Variant(True, model.output_names[:1])))
+
+
+def prefix_bytes(model: CompiledModel, cache_len: int) -> int:
+    """Return the bytes of a state of one row on one device."""
+    key = one_row(model, cache_len).key
+    template = model.programs.template(key.symbolic)
+    return sum(state_bytes_by_kind(model.programs, template, {**model.flow._binding, **dict(key.binding)}).values())
+
+
+def parse_size(value: Any) -> int | None:
+    """Return a number of bytes: of `prefix_cache=`, an integer or text such as "2GiB"; None for None.
+
+    Raises:
+        RequestError: it is none.
+    """
+    if value is None or not isinstance(value, str):
+        return None if value is None else check_integer("prefix_cache", value, 0)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(i?))?B", value.strip())
+    if match is None:
+        raise RequestError(f"prefix_cache is {shown(value)}; expected a number of bytes, or text such as '2GiB'")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " "))

@@ -1,0 +1,198 @@
+"""Prefixes that prompts share: prefilled once, within a budget, and every row equals the same prompt alone."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rlx_jax as rlx
+from rlx_jax import errors
+from rlx_jax.weights.safetensors import open_safetensors
+from tests import divided
+from tests.divided import V
+from tests.small import profile
+
+RNG = np.random.default_rng(3)
+SYSTEM, EXAMPLES, OTHER = (tuple(RNG.integers(0, V, n).tolist()) for n in (80, 70, 90))
+TAILS = [tuple(RNG.integers(0, V, n).tolist()) for n in (1, 9, 4, 12, 7, 2, 5, 3)]
+PROMPTS = [list((SYSTEM, SYSTEM + EXAMPLES, (), SYSTEM)[i % 4] + tail) for i, tail in enumerate(TAILS)]
+NEW, SIZE = 5, 2**22
+FAMILIES = ("llama", "gemma2")
+OTHERS = ("mistral", "mixtral", "qwen35", "gpt_oss", "mamba2", "gpt2")
+OPTIONS: dict[str, Any] = {
+    "": {}, "int8 cache": {"precision": {"kv": "int8"}}, "packed": {"precision": {"weights": "int8"}},
+}  # fmt: skip
+
+
+def make(family: str, size: Any = SIZE, options: str = "", **changes: Any) -> Any:
+    made = profile(**OPTIONS[options]) if options else None
+    arguments = {"weights": divided.weights(family), "prefix_cache": size, "profile": made} | changes
+    return rlx.CausalLM(divided.recipe(family), **arguments)
+
+
+lm = functools.cache(make)
+
+
+@functools.cache
+def alone(family: str, options: str, prompt: tuple[int, ...], seed: int = 0) -> Any:
+    """The answer of a call for a prompt alone."""
+    return lm(family, SIZE, options).generate([list(prompt)], NEW, seed=seed, temperature=0.8 * seed, logprobs=1)[0]
+
+
+def check(family: str, options: str, prompts: list[Any], slots: int, model: Any = None) -> Any:
+    """Generate in slots, compare with each prompt alone, and return the report."""
+    model = lm(family, SIZE, options) if model is None else model
+    seeds = [i % 2 for i in range(len(prompts))]
+    samplers = [rlx.Sampler(temperature=0.8 * seed) for seed in seeds]
+    rows = model.generate([list(p) for p in prompts], NEW, samplers, seed=seeds, logprobs=1, slots=slots)
+    report = model.report().request
+    for row, prompt, seed in zip(rows, prompts, seeds, strict=True):
+        want = alone(family, options, tuple(prompt), seed)
+        assert row.tokens == want.tokens
+        np.testing.assert_allclose(row.token_logprobs, want.token_logprobs, atol=2e-5)
+    return report
+
+
+def check_twice(family: str, options: str = "") -> None:
+    """The first call prefills each prefix once, and the second one none of them; nothing compiles then."""
+    model, total = lm(family, SIZE, options), sum(map(len, PROMPTS))
+    model._prefixes.clear()
+    first, second = (check(family, options, PROMPTS, 3) for _ in range(2))
+    assert first.read_tokens == second.read_tokens + len(SYSTEM + EXAMPLES) and second.compiled == 0
+    assert second.cached_tokens == 4 * len(SYSTEM) + 2 * len(SYSTEM + EXAMPLES) and second.prompt_tokens == total
+    assert model._prefixes.tree.nbytes <= SIZE
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefixes_are_prefilled_once(family: str) -> None:
+    check_twice(family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family, options", [*((f, "") for f in OTHERS), ("gemma2", "int8 cache"), ("llama", "packed")])
+def test_prefixes_of_other_families(family: str, options: str) -> None:
+    check_twice(family, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+@settings(max_examples=10, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from([(), SYSTEM, SYSTEM + EXAMPLES, OTHER]), st.sampled_from(TAILS)), min_size=2,
+             max_size=8),
+    st.integers(1, 4), st.sampled_from([0, 2**17, SIZE]),
+)  # fmt: skip
+def test_rows_equal_prompts_alone(family: str, parts: list[Any], slots: int, size: int) -> None:
+    """For any prompts, numbers of slots and budgets, with prefixes of earlier calls."""
+    lm(family, SIZE, "").prefix_cache = size
+    check(family, "", [start + tail for start, tail in parts], slots)
+    assert lm(family, SIZE, "")._prefixes.tree.nbytes <= size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen35"])
+def test_over_a_mesh(family: str) -> None:
+    model = make(family, mesh=divided.mesh("data tensor", 4))
+    assert check(family, "", PROMPTS, 4, model).cached_tokens > 0
+
+
+def test_the_size_decides() -> None:
+    """0 shares none, None drops prefixes at the end of a call, and a budget drops the one that was used first."""
+    model, calls = lm("llama"), []
+    groups = [[list(start + tail) for tail in TAILS[:3]] for start in (SYSTEM, OTHER)]
+    want = [model.generate(group, NEW, share_prefix=False, slots=3) for group in groups]
+    assert model.report().request.cached_tokens == 0
+    model.prefix_cache = SIZE
+    model.generate(groups[0], NEW, slots=3)
+    ((ids, (_, nbytes, _)),) = model._prefixes.tree.entries.items()
+    assert ids == SYSTEM
+    for size in (0, None, nbytes, "1MiB"):
+        model.prefix_cache = size
+        for i in (0, 1, 0):
+            assert model.generate(groups[i], NEW, slots=3) == want[i]
+            calls.append(model.report().request.cached_tokens // len(SYSTEM))
+    assert calls == [0, 0, 0, 2, 2, 2, 2, 2, 2, 2, 2, 3]
+    assert model.prefix_cache == 2**20
+    short = [[1, 2, 3, tail] for tail in range(3)]
+    rows = model.generate(short, NEW, slots=2)
+    assert model.report().request.cached_tokens == 0
+    assert model.generate(short, NEW, slots=2, share_prefix=True) == rows
+    assert model.report().request.cached_tokens == 6
+
+
+def test_an_iterator_shares_prefixes() -> None:
+    model = lm("llama")
+    model.prefix_cache = SIZE
+    got = dict(model.generate_iter(PROMPTS, NEW, slots=2))
+    assert [got[i] for i in range(len(got))] == [list(alone("llama", "", tuple(p)).tokens) for p in PROMPTS]
+    assert model.report().request.cached_tokens > 0
+
+
+def test_other_parameters() -> None:
+    """A prefix of other parameters is neither used nor accepted."""
+    model = make("llama")
+    model.generate(PROMPTS, NEW, slots=3)
+    named = model.prefix(SYSTEM)
+    changed = make("llama").model.replace({name: 1.1 * array for name, array in model.model.params.items()})
+    want = rlx.CausalLM(changed).generate(PROMPTS, NEW)
+    model.model = model.model.replace(changed.params)
+    assert model.generate(PROMPTS, NEW, slots=3) == want
+    assert model.report().request.read_tokens > sum(map(len, TAILS)) + len(SYSTEM)
+    with pytest.raises(errors.SessionStateError, match="with other parameters"):
+        model.generate([[1]], NEW, state=named)
+
+
+def test_named_prefixes(tmp_path: Path) -> None:
+    """Used as a state and by full prompts, from a file, until it is released; of another model it is refused."""
+    model = make("llama", None)
+    prompts = [[*SYSTEM, *tail] for tail in TAILS]
+    want, file = [list(alone("llama", "", tuple(p)).tokens) for p in prompts], tmp_path / "system.safetensors"
+    named = model.prefix(list(SYSTEM))
+    assert model.prefix(SYSTEM) is named and "80 tokens" in repr(named)
+    assert model.generate([*map(list, TAILS)], NEW, state=named, slots=3) == want
+    assert model.report().request.cached_tokens == len(SYSTEM) * len(TAILS)
+    assert model.generate(prompts[:1], NEW, slots=1) == want[:1]
+    assert model.report().request.cached_tokens == len(SYSTEM)
+    model.save_prefix(named, file)
+    with open_safetensors(file) as tensors:
+        assert {"ids", "identity"} < tensors.tensors.keys()
+    named.release()
+    with pytest.raises(errors.SessionStateError, match="no state any more"):
+        model.generate([[1]], NEW, state=named)
+    other = make("llama", named.nbytes)
+    loaded = other.load_prefix(file)
+    assert other.generate([*map(list, TAILS)], NEW, state=loaded) == want
+    with pytest.raises(errors.RequestError, match="does not fit prefix_cache"):
+        other.prefix(OTHER)
+    weights = {name: array * 2 for name, array in divided.weights("llama").items()}
+    for field, changes in (
+        ("dtype", {"profile": profile(precision={"kv": "int8"})}),
+        ("max_positions", {"max_positions": 200}),
+        ("profile", {"profile": profile(layers={"roll": "scan"})}),
+        ("weights", {"weights": weights}),
+    ):
+        wrong = make("llama", **changes)
+        with pytest.raises(errors.VersionMismatchError, match=f"another {field}"):
+            wrong.load_prefix(file)
+    wrong = rlx.CausalLM(divided.recipe("llama", rms_norm_eps=0.5), divided.weights("llama"))
+    with pytest.raises(errors.VersionMismatchError, match="another model"):
+        wrong.load_prefix(file)
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda m: setattr(m, "prefix_cache", -1), "prefix_cache"),
+        (lambda m: m.prefix("text"), "tokenizer"),
+        (lambda m: m.generate([[1]], share_prefix="yes"), "share_prefix is 'yes'; expected True or False"),
+    ],
+)
+def test_refused(call: Any, message: str) -> None:
+    with pytest.raises(errors.RequestError, match=message):
+        call(lm("llama"))
