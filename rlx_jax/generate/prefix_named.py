@@ -31,7 +31,7 @@ from rlx_jax.weights.safetensors import open_safetensors
 from rlx_jax.weights.safetensors_format import write_file
 
 # Tensors of a file next to the arrays of the state, whose names have a "state." in front.
-IDS, IDENTITY, STATE = "ids", "identity", "state."
+IDS_TENSOR, IDENTITY_TENSOR, STATE_TENSORS = "ids", "identity", "state."
 
 
 class HasPrefixes(Protocol):
@@ -94,17 +94,19 @@ def load_prefix(self: HasPrefixes, path: str | os.PathLike[str]) -> Prefix:
     """
     lm, model, name = self._lm, self._lm.model, quote(os.fspath(path))
     with open_safetensors(path) as file:
-        if not {IDS, IDENTITY} <= file.tensors.keys():
+        if not {IDS_TENSOR, IDENTITY_TENSOR} <= file.tensors.keys():
             raise FormatError(f"{name}: not a prefix: it has {listing(sorted(file.tensors), 4)}; see save_prefix")
-        saved = parse_object(bytes(file.read(IDENTITY)), name, FormatError)
+        saved = parse_object(bytes(file.read(IDENTITY_TENSOR)), name, FormatError)
         for field, value in prefix_identity(model, lm.max_positions).items():
             if saved.get(field) != value:
                 raise VersionMismatchError(
                     f"{name}: the prefix was computed with another {field}: {shown(saved.get(field))}, and this model "
                     f"has {shown(value)}; compute it again with prefix"
                 )
-        prefix = _new_prefix(lm, file.read(IDS).tolist())
-        arrays = {key.removeprefix(STATE): file.read(key) for key in file.tensors if key.startswith(STATE)}
+        prefix = _new_prefix(lm, file.read(IDS_TENSOR).tolist())
+        arrays = {
+            key.removeprefix(STATE_TENSORS): file.read(key) for key in file.tensors if key.startswith(STATE_TENSORS)
+        }
     program, sharding = one_row(model, prefix.cache_len), model.programs.model_sharding
     template = model.programs.template(program.key.symbolic)
     if arrays.keys() != template.state.keys() or not fits(program, arrays):
@@ -127,8 +129,8 @@ def save_prefix(self: HasPrefixes, prefix: Prefix, path: str | os.PathLike[str],
         raise RequestError(f"save_prefix: prefix is {shown(prefix)}; expected the result of prefix")
     state = prefix.decode_state(lm.owner, lm.model).take(lm.owner).arrays()
     identity = json.dumps(prefix_identity(lm.model, lm.max_positions)).encode()
-    arrays = {STATE + name: np.asarray(jax.device_get(array)) for name, array in state.items()}
-    arrays |= {IDS: np.array(prefix.ids, np.int32), IDENTITY: np.frombuffer(identity, np.uint8)}
+    arrays = {STATE_TENSORS + name: np.asarray(jax.device_get(array)) for name, array in state.items()}
+    arrays |= {IDS_TENSOR: np.array(prefix.ids, np.int32), IDENTITY_TENSOR: np.frombuffer(identity, np.uint8)}
     with atomic_directory(os.path.abspath(path), overwrite, prefix.nbytes) as target:
         write_file(target, [Entry.from_array(name, array) for name, array in arrays.items()])
 
