@@ -35,6 +35,7 @@ from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.weights import execute
 from rlx_jax.weights.gguf_header import read_gguf_header
 from tests.oracles.checkpoints import FIXTURES
+from tests.oracles.comparing import assert_same_model
 from tests.oracles.gguf_files import write_gguf
 
 
@@ -89,36 +90,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-QUICK = ("llama", "llama 3", "mixtral", "qwen2", "gemma2", "mamba2")
-
-
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in QUICK)) for c in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_equals_the_directory(case: str, tmp_path: Path) -> None:
-    """Logits of a file in F32; of one also its greedy tokens, and of one what `save` writes of it."""
+    """A file in F32 is the same program over the same parameters; of one also logits and greedy tokens are compared."""
     fixture, fields = CASES[case]
     if "query_pre_attn_scalar" in fields:
         fields = {"query_pre_attn_scalar": json.loads((FIXTURES / fixture / "config.json").read_text())["head_dim"]}
     source = directory(tmp_path, fixture, **fields)
     write_gguf(source, tmp_path / "m.gguf")
     theirs, ours = rlx.load(source, dtype="f32"), rlx.load(tmp_path / "m.gguf", dtype="f32")
-    tokens = np.random.default_rng(0).integers(0, 40, (2, 9)).astype(np.int32)
-    want = np.asarray(theirs.logits(tokens))
-    np.testing.assert_allclose(np.asarray(ours.logits(tokens)), want, atol=3e-6 * np.abs(want).max(), rtol=0)
-    if case == "llama":
+    assert_same_model(ours, theirs, tolerance=1e-6)
+    if case == "llama 3":
+        tokens = np.random.default_rng(0).integers(0, 40, (2, 9)).astype(np.int32)
+        want = np.asarray(theirs.logits(tokens))
+        np.testing.assert_allclose(np.asarray(ours.logits(tokens)), want, atol=3e-6 * np.abs(want).max(), rtol=0)
         assert ours.generate([[1, 2, 3]], max_new_tokens=6) == theirs.generate([[1, 2, 3]], max_new_tokens=6)
     if case == "mixtral":
         rlx.save(ours, tmp_path / "saved")
-        saved = rlx.load(tmp_path / "saved", dtype="f32")
-        np.testing.assert_array_equal(np.asarray(saved.logits(tokens)), np.asarray(ours.logits(tokens)))
+        assert_same_model(rlx.load(tmp_path / "saved", dtype="f32"), ours)
 
 
-def assert_same_model(path: Path, other: Path) -> None:
-    """Two files have one config, and their parameters are equal bit by bit, so the programs and their results are."""
-    ours, theirs = (rlx.load(p, dtype="f32").model for p in (path, other))
+def assert_same_file(path: Path, other: Path) -> None:
+    """Two files have one config, and are the same model."""
     assert rlx.recipe_for(path).config == rlx.recipe_for(other).config
-    assert ours.params is not None and theirs.params is not None and ours.params.keys() == theirs.params.keys()
-    for name, values in ours.params.items():
-        np.testing.assert_array_equal(np.asarray(values), np.asarray(theirs.params[name]), name)
+    assert_same_model(*(rlx.load(p, dtype="f32") for p in (path, other)))
 
 
 def random_checkpoint(path: Path, hidden: int) -> dict[str, Any]:
@@ -172,11 +167,8 @@ def test_experts_of_qwen3(tmp_path: Path) -> None:
     """All layers have experts, with packed weights: a slice of a stacked tensor for each expert."""
     random_mixture(tmp_path / "hf")
     tokens = np.random.default_rng(1).integers(0, 40, (2, 7)).astype(np.int32)
-    want = np.asarray(rlx.load(tmp_path / "hf", dtype="f32").logits(tokens))
     write_gguf(tmp_path / "hf", tmp_path / "m.gguf")
-    np.testing.assert_allclose(
-        np.asarray(rlx.load(tmp_path / "m.gguf", dtype="f32").logits(tokens)), want, atol=3e-6 * np.abs(want).max()
-    )
+    assert_same_model(rlx.load(tmp_path / "m.gguf", dtype="f32"), rlx.load(tmp_path / "hf", dtype="f32"))
     decoded = write_gguf(tmp_path / "hf", tmp_path / "q.gguf", Kind.Q8_0)
     write_gguf(tmp_path / "hf", tmp_path / "p.gguf", tensors=decoded)
     packed, plain = (np.asarray(rlx.load(tmp_path / n, dtype="f32").logits(tokens)) for n in ("q.gguf", "p.gguf"))
@@ -218,13 +210,12 @@ def test_packed_rows_in_bands(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
 def test_convert(tmp_path: Path) -> None:
     """The command writes a Hugging Face directory, decoded; without a dtype it says that the weights are packed."""
     random_checkpoint(tmp_path / "hf", 64)
-    write_gguf(tmp_path / "hf", tmp_path / "m.gguf", Kind.Q8_0)
+    decoded = write_gguf(tmp_path / "hf", tmp_path / "m.gguf", Kind.Q8_0)
     arguments = ["convert", str(tmp_path / "m.gguf"), str(tmp_path / "out")]
     assert cli.main(arguments) != 0 and not (tmp_path / "out").exists()
     assert cli.main([*arguments, "--dtype", "f32"]) == 0
-    ours, written = (rlx.load(tmp_path / name, dtype="f32") for name in ("m.gguf", "out"))
-    tokens = np.arange(6, dtype=np.int32)[None]
-    np.testing.assert_array_equal(np.asarray(written.logits(tokens)), np.asarray(ours.logits(tokens)))
+    write_gguf(tmp_path / "hf", tmp_path / "plain.gguf", tensors=decoded)
+    assert_same_model(*(rlx.load(tmp_path / name, dtype="f32") for name in ("plain.gguf", "out")))
 
 
 def test_metadata_that_changes_the_model(tmp_path: Path) -> None:
@@ -264,7 +255,7 @@ def test_files_of_other_years(tmp_path: Path) -> None:
         writer.add_causal_attention(True)
 
     write_gguf(source, tmp_path / "old.gguf", tensors=old, more=more)
-    assert_same_model(tmp_path / "old.gguf", tmp_path / "m.gguf")
+    assert_same_file(tmp_path / "old.gguf", tmp_path / "m.gguf")
 
 
 def test_the_header_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,12 +294,10 @@ def test_parts_and_files_of_a_directory(tmp_path: Path) -> None:
     folder.mkdir()
     write_gguf(tmp_path / "hf", folder / "whole.gguf")
     write_gguf(tmp_path / "hf", folder / "m.gguf", split=4)
-    tokens = np.arange(6, dtype=np.int32)[None]
-    want = np.asarray(rlx.load(folder / "whole.gguf", dtype="f32").logits(tokens))
     names = sorted(path.name for path in folder.glob("m-*"))
     assert len(names) > 2
     ours = rlx.load(folder, file=names[0], dtype="f32")
-    np.testing.assert_array_equal(np.asarray(ours.logits(tokens)), want)
+    assert_same_model(ours, rlx.load(folder / "whole.gguf", dtype="f32"))
     with pytest.raises(GgufError, match="not the first part; open m-00001"):
         rlx.load(folder / names[1])
     (folder / names[2]).unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -30,3 +31,26 @@ def assert_rows_close(
     assert got.shape == want.shape, (got.shape, want.shape)
     for b, n in enumerate(lengths):
         assert_close(got[b, :n], want[b, :n], tolerance=tolerance)
+
+
+def assert_same_model(ours: Any, theirs: Any, *, tolerance: float = 0.0) -> None:
+    """Two models are one program over the same parameters, so their results are the same: nothing is compiled.
+
+    Names of flows do not count, nor casts to f32, which the loader may do.
+
+    Args:
+        ours, theirs: models of any kind.
+        tolerance: the largest difference of a parameter, relative to its largest entry.
+    """
+    ours, theirs = (getattr(model, "model", model) for model in (ours, theirs))
+    texts = [re.sub(r"@\w+", "@", re.sub(r"cast\(([^,()]+), f32\)", r"\1", m.text("mir"))) for m in (ours, theirs)]
+    assert texts[0] == texts[1]
+    assert ours.params.keys() == theirs.params.keys()
+    for name, value in ours.params.items():
+        got, want = np.asarray(value), np.asarray(theirs.params[name])
+        assert (got.dtype, got.shape) == (want.dtype, want.shape), name
+        if not tolerance:
+            np.testing.assert_array_equal(got, want, name)
+            continue
+        wide = want.astype(np.float64)
+        assert np.abs(got - wide).max(initial=0.0) <= tolerance * np.abs(wide).max(initial=0.0), name
