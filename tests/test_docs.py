@@ -27,12 +27,8 @@ from tests.oracles.checkpoints import FIXTURES, copy
 from tests.oracles.gguf_files import write_gguf
 
 ROOT = Path(__file__).parents[1]
-SLOW = {
-    "README", "adding-a-family", "bisect", "conversation", "devices", "diffusion", "editing", "embedding",
-    "export", "generation", "interpretability", "many-prompts", "performance", "profiles", "programs", "recipes",
-    "recurrence", "scoring", "training", "view", "vision", "weights",
-}  # fmt: skip
-"""They compile many programs."""
+QUICK = ("adding-a-pass", "checkpoints", "compile-steps", "errors", "fusion", "graph", "models", "plugins", "stages")
+"""Pages of the default suite; the others compile many programs."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 HUB = "meta-llama/Llama-3.2-1B-Instruct"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -63,8 +59,9 @@ def test_index_links_every_page() -> None:
 
 
 def page_param(page: Path) -> Any:
-    """The page, in the slow tier if it is one of `SLOW`."""
-    return pytest.param(page, marks=pytest.mark.slow if page.stem in SLOW else (), id=page.stem)
+    """The page, in the slow tier unless it is one of `QUICK` or has no code."""
+    is_quick = page.stem in QUICK or not list(python_blocks(page.read_text("utf-8")))
+    return pytest.param(page, marks=() if is_quick else pytest.mark.slow, id=page.stem)
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,10 @@ FAMILIES = (
     "llama/gqa_plain_attnbias_v5", "mistral/window_v5", "gemma3_text/pattern_v4", "gpt2/bare_v4", "qwen3_moe/mixed_v5",
     "qwen3_5_text/blocks_v5", "mamba2/groups_v5", "gpt_oss/window_v5",
 )  # fmt: skip
+KINDS = {
+    "gemma3_text/pattern_v4": "full", "mistral/window_v5": "window", "mamba2/groups_v5": "recurrent",
+    "qwen3_5_text/blocks_v5": "recurrent",
+}  # fmt: skip
 CONFIG: dict[str, Any] = {
     "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 2, "hidden_act": "silu",
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, "max_position_embeddings": 256,
@@ -48,7 +52,7 @@ def nbytes(arrays: Any) -> int:
     return sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(arrays))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in KINDS else pytest.mark.slow) for n in FAMILIES])
 def test_bytes_of_parameters_and_caches(name: str) -> None:
     """Those of the arrays of the model, by kind of layer."""
     lm = rlx.load(FIXTURES / name)
@@ -59,8 +63,7 @@ def test_bytes_of_parameters_and_caches(name: str) -> None:
     state = lm.model.programs.empty_state(extend.key(), sizes)()
     assert plan.params_bytes == nbytes(lm.model.params)
     assert plan.cache_bytes == nbytes(state)
-    kinds = {"mistral/window_v5": "window", "mamba2/groups_v5": "recurrent", "qwen3_5_text/blocks_v5": "recurrent"}
-    assert kinds.get(name, "full") in plan.cache
+    assert KINDS.get(name, "full") in plan.cache
 
 
 def test_bytes_of_packed_and_sharded_parameters() -> None:

@@ -359,7 +359,7 @@ def random_layer(body: list[list[str]]) -> Layer:
     return layer
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(body=bodies, count=st.integers(0, 7), scan=st.booleans())
 def test_random_layers_rolled_are_random_layers(body: list[list[str]], count: int, scan: bool) -> None:
     """Any structure, any period, any tail: the outputs are those of the plain program."""
