@@ -130,9 +130,7 @@ class Programs:
         self.warmup_keys: set[ProgramKey] | None = None  # the programs that the current warm-up has run
         self.recompiles = 0  # programs and helper functions compiled after warm-up
         self.num_loaded = self.num_loaded_helpers = 0  # programs and helper functions loaded from the compile cache
-        self.recompile_reasons: deque[str] = deque(
-            maxlen=MAX_RECOMPILE_REASONS
-        )  # the latest recompiles and their reasons
+        self.recompile_reasons: deque[str] = deque(maxlen=MAX_RECOMPILE_REASONS)  # those of the latest recompiles
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to pickle or deep-copy any object that contains this one: executables cannot be copied."""
@@ -401,9 +399,8 @@ class Programs:
                 name = getattr(function, "__name__", type(function).__name__)
                 self.record_recompile(f"{name}, a helper function: {reason}")
             # A new function for each entry: jax.jit drops its executable when the entry is evicted.
-            options = {"out_shardings": out_shardings, "donate_argnums": donate}
-            jitted = jax.jit(lambda *arrays: function(*static, *arrays), **options)
-            call, is_cached = with_compile_cache(jitted, moved, out_shardings)
+            run = jax.jit(lambda *a: function(*static, *a), out_shardings=out_shardings, donate_argnums=donate)
+            call, is_cached = with_compile_cache(run, moved, out_shardings)
             self.num_loaded_helpers += is_cached
             return call
 
@@ -477,9 +474,8 @@ class Programs:
             hint = ", which `logits` runs" if key.program == "forward" else ""
             reason = f"{key.flow}: {described}: warm-up ran {listing(sorted(programs))}, not {key.program}{hint}"
             return reason, "call a program that it ran"
-        first_input = self.first_input(key.flow)
         reason = (
-            f"{key.flow}: input {quote(first_input)} with {described or 'no size'}: no {key.program} "
+            f"{key.flow}: input {quote(self.first_input(key.flow))} with {described or 'no size'}: no {key.program} "
             f"program is compiled for that; {buckets.text() or 'warm-up ran other sizes'}"
         )
         return reason, "pass sizes that fit"

@@ -39,21 +39,17 @@ from rlx_jax.text.tokenizer_checks import check_added_tokens, refuse_panics
 
 T = TypeVar("T")
 
-# The file that defines a tokenizer, vocabulary included.
-TOKENIZER = "tokenizer.json"
-# Largest size of `tokenizer.json`.
-MAX_TOKENIZER_BYTES = 64 * 2**20
+TOKENIZER = "tokenizer.json"  # the file that defines a tokenizer, vocabulary included
+MAX_TOKENIZER_BYTES = 64 * 2**20  # of `tokenizer.json`
 # JSON values in `tokenizer.json`. The largest known files (a vocabulary of 2^18 with its merges) have 2^21.
 MAX_TOKENIZER_VALUES = 2**23
-# Largest token id, plus one.
-MAX_VOCABULARY = 2**24
+MAX_VOCABULARY = 2**24  # largest token id, plus one
 # transformers writes 10^30 for "no maximum"; every model_max_length from here on means that.
 _NO_MAX_LENGTH = 2**31
 
 # Letters, a digit, a combining accent, an emoji, and a hieroglyph that hardly any vocabulary has.
 _PROBE = "Hello, world 12 e\u0301 \U0001f600 \U00013000"
-# Tokenizer classes of transformers that use tokenizer.json unchanged.
-_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # of transformers; tokenizer.json is unchanged
 # Keys of tokenizer_config.json that override a BertNormalizer, with the names of its arguments.
 _BERT_SETTINGS = {
     "do_lower_case": "lowercase",
@@ -432,11 +428,8 @@ def _check_probe(native: Any, words: Mapping[str, int], where: str) -> int:
         return bare.ids, native.encode(_PROBE).ids, native.post_process(bare, None, True).ids, count
 
     bare, with_special, post_processed, count = guard(probe, where)
-    unknown = sorted(set(with_special).difference(words.values(), bare))
-    if unknown:
-        raise TokenizerError(
-            f"{where}: post_processor adds token ids that are not in the vocabulary: {listing(unknown)}"
-        )
+    if unknown := sorted(set(with_special).difference(words.values(), bare)):
+        raise TokenizerError(f"{where}: post_processor adds ids that are not in the vocabulary: {listing(unknown)}")
     if with_special != post_processed or len(with_special) != len(bare) + count:
         raise TokenizerError(f"{where}: post_processor does more than add special tokens around a text")
     return count
