@@ -283,10 +283,17 @@ def _refuse_rounding(weights: list[_WeightPart]) -> None:
 
 def _warn_of_nan(weights: list[_WeightPart]) -> None:
     """Warn of weights with NaN: saving works, but loading refuses them."""
-    damaged = [w.key for w in weights if is_float(w.values.dtype) and bool((w.values != w.values).any())]
+    damaged = [w.key for w in weights if is_float(w.values.dtype) and _has_nan(w.values)]
     if damaged:
         message = f"{len(damaged)} of {len(weights)} weights hold NaN, and loading refuses them: {listing(damaged, 8)}"
         warnings.warn(message, RlxNumericsWarning, stacklevel=4)
+
+
+def _has_nan(values: Any) -> bool:
+    """Return whether an array has NaN, on the device that it is on; on a CPU, NumPy needs no program for each shape."""
+    if isinstance(values, jax.Array) and values.is_fully_addressable and jax.default_backend() == "cpu":
+        values = np.asarray(values)
+    return bool((values != values).any())
 
 
 def _cast(values: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
