@@ -236,3 +236,15 @@ def pad_rows(rows: Sequence[Sequence[int] | Ids], width: int) -> Ids:
     for i, row in enumerate(rows):
         block[i, : len(row)] = row
     return block
+
+
+def check_text(text: object, name: str) -> None:
+    """Check that `text` is a str without lone surrogates, on which the native library fails."""
+    if not isinstance(text, str):
+        raise RequestError(f"{name}: expected a str, found {type(text).__name__}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as cause:
+        raise RequestError(
+            f"{name}: half of a surrogate pair at character {cause.start}, which is not valid Unicode text"
+        ) from None

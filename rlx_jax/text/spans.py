@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from rlx_jax.errors import RequestError
-from rlx_jax.text.tokenizer import Tokenizer, check_text, guard
+from rlx_jax.text.request_checks import check_text
+from rlx_jax.text.tokenizer import Tokenizer, guard
 
 
 class TokenSpans(NamedTuple):

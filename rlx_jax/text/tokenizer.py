@@ -33,7 +33,7 @@ from rlx_jax.io.strict_json import parse
 from rlx_jax.models.config import Fields
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.text.chat_template import MAX_TEMPLATE_BYTES, load_templates, template_files
-from rlx_jax.text.request_checks import id_list
+from rlx_jax.text.request_checks import check_text, id_list
 from rlx_jax.text.text_pairs import PairTokens, gives_types, pair_lengths
 from rlx_jax.text.tokenizer_checks import check_added_tokens, refuse_panics
 
@@ -489,18 +489,3 @@ def model_max_length(config: Fields) -> int | None:
     value = config.raw("model_max_length")
     is_unlimited = value is None or (isinstance(value, int | float) and value >= _NO_MAX_LENGTH)
     return None if is_unlimited else config.integer("model_max_length", high=_NO_MAX_LENGTH)
-
-
-# -- requests ----------------------------------------------------------------------------------
-
-
-def check_text(text: object, name: str) -> None:
-    """Check that `text` is a str without lone surrogates, on which the native library fails."""
-    if not isinstance(text, str):
-        raise RequestError(f"{name}: expected a str, found {type(text).__name__}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as cause:
-        raise RequestError(
-            f"{name}: half of a surrogate pair at character {cause.start}, which is not valid Unicode text"
-        ) from None
