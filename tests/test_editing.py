@@ -94,6 +94,7 @@ def test_edits_are_what_the_same_change_of_the_weights_is(scanned: rlx.CompiledM
     assert scanned.report().refusals == () and "repeat(count=3" in scanned.text("hir")
 
 
+@pytest.mark.slow
 def test_an_optional_input_between_products() -> None:
     """Of which the others share their input without it: with it, and without it, as the weights say in NumPy."""
     by = np.linspace(0.5, 2.0, HIDDEN, dtype="f4")
@@ -157,7 +158,9 @@ def test_the_head_of_siglip_takes_the_tokens() -> None:
     assert np.abs(muted - muted[:1]).max() < 1e-6 < 1e-3 < np.abs(plain - plain[:1]).max()
 
 
-@pytest.mark.parametrize("fixture", ["llama/gqa_linear_mlpbias_v5", "mixtral/window_v5"])
+@pytest.mark.parametrize(
+    "fixture", ["llama/gqa_linear_mlpbias_v5", pytest.param("mixtral/window_v5", marks=pytest.mark.slow)]
+)
 def test_a_capture_of_every_block(fixture: str) -> None:
     """Tables and routers give several values; none of the outputs changes the model."""
     recipe, ids = rlx.recipe_for(checkpoints.FIXTURES / fixture), np.array([[1, 2, 3]])

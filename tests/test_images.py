@@ -151,7 +151,7 @@ def test_gradients_go_through_the_rounding(ste: str) -> None:
         "hard_tanh": np.maximum(0, 1 - np.abs(wide) / (most * 0.5)),
     }[ste]
     op = FakeQuantize(4, ste=ste)
-    dx, ds = jax.grad(lambda x, s: op.eval(x, s).sum(), (0, 1))(x, s)
+    dx, ds = jax.jit(jax.grad(lambda x, s: op.eval(x, s).sum(), (0, 1)))(x, s)
     np.testing.assert_allclose(dx, want, atol=1e-6)
     assert ds == 0
 
@@ -168,7 +168,9 @@ def test_gradient_of_a_learned_scale() -> None:
         (FakeQuantize(4, 0, learned=True), s, (gap(x, s[:, None]) * dy).sum(1)),
         (FakeQuantize(4, learned=True), s[0], (gap(x, s[0]) * dy).sum()),
     ):
-        got = jax.grad(lambda s, op=op: (op.eval(jnp.float32(x), s) * jnp.float32(dy)).sum())(jnp.float32(scale))
+        got = jax.jit(jax.grad(lambda s, op=op: (op.eval(jnp.float32(x), s) * jnp.float32(dy)).sum()))(
+            jnp.float32(scale)
+        )
         np.testing.assert_allclose(got, want, rtol=1e-5)
 
 

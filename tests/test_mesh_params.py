@@ -102,6 +102,7 @@ def test_resting() -> None:
     assert ours.report().leaf_bytes == sum(a.addressable_shards[0].data.nbytes for a in ours.params.values())
 
 
+@pytest.mark.slow
 def test_padded_words_are_never_seen(tmp_path: Path) -> None:
     """61 words over 4 devices: logits, tokens, losses, weights and files have no more, whatever stands behind."""
     (made, held), name = llama("llama tied"), "model.embed_tokens.weight"

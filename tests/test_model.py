@@ -214,7 +214,7 @@ def test_gradients_of_a_call() -> None:
 def test_requests_of_traced_parameters() -> None:
     """What reads its results is refused by name; logits and hidden states go through."""
     lm, enc = rlx.load(LLAMA), rlx.load(BERT)
-    grads = jax.grad(lambda p: rlx.CausalLM(lm.model.replace(p)).logits([[1, 2]]).sum())(lm.model.params)
+    grads = jax.jit(jax.grad(lambda p: rlx.CausalLM(lm.model.replace(p)).logits([[1, 2]]).sum()))(lm.model.params)
     assert grads.keys() == lm.model.params.keys()
     for model, ask in (
         (lm.model, lambda m: rlx.CausalLM(m).prefill([[1, 2]])[0].sum()),
@@ -235,8 +235,8 @@ def test_vmap_and_checkpoint() -> None:
     got = jax.vmap(lambda p: model.apply(p, X[0]))(stacked)
     np.testing.assert_allclose(got[0], mlp(X[0]), rtol=1e-5, atol=1e-5)
     assert not np.any(got[1])
-    plain = jax.grad(lambda p: model.apply(p, X[0]).sum())(model.params)
-    again = jax.grad(lambda p: jax.checkpoint(model.apply)(p, X[0]).sum())(model.params)
+    plain = jax.jit(jax.grad(lambda p: model.apply(p, X[0]).sum()))(model.params)
+    again = jax.jit(jax.grad(lambda p: jax.checkpoint(model.apply)(p, X[0]).sum()))(model.params)
     for key in plain:
         np.testing.assert_allclose(plain[key], again[key], rtol=1e-5, atol=1e-6)
 

@@ -54,6 +54,7 @@ def test_a_sweep_is_one_program_and_layers_are_operands() -> None:
     assert_close(two, grid[2, 4])
 
 
+@pytest.mark.slow
 def test_forms_of_a_patch() -> None:
     """The same changes as an array, as a function, in parts, with all logits, and as a metric."""
     lm, values = model(LLAMA), captured(LLAMA, "layers.*")
@@ -194,6 +195,7 @@ def test_captures_of_requests() -> None:
     assert many["layers.1.self_attn.probs"].shape[0] == len(answers[0]) == 2
 
 
+@pytest.mark.slow
 def test_a_window_with_captured_weights_generates() -> None:
     """The slots of a ring buffer have no rule for weights, which decoding does not compute."""
     directory = FIXTURES / "mistral" / "window_v5"

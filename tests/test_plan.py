@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from operator import attrgetter
@@ -112,12 +113,20 @@ CHANGES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
+BF16 = rlx.CompileProfile().replace(precision={"compute": "bf16", "weights": "bf16"})
+BASE: dict[str, Any] = {"device": "h200", "batch": 2, "context": 64, "profile": BF16}
+
+
+@functools.cache
+def plan_with() -> Any:
+    """The plan that those of other arguments are compared with."""
+    return rlx.plan(RECIPE, **BASE)
+
+
 @pytest.mark.parametrize("name", CHANGES)
 def test_every_argument_changes_the_result(name: str) -> None:
     arguments, attributes = CHANGES[name]
-    bf16 = rlx.CompileProfile().replace(precision={"compute": "bf16", "weights": "bf16"})
-    base: dict[str, Any] = {"device": "h200", "batch": 2, "context": 64, "profile": bf16}
-    first, other = rlx.plan(RECIPE, **base), rlx.plan(RECIPE, **base | arguments)
+    first, other = plan_with(), rlx.plan(RECIPE, **BASE | arguments)
     assert [name for name in attributes if attrgetter(name)(first) == attrgetter(name)(other)] == []
 
 
@@ -156,6 +165,7 @@ def test_what_is_refused(name: str) -> None:
         rlx.plan(model, **{"device": "cpu"} | arguments)
 
 
+@pytest.mark.slow
 def test_what_would_make_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each suggestion fits, and its figures are those of a plan with its arguments."""
     t4, peak = rates.rates_named("t4"), rlx.plan(RECIPE, device="t4", batch=8, context=256).peak_bytes

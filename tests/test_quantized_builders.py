@@ -209,7 +209,7 @@ def test_rounding_that_is_there_already(subtests: pytest.Subtests) -> None:
                 models = [rlx.compile(g) for g in (m, out)]
                 got, want = (g(x) for g in models)
                 np.testing.assert_allclose(got, want, rtol=2e-7)
-                got, want = (jax.grad(lambda x, g=g: (g.apply({}, x) ** 2).sum())(x) for g in models)
+                got, want = (jax.jit(jax.grad(lambda x, g=g: (g.apply({}, x) ** 2).sum()))(x) for g in models)
                 np.testing.assert_allclose(got, want, rtol=1e-6)
 
 

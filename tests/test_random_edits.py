@@ -244,8 +244,8 @@ def check_random_flow(seed: int, deep: bool) -> None:
         assert_all_near(in_pieces(compiled(flow, dict(weights), program="extend"), x), plain, f"cached: {what}")
     elif deep:
         at = ({key: jnp.asarray(weights[key]) for key in model.params}, jnp.asarray(x))
-        got = jax.grad(lambda p, x: total(model.apply(p, x, by=BY)), argnums=(0, 1))(*at)
-        like = jax.grad(lambda p, x: total(reference(weights | p, x, BY)), argnums=(0, 1))(*at)
+        got = jax.jit(jax.grad(lambda p, x: total(model.apply(p, x, by=BY)), argnums=(0, 1)))(*at)
+        like = jax.jit(jax.grad(lambda p, x: total(reference(weights | p, x, BY)), argnums=(0, 1)))(*at)
         assert_all_near(got[0] | {"x": got[1]}, like[0] | {"x": like[1]}, f"gradients: {what}")
 
 

@@ -16,6 +16,7 @@ from rlx_jax import cli
 from rlx_jax.errors import DTypeError, RequestError, RlxError, UnsupportedError, WeightError
 from rlx_jax.weights.quantize import quantize_fp8, quantize_int8
 from rlx_jax.weights.safetensors import open_safetensors
+from tests.oracles.comparing import assert_close, assert_same_model
 from tests.test_gguf import random_checkpoint
 
 RNG = np.random.default_rng(0)
@@ -130,10 +131,10 @@ def test_conversions(method: str, tmp_path: Path) -> None:
     for source, target, dtype in (("q", "f", "f32"), ("q", "g.gguf", "f32"), ("g.gguf", "q2", method)):
         assert cli.main(["convert", str(tmp_path / source), str(tmp_path / target), "--dtype", dtype]) == 0
     tokens = np.arange(8, dtype=np.int32)[None]
-    want = np.asarray(rlx.load(tmp_path / "twin", dtype="f32").logits(tokens))
-    for name in ("q", "f", "g.gguf"):
-        logits = np.asarray(rlx.load(tmp_path / name, dtype="f32").logits(tokens))
-        np.testing.assert_allclose(logits, want, atol=3e-6 * np.abs(want).max(), rtol=0, err_msg=name)
+    packed, plain, *twins = (rlx.load(tmp_path / name, dtype="f32") for name in ("q", "twin", "f", "g.gguf"))
+    assert_close(packed.logits(tokens), np.asarray(plain.logits(tokens)), tolerance=3e-6)
+    for twin in twins:
+        assert_same_model(twin, plain, tolerance=1e-6)
     assert "quantization_config" not in json.loads((tmp_path / "f" / "config.json").read_text())
     assert "quantization_config" in json.loads((tmp_path / "q2" / "config.json").read_text())
 

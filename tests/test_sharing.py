@@ -68,8 +68,8 @@ def check(keys: Keys, head: str = "", program: str = "train", **tables: Any) -> 
         np.testing.assert_array_equal(array, weights[key])
 
     np.testing.assert_allclose(model(X), by_hand(weights, keys, head), rtol=2e-5, atol=2e-5)
-    slopes = jax.grad(lambda p: (model.apply(p, X) ** 2).sum())(model.params)
-    want = jax.grad(lambda w: (by_hand(w, keys, head) ** 2).sum())(weights)
+    slopes = jax.jit(jax.grad(lambda p: (model.apply(p, X) ** 2).sum()))(model.params)
+    want = jax.jit(jax.grad(lambda w: (by_hand(w, keys, head) ** 2).sum()))(weights)
     scale = max(float(np.abs(g).max()) for g in want.values())
     for key, slope in model.weights(slopes).items():
         np.testing.assert_allclose(slope, want[key], rtol=2e-4, atol=2e-5 * scale, err_msg=key)
@@ -125,7 +125,7 @@ def test_a_trained_model_is_saved_and_loaded(tmp_path: Path) -> None:
     """Each weight once, with the values of the step; and it comes back in any mode."""
     keys, head = SHARED["by a layer that is left over"]
     model = check(keys, head)
-    slopes = jax.grad(lambda p: model.apply(p, X).sum())(model.params)
+    slopes = jax.jit(jax.grad(lambda p: model.apply(p, X).sum()))(model.params)
     stepped = model.replace({name: w - 0.1 * slopes[name] for name, w in model.params.items()})
     rlx.save(stepped, tmp_path / "saved")
     for roll in ("unroll", "scan"):
