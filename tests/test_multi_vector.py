@@ -15,7 +15,7 @@ from rlx_jax import errors
 from rlx_jax.encode.multi_vector import MultiVectorEncoder
 from tests.oracles import checkpoints, embedders
 from tests.oracles.classifiers import TEXTS
-from tests.oracles.comparing import assert_close, assert_same_model
+from tests.oracles.comparing import assert_close, assert_same_layers, assert_same_model
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,7 @@ def test_recorded_vectors(directory: Path, model: Any, tmp_path: Path) -> None:
     saved = rlx.load(tmp_path / "saved")
     assert_same_model(saved.encoder, model.encoder)
     assert saved.settings == model.settings
+    assert_same_layers(saved.settings.layers, model.settings.layers)
 
 
 def test_scores(model: Any) -> None:

@@ -20,7 +20,7 @@ from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.encode.vector_layers import Dense, UnitLength
 from tests.oracles import checkpoints, embedders
 from tests.oracles.classifiers import TEXTS
-from tests.oracles.comparing import assert_close, assert_same_model
+from tests.oracles.comparing import assert_close, assert_same_layers, assert_same_model
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,7 @@ def test_recorded_vectors(directories: Path, name: str, tmp_path: Path) -> None:
     saved = rlx.load(tmp_path / "saved")
     assert_same_model(saved, encoder)
     assert saved.pipeline == encoder.pipeline and saved.padding == encoder.padding
+    assert_same_layers(saved.pipeline.layers, encoder.pipeline.layers)
 
 
 def test_layers_compile_in_the_warm_up(directories: Path) -> None:

@@ -54,3 +54,12 @@ def assert_same_model(ours: Any, theirs: Any, *, tolerance: float = 0.0) -> None
             continue
         wide = want.astype(np.float64)
         assert np.abs(got - wide).max(initial=0.0) <= tolerance * np.abs(wide).max(initial=0.0), name
+
+
+def assert_same_layers(ours: Any, theirs: Any) -> None:
+    """Two sequences of layers over vectors have the same settings, which is what `==` compares, and weights."""
+    assert ours == theirs
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.arrays().keys() == other.arrays().keys()
+        for name, array in mine.arrays().items():
+            np.testing.assert_array_equal(np.asarray(array), np.asarray(other.arrays()[name]), name)
