@@ -298,6 +298,11 @@ def load_leaf(program: Program, source: WeightSource, device: Any = None) -> jax
 
 def _to_device(values: HostArray, device: Any, copy: bool = False) -> jax.Array:
     """Return an array on `device`, once the transfer is complete. JAX on a CPU shares its memory unless `copy`."""
+    if copy and isinstance(values, np.ndarray) and jax.default_backend() == "cpu":
+        # jnp.array would compile a program for each shape.
+        own = _new_array(TensorType(values.shape, values.dtype))
+        own[...] = values
+        values, copy = own, False
     with jax.default_device(device):
         return (jnp.array(values) if copy else jax.device_put(values, may_alias=True)).block_until_ready()
 
