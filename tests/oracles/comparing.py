@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rlx_jax.ir.graph import Param
+
 TOLERANCE = 3e-5
 """Largest difference from a float32 reference, relative to the reference's largest entry."""
 
@@ -33,6 +35,17 @@ def assert_rows_close(
         assert_close(got[b, :n], want[b, :n], tolerance=tolerance)
 
 
+def program_of(model: Any) -> list[tuple[Any, ...]]:
+    """Every op of a program with all of its attributes, numbers to six digits, and its operands."""
+    rows = []
+    for _, node in model.template().mir.walk():
+        whole = node.op.text() if node.op.regions() or isinstance(node.op, Param) else repr(node.op)
+        text = re.sub(r"cast\(([^,()]+), f32\)", r"\1", whole)
+        rounded = re.sub(r"\d+\.\d*(e[+-]?\d+)?", lambda number: f"{float(number[0]):.6g}", text)
+        rows.append((rounded, node.inputs, node.types))
+    return rows
+
+
 def assert_same_model(ours: Any, theirs: Any, *, tolerance: float = 0.0) -> None:
     """Two models are one program over the same parameters, so their results are the same: nothing is compiled.
 
@@ -43,8 +56,8 @@ def assert_same_model(ours: Any, theirs: Any, *, tolerance: float = 0.0) -> None
         tolerance: the largest difference of a parameter, relative to its largest entry.
     """
     ours, theirs = (getattr(model, "model", model) for model in (ours, theirs))
-    texts = [re.sub(r"@\w+", "@", re.sub(r"cast\(([^,()]+), f32\)", r"\1", m.text("mir"))) for m in (ours, theirs)]
-    assert texts[0] == texts[1]
+    for mine, other in zip(program_of(ours), program_of(theirs), strict=True):
+        assert mine == other
     assert ours.params.keys() == theirs.params.keys()
     for name, value in ours.params.items():
         got, want = np.asarray(value), np.asarray(theirs.params[name])
