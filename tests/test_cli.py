@@ -199,7 +199,7 @@ def test_errors(case: str, capsys: pytest.CaptureFixture[str]) -> None:
     ("generate nowhere --promt x", "generate: error: there is no option '--promt'; did you mean '--prompt'"),
     ("generate nowhere --prompt a --stop -x", "'-x'; a value that begins with - is written --option=VALUE"),
     ("generat nowhere", "rlx-jax: error: there is no command 'generat'; did you mean 'generate'?"),
-    ("generate nowhere", "the following arguments are required: --prompt"),
+    ("generate nowhere", "one of the arguments --prompt --input is required"),
 ])  # fmt: skip
 def test_a_command_that_is_not_understood(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Names the word that is wrong before what is missing, and what was meant."""

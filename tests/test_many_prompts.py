@@ -287,3 +287,31 @@ def test_over_a_mesh(family: str) -> None:
     model = rlx.CausalLM(divided.recipe(family), divided.weights(family), mesh=divided.mesh("data tensor", 4))
     rows = lm(family).generate(prompts, MAX_TOKENS)
     assert model.generate(prompts, budgets, slots=4) == [row[:b] for row, b in zip(rows, budgets, strict=True)]
+
+
+def test_prompts_with_options_of_their_own() -> None:
+    """Each equals a call with its options; greedy and sampled ones alternate, and later ones need other slots."""
+    model = lm("llama")
+    prompts, budgets = job_list(12)
+    requests = [
+        rlx.PromptRequest(p, max_new_tokens=b, sampler=SAMPLERS[i % 5], seed=i, stop=[*range(i)])
+        for i, (p, b) in enumerate(zip(prompts, budgets, strict=True))
+    ]
+    got = dict(model.generate_iter([[1], *requests, [2]], 3, slots=2, details=True))
+    samplers, stops = [SAMPLERS[i % 5] for i in range(12)], [[*range(i)] for i in range(12)]
+    for i, ids in enumerate(model.generate(prompts, budgets, samplers, stops, [*range(12)], slots=2), 1):
+        stopped = ids[-1] < i - 1
+        assert (got[i].tokens, got[i].finish_reason) == (tuple(ids), "stop" if stopped else "length")
+        assert got[i].token_logprobs == () and got[i].text is None
+    assert [[*got[i].tokens] for i in (0, 13)] == model.generate([[1], [2]], 3)
+    drawn = [rlx.PromptRequest(p, sampler=SAMPLERS[1], index=9 - i) for i, p in enumerate(prompts[:4])]
+    rows = model.generate([[1]] * 6 + [r.prompt for r in drawn[::-1]], 3, SAMPLERS[1], seed=5)
+    assert dict(model.generate_iter(drawn, 3, slots=2, seed=5)) == dict(zip(range(6, 10), rows[6:], strict=True))
+    own: list[Any] = [{}, {"messages": []}, {"max_new_tokens": -1}, {"sampler": 3}, {"stop": [V]}, {"seed": -1}]
+    wrong = [rlx.PromptRequest(**({"prompt": [1]} | options if options else {})) for options in own]
+    told = ["got none", "got both", "max_new_tokens is -1", "sampler is 3", "stop", "seed"]
+    for (_, error), part in zip(sorted(model.generate_iter(wrong, errors="return")), told, strict=True):
+        assert isinstance(error, errors.RequestError) and part in str(error)
+    eos = rlx.CausalLM(model.model, eos_ids=[model.generate([1], 2)[0]])
+    both = [[1], rlx.PromptRequest([1], sampler=rlx.Sampler(ignore_eos=True))]
+    assert [len(ids) for _, ids in sorted(eos.generate_iter(both, 2, slots=1))] == [1, 2]

@@ -25,13 +25,15 @@ from rlx_jax.cli.command import (
     peak_text,
     texts_or_stdin_lines,
 )
+from rlx_jax.cli.files import add_files, check_files, embed_file, score_fields, score_file
 from rlx_jax.errors import MissingFileError, RequestError, StorageError, quote
-from rlx_jax.generate.scoring import exp_or_inf
 
 
 def embed(args: argparse.Namespace, session: Session) -> Iterator[str]:
-    """Write a vector for each text: its numbers on a line, separated by spaces; or all vectors into a NumPy file."""
-    texts = texts_or_stdin_lines(args.text, session)
+    """Write a vector for each text: its numbers on a line, separated by spaces; or all vectors into a NumPy file; or
+    those of a file of texts into another."""
+    has_files = check_files(args, ["overwrite"], {"TEXT": args.text})
+    texts = [] if has_files else texts_or_stdin_lines(args.text, session)
     if args.output is not None and not os.path.isdir(folder := os.path.dirname(args.output) or "."):
         raise MissingFileError(f"--output {quote(args.output)}: there is no directory {quote(folder)}")
     encoder = load_model(args, session)
@@ -42,6 +44,9 @@ def embed(args: argparse.Namespace, session: Session) -> Iterator[str]:
     if prompt and isinstance(encoder, rlx.DualEncoder):
         raise RequestError(f"{quote(args.directory)} is {kind_with_article(encoder)}, which has no prompts")
     check_has_tokenizer((encoder.texts if isinstance(encoder, rlx.DualEncoder) else encoder).tokenizer, args)
+    if has_files:
+        yield from embed_file(args, session, encoder, prompt)
+        return
     start = time.perf_counter()
     vectors = np.asarray(encoder.embed(texts, **prompt))
     seconds = time.perf_counter() - start
@@ -86,7 +91,12 @@ def embed_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `embed`."""
     parser.add_argument("--prompt-name", metavar="NAME", help="put this prompt of the checkpoint in front of each text")
     parser.add_argument("--prompt", metavar="TEXT", help='or this one; "" leaves out the default prompt')
-    parser.add_argument("--output", metavar="FILE.npy", help="write all vectors into this file, [texts, width] float32")
+    parser.add_argument(
+        "--output", metavar="FILE",
+        help="write all vectors into this .npy file, [texts, width] float32; with --input, the .jsonl file of the "
+        "vectors, which is resumed if it exists",
+    )  # fmt: skip
+    add_files(parser)
 
 
 EMBED = Command("embed", "vectors of texts", (add_compute, embed_options, add_json, add_model, add_texts), embed)
@@ -96,10 +106,15 @@ EMBED = Command("embed", "vectors of texts", (add_compute, embed_options, add_js
 
 
 def score(args: argparse.Namespace, session: Session) -> Iterator[str]:
-    """Write how likely each text is: its log-likelihood, its perplexity by token, and the text, with tabs between."""
-    texts = texts_or_stdin_lines(args.text, session)
+    """Write how likely each text is: its log-likelihood, its perplexity by token, and the text, with tabs between; or
+    the log-likelihoods of a file of texts into another."""
+    has_files = check_files(args, ["output", "overwrite"], {"TEXT": args.text})
+    texts = [] if has_files else texts_or_stdin_lines(args.text, session)
     check_texts({"--context": args.context or ""})
     lm = load_language_model(args, session)
+    if has_files:
+        yield from score_file(args, session, lm)
+        return
     start = time.perf_counter()
     scores = lm.score([text if args.context is None else (args.context, text) for text in texts])
     seconds = time.perf_counter() - start
@@ -107,22 +122,18 @@ def score(args: argparse.Namespace, session: Session) -> Iterator[str]:
     tokens = sum(len(s.tokens) for s in scores)
     session.summary = f"{tokens:,} tokens, {tokens / seconds:,.0f}/s, what was compiled included; {peak_text()}"
     for text, result in zip(texts, scores, strict=True):
-        perplexity = exp_or_inf(-result.logprob / len(result.tokens))
+        fields = score_fields(result)
         if args.json:
-            yield json_line(
-                {
-                    "text": text, "context": args.context, "logprob": result.logprob,
-                    "perplexity": perplexity, "greedy": result.greedy, "tokens": list(result.tokens),
-                    "token_logprobs": list(result.token_logprobs),
-                }
-            )  # fmt: skip
+            yield json_line({"text": text, "context": args.context, **fields})
         else:
-            yield f"{result.logprob:.4f}\t{perplexity:.4f}\t{text}\n"
+            yield f"{result.logprob:.4f}\t{fields['perplexity']:.4f}\t{text}\n"
 
 
 def score_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `score`."""
     parser.add_argument("--context", metavar="TEXT", help="text before each text, which is not scored itself")
+    parser.add_argument("--output", metavar="FILE.jsonl", help="with --input, the results, resumed if the file exists")
+    add_files(parser)
 
 
 SCORE_OPTIONS = (add_compute, score_options, add_json, add_model, add_texts)

@@ -27,6 +27,7 @@ from rlx_jax.cli.command import (
     peak_text,
     request_options,
 )
+from rlx_jax.cli.files import add_files, check_files, generate_file
 from rlx_jax.cli.terminal import is_interactive, read_line, read_stdin
 from rlx_jax.errors import RlxError, SequenceLengthError
 from rlx_jax.runtime.inputs import check_integer
@@ -110,9 +111,13 @@ def summary_line(timed: TimedAnswer, lm: rlx.CausalLM, max_new_tokens: int = 0) 
 
 
 def generate(args: argparse.Namespace, session: Session) -> Iterator[str]:
-    """Write the continuation of a prompt, token by token as they come."""
+    """Write the continuation of a prompt, token by token as they come; or the answers to a file of prompts."""
     sampler = make_sampler(args)
-    check_texts({"--prompt": args.prompt, "--system": args.system or "", "--stop": args.stop})
+    check_texts({"--prompt": args.prompt or "", "--system": args.system or "", "--stop": args.stop})
+    others = {"--chat": args.chat, "--system": args.system is not None, "--speculative": args.speculative}
+    if check_files(args, ["output", "overwrite", "logprobs", "slots"], others):
+        yield from generate_file(args, session, load_language_model(args, session))
+        return
     prompt = args.prompt
     if prompt == "-":
         prompt = decode_stdin(session.interrupt.run_interruptible(lambda: read_stdin("the prompt")))
@@ -134,7 +139,12 @@ def generate(args: argparse.Namespace, session: Session) -> Iterator[str]:
 def generate_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `generate`."""
     add = parser.add_argument
-    add("--prompt", required=True, metavar="TEXT", help="the text to continue; - reads it from stdin")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="the text to continue; - reads it from stdin")
+    add_files(parser, source)
+    add("--output", metavar="FILE.jsonl", help="with --input, the file of the answers, which is resumed if it exists")
+    add("--logprobs", type=int, metavar="N", help="with --input, log-probabilities of the tokens and of N likeliest")
+    add("--slots", type=int, metavar="N", help="with --input, the number of prompts that run at once")
     add("--chat", action="store_true", help="answer it as one message, by the checkpoint's chat template")
     add("--system", metavar="TEXT", help="a system message before it; means --chat")
     add_sampling(parser)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Unpack
 
 import jax
@@ -109,6 +109,11 @@ class DualEncoder(TaskModel):
         if getattr(texts[0] if isinstance(texts, list | tuple) and texts else texts, "ndim", 0) >= 3:
             raise RequestError("texts: expected strings or token ids, got images; embed_images takes them")
         return self.texts.embed(texts, max_tokens=max_tokens, show_progress=show_progress)
+
+    @suggest_keywords()
+    def embed_iter(self, texts: Iterable[Any], *, max_tokens: int | None = None) -> Iterator[Vectors]:
+        """Yield the vector of each text of any iterable, in order: see `Encoder.embed_iter`."""
+        return self.texts.embed_iter(texts, max_tokens=max_tokens)
 
     @suggest_keywords()
     def embed_images(self, images: Any) -> Vectors:

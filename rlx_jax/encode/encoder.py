@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from rlx_jax.encode.artifact_plan import encoder_plan
+from rlx_jax.encode.embed_iter import embed_iter
 from rlx_jax.encode.embedding import Batcher, PackedBatcher, Stream
 from rlx_jax.encode.explain import explain as explain_texts
 from rlx_jax.encode.explain import profile as profile_texts
@@ -463,6 +464,7 @@ class Encoder(TaskModel):
         return replace(self.model.report(**sizes), embedding=layout, request=self._last_request)
 
     explain, show, profile, artifact_plan = explain_texts, show_texts, profile_texts, encoder_plan
+    embed_iter = embed_iter
 
     def run_texts(self, texts: Any, max_tokens: int | None = None) -> Any:
         """Run the request that `explain` and `profile` describe: `embed` of texts or id lists."""

@@ -70,13 +70,14 @@ class TextReader:
         ids = self.tokenizer.encode(prompt, max_length=self.max_text_tokens)
         return len(ids) - any(map(self.tokenizer.is_special, ids[-1:]))
 
-    def read_texts(self, texts: Any, prompt: str = "", prompt_argument: str = "") -> Requests:
+    def read_texts(self, texts: Any, prompt: str = "", prompt_argument: str = "", start: int = 0) -> Requests:
         """Return the rows of texts or id lists.
 
         Args:
             texts: a string, or a list or an iterator of strings or of id lists.
             prompt: the text in front of each string.
             prompt_argument: name of the argument that gave the prompt, for messages; empty for the default prompt.
+            start: the index of the first text of a list, for messages.
         """
 
         def rows(items: Sequence[Any], is_text: bool, first: int) -> TokenRows:
@@ -94,9 +95,9 @@ class TextReader:
                 return rows(request.texts or request.ids or [], request.texts is not None, chunk[0])
 
             return Requests(prefetch(chunks(texts), read), None, False)
-        request = classify_prompts(texts, "texts", allow_flat=False)
+        request = classify_prompts(texts, f"texts[{start}:]" if start else "texts", allow_flat=False)
         is_text, entries = request.texts is not None, request.texts or request.ids or []
-        read_chunks = prefetch(chunks(entries), lambda chunk: rows(chunk[1], is_text, chunk[0]))
+        read_chunks = prefetch(chunks(entries), lambda chunk: rows(chunk[1], is_text, start + chunk[0]))
         return Requests(read_chunks, len(entries), request.is_single)
 
     def read_pairs(self, pairs: Sequence[tuple[str, str]]) -> Requests:

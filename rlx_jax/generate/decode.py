@@ -217,6 +217,7 @@ class DecodeLoop(TokenChooser):
             of a GPU prepares the next call instead of waiting for the loop's condition.
         num_logprobs: as in `FirstTokens`.
         slots: whether the rows are slots.
+        stop_width: number of stop ids of each slot, padding included; the programs differ, as their operands do.
     """
 
     ids_input: str
@@ -224,6 +225,7 @@ class DecodeLoop(TokenChooser):
     early_exit: bool
     num_logprobs: int | None = None
     slots: bool = False
+    stop_width: int = 0
 
     def arguments(self) -> Mapping[str, str]:
         """Return the arguments of `warmup` that select it, as `FirstTokens` does."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from rlx_jax.generate.decode import NOT_FINITE, STOPPED, FirstTokens, LogProbs, 
 from rlx_jax.generate.decode_state import fits, gather_rows, prompt_indices, resize_state
 from rlx_jax.generate.request import LanguageModel, PrefixState, Request
 from rlx_jax.generate.request_plan import RequestPlan, plan_request, prompt_blocks
+from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.scheduler import TopLogProbs
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.generate.stop_strings import GrowingText, min_length, stable_prefix, stop_length
@@ -43,12 +44,14 @@ class Completion:
         tokens: all new ids.
         token_logprobs: the log-probability of each of them.
         top: for each of them the likeliest ids at its position with their log-probabilities, the likeliest first.
+        finish_reason: "stop" after an end token, a stop id or a stop string, or "length" after `max_new_tokens`.
     """
 
     text: str | None
     tokens: tuple[int, ...]
     token_logprobs: tuple[float, ...]
     top: tuple[tuple[tuple[int, float], ...], ...]
+    finish_reason: Literal["stop", "length"] = "length"
 
 
 @dataclass
@@ -265,7 +268,10 @@ def run_request(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any
 
 def make_outputs(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any]:
     """Return the output for each prompt of a request that has run; raises as `run_request`."""
-    rows = [make_output(lm, request, i, (ids, new.log_probs[i], new.top_logprobs[i])) for i, ids in enumerate(new.rows)]
+    rows = []
+    for i, ids in enumerate(new.rows):
+        tokens = ids, new.log_probs[i], new.top_logprobs[i]
+        rows.append(make_output(lm, request, request.row_options(i), tokens, request.as_text))
     n = request.n
     outputs = rows if n is None else [rows[at : at + n] for at in range(0, len(rows), n)]
     if new.failed:
@@ -274,18 +280,26 @@ def make_outputs(lm: LanguageModel, request: Request, new: NewTokens) -> list[An
 
 
 def make_output(
-    lm: LanguageModel, request: Request, row: int, tokens: tuple[list[int], list[float], list[TopLogProbs]]
-) -> Any:
+    lm: LanguageModel, request: Request, options: RowOptions, tokens: tuple[list[int], list[float], list[TopLogProbs]],
+    as_text: bool, details: bool = False,
+) -> Any:  # fmt: skip
     """Return the output for one row: text, ids, or a `Completion`.
 
     Args:
+        options: the options of the row.
         tokens: its new ids, their log-probabilities, and the likeliest tokens at each position.
+        as_text: whether text is returned, not ids.
+        details: whether a `Completion` is returned also without log-probabilities.
     """
-    (ids, log_probs, top), options = tokens, request.row_options(row)
-    text = lm.answer_text(ids, options.stop_strings, options.sampler.min_tokens) if request.as_text else None
-    if request.logprobs is None:
+    (ids, log_probs, top), min_tokens = tokens, options.sampler.min_tokens
+    text = lm.answer_text(ids, options.stop_strings, min_tokens) if as_text else None
+    if request.logprobs is None and not details:
         return ids if text is None else text
-    return Completion(text, tuple(ids), tuple(log_probs), tuple(likeliest[: request.logprobs] for likeliest in top))
+    has_ended = bool(ids) and ids[-1] in options.stop_ids
+    if not has_ended:
+        has_ended = stop_length(lm.decode, ids, len(ids), options.stop_strings, min_tokens) is not None
+    likeliest = tuple(pairs[: request.logprobs] for pairs in top)
+    return Completion(text, tuple(ids), tuple(log_probs), likeliest, "stop" if has_ended else "length")
 
 
 def stream_request(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[Any]:

@@ -13,7 +13,8 @@ import numpy as np
 from rlx_jax.errors import RequestError, RlxError, listing, shown, suggest_keywords
 from rlx_jax.generate.generation import NewTokens, make_output, make_outputs, run_request
 from rlx_jax.generate.prefix_cache import ParamsIdentity, Prefix
-from rlx_jax.generate.request import LanguageModel, Request, check_answers, check_length, choose_seed
+from rlx_jax.generate.prompt_request import PromptRequest
+from rlx_jax.generate.request import LanguageModel, Request, check_answers, check_flag, check_length, choose_seed
 from rlx_jax.generate.request_plan import chunk_widths
 from rlx_jax.generate.row_options import BatchProgress, RowOptions, StopLike, is_by_prompt, split_by_prompt
 from rlx_jax.generate.sampler import Sampler, Sampling, resolve_sampler
@@ -24,7 +25,7 @@ from rlx_jax.generate.stop_strings import stop_length
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.report import RequestReport
 from rlx_jax.runtime.sequence_state import as_state
-from rlx_jax.text.request_checks import Prompts, classify_prompts
+from rlx_jax.text.request_checks import Prompts
 
 # Prompts that are prefilled together in a request without slots have at most so many tokens, padding included.
 MAX_BATCH_TOKENS = 2**16
@@ -212,7 +213,7 @@ def generate_iter(
     self: MakesRequests, prompts: Iterable[Any], max_new_tokens: int = 64, sampler: Sampler | None = None,
     stop: StopLike = (), seed: Any = None, *, logprobs: int | None = None, slots: int | None = None,
     progress: Callable[[BatchProgress], None] | None = None, errors: Literal["raise", "return"] = "raise",
-    **sampling: Unpack[Sampling],
+    details: bool = False, **sampling: Unpack[Sampling],
 ) -> Iterator[tuple[int, Any]]:  # fmt: skip
     """Continue prompts from any iterable, and yield `(index, answer)` as each answer ends, not in order.
 
@@ -220,10 +221,12 @@ def generate_iter(
     of `generate` for the list of all prompts.
 
     Args:
-        prompts: strings or id lists.
-        max_new_tokens, sampler, stop, seed, logprobs, slots, progress: as in `generate`, one value for all prompts.
+        prompts: strings or id lists, or a `PromptRequest` for a prompt with options of its own.
+        max_new_tokens, sampler, stop, seed, logprobs, slots, progress: as in `generate`, one value for all prompts that
+            have none of their own.
         errors: "return" yields `(index, error)` for a prompt that is refused, or fails with a `NumericsError`, and the
             others go on; "raise" raises the error.
+        details: yield a `Completion` for each answer also without `logprobs`, which tells why the answer ended.
         sampling: fields of a sampler.
 
     Raises:
@@ -238,10 +241,15 @@ def generate_iter(
             raise RequestError(f"generate_iter: {name} is {shown(value)}; expected one value for all prompts")
     if required := self._lm.required_inputs:
         raise RequestError(f"generate_iter: the flow reads {listing(required)}; use generate, which takes inputs=")
+    check_flag("details", details)
+    stop = list(stop) if isinstance(stop, Iterator) else stop
     options: Any = {"logprobs": logprobs, "slots": slots, "progress": progress, **sampling}
     request, new = self._make_request(Prompts(None, [], False), max_new_tokens, sampler, stop, seed, **options)
     total = len(prompts) if isinstance(prompts, Sized) else None
-    return PromptStream(self._lm, request, new, total, errors == "return").run(iter(prompts))
+    shared_seed = request.seed if seed is not None or request.sampler.temperature else None
+    return PromptStream(self._lm, request, new, total, errors == "return", details, stop, shared_seed).run(
+        iter(prompts)
+    )
 
 
 @dataclass(eq=False)
@@ -254,7 +262,11 @@ class PromptStream:
         new: receives the report.
         total: number of prompts, if it is known.
         returns_errors: whether errors are yielded, not raised.
-        texts: indices of the prompts in slots that are strings.
+        details: whether a `Completion` is yielded for each answer.
+        stop: the argument of the call.
+        seed: the seed of prompts without one; None until the first of them is sampled.
+        outputs: for each prompt in slots, by its position, the index to yield, and whether the answer is text.
+        planned: jobs that the slots are planned for; later jobs that they do not fit are added.
     """
 
     lm: LanguageModel
@@ -262,7 +274,11 @@ class PromptStream:
     new: NewTokens
     total: int | None
     returns_errors: bool
-    texts: set[int] = field(default_factory=set)
+    details: bool
+    stop: Any
+    seed: Any
+    outputs: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    planned: list[SlotJob] = field(default_factory=list)
 
     def run(self, prompts: Iterator[Any]) -> Iterator[tuple[int, Any]]:
         """Yield the answers; see `generate_iter`."""
@@ -276,25 +292,29 @@ class PromptStream:
             num_submitted = 0 if scheduler is None else scheduler.num_waiting
             # Prompts that are refused do not count: others follow them.
             while len(waiting) + num_submitted < read_ahead and (item := next(source, None)) is not None:
-                index, prompt = item
+                position, prompt = item
+                prompt = prompt if isinstance(prompt, PromptRequest) else PromptRequest(prompt)
+                index = position if prompt.index is None else prompt.index
                 try:
-                    job = self.make_job(index, prompt)
+                    job = self.make_job(position, index, prompt)
                 except RlxError as error:
                     yield index, self.returned(error)
                     continue
                 if not job.options.budget:
-                    yield index, self.output(JobAnswer(job))
+                    yield self.output(JobAnswer(job))
                     continue
                 waiting.append(job)
                 num_prompts, prompt_tokens = num_prompts + 1, prompt_tokens + len(job.ids)
             if scheduler is None or scheduler.is_idle:
                 if not waiting:
                     return
-                # A prompt that does not fit the cache waits until all slots are free, and gets a longer one.
-                if device is None or not all(fits_device(device, job) for job in waiting):
+                # A prompt that the slots do not fit waits until all of them are free, and others are planned.
+                if misfits := [job for job in waiting if device is None or not fits_device(device, job)]:
                     cached -= 0 if device is None else device.num_prefilled
                     scheduler = device = None  # free its memory first
-                    device = open_slots(plan_jobs(self.lm, waiting, self.request))
+                    # The new slots fit the earlier jobs, too: jobs of both kinds may alternate.
+                    self.planned += misfits
+                    device = open_slots(plan_jobs(self.lm, self.planned, self.request))
                     device.prepare(waiting)
                     scheduler = Scheduler(device, partial(find_end, self.lm), read_ahead)
             assert device is not None and scheduler is not None
@@ -311,24 +331,24 @@ class PromptStream:
                 self.new.report = slots_report(device, *counts, seconds, compiled, cached - device.num_prefilled)
                 if self.request.progress is not None:
                     self.request.progress(BatchProgress(done, self.total, num_tokens, seconds))
-                yield answer.job.index, self.output(answer)
+                yield self.output(answer)
 
-    def make_job(self, index: int, prompt: Any) -> SlotJob:
+    def make_job(self, position: int, index: int, prompt: PromptRequest) -> SlotJob:
         """Return the job of a prompt.
 
         Raises:
             RequestError, TokenIdError, SequenceLengthError: as `generate`.
         """
         name = f"prompts[{index}]"
-        is_empty = isinstance(prompt, list | tuple) and not prompt  # no tokens: neither kind of list
-        prompts = Prompts(None, [[]], True) if is_empty else classify_prompts(prompt, name)
-        if not prompts.is_single:
-            raise RequestError(f"{name} is {shown(prompt)}; expected a string or a list of token ids")
+        prompts = prompt.read(self.lm, name)
+        options = prompt.replace_options(self.lm, self.request.row_options(index), self.stop, name)
+        if prompt.seed is None and options.sampler.temperature:
+            self.seed = choose_seed(self.seed, options.sampler)
+            options = replace(options, seed=self.seed)
         (ids,) = self.lm.encode_prompts(prompts, index)
-        check_length(self.lm, len(ids), self.request.budget, name, None)
-        if prompts.texts is not None:
-            self.texts.add(index)
-        return SlotJob(index, ids, self.request.row_options(index))
+        check_length(self.lm, len(ids), options.budget, name, None)
+        self.outputs[position] = index, prompts.texts is not None or prompt.messages is not None
+        return SlotJob(position, ids, options)
 
     def returned(self, error: RlxError) -> RlxError:
         """Return an error to yield it.
@@ -340,18 +360,23 @@ class PromptStream:
             return error
         raise error
 
-    def output(self, answer: JobAnswer) -> Any:
+    def output(self, answer: JobAnswer) -> tuple[int, Any]:
         """Return what `generate_iter` yields for an answer."""
-        index = answer.job.index
-        request = replace(self.request, as_text=index in self.texts)
-        self.texts.discard(index)
-        output = make_output(self.lm, request, index, (answer.ids, answer.log_probs, answer.top_logprobs))
+        index, as_text = self.outputs.pop(answer.job.index)
+        tokens = answer.ids, answer.log_probs, answer.top_logprobs
+        output = make_output(self.lm, self.request, answer.job.options, tokens, as_text, self.details)
         if not answer.failed:
-            return output
+            return index, output
         failed = NewTokens([answer.ids], {index: len(answer.ids)})
-        return self.returned(failed.failure([output]))
+        return index, self.returned(failed.failure([output]))
 
 
 def fits_device(device: SlotClasses, job: SlotJob) -> bool:
-    """Return whether a job fits the longest cache of the slots."""
-    return len(job.ids) + job.options.budget <= device.classes[-1].cache_len
+    """Return whether the slots fit a job: their longest cache, the ids that end it, and the steps of its sampler."""
+    plan, options = device.parts[-1].plan, job.options
+    steps = plan.fill.sampling_steps
+    return (
+        len(job.ids) + options.budget <= plan.sizes.cache_len
+        and len(options.stop_ids) <= plan.stop_width
+        and steps.union(options.sampler.sampling_steps(plan.lm.vocab_size)) == steps
+    )

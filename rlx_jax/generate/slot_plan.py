@@ -125,7 +125,7 @@ def plan_class(
     """
     model = lm.model.as_program("extend")
     loop_settings = model.programs.settings.loop
-    wrapper = DecodeLoop(steps, model.first_input, 2 * loop_settings.steps, True, num_logprobs, slots=True)
+    wrapper = DecodeLoop(steps, model.first_input, 2 * loop_settings.steps, True, num_logprobs, True, stop_width)
     variant = Variant(True, model.output_names[:1])
     state_sizes = {"batch": sizes.num_slots, "context": sizes.cache_len}
     key = model.key_for_sizes({**state_sizes, "seq": 1}, variant)

@@ -38,6 +38,8 @@ MAX_ARRAY_METADATA_BYTES = 64 * 2**10
 MAX_CHUNKS = 2**20
 # Bytes of `config.json` and similar files.
 MAX_CONFIG_BYTES = 4 * 2**20
+# Bytes of one line of a JSON Lines file of prompts or texts.
+MAX_LINE_BYTES = 64 * 2**20
 # Number of values in one JSON file; a Python object takes twenty times the bytes of its text.
 MAX_JSON_VALUES = 2**18
 # Nesting depth of objects and arrays in one JSON file.

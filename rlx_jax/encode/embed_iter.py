@@ -1,0 +1,57 @@
+"""`Encoder.embed_iter`: the vectors of more texts than fit the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from rlx_jax.encode.embedding import chunks
+from rlx_jax.encode.precision import OutputFormat
+from rlx_jax.errors import NumericsError, RequestError, shown, suggest_keywords
+
+# Texts that are read and computed at once: enough that the device rarely waits for the first call of the next ones.
+TEXTS_AT_ONCE = 8192
+
+
+@suggest_keywords()
+def embed_iter(
+    self: Any, texts: Iterable[Any], *, prompt_name: str | None = None, prompt: str | None = None,
+    truncate_dim: int | None = None, normalize: bool = False, precision: str = "float32", ranges: Any = None,
+    max_tokens: int | None = None,
+) -> Iterator[np.ndarray[Any, Any]]:  # fmt: skip
+    """Yield the vector of each text of any iterable, in order, for more texts than fit the memory.
+
+    Vectors are those of `embed`. Texts are read 8,192 at a time, so that the iterable may be endless.
+
+    Args:
+        texts: strings or id lists.
+        prompt_name, prompt, truncate_dim, normalize, precision, ranges, max_tokens: as in `embed`; but "int8" and
+            "uint8" need `ranges`, as the range of all vectors is not known.
+
+    Raises:
+        RequestError, TokenIdError, NumericsError: as `embed`; options at once, and texts when they are read.
+    """
+    if isinstance(texts, str | bytes | Mapping) or not isinstance(texts, Iterable):
+        raise RequestError(f"embed_iter: texts is {shown(texts)}; expected an iterable of strings or id lists")
+    self.model.refuse_traced()
+    self.model.require_params("embed_iter")
+    prompt_text = self.pipeline.choose_prompt(prompt_name, prompt)
+    prompt_argument = "prompt_name" if prompt_name is not None else "prompt" if prompt is not None else ""
+    output = OutputFormat.checked(self.output_width, truncate_dim, normalize, precision, ranges)
+    if precision in ("int8", "uint8") and ranges is None:
+        raise RequestError(f"embed_iter: precision={precision!r} needs ranges=, vector_ranges of many vectors")
+    prompt_tokens = self.reader.count_prompt_tokens(prompt_text)
+
+    def vectors() -> Iterator[np.ndarray[Any, Any]]:
+        for first, chunk in chunks(texts, TEXTS_AT_ONCE):
+            requests = self.reader.read_texts(chunk, prompt_text, prompt_argument, first)
+            try:
+                rows = output(self.run(requests, max_tokens, prompt_tokens))
+            except NumericsError as error:
+                failed = {first + row: count for row, count in error.rows.items()}
+                raise NumericsError(f"of texts[{first}:]: {error}", failed, error.outputs) from error
+            yield from rows
+
+    return vectors()
