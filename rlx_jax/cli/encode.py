@@ -31,7 +31,7 @@ from rlx_jax.errors import MissingFileError, RequestError, StorageError, quote
 
 def embed(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Write a vector for each text: its numbers on a line, separated by spaces; or all vectors into a NumPy file; or
-    those of a file of texts into another."""
+    the vectors of a file of texts into another."""
     has_files = check_files(args, ["overwrite"], {"TEXT": args.text})
     texts = [] if has_files else texts_or_stdin_lines(args.text, session)
     if args.output is not None and not os.path.isdir(folder := os.path.dirname(args.output) or "."):

@@ -150,7 +150,7 @@ def in_units(call: Callable[[list[Any]], Sequence[Mapping[str, Any]]]) -> Callab
 
 
 def generate_file(args: argparse.Namespace, session: Session, lm: rlx.CausalLM) -> Iterator[str]:
-    """Write the answers to the prompts of a file; options of a line replace those of the command."""
+    """Write the answers to the prompts of a file; the options of a line replace the options of the command."""
     sampling = {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None}
     settings = {name: getattr(args, name) for name in ("max_new_tokens", "stop", "seed", "logprobs")} | sampling
     line_sampling = [name for name in SAMPLING if name != "logits_processor"]  # a function

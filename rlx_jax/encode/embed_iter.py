@@ -23,7 +23,7 @@ def embed_iter(
 ) -> Iterator[np.ndarray[Any, Any]]:  # fmt: skip
     """Yield the vector of each text of any iterable, in order, for more texts than fit the memory.
 
-    Vectors are those of `embed`. Texts are read 8,192 at a time, so that the iterable may be endless.
+    The vectors equal `embed`. Texts are read 8,192 at a time, so that the iterable may be endless.
 
     Args:
         texts: strings or id lists.

@@ -61,7 +61,7 @@ class PromptRequest:
         return prompts
 
     def replace_options(self, lm: LanguageModel, options: RowOptions, stop: StopLike, name: str) -> RowOptions:
-        """Return the options of the call with those of this prompt in their place.
+        """Return the options of the call, replaced by the options of this prompt.
 
         Args:
             lm: the model.

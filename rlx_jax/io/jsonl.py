@@ -86,7 +86,7 @@ def open_job(
 
     Raises:
         MissingFileError: there is no input. LimitError: a line is longer than `limits.MAX_LINE_BYTES`.
-        RequestError: input or settings differ from those of the job; or another process writes the output.
+        RequestError: input or settings are not the ones of the job; or another process writes the output.
         TargetExistsError: the output is no output of a job. FormatError: it has a line that is no result.
         StorageError: the system refused an operation.
     """
