@@ -18,6 +18,7 @@ from jax import Array, lax
 
 from rlx_jax.device import Device
 from rlx_jax.ir.graph import Graph, Mir, locate_errors
+from rlx_jax.ir.kernel_group import KernelGroup
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.cache import CacheUpdate, RingStep, write_rows
 from rlx_jax.ir.ops.experts import ExpertFfn
@@ -28,6 +29,7 @@ from rlx_jax.lowering.lir.attention import choose as choose_attention
 from rlx_jax.lowering.lir.attention import cudnn, query_chunks
 from rlx_jax.lowering.lir.experts import blocked, choose_experts, gathered, looped, ragged
 from rlx_jax.lowering.lir.plan import CACHE_WRITES, CHOICE_OPS, PRODUCTS, RECURRENCES, Call, Choice, call_of
+from rlx_jax.lowering.lir.product_groups import run_group
 from rlx_jax.lowering.lir.recurrent import choose as choose_recurrence
 from rlx_jax.lowering.lir.recurrent import chunk_by_chunk, chunks_at_once, one_token
 from rlx_jax.lowering.sharding import ModelSharding
@@ -122,7 +124,8 @@ def lazy_kernel(name: str) -> Callable[..., Any]:
 
 
 # Custom Pallas kernels.
-KERNELS = ("grouped", "one_pass", "states_in_one")
+TRITON_KERNELS = ("grouped", "one_pass", "states_in_one")
+KERNELS = (*TRITON_KERNELS, "matvec")
 
 # Functions that run an op, by the name of the implementation; each computes the same as `eval`.
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
@@ -140,7 +143,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "looped": looped,
     "ragged": ragged,
     "in_loop": in_loop,
-    **{name: lazy_kernel(name) for name in KERNELS},
+    **{name: lazy_kernel(name) for name in TRITON_KERNELS},
+    "matvec": run_group,
 }
 
 # Lock for changing the filters of warnings, which are global to the process.
@@ -162,6 +166,12 @@ def has_triton() -> bool:
     return True
 
 
+@functools.cache
+def has_mosaic() -> bool:
+    """Return whether this JAX has Pallas' Mosaic GPU backend with the operations that `matvec` needs: from 0.11 on."""
+    return tuple(int(n) for n in jax.__version__.split(".")[:2]) >= (0, 11)
+
+
 @contextlib.contextmanager
 def without_triton_warning(choices: Mapping[Call, Choice]) -> Iterator[None]:
     """Suppress JAX's deprecation warning about Triton while a program is lowered; users cannot act on it.
@@ -169,7 +179,7 @@ def without_triton_warning(choices: Mapping[Call, Choice]) -> Iterator[None]:
     Args:
         choices: the program's choices; without custom kernels among them nothing is suppressed.
     """
-    if not any(choice.implementation in KERNELS for choice in choices.values()):
+    if not any(choice.implementation in TRITON_KERNELS for choice in choices.values()):
         yield
         return
     with WARNING_FILTERS_LOCK, warnings.catch_warnings():
@@ -210,6 +220,8 @@ def choose_implementations(
         **dict.fromkeys(PRODUCTS, lambda call: choose_product(call, device, products)),
         **dict.fromkeys(RECURRENCES, lambda call: choose_recurrence(call, device, use_kernels)),
         **dict.fromkeys(CACHE_WRITES, lambda call: choose_cache_write(call, device)),
+        # `group_products` makes groups only where their kernel runs.
+        KernelGroup: lambda call: Choice("matvec", "one kernel with the ops around the product"),
         ExpertFfn: lambda call: choose_experts(call, device, experts, model_sharding, use_kernels),
     }
     choices: dict[Call, Choice] = {}
@@ -224,5 +236,6 @@ def choose_implementations(
 
 def runnable_choices(choices: Mapping[Call, Choice], device: Device) -> dict[Call, Choice]:
     """Return the choices that a device can run. Nodes without a choice run by `eval`, which computes the same."""
-    missing = set(() if device.kind == "cuda" else ("cudnn",)) | set(() if has_kernels(device) else KERNELS)
+    missing = set(() if device.kind == "cuda" else ("cudnn",)) | set(() if has_kernels(device) else TRITON_KERNELS)
+    missing |= set(() if device.has_kernels and has_mosaic() else ("matvec",))
     return {call: choice for call, choice in choices.items() if choice.implementation not in missing}

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import Graph, Mir, Node, Param, StateRead
+from rlx_jax.ir.kernel_group import KernelGroup
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.cache import CacheUpdate, RingStep
 from rlx_jax.ir.ops.experts import ExpertFfn
@@ -44,7 +45,7 @@ PRODUCTS = (MatMul, FusedMatMulBiasAct)
 RECURRENCES = (GatedDeltaOp, SelectiveScanOp)
 CACHE_WRITES = (CacheUpdate, RingStep)
 # The ops that may have a choice.
-CHOICE_OPS = (AttentionOp, ExpertFfn, *PRODUCTS, *RECURRENCES, *CACHE_WRITES)
+CHOICE_OPS = (AttentionOp, ExpertFfn, KernelGroup, *PRODUCTS, *RECURRENCES, *CACHE_WRITES)
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Lir:
 
         Repeated layers count once.
         """
-        choices = Counter(choice for _, choice in self.choices(*PRODUCTS))
+        choices = Counter(choice for _, choice in self.choices(KernelGroup, *PRODUCTS))
         return tuple(f"{count} by {choice}" for choice, count in choices.items())
 
     def experts(self) -> tuple[str, ...]:
@@ -149,8 +150,9 @@ class Lir:
 
     def choices(self, *kinds: type[Mir]) -> Iterator[tuple[Path, Choice]]:
         """Yield block path and choice of each node with one of these ops."""
+        grouped = {id(node.op.body) for _, node in self.graph.walk() if isinstance(node.op, KernelGroup)}
         for inner, node in self.graph.walk():
-            if isinstance(node.op, kinds):
+            if isinstance(node.op, kinds) and id(inner) not in grouped:
                 choice = self.plan.choices.get(call_of(inner, node), XLA_CHOICE)
                 yield node.origin.path, self._packed_choice(inner, node) or choice
 

@@ -24,6 +24,8 @@ from rlx_jax.lowering.fusion import Fused, FusionSite
 from rlx_jax.lowering.hir.derive import derive
 from rlx_jax.lowering.hir.quantize import quantize_weights
 from rlx_jax.lowering.hir.weights import merge_linears, merge_ropes, orient, pad_vocabulary, unpack
+from rlx_jax.lowering.lir.implementations import has_mosaic
+from rlx_jax.lowering.lir.product_groups import group_products
 from rlx_jax.lowering.lower import expand_composites, lower
 from rlx_jax.lowering.mir.head import up_to_head
 from rlx_jax.lowering.mir.patterns import FINDERS, find_sites
@@ -133,6 +135,17 @@ def none_if_default(value: Any, default: Any) -> Any:
     return None if value == default else value
 
 
+def uses_matvec(job: Job) -> bool:
+    """Return whether products of one row and the ops around them run as one kernel.
+
+    It was measured on one Hopper GPU. A scan would copy each layer's weights before the kernel reads them.
+    """
+    settings, plan = job.settings, job.settings.plan
+    is_decoding = job.sizes is not None and job.program == "extend"
+    has_kernel = settings.device.has_kernels and has_mosaic() and settings.model_sharding is None
+    return is_decoding and has_kernel and plan.kernels and plan.products == "auto" and not plan.scan
+
+
 # All passes, in the order that they run.
 PIPELINE: tuple[Pass, ...] = (
     Pass("outputs", HIR, select_outputs, lambda job: job.outputs),
@@ -197,6 +210,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("dce", MIR, dce, kind="cleaning"),  # late, because the passes before it leave unread nodes
     Pass("up_to_head", MIR, up_to_head, lambda job: job.headless),
     Pass("specialise", MIR, specialise, lambda job: job.sizes),  # runs once per choice of sizes, on the template
+    Pass("group_products", MIR, group_products, uses_matvec, "layout"),  # after it, on programs with sizes
 )
 
 PASS_NAMES = tuple(p.name for p in PIPELINE)

@@ -248,7 +248,10 @@ def report_fusion(name: str, fusion: FusionReport) -> None:
 def make_lir(template: Template, binding: Mapping[str, int], settings: Settings) -> Lir:
     """Specialize a template to sizes and plan it: MIR template → MIR with sizes → LIR."""
     # A new cache of types: the template's cache would retain the types of every size ever requested.
-    graph = pass_named("specialise")(template.mir, Job(settings, TypeCache(), sizes=binding)).graph
+    job = Job(settings, TypeCache(), program=template.job.program, sizes=binding)
+    graph = pass_named("specialise")(template.mir, job).graph
+    if (grouping := pass_named("group_products")).runs(job):
+        graph = grouping(graph, job).graph
     plan = settings.plan
     preferences = plan.implementation, plan.products, plan.experts, settings.model_sharding, plan.kernels
     choices = choose_implementations(graph, settings.device, *preferences)

@@ -1,0 +1,295 @@
+"""One Pallas kernel (Mosaic GPU) for a product of one row with a weight, and the ops around it.
+
+`matvec` computes `y = W · prologue(x, …)` and `epilogue(y, …)`. The prologue runs in every program of the kernel, over
+a whole row: a norm, a residual sum. The epilogue runs over the few entries of y that a program has just computed: a
+bias, an activation of gate and up, a residual. Both are JAX functions of the arrays `[1, …, K]` of a model. They are
+traced once, and their equations run in the kernel (`KernelTrace`); so a new elementwise op needs no new kernel.
+
+A program reads its rows of W in order, as tiles of some rows and at most `CHUNK` columns, several tiles ahead, and each
+warp multiplies some rows of a tile. The time is that of reading W: see docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Literal
+
+AnyArray = Any
+
+# Columns of a tile, at most: as many values of x are in the registers of a warp, in float32.
+CHUNK = 2304
+
+# Entries of a tile of one part, about: 16 KB of bf16, the copy that read fastest on one H200.
+TILE = 8192
+
+WARPS = 4
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How a weight `[parts · rows, K]` is divided.
+
+    Attributes:
+        parts: equal parts of the rows whose results the epilogue combines: 2 for gate and up, else 1.
+        rows: rows of a part.
+        lines, width: the K columns as lines of contiguous entries: `K = lines · width`.
+        tile_rows: rows of a tile.
+        tile_lines: lines of a tile.
+        programs: programs of the kernel.
+        slots: tiles that a program reads ahead.
+    """
+
+    parts: int
+    rows: int
+    lines: int
+    width: int
+    tile_rows: int
+    tile_lines: int
+    programs: int
+    slots: int
+
+    @property
+    def chunks(self) -> int:
+        """Return the number of tiles in a row."""
+        return self.lines // self.tile_lines
+
+
+def find_tiling(rows: int, columns: int, parts: int, programs: int = 264, slots: int = 3) -> Tiling | None:
+    """Return the tiling of a weight, or None if its sizes do not divide.
+
+    Args:
+        rows: rows of the weight, of all parts.
+        columns: columns of the weight, the size K of the contracted axis.
+        parts: as in `Tiling`.
+        programs, slots: the most programs, and tiles read ahead.
+    """
+    width = next((w for w in (256, 128, 64) if columns % w == 0), None)
+    if width is None or rows % (parts * WARPS):
+        return None
+    lines, part_rows = columns // width, rows // parts
+    tile_lines = max(n for n in range(1, lines + 1) if lines % n == 0 and n * width <= CHUNK)
+    tile_rows = WARPS
+    while part_rows % (2 * tile_rows) == 0 and 2 * tile_rows * tile_lines * width * parts <= TILE:
+        tile_rows *= 2
+    return Tiling(parts, part_rows, lines, width, tile_rows, tile_lines, min(programs, part_rows // tile_rows), slots)
+
+
+@dataclass(frozen=True)
+class KernelTrace:
+    """A JAX function of rows `[…, K]`, as equations that run in a kernel on rows of another shape.
+
+    Attributes:
+        jaxpr: the traced function. Each value has K entries, or is one number.
+    """
+
+    jaxpr: ClosedJaxpr
+
+    def __call__(self, *rows: AnyArray, by_axis: bool = False) -> list[AnyArray]:
+        """Return the results for arrays of any one shape with as many entries.
+
+        Args:
+            rows: the arguments.
+            by_axis: whether a reduction reduces one axis after the other: layouts that repeat entries need it.
+        """
+        return self.run(self.jaxpr.jaxpr, self.jaxpr.consts, rows, by_axis)
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[AnyArray], by_axis: bool) -> list[AnyArray]:
+        """Return the results of a jaxpr."""
+        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
+
+        def read(atom: Any) -> AnyArray:
+            return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else values[atom]
+
+        for equation in jaxpr.eqns:
+            operands = [read(atom) for atom in equation.invars]
+            name, inner = equation.primitive.name, equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+            if name in RESHAPES:
+                results = operands[:1]
+            elif name in REDUCTIONS:
+                (total,), reduce = operands, REDUCTIONS[name]
+                for _ in range(total.ndim if by_axis else 1):
+                    total = reduce(total, axis=0 if by_axis else None)
+                results = [total]
+            elif inner is not None:
+                results = self.run(inner.jaxpr, inner.consts, operands, by_axis)
+            else:
+                shape = next((x.shape for x in operands if x.shape), ())
+                operands = [x if x.shape == shape else jnp.broadcast_to(x, shape) for x in operands]
+                results = [equation.primitive.bind(*operands, **equation.params)]
+            values.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+
+# Primitives that change neither the entries nor their order; one number is broadcast where it is used.
+RESHAPES = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "stop_gradient")
+
+# Reductions of a whole row to one number.
+REDUCTIONS: dict[str, Callable[..., AnyArray]] = {"reduce_sum": jnp.sum, "reduce_max": jnp.max}
+
+# Primitives of one entry at a time that Mosaic GPU has.
+ELEMENTWISE = frozenset({
+    "abs", "add", "add_any", "convert_element_type", "div", "erf", "exp", "exp2", "integer_pow", "log", "logistic",
+    "max", "min", "mul", "neg", "rsqrt", "select_n", "sign", "sqrt", "square", "sub", "tanh",
+})  # fmt: skip
+
+
+def unsupported_primitive(jaxpr: Any, size: int, reductions: bool) -> str:
+    """Return the first primitive of a jaxpr that does not run in the kernel, or "".
+
+    Args:
+        jaxpr: the traced function.
+        size: the number K of entries of a row; other values are one number.
+        reductions: whether whole rows may be reduced.
+    """
+    for equation in jaxpr.eqns:
+        name, inner = equation.primitive.name, equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+        if inner is not None:
+            if found := unsupported_primitive(inner.jaxpr, size, reductions):
+                return found
+            continue
+        sizes = {math.prod(v.aval.shape) for v in (*equation.invars, *equation.outvars)}
+        if not sizes <= {1, size} or not (
+            name in RESHAPES or name in ELEMENTWISE or (reductions and name in REDUCTIONS)
+        ):
+            return str(name)
+    return ""
+
+
+@dataclass(frozen=True)
+class Matvec:
+    """The shapes and functions of one kernel.
+
+    Attributes:
+        tiling: how the weight is divided.
+        prologue: `(x, …) → (row, kept rows …)` over whole rows; the first result is multiplied.
+        epilogue: `(y parts …, …) → results` over entries of y.
+        row_dtypes: the dtypes of the prologue's results.
+        out_dtypes: the dtypes of the results.
+        product_dtype: the dtype of y.
+    """
+
+    tiling: Tiling
+    prologue: KernelTrace
+    epilogue: KernelTrace
+    row_dtypes: tuple[Any, ...]
+    out_dtypes: tuple[Any, ...]
+    product_dtype: Any
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))  # equal kernels of a program are lowered once
+def matvec(
+    spec: Matvec, weight: AnyArray, rows: Sequence[AnyArray], entries: Sequence[AnyArray], interpret: Any = None
+) -> list[AnyArray]:
+    """Compute the product and the ops around it.
+
+    Args:
+        spec: the shapes and functions.
+        weight: `[parts · rows, K]`.
+        rows: the operands of the prologue, of K entries each.
+        entries: the operands of the epilogue after the product, of one entry for each row of a part.
+        interpret: parameters of Mosaic's interpreter; None to compile.
+
+    Returns:
+        the results of the epilogue `[rows]`, then those of the prologue after the first `[K]`.
+    """
+    from jax.experimental import pallas as pl  # imported here, as it takes a quarter of a second
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    t = spec.tiling
+    kept = spec.row_dtypes[1:]
+    layout = plgpu.Layout.TILED(
+        plgpu.Tiling(((WARPS, 1, t.width), (t.width // 32,))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1
+    )
+    x_layout, y_layout = layout.reduce(0), layout.reduce((1, 2))
+    columns = t.lines * t.width
+    vector = next((n for n in (8, 4, 2, 1) if columns % (32 * WARPS * n) == 0), None)
+    row_layout = x_layout if vector is None else plgpu.Layout.WG_STRIDED((t.lines, t.width), vector)
+
+    def body(*refs: Any) -> None:
+        row_refs, refs = refs[: len(rows)], refs[len(rows) :]
+        weight_ref, refs = refs[0], refs[1:]
+        entry_refs, refs = refs[: len(entries)], refs[len(entries) :]
+        out_refs, refs = refs[: len(spec.out_dtypes)], refs[len(spec.out_dtypes) :]
+        kept_refs, (tiles, x_ref, full) = refs[: len(kept)], refs[len(kept) :]
+        program, num_tiles = lax.axis_index("program"), t.rows // t.tile_rows
+        first, last = program * num_tiles // t.programs, (program + 1) * num_tiles // t.programs
+        num_steps = (last - first) * t.chunks
+
+        def read(step: AnyArray) -> None:
+            """Start to copy a tile of every part."""
+            slot = lax.rem(step, t.slots)
+            row, line = (first + step // t.chunks) * t.tile_rows, lax.rem(step, t.chunks) * t.tile_lines
+            for part in range(t.parts):
+                source = weight_ref.at[pl.ds(part * t.rows + row, t.tile_rows), pl.ds(line, t.tile_lines)]
+                plgpu.copy_gmem_to_smem(source, tiles.at[slot, part], full.at[slot])
+
+        for step in range(t.slots):
+            pl.when(step < num_steps)(functools.partial(read, jnp.int32(step)))
+        loaded = [plgpu.load(ref, layout=row_layout, optimized=False) for ref in row_refs]
+        x, *others = spec.prologue(*loaded, by_axis=vector is None)
+        x_ref[...] = x
+        for ref, row in zip(kept_refs, others, strict=True):
+
+            @pl.when(program == 0)
+            def _(ref: Any = ref, row: AnyArray = row) -> None:
+                ref[...] = row
+
+        def x_chunk(chunk: int) -> AnyArray:
+            part = x_ref.at[pl.ds(chunk * t.tile_lines, t.tile_lines)]
+            x = plgpu.load(part, layout=x_layout).astype(jnp.float32)
+            return lax.broadcast_in_dim(x, (t.tile_rows, t.tile_lines, t.width), (1, 2))
+
+        only = x_chunk(0) if t.chunks == 1 else None
+
+        def multiply(tile: AnyArray, _: None) -> None:
+            out_rows = pl.ds((first + tile) * t.tile_rows, t.tile_rows)
+            operands = [plgpu.load(ref.at[out_rows], layout=y_layout, optimized=False) for ref in entry_refs]
+            sums: list[AnyArray] = [None] * t.parts
+            for chunk in range(t.chunks):
+                step = tile * t.chunks + chunk
+                slot = lax.rem(step, t.slots)
+                x = x_chunk(chunk) if only is None else only
+                plgpu.barrier_wait(full.at[slot])
+                for part in range(t.parts):
+                    w = plgpu.load(tiles.at[slot, part], layout=layout).astype(jnp.float32)
+                    product = (w * x).sum(axis=1).sum(axis=1)
+                    sums[part] = product if chunk == 0 else sums[part] + product
+                plgpu.commit_smem()  # all warps have read the tile
+
+                @pl.when(step + t.slots < num_steps)
+                def _(step: AnyArray = step) -> None:
+                    read(step + t.slots)
+
+            results = spec.epilogue(*(y.astype(spec.product_dtype) for y in sums), *operands)
+            for ref, y in zip(out_refs, results, strict=True):
+                ref[out_rows] = y
+
+        lax.fori_loop(0, last - first, multiply, None)
+
+    x_dtype = spec.row_dtypes[0]
+    run = plgpu.kernel(
+        body,
+        out_type=[
+            *(jax.ShapeDtypeStruct((t.rows,), dtype) for dtype in spec.out_dtypes),
+            *(jax.ShapeDtypeStruct((t.lines, t.width), dtype) for dtype in kept),
+        ],
+        grid=(t.programs,),
+        grid_names=("program",),
+        scratch_types=[
+            plgpu.SMEM((t.slots, t.parts, t.tile_rows, t.tile_lines, t.width), weight.dtype),
+            plgpu.SMEM((t.lines, t.width), x_dtype),
+            plgpu.Barrier(num_arrivals=t.parts, num_barriers=t.slots),
+        ],
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    lines = (row.reshape(t.lines, t.width) for row in rows)
+    results = run(*lines, weight.reshape(-1, t.lines, t.width), *(e.reshape(-1) for e in entries))
+    return [r.reshape(-1) for r in results]

@@ -1,0 +1,286 @@
+"""The pass `group_products`: it joins each product of one row with the ops around it to a `KernelGroup`.
+
+A decode step of one row reads each weight once, and the small kernels between the products take about as long as the
+launch of a kernel, each. A group runs as one kernel (`matvec.py`) that computes the ops before the product in each
+program, and those after it on the entries that a program has computed.
+
+An op joins a group if its `eval` can run there: before the product, elementwise ops and reductions of a whole row (a
+norm, a residual sum); after it, elementwise ops (a bias, the activation of gate and up, a residual).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rlx_jax.ir.graph import BodyInput, Builder, Graph, Mir, Node, Param, TypeCache, Value
+from rlx_jax.ir.kernel_group import KernelGroup, body_inputs, run_nodes
+from rlx_jax.ir.ops.linalg import MatMul
+from rlx_jax.ir.ops.shape import SplitLast
+from rlx_jax.ir.param import packing_of
+from rlx_jax.ir.types import TensorType, is_float
+from rlx_jax.lowering.lir.matvec import KernelTrace, Matvec, find_tiling, matvec, unsupported_primitive
+
+# Ops before the product of a group, and after it, at most.
+MAX_OPS = 12
+
+# The numbers of a group's nodes before the product, and from the product on.
+Members = tuple[list[int], list[int]]
+
+
+def group_products(graph: Graph, types: TypeCache) -> Graph:
+    """Return the graph with a `KernelGroup` for each product of one row with a weight that the kernel divides."""
+    builder = Builder(graph.name, types)
+    builder.inputs = list(graph.inputs)
+    groups = find_groups(graph)
+    while True:
+        order = order_units(graph, groups)
+        if isinstance(order, list):
+            break
+        groups[order] = [], groups[order][1]  # a path leads from its first ops back into it
+    values: dict[Value, Value] = {}
+    for number in order:
+        node = graph.nodes[number]
+        with builder.origin_scope(node.origin):
+            if number in groups:
+                add_group(builder, graph, groups[number], number, values)
+                continue
+            regions = tuple(group_products(region, types) for region in node.op.regions())
+            op = node.op.with_regions(regions) if regions else node.op
+            results = builder.append(op, *(values[v] for v in node.inputs))
+            values.update({Value(number, i): result for i, result in enumerate(results)})
+    builder.writes.extend((leaf, values[v]) for leaf, v in graph.writes)
+    return builder.finish([values[v] for v in graph.outputs], graph.output_names)
+
+
+def find_readers(graph: Graph) -> dict[Value, list[int]]:
+    """Return the numbers of the nodes that read each value; -1 for an output or a written state."""
+    readers: dict[Value, list[int]] = defaultdict(list)
+    for number, node in enumerate(graph.nodes):
+        for value in node.inputs:
+            readers[value].append(number)
+    for value in graph.roots():
+        readers[value].append(-1)
+    return readers
+
+
+def find_groups(graph: Graph) -> dict[int, Members]:
+    """Return the groups of a graph by the number of the product: first all ops after products, then those before."""
+    readers = find_readers(graph)
+    products = [i for i, node in enumerate(graph.nodes) if can_group(graph, node)]
+    after = {product: ops_after(graph, product, readers) for product in products}
+    used = {number for members in after.values() for number in members}
+    groups: dict[int, Members] = {}
+    for product in products:
+        before = ops_before(graph, product, used)
+        used.update(before)
+        groups[product] = before, after[product]
+    return groups
+
+
+def can_group(graph: Graph, node: Node) -> bool:
+    """Return whether a node is a product of one row with a bf16 weight `[N, K]` whose sizes the kernel divides."""
+    if not isinstance(node.op, MatMul) or node.op.contract != 1 or node.op.precision != "default":
+        return False
+    x, weight = (graph.type(v) for v in node.inputs)
+    leaf = graph.nodes[node.inputs[1].node].op
+    if not isinstance(leaf, Param) or any(map(packing_of, leaf.programs)):
+        return False
+    is_row = weight.rank == 2 and math.prod(map(int, x.shape)) == int(weight.shape[1])
+    return is_row and x.dtype == weight.dtype == jnp.bfloat16 and tiling(weight, 1) is not None
+
+
+def tiling(weight: TensorType, parts: int) -> Any:
+    """Return the tiling of a weight; see `find_tiling`."""
+    return find_tiling(int(weight.shape[0]), int(weight.shape[1]), parts)
+
+
+def ops_after(graph: Graph, product: int, readers: Mapping[Value, Sequence[int]]) -> list[int]:
+    """Return the product and the ops after it that join its group: the longest list with one result."""
+    nodes, members = graph.nodes, [product]
+    best, size = members, int(nodes[product].types[0].shape[-1])
+    first = readers[Value(product)]
+    split = nodes[first[0]].op if len(first) == 1 and first[0] >= 0 else None
+    if isinstance(split, SplitLast) and split.sizes == (size // 2,) * 2:
+        if tiling(graph.type(nodes[product].inputs[1]), 2) is None:
+            return best
+        members, size = [product, first[0]], size // 2
+    for number in range(members[-1] + 1, len(nodes)):
+        if len(members) > MAX_OPS:
+            break
+        if any(v.node in members for v in nodes[number].inputs):
+            if not runs_in_kernel(graph, nodes[number], size, reductions=False):
+                break
+            members = [*members, number]
+            if len(results_of(graph, members, readers)) == 1:
+                best = members
+    return best
+
+
+def ops_before(graph: Graph, product: int, used: set[int]) -> list[int]:
+    """Return the ops before a product that join its group, in order, other than those in `used`."""
+    size = int(graph.type(graph.nodes[product].inputs[1]).shape[1])
+    found, pending = set[int](), [graph.nodes[product].inputs[0].node]
+    while pending and len(found) < MAX_OPS:
+        number = pending.pop(0)
+        if number not in used | found and runs_in_kernel(graph, graph.nodes[number], size, reductions=True):
+            found.add(number)
+            pending += [v.node for v in graph.nodes[number].inputs]
+    return sorted(found)
+
+
+def runs_in_kernel(graph: Graph, node: Node, size: int, reductions: bool) -> bool:
+    """Return whether a node is an op of rows of `size` entries and single numbers that can run in the kernel.
+
+    Args:
+        graph: the graph.
+        node: the node.
+        size: the entries of a row.
+        reductions: whether the kernel has whole rows, which it can reduce.
+    """
+    if not isinstance(node.op, Mir) or len(node.types) != 1:
+        return False
+    return op_runs_in_kernel(node.op, tuple(graph.type(v) for v in node.inputs), size, reductions)
+
+
+@functools.lru_cache(maxsize=4096)
+def op_runs_in_kernel(op: Mir, types: tuple[TensorType, ...], size: int, reductions: bool) -> bool:
+    """Return `runs_in_kernel` for an op with operands of these types."""
+    if not types or not all(is_float(t.dtype) and math.prod(map(int, t.shape)) in (1, size) for t in types):
+        return False
+    traced = jax.make_jaxpr(op.eval)(*map(struct, types))
+    if [math.prod(a.shape) for a in traced.out_avals] != [size]:
+        return False
+    return not unsupported_primitive(traced.jaxpr, size, reductions)
+
+
+def struct(t: TensorType) -> jax.ShapeDtypeStruct:
+    """Return the shape and the dtype of a static type."""
+    return jax.ShapeDtypeStruct(tuple(map(int, t.shape)), t.dtype)
+
+
+def results_of(graph: Graph, members: Sequence[int], readers: Mapping[Value, Sequence[int]]) -> list[Value]:
+    """Return the values of some nodes that other nodes read, in order."""
+    values = (Value(number, i) for number in members for i in range(len(graph.nodes[number].types)))
+    return [v for v in values if any(reader not in members for reader in readers[v])]
+
+
+def order_units(graph: Graph, groups: Mapping[int, Members]) -> list[int] | int:
+    """Return the nodes in an order in which groups are one unit each, named by its product, after all it reads.
+
+    If there is none, return the product of a group with ops before it that is part of a cycle.
+    """
+    unit_of = {number: product for product, group in groups.items() for part in group for number in part}
+    order, started, ended = list[int](), set[int](), set[int]()
+    for root in range(len(graph.nodes)):
+        stack = [unit_of.get(root, root)]
+        while stack:
+            unit = stack[-1]
+            if unit in ended:
+                stack.pop()
+                continue
+            members = [*groups[unit][0], *groups[unit][1]] if unit in groups else [unit]
+            reads = {unit_of.get(v.node, v.node) for number in members for v in graph.nodes[number].inputs}
+            missing = sorted(reads - ended - {unit})
+            cyclic = next((u for u in missing if u in started), None)
+            if cyclic is not None:
+                return next(u for u in (cyclic, unit, *reversed(stack)) if u in groups and groups[u][0])
+            if missing:
+                started.add(unit)
+                stack.append(missing[0])
+            else:
+                ended.add(unit)
+                order.append(unit)
+    return order
+
+
+def add_group(b: Builder, graph: Graph, group: Members, product: int, values: dict[Value, Value]) -> None:
+    """Append a group to a builder, and add its results to `values`."""
+    before, after = group
+    readers, nodes = find_readers(graph), graph.nodes
+    weight = nodes[product].inputs[1]
+    rows = reads_of(graph, before) if before else [nodes[product].inputs[0]]
+    entries = [v for v in reads_of(graph, after[1:]) if v.node not in after]
+    operands = [*rows, weight, *entries]
+    body = Builder(f"{graph.name}.group", b.types, b.origin)
+    inner = {v: body(BodyInput(i, type=graph.type(v))) for i, v in enumerate(operands)}
+    members = [*before, *after]
+    for number in members:
+        with body.origin_scope(nodes[number].origin):
+            results = body.add(nodes[number].op, *(inner[v] for v in nodes[number].inputs))
+        inner.update({Value(number, i): result for i, result in enumerate(results)})
+    live = results_of(graph, members, readers)
+    outputs = [v for v in live if v.node not in before] + [v for v in live if v.node in before]
+    op = KernelGroup(body.finish([inner[v] for v in outputs]), len(rows))
+    values.update(zip(outputs, b.add(op, *(values[v] for v in operands)), strict=True))
+
+
+def reads_of(graph: Graph, members: Sequence[int]) -> list[Value]:
+    """Return the distinct values that some nodes read and do not compute, in order."""
+    reads = dict.fromkeys(v for number in members for v in graph.nodes[number].inputs)
+    return [v for v in reads if v.node not in members]
+
+
+# -- the kernel of a group ---------------------------------------------------------------------
+
+
+def run_group(op: KernelGroup, *arrays: Any, interpret: Any = None) -> tuple[Any, ...]:
+    """Compute a group by its kernel; `interpret` as in `matvec`."""
+    body, rows = op.body, op.num_rows
+    spec = kernel_of(GroupKey(tuple((n.op, n.inputs, n.types) for n in body.nodes), body.outputs, rows))
+    results = matvec(spec, arrays[rows], arrays[:rows], arrays[rows + 1 :], interpret)
+    shapes = (body.type(v).shape for v in body.outputs)
+    return tuple(r.reshape(tuple(map(int, shape))) for r, shape in zip(results, shapes, strict=True))
+
+
+@dataclass(frozen=True)
+class GroupKey:
+    """What a group computes: equal groups, of different layers, have one kernel.
+
+    Attributes:
+        nodes: op, operands and types of each node of the body.
+        outputs: the outputs of the body.
+        num_rows: as in `KernelGroup`.
+    """
+
+    nodes: tuple[tuple[Any, tuple[Value, ...], tuple[TensorType, ...]], ...]
+    outputs: tuple[Value, ...]
+    num_rows: int
+
+
+@functools.lru_cache(maxsize=256)
+def kernel_of(key: GroupKey) -> Matvec:
+    """Return the kernel of a group, with its two functions traced."""
+    nodes = tuple(Node(op, inputs, types) for op, inputs, types in key.nodes)
+    body = Graph("group", nodes, key.outputs)
+    product = KernelGroup(body, key.num_rows).product
+    operands = body_inputs(body)
+    rows, entries = operands[: key.num_rows], operands[key.num_rows + 1 :]
+    kept = [v for v in key.outputs if v.node < product]
+    results = [v for v in key.outputs if v.node >= product]
+    is_split = product + 1 < len(nodes) and isinstance(nodes[product + 1].op, SplitLast) and len(results) == 1
+    is_split = is_split and results[0].node > product + 1
+    parts = [Value(product + 1, i) for i in range(2)] if is_split else [Value(product)]
+
+    def prologue(*arrays: Any) -> tuple[Any, ...]:
+        values = dict(zip(rows, arrays, strict=True))
+        run_nodes(nodes[:product], values)
+        return tuple(values[v] for v in (nodes[product].inputs[0], *kept))
+
+    def epilogue(*arrays: Any) -> tuple[Any, ...]:
+        values = dict(zip((*parts, *entries), arrays, strict=True))
+        run_nodes(nodes[parts[0].node + 1 :], values, parts[0].node + 1)
+        return tuple(values[v] for v in results)
+
+    before = jax.make_jaxpr(prologue)(*(struct(body.type(v)) for v in rows))
+    after = jax.make_jaxpr(epilogue)(*(struct(body.type(v)) for v in (*parts, *entries)))
+    found = tiling(body.type(operands[key.num_rows]), len(parts))
+    dtypes = [tuple(a.dtype for a in traced.out_avals) for traced in (before, after)]
+    return Matvec(found, KernelTrace(before), KernelTrace(after), *dtypes, body.type(parts[0]).dtype)

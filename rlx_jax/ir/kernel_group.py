@@ -1,0 +1,69 @@
+"""`KernelGroup`: a matrix product and the ops around it, which one kernel may run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from jax import Array
+
+from rlx_jax.ir.graph import BodyInput, Graph, Mir, Node, TypeCache, Value
+from rlx_jax.ir.ops.linalg import MatMul
+from rlx_jax.ir.traits import ELEMENTWISE, zero
+from rlx_jax.ir.types import TensorType
+
+
+@dataclass(frozen=True)
+class KernelGroup(Mir):
+    """A product of one row with a weight, with ops before and after it.
+
+    Operands: those of the ops before the product, then its weight `[N, K]`, then those of the ops after it.
+
+    Attributes:
+        body: the ops. Its outputs are the result of the ops after the product, then values of the ops before it that
+            other nodes read.
+        num_rows: number of operands before the weight.
+    """
+
+    traits = replace(ELEMENTWISE, numeric="compute", widens=False, bytes=zero, stored=False)  # the body's ops count
+
+    body: Graph
+    num_rows: int
+
+    @property
+    def product(self) -> int:
+        """Return the number of the product's node."""
+        return next(i for i, node in enumerate(self.body.nodes) if isinstance(node.op, MatMul))
+
+    def regions(self) -> tuple[Graph, ...]:
+        return (self.body,)
+
+    def with_regions(self, regions: tuple[Graph, ...]) -> KernelGroup:
+        return replace(self, body=regions[0])
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        """Return the types of the body's outputs."""
+        return tuple(self.body.type(v) for v in self.body.outputs)
+
+    def eval(self, *arrays: Array) -> tuple[Array, ...]:
+        """Run the ops one after the other."""
+        values = dict(zip(body_inputs(self.body), arrays, strict=True))
+        run_nodes(self.body.nodes, values)
+        return tuple(values[v] for v in self.body.outputs)
+
+    def text(self) -> str:
+        return f"kernel_group({', '.join(n.op.name() for n in self.body.nodes if isinstance(n.op, Mir))})"
+
+
+def body_inputs(body: Graph) -> list[Value]:
+    """Return the values of the operands in a body, in order."""
+    indices = {node.op.index: Value(i) for i, node in enumerate(body.nodes) if isinstance(node.op, BodyInput)}
+    return [indices[i] for i in sorted(indices)]
+
+
+def run_nodes(nodes: tuple[Node, ...], values: dict[Value, Array], start: int = 0) -> None:
+    """Run the ops among `nodes`, numbered from `start`, whose results are not in `values` yet, and add the results."""
+    for number, node in enumerate(nodes, start):
+        if isinstance(node.op, Mir) and Value(number) not in values:
+            results = node.op.eval(*(values[v] for v in node.inputs))
+            results = results if isinstance(results, tuple) else (results,)
+            values.update({Value(number, i): result for i, result in enumerate(results)})
