@@ -98,12 +98,8 @@ def main() -> None:
         prompts = [rng.integers(0, config["vocab_size"], args.context).tolist() for _ in range(20)]
         models = {kernels: open_model(config, kernels, args.context + 1024) for kernels in ("auto", "off")}
         seconds: dict[str, list[float]] = {kernels: [] for kernels in models}
-        first: dict[str, float] = {}
-        for kernels, lm in models.items():
-            start = time.perf_counter()
-            lm.generate([prompts[0]], max_new_tokens=33)
-            first[kernels] = round(time.perf_counter() - start, 2)
-            lm.generate([prompts[0]], max_new_tokens=513)
+        for lm in models.values():
+            step_seconds(lm, prompts[0], 33, 513)  # compiles
         for _ in range(args.rounds):
             for kernels, lm in models.items():
                 seconds[kernels].append(step_seconds(lm, prompts[0], 33, 513))
@@ -112,7 +108,7 @@ def main() -> None:
         weights = sum(a.nbytes for a in model.params.values())
         row = {"shape": name, "context": args.context, "ms": ms, "weights_ms": round(weights / BANDWIDTH * 1e3, 3)}
         print(
-            json.dumps(row | {"first_call_s": first} | compare_tokens(*models.values(), prompts, args.tokens)),
+            json.dumps(row | compare_tokens(*models.values(), prompts, args.tokens)),
             flush=True,
         )
 

@@ -209,8 +209,9 @@ def never(value: Any, facts: ModelFacts) -> str:
 
 
 def needs_kernels(value: Any, facts: ModelFacts) -> str:
-    """Return why `kernels` has no effect: the package's kernels run experts and recurrences, on some single devices."""
-    return facts.no_kernels if facts.features & {"experts", "recurrence"} else "there are no experts and no recurrence"
+    """Return why `kernels` has no effect: they run experts, recurrences and decoded rows, on some single devices."""
+    has_use = facts.features & {"experts", "recurrence", "state"}
+    return facts.no_kernels if has_use else "there are no experts and no recurrence, and nothing is decoded"
 
 
 def needs_generation(value: Any, facts: ModelFacts) -> str:

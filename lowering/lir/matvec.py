@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
@@ -99,7 +100,8 @@ class KernelTrace:
             rows: the arguments.
             by_axis: whether a reduction reduces one axis after the other: layouts that repeat entries need it.
         """
-        return self.run(self.jaxpr.jaxpr, self.jaxpr.consts, rows, by_axis)
+        constants = [jnp.asarray(np.asarray(c).item(), c.dtype) for c in self.jaxpr.consts]  # single numbers
+        return self.run(self.jaxpr.jaxpr, constants, rows, by_axis)
 
     def run(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[AnyArray], by_axis: bool) -> list[AnyArray]:
         """Return the results of a jaxpr."""

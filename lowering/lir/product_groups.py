@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rlx_jax.ir.graph import BodyInput, Builder, Graph, Mir, Node, Param, TypeCache, Value
+from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Mir, Node, Param, TypeCache, Value
 from rlx_jax.ir.kernel_group import KernelGroup, body_inputs, run_nodes
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.shape import SplitLast
@@ -147,13 +147,20 @@ def runs_in_kernel(graph: Graph, node: Node, size: int, reductions: bool) -> boo
     """
     if not isinstance(node.op, Mir) or len(node.types) != 1:
         return False
+    if not all(is_constant(graph, v) or math.prod(map(int, graph.type(v).shape)) == size for v in node.inputs):
+        return False
     return op_runs_in_kernel(node.op, tuple(graph.type(v) for v in node.inputs), size, reductions)
+
+
+def is_constant(graph: Graph, value: Value) -> bool:
+    """Return whether a value is one constant number, which becomes part of a group."""
+    return isinstance(graph.nodes[value.node].op, Constant) and math.prod(map(int, graph.type(value).shape)) == 1
 
 
 @functools.lru_cache(maxsize=4096)
 def op_runs_in_kernel(op: Mir, types: tuple[TensorType, ...], size: int, reductions: bool) -> bool:
     """Return `runs_in_kernel` for an op with operands of these types."""
-    if not types or not all(is_float(t.dtype) and math.prod(map(int, t.shape)) in (1, size) for t in types):
+    if not types or not all(is_float(t.dtype) for t in types):
         return False
     traced = jax.make_jaxpr(op.eval)(*map(struct, types))
     if [math.prod(a.shape) for a in traced.out_avals] != [size]:
@@ -212,6 +219,8 @@ def add_group(b: Builder, graph: Graph, group: Members, product: int, values: di
     body = Builder(f"{graph.name}.group", b.types, b.origin)
     inner = {v: body(BodyInput(i, type=graph.type(v))) for i, v in enumerate(operands)}
     members = [*before, *after]
+    constants = {v for number in members for v in nodes[number].inputs if is_constant(graph, v)}
+    inner |= {v: body.leaf(nodes[v.node].op) for v in sorted(constants, key=lambda v: v.node)}
     for number in members:
         with body.origin_scope(nodes[number].origin):
             results = body.add(nodes[number].op, *(inner[v] for v in nodes[number].inputs))
@@ -225,7 +234,7 @@ def add_group(b: Builder, graph: Graph, group: Members, product: int, values: di
 def reads_of(graph: Graph, members: Sequence[int]) -> list[Value]:
     """Return the distinct values that some nodes read and do not compute, in order."""
     reads = dict.fromkeys(v for number in members for v in graph.nodes[number].inputs)
-    return [v for v in reads if v.node not in members]
+    return [v for v in reads if v.node not in members and not is_constant(graph, v)]
 
 
 # -- the kernel of a group ---------------------------------------------------------------------

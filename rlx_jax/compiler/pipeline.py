@@ -57,7 +57,7 @@ from rlx_jax.lowering.hir.rules import ring_sizes
 from rlx_jax.lowering.inspect.bounds import Bounds, bounds_of, packed_bounds, with_past_tokens
 from rlx_jax.lowering.inspect.outline import Cost, Outline, cost, outline
 from rlx_jax.lowering.lir.donation import reusable_inputs
-from rlx_jax.lowering.lir.implementations import choose_implementations, has_triton, runnable_choices
+from rlx_jax.lowering.lir.implementations import choose_implementations, has_mosaic, has_triton, runnable_choices
 from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.lir.packed import PackedWeight, decoded, packed_implementation
 from rlx_jax.lowering.lir.plan import Call, Choice, Layout, Lir, returned_leaves, rollback_arrays, state_types
@@ -474,6 +474,6 @@ def _kernel_refusal(settings: Settings, programs: tuple[str, ...]) -> str:
     if settings.model_sharding is not None or not settings.device.has_kernels:
         place = "a mesh" if settings.model_sharding else settings.device.name
         return f"kernels run on one H100 or H200, not on {place}"
-    if not has_triton():
-        return f"kernels are written for Pallas' Triton backend, which jax {jax.__version__} does not have"
+    if not has_triton() and not has_mosaic():
+        return f"kernels are written for backends of Pallas that jax {jax.__version__} does not have"
     return "training programs have no kernels" if set(programs) == {"train"} else ""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import jax.numpy as jnp
 from jax import Array
 
-from rlx_jax.ir.graph import BodyInput, Graph, Mir, Node, TypeCache, Value
+from rlx_jax.ir.graph import BodyInput, Constant, Graph, Mir, Node, TypeCache, Value
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.traits import ELEMENTWISE, zero
 from rlx_jax.ir.types import TensorType
@@ -63,7 +64,9 @@ def body_inputs(body: Graph) -> list[Value]:
 def run_nodes(nodes: tuple[Node, ...], values: dict[Value, Array], start: int = 0) -> None:
     """Run the ops among `nodes`, numbered from `start`, whose results are not in `values` yet, and add the results."""
     for number, node in enumerate(nodes, start):
-        if isinstance(node.op, Mir) and Value(number) not in values:
+        if isinstance(node.op, Constant):
+            values[Value(number)] = jnp.asarray(node.op.array)
+        elif isinstance(node.op, Mir) and Value(number) not in values:
             results = node.op.eval(*(values[v] for v in node.inputs))
             results = results if isinstance(results, tuple) else (results,)
             values.update({Value(number, i): result for i, result in enumerate(results)})

@@ -1,0 +1,191 @@
+"""Groups of a product of one row and the ops around it: what joins them, that they compute the same, their kernel."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax.compiler import passes
+from rlx_jax.compiler.pipeline import make_function, make_lir
+from rlx_jax.ir.graph import BodyInput, Builder, Graph, Mir, Param, TypeCache
+from rlx_jax.ir.kernel_group import KernelGroup
+from rlx_jax.ir.ops.linalg import MatMul
+from rlx_jax.ir.ops.norm import RmsNormOp
+from rlx_jax.ir.ops.pointwise import Binary, Unary
+from rlx_jax.ir.ops.shape import Slice, SplitLast
+from rlx_jax.ir.param import Key
+from rlx_jax.ir.paths import Origin
+from rlx_jax.ir.types import TensorType, as_dtype
+from rlx_jax.ir.verify import verify
+from rlx_jax.lowering.lir.implementations import has_mosaic
+from rlx_jax.lowering.lir.matvec import find_tiling
+from rlx_jax.lowering.lir.plan import Lir, state_types
+from rlx_jax.lowering.lir.product_groups import group_products, run_group, struct
+from rlx_jax.runtime.program_key import ProgramKey
+
+BF16 = as_dtype("bf16")
+
+SIZES = {
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+NORMED, GATED = "rms_norm, mat_mul", "rms_norm, mat_mul, split_last, unary, binary"
+# Recipe, fields of the config, and the groups of a layer, each by its ops.
+MODELS: dict[str, tuple[Any, dict[str, Any], set[str]]] = {
+    "llama": (rlx.Llama32Flow, {"model_type": "llama"}, {NORMED, "mat_mul, binary", GATED}),
+    # A norm after a product joins the next one, with the residual sum, which other ops read too.
+    "gemma3": (
+        rlx.GemmaFlow, {"model_type": "gemma3_text", "sliding_window": 8, "query_pre_attn_scalar": 32},
+        {"mat_mul", f"rms_norm, binary, {GATED}", f"rms_norm, binary, {NORMED}", f"binary, {NORMED}"},
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def decode_step(name: str) -> tuple[Lir, Any]:
+    """Return a decode step of one row, planned for this device, and the model's programs."""
+    recipe, fields, _ = MODELS[name]
+    profile = rlx.CompileProfile().replace(precision={"compute": "bf16", "weights": "bf16"})
+    flow = recipe.for_prefill({"rms_norm_eps": 1e-6, **SIZES, **fields})
+    lm = rlx.CausalLM(flow, {}, missing="init", key=0, profile=profile, max_positions=32)
+    programs, sizes = lm.model.programs, {"batch": 1, "seq": 1, "context": 16, "window": 8}
+    template = programs.template(ProgramKey(lm.model.name, "extend", last_only=True))
+    binding = {symbol: sizes.get(symbol, 16) for symbol in template.symbols}
+    return make_lir(template, binding, programs.settings), lm.model
+
+
+def groups_of(graph: Graph) -> list[KernelGroup]:
+    """Return the groups of a graph in order."""
+    return [node.op for node in graph.nodes if isinstance(node.op, KernelGroup)]
+
+
+def op_names(group: KernelGroup) -> str:
+    """Return the ops of a group by name."""
+    return ", ".join(node.op.name() for node in group.body.nodes if isinstance(node.op, Mir))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_groups_of_a_decode_step(name: str) -> None:
+    """Every product is in a group with the ops that can join it, and the grouped program computes the same."""
+    lir, model = decode_step(name)
+    types = TypeCache()
+    grouped = verify(group_products(lir.graph, types), "mir", "group_products", types)
+    assert not any(isinstance(node.op, MatMul) for node in grouped.nodes)
+    assert {op_names(group) for group in groups_of(grouped)} == MODELS[name][2]
+    inputs = {i.input: np.ones([int(n) for n in i.type.shape], np.int32) for i in grouped.inputs}
+    rng = np.random.default_rng(0)
+    state: dict[str, Any] = {
+        key: jnp.asarray(rng.normal(size=[int(n) for n in t.shape]), t.dtype)
+        for key, t in state_types(lir.graph, lir.plan.scan).items()
+    }
+    state["length"] = np.full(1, 5, np.int32)
+    results = [
+        make_function(replace(lir, graph=graph), model.programs.layout)(model.params, state, inputs)
+        for graph in (lir.graph, grouped)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_a_group_in_a_cycle_keeps_its_product() -> None:
+    """If a value of the ops before a product leaves the group and comes back, they do not join it."""
+    types, row = TypeCache(), TensorType((1, 1, 64), BF16)
+    b = Builder("cycle", types, Origin(("block",)))
+    x = b.input("x", row)
+    weight = b.leaf(Param((Key("w", type=TensorType((64, 64), BF16)),), type=TensorType((64, 64), BF16)))
+    doubled = b(Binary("add"), x, x)
+    turned = b(Slice((..., (None, None, -1))), doubled)  # no kernel reverses a row
+    b_sum = b(Binary("add"), doubled, turned)
+    graph = b.finish([b(MatMul(1), b_sum, weight)], ["y"])
+    (group,) = groups_of(verify(group_products(graph, types), "mir", "group_products", types))
+    assert op_names(group) == "mat_mul"
+
+
+# -- where a plan has groups -------------------------------------------------------------------
+
+PLANS: dict[str, tuple[dict[str, Any], bool]] = {
+    "an H200": ({}, True), "an A100": ({"target": "a100"}, False), "off": ({"kernels": "off"}, False),
+    "products by XLA": ({"products": "xla"}, False), "a scan": ({"roll": "scan"}, False),
+    "f32": ({"compute": "f32"}, False), "two rows": ({"batch": 2}, False), "an older JAX": ({"mosaic": False}, False),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*the plan is for another device", "ignore:.*has no effect")
+@pytest.mark.parametrize("case", PLANS)
+def test_where_a_plan_has_groups(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the device, the profile, the dtype, the rows, and what JAX has."""
+    options, want = PLANS[case]
+    monkeypatch.setattr(passes, "has_mosaic", lambda: options.get("mosaic", True))
+    dtype = options.get("compute", "bf16")
+    backend = {k: v for k, v in options.items() if k in ("kernels", "products")}
+    profile = rlx.CompileProfile().replace(
+        fusion={"target": options.get("target", "h200")}, precision={"compute": dtype, "weights": dtype},
+        backend={"cuda": backend}, layers={"roll": options.get("roll", "unroll")},
+    )  # fmt: skip
+    flow = rlx.Llama32Flow.for_prefill({"rms_norm_eps": 1e-6, **SIZES})
+    lm = rlx.CausalLM(flow, {}, missing="init", key=0, profile=profile, max_positions=32)
+    programs = lm.model.programs
+    template = programs.template(ProgramKey(lm.model.name, "extend", last_only=True))
+    sizes = {"batch": options.get("batch", 1), "seq": 1}
+    lir = make_lir(template, {symbol: sizes.get(symbol, 16) for symbol in template.symbols}, programs.settings)
+    assert bool(groups_of(lir.graph)) == want
+    assert any("by matvec" in line for line in lir.products()) == want
+
+
+# -- the kernel --------------------------------------------------------------------------------
+
+
+def test_tilings_cover_a_weight() -> None:
+    """Every entry belongs to one tile; sizes that do not divide are refused."""
+    for rows, columns, parts in ((3072, 2048, 1), (16384, 2048, 2), (2048, 8192, 1), (3072, 576, 2), (4096, 14336, 1)):
+        tiling = find_tiling(rows, columns, parts)
+        assert tiling is not None
+        assert tiling.rows * tiling.parts == rows and tiling.lines * tiling.width == columns
+        assert tiling.rows % tiling.tile_rows == 0 and tiling.lines % tiling.tile_lines == 0
+    assert find_tiling(64, 96, 1) is None and find_tiling(66, 64, 1) is None
+
+
+needs_mosaic = pytest.mark.skipif(not has_mosaic(), reason="the kernel needs jax 0.11")
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", MODELS)
+def test_the_kernel_equals_eval(name: str) -> None:
+    """In Mosaic's interpreter, within the rounding of bf16, for each group of a model."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    lir, _ = decode_step(name)
+    rng = np.random.default_rng(1)
+    for group in {op_names(g): g for g in groups_of(group_products(lir.graph, TypeCache()))}.values():
+        inputs = [node.types[0] for node in group.body.nodes if isinstance(node.op, BodyInput)]
+        arrays = [jnp.asarray(rng.normal(size=[int(n) for n in t.shape]), t.dtype) for t in inputs]
+        found = run_group(group, *arrays, interpret=plgpu.InterpretGPUParams())
+        for got, want in zip(found, group.eval(*arrays), strict=True):
+            assert got.shape == want.shape and got.dtype == want.dtype
+            scale = float(jnp.abs(want.astype(jnp.float32)).max())
+            np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), atol=0.02 * scale)
+
+
+@needs_mosaic
+@pytest.mark.parametrize("hidden, inner", [(2048, 8192), (576, 1536), (1152, 6912)], ids=str)
+def test_the_kernel_lowers_for_a_gpu(hidden: int, inner: int) -> None:
+    """At the sizes of published models: every layout is found, without a GPU."""
+    b = Builder("mlp", TypeCache(), Origin(("mlp",)))
+    x, gamma = b.input("x", TensorType((1, 1, hidden), BF16)), b.input("gamma", TensorType((hidden,), BF16))
+    sizes = {"up": (2 * inner, hidden), "down": (hidden, inner)}
+    types = {key: TensorType(shape, BF16) for key, shape in sizes.items()}
+    up, down = (b.leaf(Param((Key(key, type=t),), type=t)) for key, t in types.items())
+    gate, value = b.add(SplitLast((inner, inner)), b(MatMul(1), b(RmsNormOp(1e-6), x, gamma), up))
+    out = b(Binary("add"), x, b(MatMul(1), b(Binary("mul"), b(Unary("silu"), gate), value), down))
+    groups = groups_of(group_products(b.finish([out], ["y"]), TypeCache()))
+    assert [op_names(group) for group in groups] == [GATED, "mat_mul, binary"]
+    for group in groups:
+        operands = [struct(node.types[0]) for node in group.body.nodes if isinstance(node.op, BodyInput)]
+        lowered = jax.jit(functools.partial(run_group, group)).trace(*operands).lower(lowering_platforms=("cuda",))
+        assert "mosaic_gpu" in lowered.as_text()
