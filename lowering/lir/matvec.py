@@ -108,7 +108,7 @@ class KernelTrace:
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
 
         def read(atom: Any) -> AnyArray:
-            return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else values[atom]
+            return jnp.asarray(atom.val, dtype_of(atom)) if isinstance(atom, Literal) else values[atom]
 
         for equation in jaxpr.eqns:
             operands = [read(atom) for atom in equation.invars]
@@ -128,6 +128,11 @@ class KernelTrace:
                 results = [equation.primitive.bind(*operands, **equation.params)]
             values.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+
+def dtype_of(atom: Any) -> Any:
+    """Return the dtype of a literal or variable of a jaxpr."""
+    return atom.aval.dtype
 
 
 # Primitives that change neither the entries nor their order; one number is broadcast where it is used.
@@ -205,6 +210,7 @@ def matvec(
     from jax.experimental import pallas as pl  # imported here, as it takes a quarter of a second
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
+    load: Any = plgpu.load  # jax 0.10 declares it otherwise
     t = spec.tiling
     kept = spec.row_dtypes[1:]
     layout = plgpu.Layout.TILED(
@@ -235,7 +241,7 @@ def matvec(
 
         for step in range(t.slots):
             pl.when(step < num_steps)(functools.partial(read, jnp.int32(step)))
-        loaded = [plgpu.load(ref, layout=row_layout, optimized=False) for ref in row_refs]
+        loaded = [load(ref, layout=row_layout, optimized=False) for ref in row_refs]
         x, *others = spec.prologue(*loaded, by_axis=vector is None)
         x_ref[...] = x
         for ref, row in zip(kept_refs, others, strict=True):
@@ -246,14 +252,14 @@ def matvec(
 
         def x_chunk(chunk: int) -> AnyArray:
             part = x_ref.at[pl.ds(chunk * t.tile_lines, t.tile_lines)]
-            x = plgpu.load(part, layout=x_layout).astype(jnp.float32)
+            x = load(part, layout=x_layout).astype(jnp.float32)
             return lax.broadcast_in_dim(x, (t.tile_rows, t.tile_lines, t.width), (1, 2))
 
         only = x_chunk(0) if t.chunks == 1 else None
 
         def multiply(tile: AnyArray, _: None) -> None:
             out_rows = pl.ds((first + tile) * t.tile_rows, t.tile_rows)
-            operands = [plgpu.load(ref.at[out_rows], layout=y_layout, optimized=False) for ref in entry_refs]
+            operands = [load(ref.at[out_rows], layout=y_layout, optimized=False) for ref in entry_refs]
             sums: list[AnyArray] = [None] * t.parts
             for chunk in range(t.chunks):
                 step = tile * t.chunks + chunk
@@ -261,7 +267,7 @@ def matvec(
                 x = x_chunk(chunk) if only is None else only
                 plgpu.barrier_wait(full.at[slot])
                 for part in range(t.parts):
-                    w = plgpu.load(tiles.at[slot, part], layout=layout).astype(jnp.float32)
+                    w = load(tiles.at[slot, part], layout=layout).astype(jnp.float32)
                     product = (w * x).sum(axis=1).sum(axis=1)
                     sums[part] = product if chunk == 0 else sums[part] + product
                 plgpu.commit_smem()  # all warps have read the tile

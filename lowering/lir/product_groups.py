@@ -219,8 +219,9 @@ def add_group(b: Builder, graph: Graph, group: Members, product: int, values: di
     body = Builder(f"{graph.name}.group", b.types, b.origin)
     inner = {v: body(BodyInput(i, type=graph.type(v))) for i, v in enumerate(operands)}
     members = [*before, *after]
-    constants = {v for number in members for v in nodes[number].inputs if is_constant(graph, v)}
-    inner |= {v: body.leaf(nodes[v.node].op) for v in sorted(constants, key=lambda v: v.node)}
+    for value in (v for number in members for v in nodes[number].inputs):
+        if isinstance(constant := nodes[value.node].op, Constant) and is_constant(graph, value):
+            inner[value] = body.leaf(constant)
     for number in members:
         with body.origin_scope(nodes[number].origin):
             results = body.add(nodes[number].op, *(inner[v] for v in nodes[number].inputs))
@@ -291,5 +292,6 @@ def kernel_of(key: GroupKey) -> Matvec:
     before = jax.make_jaxpr(prologue)(*(struct(body.type(v)) for v in rows))
     after = jax.make_jaxpr(epilogue)(*(struct(body.type(v)) for v in (*parts, *entries)))
     found = tiling(body.type(operands[key.num_rows]), len(parts))
-    dtypes = [tuple(a.dtype for a in traced.out_avals) for traced in (before, after)]
-    return Matvec(found, KernelTrace(before), KernelTrace(after), *dtypes, body.type(parts[0]).dtype)
+    row_dtypes, out_dtypes = (tuple(a.dtype for a in traced.out_avals) for traced in (before, after))
+    product_dtype = body.type(parts[0]).dtype
+    return Matvec(found, KernelTrace(before), KernelTrace(after), row_dtypes, out_dtypes, product_dtype)
