@@ -114,7 +114,12 @@ def test_a_stream_yields_each_token_after_one_step(plain: Case, monkeypatch: pyt
     advance = Generation.advance
     want = plain.lm.generate(plain.prompts[0], max_new_tokens=9)
     assert list(plain.lm.stream(plain.prompts[0], max_new_tokens=9)) == want
-    monkeypatch.setattr(Generation, "advance", lambda g: (advance(g), widths.append(g.tokens.shape[1])))
+
+    def counted(generation: Generation) -> None:
+        advance(generation)
+        widths.append(generation.tokens.shape[1])
+
+    monkeypatch.setattr(Generation, "advance", counted)
     dispatches = [len(widths) for _ in plain.lm.stream(plain.prompts[0], max_new_tokens=9)]
     assert dispatches == [*range(1, 9), 8] and set(widths) == {1}
     assert plain.lm.generate(plain.prompts[0], max_new_tokens=9) == want

@@ -6,7 +6,7 @@ bias, an activation of gate and up, a residual. Both are JAX functions of the ar
 traced once, and their equations run in the kernel (`KernelTrace`); so a new elementwise op needs no new kernel.
 
 A program reads its rows of W in order, as tiles of some rows and at most `CHUNK` columns, several tiles ahead, and each
-warp multiplies some rows of a tile. The time is that of reading W: see docs/performance.md.
+warp multiplies some rows of a tile. Reading W takes most of the time.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def matvec(
         interpret: parameters of Mosaic's interpreter; None to compile.
 
     Returns:
-        the results of the epilogue `[rows]`, then those of the prologue after the first `[K]`.
+        the results of the epilogue `[rows]`, then the prologue's results after the first `[K]`.
     """
     from jax.experimental import pallas as pl  # imported here, as it takes a quarter of a second
     from jax.experimental.pallas import mosaic_gpu as plgpu

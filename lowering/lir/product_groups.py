@@ -2,7 +2,7 @@
 
 A decode step of one row reads each weight once, and the small kernels between the products take about as long as the
 launch of a kernel, each. A group runs as one kernel (`matvec.py`) that computes the ops before the product in each
-program, and those after it on the entries that a program has computed.
+program, and the ops after it on the entries that a program has computed.
 
 An op joins a group if its `eval` can run there: before the product, elementwise ops and reductions of a whole row (a
 norm, a residual sum); after it, elementwise ops (a bias, the activation of gate and up, a residual).
@@ -72,7 +72,7 @@ def find_readers(graph: Graph) -> dict[Value, list[int]]:
 
 
 def find_groups(graph: Graph) -> dict[int, Members]:
-    """Return the groups of a graph by the number of the product: first all ops after products, then those before."""
+    """Return the groups of a graph by the number of the product: first all ops after products, then the ops before."""
     readers = find_readers(graph)
     products = [i for i, node in enumerate(graph.nodes) if can_group(graph, node)]
     after = {product: ops_after(graph, product, readers) for product in products}

@@ -103,10 +103,10 @@ class Chunk(NamedTuple):
     compute_output: Callable[..., AnyArray]
 
 
-Run = Callable[..., tuple[AnyArray, ...]]
+ArrayFunction = Callable[..., tuple[AnyArray, ...]]
 
 
-def by_token_if_few(run: Run) -> Run:
+def by_token_if_few(run: ArrayFunction) -> ArrayFunction:
     """Return an implementation in chunks that computes few tokens one by one if their number is symbolic.
 
     `choose` does so for a static number. Programs with symbolic sizes are exported for all of them, and have to compute

@@ -17,7 +17,7 @@ from rlx_jax.ir.types import TensorType
 class KernelGroup(Mir):
     """A product of one row with a weight, with ops before and after it.
 
-    Operands: those of the ops before the product, then its weight `[N, K]`, then those of the ops after it.
+    Operands: what the ops before the product read, its weight `[N, K]`, what the ops after it read.
 
     Attributes:
         body: the ops. Its outputs are the result of the ops after the product, then values of the ops before it that
