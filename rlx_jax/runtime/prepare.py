@@ -20,8 +20,8 @@ def prepare_programs(programs: Programs, calls: Sequence[tuple[ProgramKey, Array
         programs: the programs of the model.
         calls: the key of each program and its arguments, as in `Programs.executable`.
     """
-    missing = {key: arguments for key, *arguments in calls if key not in programs.executables}
+    missing = {call[0]: call for call in calls if call[0] not in programs.executables}
     with programs.lock, ThreadPoolExecutor(COMPILE_THREADS) as pool:
-        jobs = {key: pool.submit(programs.trace_executable(key, *arguments)) for key, arguments in missing.items()}
+        jobs = {key: pool.submit(programs.trace_executable(*call)) for key, call in missing.items()}
         for key, job in jobs.items():
             programs.executables.insert(key, job.result())
