@@ -108,15 +108,7 @@ def load(
     if dtype is not None:
         base = ModelFlow.from_recipe(model_recipe).profile if compile_opts.profile is None else compile_opts.profile
         compile_opts = replace(compile_opts, profile=with_compute_dtype(dtype, base))
-    # A decoder without its head serves as an encoder, for embeddings.
-    kind = checkpoint.pretrained.kind
-    if getattr(model_recipe, "hidden_only", False) and getattr(model_recipe, "head", None) is None:
-        kind = "encoder"
-    head_of_recipe = getattr(model_recipe, "head", None)
-    if adapter is not None and head_of_recipe is not None:  # the adapter may bring another head
-        kind = KINDS[head_of_recipe.task]
-    if checkpoint.pipeline is not None and checkpoint.pipeline.reads_logits:
-        kind = "encoder"  # which pools the logits
+    kind = choose_kind(checkpoint, model_recipe, has_adapter=adapter is not None)
     if prefix_cache is not None and kind != "causal":
         raise RequestError(f"load: prefix_cache is for a CausalLM, and this is a model of kind {quote(kind)}")
     loaded_model = LOADERS[kind](checkpoint, model_recipe, compile_opts)
@@ -128,13 +120,22 @@ def load(
         edit = "an adapter (rlx_jax.merge_lora, rlx_jax.save_lora)"
     note = "" if model_recipe is original or model_recipe == original else f"the model was loaded with {edit}"
     loaded_model.loaded_from = CheckpointOrigin(
-        checkpoint.root,
-        checkpoint.model_subfolder,
-        note,
-        loaded_model.model.built,
+        checkpoint.root, checkpoint.model_subfolder, note, loaded_model.model.built,
         partial(describe_checkpoint, checkpoint),
-    )
+    )  # fmt: skip
     return loaded_model
+
+
+def choose_kind(checkpoint: Checkpoint, recipe: Any, has_adapter: bool) -> str:
+    """Return the kind of model that a recipe of a checkpoint becomes, a key of `LOADERS`."""
+    head = getattr(recipe, "head", None)
+    if checkpoint.pipeline is not None and checkpoint.pipeline.reads_logits:
+        return "encoder"  # which pools the logits
+    if has_adapter and head is not None:  # the adapter may bring another head
+        return KINDS[head.task]
+    # A decoder without its head serves as an encoder, for embeddings.
+    is_headless = getattr(recipe, "hidden_only", False) and head is None
+    return "encoder" if is_headless else checkpoint.pretrained.kind
 
 
 def check_kind(checkpoint: Checkpoint) -> None:
