@@ -15,7 +15,8 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,8 @@ CHUNK = 2304
 # Entries of a tile of one part, about: 16 KB of bf16, the copy that read fastest on one H200.
 TILE = 8192
 
-WARPS = 4
+# Warps of a program, and lanes of a warp.
+WARPS, LANES = 4, 32
 
 
 @dataclass(frozen=True)
@@ -191,6 +193,137 @@ class Matvec:
     product_dtype: Any
 
 
+@dataclass(frozen=True)
+class Layouts:
+    """Where the entries of arrays are in registers.
+
+    Attributes:
+        tile: of a tile of the weight: each warp has whole rows, each lane some neighbouring entries of a line.
+        x: of the same columns of x, in every warp.
+        y: of one entry for each row of a tile.
+        row: of a whole row for the prologue: divided among all lanes, or as x if its length does not divide.
+        is_repeated: whether `row` repeats entries.
+    """
+
+    tile: Any
+    x: Any
+    y: Any
+    row: Any
+    is_repeated: bool
+
+    @staticmethod
+    def of(t: Tiling) -> Layouts:
+        """Return the layouts of a tiling."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        tiles = plgpu.Tiling(((WARPS, 1, t.width), (t.width // LANES,)))
+        tile = plgpu.Layout.TILED(tiles, warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
+        x, columns = tile.reduce(0), t.lines * t.width
+        vector = next((n for n in (8, 4, 2, 1) if columns % (LANES * WARPS * n) == 0), None)
+        row = x if vector is None else plgpu.Layout.WG_STRIDED((t.lines, t.width), vector)
+        return Layouts(tile, x, tile.reduce((1, 2)), row, vector is None)
+
+
+@dataclass(frozen=True)
+class WeightTiles:
+    """The tiles of the weight that a program reads, in order, `slots` of them ahead.
+
+    Attributes:
+        tiling: how the weight is divided.
+        weight: the weight `[parts · rows, lines, width]`.
+        buffers: shared memory for the tiles `[slots, parts, tile rows, tile lines, width]`.
+        copied: a barrier for each slot, which its copies complete.
+        first: the first tile of rows of the program.
+        num_steps: the number of tiles that it reads.
+    """
+
+    tiling: Tiling
+    weight: Any
+    buffers: Any
+    copied: Any
+    first: AnyArray
+    num_steps: AnyArray
+
+    def start(self, step: AnyArray) -> None:
+        """Start to copy the tile of a step, of every part, if there is one."""
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        t = self.tiling
+
+        @pl.when(step < self.num_steps)
+        def _() -> None:
+            slot = lax.rem(step, t.slots)
+            row, line = (self.first + step // t.chunks) * t.tile_rows, lax.rem(step, t.chunks) * t.tile_lines
+            for part in range(t.parts):
+                source = self.weight.at[pl.ds(part * t.rows + row, t.tile_rows), pl.ds(line, t.tile_lines)]
+                plgpu.copy_gmem_to_smem(source, self.buffers.at[slot, part], self.copied.at[slot])
+
+    def products(self, step: AnyArray, x: AnyArray, layout: Any) -> list[AnyArray]:
+        """Return the product of the tile of a step with x for each part `[tile rows]`, and start a later copy."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        t, load = self.tiling, cast(Any, plgpu.load)
+        slot = lax.rem(step, t.slots)
+        plgpu.barrier_wait(self.copied.at[slot])
+        tiles = (load(self.buffers.at[slot, part], layout=layout) for part in range(t.parts))
+        results = [(tile.astype(jnp.float32) * x).sum(axis=1).sum(axis=1) for tile in tiles]
+        plgpu.commit_smem()  # all warps have read the tile
+        self.start(step + t.slots)
+        return results
+
+
+def run_program(
+    spec: Matvec, layouts: Layouts, row_refs: Any, entry_refs: Any, out_refs: Any, kept_refs: Any, tiles: WeightTiles,
+    x_ref: Any, num_tiles: AnyArray,
+) -> None:  # fmt: skip
+    """Run one program of the kernel: the prologue, and the product and the epilogue for its tiles of rows.
+
+    Args:
+        spec: the shapes and functions.
+        layouts: where entries are.
+        row_refs, entry_refs: the operands of the prologue and of the epilogue.
+        out_refs, kept_refs: the results of the epilogue and of the prologue.
+        tiles: the tiles of the weight.
+        x_ref: shared memory for x.
+        num_tiles: the number of tiles of rows of the program.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    t, load = spec.tiling, cast(Any, plgpu.load)  # jax 0.10 declares it otherwise
+    for step in range(t.slots):
+        tiles.start(jnp.int32(step))
+    rows = [load(ref, layout=layouts.row, optimized=False) for ref in row_refs]
+    x, *kept = spec.prologue(*rows, by_axis=layouts.is_repeated)
+    x_ref[...] = x
+    for ref, row in zip(kept_refs, kept, strict=True):
+
+        @pl.when(lax.axis_index("program") == 0)
+        def _(ref: Any = ref, row: AnyArray = row) -> None:
+            ref[...] = row
+
+    def x_chunk(chunk: int) -> AnyArray:
+        part = load(x_ref.at[pl.ds(chunk * t.tile_lines, t.tile_lines)], layout=layouts.x)
+        return lax.broadcast_in_dim(part.astype(jnp.float32), (t.tile_rows, t.tile_lines, t.width), (1, 2))
+
+    only_chunk = x_chunk(0) if t.chunks == 1 else None
+
+    def multiply(tile: AnyArray, _: None) -> None:
+        out_rows = pl.ds((tiles.first + tile) * t.tile_rows, t.tile_rows)
+        operands = [load(ref.at[out_rows], layout=layouts.y, optimized=False) for ref in entry_refs]
+        sums: list[AnyArray] = []
+        for chunk in range(t.chunks):
+            x = x_chunk(chunk) if only_chunk is None else only_chunk
+            products = tiles.products(tile * t.chunks + chunk, x, layouts.tile)
+            sums = [a + b for a, b in zip(sums, products, strict=True)] if sums else products
+        results = spec.epilogue(*(y.astype(spec.product_dtype) for y in sums), *operands)
+        for ref, y in zip(out_refs, results, strict=True):
+            ref[out_rows] = y
+
+    lax.fori_loop(0, num_tiles, multiply, None)
+
+
 @functools.partial(jax.jit, static_argnums=(0, 4))  # equal kernels of a program are lowered once
 def matvec(
     spec: Matvec, weight: AnyArray, rows: Sequence[AnyArray], entries: Sequence[AnyArray], interpret: Any = None
@@ -207,82 +340,20 @@ def matvec(
     Returns:
         the results of the epilogue `[rows]`, then the prologue's results after the first `[K]`.
     """
-    from jax.experimental import pallas as pl  # imported here, as it takes a quarter of a second
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+    from jax.experimental.pallas import mosaic_gpu as plgpu  # imported here, as it takes a quarter of a second
 
-    load: Any = plgpu.load  # jax 0.10 declares it otherwise
-    t = spec.tiling
-    kept = spec.row_dtypes[1:]
-    layout = plgpu.Layout.TILED(
-        plgpu.Tiling(((WARPS, 1, t.width), (t.width // 32,))), warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1
-    )
-    x_layout, y_layout = layout.reduce(0), layout.reduce((1, 2))
-    columns = t.lines * t.width
-    vector = next((n for n in (8, 4, 2, 1) if columns % (32 * WARPS * n) == 0), None)
-    row_layout = x_layout if vector is None else plgpu.Layout.WG_STRIDED((t.lines, t.width), vector)
+    t, (x_dtype, *kept), layouts = spec.tiling, spec.row_dtypes, Layouts.of(spec.tiling)
+    ends = np.cumsum([len(rows), 1, len(entries), len(spec.out_dtypes), len(kept)])
 
     def body(*refs: Any) -> None:
-        row_refs, refs = refs[: len(rows)], refs[len(rows) :]
-        weight_ref, refs = refs[0], refs[1:]
-        entry_refs, refs = refs[: len(entries)], refs[len(entries) :]
-        out_refs, refs = refs[: len(spec.out_dtypes)], refs[len(spec.out_dtypes) :]
-        kept_refs, (tiles, x_ref, full) = refs[: len(kept)], refs[len(kept) :]
+        row_refs, (weight_ref,), entry_refs, out_refs, kept_refs, (buffers, x_ref, copied) = (
+            refs[start:end] for start, end in pairwise((0, *map(int, ends), len(refs)))
+        )
         program, num_tiles = lax.axis_index("program"), t.rows // t.tile_rows
         first, last = program * num_tiles // t.programs, (program + 1) * num_tiles // t.programs
-        num_steps = (last - first) * t.chunks
+        tiles = WeightTiles(t, weight_ref, buffers, copied, first, (last - first) * t.chunks)
+        run_program(spec, layouts, row_refs, entry_refs, out_refs, kept_refs, tiles, x_ref, last - first)
 
-        def read(step: AnyArray) -> None:
-            """Start to copy a tile of every part."""
-            slot = lax.rem(step, t.slots)
-            row, line = (first + step // t.chunks) * t.tile_rows, lax.rem(step, t.chunks) * t.tile_lines
-            for part in range(t.parts):
-                source = weight_ref.at[pl.ds(part * t.rows + row, t.tile_rows), pl.ds(line, t.tile_lines)]
-                plgpu.copy_gmem_to_smem(source, tiles.at[slot, part], full.at[slot])
-
-        for step in range(t.slots):
-            pl.when(step < num_steps)(functools.partial(read, jnp.int32(step)))
-        loaded = [load(ref, layout=row_layout, optimized=False) for ref in row_refs]
-        x, *others = spec.prologue(*loaded, by_axis=vector is None)
-        x_ref[...] = x
-        for ref, row in zip(kept_refs, others, strict=True):
-
-            @pl.when(program == 0)
-            def _(ref: Any = ref, row: AnyArray = row) -> None:
-                ref[...] = row
-
-        def x_chunk(chunk: int) -> AnyArray:
-            part = x_ref.at[pl.ds(chunk * t.tile_lines, t.tile_lines)]
-            x = load(part, layout=x_layout).astype(jnp.float32)
-            return lax.broadcast_in_dim(x, (t.tile_rows, t.tile_lines, t.width), (1, 2))
-
-        only = x_chunk(0) if t.chunks == 1 else None
-
-        def multiply(tile: AnyArray, _: None) -> None:
-            out_rows = pl.ds((first + tile) * t.tile_rows, t.tile_rows)
-            operands = [load(ref.at[out_rows], layout=y_layout, optimized=False) for ref in entry_refs]
-            sums: list[AnyArray] = [None] * t.parts
-            for chunk in range(t.chunks):
-                step = tile * t.chunks + chunk
-                slot = lax.rem(step, t.slots)
-                x = x_chunk(chunk) if only is None else only
-                plgpu.barrier_wait(full.at[slot])
-                for part in range(t.parts):
-                    w = load(tiles.at[slot, part], layout=layout).astype(jnp.float32)
-                    product = (w * x).sum(axis=1).sum(axis=1)
-                    sums[part] = product if chunk == 0 else sums[part] + product
-                plgpu.commit_smem()  # all warps have read the tile
-
-                @pl.when(step + t.slots < num_steps)
-                def _(step: AnyArray = step) -> None:
-                    read(step + t.slots)
-
-            results = spec.epilogue(*(y.astype(spec.product_dtype) for y in sums), *operands)
-            for ref, y in zip(out_refs, results, strict=True):
-                ref[out_rows] = y
-
-        lax.fori_loop(0, last - first, multiply, None)
-
-    x_dtype = spec.row_dtypes[0]
     run = plgpu.kernel(
         body,
         out_type=[
