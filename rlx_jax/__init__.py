@@ -20,7 +20,7 @@ from rlx_jax.generate.causal import CausalLM
 from rlx_jax.generate.generation import Completion
 from rlx_jax.generate.load import load
 from rlx_jax.generate.model_plan import plan
-from rlx_jax.generate.prompt_request import PromptRequest
+from rlx_jax.generate.prompt_request import PromptRequest as PromptRequest
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.scoring import Score as Score
 from rlx_jax.ir import ops, plugins
@@ -48,7 +48,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BuiltModel", "CausalLM", "CompileProfile", "CompiledModel", "Completion", "DualEncoder", "Emit", "Encoder",
     "FlowValue", "Graph", "GraphModule", "GraphStage", "ImageProcessor", "LayerStack", "ModelFlow", "Packed", "Plugin",
-    "PromptRequest", "RlxError", "Sampler", "TreeWeight", "VisionEncoder", "bisect", "blocks", "compile",
+    "RlxError", "Sampler", "TreeWeight", "VisionEncoder", "bisect", "blocks", "compile",
     "compile_cache", "errors", "eval", "from_pretrained", "init", "load", "lora", "losses", "merge_lora", "models",
     "nnx", "open_weights", "ops", "plan", "plugins", "profiles", "recipe_for", "save", "save_lora", "train",
     "unmerge_lora",

@@ -110,7 +110,13 @@ def token_wise_graph(graph: Graph, dim: str) -> Verdict:
         elif isinstance(node.op, Leaf):
             states[Value(number)] = None
         else:
-            closed = cached_formula(node.op, tuple(map(graph.type, node.inputs)))
+            operands = tuple(map(graph.type, node.inputs))
+            try:
+                closed = cached_formula(node.op, operands)
+            except Exception as error:  # an op with type rules of its own is traced here for the first time
+                if not _is_about_symbols(error, operands):
+                    raise
+                return Verdict(False, f"does not trace with symbolic sizes: {first_line(error)}", ())
             results = _run(closed, [states[v] for v in node.inputs], symbolic_dim)
             states.update({Value(number, i): state for i, state in enumerate(results)})
     return _verdict([states[v] for v in graph.outputs], [graph.type(v) for v in graph.outputs], symbolic_dim)

@@ -90,6 +90,8 @@ def can_group(graph: Graph, node: Node) -> bool:
     if not isinstance(node.op, MatMul) or node.op.contract != 1 or node.op.precision != "default":
         return False
     x, weight = (graph.type(v) for v in node.inputs)
+    if x.symbols or weight.symbols:
+        return False
     leaf = graph.nodes[node.inputs[1].node].op
     if not isinstance(leaf, Param) or any(map(packing_of, leaf.programs)):
         return False
@@ -147,9 +149,13 @@ def runs_in_kernel(graph: Graph, node: Node, size: int, reductions: bool) -> boo
     """
     if not isinstance(node.op, Mir) or len(node.types) != 1:
         return False
-    if not all(is_constant(graph, v) or math.prod(map(int, graph.type(v).shape)) == size for v in node.inputs):
+    types = tuple(graph.type(v) for v in node.inputs)
+    if any(t.symbols for t in types):
         return False
-    return op_runs_in_kernel(node.op, tuple(graph.type(v) for v in node.inputs), size, reductions)
+    whole = [math.prod(map(int, t.shape)) == size for t in types]
+    if not all(is_whole or is_constant(graph, v) for is_whole, v in zip(whole, node.inputs, strict=True)):
+        return False
+    return op_runs_in_kernel(node.op, types, size, reductions)
 
 
 def is_constant(graph: Graph, value: Value) -> bool:

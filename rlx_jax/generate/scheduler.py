@@ -19,7 +19,7 @@ from rlx_jax.generate.row_options import RowOptions
 # Log-probabilities of one position: the likeliest ids with their values, the likeliest first.
 TopLogProbs = tuple[tuple[int, float], ...]
 # A slot: the index of its class, and of its row in the class.
-Slot = tuple[int, int]
+SlotIndex = tuple[int, int]
 # A job starts in the smallest class that holds its prompt and one part in so many of its budget.
 START_ROOM = 8
 
@@ -129,14 +129,14 @@ class SlotRunner(Protocol):
         """Move jobs with a full cache from rows of one class to free rows of another: (from, to, answer so far)."""
         ...
 
-    def decode(self, min_running: Sequence[int | None]) -> Mapping[Slot, SlotTokens]:
+    def decode(self, min_running: Sequence[int | None]) -> Mapping[SlotIndex, SlotTokens]:
         """Decode some steps of each class, until at most `min_running` of its slots run; None leaves a class out.
 
         A slot whose cache is full stops running, too. Return the new tokens by slot.
         """
         ...
 
-    def stop(self, slots: Sequence[Slot]) -> None:
+    def stop(self, slots: Sequence[SlotIndex]) -> None:
         """End running slots."""
         ...
 
@@ -166,10 +166,10 @@ class Scheduler:
 
     def __init__(self, device: SlotRunner, find_end: FindEnd = never_ends, window: int | None = None) -> None:
         self.device, self.find_end, self.window = device, find_end, window
-        self.answers: dict[Slot, JobAnswer] = {}  # of running jobs
+        self.answers: dict[SlotIndex, JobAnswer] = {}  # of running jobs
         self.num_waiting = 0
         self._free = [list(range(each.num_slots)) for each in device.classes]
-        self._full: list[Slot] = []  # jobs that wait for a longer cache, in order
+        self._full: list[SlotIndex] = []  # jobs that wait for a longer cache, in order
         # By class to start in and width a heap of (window, −budget, order, job): the order of submission decides
         # between equal budgets.
         self._waiting: dict[tuple[int, int], list[tuple[int, int, int, SlotJob]]] = defaultdict(list)
@@ -294,7 +294,7 @@ class Scheduler:
             answer.cut(end)
         return end is not None or not (new.running or new.is_full)
 
-    def _release(self, slot: Slot) -> None:
+    def _release(self, slot: SlotIndex) -> None:
         """Free a slot."""
         del self.answers[slot]
         self._full = [each for each in self._full if each != slot]

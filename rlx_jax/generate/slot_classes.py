@@ -14,7 +14,7 @@ from rlx_jax.compiler.settings import SlotSizes
 from rlx_jax.generate.prefix_fill import PrefixFiller
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.sampler import Sampler
-from rlx_jax.generate.scheduler import JobAnswer, Slot, SlotJob, SlotTokens
+from rlx_jax.generate.scheduler import JobAnswer, SlotIndex, SlotJob, SlotTokens
 from rlx_jax.generate.slot_plan import SlotPlan
 from rlx_jax.generate.slots import Slots, open_class
 from rlx_jax.runtime.prepare import prepare_programs
@@ -91,7 +91,7 @@ class SlotClasses:
         """Move jobs with a full cache to free rows of a class with a longer one."""
         self.parts[target].take(self.parts[source], rows)
 
-    def decode(self, min_running: Sequence[int | None]) -> dict[Slot, SlotTokens]:
+    def decode(self, min_running: Sequence[int | None]) -> dict[SlotIndex, SlotTokens]:
         """Decode some steps of each class; the classes run one after another, and the host waits for all of them."""
         pairs = zip(self.parts, min_running, strict=True)
         started = [None if least is None else part.start_decode(least) for part, least in pairs]
@@ -102,7 +102,7 @@ class SlotClasses:
             for row, new in part.end_decode(results).items()
         }
 
-    def stop(self, slots: Sequence[Slot]) -> None:
+    def stop(self, slots: Sequence[SlotIndex]) -> None:
         """End running slots."""
         rows: dict[int, list[int]] = defaultdict(list)
         for index, row in slots:

@@ -291,7 +291,7 @@ def _warn_of_nan(weights: list[_WeightPart]) -> None:
 
 def _has_nan(values: Any) -> bool:
     """Return whether an array has NaN, on the device that it is on; on a CPU, NumPy needs no program for each shape."""
-    if isinstance(values, jax.Array) and values.is_fully_addressable and jax.default_backend() == "cpu":
+    if isinstance(values, jax.Array) and {device.platform for device in values.devices()} == {"cpu"}:
         values = np.asarray(values)
     return bool((values != values).any())
 

@@ -437,7 +437,7 @@ class CutAxis(Mir):
     symbol, so that binding symbols needs no substitution.
     """
 
-    traits = replace(MOVEMENT, narrows=1, bytes=results_moved)
+    traits = replace(MOVEMENT, narrows=1, bytes=results_moved, size_dependent=True)  # a part may not be there
 
     axis: int
     start: Bound = Bound()
