@@ -76,6 +76,13 @@ def cases() -> list[tuple[dict[str, Any], tuple[int, ...]]]:
     ]  # fmt: skip
 
 
+def test_all_options_at_once() -> None:
+    """In one batch; `test_answers_are_those_of_the_definitions` has each option, and the other ways to generate."""
+    options, stop = cases()[-1]
+    assert lm().generate(PROMPTS, BUDGET, stop=stop, **options) == [reference(p, options, stop) for p in PROMPTS]
+
+
+@pytest.mark.slow
 def test_answers_are_those_of_the_definitions() -> None:
     """In one batch, alone, in slots with a sampler for each prompt, in a stream, and with drafts."""
     samplers, stops, want = [], [], []
@@ -92,6 +99,7 @@ def test_answers_are_those_of_the_definitions() -> None:
     assert lm().generate(PROMPTS * len(cases()), BUDGET, samplers, stops, slots=4) == want
 
 
+@pytest.mark.slow
 def test_drawn_answers() -> None:
     """Several answers, and in slots: the same draws. A draft model of the same weights changes no greedy token."""
     options: Any = {"frequency_penalty": 0.6, "min_tokens": 6, "bad_words": [[3, 4], [5]]}

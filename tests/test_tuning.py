@@ -54,6 +54,7 @@ def search(monkeypatch: pytest.MonkeyPatch, times: Any, **options: Any) -> Tunin
     return tune(open_model, rlx.CompileProfile(), WORKLOAD, **options)
 
 
+@pytest.mark.slow
 def test_the_fastest_settings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     def times(profile: rlx.CompileProfile) -> float:
         scan = 0.5 if profile.layers.roll == "scan" else 1.0
@@ -90,6 +91,7 @@ def test_a_gain_that_does_not_last_is_dropped(monkeypatch: pytest.MonkeyPatch) -
     assert any(trial.kept for trial in result.trials) and result.profile == rlx.CompileProfile()
 
 
+@pytest.mark.slow
 def test_an_encoder_and_other_models() -> None:
     encoder = rlx.load(FIXTURES / "sentence" / "base")
     assert WORKLOAD.outputs(encoder).shape[0] == 2 and WORKLOAD.ratio(encoder, encoder) > 0
