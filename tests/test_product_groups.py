@@ -14,8 +14,9 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax.compiler import passes
 from rlx_jax.compiler.pipeline import make_function, make_lir
-from rlx_jax.ir.graph import BodyInput, Builder, Graph, Mir, Param, TypeCache
+from rlx_jax.ir.graph import BodyInput, Builder, Graph, Mir, Param, TypeCache, Value, constant
 from rlx_jax.ir.kernel_group import KernelGroup
+from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.norm import RmsNormOp
 from rlx_jax.ir.ops.pointwise import Binary, Unary
@@ -27,13 +28,13 @@ from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lir.implementations import has_mosaic
 from rlx_jax.lowering.lir.matvec import find_tiling
 from rlx_jax.lowering.lir.plan import Lir, state_types
-from rlx_jax.lowering.lir.product_groups import group_products, run_group, struct
+from rlx_jax.lowering.lir.product_groups import GroupKey, group_products, kernel_of, run_group, struct
 from rlx_jax.runtime.program_key import ProgramKey
 
 BF16 = as_dtype("bf16")
 
 SIZES = {
-    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 96, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 64, "tie_word_embeddings": True,
 }  # fmt: skip
 NORMED, GATED = "rms_norm, mat_mul", "rms_norm, mat_mul, split_last, unary, binary"
@@ -95,16 +96,65 @@ def test_groups_of_a_decode_step(name: str) -> None:
 
 def test_a_group_in_a_cycle_keeps_its_product() -> None:
     """If a value of the ops before a product leaves the group and comes back, they do not join it."""
-    types, row = TypeCache(), TensorType((1, 1, 64), BF16)
+    types, row = TypeCache(), TensorType((1, 1, 128), BF16)
     b = Builder("cycle", types, Origin(("block",)))
     x = b.input("x", row)
-    weight = b.leaf(Param((Key("w", type=TensorType((64, 64), BF16)),), type=TensorType((64, 64), BF16)))
+    weight = b.leaf(Param((Key("w", type=TensorType((128, 128), BF16)),), type=TensorType((128, 128), BF16)))
     doubled = b(Binary("add"), x, x)
     turned = b(Slice((..., (None, None, -1))), doubled)  # no kernel reverses a row
     b_sum = b(Binary("add"), doubled, turned)
     graph = b.finish([b(MatMul(1), b_sum, weight)], ["y"])
     (group,) = groups_of(verify(group_products(graph, types), "mir", "group_products", types))
     assert op_names(group) == "mat_mul"
+
+
+# What groups must not do: the row x and weights [128, 128] → a result, and the ops of each group.
+def parallel(b: Builder, x: Value, first: Value, second: Value) -> Value:
+    """Return the sum of two products of one row, as parallel attention and MLP: it joins one group."""
+    return b(Binary("add"), b(MatMul(1), x, first), b(MatMul(1), x, second))
+
+
+def residual(b: Builder, x: Value, first: Value, second: Value) -> Value:
+    """Return a sum with the input, which ops before and after the product read, as they do a sum before it."""
+    total = b(Binary("add"), x, b(MatMul(1), x, first))
+    total = b(Binary("mul"), total, total)
+    return b(Binary("add"), total, b(MatMul(1), b(Unary("silu"), total), second))
+
+
+def scaled(b: Builder, x: Value, first: Value, _: Value) -> Value:
+    """Return a product times a constant."""
+    return b(Binary("mul"), b(MatMul(1), x, first), b.leaf(constant(0.5, BF16)))
+
+
+def pooled(b: Builder, x: Value, first: Value, _: Value) -> Value:
+    """Return the product of a sum over an axis of 1, no reduction of a row."""
+    return b(MatMul(1), b(JaxFn(lambda x: x.sum(1, keepdims=True)), x), first)
+
+
+def exact_gelu(b: Builder, x: Value, first: Value, _: Value) -> Value:
+    """Return the exact GELU of a product: Mosaic has no erf."""
+    return b(Unary("gelu"), b(MatMul(1), x, first))
+
+
+GRAPHS: dict[Any, list[str]] = {
+    parallel: ["mat_mul, binary", "mat_mul"], residual: ["mat_mul, binary, binary", "unary, mat_mul, binary"],
+    scaled: ["mat_mul, binary"], pooled: ["mat_mul"], exact_gelu: ["mat_mul"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("make", GRAPHS, ids=lambda make: make.__name__)
+def test_groups_of_a_graph(make: Any) -> None:
+    """Each op joins one group, and each group has a kernel."""
+    types = TypeCache()
+    b, weight = Builder("graph", types, Origin(("block",))), TensorType((128, 128), BF16)
+    x = b.input("x", TensorType((1, 1, 128), BF16))
+    first, second = (b.leaf(Param((Key(name, type=weight),), type=weight)) for name in ("first", "second"))
+    graph = b.finish([make(b, x, first, second)], ["y"])
+    groups = groups_of(verify(group_products(graph, types), "mir", "group_products", types))
+    assert sorted(map(op_names, groups)) == sorted(GRAPHS[make])
+    for group in groups:
+        nodes = tuple((n.op, n.inputs, n.types) for n in group.body.nodes)
+        assert kernel_of(GroupKey(nodes, group.body.outputs, group.num_rows)).tiling.rows == 128
 
 
 # -- where a plan has groups -------------------------------------------------------------------
@@ -148,7 +198,8 @@ def test_tilings_cover_a_weight() -> None:
         assert tiling is not None
         assert tiling.rows * tiling.parts == rows and tiling.lines * tiling.width == columns
         assert tiling.rows % tiling.tile_rows == 0 and tiling.lines % tiling.tile_lines == 0
-    assert find_tiling(64, 96, 1) is None and find_tiling(66, 64, 1) is None
+    assert find_tiling(4096, 11008, 1) is None  # 43 · 256
+    assert find_tiling(64, 96, 1) is None and find_tiling(66, 128, 1) is None and find_tiling(64, 64, 1) is None
 
 
 needs_mosaic = pytest.mark.skipif(not has_mosaic(), reason="the kernel needs jax 0.11")

@@ -29,6 +29,9 @@ AnyArray = Any
 # Columns of a tile, at most: as many values of x are in the registers of a warp, in float32.
 CHUNK = 2304
 
+# Tiles of a row, at most: the kernel has the code of each.
+MAX_CHUNKS = 8
+
 # Entries of a tile of one part, about: 16 KB of bf16, the copy that read fastest on one H200.
 TILE = 8192
 
@@ -74,11 +77,15 @@ def find_tiling(rows: int, columns: int, parts: int, programs: int = 264, slots:
         parts: as in `Tiling`.
         programs, slots: the most programs, and tiles read ahead.
     """
-    width = next((w for w in (256, 128, 64) if columns % w == 0), None)
-    if width is None or rows % (parts * WARPS):
+    if rows % (parts * WARPS):
         return None
+    widths = (w for w in (256, 128, 64) if columns % w == 0)
+    tiles = [(n, w) for w in widths for n in range(2, columns // w + 1) if columns // w % n == 0 and n * w <= CHUNK]
+    tile_lines, width = max(tiles, key=math.prod, default=(1, columns))
     lines, part_rows = columns // width, rows // parts
-    tile_lines = max(n for n in range(1, lines + 1) if lines % n == 0 and n * width <= CHUNK)
+    # Mosaic searches for minutes for the layouts of tiles of one line, and of a program of many tiles.
+    if tile_lines == 1 or lines // tile_lines > MAX_CHUNKS:
+        return None
     tile_rows = WARPS
     while part_rows % (2 * tile_rows) == 0 and 2 * tile_rows * tile_lines * width * parts <= TILE:
         tile_rows *= 2
@@ -110,7 +117,9 @@ class KernelTrace:
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
 
         def read(atom: Any) -> AnyArray:
-            return jnp.asarray(atom.val, dtype_of(atom)) if isinstance(atom, Literal) else values[atom]
+            return (
+                jnp.asarray(np.asarray(atom.val).item(), dtype_of(atom)) if isinstance(atom, Literal) else values[atom]
+            )
 
         for equation in jaxpr.eqns:
             operands = [read(atom) for atom in equation.invars]
@@ -122,7 +131,7 @@ class KernelTrace:
                 for _ in range(total.ndim if by_axis else 1):
                     total = reduce(total, axis=0 if by_axis else None)
                 results = [total]
-            elif inner is not None:
+            elif name in CALLS:
                 results = self.run(inner.jaxpr, inner.consts, operands, by_axis)
             else:
                 shape = next((x.shape for x in operands if x.shape), ())
@@ -140,12 +149,15 @@ def dtype_of(atom: Any) -> Any:
 # Primitives that change neither the entries nor their order; one number is broadcast where it is used.
 RESHAPES = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "stop_gradient")
 
+# Primitives that call the function in their parameters once.
+CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
+
 # Reductions of a whole row to one number.
 REDUCTIONS: dict[str, Callable[..., AnyArray]] = {"reduce_sum": jnp.sum, "reduce_max": jnp.max}
 
 # Primitives of one entry at a time that Mosaic GPU has.
 ELEMENTWISE = frozenset({
-    "abs", "add", "add_any", "convert_element_type", "div", "erf", "exp", "exp2", "integer_pow", "log", "logistic",
+    "abs", "add", "add_any", "convert_element_type", "div", "exp", "exp2", "integer_pow", "log", "logistic",
     "max", "min", "mul", "neg", "rsqrt", "select_n", "sign", "sqrt", "square", "sub", "tanh",
 })  # fmt: skip
 
@@ -160,14 +172,14 @@ def unsupported_primitive(jaxpr: Any, size: int, reductions: bool) -> str:
     """
     for equation in jaxpr.eqns:
         name, inner = equation.primitive.name, equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-        if inner is not None:
+        if name in CALLS:
             if found := unsupported_primitive(inner.jaxpr, size, reductions):
                 return found
             continue
         sizes = {math.prod(v.aval.shape) for v in (*equation.invars, *equation.outvars)}
-        if not sizes <= {1, size} or not (
-            name in RESHAPES or name in ELEMENTWISE or (reductions and name in REDUCTIONS)
-        ):
+        is_reduction = reductions and name in REDUCTIONS and all(v.aval.size == 1 for v in equation.outvars)
+        arrays = (v for v in equation.invars if isinstance(v, Literal) and np.size(v.val) != 1)
+        if not sizes <= {1, size} or any(arrays) or not (name in RESHAPES or name in ELEMENTWISE or is_reduction):
             return str(name)
     return ""
 

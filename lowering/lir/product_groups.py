@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Mir, Node, Param, TypeCache, Value
 from rlx_jax.ir.kernel_group import KernelGroup, body_inputs, run_nodes
@@ -75,11 +76,14 @@ def find_groups(graph: Graph) -> dict[int, Members]:
     """Return the groups of a graph by the number of the product: first all ops after products, then the ops before."""
     readers = find_readers(graph)
     products = [i for i, node in enumerate(graph.nodes) if can_group(graph, node)]
-    after = {product: ops_after(graph, product, readers) for product in products}
-    used = {number for members in after.values() for number in members}
+    used, after = set[int](), dict[int, list[int]]()
+    for product in products:
+        after[product] = ops_after(graph, product, readers, used)
+        used.update(after[product])
     groups: dict[int, Members] = {}
     for product in products:
-        before = ops_before(graph, product, used)
+        entries = {v.node for v in reads_of(graph, after[product][1:])}  # the kernel has them as operands alone
+        before = ops_before(graph, product, used | entries)
         used.update(before)
         groups[product] = before, after[product]
     return groups
@@ -104,8 +108,8 @@ def tiling(weight: TensorType, parts: int) -> Any:
     return find_tiling(int(weight.shape[0]), int(weight.shape[1]), parts)
 
 
-def ops_after(graph: Graph, product: int, readers: Mapping[Value, Sequence[int]]) -> list[int]:
-    """Return the product and the ops after it that join its group: the longest list with one result."""
+def ops_after(graph: Graph, product: int, readers: Mapping[Value, Sequence[int]], used: set[int]) -> list[int]:
+    """Return the product and the ops after it that join its group, none in `used`: the longest list with one result."""
     nodes, members = graph.nodes, [product]
     best, size = members, int(nodes[product].types[0].shape[-1])
     first = readers[Value(product)]
@@ -118,7 +122,7 @@ def ops_after(graph: Graph, product: int, readers: Mapping[Value, Sequence[int]]
         if len(members) > MAX_OPS:
             break
         if any(v.node in members for v in nodes[number].inputs):
-            if not runs_in_kernel(graph, nodes[number], size, reductions=False):
+            if number in used or not runs_in_kernel(graph, nodes[number], size, reductions=False):
                 break
             members = [*members, number]
             if len(results_of(graph, members, readers)) == 1:
@@ -169,7 +173,7 @@ def op_runs_in_kernel(op: Mir, types: tuple[TensorType, ...], size: int, reducti
     if not types or not all(is_float(t.dtype) for t in types):
         return False
     traced = jax.make_jaxpr(op.eval)(*map(struct, types))
-    if [math.prod(a.shape) for a in traced.out_avals] != [size]:
+    if [math.prod(a.shape) for a in traced.out_avals] != [size] or any(np.size(c) != 1 for c in traced.consts):
         return False
     return not unsupported_primitive(traced.jaxpr, size, reductions)
 
@@ -223,7 +227,8 @@ def add_group(b: Builder, graph: Graph, group: Members, product: int, values: di
     entries = [v for v in reads_of(graph, after[1:]) if v.node not in after]
     operands = [*rows, weight, *entries]
     body = Builder(f"{graph.name}.group", b.types, b.origin)
-    inner = {v: body(BodyInput(i, type=graph.type(v))) for i, v in enumerate(operands)}
+    inputs = [body(BodyInput(i, type=graph.type(v))) for i, v in enumerate(operands)]
+    inner = dict(zip([*rows, weight], inputs, strict=False))
     members = [*before, *after]
     for value in (v for number in members for v in nodes[number].inputs):
         if isinstance(constant := nodes[value.node].op, Constant) and is_constant(graph, value):
@@ -232,6 +237,8 @@ def add_group(b: Builder, graph: Graph, group: Members, product: int, values: di
         with body.origin_scope(nodes[number].origin):
             results = body.add(nodes[number].op, *(inner[v] for v in nodes[number].inputs))
         inner.update({Value(number, i): result for i, result in enumerate(results)})
+        if number == product:  # a value that ops on both sides of the product read is two operands
+            inner.update(zip(entries, inputs[len(rows) + 1 :], strict=True))
     live = results_of(graph, members, readers)
     outputs = [v for v in live if v.node not in before] + [v for v in live if v.node in before]
     op = KernelGroup(body.finish([inner[v] for v in outputs]), len(rows))
@@ -291,7 +298,8 @@ def kernel_of(key: GroupKey) -> Matvec:
         return tuple(values[v] for v in (nodes[product].inputs[0], *kept))
 
     def epilogue(*arrays: Any) -> tuple[Any, ...]:
-        values = dict(zip((*parts, *entries), arrays, strict=True))
+        values = {Value(i): jnp.asarray(n.op.array) for i, n in enumerate(nodes) if isinstance(n.op, Constant)}
+        values.update(zip((*parts, *entries), arrays, strict=True))
         run_nodes(nodes[parts[0].node + 1 :], values, parts[0].node + 1)
         return tuple(values[v] for v in results)
 
