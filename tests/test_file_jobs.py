@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import random
+import resource
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -96,6 +99,11 @@ def test_what_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         fcntl.flock(other, fcntl.LOCK_EX)
         refused(errors.RequestError, "another process")
     refused(errors.RequestError, "same file", target, target)
+    refused(errors.RequestError, "same file", record, target)
+    reader, writer = os.pipe()
+    os.close(writer)
+    refused(errors.RequestError, "is a pipe", Path(f"/dev/fd/{reader}"), target)
+    os.close(reader)
     refused(errors.MissingFileError, "No such file", tmp_path / "no", target)
     refused(errors.StorageError, "directory", tmp_path, target)
     refused(errors.SaveFailedError, "No such file", source, tmp_path / "no" / "out")
@@ -104,6 +112,23 @@ def test_what_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(finish(source, target, 1)) == 7 and target.read_bytes() != whole
     monkeypatch.setattr("rlx_jax.io.limits.MAX_LINE_BYTES", 1)
     refused(errors.LimitError, "line 2.*MAX_LINE_BYTES = 1", write_lines(source, "", "2"), target)
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """An error of a documented type, also of the close, and the job is resumed when there is space again."""
+    source, target = write_lines(tmp_path / "in", *range(4), "", 8, 9, 10), tmp_path / "out"
+    handler, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    finish(source, target, 3)
+    expected = target.read_bytes()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len((tmp_path / "out.job").read_bytes()), limits[1]))
+    try:
+        target.write_bytes(expected[:9])
+        with pytest.raises(errors.StorageError, match="complete lines are intact"):
+            finish(source, target, 3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert finish(source, target, 3) and target.read_bytes() == expected
 
 
 # -- the commands ------------------------------------------------------------------------------
@@ -116,7 +141,7 @@ PROMPTS: list[Any] = [
     {"prompt": "a b", "max_new_token": 3},
     "not JSON",
     {"prompt": "a", "ids": [1]},
-    {"prompt": [1]},
+    {"prompt": "a", "logit_bias": {"9" * 5000: 1}},
     {"ids": [1], "max_new_tokens": "4"},
     {"ids": [10**6]},
     {"prompt": "It was", "temperature": 0.9, "top_k": 40},
@@ -148,7 +173,7 @@ def test_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         "mean 'max_new_tokens'",
         "line 6: not JSON",
         "got 'prompt', 'ids'",
-        "a string",
+        "logit_bias",
         "max_new_tokens is '4'",
         "10000",
     ]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +32,8 @@ from rlx_jax.text.tokenizer_files import tokenizer_files
 # Fields of a line that its result repeats.
 REPEATED = ("id", "metadata")
 PROMPTS = ("prompt", "messages", "ids")
+# A token id as a name in JSON: without leading zeros, so that no id has two names.
+TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,17}")
 # Texts that `embed` and `score` compute together. The results of a text depend on them by rounding.
 LINES_PER_CALL = 1024
 
@@ -62,7 +65,9 @@ def check_files(args: argparse.Namespace, names: Sequence[str], others: Mapping[
         RequestError: an option is given that would have no effect; or there is no output.
     """
     if args.input is None:
-        if misplaced := next((name for name in names if getattr(args, name) not in (None, False)), None):
+        # `is`: 0 equals False, and --logprobs 0 is an option that is given.
+        absent = (None, False)
+        if misplaced := next((n for n in names if all(getattr(args, n) is not value for value in absent)), None):
             raise RequestError(f"--{misplaced} goes with --input FILE.jsonl")
         return False
     if misplaced := next((name for name, value in others.items() if value), None):
@@ -164,7 +169,7 @@ def generate_file(args: argparse.Namespace, session: Session, lm: rlx.CausalLM) 
             raise RequestError(f"{kind} is {shown(prompt)}; expected a {'string' if kind == 'prompt' else 'list'}")
         own = {name: fields[name] for name in line_sampling if name in fields}
         if isinstance(bias := own.get("logit_bias"), dict):  # names in JSON are strings
-            own["logit_bias"] = {int(i) if i.isascii() and i.isdigit() else i: value for i, value in bias.items()}
+            own["logit_bias"] = {int(i) if TOKEN_ID.fullmatch(i) else i: value for i, value in bias.items()}
         options = {name: fields[name] for name in ("max_new_tokens", "stop", "seed") if name in fields}
         sampler = resolve_sampler(None, sampling | own) if own else None
         return rlx.PromptRequest(sampler=sampler, **{"messages" if kind == "messages" else "prompt": prompt}, **options)

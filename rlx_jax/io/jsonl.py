@@ -86,15 +86,18 @@ def open_job(
 
     Raises:
         MissingFileError: there is no input. LimitError: a line is longer than `limits.MAX_LINE_BYTES`.
-        RequestError: input or settings are not the ones of the job; or another process writes the output.
+        RequestError: input or settings are not the ones of the job; another process writes the output; or the input is
+            a pipe, or the output or its record.
         TargetExistsError: the output is no output of a job. FormatError: it has a line that is no result.
         StorageError: the system refused an operation.
     """
-    if os.path.realpath(source) == os.path.realpath(target):
+    if os.path.realpath(source) in (os.path.realpath(target), os.path.realpath(f"{target}.job")):
         raise RequestError(f"input and output are the same file, {quote(source)}")
     with ExitStack() as stack:
         try:
             input_file = stack.enter_context(open(source, "rb"))
+            if not input_file.seekable():
+                raise RequestError(f"{quote(source)} is a pipe, and the input is read twice; write it to a file first")
             digest, done = _scan_input(input_file, source)
         except OSError as cause:
             error = MissingFileError if isinstance(cause, FileNotFoundError) else StorageError
@@ -109,7 +112,8 @@ def open_job(
                 seed = _check_record(record.read(limits.MAX_CONFIG_BYTES), settings, target)
             else:
                 seed = _start(record, settings, target)
-            output = stack.enter_context(open(target, "r+b" if resumes else "x+b"))
+            output = open(target, "r+b" if resumes else "x+b")
+            stack.callback(_close, output, target)
             num_done = _scan_output(output, target, done, unit)
         yield LineJob(input_file, output, target, done, total, num_done, seed)
         with storage_errors(target, INTACT):
@@ -139,6 +143,12 @@ def _open_locked(path: str) -> BinaryIO:
         file.close()
         raise RequestError(f"{quote(path)}: another process writes the output of this job") from cause
     return file
+
+
+def _close(file: BinaryIO, target: str) -> None:
+    """Close the output, which writes once more what a full disk refused."""
+    with storage_errors(target, INTACT):
+        file.close()
 
 
 def _start(record: BinaryIO, settings: Mapping[str, Any], target: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import operator
 import pickle
 import zipfile
 from collections import OrderedDict
@@ -18,12 +19,23 @@ MAX_PICKLE_BYTES = 2**16
 _DTYPES = {"FloatStorage": "<f4", "HalfStorage": "<f2", "DoubleStorage": "<f8", "BFloat16Storage": ml_dtypes.bfloat16}
 
 
+class _Memo(dict[int, Any]):
+    """The memo of a pickle without containers: one that occurs twice in another, at each level, hashes forever."""
+
+    def __setitem__(self, index: int, value: Any) -> None:
+        if not isinstance(value, tuple | list | dict):
+            super().__setitem__(index, value)
+
+
 class _TensorUnpickler(pickle._Unpickler):  # the one in Python, as that in C allocates what an opcode declares
     """An unpickler for a dictionary of tensors; `archive` has the bytes of each in `folder`/data."""
+
+    dispatch = {code: load for code, load in pickle._Unpickler.dispatch.items() if code != pickle.DUP[0]}
 
     def __init__(self, archive: zipfile.ZipFile, folder: str, where: str) -> None:
         super().__init__(io.BytesIO(archive.read(f"{folder}/data.pkl")))
         self.archive, self.folder, self.where = archive, folder, where
+        self.memo, self.storages = _Memo(), dict[str, bytes]()
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what stands for a name in the pickle; every other name is refused."""
@@ -37,10 +49,13 @@ class _TensorUnpickler(pickle._Unpickler):  # the one in Python, as that in C al
     def persistent_load(self, pid: Any) -> Any:
         """Return the elements of a tensor's storage."""
         _, dtype, key, _, count = pid
-        return np.frombuffer(self.archive.read(f"{self.folder}/data/{key}"), dtype, count)
+        if key not in self.storages:
+            self.storages[key] = self.archive.read(f"{self.folder}/data/{key}")
+        return np.frombuffer(self.storages[key], dtype, count)
 
     def tensor(self, storage: Any, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], *_: Any) -> Any:
         """Return a tensor, which must be contiguous."""
+        shape = tuple(map(operator.index, shape))
         if strides != tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))):
             raise UnsupportedError(f"{self.where}: a tensor of shape {shape} has the strides {strides}")
         return storage[offset : offset + math.prod(shape)].reshape(shape)
