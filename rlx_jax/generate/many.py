@@ -294,8 +294,9 @@ class PromptStream:
             while len(waiting) + num_submitted < read_ahead and (item := next(source, None)) is not None:
                 position, prompt = item
                 prompt = prompt if isinstance(prompt, PromptRequest) else PromptRequest(prompt)
-                index = position if prompt.index is None else prompt.index
+                index = position
                 try:
+                    index = prompt.checked_index(position)
                     job = self.make_job(position, index, prompt)
                 except RlxError as error:
                     yield index, self.returned(error)

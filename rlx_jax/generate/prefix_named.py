@@ -153,13 +153,17 @@ def prefix_identity(model: CompiledModel, max_positions: int | None) -> dict[str
 
 
 def checksums(leaves: Sequence[jax.Array]) -> jax.Array:
-    """Return a sum over the bits of each array, weighted by position, `[n]` uint32."""
+    """Return a sum over the hashes of the bits and position of each number of each array, `[n]` uint32."""
 
     def checksum(array: jax.Array) -> jax.Array:
         is_wide = array.dtype not in (jnp.bool_, jnp.int4, jnp.uint4)
         bits = array.view(f"uint{8 * array.dtype.itemsize}") if is_wide else array.astype(jnp.uint8)
         position = jax.lax.iota(jnp.uint32, bits.size).reshape(bits.shape)
-        return jnp.sum(bits.astype(jnp.uint32) * (position * jnp.uint32(2654435761) + jnp.uint32(1)), dtype=jnp.uint32)
+        # A sum without a hash is the same for the negative of an array, and for twice an array of some sizes.
+        mixed = bits.astype(jnp.uint32) + position * jnp.uint32(2654435761)
+        for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+            mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
+        return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)
 
     return jnp.stack([checksum(leaf) for leaf in leaves])
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlx_jax.errors import RequestError, shown
-from rlx_jax.generate.request import LanguageModel, choose_seed
+from rlx_jax.generate.request import LanguageModel, check_min_tokens, choose_seed
 from rlx_jax.generate.row_options import RowOptions, StopLike
 from rlx_jax.generate.sampler import Sampler, resolve_sampler
 from rlx_jax.runtime.inputs import check_integer
@@ -35,6 +35,17 @@ class PromptRequest:
     stop: StopLike | None = None
     seed: Any = None
     index: int | None = None
+
+    def checked_index(self, position: int) -> int:
+        """Return `index`, or the position of the prompt in the iterable without one.
+
+        Raises:
+            RequestError: it is no integer in [0, 2**31).
+        """
+        index = position if self.index is None else check_integer(f"prompts[{position}]: index", self.index, 0)
+        if index >= 2**31:  # random draws take it as int32
+            raise RequestError(f"prompts[{position}]: index is {index}; expected an integer below 2**31")
+        return index
 
     def read(self, lm: LanguageModel, name: str) -> Prompts:
         """Return the prompt, rendered by the chat template if it is messages.
@@ -83,4 +94,5 @@ class PromptRequest:
             options = replace(options, stop_strings=stop_strings, stop_ids=stop_ids)
         if self.seed is not None:
             options = replace(options, seed=choose_seed(self.seed, options.sampler), draw=0)
+        check_min_tokens(options.sampler, options.budget, f"{name}: ")
         return options

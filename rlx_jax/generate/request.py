@@ -296,11 +296,8 @@ def check_request(
         rows, prefix, checked_inputs = join_state(lm, prompts, state)
     stop_strings, stop_ids = lm.parse_stop(stop, sampler)
     sampler.values(lm.vocab_size)
-    for min_tokens, limit in [(row.sampler.min_tokens, row.budget) for row in by_prompt] or [
-        (sampler.min_tokens, budget)
-    ]:
-        if min_tokens > limit:
-            raise RequestError(f"min_tokens is {min_tokens}, and max_new_tokens is {limit}; pass at most as many")
+    for row_sampler, row_budget in [(row.sampler, row.budget) for row in by_prompt] or [(sampler, budget)]:
+        check_min_tokens(row_sampler, row_budget)
     seed = choose_seed(seed, sampler)
     for i, row in enumerate(rows):
         check_length(lm, len(row), by_prompt[i].budget if by_prompt else budget, f"prompts[{i}]", drafter)
@@ -352,6 +349,20 @@ def check_length(lm: LanguageModel, tokens: int, budget: int, name: str, drafter
             name = f"{name}: {tokens} tokens + {integer_text(budget)} new"
             check_positions(tokens + budget, limit, f"{option}{name}", tokens)
             raise SequenceLengthError(f"{name}: over the limit of {MAX_SLOTS} positions; ask for fewer new tokens")
+
+
+def check_min_tokens(sampler: Sampler, budget: int, name: str = "") -> None:
+    """Check that an answer may have as many tokens as it must have.
+
+    Args:
+        name: the prompt with a colon, for the error message.
+
+    Raises:
+        RequestError: it may not.
+    """
+    if sampler.min_tokens > budget:
+        text = f"{name}min_tokens is {sampler.min_tokens}, and max_new_tokens is {budget}"
+        raise RequestError(f"{text}; pass at most as many")
 
 
 def check_flag(name: str, value: Any) -> None:
