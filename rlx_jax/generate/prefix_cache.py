@@ -167,7 +167,10 @@ class PrefixCache:
             share_prefix: as in `Request`; True shares what all prompts begin with, however short it is.
             cache_limit: the most positions of the model.
         """
-        if share_prefix is False or not self.tree.budget:
+        kv_dtype, compute = model.settings.kv_dtype, model.settings.compute
+        # The rest of a prompt would read rounded keys, which the prompt alone reads unrounded.
+        rounds = kv_dtype is not None and kv_dtype.itemsize < compute.itemsize
+        if share_prefix is False or not self.tree.budget or (rounds and not share_prefix):
             return [None] * len(rows)
         params = self.begin(model)
         chosen = [self.tree.longest(row[:-1]) for row in rows]
