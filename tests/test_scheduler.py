@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.sampler import Sampler
-from rlx_jax.generate.scheduler import JobAnswer, Scheduler, Slot, SlotJob, SlotTokens
+from rlx_jax.generate.scheduler import JobAnswer, Scheduler, SlotIndex, SlotJob, SlotTokens
 
 STEPS = 4
 STOP = 7
@@ -39,16 +39,16 @@ class Device:
     """Slots on the host. It checks what a device relies on, and counts the positions of caches that steps read."""
 
     classes: tuple[Class, ...]
-    jobs: dict[Slot, SlotJob] = field(default_factory=dict)
-    full: dict[Slot, SlotJob] = field(default_factory=dict)
-    done: dict[Slot, int] = field(default_factory=dict)
+    jobs: dict[SlotIndex, SlotJob] = field(default_factory=dict)
+    full: dict[SlotIndex, SlotJob] = field(default_factory=dict)
+    done: dict[SlotIndex, int] = field(default_factory=dict)
     num_idle_steps: int = 0
     positions_read: int = 0
 
     def width(self, job: SlotJob) -> int:
         return -(-len(job.ids) // 4) * 4
 
-    def place(self, slot: Slot, new: SlotJob, done: int) -> None:
+    def place(self, slot: SlotIndex, new: SlotJob, done: int) -> None:
         index, row = slot
         assert 0 <= row < self.classes[index].num_slots and slot not in self.jobs
         assert len(new.ids) + done < self.classes[index].cache_len
@@ -65,11 +65,11 @@ class Device:
             assert self.full.pop((source, old)) is answer.job and len(answer.ids) == self.done[source, old]
             self.place((target, new), answer.job, len(answer.ids))
 
-    def limit(self, slot: Slot) -> int:
+    def limit(self, slot: SlotIndex) -> int:
         return min(self.jobs[slot].options.budget, self.classes[slot[0]].cache_len - len(self.jobs[slot].ids))
 
-    def decode(self, min_running: Sequence[int | None]) -> dict[Slot, SlotTokens]:
-        result: dict[Slot, SlotTokens] = {}
+    def decode(self, min_running: Sequence[int | None]) -> dict[SlotIndex, SlotTokens]:
+        result: dict[SlotIndex, SlotTokens] = {}
         for index, least in enumerate(min_running):
             slots = [slot for slot in self.jobs if slot[0] == index and self.done[slot] < self.limit(slot)]
             assert bool(slots) == (least is not None)
@@ -91,7 +91,7 @@ class Device:
                 self.full[slot] = self.jobs.pop(slot)
         return result
 
-    def stop(self, slots: Sequence[Slot]) -> None:
+    def stop(self, slots: Sequence[SlotIndex]) -> None:
         for slot in slots:
             self.jobs.pop(slot, None)
 
