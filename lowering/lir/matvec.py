@@ -109,7 +109,7 @@ class KernelTrace:
             rows: the arguments.
             by_axis: whether a reduction reduces one axis after the other: layouts that repeat entries need it.
         """
-        constants = [jnp.asarray(np.asarray(c).item(), c.dtype) for c in self.jaxpr.consts]  # single numbers
+        constants = [number_of(c, c.dtype) for c in self.jaxpr.consts]
         return self.run(self.jaxpr.jaxpr, constants, rows, by_axis)
 
     def run(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[AnyArray], by_axis: bool) -> list[AnyArray]:
@@ -117,9 +117,7 @@ class KernelTrace:
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
 
         def read(atom: Any) -> AnyArray:
-            return (
-                jnp.asarray(np.asarray(atom.val).item(), dtype_of(atom)) if isinstance(atom, Literal) else values[atom]
-            )
+            return number_of(atom.val, dtype_of(atom)) if isinstance(atom, Literal) else values[atom]
 
         for equation in jaxpr.eqns:
             operands = [read(atom) for atom in equation.invars]
@@ -139,6 +137,11 @@ class KernelTrace:
                 results = [equation.primitive.bind(*operands, **equation.params)]
             values.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+
+def number_of(value: Any, dtype: Any) -> AnyArray:
+    """Return an array of one number as a constant of the kernel, which cannot capture arrays."""
+    return jnp.asarray(np.asarray(value).item(), dtype)
 
 
 def dtype_of(atom: Any) -> Any:

@@ -40,7 +40,8 @@ def group_products(graph: Graph, types: TypeCache) -> Graph:
     """Return the graph with a `KernelGroup` for each product of one row with a weight that the kernel divides."""
     builder = Builder(graph.name, types)
     builder.inputs = list(graph.inputs)
-    groups = find_groups(graph)
+    readers = find_readers(graph)
+    groups = find_groups(graph, readers)
     while True:
         order = order_units(graph, groups)
         if isinstance(order, list):
@@ -51,7 +52,7 @@ def group_products(graph: Graph, types: TypeCache) -> Graph:
         node = graph.nodes[number]
         with builder.origin_scope(node.origin):
             if number in groups:
-                add_group(builder, graph, groups[number], number, values)
+                add_group(builder, graph, groups[number], number, readers, values)
                 continue
             regions = tuple(group_products(region, types) for region in node.op.regions())
             op = node.op.with_regions(regions) if regions else node.op
@@ -72,9 +73,8 @@ def find_readers(graph: Graph) -> dict[Value, list[int]]:
     return readers
 
 
-def find_groups(graph: Graph) -> dict[int, Members]:
+def find_groups(graph: Graph, readers: Mapping[Value, Sequence[int]]) -> dict[int, Members]:
     """Return the groups of a graph by the number of the product: first all ops after products, then the ops before."""
-    readers = find_readers(graph)
     products = [i for i, node in enumerate(graph.nodes) if can_group(graph, node)]
     used, after = set[int](), dict[int, list[int]]()
     for product in products:
@@ -172,10 +172,10 @@ def op_runs_in_kernel(op: Mir, types: tuple[TensorType, ...], size: int, reducti
     """Return `runs_in_kernel` for an op with operands of these types."""
     if not types or not all(is_float(t.dtype) for t in types):
         return False
-    traced = jax.make_jaxpr(op.eval)(*map(struct, types))
-    if [math.prod(a.shape) for a in traced.out_avals] != [size] or any(np.size(c) != 1 for c in traced.consts):
+    jaxpr = jax.make_jaxpr(op.eval)(*map(struct, types))
+    if [math.prod(a.shape) for a in jaxpr.out_avals] != [size] or any(np.size(c) != 1 for c in jaxpr.consts):
         return False
-    return not unsupported_primitive(traced.jaxpr, size, reductions)
+    return not unsupported_primitive(jaxpr.jaxpr, size, reductions)
 
 
 def struct(t: TensorType) -> jax.ShapeDtypeStruct:
@@ -218,10 +218,13 @@ def order_units(graph: Graph, groups: Mapping[int, Members]) -> list[int] | int:
     return order
 
 
-def add_group(b: Builder, graph: Graph, group: Members, product: int, values: dict[Value, Value]) -> None:
+def add_group(
+    b: Builder, graph: Graph, group: Members, product: int, readers: Mapping[Value, Sequence[int]],
+    values: dict[Value, Value],
+) -> None:  # fmt: skip
     """Append a group to a builder, and add its results to `values`."""
     before, after = group
-    readers, nodes = find_readers(graph), graph.nodes
+    nodes = graph.nodes
     weight = nodes[product].inputs[1]
     rows = reads_of(graph, before) if before else [nodes[product].inputs[0]]
     entries = [v for v in reads_of(graph, after[1:]) if v.node not in after]
@@ -305,7 +308,7 @@ def kernel_of(key: GroupKey) -> Matvec:
 
     before = jax.make_jaxpr(prologue)(*(struct(body.type(v)) for v in rows))
     after = jax.make_jaxpr(epilogue)(*(struct(body.type(v)) for v in (*parts, *entries)))
-    found = tiling(body.type(operands[key.num_rows]), len(parts))
-    row_dtypes, out_dtypes = (tuple(a.dtype for a in traced.out_avals) for traced in (before, after))
+    weight_tiling = tiling(body.type(operands[key.num_rows]), len(parts))
+    row_dtypes, out_dtypes = (tuple(a.dtype for a in jaxpr.out_avals) for jaxpr in (before, after))
     product_dtype = body.type(parts[0]).dtype
-    return Matvec(found, KernelTrace(before), KernelTrace(after), row_dtypes, out_dtypes, product_dtype)
+    return Matvec(weight_tiling, KernelTrace(before), KernelTrace(after), row_dtypes, out_dtypes, product_dtype)
