@@ -11,18 +11,16 @@ from typing import Any, Literal, TypeVar, Unpack, overload
 import jax
 import numpy as np
 
-from rlx_jax.errors import RequestError, shown, suggest_keywords
+from rlx_jax.errors import RequestError, suggest_keywords
 from rlx_jax.generate.artifact_plan import language_model_plan
 from rlx_jax.generate.capturing import capture, capture_request, check_request_captures, warn_of_captures
 from rlx_jax.generate.conversation import Conversation, check_stream_options, open_conversation
 from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.drafters import DRAFT_TOKENS, make_drafter
-from rlx_jax.generate.explain import explain as explain_requests
-from rlx_jax.generate.explain import profile as profile_requests
-from rlx_jax.generate.explain import show as show_requests
+from rlx_jax.generate.explain import explain, profile, show
 from rlx_jax.generate.generation import NewTokens, report_of_requests, run_request, stream_request
 from rlx_jax.generate.many import generate_iter, run_prompts, split_options
-from rlx_jax.generate.patching import patch as patch_prompts
+from rlx_jax.generate.patching import patch
 from rlx_jax.generate.prefill import compute_logits, extend, prefill
 from rlx_jax.generate.prefix_cache import PrefixCache
 from rlx_jax.generate.prefix_named import load_prefix, name_prefix, prefix_cache, save_prefix
@@ -40,7 +38,6 @@ from rlx_jax.generate.row_options import Budgets, Samplers, StopLike
 from rlx_jax.generate.sampler import SAMPLING, Sampler
 from rlx_jax.generate.score_program import ScoredTokens, scored_tokens
 from rlx_jax.generate.scoring import Score, mean_perplexity, perplexity_windows, score_items
-from rlx_jax.generate.speculative import Drafter
 from rlx_jax.generate.warm_up import warm_all
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.program import Weights
@@ -195,7 +192,7 @@ class CausalLM(TaskModel):
         """
         return capture(self._lm, prompts, inputs)
 
-    patch, generate_iter, artifact_plan = patch_prompts, generate_iter, language_model_plan
+    patch, generate_iter, artifact_plan = patch, generate_iter, language_model_plan
     prefix, load_prefix, save_prefix, prefix_cache = name_prefix, load_prefix, save_prefix, prefix_cache
     _prefixes: PrefixCache
 
@@ -340,8 +337,6 @@ class CausalLM(TaskModel):
         Raises:
             RequestError, SequenceLengthError, DeriveError, NumericsError: as `score`.
         """
-        if isinstance(text, list | tuple) and any(isinstance(part, str) for part in text):
-            raise RequestError(f"perplexity: expected one string, or its ids, got {shown(text)}; score takes several")
         windows = perplexity_windows(self._lm, text, stride, context)
         return mean_perplexity(windows, self._score_items(windows, "perplexity"))
 
@@ -454,7 +449,7 @@ class CausalLM(TaskModel):
         Raises:
             RequestError: the profile has no buckets for prompts and batches.
         """
-        drafter = self._make_drafter(speculative, draft_tokens)
+        drafter = make_drafter(speculative, draft_tokens, self._lm)
         self.buckets = warm_all(self._lm, max_new_tokens, samplers, drafter, scoring, n, logprobs, slots)
 
     # -- a request ---------------------------------------------------------------------------
@@ -482,18 +477,13 @@ class CausalLM(TaskModel):
             self._lm, prompts, options.get("n"), (max_new_tokens, sampler, stop, seed), fields
         )
         drafts = speculative is not None or draft_tokens != DRAFT_TOKENS
-        drafter = self._make_drafter(speculative, draft_tokens) if drafts else None
+        drafter = make_drafter(speculative, draft_tokens, self._lm) if drafts else None
         request = check_request(self._lm, prompts, max_new_tokens, sampler, stop, seed, drafter=drafter, **options)
         new = NewTokens([[] for _ in range(len(request.rows) * (request.n or 1))])
         self._last_call = request, new
         if drafter is not None:
             self._last_speculative = new
         return request, new
-
-    def _make_drafter(self, speculative: Any, draft_tokens: int) -> Drafter | None:
-        """Return the drafter of a request; see `make_drafter`."""
-        source = speculative._lm if isinstance(speculative, CausalLM) else speculative
-        return make_drafter(source, draft_tokens, self._lm)
 
     def report(self, **sizes: int) -> Report:
         """Report the cost of compiling, and the needs of the program that ran last: forward, prefill or extend.
@@ -504,4 +494,4 @@ class CausalLM(TaskModel):
             return self.model.report(**sizes)
         return report_of_requests(self.model, self._last_speculative, self._last_call)
 
-    explain, show, profile = explain_requests, show_requests, profile_requests
+    explain, show, profile = explain, show, profile

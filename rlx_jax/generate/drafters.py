@@ -421,7 +421,7 @@ def make_drafter(speculative: Any, draft_tokens: int, lm: LanguageModel) -> Draf
     """Return the drafter of a request to `lm`; None for plain decoding.
 
     Args:
-        speculative: "prompt", "mtp", or the `LanguageModel` of a draft model.
+        speculative: "prompt", "mtp", or a draft model: a `CausalLM`, or its `LanguageModel`.
         draft_tokens: number of drafts per step.
 
     Raises:
@@ -436,6 +436,7 @@ def make_drafter(speculative: Any, draft_tokens: int, lm: LanguageModel) -> Draf
         if count != DRAFT_TOKENS:
             raise RequestError(f"draft_tokens={count} without speculative=: name a source of drafts, such as 'prompt'")
         return None
+    speculative = getattr(speculative, "_lm", speculative)
     if isinstance(speculative, LanguageModel):
         check_draft_model(speculative, lm)
         draft_model = speculative.model

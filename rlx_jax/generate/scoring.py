@@ -17,7 +17,7 @@ import numpy as np
 
 from rlx_jax.compiler.settings import Buckets
 from rlx_jax.encode.packing import Block
-from rlx_jax.errors import NumericsError, RequestError, listing
+from rlx_jax.errors import NumericsError, RequestError, listing, shown
 from rlx_jax.generate.request import LanguageModel
 from rlx_jax.generate.score_program import (
     ScoredTokens,
@@ -197,6 +197,8 @@ def perplexity_windows(lm: LanguageModel, text: Any, stride: Any, context: Any) 
         RequestError, TokenIdError, SequenceLengthError: as there. A stride of 1 is an error, as windows are weighted by
             their new tokens less one, and only the first window would count.
     """
+    if isinstance(text, list | tuple) and any(isinstance(part, str) for part in text):
+        raise RequestError(f"perplexity: expected one string, or its ids, got {shown(text)}; score takes several")
     if context is None and lm.max_positions is None:
         raise RequestError("perplexity: the model has no longest text; pass context=, the tokens of a window")
     size = lm.max_positions if context is None else check_integer("context", context, 2)

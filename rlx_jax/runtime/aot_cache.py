@@ -108,7 +108,9 @@ class AotCache:
 
     def specialize_cached(self, base: str, binding: Mapping[str, int], source: str, make: Callable[[], Lir]) -> Lir:
         """Return the entry `{base}__{hash of the sizes}`, made and written if there is none of this source."""
-        key = f"{base}__{binding_hash(binding)}"
+        return self._get_or_make(f"{base}__{binding_hash(binding)}", source, make)
+
+    def _get_or_make(self, key: str, source: str, make: Callable[[], Lir]) -> Lir:
         lir = self.get_lir(key, source)
         if lir is None:
             lir = make()
@@ -129,11 +131,7 @@ class AotCache:
         device = replace(running_device(), memory=None) if pipeline.target == "auto" else None
         described = replace(pipeline, profile=profile, supported_ops=ops), device, module.build().profile
         source = _digest([module.to_json(), repr(described)])
-        lir = self.get_lir(key, source)
-        if lir is None:
-            lir = pipeline.compile_module(module).lir
-            self.put_lir(key, lir, source)
-        return lir
+        return self._get_or_make(key, source, lambda: pipeline.compile_module(module).lir)
 
     compile_hir_cached = compile_graph_cached = compile_module_cached
 

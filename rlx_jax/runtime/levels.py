@@ -56,6 +56,13 @@ def key_with_sizes(programs: Programs, key: ProgramKey, sizes: Mapping[str, int]
     return replace(key, binding=tuple(sorted(sizes.items())))
 
 
+def argument_specs(programs: Programs, key: ProgramKey) -> list[dict[str, jax.ShapeDtypeStruct]]:
+    """Return the specs of a program's parameters, state and inputs by name."""
+    template, sizes = programs.template(key.symbolic), dict(key.binding)
+    groups = (programs.layout.types(), template.state, {i.input: i.type for i in template.mir.inputs})
+    return [{name: t.bind(sizes).spec for name, t in types.items()} for types in groups]
+
+
 def level_text(
     programs: Programs, key: ProgramKey, level: str, after: str = "", diff: bool = False, format: str = "text",
     compiles: bool = True,
@@ -74,10 +81,7 @@ def level_text(
     template, sizes = programs.template(key.symbolic), dict(key.binding)
     if level in ("hir", "mir"):
         return graph_text(template, sizes, level, after, diff, format)
-    state, inputs, params = (
-        {name: t.bind(sizes).spec for name, t in types.items()}
-        for types in (template.state, {i.input: i.type for i in template.mir.inputs}, programs.layout.types())
-    )
+    params, state, inputs = argument_specs(programs, key)
     if level == "jaxpr":
         symbolic = template.symbols and not key.binding
         lir = Lir(template.mir, programs.settings.plan) if symbolic else programs.function(key).lir

@@ -30,7 +30,7 @@ from rlx_jax.profiles.profile import field_changes
 from rlx_jax.program import Buildable
 from rlx_jax.runtime.aot_cache import AotCache, source_digest
 from rlx_jax.runtime.inputs import check_integer
-from rlx_jax.runtime.levels import key_with_sizes
+from rlx_jax.runtime.levels import argument_specs, key_with_sizes
 from rlx_jax.runtime.model_setup import as_flow, make_programs
 from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.programs import Programs
@@ -134,10 +134,10 @@ class ModelCompilePipeline:
             )
         ours, programs = self.template_result, self._programs
         if ours is not None and programs is not None and result.template is ours.template:
-            return _compile(programs, self._key(programs, result.binding))
+            return self._compile(programs, result.binding)
         # planned before, such as by `AotCache`
         programs = make_programs([GraphModule.from_lir(result.lir)], None, OpenOptions(), merge=False)
-        return _compile(programs, self._key(programs, {}))
+        return self._compile(programs, {})
 
     def get_or_compile(
         self, key: int, binding: Mapping[str, int], build_hir: BuildHir, options: KeywordsLike = None
@@ -302,6 +302,11 @@ class ModelCompilePipeline:
         (name,) = programs.flows
         return key_with_sizes(programs, ProgramKey(name, "forward"), binding)
 
+    def _compile(self, programs: Programs, binding: Mapping[str, int]) -> Executable:
+        """Return the compiled program of some sizes."""
+        key = self._key(programs, binding)
+        return programs.executable(key, *argument_specs(programs, key))
+
     def _entry(
         self, key: int, binding: Mapping[str, int], profile: CompileProfile, make: Callable[[], CompileResult]
     ) -> CompiledEntry:
@@ -336,16 +341,6 @@ def _check_profile(where: str, ours: CompileProfile, requested: CompileProfile) 
             f"ModelCompilePipeline: {where} has another profile, without {', '.join(changes)}: use a "
             "pipeline for each profile"
         )
-
-
-def _compile(programs: Programs, key: ProgramKey) -> Executable:
-    """Return the executable of a program from the types of its arguments."""
-    template, sizes = programs.template(key.symbolic), dict(key.binding)
-    params, state, inputs = (
-        {name: t.bind(sizes).spec for name, t in types.items()}
-        for types in (programs.layout.types(), template.state, {i.input: i.type for i in template.mir.inputs})
-    )
-    return programs.executable(key, params, state, inputs)
 
 
 def specialize_entry(

@@ -260,22 +260,18 @@ class Programs:
         def compile_executable() -> Executable:
             with use_model_mesh(self.model_sharding):  # a context of the thread
                 executable = compile_traced()
-            self.warn_of_donation(key, executable)
+            # once for all sizes of a program
+            problem = executable.donation.problem() if executable.donation is not None else ""
+            if problem and (key.flow, key.program) not in self.donation_warnings:
+                self.donation_warnings.add((key.flow, key.program))
+                message = f"{program.lir.graph.name}: {key.text}: {problem}; donation.strict = true in the profile"
+                warnings.warn(f"{message} makes this an error", DonationWarning, stacklevel=2)
             executable.seconds = {"plan": program.seconds, **executable.seconds}
             self.num_loaded += executable.from_cache
             self.report_progress(step, 1, 1)
             return executable
 
         return compile_executable
-
-    def warn_of_donation(self, key: ProgramKey, executable: Executable) -> None:
-        """Warn if a program takes more memory than planned, once for all its sizes."""
-        problem = executable.donation.problem() if executable.donation is not None else ""
-        if problem and (key.flow, key.program) not in self.donation_warnings:
-            self.donation_warnings.add((key.flow, key.program))
-            name = executable.lir.graph.name
-            message = f"{name}: {key.text}: {problem}; donation.strict = true in the profile makes this an error"
-            warnings.warn(message, DonationWarning, stacklevel=2)
 
     @property
     def model_sharding(self) -> ModelSharding | None:
@@ -435,11 +431,6 @@ class Programs:
             self.is_warm = True
         finally:
             self.warmup_keys = None
-
-    @property
-    def forbids_compiles(self) -> bool:
-        """Return whether warm-up is complete and any further compile is an error."""
-        return self.is_warm and self.settings.buckets.on_recompile == "error"
 
     def recompile_reason(self, key: ProgramKey) -> tuple[str, str]:
         """Return why this program should not be compiled now, and a remedy; two empty strings if it may be.
