@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -75,11 +76,11 @@ def test_pooling_of_segments() -> None:
     hidden = np.random.default_rng(0).standard_normal((2, 9, 5)).astype(np.float32)
     segments = np.array([[1, 1, 1, 2, 2, 3, 0, 0, 0], [1, 1, 2, 2, 2, 2, 2, 2, 2]], np.int32)
     pipeline = SentencePipeline(pooling=MODES, normalize=True)
-    got = np.asarray(pool_segments(jnp.asarray(hidden), jnp.asarray(segments), 3, pipeline))
+    got = np.asarray(jax.jit(pool_segments, static_argnums=(2, 3))(hidden, segments, 3, pipeline))
     for row, count in ((0, 3), (1, 1)):
         for number in range(1, count + 1):
             one = hidden[row, segments[row] == number][None]
-            want = pool(jnp.asarray(one), jnp.ones(one.shape[:2], bool), pipeline)
+            want = jax.jit(pool, static_argnums=2)(one, np.ones(one.shape[:2], bool), pipeline)
             np.testing.assert_allclose(got[row, number - 1], np.asarray(want)[0], atol=SAME)
     assert not got[1, 2].any()
 

@@ -125,7 +125,7 @@ def test_a_decoder_often(kind: str, case: Case) -> None:
         greedy_is_the_argmax(kind, tokens, lengths)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(tokens=batch, lengths=counts)
 def test_an_encoder(tokens: np.ndarray, lengths: np.ndarray) -> None:
     """Texts alone, together, in another order and in buckets: the same vectors."""

@@ -48,15 +48,12 @@ WARM = rlx.Sampler(temperature=1.5, top_k=20, top_p=0.95, repetition_penalty=1.1
 
 
 def test_draws_repeat_and_differ_by_seed(plain: Case) -> None:
-    """The same seed gives the same tokens, another one others, alone too; no row is the greedy one at this temperature;
-    a token of bias −inf does not come."""
+    """The same seed gives the same tokens, another one others, alone too; no row is the greedy one."""
     rows = [plain.lm.generate(plain.prompts, max_new_tokens=12, sampler=WARM, seed=s) for s in (3, 3, 4)]
     assert rows[0] == rows[1]
     assert all(a != b for a, b in zip(rows[0], rows[2], strict=True))
     assert all(row != want[:12] for row, want in zip(rows[0], plain.greedy, strict=True))
     assert plain.lm.generate(plain.prompts[:1], max_new_tokens=12, sampler=WARM, seed=3) == rows[0][:1]
-    banned = rlx.Sampler(logit_bias={plain.greedy[0][0]: -np.inf})
-    assert plain.greedy[0][0] not in plain.lm.generate(plain.prompts, max_new_tokens=12, sampler=banned)[0]
 
 
 def test_draws_without_a_seed_differ_and_say_theirs(plain: Case) -> None:

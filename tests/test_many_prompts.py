@@ -38,9 +38,12 @@ SAMPLERS = (
 
 
 @functools.cache
-def lm(family: str) -> Any:
+def lm(family: str, one_size: bool = False) -> Any:
+    """`one_size`: with one size of program for every prompt that is generated from alone."""
     base = family if family in divided.DECODERS else "llama"
-    profile = rlx.CompileProfile().replace(precision={"weights": "int8"} if family == "int8" else {})
+    tables: dict[str, Any] = {"precision": {"weights": "int8"}} if family == "int8" else {}
+    tables |= {"buckets": {"batch": [1], "prompt": [40], "context": [64]}} if one_size else {}
+    profile = rlx.CompileProfile().replace(**tables)
     recipe, weights = divided.recipe(base), divided.weights(base)
     recipe = recipe.at("layers.*.self_attn").scale(0.5) if family == "edited" else recipe
     return rlx.CausalLM(recipe, weights, profile=profile)
@@ -60,7 +63,7 @@ def broken(family: str) -> Any:
 def alone(family: str, prompt: tuple[int, ...], budget: int, sampler: int, seed: int, stop: tuple[int, ...]) -> Any:
     """The answer to a prompt of a call for it alone."""
     options: Any = {"sampler": SAMPLERS[sampler], "seed": seed, "stop": list(stop), "logprobs": LOGPROBS}
-    return lm(family).generate([list(prompt)], budget, **options)[0]
+    return lm(family, one_size=True).generate([list(prompt)], budget, **options)[0]
 
 
 prompt = st.lists(st.integers(0, V - 1), min_size=1, max_size=16).map(tuple)
@@ -90,6 +93,7 @@ def run_jobs(family: str, jobs: list[Any], slots: int) -> None:
         same(completion, alone(family, *job))
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None)
 @given(jobs=job_lists)
 def test_rows_equal_requests_alone(jobs: list[Any]) -> None:
@@ -118,7 +122,7 @@ def plans(family: str) -> Any:
 @functools.cache
 def alone_without(family: str, ids: tuple[int, ...], budget: int, kind: int, seed: int, stop: tuple[int, ...]) -> Any:
     """The answer to a prompt of a call for it alone, by a model whose weights are all finite."""
-    return lm(family).generate([list(ids)], budget, KINDS[kind], list(stop), seed, logprobs=LOGPROBS)[0]
+    return lm(family, one_size=True).generate([list(ids)], budget, KINDS[kind], list(stop), seed, logprobs=LOGPROBS)[0]
 
 
 long_prompt = st.integers(1, 40).flatmap(lambda n: st.lists(st.integers(0, V - 1), min_size=n, max_size=n)).map(tuple)
@@ -164,7 +168,7 @@ def test_rows_move_to_longer_caches() -> None:
     """Jobs in an order of their own, with rows that outgrow two caches, one cancelled, and one that fails."""
     rng = np.random.default_rng(0)
     sizes = [(3, 24), (12, 24), (5, 2), (40, 20), (1, 24), (14, 9), (30, 24), (9, 1), (2, 5), (20, 24)]
-    jobs = [(tuple(rng.integers(8, V, n).tolist()), budget, i % 2, i, ()) for i, (n, budget) in enumerate(sizes)]
+    jobs = [(tuple(rng.integers(8, V, n).tolist()), budget, i % 3, i, ()) for i, (n, budget) in enumerate(sizes)]
     jobs[8] = ((BAD, 3), *jobs[8][1:])
     times = [(i // 3, 1 if i == 6 else 99) for i in range(len(jobs))]
     assert check_schedule("llama", jobs, times) >= 3

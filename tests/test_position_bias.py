@@ -83,7 +83,9 @@ def alone(ids: Any, added: Callable[[int], Any], causal: bool, window: int = 40)
     return x
 
 
-@pytest.mark.parametrize(("kind", "window"), [("learned", None), ("every third", None), ("alibi", 4)])
+@pytest.mark.parametrize(
+    ("kind", "window"), [("learned", None), ("alibi", 4), pytest.param("every third", None, marks=pytest.mark.slow)]
+)
 def test_a_model_that_generates(kind: str, window: int | None) -> None:
     """Forward is the formula, and prefill and extend are forward, for rows of several lengths, in a ring too."""
     bias, added = BIASES[kind]

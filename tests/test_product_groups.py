@@ -72,7 +72,7 @@ def op_names(group: KernelGroup) -> str:
     return ", ".join(node.op.name() for node in group.body.nodes if isinstance(node.op, Mir))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_groups_of_a_decode_step(name: str) -> None:
     """Every product is in a group with the ops that can join it, and the grouped program computes the same."""
     lir, model = decode_step(name)

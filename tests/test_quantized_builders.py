@@ -130,7 +130,9 @@ def product_of(shape: tuple[int, ...], scheme: str, name: str = "dequant_matmul"
     return m
 
 
-@pytest.mark.parametrize("scheme", ["gguf_q4k", "gguf_q6k", "gguf_q8_0", "gguf_nvfp4"])
+@pytest.mark.parametrize(
+    "scheme", ["gguf_q4k", "gguf_nvfp4", *(pytest.param(s, marks=pytest.mark.slow) for s in ("gguf_q6k", "gguf_q8_0"))]
+)
 def test_products_with_packed_weights(scheme: str) -> None:
     """At both levels, of an emit by key, and of experts with as few rows as matrices or more: none decodes on load."""
     value, x = packed(scheme, (128, 256)), RNG.standard_normal((6, 256)).astype("f4")

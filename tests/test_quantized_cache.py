@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import ml_dtypes
@@ -22,8 +23,8 @@ IDS = RNG.integers(0, V, (3, 16)).astype(np.int32)
 DTYPES = {"int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn)}
 BOUNDS = {"int8": 0.01, "fp8": 0.06}
 """Of the error of logits (root mean square, relative), as docs/profiles.md states it."""
-DECODERS = [("llama", "int8"), ("gemma2", "fp8")]  # full caches, and rings
-DECODERS_OF_OTHER_CODES = [("llama", "fp8"), ("gemma2", "int8"), ("qwen35", "int8"), ("qwen35", "fp8")]
+DECODERS = [("llama", "int8")]
+OTHERS = [*itertools.product(("gemma2", "qwen35"), ("int8", "fp8")), ("llama", "fp8")]  # rings, and recurrent states
 BUCKETS = {"batch": [3], "prompt": [4], "context": [32]}
 
 
@@ -47,7 +48,7 @@ def run(model: Any, *ends: int, rows: Any = slice(None), pad: int = 0) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("family", "kv"), [*DECODERS, *(pytest.param(*case, marks=pytest.mark.slow) for case in DECODERS_OF_OTHER_CODES)]
+    ("family", "kv"), [*DECODERS, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
 )
 def test_a_decoder(family: str, kv: str) -> None:
     """The error is within its bound, and rows, padding, cuts and scanned layers do not matter."""
@@ -81,7 +82,8 @@ def test_what_is_stored(kv: str) -> None:
     assert sizes[1] == sizes[0] * (width + 4) // (4 * width)
 
 
-@pytest.mark.parametrize("kv", [pytest.param("int8", marks=pytest.mark.slow), "fp8"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", DTYPES)
 def test_requests(kv: str) -> None:
     """Drafts, shared beginnings and states change no token; rejected drafts leave rings and full caches."""
     model = lm("gemma2", kv)

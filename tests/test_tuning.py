@@ -42,14 +42,17 @@ def test_every_setting_is_one_of_a_profile(monkeypatch: pytest.MonkeyPatch) -> N
         assert len(set(map(repr, profiles))) == len(changes) and rlx.CompileProfile() not in profiles
 
 
-def search(monkeypatch: pytest.MonkeyPatch, times: Any, **options: Any) -> Tuning:
-    """The result for a tiny Llama whose time is a function of its profile."""
+def search(monkeypatch: pytest.MonkeyPatch, times: Any, real: bool = False, **options: Any) -> Tuning:
+    """The result for a tiny Llama whose time is a function of its profile; it runs if `real`."""
 
     def ratio(self: Workload, model: Any, other: Any) -> float:
         self.run(model)
         return float(times(model.model.settings.profile) / times(other.model.settings.profile))
 
     monkeypatch.setattr(Workload, "ratio", ratio)
+    if not real:
+        monkeypatch.setattr(Workload, "run", lambda self, model: None)
+        monkeypatch.setattr(Workload, "outputs", lambda self, model: np.ones(3))
     open_model = lambda profile: rlx.load(LLAMA, profile=profile)  # noqa: E731
     return tune(open_model, rlx.CompileProfile(), WORKLOAD, **options)
 
@@ -61,7 +64,7 @@ def test_the_fastest_settings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         bf16 = 0.1 if profile.precision.compute == "bf16" else 1.0
         return scan * bf16 * (0.9 if profile.backend.cpu.merge is False else 1.0)
 
-    result = search(monkeypatch, times)
+    result = search(monkeypatch, times, real=True)
     assert result.profile == rlx.CompileProfile().replace(layers={"roll": "scan"}, backend={"cpu": {"merge": False}})
     assert result.ratio == pytest.approx(0.45)
     found = {trial.change.split(" = ")[0]: trial for trial in result.trials}
@@ -73,7 +76,7 @@ def test_the_fastest_settings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rlx.CompileProfile.from_toml_str(toml) == result.profile and "precision" not in toml.split("name =")[1]
     assert "0.450 x the time of 'auto'" in toml and "rlx-jax tune" in toml
     monkeypatch.setattr(tuning, "SETTINGS", FEW[:1])
-    assert search(monkeypatch, times, tolerance=0.1).profile.precision.compute == "bf16"
+    assert search(monkeypatch, times, real=True, tolerance=0.1).profile.precision.compute == "bf16"
 
 
 def test_nothing_faster_leaves_the_first_profile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,6 +124,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     file = directory / "tuned.rlx.toml"
     assert rlx.load(directory, profile=file).model.settings.profile.precision.compute == "f32"
     assert main(arguments) == 1 and "--overwrite" in capsys.readouterr().err
+    monkeypatch.setattr(Workload, "run", lambda self, model: None)  # it has run
+    monkeypatch.setattr(Workload, "outputs", lambda self, model: np.ones(3))
     assert main([*arguments, "--overwrite", "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"file": str(file), "ratio": 1.0}
     assert rlx.CompileProfile.near(directory, "tuned") == rlx.CompileProfile.from_toml(file)
