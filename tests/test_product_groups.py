@@ -193,12 +193,13 @@ def test_where_a_plan_has_groups(case: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_tilings_cover_a_weight() -> None:
     """Every entry belongs to one tile; sizes that do not divide are refused."""
-    for rows, columns, parts in ((3072, 2048, 1), (16384, 2048, 2), (2048, 8192, 1), (3072, 576, 2), (4096, 14336, 1)):
+    for rows, columns, parts in ((3072, 2048, 1), (16384, 2048, 2), (2048, 8192, 1), (3072, 576, 2), (4096, 14336, 1), (4096, 11008, 1)):
         tiling = find_tiling(rows, columns, parts)
         assert tiling is not None
         assert tiling.rows * tiling.parts == rows and tiling.lines * tiling.width == columns
-        assert tiling.rows % tiling.tile_rows == 0 and tiling.lines % tiling.tile_lines == 0
-    assert find_tiling(4096, 11008, 1) is None  # 43 · 256
+        assert tiling.rows % tiling.tile_rows == 0 and tiling.tile_lines > 1
+        ends = [int(tiling.first_line(chunk)) + tiling.tile_lines for chunk in range(tiling.chunks)]
+        assert ends == sorted(set(ends)) and ends[-1] == tiling.lines
     assert find_tiling(64, 96, 1) is None and find_tiling(66, 128, 1) is None and find_tiling(64, 64, 1) is None
 
 
@@ -225,7 +226,24 @@ def test_the_kernel_equals_eval(name: str) -> None:
 
 
 @needs_mosaic
-@pytest.mark.parametrize("hidden, inner", [(2048, 8192), (576, 1536), (1152, 6912)], ids=str)
+@pytest.mark.parametrize("columns", [11008, 12288], ids=str)
+def test_rows_of_many_tiles(columns: int) -> None:
+    """Tiles that share columns count them once, and those of a loop equal unrolled ones."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    pallas: Any = mosaic_gpu
+    types = {"x": TensorType((1, 1, columns), BF16), "w": TensorType((8, columns), BF16)}
+    b = Builder("product", TypeCache(), Origin(("block",)))
+    out = b(MatMul(1), b.input("x", types["x"]), b.leaf(Param((Key("w", type=types["w"]),), type=types["w"])))
+    (group,) = groups_of(group_products(b.finish([out], ["y"]), TypeCache()))
+    rng = np.random.default_rng(2)
+    x, w = (rng.integers(-2, 3, [int(n) for n in t.shape]) for t in types.values())  # exact sums
+    (y,) = run_group(group, jnp.asarray(x, BF16), jnp.asarray(w, BF16), interpret=pallas.InterpretGPUParams())
+    np.testing.assert_array_equal(y[0, 0], (w @ x[0, 0]).astype(BF16))
+
+
+@needs_mosaic
+@pytest.mark.parametrize("hidden, inner", [(2048, 8192), (576, 1536), (1152, 6912), (4096, 11008)], ids=str)
 def test_the_kernel_lowers_for_a_gpu(hidden: int, inner: int) -> None:
     """At the sizes of published models: every layout is found, without a GPU."""
     b = Builder("mlp", TypeCache(), Origin(("mlp",)))

@@ -29,8 +29,8 @@ AnyArray = Any
 # Columns of a tile, at most: as many values of x are in the registers of a warp, in float32.
 CHUNK = 2304
 
-# Tiles of a row, at most: the kernel has the code of each.
-MAX_CHUNKS = 8
+# Tiles of a row whose code the kernel repeats, at most; more of them are a loop.
+MAX_UNROLLED = 8
 
 # Entries of a tile of one part, about: 16 KB of bf16, the copy that read fastest on one H200.
 TILE = 8192
@@ -65,7 +65,17 @@ class Tiling:
     @property
     def chunks(self) -> int:
         """Return the number of tiles in a row."""
-        return self.lines // self.tile_lines
+        return -(-self.lines // self.tile_lines)
+
+    def first_line(self, chunk: Any) -> Any:
+        """Return the first line of a tile in a row. The last tile may begin in the one before, and ends with the row."""
+        line = chunk * self.tile_lines
+        return line if self.is_even else jnp.minimum(line, self.lines - self.tile_lines)
+
+    @property
+    def is_even(self) -> bool:
+        """Return whether the tiles of a row share no lines."""
+        return self.lines % self.tile_lines == 0
 
 
 def find_tiling(rows: int, columns: int, parts: int, programs: int = 264, slots: int = 3) -> Tiling | None:
@@ -80,12 +90,15 @@ def find_tiling(rows: int, columns: int, parts: int, programs: int = 264, slots:
     if rows % (parts * WARPS):
         return None
     widths = (w for w in (256, 128, 64) if columns % w == 0)
-    tiles = [(n, w) for w in widths for n in range(2, columns // w + 1) if columns // w % n == 0 and n * w <= CHUNK]
-    tile_lines, width = max(tiles, key=math.prod, default=(1, columns))
-    lines, part_rows = columns // width, rows // parts
-    # Mosaic searches for minutes for the layouts of tiles of one line, and of a program of many tiles.
-    if tile_lines == 1 or lines // tile_lines > MAX_CHUNKS:
+    tiles = [(n, w) for w in widths for n in range(2, columns // w + 1) if n * w <= CHUNK]
+    if not tiles:
         return None
+    # Mosaic searches for minutes for the layouts of tiles of one line, hence two lines or more. Large tiles that divide
+    # the row; else those that read the fewest entries twice.
+    even = [tile for tile in tiles if columns % math.prod(tile) == 0 and math.prod(tile) >= min(columns, CHUNK // 2)]
+    even = even or [tile for tile in tiles if tile[1] == tiles[0][1]]
+    tile_lines, width = min(even, key=lambda tile: (-columns % math.prod(tile), -math.prod(tile)))
+    lines, part_rows = columns // width, rows // parts
     tile_rows = WARPS
     while part_rows % (2 * tile_rows) == 0 and 2 * tile_rows * tile_lines * width * parts <= TILE:
         tile_rows *= 2
@@ -269,7 +282,7 @@ class WeightTiles:
         @pl.when(step < self.num_steps)
         def _() -> None:
             slot = lax.rem(step, t.slots)
-            row, line = (self.first + step // t.chunks) * t.tile_rows, lax.rem(step, t.chunks) * t.tile_lines
+            row, line = (self.first + step // t.chunks) * t.tile_rows, t.first_line(lax.rem(step, t.chunks))
             for part in range(t.parts):
                 source = self.weight.at[pl.ds(part * t.rows + row, t.tile_rows), pl.ds(line, t.tile_lines)]
                 plgpu.copy_gmem_to_smem(source, self.buffers.at[slot, part], self.copied.at[slot])
@@ -318,20 +331,30 @@ def run_program(
         def _(ref: Any = ref, row: AnyArray = row) -> None:
             ref[...] = row
 
-    def x_chunk(chunk: int) -> AnyArray:
-        part = load(x_ref.at[pl.ds(chunk * t.tile_lines, t.tile_lines)], layout=layouts.x)
-        return lax.broadcast_in_dim(part.astype(jnp.float32), (t.tile_rows, t.tile_lines, t.width), (1, 2))
+    def x_chunk(chunk: Any) -> AnyArray:
+        start = t.first_line(chunk)
+        part = load(x_ref.at[pl.ds(start, t.tile_lines)], layout=layouts.x).astype(jnp.float32)
+        if not t.is_even:  # the first lines of the last tile are the last ones of the tile before
+            lines = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, part.shape, 0), layouts.x)
+            part = jnp.where(lines + start >= chunk * t.tile_lines, part, 0)
+        return lax.broadcast_in_dim(part, (t.tile_rows, t.tile_lines, t.width), (1, 2))
 
     only_chunk = x_chunk(0) if t.chunks == 1 else None
 
     def multiply(tile: AnyArray, _: None) -> None:
         out_rows = pl.ds((tiles.first + tile) * t.tile_rows, t.tile_rows)
         operands = [load(ref.at[out_rows], layout=layouts.y, optimized=False) for ref in entry_refs]
-        sums: list[AnyArray] = []
-        for chunk in range(t.chunks):
+
+        def add_chunk(chunk: Any, sums: Sequence[AnyArray]) -> list[AnyArray]:
             x = x_chunk(chunk) if only_chunk is None else only_chunk
             products = tiles.products(tile * t.chunks + chunk, x, layouts.tile)
-            sums = [a + b for a, b in zip(sums, products, strict=True)] if sums else products
+            return [a + b for a, b in zip(sums, products, strict=True)] if sums else products
+
+        sums: Sequence[AnyArray] = add_chunk(0, ())
+        if t.chunks > MAX_UNROLLED:
+            sums = lax.fori_loop(1, t.chunks, add_chunk, sums)
+        else:
+            sums = functools.reduce(lambda sums, chunk: add_chunk(chunk, sums), range(1, t.chunks), sums)
         results = spec.epilogue(*(y.astype(spec.product_dtype) for y in sums), *operands)
         for ref, y in zip(out_refs, results, strict=True):
             ref[out_rows] = y
