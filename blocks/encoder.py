@@ -17,8 +17,8 @@ from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.parameters import WeightKey, WeightPart
 
 __all__ = [
-    "BertEncoderLayer", "BertEncoderLayerSpec", "DistanceEmbeddings", "EncoderKeys", "EncoderLayer", "EncoderLayerSpec",
-    "NomicEncoderLayer", "NomicEncoderLayerSpec", "RelativeKeys",
+    "BertEncoderLayer", "BertEncoderLayerSpec", "DistanceEmbeddings", "EncoderExperts", "EncoderKeys", "EncoderLayer",
+    "EncoderLayerSpec", "NomicEncoderLayer", "NomicEncoderLayerSpec", "RelativeKeys",
 ]  # fmt: skip
 
 
@@ -65,6 +65,47 @@ class RelativeKeys:
     max_distance: int
 
 
+@dataclass(frozen=True)
+class EncoderExperts:
+    """Experts in place of the MLP, `Σₑ wₑ · act(x Uₑ) Dₑ + b` over the `top_k` experts e of a token (Nomic Embed v2).
+
+    The weights w are a softmax over all experts and do not add up to 1. Every expert is computed: the stored tensors
+    have the rows of all, `[E·F, H]`.
+
+    Args:
+        count, top_k: number of experts, and number of experts per token.
+        router, up, down, bias: names of the tensors, relative to the layer's prefix.
+    """
+
+    count: int
+    top_k: int
+    router: str
+    up: str
+    down: str
+    bias: str
+
+    def emit(self, emit: Emit, x: FlowValue, spec: EncoderLayerSpec) -> FlowValue:
+        """Write the experts of the layer `spec` for the tokens `x`."""
+        hidden = spec.hidden_size
+        router, up, down, bias = (f"{spec.prefix}.{name}" for name in (self.router, self.up, self.down, self.bias))
+        rows = None if spec.intermediate_size is None else self.count * spec.intermediate_size
+        with emit.scope("mlp"):
+            x = emit.block_input(x)
+            with emit.scope("router"):
+                weight = emit.param(router, (self.count, hidden), roles=(None, "hidden"))
+                logits = emit.add_node(hir.Linear(1, f32_result=True), x, weight)
+                weights, ids = emit.route(logits, top_k=self.top_k, normalise=False)
+                shares = emit.sum(emit.one_hot(ids, self.count) * weights.reshape(*weights.shape, 1), -2)
+            with emit.scope("experts"):
+                inner = emit.linear(x, up, activation=spec.activation, roles=UP_ROLES, columns=rows)
+                lead = inner.shape[:-1]
+                shared = inner.reshape(*lead, self.count, -1) * emit.cast(shares, inner.dtype).reshape(
+                    *lead, self.count, 1
+                )
+                weight = emit.param(down, (rows, hidden), UP_ROLES)
+                return emit.linear(shared.reshape(*inner.shape), weight, emit.param(bias, (hidden,)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class EncoderLayerSpec:
     """Keys, sizes and options of an encoder layer; the defaults describe BERT's layer.
@@ -90,6 +131,7 @@ class EncoderLayerSpec:
         relative: scores of distances, added to the scores.
         qkv_by_head: in the one projection `qkv` the rows of each head's q, k and v follow each other. It has no bias,
             and the block that contains it has `q_bias` and `v_bias` (DeBERTa).
+        experts: replaces the MLP.
     """
 
     prefix: str
@@ -118,6 +160,7 @@ class EncoderLayerSpec:
     position_bias: str | None = None
     relative: RelativeKeys | None = None
     qkv_by_head: bool = False
+    experts: EncoderExperts | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -218,7 +261,9 @@ class EncoderLayer:
             return emit.add_node(op, q, k, *rows)
 
     def _mlp(self, emit: Emit, x: FlowValue) -> FlowValue:
-        """Write the MLP of `x`."""
+        """Write the MLP of `x`, or its experts."""
+        if self.spec.experts is not None:
+            return self.spec.experts.emit(emit, x, self.spec)
         s, k, inner = self.spec, self.spec.keys, self.spec.intermediate_size
         block, down_block = (name.split(".")[:-1] for name in (k.up, k.down))
         if not k.gate:

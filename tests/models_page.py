@@ -32,7 +32,7 @@ RECORDED = "hidden states or embeddings, by recorded numbers of the reference"
 LIMITS = {
     "gemma3": "images: the text model is built",
     "qwen3_5": "images: the text model is built",
-    "nomic_bert": "mixtures of experts (nomic-embed-text-v2)",
+    "nomic_bert": "experts with a gate",
     "xlm-roberta": "jina-embeddings-v3 in the format of its own code, with a LoRA adapter for each task",
     "llama_bidirec": "another pooling than avg; a temperature of classifiers",
 }

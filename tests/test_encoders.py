@@ -172,8 +172,6 @@ BROKEN: list[tuple[Path, str, dict[str, Any]]] = [
     (NOMIC, "head_dim", {"head_dim": 5}),
     (NOMIC, "yarn", {"rope_parameters": {"rope_theta": 300.0, "rope_type": "yarn", "factor": 2.0}}),
     (NOMIC, "prenorm", {"prenorm": True}),  # of the other spelling
-    (FIRST, "qkv_proj_bias", {"qkv_proj_bias": True}),
-    (FIRST, "mlp_fc1_bias", {"mlp_fc1_bias": True}),
     (FIRST, "rotary_emb_fraction", {"rotary_emb_fraction": 0.5}),
     (FIRST, "rotary_emb_interleaved", {"rotary_emb_interleaved": True}),
     (FIRST, "rotary_scaling_factor", {"rotary_scaling_factor": 2}),
@@ -182,8 +180,9 @@ BROKEN: list[tuple[Path, str, dict[str, Any]]] = [
     (FIRST, "causal", {"causal": True}),
     (FIRST, "parallel_block", {"parallel_block": True}),
     (FIRST, "scale_attn_weights", {"scale_attn_weights": False}),
-    (FIRST, "activation_function", {"activation_function": "gelu"}),
-    (FIRST, "num_experts", {"num_experts": 8, "moe_every_n_layers": 2}),
+    (FIRST, "activation_function", {"activation_function": "gelu_new"}),
+    (FIRST, "Wqkv.bias", {"qkv_proj_bias": True}),
+    (FIRST, "moe_every_n_layers", {"num_experts": 8, "moe_every_n_layers": 2}),
     (FIRST, "rotary_emb_base", {"rotary_emb_base": checkpoints.REMOVED}),
     (FIRST, "hidden_size", {"hidden_size": 24}),
 ]

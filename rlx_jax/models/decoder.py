@@ -73,6 +73,8 @@ class CausalFlow(Recipe[A]):
     export_kv: bool = False
     decode: DecodeOptions | None = None
 
+    # Key of the weight of a separate language-model head.
+    lm_head: ClassVar[str] = HEAD
     # Prefix of module names in PEFT's files that keys of checkpoints may leave out.
     peft_prefix: ClassVar[str] = ""
     heads: ClassVar[HeadLayers] = DECODER_HEADS
@@ -98,13 +100,18 @@ class CausalFlow(Recipe[A]):
         """Checkpoint key of the embedding."""
         return EMBEDDING
 
+    @property
+    def lm_head_bias(self) -> str | None:
+        """Checkpoint key of the bias of the language-model head; None without one."""
+        return None
+
     def adapt_to(self, source: WeightSource) -> Self:
         """Return the recipe for how a checkpoint stores its weights, such as under a prefix.
 
         If the checkpoint has a separate head although the config ties it to the embedding, that head is used: it may
         differ from the embedding, and comparing the two would read data.
         """
-        if not (self.config.tie_word_embeddings and source.has(HEAD)):
+        if not (self.config.tie_word_embeddings and source.has(self.lm_head)):
             return self
         config: Any = self.config
         return replace(self, config=replace(config, tie_word_embeddings=False))
@@ -122,7 +129,7 @@ class CausalFlow(Recipe[A]):
             return RenamedSource(source, {re.sub(f"^{OTHER_PREFIX}", f"{prefix}.", key): key for key in source.keys()})
         if not source.has(bare):
             return source
-        return RenamedSource(source, {key if key == HEAD else f"{prefix}.{key}": key for key in source.keys()})
+        return RenamedSource(source, {key if key == self.lm_head else f"{prefix}.{key}": key for key in source.keys()})
 
     def with_token_score(self, token_ids: tuple[int, ...]) -> Self:
         """Return the recipe of a reranker: its one label is the difference of the logits of two token ids, or the logit
@@ -136,13 +143,13 @@ class CausalFlow(Recipe[A]):
             raise ConfigError(f"{self.name}: the token ids {wrong} of the score are not in [0, {config.vocab_size})")
         if isinstance(config, DecoderConfig) and config.ends().logits:
             raise UnsupportedError(f"{self.name}: a score of the logits of tokens, which this model caps")
-        key = self.embedding if config.tie_word_embeddings else HEAD
+        key = self.embedding if config.tie_word_embeddings else self.lm_head
         layer = HeadLayer(key.removesuffix(".weight"), bias=False)
         head = TaskHead(SEQUENCE, (layer,), ("score",), pooling="lasttoken", token_ids=token_ids)
         return replace(self, hidden_only=True, head=head)
 
     def task_head_keys(self, source: WeightSource) -> tuple[str, ...]:
-        return (HEAD,) if self.hidden_only and source.has(HEAD) else ()
+        return (self.lm_head,) if self.hidden_only and source.has(self.lm_head) else ()
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shape of every checkpoint key."""
@@ -236,7 +243,7 @@ def decoder_flow(
         leave: keys that are left unread on purpose.
     """
     c = recipe.config
-    unread = [recipe.embedding] * recipe.inputs_embeds + [HEAD] * recipe.hidden_only
+    unread = [recipe.embedding] * recipe.inputs_embeds + [recipe.lm_head] * recipe.hidden_only
     if recipe.head is None:
         unread += [f"{layer.key}." for layers in recipe.heads.values() for layer in layers]
     return (
@@ -280,5 +287,5 @@ def _append_head(recipe: CausalFlow[Any], logits: Iterable[BlockStage], flow: Mo
     if tied and not recipe.inputs_embeds:
         head = LmHead.tied(*sizes)
     else:  # inputs_embeds: there is no Embed stage to be tied to
-        head = LmHead.separate(recipe.embedding if tied else HEAD, *sizes)
-    return flow.stage(head).output("logits").raw_stages(logits)
+        head = LmHead.separate(recipe.embedding if tied else recipe.lm_head, *sizes)
+    return flow.stage(replace(head, bias_key=recipe.lm_head_bias)).output("logits").raw_stages(logits)

@@ -23,7 +23,7 @@ from rlx_jax.models.gemma import TEXT as GEMMA_TEXT
 from rlx_jax.models.heads import ANSWER, IMAGE, MASKED, SEQUENCE, TOKEN, read_head
 from rlx_jax.models.hooks import WithIgnored
 from rlx_jax.models.llama import LlamaBidirectionalFlow
-from rlx_jax.models.modernbert import ModernBertDecoderFlow
+from rlx_jax.models.modernbert import ModernBertCausalFlow, ModernBertDecoderFlow
 from rlx_jax.models.nearest_family import describe_nearest
 from rlx_jax.models.qwen35 import TEXT as QWEN35_TEXT
 from rlx_jax.models.recipe import Recipe
@@ -241,8 +241,9 @@ FAMILIES: dict[str, Family] = {
     "albert": Family.encoder(models.AlbertFlow, *task_architectures("Albert", "PreTraining")),
     "mpnet": Family.encoder(models.MPNetFlow, *task_architectures("MPNet")),
     "modernbert": Family.encoder(models.ModernBertFlow, *task_architectures("ModernBert")),
-    "modernbert-decoder": Family.encoder(
-        ModernBertDecoderFlow, "ModernBertDecoderModel", "ModernBertDecoderForSequenceClassification"
+    "modernbert-decoder": Family.either(
+        Family.encoder(ModernBertDecoderFlow, "ModernBertDecoderModel", "ModernBertDecoderForSequenceClassification"),
+        Family.decoder(ModernBertCausalFlow, "ModernBertDecoderForCausalLM"),
     ),
     "deberta": Family.encoder(models.DebertaFlow, *task_architectures("Deberta")),
     "deberta-v2": Family.encoder(models.DebertaV2Flow, *task_architectures("DebertaV2")),

@@ -59,6 +59,22 @@ class HeadLayer:
     norm_bias: bool = True
     bias_key: str = ""
 
+    def weight_keys(self, key: Callable[[str], str]) -> tuple[str, str | None]:
+        """Return the checkpoint's keys of the weight and the bias; `key` as in `TaskHead.stages`."""
+        name = key(self.key) if self.in_encoder else self.key
+        return f"{name}.weight", (self.bias_key or f"{name}.bias") if self.bias else None
+
+    def stages(self, shape: tuple[int, int], key: Callable[[str], str], config: Any) -> tuple[BlockStage, ...]:
+        """Return the linear layer, with a weight of `shape`, the function and the LayerNorm; see `TaskHead.stages`."""
+        weight, bias = self.weight_keys(key)
+        activation = config.activation if self.activation == HIDDEN_ACT else self.activation
+        norm_bias = f"{self.norm}.bias" if self.norm_bias else None
+        return (
+            Linear(weight, bias_key=bias, shape=shape),
+            *([Activation(activation)] if activation else []),
+            *([LayerNorm(f"{self.norm}.weight", norm_bias, config.layer_norm_eps)] if self.norm else []),
+        )
+
 
 HeadLayers = Mapping[str, tuple[HeadLayer, ...]]
 
@@ -172,28 +188,17 @@ class TaskHead:
         sizes = (getattr(config, name, 0) for name in ("output_embedding_size", "embedding_size"))
         inner = next(filter(None, sizes), width) if self.task == MASKED else width
         for layer in layers:
-            weight, bias = self._keys(layer, key)
-            stages.append(Linear(weight, bias_key=bias, shape=(inner, width)))
-            if layer.activation:
-                stages.append(Activation(config.activation if layer.activation == HIDDEN_ACT else layer.activation))
-            if layer.norm:
-                norm_bias = f"{layer.norm}.bias" if layer.norm_bias else None
-                stages.append(LayerNorm(f"{layer.norm}.weight", norm_bias, config.layer_norm_eps))
-        weight, bias = self._keys(last, key)
+            stages.extend(layer.stages((inner, width), key, config))
+        weight, bias = last.weight_keys(key)
         if self.token_ids:
             return *stages, TokenScore(weight, (config.vocab_size, inner), self.token_ids)
         if self.task != MASKED:
             return *stages, Linear(weight, bias_key=bias, shape=(len(self.labels), inner))
         return *stages, LmHead(config.vocab_size, inner, None if self.is_tied else weight, self.is_tied, bias_key=bias)
 
-    def _keys(self, layer: HeadLayer, key: Callable[[str], str]) -> tuple[str, str | None]:
-        """Return the checkpoint's keys of the weight and the bias of a layer."""
-        name = key(layer.key) if layer.in_encoder else layer.key
-        return f"{name}.weight", (layer.bias_key or f"{name}.bias") if layer.bias else None
-
     def weight_keys(self, key: Callable[[str], str]) -> set[str]:
         """Return the checkpoint's keys of all weights that the head may have; `key` as in `stages`."""
-        keys = {name for layer in self.layers for name in self._keys(layer, key) if name is not None}
+        keys = {name for layer in self.layers for name in layer.weight_keys(key) if name is not None}
         return keys | {f"{layer.norm}.{name}" for layer in self.layers if layer.norm for name in ("weight", "bias")}
 
 

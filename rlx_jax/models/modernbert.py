@@ -4,11 +4,22 @@ windows in two of three layers."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
-from rlx_jax.blocks import BlockStage, EncoderKeys, EncoderLayerSpec, Frequencies, LayerNorm, MeanOfTokens, RopeTables
+from rlx_jax.blocks import (
+    BlockStage,
+    EncoderKeys,
+    EncoderLayerSpec,
+    Frequencies,
+    LayerNorm,
+    MeanOfTokens,
+    RopeTables,
+    Sequence,
+)
+from rlx_jax.flow import ModelFlow
 from rlx_jax.models.bert import BertConfig, BertLike
-from rlx_jax.models.config import ACTIVATIONS, Fields, text_fields
+from rlx_jax.models.config import ACTIVATIONS, CausalConfig, Fields, text_fields
+from rlx_jax.models.decoder import CausalFlow, decoder_flow
 from rlx_jax.models.decoder_config import Windows, even_head_dim, frequencies_of, layer_windows, window_at
 from rlx_jax.models.heads import ANSWER, MASKED, SEQUENCE, TOKEN, HeadLayer, HeadLayers, TaskHead
 
@@ -123,8 +134,16 @@ class ModernBertFlow(BertLike[ModernBertConfig]):
 
 
 @dataclass(frozen=True)
-class ModernBertDecoderConfig(ModernBertConfig):
+class ModernBertDecoderConfig(ModernBertConfig, CausalConfig):
     """Sizes of a decoder of ModernBERT."""
+
+    tie_word_embeddings: bool = field(default=True, kw_only=True)
+
+    inert: ClassVar[tuple[str, ...]] = tuple(n for n in ModernBertConfig.inert if n != "tie_word_embeddings")
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        return replace(super().read(c), tie_word_embeddings=c.flag("tie_word_embeddings", True))
 
     @classmethod
     def read_window(cls, c: Fields) -> int:
@@ -133,7 +152,7 @@ class ModernBertDecoderConfig(ModernBertConfig):
 
 @dataclass(frozen=True)
 class ModernBertDecoderFlow(ModernBertFlow):
-    """The recipe of ModernBERT's decoder without its language-model head: see `EncoderFlow`. Tokens read no later ones.
+    """The recipe of ModernBERT's decoder as an encoder: see `EncoderFlow`. Tokens read no later ones.
 
     Optional inputs are `attention_mask` and `position_ids`. A classifier reads the last token.
     """
@@ -150,3 +169,47 @@ class ModernBertDecoderFlow(ModernBertFlow):
 
     def layer_spec(self, index: int, keys: EncoderKeys) -> EncoderLayerSpec:
         return replace(super().layer_spec(index, keys), causal=True)
+
+
+@dataclass(frozen=True)
+class ModernBertCausalFlow(CausalFlow[ModernBertDecoderConfig]):
+    """The recipe of ModernBERT's decoder with its language-model head: see `CausalFlow`."""
+
+    name: str = "modernbert-decoder"
+
+    config_type = ModernBertDecoderConfig
+    lm_head = "decoder.weight"
+    heads: ClassVar[HeadLayers] = {}
+
+    @property
+    def encoder(self) -> ModernBertDecoderFlow:
+        """The recipe of the layers, with the keys of the checkpoint."""
+        return ModernBertDecoderFlow(self.config, prefix="model")
+
+    @property
+    def embedding(self) -> str:
+        return self.encoder.key(ModernBertFlow.embedding)
+
+    @property
+    def lm_head_bias(self) -> str | None:
+        return "decoder.bias" if self.config.decoder_bias else None
+
+    def spec(self, index: int) -> Any:
+        # A decoder has no input for padding: rows end where their tokens do.
+        spec: Any = self.encoder.spec(index)
+        return replace(spec, mask_input=None)
+
+    def stage(self, index: int, spec: Any) -> BlockStage:
+        return self.encoder.stage(index, spec)
+
+    def assemble(self) -> ModelFlow:
+        c, encoder = self.config, self.encoder
+        local, rope, _, *embedded = encoder.embedding_stages()
+        dense = HeadLayer(
+            "lm_head.dense", c.classifier_activation, c.classifier_bias, norm="lm_head.norm", norm_bias=c.norm_bias
+        )
+        head = () if self.hidden_only else dense.stages((c.hidden_size, c.hidden_size), str, c)
+        return decoder_flow(
+            self, self.stage, norm=Sequence((*encoder.final_stages(), *head)), tables=(local, rope), embedded=embedded,
+            leave=("decoder.bias", "lm_head.") if self.hidden_only else (),
+        )  # fmt: skip

@@ -1,22 +1,24 @@
-"""Define the config and recipe of NomicBERT (`NomicBertModel`): rotary positions, a gated MLP, no biases."""
+"""Define the config and recipe of NomicBERT (`NomicBertModel`): rotary positions, and a gated MLP or experts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import (
     BlockStage,
     Embed,
+    EncoderExperts,
+    EncoderLayer,
+    EncoderLayerSpec,
     Frequencies,
     GatherAdd,
     LayerNorm,
-    NomicEncoderLayer,
     NomicEncoderLayerSpec,
     RopeTables,
 )
-from rlx_jax.errors import ConfigError, UnsupportedError
+from rlx_jax.errors import ConfigError, UnsupportedError, shown
 from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Fields, TokenConfig
 from rlx_jax.models.decoder_config import frequencies_of
 from rlx_jax.models.encoder import EncoderFlow
@@ -24,18 +26,25 @@ from rlx_jax.models.heads import BERT_HEADS, MASKED, masked_head
 
 # Fields of the first implementation that do not change the results. (`max_trained_positions` only matters for a scaled
 # rope, which is refused.)
-INERT = ("dense_seq_output", "last_layer_subset", "max_trained_positions", "tie_word_embeddings")
+INERT = (
+    "add_pooling_layer", "dense_seq_output", "last_layer_subset", "max_trained_positions", "moe_impl",
+    "moe_resid_pdrop", "pad_vocab_to_multiple_of", "tie_word_embeddings",
+)  # fmt: skip
+
+# Tensors of the experts in a layer: router, up, down, bias.
+EXPERT_KEYS = ("mlp.router.layer.weight", "mlp.experts.mlp.w1", "mlp.experts.mlp.w2", "mlp.experts.bias")
 
 # Fields of the first spelling with their supported values. Text encoders of the family have these values.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "causal": (False,),
-    "mlp_fc1_bias": (False,),
-    "mlp_fc2_bias": (False,),
+    "expert_choice_router": (False,),
+    "ffn_div": (1,),
     "moe_every_n_layers": (None, 0),
+    "moe_normalize_expert_weights": (False,),
+    "num_shared_experts": (0,),
     "parallel_block": (False,),
     "parallel_block_tied_norm": (False,),
     "prenorm": (False,),
-    "qkv_proj_bias": (False,),
     "reorder_and_upcast_attn": (False,),
     "rotary_emb_fraction": (1, 1.0),
     "rotary_emb_interleaved": (False,),
@@ -49,8 +58,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class NomicConfig(TokenConfig):
-    """Sizes of a NomicBERT model, with the field names of transformers 5; `inv_freq` are its rope's inverse
-    frequencies."""
+    """Sizes of a NomicBERT model, with the field names of transformers 5.
+
+    Attributes:
+        inv_freq: inverse frequencies of the rope.
+        gated: the MLP has a gate.
+        biases: whether the projections of attention have biases, the ones into the MLP, and the one out of it.
+        experts: number of experts in each layer i with i % `expert_stride` = 1; 0 without experts.
+        top_k: number of experts per token.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -63,6 +79,11 @@ class NomicConfig(TokenConfig):
     type_vocab_size: int = 2
     layer_norm_eps: float = 1e-12
     activation: str = "silu"
+    gated: bool = True
+    biases: tuple[bool, bool, bool] = (False, False, False)
+    experts: int = 0
+    expert_stride: int = 1
+    top_k: int = 1
 
     inert: ClassVar[tuple[str, ...]] = INERT
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
@@ -75,12 +96,11 @@ class NomicConfig(TokenConfig):
     @classmethod
     def _from_original_names(cls, c: Fields) -> Self:
         """Return the config from the spelling of the first checkpoints, which round the vocabulary up."""
-        if c.raw("moe_every_n_layers"):
-            names = ", ".join(name for name in ("moe_every_n_layers", "num_experts", "moe_top_k") if name in c.values)
-            raise UnsupportedError(f"{c.where}: mixtures of experts (nomic-embed-text-v2) are not built: {names}")
         hidden, heads = c.integer("n_embd"), c.integer("n_head", high=2**16)
         vocabulary, rows = c.integer("vocab_size", high=MAX_VOCABULARY), c.integer("pad_vocab_size_multiple", 1)
         head_dim = _head_dim(c, hidden, heads, None, "n_embd", "n_head")
+        gated = c.choice("activation_function", "swiglu", {"swiglu": "silu", "gelu": "gelu"}) == "silu"
+        q, up, down = (c.flag(name, False) for name in ("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"))
         return cls(
             vocab_size=-(-vocabulary // rows) * rows,
             hidden_size=hidden,
@@ -92,7 +112,10 @@ class NomicConfig(TokenConfig):
             max_position_embeddings=c.integer("n_positions", high=2**31 - 1),
             type_vocab_size=c.integer("type_vocab_size", 2),
             layer_norm_eps=c.real("layer_norm_epsilon"),
-            activation=c.choice("activation_function", "swiglu", {"swiglu": "silu"}),
+            activation="silu" if gated else "gelu",
+            gated=gated,
+            biases=(q, up, down),
+            **_experts(c, gated),
         )
 
     @classmethod
@@ -115,6 +138,24 @@ class NomicConfig(TokenConfig):
             layer_norm_eps=c.real("layer_norm_eps", 1e-12),
             activation=c.choice("hidden_act", "silu", ACTIVATIONS),
         )
+
+
+def _experts(c: Fields, gated: bool) -> dict[str, int]:
+    """Return the fields of the experts, which a config with `moe_every_n_layers` has.
+
+    Raises:
+        UnsupportedError: gated experts. ConfigError: more experts per token than experts.
+    """
+    stride = c.raw("moe_every_n_layers")
+    if not stride:
+        c.consumed.update(("num_experts", "moe_top_k"))
+        return {}
+    if gated:
+        raise UnsupportedError(f"{c.where}: moe_every_n_layers is {shown(stride)}: experts with a gate are not built")
+    count, top_k = c.integer("num_experts", high=2**16), c.integer("moe_top_k", high=2**16)
+    if top_k > count:
+        raise ConfigError(f"{c.where}: moe_top_k is {top_k}, and num_experts {count}")
+    return {"experts": count, "expert_stride": c.integer("moe_every_n_layers"), "top_k": top_k}
 
 
 def _head_dim(c: Fields, hidden: int, heads: int, explicit_dim: int | None, width: str, count: str) -> int:
@@ -156,12 +197,19 @@ class NomicFlow(EncoderFlow[NomicConfig]):
             LayerNorm(f"{norm}.weight", f"{norm}.bias", c.layer_norm_eps),
         )
 
-    def spec(self, index: int) -> NomicEncoderLayerSpec:
+    def spec(self, index: int) -> EncoderLayerSpec:
         c, p = self.config, self.key(f"encoder.layers.{index}")
-        heads = (c.num_attention_heads, c.head_dim)
-        return NomicEncoderLayerSpec(
-            p, c.hidden_size, *heads, c.layer_norm_eps, activation=c.activation, intermediate_size=c.intermediate_size
-        )
+        spec = NomicEncoderLayerSpec(
+            p, c.hidden_size, c.num_attention_heads, c.head_dim, c.layer_norm_eps, activation=c.activation,
+            intermediate_size=c.intermediate_size,
+        ).layer()  # fmt: skip
+        attention, up, down = c.biases
+        has_experts = c.experts and index % c.expert_stride == 1
+        return replace(
+            spec, keys=spec.keys if c.gated else replace(spec.keys, up="mlp.fc1", gate=""), qkv_bias=attention,
+            out_bias=attention, up_bias=up, down_bias=down,
+            experts=EncoderExperts(c.experts, c.top_k, *EXPERT_KEYS) if has_experts else None,
+        )  # fmt: skip
 
-    def stage(self, index: int, spec: NomicEncoderLayerSpec) -> BlockStage:
-        return NomicEncoderLayer(spec)
+    def stage(self, index: int, spec: EncoderLayerSpec) -> BlockStage:
+        return EncoderLayer(spec)
