@@ -181,7 +181,6 @@ BROKEN: list[tuple[Path, str, dict[str, Any]]] = [
     (FIRST, "parallel_block", {"parallel_block": True}),
     (FIRST, "scale_attn_weights", {"scale_attn_weights": False}),
     (FIRST, "activation_function", {"activation_function": "gelu_new"}),
-    (FIRST, "Wqkv.bias", {"qkv_proj_bias": True}),
     (FIRST, "moe_every_n_layers", {"num_experts": 8, "moe_every_n_layers": 2}),
     (FIRST, "rotary_emb_base", {"rotary_emb_base": checkpoints.REMOVED}),
     (FIRST, "hidden_size", {"hidden_size": 24}),
