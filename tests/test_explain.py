@@ -149,7 +149,33 @@ def test_an_encoder_and_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", str(FIXTURES / "sentence" / "base"), "--estimate"]) == 1
     assert "--estimate is for language models" in capsys.readouterr().err
     assert cli.main(["explain", str(FIXTURES / "bert" / "classifier_v4")]) == 1
-    assert "is a classifier; explain takes language models and text encoders" in capsys.readouterr().err
+    assert "is a classifier; explain takes language models and encoders of texts" in capsys.readouterr().err
+
+
+def test_encoders_of_images(capsys: pytest.CaptureFixture[str]) -> None:
+    directory = FIXTURES / "vision" / "dinov2_registers"
+    encoder = rlx.load(directory, head=False)
+    sides = encoder.processor.crop or encoder.processor.size
+    inspection = encoder.explain(batch=3, runs=1)
+    check_whole(inspection, encoder.model)
+    assert inspection.measured and inspection.sizes["batch"] == 4
+    assert any("images 3 in 4" in finding.text for finding in inspection.findings)
+    other = encoder.explain(batch=3, size=(2 * sides[0], sides[1]), runs=1)
+    assert other.flops > inspection.flops
+    with pytest.raises(RequestError, match="size is 3; expected height and width"):
+        encoder.explain(size=3)
+    assert cli.main(["explain", str(directory), "--batch", "2", "--runs", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sizes"]["batch"] == 2
+    assert cli.main(["explain", str(directory), "--context", "9"]) == 1
+    assert "images take --batch and --runs alone" in capsys.readouterr().err
+
+
+def test_the_towers_of_a_dual_encoder() -> None:
+    both = rlx.load(FIXTURES / "vision" / "dual" / "clip")
+    texts, images = both.explain("texts", batch=2, tokens=8, runs=1), both.explain("images", batch=2, runs=1)
+    assert texts.name != images.name and texts.measured and images.measured
+    with pytest.raises(RequestError, match="there is no part 'audio'; there are 'texts', 'images'"):
+        both.explain("audio")
 
 
 # -- losses ------------------------------------------------------------------------------------

@@ -41,9 +41,13 @@ def explain_model(model: object, args: argparse.Namespace) -> Iterator[Inspectio
             raise RequestError(f"{option} is for language models; {quote(args.directory)} is an encoder")
         tokens = {} if args.context is None else {"tokens": args.context}
         yield model.explain(runs=args.runs, **batch, **tokens)
+    elif isinstance(model, rlx.VisionEncoder):
+        if args.program or args.estimate or args.context is not None:
+            raise RequestError(f"images take --batch and --runs alone; {quote(args.directory)} is an encoder of images")
+        yield model.explain(runs=args.runs, **batch)
     else:
         raise RequestError(
-            f"{quote(args.directory)} is {kind_with_article(model)}; explain takes language models and text encoders"
+            f"{quote(args.directory)} is {kind_with_article(model)}; explain takes language models and encoders of texts or of images"
         )
 
 

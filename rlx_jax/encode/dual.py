@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 import jax
 import numpy as np
@@ -13,7 +13,8 @@ from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.images import ImageProcessor
 from rlx_jax.encode.pooled import Vectors, pooled_width
 from rlx_jax.encode.vision import VisionEncoder
-from rlx_jax.errors import RequestError, suggest_keywords
+from rlx_jax.errors import RequestError, check_names, suggest_keywords
+from rlx_jax.inspection.records import Inspection
 from rlx_jax.ir.types import is_float
 from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
@@ -155,6 +156,15 @@ class DualEncoder(TaskModel):
         With `sizes` it reports the requirements of `forward` at these sizes. `images.report()` reports the image tower.
         """
         return self.texts.report(**sizes)
+
+    def explain(self, part: Literal["texts", "images"] = "texts", **options: Any) -> Inspection:
+        """Explain one tower; `options` are those of `Encoder.explain` or `VisionEncoder.explain`.
+
+        Raises:
+            RequestError: another part. Others as there.
+        """
+        check_names([part], ("texts", "images"), "explain: there is no part", "; there are", RequestError)
+        return self.texts.explain(**options) if part == "texts" else self.images.explain(**options)
 
     @suggest_keywords()
     def profile(self, texts: Any, images: Any) -> BlockTimes:

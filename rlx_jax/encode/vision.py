@@ -12,6 +12,7 @@ import numpy as np
 
 from rlx_jax.compiler.settings import bucket_size, fit_bucket
 from rlx_jax.encode.embedding import chunks, prefetch
+from rlx_jax.encode.explain import explain_images, show
 from rlx_jax.encode.images import ImageProcessor, PixelValues, named_images, number_images
 from rlx_jax.encode.pooled import POOLED, Vectors, check_finite, get_pooled, pooled_width
 from rlx_jax.errors import GraphError, RequestError, RlxNumericsWarning, listing, quote, shown, suggest_keywords
@@ -202,6 +203,8 @@ class VisionEncoder(TaskModel):
         # The request runs twice, and an iterator can be read only once.
         inputs = [*images] if isinstance(images, Iterator) else images
         return profile_run([self.model.programs], lambda: self.embed(inputs))
+
+    explain, show = explain_images, show
 
 
 def check_images(model: CompiledModel) -> int:

@@ -36,14 +36,16 @@ def explain_program(
     return replace(inspection, losses=largest_losses(inspection, facts.rates), findings=findings_of(facts, padding))
 
 
-def explain_request(programs: Programs, run: Callable[[], Any], runs: int, num_tokens: int) -> Inspection:
+def explain_request(
+    programs: Programs, run: Callable[[], Any], runs: int, size: int, unit: str = "tokens"
+) -> Inspection:
     """Run a request `runs` times in a trace, and return the description of the program that took most of the time.
 
     Args:
         programs: the programs of the model.
         run: the request.
         runs: the number of traced runs.
-        num_tokens: the number of tokens of the request, for the share of padding if one program runs them all.
+        size, unit: the number of tokens or images of the request, for the share of padding if one program runs them all.
 
     Raises:
         RequestError, UnsupportedError: as `profile_run`. Others as `run`.
@@ -53,6 +55,6 @@ def explain_request(programs: Programs, run: Callable[[], Any], runs: int, num_t
     key = next(key for key in programs.executables if key.text == name)
     sizes = dict(key.binding)
     num_computed = sizes.get("batch", 1) * sizes.get("seq", 1)
-    one_call = sum(bool(name) for name in times.programs) == 1 and num_computed >= num_tokens
-    padding = PaddedSizes({"tokens": (num_tokens, num_computed)}) if one_call else None
+    one_call = sum(bool(name) for name in times.programs) == 1 and num_computed >= size
+    padding = PaddedSizes({unit: (size, num_computed)}) if one_call else None
     return explain_program(programs, key, times, padding=padding)
