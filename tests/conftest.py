@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +50,16 @@ def pytest_configure() -> None:
 def pytest_collection_finish() -> None:
     """What modules and collected tests hold stays to the end: collections of garbage leave it out."""
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def directories(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The recorded checkpoints in the `ARCHIVES` of a module, one directory for each."""
+    root = tmp_path_factory.mktemp("recorded")
+    for path in request.module.ARCHIVES:
+        with zipfile.ZipFile(path) as archive:
+            archive.extractall(root)
+    return root
 
 
 @pytest.fixture

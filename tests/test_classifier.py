@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,7 @@ SLOW = pytest.mark.slow
 BUCKETS = {"buckets": {"batch": [1, 8], "prompt": [16, 32]}}
 
 
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recorded checkpoints, one directory for each."""
-    root = tmp_path_factory.mktemp("classifiers")
-    with zipfile.ZipFile(classifiers.ARCHIVE) as archive:
-        archive.extractall(root)
-    return root
+ARCHIVES = (classifiers.ARCHIVE,)
 
 
 def recorded(directory: Path) -> dict[str, np.ndarray]:

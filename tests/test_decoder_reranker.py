@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,12 @@ from tests.oracles.comparing import assert_close
 PAIRS = [*zip(TEXTS, SECOND, strict=True)]
 
 
+ARCHIVES = (embedders.ARCHIVE,)
+
+
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recorded reranker."""
-    root = tmp_path_factory.mktemp("rerankers")
-    with zipfile.ZipFile(embedders.ARCHIVE) as archive:
-        archive.extractall(root, [name for name in archive.namelist() if name.startswith("reranker/")])
-    return root / "reranker"
+def directory(directories: Path) -> Path:
+    return directories / "reranker"
 
 
 @pytest.fixture(scope="module")

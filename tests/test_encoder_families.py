@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,7 @@ from rlx_jax.weights.mapping import MappingSource
 from tests.oracles import checkpoints, encoder_families, hugging_face
 from tests.oracles.comparing import assert_close, assert_rows_close
 
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recorded checkpoints, one directory for each."""
-    root = tmp_path_factory.mktemp("encoders")
-    with zipfile.ZipFile(encoder_families.ARCHIVE) as archive:
-        archive.extractall(root)
-    return root
+ARCHIVES = (encoder_families.ARCHIVE,)
 
 
 def check_rows(encoder: Any, want: np.ndarray[Any, Any], packing: str = "") -> None:

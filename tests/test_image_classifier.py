@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,7 @@ from tests.oracles import checkpoints, image_classifiers, vision
 from tests.oracles.comparing import assert_close
 from tests.oracles.image_classifiers import PIXELS
 
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recorded checkpoints, one directory for each."""
-    root = tmp_path_factory.mktemp("image_classifiers")
-    with zipfile.ZipFile(image_classifiers.ARCHIVE) as archive:
-        archive.extractall(root)
-    return root
+ARCHIVES = (image_classifiers.ARCHIVE,)
 
 
 def recorded(directory: Path) -> dict[str, np.ndarray]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -124,18 +123,13 @@ def test_refusals() -> None:
 # -- checkpoints -------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recorded checkpoints of tests/test_classifier.py."""
-    root = tmp_path_factory.mktemp("heads")
-    with zipfile.ZipFile(classifiers.ARCHIVE) as archive:
-        archive.extractall(root)
-    return root
+ARCHIVES = (classifiers.ARCHIVE,)
 
 
 NAMES = ["yes", "no", "perhaps", "yes", "no", "no"]
 
 
+@pytest.mark.slow
 def test_fifty_steps_are_those_of_a_loop_by_hand(directories: Path, tmp_path: Path) -> None:
     """Of pairs of texts in padded batches; the first loss is that of the recorded logits of each pair alone. What is
     saved classifies as the trained model."""

@@ -50,12 +50,16 @@ def variants() -> dict[str, npt.NDArray[np.float32]]:
         return dict(file)
 
 
-@pytest.mark.parametrize("name", checkpoints.SENTENCE_VARIANTS | checkpoints.SENTENCE_EXTRAS)
+# Each differs from one of the others in one way; the slow tier has the rest.
+QUICK = ("mean", "cls", "max", "sqrt", "new_mean", "weighted", "lower", "prompt")
+VARIANTS = checkpoints.SENTENCE_VARIANTS | checkpoints.SENTENCE_EXTRAS
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in VARIANTS])
 def test_variants(name: str, variants: dict[str, npt.NDArray[np.float32]], tmp_path: Path) -> None:
     """Pooling modes, normalisation, truncation, lower-casing and prompts are the checkpoint's own, in old and new
     spelling; what is rarely used may be refused, but not ignored."""
-    variant = (checkpoints.SENTENCE_VARIANTS | checkpoints.SENTENCE_EXTRAS)[name]
-    directory = checkpoints.sentence_directory(BASE, tmp_path / name, **variant)
+    directory = checkpoints.sentence_directory(BASE, tmp_path / name, **VARIANTS[name])
     profile = rlx.CompileProfile().replace(buckets={"prompt": [40], "batch": [8]})  # one program
     try:
         embeddings = rlx.load(directory, profile=profile).embed(SENTENCES)

@@ -323,9 +323,6 @@ def test_derived_programs_lower_for_other_platforms() -> None:
     assert "stablehlo" in traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
-# -- report ------------------------------------------------------------------------------------
-
-
 # -- parameters --------------------------------------------------------------------------------
 
 

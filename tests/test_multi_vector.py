@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,12 @@ from tests.oracles import checkpoints, embedders
 from tests.oracles.classifiers import TEXTS
 from tests.oracles.comparing import assert_close, assert_same_layers, assert_same_model
 
+ARCHIVES = (embedders.ARCHIVE,)
+
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recorded checkpoint."""
-    root = tmp_path_factory.mktemp("colbert")
-    with zipfile.ZipFile(embedders.ARCHIVE) as archive:
-        archive.extractall(root, [name for name in archive.namelist() if name.startswith("colbert/")])
-    return root / "colbert"
+def directory(directories: Path) -> Path:
+    return directories / "colbert"
 
 
 @pytest.fixture(scope="module")

@@ -86,9 +86,6 @@ def dtypes_of(name: str, eqns: list[Any]) -> set[str]:
     return {str(eqn.invars[0].aval.dtype) for eqn in eqns if eqn.primitive.name == name}
 
 
-# -- fusion ------------------------------------------------------------------------------------
-
-
 # -- passes ------------------------------------------------------------------------------------
 
 

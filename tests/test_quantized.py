@@ -43,13 +43,7 @@ SLOW = pytest.mark.slow
 TOKENS = np.random.default_rng(5).integers(0, 48, (2, 9)).astype(np.int32)
 
 
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recorded checkpoints, one directory for each."""
-    root = tmp_path_factory.mktemp("quantized")
-    with zipfile.ZipFile(ARCHIVE) as archive:
-        archive.extractall(root)
-    return root
+ARCHIVES = (ARCHIVE,)
 
 
 decode_on_device = jax.jit(decode_arrays, static_argnums=1)

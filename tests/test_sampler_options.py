@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -38,13 +39,17 @@ def near_the_last(logits: Any, tokens: Any) -> Any:
     return logits - 0.2 * distance.astype(jnp.float32)
 
 
+WIDTH = max(map(len, PROMPTS)) + BUDGET
+jitted = functools.cache(jax.jit)
+
+
 def reference(prompt: list[int], options: dict[str, Any], stop: tuple[int, ...] = ()) -> list[int]:
     """The greedy answer by the definitions, one token after the other: logits of the model, all else in float64."""
     ids = list(prompt)
     ends = {*stop, *([] if options.get("ignore_eos") else [END])}
     while len(ids) < len(prompt) + BUDGET:
-        padded = ids + [0] * (len(prompt) + BUDGET - len(ids))
-        logits = np.asarray(lm().logits([padded], [len(ids)]))[0, len(ids) - 1].astype(np.float64)
+        row = np.array([ids + [-1] * (WIDTH - len(ids))], np.int32)  # one size of program
+        logits = np.asarray(lm().logits(np.maximum(row, 0), [len(ids)]))[0, len(ids) - 1].astype(np.float64)
         count = np.bincount(ids[len(prompt) :], minlength=V)
         logits -= options.get("frequency_penalty", 0) * count + options.get("presence_penalty", 0) * (count > 0)
         if len(ids) - len(prompt) < options.get("min_tokens", 0):
@@ -53,7 +58,7 @@ def reference(prompt: list[int], options: dict[str, Any], stop: tuple[int, ...] 
             if ids[len(ids) - len(before) :] == before:
                 logits[last] = -np.inf
         if processor := options.get("logits_processor"):
-            logits = np.asarray(processor(jnp.asarray(logits[None], jnp.float32), jnp.asarray([ids], jnp.int32)))[0]
+            logits = np.asarray(jitted(processor)(logits[None].astype(np.float32), row))[0]
         ids.append(int(logits.argmax()))
         if ids[-1] in ends:
             break

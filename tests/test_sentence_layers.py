@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,7 @@ from tests.oracles import checkpoints, embedders
 from tests.oracles.classifiers import TEXTS
 from tests.oracles.comparing import assert_close, assert_same_layers, assert_same_model
 
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recorded checkpoints, one directory for each."""
-    root = tmp_path_factory.mktemp("embedders")
-    with zipfile.ZipFile(embedders.ARCHIVE) as archive:
-        archive.extractall(root)
-    return root
+ARCHIVES = (embedders.ARCHIVE,)
 
 
 @pytest.mark.parametrize("name", embedders.RECORDED)

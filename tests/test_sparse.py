@@ -20,15 +20,7 @@ from tests.oracles import sparse_embedders as sparse
 from tests.oracles.classifiers import TEXTS
 from tests.oracles.comparing import assert_close
 
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recorded checkpoints, one directory for each, and a ColBERT model of sentence-transformers."""
-    root = tmp_path_factory.mktemp("sparse")
-    for path in (sparse.ARCHIVE, embedders.ARCHIVE):
-        with zipfile.ZipFile(path) as archive:
-            archive.extractall(root)
-    return root
+ARCHIVES = (sparse.ARCHIVE, embedders.ARCHIVE)
 
 
 def _dense(vectors: list[dict[int, float]], width: int) -> np.ndarray[Any, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,7 @@ from tests.oracles import checkpoints, hugging_face, text_heads
 from tests.oracles.comparing import assert_close
 from tests.oracles.text_heads import AGGREGATIONS, CONTEXTS, MASKED, MASKS, QUESTIONS, SEARCHES, TEXTS
 
-
-@pytest.fixture(scope="module")
-def directories(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The recorded checkpoints, one directory for each."""
-    root = tmp_path_factory.mktemp("text_heads")
-    with zipfile.ZipFile(text_heads.ARCHIVE) as archive:
-        archive.extractall(root)
-    return root
+ARCHIVES = (text_heads.ARCHIVE,)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +55,7 @@ def test_recorded_logits(directories: Path, models: dict[str, Any], name: str, k
         assert_close(row, np.array(expected))
 
 
+@pytest.mark.slow
 def test_other_layouts(directories: Path, models: dict[str, Any], tmp_path: Path) -> None:
     """Padded rows in buckets, rows over eight devices, and a saved directory give the same tokens for masks."""
     rlx.save(models["masks"], tmp_path / "saved")
