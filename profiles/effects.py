@@ -128,9 +128,10 @@ def needs_state(value: Any, facts: ModelFacts) -> str:
     return "" if facts.has_cache or "state" in facts.features else f"there is no state, and {facts.programs_text()}"
 
 
-def needs_donated_state(value: Any, facts: ModelFacts) -> str:
-    """Return why strict donation has no effect: only a program that donates its state is checked."""
-    return needs_state(value, facts) or ("" if facts.profile.donation.state else "donation.state is false")
+def needs_checked_memory(value: Any, facts: ModelFacts) -> str:
+    """Return why `donation.strict` has no effect: a program with a state that it does not donate is not checked."""
+    has_checked = needs_state(value, facts) or "forward" in facts.programs or facts.profile.donation.state
+    return "" if has_checked else "donation.state is false"
 
 
 def needs_device_inputs(value: Any, facts: ModelFacts) -> str:

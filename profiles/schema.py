@@ -132,7 +132,7 @@ class Donation(Table):
 
     PATH: ClassVar[str] = "donation"
     state: bool = setting(True, effects.needs_state, "state updated in place", applies_to="state")
-    strict: bool = setting(False, effects.needs_donated_state, "copies of the state are errors", applies_to="state")
+    strict: bool = setting(False, effects.needs_checked_memory, "memory beyond the plan is an error")
     inputs: tuple[str, ...] = setting((), effects.needs_device_inputs, "inputs consumed")
 
 

@@ -146,6 +146,27 @@ def test_temporaries_are_told_with_their_place() -> None:
         compiled_with(sorting)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_temporaries_of_a_program_without_a_state(strict: bool) -> None:
+    """The message has what XLA needs and where, and the blocks of the plan; strict makes it an error."""
+
+    def scratch(x: Any) -> Any:
+        return x + jnp.sort(x[0, 0] + jnp.arange(2**21, dtype=jnp.float32))[7]
+
+    flow = rlx.ModelFlow("m").input("x", ("batch", 8)).linear("w")
+    flow = flow.custom_named("scratch", lambda emit, x: emit.jax(scratch, x))
+    profile = rlx.CompileProfile().replace(donation={"strict": strict})
+    model = rlx.compile(flow, {"w": np.eye(8, dtype="f4")}, profile=profile)
+    x = np.ones((3, 8), np.float32)
+    match = r"temporaries, expected at most.*f32\[2097152\] at .*scratch.* planned peak most bytes are of .*\(\d+\)"
+    if strict:
+        with pytest.raises(GraphError, match=match + ".*donation.strict = false"):
+            model(x)
+        return
+    with pytest.warns(DonationWarning, match=match + ".*donation.strict = true"):
+        assert np.array_equal(model(x), x + 1)
+
+
 # -- warnings, and every family ----------------------------------------------------------------
 
 

@@ -122,11 +122,11 @@ def answers(model: Any, rows: Any, tokens: int) -> dict[str, Any]:
     return {"outputs": [np.asarray(x).tolist() for x in outputs], "ids": []}
 
 
-def fresh(path: Path, rows: Any, tokens: int) -> dict[str, Any]:
+def fresh(path: Path, rows: Any, tokens: int, devices: int = 1) -> dict[str, Any]:
     """What a new process computes with an artifact; it can import neither transformers nor the tests."""
     source = "from typing import Any\n" + inspect.getsource(answers)
     command = [sys.executable, "-c", FRESH, str(path), json.dumps(rows), str(tokens), source]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     done = subprocess.run(command, env=env, cwd=path.parent, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     return dict(json.loads(done.stdout))
@@ -155,6 +155,38 @@ def test_an_encoder_and_a_flow_in_a_fresh_process(kind: str, model: Any, tmp_pat
     assert fresh(tmp_path / "m.rlxa", rows, 0) == answers(made, rows, 0)
 
 
+def test_a_sharded_model(model: Any, tmp_path: Path) -> None:
+    """Parameters and rows are sharded as they were, over as many devices; fewer are a named error."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor"))
+    flow = rlx.ModelFlow("m").input("x", ("batch", 8)).stage(rlx.blocks.SwiGlu("g", "u", "d"))
+    shapes = {"g": (16, 8), "u": (16, 8), "d": (8, 16)}
+    weights = {key: np.random.default_rng(0).normal(size=shape).astype("f4") for key, shape in shapes.items()}
+    sharded = rlx.compile(flow, weights, mesh=mesh)
+    x = np.random.default_rng(1).standard_normal((8, 8)).astype("f4")
+    for name, sizes in (("any", []), ("eight", [{"batch": 8}])):
+        sharded.export(tmp_path / f"{name}.rlxa", sizes=sizes)
+        loaded = rlx.load(tmp_path / f"{name}.rlxa")
+        want = {k: v.sharding.spec for k, v in sharded.params.items()}
+        assert {k: v.sharding.spec for k, v in loaded.params.items()} == want and "tensor" in str(want)
+        np.testing.assert_allclose(loaded(x), sharded(x), rtol=1e-5, atol=1e-5)
+        assert loaded(x).sharding.shard_shape(x.shape) == ((2, 8) if sizes else (8, 8))  # symbolic rows are replicated
+    path = tmp_path / "eight.rlxa"
+    np.testing.assert_allclose(fresh(path, x.tolist(), 0, devices=8)["outputs"][0], sharded(x), rtol=1e-5, atol=1e-5)
+    with pytest.raises(AssertionError, match="PlatformMismatchError: .*mesh of 8 devices .*, and JAX has 4"):
+        fresh(path, x.tolist(), 0, devices=4)
+
+
+@pytest.mark.slow
+def test_a_sharded_language_model(tmp_path: Path) -> None:
+    """Caches too: the same tokens, with parameters and states over eight devices."""
+    lm = rlx.load(FIXTURES / FAMILIES["llama"], mesh=8)
+    lm.export(tmp_path / "lm.rlxa")
+    loaded = rlx.load(tmp_path / "lm.rlxa")
+    ids = np.random.default_rng(0).integers(1, 30, (8, 6)).tolist()
+    assert loaded.generate(ids, 5) == lm.generate(ids, 5)
+    np.testing.assert_allclose(loaded.logits(ids), lm.logits(ids), rtol=1e-5, atol=1e-5)
+
+
 def test_requests_of_a_language_model(tmp_path: Path) -> None:
     """Text, streams, chat and states, through the same code; the state is donated. No end token stays none, though the
     tokenizer has one; a file is recognized by its content."""
@@ -168,6 +200,14 @@ def test_requests_of_a_language_model(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "a"}]
     assert loaded.chat(messages, 4) == lm.chat(messages, 4)
     assert loaded.generate("a", 4, temperature=1.0, seed=3, n=2) == lm.generate("a", 4, temperature=1.0, seed=3, n=2)
+    got, want = (m.score([[1, 2, 3], ("a", "b")]) for m in (loaded, lm))
+    assert [s.tokens for s in got] == [s.tokens for s in want]
+    np.testing.assert_allclose([s.logprob for s in got], [s.logprob for s in want], rtol=1e-6)
+    lm.export(tmp_path / "sized.rlxa", sizes=[{"batch": 1, "seq": 8, "context": 16}])
+    with pytest.raises(
+        RequestError, match="was exported for batch 1, seq 8, not for .*: pass sizes that fit, or export"
+    ):
+        rlx.load(tmp_path / "sized.rlxa").score([[1, 2, 3]])
     ids = np.array([[1, 2, 3]])
     (logits, state), (other, _) = loaded.prefill(ids), lm.prefill(ids)
     arrays = state.take(state.owner, peek=True).arrays()
@@ -325,10 +365,8 @@ def test_an_expired_artifact_of_this_version(exported: Any, tmp_path: Path) -> N
 
 
 def test_what_is_refused(model: Any, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sharded = rlx.compile(model.flow, {"w": np.asarray(model.params["w"])}, mesh=2)
     export = model.export
     cases = [
-        (lambda: sharded.export(tmp_path / "x.rlxa"), UnsupportedError, "sharded over a mesh"),
         (lambda: export(tmp_path / "x.bin"), RequestError, "a file name that ends in .rlxa"),
         (lambda: export(tmp_path / "x.rlxa", platforms="cpu"), RequestError, "expected a list"),
         (lambda: export(tmp_path / "x.rlxa", platforms=["gpu"]), RequestError, "no platform 'gpu'"),

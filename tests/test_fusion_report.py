@@ -96,6 +96,20 @@ def test_llama_and_bert_are_clean(policy: str, merge: bool) -> None:
             assert looked_at(checkpoint, **settings).template(program).fusion.clean
 
 
+def test_a_norm_and_its_reshape_are_one_op_or_two() -> None:
+    """The pattern is in the report, the op that it equals is not, and the numbers are the same."""
+    x, weights = np.random.default_rng(0).normal(size=(2, 3, 8)).astype("f4"), {"g": np.arange(8, dtype="f4")}
+    stages: list[Callable[[Any, Any], Any]] = [
+        lambda e, v: e.reshape(e.rms_norm(v, e.param("g")), (-1, 8)) @ e.param("g"),
+        lambda e, v: e.add_node(rlx.ops.FusedRmsNormReshape(1e-5), v, e.param("g")) @ e.param("g"),
+    ]
+    flows = [rlx.ModelFlow("m").input("x", ("batch", "seq", 8)).custom(stage) for stage in stages]
+    two, one = (rlx.compile(flow, weights) for flow in flows)
+    assert np.array_equal(two(x), one(x))
+    assert [s.pattern for s in two.report().fusion.matched_by_xla] == ["rms_norm_reshape"]
+    assert not one.report().fusion.matched_by_xla and "fused_rms_reshape(eps=1e-05)" in one.text("mir")
+
+
 # -- the report and its contract ---------------------------------------------------------------
 
 WEIGHTS = {

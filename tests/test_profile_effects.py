@@ -26,6 +26,7 @@ from rlx_jax.lowering.precision import POLICIES
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 from rlx_jax.profiles import PRESETS, NumericClasses, effects
 from rlx_jax.profiles.check import iter_settings
+from tests.divided import recipe
 from tests.oracles.checkpoints import FIXTURES
 from tests.small import equations, profile, relative
 
@@ -557,7 +558,11 @@ IDLE: dict[str, list[tuple[Any, Any, str]]] = {
         (generating, False, ""),
         (lambda **t: llama("prefill", **t), False, ""),
     ],
-    "donation.strict": [(llama, True, "there is no state, and this model runs forward"), (generating, True, "")],
+    "donation.strict": [
+        (llama, True, ""),
+        (generating, True, ""),
+        (lambda **t: llama("extend", donation={"state": False, **t["donation"]}), True, "donation.state is false"),
+    ],
     "donation.inputs": [(generating, ["input_ids"], "requests come from the host"), (small, ["x"], "")],
     "layers.roll": [(small, "scan", "no layers repeat"), (small, "unroll", ""), (llama, "scan", "")],
     "layers.remat": [
@@ -622,6 +627,97 @@ def test_every_setting_that_may_be_idle_is_above() -> None:
     settings = iter_settings(rlx.CompileProfile())
     missing = {place for place, row, _ in settings if row.no_effect is not effects.always} - set(IDLE)
     assert not {place for place in missing if not re.match(r"backend\.(cuda|rocm|tpu)\.", place)}
+
+
+def over_x(make: Any) -> Any:
+    """A function that compiles a flow over two devices along an axis that no role has by default."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    return lambda **tables: rlx.compile(make(), profile=profile(**tables), mesh=mesh)
+
+
+def for_h200(**tables: Any) -> Any:
+    """`llama`, planned for a GPU."""
+    return llama(fusion={"target": "h200"}, **tables)
+
+
+def windowed(**tables: Any) -> Any:
+    """A model with ring buffers."""
+    return rlx.load(FIXTURES / "gemma3_text" / "pattern_v4", profile=profile(**tables))
+
+
+def custom_classes(**tables: Any) -> Any:
+    """`llama` with a policy of its own, bf16 products and norms for more casts."""
+    classes = {"compute": "bf16"} if not tables else {"compute": "bf16", **tables["precision"]["classes"]}
+    return llama(precision={"mixed": "custom", "classes": classes})
+
+
+over_llama, over_experts, over_groups = (
+    over_x(lambda name=name: recipe(name)) for name in ("llama", "mixtral", "qwen35")
+)
+VISIBLE: dict[str, tuple[Any, Any]] = {
+    "fusion.policy": (embedding, "fusable"), "fusion.target": (llama, "tpu"), "fusion.disable": (repeating, ["cse"]),
+    "passes.dce": (llama, False), "passes.cse": (repeating, False), "passes.constant_folding": (repeating, False),
+    "precision.compute": (small, "bf16"), "precision.matmul": (small, "high"), "precision.mixed": (small, "auto"),
+    "precision.weights": (small, "bf16"), "precision.kv": (lambda **t: llama("extend", **t), "int8"),
+    "precision.classes.compute": (custom_classes, "f16"), "precision.classes.reduction": (custom_classes, "f16"),
+    "precision.classes.elementwise": (custom_classes, "f16"), "precision.classes.movement": (custom_classes, "f16"),
+    "donation.state": (generating, False), "donation.strict": (generating, True), "donation.inputs": (small, ["x"]),
+    "layers.roll": (llama, "scan"), "layers.remat": (lambda **t: llama("train", **t), "dots"),
+    "attention.implementation": (llama, "xla"),
+    "buckets.prompt": (generating, [8]), "buckets.batch": (generating, [8]), "buckets.context": (generating, [64]),
+    "buckets.on_recompile": (generating, "error"), "buckets.programs": (generating, 9), "buckets.spare": (windowed, 3),
+    **{f"sharding.{role}": (over_llama, ["x"]) for role in ROLES},
+    "sharding.experts": (over_experts, ["x"]), "sharding.groups": (over_groups, ["x"]),
+    "backend.cpu.weight_layout": (small, "in_out"), "backend.cpu.merge": (generating, False),
+    "backend.cpu.products": (small, "row"), "backend.cpu.experts": (mixture, "blocked"),
+    "backend.cuda.kernels": (for_h200, "off"),
+    "backend.cpu.steps_per_dispatch": (generating, 2), "backend.cpu.stop_early": (generating, False),
+    "backend.cpu.compiler_options": (small, {"xla_cpu_enable_fast_min_max": True}),
+}  # fmt: skip
+"""For each setting a model whose program, plan, parameters or request sizes it changes, and the value."""
+
+# Settings of messages and checks, which no program has: test_fusion_report.py, `test_verbose`, test_checked_calls.py.
+OF_CHECKS = {"name", "fusion.assert_clean", "passes.verbose", "checks.ids"}
+
+
+def visible(model: Any) -> list[str]:
+    """What can be seen of a compiled model: its MIR, the plan of its LIR, its parameters, and the sizes of requests."""
+    programs = getattr(model, "model", model).programs
+    settings, forms = programs.settings, programs.layout.types().items()
+    template = getattr(model, "model", model).template()
+    sharded = [s.spec for s in (programs.storage_shardings() or {}).values()]
+    constrained = str(programs.model_sharding and programs.model_sharding.input_sharding(
+        tensor_type(("batch", "seq"), "i32", ""), (2, 2)).spec)  # fmt: skip
+    return [str(template.mir), repr(settings.plan), str([*forms]), str(sharded), constrained, str(settings.buckets),
+            str(settings.loop)]  # fmt: skip
+
+
+@functools.cache
+def visible_by_default(make: Any) -> list[str]:
+    """What can be seen of a model with the default profile."""
+    return visible(make())
+
+
+@pytest.mark.filterwarnings("ignore::rlx_jax.errors.RlxWarning")
+@pytest.mark.parametrize("place", VISIBLE)
+def test_a_setting_is_visible(place: str) -> None:
+    """One row for each setting: it changes something in the compiled model."""
+    make, value = VISIBLE[place]
+    first, *rest = place.split(".")
+    for key in reversed(rest):
+        value = {key: value}
+    assert visible(make(**{first: value})) != visible_by_default(make)
+
+
+def test_every_setting_is_visible() -> None:
+    """Each has a row above, or a stated reason: it is of checks, or has no effect and warns of that."""
+    rows = {
+        place: row
+        for place, row, _ in iter_settings(rlx.CompileProfile())
+        if not re.match(r"backend\.(rocm|tpu|cuda)", place)
+    }
+    idle = {place for place, row in rows.items() if row.no_effect is effects.never} | {"backend.cpu.kernels"}
+    assert set(rows) == set(VISIBLE) - {"backend.cuda.kernels"} | OF_CHECKS | idle
 
 
 def test_no_preset_is_idle_where_it_belongs() -> None:

@@ -13,11 +13,13 @@ import hashlib
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rlx_jax.ir.graph import Graph, Input, Leaf, Mir, Node, Param, StateRead, Value
 from rlx_jax.ir.param import Stack, printed_name
+from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.serial import closure_digest, encode, encode_graph
 from rlx_jax.ir.text import bytes_text, dump_graph
 from rlx_jax.ir.traits import zero
@@ -220,6 +222,25 @@ def assign_slots(lives: list[Lifetime], alignment: int = ALIGNMENT) -> list[Slot
 def activation_bytes(graph: Graph, in_place: bool = True, scan: bool = False) -> int:
     """Return the peak bytes of computed values that are live at the same step. Arguments are as in `plan_buffers`."""
     return _peak(buffer_lifetimes(graph, views(graph, in_place), in_place, scan), len(graph.nodes))
+
+
+def peak_blocks(graph: Graph, in_place: bool = True, scan: bool = False) -> dict[str, int]:
+    """Return the bytes of computed values that are live at the peak, by block path; for a region those of its peak.
+
+    Arguments are as in `plan_buffers`.
+    """
+    lives = buffer_lifetimes(graph, views(graph, in_place), in_place, scan)
+    bytes_at = Counter({s: sum(x.size for x in lives if x.born <= s <= x.dies) for s in {x.born for x in lives}})
+    sizes: Counter[str] = Counter()
+    for step, _ in bytes_at.most_common(1):
+        for life in (life for life in lives if life.born <= step <= life.dies):
+            node = graph.nodes[life.value.node]
+            if life.workspace:
+                for region in node.op.regions():
+                    sizes.update(peak_blocks(region, in_place, scan))
+            else:
+                sizes[path_text(node.origin.path) or node.op.text()] += life.size
+    return sizes
 
 
 def fused_activation_bytes(graph: Graph, workspace: Workspace, in_place: bool = True, scan: bool = False) -> int:

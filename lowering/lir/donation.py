@@ -1,9 +1,10 @@
-"""Check that a compiled program updates its state in place.
+"""Check that a compiled program takes no more memory than planned, and updates its state in place.
 
 Aliased bytes alone prove little: a scan that copies the full cache aliases it too, and a change of dtype silently
 disables donation. So three properties of the compiled program are checked: the number of aliased bytes, copies of a
-cache, and the bytes of temporaries against an estimate. A program that fails a check computes correct results with more
-memory or time, so a failure is a warning; `donation.strict` makes it an error.
+cache, and the bytes of temporaries against an estimate; of a program without a state only the last one. A program that
+fails a check computes correct results with more memory or time, so a failure is a warning; `donation.strict` makes it an
+error.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from rlx_jax.ir.ops.exported import is_exported
 from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.param import packing_of
 from rlx_jax.ir.types import TensorType, short_name
-from rlx_jax.lowering.inspect.buffers import activation_bytes
+from rlx_jax.lowering.inspect.buffers import activation_bytes, peak_blocks
 from rlx_jax.lowering.inspect.outline import cost
 from rlx_jax.lowering.lir.packed import decoding_bytes
 from rlx_jax.lowering.lir.plan import Lir, state_types
@@ -43,10 +44,12 @@ COPIED_ADVICE = (
     "nothing may read the old state once the new one is written, nor change its dtype; where no block of yours does, "
     "it is XLA's choice, and results are the same"
 )
-TEMPORARIES_ADVICE = (
-    "if memory is short, use fewer rows or shorter chunks, or compile with layers.roll = 'unroll'; donation.state = "
-    "false in the profile leaves this unchecked"
-)
+TEMPORARIES_ADVICE = "if memory is short, use fewer rows or shorter chunks, or compile with layers.roll = 'unroll'"
+UNCHECKED_ADVICE = "; donation.state = false in the profile leaves this unchecked"
+# Programs without a state have more ops that XLA gives scratch memory, such as convolutions and sorts.
+STATELESS_FACTOR = 2
+# The number of blocks of the plan in a message about temporaries.
+NUM_BLOCKS = 3
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,8 @@ class DonationProof:
         temp_limit: the estimated maximum of `temp_bytes`.
         copies: HLO instructions that copy a cache.
         changed: descriptions of state leaves that are written in another shape or dtype.
-        largest: description of the largest temporary.
+        largest: description of the largest temporary, if there are more temporaries than estimated.
+        blocks: the block paths whose values take most of the planned peak, with their bytes.
     """
 
     state_bytes: int
@@ -70,6 +74,7 @@ class DonationProof:
     copies: tuple[str, ...]
     changed: tuple[str, ...] = ()
     largest: str = ""
+    blocks: tuple[tuple[str, int], ...] = ()
 
     def extra_bytes(self) -> int:
         """Return the bytes beyond the plan: state without an alias, copies, and surplus temporaries."""
@@ -81,7 +86,8 @@ class DonationProof:
         """Return what is wrong, its bytes and what a user may do; empty if the state is updated in place."""
         state_problem, temporaries_problem = self.state_problem(), self.temporaries_problem()
         problems = [f"the state is not updated in place: {state_problem}; {COPIED_ADVICE}"] if state_problem else []
-        problems += [f"{temporaries_problem}; {TEMPORARIES_ADVICE}"] if temporaries_problem else []
+        advice = TEMPORARIES_ADVICE + (UNCHECKED_ADVICE if self.state_bytes else "")
+        problems += [f"{temporaries_problem}; {advice}"] if temporaries_problem else []
         return f"{self.extra_bytes()} bytes more than planned: {'; '.join(problems)}" if problems else ""
 
     def state_problem(self) -> str:
@@ -98,7 +104,9 @@ class DonationProof:
         if self.temp_bytes <= self.temp_limit:
             return ""
         largest = f", the largest of them {self.largest}" if self.largest else ""
-        return f"{self.temp_bytes} bytes of temporaries, expected at most {self.temp_limit}{largest}"
+        planned = ", ".join(f"{path} ({nbytes})" for path, nbytes in self.blocks)
+        planned = f"; at the planned peak most bytes are of {planned}" if planned else ""
+        return f"{self.temp_bytes} bytes of temporaries, expected at most {self.temp_limit}{largest}{planned}"
 
 
 def measure_donation(
@@ -109,7 +117,7 @@ def measure_donation(
     gathered_bytes: int = 0,
     companions: Mapping[str, Lir] | None = None,
 ) -> DonationProof:
-    """Measure a compiled program that consumes its state.
+    """Measure a compiled program that consumes its state, or that has none.
 
     Args:
         lir: the program.
@@ -125,19 +133,23 @@ def measure_donation(
     shards = {name: shard_type(t, shardings.get(name)) for name, t in types.items()}
     memory: Any = compiled.memory_analysis()
     computed = {t for p in programs.values() for t in (*computed_types(p.graph), *copied_types(p.graph))}
-    text = compiled.as_text() or ""
+    temp_limit = sum(map(temporary_bytes, programs.values())) * (1 if types else STATELESS_FACTOR) + gathered_bytes
+    exceeds = memory.temp_size_in_bytes > temp_limit
+    text = (compiled.as_text() or "") if types or exceeds else ""  # the text of a large program takes a while
+    blocks = peak_blocks(lir.graph, False, lir.plan.scan) if exceeds else {}
     return DonationProof(
         state_bytes=sum(t.nbytes for t in shards.values()),
         aliased_bytes=memory.alias_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
-        temp_limit=sum(map(temporary_bytes, programs.values())) + gathered_bytes,
+        temp_limit=temp_limit,
         copies=tuple(cache_copies(text, set(shards.values()) - computed)),
         changed=tuple(
             f"{k} is read as {t} and written as {new_type}"
             for k, t in types.items()
             if k in new_state and (new_type := TensorType(tuple(new_state[k].shape), np.dtype(new_state[k].dtype))) != t
         ),
-        largest=largest_result(text),
+        largest=largest_result(text) if exceeds else "",
+        blocks=tuple(sorted(blocks.items(), key=lambda block: -block[1])[:NUM_BLOCKS]),
     )
 
 

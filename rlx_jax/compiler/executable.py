@@ -88,7 +88,8 @@ class Executable:
         call, lowered: JAX's compiled and lowered stages.
         seconds: the time of the steps "trace", "compile" and "prove".
         peak_bytes: arguments, results and temporaries together.
-        donation: the proof that the state is updated in place; None if it is not donated.
+        donation: the measured memory, and the proof that the state is updated in place; None for a state that is not
+            donated, and for a function around a program without a state.
         consumed_inputs: the names of the inputs that a run consumes. It consumes the state too.
         arg_shardings: the sharding of each argument, in order; None for an argument that the program does not read.
         from_cache: whether it comes from the compile cache.
@@ -192,6 +193,7 @@ def trace_program(
     shardings: Shardings | None = None,
     companions: Mapping[str, Lir] | None = None,
     name: str = "function",
+    wrapped: bool = False,
 ) -> Callable[[], Executable]:
     """Trace a program, and return a function that compiles it or loads it, which may run in another thread.
 
@@ -205,11 +207,12 @@ def trace_program(
         shardings: the shardings on several devices; None on one.
         companions: the companion programs of a wrapper; see `HasCompanions`.
         name: the name of the program in XLA and in traces; characters that an identifier cannot have become `_`.
+        wrapped: whether `function` is a wrapper around the program.
 
     Raises:
         ProfileError: XLA refuses one of the profile's compiler options.
         GraphError: the returned state has other types than the state argument; or the plan is strict, and the state is
-            not updated in place.
+            not updated in place or there are more temporaries than planned.
     """
 
     # With debug_nans JAX keeps every argument alive, so nothing is donated, and there is nothing to prove.
@@ -239,7 +242,9 @@ def trace_program(
         compiled, from_cache = compile_or_load(lir, lowered, arguments, (options, placements), name)
         seconds["compile"] = time.perf_counter() - start
         start = time.perf_counter()
-        proof = check_donation(lir, compiled, lowered, shardings, companions or {}, name) if donates_state else None
+        # A state that is not donated is copied, as the plan says. A wrapper computes values that are not in the plan.
+        is_checked = donates_state or (may_donate and not state and not wrapped)
+        proof = check_donation(lir, compiled, lowered, shardings, companions or {}, name) if is_checked else None
         seconds["prove"] = time.perf_counter() - start
         # None is the sharding of an unread argument, and counts as a leaf so that positions match the arguments.
         arg_shardings = tuple(jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None))
@@ -289,7 +294,7 @@ def compile_or_load(
 def check_donation(
     lir: Lir, compiled: Any, lowered: Any, shardings: Shardings | None, companions: Mapping[str, Lir], name: str
 ) -> DonationProof:
-    """Return the proof that a compiled program updates its state in place, or its problems.
+    """Return the measured memory of a compiled program, with what it takes more than planned.
 
     The arguments are as in `trace_program`, with JAX's stages.
 

@@ -16,7 +16,8 @@ import jaxlib.version
 import numpy as np
 from jax import export
 
-from rlx_jax.compiler.executable import Function
+from rlx_jax.compiler.executable import Function, sharding_options
+from rlx_jax.compiler.meshes import use_model_mesh
 from rlx_jax.compiler.pipeline import Template, make_function
 from rlx_jax.compiler.settings import DIMENSIONS
 from rlx_jax.device import named_device
@@ -46,6 +47,7 @@ from rlx_jax.runtime.frozen import (
     ExportedForm,
     FlowRecord,
     FrozenFlow,
+    MeshRecord,
     ProgramRecord,
     UnreadNote,
     describe_key,
@@ -141,7 +143,8 @@ def export_model(
     """Export the model to one file, which `rlx_jax.load` reads without its flow, plugins and checkpoint.
 
     Programs have symbolic sizes, so that they serve every batch, sequence and cache. They use XLA's implementations
-    only, no custom kernels.
+    only, no custom kernels. The programs of a model on a mesh are for this number of devices; with symbolic sizes their
+    rows are replicated, with `sizes` they are sharded.
 
     Args:
         path: a new `.rlxa` file, or for `format="stablehlo"` a new directory.
@@ -158,8 +161,9 @@ def export_model(
         The artifact, which prints its digest and expiry.
 
     Raises:
-        MissingWeightError: the model has no parameters. UnsupportedError: it is sharded over a mesh, or loaded from an
-            artifact; a program cannot be exported with symbolic sizes; a dtype that safetensors lacks; no flatbuffers.
+        MissingWeightError: the model has no parameters. UnsupportedError: there are several processes; the model is
+            loaded from an artifact; a program cannot be exported with symbolic sizes; a dtype that safetensors lacks;
+            no flatbuffers.
         RequestError, GraphError: an argument is not valid.
         TargetExistsError, NoSpaceError, SaveFailedError: as `rlx_jax.save`.
     """
@@ -245,10 +249,10 @@ def _param_entries(model: Exportable) -> list[Entry]:
     model.refuse_traced()
     params = model.require_params("export")
     check_params(params, model.param_specs())
-    if programs.model_sharding is not None:
+    if jax.process_count() > 1:
         raise UnsupportedError(
-            f"{model.name}: export: the model is sharded over a mesh ({programs.model_sharding.text()}), and sharded "
-            "artifacts are not implemented: load the model without mesh= and export that"
+            f"{model.name}: export: the model runs in {jax.process_count()} processes, and one process has to write "
+            "all parameters: load and export it in a single process"
         )
     if isinstance(programs.flows[model.name], FrozenFlow):
         raise UnsupportedError(f"{model.name}: export: the model was loaded from an artifact: copy the file")
@@ -354,8 +358,10 @@ def _export_program(programs: Programs, key: ProgramKey, sizes: SizeMap, platfor
         {i.input: i.type.bind(sizes).spec for i in template.mir.inputs},
     )
     donated = (1,) if programs.settings.plan.donate_state and template.state else ()
-    with without_source_paths():
-        return export.export(jax.jit(function, donate_argnums=donated), platforms=platforms)(*arguments)
+    shardings = programs.shardings(replace(key, binding=tuple(sorted(sizes.items()))), arguments[2])
+    placements = sharding_options(shardings, arguments[1], ())
+    with without_source_paths(), use_model_mesh(programs.model_sharding):
+        return export.export(jax.jit(function, donate_argnums=donated, **placements), platforms=platforms)(*arguments)
 
 
 @contextlib.contextmanager
@@ -396,7 +402,7 @@ def _platform_function(
             and not (has_symbols and isinstance(node.op, ExpertFfn))
         }
         lir = Lir(graph, replace(plan, choices=choices_by_platform[platform]))
-        runs[platform] = make_function(lir, programs.layout)
+        runs[platform] = make_function(lir, programs.layout, programs.model_sharding)
     first, *others = platforms
     if all(choices_by_platform[platform] == choices_by_platform[first] for platform in others):
         return runs[first]
@@ -406,6 +412,7 @@ def _platform_function(
 def _flow_record(model: Exportable, plan: ArtifactPlan, records: tuple[ProgramRecord, ...]) -> FlowRecord:
     """Return the description of a model in the manifest."""
     programs, flow = model.programs, model.programs.flows[model.name]
+    sharding = programs.model_sharding
     every = frozenset(d.name for d in flow._inputs if d.optional)
     unread_sets = dict.fromkeys((frozenset[str](), every, *(key.optional_inputs & every for key in plan.keys)))
     return FlowRecord(
@@ -414,6 +421,7 @@ def _flow_record(model: Exportable, plan: ArtifactPlan, records: tuple[ProgramRe
         program=model.program,
         params=programs.layout.types(),
         programs=records,
+        mesh=None if sharding is None else MeshRecord.of(sharding, programs.layout.params),
         profile=programs.settings.profile.replace(fusion={"target": "auto"}).to_toml(),
         binding=dict(flow._binding),
         derivations=tuple(

@@ -8,20 +8,34 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 from jax import export
+from jax.sharding import Mesh
 
 from rlx_jax.compiler.passes import Job
 from rlx_jax.compiler.pipeline import Template
 from rlx_jax.compiler.settings import lowering_settings
-from rlx_jax.errors import ArtifactFormatError, DeriveError, RequestError, UnsupportedError, listing, quote
+from rlx_jax.device import all_devices
+from rlx_jax.errors import (
+    ArtifactFormatError,
+    DeriveError,
+    PlatformMismatchError,
+    RequestError,
+    UnsupportedError,
+    listing,
+    quote,
+)
 from rlx_jax.ir.checkpoint_tensor import Key
 from rlx_jax.ir.graph import Builder, Graph, Input, Param, StateRead, TypeCache
 from rlx_jax.ir.ops.exported import ExportedCall
+from rlx_jax.ir.param import Program, Roles
+from rlx_jax.ir.roles import program_roles
 from rlx_jax.ir.state_leaf import StateLeaf
 from rlx_jax.ir.types import TensorType, as_dim, dim_text
 from rlx_jax.ir.user_functions import CapturedArrays
@@ -30,6 +44,8 @@ from rlx_jax.lowering.fusion import fusion_report
 from rlx_jax.lowering.hir.independence import why_rows_mix
 from rlx_jax.lowering.hir.rules import find_causal_block
 from rlx_jax.lowering.inspect.bounds import Bounds
+from rlx_jax.lowering.lir.plan import state_leaves
+from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Built, InputDecl, Weights
 from rlx_jax.runtime.program_key import ProgramKey
@@ -60,6 +76,7 @@ class ProgramRecord:
         rings: the window of each ring buffer, by the symbol of its size.
         rows_mix, left_context: see `why_rows_mix` and `find_causal_block`.
         forms: the program for some or all sizes; none if only its inputs are asked for.
+        state_roles: the roles of the axes of the state arrays of a sharded model.
     """
 
     program: str
@@ -79,6 +96,7 @@ class ProgramRecord:
     rings: Mapping[str, int] = field(default_factory=dict)
     rows_mix: str = ""
     left_context: str = ""
+    state_roles: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
 
     def fits(self, key: ProgramKey) -> bool:
         """Return whether this is the program of a key."""
@@ -124,11 +142,53 @@ def record_of(template: Template, key: ProgramKey, forms: tuple[ExportedForm, ..
         # Only requests to `forward` depend on these, and the proof takes time.
         rows_mix=why_rows_mix(template.hir, template.types) if key.program == "forward" else "",
         left_context=find_causal_block(template.hir),
+        state_roles={name: _plain_roles(roles) for name, (_, roles) in state_leaves(mir, template.scan).items()},
     )
 
 
 def _dim_text(dim: Any) -> str:
     return str(dim) if isinstance(dim, int) else dim_text(dim)
+
+
+@dataclass(frozen=True)
+class MeshRecord:
+    """The mesh of a sharded model.
+
+    Attributes:
+        axes: the size of each mesh axis, by name.
+        rules: the mesh axes of each role, as in `ModelSharding`.
+        roles: the roles of the axes of each parameter.
+    """
+
+    axes: Mapping[str, int]
+    rules: Mapping[str, tuple[str, ...]]
+    roles: Mapping[str, tuple[str | None, ...]]
+
+    @staticmethod
+    def of(sharding: ModelSharding, params: Mapping[str, Program]) -> MeshRecord:
+        """Return the record of the sharding rules of a model with these parameters."""
+        roles = {name: _plain_roles(program_roles(program, sharding.roles)) for name, program in params.items()}
+        return MeshRecord(dict(sharding.mesh.shape), dict(sharding.axes), roles)
+
+    def sharding(self, where: str) -> ModelSharding:
+        """Return the sharding rules over the devices of this process.
+
+        Raises:
+            PlatformMismatchError: there are fewer devices.
+        """
+        count, devices = math.prod(self.axes.values()), all_devices()
+        if len(devices) < count:
+            raise PlatformMismatchError(
+                f"{where}: the artifact is for a mesh of {count} devices ({listing(self.axes)}), and JAX has "
+                f"{len(devices)}: load it where it has {count}, or export the model again without mesh="
+            )
+        mesh = Mesh(np.array(devices[:count]).reshape(tuple(self.axes.values())), tuple(self.axes))
+        return ModelSharding(mesh, self.rules, self.roles)
+
+
+def _plain_roles(roles: Roles) -> tuple[str | None, ...]:
+    """Return the roles of axes without those of packed axes, which are not sharded for storage."""
+    return tuple(role if isinstance(role, str) else None for role in roles)
 
 
 @dataclass(frozen=True)
@@ -160,6 +220,7 @@ class FlowRecord:
         programs: the exported programs.
         profile: the compile profile, as TOML.
         derivations, unread: what the flow's blocks decide about requests.
+        mesh: the mesh of a sharded model.
     """
 
     name: str
@@ -171,6 +232,7 @@ class FlowRecord:
     binding: Mapping[str, int] = field(default_factory=dict)
     derivations: tuple[DerivationNote, ...] = ()
     unread: tuple[UnreadNote, ...] = ()
+    mesh: MeshRecord | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,7 +324,7 @@ class FrozenFlow:
         values = b.add(
             op,
             *(b.leaf(Param((Key(name, t),), type=t)) for name, t in params.items()),
-            *(b.leaf(StateRead(leaves[name], type=t)) for name, t in state.items()),
+            *(b.leaf(StateRead(leaves[name], record.state_roles.get(name, ()), type=t)) for name, t in state.items()),
             *(b.leaf(i) for i in record.inputs),
         )
         outputs, new_state = values[: len(record.outputs)], values[len(record.outputs) :]

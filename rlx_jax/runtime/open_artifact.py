@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax import export
 
-from rlx_jax.compiler.settings import choose_settings
+from rlx_jax.compiler.settings import choose_settings, with_model_sharding
 from rlx_jax.errors import (
     ArtifactFormatError,
     IntegrityError,
@@ -124,6 +124,7 @@ def frozen_programs(artifact: OpenArtifact, progress: Any = None) -> Programs:
     """Return the programs of an artifact, in the form in which a model has them; no parameter was read yet.
 
     Raises:
+        PlatformMismatchError: it is for more devices.
         IntegrityError: the file changed after it was opened. SafetensorsError: the parameters are malformed.
     """
     record, source = artifact.flow, open_params(artifact.archive)
@@ -132,6 +133,8 @@ def frozen_programs(artifact: OpenArtifact, progress: Any = None) -> Programs:
     built = flow.build(source)
     settings = choose_settings(built, None, merge=False, program="forward")
     settings = replace(settings, plan=replace(settings.plan, scan=False))
+    if record.mesh is not None:
+        settings = with_model_sharding(settings, record.mesh.sharding(artifact.archive.where))
     programs = Programs({record.name: flow}, source, settings, layout, {record.name: CapturedArrays()}, progress)
     programs.planned_program = record.program
     programs.builds.insert((record.name, frozenset()), (built, 0.0))

@@ -254,7 +254,8 @@ class Programs:
         program = self.function(key)
         with use_model_mesh(self.model_sharding):
             companions = key.wrapper.companions() if isinstance(key.wrapper, HasCompanions) else None
-            arguments = (params, state, inputs, self.shardings(key, inputs), companions, key.text)
+            is_wrapped = key.wrapper is not None or key.hidden
+            arguments = (params, state, inputs, self.shardings(key, inputs), companions, key.text, is_wrapped)
             compile_traced = trace_program(program.lir, program.run, *arguments)
 
         def compile_executable() -> Executable:

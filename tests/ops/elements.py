@@ -126,6 +126,8 @@ MEANINGS: dict[type[Op], Meaning] = {
     o.FusedSwiGLU: swiglu,
     o.FusedResidualLayerNorm: residual,
     o.FusedResidualRmsNorm: residual,
+    o.FusedRmsNormReshape: lambda op, x, *weights: rms_norm(x, *weights, eps=op.eps, offset=op.offset).reshape(
+        -1, x.shape[-1]),
     o.ElementwiseRegion: region,
     o.FusedAttentionBlock: lambda op, *arrays: formula.attention_block(op, **named_operands(op, arrays)),
     o.FusedTransformerLayer: lambda op, *arrays: formula.transformer_layer(op, **named_operands(op, arrays)),
@@ -222,6 +224,11 @@ def products() -> Iterator[Sample]:
         (o.FusedResidualRmsNorm(1e-5, offset=1.0), 1),
     ):  # fmt: skip
         yield Sample(op, x + g * weights)
+    for op, text in (
+        (o.FusedRmsNormReshape(1e-5), x[:15] + g),
+        (o.FusedRmsNormReshape(0.5, 1.0), "f32 3 batch seq 8" + 2 * g),
+    ):
+        yield Sample(op, text)
     gated = (Step(o.Unary("tanh"), (0,)), Step(o.Binary("mul"), (3, 1)), Step(o.Binary("add"), (2, 4)))
     yield Sample(o.ElementwiseRegion(3, gated), "f32 batch seq 8; f32 8; f32")
     chosen = (Step(o.Compare("gt"), (0, 1)), Step(o.Where(), (2, 0, 1)))

@@ -19,7 +19,7 @@ from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
 from rlx_jax.ir.ops.linalg import MatMul, check_linear, product_text
 from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp, check_norm
 from rlx_jax.ir.ops.pointwise import UNARY, same_rank
-from rlx_jax.ir.ops.shape import SplitLast
+from rlx_jax.ir.ops.shape import AxisOf, Reshape, SplitLast
 from rlx_jax.ir.traits import ELEMENTWISE, NORM, Types, product_traits
 from rlx_jax.ir.types import TensorType
 
@@ -151,6 +151,31 @@ class FusedResidualRmsNorm(Mir):
     def text(self) -> str:
         offset = f", offset={self.offset:g}" if self.offset else ""
         return f"fused_residual{'_bias' if self.has_bias else ''}_rms(eps={self.eps:g}{offset})"
+
+
+@dataclass(frozen=True)
+class FusedRmsNormReshape(Mir):
+    """RMSNorm with its leading axes merged into one, `reshape(rms_norm(x; γ[, β]))`: `[…, H]` → `[∏…, H]`.
+
+    γ and β are `[H]`; `offset` is added to γ.
+    """
+
+    traits = NORM
+    operands = RmsNormOp.operands
+
+    eps: float
+    offset: float = 0.0
+
+    def check(self, *operands: TensorType) -> None:
+        check_norm("fused_rms_reshape", operands[0], operands[1:])
+
+    def eval(self, *arrays: Array) -> Array:
+        y = RmsNormOp(self.eps, self.offset).eval(*arrays)
+        return Reshape((-1, AxisOf(y.ndim - 1))).eval(y)
+
+    def text(self) -> str:
+        offset = f", offset={self.offset:g}" if self.offset else ""
+        return f"fused_rms_reshape(eps={self.eps:g}{offset})"
 
 
 @dataclass(frozen=True)
