@@ -164,7 +164,7 @@ def test_temporaries_of_a_program_without_a_state(strict: bool) -> None:
             model(x)
         return
     with pytest.warns(DonationWarning, match=match + ".*donation.strict = true"):
-        assert np.array_equal(model(x), x + 1)
+        assert np.array_equal(model(x), x + 8)
 
 
 # -- warnings, and every family ----------------------------------------------------------------

@@ -205,7 +205,7 @@ def test_requests_of_a_language_model(tmp_path: Path) -> None:
     np.testing.assert_allclose([s.logprob for s in got], [s.logprob for s in want], rtol=1e-6)
     lm.export(tmp_path / "sized.rlxa", sizes=[{"batch": 1, "seq": 8, "context": 16}])
     with pytest.raises(
-        RequestError, match="was exported for batch 1, seq 8, not for .*: pass sizes that fit, or export"
+        RequestError, match="was exported for 'batch 1, seq 8', not for .*: pass sizes that fit, or export"
     ):
         rlx.load(tmp_path / "sized.rlxa").score([[1, 2, 3]])
     ids = np.array([[1, 2, 3]])

@@ -629,10 +629,10 @@ def test_every_setting_that_may_be_idle_is_above() -> None:
     assert not {place for place in missing if not re.match(r"backend\.(cuda|rocm|tpu)\.", place)}
 
 
-def over_x(make: Any) -> Any:
-    """A function that compiles a flow over two devices along an axis that no role has by default."""
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
-    return lambda **tables: rlx.compile(make(), profile=profile(**tables), mesh=mesh)
+def over(axis: str, family: str) -> Any:
+    """A function that compiles a family over two devices along `data` and two along another axis."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", axis))
+    return lambda **tables: rlx.compile(recipe(family), profile=profile(**tables), mesh=mesh)
 
 
 def for_h200(**tables: Any) -> Any:
@@ -651,9 +651,7 @@ def custom_classes(**tables: Any) -> Any:
     return llama(precision={"mixed": "custom", "classes": classes})
 
 
-over_llama, over_experts, over_groups = (
-    over_x(lambda name=name: recipe(name)) for name in ("llama", "mixtral", "qwen35")
-)
+over_llama, over_groups = (over("tensor", family) for family in ("llama", "qwen35"))
 VISIBLE: dict[str, tuple[Any, Any]] = {
     "fusion.policy": (embedding, "fusable"), "fusion.target": (llama, "tpu"), "fusion.disable": (repeating, ["cse"]),
     "passes.dce": (llama, False), "passes.cse": (repeating, False), "passes.constant_folding": (repeating, False),
@@ -666,8 +664,10 @@ VISIBLE: dict[str, tuple[Any, Any]] = {
     "attention.implementation": (llama, "xla"),
     "buckets.prompt": (generating, [8]), "buckets.batch": (generating, [8]), "buckets.context": (generating, [64]),
     "buckets.on_recompile": (generating, "error"), "buckets.programs": (generating, 9), "buckets.spare": (windowed, 3),
-    **{f"sharding.{role}": (over_llama, ["x"]) for role in ROLES},
-    "sharding.experts": (over_experts, ["x"]), "sharding.groups": (over_groups, ["x"]),
+    **{f"sharding.{role}": (over_llama, []) for role in ("heads", "kv_heads", "ffn", "vocab")},
+    **{f"sharding.{role}": (over_llama, ["tensor"]) for role in ("sequence", "embedding", "channel")},
+    "sharding.batch": (over_llama, ["data", "tensor"]), "sharding.hidden": (over_llama, ["data"]),
+    "sharding.experts": (over("expert", "mixtral"), []), "sharding.groups": (over_groups, []),
     "backend.cpu.weight_layout": (small, "in_out"), "backend.cpu.merge": (generating, False),
     "backend.cpu.products": (small, "row"), "backend.cpu.experts": (mixture, "blocked"),
     "backend.cuda.kernels": (for_h200, "off"),

@@ -3,8 +3,8 @@
 Aliased bytes alone prove little: a scan that copies the full cache aliases it too, and a change of dtype silently
 disables donation. So three properties of the compiled program are checked: the number of aliased bytes, copies of a
 cache, and the bytes of temporaries against an estimate; of a program without a state only the last one. A program that
-fails a check computes correct results with more memory or time, so a failure is a warning; `donation.strict` makes it an
-error.
+fails a check computes correct results with more memory or time, so a failure is a warning; `donation.strict` makes it
+an error.
 """
 
 from __future__ import annotations
