@@ -23,7 +23,7 @@ class AttentionPool:
 
     Weights under the prefix: `probe` `[1, 1, H]`, `attention.in_proj_weight` `[3H, H]`, `attention.in_proj_bias`,
     `attention.out_proj.*`, `layernorm.*`, `mlp.fc1.*`, `mlp.fc2.*`. `inner`, the width of the MLP, is needed only for
-    weights that no source has.
+    weights that no source has. `mask_input` names an input `[B,S]` with 1 for tokens to read; None: all are read.
     """
 
     prefix: str
@@ -31,6 +31,7 @@ class AttentionPool:
     eps: float = 1e-6
     activation: str = "gelu_tanh"
     inner: int | None = None
+    mask_input: str | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x, p = emit.require(value, "AttentionPool"), self.prefix
@@ -38,7 +39,9 @@ class AttentionPool:
             raise ShapeError(f"{emit.path}: AttentionPool needs [B, S, H], got {x.type}")
         with emit.scope("head"):
             weights, biases = (WeightPart.split(f"{p}.attention.in_proj_{kind}", 3) for kind in ("weight", "bias"))
-            pooled = pool_by_query(emit, x, f"{p}.probe", weights, biases, f"{p}.attention.out_proj", self.num_heads)
+            keep = None if self.mask_input is None else emit.flow_input(self.mask_input)
+            out = f"{p}.attention.out_proj"
+            pooled = pool_by_query(emit, x, f"{p}.probe", weights, biases, out, self.num_heads, keep)
             normed = emit.layer_norm(pooled, *module_keys(f"{p}.layernorm"), self.eps)
             mlp = Mlp(*module_keys(f"{p}.mlp.fc1"), *module_keys(f"{p}.mlp.fc2"), self.activation, self.inner)
             return emit.first_token(pooled + mlp.emit(emit, normed))
@@ -52,6 +55,7 @@ def pool_by_query(
     biases: Iterable[WeightKey],
     out: str,
     heads: int,
+    keep: FlowValue | None = None,
 ) -> FlowValue:
     """Return the attention of a learned query over all tokens of `x`, projected: `[B,S,H]` → `[B,1,H]`.
 
@@ -61,6 +65,7 @@ def pool_by_query(
         weights, biases: keys of the projections of q, k and v, `[H, H]` and `[H]`.
         out: module name of the output projection.
         heads: number of heads; it divides H.
+        keep: `[B,S]`, 1 for tokens to read; None: all are read.
     """
     hidden = int(x.type.shape[-1])
     head_width(query, hidden, heads)
@@ -69,7 +74,8 @@ def pool_by_query(
         emit.linear(source, w, b, roles=("heads", "hidden"), columns=hidden)
         for source, w, b in zip((probe, x, x), weights, biases, strict=True)
     )
-    context = emit.add_node(hir.attention(heads, heads, MaskKind.NONE), q, k, v)
+    op = hir.attention(heads, heads, MaskKind.NONE)
+    context = emit.add_node(op, q, k, v) if keep is None else emit.attention(q, k, v, heads=heads, mask=keep)
     return emit.linear(context, *module_keys(out), roles=("hidden", "heads"), columns=hidden)
 
 

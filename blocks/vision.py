@@ -25,8 +25,8 @@ from rlx_jax.trace.frequencies import axial_frequencies
 from rlx_jax.trace.parameters import WeightKey, WeightPart
 
 __all__ = [
-    "LayerKeys", "LayerScale", "PatchRope", "PreNormLayerSpec", "VisionEmbed", "VisionSwiGluFfn", "VitSelfAttn",
-    "VitSelfAttnSpec", "dinov2_layer_fused", "nomic_vision_layer_fused", "pre_norm_layer",
+    "LayerKeys", "LayerScale", "NaflexEmbed", "PatchRope", "PreNormLayerSpec", "VisionEmbed", "VisionSwiGluFfn",
+    "VitSelfAttn", "VitSelfAttnSpec", "dinov2_layer_fused", "nomic_vision_layer_fused", "pre_norm_layer",
     "siglip_layer_fused_with_prefix",
 ]  # fmt: skip
 
@@ -103,6 +103,52 @@ class VisionEmbed:
         if emit.weights is not None and emit.has_param(key):
             axes = len(emit.weights.spec(key).shape)  # checkpoints of one family differ in the leading axes
         return emit.param(key, (*(1,) * (axes - len(size)), *size)).reshape(1, -1, self.hidden_size)
+
+
+@dataclass(frozen=True)
+class NaflexEmbed:
+    """Embed patches `[B, N, P·P·C]` of images of any proportions as tokens `[B, N, H]` (SigLIP 2).
+
+    The input `shapes_input` `[B, 2]` has the rows and columns of patches of each image; patches come row by row, and
+    padding after them. Positions are resampled to them, bilinear with antialias.
+
+    Args:
+        patch_weight, patch_bias: keys of the projection, `[H, P·P·C]` and `[H]`.
+        position_key: `[G·G, H]`, the positions of a grid of `side` × `side` patches.
+    """
+
+    patch_weight: str
+    patch_bias: str
+    position_key: str
+    hidden_size: int
+    side: int
+    shapes_input: str = "spatial_shapes"
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        patches = emit.require(value, "NaflexEmbed")
+        with emit.scope("embeddings"):
+            tokens = emit.linear(
+                patches, self.patch_weight, self.patch_bias, roles=("hidden", None), columns=self.hidden_size
+            )  # fmt: skip
+            table = emit.param(self.position_key, (self.side**2, self.hidden_size))
+            shapes = emit.flow_input(self.shapes_input)
+            rows, columns = shapes[:, :1], shapes[:, 1:]
+            index = emit.iota(patches, 1).reshape(1, -1)
+            # Padding takes the first position: beyond the last row no weight would be left.
+            index = emit.where(index < rows * columns, index, 0)
+            row = emit.floor_divide(index, columns)
+            by_row = self._weights(emit, row, rows)
+            by_column = self._weights(emit, index - row * columns, columns)
+            weights = by_row.reshape(*by_row.shape, 1) * by_column.reshape(*by_column.shape[:2], 1, self.side)
+            return tokens + emit.cast(weights.reshape(*by_row.shape[:2], -1) @ emit.cast(table, "f32"), tokens.dtype)
+
+    def _weights(self, emit: Emit, index: FlowValue, size: FlowValue) -> FlowValue:
+        """Return the f32 weights `[B, N, side]` of the grid's rows for row `index` `[B, N]` of `size` `[B, 1]` rows."""
+        scale = self.side / emit.cast(size, "f32")
+        centre = (emit.cast(index, "f32") + 0.5) * scale - 0.5
+        distance = abs(emit.arange(self.side, dtype="f32") - centre.reshape(*centre.shape, 1))
+        weights = emit.maximum(1 - distance / emit.maximum(scale, 1.0).reshape(-1, 1, 1), 0.0)
+        return weights / emit.sum(weights, -1, keepdims=True)
 
 
 # -- attention and feed-forward ----------------------------------------------------------------

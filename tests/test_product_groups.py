@@ -193,7 +193,14 @@ def test_where_a_plan_has_groups(case: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_tilings_cover_a_weight() -> None:
     """Every entry belongs to one tile; sizes that do not divide are refused."""
-    for rows, columns, parts in ((3072, 2048, 1), (16384, 2048, 2), (2048, 8192, 1), (3072, 576, 2), (4096, 14336, 1), (4096, 11008, 1)):
+    for rows, columns, parts in (
+        (3072, 2048, 1),
+        (16384, 2048, 2),
+        (2048, 8192, 1),
+        (3072, 576, 2),
+        (4096, 14336, 1),
+        (4096, 11008, 1),
+    ):
         tiling = find_tiling(rows, columns, parts)
         assert tiling is not None
         assert tiling.rows * tiling.parts == rows and tiling.lines * tiling.width == columns

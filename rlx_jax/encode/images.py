@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from rlx_jax.encode.naflex import patch_sides, stack_patches
 from rlx_jax.encode.resample import FILTERS, NEAREST, TORCH, Pixels, Resizer, resize
 from rlx_jax.errors import ConfigError, RequestError, UnsupportedError, did_you_mean, listing, quote, shown
 from rlx_jax.io import limits
@@ -45,6 +46,8 @@ class ImageProcessor:
             has no box and no hamming.
         convert_rgb: give grey images three channels, and blend transparent ones onto white.
         rescale_first: rescale before the resize, which is then in floats as torch's (DINOv3).
+        patch, max_patches: resize to at most that many patches `(patch, patch)`, with about the proportions, and return
+            the `rlx_jax.encode.naflex.PATCH_INPUTS` (SigLIP 2); 0 for pixel values.
     """
 
     size: tuple[int, int] | None = None
@@ -57,6 +60,8 @@ class ImageProcessor:
     convert_rgb: bool = True
     resizer: Resizer = "pillow"
     rescale_first: bool = False
+    patch: int = 0
+    max_patches: int = 0
 
     def __post_init__(self) -> None:
         if self.resizer not in ("pillow", "torch"):
@@ -73,7 +78,7 @@ class ImageProcessor:
             if pair is not None and not (isinstance(pair, tuple | list) and len(pair) == 2 and min(pair) > 0):
                 raise ConfigError(f"ImageProcessor: {name} is {shown(pair)}; expected (height, width)")
 
-    def __call__(self, images: Any) -> PixelValues:
+    def __call__(self, images: Any) -> Any:
         """Return pixel values `[n, C, H, W]` float32 of one image or several: uint8 arrays `[H, W, C]`, or Pillow's
         images.
 
@@ -86,7 +91,7 @@ class ImageProcessor:
             raise RequestError("images: there are none")
         return self.process_batch(named_items, [])
 
-    def process_batch(self, named_items: Sequence[tuple[str, Any]], sizes: list[tuple[int, ...]]) -> PixelValues:
+    def process_batch(self, named_items: Sequence[tuple[str, Any]], sizes: list[tuple[int, ...]]) -> Any:
         """Return pixel values `[n, C, H, W]` of one image or more, given as (name, image).
 
         Args:
@@ -97,6 +102,8 @@ class ImageProcessor:
         Raises:
             RequestError: as `__call__`.
         """
+        if self.max_patches:
+            return stack_patches([self.process_one(x, name) for name, x in named_items], self.patch, self.max_patches)
         batch = []
         for name, image in named_items:
             pixels = self.process_one(image, name)
@@ -114,7 +121,7 @@ class ImageProcessor:
         pixels = self.to_rgb(image, name)
         rescale_first = self.rescale_first and self.rescale is not None
         pixels = pixels * np.float64(self.rescale or 1) if rescale_first else pixels
-        if self.size is not None or self.shortest_edge is not None:
+        if self.size is not None or self.shortest_edge is not None or self.max_patches:
             height, width = self.target_size(pixels.shape[0], pixels.shape[1])
             if height * width > limits.MAX_RESIZED_PIXELS:
                 raise RequestError(
@@ -142,6 +149,8 @@ class ImageProcessor:
 
     def target_size(self, height: int, width: int) -> tuple[int, int]:
         """Return the height and width that an image is resized to."""
+        if self.max_patches:
+            return patch_sides(height, width, self.patch, self.max_patches)
         if self.size is not None:
             return self.size
         edge = self.shortest_edge or 1
@@ -318,6 +327,7 @@ class ProcessorDefaults:
     crop: int | None = None
     convert_rgb: bool = True
     rescale_first: bool = False
+    patches: bool = False
 
 
 HALF = (0.5, 0.5, 0.5)
@@ -334,6 +344,7 @@ PROCESSORS: dict[str, ProcessorDefaults] = {
     "DINOv3ViT": ProcessorDefaults(
         SQUARE, 2, IMAGENET_MEAN, IMAGENET_STD, square=True, convert_rgb=False, rescale_first=True
     ),
+    "Siglip2": ProcessorDefaults(SQUARE, 2, HALF, HALF, convert_rgb=False, patches=True),
     "Beit": ProcessorDefaults(SQUARE, 3, HALF, HALF, square=True, convert_rgb=False),
 }
 
@@ -387,7 +398,10 @@ def read_processor(c: Fields, family: str) -> ImageProcessor:
             f"{did_you_mean(class_name, class_names)}"
         )
     d = PROCESSORS[kind]
-    size, edge = _size(c, d) if c.flag("do_resize", True) else (None, None)
+    resizes = c.flag("do_resize", True)
+    if d.patches and not resizes:
+        raise UnsupportedError(f"{c.where}: do_resize is false; images are resized to whole patches")
+    size, edge = _size(c, d) if resizes and not d.patches else (None, None)
     crops = c.flag("do_center_crop", d.crop is not None)
     normalises = c.flag("do_normalize", True)
     resample: int = c.integer("resample", d.resample, low=0, high=max(FILTERS))
@@ -404,6 +418,8 @@ def read_processor(c: Fields, family: str) -> ImageProcessor:
         convert_rgb=c.flag("do_convert_rgb", d.convert_rgb),
         resizer=resizer,
         rescale_first=d.rescale_first,
+        patch=c.integer("patch_size", 16, high=MAX_SIDE) if d.patches else 0,
+        max_patches=c.integer("max_num_patches", 256, high=MAX_SIDE) if d.patches else 0,
     )
     # A setting is not read if the step that uses it is off; then its value does not matter.
     known_fields = ("size", "crop_size", "resample", "rescale_factor", "image_mean", "image_std", "default_to_square")

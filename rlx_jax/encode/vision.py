@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -13,7 +13,8 @@ import numpy as np
 from rlx_jax.compiler.settings import bucket_size, fit_bucket
 from rlx_jax.encode.embedding import chunks, prefetch
 from rlx_jax.encode.explain import explain_images, show
-from rlx_jax.encode.images import ImageProcessor, PixelValues, named_images, number_images
+from rlx_jax.encode.images import ImageProcessor, named_images, number_images
+from rlx_jax.encode.naflex import PATCH_INPUTS, check_patches
 from rlx_jax.encode.pooled import POOLED, Vectors, check_finite, get_pooled, pooled_width
 from rlx_jax.errors import GraphError, RequestError, RlxNumericsWarning, listing, quote, shown, suggest_keywords
 from rlx_jax.ir.types import is_float, short_name
@@ -63,10 +64,12 @@ class VisionEncoder(TaskModel):
         self.model = open_model(flow, weights, OpenOptions(**options), serves=("forward",))
         self.processor, self.buckets = processor, self.model.settings.buckets
         self.channels = check_images(self.model)
+        self.reads_patches = reads_patches(self.model)
         self._last_request: RequestReport | None = None
 
     def __repr__(self) -> str:
-        return f"VisionEncoder({self.model.name}: {self.channels} channels, target {self.model.settings.target})"
+        unit = "values a patch" if self.reads_patches else "channels"
+        return f"VisionEncoder({self.model.name}: {self.channels} {unit}, target {self.model.settings.target})"
 
     @suggest_keywords()
     def hidden_states(self, pixel_values: Any) -> jax.Array:
@@ -82,6 +85,9 @@ class VisionEncoder(TaskModel):
             raise GraphError(
                 f"{self.model.name}: the output is {list(shape)}; hidden states are [batch, tokens, hidden]"
             )
+        if self.reads_patches:
+            inputs: dict[str, Any] = check_patches(pixel_values, self.channels)
+            return primary_output(self.model(**inputs))
         return primary_output(self.model(self._check_pixel_values(pixel_values)))
 
     @suggest_keywords()
@@ -91,7 +97,7 @@ class VisionEncoder(TaskModel):
         Args:
             images: uint8 arrays `[H, W, C]` or Pillow's images, which the checkpoint's image processor converts: a
                 single one, or several in a list or an iterator, which is consumed in chunks; or pixel values
-                `[B, C, H, W]`, floats.
+                `[B, C, H, W]`, floats; a model that reads patches takes what `processor(images)` returns.
 
         Raises:
             RequestError: none of these; the message names the image. GraphError: the flow has no output `pooled`.
@@ -104,9 +110,13 @@ class VisionEncoder(TaskModel):
         self.model.refuse_traced()
         width = pooled_width(self.model, output)
         clock = self.model.programs.start_timer()
-        if _is_pixel_values(images):
+        if self.reads_patches and (isinstance(images, Mapping) or _is_pixel_values(images)):
+            patches, single, size = check_patches(images, self.channels), False, self._max_batch
+            starts = range(0, len(patches["pixel_values"]), size)
+            batches: Iterator[Any] = ({k: v[i : i + size] for k, v in patches.items()} for i in starts)
+        elif _is_pixel_values(images):
             pixels, single = np.asarray(self._check_pixel_values(images, min_images=0)), False
-            batches: Iterator[Any] = (pixels[i : i + self._max_batch] for i in range(0, len(pixels), self._max_batch))
+            batches = (pixels[i : i + self._max_batch] for i in range(0, len(pixels), self._max_batch))
         else:
             batches, single = self._preprocess(images)
         vectors = np.concatenate(
@@ -131,7 +141,7 @@ class VisionEncoder(TaskModel):
         named_items, single = (None, False) if isinstance(images, Iterator) else named_images(images)
         sizes: list[tuple[int, ...]] = []
 
-        def make(chunk: tuple[int, list[Any]]) -> PixelValues:
+        def make(chunk: tuple[int, list[Any]]) -> Any:
             items = chunk[1] if named_items is not None else number_images(chunk[1], chunk[0])
             return processor.process_batch(items, sizes)
 
@@ -145,10 +155,15 @@ class VisionEncoder(TaskModel):
 
     def _run_batch(self, pixels: Any, output: str) -> Vectors:
         """Return an output for a batch, padded with zeros to one of few sizes, so that few programs compile."""
-        rows = len(pixels)
+        arrays: dict[str, Any] = pixels if self.reads_patches else {self.model.first_input: pixels}
+        rows = len(arrays[self.model.first_input])
         padded_rows = fit_bucket(self.buckets.batch, rows) or self.buckets.rows(bucket_size(rows, 1, self._max_batch))
-        padded = np.pad(pixels, ((0, padded_rows - rows), (0, 0), (0, 0), (0, 0)))
-        outputs = self.model(padded)
+        # Patches are padded with the last image, because an image without patches has no positions.
+        mode: Any = "edge" if self.reads_patches else "constant"
+        padded: dict[str, Any] = {
+            k: np.pad(v, ((0, padded_rows - rows), *((0, 0),) * (v.ndim - 1)), mode) for k, v in arrays.items()
+        }
+        outputs = self.model(**padded)
         vectors: Vectors = np.asarray(jax.device_get(get_pooled(outputs, output)))[:rows]
         return vectors
 
@@ -215,6 +230,8 @@ def check_images(model: CompiledModel) -> int:
     """
     image_input = next(i for i in model.flow._inputs if i.name == model.first_input)
     shape = image_input.type.shape
+    if reads_patches(model):
+        return int(shape[2])
     if len(shape) != 4 or not isinstance(shape[1], int) or not is_float(image_input.type.dtype):
         raise GraphError(
             f"{model.name}: the first input of a VisionEncoder's flow is pixel values [batch, channels, height, width] "
@@ -227,6 +244,11 @@ def check_images(model: CompiledModel) -> int:
             "these inputs a default, or call rlx_jax.compile(flow)"
         )
     return shape[1]
+
+
+def reads_patches(model: CompiledModel) -> bool:
+    """Return whether a model reads the `PATCH_INPUTS` in place of images."""
+    return model.first_input == PATCH_INPUTS[0] and {i.name for i in model.inputs} == {*PATCH_INPUTS}
 
 
 def warn_of_range(pixels: np.ndarray[Any, Any], processor: ImageProcessor) -> None:

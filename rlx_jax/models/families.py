@@ -27,7 +27,7 @@ from rlx_jax.models.modernbert import ModernBertCausalFlow, ModernBertDecoderFlo
 from rlx_jax.models.nearest_family import describe_nearest
 from rlx_jax.models.qwen35 import TEXT as QWEN35_TEXT
 from rlx_jax.models.recipe import Recipe
-from rlx_jax.models.siglip import SiglipVisionFlow
+from rlx_jax.models.siglip import Siglip2Flow, Siglip2VisionFlow, SiglipVisionFlow
 from rlx_jax.models.text_part import TextPart
 from rlx_jax.models.vision import VisionFlow
 from rlx_jax.models.vit import TEACHER, DeiTFlow, IJepaFlow, ViTMsnFlow
@@ -291,6 +291,12 @@ FAMILIES: dict[str, Family] = {
     ),
     "siglip_text_model": Family.encoder(models.SiglipTextFlow, "SiglipTextModel"),
     "siglip_vision_model": Family.vision(SiglipVisionFlow, "Siglip", "SiglipVisionModel"),
+    "siglip2": Family.either(
+        Family.dual(Siglip2Flow, "Siglip2", "Siglip2Model"),
+        Family.vision(Siglip2VisionFlow, "Siglip2", "Siglip2ForImageClassification", config_field="vision_config"),
+    ),
+    "siglip2_text_model": Family.encoder(models.SiglipTextFlow, "Siglip2TextModel"),
+    "siglip2_vision_model": Family.vision(Siglip2VisionFlow, "Siglip2", "Siglip2VisionModel"),
     "Flux2Transformer2DModel": Family.of(models.Flux2Flow, "denoiser", "", "Flux2Transformer2DModel"),
 }
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from rlx_jax.blocks import AttentionPool, BlockStage, ClsTokenPool, GatherLastToken, Linear, Sequence
+from rlx_jax.blocks import (
+    AttentionPool,
+    BlockStage,
+    ClsTokenPool,
+    GatherLastToken,
+    Linear,
+    NaflexEmbed,
+    PreNormLayerSpec,
+    Sequence,
+)
 from rlx_jax.blocks.vision import CLIP_KEYS
 from rlx_jax.errors import ConfigError
-from rlx_jax.models.config import Fields, text_fields
+from rlx_jax.flow import ModelFlow
+from rlx_jax.models.config import Fields, text_fields, tower_fields
 from rlx_jax.models.dual import DualConfig, DualFlow, finish_towers, tower_group
 from rlx_jax.models.text_tower import TextConfig, TextFlow
 from rlx_jax.models.vision import TOWER_INERT, PatchMean, VisionConfig, VisionFlow, VisionLayout
@@ -110,10 +121,12 @@ class SiglipTextFlow(TextFlow[SiglipTextConfig]):
 class SiglipConfig(DualConfig[SiglipTextConfig, SiglipVisionConfig]):
     """The configs of both towers of SigLIP."""
 
+    vision_type: ClassVar[type[SiglipVisionConfig]] = SiglipVisionConfig
+
     @classmethod
     def read(cls, c: Fields) -> Self:
         text, vision = tower_group(c, "text_config"), tower_group(c, "vision_config")
-        result = cls(SiglipTextConfig.read(text), SiglipVisionConfig.read(vision))
+        result = cls(SiglipTextConfig.read(text), cls.vision_type.read(vision))
         if result.text.width != result.vision.hidden_size:
             raise ConfigError(
                 f"{c.where}: vectors of texts are {result.text.width} wide (projection_size), and vectors of images "
@@ -136,3 +149,77 @@ class SiglipFlow(DualFlow[SiglipConfig]):
     text_type = SiglipTextFlow
     vision_type = SiglipVisionFlow
     bias = True
+
+
+# -- SigLIP 2 with images of any proportions ---------------------------------------------------
+
+MASK, SHAPES = "pixel_attention_mask", "spatial_shapes"
+
+
+@dataclass(frozen=True)
+class Siglip2VisionConfig(SiglipVisionConfig):
+    """Sizes of the vision tower of SigLIP 2, whose positions are those of a square of `num_patches` patches."""
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        patches, patch = c.integer("num_patches", 256, high=2**20), c.integer("patch_size", 16, high=2**10)
+        side = math.isqrt(patches)
+        if side * side != patches:
+            raise ConfigError(f"{c.where}: num_patches is {patches}; expected a square number")
+        return cls(
+            **tower_fields(c, activation=GELU), intermediate_size=c.integer("intermediate_size", 3072),
+            image_size=(side * patch, side * patch), patch_size=(patch, patch),
+            num_channels=c.integer("num_channels", 3, high=2**10), head=c.flag("vision_use_head", True),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Siglip2VisionFlow(SiglipVisionFlow):
+    """The recipe of SigLIP 2's vision tower for images of any proportions (NaFlex): see `SiglipVisionFlow`.
+
+    Inputs, as the checkpoint's image processor makes them: `pixel_values` `[batch, patches, P·P·channels]`,
+    `pixel_attention_mask` `[batch, patches]`, 1 for patches of the image, and `spatial_shapes` `[batch, 2]`, the
+    rows and columns of patches.
+    """
+
+    name: str = "siglip2_vision"
+
+    config_type = Siglip2VisionConfig
+
+    def add_inputs(self, flow: ModelFlow, rows: str = "batch") -> ModelFlow:
+        c = self.config
+        flow = flow.input("pixel_values", (rows, "patches", c.patch_size[0] ** 2 * c.num_channels))
+        flow = flow.input(MASK, (rows, "patches"), dtype="int32")
+        return flow.input(SHAPES, (rows, 2), dtype="int32")
+
+    def embedding_stages(self) -> tuple[BlockStage, ...]:
+        c, patch = self.config, f"{self.prefix}{self.layout.patch}"
+        position = self.prefix + self.layout.position
+        return (NaflexEmbed(f"{patch}.weight", f"{patch}.bias", position, c.hidden_size, c.grid[0], SHAPES),)
+
+    def spec(self, index: int) -> PreNormLayerSpec:
+        return replace(super().spec(index), mask_input=MASK)
+
+    def head_input(self) -> tuple[BlockStage, int]:
+        return PatchMean(mask_input=MASK), self.config.hidden_size
+
+    def pool(self) -> BlockStage | None:
+        pool: Any = super().pool()
+        return None if pool is None else replace(pool, mask_input=MASK)
+
+
+@dataclass(frozen=True)
+class Siglip2Config(SiglipConfig):
+    """The configs of both towers of SigLIP 2."""
+
+    vision_type: ClassVar[type[SiglipVisionConfig]] = Siglip2VisionConfig
+
+
+@dataclass(frozen=True)
+class Siglip2Flow(SiglipFlow):
+    """The recipe of SigLIP 2 for images of any proportions: see `SiglipFlow` and `Siglip2VisionFlow`."""
+
+    name: str = "siglip2"
+
+    config_type = Siglip2Config
+    vision_type = Siglip2VisionFlow

@@ -126,14 +126,21 @@ class VisionLayout:
 
 @dataclass(frozen=True)
 class PatchMean:
-    """Average the tokens from `start` on, `[B,S,H]` → `[B,H]`; with `cls`, append the average to the first token."""
+    """Average the tokens from `start` on, `[B,S,H]` → `[B,H]`; with `cls`, append the average to the first token.
+
+    `mask_input` names an input `[B,S]` with 1 for the tokens to average, in place of `start`.
+    """
 
     start: int = 0
     cls: bool = False
+    mask_input: str | None = None
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         x = emit.require(value, "PatchMean")
         with emit.scope("patch_mean"):
+            if self.mask_input is not None:
+                kept = emit.cast(emit.flow_input(self.mask_input), x.dtype)
+                return emit.einsum("bsh,bs->bh", x, kept) / emit.sum(kept, 1, keepdims=True)
             mean = (x[:, self.start :] if self.start else x).mean(axis=1)
             return emit.concat([emit.first_token(x), mean]) if self.cls else mean
 

@@ -1,0 +1,112 @@
+"""SigLIP 2 with images of any proportions (NaFlex), live against transformers, from pixels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax.encode.naflex import patch_sides
+
+LAYERS = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 3}
+VISION = LAYERS | {"patch_size": 5, "num_patches": 16, "num_channels": 3}
+TEXT = LAYERS | {"vocab_size": 83, "max_position_embeddings": 9, "pad_token_id": 1}
+SIDES = ((40, 33), (12, 70), (90, 9), (6, 6), (31, 31))
+IMAGES = [np.random.default_rng(h).integers(0, 256, (h, w, 3), dtype=np.uint8) for h, w in SIDES]
+
+
+def test_sides() -> None:
+    """Multiples of the patch, at most so many patches, and about the proportions."""
+    assert [patch_sides(h, w, 5, 20) for h, w in SIDES] == [(25, 20), (10, 50), (50, 5), (20, 20), (20, 20)]
+
+
+def check_close(actual: Any, expected: Any) -> None:
+    reference = expected.detach().numpy()
+    np.testing.assert_allclose(actual, reference, atol=3e-5 * np.abs(reference).max(), rtol=0)
+
+
+def written(directory: Path, kind: str, config: Any, processor: Any) -> Any:
+    """A model of random weights, in `directory` too."""
+    import torch
+    import transformers
+
+    torch.manual_seed(3)
+    model = getattr(transformers, kind)(config).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(torch.randn_like(weight) * 0.3 + ("norm" in name and "weight" in name))
+    model.save_pretrained(directory)
+    processor.save_pretrained(directory)
+    return model
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("changes", [{}, {"num_patches": 9, "layer_norm_eps": 1e-2, "hidden_act": "gelu"}], ids=str)
+def test_equal_to_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
+    import torch
+    import transformers
+    from PIL import Image
+    from transformers.models.siglip2.image_processing_pil_siglip2 import Siglip2ImageProcessorPil
+
+    config = transformers.Siglip2Config(text_config=TEXT, vision_config=VISION | changes)
+    processor = Siglip2ImageProcessorPil(patch_size=5, max_num_patches=20)
+    inputs = processor([Image.fromarray(image) for image in IMAGES], return_tensors="pt")
+    arrays = {name: value.numpy() for name, value in inputs.items()}
+
+    model = written(tmp_path / "vision", "Siglip2VisionModel", config.vision_config, processor)
+    encoder, expected = rlx.load(tmp_path / "vision"), model(**inputs)
+    assert isinstance(encoder, rlx.VisionEncoder)
+    for name, value in encoder.processor(IMAGES).items():  # type: ignore[misc]
+        check_close(value, inputs[name])
+    check_close(encoder.embed(IMAGES), expected.pooler_output)
+    check_close(encoder.embed(arrays), expected.pooler_output)
+    check_close(encoder.embed(IMAGES[1]), expected.pooler_output[1])
+    check_close(encoder.hidden_states(arrays), expected.last_hidden_state)
+
+    model = written(tmp_path / "classifier", "Siglip2ForImageClassification", config, processor)
+    classifier: Any = rlx.load(tmp_path / "classifier")
+    check_close(classifier.logits(IMAGES), model(**inputs).logits)
+
+    model = written(tmp_path / "both", "Siglip2Model", config, processor)
+    both: Any = rlx.load(tmp_path / "both")
+    tokens = np.random.default_rng(5).integers(2, 83, (3, 9))
+    check_close(
+        both.similarity(tokens.tolist(), IMAGES), model(input_ids=torch.tensor(tokens), **inputs).logits_per_text
+    )
+
+
+def model_of(**changes: Any) -> rlx.VisionEncoder:
+    from rlx_jax.models.siglip import Siglip2VisionFlow
+
+    recipe = Siglip2VisionFlow.for_prefill({"model_type": "siglip2_vision_model"} | VISION | changes)
+    return rlx.VisionEncoder(recipe, missing="init")
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [({"num_patches": 15}, "num_patches"), ({"patch_size": [5, 5]}, "patch_size"), ({"image_size": 20}, "image_size")],
+)
+def test_refused_configs(changes: dict[str, Any], name: str) -> None:
+    with pytest.raises(rlx.errors.RlxError, match=name):
+        model_of(**changes)
+
+
+def test_refused_requests() -> None:
+    """Patches come with their mask and shapes, which fit together."""
+    encoder = model_of()
+    processor = rlx.ImageProcessor(patch=5, max_patches=20)
+    good = processor(IMAGES)
+    assert encoder.embed(good).shape == (5, 24)
+    bad: list[tuple[Any, str]] = [
+        (good["pixel_values"], "pixel_attention_mask"),
+        (good | {"pixel_values": good["pixel_values"][..., 1:]}, "pixel_values"),
+        (good | {"pixel_attention_mask": good["pixel_attention_mask"][1:]}, "pixel_attention_mask"),
+        (good | {"spatial_shapes": good["spatial_shapes"] * 3}, "spatial_shapes"),
+        (good | {"spatial_shapes": good["spatial_shapes"] * 1.0}, "spatial_shapes"),
+    ]
+    for inputs, name in bad:
+        with pytest.raises(rlx.errors.RequestError, match=name):
+            encoder.embed(inputs)
