@@ -156,6 +156,11 @@ def make_model(cls: Any, config: Any) -> Any:
 def inputs_for(task: str, config: Any) -> Any:
     """Return pixel values `[2, C, H, W]`, or rows of ids of different lengths without special ids."""
     rng = np.random.default_rng(1)
+    if task == "ImageClassification" and config.model_type == "siglip2":  # patches, of which images have some
+        shapes, patch = np.array([[3, 4], [5, 2]]), config.vision_config.patch_size
+        values = rng.normal(size=(2, 12, patch**2 * config.vision_config.num_channels)).astype(np.float32)
+        mask = (np.arange(12) < shapes.prod(1)[:, None]).astype(np.int32)
+        return {"pixel_values": values, "pixel_attention_mask": mask, "spatial_shapes": shapes}
     if task == "ImageClassification":
         size = getattr(config, "image_size", 16)
         height, width = size if isinstance(size, list | tuple) else (size, size)
@@ -166,6 +171,8 @@ def inputs_for(task: str, config: Any) -> Any:
 def reference(model: Any, inputs: Any) -> Outputs:
     """Return the logits of transformers, one array for each row or image."""
     with torch.no_grad():
+        if isinstance(inputs, dict):
+            return [*model(**{name: torch.from_numpy(value) for name, value in inputs.items()}).logits.numpy()]
         if isinstance(inputs, np.ndarray):
             return [*model(pixel_values=torch.from_numpy(inputs)).logits.numpy()]
         return [model(input_ids=torch.tensor([row])).logits[0].numpy() for row in inputs]

@@ -24,6 +24,8 @@ RECORD = Path(__file__).parent / "fixtures" / "census.json"
 OTHERS = {
     "clip": "embeddings of texts and images, similarities (tests/test_dual.py)",
     "siglip": "embeddings of texts and images, similarities (tests/test_dual.py)",
+    "siglip2_text_model": "the text tower of `siglip2`",
+    "siglip2_vision_model": "hidden states and vectors, from pixels (tests/test_siglip2.py)",
     "llama_bidirec": "embeddings and logits, with a bidirectional Llama (tests/test_sentence_layers.py)",
     "Flux2Transformer2DModel": "one step, with diffusers (tests/test_flux2.py)",
 }

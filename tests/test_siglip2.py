@@ -82,7 +82,7 @@ def model_of(**changes: Any) -> rlx.VisionEncoder:
     from rlx_jax.models.siglip import Siglip2VisionFlow
 
     recipe = Siglip2VisionFlow.for_prefill({"model_type": "siglip2_vision_model"} | VISION | changes)
-    return rlx.VisionEncoder(recipe, missing="init")
+    return rlx.VisionEncoder(recipe, missing="init", key=0)
 
 
 @pytest.mark.parametrize(

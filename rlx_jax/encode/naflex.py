@@ -15,7 +15,7 @@ from rlx_jax.runtime.inputs import as_host_array
 # The inputs of a flow that reads patches: `[B, N, P·P·C]` floats, `[B, N]`, 1 for patches of the image, and `[B, 2]`,
 # rows and columns of patches.
 PATCH_INPUTS = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
-Patches = dict[str, np.ndarray[Any, Any]]
+PatchArrays = dict[str, np.ndarray[Any, Any]]
 
 # The search for the scale of an image ends at this width, and begins below this factor, as in the reference.
 EPSILON, LARGEST_SCALE = 1e-5, 100.0
@@ -37,7 +37,7 @@ def patch_sides(height: int, width: int, patch: int, max_patches: int) -> tuple[
     return rows * patch, columns * patch
 
 
-def stack_patches(images: Sequence[np.ndarray[Any, Any]], patch: int, max_patches: int) -> Patches:
+def stack_patches(images: Sequence[np.ndarray[Any, Any]], patch: int, max_patches: int) -> PatchArrays:
     """Return the `PATCH_INPUTS` of processed images `[C, H, W]`, padded to `max_patches` patches."""
     shapes = np.array([[side // patch for side in image.shape[1:]] for image in images], np.int32)
     values = np.zeros((len(images), max_patches, patch * patch * images[0].shape[0]), np.float32)
@@ -48,7 +48,7 @@ def stack_patches(images: Sequence[np.ndarray[Any, Any]], patch: int, max_patche
     return dict(zip(PATCH_INPUTS, (values, mask, shapes), strict=True))
 
 
-def check_patches(inputs: Any, width: int) -> Patches:
+def check_patches(inputs: Any, width: int) -> PatchArrays:
     """Return the arrays of a request of patches, of `width` values each.
 
     Raises:
