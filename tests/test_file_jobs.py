@@ -177,6 +177,7 @@ def test_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         "10000",
     ]
     assert all(part in got[index]["error"]["message"] for index, part in enumerate(told, 4))
+    assert all(f"line {index + 1}" in line["error"]["message"] for index, line in got.items() if "error" in line)
     assert run(capsys, *words) == {"output": str(target), "lines": 10, "resumed": 10, "errors": 0}
     assert "another max_new_tokens, 6, and now it is 5" in run(capsys, *words, "--max-new-tokens", 5, status=1)
     assert "another seed, None, and now it is 3" in run(capsys, *words, "--seed", 3, status=1)
@@ -200,7 +201,7 @@ def test_embed_and_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     want = encoder.embed(texts)
     np.testing.assert_allclose([line["embedding"] for line in got[:5]], want, atol=1e-6)
     np.testing.assert_allclose([*encoder.embed_iter(iter(texts))], want, atol=1e-6)
-    assert got[0]["id"] == "a b" and "text is 3" in got[5]["error"]["message"]
+    assert got[0]["id"] == "a b" and got[5]["error"]["message"].startswith("line 6: text is 3")
     target.write_bytes(whole[: len(whole) // 2])
     assert run(capsys, *words)["resumed"] == 2 and target.read_bytes() == whole
     assert "another prompt" in run(capsys, *words, "--prompt", "x", status=1)
@@ -218,6 +219,7 @@ def test_embed_and_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
         [s.logprob for s in lm.score([("It", " was"), "a b"])]
     )
     assert got[2]["id"] == 1 and ["error" in line for line in got] == [False, False, True, True]
+    assert [line["error"]["message"][:6] for line in got[2:]] == ["line 3", "line 4"]
 
 
 # -- a process that is killed ------------------------------------------------------------------

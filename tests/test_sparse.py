@@ -41,6 +41,9 @@ def test_splade(directories: Path, tmp_path: Path) -> None:
     rlx.save(model, tmp_path / "saved")
     assert rlx.load(tmp_path / "saved").embed_sparse(TEXTS) == vectors
     assert model.embed_sparse([]) == []
+    for texts in (None, 3, {"a": 1}, b"a"):
+        with pytest.raises(errors.RequestError, match="embed_sparse: texts is"):
+            model.embed_sparse(texts)
 
 
 def test_m3(directories: Path, tmp_path: Path) -> None:
@@ -54,6 +57,16 @@ def test_m3(directories: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(np.linalg.norm(model.embed(TEXTS), axis=1), 1, atol=1e-5)
     rlx.save(model, tmp_path / "saved")
     np.testing.assert_array_equal(rlx.load(tmp_path / "saved").embed_tokens(TEXTS[1]), model.embed_tokens(TEXTS[1]))
+
+
+def test_errors_count_in_the_whole_list(directories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rlx_jax.encode.sparse.MAX_VALUES", 100)
+    splade, m3 = rlx.load(directories / "splade"), rlx.load(directories / "m3")
+    for call in (splade.embed_sparse, m3.embed_sparse, m3.embed_tokens):
+        with pytest.raises(errors.TokenIdError, match=r"texts\[5\]\[0\]: id 999"):
+            call([[3]] * 5 + [[999]])
+    with pytest.raises(errors.RequestError, match="embed_tokens: texts is None"):
+        m3.embed_tokens(None)
 
 
 def test_pylate_directory(directories: Path, tmp_path: Path) -> None:

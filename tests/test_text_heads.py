@@ -146,6 +146,21 @@ def test_separate_projections(directories: Path, tied: bool, tmp_path: Path) -> 
     assert_close(rlx.load(copy).logits(TEXTS[0]), 2 * base)
 
 
+def test_errors_count_in_the_whole_list(directories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the chunk, and texts rather than their windows: with a model that has an embedding that is not finite."""
+    monkeypatch.setattr("rlx_jax.encode.masked.MAX_PROBABILITIES", 16)
+    tags, masks = (rlx.load(directories / name) for name in ("tags", "masks"))
+    with pytest.raises(errors.RequestError, match=r"texts\[3\] has no \[MASK\]"):
+        masks.fill(["[MASK] a"] * 3 + ["a"])
+    for model, call in ((tags, lambda texts: tags.tag(texts, overlap=2)), (masks, masks.fill)):
+        name = next(key for key in model.model.params if key.endswith("word_embeddings.weight"))
+        word = model.tokenizer.encode("b", add_special_tokens=False)[0]
+        model.model = model.model.replace({**model.model.params, name: model.model.params[name].at[word].set(np.nan)})
+        with pytest.raises(errors.NumericsError, match=r"texts\[2\]$") as failed:
+            call(["a [MASK] " * 20, "[MASK]", "b [MASK]"] if model is tags else ["[MASK]"] * 2 + ["b [MASK]"])
+        assert [*failed.value.rows] == [2]
+
+
 def test_refusals(directories: Path, models: dict[str, Any]) -> None:
     tags, answers, masks = (models[name] for name in text_heads.RECORDED)
     recipe = rlx.recipe_for(directories / "masks")
@@ -156,7 +171,7 @@ def test_refusals(directories: Path, models: dict[str, Any]) -> None:
         (lambda: tags.tag(TEXTS, ignore_labels=["A"], aggregation="none"), "ignore_labels 'A'.*'B-A'"),
         (lambda: tags.tag(TEXTS, aggregation="none", overlap=3), "overlap.*another aggregation than 'none'"),
         (lambda: tags.tag(TEXTS, overlap=-1), "overlap"),
-        (lambda: tags.tag(TEXTS, overlap=22), "a window has 22 tokens.*overlaps by 22"),
+        (lambda: tags.tag(TEXTS, overlap=22), r"texts\[\d\]: a window has 22 tokens.*overlaps by 22"),
         (lambda: tags.tag([[2, 7, 3]]), "tag takes strings"),
         (lambda: tags.tag([3]), r"texts\[0\]"),
         (lambda: answers.answer("a", ["b"]), "context is.*expected a string for one question"),
@@ -166,7 +181,8 @@ def test_refusals(directories: Path, models: dict[str, Any]) -> None:
         (lambda: answers.answer("a", "b", max_answer_tokens=0), "max_answer_tokens"),
         (lambda: answers.answer("a", "b", allow_none=1), "allow_none is 1"),
         (lambda: answers.answer("a", "b", max_length=25), "max_length is 25; the model reads up to 24"),
-        (lambda: answers.answer("a " * 30, CONTEXTS[1]), "a window has 0 tokens"),
+        (lambda: answers.answer("a " * 30, CONTEXTS[1]), "context: a window has 0 tokens"),
+        (lambda: answers.answer(["a", "a " * 30], CONTEXTS[1]), r"context\[1\]: a window has 0 tokens"),
         (lambda: masks.fill("a b"), r"texts\[0\] has no \[MASK\] among its 4 tokens"),
         (lambda: masks.fill(["[MASK] " * 30]), r"texts\[0\] has 30 \[MASK\], and 22 of them among the 24 tokens"),
         (lambda: masks.fill("[MASK]", targets=["abc"]), r"targets\[0\] is 'abc', which is 3 tokens; expected one"),

@@ -102,7 +102,12 @@ def run_file(
             nonlocal num_errors
             if isinstance(result, RlxError):
                 num_errors += 1
-                result = {"error": {"type": type(result).__name__, "message": str(result)}}
+                # One way to name a line in all messages, from 1 on as editors count, whoever found the error.
+                line, message = f"line {index + 1}", str(result)
+                for name in (f"prompts[{index}]", "texts[0]"):
+                    message = message.replace(name, line)
+                message = message if line in message else f"{line}: {message}"
+                result = {"error": {"type": type(result).__name__, "message": message}}
             job.write(index, json_line({**repeated.pop(index), **result}))
             session.status(f"{job.num_done:,} of {job.total:,} lines", 0, 1)
 

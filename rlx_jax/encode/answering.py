@@ -144,8 +144,8 @@ class QuestionAnswerer(HeadModel):
             1 if top_k is None else check_integer("top_k", top_k, 1),
             check_integer("max_answer_tokens", max_answer_tokens, 1), allow_none, whole_words,
         )  # fmt: skip
-        pairs = _pairs(question, context)
-        answers = [_find(rows, search) for rows in self._windows(pairs, max_length, overlap, max_tokens)]
+        windows = self._windows(question, context, max_length, overlap, max_tokens)
+        answers = [_find(rows, search) for rows in windows]
         results = answers if top_k is not None else [best[0] if best else Answer("", 0.0, 0, 0) for best in answers]
         return results[0] if isinstance(question, str) else results
 
@@ -165,14 +165,15 @@ class QuestionAnswerer(HeadModel):
         Raises:
             As `answer`.
         """
-        windows = self._windows(_pairs(question, context), max_length, overlap, max_tokens)
+        windows = self._windows(question, context, max_length, overlap, max_tokens)
         results = [[window.logits for window in rows] for rows in windows]
         return results[0] if isinstance(question, str) else results
 
     def _windows(
-        self, pairs: Sequence[tuple[str, str]], max_length: int | None, overlap: int | None, max_tokens: int | None
+        self, question: Any, context: Any, max_length: int | None, overlap: int | None, max_tokens: int | None
     ) -> list[list[_Window]]:
         """Return the windows of each pair of a question and a context, with their logits."""
+        pairs, is_list = _pairs(question, context), not isinstance(question, str)
         reader = self.encoder.reader
         tokenizer, limit = reader.require_tokenizer(), reader.max_text_tokens
         if max_length is None:
@@ -181,9 +182,11 @@ class QuestionAnswerer(HeadModel):
             raise RequestError(f"max_length is {max_length}; the model reads up to {limit} tokens")
         shared = min(max_length // 2, MAX_OVERLAP) if overlap is None else check_integer("overlap", overlap, 0)
 
-        requests, spans = reader.read_spans(
-            pairs, lambda chunk, _: [encode_windows(tokenizer, *pair, max_length, shared) for pair in chunk]
-        )
+        def encode(chunk: Sequence[tuple[str, str]], first: int) -> list[list[TokenSpans]]:
+            places = [f"[{i}]" if is_list else "" for i in range(first, first + len(chunk))]
+            return [encode_windows(tokenizer, *p, max_length, shared, at) for p, at in zip(chunk, places, strict=True)]
+
+        requests, spans = reader.read_spans(pairs, encode, "context")
         logits = iter(self._run(requests, max_tokens))
         index, cls = int(tokenizer.padding_side == "right"), id_of_role(tokenizer, "cls")
 

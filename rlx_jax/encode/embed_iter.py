@@ -9,7 +9,7 @@ import numpy as np
 
 from rlx_jax.encode.embedding import chunks
 from rlx_jax.encode.precision import OutputFormat
-from rlx_jax.errors import NumericsError, RequestError, shown, suggest_keywords
+from rlx_jax.errors import RequestError, shown, suggest_keywords
 
 # Texts that are read and computed at once: enough that the device rarely waits for the first call of the next ones.
 TEXTS_AT_ONCE = 8192
@@ -37,21 +37,14 @@ def embed_iter(
         raise RequestError(f"embed_iter: texts is {shown(texts)}; expected an iterable of strings or id lists")
     self.model.refuse_traced()
     self.model.require_params("embed_iter")
-    prompt_text = self.pipeline.choose_prompt(prompt_name, prompt)
-    prompt_argument = "prompt_name" if prompt_name is not None else "prompt" if prompt is not None else ""
     output = OutputFormat.checked(self.output_width, truncate_dim, normalize, precision, ranges)
     if precision in ("int8", "uint8") and ranges is None:
         raise RequestError(f"embed_iter: precision={precision!r} needs ranges=, vector_ranges of many vectors")
-    prompt_tokens = self.reader.count_prompt_tokens(prompt_text)
+    self.reader.read_prompted([], prompt_name, prompt)  # checks the prompt
 
     def vectors() -> Iterator[np.ndarray[Any, Any]]:
         for first, chunk in chunks(texts, TEXTS_AT_ONCE):
-            requests = self.reader.read_texts(chunk, prompt_text, prompt_argument, first)
-            try:
-                rows = output(self.run(requests, max_tokens, prompt_tokens))
-            except NumericsError as error:
-                failed = {first + row: count for row, count in error.rows.items()}
-                raise NumericsError(f"of texts[{first}:]: {error}", failed, error.outputs) from error
-            yield from rows
+            requests = self.reader.read_prompted(chunk, prompt_name, prompt, first)
+            yield from output(self.run(requests, max_tokens))
 
     return vectors()

@@ -233,13 +233,11 @@ class Encoder(TaskModel):
         """
         self.model.refuse_traced()
         self.model.require_params("embed")
-        prompt_text = self.pipeline.choose_prompt(prompt_name, prompt)
-        prompt_argument = "prompt_name" if prompt_name is not None else "prompt" if prompt is not None else ""
         if not isinstance(show_progress, bool | None):
             raise RequestError(f"show_progress is {shown(show_progress)}; expected True, False or None")
         output = OutputFormat.checked(self.output_width, truncate_dim, normalize, precision, ranges)
-        requests = self.reader.read_texts(texts, prompt_text, prompt_argument)
-        out = output(self.run(requests, max_tokens, self.reader.count_prompt_tokens(prompt_text), show_progress))
+        requests = self.reader.read_prompted(texts, prompt_name, prompt)
+        out = output(self.run(requests, max_tokens, show_progress))
         return out[0] if requests.is_single else out
 
     embed_sparse, embed_tokens = embed_sparse, embed_tokens
@@ -253,18 +251,14 @@ class Encoder(TaskModel):
         )  # fmt: skip
 
     def run(
-        self,
-        requests: Requests,
-        max_tokens: int | None = None,
-        prompt_tokens: int = 0,
-        show_progress: bool | None = False,
+        self, requests: Requests, max_tokens: int | None = None, show_progress: bool | None = False
     ) -> np.ndarray[Any, Any]:
         """Return one vector for each text of a request, `[n, width]`; arguments and errors as in `embed`."""
-        batcher = self._make_batcher(max_tokens, prompt_tokens)
+        batcher = self._make_batcher(max_tokens, requests.prompt_tokens)
         out = self._run(requests, batcher, self._pooled_width, show_progress).finish()
         if self.pipeline.layers:
             out = self._placed_layers(out)
-            check_finite(out, "texts")
+            check_finite(out, requests.label, requests.index)
         return out
 
     def run_tokens(self, requests: Requests, selection: TokenSelection, max_tokens: int | None = None) -> list[Vectors]:
@@ -286,7 +280,7 @@ class Encoder(TaskModel):
                     total_text = "" if total is None else f" of {total}"
                     line = f"\rembed: {len(stream.ids)}{total_text} texts"
                     print(line, end="" if has_more else "\n", file=sys.stderr, flush=True)
-            self._check_vectors(stream)
+            self._check_vectors(stream, requests)
             return stream
         finally:
             stream.close()
@@ -322,8 +316,8 @@ class Encoder(TaskModel):
         key = self.model.key(frozenset({TYPES}))
         return self.model.programs.template(key).bounds.ids.get(TYPES, 0) > 1
 
-    def _check_vectors(self, stream: Stream) -> None:
-        """Wait for the results of a stream, and check that all are finite.
+    def _check_vectors(self, stream: Stream, requests: Requests) -> None:
+        """Wait for the results of a stream of a request, and check that all are finite.
 
         A text with non-finite hidden states can spoil the other texts of its row. So all texts with failed vectors run
         again in rows of their own; then only the faulty texts fail.
@@ -335,7 +329,8 @@ class Encoder(TaskModel):
         if failed.size:
             stream.rerun(sorted({*np.searchsorted(stream.ends, failed, side="right").tolist()}))
             out = stream.finish()
-            check_finite(out if stream.batcher.selection is None else stream.split(), "texts")
+            results = out if stream.batcher.selection is None else stream.split()
+            check_finite(results, requests.label, requests.index)
 
     @functools.cached_property
     def packing(self) -> str:

@@ -97,8 +97,8 @@ class MaskedLM(TokenLogits):
         size = size if among else min(size, self.vocab_size)
         selection = TokenSelection(mask_id, size, (*among, *among[-1:] * (size - len(among))))
         results: list[list[list[Filling]]] = []
-        for _, group in chunks(request.texts or [], max(1, MAX_PROBABILITIES // size)):
-            requests, spans = reader.read_spans(group, encode)
+        for start, group in chunks(request.texts or [], max(1, MAX_PROBABILITIES // size)):
+            requests, spans = reader.read_spans(group, encode, start=start)
             values = self._run(requests, max_tokens, selection)
             best = [_best(text_values, size, len(among) or count, count) for text_values in values]
             results += _fillings([row.ids for (row,) in spans], best, mask_id, tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -40,18 +41,23 @@ def get_pooled(outputs: Any, output: str = POOLED) -> Any:
     return outputs[output] if isinstance(outputs, dict) else outputs
 
 
-def check_finite(vectors: Vectors | list[Vectors], label: str) -> None:
+def check_finite(vectors: Vectors | list[Vectors], label: str, index: Callable[[int], int] = int) -> None:
     """Check that all vectors, or the several vectors of all texts, are finite.
+
+    Args:
+        vectors: the vectors.
+        label, index: the name of the argument, and the index in it of what a vector is of.
 
     Raises:
         NumericsError: names those that are not.
     """
     is_finite = [np.isfinite(v).all() for v in vectors] if isinstance(vectors, list) else np.isfinite(vectors).all(1)
-    failed = np.flatnonzero(~np.array(is_finite, bool))
-    if failed.size:
-        names = listing((f"{label}[{i}]" for i in failed), 8)
-        message = f"embed: {failed.size} of {len(vectors)} vectors are not finite: {names}"
-        raise NumericsError(message, dict.fromkeys(failed.tolist(), 0), [*vectors])
+    failed = np.flatnonzero(~np.array(is_finite, bool)).tolist()
+    if failed:
+        rows = dict.fromkeys(map(index, failed), 0)
+        names = listing((f"{label}[{i}]" for i in rows), 8)
+        message = f"embed: {len(failed)} of {len(vectors)} vectors are not finite: {names}"
+        raise NumericsError(message, rows, [*vectors])
 
 
 def check_padding(padding: Any, vocab_size: int, positions: int | None) -> tuple[int, int] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -15,6 +15,7 @@ from rlx_jax.encode.token_selection import TokenSelection
 from rlx_jax.encode.vector_layers import PlacedLayers, VectorLayer
 from rlx_jax.errors import RequestError, shown, suggest_keywords
 from rlx_jax.runtime.inputs import check_integer
+from rlx_jax.encode.text_rows import Requests
 from rlx_jax.text.request_checks import Ids
 from rlx_jax.text.spans import id_of_role
 
@@ -47,13 +48,13 @@ def embed_sparse(
     count = pipeline.max_active_dims
     if max_active_dims is not None:
         count = check_integer("max_active_dims", max_active_dims, 1)
-    arguments: dict[str, Any] = {"prompt_name": prompt_name, "prompt": prompt, "max_tokens": max_tokens}
     results, rows = [], list[tuple[Ids, Vectors]]()
-    for _, chunk in chunks([texts] if isinstance(texts, str) else texts, max(1, MAX_VALUES // self.output_width)):
+    for first, chunk in chunks(_items(self, texts, "embed_sparse"), max(1, MAX_VALUES // self.output_width)):
+        requests = self.reader.read_prompted(chunk, prompt_name, prompt, first)
         if pipeline.is_sparse:
-            rows = [(np.arange(len(vector), dtype=np.int32), vector) for vector in self.embed(chunk, **arguments)]
+            rows = [(np.arange(self.output_width), vector) for vector in self.run(requests, max_tokens)]
         else:
-            ids, vectors = _token_vectors(self, chunk, (pipeline.token_weight,), **arguments)
+            ids, vectors = _token_vectors(self, requests, (pipeline.token_weight,), max_tokens)
             roles = [] if self.tokenizer is None else [id_of_role(self.tokenizer, role) for role in _UNWEIGHTED]
             special = [i for i in roles if i is not None]
             rows = [(row, vector[:, 0] * ~np.isin(row, special)) for row, vector in zip(ids, vectors, strict=True)]
@@ -82,21 +83,29 @@ def embed_tokens(
     """
     if not self.pipeline.token_layers:
         raise RequestError(f"embed_tokens: {self.model.name} has no vectors of tokens, as bge-m3 and ColBERT have")
-    items = [texts] if isinstance(texts, str) else [*texts]
-    _, vectors = _token_vectors(self, items, self.pipeline.token_layers, prompt_name, prompt, max_tokens)
+    requests = self.reader.read_prompted([*_items(self, texts, "embed_tokens")], prompt_name, prompt)
+    _, vectors = _token_vectors(self, requests, self.pipeline.token_layers, max_tokens)
     results = [rows[1:] for rows in vectors]
     return results[0] if isinstance(texts, str) else results
 
 
-def _token_vectors(
-    encoder: Any, texts: list[Any], layers: tuple[VectorLayer, ...], prompt_name: str | None, prompt: str | None,
-    max_tokens: int | None,
-) -> tuple[list[Ids], list[Vectors]]:  # fmt: skip
-    """Return the token ids of each text, and the layers of its hidden states."""
+def _items(encoder: Any, texts: Any, method: str) -> Iterable[Any]:
+    """Return the texts of a request, after checking that it can run.
+
+    Raises:
+        RequestError: `texts` is no text, and no iterable of them.
+    """
     encoder.model.refuse_traced()
-    encoder.model.require_params("embed_tokens")
-    argument = "prompt_name" if prompt_name is not None else "prompt" if prompt is not None else ""
-    requests = encoder.reader.read_texts(texts, encoder.pipeline.choose_prompt(prompt_name, prompt), argument)
+    encoder.model.require_params(method)
+    if isinstance(texts, bytes | Mapping) or not isinstance(texts, Iterable):
+        raise RequestError(f"{method}: texts is {shown(texts)}; expected a string, or strings or id lists")
+    return [texts] if isinstance(texts, str) else texts
+
+
+def _token_vectors(
+    encoder: Any, requests: Requests, layers: tuple[VectorLayer, ...], max_tokens: int | None
+) -> tuple[list[Ids], list[Vectors]]:
+    """Return the token ids of each text, and the layers of its hidden states."""
     read = [*requests.chunks]
     hidden = encoder.run_tokens(replace(requests, chunks=iter(read)), TokenSelection(), max_tokens)
     vectors = PlacedLayers.on(encoder.model.programs, layers)(np.concatenate(hidden)) if hidden else np.zeros((0, 1))

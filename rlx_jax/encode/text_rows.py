@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import Any, TypeVar
 
@@ -30,11 +30,23 @@ class Requests:
         chunks: (token rows of a chunk, whether another chunk follows).
         total: the number of texts; None for an iterator of unknown length.
         is_single: whether the request is one text and no list.
+        label: the name of the argument, for messages.
+        first: the index of the first text, for messages.
+        items: the index of the item that each row so far is a window of; empty if the rows are the items.
+        prompt_tokens: see `TextReader.count_prompt_tokens`.
     """
 
     chunks: Iterator[tuple[TokenRows, bool]]
     total: int | None
     is_single: bool
+    label: str = "texts"
+    first: int = 0
+    items: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+
+    def index(self, row: int) -> int:
+        """Return the index of the item that a row is of."""
+        return self.items[row] if self.items else self.first + row
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,14 @@ class TextReader:
         ids = self.tokenizer.encode(prompt, max_length=self.max_text_tokens)
         return len(ids) - any(map(self.tokenizer.is_special, ids[-1:]))
 
+    def read_prompted(
+        self, texts: Any, prompt_name: str | None = None, prompt: str | None = None, start: int = 0
+    ) -> Requests:
+        """Return the rows of texts with a prompt of the pipeline: see `read_texts` and `choose_prompt`."""
+        text = self.pipeline.choose_prompt(prompt_name, prompt)
+        argument = "prompt_name" if prompt_name is not None else "prompt" if prompt is not None else ""
+        return replace(self.read_texts(texts, text, argument, start), prompt_tokens=self.count_prompt_tokens(text))
+
     def read_texts(self, texts: Any, prompt: str = "", prompt_argument: str = "", start: int = 0) -> Requests:
         """Return the rows of texts or id lists.
 
@@ -77,7 +97,7 @@ class TextReader:
             texts: a string, or a list or an iterator of strings or of id lists.
             prompt: the text in front of each string.
             prompt_argument: name of the argument that gave the prompt, for messages; empty for the default prompt.
-            start: the index of the first text of a list, for messages.
+            start: the index of the first text, for messages.
         """
 
         def rows(items: Sequence[Any], is_text: bool, first: int) -> TokenRows:
@@ -86,19 +106,20 @@ class TextReader:
                     f"{prompt_argument} is for strings, and these are token ids, which are read as they are"
                 )
             ids = self._tokenize(items, prompt, first) if is_text else self._check_id_lists(items, first)
-            return TokenRows(self._fit(ids, first))
+            return TokenRows(self._fit(ids, "texts", range(first, first + len(ids))))
 
         if isinstance(texts, Iterator):
 
             def read(chunk: tuple[int, list[Any]]) -> TokenRows:
-                request = classify_prompts(chunk[1], f"texts[{chunk[0]}:]", allow_flat=False)
-                return rows(request.texts or request.ids or [], request.texts is not None, chunk[0])
+                first = start + chunk[0]
+                request = classify_prompts(chunk[1], "texts", allow_flat=False, first=first)
+                return rows(request.texts or request.ids or [], request.texts is not None, first)
 
-            return Requests(prefetch(chunks(texts), read), None, False)
-        request = classify_prompts(texts, f"texts[{start}:]" if start else "texts", allow_flat=False)
+            return Requests(prefetch(chunks(texts), read), None, False, first=start)
+        request = classify_prompts(texts, "texts", allow_flat=False, first=start)
         is_text, entries = request.texts is not None, request.texts or request.ids or []
         read_chunks = prefetch(chunks(entries), lambda chunk: rows(chunk[1], is_text, start + chunk[0]))
-        return Requests(read_chunks, len(entries), request.is_single)
+        return Requests(read_chunks, len(entries), request.is_single, first=start)
 
     def read_pairs(self, pairs: Sequence[tuple[str, str]]) -> Requests:
         """Return the rows of pairs of texts; a pair that is too long loses tokens of its longer text first."""
@@ -106,28 +127,35 @@ class TextReader:
         def rows(chunk: tuple[int, list[tuple[str, str]]]) -> TokenRows:
             tokenizer = self.require_tokenizer()
             encoded = tokenizer.encode_pairs(chunk[1], max_length=self.max_text_tokens, first=chunk[0])
-            return self._encoded_rows(encoded, chunk[0], self.reads_types)
+            indices = range(chunk[0], chunk[0] + len(encoded))
+            return self._encoded_rows(encoded, "pairs", indices, self.reads_types)
 
-        return Requests(prefetch(chunks(pairs), rows), len(pairs), False)
+        return Requests(prefetch(chunks(pairs), rows), len(pairs), False, "pairs")
 
     def read_spans(
-        self, items: Sequence[T], encode: Callable[[Sequence[T], int], list[list[TokenSpans]]]
-    ) -> tuple[Requests, list[list[TokenSpans]]]:
+        self, items: Sequence[T], encode: Callable[[Sequence[T], int], list[list[TokenSpans]]],
+        label: str = "texts", start: int = 0,
+    ) -> tuple[Requests, list[list[TokenSpans]]]:  # fmt: skip
         """Return the rows of what `encode` makes of chunks of items, and its results, which are there after the rows.
 
         Args:
             items: texts, or pairs of texts.
             encode: called with items and the index of the first; it returns the rows of each item.
+            label, start: the name of the argument, and the index of the first item, for messages.
         """
         spans: list[list[TokenSpans]] = []
+        owners: list[int] = []
 
         def rows(chunk: tuple[int, list[T]]) -> TokenRows:
-            encoded = encode(chunk[1], chunk[0])
+            encoded = encode(chunk[1], start + chunk[0])
             spans.extend(encoded)
-            windows = [window for windows in encoded for window in windows]
-            return self._encoded_rows(windows, chunk[0], self.reads_types and isinstance(chunk[1][0], tuple))
+            windows = [(i, window) for i, windows in enumerate(encoded, start + chunk[0]) for window in windows]
+            indices = [i for i, _ in windows]
+            owners.extend(indices)
+            has_types = self.reads_types and isinstance(chunk[1][0], tuple)
+            return self._encoded_rows([window for _, window in windows], label, indices, has_types)
 
-        return Requests(prefetch(chunks(items), rows), None, False), spans
+        return Requests(prefetch(chunks(items), rows), None, False, label, start, owners), spans
 
     @property
     def max_text_tokens(self) -> int | None:
@@ -137,17 +165,17 @@ class TextReader:
         limits = (length, self.max_positions, self.padding[0] if self.padding else None)
         return min((limit for limit in limits if limit is not None), default=None)
 
-    def _fit(self, rows: list[Ids], first: int) -> list[Ids]:
+    def _fit(self, rows: list[Ids], label: str, indices: Sequence[int]) -> list[Ids]:
         """Return rows padded if the model reads padding; else refuse rows that are longer than the largest bucket."""
         if self.padding is not None:
             tokens, fill = self.padding
-            for i, row in enumerate(rows, first):
-                check_positions(len(row), tokens, f"texts[{i}]")
+            for i, row in zip(indices, rows, strict=True):
+                check_positions(len(row), tokens, f"{label}[{i}]")
             return [np.pad(row, (0, tokens - len(row)), constant_values=fill) for row in rows]
-        for i, row in enumerate(rows, first):
+        for i, row in zip(indices, rows, strict=True):
             if self.buckets.on_recompile == "error" and self.buckets.prompt and len(row) > self.buckets.prompt[-1]:
                 raise RequestError(
-                    f"texts[{i}]: {len(row)} tokens, and {self.buckets.text()}; shorten it, or add to buckets.prompt "
+                    f"{label}[{i}]: {len(row)} tokens, and {self.buckets.text()}; shorten it, or add to buckets.prompt "
                     "of the profile"
                 )
         return rows
@@ -166,15 +194,14 @@ class TextReader:
         """Return the token ids of strings, truncated to `max_text_tokens`."""
         prompted_texts = [prompt + text for text in texts] if prompt else texts
         tokenizer = self.require_tokenizer()
-        return self._check_ids(
-            tokenizer.encode_batch(prompted_texts, max_length=self.max_text_tokens, first=first), first
-        )
+        ids = tokenizer.encode_batch(prompted_texts, max_length=self.max_text_tokens, first=first)
+        return self._check_ids(ids, "texts", range(first, first + len(ids)))
 
     def _encoded_rows(
-        self, encoded: Sequence[PairTokens] | Sequence[TokenSpans], first: int, has_types: bool
+        self, encoded: Sequence[PairTokens] | Sequence[TokenSpans], label: str, indices: Sequence[int], has_types: bool
     ) -> TokenRows:
         """Return the token ids, and with `has_types` the types, of encoded texts."""
-        ids = self._fit(self._check_ids([row.ids for row in encoded], first), first)
+        ids = self._fit(self._check_ids([row.ids for row in encoded], label, indices), label, indices)
         if not has_types:
             return TokenRows(ids)
         types = [np.array(row.types, np.int32) for row in encoded]
@@ -186,16 +213,16 @@ class TextReader:
             raise RequestError(f"strings need a tokenizer, and this model has none: {NO_TOKENIZER}; or pass token ids")
         return self.tokenizer
 
-    def _check_ids(self, lists: Sequence[list[int]], first: int) -> list[Ids]:
+    def _check_ids(self, lists: Sequence[list[int]], label: str, indices: Sequence[int]) -> list[Ids]:
         """Return the ids of a tokenizer as arrays, after checking that each row has some and that all are in range."""
         ends = np.cumsum([len(ids) for ids in lists]).tolist()
         flat = np.fromiter(chain.from_iterable(lists), np.int32, ends[-1] if ends else 0)
         if not all(lists) or flat.max(initial=0) >= self.vocab_size:
-            for i, ids in enumerate(lists, first):
+            for i, ids in zip(indices, lists, strict=True):
                 # `id_list` raises the detailed error for an id out of range; the error below is for an empty list.
-                id_list(ids, self.vocab_size, f"texts[{i}]")
+                id_list(ids, self.vocab_size, f"{label}[{i}]")
                 if not ids:
-                    raise RequestError(f"texts[{i}] has no tokens: the tokenizer puts none around a text")
+                    raise RequestError(f"{label}[{i}] has no tokens: the tokenizer puts none around a text")
         return [flat[start:end] for start, end in pairwise([0, *ends])]
 
 

@@ -119,13 +119,18 @@ class Prompts:
     is_single: bool
 
 
-def classify_prompts(prompts: Any, name: str = "prompts", allow_flat: bool = True) -> Prompts:
+def classify_prompts(prompts: Any, name: str = "prompts", allow_flat: bool = True, first: int = 0) -> Prompts:
     """Classify prompts: a string, a list of strings, an id list (if `allow_flat`), a list of id lists, or arrays.
+
+    Args:
+        prompts: the prompts.
+        name, first: the name of the argument, and the index of the first prompt in it, for messages.
+        allow_flat: whether an id list is one prompt.
 
     Raises:
         RequestError: none of these, or a mix.
     """
-    prompts = convert_foreign_arrays(name, prompts)
+    prompts = convert_foreign_arrays(name, prompts, first)
     if isinstance(prompts, np.ndarray) and prompts.dtype.kind in "UTO":  # texts, or rows of many lengths
         prompts = prompts.tolist()
     if isinstance(prompts, str):
@@ -142,24 +147,26 @@ def classify_prompts(prompts: Any, name: str = "prompts", allow_flat: bool = Tru
     if allow_flat and prompts and all(isinstance(p, int | np.integer) and not isinstance(p, bool) for p in prompts):
         return Prompts(None, [list(prompts)], True)
     kinds = [_prompt_kind(p, allow_flat) for p in prompts]
-    for i, kind in enumerate(kinds):
+    for i, (kind, prompt) in enumerate(zip(kinds, prompts, strict=True), first):
         if kind is None:
-            raise RequestError(f"{name}[{i}]: expected {kinds[0] or 'a string or token ids'}, got {shown(prompts[i])}")
+            raise RequestError(f"{name}[{i}]: expected {kinds[0] or 'a string or token ids'}, got {shown(prompt)}")
         if kind != kinds[0]:
             raise RequestError(
-                f"{name}[{i}]: expected {kinds[0]}, as {name}[0] is: all of one kind; got {shown(prompts[i])}"
+                f"{name}[{i}]: expected {kinds[0]}, as {name}[{first}] is: all of one kind; got {shown(prompt)}"
             )
     return Prompts(None, list(prompts), False)
 
 
-def convert_foreign_arrays(name: str, value: Any) -> Any:
+def convert_foreign_arrays(name: str, value: Any, first: int = 0) -> Any:
     """Convert arrays of other libraries, such as torch tensors, to NumPy, also in lists; return other values unchanged.
+
+    `name` is for messages, as is `first`, the index of the first item.
 
     Raises:
         RequestError: an array cannot be read, or `value` is a mapping.
     """
     if isinstance(value, list | tuple) and any(map(is_foreign, value)):
-        items = [convert_foreign_arrays(f"{name}[{i}]", item) for i, item in enumerate(value)]
+        items = [convert_foreign_arrays(f"{name}[{i}]", item) for i, item in enumerate(value, first)]
         return tuple(items) if isinstance(value, tuple) else items
     return read_array(name, value) if is_foreign(value) or isinstance(value, Mapping) else value
 

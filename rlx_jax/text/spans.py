@@ -66,8 +66,8 @@ def encode_spans(
 
     def encode() -> list[list[TokenSpans]]:
         rows = []
-        for encoding in native.encode_batch([*texts], add_special_tokens=False):
-            windows = _windows(encoding, size, overlap, tokenizer.truncation_side)
+        for i, encoding in enumerate(native.encode_batch([*texts], add_special_tokens=False), first):
+            windows = _windows(encoding, size, overlap, tokenizer.truncation_side, f"texts[{i}]")
             rows.append([TokenSpans.of(tokenizer, window) for window in windows])
         return rows
 
@@ -75,7 +75,7 @@ def encode_spans(
 
 
 def encode_windows(
-    tokenizer: Tokenizer, question: str, context: str, max_length: int | None, overlap: int
+    tokenizer: Tokenizer, question: str, context: str, max_length: int | None, overlap: int, where: str = ""
 ) -> list[TokenSpans]:
     """Return the tokens of a question with a context; of a long context, of the question with each window of it.
 
@@ -86,31 +86,32 @@ def encode_windows(
         question, context: the texts.
         max_length: maximum number of tokens of a window with the question.
         overlap: number of tokens of the context that two windows share.
+        where: the index of the pair in a list, such as "[3]", for messages.
 
     Raises:
         RequestError: the question leaves no more than `overlap` tokens to the context. Others as `Tokenizer.encode`.
     """
-    check_text(question, "question")
-    check_text(context, "context")
+    check_text(question, f"question{where}")
+    check_text(context, f"context{where}")
     native = tokenizer._native
 
     def encode() -> list[TokenSpans]:
         asked, told = native.encode_batch([question, context], add_special_tokens=False)
         size = None if max_length is None else max_length - len(asked) - native.num_special_tokens_to_add(True)
-        windows = _windows(told, size, overlap, tokenizer.truncation_side)
+        windows = _windows(told, size, overlap, tokenizer.truncation_side, f"context{where}")
         pairs = [(asked, w) if tokenizer.padding_side == "right" else (w, asked) for w in windows]
         return [TokenSpans.of(tokenizer, *pair) for pair in pairs]
 
     return guard(encode, "encoding failed")
 
 
-def _windows(encoding: Any, size: int | None, overlap: int | None, side: str) -> list[Any]:
+def _windows(encoding: Any, size: int | None, overlap: int | None, side: str, name: str) -> list[Any]:
     """Return an encoding in windows of `size` tokens, which share `overlap`; without it, the first window alone."""
     if size is None or len(encoding) <= size:
         return [encoding]
     if size <= (overlap or 0):
         raise RequestError(
-            f"a window has {max(size, 0)} tokens of a text of {len(encoding)}, without special tokens and the "
+            f"{name}: a window has {max(size, 0)} tokens of a text of {len(encoding)}, without special tokens and the "
             f"question, and overlaps by {overlap or 0}: allow more tokens, or a smaller overlap"
         )
     encoding.truncate(size, stride=overlap or 0, direction=side)
