@@ -20,6 +20,7 @@ from rlx_jax.models.heads import MASKED, SEQUENCE
 from rlx_jax.models.roformer import RoFormerFlow
 from rlx_jax.weights.mapping import MappingSource
 from tests.oracles import checkpoints, encoder_families, hugging_face
+from tests.oracles.checkpoints import REMOVED
 from tests.oracles.comparing import assert_close, assert_rows_close
 
 ARCHIVES = (encoder_families.ARCHIVE,)
@@ -166,18 +167,18 @@ def transformers() -> Any:
 
 
 def mutated(value: Any) -> list[Any]:
-    """Plausible other values of a field."""
+    """Plausible other values of a field, and its absence."""
     if isinstance(value, bool):
-        return [not value]
+        return [not value, None, REMOVED]
     if isinstance(value, int):
-        return [value + 1, 2 * value]
+        return [value + 1, 2 * value, None, REMOVED]
     if isinstance(value, float):
-        return [value * 3 + 0.01]
+        return [value * 3 + 0.01, 0.0, None, REMOVED]
     if isinstance(value, str):
-        return ["relu", "mean"]
+        return ["relu", "mean", REMOVED]
     if isinstance(value, list) and value:
-        return [value[::-1], value[:1]]
-    return [None, 2, True] if value is None else [None]
+        return [value[::-1], value[:1], REMOVED]
+    return [None, 2, True] if value is None else [None, REMOVED]
 
 
 # What names files and software, and not the model.
@@ -186,7 +187,9 @@ ORIGIN = {"architectures", "dtype", "model_type", "transformers_version"}
 
 @pytest.mark.oracle
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", encoder_families.CASES)
+@pytest.mark.parametrize(
+    "name", [*encoder_families.CASES, *(pytest.param(n, marks=pytest.mark.slow) for n in encoder_families.BASES)]
+)
 def test_live_mutants(name: str, tmp_path: Path) -> None:
     """Every field with another value: transformers' hidden states, or an error; or transformers refuses it as well."""
     encoder_families.write(name, tmp_path / "base")

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax import errors
+from rlx_jax import errors, losses, train
 from rlx_jax.encode.image_classifier import ImageClassifier
 from rlx_jax.models.heads import MULTI_LABEL
 from tests.oracles import checkpoints, image_classifiers, vision
+from tests.oracles.checkpoints import REMOVED
 from tests.oracles.comparing import assert_close
 from tests.oracles.image_classifiers import PIXELS
 
@@ -98,7 +103,62 @@ def test_requests_that_are_refused(vit: ImageClassifier, directories: Path) -> N
             call()
 
 
+def test_fifty_steps_are_those_of_a_loop_by_hand(directories: Path, tmp_path: Path) -> None:
+    """Of a head on images. A classifier has the trained parameters once its model is set, as has what is saved."""
+    classifier, recipe = rlx.load(directories / "vit"), rlx.recipe_for(directories / "vit")
+    model, optimizer = rlx.compile(recipe, program="train"), optax.adamw(1e-3, eps=1e-4)
+    labels = np.array([2, 0, 1])
+
+    @jax.jit
+    def next_by_hand(params: Any, memory: Any) -> Any:
+        def loss(p: Any) -> Any:
+            return -jax.nn.log_softmax(model.apply(p, PIXELS))[np.arange(3), labels].mean()
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        updates, memory = optimizer.update(gradients, memory, params)
+        return value, optax.apply_updates(params, updates), memory
+
+    step, state = train.make_step(model, optimizer, losses.classification), train.init(model, optimizer)
+    params, memory = jax.tree.map(jnp.copy, state.params), optimizer.init(state.params)
+    for _ in range(50):
+        with jax.numpy_dtype_promotion("standard"):
+            value, params, memory = next_by_hand(params, memory)
+        state, metrics = step(state, {"pixel_values": PIXELS, "labels": labels})
+        np.testing.assert_allclose(metrics.loss, value, rtol=1e-5)
+    classifier.model = model.replace(params=state.params)
+    rlx.save(classifier, tmp_path / "saved")
+    logits = classifier.logits(PIXELS)
+    assert logits.argmax(1).tolist() == labels.tolist()
+    assert_close(rlx.load(tmp_path / "saved").logits(PIXELS), logits)
+
+
 # -- live --------------------------------------------------------------------------------------
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["vit", "dinov2", "siglip"])
+def test_live_fifty_steps(name: str, tmp_path: Path) -> None:
+    """AdamW of torch over transformers' own loss, for each problem; the saved directory opens with equal logits."""
+    torch = importlib.import_module("torch")
+    theirs, classifier = image_classifiers.write(name, tmp_path / "made"), rlx.load(tmp_path / "made")
+    rng, count = np.random.default_rng(2), len(classifier.labels)
+    labels = rng.integers(0, count, 3) if name == "vit" else rng.integers(0, 2, (3, count)).astype(np.float32)
+    optimizer = torch.optim.AdamW(theirs.parameters(), 1e-3, eps=1e-4, weight_decay=0.01)
+    model = rlx.compile(rlx.recipe_for(tmp_path / "made"), program="train")
+    ours = optax.adamw(1e-3, eps=1e-4, weight_decay=0.01)
+    state, step = train.init(model, ours), train.make_step(model, ours, losses.classification)
+    for _ in range(50):
+        loss = theirs(torch.from_numpy(PIXELS), labels=torch.tensor(labels)).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        state, metrics = step(state, {"pixel_values": PIXELS, "labels": labels})
+        np.testing.assert_allclose(metrics.loss, loss.item(), rtol=1e-3)
+    classifier.model = model.replace(params=state.params)
+    rlx.save(classifier, tmp_path / "saved")
+    reopened = image_classifiers.load(tmp_path / "saved")
+    assert_close(classifier.logits(PIXELS), image_classifiers.logits(reopened, PIXELS), tolerance=1e-5)
 
 
 @pytest.mark.oracle
@@ -121,16 +181,16 @@ def output(directory: Path) -> Any:
 
 
 def changed(value: Any) -> list[Any]:
-    """Other plausible values of a field."""
+    """Other plausible values of a field, and its absence."""
     if isinstance(value, bool):
-        return [not value]
+        return [not value, None, REMOVED]
     if isinstance(value, int):
-        return [value + 1, 2 * value]
+        return [value + 1, 2 * value, None, REMOVED]
     if isinstance(value, float):
-        return [value / 2 + 0.25]
+        return [value / 2 + 0.25, 0.0, None, REMOVED]
     if isinstance(value, str):
-        return ["relu" if "gelu" in value else "gelu"]
-    return [None] if value is not None else [0.5, True]
+        return ["relu" if "gelu" in value else "gelu", "quick_gelu", REMOVED]
+    return [None, REMOVED] if value is not None else [0.5, True]
 
 
 @pytest.mark.oracle
@@ -148,7 +208,8 @@ def test_mutants(name: str, tmp_path: Path) -> None:
     for i, (key, value) in enumerate(fields):
         if key in ("architectures", "model_type"):
             continue
-        changes = {key: value} if tower is None else {"vision_config": tower | {key: value}}
+        inner = {k: v for k, v in ((tower or {}) | {key: value}).items() if v is not REMOVED}
+        changes = {key: value} if tower is None else {"vision_config": inner}
         copy = checkpoints.edited(tmp_path / "made", tmp_path / str(i), changes)
         try:
             recipe = rlx.recipe_for(copy)

@@ -168,6 +168,7 @@ def test_fifty_steps_are_those_of_a_loop_by_hand(directories: Path, tmp_path: Pa
     classifier.model = model.replace(params=state.params)
     rlx.save(classifier, tmp_path / "saved")
     again = rlx.load(tmp_path / "saved").logits(TEXTS, SECOND)
+    assert_close(classifier.logits(TEXTS, SECOND), again)
     np.testing.assert_allclose(nll(again, labels).mean(), theirs[-1], rtol=0.1)
     assert again.argmax(1).tolist() == labels.tolist()
 

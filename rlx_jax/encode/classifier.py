@@ -18,9 +18,8 @@ from rlx_jax.encode.text_rows import Requests, check_pairs
 from rlx_jax.errors import RequestError, shown, suggest_keywords
 from rlx_jax.models.heads import MULTI_LABEL, REGRESSION, SEQUENCE, TaskHead
 from rlx_jax.runtime.inputs import check_integer
-from rlx_jax.runtime.report import Report
 from rlx_jax.text.request_checks import TokenRows
-from rlx_jax.text.token_model import TaskModel
+from rlx_jax.text.token_model import EncoderModel
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ class RankedDocument:
     text: str
 
 
-class Reranker(TaskModel):
+class Reranker(EncoderModel):
     """Score how well documents answer a query, with a cross-encoder: a classifier of pairs with one label.
 
     Args:
@@ -198,12 +197,9 @@ class Reranker(TaskModel):
             raise RequestError(f"Reranker: expected a classifier with one label, got {len(classifier.labels)}")
         self.classifier, self.activation = classifier, activation
         self.prompts, self.template = prompts or SentencePipeline(), template
-        self.model, self.tokenizer = classifier.model, classifier.tokenizer
+        self.encoder, self.tokenizer = classifier.encoder, classifier.tokenizer
 
     artifact_plan = reranker_plan
-
-    def __repr__(self) -> str:
-        return repr(self.classifier).replace("Classifier", "Reranker", 1)
 
     @suggest_keywords()
     def score(
@@ -253,14 +249,6 @@ class Reranker(TaskModel):
         scores = self.score(pairs, prompt_name=prompt_name, prompt=prompt, max_tokens=max_tokens)
         order = np.argsort(-scores, kind="stable")[:count]
         return [RankedDocument(int(i), float(scores[i]), documents[i]) for i in order]
-
-    def warmup(self) -> None:
-        """Run every program once that texts can need, as `Encoder.warmup` does."""
-        self.classifier.warmup()
-
-    def report(self, **sizes: int) -> Report:
-        """Return the cost of compiling and of the last program, as `Encoder.report` does."""
-        return self.classifier.report(**sizes)
 
 
 def check_top_k(top_k: int | None) -> int | None:

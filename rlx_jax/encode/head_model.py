@@ -16,15 +16,14 @@ from rlx_jax.encode.token_selection import TokenSelection
 from rlx_jax.errors import RequestError, shown, suggest_keywords
 from rlx_jax.models.heads import MASKED, TaskHead
 from rlx_jax.program import Weights
-from rlx_jax.runtime.report import Report
-from rlx_jax.text.token_model import TaskModel, TokenizerLike, model_repr
+from rlx_jax.text.token_model import EncoderModel, TokenizerLike
 from rlx_jax.weights.format import CompileOptions
 
 # A request returns the results of every token.
 ALL_TOKENS = TokenSelection()
 
 
-class HeadModel(TaskModel):
+class HeadModel(EncoderModel):
     """A text model with the head of a task. The result for a text does not depend on the other texts of a request:
     texts share rows and are padded as in `Encoder`.
 
@@ -36,6 +35,7 @@ class HeadModel(TaskModel):
     """
 
     task: ClassVar[str]
+    encoder: Encoder
     artifact_plan = head_plan
 
     @suggest_keywords(*CompileOptions.__annotations__)
@@ -62,7 +62,7 @@ class HeadModel(TaskModel):
             pipeline=SentencePipeline(pooling=(task_head.pooling,), max_seq_length=max_seq_length), padding=padding,
             max_positions=max_positions, **options,
         )  # fmt: skip
-        self.model, self.tokenizer = self.encoder.model, self.encoder.tokenizer
+        self.tokenizer = self.encoder.tokenizer
         count, kind = len(task_head.labels), "labels"
         if self.task == MASKED:
             count, kind = self.encoder.vocab_size, "token ids"
@@ -70,9 +70,6 @@ class HeadModel(TaskModel):
             raise RequestError(
                 f"{name}: the head has {count} {kind}, and {self.model.name} returns {self.encoder.width} logits"
             )
-
-    def __repr__(self) -> str:
-        return model_repr(type(self).__name__, self.model, self.encoder.vocab_size, self.encoder.max_positions)
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -107,10 +104,6 @@ class HeadModel(TaskModel):
     def warmup(self) -> None:
         """Run every program once that texts can need, as `Encoder.warmup` does."""
         self.encoder.run_all_programs(self.selection)
-
-    def report(self, **sizes: int) -> Report:
-        """Return the cost of compiling and of the last program, as `Encoder.report` does."""
-        return self.encoder.report(**sizes)
 
     explain, show, profile = explain_ids, show_ids, profile_ids
 

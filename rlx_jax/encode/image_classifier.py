@@ -13,13 +13,11 @@ from rlx_jax.errors import RequestError, shown, suggest_keywords
 from rlx_jax.models.heads import LABEL_LOGITS, TaskHead
 from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
-from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.report import Report
-from rlx_jax.text.token_model import TaskModel
+from rlx_jax.text.token_model import EncoderModel
 from rlx_jax.weights.format import CompileOptions
 
 
-class ImageClassifier(TaskModel):
+class ImageClassifier(EncoderModel):
     """Classify images.
 
     Args:
@@ -29,6 +27,7 @@ class ImageClassifier(TaskModel):
         processor, options: as in `VisionEncoder`.
     """
 
+    encoder: VisionEncoder
     _methods = "classify(images) returns labels with probabilities, logits(images) the numbers before them"
 
     @suggest_keywords(*CompileOptions.__annotations__)
@@ -52,18 +51,6 @@ class ImageClassifier(TaskModel):
             raise RequestError(
                 f"ImageClassifier: the head has {len(self.labels)} labels, and {self.model.name} returns {width} logits"
             )
-
-    def __repr__(self) -> str:
-        return repr(self.encoder).replace("VisionEncoder", "ImageClassifier", 1)
-
-    @property
-    def model(self) -> CompiledModel:
-        """The compiled model."""
-        return self.encoder.model
-
-    @model.setter
-    def model(self, model: CompiledModel) -> None:
-        self.encoder.model = model
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -91,14 +78,6 @@ class ImageClassifier(TaskModel):
         """
         count = check_top_k(top_k)
         return classifications(self.head, self.logits(images), count)
-
-    def warmup(self) -> None:
-        """Run every program once that images can need, as `VisionEncoder.warmup` does."""
-        self.encoder.warmup()
-
-    def report(self, **sizes: int) -> Report:
-        """Return the cost of compiling and of the last program, as `VisionEncoder.report` does."""
-        return self.encoder.report(**sizes)
 
     @suggest_keywords()
     def profile(self, images: Any) -> BlockTimes:

@@ -456,7 +456,5 @@ def _channel_values(c: Fields, name: str, default: Sequence[float], low: float) 
     if not isinstance(c.values.get(name, default), list | tuple):
         return (c.real(name, low=low),) * CHANNELS
     kind = f"{CHANNELS} finite numbers" if math.isinf(low) else f"{CHANNELS} finite numbers over {low:g}"
-    values = c.items(
-        name, default, kind, lambda v: type(v) in (int, float) and math.isfinite(v) and v > low, CHANNELS
-    )  # fmt: skip
+    values = c.items(name, default, kind, lambda v: type(v) in (int, float) and math.isfinite(v) and v > low, CHANNELS)
     return tuple(map(float, values))

@@ -34,9 +34,8 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io.folder import CONFIG, Folder
 from rlx_jax.models.config import Fields
-from rlx_jax.runtime.report import Report
 from rlx_jax.text.request_checks import Ids, classify_prompts
-from rlx_jax.text.token_model import TaskModel, model_repr
+from rlx_jax.text.token_model import EncoderModel
 from rlx_jax.text.tokenizer import Tokenizer
 from rlx_jax.weights.execute import read_numbers
 from rlx_jax.weights.source import WeightSource
@@ -106,7 +105,7 @@ class TokenSettings:
         return replace(self, layers=(dense, *self.layers), projection="")
 
 
-class MultiVectorEncoder(TaskModel):
+class MultiVectorEncoder(EncoderModel):
     """Compute a vector for each token of a text, and score documents by the best match of each token of a query.
 
     Args:
@@ -121,15 +120,12 @@ class MultiVectorEncoder(TaskModel):
             raise RequestError("MultiVectorEncoder: expected an encoder with a tokenizer")
         output_width(settings.layers, encoder.width, "MultiVectorEncoder")
         self.encoder, self.settings = encoder, settings
-        self.model, self.tokenizer = encoder.model, encoder.tokenizer
+        self.tokenizer = encoder.tokenizer
         self._layers = PlacedLayers.on(encoder.model.programs, settings.layers)
         ids = map(self.tokenizer.token_id, settings.skipped_words)
         self._skipped = np.array([i for i in ids if i is not None], np.int32)
         self._prefixes = {kind: (prefix, _prefix_id(self.tokenizer, prefix)) for kind, prefix in settings.prefixes}
         self._expansion_id = _expansion_id(self.tokenizer, settings.expansion)
-
-    def __repr__(self) -> str:
-        return model_repr("MultiVectorEncoder", self.model, self.encoder.vocab_size, self.encoder.max_positions)
 
     @suggest_keywords()
     def embed_tokens(
@@ -214,9 +210,9 @@ class MultiVectorEncoder(TaskModel):
         """Return the scores `[queries, documents]` of lists of vectors, as `maxsim` in `rlx_jax.encode.sparse` does."""
         return maxsim(queries, documents, mean=self.settings.divides)
 
-    def report(self, **sizes: int) -> Report:
-        """Return the cost of compiling and of the last program, as `Encoder.report` does."""
-        return self.encoder.report(**sizes)
+    def warmup(self) -> None:
+        """Run every program once that texts can need, as `Encoder.warmup` does."""
+        self.encoder.run_all_programs(TokenSelection())
 
 
 def _prefix_id(tokenizer: Tokenizer, prefix: str) -> int | None:

@@ -11,11 +11,11 @@ import numpy as np
 
 from rlx_jax.encode.embedding import chunks
 from rlx_jax.encode.pooled import Vectors
+from rlx_jax.encode.text_rows import Requests
 from rlx_jax.encode.token_selection import TokenSelection
 from rlx_jax.encode.vector_layers import PlacedLayers, VectorLayer
 from rlx_jax.errors import RequestError, shown, suggest_keywords
 from rlx_jax.runtime.inputs import check_integer
-from rlx_jax.encode.text_rows import Requests
 from rlx_jax.text.request_checks import Ids
 from rlx_jax.text.spans import id_of_role
 

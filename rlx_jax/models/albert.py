@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.heads import MASKED, SEQUENCE, HeadLayer, masked_head, token_heads
@@ -17,11 +15,9 @@ class AlbertConfig(BertConfig):
     embedding_size: int = 128
     num_hidden_groups: int = 1
 
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "vocab": 30000, "inner": 16384, "hidden": 4096, "heads": 64, "activation": "gelu_new"
-    }  # fmt: skip
-    fields: ClassVar[Mapping[str, str]] = {"embedding_size": "embedding_size", "num_hidden_groups": "num_hidden_groups"}
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {**BertConfig.neutral, "inner_group_num": (1,)}
+    defaults = {"vocab": 30000, "inner": 16384, "hidden": 4096, "heads": 64, "activation": "gelu_new"}
+    fields = {"embedding_size": "embedding_size", "num_hidden_groups": "num_hidden_groups"}
+    neutral = {**BertConfig.neutral, "inner_group_num": (1,)}
 
 
 @dataclass(frozen=True)

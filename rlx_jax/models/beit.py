@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -68,12 +67,12 @@ class BeitConfig(VisionConfig):
     layer_scale: bool = True
     mean_pooling: bool = True
 
-    defaults: ClassVar[Mapping[str, Any]] = {"eps": 1e-12}
-    fields: ClassVar[Mapping[str, str]] = {
+    defaults = {"eps": 1e-12}
+    fields = {
         "absolute": "use_absolute_position_embeddings", "relative": "use_relative_position_bias",
         "shared": "use_shared_relative_position_bias", "mean_pooling": "use_mean_pooling",
     }  # fmt: skip
-    inert: ClassVar[tuple[str, ...]] = (
+    inert = (
         "add_fpn", "auxiliary_channels", "auxiliary_concat_input", "auxiliary_loss_weight", "auxiliary_num_convs",
         "out_features", "out_indices", "pool_scales", "reshape_hidden_states", "segmentation_indices",
         "semantic_loss_ignore_index", "stage_names", "use_auxiliary_head", "use_mask_token", "vocab_size",

@@ -27,7 +27,7 @@ from rlx_jax.blocks.encoder import bert_layer_prefix
 from rlx_jax.flow import declared_shapes
 from rlx_jax.models.config import Fields, TokenConfig, text_fields
 from rlx_jax.models.encoder import EncoderFlow
-from rlx_jax.models.heads import BERT_HEADS, HeadLayers
+from rlx_jax.models.heads import BERT_HEADS
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class BertConfig(TokenConfig):
     min_types: ClassVar[int] = 1
     fields: ClassVar[Mapping[str, str]] = {}
     inert: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"position_embedding_type": ("absolute",)}
+    neutral = {"position_embedding_type": ("absolute",)}
 
     @classmethod
     def read(cls, c: Fields) -> Self:
@@ -68,9 +68,7 @@ class BertConfig(TokenConfig):
     def common_fields(cls, c: Fields) -> dict[str, Any]:
         """Return the fields that BERT-like configs share."""
         types = c.integer("type_vocab_size", cls.type_vocab_size, low=cls.min_types)
-        return dict(
-            **text_fields(c, **cls.defaults), **c.with_defaults(cls, **cls.fields), type_vocab_size=types
-        )  # fmt: skip
+        return dict(**text_fields(c, **cls.defaults), **c.with_defaults(cls, **cls.fields), type_vocab_size=types)
 
 
 B = TypeVar("B", bound=BertConfig)
@@ -88,7 +86,7 @@ class BertLike(EncoderFlow[B]):
         embedding_norm, final_norm: the norms after the embeddings and after the layers; empty for none.
     """
 
-    heads: ClassVar[HeadLayers] = BERT_HEADS
+    heads = BERT_HEADS
     style: ClassVar[str] = "bert"
     layer_keys: ClassVar[EncoderKeys | None] = None
     pre_norm: ClassVar[bool] = False

@@ -3,9 +3,8 @@ all others."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Self
 
 from rlx_jax.blocks import BlockStage, EmbedScale, EncoderKeys, EncoderLayerSpec
 from rlx_jax.blocks.encoder import STYLES
@@ -29,8 +28,8 @@ class BigBirdConfig(BertConfig):
     rescales: bool = False
     qkv_bias: bool = True
 
-    fields: ClassVar[Mapping[str, str]] = {"rescales": "rescale_embeddings", "qkv_bias": "use_bias"}
-    defaults: ClassVar[Mapping[str, Any]] = {"vocab": 50358, "positions": 4096, "activation": "gelu_new"}
+    fields = {"rescales": "rescale_embeddings", "qkv_bias": "use_bias"}
+    defaults = {"vocab": 50358, "positions": 4096, "activation": "gelu_new"}
 
     @classmethod
     def read(cls, c: Fields) -> Self:
@@ -38,9 +37,7 @@ class BigBirdConfig(BertConfig):
         is_sparse = c.choice("attention_type", "block_sparse", {"original_full": "", "block_sparse": "sparse"})
         dense = (5 + 2 * c.integer("num_random_blocks", 3)) * c.integer("block_size", 64)
         positions = common["max_position_embeddings"]
-        return cls(
-            **common, full_positions=min(dense, positions) if is_sparse else positions
-        )  # fmt: skip
+        return cls(**common, full_positions=min(dense, positions) if is_sparse else positions)
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,7 @@ class BigBirdFlow(BertLike[BigBirdConfig]):
         TOKEN: (HeadLayer("classifier"),),
         MASKED: BERT_MASKED,
     }
-    layer_keys: ClassVar[EncoderKeys | None] = STYLES["bert"]
+    layer_keys = STYLES["bert"]
 
     @property
     def max_positions(self) -> int:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Self
 
 from rlx_jax.blocks import BlockStage, ClsTokenPool, EndTokenPool, LayerNorm, Linear, Sequence
 from rlx_jax.blocks.vision import CLIP_KEYS
@@ -38,10 +37,10 @@ class ClipVisionConfig(VisionConfig):
 
     width: int = 512
 
-    defaults: ClassVar[Mapping[str, Any]] = {"activation": "quick_gelu", "eps": 1e-5}
+    defaults = {"activation": "quick_gelu", "eps": 1e-5}
     patch = 32
-    fields: ClassVar[Mapping[str, str]] = {"width": "projection_dim"}
-    inert: ClassVar[tuple[str, ...]] = TOWER_INERT
+    fields = {"width": "projection_dim"}
+    inert = TOWER_INERT
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class ClipTextConfig(TextConfig):
 
     end_id: int | None = None
 
-    inert: ClassVar[tuple[str, ...]] = TOWER_INERT
+    inert = TOWER_INERT
 
     @classmethod
     def read(cls, c: Fields) -> Self:

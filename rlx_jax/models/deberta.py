@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -46,10 +45,10 @@ class DebertaConfig(BertConfig):
     pooler_activation: str = "gelu"
     legacy: bool = True
 
-    defaults: ClassVar[Mapping[str, Any]] = {"vocab": 50265, "eps": 1e-7}
+    defaults = {"vocab": 50265, "eps": 1e-7}
     min_types = 0
     inert: ClassVar[tuple[str, ...]] = ("padding_idx", "tie_word_embeddings")
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"talking_head": (False,)}
+    neutral = {"talking_head": (False,)}
 
     @classmethod
     def read(cls, c: Fields) -> Self:
@@ -91,11 +90,9 @@ class DebertaV2Config(DebertaConfig):
     conv_groups: int = 1
     conv_activation: str = "tanh"
 
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "vocab": 128100, "hidden": 1536, "layers": 24, "heads": 24, "inner": 6144, "eps": 1e-7
-    }  # fmt: skip
-    inert: ClassVar[tuple[str, ...]] = (*DebertaConfig.inert, "conv_act", "conv_groups")
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    defaults = {"vocab": 128100, "hidden": 1536, "layers": 24, "heads": 24, "inner": 6144, "eps": 1e-7}
+    inert = (*DebertaConfig.inert, "conv_act", "conv_groups")
+    neutral = {}
 
     @classmethod
     def read(cls, c: Fields) -> Self:
@@ -115,9 +112,7 @@ class DebertaV2Config(DebertaConfig):
             activation = c.choice("conv_act", "tanh", ACTIVATIONS)
             config = replace(config, conv_kernel=kernel, conv_groups=groups, conv_activation=activation)
         norm = c.choice("norm_rel_ebd", "none", {"none": "", "layer_norm": "layer_norm"})
-        return replace(
-            config, buckets=buckets, norm_embeddings=bool(norm), share_keys=c.flag("share_att_key", False)
-        )  # fmt: skip
+        return replace(config, buckets=buckets, norm_embeddings=bool(norm), share_keys=c.flag("share_att_key", False))
 
 
 @dataclass(frozen=True)
@@ -127,7 +122,7 @@ class DebertaFlow(BertLike[DebertaConfig]):
     name: str = "deberta"
 
     config_type = DebertaConfig
-    layer_keys: ClassVar[EncoderKeys | None] = replace(STYLES["bert"], qkv=("attention.self.in_proj",))
+    layer_keys = replace(STYLES["bert"], qkv=("attention.self.in_proj",))
 
     def task_heads(self) -> HeadLayers:
         head = "lm_predictions.lm_head"
@@ -210,7 +205,7 @@ class DebertaV2Flow(DebertaFlow):
 
     config_type = DebertaV2Config
     config: DebertaV2Config
-    layer_keys: ClassVar[EncoderKeys | None] = replace(
+    layer_keys = replace(
         STYLES["bert"], qkv=("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj")
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -70,7 +70,7 @@ class DecoderConfig(CausalConfig):
     rope_factor: float = field(default=1.0, kw_only=True)
     bidirectional: bool = field(default=False, kw_only=True)
 
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"is_decoder": (False, True)}  # a decoder either way
+    neutral = {"is_decoder": (False, True)}  # a decoder either way
 
     @classmethod
     def read(cls, c: Fields) -> Self:
@@ -251,7 +251,10 @@ def even_head_dim(c: Fields, common: Mapping[str, Any]) -> int:
     """
     width: int = common["hidden_size"] // common["num_attention_heads"]
     if width % 2:
-        raise ConfigError(f"{c.where}: heads are {width} wide; rotary embeddings need an even width")
+        raise ConfigError(
+            f"{c.where}: heads are {width} wide, hidden_size over num_attention_heads; rotary embeddings need an even "
+            "width"
+        )
     return width
 
 

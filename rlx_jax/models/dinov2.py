@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 from rlx_jax.blocks import BlockStage, LayerKeys
 from rlx_jax.blocks.vision import DINOV2_KEYS, HF_QKV
@@ -43,7 +43,7 @@ ORIGINAL = VisionLayout(
 class Dinov2Config(VisionConfig):
     """Sizes of a DINOv2 model."""
 
-    inert: ClassVar[tuple[str, ...]] = (
+    inert = (
         "apply_layernorm", "intermediate_size", "layerscale_value", "out_features", "out_indices",
         "reshape_hidden_states", "stage_names", "use_mask_token",
     )  # fmt: skip

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Self
 
 from rlx_jax.blocks import BlockStage, LayerKeys, PreNormLayerSpec
 from rlx_jax.blocks.vision import grid_rope_tables
@@ -37,13 +36,13 @@ class Dinov3Config(VisionConfig):
 
     rope_theta: float = 100.0
 
-    defaults: ClassVar[Mapping[str, Any]] = {"hidden": 384, "heads": 6, "eps": 1e-5}
-    fields: ClassVar[Mapping[str, str]] = {"gated": "use_gated_mlp", "rope_theta": "rope_theta"}
-    inert: ClassVar[tuple[str, ...]] = (
+    defaults = {"hidden": 384, "heads": 6, "eps": 1e-5}
+    fields = {"gated": "use_gated_mlp", "rope_theta": "rope_theta"}
+    inert = (
         "apply_layernorm", "layerscale_value", "out_features", "out_indices", "pos_embed_jitter", "pos_embed_rescale",
         "pos_embed_shift", "reshape_hidden_states", "stage_names",
     )  # fmt: skip
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"mlp_bias": (True,), "proj_bias": (True,)}
+    neutral = {"mlp_bias": (True,), "proj_bias": (True,)}
 
     @classmethod
     def read(cls, c: Fields) -> Self:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Self
 
 from rlx_jax.flow import POSITIONS
 from rlx_jax.models.bert import BertConfig, BertLike
@@ -19,10 +18,10 @@ class DistilBertConfig(BertConfig):
     type_vocab_size: int = 0
 
     # How the position table was initialised; the checkpoint has its values.
-    inert: ClassVar[tuple[str, ...]] = (
+    inert = (
         "tie_word_embeddings", "tie_weights_", "sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout",
     )  # fmt: skip
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    neutral = {}
 
     @classmethod
     def read(cls, c: Fields) -> Self:

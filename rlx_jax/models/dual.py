@@ -47,7 +47,7 @@ class DualConfig(ModelConfig, Generic[T, V]):
     text: T
     vision: V
 
-    inert: ClassVar[tuple[str, ...]] = ("logit_scale_init_value", *TOWER_INERT)
+    inert = ("logit_scale_init_value", *TOWER_INERT)
 
 
 def tower_group(c: Fields, name: str) -> Fields:

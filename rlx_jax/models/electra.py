@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Self
 
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import Fields
@@ -15,7 +14,7 @@ from rlx_jax.models.heads import MASKED, SEQUENCE, HeadLayer, masked_head, token
 class ElectraConfig(BertConfig):
     """Sizes of an ELECTRA model, with Hugging Face's field names."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {"vocab": 30522, "inner": 1024, "hidden": 256, "heads": 4}
+    defaults = {"vocab": 30522, "inner": 1024, "hidden": 256, "heads": 4}
 
     @classmethod
     def read(cls, c: Fields) -> Self:

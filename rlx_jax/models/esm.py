@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
-from rlx_jax.blocks import BlockStage, EncoderKeys, MeanOfTokens, frequencies
+from rlx_jax.blocks import BlockStage, MeanOfTokens, frequencies
 from rlx_jax.blocks.encoder import STYLES
 from rlx_jax.models.config import Fields, text_fields
 from rlx_jax.models.decoder_config import even_head_dim
@@ -30,9 +29,9 @@ class EsmConfig(RobertaConfig):
     mask_token_id: int | None = None
     norm_before: bool = False
 
-    inert: ClassVar[tuple[str, ...]] = ("tie_word_embeddings", "vocab_list", "esmfold_config")
+    inert = ("tie_word_embeddings", "vocab_list", "esmfold_config")
     # Checkpoints also store the rope's frequencies, which the reference prefers to another base in the config.
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"is_folding_model": (False,), "rope_theta": (10000, 10000.0)}
+    neutral = {"is_folding_model": (False,), "rope_theta": (10000, 10000.0)}
 
     @classmethod
     def common_fields(cls, c: Fields) -> dict[str, Any]:
@@ -78,9 +77,7 @@ class EsmFlow(RobertaFlow):
     config_type = EsmConfig
     config: EsmConfig
     optional_inputs = (("attention_mask", None), ("position_ids", None))
-    layer_keys: ClassVar[EncoderKeys | None] = replace(
-        STYLES["bert"], attention_norm="attention.LayerNorm", mlp_norm="LayerNorm"
-    )
+    layer_keys = replace(STYLES["bert"], attention_norm="attention.LayerNorm", mlp_norm="LayerNorm")
     pre_norm = True
     embedding_norm = "embeddings.layer_norm"
     final_norm = "encoder.emb_layer_norm_after"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import Self
 
 from rlx_jax.blocks import (
     BlockStage,
@@ -42,7 +42,7 @@ class EuroBertConfig(DecoderConfig):
     activation: str = field(default="silu", init=False)
     classifier_pooling: str = "late"
 
-    inert: ClassVar[tuple[str, ...]] = ("bos_token", "eos_token", "mask_token", "pad_token")
+    inert = ("bos_token", "eos_token", "mask_token", "pad_token")
 
     @classmethod
     def read(cls, c: Fields) -> Self:

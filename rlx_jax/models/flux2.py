@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -50,7 +50,7 @@ class Flux2Config(ModelConfig):
     eps: float = 1e-6
     guidance_embeds: bool = True
 
-    inert: ClassVar[tuple[str, ...]] = ("_class_name", "_diffusers_version")
+    inert = ("_class_name", "_diffusers_version")
 
     @property
     def hidden_size(self) -> int:

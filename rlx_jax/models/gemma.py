@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from rlx_jax.blocks import EmbedScale, Frequencies, GemmaStyle, LayerSpec, LogitSoftcap, RopeTables, gemma_layer_spec
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
@@ -76,7 +76,7 @@ class GemmaConfig(DecoderConfig):
     attention_bias: bool = False
     tie_word_embeddings: bool = field(default=True, kw_only=True)
 
-    inert: ClassVar[tuple[str, ...]] = INERT
+    inert = INERT
 
     @classmethod
     def read(cls, c: Fields) -> Self:
@@ -85,9 +85,7 @@ class GemmaConfig(DecoderConfig):
         if kind not in STYLES:
             raise UnsupportedError(f"{c.where}: model_type {quote(kind)} is not a Gemma; known are {', '.join(STYLES)}")
         style = STYLES[kind]
-        common = common_fields(
-            c, max_positions=MAX_POSITIONS[style], kv_heads=KV_HEADS[style], head_dim=256, tied=True
-        )  # fmt: skip
+        common = common_fields(c, max_positions=MAX_POSITIONS[style], kv_heads=KV_HEADS[style], head_dim=256, tied=True)
         _only_gelu_tanh(c, style)
         full, local = _ropes(c, style, common)
         attention, final = SOFTCAPS.get(style, (None, None))

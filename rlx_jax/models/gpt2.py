@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Self
 
 from rlx_jax.blocks import BlockStage, Gpt2Layer, Gpt2LayerSpec, LayerNorm, LearnedPositions
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, CausalConfig, Fields, width_and_heads
 from rlx_jax.models.decoder import CausalFlow, decoder_flow
-from rlx_jax.models.heads import DECODER_HEADS, HeadLayers, token_heads
+from rlx_jax.models.heads import DECODER_HEADS, token_heads
 from rlx_jax.weights.source import WeightSource
 
 # Buffers of the causal mask, which old checkpoints have in every layer.
@@ -36,7 +36,7 @@ class Gpt2Config(CausalConfig):
     scale_attn_by_inverse_layer_idx: bool = False
     tie_word_embeddings: bool = True
 
-    inert: ClassVar[tuple[str, ...]] = ("n_ctx",)  # an older name of `n_positions`
+    inert = ("n_ctx",)  # an older name of `n_positions`
 
     @classmethod
     def read(cls, c: Fields) -> Self:
@@ -74,8 +74,8 @@ class Gpt2Flow(CausalFlow[Gpt2Config]):
     prefix: str = "transformer"
 
     config_type = Gpt2Config
-    peft_prefix: ClassVar[str] = "transformer."
-    heads: ClassVar[HeadLayers] = {**DECODER_HEADS, **token_heads()}
+    peft_prefix = "transformer."
+    heads = {**DECODER_HEADS, **token_heads()}
 
     @property
     def embedding(self) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from rlx_jax.blocks import GPT_OSS_KEYS, ClampedGate, LayerSpec, MoeSpec
 from rlx_jax.errors import UnsupportedError, quote
@@ -51,7 +51,7 @@ class GptOssConfig(DecoderConfig):
     swiglu_limit: float = 7.0
     swiglu_alpha: float = 1.702
 
-    inert: ClassVar[tuple[str, ...]] = ("experts_per_token", "initial_context_length")
+    inert = ("experts_per_token", "initial_context_length")
 
     @classmethod
     def read(cls, c: Fields) -> Self:

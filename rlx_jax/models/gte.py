@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Self
 
 from rlx_jax.blocks import EncoderKeys, EncoderLayerSpec, Frequencies, frequencies, linear_scaling
 from rlx_jax.models.bert import BertConfig, BertLike
@@ -19,10 +18,10 @@ class GteConfig(BertConfig):
 
     type_vocab_size: int = 1
 
-    defaults: ClassVar[Mapping[str, Any]] = {"vocab": 250048, "positions": 8192}
+    defaults = {"vocab": 250048, "positions": 8192}
     min_types = 0
-    inert: ClassVar[tuple[str, ...]] = ("tie_word_embeddings", "unpad_inputs", "logn_attention_clip1")
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    inert = ("tie_word_embeddings", "unpad_inputs", "logn_attention_clip1")
+    neutral = {
         "layer_norm_type": ("layer_norm",), "logn_attention_scale": (False,), "pack_qkv": (True,),
         "position_embedding_type": ("rope",),
     }  # fmt: skip
@@ -60,7 +59,7 @@ class GteFlow(BertLike[GteConfig]):
         MASKED: masked_head("lm_head.dense", "lm_head.norm", "lm_head.decoder", activation="gelu"),
     }
     optional_inputs = (("attention_mask", None), ("token_type_ids", 0), ("position_ids", None))
-    layer_keys: ClassVar[EncoderKeys | None] = EncoderKeys(
+    layer_keys = EncoderKeys(
         ("attention.qkv_proj",), "attention.o_proj", "attn_ln", "mlp.up_gate_proj", "mlp.down_proj", "mlp_ln",
         gate="mlp.up_gate_proj", up_first=True,
     )  # fmt: skip

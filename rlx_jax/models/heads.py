@@ -79,9 +79,10 @@ class HeadLayer:
 HeadLayers = Mapping[str, tuple[HeadLayer, ...]]
 
 
-def token_heads(*layers: HeadLayer, token: str = "classifier", answer: str = "qa_outputs") -> HeadLayers:
-    """Return the heads that label every token, and that find answers: `layers`, then one layer with this name."""
-    return {TOKEN: (*layers, HeadLayer(token)), ANSWER: (*layers, HeadLayer(answer))}
+def token_heads(*layers: HeadLayer, token: str = "classifier") -> HeadLayers:
+    """Return the heads that label every token, and that find answers: `layers`, then one layer, named `token` or
+    `qa_outputs`."""
+    return {TOKEN: (*layers, HeadLayer(token)), ANSWER: (*layers, HeadLayer("qa_outputs"))}
 
 
 def masked_head(

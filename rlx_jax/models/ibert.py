@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from rlx_jax.models.roberta import RobertaConfig, RobertaFlow
 from rlx_jax.weights.source import WeightSource
@@ -18,9 +16,9 @@ QUANTIZED = ("scaling_factor", "_integer", ".x_min", ".x_max", "LayerNorm.shift"
 class IBertConfig(RobertaConfig):
     """Sizes of an I-BERT model."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {"vocab": 30522}
-    inert: ClassVar[tuple[str, ...]] = (*RobertaConfig.inert, "force_dequant")
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {**RobertaConfig.neutral, "quant_mode": (False,)}
+    defaults = {"vocab": 30522}
+    inert = (*RobertaConfig.inert, "force_dequant")
+    neutral = {**RobertaConfig.neutral, "quant_mode": (False,)}
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Self
 
 from rlx_jax.blocks import LayerSpec
 from rlx_jax.errors import UnsupportedError
@@ -12,7 +11,7 @@ from rlx_jax.models.config import Fields, architecture
 from rlx_jax.models.decoder import DecoderFlow
 from rlx_jax.models.decoder import weight_specs as weight_specs
 from rlx_jax.models.decoder_config import DecoderConfig, layer_of, plain_fields
-from rlx_jax.models.heads import DECODER_HEADS, SEQUENCE, HeadLayers
+from rlx_jax.models.heads import DECODER_HEADS, SEQUENCE
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class LlamaBidirectionalConfig(LlamaConfig):
     A classifier pools by the mean; the encoder leaves pooling to the modules of sentence-transformers.
     """
 
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {**LlamaConfig.neutral, "pooling": ("avg",)}
+    neutral = {**LlamaConfig.neutral, "pooling": ("avg",)}
 
     @classmethod
     def read(cls, c: Fields) -> Self:
@@ -68,5 +67,5 @@ class LlamaBidirectionalFlow(Llama32Flow):
     name: str = "llama-bidirectional"
 
     config_type = LlamaBidirectionalConfig
-    heads: ClassVar[HeadLayers] = {SEQUENCE: DECODER_HEADS[SEQUENCE]}
-    head_pooling: ClassVar[str] = "mean"
+    heads = {SEQUENCE: DECODER_HEADS[SEQUENCE]}
+    head_pooling = "mean"

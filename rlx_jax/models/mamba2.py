@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from rlx_jax.blocks import BlockStage, Mamba2Spec, RmsNorm, mamba2_layer
 from rlx_jax.errors import ConfigError, quote
@@ -35,7 +35,7 @@ class Mamba2Config(CausalConfig):
     max_position_embeddings: int = 2**31 - 1
     tie_word_embeddings: bool = False
 
-    inert: ClassVar[tuple[str, ...]] = INERT
+    inert = INERT
 
     @classmethod
     def read(cls, c: Fields) -> Self:

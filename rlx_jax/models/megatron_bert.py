@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
 
-from rlx_jax.blocks import EncoderKeys
 from rlx_jax.blocks.encoder import STYLES
 from rlx_jax.models.bert import BertConfig, BertLike
 
@@ -15,7 +12,7 @@ from rlx_jax.models.bert import BertConfig, BertLike
 class MegatronBertConfig(BertConfig):
     """Sizes of a Megatron-BERT model."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {"vocab": 29056, "hidden": 1024, "layers": 24, "heads": 16, "inner": 4096}
+    defaults = {"vocab": 29056, "hidden": 1024, "layers": 24, "heads": 16, "inner": 4096}
 
 
 @dataclass(frozen=True)
@@ -25,7 +22,7 @@ class MegatronBertFlow(BertLike[MegatronBertConfig]):
     name: str = "megatron-bert"
 
     config_type = MegatronBertConfig
-    layer_keys: ClassVar[EncoderKeys | None] = replace(STYLES["bert"], attention_norm="attention.ln", mlp_norm="ln")
+    layer_keys = replace(STYLES["bert"], attention_norm="attention.ln", mlp_norm="ln")
     pre_norm = True
     embedding_norm = ""
     final_norm = "encoder.ln"

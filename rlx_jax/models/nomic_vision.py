@@ -5,9 +5,8 @@ Its vectors are in the same space as nomic-embed-text's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Self
 
 from rlx_jax.blocks import BlockStage, Custom, NomicSelector, PatchRope, PreNormLayerSpec
 from rlx_jax.blocks.pooling import normalize_rows
@@ -46,12 +45,12 @@ class NomicVisionConfig(VisionConfig):
     use_rotary: bool = True
     reference_grid: tuple[int, int] | None = None
 
-    inert: ClassVar[tuple[str, ...]] = (
+    inert = (
         *nomic.INERT, "eva_qkv_bias", "hidden_features_scaling_factor", "layer_scale_init",
         "mask_token", "n_positions", "pad_vocab_size_multiple", "patch_dropout", "reorder_and_upcast_attn",
         "rotary_emb_base", "rotary_emb_interleaved", "type_vocab_size", "vocab_size",
     )  # fmt: skip
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+    neutral = {
         **nomic.NEUTRAL,
         "activation_function": ("swiglu",),
         "global_pool": (None,),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.heads import BERT_HEADS, MASKED, masked_head
@@ -17,12 +15,8 @@ class RemBertConfig(BertConfig):
     embedding_size: int = 256
     output_embedding_size: int = 1664
 
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "vocab": 250300, "hidden": 1152, "layers": 32, "heads": 18, "inner": 4608
-    }  # fmt: skip
-    fields: ClassVar[Mapping[str, str]] = {
-        "embedding_size": "input_embedding_size", "output_embedding_size": "output_embedding_size"
-    }  # fmt: skip
+    defaults = {"vocab": 250300, "hidden": 1152, "layers": 32, "heads": 18, "inner": 4608}
+    fields = {"embedding_size": "input_embedding_size", "output_embedding_size": "output_embedding_size"}
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,10 @@ skip padding; and of RoBERTa-PreLayerNorm and XLM-RoBERTa-XL, with norms before 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
-from rlx_jax.blocks import BlockStage, EncoderKeys, LearnedPositions
+from rlx_jax.blocks import BlockStage, LearnedPositions
 from rlx_jax.blocks.encoder import STYLES
 from rlx_jax.errors import ConfigError
 from rlx_jax.models.bert import BertConfig, BertLike
@@ -22,7 +21,7 @@ class RobertaConfig(BertConfig):
 
     pad_token_id: int = 1
 
-    defaults: ClassVar[Mapping[str, Any]] = {"vocab": 50265}
+    defaults = {"vocab": 50265}
 
     @classmethod
     def read(cls, c: Fields) -> Self:
@@ -74,9 +73,7 @@ class RobertaPreLayerNormFlow(RobertaFlow):
 
     name: str = "roberta-prelayernorm"
 
-    layer_keys: ClassVar[EncoderKeys | None] = replace(
-        STYLES["bert"], attention_norm="attention.LayerNorm", mlp_norm="intermediate.LayerNorm"
-    )
+    layer_keys = replace(STYLES["bert"], attention_norm="attention.LayerNorm", mlp_norm="intermediate.LayerNorm")
     pre_norm = True
     final_norm = "LayerNorm"
 
@@ -87,7 +84,7 @@ class XlmRobertaXlConfig(RobertaConfig):
 
     type_vocab_size: int = 1
 
-    defaults: ClassVar[Mapping[str, Any]] = {
+    defaults = {
         "vocab": 250880, "hidden": 2560, "layers": 36, "heads": 32, "inner": 10240, "positions": 514, "eps": 1e-5
     }  # fmt: skip
 
@@ -99,9 +96,7 @@ class XlmRobertaXlFlow(RobertaFlow):
     name: str = "xlm-roberta-xl"
 
     config_type = XlmRobertaXlConfig
-    layer_keys: ClassVar[EncoderKeys | None] = replace(
-        STYLES["bert"], attention_norm="attention.self_attn_layer_norm", mlp_norm="LayerNorm"
-    )
+    layer_keys = replace(STYLES["bert"], attention_norm="attention.self_attn_layer_norm", mlp_norm="LayerNorm")
     pre_norm = True
     embedding_norm = ""
     final_norm = "encoder.LayerNorm"

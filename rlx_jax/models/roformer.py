@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Self
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from rlx_jax.errors import UnsupportedError
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder_config import even_head_dim
-from rlx_jax.models.heads import BERT_HEADS, HIDDEN_ACT, SEQUENCE, HeadLayer, HeadLayers
+from rlx_jax.models.heads import BERT_HEADS, HIDDEN_ACT, SEQUENCE, HeadLayer
 from rlx_jax.weights.execute import read_numbers
 from rlx_jax.weights.overlay import has_values
 from rlx_jax.weights.source import WeightSource
@@ -26,8 +25,8 @@ POSITIONS = "encoder.embed_positions.weight"
 class RoFormerConfig(BertConfig):
     """Sizes of a RoFormer model, with Hugging Face's field names."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {"vocab": 50000, "positions": 1536}
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"rotary_value": (False,)}
+    defaults = {"vocab": 50000, "positions": 1536}
+    neutral = {"rotary_value": (False,)}
 
     @classmethod
     def read(cls, c: Fields) -> Self:
@@ -47,12 +46,12 @@ class RoFormerFlow(BertLike[RoFormerConfig]):
     name: str = "roformer"
 
     config_type = RoFormerConfig
-    heads: ClassVar[HeadLayers] = {
+    heads = {
         **BERT_HEADS,
         SEQUENCE: (HeadLayer("classifier.dense", HIDDEN_ACT), HeadLayer("classifier.out_proj")),
     }
     optional_inputs = (("attention_mask", None), ("token_type_ids", 0))
-    layer_keys: ClassVar[EncoderKeys | None] = STYLES["bert"]
+    layer_keys = STYLES["bert"]
     embedding_projection = "embeddings_project"
 
     def unread_keys(self) -> tuple[str, ...]:

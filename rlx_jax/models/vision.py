@@ -74,18 +74,18 @@ class VisionConfig(TowerConfig):
 TOWER_INERT = ("tie_word_embeddings",)
 
 
-def image_fields(c: Fields, image: int = 224, patch: int = 16, name: str = "image_size") -> dict[str, Any]:
+def image_fields(c: Fields, patch: int = 16, name: str = "image_size") -> dict[str, Any]:
     """Return the sizes of images and patches.
 
     Args:
         c: the config.
-        image, patch: the family's defaults.
+        patch: the family's default of the size of patches.
         name: the family's name of the field `image_size`.
 
     Raises:
         ConfigError: an image is smaller than a patch.
     """
-    size, patch_size = c.pair(name, image), c.pair("patch_size", patch)
+    size, patch_size = c.pair(name, 224), c.pair("patch_size", patch)
     if size[0] < patch_size[0] or size[1] < patch_size[1]:
         raise ConfigError(f"{c.where}: {name} {list(size)} is smaller than patch_size {list(patch_size)}")
     return {"image_size": size, "patch_size": patch_size, "num_channels": c.integer("num_channels", 3, high=2**10)}

@@ -4,9 +4,8 @@ differ from it in tokens or pooling: DeiT, I-JEPA and ViT-MSN.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rlx_jax.blocks import BlockStage, Linear
 from rlx_jax.blocks.vision import VIT_KEYS
@@ -31,9 +30,9 @@ HF = VisionLayout(
 class ViTConfig(VisionConfig):
     """Sizes of a ViT. Its tanh pooler is not built."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {"eps": 1e-12}
-    fields: ClassVar[Mapping[str, str]] = {"qkv_bias": "qkv_bias"}
-    inert: ClassVar[tuple[str, ...]] = ("encoder_stride", "pooler_act", "pooler_output_size")
+    defaults = {"eps": 1e-12}
+    fields = {"qkv_bias": "qkv_bias"}
+    inert = ("encoder_stride", "pooler_act", "pooler_output_size")
 
 
 @dataclass(frozen=True)
@@ -129,7 +128,7 @@ MSN = replace(HF, patch=f"vit.{HF.patch}", position=f"vit.{HF.position}", cls=f"
 class ViTMsnConfig(ViTConfig):
     """Sizes of a ViT-MSN."""
 
-    defaults: ClassVar[Mapping[str, Any]] = {}
+    defaults = {}
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from rlx_jax.runtime.compile_flow import open_model
 from rlx_jax.runtime.export_model import Artifact, ArtifactPlan, write_artifact
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.runtime.report import Report
 from rlx_jax.text.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
 from rlx_jax.weights.format import OpenOptions
 
@@ -166,6 +167,32 @@ class TaskModel:
 
     def _repr_html_(self) -> str:
         return self.model._repr_html_()
+
+
+class EncoderModel(TaskModel):
+    """A `TaskModel` that runs the model of its `encoder`, also after a new one is set."""
+
+    encoder: Any
+
+    def __repr__(self) -> str:
+        return repr(self.encoder).replace(type(self.encoder).__name__, type(self).__name__, 1)
+
+    @property
+    def model(self) -> CompiledModel:
+        """The compiled model."""
+        return self.encoder.model  # type: ignore[no-any-return]
+
+    @model.setter
+    def model(self, model: CompiledModel) -> None:
+        self.encoder.model = model.as_program("forward")  # it may have been compiled to train
+
+    def warmup(self) -> None:
+        """Run every program once that requests can need."""
+        self.encoder.warmup()
+
+    def report(self, **sizes: int) -> Report:
+        """Return the cost of compiling and of the last program."""
+        return self.encoder.report(**sizes)  # type: ignore[no-any-return]
 
 
 @runtime_checkable

@@ -69,6 +69,16 @@ CASES: dict[str, tuple[str, Mapping[str, Any]]] = {
 }  # fmt: skip
 """A tiny config for each family: the prefix of its class, and its fields."""
 
+BASES: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "bert": ("Bert", {}),
+    "albert": ("Albert", {"embedding_size": 10, "num_hidden_layers": 4, "num_hidden_groups": 2}),
+    "electra": ("Electra", {"embedding_size": 10}),
+    "distilbert": ("DistilBert", {"hidden_dim": 23, "intermediate_size": None}),
+    "mpnet": ("MPNet", {}),
+    "roberta": ("Roberta", {}),
+}
+"""Families with oracles of their own, of which only the config is changed here."""
+
 RECORDED = ("modernbert", "deberta_v3", "deberta", "eurobert", "esm2")
 MEAN = {"classifier_pooling": "mean", "classifier_activation": "relu", "classifier_bias": True}
 RECORDED_HEADS: dict[str, tuple[str, str, Mapping[str, Any]]] = {
@@ -81,7 +91,7 @@ RECORDED_HEADS: dict[str, tuple[str, str, Mapping[str, Any]]] = {
 
 def write(name: str, directory: Path, task: str = "Model", changes: Mapping[str, Any] | None = None) -> Any:
     """Write a checkpoint of `CASES`; the model of transformers."""
-    prefix, fields = CASES[name]
+    prefix, fields = (CASES | BASES)[name]
     config = SIZES | dict(fields) | dict(changes or {})
     hugging_face.write(hugging_face.Checkpoint(f"{prefix}{task}", config, seed=len(name)), directory)
     return hugging_face.load(directory, f"Auto{task}" if task == "Model" else f"AutoModel{task}")
