@@ -209,6 +209,8 @@ def test_requests_that_are_refused(directories: Path, tmp_path: Path) -> None:
         (lambda: reranker.score("w1"), "pairs is 'w1'; expected a list of pairs"),
         (lambda: reranker.rank("w1", "w2"), "documents is 'w2'; expected a list"),
         (lambda: reranker.rank("w1", ["w2"], top_k=0), "top_k"),
+        (lambda: reranker.rank("w1", ["w2", 3]), r"documents\[1\] is 3; expected a string"),
+        (lambda: reranker.rank(None, ["w2"]), "query is None; expected a string"),
         (lambda: Reranker(model), "a classifier with one label, got 3"),
         (lambda: Reranker(reranker.classifier, "relu"), "activation is 'relu'; expected one of sigmoid"),
         (lambda: Classifier(rlx.recipe_for(directories / "bert"), head=None), ""),

@@ -15,6 +15,7 @@ from rlx_jax.encode.multi_vector import MultiVectorEncoder
 from tests.oracles import checkpoints, embedders
 from tests.oracles.classifiers import TEXTS
 from tests.oracles.comparing import assert_close, assert_same_layers, assert_same_model
+from tests.small import compiles_of
 
 ARCHIVES = (embedders.ARCHIVE,)
 
@@ -51,6 +52,14 @@ def test_scores(model: Any) -> None:
     wide = [[(q.astype(np.float64) @ d.T).max(axis=1).sum() for d in documents] for q in queries]
     assert_close(model.maxsim(queries, documents), np.array(wide))
     assert model.maxsim([], documents).shape == (0, 6) and model.embed_tokens([], kind="query") == []
+
+
+@pytest.mark.slow
+def test_warm_up(directory: Path) -> None:
+    model = rlx.load(directory)
+    model.warmup()
+    _, compiled = compiles_of(lambda: model.embed_tokens(TEXTS, kind="document"))
+    assert not compiled
 
 
 FILES: list[tuple[str, dict[str, Any], str]] = [

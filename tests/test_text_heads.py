@@ -147,18 +147,17 @@ def test_separate_projections(directories: Path, tied: bool, tmp_path: Path) -> 
 
 
 def test_errors_count_in_the_whole_list(directories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in the chunk, and texts rather than their windows: with a model that has an embedding that is not finite."""
+    """Not in the chunk; and texts, not their windows, such as of a model with an embedding that is not finite."""
     monkeypatch.setattr("rlx_jax.encode.masked.MAX_PROBABILITIES", 16)
     tags, masks = (rlx.load(directories / name) for name in ("tags", "masks"))
     with pytest.raises(errors.RequestError, match=r"texts\[3\] has no \[MASK\]"):
         masks.fill(["[MASK] a"] * 3 + ["a"])
-    for model, call in ((tags, lambda texts: tags.tag(texts, overlap=2)), (masks, masks.fill)):
-        name = next(key for key in model.model.params if key.endswith("word_embeddings.weight"))
-        word = model.tokenizer.encode("b", add_special_tokens=False)[0]
-        model.model = model.model.replace({**model.model.params, name: model.model.params[name].at[word].set(np.nan)})
-        with pytest.raises(errors.NumericsError, match=r"are not finite: 'texts\[2\]'$") as failed:
-            call(["a [MASK] " * 20, "[MASK]", "b [MASK]"] if model is tags else ["[MASK]"] * 2 + ["b [MASK]"])
-        assert [*failed.value.rows] == [2]
+    name = next(key for key in tags.model.params if key.endswith("word_embeddings.weight"))
+    word = tags.tokenizer.encode("b", add_special_tokens=False)[0]
+    tags.model = tags.model.replace({**tags.model.params, name: tags.model.params[name].at[word].set(np.nan)})
+    with pytest.raises(errors.NumericsError, match=r"are not finite: 'texts\[2\]'$") as failed:
+        tags.tag(["a c " * 20, "c", "b c"], overlap=2)
+    assert [*failed.value.rows] == [2]
 
 
 def test_refusals(directories: Path, models: dict[str, Any]) -> None:

@@ -242,6 +242,9 @@ class Reranker(EncoderModel):
         """
         if isinstance(documents, str | bytes) or not isinstance(documents, Sequence):
             raise RequestError(f"documents is {shown(documents)}; expected a list of strings")
+        for name, text in (("query", query), *((f"documents[{i}]", text) for i, text in enumerate(documents))):
+            if not isinstance(text, str):
+                raise RequestError(f"{name} is {shown(text)}; expected a string")
         count = len(documents) if top_k is None else check_integer("top_k", top_k, 1)
         if not documents:
             return []

@@ -211,8 +211,9 @@ class MultiVectorEncoder(EncoderModel):
         return maxsim(queries, documents, mean=self.settings.divides)
 
     def warmup(self) -> None:
-        """Run every program once that texts can need, as `Encoder.warmup` does."""
+        """Run every program once that documents can need, as `Encoder.warmup` does."""
         self.encoder.run_all_programs(TokenSelection())
+        self._layers.warm_up(self.encoder.width)
 
 
 def _prefix_id(tokenizer: Tokenizer, prefix: str) -> int | None:
