@@ -75,7 +75,9 @@ def describe_nearest(
 
 def compare(config: Fields, name: str, config_type: type[ModelConfig]) -> Nearness:
     """Return how near the family is that reads configs of this class."""
-    sizes = [field.name for field in dataclasses.fields(as_dataclass(config_type)) if is_required(field)]
+    config_class: Any = config_type  # a dataclass in every family
+    fields = dataclasses.fields(config_class)
+    sizes = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
     required = [size for size in sizes if size not in NULLABLE]
     probe = Fields({**dict.fromkeys(required, ANY_SIZE), **config.values}, config.where)
     # A value that the family refuses ends the reading; the fields after it count as not read.
@@ -90,12 +92,3 @@ def compare(config: Fields, name: str, config_type: type[ModelConfig]) -> Nearne
         tuple(n for n in required if n in probe.consumed and n not in config.values),
     )
 
-
-def as_dataclass(config_type: type[ModelConfig]) -> Any:
-    """Return the class, which is a dataclass in every family."""
-    return config_type
-
-
-def is_required(field: dataclasses.Field[Any]) -> bool:
-    """Return whether a field has no default."""
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
