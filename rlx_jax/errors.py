@@ -201,7 +201,7 @@ class VersionMismatchError(RlxError, RuntimeError):
 
 
 class PlatformMismatchError(RlxError, RuntimeError):
-    """An exported artifact is for other platforms than the one that JAX runs on."""
+    """An exported artifact is for other platforms than the one that JAX runs on, or for more devices."""
 
 
 class StorageError(RlxError, OSError):
