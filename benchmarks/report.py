@@ -45,15 +45,19 @@ def emit(**figures: Any) -> None:
     print(json.dumps(figures), flush=True)
 
 
-def seconds(call: Callable[[], Any]) -> float:
+def seconds(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
     """How long one call takes; it must wait for its own result."""
-    start = time.perf_counter()
+    start = clock()
     call()
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def interleaved(
-    calls: Mapping[str, Callable[[], Any]], rounds: int, budget: float = float("inf"), seed: int = 0
+    calls: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    budget: float = float("inf"),
+    seed: int = 0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Times in seconds by name: every round runs each call once, in a random order, so that noise hits all alike.
 
@@ -68,7 +72,7 @@ def interleaved(
             break
         shuffle(names)
         for name in names:
-            times[name].append(seconds(calls[name]))
+            times[name].append(seconds(calls[name], clock))
     return times
 
 

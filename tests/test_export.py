@@ -161,7 +161,7 @@ def test_a_sharded_model(model: Any, tmp_path: Path) -> None:
     flow = rlx.ModelFlow("m").input("x", ("batch", 8)).stage(rlx.blocks.SwiGlu("g", "u", "d"))
     shapes = {"g": (16, 8), "u": (16, 8), "d": (8, 16)}
     weights = {key: np.random.default_rng(0).normal(size=shape).astype("f4") for key, shape in shapes.items()}
-    sharded = rlx.compile(flow, weights, mesh=mesh)
+    sharded: Any = rlx.compile(flow, weights, mesh=mesh)
     x = np.random.default_rng(1).standard_normal((8, 8)).astype("f4")
     for name, sizes in (("any", []), ("eight", [{"batch": 8}])):
         sharded.export(tmp_path / f"{name}.rlxa", sizes=sizes)
