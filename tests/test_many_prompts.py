@@ -272,7 +272,6 @@ def test_a_row_that_is_not_finite() -> None:
         (lambda m: m.generate([[1], [2]], [1, -1]), r"max_new_tokens\[1\]"),
         (lambda m: m.generate([[1]], 1, slots=0), "slots"),
         (lambda m: m.generate([[1]], 1, slots=2**40), "slots would fit"),
-        (lambda m: m.generate([[1], [2]], [1, 2], speculative="prompt"), "speculative= do not go together"),
         (lambda m: m.generate_iter([[1]], errors="ignore"), "errors is 'ignore'"),
         (lambda m: m.generate_iter("text"), "expected an iterable"),
         (lambda m: m.generate_iter([[1]], [1]), "max_new_tokens is .*one value for all prompts"),
@@ -325,3 +324,34 @@ def test_prompts_with_options_of_their_own() -> None:
     eos = rlx.CausalLM(model.model, eos_ids=[model.generate([1], 2)[0]])
     both = [[1], rlx.PromptRequest([1], sampler=rlx.Sampler(ignore_eos=True))]
     assert [len(ids) for _, ids in sorted(eos.generate_iter(both, 2, slots=1))] == [1, 2]
+
+
+@functools.cache
+def repetitive(family: str) -> tuple[list[list[int]], list[int], list[rlx.Sampler]]:
+    """Prompts that repeat themselves, so that drafts are accepted, with answers of several classes."""
+    rng = np.random.default_rng(5)
+    prompts = [(rng.integers(0, V, 1 + i % 4).tolist() * 9)[: 3 + 5 * (i % 5)] for i in range(7)]
+    return prompts, [30, 3, 11, 1, 24, 7, 16], [SAMPLERS[(0, 1, 2)[i % 3]] for i in range(7)]
+
+
+@pytest.mark.parametrize(
+    "family, drafts",
+    [("llama", "prompt"), ("llama", "gpt2"), *(pytest.param(f, d, marks=pytest.mark.slow) for f, d in (
+        ("gemma2", "prompt"), ("qwen35", "prompt"), ("mamba2", "prompt"), ("int8", "prompt"), ("gemma2", "llama"),
+        ("llama", "gemma2"), ("qwen35", "mamba2"), ("mixtral", "qwen35"),
+    ))],
+)  # fmt: skip
+def test_drafts_in_slots(family: str, drafts: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows accept different numbers of drafts, and equal the request alone with the same drafts."""
+    monkeypatch.setattr(slot_plan, "CONTEXT_BUCKET", 16)
+    monkeypatch.setattr(slot_plan, "choose_classes", lambda _lm, caches, *_: dict.fromkeys(caches, 0.3))
+    prompts, budgets, samplers = repetitive(family)
+    model, source = lm(family), "prompt" if drafts == "prompt" else lm(drafts)
+    options: Any = {"speculative": source, "draft_tokens": 3}
+    got = model.generate(prompts, budgets, samplers, seed=[*range(7)], stop=[5], slots=4, **options)
+    report = model.report()
+    assert report.request.slots == 4 and len(report.request.slot_classes) == (3 if drafts == "prompt" else 1)
+    counts, each = report.speculative, zip(prompts, budgets, samplers, strict=True)
+    assert counts is not None and counts.drafted > counts.accepted > 0
+    want = [model.generate([p], b, s, seed=i, stop=[5], **options)[0] for i, (p, b, s) in enumerate(each)]
+    assert got == want

@@ -86,6 +86,8 @@ def test_the_steps_of_the_formulas(directory: Path, lm: Any) -> None:
     drafted, accepted = (sum(r[i] for r in rows) for i in (1, 2))
     assert (found.drafted, found.accepted, found.steps) == (drafted, accepted, max(r[3] for r in rows))
     assert 0.3 * drafted < accepted < drafted and found.steps < NEW - 1
+    with pytest.raises(errors.RequestError, match="slots= and speculative='mtp' do not go together"):
+        lm.generate(PROMPTS, NEW, speculative="mtp", slots=2)
     list(lm.stream(PROMPTS[0], NEW, speculative="mtp", draft_tokens=DRAFTS))  # one step of a block of its own
     compiled = lm.report().compiles
     with jax.transfer_guard("disallow"):

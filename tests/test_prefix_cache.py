@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import rlx_jax as rlx
 from rlx_jax import errors
+from rlx_jax.generate.prefix_cache import Prefix
 from rlx_jax.weights.safetensors import open_safetensors
 from tests import divided
 from tests.divided import V
@@ -217,3 +218,35 @@ def test_named_prefixes(tmp_path: Path) -> None:
 def test_refused(call: Any, message: str) -> None:
     with pytest.raises(errors.RequestError, match=message):
         call(lm("llama"))
+
+
+@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in OTHERS)])
+def test_scores_after_a_prefix(family: str) -> None:
+    """Contexts that begin with a named prefix are scored as whole texts are; shorter ones and other texts are, too."""
+    model, plain = make(family, None), lm(family)
+    plain.prefix_cache = None
+    tails = [*TAILS, TAILS[0], TAILS[1]]
+    texts: list[Any] = [((*SYSTEM, *tail), tails[i - 1]) for i, tail in enumerate(tails)]
+    texts += [((*SYSTEM, *TAILS[1]), (last,)) for last in (1, 2, 1)]  # the same text but for its last token
+    texts += [(SYSTEM, TAILS[1]), (OTHER, TAILS[2]), [*SYSTEM, *TAILS[3]], (SYSTEM[:-1], SYSTEM[-1:])]
+    want = plain.score(texts)
+    named = model.prefix(SYSTEM)
+    got = model.score(texts)
+    assert [(s.tokens, s.greedy) for s in got] == [(s.tokens, s.greedy) for s in want]
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one.token_logprobs, other.token_logprobs, atol=1e-5)
+    report = model.report().request
+    assert report.cached_tokens == plain.report().request.cached_tokens + 9 * len(SYSTEM)
+    named.release()
+    model.score(texts)
+    assert model.report().request.cached_tokens == plain.report().request.cached_tokens
+
+
+def test_a_named_prefix_is_not_replaced() -> None:
+    """By a prefix of the same tokens that a request began to prefill before."""
+    model = make("llama")
+    named = model.prefix(SYSTEM)
+    late = Prefix(SYSTEM, named.nbytes, named.cache_len, named.params)
+    assert model._prefixes.store(late, dict(named.arrays)) and late.arrays is named.arrays
+    assert model._prefixes.tree.longest(SYSTEM) is named
+    assert model.generate([[1]], 2, state=named) == model.generate([[*SYSTEM, 1]], 2)

@@ -36,7 +36,7 @@ from rlx_jax.generate.request import (
 from rlx_jax.generate.request_inputs import Inputs, declared_inputs
 from rlx_jax.generate.row_options import Budgets, Samplers, StopLike
 from rlx_jax.generate.sampler import SAMPLING, Sampler
-from rlx_jax.generate.score_program import ScoredTokens, scored_tokens
+from rlx_jax.generate.score_texts import ScoredTokens, scored_tokens
 from rlx_jax.generate.scoring import Score, mean_perplexity, perplexity_windows, score_items
 from rlx_jax.generate.warm_up import warm_all
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
@@ -306,7 +306,8 @@ class CausalLM(TaskModel):
     def score(self, texts: Any) -> Any:
         """Return the log-likelihood of texts: a `Score` for each, in order, or one for one; nothing is generated.
 
-        Texts may be of all lengths: at most eight programs process them, sorted.
+        Texts may be of all lengths: at most eight programs process them, sorted. A named prefix (`prefix`) with which a
+        context begins is not read again.
 
         Args:
             texts: strings or id lists, where every token after the first is scored, or tuples `(context,

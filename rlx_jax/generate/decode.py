@@ -116,6 +116,13 @@ def new_rows(do_sample: bool, key: Array, running: Array, budget: Array, history
     return RequestRows(ids=zeros, running=running, remaining=zeros + budget, history=history, keys=keys)
 
 
+def ends_row(stop_mask: Array, ids: Array) -> Array:
+    """Return which tokens end their row, of the shape of `ids` `[B, …]`; `stop_mask` as in `choose_next`."""
+    if stop_mask.ndim == 1:
+        return stop_mask[ids]
+    return (stop_mask.reshape(stop_mask.shape[0], *(1,) * (ids.ndim - 1), -1) == ids[..., None]).any(axis=-1)
+
+
 @dataclass(frozen=True)
 class TokenChooser:
     """Base class of the programs that choose tokens."""
@@ -154,8 +161,7 @@ class TokenChooser:
             is_finite = self.is_finite(logits, adjusted_logits, chosen)
         tokens = jnp.where(active, jnp.where(is_finite, chosen, NOT_FINITE), STOPPED)
         remaining = rows.remaining - active.astype(jnp.int32)
-        is_stop = stop_mask[chosen] if stop_mask.ndim == 1 else (stop_mask == chosen[:, None]).any(axis=1)
-        ended = active & (is_stop | (remaining <= 0) | ~is_finite)
+        ended = active & (ends_row(stop_mask, chosen) | (remaining <= 0) | ~is_finite)
         ids = jnp.where(active, chosen, rows.ids)
         return tokens, replace(
             rows,

@@ -62,6 +62,8 @@ class ProgramDrafter:
         keys: in a bound drafter, the programs that it runs.
     """
 
+    reads_tokens: ClassVar[bool] = False
+
     tokens: int
     programs: Programs
     ids_input: str
@@ -321,22 +323,18 @@ LONGEST_NGRAM = 8
 
 @dataclass(frozen=True)
 class PromptLookup:
-    """Drafter by n-grams of the text itself (prompt lookup).
-
-    `DrafterState.carry` are the tokens of each row, `[B, T]` int32, T being the length of the cache.
-    """
+    """Drafter by n-grams of the text itself (prompt lookup)."""
 
     source_name: ClassVar[str] = "'prompt'"
     needs_hidden: ClassVar[bool] = False
+    reads_tokens: ClassVar[bool] = True
     max_positions: ClassVar[int | None] = None
 
     tokens: int
-    # T, set where it is bound: a program has no such size if all of its layers have windows or recurrent states.
-    cache_len: int = 0
 
     def bind(self, sizes: Mapping[str, int]) -> PromptLookup:
-        """Return the drafter for a cache of this length; see `Drafter`."""
-        return replace(self, cache_len=sizes["context"])
+        """Return itself; see `Drafter`."""
+        return self
 
     def params(self) -> None:
         """Return None, as it has no parameters."""
@@ -344,11 +342,8 @@ class PromptLookup:
     def start(
         self, programs: Programs, sizes: Sizes, prompts: Sequence[Sequence[int]], first: Any, hidden: tuple[Any, ...]
     ) -> tuple[Any, StateArrays]:
-        """Return the tokens `[batch, slots]` of the prompts, with the first new token of each; see `Drafter`."""
-        tokens, lengths = np.zeros((sizes.batch, sizes.cache_len), np.int32), np.zeros(sizes.batch, np.int32)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-        return programs.run_helper(append_first_token, tokens, lengths, first, out_shardings=programs.replicated), {}
+        """Return no arrays: the tokens are in the history of the rows."""
+        return None, {}
 
     def lir(self) -> None:
         """Return None, as it runs no program."""
@@ -358,21 +353,17 @@ class PromptLookup:
 
     def propose(self, drafter_state: DrafterState, draft_step: DraftStep) -> tuple[Drafts, DrafterState]:
         """Propose the tokens that follow the match of `find_ngram`; see `Drafter`."""
-        tokens, last_index = drafter_state.carry, draft_step.state_lengths
+        tokens, last_index = draft_step.rows.history.tokens, draft_step.state_lengths
         match_index, has_match = find_ngram(tokens, last_index)
         # Past the end of the text the drafts continue themselves, so that a repetition goes on: hence the modulo.
         steps = jnp.arange(self.tokens, dtype=jnp.int32)[None] % jnp.maximum(last_index - match_index, 1)[:, None]
         ids = jnp.take_along_axis(tokens, match_index[:, None] + 1 + steps, axis=1, mode="clip")
+        ids = jnp.maximum(ids, 0)  # of an idle row
         return Drafts(ids, jnp.where(has_match, self.tokens, 0)), drafter_state
 
     def accept(self, drafter_state: DrafterState, draft_step: DraftStep, verified: VerifiedTokens) -> DrafterState:
-        """Append the accepted tokens to the text."""
-        tokens = drafter_state.carry
-        offsets = jnp.arange(verified.is_emitted.shape[1], dtype=jnp.int32)[None]
-        columns = draft_step.state_lengths[:, None] + 1 + offsets
-        rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)[:, None]
-        target_columns = jnp.where(verified.is_emitted, columns, tokens.shape[1])
-        return replace(drafter_state, carry=tokens.at[rows, target_columns].set(verified.ids, mode="drop"))
+        """Return the data unchanged; see `Drafter`."""
+        return drafter_state
 
 
 def find_ngram(tokens: Array, last: Array) -> tuple[Array, Array]:
@@ -399,15 +390,6 @@ def find_ngram(tokens: Array, last: Array) -> tuple[Array, Array]:
     longest = match_len.max(axis=1)
     index = jnp.where((match_len == longest[:, None]) & (match_len > 0), indices, 0).max(axis=1)
     return index, longest > 0
-
-
-def append_first_token(tokens: Array, lengths: Array, first: Array) -> Array:
-    """Return `tokens` `[B, T]` with `first` `[B, 1]` written at index `lengths` `[B]` of each row.
-
-    A negative `first` is no token and is skipped.
-    """
-    rows = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-    return tokens.at[rows, jnp.where(first[:, 0] >= 0, lengths, tokens.shape[1])].set(first[:, 0], mode="drop")
 
 
 # Default number of drafts per step.

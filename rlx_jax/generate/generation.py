@@ -399,7 +399,8 @@ def initial_rows(plan: RequestPlan, live: np.ndarray[Any, Any]) -> RequestRows:
     """
     request, programs = plan.request, plan.loop.model.programs
     prompts = [request.rows[row // (request.n or 1)] if is_row else () for row, is_row in enumerate(live)]
-    history = initial_history(plan.sampling_steps, prompts, len(plan.stop_mask), plan.sizes.cache_len)
+    keeps_tokens = request.drafter is not None and request.drafter.reads_tokens
+    history = initial_history(plan.sampling_steps, prompts, len(plan.stop_mask), plan.sizes.cache_len, keeps_tokens)
     arguments = (random_key("seed", request.seed), live, np.int32(request.budget), history)
     rows: RequestRows = programs.run_helper(
         new_rows, *arguments, static=(plan.sampling_steps.do_sample,), out_shardings=programs.replicated

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol, Unpack
 
+import jax
 import numpy as np
 
 from rlx_jax.errors import RequestError, RlxError, listing, shown, suggest_keywords
@@ -23,7 +24,7 @@ from rlx_jax.generate.slot_classes import SlotClasses, open_slots
 from rlx_jax.generate.slot_plan import SlotPlan, max_slots, plan_slots
 from rlx_jax.generate.stop_strings import stop_length
 from rlx_jax.runtime.inputs import check_integer
-from rlx_jax.runtime.report import RequestReport
+from rlx_jax.runtime.report import RequestReport, SpeculativeCounts
 from rlx_jax.runtime.sequence_state import as_state
 from rlx_jax.text.request_checks import Prompts
 
@@ -104,12 +105,16 @@ def uses_slots(lm: LanguageModel, request: Request) -> bool:
         "a value for each prompt": request.by_prompt, "slots=": request.slots, "progress=": request.progress,
     }  # fmt: skip
     others = {
-        "speculative=": request.drafter, "inputs=": request.inputs.arrays,
+        "speculative='mtp'": request.drafter is not None and request.drafter.needs_hidden,
+        "inputs=": request.inputs.arrays,
         "state= with other inputs": request.inputs.optional_inputs or request.inputs.sizes,
     }  # fmt: skip
     wanted, unsupported = ([name for name, value in table.items() if value] for table in (options, others))
     if wanted and unsupported:
-        raise RequestError(f"{wanted[0]} and {unsupported[0]} do not go together yet; leave one of them out")
+        raise RequestError(
+            f"{wanted[0]} and {unsupported[0]} do not go together, as the latter needs one batch of all prompts; leave "
+            f"{wanted[0]} out, and pass at most as many prompts at once as fit one batch"
+        )
     if wanted or unsupported:
         return bool(wanted)
     # A profile that forbids further programs has programs for one batch, unless warm-up ran some for slots.
@@ -149,6 +154,10 @@ def run_slots(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[N
         prompt_tokens = sum(map(len, request.rows))
         num_read = sum(len(job.ids) - job.num_cached for job in jobs) + device.num_prefilled
         cached = max(0, prompt_tokens - num_read)  # several answers to a prompt may read it several times
+        if request.drafter is not None:
+            new.speculated = SpeculativeCounts(
+                *np.sum(jax.device_get([part.counts for part in device.parts]), 0).tolist()
+            )
         new.report = slots_report(device, len(request.rows), prompt_tokens, num_tokens, seconds, compiled, cached)
         if ended and request.progress is not None:
             request.progress(BatchProgress(done, len(new.rows), num_tokens, seconds))
@@ -158,7 +167,7 @@ def run_slots(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[N
 def plan_jobs(lm: LanguageModel, jobs: Sequence[SlotJob], request: Request) -> tuple[SlotPlan, ...]:
     """Return the plans for jobs of a request; raises as `plan_slots`."""
     options, lengths = [job.options for job in jobs], [len(job.ids) for job in jobs]
-    return plan_slots(lm, options, lengths, request.logprobs, request.slots)
+    return plan_slots(lm, options, lengths, request.logprobs, request.slots, request.drafter)
 
 
 def state_prefixes(lm: LanguageModel, request: Request) -> list[Prefix | None]:

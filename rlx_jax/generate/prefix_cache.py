@@ -138,13 +138,23 @@ class PrefixCache:
         cache._params = self._params
         return cache
 
+    def cached(self, model: CompiledModel, ids: Sequence[int]) -> Prefix | None:
+        """Return the longest prefix that is cached and with which `ids` begins; None if the cache rounds."""
+        if not self.tree.entries or rounds_cache(model):
+            return None
+        self.begin(model)
+        return self.tree.longest(ids)
+
     def store(self, prefix: Prefix, arrays: StateArrays, pinned: bool = False) -> bool:
         """Store the state of a prefix, and evict others if need be.
 
         Returns:
             False if it does not fit, or if other parameters have been in use since.
         """
-        is_current = prefix.params is self._params
+        is_current, old = prefix.params is self._params, self.tree.entries.get(prefix.ids)
+        if is_current and old is not None and old.pinned and not pinned:  # named since the request began
+            prefix.arrays, prefix.row = old.value.arrays, old.value.row
+            return True
         evicted = self.tree.put(prefix.ids, prefix, prefix.nbytes, pinned) if is_current else None
         if evicted is None:
             return False
@@ -167,10 +177,7 @@ class PrefixCache:
             share_prefix: as in `Request`; True shares what all prompts begin with, however short it is.
             cache_limit: the most positions of the model.
         """
-        kv_dtype, compute = model.settings.kv_dtype, model.settings.compute
-        # The rest of a prompt would read rounded keys, which the prompt alone reads unrounded.
-        rounds = kv_dtype is not None and kv_dtype.itemsize < compute.itemsize
-        if share_prefix is False or not self.tree.budget or (rounds and not share_prefix):
+        if share_prefix is False or not self.tree.budget or (rounds_cache(model) and not share_prefix):
             return [None] * len(rows)
         params = self.begin(model)
         chosen = [self.tree.longest(row[:-1]) for row in rows]
@@ -205,6 +212,12 @@ class PrefixCache:
                 for i in later:
                     chosen[i] = prefix
         return chosen
+
+
+def rounds_cache(model: CompiledModel) -> bool:
+    """Return whether the cache rounds keys: what follows a prefix reads them rounded, and a text alone unrounded."""
+    kv_dtype = model.settings.kv_dtype
+    return kv_dtype is not None and kv_dtype.itemsize < model.settings.compute.itemsize
 
 
 def one_row(model: CompiledModel, cache_len: int) -> BoundProgram:

@@ -48,7 +48,7 @@ class PrefixFiller:
 
     def programs(self, widths: Sequence[int], has_prefix: bool) -> list[BoundProgram]:
         """Return the programs that prefill chunks of these widths."""
-        keys = fill_keys(self.plan.lm, self._sizes(has_prefix), widths)
+        keys = fill_keys(self.plan.lm, self._sizes(has_prefix), widths, self.plan.num_drafts)
         return list(map(self.plan.loop.model.bind, keys))
 
     def width(self, num_tokens: int, has_prefix: bool) -> int:
@@ -67,7 +67,8 @@ class PrefixFiller:
         template, sharding = programs.template(program.key.symbolic), programs.model_sharding
         shardings = None if sharding is None else state_shardings(template, sizes, sharding)
         state_sizes = {"batch": self.plan.sizes.fill_rows, "context": self.plan.sizes.cache_len}
-        state: StateArrays = programs.run_helper(programs.empty_state(program.key.symbolic, state_sizes))
+        empty = programs.empty_state(program.key.symbolic, state_sizes, self.plan.num_drafts)
+        state: StateArrays = programs.run_helper(empty)
         for arrays in {id(arrays): arrays for arrays in states.values()}.values():
             rows, mask = np.zeros(sizes["batch"], np.int32), np.zeros(sizes["batch"], bool)
             for i, prefix in enumerate(prefixes):

@@ -437,22 +437,23 @@ def choose_tokens(steps: SamplingSteps, values: SamplerValues, logits: Array, ke
     """
     if not steps.do_sample:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if jnp.ndim(values.temperature) == 0:
-        return sample(warp_logits(steps, values, logits), keys)
-    is_greedy = values.temperature == 0
-    values = replace(values, temperature=jnp.where(is_greedy, 1, values.temperature))
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return jnp.where(is_greedy[:, 0], greedy, sample(warp_logits(steps, values, logits), keys))
+    return sample(warp_logits(steps, values, logits), keys)
 
 
 def warp_logits(steps: SamplingSteps, values: SamplerValues, logits: Array) -> Array:
     """Return the logits of the distribution that a token is sampled from.
 
     They are the logits `[N, V]` after `adjust_logits`, divided by the temperature, and −inf for tokens that a filter
-    excludes.
+    excludes. Where slots have a temperature each, that of a greedy slot has all its mass on the likeliest token.
     """
+    is_greedy = values.temperature == 0 if jnp.ndim(values.temperature) else None
+    temperature = values.temperature if is_greedy is None else jnp.where(is_greedy, 1, values.temperature)
     # Subtract the maximum first, so that the quotient is at most 0 and no small temperature makes it overflow.
-    return keep_likely(steps, values, (logits - jnp.max(logits, axis=-1, keepdims=True)) / values.temperature)
+    warped = keep_likely(steps, values, (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature)
+    if is_greedy is None:
+        return warped
+    is_likeliest = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None] == jnp.argmax(logits, axis=-1)[:, None]
+    return jnp.where(is_greedy, jnp.where(is_likeliest, 0, -jnp.inf), warped)
 
 
 def sample(logits: Array, keys: Array) -> Array:

@@ -30,16 +30,17 @@ from rlx_jax.encode.packing import (
     plan_one_per_row,
     sizes_for,
 )
-from rlx_jax.errors import GraphError, RequestError, shown
+from rlx_jax.errors import GraphError, RequestError
+from rlx_jax.generate.decode_state import resize_state
+from rlx_jax.generate.prefix_cache import Prefix
 from rlx_jax.generate.request import LanguageModel
+from rlx_jax.generate.score_texts import ScoredTokens
 from rlx_jax.ir.types import is_static
 from rlx_jax.losses import LossChunking, chunk_logits, count_chunks, split_tokens
 from rlx_jax.lowering.hir.row_layouts import POSITIONS, SEGMENTS
 from rlx_jax.lowering.mir.head import Head
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.program_key import Variant
-from rlx_jax.text.request_checks import convert_foreign_arrays, id_list
-from rlx_jax.text.token_model import check_positions
 
 # The most alternative last tokens of one prefix, in addition to the first one.
 MAX_ALTERNATIVES = 16
@@ -47,6 +48,8 @@ MAX_ALTERNATIVES = 16
 MAX_SHARED_WIDTH = 2048
 # Widths of rows with one text, for models of up to 8192 positions and for others.
 SHORT_WIDTHS, LONG_WIDTHS = (64, 128, 256, 512, 1024, 2048, 8192), (64, 128, 512, 2048, 8192, 32768, 131072)
+# Rows after a prefix copy its cache: a call has caches of so many times the tokens of other calls.
+PREFIX_TOKENS = 8
 # Widths of additional programs of one row, for the texts left over after full calls, and for a single text.
 SINGLE_ROW_WIDTHS = (64, 512)
 
@@ -70,14 +73,15 @@ class SharedTokens:
     items: list[tuple[int, int | None]]
 
 
-def group_by_prefix(items: Sequence[ScoredTokens]) -> list[SharedTokens]:
-    """Group texts that differ in their last token alone.
+def group_by_prefix(items: Sequence[ScoredTokens], numbers: Sequence[int]) -> list[SharedTokens]:
+    """Group texts of some numbers that differ in their last token alone.
 
     A group has up to `MAX_ALTERNATIVES` + 1 different last tokens.
     """
     latest_by_prefix: dict[tuple[int, ...], SharedTokens] = {}
     groups: list[SharedTokens] = []
-    for text, item in enumerate(items):
+    for text in numbers:
+        item = items[text]
         prefix, last_token = item.ids[:-1], item.ids[-1]
         group = latest_by_prefix.get(prefix)
         if group is None or (last_token not in group.last_tokens and len(group.last_tokens) > MAX_ALTERNATIVES):
@@ -138,10 +142,14 @@ def score_sizes(target: str, buckets: Buckets, max_positions: int | None, longes
 
 @dataclass(frozen=True)
 class ScoreForm:
-    """A program for scoring and its block sizes: `packed` with several texts in a row, or `forward` with one."""
+    """A program for scoring and its block sizes.
+
+    The program is `packed` with several texts in a row, `forward` with one, or `extend` with one after a prefix.
+    """
 
     model: CompiledModel
     sizes: BlockSizes
+    prefix: Prefix | None = None
 
     @property
     def packed(self) -> bool:
@@ -164,8 +172,20 @@ class ScoreForm:
 
     def program(self, rows: int, width: int) -> BoundProgram:
         """Return the program for blocks of this size; see `score_program`."""
-        row_inputs = (SEGMENTS.input, POSITIONS.input) if self.packed else ()
-        return score_program(self.model, (self.model.first_input, *row_inputs), rows, width)
+        row_inputs: tuple[str, ...] = (SEGMENTS.input, POSITIONS.input) if self.packed else ()
+        sizes = {"batch": rows, "seq": width}
+        if self.prefix is not None:
+            row_inputs, sizes["context"] = ("lengths",), len(self.prefix.ids) + width
+        return score_program(self.model, (self.model.first_input, *row_inputs), sizes)
+
+    def run(self, block: Block, texts: Sequence[SharedTokens]) -> tuple[Any, ...]:
+        """Run the program for a block, without waiting for the results."""
+        program, state = self.program(block.rows, block.width), {}
+        if self.prefix is not None:
+            assert self.prefix.arrays is not None
+            state = resize_state(program, self.prefix.arrays, np.full(block.rows, self.prefix.row, np.int32))
+        outputs, _ = program(self.inputs(block, texts), state)
+        return outputs
 
     def inputs(self, block: Block, texts: Sequence[SharedTokens]) -> Mapping[str, Any]:
         """Return the inputs of the program for a block."""
@@ -181,6 +201,9 @@ class ScoreForm:
             columns[location.row, span] = location.column + len(text.prefix) - 1
         arrays = {self.model.first_input: tokens, TARGETS: targets}
         arrays |= {ALTERNATIVES: alternatives, ALTERNATIVE_COLUMNS: columns}
+        if self.prefix is not None:
+            lengths = [sum(len(text.prefix) for text in row) for row in rows]
+            arrays["lengths"] = np.array(lengths + [0] * (block.rows - len(rows)), np.int32)
         return arrays | {SEGMENTS.input: segments, POSITIONS.input: positions} if self.packed else arrays
 
 
@@ -220,6 +243,16 @@ def forms_for(
         return None, ScoreForm(model, score_sizes(target, buckets, max_positions, longest))
     wide_sizes, shared = shared_sizes(target, buckets.row_multiple, max_positions, longest)
     return ScoreForm(model.as_program("packed"), shared), None if wide_sizes is None else ScoreForm(model, wide_sizes)
+
+
+def prefix_form(lm: LanguageModel, prefix: Prefix, longest: int) -> ScoreForm:
+    """Return the form for texts of up to `longest` tokens after a prefix."""
+    left = None if lm.max_positions is None else lm.max_positions - len(prefix.ids)
+    sizes = score_sizes(lm.model.settings.target, Buckets(row_multiple=lm.buckets.row_multiple), left, longest)
+    most = PREFIX_TOKENS * sizes.costs.tokens
+    rows = {width: lm.buckets.rows(max(1, most // (len(prefix.ids) + width))) for _, width in sizes.blocks}
+    blocks = {(min(count, rows[width]), width) for count, width in sizes.blocks}
+    return ScoreForm(lm.model.as_program("extend"), replace(sizes, blocks=tuple(sorted(blocks))), prefix)
 
 
 def shared_sizes(
@@ -340,15 +373,15 @@ def join_chunks(chunks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return chunks.swapaxes(0, 1).reshape(shape[0], -1)[:, : shape[1]]
 
 
-def score_program(model: CompiledModel, input_names: tuple[str, ...], rows: int, width: int) -> BoundProgram:
-    """Return the scoring program of `model` with the inputs `input_names`, for blocks of `rows` × `width` tokens.
+def score_program(model: CompiledModel, input_names: tuple[str, ...], sizes: Mapping[str, int]) -> BoundProgram:
+    """Return the scoring program of `model` with the inputs `input_names`, for blocks of these sizes by symbol.
 
     Raises:
         RequestError: it is not compiled, and the profile makes that an error.
     """
-    key = model.key_for_sizes({"batch": rows, "seq": width}, Variant(last_only=False, outputs=model.output_names[:1]))
+    key = model.key_for_sizes(sizes, Variant(last_only=False, outputs=model.output_names[:1]))
     try:
-        chunking = _head_chunking(model, model.template().head, rows, width)
+        chunking = _head_chunking(model, model.template().head, sizes["batch"], sizes["seq"])
     except GraphError:  # the output is not a matrix product, so there is no head to split into chunks
         chunking = None
     return model.bind(replace(key, headless=chunking is not None, wrapper=ScoreTokens(input_names, chunking)))
@@ -363,132 +396,3 @@ def _head_chunking(model: CompiledModel, head: Head, rows: int, width: int) -> L
     chunk_bytes = 4 * vocab_size * PIECE.get(model.settings.target, PIECE["cuda"])  # bytes of f32 logits
     count = count_chunks((rows, width), None, vocab_size, sharding, chunk_bytes)
     return LossChunking(head, count, int(head.vocab_size), 0.0, sharding, model.settings.target)
-
-
-@dataclass(frozen=True)
-class ScoredTokens:
-    """Token ids to score, given the ids before them.
-
-    Attributes:
-        ids: context and continuation.
-        start: index of the first id that is scored, at least 1.
-        name: the text in error messages.
-        offset: number of tokens of the text before `ids`, for a window of a longer text.
-        num_new: number of tokens that no earlier window of the text has.
-    """
-
-    ids: tuple[int, ...]
-    start: int
-    name: str = "texts"
-    offset: int = 0
-    num_new: int = 0
-
-    @property
-    def width(self) -> int:
-        """Return the number of tokens that the model reads: all but the last one, after which nothing is predicted."""
-        return len(self.ids) - 1
-
-
-def scored_tokens(lm: LanguageModel, texts: Any) -> tuple[list[ScoredTokens], bool]:
-    """Return the tokens of each item, and whether `texts` is a single item rather than a list.
-
-    Raises:
-        RequestError: `texts` has neither texts, nor ids, nor pairs of them; there is nothing to score; or there is no
-            tokenizer, or no begin token. TokenIdError: the model does not have an id. SequenceLengthError: an item is
-            over the model's positions.
-    """
-    texts = convert_foreign_arrays("texts", texts)
-    single = _is_single(texts)
-    if not single and not isinstance(texts, list | tuple | np.ndarray | jax.Array):
-        raise RequestError(
-            "score: expected a string, token ids, a pair (context, continuation), or a list of them, got "
-            f"{shown(texts)}"
-        )
-    items = [texts] if single else list(texts)
-    scored = [_item_tokens(lm, item, "texts" if single else f"texts[{i}]") for i, item in enumerate(items)]
-    for item in scored:
-        # As in lm-evaluation-harness: the last token is not read, so it may be one past the last position.
-        check_positions(item.width, lm.max_positions, f"{item.name}: {len(item.ids)} tokens, the last one not read")
-    return scored, single
-
-
-def text_ids(lm: LanguageModel, text: Any, name: str) -> list[int]:
-    """Return the ids of a string, with the special tokens that the tokenizer adds, or ids unchanged."""
-    if isinstance(text, str):
-        text = lm.require_tokenizer("strings need").encode(text)
-    return id_list(text, lm.vocab_size, name)
-
-
-def first_id(lm: LanguageModel) -> int:
-    """Return the id that serves as context of a text without one: the begin token, or else the end token.
-
-    Raises:
-        RequestError: there is neither.
-    """
-    if lm.bos_id is not None:
-        return lm.bos_id
-    if lm.eos_ids:
-        return lm.eos_ids[0]
-    raise RequestError(
-        "score: an empty context is replaced by the begin token, or else the end token, and the model has neither; "
-        "pass bos_id= or eos_ids= to CausalLM"
-    )
-
-
-def pair_ids(lm: LanguageModel, context: Any, continuation: Any, name: str) -> ScoredTokens:
-    """Return the tokens of a context and its continuation, which is scored.
-
-    Strings are tokenized as in lm-evaluation-harness: spaces at the end of the context belong to the continuation, both
-    are tokenized as one text, and the continuation starts after as many tokens as the context alone has. A context of
-    spaces only becomes empty; `first_id` is then the context, unless the tokenizer adds a begin token.
-    """
-    if isinstance(context, str) != isinstance(continuation, str):
-        raise RequestError(f"{name}: a context and a continuation are both strings or both ids, got {shown(context)}")
-    if not isinstance(context, str):
-        context_ids, target_ids = (text_ids(lm, part, f"{name}[{i}]") for i, part in enumerate((context, continuation)))
-        context_ids = context_ids or [first_id(lm)]
-    elif context:
-        bare = context.rstrip()
-        continuation, context = context[len(bare) :] + continuation, bare
-        all_ids, context_ids = (text_ids(lm, text, name) for text in (context + continuation, context))
-        context_ids, target_ids = all_ids[: len(context_ids)] or [first_id(lm)], all_ids[len(context_ids) :]
-    else:
-        encoded = lm.require_tokenizer("strings need").encode(continuation, add_special_tokens=False)
-        target_ids = id_list(encoded, lm.vocab_size, name)
-        context_ids = [first_id(lm)]
-        if target_ids[:1] == context_ids:  # the text has the token already, for example as `<s>`
-            del target_ids[0]
-    if not target_ids:
-        raise RequestError(f"{name}: the continuation has no tokens, so that there is nothing to score")
-    return ScoredTokens((*context_ids, *target_ids), len(context_ids), name)
-
-
-def _item_tokens(lm: LanguageModel, item: Any, name: str) -> ScoredTokens:
-    """Return the tokens of one item to score: a text, ids or a pair."""
-    if _is_pair(item):
-        context, continuation = item
-        return pair_ids(lm, context, continuation, name)
-    if not _is_single(item):
-        raise RequestError(f"{name}: expected a string, token ids or a pair (context, continuation), got {shown(item)}")
-    ids = text_ids(lm, item, name)
-    if len(ids) < 2:
-        raise RequestError(
-            f"{name}: {len(ids)} tokens; the first token of a text is not scored: pass at least 2, or a pair: "
-            "('', text) scores all tokens of a text after the begin token"
-        )
-    return ScoredTokens(tuple(ids), 1, name)
-
-
-def _is_pair(item: Any) -> bool:
-    """Return whether an item is a tuple of two texts, or of two lists of ids."""
-    return isinstance(item, tuple) and len(item) == 2 and not any(isinstance(part, int | np.integer) for part in item)
-
-
-def _is_single(item: Any) -> bool:
-    """Return whether an item is a single text: a string, a list of ids, or a pair."""
-    if isinstance(item, str) or _is_pair(item):
-        return True
-    if isinstance(item, np.ndarray | jax.Array):
-        return item.ndim == 1 and item.dtype.kind in "iu"
-    kinds = set(map(type, item)) if isinstance(item, list | tuple) else set()
-    return bool(kinds) and all(issubclass(kind, int | np.integer) for kind in kinds)

@@ -7,9 +7,9 @@ Texts that differ in their last token alone, such as a multiple-choice question 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,17 +18,18 @@ import numpy as np
 from rlx_jax.compiler.settings import Buckets
 from rlx_jax.encode.packing import Block
 from rlx_jax.errors import NumericsError, RequestError, listing, shown
+from rlx_jax.generate.prefix_cache import Prefix
 from rlx_jax.generate.request import LanguageModel
 from rlx_jax.generate.score_program import (
-    ScoredTokens,
     ScoreForm,
     SharedTokens,
     forms_for,
     group_by_prefix,
     locate_texts,
+    prefix_form,
     score_sizes,
-    text_ids,
 )
+from rlx_jax.generate.score_texts import ScoredTokens, text_ids
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.report import RequestReport
@@ -74,10 +75,23 @@ def score_items(lm: LanguageModel, items: Sequence[ScoredTokens], method: str) -
     # Deriving a prefill program proves that tokens do not see later ones, and rows not each other.
     model.programs.any_template(model.as_program("prefill").key())
     longest = max((item.width for item in items), default=1)
-    texts = group_by_prefix(items)
-    scores = score_all(method, items, texts, *forms_for(model, lm.buckets, lm.max_positions, longest))
+    num_tokens, numbers = sum(item.width for item in items), defaultdict[Prefix | None, list[int]](list)
+    for number, item in enumerate(items):
+        # The token before the first scored one is read, as its logits are needed.
+        numbers[None if model.programs.is_warm else lm.prefixes.cached(model, item.ids[: item.start - 1])].append(
+            number
+        )
+    items = list(items)
+    for prefix, sharing in numbers.items():
+        for number in sharing if prefix is not None else ():
+            items[number] = after_prefix(items[number], len(prefix.ids))
+    texts = {prefix: group_by_prefix(items, sharing) for prefix, sharing in numbers.items()}
+    num_read = sum(len(text.prefix) for part in texts.values() for text in part)
+    whole = texts.pop(None, [])
+    forms = forms_for(model, lm.buckets, lm.max_positions, longest) if whole else (None, None)
+    after = [(prefix_form(lm, prefix, max(len(text.prefix) for text in part)), part) for prefix, part in texts.items()]
+    scores = score_all(method, items, whole, *forms, after)
     seconds, compiled = clock()
-    num_tokens, num_read = sum(item.width for item in items), sum(len(text.prefix) for text in texts)
     report = RequestReport(
         "texts", len(items), num_tokens, seconds, compiled=compiled, cached_tokens=num_tokens - num_read
     )
@@ -86,7 +100,7 @@ def score_items(lm: LanguageModel, items: Sequence[ScoredTokens], method: str) -
 
 def score_all(
     method: str, items: Sequence[ScoredTokens], texts: Sequence[SharedTokens], shared: ScoreForm | None,
-    single: ScoreForm | None,
+    single: ScoreForm | None, after: Sequence[tuple[ScoreForm, Sequence[SharedTokens]]] = (),
 ) -> list[Score]:  # fmt: skip
     """Return the score of each item, in order.
 
@@ -94,6 +108,7 @@ def score_all(
         texts: the items, grouped by common prefix.
         shared: the form for texts that share rows; texts longer than its widest row use `single`.
         single: the form for rows of one text.
+        after: the forms for texts after prefixes, with their texts.
 
     Raises:
         NumericsError: logits are not finite; `outputs` has the other scores, and None for these.
@@ -124,6 +139,8 @@ def score_all(
         take(shared, retried, shared.plan_one_per_row(retried))
     if single is not None:
         take(single, wide_texts, single.plan(wide_texts))
+    for form, part in after:
+        take(form, part, form.plan(part))
     if failed:
         first_by_name: dict[str, int] = {}  # the windows of a text have one name
         for i, offset in sorted(failed.items()):
@@ -158,9 +175,8 @@ def _results(
                 yield text, number, values, likeliest
 
     for block in blocks:
-        outputs, _ = form.program(block.rows, block.width)(form.inputs(block, texts), {})
-        running.append((block, outputs))
-        if len(running) > MAX_IN_FLIGHT:
+        running.append((block, form.run(block, texts)))
+        if len(running) > (MAX_IN_FLIGHT if form.prefix is None else 1):  # a call after a prefix has a state
             yield from fetched()
     while running:
         yield from fetched()
@@ -170,7 +186,12 @@ def warm_scores(model: CompiledModel, buckets: Buckets, max_positions: int | Non
     """Run every program once that scoring texts within the prompt buckets can need."""
     form = ScoreForm(model, score_sizes(model.settings.target, buckets, max_positions, buckets.prompt[-1]))
     for rows, width in form.sizes.blocks:
-        jax.block_until_ready(form.program(rows, width)(form.inputs(Block(rows, width, 1, ()), ()), {})[0])
+        jax.block_until_ready(form.run(Block(rows, width, 1, ()), ()))
+
+
+def after_prefix(item: ScoredTokens, length: int) -> ScoredTokens:
+    """Return an item without its first tokens, which a prefix has."""
+    return replace(item, ids=item.ids[length:], start=item.start - length, offset=item.offset + length)
 
 
 def split_windows(ids: Sequence[int], stride: int, context: int) -> list[ScoredTokens]:

@@ -20,15 +20,17 @@ from rlx_jax.compiler.settings import Buckets, SlotSizes, bucket_size, fit_bucke
 from rlx_jax.device import running_device
 from rlx_jax.errors import RequestError, quote
 from rlx_jax.generate.decode import DecodeLoop
+from rlx_jax.generate.drafters import ProgramDrafter
 from rlx_jax.generate.request import LanguageModel
 from rlx_jax.generate.request_plan import CONTEXT_BUCKET, LOGPROBS_BUCKET, prefill_keys
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.sampler import SamplingSteps
 from rlx_jax.generate.slot_fill import FillSlots
+from rlx_jax.generate.speculative import DRAFTER_PREFIX, Drafter, VerifyLoop
 from rlx_jax.lowering.inspect.buffers import fused_activation_bytes
 from rlx_jax.runtime.estimate import parameter_bytes, state_bytes_by_kind, workspace_bytes
 from rlx_jax.runtime.inputs import random_key
-from rlx_jax.runtime.model import BoundProgram
+from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.program_key import ProgramKey, Variant
 from rlx_jax.runtime.programs import state_shardings
 from rlx_jax.runtime.sequence_state import EmptyState
@@ -65,6 +67,8 @@ class SlotPlan:
         loop: the program that decodes.
         empty_state: the function that creates the state.
         fill_state: the function that creates the state of a fill, if prefill does not create it.
+        drafter: the source of drafts; None for plain decoding.
+        drafter_state: the function that creates the state of its model, if it has one.
     """
 
     lm: LanguageModel
@@ -75,7 +79,19 @@ class SlotPlan:
     loop: BoundProgram
     empty_state: EmptyState
     fill_state: EmptyState | None = None
+    drafter: Drafter | None = None
+    drafter_state: EmptyState | None = None
     _seed_words: dict[Any, np.ndarray[Any, Any]] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_drafts(self) -> int:
+        """Return the number of drafts of a step."""
+        return 0 if self.drafter is None else self.drafter.tokens
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Return whether a drafter reads the tokens of each slot."""
+        return self.drafter is not None and self.drafter.reads_tokens
 
     def seed_words(self, seed: Any) -> np.ndarray[Any, Any]:
         """Return the words of the key of a seed, `[2]` uint32 on the host."""
@@ -89,7 +105,7 @@ class SlotPlan:
 
 def plan_slots(
     lm: LanguageModel, options: Sequence[RowOptions], lengths: Sequence[int], logprobs: int | None,
-    num_slots: int | None,
+    num_slots: int | None, drafter: Drafter | None = None,
 ) -> tuple[SlotPlan, ...]:  # fmt: skip
     """Choose the sizes and the programs for jobs; nothing has run yet.
 
@@ -97,6 +113,7 @@ def plan_slots(
         options, lengths: the options of each job, and the length of its prompt.
         logprobs: as in `Request`.
         num_slots: number of slots; None to choose.
+        drafter: as in `Request`.
 
     Returns:
         The plan of each context class, the shortest cache first; the last one holds every job.
@@ -104,6 +121,8 @@ def plan_slots(
     Raises:
         RequestError: so many slots do not fit the device, or the buckets of the profile.
     """
+    if drafter is not None and drafter.max_positions is not None:  # both have caches of one length
+        lm = replace(lm, max_positions=min(lm.max_positions or drafter.max_positions, drafter.max_positions))
     steps = SamplingSteps()
     for sampler in {option.sampler for option in options}:
         steps = steps.union(sampler.sampling_steps(lm.vocab_size))
@@ -111,13 +130,14 @@ def plan_slots(
     totals = [length + option.budget for length, option in zip(lengths, options, strict=True)]
     num_logprobs = logprobs and bucket_size(logprobs, LOGPROBS_BUCKET, lm.vocab_size)
     stop_width = bucket_size(max(len(option.stop_ids) for option in options), STOP_BUCKET, None)
-    classes = slot_sizes(lm, lengths, totals, num_slots)
-    return tuple(plan_class(lm, sizes, steps, num_logprobs, stop_width) for sizes in classes)
+    classes = slot_sizes(lm, lengths, totals, num_slots, drafter)
+    return tuple(plan_class(lm, sizes, steps, num_logprobs, stop_width, drafter) for sizes in classes)
 
 
 def plan_class(
-    lm: LanguageModel, sizes: SlotSizes, steps: SamplingSteps, num_logprobs: int | None, stop_width: int
-) -> SlotPlan:
+    lm: LanguageModel, sizes: SlotSizes, steps: SamplingSteps, num_logprobs: int | None, stop_width: int,
+    drafter: Drafter | None,
+) -> SlotPlan:  # fmt: skip
     """Return the plan of a context class; arguments as in `SlotPlan`.
 
     Raises:
@@ -125,41 +145,58 @@ def plan_class(
     """
     model = lm.model.as_program("extend")
     loop_settings = model.programs.settings.loop
-    wrapper = DecodeLoop(steps, model.first_input, 2 * loop_settings.steps, True, num_logprobs, True, stop_width)
-    variant = Variant(True, model.output_names[:1])
+    count, spare = 2 * loop_settings.steps, 0 if drafter is None else drafter.tokens
+    wrapper: Any = DecodeLoop(steps, model.first_input, count, True, num_logprobs, True, stop_width)
+    variant = Variant(True, model.output_names[:1], spare=spare)
     state_sizes = {"batch": sizes.num_slots, "context": sizes.cache_len}
-    key = model.key_for_sizes({**state_sizes, "seq": 1}, variant)
+    loop_key = key = model.key_for_sizes({**state_sizes, "seq": 1}, variant)
     template, sharding = model.programs.template(key.symbolic), model.programs.model_sharding
     shardings = None
     if sharding is not None:
         replicated = model.programs.replicated
         shardings = (replicated, replicated, replicated, state_shardings(template, dict(key.binding), sharding))
-    dims = {name: [str(dim) for dim in t.shape] for name, t in template.state.items()}
+    types, drafter_state = dict(template.state), None
+    if drafter is not None:
+        verify, bound = model.as_program("verify"), drafter.bind(state_sizes)
+        rollback_arrays = model.programs.template(verify.key(outputs=variant.outputs)).rollback_arrays
+        wrapper = VerifyLoop(steps, model.first_input, count, bound, rollback_arrays, True, stop_width)
+        loop_key = verify.key_for_sizes({**state_sizes, "seq": spare + 1}, replace(variant, last_only=False))
+        if isinstance(bound, ProgramDrafter):
+            symbolic = bound.keys[0].symbolic
+            drafter_state = bound.programs.empty_state(symbolic, state_sizes, spare)
+            types |= {DRAFTER_PREFIX + name: t for name, t in bound.programs.template(symbolic).state.items()}
+            draft_shardings = None if sharding is None else bound.shardings()
+            if draft_shardings is not None:
+                shardings[-1].update({DRAFTER_PREFIX + n: s for n, s in draft_shardings.state.items()})
+    dims = {name: [str(dim) for dim in t.shape] for name, t in types.items()}
     row_axes = tuple((name, shape.index("batch")) for name, shape in dims.items() if "batch" in shape)
-    if merged := [name for name, t in template.state.items() if "batch" in t.symbols and name not in dict(row_axes)]:
+    if merged := [name for name, t in types.items() if "batch" in t.symbols and name not in dict(row_axes)]:
         raise RequestError(
-            f"slots: {model.name}: the state {quote(merged[0])} is {template.state[merged[0]]}, without an axis of "
+            f"slots: {model.name}: the state {quote(merged[0])} is {types[merged[0]]}, without an axis of "
             "rows alone, so that rows cannot be replaced; pass at most as many prompts at once as fit one batch"
         )
     fill_sizes = {**state_sizes, "batch": sizes.fill_rows}
     return SlotPlan(
         lm, sizes, FillSlots(steps, num_logprobs, row_axes), shardings, stop_width,
-        model.bind(replace(key, wrapper=wrapper)), model.programs.empty_state(key.symbolic, state_sizes),
-        model.programs.empty_state(key.symbolic, fill_sizes) if sizes.extends else None,
+        model.bind(replace(loop_key, wrapper=wrapper)), model.programs.empty_state(key.symbolic, state_sizes, spare),
+        model.programs.empty_state(key.symbolic, fill_sizes, spare) if sizes.extends else None, drafter, drafter_state,
     )  # fmt: skip
 
 
-def fill_keys(lm: LanguageModel, sizes: SlotSizes, widths: Sequence[int]) -> tuple[ProgramKey, ...]:
-    """Return the programs that prefill chunks of these widths."""
-    state_sizes = {"batch": sizes.fill_rows, "context": sizes.cache_len}
-    return prefill_keys(lm.model, widths, state_sizes, Variant(True, lm.model.output_names[:1]), sizes.extends)
+def fill_keys(lm: LanguageModel, sizes: SlotSizes, widths: Sequence[int], spare: int = 0) -> tuple[ProgramKey, ...]:
+    """Return the programs that prefill chunks of these widths; `spare` as in `Variant`."""
+    state_sizes, variant = (
+        {"batch": sizes.fill_rows, "context": sizes.cache_len},
+        Variant(True, lm.model.output_names[:1], spare=spare),
+    )
+    return prefill_keys(lm.model, widths, state_sizes, variant, sizes.extends)
 
 
 # -- sizes -------------------------------------------------------------------------------------
 
 
 def slot_sizes(
-    lm: LanguageModel, lengths: Sequence[int], totals: Sequence[int], num_slots: int | None
+    lm: LanguageModel, lengths: Sequence[int], totals: Sequence[int], num_slots: int | None, drafter: Drafter | None
 ) -> tuple[SlotSizes, ...]:
     """Return the sizes of each context class, the shortest cache first.
 
@@ -167,17 +204,25 @@ def slot_sizes(
         lengths: number of tokens of the prompt of each job.
         totals: the most tokens of each job, prompt and answer.
         num_slots: number of slots of all classes; None for as many as are useful and fit the device.
+        drafter: as in `Request`. With a model that drafts there is one class: sampled drafts depend on the room left.
 
     Raises:
         RequestError: as `plan_slots`.
     """
     buckets, longest = lm.buckets, max(lengths)
-    if buckets.slots and max(totals) <= buckets.slots[-1].cache_len and num_slots in (None, buckets.num_slots):
+    draft_model = drafter.model if isinstance(drafter, ProgramDrafter) else None
+    if (
+        buckets.slots
+        and draft_model is None
+        and max(totals) <= buckets.slots[-1].cache_len
+        and num_slots in (None, buckets.num_slots)
+    ):
         return buckets.slots
     widths = prompt_widths(buckets, longest, lm.max_positions)
     context = max(*totals, widths[0])
     cache_len = fit_bucket(buckets.context, context) or bucket_size(context, CONTEXT_BUCKET, lm.max_positions)
     shorter = buckets.context or [CONTEXT_BUCKET << i for i in range(cache_len.bit_length())]
+    shorter = shorter if draft_model is None else ()
     caches = (*(size for size in shorter if widths[0] <= size < cache_len), cache_len)
     limit = max_slots(lm)
     rows = num_slots or bucket_size(min(len(lengths), limit), 1, limit)
@@ -188,12 +233,12 @@ def slot_sizes(
 
     sizes = sizes_of(rows)
     if num_slots is None:
-        while rows > 1 and not fits_device(lm, sizes):
+        while rows > 1 and not fits_device(lm, sizes, draft_model):
             rows //= 2
             sizes = sizes_of(rows)
-    elif not fits_device(lm, sizes):
+    elif not fits_device(lm, sizes, draft_model):
         powers = (1 << i for i in reversed(range(num_slots.bit_length())))
-        fitting = next((slots for slots in powers if fits_device(lm, sizes_of(slots))), 0)
+        fitting = next((slots for slots in powers if fits_device(lm, sizes_of(slots), draft_model)), 0)
         advice = f"{fitting} slots would fit" if fitting else "not even one would fit"
         raise RequestError(
             f"slots is {num_slots}: caches of up to {cache_len:,} tokens each do not fit the device's memory next to "
@@ -220,7 +265,7 @@ def choose_classes(lm: LanguageModel, caches: Sequence[int], steps: Sequence[int
     Returns:
         The part of all slots that each class has: that of its steps.
     """
-    row_bytes = [state_bytes(lm, rows, cache) / rows for cache in caches]
+    row_bytes = [state_bytes(lm.model, rows, cache) / rows for cache in caches]
     # cuDNN's attention reads the keys that a row has, whatever the length of its cache: there, short caches save memory
     # alone. One H200, 1B shape, 128 slots of 2,048 positions: 35,200 tokens/s, and 18,600 with 100 of them of 512.
     reads_whole_caches = lm.model.programs.settings.target != "cuda"
@@ -281,33 +326,34 @@ def prompt_widths(buckets: Buckets, longest: int, max_positions: int | None) -> 
     return tuple(sorted(widths))
 
 
-def fits_device(lm: LanguageModel, classes: Sequence[SlotSizes]) -> bool:
+def fits_device(lm: LanguageModel, classes: Sequence[SlotSizes], draft_model: CompiledModel | None = None) -> bool:
     """Return whether the slots and the largest fill fit the memory of a device, by an estimate."""
     memory = running_device().memory
     if memory is None:
         return True
-    free = USABLE_MEMORY * memory - sum(parameter_bytes(lm.model.programs).values())
-    free -= sum(slots_bytes(lm, sizes) for sizes in classes) + (lm.prefixes.size or 0)
+    models = [lm.model, *([] if draft_model is None else [draft_model])]
+    free = USABLE_MEMORY * memory - sum(sum(parameter_bytes(model.programs).values()) for model in models)
+    free -= sum(slots_bytes(lm, models, sizes) for sizes in classes) + (lm.prefixes.size or 0)
     return free >= 0 and all(fill_bytes(lm, sizes) <= free for sizes in classes)
 
 
-def state_bytes(lm: LanguageModel, rows: int, cache_len: int) -> int:
+def state_bytes(model: CompiledModel, rows: int, cache_len: int) -> int:
     """Return the bytes of a state on one device."""
-    programs, model = lm.model.programs, lm.model.as_program("extend")
+    programs, model = model.programs, model.as_program("extend")
     template = programs.template(model.key(frozenset(), model.output_names[:1], True))
     ring_sizes = programs.ring_sizes(template, cache_len)
-    state_sizes = {**lm.model.flow._binding, **ring_sizes, "batch": rows, "context": cache_len}
+    state_sizes = {**model.flow._binding, **ring_sizes, "batch": rows, "context": cache_len}
     return sum(state_bytes_by_kind(programs, template, state_sizes).values())
 
 
-def slots_bytes(lm: LanguageModel, sizes: SlotSizes) -> int:
-    """Return the bytes of the state of a class and of a fill on one device, and an estimate of a step's logits."""
+def slots_bytes(lm: LanguageModel, models: Sequence[CompiledModel], sizes: SlotSizes) -> int:
+    """Return the bytes of the states of a class and of a fill on one device, and an estimate of a step's logits."""
     # Without donation a program writes a new state while the old one exists.
     copies = 1 if lm.model.programs.settings.plan.donate_state else 2
     # Logits in float32, with what sampling sorts.
     logits = 4 * 4 * sizes.num_slots * lm.vocab_size
-    state = copies * state_bytes(lm, sizes.num_slots, sizes.cache_len)
-    return state + state_bytes(lm, sizes.fill_rows, sizes.cache_len) + logits
+    rows = ((sizes.num_slots, copies), (sizes.fill_rows, 1))
+    return logits + sum(times * state_bytes(model, n, sizes.cache_len) for model in models for n, times in rows)
 
 
 def fill_bytes(lm: LanguageModel, sizes: SlotSizes) -> int:

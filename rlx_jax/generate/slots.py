@@ -21,6 +21,7 @@ from rlx_jax.generate.decode import (
     STOPPED,
     LogProbs,
     RequestRows,
+    Sizes,
 )
 from rlx_jax.generate.logits_processor import check_processors
 from rlx_jax.generate.prefix_fill import PrefixFiller
@@ -29,6 +30,7 @@ from rlx_jax.generate.sampler import Sampler, SamplerValues
 from rlx_jax.generate.scheduler import JobAnswer, SlotJob, SlotTokens
 from rlx_jax.generate.slot_fill import MoveRows, NewJobs, SlotRows
 from rlx_jax.generate.slot_plan import SlotPlan
+from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.generate.token_history import initial_history
 from rlx_jax.runtime.inputs import KEY_IMPL
 
@@ -59,6 +61,7 @@ class Slots:
         occupied: the job of each slot that has one.
         first_tokens: the first tokens of the fills since the last `start_decode`.
         num_steps: number of steps decoded.
+        counts: the counts of `VerifyLoop`.
     """
 
     plan: SlotPlan
@@ -67,6 +70,7 @@ class Slots:
     occupied: dict[int, SlotJob] = field(default_factory=dict)
     first_tokens: list[FillResult] = field(default_factory=list)
     num_steps: int = 0
+    counts: Any = field(default_factory=lambda: np.zeros(3, np.int32))
 
     @property
     def num_slots(self) -> int:
@@ -89,12 +93,18 @@ class Slots:
         targets = outside.copy()
         targets[: len(group)] = [slot for slot, _ in group]
         jobs = new_jobs(plan, [job for _, job in group], rows)
-        programs, state = plan.lm.model.programs, prefixes.start([job.prefix for _, job in group])
+        programs, state, draft_state = plan.lm.model.programs, prefixes.start([job.prefix for _, job in group]), {}
+        if plan.drafter is not None:
+            ids = [job.ids for _, job in group]
+            sizes = Sizes(rows, prefixes.widths(max(map(len, ids)), False), prefixes.plan.sizes.cache_len)
+            _, arrays = plan.drafter.start(programs, sizes, ids, None, ())
+            draft_state = {DRAFTER_PREFIX + name: array for name, array in arrays.items()}
         for block in prompt_blocks(prefixes.programs(widths, has_prefix), chunks, new, rows, {}, state):
             if not block.is_end.any():  # no prompt ends in this chunk
                 continue
             slots = np.where(block.is_end, targets, outside)
-            arguments = (self.state, self.rows, block.state, block.logits, replace(jobs, slots=slots))
+            new_state = {**block.state, **draft_state}
+            arguments = (self.state, self.rows, new_state, block.logits, replace(jobs, slots=slots))
             tokens, log_probs, self.rows, self.state = programs.run_helper(
                 plan.fill, *arguments, out_shardings=plan.fill_shardings, donate=(0,)
             )
@@ -104,11 +114,15 @@ class Slots:
     def loop_inputs(self, min_running: int) -> dict[str, Any]:
         """Return the inputs of the loop; see `DecodeLoop`."""
         operands = {"sampler_values": self.rows.sampler_values, "stop_mask": self.rows.stop_ids}
+        if (drafter := self.plan.drafter) is not None:
+            operands |= {"params": drafter.params(), "drafter_carry": None, "counts": self.counts}
         return {"rows": self.rows.rows, "min_running": np.int32(min_running), **operands}
 
     def start_decode(self, min_running: int) -> Any:
         """Decode some steps, until at most `min_running` slots run; return the tokens, without waiting for them."""
         (tokens, rows, *log_probs), self.state = self.plan.loop(self.loop_inputs(min_running), self.state)
+        if self.plan.drafter is not None:
+            self.counts, log_probs = log_probs[-1], []
         self.rows = replace(self.rows, rows=rows)
         return (
             tokens,
@@ -121,7 +135,7 @@ class Slots:
     def end_decode(self, results: Any) -> dict[int, SlotTokens]:
         """Return the new tokens by slot, from the result of `start_decode`."""
         tokens, running, num_new, log_probs, first = jax.device_get(results)
-        self.num_steps += int((tokens != STOPPED).any(axis=0).sum())
+        self.num_steps += int((tokens != STOPPED).any(axis=0).reshape(-1, self.plan.num_drafts + 1).any(axis=1).sum())
         # Column 0 is for first tokens.
         tokens = np.pad(tokens, ((0, 0), (1, 0)), constant_values=STOPPED)
         values: LogProbs | None = None
@@ -200,7 +214,9 @@ def new_jobs(plan: SlotPlan, jobs: Sequence[SlotJob], rows: int) -> NewJobs:
         budgets=np.array([row_limit(job, plan.sizes.cache_len) for job in padded], np.int32),
         seeds=seeds,
         draws=np.array([option.draw for option in options], np.int32),
-        history=initial_history(steps, [job.ids for job in padded], vocab_size, plan.sizes.cache_len),
+        history=initial_history(
+            steps, [job.ids for job in padded], vocab_size, plan.sizes.cache_len, plan.keeps_tokens
+        ),
         sampler_values=stack_values([option.sampler.values(vocab_size, steps) for option in options]),
         stop_ids=stop_ids,
     )
@@ -221,13 +237,16 @@ def open_class(plan: SlotPlan) -> Slots:
     """Return the empty slots of a class."""
     programs, sizes, steps = plan.lm.model.programs, plan.sizes, plan.fill.sampling_steps
     num, vocab_size = sizes.num_slots, plan.lm.vocab_size
-    check_processors(programs, steps.processors, {num, sizes.fill_rows}, vocab_size, sizes.cache_len)
+    batches = {num, sizes.fill_rows, num * (plan.num_drafts + 1)}
+    check_processors(programs, steps.processors, batches, vocab_size, sizes.cache_len)
     state: StateArrays = programs.run_helper(plan.empty_state)
+    if plan.drafter_state is not None:
+        state |= {DRAFTER_PREFIX + n: a for n, a in programs.run_helper(plan.drafter_state).items()}
     zeros = np.zeros(num, np.int32)
     keys: Any = np.zeros((num, 0), np.uint32)
     if steps.do_sample:
         keys = jax.random.wrap_key_data(jax.device_put(np.zeros((num, 2), np.uint32)), impl=KEY_IMPL)
-    history = initial_history(steps, [()] * num, vocab_size, sizes.cache_len)
+    history = initial_history(steps, [()] * num, vocab_size, sizes.cache_len, plan.keeps_tokens)
     rows = RequestRows(zeros, np.zeros(num, bool), zeros, history, keys)
     values = stack_values([Sampler().values(vocab_size, steps)] * num)
     stop_ids = np.full((num, plan.stop_width), -1, np.int32)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, Shardings, StateArrays
-from rlx_jax.generate.decode import NOT_FINITE, STOPPED, Array, RequestRows, Sizes, TokenChooser
+from rlx_jax.generate.decode import NOT_FINITE, STOPPED, Array, RequestRows, Sizes, TokenChooser, ends_row
 from rlx_jax.generate.sampler import (
     SamplerValues,
     SamplingSteps,
@@ -167,6 +168,10 @@ class Drafter(Protocol):
         """Return whether it reads hidden states: the inputs of the model's head for each token."""
 
     @property
+    def reads_tokens(self) -> bool:
+        """Return whether it reads the tokens of the history of the rows."""
+
+    @property
     def tokens(self) -> int:
         """Return the number of drafts per step, at least 1."""
 
@@ -239,7 +244,7 @@ class VerifyLoop(TokenChooser):
 
     Inputs: `rows`, `sampler_values`, `stop_mask`; the drafter's `params` and `drafter_carry`; and `counts` `[3]` int32:
     drafts verified, drafts accepted, steps. Outputs: (tokens `[B, steps · (drafts + 1)]`, rows, drafter_carry, counts),
-    state. The tokens of a row are padded with `STOPPED`.
+    state. The tokens of a row are padded with `STOPPED`. Rows that are slots have the operands of `DecodeLoop`.
 
     Attributes:
         ids_input: name of the token input of `verify`.
@@ -248,12 +253,15 @@ class VerifyLoop(TokenChooser):
         rollback_arrays: arrays of the state that every token changes and that have no position axis, such as recurrent
             states, with the axis of their rows. `verify` returns them after each token, as rejecting a draft must undo
             it.
+        slots, stop_width: as in `DecodeLoop`.
     """
 
     ids_input: str
     steps: int
     drafter: Drafter
     rollback_arrays: tuple[tuple[str, int], ...] = ()
+    slots: bool = False
+    stop_width: int = 0
 
     def arguments(self) -> Mapping[str, str]:
         """Return the arguments of `warmup` that select it; see `rlx_jax.compiler.executable.HasRequestArguments`."""
@@ -283,7 +291,8 @@ class VerifyLoop(TokenChooser):
             def step(loop: LoopState) -> LoopState:
                 return self.step(lambda state, verify_inputs: verify(params, state, verify_inputs), inputs, loop)
 
-            end = lax.while_loop(lambda loop: (loop.step < self.steps) & loop.rows.running.any(), step, start)
+            least = inputs["min_running"] if self.slots else 0
+            end = lax.while_loop(lambda loop: (loop.step < self.steps) & (loop.rows.running.sum() > least), step, start)
             return (end.out, end.rows, end.drafter_carry, end.counts), end.state
 
         return function
@@ -337,7 +346,10 @@ class VerifyLoop(TokenChooser):
     ) -> VerifiedTokens:
         """Decide which tokens the rows take, by the logits `[B, k + 1, V]` after the last token and each draft."""
         batch, width, vocab = logits.shape
-        flat = logits.reshape(-1, vocab)
+        flat, ended = logits.reshape(-1, vocab), partial(ends_row, stop_mask)
+        if self.slots:  # a value for each of the tokens of a row
+            repeat = partial(jnp.repeat, repeats=width, axis=0, total_repeat_length=batch * width)
+            sampler_values, stop_mask = jax.tree.map(repeat, (sampler_values, stop_mask))
         history = rows.history.before_each(drafts.ids)
         adjusted_logits = adjust_logits(self.sampling_steps, sampler_values, flat, history, stop_mask)
         is_draft = jnp.arange(width, dtype=jnp.int32)[None] < drafts.count[:, None]
@@ -353,9 +365,9 @@ class VerifyLoop(TokenChooser):
             chosen, is_accepted = rejection_sample(target_logits, ids, is_draft, drafts.logits, keys)
         is_finite = self.is_finite(flat, adjusted_logits, chosen.reshape(-1)).reshape(batch, width)
         numbers = 1 + jnp.arange(width, dtype=jnp.int32)[None]
-        ended = stop_mask[chosen] | (numbers >= rows.remaining[:, None]) | ~is_finite
+        is_last = ended(chosen) | (numbers >= rows.remaining[:, None]) | ~is_finite
         # A row takes a token if it accepted all drafts before it and none of them ended the row.
-        accepted = jnp.cumprod((is_accepted & ~ended).astype(jnp.int32), axis=1)
+        accepted = jnp.cumprod((is_accepted & ~is_last).astype(jnp.int32), axis=1)
         is_emitted = rows.running[:, None] & jnp.pad(accepted[:, :-1], ((0, 0), (1, 0)), constant_values=1).astype(bool)
         return VerifiedTokens(
             chosen, is_emitted, is_finite, is_accepted & is_emitted & is_finite, is_emitted.sum(axis=1, dtype=jnp.int32)
@@ -379,7 +391,7 @@ class VerifyLoop(TokenChooser):
         return replace(
             rows,
             ids=jnp.where(rows.running, last_ids, rows.ids),
-            running=rows.running & ~(stop_mask[last_ids] | (remaining <= 0) | invalid),
+            running=rows.running & ~(ends_row(stop_mask, last_ids) | (remaining <= 0) | invalid),
             remaining=remaining,
             history=rows.history.append(verified.ids, verified.is_emitted),
         )
