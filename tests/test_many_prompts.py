@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 import rlx_jax as rlx
 from rlx_jax import errors
+from rlx_jax.compiler import settings as settings_module
 from rlx_jax.generate import slot_plan
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.scheduler import Scheduler, SlotJob
@@ -355,3 +356,20 @@ def test_drafts_in_slots(family: str, drafts: str, monkeypatch: pytest.MonkeyPat
     assert counts is not None and counts.drafted > counts.accepted > 0
     want = [model.generate([p], b, s, seed=i, stop=[5], **options)[0] for i, (p, b, s) in enumerate(each)]
     assert got == want
+
+
+def test_chunks_of_a_cache_that_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later chunks of a long prompt read rounded keys: chunks end at the same tokens in slots and alone."""
+    monkeypatch.setattr(settings_module, "MAX_CHUNK", 16)
+    monkeypatch.setattr(slot_plan, "MAX_CHUNK", 16)
+    profile = rlx.CompileProfile().replace(precision={"kv": "int8"})
+    model: Any = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama"), profile=profile)
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(0, V, n).tolist() for n in (50, 16, 33, 7)]
+    got = model.generate(prompts, 6, logprobs=1, slots=2)
+    want = [model.generate([prompt], 6, logprobs=1)[0] for prompt in prompts]
+    for one, other in zip(got, want, strict=True):
+        same(one, other)
+    after = model.generate([prompt[8:] for prompt in prompts[:3]], 6, logprobs=1, slots=2, state=model.prefix([1] * 8))
+    for prompt, one in zip(prompts, after, strict=False):
+        same(one, model.generate([prompt[8:]], 6, logprobs=1, state=model.prefix([1] * 8))[0])

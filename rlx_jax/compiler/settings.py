@@ -38,6 +38,8 @@ CLEANING = ("cse", "constant_folding", "dce")
 DEFAULT_STEPS = {"cpu": 4}
 
 
+# The most tokens of a prompt that one program prefills in slots, or anywhere if the cache rounds.
+MAX_CHUNK = 1024
 # The dimension of a program that each list of `Buckets` has sizes for.
 DIMENSIONS = {"prompt": "seq", "batch": "batch", "context": "context"}
 
@@ -81,6 +83,7 @@ class Buckets:
         row_multiple: the number of shards of the rows on a mesh; 1 without one.
         num_slots: the number of slots that warm-up covers.
         slots: their context classes.
+        max_chunk: the most tokens of a chunk without buckets for prompts; None for no limit.
     """
 
     prompt: tuple[int, ...] = ()
@@ -92,6 +95,7 @@ class Buckets:
     row_multiple: int = 1
     num_slots: int = 0
     slots: tuple[SlotSizes, ...] = ()
+    max_chunk: int | None = None
 
     def __post_init__(self) -> None:
         for name in DIMENSIONS:
@@ -99,8 +103,8 @@ class Buckets:
 
     @property
     def largest_chunk(self) -> int | None:
-        """Return the largest bucket for prompts that fits the largest cache; None if no bucket fits."""
-        return max((p for p in self.prompt if not self.context or p <= self.context[-1]), default=None)
+        """Return the largest bucket for prompts that fits the largest cache, or `max_chunk` if no bucket fits."""
+        return max((p for p in self.prompt if not self.context or p <= self.context[-1]), default=self.max_chunk)
 
     def rows(self, needed: int) -> int:
         """Return the rows of the program for `needed` rows: a bucket that fits, else a multiple of `row_multiple`."""
@@ -209,6 +213,11 @@ class Settings:
     max_positions: int | None = None
 
     @property
+    def rounds_cache(self) -> bool:
+        """Return whether caches round keys and values: their own chunk reads them unrounded, and later ones rounded."""
+        return self.buckets.max_chunk is not None
+
+    @property
     def target(self) -> str:
         """Return the platform to compile for."""
         return self.device.kind
@@ -297,10 +306,14 @@ def settings_for(
             f"precision.weights = {precision.weights!r}: packed weights have no gradient; train floating ones ('keep', "
             "'f32', 'bf16'), or adapters over packed ones (rlx_jax.lora)"
         )
+    kv_dtype = None if precision.kv == "auto" else as_dtype({"fp8": "f8_e4m3"}.get(precision.kv, precision.kv))
+    table = {f.name: getattr(profile.buckets, f.name) for f in fields(BucketTable)}
+    compute = compute_dtype(precision, target, source, keys)
+    rounds = kv_dtype is not None and kv_dtype.itemsize < compute.itemsize
     return Settings(
         device=device,
         profile=profile,
-        compute=compute_dtype(precision, target, source, keys),
+        compute=compute,
         mixed=mixed_policy(precision, target),
         classes=tuple((f.name, as_dtype(getattr(precision.classes, f.name))) for f in fields(precision.classes)),
         param_dtype=as_dtype(precision.weights) if precision.weights in ("f32", "bf16") else None,
@@ -324,8 +337,8 @@ def settings_for(
             kernels=backend.kernels == "auto" and not train,  # a gradient would compute their op again
             compiler_options=dict(sorted(backend.compiler_options.items())),
         ),
-        kv_dtype=None if precision.kv == "auto" else as_dtype({"fp8": "f8_e4m3"}.get(precision.kv, precision.kv)),
-        buckets=Buckets(**{f.name: getattr(profile.buckets, f.name) for f in fields(BucketTable)}),
+        kv_dtype=kv_dtype,
+        buckets=Buckets(**table, max_chunk=MAX_CHUNK if rounds else None),
         loop=LoopSettings(
             DEFAULT_STEPS.get(target, 16) if backend.steps_per_dispatch == "auto" else backend.steps_per_dispatch,
             target == "cpu" if backend.stop_early == "auto" else bool(backend.stop_early),

@@ -140,7 +140,7 @@ class PrefixCache:
 
     def cached(self, model: CompiledModel, ids: Sequence[int]) -> Prefix | None:
         """Return the longest prefix that is cached and with which `ids` begins; None if the cache rounds."""
-        if not self.tree.entries or rounds_cache(model):
+        if not self.tree.entries or model.settings.rounds_cache:
             return None
         self.begin(model)
         return self.tree.longest(ids)
@@ -177,7 +177,7 @@ class PrefixCache:
             share_prefix: as in `Request`; True shares what all prompts begin with, however short it is.
             cache_limit: the most positions of the model.
         """
-        if share_prefix is False or not self.tree.budget or (rounds_cache(model) and not share_prefix):
+        if share_prefix is False or not self.tree.budget or (model.settings.rounds_cache and not share_prefix):
             return [None] * len(rows)
         params = self.begin(model)
         chosen = [self.tree.longest(row[:-1]) for row in rows]
@@ -212,12 +212,6 @@ class PrefixCache:
                 for i in later:
                     chosen[i] = prefix
         return chosen
-
-
-def rounds_cache(model: CompiledModel) -> bool:
-    """Return whether the cache rounds keys: what follows a prefix reads them rounded, and a text alone unrounded."""
-    kv_dtype = model.settings.kv_dtype
-    return kv_dtype is not None and kv_dtype.itemsize < model.settings.compute.itemsize
 
 
 def one_row(model: CompiledModel, cache_len: int) -> BoundProgram:

@@ -170,16 +170,15 @@ def plan_keys(
 def chunk_widths(buckets: Buckets, tokens: int, max_positions: int | None) -> tuple[int, ...]:
     """Return the widths of successive prefill programs for so many tokens.
 
-    Without buckets it is one program with a power of two as width. With buckets they are programs of the largest bucket
-    that fits a cache, and one of the smallest bucket that fits the rest.
+    Without buckets it is one program with a power of two as width, or several if the cache rounds. With buckets they
+    are programs of the largest bucket that fits a cache, and one of the smallest bucket that fits the rest.
     """
     chunk = buckets.largest_chunk
     if chunk is None:
         return (bucket_size(tokens, PROMPT_BUCKET, max_positions),)
     full = (tokens - 1) // chunk
-    rest = fit_bucket(buckets.prompt, tokens - full * chunk)
-    assert rest is not None  # at most a chunk
-    return (*(chunk,) * full, rest)
+    rest = tokens - full * chunk
+    return (*(chunk,) * full, fit_bucket(buckets.prompt, rest) or bucket_size(rest, PROMPT_BUCKET, max_positions))
 
 
 def request_sizes(buckets: Buckets, lengths: Sequence[int], budget: int, max_positions: int | None) -> Sizes:

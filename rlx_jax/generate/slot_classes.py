@@ -154,5 +154,9 @@ def warm_slots(device: SlotClasses, sampler: Sampler, seed: int) -> None:
 
 def open_slots(plans: Sequence[SlotPlan]) -> SlotClasses:
     """Return the empty slots of all classes."""
-    cache, widths = plans[0].lm.prefixes.for_call(), plans[0].sizes.widths[::2]
-    return SlotClasses(tuple(map(open_class, plans)), tuple(PrefixFiller(plan, cache, widths) for plan in plans))
+    cache, widths, fillers = plans[0].lm.prefixes.for_call(), {*plans[0].sizes.widths[::2]}, []
+    for plan in plans:
+        # Chunks end where they do without slots if the cache rounds what later ones read.
+        largest = {plan.sizes.widths[-1]} if plan.lm.model.settings.rounds_cache else set()
+        fillers.append(PrefixFiller(plan, cache, tuple(sorted(widths | largest))))
+    return SlotClasses(tuple(map(open_class, plans)), tuple(fillers))

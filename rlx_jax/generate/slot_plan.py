@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.compiler.settings import Buckets, SlotSizes, bucket_size, fit_bucket
+from rlx_jax.compiler.settings import MAX_CHUNK, Buckets, SlotSizes, bucket_size, fit_bucket
 from rlx_jax.device import running_device
 from rlx_jax.errors import RequestError, quote
 from rlx_jax.generate.decode import DecodeLoop
@@ -41,8 +41,6 @@ MAX_SLOTS = {"cpu": 32}
 MAX_SLOTS_ON_ACCELERATOR = 128
 # Jobs of a fill per slot: fewer leave fewer slots idle until a group of them is free, and more make prefill efficient.
 SLOTS_PER_FILL_ROW = 8
-# Longer prompts are prefilled in chunks of so many tokens.
-MAX_CHUNK = 1024
 # Prefill programs of different widths, each half of the next one; fewer if there are more classes, whose loops are
 # programs too, so that a request needs at most 8 programs of the model.
 MAX_WIDTHS = 4
