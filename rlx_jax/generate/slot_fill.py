@@ -134,6 +134,7 @@ class MoveRows:
         return replace(slots, rows=replace(slots.rows, running=running, remaining=left)), state | moved
 
 
+@partial(jax.jit, static_argnames=("axis", "padding"))  # traced once for all layers
 def put_rows(slots: Array, axis: int, array: Array, rows: Array, padding: int = 0) -> Array:
     """Return an array with other rows in some slots.
 
