@@ -74,23 +74,20 @@ def score_items(lm: LanguageModel, items: Sequence[ScoredTokens], method: str) -
         )
     # Deriving a prefill program proves that tokens do not see later ones, and rows not each other.
     model.programs.any_template(model.as_program("prefill").key())
-    longest = max((item.width for item in items), default=1)
-    num_tokens, numbers = sum(item.width for item in items), defaultdict[Prefix | None, list[int]](list)
+    items, num_tokens = list(items), sum(item.width for item in items)
+    whole: list[int] = []
+    sharing = defaultdict[Prefix, list[int]](list)
     for number, item in enumerate(items):
-        # The token before the first scored one is read, as its logits are needed.
-        numbers[None if model.programs.is_warm else lm.prefixes.cached(model, item.ids[: item.start - 1])].append(
-            number
-        )
-    items = list(items)
-    for prefix, sharing in numbers.items():
-        for number in sharing if prefix is not None else ():
-            items[number] = after_prefix(items[number], len(prefix.ids))
-    texts = {prefix: group_by_prefix(items, sharing) for prefix, sharing in numbers.items()}
-    num_read = sum(len(text.prefix) for part in texts.values() for text in part)
-    whole = texts.pop(None, [])
-    forms = forms_for(model, lm.buckets, lm.max_positions, longest) if whole else (None, None)
-    after = [(prefix_form(lm, prefix, max(len(text.prefix) for text in part)), part) for prefix, part in texts.items()]
-    scores = score_all(method, items, whole, *forms, after)
+        # The token before the first scored one is read after the prefix, as its logits are needed.
+        prefix = None if model.programs.is_warm else lm.prefixes.cached(model, item.ids[: item.start - 1])
+        (whole if prefix is None else sharing[prefix]).append(number)
+        items[number] = item if prefix is None else after_prefix(item, len(prefix.ids))
+    texts = group_by_prefix(items, whole)
+    longest = max((items[number].width for number in whole), default=1)
+    parts = {prefix: group_by_prefix(items, numbers) for prefix, numbers in sharing.items()}
+    after = [(prefix_form(lm, prefix, max(len(text.prefix) for text in part)), part) for prefix, part in parts.items()]
+    scores = score_all(method, items, texts, *forms_for(model, lm.buckets, lm.max_positions, longest), after)
+    num_read = sum(len(text.prefix) for part in (texts, *parts.values()) for text in part)
     seconds, compiled = clock()
     report = RequestReport(
         "texts", len(items), num_tokens, seconds, compiled=compiled, cached_tokens=num_tokens - num_read

@@ -149,10 +149,7 @@ def plan_class(
     state_sizes = {"batch": sizes.num_slots, "context": sizes.cache_len}
     loop_key = key = model.key_for_sizes({**state_sizes, "seq": 1}, variant)
     template, sharding = model.programs.template(key.symbolic), model.programs.model_sharding
-    shardings = None
-    if sharding is not None:
-        replicated = model.programs.replicated
-        shardings = (replicated, replicated, replicated, state_shardings(template, dict(key.binding), sharding))
+    all_shardings = {} if sharding is None else state_shardings(template, dict(key.binding), sharding)
     types, drafter_state = dict(template.state), None
     if drafter is not None:
         verify, bound = model.as_program("verify"), drafter.bind(state_sizes)
@@ -163,9 +160,10 @@ def plan_class(
             symbolic = bound.keys[0].symbolic
             drafter_state = bound.programs.empty_state(symbolic, state_sizes, spare)
             types |= {DRAFTER_PREFIX + name: t for name, t in bound.programs.template(symbolic).state.items()}
-            draft_shardings = None if sharding is None else bound.shardings()
+            draft_shardings = bound.shardings()
             if draft_shardings is not None:
-                shardings[-1].update({DRAFTER_PREFIX + n: s for n, s in draft_shardings.state.items()})
+                draft_state = {DRAFTER_PREFIX + name: s for name, s in draft_shardings.state.items()}
+                all_shardings = {**all_shardings, **draft_state}
     dims = {name: [str(dim) for dim in t.shape] for name, t in types.items()}
     row_axes = tuple((name, shape.index("batch")) for name, shape in dims.items() if "batch" in shape)
     if merged := [name for name, t in types.items() if "batch" in t.symbols and name not in dict(row_axes)]:
@@ -175,7 +173,8 @@ def plan_class(
         )
     fill_sizes = {**state_sizes, "batch": sizes.fill_rows}
     return SlotPlan(
-        lm, sizes, FillSlots(steps, num_logprobs, row_axes), shardings, stop_width,
+        lm, sizes, FillSlots(steps, num_logprobs, row_axes),
+        None if sharding is None else (*(model.programs.replicated,) * 3, all_shardings), stop_width,
         model.bind(replace(loop_key, wrapper=wrapper)), model.programs.empty_state(key.symbolic, state_sizes, spare),
         model.programs.empty_state(key.symbolic, fill_sizes, spare) if sizes.extends else None, drafter, drafter_state,
     )  # fmt: skip
@@ -183,10 +182,8 @@ def plan_class(
 
 def fill_keys(lm: LanguageModel, sizes: SlotSizes, widths: Sequence[int], spare: int = 0) -> tuple[ProgramKey, ...]:
     """Return the programs that prefill chunks of these widths; `spare` as in `Variant`."""
-    state_sizes, variant = (
-        {"batch": sizes.fill_rows, "context": sizes.cache_len},
-        Variant(True, lm.model.output_names[:1], spare=spare),
-    )
+    state_sizes = {"batch": sizes.fill_rows, "context": sizes.cache_len}
+    variant = Variant(True, lm.model.output_names[:1], spare=spare)
     return prefill_keys(lm.model, widths, state_sizes, variant, sizes.extends)
 
 

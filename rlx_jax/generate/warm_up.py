@@ -65,7 +65,7 @@ def warm_all(
         contexts, num_slots = lm.buckets.context, check_integer("slots", slots, 1)
         lengths = [min(width, contexts[-1] - 1) for width in buckets.prompt]
         totals = [min(length + budget, contexts[-1]) for length in lengths]
-        sizes = slot_sizes(lm, [*lengths, lengths[-1]], [*totals, contexts[-1]], num_slots)
+        sizes = slot_sizes(lm, [*lengths, lengths[-1]], [*totals, contexts[-1]], num_slots, None)
         lm = replace(lm, buckets=replace(lm.buckets, num_slots=num_slots, slots=sizes))
     with lm.model.programs.warm_up():
         warm_generation(lm, kinds, drafter, logprobs)
