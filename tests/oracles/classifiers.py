@@ -108,14 +108,6 @@ def logits(model: Any, second: list[str] | None = None) -> list[list[float]]:
     return found
 
 
-def logits_of_ids(model: Any, ids: list[list[int]]) -> np.ndarray[Any, Any]:
-    """The logits of rows of ids."""
-    torch = importlib.import_module("torch")
-    with torch.no_grad():
-        found: np.ndarray[Any, Any] = model(torch.tensor(ids)).logits.numpy()
-    return found
-
-
 def main() -> None:
     """Write the archive."""
     with tempfile.TemporaryDirectory() as root:
