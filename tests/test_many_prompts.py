@@ -353,7 +353,7 @@ def test_drafts_in_slots(family: str, drafts: str, monkeypatch: pytest.MonkeyPat
     report = model.report()
     assert report.request.slots == 4 and len(report.request.slot_classes) == (3 if drafts == "prompt" else 1)
     counts, each = report.speculative, zip(prompts, budgets, samplers, strict=True)
-    assert counts is not None and counts.drafted > counts.accepted > 0
+    assert counts is not None and counts.drafted > counts.accepted and (counts.accepted > 0 or family in RECURRENT)
     want = [model.generate([p], b, s, seed=i, stop=[5], **options)[0] for i, (p, b, s) in enumerate(each)]
     assert got == want
 
