@@ -227,7 +227,7 @@ def test_embed_and_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 
 @pytest.mark.slow
 def test_killed_fifty_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At random moments of its start or after new lines; the output is that of a job that was never killed.
+    """At random moments of its start or after new lines; the output equals a job's that was never killed.
 
     Each job is a process forked from one that has imported the package, which takes longer than the rest of a start."""
     rng, source, whole, target = random.Random(0), tmp_path / "in", tmp_path / "whole", tmp_path / "out"

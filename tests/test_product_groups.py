@@ -242,7 +242,7 @@ def test_the_kernel_equals_eval(name: str) -> None:
 @needs_mosaic
 @pytest.mark.parametrize("columns", [11008, 12288], ids=str)
 def test_rows_of_many_tiles(columns: int) -> None:
-    """Tiles that share columns count them once, and those of a loop equal unrolled ones."""
+    """Tiles that share columns count them once, and a loop's tiles equal unrolled ones."""
     from jax.experimental.pallas import mosaic_gpu
 
     pallas: Any = mosaic_gpu

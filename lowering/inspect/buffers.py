@@ -225,7 +225,7 @@ def activation_bytes(graph: Graph, in_place: bool = True, scan: bool = False) ->
 
 
 def peak_blocks(graph: Graph, in_place: bool = True, scan: bool = False) -> dict[str, int]:
-    """Return the bytes of computed values that are live at the peak, by block path; for a region those of its peak.
+    """Return the bytes of computed values that are live at the peak, by block path; for a region at its peak.
 
     Arguments are as in `plan_buffers`.
     """

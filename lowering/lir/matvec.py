@@ -68,7 +68,7 @@ class Tiling:
         return -(-self.lines // self.tile_lines)
 
     def first_line(self, chunk: Any) -> Any:
-        """Return the first line of a tile in a row. The last tile may begin in the one before, and ends with the row."""
+        """Return the first line of a tile in a row. The last tile may overlap the one before."""
         line = chunk * self.tile_lines
         return line if self.is_even else jnp.minimum(line, self.lines - self.tile_lines)
 

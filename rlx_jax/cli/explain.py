@@ -47,7 +47,8 @@ def explain_model(model: object, args: argparse.Namespace) -> Iterator[Inspectio
         yield model.explain(runs=args.runs, **batch)
     else:
         raise RequestError(
-            f"{quote(args.directory)} is {kind_with_article(model)}; explain takes language models and encoders of texts or of images"
+            f"{quote(args.directory)} is {kind_with_article(model)}; explain takes language models and encoders of "
+            "texts or of images"
         )
 
 

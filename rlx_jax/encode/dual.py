@@ -158,7 +158,7 @@ class DualEncoder(TaskModel):
         return self.texts.report(**sizes)
 
     def explain(self, part: Literal["texts", "images"] = "texts", **options: Any) -> Inspection:
-        """Explain one tower; `options` are those of `Encoder.explain` or `VisionEncoder.explain`.
+        """Explain one tower; `options` as in `Encoder.explain` or `VisionEncoder.explain`.
 
         Raises:
             RequestError: another part. Others as there.

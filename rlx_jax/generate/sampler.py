@@ -444,7 +444,7 @@ def warp_logits(steps: SamplingSteps, values: SamplerValues, logits: Array) -> A
     """Return the logits of the distribution that a token is sampled from.
 
     They are the logits `[N, V]` after `adjust_logits`, divided by the temperature, and −inf for tokens that a filter
-    excludes. Where slots have a temperature each, that of a greedy slot has all its mass on the likeliest token.
+    excludes. Where slots have a temperature each, a greedy slot's distribution has all its mass on the likeliest token.
     """
     is_greedy = values.temperature == 0 if jnp.ndim(values.temperature) else None
     temperature = values.temperature if is_greedy is None else jnp.where(is_greedy, 1, values.temperature)

@@ -91,4 +91,3 @@ def compare(config: Fields, name: str, config_type: type[ModelConfig]) -> Nearne
         tuple(field for field in unread if field in config.values),
         tuple(n for n in required if n in probe.consumed and n not in config.values),
     )
-

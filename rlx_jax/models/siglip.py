@@ -158,7 +158,7 @@ MASK, SHAPES = "pixel_attention_mask", "spatial_shapes"
 
 @dataclass(frozen=True)
 class Siglip2VisionConfig(SiglipVisionConfig):
-    """Sizes of the vision tower of SigLIP 2, whose positions are those of a square of `num_patches` patches."""
+    """Sizes of the vision tower of SigLIP 2, with positions of a square of `num_patches` patches."""
 
     @classmethod
     def read(cls, c: Fields) -> Self:

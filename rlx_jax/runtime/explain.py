@@ -45,7 +45,7 @@ def explain_request(
         programs: the programs of the model.
         run: the request.
         runs: the number of traced runs.
-        size, unit: the number of tokens or images of the request, for the share of padding if one program runs them all.
+        size, unit: the number of tokens or images of the request, for the share of padding in one program.
 
     Raises:
         RequestError, UnsupportedError: as `profile_run`. Others as `run`.
