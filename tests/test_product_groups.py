@@ -50,15 +50,15 @@ MODELS: dict[str, tuple[Any, dict[str, Any], set[str]]] = {
 
 
 @functools.cache
-def decode_step(name: str) -> tuple[Lir, Any]:
-    """Return a decode step of one row, planned for this device, and the model's programs."""
+def decode_step(name: str, context: int = 16, layers: int = 2) -> tuple[Lir, Any]:
+    """Return a decode step of one row, planned for this device, and the model."""
     recipe, fields, _ = MODELS[name]
     profile = rlx.CompileProfile().replace(precision={"compute": "bf16", "weights": "bf16"})
-    flow = recipe.for_prefill({"rms_norm_eps": 1e-6, **SIZES, **fields})
-    lm = rlx.CausalLM(flow, {}, missing="init", key=0, profile=profile, max_positions=32)
-    programs, sizes = lm.model.programs, {"batch": 1, "seq": 1, "context": 16, "window": 8}
+    flow = recipe.for_prefill({"rms_norm_eps": 1e-6, **SIZES, **fields, "num_hidden_layers": layers})
+    lm = rlx.CausalLM(flow, {}, missing="init", key=0, profile=profile, max_positions=2 * context)
+    programs, sizes = lm.model.programs, {"batch": 1, "seq": 1, "window": 8}
     template = programs.template(ProgramKey(lm.model.name, "extend", last_only=True))
-    binding = {symbol: sizes.get(symbol, 16) for symbol in template.symbols}
+    binding = {symbol: sizes.get(symbol, context) for symbol in template.symbols}
     return make_lir(template, binding, programs.settings), lm.model
 
 
@@ -166,24 +166,34 @@ PLANS: dict[str, tuple[dict[str, Any], bool]] = {
 }  # fmt: skip
 
 
+def plan_of(
+    monkeypatch: pytest.MonkeyPatch, has_mosaic: bool = True, batch: int = 1, context: int = 16, **fields: Any
+) -> Lir:
+    """Return the decode step of a small Llama, planned by a profile for an H200 in bf16 with these changes."""
+    monkeypatch.setattr(passes, "has_mosaic", lambda: has_mosaic)
+    profile = rlx.CompileProfile().replace(
+        **{"fusion": {"target": "h200"}, "precision": {"compute": "bf16", "weights": "bf16"}, **fields}
+    )
+    flow = rlx.Llama32Flow.for_prefill({"rms_norm_eps": 1e-6, **SIZES})
+    lm = rlx.CausalLM(flow, {}, missing="init", key=0, profile=profile, max_positions=64)
+    programs = lm.model.programs
+    template = programs.template(ProgramKey(lm.model.name, "extend", last_only=True))
+    sizes = {"batch": batch, "seq": 1}
+    return make_lir(template, {symbol: sizes.get(symbol, context) for symbol in template.symbols}, programs.settings)
+
+
 @pytest.mark.filterwarnings("ignore:.*the plan is for another device", "ignore:.*has no effect")
 @pytest.mark.parametrize("case", PLANS)
 def test_where_a_plan_has_groups(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the device, the profile, the dtype, the rows, and what JAX has."""
     options, want = PLANS[case]
-    monkeypatch.setattr(passes, "has_mosaic", lambda: options.get("mosaic", True))
     dtype = options.get("compute", "bf16")
     backend = {k: v for k, v in options.items() if k in ("kernels", "products")}
-    profile = rlx.CompileProfile().replace(
+    lir = plan_of(
+        monkeypatch, options.get("mosaic", True), options.get("batch", 1),
         fusion={"target": options.get("target", "h200")}, precision={"compute": dtype, "weights": dtype},
         backend={"cuda": backend}, layers={"roll": options.get("roll", "unroll")},
     )  # fmt: skip
-    flow = rlx.Llama32Flow.for_prefill({"rms_norm_eps": 1e-6, **SIZES})
-    lm = rlx.CausalLM(flow, {}, missing="init", key=0, profile=profile, max_positions=32)
-    programs = lm.model.programs
-    template = programs.template(ProgramKey(lm.model.name, "extend", last_only=True))
-    sizes = {"batch": options.get("batch", 1), "seq": 1}
-    lir = make_lir(template, {symbol: sizes.get(symbol, 16) for symbol in template.symbols}, programs.settings)
     assert bool(groups_of(lir.graph)) == want
     assert any("by matvec" in line for line in lir.products()) == want
 

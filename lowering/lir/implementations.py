@@ -18,7 +18,7 @@ from jax import Array, lax
 
 from rlx_jax.device import Device
 from rlx_jax.ir.graph import Graph, Mir, locate_errors
-from rlx_jax.ir.kernel_group import KernelGroup
+from rlx_jax.ir.kernel_group import AttentionGroup, KernelGroup
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.cache import CacheUpdate, RingStep, write_rows
 from rlx_jax.ir.ops.experts import ExpertFfn
@@ -27,6 +27,7 @@ from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.types import is_float
 from rlx_jax.lowering.lir.attention import choose as choose_attention
 from rlx_jax.lowering.lir.attention import cudnn, query_chunks
+from rlx_jax.lowering.lir.attention_groups import run_attention
 from rlx_jax.lowering.lir.experts import blocked, choose_experts, gathered, looped, ragged
 from rlx_jax.lowering.lir.plan import CACHE_WRITES, CHOICE_OPS, PRODUCTS, RECURRENCES, Call, Choice, call_of
 from rlx_jax.lowering.lir.product_groups import run_group
@@ -125,7 +126,8 @@ def lazy_kernel(name: str) -> Callable[..., Any]:
 
 # Custom Pallas kernels.
 TRITON_KERNELS = ("grouped", "one_pass", "states_in_one")
-KERNELS = (*TRITON_KERNELS, "matvec")
+MOSAIC_KERNELS = ("matvec", "decode_attention")
+KERNELS = (*TRITON_KERNELS, *MOSAIC_KERNELS)
 
 # Functions that run an op, by the name of the implementation; each computes the same as `eval`.
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
@@ -145,6 +147,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "in_loop": in_loop,
     **{name: lazy_kernel(name) for name in TRITON_KERNELS},
     "matvec": run_group,
+    "decode_attention": run_attention,
 }
 
 # Lock for changing the filters of warnings, which are global to the process.
@@ -220,7 +223,8 @@ def choose_implementations(
         **dict.fromkeys(PRODUCTS, lambda call: choose_product(call, device, products)),
         **dict.fromkeys(RECURRENCES, lambda call: choose_recurrence(call, device, use_kernels)),
         **dict.fromkeys(CACHE_WRITES, lambda call: choose_cache_write(call, device)),
-        # `group_products` makes groups only where their kernel runs.
+        # `group_attention` and `group_products` make groups only where their kernels run.
+        AttentionGroup: lambda call: Choice("decode_attention", "one kernel with the ops around the attention"),
         KernelGroup: lambda call: Choice("matvec", "one kernel with the ops around the product"),
         ExpertFfn: lambda call: choose_experts(call, device, experts, model_sharding, use_kernels),
     }
@@ -237,5 +241,5 @@ def choose_implementations(
 def runnable_choices(choices: Mapping[Call, Choice], device: Device) -> dict[Call, Choice]:
     """Return the choices that a device can run. Nodes without a choice run by `eval`, which computes the same."""
     missing = set(() if device.kind == "cuda" else ("cudnn",)) | set(() if has_kernels(device) else TRITON_KERNELS)
-    missing |= set(() if device.has_kernels and has_mosaic() else ("matvec",))
+    missing |= set(() if device.has_kernels and has_mosaic() else MOSAIC_KERNELS)
     return {call: choice for call, choice in choices.items() if choice.implementation not in missing}

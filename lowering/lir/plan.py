@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import Graph, Mir, Node, Param, StateRead
-from rlx_jax.ir.kernel_group import KernelGroup
+from rlx_jax.ir.kernel_group import AttentionGroup, KernelGroup
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.cache import CacheUpdate, RingStep
 from rlx_jax.ir.ops.experts import ExpertFfn
@@ -44,8 +44,9 @@ from rlx_jax.lowering.lir.packed import choose_dequant_matmul
 PRODUCTS = (MatMul, FusedMatMulBiasAct)
 RECURRENCES = (GatedDeltaOp, SelectiveScanOp)
 CACHE_WRITES = (CacheUpdate, RingStep)
+GROUPS = (AttentionGroup, KernelGroup)
 # The ops that may have a choice.
-CHOICE_OPS = (AttentionOp, ExpertFfn, KernelGroup, *PRODUCTS, *RECURRENCES, *CACHE_WRITES)
+CHOICE_OPS = (AttentionOp, ExpertFfn, *GROUPS, *PRODUCTS, *RECURRENCES, *CACHE_WRITES)
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ class Lir:
 
     def attention(self) -> tuple[str, ...]:
         """Return one line for each attention: its block path, the implementation and the reason."""
-        return self._lines(AttentionOp)
+        return self._lines(AttentionGroup, AttentionOp)
 
     def products(self) -> tuple[str, ...]:
         """Return one line for each implementation of products: the count, its name, the reason.
@@ -150,7 +151,7 @@ class Lir:
 
     def choices(self, *kinds: type[Mir]) -> Iterator[tuple[Path, Choice]]:
         """Yield block path and choice of each node with one of these ops."""
-        grouped = {id(node.op.body) for _, node in self.graph.walk() if isinstance(node.op, KernelGroup)}
+        grouped = {id(node.op.body) for _, node in self.graph.walk() if isinstance(node.op, GROUPS)}
         for inner, node in self.graph.walk():
             if isinstance(node.op, kinds) and id(inner) not in grouped:
                 choice = self.plan.choices.get(call_of(inner, node), XLA_CHOICE)

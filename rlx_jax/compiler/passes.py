@@ -24,6 +24,7 @@ from rlx_jax.lowering.fusion import Fused, FusionSite
 from rlx_jax.lowering.hir.derive import derive
 from rlx_jax.lowering.hir.quantize import quantize_weights
 from rlx_jax.lowering.hir.weights import merge_linears, merge_ropes, orient, pad_vocabulary, unpack
+from rlx_jax.lowering.lir.attention_groups import group_attention
 from rlx_jax.lowering.lir.implementations import has_mosaic
 from rlx_jax.lowering.lir.product_groups import group_products
 from rlx_jax.lowering.lower import expand_composites, lower
@@ -135,15 +136,15 @@ def none_if_default(value: Any, default: Any) -> Any:
     return None if value == default else value
 
 
-def uses_matvec(job: Job) -> bool:
-    """Return whether products of one row and the ops around them run as one kernel.
+def uses_kernels(job: Job) -> bool:
+    """Return whether products and attention of one row run as one kernel each, with the ops around them.
 
     It was measured on one Hopper GPU. A scan would copy each layer's weights before the kernel reads them.
     """
     settings, plan = job.settings, job.settings.plan
     is_decoding = job.sizes is not None and job.program == "extend"
     has_kernel = settings.device.has_kernels and has_mosaic() and settings.model_sharding is None
-    return is_decoding and has_kernel and plan.kernels and plan.products == "auto" and not plan.scan
+    return is_decoding and has_kernel and plan.kernels and not plan.scan
 
 
 # All passes, in the order that they run.
@@ -210,7 +211,21 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("dce", MIR, dce, kind="cleaning"),  # late, because the passes before it leave unread nodes
     Pass("up_to_head", MIR, up_to_head, lambda job: job.headless),
     Pass("specialise", MIR, specialise, lambda job: job.sizes),  # runs once per choice of sizes, on the template
-    Pass("group_products", MIR, group_products, uses_matvec, "layout"),  # after it, on programs with sizes
+    # The next two run after it, on programs with sizes.
+    Pass(
+        "group_attention",
+        MIR,
+        group_attention,
+        lambda job: uses_kernels(job) and job.settings.plan.implementation == "auto",
+        "layout",
+    ),
+    Pass(
+        "group_products",
+        MIR,
+        group_products,
+        lambda job: uses_kernels(job) and job.settings.plan.products == "auto",
+        "layout",
+    ),
 )
 
 PASS_NAMES = tuple(p.name for p in PIPELINE)

@@ -250,8 +250,8 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
     # A new cache of types: the template's cache would retain the types of every size ever requested.
     job = Job(settings, TypeCache(), program=template.job.program, sizes=binding)
     graph = pass_named("specialise")(template.mir, job).graph
-    if (grouping := pass_named("group_products")).runs(job):
-        graph = grouping(graph, job).graph
+    for grouping in (pass_named("group_attention"), pass_named("group_products")):
+        graph = grouping(graph, job).graph if grouping.runs(job) else graph
     plan = settings.plan
     preferences = plan.implementation, plan.products, plan.experts, settings.model_sharding, plan.kernels
     choices = choose_implementations(graph, settings.device, *preferences)

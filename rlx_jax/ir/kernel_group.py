@@ -1,7 +1,8 @@
-"""`KernelGroup`: a matrix product and the ops around it, which one kernel may run."""
+"""`KernelGroup` and `AttentionGroup`: a product, or an attention, and the ops around it, which one kernel may run."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -47,12 +48,46 @@ class KernelGroup(Mir):
 
     def eval(self, *arrays: Array) -> tuple[Array, ...]:
         """Run the ops one after the other."""
-        values = dict(zip(body_inputs(self.body), arrays, strict=True))
-        run_nodes(self.body.nodes, values)
-        return tuple(values[v] for v in self.body.outputs)
+        return run_body(self.body, arrays)
 
     def text(self) -> str:
         return f"kernel_group({', '.join(n.op.name() for n in self.body.nodes if isinstance(n.op, Mir))})"
+
+
+@dataclass(frozen=True)
+class AttentionGroup(Mir):
+    """The attention of one new token of one row, with the ops on its heads and the writes of its cache.
+
+    Operands: the cached keys and values, then what else the ops read. Results: the context, and both caches.
+    """
+
+    traits = replace(KernelGroup.traits, writes=((1, 0), (2, 1)))
+
+    body: Graph
+
+    def regions(self) -> tuple[Graph, ...]:
+        return (self.body,)
+
+    def with_regions(self, regions: tuple[Graph, ...]) -> AttentionGroup:
+        return replace(self, body=regions[0])
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        """Return the types of the body's outputs."""
+        return tuple(self.body.type(v) for v in self.body.outputs)
+
+    def eval(self, *arrays: Array) -> tuple[Array, ...]:
+        """Run the ops one after the other."""
+        return run_body(self.body, arrays)
+
+    def text(self) -> str:
+        return f"attention_group({', '.join(n.op.name() for n in self.body.nodes if isinstance(n.op, Mir))})"
+
+
+def run_body(body: Graph, arrays: Sequence[Array]) -> tuple[Array, ...]:
+    """Return the outputs of a body for its operands."""
+    values = dict(zip(body_inputs(body), arrays, strict=True))
+    run_nodes(body.nodes, values)
+    return tuple(values[v] for v in body.outputs)
 
 
 def body_inputs(body: Graph) -> list[Value]:

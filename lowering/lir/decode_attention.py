@@ -1,0 +1,508 @@
+"""One Pallas kernel (Mosaic GPU) for the attention of one new token of one row: rotation, cache write and attention.
+
+A program computes some query heads of one key head. Its warpgroups divide the keys, a block of keys at a time; each
+keeps the weighted sum of values, the sum and the maximum of the exponentials of its keys (a softmax in one pass,
+Milakov and Gimelshein 2018), and the first one combines them. The new key and value do not go through the cache: each
+program computes them from the row of the products, and the first program of a key head writes them.
+
+A long cache is divided among several programs of a head, and a second kernel combines their sums. A program with no key
+to read ends at once, so the time follows the tokens in the cache and not its length.
+
+Measured on one H200, bf16, 32 query heads and 8 key heads of width 64, µs: 3.9 with an empty cache, 4.6 after 128
+tokens, 8.4 after 1,000, and 18.5 and 2.5 to combine after 8,000. The kernels of XLA and cuDNN take 10 together after
+400.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rlx_jax.lowering.lir.matvec import LANES, WARPS, KernelTrace
+
+AnyArray = Any
+
+# Slots of a cache, at most: longer ones were not measured.
+MAX_KEYS = 10240
+
+# Warpgroups of a program.
+GROUPS = 4
+
+# Entries of a block of keys: 16 in each thread of a warpgroup.
+BLOCK = 2048
+
+# Neighbouring entries of a lane, where it reads 16 bytes of bf16, and where sums over warps take 16 bytes of f32.
+READ_VECTOR = 8
+SUM_VECTOR = 4
+
+# Widths of a head that the kernel divides among its threads.
+WIDTHS = (32, 64, 128, 256)
+
+# Sizes of half a rotation that the kernel divides.
+HALVES = (8, 16, 32, 64, 128)
+
+# Blocks that a warpgroup has read ahead.
+AHEAD = 1
+
+# A distance that no token has.
+MAX_POSITION = 2**31 - 1
+
+# A score that no key reaches, finite so that differences are.
+LOWEST = -1e30
+
+
+@dataclass(frozen=True)
+class HeadRow:
+    """Where the heads of the new query, key or value come from.
+
+    Attributes:
+        source: index of the row among the operands.
+        offset: first entry of the first head.
+        trace: ops on the entries of one head before the rotation, such as a norm; None for none.
+        operands: indices of the other operands of `trace`.
+        n_rot: columns of a head that are rotated, in halves; 0 for none.
+        tables: indices of cos and sin, f32.
+    """
+
+    source: int
+    offset: int
+    trace: KernelTrace | None
+    operands: tuple[int, ...]
+    n_rot: int
+    tables: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DecodeAttention:
+    """The shapes of one kernel.
+
+    Attributes:
+        heads, kv_heads, width: query heads, key heads, and columns of a head.
+        keys: slots of the cache.
+        is_ring: whether position p is in slot p mod `keys`.
+        window: a query reads this many keys, at most; None for all.
+        scale: factor of the scores.
+        softcap: as in `AttentionOp`.
+        has_sinks: whether the last operand is sinks `[heads]`.
+        query, key, value: the new token.
+        heads_at_once: query heads of a program.
+        splits: programs that share the keys of a head.
+    """
+
+    heads: int
+    kv_heads: int
+    width: int
+    keys: int
+    is_ring: bool
+    window: int | None
+    scale: float
+    softcap: float | None
+    has_sinks: bool
+    query: HeadRow
+    key: HeadRow
+    value: HeadRow
+    heads_at_once: int
+    splits: int
+
+    @property
+    def block(self) -> int:
+        """Return the keys of a block."""
+        return block_of(self.width)
+
+
+def block_of(width: int) -> int:
+    """Return the keys of a block, of heads of this width."""
+    return BLOCK // width
+
+
+def divide(heads: int, kv_heads: int, keys: int) -> tuple[int, int]:
+    """Return the query heads of a program, and the programs that share the keys of a head.
+
+    Programs of one query head read the keys of a key head several times, but from the L2 cache and in parallel.
+    """
+    return (1, 1) if keys <= 2048 else (min(2, heads // kv_heads), 16)
+
+
+@dataclass(frozen=True)
+class HeadLayouts:
+    """Where the entries of arrays are in the registers of a warpgroup.
+
+    Attributes:
+        tile: of a block of keys `[block, width]`: a lane has some neighbouring entries of a row.
+        columns: of one row, in every warp.
+        rows: of one entry for each key of a block.
+    """
+
+    tile: Any
+    columns: Any
+    rows: Any
+
+    @staticmethod
+    def of(width: int, vector: int) -> HeadLayouts:
+        """Return the layouts of heads of this width, with `vector` neighbouring entries in a lane."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        columns = min(width, LANES * vector)
+        row_lanes = LANES * vector // columns
+        tiles = plgpu.Tiling(((WARPS * row_lanes, columns), (row_lanes, vector)[row_lanes == 1 :]))
+        warp, *lanes = (-3, -2) if row_lanes == 1 else (-4, -2, -3)
+        tile = plgpu.Layout.TILED(tiles, warp_dims=(warp,), lane_dims=tuple(lanes), vector_dim=-1)
+        return HeadLayouts(tile, tile.reduce(0), tile.reduce(1))
+
+
+def half_layout(size: int) -> Any:
+    """Return the layout of a row of `size` entries, a power of 2, in every warp."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    vector = max(1, size // LANES)
+    lanes = size // vector
+    tiles = plgpu.Tiling(((size,), (vector,)))
+    lane_dims = (-2,) if lanes == LANES else (-2, plgpu.Replicated(LANES // lanes))
+    return plgpu.Layout.TILED(tiles, warp_dims=(plgpu.Replicated(WARPS),), lane_dims=lane_dims, vector_dim=-1)
+
+
+def load_head(
+    row: HeadRow, head: AnyArray, width: int, refs: Sequence[Any], buffer: Any, vector: int = READ_VECTOR
+) -> AnyArray:
+    """Return one head of the new token `[width]`, rounded to the dtype of the row, in f32.
+
+    Args:
+        row: where it comes from.
+        head: index of the head.
+        width: its columns.
+        refs: the operands.
+        buffer: shared memory `[width]` of the warpgroup.
+        vector: neighbouring entries in a lane.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    load, columns = cast(Any, plgpu.load), HeadLayouts.of(width, vector).columns
+    x = load(refs[row.source].at[pl.ds(row.offset + head * width, width)], layout=columns, optimized=False)
+    if row.trace is not None:
+        others = (load(refs[i], layout=columns, optimized=False) for i in row.operands)
+        (x,) = row.trace(x, *others, by_axis=True)
+    if not row.n_rot:
+        return x.astype(jnp.float32)
+    half, layout = row.n_rot // 2, half_layout(row.n_rot // 2)
+    buffer[...] = x
+    plgpu.commit_smem()
+    first, second = (load(buffer.at[pl.ds(i * half, half)], layout=layout).astype(jnp.float32) for i in range(2))
+    cos, sin = (load(refs[i].at[pl.ds(0, half)], layout=layout, optimized=False) for i in row.tables)
+    buffer[pl.ds(0, half)] = (first * cos - second * sin).astype(x.dtype)
+    buffer[pl.ds(half, half)] = (second * cos + first * sin).astype(x.dtype)
+    plgpu.commit_smem()
+    return load(buffer, layout=columns).astype(jnp.float32)
+
+
+@dataclass(frozen=True)
+class Step:
+    """The numbers of one step, each a scalar.
+
+    Attributes:
+        start: tokens in the cache before it.
+        position: position of the query.
+        slot: slot of the new token.
+        is_written: whether there is a new token and a slot for it.
+        first, end: the slots that the query may read.
+    """
+
+    start: AnyArray
+    position: AnyArray
+    slot: AnyArray
+    is_written: AnyArray
+    first: AnyArray
+    end: AnyArray
+
+    @staticmethod
+    def of(spec: DecodeAttention, start: AnyArray, length: AnyArray, position: AnyArray) -> Step:
+        """Return the numbers for the operands of the cache update and the query's position."""
+        slot = lax.rem(start, spec.keys) if spec.is_ring else start
+        first = 0 if spec.is_ring or spec.window is None else lax.max(position - spec.window + 1, 0)
+        end = lax.min(start + length if spec.is_ring else position + 1, spec.keys)
+        is_written = jnp.logical_and(length > 0, slot < spec.keys)
+        return Step(start, position, slot, is_written, jnp.int32(first), end)
+
+    def allowed(self, spec: DecodeAttention, slots: AnyArray, first: AnyArray, last: AnyArray) -> AnyArray:
+        """Return which slots of the cache the query reads, other than the new token's.
+
+        Args:
+            spec: the shapes.
+            slots: numbers of slots, i32.
+            first: slots before it are another block's.
+            last: position of the last token, for a ring.
+        """
+        is_allowed = (slots >= lax.max(first, self.first)) & (slots < self.end)
+        is_allowed &= (slots != self.slot) | jnp.logical_not(self.is_written)
+        if spec.is_ring:
+            back = lax.rem(last, spec.keys) - slots
+            back = jnp.where(back < 0, back + spec.keys, back)  # tokens after the one in a slot
+            is_allowed &= back <= last
+            is_allowed &= self.reads(spec, last - back)
+        return is_allowed
+
+    def reads(self, spec: DecodeAttention, position: AnyArray) -> AnyArray:
+        """Return whether the query reads the key of a position: not after its own, and in its window."""
+        distance = self.position - position
+        return (distance >= 0) & (distance < (spec.window or MAX_POSITION))
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of keys and values that a warpgroup reads: every `stride`-th.
+
+    Attributes:
+        spec: the shapes.
+        caches: keys and values `[keys, kv_heads * width]`.
+        column: first column of the key head.
+        first: number of the first block.
+        stride: blocks from one to the next.
+    """
+
+    spec: DecodeAttention
+    caches: Sequence[Any]
+    column: AnyArray
+    first: AnyArray
+    stride: int
+
+    def row(self, index: AnyArray) -> tuple[AnyArray, AnyArray]:
+        """Return the first slot of a block, and the first slot that is read for it, which the last block repeats."""
+        first = (self.first + index * self.stride) * self.spec.block
+        return first, lax.min(first, self.spec.keys - self.spec.block)
+
+    def read(self, index: AnyArray) -> tuple[AnyArray, ...]:
+        """Return the keys and values of a block `[block, width]`."""
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        load, layout = cast(Any, plgpu.load), HeadLayouts.of(self.spec.width, READ_VECTOR).tile
+        place = pl.ds(self.row(index)[1], self.spec.block), pl.ds(self.column, self.spec.width)
+        return tuple(load(ref.at[place], layout=layout, optimized=False) for ref in self.caches)
+
+
+def attend(
+    spec: DecodeAttention, step: Step, queries: Sequence[AnyArray], blocks: Blocks, ahead: Sequence[Any], last: AnyArray
+) -> list[list[AnyArray]]:
+    """Return maximum, sum of exponentials and weighted sum of values for each query, of the keys of a warpgroup.
+
+    Args:
+        spec: the shapes.
+        step: the numbers of the step.
+        queries: queries `[width]`, f32.
+        blocks: the blocks of the warpgroup.
+        ahead: the first blocks, read before.
+        last: position of the last token.
+
+    Returns:
+        for each query, the maximum and the sum `[block]` and the weighted values `[block, width]`, of the keys at each
+        place of a block.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    block, layouts = spec.block, HeadLayouts.of(spec.width, READ_VECTOR)
+    shape = (block, spec.width)
+    places = plgpu.broadcasted_iota(jnp.int32, (block,), 0, layout=layouts.rows)
+    across = functools.partial(lax.broadcast_in_dim, shape=shape, broadcast_dimensions=(0,))
+
+    def add_block(i: AnyArray, carry: Any) -> Any:
+        sums, (keys, values), *later = carry
+        following = blocks.read(i + 1 + len(later))
+        keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
+        first, slot = blocks.row(i)
+        is_allowed = step.allowed(spec, places + slot, first, last)
+        results = []
+        for query, (peak, total, values_sum) in zip(queries, sums, strict=True):
+            scores = scaled(spec, (keys * lax.broadcast_in_dim(query, shape, (1,))).sum(axis=1))
+            scores = jnp.where(is_allowed, scores, LOWEST)
+            new_peak = jnp.maximum(peak, scores)
+            weights = jnp.where(is_allowed, jnp.exp(scores - new_peak), 0.0)
+            kept = jnp.exp(peak - new_peak)
+            results.append((new_peak, total * kept + weights, values_sum * across(kept) + values * across(weights)))
+        return results, *later, following
+
+    def full(value: float, shape: tuple[int, ...], layout: Any) -> AnyArray:
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    start = [
+        (full(LOWEST, (block,), layouts.rows), full(0.0, (block,), layouts.rows), full(0.0, shape, layouts.tile))
+        for _ in queries
+    ]
+    num_blocks = lax.max((step.end + block - 1) // block - blocks.first + blocks.stride - 1, 0) // blocks.stride
+    sums, *_ = lax.fori_loop(0, num_blocks, add_block, (start, *ahead))
+    return [list(s) for s in sums]
+
+
+def spread(number: AnyArray, width: int) -> AnyArray:
+    """Return a row of one f32 number."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    row = jnp.broadcast_to(jnp.asarray(number, jnp.float32), (width,))
+    return plgpu.layout_cast(row, HeadLayouts.of(width, SUM_VECTOR).columns)
+
+
+def combine(parts: Sequence[Sequence[AnyArray]]) -> list[AnyArray]:
+    """Return maximum, sum of exponentials and weighted values `[width]` of several parts of the keys of a query."""
+    peak = functools.reduce(jnp.maximum, (part[0] for part in parts))
+    factors = [jnp.exp(part[0] - peak) for part in parts]
+    total, values = (
+        functools.reduce(jnp.add, (f * part[i] for f, part in zip(factors, parts, strict=True))) for i in (1, 2)
+    )
+    return [peak, total, values]
+
+
+def sum_places(spec: DecodeAttention, refs: Sequence[Any]) -> list[AnyArray]:
+    """Return maximum, sum of exponentials and weighted values `[width]` of all places of all warpgroups.
+
+    Args:
+        spec: the shapes.
+        refs: maxima and sums `[groups, 2, block]`, and weighted values `[groups, 2, block, width]` in two parts.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    load, layouts = cast(Any, plgpu.load), HeadLayouts.of(spec.width, SUM_VECTOR)
+    peaks, totals = ([load(refs[0].at[g, j], layout=layouts.rows) for g in range(GROUPS)] for j in range(2))
+    peak = functools.reduce(jnp.maximum, peaks).max(axis=0)
+    factors = [jnp.exp(p - peak) for p in peaks]
+    total = functools.reduce(jnp.add, (f * t for f, t in zip(factors, totals, strict=True))).sum(axis=0)
+    shape = (spec.block, spec.width)
+    values = functools.reduce(
+        jnp.add,
+        (
+            load(refs[1].at[g, part], layout=layouts.tile).astype(jnp.float32) * lax.broadcast_in_dim(f, shape, (0,))
+            for g, f in enumerate(factors)
+            for part in range(2)
+        ),
+    )
+    return [spread(peak, spec.width), spread(total, spec.width), values.sum(axis=0)]
+
+
+def run_program(spec: DecodeAttention, refs: Sequence[Any], out_ref: Any, scratch: Sequence[Any]) -> None:
+    """Run one warpgroup of one program of the kernel.
+
+    Args:
+        spec: the shapes.
+        refs: the operands of the heads, start, lengths and position `[1]`, keys and values `[keys, kv_heads * width]`.
+        out_ref: the result `[heads * width]`, or the parts `[splits, heads, 3, width]` of several programs of a head.
+        scratch: shared memory for a head of each warpgroup, for its sums, and a barrier that all warpgroups pass.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    width = spec.width
+    buffers, totals_ref, sums_ref, done = scratch
+    group, split, program = (lax.axis_index(name) for name in ("group", "split", "program"))
+    *operands, start_ref, length_ref, position_ref, keys_ref, values_ref = refs
+    first_head = program * spec.heads_at_once
+    kv_head = first_head * spec.kv_heads // spec.heads
+    heads = [first_head + i for i in range(spec.heads_at_once)]
+    step = Step.of(spec, start_ref[0], length_ref[0], position_ref[0])
+    first_block = step.first // spec.block + split * GROUPS + group
+    blocks = Blocks(spec, (keys_ref, values_ref), kv_head * width, first_block, spec.splits * GROUPS)
+    ahead = [blocks.read(jnp.int32(i)) for i in range(AHEAD)]
+    queries = [load_head(spec.query, head, width, operands, buffers.at[group]) for head in heads]
+    key = load_head(spec.key, kv_head, width, operands, buffers.at[group])
+    value = load_head(spec.value, kv_head, width, operands, buffers.at[group], SUM_VECTOR)
+    sums = attend(spec, step, queries, blocks, ahead, step.start + length_ref[0] - 1)
+    for i, (peaks, totals, values) in enumerate(sums):
+        totals_ref[group, i, 0], totals_ref[group, i, 1] = peaks, totals
+        # In two parts of bf16: a lane can store 8 of them, but not 8 of f32.
+        sums_ref[group, i, 0] = high = values.astype(jnp.bfloat16)
+        sums_ref[group, i, 1] = (values - high.astype(jnp.float32)).astype(jnp.bfloat16)
+    plgpu.barrier_arrive(done)
+
+    @pl.when(group == 0)
+    def _() -> None:
+        plgpu.barrier_wait(done)
+        is_first = step.is_written & (split == 0)  # the first program of a head adds the new token
+        is_read = is_first & step.reads(spec, step.start)
+        for i, (head, query) in enumerate(zip(heads, queries, strict=True)):
+            parts = [sum_places(spec, [ref.at[:, i] for ref in (totals_ref, sums_ref)])]
+            score = scaled(spec, (query * key).sum(axis=0))
+            one = spread(jnp.where(is_read, 1.0, 0.0), width)
+            parts.append([spread(jnp.where(is_read, score, LOWEST), width), one, value * one])
+            if spec.has_sinks:
+                sink = jnp.where(split == 0, operands[-1][head].astype(jnp.float32), LOWEST)
+                parts.append([spread(sink, width), spread(1.0, width), spread(0.0, width)])
+            write_result(spec, out_ref, split, head, combine(parts))
+
+        @pl.when(is_first & (lax.rem(first_head, spec.heads // spec.kv_heads) == 0))
+        def _() -> None:
+            for ref, row in ((keys_ref, key), (values_ref, value)):
+                ref[step.slot, pl.ds(kv_head * width, width)] = row.astype(ref.dtype)
+
+
+def scaled(spec: DecodeAttention, scores: AnyArray) -> AnyArray:
+    """Return products of queries and keys as scores: scaled and capped."""
+    scores = scores * spec.scale
+    return scores if spec.softcap is None else spec.softcap * jnp.tanh(scores / spec.softcap)
+
+
+def write_result(
+    spec: DecodeAttention, out_ref: Any, split: AnyArray, head: AnyArray, parts: Sequence[AnyArray]
+) -> None:
+    """Write the result of a head, or its maximum, sum and weighted values if several programs share its keys."""
+    from jax.experimental import pallas as pl
+
+    if spec.splits == 1:
+        _, total, values = parts
+        out_ref[pl.ds(head * spec.width, spec.width)] = (values / total).astype(out_ref.dtype)
+        return
+    for i, part in enumerate(parts):
+        out_ref[split, head, i] = part
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def decode_attention(
+    spec: DecodeAttention, operands: Sequence[AnyArray], numbers: Sequence[AnyArray], keys: AnyArray, values: AnyArray,
+    interpret: Any = None,
+) -> tuple[AnyArray, AnyArray, AnyArray]:  # fmt: skip
+    """Compute the attention of one new token, and write its key and value.
+
+    Args:
+        spec: the shapes.
+        operands: rows, weights, cos and sin, sinks, which `spec` names by index, each of rank 1.
+        numbers: start, lengths and the query's position, i32 `[1]`.
+        keys, values: the caches `[keys, kv_heads * width]`.
+        interpret: parameters of Mosaic's interpreter; None to compile.
+
+    Returns:
+        the result `[heads * width]` and the caches.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    splits, heads, width = spec.splits, spec.heads, spec.width
+    shape = (heads * width,) if splits == 1 else (splits, heads, 3, width)
+    inputs = [*operands, *numbers]
+
+    def body(*refs: Any) -> None:
+        num_inputs = len(inputs) + 2
+        run_program(spec, refs[:num_inputs], refs[num_inputs], refs[num_inputs + 1 :])
+
+    run = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(shape, values.dtype if splits == 1 else jnp.float32),
+        grid=(heads // spec.heads_at_once, splits),
+        grid_names=("program", "split"),
+        num_threads=GROUPS,
+        thread_name="group",
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=4 * BLOCK),
+        scratch_types=[
+            plgpu.SMEM((GROUPS, width), values.dtype),
+            plgpu.SMEM((GROUPS, spec.heads_at_once, 2, spec.block), jnp.float32),
+            plgpu.SMEM((GROUPS, spec.heads_at_once, 2, spec.block, width), jnp.bfloat16),
+            plgpu.Barrier(num_arrivals=GROUPS),
+        ],
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    refs = [jax.new_ref(x) for x in (keys, values)]
+    result = run(*inputs, *refs)
+    if splits > 1:
+        *_, total, weighted = combine([[result[i, :, j] for j in range(3)] for i in range(splits)])
+        result = (weighted / total).astype(values.dtype).reshape(-1)
+    return (result, *(jax.freeze(ref) for ref in refs))

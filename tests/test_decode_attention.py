@@ -1,0 +1,220 @@
+"""Groups of the attention of one new token: which attentions have one, that it computes the same, its kernel."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlx_jax.compiler.pipeline import make_function
+from rlx_jax.ir.graph import Builder, Graph, Node, TypeCache, Value
+from rlx_jax.ir.kernel_group import AttentionGroup, KernelGroup
+from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
+from rlx_jax.ir.ops.cache import CacheUpdate, RingStep
+from rlx_jax.ir.ops.norm import RmsNormOp
+from rlx_jax.ir.ops.shape import Reshape, SplitLast
+from rlx_jax.ir.paths import Origin
+from rlx_jax.ir.types import TensorType, as_dtype
+from rlx_jax.ir.verify import verify
+from rlx_jax.lowering.lir.attention_groups import group_attention, run_attention
+from rlx_jax.lowering.lir.plan import state_types
+from tests.test_product_groups import MODELS, decode_step, needs_mosaic, plan_of
+
+I32, F32, BF16 = (as_dtype(name) for name in ("i32", "f32", "bf16"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """An attention of one new token; the fields are those of `AttentionOp`, and the ops around it.
+
+    Attributes:
+        keys: slots of the cache.
+        ring: whether it is a ring.
+        norm: whether each head of query and key has a norm.
+        n_rot: rotated columns.
+    """
+
+    heads: int = 4
+    kv_heads: int = 2
+    width: int = 64
+    keys: int = 100
+    ring: bool = False
+    norm: bool = False
+    n_rot: int = 64
+    style: str = "half"
+    sinks: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    precision: str = "default"
+    returns: str = "context"
+    batch: int = 1
+    dtype: Any = BF16
+
+
+def graph_of(case: Case) -> Graph:
+    """Return the ops between the product of query, key and value and the attention, with inputs for their operands."""
+    c, b = case, Builder("attention", TypeCache(), Origin(("attention",)))
+    sizes = (c.heads * c.width, c.kv_heads * c.width, c.kv_heads * c.width)
+    cache = TensorType((c.batch, c.keys, c.kv_heads, c.width), c.dtype)
+    row = b.input("row", TensorType((c.batch, 1, sum(sizes)), c.dtype))
+    keys, values = (b.input(name, cache) for name in ("keys", "values"))
+    start, lengths = (b.input(name, TensorType((c.batch,), I32)) for name in ("start", "lengths"))
+    positions = b.input("positions", TensorType((c.batch, 1), I32))
+    tables = [b.input(name, TensorType((1, 1, c.n_rot // 2), F32)) for name in ("cos", "sin")]
+    gamma = b.input("gamma", TensorType((c.width,), c.dtype))
+    sinks = b.input("sinks", TensorType((c.heads,), c.dtype))
+    q, k, v = b.add(SplitLast(sizes), row)
+
+    def heads(x: Value, size: int) -> Value:
+        if c.norm:
+            split = b(Reshape((c.batch, 1, -1, c.width)), x)
+            x = b(Reshape((c.batch, 1, size)), b(RmsNormOp(1e-6), split, gamma))
+        return b(RopeOp(c.width, c.n_rot, c.style), x, *tables)
+
+    q, k = heads(q, sizes[0]), heads(k, sizes[1])
+    update = RingStep(c.window) if c.ring else CacheUpdate()
+    rows = [b(Reshape((c.batch, 1, c.kv_heads, c.width)), x) for x in (k, v)]
+    written = [b.add(update, x, new, start, lengths) for x, new in zip((keys, values), rows, strict=True)]
+    flat = [b(Reshape((c.batch, c.keys, -1)), w[0]) for w in written]
+    extra = {"sinks": sinks} if c.sinks else {}
+    extra |= {"positions": positions} | ({"key_positions": written[0][1]} if c.ring else {})
+    op = AttentionOp(
+        c.heads, c.kv_heads, True, c.window, softcap=c.softcap, extra=tuple(extra), precision=c.precision,
+        returns=c.returns,
+    )  # fmt: skip
+    out = b(op, q, *flat, *extra.values())
+    return b.finish([out, *(w[-1] for w in written)], ["context", "keys", "values"])
+
+
+def group_of(graph: Graph) -> Node | None:
+    """Return the group of a graph after the pass, if it has one."""
+    types = TypeCache()
+    grouped = verify(group_attention(graph, types), "mir", "group_attention", types)
+    return next((node for node in grouped.nodes if isinstance(node.op, AttentionGroup)), None)
+
+
+def operands_of(graph: Graph, group: Node, start: int, length: int) -> list[Any]:
+    """Return random operands of a group, for a step after `start` tokens."""
+    rng = np.random.default_rng(start)
+    numbers = {"start": start, "lengths": length, "positions": start + max(length, 1) - 1}
+    inputs = {i.input: i.type for i in graph.inputs}
+    types = TypeCache()
+    grouped = group_attention(graph, types)
+    names = [grouped.nodes[v.node].op.input for v in group.inputs]  # type: ignore[attr-defined]
+    shapes = [tuple(map(int, inputs[name].shape)) for name in names]
+    return [
+        jnp.full(shape, numbers[name], jnp.int32)
+        if name in numbers
+        else jnp.asarray(rng.normal(size=shape), inputs[name].dtype)
+        for name, shape in zip(names, shapes, strict=True)
+    ]
+
+
+# -- which attentions have a group -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_groups_of_a_decode_step(name: str) -> None:
+    """Every attention is in a group, of repeated layers too, and the grouped program computes the same."""
+    lir, model = decode_step(name, 80, 4)
+    types = TypeCache()
+    grouped = verify(group_attention(lir.graph, types), "mir", "group_attention", types)
+    groups = [node for _, node in grouped.walk() if isinstance(node.op, AttentionGroup)]
+    assert len(groups) == sum(isinstance(node.op, AttentionOp) for _, node in lir.graph.walk())
+    assert not any(isinstance(node.op, CacheUpdate | RingStep) for node in grouped.nodes)
+    inputs = {i.input: np.ones([int(n) for n in i.type.shape], np.int32) for i in grouped.inputs}
+    rng = np.random.default_rng(0)
+    state: dict[str, Any] = {
+        key: jnp.asarray(rng.normal(size=[int(n) for n in t.shape]), t.dtype)
+        for key, t in state_types(lir.graph, lir.plan.scan).items()
+    }
+    state["length"] = np.full(1, 5, np.int32)
+    results = [
+        make_function(replace(lir, graph=graph), model.programs.layout)(model.params, state, inputs)
+        for graph in (lir.graph, grouped)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+WITHOUT: dict[str, Case] = {
+    "heads 96 wide": Case(width=96), "fewer keys than a block": Case(keys=31), "a cache not measured": Case(keys=20000),
+    "two rows": Case(batch=2), "f32": Case(dtype=F32), "pinned products": Case(precision="highest"),
+    "weights returned": Case(returns="probs"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [*WITHOUT, "a group"])
+def test_attentions_without_a_group(case: str) -> None:
+    """Each for one reason; without it there is a group."""
+    assert (group_of(graph_of(WITHOUT.get(case, Case()))) is None) == (case in WITHOUT)
+
+
+def test_ops_that_the_kernel_lacks_stay_before_it() -> None:
+    """A rotation of neighbouring columns runs before the group, which begins with its result."""
+    group = group_of(graph_of(Case(style="interleaved")))
+    assert group is not None and isinstance(group.op, AttentionGroup)
+    assert "rope" not in group.op.text() and "attention" in group.op.text()
+
+
+@pytest.mark.filterwarnings("ignore:.*the plan is for another device", "ignore:.*has no effect")
+def test_a_profile_that_chooses_attention_or_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An implementation of attention that a user asks for is used, and products by XLA leave attention grouped."""
+    kinds: list[set[type[Any]]] = []
+    for fields in ({"attention": {"implementation": "xla"}}, {"backend": {"cuda": {"products": "xla"}}}, {}):
+        lir = plan_of(monkeypatch, context=64, **fields)
+        kinds.append({type(node.op) for node in lir.graph.nodes} & {AttentionGroup, KernelGroup})
+        assert any("decode_attention" in line for line in lir.attention()) == (AttentionGroup in kinds[-1])
+    assert kinds == [{KernelGroup}, {AttentionGroup}, {AttentionGroup, KernelGroup}]
+
+
+# -- the kernel --------------------------------------------------------------------------------
+
+CASES: dict[str, Case] = {
+    "ring": Case(keys=64, ring=True, window=50, norm=True, n_rot=32, sinks=True, softcap=3.0),
+    "cache": Case(), "window": Case(window=9, norm=True), "128 wide": Case(width=128, n_rot=128, heads=8),
+    "256 wide": Case(width=256, n_rot=64, heads=2, kv_heads=1, window=20), "long": Case(keys=2100, sinks=True),
+}  # fmt: skip
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "ring" else pytest.mark.slow) for n in CASES])
+def test_the_kernel_computes_the_same(name: str) -> None:
+    """In the interpreter: for a full cache, a ring that wrapped, a row without a new token, and an empty cache."""
+    pallas: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
+    case = CASES[name]
+    graph = graph_of(case)
+    group = group_of(graph)
+    assert group is not None and isinstance(group.op, AttentionGroup)
+    kernel = jax.jit(functools.partial(run_attention, group.op, interpret=pallas.InterpretGPUParams()))
+    last = 3 * case.keys + 5 if case.ring else case.keys - 1
+    for start, length in ((last, 1), (9, 0), *(((0, 1), (33, 1)) if name != "ring" else ())):
+        operands = operands_of(graph, group, start, length)
+        want, got = group.op.eval(*operands), kernel(*operands)
+        np.testing.assert_allclose(got[0].astype(np.float32), want[0].astype(np.float32), atol=0.02)
+        jax.tree.map(np.testing.assert_array_equal, got[1:], want[1:])
+
+
+PUBLISHED = {
+    "Llama 1B": Case(32, 8, 64, 1152), "Qwen3-0.6B": Case(16, 8, 128, 1152, norm=True, n_rot=128),
+    "Gemma 3 1B": Case(4, 1, 256, 512, ring=True, window=512, norm=True, n_rot=256),
+    "135M, a long cache": Case(9, 3, 64, 9000),
+}  # fmt: skip
+
+
+@needs_mosaic
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_kernel_lowers_for_a_gpu(name: str) -> None:
+    """At the sizes of published models: every layout is found, and both caches are updated in place."""
+    graph = graph_of(PUBLISHED[name])
+    group = group_of(graph)
+    assert group is not None and isinstance(group.op, AttentionGroup)
+    operands = operands_of(graph, group, 5, 1)
+    lowered = jax.jit(functools.partial(run_attention, group.op)).trace(*operands).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    assert "mosaic_gpu" in text and text.count("output_operand_alias<") == 2
