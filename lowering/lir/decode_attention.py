@@ -110,11 +110,6 @@ class DecodeAttention:
     heads_at_once: int
     splits: int
 
-    @property
-    def block(self) -> int:
-        """Return the keys of a block."""
-        return block_of(self.width)
-
 
 def block_of(width: int) -> int:
     """Return the keys of a block, of heads of this width."""
@@ -273,8 +268,8 @@ class Blocks:
 
     def row(self, index: AnyArray) -> tuple[AnyArray, AnyArray]:
         """Return the first slot of a block, and the first slot that is read for it, which the last block repeats."""
-        first = (self.first + index * self.stride) * self.spec.block
-        return first, lax.min(first, self.spec.keys - self.spec.block)
+        first = (self.first + index * self.stride) * block_of(self.spec.width)
+        return first, lax.min(first, self.spec.keys - block_of(self.spec.width))
 
     def read(self, index: AnyArray) -> tuple[AnyArray, ...]:
         """Return the keys and values of a block `[block, width]`."""
@@ -282,7 +277,7 @@ class Blocks:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         load, layout = cast(Any, plgpu.load), HeadLayouts.of(self.spec.width, READ_VECTOR).tile
-        place = pl.ds(self.row(index)[1], self.spec.block), pl.ds(self.column, self.spec.width)
+        place = pl.ds(self.row(index)[1], block_of(self.spec.width)), pl.ds(self.column, self.spec.width)
         return tuple(load(ref.at[place], layout=layout, optimized=False) for ref in self.caches)
 
 
@@ -305,7 +300,7 @@ def attend(
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    block, layouts = spec.block, HeadLayouts.of(spec.width, READ_VECTOR)
+    block, layouts = block_of(spec.width), HeadLayouts.of(spec.width, READ_VECTOR)
     shape = (block, spec.width)
     places = plgpu.broadcasted_iota(jnp.int32, (block,), 0, layout=layouts.rows)
     across = functools.partial(lax.broadcast_in_dim, shape=shape, broadcast_dimensions=(0,))
@@ -370,15 +365,12 @@ def sum_places(spec: DecodeAttention, refs: Sequence[Any]) -> list[AnyArray]:
     peak = functools.reduce(jnp.maximum, peaks).max(axis=0)
     factors = [jnp.exp(p - peak) for p in peaks]
     total = functools.reduce(jnp.add, (f * t for f, t in zip(factors, totals, strict=True))).sum(axis=0)
-    shape = (spec.block, spec.width)
-    values = functools.reduce(
-        jnp.add,
-        (
-            load(refs[1].at[g, part], layout=layouts.tile).astype(jnp.float32) * lax.broadcast_in_dim(f, shape, (0,))
-            for g, f in enumerate(factors)
-            for part in range(2)
-        ),
+    across = functools.partial(
+        lax.broadcast_in_dim, shape=(block_of(spec.width), spec.width), broadcast_dimensions=(0,)
     )
+    parts = [(g, part) for g in range(GROUPS) for part in range(2)]
+    tiles = (load(refs[1].at[place], layout=layouts.tile).astype(jnp.float32) for place in parts)
+    values = functools.reduce(jnp.add, (tile * across(factors[g]) for tile, (g, _) in zip(tiles, parts, strict=True)))
     return [spread(peak, spec.width), spread(total, spec.width), values.sum(axis=0)]
 
 
@@ -402,7 +394,7 @@ def run_program(spec: DecodeAttention, refs: Sequence[Any], out_ref: Any, scratc
     kv_head = first_head * spec.kv_heads // spec.heads
     heads = [first_head + i for i in range(spec.heads_at_once)]
     step = Step.of(spec, start_ref[0], length_ref[0], position_ref[0])
-    first_block = step.first // spec.block + split * GROUPS + group
+    first_block = step.first // block_of(spec.width) + split * GROUPS + group
     blocks = Blocks(spec, (keys_ref, values_ref), kv_head * width, first_block, spec.splits * GROUPS)
     ahead = [blocks.read(jnp.int32(i)) for i in range(AHEAD)]
     queries = [load_head(spec.query, head, width, operands, buffers.at[group]) for head in heads]
@@ -494,8 +486,8 @@ def decode_attention(
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=4 * BLOCK),
         scratch_types=[
             plgpu.SMEM((GROUPS, width), values.dtype),
-            plgpu.SMEM((GROUPS, spec.heads_at_once, 2, spec.block), jnp.float32),
-            plgpu.SMEM((GROUPS, spec.heads_at_once, 2, spec.block, width), jnp.bfloat16),
+            plgpu.SMEM((GROUPS, spec.heads_at_once, 2, block_of(spec.width)), jnp.float32),
+            plgpu.SMEM((GROUPS, spec.heads_at_once, 2, block_of(spec.width), width), jnp.bfloat16),
             plgpu.Barrier(num_arrivals=GROUPS),
         ],
         **({} if interpret is None else {"interpret": interpret}),
