@@ -26,7 +26,7 @@ from rlx_jax.lowering.lir.decode_attention import (
     HALVES,
     MAX_KEYS,
     WIDTHS,
-    DecodeAttention,
+    AttentionKernel,
     HeadRow,
     block_of,
     decode_attention,
@@ -268,7 +268,7 @@ def run_attention(op: AttentionGroup, *arrays: Any, interpret: Any = None) -> tu
     return tuple(r.reshape(tuple(map(int, shape))) for r, shape in zip((result, *caches), shapes, strict=True))
 
 
-def spec_of(body: Graph, number: int, update: Node, rows: Sequence[HeadRow], has_sinks: bool) -> DecodeAttention:
+def spec_of(body: Graph, number: int, update: Node, rows: Sequence[HeadRow], has_sinks: bool) -> AttentionKernel:
     """Return the shapes of the kernel of an attention."""
     op = body.nodes[number].op
     assert isinstance(op, AttentionOp)
@@ -277,7 +277,7 @@ def spec_of(body: Graph, number: int, update: Node, rows: Sequence[HeadRow], has
     scale = width**-0.5 if op.scale is None else op.scale
     query, key, value = rows
     heads_at_once, splits = divide(op.heads, op.kv_heads, keys)
-    return DecodeAttention(
+    return AttentionKernel(
         op.heads, op.kv_heads, width, keys, isinstance(update.op, RingStep), op.window, scale, op.softcap, has_sinks,
         query, key, value, heads_at_once, splits,
     )  # fmt: skip

@@ -79,7 +79,7 @@ class HeadRow:
 
 
 @dataclass(frozen=True)
-class DecodeAttention:
+class AttentionKernel:
     """The shapes of one kernel.
 
     Attributes:
@@ -216,7 +216,7 @@ class Step:
     end: AnyArray
 
     @staticmethod
-    def of(spec: DecodeAttention, start: AnyArray, length: AnyArray, position: AnyArray) -> Step:
+    def of(spec: AttentionKernel, start: AnyArray, length: AnyArray, position: AnyArray) -> Step:
         """Return the numbers for the operands of the cache update and the query's position."""
         slot = lax.rem(start, spec.keys) if spec.is_ring else start
         first = 0 if spec.is_ring or spec.window is None else lax.max(position - spec.window + 1, 0)
@@ -224,7 +224,7 @@ class Step:
         is_written = jnp.logical_and(length > 0, slot < spec.keys)
         return Step(start, position, slot, is_written, jnp.int32(first), end)
 
-    def allowed(self, spec: DecodeAttention, slots: AnyArray, first: AnyArray, last: AnyArray) -> AnyArray:
+    def allowed(self, spec: AttentionKernel, slots: AnyArray, first: AnyArray, last: AnyArray) -> AnyArray:
         """Return which slots of the cache the query reads, other than the new token's.
 
         Args:
@@ -242,7 +242,7 @@ class Step:
             is_allowed &= self.reads(spec, last - back)
         return is_allowed
 
-    def reads(self, spec: DecodeAttention, position: AnyArray) -> AnyArray:
+    def reads(self, spec: AttentionKernel, position: AnyArray) -> AnyArray:
         """Return whether the query reads the key of a position: not after its own, and in its window."""
         distance = self.position - position
         return (distance >= 0) & (distance < (spec.window or MAX_POSITION))
@@ -260,7 +260,7 @@ class Blocks:
         stride: blocks from one to the next.
     """
 
-    spec: DecodeAttention
+    spec: AttentionKernel
     caches: Sequence[Any]
     column: AnyArray
     first: AnyArray
@@ -282,7 +282,7 @@ class Blocks:
 
 
 def attend(
-    spec: DecodeAttention, step: Step, queries: Sequence[AnyArray], blocks: Blocks, ahead: Sequence[Any], last: AnyArray
+    spec: AttentionKernel, step: Step, queries: Sequence[AnyArray], blocks: Blocks, ahead: Sequence[Any], last: AnyArray
 ) -> list[list[AnyArray]]:
     """Return maximum, sum of exponentials and weighted sum of values for each query, of the keys of a warpgroup.
 
@@ -351,7 +351,7 @@ def combine(parts: Sequence[Sequence[AnyArray]]) -> list[AnyArray]:
     return [peak, total, values]
 
 
-def sum_places(spec: DecodeAttention, refs: Sequence[Any]) -> list[AnyArray]:
+def sum_places(spec: AttentionKernel, refs: Sequence[Any]) -> list[AnyArray]:
     """Return maximum, sum of exponentials and weighted values `[width]` of all places of all warpgroups.
 
     Args:
@@ -374,7 +374,7 @@ def sum_places(spec: DecodeAttention, refs: Sequence[Any]) -> list[AnyArray]:
     return [spread(peak, spec.width), spread(total, spec.width), values.sum(axis=0)]
 
 
-def run_program(spec: DecodeAttention, refs: Sequence[Any], out_ref: Any, scratch: Sequence[Any]) -> None:
+def run_program(spec: AttentionKernel, refs: Sequence[Any], out_ref: Any, scratch: Sequence[Any]) -> None:
     """Run one warpgroup of one program of the kernel.
 
     Args:
@@ -429,14 +429,14 @@ def run_program(spec: DecodeAttention, refs: Sequence[Any], out_ref: Any, scratc
                 ref[step.slot, pl.ds(kv_head * width, width)] = row.astype(ref.dtype)
 
 
-def scaled(spec: DecodeAttention, scores: AnyArray) -> AnyArray:
+def scaled(spec: AttentionKernel, scores: AnyArray) -> AnyArray:
     """Return products of queries and keys as scores: scaled and capped."""
     scores = scores * spec.scale
     return scores if spec.softcap is None else spec.softcap * jnp.tanh(scores / spec.softcap)
 
 
 def write_result(
-    spec: DecodeAttention, out_ref: Any, split: AnyArray, head: AnyArray, parts: Sequence[AnyArray]
+    spec: AttentionKernel, out_ref: Any, split: AnyArray, head: AnyArray, parts: Sequence[AnyArray]
 ) -> None:
     """Write the result of a head, or its maximum, sum and weighted values if several programs share its keys."""
     from jax.experimental import pallas as pl
@@ -451,7 +451,7 @@ def write_result(
 
 @functools.partial(jax.jit, static_argnums=(0, 5))
 def decode_attention(
-    spec: DecodeAttention, operands: Sequence[AnyArray], numbers: Sequence[AnyArray], keys: AnyArray, values: AnyArray,
+    spec: AttentionKernel, operands: Sequence[AnyArray], numbers: Sequence[AnyArray], keys: AnyArray, values: AnyArray,
     interpret: Any = None,
 ) -> tuple[AnyArray, AnyArray, AnyArray]:  # fmt: skip
     """Compute the attention of one new token, and write its key and value.
