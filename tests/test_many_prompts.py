@@ -373,3 +373,27 @@ def test_chunks_of_a_cache_that_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     after = model.generate([prompt[8:] for prompt in prompts[:3]], 6, logprobs=1, slots=2, state=model.prefix([1] * 8))
     for prompt, one in zip(prompts, after, strict=False):
         same(one, model.generate([prompt[8:]], 6, logprobs=1, state=model.prefix([1] * 8))[0])
+
+
+def test_widths_of_a_cache_that_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short cache that would prefill in two chunks what is one chunk without slots is no class."""
+    monkeypatch.setattr(slot_plan, "choose_classes", lambda _lm, caches, *_: dict.fromkeys(caches, 0.3))
+    buckets = {"prompt": [16, 64], "context": [40, 100], "batch": [1, 2]}
+    profile = rlx.CompileProfile().replace(precision={"kv": "int8"}, buckets=buckets)
+    model: Any = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama"), profile=profile)
+    prompts = [np.random.default_rng(2).integers(0, V, n).tolist() for n in (35, 30)]
+    for budgets in ([3, 50], [3, 4]):
+        for prompt, budget, one in zip(prompts, budgets, model.generate(prompts, budgets, logprobs=1), strict=True):
+            same(one, model.generate([prompt], budget, logprobs=1)[0])
+
+
+@pytest.mark.slow
+def test_drafts_in_a_cache_that_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that are verified together read each other's keys unrounded: they are the same in slots and alone."""
+    monkeypatch.setattr(slot_plan, "CONTEXT_BUCKET", 16)
+    monkeypatch.setattr(slot_plan, "choose_classes", lambda _lm, caches, *_: dict.fromkeys(caches, 0.3))
+    profile = rlx.CompileProfile().replace(precision={"kv": "fp8"})
+    model: Any = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama"), profile=profile)
+    prompts, options = [row * 2 for row in repetitive("llama")[0]], {"speculative": "prompt"}
+    got = model.generate(prompts, [40] * 7, slots=4, **options)
+    assert got == [model.generate([prompt], 40, **options)[0] for prompt in prompts]

@@ -242,6 +242,15 @@ def test_scores_after_a_prefix(family: str) -> None:
     assert model.report().request.cached_tokens == plain.report().request.cached_tokens
 
 
+def test_scores_within_buckets() -> None:
+    """A named prefix changes nothing where other programs than those of the buckets are errors."""
+    buckets = {"prompt": [128], "batch": [1], "context": [128], "on_recompile": "error"}
+    model, text = make("llama", profile=profile(buckets=buckets)), ((*SYSTEM, *TAILS[1]), TAILS[2])
+    want = model.score(text)
+    model.prefix(SYSTEM)
+    assert model.score(text) == want
+
+
 def test_a_named_prefix_is_not_replaced() -> None:
     """By a prefix of the same tokens that a request began to prefill before."""
     model = make("llama")

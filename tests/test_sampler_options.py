@@ -111,6 +111,9 @@ def test_drawn_answers() -> None:
     want = lm().generate(PROMPTS, BUDGET, seed=3, n=2, temperature=0.8, **options)
     assert want != lm().generate(PROMPTS, BUDGET, seed=3, n=2, temperature=0.8)
     assert lm().generate(PROMPTS, BUDGET, seed=3, n=2, slots=3, temperature=0.8, **options) == want
+    drawn = rlx.Sampler(temperature=0.8, **options)
+    each = [lm().generate([prompt], BUDGET, drawn, seed=i, n=2)[0] for i, prompt in enumerate(PROMPTS)]
+    assert lm().generate(PROMPTS, BUDGET, drawn, seed=[0, 1, 2], n=2) == each
     drafter = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama"))
     assert lm().generate(PROMPTS[1], BUDGET, speculative=drafter, **options) == reference(PROMPTS[1], options)
     counts = lm().report().speculative

@@ -210,6 +210,21 @@ def test_warm_up_covers_slots(plain: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("drafts", ["prompt", "model"])
+def test_warm_up_covers_drafts_in_slots(plain: Any, drafts: str) -> None:
+    """With a draft model there is one class."""
+    lm = model(prompt=[4, 16], batch=[1, 2], context=[16, 64], on_recompile="error")
+    options: Any = {"speculative": plain if drafts == "model" else drafts, "draft_tokens": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slot_plan, "choose_classes", lambda *_: {16: 0.5, 64: 0.5})
+        lm.warmup(samplers=rlx.Sampler(), slots=2, **options)
+    prompts = [[1, 2, 3] * 4, [5], [7, 8] * 12]
+    want = [plain.generate(prompt, 9) for prompt in prompts]
+    got, compiled = compiles_of(lambda: lm.generate(prompts, 9, slots=2, **options))
+    assert got == want and not compiled and len(lm.report().request.slot_classes) == 1 + (drafts == "prompt")
+
+
+@pytest.mark.slow
 def test_what_compiles_after_warm_up_is_counted() -> None:
     """Without buckets for the context, the caches are those of the warm-up."""
     allowed = model(prompt=[4], batch=[1])

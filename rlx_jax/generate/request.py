@@ -285,7 +285,7 @@ def check_request(
     Raises:
         RequestError: see `rlx_jax.errors`.
     """
-    check_answers(lm, n, logprobs, sampler, drafter is not None)
+    check_answers(lm, n, logprobs, None if by_prompt else sampler, drafter is not None)  # `split_options` checked each
     if progress is not None and not callable(progress):
         raise RequestError(f"progress is {shown(progress)}; expected a callback, such as print")
     budget = check_integer("max_new_tokens", max_new_tokens, 0)

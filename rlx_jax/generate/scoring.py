@@ -77,9 +77,11 @@ def score_items(lm: LanguageModel, items: Sequence[ScoredTokens], method: str) -
     items, num_tokens = list(items), sum(item.width for item in items)
     whole: list[int] = []
     sharing = defaultdict[Prefix, list[int]](list)
+    # What follows a prefix needs programs that neither warm-up nor buckets have.
+    is_off = model.programs.is_warm or lm.buckets.on_recompile != "allow"
     for number, item in enumerate(items):
         # The token before the first scored one is read after the prefix, as its logits are needed.
-        prefix = None if model.programs.is_warm else lm.prefixes.cached(model, item.ids[: item.start - 1])
+        prefix = None if is_off else lm.prefixes.cached(model, item.ids[: item.start - 1])
         (whole if prefix is None else sharing[prefix]).append(number)
         items[number] = item if prefix is None else after_prefix(item, len(prefix.ids))
     texts = group_by_prefix(items, whole)

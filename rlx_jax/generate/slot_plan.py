@@ -22,7 +22,7 @@ from rlx_jax.errors import RequestError, quote
 from rlx_jax.generate.decode import DecodeLoop
 from rlx_jax.generate.drafters import ProgramDrafter
 from rlx_jax.generate.request import LanguageModel
-from rlx_jax.generate.request_plan import CONTEXT_BUCKET, LOGPROBS_BUCKET, prefill_keys
+from rlx_jax.generate.request_plan import CONTEXT_BUCKET, LOGPROBS_BUCKET, chunk_widths, prefill_keys
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.sampler import SamplingSteps
 from rlx_jax.generate.slot_fill import FillSlots
@@ -200,25 +200,25 @@ def slot_sizes(
         totals: the most tokens of each job, prompt and answer.
         num_slots: number of slots of all classes; None for as many as are useful and fit the device.
         drafter: as in `Request`. With a model that drafts there is one class: sampled drafts depend on the room left.
+            So there is if the cache rounds: tokens that are verified together read each other's keys unrounded.
 
     Raises:
         RequestError: as `plan_slots`.
     """
     buckets, longest = lm.buckets, max(lengths)
-    draft_model = drafter.model if isinstance(drafter, ProgramDrafter) else None
-    if (
-        buckets.slots
-        and draft_model is None
-        and max(totals) <= buckets.slots[-1].cache_len
-        and num_slots in (None, buckets.num_slots)
-    ):
-        return buckets.slots
+    draft_model, rounds = drafter.model if isinstance(drafter, ProgramDrafter) else None, lm.model.settings.rounds_cache
+    one_class = draft_model is not None or (drafter is not None and rounds)
+    if buckets.slots and max(totals) <= buckets.slots[-1].cache_len and num_slots in (None, buckets.num_slots):
+        one: dict[int, float] = {buckets.slots[-1].cache_len: 1}
+        return divide_slots(lm, one, buckets.num_slots, longest) if one_class else buckets.slots
     widths = prompt_widths(buckets, longest, lm.max_positions)
-    context = max(*totals, widths[0])
+    # If the cache rounds, every class has the widths with which a prompt is prefilled without slots.
+    least = chunk_widths(buckets, longest, lm.max_positions)[0] if rounds and buckets.prompt else widths[0]
+    context = max(*totals, least)
     cache_len = fit_bucket(buckets.context, context) or bucket_size(context, CONTEXT_BUCKET, lm.max_positions)
     shorter = buckets.context or [CONTEXT_BUCKET << i for i in range(cache_len.bit_length())]
-    shorter = shorter if draft_model is None else ()
-    caches = (*(size for size in shorter if widths[0] <= size < cache_len), cache_len)
+    shorter = () if one_class else shorter
+    caches = (*(size for size in shorter if least <= size < cache_len), cache_len)
     limit = max_slots(lm)
     rows = num_slots or bucket_size(min(len(lengths), limit), 1, limit)
     shares = choose_classes(lm, caches, steps_by_cache(caches, lengths, totals), rows)

@@ -71,9 +71,11 @@ def warm_all(
         warm_generation(lm, kinds, drafter, logprobs)
         warm_answers(lm, kinds[0], n or 1)
         warm_prefill(lm)
-        for sampler, num_logprobs in product(kinds if sizes else (), {None, logprobs}):
+        requests: list[tuple[int | None, Drafter | None]] = [(each, None) for each in {None, logprobs}]
+        requests += [] if drafter is None or drafter.needs_hidden else [(None, drafter)]
+        for sampler, (num_logprobs, source) in product(kinds if sizes else (), requests):
             options = RowOptions(1, sampler, (), (), LARGE_SEED, 0)
-            warm_slots(open_slots(plan_slots(lm, [options], [1], num_logprobs, None)), sampler, LARGE_SEED)
+            warm_slots(open_slots(plan_slots(lm, [options], [1], num_logprobs, None, source)), sampler, LARGE_SEED)
         if scoring:
             warm_scores(lm.model, buckets, lm.max_positions)
     return lm.buckets
