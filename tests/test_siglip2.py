@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.encode.naflex import patch_sides
+from rlx_jax.text.tokenizer import load_tokenizer
 
 LAYERS = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 3}
 VISION = LAYERS | {"patch_size": 5, "num_patches": 16, "num_channels": 3}
@@ -78,11 +80,46 @@ def test_equal_to_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
     )
 
 
-def model_of(**changes: Any) -> rlx.VisionEncoder:
+def model_of(changes: Any = (), **options: Any) -> rlx.VisionEncoder:
     from rlx_jax.models.siglip import Siglip2VisionFlow
 
-    recipe = Siglip2VisionFlow.for_prefill({"model_type": "siglip2_vision_model"} | VISION | changes)
-    return rlx.VisionEncoder(recipe, missing="init", key=0)
+    recipe = Siglip2VisionFlow.for_prefill({"model_type": "siglip2_vision_model"} | VISION | dict(changes))
+    return rlx.VisionEncoder(recipe, missing="init", key=0, **options)
+
+
+def test_explain_and_warmup() -> None:
+    """Both know how many patches the image processor makes."""
+    processor = rlx.ImageProcessor(patch=5, max_patches=20)
+    profile = rlx.CompileProfile.preset("auto").replace(buckets={"batch": [2], "on_recompile": "error"})
+    encoder = model_of(processor=processor, profile=profile)
+    encoder.warmup()
+    assert encoder.embed(IMAGES[:2]).shape == (2, 24)
+    assert encoder.explain(batch=2, runs=1).sizes == {"batch": 2, "patches": 20}
+    assert model_of().explain(batch=2, size=(3, 4), runs=1).sizes == {"batch": 2, "patches": 12}
+    with pytest.raises(rlx.errors.RequestError, match="size is None; expected rows and columns of patches"):
+        model_of().explain()
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    ("model_type", "tokenizer_class", "lower"),
+    [("siglip2", "GemmaTokenizer", True), ("siglip", "Siglip2Tokenizer", True), ("siglip", "GemmaTokenizer", False)],
+)
+def test_lower_case(model_type: str, tokenizer_class: str, lower: bool, tmp_path: Path) -> None:
+    """Checkpoints of SigLIP 2 have Gemma's tokenizer, which transformers reads with a class of its own."""
+    import transformers
+    from tokenizers import Tokenizer, models, normalizers
+
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<eos>", "<bos>", "<unk>", "<mask>", *"▁acAC"])}
+    native = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    native.normalizer = normalizers.Replace(" ", "▁")
+    native.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": tokenizer_class}))
+    ids: Any = load_tokenizer(tmp_path)
+    assert ids.encode("Ac CA") == [6 if lower else 8, 7, 5, *([7, 6] if lower else [9, 8])]
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert ids.encode("Ac CA") == reference("Ac CA", add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +128,7 @@ def model_of(**changes: Any) -> rlx.VisionEncoder:
 )
 def test_refused_configs(changes: dict[str, Any], name: str) -> None:
     with pytest.raises(rlx.errors.RlxError, match=name):
-        model_of(**changes)
+        model_of(changes)
 
 
 def test_refused_requests() -> None:

@@ -57,7 +57,7 @@ def explain_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--program", choices=("decode", "prefill"), help="of a language model; by default both")
     add("--batch", type=int, metavar="N", help="rows or texts at a time (1, of an encoder 8)")
-    add("--context", type=int, metavar="N", help="tokens of each row (512, or as many as fit; of an encoder 128)")
+    add("--context", type=int, metavar="N", help="tokens of each row (512, of an encoder 128, or as many as fit)")
     add("--runs", type=int, default=3, metavar="N", help="number of traced runs; the mean counts (%(default)s)")
     add("--estimate", action="store_true", help="estimate times from the plan; compile and run nothing")
 

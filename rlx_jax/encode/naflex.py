@@ -48,6 +48,12 @@ def stack_patches(images: Sequence[np.ndarray[Any, Any]], patch: int, max_patche
     return dict(zip(PATCH_INPUTS, (values, mask, shapes), strict=True))
 
 
+def patch_inputs(values: np.ndarray[Any, Any], rows: int, columns: int) -> PatchArrays:
+    """Return the `PATCH_INPUTS` of patches `[B, rows·columns, P·P·C]` without padding."""
+    shapes = np.tile(np.array([[rows, columns]], np.int32), (len(values), 1))
+    return dict(zip(PATCH_INPUTS, (values, np.ones(values.shape[:2], np.int32), shapes), strict=True))
+
+
 def check_patches(inputs: Any, width: int) -> PatchArrays:
     """Return the arrays of a request of patches, of `width` values each.
 

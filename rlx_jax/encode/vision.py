@@ -12,7 +12,7 @@ import numpy as np
 
 from rlx_jax.compiler.settings import bucket_size, fit_bucket
 from rlx_jax.encode.embedding import chunks, prefetch
-from rlx_jax.encode.explain import explain_images, show
+from rlx_jax.encode.explain import explain_images, processed_size, random_images, show
 from rlx_jax.encode.images import ImageProcessor, named_images, number_images
 from rlx_jax.encode.naflex import PATCH_INPUTS, check_patches
 from rlx_jax.encode.pooled import POOLED, Vectors, check_finite, get_pooled, pooled_width
@@ -195,15 +195,16 @@ class VisionEncoder(TaskModel):
         Raises:
             RequestError: the profile has no buckets for rows, or the processor gives images of many sizes.
         """
-        sides = None if self.processor is None else self.processor.crop or self.processor.size
-        if not self.buckets.batch or sides is None:
+        size = processed_size(self)
+        if not self.buckets.batch or size is None:
             raise RequestError(
                 "warmup: requests come in every size: set buckets.batch in the profile, and an image processor whose "
                 "images have one size"
             )
         with self.model.programs.warm_up():
             for rows in self.buckets.batch:
-                jax.block_until_ready(self.model(np.zeros((rows, self.channels, *sides), np.float32)))
+                images = random_images(self, rows, *size)
+                jax.block_until_ready(self.model(**images) if self.reads_patches else self.model(images))
 
     def report(self, **sizes: int) -> Report:
         """Return the cost of compiling and the requirements of the last program.

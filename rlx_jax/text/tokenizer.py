@@ -261,9 +261,9 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
     """Return the tokenizer of a model directory, or None if it has no `tokenizer.json`.
 
     `tokenizer.json` decides which special tokens are added to a text; `tokenizer_config.json` decides about lower case
-    and accents where it has these settings (both as in transformers 5). Truncation and padding settings in
-    `tokenizer.json` are ignored. Ids of special tokens come from `generation_config.json`, else `config.json`, else the
-    tokenizer's own files.
+    and accents where it has these settings, and texts of SigLIP 2 are in lower case (all as in transformers 5).
+    Truncation and padding settings in `tokenizer.json` are ignored. Ids of special tokens come from
+    `generation_config.json`, else `config.json`, else the tokenizer's own files.
 
     Args:
         directory: the model directory, with its files or, in a Hugging Face cache, links to them.
@@ -293,6 +293,9 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
     settings = tokenizer_config.values
     check_added_tokens(words, tokenizer_config)
     names = {role: _token_name((tokenizer_config, special_tokens_map), role, words) for role in _ROLES}
+    # transformers 5 reads every SigLIP 2 checkpoint with a class that converts to lower case; few files have the step.
+    has_siglip2 = "Siglip2Tokenizer" in str(settings.get("tokenizer_class"))
+    lowercase = lowercase or has_siglip2 or folder.json("config.json").get("model_type") == "siglip2"
     guard(lambda: _apply_normalizer(native, settings, lowercase), where)
     if settings.get("split_special_tokens") is True:
         native.encode_special_tokens = True
