@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -311,6 +312,32 @@ def test_equal_closures_are_merged() -> None:
         assert built.refusals == () and [r.count for r in regions(built.hir)] == [3], name
         if "weight" in name or "input" in name:
             assert_alike(3, layer, weights)
+
+
+def test_unrolled_layers_with_state_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More layers evaluate no more ops, and each layer has its own instructions with its own names."""
+    evaluated: list[Unary] = []
+    evaluate = Unary.eval
+
+    def counted(op: Unary, x: Any) -> Any:
+        evaluated.append(op)
+        return evaluate(op, x)
+
+    def layer(i: int) -> BlockStage:
+        stage = blocks.llama_prefill_layer_composed(i, LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=1))
+        return Sequence([stage, Custom(lambda e, x: e.tanh(x), "own")])
+
+    monkeypatch.setattr(Unary, "eval", counted)
+    counts = []
+    for count in (2, 5):
+        model = compiled(x_flow().repeat_layers(count, layer), llama_weights(count, H, 8, 4, 9), program="extend")
+        state = model.init_state(B, context=S)
+        evaluated.clear()
+        text = model.lower(X, lengths=np.full(B, S, np.int32), state=state).as_text(debug_info=True)
+        counts.append(len(evaluated))
+        scopes = set(re.findall(r"layers\.\d\.own/tanh", text))
+        assert scopes == {f"layers.{i}.own/tanh" for i in range(count)} and text.count("stablehlo.tanh") == count
+    assert counts[0] == counts[1] > 0
 
 
 def test_nested_repeats() -> None:

@@ -8,6 +8,7 @@ updated in place. With `remat`, a gradient saves few values of each iteration an
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,6 +31,11 @@ from rlx_jax.lowering.lir.plan import CHOICE_OPS, Call, Choice, array_programs, 
 from rlx_jax.lowering.sharding import ModelSharding
 
 AnyArray = Any
+TracedNodes = dict[tuple[int, ...], Callable[..., Any]]  # jitted functions of ops, by the numbers of their nodes
+
+# Inlines a jitted function when its caller is traced, so that the program is the same as without `jax.jit`. From JAX
+# 0.11 on, `inline=True` inlines later and adds the function to the names of its instructions.
+INLINE: Any = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)
 
 SAVE_DOTS: Callable[..., Any] = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
@@ -67,6 +73,7 @@ class Env:
         iteration: the iteration of an unrolled region, else None.
         operands: the operands of the current region.
         layer_params: in a scan, the slices of the parameters that differ between layers.
+        traced: in unrolled layers with state, the functions of the body's ops, by node numbers; else None.
     """
 
     params: Mapping[Program, AnyArray]
@@ -80,6 +87,7 @@ class Env:
     iteration: int | None = None
     operands: tuple[AnyArray, ...] = ()
     layer_params: Mapping[Param, AnyArray] = field(default_factory=dict)
+    traced: TracedNodes | None = None
 
     def read_leaf(self, op: Leaf) -> AnyArray:
         """Return the array of a leaf."""
@@ -142,13 +150,51 @@ class Env:
 def interpret(graph: Graph, env: Env) -> tuple[AnyArray, ...]:
     """Run a graph and return its outputs; `env.state` is updated with its writes."""
     values: dict[Value, AnyArray] = {}
-    for number, node in enumerate(graph.nodes):
-        with jax.named_scope(path_text(bind_path(node.origin.path, env.iteration)) or graph.name):
-            results = _run(graph, node, tuple(values[v] for v in node.inputs), env)
-        values.update({Value(number, i): r for i, r in enumerate(results)})
+    # Consecutive nodes of a block.
+    for path, group in itertools.groupby(range(len(graph.nodes)), lambda number: graph.nodes[number].origin.path):
+        numbers = tuple(group)
+        with jax.named_scope(path_text(bind_path(path, env.iteration)) or graph.name):
+            # A region reads the parameters and the state of its iteration.
+            if env.traced is None or any(isinstance(graph.nodes[number].op, Repeat) for number in numbers):
+                _run_nodes(graph, numbers, values, env)
+            else:
+                _run_traced(graph, numbers, values, env, env.traced)
     writes = {leaf.key(env.iteration): values[v] for leaf, v in graph.writes}
     env.state.update(writes)
     return tuple(values[v] for v in graph.outputs)
+
+
+def _run_nodes(
+    graph: Graph, numbers: tuple[int, ...], values: dict[Value, AnyArray], env: Env
+) -> list[tuple[AnyArray, ...]]:
+    """Run nodes, add their results to `values`, and return the results of each."""
+    all_results = []
+    for number in numbers:
+        node = graph.nodes[number]
+        results = _run(graph, node, tuple(values[v] for v in node.inputs), env)
+        values.update({Value(number, i): r for i, r in enumerate(results)})
+        all_results.append(results)
+    return all_results
+
+
+def _run_traced(
+    graph: Graph, numbers: tuple[int, ...], values: dict[Value, AnyArray], env: Env, traced: TracedNodes
+) -> None:
+    """Run nodes as `_run_nodes` does; ops are traced in the first layer only, unless their types differ in another."""
+    leaves = tuple(number for number in numbers if isinstance(graph.nodes[number].op, Leaf))
+    _run_nodes(graph, leaves, values, env)
+    ops = tuple(number for number in numbers if number not in leaves)
+    inputs = tuple(dict.fromkeys(v for number in ops for v in graph.nodes[number].inputs if v in values))
+    if ops not in traced:
+        # Without arrays, so that none of this layer becomes part of the function.
+        layer_env = Env({}, {}, {}, choices=env.choices, model_sharding=env.model_sharding, target=env.target)
+
+        def run(*arrays: AnyArray) -> list[tuple[AnyArray, ...]]:
+            return _run_nodes(graph, ops, dict(zip(inputs, arrays, strict=True)), layer_env)
+
+        traced[ops] = jax.jit(run, inline=INLINE)
+    for number, results in zip(ops, traced[ops](*(values[v] for v in inputs)), strict=True):
+        values.update({Value(number, i): r for i, r in enumerate(results)})
 
 
 def _run(graph: Graph, node: Node, operands: tuple[AnyArray, ...], env: Env) -> tuple[AnyArray, ...]:
@@ -190,10 +236,12 @@ def _unroll(op: Repeat, operands: tuple[AnyArray, ...], env: Env) -> tuple[AnyAr
     """Run repeated layers as a Python loop: the carries, then the other results of each iteration."""
     carries, shared = operands[: op.carries], operands[op.carries :]
     sides: list[tuple[AnyArray, ...]] = []
+    # Bodies that write state have no gradient.
+    traced: TracedNodes | None = {} if op.body.writes else None
     for i in range(op.count):
 
         def step(*operands: AnyArray, i: int = i) -> tuple[AnyArray, ...]:
-            return interpret(op.body, replace(env, iteration=i, operands=operands))
+            return interpret(op.body, replace(env, iteration=i, operands=operands, traced=traced))
 
         out = _with_remat(step, op, env)(*carries, *shared)
         carries = out[: op.carries]
