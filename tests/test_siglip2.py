@@ -143,6 +143,7 @@ def test_refused_requests() -> None:
         (good | {"pixel_attention_mask": good["pixel_attention_mask"][1:]}, "pixel_attention_mask"),
         (good | {"spatial_shapes": good["spatial_shapes"] * 3}, "spatial_shapes"),
         (good | {"spatial_shapes": good["spatial_shapes"] * 1.0}, "spatial_shapes"),
+        (good | {"spatial_shapes": np.full_like(good["spatial_shapes"], 2**32, np.int64)}, "spatial_shapes"),
     ]
     for inputs, name in bad:
         with pytest.raises(rlx.errors.RequestError, match=name):

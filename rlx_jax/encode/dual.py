@@ -14,6 +14,7 @@ from rlx_jax.encode.images import ImageProcessor
 from rlx_jax.encode.pooled import Vectors, pooled_width
 from rlx_jax.encode.vision import VisionEncoder
 from rlx_jax.errors import RequestError, check_names, suggest_keywords
+from rlx_jax.inspection.page import Page
 from rlx_jax.inspection.records import Inspection
 from rlx_jax.ir.types import is_float
 from rlx_jax.program import Weights
@@ -163,8 +164,16 @@ class DualEncoder(TaskModel):
         Raises:
             RequestError: another part. Others as there.
         """
-        check_names([part], ("texts", "images"), "explain: there is no part", "; there are", RequestError)
-        return self.texts.explain(**options) if part == "texts" else self.images.explain(**options)
+        return self._tower(part, "explain").explain(**options)
+
+    def show(self, part: Literal["texts", "images"] = "texts", **options: Any) -> Page:
+        """Return the page of one tower; `options` as in `Encoder.show`, errors as in `explain`."""
+        return self._tower(part, "show").show(**options)
+
+    def _tower(self, part: str, request: str) -> Encoder | VisionEncoder:
+        """Return one tower by the name of its inputs."""
+        check_names([part], ("texts", "images"), f"{request}: there is no part", "; there are", RequestError)
+        return self.texts if part == "texts" else self.images
 
     @suggest_keywords()
     def profile(self, texts: Any, images: Any) -> BlockTimes:

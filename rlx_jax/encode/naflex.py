@@ -62,8 +62,8 @@ def check_patches(inputs: Any, width: int) -> PatchArrays:
     """
     if not isinstance(inputs, Mapping) or sorted(inputs) != sorted(PATCH_INPUTS):
         raise RequestError(
-            f"pixel_values: this model reads patches: expected images, or a dict with {listing(PATCH_INPUTS)}, as "
-            "processor(images) makes it"
+            "pixel_values: this model reads patches: expected images (uint8), or a dict with "
+            f"{listing(PATCH_INPUTS)}, as processor(images) makes it"
         )
     values, mask, shapes = (as_host_array(name, inputs[name]) for name in PATCH_INPUTS)
     rows, patches = values.shape[:2] if values.ndim == 3 else (0, 0)
@@ -72,6 +72,6 @@ def check_patches(inputs: Any, width: int) -> PatchArrays:
     for name, array, shape in ((PATCH_INPUTS[1], mask, (rows, patches)), (PATCH_INPUTS[2], shapes, (rows, 2))):
         if array.shape != shape or array.dtype.kind not in "iub":
             raise RequestError(f"{name}: expected integers {list(shape)}, got {array.dtype} {list(array.shape)}")
-    if rows and (shapes.min() < 1 or shapes.prod(axis=1).max() > patches):
+    if rows and (shapes.min() < 1 or shapes.max() > patches or shapes.prod(axis=1).max() > patches):
         raise RequestError(f"spatial_shapes: expected 1 to {patches} patches in each image, got {shapes.tolist()}")
     return dict(zip(PATCH_INPUTS, (values, mask.astype(np.int32), shapes.astype(np.int32)), strict=True))
