@@ -48,4 +48,5 @@ FlowStage = (
     | SideOutput | Mlp | VisionEmbed | VitSelfAttn | LayerScale | VisionSwiGluFfn | AttentionPool | EndTokenPool
     | Similarity | PatchRope | NomicSelector | GatedDeltaNet | GdnScan | Mamba2Mixer | MoeFfn | Recurrent
     | CausalWindow | MtpMerge | BlockAsLayer | Multiply | EncoderLayer | DistanceEmbeddings | MeanOfTokens
+    | NaflexEmbed
 )  # fmt: skip

@@ -84,7 +84,7 @@ class EncoderExperts:
     down: str
     bias: str
 
-    def emit(self, emit: Emit, x: FlowValue, spec: EncoderLayerSpec) -> FlowValue:
+    def compute(self, emit: Emit, x: FlowValue, spec: EncoderLayerSpec) -> FlowValue:
         """Write the experts of the layer `spec` for the tokens `x`."""
         hidden = spec.hidden_size
         router, up, down, bias = (f"{spec.prefix}.{name}" for name in (self.router, self.up, self.down, self.bias))
@@ -263,7 +263,7 @@ class EncoderLayer:
     def _mlp(self, emit: Emit, x: FlowValue) -> FlowValue:
         """Write the MLP of `x`, or its experts."""
         if self.spec.experts is not None:
-            return self.spec.experts.emit(emit, x, self.spec)
+            return self.spec.experts.compute(emit, x, self.spec)
         s, k, inner = self.spec, self.spec.keys, self.spec.intermediate_size
         block, down_block = (name.split(".")[:-1] for name in (k.up, k.down))
         if not k.gate:

@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 import rlx_jax as rlx
+from rlx_jax.blocks import NaflexEmbed
 from rlx_jax.encode.naflex import patch_sides
 from rlx_jax.text.tokenizer import load_tokenizer
 
@@ -23,6 +25,21 @@ IMAGES = [np.random.default_rng(h).integers(0, 256, (h, w, 3), dtype=np.uint8) f
 def test_sides() -> None:
     """Multiples of the patch, at most so many patches, and about the proportions."""
     assert [patch_sides(h, w, 5, 20) for h, w in SIDES] == [(25, 20), (10, 50), (50, 5), (20, 20), (20, 20)]
+
+
+def test_positions_of_patches() -> None:
+    """The grid of positions is resampled for each image as `jax.image.resize` does, with antialias."""
+    rng, shapes = np.random.default_rng(0), np.array([[2, 7], [5, 3], [1, 1]], np.int32)
+    keys = {"w": (6, 5), "b": (6,), "p": (16, 6)}
+    weights = {key: rng.normal(size=shape).astype(np.float32) for key, shape in keys.items()}
+    flow = rlx.ModelFlow("patches").input("x", ("batch", "patches", 5)).input("spatial_shapes", ("batch", 2), "int32")
+    model = rlx.compile(flow.stage(NaflexEmbed("w", "b", "p", 6, 4)), weights)
+    patches = rng.normal(size=(3, 16, 5)).astype(np.float32)
+    tokens = np.asarray(model(x=patches, spatial_shapes=shapes))
+    for row, patch, (height, width) in zip(tokens, patches, shapes, strict=True):
+        grid = jax.image.resize(weights["p"].reshape(4, 4, 6), (height, width, 6), "linear")
+        want = patch[: height * width] @ weights["w"].T + weights["b"] + grid.reshape(-1, 6)
+        np.testing.assert_allclose(row[: height * width], want, atol=1e-5)
 
 
 def check_close(actual: Any, expected: Any) -> None:
