@@ -71,7 +71,7 @@ BEST = OURS["unroll products apart"]
 OURS |= {f"best, pieces of {n}": BEST | {"chunk": n} for n in (128, 256, 1024, 2048)}
 OURS |= {"best, f32 leaves": BEST | {"weights": "f32"}, "best, 4 microbatches": BEST | {"microbatches": 4}}
 F32 = {"weights": "f32", "compute": "f32"}
-OURS |= {"defaults, f32": OURS["scan none apart"] | F32, "products, f32": OURS["scan products apart"] | F32}
+OURS |= {"scan none, f32": OURS["scan none apart"] | F32, "products, f32": OURS["scan products apart"] | F32}
 HAND = {"hand none": False, "hand products": True}
 DEFAULT = (
     "hand none", "hand products", "unroll none apart", "unroll products apart", "unroll products merged",

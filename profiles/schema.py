@@ -140,16 +140,17 @@ class Donation(Table):
 class Layers(Table):
     """Settings of how layers run.
 
-    roll: run repeated layers as one `lax.scan`, or one after the other; `auto` scans on TPU and in training
+    roll: run repeated layers as one `lax.scan`, or one after the other; `auto` scans on TPU, and in training other
+        than on `cuda`
     remat: activations that the gradient of the program `train` recomputes: `layer` all of a layer, `dots` all except
         products with weights, `products` all except these and cuDNN's attention; `offload` is `dots` with the retained
-        activations in host memory
+        activations in host memory; `auto` is `products` on `cuda`, else `none`
     """
 
     PATH: ClassVar[str] = "layers"
     roll: Literal["auto", "scan", "unroll"] = setting("auto", effects.needs_repeated_layers, resolved_as="plan.scan")
-    remat: Literal["none", "layer", "dots", "products", "offload"] = setting(
-        "none", effects.needs_gradients, "recomputed in gradients", "plan.remat", applies_to="train"
+    remat: Literal["auto", "none", "layer", "dots", "products", "offload"] = setting(
+        "auto", effects.needs_gradients, "recomputed in gradients", "plan.remat", applies_to="train"
     )
 
 

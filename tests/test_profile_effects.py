@@ -256,10 +256,19 @@ def test_training_scans_and_other_programs_unroll() -> None:
         (llama("train"), True),
         (llama("train", layers={"roll": "unroll"}), False),
         (llama(fusion={"target": "tpu"}), True),
+        (llama("train", fusion={"target": "h200"}), False),
     ):
         assert ("scan" in {e.primitive.name for e in traced(model, IDS)}) == scan
         assert ("layers=scan" in model.text("lir")) == scan
     assert "model.layers.{0..1}.mlp.up_proj.weight" in llama("train").param_specs()
+
+
+@pytest.mark.parametrize("target, remat", [("cpu", "none"), ("tpu", "none"), ("h200", "products")])
+def test_what_a_gradient_recomputes_by_default(target: str, remat: str) -> None:
+    fields: dict[str, Any] = {"fusion": {"target": target}}
+    layer = {"layers": {"remat": "layer"}}
+    models = llama("train", **fields), llama(**fields), llama("train", **fields, **layer)
+    assert [model.settings.plan.remat for model in models] == [remat, "none", "layer"]
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,8 @@ def compile(
             context (or as the profile's `sharding` maps them), a number of devices, or "auto" for all devices.
         program: one of
             `forward`;
-            `train`, the forward program to differentiate: layers are scanned, and recomputed by `layers.remat` of the
-            profile;
+            `train`, the forward program to differentiate: layers run and are recomputed by `layers.roll` and
+            `layers.remat` of the profile;
             `prefill` and `extend`, with a state;
             `verify`, an `extend` that does not advance the length of the state: the caller, who judges the logits, adds
             the number of accepted tokens;
