@@ -306,6 +306,24 @@ def test_recomputing_changes_no_gradient() -> None:
         assert max(relative(g, want[k]) for k, g in gradient(model).items()) < 1e-5
 
 
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({}, "one H100 or H200, not on cpu"),
+        ({"program": "train", "fusion": {"target": "h200"}}, "training programs have no kernels"),
+        ({"fusion": {"target": "h200"}}, ""),
+    ],
+)
+def test_required_kernels(options: dict[str, Any], reason: str) -> None:
+    """`on` is `auto` where kernels can run, and an error elsewhere."""
+    kernels = {"backend": {"cuda" if "fusion" in options else "cpu": {"kernels": "on"}}}
+    if reason:
+        with pytest.raises(UnsupportedError, match=f"kernels = 'on' is not available: .*{reason}"):
+            llama(**options, **kernels)
+    else:
+        assert llama("extend", **options, **kernels).settings.plan.kernels
+
+
 # -- attention ---------------------------------------------------------------------------------
 
 WIDE = {**LLAMA, "head_dim": 8}

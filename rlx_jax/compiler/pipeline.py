@@ -401,8 +401,17 @@ def facts_of(
         settings: the resolved profile.
         programs: the programs that calls run.
         serves: whether the model serves requests.
+
+    Raises:
+        UnsupportedError: the profile requires kernels, and none can run; names the reason.
     """
     passes = _passes(template, settings, programs)  # fusion passes rewrite nothing
+    no_kernels = _kernel_refusal(settings, programs)
+    if no_kernels and getattr(profile.backend, settings.target).kernels == "on":
+        raise UnsupportedError(
+            f"{template.built.name}: backend.{settings.target}.kernels = 'on' is not available: {no_kernels}; with "
+            "'auto' XLA's form runs instead"
+        )
     return ModelFacts(
         template.built.name,
         profile,
@@ -414,7 +423,7 @@ def facts_of(
         frozenset(p.name for p in passes if p.kind != "fusion") - _idle_passes(template, settings, programs),
         None if settings.model_sharding is None else tuple(map(str, settings.model_sharding.mesh.axis_names)),
         template.built.refusals,
-        _kernel_refusal(settings, programs),
+        no_kernels,
     )
 
 

@@ -337,7 +337,7 @@ def settings_for(
             packed=precision.weights not in ("f32", "bf16") and (not train or has_adapters(keys)),
             products=backend.products,
             experts=backend.experts,
-            kernels=backend.kernels == "auto" and not train,  # a gradient would compute their op again
+            kernels=backend.kernels != "off" and not train,  # a gradient would compute their op again
             compiler_options=dict(sorted(backend.compiler_options.items())),
         ),
         kv_dtype=kv_dtype,
