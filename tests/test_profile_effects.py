@@ -316,7 +316,7 @@ def test_recomputing_changes_no_gradient() -> None:
 )
 def test_required_kernels(options: dict[str, Any], reason: str) -> None:
     """`on` is `auto` where kernels can run, and an error elsewhere."""
-    kernels = {"backend": {"cuda" if "fusion" in options else "cpu": {"kernels": "on"}}}
+    kernels: dict[str, Any] = {"backend": {"cuda" if "fusion" in options else "cpu": {"kernels": "on"}}}
     if reason:
         with pytest.raises(UnsupportedError, match=f"kernels = 'on' is not available: .*{reason}"):
             llama(**options, **kernels)
