@@ -187,9 +187,7 @@ ORIGIN = {"architectures", "dtype", "model_type", "transformers_version"}
 
 @pytest.mark.oracle
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "name", [*encoder_families.CASES, *(pytest.param(n, marks=pytest.mark.slow) for n in encoder_families.BASES)]
-)
+@pytest.mark.parametrize("name", [*encoder_families.CASES, *encoder_families.BASES])
 def test_live_mutants(name: str, tmp_path: Path) -> None:
     """Every field with another value: transformers' hidden states, or an error; or transformers refuses it as well."""
     encoder_families.write(name, tmp_path / "base")

@@ -234,7 +234,9 @@ def test_scores_after_a_prefix(family: str) -> None:
     got = model.score(texts)
     assert [(s.tokens, s.greedy) for s in got] == [(s.tokens, s.greedy) for s in want]
     for one, other in zip(got, want, strict=True):
-        np.testing.assert_allclose(one.token_logprobs, other.token_logprobs, atol=1e-5)
+        # A recurrent state rounds otherwise in other chunks.
+        atol = 2e-4 if family in ("qwen35", "mamba2") else 1e-5
+        np.testing.assert_allclose(one.token_logprobs, other.token_logprobs, atol=atol)
     report = model.report().request
     assert report.cached_tokens == plain.report().request.cached_tokens + 9 * len(SYSTEM)
     named.release()

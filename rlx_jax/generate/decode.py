@@ -224,6 +224,7 @@ class DecodeLoop(TokenChooser):
         num_logprobs: as in `FirstTokens`.
         slots: whether the rows are slots.
         stop_width: number of stop ids of each slot, padding included; the programs differ, as their operands do.
+        max_tokens: tokens of the history of a row if the program reads them; no array of the state may have so many.
     """
 
     ids_input: str
@@ -232,6 +233,7 @@ class DecodeLoop(TokenChooser):
     num_logprobs: int | None = None
     slots: bool = False
     stop_width: int = 0
+    max_tokens: int = 0
 
     def arguments(self) -> Mapping[str, str]:
         """Return the arguments of `warmup` that select it, as `FirstTokens` does."""

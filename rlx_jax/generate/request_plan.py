@@ -142,6 +142,8 @@ def plan_keys(
             drafter_args = (drafter.bind(sizes.state), rollback_arrays)
             wrapper = VerifyLoop(sampling_steps, model.first_input, steps, *drafter_args)
             key = verify.key_for_sizes({**state, "seq": drafter.tokens + 1}, replace(variant, last_only=False))
+        if sampling_steps.reads_tokens or (drafter is not None and drafter.reads_tokens):
+            wrapper = replace(wrapper, max_tokens=sizes.cache_len)
         keys = prefill_keys(model, widths, {**state, "batch": rows[0]}, variant, has_prefix)
         shared_keys = prefill_keys(model, shared_widths, {**state, "batch": rows[1]}, replace(variant, hidden=False))
         return keys, shared_keys, replace(key, wrapper=wrapper)

@@ -164,6 +164,8 @@ def plan_class(
             if draft_shardings is not None:
                 draft_state = {DRAFTER_PREFIX + name: s for name, s in draft_shardings.state.items()}
                 all_shardings = {**all_shardings, **draft_state}
+    if steps.reads_tokens or (drafter is not None and drafter.reads_tokens):
+        wrapper = replace(wrapper, max_tokens=sizes.cache_len)
     dims = {name: [str(dim) for dim in t.shape] for name, t in types.items()}
     row_axes = tuple((name, shape.index("batch")) for name, shape in dims.items() if "batch" in shape)
     if merged := [name for name, t in types.items() if "batch" in t.symbols and name not in dict(row_axes)]:

@@ -253,7 +253,7 @@ class VerifyLoop(TokenChooser):
         rollback_arrays: arrays of the state that every token changes and that have no position axis, such as recurrent
             states, with the axis of their rows. `verify` returns them after each token, as rejecting a draft must undo
             it.
-        slots, stop_width: as in `DecodeLoop`.
+        slots, stop_width, max_tokens: as in `DecodeLoop`.
     """
 
     ids_input: str
@@ -262,6 +262,7 @@ class VerifyLoop(TokenChooser):
     rollback_arrays: tuple[tuple[str, int], ...] = ()
     slots: bool = False
     stop_width: int = 0
+    max_tokens: int = 0
 
     def arguments(self) -> Mapping[str, str]:
         """Return the arguments of `warmup` that select it; see `rlx_jax.compiler.executable.HasRequestArguments`."""
