@@ -197,7 +197,7 @@ def load_head(
 
 
 @dataclass(frozen=True)
-class Step:
+class StepNumbers:
     """The numbers of one step, each a scalar.
 
     Attributes:
@@ -216,13 +216,13 @@ class Step:
     end: AnyArray
 
     @staticmethod
-    def of(spec: AttentionKernel, start: AnyArray, length: AnyArray, position: AnyArray) -> Step:
+    def of(spec: AttentionKernel, start: AnyArray, length: AnyArray, position: AnyArray) -> StepNumbers:
         """Return the numbers for the operands of the cache update and the query's position."""
         slot = lax.rem(start, spec.keys) if spec.is_ring else start
         first = 0 if spec.is_ring or spec.window is None else lax.max(position - spec.window + 1, 0)
         end = lax.min(start + length if spec.is_ring else position + 1, spec.keys)
         is_written = jnp.logical_and(length > 0, slot < spec.keys)
-        return Step(start, position, slot, is_written, jnp.int32(first), end)
+        return StepNumbers(start, position, slot, is_written, jnp.int32(first), end)
 
     def allowed(self, spec: AttentionKernel, slots: AnyArray, first: AnyArray, last: AnyArray) -> AnyArray:
         """Return which slots of the cache the query reads, other than the new token's.
@@ -282,7 +282,12 @@ class Blocks:
 
 
 def attend(
-    spec: AttentionKernel, step: Step, queries: Sequence[AnyArray], blocks: Blocks, ahead: Sequence[Any], last: AnyArray
+    spec: AttentionKernel,
+    step: StepNumbers,
+    queries: Sequence[AnyArray],
+    blocks: Blocks,
+    ahead: Sequence[Any],
+    last: AnyArray,
 ) -> list[list[AnyArray]]:
     """Return maximum, sum of exponentials and weighted sum of values for each query, of the keys of a warpgroup.
 
@@ -393,7 +398,7 @@ def run_program(spec: AttentionKernel, refs: Sequence[Any], out_ref: Any, scratc
     first_head = program * spec.heads_at_once
     kv_head = first_head * spec.kv_heads // spec.heads
     heads = [first_head + i for i in range(spec.heads_at_once)]
-    step = Step.of(spec, start_ref[0], length_ref[0], position_ref[0])
+    step = StepNumbers.of(spec, start_ref[0], length_ref[0], position_ref[0])
     first_block = step.first // block_of(spec.width) + split * GROUPS + group
     blocks = Blocks(spec, (keys_ref, values_ref), kv_head * width, first_block, spec.splits * GROUPS)
     ahead = [blocks.read(jnp.int32(i)) for i in range(AHEAD)]
