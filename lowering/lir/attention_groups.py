@@ -24,8 +24,8 @@ from rlx_jax.ir.ops.shape import Reshape, SplitLast
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lir.decode_attention import (
     HALVES,
+    HEAD_WIDTHS,
     MAX_KEYS,
-    WIDTHS,
     AttentionKernel,
     HeadRow,
     block_of,
@@ -38,7 +38,7 @@ from rlx_jax.lowering.mir.small import dce
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadSource:
     """Where the heads of a new query, key or value come from.
 
     Attributes:
@@ -67,9 +67,9 @@ class AttentionParts:
         number: number of the attention's node.
     """
 
-    query: Heads
-    key: Heads
-    value: Heads
+    query: HeadSource
+    key: HeadSource
+    value: HeadSource
     updates: tuple[int, int]
     views: tuple[int, ...]
     number: int
@@ -150,7 +150,7 @@ def has_kernel(op: AttentionOp, types: Sequence[TensorType]) -> bool:
     if any(t.symbols or t.dtype != jnp.bfloat16 for t in (q, k, v)) or k.shape != v.shape or q.shape[:2] != (1, 1):
         return False
     width, keys = int(q.shape[2]) // op.heads, int(k.shape[1])
-    if width not in WIDTHS or not block_of(width) <= keys <= MAX_KEYS:
+    if width not in HEAD_WIDTHS or not block_of(width) <= keys <= MAX_KEYS:
         return False
     if op.returns != "context" or not op.causal or op.ahead or op.precision != "default":
         return False
@@ -173,7 +173,7 @@ def find_update(graph: Graph, value: Value, views: list[int]) -> int | None:
     return value.node if isinstance(op, RingStep) and value.index == 0 and op.in_place(cache.shape[1], 1) else None
 
 
-def find_heads(graph: Graph, value: Value, width: int) -> Heads:
+def find_heads(graph: Graph, value: Value, width: int) -> HeadSource:
     """Return where the heads of a value come from: the row before all ops that the kernel computes."""
     offset, ops, rope, nodes = 0, list[int](), None, list[int]()
     while True:
@@ -188,7 +188,7 @@ def find_heads(graph: Graph, value: Value, width: int) -> Heads:
         elif not isinstance(op, Reshape) and not (
             isinstance(op, TakeRow) and size_of(graph, value) == size_of(graph, node.inputs[0])
         ):
-            return Heads(value, offset, tuple(ops), rope, tuple(nodes))
+            return HeadSource(value, offset, tuple(ops), rope, tuple(nodes))
         nodes.append(value.node)
         value = node.inputs[0]
 
@@ -283,7 +283,7 @@ def spec_of(body: Graph, number: int, update: Node, rows: Sequence[HeadRow], has
     )  # fmt: skip
 
 
-def head_row(body: Graph, heads: Heads, operands: list[Value]) -> HeadRow:
+def head_row(body: Graph, heads: HeadSource, operands: list[Value]) -> HeadRow:
     """Return the row of some heads, and add what it reads to `operands`."""
 
     def index_of(value: Value) -> int:

@@ -32,26 +32,20 @@ AnyArray = Any
 MAX_KEYS = 10240
 
 # Warpgroups of a program.
-GROUPS = 4
+WARPGROUPS = 4
 
 # Entries of a block of keys: 16 in each thread of a warpgroup.
-BLOCK = 2048
+BLOCK_ENTRIES = 2048
 
 # Neighbouring entries of a lane, where it reads 16 bytes of bf16, and where sums over warps take 16 bytes of f32.
 READ_VECTOR = 8
 SUM_VECTOR = 4
 
 # Widths of a head that the kernel divides among its threads.
-WIDTHS = (32, 64, 128, 256)
+HEAD_WIDTHS = (32, 64, 128, 256)
 
 # Sizes of half a rotation that the kernel divides.
 HALVES = (8, 16, 32, 64, 128)
-
-# Blocks that a warpgroup has read ahead.
-AHEAD = 1
-
-# A distance that no token has.
-MAX_POSITION = 2**31 - 1
 
 # A score that no key reaches, finite so that differences are.
 LOWEST = -1e30
@@ -113,7 +107,7 @@ class AttentionKernel:
 
 def block_of(width: int) -> int:
     """Return the keys of a block, of heads of this width."""
-    return BLOCK // width
+    return BLOCK_ENTRIES // width
 
 
 def divide(heads: int, kv_heads: int, keys: int) -> tuple[int, int]:
@@ -197,7 +191,7 @@ def load_head(
 
 
 @dataclass(frozen=True)
-class StepNumbers:
+class NewToken:
     """The numbers of one step, each a scalar.
 
     Attributes:
@@ -216,13 +210,13 @@ class StepNumbers:
     end: AnyArray
 
     @staticmethod
-    def of(spec: AttentionKernel, start: AnyArray, length: AnyArray, position: AnyArray) -> StepNumbers:
+    def of(spec: AttentionKernel, start: AnyArray, length: AnyArray, position: AnyArray) -> NewToken:
         """Return the numbers for the operands of the cache update and the query's position."""
         slot = lax.rem(start, spec.keys) if spec.is_ring else start
         first = 0 if spec.is_ring or spec.window is None else lax.max(position - spec.window + 1, 0)
         end = lax.min(start + length if spec.is_ring else position + 1, spec.keys)
         is_written = jnp.logical_and(length > 0, slot < spec.keys)
-        return StepNumbers(start, position, slot, is_written, jnp.int32(first), end)
+        return NewToken(start, position, slot, is_written, jnp.int32(first), end)
 
     def allowed(self, spec: AttentionKernel, slots: AnyArray, first: AnyArray, last: AnyArray) -> AnyArray:
         """Return which slots of the cache the query reads, other than the new token's.
@@ -245,7 +239,7 @@ class StepNumbers:
     def reads(self, spec: AttentionKernel, position: AnyArray) -> AnyArray:
         """Return whether the query reads the key of a position: not after its own, and in its window."""
         distance = self.position - position
-        return (distance >= 0) & (distance < (spec.window or MAX_POSITION))
+        return (distance >= 0) & (distance < (spec.window or 2**31 - 1))
 
 
 @dataclass(frozen=True)
@@ -283,7 +277,7 @@ class Blocks:
 
 def attend(
     spec: AttentionKernel,
-    step: StepNumbers,
+    step: NewToken,
     queries: Sequence[AnyArray],
     blocks: Blocks,
     ahead: Sequence[Any],
@@ -366,14 +360,14 @@ def sum_places(spec: AttentionKernel, refs: Sequence[Any]) -> list[AnyArray]:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     load, layouts = cast(Any, plgpu.load), HeadLayouts.of(spec.width, SUM_VECTOR)
-    peaks, totals = ([load(refs[0].at[g, j], layout=layouts.rows) for g in range(GROUPS)] for j in range(2))
+    peaks, totals = ([load(refs[0].at[g, j], layout=layouts.rows) for g in range(WARPGROUPS)] for j in range(2))
     peak = functools.reduce(jnp.maximum, peaks).max(axis=0)
     factors = [jnp.exp(p - peak) for p in peaks]
     total = functools.reduce(jnp.add, (f * t for f, t in zip(factors, totals, strict=True))).sum(axis=0)
     across = functools.partial(
         lax.broadcast_in_dim, shape=(block_of(spec.width), spec.width), broadcast_dimensions=(0,)
     )
-    parts = [(g, part) for g in range(GROUPS) for part in range(2)]
+    parts = [(g, part) for g in range(WARPGROUPS) for part in range(2)]
     tiles = (load(refs[1].at[place], layout=layouts.tile).astype(jnp.float32) for place in parts)
     values = functools.reduce(jnp.add, (tile * across(factors[g]) for tile, (g, _) in zip(tiles, parts, strict=True)))
     return [spread(peak, spec.width), spread(total, spec.width), values.sum(axis=0)]
@@ -398,10 +392,10 @@ def run_program(spec: AttentionKernel, refs: Sequence[Any], out_ref: Any, scratc
     first_head = program * spec.heads_at_once
     kv_head = first_head * spec.kv_heads // spec.heads
     heads = [first_head + i for i in range(spec.heads_at_once)]
-    step = StepNumbers.of(spec, start_ref[0], length_ref[0], position_ref[0])
-    first_block = step.first // block_of(spec.width) + split * GROUPS + group
-    blocks = Blocks(spec, (keys_ref, values_ref), kv_head * width, first_block, spec.splits * GROUPS)
-    ahead = [blocks.read(jnp.int32(i)) for i in range(AHEAD)]
+    step = NewToken.of(spec, start_ref[0], length_ref[0], position_ref[0])
+    first_block = step.first // block_of(spec.width) + split * WARPGROUPS + group
+    blocks = Blocks(spec, (keys_ref, values_ref), kv_head * width, first_block, spec.splits * WARPGROUPS)
+    ahead = [blocks.read(jnp.int32(0))]  # before the query, which takes as long to make
     queries = [load_head(spec.query, head, width, operands, buffers.at[group]) for head in heads]
     key = load_head(spec.key, kv_head, width, operands, buffers.at[group])
     value = load_head(spec.value, kv_head, width, operands, buffers.at[group], SUM_VECTOR)
@@ -486,14 +480,14 @@ def decode_attention(
         out_type=jax.ShapeDtypeStruct(shape, values.dtype if splits == 1 else jnp.float32),
         grid=(heads // spec.heads_at_once, splits),
         grid_names=("program", "split"),
-        num_threads=GROUPS,
+        num_threads=WARPGROUPS,
         thread_name="group",
-        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=4 * BLOCK),
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=4 * BLOCK_ENTRIES),
         scratch_types=[
-            plgpu.SMEM((GROUPS, width), values.dtype),
-            plgpu.SMEM((GROUPS, spec.heads_at_once, 2, block_of(spec.width)), jnp.float32),
-            plgpu.SMEM((GROUPS, spec.heads_at_once, 2, block_of(spec.width), width), jnp.bfloat16),
-            plgpu.Barrier(num_arrivals=GROUPS),
+            plgpu.SMEM((WARPGROUPS, width), values.dtype),
+            plgpu.SMEM((WARPGROUPS, spec.heads_at_once, 2, block_of(spec.width)), jnp.float32),
+            plgpu.SMEM((WARPGROUPS, spec.heads_at_once, 2, block_of(spec.width), width), jnp.bfloat16),
+            plgpu.Barrier(num_arrivals=WARPGROUPS),
         ],
         **({} if interpret is None else {"interpret": interpret}),
     )
