@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rlx_jax.compiler.pipeline import make_function
 from rlx_jax.ir.graph import Builder, Graph, Node, TypeCache, Value
 from rlx_jax.ir.kernel_group import AttentionGroup, KernelGroup
 from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
@@ -23,8 +22,7 @@ from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lir.attention_groups import group_attention, run_attention
-from rlx_jax.lowering.lir.plan import state_types
-from tests.test_product_groups import MODELS, decode_step, needs_mosaic, plan_of
+from tests.test_product_groups import MODELS, check_same_results, decode_step, needs_mosaic, plan_of
 
 I32, F32, BF16 = (as_dtype(name) for name in ("i32", "f32", "bf16"))
 
@@ -128,18 +126,7 @@ def test_groups_of_a_decode_step(name: str) -> None:
     groups = [node for _, node in grouped.walk() if isinstance(node.op, AttentionGroup)]
     assert len(groups) == sum(isinstance(node.op, AttentionOp) for _, node in lir.graph.walk())
     assert not any(isinstance(node.op, CacheUpdate | RingStep) for node in grouped.nodes)
-    inputs = {i.input: np.ones([int(n) for n in i.type.shape], np.int32) for i in grouped.inputs}
-    rng = np.random.default_rng(0)
-    state: dict[str, Any] = {
-        key: jnp.asarray(rng.normal(size=[int(n) for n in t.shape]), t.dtype)
-        for key, t in state_types(lir.graph, lir.plan.scan).items()
-    }
-    state["length"] = np.full(1, 5, np.int32)
-    results = [
-        make_function(replace(lir, graph=graph), model.programs.layout)(model.params, state, inputs)
-        for graph in (lir.graph, grouped)
-    ]
-    jax.tree.map(np.testing.assert_array_equal, *results)
+    check_same_results(lir, grouped, model)
 
 
 WITHOUT: dict[str, Case] = {

@@ -62,6 +62,22 @@ def decode_step(name: str, context: int = 16, layers: int = 2) -> tuple[Lir, Any
     return make_lir(template, binding, programs.settings), lm.model
 
 
+def check_same_results(lir: Lir, grouped: Graph, model: Any) -> None:
+    """Check that a decode step and its grouped form have the same results and states, bit for bit."""
+    inputs = {i.input: np.ones([int(n) for n in i.type.shape], np.int32) for i in grouped.inputs}
+    rng = np.random.default_rng(0)
+    state: dict[str, Any] = {
+        key: jnp.asarray(rng.normal(size=[int(n) for n in t.shape]), t.dtype)
+        for key, t in state_types(lir.graph, lir.plan.scan).items()
+    }
+    state["length"] = np.full(1, 5, np.int32)
+    results = [
+        make_function(replace(lir, graph=graph), model.programs.layout)(model.params, state, inputs)
+        for graph in (lir.graph, grouped)
+    ]
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
 def groups_of(graph: Graph) -> list[KernelGroup]:
     """Return the groups of a graph in order."""
     return [node.op for node in graph.nodes if isinstance(node.op, KernelGroup)]
@@ -80,18 +96,7 @@ def test_groups_of_a_decode_step(name: str) -> None:
     grouped = verify(group_products(lir.graph, types), "mir", "group_products", types)
     assert not any(isinstance(node.op, MatMul) for node in grouped.nodes)
     assert {op_names(group) for group in groups_of(grouped)} == MODELS[name][2]
-    inputs = {i.input: np.ones([int(n) for n in i.type.shape], np.int32) for i in grouped.inputs}
-    rng = np.random.default_rng(0)
-    state: dict[str, Any] = {
-        key: jnp.asarray(rng.normal(size=[int(n) for n in t.shape]), t.dtype)
-        for key, t in state_types(lir.graph, lir.plan.scan).items()
-    }
-    state["length"] = np.full(1, 5, np.int32)
-    results = [
-        make_function(replace(lir, graph=graph), model.programs.layout)(model.params, state, inputs)
-        for graph in (lir.graph, grouped)
-    ]
-    jax.tree.map(np.testing.assert_array_equal, *results)
+    check_same_results(lir, grouped, model)
 
 
 def test_a_group_in_a_cycle_keeps_its_product() -> None:

@@ -290,7 +290,7 @@ def attend(
         step: the numbers of the step.
         queries: queries `[width]`, f32.
         blocks: the blocks of the warpgroup.
-        ahead: the first blocks, read before.
+        ahead: keys and values of the first block, read before.
         last: position of the last token.
 
     Returns:
@@ -305,8 +305,8 @@ def attend(
     across = functools.partial(lax.broadcast_in_dim, shape=shape, broadcast_dimensions=(0,))
 
     def add_block(i: AnyArray, carry: Any) -> Any:
-        sums, (keys, values), *later = carry
-        following = blocks.read(i + 1 + len(later))
+        sums, (keys, values) = carry
+        following = blocks.read(i + 1)
         keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
         first, slot = blocks.row(i)
         is_allowed = step.allowed(spec, places + slot, first, last)
@@ -318,7 +318,7 @@ def attend(
             weights = jnp.where(is_allowed, jnp.exp(scores - new_peak), 0.0)
             kept = jnp.exp(peak - new_peak)
             results.append((new_peak, total * kept + weights, values_sum * across(kept) + values * across(weights)))
-        return results, *later, following
+        return results, following
 
     def full(value: float, shape: tuple[int, ...], layout: Any) -> AnyArray:
         return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
@@ -328,7 +328,7 @@ def attend(
         for _ in queries
     ]
     num_blocks = lax.max((step.end + block - 1) // block - blocks.first + blocks.stride - 1, 0) // blocks.stride
-    sums, *_ = lax.fori_loop(0, num_blocks, add_block, (start, *ahead))
+    sums, _ = lax.fori_loop(0, num_blocks, add_block, (start, ahead))
     return [list(s) for s in sums]
 
 
@@ -395,7 +395,7 @@ def run_program(spec: AttentionKernel, refs: Sequence[Any], out_ref: Any, scratc
     step = NewToken.of(spec, start_ref[0], length_ref[0], position_ref[0])
     first_block = step.first // block_of(spec.width) + split * WARPGROUPS + group
     blocks = Blocks(spec, (keys_ref, values_ref), kv_head * width, first_block, spec.splits * WARPGROUPS)
-    ahead = [blocks.read(jnp.int32(0))]  # before the query, which takes as long to make
+    ahead = blocks.read(jnp.int32(0))  # before the query, which takes as long to make
     queries = [load_head(spec.query, head, width, operands, buffers.at[group]) for head in heads]
     key = load_head(spec.key, kv_head, width, operands, buffers.at[group])
     value = load_head(spec.value, kv_head, width, operands, buffers.at[group], SUM_VECTOR)
