@@ -45,11 +45,11 @@ def test_every_setting_is_one_of_a_profile(monkeypatch: pytest.MonkeyPatch) -> N
 def search(monkeypatch: pytest.MonkeyPatch, times: Any, real: bool = False, **options: Any) -> Tuning:
     """The result for a tiny Llama whose time is a function of its profile; it runs if `real`."""
 
-    def ratio(self: Workload, model: Any, other: Any) -> float:
+    def ratios(self: Workload, model: Any, other: Any, runs: int) -> list[float]:
         self.run(model)
-        return float(times(model.model.settings.profile) / times(other.model.settings.profile))
+        return [float(times(model.model.settings.profile) / times(other.model.settings.profile))]
 
-    monkeypatch.setattr(Workload, "ratio", ratio)
+    monkeypatch.setattr(Workload, "ratios", ratios)
     if not real:
         monkeypatch.setattr(Workload, "run", lambda self, model: None)
         monkeypatch.setattr(Workload, "outputs", lambda self, model: np.ones(3))
@@ -94,10 +94,23 @@ def test_a_gain_that_does_not_last_is_dropped(monkeypatch: pytest.MonkeyPatch) -
     assert any(trial.kept for trial in result.trials) and result.profile == rlx.CompileProfile()
 
 
+@pytest.mark.parametrize(
+    ("ratios", "faster"),
+    [
+        ([0.9, 0.95, 0.96, 0.97, 1.2], True),
+        ([0.5, 0.6, 0.9, 1.1, 1.2], False),  # its median alone is a gain
+        ([0.985, 0.99, 0.99], False),
+        ([0.97], True),
+    ],
+)
+def test_a_gain_is_more_than_noise(ratios: list[float], faster: bool) -> None:
+    assert tuning.is_faster(ratios) == faster
+
+
 @pytest.mark.slow
 def test_an_encoder_and_other_models() -> None:
     encoder = rlx.load(FIXTURES / "sentence" / "base")
-    assert WORKLOAD.outputs(encoder).shape[0] == 2 and WORKLOAD.ratio(encoder, encoder) > 0
+    assert WORKLOAD.outputs(encoder).shape[0] == 2 and WORKLOAD.ratios(encoder, encoder, 2)[0] > 0
     lm = rlx.load(LLAMA)
     assert np.isfinite(WORKLOAD.outputs(lm)).all()
     with pytest.raises(UnsupportedError, match="CompiledModel"):
@@ -112,7 +125,7 @@ def test_an_encoder_and_other_models() -> None:
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is read by load; an existing one is not replaced unasked."""
     monkeypatch.setattr(tuning, "SETTINGS", FEW[1:2])
-    monkeypatch.setattr(Workload, "ratio", lambda self, model, other: 1.0)
+    monkeypatch.setattr(Workload, "ratios", lambda self, model, other, runs: [1.0])
     directory = tmp_path / "model"
     shutil.copytree(LLAMA, directory)
     arguments = ["tune", str(directory), "--prompt-tokens", "8", "--new-tokens", "2", "--dtype", "f32", "--quiet"]

@@ -20,8 +20,11 @@ from rlx_jax.profiles import CompileProfile
 from rlx_jax.profiles.profile import field_changes
 from rlx_jax.runtime.inputs import check_integer
 
-# A profile is kept if it takes at most this part of the time of the fastest one so far.
+# A profile is kept if it takes at most this part of the time of the fastest one so far, and less time than it in three
+# of four pairs of runs: a median of few runs alone often shows a gain that is the machine's noise.
 KEPT_RATIO = 0.98
+# Runs at the end are this many times as many, as each setting that noise got kept counts again there.
+FINAL_RUNS = 3
 # The error of a profile, in units of the largest output, may be this many times the error of the first one, or this.
 ERROR_FACTOR, LEAST_ERROR = 1.5, 1e-5
 # Tokens of the outputs that are compared.
@@ -87,16 +90,29 @@ class Workload:
         step, _ = model.extend(state, tokens[:, :1])
         return np.concatenate([np.asarray(jax.device_get(x), np.float32) for x in (prompt, step)], axis=1)
 
-    def ratio(self, model: Any, other: Any) -> float:
-        """Return the time of a model as a part of the time of another: the median of calls in turn, after one each."""
+    def ratios(self, model: Any, other: Any, runs: int) -> list[float]:
+        """Return the times of a model as parts of those of another, in ascending order: pairs of calls, of which either
+        model is first in turn, after one call each."""
         self.run(other)
         self.run(model)
-        return statistics.median(self._seconds(model) / self._seconds(other) for _ in range(self.runs))
+        found = []
+        for i in range(runs):
+            if i % 2:
+                time_of_model, time_of_other = self._seconds(model), self._seconds(other)
+            else:
+                time_of_other, time_of_model = self._seconds(other), self._seconds(model)
+            found.append(time_of_model / time_of_other)
+        return sorted(found)
 
     def _seconds(self, model: Any) -> float:
         start = time.perf_counter()
         self.run(model)
         return time.perf_counter() - start
+
+
+def is_faster(ratios: Sequence[float]) -> bool:
+    """Return whether times as parts of others, in ascending order, show a gain that is more than noise."""
+    return statistics.median(ratios) <= KEPT_RATIO and ratios[(3 * len(ratios) - 1) // 4] < 1
 
 
 @dataclass(frozen=True)
@@ -193,10 +209,10 @@ def tune(
             trials.append(trial)
             if trial.kept:
                 fastest, profile = candidate, changed
-    ratio = 1.0 if profile == base else workload.ratio(fastest, model)
-    if ratio > KEPT_RATIO:
-        profile, ratio = base, 1.0
-    return Tuning(base, profile, ratio, tuple(trials), tuple(_notes(model, workload, error, limit)))
+    ratios = [1.0] if profile == base else workload.ratios(fastest, model, FINAL_RUNS * workload.runs)
+    if not is_faster(ratios):
+        profile, ratios = base, [1.0]
+    return Tuning(base, profile, statistics.median(ratios), tuple(trials), tuple(_notes(model, workload, error, limit)))
 
 
 def _try(
@@ -212,11 +228,12 @@ def _try(
         trial = replace(trial, error=error)
         if not error <= limit:  # also if it is NaN
             return replace(trial, reason=f"its error is over {limit:.1e}"), candidate
-        ratio = workload.ratio(candidate, fastest)
+        ratios = workload.ratios(candidate, fastest, workload.runs)
     except (RlxError, RlxWarning) as reason:  # it does not apply to this model or device
         return replace(trial, reason=first_line(reason)), candidate
-    kept = ratio <= KEPT_RATIO
-    return replace(trial, ratio=ratio, kept=kept, reason="" if kept else "not faster"), candidate
+    kept = is_faster(ratios)
+    reason = "" if kept else "not faster"
+    return replace(trial, ratio=statistics.median(ratios), kept=kept, reason=reason), candidate
 
 
 def changes_for(target: str) -> Iterator[dict[str, Any]]:
