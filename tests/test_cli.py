@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -345,42 +344,6 @@ def test_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     assert models[1].report().mesh == "data 2 × tensor 4"
 
 
-def test_inspect_says_what_is_needed(
-    language_model: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """From headers: the bytes of parameters and of the state that a model has in the end; and what would fit. Rows and
-    slots are those of `generate`: buckets, else slots in a power of two."""
-    monkeypatch.setattr("rlx_jax.weights.safetensors_format.SafetensorsSource.read", lambda *_: 1 / 0)
-    (found,) = lines(capsys, "inspect", BASE, "--batch", 3, "--context", 64)
-    (narrow,) = lines(capsys, "inspect", BASE, "--batch", 3, "--context", 64, "--dtype", "bf16")
-    monkeypatch.setattr("rlx_jax.cli.inspect.running_device", lambda: SimpleNamespace(memory=600_000))
-    (small,) = lines(capsys, "inspect", BASE, "--batch", 3, "--context", 128)
-    assert cli.main(["inspect", str(BASE), "--batch", "3", "--context", "128"]) == 0
-    assert re.search(
-        r"^bytes of the device +600.00 kB\nfits +no; a context of 64 would$", capsys.readouterr().out, re.M
-    )
-    monkeypatch.undo()
-    (row,) = [names for result, names in NAMES.items() if result.startswith("`needs`")]
-    lm, needs = language_model, found["needs"]
-    assert set(needs) == row
-    assert needs["parameter_bytes"] == sum(p.nbytes for p in lm.model.params.values())
-    layers, heads, width = 2, 2, 14
-    assert needs["state_bytes"] == 2 * layers * 3 * 64 * heads * width * 4 + 3 * 4
-    assert needs["fits"] is True and (needs["context_that_fits"], needs["batch_that_fits"]) == (None, None)
-    assert needs["total_bytes"] == sum(needs[f"{what}_bytes"] for what in ("parameter", "state", "activation"))
-    assert narrow["needs"]["state_bytes"] == (needs["state_bytes"] - 12) // 2 + 12
-    assert narrow["needs"]["activation_bytes"] < needs["activation_bytes"]
-    assert (small["needs"]["fits"], small["needs"]["context_that_fits"]) == (False, 64)
-    profile = tmp_path / "buckets.toml"
-    profile.write_text("[buckets]\nbatch = [4]\ncontext = [64]\n")
-    (bucketed,) = lines(capsys, "inspect", BASE, "--batch", 3, "--context", 40, "--profile", profile)
-    (slots,) = lines(capsys, "inspect", BASE, "--batch", 4, "--context", 40)
-    of_four = (needs["state_bytes"] - 12) // 3 * 4 + 16
-    assert bucketed["needs"]["state_bytes"] == slots["needs"]["state_bytes"] == of_four
-    (most,) = lines(capsys, "inspect", BASE, "--batch", 10**7, "--context", 128)  # a state that no device here holds
-    assert most["needs"]["fits"] is False and most["needs"]["batch_that_fits"] < 10**7
-
-
 def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """safetensors to orbax and back: the same numbers; in bf16 they are rounded, and the config says so."""
     first, second = tmp_path / "a", tmp_path / "b"
@@ -499,7 +462,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (found,) = lines(capsys, "inspect", directory)
     assert (found["recipe"], found["kind"], found["parameters"]) == ("Llama32Flow", "causal", 34_112)
     assert (found["tensors"], found["weight_bytes"], found["dtypes"]) == (20, 136_448, ["f32"])
-    assert (found["tokenizer_tokens"], found["chat_templates"], found["needs"]) == (362, ["default"], None)
+    assert (found["tokenizer_tokens"], found["chat_templates"]) == (362, ["default"])
     assert (found["config"]["hidden_size"], found["config"]["tie_word_embeddings"]) == (32, True)
     (nested,) = lines(capsys, "inspect", FIXTURES / "mamba2" / "groups_v5")
     assert nested["config"]["mixer"]["state_size"] == 7  # a record is an object, not its text

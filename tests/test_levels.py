@@ -251,5 +251,8 @@ def test_inspect_writes_a_level(name: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_inspect_refuses_options_of_a_level(capsys: pytest.CaptureFixture[str]) -> None:
-    assert entry.main(["inspect", CHECKPOINT, "--pass", "cse", "--size", "seq=3"]) == 1
-    assert "--pass, --size: for a program as text; pass --level" in capsys.readouterr().err
+    assert (
+        entry.main(["inspect", CHECKPOINT, "--pass", "cse", "--size", "seq=3", "--batch", "0", "--dtype", "bf16"]) == 1
+    )
+    message = "--pass, --size, --batch, --dtype: for a program as text; pass --level, such as --level mir. For memory"
+    assert message in capsys.readouterr().err

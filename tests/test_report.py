@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
-import html
 import json
 import math
 import re
@@ -24,10 +23,8 @@ from rlx_jax.runtime.block_times import (
     HELPERS,
     IDLE,
     NOT_ATTRIBUTED,
-    BlockTime,
     BlockTimes,
     Kernel,
-    KernelTime,
     Trace,
     _match_program,
     block_times,
@@ -265,29 +262,6 @@ def test_the_trace_file_has_the_times_of_the_blocks(tmp_path: Any) -> None:
         times.save_trace(tmp_path / "none" / "run.json")
     with pytest.raises(RequestError, match="save_trace: these times have no trace"):
         BlockTimes(0.01, 1, "cpu", ()).save_trace(tmp_path / "run.json")
-
-
-# -- the flame graph ---------------------------------------------------------------------------
-
-
-def test_the_flame_graph(tmp_path: Any) -> None:
-    """One page that loads nothing; names are text, and parts are as wide as their time."""
-    rows = (
-        BlockTime("forward", "layers.0.<b>x</b>", 0.006, 1, (KernelTime('dot"', 0.004), KernelTime("add", 0.002))),
-        BlockTime("forward", "layers.1.up", 0.002, 1, (KernelTime("dot", 0.002),)),
-        BlockTime("", IDLE, 0.002, 0, (KernelTime("", 0.002),)),
-    )
-    times = BlockTimes(0.01, 1, "cpu", rows)
-    times.save_flame_graph(tmp_path / "flame.html")
-    text = (tmp_path / "flame.html").read_text("utf-8")
-    titles = [html.unescape(title) for title in re.findall(r'title="([^"]*)"', text)]
-    widths = [float(width) for width in re.findall(r'<div[^>]* style="width:([\d.]+)%"', text)]
-    assert "<b>" not in text and not re.search(r"https?:|url\(|@import", text)
-    assert titles[1:4] == ["forward: 8.000 ms, 80.0 %", "layers: 8.000 ms, 80.0 %", "0: 6.000 ms, 60.0 %"]
-    assert widths[:4] == [100, 80, 100, 75] and titles[4] == "<b>x</b>: 6.000 ms, 60.0 %"
-    assert titles[-1] == f"{IDLE}: 2.000 ms, 20.0 %"
-    with pytest.raises(SaveFailedError, match="flame graph .* not written: No such file"):
-        times.save_flame_graph(tmp_path / "none" / "flame.html")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`rlx-jax inspect`: describe a checkpoint, estimate its memory or print its programs, without reading its weights."""
+"""`rlx-jax inspect`: describe a checkpoint or print its programs, without reading its weights."""
 
 from __future__ import annotations
 
@@ -8,32 +8,25 @@ from typing import Any
 
 from rlx_jax.cli.command import Command, Session, add_json, add_model, add_program, json_line, sizes_by_name, table
 from rlx_jax.compiler.dumps import FORMATS
-from rlx_jax.compiler.pipeline import make_lir
-from rlx_jax.device import running_device
 from rlx_jax.encode.checkpoint import Checkpoint
 from rlx_jax.encode.gguf_folder import open_model_folder
-from rlx_jax.errors import RequestError, quote
+from rlx_jax.errors import RequestError
 from rlx_jax.generate.load import with_compute_dtype
-from rlx_jax.generate.request_plan import cache_sizes
 from rlx_jax.ir.packed import PackedSpec, stored_bytes
 from rlx_jax.ir.text import format_bytes
 from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
-from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.models.families import Pretrained
-from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.levels import LEVELS, SYMBOLIC_LEVELS, check_text_arguments
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.model_setup import make_programs
-from rlx_jax.text.token_model import check_positions
 from rlx_jax.weights.format import OpenOptions
 from rlx_jax.weights.mxfp4 import decode_mxfp4
 
 
 def inspect(args: argparse.Namespace, session: Session) -> Iterator[str]:
-    """Write what a checkpoint is: its config as interpreted, its weights, its tokenizer; with --batch or --context also
-    the memory that it needs, and whether the device has that much; with --level instead a program as text, at a level
-    of the compiler. Reads no weights."""
+    """Write what a checkpoint is: its config as interpreted, its weights, its tokenizer; with --level instead a program
+    as text, at a level of the compiler. Reads no weights. `rlx-jax plan` estimates memory and time."""
     check_level_options(args)
     root = open_model_folder(args.directory, args.revision, progress=session.status)
     checkpoint = Checkpoint(root, ignore_fields=args.ignore_field, headers_only=True)
@@ -55,10 +48,7 @@ def inspect(args: argparse.Namespace, session: Session) -> Iterator[str]:
         "tokenizer_tokens": None if tokenizer is None else tokenizer.vocab_size,
         "chat_templates": list(tokenizer.chat_templates) if tokenizer else [],
         "config": dict(vars(recipe.config)),
-        "needs": None,
     }
-    if any(value is not None for value in (args.batch, args.context, args.profile, args.dtype)):
-        result["needs"] = batch_needs(pretrained, args)
     session.status.clear()
     yield from [json_line(result)] if args.json else table(table_rows(result))
 
@@ -66,7 +56,7 @@ def inspect(args: argparse.Namespace, session: Session) -> Iterator[str]:
 def table_rows(result: dict[str, Any]) -> dict[str, Any]:
     """Return the result of `inspect --json` as rows of a table."""
     tokens, size = result["tokenizer_tokens"], format_bytes(result["weight_bytes"])
-    rows = {
+    return {
         "recipe": f"{result['recipe']}, {result['kind']}",
         "weights": f"{result['parameters']:,} in {result['tensors']} tensors, {size}",
         "dtypes": ", ".join(result["dtypes"]),
@@ -74,21 +64,6 @@ def table_rows(result: dict[str, Any]) -> dict[str, Any]:
         "chat templates": ", ".join(result["chat_templates"]) or "none",
         **result["config"],
     }
-    needs = result["needs"]
-    if needs is None:
-        return rows
-    context, batch = needs["context_that_fits"], needs["batch_that_fits"]
-    alternative = f"a context of {context:,}" if context else f"a batch of {batch:,}" if batch else ""
-    rows |= {"batch": needs["batch"], "context": needs["context"]}
-    rows |= {
-        "parameter bytes": format_bytes(needs["parameter_bytes"]), "state bytes": format_bytes(needs["state_bytes"]),
-        "activation bytes, about": format_bytes(needs["activation_bytes"]),
-        "bytes in all, about": format_bytes(needs["total_bytes"]),
-    }  # fmt: skip
-    if needs["fits"] is not None:
-        rows["bytes of the device"] = format_bytes(needs["device_bytes"])
-        rows["fits"] = "yes" if needs["fits"] else f"no; {alternative} would" if alternative else "no"
-    return rows
 
 
 # -- programs ----------------------------------------------------------------------------------
@@ -102,10 +77,14 @@ def check_level_options(args: argparse.Namespace) -> None:
         GraphError: `--pass`, `--diff` or `--format` do not fit the level.
     """
     options = {"--pass": args.after, "--diff": args.diff, "--format": args.format, "--program": args.program}
-    options |= {"--size": args.size}
-    given = [name for name, value in options.items() if value]
-    if args.level is None and given:
-        raise RequestError(f"{', '.join(given)}: for a program as text; pass --level, such as --level mir")
+    options |= {"--size": args.size, "--batch": args.batch, "--context": args.context, "--dtype": args.dtype}
+    options |= {"--profile": args.profile}
+    names = [name for name, value in options.items() if value not in (None, []) and value is not False]
+    if args.level is None and names:
+        raise RequestError(
+            f"{', '.join(names)}: for a program as text; pass --level, such as --level mir. For memory and time: "
+            "rlx-jax plan"
+        )
     if args.level is not None:
         if args.json:
             raise RequestError("--json: a program is written as text; leave out --level or --json")
@@ -123,38 +102,6 @@ def program_text(model: CompiledModel, args: argparse.Namespace) -> str:
         )
     sized = sizes if sizes or required else None
     return model.text(args.level, after=args.after or "", diff=args.diff, format=args.format or "text", sizes=sized)
-
-
-# -- memory ------------------------------------------------------------------------------------
-
-
-def batch_needs(pretrained: Pretrained, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the bytes that `--batch` rows of `--context` tokens take, by name, and whether they fit the device.
-
-    `fits` is None where the memory of the device is unknown.
-
-    Raises:
-        RequestError: the inputs of the model are not tokens. SequenceLengthError: the context is over its positions.
-    """
-    if pretrained.kind not in ("causal", "encoder"):
-        raise RequestError(
-            f"{quote(args.directory)} is of kind {pretrained.kind}: --batch and --context require a model of tokens"
-        )
-    batch = check_integer("--batch", 1 if args.batch is None else args.batch, 1)
-    longest = pretrained.max_positions or 2048
-    context = check_integer("--context", min(2048, longest) if args.context is None else args.context, 1)
-    check_positions(context, pretrained.max_positions, "--context")
-    model = open_program(pretrained, args)
-    needs, memory = estimate_memory(model, batch, context, pretrained.max_positions), running_device().memory
-    total = sum(needs.values())
-    fits = None if memory is None else total <= memory
-    alternatives = (
-        {} if fits or memory is None else find_fitting_size(model, batch, context, pretrained.max_positions, memory)
-    )
-    return {
-        "batch": batch, "context": context, **needs, "total_bytes": total, "device_bytes": memory, "fits": fits,
-        "context_that_fits": alternatives.get("context"), "batch_that_fits": alternatives.get("batch"),
-    }  # fmt: skip
 
 
 def open_program(pretrained: Pretrained, args: argparse.Namespace) -> CompiledModel:
@@ -177,65 +124,21 @@ def open_program(pretrained: Pretrained, args: argparse.Namespace) -> CompiledMo
     return CompiledModel(programs, flow.name, program)
 
 
-def estimate_memory(model: CompiledModel, batch: int, context: int, max_positions: int | None) -> dict[str, int]:
-    """Estimate the bytes that a batch of prompts as long as the context takes, with the padding of `generate`.
-
-    Nothing is compiled.
-
-    Returns:
-        bytes of the parameters as stored on the device; of the state (keys and values, ring buffers of windows,
-        recurrent states); and of the activations of the largest program, by the memory plan.
-    """
-    cached, buckets, state = model.program == "prefill", model.settings.buckets, 0
-    template = model.template(last_only=cached)
-    sizes = {"batch": buckets.rows(batch), "seq": context}
-    if cached:
-        sizes["batch"], sizes["context"] = cache_sizes(buckets, batch, context, max_positions)
-        state_sizes = {**model.flow._binding, **sizes, **model.programs.ring_sizes(template, sizes["context"])}
-        state = sum(array_type.bind(state_sizes).nbytes for array_type in template.state.values())
-    lir = make_lir(template, sizes, model.settings)
-    parameters = sum(t.nbytes for t in model.programs.layout.types().values())
-    activations = activation_bytes(lir.graph, lir.plan.donate_state, lir.plan.scan)
-    return {"parameter_bytes": parameters, "state_bytes": state, "activation_bytes": activations}
-
-
-def find_fitting_size(
-    model: CompiledModel, batch: int, context: int, max_positions: int | None, memory: int
-) -> dict[str, int]:
-    """Return the longest context that would fit, found by halving, or else the largest batch.
-
-    The result is by name, `context` or `batch`; empty if neither fits.
-    """
-    for name, candidates in (
-        ("context", [(batch, context >> i) for i in range(1, 30) if context >> i]),
-        ("batch", [(batch >> i, context) for i in range(1, 30) if batch >> i]),
-    ):
-        for rows, tokens in candidates:
-            if sum(estimate_memory(model, rows, tokens, max_positions).values()) <= memory:
-                return {name: tokens if name == "context" else rows}
-    return {}
-
-
 def options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `inspect`."""
     add = parser.add_argument
-    add("--batch", type=int, metavar="N", help="estimate the memory of this many rows (1)")
-    add(
-        "--context",
-        type=int,
-        metavar="N",
-        help="of this many tokens each (2048, or as many as the model has positions)",
-    )
+    add("--batch", type=int, metavar="N", help="with --level, for this many rows: --size batch=N")
+    add("--context", type=int, metavar="N", help="with --level, for so many positions: --size context=N")
     add("--level", choices=LEVELS, help="write a program as text: blocks (hir), tensor ops (mir) ... or all of them")
     add("--pass", dest="after", metavar="PASS", help="with --level hir or mir, after this pass of the compiler")
     add("--diff", action="store_true", help="the difference that the pass made; without --pass, all of the level")
     add("--format", choices=tuple(FORMATS), help="of hir, mir and lir: text, counts, or a drawing (text)")
-    add("--profile", metavar="NAME|FILE", help="compiled with this profile")
-    add("--dtype", metavar="DTYPE", help="computed in bf16, f32 ...")
+    add("--profile", metavar="NAME|FILE", help="with --level, compiled with this profile")
+    add("--dtype", metavar="DTYPE", help="with --level, computed in bf16, f32 ...")
     add("--device", metavar="DEVICE", help="for this device: cpu, gpu, tpu, gpu:1")
 
 
 INSPECT = Command(
-    "inspect", "describe a checkpoint, estimate its memory, print its programs",
+    "inspect", "describe a checkpoint, print its programs",
     (options, add_program, add_json, add_model), inspect,
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """This module measures the time that each block of a model takes: `model.profile()`.
 
 It runs a call under `jax.profiler`, maps the kernels of the trace to block paths through the HLO, and formats the
-result as a table or a flame graph.
+result as a table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import jax
 from rlx_jax.compiler.executable import Executable, HasCompanions
 from rlx_jax.device import running_device
 from rlx_jax.errors import RequestError, SaveFailedError, UnsupportedError, first_line, quote
-from rlx_jax.inspection.flame_graph import Frame, flame_graph_page
 from rlx_jax.inspection.trace_file import Execution, trace_json
 from rlx_jax.ir.table import TextTable
 from rlx_jax.lowering.inspect.hlo import (
@@ -129,28 +128,6 @@ class BlockTimes:
             lines += ["", str(TextTable(cells, widths=widths, gap=""))]
         return "\n".join(lines)
 
-    def flame_graph(self) -> str:
-        """Return a flame graph as a self-contained HTML page.
-
-        Programs contain the segments of block paths, which contain JAX's primitives. The width of each is its share of
-        the run.
-        """
-        root = Frame(f"a run of {_ms(self.seconds)} ms on {self.device}")
-        for row in self.rows:
-            path = (row.path,) if row.path in (NOT_ATTRIBUTED, HELPERS, IDLE) else tuple(row.path.split("."))
-            for kernel in row.kernels:
-                names = (row.program, *path, kernel.primitive)
-                root.add(tuple(name for name in names if name), kernel.seconds)
-        return flame_graph_page(root)
-
-    def save_flame_graph(self, path: str | os.PathLike[str]) -> None:
-        """Write the page of `flame_graph` to a file, and overwrite an existing one.
-
-        Raises:
-            SaveFailedError: the file cannot be written.
-        """
-        _write("flame graph", path, self.flame_graph().encode())
-
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the executions of kernels in the format of Chrome's trace viewer, which https://ui.perfetto.dev opens.
 
@@ -163,7 +140,10 @@ class BlockTimes:
         if not self.executions:
             raise RequestError("save_trace: these times have no trace; profile() returns times that do")
         text = trace_json(self.executions, self.device, self.runs).encode()
-        _write("trace", path, gzip.compress(text) if os.fspath(path).endswith(".gz") else text)
+        try:
+            Path(path).write_bytes(gzip.compress(text) if os.fspath(path).endswith(".gz") else text)
+        except OSError as error:
+            raise SaveFailedError(f"trace {quote(os.fspath(path))}: not written: {error.strerror}") from error
 
     def _cells(self, name: str, rows: list[BlockTime], calls: str) -> tuple[str, ...]:
         """Return a line of the table that adds up several rows: name, milliseconds, share and calls."""
@@ -173,14 +153,6 @@ class BlockTimes:
 
     def __str__(self) -> str:
         return self.text()
-
-
-def _write(what: str, path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file; `what` names it in the error, a SaveFailedError."""
-    try:
-        Path(path).write_bytes(data)
-    except OSError as error:
-        raise SaveFailedError(f"{what} {quote(os.fspath(path))}: not written: {error.strerror}") from error
 
 
 # For XLA's id and module name of a program: our name of the program, and its instructions by name.
