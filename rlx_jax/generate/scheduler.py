@@ -150,6 +150,12 @@ def never_ends(job: SlotJob, ids: list[int], num_new: int) -> int | None:
     return None
 
 
+def start_class(classes: Sequence[SlotClass], job: SlotJob) -> int:
+    """Return the index of the class that a job starts in."""
+    needed = len(job.ids) + max(1, job.options.budget // START_ROOM)
+    return next(i for i, each in enumerate(classes) if each.cache_len >= needed)
+
+
 class Scheduler:
     """Run jobs in the slots of a device: `submit` and `cancel` jobs, and `step` until `is_idle`.
 
@@ -182,8 +188,7 @@ class Scheduler:
 
     def submit(self, job: SlotJob) -> None:
         """Add a job, with a budget of at least one token."""
-        order, needed = self._num_submitted, len(job.ids) + max(1, job.options.budget // START_ROOM)
-        start = next(i for i, each in enumerate(self.device.classes) if each.cache_len >= needed)
+        order, start = self._num_submitted, start_class(self.device.classes, job)
         epoch = 0 if self.window is None else order // self.window
         heap = self._waiting[start, self.device.width(job)]
         heapq.heappush(heap, (epoch, -job.options.budget, order, job))

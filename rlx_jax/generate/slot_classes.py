@@ -14,7 +14,7 @@ from rlx_jax.compiler.settings import SlotSizes
 from rlx_jax.generate.prefix_fill import PrefixFiller
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.sampler import Sampler
-from rlx_jax.generate.scheduler import JobAnswer, SlotIndex, SlotJob, SlotTokens
+from rlx_jax.generate.scheduler import JobAnswer, SlotIndex, SlotJob, SlotTokens, start_class
 from rlx_jax.generate.slot_plan import SlotPlan
 from rlx_jax.generate.slots import Slots, open_class
 from rlx_jax.runtime.prepare import prepare_programs
@@ -81,7 +81,11 @@ class SlotClasses:
         calls += [(part.plan.loop.key, part.state, part.loop_inputs(0)) for part in self.parts]
         model = self.parts[0].plan.loop.model
         params = model.require_params("generation")
-        prepare_programs(model.programs, [(key, params, state, inputs) for key, state, inputs in calls])
+        pairs = {(start_class(self.classes, job), self.prefixes.index(self.prefill_class(len(job.ids)))) for job in jobs}
+        # On a mesh the types of what prefill returns have no shardings to compile for.
+        on_mesh = model.programs.model_sharding is not None
+        helpers = [] if on_mesh else [self.parts[i].fill_call(jobs[0], self.parts[j]) for i, j in sorted(pairs)]
+        prepare_programs(model.programs, [(key, params, state, inputs) for key, state, inputs in calls], helpers)
 
     def fill(self, index: int, group: Sequence[tuple[int, SlotJob]]) -> None:
         """Prefill jobs into free rows of a class, without waiting for the device."""

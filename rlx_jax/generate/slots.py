@@ -33,6 +33,7 @@ from rlx_jax.generate.slot_plan import SlotPlan
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.generate.token_history import initial_history
 from rlx_jax.runtime.inputs import KEY_IMPL
+from rlx_jax.runtime.programs import HelperCall
 
 Array = jax.Array
 
@@ -105,11 +106,24 @@ class Slots:
             slots = np.where(block.is_end, targets, outside)
             new_state = {**block.state, **draft_state}
             arguments = (self.state, self.rows, new_state, block.logits, replace(jobs, slots=slots))
-            tokens, log_probs, self.rows, self.state = programs.run_helper(
-                plan.fill, *arguments, out_shardings=plan.fill_shardings, donate=(0,)
-            )
+            tokens, log_probs, self.rows, self.state = programs.run_helper(plan.fill, *arguments, **self._fill_options)
             self.first_tokens.append(FillResult(slots, tokens, log_probs))
         self.occupied.update(group)
+
+    @property
+    def _fill_options(self) -> dict[str, Any]:
+        return {"out_shardings": self.plan.fill_shardings, "donate": (0,)}
+
+    def fill_call(self, job: SlotJob, prefilling: Slots) -> HelperCall:
+        """Return the call that fills slots with such jobs, with types in place of what a class's prefill returns."""
+        plan, rows, axes = self.plan, prefilling.plan.sizes.fill_rows, dict(self.plan.fill.row_axes)
+        new_state = {
+            name: jax.ShapeDtypeStruct([rows if i == axes.get(name) else n for i, n in enumerate(a.shape)], a.dtype)
+            for name, a in prefilling.state.items()
+        }
+        logits = jax.ShapeDtypeStruct((rows, 1, plan.lm.vocab_size), np.float32)
+        arguments = (self.state, self.rows, new_state, logits, new_jobs(plan, [job], rows))
+        return HelperCall(plan.fill, arguments, **self._fill_options)
 
     def loop_inputs(self, min_running: int) -> dict[str, Any]:
         """Return the inputs of the loop; see `DecodeLoop`."""

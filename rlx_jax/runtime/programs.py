@@ -87,6 +87,22 @@ def state_shardings(
     return {name: model_sharding.value_sharding(roles, t.bind(sizes).shape) for name, (t, roles) in leaves.items()}
 
 
+@dataclass(frozen=True, eq=False)
+class HelperCall:
+    """A call of a helper function; see `Programs.run_helper`."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    static: tuple[Any, ...] = ()
+    out_shardings: Any = None
+    donate: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> Hashable:
+        """Return the key of the compiled function."""
+        return self.function, self.static, tuple((a.shape, a.dtype) for a in jax.tree.leaves(self.arguments))
+
+
 # How many programs compiled after warm-up the report lists; a loop that recompiles must not grow it without bound.
 MAX_RECOMPILE_REASONS = 32
 
@@ -388,25 +404,26 @@ class Programs:
             out_shardings: the shardings of the result, the same in every call; None leaves them to XLA.
             donate: the arguments that the result may overwrite, the same in every call.
         """
-
-        def make() -> Callable[..., Any]:
-            if self.is_warm:
-                difference = uncovered_arguments(function, (key[0] for key in self.helpers if isinstance(key, tuple)))
-                reason = difference or f"for {', '.join(str(jax.typeof(a)) for a in jax.tree.leaves(arguments))}"
-                name = getattr(function, "__name__", type(function).__name__)
-                self.record_recompile(f"{name}, a helper function: {reason}")
-            # A new function for each entry: jax.jit drops its executable when the entry is evicted.
-            run = jax.jit(lambda *a: function(*static, *a), out_shardings=out_shardings, donate_argnums=donate)
-            call, is_cached = with_compile_cache(run, moved, out_shardings)
-            self.num_loaded_helpers += is_cached
-            return call
-
-        types = tuple((a.shape, a.dtype) for a in jax.tree.leaves(arguments))
         with use_model_mesh(self.model_sharding):
             moved = to_device(to_model_devices(arguments, self.model_sharding))
             if self.model_sharding is not None and has_transfer_guard():  # copies between devices have to be explicit
                 moved = jax.device_put(moved, self.replicated)
-            return self.helpers((function, static, types), make)(*moved)
+            call = HelperCall(function, moved, static, out_shardings, donate)
+            return self.helpers(call.key, lambda: self.compile_helper(call))(*moved)
+
+    def compile_helper(self, call: HelperCall) -> Callable[..., Any]:
+        """Compile a helper function, or load it; arguments may be `jax.ShapeDtypeStruct`."""
+        function, arguments, static = call.function, call.arguments, call.static
+        if self.is_warm:
+            difference = uncovered_arguments(function, (key[0] for key in self.helpers if isinstance(key, tuple)))
+            reason = difference or f"for {', '.join(str(jax.typeof(a)) for a in jax.tree.leaves(arguments))}"
+            name = getattr(function, "__name__", type(function).__name__)
+            self.record_recompile(f"{name}, a helper function: {reason}")
+        # A new function for each entry: jax.jit drops its executable when the entry is evicted.
+        run = jax.jit(lambda *a: function(*static, *a), out_shardings=call.out_shardings, donate_argnums=call.donate)
+        compiled, is_cached = with_compile_cache(run, arguments, call.out_shardings)
+        self.num_loaded_helpers += is_cached
+        return compiled
 
     @contextlib.contextmanager
     def warm_up(self) -> Iterator[None]:
