@@ -19,7 +19,7 @@ from presets import FAMILIES, weights_of
 from report import Goals, emit, table
 
 import rlx_jax as rlx
-from rlx_jax.generate.tuning import Workload, tune
+from rlx_jax.loading.tuning import Workload, tune
 
 GOAL, FASTER = 1.02, 0.98
 MODELS = ("llama32", "qwen3", "qwen35", "gemma", "llama32_batch", "encoder")

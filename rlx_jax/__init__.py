@@ -18,8 +18,6 @@ from rlx_jax.errors import RlxError
 from rlx_jax.flow import ModelFlow
 from rlx_jax.generate.causal import CausalLM
 from rlx_jax.generate.generation import Completion
-from rlx_jax.generate.load import load
-from rlx_jax.generate.model_plan import plan
 from rlx_jax.generate.prompt_request import PromptRequest as PromptRequest
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.scoring import Score as Score
@@ -30,6 +28,8 @@ from rlx_jax.ir.packed import Packed
 from rlx_jax.ir.param import Parts as Parts
 from rlx_jax.ir.plugins import Plugin
 from rlx_jax.layer_stack import LayerStack
+from rlx_jax.loading.load import load
+from rlx_jax.loading.model_plan import plan
 from rlx_jax.models import *  # noqa: F403 (every recipe, by its name)
 from rlx_jax.models.lora import lora, merge_lora, save_lora, unmerge_lora
 from rlx_jax.profiles import CompileProfile

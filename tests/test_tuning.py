@@ -14,7 +14,7 @@ import rlx_jax as rlx
 from rlx_jax.cli.entry import main
 from rlx_jax.errors import NumericsError, RequestError, UnsupportedError
 from rlx_jax.generate import tuning
-from rlx_jax.generate.tuning import Tuning, Workload, tune
+from rlx_jax.loading.tuning import Tuning, Workload, tune
 from tests.oracles.checkpoints import FIXTURES
 
 LLAMA = FIXTURES / "llama" / "gqa_plain_attnbias_v5"

@@ -11,10 +11,10 @@ from rlx_jax.compiler.dumps import FORMATS
 from rlx_jax.encode.checkpoint import Checkpoint
 from rlx_jax.encode.gguf_folder import open_model_folder
 from rlx_jax.errors import RequestError
-from rlx_jax.generate.load import with_compute_dtype
 from rlx_jax.ir.packed import PackedSpec, stored_bytes
 from rlx_jax.ir.text import format_bytes
 from rlx_jax.ir.types import short_name
+from rlx_jax.loading.load import with_compute_dtype
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.models.families import Pretrained
 from rlx_jax.runtime.levels import LEVELS, SYMBOLIC_LEVELS, check_text_arguments

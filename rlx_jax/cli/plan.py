@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from rlx_jax.cli.command import Command, Session, add_json, add_model, json_line
 from rlx_jax.errors import RequestError, quote, shown
-from rlx_jax.generate.load import with_compute_dtype
-from rlx_jax.generate.model_plan import plan as plan_model
+from rlx_jax.loading.load import with_compute_dtype
+from rlx_jax.loading.model_plan import plan as plan_model
 
 
 def plan(args: argparse.Namespace, session: Session) -> Iterator[str]:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 from rlx_jax.cli.command import Command, Session, add_compute, add_json, add_model, json_line, load_model
 from rlx_jax.errors import RequestError, SaveFailedError, TargetExistsError, quote
-from rlx_jax.generate.load import with_compute_dtype
-from rlx_jax.generate.tuning import Workload
-from rlx_jax.generate.tuning import tune as tune_model
+from rlx_jax.loading.load import with_compute_dtype
+from rlx_jax.loading.tuning import Workload
+from rlx_jax.loading.tuning import tune as tune_model
 from rlx_jax.profiles import CompileProfile
 
 

@@ -20,14 +20,7 @@ from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.pipeline import Template
 from rlx_jax.errors import RequestError, SequenceLengthError, SessionStateError, integer_text, shown, suggest_keywords
 from rlx_jax.generate.generation import Generation, NewTokens, run_request, stream_request
-from rlx_jax.generate.request import (
-    DecodingOptions,
-    PrefixState,
-    Request,
-    SnapshotPoint,
-    check_flag,
-    common_prefix_len,
-)
+from rlx_jax.generate.request import DecodingOptions, PrefixState, Request, SnapshotPoint, check_flag, common_prefix_len
 from rlx_jax.generate.row_options import StopLike
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.speculative import DRAFTER_PREFIX

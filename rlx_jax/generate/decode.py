@@ -164,11 +164,7 @@ class TokenChooser:
         ended = active & (ends_row(stop_mask, chosen) | (remaining <= 0) | ~is_finite)
         ids = jnp.where(active, chosen, rows.ids)
         return tokens, replace(
-            rows,
-            ids=ids,
-            running=rows.running & ~ended,
-            remaining=remaining,
-            history=history.append(chosen, active),
+            rows, ids=ids, running=rows.running & ~ended, remaining=remaining, history=history.append(chosen, active)
         )
 
 

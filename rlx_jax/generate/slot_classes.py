@@ -81,7 +81,9 @@ class SlotClasses:
         calls += [(part.plan.loop.key, part.state, part.loop_inputs(0)) for part in self.parts]
         model = self.parts[0].plan.loop.model
         params = model.require_params("generation")
-        pairs = {(start_class(self.classes, job), self.prefixes.index(self.prefill_class(len(job.ids)))) for job in jobs}
+        pairs = {
+            (start_class(self.classes, job), self.prefixes.index(self.prefill_class(len(job.ids)))) for job in jobs
+        }
         # On a mesh the types of what prefill returns have no shardings to compile for.
         on_mesh = model.programs.model_sharding is not None
         helpers = [] if on_mesh else [self.parts[i].fill_call(jobs[0], self.parts[j]) for i, j in sorted(pairs)]

@@ -16,13 +16,7 @@ import jax
 import numpy as np
 
 from rlx_jax.compiler.executable import StateArrays
-from rlx_jax.generate.decode import (
-    NOT_FINITE,
-    STOPPED,
-    LogProbs,
-    RequestRows,
-    Sizes,
-)
+from rlx_jax.generate.decode import NOT_FINITE, STOPPED, LogProbs, RequestRows, Sizes
 from rlx_jax.generate.logits_processor import check_processors
 from rlx_jax.generate.prefix_fill import PrefixFiller
 from rlx_jax.generate.request_plan import PromptChunk, prompt_blocks

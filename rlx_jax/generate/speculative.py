@@ -21,14 +21,7 @@ from jax import lax
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, Shardings, StateArrays
 from rlx_jax.generate.decode import NOT_FINITE, STOPPED, Array, RequestRows, Sizes, TokenChooser, ends_row
-from rlx_jax.generate.sampler import (
-    SamplerValues,
-    SamplingSteps,
-    choose_tokens,
-    finite_rows,
-    sample,
-    warp_logits,
-)
+from rlx_jax.generate.sampler import SamplerValues, SamplingSteps, choose_tokens, finite_rows, sample, warp_logits
 from rlx_jax.generate.token_history import TokenHistory, adjust_logits
 from rlx_jax.ir.state_leaf import per_token_key
 from rlx_jax.lowering.inspect.hlo import DRAFTING, SAMPLER
@@ -189,12 +182,7 @@ class Drafter(Protocol):
         """Return its parameters; None if it has none."""
 
     def start(
-        self,
-        programs: Programs,
-        sizes: Sizes,
-        prompts: Sequence[Sequence[int]],
-        first: Any,
-        hidden: tuple[Any, ...],
+        self, programs: Programs, sizes: Sizes, prompts: Sequence[Sequence[int]], first: Any, hidden: tuple[Any, ...]
     ) -> tuple[Any, StateArrays]:
         """Return the initial `DrafterState.carry` and `DrafterState.state`, after prefill.
 

@@ -26,8 +26,9 @@ def prepare_programs(
     missing = {call[0]: call for call in calls if call[0] not in programs.executables}
     with programs.lock, ThreadPoolExecutor(COMPILE_THREADS) as pool:
         jobs = {key: pool.submit(programs.trace_executable(*call)) for key, call in missing.items()}
-        others = {call.key: pool.submit(programs.compile_helper, call) for call in helpers if call.key not in programs.helpers}
+        missing_helpers = {call.key: call for call in helpers if call.key not in programs.helpers}
+        others = {key: pool.submit(programs.compile_helper, call) for key, call in missing_helpers.items()}
         for key, job in jobs.items():
             programs.executables.insert(key, job.result())
-        for helper, other in others.items():
-            programs.helpers.insert(helper, other.result())
+        for helper_key, helper in others.items():
+            programs.helpers.insert(helper_key, helper.result())

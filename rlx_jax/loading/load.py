@@ -28,9 +28,9 @@ from rlx_jax.encode.tagging import TokenClassifier
 from rlx_jax.encode.vision import VisionEncoder
 from rlx_jax.errors import ConfigError, ProfileError, RequestError, RlxWarning, UnsupportedError, listing, quote, shown
 from rlx_jax.flow import ModelFlow, ModelRecipe
-from rlx_jax.generate.artifact import is_artifact, load_artifact
 from rlx_jax.generate.causal import CausalLM
 from rlx_jax.ir.types import as_dtype, short_name
+from rlx_jax.loading.artifact import is_artifact, load_artifact
 from rlx_jax.models.encoder import EncoderFlow
 from rlx_jax.models.families import KINDS
 from rlx_jax.models.heads import REGRESSION
