@@ -173,8 +173,10 @@ def divisible_shape(program: Program) -> tuple[DimLike, ...]:
     scheme = None if parameter is None else packing_of(parameter)
     if parameter is None or scheme is None:
         return program.type.shape
-    shape = list(parameter.type.shape)
-    for axis, size in ((-1, SCHEMES[scheme].elements), (-2, SCHEMES[scheme].rows)):
+    packing = SCHEMES[scheme]
+    shape = list(packing.stored_axes(parameter.type.shape))
+    columns = shape[-1] if packing.ordered else packing.elements
+    for axis, size in ((-1, columns), (-2, packing.rows)):
         # An axis with incomplete groups, or with one number for all of them, is not divided.
         is_whole = shape[axis] % size or program.type.shape[axis] == 1
         shape[axis] = 1 if is_whole else shape[axis] // size

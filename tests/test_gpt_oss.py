@@ -14,6 +14,7 @@ import safetensors.numpy
 
 import rlx_jax as rlx
 from rlx_jax import cli, errors
+from rlx_jax.ir.packed import PackedSpec, stored_bytes
 from rlx_jax.weights.mapping import MappingSource
 from rlx_jax.weights.mxfp4 import Mxfp4Source
 from tests.oracles import checkpoints, hugging_face
@@ -53,6 +54,7 @@ def test_numbers_of_mxfp4() -> None:
     source = Mxfp4Source(MappingSource({"w" + end: a for end, a in parts.items()} | {"v": np.ones(3, np.float32)}))
     assert set(source.keys()) == {"w", "v"} and source.has("w") and not source.has("w_blocks")
     spec = source.spec("w")
+    assert isinstance(spec, PackedSpec) and stored_bytes(spec) == sum(a.nbytes for a in parts.values())
     assert (spec.shape, spec.dtype) == ((2, 96, 3), ml_dtypes.bfloat16)
     want = numbers(parts)
     np.testing.assert_array_equal(source.read("w").astype(np.float64), want)
@@ -72,8 +74,8 @@ def test_what_is_no_mxfp4() -> None:
         wrong = Mxfp4Source(MappingSource({"w" + end: a for end, a in (parts | changes).items()}))
         with pytest.raises(errors.WeightShapeError, match=r"'w'.*MXFP4 is blocks u8 \[E, out, in/32, 16\]"):
             wrong.spec("w")
-    parts["_scales"][1, 1, 1], parts["_blocks"][1, 1, 1] = 255, 0x77
-    with pytest.raises(errors.WeightError, match="'w'.*over the range of bf16"):
+    parts["_scales"][1, 1, 1] = 253
+    with pytest.raises(errors.WeightError, match="'w'.*exponents up to 252, got 253.*over the range of bf16"):
         Mxfp4Source(MappingSource({"w" + end: a for end, a in parts.items()})).read("w")
     assert Mxfp4Source(MappingSource({"w_blocks": parts["_blocks"]})).keys() == ("w_blocks",)
 
@@ -120,7 +122,7 @@ def test_shapes_of_mxfp4_are_enough_to_compile(mxfp4: tuple[Path, dict[str, np.n
 
 
 def test_a_checkpoint_of_mxfp4(mxfp4: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
-    """It loads as the numbers it stands for, is the model of them, and is saved as numbers."""
+    """It stays packed, is the model of the numbers it stands for, and is saved as numbers."""
     directory, plain = mxfp4
     lm = rlx.load(directory)
     own = rlx.GptOssFlow.config_type.from_hf(SIZES)
@@ -128,14 +130,20 @@ def test_a_checkpoint_of_mxfp4(mxfp4: tuple[Path, dict[str, np.ndarray]], tmp_pa
     assert own.rope_factor == pytest.approx(1.3465735902799727)
     want = rlx.compile(rlx.GptOssFlow.for_prefill(SIZES), plain)(TOKENS)
     assert_close(lm.logits(TOKENS), np.asarray(want), tolerance=1e-6)
-    assert any("gate_up_proj" in name for name in lm.model.report().decoded)
+    assert not lm.model.report().decoded
+    stored = rlx.open_weights(directory)
+    experts = {name: leaf for name, leaf in lm.model.params.items() if leaf.dtype == np.uint8}
+    assert sum(leaf.nbytes for leaf in experts.values()) == sum(
+        stored_bytes(stored.spec(key)) for key in stored.keys() if key.endswith(("_blocks", "_scales"))
+    )
+    assert_close(rlx.load(directory, mesh=2).logits(TOKENS), np.asarray(want), tolerance=3e-6)
     for name, made in {"weights": lm.model, "whole": lm}.items():
-        rlx.save(made, tmp_path / name, format="safetensors")
+        rlx.save(made, tmp_path / name, format="safetensors", dtype="f32")
         saved = rlx.open_weights(tmp_path / name)
         assert set(saved.keys()) == set(plain)
         for key, value in plain.items():
             np.testing.assert_array_equal(saved.read(key).astype(np.float32), value)
-    assert json.loads((tmp_path / "whole" / "config.json").read_text()) == SIZES  # it does not say that they are packed
+    assert json.loads((tmp_path / "whole" / "config.json").read_text()) == SIZES | {"torch_dtype": "float32"}  # and it does not say that they are packed
 
 
 def test_a_checkpoint_of_mxfp4_is_inspected(

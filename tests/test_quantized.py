@@ -34,8 +34,8 @@ from tests.oracles.fuzzing import seed_of
 ARCHIVE = checkpoints.FIXTURES / "quantized.zip"
 with zipfile.ZipFile(ARCHIVE) as archive:
     CASES = sorted({name.partition("/")[0] for name in archive.namelist()})
-# Formats whose inputs are in mixed order, which are decoded when they are loaded.
-DECODED = ("ct_int4_g_idx", "gptq_v2_desc_act", "gptq_8bit")
+# Formats whose inputs are in mixed order.
+ORDERED = ("ct_int4_g_idx", "gptq_v2_desc_act", "gptq_8bit")
 # Some schemes, of which the default suite runs models; it has the values of all.
 QUICK = ("awq", "gptq_8bit", "bnb_nf4_nested", "fp8_block", "mlx_4bit")
 STATE = ".weight.quant_state.bitsandbytes__nf4"
@@ -70,10 +70,8 @@ def test_values(directories: Path, name: str) -> None:
             np.testing.assert_array_equal(source.read(key), values)
             for index in (np.s_[3:9, 5:], np.s_[1::3, 30:50:7], np.s_[17:18,]):
                 np.testing.assert_array_equal(source.read(key, index), values[index])
-            assert isinstance(spec, PackedSpec) == (name not in DECODED)
-            if not isinstance(spec, PackedSpec):
-                continue
-            assert spec.arrays is not None
+            assert isinstance(spec, PackedSpec) and spec.arrays is not None
+            assert ("order" in spec.arrays) == (name in ORDERED)
             arrays = {array: source.read(program.key) for array, program in spec.arrays.items()}
             assert {array: (a.shape, a.dtype) for array, a in arrays.items()} == {
                 array: (program.type.shape, program.type.dtype) for array, program in spec.arrays.items()
@@ -103,8 +101,8 @@ def twin_of(directory: Path, plain: dict[str, np.ndarray]) -> rlx.CausalLM:
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else SLOW) for n in CASES])
 def test_models(directories: Path, name: str, tmp_path: Path) -> None:
-    """The model has the logits of its decoded twin, keeps few bytes, and is saved as numbers; one packed format and one
-    that is decoded have the greedy tokens, too."""
+    """The model has the logits of its decoded twin, keeps few bytes, and is saved as numbers; one format in order and
+    one in mixed order have the greedy tokens, too."""
     directory = directories / name
     lm, source = rlx.load(directory), rlx.open_weights(directory)
     plain = {key: read_numbers(key, source).astype(np.float32) for key in source.keys()}
@@ -113,8 +111,7 @@ def test_models(directories: Path, name: str, tmp_path: Path) -> None:
     if name in ("awq", "gptq_8bit"):
         assert lm.generate(TOKENS.tolist(), max_new_tokens=6) == twin.generate(TOKENS.tolist(), max_new_tokens=6)
     packed = [spec for spec in map(source.spec, source.keys()) if isinstance(spec, PackedSpec)]
-    assert bool(packed) == (name not in DECODED)
-    assert bool(lm.model.report().decoded) == (name in DECODED)
+    assert packed and not lm.model.report().decoded
     loaded = sum(leaf.nbytes for leaf in lm.model.params.values() if leaf.dtype != np.float32)
     assert loaded == sum(map(stored_bytes, packed))
     rlx.save(lm, tmp_path / "saved", dtype="f32")
@@ -126,7 +123,7 @@ def test_models(directories: Path, name: str, tmp_path: Path) -> None:
 
 
 SHARDED = [
-    "fp8_block",
+    "fp8_block", "gptq_v2_desc_act",
     *(pytest.param(name, marks=SLOW) for name in ("awq", "nvfp4_ct", "bnb_int8", "ct_int4", "mlx_4bit")),
 ]
 
@@ -136,6 +133,26 @@ def test_shards(directories: Path, name: str) -> None:
     """Over a mesh, each device reads its part of the arrays."""
     lm = rlx.load(directories / name, mesh=2)
     assert_close(lm.logits(TOKENS), np.asarray(rlx.load(directories / name).logits(TOKENS)), tolerance=3e-6)
+
+
+@pytest.mark.parametrize("name", ["gptq_v2_desc_act"])
+def test_rolled(directories: Path, tmp_path: Path, name: str) -> None:
+    """Rolled layers stay packed, in the order that each has of its inputs; for training they are decoded."""
+    directory = checkpoints.copy(directories / name, tmp_path / "copy")
+    rng, tensors = np.random.default_rng(1), read_file(directory)
+    for layer in (1, 2, 3):
+        layers = {k.replace("layers.0.", f"layers.{layer}."): v for k, v in tensors.items() if "layers.0." in k}
+        tensors |= {k: rng.permutation(v) if k.endswith("g_idx") else v for k, v in layers.items()}
+    write_tensors(directory, tensors)
+    checkpoints.edit_json(directory / "config.json", {"num_hidden_layers": 4})
+    source = rlx.open_weights(directory)
+    plain = {key: read_numbers(key, source).astype(np.float32) for key in source.keys()}
+    want = np.asarray(rlx.compile(rlx.recipe_for(directory), plain)(TOKENS))
+    lm = rlx.load(directory, profile=rlx.CompileProfile().replace(layers={"roll": "scan"}))
+    assert any("{" in leaf and leaf.endswith(".order") for leaf in lm.model.params) and not lm.model.report().decoded
+    assert_close(lm.logits(TOKENS), want, tolerance=3e-6)
+    trained = rlx.compile(rlx.recipe_for(directory), source, program="train")
+    assert_close(np.asarray(trained(TOKENS)), want, tolerance=3e-6)
 
 
 # -- families --------------------------------------------------------------------------------------

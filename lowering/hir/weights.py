@@ -18,6 +18,7 @@ from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.pointwise import CastTo, Unary
 from rlx_jax.ir.ops.shape import Narrow, Shard
+from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.param import Parts, Program, Role, Transposed, concat, keys_of, packing_of, pad_axis, slice_axis
 from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
 from rlx_jax.ir.roles import dim_roles, program_roles
@@ -231,7 +232,7 @@ def merge_linears(
     Over a mesh, the fused weight interleaves the shards: each device has its shard of w₁ followed by its shard of w₂,
     so that the split is local. Weights with different numbers of shards stay separate. So do weights of key heads that
     are replicated over devices, as each device slices the heads that it needs, and weights that stay packed on the
-    device by different schemes.
+    device by different schemes or with inputs in an order of their own.
 
     Returns:
         The graph with its fusion sites. A site is missed if several products of one value stayed separate although
@@ -292,6 +293,8 @@ def _linear_groups(
             if model_sharding is not None and model_sharding.is_kv_replicated(weight.programs[0], 1 - node.op.contract):
                 continue
             schemes = tuple(map(packing_of, weight.programs)) if keep_packed else ()
+            if any(scheme is not None and SCHEMES[scheme].ordered for scheme in schemes):
+                continue  # each weight has its own order of inputs
             groups[(node.inputs[0], node.op, iterations, shards, schemes)].append(number)
     return [group for group in groups.values() if len(group) > 1 and _has_consistent_partners(graph, group)]
 

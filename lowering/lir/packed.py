@@ -61,11 +61,12 @@ class PackedWeight:
     def shape(self) -> tuple[int, ...]:
         """Return the logical shape."""
         *rows, size = self.arrays["codes"].shape
-        return (*rows, size * 8 // SCHEMES[self.scheme].codes[0].bits)
+        scheme = SCHEMES[self.scheme]
+        return scheme.stored_axes((*rows, size * 8 // scheme.codes[0].bits))
 
     def rows_of(self, array: AnyArray, height: int) -> int:
         """Return for how many rows one row of an array is, if this matrix has `height` rows."""
-        return 1 if array.shape[0] == height else SCHEMES[self.scheme].rows
+        return {height: 1, 1: height}.get(array.shape[0], SCHEMES[self.scheme].rows)
 
     def decode(self) -> AnyArray:
         """Return the values."""
@@ -141,6 +142,9 @@ def dequant_matmul(
     if isinstance(op, FusedMatMulBiasAct):
         return op.finish(dequant_matmul(target, op.product, x, w), *map(decoded, bias))
     x = decoded(x)
+    if "order" in w.arrays:
+        x = jnp.take(x, w.arrays["order"][0], axis=-1, mode="clip")
+        w = replace(w, arrays={name: array for name, array in w.arrays.items() if name != "order"})
     if choose_dequant_matmul(op, x.shape, target)[0] == "fused":
         flat = x.astype(jnp.float32).reshape(-1, 1, x.shape[-1])
         y = (w.decode().astype(jnp.float32)[None] * flat).sum(axis=-1)

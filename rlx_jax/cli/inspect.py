@@ -21,7 +21,7 @@ from rlx_jax.runtime.levels import LEVELS, SYMBOLIC_LEVELS, check_text_arguments
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.model_setup import make_programs
 from rlx_jax.weights.format import OpenOptions
-from rlx_jax.weights.mxfp4 import decode_mxfp4
+from rlx_jax.weights.mxfp4 import with_mxfp4_weights
 
 
 def inspect(args: argparse.Namespace, session: Session) -> Iterator[str]:
@@ -37,7 +37,7 @@ def inspect(args: argparse.Namespace, session: Session) -> Iterator[str]:
         yield f"{text}\n"
         return
     recipe: Any = pretrained.recipe
-    specs, unpacked_weights = [source.spec(key) for key in source.keys()], decode_mxfp4(source)
+    specs, unpacked_weights = [source.spec(key) for key in source.keys()], with_mxfp4_weights(source)
     result: dict[str, Any] = {
         "recipe": type(recipe).__name__,
         "kind": pretrained.kind,

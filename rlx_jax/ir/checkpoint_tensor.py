@@ -346,14 +346,14 @@ class Dequantized(UnaryStep):
     def box(self, box: Box) -> Dequantized | DecodedBox:
         """Return the program of a box: decode all groups that it touches, then cut off the values outside it."""
         scheme, shape = SCHEMES[self.scheme], self.type.shape
-        outer = list(box)
-        for axis, unit in ((-1, scheme.elements), (-2, scheme.rows))[: len(shape)]:
-            start, stop = box[axis]
-            outer[axis] = (start // unit * unit, min(-(-stop // unit) * unit, shape[axis]))
-        arrays = (
-            (name, select_box(program, scheme.array_box(name, shape, tuple(outer)))) for name, program in self.arrays
-        )
-        groups = Dequantized(self.of.box(tuple(outer)), self.scheme, tuple(arrays))
+        stored_shape, stored_box = scheme.stored_axes(shape), list(scheme.stored_axes(box))
+        columns = int(stored_shape[-1]) if scheme.ordered else scheme.elements
+        for axis, unit in ((-1, columns), (-2, scheme.rows))[: len(shape)]:
+            start, stop = stored_box[axis]
+            stored_box[axis] = (start // unit * unit, min(-(-stop // unit) * unit, stored_shape[axis]))
+        outer = scheme.stored_axes(stored_box)
+        arrays = ((name, select_box(program, scheme.array_box(name, shape, outer))) for name, program in self.arrays)
+        groups = Dequantized(self.of.box(outer), self.scheme, tuple(arrays))
         inner_box = shift_box(box, [-start for start, _ in outer])
         return groups if inner_box == full_box(groups.type.shape) else DecodedBox(groups, inner_box)
 

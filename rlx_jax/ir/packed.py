@@ -118,6 +118,9 @@ class Scheme:
             `outer`); else "".
         rows: the number of rows that share a scale.
         factor: a number that the values are multiplied by in the end.
+        ordered: whether the codes of a row are in another order than its values, which the array `order` has: code i is
+            that of value `order[i]`.
+        transposed: whether the arrays have the last two axes of the tensor swapped.
     """
 
     name: str
@@ -135,6 +138,8 @@ class Scheme:
     outer: str = ""
     rows: int = 1
     factor: float = 1.0
+    ordered: bool = False
+    transposed: bool = False
 
     @property
     def elements(self) -> int:
@@ -147,9 +152,13 @@ class Scheme:
         """Return the layout of the blocks in which files store the tensor; None if they store the arrays."""
         return BLOCKS.get(self.name)
 
+    def stored_axes(self, axes: Sequence[Any]) -> tuple[Any, ...]:
+        """Return what there is for each axis of a tensor (sizes, edges, roles), in the order of its arrays; or back."""
+        return (*axes[:-2], *axes[-2:][::-1]) if self.transposed else tuple(axes)
+
     def array_types(self, shape: Sequence[int]) -> dict[str, TensorType]:
         """Return the types of the arrays of a tensor of this logical shape, by name."""
-        *lead, size = shape
+        *lead, size = self.stored_axes(shape)
         blocked_rows = [*lead[:-1], -(-lead[-1] // self.rows)] if lead else []
         per_scale = 2 if self.minimum else 1
         blocks = 1 if self.block is None else -(-size // self.block)
@@ -168,6 +177,8 @@ class Scheme:
             sizes["zeros"] = (blocked_rows, blocks, UINT8)
         if self.outer:
             sizes["outer"] = (lead, 1, _UNSIGNED[4])
+        if self.ordered:
+            sizes["order"] = ([*lead[:-1], 1][: len(lead)], size, np.dtype(np.int32))
         return {name: TensorType((*rows, n), dtype) for name, (rows, n, dtype) in sizes.items()}
 
     def array_box(self, name: str, shape: Sequence[int], box: Box) -> Box:
@@ -179,11 +190,12 @@ class Scheme:
             box: (start, stop) for each axis of the tensor; on the last axis, multiples of `elements` or the end.
         """
         whole = self.array_types(shape)[name].shape
-        *rows, (start, stop) = box
-        if rows and whole[-2] != shape[-2]:
-            first, last = rows[-1]
-            rows[-1] = (first // self.rows, -(-last // self.rows))
-        if not self._is_divided(name):
+        *rows, (start, stop) = self.stored_axes(box)
+        height = self.stored_axes(shape)[-2] if rows else 1
+        if rows and whole[-2] != height:
+            (first, last), unit = rows[-1], height if whole[-2] == 1 else self.rows
+            rows[-1] = (first // unit, -(-last // unit))
+        if self.ordered or not self._is_divided(name):
             return (*rows, (0, int(whole[-1])))
         # Not a ratio of sizes, as the last group may be incomplete.
         unit, per_unit = self.elements, int(self.array_types((self.elements,))[name].shape[-1])

@@ -24,7 +24,18 @@ def decode_arrays(arrays: Mapping[str, Any], scheme: str) -> Any:
         arrays: arrays of NumPy or JAX, with types as `Scheme.array_types` returns them.
         scheme: a name in `SCHEMES`.
     """
-    return decode_codes(arrays, scheme, group_scales(arrays, scheme))
+    return in_order(decode_codes(arrays, scheme, group_scales(arrays, scheme)), arrays, scheme)
+
+
+def in_order(values: Any, arrays: Mapping[str, Any], scheme: str) -> Any:
+    """Return decoded values, which are in the order of the codes, as the tensor has them.
+
+    Without the array `order`, the values of a row stay in the order of its codes.
+    """
+    if "order" in arrays:
+        xp = values.__array_namespace__()
+        values = xp.take_along_axis(values, xp.argsort(arrays["order"], axis=-1), -1)
+    return values.swapaxes(-1, -2) if SCHEMES[scheme].transposed else values
 
 
 def group_scales(arrays: Mapping[str, Any], scheme: str) -> dict[str, Any]:
@@ -46,7 +57,7 @@ def group_scales(arrays: Mapping[str, Any], scheme: str) -> dict[str, Any]:
 
 
 def decode_codes(arrays: Mapping[str, Any], scheme: str, scales: Mapping[str, Any]) -> Any:
-    """Return the values of a packed tensor as `decode_arrays` does, given its `group_scales`."""
+    """Return the values of a packed tensor in the order of its codes, given its `group_scales`."""
     packing, codes = SCHEMES[scheme], _codes(arrays, SCHEMES[scheme])
     shape, unit = codes.shape, packing.group or packing.block or codes.shape[-1]
     # One axis for the values of a group, so that a loop over it reads its scale once.
@@ -92,8 +103,7 @@ def decode_on_host(arrays: Mapping[str, np.ndarray[Any, Any]], scheme: str) -> n
     size = codes.shape[-1] * 8 // packing.codes[0].bits
     out = np.empty((*codes.shape[:-1], size), np.float32)
     if codes.ndim < 2:
-        out[...] = decode_arrays(arrays, scheme)
-        return out
+        return np.asarray(decode_arrays(arrays, scheme))
     step = -(-max(1, _CHUNK // size) // packing.rows) * packing.rows
     with np.errstate(invalid="ignore", over="ignore"):
         for index in np.ndindex(codes.shape[:-2]):
@@ -103,9 +113,10 @@ def decode_on_host(arrays: Mapping[str, np.ndarray[Any, Any]], scheme: str) -> n
                     if array.shape[-2] == codes.shape[-2]
                     else array[index][at // packing.rows : -(-(at + step) // packing.rows)]
                     for name, array in arrays.items()
+                    if name != "order"
                 }
-                out[index][at : at + step] = decode_arrays(part, scheme)
-    return out
+                out[index][at : at + step] = decode_codes(part, scheme, group_scales(part, scheme))
+    return np.asarray(in_order(out, arrays, scheme))
 
 
 def quantize(values: np.ndarray[Any, Any], scheme: str, where: str) -> dict[str, np.ndarray[Any, Any]]:

@@ -294,6 +294,9 @@ class PackedArray(UnaryStep):
     def name(self, *names: str) -> str:
         return names[0] if self.array == "codes" else f"{names[0]}.{self.array}"
 
+    def roles(self, *parts: Roles) -> Roles:
+        return SCHEMES[str(packing_of(self.of))].stored_axes(parts[0])
+
 
 Stored = Key | Sliced | Strided | Dequantized | DecodedBox
 Program = (
@@ -312,16 +315,23 @@ def packing_of(program: Program) -> str | None:
         return packing_of(program.of)
     if not isinstance(program, Joined | Stack | Padded | Strided):
         return None
-    axis = -1 if isinstance(program, Stack) else program.axis
     parts = program.parts[:1] if isinstance(program, Padded) else program.parts
     schemes = {packing_of(part) for part in parts}
-    if len(schemes) > 1 or None in schemes or axis == program.type.rank - 1:
+    if len(schemes) > 1 or None in schemes:
         return None
-    (scheme,) = schemes
-    assert scheme is not None
-    # Rows that share scales have to be in one part.
-    cuts_rows = axis == program.type.rank - 2 and any(part.type.shape[-2] % SCHEMES[scheme].rows for part in parts)
-    return None if cuts_rows else scheme
+    (name,) = schemes
+    assert name is not None
+    axis = None if isinstance(program, Stack) else _stored_axis(program, name) - program.type.rank
+    # Rows that share scales have to be in one part, and so do those that share an order.
+    scheme = SCHEMES[name]
+    cuts_rows = axis == -2 and (scheme.ordered or any(part.type.shape[-2] % scheme.rows for part in parts))
+    return None if axis == -1 or cuts_rows else name
+
+
+def _stored_axis(program: Joined | Padded | Strided, scheme: str) -> int:
+    """Return the axis of a step in the arrays of its packed tensors."""
+    axis: int = SCHEMES[scheme].stored_axes(range(program.type.rank))[program.axis]
+    return axis
 
 
 def without_casts(program: Program) -> Program:
@@ -340,11 +350,17 @@ def array_program(program: Program, array: str) -> Program:
         return array_step
     if isinstance(program, Quantized):
         return QuantizedArray(program.of, program.scheme, array)
+    parts = [array_program(part, array) for part in program.parts if not isinstance(part, Zeros)]
+    if isinstance(program, Stack):
+        return program.with_parts(*parts)
+    assert isinstance(program, Joined | Padded | Strided)
+    axis = _stored_axis(program, str(packing_of(program)))
     if isinstance(program, Padded):
-        rows = array_program(program.of, array)
-        size = program.size * rows.type.shape[program.axis] // program.of.type.shape[program.axis]
-        return pad_axis(rows, program.axis, size)
-    return program.with_parts(*(array_program(part, array) for part in program.parts))
+        size = program.size * parts[0].type.shape[axis] // program.of.type.shape[program.axis]
+        return pad_axis(parts[0], axis, size)
+    if isinstance(program, Strided):
+        return Strided(parts[0], axis, program.start, program.step)
+    return Joined(tuple(parts), axis)
 
 
 def packed_arrays(program: Program) -> dict[str, PackedArray]:

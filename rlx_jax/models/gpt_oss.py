@@ -24,7 +24,7 @@ from rlx_jax.models.decoder_config import (
     window_at,
 )
 from rlx_jax.models.mixture import experts_of
-from rlx_jax.weights.mxfp4 import decode_mxfp4
+from rlx_jax.weights.mxfp4 import with_mxfp4_weights
 from rlx_jax.weights.source import WeightSource
 
 # The rope of a config without rope fields, as in the reference.
@@ -91,12 +91,12 @@ class GptOssFlow(DecoderFlow[GptOssConfig]):
     config_type = GptOssConfig
 
     def adapt_weights(self, source: WeightSource) -> WeightSource:
-        """Return the weights of a checkpoint, with MXFP4 experts unpacked to numbers."""
-        return super().adapt_weights(decode_mxfp4(source))
+        """Return the weights of a checkpoint, in which MXFP4 experts are packed weights."""
+        return super().adapt_weights(with_mxfp4_weights(source))
 
 
 def check_packing(c: Fields) -> None:
-    """Check that `quantization_config` is MXFP4, which is unpacked; its weights are recognized by their keys.
+    """Check that `quantization_config` is MXFP4; its weights are recognized by their keys.
 
     Raises:
         UnsupportedError: another quantization method.

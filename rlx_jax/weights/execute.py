@@ -20,6 +20,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from rlx_jax.device import check_total_memory
 from rlx_jax.errors import WeightError, WeightShapeError, quote
+from rlx_jax.io import limits
 from rlx_jax.ir.boxes import Box, axis_box
 from rlx_jax.ir.checkpoint_tensor import steps
 from rlx_jax.ir.ggml import BLOCKS, split_blocks
@@ -44,6 +45,7 @@ from rlx_jax.ir.param import (
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.ir.weight_reads import WeightSource, source_program
 from rlx_jax.weights.finite import narrow_values
+from rlx_jax.weights.named import check_index, row_span
 from rlx_jax.weights.views import HostArray, SourceView, read_into, reads_into
 
 _BAND_BYTES = 2**21  # bytes of blocks that are read and split at once: in the CPU's cache, and few calls of Python
@@ -351,12 +353,19 @@ def _new_array(array_type: TensorType) -> HostArray:
     return raw[start : start + array_type.nbytes].view(array_type.dtype).reshape(array_type.shape)
 
 
-def read_numbers(key: str, source: WeightSource) -> HostArray:
-    """Return the tensor under a key; a packed one is decoded."""
+def read_numbers(key: str, source: WeightSource, index: tuple[slice, ...] | None = None) -> HostArray:
+    """Return the tensor under a key, or the part that `index` selects as in NumPy; a packed one is decoded."""
     spec = source.spec(key)
     if not isinstance(spec, PackedSpec):
-        return source.read(key)
-    return _read_stored(source_program(key, spec, f"weight {quote(key)} ({source.where(key)})"), source)
+        return source.read(key, index)
+    program = source_program(key, spec, f"weight {quote(key)} ({source.where(key)})")
+    slices = (*check_index(index, spec.shape, key), *(slice(None),) * len(spec.shape))[: len(spec.shape)]
+    spans = [row_span(part, size) for part, size in zip(slices, spec.shape, strict=True)]
+    if not all(count for _, count, _ in spans):
+        return np.empty([count for _, count, _ in spans], spec.dtype)
+    box = select_box(program, tuple((start, start + count) for start, count, _ in spans))
+    limits.check_memory(2 * box.type.nbytes, f"the values of weight {quote(key)}")
+    return np.ascontiguousarray(_evaluate(box, source)[tuple(part for _, _, part in spans)])
 
 
 def _read_stored(stored: Key | Sliced | Dequantized, source: WeightSource, out: HostArray | None = None) -> HostArray:

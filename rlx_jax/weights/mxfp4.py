@@ -1,31 +1,30 @@
-"""`Mxfp4Source`: decode expert weights that are stored as MXFP4 (OCP Microscaling Formats, 2023) to bf16."""
+"""`Mxfp4Source`: expert weights that are stored as MXFP4 (OCP Microscaling Formats, 2023), as packed weights."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import jax
 import ml_dtypes
 import numpy as np
 
 from rlx_jax.errors import WeightError, WeightShapeError, quote
-from rlx_jax.ir.packed import WeightSpec
+from rlx_jax.ir.packed import PackedSpec, WeightSpec
+from rlx_jax.ir.param import Key
 from rlx_jax.ir.types import short_name
 from rlx_jax.ir.weight_reads import WeightSource
-from rlx_jax.weights.finite import all_finite
-from rlx_jax.weights.views import SourceView
+from rlx_jax.weights.execute import read_numbers
+from rlx_jax.weights.named import check_index
+from rlx_jax.weights.quantized_tensors import declare_scheme
+from rlx_jax.weights.views import PART, HostArray, SourceView
 
 BLOCKS, SCALES = "_blocks", "_scales"
 # Number of values that share a scale.
 BLOCK_SIZE = 32
 BF16 = np.dtype(ml_dtypes.bfloat16)
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-# The value of each four-bit code e2m1: a sign, two bits of exponent and one of mantissa.
-NIBBLES = np.concatenate([E2M1, -E2M1])
+# The largest scale whose products with codes, which are up to 6, are in the range of bf16.
+MAX_SCALE = 252
 
 
 class Mxfp4Source(SourceView):
-    """A view of `source` with MXFP4 weights decoded; other weights are unchanged.
+    """A view of `source` in which MXFP4 weights are packed weights; other weights are unchanged.
 
     Each pair `{key}_blocks` uint8 `[E, out, in/32, 16]` and `{key}_scales` uint8 `[E, out, in/32]` becomes `{key}` bf16
     `[E, in, out]`. A byte holds two numbers of four bits (e2m1), the first in the low bits; each 32 of them are
@@ -47,10 +46,11 @@ class Mxfp4Source(SourceView):
         return isinstance(key, str) and key in self._key_set
 
     def where(self, key: str) -> str:
-        return self.source.where(key + BLOCKS if key in self._packed else key)
+        name = key.partition(PART)[0]
+        return self.source.where(name + BLOCKS if name in self._packed else key)
 
     def spec(self, key: str) -> WeightSpec:
-        """Return the shape and dtype of a weight; of the decoded numbers for a pair.
+        """Return the shape and dtype of a weight, and its scheme for a pair.
 
         Raises:
             WeightShapeError: the shapes or dtypes of blocks and scales do not match.
@@ -66,41 +66,38 @@ class Mxfp4Source(SourceView):
                 f"[E, out, in/32], got {short_name(blocks.dtype)} {list(shape)} and "
                 f"{short_name(scales.dtype)} {list(scales.shape)}"
             )
-        return jax.ShapeDtypeStruct((shape[0], shape[2] * BLOCK_SIZE, shape[1]), BF16)
+        # The scales are halved, which the factor makes up for.
+        scheme = declare_scheme("mxfp4", 4, BLOCK_SIZE, "e8m0_halved", table="e2m1", factor=2.0, transposed=True)
+        size = (shape[0], shape[2] * BLOCK_SIZE, shape[1])
+        arrays = {name: Key(f"{key}{PART}{name}", t) for name, t in scheme.array_types(size).items()}
+        return PackedSpec(size, BF16, scheme.name, arrays)
 
-    def is_decoded(self, key: str) -> bool:
-        return key in self._packed or super().is_decoded(key)
-
-    def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
-        """Return a weight or a part of it; the decoded numbers for a pair, for which full blocks are read.
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
+        """Return a weight or a part of it, decoded for a pair; or one of the arrays of its scheme.
 
         Raises:
             WeightError: a number is over the range of bf16.
         """
-        if key not in self._packed:
+        name, _, array = key.partition(PART)
+        if name not in self._packed:
             return self.source.read(key, index)
-        shape = self.spec(key).shape
-        slices = (*(index or ()), *(slice(None),) * (3 - len(index or ())))
-        (start, stop, _), (experts, _, out) = slices[1].indices(shape[1]), slices
-        blocks_slice = slice(start // BLOCK_SIZE, -(-stop // BLOCK_SIZE))
-        blocks, scales = (self.source.read(key + end, (experts, out, blocks_slice)) for end in (BLOCKS, SCALES))
-        numbers = decode_blocks(blocks, scales)
-        if not all_finite(numbers):
-            raise WeightError(f"weight {quote(key)} ({self.where(key)}): holds numbers over the range of bf16")
-        offset = blocks_slice.start * BLOCK_SIZE
-        return np.ascontiguousarray(numbers[..., start - offset : stop - offset].swapaxes(1, 2))
+        if not array:
+            return read_numbers(key, self, index)
+        if array == "scales":
+            scales = self.source.read(name + SCALES, index)
+            if scales.max(initial=0) > MAX_SCALE:
+                raise WeightError(
+                    f"weight {quote(name)} ({self.where(name)}): scales are exponents up to {MAX_SCALE}, got "
+                    f"{scales.max()}; its numbers would be over the range of bf16"
+                )
+            return scales
+        experts, num_rows, groups, width = self.source.spec(name + BLOCKS).shape
+        slices = (*check_index(index, (experts, num_rows, groups * width), key), *(slice(None),) * 3)[:3]
+        blocks = self.source.read(name + BLOCKS, slices[:2])
+        return np.ascontiguousarray(blocks.reshape(*blocks.shape[:2], -1)[..., slices[2]])
 
 
-def decode_mxfp4(source: WeightSource) -> WeightSource:
-    """Return a view of a source that decodes MXFP4 weights; the source itself if it has no encoded ones."""
+def with_mxfp4_weights(source: WeightSource) -> WeightSource:
+    """Return a view of a source in which MXFP4 weights are packed weights; the source itself if it has none."""
     has_pairs = any(key.endswith(BLOCKS) and source.has(key.removesuffix(BLOCKS) + SCALES) for key in source.keys())
     return Mxfp4Source(source) if has_pairs else source
-
-
-def decode_blocks(blocks: np.ndarray[Any, Any], scales: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Decode bytes `[…, G, 16]` with scales `[…, G]` to bf16 `[…, 32 G]`."""
-    nibbles = np.stack([blocks & 0x0F, blocks >> 4], axis=-1)
-    with np.errstate(over="ignore"):
-        wide = np.ldexp(NIBBLES[nibbles], scales.astype(np.int32)[..., None, None] - 127)
-    numbers: np.ndarray[Any, Any] = wide.reshape(*scales.shape[:-1], -1).astype(BF16)
-    return numbers

@@ -5,21 +5,19 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-import jax
 import numpy as np
 
 from rlx_jax.errors import MissingWeightError, RlxError, UnsupportedError, WeightError, quote
-from rlx_jax.io import limits
 from rlx_jax.io.folder import Folder
-from rlx_jax.ir.packed import BITS, PackedSpec, WeightSpec
-from rlx_jax.ir.packed_values import decode_on_host
+from rlx_jax.ir.packed import PackedSpec, WeightSpec
 from rlx_jax.ir.param import Key
-from rlx_jax.ir.types import TensorType, is_float
+from rlx_jax.ir.types import is_float
 from rlx_jax.ir.weight_reads import WeightSource
+from rlx_jax.weights.execute import read_numbers
 from rlx_jax.weights.named import check_index, row_span
 from rlx_jax.weights.quantized_config import Quantization, quantization_of
 from rlx_jax.weights.quantized_layouts import CACHE_SCALES, LAYOUTS
-from rlx_jax.weights.quantized_tensors import ModuleTensors, QuantizedWeight, Range
+from rlx_jax.weights.quantized_tensors import ModuleTensors, QuantizedWeight
 from rlx_jax.weights.safetensors_header import check_shape
 from rlx_jax.weights.views import PART, SourceView, close
 
@@ -32,8 +30,7 @@ class QuantizedSource(SourceView):
     """A view of `source` in which the tensors of each quantised module are one weight, `{module}.weight`.
 
     `spec` of such a weight is a `PackedSpec` in float32 whose arrays are read under keys of their own; they convert the
-    stored tensors. A weight with inputs in mixed order is a float32 tensor that is decoded when it is read. `read` of
-    the weight itself returns decoded values. Other weights are unchanged.
+    stored tensors. `read` of the weight itself returns decoded values. Other weights are unchanged.
 
     Raises:
         MissingWeightError: a weight of 8-bit floats has no scale.
@@ -83,7 +80,7 @@ class QuantizedSource(SourceView):
         return self.source.where(self._modules.get(self._module(key), key))
 
     def spec(self, key: str) -> WeightSpec:
-        """Return the shape of a weight, and its scheme if it stays packed.
+        """Return the shape of a weight, and its scheme if it is quantised.
 
         Raises:
             WeightError, WeightShapeError, MissingWeightError: its tensors do not fit each other or the config.
@@ -91,15 +88,9 @@ class QuantizedSource(SourceView):
         if self._module(key) not in self._modules:
             return self.source.spec(key)
         weight = self._describe(self._module(key))
-        if weight.groups is not None:
-            return jax.ShapeDtypeStruct(weight.shape, F32)
         types = weight.scheme.array_types(weight.shape)
         arrays = {name: Key(f"{key}{PART}{name}", types[name]) for name in weight.arrays}
         return PackedSpec(weight.shape, F32, weight.scheme.name, arrays)
-
-    def is_decoded(self, key: str) -> bool:
-        module = self._module(key)
-        return module in self._modules and self._describe(module).groups is not None
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
         """Return a weight or a part of it, decoded if it is quantised; or one of the arrays of its scheme.
@@ -110,38 +101,16 @@ class QuantizedSource(SourceView):
         name, _, array = key.partition(PART)
         if self._module(name) not in self._modules:
             return self.source.read(key, index)
+        if not array:
+            return read_numbers(key, self, index)
         weight = self._describe(self._module(name))
-        found = weight.scheme.array_types(weight.shape)[array] if array else TensorType(weight.shape, F32)
+        found = weight.scheme.array_types(weight.shape)[array]
         slices = (*check_index(index, found.shape, key), *(slice(None),) * 2)[:2]
         spans = [row_span(part, size) for part, size in zip(slices, found.shape, strict=True)]
         if not all(count for _, count, _ in spans):
             return np.empty([count for _, count, _ in spans], found.dtype)
         rows, columns = ((start, start + count) for start, count, _ in spans)
-        rest = tuple(part for _, _, part in spans)
-        if array:
-            return np.ascontiguousarray(weight.arrays[array](rows, columns)[rest])
-        return np.ascontiguousarray(self._decode(weight, rows)[:, slice(*columns)][rest])
-
-    def _decode(self, weight: QuantizedWeight, rows: Range) -> HostArray:
-        """Return rows of a weight, float32 `[rows, in]`."""
-        unit = weight.scheme.rows
-        first, last = rows[0] // unit * unit, min(-(-rows[1] // unit) * unit, weight.shape[0])
-        limits.check_memory(8 * (last - first) * weight.shape[1], "decoded rows of a quantised weight")
-        box = ((first, last), (0, weight.shape[1]))
-        arrays = {name: read(*weight.scheme.array_box(name, weight.shape, box)) for name, read in weight.arrays.items()}
-        if weight.groups is not None:
-            return self._decode_mixed(weight, arrays)
-        return decode_on_host(arrays, weight.scheme.name)[rows[0] - first : rows[1] - first]
-
-    def _decode_mixed(self, weight: QuantizedWeight, arrays: dict[str, HostArray]) -> HostArray:
-        """Return the values of a weight with inputs in mixed order: scale[group] · (code − zero[group])."""
-        assert weight.groups is not None
-        scheme, groups = weight.scheme, weight.groups()
-        codes = np.asarray(scheme.codes[0].unpack(arrays["codes"])).astype(F32)
-        scales = arrays["scales"].view(BITS[scheme.scale]).astype(F32)
-        zeros = arrays["zeros"].astype(F32)[:, groups] if scheme.zeros else np.float32(scheme.zero)
-        values: HostArray = scales[:, groups] * (codes - zeros)
-        return values
+        return np.ascontiguousarray(weight.arrays[array](rows, columns)[tuple(part for _, _, part in spans)])
 
     @staticmethod
     def _module(key: str) -> str:

@@ -7,13 +7,13 @@ Values of codes and scales are copied, and scales at most widened, so decoding g
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from rlx_jax.errors import ConfigError, NonFiniteWeightError, UnsupportedError, WeightError, WeightShapeError, quote
 from rlx_jax.io.strict_json import parse_object
-from rlx_jax.ir.packed import TABLES, Codes
+from rlx_jax.ir.packed import SCHEMES, TABLES, Codes
 from rlx_jax.ir.types import short_name
 from rlx_jax.weights.quantized_config import WeightFormat
 from rlx_jax.weights.quantized_tensors import (
@@ -200,8 +200,9 @@ def _compressed_tensors(t: ModuleTensors, stored: WeightFormat) -> QuantizedWeig
         t.expect(".weight_zero_point", (-(-num_rows * bits // 32), num_groups), I32)
         arrays["zeros"] = read_whole(read_zeros)
         scheme = declare_scheme(f"uint{bits}_zeros", bits, block, scale, zeros=True)
+    weight = QuantizedWeight((num_rows, num_columns), scheme, arrays)
     groups = _groups(t, stored, ".weight_g_idx", num_columns, num_groups)
-    return QuantizedWeight((num_rows, num_columns), scheme, arrays, groups)
+    return weight if groups is None else _by_group(t, weight, groups)
 
 
 def _groups(
@@ -219,6 +220,25 @@ def _groups(
         return groups
 
     return read
+
+
+def _by_group(t: ModuleTensors, weight: QuantizedWeight, groups: Callable[[], HostArray]) -> QuantizedWeight:
+    """Return a weight whose inputs are in the mixed order of `groups`, with its codes sorted by group."""
+    scheme, num_columns = weight.scheme, weight.shape[1]
+    (codes,), block = scheme.codes, scheme.block or num_columns
+
+    def read_order() -> HostArray:
+        order = np.argsort(groups(), kind="stable").astype(np.int32)
+        if (groups()[order] != np.arange(num_columns) // block).any():
+            raise UnsupportedError(f"{t.where}: g_idx has groups of other sizes than {block}, which is unsupported")
+        return order[None]
+
+    def read_codes(rows: Range, columns: Range) -> HostArray:
+        data = weight.arrays["codes"](rows, (0, num_columns * codes.bits // 8))
+        return cut(codes.pack(codes.unpack(data)[:, read_order()[0]]), 0, columns)
+
+    scheme = SCHEMES.setdefault(f"{scheme.name}_ordered", replace(scheme, name=f"{scheme.name}_ordered", ordered=True))
+    return QuantizedWeight(weight.shape, scheme, {**weight.arrays, "codes": read_codes, "order": read_whole(read_order)})
 
 
 # -- AWQ and GPTQ ------------------------------------------------------------------------------
@@ -271,7 +291,8 @@ def _gptq(t: ModuleTensors, stored: WeightFormat) -> QuantizedWeight:
 
     arrays = {"codes": read_codes, "scales": _read_transposed_scales(t), "zeros": read_whole(read_zeros)}
     scheme = declare_scheme(f"uint{bits}_zeros", bits, block, scale, zeros=True)
-    return QuantizedWeight((num_rows, num_columns), scheme, arrays, groups if stored.mixed_order else None)
+    weight = QuantizedWeight((num_rows, num_columns), scheme, arrays)
+    return weight if groups is None or not stored.mixed_order else _by_group(t, weight, groups)
 
 
 def _transposed_scales(

@@ -40,14 +40,11 @@ class QuantizedWeight:
         shape: its shape.
         scheme: its packing scheme.
         arrays: a function for each array of the scheme that reads a box of it.
-        groups: a function that reads the group of each input, if the inputs of a group are not neighbours. Such a
-            weight does not stay packed; its arrays have the groups in order.
     """
 
     shape: tuple[int, int]
     scheme: Scheme
     arrays: Mapping[str, ReadArray]
-    groups: Callable[[], HostArray] | None = None
 
 
 @dataclass(frozen=True)
