@@ -143,7 +143,9 @@ def test_a_checkpoint_of_mxfp4(mxfp4: tuple[Path, dict[str, np.ndarray]], tmp_pa
         assert set(saved.keys()) == set(plain)
         for key, value in plain.items():
             np.testing.assert_array_equal(saved.read(key).astype(np.float32), value)
-    assert json.loads((tmp_path / "whole" / "config.json").read_text()) == SIZES | {"torch_dtype": "float32"}  # and it does not say that they are packed
+    assert json.loads((tmp_path / "whole" / "config.json").read_text()) == SIZES | {
+        "torch_dtype": "float32"
+    }  # and it does not say that they are packed
 
 
 def test_a_checkpoint_of_mxfp4_is_inspected(

@@ -123,7 +123,8 @@ def test_models(directories: Path, name: str, tmp_path: Path) -> None:
 
 
 SHARDED = [
-    "fp8_block", "gptq_v2_desc_act",
+    "fp8_block",
+    "gptq_v2_desc_act",
     *(pytest.param(name, marks=SLOW) for name in ("awq", "nvfp4_ct", "bnb_int8", "ct_int4", "mlx_4bit")),
 ]
 
@@ -276,6 +277,8 @@ TENSORS: list[tuple[str, Edit, type[Exception], str]] = [
     ("awq", lambda t: t.update({V + ".weight": t[V + ".scales"]}), errors.DuplicateWeightError, "stored quantised"),
     ("awq", lambda t: t.update({V + ".scales": t[V + ".scales"][:, :-1].copy()}), errors.WeightShapeError, "expected"),
     ("gptq_v2_desc_act", lambda t: t[V + ".g_idx"].__setitem__(3, 2), errors.WeightError, "groups outside 0 … 1"),
+    ("gptq_v2_desc_act", lambda t: t[V + ".g_idx"].__setitem__(slice(5), 0), errors.UnsupportedError,
+        "groups of other sizes than 32"),
     ("gptq_v2_desc_act", lambda t: t.pop(V + ".g_idx"), errors.MissingWeightError, "g_idx' is missing"),
     ("bnb_nf4", lambda t: t[V + ".weight.quant_map"].__setitem__(3, 0.1), errors.UnsupportedError, "other values than"),
     ("bnb_nf4", lambda t: t[V + STATE].__setitem__(0, 0), errors.ConfigError, "JSON|byte"),

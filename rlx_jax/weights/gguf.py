@@ -6,6 +6,7 @@ other checkpoint. Packed tensors remain packed: `spec` returns a `PackedSpec`, a
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import weakref
@@ -27,7 +28,7 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.io.files import Links, resolve
-from rlx_jax.ir.packed import PackedSpec, WeightSpec
+from rlx_jax.ir.packed import F32, PackedSpec, WeightSpec
 from rlx_jax.ir.packed_values import decode_packed, finite_check_floats
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.finite import OnNonfinite, check_finite
@@ -38,15 +39,13 @@ from rlx_jax.weights.gguf_header import GgufHeader, GgufTensor, MetadataValue, i
 from rlx_jax.weights.gguf_names import KeyReading, key_readings
 from rlx_jax.weights.gguf_write import write_gguf
 from rlx_jax.weights.manifest import digest
-from rlx_jax.weights.named import Closeable, NamedTensors, check_index
+from rlx_jax.weights.named import Closeable, HostArray, NamedTensors, check_index
 from rlx_jax.weights.safetensors_header import TensorInfo
 from rlx_jax.weights.tensor_file import ReadBytes, TensorFile, file_identity
 
-HostArray = np.ndarray[Any, Any]
 SUFFIX = ".gguf"
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 _PARTS, _PART_NUMBER, _ALL_TENSORS = "split.count", "split.no", "split.tensors.count"
-F32 = np.dtype(np.float32)
 # The headers in use by the identity of their file: whoever opens a file again, such as the folder of a checkpoint and
 # the source of its weights, shares one. A vocabulary of 150,000 takes tenths of a second to read.
 _HEADERS: weakref.WeakValueDictionary[tuple[int, ...], GgufHeader] = weakref.WeakValueDictionary()
@@ -84,12 +83,8 @@ class GgufFile(Closeable):
         self.file.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (os.path.abspath(os.fsdecode(self._path)), self.file.name)
-
-
-def _reopen(path: str, name: str) -> GgufFile:
-    """Open a file again, for a copy."""
-    return GgufFile(path, name=name)
+        # A copy opens the file again.
+        return functools.partial(GgufFile, name=self.file.name), (os.path.abspath(os.fsdecode(self._path)),)
 
 
 class GgufSource(NamedTensors[KeyReading], Closeable):

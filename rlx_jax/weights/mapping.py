@@ -16,10 +16,8 @@ from rlx_jax.ir.types import short_name
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.finite import OnNonfinite, check_finite
 from rlx_jax.weights.format import Entry, OpenOptions, stored_spec
-from rlx_jax.weights.named import NamedTensors, check_index
+from rlx_jax.weights.named import HostArray, NamedTensors, check_index
 from rlx_jax.weights.safetensors_header import check_shape
-
-HostArray = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from rlx_jax.ir.param import Key
 from rlx_jax.ir.types import short_name
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.execute import read_numbers
-from rlx_jax.weights.named import check_index
+from rlx_jax.weights.named import NamedTensors, check_index
 from rlx_jax.weights.quantized_tensors import declare_scheme
 from rlx_jax.weights.views import PART, HostArray, SourceView
 
@@ -23,7 +23,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 MAX_SCALE = 252
 
 
-class Mxfp4Source(SourceView):
+class Mxfp4Source(NamedTensors[bool], SourceView):
     """A view of `source` in which MXFP4 weights are packed weights; other weights are unchanged.
 
     Each pair `{key}_blocks` uint8 `[E, out, in/32, 16]` and `{key}_scales` uint8 `[E, out, in/32]` becomes `{key}` bf16
@@ -36,14 +36,8 @@ class Mxfp4Source(SourceView):
         bases = (key.removesuffix(BLOCKS) for key in source.keys() if key.endswith(BLOCKS))
         self._packed = {key for key in bases if source.has(key + SCALES) and not source.has(key)}
         hidden = {key + end for key in self._packed for end in (BLOCKS, SCALES)}
-        self._keys = (*(key for key in source.keys() if key not in hidden), *sorted(self._packed))
-        self._key_set = frozenset(self._keys)
-
-    def keys(self) -> tuple[str, ...]:
-        return self._keys
-
-    def has(self, key: str) -> bool:
-        return isinstance(key, str) and key in self._key_set
+        # Whether each weight is packed.
+        self._tensors = {key: False for key in source.keys() if key not in hidden} | dict.fromkeys(self._packed, True)
 
     def where(self, key: str) -> str:
         name = key.partition(PART)[0]

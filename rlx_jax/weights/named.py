@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
+
+import numpy as np
 
 from rlx_jax.errors import MissingWeightError, WeightShapeError, did_you_mean, quote, shown
 
 T = TypeVar("T")
+HostArray = np.ndarray[Any, Any]
 
 
 class Closeable:

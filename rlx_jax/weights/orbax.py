@@ -39,11 +39,10 @@ from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.finite import OnNonfinite, check_finite
 from rlx_jax.weights.format import Entry, OpenOptions
 from rlx_jax.weights.manifest import MANIFEST_NAME, open_verified
-from rlx_jax.weights.named import NamedTensors, check_index, row_span
+from rlx_jax.weights.named import HostArray, NamedTensors, check_index, row_span
 from rlx_jax.weights.orbax_tree import ArrayTree, find_item, is_orbax, key_below, read_tree
 from rlx_jax.weights.safetensors_header import check_shape
 
-HostArray = np.ndarray[Any, Any]
 _Error = CheckpointFormatError
 _CHUNK = 2**24  # bytes of a written chunk; small, as reading a part of an array decodes every chunk it overlaps
 _NUMPY = re.compile(r"[<|>]?[biufc][0-9]{1,2}")

@@ -15,8 +15,8 @@ from rlx_jax.errors import WeightError, quote
 from rlx_jax.ir.types import TensorType, is_float
 from rlx_jax.weights.finite import all_finite
 from rlx_jax.weights.format import Entry
+from rlx_jax.weights.named import HostArray
 
-HostArray = np.ndarray[Any, Any]
 F32, F8 = np.dtype(np.float32), np.dtype(ml_dtypes.float8_e4m3fn)
 FP8_BLOCK = 128  # rows and columns that share a scale
 _FP8_MAX = np.float32(448)

@@ -9,24 +9,22 @@ import numpy as np
 
 from rlx_jax.errors import MissingWeightError, RlxError, UnsupportedError, WeightError, quote
 from rlx_jax.io.folder import Folder
-from rlx_jax.ir.packed import PackedSpec, WeightSpec
+from rlx_jax.ir.packed import F32, PackedSpec, WeightSpec
 from rlx_jax.ir.param import Key
 from rlx_jax.ir.types import is_float
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.execute import read_numbers
-from rlx_jax.weights.named import check_index, row_span
+from rlx_jax.weights.named import NamedTensors, check_index, row_span
 from rlx_jax.weights.quantized_config import Quantization, quantization_of
 from rlx_jax.weights.quantized_layouts import CACHE_SCALES, LAYOUTS
 from rlx_jax.weights.quantized_tensors import ModuleTensors, QuantizedWeight
 from rlx_jax.weights.safetensors_header import check_shape
-from rlx_jax.weights.views import PART, SourceView, close
+from rlx_jax.weights.views import PART, HostArray, SourceView, close
 
-HostArray = np.ndarray[Any, Any]
-F32 = np.dtype(np.float32)
 _WEIGHT = ".weight"
 
 
-class QuantizedSource(SourceView):
+class QuantizedSource(NamedTensors[None], SourceView):
     """A view of `source` in which the tensors of each quantised module are one weight, `{module}.weight`.
 
     `spec` of such a weight is a `PackedSpec` in float32 whose arrays are read under keys of their own; they convert the
@@ -49,16 +47,14 @@ class QuantizedSource(SourceView):
             for marker in self._layout.markers:
                 if key.endswith(marker):
                     self._modules.setdefault(key.removesuffix(marker), key)
-        keys: dict[str, None] = {}
+        self._tensors = {}
         for key in source.keys():
             module = next((key.removesuffix(end) for end in (*ends, _WEIGHT) if key.endswith(end)), None)
             if module in self._modules:
-                keys[module + _WEIGHT] = None
+                self._tensors[module + _WEIGHT] = None
             elif not key.endswith(CACHE_SCALES):
-                keys[key] = None
+                self._tensors[key] = None
                 self._check_plain(key)
-        self._keys = tuple(keys)
-        self._key_set = frozenset(keys)
 
     def _check_plain(self, key: str) -> None:
         """Check a tensor that is not part of a quantised weight."""
@@ -69,12 +65,6 @@ class QuantizedSource(SourceView):
             raise MissingWeightError(
                 f"weight {quote(key)} ({self.source.where(key)}) is quantised, and its tensor {expected} is missing"
             )
-
-    def keys(self) -> tuple[str, ...]:
-        return self._keys
-
-    def has(self, key: str) -> bool:
-        return isinstance(key, str) and key in self._key_set
 
     def where(self, key: str) -> str:
         return self.source.where(self._modules.get(self._module(key), key))

@@ -13,20 +13,19 @@ import numpy as np
 
 from rlx_jax.errors import ConfigError, NonFiniteWeightError, UnsupportedError, WeightError, WeightShapeError, quote
 from rlx_jax.io.strict_json import parse_object
-from rlx_jax.ir.packed import SCHEMES, TABLES, Codes
+from rlx_jax.ir.packed import F32, SCHEMES, TABLES, Codes
 from rlx_jax.ir.types import short_name
+from rlx_jax.weights.named import HostArray
 from rlx_jax.weights.quantized_config import WeightFormat
 from rlx_jax.weights.quantized_tensors import (
     E4M3,
     E8M0,
-    F32,
     FLOATS,
     I8,
     I32,
     I64,
     U8,
     U32,
-    HostArray,
     ModuleTensors,
     QuantizedWeight,
     Range,
@@ -238,7 +237,9 @@ def _by_group(t: ModuleTensors, weight: QuantizedWeight, groups: Callable[[], Ho
         return cut(codes.pack(codes.unpack(data)[:, read_order()[0]]), 0, columns)
 
     scheme = SCHEMES.setdefault(f"{scheme.name}_ordered", replace(scheme, name=f"{scheme.name}_ordered", ordered=True))
-    return QuantizedWeight(weight.shape, scheme, {**weight.arrays, "codes": read_codes, "order": read_whole(read_order)})
+    return QuantizedWeight(
+        weight.shape, scheme, {**weight.arrays, "codes": read_codes, "order": read_whole(read_order)}
+    )
 
 
 # -- AWQ and GPTQ ------------------------------------------------------------------------------

@@ -17,17 +17,17 @@ from rlx_jax.errors import (
     WeightShapeError,
     quote,
 )
-from rlx_jax.ir.packed import SCHEMES, Codes, Scheme
+from rlx_jax.ir.packed import F32, SCHEMES, Codes, Scheme
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.ir.weight_reads import WeightSource
+from rlx_jax.weights.named import HostArray
 
-HostArray = np.ndarray[Any, Any]
 # (start, stop) of rows or of entries of a row.
 Range = tuple[int, int]
 ReadArray = Callable[[Range, Range], HostArray]
 
 E4M3, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
-F16, BF16, F32 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+F16, BF16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 I8, U8, I32, U32, I64 = (np.dtype(name) for name in ("i1", "u1", "i4", "u4", "i8"))
 FLOATS = (F32, BF16, F16)
 

@@ -28,10 +28,11 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io.atomic import atomic_directory, write_synced
 from rlx_jax.io.files import files_below
+from rlx_jax.ir.packed import F32
 from rlx_jax.ir.types import as_dtype, is_float, short_name
 from rlx_jax.weights import formats
 from rlx_jax.weights.format import Entry, FileFormat, Format, OpenOptions
-from rlx_jax.weights.gguf_write import F32, STORAGE
+from rlx_jax.weights.gguf_write import STORAGE
 from rlx_jax.weights.manifest import (
     MANIFEST_NAME,
     Manifest,

@@ -20,13 +20,12 @@ import numpy as np
 from rlx_jax.errors import FormatError, StorageError, quote
 from rlx_jax.io import limits
 from rlx_jax.io.files import open_regular, read_at
-from rlx_jax.weights.named import Closeable, check_index, find_tensor, row_span
+from rlx_jax.weights.named import Closeable, HostArray, check_index, find_tensor, row_span
 from rlx_jax.weights.safetensors_header import TensorInfo
 
 # Reads `count` bytes from `start` on; the third argument names the file in messages.
 ReadBytes = Callable[[int, int, str], bytes]
 HeaderReader = Callable[[ReadBytes, int, str], Mapping[str, TensorInfo]]
-HostArray = np.ndarray[Any, Any]
 # Is called with each part of a tensor once it is read, while it is in the CPU's cache.
 Inspect = Callable[[HostArray], None]
 

@@ -10,12 +10,10 @@ import numpy as np
 from rlx_jax.ir.packed import WeightSpec
 from rlx_jax.ir.weight_reads import WeightSource, is_decoded
 from rlx_jax.weights.named import Closeable, NamedTensors
+from rlx_jax.weights.named import HostArray as HostArray
 
 # What separates the key of a weight from the name of one of its arrays, in the keys of the arrays of packed weights.
 PART = " / "
-
-
-HostArray = np.ndarray[Any, Any]
 
 
 class ReadsInto(Protocol):
