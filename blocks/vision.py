@@ -17,7 +17,6 @@ from rlx_jax.blocks.linear import LayerNorm, ResidualAdd, ResidualSave, dense, l
 from rlx_jax.blocks.self_attention import SelfAttention, head_width
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir import hir
-from rlx_jax.ir.former_names import former_names
 from rlx_jax.ir.ops.vision import GridAngles, GridPositions, Patches
 from rlx_jax.ir.types import DimLike, TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
@@ -294,7 +293,6 @@ NOMIC_KEYS = LayerKeys(
 )
 
 
-@former_names(turned="use_rope")
 @dataclass(frozen=True)
 class PreNormLayerSpec:
     """Keys, sizes and options of a pre-norm layer.
@@ -420,7 +418,6 @@ def grid_rope_tables(
     return cos, sin
 
 
-@former_names(before="num_prefix_tokens")
 @dataclass(frozen=True)
 class PatchRope:
     """Write rope tables of a grid of patches, row by row, for the stages that follow; the active value is unchanged.

@@ -5,13 +5,11 @@ Passes define the patterns; this module only has the data types and the counting
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlx_jax.ir.former_names import former_names
 from rlx_jax.ir.graph import Graph, Node, Op
 from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
 from rlx_jax.ir.ops.fused import (
@@ -65,7 +63,6 @@ class FusionSite:
         return f"{self.pattern} @ {self.node} ({self.context}) — {outcome}"
 
 
-@former_names(places="sites")
 @dataclass(frozen=True)
 class Fused:
     """Result of a fusion pass: the rewritten graph and its fusion sites."""
@@ -74,7 +71,6 @@ class Fused:
     sites: tuple[FusionSite, ...] = ()
 
 
-@former_names(places="sites")
 @dataclass(frozen=True)
 class FusionReport:
     """Counts of ops in one program after its passes, with the fused and missed sites. Repeated layers count once.
@@ -203,11 +199,3 @@ def _walk_live_nodes(graph: Graph) -> Iterator[Node]:
         yield graph.nodes[number]
         for region in graph.nodes[number].op.regions():
             yield from _walk_live_nodes(region)
-
-
-def __getattr__(name: str) -> Any:
-    """Return `FusionSite` under its former name `Place`, for one version."""
-    if name == "Place":
-        warnings.warn("fusion.Place is now FusionSite", DeprecationWarning, stacklevel=2)
-        return FusionSite
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,7 +14,6 @@ from importlib.resources import files
 from typing import Any, ClassVar, Union
 
 from rlx_jax.errors import MissingFileError, ProfileError, UnsupportedError, did_you_mean, quote, shown
-from rlx_jax.ir.former_names import former_names
 from rlx_jax.ir.table import TextTable
 from rlx_jax.profiles import toml_text
 from rlx_jax.profiles.check import Location, Options, Setting, Table, build, field_types, iter_settings
@@ -47,7 +46,6 @@ UNMEASURED = ("llada2_diffusion", "sam2", "sam2_memory_attention", "sam3", "sam_
 ProfileLike = Union["CompileProfile", str, os.PathLike[str]]
 
 
-@former_names(what="name")
 @dataclass(frozen=True)
 class Change:
     """A difference between two profiles: the value `ours` in the profile with the method, `theirs` in the argument."""

@@ -176,20 +176,3 @@ def test_names_of_the_specification() -> None:
     attention: Any = blocks.SelfAttnPrefillSpec("a", "b", "c", 4, 6, 2, "sliding:3", sinks_key="s")
     assert [attention.weight(name) for name in "qkv"] == ["a", "b", "c"] and attention.sinks
     assert replace(attention, k_key="d").keys.k == "d" and attention.under("p").keys.q == "a"
-
-
-def test_former_names() -> None:
-    """Still work for families of other packages, and warn."""
-    fields = Fields({"size": 3}, "config")
-    with pytest.warns(DeprecationWarning, match="now Fields.integer$"):
-        assert fields.whole("size", high=4) == 3
-    with pytest.warns(DeprecationWarning, match="now Fields.integer_or_null"):
-        assert fields.whole_or_null("window", None) is None
-    with pytest.warns(DeprecationWarning, match="OldFlow.opening is now embedding_stages"):
-
-        class OldFlow(rlx.BertFlow):
-            def opening(self) -> tuple[blocks.BlockStage, ...]:
-                return super().opening()[:1]
-
-    config = {"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 5}
-    assert len(OldFlow.for_prefill(config).embedding_stages()) == 1

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 
 import rlx_jax as rlx
@@ -44,16 +41,3 @@ def test_the_top_level() -> None:
     assert set(TOP) <= set(rlx.__all__) and not set(RECIPES) & set(rlx.__all__)
     for name in RECIPES:
         assert getattr(rlx, name) is getattr(rlx.models, name)
-
-
-@pytest.mark.parametrize(("record", "former", "present"), [
-    (rlx.blocks.PatchRope((2, 2), 8, num_prefix_tokens=3), "before", "num_prefix_tokens"),
-    (rlx.ModelFlow("m").input("x", (2,)).build(), "left_keys", "unused_keys"),
-    (rlx.CompileProfile().diff(rlx.CompileProfile.preset("encoder")).fields[0], "what", "name"),
-])  # fmt: skip
-def test_former_names_of_fields(record: Any, former: str, present: str) -> None:
-    """Still work for one version, as attributes and as arguments, and warn."""
-    with pytest.warns(DeprecationWarning, match=f"{former} is now {present}"):
-        assert getattr(record, former) == getattr(record, present)
-    with pytest.warns(DeprecationWarning, match=f"{former} is now {present}"):
-        assert replace(record, **{former: getattr(record, present)}) == record

@@ -16,7 +16,6 @@ each token independently (`tokenwise.py`); otherwise derivation fails with an er
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -50,14 +49,6 @@ CACHED_PROGRAMS = ("prefill", "extend", "verify")
 # Inputs that programs have in addition to the flow's inputs.
 ADDED_INPUTS = {**dict.fromkeys(CACHED_PROGRAMS, (LENGTHS,)), "packed": (SEGMENTS, POSITIONS)}
 PROGRAMS = ("forward", "train", *CACHED_PROGRAMS, "explicit", "packed", "padded")
-
-
-def __getattr__(name: str) -> Any:
-    """Return `carry_state` under its former name, which plugins import from here; with a warning."""
-    if name == "carried":
-        warnings.warn("rlx_jax.lowering.hir.derive.carried is now carry_state", DeprecationWarning, stacklevel=2)
-        return carry_state
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def unknown_program(program: object) -> str:

@@ -20,7 +20,6 @@ from rlx_jax.compiler.settings import FUSION_POLICIES, choose_profile, lowering_
 from rlx_jax.errors import FormatError, GraphError, VersionMismatchError, check_names, quote, shown
 from rlx_jax.io.strict_json import parse_object
 from rlx_jax.ir import queries
-from rlx_jax.ir.former_names import former_names
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Node, TypeCache, Value
 from rlx_jax.ir.packed import PackedSpec, packed_types
 from rlx_jax.ir.param import keys_of
@@ -402,7 +401,6 @@ class GraphModule(ModuleBuilder):
         )  # fmt: skip
 
 
-@former_names(left_keys="unused_keys", fresh="missing_keys")
 @dataclass(frozen=True)
 class BuiltModel(Built):
     """The result of `build`: the record that the compiler reads, with methods that give its graph as a module.

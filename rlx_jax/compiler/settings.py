@@ -6,7 +6,6 @@ No other module of the compiler interprets a profile.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -386,12 +385,6 @@ def lowering_settings(policy: str = "direct", target: str = "cpu") -> Settings:
         disabled_kinds=frozenset({"layout", "fusion", "cleaning"}),
         plan=Plan(target, scan=False, donate_state=False),
     )
-
-
-def plain(policy: str = "direct", target: str = "cpu") -> Settings:
-    """Return `lowering_settings(policy, target)`: the former name, for one version."""
-    warnings.warn("settings.plain is now lowering_settings", DeprecationWarning, stacklevel=2)
-    return lowering_settings(policy, target)
 
 
 def supported_platform(device: Device) -> str:

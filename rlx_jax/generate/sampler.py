@@ -20,7 +20,6 @@ import numpy as np
 from rlx_jax.compiler.settings import bucket_size
 from rlx_jax.errors import RequestError, TokenIdError, UnsupportedError, listing, quote, shown
 from rlx_jax.io.folder import Folder
-from rlx_jax.ir.former_names import former_names
 from rlx_jax.runtime.inputs import check_integer
 
 Array = jax.Array
@@ -121,7 +120,6 @@ def option(default: Any, metavar: str, help: str, **rules: Any) -> Any:
     return field(default=default, metadata={"option": SamplerOption(metavar, help, **rules)})
 
 
-@former_names(knobs="values", method="sampling_steps")
 @dataclass(frozen=True)
 class Sampler:
     """Sampling parameters, in the order in which they apply.

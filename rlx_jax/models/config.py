@@ -105,16 +105,6 @@ class Fields:
         """Return an integer in `[1, high]`, or None for null; the default for a missing field."""
         return None if self._is_null(name, default) else self.integer(name, default, high=high)
 
-    def whole(self, name: str, *args: Any, **bounds: Any) -> int:
-        """Call `integer`, under its former name."""
-        warnings.warn("Fields.whole is now Fields.integer", DeprecationWarning, stacklevel=2)
-        return self.integer(name, *args, **bounds)
-
-    def whole_or_null(self, name: str, *args: Any, **bounds: Any) -> int | None:
-        """Call `integer_or_null`, under its former name."""
-        warnings.warn("Fields.whole_or_null is now Fields.integer_or_null", DeprecationWarning, stacklevel=2)
-        return self.integer_or_null(name, *args, **bounds)
-
     def pair(self, name: str, default: int | None = None, high: int = 2**16) -> tuple[int, int]:
         """Return height and width: one integer in `[1, high]` for both, or a list of two."""
         value = self._get_value(name, default, "an integer")

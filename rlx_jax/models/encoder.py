@@ -6,7 +6,6 @@ A family is its config, the stages before its layers, and its layer; `families.p
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self, TypeVar
@@ -59,16 +58,6 @@ class TowerFlow(Recipe[L]):
     heads: ClassVar[HeadLayers] = {}  # the layers of the family's heads by task
     # The token of a text that a classifier reads, and `pad_token_id` of a config that lacks the field: see `read_head`.
     head_token: ClassVar[tuple[str, int | None]] = ("cls", None)
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        # Families of other packages may still define these methods under their former names.
-        for old, new in (("opening", "embedding_stages"), ("closing", "final_stages")):
-            if old in vars(cls):
-                warnings.warn(f"{cls.__name__}.{old} is now {new}", DeprecationWarning, stacklevel=2)
-                setattr(cls, new, vars(cls)[old])
-            elif new in vars(cls):  # for a call of super() under the former name
-                setattr(cls, old, vars(cls)[new])
 
     def key(self, name: str) -> str:
         """Return the checkpoint's key for a key of the tower."""

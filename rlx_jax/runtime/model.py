@@ -18,7 +18,6 @@ from rlx_jax.compiler.meshes import to_model_devices, use_model_mesh
 from rlx_jax.device import check_device_memory, out_of_memory
 from rlx_jax.errors import GraphError, MissingWeightError, RequestError, RlxError, listing, quote, shown
 from rlx_jax.inspection.records import Inspection
-from rlx_jax.ir.former_names import former_names
 from rlx_jax.ir.types import as_dim
 from rlx_jax.ir.weight_reads import shapes_only
 from rlx_jax.lowering.inspect.outline import Outline
@@ -39,7 +38,6 @@ from rlx_jax.weights.execute import quantization_errors
 from rlx_jax.weights.inverse import weights_by_key
 
 
-@former_names(bound="bind_to_sizes", sized="key_for_sizes", last="last_key", warm="compile_if_static")
 @dataclass(eq=False)
 class CompiledModel(ModelProgram):
     """A jitted callable: `model(x)` checks inputs, compiles each size once, and runs.

@@ -28,7 +28,6 @@ from rlx_jax.errors import (
     listing,
     quote,
 )
-from rlx_jax.ir.former_names import former_names
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Hir, Op, Param, Value, as_values, locate_errors
 from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.param import Role, Roles, stored_keys
@@ -71,7 +70,6 @@ def input_type(name: str, shape: Sequence[int | str | Dim], dtype: Any) -> Tenso
     return tensor_type(shape, device_dtype(as_dtype(dtype, f"input {name}: ")), f"input {name}")
 
 
-@former_names(own="unwrap", inside="to_current_body", say_roles="record_roles")
 class Emit(SpecBuilders[FlowValue]):
     """Writes the HIR of one flow: the ops of `SpecBuilders`, weights by key, and the registers.
 
