@@ -41,7 +41,7 @@ import rlx_jax as rlx
 from rlx_jax.device import running_device
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
-from rlx_jax.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeFlow, weight_specs
+from rlx_jax.models.mixture import Qwen3MoeConfig, Qwen3MoeFlow, weight_specs
 
 START = time.perf_counter()
 SHORT, LONG = 17, 81

@@ -26,7 +26,7 @@ import numpy as np
 
 import rlx_jax as rlx
 from rlx_jax.inspection.page import Page
-from rlx_jax.ir.table import TextTable
+from rlx_jax.ir.text import TextTable
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 
 GOALS = {"1b": 1.5, "64-layers": 2.0}  # seconds

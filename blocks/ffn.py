@@ -9,9 +9,8 @@ from typing import ClassVar, Literal, Self
 from rlx_jax.blocks.linear import module_keys
 from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
-from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.ops.experts import ClampedGate as ClampedGate
-from rlx_jax.ir.types import DimLike, TensorType
+from rlx_jax.ir.types import DimLike, Init, TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.parameters import WeightKey, WeightPart, WeightStack
 

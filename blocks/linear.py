@@ -12,10 +12,9 @@ from typing import ClassVar
 from rlx_jax.blocks.control import check_hidden
 from rlx_jax.errors import GraphError, ShapeError, WeightShapeError, quote
 from rlx_jax.ir import hir
-from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.param import Roles
-from rlx_jax.ir.types import DimLike, TensorType
+from rlx_jax.ir.types import DimLike, Init, TensorType
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.parameters import WeightKey
 

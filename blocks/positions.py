@@ -11,7 +11,7 @@ import numpy as np
 from rlx_jax.blocks.linear import TABLE_ROLES
 from rlx_jax.errors import RlxWarning, ShapeError, UnboundInputError
 from rlx_jax.ir import hir
-from rlx_jax.ir.initializers import Init
+from rlx_jax.ir.types import Init
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.frequencies import Frequencies, frequencies
 

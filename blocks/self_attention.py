@@ -8,10 +8,9 @@ from rlx_jax.blocks.control import KvCacheContract
 from rlx_jax.blocks.linear import module_of
 from rlx_jax.blocks.positions import check_tables, positions_of, register_names
 from rlx_jax.errors import GraphError, WeightShapeError, quote, shown
-from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.param import Parts, Role
-from rlx_jax.ir.types import DimLike, TensorType, is_static
+from rlx_jax.ir.types import DimLike, Init, TensorType, is_static
 from rlx_jax.trace.attention import Rotary, Window
 from rlx_jax.trace.checks import check_count
 from rlx_jax.trace.emit import Emit, FlowValue

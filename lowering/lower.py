@@ -15,7 +15,7 @@ from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.norm import RmsNormOp
 from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.plugins import direct_rule
-from rlx_jax.ir.rewrite import everywhere, rewrite
+from rlx_jax.ir.region import everywhere, rewrite
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lir.interpret import Env, interpret
 

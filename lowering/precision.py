@@ -43,7 +43,7 @@ from rlx_jax.ir.ops.index import Gather
 from rlx_jax.ir.ops.pointwise import CastTo, FullLike, in_dtype
 from rlx_jax.ir.ops.shape import Reshape
 from rlx_jax.ir.param import cast
-from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
+from rlx_jax.ir.region import Rewrite, everywhere, rewrite
 from rlx_jax.ir.types import is_float
 from rlx_jax.lowering.mir.small import dce
 

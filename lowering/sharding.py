@@ -25,7 +25,7 @@ from rlx_jax.ir.ops.shape import Shard
 from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.param import Program, Role, Roles, Stack, packed_parameter, packing_of, printed_name
 from rlx_jax.ir.paths import path_text
-from rlx_jax.ir.rewrite import everywhere, rewrite
+from rlx_jax.ir.region import everywhere, rewrite
 from rlx_jax.ir.roles import dim_roles, program_roles
 from rlx_jax.ir.types import DimLike, TensorType, is_static
 

@@ -14,7 +14,7 @@ from importlib.resources import files
 from typing import Any, ClassVar, Union
 
 from rlx_jax.errors import MissingFileError, ProfileError, UnsupportedError, did_you_mean, quote, shown
-from rlx_jax.ir.table import TextTable
+from rlx_jax.ir.text import TextTable
 from rlx_jax.profiles import toml_text
 from rlx_jax.profiles.check import Location, Options, Setting, Table, build, field_types, iter_settings
 from rlx_jax.profiles.effects import always

@@ -22,10 +22,10 @@ from rlx_jax.generate.prompt_request import PromptRequest as PromptRequest
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.scoring import Score as Score
 from rlx_jax.ir import ops, plugins
-from rlx_jax.ir.extensions import FlowExtensionPlan as FlowExtensionPlan
 from rlx_jax.ir.graph import GraphStage
 from rlx_jax.ir.packed import Packed
 from rlx_jax.ir.param import Parts as Parts
+from rlx_jax.ir.plugins import FlowExtensionPlan as FlowExtensionPlan
 from rlx_jax.ir.plugins import Plugin
 from rlx_jax.layer_stack import LayerStack
 from rlx_jax.loading.load import load

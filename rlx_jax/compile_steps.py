@@ -1,6 +1,15 @@
 """The steps of a compile by name, for hosts that keep their own tables of programs; see docs/compile-steps.md."""
 
-from rlx_jax.compiler.compile_pipeline import CompilePipeline, CompileResult
+from rlx_jax.compiler.compile_pipeline import (
+    BlockSpecialization,
+    CompilePipeline,
+    CompileResult,
+    HirReflection,
+    MirReflection,
+    ModelReflection,
+    probe_block_specialization,
+    symbolic_layout_hint,
+)
 from rlx_jax.compiler.execution import (
     CompilationMode,
     ExecutionPreset,
@@ -12,14 +21,6 @@ from rlx_jax.compiler.execution import (
     compile_options_for,
 )
 from rlx_jax.compiler.manifest import BindingManifest, BoundArray, ManifestDiff, WeightBlock
-from rlx_jax.compiler.reflection import (
-    BlockSpecialization,
-    HirReflection,
-    MirReflection,
-    ModelReflection,
-    probe_block_specialization,
-    symbolic_layout_hint,
-)
 from rlx_jax.runtime.aot_cache import AotCache
 from rlx_jax.runtime.compile_caches import BucketedCompileCache, CompileCache, DynamicDimCompileCache
 from rlx_jax.runtime.model_compile_pipeline import ModelCompilePipeline, Qwen35CompileCache, specialize_entry

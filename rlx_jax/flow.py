@@ -25,15 +25,13 @@ from rlx_jax.compiler.pipeline import make_template
 from rlx_jax.compiler.settings import choose_settings
 from rlx_jax.errors import GraphError, RlxError, ShapeError, UnsupportedError, did_you_mean, quote, shown
 from rlx_jax.flow_outputs import FlowOutputs, names_of
-from rlx_jax.ir.extensions import FlowExtensionPlan
 from rlx_jax.ir.graph import Builder, TypeCache
-from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.param import keys_of
 from rlx_jax.ir.paths import Origin
-from rlx_jax.ir.region import roll
-from rlx_jax.ir.rewrite import bind_params
+from rlx_jax.ir.plugins import FlowExtensionPlan
+from rlx_jax.ir.region import bind_params, roll
 from rlx_jax.ir.text import summary
-from rlx_jax.ir.types import as_dim, as_name, is_float, is_static
+from rlx_jax.ir.types import Init, as_dim, as_name, is_float, is_static
 from rlx_jax.ir.user_functions import CapturedArrays
 from rlx_jax.ir.verify import verify
 from rlx_jax.ir.weight_reads import WeightSource

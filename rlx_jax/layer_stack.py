@@ -14,8 +14,8 @@ from rlx_jax import blocks
 from rlx_jax.blocks.control import BlockStage, check_stages
 from rlx_jax.blocks.encoder import bert_layer_prefix, normalize_style
 from rlx_jax.errors import GraphError, quote, shown
-from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.param import Roles
+from rlx_jax.ir.types import Init
 from rlx_jax.trace.emit import Emit
 from rlx_jax.trace.flow_value import FlowValue
 

@@ -11,10 +11,9 @@ import jax
 
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import Graph, GraphStage, Param, TypeCache
-from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.param import Roles, keys_of, stored_keys
 from rlx_jax.ir.paths import bind_path, path_text
-from rlx_jax.ir.types import TensorType
+from rlx_jax.ir.types import Init, TensorType
 from rlx_jax.ir.user_functions import CapturedArrays
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.lowering.lir.plan import Plan

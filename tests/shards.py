@@ -13,8 +13,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from rlx_jax.ir.weight_reads import WeightSource
-from rlx_jax.weights.safetensors import open_safetensors
-from rlx_jax.weights.tensor_file import TensorFile
+from rlx_jax.weights.tensor_file import TensorFile, open_safetensors
 
 INDEX = "model.safetensors.index.json"
 W = np.arange(6, dtype=np.float32).reshape(2, 3)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from rlx_jax.ir.graph import BodyInput, Builder, Node, StateRead, TypeCache
 from rlx_jax.ir.ops.pointwise import Unary
+from rlx_jax.ir.paths import StateLeaf
 from rlx_jax.ir.region import Repeat
-from rlx_jax.ir.state_leaf import StateLeaf
 from rlx_jax.ir.types import tensor_type
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.mir.small import dce

@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Kind
 import rlx_jax as rlx
 from rlx_jax.errors import ConfigError, RlxError, UnsupportedError
 from rlx_jax.ir.packed import PackedSpec
-from rlx_jax.models.gpt_oss import GptOssConfig, GptOssFlow
+from rlx_jax.models.mixture import GptOssConfig, GptOssFlow
 from tests.oracles import mtp_drafts
 from tests.oracles.comparing import assert_same_model
 from tests.oracles.gguf_files import write_gguf

@@ -19,8 +19,7 @@ from rlx_jax.ir.graph import Hir, Input, Leaf, Mir, Op, StateRead
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.pointwise import FullLike
 from rlx_jax.ir.ops.shape import Slice
-from rlx_jax.ir.paths import LayerIndex
-from rlx_jax.ir.state_leaf import StateLeaf
+from rlx_jax.ir.paths import LayerIndex, StateLeaf
 from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.lowering.hir.derive import derive
 from rlx_jax.lowering.lower import expand_composites

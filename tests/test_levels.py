@@ -14,8 +14,8 @@ import rlx_jax as rlx
 from rlx_jax.cli import entry
 from rlx_jax.errors import GraphError, SaveFailedError
 from rlx_jax.ir.graph import Builder, TypeCache, constant
-from rlx_jax.ir.graph_diff import diff_text
 from rlx_jax.ir.ops.pointwise import Binary
+from rlx_jax.ir.text import diff_text
 from rlx_jax.ir.types import TensorType
 from rlx_jax.runtime.levels import LEVELS
 from tests import divided

@@ -22,8 +22,7 @@ from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.lowering.lir.experts import choose
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
 from rlx_jax.lowering.lower import as_function
-from rlx_jax.models.mixtral import MixtralConfig
-from rlx_jax.models.qwen3_moe import Qwen3MoeConfig
+from rlx_jax.models.mixture import MixtralConfig, Qwen3MoeConfig
 from tests.oracles import checkpoints, op_formulas
 from tests.oracles.comparing import assert_close
 from tests.oracles.recorded import load_record

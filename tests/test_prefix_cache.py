@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.generate.prefix_cache import Prefix
-from rlx_jax.weights.safetensors import open_safetensors
+from rlx_jax.weights.tensor_file import open_safetensors
 from tests import divided
 from tests.divided import V
 from tests.small import profile

@@ -17,7 +17,7 @@ from rlx_jax import errors
 from rlx_jax.errors import RequestError
 from rlx_jax.ir.graph import Builder, Input, StateRead, TypeCache
 from rlx_jax.ir.ops.pointwise import Binary, CastTo
-from rlx_jax.ir.state_leaf import StateLeaf
+from rlx_jax.ir.paths import StateLeaf
 from rlx_jax.ir.types import TensorType, as_dtype, symbol
 from rlx_jax.models.llama import Llama32Flow
 from rlx_jax.runtime.compile_flow import compile_together

@@ -25,8 +25,8 @@ from rlx_jax.ir.packed_values import decode_arrays
 from rlx_jax.weights.execute import read_numbers
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.quantized import with_quantized_weights
-from rlx_jax.weights.safetensors import open_safetensors
 from rlx_jax.weights.safetensors_format import write_file
+from rlx_jax.weights.tensor_file import open_safetensors
 from tests.oracles import checkpoints
 from tests.oracles.comparing import assert_close
 from tests.oracles.fuzzing import seed_of

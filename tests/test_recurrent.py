@@ -16,11 +16,11 @@ import rlx_jax as rlx
 from rlx_jax.errors import DeriveError, GraphError, RlxError, ShapeError, TokenIdError
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Hir, Value
+from rlx_jax.ir.operands import BLOCK
 from rlx_jax.ir.ops.index import TailRows
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.ops.reduce import Cumsum
 from rlx_jax.ir.ops.shape import Concat, Narrow, Reshape, Slice
-from rlx_jax.ir.traits import BLOCK
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.hir import rules
 from tests.oracles.comparing import assert_close

@@ -32,9 +32,8 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io import limits
 from rlx_jax.weights import tensor_file
-from rlx_jax.weights.safetensors import open_safetensors
 from rlx_jax.weights.safetensors_header import DTYPES
-from rlx_jax.weights.tensor_file import TensorFile
+from rlx_jax.weights.tensor_file import TensorFile, open_safetensors
 from tests.oracles import fuzzing
 from tests.oracles.fuzzing import bounded_memory, case, corpus, mutated, run, scrambled, seed_of
 from tests.shards import ENTRY, frame, one, open_raw

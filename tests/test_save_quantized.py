@@ -15,7 +15,7 @@ import rlx_jax as rlx
 from rlx_jax import cli
 from rlx_jax.errors import DTypeError, RequestError, RlxError, UnsupportedError, WeightError
 from rlx_jax.weights.quantize import quantize_fp8, quantize_int8
-from rlx_jax.weights.safetensors import open_safetensors
+from rlx_jax.weights.tensor_file import open_safetensors
 from tests.oracles.comparing import assert_close, assert_same_model
 from tests.test_gguf import random_checkpoint
 

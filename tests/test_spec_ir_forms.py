@@ -20,12 +20,12 @@ from rlx_jax.compiler.compat import FusionPolicy, hir_from_json, hir_to_json, li
 from rlx_jax.compiler.graph_module import BuiltModel
 from rlx_jax.errors import DTypeError, GraphError, PluginError, RlxError, ShapeError
 from rlx_jax.ir import extensions, hir
-from rlx_jax.ir.extensions import FlowExtensionPlan
 from rlx_jax.ir.graph import Graph as GraphIR
 from rlx_jax.ir.graph import Mir, TypeCache
+from rlx_jax.ir.operands import ELEMENTWISE
 from rlx_jax.ir.ops.pointwise import Unary
-from rlx_jax.ir.rewrite import everywhere, rewrite
-from rlx_jax.ir.traits import ELEMENTWISE
+from rlx_jax.ir.plugins import FlowExtensionPlan
+from rlx_jax.ir.region import everywhere, rewrite
 from tests.op_cases import OpCase, check_all
 from tests.oracles import image_formulas as image
 from tests.oracles import op_formulas as formulas

@@ -14,10 +14,10 @@ import rlx_jax as rlx
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import Hir, Mir, TypeCache
 from rlx_jax.ir.hir import BLOCKS
+from rlx_jax.ir.operands import ELEMENTWISE, Traits
 from rlx_jax.ir.ops import OPS
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.pointwise import Unary
-from rlx_jax.ir.traits import ELEMENTWISE, Traits
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig
 from tests.test_json import op_classes

@@ -16,12 +16,12 @@ from rlx_jax.errors import GraphError, ShapeError, UnboundInputError
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Constant, Input, Mir, Node, Param, TypeCache, Value
 from rlx_jax.ir.graph import Graph as IrGraph
+from rlx_jax.ir.operands import ELEMENTWISE
 from rlx_jax.ir.ops.pointwise import CastTo, Unary, Where
 from rlx_jax.ir.ops.shape import RepeatHeads
 from rlx_jax.ir.param import Key
 from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.text import dump
-from rlx_jax.ir.traits import ELEMENTWISE
 from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lower import lower

@@ -24,8 +24,7 @@ from rlx_jax.errors import UnsupportedError
 from rlx_jax.io import limits
 from rlx_jax.io.files import resolve
 from rlx_jax.weights import formats
-from rlx_jax.weights.finite import all_finite
-from rlx_jax.weights.format import Entry, OpenOptions
+from rlx_jax.weights.format import Entry, OpenOptions, all_finite
 from rlx_jax.weights.mapping import MappingSource
 from rlx_jax.weights.safetensors_format import SafetensorsSource
 from rlx_jax.weights.source import WeightSource, open_weights

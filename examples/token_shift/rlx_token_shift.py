@@ -17,11 +17,11 @@ import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.errors import DeriveError, ShapeError
 from rlx_jax.ir.graph import Builder, Graph, Hir, Mir, Node, TypeCache, Value
+from rlx_jax.ir.operands import BLOCK, ELEMENTWISE
 from rlx_jax.ir.ops.index import TakeRow
 from rlx_jax.ir.ops.pointwise import Binary, FullLike, Unary
 from rlx_jax.ir.ops.shape import Concat, Narrow, Slice
-from rlx_jax.ir.rewrite import everywhere, rewrite
-from rlx_jax.ir.traits import BLOCK, ELEMENTWISE
+from rlx_jax.ir.region import everywhere, rewrite
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.hir.derive import LENGTHS, Derivation
 from rlx_jax.models.decoder import DecoderFlow

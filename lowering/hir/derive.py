@@ -28,8 +28,7 @@ from rlx_jax.ir.graph import Builder, Graph, Leaf, Node, Op, TypeCache, Value
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.ops.shape import Concat, Reshape
 from rlx_jax.ir.paths import path_text
-from rlx_jax.ir.region import unroll
-from rlx_jax.ir.rewrite import Rewrite, rewrite
+from rlx_jax.ir.region import Rewrite, rewrite, unroll
 from rlx_jax.ir.types import TensorType, is_static, symbol
 from rlx_jax.lowering.hir.explicit import ExplicitCache
 from rlx_jax.lowering.hir.independence import cache_chunk_tests, cache_slice_tests, prove, why_not_independent

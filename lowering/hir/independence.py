@@ -24,8 +24,8 @@ from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.exported import ExportedCall
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.plugins import is_builtin
-from rlx_jax.ir.type_inference import formula_key
 from rlx_jax.ir.types import TensorType
+from rlx_jax.ir.user_functions import formula_key
 from rlx_jax.lowering.hir.tokenwise import Verdict, token_wise, token_wise_graph
 from rlx_jax.lowering.lower import as_function, as_graph
 

@@ -21,9 +21,8 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import BodyInput, Builder, Graph, Input, Node, Op, StateRead, TypeCache, Value, constant
 from rlx_jax.ir.ops.cache import Overwrite
 from rlx_jax.ir.param import Roles
-from rlx_jax.ir.paths import Path
-from rlx_jax.ir.rewrite import rewrite
-from rlx_jax.ir.state_leaf import StateLeaf
+from rlx_jax.ir.paths import Path, StateLeaf
+from rlx_jax.ir.region import rewrite
 from rlx_jax.ir.types import TensorType, is_static, terms_of
 
 # Adds a leaf to the state: `Derivation.state`.

@@ -33,8 +33,8 @@ from jax.extend import core as jex
 
 from rlx_jax.errors import first_line
 from rlx_jax.ir.graph import BodyInput, Graph, Leaf, Value
-from rlx_jax.ir.type_inference import cached_formula
 from rlx_jax.ir.types import short_name
+from rlx_jax.ir.user_functions import cached_formula
 
 
 @dataclass(frozen=True)

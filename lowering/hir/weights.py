@@ -20,7 +20,7 @@ from rlx_jax.ir.ops.pointwise import CastTo, Unary
 from rlx_jax.ir.ops.shape import Narrow, Shard
 from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.param import Parts, Program, Role, Transposed, concat, keys_of, packing_of, pad_axis, slice_axis
-from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
+from rlx_jax.ir.region import Rewrite, everywhere, rewrite
 from rlx_jax.ir.roles import dim_roles, program_roles
 from rlx_jax.lowering.fusion import Fused, FusionSite
 from rlx_jax.lowering.lir.plan import tied_groups

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rlx_jax.ir.graph import Graph, Input, Leaf, Mir, Node, Param, StateRead, Value
+from rlx_jax.ir.operands import zero
 from rlx_jax.ir.param import Stack, printed_name
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.serial import closure_digest, encode, encode_graph
 from rlx_jax.ir.text import bytes_text, dump_graph
-from rlx_jax.ir.traits import zero
 from rlx_jax.lowering.lir.plan import XLA_CHOICE, Lir
 
 ALIGNMENT = 64

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from rlx_jax.ir.graph import Graph, Input, Mir, Node
 from rlx_jax.ir.paths import LayerIndex, Path, path_text
-from rlx_jax.ir.table import TextTable
-from rlx_jax.ir.text import block_rows
+from rlx_jax.ir.text import TextTable, block_rows
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.mir.small import live_nodes
 

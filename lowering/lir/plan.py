@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import Graph, Mir, Node, Param, StateRead
 from rlx_jax.ir.kernel_group import AttentionGroup, KernelGroup
+from rlx_jax.ir.operands import zero
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.cache import CacheUpdate, RingStep
 from rlx_jax.ir.ops.experts import ExpertFfn
@@ -34,9 +35,7 @@ from rlx_jax.ir.param import (
     printed_name,
     stored_keys,
 )
-from rlx_jax.ir.paths import Path, bind_path, path_text
-from rlx_jax.ir.state_leaf import StateLeaf, per_token_key
-from rlx_jax.ir.traits import zero
+from rlx_jax.ir.paths import Path, StateLeaf, bind_path, path_text, per_token_key
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.ir.weight_reads import WeightSource, is_decoded
 from rlx_jax.lowering.lir.packed import choose_dequant_matmul

@@ -12,8 +12,7 @@ from rlx_jax.errors import GraphError, check_names
 from rlx_jax.ir.graph import Builder, Constant, Graph, Input, Leaf, Mir, Node, StateRead, TypeCache, Value, constant
 from rlx_jax.ir.ops.recurrent import TokenScan
 from rlx_jax.ir.queries import bind_leaves
-from rlx_jax.ir.region import drop_unread_sides
-from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
+from rlx_jax.ir.region import Rewrite, drop_unread_sides, everywhere, rewrite
 
 
 def dce(graph: Graph, types: TypeCache) -> Graph:

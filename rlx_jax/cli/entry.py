@@ -7,22 +7,24 @@ error, 2 for an invalid command line, and 130 after Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import glob
+import importlib.metadata
 import io
+import platform
 import re
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import jax
 
 import rlx_jax as rlx
 from rlx_jax.cli.bench import BENCH
-from rlx_jax.cli.command import Command, Session, select_device
-from rlx_jax.cli.completion import SHELLS, command_options, long_options, subparsers
+from rlx_jax.cli.command import Command, Session, add_json, json_line, select_device, table
 from rlx_jax.cli.convert import CONVERT
 from rlx_jax.cli.diff import DIFF
-from rlx_jax.cli.doctor import DOCTOR
 from rlx_jax.cli.encode import EMBED, SCORE
 from rlx_jax.cli.explain import EXPLAIN
 from rlx_jax.cli.export import EXPORT
@@ -32,7 +34,206 @@ from rlx_jax.cli.plan import PLAN
 from rlx_jax.cli.terminal import Interrupt, Status, discard_stdout, print_warning, write
 from rlx_jax.cli.tune import TUNE
 from rlx_jax.cli.view import VIEW
+from rlx_jax.device import describe_device
 from rlx_jax.errors import RlxError, StorageError, did_you_mean, listing, quote
+from rlx_jax.ir.text import format_bytes
+
+# `rlx-jax completion`: shell scripts that complete commands and options, generated from the argument parser.
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a command, for completion.
+
+    Attributes:
+        name: such as `--json`; empty for the first positional argument.
+        help: its help.
+        takes_value: whether a value follows it.
+        choices: the possible values, if they are limited.
+        is_file: whether the value is a file. A number is neither a choice nor a file.
+    """
+
+    name: str
+    help: str
+    takes_value: bool
+    choices: tuple[str, ...]
+    is_file: bool
+
+
+# Help and options of each command, by name.
+CommandOptions = dict[str, tuple[str, tuple[Option, ...]]]
+
+
+def command_options(parser: argparse.ArgumentParser) -> CommandOptions:
+    """Return the commands of a parser."""
+    commands = subparsers(parser)
+    helps = {action.dest: str(action.help) for action in commands._choices_actions}
+    return {name: (helps[name], long_options(sub)) for name, sub in commands.choices.items()}
+
+
+def subparsers(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[argparse.ArgumentParser]:
+    """Return the `argparse` action of the commands; its `choices` are their parsers by name."""
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return commands
+
+
+def long_options(parser: argparse.ArgumentParser) -> tuple[Option, ...]:
+    """Return the long options of a command. A positional argument with choices is an option without a name."""
+    options = []
+    for action in parser._actions:
+        names = [name for name in action.option_strings if name.startswith("--")]
+        help_text = parser._get_formatter()._expand_help(action) if action.help else ""
+        choices = tuple(map(str, action.choices or ()))
+        if names or choices:
+            is_file = action.nargs != 0 and not choices and action.type is None
+            options.append(Option(names[0] if names else "", help_text, action.nargs != 0, choices, is_file))
+    return tuple(options)
+
+
+def bash(commands: CommandOptions) -> Iterator[str]:
+    """Yield the script for bash: `source <(rlx-jax completion bash)`."""
+    yield "_rlx_jax() {\n"
+    yield '    local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}"\n'
+    yield "    COMPREPLY=()\n"
+    yield '    if [ "$COMP_CWORD" -eq 1 ]; then\n'
+    yield f'        COMPREPLY=($(compgen -W "{" ".join(commands)}" -- "$word")); return\n    fi\n'
+    yield '    case "${COMP_WORDS[1]} $before" in\n'
+    for name, (_, options) in commands.items():
+        for option in options:
+            words = "compgen -f" if option.is_file else f'compgen -W "{" ".join(option.choices)}"'
+            if option.takes_value and option.name:
+                yield f'        "{name} {option.name}") COMPREPLY=($({words} -- "$word")); return ;;\n'
+    yield '    esac\n    case "${COMP_WORDS[1]}" in\n'
+    for name, (_, options) in commands.items():
+        flags = " ".join(option.name for option in options if option.name)
+        arguments = " ".join(choice for option in options if not option.name for choice in option.choices)
+        yield f'        {name}) [[ "$word" == -* ]] && COMPREPLY=($(compgen -W "{flags}" -- "$word"))'
+        yield f' || COMPREPLY=($(compgen -W "{arguments}" -- "$word") ' if arguments else " || COMPREPLY=("
+        yield ") ;;\n" if arguments else '$(compgen -f -- "$word")) ;;\n'
+    yield "    esac\n}\ncomplete -o filenames -F _rlx_jax rlx-jax\n"
+
+
+def zsh(commands: CommandOptions) -> Iterator[str]:
+    """Yield the script for zsh: a file `_rlx-jax` in a folder of `fpath`, or `source <(rlx-jax completion zsh)`."""
+    yield "#compdef rlx-jax\n_rlx_jax() {\n    local -a commands\n    commands=(\n"
+    for name, (help_text, _) in commands.items():
+        yield f"        {_single_quoted(f'{name}:{help_text}')}\n"
+    yield "    )\n    if (( CURRENT == 2 )); then _describe command commands; return; fi\n    case $words[2] in\n"
+    for name, (_, options) in commands.items():
+        yield f"        {name}) shift words; (( CURRENT-- )); _arguments \\\n"
+        for option in options:
+            if option.name:
+                value = f":value:({' '.join(option.choices)})" if option.choices else ":value:"
+                value += "_files" if option.is_file else "" if option.choices else " "
+                text = f"{option.name}[{_without_brackets(option.help)}]{value if option.takes_value else ''}"
+                yield f"            {_single_quoted(text)} \\\n"
+        arguments = " ".join(choice for option in options if not option.name for choice in option.choices)
+        yield f"            {_single_quoted(f'*:argument:({arguments})' if arguments else '*:argument:_files')} ;;\n"
+    yield '    esac\n}\nif [ "$funcstack[1]" = "_rlx_jax" ]; then _rlx_jax "$@"; else compdef _rlx_jax rlx-jax; fi\n'
+
+
+def fish(commands: CommandOptions) -> Iterator[str]:
+    """Yield the script for fish: `rlx-jax completion fish | source`."""
+    for name, (help_text, options) in commands.items():
+        yield f"complete -c rlx-jax -n __fish_use_subcommand -f -a {name} -d {_single_quoted(help_text)}\n"
+        guard = f"-n '__fish_seen_subcommand_from {name}'"
+        for option in options:
+            choices = f"-a {_single_quoted(' '.join(option.choices))}" if option.choices else ""
+            if option.name:
+                needs = "" if not option.takes_value else "-r" if option.is_file else "-x"
+                description = f"-d {_single_quoted(option.help)}"
+                line = f"complete -c rlx-jax {guard} -l {option.name[2:]} {needs} {choices} {description}"
+            else:
+                line = f"complete -c rlx-jax {guard} -f {choices}"
+            yield " ".join(line.split(" ")).replace("  ", " ") + "\n"
+
+
+def _single_quoted(text: str) -> str:
+    """Return text in single quotes, with a quoting that is valid in all three shells."""
+    return "'" + text.replace("\n", " ").replace("'", "’") + "'"
+
+
+def _without_brackets(text: str) -> str:
+    """Return text without the characters that are special within the brackets of zsh's `_arguments`."""
+    return text.replace("[", "(").replace("]", ")").replace(":", " -")
+
+
+SHELLS: dict[str, Callable[[CommandOptions], Iterator[str]]] = {"bash": bash, "zsh": zsh, "fish": fish}
+
+
+# `rlx-jax doctor`: report installed versions and devices, and how to install what is missing.
+
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_EXTRA = re.compile(r"""extra\s*==\s*["']([\w-]+)["']""")
+
+
+def doctor(args: argparse.Namespace, session: Session) -> Iterator[str]:
+    """Write versions, devices, and which extras are installed or missing. It downloads and changes nothing."""
+    base, extras = requirements()
+    versions: dict[str, str | None] = {"rlx-jax": rlx.__version__, "python": platform.python_version()}
+    versions |= {name: installed_version(name) for name in base}
+    devices = [
+        {"kind": d.device_kind, "platform": d.platform, "id": d.id, "memory_bytes": describe_device(d).memory}
+        for d in jax.devices()
+    ]
+    missing_by_extra = {extra: [n for n in names if installed_version(n) is None] for extra, names in extras.items()}
+    advice = [
+        *accelerator_advice(),
+        *(f"{name} is missing: pip install {name}" for name in base if installed_version(name) is None),
+    ]
+    if args.json:
+        yield json_line({"versions": versions, "devices": devices, "missing": missing_by_extra, "advice": advice})
+        return
+    yield from table({name: version or "missing" for name, version in versions.items()})
+    yield "\n"
+    for d in devices:
+        memory = "memory not known" if d["memory_bytes"] is None else format_bytes(d["memory_bytes"])
+        yield f"device  {d['kind']} ({d['platform']}:{d['id']}), {memory}\n"
+    yield "\n"
+    for extra, names in missing_by_extra.items():
+        status = f"missing {', '.join(names)}: pip install 'rlx-jax[{extra}]'" if names else "installed"
+        yield f"extra {extra:<8} {status}\n"
+    yield from (f"\n{line}\n" for line in advice)
+
+
+def requirements() -> tuple[list[str], dict[str, list[str]]]:
+    """Return the names of the required packages, and of the packages of each extra, from the metadata of rlx-jax."""
+    try:
+        lines = importlib.metadata.requires("rlx-jax") or []
+    except importlib.metadata.PackageNotFoundError:  # rlx_jax is imported from a checkout, without installation
+        return ["jax", "jaxlib", "numpy", "safetensors", "tokenizers"], {}
+    base: list[str] = []
+    extras: dict[str, list[str]] = {}
+    for line in lines:
+        name_match, extra = _NAME.match(line), _EXTRA.search(line)
+        if name_match is not None:
+            (base if extra is None else extras.setdefault(extra[1], [])).append(name_match[0])
+    return base, extras
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of a package; None if it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def accelerator_advice() -> list[str]:
+    """Return advice if the machine has a GPU or a TPU that JAX does not use; [] otherwise."""
+    if any(d.platform != "cpu" for d in jax.devices()):
+        return []
+    if glob.glob("/dev/nvidia[0-9]*"):
+        return ["This machine has an NVIDIA GPU, and JAX runs on the CPU: pip install 'jax[cuda13]'"]
+    if glob.glob("/dev/kfd"):
+        return ["This machine has an AMD GPU, and JAX runs on the CPU: see JAX's page on installation for ROCm"]
+    if glob.glob("/dev/accel[0-9]*"):
+        return ["This machine has a TPU, and JAX runs on the CPU: pip install 'jax[tpu]'"]
+    return []
+
+
+DOCTOR = Command("doctor", "what is installed, and what is missing", (add_json,), doctor)
 
 
 def completion(args: argparse.Namespace, session: Session) -> Iterator[str]:

@@ -16,9 +16,8 @@ from rlx_jax.compiler.pipeline import Template
 from rlx_jax.errors import GraphError, SaveFailedError, quote
 from rlx_jax.ir.drawing import dot, mermaid
 from rlx_jax.ir.graph import Graph, TypeCache
-from rlx_jax.ir.graph_diff import diff_text
 from rlx_jax.ir.queries import bind_leaves
-from rlx_jax.ir.text import dump, stats
+from rlx_jax.ir.text import diff_text, dump, stats
 from rlx_jax.lowering.inspect.buffers import dump_lir
 from rlx_jax.lowering.lir.plan import Lir
 

@@ -15,7 +15,7 @@ from rlx_jax.ir.graph import Builder, Graph, GraphStage, Node, Value
 from rlx_jax.ir.ops.conv import Pool
 from rlx_jax.ir.ops.pointwise import FakeQuantize, Unary
 from rlx_jax.ir.ops.shape import Concat, Narrow, Reshape, Transpose
-from rlx_jax.ir.rewrite import Rewrite, rewrite
+from rlx_jax.ir.region import Rewrite, rewrite
 from rlx_jax.ir.types import is_float
 
 

@@ -24,7 +24,7 @@ from rlx_jax.ir.graph import Builder, Graph, GraphStage, Node, TypeCache, Value
 from rlx_jax.ir.packed import PackedSpec, packed_types
 from rlx_jax.ir.param import keys_of
 from rlx_jax.ir.paths import path_text
-from rlx_jax.ir.rewrite import bind_params
+from rlx_jax.ir.region import bind_params
 from rlx_jax.ir.serial import decode, decode_graph, encode, encode_graph, object_with, one_of
 from rlx_jax.ir.text import block_paths, dump
 from rlx_jax.ir.types import as_dim, as_names

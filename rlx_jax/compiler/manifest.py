@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from rlx_jax.errors import GraphError, did_you_mean, listing, quote
 from rlx_jax.ir.graph import Graph, Param, Value
 from rlx_jax.ir.param import Program, keys_of, printed_name
-from rlx_jax.ir.table import TextTable
-from rlx_jax.ir.text import format_bytes
+from rlx_jax.ir.text import TextTable, format_bytes
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.lowering.inspect.buffers import ALIGNMENT, BufferPlan, plan_buffers
 from rlx_jax.lowering.lir.plan import Lir

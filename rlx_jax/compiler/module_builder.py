@@ -11,11 +11,10 @@ from typing import Any, Self
 
 from rlx_jax.errors import GraphError, quote, shown
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Node, Param, Value
-from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.param import Dequantized, Key, Roles, cast, key_descriptions
 from rlx_jax.ir.paths import Origin, Path, unique_path
-from rlx_jax.ir.types import DimLike, as_name, as_names, device_dtype, tensor_type
+from rlx_jax.ir.types import DimLike, Init, as_name, as_names, device_dtype, tensor_type
 from rlx_jax.ir.user_functions import CapturedArrays
 from rlx_jax.ir.verify import verify
 from rlx_jax.ir.weight_reads import source_program

@@ -22,7 +22,7 @@ from rlx_jax.ir.region import peel_last
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.fusion import Fused, FusionSite
 from rlx_jax.lowering.hir.derive import derive
-from rlx_jax.lowering.hir.quantize import quantize_weights
+from rlx_jax.lowering.hir.rules import quantize_weights
 from rlx_jax.lowering.hir.weights import merge_linears, merge_ropes, orient, pad_vocabulary, unpack
 from rlx_jax.lowering.lir.attention_groups import group_attention
 from rlx_jax.lowering.lir.implementations import has_mosaic

@@ -20,8 +20,8 @@ from rlx_jax.io import limits
 from rlx_jax.io.folder import Folder
 from rlx_jax.models.config import Fields
 from rlx_jax.runtime.programs import Programs
-from rlx_jax.weights.finite import check_finite
-from rlx_jax.weights.safetensors import read_header
+from rlx_jax.weights.format import check_finite
+from rlx_jax.weights.tensor_file import read_header
 from rlx_jax.weights.torch_file import read_torch_file
 
 WEIGHTS_FILE = "model.safetensors"

@@ -9,7 +9,6 @@ import numpy as np
 
 from rlx_jax.errors import RequestError, RlxError, listing
 from rlx_jax.generate.sampler import LogitsProcessor
-from rlx_jax.ir.type_inference import trace_error
 from rlx_jax.ir.types import TensorType
 from rlx_jax.ir.user_functions import (
     MAX_CAPTURED,
@@ -18,6 +17,7 @@ from rlx_jax.ir.user_functions import (
     captured_names,
     fingerprint,
     is_consumed,
+    trace_error,
     trace_uncached,
 )
 from rlx_jax.runtime.programs import Programs

@@ -27,8 +27,8 @@ from rlx_jax.runtime.programs import state_shardings
 from rlx_jax.text.request_checks import classify_prompts
 from rlx_jax.text.token_model import check_positions
 from rlx_jax.weights.format import Entry
-from rlx_jax.weights.safetensors import open_safetensors
 from rlx_jax.weights.safetensors_format import write_file
+from rlx_jax.weights.tensor_file import open_safetensors
 
 # Tensors of a file next to the arrays of the state, whose names have a "state." in front.
 IDS_TENSOR, IDENTITY_TENSOR, STATE_TENSORS = "ids", "identity", "state."

@@ -23,7 +23,7 @@ from rlx_jax.compiler.executable import Arrays, Function, Results, Shardings, St
 from rlx_jax.generate.decode import NOT_FINITE, STOPPED, Array, RequestRows, Sizes, TokenChooser, ends_row
 from rlx_jax.generate.sampler import SamplerValues, SamplingSteps, choose_tokens, finite_rows, sample, warp_logits
 from rlx_jax.generate.token_history import TokenHistory, adjust_logits
-from rlx_jax.ir.state_leaf import per_token_key
+from rlx_jax.ir.paths import per_token_key
 from rlx_jax.lowering.inspect.hlo import DRAFTING, SAMPLER
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.runtime.programs import Programs

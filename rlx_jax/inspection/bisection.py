@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from rlx_jax.errors import listing
-from rlx_jax.ir.table import TextTable
+from rlx_jax.ir.text import TextTable
 
 # The range of errors that bars show, on a logarithmic scale.
 LOWEST, HIGHEST, BAR = 1e-9, 1.0, 24

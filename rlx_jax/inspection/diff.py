@@ -16,7 +16,7 @@ from rlx_jax.ir.param import Padded, Program, packed_arrays, packing_of
 from rlx_jax.ir.paths import Path, bind_path, path_text
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.serial import node_digest
-from rlx_jax.ir.table import TextTable
+from rlx_jax.ir.text import TextTable
 from rlx_jax.lowering.inspect.hlo import without_layer_numbers
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.profiles import Change

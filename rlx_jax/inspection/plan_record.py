@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rlx_jax.ir.table import TextTable
-from rlx_jax.ir.text import format_bytes
+from rlx_jax.ir.text import TextTable, format_bytes
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from rlx_jax.ir.table import TextTable
+from rlx_jax.ir.text import TextTable
 from rlx_jax.lowering.inspect.outline import compact
 
 # The widths of the columns of the table of blocks: 80 characters with the gaps.

@@ -9,11 +9,11 @@ import numpy as np
 
 from rlx_jax.inspection.rates import KernelKind, Rates
 from rlx_jax.ir.graph import Graph, Leaf, Mir, Node, Param, Value
+from rlx_jax.ir.operands import zero
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.experts import ExpertFfn, GroupedMatMul
 from rlx_jax.ir.param import Program, packed_arrays, packing_of
 from rlx_jax.ir.paths import Path
-from rlx_jax.ir.traits import zero
 from rlx_jax.ir.types import TensorType, is_float, short_name
 from rlx_jax.lowering.lir.plan import RECURRENCES, Lir, array_programs
 from rlx_jax.lowering.mir.small import live_nodes

@@ -23,13 +23,11 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from rlx_jax.errors import RlxError, wrong_arity
-from rlx_jax.ir.operands import check_declared
+from rlx_jax.ir.operands import BlockTraits, Initial, Normal, Traits, check_declared, check_traits
 from rlx_jax.ir.param import Program, Roles
-from rlx_jax.ir.paths import Origin, path_text
-from rlx_jax.ir.state_leaf import StateLeaf
-from rlx_jax.ir.traits import BlockTraits, Initial, Normal, Traits, check_traits
-from rlx_jax.ir.type_inference import arity, cached_types, trace_error, traced_types, without_disable_jit
+from rlx_jax.ir.paths import Origin, StateLeaf, path_text
 from rlx_jax.ir.types import TensorType, check_elements
+from rlx_jax.ir.user_functions import arity, cached_types, trace_error, traced_types, without_disable_jit
 
 T = TypeVar("T")
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Mir, Node, TypeCache, Value
+from rlx_jax.ir.operands import ELEMENTWISE, zero
 from rlx_jax.ir.ops.linalg import MatMul
-from rlx_jax.ir.traits import ELEMENTWISE, zero
 from rlx_jax.ir.types import TensorType
 
 

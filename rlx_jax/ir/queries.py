@@ -11,7 +11,7 @@ from rlx_jax.ir.graph import Builder, Graph, Input, Leaf, Mir, Node, Op, Param, 
 from rlx_jax.ir.operands import check_declared
 from rlx_jax.ir.param import Key, keys_of
 from rlx_jax.ir.plugins import is_builtin
-from rlx_jax.ir.rewrite import Rewrite, everywhere, rewrite
+from rlx_jax.ir.region import Rewrite, everywhere, rewrite
 from rlx_jax.ir.types import TensorType, check_elements
 
 # -- inspection ----------------------------------------------------------------------------------

@@ -31,9 +31,8 @@ from rlx_jax.ir import hir, plugins
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Hir, Input, Mir, Node, Op, Param, StateRead, TypeCache, Value
 from rlx_jax.ir.ops import OPS, custom
 from rlx_jax.ir.ops.recurrent import TokenScan
-from rlx_jax.ir.paths import Origin, path_text
+from rlx_jax.ir.paths import Origin, StateLeaf, path_text
 from rlx_jax.ir.region import Repeat
-from rlx_jax.ir.state_leaf import StateLeaf
 from rlx_jax.ir.types import TensorType, as_dtype, as_name, as_names, dim_text, short_name, tensor_type
 from rlx_jax.ir.user_functions import fingerprint, trace
 

@@ -2,14 +2,74 @@
 
 from __future__ import annotations
 
+import difflib
+import html
+import itertools
+import re
+import textwrap
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rlx_jax.ir.graph import Graph, Hir, Input, Leaf, Node, Op, Param, Value
 from rlx_jax.ir.param import Padded, Program, Stack, packed_arrays, packing_of, printed_name
 from rlx_jax.ir.paths import Path, path_text
-from rlx_jax.ir.table import TextTable
+
+# `TextTable` formats rows of cells as text for a terminal, or as HTML for a page.
+
+
+@dataclass(frozen=True)
+class TextTable:
+    """A table of text cells with an optional header.
+
+    Attributes:
+        rows: the cells; all rows have the same length.
+        head: the names of the columns; () for no header.
+        left: the number of leading columns that are left-aligned; the others are right-aligned.
+        widths: the widths of the columns in characters; by default each is as wide as its longest cell.
+        gap: the text between two columns.
+        indent: the text before the first column.
+        wrap: the width of the table at which the last column wraps; with 0 no column wraps, and cells longer than their
+            column are truncated.
+    """
+
+    rows: Sequence[Sequence[object]]
+    head: Sequence[str] = ()
+    left: int = 1
+    widths: Sequence[int] = ()
+    gap: str = "  "
+    indent: str = ""
+    wrap: int = 0
+
+    def __str__(self) -> str:
+        cells = [[str(cell) for cell in row] for row in ([self.head] if self.head else []) + [*self.rows]]
+        widths = self.widths or [max(map(len, column)) for column in zip(*cells, strict=True)]
+        return "\n".join(self._wrapped(row, widths) if self.wrap else self._line(row, widths) for row in cells)
+
+    def _line(self, row: Sequence[str], widths: Sequence[int]) -> str:
+        truncated = [c if len(c) <= w else f"{c[: w - 1]}…" for c, w in zip(row, widths, strict=True)]
+        fitted = zip(truncated, widths, strict=True)
+        aligned = (c.ljust(w) if i < self.left else c.rjust(w) for i, (c, w) in enumerate(fitted))
+        return f"{self.indent}{self.gap.join(aligned)}".rstrip()
+
+    def _wrapped(self, row: Sequence[str], widths: Sequence[int]) -> str:
+        cells = [f"{cell:<{width}}{self.gap}" for cell, width in zip(row[:-1], widths, strict=False)]
+        indent = len(self.indent) + sum(width + len(self.gap) for width in widths[: len(row) - 1])
+        return textwrap.fill(
+            row[-1], self.wrap, initial_indent=self.indent + "".join(cells), subsequent_indent=" " * indent,
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+
+    def html(self, caption: str) -> str:
+        """Return the table as HTML. Cells are escaped and not truncated."""
+        head = f"<caption>{html.escape(caption)}</caption><thead>{self._html_row('th', self.head)}</thead>"
+        return f"<table>{head}<tbody>{''.join(self._html_row('td', row) for row in self.rows)}</tbody></table>"
+
+    def _html_row(self, tag: str, row: Sequence[object]) -> str:
+        sides = ["left" if i < self.left else "right" for i in range(len(row))]
+        pairs = zip(sides, row, strict=True)
+        row_html = "".join(f'<{tag} style="text-align:{side}">{html.escape(str(cell))}</{tag}>' for side, cell in pairs)
+        return f"<tr>{row_html}</tr>"
 
 
 def dump(graph: Graph, level: str, note: str = "") -> str:
@@ -258,3 +318,68 @@ def _collect(graph: Graph, rows: dict[Path, Row], counted: set[Program], iterati
                 row.new += unseen
                 row.count += sum((p.of if isinstance(p, Padded) else p).type.size for p in unseen)  # without padding
                 counted.update(programs)
+
+
+# This module prints the difference between two graphs, such as a program before and after a pass.
+
+
+def diff_text(before: Graph, after: Graph, levels: tuple[str, str], note: str = "") -> str:
+    """Return the difference between two graphs.
+
+    diff @name (level, note)
+      diff: 12 → 10 nodes (1 → 1 outputs)
+      op delta: Linear-2, Narrow+3
+
+    - h4 = linear(h1, h2) : …
+    + h6 = linear(h1, h5) : …
+      … 7 equal
+
+    Counts include regions. A line is equal if its op, types, origin and operands are; the numbers of its values may
+    differ.
+
+    Args:
+        before, after: the graphs.
+        levels: their levels, "hir" or "mir".
+        note: more for the first line.
+    """
+    counts = [Counter(type(node.op).__name__.removesuffix("Op") for _, node in g.walk()) for g in (before, after)]
+    names = sorted(counts[0] | counts[1])
+    deltas = {name: counts[1][name] - counts[0][name] for name in names}
+    lines = [
+        f"diff @{after.name} ({levels[1]}{note})",
+        f"  diff: {counts[0].total()} → {counts[1].total()} nodes "
+        f"({len(before.outputs)} → {len(after.outputs)} outputs)",
+        f"  op delta: {', '.join(f'{name}{delta:+}' for name, delta in deltas.items() if delta) or 'none'}",
+    ]
+    changed = list(_changes(graph_lines(before, levels[0]), graph_lines(after, levels[1])))
+    return "\n".join([*lines, "", *changed])
+
+
+def _changes(before: Sequence[Line], after: Sequence[Line]) -> Iterator[str]:
+    """Yield the lines that differ, marked `-` and `+`, and the number of equal lines between them."""
+    matcher = difflib.SequenceMatcher(None, [b.key for b in before], [a.key for a in after], autojunk=False)
+    blocks = matcher.get_matching_blocks()  # the last is empty, at both ends
+    matches = {block.b + i: block.a + i for block in blocks for i in range(block.size)}
+
+    def is_equal(number: int) -> bool:
+        old, new = before[matches[number]], after[number]
+        # Operands are equal if the lines that compute them match, whatever their numbers are.
+        same_op = old.content == new.content and old.op == new.op
+        return same_op and old.reads == tuple((matches.get(line), i) for line, i in new.reads)
+
+    entries: list[tuple[str, Line]] = []
+    next_before = next_after = 0
+    for block in blocks:
+        entries += [("-", line) for line in before[next_before : block.a]]
+        entries += [("+", line) for line in after[next_after : block.b]]
+        next_before, next_after = block.a + block.size, block.b + block.size
+        for number in range(block.b, next_after):
+            new = after[number]
+            entries += [(" ", new)] if is_equal(number) else [("-", before[matches[number]]), ("+", new)]
+    for sign, run in itertools.groupby(entries, key=lambda entry: entry[0]):
+        lines = [line for _, line in run]
+        yield from [f"  … {len(lines)} equal"] if sign == " " else (_marked(sign, line) for line in lines)
+
+
+def _marked(sign: str, line: Line) -> str:
+    return sign + re.sub(r" {2,}= ", " = ", line.text[1:], count=1)  # without the padding of the id

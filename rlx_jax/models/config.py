@@ -26,8 +26,7 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.io.folder import CONFIG, Folder
-from rlx_jax.models.ignored_fields import IGNORE_OPTION, IgnoredFields
-from rlx_jax.models.known_fields import INERT, INERT_PREFIXES, NEUTRAL, NULLABLE
+from rlx_jax.models.known_fields import IGNORE_OPTION, INERT, INERT_PREFIXES, NEUTRAL, NULLABLE, IgnoredFields
 from rlx_jax.weights.quantized_config import read_quantization
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from rlx_jax.flow import ModelFlow, declared_shapes
 from rlx_jax.models.config import CausalConfig
 from rlx_jax.models.decoder_config import DecoderConfig
 from rlx_jax.models.heads import DECODER_HEADS, LABEL_LOGITS, SEQUENCE, HeadLayer, HeadLayers, TaskHead
-from rlx_jax.models.recipe import Recipe
+from rlx_jax.models.hooks import Recipe
 from rlx_jax.weights.source import WeightSource
 from rlx_jax.weights.views import RenamedSource
 

@@ -16,8 +16,7 @@ from rlx_jax.blocks import Named, Sequence, Similarity
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow, declared_shapes
 from rlx_jax.models.config import Fields, ModelConfig
-from rlx_jax.models.hooks import Hooks, WithBlocks
-from rlx_jax.models.recipe import Recipe
+from rlx_jax.models.hooks import Hooks, Recipe, WithBlocks
 from rlx_jax.models.text_tower import TextConfig, TextFlow
 from rlx_jax.models.vision import TOWER_INERT, VisionConfig, VisionFlow
 

@@ -14,7 +14,7 @@ from rlx_jax.blocks import BlockStage, SideOutput
 from rlx_jax.flow import POSITIONS, ModelFlow
 from rlx_jax.models.config import LayeredConfig, TokenConfig
 from rlx_jax.models.heads import LABEL_LOGITS, HeadLayers, TaskHead
-from rlx_jax.models.recipe import Recipe
+from rlx_jax.models.hooks import Recipe
 from rlx_jax.weights.source import WeightSource
 from rlx_jax.weights.views import RenamedSource
 

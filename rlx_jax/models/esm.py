@@ -7,9 +7,9 @@ from typing import Any, Self
 
 from rlx_jax.blocks import BlockStage, MeanOfTokens, frequencies
 from rlx_jax.blocks.encoder import STYLES
+from rlx_jax.models.bert import RobertaConfig, RobertaFlow
 from rlx_jax.models.config import Fields, text_fields
 from rlx_jax.models.decoder_config import even_head_dim
-from rlx_jax.models.roberta import RobertaConfig, RobertaFlow
 from rlx_jax.trace.emit import Emit, FlowValue
 
 # Share of tokens that training masked with the mask token; the reference hard-codes it.

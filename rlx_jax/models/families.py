@@ -21,14 +21,13 @@ from rlx_jax.models.dual import DualConfig, DualFlow, tower_group
 from rlx_jax.models.encoder import EncoderFlow, TowerFlow
 from rlx_jax.models.gemma import TEXT as GEMMA_TEXT
 from rlx_jax.models.heads import ANSWER, IMAGE, MASKED, SEQUENCE, TOKEN, read_head
-from rlx_jax.models.hooks import WithIgnored
+from rlx_jax.models.hooks import Recipe, WithIgnored
 from rlx_jax.models.llama import LlamaBidirectionalFlow
 from rlx_jax.models.modernbert import ModernBertCausalFlow, ModernBertDecoderFlow
 from rlx_jax.models.nearest_family import describe_nearest
 from rlx_jax.models.qwen35 import TEXT as QWEN35_TEXT
-from rlx_jax.models.recipe import Recipe
 from rlx_jax.models.siglip import Siglip2Flow, Siglip2VisionFlow, SiglipVisionFlow
-from rlx_jax.models.text_part import TextPart
+from rlx_jax.models.text_tower import TextPart
 from rlx_jax.models.vision import VisionFlow
 from rlx_jax.models.vit import TEACHER, DeiTFlow, IJepaFlow, ViTMsnFlow
 from rlx_jax.models.weight_check import check_recipe_weights

@@ -23,8 +23,7 @@ from rlx_jax.blocks.flux2 import (
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow, declared_shapes
 from rlx_jax.models.config import MAX_LAYERS, Fields, ModelConfig
-from rlx_jax.models.hooks import HookedLayers
-from rlx_jax.models.recipe import Recipe
+from rlx_jax.models.hooks import HookedLayers, Recipe
 from rlx_jax.trace.emit import Emit, FlowValue
 
 # Prefix of the keys and block paths of each kind of block.

@@ -10,7 +10,7 @@ from rlx_jax.errors import UnsupportedError
 from rlx_jax.models.config import Fields, architecture
 from rlx_jax.models.decoder import DecoderFlow
 from rlx_jax.models.decoder import weight_specs as weight_specs
-from rlx_jax.models.decoder_config import DecoderConfig, layer_of, plain_fields
+from rlx_jax.models.decoder_config import DecoderConfig, Windows, layer_of, plain_fields, qwen_windows, window_at
 from rlx_jax.models.heads import DECODER_HEADS, SEQUENCE
 
 
@@ -69,3 +69,65 @@ class LlamaBidirectionalFlow(Llama32Flow):
     config_type = LlamaBidirectionalConfig
     heads = {SEQUENCE: DECODER_HEADS[SEQUENCE]}
     head_pooling = "mean"
+
+
+# Define the config and recipe of Mistral (`MistralForCausalLM`): Llama's layers with a sliding window.
+
+
+@dataclass(frozen=True)
+class MistralConfig(DecoderConfig):
+    """Sizes of a Mistral model. Every layer attends to the last `sliding_window` keys only; None for all."""
+
+    max_position_embeddings: int = 131072
+    sliding_window: int | None = 4096
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        return cls(
+            **plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=8),
+            sliding_window=c.integer_or_null("sliding_window", cls.sliding_window),
+        )
+
+    def layer_spec(self, index: int) -> LayerSpec:
+        return layer_of(self, window=self.sliding_window)
+
+
+@dataclass(frozen=True)
+class MistralFlow(DecoderFlow[MistralConfig]):
+    """The recipe of Mistral: see `DecoderFlow`."""
+
+    name: str = "mistral"
+
+    config_type = MistralConfig
+    fused = True
+
+
+# Define the config and recipe of Qwen 2 and 2.5 (`Qwen2ForCausalLM`).
+
+
+@dataclass(frozen=True)
+class Qwen2Config(DecoderConfig):
+    """Sizes of a Qwen 2 model.
+
+    `windows[i]` is the number of keys that layer i attends to, None for all; empty for no windows.
+    """
+
+    max_position_embeddings: int = 32768
+    windows: Windows = ()
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        common = plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=32)
+        return cls(**common, windows=qwen_windows(c, common["num_hidden_layers"]))
+
+    def layer_spec(self, index: int) -> LayerSpec:
+        return layer_of(self, window=window_at(self.windows, index), qkv_bias=True)
+
+
+@dataclass(frozen=True)
+class Qwen2Flow(DecoderFlow[Qwen2Config]):
+    """The recipe of Qwen 2: see `DecoderFlow`."""
+
+    name: str = "qwen2"
+
+    config_type = Qwen2Config

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
-from rlx_jax.blocks import STACKED_KEYS, ExpertKeys
-from rlx_jax.errors import ConfigError
+from rlx_jax.blocks import GPT_OSS_KEYS, MIXTRAL_KEYS, STACKED_KEYS, ClampedGate, ExpertKeys, LayerSpec, MoeSpec
+from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import DecoderFlow
-from rlx_jax.models.decoder_config import DecoderConfig
+from rlx_jax.models.decoder import weight_specs as weight_specs
+from rlx_jax.models.decoder_config import (
+    DecoderConfig,
+    ScaledRope,
+    Windows,
+    common_fields,
+    frequencies_of,
+    layer_of,
+    layer_windows,
+    plain_fields,
+    window_at,
+)
+from rlx_jax.weights.mxfp4 import with_mxfp4_weights
 from rlx_jax.weights.source import WeightSource
 
 C = TypeVar("C", bound=DecoderConfig)
@@ -54,3 +67,201 @@ def experts_of(c: Fields, *, experts: int, top_k: int) -> tuple[int, int]:
     if num_routed > count:
         raise ConfigError(f"{c.where}: num_experts_per_tok is {num_routed}, and there are {count} experts")
     return count, num_routed
+
+
+# Define the config and recipe of Qwen 3 with experts (`Qwen3MoeForCausalLM`).
+
+
+@dataclass(frozen=True)
+class Qwen3MoeConfig(DecoderConfig):
+    """Sizes of a Qwen 3 model with experts.
+
+    Each expert is `moe_intermediate_size` wide; a token is routed to `num_experts_per_tok` of them. Every
+    `decoder_sparse_step`-th layer has experts, except the layers in `mlp_only_layers`; the others have an MLP that is
+    `intermediate_size` wide. Every layer attends to the last `sliding_window` keys only; None for all.
+    """
+
+    max_position_embeddings: int = 32768
+    attention_bias: bool = False
+    sliding_window: int | None = None
+    moe_intermediate_size: int = 768
+    num_experts: int = 128
+    num_experts_per_tok: int = 8
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: tuple[int, ...] = ()
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        experts, top_k = experts_of(c, experts=cls.num_experts, top_k=cls.num_experts_per_tok)
+        common = plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=4)
+        count = common["num_hidden_layers"]
+        mlp_layers = c.items(
+            "mlp_only_layers", [], f"layers in [0, {count})", lambda i: type(i) is int and 0 <= i < count
+        )
+        window = c.integer_or_null("sliding_window", 4096)
+        c.consumed.add("max_window_layers")  # the reference has one window for all layers
+        return cls(
+            **common,
+            **c.with_defaults(cls, "attention_bias", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step"),
+            sliding_window=window if c.flag("use_sliding_window", False) else None,
+            num_experts=experts,
+            num_experts_per_tok=top_k,
+            mlp_only_layers=tuple(sorted(set(mlp_layers))),
+        )
+
+    def layer_spec(self, index: int) -> LayerSpec:
+        bias, moe = self.attention_bias, None
+        if index not in self.mlp_only_layers and (index + 1) % self.decoder_sparse_step == 0:
+            moe = MoeSpec(
+                num_experts=self.num_experts, top_k=self.num_experts_per_tok, inner=self.moe_intermediate_size,
+                normalise=self.norm_topk_prob,
+            )  # fmt: skip
+        return layer_of(self, window=self.sliding_window, qkv_bias=bias, output_bias=bias, qk_norm="heads", moe=moe)
+
+
+@dataclass(frozen=True)
+class Qwen3MoeFlow(MixtureFlow[Qwen3MoeConfig]):
+    """The recipe of Qwen 3 with experts: see `DecoderFlow`."""
+
+    name: str = "qwen3_moe"
+
+    config_type = Qwen3MoeConfig
+
+
+# Define the config and recipe of Mixtral (`MixtralForCausalLM`).
+
+
+@dataclass(frozen=True)
+class MixtralConfig(DecoderConfig):
+    """Sizes of a Mixtral model. `intermediate_size` is the width of an expert.
+
+    Every layer attends to the last `sliding_window` keys only; None for all.
+    """
+
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 131072
+    sliding_window: int | None = None
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        experts, top_k = experts_of(c, experts=cls.num_local_experts, top_k=cls.num_experts_per_tok)
+        return cls(
+            **plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=8, eps=cls.rms_norm_eps, theta=1e6),
+            sliding_window=c.integer_or_null("sliding_window", cls.sliding_window),
+            num_local_experts=experts,
+            num_experts_per_tok=top_k,
+        )
+
+    def layer_spec(self, index: int) -> LayerSpec:
+        experts = MoeSpec(
+            num_experts=self.num_local_experts, top_k=self.num_experts_per_tok, inner=self.intermediate_size,
+            keys=MIXTRAL_KEYS,
+        )  # fmt: skip
+        return layer_of(self, window=self.sliding_window, moe=experts)
+
+
+@dataclass(frozen=True)
+class MixtralFlow(MixtureFlow[MixtralConfig]):
+    """The recipe of Mixtral: see `DecoderFlow`."""
+
+    name: str = "mixtral"
+
+    config_type = MixtralConfig
+
+
+# Define the config and recipe of gpt-oss (`GptOssForCausalLM`).
+
+
+# The rope of a config without rope fields, as in the reference.
+THETA = 150000.0
+YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+
+
+@dataclass(frozen=True)
+class GptOssConfig(DecoderConfig):
+    """Sizes of a gpt-oss model.
+
+    Attributes:
+        intermediate_size: width of an expert.
+        windows: number of keys that each layer attends to; None for all.
+        swiglu_limit, swiglu_alpha: parameters of the gate, see `ClampedGate`.
+    """
+
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 131072
+    attention_bias: bool = True
+    windows: Windows = ()
+    num_local_experts: int = 128
+    num_experts_per_tok: int = 4
+    swiglu_limit: float = 7.0
+    swiglu_alpha: float = 1.702
+
+    inert = ("experts_per_token", "initial_context_length")
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        experts, top_k = experts_of(c, experts=cls.num_local_experts, top_k=cls.num_experts_per_tok)
+        positions, eps = cls.max_position_embeddings, cls.rms_norm_eps
+        common = common_fields(c, max_positions=positions, kv_heads=8, head_dim=64, eps=eps)
+        c.choice("hidden_act", "silu", {"silu": "silu", "swish": "silu"})
+        check_packing(c)
+        rope, layers = _rope(c, common), common["num_hidden_layers"]
+        return cls(
+            **common,
+            inv_freq=rope.inv_freq,
+            rope_factor=rope.factor,
+            windows=layer_windows(c, layers, c.integer_or_null("sliding_window", 128), lambda i: i % 2 == 0),
+            num_local_experts=experts,
+            num_experts_per_tok=top_k,
+            **c.with_defaults(cls, "attention_bias", "swiglu_limit", "swiglu_alpha"),
+        )
+
+    def layer_spec(self, index: int) -> LayerSpec:
+        bias = self.attention_bias
+        experts = MoeSpec(
+            num_experts=self.num_local_experts, top_k=self.num_experts_per_tok, inner=self.intermediate_size,
+            scores="chosen", normalise=False, keys=GPT_OSS_KEYS,
+            clamp=ClampedGate(self.swiglu_limit, self.swiglu_alpha, offset=1.0),
+        )  # fmt: skip
+        window = window_at(self.windows, index)
+        return layer_of(self, window=window, qkv_bias=bias, output_bias=bias, sinks=True, moe=experts)
+
+
+@dataclass(frozen=True)
+class GptOssFlow(DecoderFlow[GptOssConfig]):
+    """The recipe of gpt-oss: see `DecoderFlow`."""
+
+    name: str = "gpt_oss"
+
+    config_type = GptOssConfig
+
+    def adapt_weights(self, source: WeightSource) -> WeightSource:
+        """Return the weights of a checkpoint, in which MXFP4 experts are packed weights."""
+        return super().adapt_weights(with_mxfp4_weights(source))
+
+
+def check_packing(c: Fields) -> None:
+    """Check that `quantization_config` is MXFP4; its weights are recognized by their keys.
+
+    Raises:
+        UnsupportedError: another quantization method.
+    """
+    group = c.group("quantization_config")
+    if group is None:
+        return
+    method = group.text("quant_method", "")
+    if method != "mxfp4":
+        raise UnsupportedError(f"{group.where}: field 'quant_method' is {quote(method)}; supported is mxfp4")
+    group.finish(("modules_to_not_convert", "dequantize"))
+
+
+def _rope(c: Fields, common: Mapping[str, Any]) -> ScaledRope:
+    """Return the rope of a config; a config without rope fields has the default `YARN`."""
+    group, scaling = c.group("rope_parameters"), c.group("rope_scaling")
+    if group is None and scaling is None:
+        group = Fields(YARN, f"{c.where}, rope_parameters")
+    positions = common["max_position_embeddings"]
+    return frequencies_of(c, group, scaling, common["head_dim"], default=THETA, max_positions=positions)

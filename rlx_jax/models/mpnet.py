@@ -10,8 +10,8 @@ from typing import Self
 
 from rlx_jax.blocks import BlockStage, RelativeBias
 from rlx_jax.errors import UnsupportedError
+from rlx_jax.models.bert import RobertaConfig, RobertaFlow
 from rlx_jax.models.config import Fields, text_fields
-from rlx_jax.models.roberta import RobertaConfig, RobertaFlow
 
 # Number of buckets of relative positions. The reference's table has `relative_attention_num_buckets` rows, but it uses
 # only this many.

@@ -10,8 +10,7 @@ import numpy as np
 from rlx_jax.errors import RequestError, did_you_mean, listing, shown
 from rlx_jax.inspection.bisection import NOT_COMPARED, OTHER_QUANTITY, Bisection, ComparedValue
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.observed import HostArray, ValueGraph, observe, to_host
-from rlx_jax.runtime.torch_modules import is_torch_module, module_values
+from rlx_jax.runtime.observed import HostArray, ValueGraph, is_torch_module, module_values, observe, to_host
 
 # The default tolerance of the first layer by dtype; it grows with the square root of the number of layers.
 TOLERANCES = {"float64": 1e-6, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}

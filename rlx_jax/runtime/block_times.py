@@ -22,7 +22,7 @@ from rlx_jax.compiler.executable import Executable, HasCompanions
 from rlx_jax.device import running_device
 from rlx_jax.errors import RequestError, SaveFailedError, UnsupportedError, first_line, quote
 from rlx_jax.inspection.trace_file import Execution, trace_json
-from rlx_jax.ir.table import TextTable
+from rlx_jax.ir.text import TextTable
 from rlx_jax.lowering.inspect.hlo import (
     CONTAINERS,
     DRAFTING,

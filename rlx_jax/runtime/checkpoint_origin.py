@@ -26,8 +26,7 @@ from rlx_jax.ir.types import TensorType, is_float
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.program import Built
 from rlx_jax.weights.execute import read_numbers
-from rlx_jax.weights.finite import narrow_values
-from rlx_jax.weights.format import Entry
+from rlx_jax.weights.format import Entry, narrow_values
 from rlx_jax.weights.views import RenamedSource
 
 CONFIG = "config.json"

@@ -10,8 +10,7 @@ from rlx_jax.inspection.largest_losses import largest_losses
 from rlx_jax.inspection.records import Inspection
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.runtime.findings import PaddedSizes, findings_of
-from rlx_jax.runtime.inspect_program import inspect_program
-from rlx_jax.runtime.program_facts import program_facts
+from rlx_jax.runtime.inspect_program import inspect_program, program_facts
 from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.programs import Programs
 

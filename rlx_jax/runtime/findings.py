@@ -19,7 +19,7 @@ from rlx_jax.lowering.inspect.hlo import block_paths, traced_products, without_l
 from rlx_jax.lowering.lir.donation import COPIED_ADVICE, result_bytes
 from rlx_jax.lowering.lir.experts import BY_NUMBER
 from rlx_jax.lowering.lir.plan import PRODUCTS, XLA_CHOICE, call_of
-from rlx_jax.runtime.program_facts import ProgramFacts
+from rlx_jax.runtime.inspect_program import ProgramFacts
 
 NARROW = ("bf16", "f16")
 # Bytes of a weight, and share of a program's operations, from which a finding is worth reading.

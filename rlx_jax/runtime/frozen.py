@@ -35,8 +35,8 @@ from rlx_jax.ir.checkpoint_tensor import Key
 from rlx_jax.ir.graph import Builder, Graph, Input, Param, StateRead, TypeCache
 from rlx_jax.ir.ops.exported import ExportedCall
 from rlx_jax.ir.param import Program, Roles
+from rlx_jax.ir.paths import StateLeaf
 from rlx_jax.ir.roles import program_roles
-from rlx_jax.ir.state_leaf import StateLeaf
 from rlx_jax.ir.types import TensorType, as_dim, dim_text
 from rlx_jax.ir.user_functions import CapturedArrays
 from rlx_jax.ir.weight_reads import WeightSource

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from rlx_jax.compiler.executable import Executable
 from rlx_jax.compiler.pipeline import Template
-from rlx_jax.inspection.rates import Rates
+from rlx_jax.device import running_device
+from rlx_jax.inspection.rates import Rates, rates_of
 from rlx_jax.inspection.records import BlockEntry, Inspection, KernelEntry, OpEntry, PassStep
-from rlx_jax.inspection.work import Work, program_bytes, stays_packed
+from rlx_jax.inspection.work import Work, block_work, program_bytes, stays_packed
 from rlx_jax.ir.graph import Graph, Leaf, Mir, Node, Param, Value
 from rlx_jax.ir.param import Padded, Program, packing_of, printed_name
 from rlx_jax.ir.paths import Path, path_text
@@ -18,9 +20,57 @@ from rlx_jax.ir.text import block_rows
 from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.inspect.hlo import Instruction, without_layer_numbers
 from rlx_jax.lowering.lir.plan import CHOICE_OPS, XLA_CHOICE, Choice, Lir
-from rlx_jax.runtime.block_times import HELPERS, IDLE, NOT_ATTRIBUTED, BlockTime, BlockTimes
-from rlx_jax.runtime.program_facts import ProgramFacts
+from rlx_jax.runtime.block_times import HELPERS, IDLE, NOT_ATTRIBUTED, BlockTime, BlockTimes, program_instructions
+from rlx_jax.runtime.program_key import ProgramKey
+from rlx_jax.runtime.programs import Programs
 from rlx_jax.runtime.report import state_bytes
+
+# This module collects what is known of one program with sizes, for its description and for findings about it.
+
+
+@dataclass(frozen=True)
+class ProgramFacts:
+    """What is known of one program with sizes.
+
+    Attributes:
+        programs, key: the program among all programs of the model.
+        lir: its plan.
+        template: its form with symbolic sizes.
+        executable: its compiled form; None if it is not compiled.
+        instructions: the HLO instructions by name; empty if it is not compiled.
+        rates: the rates of the device, for all devices of a mesh together; None if they are unknown.
+        work: the work of each block.
+    """
+
+    programs: Programs
+    key: ProgramKey
+    lir: Lir
+    template: Template
+    executable: Executable | None
+    instructions: Mapping[str, Instruction]
+    rates: Rates | None
+    work: Mapping[Path, tuple[Work, ...]]
+
+
+def program_facts(programs: Programs, key: ProgramKey, ran: bool = False) -> ProgramFacts:
+    """Return the facts of a program; it is not compiled for them.
+
+    Args:
+        programs, key: the program.
+        ran: whether it ran, so that the rates are of the device that runs, and not of the one that it is planned for.
+    """
+    executable = programs.executables.get(key)
+    lir = programs.function(key).lir if executable is None else executable.lir
+    instructions = {} if executable is None else program_instructions(programs, key, executable)
+    sharding = programs.model_sharding
+    rates = rates_of(running_device() if ran else programs.settings.device)
+    if rates is not None and sharding is not None:
+        count = sharding.mesh.size
+        flops = {dtype: count * rate for dtype, rate in rates.flops.items()}
+        rates = replace(rates, bandwidth=count * rates.bandwidth, flops=flops)
+    template = programs.template(key.symbolic)
+    return ProgramFacts(programs, key, lir, template, executable, instructions, rates, block_work(lir))
+
 
 # The path of time that other programs of the same run take.
 OTHERS = "(other programs)"

@@ -31,10 +31,9 @@ from rlx_jax.lowering.lir.plan import Layout
 from rlx_jax.runtime.export_model import PARAMS
 from rlx_jax.runtime.frozen import FlowRecord, FrozenFlow, require_flatbuffers
 from rlx_jax.runtime.programs import Programs
-from rlx_jax.weights.safetensors import read_header
 from rlx_jax.weights.safetensors_format import SafetensorsSource
 from rlx_jax.weights.safetensors_header import Header
-from rlx_jax.weights.tensor_file import ReadBytes, TensorFile, file_identity
+from rlx_jax.weights.tensor_file import ReadBytes, TensorFile, file_identity, read_header
 
 
 @dataclass(frozen=True)

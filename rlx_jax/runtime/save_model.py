@@ -33,8 +33,7 @@ from rlx_jax.runtime.checkpoint_origin import CONFIG, CheckpointOrigin, with_qua
 from rlx_jax.runtime.compile_flow import has_data
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.weights.execute import fill, read_numbers
-from rlx_jax.weights.finite import narrow_values
-from rlx_jax.weights.format import Entry
+from rlx_jax.weights.format import Entry, narrow_values
 from rlx_jax.weights.gguf import SUFFIX
 from rlx_jax.weights.gguf_write import file_type
 from rlx_jax.weights.inverse import Piece, decoded_leaves, join_pieces, pieces

@@ -14,7 +14,6 @@ from typing import Literal
 from rlx_jax.errors import GraphError, ShapeError, WeightShapeError, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import GraphStage, Mir
-from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.ops.experts import ClampedGate
 from rlx_jax.ir.ops.fused import (
     FusedAttentionBlock,
@@ -29,7 +28,7 @@ from rlx_jax.ir.ops.norm import LayerNormOp, Standardize
 from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import roles_of_bias
-from rlx_jax.ir.types import DimLike, is_static
+from rlx_jax.ir.types import DimLike, Init, is_static
 from rlx_jax.trace.attention import AttentionBuilders
 from rlx_jax.trace.checks import bind_kind, items_of
 from rlx_jax.trace.parameters import WeightKey, WeightPart, WeightStack

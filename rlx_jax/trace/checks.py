@@ -20,8 +20,7 @@ import numpy as np
 
 from rlx_jax.errors import GraphError, RlxError, ShapeError, did_you_mean, listing, quote, shown
 from rlx_jax.ir.graph import Op
-from rlx_jax.ir.initializers import INITS, Init
-from rlx_jax.ir.types import TensorType, as_dim, is_static
+from rlx_jax.ir.types import INITS, Init, TensorType, as_dim, is_static
 
 
 def is_number(value: object) -> bool:

@@ -12,10 +12,9 @@ from typing import Any
 from rlx_jax.errors import GraphError, ShapeError, did_you_mean, listing, quote, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import GraphStage
-from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp
 from rlx_jax.ir.plugins import active_plugin
-from rlx_jax.ir.types import is_static
+from rlx_jax.ir.types import Init, is_static
 from rlx_jax.trace.builders import Builders
 from rlx_jax.trace.checks import bind_kind, items_of
 from rlx_jax.trace.parameters import WeightKey

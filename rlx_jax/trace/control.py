@@ -19,7 +19,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Leaf, Node, Value, locate_errors
 from rlx_jax.ir.ops.control import CustomVjp, Scan, Switch, While, lower_body
 from rlx_jax.ir.ops.custom import small_constant
-from rlx_jax.ir.rewrite import everywhere, rewrite
+from rlx_jax.ir.region import everywhere, rewrite
 from rlx_jax.ir.types import TensorType, is_float, is_static
 from rlx_jax.ir.user_functions import trace_step
 from rlx_jax.trace.checks import check_count

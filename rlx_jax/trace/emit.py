@@ -29,11 +29,11 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Hir, Op, Param, Value, as_values, locate_errors
-from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.param import Role, Roles, stored_keys
 from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.ir.types import (
     Dim,
+    Init,
     TensorType,
     as_dtype,
     device_dtype,

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import numpy as np
 
 from rlx_jax.errors import GraphError, MissingWeightError, WeightError, WeightShapeError, did_you_mean, quote, shown
-from rlx_jax.ir.initializers import Init as Init
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.param import (
     Cast,
@@ -31,6 +30,7 @@ from rlx_jax.ir.param import (
 )
 from rlx_jax.ir.roles import check_roles, merge_roles
 from rlx_jax.ir.types import DimLike, TensorType, device_dtype, is_float, is_static, tensor_type
+from rlx_jax.ir.types import Init as Init
 from rlx_jax.ir.weight_reads import WeightSource, shapes_only, source_program
 from rlx_jax.trace.block_selection import BlockPattern
 from rlx_jax.trace.checks import check_init

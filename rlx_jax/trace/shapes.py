@@ -9,7 +9,6 @@ import numpy as np
 
 from rlx_jax.errors import DTypeError, GraphError, ShapeError, UnsupportedError, quote, shown
 from rlx_jax.ir.graph import Value, locate_errors
-from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.ops.custom import small_constant
 from rlx_jax.ir.ops.index import Gather, GatherNd, Iota, Scatter, ScatterNd, Take, TakeAlongAxis, TakeRow
 from rlx_jax.ir.ops.pointwise import FullLike
@@ -31,7 +30,7 @@ from rlx_jax.ir.ops.shape import (
 )
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import check_roles
-from rlx_jax.ir.types import Dim, as_dim, as_dtype, is_static
+from rlx_jax.ir.types import Dim, Init, as_dim, as_dtype, is_static
 from rlx_jax.trace.arithmetic import Arithmetic
 from rlx_jax.trace.checks import bind_kind, check_count, items_of
 from rlx_jax.trace.parameters import WeightKey, WeightPart

@@ -35,11 +35,10 @@ import numpy as np
 
 from rlx_jax.errors import GraphError, RlxError, ShapeError, describe_type
 from rlx_jax.ir.graph import BodyInput, Builder, GraphStage, Hir, Op, Value, locate_errors
-from rlx_jax.ir.initializers import Init
 from rlx_jax.ir.ops.custom import JaxFn, small_constant
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.paths import path_text
-from rlx_jax.ir.types import Dim, DimLike, TensorType, is_static
+from rlx_jax.ir.types import Dim, DimLike, Init, TensorType, is_static
 from rlx_jax.ir.user_functions import CapturedArrays
 from rlx_jax.ir.value_type import ValueType
 from rlx_jax.trace.checks import check_attributes, check_calls, check_out_shape

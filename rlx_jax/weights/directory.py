@@ -32,9 +32,8 @@ from rlx_jax.io.hub import run_in_parallel
 from rlx_jax.io.strict_json import parse_object
 from rlx_jax.weights.manifest import MANIFEST_NAME
 from rlx_jax.weights.quantized_config import MODELOPT_CONFIG
-from rlx_jax.weights.safetensors import open_safetensors, read_header
 from rlx_jax.weights.safetensors_header import Header, TensorInfo
-from rlx_jax.weights.tensor_file import TensorFile
+from rlx_jax.weights.tensor_file import TensorFile, open_safetensors, read_header
 
 INDEX_SUFFIX = ".safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"

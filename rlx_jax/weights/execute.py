@@ -44,7 +44,7 @@ from rlx_jax.ir.param import (
 )
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.ir.weight_reads import WeightSource, source_program
-from rlx_jax.weights.finite import narrow_values
+from rlx_jax.weights.format import narrow_values
 from rlx_jax.weights.named import check_index, row_span
 from rlx_jax.weights.views import HostArray, SourceView, read_into, reads_into
 

@@ -31,8 +31,7 @@ from rlx_jax.io.files import Links, resolve
 from rlx_jax.ir.packed import F32, PackedSpec, WeightSpec
 from rlx_jax.ir.packed_values import decode_packed, finite_check_floats
 from rlx_jax.ir.weight_reads import WeightSource
-from rlx_jax.weights.finite import OnNonfinite, check_finite
-from rlx_jax.weights.format import Entry, OpenOptions, stored_spec
+from rlx_jax.weights.format import Entry, OnNonfinite, OpenOptions, check_finite, stored_spec
 from rlx_jax.weights.gguf_config import architecture_of, gguf_config
 from rlx_jax.weights.gguf_experts import GptOssExperts
 from rlx_jax.weights.gguf_header import GgufHeader, GgufTensor, MetadataValue, is_equal, read_gguf_header

@@ -18,8 +18,7 @@ import numpy as np
 from rlx_jax.errors import UnsupportedError, did_you_mean, listing, quote
 from rlx_jax.ir.ggml import BLOCKS
 from rlx_jax.ir.types import short_name
-from rlx_jax.weights.finite import narrow_values
-from rlx_jax.weights.format import Entry
+from rlx_jax.weights.format import Entry, narrow_values
 from rlx_jax.weights.gguf_config import architecture_of, stated_fields
 from rlx_jax.weights.gguf_header import DEFAULT_ALIGNMENT, DTYPES, MAGIC, PACKED, VERSIONS, GgufTensor, MetadataValue
 from rlx_jax.weights.gguf_names import CONFIG_TENSORS, KeyReading, key_readings, tensor_names

@@ -11,10 +11,9 @@ import numpy as np
 
 from rlx_jax.errors import quote
 from rlx_jax.ir.graph import Graph, Node, Param
-from rlx_jax.ir.initializers import Init, init_weight
+from rlx_jax.ir.operands import Normal
 from rlx_jax.ir.param import Dequantized, Key, Program, keys_of, stored_keys
-from rlx_jax.ir.traits import Normal
-from rlx_jax.ir.types import TensorType
+from rlx_jax.ir.types import Init, TensorType, init_weight
 
 # Number of random values that are generated for each smaller weight; see `_is_small`.
 SMALL_SIZE = 2**15

@@ -14,8 +14,7 @@ from rlx_jax.ir.packed import Packed, PackedSpec, WeightSpec, check_packed, pack
 from rlx_jax.ir.packed_values import finite_check_floats
 from rlx_jax.ir.types import short_name
 from rlx_jax.ir.weight_reads import WeightSource
-from rlx_jax.weights.finite import OnNonfinite, check_finite
-from rlx_jax.weights.format import Entry, OpenOptions, stored_spec
+from rlx_jax.weights.format import Entry, OnNonfinite, OpenOptions, check_finite, stored_spec
 from rlx_jax.weights.named import HostArray, NamedTensors, check_index
 from rlx_jax.weights.safetensors_header import check_shape
 

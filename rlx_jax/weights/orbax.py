@@ -36,8 +36,7 @@ from rlx_jax.io.files import Links, check_name, resolve
 from rlx_jax.io.strict_json import is_text, parse_object
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.weight_reads import WeightSource
-from rlx_jax.weights.finite import OnNonfinite, check_finite
-from rlx_jax.weights.format import Entry, OpenOptions
+from rlx_jax.weights.format import Entry, OnNonfinite, OpenOptions, check_finite
 from rlx_jax.weights.manifest import MANIFEST_NAME, open_verified
 from rlx_jax.weights.named import HostArray, NamedTensors, check_index, row_span
 from rlx_jax.weights.orbax_tree import ArrayTree, find_item, is_orbax, key_below, read_tree

@@ -13,8 +13,7 @@ import numpy as np
 
 from rlx_jax.errors import WeightError, quote
 from rlx_jax.ir.types import TensorType, is_float
-from rlx_jax.weights.finite import all_finite
-from rlx_jax.weights.format import Entry
+from rlx_jax.weights.format import Entry, all_finite
 from rlx_jax.weights.named import HostArray
 
 F32, F8 = np.dtype(np.float32), np.dtype(ml_dtypes.float8_e4m3fn)

@@ -16,13 +16,11 @@ from rlx_jax.io.atomic import write_synced
 from rlx_jax.io.files import Links, resolve
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.directory import INDEX_SUFFIX, holds_safetensors, open_directory, open_index
-from rlx_jax.weights.finite import FiniteCheck, OnNonfinite, check_finite
-from rlx_jax.weights.format import Entry, OpenOptions, stored_spec
+from rlx_jax.weights.format import Entry, FiniteCheck, OnNonfinite, OpenOptions, check_finite, stored_spec
 from rlx_jax.weights.manifest import MANIFEST_NAME, open_verified
 from rlx_jax.weights.named import Closeable, HostArray, NamedTensors
-from rlx_jax.weights.safetensors import open_safetensors
 from rlx_jax.weights.safetensors_header import DTYPES
-from rlx_jax.weights.tensor_file import TensorFile
+from rlx_jax.weights.tensor_file import TensorFile, open_safetensors
 
 # Maximum bytes of tensors in one `.safetensors` file, unless a single tensor has more, as in Hugging Face checkpoints.
 SHARD_BYTES = 5_000_000_000

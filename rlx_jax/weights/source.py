@@ -21,8 +21,7 @@ from rlx_jax.ir.types import short_name as short_name
 from rlx_jax.ir.weight_reads import WeightSource as WeightSource
 from rlx_jax.weights import formats
 from rlx_jax.weights.directory import fetch_weight_files, read_headers, refuse_directory, refuse_other_format
-from rlx_jax.weights.finite import OnNonfinite
-from rlx_jax.weights.format import Format, OpenOptions, stored_spec
+from rlx_jax.weights.format import Format, OnNonfinite, OpenOptions, stored_spec
 from rlx_jax.weights.manifest import Verify
 from rlx_jax.weights.mapping import MappingSource
 from rlx_jax.weights.orbax_tree import finished_steps

@@ -14,9 +14,8 @@ from rlx_jax.compiler.settings import lowering_settings
 from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Leaf, Node, Op, Param, StateRead, TypeCache, Value
 from rlx_jax.ir.ops.pointwise import Binary, Unary
 from rlx_jax.ir.param import Key
-from rlx_jax.ir.paths import LayerIndex, Origin, bind_path
+from rlx_jax.ir.paths import LayerIndex, Origin, StateLeaf, bind_path
 from rlx_jax.ir.region import Repeat, roll
-from rlx_jax.ir.state_leaf import StateLeaf
 from rlx_jax.ir.types import tensor_type
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.hir.weights import merge_linears, merge_ropes

@@ -15,9 +15,8 @@ import numpy as np
 from rlx_jax.errors import RlxError
 from rlx_jax.ir.graph import BodyInput, Builder, Graph, Leaf, Mir, Op, Param, StateRead, TypeCache, Value, constant
 from rlx_jax.ir.param import Key
-from rlx_jax.ir.paths import LayerIndex, Origin, Path
+from rlx_jax.ir.paths import LayerIndex, Origin, Path, StateLeaf
 from rlx_jax.ir.region import Repeat
-from rlx_jax.ir.state_leaf import StateLeaf
 from rlx_jax.ir.text import dump
 from rlx_jax.ir.types import TensorType, as_dtype, is_float, is_static, symbol
 from tests.ops import SIZES, evaluate

@@ -14,11 +14,11 @@ from rlx_jax.ir.graph import Builder, Hir, Value
 from rlx_jax.ir.hir.masks import MASK_KINDS, MaskKind
 from rlx_jax.ir.hir.sequence import LastToken, Rope, attention
 from rlx_jax.ir.hir.tokenwise_blocks import Embed, GatedFfn, Linear, RmsNorm, Split
+from rlx_jax.ir.operands import COMPOSITE
 from rlx_jax.ir.ops.attention import check_heads
 from rlx_jax.ir.ops.linalg import check_linear
 from rlx_jax.ir.ops.pointwise import UNARY, Binary, Unary
 from rlx_jax.ir.ops.shape import Concat, merge_axes, split_axis
-from rlx_jax.ir.traits import COMPOSITE
 from rlx_jax.ir.types import TensorType, is_static
 
 DECODER_OPERANDS = ("x", "ln1_g", "ln1_b", "q", "k", "v", "o", "ln2_g", "ln2_b", "gate", "up", "down", "cos", "sin")

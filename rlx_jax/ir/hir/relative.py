@@ -10,11 +10,11 @@ import numpy.typing as npt
 
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Builder, Hir, Value, constant
+from rlx_jax.ir.operands import BLOCK, TABLES
 from rlx_jax.ir.ops.index import Gather, Iota, RelativeBuckets, TakeAlongAxis
 from rlx_jax.ir.ops.linalg import Einsum
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.ops.shape import AxisOf, Reshape, Transpose, split_axis
-from rlx_jax.ir.traits import BLOCK, TABLES
 from rlx_jax.ir.types import TensorType
 
 F32, I32 = np.dtype(np.float32), np.dtype(np.int32)

@@ -10,6 +10,7 @@ import numpy as np
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import Builder, Graph, Hir, Value, constant
 from rlx_jax.ir.hir.masks import MaskKind, check_arity
+from rlx_jax.ir.operands import BLOCK, TABLES, Initial
 from rlx_jax.ir.ops.attention import AttentionOp, RopeOp, RopeTable, SinusoidTable, check_heads, check_score_options
 from rlx_jax.ir.ops.cache import After, CacheUpdate, DequantizeVectors, QuantizeVectors, RingStep
 from rlx_jax.ir.ops.control import PairBias
@@ -28,7 +29,6 @@ from rlx_jax.ir.ops.shape import (
     merge_axes,
     split_axis,
 )
-from rlx_jax.ir.traits import BLOCK, TABLES, Initial
 from rlx_jax.ir.types import TensorType
 
 

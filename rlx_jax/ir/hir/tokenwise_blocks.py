@@ -8,6 +8,7 @@ import numpy as np
 
 from rlx_jax.errors import ShapeError
 from rlx_jax.ir.graph import Builder, Hir, Value, constant
+from rlx_jax.ir.operands import BLOCK, TABLES, Initial, Normal
 from rlx_jax.ir.ops.experts import ClampedGate, expert_operands, initial_of_expert
 from rlx_jax.ir.ops.index import Gather, TakeAlongAxis
 from rlx_jax.ir.ops.linalg import Einsum, MatMul, check_linear
@@ -16,7 +17,6 @@ from rlx_jax.ir.ops.order import TopK
 from rlx_jax.ir.ops.pointwise import UNARY, Binary, Compare, Unary, Where, in_dtype
 from rlx_jax.ir.ops.reduce import Reduce, Softmax
 from rlx_jax.ir.ops.shape import AxisOf, Reshape, SplitLast
-from rlx_jax.ir.traits import BLOCK, TABLES, Initial, Normal
 from rlx_jax.ir.types import TensorType
 
 

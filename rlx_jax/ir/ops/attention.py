@@ -19,8 +19,7 @@ from jax import Array, lax
 
 from rlx_jax.errors import DTypeError, GraphError, ShapeError, shown
 from rlx_jax.ir.graph import Mir, TypeCache
-from rlx_jax.ir.operands import check_declared
-from rlx_jax.ir.traits import TOKENS, Types, all_moved, product_traits
+from rlx_jax.ir.operands import TOKENS, Types, all_moved, check_declared, product_traits
 from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static
 
 # Declarations of attention's optional operands, which follow q, k and v, in the notation of `rlx_jax.ir.operands`.

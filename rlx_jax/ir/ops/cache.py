@@ -16,7 +16,7 @@ from jax import Array
 
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import Mir
-from rlx_jax.ir.traits import ELEMENTWISE, MOVEMENT, REDUCTION, STATE, Types, results_written, zero
+from rlx_jax.ir.operands import ELEMENTWISE, MOVEMENT, REDUCTION, STATE, Types, results_written, zero
 from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static, short_name
 
 # Signature of `write_rows`: (cache, slot, new, ordered) → cache. Callers of `eval` may pass another implementation.

@@ -17,9 +17,9 @@ from jax import Array, lax
 
 from rlx_jax.errors import GraphError, ShapeError, wrong_arity
 from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Hir, Mir, Node, TypeCache, Value, as_values
+from rlx_jax.ir.operands import ELEMENTWISE
 from rlx_jax.ir.ops.custom import traced_flops
-from rlx_jax.ir.rewrite import everywhere, rewrite
-from rlx_jax.ir.traits import ELEMENTWISE
+from rlx_jax.ir.region import everywhere, rewrite
 from rlx_jax.ir.types import TensorType, is_float, is_static, short_name
 
 # No operand is narrowed, because bodies have fixed dtypes.

@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from rlx_jax.errors import DTypeError, GraphError, ShapeError
 from rlx_jax.ir.graph import Mir
-from rlx_jax.ir.traits import REDUCTION, Initial, Normal, Types, product_traits
+from rlx_jax.ir.operands import REDUCTION, Initial, Normal, Types, product_traits
 from rlx_jax.ir.types import TensorType, is_float, is_static
 
 # (before, after) for each spatial axis.

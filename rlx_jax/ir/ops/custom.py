@@ -14,10 +14,10 @@ import numpy as np
 from rlx_jax.errors import DTypeError, GraphError, first_line, shown
 from rlx_jax.ir import user_functions
 from rlx_jax.ir.graph import Constant, Graph, Mir, TypeCache, constant
+from rlx_jax.ir.operands import Types, product_traits
 from rlx_jax.ir.paths import path_text
-from rlx_jax.ir.traits import Types, product_traits
-from rlx_jax.ir.type_inference import types_of
 from rlx_jax.ir.types import TensorType, as_dtype, device_dtype, is_float, is_integer, short_name
+from rlx_jax.ir.user_functions import types_of
 
 Array = jax.Array
 

@@ -12,9 +12,9 @@ from jax import Array, lax
 
 from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir.graph import Mir
+from rlx_jax.ir.operands import Initial, Normal, Types, product_traits
 from rlx_jax.ir.ops.linalg import product_text
 from rlx_jax.ir.ops.pointwise import UNARY, same_rank
-from rlx_jax.ir.traits import Initial, Normal, Types, product_traits
 from rlx_jax.ir.types import TensorType, is_static
 
 # Names of the operands that every mixture has, in order; biases follow them.

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlx_jax.errors import ShapeError, UnsupportedError, wrong_arity
 from rlx_jax.ir.graph import Graph, Mir, TypeCache
-from rlx_jax.ir.traits import MOVEMENT, Types
+from rlx_jax.ir.operands import MOVEMENT, Types
 from rlx_jax.ir.types import TensorType, is_static, terms_of
 
 # Runs a program: `(parameters, state, inputs, sizes by symbol) → (outputs, state)`, arrays by name.

@@ -14,13 +14,12 @@ import jax.numpy as jnp
 
 from rlx_jax.errors import ShapeError, wrong_arity
 from rlx_jax.ir.graph import Mir, TypeCache
-from rlx_jax.ir.operands import named_operands
+from rlx_jax.ir.operands import ELEMENTWISE, NORM, Types, named_operands, product_traits
 from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
 from rlx_jax.ir.ops.linalg import MatMul, check_linear, product_text
 from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp, check_norm
 from rlx_jax.ir.ops.pointwise import UNARY, same_rank
 from rlx_jax.ir.ops.shape import AxisOf, Reshape, SplitLast
-from rlx_jax.ir.traits import ELEMENTWISE, NORM, Types, product_traits
 from rlx_jax.ir.types import TensorType
 
 Array = jax.Array

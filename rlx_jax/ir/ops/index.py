@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from rlx_jax.errors import DTypeError, GraphError, ShapeError
 from rlx_jax.ir.graph import Mir
-from rlx_jax.ir.traits import MOVEMENT, TOKENS, results_written
+from rlx_jax.ir.operands import MOVEMENT, TOKENS, results_written
 from rlx_jax.ir.types import TensorType, is_static
 
 

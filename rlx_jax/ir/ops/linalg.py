@@ -12,9 +12,9 @@ from jax import Array, lax
 
 from rlx_jax.errors import DTypeError, ShapeError
 from rlx_jax.ir.graph import Mir
+from rlx_jax.ir.operands import REDUCTION, Types, product_traits
 from rlx_jax.ir.ops.custom import traced_flops
 from rlx_jax.ir.ops.pointwise import same_rank
-from rlx_jax.ir.traits import REDUCTION, Types, product_traits
 from rlx_jax.ir.types import TensorType, is_float, is_static
 
 

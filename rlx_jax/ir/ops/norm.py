@@ -11,8 +11,8 @@ from jax import Array, lax
 
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Mir
+from rlx_jax.ir.operands import NORM
 from rlx_jax.ir.ops.pointwise import same_rank
-from rlx_jax.ir.traits import NORM
 from rlx_jax.ir.types import TensorType
 
 

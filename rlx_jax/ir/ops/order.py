@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Mir
-from rlx_jax.ir.traits import REDUCTION
+from rlx_jax.ir.operands import REDUCTION
 from rlx_jax.ir.types import TensorType, is_float, is_static
 
 Array = jax.Array

@@ -14,7 +14,7 @@ import numpy as np
 
 from rlx_jax.errors import DTypeError, GraphError, ShapeError
 from rlx_jax.ir.graph import Builder, Mir, Value
-from rlx_jax.ir.traits import ELEMENTWISE, MOVEMENT, Initial, results_written
+from rlx_jax.ir.operands import ELEMENTWISE, MOVEMENT, Initial, results_written
 from rlx_jax.ir.types import TensorType, device_dtype, is_float, short_name
 
 Array = jax.Array

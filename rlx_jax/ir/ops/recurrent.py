@@ -19,8 +19,8 @@ from jax import Array, lax
 
 from rlx_jax.errors import ShapeError, wrong_arity
 from rlx_jax.ir.graph import Mir, TypeCache
+from rlx_jax.ir.operands import Initial, Normal, Types, product_traits
 from rlx_jax.ir.ops.custom import jaxpr_flops
-from rlx_jax.ir.traits import Initial, Normal, Types, product_traits
 from rlx_jax.ir.types import TensorType, is_float, is_static
 from rlx_jax.ir.user_functions import TokenStep, inner_jaxprs
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from rlx_jax.errors import DTypeError, ShapeError
 from rlx_jax.ir.graph import Mir
-from rlx_jax.ir.traits import REDUCTION
+from rlx_jax.ir.operands import REDUCTION
 from rlx_jax.ir.types import TensorType, is_float
 
 Array = jax.Array

@@ -14,8 +14,7 @@ from jax.extend import core as jex
 
 from rlx_jax.errors import DTypeError, ShapeError
 from rlx_jax.ir.graph import Mir, TypeCache
-from rlx_jax.ir.operands import check_axes
-from rlx_jax.ir.traits import MOVEMENT, Types, all_moved, first_moved, results_moved, zero
+from rlx_jax.ir.operands import MOVEMENT, Types, all_moved, check_axes, first_moved, results_moved, zero
 from rlx_jax.ir.types import DimLike, TensorType, is_static
 
 Array = jax.Array

@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from rlx_jax.errors import DTypeError, GraphError, ShapeError
 from rlx_jax.ir.graph import Mir
-from rlx_jax.ir.traits import MOVEMENT, TOKENS, Types, first_moved
+from rlx_jax.ir.operands import MOVEMENT, TOKENS, Types, first_moved
 from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static
 
 # Sizes (rows, columns).
