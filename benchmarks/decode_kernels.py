@@ -1,10 +1,11 @@
 """Decoding of one row on one GPU with the package's kernels and without, beside the time to read the weights.
 
     python benchmarks/decode_kernels.py [--shapes 1b,qwen3-0.6b,gemma3-1b,135m,8b] [--context 128] [--tokens 64]
+        [--weights bf16]
 
-Random bf16 weights of each shape. A step is the difference of two calls of `lm.generate`, in turn with and without
-kernels. Greedy tokens of 20 prompts are compared, and where two answers part, the difference of the two likeliest
-logits there is printed: a rounding decides only where it is small.
+Random weights of each shape, in bf16 or packed (`--weights int8`, `int4`). A step is the difference of two calls of
+`lm.generate`, in turn with and without kernels. Greedy tokens of 20 prompts are compared, and where two answers part,
+the difference of the two likeliest logits there is printed: a rounding decides only where it is small.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 RECIPES = {"llama": rlx.Llama32Flow, "qwen3": rlx.Qwen3Flow, "gemma3_text": rlx.GemmaFlow}
 
 
-def open_model(config: dict[str, Any], kernels: str, max_positions: int) -> Any:
+def open_model(config: dict[str, Any], kernels: str, max_positions: int, weights: str) -> Any:
     """Return a model with random weights."""
     profile = rlx.CompileProfile().replace(
-        precision={"compute": "bf16", "weights": "bf16"}, backend={"cuda": {"kernels": kernels}}
+        precision={"compute": "bf16", "weights": weights}, backend={"cuda": {"kernels": kernels}}
     )
     recipe: Any = RECIPES[config["model_type"]]
     return rlx.CausalLM(
@@ -89,6 +90,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--weights", default="bf16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
     args = parser.parse_args()
@@ -96,7 +98,9 @@ def main() -> None:
         config = SHAPES[name]
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, config["vocab_size"], args.context).tolist() for _ in range(20)]
-        models = {kernels: open_model(config, kernels, args.context + 1024) for kernels in ("auto", "off")}
+        models = {
+            kernels: open_model(config, kernels, args.context + 1024, args.weights) for kernels in ("auto", "off")
+        }
         seconds: dict[str, list[float]] = {kernels: [] for kernels in models}
         for lm in models.values():
             step_seconds(lm, prompts[0], 33, 513)  # compiles
@@ -106,7 +110,13 @@ def main() -> None:
         ms = {kernels: round(1e3 * statistics.median(values), 4) for kernels, values in seconds.items()}
         model = models["auto"].model
         weights = sum(a.nbytes for a in model.params.values())
-        row = {"shape": name, "context": args.context, "ms": ms, "weights_ms": round(weights / BANDWIDTH * 1e3, 3)}
+        row = {
+            "shape": name,
+            "weights": args.weights,
+            "context": args.context,
+            "ms": ms,
+            "weights_ms": round(weights / BANDWIDTH * 1e3, 3),
+        }
         print(
             json.dumps(row | compare_tokens(*models.values(), prompts, args.tokens)),
             flush=True,

@@ -21,12 +21,16 @@ from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.norm import RmsNormOp
 from rlx_jax.ir.ops.pointwise import Binary, Unary
 from rlx_jax.ir.ops.shape import Slice, SplitLast
+from rlx_jax.ir.packed import SCHEMES
+from rlx_jax.ir.packed_values import decode_arrays
 from rlx_jax.ir.param import Key
 from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lir.implementations import has_mosaic
 from rlx_jax.lowering.lir.matvec import KernelTrace, find_tiling
+from rlx_jax.lowering.lir.packed import PackedWeight
+from rlx_jax.lowering.lir.packed_matvec import find_packed_tiling
 from rlx_jax.lowering.lir.plan import Lir, state_types
 from rlx_jax.lowering.lir.product_groups import GroupKey, group_products, kernel_of, run_group, struct
 from rlx_jax.runtime.program_key import ProgramKey
@@ -167,19 +171,22 @@ def test_groups_of_a_graph(make: Any) -> None:
 PLANS: dict[str, tuple[dict[str, Any], bool]] = {
     "an H200": ({}, True), "an A100": ({"target": "a100"}, False), "off": ({"kernels": "off"}, False),
     "products by XLA": ({"products": "xla"}, False), "a scan": ({"roll": "scan"}, False),
-    "f32": ({"compute": "f32"}, False), "two rows": ({"batch": 2}, False), "an older JAX": ({"mosaic": False}, False),
+    "f32": ({"compute": "f32"}, False), "two rows": ({"batch": 2}, False),
+    "int8, too narrow": ({"weights": "int8"}, False), "int8": ({"weights": "int8", "hidden": 512}, True),
+    "an older JAX": ({"mosaic": False}, False),
 }  # fmt: skip
 
 
 def plan_of(
-    monkeypatch: pytest.MonkeyPatch, has_mosaic: bool = True, batch: int = 1, context: int = 16, **fields: Any
-) -> Lir:
+    monkeypatch: pytest.MonkeyPatch, has_mosaic: bool = True, batch: int = 1, context: int = 16, hidden: int = 128,
+    **fields: Any,
+) -> Lir:  # fmt: skip
     """Return the decode step of a small Llama, planned by a profile for an H200 in bf16 with these changes."""
     monkeypatch.setattr(passes, "has_mosaic", lambda: has_mosaic)
     profile = rlx.CompileProfile().replace(
         **{"fusion": {"target": "h200"}, "precision": {"compute": "bf16", "weights": "bf16"}, **fields}
     )
-    flow = rlx.Llama32Flow.for_prefill({"rms_norm_eps": 1e-6, **SIZES})
+    flow = rlx.Llama32Flow.for_prefill({"rms_norm_eps": 1e-6, **SIZES, "hidden_size": hidden})
     lm = rlx.CausalLM(flow, {}, missing="init", key=0, profile=profile, max_positions=64)
     programs = lm.model.programs
     template = programs.template(ProgramKey(lm.model.name, "extend", last_only=True))
@@ -195,8 +202,9 @@ def test_where_a_plan_has_groups(case: str, monkeypatch: pytest.MonkeyPatch) -> 
     dtype = options.get("compute", "bf16")
     backend = {k: v for k, v in options.items() if k in ("kernels", "products")}
     lir = plan_of(
-        monkeypatch, options.get("mosaic", True), options.get("batch", 1),
-        fusion={"target": options.get("target", "h200")}, precision={"compute": dtype, "weights": dtype},
+        monkeypatch, options.get("mosaic", True), options.get("batch", 1), hidden=options.get("hidden", 128),
+        fusion={"target": options.get("target", "h200")},
+        precision={"compute": dtype, "weights": options.get("weights", dtype)},
         backend={"cuda": backend}, layers={"roll": options.get("roll", "unroll")},
     )  # fmt: skip
     assert bool(groups_of(lir.graph)) == want
@@ -232,6 +240,16 @@ def test_erf() -> None:
     np.testing.assert_allclose(found, jax.lax.erf(x), atol=1e-6, rtol=0)
 
 
+def test_packed_tilings() -> None:
+    """Schemes and sizes that the kernel has."""
+    for scheme, columns in (("int8/32", 6912), ("gguf_q8_0", 2048), ("gguf_q4k", 14336), ("int4/128", 4096)):
+        if (tiling := find_packed_tiling(4096, columns, 2, scheme)) is not None:
+            assert tiling.rows == 2048 and tiling.blocks * tiling.form.values == columns
+            assert tiling.rows % tiling.tile_rows == 0 and tiling.blocks % tiling.tile_blocks == 0
+        assert (tiling is None) == (columns == 6912)  # 27 blocks: one at a time has no layout
+    assert find_packed_tiling(4096, 2048, 1, "gguf_q6k") is None and find_packed_tiling(66, 2048, 1, "int8/32") is None
+
+
 needs_mosaic = pytest.mark.skipif(not has_mosaic(), reason="the kernel needs jax 0.11")
 
 
@@ -252,6 +270,46 @@ def test_the_kernel_equals_eval(name: str) -> None:
             assert got.shape == want.shape and got.dtype == want.dtype
             scale = float(jnp.abs(want.astype(jnp.float32)).max())
             np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), atol=0.02 * scale)
+
+
+RARE = ("int8/128", "int4/32", "int4/128", "gguf_q4_0")
+PACKED = ["gguf_q8_0", "gguf_q4k", *(pytest.param(scheme, marks=pytest.mark.slow) for scheme in RARE)]
+
+
+@needs_mosaic
+@pytest.mark.parametrize("scheme", PACKED)
+def test_the_kernel_of_a_packed_weight(scheme: str) -> None:
+    """In Mosaic's interpreter it equals the product in float64 of the decoded weight, in several tiles.
+
+    One entry of x is 300 times as large as the others, which stand for fewer of the integers then.
+    """
+    from jax.experimental.pallas import mosaic_gpu
+
+    pallas: Any = mosaic_gpu
+    size = (16, 4096)
+    b, rng = Builder("product", TypeCache(), Origin(("block",))), np.random.default_rng(3)
+    weight_type = TensorType(size, BF16)
+    leaf = b.leaf(Param((Key("w", type=weight_type),), type=weight_type))
+    product = b(MatMul(1), b.input("x", TensorType((1, 1, size[1]), BF16)), leaf)
+    gate, up = b.add(SplitLast((8, 8)), product)
+    (group,) = groups_of(group_products(b.finish([b(Binary("add"), gate, up)], ["y"]), TypeCache()))
+    arrays = {}
+    for name, t in SCHEMES[scheme].array_types(size).items():
+        shape = [int(n) for n in t.shape]
+        scales = rng.uniform(1e-4, 1e-3, shape).astype(np.float16).view(np.uint16)
+        arrays[name] = scales if name == "scales" else rng.integers(0, 256, shape, np.uint8).view(t.dtype)
+    x = rng.normal(size=size[1])
+    x[5] *= 300
+    row = jnp.asarray(x, BF16).reshape(1, 1, -1)
+    weight = PackedWeight(jax.tree.map(jnp.asarray, arrays), scheme, BF16, BF16)
+    (found,) = run_group(group, row, weight, interpret=pallas.InterpretGPUParams())
+    values, entries = decode_arrays(arrays, scheme).astype(np.float64), np.asarray(row, np.float64).ravel()
+    # Each product is rounded to bf16, and x to integers up to 127 · 256.
+    terms = np.abs(values @ entries) * 2.0**-8
+    terms += np.linalg.norm(values, axis=1) * np.abs(entries).max() / (127 * 256)
+    want, atol = ((v[:8] + v[8:]) for v in (values @ entries, terms))
+    error = np.abs(np.asarray(found, np.float64).ravel() - want) - np.abs(want) * 2.0**-8
+    assert (error < atol).all() and np.abs(want).max() > 20 * atol.max()
 
 
 @needs_mosaic

@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax.lowering.lir.matvec import LANES, WARPS, KernelTrace
+from rlx_jax.lowering.lir.matvec import KernelTrace
+from rlx_jax.lowering.lir.packed_matvec import LANES, WARPS
 
 AnyArray = Any
 

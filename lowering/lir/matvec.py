@@ -1,4 +1,4 @@
-"""One Pallas kernel (Mosaic GPU) for a product of one row with a weight, and the ops around it.
+"""One Pallas kernel (Mosaic GPU) for a product of one row with a weight, bf16 or packed, and the ops around it.
 
 `matvec` computes `y = W · prologue(x, …)` and `epilogue(y, …)`. The prologue runs in every program of the kernel, over
 a whole row: a norm, a residual sum. The epilogue runs over the few entries of y that a program has just computed: a
@@ -24,19 +24,18 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
+from rlx_jax.lowering.lir.packed_matvec import LANES, WARPS, PackedTiles, PackedTiling
+
 AnyArray = Any
 
 # Columns of a tile, at most: as many values of x are in the registers of a warp, in float32.
 CHUNK = 2304
 
-# Tiles of a row whose code the kernel repeats, at most; more of them are a loop.
+# Tiles of a row whose code the kernel repeats, at most; more are a loop, and those after the first of a packed weight.
 MAX_UNROLLED = 8
 
 # Entries of a tile of one part, about: 16 KB of bf16, the copy that read fastest on one H200.
 TILE = 8192
-
-# Warps of a program, and lanes of a warp.
-WARPS, LANES = 4, 32
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,11 @@ class Tiling:
         """Return the first line of a tile in a row. The last tile may overlap the one before."""
         line = chunk * self.tile_lines
         return line if self.is_even else jnp.minimum(line, self.lines - self.tile_lines)
+
+    @property
+    def x_shape(self) -> tuple[int, ...]:
+        """Return the shape of a row of x."""
+        return self.lines, self.width
 
     @property
     def is_even(self) -> bool:
@@ -236,7 +240,7 @@ class Matvec:
         product_dtype: the dtype of y.
     """
 
-    tiling: Tiling
+    tiling: Tiling | PackedTiling
     prologue: KernelTrace
     epilogue: KernelTrace
     row_dtypes: tuple[Any, ...]
@@ -263,16 +267,20 @@ class Layouts:
     is_repeated: bool
 
     @staticmethod
-    def of(t: Tiling) -> Layouts:
+    def of(t: Tiling | PackedTiling) -> Layouts:
         """Return the layouts of a tiling."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        tiles = plgpu.Tiling(((WARPS, 1, t.width), (t.width // LANES,)))
-        tile = plgpu.Layout.TILED(tiles, warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
-        x, columns = tile.reduce(0), t.lines * t.width
+        if isinstance(t, PackedTiling):
+            tile = t.layout
+        else:
+            tiles = plgpu.Tiling(((WARPS, 1, t.width), (t.width // LANES,)))
+            tile = plgpu.Layout.TILED(tiles, warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
+        axes = (1, 2, 3) if isinstance(t, PackedTiling) else (1, 2)
+        columns = math.prod(t.x_shape)
         vector = next((n for n in (8, 4, 2, 1) if columns % (LANES * WARPS * n) == 0), None)
-        row = x if vector is None else plgpu.Layout.WG_STRIDED((t.lines, t.width), vector)
-        return Layouts(tile, x, tile.reduce((1, 2)), row, vector is None)
+        row = tile.reduce(0) if vector is None else plgpu.Layout.WG_STRIDED(t.x_shape, vector)
+        return Layouts(tile, tile.reduce(0), tile.reduce(axes), row, vector is None)
 
 
 @dataclass(frozen=True)
@@ -282,18 +290,28 @@ class WeightTiles:
     Attributes:
         tiling: how the weight is divided.
         weight: the weight `[parts · rows, lines, width]`.
+        x: shared memory for x `[lines, width]`.
         buffers: shared memory for the tiles `[slots, parts, tile rows, tile lines, width]`.
         copied: a barrier for each slot, which its copies complete.
         first: the first tile of rows of the program.
         num_steps: the number of tiles that it reads.
+        layouts: where entries are.
     """
 
     tiling: Tiling
     weight: Any
+    x: Any
     buffers: Any
     copied: Any
     first: AnyArray
     num_steps: AnyArray
+    layouts: Layouts
+
+    def begin(self) -> tuple[()]:
+        """Start to copy the first tiles."""
+        for step in range(self.tiling.slots):
+            self.start(jnp.int32(step))
+        return ()
 
     def start(self, step: AnyArray) -> None:
         """Start to copy the tile of a step, of every part, if there is one."""
@@ -310,23 +328,39 @@ class WeightTiles:
                 source = self.weight.at[pl.ds(part * t.rows + row, t.tile_rows), pl.ds(line, t.tile_lines)]
                 plgpu.copy_gmem_to_smem(source, self.buffers.at[slot, part], self.copied.at[slot])
 
-    def products(self, step: AnyArray, x: AnyArray, layout: Any) -> list[AnyArray]:
-        """Return the product of the tile of a step with x for each part `[tile rows]`, and start a later copy."""
+    def store_x(self, x: AnyArray) -> None:
+        """Write a row x to shared memory."""
+        self.x[...] = x
+
+    def load_x(self, chunk: Any) -> AnyArray:
+        """Return the values of x for a tile of a row, in float32, for each row of the tile."""
+        from jax.experimental import pallas as pl
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        t, load = self.tiling, cast(Any, plgpu.load)
+        t, start, layout = self.tiling, self.tiling.first_line(chunk), self.layouts.x
+        part = cast(Any, plgpu.load)(self.x.at[pl.ds(start, t.tile_lines)], layout=layout).astype(jnp.float32)
+        if not t.is_even:  # the first lines of the last tile are the last ones of the tile before
+            lines = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, part.shape, 0), layout)
+            part = jnp.where(lines + start >= chunk * t.tile_lines, part, 0)
+        return lax.broadcast_in_dim(part, (t.tile_rows, t.tile_lines, t.width), (1, 2))
+
+    def step(self, tile: AnyArray, chunk: Any, x: AnyArray, _: tuple[()]) -> tuple[list[AnyArray], tuple[()]]:
+        """Return the product of a tile with x for each part `[tile rows]`, and start a later copy."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        t, load, step = self.tiling, cast(Any, plgpu.load), tile * self.tiling.chunks + chunk
         slot = lax.rem(step, t.slots)
         plgpu.barrier_wait(self.copied.at[slot])
-        tiles = (load(self.buffers.at[slot, part], layout=layout) for part in range(t.parts))
+        tiles = (load(self.buffers.at[slot, part], layout=self.layouts.tile) for part in range(t.parts))
         results = [(tile.astype(jnp.float32) * x).sum(axis=1).sum(axis=1) for tile in tiles]
         plgpu.commit_smem()  # all warps have read the tile
         self.start(step + t.slots)
-        return results
+        return results, ()
 
 
 def run_program(
-    spec: Matvec, layouts: Layouts, row_refs: Any, entry_refs: Any, out_refs: Any, kept_refs: Any, tiles: WeightTiles,
-    x_ref: Any, num_tiles: AnyArray,
+    spec: Matvec, layouts: Layouts, row_refs: Any, entry_refs: Any, out_refs: Any, kept_refs: Any,
+    tiles: WeightTiles | PackedTiles, num_tiles: AnyArray,
 ) -> None:  # fmt: skip
     """Run one program of the kernel: the prologue, and the product and the epilogue for its tiles of rows.
 
@@ -336,53 +370,47 @@ def run_program(
         row_refs, entry_refs: the operands of the prologue and of the epilogue.
         out_refs, kept_refs: the results of the epilogue and of the prologue.
         tiles: the tiles of the weight.
-        x_ref: shared memory for x.
         num_tiles: the number of tiles of rows of the program.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     t, load = spec.tiling, cast(Any, plgpu.load)  # jax 0.10 declares it otherwise
-    for step in range(t.slots):
-        tiles.start(jnp.int32(step))
+    begun: Any = tiles.begin()
     rows = [load(ref, layout=layouts.row, optimized=False) for ref in row_refs]
     x, *kept = spec.prologue(*rows, by_axis=layouts.is_repeated)
-    x_ref[...] = x
+    unit = tiles.store_x(x)
     for ref, row in zip(kept_refs, kept, strict=True):
 
         @pl.when(lax.axis_index("program") == 0)
         def _(ref: Any = ref, row: AnyArray = row) -> None:
             ref[...] = row
 
-    def x_chunk(chunk: Any) -> AnyArray:
-        start = t.first_line(chunk)
-        part = load(x_ref.at[pl.ds(start, t.tile_lines)], layout=layouts.x).astype(jnp.float32)
-        if not t.is_even:  # the first lines of the last tile are the last ones of the tile before
-            lines = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, part.shape, 0), layouts.x)
-            part = jnp.where(lines + start >= chunk * t.tile_lines, part, 0)
-        return lax.broadcast_in_dim(part, (t.tile_rows, t.tile_lines, t.width), (1, 2))
+    only_x = tiles.load_x(0) if t.chunks == 1 else None
 
-    only_chunk = x_chunk(0) if t.chunks == 1 else None
-
-    def multiply(tile: AnyArray, _: None) -> None:
+    def multiply(tile: AnyArray, begun: Any) -> Any:
         out_rows = pl.ds((tiles.first + tile) * t.tile_rows, t.tile_rows)
         operands = [load(ref.at[out_rows], layout=layouts.y, optimized=False) for ref in entry_refs]
 
-        def add_chunk(chunk: Any, sums: Sequence[AnyArray]) -> list[AnyArray]:
-            x = x_chunk(chunk) if only_chunk is None else only_chunk
-            products = tiles.products(tile * t.chunks + chunk, x, layouts.tile)
-            return [a + b for a, b in zip(sums, products, strict=True)] if sums else products
+        def add_chunk(chunk: Any, state: Any) -> Any:
+            sums, begun = state
+            x: Any = tiles.load_x(chunk) if only_x is None else only_x
+            products, begun = tiles.step(tile, chunk, x, begun)
+            return [a + b for a, b in zip(sums, products, strict=True)] if sums else products, begun
 
-        sums: Sequence[AnyArray] = add_chunk(0, ())
-        if t.chunks > MAX_UNROLLED:
-            sums = lax.fori_loop(1, t.chunks, add_chunk, sums)
+        state = add_chunk(0, ([], begun))
+        if t.chunks > (1 if isinstance(t, PackedTiling) else MAX_UNROLLED):
+            state = lax.fori_loop(1, t.chunks, add_chunk, state)
         else:
-            sums = functools.reduce(lambda sums, chunk: add_chunk(chunk, sums), range(1, t.chunks), sums)
+            state = functools.reduce(lambda state, chunk: add_chunk(chunk, state), range(1, t.chunks), state)
+        sums, begun = state
+        sums = sums if unit is None else [y * jnp.broadcast_to(unit, y.shape) for y in sums]
         results = spec.epilogue(*(y.astype(spec.product_dtype) for y in sums), *operands)
         for ref, y in zip(out_refs, results, strict=True):
             ref[out_rows] = y
+        return begun
 
-    lax.fori_loop(0, num_tiles, multiply, None)
+    lax.fori_loop(0, num_tiles, multiply, begun)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))  # equal kernels of a program are lowered once
@@ -393,7 +421,7 @@ def matvec(
 
     Args:
         spec: the shapes and functions.
-        weight: `[parts · rows, K]`.
+        weight: `[parts · rows, K]`, or the arrays of a packed one by name.
         rows: the operands of the prologue, of K entries each.
         entries: the operands of the epilogue after the product, of one entry for each row of a part.
         interpret: parameters of Mosaic's interpreter; None to compile.
@@ -404,32 +432,42 @@ def matvec(
     from jax.experimental.pallas import mosaic_gpu as plgpu  # imported here, as it takes a quarter of a second
 
     t, (x_dtype, *kept), layouts = spec.tiling, spec.row_dtypes, Layouts.of(spec.tiling)
-    ends = np.cumsum([len(rows), 1, len(entries), len(spec.out_dtypes), len(kept)])
+    arrays = t.views(weight) if isinstance(t, PackedTiling) else [weight.reshape(-1, t.lines, t.width)]
+    ends = np.cumsum([len(rows), len(arrays), len(entries), len(spec.out_dtypes), len(kept)])
 
     def body(*refs: Any) -> None:
-        row_refs, (weight_ref,), entry_refs, out_refs, kept_refs, (buffers, x_ref, copied) = (
+        row_refs, weight_refs, entry_refs, out_refs, kept_refs, buffers = (
             refs[start:end] for start, end in pairwise((0, *map(int, ends), len(refs)))
         )
         program, num_tiles = lax.axis_index("program"), t.rows // t.tile_rows
         first, last = program * num_tiles // t.programs, (program + 1) * num_tiles // t.programs
-        tiles = WeightTiles(t, weight_ref, buffers, copied, first, (last - first) * t.chunks)
-        run_program(spec, layouts, row_refs, entry_refs, out_refs, kept_refs, tiles, x_ref, last - first)
+        tiles: WeightTiles | PackedTiles
+        if isinstance(t, PackedTiling):
+            tiles = PackedTiles(t, weight_refs, buffers, first, last, interpret is not None)
+        else:
+            (weight_ref,), (x_ref, slots, copied) = weight_refs, buffers
+            tiles = WeightTiles(t, weight_ref, x_ref, slots, copied, first, (last - first) * t.chunks, layouts)
+        run_program(spec, layouts, row_refs, entry_refs, out_refs, kept_refs, tiles, last - first)
 
+    scratch: list[Any]
+    if isinstance(t, PackedTiling):
+        scratch = [plgpu.SMEM(t.x_shape, jnp.int8)] * 2
+    else:
+        scratch = [
+            plgpu.SMEM(t.x_shape, x_dtype),
+            plgpu.SMEM((t.slots, t.parts, t.tile_rows, t.tile_lines, t.width), weight.dtype),
+            plgpu.Barrier(num_arrivals=t.parts, num_barriers=t.slots),
+        ]
     run = plgpu.kernel(
         body,
         out_type=[
             *(jax.ShapeDtypeStruct((t.rows,), dtype) for dtype in spec.out_dtypes),
-            *(jax.ShapeDtypeStruct((t.lines, t.width), dtype) for dtype in kept),
+            *(jax.ShapeDtypeStruct(t.x_shape, dtype) for dtype in kept),
         ],
         grid=(t.programs,),
         grid_names=("program",),
-        scratch_types=[
-            plgpu.SMEM((t.slots, t.parts, t.tile_rows, t.tile_lines, t.width), weight.dtype),
-            plgpu.SMEM((t.lines, t.width), x_dtype),
-            plgpu.Barrier(num_arrivals=t.parts, num_barriers=t.slots),
-        ],
+        scratch_types=scratch,
         **({} if interpret is None else {"interpret": interpret}),
     )
-    lines = (row.reshape(t.lines, t.width) for row in rows)
-    results = run(*lines, weight.reshape(-1, t.lines, t.width), *(e.reshape(-1) for e in entries))
+    results = run(*(row.reshape(t.x_shape) for row in rows), *arrays, *(e.reshape(-1) for e in entries))
     return [r.reshape(-1) for r in results]

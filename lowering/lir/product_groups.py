@@ -28,6 +28,8 @@ from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.ir.param import packing_of
 from rlx_jax.ir.types import TensorType, is_float
 from rlx_jax.lowering.lir.matvec import KernelTrace, Matvec, find_tiling, matvec, unsupported_primitive
+from rlx_jax.lowering.lir.packed import PackedWeight
+from rlx_jax.lowering.lir.packed_matvec import find_packed_tiling
 
 # Ops before the product of a group, and after it, at most.
 MAX_OPS = 12
@@ -90,22 +92,33 @@ def find_groups(graph: Graph, readers: Mapping[Value, Sequence[int]]) -> dict[in
 
 
 def can_group(graph: Graph, node: Node) -> bool:
-    """Return whether a node is a product of one row with a bf16 weight `[N, K]` whose sizes the kernel divides."""
+    """Return whether a node is a product of one row with a weight `[N, K]` whose sizes the kernel divides.
+
+    The weight is bf16, or packed by a scheme that the kernel has and decoded as bf16.
+    """
     if not isinstance(node.op, MatMul) or node.op.contract != 1 or node.op.precision != "default":
         return False
     x, weight = (graph.type(v) for v in node.inputs)
     if x.symbols or weight.symbols:
         return False
-    leaf = graph.nodes[node.inputs[1].node].op
-    if not isinstance(leaf, Param) or any(map(packing_of, leaf.programs)):
+    if not isinstance(graph.nodes[node.inputs[1].node].op, Param):
         return False
     is_row = weight.rank == 2 and math.prod(map(int, x.shape)) == int(weight.shape[1])
-    return is_row and x.dtype == weight.dtype == jnp.bfloat16 and tiling(weight, 1) is not None
+    return is_row and x.dtype == weight.dtype == jnp.bfloat16 and has_tiling(graph, node, 1)
 
 
-def tiling(weight: TensorType, parts: int) -> Any:
-    """Return the tiling of a weight; see `find_tiling`."""
-    return find_tiling(int(weight.shape[0]), int(weight.shape[1]), parts)
+def has_tiling(graph: Graph, product: Node, parts: int) -> bool:
+    """Return whether the kernel divides the weight of a product, packed and not, as it may be decoded when loaded."""
+    leaf, weight = graph.nodes[product.inputs[1].node].op, graph.type(product.inputs[1])
+    assert isinstance(leaf, Param)
+    schemes = {packing_of(program) or "" for program in leaf.programs} | {""}
+    return all(tiling(weight, parts, scheme) is not None for scheme in schemes)
+
+
+def tiling(weight: TensorType, parts: int, scheme: str) -> Any:
+    """Return the tiling of a weight that is packed by a scheme, or not packed; see `find_tiling`."""
+    rows, columns = map(int, weight.shape)
+    return find_packed_tiling(rows, columns, parts, scheme) if scheme else find_tiling(rows, columns, parts)
 
 
 def ops_after(graph: Graph, product: int, readers: Mapping[Value, Sequence[int]], used: set[int]) -> list[int]:
@@ -115,7 +128,7 @@ def ops_after(graph: Graph, product: int, readers: Mapping[Value, Sequence[int]]
     first = readers[Value(product)]
     split = nodes[first[0]].op if len(first) == 1 and first[0] >= 0 else None
     if isinstance(split, SplitLast) and split.sizes == (size // 2,) * 2:
-        if tiling(graph.type(nodes[product].inputs[1]), 2) is None:
+        if not has_tiling(graph, nodes[product], 2):
             return best
         members, size = [product, first[0]], size // 2
     for number in range(members[-1] + 1, len(nodes)):
@@ -260,8 +273,10 @@ def reads_of(graph: Graph, members: Sequence[int]) -> list[Value]:
 def run_group(op: KernelGroup, *arrays: Any, interpret: Any = None) -> tuple[Any, ...]:
     """Compute a group by its kernel; `interpret` as in `matvec`."""
     body, rows = op.body, op.num_rows
-    spec = kernel_of(GroupKey(tuple((n.op, n.inputs, n.types) for n in body.nodes), body.outputs, rows))
-    results = matvec(spec, arrays[rows], arrays[:rows], arrays[rows + 1 :], interpret)
+    packed = arrays[rows] if isinstance(arrays[rows], PackedWeight) else None
+    weight, scheme = (arrays[rows], "") if packed is None else (packed.arrays, packed.scheme)
+    spec = kernel_of(GroupKey(tuple((n.op, n.inputs, n.types) for n in body.nodes), body.outputs, rows, scheme))
+    results = matvec(spec, weight, arrays[:rows], arrays[rows + 1 :], interpret)
     shapes = (body.type(v).shape for v in body.outputs)
     return tuple(r.reshape(tuple(map(int, shape))) for r, shape in zip(results, shapes, strict=True))
 
@@ -274,11 +289,13 @@ class GroupKey:
         nodes: op, operands and types of each node of the body.
         outputs: the outputs of the body.
         num_rows: as in `KernelGroup`.
+        scheme: the scheme of the weight, "" if it is not packed.
     """
 
     nodes: tuple[tuple[Any, tuple[Value, ...], tuple[TensorType, ...]], ...]
     outputs: tuple[Value, ...]
     num_rows: int
+    scheme: str = ""
 
 
 @functools.lru_cache(maxsize=256)
@@ -308,7 +325,7 @@ def kernel_of(key: GroupKey) -> Matvec:
 
     before = jax.make_jaxpr(prologue)(*(struct(body.type(v)) for v in rows))
     after = jax.make_jaxpr(epilogue)(*(struct(body.type(v)) for v in (*parts, *entries)))
-    weight_tiling = tiling(body.type(operands[key.num_rows]), len(parts))
+    weight_tiling = tiling(body.type(operands[key.num_rows]), len(parts), key.scheme)
     row_dtypes, out_dtypes = (tuple(a.dtype for a in jaxpr.out_avals) for jaxpr in (before, after))
     product_dtype = body.type(parts[0]).dtype
     return Matvec(weight_tiling, KernelTrace(before), KernelTrace(after), row_dtypes, out_dtypes, product_dtype)

@@ -1,0 +1,346 @@
+"""Packed weights in the kernel of `matvec.py`: how their codes are divided, and the product of a tile.
+
+x becomes integers of 16 bits, its largest entry 127 · 256, in shared memory: their error is at most 2⁻¹⁶ of it, over a
+row less than a rounding to bf16 has. Each lane reads neighbouring codes of one group into registers, one tile ahead,
+and multiplies them with the two bytes of these integers by the instruction `dp4a`, four at once; the sums are exact.
+A group's scale then multiplies its sum, so that no decoded weight exists; a zero point or a minimum multiplies the sum
+of x. So values are not rounded to the dtype of the weight as `PackedWeight.decode` rounds them.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from rlx_jax.ir.packed import SCHEMES
+
+AnyArray = Any
+
+# Warps of a program, and lanes of a warp.
+WARPS, LANES = 4, 32
+
+# Bytes that a lane reads at once.
+VECTOR = 16
+
+# The largest of x as an integer: its bytes are two signed ones.
+MAX_X = 127 * 256
+
+# Values of x in the registers of a lane, and bytes of a tile of all parts, at most.
+MAX_X_VALUES, PACKED_TILE = 72, 16384
+
+
+@dataclass(frozen=True)
+class CodeForm:
+    """How the values of a block are stored as bytes `[groups, size]`.
+
+    Attributes:
+        groups: runs of bytes of a block that scales of their own or the block's multiply.
+        size: bytes of a run.
+        halves: values of a byte; 2 for codes of 4 bits, of which the upper half belongs to values further on.
+        by_block: whether the values further on are in the block's other half; else they follow each run.
+    """
+
+    groups: int
+    size: int
+    halves: int = 1
+    by_block: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Return the shape of the values of a block."""
+        return (self.halves, self.groups, self.size) if self.by_block else (self.groups, self.halves, self.size)
+
+    @property
+    def values(self) -> int:
+        """Return the number of values of a block."""
+        return math.prod(self.shape)
+
+
+# The forms of the schemes that the kernel has.
+FORMS: dict[str, CodeForm] = {
+    "int8/32": CodeForm(8, 32), "gguf_q8_0": CodeForm(8, 32), "int8/128": CodeForm(4, 32),
+    "int4/32": CodeForm(8, 16, 2), "gguf_q4_0": CodeForm(8, 16, 2), "int4/128": CodeForm(4, 16, 2, by_block=True),
+    "gguf_q4k": CodeForm(4, 32, 2),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PackedTiling:
+    """How a packed weight `[parts · rows, K]` is divided; names as in `Tiling`.
+
+    Attributes:
+        scheme: the name of the scheme.
+        parts, rows, tile_rows, programs: as there.
+        blocks: blocks of a row.
+        tile_blocks: blocks of a tile.
+        lane_rows, lane_blocks: rows and blocks of a tile that the lanes of a warp read at once.
+    """
+
+    scheme: str
+    parts: int
+    rows: int
+    tile_rows: int
+    programs: int
+    blocks: int
+    tile_blocks: int
+    lane_rows: int
+    lane_blocks: int
+
+    @property
+    def form(self) -> CodeForm:
+        """Return the form of the codes."""
+        return FORMS[self.scheme]
+
+    @property
+    def chunks(self) -> int:
+        """Return the number of tiles in a row."""
+        return self.blocks // self.tile_blocks
+
+    @property
+    def x_shape(self) -> tuple[int, ...]:
+        """Return the shape of a row of x."""
+        return (self.blocks, *self.form.shape)
+
+    @property
+    def layout(self) -> Any:
+        """Return where the bytes `[rows, blocks, groups, size]` of a tile are in registers."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        form = self.form
+        tile = (WARPS * self.lane_rows, self.lane_blocks, form.groups, form.size)
+        lanes = (self.lane_rows, self.lane_blocks, form.groups, VECTOR)
+        first = next(i for i, n in enumerate(lanes) if n > 1)  # a layout has no leading ones
+        inner = lanes[first:]
+        tiles = (tile,) if tile[first:] == inner else (tile, inner)
+        warp = -4 if len(tiles) == 1 else -4 - len(inner)
+        lane_dims = tuple(i - 4 for i in range(3) if lanes[i] > 1)
+        return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(warp,), lane_dims=lane_dims, vector_dim=-1)
+
+    def views(self, arrays: dict[str, AnyArray]) -> list[AnyArray]:
+        """Return the arrays of a weight, in the order of `fetch`, with axes for blocks and groups."""
+        form, n = self.form, self.parts * self.rows
+        codes, scales = arrays["codes"].reshape(n, self.blocks, form.groups, form.size), arrays["scales"]
+        if "multiples" in arrays:
+            multiples = arrays["multiples"].reshape(n, self.blocks, form.groups, form.halves, 2)
+            return [codes, scales.reshape(n, self.blocks, 2), multiples]
+        return [codes, scales.reshape(n, self.blocks, form.groups) if scales.shape[1] > self.blocks else scales]
+
+
+def find_packed_tiling(rows: int, columns: int, parts: int, scheme: str, programs: int = 528) -> PackedTiling | None:
+    """Return the tiling of a packed weight, or None if its sizes do not divide, or the kernel does not have its scheme.
+
+    Args:
+        rows, columns, parts: as in `find_tiling`.
+        scheme: the name of the scheme.
+        programs: the most programs.
+    """
+    form = FORMS.get(scheme)
+    if form is None or columns % form.values or rows % parts:
+        return None
+    blocks, part_rows = columns // form.values, rows // parts
+    lane_blocks = math.gcd(blocks, LANES // form.groups)
+    lane_rows = LANES // form.groups // lane_blocks
+    per_lane = form.values * lane_rows // LANES  # values of x for each block
+    most = min(blocks, MAX_X_VALUES // per_lane)
+    counts = [n for n in range(lane_blocks, most + 1, lane_blocks) if blocks % n == 0]
+    tile_rows = WARPS * lane_rows
+    if not counts or part_rows % tile_rows or lane_blocks == 1:  # Mosaic finds no layouts for single blocks
+        return None
+    row_bytes = max(counts) * form.groups * form.size * parts
+    while part_rows % (2 * tile_rows) == 0 and 2 * tile_rows * row_bytes <= PACKED_TILE:
+        tile_rows *= 2
+    used = min(programs, part_rows // tile_rows)
+    return PackedTiling(scheme, parts, part_rows, tile_rows, used, blocks, max(counts), lane_rows, lane_blocks)
+
+
+@dataclass(frozen=True)
+class PackedTiles:
+    """The tiles of a packed weight that a program reads.
+
+    Attributes:
+        tiling: how the weight is divided.
+        arrays: its arrays as `PackedTiling.views` returns them.
+        x_bytes: shared memory for the upper and the lower bytes of x.
+        first, last: the first tile of rows of the program, and the one after its last.
+        interpret: whether the kernel runs in Mosaic's interpreter, which has no instructions of the device.
+    """
+
+    tiling: PackedTiling
+    arrays: Sequence[Any]
+    x_bytes: Sequence[Any]
+    first: AnyArray
+    last: AnyArray
+    interpret: bool
+
+    def fetch(self, tile: AnyArray, chunk: Any) -> list[list[AnyArray]]:
+        """Return the arrays of a tile for each part: codes, scales, then the minimums and multiples of the scheme."""
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        t, layout = self.tiling, self.tiling.layout
+        load = functools.partial(cast(Any, plgpu.load), optimized=False)
+        start = (self.first + tile) * t.tile_rows
+        blocks, found = pl.ds(chunk * t.tile_blocks, t.tile_blocks), []
+        for part in range(t.parts):
+            rows = pl.ds(part * t.rows + start, t.tile_rows)
+            codes, scales, *multiples = (array.at[rows, blocks] for array in self.arrays)
+            arrays = [load(codes, layout=layout)]
+            if multiples:
+                arrays += [load(scales.at[:, :, i], layout=layout.reduce((2, 3))) for i in range(2)]
+                pairs = [(half, i) for half in range(t.form.halves) for i in range(2)]
+                arrays += [load(multiples[0].at[:, :, :, h, i], layout=layout.reduce(3)) for h, i in pairs]
+            else:
+                by_group = len(scales.shape) == 3
+                arrays.append(load(scales, layout=layout.reduce(3 if by_group else (2, 3))))
+            found.append(arrays)
+        return found
+
+    def store_x(self, x: AnyArray) -> AnyArray:
+        """Write a row x to shared memory as integers of 16 bits, and return the number that 1 stands for."""
+        x = x.astype(jnp.float32)
+        largest = jnp.maximum(jnp.max(jnp.abs(x)), jnp.float32(1e-30))
+        # Adding 1.5 · 2²³ rounds to an integer, the low bits of the sum.
+        sums = x * jnp.broadcast_to(MAX_X / largest, x.shape) + jnp.float32(1.5 * 2**23)
+        integers = lax.bitcast_convert_type(sums, jnp.int32) - jnp.int32(0x4B400000)
+        upper = (integers + 128) >> 8
+        for ref, part in zip(self.x_bytes, (upper, integers - (upper << 8)), strict=True):
+            ref[...] = part.astype(jnp.int8)
+        return largest / MAX_X
+
+    def load_x(self, chunk: Any) -> list[list[AnyArray]]:
+        """Return the upper and the lower bytes of x for each half of a byte of codes `[blocks, groups, size]`."""
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        t, load = self.tiling, cast(Any, plgpu.load)
+        blocks, layout = pl.ds(chunk * t.tile_blocks, t.tile_blocks), t.layout.reduce(0)
+        halves = [(blocks, h) if t.form.by_block else (blocks, slice(None), h) for h in range(t.form.halves)]
+        return [[load(ref.at[half], layout=layout, optimized=False) for ref in self.x_bytes] for half in halves]
+
+    def begin(self) -> list[list[AnyArray]]:
+        """Start to read: return the arrays of the first tile."""
+        return self.fetch(jnp.int32(0), 0)
+
+    def step(
+        self, tile: AnyArray, chunk: Any, x: Sequence[Sequence[AnyArray]], arrays: Sequence[Sequence[AnyArray]]
+    ) -> tuple[list[AnyArray], list[list[AnyArray]]]:
+        """Return the product of a tile with x for each part `[tile rows]`, and the arrays of the tile after it.
+
+        Args:
+            tile: the number of the rows of the tile.
+            chunk: its number in these rows.
+            x: the bytes of x, as `load_x` returns them.
+            arrays: its arrays, as `fetch` returned them.
+        """
+        wraps = (chunk + 1) // self.tiling.chunks
+        has_next = self.first + tile + wraps < self.last
+        fetch = functools.partial(self.fetch, tile + wraps, chunk + 1 - wraps * self.tiling.chunks)
+        following = lax.cond(has_next, fetch, lambda: [list(part) for part in arrays])
+        return [self.product(part, x) for part in arrays], following
+
+    def product(self, arrays: Sequence[AnyArray], x: Sequence[Sequence[AnyArray]]) -> AnyArray:
+        """Return the product of one part of a tile with the integers of x."""
+        codes, *factors = arrays
+        shape, packing = codes.shape[:3], SCHEMES[self.tiling.scheme]
+
+        def spread(values: AnyArray, *axes: int) -> AnyArray:
+            return lax.broadcast_in_dim(values, shape, axes)
+
+        # The codes of the upper half are not shifted: sums are 16 times as large.
+        masks = (255,) if len(x) == 1 else (15, 240)
+        sums = [self.dot(codes, part, mask) for part, mask in zip(x, masks, strict=True)]
+        x_sums = [self.dot(None, part) for part in x] if packing.zero or packing.minimum else []
+        if packing.group is None:
+            total = sums[0] if len(x) == 1 else sums[0] * 16 + sums[1]
+            if packing.zero:
+                total = total - spread(functools.reduce(jnp.add, x_sums) * (16 * packing.zero), 1, 2)
+            scales = floats(factors[0]) * (1 if len(x) == 1 else 1 / 16)
+            result = total.astype(jnp.float32) * (scales if scales.ndim == 3 else spread(scales, 0, 1))
+        else:
+            scale, minimum = (spread(floats(f), 0, 1) for f in factors[:2])
+            multiples = [f.astype(jnp.float32) for f in factors[2:]]
+            values = [sums[0].astype(jnp.float32), sums[1].astype(jnp.float32) * (1 / 16)]
+            of_scale = (m * v for m, v in zip(multiples[::2], values, strict=True))
+            of_minimum = (m * spread(s.astype(jnp.float32), 1, 2) for m, s in zip(multiples[1::2], x_sums, strict=True))
+            result = scale * functools.reduce(jnp.add, of_scale) - minimum * functools.reduce(jnp.add, of_minimum)
+        return result.sum(axis=2).sum(axis=1)
+
+    def dot(self, codes: AnyArray | None, x: Sequence[AnyArray], mask: int = 255) -> AnyArray:
+        """Return the sums over each group of codes times the integers of x, int32; without codes, of the integers.
+
+        Args:
+            codes: bytes `[rows, blocks, groups, size]`.
+            x: the upper and the lower bytes of the integers `[blocks, groups, size]`.
+            mask: the bits of each byte of codes that count.
+        """
+        if codes is not None:
+            x = [lax.broadcast_in_dim(part, codes.shape, (1, 2, 3)) for part in x]
+        operands = [*x] if codes is None else [*x, codes]
+        if self.interpret:
+            upper, lower, *rest = (operand.astype(jnp.int32) for operand in operands)
+            values = upper * 256 + lower
+            if rest:
+                values = values * (rest[0] if mask == 255 else rest[0] & mask)
+            return values.sum(axis=-1)
+        layout = self.tiling.layout if codes is not None else self.tiling.layout.reduce(0)
+        return dot_bytes(operands, layout, mask, is_signed=codes is not None and codes.dtype == jnp.int8)
+
+
+def dot_bytes(operands: Sequence[AnyArray], layout: Any, mask: int, is_signed: bool) -> AnyArray:
+    """Return the sums over the last axis of codes times integers, int32, by the instruction `dp4a`.
+
+    Args:
+        operands: the upper and the lower bytes of the integers, and the codes; 1 if there are none.
+        layout: the layout of the operands, in which a lane has all of the last axis.
+        mask: the bits of each byte of codes that count.
+        is_signed: whether the codes are signed.
+    """
+    from jax.experimental.mosaic import gpu as mgpu
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm, vector
+
+    *shape, size = operands[0].shape
+    reduced = layout.reduce(len(shape))
+
+    def body(_: Any, *arrays: Any) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        words, one = (ir.VectorType.get((n,), i32) for n in (VECTOR // 4, 1))
+        asm = f"dp4a.{'s32' if is_signed else 'u32'}.s32 $0, $1, $2, $3;"
+
+        def number(value: int) -> Any:
+            return mgpu.c(value - 2**32 if value >= 2**31 else value, i32)
+
+        def words_of(registers: Any) -> list[Any]:
+            vectors = [vector.bitcast(words, register) for register in registers]
+            return [vector.extract(v, [], [i]) for v in vectors for i in range(VECTOR // 4)]
+
+        def sum_of(upper: list[Any], lower: list[Any], *codes: list[Any]) -> Any:
+            factors = codes[0] if codes else [number(0x01010101)] * len(upper)
+            if mask != 255:
+                factors = [arith.andi(factor, number(mask * 0x01010101)) for factor in factors]
+            sums = [number(0), number(0)]
+            for i, part in enumerate((upper, lower)):
+                for factor, x in zip(factors, part, strict=True):
+                    sums[i] = llvm.inline_asm(i32, [factor, x, sums[i]], asm, "=r,r,r,r")
+            return vector.broadcast(one, arith.addi(arith.shli(sums[0], number(8)), sums[1]))
+
+        rows = zip(*(array.registers.reshape(-1, size // VECTOR) for array in arrays), strict=True)
+        results = np.array([sum_of(*map(words_of, row)) for row in rows], object)
+        registers = results.reshape(reduced.to_mgpu().registers_shape(tuple(shape)))
+        return mgpu.FragmentedArray(_registers=registers, _layout=reduced.to_mgpu(), _is_signed=True)
+
+    result = plgpu.ShapeDtypeStruct(tuple(shape), jnp.int32, layout=reduced)
+    return plgpu.inline_mgpu(arg_types=(layout,) * len(operands), return_type=result)(body)(*operands)
+
+
+def floats(bits: AnyArray) -> AnyArray:
+    """Return the float32 values of the bits of float16."""
+    return lax.bitcast_convert_type(bits, jnp.float16).astype(jnp.float32)
