@@ -12,14 +12,7 @@ from typing import Any, ClassVar, ParamSpec
 
 from rlx_jax.blocks.attention import Heads, SelfAttnPrefill, SideOutputs, add_side_outputs, kv_name
 from rlx_jax.blocks.control import BlockStage, Custom, DualStream, Named
-from rlx_jax.blocks.decoder import (
-    DecodeLayer,
-    DecoderLayer,
-    LlamaDecoder,
-    MixerLayer,
-    decoder_layer,
-    norm_beta,
-)
+from rlx_jax.blocks.decoder import DecodeLayer, DecoderLayer, LlamaDecoder, MixerLayer, decoder_layer, norm_beta
 from rlx_jax.blocks.ffn import MoeSpec
 from rlx_jax.blocks.layer import DecoderKeys, GemmaStyle, HiddenShape, LayerSpec, gemma_layer_spec
 from rlx_jax.errors import GraphError, listing, shown
@@ -83,10 +76,7 @@ class NamedSpec(LayerSpec):
         sizes = [values.pop(size, None) for size in ("batch", "seq")]
         if sizes != [None, None]:
             values["hidden_shape"] = _merge_shape(values.get("hidden_shape") or (None, None, None), sizes, name)
-        for (
-            spec_name,
-            fields,
-        ) in self.field_aliases.items():  # one name may set several fields
+        for spec_name, fields in self.field_aliases.items():  # one name may set several fields
             if spec_name in values:
                 values |= dict.fromkeys(fields, values.pop(spec_name))
         super().__init__(**self.to_layer_fields(values))

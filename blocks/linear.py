@@ -181,13 +181,7 @@ def dense(
     weight, added = module_keys(f"{prefix}.{name}")
     with emit.scope(*name.split(".")):
         return emit.linear(
-            x,
-            weight,
-            added if bias else None,
-            activation=activation,
-            transpose=transpose,
-            roles=roles,
-            columns=columns,
+            x, weight, added if bias else None, activation=activation, transpose=transpose, roles=roles, columns=columns
         )
 
 

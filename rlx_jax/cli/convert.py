@@ -142,16 +142,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     )
     add("target", metavar="DST", help="a new directory, or a .gguf file")
     add("--revision", metavar="REV", help="a branch, tag or commit of a model of the Hub")
-    add(
-        "--format",
-        choices=("safetensors", "orbax", "gguf"),
-        help="by default safetensors; gguf for a .gguf file",
-    )
-    add(
-        "--dtype",
-        metavar="DTYPE",
-        help="of floating weights: f32, bf16, f16, q8_0 (gguf), fp8, int8 (safetensors)",
-    )
+    add("--format", choices=("safetensors", "orbax", "gguf"), help="by default safetensors; gguf for a .gguf file")
+    add("--dtype", metavar="DTYPE", help="of floating weights: f32, bf16, f16, q8_0 (gguf), fp8, int8 (safetensors)")
     add("--overwrite", action="store_true", help="replace what was written to DST this way before")
     add("--quiet", action="store_true", help="no progress on stderr")
 

@@ -174,13 +174,7 @@ def program_key(lowered: Lowered, arguments: Any, options: Any) -> str | None:
         logger.debug("compile cache: arguments without names are not cached")
         return None
     digest = hashlib.sha256()
-    for part in (
-        canonical_text(text),
-        names,
-        *_types(lowered),
-        *_placements((arguments, options)),
-        *_environment(),
-    ):
+    for part in (canonical_text(text), names, *_types(lowered), *_placements((arguments, options)), *_environment()):
         digest.update(f"{len(part)}:".encode())
         digest.update(part.encode(errors="surrogatepass"))
     return digest.hexdigest()

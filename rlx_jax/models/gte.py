@@ -54,10 +54,7 @@ class GteFlow(BertLike[GteConfig]):
     name: str = "gte"
 
     config_type = GteConfig
-    heads = {
-        **BERT_HEADS,
-        MASKED: masked_head("lm_head.dense", "lm_head.norm", "lm_head.decoder", activation="gelu"),
-    }
+    heads = {**BERT_HEADS, MASKED: masked_head("lm_head.dense", "lm_head.norm", "lm_head.decoder", activation="gelu")}
     optional_inputs = (("attention_mask", None), ("token_type_ids", 0), ("position_ids", None))
     layer_keys = EncoderKeys(
         ("attention.qkv_proj",), "attention.o_proj", "attn_ln", "mlp.up_gate_proj", "mlp.down_proj", "mlp_ln",

@@ -59,11 +59,7 @@ class DynamicDimCompileCache:
     """
 
     def __init__(
-        self,
-        build_hir: BuildHir,
-        options: KeywordsLike = None,
-        device: str = "auto",
-        capacity: int = DEFAULT_CAPACITY,
+        self, build_hir: BuildHir, options: KeywordsLike = None, device: str = "auto", capacity: int = DEFAULT_CAPACITY
     ) -> None:
         self._pipeline, self._arguments = ModelCompilePipeline(device, capacity), (build_hir, options)
 

@@ -21,16 +21,7 @@ from rlx_jax.compiler.meshes import use_model_mesh
 from rlx_jax.compiler.pipeline import Template, make_function
 from rlx_jax.compiler.settings import DIMENSIONS
 from rlx_jax.device import named_device
-from rlx_jax.errors import (
-    RequestError,
-    RlxError,
-    UnsupportedError,
-    check_names,
-    first_line,
-    listing,
-    quote,
-    shown,
-)
+from rlx_jax.errors import RequestError, RlxError, UnsupportedError, check_names, first_line, listing, quote, shown
 from rlx_jax.io.archive import SUFFIX, Content, write_archive
 from rlx_jax.io.atomic import atomic_directory, write_synced
 from rlx_jax.ir.graph import Graph, Mir, TypeCache

@@ -158,10 +158,7 @@ class ModelCompilePipeline:
     # -- components --------------------------------------------------------------------------
 
     def get_or_compile_component(
-        self,
-        component: ModelComponent | ModelExecutionConfig,
-        build_hir: BuildHir,
-        options: KeywordsLike = None,
+        self, component: ModelComponent | ModelExecutionConfig, build_hir: BuildHir, options: KeywordsLike = None
     ) -> tuple[Executable, BindingManifest]:
         """Return the executable of a component and the manifest of its program.
 
@@ -344,10 +341,7 @@ def _check_profile(where: str, ours: CompileProfile, requested: CompileProfile) 
 
 
 def specialize_entry(
-    pipeline: ModelCompilePipeline,
-    component: ModelComponent,
-    build_hir: BuildHir,
-    options: KeywordsLike = None,
+    pipeline: ModelCompilePipeline, component: ModelComponent, build_hir: BuildHir, options: KeywordsLike = None
 ) -> tuple[Executable, BindingManifest]:
     """Return `pipeline.get_or_compile_component(…)`."""
     return pipeline.get_or_compile_component(component, build_hir, options)
@@ -372,10 +366,7 @@ class Qwen35CompileCache(ModelCompilePipeline):
         return super().with_aot(self.directory if directory is None else directory)
 
     def get_or_compile_component(
-        self,
-        component: ModelComponent | ModelExecutionConfig,
-        build_hir: BuildHir,
-        options: KeywordsLike = None,
+        self, component: ModelComponent | ModelExecutionConfig, build_hir: BuildHir, options: KeywordsLike = None
     ) -> tuple[Executable, BindingManifest]:
         """Return the executable and the manifest of a component, compiled in the mode `AOT` after `with_aot()`."""
         if self.aot is not None:

@@ -328,11 +328,7 @@ class Programs:
         state = state_shardings(template, sizes, model_sharding, of_results=key.wrapper is None)
         nbytes = model_sharding.gathered_bytes(self.layout.params.values())
         if isinstance(key.wrapper, HasCompanions) and (other := key.wrapper.companion_shardings()) is not None:
-            placements, state, nbytes = (
-                placements | other.inputs,
-                state | other.state,
-                nbytes + other.gathered_bytes,
-            )
+            placements, state, nbytes = (placements | other.inputs, state | other.state, nbytes + other.gathered_bytes)
         return Shardings(self.storage_shardings() or {}, state, placements, outputs, nbytes)
 
     def resolve_settings(self, profile: CompileProfile, flow: str) -> Settings:

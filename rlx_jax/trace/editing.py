@@ -21,15 +21,7 @@ from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.paths import Origin, Path, path_text
 from rlx_jax.trace.block_selection import BlockPattern, BlocksByWeight, BlockSelector
 from rlx_jax.trace.boundaries import OUTPUT, BlockIndex, HeadCounter, Ports
-from rlx_jax.trace.captures import (
-    Capture,
-    CapturedBlock,
-    Taps,
-    add_outputs,
-    find_attention,
-    sort_blocks,
-    write_tap,
-)
+from rlx_jax.trace.captures import Capture, CapturedBlock, Taps, add_outputs, find_attention, sort_blocks, write_tap
 from rlx_jax.trace.checks import check_signature
 from rlx_jax.trace.emit import Emit, FlowState
 from rlx_jax.trace.flow_value import FlowValue

@@ -31,15 +31,7 @@ from rlx_jax.errors import (
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Hir, Op, Param, Value, as_values, locate_errors
 from rlx_jax.ir.param import Role, Roles, stored_keys
 from rlx_jax.ir.paths import Path, path_text
-from rlx_jax.ir.types import (
-    Dim,
-    Init,
-    TensorType,
-    as_dtype,
-    device_dtype,
-    short_name,
-    tensor_type,
-)
+from rlx_jax.ir.types import Dim, Init, TensorType, as_dtype, device_dtype, short_name, tensor_type
 from rlx_jax.ir.user_functions import CapturedArrays
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.trace.checks import missing_method_text

@@ -156,9 +156,7 @@ class Images(Products[V]):
         "`return_indices`; the first of equal ones.",
     )
     avg_pool = bind_kind(
-        _pool,
-        "mean",
-        "The mean of each window, without the padding, or with its zeros if `count_include_pad`.",
+        _pool, "mean", "The mean of each window, without the padding, or with its zeros if `count_include_pad`."
     )
     lp_pool = bind_kind(_pool, "lp", "(Σ|x|ᵖ)^(1/p) of each window.")
 

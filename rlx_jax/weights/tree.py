@@ -17,15 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.errors import (
-    DuplicateWeightError,
-    UnsupportedError,
-    WeightError,
-    WeightShapeError,
-    listing,
-    quote,
-    shown,
-)
+from rlx_jax.errors import DuplicateWeightError, UnsupportedError, WeightError, WeightShapeError, listing, quote, shown
 from rlx_jax.ir.packed import PackedSpec, WeightSpec
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.format import stored_spec

@@ -81,13 +81,7 @@ class After(Mir):
     layer, although only the next op needs them.
     """
 
-    traits = replace(
-        MOVEMENT,
-        narrows=0,
-        widens=False,
-        bytes=zero,
-        view=lambda op, operands, results: 0,
-    )
+    traits = replace(MOVEMENT, narrows=0, widens=False, bytes=zero, view=lambda op, operands, results: 0)
     operands = "x *"
 
     def eval(self, x: Array, *others: Array) -> Array:
