@@ -29,8 +29,8 @@ from report import Goals, emit, interleaved, median_ratio, table
 
 import rlx_jax as rlx
 from rlx_jax.models.bert import BertConfig, BertFlow
-from rlx_jax.models.dinov2 import Dinov2Config, Dinov2Flow
 from rlx_jax.models.nomic import NomicConfig, NomicFlow
+from rlx_jax.models.vit import Dinov2Config, Dinov2Flow
 
 Numbers = np.ndarray[Any, Any]
 CPU_GOAL, GPU_GOAL = 1.03, 1 / 1.3

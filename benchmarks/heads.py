@@ -25,7 +25,7 @@ import rlx_jax as rlx
 from rlx_jax.encode.masked import MaskedLM
 from rlx_jax.encode.tagging import TokenClassifier
 from rlx_jax.models.bert import BertConfig, BertFlow
-from rlx_jax.models.heads import BERT_HEADS, MASKED, TOKEN, TaskHead
+from rlx_jax.models.encoder import BERT_HEADS, MASKED, TOKEN, TaskHead
 from rlx_jax.text.tokenizer import load_tokenizer
 
 

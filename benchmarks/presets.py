@@ -23,7 +23,7 @@ import numpy as np
 from report import Goals, emit, table
 
 import rlx_jax as rlx
-from rlx_jax.models import bert, flux2, gemma, llama, qwen3, qwen35
+from rlx_jax.models import bert, flux2, gemma, llama, qwen35
 
 DECODER: dict[str, Any] = {
     "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
@@ -35,7 +35,7 @@ GELU = {"hidden_activation": "gelu_pytorch_tanh"}
 
 FAMILIES: dict[str, tuple[Any, Any, Any]] = {
     "llama32": (llama.LlamaConfig.from_hf({**DECODER, "hidden_act": "silu"}), llama.Llama32Flow, llama.weight_specs),
-    "qwen3": (qwen3.Qwen3Config.from_hf({**DECODER, "hidden_act": "silu"}), qwen3.Qwen3Flow, qwen3.weight_specs),
+    "qwen3": (llama.Qwen3Config.from_hf({**DECODER, "hidden_act": "silu"}), llama.Qwen3Flow, llama.weight_specs),
     "qwen35": (
         qwen35.Qwen35Config.from_hf(
             {**DECODER, "head_dim": 128, "num_attention_heads": 4, "linear_num_key_heads": 8,

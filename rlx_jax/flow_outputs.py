@@ -13,7 +13,7 @@ from rlx_jax.trace.emit import Emit, FlowValue
 
 
 class LabelHead(Protocol):
-    """What the logits of a flow with labels mean; `rlx_jax.models.heads.TaskHead` is one.
+    """What the logits of a flow with labels mean; `rlx_jax.models.encoder.TaskHead` is one.
 
     Attributes:
         task: what the head is for, as in `architectures` of a config.json after `For`.

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.encode.classifier import Classifier, Reranker
-from rlx_jax.models.heads import MULTI_LABEL, REGRESSION
+from rlx_jax.models.encoder import MULTI_LABEL, REGRESSION
 from tests.oracles import checkpoints, classifiers, hugging_face
 from tests.oracles.classifiers import SECOND, TEXTS
 from tests.oracles.comparing import assert_close, assert_same_model

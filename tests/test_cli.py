@@ -24,7 +24,7 @@ import safetensors.numpy
 import rlx_jax as rlx
 from rlx_jax import cli, errors
 from rlx_jax.cli.entry import COMMANDS, make_parser
-from rlx_jax.cli.generate import TimedAnswer, summary_line
+from rlx_jax.cli.requests import TimedAnswer, summary_line
 from rlx_jax.cli.terminal import CONTROLS, Interrupt, Status, read_line, read_stdin, write
 from rlx_jax.runtime.model import CompiledModel
 from tests.oracles.chat_templates import BASE, checkpoint, format_checkpoint
@@ -431,12 +431,12 @@ def test_a_message_without_an_answer(
         pieces.append(piece)
 
     monkeypatch.setattr("rlx_jax.cli.entry.write", written)
-    monkeypatch.setattr("rlx_jax.cli.generate.load_language_model", lambda args, session: lm)
+    monkeypatch.setattr("rlx_jax.cli.requests.load_language_model", lambda args, session: lm)
     for somebody, status in ((True, 0), (False, 130)):
         pieces.clear()
         lines = iter([b"Hi\n", b"left\n", b"\xff\n", b" \n", b"word " * 99 + b"\n", b"And?\n", b"/new\n", b"Hi\n", b""])
-        monkeypatch.setattr("rlx_jax.cli.generate.read_line", lambda prompt, lines=lines: next(lines))
-        monkeypatch.setattr("rlx_jax.cli.generate.is_interactive", lambda there=somebody: there)
+        monkeypatch.setattr("rlx_jax.cli.requests.read_line", lambda prompt, lines=lines: next(lines))
+        monkeypatch.setattr("rlx_jax.cli.requests.is_interactive", lambda there=somebody: there)
         assert cli.main(["chat", "nowhere", "--max-new-tokens", "8"]) == status
         assert "".join(pieces).startswith(f"{first}\n") and pieces.count("\n") == (4 if somebody else 1)
         assert "".join(pieces).endswith(f"\n{second}\n{first}\n") == somebody
@@ -448,7 +448,7 @@ def test_a_message_without_an_answer(
     ):
         assert problems.count(told) == 1
     lines = iter([b"Hi\n", b""])
-    monkeypatch.setattr("rlx_jax.cli.generate.read_line", lambda prompt: next(lines))
+    monkeypatch.setattr("rlx_jax.cli.requests.read_line", lambda prompt: next(lines))
     assert cli.main(["chat", "nowhere"]) == 0
     served = lm.report().request
     assert served is not None and served.new_tokens == 128 // 4 == (lm.max_positions or 0) // 4

@@ -23,8 +23,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.models.decoder import as_decode
-from rlx_jax.models.llama import MistralConfig, Qwen2Config
-from rlx_jax.models.qwen3 import Qwen3Config
+from rlx_jax.models.llama import MistralConfig, Qwen2Config, Qwen3Config
 from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close, assert_rows_close
 from tests.oracles.recorded import Case, load_case, load_record

@@ -235,7 +235,7 @@ def test_killed_fifty_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     words = ["generate", str(BASE), "--input", str(write_lines(source, *prompts)), "--slots", "4", "--seed", "3"]
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["rlx_jax.cli.entry", "rlx_jax.cli.generate", "rlx_jax.generate.causal"])
+    context.set_forkserver_preload(["rlx_jax.cli.entry", "rlx_jax.cli.requests", "rlx_jax.generate.causal"])
 
     def start(output: Path) -> Any:
         job = context.Process(target=cli.main, args=([*words, "--output", str(output)],))

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import rlx_jax as rlx
 from rlx_jax.errors import ConfigError, LimitError, MissingFileError, PathEscapeError, RlxError, StorageError
 from rlx_jax.io import folder, limits
+from rlx_jax.io.files import parse_object
 from rlx_jax.io.folder import Folder
-from rlx_jax.io.strict_json import parse_object
 from rlx_jax.models.config import read_config
 from tests.oracles.checkpoints import FIXTURES, edited
 

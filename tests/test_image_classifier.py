@@ -17,7 +17,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import errors, losses, train
 from rlx_jax.encode.image_classifier import ImageClassifier
-from rlx_jax.models.heads import MULTI_LABEL
+from rlx_jax.models.encoder import MULTI_LABEL
 from tests.oracles import checkpoints, image_classifiers, vision
 from tests.oracles.checkpoints import REMOVED
 from tests.oracles.comparing import assert_close

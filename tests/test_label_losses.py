@@ -17,7 +17,7 @@ import rlx_jax as rlx
 from rlx_jax import errors, losses, train
 from rlx_jax.blocks import Custom, Embed, Linear
 from rlx_jax.encode.classifier import Classifier
-from rlx_jax.models.heads import ANSWER, MULTI_LABEL, REGRESSION, SEQUENCE, TOKEN, HeadLayer, TaskHead
+from rlx_jax.models.encoder import ANSWER, MULTI_LABEL, REGRESSION, SEQUENCE, TOKEN, HeadLayer, TaskHead
 from tests.oracles import classifiers, hugging_face
 from tests.oracles.classifiers import SECOND, TEXTS
 from tests.oracles.comparing import assert_close

@@ -17,7 +17,7 @@ from rlx_jax.ir.graph import Builder, TypeCache, constant
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.text import diff_text
 from rlx_jax.ir.types import TensorType
-from rlx_jax.runtime.levels import LEVELS
+from rlx_jax.runtime.model_program import LEVELS
 from tests import divided
 
 ONE_LINEAR = rlx.ModelFlow("m").input("x", ("batch", 8)).linear("w")

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.errors import UnsupportedError
-from rlx_jax.models import families, gemma, llama, qwen3
+from rlx_jax.models import families, gemma, llama
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import DecoderFlow, weight_specs
 from rlx_jax.models.decoder_config import DecoderConfig, Ends, layer_of, plain_fields
@@ -140,7 +140,7 @@ def test_its_layers_take_hooks() -> None:
 
 
 RECIPES: dict[str, type[DecoderFlow[Any]]] = {
-    "llama": llama.Llama32Flow, "mistral": llama.MistralFlow, "qwen2": llama.Qwen2Flow, "qwen3": qwen3.Qwen3Flow,
+    "llama": llama.Llama32Flow, "mistral": llama.MistralFlow, "qwen2": llama.Qwen2Flow, "qwen3": llama.Qwen3Flow,
     "gemma": gemma.GemmaFlow, "gemma2": gemma.GemmaFlow, "gemma3_text": gemma.GemmaFlow, "toy": ToyFlow,
 }  # fmt: skip
 

@@ -21,7 +21,7 @@ from rlx_jax import blocks, errors
 from rlx_jax.encode.images import ImageProcessor, load_processor
 from rlx_jax.encode.resample import Resizer, resize
 from rlx_jax.io.folder import Folder
-from rlx_jax.models.dinov2 import Dinov2Config
+from rlx_jax.models.vit import Dinov2Config
 from tests.oracles import checkpoints
 from tests.oracles.comparing import assert_close
 from tests.oracles.recorded import load_record

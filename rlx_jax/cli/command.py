@@ -26,7 +26,7 @@ from rlx_jax.encode.tagging import TokenClassifier
 from rlx_jax.errors import RequestError, listing, quote, shown
 from rlx_jax.generate.drafters import SOURCES
 from rlx_jax.generate.sampler import OPTIONS, resolve_sampler
-from rlx_jax.io.strict_json import is_text
+from rlx_jax.io.files import is_text
 from rlx_jax.ir.text import TextTable, format_bytes
 from rlx_jax.lowering.hir.derive import PROGRAMS
 from rlx_jax.text.tokenizer import Tokenizer

@@ -21,16 +21,14 @@ from dataclasses import dataclass
 import jax
 
 import rlx_jax as rlx
-from rlx_jax.cli.bench import BENCH
 from rlx_jax.cli.command import Command, Session, add_json, json_line, select_device, table
 from rlx_jax.cli.convert import CONVERT
 from rlx_jax.cli.diff import DIFF
-from rlx_jax.cli.encode import EMBED, SCORE
 from rlx_jax.cli.explain import EXPLAIN
 from rlx_jax.cli.export import EXPORT
-from rlx_jax.cli.generate import CHAT, GENERATE
 from rlx_jax.cli.inspect import INSPECT
 from rlx_jax.cli.plan import PLAN
+from rlx_jax.cli.requests import BENCH, CHAT, EMBED, GENERATE, SCORE
 from rlx_jax.cli.terminal import Interrupt, Status, discard_stdout, print_warning, write
 from rlx_jax.cli.tune import TUNE
 from rlx_jax.cli.view import VIEW

@@ -24,8 +24,8 @@ from rlx_jax.encode.embedding import chunks
 from rlx_jax.errors import FormatError, NumericsError, RequestError, RlxError, check_names, listing, shown
 from rlx_jax.generate.sampler import OPTIONS, SAMPLING, resolve_sampler
 from rlx_jax.generate.scoring import Score, exp_or_inf
+from rlx_jax.io.files import parse_object
 from rlx_jax.io.jsonl import open_job
-from rlx_jax.io.strict_json import parse_object
 from rlx_jax.ir.serial import node_digest
 from rlx_jax.text.tokenizer_files import tokenizer_files
 

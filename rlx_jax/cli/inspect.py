@@ -17,8 +17,8 @@ from rlx_jax.ir.types import short_name
 from rlx_jax.loading.load import with_compute_dtype
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.models.families import Pretrained
-from rlx_jax.runtime.levels import LEVELS, SYMBOLIC_LEVELS, check_text_arguments
 from rlx_jax.runtime.model import CompiledModel
+from rlx_jax.runtime.model_program import LEVELS, SYMBOLIC_LEVELS, check_text_arguments
 from rlx_jax.runtime.model_setup import make_programs
 from rlx_jax.weights.format import OpenOptions
 from rlx_jax.weights.mxfp4 import with_mxfp4_weights

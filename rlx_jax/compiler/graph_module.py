@@ -18,7 +18,7 @@ from rlx_jax.compiler.passes import Job, run_passes
 from rlx_jax.compiler.pipeline import lir_of
 from rlx_jax.compiler.settings import FUSION_POLICIES, choose_profile, lowering_settings
 from rlx_jax.errors import FormatError, GraphError, VersionMismatchError, check_names, quote, shown
-from rlx_jax.io.strict_json import parse_object
+from rlx_jax.io.files import parse_object
 from rlx_jax.ir import queries
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Node, TypeCache, Value
 from rlx_jax.ir.packed import PackedSpec, packed_types

@@ -12,7 +12,7 @@ from rlx_jax.encode.head_model import HeadModel
 from rlx_jax.encode.pooled import Vectors
 from rlx_jax.encode.text_rows import check_pairs
 from rlx_jax.errors import RequestError, shown, suggest_keywords
-from rlx_jax.models.heads import ANSWER
+from rlx_jax.models.encoder import ANSWER
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.text.spans import TokenSpans, encode_windows, id_of_role
 

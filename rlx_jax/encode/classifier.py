@@ -16,7 +16,7 @@ from rlx_jax.encode.pooled import Vectors
 from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.encode.text_rows import Requests, check_pairs
 from rlx_jax.errors import RequestError, shown, suggest_keywords
-from rlx_jax.models.heads import MULTI_LABEL, REGRESSION, SEQUENCE, TaskHead
+from rlx_jax.models.encoder import MULTI_LABEL, REGRESSION, SEQUENCE, TaskHead
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.text.request_checks import TokenRows
 from rlx_jax.text.token_model import EncoderModel

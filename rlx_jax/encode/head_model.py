@@ -14,7 +14,7 @@ from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.encode.text_rows import Requests
 from rlx_jax.encode.token_selection import TokenSelection
 from rlx_jax.errors import RequestError, shown, suggest_keywords
-from rlx_jax.models.heads import MASKED, TaskHead
+from rlx_jax.models.encoder import MASKED, TaskHead
 from rlx_jax.program import Weights
 from rlx_jax.text.token_model import EncoderModel, TokenizerLike
 from rlx_jax.weights.format import CompileOptions

@@ -10,7 +10,7 @@ from rlx_jax.encode.images import ImageProcessor
 from rlx_jax.encode.pooled import Vectors, pooled_width
 from rlx_jax.encode.vision import VisionEncoder
 from rlx_jax.errors import RequestError, shown, suggest_keywords
-from rlx_jax.models.heads import LABEL_LOGITS, TaskHead
+from rlx_jax.models.encoder import LABEL_LOGITS, TaskHead
 from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.text.token_model import EncoderModel

@@ -15,7 +15,7 @@ from rlx_jax.encode.head_model import TokenLogits
 from rlx_jax.encode.pooled import Vectors
 from rlx_jax.encode.token_selection import BEST_STEP, TokenSelection
 from rlx_jax.errors import RequestError, quote, shown, suggest_keywords
-from rlx_jax.models.heads import MASKED
+from rlx_jax.models.encoder import MASKED
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.text.request_checks import Ids, classify_prompts
 from rlx_jax.text.spans import TokenSpans, encode_spans, id_of_role

@@ -28,8 +28,8 @@ from rlx_jax.encode.vector_layers import (
 )
 from rlx_jax.errors import ConfigError, RequestError, UnsupportedError, did_you_mean, listing, quote, shown
 from rlx_jax.io import files, limits
+from rlx_jax.io.files import parse
 from rlx_jax.io.folder import Folder, json_size_bound
-from rlx_jax.io.strict_json import parse
 from rlx_jax.ir.types import short_name
 from rlx_jax.models.config import Fields
 from rlx_jax.text.tokenizer import model_max_length

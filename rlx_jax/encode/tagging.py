@@ -11,7 +11,7 @@ import numpy as np
 from rlx_jax.encode.head_model import TokenLogits
 from rlx_jax.encode.pooled import Vectors
 from rlx_jax.errors import RequestError, check_names, shown, suggest_keywords
-from rlx_jax.models.heads import TOKEN
+from rlx_jax.models.encoder import TOKEN
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.text.request_checks import classify_prompts
 from rlx_jax.text.spans import TokenSpans, encode_spans, id_of_role

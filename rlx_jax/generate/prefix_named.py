@@ -19,7 +19,7 @@ from rlx_jax.generate.prefill import prefill
 from rlx_jax.generate.prefix_cache import PREFIX_BUCKET, Prefix, PrefixCache, one_row, parse_size, prefix_bytes
 from rlx_jax.generate.request import LanguageModel, check_flag
 from rlx_jax.io.atomic import atomic_directory
-from rlx_jax.io.strict_json import parse_object
+from rlx_jax.io.files import parse_object
 from rlx_jax.ir.serial import closure_digest, encode_graph
 from rlx_jax.ir.types import short_name
 from rlx_jax.runtime.model import CompiledModel

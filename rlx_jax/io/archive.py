@@ -33,8 +33,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io import limits
 from rlx_jax.io.atomic import atomic_directory
-from rlx_jax.io.files import open_regular, read_at
-from rlx_jax.io.strict_json import parse_object
+from rlx_jax.io.files import open_regular, parse_object, read_at
 
 SUFFIX = ".rlxa"
 MAGIC, VERSION = b"\x89RLXA\r\n\x1a", 1

@@ -21,9 +21,9 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.io import files, limits
+from rlx_jax.io.files import parse_object
 from rlx_jax.io.hub import UNBOUNDED, ProgressCallback, SizeBound, Snapshot, is_model_name, open_snapshot
 from rlx_jax.io.hub_remote import HubFile
-from rlx_jax.io.strict_json import parse_object
 
 # The model's configuration. Transformers writes it with Python's json module, which writes the upper limit of Mamba-2's
 # time step as a bare Infinity. So Infinity is allowed in this file; readers of a field check its range.

@@ -29,8 +29,7 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.io import limits
-from rlx_jax.io.files import read_small_file
-from rlx_jax.io.strict_json import parse_object
+from rlx_jax.io.files import parse_object, read_small_file
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")

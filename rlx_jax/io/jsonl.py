@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from rlx_jax.errors import FormatError, MissingFileError, RequestError, StorageError, TargetExistsError, quote, shown
 from rlx_jax.io import limits
 from rlx_jax.io.atomic import storage_errors, sync
-from rlx_jax.io.strict_json import parse_object
+from rlx_jax.io.files import parse_object
 
 # A complete result; a NUL is a hole that a power failure left.
 RESULT = re.compile(rb'\{"index": (\d{1,18}), [^\0]*\}\n')

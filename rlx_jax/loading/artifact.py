@@ -20,7 +20,7 @@ from rlx_jax.generate.causal import CausalLM
 from rlx_jax.io.archive import SUFFIX, is_archive
 from rlx_jax.io.folder import Folder
 from rlx_jax.ir.serial import decode
-from rlx_jax.models.heads import TaskHead
+from rlx_jax.models.encoder import TaskHead
 from rlx_jax.runtime.compile_flow import finish_models
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.open_artifact import OpenArtifact, frozen_programs, open_artifact

@@ -31,9 +31,8 @@ from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.generate.causal import CausalLM
 from rlx_jax.ir.types import as_dtype, short_name
 from rlx_jax.loading.artifact import is_artifact, load_artifact
-from rlx_jax.models.encoder import EncoderFlow
+from rlx_jax.models.encoder import REGRESSION, EncoderFlow
 from rlx_jax.models.families import KINDS
-from rlx_jax.models.heads import REGRESSION
 from rlx_jax.models.lora import lora
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.runtime.checkpoint_origin import CheckpointOrigin

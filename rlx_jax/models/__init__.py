@@ -3,6 +3,7 @@
 from rlx_jax.models.bert import (
     BertFlow,
     Data2VecTextFlow,
+    EuroBertFlow,
     JinaV3Flow,
     RobertaFlow,
     RobertaPreLayerNormFlow,
@@ -13,6 +14,7 @@ from rlx_jax.models.bert_variants import (
     BigBirdFlow,
     ElectraFlow,
     ErnieFlow,
+    EsmFlow,
     IBertFlow,
     MegatronBertFlow,
     RemBertFlow,
@@ -20,25 +22,21 @@ from rlx_jax.models.bert_variants import (
 )
 from rlx_jax.models.clip import ClipFlow, ClipTextFlow
 from rlx_jax.models.deberta import DebertaFlow, DebertaV2Flow
-from rlx_jax.models.dinov2 import Dinov2Flow
 from rlx_jax.models.distilbert import DistilBertFlow
-from rlx_jax.models.esm import EsmFlow
-from rlx_jax.models.eurobert import EuroBertFlow
 from rlx_jax.models.flux2 import Flux2Flow
 from rlx_jax.models.gemma import GemmaFlow
 from rlx_jax.models.gpt2 import Gpt2Flow
 from rlx_jax.models.gte import GteFlow
-from rlx_jax.models.llama import Llama32Flow, MistralFlow, Qwen2Flow
+from rlx_jax.models.llama import Llama32Flow, MistralFlow, Qwen2Flow, Qwen3Flow
 from rlx_jax.models.mamba2 import Mamba2Flow
 from rlx_jax.models.mixture import GptOssFlow, MixtralFlow, Qwen3MoeFlow
 from rlx_jax.models.modernbert import ModernBertFlow
 from rlx_jax.models.mpnet import MPNetFlow
 from rlx_jax.models.nomic import NomicFlow
 from rlx_jax.models.nomic_vision import NomicVisionFlow
-from rlx_jax.models.qwen3 import Qwen3Flow
 from rlx_jax.models.qwen35 import Qwen35Flow
 from rlx_jax.models.siglip import SiglipFlow, SiglipTextFlow
-from rlx_jax.models.vit import ViTFlow
+from rlx_jax.models.vit import Dinov2Flow, ViTFlow
 
 __all__ = [
     "AlbertFlow", "BertFlow", "BigBirdFlow", "ClipFlow", "ClipTextFlow", "Data2VecTextFlow", "DebertaFlow",

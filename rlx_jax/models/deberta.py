@@ -11,7 +11,7 @@ from rlx_jax.blocks.linear import module_keys
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import ACTIVATIONS, Fields
-from rlx_jax.models.heads import BERT_MASKED, MASKED, SEQUENCE, HeadLayer, HeadLayers, masked_head, token_heads
+from rlx_jax.models.encoder import BERT_MASKED, MASKED, SEQUENCE, HeadLayer, HeadLayers, masked_head, token_heads
 from rlx_jax.trace.emit import Emit, FlowValue
 
 # Name of the registered embeddings of distances.

@@ -20,7 +20,7 @@ from rlx_jax.errors import ConfigError, UnsupportedError
 from rlx_jax.flow import ModelFlow, declared_shapes
 from rlx_jax.models.config import CausalConfig
 from rlx_jax.models.decoder_config import DecoderConfig
-from rlx_jax.models.heads import DECODER_HEADS, LABEL_LOGITS, SEQUENCE, HeadLayer, HeadLayers, TaskHead
+from rlx_jax.models.encoder import DECODER_HEADS, LABEL_LOGITS, SEQUENCE, HeadLayer, HeadLayers, TaskHead
 from rlx_jax.models.hooks import Recipe
 from rlx_jax.weights.source import WeightSource
 from rlx_jax.weights.views import RenamedSource

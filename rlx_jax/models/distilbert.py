@@ -8,7 +8,7 @@ from typing import Self
 from rlx_jax.flow import POSITIONS
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Fields, width_and_heads
-from rlx_jax.models.heads import MASKED, SEQUENCE, HeadLayer, masked_head, token_heads
+from rlx_jax.models.encoder import MASKED, SEQUENCE, HeadLayer, masked_head, token_heads
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,10 @@ from rlx_jax.models.beit import BeitFlow
 from rlx_jax.models.clip import ClipVisionFlow
 from rlx_jax.models.config import Fields, ModelConfig, architecture, read_config
 from rlx_jax.models.decoder import CausalFlow
-from rlx_jax.models.dinov3 import Dinov3Flow
 from rlx_jax.models.dual import DualConfig, DualFlow, tower_group
-from rlx_jax.models.encoder import EncoderFlow, TowerFlow
+from rlx_jax.models.encoder import ANSWER, IMAGE, MASKED, SEQUENCE, TOKEN, EncoderFlow, TowerFlow, read_head
 from rlx_jax.models.gemma import TEXT as GEMMA_TEXT
-from rlx_jax.models.heads import ANSWER, IMAGE, MASKED, SEQUENCE, TOKEN, read_head
-from rlx_jax.models.hooks import Recipe, WithIgnored
+from rlx_jax.models.hooks import Recipe, WithIgnored, check_recipe_weights
 from rlx_jax.models.llama import LlamaBidirectionalFlow
 from rlx_jax.models.modernbert import ModernBertCausalFlow, ModernBertDecoderFlow
 from rlx_jax.models.nearest_family import describe_nearest
@@ -29,8 +27,7 @@ from rlx_jax.models.qwen35 import TEXT as QWEN35_TEXT
 from rlx_jax.models.siglip import Siglip2Flow, Siglip2VisionFlow, SiglipVisionFlow
 from rlx_jax.models.text_tower import TextPart
 from rlx_jax.models.vision import VisionFlow
-from rlx_jax.models.vit import TEACHER, DeiTFlow, IJepaFlow, ViTMsnFlow
-from rlx_jax.models.weight_check import check_recipe_weights
+from rlx_jax.models.vit import TEACHER, DeiTFlow, Dinov3Flow, IJepaFlow, ViTMsnFlow
 from rlx_jax.weights.directory import refuse_without_config
 from rlx_jax.weights.source import WeightSource
 

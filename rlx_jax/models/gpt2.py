@@ -9,7 +9,7 @@ from rlx_jax.blocks import BlockStage, Gpt2Layer, Gpt2LayerSpec, LayerNorm, Lear
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, CausalConfig, Fields, width_and_heads
 from rlx_jax.models.decoder import CausalFlow, decoder_flow
-from rlx_jax.models.heads import DECODER_HEADS, token_heads
+from rlx_jax.models.encoder import DECODER_HEADS, token_heads
 from rlx_jax.weights.source import WeightSource
 
 # Buffers of the causal mask, which old checkpoints have in every layer.

@@ -9,7 +9,7 @@ from rlx_jax.blocks import EncoderKeys, EncoderLayerSpec, Frequencies, frequenci
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder_config import even_head_dim, frequencies_of
-from rlx_jax.models.heads import BERT_HEADS, MASKED, masked_head
+from rlx_jax.models.encoder import BERT_HEADS, MASKED, masked_head
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from rlx_jax.models.config import Fields, architecture
 from rlx_jax.models.decoder import DecoderFlow
 from rlx_jax.models.decoder import weight_specs as weight_specs
 from rlx_jax.models.decoder_config import DecoderConfig, Windows, layer_of, plain_fields, qwen_windows, window_at
-from rlx_jax.models.heads import DECODER_HEADS, SEQUENCE
+from rlx_jax.models.encoder import DECODER_HEADS, SEQUENCE
 
 
 @dataclass(frozen=True)
@@ -131,3 +131,40 @@ class Qwen2Flow(DecoderFlow[Qwen2Config]):
     name: str = "qwen2"
 
     config_type = Qwen2Config
+
+
+# Define the config and recipe of Qwen 3 (`Qwen3ForCausalLM`).
+
+
+@dataclass(frozen=True)
+class Qwen3Config(DecoderConfig):
+    """Sizes of a Qwen 3 model.
+
+    `windows[i]` is the number of keys that layer i attends to, None for all; empty for no windows.
+    """
+
+    max_position_embeddings: int = 32768
+    attention_bias: bool = False
+    windows: Windows = ()
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        common = plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=32, head_dim=128)
+        return cls(
+            **common,
+            attention_bias=c.flag("attention_bias", cls.attention_bias),
+            windows=qwen_windows(c, common["num_hidden_layers"]),
+        )
+
+    def layer_spec(self, index: int) -> LayerSpec:
+        bias = self.attention_bias
+        return layer_of(self, window=window_at(self.windows, index), qkv_bias=bias, output_bias=bias, qk_norm="heads")
+
+
+@dataclass(frozen=True)
+class Qwen3Flow(DecoderFlow[Qwen3Config]):
+    """The recipe of Qwen 3: see `DecoderFlow`."""
+
+    name: str = "qwen3"
+
+    config_type = Qwen3Config

@@ -20,7 +20,7 @@ import numpy as np
 from rlx_jax.blocks.lora import Adapter, LoraLinear, ModuleNames
 from rlx_jax.errors import DTypeError, RequestError, UnsupportedError, WeightError, listing, shown
 from rlx_jax.flow import ModelFlow
-from rlx_jax.models.heads import FIXED_LABELS, TaskHead
+from rlx_jax.models.encoder import FIXED_LABELS, TaskHead
 from rlx_jax.models.hooks import Edit, WithBlocks
 from rlx_jax.models.lora_files import (
     HEAD_TASKS,

@@ -17,7 +17,7 @@ from rlx_jax.errors import ConfigError, RequestError, TargetExistsError, Unsuppo
 from rlx_jax.io.atomic import atomic_directory, write_synced
 from rlx_jax.io.folder import open_folder
 from rlx_jax.models.config import Fields
-from rlx_jax.models.heads import ANSWER, SEQUENCE, TOKEN
+from rlx_jax.models.encoder import ANSWER, SEQUENCE, TOKEN
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.safetensors_format import SafetensorsSource, write_file
 from rlx_jax.weights.source import WeightSource, open_weights

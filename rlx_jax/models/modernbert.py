@@ -21,7 +21,7 @@ from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import ACTIVATIONS, CausalConfig, Fields, text_fields
 from rlx_jax.models.decoder import CausalFlow, decoder_flow
 from rlx_jax.models.decoder_config import Windows, even_head_dim, frequencies_of, layer_windows, window_at
-from rlx_jax.models.heads import ANSWER, MASKED, SEQUENCE, TOKEN, HeadLayer, HeadLayers, TaskHead
+from rlx_jax.models.encoder import ANSWER, MASKED, SEQUENCE, TOKEN, HeadLayer, HeadLayers, TaskHead
 
 # Name of the rope tables of the layers with a window.
 LOCAL = "local"

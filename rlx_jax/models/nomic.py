@@ -21,8 +21,7 @@ from rlx_jax.blocks import (
 from rlx_jax.errors import ConfigError, UnsupportedError, shown
 from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Fields, TokenConfig
 from rlx_jax.models.decoder_config import frequencies_of
-from rlx_jax.models.encoder import EncoderFlow
-from rlx_jax.models.heads import BERT_HEADS, MASKED, masked_head
+from rlx_jax.models.encoder import BERT_HEADS, MASKED, EncoderFlow, masked_head
 
 # Fields of the first implementation that do not change the results. (`max_trained_positions` only matters for a scaled
 # rope, which is refused.)

@@ -10,8 +10,7 @@ from rlx_jax.blocks import BlockStage, ClsTokenPool, LayerKeys, LayerNorm, PreNo
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import Fields, LayeredConfig, tower_fields
-from rlx_jax.models.encoder import TowerFlow, head_keys
-from rlx_jax.models.heads import IMAGE_HEADS, TaskHead
+from rlx_jax.models.encoder import IMAGE_HEADS, TaskHead, TowerFlow, head_keys
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.weights.source import WeightSource
 

@@ -4,14 +4,18 @@ differ from it in tokens or pooling: DeiT, I-JEPA and ViT-MSN.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
-from rlx_jax.blocks import BlockStage, Linear
-from rlx_jax.blocks.vision import VIT_KEYS
-from rlx_jax.models.heads import IMAGE, IMAGE_HEADS, HeadLayer, TaskHead
-from rlx_jax.models.vision import PatchMean, VisionConfig, VisionFlow, VisionLayout
+from rlx_jax.blocks import BlockStage, LayerKeys, Linear, PreNormLayerSpec
+from rlx_jax.blocks.vision import DINOV2_KEYS, HF_QKV, VIT_KEYS, grid_rope_tables
+from rlx_jax.errors import ConfigError, UnsupportedError, quote
+from rlx_jax.models.config import Fields, tower_fields
+from rlx_jax.models.encoder import IMAGE, IMAGE_HEADS, HeadLayer, TaskHead
+from rlx_jax.models.vision import PatchMean, VisionConfig, VisionFlow, VisionLayout, image_fields
 from rlx_jax.trace.emit import Emit, FlowValue
+from rlx_jax.trace.frequencies import frequencies
 
 LAYER, PROJECTIONS = "encoder.layer.{}", ("query", "key", "value")
 HF = VisionLayout(
@@ -139,3 +143,174 @@ class ViTMsnFlow(ViTFlow):
 
     config_type = ViTMsnConfig
     layouts = (HF, MSN)
+
+
+# Define the config and recipe of DINOv3's vision transformer (Siméoni et al. 2025), with Hugging Face's keys.
+
+
+LAYOUT = VisionLayout(
+    patch="embeddings.patch_embeddings",
+    position="",
+    layers="layer.{}",
+    keys=LayerKeys(
+        "norm1", "norm2", ("attention.q_proj", "attention.k_proj", "attention.v_proj"), "attention.o_proj",
+        "mlp.up_proj", "mlp.down_proj", "layer_scale1.lambda1", "layer_scale2.lambda1",
+        ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj",
+    ),
+    cls="embeddings.cls_token",
+    registers="embeddings.register_tokens",
+    after="norm",
+    unread_keys=("embeddings.mask_token",),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Dinov3Config(VisionConfig):
+    """Sizes of a DINOv3 model; its positions are a rotation with the base `rope_theta`."""
+
+    rope_theta: float = 100.0
+
+    defaults = {"hidden": 384, "heads": 6, "eps": 1e-5}
+    fields = {"gated": "use_gated_mlp", "rope_theta": "rope_theta"}
+    inert = (
+        "apply_layernorm", "layerscale_value", "out_features", "out_indices", "pos_embed_jitter", "pos_embed_rescale",
+        "pos_embed_shift", "reshape_hidden_states", "stage_names",
+    )  # fmt: skip
+    neutral = {"mlp_bias": (True,), "proj_bias": (True,)}
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        result = cls(
+            **cls.common_fields(c),
+            qkv_bias=(c.flag("query_bias", True), c.flag("key_bias", False), c.flag("value_bias", True)),
+            registers=c.integer("num_register_tokens", 0, low=0, high=2**10),
+        )
+        if result.hidden_size // result.num_attention_heads % 4:
+            raise ConfigError(
+                f"{c.where}: hidden_size {result.hidden_size} over num_attention_heads {result.num_attention_heads} is "
+                "no multiple of 4, as the rotation by row and column needs"
+            )
+        if result.gated and result.activation != "silu":
+            raise UnsupportedError(
+                f"{c.where}: field 'hidden_act' is {quote(c.raw('hidden_act'))}; with use_gated_mlp supported is silu"
+            )
+        return result
+
+
+@dataclass(frozen=True)
+class GridRope:
+    """Write the rope tables of the patches of the input `pixel_values` for the stages that follow.
+
+    The tokens before the patches are not rotated. The active value is unchanged.
+    """
+
+    patch: tuple[int, int]
+    head_dim: int
+    theta: float
+    num_prefix_tokens: int
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+        freqs = tuple(2 * math.pi * f for f in frequencies(self.head_dim // 2, self.theta))
+        with emit.scope("rope_embeddings"):
+            images = emit.flow_input("pixel_values")
+            tables = grid_rope_tables(emit, images, self.patch, freqs, self.num_prefix_tokens)
+            emit.state.rope_cos, emit.state.rope_sin = tables
+        return value
+
+
+@dataclass(frozen=True)
+class Dinov3Flow(VisionFlow[Dinov3Config]):
+    """The recipe of DINOv3: see `VisionFlow`. `pooled` is the class token after the last norm."""
+
+    layout: VisionLayout = LAYOUT
+    name: str = "dinov3"
+
+    config_type = Dinov3Config
+    layouts = (LAYOUT,)
+
+    def embedding_stages(self) -> tuple[BlockStage, ...]:
+        c = self.config
+        rope = GridRope(c.patch_size, c.hidden_size // c.num_attention_heads, c.rope_theta, 1 + c.registers)
+        return *super().embedding_stages(), rope
+
+    def spec(self, index: int) -> PreNormLayerSpec:
+        return replace(super().spec(index), use_rope=True, rope_style="half")
+
+
+# Define the config and recipe of DINOv2, with and without registers, with Hugging Face's keys or the authors'.
+
+
+HF_KEYS = LayerKeys(
+    "norm1", "norm2", HF_QKV, "attention.output.dense", "mlp.fc1", "mlp.fc2",
+    "layer_scale1.lambda1", "layer_scale2.lambda1", "mlp.weights_in", "mlp.weights_out",
+)  # fmt: skip
+DINOV2_LAYOUT = VisionLayout(
+    patch="embeddings.patch_embeddings.projection",
+    position="embeddings.position_embeddings",
+    layers=LAYER,
+    keys=HF_KEYS,
+    cls="embeddings.cls_token",
+    registers="embeddings.register_tokens",
+    after="layernorm",
+    unread_keys=("embeddings.mask_token",),
+    head_prefixes=("classifier.",),
+)
+ORIGINAL = VisionLayout(
+    patch="patch_embed.proj",
+    position="pos_embed",
+    layers="blocks.{}",
+    keys=DINOV2_KEYS,
+    cls="cls_token",
+    registers="register_tokens",
+    after="norm",
+    unread_keys=("mask_token",),
+    head_prefixes=("head.",),
+)
+
+
+@dataclass(frozen=True)
+class Dinov2Config(VisionConfig):
+    """Sizes of a DINOv2 model."""
+
+    inert = (
+        "apply_layernorm", "intermediate_size", "layerscale_value", "out_features", "out_indices",
+        "reshape_hidden_states", "stage_names", "use_mask_token",
+    )  # fmt: skip
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        with_registers = c.text("model_type", "dinov2") == "dinov2_with_registers"
+        tower, swiglu = tower_fields(c), c.flag("use_swiglu_ffn", False)
+        width = int(tower["hidden_size"] * c.real("mlp_ratio", 4))
+        return cls(
+            **tower,
+            **image_fields(c, patch=16 if with_registers else 14),
+            # As in the reference: SwiGLU has two thirds of the width, rounded up to a multiple of 8.
+            intermediate_size=(int(width * 2 / 3) + 7) // 8 * 8 if swiglu else width,
+            qkv_bias=c.flag("qkv_bias", True),
+            gated=swiglu,
+            registers=c.integer("num_register_tokens", 4, low=0, high=2**10) if with_registers else 0,
+            antialias=with_registers,
+        )
+
+
+@dataclass(frozen=True)
+class Dinov2Flow(VisionFlow[Dinov2Config]):
+    """The recipe of DINOv2: see `VisionFlow`. `pooled` is the class token after the last norm.
+
+    A head reads the class token and the mean of the patches.
+    """
+
+    layout: VisionLayout = DINOV2_LAYOUT
+    name: str = "dinov2"
+
+    config_type = Dinov2Config
+    prefixes = ("", "dinov2.", "dinov2_with_registers.")
+    peft_names = (
+        *((f"{LAYER}.attention.attention.{name}", f"{LAYER}.attention.{name[0]}_proj") for name in PROJECTIONS),
+        (f"{LAYER}.attention.output.dense", f"{LAYER}.attention.o_proj"),
+    )
+    layouts = (DINOV2_LAYOUT, ORIGINAL)
+
+    def head_input(self) -> tuple[BlockStage, int]:
+        return PatchMean(1 + self.config.registers, cls=True), 2 * self.config.hidden_size

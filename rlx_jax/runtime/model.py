@@ -27,8 +27,13 @@ from rlx_jax.runtime.block_times import BlockTimes, profile_calls
 from rlx_jax.runtime.explain import explain_program
 from rlx_jax.runtime.export_model import export_model
 from rlx_jax.runtime.inputs import check_integer, random_key
-from rlx_jax.runtime.levels import SYMBOLIC_LEVELS, check_text_arguments, key_with_sizes, level_text
-from rlx_jax.runtime.model_program import ModelProgram
+from rlx_jax.runtime.model_program import (
+    SYMBOLIC_LEVELS,
+    ModelProgram,
+    check_text_arguments,
+    key_with_sizes,
+    level_text,
+)
 from rlx_jax.runtime.model_setup import init_model_params
 from rlx_jax.runtime.program_key import LAST_TOKEN, ProgramKey, Variant
 from rlx_jax.runtime.report import Report, report_of

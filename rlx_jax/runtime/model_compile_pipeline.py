@@ -30,7 +30,7 @@ from rlx_jax.profiles.profile import field_changes
 from rlx_jax.program import Buildable
 from rlx_jax.runtime.aot_cache import AotCache, source_digest
 from rlx_jax.runtime.inputs import check_integer
-from rlx_jax.runtime.levels import argument_specs, key_with_sizes
+from rlx_jax.runtime.model_program import argument_specs, key_with_sizes
 from rlx_jax.runtime.model_setup import as_flow, make_programs
 from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.programs import Programs

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from rlx_jax.errors import RequestError, did_you_mean, listing, quote, shown
-from rlx_jax.io.strict_json import is_text
+from rlx_jax.io.files import is_text
 from rlx_jax.text.chat_template import choose_template, render, render_with_twin
 from rlx_jax.text.tokenizer import Tokenizer
 

@@ -28,8 +28,8 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.io import limits
+from rlx_jax.io.files import is_text
 from rlx_jax.io.folder import Folder
-from rlx_jax.io.strict_json import is_text
 
 # Size of one chat template in UTF-8.
 MAX_TEMPLATE_BYTES = 256 * 2**10

@@ -27,7 +27,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io.folder import open_folder
 from rlx_jax.ir.types import is_float, short_name
-from rlx_jax.models.heads import LABEL_LOGITS
+from rlx_jax.models.encoder import LABEL_LOGITS
 from rlx_jax.program import Weights
 from rlx_jax.runtime.checkpoint_origin import CheckpointOrigin
 from rlx_jax.runtime.compile_flow import open_model

@@ -27,9 +27,9 @@ from rlx_jax.errors import (
     listing,
     quote,
 )
+from rlx_jax.io.files import parse
 from rlx_jax.io.folder import Folder, json_size_bound
 from rlx_jax.io.hub import SizeBound
-from rlx_jax.io.strict_json import parse
 from rlx_jax.models.config import Fields
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.text.chat_template import MAX_TEMPLATE_BYTES, load_templates, template_files

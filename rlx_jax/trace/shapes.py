@@ -31,10 +31,9 @@ from rlx_jax.ir.ops.shape import (
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import check_roles
 from rlx_jax.ir.types import Dim, Init, as_dim, as_dtype, is_static
-from rlx_jax.trace.arithmetic import Arithmetic
+from rlx_jax.trace.arithmetic import Arithmetic, find_symbolic_slices, is_symbolic_slice, make_slice_op
 from rlx_jax.trace.checks import bind_kind, check_count, items_of
 from rlx_jax.trace.parameters import WeightKey, WeightPart
-from rlx_jax.trace.symbolic_slices import find_symbolic_slices, is_symbolic_slice, make_slice_op
 from rlx_jax.trace.writer import Axes, Shape, V, is_number
 
 

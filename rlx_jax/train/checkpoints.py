@@ -30,8 +30,7 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.io import atomic
-from rlx_jax.io.files import list_directory
-from rlx_jax.io.strict_json import is_text
+from rlx_jax.io.files import is_text, list_directory
 from rlx_jax.train import step_files
 from rlx_jax.train.processes import Processes, Stop, preemption
 from rlx_jax.train.step_files import StoredLeaf, check_same_leaves, named_leaves

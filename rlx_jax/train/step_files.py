@@ -37,8 +37,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io import limits
 from rlx_jax.io.atomic import sync, sync_tree, write_synced
-from rlx_jax.io.files import files_below
-from rlx_jax.io.strict_json import is_text
+from rlx_jax.io.files import files_below, is_text
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.weights import manifest
 from rlx_jax.weights.manifest import (

@@ -26,10 +26,9 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.io import limits
-from rlx_jax.io.files import Links, check_name, list_directory, read_small_file, resolve
+from rlx_jax.io.files import Links, check_name, list_directory, parse_object, read_small_file, resolve
 from rlx_jax.io.folder import CONFIG, Folder, json_size_bound
 from rlx_jax.io.hub import run_in_parallel
-from rlx_jax.io.strict_json import parse_object
 from rlx_jax.weights.manifest import MANIFEST_NAME
 from rlx_jax.weights.quantized_config import MODELOPT_CONFIG
 from rlx_jax.weights.safetensors_header import Header, TensorInfo

@@ -29,8 +29,7 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.io import limits
-from rlx_jax.io.files import Links, check_name, read_small_file, resolve, storage_error
-from rlx_jax.io.strict_json import parse_object
+from rlx_jax.io.files import Links, check_name, parse_object, read_small_file, resolve, storage_error
 from rlx_jax.ir.packed import stored_bytes
 from rlx_jax.ir.types import TensorType, as_dtype, short_name
 from rlx_jax.ir.weight_reads import WeightSource

@@ -32,8 +32,7 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.io import limits
-from rlx_jax.io.files import Links, check_name, resolve
-from rlx_jax.io.strict_json import is_text, parse_object
+from rlx_jax.io.files import Links, check_name, is_text, parse_object, resolve
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.format import Entry, OnNonfinite, OpenOptions, check_finite

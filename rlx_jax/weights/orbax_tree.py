@@ -27,8 +27,7 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.io import limits
-from rlx_jax.io.files import list_directory, read_small_file
-from rlx_jax.io.strict_json import parse_object
+from rlx_jax.io.files import list_directory, parse_object, read_small_file
 
 TREE_METADATA = "_METADATA"
 CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"

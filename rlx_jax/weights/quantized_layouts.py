@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rlx_jax.errors import ConfigError, NonFiniteWeightError, UnsupportedError, WeightError, WeightShapeError, quote
-from rlx_jax.io.strict_json import parse_object
+from rlx_jax.io.files import parse_object
 from rlx_jax.ir.packed import F32, SCHEMES, TABLES, Codes
 from rlx_jax.ir.types import short_name
 from rlx_jax.weights.named import HostArray

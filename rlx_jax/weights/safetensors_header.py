@@ -17,7 +17,7 @@ import numpy as np
 
 from rlx_jax.errors import DuplicateWeightError, LimitError, SafetensorsError, UnsupportedError, did_you_mean, quote
 from rlx_jax.io import limits
-from rlx_jax.io.strict_json import parse
+from rlx_jax.io.files import parse
 from rlx_jax.ir.types import MAX_DIM, MAX_ELEMENTS, MAX_RANK, short_name
 
 # NumPy names integers and floats by a letter and a number of bytes, safetensors by bits: `U16` is `u2`.

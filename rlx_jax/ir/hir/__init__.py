@@ -8,7 +8,6 @@ from rlx_jax.ir.graph import Hir
 from rlx_jax.ir.hir.composites import *  # noqa: F403
 from rlx_jax.ir.hir.masks import *  # noqa: F403
 from rlx_jax.ir.hir.recurrent import *  # noqa: F403
-from rlx_jax.ir.hir.relative import *  # noqa: F403
 from rlx_jax.ir.hir.sequence import *  # noqa: F403
 from rlx_jax.ir.hir.tokenwise_blocks import *  # noqa: F403
 

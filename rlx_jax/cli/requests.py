@@ -1,14 +1,17 @@
-"""`rlx-jax generate` and `rlx-jax chat`: stream generated text to stdout, and print figures about it."""
+"""Commands that run a model on texts: `generate`, `chat`, `embed`, `score` and `bench`."""
 
 from __future__ import annotations
 
 import argparse
 import functools
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 import rlx_jax as rlx
 from rlx_jax.cli.command import (
@@ -18,18 +21,23 @@ from rlx_jax.cli.command import (
     add_json,
     add_model,
     add_sampling,
+    check_has_tokenizer,
     check_texts,
     decode_stdin,
     json_line,
+    kind_with_article,
     load_language_model,
+    load_model,
     make_sampler,
     peak_memory,
     peak_text,
     request_options,
+    table,
+    texts_or_stdin_lines,
 )
-from rlx_jax.cli.files import add_files, check_files, generate_file
+from rlx_jax.cli.files import add_files, check_files, embed_file, generate_file, score_fields, score_file
 from rlx_jax.cli.terminal import is_interactive, read_line, read_stdin
-from rlx_jax.errors import RlxError, SequenceLengthError
+from rlx_jax.errors import MissingFileError, RequestError, RlxError, SequenceLengthError, StorageError, quote
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.report import Report
 
@@ -231,3 +239,201 @@ def chat_options(parser: argparse.ArgumentParser) -> None:
 
 CHAT_OPTIONS = (chat_options, add_compute, add_json, add_model)
 CHAT = Command("chat", "talk with a model, message by message", CHAT_OPTIONS, chat, handles_interrupt=True)
+
+
+# `rlx-jax embed` and `rlx-jax score`: embedding vectors and log-likelihoods of texts.
+
+
+def embed(args: argparse.Namespace, session: Session) -> Iterator[str]:
+    """Write a vector for each text: its numbers on a line, separated by spaces; or all vectors into a NumPy file; or
+    the vectors of a file of texts into another."""
+    has_files = check_files(args, ["overwrite"], {"TEXT": args.text})
+    texts = [] if has_files else texts_or_stdin_lines(args.text, session)
+    if args.output is not None and not os.path.isdir(folder := os.path.dirname(args.output) or "."):
+        raise MissingFileError(f"--output {quote(args.output)}: there is no directory {quote(folder)}")
+    encoder = load_model(args, session)
+    if not isinstance(encoder, rlx.Encoder | rlx.DualEncoder):
+        raise RequestError(f"{quote(args.directory)} is {kind_with_article(encoder)}; embed takes a text encoder")
+    prompt = {"prompt_name": args.prompt_name, "prompt": args.prompt}
+    prompt = {name: value for name, value in prompt.items() if value is not None}
+    if prompt and isinstance(encoder, rlx.DualEncoder):
+        raise RequestError(f"{quote(args.directory)} is {kind_with_article(encoder)}, which has no prompts")
+    check_has_tokenizer((encoder.texts if isinstance(encoder, rlx.DualEncoder) else encoder).tokenizer, args)
+    if has_files:
+        yield from embed_file(args, session, encoder, prompt)
+        return
+    start = time.perf_counter()
+    vectors = np.asarray(encoder.embed(texts, **prompt))
+    seconds = time.perf_counter() - start
+    session.status.clear()
+    session.summary = f"{len(texts):,} texts, {len(texts) / seconds:,.1f}/s, what was compiled included; {peak_text()}"
+    if args.output is not None:
+        save_array(args.output, vectors)
+        yield json_line({"output": args.output, "shape": list(vectors.shape)}) if args.json else ""
+        return
+    for text, vector in zip(texts, vectors, strict=True):
+        yield json_line({"text": text, "embedding": vector.tolist()}) if args.json else f"{vector_text(vector)}\n"
+
+
+def vector_text(vector: np.ndarray[tuple[int], np.dtype[np.float32]]) -> str:
+    """Return the numbers of a vector as text, each with as few digits as float32 needs.
+
+    >>> vector_text(np.array([0.1, -2.0], np.float32))
+    '0.1 -2.0'
+    """
+    return " ".join(map(str, vector.astype(np.float32)))
+
+
+def save_array(path: str, array: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> None:
+    """Write a `.npy` file, which `numpy.load` reads.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    try:
+        with open(path, "wb") as file:
+            np.save(file, array)
+    except (OSError, ValueError) as cause:  # ValueError: a NUL in the path
+        raise StorageError(f"--output {quote(path)}: {getattr(cause, 'strerror', None) or cause}") from cause
+
+
+def add_texts(parser: argparse.ArgumentParser) -> None:
+    """Add the argument for the texts."""
+    parser.add_argument("text", nargs="*", metavar="TEXT", help="texts; without any, the lines of stdin")
+
+
+def embed_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `embed`."""
+    parser.add_argument("--prompt-name", metavar="NAME", help="put this prompt of the checkpoint in front of each text")
+    parser.add_argument("--prompt", metavar="TEXT", help='or this one; "" leaves out the default prompt')
+    parser.add_argument(
+        "--output", metavar="FILE",
+        help="write all vectors into this .npy file, [texts, width] float32; with --input, the .jsonl file of the "
+        "vectors, which is resumed if it exists",
+    )  # fmt: skip
+    add_files(parser)
+
+
+EMBED = Command("embed", "vectors of texts", (add_compute, embed_options, add_json, add_model, add_texts), embed)
+
+
+# -- score -------------------------------------------------------------------------------------
+
+
+def score(args: argparse.Namespace, session: Session) -> Iterator[str]:
+    """Write how likely each text is: its log-likelihood, its perplexity by token, and the text, with tabs between; or
+    the log-likelihoods of a file of texts into another."""
+    has_files = check_files(args, ["output", "overwrite"], {"TEXT": args.text})
+    texts = [] if has_files else texts_or_stdin_lines(args.text, session)
+    check_texts({"--context": args.context or ""})
+    lm = load_language_model(args, session)
+    if has_files:
+        yield from score_file(args, session, lm)
+        return
+    start = time.perf_counter()
+    scores = lm.score([text if args.context is None else (args.context, text) for text in texts])
+    seconds = time.perf_counter() - start
+    session.status.clear()
+    tokens = sum(len(s.tokens) for s in scores)
+    session.summary = f"{tokens:,} tokens, {tokens / seconds:,.0f}/s, what was compiled included; {peak_text()}"
+    for text, result in zip(texts, scores, strict=True):
+        fields = score_fields(result)
+        if args.json:
+            yield json_line({"text": text, "context": args.context, **fields})
+        else:
+            yield f"{result.logprob:.4f}\t{fields['perplexity']:.4f}\t{text}\n"
+
+
+def score_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `score`."""
+    parser.add_argument("--context", metavar="TEXT", help="text before each text, which is not scored itself")
+    parser.add_argument("--output", metavar="FILE.jsonl", help="with --input, the results, resumed if the file exists")
+    add_files(parser)
+
+
+SCORE_OPTIONS = (add_compute, score_options, add_json, add_model, add_texts)
+SCORE = Command("score", "how likely a model finds texts", SCORE_OPTIONS, score)
+
+
+# `rlx-jax bench`: measure the speed of a checkpoint on this machine.
+
+
+def bench(args: argparse.Namespace, session: Session) -> Iterator[str]:
+    """Measure a checkpoint on random tokens: for a language model, tokens per second of prefill and of generation; for
+    an encoder, texts and tokens per second. Programs are compiled first; the fastest of several runs counts."""
+    names = ("batch", "prompt_tokens", "new_tokens", "runs")
+    batch, prompt, new, runs = (check_integer(f"--{n.replace('_', '-')}", getattr(args, n), 1) for n in names)
+    model = load_model(args, session)
+    if isinstance(model, rlx.CausalLM):
+        figures = bench_language_model(model, batch, prompt, new, runs)
+    elif isinstance(model, rlx.Encoder):
+        figures = bench_encoder(model, batch, prompt, runs)
+    else:
+        raise RequestError(
+            f"{quote(args.directory)} is {kind_with_article(model)}; bench takes language models and text encoders"
+        )
+    session.status.clear()
+    result = {"model": model.model.name, "device": str(model.model.settings.device), "batch": batch, **figures}
+    result["peak_bytes"] = peak_memory()
+    yield from [json_line(result)] if args.json else table(result)
+
+
+def best_seconds(call: Callable[[], Any], runs: int) -> float:
+    """Return the shortest time of several calls in seconds, after one call that compiles."""
+    call()
+    times = []
+    for _ in range(runs):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def random_ids(vocab_size: int, batch: int, tokens: int) -> list[list[int]]:
+    """Return random token ids `[batch, tokens]`, the same in every call."""
+    ids: list[list[int]] = np.random.default_rng(0).integers(0, vocab_size, (batch, tokens)).tolist()
+    return ids
+
+
+def bench_language_model(lm: rlx.CausalLM, batch: int, prompt: int, new: int, runs: int) -> dict[str, Any]:
+    """Measure prefill up to the first new token, and the time of each of `new` tokens after it."""
+    ids, ends = random_ids(lm.vocab_size, batch, prompt), lm.eos_ids
+    lm.eos_ids = ()  # so that no row ends early
+    try:
+        prefill_seconds = best_seconds(lambda: lm.generate(ids, max_new_tokens=1), runs)
+        total_seconds = best_seconds(lambda: lm.generate(ids, max_new_tokens=new + 1), runs)
+    finally:
+        lm.eos_ids = ends
+    step_seconds = max(total_seconds - prefill_seconds, 0.0) / new
+    return {
+        "prompt_tokens": prompt,
+        "new_tokens": new,
+        "seconds_to_first_token": round(prefill_seconds, 5),
+        "prompt_tokens_per_second": round(batch * prompt / prefill_seconds, 1),
+        "seconds_per_token": round(step_seconds, 6),
+        "new_tokens_per_second": round(batch / step_seconds, 1) if step_seconds else None,
+    }
+
+
+def bench_encoder(encoder: rlx.Encoder, batch: int, tokens: int, runs: int) -> dict[str, Any]:
+    """Measure embedding `batch` texts of `tokens` tokens each."""
+    ids = random_ids(encoder.vocab_size, batch, tokens)
+    seconds = best_seconds(lambda: encoder.embed(ids), runs)
+    return {
+        "prompt_tokens": tokens,
+        "seconds": round(seconds, 5),
+        "texts_per_second": round(batch / seconds, 1),
+        "tokens_per_second": round(batch * tokens / seconds, 1),
+    }
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `bench`."""
+    add = parser.add_argument
+    add("--batch", type=int, default=1, metavar="N", help="prompts or texts at a time (%(default)s)")
+    add("--prompt-tokens", type=int, default=128, metavar="N", help="length of each in tokens (%(default)s)")
+    add("--new-tokens", type=int, default=32, metavar="N", help="to generate after the first (%(default)s)")
+    add("--runs", type=int, default=3, metavar="N", help="number of runs; the fastest counts (%(default)s)")
+
+
+BENCH = Command("bench", "how fast a checkpoint runs here", (options, add_compute, add_json, add_model), bench)
