@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 
 import rlx_jax as rlx
 from rlx_jax import blocks
-from rlx_jax.models import dinov2
+from rlx_jax.models import vit
 
 V = 61
 SIZES = {
@@ -73,7 +73,7 @@ NOMIC |= {"layer_norm_epsilon": 1e-6, "use_rotary_pos_emb": True, "ref_feat_shap
 IMAGES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "vit": (rlx.ViTFlow, WIDE, {}),
     "dinov2": (rlx.Dinov2Flow, TOWER | REGISTERS, {}),
-    "dinov2 original": (rlx.Dinov2Flow, TOWER, {"layout": dinov2.ORIGINAL}),
+    "dinov2 original": (rlx.Dinov2Flow, TOWER, {"layout": vit.ORIGINAL}),
     "nomic vision": (rlx.NomicVisionFlow, NOMIC, {}),
     "clip": (rlx.ClipFlow, {"text_config": WORDS, "vision_config": WIDE, "projection_dim": 24}, {}),
     "siglip": (rlx.SiglipFlow, {"text_config": WORDS, "vision_config": WIDE}, {}),

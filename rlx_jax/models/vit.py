@@ -1,5 +1,5 @@
 """Define the config and recipe of ViT (Dosovitskiy et al. 2020), with Hugging Face's keys, and of the families that
-differ from it in tokens or pooling: DeiT, I-JEPA and ViT-MSN.
+differ from it in tokens or pooling: DeiT, I-JEPA, ViT-MSN, DINOv2 and DINOv3.
 """
 
 from __future__ import annotations
