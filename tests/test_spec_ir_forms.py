@@ -19,7 +19,7 @@ from rlx_jax import Graph, GraphModule, GraphStage, ModelFlow
 from rlx_jax.compiler.compat import FusionPolicy, hir_from_json, hir_to_json, lir_from_json, lir_to_json
 from rlx_jax.compiler.graph_module import BuiltModel
 from rlx_jax.errors import DTypeError, GraphError, PluginError, RlxError, ShapeError
-from rlx_jax.ir import extensions, hir
+from rlx_jax.ir import hir, plugins
 from rlx_jax.ir.graph import Graph as GraphIR
 from rlx_jax.ir.graph import Mir, TypeCache
 from rlx_jax.ir.operands import ELEMENTWISE
@@ -395,7 +395,7 @@ def to_negative(graph: GraphIR, types: Any = None) -> GraphIR:
 
 
 def test_registered_extensions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extensions, "_registered", {})
+    monkeypatch.setattr(plugins, "_registered", {})
     flow = ModelFlow("f").input("x", (2, H)).custom(lambda emit, x: emit.relu(x))
     x, seen = ROWS, list[str]()
 
@@ -403,28 +403,28 @@ def test_registered_extensions(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(graph.name)
         return graph
 
-    extensions.register_hir_extension("negative", to_negative)
-    extensions.register_hir_extension("look", only_look)
-    extensions.register_hir_extension("negative", to_negative)  # registered again: it runs last
-    assert extensions.registered_hir_extensions() == ("look", "negative")
+    plugins.register_hir_extension("negative", to_negative)
+    plugins.register_hir_extension("look", only_look)
+    plugins.register_hir_extension("negative", to_negative)  # registered again: it runs last
+    assert plugins.registered_hir_extensions() == ("look", "negative")
     np.testing.assert_array_equal(np.asarray(rlx.compile(flow)(x)), np.maximum(x, 0))  # none by default
     for plan in (FlowExtensionPlan.all(), FlowExtensionPlan.only(["negative"])):
         np.testing.assert_array_equal(np.asarray(rlx.compile(flow.with_extensions(plan))(x)), -x)
     graph = flow.build().hir
-    assert extensions.apply_hir_extensions(graph).nodes[-1].op == Unary("neg") and seen == ["f", "f"]
-    assert extensions.apply_hir_extensions_named(graph, ["look"]).nodes[-1].op == Unary("relu")
-    assert extensions.apply_hir_extensions_named(graph, ["negative", "look"]).nodes[-1].op == Unary("neg")
+    assert plugins.apply_hir_extensions(graph).nodes[-1].op == Unary("neg") and seen == ["f", "f"]
+    assert plugins.apply_hir_extensions_named(graph, ["look"]).nodes[-1].op == Unary("relu")
+    assert plugins.apply_hir_extensions_named(graph, ["negative", "look"]).nodes[-1].op == Unary("neg")
     with pytest.raises(PluginError, match="an extension 'lok'.*did you mean 'look'"):
-        extensions.apply_hir_extensions_named(graph, ["lok"])
+        plugins.apply_hir_extensions_named(graph, ["lok"])
     for wrong in (3, lambda: None):
         with pytest.raises(PluginError, match="expected a function of a graph"):
-            extensions.register_hir_extension("wrong", wrong)  # type: ignore[arg-type]
+            plugins.register_hir_extension("wrong", wrong)  # type: ignore[arg-type]
     with rlx.plugins.using(rlx.Plugin("p", extensions={"theirs": to_negative})):
         with pytest.raises(GraphError, match="a plugin has an extension 'theirs'"):
-            extensions.register_hir_extension("theirs", to_negative)
+            plugins.register_hir_extension("theirs", to_negative)
     with rlx.plugins.using(rlx.Plugin("p", extensions={"look": to_negative})):
         with pytest.raises(GraphError, match="both provide"):
-            extensions.registered_hir_extensions()
+            plugins.registered_hir_extensions()
 
 
 @dataclass(frozen=True)
