@@ -15,8 +15,8 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import cli, errors
 from rlx_jax.device import DEVICES
-from rlx_jax.generate import model_plan
 from rlx_jax.inspection import rates
+from rlx_jax.loading import model_plan
 from tests.oracles.checkpoints import FIXTURES
 
 LLAMA = FIXTURES / "llama" / "gqa_plain_attnbias_v5"

@@ -13,7 +13,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax.cli.entry import main
 from rlx_jax.errors import NumericsError, RequestError, UnsupportedError
-from rlx_jax.generate import tuning
+from rlx_jax.loading import tuning
 from rlx_jax.loading.tuning import Tuning, Workload, tune
 from tests.oracles.checkpoints import FIXTURES
 
