@@ -22,6 +22,7 @@ from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lir.attention_groups import group_attention, run_attention
+from rlx_jax.lowering.lir.decode_attention import divide
 from tests.test_product_groups import MODELS, check_same_results, decode_step, needs_mosaic, plan_of
 
 I32, F32, BF16 = (as_dtype(name) for name in ("i32", "f32", "bf16"))
@@ -185,6 +186,13 @@ def test_the_kernel_computes_the_same(name: str) -> None:
         want, got = group.op.eval(*operands), kernel(*operands)
         np.testing.assert_allclose(got[0].astype(np.float32), want[0].astype(np.float32), atol=0.02)
         jax.tree.map(np.testing.assert_array_equal, got[1:], want[1:])
+
+
+def test_each_head_has_a_program() -> None:
+    """The heads of a program share a key head, of which 135M has three query heads each."""
+    for heads, kv_heads, keys in ((32, 8, 64), (32, 8, 9000), (9, 3, 64), (9, 3, 9000), (4, 4, 9000)):
+        at_once, splits = divide(heads, kv_heads, keys)
+        assert splits and heads // kv_heads % at_once == 0
 
 
 PUBLISHED = {

@@ -116,7 +116,7 @@ def divide(heads: int, kv_heads: int, keys: int) -> tuple[int, int]:
 
     Programs of one query head read the keys of a key head several times, but from the L2 cache and in parallel.
     """
-    return (1, 1) if keys <= 2048 else (min(2, heads // kv_heads), 16)
+    return (1, 1) if keys <= 2048 else (2 - heads // kv_heads % 2, 16)  # the heads of a program share a key head
 
 
 @dataclass(frozen=True)
