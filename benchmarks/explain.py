@@ -4,9 +4,10 @@
 
 A step of decoding and a prefill, with random weights: the sum of `lm.explain` over blocks, without the time that
 belongs to no block, beside the wall-clock time of the same traced runs, and of other runs that nothing traces (the
-median of several). Exits with 1 if the blocks are off by more than 10 % from the traced runs, or on an accelerator from
-the others, or if more than a tenth of the kernels' time belongs to no block. On a CPU other work on the machine may
-differ between the runs.
+median of several; of prompts on an accelerator several are queued, as a single one also waits for the host to start
+it). Exits with 1 if the blocks are off by more than 10 % from the runs without a trace, or if more than a tenth of the
+kernels' time belongs to no block. A trace slows the host down, so that the device waits more in traced runs. On a CPU
+nothing else may run.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import rlx_jax as rlx
 from rlx_jax.inspection.records import Inspection
 
 ON_CPU = jax.default_backend() == "cpu"
+QUEUED = 1 if ON_CPU else 5
 LAYERS, HIDDEN, INNER, VOCAB, CONTEXT, NEW = (4, 1024, 4096, 32000, 256, 65) if ON_CPU else (
     16, 2048, 8192, 128256, 1024, 257)  # fmt: skip
 CONFIG = {
@@ -59,8 +61,7 @@ def row(inspection: Inspection, seconds: float, goals: Goals) -> tuple[str, ...]
     off, off_clock = abs(blocks / inspection.seconds - 1), abs(blocks / seconds - 1)
     unattributed = 1 - blocks / kernels
     verdicts = (
-        goals.at_most(f"{inspection.program}: blocks off the traced run", off, 0.10),
-        "" if ON_CPU else goals.at_most(f"{inspection.program}: blocks off the step", off_clock, 0.10),
+        goals.at_most(f"{inspection.program}: blocks off the step", off_clock, 0.10),
         goals.at_most(f"{inspection.program}: kernels without a block", unattributed, 0.10),
     )
     times = (f"{1000 * each:.3f}" for each in (seconds, inspection.seconds, kernels, blocks))
@@ -76,7 +77,11 @@ def main() -> None:
     first = median_seconds(lambda: lm.generate(prompt, max_new_tokens=1))
     step = (median_seconds(lambda: lm.generate(prompt, max_new_tokens=NEW)) - first) / (NEW - 1)
     filled = np.ones((1, CONTEXT), np.int32)
-    prefill = median_seconds(lambda: jax.block_until_ready(lm.prefill(filled, max_len=2 * CONTEXT, logits="last")[0]))
+
+    def prompts() -> None:
+        jax.block_until_ready([lm.prefill(filled, max_len=2 * CONTEXT, logits="last")[0] for _ in range(QUEUED)])
+
+    prefill = median_seconds(prompts) / QUEUED
     inspections = lm.explain(context=CONTEXT), lm.explain("prefill", context=CONTEXT)
     head = ("program", "clock ms", "trace ms", "kernels", "blocks", "off trace", "off clock", "no block", "roofline",
             "goals")  # fmt: skip

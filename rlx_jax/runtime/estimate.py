@@ -18,6 +18,8 @@ from rlx_jax.ir.graph import Graph, Mir, Node, Param
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.index import Gather
+from rlx_jax.ir.ops.pointwise import Unary
+from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.param import packed_parameter, packing_of
 from rlx_jax.ir.types import TensorType, short_name
@@ -29,6 +31,9 @@ from rlx_jax.lowering.lir.plan import PRODUCTS, RECURRENCES, XLA_CHOICE, Lir, ca
 from rlx_jax.lowering.sharding import ModelSharding, shard_type
 from rlx_jax.runtime.programs import Programs, state_shardings
 from rlx_jax.runtime.sequence_state import LENGTH
+
+# The part of the scratch arrays of a chunked recurrence that is live at once, fitted to XLA:CPU's peaks.
+LIVE_SCRATCH: Mapping[type, float] = {GatedDeltaOp: 0.66, SelectiveScanOp: 0.39}
 
 
 def estimate_program(
@@ -100,15 +105,22 @@ def _op_seconds(
 
 def workspace_bytes(lir: Lir, graph: Graph, node: Node) -> int:
     """Return the bytes that XLA needs while an op runs, in addition to its operands and results."""
+    types, on_cpu = [graph.type(value) for value in node.inputs], lir.plan.target == "cpu"
+    if isinstance(node.op, RECURRENCES):
+        return int(LIVE_SCRATCH.get(type(node.op), 1.0) * node.op.traits.workspace(node.op, types, node.types))
+    if isinstance(node.op, ExpertFfn):
+        # The inputs and results of all choices, which are padded to blocks on a CPU.
+        return (5 if on_cpu else 2) * types[5].size * int(types[0].shape[-1]) * types[0].dtype.itemsize
+    if on_cpu and node.op == Unary("gelu_tanh"):
+        return 5 * node.types[0].nbytes  # XLA:CPU does not fuse all of it
     if not isinstance(node.op, AttentionOp):
         return 0
-    q, k, v = (graph.type(value) for value in node.inputs[:3])
+    q, k, v = types[:3]
     name = lir.plan.choices.get(call_of(graph, node), XLA_CHOICE).implementation
     if name == "cudnn":
         return 0
     scores = 4 * node.op.heads * math.prod(map(int, (q.shape[0], q.shape[1], k.shape[1])))
-    # Measured on a CPU: masks of windows are arrays of their own, and keys and values are transposed.
-    arrays = 3 if node.op.window is not None else 1 if name == "heads_first" else 2
+    arrays = 1 if name == "heads_first" else 2  # measured on a CPU: otherwise keys and values are transposed
     return arrays * min(scores, CHUNK_SCORE_BYTES if name == "query_chunks" else scores) + k.nbytes + v.nbytes
 
 
