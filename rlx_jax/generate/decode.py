@@ -246,22 +246,16 @@ class DecodeLoop(TokenChooser):
                 new_ids, rows = self.choose_next(
                     logits, rows, inputs["sampler_values"], inputs["stop_mask"], rows.running
                 )
-                step_out = (
-                    (new_ids,)
-                    if self.num_logprobs is None
-                    else (new_ids, token_log_probs(logits, rows.ids, self.num_logprobs))
-                )
+                k = self.num_logprobs
+                step_out = (new_ids, *([] if k is None else [token_log_probs(logits, rows.ids, k)]))
                 out = jax.tree.map(lambda a, new: lax.dynamic_update_slice_in_dim(a, new[:, None], i, 1), out, step_out)
                 return i + 1, rows, state, out
 
             rows = inputs["rows"]
             batch = rows.ids.shape[0]
             tokens = jnp.full((batch, self.steps), STOPPED, jnp.int32)
-            out: Any = (
-                (tokens,)
-                if self.num_logprobs is None
-                else (tokens, zero_log_probs(batch, self.steps, self.num_logprobs))
-            )
+            k = self.num_logprobs
+            out: Any = (tokens, *([] if k is None else [zero_log_probs(batch, self.steps, k)]))
             start = (jnp.int32(0), rows, state, out)
 
             def continues(carry: Any) -> Array:

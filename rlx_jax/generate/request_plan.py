@@ -150,18 +150,8 @@ def plan_keys(
 
     if drafter is not None:
         return make_keys()
-    cache_key = (
-        model.name,
-        sampling_steps,
-        steps,
-        num_logprobs,
-        sizes,
-        rows,
-        tuple(widths),
-        tuple(shared_widths),
-        has_prefix,
-    )
-    inputs_key = (tuple(inputs.sizes.items()), inputs.optional_inputs)
+    cache_key = (model.name, sampling_steps, steps, num_logprobs, sizes, rows, has_prefix)
+    inputs_key = (*widths,), (*shared_widths,), (*inputs.sizes.items(),), inputs.optional_inputs
     keys: PlanKeys = model.programs.request_keys((*cache_key, *inputs_key), make_keys)
     return keys
 
