@@ -15,7 +15,8 @@ Prompts and answers have log-normal lengths; every answer ends at a length of it
 the same API with `max_new_tokens` of their longest answer, and sorting by answer length, which nobody knows before, is
 not allowed. On a GPU the batches are left out, as 512 prompts at once do not fit, unless `--batches` is passed.
 
-The ideal of full slots is the time of decoding alone, with a row in each slot and a cache of the middle of a request.
+The ideal of full slots is the time of decoding alone, with a row in each slot and a cache of the middle of a request;
+`part_with_prefill` adds the time of one call for one token of each prompt to it, as prompts take the device, too.
 `--peer` runs transformers' `generate_batch` (continuous batching) with a model of the same shape instead, in a process
 of its own, as JAX reserves the memory of a GPU.
 
@@ -240,6 +241,10 @@ def main() -> None:
     if args.full:
         ideal, rate = full_slots_rate(lm, prompts, answers), sum(answers) / best[name]
         row = {"full_slots_tokens_per_second": round(ideal), "part_of_it": round(rate / ideal, 2)}
+        ones, num = [1] * len(prompts), lm.report().request.slots
+        prefill = min(run_slots(lm, prompts, ones, num) for _ in range(2))  # the first one compiles
+        bound = sum(answers) / (prefill + sum(answers) / ideal)
+        row |= {"prefill_seconds": round(prefill, 2), "part_with_prefill": round(rate / bound, 2)}
         print(json.dumps(row), flush=True)
     size = args.batches or (0 if on_gpu or args.mixed or args.full else 8)
     if size:
