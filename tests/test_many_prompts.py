@@ -210,6 +210,20 @@ def test_order_progress_and_compiles() -> None:
     assert "7 of 7 answers" in str(calls[-1]) and calls[-1].seconds_left == 0
 
 
+@pytest.mark.parametrize("family, options", [("llama", {"logprobs": 2}), ("qwen35", {"sampler": SAMPLERS[2]})])
+def test_fills_compile_nothing(family: str, options: dict[str, Any]) -> None:
+    """What a fill runs was compiled with the programs of the model."""
+    model, chosen = lm(family), options.get("sampler", rlx.Sampler())
+    jobs = [SlotJob(i, [1] * n, RowOptions(3, chosen, (), (), 5, i)) for i, n in enumerate((3, 7, 7))]
+    plans = slot_plan.plan_slots(model._lm, [job.options for job in jobs], [3, 7, 7], options.get("logprobs"), 3)
+    device, programs = open_slots(plans), model.model.programs
+    device.prepare(jobs)
+    counts = programs.helpers.num_inserted, programs.executables.num_inserted
+    device.fill(0, [*enumerate(jobs[:1])])
+    device.decode([0])
+    assert (programs.helpers.num_inserted, programs.executables.num_inserted) == counts
+
+
 def test_an_iterator_that_does_not_end() -> None:
     """Answers come while prompts are still read; text and ids; a longer prompt makes the cache grow."""
     model = lm("llama")
