@@ -139,26 +139,34 @@ def compile_lowered(lowered: Lowered, arguments: Any, options: Any = None) -> tu
     return compiled, False
 
 
-def with_compile_cache(jitted: Any, arguments: tuple[Any, ...], options: Any = None) -> tuple[Callable[..., Any], bool]:
-    """Return a function that runs `jitted` with a cached program for these arguments, and whether that was loaded.
+def with_compile_cache(
+    jitted: Any, arguments: tuple[Any, ...], options: Any = None
+) -> Callable[[], tuple[Callable[..., Any], bool]]:
+    """Trace `jitted`, and return a function that compiles or loads it, which may run in another thread.
 
+    That returns a function that runs `jitted` with a cached program for these arguments, and whether that was loaded.
     Calls with other types or devices go to `jitted`, which compiles them without the cache. So does every call while
     a debug mode of JAX needs the function itself.
     """
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
     if traced or cache_settings().directory is None or _in_debug_mode():
-        return jitted, False
-    compiled, loaded = compile_lowered(jitted.lower(*arguments), arguments, options)
+        return lambda: (jitted, False)
+    lowered = jitted.lower(*arguments)
 
-    def call(*arrays: Any) -> Any:
-        if _in_debug_mode():
-            return jitted(*arrays)
-        try:
-            return compiled(*arrays)
-        except (TypeError, ValueError):  # JAX checks types and placements before it runs or consumes anything
-            return jitted(*arrays)
+    def compile_traced() -> tuple[Callable[..., Any], bool]:
+        compiled, loaded = compile_lowered(lowered, arguments, options)
 
-    return call, loaded
+        def call(*arrays: Any) -> Any:
+            if _in_debug_mode():
+                return jitted(*arrays)
+            try:
+                return compiled(*arrays)
+            except (TypeError, ValueError):  # JAX checks types and placements before it runs or consumes anything
+                return jitted(*arrays)
+
+        return call, loaded
+
+    return compile_traced
 
 
 def program_key(lowered: Lowered, arguments: Any, options: Any) -> str | None:

@@ -16,19 +16,19 @@ COMPILE_THREADS = 8
 def prepare_programs(
     programs: Programs, calls: Sequence[tuple[ProgramKey, Arrays, StateArrays, Arrays]], helpers: Sequence[HelperCall]
 ) -> None:
-    """Compile programs, or load them: while one is traced, threads compile the ones before.
+    """Trace programs; threads compile or load them, and whoever runs one waits for it.
 
     Args:
         programs: the programs of the model.
-        calls: the key of each program and its arguments, as in `Programs.executable`.
+        calls: the key of each program and its arguments, as in `Programs.executable`, the first to run first.
         helpers: calls of helper functions.
     """
-    missing = {call[0]: call for call in calls if call[0] not in programs.executables}
-    with programs.lock, ThreadPoolExecutor(COMPILE_THREADS) as pool:
-        jobs = {key: pool.submit(programs.trace_executable(*call)) for key, call in missing.items()}
-        missing_helpers = {call.key: call for call in helpers if call.key not in programs.helpers}
-        others = {key: pool.submit(programs.compile_helper, call) for key, call in missing_helpers.items()}
-        for key, job in jobs.items():
-            programs.executables.insert(key, job.result())
-        for helper_key, helper in others.items():
-            programs.helpers.insert(helper_key, helper.result())
+    pool = ThreadPoolExecutor(COMPILE_THREADS)
+    with programs.lock:
+        for call in calls:
+            if call[0] not in programs.executables and call[0] not in programs.compiling:
+                programs.compiling[call[0]] = pool.submit(programs.trace_executable(*call))
+        for helper in helpers:
+            if helper.key not in programs.helpers and helper.key not in programs.compiling:
+                programs.compiling[helper.key] = pool.submit(programs.trace_helper(helper))
+    pool.shutdown(wait=False)

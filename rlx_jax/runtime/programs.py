@@ -11,6 +11,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -141,6 +142,7 @@ class Programs:
         # The keys of the programs, and the sizes, of each kind of request.
         self.request_keys: LruCache[Hashable, Any] = LruCache(limit, lock)
         self.companions: LruCache[Hashable, Companion] = LruCache(MAX_TEMPLATES, lock)
+        self.compiling: dict[Hashable, Future[Any]] = {}  # what threads compile ahead; see `prepare_programs`
         self.donation_warnings: set[tuple[str, str]] = set()  # flow and program: each is warned of once
         self.is_warm = False  # whether warm-up is complete
         self.warmup_keys: set[ProgramKey] | None = None  # the programs that the current warm-up has run
@@ -254,7 +256,9 @@ class Programs:
         """
         if self.warmup_keys is not None:
             self.warmup_keys.add(key)
-        return self.executables(key, lambda: self.trace_executable(key, params, state, inputs)())
+        return self.executables(
+            key, lambda: self.compiled(key, lambda: self.trace_executable(key, params, state, inputs))
+        )
 
     def trace_executable(
         self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays
@@ -405,10 +409,10 @@ class Programs:
             if self.model_sharding is not None and has_transfer_guard():  # copies between devices have to be explicit
                 moved = jax.device_put(moved, self.replicated)
             call = HelperCall(function, moved, static, out_shardings, donate)
-            return self.helpers(call.key, lambda: self.compile_helper(call))(*moved)
+            return self.helpers(call.key, lambda: self.compiled(call.key, lambda: self.trace_helper(call)))(*moved)
 
-    def compile_helper(self, call: HelperCall) -> Callable[..., Any]:
-        """Compile a helper function, or load it; arguments may be `jax.ShapeDtypeStruct`."""
+    def trace_helper(self, call: HelperCall) -> Callable[[], Callable[..., Any]]:
+        """Trace a helper function as `trace_executable` does a program; arguments may be `jax.ShapeDtypeStruct`."""
         function, arguments, static = call.function, call.arguments, call.static
         if self.is_warm:
             difference = uncovered_arguments(function, (key[0] for key in self.helpers if isinstance(key, tuple)))
@@ -417,9 +421,19 @@ class Programs:
             self.record_recompile(f"{name}, a helper function: {reason}")
         # A new function for each entry: jax.jit drops its executable when the entry is evicted.
         run = jax.jit(lambda *a: function(*static, *a), out_shardings=call.out_shardings, donate_argnums=call.donate)
-        compiled, is_cached = with_compile_cache(run, arguments, call.out_shardings)
-        self.num_loaded_helpers += is_cached
-        return compiled
+        compile_traced = with_compile_cache(run, arguments, call.out_shardings)
+
+        def compile_helper() -> Callable[..., Any]:
+            compiled, is_cached = compile_traced()
+            self.num_loaded_helpers += is_cached
+            return compiled
+
+        return compile_helper
+
+    def compiled(self, key: Hashable, trace: Callable[[], Callable[[], Any]]) -> Any:
+        """Return a program or helper function: the one that a thread compiles ahead, or else compiled now."""
+        job = self.compiling.pop(key, None)
+        return trace()() if job is None else job.result()
 
     @contextlib.contextmanager
     def warm_up(self) -> Iterator[None]:

@@ -129,7 +129,7 @@ def optimizer_state(optimizer: Optimizer, params: Arrays) -> Any:
         if is_distributed(params):
             shapes = jax.eval_shape(optimizer.init, params)
             shardings = jax.tree_util.tree_map_with_path(lambda path, leaf: _leaf_sharding(path, leaf, params), shapes)
-        return with_compile_cache(jax.jit(optimizer.init, out_shardings=shardings), (params,), shardings)[0](params)
+        return with_compile_cache(jax.jit(optimizer.init, out_shardings=shardings), (params,), shardings)()[0](params)
 
 
 def is_distributed(params: Arrays) -> bool:

@@ -151,7 +151,7 @@ class TrainStep:
         jitted, options = self._function(state), dict(self.model.settings.plan.compiler_options)
         types = tuple((k, a.shape, a.dtype, getattr(a, "sharding", None)) for k, a in sorted(arrays.items()))
         if (jitted, types) not in self.programs:
-            self.programs[jitted, types] = with_compile_cache(jitted, (state, arrays), options)[0]
+            self.programs[jitted, types] = with_compile_cache(jitted, (state, arrays), options)()[0]
         return self.programs[jitted, types]
 
     def _function(self, state: Any) -> Any:
