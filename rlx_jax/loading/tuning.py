@@ -229,8 +229,8 @@ def _try(
         if not error <= limit:  # also if it is NaN
             return replace(trial, reason=f"its error is over {limit:.1e}"), candidate
         ratios = workload.ratios(candidate, fastest, workload.runs)
-    except (RlxError, RlxWarning) as reason:  # it does not apply to this model or device
-        return replace(trial, reason=first_line(reason)), candidate
+    except (RlxError, RlxWarning) as cause:  # it does not apply to this model or device
+        return replace(trial, reason=first_line(cause)), candidate
     kept = is_faster(ratios)
     reason = "" if kept else "not faster"
     return replace(trial, ratio=statistics.median(ratios), kept=kept, reason=reason), candidate
