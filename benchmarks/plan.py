@@ -82,17 +82,18 @@ GPU_LAYERS, MOE_LAYERS = 4, 2
 """Layers are unrolled, and each takes its time to compile; those of the mixture have 0.6 B parameters each."""
 
 FIGURES = {
-    ("llama", 1, 256): 0.929, ("llama", 8, 256): 1.015, ("llama", 64, 256): 1.335, ("qwen3", 1, 256): 1.005,
-    ("qwen3", 64, 256): 1.654, ("gemma3_text", 1, 256): 1.248, ("qwen3_moe", 1, 256): 0.627,
-    ("qwen3_moe", 8, 256): 1.538, ("qwen3_moe", 64, 256): 2.934, ("qwen3_5_text", 1, 256): 1.285,
-    ("qwen3_5_text", 8, 256): 1.241, ("qwen3_5_text", 64, 256): 2.125, ("135m", 1, 256): 0.696, ("8b", 1, 256): 4.15,
+    ("llama", 1, 256): 0.832, ("llama", 8, 256): 1.015, ("llama", 64, 256): 1.335, ("qwen3", 1, 256): 0.760,
+    ("qwen3", 64, 256): 1.654, ("gemma3_text", 1, 256): 1.101,
+    ("qwen3_moe", 8, 256): 1.538, ("qwen3_moe", 64, 256): 2.934,
+    ("qwen3_5_text", 8, 256): 1.241, ("qwen3_5_text", 64, 256): 2.125, ("135m", 1, 256): 0.496,
     ("8b", 64, 256): 5.41,
 }  # fmt: skip
 PROMPT_FIGURES = {
     ("llama", 1, 512): 2.87, ("llama", 1, 2048): 8.17, ("llama", 8, 2048): 58.5, ("qwen3_moe", 8, 2048): 34.8,
     ("qwen3_5_text", 1, 4096): 17.8, ("qwen3_5_text", 8, 4096): 115.0, ("8b", 8, 2048): 352.0,
 }  # fmt: skip
-"""Milliseconds of a step and of a prompt in bf16 on one H200, from benchmarks/README.md."""
+"""Milliseconds of a step and of a prompt in bf16 on one H200, from benchmarks/README.md; of one row with
+the package's kernels (jax 0.11), from docs/performance.md."""
 OTHERS = {
     "135m": LLAMA | {
         "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,

@@ -78,9 +78,9 @@ class Rates:
         return compute / rate.flops, memory / rate.bytes, rate.seconds
 
 
-# Fractions of an H200, fitted to 22 figures of benchmarks/README.md: steps and prompts of Llama, Qwen 3, Gemma 3,
-# mixture and Qwen 3.5 shapes in bf16. The largest error on these same figures is 16 %, of a hybrid's prompt
-# (`python benchmarks/plan.py --figures`); no other figures were compared. Attention is
+# Fractions of an H200, fitted to 19 figures of benchmarks/README.md and docs/performance.md: steps and prompts of
+# Llama, Qwen 3, Gemma 3, mixture and Qwen 3.5 shapes in bf16. The largest error on these same figures is 19 %
+# (`python benchmarks/plan.py --figures`, jax 0.11); docs/plan.md has what was compared otherwise. Attention is
 # counted without its causal mask and recurrences with each state read twice, so that fractions may be 1 or more.
 H200_KERNELS: Mapping[KernelKind, KernelRate] = {
     "product": KernelRate(0.84, 0.92, 3.5e-6),
@@ -88,7 +88,7 @@ H200_KERNELS: Mapping[KernelKind, KernelRate] = {
     "experts": KernelRate(0.49, 0.95, 6.0e-6),
     "recurrence": KernelRate(0.215, 1.0, 10.7e-6),
     "reduction": KernelRate(1.0, 0.54, 2.1e-6),
-    "fused": KernelRate(1.0, 0.50, 0.0),
+    "fused": KernelRate(1.0, 0.53, 0.0),
 }
 # Packed weights on an H200: a step of 1 row takes 0.93 with 8-bit codes and 1.30 with 4-bit codes of the time of bf16,
 # of 64 rows, which decode tiles, 1.9 to 2.9 (docs/weights.md).

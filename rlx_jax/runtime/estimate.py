@@ -15,6 +15,7 @@ from rlx_jax.inspection.plan_record import ProgramEstimate
 from rlx_jax.inspection.rates import Rates
 from rlx_jax.inspection.work import kernel_kind, program_bytes, stays_packed
 from rlx_jax.ir.graph import Graph, Mir, Node, Param
+from rlx_jax.ir.kernel_group import AttentionGroup, KernelGroup
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.index import Gather
@@ -59,8 +60,12 @@ def estimate_program(
     lir = make_lir(template, local, programs.settings)
     flops = nbytes = 0
     seconds = [0.0, 0.0, 0.0, 0.0]
+    groups = {id(node.op.body) for _, node in lir.graph.walk() if isinstance(node.op, KernelGroup | AttentionGroup)}
     for entry in op_costs(lir.graph):
         op_flops, op_bytes, parts = _op_seconds(entry, lir, sharding, rates)
+        op = entry.node.op
+        if id(entry.graph) in groups and isinstance(op, Mir) and kernel_kind(op) == "reduction":
+            parts = (*parts[:2], 0.0, parts[3])  # a norm in the kernel of a product or an attention is no kernel
         flops += entry.times * op_flops
         nbytes += entry.times * op_bytes
         seconds = [total + entry.times * part for total, part in zip(seconds, parts, strict=True)]
