@@ -24,6 +24,7 @@ from rlx_jax.encode.embedding import PackedBatcher
 from rlx_jax.encode.packing import Block, costs_on, sizes_for
 from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.models.bert import BertConfig, BertFlow
+from rlx_jax.text.request_checks import TokenRows
 
 MINILM = BertConfig(30522, 384, 1536, 6, 12)
 TINY = BertConfig(100, 16, 32, 2, 2)
@@ -45,10 +46,10 @@ def time_call(form: PackedBatcher, rows: int, width: int, rounds: int) -> float:
     """Seconds of a call whose rows are full of texts of a quarter of their width; the first call is not counted."""
     length = width // 4
     block = Block(rows, width, form.sizes.slots(width), (tuple(range(4)),) * rows)
-    ids = [np.ones(length, np.int32)] * 4
+    texts = TokenRows([np.ones(length, np.int32)] * 4)
 
     def call() -> None:
-        jax.block_until_ready(form.run(block, ids))
+        jax.block_until_ready(form.run(block, texts))
 
     call()
     return float(statistics.median(seconds(call) for _ in range(rounds)))

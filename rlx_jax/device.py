@@ -11,11 +11,13 @@ import functools
 import importlib.metadata
 import platform
 import re
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from rlx_jax.errors import DeviceOutOfMemoryError, ProfileError, did_you_mean, first_line, quote
@@ -132,6 +134,17 @@ def named_device(name: str) -> Device:
 def running_device() -> Device:
     """Return the device that JAX computes on: `jax.default_device` if set, else the first of the default backend."""
     return _running(jax.config.jax_default_device)  # type: ignore[attr-defined]
+
+
+def start_device() -> None:
+    """Start the device in a thread, as the first copy to a GPU takes 2 s, in which the caller can plan the program."""
+    device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
+
+    def copy() -> None:
+        with contextlib.suppress(Exception):  # the caller's first use of the device fails as well, and reports it
+            jax.device_put(np.zeros(1, np.float32), device)
+
+    threading.Thread(target=copy).start()
 
 
 def all_devices() -> list[Any]:

@@ -7,6 +7,7 @@ import json
 import random
 import struct
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,35 @@ def test_truncation_is_the_native_one(kind: str, side: str, tmp_path: Path) -> N
         expected = [native.encode(text, add_special_tokens=special).ids for text in TEXTS]
         assert ours.encode_batch(TEXTS, add_special_tokens=special) == expected
         assert all(0 <= i < ours.vocab_size for row in expected for i in row)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ascii_texts_are_encoded_as_others(kind: str, tmp_path: Path) -> None:
+    """Texts and pairs of capitals, white space, special tokens and other characters, with and without a normalizer."""
+    ours, rng = loaded(tmp_path, KINDS[kind]), random.Random(0)
+    parts = [
+        "Hello",
+        "WORLD",
+        " ",
+        "  ",
+        "[MASK]",
+        "[mask]",
+        "\u00e9",
+        "\u4e2d",
+        "\n",
+        "\t",
+        "\x00",
+        "\x0b",
+        ".",
+        "don't",
+        "x" * 101,
+    ]
+    texts = ["".join(rng.choices(parts, k=rng.randrange(9))) for _ in range(300)]
+    plain, pairs = replace(ours, _ascii=None), [*zip(texts, reversed(texts), strict=True)]
+    for length in (None, 6):
+        assert ours.encode_batch(texts, max_length=length) == plain.encode_batch(texts, max_length=length)
+        assert ours.encode_pairs(pairs, max_length=length) == plain.encode_pairs(pairs, max_length=length)
+    assert (ours._ascii is not None) == (kind in ("wordpiece", "word_level"))
 
 
 def test_threads_with_different_lengths(minilm: Tokenizer) -> None:

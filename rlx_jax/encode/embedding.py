@@ -27,8 +27,9 @@ from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.program_key import Variant
 from rlx_jax.text.request_checks import TYPES, Ids, TokenRows
 
-# Texts that are read and tokenised at once, in a thread, while the previous chunk runs.
-TEXTS_PER_CHUNK = 2048
+# Maximum number of texts that are read and tokenised at once, in a thread, while the previous chunk runs. The first
+# chunk is small, as nothing runs meanwhile, and each further one is twice as large.
+TEXTS_PER_CHUNK, TEXTS_OF_FIRST_CHUNK = 2048, 256
 # Maximum number of calls in flight; bounds the memory of results that are not fetched yet.
 MAX_IN_FLIGHT = 32
 # Number of threads that make calls, by platform; 1 if not listed. On a CPU, XLA runs the calls of one thread one after
@@ -100,7 +101,7 @@ class PackedBatcher:
             return 1
         num_threads = MAX_THREADS.get(self.model.settings.target, 1)
         # The first call compiles, and must do so in the caller's thread: JAX's context settings are per thread.
-        return num_threads if self._program(block, rows).is_compiled else 1
+        return num_threads if num_threads > 1 and self._program(block, rows).is_compiled else 1
 
     def _program(self, block: Block, rows: TokenRows) -> BoundProgram:
         """Return the program for a block of rows."""
@@ -258,22 +259,23 @@ class Stream:
 
 
 def chunks(items: Iterable[T], size: int | None = None) -> Iterator[tuple[int, list[T]]]:
-    """Yield (index of the first item, consecutive items), `size` or `TEXTS_PER_CHUNK` items at a time."""
+    """Yield (index of the first item, consecutive items): `size` items, or growing numbers up to `TEXTS_PER_CHUNK`."""
     source, start = iter(items), 0
-    while chunk := list(islice(source, size or TEXTS_PER_CHUNK)):
+    while chunk := list(islice(source, size or min(TEXTS_PER_CHUNK, TEXTS_OF_FIRST_CHUNK + start))):
         yield start, chunk
         start += len(chunk)
 
 
-def prefetch(chunks: Iterator[T], prepare: Callable[[T], R]) -> Iterator[tuple[R, bool]]:
-    """Yield (prepared chunk, whether another follows). A thread prepares the next chunk in the meantime."""
+def prefetch(chunks: Iterator[T], prepare: Callable[[T], R], num_threads: int = 1) -> Iterator[tuple[R, bool]]:
+    """Yield (prepared chunk, whether another follows). Threads prepare the next chunks, one each, in the meantime."""
     chunk = next(chunks, None)
     if chunk is None:
         return
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(num_threads) as pool:
+        upcoming = deque(pool.submit(prepare, chunk) for chunk in islice(chunks, num_threads))
         prepared = prepare(chunk)
-        while (chunk := next(chunks, None)) is not None:
-            upcoming = pool.submit(prepare, chunk)
+        while upcoming:
             yield prepared, True
-            prepared = upcoming.result()
+            prepared = upcoming.popleft().result()
+            upcoming += (pool.submit(prepare, chunk) for chunk in islice(chunks, 1))
         yield prepared, False

@@ -33,6 +33,7 @@ class Costs:
         call: fixed cost of a call.
         attention: cost for a token of attending to one more token.
         tokens_per_slot: a row holds at most one text per `tokens_per_slot` tokens of its width.
+        short_widths: the widths of full calls, for models with texts of up to 512 tokens.
     """
 
     tokens: int
@@ -40,13 +41,15 @@ class Costs:
     call: float
     attention: float
     tokens_per_slot: int
+    short_widths: tuple[int, ...] = SHORT_WIDTHS
 
 
 # `tokens_per_slot` of rows that hold a single text, whatever their width.
 ONE_TEXT_PER_ROW = 2**31
 COSTS = {
     "cpu": Costs(512, ((1, 64), (1, 256), (1, 16), (1, 128)), 16.0, 0.001, 4),
-    "cuda": Costs(16384, ((1, 64), (16, 64), (4, 512)), 2500.0, 0.0015, 8),
+    # A full call of rows of 64 tokens saves less than its program takes to load.
+    "cuda": Costs(16384, ((1, 64), (16, 64), (4, 512)), 2500.0, 0.0015, 8, (128, 256, 512)),
 }
 
 
@@ -121,7 +124,7 @@ def sizes_for(
         max_block_sizes: maximum number of blocks, unless there are more widths.
     """
     limit = costs.tokens if tokens is None else tokens
-    widths = list(SHORT_WIDTHS if longest <= SHORT_WIDTHS[-1] else LONG_WIDTHS)
+    widths = list(costs.short_widths if longest <= SHORT_WIDTHS[-1] else LONG_WIDTHS)
     # Beyond the largest standard width each is four times the previous one, which keeps the number of programs small.
     while widths[-1] < longest:
         widths.append(4 * widths[-1])

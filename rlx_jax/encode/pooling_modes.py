@@ -1,7 +1,7 @@
 """The modes of pooling: how the vectors of a text's tokens become one.
 
-A mode maps tokens `[B, S, H]` float32, zero where keep `[B, S]` is False, to `[B, H]`. position `[B, S]` is the number
-of a token within its text, from 0.
+A mode maps tokens `[B, S, H]` float32 to `[B, H]`: of those where keep `[B, S]` is True, zeros if there is none; the
+others are finite. position `[B, S]` is the number of a token within its text, from 0.
 """
 
 from __future__ import annotations
@@ -12,9 +12,18 @@ import jax
 import jax.numpy as jnp
 
 
-def _token_at(tokens: jax.Array, position: jax.Array) -> jax.Array:
-    """Return the token vector of each row at its position `[B]`."""
-    return jnp.take_along_axis(tokens, position[:, None, None], axis=1)[:, 0, :]
+def _token_at(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
+    """Return the token vector of each row at its position `[B]`; zeros for a row without tokens to keep."""
+    token = jnp.take_along_axis(tokens, position[:, None, None], axis=1)[:, 0, :]
+    return jnp.where(jnp.any(keep, axis=1, keepdims=True), token, 0.0)
+
+
+def _sum(tokens: jax.Array, weights: jax.Array) -> jax.Array:
+    """Return the weighted sum of the tokens of each row.
+
+    As a product of matrices, because a masked sum for each of the many texts of a row reads all tokens of the row.
+    """
+    return jnp.einsum("bs,bsh->bh", weights.astype(jnp.float32), tokens, precision=jax.lax.Precision.HIGHEST)
 
 
 def first_token(keep: jax.Array) -> jax.Array:
@@ -28,12 +37,12 @@ def _count(keep: jax.Array) -> jax.Array:
 
 
 def _cls(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
-    return _token_at(tokens, first_token(keep))
+    return _token_at(tokens, keep, first_token(keep))
 
 
 def _last(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
     # argmax finds the first True, which in the reversed row is the last.
-    return _token_at(tokens, keep.shape[1] - 1 - jnp.argmax(keep[:, ::-1], axis=1))
+    return _token_at(tokens, keep, keep.shape[1] - 1 - jnp.argmax(keep[:, ::-1], axis=1))
 
 
 def _max(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
@@ -43,17 +52,17 @@ def _max(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def _mean(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
-    return jnp.sum(tokens, axis=1) / _count(keep)
+    return _sum(tokens, keep) / _count(keep)
 
 
 def _mean_sqrt_len(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
-    return jnp.sum(tokens, axis=1) / jnp.sqrt(_count(keep))
+    return _sum(tokens, keep) / jnp.sqrt(_count(keep))
 
 
 def _weighted_mean(tokens: jax.Array, keep: jax.Array, position: jax.Array) -> jax.Array:
     weights = jnp.where(keep, position + 1, 0).astype(jnp.float32)
     total = jnp.maximum(jnp.sum(weights, axis=1, keepdims=True), 1e-9)
-    return jnp.sum(tokens * weights[:, :, None], axis=1) / total
+    return _sum(tokens, weights) / total
 
 
 def _splade(x: jax.Array, logarithms: int) -> jax.Array:
@@ -72,8 +81,8 @@ POOLING_MODES: dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]]
     "weightedmean": _weighted_mean,
     "lasttoken": _last,
     # The function is monotonic, so that it is computed once for each value of the result.
-    "splade_max": lambda tokens, *_: _splade(jnp.max(tokens, axis=1), 1),
-    "splade_max_log1p": lambda tokens, *_: _splade(jnp.max(tokens, axis=1), 2),
-    "splade_sum": lambda tokens, *_: jnp.sum(_splade(tokens, 1), axis=1),
-    "splade_sum_log1p": lambda tokens, *_: jnp.sum(_splade(tokens, 2), axis=1),
+    "splade_max": lambda tokens, keep, _: _splade(_max(tokens, keep, _), 1),
+    "splade_max_log1p": lambda tokens, keep, _: _splade(_max(tokens, keep, _), 2),
+    "splade_sum": lambda tokens, keep, _: _sum(_splade(tokens, 1), keep),
+    "splade_sum_log1p": lambda tokens, keep, _: _sum(_splade(tokens, 2), keep),
 }

@@ -278,9 +278,18 @@ def pool(hidden: jax.Array, keep: jax.Array, pipeline: SentencePipeline, skip: j
             f"pool: expected hidden [B, S, H] and keep [B, S] bool, found "
             f"{short_name(hidden.dtype)}{list(hidden.shape)} and {short_name(keep.dtype)}{list(keep.shape)}"
         )
-    position = jnp.arange(keep.shape[1])[None, :] - first_token(keep)[:, None]  # counted from the first real token
-    keep = keep & (position >= skip)
-    tokens = jnp.where(keep[:, :, None], hidden.astype(jnp.float32), 0.0)
+    keep, position = _skip_tokens(keep, skip)
+    return _pool_finite(jnp.where(keep[:, :, None], hidden.astype(jnp.float32), 0.0), keep, position, pipeline)
+
+
+def _skip_tokens(keep: jax.Array, skip: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+    """Return `keep` without the first `skip` tokens of each row, and the positions from the row's first token."""
+    position = jnp.arange(keep.shape[1])[None, :] - first_token(keep)[:, None]
+    return keep & (position >= skip), position
+
+
+def _pool_finite(tokens: jax.Array, keep: jax.Array, position: jax.Array, pipeline: SentencePipeline) -> jax.Array:
+    """Return `pool` of float32 tokens, of which those that are not kept are finite."""
     pooled = jnp.concatenate([POOLING_MODES[mode](tokens, keep, position) for mode in pipeline.pooling], axis=1)
     return unit_length(pooled) if pipeline.normalize else pooled
 
@@ -295,10 +304,17 @@ def pool_segments(
         segments: `[B, S]` int32: 1, 2, 3 … at the tokens of each text of a row, up to `slots`, and 0 elsewhere.
         slots: number of vectors per row; those without a text are zeros.
         pipeline, skip: as in `pool`; `skip` counts from the start of each text.
+
+    Values of a text that are not finite can spoil the vectors of its row.
     """
     numbers = jnp.arange(1, slots + 1, dtype=segments.dtype)
     keep = segments[:, None, :] == numbers[None, :, None]
-    pooled: jax.Array = jax.vmap(lambda keep: pool(hidden, keep, pipeline, skip), in_axes=1, out_axes=1)(keep)
+    tokens = jnp.where((segments > 0)[:, :, None], hidden.astype(jnp.float32), 0.0)
+
+    def pool_text(keep: jax.Array) -> jax.Array:
+        return _pool_finite(tokens, *_skip_tokens(keep, skip), pipeline)
+
+    pooled: jax.Array = jax.vmap(pool_text, in_axes=1, out_axes=1)(keep)
     return pooled
 
 

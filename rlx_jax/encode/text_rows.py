@@ -21,6 +21,9 @@ from rlx_jax.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
+# Threads that tokenise chunks of texts: while the native library encodes one, Python reads the ids of the other.
+NUM_THREADS = 2
+
 
 @dataclass(frozen=True)
 class Requests:
@@ -118,7 +121,7 @@ class TextReader:
             return Requests(prefetch(chunks(texts), read), None, False, first=start)
         request = classify_prompts(texts, "texts", allow_flat=False, first=start)
         is_text, entries = request.texts is not None, request.texts or request.ids or []
-        read_chunks = prefetch(chunks(entries), lambda chunk: rows(chunk[1], is_text, start + chunk[0]))
+        read_chunks = prefetch(chunks(entries), lambda chunk: rows(chunk[1], is_text, start + chunk[0]), NUM_THREADS)
         return Requests(read_chunks, len(entries), request.is_single, first=start)
 
     def read_pairs(self, pairs: Sequence[tuple[str, str]]) -> Requests:
@@ -130,7 +133,7 @@ class TextReader:
             indices = range(chunk[0], chunk[0] + len(encoded))
             return self._encoded_rows(encoded, "pairs", indices, self.reads_types)
 
-        return Requests(prefetch(chunks(pairs), rows), len(pairs), False, "pairs")
+        return Requests(prefetch(chunks(pairs), rows, NUM_THREADS), len(pairs), False, "pairs")
 
     def read_spans(
         self, items: Sequence[T], encode: Callable[[Sequence[T], int], list[list[TokenSpans]]],
@@ -204,8 +207,10 @@ class TextReader:
         ids = self._fit(self._check_ids([row.ids for row in encoded], label, indices), label, indices)
         if not has_types:
             return TokenRows(ids)
-        types = [np.array(row.types, np.int32) for row in encoded]
-        return TokenRows(ids, [np.pad(t, (0, len(row) - len(t))) for t, row in zip(types, ids, strict=True)])
+        _, types = flat_rows([row.types for row in encoded])
+        if self.padding is not None:
+            types = [np.pad(t, (0, len(row) - len(t))) for t, row in zip(types, ids, strict=True)]
+        return TokenRows(ids, types)
 
     def require_tokenizer(self) -> Tokenizer:
         """Return the tokenizer; raise a RequestError if there is none."""
@@ -215,15 +220,21 @@ class TextReader:
 
     def _check_ids(self, lists: Sequence[list[int]], label: str, indices: Sequence[int]) -> list[Ids]:
         """Return the ids of a tokenizer as arrays, after checking that each row has some and that all are in range."""
-        ends = np.cumsum([len(ids) for ids in lists]).tolist()
-        flat = np.fromiter(chain.from_iterable(lists), np.int32, ends[-1] if ends else 0)
+        flat, rows = flat_rows(lists)
         if not all(lists) or flat.max(initial=0) >= self.vocab_size:
             for i, ids in zip(indices, lists, strict=True):
                 # `id_list` raises the detailed error for an id out of range; the error below is for an empty list.
                 id_list(ids, self.vocab_size, f"{label}[{i}]")
                 if not ids:
                     raise RequestError(f"{label}[{i}] has no tokens: the tokenizer puts none around a text")
-        return [flat[start:end] for start, end in pairwise([0, *ends])]
+        return rows
+
+
+def flat_rows(lists: Sequence[list[int]]) -> tuple[Ids, list[Ids]]:
+    """Return lists as one array int32, and the part of each; an array for each list would take longer."""
+    ends = np.cumsum([len(row) for row in lists]).tolist()
+    flat = np.fromiter(chain.from_iterable(lists), np.int32, ends[-1] if ends else 0)
+    return flat, [flat[start:end] for start, end in pairwise([0, *ends])]
 
 
 def check_pairs(pairs: Any, name: str) -> list[tuple[str, str]]:

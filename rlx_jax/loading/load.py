@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from rlx_jax.device import start_device
 from rlx_jax.encode.answering import QuestionAnswerer
 from rlx_jax.encode.checkpoint import Checkpoint, open_checkpoint
 from rlx_jax.encode.classifier import Classifier, Reranker
@@ -99,6 +100,7 @@ def load(
         ignore_fields=ignore_fields, head=head, other_arguments=("dtype", "recipe", "adapter"),
     )  # fmt: skip
     check_kind(checkpoint)
+    start_device()
     original = checkpoint.pretrained.recipe
     model_recipe = original if recipe is None else checkpoint.bind(recipe)
     if adapter is not None:

@@ -14,6 +14,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple, SupportsIndex, TypeVar
 
 from rlx_jax.errors import (
@@ -32,6 +33,7 @@ from rlx_jax.io.folder import Folder, json_size_bound
 from rlx_jax.io.hub import SizeBound
 from rlx_jax.models.config import Fields
 from rlx_jax.runtime.inputs import check_integer
+from rlx_jax.text.ascii_texts import AsciiTexts, encode_batch
 from rlx_jax.text.chat_template import MAX_TEMPLATE_BYTES, load_templates, template_files
 from rlx_jax.text.request_checks import check_text, id_list
 from rlx_jax.text.text_pairs import PairTokens, gives_types, pair_lengths
@@ -101,6 +103,7 @@ class Tokenizer:
     _native: Any = field(repr=False)
     gives_types: bool = True
     padding_side: Literal["left", "right"] = "right"
+    _ascii: AsciiTexts | None = field(default=None, repr=False)
 
     def has_same_ids(self, other: Tokenizer) -> bool:
         """Whether every token has the same id in both tokenizers."""
@@ -169,8 +172,8 @@ class Tokenizer:
             check_integer("max_length", max_length, max(1, num_special))
 
         def encode_all() -> list[PairTokens]:
-            # All cores encode the pairs. Few are too long, so only those are encoded again, without special tokens.
-            rows = native.encode_batch_fast([*map(tuple, pairs)])
+            # Few pairs are too long, so only those are encoded again, without special tokens.
+            rows = encode_batch(native, self._ascii, [*map(tuple, pairs)])
             for i, row in enumerate(rows):
                 if max_length is not None and len(row) > max_length:
                     parts = native.encode_batch_fast([*pairs[i]], add_special_tokens=False)
@@ -228,7 +231,7 @@ class Tokenizer:
 
     def _encode(self, texts: list[str], special: bool, max_length: int | None) -> list[list[int]]:
         """Return the ids of checked texts, truncated to `max_length`, with special tokens if `special`."""
-        encode = self._native.encode_batch_fast
+        encode = partial(encode_batch, self._native, self._ascii)
         if max_length is None:
             return guard(lambda: [row.ids for row in encode(texts, add_special_tokens=special)], "encoding failed")
         num_special = self.special_count if special else 0
@@ -302,6 +305,10 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
     special_count = _check_probe(native, words, where)
 
     tokenizer_ids = {role: () if (name := names[role]) is None else (words[name],) for role in _ROLES_WITH_IDS}
+    added_tokens = {
+        entry["content"]: AddedToken(entry["id"], entry.get("special") is True)
+        for entry in document.get("added_tokens") or []
+    }
     bos, eos, pad = (config_token_ids(folder, role) or tokenizer_ids[role] for role in _ROLES_WITH_IDS)
     return Tokenizer(
         vocab_size=vocab_size,
@@ -313,13 +320,11 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
         padding_side=_side("padding", tokenizer_config, document),
         special_count=special_count,
         special_tokens={f"{role}_token": name for role, name in names.items() if name is not None},
-        added_tokens={
-            entry["content"]: AddedToken(entry["id"], entry.get("special") is True)
-            for entry in document.get("added_tokens") or []
-        },
+        added_tokens=added_tokens,
         chat_templates=load_templates(folder, settings, tokenizer_config.where),
         _native=native,
         gives_types=gives_types(tokenizer_config),
+        _ascii=guard(lambda: AsciiTexts.of(native, added_tokens), where),
     )
 
 
