@@ -65,7 +65,7 @@ def open_model_folder(
 def _gguf_folder(path: Path) -> Folder:
     """Return the folder of a GGUF file, with the files that its metadata describe."""
     with open_gguf(os.fspath(path)) as source:
-        folder = described_folder(path, source.config, source.metadata)
+        folder = described_folder(path, source.config, source.header.metadata)
         return replace(folder, header=tuple(part.header for part in source.files))
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
@@ -278,8 +279,8 @@ class BlockArray(UnaryStep):
     scheme: str
     array: str
 
-    @property
-    def type(self) -> TensorType:
+    @functools.cached_property
+    def type(self) -> TensorType:  # loading reads it many times
         *rows, num_bytes = self.of.type.shape
         layout = BLOCKS[self.scheme]
         return SCHEMES[self.scheme].array_types((*rows, num_bytes // layout.bytes * layout.elements))[self.array]

@@ -152,6 +152,11 @@ class Scheme:
         """Return the layout of the blocks in which files store the tensor; None if they store the arrays."""
         return BLOCKS.get(self.name)
 
+    @property
+    def scale_dtype(self) -> np.dtype[Any]:
+        """Return the dtype in which scales are stored."""
+        return _UNSIGNED[BITS[self.scale].itemsize] if self.scale in BITS else UINT8
+
     def stored_axes(self, axes: Sequence[Any]) -> tuple[Any, ...]:
         """Return what there is for each axis of a tensor (sizes, edges, roles), in the order of its arrays; or back."""
         return (*axes[:-2], *axes[-2:][::-1]) if self.transposed else tuple(axes)
@@ -162,13 +167,12 @@ class Scheme:
         blocked_rows = [*lead[:-1], -(-lead[-1] // self.rows)] if lead else []
         per_scale = 2 if self.minimum else 1
         blocks = 1 if self.block is None else -(-size // self.block)
-        scale_dtype: np.dtype[Any] = _UNSIGNED[BITS[self.scale].itemsize] if self.scale in BITS else UINT8
         sizes: dict[str, tuple[list[int], int, np.dtype[Any]]] = {
             "codes": (lead, size * self.codes[0].bits // 8, INT8 if self.signed else UINT8)
         }
         if len(self.codes) > 1:
             sizes["high"] = (lead, size * self.codes[1].bits // 8, UINT8)
-        sizes["scales"] = (blocked_rows, per_scale * blocks, scale_dtype)
+        sizes["scales"] = (blocked_rows, per_scale * blocks, self.scale_dtype)
         if self.group is not None:
             bytes_per_group = per_scale * self.multiples.bits / 8
             num_bytes = int(bytes_per_group * (size // self.group))
@@ -195,15 +199,12 @@ class Scheme:
         if rows and whole[-2] != height:
             (first, last), unit = rows[-1], height if whole[-2] == 1 else self.rows
             rows[-1] = (first // unit, -(-last // unit))
-        if self.ordered or not self._is_divided(name):
+        is_shared = name == "outer" or (self.block is None and name in ("scales", "zeros"))
+        if self.ordered or is_shared:  # by all of a row
             return (*rows, (0, int(whole[-1])))
         # Not a ratio of sizes, as the last group may be incomplete.
         unit, per_unit = self.elements, int(self.array_types((self.elements,))[name].shape[-1])
         return (*rows, (start // unit * per_unit, min(-(-stop // unit) * per_unit, int(whole[-1]))))
-
-    def _is_divided(self, name: str) -> bool:
-        """Return whether an array has entries for parts of a row."""
-        return not (name == "outer" or (self.block is None and name in ("scales", "zeros")))
 
 
 # The schemes by which `quantize` packs values.

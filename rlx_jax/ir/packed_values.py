@@ -151,7 +151,7 @@ def finite_check_floats(data: np.ndarray[Any, Any], scheme: str) -> np.ndarray[A
     can count the bad ones.
     """
     layout, packing = BLOCKS[scheme], SCHEMES[scheme]
-    scales = split_blocks(data, layout, "scales", packing.array_types((layout.elements,))["scales"].dtype)
+    scales = split_blocks(data, layout, "scales", packing.scale_dtype)
     if packing.scale == "f16" and int((scales & 0x7FFF).max(initial=0)) < 0x7C00:
         return scales[:0].view(np.float16)  # products with codes and multiples are in the range of float32
     # Look-ups of all scales would take longer than a read: those up to the largest byte include them.

@@ -21,7 +21,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from rlx_jax.device import check_total_memory
 from rlx_jax.errors import WeightError, WeightShapeError, quote
 from rlx_jax.io import limits
-from rlx_jax.ir.boxes import Box, axis_box
+from rlx_jax.ir.boxes import Box, axis_box, box_shape
 from rlx_jax.ir.checkpoint_tensor import steps
 from rlx_jax.ir.ggml import BLOCKS, split_blocks
 from rlx_jax.ir.packed import PackedSpec
@@ -45,10 +45,10 @@ from rlx_jax.ir.param import (
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.ir.weight_reads import WeightSource, source_program
 from rlx_jax.weights.format import narrow_values
-from rlx_jax.weights.named import check_index, row_span
+from rlx_jax.weights.named import index_box
 from rlx_jax.weights.views import HostArray, SourceView, read_into, reads_into
 
-_BAND_BYTES = 2**21  # bytes of blocks that are read and split at once: in the CPU's cache, and few calls of Python
+_BAND_BYTES = 2**22  # bytes of blocks that are read and split at once: in the CPU's cache, and few calls of Python
 _ALIGNMENT = 64  # XLA on a CPU uses host memory of this alignment without a copy
 # Threads that read leaves: a single one does not saturate the bus to an accelerator.
 READERS = 4
@@ -359,13 +359,12 @@ def read_numbers(key: str, source: WeightSource, index: tuple[slice, ...] | None
     if not isinstance(spec, PackedSpec):
         return source.read(key, index)
     program = source_program(key, spec, f"weight {quote(key)} ({source.where(key)})")
-    slices = (*check_index(index, spec.shape, key), *(slice(None),) * len(spec.shape))[: len(spec.shape)]
-    spans = [row_span(part, size) for part, size in zip(slices, spec.shape, strict=True)]
-    if not all(count for _, count, _ in spans):
-        return np.empty([count for _, count, _ in spans], spec.dtype)
-    box = select_box(program, tuple((start, start + count) for start, count, _ in spans))
-    limits.check_memory(2 * box.type.nbytes, f"the values of weight {quote(key)}")
-    return np.ascontiguousarray(_evaluate(box, source)[tuple(part for _, _, part in spans)])
+    box, rest = index_box(index, spec.shape, key)
+    if 0 in box_shape(box):
+        return np.empty(box_shape(box), spec.dtype)[rest]
+    part = select_box(program, box)
+    limits.check_memory(2 * part.type.nbytes, f"the values of weight {quote(key)}")
+    return np.ascontiguousarray(_evaluate(part, source)[rest])
 
 
 def _read_stored(stored: Key | Sliced | Dequantized, source: WeightSource, out: HostArray | None = None) -> HostArray:

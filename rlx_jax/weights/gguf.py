@@ -112,16 +112,6 @@ class GgufSource(NamedTensors[KeyReading], Closeable):
         architecture = architecture_of(self.header.metadata, where)
         self._tensors = key_readings(architecture, tensors, self.config, where)
 
-    @property
-    def metadata(self) -> Mapping[str, MetadataValue]:
-        """Return the metadata of the file."""
-        return self.header.metadata
-
-    @property
-    def bytes_read(self) -> int:
-        """Return the bytes of tensors read so far, without headers."""
-        return sum(part.file.bytes_read for part in self.files)
-
     def where(self, key: str) -> str:
         """Return the file that holds `key`, and the name of its tensor there.
 

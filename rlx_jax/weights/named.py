@@ -8,6 +8,7 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 
 from rlx_jax.errors import MissingWeightError, WeightShapeError, did_you_mean, quote, shown
+from rlx_jax.ir.boxes import Box
 
 T = TypeVar("T")
 HostArray = np.ndarray[Any, Any]
@@ -94,6 +95,17 @@ def check_index(index: tuple[slice, ...] | None, shape: tuple[int, ...], name: s
         except (TypeError, ValueError) as cause:
             raise WeightShapeError(f"{quote(name)}: {quote(part)} is not a slice of {dim} rows") from cause
     return slices
+
+
+def index_box(index: tuple[slice, ...] | None, shape: tuple[int, ...], name: str) -> tuple[Box, tuple[slice, ...]]:
+    """Return the box that contains all that `index` selects, and the index that selects it in the box.
+
+    Raises:
+        WeightShapeError: as `check_index`.
+    """
+    slices = (*check_index(index, shape, name), *(slice(None),) * len(shape))[: len(shape)]
+    spans = [row_span(part, dim) for part, dim in zip(slices, shape, strict=True)]
+    return tuple((start, start + count) for start, count, _ in spans), tuple(rest for _, _, rest in spans)
 
 
 def row_span(part: slice, dim: int) -> tuple[int, int, slice]:

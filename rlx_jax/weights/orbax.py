@@ -33,11 +33,12 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io import limits
 from rlx_jax.io.files import Links, check_name, is_text, parse_object, resolve
+from rlx_jax.ir.boxes import Box, box_index
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.format import Entry, OnNonfinite, OpenOptions, check_finite
 from rlx_jax.weights.manifest import MANIFEST_NAME, open_verified
-from rlx_jax.weights.named import HostArray, NamedTensors, check_index, row_span
+from rlx_jax.weights.named import HostArray, NamedTensors, index_box
 from rlx_jax.weights.orbax_tree import ArrayTree, find_item, is_orbax, key_below, read_tree
 from rlx_jax.weights.safetensors_header import check_shape
 
@@ -141,8 +142,8 @@ class OrbaxSource(NamedTensors[TensorType]):
             NonFiniteWeightError: NaN in the values, unless `on_nonfinite` allows them.
         """
         spec = self._find(key).spec
-        slices = check_index(index, spec.shape, key)
-        values = self._read(self._tree.arrays[key], spec, slices)
+        box, rest = index_box(index, spec.shape, key)
+        values = np.asarray(self._read(self._tree.arrays[key], spec, box)[rest], order="C")
         check_finite(values, key, self._where(), self._on_nonfinite)
         return values
 
@@ -183,16 +184,13 @@ class OrbaxSource(NamedTensors[TensorType]):
             types[key] = grid.type
         return types
 
-    def _read(self, name: str, spec: jax.ShapeDtypeStruct, slices: tuple[slice, ...]) -> HostArray:
-        """Return the part of an array that `slices` select. Every chunk that it overlaps is read and fully decoded."""
+    def _read(self, name: str, spec: jax.ShapeDtypeStruct, box: Box) -> HostArray:
+        """Return a box of an array. Every chunk that it overlaps is read and fully decoded."""
         import tensorstore
 
-        spans = [row_span(part, dim) for part, dim in zip(slices, spec.shape, strict=False)]
-        rows = tuple(slice(start, start + count) for start, count, _ in spans)
         where = f"{self._where()}: array {quote(name)}"
-        all_rows = (*rows, *(slice(0, dim) for dim in spec.shape[len(rows) :]))
-        cells = zip(all_rows, self._chunks[name], strict=True)
-        decoded = math.prod((-(-row.stop // chunk) - row.start // chunk) * chunk for row, chunk in cells)
+        cells = zip(box, self._chunks[name], strict=True)
+        decoded = math.prod((-(-stop // chunk) - start // chunk) * chunk for (start, stop), chunk in cells)
         limits.check_memory(decoded * spec.dtype.itemsize, where)  # native code would abort
         with _convert_errors(where):
             array = tensorstore.open(
@@ -201,8 +199,8 @@ class OrbaxSource(NamedTensors[TensorType]):
             ).result()  # fmt: skip
             if tuple(array.shape) != spec.shape or array.dtype.numpy_dtype != spec.dtype:
                 raise _Error(f"{where}: was {spec.dtype.name}{list(spec.shape)} when it was opened, is {array.spec()}")
-            values = array[rows].read().result() if rows else array.read().result()
-        return np.asarray(values[tuple(rest for _, _, rest in spans)], order="C")
+            values: HostArray = (array[box_index(box)] if box else array).read().result()
+        return values
 
     def _check_chunks(self, grid: _Grid, stored: list[str], where: str) -> None:
         """Check that the number of stored chunks agrees with the shape.

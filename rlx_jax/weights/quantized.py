@@ -9,12 +9,13 @@ import numpy as np
 
 from rlx_jax.errors import MissingWeightError, RlxError, UnsupportedError, WeightError, quote
 from rlx_jax.io.folder import Folder
+from rlx_jax.ir.boxes import box_shape
 from rlx_jax.ir.packed import F32, PackedSpec, WeightSpec
 from rlx_jax.ir.param import Key
 from rlx_jax.ir.types import is_float
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.execute import read_numbers
-from rlx_jax.weights.named import NamedTensors, check_index, row_span
+from rlx_jax.weights.named import NamedTensors, index_box
 from rlx_jax.weights.quantized_config import Quantization, quantization_of
 from rlx_jax.weights.quantized_layouts import CACHE_SCALES, LAYOUTS
 from rlx_jax.weights.quantized_tensors import ModuleTensors, QuantizedWeight
@@ -95,12 +96,9 @@ class QuantizedSource(NamedTensors[None], SourceView):
             return read_numbers(key, self, index)
         weight = self._describe(self._module(name))
         found = weight.scheme.array_types(weight.shape)[array]
-        slices = (*check_index(index, found.shape, key), *(slice(None),) * 2)[:2]
-        spans = [row_span(part, size) for part, size in zip(slices, found.shape, strict=True)]
-        if not all(count for _, count, _ in spans):
-            return np.empty([count for _, count, _ in spans], found.dtype)
-        rows, columns = ((start, start + count) for start, count, _ in spans)
-        return np.ascontiguousarray(weight.arrays[array](rows, columns)[tuple(part for _, _, part in spans)])
+        box, rest = index_box(index, found.shape, key)
+        values = np.empty(box_shape(box), found.dtype) if 0 in box_shape(box) else weight.arrays[array](*box)
+        return np.ascontiguousarray(values[rest])
 
     @staticmethod
     def _module(key: str) -> str:

@@ -199,9 +199,8 @@ def _compressed_tensors(t: ModuleTensors, stored: WeightFormat) -> QuantizedWeig
         t.expect(".weight_zero_point", (-(-num_rows * bits // 32), num_groups), I32)
         arrays["zeros"] = read_whole(read_zeros)
         scheme = declare_scheme(f"uint{bits}_zeros", bits, block, scale, zeros=True)
-    weight = QuantizedWeight((num_rows, num_columns), scheme, arrays)
     groups = _groups(t, stored, ".weight_g_idx", num_columns, num_groups)
-    return weight if groups is None else _by_group(t, weight, groups)
+    return _by_group(t, QuantizedWeight((num_rows, num_columns), scheme, arrays), groups)
 
 
 def _groups(
@@ -221,8 +220,10 @@ def _groups(
     return read
 
 
-def _by_group(t: ModuleTensors, weight: QuantizedWeight, groups: Callable[[], HostArray]) -> QuantizedWeight:
-    """Return a weight whose inputs are in the mixed order of `groups`, with its codes sorted by group."""
+def _by_group(t: ModuleTensors, weight: QuantizedWeight, groups: Callable[[], HostArray] | None) -> QuantizedWeight:
+    """Return a weight with its codes sorted by group, for inputs in mixed order; None: they are in order."""
+    if groups is None:
+        return weight
     scheme, num_columns = weight.scheme, weight.shape[1]
     (codes,), block = scheme.codes, scheme.block or num_columns
 
@@ -293,7 +294,7 @@ def _gptq(t: ModuleTensors, stored: WeightFormat) -> QuantizedWeight:
     arrays = {"codes": read_codes, "scales": _read_transposed_scales(t), "zeros": read_whole(read_zeros)}
     scheme = declare_scheme(f"uint{bits}_zeros", bits, block, scale, zeros=True)
     weight = QuantizedWeight((num_rows, num_columns), scheme, arrays)
-    return weight if groups is None or not stored.mixed_order else _by_group(t, weight, groups)
+    return _by_group(t, weight, groups if stored.mixed_order else None)
 
 
 def _transposed_scales(

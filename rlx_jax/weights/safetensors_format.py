@@ -93,11 +93,6 @@ class SafetensorsSource(NamedTensors[TensorFile], Closeable):
         self._tensors = {key: file for file in self.files for key in file.tensors}
         self._label = f"{listing((file.name for file in self.files), 2)}, a checkpoint"
 
-    @property
-    def bytes_read(self) -> int:
-        """Return the bytes of tensors read so far, without headers."""
-        return sum(file.bytes_read for file in self.files)
-
     def where(self, key: str) -> str:
         """Return the file that holds `key`: its name in the directory, or the path that was opened.
 

@@ -20,7 +20,8 @@ import numpy as np
 from rlx_jax.errors import FormatError, SafetensorsError, StorageError, quote
 from rlx_jax.io import limits
 from rlx_jax.io.files import open_regular, read_at
-from rlx_jax.weights.named import Closeable, HostArray, check_index, find_tensor, row_span
+from rlx_jax.ir.boxes import box_shape
+from rlx_jax.weights.named import Closeable, HostArray, find_tensor, index_box
 from rlx_jax.weights.safetensors_header import Header, TensorInfo, parse_header
 
 # Reads `count` bytes from `start` on; the third argument names the file in messages.
@@ -99,15 +100,11 @@ class TensorFile(Closeable):
             StorageError: the file is closed, or cannot be read.
         """
         info = find_tensor(self.tensors, name, f"{self._where}, a file")
-        slices = check_index(index, info.shape, name)
-        if not slices:
-            return self._read_box(name, [0] * len(info.shape), info.shape, out, inspect)
-        parts = (*slices, *(slice(None),) * (len(info.shape) - len(slices)))
-        spans = [row_span(part, dim) for part, dim in zip(parts, info.shape, strict=True)]
-        shape = tuple(count for _, count, _ in spans)
-        has_steps = any(rest.step not in (None, 1) for _, _, rest in spans)
-        box = self._read_box(name, [start for start, _, _ in spans], shape, None if has_steps else out, inspect)
-        return np.ascontiguousarray(box[tuple(rest for _, _, rest in spans)]) if has_steps else box
+        box, rest = index_box(index, info.shape, name)
+        has_steps = any(part.step not in (None, 1) for part in rest)
+        starts = [start for start, _ in box]
+        values = self._read_box(name, starts, box_shape(box), None if has_steps else out, inspect)
+        return np.ascontiguousarray(values[rest]) if has_steps else values
 
     def close(self) -> None:
         """Close the file. Reading from it is an error afterwards."""
