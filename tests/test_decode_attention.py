@@ -23,7 +23,7 @@ from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lir.attention_groups import group_attention, run_attention
 from rlx_jax.lowering.lir.decode_attention import divide
-from tests.test_product_groups import MODELS, check_same_results, decode_step, needs_mosaic, plan_of
+from tests.test_product_groups import check_same_results, decode_step, needs_mosaic, plan_of
 
 I32, F32, BF16 = (as_dtype(name) for name in ("i32", "f32", "bf16"))
 
@@ -118,7 +118,7 @@ def operands_of(graph: Graph, group: Node, start: int, length: int) -> list[Any]
 # -- which attentions have a group -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_groups_of_a_decode_step(name: str) -> None:
     """Every attention is in a group, of repeated layers too, and the grouped program computes the same."""
     lir, model = decode_step(name, 80, 4)
@@ -203,7 +203,9 @@ PUBLISHED = {
 
 
 @needs_mosaic
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in ("Llama 1B", "Gemma 3 1B") else pytest.mark.slow) for n in PUBLISHED]
+)
 def test_the_kernel_lowers_for_a_gpu(name: str) -> None:
     """At the sizes of published models: every layout is found, and both caches are updated in place."""
     graph = graph_of(PUBLISHED[name])

@@ -110,12 +110,15 @@ def test_a_decoder(kind: str, case: Case) -> None:
     greedy_is_the_argmax(kind, tokens, lengths)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [*ARCHETYPES, *OTHERS])
+@pytest.mark.parametrize(
+    "kind",
+    [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ARCHETYPES),
+     *(pytest.param(kind, marks=pytest.mark.soak) for kind in OTHERS)],
+)  # fmt: skip
 @many
 @given(case=case)
 def test_a_decoder_often(kind: str, case: Case) -> None:
-    """With chunks of prompts and, where layers repeat, scanned layers; and four families more."""
+    """With chunks of prompts and, where layers repeat, scanned layers; in a soak four families more."""
     tokens, lengths, noise, steps = case
     cuts_do_not_matter(kind, tokens, steps, "scan" if kind in REPEATED else "unroll")
     if kind in ARCHETYPES:

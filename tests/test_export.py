@@ -187,6 +187,7 @@ def test_a_sharded_language_model(tmp_path: Path) -> None:
     np.testing.assert_allclose(loaded.logits(ids), lm.logits(ids), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_requests_of_a_language_model(tmp_path: Path) -> None:
     """Text, streams, chat and states, through the same code; the state is donated. No end token stays none, though the
     tokenizer has one; a file is recognized by its content."""

@@ -103,6 +103,7 @@ def test_requests_that_are_refused(vit: ImageClassifier, directories: Path) -> N
             call()
 
 
+@pytest.mark.slow
 def test_fifty_steps_are_those_of_a_loop_by_hand(directories: Path, tmp_path: Path) -> None:
     """Of a head on images. A classifier has the trained parameters once its model is set, as has what is saved."""
     classifier, recipe = rlx.load(directories / "vit"), rlx.recipe_for(directories / "vit")

@@ -24,7 +24,7 @@ from tests import divided
 from tests.divided import V
 
 RECURRENT = ("qwen35", "mamba2")
-ARCHETYPES = ("llama", "gemma2", "qwen35", "mixtral", "mamba2", "edited", "int8")
+ARCHETYPES = ("llama", "gemma2", "qwen35", "mixtral", "edited", "int8")
 """Full caches, rings of 5 tokens with soft caps, recurrent states, experts, an edited model, packed weights."""
 BAD = 7
 """The embedding of this id is NaN in `broken` models; no sampler of a test with them chooses it."""
@@ -165,6 +165,7 @@ def check_schedule(family: str, jobs: list[Any], times: list[tuple[int, int]]) -
     return moves
 
 
+@pytest.mark.slow
 def test_rows_move_to_longer_caches() -> None:
     """Jobs in an order of their own, with rows that outgrow two caches, one cancelled, and one that fails."""
     rng = np.random.default_rng(0)
@@ -178,8 +179,10 @@ def test_rows_move_to_longer_caches() -> None:
     assert broken("llama").report().compiles == compiled
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ARCHETYPES)
+@pytest.mark.parametrize(
+    "family",
+    [*(pytest.param(f, marks=pytest.mark.slow) for f in ARCHETYPES), pytest.param("mamba2", marks=pytest.mark.soak)],
+)
 @settings(max_examples=5, deadline=None)
 @given(jobs=st.lists(long_job, min_size=10, max_size=20), data=st.data())
 def test_rows_of_any_schedule_equal_requests_alone(family: str, jobs: list[Any], data: st.DataObject) -> None:
@@ -311,6 +314,7 @@ def test_over_a_mesh(family: str) -> None:
     assert model.generate(prompts, budgets, slots=4) == [row[:b] for row, b in zip(rows, budgets, strict=True)]
 
 
+@pytest.mark.slow
 def test_prompts_with_options_of_their_own() -> None:
     """Each equals a call with its options; greedy and sampled ones alternate, and later ones need other slots."""
     model = lm("llama")
@@ -352,9 +356,10 @@ def repetitive(family: str) -> tuple[list[list[int]], list[int], list[rlx.Sample
 
 @pytest.mark.parametrize(
     "family, drafts",
-    [("llama", "prompt"), ("llama", "gpt2"), *(pytest.param(f, d, marks=pytest.mark.slow) for f, d in (
-        ("gemma2", "prompt"), ("qwen35", "prompt"), ("mamba2", "prompt"), ("int8", "prompt"), ("gemma2", "llama"),
-        ("llama", "gemma2"), ("qwen35", "mamba2"), ("mixtral", "qwen35"),
+    [("llama", "prompt"), *(pytest.param(f, d, marks=pytest.mark.slow) for f, d in (
+        ("gemma2", "prompt"), ("qwen35", "prompt"), ("int8", "prompt"), ("llama", "gpt2"), ("mixtral", "qwen35"),
+    )), *(pytest.param(f, d, marks=pytest.mark.soak) for f, d in (
+        ("mamba2", "prompt"), ("gemma2", "llama"), ("llama", "gemma2"), ("qwen35", "mamba2"),
     ))],
 )  # fmt: skip
 def test_drafts_in_slots(family: str, drafts: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,6 +378,7 @@ def test_drafts_in_slots(family: str, drafts: str, monkeypatch: pytest.MonkeyPat
     assert got == want
 
 
+@pytest.mark.slow
 def test_chunks_of_a_cache_that_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later chunks of a long prompt read rounded keys: chunks end at the same tokens in slots and alone."""
     monkeypatch.setattr(settings_module, "MAX_CHUNK", 16)
@@ -390,6 +396,7 @@ def test_chunks_of_a_cache_that_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
         same(one, model.generate([prompt[8:]], 6, logprobs=1, state=model.prefix([1] * 8))[0])
 
 
+@pytest.mark.slow
 def test_widths_of_a_cache_that_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A short cache that would prefill in two chunks what is one chunk without slots is no class."""
     monkeypatch.setattr(slot_plan, "choose_classes", lambda _lm, caches, *_: dict.fromkeys(caches, 0.3))

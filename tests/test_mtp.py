@@ -76,6 +76,7 @@ def test_the_module_is_its_formulas(tied: bool, tmp_path: Path) -> None:
         assert_close(whole["hidden"], own)
 
 
+@pytest.mark.slow
 def test_the_steps_of_the_formulas(directory: Path, lm: Any) -> None:
     """Greedy tokens, and of every row as many drafts read and kept, in as many steps, as NumPy has: so each draft is
     the one that the formulas give, after any that were taken back too. The stream is the same, and compiles nothing."""

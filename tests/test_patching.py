@@ -169,6 +169,7 @@ def test_values_of_attention_by_hand() -> None:
     np.testing.assert_array_equal(got["layers.1.self_attn.probs"], probs[1])
 
 
+@pytest.mark.slow
 def test_captures_of_requests() -> None:
     """Prefill and generation return what `capture` does, by prompt, without padding, and decoding stays as it is."""
     lm, prompts = capturing("scan"), [[5, 6, 7, 8, 9], [3, 1]]

@@ -24,14 +24,23 @@ SYSTEM, EXAMPLES, OTHER = (tuple(RNG.integers(0, V, n).tolist()) for n in (80, 7
 TAILS = [tuple(RNG.integers(0, V, n).tolist()) for n in (1, 9, 4, 12, 7, 2, 5, 3)]
 PROMPTS = [list((SYSTEM, SYSTEM + EXAMPLES, (), SYSTEM)[i % 4] + tail) for i, tail in enumerate(TAILS)]
 NEW, SIZE = 5, 2**22
-FAMILIES = ("llama",)
-OTHERS = ("gemma2", "mistral", "mixtral", "qwen35", "gpt_oss", "mamba2", "gpt2")
+OTHERS = ("gemma2", "mixtral", "qwen35")  # the other archetypes; further families are a soak
+MORE = [pytest.param(family, marks=pytest.mark.soak) for family in ("mistral", "gpt_oss", "mamba2", "gpt2")]
+LLAMA, *SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("llama", *OTHERS)]
 OPTIONS: dict[str, Any] = {
     "": {}, "int8 cache": {"precision": {"kv": "int8"}}, "packed": {"precision": {"weights": "int8"}},
 }  # fmt: skip
 
 
+@functools.cache
+def compiled(family: str) -> Any:
+    """The model whose programs all requests of a family share."""
+    return rlx.CausalLM(divided.recipe(family), divided.weights(family)).model
+
+
 def make(family: str, size: Any = SIZE, options: str = "", **changes: Any) -> Any:
+    if not (options or changes):
+        return rlx.CausalLM(compiled(family), prefix_cache=size)
     made = profile(**OPTIONS[options]) if options else None
     arguments = {"weights": divided.weights(family), "prefix_cache": size, "profile": made} | changes
     return rlx.CausalLM(divided.recipe(family), **arguments)
@@ -79,15 +88,14 @@ def check_twice(family: str, options: str = "") -> None:
     assert model._prefixes.tree.nbytes <= SIZE
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", *SLOW, *MORE])
 def test_prefixes_are_prefilled_once(family: str) -> None:
     check_twice(family)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family, options", [*((f, "") for f in OTHERS), ("llama", "packed")])
-def test_prefixes_of_other_families(family: str, options: str) -> None:
-    check_twice(family, options)
+def test_prefixes_over_packed_weights() -> None:
+    check_twice("llama", "packed")
 
 
 @pytest.mark.slow
@@ -96,8 +104,7 @@ def test_a_cache_that_rounds_shares_no_prefix() -> None:
     assert check("llama", "int8 cache", PROMPTS, 3).read_tokens == sum(map(len, PROMPTS))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+@pytest.mark.parametrize("family", [LLAMA, *SLOW, *MORE])
 @settings(max_examples=10, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from([(), SYSTEM, SYSTEM + EXAMPLES, OTHER]), st.sampled_from(TAILS)), min_size=2,
@@ -185,6 +192,7 @@ def test_named_prefixes(tmp_path: Path) -> None:
         model.generate([[1]], NEW, state=named)
     other = make("llama", named.nbytes)
     loaded = other.load_prefix(file)
+    assert rlx.CausalLM(divided.recipe("llama"), divided.weights("llama")).load_prefix(file).ids == loaded.ids
     assert other.generate([*map(list, TAILS)], NEW, state=loaded) == want
     with pytest.raises(errors.RequestError, match="does not fit prefix_cache"):
         other.prefix(OTHER)
@@ -220,7 +228,7 @@ def test_refused(call: Any, message: str) -> None:
         call(lm("llama"))
 
 
-@pytest.mark.parametrize("family", ["llama", *(pytest.param(f, marks=pytest.mark.slow) for f in OTHERS)])
+@pytest.mark.parametrize("family", [LLAMA, *SLOW, *MORE])
 def test_scores_after_a_prefix(family: str) -> None:
     """Contexts that begin with a named prefix are scored as whole texts are; shorter ones and other texts are, too."""
     model, plain = make(family, None), lm(family)

@@ -130,6 +130,7 @@ def test_neutral_values_are_no_option() -> None:
     assert lm().report().compiles == compiles
 
 
+@pytest.mark.slow
 def test_strings() -> None:
     """Bad words and stop strings of a checkpoint with a tokenizer; a stop string within `min_tokens` does not count."""
     model, word = rlx.load(CHAT), "w"

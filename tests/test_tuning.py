@@ -122,6 +122,7 @@ def test_an_encoder_and_other_models() -> None:
         Workload(runs=0)
 
 
+@pytest.mark.slow
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """The file is read by load; an existing one is not replaced unasked."""
     monkeypatch.setattr(tuning, "SETTINGS", FEW[1:2])

@@ -32,8 +32,8 @@ VECTOR = 16
 # The largest of x as an integer: its bytes are two signed ones.
 MAX_X = 127 * 256
 
-# Values of x in the registers of a lane, and bytes of a tile of all parts, at most.
-MAX_X_VALUES, PACKED_TILE = 72, 16384
+# Values of x in the registers of a lane, and values of a tile of all parts, at most.
+MAX_X_VALUES, PACKED_TILE = 72, 32768
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class PackedTiling:
         return [codes, scales.reshape(n, self.blocks, form.groups) if scales.shape[1] > self.blocks else scales]
 
 
-def find_packed_tiling(rows: int, columns: int, parts: int, scheme: str, programs: int = 528) -> PackedTiling | None:
+def find_packed_tiling(rows: int, columns: int, parts: int, scheme: str, programs: int = 264) -> PackedTiling | None:
     """Return the tiling of a packed weight, or None if its sizes do not divide, or the kernel does not have its scheme.
 
     Args:
@@ -153,8 +153,8 @@ def find_packed_tiling(rows: int, columns: int, parts: int, scheme: str, program
     tile_rows = WARPS * lane_rows
     if not counts or part_rows % tile_rows or lane_blocks == 1:  # Mosaic finds no layouts for single blocks
         return None
-    row_bytes = max(counts) * form.groups * form.size * parts
-    while part_rows % (2 * tile_rows) == 0 and 2 * tile_rows * row_bytes <= PACKED_TILE:
+    row_values = max(counts) * form.values * parts
+    while part_rows % (2 * tile_rows) == 0 and 2 * tile_rows * row_values <= PACKED_TILE:
         tile_rows *= 2
     used = min(programs, part_rows // tile_rows)
     return PackedTiling(scheme, parts, part_rows, tile_rows, used, blocks, max(counts), lane_rows, lane_blocks)
