@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from safetensors.numpy import load_file, save_file
 
 import rlx_jax as rlx
 from rlx_jax import errors
+from rlx_jax.encode import embedding, tagging
 from rlx_jax.encode.answering import QuestionAnswerer
 from rlx_jax.encode.classifier import Classifier
 from rlx_jax.encode.masked import MaskedLM
 from rlx_jax.encode.tagging import TaggedSpan, TokenClassifier
+from rlx_jax.text.spans import encode_spans
+from rlx_jax.text.tokenizer import Tokenizer
 from tests.oracles import checkpoints, hugging_face, text_heads
 from tests.oracles.comparing import assert_close
 from tests.oracles.text_heads import AGGREGATIONS, CONTEXTS, MASKED, MASKS, QUESTIONS, SEARCHES, TEXTS
@@ -77,6 +81,20 @@ def test_tags(directories: Path, models: dict[str, Any], aggregation: str) -> No
     for text, ours, theirs in zip(TEXTS, models["tags"].tag(TEXTS, aggregation=aggregation), record, strict=True):
         assert_parts(ours, theirs, "label", "score", "start", "end")
         assert all(part.text == text[part.start : part.end] for part in ours)
+
+
+def test_tags_of_a_slow_first_chunk(directories: Path, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are in the order of the texts, although the second chunk is encoded before the first."""
+    encoded = threading.Event()
+
+    def encode(tokenizer: Tokenizer, texts: Sequence[str], length: int | None, overlap: int | None, first: int) -> Any:
+        encoded.set() if first else encoded.wait(10)
+        return encode_spans(tokenizer, texts, length, overlap, first)
+
+    monkeypatch.setattr(tagging, "encode_spans", encode)
+    monkeypatch.setattr(embedding, "TEXTS_OF_FIRST_CHUNK", 2)
+    for ours, theirs in zip(models["tags"].tag(TEXTS), recorded(directories, "tags")["simple"], strict=True):
+        assert_parts(ours, theirs, "label", "score", "start", "end")
 
 
 def test_tags_of_long_texts(directories: Path, models: dict[str, Any]) -> None:

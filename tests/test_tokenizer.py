@@ -145,6 +145,18 @@ def test_ascii_texts_are_encoded_as_others(kind: str, tmp_path: Path) -> None:
     assert (ours._ascii is not None) == (kind in ("wordpiece", "word_level"))
 
 
+@pytest.mark.parametrize(
+    ("token", "text"), [("caf\u00e9", "cafe"), ("a b", "a\tb"), ("x\u200by", "xy"), ("\ufb01", "fi")]
+)
+def test_added_tokens_that_the_normalizer_makes_of_ascii_texts(token: str, text: str, tmp_path: Path) -> None:
+    """Such a tokenizer has no form without the normalizer."""
+    doc = json.loads(KINDS["wordpiece"])
+    doc["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFKC"}, doc["normalizer"]]}
+    number = max([*doc["model"]["vocab"].values(), *(entry["id"] for entry in doc["added_tokens"])]) + 1
+    doc["added_tokens"] += [entry | {"normalized": True} for entry in added((number, token))]
+    assert loaded(tmp_path, doc).encode(text, add_special_tokens=False) == [number]
+
+
 def test_threads_with_different_lengths(minilm: Tokenizer) -> None:
     texts = ["hello " * 40, "one two three four five six", "x y " * 200]
     expected = {n: minilm.encode_batch(texts, max_length=n) for n in range(2, 10)} | {0: minilm.encode_batch(texts)}

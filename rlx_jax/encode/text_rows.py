@@ -149,16 +149,21 @@ class TextReader:
         spans: list[list[TokenSpans]] = []
         owners: list[int] = []
 
-        def rows(chunk: tuple[int, list[T]]) -> TokenRows:
+        def encode_chunk(chunk: tuple[int, list[T]]) -> tuple[list[list[TokenSpans]], list[int], TokenRows]:
             encoded = encode(chunk[1], start + chunk[0])
-            spans.extend(encoded)
             windows = [(i, window) for i, windows in enumerate(encoded, start + chunk[0]) for window in windows]
             indices = [i for i, _ in windows]
-            owners.extend(indices)
             has_types = self.reads_types and isinstance(chunk[1][0], tuple)
-            return self._encoded_rows([window for _, window in windows], label, indices, has_types)
+            return encoded, indices, self._encoded_rows([window for _, window in windows], label, indices, has_types)
 
-        return Requests(prefetch(chunks(items), rows), None, False, label, start, owners), spans
+        def read_chunks() -> Iterator[tuple[TokenRows, bool]]:
+            # Threads encode the chunks at the same time, so that their results are joined here, in order.
+            for (encoded, indices, rows), has_more in prefetch(chunks(items), encode_chunk, NUM_THREADS):
+                spans.extend(encoded)
+                owners.extend(indices)
+                yield rows, has_more
+
+        return Requests(read_chunks(), None, False, label, start, owners), spans
 
     @property
     def max_text_tokens(self) -> int | None:

@@ -16,6 +16,8 @@ _NORMALIZERS = {"BertNormalizer", "Lowercase", "StripAccents", "NFC", "NFD", "NF
 # Pre-tokenizers that split a text at white space, to which BertNormalizer converts a tab and the end of a line.
 _PRE_TOKENIZERS = {"BertPreTokenizer", "Whitespace", "WhitespaceSplit"}
 _OTHER_CHARACTERS = re.compile(r"[^\t\n\r -~]")
+# Added tokens that the normalizer changes in nothing but capitals, and that it makes of no other text.
+_PLAIN_TOKEN = re.compile("[!-~]*")
 # With more added tokens, the search for them takes as long as the normalizer.
 _MAX_ADDED_TOKENS = 16
 
@@ -44,7 +46,9 @@ class AsciiTexts:
             return None
         state = json.loads(normalizer.__getstate__())
         steps = state.get("normalizers", [state])
-        is_known = all(step["type"] in _NORMALIZERS for step in steps)
+        is_known = all(step["type"] in _NORMALIZERS for step in steps) and all(
+            map(_PLAIN_TOKEN.fullmatch, added_tokens)
+        )
         if not is_known or json.loads(pre_tokenizer.__getstate__())["type"] not in _PRE_TOKENIZERS:
             return None
         bare = Native(native.model)  # the vocabulary is shared
