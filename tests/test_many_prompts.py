@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from rlx_jax.generate import slot_plan
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.scheduler import Scheduler, SlotJob
 from rlx_jax.generate.slot_classes import open_slots
+from rlx_jax.runtime.prepare import prepare_programs
 from tests import divided
 from tests.divided import V
 
@@ -226,6 +228,22 @@ def test_fills_compile_nothing(family: str, options: dict[str, Any]) -> None:
     device.decode([0])
     assert not programs.compiling
     assert programs.helpers.num_inserted + programs.executables.num_inserted == count
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_failures_of_threads_end_with_their_request(is_late: bool) -> None:
+    """Programs that threads failed to compile are compiled by the next request; `is_late`: after the first failure."""
+    programs, failed = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama")).model.programs, Future[Any]()
+    programs.compiling["b"] = failed
+    if is_late:
+        programs.compiling["a"] = Future()
+        programs.compiling["a"].set_exception(MemoryError())
+        with pytest.raises(MemoryError):
+            programs.compiled("a", lambda: lambda: 1)
+    failed.set_exception(MemoryError())
+    if not is_late:
+        prepare_programs(programs, [], [])
+    assert programs.compiled("b", lambda: lambda: 1) == 1
 
 
 def test_an_iterator_that_does_not_end() -> None:

@@ -25,6 +25,8 @@ def prepare_programs(
     """
     pool = ThreadPoolExecutor(COMPILE_THREADS)
     with programs.lock:
+        jobs = programs.compiling.items()
+        programs.compiling = {key: job for key, job in jobs if not (job.done() and job.exception())}
         for call in calls:
             if call[0] not in programs.executables and call[0] not in programs.compiling:
                 programs.compiling[call[0]] = pool.submit(programs.trace_executable(*call))

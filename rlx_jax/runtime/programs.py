@@ -433,7 +433,11 @@ class Programs:
     def compiled(self, key: Hashable, trace: Callable[[], Callable[[], Any]]) -> Any:
         """Return a program or helper function: the one that a thread compiles ahead, or else compiled now."""
         job = self.compiling.pop(key, None)
-        return trace()() if job is None else job.result()
+        try:
+            return trace()() if job is None else job.result()
+        except Exception:
+            self.compiling.clear()  # the next request compiles its programs anew, as the reason may be gone
+            raise
 
     @contextlib.contextmanager
     def warm_up(self) -> Iterator[None]:
