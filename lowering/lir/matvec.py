@@ -451,7 +451,7 @@ def matvec(
 
     scratch: list[Any]
     if isinstance(t, PackedTiling):
-        scratch = [plgpu.SMEM(t.x_shape, jnp.int8)] * 2
+        scratch = [plgpu.SMEM(t.x_shape, jnp.int8)] * 4
     else:
         scratch = [
             plgpu.SMEM(t.x_shape, x_dtype),

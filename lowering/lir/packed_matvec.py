@@ -1,8 +1,9 @@
 """Packed weights in the kernel of `matvec.py`: how their codes are divided, and the product of a tile.
 
-x becomes integers of 16 bits, its largest entry 127 · 256, in shared memory: their error is at most 2⁻¹⁶ of it, over a
-row less than a rounding to bf16 has. Each lane reads neighbouring codes of one group into registers, one tile ahead,
-and multiplies them with the two bytes of these integers by the instruction `dp4a`, four at once; the sums are exact.
+x becomes two integers of 16 bits, in shared memory: the first one in steps of which the largest entry has 127 · 256,
+the second one of what that leaves. So an entry 2²³ times smaller than the largest one still has the precision of bf16.
+Each lane reads neighbouring codes of one group into registers, one tile ahead, and multiplies them with the bytes of
+these integers by the instruction `dp4a`, four at once; the sums of each integer are exact.
 A group's scale then multiplies its sum, so that no decoded weight exists; a zero point or a minimum multiplies the sum
 of x. So values are not rounded to the dtype of the weight as `PackedWeight.decode` rounds them.
 """
@@ -29,8 +30,9 @@ WARPS, LANES = 4, 32
 # Bytes that a lane reads at once.
 VECTOR = 16
 
-# The largest of x as an integer: its bytes are two signed ones.
+# The largest integer: its bytes are two signed ones. A step of the second integer is this part of one of the first.
 MAX_X = 127 * 256
+FINE = 1 / (2 * MAX_X)
 
 # Values of x in the registers of a lane, and values of a tile of all parts, at most.
 MAX_X_VALUES, PACKED_TILE = 72, 32768
@@ -167,7 +169,7 @@ class PackedTiles:
     Attributes:
         tiling: how the weight is divided.
         arrays: its arrays as `PackedTiling.views` returns them.
-        x_bytes: shared memory for the upper and the lower bytes of x.
+        x_bytes: shared memory for the upper and the lower bytes of x, and of what they leave.
         first, last: the first tile of rows of the program, and the one after its last.
         interpret: whether the kernel runs in Mosaic's interpreter, which has no instructions of the device.
     """
@@ -203,19 +205,20 @@ class PackedTiles:
         return found
 
     def store_x(self, x: AnyArray) -> AnyArray:
-        """Write a row x to shared memory as integers of 16 bits, and return the number that 1 stands for."""
+        """Write a row x to shared memory as integers, and return the number that 1 of the first ones stands for."""
         x = x.astype(jnp.float32)
         largest = jnp.maximum(jnp.max(jnp.abs(x)), jnp.float32(1e-30))
-        # Adding 1.5 · 2²³ rounds to an integer, the low bits of the sum.
-        sums = x * jnp.broadcast_to(MAX_X / largest, x.shape) + jnp.float32(1.5 * 2**23)
-        integers = lax.bitcast_convert_type(sums, jnp.int32) - jnp.int32(0x4B400000)
-        upper = (integers + 128) >> 8
-        for ref, part in zip(self.x_bytes, (upper, integers - (upper << 8)), strict=True):
-            ref[...] = part.astype(jnp.int8)
+        steps = x * jnp.broadcast_to(MAX_X / largest, x.shape)
+        coarse = rounded(steps)
+        fine = rounded((steps - coarse.astype(jnp.float32)) * jnp.float32(1 / FINE))
+        for i, integers in enumerate((coarse, fine)):
+            upper = (integers + 128) >> 8
+            self.x_bytes[2 * i][...] = upper.astype(jnp.int8)
+            self.x_bytes[2 * i + 1][...] = (integers - (upper << 8)).astype(jnp.int8)
         return largest / MAX_X
 
     def load_x(self, chunk: Any) -> list[list[AnyArray]]:
-        """Return the upper and the lower bytes of x for each half of a byte of codes `[blocks, groups, size]`."""
+        """Return the four bytes of x for each half of a byte of codes `[blocks, groups, size]`."""
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -255,29 +258,34 @@ class PackedTiles:
 
         # The codes of the upper half are not shifted: sums are 16 times as large.
         masks = (255,) if len(x) == 1 else (15, 240)
-        sums = [self.dot(codes, part, mask) for part, mask in zip(x, masks, strict=True)]
-        x_sums = [self.dot(None, part) for part in x] if packing.zero or packing.minimum else []
+        sums = [self.sum(codes, part, mask) for part, mask in zip(x, masks, strict=True)]
+        x_sums = [self.sum(None, part) for part in x] if packing.zero or packing.minimum else []
         if packing.group is None:
             total = sums[0] if len(x) == 1 else sums[0] * 16 + sums[1]
             if packing.zero:
                 total = total - spread(functools.reduce(jnp.add, x_sums) * (16 * packing.zero), 1, 2)
             scales = floats(factors[0]) * (1 if len(x) == 1 else 1 / 16)
-            result = total.astype(jnp.float32) * (scales if scales.ndim == 3 else spread(scales, 0, 1))
+            result = total * (scales if scales.ndim == 3 else spread(scales, 0, 1))
         else:
             scale, minimum = (spread(floats(f), 0, 1) for f in factors[:2])
             multiples = [f.astype(jnp.float32) for f in factors[2:]]
-            values = [sums[0].astype(jnp.float32), sums[1].astype(jnp.float32) * (1 / 16)]
+            values = [sums[0], sums[1] * (1 / 16)]
             of_scale = (m * v for m, v in zip(multiples[::2], values, strict=True))
-            of_minimum = (m * spread(s.astype(jnp.float32), 1, 2) for m, s in zip(multiples[1::2], x_sums, strict=True))
+            of_minimum = (m * spread(s, 1, 2) for m, s in zip(multiples[1::2], x_sums, strict=True))
             result = scale * functools.reduce(jnp.add, of_scale) - minimum * functools.reduce(jnp.add, of_minimum)
         return result.sum(axis=2).sum(axis=1)
+
+    def sum(self, codes: AnyArray | None, x: Sequence[AnyArray], mask: int = 255) -> AnyArray:
+        """Return the sums over each group of codes times x in steps of the first integers, float32; see `dot`."""
+        coarse, fine = (self.dot(codes, x[i : i + 2], mask).astype(jnp.float32) for i in (0, 2))
+        return coarse + fine * FINE
 
     def dot(self, codes: AnyArray | None, x: Sequence[AnyArray], mask: int = 255) -> AnyArray:
         """Return the sums over each group of codes times the integers of x, int32; without codes, of the integers.
 
         Args:
             codes: bytes `[rows, blocks, groups, size]`.
-            x: the upper and the lower bytes of the integers `[blocks, groups, size]`.
+            x: the upper and the lower bytes of integers `[blocks, groups, size]`.
             mask: the bits of each byte of codes that count.
         """
         if codes is not None:
@@ -339,6 +347,12 @@ def dot_bytes(operands: Sequence[AnyArray], layout: Any, mask: int, is_signed: b
 
     result = plgpu.ShapeDtypeStruct(tuple(shape), jnp.int32, layout=reduced)
     return plgpu.inline_mgpu(arg_types=(layout,) * len(operands), return_type=result)(body)(*operands)
+
+
+def rounded(x: AnyArray) -> AnyArray:
+    """Return the nearest integers, int32, of numbers below 2²²."""
+    # Adding 1.5 · 2²³ leaves the integer in the low bits of the sum.
+    return lax.bitcast_convert_type(x + jnp.float32(1.5 * 2**23), jnp.int32) - jnp.int32(0x4B400000)
 
 
 def floats(bits: AnyArray) -> AnyArray:
