@@ -75,6 +75,17 @@ def test_a_flow_of_the_user(model: Any, exported: Any) -> None:
         loaded.as_program("train")(X)
 
 
+def test_packed_weights_with_sizes_that_are_open(tmp_path: Path) -> None:
+    """One program for every batch, on devices that choose the product by the number of rows too."""
+    flow = rlx.ModelFlow("packed").input("x", ("batch", 32)).linear("w")
+    weights = {"w": np.random.default_rng(0).standard_normal((8, 32)).astype("f4")}
+    packed = rlx.compile(flow, weights, profile=profile(precision={"weights": "int8"}))
+    path = packed.export(tmp_path / "m.rlxa", platforms=("cpu", "cuda")).path
+    x = np.random.default_rng(1).standard_normal((3, 32)).astype("f4")
+    for rows in (1, 3):
+        np.testing.assert_allclose(rlx.load(path)(x[:rows]), packed(x[:rows]), atol=1e-6)
+
+
 def test_optional_inputs_and_sizes(tmp_path: Path) -> None:
     flow = rlx.ModelFlow("sum").input("x", ("batch", "seq", 4)).input("y", ("batch", "seq", 4), default=None)
 

@@ -104,12 +104,13 @@ def packed_implementation(op: Mir, operands: tuple[AnyArray, ...], target: str) 
 def choose_dequant_matmul(
     op: MatMul | FusedMatMulBiasAct, shape: Sequence[DimLike], target: str
 ) -> tuple[Literal["decoded", "fused", "tiles"], str]:
-    """Return how a product of x with this shape and a packed weight is computed, and why."""
+    """Return how a product of x with this shape, which may be symbolic, and a packed weight is computed, and why."""
     if op.contract == 0:
         return "decoded", "the rows of the packed weight are not its outputs"
-    rows = math.prod(int(n) for n in shape[:-1])
-    if rows <= MAX_FUSED_ROWS and target != "cpu":  # XLA:CPU does not fuse the product into the sum
-        return "fused", f"packed, {rows} rows: the sum decodes each value"
+    if target != "cpu" and all(isinstance(n, int) for n in shape):  # XLA:CPU does not fuse the product into the sum
+        rows = math.prod(int(n) for n in shape[:-1])
+        if rows <= MAX_FUSED_ROWS:
+            return "fused", f"packed, {rows} rows: the sum decodes each value"
     return "tiles", "packed, decoded tile by tile"
 
 
