@@ -81,8 +81,8 @@ POOLING_MODES: dict[str, Callable[[jax.Array, jax.Array, jax.Array], jax.Array]]
     "weightedmean": _weighted_mean,
     "lasttoken": _last,
     # The function is monotonic, so that it is computed once for each value of the result.
-    "splade_max": lambda tokens, keep, _: _splade(_max(tokens, keep, _), 1),
-    "splade_max_log1p": lambda tokens, keep, _: _splade(_max(tokens, keep, _), 2),
+    "splade_max": lambda tokens, keep, position: _splade(_max(tokens, keep, position), 1),
+    "splade_max_log1p": lambda tokens, keep, position: _splade(_max(tokens, keep, position), 2),
     "splade_sum": lambda tokens, keep, _: _sum(_splade(tokens, 1), keep),
     "splade_sum_log1p": lambda tokens, keep, _: _sum(_splade(tokens, 2), keep),
 }
