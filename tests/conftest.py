@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.hub_server import LLAMA, Hub, serving
+from tests.shared_programs import remove_unused, share_programs
 
 jax.config.update("jax_num_cpu_devices", 8)  # what runs on one device runs on the first of them
 
@@ -37,14 +38,21 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 gc.set_threshold(100_000, 20, 100)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Tests compile without LLVM's optimiser, by XLA's older emitters, and each program as one LLVM module in place of
     many, which takes a quarter of the time; what XLA does to a program is the same. A few comparisons with transformers
-    run what users run: `test_families.py::test_live_with_all_optimisations`."""
+    run what users run: `test_families.py::test_live_with_all_optimisations`.
+
+    What is compiled once is loaded afterwards, but with `-p no:cacheprovider`."""
     flags = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
     if jax.__version_info__ < (0, 11):
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))  # read at the first computation
+    if cache := getattr(config, "cache", None):
+        directory = cache.mkdir("programs")
+        share_programs(directory)
+        if not hasattr(config, "workerinput"):  # a process of xdist's has one
+            remove_unused(directory)
 
 
 def pytest_collection_finish() -> None:
