@@ -10,6 +10,7 @@ import os
 import platform
 import threading
 import time
+import zlib
 from pathlib import Path
 
 import jax
@@ -17,7 +18,7 @@ from jax._src import compilation_cache
 
 from rlx_jax.compiler import compile_cache
 
-LEAST_SECONDS = 0.05  # what compiles faster is not worth a file
+LEAST_SECONDS = 0.1  # what compiles faster is not worth a file
 DAYS = 7  # a program that no test has used for so long is removed
 
 
@@ -51,6 +52,10 @@ def share_programs(directory: Path) -> None:
     """Store the programs of this process in `directory`, and load those that are there."""
     jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
     compilation_cache._cache, compilation_cache._cache_initialized = Programs(directory), True  # type: ignore[assignment]
+    compilation_cache.compress_executable = lambda program: zlib.compress(
+        program, 1
+    )  # JAX's level takes four times as long
+    compilation_cache.decompress_executable = zlib.decompress
 
 
 def remove_unused(directory: Path) -> None:

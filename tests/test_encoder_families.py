@@ -189,8 +189,13 @@ ORIGIN = {"architectures", "dtype", "model_type", "transformers_version"}
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*encoder_families.CASES, *encoder_families.BASES])
 def test_live_mutants(name: str, tmp_path: Path) -> None:
-    """Every field with another value: transformers' hidden states, or an error; or transformers refuses it as well."""
-    encoder_families.write(name, tmp_path / "base")
+    """Every field with another value: transformers' hidden states, or an error; or transformers refuses it as well.
+
+    Of one layer where all are alike: the convolution of DeBERTa stands behind the first one alone."""
+    fields = (encoder_families.CASES | encoder_families.BASES)[name][1]
+    layers = 2 if name.startswith("deberta") else 1
+    few = {} if {"layer_types", "num_hidden_layers"} & fields.keys() else {"num_hidden_layers": layers}
+    encoder_families.write(name, tmp_path / "base", changes=few)
     config = json.loads((tmp_path / "base" / "config.json").read_text())
     tokens, lengths = encoder_families.drawn_rows()
     states: dict[Any, Any] = {}

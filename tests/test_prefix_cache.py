@@ -27,6 +27,8 @@ NEW, SIZE = 5, 2**22
 OTHERS = ("gemma2", "mixtral", "qwen35")  # the other archetypes; further families are a soak
 MORE = [pytest.param(family, marks=pytest.mark.soak) for family in ("mistral", "gpt_oss", "mamba2", "gpt2")]
 LLAMA, *SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("llama", *OTHERS)]
+FEW = [LLAMA, *(pytest.param(f, marks=pytest.mark.slow if f == "qwen35" else pytest.mark.soak) for f in OTHERS), *MORE]
+"""What is checked of every archetype by `test_prefixes_are_prefilled_once`, here of two."""
 OPTIONS: dict[str, Any] = {
     "": {}, "int8 cache": {"precision": {"kv": "int8"}}, "packed": {"precision": {"weights": "int8"}},
 }  # fmt: skip
@@ -104,7 +106,7 @@ def test_a_cache_that_rounds_shares_no_prefix() -> None:
     assert check("llama", "int8 cache", PROMPTS, 3).read_tokens == sum(map(len, PROMPTS))
 
 
-@pytest.mark.parametrize("family", [LLAMA, *SLOW, *MORE])
+@pytest.mark.parametrize("family", FEW)
 @settings(max_examples=10, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from([(), SYSTEM, SYSTEM + EXAMPLES, OTHER]), st.sampled_from(TAILS)), min_size=2,
@@ -118,8 +120,9 @@ def test_rows_equal_prompts_alone(family: str, parts: list[Any], slots: int, siz
     assert lm(family, SIZE, "")._prefixes.tree.nbytes <= size
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "qwen35"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("llama", marks=pytest.mark.soak), pytest.param("qwen35", marks=pytest.mark.slow)]
+)
 def test_over_a_mesh(family: str) -> None:
     model = make(family, mesh=divided.mesh("data tensor", 4))
     assert check(family, "", PROMPTS, 4, model).cached_tokens > 0
@@ -182,8 +185,8 @@ def test_named_prefixes(tmp_path: Path) -> None:
     assert model.prefix(SYSTEM) is named and "80 tokens" in repr(named)
     assert model.generate([*map(list, TAILS)], NEW, state=named, slots=3) == want
     assert model.report().request.cached_tokens == len(SYSTEM) * len(TAILS)
-    assert model.generate(prompts[:1], NEW, slots=1) == want[:1]
-    assert model.report().request.cached_tokens == len(SYSTEM)
+    assert model.generate(prompts[:3], NEW, slots=3) == want[:3]
+    assert model.report().request.cached_tokens == 3 * len(SYSTEM)
     model.save_prefix(named, file)
     with open_safetensors(file) as tensors:
         assert {"ids", "identity"} < tensors.tensors.keys()
@@ -193,7 +196,7 @@ def test_named_prefixes(tmp_path: Path) -> None:
     other = make("llama", named.nbytes)
     loaded = other.load_prefix(file)
     assert rlx.CausalLM(divided.recipe("llama"), divided.weights("llama")).load_prefix(file).ids == loaded.ids
-    assert other.generate([*map(list, TAILS)], NEW, state=loaded) == want
+    assert other.generate([*map(list, TAILS)], NEW, state=loaded, slots=3) == want
     with pytest.raises(errors.RequestError, match="does not fit prefix_cache"):
         other.prefix(OTHER)
     weights = {name: array * 2 for name, array in divided.weights("llama").items()}
@@ -228,7 +231,7 @@ def test_refused(call: Any, message: str) -> None:
         call(lm("llama"))
 
 
-@pytest.mark.parametrize("family", [LLAMA, *SLOW, *MORE])
+@pytest.mark.parametrize("family", FEW)
 def test_scores_after_a_prefix(family: str) -> None:
     """Contexts that begin with a named prefix are scored as whole texts are; shorter ones and other texts are, too."""
     model, plain = make(family, None), lm(family)

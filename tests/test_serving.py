@@ -195,7 +195,7 @@ def test_warm_up_runs_what_any_request_needs(
 @pytest.mark.slow
 def test_warm_up_covers_slots(plain: Any) -> None:
     """Of two classes: prompts of each width and of two chunks, rows that move, with log-probabilities and without."""
-    lm = model(prompt=[4, 16], batch=[1, 2, 4], context=[16, 64], on_recompile="error")
+    lm = model(prompt=[4, 16], batch=[1, 2], context=[16, 64], on_recompile="error")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slot_plan, "choose_classes", lambda *_: {16: 0.5, 64: 0.5})
         lm.warmup(samplers=rlx.Sampler(), slots=4, logprobs=2)
