@@ -10,7 +10,6 @@ import os
 import platform
 import threading
 import time
-import zlib
 from pathlib import Path
 
 import jax
@@ -52,10 +51,6 @@ def share_programs(directory: Path) -> None:
     """Store the programs of this process in `directory`, and load those that are there."""
     jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
     compilation_cache._cache, compilation_cache._cache_initialized = Programs(directory), True  # type: ignore[assignment]
-    compilation_cache.compress_executable = lambda program: zlib.compress(
-        program, 1
-    )  # JAX's level takes four times as long
-    compilation_cache.decompress_executable = zlib.decompress
 
 
 def remove_unused(directory: Path) -> None:
