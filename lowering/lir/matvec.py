@@ -344,7 +344,7 @@ class WeightTiles:
             part = jnp.where(lines + start >= chunk * t.tile_lines, part, 0)
         return lax.broadcast_in_dim(part, (t.tile_rows, t.tile_lines, t.width), (1, 2))
 
-    def step(self, tile: AnyArray, chunk: Any, x: AnyArray, _: tuple[()]) -> tuple[list[AnyArray], tuple[()]]:
+    def step(self, tile: AnyArray, chunk: Any, x: AnyArray, *_: Any) -> tuple[list[AnyArray], tuple[()]]:
         """Return the product of a tile with x for each part `[tile rows]`, and start a later copy."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -379,7 +379,7 @@ def run_program(
     begun: Any = tiles.begin()
     rows = [load(ref, layout=layouts.row, optimized=False) for ref in row_refs]
     x, *kept = spec.prologue(*rows, by_axis=layouts.is_repeated)
-    unit = tiles.store_x(x)
+    stored: Any = tiles.store_x(x)
     for ref, row in zip(kept_refs, kept, strict=True):
 
         @pl.when(lax.axis_index("program") == 0)
@@ -395,7 +395,7 @@ def run_program(
         def add_chunk(chunk: Any, state: Any) -> Any:
             sums, begun = state
             x: Any = tiles.load_x(chunk) if only_x is None else only_x
-            products, begun = tiles.step(tile, chunk, x, begun)
+            products, begun = tiles.step(tile, chunk, x, begun, stored)
             return [a + b for a, b in zip(sums, products, strict=True)] if sums else products, begun
 
         state = add_chunk(0, ([], begun))
@@ -404,7 +404,8 @@ def run_program(
         else:
             state = functools.reduce(lambda state, chunk: add_chunk(chunk, state), range(1, t.chunks), state)
         sums, begun = state
-        sums = sums if unit is None else [y * jnp.broadcast_to(unit, y.shape) for y in sums]
+        # After the last chunk, as an infinite unit times the 0 of another chunk is NaN.
+        sums = sums if stored is None else [y * jnp.broadcast_to(stored[0], y.shape) for y in sums]
         results = spec.epilogue(*(y.astype(spec.product_dtype) for y in sums), *operands)
         for ref, y in zip(out_refs, results, strict=True):
             ref[out_rows] = y

@@ -1,9 +1,10 @@
 """Packed weights in the kernel of `matvec.py`: how their codes are divided, and the product of a tile.
 
-x becomes two integers of 16 bits, in shared memory: the first one in steps of which the largest entry has 127 · 256,
-the second one of what that leaves. So an entry 2²³ times smaller than the largest one still has the precision of bf16.
-Each lane reads neighbouring codes of one group into registers, one tile ahead, and multiplies them with the bytes of
-these integers by the instruction `dp4a`, four at once; the sums of each integer are exact.
+x becomes integers of 16 bits, in shared memory, in steps of which the largest entry has 127 · 256. If the others are so
+small that this rounds them more than bf16 does, a second integer of each has what the first one leaves: an entry 2²³
+times smaller than the largest one still has the precision of bf16. Each lane reads neighbouring codes of one group into
+registers, one tile ahead, and multiplies them with the bytes of these integers by the instruction `dp4a`, four at once;
+the sums of each integer are exact.
 A group's scale then multiplies its sum, so that no decoded weight exists; a zero point or a minimum multiplies the sum
 of x. So values are not rounded to the dtype of the weight as `PackedWeight.decode` rounds them.
 """
@@ -33,6 +34,12 @@ VECTOR = 16
 # The largest integer: its bytes are two signed ones. A step of the second integer is this part of one of the first.
 MAX_X = 127 * 256
 FINE = 1 / (2 * MAX_X)
+
+# Entries count as this many steps at most, where their errors are compared with them: a few large ones hide no others.
+SMALL_X = MAX_X / 64
+
+# The largest finite number.
+MAX_F32 = float(np.finfo(np.float32).max)
 
 # Values of x in the registers of a lane, and values of a tile of all parts, at most.
 MAX_X_VALUES, PACKED_TILE = 72, 32768
@@ -204,52 +211,87 @@ class PackedTiles:
             found.append(arrays)
         return found
 
-    def store_x(self, x: AnyArray) -> AnyArray:
-        """Write a row x to shared memory as integers, and return the number that 1 of the first ones stands for."""
+    def store_x(self, x: AnyArray) -> tuple[AnyArray, AnyArray]:
+        """Write a row x to shared memory as integers.
+
+        Returns:
+            the number that 1 of the first integers stands for, and whether there are second ones.
+        """
+        from jax.experimental import pallas as pl
+
         x = x.astype(jnp.float32)
         largest = jnp.maximum(jnp.max(jnp.abs(x)), jnp.float32(1e-30))
-        steps = x * jnp.broadcast_to(MAX_X / largest, x.shape)
+        # An infinite entry becomes the largest integer, so that its results are infinite.
+        finite = jnp.where(x > MAX_F32, MAX_F32, jnp.where(x < -MAX_F32, -MAX_F32, x))
+        steps = finite * jnp.broadcast_to(MAX_X / jnp.minimum(largest, MAX_F32), x.shape)
         coarse = rounded(steps)
-        fine = rounded((steps - coarse.astype(jnp.float32)) * jnp.float32(1 / FINE))
-        for i, integers in enumerate((coarse, fine)):
-            upper = (integers + 128) >> 8
-            self.x_bytes[2 * i][...] = upper.astype(jnp.int8)
-            self.x_bytes[2 * i + 1][...] = (integers - (upper << 8)).astype(jnp.int8)
-        return largest / MAX_X
+        rest = steps - coarse.astype(jnp.float32)
+        excess = jnp.sum(jnp.abs(rest) * 256 - jnp.minimum(jnp.abs(steps), SMALL_X))
+        has_fine = excess > 0
 
-    def load_x(self, chunk: Any) -> list[list[AnyArray]]:
-        """Return the four bytes of x for each half of a byte of codes `[blocks, groups, size]`."""
+        def store(integers: AnyArray, refs: Sequence[Any]) -> None:
+            upper = (integers + 128) >> 8
+            refs[0][...] = upper.astype(jnp.int8)
+            refs[1][...] = (integers - (upper << 8)).astype(jnp.int8)
+
+        store(coarse, self.x_bytes[:2])
+        pl.when(has_fine)(lambda: store(rounded(rest * jnp.float32(1 / FINE)), self.x_bytes[2:]))
+        return largest / MAX_X + 0 * excess, has_fine  # NaN if an entry is: not every maximum is NaN then
+
+    def load_x(self, chunk: Any, first: int = 0) -> list[list[AnyArray]]:
+        """Return integers of x for each half of a byte of codes, in the order of `product`.
+
+        Args:
+            chunk: number of a tile in a row.
+            first: 0 for the first integers, 2 for the second ones.
+        """
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        t, load = self.tiling, cast(Any, plgpu.load)
+        t, load, packing = self.tiling, cast(Any, plgpu.load), SCHEMES[self.tiling.scheme]
         blocks, layout = pl.ds(chunk * t.tile_blocks, t.tile_blocks), t.layout.reduce(0)
         halves = [(blocks, h) if t.form.by_block else (blocks, slice(None), h) for h in range(t.form.halves)]
-        return [[load(ref.at[half], layout=layout, optimized=False) for ref in self.x_bytes] for half in halves]
+        refs = self.x_bytes[first : first + 2]
+        parts = [[load(ref.at[half], layout=layout, optimized=False) for ref in refs] for half in halves]
+        return [[*part, self.dot(None, part)] if packing.zero or packing.minimum else part for part in parts]
 
     def begin(self) -> list[list[AnyArray]]:
         """Start to read: return the arrays of the first tile."""
         return self.fetch(jnp.int32(0), 0)
 
     def step(
-        self, tile: AnyArray, chunk: Any, x: Sequence[Sequence[AnyArray]], arrays: Sequence[Sequence[AnyArray]]
-    ) -> tuple[list[AnyArray], list[list[AnyArray]]]:
-        """Return the product of a tile with x for each part `[tile rows]`, and the arrays of the tile after it.
+        self, tile: AnyArray, chunk: Any, x: Sequence[Sequence[AnyArray]], arrays: Sequence[Sequence[AnyArray]],
+        stored: tuple[AnyArray, AnyArray],
+    ) -> tuple[list[AnyArray], list[list[AnyArray]]]:  # fmt: skip
+        """Return the product of a tile with the integers for each part `[tile rows]`, and the next tile's arrays.
 
         Args:
             tile: the number of the rows of the tile.
             chunk: its number in these rows.
-            x: the bytes of x, as `load_x` returns them.
+            x: the first integers of x, as `load_x` returns them.
             arrays: its arrays, as `fetch` returned them.
+            stored: what `store_x` returned.
         """
         wraps = (chunk + 1) // self.tiling.chunks
         has_next = self.first + tile + wraps < self.last
         fetch = functools.partial(self.fetch, tile + wraps, chunk + 1 - wraps * self.tiling.chunks)
         following = lax.cond(has_next, fetch, lambda: [list(part) for part in arrays])
-        return [self.product(part, x) for part in arrays], following
+        results = [self.product(part, x) for part in arrays]
+
+        def add_fine() -> list[AnyArray]:
+            x = self.load_x(chunk, 2)
+            return [y + self.product(part, x) * FINE for y, part in zip(results, arrays, strict=True)]
+
+        return lax.cond(stored[1], add_fine, lambda: list(results)), following
 
     def product(self, arrays: Sequence[AnyArray], x: Sequence[Sequence[AnyArray]]) -> AnyArray:
-        """Return the product of one part of a tile with the integers of x."""
+        """Return the product of one part of a tile with integers of x.
+
+        Args:
+            arrays: as `fetch` returns them.
+            x: for each half of a byte of codes, the upper and the lower bytes `[blocks, groups, size]`, and the sums
+                over each group for a scheme that needs them.
+        """
         codes, *factors = arrays
         shape, packing = codes.shape[:3], SCHEMES[self.tiling.scheme]
 
@@ -258,27 +300,22 @@ class PackedTiles:
 
         # The codes of the upper half are not shifted: sums are 16 times as large.
         masks = (255,) if len(x) == 1 else (15, 240)
-        sums = [self.sum(codes, part, mask) for part, mask in zip(x, masks, strict=True)]
-        x_sums = [self.sum(None, part) for part in x] if packing.zero or packing.minimum else []
+        sums = [self.dot(codes, part[:2], mask) for part, mask in zip(x, masks, strict=True)]
+        x_sums = [part[2] for part in x if len(part) > 2]
         if packing.group is None:
             total = sums[0] if len(x) == 1 else sums[0] * 16 + sums[1]
             if packing.zero:
                 total = total - spread(functools.reduce(jnp.add, x_sums) * (16 * packing.zero), 1, 2)
             scales = floats(factors[0]) * (1 if len(x) == 1 else 1 / 16)
-            result = total * (scales if scales.ndim == 3 else spread(scales, 0, 1))
+            result = total.astype(jnp.float32) * (scales if scales.ndim == 3 else spread(scales, 0, 1))
         else:
             scale, minimum = (spread(floats(f), 0, 1) for f in factors[:2])
             multiples = [f.astype(jnp.float32) for f in factors[2:]]
-            values = [sums[0], sums[1] * (1 / 16)]
+            values = [sums[0].astype(jnp.float32), sums[1].astype(jnp.float32) * (1 / 16)]
             of_scale = (m * v for m, v in zip(multiples[::2], values, strict=True))
-            of_minimum = (m * spread(s, 1, 2) for m, s in zip(multiples[1::2], x_sums, strict=True))
+            of_minimum = (m * spread(s.astype(jnp.float32), 1, 2) for m, s in zip(multiples[1::2], x_sums, strict=True))
             result = scale * functools.reduce(jnp.add, of_scale) - minimum * functools.reduce(jnp.add, of_minimum)
         return result.sum(axis=2).sum(axis=1)
-
-    def sum(self, codes: AnyArray | None, x: Sequence[AnyArray], mask: int = 255) -> AnyArray:
-        """Return the sums over each group of codes times x in steps of the first integers, float32; see `dot`."""
-        coarse, fine = (self.dot(codes, x[i : i + 2], mask).astype(jnp.float32) for i in (0, 2))
-        return coarse + fine * FINE
 
     def dot(self, codes: AnyArray | None, x: Sequence[AnyArray], mask: int = 255) -> AnyArray:
         """Return the sums over each group of codes times the integers of x, int32; without codes, of the integers.
