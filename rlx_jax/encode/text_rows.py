@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,7 +14,6 @@ from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.errors import RequestError, shown
 from rlx_jax.text.request_checks import NO_TOKENIZER, Ids, TokenRows, classify_prompts, id_list
 from rlx_jax.text.spans import TokenSpans
-from rlx_jax.text.text_pairs import PairTokens
 from rlx_jax.text.token_model import check_positions
 from rlx_jax.text.tokenizer import Tokenizer
 
@@ -129,9 +127,8 @@ class TextReader:
 
         def rows(chunk: tuple[int, list[tuple[str, str]]]) -> TokenRows:
             tokenizer = self.require_tokenizer()
-            encoded = tokenizer.encode_pairs(chunk[1], max_length=self.max_text_tokens, first=chunk[0])
-            indices = range(chunk[0], chunk[0] + len(encoded))
-            return self._encoded_rows(encoded, "pairs", indices, self.reads_types)
+            ids, types = tokenizer.encode_rows(chunk[1], max_length=self.max_text_tokens, first=chunk[0])
+            return self._encoded_rows(ids, types, "pairs", range(chunk[0], chunk[0] + len(ids)), self.reads_types)
 
         return Requests(prefetch(chunks(pairs), rows, NUM_THREADS), len(pairs), False, "pairs")
 
@@ -154,7 +151,10 @@ class TextReader:
             windows = [(i, window) for i, windows in enumerate(encoded, start + chunk[0]) for window in windows]
             indices = [i for i, _ in windows]
             has_types = self.reads_types and isinstance(chunk[1][0], tuple)
-            return encoded, indices, self._encoded_rows([window for _, window in windows], label, indices, has_types)
+            ids, types = ([np.array(row, np.int32) for row in rows] for rows in (
+                [window.ids for _, window in windows], [window.types for _, window in windows]
+            ))  # fmt: skip
+            return encoded, indices, self._encoded_rows(ids, types, label, indices, has_types)
 
         def read_chunks() -> Iterator[tuple[TokenRows, bool]]:
             # Threads encode the chunks at the same time, so that their results are joined here, in order.
@@ -202,20 +202,17 @@ class TextReader:
         """Return the token ids of strings, truncated to `max_text_tokens`."""
         prompted_texts = [prompt + text for text in texts] if prompt else texts
         tokenizer = self.require_tokenizer()
-        ids = tokenizer.encode_batch(prompted_texts, max_length=self.max_text_tokens, first=first)
+        ids, _ = tokenizer.encode_rows(prompted_texts, max_length=self.max_text_tokens, first=first)
         return self._check_ids(ids, "texts", range(first, first + len(ids)))
 
     def _encoded_rows(
-        self, encoded: Sequence[PairTokens] | Sequence[TokenSpans], label: str, indices: Sequence[int], has_types: bool
+        self, ids: list[Ids], types: list[Ids], label: str, indices: Sequence[int], has_types: bool
     ) -> TokenRows:
         """Return the token ids, and with `has_types` the types, of encoded texts."""
-        ids = self._fit(self._check_ids([row.ids for row in encoded], label, indices), label, indices)
-        if not has_types:
-            return TokenRows(ids)
-        _, types = flat_rows([row.types for row in encoded])
-        if self.padding is not None:
+        ids = self._fit(self._check_ids(ids, label, indices), label, indices)
+        if has_types and self.padding is not None:
             types = [np.pad(t, (0, len(row) - len(t))) for t, row in zip(types, ids, strict=True)]
-        return TokenRows(ids, types)
+        return TokenRows(ids, types if has_types else [])
 
     def require_tokenizer(self) -> Tokenizer:
         """Return the tokenizer; raise a RequestError if there is none."""
@@ -223,23 +220,15 @@ class TextReader:
             raise RequestError(f"strings need a tokenizer, and this model has none: {NO_TOKENIZER}; or pass token ids")
         return self.tokenizer
 
-    def _check_ids(self, lists: Sequence[list[int]], label: str, indices: Sequence[int]) -> list[Ids]:
-        """Return the ids of a tokenizer as arrays, after checking that each row has some and that all are in range."""
-        flat, rows = flat_rows(lists)
-        if not all(lists) or flat.max(initial=0) >= self.vocab_size:
-            for i, ids in zip(indices, lists, strict=True):
+    def _check_ids(self, rows: list[Ids], label: str, indices: Sequence[int]) -> list[Ids]:
+        """Return the ids of a tokenizer, after checking that each row has some and that all are in range."""
+        if not all(map(len, rows)) or (rows and np.concatenate(rows).max() >= self.vocab_size):
+            for i, ids in zip(indices, rows, strict=True):
                 # `id_list` raises the detailed error for an id out of range; the error below is for an empty list.
                 id_list(ids, self.vocab_size, f"{label}[{i}]")
-                if not ids:
+                if not len(ids):
                     raise RequestError(f"{label}[{i}] has no tokens: the tokenizer puts none around a text")
         return rows
-
-
-def flat_rows(lists: Sequence[list[int]]) -> tuple[Ids, list[Ids]]:
-    """Return lists as one array int32, and the part of each; an array for each list would take longer."""
-    ends = np.cumsum([len(row) for row in lists]).tolist()
-    flat = np.fromiter(chain.from_iterable(lists), np.int32, ends[-1] if ends else 0)
-    return flat, [flat[start:end] for start, end in pairwise([0, *ends])]
 
 
 def check_pairs(pairs: Any, name: str) -> list[tuple[str, str]]:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from rlx_jax.errors import ConfigError, quote
 from rlx_jax.models.config import Fields
+from rlx_jax.text.ascii_texts import take_ranges
+from rlx_jax.text.request_checks import Ids
 
 # Classes whose pairs transformers gives no token types, although tokenizer.json has them.
 _UNTYPED_CLASSES = ("DistilBertTokenizer", "DistilBertTokenizerFast", "TokenizersBackend")
@@ -16,6 +22,56 @@ class PairTokens(NamedTuple):
 
     ids: list[int]
     types: list[int]
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The special tokens around one text or around a pair of texts.
+
+    Attributes:
+        ids: for each part of a row its ids, or the number of the text in its place.
+        types: the token type of each part.
+    """
+
+    ids: tuple[tuple[int, ...] | int, ...]
+    types: tuple[int, ...]
+
+    @staticmethod
+    def of(native: Any, is_pair: bool, add_special_tokens: bool = True) -> SpecialTokens | None:
+        """Return those of a native tokenizer; None if they are no fixed ones around texts in order."""
+        if not add_special_tokens:
+            return SpecialTokens((0,), (0,))
+        (row,) = native.encode_batch_fast([("a", "a") if is_pair else "a"])
+        tokens = zip(row.sequence_ids, row.type_ids, row.ids, strict=True)
+        parts = [(text, kind, tuple(i for *_, i in part)) for (text, kind), part in groupby(tokens, lambda t: t[:2])]
+        if [text for text, *_ in parts if text is not None] != [0, 1][: 1 + is_pair]:
+            return None
+        ids = tuple(ids if text is None else text for text, _, ids in parts)
+        return SpecialTokens(ids, tuple(kind for _, kind, _ in parts))
+
+    @property
+    def number(self) -> int:
+        """The number of special tokens."""
+        return sum(len(part) for part in self.ids if isinstance(part, tuple))
+
+    def rows(self, ids: Ids, begins: Any, counts: Any) -> tuple[list[Ids], list[Ids]]:
+        """Return the ids and the types of rows.
+
+        Args:
+            ids: the ids of the texts.
+            begins, counts: where among them those of each text of each row begin, and how many they are, `[rows, 1|2]`.
+        """
+        places, sizes = np.zeros((2, len(begins), len(self.ids)), np.int64)
+        for column, part in enumerate(self.ids):
+            if isinstance(part, tuple):
+                places[:, column], sizes[:, column] = len(ids), len(part)
+                ids = np.append(ids, np.array(part, np.int32))
+            else:
+                places[:, column], sizes[:, column] = begins[:, part], counts[:, part]
+        flat = take_ranges(ids, places.ravel(), sizes.ravel())
+        types = np.repeat(np.tile(np.array(self.types, np.int32), len(begins)), sizes.ravel())
+        ends = np.cumsum(sizes.sum(axis=1))[:-1]
+        return np.split(flat, ends), np.split(types, ends)
 
 
 def pair_lengths(first: int, second: int, total: int) -> tuple[int, int]:

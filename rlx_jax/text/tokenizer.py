@@ -14,8 +14,9 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, NamedTuple, SupportsIndex, TypeVar
+
+import numpy as np
 
 from rlx_jax.errors import (
     ConfigError,
@@ -33,10 +34,10 @@ from rlx_jax.io.folder import Folder, json_size_bound
 from rlx_jax.io.hub import SizeBound
 from rlx_jax.models.config import Fields
 from rlx_jax.runtime.inputs import check_integer
-from rlx_jax.text.ascii_texts import AsciiTexts, encode_batch
+from rlx_jax.text.ascii_texts import AsciiTexts
 from rlx_jax.text.chat_template import MAX_TEMPLATE_BYTES, load_templates, template_files
-from rlx_jax.text.request_checks import check_text, id_list
-from rlx_jax.text.text_pairs import PairTokens, gives_types, pair_lengths
+from rlx_jax.text.request_checks import Ids, check_text, id_list
+from rlx_jax.text.text_pairs import PairTokens, SpecialTokens, gives_types, pair_lengths
 from rlx_jax.text.tokenizer_checks import check_added_tokens, refuse_panics
 
 T = TypeVar("T")
@@ -61,6 +62,9 @@ _BERT_SETTINGS = {
 _ROLES_WITH_IDS = ("bos", "eos", "pad")
 _ROLES = (*_ROLES_WITH_IDS, "unk", "sep", "cls", "mask")
 _COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json")
+# Fewer texts are encoded natively, each word again: looking up words of a single text takes as long.
+MIN_TABLE_TEXTS = 32
+_EMPTY = np.zeros(0, np.int32)
 
 
 class AddedToken(NamedTuple):
@@ -132,7 +136,7 @@ class Tokenizer:
             TokenizerError: the tokenizer fails on this text.
         """
         check_text(text, "the text")
-        return self._encode([text], add_special_tokens, max_length)[0]
+        return self._encode_native([text], add_special_tokens, max_length)[0].ids
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, max_length: int | None = None, first: int = 0
@@ -148,10 +152,8 @@ class Tokenizer:
         """
         if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
             raise RequestError(f"texts: expected a list of str, found {type(texts).__name__}")
-        batch = list(texts)
-        for i, text in enumerate(batch, first):
-            check_text(text, f"texts[{i}]")
-        return self._encode(batch, add_special_tokens, max_length)
+        rows, _ = self.encode_rows([*texts], add_special_tokens=add_special_tokens, max_length=max_length, first=first)
+        return [row.tolist() for row in rows]
 
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, max_length: int | None = None, first: int = 0
@@ -163,25 +165,52 @@ class Tokenizer:
         Raises:
             RequestError: as `encode_batch`; or `max_length` is below the number of special tokens.
         """
-        for i, pair in enumerate(pairs, first):
-            for text in pair:
-                check_text(text, f"pairs[{i}]")
-        native = self._native
-        num_special: int = native.num_special_tokens_to_add(True)
+        rows = self.encode_rows([*map(tuple, pairs)], max_length=max_length, first=first)
+        return [PairTokens(ids.tolist(), types.tolist()) for ids, types in zip(*rows, strict=True)]
+
+    def encode_rows(
+        self, items: list[str] | list[tuple[str, ...]], *, add_special_tokens: bool = True,
+        max_length: int | None = None, first: int = 0,
+    ) -> tuple[list[Ids], list[Ids]]:  # fmt: skip
+        """Return the token ids of each text or pair of texts, and their types, as arrays int32.
+
+        Arguments and errors are those of `encode_batch` and `encode_pairs`; pairs get special tokens.
+        """
+        is_pair = bool(items) and isinstance(items[0], tuple)
+        texts = [(item,) if isinstance(item, str) or not is_pair else item for item in items]
+        for i, parts in enumerate(texts, first):
+            for text in parts:
+                check_text(text, f"pairs[{i}]" if is_pair else f"texts[{i}]")
         if max_length is not None:
+            num_special = self._native.num_special_tokens_to_add(is_pair) if add_special_tokens else 0
             check_integer("max_length", max_length, max(1, num_special))
 
-        def encode_all() -> list[PairTokens]:
-            # Few pairs are too long, so only those are encoded again, without special tokens.
-            rows = encode_batch(native, self._ascii, [*map(tuple, pairs)])
-            for i, row in enumerate(rows):
-                if max_length is not None and len(row) > max_length:
-                    parts = native.encode_batch_fast([*pairs[i]], add_special_tokens=False)
-                    sizes = pair_lengths(len(parts[0]), len(parts[1]), max_length - num_special)
-                    for encoding, size in zip(parts, sizes, strict=True):
-                        encoding.truncate(size, direction=self.truncation_side)
-                    rows[i] = native.post_process(*parts, True)
-            return [PairTokens(row.ids, row.type_ids if self.gives_types else [0] * len(row)) for row in rows]
+        def encode_all() -> tuple[list[Ids], list[Ids]]:
+            encodes_here = [False] * len(texts)
+            if self._ascii is not None and len(texts) >= MIN_TABLE_TEXTS:
+                joined = ["\n".join(parts) for parts in texts]
+                # Most requests have no other text, and one check of all is several times faster.
+                all_ascii = self._ascii.accepts("\n".join(joined))
+                encodes_here = [True] * len(texts) if all_ascii else [*map(self._ascii.accepts, joined)]
+            special = SpecialTokens.of(self._native, is_pair, add_special_tokens) if any(encodes_here) else None
+            if special is None:
+                encodes_here = [False] * len(texts)
+            ids: list[Ids] = [_EMPTY] * len(texts)
+            types = [*ids]
+            here = [i for i, is_here in enumerate(encodes_here) if is_here]
+            if self._ascii is not None and special is not None:
+                rows = self._encode_ascii(self._ascii, [texts[i] for i in here], special, max_length)
+                for i, row, row_types in zip(here, *rows, strict=True):
+                    ids[i], types[i] = row, row_types
+            others = [i for i, is_here in enumerate(encodes_here) if not is_here]
+            for i, encoding in zip(others, native(others), strict=True):
+                ids[i], types[i] = np.array(encoding.ids, np.int32), np.array(encoding.type_ids, np.int32)
+            return ids, types if self.gives_types else [np.zeros_like(row) for row in ids]
+
+        def native(numbers: list[int]) -> list[Any]:
+            if is_pair:
+                return self._encode_native_pairs([(texts[i][0], texts[i][1]) for i in numbers], max_length)
+            return self._encode_native([texts[i][0] for i in numbers], add_special_tokens, max_length)
 
         return guard(encode_all, "encoding failed")
 
@@ -229,35 +258,60 @@ class Tokenizer:
         """
         return guard(lambda: self._native.decode_batch([*rows], skip_special_tokens), "decoding failed")
 
-    def _encode(self, texts: list[str], special: bool, max_length: int | None) -> list[list[int]]:
-        """Return the ids of checked texts, truncated to `max_length`, with special tokens if `special`."""
-        encode = partial(encode_batch, self._native, self._ascii)
-        if max_length is None:
-            return guard(lambda: [row.ids for row in encode(texts, add_special_tokens=special)], "encoding failed")
-        num_special = self.special_count if special else 0
-        check_integer("max_length", max_length, max(1, num_special))
+    def _encode_ascii(
+        self, ascii_texts: AsciiTexts, items: list[tuple[str, ...]], special: SpecialTokens, max_length: int | None
+    ) -> tuple[list[Ids], list[Ids]]:
+        """Return the ids and types of texts or pairs of texts that `ascii_texts` accepts, truncated."""
+        flat, counts = ascii_texts.token_ids([text for parts in items for text in parts])
+        begins, counts = (np.cumsum(counts) - counts).reshape(len(items), -1), counts.reshape(len(items), -1)
+        lengths = counts.copy()
+        if max_length is not None:
+            limit = max_length - special.number
+            for i in np.flatnonzero(counts.sum(axis=1) > limit).tolist():
+                lengths[i] = limit if len(counts[i]) == 1 else pair_lengths(*counts[i].tolist(), limit)
+        if self.truncation_side == "left":
+            begins = begins + counts - lengths
+        return special.rows(flat, begins, lengths)
 
-        def encode_truncated() -> list[list[int]]:
-            """Encode the texts, truncated to `max_length`."""
+    def _encode_native(self, texts: list[str], special: bool, max_length: int | None) -> list[Any]:
+        """Return the native encodings of texts, truncated to `max_length`, with special tokens if `special`."""
+        if max_length is not None:
+            num_special = self.special_count if special else 0
+            check_integer("max_length", max_length, max(1, num_special))
+
+        def encode() -> list[Any]:
+            rows = self._native.encode_batch_fast(texts, add_special_tokens=special)
             # Few texts are too long, so only those are encoded again, without special tokens.
-            rows = [row.ids for row in encode(texts, add_special_tokens=special)]
-            long_rows = [i for i, ids in enumerate(rows) if len(ids) > max_length]
-            for i, row in zip(long_rows, encode([texts[i] for i in long_rows], add_special_tokens=False), strict=True):
-                rows[i] = self._truncate(row, max_length - num_special, special)
+            long_rows = [i for i, row in enumerate(rows) if max_length is not None and len(row) > max_length]
+            if long_rows and max_length is not None:
+                again = self._native.encode_batch_fast([texts[i] for i in long_rows], add_special_tokens=False)
+                for i, row in zip(long_rows, again, strict=True):
+                    rows[i] = self._truncate(row, max_length - num_special, special)
             return rows
 
-        return guard(encode_truncated, "encoding failed")
+        return guard(encode, "encoding failed")
+
+    def _encode_native_pairs(self, pairs: list[tuple[str, str]], max_length: int | None) -> list[Any]:
+        """Return the native encodings of pairs, truncated to `max_length`, with special tokens."""
+        native, rows = self._native, self._native.encode_batch_fast(pairs)
+        for i, row in enumerate(rows):
+            if max_length is not None and len(row) > max_length:
+                parts = native.encode_batch_fast([*pairs[i]], add_special_tokens=False)
+                total = max_length - native.num_special_tokens_to_add(True)
+                for encoding, size in zip(parts, pair_lengths(len(parts[0]), len(parts[1]), total), strict=True):
+                    encoding.truncate(size, direction=self.truncation_side)
+                rows[i] = native.post_process(*parts, True)
+        return rows
 
     # Native truncation is a setting of the shared object, so concurrent calls would overwrite each other's; hence the
     # text's tokens are truncated here, and special tokens are added afterwards.
-    def _truncate(self, encoding: Any, max_tokens: int, special: bool) -> list[int]:
-        """Return the first `max_tokens` ids of an encoding, with special tokens around them if `special`."""
+    def _truncate(self, encoding: Any, max_tokens: int, special: bool) -> Any:
+        """Return the first `max_tokens` tokens of an encoding, with special tokens around them if `special`."""
         if len(encoding) > max_tokens:
             encoding.truncate(max_tokens, direction=self.truncation_side)
         if special:
             encoding = self._native.post_process(encoding, None, True)
-        ids: list[int] = encoding.ids
-        return ids
+        return encoding
 
 
 def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: bool = False) -> Tokenizer | None:
