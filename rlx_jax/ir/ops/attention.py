@@ -167,6 +167,12 @@ class AttentionOp(Mir):
         sinks = extra.get("sinks")
         if sinks is not None:
             sinks = sinks.astype(jnp.float32).reshape(1, self.kv_heads, num_groups, 1, 1)
+        if heads_first and self.returns == "context":
+            # The mask is added, as it then has no head axis, and the product is divided, as it has fewer numbers.
+            weights, total = exponentials(scores if allowed is None else scores + _mask_bias(allowed), sinks)
+            out = product(f"bkgst,{keys_in}->{queries_in}", weights.astype(v.dtype), v4)
+            out = (out / total).astype(v.dtype)
+            return out.transpose(0, 3, 1, 2, 4).reshape(batch, num_queries, self.heads * v4.shape[3])
         weights = masked_softmax(scores, allowed, rows_may_be_empty, sinks)
         if self.returns == "probs":
             return weights.reshape(pairs)
@@ -232,8 +238,20 @@ def masked_softmax(scores: Array, allowed: Array | None, rows_may_be_empty: bool
         if allowed is not None:
             scores = jnp.where(allowed, scores, jnp.finfo(jnp.float32).min)
         return jax.nn.softmax(scores, axis=-1)
-    if allowed is not None:
-        scores = jnp.where(allowed, scores, -jnp.inf)
+    weights, total = exponentials(scores if allowed is None else jnp.where(allowed, scores, -jnp.inf), sinks)
+    return weights / total
+
+
+def _mask_bias(allowed: Array) -> Array:
+    """Return what is added to scores: 0 where `allowed` is True, and −∞ elsewhere."""
+    return jnp.where(allowed, 0.0, -jnp.inf).astype(jnp.float32)
+
+
+def exponentials(scores: Array, sinks: Array | None) -> tuple[Array, Array]:
+    """Return the exponentials of masked scores less the maximum of a row, and their sum `[…, 1]`, or 1 for no key.
+
+    `sinks`: see `masked_softmax`.
+    """
     # The maximum cancels in the quotient: it only prevents overflow, so it needs no gradient.
     peak = jnp.max(scores, axis=-1, keepdims=True)
     peak = peak if sinks is None else jnp.maximum(peak, sinks)
@@ -241,7 +259,7 @@ def masked_softmax(scores: Array, allowed: Array | None, rows_may_be_empty: bool
     weights = jnp.exp(scores - peak)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     total = total if sinks is None else total + jnp.exp(sinks - peak)
-    return weights / jnp.where(total == 0, jnp.ones_like(total), total)
+    return weights, jnp.where(total == 0, jnp.ones_like(total), total)
 
 
 def _is_mask_shape(keep: TensorType, expected: tuple[DimLike, ...]) -> bool:
