@@ -180,4 +180,5 @@ class AsciiTexts:
 def take_ranges(values: Array, begins: Array, counts: Array) -> Array:
     """Return ranges of values, one after another, by where each begins and its number of values."""
     ends = np.cumsum(counts)
-    return values[np.arange(ends[-1] if len(ends) else 0) + np.repeat(begins - ends + counts, counts)]
+    taken: Array = values[np.arange(ends[-1] if len(ends) else 0) + np.repeat(begins - ends + counts, counts)]
+    return taken

@@ -49,11 +49,6 @@ class SpecialTokens:
         ids = tuple(ids if text is None else text for text, _, ids in parts)
         return SpecialTokens(ids, tuple(kind for _, kind, _ in parts))
 
-    @property
-    def number(self) -> int:
-        """The number of special tokens."""
-        return sum(len(part) for part in self.ids if isinstance(part, tuple))
-
     def rows(self, ids: Ids, begins: Any, counts: Any) -> tuple[list[Ids], list[Ids]]:
         """Return the ids and the types of rows.
 
@@ -87,6 +82,11 @@ def pair_lengths(first: int, second: int, total: int) -> tuple[int, int]:
         short = min(short, total // 2)
         long = total - short
     return (short, long) if first <= second else (long, short)
+
+
+def fitting_lengths(lengths: list[int], total: int) -> list[int]:
+    """Return the lengths of a text that is too long, or of a pair, after truncation to `total` tokens."""
+    return [*pair_lengths(lengths[0], lengths[1], total)] if len(lengths) > 1 else [total]
 
 
 def gives_types(config: Fields) -> bool:

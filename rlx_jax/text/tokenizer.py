@@ -37,7 +37,7 @@ from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.text.ascii_texts import AsciiTexts
 from rlx_jax.text.chat_template import MAX_TEMPLATE_BYTES, load_templates, template_files
 from rlx_jax.text.request_checks import Ids, check_text, id_list
-from rlx_jax.text.text_pairs import PairTokens, SpecialTokens, gives_types, pair_lengths
+from rlx_jax.text.text_pairs import PairTokens, SpecialTokens, fitting_lengths, gives_types
 from rlx_jax.text.tokenizer_checks import check_added_tokens, refuse_panics
 
 T = TypeVar("T")
@@ -64,7 +64,6 @@ _ROLES = (*_ROLES_WITH_IDS, "unk", "sep", "cls", "mask")
 _COMPANION_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 # Fewer texts are encoded natively, each word again: looking up words of a single text takes as long.
 MIN_TABLE_TEXTS = 32
-_EMPTY = np.zeros(0, np.int32)
 
 
 class AddedToken(NamedTuple):
@@ -136,7 +135,8 @@ class Tokenizer:
             TokenizerError: the tokenizer fails on this text.
         """
         check_text(text, "the text")
-        return self._encode_native([text], add_special_tokens, max_length)[0].ids
+        ids: list[int] = self._encode([text], add_special_tokens, max_length)[0][0].tolist()
+        return ids
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, max_length: int | None = None, first: int = 0
@@ -152,7 +152,7 @@ class Tokenizer:
         """
         if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
             raise RequestError(f"texts: expected a list of str, found {type(texts).__name__}")
-        rows, _ = self.encode_rows([*texts], add_special_tokens=add_special_tokens, max_length=max_length, first=first)
+        rows = self.encode_rows([*texts], add_special_tokens=add_special_tokens, max_length=max_length, first=first)[0]
         return [row.tolist() for row in rows]
 
     def encode_pairs(
@@ -165,54 +165,21 @@ class Tokenizer:
         Raises:
             RequestError: as `encode_batch`; or `max_length` is below the number of special tokens.
         """
-        rows = self.encode_rows([*map(tuple, pairs)], max_length=max_length, first=first)
+        rows = self.encode_rows(pairs, max_length=max_length, first=first)
         return [PairTokens(ids.tolist(), types.tolist()) for ids, types in zip(*rows, strict=True)]
 
     def encode_rows(
-        self, items: list[str] | list[tuple[str, ...]], *, add_special_tokens: bool = True,
+        self, items: Sequence[str] | Sequence[tuple[str, str]], *, add_special_tokens: bool = True,
         max_length: int | None = None, first: int = 0,
     ) -> tuple[list[Ids], list[Ids]]:  # fmt: skip
-        """Return the token ids of each text or pair of texts, and their types, as arrays int32.
+        """Return the token ids and types of each text, or of each pair of texts, as arrays int32.
 
         Arguments and errors are those of `encode_batch` and `encode_pairs`; pairs get special tokens.
         """
-        is_pair = bool(items) and isinstance(items[0], tuple)
-        texts = [(item,) if isinstance(item, str) or not is_pair else item for item in items]
-        for i, parts in enumerate(texts, first):
-            for text in parts:
-                check_text(text, f"pairs[{i}]" if is_pair else f"texts[{i}]")
-        if max_length is not None:
-            num_special = self._native.num_special_tokens_to_add(is_pair) if add_special_tokens else 0
-            check_integer("max_length", max_length, max(1, num_special))
-
-        def encode_all() -> tuple[list[Ids], list[Ids]]:
-            encodes_here = [False] * len(texts)
-            if self._ascii is not None and len(texts) >= MIN_TABLE_TEXTS:
-                joined = ["\n".join(parts) for parts in texts]
-                # Most requests have no other text, and one check of all is several times faster.
-                all_ascii = self._ascii.accepts("\n".join(joined))
-                encodes_here = [True] * len(texts) if all_ascii else [*map(self._ascii.accepts, joined)]
-            special = SpecialTokens.of(self._native, is_pair, add_special_tokens) if any(encodes_here) else None
-            if special is None:
-                encodes_here = [False] * len(texts)
-            ids: list[Ids] = [_EMPTY] * len(texts)
-            types = [*ids]
-            here = [i for i, is_here in enumerate(encodes_here) if is_here]
-            if self._ascii is not None and special is not None:
-                rows = self._encode_ascii(self._ascii, [texts[i] for i in here], special, max_length)
-                for i, row, row_types in zip(here, *rows, strict=True):
-                    ids[i], types[i] = row, row_types
-            others = [i for i, is_here in enumerate(encodes_here) if not is_here]
-            for i, encoding in zip(others, native(others), strict=True):
-                ids[i], types[i] = np.array(encoding.ids, np.int32), np.array(encoding.type_ids, np.int32)
-            return ids, types if self.gives_types else [np.zeros_like(row) for row in ids]
-
-        def native(numbers: list[int]) -> list[Any]:
-            if is_pair:
-                return self._encode_native_pairs([(texts[i][0], texts[i][1]) for i in numbers], max_length)
-            return self._encode_native([texts[i][0] for i in numbers], add_special_tokens, max_length)
-
-        return guard(encode_all, "encoding failed")
+        for i, item in enumerate(items, first):
+            for text in item if isinstance(item, tuple | list) else (item,):
+                check_text(text, f"texts[{i}]" if text is item else f"pairs[{i}]")
+        return self._encode(items, add_special_tokens, max_length)
 
     def encode_plain(self, text: str) -> list[int]:
         """Return the token ids of `text`, without special tokens; added tokens in it are encoded as plain text.
@@ -258,60 +225,74 @@ class Tokenizer:
         """
         return guard(lambda: self._native.decode_batch([*rows], skip_special_tokens), "decoding failed")
 
-    def _encode_ascii(
-        self, ascii_texts: AsciiTexts, items: list[tuple[str, ...]], special: SpecialTokens, max_length: int | None
+    def _encode(
+        self, items: Sequence[str | tuple[str, str]], special: bool, max_length: int | None
     ) -> tuple[list[Ids], list[Ids]]:
-        """Return the ids and types of texts or pairs of texts that `ascii_texts` accepts, truncated."""
-        flat, counts = ascii_texts.token_ids([text for parts in items for text in parts])
-        begins, counts = (np.cumsum(counts) - counts).reshape(len(items), -1), counts.reshape(len(items), -1)
-        lengths = counts.copy()
-        if max_length is not None:
-            limit = max_length - special.number
-            for i in np.flatnonzero(counts.sum(axis=1) > limit).tolist():
-                lengths[i] = limit if len(counts[i]) == 1 else pair_lengths(*counts[i].tolist(), limit)
-        if self.truncation_side == "left":
-            begins = begins + counts - lengths
-        return special.rows(flat, begins, lengths)
+        """Return the ids and types of checked texts or pairs, truncated, with special tokens if `special`."""
+        is_pair = bool(items) and not isinstance(items[0], str)
+        parts: list[tuple[str, ...]] = [(item,) if isinstance(item, str) else tuple(item) for item in items]
+        num_special: int = self._native.num_special_tokens_to_add(is_pair) if special else 0
+        limit = (
+            None if max_length is None else check_integer("max_length", max_length, max(1, num_special)) - num_special
+        )
 
-    def _encode_native(self, texts: list[str], special: bool, max_length: int | None) -> list[Any]:
-        """Return the native encodings of texts, truncated to `max_length`, with special tokens if `special`."""
-        if max_length is not None:
-            num_special = self.special_count if special else 0
-            check_integer("max_length", max_length, max(1, num_special))
-
-        def encode() -> list[Any]:
-            rows = self._native.encode_batch_fast(texts, add_special_tokens=special)
-            # Few texts are too long, so only those are encoded again, without special tokens.
-            long_rows = [i for i, row in enumerate(rows) if max_length is not None and len(row) > max_length]
-            if long_rows and max_length is not None:
-                again = self._native.encode_batch_fast([texts[i] for i in long_rows], add_special_tokens=False)
-                for i, row in zip(long_rows, again, strict=True):
-                    rows[i] = self._truncate(row, max_length - num_special, special)
-            return rows
+        def encode() -> tuple[list[Ids], list[Ids]]:
+            around = SpecialTokens.of(self._native, is_pair, special) if len(parts) >= MIN_TABLE_TEXTS else None
+            in_table = self._in_table(parts) if around is not None else [False] * len(parts)
+            ids, types = self._encode_native(
+                [x for x, here in zip(parts, in_table, strict=True) if not here], special, limit
+            )
+            if around is not None and self._ascii is not None and any(in_table):
+                accepted = [x for x, here in zip(parts, in_table, strict=True) if here]
+                found = (iter(rows) for rows in self._encode_ascii(self._ascii, accepted, around, limit))
+                others = iter(ids), iter(types)
+                ids, types = ([next(a if here else b) for here in in_table] for a, b in zip(found, others, strict=True))
+            return ids, types if self.gives_types else [np.zeros_like(row) for row in ids]
 
         return guard(encode, "encoding failed")
 
-    def _encode_native_pairs(self, pairs: list[tuple[str, str]], max_length: int | None) -> list[Any]:
-        """Return the native encodings of pairs, truncated to `max_length`, with special tokens."""
-        native, rows = self._native, self._native.encode_batch_fast(pairs)
-        for i, row in enumerate(rows):
-            if max_length is not None and len(row) > max_length:
-                parts = native.encode_batch_fast([*pairs[i]], add_special_tokens=False)
-                total = max_length - native.num_special_tokens_to_add(True)
-                for encoding, size in zip(parts, pair_lengths(len(parts[0]), len(parts[1]), total), strict=True):
-                    encoding.truncate(size, direction=self.truncation_side)
-                rows[i] = native.post_process(*parts, True)
-        return rows
+    def _in_table(self, items: list[tuple[str, ...]]) -> list[bool]:
+        """Return which texts or pairs are encoded by the table of words."""
+        if self._ascii is None:
+            return [False] * len(items)
+        joined = [*map("\n".join, items)]
+        # Most requests have no other text, and one check of all is several times faster.
+        all_accepted = self._ascii.accepts("\n".join(joined))
+        return [True] * len(items) if all_accepted else [*map(self._ascii.accepts, joined)]
+
+    def _encode_ascii(
+        self, ascii_texts: AsciiTexts, items: list[tuple[str, ...]], around: SpecialTokens, limit: int | None
+    ) -> tuple[list[Ids], list[Ids]]:
+        """Return the ids and types of texts or pairs that `ascii_texts` accepts; `limit` without special tokens."""
+        flat, counts = ascii_texts.token_ids([text for parts in items for text in parts])
+        begins, counts = (np.cumsum(counts) - counts).reshape(len(items), -1), counts.reshape(len(items), -1)
+        lengths = counts.copy()
+        if limit is not None:
+            for i in np.flatnonzero(counts.sum(axis=1) > limit).tolist():
+                lengths[i] = fitting_lengths(counts[i].tolist(), limit)
+        if self.truncation_side == "left":
+            begins = begins + counts - lengths
+        return around.rows(flat, begins, lengths)
 
     # Native truncation is a setting of the shared object, so concurrent calls would overwrite each other's; hence the
     # text's tokens are truncated here, and special tokens are added afterwards.
-    def _truncate(self, encoding: Any, max_tokens: int, special: bool) -> Any:
-        """Return the first `max_tokens` tokens of an encoding, with special tokens around them if `special`."""
-        if len(encoding) > max_tokens:
-            encoding.truncate(max_tokens, direction=self.truncation_side)
-        if special:
-            encoding = self._native.post_process(encoding, None, True)
-        return encoding
+    def _encode_native(
+        self, items: list[tuple[str, ...]], special: bool, limit: int | None
+    ) -> tuple[list[Ids], list[Ids]]:
+        """Return the ids and types of texts or pairs, encoded natively; `limit` is without special tokens."""
+        native = self._native
+        rows = native.encode_batch_fast([x if len(x) > 1 else x[0] for x in items], add_special_tokens=special)
+        # Few are too long, so only those are encoded again, without special tokens.
+        for i, (row, texts) in enumerate(zip(rows, items, strict=True)):
+            if (
+                limit is not None
+                and len(row) - (native.num_special_tokens_to_add(len(texts) > 1) if special else 0) > limit
+            ):
+                parts = native.encode_batch_fast([*texts], add_special_tokens=False)
+                for encoding, size in zip(parts, fitting_lengths([*map(len, parts)], limit), strict=True):
+                    encoding.truncate(size, direction=self.truncation_side)
+                rows[i] = native.post_process(*parts, *[None] * (2 - len(parts)), special)
+        return [np.array(row.ids, np.int32) for row in rows], [np.array(row.type_ids, np.int32) for row in rows]
 
 
 def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: bool = False) -> Tokenizer | None:

@@ -169,9 +169,9 @@ class AttentionOp(Mir):
             sinks = sinks.astype(jnp.float32).reshape(1, self.kv_heads, num_groups, 1, 1)
         if heads_first and self.returns == "context":
             # The mask is added, as it then has no head axis, and the product is divided, as it has fewer numbers.
-            weights, total = exponentials(scores if allowed is None else scores + _mask_bias(allowed), sinks)
+            weights, sums = exponentials(scores if allowed is None else scores + _mask_bias(allowed), sinks)
             out = product(f"bkgst,{keys_in}->{queries_in}", weights.astype(v.dtype), v4)
-            out = (out / total).astype(v.dtype)
+            out = (out / sums).astype(v.dtype)
             return out.transpose(0, 3, 1, 2, 4).reshape(batch, num_queries, self.heads * v4.shape[3])
         weights = masked_softmax(scores, allowed, rows_may_be_empty, sinks)
         if self.returns == "probs":
