@@ -18,7 +18,7 @@ import numpy as np
 
 from rlx_jax.text.request_checks import Ids
 
-Array = np.ndarray[Any, Any]
+HostArray = np.ndarray[Any, Any]
 
 # Normalizers that change no ASCII character but capitals, and control characters.
 _NORMALIZERS = {"BertNormalizer", "Lowercase", "StripAccents", "NFC", "NFD", "NFKC", "NFKD"}
@@ -78,7 +78,7 @@ class AsciiTexts:
     native: Any
     lowercase: bool
     added_tokens: tuple[str, ...]
-    kinds: Array
+    kinds: HostArray
     words: WordTable = field(default_factory=WordTable)
 
     @staticmethod
@@ -112,7 +112,7 @@ class AsciiTexts:
         is_plain = text.isascii() and (text.isprintable() or not _OTHER_CHARACTERS.search(text))
         return is_plain and not any(token in text.lower() for token in self.added_tokens)
 
-    def token_ids(self, texts: Sequence[str]) -> tuple[Ids, Array]:
+    def token_ids(self, texts: Sequence[str]) -> tuple[Ids, HostArray]:
         """Return the ids of accepted texts, without special tokens, one text after another, and the number of each."""
         text = "\n".join(texts)
         codes = np.frombuffer((text.lower() if self.lowercase else text).encode() + bytes(_MAX_WORD), np.uint8)
@@ -125,7 +125,7 @@ class AsciiTexts:
         token_ends = np.append(0, np.cumsum(counts))
         return take_ranges(ids, begins, counts), np.diff(token_ends[np.searchsorted(starts, begins_of_texts)])
 
-    def _look_up(self, codes: Array, starts: Array, ends: Array) -> tuple[Ids, Array, Array]:
+    def _look_up(self, codes: HostArray, starts: HostArray, ends: HostArray) -> tuple[Ids, HostArray, HostArray]:
         """Return an array of ids, and where in it the ids of each word begin, and how many they are.
 
         Args:
@@ -164,7 +164,7 @@ class AsciiTexts:
                 table.ids = all_ids
         return all_ids, begins, counts
 
-    def _encode_words(self, codes: Array, starts: Array, ends: Array) -> tuple[Ids, Array]:
+    def _encode_words(self, codes: HostArray, starts: HostArray, ends: HostArray) -> tuple[Ids, HostArray]:
         """Return the ids of words, one word after another, and the number of each; all cores encode them."""
         text = codes.tobytes().decode()
         words = [text[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
@@ -177,8 +177,8 @@ class AsciiTexts:
         return ids, np.concatenate(counts)
 
 
-def take_ranges(values: Array, begins: Array, counts: Array) -> Array:
+def take_ranges(values: HostArray, begins: HostArray, counts: HostArray) -> HostArray:
     """Return ranges of values, one after another, by where each begins and its number of values."""
     ends = np.cumsum(counts)
-    taken: Array = values[np.arange(ends[-1] if len(ends) else 0) + np.repeat(begins - ends + counts, counts)]
+    taken: HostArray = values[np.arange(ends[-1] if len(ends) else 0) + np.repeat(begins - ends + counts, counts)]
     return taken
