@@ -34,6 +34,7 @@ class Costs:
         attention: cost for a token of attending to one more token.
         tokens_per_slot: a row holds at most one text per `tokens_per_slot` tokens of its width.
         short_widths: the widths of full calls, for models with texts of up to 512 tokens.
+        program: cost of running a program that the request has not run, which may have to be loaded.
     """
 
     tokens: int
@@ -42,6 +43,7 @@ class Costs:
     attention: float
     tokens_per_slot: int
     short_widths: tuple[int, ...] = SHORT_WIDTHS
+    program: float = 0.0
 
 
 # `tokens_per_slot` of rows that hold a single text, whatever their width.
@@ -49,7 +51,7 @@ ONE_TEXT_PER_ROW = 2**31
 COSTS = {
     "cpu": Costs(512, ((1, 64), (1, 256), (1, 16), (1, 128)), 16.0, 0.001, 4),
     # A full call of rows of 64 tokens saves less than its program takes to load.
-    "cuda": Costs(16384, ((1, 64), (16, 64), (4, 512)), 2500.0, 0.0015, 8, (128, 256, 512)),
+    "cuda": Costs(16384, ((1, 64), (16, 64), (4, 512)), 2500.0, 0.0015, 8, (128, 256, 512), 100_000.0),
 }
 
 
@@ -170,7 +172,12 @@ def make_blocks(width: int, rows: Sequence[tuple[int, ...]], sizes: BlockSizes) 
     blocks = [Block(full, width, sizes.slots(width), tuple(rows[at : at + full])) for at in range(0, full_rows, full)]
     rest = rows[full_rows:]
     if rest:
-        size = min(sizes.row_counts(width), key=lambda n: -(-len(rest) // n) * sizes.cost(n, width))
+
+        def cost(size: int) -> float:
+            is_loaded = size == full and full_rows > 0
+            return -(-len(rest) // size) * sizes.cost(size, width) + (0.0 if is_loaded else sizes.costs.program)
+
+        size = min(sizes.row_counts(width), key=cost)
         blocks += [
             Block(size, width, sizes.slots(width), tuple(rest[at : at + size])) for at in range(0, len(rest), size)
         ]
