@@ -7,6 +7,7 @@ import json
 import random
 import struct
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from rlx_jax.errors import (
     TokenIdError,
     TokenizerError,
 )
+from rlx_jax.text import ascii_texts
 from rlx_jax.text import tokenizer as tokenizer_module
 from rlx_jax.text.tokenizer import Tokenizer, load_tokenizer
 from tests.oracles.checkpoints import FIXTURES
@@ -143,6 +145,20 @@ def test_ascii_texts_are_encoded_as_others(kind: str, tmp_path: Path) -> None:
         assert ours.encode_batch(texts, max_length=length) == plain.encode_batch(texts, max_length=length)
         assert ours.encode_pairs(pairs, max_length=length) == plain.encode_pairs(pairs, max_length=length)
     assert (ours._ascii is not None) == (kind in ("wordpiece", "word_level"))
+
+
+@pytest.mark.parametrize("limits", [{}, {"_SLOT_BITS": 2}, {"_MAX_IDS": 60}])
+def test_table_of_words(limits: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads share it, words replace others in few slots, and it is emptied when it is full."""
+    for name, value in limits.items():
+        monkeypatch.setattr(ascii_texts, name, value)
+    ours, rng = loaded(tmp_path, KINDS["wordpiece"]), random.Random(1)
+    words = ["".join(rng.choices("abHelo.,-", k=rng.randrange(1, 20))) for _ in range(60)]
+    batches = [[" ".join(rng.choices(words, k=rng.randrange(9))) for _ in range(40)] for _ in range(8)]
+    expected = [replace(ours, _ascii=None).encode_batch(batch) for batch in batches]
+    with ThreadPoolExecutor(3) as pool:
+        for _ in range(3):
+            assert [*pool.map(ours.encode_batch, batches)] == expected
 
 
 @pytest.mark.parametrize(
