@@ -225,7 +225,7 @@ class Stream:
                 self._fetch()
 
     def _places(self, rows: list[list[int]]) -> list[list[int]]:
-        """Return where the results of rows of texts are in the buffer; those of selected tokens are in one row."""
+        """Return where the results of rows of texts are in the buffer; results of selected tokens are in one row."""
         selection, ends = self.batcher.selection, self.ends
         if selection is None:
             return rows

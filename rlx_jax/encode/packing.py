@@ -73,7 +73,7 @@ class Block:
     texts: tuple[tuple[int, ...], ...]
 
     def token_rows(self, rows: Sequence[T]) -> list[T]:
-        """Return the rows of its texts, among those of all texts."""
+        """Return the rows of its texts, among the rows of all texts."""
         return [rows[text] for texts in self.texts for text in texts]
 
 

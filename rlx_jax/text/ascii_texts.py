@@ -23,7 +23,7 @@ HostArray = np.ndarray[Any, Any]
 # Normalizers that change no ASCII character but capitals, and control characters.
 _NORMALIZERS = {"BertNormalizer", "Lowercase", "StripAccents", "NFC", "NFD", "NFKC", "NFKD"}
 _SPACE = "\t\n\r "
-# Kinds of characters: white space between words; those of which adjacent ones of the same kind form a word; those that
+# Kinds of characters: white space between words, two kinds whose adjacent characters form a word, and characters that
 # are words by themselves.
 _SPLIT, _WORD, _OTHER_WORD, _SINGLE = range(4)
 # The kind of punctuation for pre-tokenizers that split a text at white space, to which BertNormalizer converts a tab

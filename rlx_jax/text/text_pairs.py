@@ -38,7 +38,7 @@ class SpecialTokens:
 
     @staticmethod
     def of(native: Any, is_pair: bool, add_special_tokens: bool = True) -> SpecialTokens | None:
-        """Return those of a native tokenizer; None if they are no fixed ones around texts in order."""
+        """Return the special tokens of a native tokenizer; None if they are no fixed ones around texts in order."""
         if not add_special_tokens:
             return SpecialTokens((0,), (0,))
         (row,) = native.encode_batch_fast([("a", "a") if is_pair else "a"])
@@ -54,7 +54,7 @@ class SpecialTokens:
 
         Args:
             ids: the ids of the texts.
-            begins, counts: where among them those of each text of each row begin, and how many they are, `[rows, 1|2]`.
+            begins, counts: the place of the first id and the number of ids of each text of each row, `[rows, 1|2]`.
         """
         places, sizes = np.zeros((2, len(begins), len(self.ids)), np.int64)
         for column, part in enumerate(self.ids):

@@ -174,7 +174,7 @@ class Tokenizer:
     ) -> tuple[list[Ids], list[Ids]]:  # fmt: skip
         """Return the token ids and types of each text, or of each pair of texts, as arrays int32.
 
-        Arguments and errors are those of `encode_batch` and `encode_pairs`; pairs get special tokens.
+        Arguments and errors: as for `encode_batch` and `encode_pairs`. Pairs get special tokens.
         """
         for i, item in enumerate(items, first):
             for text in item if isinstance(item, tuple | list) else (item,):
