@@ -3,6 +3,7 @@ in CI."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import zipfile
@@ -48,9 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if jax.__version_info__ < (0, 11):
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))  # read at the first computation
-    if cache := getattr(config, "cache", None):
-        directory = cache.mkdir("programs")
-        share_programs(directory)
+    with contextlib.suppress(AttributeError, OSError):  # without pytest's cache, or where it cannot be written
+        share_programs(directory := config.cache.mkdir("programs"))
         if not hasattr(config, "workerinput"):  # a process of xdist's has one
             remove_unused(directory)
 

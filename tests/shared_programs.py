@@ -6,6 +6,7 @@ JAX's own cache does it, in a directory of pytest's: its keys are the program, t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import threading
@@ -56,5 +57,6 @@ def share_programs(directory: Path) -> None:
 def remove_unused(directory: Path) -> None:
     """Remove programs that no test has used for some days."""
     for file in directory.iterdir():
-        if time.time() - file.stat().st_mtime > DAYS * 86400:
-            file.unlink()
+        with contextlib.suppress(FileNotFoundError):  # another run's, which is renamed or removed
+            if time.time() - file.stat().st_mtime > DAYS * 86400:
+                file.unlink()

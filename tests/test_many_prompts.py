@@ -250,7 +250,7 @@ def test_failures_of_threads_end_with_their_request(is_late: bool) -> None:
 
 
 def test_an_iterator_that_does_not_end() -> None:
-    """Answers come while prompts are still read; text and ids; a longer prompt makes the cache grow."""
+    """Answers come while prompts are still read, greedy ones and drawn ones."""
     model = lm("llama")
     prompts = job_list(5)[0]
     want = model.generate(prompts, 4)
@@ -258,10 +258,14 @@ def test_an_iterator_that_does_not_end() -> None:
     got = dict(itertools.islice(stream, 12))
     stream.close()
     assert all(answer == want[i % 5] for i, answer in got.items()) and max(got) < 20
-    longer = [*prompts, [5] * 70]
-    assert dict(model.generate_iter(longer, 4, slots=2)) == dict(enumerate(model.generate(longer, 4)))
     drawn: Any = {"temperature": 1.0, "seed": 3, "slots": 2}
     assert dict(model.generate_iter(prompts, 4, **drawn)) == dict(enumerate(model.generate(prompts, 4, **drawn)))
+
+
+@pytest.mark.slow
+def test_a_longer_prompt_makes_the_cache_of_an_iterator_grow() -> None:
+    model, prompts = lm("llama"), [*job_list(5)[0], [5] * 70]
+    assert dict(model.generate_iter(prompts, 4, slots=2)) == dict(enumerate(model.generate(prompts, 4)))
 
 
 def test_values_at_the_edge() -> None:
@@ -377,8 +381,8 @@ def repetitive(family: str) -> tuple[list[list[int]], list[int], list[rlx.Sample
 
 @pytest.mark.parametrize(
     "family, drafts",
-    [("llama", "prompt"), *(pytest.param(f, d, marks=pytest.mark.slow) for f, d in (
-        ("gemma2", "prompt"), ("qwen35", "prompt"), ("mixtral", "qwen35"),
+    [*(pytest.param(f, d, marks=pytest.mark.slow) for f, d in (
+        ("llama", "prompt"), ("gemma2", "prompt"), ("qwen35", "prompt"), ("mixtral", "qwen35"),
     )), *(pytest.param(f, d, marks=pytest.mark.soak) for f, d in (
         ("int8", "prompt"), ("mamba2", "prompt"), ("llama", "gpt2"), ("gemma2", "llama"), ("llama", "gemma2"),
         ("qwen35", "mamba2"),

@@ -49,11 +49,13 @@ def check_resting(model: rlx.CompiledModel, params: Any) -> None:
 
 
 TRAINED = [
-    ("llama tied", "data fsdp tensor", 8), pytest.param("mixtral", "fsdp expert", 4, marks=pytest.mark.slow),
-    pytest.param("mamba2", "fsdp tensor", 4, marks=pytest.mark.slow),
-]  # fmt: skip
+    ("llama tied", "data fsdp tensor", 8),
+    ("mixtral", "fsdp expert", 4),
+    ("mamba2", "fsdp tensor", 4),
+]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "kinds", "devices"), TRAINED)
 def test_gradients(family: str, kinds: str, devices: int) -> None:
     """Of the loss in pieces and of logits; a gradient is divided as its parameter."""

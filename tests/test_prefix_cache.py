@@ -153,6 +153,7 @@ def test_the_size_decides() -> None:
     assert model.report().request.cached_tokens == 6
 
 
+@pytest.mark.slow
 def test_an_iterator_shares_prefixes() -> None:
     model = lm("llama")
     model.prefix_cache = SIZE
