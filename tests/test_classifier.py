@@ -149,7 +149,7 @@ def test_padding_at_the_end(directories: Path) -> None:
 def test_tokenizers_without_types(directories: Path, tmp_path: Path) -> None:
     """Token types of pairs are 0 where the tokenizer's files say that the model gets none."""
     model = rlx.load(directories / "bert")
-    rows = [pair.ids for pair in model.tokenizer.encode_pairs([*zip(TEXTS, SECOND, strict=True)], max_length=24)]
+    rows = [row.tolist() for row in model.tokenizer.encode_rows([*zip(TEXTS, SECOND, strict=True)], max_length=24)[0]]
     untyped = model.logits(rows)
     assert np.abs(untyped - model.logits(TEXTS, SECOND)).max() > 0.01
     changes: list[dict[str, Any]] = [{"model_input_names": ["input_ids"]}, {"tokenizer_class": "DistilBertTokenizer"}]

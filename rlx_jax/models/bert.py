@@ -40,9 +40,12 @@ from rlx_jax.models.encoder import (
     EncoderFlow,
     HeadLayer,
     HeadLayers,
-    OptionalInput,
+    OptionalInputs,
     TaskHead,
 )
+
+# The optional inputs of families without default positions, or that derive them from the ids.
+ALL_INPUTS = (("attention_mask", None), ("token_type_ids", 0), ("position_ids", None))
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,8 @@ class BertLike(EncoderFlow[B]):
     def embedding_stages(self) -> tuple[BlockStage, ...]:
         c, p, width = self.config, self.key("embeddings"), self.config.embedding_size or self.config.hidden_size
         types = GatherAdd("token_type_ids", f"{p}.token_type_embeddings.weight", (c.type_vocab_size, width))
-        projection = self.key(self.embedding_projection)
+        name = self.key(self.embedding_projection)
+        projection = Linear(f"{name}.weight", bias_key=f"{name}.bias", shape=(c.hidden_size, width))
         positions = None if c.inv_freq else self.positions(f"{p}.position_embeddings.weight")
         return (
             *([RopeTables(c.inv_freq)] if c.inv_freq else []),
@@ -130,7 +134,7 @@ class BertLike(EncoderFlow[B]):
             *([types] if c.type_vocab_size else []),  # MPNet has no token types
             *([] if positions is None else [positions]),
             *self.norm(self.embedding_norm),
-            *([_linear(projection, (c.hidden_size, width))] if c.embedding_size else []),
+            *([projection] if c.embedding_size else []),
         )
 
     def final_stages(self) -> tuple[BlockStage, ...]:
@@ -179,10 +183,6 @@ class BertFlow(BertLike[BertConfig]):
     config_type = BertConfig
 
 
-def _linear(key: str, shape: tuple[int, int]) -> Linear:
-    return Linear(f"{key}.weight", bias_key=f"{key}.bias", shape=shape)
-
-
 def weight_specs(config: BertConfig, prefix: str = "", dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shape of every checkpoint key, to compile or `init` without a checkpoint."""
     return declared_shapes(BertFlow(config, prefix=prefix).assemble(), dtype)
@@ -224,9 +224,7 @@ class RobertaFlow(BertLike[RobertaConfig]):
 
     config_type = RobertaConfig
     heads = ROBERTA_HEADS
-    optional_inputs: ClassVar[tuple[OptionalInput, ...]] = (
-        ("attention_mask", None), ("token_type_ids", 0), ("position_ids", None),
-    )  # fmt: skip
+    optional_inputs: ClassVar[OptionalInputs] = ALL_INPUTS
 
     @property
     def max_positions(self) -> int:
@@ -307,10 +305,8 @@ class JinaV3Flow(BertLike[JinaV3Config]):
 
     config_type = JinaV3Config
     heads = ROBERTA_HEADS
-    optional_inputs = (("attention_mask", None), ("token_type_ids", 0), ("position_ids", None))
-    layer_keys: ClassVar[EncoderKeys | None] = EncoderKeys(
-        ("mixer.Wqkv",), "mixer.out_proj", "norm1", "mlp.fc1", "mlp.fc2", "norm2"
-    )
+    optional_inputs = ALL_INPUTS
+    layer_keys = EncoderKeys(("mixer.Wqkv",), "mixer.out_proj", "norm1", "mlp.fc1", "mlp.fc2", "norm2")
     embedding_norm = "emb_ln"
 
     def layer_prefix(self, index: int) -> str:

@@ -283,8 +283,8 @@ HEAD_PREFIXES = (
 # Name of the side output with one vector for each row.
 POOLED = "pooled"
 
-# Name of an optional input `[batch, seq]` int32, and its default as in `ModelFlow.input`.
-OptionalInput = tuple[str, float | str | None]
+# Names of optional inputs `[batch, seq]` int32, and their defaults as in `ModelFlow.input`.
+OptionalInputs = tuple[tuple[str, float | str | None], ...]
 
 
 L = TypeVar("L", bound=LayeredConfig)
@@ -388,7 +388,7 @@ class EncoderFlow(TowerFlow[E]):
 
     embedding: ClassVar[str] = EMBEDDING
     head_prefixes: ClassVar[tuple[str, ...]] = HEAD_PREFIXES
-    optional_inputs: ClassVar[tuple[OptionalInput, ...]] = (
+    optional_inputs: ClassVar[OptionalInputs] = (
         ("attention_mask", None),
         ("token_type_ids", 0),
         ("position_ids", POSITIONS),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from rlx_jax.blocks import EncoderKeys, EncoderLayerSpec, Frequencies, frequencies, linear_scaling
-from rlx_jax.models.bert import BertConfig, BertLike
+from rlx_jax.models.bert import ALL_INPUTS, BertConfig, BertLike
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder_config import even_head_dim, frequencies_of
 from rlx_jax.models.encoder import BERT_HEADS, MASKED, masked_head
@@ -55,7 +55,7 @@ class GteFlow(BertLike[GteConfig]):
 
     config_type = GteConfig
     heads = {**BERT_HEADS, MASKED: masked_head("lm_head.dense", "lm_head.norm", "lm_head.decoder", activation="gelu")}
-    optional_inputs = (("attention_mask", None), ("token_type_ids", 0), ("position_ids", None))
+    optional_inputs = ALL_INPUTS
     layer_keys = EncoderKeys(
         ("attention.qkv_proj",), "attention.o_proj", "attn_ln", "mlp.up_gate_proj", "mlp.down_proj", "mlp_ln",
         gate="mlp.up_gate_proj", up_first=True,

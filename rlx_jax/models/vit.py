@@ -244,17 +244,10 @@ HF_KEYS = LayerKeys(
     "norm1", "norm2", HF_QKV, "attention.output.dense", "mlp.fc1", "mlp.fc2",
     "layer_scale1.lambda1", "layer_scale2.lambda1", "mlp.weights_in", "mlp.weights_out",
 )  # fmt: skip
-DINOV2_LAYOUT = VisionLayout(
-    patch="embeddings.patch_embeddings.projection",
-    position="embeddings.position_embeddings",
-    layers=LAYER,
-    keys=HF_KEYS,
-    cls="embeddings.cls_token",
-    registers="embeddings.register_tokens",
-    after="layernorm",
-    unread_keys=("embeddings.mask_token",),
+DINOV2_LAYOUT = replace(
+    HF, keys=HF_KEYS, registers="embeddings.register_tokens", unread_keys=("embeddings.mask_token",),
     head_prefixes=("classifier.",),
-)
+)  # fmt: skip
 ORIGINAL = VisionLayout(
     patch="patch_embed.proj",
     position="pos_embed",

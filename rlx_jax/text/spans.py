@@ -14,7 +14,7 @@ class TokenSpans(NamedTuple):
     """The tokens of a text or of a pair of texts, or of a window of one that is too long.
 
     Attributes:
-        ids, types: as in `PairTokens`.
+        ids, types: the token ids, and for each its type: 0 in the first text of a pair, 1 in the second if they differ.
         tokens: the token of each id, as the vocabulary spells it.
         offsets: the first character of each token in its text, and the one after its last.
         words: the number of each token's word in its text; None for special tokens.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,13 +15,6 @@ from rlx_jax.text.request_checks import Ids
 
 # Classes whose pairs transformers gives no token types, although tokenizer.json has them.
 _UNTYPED_CLASSES = ("DistilBertTokenizer", "DistilBertTokenizerFast", "TokenizersBackend")
-
-
-class PairTokens(NamedTuple):
-    """The token ids of a pair of texts, and for each its type: 0 in the first text, 1 in the second if they differ."""
-
-    ids: list[int]
-    types: list[int]
 
 
 @dataclass(frozen=True)

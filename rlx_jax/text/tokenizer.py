@@ -37,7 +37,7 @@ from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.text.ascii_texts import AsciiTexts
 from rlx_jax.text.chat_template import MAX_TEMPLATE_BYTES, load_templates, template_files
 from rlx_jax.text.request_checks import Ids, check_text, id_list
-from rlx_jax.text.text_pairs import PairTokens, SpecialTokens, fitting_lengths, gives_types
+from rlx_jax.text.text_pairs import SpecialTokens, fitting_lengths, gives_types
 from rlx_jax.text.tokenizer_checks import check_added_tokens, refuse_panics
 
 T = TypeVar("T")
@@ -155,26 +155,14 @@ class Tokenizer:
         rows = self.encode_rows([*texts], add_special_tokens=add_special_tokens, max_length=max_length, first=first)[0]
         return [row.tolist() for row in rows]
 
-    def encode_pairs(
-        self, pairs: Sequence[tuple[str, str]], *, max_length: int | None = None, first: int = 0
-    ) -> list[PairTokens]:
-        """Return the token ids and types of pairs of texts, with special tokens, unpadded.
-
-        A pair with more than `max_length` ids loses tokens of its longer text first, until both are equally long.
-
-        Raises:
-            RequestError: as `encode_batch`; or `max_length` is below the number of special tokens.
-        """
-        rows = self.encode_rows(pairs, max_length=max_length, first=first)
-        return [PairTokens(ids.tolist(), types.tolist()) for ids, types in zip(*rows, strict=True)]
-
     def encode_rows(
         self, items: Sequence[str] | Sequence[tuple[str, str]], *, add_special_tokens: bool = True,
         max_length: int | None = None, first: int = 0,
     ) -> tuple[list[Ids], list[Ids]]:  # fmt: skip
-        """Return the token ids and types of each text, or of each pair of texts, as arrays int32.
+        """Return the token ids and types of each text, or of each pair of texts, unpadded, as arrays int32.
 
-        Arguments and errors: as for `encode_batch` and `encode_pairs`. Pairs get special tokens.
+        A pair with more than `max_length` ids loses tokens of its longer text first, until both are equally long.
+        Arguments and errors: as for `encode_batch`.
         """
         for i, item in enumerate(items, first):
             for text in item if isinstance(item, tuple | list) else (item,):
