@@ -361,10 +361,9 @@ class EuroBertFlow(EncoderFlow[EuroBertConfig]):
     optional_inputs = (("attention_mask", None), ("position_ids", None))
 
     def task_heads(self) -> HeadLayers:
-        classifier = HeadLayer("classifier")
         return {
-            SEQUENCE: (HeadLayer("dense", "gelu"), classifier),
-            TOKEN: (classifier,),
+            SEQUENCE: (HeadLayer("dense", "gelu"), HeadLayer("classifier")),
+            TOKEN: (HeadLayer("classifier"),),
             MASKED: (HeadLayer("lm_head", bias=self.config.mlp_bias),),
         }
 
