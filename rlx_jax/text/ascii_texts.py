@@ -108,9 +108,9 @@ class AsciiTexts:
         return AsciiTexts(bare, lowercase, tuple(token.lower() for token in added_tokens), kinds)
 
     def accepts(self, text: str) -> bool:
-        """Return whether a text, or several joined by ends of lines, is encoded here."""
-        is_plain = text.isascii() and (text.isprintable() or not _OTHER_CHARACTERS.search(text))
-        return is_plain and not any(token in text.lower() for token in self.added_tokens)
+        """Return whether a text, or several joined by white space, is encoded here."""
+        is_plain, lower = text.isascii() and (text.isprintable() or not _OTHER_CHARACTERS.search(text)), text.lower()
+        return is_plain and not any(token in lower for token in self.added_tokens)
 
     def token_ids(self, texts: Sequence[str]) -> tuple[Ids, HostArray]:
         """Return the ids of accepted texts, without special tokens, one text after another, and the number of each."""
@@ -141,14 +141,14 @@ class AsciiTexts:
         with table.lock:
             rows, ids = table.rows[slots], table.ids
             # A word whose first slot has another word may be in its second slot.
-            others = np.flatnonzero((rows[:, :2] != keys).any(axis=1))
+            others = np.flatnonzero((rows[:, 0] != keys[:, 0]) | (rows[:, 1] != keys[:, 1]))
             second_slots = mixed[others] >> np.uint64(64 - 2 * _SLOT_BITS) & np.uint64(2**_SLOT_BITS - 1)
             slots[others] = np.where(rows[others, 0] == 0, slots[others], second_slots)
             rows[others] = table.rows[slots[others]]
         places = rows[:, 2].astype(np.int64)
         begins, counts = places >> 16, places & 0xFFFF
         fits = lengths <= _MAX_WORD
-        missing = np.flatnonzero(~fits | (rows[:, :2] != keys).any(axis=1))
+        missing = np.flatnonzero(~fits | (rows[:, 0] != keys[:, 0]) | (rows[:, 1] != keys[:, 1]))
         if not len(missing):
             return ids, begins, counts
         new_ids, counts[missing] = self._encode_words(codes, starts[missing], ends[missing])

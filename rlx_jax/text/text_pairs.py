@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -58,8 +58,9 @@ class SpecialTokens:
                 places[:, column], sizes[:, column] = begins[:, part], counts[:, part]
         flat = take_ranges(ids, places.ravel(), sizes.ravel())
         types = np.repeat(np.tile(np.array(self.types, np.int32), len(begins)), sizes.ravel())
-        ends = np.cumsum(sizes.sum(axis=1))[:-1]
-        return np.split(flat, ends), np.split(types, ends)
+        ends = np.cumsum(sizes.sum(axis=1)).tolist()
+        flat_rows, flat_types = ([x[a:b] for a, b in pairwise([0, *ends])] for x in (flat, types))
+        return flat_rows, flat_types
 
 
 def pair_lengths(first: int, second: int, total: int) -> tuple[int, int]:

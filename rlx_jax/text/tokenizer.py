@@ -243,9 +243,9 @@ class Tokenizer:
         """Return which texts or pairs are encoded by the table of words."""
         if self._ascii is None:
             return [False] * len(items)
-        joined = [*map("\n".join, items)]
+        joined = [*map(" ".join, items)]
         # Most requests have no other text, and one check of all is several times faster.
-        all_accepted = self._ascii.accepts("\n".join(joined))
+        all_accepted = self._ascii.accepts(" ".join(joined))
         return [True] * len(items) if all_accepted else [*map(self._ascii.accepts, joined)]
 
     def _encode_ascii(
