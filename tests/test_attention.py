@@ -259,11 +259,10 @@ def test_query_chunks_equal_eval(options: dict[str, Any], queries: int, monkeypa
 
         return jax.jit(jax.value_and_grad(weighted, (0, 1, 2), has_aux=True))(*operands[:3])
 
-    chunked, direct = (
-        value_and_gradients(functools.partial(IMPLEMENTATIONS["query_chunks"], op)),
-        value_and_gradients(op.eval),
-    )
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), chunked, direct)
+    direct = value_and_gradients(op.eval)
+    for name in ("query_chunks", "row_chunks"):
+        chunked = value_and_gradients(functools.partial(IMPLEMENTATIONS[name], op))
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), chunked, direct)
 
 
 def test_attention_without_cudnn_needs_no_memory_of_all_scores() -> None:
@@ -278,6 +277,15 @@ def test_attention_without_cudnn_needs_no_memory_of_all_scores() -> None:
         call = op, tuple(TensorType(shape, jax.numpy.dtype(dtype)) for shape in shapes)
         assert choose(call, DEVICES[name], "auto").implementation == implementation
     assert choose(call, DEVICES["h200"], "xla").implementation == "xla"
+    # A long prompt's chunk over its cache: XLA would have few queries at a time for all rows.
+    op = AttentionOp(32, 8, causal=True, extra=("positions",))
+    for dtype, is_sharded, implementation in (
+        ("f4", False, "row_chunks"), ("f4", True, "query_chunks"), ("bfloat16", True, "cudnn"),
+    ):  # fmt: skip
+        widths = ((1024, 2048), (16384, 512), (16384, 512))
+        call = op, tuple(TensorType((8, *shape), jax.numpy.dtype(dtype)) for shape in widths)
+        assert choose(call, DEVICES["h200"], "auto", is_sharded).implementation == implementation
+    op = AttentionOp(32, 8, causal=True)
 
     def loss(q: Any, k: Any, v: Any) -> Any:
         return IMPLEMENTATIONS["query_chunks"](op, q, k, v).sum()

@@ -372,6 +372,28 @@ def test_implementation_of_decoding(cuda: None) -> None:
         assert f"self_attn: {want} (" in model.text("lir")
 
 
+@pytest.mark.parametrize(("window", "queries"), [(None, 3), (2, 3), (2, 1), (None, 1)])
+def test_queries_at_positions_by_cudnn(
+    window: int | None, queries: int, cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chosen where all scores are large, and lowered with a mask that means the same as `eval`."""
+    monkeypatch.setattr(attention, "MAX_SCORE_BYTES", 0)
+    op = AttentionOp(heads=4, kv_heads=2, causal=True, window=window, extra=("positions",))
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, n, width)).astype("f4") for n, width in ((queries, 32), (9, 16), (9, 16)))
+    positions = np.array([[2], [5]], np.int32) + np.arange(queries, dtype=np.int32)
+    types = tuple(tensor_type(a.shape, "bf16", "t") for a in (q, k, v))
+    assert attention.choose((op, types), DEVICES["h200"], "auto").implementation == "cudnn"
+    halves = (*(jax.ShapeDtypeStruct(a.shape, "bfloat16") for a in (q, k, v)), positions)
+    text = str(
+        jax.jit(functools.partial(attention.cudnn, op)).trace(*halves).lower(lowering_platforms=("cuda",)).as_text()
+    )
+    assert ("__cudnn$fmhaScaleBiasSoftmax" in text) == (queries > 1 or window is not None)
+    on_host = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, **b: on_host(*a, **{**b, "implementation": "xla"}))
+    np.testing.assert_allclose(attention.cudnn(op, q, k, v, positions), op.eval(q, k, v, positions), atol=1e-5)
+
+
 @pytest.mark.parametrize(("causal", "lengths"), [(True, (5, 5)), (False, (4, 7)), (False, (7, 4))])
 def test_odd_lengths_have_gradients_by_cudnn(causal: bool, lengths: tuple[int, int], cuda: None) -> None:
     """One more token is put behind an odd number of them, which cuDNN wants for a gradient."""

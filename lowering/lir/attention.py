@@ -31,19 +31,24 @@ MAX_XLA_KEYS = 1 << 16
 # Bytes of f32 scores `[B,N,S,T]` above which attention without cuDNN runs over chunks of the queries.
 MAX_SCORE_BYTES = 2**29
 
+# Queries of a chunk below which it has those of one row alone: fewer would read all keys for little work.
+MIN_CHUNK_QUERIES = 128
+
 # Bytes of the f32 scores of a chunk. One H200, f32, causal, 8 x 2048 tokens, 32 query heads on 8 of width 64, ms and
 # GiB of temporaries with the gradient: all scores 33.6 and 12.0, chunks of 2**26 bytes 32.4 and 0.4, of 2**28 25.6 and
 # 1.0, of 2**30 23.9 and 3.3.
 CHUNK_SCORE_BYTES = 2**28
+CHUNKED = ("query_chunks", "row_chunks")
 
 
-def choose(call: Call, device: Device, preference: str) -> Choice:
+def choose(call: Call, device: Device, preference: str, is_sharded: bool = False) -> Choice:
     """Choose the implementation of an attention.
 
     Args:
         call: the op and the types of its operands, with static sizes.
         device: the target.
         preference: `auto`, `xla` or `cudnn`.
+        is_sharded: whether the program runs on a mesh.
 
     Raises:
         UnsupportedError: `preference` is `cudnn`, which does not support this attention; names the reason.
@@ -62,13 +67,22 @@ def choose(call: Call, device: Device, preference: str) -> Choice:
             f"attention.implementation = '{preference}' is not available: {refusal}; with 'auto' another "
             "implementation runs instead"
         )
-    batch, queries, keys = int(q.shape[0]), int(q.shape[1]), int(k.shape[1])
-    scores = 4 * batch * op.heads * queries * keys
+    queries, keys, scores = int(q.shape[1]), int(k.shape[1]), score_bytes(call)
     if queries > 1 and scores > MAX_SCORE_BYTES:
-        return Choice("query_chunks", f"{refusal}; all scores take {scores / 2**30:.1f} GiB")
+        is_short = chunk_queries(scores // (4 * queries), queries) < min(queries, MIN_CHUNK_QUERIES)
+        # Rows of several devices run at the same time.
+        name = "row_chunks" if is_short and int(q.shape[0]) > 1 and not is_sharded else "query_chunks"
+        return Choice(name, f"{refusal}; all scores take {scores / 2**30:.1f} GiB")
     if device.kind == "cpu" and 1 < queries == keys:  # `heads_first` would copy a cache
         return Choice("heads_first", "faster on a CPU")
     return Choice("xla", refusal)
+
+
+def score_bytes(call: Call) -> int:
+    """Return the bytes of the f32 scores `[B,N,S,T]` of an attention."""
+    op, (q, k, *_) = call
+    assert isinstance(op, AttentionOp)
+    return 4 * int(q.shape[0]) * op.heads * int(q.shape[1]) * int(k.shape[1])
 
 
 def why_not_cudnn(call: Call, device: Device) -> str:
@@ -94,13 +108,20 @@ def why_not_cudnn(call: Call, device: Device) -> str:
         return f"products are pinned to {op.precision}"
     if op.extra not in ((), ("positions",)):  # with a mask, cuDNN does not return zeros for a row without keys
         return f"cuDNN does not mean the same with the operands {', '.join(op.extra)}"
-    if op.extra and (queries > 1 or op.window is not None or not op.causal):
+    if op.extra and not op.causal:
+        return "cuDNN does not mean the same with positions that are not causal"
+    if op.extra and (queries > 1 or op.window is not None) and score_bytes(call) <= MAX_SCORE_BYTES:
         return f"cuDNN does not gain where {queries} queries stand at positions of their own"
     if op.extra and width > 128 and int(q.shape[0]) * keys <= MAX_XLA_KEYS:
         return f"cuDNN does not gain over {keys} keys of heads {width} wide"
     if not op.extra and queries != keys and (op.causal or op.window is not None):
         return f"cuDNN aligns a causal mask top-left; there are {queries} queries and {keys} keys"
     return ""
+
+
+def chunk_queries(row_scores: int, queries: int) -> int:
+    """Return the number of queries of a chunk; `row_scores` are the scores of one query of each row."""
+    return max(1, min(queries, CHUNK_SCORE_BYTES // (4 * row_scores)))
 
 
 def query_chunks(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *extras: AnyArray) -> AnyArray:
@@ -110,7 +131,7 @@ def query_chunks(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *extras
     """
     batch, queries, width = q.shape
     keys = k.shape[1]
-    size = max(1, min(queries, CHUNK_SCORE_BYTES // (4 * batch * op.heads * keys)))
+    size = chunk_queries(batch * op.heads * keys, queries)
     count = -(-queries // size)
     # Operands that have a query axis are split along it; a keep mask [B|1,T] and sinks [N] have none.
     axes = {"keep": 2, "bias": 2, "positions": 1}
@@ -137,6 +158,19 @@ def query_chunks(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *extras
     return jnp.moveaxis(out, 0, 1).reshape(batch, count * size, -1)[:, :queries]
 
 
+def row_chunks(op: AttentionOp, *operands: AnyArray) -> AnyArray:
+    """Compute the op for one row after another, each in chunks of its queries."""
+    batch, names = operands[0].shape[0], ("", "", "", *op.extra)
+    has_rows = [name != "sinks" and x.shape[0] == batch for name, x in zip(names, operands, strict=True)]
+
+    def row(parts: list[AnyArray]) -> AnyArray:
+        rest = iter(parts)
+        split = [next(rest)[None] if is_split else x for is_split, x in zip(has_rows, operands, strict=True)]
+        return query_chunks(op, *split)[0]
+
+    return jax.lax.map(row, [x for is_split, x in zip(has_rows, operands, strict=True) if is_split])
+
+
 def cudnn(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *extras: AnyArray) -> AnyArray:
     """Compute the op by cuDNN's flash attention.
 
@@ -147,12 +181,15 @@ def cudnn(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *extras: AnyAr
         q: queries, as in `AttentionOp`.
         k: keys.
         v: values.
-        extras: nothing, or the positions `[B|1,1]` of one query per row.
+        extras: nothing, or the positions `[B|1,S]` of the queries.
     """
     batch, queries, width = q.shape
-    masked = op.causal or op.window is not None
-    # One query at position p reads keys 0 … p: the first p + 1.
-    valid = jnp.broadcast_to(extras[0][:, 0] + 1, (batch,)).astype(jnp.int32) if extras else None
+    masked, mask = op.causal or op.window is not None, None
+    # A query at position p reads keys 0 … p: the first p + 1.
+    valid = jnp.broadcast_to(extras[0].max(axis=1) + 1, (batch,)).astype(jnp.int32) if extras else None
+    if extras and (queries > 1 or op.window is not None):
+        distance = extras[0][:, None, :, None] - jnp.arange(k.shape[1], dtype=jnp.int32)[None, None, None]
+        mask = (distance >= 0) & (distance < (op.window or k.shape[1]))
     if valid is None and k.shape[1] % 2 and not masked:  # a causal mask already hides the padding key
         valid = jnp.full((batch,), k.shape[1], jnp.int32)
 
@@ -164,10 +201,11 @@ def cudnn(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *extras: AnyAr
         heads(q, op.heads),
         heads(k, op.kv_heads),
         heads(v, op.kv_heads),
+        mask=mask,
         scale=op.scale,
         is_causal=not extras and masked,
         key_value_seq_lengths=valid,
-        local_window_size=None if op.window is None else (op.window - 1, 0),
+        local_window_size=None if op.window is None or extras else (op.window - 1, 0),
         implementation="cudnn",
     )
     return out[:, :queries].reshape(q.shape)

@@ -26,7 +26,7 @@ from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.types import is_float
 from rlx_jax.lowering.lir.attention import choose as choose_attention
-from rlx_jax.lowering.lir.attention import cudnn, query_chunks
+from rlx_jax.lowering.lir.attention import cudnn, query_chunks, row_chunks
 from rlx_jax.lowering.lir.attention_groups import run_attention
 from rlx_jax.lowering.lir.experts import blocked, choose_experts, gathered, looped, ragged
 from rlx_jax.lowering.lir.plan import CACHE_WRITES, CHOICE_OPS, PRODUCTS, RECURRENCES, Call, Choice, call_of
@@ -136,6 +136,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     # Operands transposed to have the head axis first: XLA's batched products on a CPU are faster so.
     "heads_first": lambda op, *arrays: op.eval(*arrays, heads_first=True),
     "query_chunks": query_chunks,
+    "row_chunks": row_chunks,
     "row": row,
     "one_token": one_token,
     "chunks_at_once": chunks_at_once,
@@ -219,7 +220,7 @@ def choose_implementations(
     """
     use_kernels = kernels and model_sharding is None and has_kernels(device)
     rules: dict[type[Mir], Callable[[Call], Choice | None]] = {
-        AttentionOp: lambda call: choose_attention(call, device, attention),
+        AttentionOp: lambda call: choose_attention(call, device, attention, model_sharding is not None),
         **dict.fromkeys(PRODUCTS, lambda call: choose_product(call, device, products)),
         **dict.fromkeys(RECURRENCES, lambda call: choose_recurrence(call, device, use_kernels)),
         **dict.fromkeys(CACHE_WRITES, lambda call: choose_cache_write(call, device)),

@@ -26,7 +26,7 @@ from rlx_jax.ir.param import packed_parameter, packing_of
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.lowering.inspect.buffers import fused_activation_bytes
 from rlx_jax.lowering.inspect.outline import OpCost, op_costs
-from rlx_jax.lowering.lir.attention import CHUNK_SCORE_BYTES
+from rlx_jax.lowering.lir.attention import CHUNK_SCORE_BYTES, CHUNKED
 from rlx_jax.lowering.lir.packed import MAX_FUSED_ROWS
 from rlx_jax.lowering.lir.plan import PRODUCTS, RECURRENCES, XLA_CHOICE, Lir, call_of
 from rlx_jax.lowering.sharding import ModelSharding, shard_type
@@ -122,11 +122,12 @@ def workspace_bytes(lir: Lir, graph: Graph, node: Node) -> int:
         return 0
     q, k, v = types[:3]
     name = lir.plan.choices.get(call_of(graph, node), XLA_CHOICE).implementation
-    if name == "cudnn":
-        return 0
+    if name == "cudnn":  # queries at positions have a mask [B,1,S,T] of their dtype
+        is_masked = node.op.extra and int(q.shape[1]) > 1
+        return q.dtype.itemsize * int(q.shape[0]) * int(q.shape[1]) * int(k.shape[1]) if is_masked else 0
     scores = 4 * node.op.heads * math.prod(map(int, (q.shape[0], q.shape[1], k.shape[1])))
     arrays = 1 if name == "heads_first" else 2  # measured on a CPU: otherwise keys and values are transposed
-    return arrays * min(scores, CHUNK_SCORE_BYTES if name == "query_chunks" else scores) + k.nbytes + v.nbytes
+    return arrays * min(scores, CHUNK_SCORE_BYTES if name in CHUNKED else scores) + k.nbytes + v.nbytes
 
 
 def _unpack_seconds(param: Param, packed: bool, rows: int, target: str, rates: Rates) -> float:
