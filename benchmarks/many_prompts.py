@@ -183,6 +183,7 @@ def main() -> None:
     parser.add_argument("--mixed", action="store_true", help="short and long requests")
     parser.add_argument("--full", action="store_true", help="the 8B shape, 1,000 tokens → 1,000 tokens")
     parser.add_argument("--prompts", type=int, default=1000, help="number of prompts of --full")
+    parser.add_argument("--answers", type=int, default=None, help="new tokens of each prompt of --full")
     parser.add_argument("--peer", action="store_true", help="transformers instead, which needs torch")
     parser.add_argument("--flat", action="store_true", help="20,000 tiny requests")
     args = parser.parse_args()
@@ -202,8 +203,9 @@ def main() -> None:
         prompts, answers = mixed_rows(MIXED_GPU if on_gpu and not tiny else MIXED_CPU, shape["vocab_size"])
     elif args.full:
         length, count = (24, 12) if tiny else (1000, args.prompts)
+        new_tokens = length if args.answers is None else args.answers
         prompts = np.random.default_rng(3).integers(0, shape["vocab_size"], (count, length)).tolist()
-        answers = [length] * count
+        answers = [new_tokens] * count
     if args.peer:
         run_peer(shape, prompts, answers, args.rounds)
         return

@@ -7,11 +7,13 @@ a directory that nobody else can write.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import logging
 import os
+import pickle
 import re
 import sys
 import warnings
@@ -26,6 +28,7 @@ from jax.experimental import serialize_executable
 from jax.sharding import NamedSharding, Sharding
 from jax.stages import Lowered
 
+from rlx_jax.compiler.content_digest import content_digest, source_digest
 from rlx_jax.device import devices_of, fingerprint
 from rlx_jax.errors import IntegrityError, LimitError, RequestError, RlxCacheWarning, StorageError, first_line, shown
 from rlx_jax.io.entries import EntryStore
@@ -102,7 +105,68 @@ def cache_settings() -> CacheSettings:
     return CacheSettings(None if reason else directory, max_bytes, reason)
 
 
-def compile_lowered(lowered: Lowered, arguments: Any, options: Any = None) -> tuple[jax.stages.Compiled, bool]:
+@dataclass(frozen=True)
+class TraceRecord:
+    """What the cache has of a program that is not traced.
+
+    Attributes:
+        key: the key of the program.
+        results: the types of its results, a pytree.
+    """
+
+    key: str
+    results: Any
+
+
+def trace_key(content: Any, arguments: Any, options: Any) -> str | None:
+    """Return the key of a `TraceRecord`, or None if there is none.
+
+    Args:
+        content: all data that the program is traced from, besides its arguments; see `content_digest`.
+        arguments, options: as in `compile_lowered`.
+    """
+    if cache_settings().directory is None or jax.process_count() > 1 or (digest := content_digest(content)) is None:
+        return None
+    leaves, tree = jax.tree.flatten(arguments)
+    described = [f"{type(leaf).__qualname__} {jax.typeof(leaf)} {getattr(leaf, 'weak_type', '')}" for leaf in leaves]
+    sha = hashlib.sha256(b"trace")
+    for part in (
+        digest, source_digest(), str(tree), *described, *_placements((arguments, options)), *_environment(),
+    ):  # fmt: skip
+        sha.update(hashlib.sha256(part.encode(errors="surrogatepass")).digest())
+    return sha.hexdigest()
+
+
+def read_record(key: str | None) -> TraceRecord | None:
+    """Return the record of a program; None if there is none, or it cannot be read."""
+    settings = cache_settings()
+    if key is None or settings.directory is None:
+        return None
+    try:
+        payload = EntryStore(settings.directory, settings.max_bytes).read(key)
+        record = None if payload is None else pickle.loads(payload)
+    except Exception:  # the program is traced, and the record replaced
+        return None
+    return record if isinstance(record, TraceRecord) else None
+
+
+def load_recorded(record: TraceRecord, arguments: Any) -> jax.stages.Compiled | None:
+    """Return the program of a record; None if it cannot be loaded, and has to be traced."""
+    settings = cache_settings()
+    if settings.directory is None:
+        return None
+    try:
+        payload = EntryStore(settings.directory, settings.max_bytes).read(record.key)
+        trees = jax.tree.structure((tuple(arguments), {})), jax.tree.structure(record.results)
+        return None if payload is None else _deserialize(payload, *trees)
+    except Exception as error:  # as in `compile_lowered`, which warns of it
+        logger.debug("compile cache: a program is traced, as its entry cannot be used: %s", first_line(error))
+        return None
+
+
+def compile_lowered(
+    lowered: Lowered, arguments: Any, options: Any = None, record_key: str | None = None
+) -> tuple[jax.stages.Compiled, bool]:
     """Compile a program, or load it from the cache.
 
     Args:
@@ -111,6 +175,7 @@ def compile_lowered(lowered: Lowered, arguments: Any, options: Any = None) -> tu
             the cache key.
         options: a pytree of shardings, strings and numbers: the options of `jax.jit`, and anything else that the
             compiled program depends on but its StableHLO does not show.
+        record_key: the key of a record to write, with which later processes load the program without a trace.
 
     Returns:
         The compiled program, and whether it was loaded. If the cache fails, it warns and compiles the program.
@@ -126,7 +191,9 @@ def compile_lowered(lowered: Lowered, arguments: Any, options: Any = None) -> tu
     try:
         payload = store.read(key)
         if payload is not None:
-            return _deserialize(payload, lowered), True
+            compiled = _deserialize(payload, jax.tree.structure(lowered.args_info), lowered.out_tree)
+            _write_record(store, record_key, key, lowered)
+            return compiled, True
     except StorageError as error:  # of the directory
         writable = False
         _warn(f"compile cache off: {error}; repair it, or set {VARIABLE} to another directory or to off")
@@ -136,13 +203,17 @@ def compile_lowered(lowered: Lowered, arguments: Any, options: Any = None) -> tu
     compiled = lowered.compile()
     if writable:
         _write(store, key, compiled)
+        _write_record(store, record_key, key, lowered)
     return compiled, False
 
 
 def with_compile_cache(
-    jitted: Any, arguments: tuple[Any, ...], options: Any = None
+    jitted: Any, arguments: tuple[Any, ...], options: Any = None, content: Any = None
 ) -> Callable[[], tuple[Callable[..., Any], bool]]:
     """Trace `jitted`, and return a function that compiles or loads it, which may run in another thread.
+
+    It is not traced if `content` is all data that it is traced from, and the cache has its program.
+
 
     That returns a function that runs `jitted` with a cached program for these arguments, and whether that was loaded.
     Calls with other types or devices go to `jitted`, which compiles them without the cache. So does every call while
@@ -151,10 +222,16 @@ def with_compile_cache(
     traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
     if traced or cache_settings().directory is None or _in_debug_mode():
         return lambda: (jitted, False)
-    lowered = jitted.lower(*arguments)
+    key = None if content is None else trace_key(content, arguments, options)
+    record = read_record(key)
+    lowered = jitted.lower(*arguments) if record is None else None
 
     def compile_traced() -> tuple[Callable[..., Any], bool]:
-        compiled, loaded = compile_lowered(lowered, arguments, options)
+        compiled = None if record is None else load_recorded(record, arguments)
+        loaded = compiled is not None
+        if compiled is None:
+            traced = jitted.lower(*arguments) if lowered is None else lowered
+            compiled, loaded = compile_lowered(traced, arguments, options, key)
 
         def call(*arrays: Any) -> Any:
             if _in_debug_mode():
@@ -274,14 +351,21 @@ def _serialize(compiled: jax.stages.Compiled) -> bytes:
     return head.encode() + b"\n" + zlib.compress(serialize_executable.serialize(compiled)[0], 1)
 
 
-def _deserialize(payload: bytes, lowered: Lowered) -> jax.stages.Compiled:
-    """Return the program of a payload that `_serialize` created from the same lowered program."""
+def _write_record(store: EntryStore, record_key: str | None, key: str, lowered: Lowered) -> None:
+    """Write the record of a program, if it has a key; a failure costs a trace."""
+    if record_key is not None:
+        results = jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), lowered.out_info)
+        with contextlib.suppress(Exception):
+            store.write(record_key, pickle.dumps(TraceRecord(key, results)))
+
+
+def _deserialize(payload: bytes, in_tree: Any, out_tree: Any) -> jax.stages.Compiled:
+    """Return the program of a payload that `_serialize` created, with the trees of its arguments and results."""
     head, _, content = payload.partition(b"\n")
     target = json.loads(head)
     devices = devices_of(target["platform"], target["devices"])
-    in_tree = jax.tree.structure(lowered.args_info)
     compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
-        zlib.decompress(content), in_tree, lowered.out_tree, devices[0].client, devices
+        zlib.decompress(content), in_tree, out_tree, devices[0].client, devices
     )
     return compiled
 

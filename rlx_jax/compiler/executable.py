@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from rlx_jax.compiler.compile_cache import compile_lowered
+from rlx_jax.compiler.compile_cache import compile_lowered, load_recorded, read_record, trace_key
 from rlx_jax.device import out_of_memory
 from rlx_jax.errors import GraphError, ProfileError, first_line
 from rlx_jax.lowering.inspect.outline import Cost, cost
@@ -85,7 +85,8 @@ class Executable:
 
     Attributes:
         lir: the planned program.
-        call, lowered: JAX's compiled and lowered stages.
+        call: JAX's compiled stage.
+        lower: returns JAX's lowered stage, which traces a program that was loaded without a trace.
         seconds: the time of the steps "trace", "compile" and "prove".
         peak_bytes: arguments, results and temporaries together.
         donation: the measured memory, and the proof that the state is updated in place; None for a state that is not
@@ -97,13 +98,18 @@ class Executable:
 
     lir: Lir
     call: jax.stages.Compiled
-    lowered: jax.stages.Lowered
+    lower: Callable[[], jax.stages.Lowered]
     seconds: Mapping[str, float]
     peak_bytes: int
     donation: DonationProof | None = None
     consumed_inputs: tuple[str, ...] = ()
     arg_shardings: tuple[Any, ...] = ()
     from_cache: bool = False
+
+    @functools.cached_property
+    def lowered(self) -> jax.stages.Lowered:
+        """Return JAX's lowered stage."""
+        return self.lower()
 
     @functools.cached_property
     def step_cost(self) -> Cost:
@@ -158,6 +164,14 @@ def without_sharding(argument: Any) -> Any:
     return jax.ShapeDtypeStruct(argument.shape, argument.dtype) if concrete else argument
 
 
+def abstract(argument: Any) -> Any:
+    """Return the type of an array, with its sharding if it is committed to devices; any other argument unchanged."""
+    if not isinstance(argument, jax.Array) or isinstance(argument, jax.core.Tracer):
+        return argument
+    sharding = argument.sharding if argument.committed else None
+    return jax.ShapeDtypeStruct(argument.shape, argument.dtype, sharding=sharding, weak_type=argument.weak_type)
+
+
 def has_sharding(argument: Any, sharding: Any) -> bool:
     """Return whether an argument can be passed to a program that was compiled for this sharding."""
     if sharding is None or not isinstance(argument, jax.Array):  # host arrays are copied to the required devices
@@ -194,8 +208,11 @@ def trace_program(
     companions: Mapping[str, Lir] | None = None,
     name: str = "function",
     wrapped: bool = False,
+    content: Any = None,
 ) -> Callable[[], Executable]:
     """Trace a program, and return a function that compiles it or loads it, which may run in another thread.
+
+    A program that the compile cache has for `content` and the arguments is not traced.
 
     The state is donated if the plan donates it, and the compiled program is examined for whether it is updated in
     place.
@@ -208,6 +225,7 @@ def trace_program(
         companions: the companion programs of a wrapper; see `HasCompanions`.
         name: the name of the program in XLA and in traces; characters that an identifier cannot have become `_`.
         wrapped: whether `function` is a wrapper around the program.
+        content: all data that `function` is traced from; None if it is not known.
 
     Raises:
         ProfileError: XLA refuses one of the profile's compiler options.
@@ -232,25 +250,39 @@ def trace_program(
     )
     start = time.perf_counter()
     arguments = (params, state, *split_consumed(inputs, consumed_inputs))
-    with without_triton_warning(lir.plan.choices):
-        arguments = arguments if shardings is None else jax.tree.map(without_sharding, arguments)
-        lowered = jitted.lower(*arguments)
+    arguments = arguments if shardings is None else jax.tree.map(without_sharding, arguments)
+    settings = donated, options, donates_state
+    key = None if content is None or shardings is not None else trace_key((content, name, settings), arguments, None)
+    record = read_record(key)
+    types = jax.tree.map(abstract, arguments)  # no arrays, as `lower` outlives this call
+
+    def lower(arguments: Any = types) -> jax.stages.Lowered:
+        with without_triton_warning(lir.plan.choices):
+            return jitted.lower(*arguments)
+
+    traced = lower(arguments) if record is None else None
     seconds = {"trace": time.perf_counter() - start}
 
     def compile_traced() -> Executable:
-        start = time.perf_counter()
-        compiled, from_cache = compile_or_load(lir, lowered, arguments, (options, placements), name)
+        start, loaded = time.perf_counter(), None if record is None else load_recorded(record, arguments)
+        if record is not None and loaded is not None:
+            compiled, from_cache, results = loaded, True, record.results
+        else:
+            lowered = lower(arguments) if traced is None else traced
+            compiled, from_cache = compile_or_load(lir, lowered, arguments, (options, placements), name, key)
+            results = lowered.out_info
         seconds["compile"] = time.perf_counter() - start
         start = time.perf_counter()
         # A state that is not donated is copied, as the plan says. A wrapper computes values that are not in the plan.
         is_checked = donates_state or (may_donate and not state and not wrapped)
-        proof = check_donation(lir, compiled, lowered, shardings, companions or {}, name) if is_checked else None
+        proof = check_donation(lir, compiled, results, shardings, companions or {}, name) if is_checked else None
         seconds["prove"] = time.perf_counter() - start
         # None is the sharding of an unread argument, and counts as a leaf so that positions match the arguments.
         arg_shardings = tuple(jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None))
         memory: Any = compiled.memory_analysis()
         peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
-        return Executable(lir, compiled, lowered, seconds, peak, proof, consumed_inputs, arg_shardings, from_cache)
+        traced_again = lower if traced is None else lambda: traced
+        return Executable(lir, compiled, traced_again, seconds, peak, proof, consumed_inputs, arg_shardings, from_cache)
 
     return compile_traced
 
@@ -266,7 +298,7 @@ def with_split_inputs(function: Function, name: str) -> Callable[..., Results]:
 
 
 def compile_or_load(
-    lir: Lir, lowered: jax.stages.Lowered, arguments: Any, options: tuple[Any, ...], name: str
+    lir: Lir, lowered: jax.stages.Lowered, arguments: Any, options: tuple[Any, ...], name: str, record_key: str | None
 ) -> tuple[jax.stages.Compiled, bool]:
     """Return a compiled program, and whether it was loaded from the compile cache.
 
@@ -276,6 +308,7 @@ def compile_or_load(
         arguments: as in `compile_lowered`.
         options: the options of `jax.jit`.
         name: the name of the program in error messages.
+        record_key: as in `compile_lowered`.
 
     Raises:
         ProfileError: XLA refuses one of the profile's compiler options.
@@ -284,7 +317,7 @@ def compile_or_load(
     paths = "\n".join(str(node.origin.path) for _, node in lir.graph.walk())
     try:
         with out_of_memory(f"compiling {name}"):
-            return compile_lowered(lowered, arguments, (*options, paths))
+            return compile_lowered(lowered, arguments, (*options, paths), record_key)
     except jax.errors.JaxRuntimeError as error:
         if not any(f"{kind} option" in str(error) for kind in ("compile", "setting")):
             raise
@@ -292,17 +325,17 @@ def compile_or_load(
 
 
 def check_donation(
-    lir: Lir, compiled: Any, lowered: Any, shardings: Shardings | None, companions: Mapping[str, Lir], name: str
+    lir: Lir, compiled: Any, results: Any, shardings: Shardings | None, companions: Mapping[str, Lir], name: str
 ) -> DonationProof:
     """Return the measured memory of a compiled program, with what it takes more than planned.
 
-    The arguments are as in `trace_program`, with JAX's stages.
+    The arguments are as in `trace_program`, with JAX's compiled stage and the types of the results.
 
     Raises:
         GraphError: see `trace_program`.
     """
     state_shardings, gathered_bytes = ({}, 0) if shardings is None else (shardings.state, shardings.gathered_bytes)
-    proof = measure_donation(lir, compiled, lowered.out_info[1], state_shardings, gathered_bytes, companions)
+    proof = measure_donation(lir, compiled, results[1], state_shardings, gathered_bytes, companions)
     # A copied state is only slow, but one of other types is wrong: the next call would refuse it.
     if (lir.plan.strict or proof.changed) and (problem := proof.problem()):
         cure = "" if proof.changed else "; donation.strict = false in the profile runs it"

@@ -275,7 +275,9 @@ class Programs:
         with use_model_mesh(self.model_sharding):
             companions = key.wrapper.companions() if isinstance(key.wrapper, HasCompanions) else None
             is_wrapped = key.wrapper is not None or key.hidden
-            arguments = (params, state, inputs, self.shardings(key, inputs), companions, key.text, is_wrapped)
+            head = self.template(self.full_key(key)).head if key.hidden else None
+            content = key, program.lir, head, self.layout, self.settings, companions
+            arguments = (params, state, inputs, self.shardings(key, inputs), companions, key.text, is_wrapped, content)
             compile_traced = trace_program(program.lir, program.run, *arguments)
 
         def compile_executable() -> Executable:
@@ -421,7 +423,7 @@ class Programs:
             self.record_recompile(f"{name}, a helper function: {reason}")
         # A new function for each entry: jax.jit drops its executable when the entry is evicted.
         run = jax.jit(lambda *a: function(*static, *a), out_shardings=call.out_shardings, donate_argnums=call.donate)
-        compile_traced = with_compile_cache(run, arguments, call.out_shardings)
+        compile_traced = with_compile_cache(run, arguments, call.out_shardings, (function, static, call.donate))
 
         def compile_helper() -> Callable[..., Any]:
             compiled, is_cached = compile_traced()

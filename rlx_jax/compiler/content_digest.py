@@ -1,0 +1,81 @@
+"""This module computes a digest of what a program is traced from, so that a later process need not trace it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from rlx_jax.ir.graph import Value
+
+PACKAGE = __name__.partition(".")[0]
+
+
+def content_digest(value: Any) -> str | None:
+    """Return the SHA-256 of plain data and of dataclasses of this package, by value.
+
+    Returns None if there is anything else in it, such as a function or an op of the user: its code has no digest.
+    """
+    try:
+        return _digest(value).hex()
+    except TypeError:
+        return None
+
+
+@functools.cache
+def source_digest() -> str:
+    """Return the SHA-256 of the source of this package, which the version does not tell in a checkout."""
+    sha, root = hashlib.sha256(), Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        sha.update(hashlib.sha256(str(path.relative_to(root)).encode()).digest())
+        sha.update(hashlib.sha256(path.read_bytes()).digest())
+    return sha.hexdigest()
+
+
+def _digest(value: Any) -> bytes:
+    """Return the SHA-256 of a value with its type. Each part has a fixed length, so that no two values are alike.
+
+    Raises:
+        TypeError: the value has no digest.
+    """
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}".encode()
+    return hashlib.sha256(hashlib.sha256(name).digest() + b"".join(_parts(value))).digest()
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    """List the digests of the parts of a value; raises as `_digest`."""
+    if value is None or isinstance(value, bool | int | float | complex | str | enum.Enum):
+        yield hashlib.sha256(repr(value).encode(errors="surrogatepass")).digest()
+    elif isinstance(value, bytes):
+        yield hashlib.sha256(value).digest()
+    elif isinstance(value, np.dtype):
+        yield from map(_digest, (value.name, value.str, value.itemsize))
+    elif isinstance(value, np.ndarray | np.generic) and value.dtype != object:
+        yield from map(_digest, (value.dtype, value.shape, value.tobytes()))
+    elif isinstance(value, Value):  # its owner is the builder of the graph, which is complete
+        yield from map(_digest, (value.node, value.index))
+    elif isinstance(value, tuple | list):
+        yield from map(_digest, value)
+    elif isinstance(value, set | frozenset):
+        yield from sorted(map(_digest, value))
+    elif isinstance(value, dict | types.MappingProxyType):
+        yield from map(_digest, value.items())
+    elif isinstance(value, type):
+        if value.__module__.partition(".")[0] not in (PACKAGE, "builtins", "numpy"):
+            raise TypeError(value)
+        yield hashlib.sha256(f"{value.__module__}.{value.__qualname__}".encode()).digest()
+    elif jax.export.is_symbolic_dim(value):
+        yield hashlib.sha256(str(value).encode()).digest()
+    elif dataclasses.is_dataclass(value) and type(value).__module__.partition(".")[0] == PACKAGE:
+        yield from (_digest(getattr(value, field.name)) for field in dataclasses.fields(value))
+    else:
+        raise TypeError(type(value))
