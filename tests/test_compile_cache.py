@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import rlx_jax as rlx
 from rlx_jax import train
 from rlx_jax.compiler import compile_cache
+from rlx_jax.compiler.content_digest import content_digest
 from rlx_jax.errors import IntegrityError, LimitError, RequestError, RlxCacheWarning, StorageError
 from rlx_jax.io.entries import EntryStore
+from rlx_jax.ir.ops.attention import AttentionOp
 from tests.hub_server import LLAMA
 from tests.small import compiled, compiles_of
 
@@ -331,6 +334,55 @@ def test_a_second_model_compiles_nothing(cache: Path) -> None:
     assert len(entries(cache)) == count and settings == dict(jax.config.values)
 
 
+def test_a_second_model_is_not_traced(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor its helper functions. Another source, profile or debug mode traces it; so does a record without its entry."""
+    traces: list[str] = []
+    monkeypatch.setattr(compile_cache, "_choice", {})
+    lower = jax.stages.Traced.lower
+
+    def counted(self: Any, *arguments: Any, **options: Any) -> Any:
+        traces.append(self.fun_name)
+        return lower(self, *arguments, **options)
+
+    def answer(profile: rlx.CompileProfile | None = None) -> tuple[Any, int]:
+        traces.clear()
+        return rlx.load(LLAMA, profile=profile).generate(PROMPTS, max_new_tokens=6), len(traces)
+
+    monkeypatch.setattr(jax.stages.Traced, "lower", counted)
+    want, count = answer()
+    assert count and answer() == (want, 0)
+    lm = rlx.load(LLAMA)
+    lm.generate(PROMPTS, max_new_tokens=6)
+    assert "stablehlo" in lm.model.lower(np.ones((1, 4), np.int32)).as_text()
+    assert answer(rlx.CompileProfile().replace(layers={"roll": "scan"}))[1] > 0
+    with jax.default_matmul_precision("highest"):
+        assert answer()[1] > 0
+    with monkeypatch.context() as changed:
+        changed.setattr(compile_cache, "source_digest", lambda: "edited")
+        assert answer() == (want, count)
+    for path in entries(cache):
+        if path.stat().st_size > 4096:  # a program
+            path.unlink()
+    assert answer() == (want, count) and answer() == (want, 0)
+
+
+def test_what_has_a_digest() -> None:
+    """Plain data, by value and type; nothing of a user, whose code may change."""
+    op = AttentionOp(4, 2)
+    values: list[Any] = [
+        0, False, 0.0, -0.0, "0", b"0", None, (), [], {}, (0,), ((0,),), ((), ()), {"a": 1, "b": 2}, {"b": 2, "a": 1},
+        np.zeros(2, "f4"), np.zeros(2, "i4"), np.zeros((2, 1), "f4"), np.dtype("f4"), np.dtype(jnp.bfloat16), op,
+        replace(op, window=3), replace(op, extra=("keep",)), AttentionOp, rlx.CompileProfile(),
+    ]  # fmt: skip
+    digests = [content_digest(value) for value in values]
+    assert None not in digests and len({*digests}) == len(values)
+    assert content_digest({"ab", "c", "d"}) == content_digest({"d", "c", "ab"}) != content_digest({"a", "bc", "d"})
+    mine = type("Mine", (compile_cache.TraceRecord,), {})("", None)
+    values = [len, Path, lambda x: x, object(), mine, np.array([None]), jnp.ones(2), functools.partial(max, 1)]
+    for value in values:
+        assert content_digest([value]) is None
+
+
 @pytest.mark.slow
 def test_a_second_run_trains_the_same(cache: Path) -> None:
     """The step's program is loaded; it consumes its state, and the numbers are the same to the bit."""
@@ -401,6 +453,7 @@ def test_writers_that_are_killed(tmp_path: Path) -> None:
     code = f"""
 import itertools
 from rlx_jax.io.entries import EntryStore
+from rlx_jax.ir.ops.attention import AttentionOp
 store = EntryStore({str(tmp_path / "cache")!r}, 10**8)
 for i in itertools.count():
     store.write("0" * 64, bytes([i % 256]) * 2_000_000)

@@ -380,8 +380,8 @@ def test_queries_at_positions_by_cudnn(
     monkeypatch.setattr(attention, "MAX_SCORE_BYTES", 0)
     op = AttentionOp(heads=4, kv_heads=2, causal=True, window=window, extra=("positions",))
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((2, n, width)).astype("f4") for n, width in ((queries, 32), (9, 16), (9, 16)))
-    positions = np.array([[2], [5]], np.int32) + np.arange(queries, dtype=np.int32)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, n, w)), "f4") for n, w in ((queries, 32), (9, 16), (9, 16)))
+    positions = jnp.asarray(np.array([[2], [5]], np.int32) + np.arange(queries, dtype=np.int32))
     types = tuple(tensor_type(a.shape, "bf16", "t") for a in (q, k, v))
     assert attention.choose((op, types), DEVICES["h200"], "auto").implementation == "cudnn"
     halves = (*(jax.ShapeDtypeStruct(a.shape, "bfloat16") for a in (q, k, v)), positions)

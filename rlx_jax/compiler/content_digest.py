@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,8 +70,10 @@ def _parts(value: Any) -> Iterator[bytes]:
         yield from sorted(map(_digest, value))
     elif isinstance(value, dict | types.MappingProxyType):
         yield from map(_digest, value.items())
-    elif isinstance(value, type):
-        if value.__module__.partition(".")[0] not in (PACKAGE, "builtins", "numpy"):
+    elif isinstance(value, type | types.FunctionType):
+        packages = (PACKAGE, "builtins", "numpy") if isinstance(value, type) else (PACKAGE,)
+        is_global = getattr(sys.modules.get(value.__module__), value.__qualname__, None) is value
+        if value.__module__.partition(".")[0] not in packages or not is_global:
             raise TypeError(value)
         yield hashlib.sha256(f"{value.__module__}.{value.__qualname__}".encode()).digest()
     elif jax.export.is_symbolic_dim(value):
