@@ -171,7 +171,7 @@ class AttentionOp(Mir):
             # The mask is added, as it then has no head axis, and the product is divided, as it has fewer numbers.
             weights, sums = exponentials(scores if allowed is None else scores + _mask_bias(allowed), sinks)
             out = product(f"bkgst,{keys_in}->{queries_in}", weights.astype(v.dtype), v4)
-            out = (out / sums).astype(v.dtype)
+            out = (out.astype(jnp.float32) / sums).astype(v.dtype)
             return out.transpose(0, 3, 1, 2, 4).reshape(batch, num_queries, self.heads * v4.shape[3])
         weights = masked_softmax(scores, allowed, rows_may_be_empty, sinks)
         if self.returns == "probs":
