@@ -169,7 +169,8 @@ def abstract(argument: Any) -> Any:
     if not isinstance(argument, jax.Array) or isinstance(argument, jax.core.Tracer):
         return argument
     sharding = argument.sharding if argument.committed else None
-    return jax.ShapeDtypeStruct(argument.shape, argument.dtype, sharding=sharding, weak_type=argument.weak_type)
+    is_weak = getattr(argument, "weak_type", False)  # arrays of random keys do not have it
+    return jax.ShapeDtypeStruct(argument.shape, argument.dtype, sharding=sharding, weak_type=is_weak)
 
 
 def has_sharding(argument: Any, sharding: Any) -> bool:
