@@ -122,7 +122,8 @@ def time_decode(plan: RequestPlan, runs: int) -> BlockTimes:
         generation.advance()
         return generation.tokens
 
-    times = profile_run([plan.loop.model.programs], advance, runs)
+    # `generate` too dispatches a block of tokens before it waits for the one in front of it.
+    times = profile_run([plan.loop.model.programs], advance, runs, queued=True)
     tokens = jax.device_get(generation.tokens)[:num_rows]
     if (tokens < 0).any():
         raise NumericsError("explain: the logits are not finite, so that decoding ends early and cannot be timed")

@@ -343,13 +343,14 @@ def read_trace(data: Any) -> Trace:
     return Trace(start, end, len(devices), tuple(kernels))
 
 
-def profile_run(models: Sequence[Programs], run: Callable[[], Any], runs: int = 1) -> BlockTimes:
+def profile_run(models: Sequence[Programs], run: Callable[[], Any], runs: int = 1, queued: bool = False) -> BlockTimes:
     """Return the time by block of a function that runs programs.
 
     Args:
         models: the programs of the model, and of others that the function runs, such as drafters.
         run: the function. It runs once untraced, so that everything is compiled.
         runs: the number of traced runs.
+        queued: dispatch all runs before waiting, so that the device does not wait for the host between them.
 
     Raises:
         RequestError: the function returns an empty result. RequestError, UnsupportedError: as `record_trace`. Others as
@@ -359,9 +360,12 @@ def profile_run(models: Sequence[Programs], run: Callable[[], Any], runs: int = 
     if isinstance(result, Sized) and len(result) == 0:
         raise RequestError("profile: there is nothing to time: pass one prompt, text or image at least")
 
-    def repeated() -> None:
+    def repeated() -> Any:
         for _ in range(runs):
-            jax.block_until_ready(run())
+            result = run()
+            if not queued:
+                jax.block_until_ready(result)
+        return result
 
     trace = record_trace(repeated)
     instructions_by_program: dict[tuple[int, str], set[str]] = defaultdict(set)
