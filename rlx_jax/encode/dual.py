@@ -177,8 +177,8 @@ class DualEncoder(TaskModel):
 
     @suggest_keywords()
     def profile(self, texts: Any, images: Any) -> BlockTimes:
-        """Return the time by block of `similarity(texts, images)`, which runs twice: the second time under
-        `jax.profiler`."""
+        """Return the time by block of `similarity(texts, images)`, which runs three times: the last two under
+        `jax.profiler`, of which the last counts."""
         return profile_run([self.texts.model.programs], lambda: self.similarity(texts, images))
 
 

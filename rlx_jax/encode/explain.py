@@ -139,7 +139,7 @@ def show(self: Explains, *, compare: Sequence[Inspection] = (), **options: Any) 
 def profile(self: RunsTexts, texts: Any, *, max_tokens: int | None = None) -> BlockTimes:
     """Return the time by block of `embed(texts)`, or of the request of a head's task for texts or id lists.
 
-    It runs twice, the second time under `jax.profiler`.
+    It runs three times: the last two under `jax.profiler`, of which the last counts.
     """
     inputs = [*texts] if isinstance(texts, Iterator) else texts  # an iterator can be read only once
     return profile_run([self.model.programs], lambda: self.run_texts(inputs, max_tokens))

@@ -81,6 +81,7 @@ class ImageClassifier(EncoderModel):
 
     @suggest_keywords()
     def profile(self, images: Any) -> BlockTimes:
-        """Return the time by block of `classify(images)`, which runs twice: the second time under `jax.profiler`."""
+        """Return the time by block of `classify(images)`, which runs three times: the last two under
+        `jax.profiler`, of which the last counts."""
         inputs = [*images] if isinstance(images, Iterator) else images
         return profile_run([self.model.programs], lambda: self.classify(inputs))

@@ -215,8 +215,9 @@ class VisionEncoder(TaskModel):
 
     @suggest_keywords()
     def profile(self, images: Any) -> BlockTimes:
-        """Return the time by block of `embed(images)`, which runs twice: the second time under `jax.profiler`."""
-        # The request runs twice, and an iterator can be read only once.
+        """Return the time by block of `embed(images)`, which runs three times: the last two under
+        `jax.profiler`, of which the last counts."""
+        # The request runs three times, and an iterator can be read only once.
         inputs = [*images] if isinstance(images, Iterator) else images
         return profile_run([self.model.programs], lambda: self.embed(inputs))
 

@@ -72,11 +72,11 @@ def explain(
     check_flag("measure", measure)
     new = "" if decodes else " and a new token"
     check_positions(context + bool(new), lm.max_positions, f"explain: context {context}{new}")
-    # The first new token comes from prefill, and a run of the loop before the trace compiles it.
-    num_new = 1 + steps * (runs + 1) if decodes else 1
+    # The first new token comes from prefill. Two runs of the loop do not count: see `profile_run`.
+    num_new = 1 + steps * (runs + 2) if decodes else 1
     if decodes and context <= num_new:
         raise RequestError(
-            f"explain: context is {context}, and {runs + 1} runs of the loop decode {num_new} tokens: pass at least "
+            f"explain: context is {context}, and {runs + 2} runs of the loop decode {num_new} tokens: pass at least "
             f"{num_new + 1}, or fewer runs"
         )
     shape = batch, context - num_new if decodes else context
@@ -143,7 +143,7 @@ def time_prefill(plan: RequestPlan, runs: int) -> BlockTimes:
 def profile(self: HasRequests, prompts: Any, max_new_tokens: int = 64, **options: Any) -> BlockTimes:
     """Measure the time by block of `generate(prompts, max_new_tokens, **options)`.
 
-    It runs twice, the second time under `jax.profiler`, without compiling. Prefill and the loop have separate rows.
+    It runs three times, the last two under `jax.profiler`, of which the last counts. Prefill and the loop have separate rows.
     """
     models = [self._lm.model, getattr(options.get("speculative"), "model", None)]
     programs = [model.programs for model in models if isinstance(model, CompiledModel)]

@@ -290,8 +290,8 @@ class Trace:
     kernels: tuple[Kernel, ...]
 
 
-def record_trace(run: Callable[[], Any]) -> Trace:
-    """Run a function under `jax.profiler`, wait for its result, and return the trace.
+def record_trace(warm_up: Callable[[], Any], run: Callable[[], Any]) -> Trace:
+    """Run a function under `jax.profiler`, wait for its result, and return the trace; `warm_up` runs first.
 
     Raises:
         RequestError: another trace is running. UnsupportedError: traces of this device name no kernels.
@@ -304,6 +304,8 @@ def record_trace(run: Callable[[], Any]) -> Trace:
         except RuntimeError as error:
             raise RequestError(f"profile: {first_line(error)}; one trace at a time") from error
         try:
+            # The first kernels of a trace start late, as on a GPU the profiler prepares each.
+            jax.block_until_ready(warm_up())
             with jax.profiler.TraceAnnotation(ANNOTATION):
                 jax.block_until_ready(run())
         finally:
@@ -348,7 +350,7 @@ def profile_run(models: Sequence[Programs], run: Callable[[], Any], runs: int = 
 
     Args:
         models: the programs of the model, and of others that the function runs, such as drafters.
-        run: the function. It runs once untraced, so that everything is compiled.
+        run: the function. It runs twice before the runs that count: untraced, to compile, and at the start of the trace.
         runs: the number of traced runs.
         queued: dispatch all runs before waiting, so that the device does not wait for the host between them.
 
@@ -367,7 +369,7 @@ def profile_run(models: Sequence[Programs], run: Callable[[], Any], runs: int = 
                 jax.block_until_ready(result)
         return result
 
-    trace = record_trace(repeated)
+    trace = record_trace(run, repeated)
     instructions_by_program: dict[tuple[int, str], set[str]] = defaultdict(set)
     for kernel in trace.kernels:
         instructions_by_program[kernel.program, kernel.module].add(kernel.instruction)
@@ -466,10 +468,10 @@ def profile_calls(
     def fresh(name: str, value: Any) -> Any:
         return jax.numpy.copy(value) if name in consumed and isinstance(value, jax.Array) else value
 
-    # One more than `runs`, for the run before the trace; copied ahead, so that the trace has no copies in it.
+    # Two more than `runs`, for those that do not count; copied ahead, so that the trace has no copies in it.
     copies = [
         {name: fresh(name, value) for name, value in arguments.items()}
         | ({} if state is None else {"state": state.copy()})
-        for _ in range(runs + 1)
+        for _ in range(runs + 2)
     ]
     return profile_run([programs], lambda: call(**copies.pop()), runs)
