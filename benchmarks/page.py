@@ -50,6 +50,7 @@ class Browser:
         self.errors: list[str] = []
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
         self.session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.send("Emulation.setScrollbarsHidden", hidden=True)  # in pictures they would hide the right border
         for domain in ("Page", "Runtime", "Log"):
             self.send(f"{domain}.enable")
 
@@ -189,7 +190,7 @@ def pages() -> dict[str, Page]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="the page of an inspection in Chromium")
-    parser.add_argument("--chromium", default="/usr/bin/chromium")
+    parser.add_argument("--chromium", default=os.environ.get("CHROMIUM", "/usr/bin/chromium"), help="$CHROMIUM")
     parser.add_argument("--output", metavar="DIR", help="keep the pages and screenshots here")
     args = parser.parse_args()
     rows, good = [], True

@@ -50,6 +50,7 @@ def _advice(block: BlockEntry, rates: Rates) -> str:
     fixed = calls * rates.kernels["product"].seconds
     if fixed > FIXED_SHARE * block.lost_seconds:
         mean = 1e6 * block.seconds / calls
+        fixed = min(fixed, block.lost_seconds)  # the rate is a mean: starts of small kernels may overlap
         started = f"starting {calls} kernels of {mean:,.0f} µs each takes about {1000 * fixed:,.2f} ms"
         return f"{started}: more rows per step do more work in each"
     if block.implementation and block.reason:

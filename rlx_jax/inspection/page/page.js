@@ -32,6 +32,7 @@ const percent = (part, total) => `${(100 * ratio(part, total)).toFixed(ratio(par
 
 const SUMS = ["seconds", "roofline_seconds", "flops", "bytes", "params", "param_bytes"];
 const inside = (path, parent) => path === parent || path.startsWith(`${parent}.`);
+const sentence = (text) => `${text.charAt(0).toUpperCase()}${text.slice(1)}.`;
 const searchText = (...fields) => fields.join(" ").toLowerCase();
 
 // Return an inspection with its blocks as a list of nodes in the order of the tree, and flat lists of ops and kernels.
@@ -266,7 +267,8 @@ function showSelected(item) {
     make("div", { class: String(value).length > 60 ? "wide" : "" }, make("dt", {}, name), make("dd", {}, value)))));
   if (item.layer_seconds?.length > 1) drawStrip(panel, item);
   const found = [...model.losses, ...model.findings].filter(({ path }) => path && inside(path, item.path));
-  panel.append(...found.map(({ text, advice }) => make("p", {}, `${text}. `, make("span", { class: "dim" }, `${advice}.`))));
+  panel.append(...found.map(({ path, text, advice }) => make("p", {}, path === item.path ? "" : pathLink(path),
+    ` ${path === item.path ? sentence(text) : `${text}.`} `, make("span", { class: "dim" }, sentence(advice)))));
 }
 
 // -- drawings -----------------------------------------------------------------------------------
@@ -371,13 +373,13 @@ function showSummary() {
     tile(percent(roofline_seconds, seconds), `of the roofline reached, ${time(roofline_seconds)}`),
     tile(bytes(model.bytes), `memory traffic, ${bytes(ratio(model.bytes, seconds))}/s`),
     tile(count(model.flops, "FLOP"), `operations, ${count(ratio(model.flops, seconds), "FLOP/s")}`),
-    tile(bytes(model.param_bytes), "parameters"), tile(bytes(model.cache_bytes), "cache"),
+    tile(bytes(model.param_bytes), "parameters"), ...model.cache_bytes ? [tile(bytes(model.cache_bytes), "cache")] : [],
     tile(bytes(model.peak_bytes), "memory at its peak"));
   showBudget();
   byId("losses").parentElement.hidden = !losses.length;
   byId("losses").replaceChildren(...losses.slice(0, 5).map((loss) => make("li", {},
     make("b", {}, `${time(loss.seconds)} `), pathLink(loss.path), ` ${loss.text}. `,
-    make("span", { class: "dim" }, `${loss.advice}.`))));
+    make("span", { class: "dim" }, sentence(loss.advice)))));
 }
 
 // Divide the run into the time that memory traffic and operations need at the device's rates, and the rest.
@@ -445,7 +447,7 @@ function differences() {
 
 function passStep({ name, nodes_before, nodes_after, seconds, diff }) {
   const figures = `${nodes_before} → ${nodes_after} nodes, ${time(seconds)}`;
-  if (!diff) return make("p", {}, `${name} `, make("span", { class: "dim" }, `${figures}, no difference`));
+  if (!diff) return make("p", { class: "step" }, `${name} `, make("span", { class: "dim" }, `${figures}, no difference`));
   const classes = { "+": "better", "-": "worse" };
   return section(name, figures, () => make("pre", { tabindex: 0 }, ...diff.split("\n").map((line) =>
     make("span", { class: classes[line[0]] ?? "" }, `${line}\n`))));
@@ -454,8 +456,8 @@ function passStep({ name, nodes_before, nodes_after, seconds, diff }) {
 function showSections() {
   const { findings, passes } = model;
   const parts = [
-    section("Findings", findings.length, () => table(["kind", "block", "finding", "what would change it", "#time"],
-      findings.map((item) => [item.kind, pathLink(item.path), item.text, item.advice, time(item.seconds)]))),
+    ...findings.length ? [section("Findings", findings.length, () => table(["kind", "block", "finding", "what would change it", "#time"],
+      findings.map((item) => [item.kind, pathLink(item.path), item.text, item.advice, time(item.seconds)])))] : [],
     section("Passes", `${passes.length} steps`, () => make("div", {}, ...passes.map(passStep))),
     ...Object.entries(texts[state.shown] ?? {}).map(([level, text]) => section(level.toUpperCase(),
       `${text.split("\n").length} lines`, () => make("pre", { tabindex: 0 }, text))),
