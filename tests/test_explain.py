@@ -118,7 +118,7 @@ def test_a_step_of_the_loop(llama: rlx.CausalLM) -> None:
     assert not [f for f in llama.explain("prefill", context=128, measure=False).findings if f.kind == "padding"]
     for options, message in (
         ({"program": "decoding"}, "no program 'decoding'.*did you mean 'decode'"),
-        ({"context": 8}, "context is 8, and 4 runs of the loop decode 17 tokens: pass at least 18"),
+        ({"context": 8}, "context is 8, and 5 runs of the loop decode 21 tokens: pass at least 22"),
         ({"batch": 0}, "batch is 0"),
         ({"measure": "no"}, "measure is 'no'; expected True or False"),
         ({"runs": 0}, "runs is 0"),

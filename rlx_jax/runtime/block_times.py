@@ -350,7 +350,7 @@ def profile_run(models: Sequence[Programs], run: Callable[[], Any], runs: int = 
 
     Args:
         models: the programs of the model, and of others that the function runs, such as drafters.
-        run: the function. It runs twice before the runs that count: untraced, to compile, and at the start of the trace.
+        run: the function. Two runs do not count: one compiles untraced, and one is at the start of the trace.
         runs: the number of traced runs.
         queued: dispatch all runs before waiting, so that the device does not wait for the host between them.
 
