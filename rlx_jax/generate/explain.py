@@ -143,7 +143,8 @@ def time_prefill(plan: RequestPlan, runs: int) -> BlockTimes:
 def profile(self: HasRequests, prompts: Any, max_new_tokens: int = 64, **options: Any) -> BlockTimes:
     """Measure the time by block of `generate(prompts, max_new_tokens, **options)`.
 
-    It runs three times, the last two under `jax.profiler`, of which the last counts. Prefill and the loop have separate rows.
+    It runs three times, the last two under `jax.profiler`, of which the last counts. Prefill and the loop have separate
+    rows.
     """
     models = [self._lm.model, getattr(options.get("speculative"), "model", None)]
     programs = [model.programs for model in models if isinstance(model, CompiledModel)]
