@@ -1,7 +1,7 @@
-"""Decoding of one row on one GPU with the package's kernels and without, beside the time to read the weights.
+"""Decoding of one or several rows on one GPU with the package's kernels and without, beside the time to read weights.
 
-    python benchmarks/decode_kernels.py [--shapes 1b,qwen3-0.6b,gemma3-1b,135m,8b] [--context 128] [--tokens 64]
-        [--weights bf16]
+    python benchmarks/decode_kernels.py [--shapes 1b,qwen3-0.6b,gemma3-1b,135m,8b] [--context 128] [--rows 1]
+        [--tokens 64] [--weights bf16]
 
 Random weights of each shape, in bf16 or packed (`--weights int8`, `int4`). A step is the difference of two calls of
 `lm.generate`, in turn with and without kernels. Greedy tokens of 20 prompts are compared, and where two answers part,
@@ -60,21 +60,25 @@ def open_model(config: dict[str, Any], kernels: str, max_positions: int, weights
     )
 
 
-def step_seconds(lm: Any, prompt: list[int], short: int, long: int) -> float:
+def step_seconds(lm: Any, prompts: list[list[int]], short: int, long: int) -> float:
     """Return the seconds of one step."""
     times = []
     for tokens in (short, long):
         start = time.perf_counter()
-        lm.generate([prompt], max_new_tokens=tokens)
+        lm.generate(prompts, max_new_tokens=tokens)
         times.append(time.perf_counter() - start)
     return (times[1] - times[0]) / (long - short)
 
 
-def compare_tokens(on: Any, off: Any, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+def compare_tokens(on: Any, off: Any, prompts: list[list[int]], tokens: int, rows: int) -> dict[str, Any]:
     """Return how many answers are equal, and the gaps of the two likeliest tokens where they part."""
     equal, gaps = 0, []
-    for prompt in prompts:
-        ours, theirs = (lm.generate([prompt], max_new_tokens=tokens, logprobs=2)[0] for lm in (on, off))
+    batches = [prompts[i : i + rows] for i in range(0, len(prompts), rows)]
+    answers = (
+        [answer for batch in batches for answer in lm.generate(batch, max_new_tokens=tokens, logprobs=2)]
+        for lm in (on, off)
+    )
+    for ours, theirs in zip(*answers, strict=True):
         a, b = np.array(ours.tokens), np.array(theirs.tokens)
         if (a == b).all():
             equal += 1
@@ -91,6 +95,7 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--weights", default="bf16")
+    parser.add_argument("--rows", type=int, default=1, help="prompts that are decoded together")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
     args = parser.parse_args()
@@ -103,10 +108,10 @@ def main() -> None:
         }
         seconds: dict[str, list[float]] = {kernels: [] for kernels in models}
         for lm in models.values():
-            step_seconds(lm, prompts[0], 33, 513)  # compiles
+            step_seconds(lm, prompts[: args.rows], 33, 513)  # compiles
         for _ in range(args.rounds):
             for kernels, lm in models.items():
-                seconds[kernels].append(step_seconds(lm, prompts[0], 33, 513))
+                seconds[kernels].append(step_seconds(lm, prompts[: args.rows], 33, 513))
         ms = {kernels: round(1e3 * statistics.median(values), 4) for kernels, values in seconds.items()}
         model = models["auto"].model
         weights = sum(a.nbytes for a in model.params.values())
@@ -114,11 +119,12 @@ def main() -> None:
             "shape": name,
             "weights": args.weights,
             "context": args.context,
+            "rows": args.rows,
             "ms": ms,
             "weights_ms": round(weights / BANDWIDTH * 1e3, 3),
         }
         print(
-            json.dumps(row | compare_tokens(*models.values(), prompts, args.tokens)),
+            json.dumps(row | compare_tokens(*models.values(), prompts, args.tokens, args.rows)),
             flush=True,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +66,7 @@ def graph_of(case: Case) -> Graph:
     keys, values = (b.input(name, cache) for name in ("keys", "values"))
     start, lengths = (b.input(name, TensorType((c.batch,), I32)) for name in ("start", "lengths"))
     positions = b.input("positions", TensorType((c.batch, 1), I32))
-    tables = [b.input(name, TensorType((1, 1, c.n_rot // 2), F32)) for name in ("cos", "sin")]
+    tables = [b.input(name, TensorType((c.batch, 1, c.n_rot // 2), F32)) for name in ("cos", "sin")]
     gamma = b.input("gamma", TensorType((c.width,), c.dtype))
     sinks = b.input("sinks", TensorType((c.heads,), c.dtype))
     q, k, v = b.add(SplitLast(sizes), row)
@@ -101,16 +102,17 @@ def group_of(graph: Graph) -> Node | None:
 def operands_of(graph: Graph, group: Node, start: int, length: int) -> list[Any]:
     """Return random operands of a group, for a step after `start` tokens."""
     rng = np.random.default_rng(start)
-    numbers = {"start": start, "lengths": length, "positions": start + max(length, 1) - 1}
     inputs = {i.input: i.type for i in graph.inputs}
+    starts, lengths = (np.full(inputs[name].shape, n, np.int32) for name, n in (("start", start), ("lengths", length)))
+    starts[1:] //= 3  # rows differ
+    lengths[2:] = 1 - length
+    numbers = {"start": starts, "lengths": lengths, "positions": (starts + np.maximum(lengths, 1) - 1)[:, None]}
     types = TypeCache()
     grouped = group_attention(graph, types)
     names = [grouped.nodes[v.node].op.input for v in group.inputs]  # type: ignore[attr-defined]
     shapes = [tuple(map(int, inputs[name].shape)) for name in names]
     return [
-        jnp.full(shape, numbers[name], jnp.int32)
-        if name in numbers
-        else jnp.asarray(rng.normal(size=shape), inputs[name].dtype)
+        jnp.asarray(numbers[name]) if name in numbers else jnp.asarray(rng.normal(size=shape), inputs[name].dtype)
         for name, shape in zip(names, shapes, strict=True)
     ]
 
@@ -132,7 +134,8 @@ def test_groups_of_a_decode_step(name: str) -> None:
 
 WITHOUT: dict[str, Case] = {
     "heads 96 wide": Case(width=96), "fewer keys than a block": Case(keys=31), "a long cache": Case(keys=4128),
-    "two rows": Case(batch=2), "f32": Case(dtype=F32), "pinned products": Case(precision="highest"),
+    "nine rows": Case(batch=9), "a long cache of 2 rows": Case(batch=2, keys=2056), "f32": Case(dtype=F32),
+    "pinned products": Case(precision="highest"),
     "weights returned": Case(returns="probs"),
 }  # fmt: skip
 
@@ -152,26 +155,33 @@ def test_ops_that_the_kernel_lacks_stay_before_it() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*the plan is for another device", "ignore:.*has no effect")
 def test_a_profile_that_chooses_attention_or_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An implementation of attention that a user asks for is used, and products by XLA leave attention grouped."""
+    """A named implementation of attention is used; products by XLA or of 8 rows leave attention grouped."""
     kinds: list[set[type[Any]]] = []
-    for fields in ({"attention": {"implementation": "xla"}}, {"backend": {"cuda": {"products": "xla"}}}, {}):
+    cases: list[dict[str, Any]] = [
+        {"attention": {"implementation": "xla"}}, {"backend": {"cuda": {"products": "xla"}}}, {}, {"batch": 8},
+    ]  # fmt: skip
+    for fields in cases:
         lir = plan_of(monkeypatch, context=64, **fields)
         kinds.append({type(node.op) for node in lir.graph.nodes} & {AttentionGroup, KernelGroup})
         assert any("decode_attention" in line for line in lir.attention()) == (AttentionGroup in kinds[-1])
-    assert kinds == [{KernelGroup}, {AttentionGroup}, {AttentionGroup, KernelGroup}]
+    assert kinds == [{KernelGroup}, {AttentionGroup}, {AttentionGroup, KernelGroup}, {AttentionGroup}]
 
 
 # -- the kernel --------------------------------------------------------------------------------
 
 CASES: dict[str, Case] = {
     "ring": Case(keys=64, ring=True, window=50, norm=True, n_rot=32, sinks=True, softcap=3.0),
+    "three rows": Case(2, 1, 32, batch=3, n_rot=32, norm=True),
     "cache": Case(), "window": Case(window=9, norm=True), "128 wide": Case(width=128, n_rot=128, heads=8),
     "256 wide": Case(width=256, n_rot=64, heads=2, kv_heads=1, window=20), "long": Case(keys=2100, sinks=True),
 }  # fmt: skip
 
 
+SHORT = {"ring": 2, "three rows": 1}  # cases of the short suite: how many steps of each
+
+
 @needs_mosaic
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "ring" else pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SHORT else pytest.mark.slow) for n in CASES])
 def test_the_kernel_computes_the_same(name: str) -> None:
     """In the interpreter: for a full cache, a ring that wrapped, a row without a new token, and an empty cache."""
     pallas: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
@@ -181,7 +191,7 @@ def test_the_kernel_computes_the_same(name: str) -> None:
     assert group is not None and isinstance(group.op, AttentionGroup)
     kernel = jax.jit(functools.partial(run_attention, group.op, interpret=pallas.InterpretGPUParams()))
     last = 3 * case.keys + 5 if case.ring else case.keys - 1
-    for start, length in ((last, 1), (9, 0), *(((0, 1), (33, 1)) if name != "ring" else ())):
+    for start, length in ((last, 1), (9, 0), (0, 1), (33, 1))[: SHORT.get(name, 4)]:
         operands = operands_of(graph, group, start, length)
         want, got = group.op.eval(*operands), kernel(*operands)
         np.testing.assert_allclose(got[0].astype(np.float32), want[0].astype(np.float32), atol=0.02)
@@ -190,15 +200,15 @@ def test_the_kernel_computes_the_same(name: str) -> None:
 
 def test_each_head_has_a_program() -> None:
     """The heads of a program share a key head, of which 135M has three query heads each."""
-    for heads, kv_heads, keys in ((32, 8, 64), (32, 8, 9000), (9, 3, 64), (9, 3, 9000), (4, 4, 9000)):
-        at_once, splits = divide(heads, kv_heads, keys)
-        assert splits and heads // kv_heads % at_once == 0
+    for rows, heads, kv_heads, keys in itertools.product((1, 2, 8), (4, 8, 9, 12), (1, 2, 3, 4), (64, 9000)):
+        at_once, splits = divide(rows, heads, kv_heads, keys)
+        assert splits and (heads % kv_heads or heads // kv_heads % at_once == 0)
 
 
 PUBLISHED = {
     "Llama 1B": Case(32, 8, 64, 1152), "Qwen3-0.6B": Case(16, 8, 128, 1152, norm=True, n_rot=128),
     "Gemma 3 1B": Case(4, 1, 256, 512, ring=True, window=512, norm=True, n_rot=256),
-    "135M, a long cache": Case(9, 3, 64, 4000),
+    "135M, a long cache": Case(9, 3, 64, 4000), "8 rows of Llama 1B": Case(32, 8, 64, 1152, batch=8),
 }  # fmt: skip
 
 

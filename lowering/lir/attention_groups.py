@@ -1,4 +1,4 @@
-"""The pass `group_attention`: it joins the attention of one new token of one row, and the ops around it, to a group.
+"""The pass `group_attention`: it joins the attention of one new token of each row, and the ops around it, to a group.
 
 The ops are the norms and the rotation of each head of the new query and key, and the writes of the cache. A group runs
 as one kernel (`decode_attention.py`).
@@ -23,15 +23,16 @@ from rlx_jax.ir.ops.index import TakeRow
 from rlx_jax.ir.ops.shape import Reshape, SplitLast
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lir.decode_attention import (
-    HALVES,
-    HEAD_WIDTHS,
     MAX_KEYS,
+    MAX_KEYS_OF_ROWS,
+    MAX_ROWS,
     AttentionKernel,
     HeadRow,
     block_of,
     decode_attention,
     divide,
 )
+from rlx_jax.lowering.lir.head_layouts import HALVES, HEAD_WIDTHS
 from rlx_jax.lowering.lir.matvec import KernelTrace
 from rlx_jax.lowering.lir.product_groups import find_readers, op_runs_in_kernel, struct
 from rlx_jax.lowering.mir.small import dce
@@ -145,17 +146,20 @@ def find_parts(graph: Graph, number: int) -> AttentionParts | None:
 
 
 def has_kernel(op: AttentionOp, types: Sequence[TensorType]) -> bool:
-    """Return whether the kernel has an attention with operands of these types: of one new token of one row, in bf16."""
+    """Return whether the kernel has an attention with operands of these types: bf16, one new token of a few rows."""
     q, k, v, *extras = types
-    if any(t.symbols or t.dtype != jnp.bfloat16 for t in (q, k, v)) or k.shape != v.shape or q.shape[:2] != (1, 1):
+    if any(t.symbols or t.dtype != jnp.bfloat16 for t in (q, k, v)) or k.shape != v.shape:
+        return False
+    rows = int(q.shape[0])
+    if rows > MAX_ROWS or q.shape[1] != 1 or k.shape[0] != rows:
         return False
     width, keys = int(q.shape[2]) // op.heads, int(k.shape[1])
-    if width not in HEAD_WIDTHS or not block_of(width) <= keys <= MAX_KEYS:
+    if width not in HEAD_WIDTHS or not block_of(width) <= keys <= (MAX_KEYS if rows == 1 else MAX_KEYS_OF_ROWS):
         return False
     if op.returns != "context" or not op.causal or op.ahead or op.precision != "default":
         return False
     positions = [t for name, t in zip(op.extra, extras, strict=True) if name == "positions"]
-    return set(op.extra) <= set(EXTRAS) and len(positions) == 1 and math.prod(map(int, positions[0].shape)) == 1
+    return set(op.extra) <= set(EXTRAS) and len(positions) == 1 and math.prod(map(int, positions[0].shape)) == rows
 
 
 # Optional operands of an attention that the kernel has.
@@ -167,19 +171,21 @@ def find_update(graph: Graph, value: Value, views: list[int]) -> int | None:
     while isinstance(graph.nodes[value.node].op, Reshape):
         views.append(value.node)
         (value,) = graph.nodes[value.node].inputs
-    op, cache = graph.nodes[value.node].op, graph.type(value)
+    op = graph.nodes[value.node].op
     if isinstance(op, CacheUpdate):
-        return None if op.fresh or cache.shape[0] != 1 else value.node
-    return value.node if isinstance(op, RingStep) and value.index == 0 and op.in_place(cache.shape[1], 1) else None
+        return None if op.fresh else value.node
+    slots = graph.type(value).shape[1]
+    return value.node if isinstance(op, RingStep) and value.index == 0 and op.in_place(slots, 1) else None
 
 
 def find_heads(graph: Graph, value: Value, width: int) -> HeadSource:
-    """Return where the heads of a value come from: the row before all ops that the kernel computes."""
+    """Return where the heads of a value come from: the rows before all ops that the kernel computes."""
+    rows = int(graph.type(value).shape[0])
     offset, ops, rope, nodes = 0, list[int](), None, list[int]()
     while True:
         node = graph.nodes[value.node]
         op = node.op
-        if isinstance(op, SplitLast) and math.prod(map(int, graph.type(node.inputs[0]).shape[:-1])) == 1:
+        if isinstance(op, SplitLast) and math.prod(map(int, graph.type(node.inputs[0]).shape[:-1])) == rows:
             offset += sum(op.sizes[: value.index])
         elif rope is None and not ops and can_rotate(graph, node, width):
             rope = value.node
@@ -261,9 +267,12 @@ def run_attention(op: AttentionGroup, *arrays: Any, interpret: Any = None) -> tu
         return arrays[body.nodes[value.node].op.index]  # type: ignore[attr-defined]
 
     keys, values = (array(body.nodes[u].inputs[0]) for u in parts.updates)
-    numbers = [array(v).reshape(1) for v in (*update.inputs[2:4], extras["positions"])]
-    flat = [x.reshape(spec.keys, -1) for x in (keys, values)]
-    result, *caches = decode_attention(spec, [array(v).reshape(-1) for v in operands], numbers, *flat, interpret)
+    numbers = [array(v).reshape(-1, 1) for v in (*update.inputs[2:4], extras["positions"])]
+    flat = [x.reshape(spec.rows, spec.keys, -1) for x in (keys, values)]
+    tables = (i for row in rows for i in row.tables if body.type(operands[i]).shape[0] == spec.rows)
+    by_row = {*(row.source for row in rows), *tables}  # the other operands are the same for all rows
+    inputs = [array(v).reshape(spec.rows if i in by_row else 1, -1) for i, v in enumerate(operands)]
+    result, *caches = decode_attention(spec, inputs, numbers, *flat, interpret)
     shapes = (body.type(v).shape for v in body.outputs)
     return tuple(r.reshape(tuple(map(int, shape))) for r, shape in zip((result, *caches), shapes, strict=True))
 
@@ -273,13 +282,13 @@ def spec_of(body: Graph, number: int, update: Node, rows: Sequence[HeadRow], has
     op = body.nodes[number].op
     assert isinstance(op, AttentionOp)
     q, k = (body.type(v) for v in body.nodes[number].inputs[:2])
-    width, keys = int(q.shape[2]) // op.heads, int(k.shape[1])
+    batch, width, keys = int(q.shape[0]), int(q.shape[2]) // op.heads, int(k.shape[1])
     scale = width**-0.5 if op.scale is None else op.scale
     query, key, value = rows
-    heads_at_once, splits = divide(op.heads, op.kv_heads, keys)
+    heads_at_once, splits = divide(batch, op.heads, op.kv_heads, keys)
     return AttentionKernel(
-        op.heads, op.kv_heads, width, keys, isinstance(update.op, RingStep), op.window, scale, op.softcap, has_sinks,
-        query, key, value, heads_at_once, splits,
+        batch, op.heads, op.kv_heads, width, keys, isinstance(update.op, RingStep), op.window, scale, op.softcap,
+        has_sinks, query, key, value, heads_at_once, splits,
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
-"""One Pallas kernel (Mosaic GPU) for the attention of one new token of one row: rotation, cache write and attention.
+"""One Pallas kernel (Mosaic GPU) for the attention of one new token of each row: rotation, cache write and attention.
 
-A program computes some query heads of one key head. Its warpgroups divide the keys, a block of keys at a time; each
+A program computes some query heads of one key head of a row. Its warpgroups divide the keys, a block at a time; each
 keeps the weighted sum of values, the sum and the maximum of the exponentials of its keys (a softmax in one pass,
 Milakov and Gimelshein 2018), and the first one combines them. The new key and value do not go through the cache: each
 program computes them from the row of the products, and the first program of a key head writes them.
@@ -24,29 +24,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from rlx_jax.lowering.lir.head_layouts import READ_VECTOR, SUM_VECTOR, HeadLayouts, half_layout
 from rlx_jax.lowering.lir.matvec import KernelTrace
-from rlx_jax.lowering.lir.packed_matvec import LANES, WARPS
 
 AnyArray = Any
 
 # Slots of a cache, at most: after 8,000 tokens XLA's form is faster, by 4 µs a layer of Llama 1B on an H200.
 MAX_KEYS = 4096
 
+# Rows of the batch, at most, and slots of a cache of several rows: longer ones were not measured.
+MAX_ROWS, MAX_KEYS_OF_ROWS = 8, 2048
+
 # Warpgroups of a program.
 WARPGROUPS = 4
 
 # Entries of a block of keys: 16 in each thread of a warpgroup.
 BLOCK_ENTRIES = 2048
-
-# Neighbouring entries of a lane, where it reads 16 bytes of bf16, and where sums over warps take 16 bytes of f32.
-READ_VECTOR = 8
-SUM_VECTOR = 4
-
-# Widths of a head that the kernel divides among its threads.
-HEAD_WIDTHS = (32, 64, 128, 256)
-
-# Sizes of half a rotation that the kernel divides.
-HALVES = (8, 16, 32, 64, 128)
 
 # A score that no key reaches, finite so that differences are.
 LOWEST = -1e30
@@ -78,6 +71,7 @@ class AttentionKernel:
     """The shapes of one kernel.
 
     Attributes:
+        rows: rows of the batch, each with a cache and a new token of its own.
         heads, kv_heads, width: query heads, key heads, and columns of a head.
         keys: slots of the cache.
         is_ring: whether position p is in slot p mod `keys`.
@@ -90,6 +84,7 @@ class AttentionKernel:
         splits: programs that share the keys of a head.
     """
 
+    rows: int
     heads: int
     kv_heads: int
     width: int
@@ -111,50 +106,16 @@ def block_of(width: int) -> int:
     return BLOCK_ENTRIES // width
 
 
-def divide(heads: int, kv_heads: int, keys: int) -> tuple[int, int]:
+def divide(rows: int, heads: int, kv_heads: int, keys: int) -> tuple[int, int]:
     """Return the query heads of a program, and the programs that share the keys of a head.
 
-    Programs of one query head read the keys of a key head several times, but from the L2 cache and in parallel.
+    Programs of one query head read the keys of a key head several times, but from the L2 cache and in parallel. Two
+    heads of a program share a key head.
     """
-    return (1, 1) if keys <= 2048 else (2 - heads // kv_heads % 2, 16)  # the heads of a program share a key head
-
-
-@dataclass(frozen=True)
-class HeadLayouts:
-    """Where the entries of arrays are in the registers of a warpgroup.
-
-    Attributes:
-        tile: of a block of keys `[block, width]`: a lane has some neighbouring entries of a row.
-        columns: of one row, in every warp.
-        rows: of one entry for each key of a block.
-    """
-
-    tile: Any
-    columns: Any
-    rows: Any
-
-    @staticmethod
-    def of(width: int, vector: int) -> HeadLayouts:
-        """Return the layouts of heads of this width, with `vector` neighbouring entries in a lane."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
-        columns = min(width, LANES * vector)
-        row_lanes = LANES * vector // columns
-        tiles = plgpu.Tiling(((WARPS * row_lanes, columns), (row_lanes, vector)[row_lanes == 1 :]))
-        warp, *lanes = (-3, -2) if row_lanes == 1 else (-4, -2, -3)
-        tile = plgpu.Layout.TILED(tiles, warp_dims=(warp,), lane_dims=tuple(lanes), vector_dim=-1)
-        return HeadLayouts(tile, tile.reduce(0), tile.reduce(1))
-
-
-def half_layout(size: int) -> Any:
-    """Return the layout of a row of `size` entries, a power of 2, in every warp."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    vector = max(1, size // LANES)
-    lanes = size // vector
-    tiles = plgpu.Tiling(((size,), (vector,)))
-    lane_dims = (-2,) if lanes == LANES else (-2, plgpu.Replicated(LANES // lanes))
-    return plgpu.Layout.TILED(tiles, warp_dims=(plgpu.Replicated(WARPS),), lane_dims=lane_dims, vector_dim=-1)
+    pair = 2 if heads // kv_heads % 2 == 0 else 1
+    if keys <= 2048:  # one program on each multiprocessor, of 132
+        return (pair if rows * heads > 132 else 1), 1
+    return pair, 16
 
 
 def load_head(
@@ -249,7 +210,7 @@ class Blocks:
 
     Attributes:
         spec: the shapes.
-        caches: keys and values `[keys, kv_heads * width]`.
+        caches: keys and values of the row `[keys, kv_heads * width]`.
         column: first column of the key head.
         first: number of the first block.
         stride: blocks from one to the next.
@@ -379,8 +340,9 @@ def run_program(spec: AttentionKernel, refs: Sequence[Any], out_ref: Any, scratc
 
     Args:
         spec: the shapes.
-        refs: the operands of the heads, start, lengths and position `[1]`, keys and values `[keys, kv_heads * width]`.
-        out_ref: the result `[heads * width]`, or the parts `[splits, heads, 3, width]` of several programs of a head.
+        refs: the operands of `decode_attention`.
+        out_ref: the result `[rows, heads * width]`, or the parts `[rows, splits, heads, 3, width]` of several programs
+            of a head.
         scratch: shared memory for a head of each warpgroup, for its sums, and a barrier that all warpgroups pass.
     """
     from jax.experimental import pallas as pl
@@ -388,8 +350,10 @@ def run_program(spec: AttentionKernel, refs: Sequence[Any], out_ref: Any, scratc
 
     width = spec.width
     buffers, totals_ref, sums_ref, done = scratch
-    group, split, program = (lax.axis_index(name) for name in ("group", "split", "program"))
+    group, split, program, row = (lax.axis_index(name) for name in ("group", "split", "program", "row"))
+    refs = [ref.at[row if ref.shape[0] > 1 else 0] for ref in refs]
     *operands, start_ref, length_ref, position_ref, keys_ref, values_ref = refs
+    out_ref = out_ref.at[row]
     first_head = program * spec.heads_at_once
     kv_head = first_head * spec.kv_heads // spec.heads
     heads = [first_head + i for i in range(spec.heads_at_once)]
@@ -425,8 +389,8 @@ def run_program(spec: AttentionKernel, refs: Sequence[Any], out_ref: Any, scratc
 
         @pl.when(is_first & (lax.rem(first_head, spec.heads // spec.kv_heads) == 0))
         def _() -> None:
-            for ref, row in ((keys_ref, key), (values_ref, value)):
-                ref[step.slot, pl.ds(kv_head * width, width)] = row.astype(ref.dtype)
+            for ref, head in ((keys_ref, key), (values_ref, value)):
+                ref[step.slot, pl.ds(kv_head * width, width)] = head.astype(ref.dtype)
 
 
 def scaled(spec: AttentionKernel, scores: AnyArray) -> AnyArray:
@@ -458,18 +422,18 @@ def decode_attention(
 
     Args:
         spec: the shapes.
-        operands: rows, weights, cos and sin, sinks, which `spec` names by index, each of rank 1.
-        numbers: start, lengths and the query's position, i32 `[1]`.
-        keys, values: the caches `[keys, kv_heads * width]`.
+        operands: heads, weights, cos and sin, sinks, which `spec` names by index: `[rows, …]`; `[1, …]` for all.
+        numbers: start, lengths and the query's position, i32 `[rows, 1]`.
+        keys, values: the caches `[rows, keys, kv_heads * width]`.
         interpret: parameters of Mosaic's interpreter; None to compile.
 
     Returns:
-        the result `[heads * width]` and the caches.
+        the result `[rows, heads * width]` and the caches.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    splits, heads, width = spec.splits, spec.heads, spec.width
-    shape = (heads * width,) if splits == 1 else (splits, heads, 3, width)
+    rows, splits, heads, width = spec.rows, spec.splits, spec.heads, spec.width
+    shape = (rows, heads * width) if splits == 1 else (rows, splits, heads, 3, width)
     inputs = [*operands, *numbers]
 
     def body(*refs: Any) -> None:
@@ -479,8 +443,8 @@ def decode_attention(
     run = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(shape, values.dtype if splits == 1 else jnp.float32),
-        grid=(heads // spec.heads_at_once, splits),
-        grid_names=("program", "split"),
+        grid=(heads // spec.heads_at_once, splits, rows),
+        grid_names=("program", "split", "row"),
         num_threads=WARPGROUPS,
         thread_name="group",
         compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=4 * BLOCK_ENTRIES),
@@ -495,6 +459,6 @@ def decode_attention(
     refs = [jax.new_ref(x) for x in (keys, values)]
     result = run(*inputs, *refs)
     if splits > 1:
-        *_, total, weighted = combine([[result[i, :, j] for j in range(3)] for i in range(splits)])
-        result = (weighted / total).astype(values.dtype).reshape(-1)
+        *_, total, weighted = combine([[result[:, i, :, j] for j in range(3)] for i in range(splits)])
+        result = (weighted / total).astype(values.dtype).reshape(rows, -1)
     return (result, *(jax.freeze(ref) for ref in refs))

@@ -56,7 +56,7 @@ class KernelGroup(Mir):
 
 @dataclass(frozen=True)
 class AttentionGroup(Mir):
-    """The attention of one new token of one row, with the ops on its heads and the writes of its cache.
+    """The attention of one new token of one or a few rows, with the ops on its heads and the writes of its cache.
 
     Operands: the cached keys and values, then what else the ops read. Results: the context, and both caches.
     """

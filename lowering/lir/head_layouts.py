@@ -1,0 +1,56 @@
+"""Where the entries of heads, and of blocks of keys, are in the registers of a warpgroup (Mosaic GPU)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rlx_jax.lowering.lir.packed_matvec import LANES, WARPS
+
+# Neighbouring entries of a lane, where it reads 16 bytes of bf16, and where sums over warps take 16 bytes of f32.
+READ_VECTOR = 8
+SUM_VECTOR = 4
+
+# Widths of a head that the kernel divides among its threads.
+HEAD_WIDTHS = (32, 64, 128, 256)
+
+# Sizes of half a rotation that the kernel divides.
+HALVES = (8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class HeadLayouts:
+    """Where the entries of arrays are in the registers of a warpgroup.
+
+    Attributes:
+        tile: of a block of keys `[block, width]`: a lane has some neighbouring entries of a row.
+        columns: of one row, in every warp.
+        rows: of one entry for each key of a block.
+    """
+
+    tile: Any
+    columns: Any
+    rows: Any
+
+    @staticmethod
+    def of(width: int, vector: int) -> HeadLayouts:
+        """Return the layouts of heads of this width, with `vector` neighbouring entries in a lane."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        columns = min(width, LANES * vector)
+        row_lanes = LANES * vector // columns
+        tiles = plgpu.Tiling(((WARPS * row_lanes, columns), (row_lanes, vector)[row_lanes == 1 :]))
+        warp, *lanes = (-3, -2) if row_lanes == 1 else (-4, -2, -3)
+        tile = plgpu.Layout.TILED(tiles, warp_dims=(warp,), lane_dims=tuple(lanes), vector_dim=-1)
+        return HeadLayouts(tile, tile.reduce(0), tile.reduce(1))
+
+
+def half_layout(size: int) -> Any:
+    """Return the layout of a row of `size` entries, a power of 2, in every warp."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    vector = max(1, size // LANES)
+    lanes = size // vector
+    tiles = plgpu.Tiling(((size,), (vector,)))
+    lane_dims = (-2,) if lanes == LANES else (-2, plgpu.Replicated(LANES // lanes))
+    return plgpu.Layout.TILED(tiles, warp_dims=(plgpu.Replicated(WARPS),), lane_dims=lane_dims, vector_dim=-1)
