@@ -346,7 +346,12 @@ def test_a_second_model_is_not_traced(cache: Path, monkeypatch: pytest.MonkeyPat
 
     def answer(profile: rlx.CompileProfile | None = None) -> tuple[Any, int]:
         traces.clear()
-        return rlx.load(LLAMA, profile=profile).generate(PROMPTS, max_new_tokens=6), len(traces)
+        lm = rlx.load(LLAMA, profile=profile)
+        answers = (
+            lm.generate(PROMPTS, max_new_tokens=6),
+            lm.generate(PROMPTS, max_new_tokens=6, temperature=0.9, seed=3),
+        )
+        return answers, len(traces)
 
     monkeypatch.setattr(jax.stages.Traced, "lower", counted)
     want, count = answer()
