@@ -16,7 +16,10 @@ import rlx_jax as rlx
 from rlx_jax import cli, errors
 from rlx_jax.device import DEVICES
 from rlx_jax.inspection import rates
+from rlx_jax.ir.ops.pointwise import Unary
+from rlx_jax.ir.types import TensorType
 from rlx_jax.loading import model_plan
+from rlx_jax.runtime import op_samples
 from tests.oracles.checkpoints import FIXTURES
 
 LLAMA = FIXTURES / "llama" / "gqa_plain_attnbias_v5"
@@ -34,6 +37,7 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, "max_position_embeddings": 256,
 }  # fmt: skip
 RECIPE = rlx.Llama32Flow.for_prefill(CONFIG)
+BF16 = rlx.CompileProfile().replace(precision={"compute": "bf16", "weights": "bf16"})
 
 
 def zeros() -> dict[str, np.ndarray]:
@@ -103,6 +107,47 @@ def test_times_of_an_h200() -> None:
     assert prompts.ms_prefill == pytest.approx(58.5, rel=0.1) and prompts.prefill.bound == "FLOPs"
 
 
+def test_ops_are_sampled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention is run for few rows and tokens, and takes a time in proportion to its operations."""
+    here = replace(rates._measured_cpu(), samples_ops=True, call_seconds=0.0, argument_seconds=0.0)
+    monkeypatch.setattr(rates, "_measured_cpu", lambda: here)
+    samples: list[tuple[str, str, tuple[int, ...]]] = []
+
+    def measure(op: Any, implementation: str, types: Any) -> float:
+        samples.append((type(op).__name__, implementation, types[0].shape))
+        return 1.0 if type(op).__name__ == "AttentionOp" else 0.0
+
+    monkeypatch.setattr(op_samples, "sample_seconds", measure)
+    plan = rlx.plan(RECIPE, device="cpu", batch=64, context=256)
+    assert plan.decode is not None
+    assert {s for s in samples if s[0] == "AttentionOp"} == {
+        ("AttentionOp", "xla", (32, 1, 128)), ("AttentionOp", "heads_first", (4, 256, 128)),
+        ("AttentionOp", "xla", (4, 1, 128)),
+    }  # fmt: skip
+    assert plan.decode.seconds == pytest.approx(2 * 64 / 32, abs=0.1)  # of two layers
+    assert plan.prefill.seconds == pytest.approx(2 * 64 / 4, abs=0.1)
+
+
+def test_a_sample_takes_time() -> None:
+    types = (TensorType((1, 64), np.dtype(np.float32)),)
+    assert 0 < op_samples.sample_seconds(Unary("exp"), "xla", types) < 1
+
+
+def test_weights_that_a_cpu_widens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of products of one row in bf16: once for all steps of a loop, and in f32 copies."""
+    slow = replace(rates._measured_cpu(), widen=1e-6)
+    one = rlx.plan(RECIPE, device="cpu", profile=BF16)
+    two = rlx.plan(RECIPE, device="cpu", profile=BF16, batch=2)
+    monkeypatch.setattr(rates, "_measured_cpu", lambda: slow)
+    later = rlx.plan(RECIPE, device="cpu", profile=BF16)
+    assert one.decode is not None and two.decode is not None and later.decode is not None
+    weights = one.params_bytes - 2 * 128 * 5  # of two layers and the head: without the norms
+    assert later.decode.seconds - one.decode.seconds == pytest.approx(weights * 1e-6 / 4, rel=0.02)  # 4 steps
+    again = rlx.plan(RECIPE, device="cpu", profile=BF16, batch=2)
+    assert again.ms_per_token == two.ms_per_token
+    assert one.decode.activation_bytes > 2.4 * weights > two.decode.activation_bytes
+
+
 CHANGES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "device": ({"device": "l4"}, ("ms_per_token", "prefill.memory_seconds", "memory", "basis")),
     "batch": ({"batch": 3}, ("ms_per_token", "prefill.flops", "cache_bytes", "peak_bytes")),
@@ -113,7 +158,6 @@ CHANGES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-BF16 = rlx.CompileProfile().replace(precision={"compute": "bf16", "weights": "bf16"})
 BASE: dict[str, Any] = {"device": "h200", "batch": 2, "context": 64, "profile": BF16}
 
 

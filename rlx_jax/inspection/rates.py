@@ -7,6 +7,7 @@ the first use, on the CPU that runs; for other devices the fractions of the H200
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -39,14 +40,18 @@ class Rates:
         device: the facts of the device; its `memory` is what JAX may allocate.
         bandwidth: bytes per second of its memory.
         flops: operations per second of dense products, by the short name of the compute dtype.
+        large_flops: the same where their activations take new memory; empty if it makes no difference.
         kernels: what kernels reach, by kind.
         call_seconds: seconds in which the host checks a prompt and starts its program.
-        reads: bytes per second at which products of few rows read weights of a dtype, where it is not `bandwidth`.
+        argument_seconds: the same for each parameter that the program takes.
+        widen: seconds per byte of 16-bit weights that a loop with products of one row converts to f32, once a call.
+        fresh: seconds per byte of large temporaries, whose memory the operating system provides anew in each call.
         unpack: elements per second of packed weights that products of few rows decode: of codes with 8 bits, and of
             narrower codes.
         unpack_tiles: the same for products that decode their weight tile by tile.
         link: bytes per second of an array that devices of one host sum up.
         link_seconds: the fixed seconds of such a sum.
+        samples_ops: whether attention, experts and recurrences are run to measure them, which needs the device here.
         basis: the source of the fractions: `measured` on this product, or limits of the `data sheet` alone.
     """
 
@@ -60,7 +65,11 @@ class Rates:
     link_seconds: float
     basis: Literal["measured", "data sheet"]
     call_seconds: float = 0.0
-    reads: Mapping[str, float] = field(default_factory=dict)
+    argument_seconds: float = 0.0
+    large_flops: Mapping[str, float] = field(default_factory=dict)
+    widen: float = 0.0
+    fresh: float = 0.0
+    samples_ops: bool = False
 
     def limits(self, flops: float, nbytes: float, dtype: str) -> tuple[float, float]:
         """Return the shortest seconds for so many operations, and for so many bytes, at the limits of the device."""
@@ -73,8 +82,6 @@ class Rates:
         """
         rate = self.kernels[kind]
         compute, memory = self.limits(flops, nbytes, dtype)
-        if kind == "product":
-            memory = nbytes / self.reads.get(dtype, self.bandwidth)
         return compute / rate.flops, memory / rate.bytes, rate.seconds
 
 
@@ -93,8 +100,8 @@ H200_KERNELS: Mapping[KernelKind, KernelRate] = {
 # Packed weights on an H200: a step of 1 row takes 0.93 with 8-bit codes and 1.30 with 4-bit codes of the time of bf16,
 # of 64 rows, which decode tiles, 1.9 to 2.9 (docs/weights.md).
 H200_UNPACK, H200_UNPACK_TILES = (2.4e12, 1.4e12), (5.6e11, 5.6e11)
-# A prompt of 256 tokens of Llama, Qwen 3 and Gemma 3 takes 1.1 to 1.5 ms, and 0.3 to 0.9 ms of an H200 by estimate.
-GPU_CALL_SECONDS = 1.2e-3
+# Prompts of 256 tokens of small models with 14 to 163 parameters, in which the device takes less: 0.8 to 2.2 ms.
+GPU_CALL_SECONDS, GPU_ARGUMENT_SECONDS = 0.7e-3, 12e-6
 TPU_KERNELS = {kind: replace(rate, seconds=rate.seconds / 4) for kind, rate in H200_KERNELS.items()}  # one program
 
 # Products in f32 (TF32 where the GPU has it; three and six passes of bf16 are slower than a TPU's default of one), and
@@ -137,6 +144,7 @@ def rates_named(name: str) -> Rates:
         H200_KERNELS if is_gpu else TPU_KERNELS, _scaled(H200_UNPACK, device), _scaled(H200_UNPACK_TILES, device), link,
         link_seconds,
         "measured" if product == "h200" else "data sheet", GPU_CALL_SECONDS if is_gpu else 0.0,
+        GPU_ARGUMENT_SECONDS if is_gpu else 0.0,
     )  # fmt: skip
 
 
@@ -156,51 +164,71 @@ def rates_of(device: Device) -> Rates | None:
 
 # -- the CPU that runs -------------------------------------------------------------------------
 
-# Side of the measured matrix product, and of the matrix that is read (64 MB in f32, over most caches).
-_SIDE, _READ_SIDE = 768, 4096
+# Rows and sides of the measured products, and side of the matrix that is read (64 MB in f32, over most caches).
+_ROWS, _MANY_ROWS, _SIDES, _READ_SIDE = 256, 16384, (1024, 512), 4096
+# Steps of the measured loop; arrays that are larger than glibc's largest threshold take new memory in each call.
+_STEPS, FRESH_BYTES = 4, 2**25
 CPU_KERNELS: Mapping[KernelKind, KernelRate] = {
-    "product": KernelRate(0.9, 1.0, 10e-6),
-    "attention": KernelRate(0.3, 0.5, 40e-6),
-    "experts": KernelRate(0.6, 0.8, 40e-6),
-    "recurrence": KernelRate(0.2, 0.5, 60e-6),
-    "reduction": KernelRate(0.5, 0.5, 10e-6),
-    "fused": KernelRate(0.5, 0.5, 0.0),
+    "product": KernelRate(1.0, 1.0, 15e-6),
+    "attention": KernelRate(0.3, 0.5, 15e-6),
+    "experts": KernelRate(0.6, 0.8, 15e-6),
+    "recurrence": KernelRate(0.2, 0.5, 15e-6),
+    "reduction": KernelRate(0.5, 0.5, 15e-6),
+    "fused": KernelRate(0.5, 0.5, 4e-6),
 }
 
 
 @functools.cache
 def _measured_cpu() -> Rates:
-    """Measure how fast this CPU reads a matrix and multiplies two, in one or two seconds."""
-    cpu = jax.devices("cpu")[0]
-    with jax.default_device(cpu):
-        flops = {name: 2 * _SIDE**3 / _seconds(_matrices(_SIDE, _SIDE, name)) for name in ("f32", "bf16")}
-        bandwidth, bf16 = (
-            size * _READ_SIDE**2 / _seconds(_matrices(1, _READ_SIDE, name)) for name, size in (("f32", 4), ("bf16", 2))
+    """Measure how fast this CPU multiplies, reads, widens weights and gets new memory, in one or two seconds."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        flops, large_flops = (
+            {name: 2 * rows * math.prod(_SIDES) / _product_seconds(rows, _SIDES, name) for name in ("f32", "bf16")}
+            for rows in (_ROWS, _MANY_ROWS)
         )
+        square = _READ_SIDE, _READ_SIDE
+        read, read_narrow = (_product_seconds(1, square, name, _STEPS) for name in ("f32", "bf16"))
+        small, large = (_copy_seconds(nbytes) / nbytes for nbytes in (FRESH_BYTES // 8, FRESH_BYTES * 2))
+    bandwidth = 4 * _READ_SIDE**2 * _STEPS / read
     here = running_device()
     device = here if here.kind == "cpu" else replace(DEVICES["cpu"], memory=None)
     # 8-bit codes take 1.05, 4-bit codes 1.8 of the time of f32 weights (docs/weights.md).
     unpack = bandwidth / 3.1, bandwidth / 6.6
     return Rates(
         device, bandwidth, flops | {"f16": flops["bf16"]}, CPU_KERNELS, unpack, unpack, bandwidth / 4, 50e-6,
-        "measured", reads={"bf16": bf16, "f16": bf16},
+        "measured", large_flops=large_flops, widen=max(0.0, read_narrow - read) / (2 * _READ_SIDE**2),
+        fresh=max(0.0, large - small), samples_ops=True,
     )  # fmt: skip
 
 
-def _matrices(rows: int, side: int, dtype: str) -> Callable[[], Any]:
-    """Return a function that multiplies `[rows, side]` by the transpose of `[side, side]`."""
+def _product_seconds(rows: int, sides: tuple[int, int], dtype: str, steps: int = 1) -> float:
+    """Return the seconds of some products, one after the other, of `[rows, in]` and the transpose of `[out, in]`."""
     kind = {"f32": jnp.float32, "bf16": jnp.bfloat16}[dtype]
-    x, w = jnp.ones((rows, side), kind), jnp.ones((side, side), kind)
-    product = jax.jit(lambda x, w: jax.lax.dot_general(x, w, (((1,), (1,)), ((), ()))))
-    return lambda: product(x, w).block_until_ready()
+    x, w = jnp.zeros((rows, sides[1]), kind), jnp.zeros(sides, kind)
+
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        def product(_: Any, x: jax.Array) -> jax.Array:
+            return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())))
+
+        return jax.lax.fori_loop(0, steps, product, x) if steps > 1 else product(0, x)
+
+    jitted = jax.jit(run)
+    return typical_seconds(lambda: jitted(x, w).block_until_ready())
 
 
-def _seconds(run: Callable[[], Any]) -> float:
-    """Return the seconds of the fastest of several runs, after one that compiles: other work only slows runs down."""
+def _copy_seconds(nbytes: int) -> float:
+    """Return the seconds of a sum of an array and a number."""
+    x = jnp.zeros(nbytes // 4, jnp.float32)
+    add = jax.jit(lambda x: x + 1)
+    return typical_seconds(lambda: add(x).block_until_ready())
+
+
+def typical_seconds(run: Callable[[], Any]) -> float:
+    """Return the median seconds of several runs, after one that compiles."""
     run()
     times: list[float] = []
-    while len(times) < 3 or (len(times) < 25 and sum(times) < 0.3):
+    while len(times) < 3 or (len(times) < 25 and sum(times) < 0.2):
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)
-    return min(times)
+    return sorted(times)[len(times) // 2]

@@ -12,7 +12,7 @@ from functools import partial
 
 from rlx_jax.compiler.pipeline import Template, make_lir
 from rlx_jax.inspection.plan_record import ProgramEstimate
-from rlx_jax.inspection.rates import Rates
+from rlx_jax.inspection.rates import FRESH_BYTES, Rates
 from rlx_jax.inspection.work import kernel_kind, program_bytes, stays_packed
 from rlx_jax.ir.graph import Graph, Mir, Node, Param
 from rlx_jax.ir.kernel_group import AttentionGroup, KernelGroup
@@ -30,11 +30,19 @@ from rlx_jax.lowering.lir.attention import CHUNK_SCORE_BYTES, CHUNKED
 from rlx_jax.lowering.lir.packed import MAX_FUSED_ROWS
 from rlx_jax.lowering.lir.plan import PRODUCTS, RECURRENCES, XLA_CHOICE, Lir, call_of
 from rlx_jax.lowering.sharding import ModelSharding, shard_type
+from rlx_jax.runtime.op_samples import op_samples
 from rlx_jax.runtime.programs import Programs, state_shardings
 from rlx_jax.runtime.sequence_state import LENGTH
 
-# The part of the scratch arrays of a chunked recurrence that is live at once, fitted to XLA:CPU's peaks.
+# The part of the scratch arrays of a chunked recurrence that is live at once, fitted to XLA's peaks in f32; scratch has
+# the dtype of the values. On an H200 it is 0.38 and 0.56 of the two, and 0.48 and 0.49 in bf16.
 LIVE_SCRATCH: Mapping[type, float] = {GatedDeltaOp: 0.66, SelectiveScanOp: 0.39}
+GPU_LIVE_SCRATCH = 0.47
+SCRATCH_PASSES = {"chunks_at_once": 1, "blocked": 2}
+# Bytes of f32 copies for each byte of a 16-bit weight that XLA:CPU multiplies with one row: 2.3 to 2.5 measured.
+WIDENED_COPIES = 2.4
+# The workspace that XLA allocates for a product by cuBLAS on Hopper; it is 4 MiB elsewhere.
+CUBLAS_WORKSPACE = 2**25
 
 
 def estimate_program(
@@ -58,25 +66,34 @@ def estimate_program(
     if sharding is not None and "batch" in local:
         local["batch"] //= sharding.num_batch_shards(local["batch"])
     lir = make_lir(template, local, programs.settings)
-    flops = nbytes = 0
+    flops = nbytes = widened = 0
     seconds = [0.0, 0.0, 0.0, 0.0]
+    sampled = op_samples(lir, template, local, programs.settings) if rates.samples_ops else None
     groups = {id(node.op.body) for _, node in lir.graph.walk() if isinstance(node.op, KernelGroup | AttentionGroup)}
-    for entry in op_costs(lir.graph):
+    # The loop of decoding converts weights and gets its temporaries once for several steps.
+    steps = programs.settings.loop.steps if local.get("seq") == 1 else 1
+    for index, entry in enumerate(op_costs(lir.graph)):
         op_flops, op_bytes, parts = _op_seconds(entry, lir, sharding, rates)
+        if sampled is not None and (sample := sampled(index, entry)) is not None:
+            share = op_flops / entry.cost.flops if entry.cost.flops else op_bytes / entry.cost.bytes  # of one device
+            parts = (sample * share, 0.0, *parts[2:])
         op = entry.node.op
         if id(entry.graph) in groups and isinstance(op, Mir) and kernel_kind(op) == "reduction":
             parts = (*parts[:2], 0.0, parts[3])  # a norm in the kernel of a product or an attention is no kernel
+        if _is_widened(entry, lir):  # read, and written and read again in f32: in a loop once for all of its steps
+            widening = 5 / rates.bandwidth if steps == 1 else 2 / rates.bandwidth + rates.widen / steps
+            parts = (parts[0], op_bytes * widening, *parts[2:])
+            widened += entry.times * op_bytes
         flops += entry.times * op_flops
         nbytes += entry.times * op_bytes
         seconds = [total + entry.times * part for total, part in zip(seconds, parts, strict=True)]
-    live = fused_activation_bytes(lir.graph, partial(workspace_bytes, lir), lir.plan.donate_state, lir.plan.scan)
-    if programs.settings.target == "cpu":
-        # XLA:CPU multiplies in f32, and holds all 16-bit weights in f32; in a loop twice.
-        narrow = sum(t.nbytes for t in programs.layout.types().values() if t.dtype.itemsize == 2)
-        live += narrow * (3 if local.get("seq") == 1 else 2)
+    workspace = partial(workspace_bytes, lir)
+    live = fused_activation_bytes(lir.graph, workspace, lir.plan.donate_state, lir.plan.scan)
+    live += int(WIDENED_COPIES * widened)
     live += sharding.gathered_bytes(programs.layout.params.values()) if sharding is not None else 0
-    host = rates.call_seconds if program == "prefill" else 0.0
+    host = rates.call_seconds + rates.argument_seconds * len(programs.layout.params) if program == "prefill" else 0.0
     compute, memory, start, link = seconds
+    memory += live * rates.fresh / steps if live > FRESH_BYTES else 0.0
     return ProgramEstimate(program, binding, flops, nbytes, live, compute, memory, start, link, host)
 
 
@@ -98,13 +115,18 @@ def _op_seconds(
     elif kind == "experts" and params:
         logical = sum(p.type.nbytes for p in params)
         nbytes = nbytes * sum(program_bytes(p.programs[0], stays_packed(p, lir)) for p in params) // logical
+    # Arrays that XLA writes to memory between its kernels: of all chunks, and copied weights, which are read again.
+    nbytes += SCRATCH_PASSES.get(_implementation(lir, graph, node), 0) * cost.workspace
     if sharding is not None:
         shards, link = _division(node, params, sharding, rates)
     if kind is None:
         return 0, 0, (0.0, 0.0, 0.0, link)
     dtype = short_name(types[0].dtype) if types else "f32"
     flops, nbytes = flops // shards, nbytes // shards
-    compute, memory, start = rates.parts(kind, flops, nbytes, dtype if dtype in rates.flops else "f32")
+    dtype = dtype if dtype in rates.flops else "f32"
+    compute, memory, start = rates.parts(kind, flops, nbytes, dtype)
+    if kind == "product" and types[0].nbytes + node.types[0].nbytes > FRESH_BYTES:
+        compute *= rates.flops[dtype] / rates.large_flops.get(dtype, rates.flops[dtype])
     return flops, nbytes, (compute + unpack / shards, memory, start, link)
 
 
@@ -112,22 +134,46 @@ def workspace_bytes(lir: Lir, graph: Graph, node: Node) -> int:
     """Return the bytes that XLA needs while an op runs, in addition to its operands and results."""
     types, on_cpu = [graph.type(value) for value in node.inputs], lir.plan.target == "cpu"
     if isinstance(node.op, RECURRENCES):
-        return int(LIVE_SCRATCH.get(type(node.op), 1.0) * node.op.traits.workspace(node.op, types, node.types))
+        live = LIVE_SCRATCH.get(type(node.op), 1.0) if on_cpu else GPU_LIVE_SCRATCH
+        live *= types[0].dtype.itemsize / 4
+        return int(live * node.op.traits.workspace(node.op, types, node.types))
     if isinstance(node.op, ExpertFfn):
         # The inputs and results of all choices, which are padded to blocks on a CPU.
-        return (5 if on_cpu else 2) * types[5].size * int(types[0].shape[-1]) * types[0].dtype.itemsize
+        per_value = 20 if on_cpu else 2 * types[0].dtype.itemsize  # XLA:CPU computes it in f32
+        rows = per_value * types[5].size * int(types[0].shape[-1])
+        # Each block of rows has a copy of the weights of its expert; an expert has a few blocks.
+        experts = int(types[1].shape[0])
+        copies = min(types[5].size, 3 * experts) if _implementation(lir, graph, node) == "blocked" else 0
+        return rows + copies * sum(t.nbytes for t in types[1:4]) // experts
+    if isinstance(node.op, PRODUCTS) and lir.plan.target == "cuda":
+        return CUBLAS_WORKSPACE if _implementation(lir, graph, node) == "xla" else 0
     if on_cpu and node.op == Unary("gelu_tanh"):
-        return 5 * node.types[0].nbytes  # XLA:CPU does not fuse all of it
+        return 20 * node.types[0].size  # XLA:CPU does not fuse all of it, and computes it in f32
     if not isinstance(node.op, AttentionOp):
         return 0
     q, k, v = types[:3]
-    name = lir.plan.choices.get(call_of(graph, node), XLA_CHOICE).implementation
+    name = _implementation(lir, graph, node)
     if name == "cudnn":  # queries at positions have a mask [B,1,S,T] of their dtype
         is_masked = node.op.extra and int(q.shape[1]) > 1
         return q.dtype.itemsize * int(q.shape[0]) * int(q.shape[1]) * int(k.shape[1]) if is_masked else 0
     scores = 4 * node.op.heads * math.prod(map(int, (q.shape[0], q.shape[1], k.shape[1])))
-    arrays = 1 if name == "heads_first" else 2  # measured on a CPU: otherwise keys and values are transposed
+    # Otherwise a CPU transposes keys and values, or holds the scores in f32 and their 16-bit products.
+    arrays = 1 if not on_cpu or (name == "heads_first" and q.dtype.itemsize == 4) else 2
     return arrays * min(scores, CHUNK_SCORE_BYTES if name in CHUNKED else scores) + k.nbytes + v.nbytes
+
+
+def _is_widened(entry: OpCost, lir: Lir) -> bool:
+    """Return whether an op is a product of one row with a 16-bit weight on a CPU, where XLA multiplies it in f32."""
+    graph, node, *_ = entry
+    if lir.plan.target != "cpu" or not isinstance(node.op, PRODUCTS):
+        return False
+    x, w = (graph.type(value) for value in node.inputs[:2])
+    return w.dtype.itemsize == 2 and math.prod(map(int, x.shape[:-1])) == 1
+
+
+def _implementation(lir: Lir, graph: Graph, node: Node) -> str:
+    """Return the name of the implementation that the plan chose for an op."""
+    return lir.plan.choices.get(call_of(graph, node), XLA_CHOICE).implementation
 
 
 def _unpack_seconds(param: Param, packed: bool, rows: int, target: str, rates: Rates) -> float:
