@@ -209,6 +209,14 @@ def test_the_largest_losses() -> None:
         assert all(kinds[loss.path][1] in loss.advice.replace("(", r"\(").replace(")", r"\)") for loss in losses)
     losses = largest_losses(whole, rates)
     assert [loss.path for loss in losses] == ["few rows", "moves", "wide", "narrow", "chosen"]
+    tiny = dataclasses.replace(
+        BLOCK, seconds=4e-6, roofline_seconds=1e-9, flops=2000, limited_by="compute", dtype="bf16", layers=16,
+        implementation="row", reason="few rows, in 1 of 16 layers",
+    )  # fmt: skip
+    ran = dataclasses.replace(whole, seconds=4e-6, blocks=(tiny,))
+    (loss,) = largest_losses(ran, rates)
+    assert "0.00 ms  a" not in dataclasses.replace(ran, losses=(dataclasses.replace(loss, seconds=4e-6),)).text()
+    assert "takes 4.00 µs; compute allows 1.00 ns: 2.00 kFLOP at" in loss.text and "500.00 MFLOP/s" in loss.advice
     assert largest_losses(dataclasses.replace(whole, measured=False), rates) == largest_losses(whole, None) == ()
 
 

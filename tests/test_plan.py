@@ -126,6 +126,10 @@ def test_ops_are_sampled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     }  # fmt: skip
     assert plan.decode.seconds == pytest.approx(2 * 64 / 32, abs=0.1)  # of two layers
     assert plan.prefill.seconds == pytest.approx(2 * 64 / 4, abs=0.1)
+    sampled, here = set(samples), replace(here, device=replace(here.device, memory=1))
+    samples.clear()
+    assert not rlx.plan(RECIPE, device="cpu", batch=64, context=256).suggestions
+    assert set(samples) == sampled  # none of changes that do not fit either
 
 
 def test_a_sample_takes_time() -> None:

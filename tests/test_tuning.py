@@ -86,6 +86,24 @@ def test_nothing_faster_leaves_the_first_profile(monkeypatch: pytest.MonkeyPatch
     assert not any(trial.kept for trial in result.trials)
 
 
+def test_each_trial_is_reported_as_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tuning, "SETTINGS", FEW[1:3])
+    monkeypatch.setattr(Workload, "run", lambda self, model: None)
+    monkeypatch.setattr(Workload, "outputs", lambda self, model: np.ones(3))
+    reported = []
+
+    def ratios(self: Workload, model: Any, other: Any, runs: int) -> list[float]:
+        reported.append(capsys.readouterr().err)
+        return [0.5]
+
+    monkeypatch.setattr(Workload, "ratios", ratios)
+    assert main(["tune", str(LLAMA), "--output", str(tmp_path / "x.toml"), "--json"]) == 0
+    assert len(reported) == 3 and "layers.roll = scan: 0.500 x the time" in reported[1]  # measured again at the end
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
 def test_a_gain_that_does_not_last_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """The result runs in turn with the first profile at the end."""
     monkeypatch.setattr(tuning, "SETTINGS", FEW[1:2])

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Iterator
 
 from rlx_jax.cli.command import Command, Session, add_compute, add_json, add_model, json_line, load_model
 from rlx_jax.errors import RequestError, SaveFailedError, TargetExistsError, quote
 from rlx_jax.loading.load import with_compute_dtype
-from rlx_jax.loading.tuning import Workload
+from rlx_jax.loading.tuning import Trial, Workload
 from rlx_jax.loading.tuning import tune as tune_model
 from rlx_jax.profiles import CompileProfile
 
@@ -17,7 +18,8 @@ from rlx_jax.profiles import CompileProfile
 def tune(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Try settings of the profile one after the other: dtypes, attention, scanned layers, fused projections, layouts,
     kernels, options of XLA. Keep those that are faster and compute the same numbers, and write the result as TOML, with
-    the figures as comments. On a machine that has other work to do the figures mean little."""
+    the figures as comments. Each trial is reported on stderr as it ends. On a machine that has other work to do the
+    figures mean little."""
     sizes = {name: getattr(args, name) for name in ("batch", "prompt_tokens", "new_tokens", "runs")}
     workload = Workload(**sizes)
     if args.tolerance is not None and not args.tolerance >= 0:
@@ -37,7 +39,12 @@ def tune(args: argparse.Namespace, session: Session) -> Iterator[str]:
         args.profile = profile
         return load_model(args, session)
 
-    result = tune_model(open_model, base, workload, tolerance=args.tolerance)
+    def on_trial(trial: Trial) -> None:
+        session.status.clear()
+        if not args.quiet:
+            print(trial, file=sys.stderr, flush=True)
+
+    result = tune_model(open_model, base, workload, tolerance=args.tolerance, on_trial=on_trial)
     session.status.clear()
     yield from (json_line(vars(trial)) if args.json else f"{trial}\n" for trial in result.trials)
     try:

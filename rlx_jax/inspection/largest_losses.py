@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlx_jax.inspection.rates import Rates
 from rlx_jax.inspection.records import BlockEntry, Finding, Inspection
 from rlx_jax.inspection.work import rated_dtype
-from rlx_jax.ir.text import bytes_text
+from rlx_jax.ir.text import bytes_text, scaled_text
 
 NUM_LOSSES = 5
 # A block loses its time to the fixed time of its kernels if that is more than this share of the loss.
@@ -32,15 +32,15 @@ def largest_losses(inspection: Inspection, rates: Rates | None) -> tuple[Finding
 
 
 def _loss(block: BlockEntry, rates: Rates) -> Finding:
-    taken = f"takes {1000 * block.seconds:,.2f} ms"
+    taken = f"takes {scaled_text(block.seconds, 's')}"
     if not block.limited_by:
         advice = NO_BLOCK.get(block.path, "it computes nothing that the roofline counts")
         return Finding("loss", block.path, taken, advice, block.lost_seconds)
     amount = f"{bytes_text(block.bytes)} at {rates.bandwidth / 1e9:,.0f} GB/s"
     if block.limited_by == "compute":
         speed = rates.flops[rated_dtype(block.dtype)]
-        amount = f"{block.flops / 1e9:,.2f} GFLOP at {speed / 1e9:,.0f} GFLOP/s in {block.dtype}"
-    limit = f"{block.limited_by} allows {1000 * block.roofline_seconds:,.2f} ms: {amount}"
+        amount = f"{scaled_text(block.flops, 'FLOP')} at {speed / 1e9:,.0f} GFLOP/s in {block.dtype}"
+    limit = f"{block.limited_by} allows {scaled_text(block.roofline_seconds, 's')}: {amount}"
     return Finding("loss", block.path, f"{taken}; {limit}", _advice(block, rates), block.lost_seconds)
 
 
@@ -49,11 +49,12 @@ def _advice(block: BlockEntry, rates: Rates) -> str:
     calls = sum(kernel.calls for kernel in block.kernels)
     fixed = calls * rates.kernels["product"].seconds
     if fixed > FIXED_SHARE * block.lost_seconds:
-        mean = 1e6 * block.seconds / calls
+        mean = scaled_text(block.seconds / calls, "s")
         fixed = min(fixed, block.lost_seconds)  # the rate is a mean: starts of small kernels may overlap
-        started = f"starting {calls} kernels of {mean:,.0f} µs each takes about {1000 * fixed:,.2f} ms"
+        started = f"starting {calls} kernels of {mean} each takes about {scaled_text(fixed, 's')}"
         return f"{started}: more rows per step do more work in each"
-    if block.implementation and block.reason:
+    # An implementation of a few layers alone, such as the last one of a prompt, does not explain the time of all.
+    if block.implementation and block.reason and f" of {block.layers} layers" not in block.reason:
         return f"it runs by {block.implementation} ({block.reason})"
     dtype = rated_dtype(block.dtype)
     compute, memory = rates.limits(block.flops, block.bytes, dtype)
@@ -66,5 +67,5 @@ def _advice(block: BlockEntry, rates: Rates) -> str:
     if rates.device.kind != "cpu" and dtype == "f32" and rates.flops["bf16"] > 1.2 * rates.flops["f32"]:
         factor = rates.flops["bf16"] / rates.flops["f32"]
         return f"products in bf16 have a limit {factor:.1f} times as high here: precision.compute = 'bf16'"
-    reached = f"{block.flops / block.seconds / 1e9:,.0f} GFLOP/s reached"
+    reached = f"{scaled_text(block.flops / block.seconds, 'FLOP/s')} reached"
     return f"{reached}: larger products, by a larger batch or merged projections, come closer to the limit"

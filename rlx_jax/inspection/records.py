@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from rlx_jax.ir.text import TextTable
+from rlx_jax.ir.text import TextTable, scaled_text
 from rlx_jax.lowering.inspect.outline import compact
 
 # The widths of the columns of the table of blocks: 80 characters with the gaps.
@@ -229,7 +229,7 @@ class Inspection:
     def text(self) -> str:
         """Return the table of blocks, the implementations, the losses and the findings, 80 columns wide."""
         choices = [(f"  {b.path}", f"{b.implementation}: {b.reason}") for b in self.blocks if b.implementation]
-        losses = [(f"  {1000 * (loss.seconds or 0):,.2f} ms", loss.sentence) for loss in self.losses]
+        losses = [(f"  {scaled_text(loss.seconds or 0, 's')}", loss.sentence) for loss in self.losses]
         findings = [(f"  {finding.kind}", finding.sentence) for finding in self.findings]
         table = TextTable([*map(self._row, self.blocks)], HEAD, widths=WIDTHS, gap=" ")
         lines = [*textwrap.wrap(self.title, 80), *textwrap.wrap(self._summary(), 80), "", str(table)]
@@ -248,7 +248,7 @@ class Inspection:
         if not self.roofline_seconds:
             return f"{totals}; the limits of this device are not known"
         share = f", {100 * self.roofline_seconds / self.seconds:.0f} % of it reached" if self.measured else ""
-        return f"{totals}; roofline {1000 * self.roofline_seconds:,.2f} ms{share}"
+        return f"{totals}; roofline {scaled_text(self.roofline_seconds, 's')}{share}"
 
     def _row(self, block: BlockEntry) -> tuple[str, ...]:
         share = f"{100 * block.seconds / self.seconds:.1f}%" if self.seconds else ""

@@ -134,6 +134,17 @@ def format_bytes(count: int) -> str:
     return f"{count} B"
 
 
+def scaled_text(value: float, unit: str) -> str:
+    """Return a positive number of a unit as text, with the prefix by which it is at least 1.
+
+    >>> scaled_text(4.2e-6, "s"), scaled_text(2.5e12, "FLOP")
+    ('4.20 µs', '2,500.00 GFLOP')
+    """
+    prefixes = ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m"), (1e-6, "µ"), (1e-9, "n"))
+    scale, prefix = next((pair for pair in prefixes if value >= pair[0]), prefixes[-1])
+    return f"{value / scale:,.2f} {prefix}{unit}"
+
+
 def _kinds(graph: Graph) -> Counter[str]:
     return Counter(type(n.op).__name__.removesuffix("Op") for n in graph.nodes)
 

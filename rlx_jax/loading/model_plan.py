@@ -265,10 +265,17 @@ def with_suggestions(request: PlanRequest, result: ModelPlan) -> ModelPlan:
         warnings.simplefilter("ignore", RlxWarning)
         for change, arguments, changed in _alternatives(request, result):
             with contextlib.suppress(RlxError):  # such as a number of devices that does not divide the heads
+                if request.rates.samples_ops and not _fits(changed):
+                    continue
                 other = make_plan(changed)
                 if other.fits:
                     suggestions.append(_suggestion(change, arguments, other))
     return replace(result, suggestions=tuple(suggestions))
+
+
+def _fits(request: PlanRequest) -> bool:
+    """Return whether a request fits; that is a matter of bytes, so no op runs for its time."""
+    return bool(make_plan(replace(request, rates=replace(request.rates, samples_ops=False))).fits)
 
 
 def _suggestion(change: str, arguments: Mapping[str, Any], result: ModelPlan) -> Suggestion:
@@ -300,7 +307,7 @@ def _alternatives(request: PlanRequest, result: ModelPlan) -> Iterator[tuple[str
     for name, word in (("context", "a context of"), ("batch", "a batch of")):
         size = getattr(result, name)
         smaller = [replace(request, **{name: size >> i}) for i in range(1, size.bit_length())]
-        index = bisect.bisect_left(smaller, True, key=lambda changed: bool(make_plan(changed).fits))
+        index = bisect.bisect_left(smaller, True, key=_fits)
         if index < len(smaller):
             value = getattr(smaller[index], name)
             yield f"{word} {value:,}", {name: value}, smaller[index]

@@ -166,7 +166,7 @@ class Tuning:
 
 def tune(
     open_model: Callable[[CompileProfile], Any], base: CompileProfile, workload: Workload, *,
-    tolerance: float | None = None,
+    tolerance: float | None = None, on_trial: Callable[[Trial], None] = lambda trial: None,
 ) -> Tuning:  # fmt: skip
     """Try settings one after the other, and keep those by which the model is faster and computes the same numbers.
 
@@ -179,6 +179,7 @@ def tune(
         workload: what is timed.
         tolerance: the largest error of outputs, in units of the largest one, against f32 with `matmul = "highest"`. By
             default 1.5 times the error of `base`, and at least 1e-5.
+        on_trial: called with each trial as it ends.
 
     Raises:
         UnsupportedError: the model neither generates nor embeds. NumericsError: `base` has a larger error than
@@ -207,6 +208,7 @@ def tune(
             text = ", ".join(f"{c.name} = {c.theirs}" for c in field_changes(profile, changed))
             trial, candidate = _try(text, partial(_open, open_model, changed), fastest, workload, error_of, limit)
             trials.append(trial)
+            on_trial(trial)
             if trial.kept:
                 fastest, profile = candidate, changed
     ratios = [1.0] if profile == base else workload.ratios(fastest, model, FINAL_RUNS * workload.runs)
