@@ -174,7 +174,10 @@ def test_the_profile_beside_the_weights(tmp_path: Path) -> None:
     recipe, fusable = rlx.recipe_for(directory), rlx.CompileProfile().replace(fusion={"policy": "fusable"})
     assert recipe.profile_near(directory).hooks.profile == rlx.CompileProfile.preset("auto")
     assert recipe.profile(fusable).profile_near(directory).hooks.profile == fusable
-    (directory / "llama.rlx.toml").write_text('fusion = {policy = "fusable"}', "utf-8")
+    for name in ("tuned", "llama"):
+        (directory / f"{name}.rlx.toml").write_text('fusion = {policy = "fusable"}', "utf-8")
+        assert recipe.profile_near(directory).hooks.profile == fusable
+    (directory / "tuned.rlx.toml").unlink()
     for near in (recipe.profile_near(directory), recipe.profile_near(next(directory.glob("*.safetensors")))):
         assert near.assemble().profile.fusion.policy == "fusable"
     assert recipe.profile_near(directory, "other").hooks.profile == rlx.CompileProfile.preset("auto")

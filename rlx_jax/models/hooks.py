@@ -194,7 +194,8 @@ class HookMethods:
     def profile_near(self, weights: str | os.PathLike[str], family: str | None = None) -> Self:
         """Return a copy that compiles with the `<family>.rlx.toml` in the directory of the weights.
 
-        Without that file it uses the profile set before, or `auto`.
+        Without that file it uses `tuned.rlx.toml` there, which `rlx-jax tune` writes, the profile set before, or
+        `auto`.
 
         Args:
             weights: the checkpoint.
@@ -203,7 +204,8 @@ class HookMethods:
         Raises:
             As `CompileProfile.near`.
         """
-        return self.profile(CompileProfile.near(weights, family or self.name, self.hooks.profile or "auto"))
+        default = CompileProfile.near(weights, "tuned", self.hooks.profile or "auto")
+        return self.profile(CompileProfile.near(weights, family or self.name, default))
 
     def at(self, pattern: str) -> SelectedBlocks[Self]:
         """Return the blocks with paths that match a glob, such as `layers.*.self_attn.{q,v}_proj`, including blocks of
