@@ -203,7 +203,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert entry.main(["diff", first, second, "--program", "extend"]) == 0
     text = capsys.readouterr().out
     assert text.startswith(f"{first} → {second}: extend\n") and "parameters        77,568   56,070" in text
-    assert "linear → linear[+bias]" in text and "FLOPs" not in text
+    assert "linear → linear+bias" in text and "FLOPs" not in text
     words = ["diff", first, first, "--other-dtype", "bf16", "--size", "batch=1", "--size", "seq=8", "--json"]
     assert entry.main(words) == 0
     result = json.loads(capsys.readouterr().out)

@@ -58,6 +58,17 @@ def test_conversions_go_down_and_never_up() -> None:
     assert planned.into_lir().plan == module.into_lir().plan
 
 
+def test_inputs_and_texts_of_every_level() -> None:
+    """`input` and `param` are at each; LIR prints its name, and all of it by `inspect`."""
+    module = linear_module()
+    for m in (module, module.lower(), Graph.from_lir(module.into_lir())):
+        count = len(m)
+        assert (m.input("y", (2,)).node, m.param("v", (2,)).node, len(m)) == (count, count + 1, count + 2)
+        assert (str(m) == m.inspect()) == (m.stage != GraphStage.LIR)
+    assert str(m) == "lir @m" and m.inspect().startswith("lir @m {\n  fingerprint: ")
+    assert Graph.from_mir(module.into_mir()).stage == GraphStage.MIR
+
+
 def test_lir_runs_as_it_was_planned() -> None:
     """The plan decides: a profile is refused, and options stay."""
     profile = rlx.CompileProfile().replace(layers={"roll": "scan"})

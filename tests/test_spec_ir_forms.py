@@ -233,6 +233,29 @@ def test_builders_in_the_form_of_the_specification(subtests: pytest.Subtests) ->
     check_all(BUILDERS, subtests)
 
 
+# IR 12: the text of a block; of some blocks the ops differ, see docs/graph.md.
+TEXTS = {
+    "linear": "linear+bias+relu", "linear_fused": "linear_fused(silu)", "swiglu_ffn": "swiglu_ffn",
+    "shared_linear_pair": "shared_linear_pair(out=1)", "residual_rms_norm": "residual_rms_norm(eps=0.001)",
+    "rms_norm": "rms_norm(eps=0.001)", "attention": "attention(heads=2, kv_heads=2)", "hir_mir": "mir(matmul)",
+    "depthwise_conv1d_causal": "mir(causal_conv_op)", "rope": "rope(head_dim=4, n_rot=4)",
+    "gated_delta_net": "gated_delta(key_heads=2, value_heads=2)",
+    "gated_delta_net_carry": "mir(gated_delta_op(held=True))",
+    "llama_decoder_block": "llama_decoder_block(heads=2, dim=4, kv=1, eps=1e-05, mask=causal)",
+    "qwen35_mtp_head": "qwen35_mtp_head(heads=2, dim=4, vocab=5)",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_text_of_a_block(name: str) -> None:
+    m: Any = Graph.hir("m")
+    arrays = [np.asarray(a) for a in BUILDERS[name].arrays]
+    values = [m.input(f"x{i}", a.shape, "i32" if a.dtype.kind == "i" else "f32") for i, a in enumerate(arrays)]
+    made = BUILDERS[name].call(m, *values)
+    m.set_outputs(made if isinstance(made, tuple) else [made])
+    assert f" = {TEXTS[name]}(h" in m.inspect()
+
+
 KINDS = {
     "activation": "gelu gelu_tanh silu relu sigmoid tanh exp log sqrt rsqrt neg abs sin cos tan atan round",
     "binary": "add sub mul div max min pow", "compare": "eq ne lt le gt ge", "reduce": "sum mean max min prod",

@@ -53,7 +53,7 @@ class Linear(Hir):
 
     def text(self) -> str:
         act = f"+{self.activation}" if self.activation else ""
-        return f"linear{'[+bias]' if self.bias else ''}{act}"
+        return f"linear{'+bias' if self.bias else ''}{act}"
 
 
 @dataclass(frozen=True)
