@@ -27,6 +27,7 @@ from rlx_jax.errors import (
     ShapeError,
     UnsupportedError,
 )
+from rlx_jax.ir import plugins
 from rlx_jax.lowering.inspect.buffers import dump_lir
 from rlx_jax.runtime import programs as program_cache
 from rlx_jax.runtime.aot_cache import source_digest
@@ -354,6 +355,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: rlx.ModelCompilePipeline("cpu").get_or_compile_component(CONFIG, module, {"profle": "auto"}),  # type: ignore[arg-type]
         RequestError, "profle",
     ),
+    "config": (lambda: rlx.compile_options_for("auto", None), RequestError, "config is None"),  # type: ignore[arg-type]
     "build": (lambda: rlx.ModelCompilePipeline("cpu").build_template(None), RequestError, "build_hir"),  # type: ignore[arg-type]
     "no op": (lambda: compile_for(supported_ops=["MatMul", "Unray"]), GraphError, "did you mean 'Unary'"),
     "text": (lambda: compile_for(supported_ops="MatMul, Unary"), GraphError, "a list of names"),
@@ -481,6 +483,18 @@ def test_reflections() -> None:
     assert not difference.only_in_template and not difference.only_in_specialised
     with pytest.raises(GraphError, match="hir"):
         rlx.HirReflection.from_hir(built.lower())
+
+
+def test_a_reflection_with_extensions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are registered have run; parameters of one side alone are a difference."""
+    monkeypatch.setattr(plugins, "_registered", {})
+    one = rlx.GraphModule.define("one", lambda m: m.linear(m.input("x", ("batch", 8)), m.param("only", (8, 8))))
+    plugins.register_hir_extension("one", lambda graph: one.into_hir())
+    plain = rlx.ModelReflection.load_hir_template("cpu", module()).template_layout()
+    extended = rlx.ModelReflection.load_hir_template_with_extensions("cpu", module()).template_layout()
+    assert plain is not None and extended is not None
+    difference = rlx.ManifestDiff.compare(plain, extended)
+    assert difference.only_in_template == ("layers.0.w", "layers.1.w") and difference.only_in_specialised == ("only",)
 
 
 def test_probe_changes_nothing() -> None:

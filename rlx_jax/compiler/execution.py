@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any, TypedDict, TypeVar
 
 from rlx_jax.device import named_device, running_device
-from rlx_jax.errors import GraphError, ProfileError, did_you_mean, quote
+from rlx_jax.errors import GraphError, ProfileError, RequestError, did_you_mean, quote, shown
 from rlx_jax.ir.types import as_dim, as_name
 from rlx_jax.profiles import CompileProfile, ProfileLike
 
@@ -338,9 +338,11 @@ def compile_options_for(profile: ProfileLike, config: ModelExecutionConfig | Mod
     unless the profile requires them.
 
     Raises:
-        ProfileError: there is no such profile or packing.
+        ProfileError: there is no such profile or packing. RequestError: `config` is no configuration.
     """
     component = config.component if isinstance(config, ModelExecutionConfig) else config
+    if not isinstance(component, ModelComponent):
+        raise RequestError(f"config is {shown(config)}; expected a ModelExecutionConfig or a ModelComponent")
     chosen = with_dispatch(CompileProfile.of(profile), component.kernel_dispatch)
     if component.quant is not None:
         chosen = chosen.replace(precision={"weights": component.quant})
