@@ -26,6 +26,7 @@ from rlx_jax.errors import (
     PlatformMismatchError,
     RequestError,
     RlxError,
+    SequenceLengthError,
     TargetExistsError,
     UnsupportedError,
     VersionMismatchError,
@@ -84,6 +85,38 @@ def test_packed_weights_with_sizes_that_are_open(tmp_path: Path) -> None:
     x = np.random.default_rng(1).standard_normal((3, 32)).astype("f4")
     for rows in (1, 3):
         np.testing.assert_allclose(rlx.load(path)(x[:rows]), packed(x[:rows]), atol=1e-6)
+
+
+def test_platforms_with_other_implementations(tmp_path: Path) -> None:
+    """Each has a program of its own, so that what is loaded rounds as what was exported."""
+    m = rlx.GraphModule.hir("m")
+    q, k, v = (m.input(name, ("batch", "seq", 2, 16)) for name in "qkv")
+    g, beta = (m.input(name, ("batch", "seq", 2)) for name in ("g", "beta"))
+    m.set_outputs([m.gated_delta_net(q, k, v, g, beta, 16)])
+    model, rng = rlx.compile(m), np.random.default_rng(0)
+    x = [rng.standard_normal((2, 32, 2, *([16] if i < 3 else []))).astype("f4") for i in range(5)]
+    x[3:] = -np.abs(x[3]), 1 / (1 + np.exp(-x[4]))
+    written = model.export(tmp_path / "m.rlxa", platforms=("cpu", "cuda", "tpu"))
+    assert written.programs == ("forward on cpu", "forward on cuda, tpu")
+    assert same(rlx.load(written.path)(*x), model(*x))
+
+
+def test_apply_with_symbolic_sizes(tmp_path: Path) -> None:
+    """`jax.export` of `model.apply`, if no sequence can be longer than the model's positions."""
+    model = rlx.compile(rlx.from_pretrained(FIXTURES / "bert" / "bare_v5"))
+    ids, specs, limit = np.array([[1, 2, 3]], np.int32), model.param_specs(), model.template().bounds.positions
+
+    def exported_for(constraints: list[str], program: str = "forward") -> Any:
+        sizes = jax.export.symbolic_shape("b, s", constraints=constraints)
+        return jax.export.export(jax.jit(model.as_program(program).apply), platforms=["cpu", "cuda"])(
+            specs, jax.ShapeDtypeStruct(sizes, jnp.int32)
+        )
+
+    program = jax.export.deserialize(exported_for([f"s <= {limit}"]).serialize())
+    for rows in (ids, np.tile(ids, (2, 3))):
+        assert all(map(same, jax.tree.leaves(program.call(model.params, rows)), jax.tree.leaves(model(rows))))
+    with pytest.raises(SequenceLengthError, match=rf"s tokens, .* {limit} positions: .*constraints=\['s <= {limit}'\]"):
+        exported_for([])
 
 
 def test_optional_inputs_and_sizes(tmp_path: Path) -> None:

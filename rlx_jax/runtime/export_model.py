@@ -18,13 +18,13 @@ from jax import export
 
 from rlx_jax.compiler.executable import Function, sharding_options
 from rlx_jax.compiler.meshes import use_model_mesh
-from rlx_jax.compiler.pipeline import Template, make_function
+from rlx_jax.compiler.pipeline import make_function
 from rlx_jax.compiler.settings import DIMENSIONS
 from rlx_jax.device import named_device
 from rlx_jax.errors import RequestError, RlxError, UnsupportedError, check_names, first_line, listing, quote, shown
 from rlx_jax.io.archive import SUFFIX, Content, write_archive
 from rlx_jax.io.atomic import atomic_directory, write_synced
-from rlx_jax.ir.graph import Graph, Mir, TypeCache
+from rlx_jax.ir.graph import Mir, TypeCache
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.queries import bind_leaves
 from rlx_jax.ir.serial import encode
@@ -202,8 +202,8 @@ def write_artifact(
     modules: dict[str, export.Exported] = {}
     for key in plan.keys:
         forms = []
-        for form_sizes, exported in _export_forms(programs, key, platform_names, size_choices):
-            forms.append(ExportedForm(f"program-{len(modules)}", form_sizes))
+        for form_sizes, form_platforms, exported in _export_forms(programs, key, platform_names, size_choices):
+            forms.append(ExportedForm(f"program-{len(modules)}", form_sizes, form_platforms))
             modules[forms[-1].member] = exported
         records.append(record_of(programs.template(key), key, tuple(forms)))
     records += [record_of(programs.template(key), key, ()) for key in plan.interfaces]
@@ -229,6 +229,7 @@ def write_artifact(
         sha256, size = write_archive(target, members, content, nbytes, overwrite)
     described = tuple(
         describe_key(key) + (f" of {', '.join(f'{n} {s}' for n, s in form.sizes.items())}" if form.sizes else "")
+        + (f" on {', '.join(form.platforms)}" if form.platforms else "")
         for key, record in zip(plan.keys, records, strict=False) for form in record.forms
     )  # fmt: skip
     return Artifact(target, sha256, size, platform_names, created, expiry(created), described)
@@ -278,8 +279,8 @@ def _check_sizes(sizes: Sequence[SizeMap]) -> list[dict[str, int]]:
 
 def _export_forms(
     programs: Programs, key: ProgramKey, platforms: tuple[str, ...], choices: Sequence[dict[str, int]]
-) -> list[tuple[dict[str, int], export.Exported]]:
-    """Return a program as StableHLO: with symbolic sizes, or else for each choice of sizes.
+) -> list[tuple[dict[str, int], tuple[str, ...], export.Exported]]:
+    """Return a program as StableHLO: with symbolic sizes, or else for each choice of sizes; with what is fixed.
 
     Raises:
         UnsupportedError: the program cannot be exported with symbolic sizes, and neither the caller nor the profile
@@ -289,7 +290,8 @@ def _export_forms(
     label = f"{key.flow}: export: {describe_key(key)}"
     if not choices:
         try:
-            return [(form, _export_program(programs, key, form, platforms)) for form in _symbolic_forms(programs, key)]
+            forms = _symbolic_forms(programs, key)
+            return [each for form in forms for each in _export_program(programs, key, form, platforms)]
         except Exception as cause:  # JAX has no class for what a symbolic size does not allow
             if isinstance(cause, RlxError) and not isinstance(cause, UnsupportedError):
                 raise
@@ -306,7 +308,7 @@ def _export_forms(
             raise UnsupportedError(f"{label}: sizes has no number for {listing(missing)}: {choice}")
         form = {name: choice[name] for name in sorted(template.symbols)}
         bound[tuple(form.items())] = form
-    return [(form, _export_program(programs, key, form, platforms)) for form in bound.values()]
+    return [each for form in bound.values() for each in _export_program(programs, key, form, platforms)]
 
 
 def _symbolic_forms(programs: Programs, key: ProgramKey) -> list[dict[str, int]]:
@@ -333,16 +335,32 @@ def _bucket_sizes(programs: Programs, key: ProgramKey) -> list[dict[str, int]]:
     return [dict(zip(lists, numbers, strict=True)) for numbers in itertools.product(*lists.values())] if lists else []
 
 
-def _export_program(programs: Programs, key: ProgramKey, sizes: SizeMap, platforms: tuple[str, ...]) -> export.Exported:
-    """Return a program as StableHLO, with these sizes fixed."""
+def _export_program(
+    programs: Programs, key: ProgramKey, sizes: dict[str, int], platforms: tuple[str, ...]
+) -> Iterator[tuple[dict[str, int], tuple[str, ...], export.Exported]]:
+    """Yield a program as StableHLO, with these sizes fixed, for each group of platforms with the same implementations.
+
+    A group is () if it has all platforms. A single program that chooses at run time would have all implementations,
+    which takes longer to load, and XLA would round otherwise than without the choice.
+    """
+    for group, run in _platform_functions(programs, key, sizes, platforms).items():
+        yield sizes, () if group == platforms else group, _exported(programs, key, sizes, run, group)
+
+
+def apply_any_size(programs: Programs, key: ProgramKey, params: Any, inputs: Any) -> Any:
+    """Run a program without a state on inputs with symbolic sizes, as `jax.export` traces them.
+
+    The implementations are those that XLA has for the platform that JAX runs on.
+    """
+    ((_, run),) = _platform_functions(programs, key, {}, (export.default_export_platform(),)).items()
+    return _exported(programs, key, {}, run, PLATFORMS).call(params, {}, inputs)
+
+
+def _exported(
+    programs: Programs, key: ProgramKey, sizes: SizeMap, run: Function, platforms: tuple[str, ...]
+) -> export.Exported:
+    """Return a function of a program as StableHLO, with these sizes fixed."""
     template = programs.template(key)
-    graph = bind_leaves(template.mir, sizes, TypeCache()) if sizes else template.mir
-    run = _platform_function(programs, template, graph, sizes, platforms)
-
-    def function(params: Any, state: Any, inputs: Any) -> Any:
-        return run(params, state, inputs)
-
-    function.__name__ = key.program
     arguments = (
         {name: t.spec for name, t in programs.layout.types().items()},
         {name: t.bind(sizes).spec for name, t in template.state.items()},
@@ -351,6 +369,11 @@ def _export_program(programs: Programs, key: ProgramKey, sizes: SizeMap, platfor
     donated = (1,) if programs.settings.plan.donate_state and template.state else ()
     shardings = programs.shardings(replace(key, binding=tuple(sorted(sizes.items()))), arguments[2])
     placements = sharding_options(shardings, arguments[1], ())
+
+    def function(params: Any, state: Any, inputs: Any) -> Any:
+        return run(params, state, inputs)
+
+    function.__name__ = key.program
     with without_source_paths(), use_model_mesh(programs.model_sharding):
         return export.export(jax.jit(function, donate_argnums=donated, **placements), platforms=platforms)(*arguments)
 
@@ -367,37 +390,41 @@ def without_source_paths() -> Iterator[None]:
         jax.config.update(name, before)
 
 
-def _platform_function(
-    programs: Programs, template: Template, graph: Graph, sizes: SizeMap, platforms: tuple[str, ...]
-) -> Function:
-    """Return a program with the implementations that XLA has for each platform.
+def _platform_functions(
+    programs: Programs, key: ProgramKey, sizes: SizeMap, platforms: tuple[str, ...]
+) -> dict[tuple[str, ...], Function]:
+    """Return a program with the implementations that XLA has for each platform, by platforms with the same ones.
 
     The choices depend on sizes. Symbols count as the sizes of a usual request. With symbolic sizes mixtures of experts
     have none, as their implementations count tokens while they are traced.
     """
+    template = programs.template(key)
+    graph = bind_leaves(template.mir, sizes, TypeCache()) if sizes else template.mir
     has_symbols = not template.symbols <= sizes.keys()
     usual = {**dict.fromkeys(template.symbols, 1), **USUAL_SIZES, **programs.ring_sizes(template, None), **sizes}
     static = bind_leaves(graph, usual, TypeCache())
     plan = replace(programs.settings.plan, target="cpu", implementation="auto", kernels=False, donate_inputs=())
-    runs: dict[str, Function] = {}
-    choices_by_platform: dict[str, dict[Call, Choice]] = {}
+    groups: list[tuple[list[str], dict[Call, Choice]]] = []
     for platform in platforms:
         device = replace(named_device(platform), cudnn=None)
         static_choices = choose_implementations(static, device, "auto", "xla", plan.experts, None, kernels=False)
         # Both graphs have the same nodes, and differ in the sizes alone.
-        choices_by_platform[platform] = {
+        choices = {
             call_of(inner, node): static_choices[call]
             for (inner, node), (static_inner, static_node) in zip(graph.walk(), static.walk(), strict=True)
             if isinstance(node.op, Mir)
             and (call := call_of(static_inner, static_node)) in static_choices
             and not (has_symbols and isinstance(node.op, ExpertFfn))
         }
-        lir = Lir(graph, replace(plan, choices=choices_by_platform[platform]))
-        runs[platform] = make_function(lir, programs.layout, programs.model_sharding)
-    first, *others = platforms
-    if all(choices_by_platform[platform] == choices_by_platform[first] for platform in others):
-        return runs[first]
-    return lambda *arguments: jax.lax.platform_dependent(*arguments, **runs)
+        names = next((names for names, chosen in groups if chosen == choices), None)
+        if names is None:
+            groups.append(([platform], choices))
+        else:
+            names.append(platform)
+    return {
+        tuple(names): make_function(Lir(graph, replace(plan, choices=chosen)), programs.layout, programs.model_sharding)
+        for names, chosen in groups
+    }
 
 
 def _flow_record(model: Exportable, plan: ArtifactPlan, records: tuple[ProgramRecord, ...]) -> FlowRecord:

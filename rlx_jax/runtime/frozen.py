@@ -56,10 +56,14 @@ ReadMember = Callable[[str], bytes]
 
 @dataclass(frozen=True)
 class ExportedForm:
-    """A program as StableHLO for these sizes, and for every size of the other symbols; `member` has its bytes."""
+    """A program as StableHLO for these sizes, and for every size of the other symbols; `member` has its bytes.
+
+    `platforms` are those that it is for; () for all of the artifact.
+    """
 
     member: str
     sizes: Mapping[str, int] = field(default_factory=dict)
+    platforms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -332,10 +336,12 @@ class FrozenFlow:
         return b.finish(outputs, tuple(record.outputs))
 
     def _call(self, record: ProgramRecord, sizes: Mapping[str, int]) -> Callable[..., Any]:
-        """Return the exported function for these sizes: the form with most of them fixed."""
-        forms = [form for form in record.forms if form.sizes.items() <= sizes.items()]
+        """Return the exported function for these sizes on this platform: the form with most of them fixed."""
+        running = export.default_export_platform()
+        here = [form for form in record.forms if not form.platforms or running in form.platforms]
+        forms = [form for form in here if form.sizes.items() <= sizes.items()]
         if not forms:
-            choices = listing((", ".join(f"{n} {size}" for n, size in form.sizes.items()) for form in record.forms), 8)
+            choices = listing((", ".join(f"{n} {size}" for n, size in form.sizes.items()) for form in here), 8)
             raise RequestError(
                 f"{self.where}: {describe(record)} was exported for {choices}, not for "
                 f"{', '.join(f'{n} {size}' for n, size in sorted(sizes.items()))}: pass sizes that fit, or export it "

@@ -326,13 +326,16 @@ def _ids_error(label: str, value: Any, array: np.ndarray[Any, Any], rows: int) -
     return TokenIdError(f"{label}: ids are integers in [0, {rows}), got {got}")
 
 
-def bind_sizes(declared: Mapping[str, TensorType], values: Mapping[str, Any], flow: str) -> dict[str, int]:
+def bind_sizes(
+    declared: Mapping[str, TensorType], values: Mapping[str, Any], flow: str, *, allow_symbolic: bool = False
+) -> dict[str, int]:
     """Return the size of every symbolic dimension, inferred from the shapes of the inputs.
 
     Args:
         declared: the types of the inputs by name.
         values: the arrays by name.
         flow: the name of the flow, for messages.
+        allow_symbolic: whether sizes may be symbols, as `jax.export` traces; the caller checks sums of them.
 
     Raises:
         ShapeError: a rank or a static size differs, or two inputs disagree; the message names both.
@@ -355,18 +358,18 @@ def bind_sizes(declared: Mapping[str, TensorType], values: Mapping[str, Any], fl
                     )
                 continue
             symbol = str(dim)
-            if not is_static(size):
+            if not is_static(size) and not allow_symbolic:
                 raise ShapeError(f"{flow}: input {name} has the symbolic size {size}; call with numbers")
-            if not 1 <= size <= MAX_DIM:
+            if is_static(size) and not 1 <= size <= MAX_DIM:
                 raise ShapeError(f"{flow}: input {name}: dimension {symbol} is {size}; sizes are 1 to {MAX_DIM}")
             if not symbol.isidentifier():
                 sums.append((name, axis, dim, size))
                 continue
-            if sizes.setdefault(symbol, int(size)) != size:
+            if sizes.setdefault(symbol, int(size) if is_static(size) else size) != size:
                 raise ShapeError(f"{flow}: {symbol} is {sizes[symbol]} in {input_of[symbol]} and {size} in {name}")
             input_of.setdefault(symbol, name)
         check_elements(shape, f"{flow}: input {name}")
-    for name, axis, dim, size in sums:
+    for name, axis, dim, size in sums if all(map(is_static, sizes.values())) else ():
         expected = bind_dim(dim, sizes)
         if size != expected:
             raise ShapeError(f"{flow}: input {name}: axis {axis} is {size}, expected {dim}, which is {expected}")
@@ -411,6 +414,24 @@ def check_total_length(sizes: Mapping[str, int], bounds: Bounds, flow: str) -> N
     length = sum(bind_dim(dim, sizes) for dim in bounds.position_dims)
     if is_static(length):  # explicit decode of states alone has no cached keys, hence no size of the past
         check_length(length, bounds, flow)
+
+
+def check_symbolic_length(sizes: Mapping[str, Any], bounds: Bounds, flow: str) -> None:
+    """Check that no sequence of a program with symbolic sizes can be longer than the model's positions.
+
+    Raises:
+        SequenceLengthError: the symbols have no such limit; the message has the constraint that gives it.
+    """
+    length = sum(sizes.get(str(dim), dim) for dim in bounds.position_dims)
+    if bounds.positions is None or is_static(length):
+        check_length(length, bounds, flow)
+        return
+    limited = jax.core.max_dim(length, bounds.positions) == bounds.positions
+    if not limited:
+        raise SequenceLengthError(
+            f"{flow}: {length} tokens, and the model has {bounds.positions} positions: "
+            f"jax.export.symbolic_shape(…, constraints=['{length} <= {bounds.positions}'])"
+        )
 
 
 def check_length(seq: int, bounds: Bounds, flow: str) -> None:

@@ -18,14 +18,14 @@ from rlx_jax.compiler.meshes import to_model_devices, use_model_mesh
 from rlx_jax.device import check_device_memory, out_of_memory
 from rlx_jax.errors import GraphError, MissingWeightError, RequestError, RlxError, listing, quote, shown
 from rlx_jax.inspection.records import Inspection
-from rlx_jax.ir.types import as_dim
+from rlx_jax.ir.types import as_dim, is_static
 from rlx_jax.ir.weight_reads import shapes_only
 from rlx_jax.lowering.inspect.outline import Outline
 from rlx_jax.profiles import Change, CompileProfile
 from rlx_jax.runtime.arguments import check_leaves, check_params, is_traced, refuse_consumed, refuse_shared
 from rlx_jax.runtime.block_times import BlockTimes, profile_calls
 from rlx_jax.runtime.explain import explain_program
-from rlx_jax.runtime.export_model import export_model
+from rlx_jax.runtime.export_model import apply_any_size, export_model
 from rlx_jax.runtime.inputs import check_integer, random_key
 from rlx_jax.runtime.model_program import (
     SYMBOLIC_LEVELS,
@@ -186,7 +186,9 @@ class CompiledModel(ModelProgram):
         With `headless` the program ends before the head, and the operands of the head are its outputs.
         """
         check_params(params, self.param_specs())
-        values, key, arrays = self._bind(inputs, named, state)
+        values, key, arrays = self._bind(inputs, named, state, allow_symbolic=not headless)
+        if not all(is_static(size) for value in values.values() for size in value.shape):
+            return apply_any_size(self.programs, key, dict(params), values), key
         self.last_key = key = replace(key, headless=headless)
         refuse_consumed(params, values)  # a donated array would fail inside the caller's jax.jit, without its name
         arguments = to_model_devices((dict(params), arrays, values), self.programs.model_sharding)

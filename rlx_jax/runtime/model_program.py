@@ -16,9 +16,10 @@ from rlx_jax.compiler.manifest import BindingManifest
 from rlx_jax.compiler.meshes import to_model_devices
 from rlx_jax.compiler.pipeline import Template, make_function
 from rlx_jax.compiler.settings import Settings
-from rlx_jax.errors import GraphError, check_names, did_you_mean, quote, shown
+from rlx_jax.errors import GraphError, ShapeError, check_names, did_you_mean, quote, shown
 from rlx_jax.inspection.diff import ModelDiff, block_diffs, block_facts
 from rlx_jax.inspection.work import block_work
+from rlx_jax.ir.types import is_static
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.inspect.buffers import dump_lir
 from rlx_jax.lowering.lir.plan import Lir
@@ -33,6 +34,7 @@ from rlx_jax.runtime.inputs import (
     check_new_tokens,
     check_required,
     check_rows,
+    check_symbolic_length,
     check_total_length,
     refuse_unread,
     value_or_spec,
@@ -321,12 +323,13 @@ class ModelProgram:
         return ProgramKey(self.name, self.program, optional_inputs, outputs=names, last_only=last_only)
 
     def _bind(
-        self, args: tuple[Any, ...], named: Mapping[str, Any], state: State | None
+        self, args: tuple[Any, ...], named: Mapping[str, Any], state: State | None, allow_symbolic: bool = False
     ) -> tuple[dict[str, Any], ProgramKey, StateArrays]:
         """Check and normalize the inputs.
 
         Returns:
-            The inputs by name, the key of the program for their sizes, and the arrays of the state.
+            The inputs by name, the key of the program for their sizes, and the arrays of the state. With symbolic sizes
+            the key has none.
         """
         flow, decls, values_by_name = self.flow, *self._named_values(args, named)
         optional = frozenset(d.name for d in decls if d.optional and d.name in values_by_name)
@@ -342,11 +345,18 @@ class ModelProgram:
         types = {**declared, **unread}
         values = {n: value_or_spec(n, values_by_name[n], t, bounds.ids.get(n), devices) for n, t in types.items()}
         values |= {n: as_row(v) for n, v in values.items() if n in one_row and v.ndim == types[n].rank - 1}
-        sizes = bind_sizes(types, values, flow.name)
+        sizes = bind_sizes(types, values, flow.name, allow_symbolic=allow_symbolic)
         if unread:
             symbols = {symbol for t in declared.values() for symbol in t.symbols}
             sizes = {symbol: size for symbol, size in sizes.items() if symbol in symbols}
         values = to_model_devices({n: values[n] for n in declared}, self.programs.model_sharding)
+        if not all(map(is_static, sizes.values())):
+            if template.state:
+                raise ShapeError(
+                    f"{flow.name}: program {self.program} has a state: model.export exports it for all sizes"
+                )
+            check_symbolic_length(sizes, bounds, flow.name)
+            return values, self.key(optional), {}
         check_total_length(sizes, bounds, flow.name)
         check_rows(values, bounds, sizes, devices)
         arrays = state_arrays(self.program, template.state, state, sizes)
