@@ -16,6 +16,7 @@ import rlx_jax as rlx
 from rlx_jax import cli, errors
 from rlx_jax.device import DEVICES
 from rlx_jax.inspection import rates
+from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.types import TensorType
 from rlx_jax.loading import model_plan
@@ -135,6 +136,9 @@ def test_ops_are_sampled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_sample_takes_time() -> None:
     types = (TensorType((1, 64), np.dtype(np.float32)),)
     assert 0 < op_samples.sample_seconds(Unary("exp"), "xla", types) < 1
+    masked = AttentionOp(2, 2, extra=("keep",))
+    rows = TensorType((1, 8, 16), np.dtype(np.float32))
+    assert 0 < op_samples.sample_seconds(masked, "xla", (rows, rows, rows, TensorType((1, 8), np.dtype(np.bool_)))) < 1
 
 
 def test_weights_that_a_cpu_widens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,6 +235,12 @@ def test_what_would_make_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         assert other.fits and other.peak_bytes == suggestion.peak_bytes
         assert other.ms_per_token == suggestion.ms_per_token
     assert "it would fit with" in str(plan)
+
+
+def test_heads_of_tokens_are_planned() -> None:
+    head = FIXTURES / "bert" / "masked_lm_v4"
+    plan, model = rlx.plan(head, device="h200"), rlx.load(head)
+    assert plan.params_bytes == sum(leaf.nbytes for leaf in model.model.params.values()) and plan.decode is None
 
 
 def test_an_encoder_and_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,6 +46,8 @@ from rlx_jax.runtime.programs import Programs
 from rlx_jax.text.token_model import check_positions
 from rlx_jax.weights.format import OpenOptions
 
+# Kinds of models that read tokens alone.
+TOKEN_KINDS = ("causal", "encoder", "classifier", "token_classifier", "question_answerer", "masked_lm")
 # The number of tokens of a row unless the model has fewer positions, and the numbers of devices that are suggested.
 DEFAULT_CONTEXT = 2048
 MORE_DEVICES = (2, 4, 8)
@@ -149,7 +151,7 @@ def _open_flow(
     if isinstance(model, str | os.PathLike):
         folder = open_model_folder(model, revision, progress=progress)
         pretrained = Checkpoint(folder, ignore_fields=ignore_fields, headers_only=True).pretrained
-        if pretrained.kind not in ("causal", "encoder", "classifier"):
+        if pretrained.kind not in TOKEN_KINDS:
             raise UnsupportedError(f"{quote(model)} is of kind {pretrained.kind}: plans are for models of tokens")
         return as_flow(pretrained.recipe), pretrained.max_positions, pretrained.kind == "causal"
     if revision is not None or tuple(ignore_fields):

@@ -80,7 +80,7 @@ def sample_seconds(op: Mir, implementation: str, types: tuple[TensorType, ...]) 
         arrays = [
             jnp.zeros(t.shape, t.dtype)
             if is_float(t.dtype)
-            else (jnp.arange(t.size, dtype=t.dtype) % experts).reshape(t.shape)
+            else (jnp.arange(t.size) % experts).astype(t.dtype).reshape(t.shape)  # bools have no arange
             for t in types
         ]
         run: Any = jax.jit(functools.partial(IMPLEMENTATIONS[implementation], op))
