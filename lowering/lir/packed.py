@@ -26,13 +26,15 @@ from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.packed_values import decode_arrays, decode_codes, group_scales
 from rlx_jax.ir.param import Program, packing_of, without_casts
 from rlx_jax.ir.types import DimLike
+from rlx_jax.lowering.lir.lanes import can_sum_lanes, packed_lanes
 
 AnyArray = Any
 
 # Rows of x up to which a GPU computes a product as one fused multiplication and sum, without a decoded matrix.
 # Measured on one H200, 16384 x 2048, bf16, µs, floats, fused and by tiles: Q8_0 2 rows 28, 45 and 82, 4 rows 30, 69 and
 # 75; Q4_K 2 rows 28, 63 and 73, 4 rows 30, 100 and 75.
-MAX_FUSED_ROWS = 2
+DEFAULT_FUSED_ROWS = 2
+MAX_FUSED_ROWS = {"cpu": 2}
 # Bytes of the decoded part of a matrix that a product holds at a time. On a CPU it stays in the cache; on a GPU smaller
 # ones are slower, and larger ones not faster: 16384 rows of x by the same matrix 1358 µs as floats, 1365 by tiles of
 # 2**26 bytes, 1897 by tiles of 2**24.
@@ -102,14 +104,14 @@ def packed_implementation(op: Mir, operands: tuple[AnyArray, ...], target: str) 
 
 
 def choose_dequant_matmul(
-    op: MatMul | FusedMatMulBiasAct, shape: Sequence[DimLike], target: str
+    op: MatMul | FusedMatMulBiasAct, shape: Sequence[DimLike], scheme: str, target: str
 ) -> tuple[Literal["decoded", "fused", "tiles"], str]:
     """Return how a product of x with this shape, which may be symbolic, and a packed weight is computed, and why."""
     if op.contract == 0:
         return "decoded", "the rows of the packed weight are not its outputs"
-    if target != "cpu" and all(isinstance(n, int) for n in shape):  # XLA:CPU does not fuse the product into the sum
+    if all(isinstance(n, int) for n in shape) and (target != "cpu" or can_sum_lanes(scheme)):
         rows = math.prod(int(n) for n in shape[:-1])
-        if rows <= MAX_FUSED_ROWS:
+        if 0 < rows <= MAX_FUSED_ROWS.get(target, DEFAULT_FUSED_ROWS):
             return "fused", f"packed, {rows} rows: the sum decodes each value"
     return "tiles", "packed, decoded tile by tile"
 
@@ -146,9 +148,12 @@ def dequant_matmul(
     if "order" in w.arrays:
         x = jnp.take(x, w.arrays["order"][0], axis=-1, mode="clip")
         w = replace(w, arrays={name: array for name, array in w.arrays.items() if name != "order"})
-    if choose_dequant_matmul(op, x.shape, target)[0] == "fused":
+    if choose_dequant_matmul(op, x.shape, w.scheme, target)[0] == "fused":
         flat = x.astype(jnp.float32).reshape(-1, 1, x.shape[-1])
-        y = (w.decode().astype(jnp.float32)[None] * flat).sum(axis=-1)
+        if target == "cpu":
+            y = jax.checkpoint(lambda x, arrays: packed_lanes(x, arrays, w.scheme, x.shape[-1]))(flat[:, 0], w.arrays)
+        else:
+            y = (w.decode().astype(jnp.float32)[None] * flat).sum(axis=-1)
         return y.reshape(*x.shape[:-1], -1).astype(jnp.float32 if op.f32_result else x.dtype)
     return tiled_product(op, x, w, tile_rows(w.shape, w.scheme, w.dtype, target))
 

@@ -167,7 +167,8 @@ class Lir:
             return None
         op, (x, *_) = call_of(graph, node)
         assert isinstance(op, PRODUCTS)
-        return Choice(*choose_dequant_matmul(op, x.shape, self.plan.target))
+        scheme = next(scheme for scheme in map(packing_of, weight.programs) if scheme is not None)
+        return Choice(*choose_dequant_matmul(op, x.shape, scheme, self.plan.target))
 
 
 def state_types(graph: Graph, stacked: bool) -> dict[str, TensorType]:

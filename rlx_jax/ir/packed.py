@@ -86,6 +86,15 @@ class Codes:
             return data
         return bit_fields(data, self.stride, range(0, 8, self.bits), 2**self.bits - 1)
 
+    def slice(self, data: Any, start: int, size: int) -> Any:
+        """Return the integers from `start` on, which are in the same bits of consecutive bytes."""
+        if self.bits == 8:
+            return data[..., start : start + size]
+        run, rest = divmod(start, self.stride * 8 // self.bits)
+        field, offset = divmod(rest, self.stride)
+        first = run * self.stride + offset
+        return data[..., first : first + size] >> np.uint8(field * self.bits) & np.uint8(2**self.bits - 1)
+
     def pack(self, codes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return the bytes of integers: the inverse of `unpack`."""
         if self.bits == 8:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -58,7 +59,31 @@ def group_scales(arrays: Mapping[str, Any], scheme: str) -> dict[str, Any]:
 
 def decode_codes(arrays: Mapping[str, Any], scheme: str, scales: Mapping[str, Any]) -> Any:
     """Return the values of a packed tensor in the order of its codes, given its `group_scales`."""
-    packing, codes = SCHEMES[scheme], _codes(arrays, SCHEMES[scheme])
+    packing = SCHEMES[scheme]
+    return _decode(_codes(arrays, packing), arrays.get("zeros"), packing, scales)
+
+
+def decode_slice(
+    arrays: Mapping[str, Any], scheme: str, scales: Mapping[str, Any], start: int, size: int, of_group: Callable[[Any], Any]
+) -> Any:
+    """Return the `size` values from `start` on, which are of one group and whose bits start at one place in a byte.
+
+    Args:
+        arrays: as in `decode_codes`.
+        scheme: a name in `SCHEMES`.
+        scales: the numbers of that group from `group_scales`.
+        start: the first value.
+        size: how many.
+        of_group: returns the numbers of that group.
+    """
+    packing = SCHEMES[scheme]
+    parts = (codes.slice(arrays[name], start, size) for name, codes in zip(("codes", "high"), packing.codes))
+    zeros = of_group(arrays["zeros"]) if packing.zeros else None
+    return _decode(functools.reduce(lambda low, high: low | high << packing.codes[0].bits, parts), zeros, packing, scales)
+
+
+def _decode(codes: Any, zeros: Any, packing: Scheme, scales: Mapping[str, Any]) -> Any:
+    """Return the values of codes, given the zero points, if the scheme has them, and scales of groups."""
     shape, unit = codes.shape, packing.group or packing.block or codes.shape[-1]
     # One axis for the values of a group, so that a loop over it reads its scale once.
     is_grouped = shape[-1] % unit == 0
@@ -71,7 +96,7 @@ def decode_codes(arrays: Mapping[str, Any], scheme: str, scales: Mapping[str, An
 
     codes = codes.reshape(*shape[:-1], -1, unit) if is_grouped else codes
     if packing.zeros:
-        values = _float32(codes) - each_group(_float32(arrays["zeros"]))
+        values = _float32(codes) - each_group(_float32(zeros))
     else:
         values = _look_up(packing.table, codes) if packing.table else _float32(codes) - packing.zero
     values = each_group(scales["scales"]) * values
