@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.metadata
+import os
 import platform
 import re
 import threading
@@ -145,6 +146,11 @@ def start_device() -> None:
             jax.device_put(np.zeros(1, np.float32), device)
 
     threading.Thread(target=copy).start()
+
+
+def num_cpus() -> int:
+    """Return how many processors this process may run on; without an affinity, how many there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def all_devices() -> list[Any]:

@@ -88,7 +88,7 @@ def _sums(x: AnyArray, values: Callable[[int], AnyArray], chunks: int, lanes: in
     for row in range(x.shape[0]):
         total = None
         for start in range(0, parts.shape[-1], lanes):
-            term = values(start) * parts[row, :, start : start + lanes]
+            term = values(start) * parts[row, None, :, start : start + lanes]
             total = term if total is None else total + term
         # Without a barrier, XLA:CPU computes the terms in the loop of the sum, one after another.
         totals.append(lax.optimization_barrier(total).sum((-2, -1)))

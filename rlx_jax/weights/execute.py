@@ -6,7 +6,6 @@ device. A box in transfer takes host memory for itself and for one checkpoint te
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from rlx_jax.device import check_total_memory
+from rlx_jax.device import check_total_memory, num_cpus
 from rlx_jax.errors import WeightError, WeightShapeError, quote
 from rlx_jax.io import limits
 from rlx_jax.ir.boxes import Box, axis_box, box_shape
@@ -49,6 +48,7 @@ from rlx_jax.weights.named import index_box
 from rlx_jax.weights.views import HostArray, SourceView, read_into, reads_into
 
 _BAND_BYTES = 2**22  # bytes of blocks that are read and split at once: in the CPU's cache, and few calls of Python
+_LARGE_PAGE = 2**21
 _ALIGNMENT = 64  # XLA on a CPU uses host memory of this alignment without a copy
 # Threads that read leaves: a single one does not saturate the bus to an accelerator.
 READERS = 4
@@ -97,7 +97,7 @@ def load_leaves(
             arrays.update(pending.pop(key).result())
             report_progress("load", done := done + sum(p.nbytes for p in groups[key].values()), total)
 
-    with ThreadPoolExecutor(min(READERS, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(READERS, num_cpus())) as pool:
         try:
             for key, group in groups.items():
                 # Wait first, so that the next leaf fits under the limit as well.
@@ -348,8 +348,10 @@ def _fill_new(program: Program, source: WeightSource) -> HostArray:
 
 def _new_array(array_type: TensorType) -> HostArray:
     """Return an array, not initialized, that JAX on a CPU can use without a copy."""
-    raw = np.empty(array_type.nbytes + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
+    # NumPy asks for large pages for these; a page fault for each small one would take longer than the copy.
+    alignment = _LARGE_PAGE if array_type.nbytes >= 2 * _LARGE_PAGE else _ALIGNMENT
+    raw = np.empty(array_type.nbytes + alignment, np.uint8)
+    start = -raw.ctypes.data % alignment
     return raw[start : start + array_type.nbytes].view(array_type.dtype).reshape(array_type.shape)
 
 
