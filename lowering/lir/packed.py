@@ -26,15 +26,15 @@ from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.packed_values import decode_arrays, decode_codes, group_scales
 from rlx_jax.ir.param import Program, packing_of, without_casts
 from rlx_jax.ir.types import DimLike
-from rlx_jax.lowering.lir.lanes import can_sum_lanes, packed_lanes
+from rlx_jax.lowering.lir.lanes import can_sum_lanes, packed_lanes, sums_bytes
 
 AnyArray = Any
 
-# Rows of x up to which a GPU computes a product as one fused multiplication and sum, without a decoded matrix.
-# Measured on one H200, 16384 x 2048, bf16, µs, floats, fused and by tiles: Q8_0 2 rows 28, 45 and 82, 4 rows 30, 69 and
-# 75; Q4_K 2 rows 28, 63 and 73, 4 rows 30, 100 and 75.
-DEFAULT_FUSED_ROWS = 2
-MAX_FUSED_ROWS = {"cpu": 2}
+# Rows of x up to which a product is computed as one fused multiplication and sum, without a decoded matrix. Measured on
+# one H200, 16384 x 2048, bf16, µs, floats, fused and by tiles: Q8_0 2 rows 28, 45 and 82, 4 rows 30, 69 and 75; Q4_K 2
+# rows 28, 63 and 73, 4 rows 30, 100 and 75. On two CPU cores, 3072 x 576, f32, ms for 16 products with Q8_0: 1 row 5.9,
+# 4.8 and 13.3, 2 rows 8.5, 7.1 and 11.7, 4 rows 8.7, 18.5 and 16.1.
+MAX_FUSED_ROWS = 2
 # Bytes of the decoded part of a matrix that a product holds at a time. On a CPU it stays in the cache; on a GPU smaller
 # ones are slower, and larger ones not faster: 16384 rows of x by the same matrix 1358 µs as floats, 1365 by tiles of
 # 2**26 bytes, 1897 by tiles of 2**24.
@@ -109,9 +109,9 @@ def choose_dequant_matmul(
     """Return how a product of x with this shape, which may be symbolic, and a packed weight is computed, and why."""
     if op.contract == 0:
         return "decoded", "the rows of the packed weight are not its outputs"
-    if all(isinstance(n, int) for n in shape) and (target != "cpu" or can_sum_lanes(scheme)):
+    if all(isinstance(n, int) for n in shape) and (target != "cpu" or can_sum_lanes(scheme, int(shape[-1]))):
         rows = math.prod(int(n) for n in shape[:-1])
-        if 0 < rows <= MAX_FUSED_ROWS.get(target, DEFAULT_FUSED_ROWS):
+        if 0 < rows <= MAX_FUSED_ROWS:
             return "fused", f"packed, {rows} rows: the sum decodes each value"
     return "tiles", "packed, decoded tile by tile"
 
@@ -151,7 +151,8 @@ def dequant_matmul(
     if choose_dequant_matmul(op, x.shape, w.scheme, target)[0] == "fused":
         flat = x.astype(jnp.float32).reshape(-1, 1, x.shape[-1])
         if target == "cpu":
-            y = jax.checkpoint(lambda x, arrays: packed_lanes(x, arrays, w.scheme, x.shape[-1]))(flat[:, 0], w.arrays)
+            dtypes = (w.logical_dtype, w.dtype)
+            y = jax.checkpoint(lambda x, arrays: packed_lanes(x, arrays, w.scheme, dtypes))(flat[:, 0], w.arrays)
         else:
             y = (w.decode().astype(jnp.float32)[None] * flat).sum(axis=-1)
         return y.reshape(*x.shape[:-1], -1).astype(jnp.float32 if op.f32_result else x.dtype)
@@ -202,7 +203,8 @@ def tiled_product(op: MatMul, x: AnyArray, w: PackedWeight, tile: int) -> AnyArr
 
 
 def decoding_bytes(program: Program, target: str) -> int:
-    """Return the bytes of temporaries that a product with a packed parameter takes: a tile, and scales of all groups.
+    """Return the bytes of temporaries that a product with a packed parameter takes: a tile or the sums of lanes, and
+    scales of all groups.
 
     Experts are decoded as a whole.
     """
@@ -212,4 +214,7 @@ def decoding_bytes(program: Program, target: str) -> int:
     rows = tile_rows((*lead, width), scheme, dtype, target) if len(lead) == 1 else program.type.size // int(width)
     groups = int(width) // (packing.group or packing.block or int(width))
     per_group = 8 if packing.minimum else 4
-    return rows * int(width) * (4 + dtype.itemsize) + program.type.size // int(width) * groups * per_group
+    values = rows * int(width) * (4 + dtype.itemsize)
+    if target == "cpu" and len(lead) == 1 and can_sum_lanes(scheme, int(width)):
+        values = max(values, sums_bytes(int(lead[0]), int(width), scheme, MAX_FUSED_ROWS))
+    return values + program.type.size // int(width) * groups * per_group

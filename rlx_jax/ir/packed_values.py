@@ -64,7 +64,12 @@ def decode_codes(arrays: Mapping[str, Any], scheme: str, scales: Mapping[str, An
 
 
 def decode_slice(
-    arrays: Mapping[str, Any], scheme: str, scales: Mapping[str, Any], start: int, size: int, of_group: Callable[[Any], Any]
+    arrays: Mapping[str, Any],
+    scheme: str,
+    scales: Mapping[str, Any],
+    start: int,
+    size: int,
+    of_group: Callable[[Any], Any],
 ) -> Any:
     """Return the `size` values from `start` on, which are of one group and whose bits start at one place in a byte.
 
@@ -77,9 +82,12 @@ def decode_slice(
         of_group: returns the numbers of that group.
     """
     packing = SCHEMES[scheme]
-    parts = (codes.slice(arrays[name], start, size) for name, codes in zip(("codes", "high"), packing.codes))
+    names = ("codes", "high")[: len(packing.codes)]
+    parts = (codes.slice(arrays[n], start, size) for n, codes in zip(names, packing.codes, strict=True))
     zeros = of_group(arrays["zeros"]) if packing.zeros else None
-    return _decode(functools.reduce(lambda low, high: low | high << packing.codes[0].bits, parts), zeros, packing, scales)
+    return _decode(
+        functools.reduce(lambda low, high: low | high << packing.codes[0].bits, parts), zeros, packing, scales
+    )
 
 
 def _decode(codes: Any, zeros: Any, packing: Scheme, scales: Mapping[str, Any]) -> Any:

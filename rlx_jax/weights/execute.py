@@ -48,7 +48,6 @@ from rlx_jax.weights.named import index_box
 from rlx_jax.weights.views import HostArray, SourceView, read_into, reads_into
 
 _BAND_BYTES = 2**22  # bytes of blocks that are read and split at once: in the CPU's cache, and few calls of Python
-_LARGE_PAGE = 2**21
 _ALIGNMENT = 64  # XLA on a CPU uses host memory of this alignment without a copy
 # Threads that read leaves: a single one does not saturate the bus to an accelerator.
 READERS = 4
@@ -348,10 +347,8 @@ def _fill_new(program: Program, source: WeightSource) -> HostArray:
 
 def _new_array(array_type: TensorType) -> HostArray:
     """Return an array, not initialized, that JAX on a CPU can use without a copy."""
-    # NumPy asks for large pages for these; a page fault for each small one would take longer than the copy.
-    alignment = _LARGE_PAGE if array_type.nbytes >= 2 * _LARGE_PAGE else _ALIGNMENT
-    raw = np.empty(array_type.nbytes + alignment, np.uint8)
-    start = -raw.ctypes.data % alignment
+    raw = np.empty(array_type.nbytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + array_type.nbytes].view(array_type.dtype).reshape(array_type.shape)
 
 

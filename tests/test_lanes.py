@@ -1,0 +1,82 @@
+"""Products of one or two rows and packed weights on a CPU, beside float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax.ir.packed import SCHEMES
+from rlx_jax.ir.packed_values import decode_arrays
+from rlx_jax.lowering.lir.lanes import can_sum_lanes, packed_lanes
+from rlx_jax.weights.quantized_tensors import declare_scheme
+from tests.oracles.packed import meaning, packed
+
+ROW = declare_scheme("int8", 8, None, "f16").name  # one scale for a row
+NAMES = ("gguf_q4_0", "gguf_q4_1", "gguf_q8_0", "gguf_q2k", "gguf_q3k", "gguf_q4k", "gguf_q5k", "gguf_q6k", "gguf_q8k")
+FLOATS = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+
+
+def random_arrays(scheme: str, height: int, width: int) -> dict[str, Any]:
+    """Return arrays with scales of about 1e-3 and random codes."""
+    random, arrays = np.random.default_rng(0), {}
+    for name, array_type in SCHEMES[scheme].array_types((height, width)).items():
+        shape = [int(n) for n in array_type.shape]
+        if name == "scales":
+            float_dtype = np.float32 if array_type.dtype.itemsize == 4 else np.float16
+            arrays[name] = random.uniform(1e-4, 1e-3, shape).astype(float_dtype).view(array_type.dtype)
+        else:
+            arrays[name] = random.integers(0, 256, shape, np.uint8).view(array_type.dtype)
+    return arrays
+
+
+CASES = [(scheme, 2, 768, "f32", "f32") for scheme in (*NAMES, "int8/32", "int8/128", "int4/32", "int4/128", ROW)]
+CASES += [(scheme, 1, 256, "bf16", "f32") for scheme in ("gguf_q4k", "int8/128", ROW)]
+CASES += [(scheme, 1, 2304, "f32", "bf16") for scheme in ("gguf_q6k", "int4/128", ROW)]
+
+
+@pytest.mark.parametrize("scheme, rows, width, logical, compute", CASES)
+def test_a_product(scheme: str, rows: int, width: int, logical: str, compute: str) -> None:
+    """Values are rounded to the dtype of the checkpoint and to that of the program before the sum."""
+    assert can_sum_lanes(scheme, width)
+    arrays, dtypes = random_arrays(scheme, 5, width), (FLOATS[logical], FLOATS[compute])
+    x = np.random.default_rng(1).standard_normal((rows, width)).astype(np.float32)
+    y = jax.jit(lambda x, arrays: packed_lanes(x, arrays, scheme, dtypes))(x, arrays)
+    values = jax.jit(lambda arrays: decode_arrays(arrays, scheme).astype(dtypes[0]).astype(dtypes[1]))(arrays)
+    values = np.asarray(values, np.float64)
+    assert np.abs(y - x @ values.T).max() <= 2e-6 * (np.abs(x) @ np.abs(values).T).max()
+
+
+def test_others_are_decoded_by_tiles() -> None:
+    """Tables, scales of several rows, single bits that lie apart, and rows that end within a group."""
+    blocks = declare_scheme("fp8_e4m3", 8, 128, "f32", table="e4m3", rows=128).name
+    for scheme, width in (("gguf_iq4_nl", 256), ("gguf_q5_0", 256), (blocks, 256), ("int8/128", 320)):
+        assert not can_sum_lanes(scheme, width)
+
+
+@pytest.mark.parametrize("rows, name", [(1, "fused"), (2, "fused"), (3, "tiles")])
+def test_a_model(rows: int, name: str) -> None:
+    """Rows of x decide; the report names the choice; gradients of x and rows by `vmap` are those of decoded weights."""
+    weight = packed("gguf_q8_0", (64, 64), 3)
+    flow = rlx.ModelFlow("m").input("x", ("batch", 64)).linear("w")
+    model = rlx.compile(flow, {"w": weight})
+    x = np.random.default_rng(2).standard_normal((rows, 64)).astype(np.float32)
+    values = meaning(weight).astype(np.float64)
+    atol = 1e-6 * (np.abs(x) @ np.abs(values).T).max()
+    np.testing.assert_allclose(model(x), x @ values.T, rtol=0, atol=atol)
+    assert model.report().products[0].startswith(f"1 by {name}")
+
+    assert model.params is not None
+    params = model.params
+
+    def total(x: Any) -> Any:
+        return model.apply(params, x).sum()
+
+    gradient = jax.grad(total)(jnp.asarray(x))
+    np.testing.assert_allclose(gradient, np.broadcast_to(values.sum(0), x.shape), rtol=0, atol=atol)
+    mapped = jax.vmap(lambda row: model.apply(params, row[None])[0])(jnp.asarray(x))
+    np.testing.assert_allclose(mapped, x @ values.T, rtol=0, atol=atol)
