@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import rlx_jax as rlx
 from rlx_jax import train
 from rlx_jax.compiler import compile_cache
+from rlx_jax.compiler import content_digest as content_digests
 from rlx_jax.compiler.content_digest import content_digest
 from rlx_jax.errors import IntegrityError, LimitError, RequestError, RlxCacheWarning, StorageError
 from rlx_jax.io.entries import EntryStore
@@ -383,9 +385,52 @@ def test_what_has_a_digest() -> None:
     assert None not in digests and len({*digests}) == len(values)
     assert content_digest({"ab", "c", "d"}) == content_digest({"d", "c", "ab"}) != content_digest({"a", "bc", "d"})
     mine = type("Mine", (compile_cache.TraceRecord,), {})("", None)
-    values = [len, Path, lambda x: x, object(), mine, np.array([None]), jnp.ones(2), functools.partial(max, 1)]
+    texts = [type("Mine", (base,), {})() for base in (str, tuple, int, dict)]
+    values = [len, Path, lambda x: x, object(), mine, *texts, np.array([None]), jnp.ones(2), functools.partial(max, 1)]
     for value in values:
         assert content_digest([value]) is None
+
+
+def test_the_digest_of_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout has packages as links; what has changed since the import is not what runs."""
+    source_digest, rule = content_digests.source_digest.__wrapped__, tmp_path / "lowering" / "rule.py"
+    for directory in ("package/compiler", "lowering"):
+        (tmp_path / directory).mkdir(parents=True)
+    (tmp_path / "package" / "lowering").symlink_to("../lowering")
+    monkeypatch.setattr(content_digests, "__file__", str(tmp_path / "package" / "compiler" / "digest.py"))
+    monkeypatch.setattr(content_digests, "IMPORT_TIME", time.time() + 3600)
+    assert source_digest() is None
+    rule.write_text("1")
+    first = source_digest()
+    rule.write_text("2")
+    assert None is not first != source_digest() is not None
+    (tmp_path / "lowering" / ".#rule.py").symlink_to("user@host")  # an editor's lock
+    assert source_digest() is None
+    (tmp_path / "lowering" / ".#rule.py").unlink()
+    monkeypatch.setattr(content_digests, "IMPORT_TIME", rule.stat().st_mtime - 1)
+    assert source_digest() is None
+
+
+def test_what_cannot_be_loaded_is_traced_with_the_settings_of_its_caller(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may apply to its thread only; programs of slots are loaded in others."""
+    threads: list[int] = []
+    lower = jax.stages.Traced.lower
+
+    def counted(self: Any, *arguments: Any, **options: Any) -> Any:
+        threads.append(threading.get_ident())
+        return lower(self, *arguments, **options)
+
+    monkeypatch.setattr(jax.stages.Traced, "lower", counted)
+    want = rlx.load(LLAMA).generate(PROMPTS, max_new_tokens=6, slots=2)
+    count = len(threads)
+    for path in entries(cache):
+        if path.stat().st_size > 4096:  # a program
+            flip(path, 0.5)
+    with pytest.warns(RlxCacheWarning, match="the entry replaced"):
+        assert rlx.load(LLAMA).generate(PROMPTS, max_new_tokens=6, slots=2) == want
+    assert len(threads) > count and {*threads} == {threading.get_ident()}
 
 
 @pytest.mark.slow

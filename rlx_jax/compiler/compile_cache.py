@@ -16,6 +16,7 @@ import os
 import pickle
 import re
 import sys
+import threading
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -125,43 +126,58 @@ def trace_key(content: Any, arguments: Any, options: Any) -> str | None:
         content: all data that the program is traced from, besides its arguments; see `content_digest`.
         arguments, options: as in `compile_lowered`.
     """
-    if cache_settings().directory is None or jax.process_count() > 1 or (digest := content_digest(content)) is None:
+    if cache_settings().directory is None or jax.process_count() > 1:
+        return None
+    digest, source = content_digest(content), source_digest()
+    if digest is None or source is None:
         return None
     leaves, tree = jax.tree.flatten(arguments)
     described = [f"{type(leaf).__qualname__} {jax.typeof(leaf)} {getattr(leaf, 'weak_type', '')}" for leaf in leaves]
     sha = hashlib.sha256(b"trace")
-    for part in (
-        digest, source_digest(), str(tree), *described, *_placements((arguments, options)), *_environment(),
-    ):  # fmt: skip
+    for part in (digest, source, str(tree), *described, *_placements((arguments, options)), *_environment()):
         sha.update(hashlib.sha256(part.encode(errors="surrogatepass")).digest())
     return sha.hexdigest()
 
 
 def read_record(key: str | None) -> TraceRecord | None:
-    """Return the record of a program; None if there is none, or it cannot be read."""
+    """Return the record of a program; None if there is none, it cannot be read, or there is no entry of its program."""
     settings = cache_settings()
     if key is None or settings.directory is None:
         return None
+    store = EntryStore(settings.directory, settings.max_bytes)
     try:
-        payload = EntryStore(settings.directory, settings.max_bytes).read(key)
+        payload = store.read(key)
         record = None if payload is None else pickle.loads(payload)
     except Exception:  # the program is traced, and the record replaced
         return None
-    return record if isinstance(record, TraceRecord) else None
+    return record if isinstance(record, TraceRecord) and store.has(record.key) else None
 
 
-def load_recorded(record: TraceRecord, arguments: Any) -> jax.stages.Compiled | None:
-    """Return the program of a record; None if it cannot be loaded, and has to be traced."""
+class UntracedError(Exception):
+    """A program was not traced, and cannot be loaded. The thread that wants it has to trace it.
+
+    Settings of JAX may apply to one thread only, and another one would trace another program.
+    """
+
+
+def load_recorded(record: TraceRecord, arguments: Any, thread: int) -> jax.stages.Compiled | None:
+    """Return the program of a record; None if it cannot be loaded, and has to be traced.
+
+    Raises:
+        UntracedError: the same, in another thread than `thread`.
+    """
     settings = cache_settings()
-    if settings.directory is None:
-        return None
     try:
-        payload = EntryStore(settings.directory, settings.max_bytes).read(record.key)
-        trees = jax.tree.structure((tuple(arguments), {})), jax.tree.structure(record.results)
-        return None if payload is None else _deserialize(payload, *trees)
+        store = None if settings.directory is None else EntryStore(settings.directory, settings.max_bytes)
+        payload = None if store is None else store.read(record.key)
+        if payload is not None:
+            trees = jax.tree.structure((tuple(arguments), {})), jax.tree.structure(record.results)
+            return _deserialize(payload, *trees)
     except Exception as error:  # as in `compile_lowered`, which warns of it
         logger.debug("compile cache: a program is traced, as its entry cannot be used: %s", first_line(error))
-        return None
+    if threading.get_ident() != thread:
+        raise UntracedError
+    return None
 
 
 def compile_lowered(
@@ -212,8 +228,8 @@ def with_compile_cache(
 ) -> Callable[[], tuple[Callable[..., Any], bool]]:
     """Trace `jitted`, and return a function that compiles or loads it, which may run in another thread.
 
-    It is not traced if `content` is all data that it is traced from, and the cache has its program.
-
+    It is not traced if `content` is all data that it is traced from, and the cache has its program; if that then cannot
+    be loaded, another thread than this one raises `UntracedError`.
 
     That returns a function that runs `jitted` with a cached program for these arguments, and whether that was loaded.
     Calls with other types or devices go to `jitted`, which compiles them without the cache. So does every call while
@@ -225,9 +241,10 @@ def with_compile_cache(
     key = None if content is None else trace_key(content, arguments, options)
     record = read_record(key)
     lowered = jitted.lower(*arguments) if record is None else None
+    thread = threading.get_ident()
 
     def compile_traced() -> tuple[Callable[..., Any], bool]:
-        compiled = None if record is None else load_recorded(record, arguments)
+        compiled = None if record is None else load_recorded(record, arguments, thread)
         loaded = compiled is not None
         if compiled is None:
             traced = jitted.lower(*arguments) if lowered is None else lowered

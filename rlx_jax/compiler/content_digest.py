@@ -6,7 +6,9 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import os
 import sys
+import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,9 @@ import numpy as np
 from rlx_jax.ir.graph import Value
 
 PACKAGE = __name__.partition(".")[0]
+# The packages whose classes are what their names say: the version of each is known wherever a digest is used.
+KNOWN_PACKAGES = (PACKAGE, "builtins", "numpy", "ml_dtypes", "jax")
+IMPORT_TIME = time.time()
 
 
 def content_digest(value: Any) -> str | None:
@@ -32,13 +37,25 @@ def content_digest(value: Any) -> str | None:
 
 
 @functools.cache
-def source_digest() -> str:
-    """Return the SHA-256 of the source of this package, which the version does not tell in a checkout."""
+def source_digest() -> str | None:
+    """Return the SHA-256 of the source of this package, which the version does not tell in a checkout.
+
+    Returns None if the running code has another one: there is no source, or it has changed since the import.
+    """
     sha, root = hashlib.sha256(), Path(__file__).parents[1]
-    for path in sorted(root.rglob("*.py")):
-        sha.update(hashlib.sha256(str(path.relative_to(root)).encode()).digest())
-        sha.update(hashlib.sha256(path.read_bytes()).digest())
-    return sha.hexdigest()
+    # `Path.rglob` would leave out the packages that a checkout has as links.
+    paths = sorted(Path(base, name) for base, _, names in os.walk(root, followlinks=True) for name in names)
+    sources = [path for path in paths if path.suffix == ".py"]
+    try:
+        for path in sources:
+            status = path.stat()
+            if max(status.st_mtime, status.st_ctime) > IMPORT_TIME:
+                return None
+            sha.update(hashlib.sha256(str(path.relative_to(root)).encode()).digest())
+            sha.update(hashlib.sha256(path.read_bytes()).digest())
+    except OSError:  # an editor's link to nothing, or a file that is gone
+        return None
+    return sha.hexdigest() if sources else None
 
 
 def _digest(value: Any) -> bytes:
@@ -48,6 +65,8 @@ def _digest(value: Any) -> bytes:
         TypeError: the value has no digest.
     """
     kind = type(value)
+    if kind.__module__.partition(".")[0] not in KNOWN_PACKAGES:  # a class of the user, maybe of a string or a tuple
+        raise TypeError(kind)
     name = f"{kind.__module__}.{kind.__qualname__}".encode()
     return hashlib.sha256(hashlib.sha256(name).digest() + b"".join(_parts(value))).digest()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -213,7 +214,7 @@ def trace_program(
 ) -> Callable[[], Executable]:
     """Trace a program, and return a function that compiles it or loads it, which may run in another thread.
 
-    A program that the compile cache has for `content` and the arguments is not traced.
+    A program that the compile cache has for `content` and the arguments is not traced; see `with_compile_cache`.
 
     The state is donated if the plan donates it, and the compiled program is examined for whether it is updated in
     place.
@@ -261,11 +262,11 @@ def trace_program(
         with without_triton_warning(lir.plan.choices):
             return jitted.lower(*arguments)
 
-    traced = lower(arguments) if record is None else None
+    traced, thread = lower(arguments) if record is None else None, threading.get_ident()
     seconds = {"trace": time.perf_counter() - start}
 
     def compile_traced() -> Executable:
-        start, loaded = time.perf_counter(), None if record is None else load_recorded(record, arguments)
+        start, loaded = time.perf_counter(), None if record is None else load_recorded(record, arguments, thread)
         if record is not None and loaded is not None:
             compiled, from_cache, results = loaded, True, record.results
         else:

@@ -102,6 +102,10 @@ class EntryStore:
             raise
         self._prune()
 
+    def has(self, key: str) -> bool:
+        """Return whether there is an entry, sound or not."""
+        return os.path.exists(self._path(key))
+
     def _path(self, key: str) -> str:
         """Return the path of the entry under a key."""
         return os.path.join(self.directory, f"{key}.entry")

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from rlx_jax.compiler.compile_cache import with_compile_cache
+from rlx_jax.compiler.compile_cache import UntracedError, with_compile_cache
 from rlx_jax.compiler.dumps import write_dump
 from rlx_jax.compiler.executable import (
     Arrays,
@@ -436,7 +436,10 @@ class Programs:
         """Return a program or helper function: the one that a thread compiles ahead, or else compiled now."""
         job = self.compiling.pop(key, None)
         try:
-            return trace()() if job is None else job.result()
+            if job is not None:
+                with contextlib.suppress(UntracedError):
+                    return job.result()
+            return trace()()
         except Exception:
             self.compiling.clear()  # the next request compiles its programs anew, as the reason may be gone
             raise
