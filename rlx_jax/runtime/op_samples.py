@@ -74,7 +74,7 @@ def op_samples(lir: Lir, template: Template, sizes: Mapping[str, int], settings:
 @functools.lru_cache(maxsize=256)
 def sample_seconds(op: Mir, implementation: str, types: tuple[TensorType, ...]) -> float:
     """Return the seconds of a run of an op on this CPU, without the start of its program."""
-    with jax.default_device(jax.devices("cpu")[0]):
+    with jax.default_device("cpu"):
         # Experts are chosen evenly: an implementation may skip those without tokens.
         experts = int(types[1].shape[0]) if kernel_kind(op) == "experts" else 1
         arrays = [
