@@ -38,14 +38,15 @@ class Programs:
         try:
             os.utime(self._file(key))
             return self._file(key).read_bytes()
-        except FileNotFoundError:
+        except OSError:  # not there, or not readable
             return None
 
     def put(self, key: str, value: bytes) -> None:
-        """Write a program."""
+        """Write a program, where that is possible."""
         part = self._path / f"{os.getpid()}-{threading.get_ident()}"
-        part.write_bytes(value)
-        part.replace(self._file(key))
+        with contextlib.suppress(OSError):
+            part.write_bytes(value)
+            part.replace(self._file(key))
 
 
 def share_programs(directory: Path) -> None:
