@@ -39,9 +39,9 @@ short: $(VENV)/.installed-dev
 slow: $(VENV)/.installed-dev
 	$(PYTEST) -m slow
 
-# The same with more seeds and sizes, an hour or so; CI leaves it out.
+# The same with more seeds and sizes, for a night; CI leaves it out.
 soak: $(VENV)/.installed-dev
-	$(PYTEST) -m soak
+	RLX_JOB_LISTS=200 $(PYTEST) -m soak
 
 lint: $(VENV)/.installed-dev
 	$(PY) -m ruff check

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -31,6 +32,8 @@ ARCHETYPES = ("llama", "gemma2", "qwen35", "mixtral", "edited", "int8")
 BAD = 7
 """The embedding of this id is NaN in `broken` models; no sampler of a test with them chooses it."""
 MAX_TOKENS, LOGPROBS = 9, 2
+JOB_LISTS = int(os.environ.get("RLX_JOB_LISTS", "5"))
+"""Random schedules of each family; `make soak` runs 200."""
 SAMPLERS = (
     rlx.Sampler(),
     rlx.Sampler(temperature=1.0),
@@ -184,11 +187,11 @@ def test_rows_move_to_longer_caches() -> None:
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param(f, marks=pytest.mark.slow if f in ("llama", "qwen35") else pytest.mark.soak)
+        pytest.param(f, marks=[pytest.mark.soak, *([pytest.mark.slow] if f in ("llama", "qwen35") else [])])
         for f in (*ARCHETYPES, "mamba2")
     ],
 )
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=JOB_LISTS, deadline=None)
 @given(jobs=st.lists(long_job, min_size=10, max_size=20), data=st.data())
 def test_rows_of_any_schedule_equal_requests_alone(family: str, jobs: list[Any], data: st.DataObject) -> None:
     times = st.tuples(st.integers(0, 5), st.sampled_from([0, 1, 3, *[99] * 9]))
@@ -283,9 +286,10 @@ def test_values_at_the_edge() -> None:
 def test_errors_of_prompts_leave_the_others() -> None:
     """A prompt that can never fit, and one that is no prompt, are named; the others go on."""
     model = lm("llama")
-    prompts: list[Any] = [[1], [2] * 250, [3, V], [4, 5]]
+    prompts: list[Any] = [[1], [2] * 256, [3, V], [4, 5]]
     got = dict(model.generate_iter(prompts, 8, slots=2, errors="return"))
     assert isinstance(got[1], errors.SequenceLengthError) and "prompts[1]" in str(got[1])
+    assert "cut the prompt to 248 tokens" in str(got[1])
     assert isinstance(got[2], errors.TokenIdError) and "prompts[2][1]" in str(got[2])
     assert [got[0], got[3]] == model.generate([[1], [4, 5]], 8)
     late = dict(model.generate_iter([[V], [V], [V], [1]], 8, slots=2, errors="return"))

@@ -258,8 +258,9 @@ def check_positions(tokens: int, max_positions: int | None, subject: str, prompt
     """
     if max_positions is not None and tokens > max_positions:
         advice = "" if prompt is None else f"; at most {max_positions - prompt} new tokens fit"
-        if prompt is not None and prompt >= max_positions:
-            advice = f"; cut the prompt to {max_positions - 1} tokens or fewer"
+        if prompt is not None and prompt >= max_positions:  # for all new tokens, if the model has room for them
+            room = max_positions - (tokens - prompt)
+            advice = f"; cut the prompt to {room if room > 0 else max_positions - 1} tokens or fewer"
         raise SequenceLengthError(f"{subject}: {integer_text(tokens)} positions, the model has {max_positions}{advice}")
 
 

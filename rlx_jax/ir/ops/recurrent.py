@@ -96,7 +96,7 @@ def _chunked_scan_bytes(v: TensorType, inner: int, state: TensorType, num_matric
 
 def _delta_workspace(op: Any, operands: Types, results: Types) -> int:
     """Return the scratch bytes of the chunked gated delta rule."""
-    return _chunked_scan_bytes(operands[2], int(operands[1].shape[3]), results[1], num_matrices=4, states=2)
+    return _chunked_scan_bytes(operands[2], int(operands[1].shape[3]), results[1], num_matrices=5, states=2)
 
 
 @dataclass(frozen=True)
