@@ -88,7 +88,7 @@ def test_packed_weights_with_sizes_that_are_open(tmp_path: Path) -> None:
 
 
 def test_platforms_with_other_implementations(tmp_path: Path) -> None:
-    """Each has a program of its own, so that what is loaded rounds as what was exported."""
+    """Each has a program of its own, which computes the same bits as the model."""
     m = rlx.GraphModule.hir("m")
     q, k, v = (m.input(name, ("batch", "seq", 2, 16)) for name in "qkv")
     g, beta = (m.input(name, ("batch", "seq", 2)) for name in ("g", "beta"))

@@ -341,7 +341,7 @@ def _export_program(
     """Yield a program as StableHLO, with these sizes fixed, for each group of platforms with the same implementations.
 
     A group is () if it has all platforms. A single program that chooses at run time would have all implementations,
-    which takes longer to load, and XLA would round otherwise than without the choice.
+    which loading reads and XLA has to remove.
     """
     for group, run in _platform_functions(programs, key, sizes, platforms).items():
         yield sizes, () if group == platforms else group, _exported(programs, key, sizes, run, group)
