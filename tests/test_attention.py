@@ -229,6 +229,12 @@ def test_heads_first_is_eval(options: dict[str, Any]) -> None:
     assert "heads" not in choose(call, DEVICES["cuda"], "auto").implementation
 
 
+def test_heads_first_in_f16_with_large_values() -> None:
+    """The weights are divided after the product, whose sum over the keys is over the largest f16."""
+    q, v = np.zeros((1, 512, 8), np.float16), np.full((1, 512, 8), 200, np.float16)
+    np.testing.assert_array_equal(IMPLEMENTATIONS["heads_first"](AttentionOp(1, 1), q, q, v), v)
+
+
 def attention_operands(options: dict[str, Any], queries: int) -> list[Any]:
     """Random operands of an `AttentionOp(N, K, **options)` with S = `queries`."""
     rng = np.random.default_rng(3)

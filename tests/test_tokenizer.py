@@ -143,10 +143,15 @@ def test_ascii_texts_are_encoded_as_others(kind: str, tmp_path: Path) -> None:
     plain, pairs = replace(ours, _ascii=None), [*zip(texts, reversed(texts), strict=True)]
     for length in (None, 6):
         assert ours.encode_batch(texts, max_length=length) == plain.encode_batch(texts, max_length=length)
-        for rows, expected in zip(
-            ours.encode_rows(pairs, max_length=length), plain.encode_rows(pairs, max_length=length), strict=True
-        ):
-            assert [row.tolist() for row in rows] == [row.tolist() for row in expected]
+        for special in (True, False):
+            found, expected = (
+                [
+                    [row.tolist() for row in rows]
+                    for rows in t.encode_rows(pairs, add_special_tokens=special, max_length=length)
+                ]
+                for t in (ours, plain)
+            )
+            assert found == expected
     assert (ours._ascii is not None) == (kind in ("wordpiece", "word_level"))
 
 

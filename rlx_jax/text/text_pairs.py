@@ -32,9 +32,7 @@ class SpecialTokens:
     @staticmethod
     def of(native: Any, is_pair: bool, add_special_tokens: bool = True) -> SpecialTokens | None:
         """Return the special tokens of a native tokenizer; None if they are no fixed ones around texts in order."""
-        if not add_special_tokens:
-            return SpecialTokens((0,), (0,))
-        (row,) = native.encode_batch_fast([("a", "a") if is_pair else "a"])
+        (row,) = native.encode_batch_fast([("a", "a") if is_pair else "a"], add_special_tokens=add_special_tokens)
         tokens = zip(row.sequence_ids, row.type_ids, row.ids, strict=True)
         parts = [(text, kind, tuple(i for *_, i in part)) for (text, kind), part in groupby(tokens, lambda t: t[:2])]
         if [text for text, *_ in parts if text is not None] != [0, 1][: 1 + is_pair]:

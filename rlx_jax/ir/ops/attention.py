@@ -170,8 +170,9 @@ class AttentionOp(Mir):
         if heads_first and self.returns == "context":
             # The mask is added, as it then has no head axis, and the product is divided, as it has fewer numbers.
             weights, sums = exponentials(scores if allowed is None else scores + _mask_bias(allowed), sinks)
-            out = product(f"bkgst,{keys_in}->{queries_in}", weights.astype(v.dtype), v4)
-            out = (out.astype(jnp.float32) / sums).astype(v.dtype)
+            equation, narrow = f"bkgst,{keys_in}->{queries_in}", weights.astype(v.dtype)
+            # In f32: before the division the sum over many keys may be over the largest f16.
+            out = (product(equation, narrow, v4, preferred_element_type=jnp.float32) / sums).astype(v.dtype)
             return out.transpose(0, 3, 1, 2, 4).reshape(batch, num_queries, self.heads * v4.shape[3])
         weights = masked_softmax(scores, allowed, rows_may_be_empty, sinks)
         if self.returns == "probs":
