@@ -186,8 +186,9 @@ def cudnn(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *extras: AnyAr
     """
     batch, queries, width = q.shape
     masked, mask = op.causal or op.window is not None, None
-    # A query at position p reads keys 0 … p: the first p + 1.
-    valid = jnp.broadcast_to(extras[0].max(axis=1) + 1, (batch,)).astype(jnp.int32) if extras else None
+    # A query at position p reads keys 0 … p: the first p + 1. Positions of padding may be after the last key.
+    last = jnp.minimum(extras[0].max(axis=1) + 1, k.shape[1]) if extras else None
+    valid = None if last is None else jnp.broadcast_to(last, (batch,)).astype(jnp.int32)
     if extras and (queries > 1 or op.window is not None):
         distance = extras[0][:, None, :, None] - jnp.arange(k.shape[1], dtype=jnp.int32)[None, None, None]
         mask = (distance >= 0) & (distance < (op.window or k.shape[1]))
