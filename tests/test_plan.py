@@ -21,6 +21,7 @@ from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.types import TensorType
 from rlx_jax.loading import model_plan
 from rlx_jax.runtime import op_samples
+from rlx_jax.runtime.estimate import CUBLAS_WORKSPACE
 from tests.oracles.checkpoints import FIXTURES
 
 LLAMA = FIXTURES / "llama" / "gqa_plain_attnbias_v5"
@@ -221,7 +222,8 @@ def test_what_is_refused(name: str) -> None:
 def test_what_would_make_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each suggestion fits, and its figures are those of a plan with its arguments."""
     t4, peak = rates.rates_named("t4"), rlx.plan(RECIPE, device="t4", batch=8, context=256).peak_bytes
-    small = replace(t4, device=replace(t4.device, memory=peak * 7 // 10))
+    memory = CUBLAS_WORKSPACE + (peak - CUBLAS_WORKSPACE) * 7 // 10  # no change makes the workspace smaller
+    small = replace(t4, device=replace(t4.device, memory=memory))
     monkeypatch.setattr(model_plan, "rates_named", lambda name: small)
     plan = rlx.plan(RECIPE, device="t4", batch=8, context=256)
     assert plan.fits is False and plan.bound == "memory size"

@@ -41,7 +41,7 @@ GPU_LIVE_SCRATCH = 0.47
 SCRATCH_PASSES = {"chunks_at_once": 1, "blocked": 2}
 # Bytes of f32 copies for each byte of a 16-bit weight that XLA:CPU multiplies with one row: 2.3 to 2.5 measured.
 WIDENED_COPIES = 2.4
-# The workspace that XLA allocates for a product by cuBLAS on Hopper; it is 4 MiB elsewhere.
+# The workspace that XLA allocates for a product by cuBLAS on Hopper. It is 4 MiB on other GPUs: estimates are higher.
 CUBLAS_WORKSPACE = 2**25
 
 
