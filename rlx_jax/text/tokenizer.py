@@ -270,12 +270,10 @@ class Tokenizer:
         """Return the ids and types of texts or pairs, encoded natively; `limit` is without special tokens."""
         native = self._native
         rows = native.encode_batch_fast([x if len(x) > 1 else x[0] for x in items], add_special_tokens=special)
+        num_special = native.num_special_tokens_to_add(len(items[0]) > 1) if items and special else 0
         # Few are too long, so only those are encoded again, without special tokens.
         for i, (row, texts) in enumerate(zip(rows, items, strict=True)):
-            if (
-                limit is not None
-                and len(row) - (native.num_special_tokens_to_add(len(texts) > 1) if special else 0) > limit
-            ):
+            if limit is not None and len(row) - num_special > limit:
                 parts = native.encode_batch_fast([*texts], add_special_tokens=False)
                 for encoding, size in zip(parts, fitting_lengths([*map(len, parts)], limit), strict=True):
                     encoding.truncate(size, direction=self.truncation_side)
