@@ -295,6 +295,10 @@ def test_a_request_and_its_programs(lm: Any) -> None:
     assert loop.donated_bytes == report.donated_bytes == held and loop.flops == report.flops
     assert loop.peak_bytes == report.peak_bytes and loop.bytes == report.bytes and report.program == loop.program
     made = {key.program: e for key, e in lm.model.programs.executables.items()}
+    memory: Any = made["extend"].call.memory_analysis()
+    assert memory.alias_size_in_bytes >= held  # a donated state counts once
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    assert loop.peak_bytes == memory.argument_size_in_bytes + memory.temp_size_in_bytes + results
     for row, name in ((reader, "prefill"), (loop, "extend")):
         seconds, template = made[name].seconds, lm.model.programs.template(
             next(k for k in lm.model.programs.executables if k.program == name).symbolic

@@ -89,7 +89,7 @@ class Executable:
         call: JAX's compiled stage.
         lower: returns JAX's lowered stage, which traces a program that was loaded without a trace.
         seconds: the time of the steps "trace", "compile" and "prove".
-        peak_bytes: arguments, results and temporaries together.
+        peak_bytes: arguments, results and temporaries together; a donated state counts once.
         donation: the measured memory, and the proof that the state is updated in place; None for a state that is not
             donated, and for a function around a program without a state.
         consumed_inputs: the names of the inputs that a run consumes. It consumes the state too.
@@ -282,7 +282,9 @@ def trace_program(
         # None is the sharding of an unread argument, and counts as a leaf so that positions match the arguments.
         arg_shardings = tuple(jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None))
         memory: Any = compiled.memory_analysis()
-        peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
+        # A donated state is an argument and a result in the same memory.
+        results_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + results_bytes
         traced_again = lower if traced is None else lambda: traced
         return Executable(lir, compiled, traced_again, seconds, peak, proof, consumed_inputs, arg_shardings, from_cache)
 

@@ -73,7 +73,7 @@ class ProgramReport:
             one of them carries its seconds.
         trace, compile: seconds in JAX's tracing, and in XLA.
         flops, bytes: operations, and memory traffic, of a run; None for a program of an artifact.
-        peak_bytes: arguments, results and temporaries together.
+        peak_bytes: arguments, results and temporaries together; a donated state counts once.
         donated_bytes: the part of the arguments that results are written into.
         cache_bytes: the size of the state between calls.
     """
@@ -191,7 +191,7 @@ class Report:
         attention, products, experts, recurrences: the implementations that were chosen, as lines `block: choice`.
         flops, bytes, workspace: operations, memory traffic and scratch memory of a run.
         donated_bytes: the part of the arguments that results are written into.
-        peak_bytes: arguments, results and temporaries together.
+        peak_bytes: arguments, results and temporaries together; a donated state counts once.
         estimated_activation_bytes: the peak of live activations, estimated from the graph.
         mesh: the axes of the mesh. On a mesh, bytes of programs count one device.
         leaf_bytes: the bytes of parameters on one device.
