@@ -247,8 +247,9 @@ class Stream:
         """Wait for the oldest call and copy its vectors into the result buffer."""
         result, rows = self.running.popleft()
         host = result.result() if isinstance(result, Future) else np.asarray(jax.device_get(result))
-        for row, places in zip(host.reshape(len(host), -1, self.vectors.shape[1]), rows, strict=False):
-            self.vectors[places] = row[: len(places)]
+        host = host.reshape(len(host), -1, self.vectors.shape[1])[: len(rows)]
+        is_result = np.arange(host.shape[1]) < np.array([[len(places)] for places in rows])
+        self.vectors[[place for places in rows for place in places]] = host[is_result]
 
     def _grow_buffer(self) -> None:
         """Grow the result buffer, at least by a factor of two, so that an iterator of n texts copies O(n) rows."""

@@ -185,7 +185,7 @@ def make_blocks(width: int, rows: Sequence[tuple[int, ...]], sizes: BlockSizes) 
 
 
 # Number of texts in the sample that decides on the narrowest width of a large request.
-SAMPLE = 512
+SAMPLE = 256
 
 
 def plan_blocks(lengths: Sequence[int], sizes: BlockSizes) -> list[Block]:
@@ -226,16 +226,15 @@ def pack_rows(block: Block, texts: Sequence[Sequence[Any]]) -> np.ndarray[Any, n
     padding.
     """
     out = np.zeros((3, block.rows, block.width), np.int32)
-    lists, counts = [ids for row in texts for ids in row], [len(row) for row in texts]
-    if not lists:
-        return out
+    pieces, numbers, padding = [], list[int](), np.zeros(block.width, np.int32)
+    for row in [*texts, *[()] * (block.rows - len(texts))]:
+        pieces += [*row, padding[sum(map(len, row)) :]]
+        numbers += [*range(1, len(row) + 1), 0]
     # Whole arrays, because a loop over the texts takes the host as long as a GPU takes for them.
-    lengths, first = np.array([len(ids) for ids in lists]), np.repeat(np.cumsum(counts) - counts, counts)
-    starts = np.cumsum(lengths) - lengths
-    positions = np.arange(lengths.sum()) - np.repeat(starts, lengths)
-    begins = np.repeat(np.arange(len(texts)), counts) * block.width + starts - starts[first]
-    places = np.repeat(begins, lengths) + positions
-    segments = np.repeat(np.arange(len(lists)) - first + 1, lengths)
-    for values, flat in zip((np.concatenate(lists), segments, positions), out.reshape(3, -1), strict=True):
-        flat[places] = values
+    tokens, segments, positions = out.reshape(3, -1)
+    lengths = np.array([*map(len, pieces)])
+    np.concatenate(pieces, out=tokens)
+    segments[:] = np.repeat(numbers, lengths)
+    positions[:] = np.arange(len(tokens)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    positions *= segments > 0
     return out

@@ -29,7 +29,7 @@ _SPLIT, _WORD, _OTHER_WORD, _SINGLE = range(4)
 # The kind of punctuation for pre-tokenizers that split a text at white space, to which BertNormalizer converts a tab
 # and the end of a line, and the punctuation that is of the kind of letters.
 _PUNCTUATION = {"BertPreTokenizer": (_SINGLE, ""), "Whitespace": (_OTHER_WORD, "_"), "WhitespaceSplit": (_WORD, "")}
-_OTHER_CHARACTERS = re.compile(r"[^\t\n\r -~]")
+_PLAIN = string.printable.encode().translate(None, b"\v\f")  # white space and characters that NumPy finds the words of
 # Added tokens that the normalizer changes in nothing but capitals, and that it makes of no other text.
 _PLAIN_TOKEN = re.compile("[!-~]*")
 # With more added tokens, the search for them takes as long as the normalizer.
@@ -50,17 +50,23 @@ class WordTable:
     """The token ids of words, in an open hash table: a word replaces another one in its slot.
 
     Rows of the table are the key of a word (two integers), and its place among `ids` and number of ids, `place << 16 |
-    number`. `ids` is never changed but replaced, so that places stay valid for the array that was read with them.
+    number`. Only the ids from `used` on change, and `clear` makes a new array, so that places stay valid for the array
+    that was read with them.
     """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.clear()
 
+    def __reduce__(self) -> tuple[type[WordTable], tuple[()]]:
+        """A copy, as for another process, has no words: they are encoded there once more."""
+        return WordTable, ()
+
     def clear(self) -> None:
         """Remove all words."""
         self.rows = np.zeros((2**_SLOT_BITS, 3), np.uint64)
-        self.ids: Ids = np.zeros(0, np.int32)
+        self.ids: Ids = np.empty(_MAX_IDS, np.int32)
+        self.used = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,14 +76,14 @@ class AsciiTexts:
     Attributes:
         native: the tokenizer without its normalizer, which splits texts at white space alone.
         lowercase: whether texts are converted to lower case.
-        added_tokens: in lower case; texts that contain one are not encoded here.
+        added_tokens: matches texts in lower case that contain an added token, which are not encoded here.
         kinds: the kind of each character.
         words: the words that were encoded before.
     """
 
     native: Any
     lowercase: bool
-    added_tokens: tuple[str, ...]
+    added_tokens: re.Pattern[str]
     kinds: HostArray
     words: WordTable = field(default_factory=WordTable)
 
@@ -105,18 +111,19 @@ class AsciiTexts:
         bare = Native(native.model)  # the vocabulary is shared
         bare.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         lowercase = any(step["type"] == "Lowercase" or step.get("lowercase") is True for step in steps)
-        return AsciiTexts(bare, lowercase, tuple(token.lower() for token in added_tokens), kinds)
+        pattern = re.compile("|".join(re.escape(token.lower()) for token in added_tokens) or "(?!)")
+        return AsciiTexts(bare, lowercase, pattern, kinds)
 
     def accepts(self, text: str) -> bool:
         """Return whether a text, or several joined by white space, is encoded here."""
-        is_plain, lower = text.isascii() and (text.isprintable() or not _OTHER_CHARACTERS.search(text)), text.lower()
-        return is_plain and not any(token in lower for token in self.added_tokens)
+        is_plain = text.isascii() and not text.encode().translate(None, _PLAIN)
+        return is_plain and not self.added_tokens.search(text.lower())
 
     def token_ids(self, texts: Sequence[str]) -> tuple[Ids, HostArray]:
         """Return the ids of accepted texts, without special tokens, one text after another, and the number of each."""
         text = "\n".join(texts)
         codes = np.frombuffer((text.lower() if self.lowercase else text).encode() + bytes(_MAX_WORD), np.uint8)
-        kinds = self.kinds[codes]
+        kinds = self.kinds.take(codes)
         changes, is_single = kinds[1:] != kinds[:-1], kinds == _SINGLE
         starts = np.flatnonzero((kinds != _SPLIT) & (is_single | np.append(True, changes)))
         ends = np.flatnonzero((kinds != _SPLIT) & (is_single | np.append(changes, True))) + 1
@@ -133,18 +140,19 @@ class AsciiTexts:
             starts, ends: of each word among the characters.
         """
         lengths, table = ends - starts, self.words
-        pairs = np.ndarray((len(codes) - _MAX_WORD + 1, 2), "<u8", codes.data, 0, (1, 8))
-        keys = pairs[starts] & _MASKS[np.minimum(lengths, _MAX_WORD)]
+        # 16 bytes are copied as one item, and rows by `take`: indexing of two dimensions takes several times as long.
+        windows = np.ndarray(len(codes) - _MAX_WORD + 1, f"V{_MAX_WORD}", codes.data, 0, 1)
+        keys = windows[starts].view("<u8").reshape(-1, 2) & _MASKS.take(np.minimum(lengths, _MAX_WORD), axis=0)
         mixed = keys[:, 0] * np.uint64(0x9E3779B97F4A7C15) ^ keys[:, 1] * np.uint64(0xC2B2AE3D27D4EB4F)
         mixed = (mixed ^ mixed >> np.uint64(29)) * np.uint64(0xBF58476D1CE4E5B9)
-        slots = mixed >> np.uint64(64 - _SLOT_BITS)
+        slots = (mixed >> np.uint64(64 - _SLOT_BITS)).astype(np.int64)
         with table.lock:
-            rows, ids = table.rows[slots], table.ids
+            rows, ids = table.rows.take(slots, axis=0), table.ids
             # A word whose first slot has another word may be in its second slot.
             others = np.flatnonzero((rows[:, 0] != keys[:, 0]) | (rows[:, 1] != keys[:, 1]))
             second_slots = mixed[others] >> np.uint64(64 - 2 * _SLOT_BITS) & np.uint64(2**_SLOT_BITS - 1)
             slots[others] = np.where(rows[others, 0] == 0, slots[others], second_slots)
-            rows[others] = table.rows[slots[others]]
+            rows[others] = table.rows.take(slots[others], axis=0)
         places = rows[:, 2].astype(np.int64)
         begins, counts = places >> 16, places & 0xFFFF
         fits = lengths <= _MAX_WORD
@@ -152,17 +160,19 @@ class AsciiTexts:
         if not len(missing):
             return ids, begins, counts
         new_ids, counts[missing] = self._encode_words(codes, starts[missing], ends[missing])
-        begins[missing] = len(ids) + np.cumsum(counts[missing]) - counts[missing]
-        all_ids = np.concatenate([ids, new_ids])
         with table.lock:
-            if len(all_ids) > _MAX_IDS:
-                table.clear()
-            elif table.ids is ids:  # else another thread has added words, which stay
+            first, end = table.used, table.used + len(new_ids)
+            has_room = table.ids is ids and end <= _MAX_IDS  # else another thread has removed the words
+            begins[missing] = (first if has_room else len(ids)) + np.cumsum(counts[missing]) - counts[missing]
+            if has_room:
+                ids[first:end], table.used = new_ids, end
                 added = missing[fits[missing] & (counts[missing] <= 0xFFFF)]
                 table.rows[slots[added], :2] = keys[added]
                 table.rows[slots[added], 2] = begins[added] << 16 | counts[added]
-                table.ids = all_ids
-        return all_ids, begins, counts
+                return ids, begins, counts
+            if table.ids is ids:
+                table.clear()
+        return np.concatenate([ids, new_ids]), begins, counts
 
     def _encode_words(self, codes: HostArray, starts: HostArray, ends: HostArray) -> tuple[Ids, HostArray]:
         """Return the ids of words, one word after another, and the number of each; all cores encode them."""
