@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import pickle
 import random
 import struct
 import threading
@@ -167,6 +168,7 @@ def test_table_of_words(limits: dict[str, int], tmp_path: Path, monkeypatch: pyt
     with ThreadPoolExecutor(3) as pool:
         for _ in range(3):
             assert [*pool.map(ours.encode_batch, batches)] == expected
+    assert pickle.loads(pickle.dumps(ours)).encode_batch(batches[0]) == expected[0]
 
 
 @pytest.mark.parametrize(
