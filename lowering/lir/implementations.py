@@ -29,6 +29,7 @@ from rlx_jax.lowering.lir.attention import choose as choose_attention
 from rlx_jax.lowering.lir.attention import cudnn, query_chunks, row_chunks
 from rlx_jax.lowering.lir.attention_groups import run_attention
 from rlx_jax.lowering.lir.experts import blocked, choose_experts, gathered, looped, ragged
+from rlx_jax.lowering.lir.lanes import LANES, MAX_LANE_ROWS, MIN_LANE_VALUES, lanes
 from rlx_jax.lowering.lir.plan import CACHE_WRITES, CHOICE_OPS, PRODUCTS, RECURRENCES, Call, Choice, call_of
 from rlx_jax.lowering.lir.product_groups import run_group
 from rlx_jax.lowering.lir.recurrent import choose as choose_recurrence
@@ -39,33 +40,48 @@ AnyArray = Any
 
 
 def choose_product(call: Call, device: Device, preference: str) -> Choice | None:
-    """Choose `row` for a product of one row with a weight `[out, in]`; None leaves other products to XLA.
+    """Choose `row`, or `lanes` on a CPU, for a product of one row with a weight `[out, in]`; None leaves it to XLA.
 
     Args:
         call: the op and the types of its operands, with static sizes.
         device: the target.
         preference: `auto`, `xla` or `row`.
     """
-    op, (x, *_) = call
+    op, (x, w, *_) = call
     assert isinstance(op, MatMul | FusedMatMulBiasAct)
-    if preference == "xla" or (preference == "auto" and device.kind != "cuda"):
+    rows = math.prod(int(n) for n in x.shape[:-1])
+    if preference == "xla" or op.contract == 0:
         return None
-    if op.contract == 0 or math.prod(int(n) for n in x.shape[:-1]) > 1:
+    if device.kind == "cpu" and 0 < rows <= MAX_LANE_ROWS and int(w.shape[-1]) % LANES == 0:
+        if preference == "row" or w.size >= MIN_LANE_VALUES:
+            return Choice("lanes", "asked for" if preference == "row" else "few rows: XLA's product has one thread")
+    if rows > 1 or (preference == "auto" and device.kind != "cuda"):
         return None
     return Choice("row", "asked for" if preference == "row" else "one row: cuBLAS is slower")
 
 
-def row(op: MatMul | FusedMatMulBiasAct, x: AnyArray, w: AnyArray, *bias: AnyArray) -> AnyArray:
-    """Compute a product of one row as a multiplication and a sum in float32: x `[1, …, K]`, w `[N, K]`.
+def few_rows(
+    multiply: Callable[[AnyArray, AnyArray], AnyArray],
+    op: MatMul | FusedMatMulBiasAct,
+    x: AnyArray,
+    w: AnyArray,
+    *bias: AnyArray,
+) -> AnyArray:
+    """Compute a product by `multiply`, which takes x `[M, K]` and w `[N, K]`, in float32."""
+    if isinstance(op, FusedMatMulBiasAct):
+        return op.finish(few_rows(multiply, op.product, x, w), *bias)
+    y = multiply(x.astype(jnp.float32).reshape(-1, x.shape[-1]), w)
+    return y.reshape(*x.shape[:-1], -1).astype(jnp.float32 if op.f32_result else x.dtype)
+
+
+def row(x: AnyArray, w: AnyArray) -> AnyArray:
+    """Compute a product of one row as a multiplication and a sum: x `[1, K]`, w `[N, K]`.
 
     The product of one row with a matrix is limited by reading the matrix, and XLA's fused reduction reads faster than
     cuBLAS. Measured on one H200, bf16, µs, cuBLAS and this, weights `[out, in]`: 16384 x 2048 19.2 and 16.8, 2048 x
     8192 10.1 and 9.3, 128256 x 2048 131 and 117.
     """
-    if isinstance(op, FusedMatMulBiasAct):
-        return op.finish(row(op.product, x, w), *bias)
-    y = (w.astype(jnp.float32) * x.astype(jnp.float32).reshape(1, -1)).sum(axis=1)
-    return y.reshape(*x.shape[:-1], -1).astype(jnp.float32 if op.f32_result else x.dtype)
+    return (w.astype(jnp.float32) * x).sum(axis=1)
 
 
 def choose_cache_write(call: Call, device: Device) -> Choice | None:
@@ -137,7 +153,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "heads_first": lambda op, *arrays: op.eval(*arrays, heads_first=True),
     "query_chunks": query_chunks,
     "row_chunks": row_chunks,
-    "row": row,
+    "row": functools.partial(few_rows, row),
+    "lanes": functools.partial(few_rows, lanes),
     "one_token": one_token,
     "chunks_at_once": chunks_at_once,
     "chunk_by_chunk": chunk_by_chunk,

@@ -1,4 +1,4 @@
-"""Products of one or two rows and a packed weight on a CPU, as sums that LLVM vectorizes.
+"""Products of one or two rows and a weight on a CPU, as sums that LLVM vectorizes.
 
 XLA:CPU computes the product of a matrix and a vector in one thread, and needs decoded weights in memory. An elementwise
 fusion, in contrast, is divided among threads, decodes in registers, and is vectorized along the last axis. So `LANES`
@@ -25,6 +25,22 @@ LANES = 32
 # Terms of a sum in one fusion. On two cores, 8192 x 2048, Q8_0 and Q4_K, a product took 2.5 and 2.4 ms with 20 terms,
 # 2.6 and 3.2 with 64, which compile three times as long. XLA:CPU fuses no more than about a hundred.
 MAX_TERMS = 20
+# Rows and values of a weight that is not packed, from which `lanes` is faster than XLA's product.
+MAX_LANE_ROWS = 2
+MIN_LANE_VALUES = 1 << 18
+
+
+def lanes(x: AnyArray, w: AnyArray) -> AnyArray:
+    """Return the product of x, float32 `[M, K]`, and a weight `[N, K]` of any floats, float32 `[M, N]`.
+
+    K is a multiple of `LANES`.
+    """
+    # XLA would move a conversion to float32 out of the loop over steps, and keep the converted weight.
+    x, w = lax.optimization_barrier((x, w))
+    units = x.shape[-1] // LANES
+    chunks = next(n for n in range(-(-units // MAX_TERMS), units + 1) if units % n == 0)
+    cut = _split(w, chunks)
+    return _sums(x, lambda start: cut[..., start : start + LANES].astype(jnp.float32), chunks, LANES)
 
 
 def can_sum_lanes(scheme: str, width: int) -> bool:
