@@ -260,7 +260,8 @@ class Backend(Table):
     skip_fusion: no effect, like `fusion.skip`
     unfuse_regions: no effect: chains of pointwise ops stay single ops
     products: implementation of a product of one row with a weight `[out, in]`: `xla` as any other product, `row` as a
-        multiplication and a sum in one kernel that reads the weight once; `auto` is `row` on `cuda`
+        multiplication and a sum in one kernel that reads the weight once; `auto` is `row` on `cuda`, and on a CPU for
+        large weights of 16 bits, with two rows too
     experts: implementation of a mixture of experts: `dense` computes every expert for every token, `gathered` reads the
         weights of each token's experts separately, `blocked` sorts choices into blocks of one expert, `looped` runs
         these blocks one after the other, `ragged` sorts groups for `jax.lax.ragged_dot`; `auto` depends on the numbers

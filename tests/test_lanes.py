@@ -1,4 +1,4 @@
-"""Products of one or two rows and packed weights on a CPU, beside float64."""
+"""Products of one or two rows and packed or 16-bit weights on a CPU, beside float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.packed_values import decode_arrays
-from rlx_jax.lowering.lir.lanes import can_sum_lanes, packed_lanes
+from rlx_jax.lowering.lir.lanes import can_sum_lanes, lanes, packed_lanes
 from rlx_jax.weights.quantized_tensors import declare_scheme
 from tests.oracles.packed import meaning, packed
 
@@ -49,6 +49,34 @@ def test_a_product(scheme: str, rows: int, width: int, logical: str, compute: st
     values = jax.jit(lambda arrays: decode_arrays(arrays, scheme).astype(dtypes[0]).astype(dtypes[1]))(arrays)
     values = np.asarray(values, np.float64)
     assert np.abs(y - x @ values.T).max() <= 2e-6 * (np.abs(x) @ np.abs(values).T).max()
+
+
+@pytest.mark.parametrize("rows, width, dtype", [(1, 576, "bfloat16"), (2, 2048, "bfloat16"), (2, 736, "float16")])
+def test_a_product_with_16_bits(rows: int, width: int, dtype: str) -> None:
+    """By one chunk, several, and as many as there are terms; with the gradients of a plain product."""
+    random = np.random.default_rng(0)
+    x, w = random.standard_normal((rows, width)).astype(np.float32), jnp.asarray(random.normal(size=(7, width)), dtype)
+    values = np.asarray(w, np.float64)
+    atol = 2e-6 * (np.abs(x) @ np.abs(values).T).max()
+    np.testing.assert_allclose(jax.jit(lanes)(x, w), x @ values.T, rtol=0, atol=atol)
+    gradient = jax.grad(lambda x: lanes(x, w).sum())(jnp.asarray(x))
+    np.testing.assert_allclose(gradient, np.broadcast_to(values.sum(0), x.shape), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("asked, dtype, rows, found", [
+    ("auto", "bf16", 1, "lanes"), ("auto", "bf16", 2, "lanes"), ("auto", "bf16", 3, "xla"), ("xla", "bf16", 1, "xla"),
+    ("auto", "f32", 1, "xla"), ("row", "f32", 1, "row"), ("row", "bf16", 1, "lanes"),
+])  # fmt: skip
+def test_which_products(asked: str, dtype: str, rows: int, found: str) -> None:
+    """Few rows and a large weight of 16 bits; `xla` is honoured."""
+    profile = rlx.CompileProfile().replace(
+        precision={"compute": dtype, "weights": dtype}, backend={"cpu": {"products": asked}}
+    )
+    weight = np.random.default_rng(0).standard_normal((256, 256)).astype(np.float32)
+    model = rlx.compile(rlx.ModelFlow("m").input("x", ("batch", 256)).linear("w"), {"w": weight}, profile=profile)
+    x = np.random.default_rng(1).standard_normal((rows, 256)).astype(np.float32)
+    np.testing.assert_allclose(np.asarray(model(x), np.float64), x @ weight.T.astype(np.float64), atol=0.5)
+    assert model.report().products[0].startswith(f"1 by {found}")
 
 
 def test_others_are_decoded_by_tiles() -> None:

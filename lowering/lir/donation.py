@@ -31,6 +31,7 @@ from rlx_jax.ir.param import packing_of
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.lowering.inspect.buffers import activation_bytes, peak_blocks
 from rlx_jax.lowering.inspect.outline import cost
+from rlx_jax.lowering.lir.lanes import lanes_bytes
 from rlx_jax.lowering.lir.packed import decoding_bytes
 from rlx_jax.lowering.lir.plan import Lir, state_types
 from rlx_jax.lowering.sharding import shard_type
@@ -170,7 +171,9 @@ def temporary_bytes(lir: Lir) -> int:
     # 8 · outputs: values that a loop around the program computes from its outputs, such as sorted logits.
     params = (program for param in lir.graph.params() for program in param.programs if packing_of(program) is not None)
     decoding = 2 * max((decoding_bytes(p, lir.plan.target) for p in params), default=0) if lir.plan.packed else 0
-    return activations + scratch + 2 * largest + 2 * sum(narrow) + 8 * outputs + casts + decoding + slack
+    calls = (call for call, choice in lir.plan.choices.items() if choice.implementation == "lanes")
+    sums = 2 * max((lanes_bytes(x, w) for _, (x, w, *_) in calls), default=0)
+    return activations + scratch + 2 * largest + 2 * sum(narrow) + 8 * outputs + casts + decoding + sums + slack
 
 
 def computed_types(graph: Graph) -> set[TensorType]:

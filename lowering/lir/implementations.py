@@ -29,7 +29,7 @@ from rlx_jax.lowering.lir.attention import choose as choose_attention
 from rlx_jax.lowering.lir.attention import cudnn, query_chunks, row_chunks
 from rlx_jax.lowering.lir.attention_groups import run_attention
 from rlx_jax.lowering.lir.experts import blocked, choose_experts, gathered, looped, ragged
-from rlx_jax.lowering.lir.lanes import LANES, MAX_LANE_ROWS, MIN_LANE_VALUES, lanes
+from rlx_jax.lowering.lir.lanes import has_lanes, lanes
 from rlx_jax.lowering.lir.plan import CACHE_WRITES, CHOICE_OPS, PRODUCTS, RECURRENCES, Call, Choice, call_of
 from rlx_jax.lowering.lir.product_groups import run_group
 from rlx_jax.lowering.lir.recurrent import choose as choose_recurrence
@@ -49,12 +49,11 @@ def choose_product(call: Call, device: Device, preference: str) -> Choice | None
     """
     op, (x, w, *_) = call
     assert isinstance(op, MatMul | FusedMatMulBiasAct)
-    rows = math.prod(int(n) for n in x.shape[:-1])
     if preference == "xla" or op.contract == 0:
         return None
-    if device.kind == "cpu" and 0 < rows <= MAX_LANE_ROWS and int(w.shape[-1]) % LANES == 0:
-        if preference == "row" or w.size >= MIN_LANE_VALUES:
-            return Choice("lanes", "asked for" if preference == "row" else "few rows: XLA's product has one thread")
+    rows = math.prod(int(n) for n in x.shape[:-1])
+    if device.kind == "cpu" and has_lanes(rows, w):
+        return Choice("lanes", "asked for" if preference == "row" else "few rows: XLA:CPU converts 16-bit weights")
     if rows > 1 or (preference == "auto" and device.kind != "cuda"):
         return None
     return Choice("row", "asked for" if preference == "row" else "one row: cuBLAS is slower")

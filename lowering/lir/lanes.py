@@ -18,6 +18,7 @@ from jax import lax
 
 from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.packed_values import decode_slice, group_scales
+from rlx_jax.ir.types import TensorType, is_float
 
 AnyArray = Any
 
@@ -25,22 +26,34 @@ LANES = 32
 # Terms of a sum in one fusion. On two cores, 8192 x 2048, Q8_0 and Q4_K, a product took 2.5 and 2.4 ms with 20 terms,
 # 2.6 and 3.2 with 64, which compile three times as long. XLA:CPU fuses no more than about a hundred.
 MAX_TERMS = 20
-# Rows and values of a weight that is not packed, from which `lanes` is faster than XLA's product.
-MAX_LANE_ROWS = 2
-MIN_LANE_VALUES = 1 << 18
+# Values of a weight that is not packed, and rows, for which `lanes` is faster than XLA:CPU's product of 16-bit floats,
+# which converts the weight first. On two cores, ms a step of a 135M Llama in bf16, one row: 33 and 154.
+MIN_LANE_VALUES, MAX_LANE_ROWS = 1 << 16, 2
+
+
+def has_lanes(rows: int, w: TensorType) -> bool:
+    """Return whether `lanes` is the fastest product of this many rows and a weight of this type on a CPU."""
+    sizes = w.size >= MIN_LANE_VALUES and 0 < rows <= MAX_LANE_ROWS and int(w.shape[-1]) % LANES == 0
+    return sizes and is_float(w.dtype) and w.dtype.itemsize == 2
 
 
 def lanes(x: AnyArray, w: AnyArray) -> AnyArray:
-    """Return the product of x, float32 `[M, K]`, and a weight `[N, K]` of any floats, float32 `[M, N]`.
-
-    K is a multiple of `LANES`.
-    """
-    # XLA would move a conversion to float32 out of the loop over steps, and keep the converted weight.
+    """Return the product of x, float32 `[M, K]`, and a weight of 16-bit floats `[N, K]`, float32 `[M, N]`."""
+    # XLA would move the conversion to float32 out of the loop over steps, and keep the converted weight.
     x, w = lax.optimization_barrier((x, w))
-    units = x.shape[-1] // LANES
-    chunks = next(n for n in range(-(-units // MAX_TERMS), units + 1) if units % n == 0)
-    cut = _split(w, chunks)
+    cut = _split(w, chunks := num_chunks(x.shape[-1]))
     return _sums(x, lambda start: cut[..., start : start + LANES].astype(jnp.float32), chunks, LANES)
+
+
+def num_chunks(width: int) -> int:
+    """Return into how many chunks `lanes` divides a row."""
+    units = width // LANES
+    return next(n for n in range(-(-units // MAX_TERMS), units + 1) if units % n == 0)
+
+
+def lanes_bytes(x: TensorType, w: TensorType) -> int:
+    """Return the bytes of the sums of lanes in a product of x and a weight that is not packed."""
+    return 4 * x.size // int(x.shape[-1]) * int(w.shape[0]) * num_chunks(int(x.shape[-1])) * LANES
 
 
 def can_sum_lanes(scheme: str, width: int) -> bool:

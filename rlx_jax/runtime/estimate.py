@@ -112,6 +112,8 @@ def _op_seconds(
         rows = math.prod(map(int, types[0].shape[:-1]))
         nbytes += stored - weight.type.nbytes
         unpack = _unpack_seconds(weight, lir.plan.packed, rows, lir.plan.target, rates)
+        if _implementation(lir, graph, node) == "lanes":  # converts 16-bit values as fast as f32 is read
+            unpack += stored / rates.bandwidth
     elif kind == "experts" and params:
         logical = sum(p.type.nbytes for p in params)
         nbytes = nbytes * sum(program_bytes(p.programs[0], stays_packed(p, lir)) for p in params) // logical
@@ -163,9 +165,9 @@ def workspace_bytes(lir: Lir, graph: Graph, node: Node) -> int:
 
 
 def _is_widened(entry: OpCost, lir: Lir) -> bool:
-    """Return whether an op is a product of one row with a 16-bit weight on a CPU, where XLA multiplies it in f32."""
+    """Return whether an op is a product of one row with a 16-bit weight on a CPU that XLA multiplies in f32."""
     graph, node, *_ = entry
-    if lir.plan.target != "cpu" or not isinstance(node.op, PRODUCTS):
+    if lir.plan.target != "cpu" or not isinstance(node.op, PRODUCTS) or _implementation(lir, graph, node) == "lanes":
         return False
     x, w = (graph.type(value) for value in node.inputs[:2])
     return w.dtype.itemsize == 2 and math.prod(map(int, x.shape[:-1])) == 1
