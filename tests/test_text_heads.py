@@ -147,6 +147,11 @@ def test_programs(directories: Path) -> None:
     assert not report.recompiles and report.request is not None and report.request.rows == len(MASKS)
     assert model.profile(MASKS).programs and model.explain(batch=1, tokens=8, runs=1).program == "packed"
     assert repr(model).startswith("MaskedLM(bert")
+    profile = rlx.CompileProfile().replace(buckets={"batch": [1, 4], "prompt": [16]})
+    padded = rlx.load(directories / "masks", profile=profile)
+    padded.warmup()
+    assert [len(padded.fill(["[MASK] " * count] * 3)[2]) for count in (1, 2, 9)] == [1, 2, 9]
+    assert not padded.report().recompiles
 
 
 @pytest.mark.parametrize("tied", [True, False])

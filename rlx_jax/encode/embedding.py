@@ -118,12 +118,16 @@ class PackedBatcher:
             head = self.model.programs.template(key.symbolic).head
         except GraphError:  # the outputs are not a matrix product, so that all of them are computed
             head = None
-        selection = self.selection
-        number = selection.number(block.token_rows(rows.ids), block.rows * block.slots)
+        target, selection = self.model.settings.target, self.selection
         wrapper = SelectedTokens(
-            head, self.model.settings.target, selection.num_best, number, has_targets=bool(selection.targets)
+            head, target, selection.num_best, self._num_selected(block, rows), has_targets=bool(selection.targets)
         )
         return self.model.bind(replace(key, headless=head is not None, wrapper=wrapper))
+
+    def _num_selected(self, block: Block, rows: TokenRows) -> int:
+        """Return for how many tokens a block of rows selects results; 0 without a selection."""
+        slots, texts = block.rows * block.slots, block.token_rows(rows.ids)
+        return 0 if self.selection is None else self.selection.number(texts, max(1, slots // 4), slots)
 
     def run(self, block: Block, rows: TokenRows) -> jax.Array:
         """Return the vectors of a block `[rows, slots, D]`; with `selection` the outputs of tokens, `[rows, width, D]`,
@@ -137,8 +141,7 @@ class PackedBatcher:
         if rows.types:
             inputs[TYPES] = pack_rows(block, [[rows.types[text] for text in texts] for texts in block.texts])[0]
         if self.selection is not None and self.selection.token_id is not None:
-            number = self.selection.number(block.token_rows(rows.ids), block.rows * block.slots)
-            inputs |= self.selection.inputs(tokens, segments > 0, number)
+            inputs |= self.selection.inputs(tokens, segments > 0, self._num_selected(block, rows))
         elif self.skip is not None:
             inputs[SKIP] = np.int32(self.skip)
         (vectors,), _ = self._program(block, rows)(inputs, {})

@@ -438,13 +438,13 @@ class Encoder(TaskModel):
             blocks = [Block(rows, width, 1, ((0,),) * rows) for rows, width in sizes]
         with self.model.programs.warm_up():
             for block in blocks:
-                length = block.width if isinstance(batcher, RowBatcher) else 1
-                jax.block_until_ready(batcher.run(block, TokenRows([np.zeros(length, np.int32)])))
-                if selection is not None and selection.token_id is not None:  # one token for each text
-                    row = np.zeros(max(length, block.slots), np.int32)
-                    row[: block.slots] = selection.token_id
+                length, slots = (block.width,) * 2 if isinstance(batcher, RowBatcher) else (1, block.slots)
+                token_id = None if selection is None else selection.token_id
+                row = np.full(length, int(token_id == 0), np.int32)  # of tokens that are not selected
+                jax.block_until_ready(batcher.run(block, TokenRows([row])))
+                if token_id is not None:  # as many tokens as a call returns results of
                     full = replace(block, texts=((0,),) * block.rows)
-                    jax.block_until_ready(batcher.run(full, TokenRows([row])))
+                    jax.block_until_ready(batcher.run(full, TokenRows([np.full(slots, token_id, np.int32)])))
             if self.pipeline.layers:
                 self._placed_layers.warm_up(self._pooled_width)
 

@@ -102,7 +102,7 @@ class HeadModel(EncoderModel):
 
     @suggest_keywords()
     def warmup(self) -> None:
-        """Run every program once that texts can need, as `Encoder.warmup` does."""
+        """Run every program once that requests with default options can need, as `Encoder.warmup` does."""
         self.encoder.run_all_programs(self.selection)
 
     explain, show, profile = explain_ids, show_ids, profile_ids

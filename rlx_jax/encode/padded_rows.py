@@ -132,7 +132,7 @@ class RowBatcher:
             if self.selection.token_id is None:
                 return tokens
             valid = pad_to(keep, block.rows, block.width)
-            number = self.selection.number(ids, block.rows)
+            number = self.selection.number(ids, block.rows, block.rows * block.width)
             selected = self.selection.inputs(pad_to(pad_rows(ids, longest), *valid.shape), valid, number)
             num_best = self.selection.num_best
             result: jax.Array = self.model.programs.run_helper(

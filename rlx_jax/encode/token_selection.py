@@ -45,13 +45,13 @@ class TokenSelection:
         """Return the number of results of a text."""
         return len(ids) if self.token_id is None else int((ids == self.token_id).sum())
 
-    def number(self, texts: Iterable[Ids], most: int) -> int:
+    def number(self, texts: Iterable[Ids], few: int, most: int) -> int:
         """Return for how many tokens a call of these texts selects results, some of which may be of no text.
 
-        It is a quarter of `most` or `most` if that suffices, else a power of two of it: so few programs are compiled,
-        and few products with a vocabulary are computed in vain.
+        It is `few` or `most` if that suffices, else a power of two of `most`: so few programs are compiled, and few
+        products with a vocabulary are computed in vain.
         """
-        count, few = sum(map(self.count, texts)), max(1, most // 4)
+        count = sum(map(self.count, texts))
         return few if count <= few else bucket_size(count, most, None)
 
     def inputs(self, tokens: Ids, valid: np.ndarray[Any, Any], number: int) -> dict[str, Ids]:
