@@ -95,16 +95,12 @@ def add_groups(graph: Graph, types: TypeCache) -> Graph:
     builder, values = Builder(graph.name, types), dict[Value, Value]()
     builder.inputs = list(graph.inputs)
     for number, node in enumerate(graph.nodes):
-        if number in moved:
-            continue
-        with builder.origin_scope(node.origin):
-            if number in found:
+        if number in found:
+            with builder.origin_scope(node.origin):
                 add_group(builder, graph, found[number], values)
-                continue
+        elif number not in moved:
             regions = tuple(add_groups(region, types) for region in node.op.regions())
-            op = node.op.with_regions(regions) if regions else node.op
-            results = builder.append(op, *(values[v] for v in node.inputs))
-            values.update({Value(number, i): result for i, result in enumerate(results)})
+            builder.copy(node, number, values, node.op.with_regions(regions) if regions else None)
     builder.writes.extend((leaf, values[v]) for leaf, v in graph.writes)
     return builder.finish([values[v] for v in graph.outputs], graph.output_names)
 
@@ -237,9 +233,7 @@ def add_group(b: Builder, graph: Graph, parts: AttentionParts, values: dict[Valu
     body = Builder(f"{graph.name}.group", b.types, b.origin)
     inner = {v: body(BodyInput(i, type=graph.type(v))) for i, v in enumerate(reads)}
     for number in members:
-        with body.origin_scope(nodes[number].origin):
-            results = body.add(nodes[number].op, *(inner[v] for v in nodes[number].inputs))
-        inner.update({Value(number, i): result for i, result in enumerate(results)})
+        body.copy(nodes[number], number, inner)
     outputs = [Value(parts.number), *(Value(u) for u in parts.updates)]
     results = b.add(AttentionGroup(body.finish([inner[v] for v in outputs])), *(values[v] for v in reads))
     values.update(zip(outputs, results, strict=True))

@@ -52,14 +52,12 @@ def group_products(graph: Graph, types: TypeCache) -> Graph:
     values: dict[Value, Value] = {}
     for number in order:
         node = graph.nodes[number]
-        with builder.origin_scope(node.origin):
-            if number in groups:
+        if number in groups:
+            with builder.origin_scope(node.origin):
                 add_group(builder, graph, groups[number], number, readers, values)
-                continue
+        else:
             regions = tuple(group_products(region, types) for region in node.op.regions())
-            op = node.op.with_regions(regions) if regions else node.op
-            results = builder.append(op, *(values[v] for v in node.inputs))
-            values.update({Value(number, i): result for i, result in enumerate(results)})
+            builder.copy(node, number, values, node.op.with_regions(regions) if regions else None)
     builder.writes.extend((leaf, values[v]) for leaf, v in graph.writes)
     return builder.finish([values[v] for v in graph.outputs], graph.output_names)
 
@@ -250,9 +248,7 @@ def add_group(
         if isinstance(constant := nodes[value.node].op, Constant) and is_constant(graph, value):
             inner[value] = body.leaf(constant)
     for number in members:
-        with body.origin_scope(nodes[number].origin):
-            results = body.add(nodes[number].op, *(inner[v] for v in nodes[number].inputs))
-        inner.update({Value(number, i): result for i, result in enumerate(results)})
+        body.copy(nodes[number], number, inner)
         if number == product:  # a value that ops on both sides of the product read is two operands
             inner.update(zip(entries, inputs[len(rows) + 1 :], strict=True))
     live = results_of(graph, members, readers)

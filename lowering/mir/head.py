@@ -127,9 +127,7 @@ def _tail_graph(graph: Graph, product: int, numbers: list[int], activation: str)
     product_value = b.leaf(BodyInput(0, type=graph.nodes[product].types[0]))
     mapped = {Value(product): b(Unary(activation), product_value) if activation else product_value}
     for number in numbers:
-        node = graph.nodes[number]
-        with b.origin_scope(node.origin):
-            mapped[Value(number)] = b(node.op, *(mapped[v] for v in node.inputs))
+        b.copy(graph.nodes[number], number, mapped)
     return b.finish([mapped[graph.outputs[0]]])
 
 

@@ -255,7 +255,7 @@ class Sliced(IndexStep):
         if isinstance(part, Key | Sliced):
             return super().with_parts(part)
         # Over any other step, the slice moves inward to the checkpoint tensors, so that loading reads only the slice.
-        return slice_program(part, self.axis, self.start, self.stop)
+        return slice_axis(part, self.axis, self.start, self.stop)
 
     def box(self, box: Box) -> Key | Sliced:
         return self.source_key.box(shift_box(box, [start for start, _ in self.source_box]))
@@ -426,8 +426,18 @@ class DecodedBox(IndexStep):
         raise UnsupportedError(f"{self}: the values outside of the box are unknown, so it cannot be written")
 
 
-def slice_program(program: ProgramStep, axis: int, start: int, stop: int) -> Any:
-    """Return `start` to `stop` of a program along an axis, with the contract of `rlx_jax.ir.param.slice_axis`."""
+def slice_axis(program: ProgramStep, axis: int, start: int, stop: int) -> Any:
+    """Return `start` to `stop` of a program along an axis, as a program that a parameter may have.
+
+    Saving it writes parts of the keys that `program` reads. For the full axis, return `program` itself.
+
+    >>> from rlx_jax.ir.types import tensor_type
+    >>> str(slice_axis(Key("q", tensor_type((8, 4), "bf16", "doc")), 1, 0, 2))
+    'q[:, 0:2]'
+
+    Raises:
+        WeightShapeError: the range is outside the axis, cuts a packed block, or is a part of interleaved projections.
+    """
     shape, description = program.type.shape, f"{program}: {start}:{stop} of {program.type} along axis {axis}"
     if not (0 <= axis < len(shape) and 0 <= start < stop <= shape[axis]):
         raise WeightShapeError(f"{description}: there is no such part")

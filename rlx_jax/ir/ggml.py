@@ -103,66 +103,34 @@ def _minus_32(fields: Bytes) -> Bytes:
     return signed
 
 
+def _layout(elements: int, num_bytes: int, **parts: tuple[Any, ...]) -> BlockLayout:
+    """Return the layout of a block; `parts` has the arguments of the `BlockPart` of each array."""
+    return BlockLayout(elements, num_bytes, {name: BlockPart(*part) for name, part in parts.items()})
+
+
+_Q4_K_MULTIPLES = (4, 16, _scales_and_minimums)
+
 # The layouts by the name of the scheme in `rlx_jax.ir.packed.SCHEMES`. The end of a Q8_K block, sums of its codes,
 # serves other programs.
 BLOCKS: dict[str, BlockLayout] = {
-    "gguf_q4_0": BlockLayout(32, 18, {"codes": BlockPart(2, 18), "scales": BlockPart(0, 2)}),
-    "gguf_q4_1": BlockLayout(32, 20, {"codes": BlockPart(4, 20), "scales": BlockPart(0, 4)}),
-    "gguf_q5_0": BlockLayout(
-        32, 22, {"codes": BlockPart(6, 22), "high": BlockPart(2, 6), "scales": BlockPart(0, 2)}
+    "gguf_q4_0": _layout(32, 18, codes=(2, 18), scales=(0, 2)),
+    "gguf_q4_1": _layout(32, 20, codes=(4, 20), scales=(0, 4)),
+    "gguf_q5_0": _layout(32, 22, codes=(6, 22), high=(2, 6), scales=(0, 2)),
+    "gguf_q5_1": _layout(32, 24, codes=(8, 24), high=(4, 8), scales=(0, 4)),
+    "gguf_q8_0": _layout(32, 34, codes=(2, 34), scales=(0, 2)),
+    "gguf_q2k": _layout(256, 84, codes=(16, 80), scales=(80, 84), multiples=(0, 16)),
+    "gguf_q3k": _layout(
+        256, 110, codes=(32, 96), high=(0, 32), scales=(108, 110), multiples=(96, 108, _scales_of_q3_k)
     ),
-    "gguf_q5_1": BlockLayout(
-        32, 24, {"codes": BlockPart(8, 24), "high": BlockPart(4, 8), "scales": BlockPart(0, 4)}
-    ),
-    "gguf_q8_0": BlockLayout(32, 34, {"codes": BlockPart(2, 34), "scales": BlockPart(0, 2)}),
-    "gguf_q2k": BlockLayout(
-        256, 84, {"codes": BlockPart(16, 80), "scales": BlockPart(80, 84), "multiples": BlockPart(0, 16)}
-    ),
-    "gguf_q3k": BlockLayout(
-        256,
-        110,
-        {
-            "codes": BlockPart(32, 96), "high": BlockPart(0, 32), "scales": BlockPart(108, 110),
-            "multiples": BlockPart(96, 108, _scales_of_q3_k),
-        },
-    ),
-    "gguf_q4k": BlockLayout(
-        256,
-        144,
-        {
-            "codes": BlockPart(16, 144), "scales": BlockPart(0, 4),
-            "multiples": BlockPart(4, 16, _scales_and_minimums),
-        },
-    ),
-    "gguf_q5k": BlockLayout(
-        256,
-        176,
-        {
-            "codes": BlockPart(48, 176), "high": BlockPart(16, 48), "scales": BlockPart(0, 4),
-            "multiples": BlockPart(4, 16, _scales_and_minimums),
-        },
-    ),
-    "gguf_q6k": BlockLayout(
-        256,
-        210,
-        {
-            "codes": BlockPart(0, 128), "high": BlockPart(128, 192), "scales": BlockPart(208, 210),
-            "multiples": BlockPart(192, 208),
-        },
-    ),
-    "gguf_q8k": BlockLayout(256, 292, {"codes": BlockPart(4, 260), "scales": BlockPart(0, 4)}),
-    "gguf_iq4_nl": BlockLayout(32, 18, {"codes": BlockPart(2, 18), "scales": BlockPart(0, 2)}),
-    "gguf_iq4_xs": BlockLayout(
-        256,
-        136,
-        {
-            "codes": BlockPart(8, 136), "scales": BlockPart(0, 2),
-            "multiples": BlockPart(2, 8, _scales_of_iq4_xs),
-        },
-    ),
-    "gguf_mxfp4": BlockLayout(32, 17, {"codes": BlockPart(1, 17), "scales": BlockPart(0, 1)}),
-    "gguf_nvfp4": BlockLayout(64, 36, {"codes": BlockPart(4, 36), "scales": BlockPart(0, 4)}),
-}  # fmt: skip
+    "gguf_q4k": _layout(256, 144, codes=(16, 144), scales=(0, 4), multiples=_Q4_K_MULTIPLES),
+    "gguf_q5k": _layout(256, 176, codes=(48, 176), high=(16, 48), scales=(0, 4), multiples=_Q4_K_MULTIPLES),
+    "gguf_q6k": _layout(256, 210, codes=(0, 128), high=(128, 192), scales=(208, 210), multiples=(192, 208)),
+    "gguf_q8k": _layout(256, 292, codes=(4, 260), scales=(0, 4)),
+    "gguf_iq4_nl": _layout(32, 18, codes=(2, 18), scales=(0, 2)),
+    "gguf_iq4_xs": _layout(256, 136, codes=(8, 136), scales=(0, 2), multiples=(2, 8, _scales_of_iq4_xs)),
+    "gguf_mxfp4": _layout(32, 17, codes=(1, 17), scales=(0, 1)),
+    "gguf_nvfp4": _layout(64, 36, codes=(4, 36), scales=(0, 4)),
+}
 
 
 def split_blocks(data: Bytes, layout: BlockLayout, name: str, dtype: np.dtype[Any], out: Bytes | None = None) -> Bytes:

@@ -363,11 +363,9 @@ class TypeCache:
         """Return the result types of an op, cached by op and operand types."""
         if isinstance(op, Leaf):  # its type is an attribute, so there is nothing to cache
             return (op.type,)
-        key = (op, operands)
-        result_types = self._result_types.get(key)
-        if result_types is None:
-            result_types = self._result_types[key] = self._infer(op, operands)
-        return result_types
+        if (op, operands) not in self._result_types:
+            self.store_types(op, operands, self._infer(op, operands))
+        return self._result_types[op, operands]
 
     def store_types(self, op: Op, operands: tuple[TensorType, ...], results: tuple[TensorType, ...]) -> None:
         """Store the result types of an op for `infer`, for code that knows them without a trace."""
@@ -428,14 +426,19 @@ class Builder:
 
     def leaf(self, op: Leaf) -> Value:
         """Return the value of a leaf; equal leaves share one node."""
-        value = self._leaves.get(op)
-        if value is None:
-            value = self._leaves[op] = self(op)
-        return value
+        if op not in self._leaves:
+            self._leaves[op] = self(op)
+        return self._leaves[op]
 
     def append(self, op: Op, *inputs: Value) -> tuple[Value, ...]:
         """Append a node, or reuse the node of an equal leaf, and return all of its results."""
         return (self.leaf(op),) if isinstance(op, Leaf) else self.add(op, *inputs)
+
+    def copy(self, node: Node, number: int, values: dict[Value, Value], op: Op | None = None) -> None:
+        """Append node `number` of another graph, or `op` in its place, and add the results to `values` by its values."""
+        with self.origin_scope(node.origin):
+            results = self.append(op or node.op, *(values[v] for v in node.inputs))
+        values.update({Value(number, i): result for i, result in enumerate(results)})
 
     def boundary(self, role: str, value: Value) -> Value:
         """Mark a value as the active one of the current block and return the marked value.
@@ -487,9 +490,6 @@ def locate_errors(origin: Origin) -> Iterator[None]:
     except RlxError as error:
         error.locate(path_text(origin.path))
         raise
-
-
-# -- helpers -----------------------------------------------------------------------------------
 
 
 def as_values(result: Value | tuple[Value, ...]) -> tuple[Value, ...]:

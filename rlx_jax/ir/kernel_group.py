@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Mir, Node, TypeCache, Value
 from rlx_jax.ir.operands import ELEMENTWISE, zero
+from rlx_jax.ir.ops.control import run_body
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.types import TensorType
 
 
+class BodyOp:
+    """Members of an op whose only region, `body`, has its inputs as operands and its outputs as results."""
+
+    body: Graph
+
+    def regions(self) -> tuple[Graph, ...]:
+        return (self.body,)
+
+    def with_regions(self: Any, regions: tuple[Graph, ...]) -> Any:
+        return replace(self, body=regions[0])
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        """Return the types of the body's outputs."""
+        return tuple(self.body.type(v) for v in self.body.outputs)
+
+    def eval(self, *arrays: Array) -> tuple[Array, ...]:
+        """Run the ops one after the other."""
+        return run_body(self.body, arrays)
+
+    def text(self: Any) -> str:
+        return f"{self.name()}({', '.join(n.op.name() for n in self.body.nodes if isinstance(n.op, Mir))})"
+
+
 @dataclass(frozen=True)
-class KernelGroup(Mir):
+class KernelGroup(BodyOp, Mir):
     """A product of one row with a weight, with ops before and after it.
 
     Operands: what the ops before the product read, its weight `[N, K]`, what the ops after it read.
@@ -36,26 +60,9 @@ class KernelGroup(Mir):
         """Return the number of the product's node."""
         return next(i for i, node in enumerate(self.body.nodes) if isinstance(node.op, MatMul))
 
-    def regions(self) -> tuple[Graph, ...]:
-        return (self.body,)
-
-    def with_regions(self, regions: tuple[Graph, ...]) -> KernelGroup:
-        return replace(self, body=regions[0])
-
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
-        """Return the types of the body's outputs."""
-        return tuple(self.body.type(v) for v in self.body.outputs)
-
-    def eval(self, *arrays: Array) -> tuple[Array, ...]:
-        """Run the ops one after the other."""
-        return run_body(self.body, arrays)
-
-    def text(self) -> str:
-        return f"kernel_group({', '.join(n.op.name() for n in self.body.nodes if isinstance(n.op, Mir))})"
-
 
 @dataclass(frozen=True)
-class AttentionGroup(Mir):
+class AttentionGroup(BodyOp, Mir):
     """The attention of one new token of one or a few rows, with the ops on its heads and the writes of its cache.
 
     Operands: the cached keys and values, then what else the ops read. Results: the context, and both caches.
@@ -64,30 +71,6 @@ class AttentionGroup(Mir):
     traits = replace(KernelGroup.traits, writes=((1, 0), (2, 1)))
 
     body: Graph
-
-    def regions(self) -> tuple[Graph, ...]:
-        return (self.body,)
-
-    def with_regions(self, regions: tuple[Graph, ...]) -> AttentionGroup:
-        return replace(self, body=regions[0])
-
-    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
-        """Return the types of the body's outputs."""
-        return tuple(self.body.type(v) for v in self.body.outputs)
-
-    def eval(self, *arrays: Array) -> tuple[Array, ...]:
-        """Run the ops one after the other."""
-        return run_body(self.body, arrays)
-
-    def text(self) -> str:
-        return f"attention_group({', '.join(n.op.name() for n in self.body.nodes if isinstance(n.op, Mir))})"
-
-
-def run_body(body: Graph, arrays: Sequence[Array]) -> tuple[Array, ...]:
-    """Return the outputs of a body for its operands."""
-    values = dict(zip(body_inputs(body), arrays, strict=True))
-    run_nodes(body.nodes, values)
-    return tuple(values[v] for v in body.outputs)
 
 
 def body_inputs(body: Graph) -> list[Value]:

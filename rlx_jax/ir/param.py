@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,13 +23,14 @@ from rlx_jax.ir.checkpoint_tensor import Conflict as Conflict
 from rlx_jax.ir.checkpoint_tensor import DecodedBox as DecodedBox
 from rlx_jax.ir.checkpoint_tensor import Dequantized as Dequantized
 from rlx_jax.ir.checkpoint_tensor import Key as Key
-from rlx_jax.ir.checkpoint_tensor import LeafStep, UnaryStep, slice_program, steps
+from rlx_jax.ir.checkpoint_tensor import LeafStep, UnaryStep, steps
 from rlx_jax.ir.checkpoint_tensor import Parts as Parts
 from rlx_jax.ir.checkpoint_tensor import Role as Role
 from rlx_jax.ir.checkpoint_tensor import Roles as Roles
 from rlx_jax.ir.checkpoint_tensor import Sliced as Sliced
 from rlx_jax.ir.checkpoint_tensor import Strided as Strided
 from rlx_jax.ir.checkpoint_tensor import select_box as select_box
+from rlx_jax.ir.checkpoint_tensor import slice_axis as slice_axis
 from rlx_jax.ir.key_names import fold_names as fold_names
 from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.quantized_step import Quantized as Quantized
@@ -119,10 +120,7 @@ class Joined:
         return Joined(parts, self.axis)
 
     def box(self, box: Box) -> Program:
-        lengths = [part.type.shape[self.axis] for part in self.parts]
-        parts = tuple(
-            select_box(self.parts[number], part_box) for number, part_box in overlaps(box, self.axis, lengths)
-        )
+        parts = concat_parts(self.parts, self.axis, box)
         return parts[0] if len(parts) == 1 else Joined(parts, self.axis)
 
     def join(self, *values: Any) -> Any:
@@ -139,7 +137,10 @@ class Joined:
         The order of the slices does not matter.
         """
         slices = list(itertools.chain.from_iterable(map(_slices, self.parts)))
-        if not slices or not all(_is_covered(key, slices) for key in {key_slice.source_key for key_slice in slices}):
+        boxes: dict[Key, list[Box]] = {}
+        for key_slice in slices:
+            boxes.setdefault(key_slice.source_key, []).append(key_slice.source_box)
+        if not slices or any(concat_axis(key.type.shape, parts) is None for key, parts in boxes.items()):
             return fold_names(list(names))
         full_names = []
         for part, name in zip(self.parts, names, strict=True):
@@ -246,8 +247,7 @@ class Padded(UnaryStep):
         return f"pad({self.of}; axis={self.axis}, {self.size})"
 
     def box(self, box: Box) -> Program:
-        lengths = [part.type.shape[self.axis] for part in self.parts]
-        parts = [select_box(self.parts[number], part_box) for number, part_box in overlaps(box, self.axis, lengths)]
+        parts = concat_parts(self.parts, self.axis, box)
         # A box entirely inside or outside the padding needs no `Padded`.
         return parts[0] if len(parts) == 1 else Padded(parts[0], self.axis, box_shape(box)[self.axis])
 
@@ -281,9 +281,8 @@ class PackedArray(UnaryStep):
     def __str__(self) -> str:
         return f"{self.array}({self.of})"
 
-    def box(self, box: Box) -> Program:
-        part: Program = select_box(self.stored, box)
-        return part
+    def box(self, box: Box) -> Any:
+        return select_box(self.stored, box)
 
     def split(self, value: Any) -> tuple[Any, ...]:
         raise UnsupportedError(f"{self}: one of several arrays; `decoded_leaves` joins them")
@@ -330,8 +329,7 @@ def packing_of(program: Program) -> str | None:
 
 def _stored_axis(program: Joined | Padded | Strided, scheme: str) -> int:
     """Return the axis of a step in the arrays of its packed tensors."""
-    axis: int = SCHEMES[scheme].stored_axes(range(program.type.rank))[program.axis]
-    return axis
+    return int(SCHEMES[scheme].stored_axes(range(program.type.rank))[program.axis])
 
 
 def without_casts(program: Program) -> Program:
@@ -346,8 +344,7 @@ def without_casts(program: Program) -> Program:
 def array_program(program: Program, array: str) -> Program:
     """Return the program that reads one array of a parameter that can be stored packed."""
     if isinstance(program, Dequantized):
-        array_step: Program = dict(program.arrays)[array]
-        return array_step
+        return dict(program.arrays)[array]
     if isinstance(program, Quantized):
         return QuantizedArray(program.of, program.scheme, array)
     parts = [array_program(part, array) for part in program.parts if not isinstance(part, Zeros)]
@@ -397,29 +394,10 @@ def concat(parts: tuple[Program, ...], axis: int) -> Program:
     """
     first_type = parts[0].type
     for part in parts[1:]:
-        other_axes = [
-            (a, b) for i, (a, b) in enumerate(zip(first_type.shape, part.type.shape, strict=True)) if i != axis
-        ]
-        if part.type.dtype != first_type.dtype or any(a != b for a, b in other_axes):
+        pairs = enumerate(zip(first_type.shape, part.type.shape, strict=True))
+        if part.type.dtype != first_type.dtype or any(a != b for i, (a, b) in pairs if i != axis):
             raise WeightShapeError(f"cannot merge {parts[0]} {first_type} with {part} {part.type} along axis {axis}")
     return Joined(parts, axis)
-
-
-def slice_axis(program: Program, axis: int, start: int, stop: int) -> Program:
-    """Return `start` to `stop` of a program along an axis, as a program that a parameter may have.
-
-    Saving it writes parts of the keys that `program` reads. For the full axis, return `program` itself.
-
-    >>> from rlx_jax.ir.types import tensor_type
-    >>> q = Key("q", tensor_type((8, 4), "bf16", "doc"))
-    >>> str(slice_axis(Transposed(Cast(q, np.dtype(np.float32))), 1, 0, 2))
-    'transpose(cast(q[0:2], f32))'
-
-    Raises:
-        WeightShapeError: the range is outside the axis, cuts a packed block, or is a part of interleaved projections.
-    """
-    part: Program = slice_program(program, axis, start, stop)
-    return part
 
 
 def stride_axis(program: Program, axis: int, start: int, step: int) -> Program:
@@ -443,6 +421,12 @@ def pad_axis(program: Program, axis: int, size: int) -> Program:
     return program if 0 <= axis < len(shape) and shape[axis] == size else Padded(program, axis, size)
 
 
+def concat_parts(parts: tuple[Program, ...], axis: int, box: Box) -> tuple[Program, ...]:
+    """Return the programs that a box of the concatenation of `parts` along `axis` consists of."""
+    lengths = [part.type.shape[axis] for part in parts]
+    return tuple(select_box(parts[number], part_box) for number, part_box in overlaps(box, axis, lengths))
+
+
 def _slices(program: Program) -> Iterator[Sliced]:
     """Return the slices of keys that a program reads, in order; for packed keys the logical slices."""
     if isinstance(program, Sliced):
@@ -450,14 +434,6 @@ def _slices(program: Program) -> Iterator[Sliced]:
     else:
         for part in program.parts:
             yield from _slices(part)
-
-
-def _is_covered(key: Key, slices: Sequence[Sliced]) -> bool:
-    """Return whether the slices of `key` among `slices` cover all of it exactly once."""
-    return (
-        concat_axis(key.type.shape, [key_slice.source_box for key_slice in slices if key_slice.source_key == key])
-        is not None
-    )
 
 
 # -- queries of programs -------------------------------------------------------------------------

@@ -165,17 +165,11 @@ def _build(graph: Graph, bounds: Sequence[int], layers: list[Layer], run: Run, t
     b.inputs = list(graph.inputs)
     value_map: dict[Value, Value] = {}
 
-    def copy(number: int) -> None:
-        node = graph.nodes[number]
-        with b.origin_scope(node.origin):
-            new_values = b.append(node.op, *(value_map[v] for v in node.inputs))
-        value_map.update({Value(number, i): v for i, v in enumerate(new_values)})
-
     for number in range(start):
-        copy(number)
+        b.copy(graph.nodes[number], number, value_map)
     for number in range(start, end):  # nodes after the layers may read leaves that were created inside them
         if isinstance(graph.nodes[number].op, Leaf) and Value(number) in region.outside:
-            copy(number)
+            b.copy(graph.nodes[number], number, value_map)
     operands = []
     for ref in (*region.initial, *region.shared):
         operands.append(b.leaf(ref.op) if ref.op is not None else value_map[Value(ref.node, ref.index)])
@@ -183,7 +177,7 @@ def _build(graph: Graph, bounds: Sequence[int], layers: list[Layer], run: Run, t
         results = b.add(Repeat(run.count, len(region.initial), region.body), *operands)
     value_map.update({value: results[i] for value, i in region.results.items()})
     for number in range(end, len(graph.nodes)):
-        copy(number)
+        b.copy(graph.nodes[number], number, value_map)
     b.writes.extend((leaf, value_map[v]) for leaf, v in graph.writes)
     return b.finish([value_map[v] for v in graph.outputs], graph.output_names)
 

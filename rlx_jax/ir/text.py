@@ -84,14 +84,12 @@ def dump(graph: Graph, level: str, note: str = "") -> str:
 
     A MIR dump has the same lines inside `mir @name { graph @name … }`, with kinds sorted by count and values %0, %1 …
     """
-    if level != "hir":
-        return f"mir @{graph.name} {{\n{dump_graph(graph)}\n}}"
-    return "\n".join([stats(graph, level, note), "", *(line.text for line in graph_lines(graph, "hir"))])
+    return dump_graph(graph, level, note) if level == "hir" else f"mir @{graph.name} {{\n{dump_graph(graph)}\n}}"
 
 
-def dump_graph(graph: Graph) -> str:
-    """Return the text of a MIR graph. Its "arena" is the total size of all values without any reuse of memory."""
-    return "\n".join([stats(graph, "mir"), "", *(line.text for line in graph_lines(graph, "mir"))])
+def dump_graph(graph: Graph, level: str = "mir", note: str = "") -> str:
+    """Return the text of a graph. The "arena" of MIR is the total size of all values without any reuse of memory."""
+    return "\n".join([stats(graph, level, note), "", *(line.text for line in graph_lines(graph, level))])
 
 
 def stats(graph: Graph, level: str, note: str = "") -> str:
@@ -128,10 +126,7 @@ def format_bytes(count: int) -> str:
     >>> format_bytes(999), format_bytes(2_471_645_608)
     ('999 B', '2.47 GB')
     """
-    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if count >= unit:
-            return f"{count / unit:.2f} {name}"
-    return f"{count} B"
+    return scaled_text(count, "B") if count >= 1000 else f"{count} B"
 
 
 def scaled_text(value: float, unit: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -68,12 +69,15 @@ class Patches(Mir):
         return tiles.transpose(0, 2, 4, 1, 3, 5).reshape(b, rows * columns, c * p * q)
 
 
-def cubic(x: Array, a: float) -> Array:
-    """Return Keys' cubic kernel at x: 1 at 0, 0 at other integers and for |x| ≥ 2; `a` is its slope at 1."""
-    x = jnp.abs(x)
+def cubic(x: Any, a: float, xp: Any = jnp) -> Any:
+    """Return Keys' cubic kernel at x: 1 at 0, 0 at other integers and for |x| ≥ 2; `a` is its slope at 1.
+
+    x is an array of NumPy (`xp=np`) or JAX.
+    """
+    x = abs(x)
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
-    return jnp.where(x <= 1, near, jnp.where(x < 2, far, 0.0))
+    return xp.where(x <= 1, near, xp.where(x < 2, far, 0.0))
 
 
 def resampling_matrix(target: DimLike, size: int, antialias: bool) -> Array:
@@ -87,7 +91,7 @@ def resampling_matrix(target: DimLike, size: int, antialias: bool) -> Array:
     scale = jnp.float32(size) / jnp.asarray(target, jnp.float32)
     centre = ((indices + 0.5) * scale)[:, None]
     if antialias:
-        weights = cubic((pixels[None] + 0.5 - centre) / jnp.maximum(scale, 1.0), -0.5)
+        weights: Array = cubic((pixels[None] + 0.5 - centre) / jnp.maximum(scale, 1.0), -0.5)
         return weights / weights.sum(axis=1, keepdims=True)
     lower = jnp.floor(centre - 0.5)
     fraction = centre - 0.5 - lower
@@ -138,16 +142,11 @@ class GridPositions(Mir):
         # The general case would give the same numbers, up to rounding: the matrices are identities.
         if is_static(rows) and is_static(columns) and (rows, columns) == self.grid:
             return table[None]
-        row_matrix, column_matrix = (
-            resampling_matrix(rows, height, self.antialias),
-            resampling_matrix(columns, width, self.antialias),
-        )
         # Devices may otherwise use a faster product with fewer bits.
-        exact: dict[str, Any] = {"precision": lax.Precision.HIGHEST}
-        resampled = jnp.einsum(
-            "rg,gkh->rkh", row_matrix, table.astype(jnp.float32).reshape(height, width, hidden), **exact
-        )
-        resampled = jnp.einsum("ck,rkh->rch", column_matrix, resampled, **exact)
+        exact = functools.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+        cells = table.astype(jnp.float32).reshape(height, width, hidden)
+        resampled = exact("rg,gkh->rkh", resampling_matrix(rows, height, self.antialias), cells)
+        resampled = exact("ck,rkh->rch", resampling_matrix(columns, width, self.antialias), resampled)
         return resampled.reshape(1, rows * columns, hidden).astype(table.dtype)
 
 
@@ -191,14 +190,6 @@ COORDINATES = (
     "half_pixel", "half_pixel_symmetric", "pytorch_half_pixel", "align_corners", "asymmetric", "tf_crop_and_resize",
 )  # fmt: skip
 ROUNDINGS = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
-
-
-def _cubic(d: Any, a: float, xp: Any = np) -> Any:
-    """Return Keys' cubic kernel with slope `a` at 1, for NumPy arrays or (`xp=jnp`) JAX arrays."""
-    d = abs(d)
-    near = ((a + 2) * d - (a + 3)) * d * d + 1
-    far = ((d - 5) * d + 8) * d * a - 4 * a
-    return xp.where(d <= 1, near, xp.where(d < 2, far, 0 * d))
 
 
 @dataclass(frozen=True)
@@ -297,7 +288,7 @@ class Resize(Mir):
         for offset in range(-reach, reach + 2):
             k = base + offset
             d = (k - c) * kernel_scale
-            w = np.maximum(1 - np.abs(d), 0) if self.method == "linear" else _cubic(d, self.a)
+            w = np.maximum(1 - np.abs(d), 0) if self.method == "linear" else cubic(d, self.a, np)
             is_inside = (k >= 0) & (k < n)
             w = w * is_inside if self.exclude_outside else w
             # Not `out[…] += w`: several offsets clip to the same edge entry, and their weights add up.
@@ -382,7 +373,7 @@ class GridSample(Mir):
         t = p - base
         if self.method == "linear":
             return [(base, 1 - t), (base + 1, t)]
-        return [(base + k, _cubic(t - k, -0.75, jnp)) for k in (-1, 0, 1, 2)]
+        return [(base + k, cubic(t - k, -0.75)) for k in (-1, 0, 1, 2)]
 
     def _read(self, x: Array, at: list[Array], sizes: tuple[int, ...]) -> Array:
         """Return x at integer coordinates `at`, one array for each spatial axis; 0 outside: `[N, C, O…]`."""
