@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jax import lax
 
 from rlx_jax.lowering.lir.head_layouts import READ_VECTOR, SUM_VECTOR, HeadLayouts, half_layout
 from rlx_jax.lowering.lir.matvec import KernelTrace
+from rlx_jax.lowering.lir.mosaic import load, pl, plgpu
 
 AnyArray = Any
 
@@ -131,10 +132,7 @@ def load_head(
         buffer: shared memory `[width]` of the warpgroup.
         vector: neighbouring entries in a lane.
     """
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    load, columns = cast(Any, plgpu.load), HeadLayouts.of(width, vector).columns
+    columns = HeadLayouts.of(width, vector).columns
     x = load(refs[row.source].at[pl.ds(row.offset + head * width, width)], layout=columns, optimized=False)
     if row.trace is not None:
         others = (load(refs[i], layout=columns, optimized=False) for i in row.operands)
@@ -229,10 +227,7 @@ class Blocks:
 
     def read(self, index: AnyArray) -> tuple[AnyArray, ...]:
         """Return the keys and values of a block `[block, width]`."""
-        from jax.experimental import pallas as pl
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
-        load, layout = cast(Any, plgpu.load), HeadLayouts.of(self.spec.width, READ_VECTOR).tile
+        layout = HeadLayouts.of(self.spec.width, READ_VECTOR).tile
         place = pl.ds(self.row(index)[1], block_of(self.spec.width)), pl.ds(self.column, self.spec.width)
         return tuple(load(ref.at[place], layout=layout, optimized=False) for ref in self.caches)
 
@@ -259,8 +254,6 @@ def attend(
         for each query, the maximum and the sum `[block]` and the weighted values `[block, width]`, of the keys at each
         place of a block.
     """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     block, layouts = block_of(spec.width), HeadLayouts.of(spec.width, READ_VECTOR)
     shape = (block, spec.width)
     places = plgpu.broadcasted_iota(jnp.int32, (block,), 0, layout=layouts.rows)
@@ -296,8 +289,6 @@ def attend(
 
 def spread(number: AnyArray, width: int) -> AnyArray:
     """Return a row of one f32 number."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     row = jnp.broadcast_to(jnp.asarray(number, jnp.float32), (width,))
     return plgpu.layout_cast(row, HeadLayouts.of(width, SUM_VECTOR).columns)
 
@@ -319,9 +310,7 @@ def sum_places(spec: AttentionKernel, refs: Sequence[Any]) -> list[AnyArray]:
         spec: the shapes.
         refs: maxima and sums `[groups, 2, block]`, and weighted values `[groups, 2, block, width]` in two parts.
     """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    load, layouts = cast(Any, plgpu.load), HeadLayouts.of(spec.width, SUM_VECTOR)
+    layouts = HeadLayouts.of(spec.width, SUM_VECTOR)
     peaks, totals = ([load(refs[0].at[g, j], layout=layouts.rows) for g in range(WARPGROUPS)] for j in range(2))
     peak = functools.reduce(jnp.maximum, peaks).max(axis=0)
     factors = [jnp.exp(p - peak) for p in peaks]
@@ -345,9 +334,6 @@ def run_program(spec: AttentionKernel, refs: Sequence[Any], out_ref: Any, scratc
             of a head.
         scratch: shared memory for a head of each warpgroup, for its sums, and a barrier that all warpgroups pass.
     """
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     width = spec.width
     buffers, totals_ref, sums_ref, done = scratch
     group, split, program, row = (lax.axis_index(name) for name in ("group", "split", "program", "row"))
@@ -403,7 +389,6 @@ def write_result(
     spec: AttentionKernel, out_ref: Any, split: AnyArray, head: AnyArray, parts: Sequence[AnyArray]
 ) -> None:
     """Write the result of a head, or its maximum, sum and weighted values if several programs share its keys."""
-    from jax.experimental import pallas as pl
 
     if spec.splits == 1:
         _, total, values = parts
@@ -430,8 +415,6 @@ def decode_attention(
     Returns:
         the result `[rows, heads * width]` and the caches.
     """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     rows, splits, heads, width = spec.rows, spec.splits, spec.heads, spec.width
     shape = (rows, heads * width) if splits == 1 else (rows, splits, heads, 3, width)
     inputs = [*operands, *numbers]

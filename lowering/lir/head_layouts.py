@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from rlx_jax.lowering.lir.mosaic import plgpu
 from rlx_jax.lowering.lir.packed_matvec import LANES, WARPS
 
 # Neighbouring entries of a lane, where it reads 16 bytes of bf16, and where sums over warps take 16 bytes of f32.
@@ -35,8 +36,6 @@ class HeadLayouts:
     @staticmethod
     def of(width: int, vector: int) -> HeadLayouts:
         """Return the layouts of heads of this width, with `vector` neighbouring entries in a lane."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         columns = min(width, LANES * vector)
         row_lanes = LANES * vector // columns
         tiles = plgpu.Tiling(((WARPS * row_lanes, columns), (row_lanes, vector)[row_lanes == 1 :]))
@@ -47,8 +46,6 @@ class HeadLayouts:
 
 def half_layout(size: int) -> Any:
     """Return the layout of a row of `size` entries, a power of 2, in every warp."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     vector = max(1, size // LANES)
     lanes = size // vector
     tiles = plgpu.Tiling(((size,), (vector,)))

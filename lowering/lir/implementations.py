@@ -30,6 +30,7 @@ from rlx_jax.lowering.lir.attention import cudnn, query_chunks, row_chunks
 from rlx_jax.lowering.lir.attention_groups import run_attention
 from rlx_jax.lowering.lir.experts import blocked, choose_experts, gathered, looped, ragged
 from rlx_jax.lowering.lir.lanes import has_lanes, lanes
+from rlx_jax.lowering.lir.mosaic import LazyModule
 from rlx_jax.lowering.lir.plan import CACHE_WRITES, CHOICE_OPS, PRODUCTS, RECURRENCES, Call, Choice, call_of
 from rlx_jax.lowering.lir.product_groups import run_group
 from rlx_jax.lowering.lir.recurrent import choose as choose_recurrence
@@ -130,14 +131,8 @@ def write_in_loop(cache: Array, slots: Array, rows: Array, ordered: bool = False
     return new_cache
 
 
-def lazy_kernel(name: str) -> Callable[..., Any]:
-    """Return an implementation of `kernels.py`, which is imported only when it runs, as it imports Pallas."""
-
-    def run(op: Mir, *arrays: Any) -> Any:
-        return getattr(importlib.import_module("rlx_jax.lowering.lir.kernels"), name)(op, *arrays)
-
-    return run
-
+# Imported only when a kernel runs, as it imports Pallas.
+_kernels = LazyModule("rlx_jax.lowering.lir.kernels")
 
 # Custom Pallas kernels.
 TRITON_KERNELS = ("grouped", "one_pass", "states_in_one")
@@ -162,7 +157,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "looped": looped,
     "ragged": ragged,
     "in_loop": in_loop,
-    **{name: lazy_kernel(name) for name in TRITON_KERNELS},
+    **{name: lambda *arrays, name=name: getattr(_kernels, name)(*arrays) for name in TRITON_KERNELS},
     "matvec": run_group,
     "decode_attention": run_attention,
 }

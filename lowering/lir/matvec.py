@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
+from rlx_jax.lowering.lir.mosaic import load, pl, plgpu
 from rlx_jax.lowering.lir.packed_matvec import LANES, WARPS, PackedTiles, PackedTiling
 
 AnyArray = Any
@@ -269,8 +270,6 @@ class Layouts:
     @staticmethod
     def of(t: Tiling | PackedTiling) -> Layouts:
         """Return the layouts of a tiling."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         if isinstance(t, PackedTiling):
             tile = t.layout
         else:
@@ -315,9 +314,6 @@ class WeightTiles:
 
     def start(self, step: AnyArray) -> None:
         """Start to copy the tile of a step, of every part, if there is one."""
-        from jax.experimental import pallas as pl
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         t = self.tiling
 
         @pl.when(step < self.num_steps)
@@ -334,11 +330,8 @@ class WeightTiles:
 
     def load_x(self, chunk: Any) -> AnyArray:
         """Return the values of x for a tile of a row, in float32, for each row of the tile."""
-        from jax.experimental import pallas as pl
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         t, start, layout = self.tiling, self.tiling.first_line(chunk), self.layouts.x
-        part = cast(Any, plgpu.load)(self.x.at[pl.ds(start, t.tile_lines)], layout=layout).astype(jnp.float32)
+        part = load(self.x.at[pl.ds(start, t.tile_lines)], layout=layout).astype(jnp.float32)
         if not t.is_even:  # the first lines of the last tile are the last ones of the tile before
             lines = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, part.shape, 0), layout)
             part = jnp.where(lines + start >= chunk * t.tile_lines, part, 0)
@@ -346,9 +339,7 @@ class WeightTiles:
 
     def step(self, tile: AnyArray, chunk: Any, x: AnyArray, *_: Any) -> tuple[list[AnyArray], tuple[()]]:
         """Return the product of a tile with x for each part `[tile rows]`, and start a later copy."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
-        t, load, step = self.tiling, cast(Any, plgpu.load), tile * self.tiling.chunks + chunk
+        t, step = self.tiling, tile * self.tiling.chunks + chunk
         slot = lax.rem(step, t.slots)
         plgpu.barrier_wait(self.copied.at[slot])
         tiles = (load(self.buffers.at[slot, part], layout=self.layouts.tile) for part in range(t.parts))
@@ -372,10 +363,7 @@ def run_program(
         tiles: the tiles of the weight.
         num_tiles: the number of tiles of rows of the program.
     """
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    t, load = spec.tiling, cast(Any, plgpu.load)  # jax 0.10 declares it otherwise
+    t = spec.tiling
     begun: Any = tiles.begin()
     rows = [load(ref, layout=layouts.row, optimized=False) for ref in row_refs]
     x, *kept = spec.prologue(*rows, by_axis=layouts.is_repeated)
@@ -430,8 +418,6 @@ def matvec(
     Returns:
         the results of the epilogue `[rows]`, then the prologue's results after the first `[K]`.
     """
-    from jax.experimental.pallas import mosaic_gpu as plgpu  # imported here, as it takes a quarter of a second
-
     t, (x_dtype, *kept), layouts = spec.tiling, spec.row_dtypes, Layouts.of(spec.tiling)
     arrays = t.views(weight) if isinstance(t, PackedTiling) else [weight.reshape(-1, t.lines, t.width)]
     ends = np.cumsum([len(rows), len(arrays), len(entries), len(spec.out_dtypes), len(kept)])

@@ -15,13 +15,14 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from rlx_jax.ir.packed import SCHEMES
+from rlx_jax.lowering.lir.mosaic import load, pl, plgpu
 
 AnyArray = Any
 
@@ -120,8 +121,6 @@ class PackedTiling:
     @property
     def layout(self) -> Any:
         """Return where the bytes `[rows, blocks, groups, size]` of a tile are in registers."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         form = self.form
         tile = (WARPS * self.lane_rows, self.lane_blocks, form.groups, form.size)
         lanes = (self.lane_rows, self.lane_blocks, form.groups, VECTOR)
@@ -190,25 +189,20 @@ class PackedTiles:
 
     def fetch(self, tile: AnyArray, chunk: Any) -> list[list[AnyArray]]:
         """Return the arrays of a tile for each part: codes, scales, then the minimums and multiples of the scheme."""
-        from jax.experimental import pallas as pl
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
         t, layout = self.tiling, self.tiling.layout
-        load = functools.partial(cast(Any, plgpu.load), optimized=False)
         start = (self.first + tile) * t.tile_rows
         blocks, found = pl.ds(chunk * t.tile_blocks, t.tile_blocks), []
         for part in range(t.parts):
             rows = pl.ds(part * t.rows + start, t.tile_rows)
             codes, scales, *multiples = (array.at[rows, blocks] for array in self.arrays)
-            arrays = [load(codes, layout=layout)]
+            reads = [(codes, layout)]
             if multiples:
-                arrays += [load(scales.at[:, :, i], layout=layout.reduce((2, 3))) for i in range(2)]
+                reads += [(scales.at[:, :, i], layout.reduce((2, 3))) for i in range(2)]
                 pairs = [(half, i) for half in range(t.form.halves) for i in range(2)]
-                arrays += [load(multiples[0].at[:, :, :, h, i], layout=layout.reduce(3)) for h, i in pairs]
+                reads += [(multiples[0].at[:, :, :, h, i], layout.reduce(3)) for h, i in pairs]
             else:
-                by_group = len(scales.shape) == 3
-                arrays.append(load(scales, layout=layout.reduce(3 if by_group else (2, 3))))
-            found.append(arrays)
+                reads.append((scales, layout.reduce(3 if len(scales.shape) == 3 else (2, 3))))
+            found.append([load(ref, part_layout, optimized=False) for ref, part_layout in reads])
         return found
 
     def store_x(self, x: AnyArray) -> tuple[AnyArray, AnyArray]:
@@ -217,7 +211,6 @@ class PackedTiles:
         Returns:
             the number that 1 of the first integers stands for, and whether there are second ones.
         """
-        from jax.experimental import pallas as pl
 
         x = x.astype(jnp.float32)
         largest = jnp.maximum(jnp.max(jnp.abs(x)), jnp.float32(1e-30))
@@ -245,10 +238,7 @@ class PackedTiles:
             chunk: number of a tile in a row.
             first: 0 for the first integers, 2 for the second ones.
         """
-        from jax.experimental import pallas as pl
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
-        t, load, packing = self.tiling, cast(Any, plgpu.load), SCHEMES[self.tiling.scheme]
+        t, packing = self.tiling, SCHEMES[self.tiling.scheme]
         blocks, layout = pl.ds(chunk * t.tile_blocks, t.tile_blocks), t.layout.reduce(0)
         halves = [(blocks, h) if t.form.by_block else (blocks, slice(None), h) for h in range(t.form.halves)]
         refs = self.x_bytes[first : first + 2]
@@ -348,7 +338,6 @@ def dot_bytes(operands: Sequence[AnyArray], layout: Any, mask: int, is_signed: b
         is_signed: whether the codes are signed.
     """
     from jax.experimental.mosaic import gpu as mgpu
-    from jax.experimental.pallas import mosaic_gpu as plgpu
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith, llvm, vector
 

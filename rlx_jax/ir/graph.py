@@ -435,7 +435,7 @@ class Builder:
         return (self.leaf(op),) if isinstance(op, Leaf) else self.add(op, *inputs)
 
     def copy(self, node: Node, number: int, values: dict[Value, Value], op: Op | None = None) -> None:
-        """Append node `number` of another graph, or `op` in its place, and add the results to `values` by its values."""
+        """Append node `number` of another graph, or `op` in its place, and add its results to `values`."""
         with self.origin_scope(node.origin):
             results = self.append(op or node.op, *(values[v] for v in node.inputs))
         values.update({Value(number, i): result for i, result in enumerate(results)})
