@@ -44,10 +44,10 @@ from rlx_jax.ir.ops.pointwise import CastTo, FullLike, in_dtype
 from rlx_jax.ir.ops.shape import Reshape
 from rlx_jax.ir.param import cast
 from rlx_jax.ir.region import Rewrite, everywhere, rewrite
-from rlx_jax.ir.types import is_float
+from rlx_jax.ir.types import F32, is_float
 from rlx_jax.lowering.mir.small import dce
 
-F16, BF16, F32 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+F16, BF16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 
 
 def compute_in(graph: Graph, dtype: np.dtype[Any], types: TypeCache) -> Graph:

@@ -27,9 +27,8 @@ from rlx_jax.ir.ops.cache import is_code_dtype
 from rlx_jax.ir.ops.index import Iota
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.ops.shape import Narrow, Reshape
-from rlx_jax.ir.types import DimLike, TensorType, is_float, symbol
+from rlx_jax.ir.types import F32, I32, DimLike, TensorType, is_float, symbol
 
-F32, I32 = np.dtype(np.float32), np.dtype(np.int32)
 ATTENTION_OPS = hir.Attention | hir.GrowingAttention
 MASK, POSITION_IDS = "mask", "position_ids"
 OPTIONAL_INPUTS = (  # of every explicit program, unless the flow has inputs of these names

@@ -26,10 +26,9 @@ from rlx_jax.ir.ops.index import Iota, TakeAlongAxis
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Where
 from rlx_jax.ir.ops.reduce import Cumsum
 from rlx_jax.ir.ops.shape import Reshape, Slice
-from rlx_jax.ir.types import TensorType, is_float, symbol
+from rlx_jax.ir.types import F32, I32, TensorType, is_float, symbol
 from rlx_jax.lowering.hir.independence import prove
 
-F32, I32 = np.dtype(np.float32), np.dtype(np.int32)
 PER_TOKEN = TensorType((symbol("batch"), symbol("seq")), I32)
 SEGMENTS, POSITIONS = Input("segments", type=PER_TOKEN), Input("positions", type=PER_TOKEN)
 FULL = (None, None, None)

@@ -25,7 +25,7 @@ from rlx_jax.ir.param import Program, Quantized, Roles, printed_name
 from rlx_jax.ir.paths import Path, StateLeaf, bind_path, path_text
 from rlx_jax.ir.plugins import derive_rule, is_builtin
 from rlx_jax.ir.region import everywhere, rewrite
-from rlx_jax.ir.types import TensorType, symbol
+from rlx_jax.ir.types import I32, TensorType, symbol
 from rlx_jax.lowering.hir import row_layouts
 from rlx_jax.lowering.hir.explicit import ExplicitCache
 from rlx_jax.lowering.hir.independence import chunk_failure
@@ -33,7 +33,6 @@ from rlx_jax.lowering.hir.row_layouts import TokenMask
 from rlx_jax.lowering.hir.weights import make_param, transposed
 from rlx_jax.lowering.mir.small import dce
 
-I32 = np.dtype(np.int32)
 PER_ROW = TensorType((symbol("batch"),), I32)
 LENGTHS = Input("lengths", type=PER_ROW)
 LENGTH_LEAF = StateLeaf((), "length")

@@ -34,7 +34,7 @@ from jax.extend import core as jex
 from rlx_jax.errors import first_line
 from rlx_jax.ir.graph import BodyInput, Graph, Leaf, Value
 from rlx_jax.ir.types import short_name
-from rlx_jax.ir.user_functions import cached_formula
+from rlx_jax.ir.user_functions import cached_formula, formula_key
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def token_wise_graph(graph: Graph, dim: str) -> Verdict:
         else:
             operands = tuple(map(graph.type, node.inputs))
             try:
-                closed = cached_formula(node.op, operands)
+                closed = cached_formula(node.op, operands, formula_key(node.op))
             except Exception as error:  # an op with type rules of its own is traced here for the first time
                 if not _is_about_symbols(error, operands):
                     raise

@@ -21,6 +21,7 @@ from rlx_jax.ir.graph import Graph, Input, Leaf, Mir, Node, Param, StateRead, Va
 from rlx_jax.ir.operands import zero
 from rlx_jax.ir.param import Stack, printed_name
 from rlx_jax.ir.paths import path_text
+from rlx_jax.ir.queries import dynamic_symbols
 from rlx_jax.ir.serial import closure_digest, encode, encode_graph
 from rlx_jax.ir.text import bytes_text, dump_graph
 from rlx_jax.lowering.lir.plan import XLA_CHOICE, Lir
@@ -125,9 +126,7 @@ def plan_buffers(graph: Graph, in_place: bool = True, scan: bool = False, alignm
     """
     value_views = views(graph, in_place)
     slots = assign_slots(buffer_lifetimes(graph, value_views, in_place, scan), alignment)
-    numbered_nodes = enumerate(graph.nodes)
-    leaves = [(n.op, Value(i)) for i, n in numbered_nodes if isinstance(n.op, Leaf)]
-    symbols = {s for _, n in graph.walk() for t in n.types for s in t.symbols}
+    leaves = [(n.op, Value(i)) for i, n in enumerate(graph.nodes) if isinstance(n.op, Leaf)]
     return BufferPlan(
         arena_size=max((s.offset + s.life.size for s in slots), default=0),
         slots=tuple(sorted(slots, key=lambda s: (s.offset, s.life.born, s.life.value.node, s.life.value.index))),
@@ -138,7 +137,7 @@ def plan_buffers(graph: Graph, in_place: bool = True, scan: bool = False, alignm
             "params": tuple((printed_name(Stack(op.programs)), v) for op, v in leaves if isinstance(op, Param)),
             "outputs": tuple(zip(graph.output_names, graph.outputs, strict=False)),
         },
-        dynamic_symbols=tuple(sorted(symbols)),
+        dynamic_symbols=dynamic_symbols(graph),
         alignment=alignment,
     )
 

@@ -31,25 +31,20 @@ MAX_XLA_KEYS = 1 << 16
 # Bytes of f32 scores `[B,N,S,T]` above which attention without cuDNN runs over chunks of the queries.
 MAX_SCORE_BYTES = 2**29
 
-# Queries of a chunk below which it has those of one row alone: fewer would read all keys for little work. Whether this
-# saves time in f32 was not measured, and in bf16 it did not; a chunk's scores have the same limit of memory either way.
-MIN_CHUNK_QUERIES = 128
-
 # Bytes of the f32 scores of a chunk. One H200, f32, causal, 8 x 2048 tokens, 32 query heads on 8 of width 64, ms and
 # GiB of temporaries with the gradient: all scores 33.6 and 12.0, chunks of 2**26 bytes 32.4 and 0.4, of 2**28 25.6 and
-# 1.0, of 2**30 23.9 and 3.3.
+# 1.0, of 2**30 23.9 and 3.3. A chunk has few queries of all rows of a large batch; one row after another was slower:
+# 16 x 2048 tokens 19.5 and 30.5 ms, 32 x 512 over 4096 keys 22.1 and 29.8.
 CHUNK_SCORE_BYTES = 2**28
-CHUNKED = ("query_chunks", "row_chunks")
 
 
-def choose(call: Call, device: Device, preference: str, is_sharded: bool = False) -> Choice:
+def choose(call: Call, device: Device, preference: str) -> Choice:
     """Choose the implementation of an attention.
 
     Args:
         call: the op and the types of its operands, with static sizes.
         device: the target.
         preference: `auto`, `xla` or `cudnn`.
-        is_sharded: whether the program runs on a mesh.
 
     Raises:
         UnsupportedError: `preference` is `cudnn`, which does not support this attention; names the reason.
@@ -70,10 +65,7 @@ def choose(call: Call, device: Device, preference: str, is_sharded: bool = False
         )
     queries, keys, scores = int(q.shape[1]), int(k.shape[1]), score_bytes(call)
     if queries > 1 and scores > MAX_SCORE_BYTES:
-        is_short = chunk_queries(scores // (4 * queries), queries) < min(queries, MIN_CHUNK_QUERIES)
-        # Rows of several devices run at the same time.
-        name = "row_chunks" if is_short and int(q.shape[0]) > 1 and not is_sharded else "query_chunks"
-        return Choice(name, f"{refusal}; all scores take {scores / 2**30:.1f} GiB")
+        return Choice("query_chunks", f"{refusal}; all scores take {scores / 2**30:.1f} GiB")
     if device.kind == "cpu" and 1 < queries == keys:  # `heads_first` would copy a cache
         return Choice("heads_first", "faster on a CPU")
     return Choice("xla", refusal)
@@ -120,19 +112,13 @@ def why_not_cudnn(call: Call, device: Device) -> str:
     return ""
 
 
-def chunk_queries(row_scores: int, queries: int) -> int:
-    """Return the number of queries of a chunk; `row_scores` are the scores of one query of each row."""
-    return max(1, min(queries, CHUNK_SCORE_BYTES // (4 * row_scores)))
-
-
 def query_chunks(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *extras: AnyArray) -> AnyArray:
     """Compute the op for one chunk of queries after another, each over all keys.
 
     A gradient keeps the operands and computes the scores of a chunk again, so that memory grows with S, not with S².
     """
-    batch, queries, width = q.shape
-    keys = k.shape[1]
-    size = chunk_queries(batch * op.heads * keys, queries)
+    batch, queries, _ = q.shape
+    size = max(1, min(queries, CHUNK_SCORE_BYTES // (4 * batch * op.heads * k.shape[1])))
     count = -(-queries // size)
     # Operands that have a query axis are split along it; a keep mask [B|1,T] and sinks [N] have none.
     axes = {"keep": 2, "bias": 2, "positions": 1}
@@ -157,19 +143,6 @@ def query_chunks(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *extras
     parts = [chunks(x, axis) for axis, x in zip(split_axes, extras, strict=True) if axis is not None]
     out = jax.lax.map(lambda xs: chunk(*xs), (starts, chunks(q, 1), parts))
     return jnp.moveaxis(out, 0, 1).reshape(batch, count * size, -1)[:, :queries]
-
-
-def row_chunks(op: AttentionOp, *operands: AnyArray) -> AnyArray:
-    """Compute the op for one row after another, each in chunks of its queries."""
-    batch, names = operands[0].shape[0], ("", "", "", *op.extra)
-    has_rows = [name != "sinks" and x.shape[0] == batch for name, x in zip(names, operands, strict=True)]
-
-    def row(parts: list[AnyArray]) -> AnyArray:
-        rest = iter(parts)
-        split = [next(rest)[None] if is_split else x for is_split, x in zip(has_rows, operands, strict=True)]
-        return query_chunks(op, *split)[0]
-
-    return jax.lax.map(row, [x for is_split, x in zip(has_rows, operands, strict=True) if is_split])
 
 
 def cudnn(op: AttentionOp, q: AnyArray, k: AnyArray, v: AnyArray, *extras: AnyArray) -> AnyArray:

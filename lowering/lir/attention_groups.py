@@ -21,6 +21,7 @@ from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
 from rlx_jax.ir.ops.cache import CacheUpdate, RingStep
 from rlx_jax.ir.ops.index import TakeRow
 from rlx_jax.ir.ops.shape import Reshape, SplitLast
+from rlx_jax.ir.queries import find_readers
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lir.decode_attention import (
     MAX_KEYS,
@@ -34,7 +35,7 @@ from rlx_jax.lowering.lir.decode_attention import (
 )
 from rlx_jax.lowering.lir.head_layouts import HALVES, HEAD_WIDTHS
 from rlx_jax.lowering.lir.matvec import KernelTrace
-from rlx_jax.lowering.lir.product_groups import find_readers, op_runs_in_kernel, struct
+from rlx_jax.lowering.lir.product_groups import op_runs_in_kernel, struct
 from rlx_jax.lowering.mir.small import dce
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
+import importlib.util
 import math
 import threading
 import warnings
@@ -26,7 +26,7 @@ from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.types import is_float
 from rlx_jax.lowering.lir.attention import choose as choose_attention
-from rlx_jax.lowering.lir.attention import cudnn, query_chunks, row_chunks
+from rlx_jax.lowering.lir.attention import cudnn, query_chunks
 from rlx_jax.lowering.lir.attention_groups import run_attention
 from rlx_jax.lowering.lir.experts import blocked, choose_experts, gathered, looped, ragged
 from rlx_jax.lowering.lir.lanes import has_lanes, lanes
@@ -146,7 +146,6 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     # Operands transposed to have the head axis first: XLA's batched products on a CPU are faster so.
     "heads_first": lambda op, *arrays: op.eval(*arrays, heads_first=True),
     "query_chunks": query_chunks,
-    "row_chunks": row_chunks,
     "row": functools.partial(few_rows, row),
     "lanes": functools.partial(few_rows, lanes),
     "one_token": one_token,
@@ -174,11 +173,7 @@ def has_kernels(device: Device) -> bool:
 @functools.cache
 def has_triton() -> bool:
     """Return whether this JAX has Pallas' Triton backend, which is deprecated since 0.11 and will be removed."""
-    try:
-        importlib.import_module("jax.experimental.pallas.triton")
-    except ImportError:
-        return False
-    return True
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 @functools.cache
@@ -231,7 +226,7 @@ def choose_implementations(
     """
     use_kernels = kernels and model_sharding is None and has_kernels(device)
     rules: dict[type[Mir], Callable[[Call], Choice | None]] = {
-        AttentionOp: lambda call: choose_attention(call, device, attention, model_sharding is not None),
+        AttentionOp: lambda call: choose_attention(call, device, attention),
         **dict.fromkeys(PRODUCTS, lambda call: choose_product(call, device, products)),
         **dict.fromkeys(RECURRENCES, lambda call: choose_recurrence(call, device, use_kernels)),
         **dict.fromkeys(CACHE_WRITES, lambda call: choose_cache_write(call, device)),

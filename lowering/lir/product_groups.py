@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ from rlx_jax.ir.kernel_group import KernelGroup, body_inputs, run_nodes
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.ir.param import packing_of
+from rlx_jax.ir.queries import find_readers
 from rlx_jax.ir.types import TensorType, is_float
 from rlx_jax.lowering.lir.matvec import KernelTrace, Matvec, find_tiling, matvec, unsupported_primitive
 from rlx_jax.lowering.lir.packed import PackedWeight
@@ -60,17 +60,6 @@ def group_products(graph: Graph, types: TypeCache) -> Graph:
             builder.copy(node, number, values, node.op.with_regions(regions) if regions else None)
     builder.writes.extend((leaf, values[v]) for leaf, v in graph.writes)
     return builder.finish([values[v] for v in graph.outputs], graph.output_names)
-
-
-def find_readers(graph: Graph) -> dict[Value, list[int]]:
-    """Return the numbers of the nodes that read each value; -1 for an output or a written state."""
-    readers: dict[Value, list[int]] = defaultdict(list)
-    for number, node in enumerate(graph.nodes):
-        for value in node.inputs:
-            readers[value].append(number)
-    for value in graph.roots():
-        readers[value].append(-1)
-    return readers
 
 
 def find_groups(graph: Graph, readers: Mapping[Value, Sequence[int]]) -> dict[int, Members]:

@@ -7,7 +7,7 @@ pre-norm layer, which the next layer reads too, only appear in the report.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlx_jax.ir.graph import Graph, Mir, Node, Op, Value
@@ -18,6 +18,7 @@ from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
 from rlx_jax.ir.ops.pointwise import Binary, Unary
 from rlx_jax.ir.ops.shape import Narrow, Reshape, SplitLast
 from rlx_jax.ir.paths import path_text
+from rlx_jax.ir.queries import find_readers
 from rlx_jax.lowering.fusion import LEFT_TO_XLA_REASON, FusionSite
 
 
@@ -27,30 +28,19 @@ class Matcher:
 
     Attributes:
         graph: a program or a region.
-        readers: for each node the numbers of the nodes that read its results; -1 for an output or a state write.
+        readers: as `find_readers` returns them.
     """
 
     graph: Graph
-    readers: tuple[list[int], ...]
-
-    @staticmethod
-    def of(graph: Graph) -> Matcher:
-        """Return the matcher of a graph."""
-        readers: tuple[list[int], ...] = tuple([] for _ in graph.nodes)
-        for number, node in enumerate(graph.nodes):
-            for value in node.inputs:
-                readers[value.node].append(number)
-        for value in graph.roots():
-            readers[value.node].append(-1)
-        return Matcher(graph, readers)
+    readers: Mapping[Value, Sequence[int]]
 
     def op(self, value: Value) -> Op:
         """Return the op that computes a value."""
         return self.graph.nodes[value.node].op
 
-    def only_reader(self, number: int) -> Node | None:
-        """Return the node that alone reads the results of a node, once; None for an output and other values."""
-        readers = self.readers[number]
+    def only_reader(self, value: Value) -> Node | None:
+        """Return the node that alone reads a value, once; None for an output and other values."""
+        readers = self.readers.get(value, ())
         return self.graph.nodes[readers[0]] if len(readers) == 1 and readers[0] >= 0 else None
 
 
@@ -65,7 +55,7 @@ def find_sites(name: str, graph: Graph) -> Iterator[FusionSite]:
     """Yield the fusion sites of a pass in a graph and its regions."""
     finder = FINDERS[name]
     for inner in dict.fromkeys(g for g, _ in graph.walk()):
-        matcher = Matcher.of(inner)
+        matcher = Matcher(inner, find_readers(inner))
         for number, node in enumerate(inner.nodes):
             if (site := finder(matcher, number, node)) is not None:
                 yield replace(site, node=f"%{number}", context=path_text(node.origin.path) or "—", by=name)
@@ -84,10 +74,11 @@ def _near(pattern: str, reason: str, hint: str, detail: str = "", is_miss: bool 
 def _matmul_bias_act(m: Matcher, number: int, node: Node) -> FusionSite | None:
     if not isinstance(node.op, MatMul):
         return None
-    sums = [m.graph.nodes[i] for i in m.readers[number] if i >= 0 and m.graph.nodes[i].op == Binary("add")]
+    readers = [m.graph.nodes[i] for i in m.readers.get(Value(number), ()) if i >= 0]
+    sums = [reader for reader in readers if reader.op == Binary("add")]
     ranks = [min(m.graph.type(v).rank for v in add.inputs) for add in sums]
     if any(rank <= 1 for rank in ranks):
-        if m.only_reader(number) is None:
+        if m.only_reader(Value(number)) is None:
             return _near("matmul_bias_act", "MultiConsumer", ONE_READER, is_miss=True)
         return _matched("matmul_bias_act")
     if ranks:
@@ -101,7 +92,7 @@ def _residual_norm(pattern: str, kind: type[Op]) -> Finder:
     def find(m: Matcher, number: int, node: Node) -> FusionSite | None:
         if not isinstance(node.op, kind) or m.op(node.inputs[0]) != Binary("add"):
             return None
-        if m.only_reader(node.inputs[0].node) is None:
+        if m.only_reader(node.inputs[0]) is None:
             hint = "nothing: a pre-norm layer reads the sum again, as its residual"
             return _near(pattern, "MultiConsumer", hint)
         return _matched(pattern)
@@ -132,7 +123,7 @@ def _rms_norm_reshape(m: Matcher, number: int, node: Node) -> FusionSite | None:
         return None
     if node.types[0].rank != 2 or node.types[0].shape[-1] != m.graph.type(node.inputs[0]).shape[-1]:
         return None
-    if m.only_reader(node.inputs[0].node) is None:
+    if m.only_reader(node.inputs[0]) is None:
         return _near("rms_norm_reshape", "MultiConsumer", ONE_READER)
     return _matched("rms_norm_reshape")
 
@@ -146,7 +137,7 @@ def _attention_block(m: Matcher, number: int, node: Node) -> FusionSite | None:
         if not isinstance(m.op(value), PROJECTION | SplitLast | Narrow):
             return None
         sources.add(m.graph.nodes[value.node].inputs[0])
-    reader = m.only_reader(number)
+    reader = m.only_reader(Value(number))
     if len(sources) > 1 or reader is None or not isinstance(reader.op, PROJECTION):
         return None
     if node.op.causal:
@@ -160,14 +151,14 @@ def _is_pointwise(op: Op) -> bool:
 
 
 def _elementwise_region(m: Matcher, number: int, node: Node) -> FusionSite | None:
-    reader = m.only_reader(number)
+    reader = m.only_reader(Value(number))
     if not _is_pointwise(node.op) or (reader is not None and _is_pointwise(reader.op)):
         return None
     steps, pending = 0, [number]
     while pending:
         steps += 1
         for value in m.graph.nodes[pending.pop()].inputs:
-            if _is_pointwise(m.op(value)) and m.only_reader(value.node) is not None:
+            if _is_pointwise(m.op(value)) and m.only_reader(value) is not None:
                 pending.append(value.node)
     return _matched("elementwise_region", f"{{{steps} steps}}") if steps > 1 else None
 

@@ -119,6 +119,9 @@ class UnaryStep:
     """Base of steps over one program `of`: they keep its roles and name, are exact, and fill a new array."""
 
     splits_to_views: ClassVar[bool] = False
+    # Why values cannot be split into those of the parts, or joined from them; empty if they can.
+    no_split: ClassVar[str] = ""
+    no_join: ClassVar[str] = ""
 
     @property
     def lossy(self) -> bool:
@@ -132,7 +135,12 @@ class UnaryStep:
         step: Any = self
         return replace(step, of=parts[0])
 
+    def join(self, *values: Any) -> Any:
+        raise UnsupportedError(f"{self}: {self.no_join}")
+
     def split(self, value: Any) -> tuple[Any, ...]:
+        if self.no_split:
+            raise UnsupportedError(f"{self}: {self.no_split}")
         return (value,)
 
     def name(self, *names: str) -> str:
@@ -278,6 +286,7 @@ class BlockArray(UnaryStep):
     of: Key | Sliced
     scheme: str
     array: str
+    no_split: ClassVar[str] = "arrays are not made blocks again"
 
     @functools.cached_property
     def type(self) -> TensorType:  # loading reads it many times
@@ -304,9 +313,6 @@ class BlockArray(UnaryStep):
     def join(self, *values: Any) -> Any:
         return split_blocks(values[0], BLOCKS[self.scheme], self.array, self.type.dtype)
 
-    def split(self, value: Any) -> tuple[Any, ...]:
-        raise UnsupportedError(f"{self}: arrays are not made blocks again")
-
 
 @dataclass(frozen=True)
 class Dequantized(UnaryStep):
@@ -321,6 +327,8 @@ class Dequantized(UnaryStep):
     scheme: str
     arrays: tuple[tuple[str, BlockArray | Key | Sliced], ...]
     lossy: ClassVar[bool] = True
+    no_split: ClassVar[str] = "decoded values are not packed again"
+    no_join: ClassVar[str] = "the values are decoded from several arrays"
 
     def __post_init__(self) -> None:
         expected = scheme_of(self.scheme, f"dequantize({self.of})").array_types(self.type.shape)
@@ -358,12 +366,6 @@ class Dequantized(UnaryStep):
         inner_box = shift_box(box, [-start for start, _ in outer])
         return groups if inner_box == full_box(groups.type.shape) else DecodedBox(groups, inner_box)
 
-    def join(self, *values: Any) -> Any:
-        raise UnsupportedError(f"{self}: the values are decoded from several arrays")
-
-    def split(self, value: Any) -> tuple[Any, ...]:
-        raise UnsupportedError(f"{self}: decoded values are not packed again")
-
     def name(self, *names: str) -> str:
         return str(self.of)
 
@@ -380,6 +382,7 @@ class Strided(IndexStep):
     axis: int
     start: int
     step: int
+    no_split: ClassVar[str] = "it is one of the interleaved parts of a stored tensor; `pieces` joins the parts"
 
     def __post_init__(self) -> None:
         shape = self.of.type.shape
@@ -398,11 +401,6 @@ class Strided(IndexStep):
         selected: Strided = self.with_parts(self.of if outer == full_box(self.of.type.shape) else self.of.box(outer))
         return selected
 
-    def split(self, value: Any) -> tuple[Any, ...]:
-        raise UnsupportedError(
-            f"{self}: it is one of the interleaved parts of a stored tensor; `pieces` joins the parts"
-        )
-
 
 @dataclass(frozen=True)
 class DecodedBox(IndexStep):
@@ -413,6 +411,7 @@ class DecodedBox(IndexStep):
 
     of: Dequantized
     bounds: Box
+    no_split: ClassVar[str] = "the values outside of the box are unknown, so it cannot be written"
 
     @property
     def index(self) -> Index:
@@ -421,9 +420,6 @@ class DecodedBox(IndexStep):
 
     def box(self, box: Box) -> DecodedBox:
         return DecodedBox(self.of, shift_box(box, [start for start, _ in self.bounds]))
-
-    def split(self, value: Any) -> tuple[Any, ...]:
-        raise UnsupportedError(f"{self}: the values outside of the box are unknown, so it cannot be written")
 
 
 def slice_axis(program: ProgramStep, axis: int, start: int, stop: int) -> Any:

@@ -27,7 +27,7 @@ from rlx_jax.ir.operands import BlockTraits, Initial, Normal, Traits, check_decl
 from rlx_jax.ir.param import Program, Roles
 from rlx_jax.ir.paths import Origin, StateLeaf, path_text
 from rlx_jax.ir.types import TensorType, check_elements
-from rlx_jax.ir.user_functions import arity, cached_types, trace_error, traced_types, without_disable_jit
+from rlx_jax.ir.user_functions import arity, cached_types, formula_key, trace_error, traced_types, without_disable_jit
 
 T = TypeVar("T")
 
@@ -149,7 +149,7 @@ class Mir(Op):
         self.check(*operands)
         # The process-wide cache takes only ops with plain values as attributes: another op may hold a user's function,
         # which the cache would keep alive.
-        return cached_types(self, operands) if self.traits.stored else traced_types(self, operands)
+        return cached_types(self, operands, formula_key(self)) if self.traits.stored else traced_types(self, operands)
 
 
 class Hir(Op):

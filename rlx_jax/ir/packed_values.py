@@ -10,7 +10,8 @@ import numpy as np
 
 from rlx_jax.errors import WeightError
 from rlx_jax.ir.ggml import BLOCKS, split_blocks
-from rlx_jax.ir.packed import BITS, F32, SCHEMES, TABLES, Scheme
+from rlx_jax.ir.packed import BITS, SCHEMES, TABLES, Scheme
+from rlx_jax.ir.types import F32
 
 _CHUNK = 2**19  # values decoded at a time: the temporaries then fit in the CPU's cache
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.errors import UnsupportedError, WeightShapeError
+from rlx_jax.errors import WeightShapeError
 from rlx_jax.ir.boxes import Box as Box
 from rlx_jax.ir.boxes import axis_index, box_shape, concat_axis, overlaps
 from rlx_jax.ir.checkpoint_tensor import BlockArray as BlockArray
@@ -268,6 +268,8 @@ class PackedArray(UnaryStep):
 
     of: Program
     array: str
+    no_split: ClassVar[str] = QuantizedArray.no_split
+    no_join: ClassVar[str] = "arrays are read by the program `stored`"
 
     @functools.cached_property
     def stored(self) -> Program:
@@ -283,12 +285,6 @@ class PackedArray(UnaryStep):
 
     def box(self, box: Box) -> Any:
         return select_box(self.stored, box)
-
-    def split(self, value: Any) -> tuple[Any, ...]:
-        raise UnsupportedError(f"{self}: one of several arrays; `decoded_leaves` joins them")
-
-    def join(self, *values: Any) -> Any:
-        raise UnsupportedError(f"{self}: arrays are read by the program `stored`")
 
     def name(self, *names: str) -> str:
         return names[0] if self.array == "codes" else f"{names[0]}.{self.array}"

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rlx_jax.errors import UnsupportedError
 from rlx_jax.ir.boxes import Box
 from rlx_jax.ir.checkpoint_tensor import UnaryStep, select_box
 from rlx_jax.ir.packed import SCHEMES
@@ -44,6 +43,7 @@ class QuantizedArray(UnaryStep):
     of: Any
     scheme: str
     array: str
+    no_split: ClassVar[str] = "one of several arrays; `decoded_leaves` joins them"
 
     @property
     def type(self) -> TensorType:
@@ -59,6 +59,3 @@ class QuantizedArray(UnaryStep):
 
     def join(self, *values: Any) -> Any:
         return quantize(values[0], self.scheme, str(self.of))[self.array]
-
-    def split(self, value: Any) -> tuple[Any, ...]:
-        raise UnsupportedError(f"{self}: one of several arrays; `decoded_leaves` joins them")

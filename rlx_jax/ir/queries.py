@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
@@ -22,10 +23,18 @@ def users(graph: Graph, node: int) -> tuple[int, ...]:
     return tuple(i for i, other in enumerate(graph.nodes) if any(v.node == node for v in other.inputs))
 
 
+def find_readers(graph: Graph) -> dict[Value, list[int]]:
+    """Return the numbers of the nodes that read each value; -1 for an output or a written state."""
+    readers: dict[Value, list[int]] = defaultdict(list)
+    reads = [(v, number) for number, node in enumerate(graph.nodes) for v in node.inputs]
+    for value, number in [*reads, *((v, -1) for v in graph.roots())]:
+        readers[value].append(number)
+    return readers
+
+
 def use_count(graph: Graph, node: int) -> int:
     """Return how many times results of a node are read: as operands, as outputs of the graph and by state writes."""
-    reads = [v for other in graph.nodes for v in other.inputs] + list(graph.roots())
-    return sum(v.node == node for v in reads)
+    return sum(len(numbers) for value, numbers in find_readers(graph).items() if value.node == node)
 
 
 def dynamic_symbols(graph: Graph) -> tuple[str, ...]:

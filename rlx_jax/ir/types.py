@@ -45,6 +45,8 @@ MAX_ELEMENTS = 2**40
 # Limit of the characters of a name (of a flow, an input, an output, a dimension): messages print names in full.
 MAX_NAME = 120
 
+F32, I32 = np.dtype(np.float32), np.dtype(np.int32)
+
 # An `int` or a symbolic dimension (jax's `_DimExpr`, which has no public name).
 DimLike = Any
 _DimMethod = Callable[["Dim", Any], "Dim | int"]
@@ -56,7 +58,6 @@ DTYPE_NAMES: dict[str, str] = {
     "f8_e5m2": "float8_e5m2", "f8_e4m3fnuz": "float8_e4m3fnuz", "f8_e5m2fnuz": "float8_e5m2fnuz", "bf16": "bfloat16",
     "f16": "float16", "f32": "float32", "f64": "float64", "c64": "complex64",
 }  # fmt: skip
-ML_DTYPE_PREFIXES = ("bfloat", "float8", "int4", "uint4")
 _SHORT = {long: short for short, long in DTYPE_NAMES.items()}
 _BY_NAME = {**DTYPE_NAMES, **{long: long for long in DTYPE_NAMES.values()}}
 
@@ -71,9 +72,7 @@ def as_dtype(dtype: Any, where: str = "") -> np.dtype[Any]:
         if dtype not in _BY_NAME:
             choices = f"; known are {listing(DTYPE_NAMES, len(DTYPE_NAMES))}"
             raise DTypeError(f"{where}unknown dtype {quote(dtype)}{did_you_mean(dtype, _BY_NAME) or choices}")
-        dtype = (
-            getattr(ml_dtypes, long_name) if (long_name := _BY_NAME[dtype]).startswith(ML_DTYPE_PREFIXES) else long_name
-        )
+        dtype = _BY_NAME[dtype]  # ml_dtypes adds its names to those of NumPy
     try:
         np_dtype: np.dtype[Any] = np.dtype(dtype if dtype is not None else "none")  # NumPy takes None for float64
     except TypeError as error:

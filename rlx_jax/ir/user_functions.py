@@ -88,22 +88,6 @@ def traced_formula(op: Any, operands: tuple[TensorType, ...]) -> Any:
         return jax.make_jaxpr(op.eval)(*(t.spec for t in operands))
 
 
-def cached_formula(op: Any, operands: tuple[TensorType, ...]) -> Any:
-    """Return `traced_formula` for an op with plain values as attributes; the process caches the latest ones.
-
-    Types and proofs of independence share a trace. The cache is small, because a jaxpr is much larger than its types.
-    """
-    return _cached_formula(op, operands, formula_key(op))
-
-
-def cached_types(op: Any, operands: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
-    """Return `traced_types` for an op with plain values as attributes, cached for all builds of the process.
-
-    Tracing an op takes longer than all other work of the compiler for that op.
-    """
-    return _cached_types(op, operands, formula_key(op))
-
-
 def formula_key(op: Any) -> Hashable:
     """Return what the traced formula of an op depends on besides its attributes and operands, for a cache key."""
     names = getattr(op, "__dataclass_fields__", ())
@@ -113,14 +97,21 @@ def formula_key(op: Any) -> Hashable:
 
 
 @functools.lru_cache(2**14)
-def _cached_types(op: Any, operands: tuple[TensorType, ...], formula: Hashable) -> tuple[TensorType, ...]:
-    """Return `traced_types`; `formula` is in the cache key because the result depends on it."""
-    return types_of(_cached_formula(op, operands, formula).out_avals)
+def cached_types(op: Any, operands: tuple[TensorType, ...], formula: Hashable) -> tuple[TensorType, ...]:
+    """Return `traced_types` for an op with plain values as attributes, cached for all builds of the process.
+
+    Tracing an op takes longer than all other work of the compiler for that op. `formula` is its `formula_key`.
+    """
+    return types_of(cached_formula(op, operands, formula).out_avals)
 
 
 @functools.lru_cache(2**9)
-def _cached_formula(op: Any, operands: tuple[TensorType, ...], formula: Hashable) -> Any:
-    """Return `traced_formula`; `formula` is in the cache key because the result depends on it."""
+def cached_formula(op: Any, operands: tuple[TensorType, ...], formula: Hashable) -> Any:
+    """Return `traced_formula` for an op with plain values as attributes; the process caches the latest ones.
+
+    Types and proofs of independence share a trace. The cache is small, because a jaxpr is much larger than its types.
+    `formula` is the op's `formula_key`.
+    """
     return traced_formula(op, operands)
 
 

@@ -26,7 +26,7 @@ from rlx_jax.ir.param import packed_parameter, packing_of
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.lowering.inspect.buffers import fused_activation_bytes
 from rlx_jax.lowering.inspect.outline import OpCost, op_costs
-from rlx_jax.lowering.lir.attention import CHUNK_SCORE_BYTES, CHUNKED
+from rlx_jax.lowering.lir.attention import CHUNK_SCORE_BYTES
 from rlx_jax.lowering.lir.packed import MAX_FUSED_ROWS
 from rlx_jax.lowering.lir.plan import PRODUCTS, RECURRENCES, XLA_CHOICE, Lir, call_of
 from rlx_jax.lowering.sharding import ModelSharding, shard_type
@@ -161,7 +161,7 @@ def workspace_bytes(lir: Lir, graph: Graph, node: Node) -> int:
     scores = 4 * node.op.heads * math.prod(map(int, (q.shape[0], q.shape[1], k.shape[1])))
     # Otherwise a CPU transposes keys and values, or holds the scores in f32 and their 16-bit products.
     arrays = 1 if not on_cpu or (name == "heads_first" and q.dtype.itemsize == 4) else 2
-    return arrays * min(scores, CHUNK_SCORE_BYTES if name in CHUNKED else scores) + k.nbytes + v.nbytes
+    return arrays * min(scores, CHUNK_SCORE_BYTES if name == "query_chunks" else scores) + k.nbytes + v.nbytes
 
 
 def _is_widened(entry: OpCost, lir: Lir) -> bool:

@@ -24,7 +24,7 @@ from rlx_jax.ir.ops.index import Gather, Iota, RelativeBuckets, TakeAlongAxis
 from rlx_jax.ir.ops.linalg import Einsum, check_linear
 from rlx_jax.ir.ops.pointwise import UNARY, Binary, Unary
 from rlx_jax.ir.ops.shape import AxisOf, Concat, Reshape, Transpose, merge_axes, split_axis
-from rlx_jax.ir.types import TensorType, is_static
+from rlx_jax.ir.types import F32, TensorType, is_static
 
 DECODER_OPERANDS = ("x", "ln1_g", "ln1_b", "q", "k", "v", "o", "ln2_g", "ln2_b", "gate", "up", "down", "cos", "sin")
 
@@ -302,9 +302,6 @@ class Qwen35MtpHead(Hir):
 
 
 # Blocks that compute scores of attention from the distances between tokens.
-
-
-F32, I32 = np.dtype(np.float32), np.dtype(np.int32)
 
 
 @dataclass(frozen=True)

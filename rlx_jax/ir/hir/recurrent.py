@@ -25,10 +25,9 @@ from rlx_jax.ir.ops.pointwise import Binary, Compare, Unary, Where, in_dtype
 from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp, SelectiveScanOp, TokenScan
 from rlx_jax.ir.ops.shape import Concat, Narrow, Pad, Reshape, Slice, merge_axes, split_axis
 from rlx_jax.ir.param import Roles
-from rlx_jax.ir.types import DimLike, TensorType, is_float, is_static
+from rlx_jax.ir.types import F32, DimLike, TensorType, is_float, is_static
 from rlx_jax.ir.user_functions import TokenStep
 
-F32 = np.dtype(np.float32)
 Values = Sequence[Value]
 # The state that a block starts from, by slot; None: the initial values.
 Start = Values | None

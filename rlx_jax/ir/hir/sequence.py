@@ -29,7 +29,7 @@ from rlx_jax.ir.ops.shape import (
     merge_axes,
     split_axis,
 )
-from rlx_jax.ir.types import TensorType
+from rlx_jax.ir.types import F32, I32, TensorType
 
 
 @dataclass(frozen=True)
@@ -307,7 +307,6 @@ class CountedPositions(Hir):
         return b(Binary("add"), count, b.scalar(self.padding, count))
 
 
-F32, I32 = np.dtype(np.float32), np.dtype(np.int32)
 Masks = tuple[Value, ...]
 
 

@@ -17,7 +17,7 @@ from rlx_jax.ir.ops.order import TopK
 from rlx_jax.ir.ops.pointwise import UNARY, Binary, Compare, Unary, Where, in_dtype
 from rlx_jax.ir.ops.reduce import Reduce, Softmax
 from rlx_jax.ir.ops.shape import AxisOf, Reshape, SplitLast
-from rlx_jax.ir.types import TensorType
+from rlx_jax.ir.types import F32, TensorType
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,6 @@ class Embed(Hir):
         return b(Gather(), *operands)
 
 
-F32 = np.dtype(np.float32)
 SCORES = ("softmax", "sigmoid", "chosen")
 
 

@@ -160,7 +160,7 @@ class AttentionOp(Mir):
         allowed = self._allowed(num_queries, num_keys, extra, num_keys - (total or num_queries) + start)
         pairs = (batch, self.heads, num_queries, num_keys)
         if self.returns == "scores":
-            return (scores if allowed is None else jnp.where(allowed, scores, -jnp.inf)).reshape(pairs)
+            return masked(scores, allowed).reshape(pairs)
         # Without positions the queries are aligned with the last keys; with more queries than keys some have no key.
         rows_may_be_empty = "keep" in extra or "bias" in extra
         rows_may_be_empty |= allowed is not None and "positions" not in extra and num_keys != (total or num_queries)
@@ -168,8 +168,8 @@ class AttentionOp(Mir):
         if sinks is not None:
             sinks = sinks.astype(jnp.float32).reshape(1, self.kv_heads, num_groups, 1, 1)
         if heads_first and self.returns == "context":
-            # The mask is added, as it then has no head axis, and the product is divided, as it has fewer numbers.
-            weights, sums = exponentials(scores if allowed is None else scores + _mask_bias(allowed), sinks)
+            # The product is divided instead of the weights, as it has fewer numbers.
+            weights, sums = exponentials(masked(scores, allowed), sinks)
             equation, narrow = f"bkgst,{keys_in}->{queries_in}", weights.astype(v.dtype)
             # In f32: before the division the sum over many keys may be over the largest f16.
             out = (product(equation, narrow, v4, preferred_element_type=jnp.float32) / sums).astype(v.dtype)
@@ -239,13 +239,13 @@ def masked_softmax(scores: Array, allowed: Array | None, rows_may_be_empty: bool
         if allowed is not None:
             scores = jnp.where(allowed, scores, jnp.finfo(jnp.float32).min)
         return jax.nn.softmax(scores, axis=-1)
-    weights, total = exponentials(scores if allowed is None else jnp.where(allowed, scores, -jnp.inf), sinks)
+    weights, total = exponentials(masked(scores, allowed), sinks)
     return weights / total
 
 
-def _mask_bias(allowed: Array) -> Array:
-    """Return what is added to scores: 0 where `allowed` is True, and −∞ elsewhere."""
-    return jnp.where(allowed, 0.0, -jnp.inf).astype(jnp.float32)
+def masked(scores: Array, allowed: Array | None) -> Array:
+    """Return scores with −∞ where `allowed` is False, also in place of infinities and NaN; None for all True."""
+    return scores if allowed is None else jnp.where(allowed, scores, -jnp.inf)
 
 
 def exponentials(scores: Array, sinks: Array | None) -> tuple[Array, Array]:

@@ -176,11 +176,6 @@ def add_bias(product: Array, bias: Array | None) -> Array:
     return jnp.add(*same_rank(product, bias.astype(product.dtype)))
 
 
-def _grouped_flops(op: Any, operands: Types, results: Types) -> int:
-    """Return the FLOPs of the product of each row with one matrix."""
-    return 2 * operands[0].size * int(results[0].shape[-1])
-
-
 @dataclass(frozen=True)
 class GroupedMatMul(Mir):
     """Product of each row with one of several matrices, `y[i] = x[i] · w[ids[i]]`.
@@ -190,7 +185,7 @@ class GroupedMatMul(Mir):
     of range reads the nearest matrix.
     """
 
-    traits = replace(product_traits(_grouped_flops), narrows=2)
+    traits = replace(product_traits(lambda op, x, out: 2 * x[0].size * int(out[0].shape[-1])), narrows=2)
     ids = (2, 1, 0)
 
     contract: int = 0

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from rlx_jax.errors import ShapeError, wrong_arity
@@ -24,7 +23,6 @@ from rlx_jax.ir.ops.custom import jaxpr_flops
 from rlx_jax.ir.types import TensorType, is_float, is_static
 from rlx_jax.ir.user_functions import TokenStep, inner_jaxprs
 
-F32 = np.dtype(np.float32)
 # Number of tokens in a chunk of the chunked forms.
 CHUNK = 64
 
@@ -73,30 +71,31 @@ def _delta_flops(op: Any, operands: Types, results: Types) -> int:
     return 6 * v.size * int(k.shape[3])
 
 
-def _chunked_scan_bytes(v: TensorType, inner: int, state: TensorType, num_matrices: int, states: int) -> int:
+def _chunked_scan_bytes(
+    op: Any, operands: Types, results: Types, v: int, inner: int, num_matrices: int, states: int
+) -> int:
     """Return the scratch bytes of a scan in chunks of `CHUNK` tokens, all f32.
 
     Args:
-        v: type of the values `[B,S,H,V]`.
-        inner: width of the state's other axis.
-        state: type of the state.
+        op, operands, results: the op, whose second result is the state.
+        v: index of the values `[B,S,H,V]` among the operands.
+        inner: index of the operand whose last axis is the state's other axis.
         num_matrices: number of token-by-token matrices per head and chunk, and of rows of both widths per token.
         states: number of copies of the state before each chunk.
 
     Returns:
         The bytes; for a single token, which needs no chunks, the bytes of two states.
     """
-    batch, tokens, heads, width = map(int, v.shape)
+    batch, tokens, heads, width = map(int, operands[v].shape)
     if tokens == 1:  # one step without chunks
-        return 2 * state.nbytes
-    chunks = -(-tokens // CHUNK)
-    rows = num_matrices * (CHUNK + inner + width)
-    return 4 * batch * heads * (chunks * CHUNK * rows + states * (chunks + 1) * inner * width)
+        return 2 * results[1].nbytes
+    chunks, size = -(-tokens // CHUNK), int(operands[inner].shape[3])
+    rows = num_matrices * (CHUNK + size + width)
+    return 4 * batch * heads * (chunks * CHUNK * rows + states * (chunks + 1) * size * width)
 
 
-def _delta_workspace(op: Any, operands: Types, results: Types) -> int:
-    """Return the scratch bytes of the chunked gated delta rule."""
-    return _chunked_scan_bytes(operands[2], int(operands[1].shape[3]), results[1], num_matrices=5, states=2)
+_delta_workspace = functools.partial(_chunked_scan_bytes, v=2, inner=1, num_matrices=5, states=2)
+_scan_workspace = functools.partial(_chunked_scan_bytes, v=0, inner=3, num_matrices=3, states=3)
 
 
 @dataclass(frozen=True)
@@ -162,11 +161,6 @@ def _scan_flops(op: Any, operands: Types, results: Types) -> int:
     """Return the FLOPs of two products of the state with a vector for each token: write, query."""
     x, _, _, b, *_ = operands
     return 4 * x.size * int(b.shape[3])
-
-
-def _scan_workspace(op: Any, operands: Types, results: Types) -> int:
-    """Return the scratch bytes of the chunked selective scan."""
-    return _chunked_scan_bytes(operands[0], int(operands[3].shape[3]), results[1], num_matrices=3, states=3)
 
 
 @dataclass(frozen=True)
