@@ -291,9 +291,8 @@ def add_sharding_constraints(graph: Graph, model_sharding: ModelSharding, types:
             return None
         product = b(node.op, *inputs)
         *lead, _ = dim_roles(b.type(product))
-        return (
-            b(Shard((*lead, _last_axis_role(node, program_roles(param.programs[0], model_sharding.roles)))), product),
-        )
+        role = _last_axis_role(node, program_roles(param.programs[0], model_sharding.roles))
+        return (b(Shard((*lead, role)), product),)
 
     return rewrite(graph, everywhere(fn), types, "divide")
 

@@ -235,9 +235,7 @@ def check_last_tokens(graph: Graph) -> None:
                 "seq" in inner.type(v).symbols for v in node.inputs if v.node not in last_token_nodes
             )
             if last_reads and reads_all_tokens and isinstance(node.op, hir.Attention):
-                last_reads = (
-                    last_reads if node.op.last else []
-                )  # otherwise its rule refuses it, with a more precise message
+                last_reads *= node.op.last  # otherwise its rule refuses it, with a more precise message
             elif last_reads and reads_all_tokens:
                 raise DeriveError(
                     f"{path_text(node.origin.path)}: {node.op.text()} combines the last token of each row with every "
@@ -365,14 +363,13 @@ def _token_wise_suffix(graph: Graph, types: TypeCache) -> set[int]:
         operands = tuple(graph.type(v) for v in node.inputs)
         if needs_last_query_only(node.op) and all(t.shape[1] == symbol("seq") for t in operands[:3]):
             suffix.add(number)
-        if not is_plain:
+        with_tokens = [t for t in operands if "seq" in t.symbols]
+        if not is_plain or not with_tokens or any(t.shape[1:2] != (symbol("seq"),) for t in with_tokens):
             continue
-        if "seq" in operands[0].symbols or any("seq" in t.symbols for t in operands):
-            verdict = types.cached(prove, node.op, operands, "seq")
-            is_independent = verdict.token_wise and not why_not_independent(types, node, operands, "seq")
-            if is_independent and all(axis == 1 for axis in verdict.out_axes):
-                if all(t.shape[1:2] == (symbol("seq"),) for t in operands if "seq" in t.symbols):
-                    suffix.add(number)
+        verdict = types.cached(prove, node.op, operands, "seq")
+        is_independent = verdict.token_wise and not why_not_independent(types, node, operands, "seq")
+        if is_independent and all(axis == 1 for axis in verdict.out_axes):
+            suffix.add(number)
     return suffix
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, cast
 
+__all__ = ["LazyModule", "load", "pl", "plgpu"]
+
 
 class LazyModule:
     """A module that is imported at the first use of one of its names."""

@@ -23,7 +23,8 @@ import numpy as np
 from rlx_jax.errors import WeightError, WeightShapeError, did_you_mean, quote, shown
 from rlx_jax.ir.boxes import Box
 from rlx_jax.ir.ggml import BLOCKS, BlockLayout, bit_fields
-from rlx_jax.ir.types import F32, TensorType, as_dtype, is_float, short_name, tensor_type
+from rlx_jax.ir.types import F32 as F32
+from rlx_jax.ir.types import TensorType, as_dtype, is_float, short_name, tensor_type
 
 UINT8: np.dtype[Any] = np.dtype(np.uint8)
 INT8: np.dtype[Any] = np.dtype(np.int8)

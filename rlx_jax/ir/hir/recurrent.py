@@ -9,7 +9,7 @@ are packed: head h of width D is columns h·D … h·D+D−1.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -243,47 +243,29 @@ class CausalWindow(StatefulForward, Hir):
     ) -> BlockRun:
         """Append the ops of the block, run from a state: see `CarriesState`."""
         (x,) = operands
-        if self.width == 1:
-            return BlockRun((b(TokenWindows(1), x),), ())
-        tokens = prepend_state(b, x, self.width, start, lengths)
-        windows = b(TokenWindows(self.width), tokens.rows)
-        return BlockRun((windows,), (tokens.tail,), (tokens.state_per_token(b, windows),) if every else ())
+        return run_over_windows(b, x, self.width, start, lengths, every, lambda rows: b(TokenWindows(self.width), rows))
 
 
-@dataclass(frozen=True)
-class PrecededTokens:
-    """Tokens after the `past` preceding ones, for a block that reads a window of `past + 1` tokens.
+def run_over_windows(
+    b: Builder, x: Value, width: int, start: Start, lengths: Value | None, every: bool, fn: Callable[[Value], Value]
+) -> BlockRun:
+    """Run a block over windows of `width` tokens, the state of which is the `width − 1` tokens before a token.
 
-    Attributes:
-        rows: the preceding tokens, then the tokens of this call, `[B, past + S, …]`.
-        tail: the last `past` valid rows, which are the new state.
-        past: the number of preceding tokens.
-    """
-
-    rows: Value
-    tail: Value
-    past: int
-
-    def state_per_token(self, b: Builder, windows: Value) -> Value:
-        """Return the state after each token, `[B, S, past, …]`, given the windows of `past + 1` rows."""
-        return in_dtype(b, b(Narrow(2, 1, self.past), windows), b.type(self.tail).dtype)
-
-
-def prepend_state(
-    b: Builder, x: Value, width: int, start: Sequence[Value] | None, lengths: Value | None
-) -> PrecededTokens:
-    """Return tokens x `[B, S, …]` after the rows of the state, or after zeros if there is no state.
-
-    `width`, at least 2, is the size of the windows; for `start` and `lengths` see `CarriesState.expand_from`. The
-    state is f32 if the tokens are floats.
+    `fn` returns the result for the tokens x `[B, S, …]` after the rows of the state, or after zeros if there is none:
+    `[B, width − 1 + S, …]`. For `start`, `lengths` and `every` see `CarriesState.expand_from`. The state is f32 if the
+    tokens are floats.
     """
     past, x_type = width - 1, b.type(x)
+    if not past:
+        return BlockRun((fn(x),), ())
     if start is None:
         rows = b(Pad(((0, 0), (past, 0), *((0, 0),) * (x_type.rank - 2))), x)
     else:
         rows = b(Concat(1), in_dtype(b, start[0], x_type.dtype), x)
-    tail = b(Narrow(1, -past, past), rows) if lengths is None else b(TailRows(past), rows, lengths)
-    return PrecededTokens(rows, in_dtype(b, tail, F32 if is_float(x_type.dtype) else x_type.dtype), past)
+    dtype = F32 if is_float(x_type.dtype) else x_type.dtype
+    tail = in_dtype(b, b(Narrow(1, -past, past), rows) if lengths is None else b(TailRows(past), rows, lengths), dtype)
+    states = (in_dtype(b, b(Narrow(2, 1, past), b(TokenWindows(width), rows)), dtype),) if every else ()
+    return BlockRun((fn(rows),), (tail,), states)
 
 
 @dataclass(frozen=True)
@@ -347,11 +329,8 @@ class CausalConv(StatefulForward, Hir):
         taps = int(b.type(w).shape[-1])
         if b.type(w).rank == 3:
             w = b(merge_axes(3, 1), w)
-        if taps == 1:
-            return BlockRun((b(CausalConvOp(self.bias), x, w, *bias),), ())
-        tokens = prepend_state(b, x, taps, start, lengths)
-        every_state = (tokens.state_per_token(b, b(TokenWindows(taps), tokens.rows)),) if every else ()
-        return BlockRun((b(CausalConvOp(self.bias), tokens.rows, w, *bias),), (tokens.tail,), every_state)
+        convolve = CausalConvOp(self.bias)
+        return run_over_windows(b, x, taps, start, lengths, every, lambda rows: b(convolve, rows, w, *bias))
 
 
 @dataclass(frozen=True)

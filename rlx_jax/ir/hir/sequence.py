@@ -187,23 +187,18 @@ class Attention(Hir):
         `positions` has further operands of `AttentionOp`, the positions of queries and keys, by name.
         """
         positions = positions or {}
-        extra_operands, other_operands = (
-            dict(zip(self.extra, extra_values, strict=False)),
-            extra_values[len(self.extra) :],
-        )
+        extra_operands = dict(zip(self.extra, extra_values, strict=False))
+        other_operands = extra_values[len(self.extra) :]
         if self.bias_of is not None:
-            query_positions, key_positions = self._pair_positions(b, q, k, {**extra_operands, **positions})
-            extra_operands["bias"] = b(
-                PairBias(self.bias_of), query_positions, key_positions, *other_operands[self.sinks :]
-            )
+            pair = self._pair_positions(b, q, k, {**extra_operands, **positions})
+            extra_operands["bias"] = b(PairBias(self.bias_of), *pair, *other_operands[self.sinks :])
         if self.sinks:
             extra_operands["sinks"] = other_operands[0]
         if times > 1:
             k, v = (b(RepeatHeads(self.kv_heads, times), x) for x in (k, v))
-        op = self.op(self.kv_heads * times)
-        return b(
-            replace(op, extra=(*extra_operands, *positions)), q, k, v, *extra_operands.values(), *positions.values()
-        )
+        extra_operands |= positions
+        op = replace(self.op(self.kv_heads * times), extra=tuple(extra_operands))
+        return b(op, q, k, v, *extra_operands.values())
 
     def initial(self, operand_index: int, weight: TensorType) -> Initial:
         """Return 0 for sinks, and the default for any other weight."""
@@ -215,10 +210,8 @@ class Attention(Hir):
         By default keys have positions 0 … T−1, and queries have the last S of them.
         """
         key_positions = positions.get("key_positions") or b(Reshape((1, -1)), b(Iota(1), k))
-        query_positions = positions.get("positions") or b(
-            CutAxis(1, Bound((SizeOf(1, 1),), from_end=True)), key_positions, q
-        )
-        return query_positions, key_positions
+        last_queries = CutAxis(1, Bound((SizeOf(1, 1),), from_end=True))
+        return positions.get("positions") or b(last_queries, key_positions, q), key_positions
 
     def text(self) -> str:
         return replace(self, bias_of=None).text()[:-1] + ", bias by positions)" if self.bias_of else super().text()

@@ -80,9 +80,8 @@ class Split(Hir):
         shard_sizes = tuple(size // self.shards for size in self.sizes)
         leading_axes = tuple(AxisOf(axis) for axis in range(b.type(x).rank - 1))
         split_parts = b.add(SplitLast(shard_sizes), b(Reshape((*leading_axes, self.shards, sum(shard_sizes))), x))
-        return tuple(
-            b(Reshape((*leading_axes, size)), part) for size, part in zip(self.sizes, split_parts, strict=True)
-        )
+        pairs = zip(self.sizes, split_parts, strict=True)
+        return tuple(b(Reshape((*leading_axes, size)), part) for size, part in pairs)
 
 
 @dataclass(frozen=True)
@@ -236,16 +235,13 @@ class Experts(Hir):
         shares = b(Where(), hits, b(Reshape((*leading_axes, 1)), in_dtype(b, weights, F32)), b.leaf(constant(0.0, F32)))
         share, is_chosen = (b(Reduce(kind, (rank - 1,)), v) for kind, v in (("sum", shares), ("any", hits)))
         gate_bias, up_bias, down_bias = biases or (None, None, None)
-        gate_and_up = ((gate, gate_bias), (up, up_bias))
-        inner = self._gated(
-            b, *(_add_bias(b, b(Einsum(f"...h,{in_axes}->...ef"), x, w), bias) for w, bias in gate_and_up)
-        )
+        projection, gate_and_up = Einsum(f"...h,{in_axes}->...ef"), ((gate, gate_bias), (up, up_bias))
+        inner = self._gated(b, *(_add_bias(b, b(projection, x, w), bias) for w, bias in gate_and_up))
         outputs = _add_bias(b, b(Einsum(f"...ef,{out_axes}->...eh", result=F32), inner, down), down_bias)
-        weighted = b(Binary("mul"), outputs, b(Reshape((*leading_axes[:-1], experts, 1)), share))
+        by_expert = Reshape((*leading_axes[:-1], experts, 1))
+        weighted = b(Binary("mul"), outputs, b(by_expert, share))
         # A product with weight 0 is not enough: an expert that was not chosen may overflow, and 0 · inf is NaN.
-        selected = b(
-            Where(), b(Reshape((*leading_axes[:-1], experts, 1)), is_chosen), weighted, b.leaf(constant(0.0, F32))
-        )
+        selected = b(Where(), b(by_expert, is_chosen), weighted, b.leaf(constant(0.0, F32)))
         return in_dtype(b, b(Reduce("sum", (rank - 1,)), selected), b.type(x).dtype)
 
     def _gated(self, b: Builder, gate: Value, up: Value) -> Value:

@@ -270,13 +270,10 @@ class Pool(Mir):
     def eval(self, x: Array) -> Array:
         pairs = self._pairs(x.shape[2:])
         lowest = np.asarray(-np.inf if is_float(x.dtype) else jnp.iinfo(x.dtype).min, x.dtype)
+        if self.kind == "max" and any(d > 1 for d in self.dilation):
+            return self._max_of_shifted(x, lowest, pairs)
         if self.kind == "max":
-            is_dilated = any(d > 1 for d in self.dilation)
-            return (
-                self._max_of_shifted(x, lowest, pairs)
-                if is_dilated
-                else self._reduce_windows(x, lowest, lax.max, pairs)
-            )
+            return self._reduce_windows(x, lowest, lax.max, pairs)
         if self.kind == "argmax":
             return self._argmax(x, lowest, pairs)
         values, zero = (x.astype(jnp.float32), 0.0) if is_float(x.dtype) else (x, np.zeros((), x.dtype))
