@@ -246,17 +246,11 @@ class EncoderLayer:
     def _relative_scores(self, emit: Emit, relative: RelativeKeys, q: FlowValue, k: FlowValue) -> FlowValue:
         """Write the scores of distances, `[B,N,S,S]`."""
         s, embeddings, width = self.spec, emit.named(relative.embeddings), self.spec.num_heads * self.spec.head_dim
-        terms = {"keys": relative.keys, "queries": relative.queries}
-        rows = [
-            self._project(emit, module, embeddings, ("heads", "hidden"), width, term == "queries" or relative.keys_bias)
-            for term, module in terms.items()
-            if module
-        ]
+        biased = {"keys": relative.keys_bias, "queries": True}
+        modules = {term: getattr(relative, term) for term in biased if getattr(relative, term)}
+        rows = [self._project(emit, m, embeddings, ("heads", "hidden"), width, biased[t]) for t, m in modules.items()]
         scale = s.head_dim**-0.5 if s.score_scale is None else s.score_scale
-        op = hir.RelativeScores(
-            s.num_heads, scale, relative.buckets, relative.max_distance,
-            tuple(term for term, module in terms.items() if module),
-        )  # fmt: skip
+        op = hir.RelativeScores(s.num_heads, scale, relative.buckets, relative.max_distance, tuple(modules))
         with emit.scope(*s.keys.qkv[0].split(".")[:-1]):
             return emit.add_node(op, q, k, *rows)
 

@@ -189,9 +189,5 @@ class LoraLinear:
                 f"{emit.path}: lora changes a product with a full weight '….weight' or one of its consecutive parts "
                 f"of output features, but {quote(key.key)} is another part or has another name"
             )
-        return (
-            number,
-            Adapter(key.key, op.contract, self.scale, self.names.of(key.key)),
-            tuple(map(int, weight.type.shape)),
-            part,
-        )
+        adapter = Adapter(key.key, op.contract, self.scale, self.names.of(key.key))
+        return number, adapter, tuple(map(int, weight.type.shape)), part

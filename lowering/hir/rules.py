@@ -301,42 +301,29 @@ def refuse_plugin_rule(d: Derivation, b: Builder, node: Node, inputs: tuple[Valu
 # write caches.
 RULES: dict[type[Op], Rule] = {
     hir.Positions: positions,
-    hir.RopeAngles: keep_unchanged,
-    hir.RopeRows: keep_unchanged,
     hir.Attention: attention,
     hir.GrowingAttention: keep_growing_attention,
     hir.LastToken: last_token,
-    hir.Recurrent: carry_state,
     hir.Carried: refuse_exported_state,
-    hir.CausalWindow: carry_state,
-    hir.CausalConv: carry_state,
-    hir.GatedDelta: carry_state,
-    hir.SelectiveScan: carry_state,
+    **dict.fromkeys((hir.RopeAngles, hir.RopeRows), keep_unchanged),
+    **dict.fromkeys((hir.Recurrent, hir.CausalWindow, hir.CausalConv, hir.GatedDelta, hir.SelectiveScan), carry_state),
 }
 
 
 # Rules of `packed`, with rows of several sequences. A block without a rule is proved to be token-wise, or refused.
 PACKED: dict[type[Op], Rule] = {
     hir.Positions: lambda d, b, node, inputs: (b.leaf(row_layouts.POSITIONS),),
-    hir.RopeAngles: keep_unchanged,
-    hir.RopeRows: keep_unchanged,
     hir.Attention: lambda d, b, node, inputs: row_layouts.packed_attention(d.types, b, node, inputs),
     hir.CountedPositions: lambda d, b, node, inputs: row_layouts.counted_positions(b, cast(Any, node.op), *inputs),
-    hir.RelativeBias: keep_unchanged,
-    hir.RelativeScores: keep_unchanged,
+    **dict.fromkeys((hir.RopeAngles, hir.RopeRows, hir.RelativeBias, hir.RelativeScores), keep_unchanged),
 }
 
 
 # Rules of `padded`: these blocks read no later token, so padding at the end does not change them. `padding_rewrite` has
 # the rules of the other blocks.
 PADDED: dict[type[Op], Rule] = {
-    hir.Positions: keep_unchanged,
-    hir.RopeAngles: keep_unchanged,
-    hir.RopeRows: keep_unchanged,
-    hir.CountedPositions: keep_unchanged,
-    hir.RelativeBias: keep_unchanged,
-    hir.RelativeScores: keep_unchanged,
-    hir.FirstToken: keep_unchanged,
+    **{block: rule for block, rule in PACKED.items() if rule is keep_unchanged},
+    **dict.fromkeys((hir.Positions, hir.CountedPositions, hir.FirstToken), keep_unchanged),
     **{block: keep_causal_block for block, rule in RULES.items() if rule is carry_state},
 }
 

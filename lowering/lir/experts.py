@@ -123,25 +123,27 @@ class ExpertShardings:
     """Shardings of a mixture's operands on a mesh, and the collectives that it needs.
 
     Attributes:
-        row_spec: spec of x and the result.
-        choice_spec: spec of weights and ids.
-        up_spec: spec of gate and up.
-        down_spec: spec of down.
-        bias_specs: specs of the biases.
+        specs: the spec of each operand; the result has that of x.
         expert_axes: the mesh axes over which experts are sharded.
         gather_axes: axes of x that are sharded over `expert_axes`, each with these mesh axes: tokens are gathered along
             them, and results are reduce-scattered.
         psum_axes: the mesh axes over which results are all-reduced.
     """
 
-    row_spec: PartitionSpec
-    choice_spec: PartitionSpec
-    up_spec: PartitionSpec
-    down_spec: PartitionSpec
-    bias_specs: tuple[PartitionSpec, ...]
+    specs: tuple[PartitionSpec, ...]
     expert_axes: tuple[str, ...]
     gather_axes: tuple[tuple[int, tuple[str, ...]], ...]
     psum_axes: tuple[str, ...]
+
+    @property
+    def row_spec(self) -> PartitionSpec:
+        """Return the spec of x and the result."""
+        return self.specs[0]
+
+    @property
+    def up_spec(self) -> PartitionSpec:
+        """Return the spec of gate and up."""
+        return self.specs[1]
 
 
 def expert_shardings(op: ExpertFfn, model_sharding: ModelSharding, operands: Sequence[Any]) -> ExpertShardings:
@@ -158,16 +160,9 @@ def expert_shardings(op: ExpertFfn, model_sharding: ModelSharding, operands: Seq
     gathered_names = {name for _, names in gather_axes for name in names}
     bias_roles = zip(("ffn", "ffn", None), biases, strict=False)
     bias_specs = tuple(model_sharding.value_sharding(("experts", role), bias.shape).spec for role, bias in bias_roles)
-    return ExpertShardings(
-        row_spec,
-        choice_spec,
-        up_spec,
-        down_spec,
-        bias_specs,
-        expert_axes,
-        gather_axes,
-        tuple(n for n in _axes(up_spec) if n not in gathered_names),
-    )
+    specs = (row_spec, up_spec, up_spec, down_spec, choice_spec, choice_spec, *bias_specs)
+    psum_axes = tuple(n for n in _axes(up_spec) if n not in gathered_names)
+    return ExpertShardings(specs, expert_axes, gather_axes, psum_axes)
 
 
 def run_sharded(
@@ -188,21 +183,14 @@ def run_sharded(
     """
     shardings = expert_shardings(op, model_sharding, arrays)
     devices = math.prod(model_sharding.mesh.shape[name] for name in shardings.expert_axes)
-    specs = (
-        shardings.row_spec,
-        shardings.up_spec,
-        shardings.up_spec,
-        shardings.down_spec,
-        shardings.choice_spec,
-        shardings.choice_spec,
-        *shardings.bias_specs,
-    )
     mesh_axes = _axes((*shardings.row_spec, *shardings.up_spec))
 
     def run_on_device(*arrays: AnyArray) -> AnyArray:
         # Mark replicated operands as varying here, so that their gradients are summed over devices here. Otherwise JAX
         # would sum where they are read, possibly in a branch that some devices do not take.
-        replicated_axes = (tuple(n for n in dict.fromkeys(mesh_axes) if n not in _axes(spec)) for spec in specs)
+        replicated_axes = (
+            tuple(n for n in dict.fromkeys(mesh_axes) if n not in _axes(spec)) for spec in shardings.specs
+        )
         varying = [
             lax.pcast(a, names, to="varying") if names else a for a, names in zip(arrays, replicated_axes, strict=True)
         ]
@@ -223,8 +211,8 @@ def run_sharded(
             result = lax.psum_scatter(result, names, scatter_dimension=axis, tiled=True)
         return lax.psum(result, shardings.psum_axes) if shardings.psum_axes else result
 
-    sharded_op = jax.shard_map(run_on_device, mesh=model_sharding.mesh, in_specs=specs, out_specs=shardings.row_spec)
-    return sharded_op(*arrays)
+    mesh, in_specs, out_specs = model_sharding.mesh, shardings.specs, shardings.row_spec
+    return jax.shard_map(run_on_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*arrays)
 
 
 def _gather_tokens(a: AnyArray, shardings: ExpertShardings) -> AnyArray:

@@ -142,20 +142,11 @@ KERNELS = (*TRITON_KERNELS, *MOSAIC_KERNELS)
 # Functions that run an op, by the name of the implementation; each computes the same as `eval`.
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "xla": lambda op, *arrays: op.eval(*arrays),
-    "cudnn": cudnn,
     # Operands transposed to have the head axis first: XLA's batched products on a CPU are faster so.
     "heads_first": lambda op, *arrays: op.eval(*arrays, heads_first=True),
-    "query_chunks": query_chunks,
-    "row": functools.partial(few_rows, row),
-    "lanes": functools.partial(few_rows, lanes),
-    "one_token": one_token,
-    "chunks_at_once": chunks_at_once,
-    "chunk_by_chunk": chunk_by_chunk,
-    "gathered": gathered,
-    "blocked": blocked,
-    "looped": looped,
-    "ragged": ragged,
-    "in_loop": in_loop,
+    **{fn.__name__: functools.partial(few_rows, fn) for fn in (row, lanes)},
+    **{fn.__name__: fn for fn in (cudnn, query_chunks, one_token, chunks_at_once, chunk_by_chunk, in_loop)},
+    **{fn.__name__: fn for fn in (gathered, blocked, looped, ragged)},
     **{name: lambda *arrays, name=name: getattr(_kernels, name)(*arrays) for name in TRITON_KERNELS},
     "matvec": run_group,
     "decode_attention": run_attention,

@@ -46,11 +46,9 @@ def _read_inputs(graph: Graph) -> Iterator[str]:
 def remove_unread_inputs(graph: Graph, names: Collection[str], types: TypeCache) -> Graph:
     """Return the program without the named inputs that it does not need, and without the dead nodes that read them."""
     dropped = unread_inputs(graph).intersection(names)
-    return (
-        replace(dce(graph, types), inputs=tuple(i for i in graph.inputs if i.input not in dropped))
-        if dropped
-        else graph
-    )
+    if not dropped:
+        return graph
+    return replace(dce(graph, types), inputs=tuple(i for i in graph.inputs if i.input not in dropped))
 
 
 def live_nodes(graph: Graph) -> set[int]:

@@ -38,17 +38,10 @@ def dot(graph: Graph, level: str, note: str = "") -> str:
 
 def _dot_text(*lines: str) -> str:
     """Return lines as a quoted string. Backslashes are doubled, because labels interpret them."""
-    text = (
-        "\n".join(lines)
-        .replace("&", "&amp;")
-        .replace("\\", "\\\\")
-        .replace('"', '\\"')
-        .replace("\r", "")
-        .replace("\0", "")
-    )
-    return '"' + text.replace("\n", "\\n") + '"'
+    return '"' + "\n".join(lines).translate(_DOT_ESCAPES) + '"'
 
 
+_DOT_ESCAPES = str.maketrans({"&": "&amp;", "\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "", "\0": ""})
 _DOT_SHAPES = {"op": "", "leaf": ", style=rounded", "output": ", shape=plaintext"}
 DOT = Syntax(
     lambda id, lines, shape: f"{id} [label={_dot_text(*lines)}{_DOT_SHAPES[shape]}]",

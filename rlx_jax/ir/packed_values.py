@@ -142,13 +142,10 @@ def decode_on_host(arrays: Mapping[str, np.ndarray[Any, Any]], scheme: str) -> n
     with np.errstate(invalid="ignore", over="ignore"):
         for index in np.ndindex(codes.shape[:-2]):
             for at in range(0, codes.shape[-2], step):
-                part = {
-                    name: array[index][at : at + step]
-                    if array.shape[-2] == codes.shape[-2]
-                    else array[index][at // packing.rows : -(-(at + step) // packing.rows)]
-                    for name, array in arrays.items()
-                    if name != "order"
-                }
+                part = {}
+                for name in arrays.keys() - {"order"}:
+                    unit = 1 if arrays[name].shape[-2] == codes.shape[-2] else packing.rows
+                    part[name] = arrays[name][index][at // unit : -(-(at + step) // unit)]
                 out[index][at : at + step] = decode_codes(part, scheme, group_scales(part, scheme))
     return np.asarray(in_order(out, arrays, scheme))
 

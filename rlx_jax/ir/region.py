@@ -295,12 +295,11 @@ class _Region:
 
     def _find_results(self) -> dict[Value, int]:
         """Return the result index at the Repeat node of each value that is read after the repeat."""
-        return {
-            value: self.carries[source]
-            if self._is_final(iteration, source)
-            else len(self.carries) + self.sides.index(source) * self.count + iteration
-            for iteration, source, value in self._outside_reads()
-        }
+        results = {}
+        for i, source, value in self._outside_reads():
+            side = None if self._is_final(i, source) else self.sides.index(source) * self.count + i
+            results[value] = self.carries[source] if side is None else len(self.carries) + side
+        return results
 
 
 def merge_paths(paths: Sequence[Path]) -> Path:

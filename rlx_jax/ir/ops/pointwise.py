@@ -30,56 +30,26 @@ def _gelu(x: Array) -> Array:
     return (0.5 * x_f32 * (1.0 + jax.lax.erf(x_f32 * math.sqrt(0.5)))).astype(x.dtype)
 
 
+# Functions of one value that have their name in `jax.nn`: silu x σ(x), relu6 min(max(x, 0), 6), selu 1.0507 ·
+# elu(x, 1.6733), mish x tanh(softplus x), log_sigmoid ln σ(x), soft_sign x / (1 + |x|), hard_sigmoid relu6(x + 3) / 6,
+# hard_silu x hard_sigmoid(x), hard_tanh min(max(x, −1), 1).
+_OF_NN = "silu relu sigmoid softplus relu6 selu mish log_sigmoid soft_sign hard_sigmoid hard_silu hard_tanh"
+# In `jax.numpy`: round is half to even, trunc towards 0, sign −1, 0 or 1, cbrt ∛x, expm1 eˣ − 1, log1p ln(1 + x).
+_OF_NUMPY = (
+    "tanh exp log sqrt abs sin cos tan round floor ceil trunc sign square reciprocal cbrt expm1 log1p exp2 log2 sinh "
+    "cosh"
+)
+# In `jax.lax`: stop_gradient is x, with a gradient of 0, and erfc 1 − erf x.
+_OF_LAX = "rsqrt neg stop_gradient asin acos atan asinh acosh atanh erf erfc"
+
 # Functions of one value, by name.
 UNARY: dict[str, Callable[[Array], Array]] = {
     "gelu": _gelu,  # ½x(1 + erf(x/√2))
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),  # ½x(1 + tanh(√(2/π)(x + 0.044715x³)))
     "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),  # x σ(1.702x)
-    "silu": jax.nn.silu,  # x σ(x)
-    "relu": jax.nn.relu,
-    "sigmoid": jax.nn.sigmoid,
-    "softplus": jax.nn.softplus,
-    "tanh": jnp.tanh,
-    "exp": jnp.exp,
-    "log": jnp.log,
-    "sqrt": jnp.sqrt,
-    "rsqrt": jax.lax.rsqrt,
-    "neg": jnp.negative,
-    "abs": jnp.abs,
-    "sin": jnp.sin,
-    "cos": jnp.cos,
-    "tan": jnp.tan,
-    "atan": jnp.arctan,
-    "round": jnp.round,  # half to even
-    "floor": jnp.floor,
-    "ceil": jnp.ceil,
-    "trunc": jnp.trunc,  # towards 0
-    "sign": jnp.sign,  # −1, 0 or 1
-    "square": jnp.square,
-    "stop_gradient": jax.lax.stop_gradient,  # x, with a gradient of 0
-    "reciprocal": jnp.reciprocal,  # 1/x
-    "cbrt": jnp.cbrt,  # ∛x
-    "expm1": jnp.expm1,  # eˣ − 1
-    "log1p": jnp.log1p,  # ln(1 + x)
-    "exp2": jnp.exp2,
-    "log2": jnp.log2,
-    "asin": jnp.arcsin,
-    "acos": jnp.arccos,
-    "sinh": jnp.sinh,
-    "cosh": jnp.cosh,
-    "asinh": jnp.arcsinh,
-    "acosh": jnp.arccosh,
-    "atanh": jnp.arctanh,
-    "erf": jax.lax.erf,
-    "erfc": jax.lax.erfc,  # 1 − erf x
-    "relu6": jax.nn.relu6,  # min(max(x, 0), 6)
-    "selu": jax.nn.selu,  # 1.0507 · elu(x, 1.6733)
-    "mish": jax.nn.mish,  # x tanh(softplus x)
-    "log_sigmoid": jax.nn.log_sigmoid,  # ln σ(x)
-    "soft_sign": jax.nn.soft_sign,  # x / (1 + |x|)
-    "hard_sigmoid": jax.nn.hard_sigmoid,  # relu6(x + 3) / 6
-    "hard_silu": jax.nn.hard_silu,  # x hard_sigmoid(x)
-    "hard_tanh": jax.nn.hard_tanh,  # min(max(x, −1), 1)
+    **{name: getattr(jax.nn, name) for name in _OF_NN.split()},
+    **{name: getattr(jnp, name) for name in _OF_NUMPY.split()},
+    **{name: getattr(jax.lax, name) for name in _OF_LAX.split()},
 }
 
 # Unary functions that also accept integers.

@@ -21,16 +21,9 @@ Array = jax.Array
 
 # Reductions by name.
 REDUCE: dict[str, Callable[..., Array]] = {
-    "sum": jnp.sum,
-    "mean": jnp.mean,
-    "max": jnp.max,
-    "min": jnp.min,
-    "prod": jnp.prod,
-    "any": jnp.any,  # some entry is not 0, as bool
-    "all": jnp.all,  # no entry is 0, as bool
+    # any: some entry is not 0, as bool; all: no entry is 0; var: Σ(x − mean)² / (n − ddof); std: √var
+    **{name: getattr(jnp, name) for name in ("sum", "mean", "max", "min", "prod", "any", "all", "var", "std")},
     "logsumexp": jax.nn.logsumexp,  # ln Σ eˣ
-    "var": jnp.var,  # Σ(x − mean)² / (n − ddof)
-    "std": jnp.std,  # √var
 }
 
 # Cumulative reductions by name, and the value of each over no entries.
