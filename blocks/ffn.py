@@ -239,8 +239,9 @@ class ExpertKeys:
 
 # Keys of Mixtral's checkpoints; the defaults of `ExpertKeys` fit most others.
 MIXTRAL_KEYS = ExpertKeys(
-    "block_sparse_moe.gate.weight", *(f"block_sparse_moe.experts.{{}}.{name}.weight" for name in ("w1", "w3", "w2"))
-)
+    "block_sparse_moe.gate.weight", "block_sparse_moe.experts.{}.w1.weight", "block_sparse_moe.experts.{}.w3.weight",
+    "block_sparse_moe.experts.{}.w2.weight",
+)  # fmt: skip
 
 # Keys of experts in the memory of transformers 5, and in checkpoints that it saves without unstacking them.
 STACKED_KEYS = ExpertKeys(
