@@ -115,7 +115,7 @@ class SelfAttnPrefill:
             return context
 
         with emit.scope("self_attn"):
-            return Heads(emit, self.spec, emit.require(value, self.stage)).attention(self.stage, attend)
+            return Heads(emit, self.spec, emit.require(value, self.stage)).attention(attend)
 
     def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
         """Return the types of keys and values, `[B, S, K·D]`."""
@@ -134,12 +134,10 @@ class Heads:
     x: FlowValue
     any_heads: bool = False
 
-    def attention(self, stage: str, attend: Callable[[FlowValue, FlowValue, FlowValue], FlowValue]) -> FlowValue:
+    def attention(self, attend: Callable[[FlowValue, FlowValue, FlowValue], FlowValue]) -> FlowValue:
         """Write projections, norms, rotation and attention, and return the context `[B,S,N·D]`.
 
-        Args:
-            stage: name of the stage for error messages.
-            attend: writes the attention over q, k and v and returns its context.
+        `attend` writes the attention over q, k and v and returns its context.
         """
         x = self.emit.block_input(self.x)
         gate: list[FlowValue] = []  # one value if the spec has a gate, else none
@@ -407,7 +405,7 @@ class SelfAttnDecode:
                     f"{emit.path}: decode needs a causal or sliding-window mask, got {mask}; use_custom_mask "
                     "adds a keep mask"
                 )
-            return Heads(emit, self.spec, x).attention("SelfAttnDecode", attend)
+            return Heads(emit, self.spec, x).attention(attend)
 
     def cache_contract(self, emit: Emit, hidden: TensorType) -> KvCacheContract:
         """Return the types of keys and values, `[B, P+S, K·D]`."""

@@ -135,26 +135,23 @@ def unpack(graph: Graph, model_sharding: ModelSharding, types: TypeCache) -> Gra
     A graph in which another node reads such a product stays as it is, because the weight would be stored twice.
     """
 
-    def enter(inner: Graph) -> Rewrite:
-        def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-            if not isinstance(node.op, hir.Split) or node.op.shards != 1:
+    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+        if not isinstance(node.op, hir.Split) or node.op.shards != 1:
+            return None
+        values: list[Value] = []
+        start = 0
+        for part_index, size in enumerate(node.op.sizes):
+            result = compute_columns(b, inputs[0], start, start + size, part_index, model_sharding)
+            if result is None:
                 return None
-            values: list[Value] = []
-            start = 0
-            for part_index, size in enumerate(node.op.sizes):
-                result = compute_columns(b, inputs[0], start, start + size, part_index, model_sharding)
-                if result is None:
-                    return None
-                part, role = result
-                # Without a constraint XLA would shard the replicated parts too, and gather them again for the state.
-                lead = dim_roles(b.type(part))[:-1]
-                values.append(b(Shard((*lead, role)), part) if role is None or isinstance(role, str) else part)
-                start += size
-            return tuple(values)
+            part, role = result
+            # Without a constraint XLA would shard the replicated parts too, and gather them again for the state.
+            lead = dim_roles(b.type(part))[:-1]
+            values.append(b(Shard((*lead, role)), part) if role is None or isinstance(role, str) else part)
+            start += size
+        return tuple(values)
 
-        return fn
-
-    unpacked = dce(rewrite(graph, enter, types, "unpack"), types)
+    unpacked = dce(rewrite(graph, everywhere(fn), types, "unpack"), types)
     # A checkpoint key in both sets is read packed and in parts.
     packed_keys: set[str] = set()
     separate_keys: set[str] = set()
