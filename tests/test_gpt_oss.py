@@ -16,7 +16,7 @@ import rlx_jax as rlx
 from rlx_jax import cli, errors
 from rlx_jax.ir.packed import PackedSpec, stored_bytes
 from rlx_jax.weights.mapping import MappingSource
-from rlx_jax.weights.mxfp4 import Mxfp4Source
+from rlx_jax.weights.quantized import with_mxfp4_weights
 from tests.oracles import checkpoints, hugging_face
 from tests.oracles.comparing import assert_close
 
@@ -51,7 +51,9 @@ def test_numbers_of_mxfp4() -> None:
     parts = packed((2, 3, 96), 0, (0, 252))
     parts["_blocks"][:] = np.arange(2 * 3 * 3 * 16).reshape(2, 3, 3, 16) % 256
     parts["_scales"][0, 0] = (0, 1, 251)
-    source = Mxfp4Source(MappingSource({"w" + end: a for end, a in parts.items()} | {"v": np.ones(3, np.float32)}))
+    source = with_mxfp4_weights(
+        MappingSource({"w" + end: a for end, a in parts.items()} | {"v": np.ones(3, np.float32)})
+    )
     assert set(source.keys()) == {"w", "v"} and source.has("w") and not source.has("w_blocks")
     spec = source.spec("w")
     assert isinstance(spec, PackedSpec) and stored_bytes(spec) == sum(a.nbytes for a in parts.values())
@@ -71,13 +73,13 @@ def test_what_is_no_mxfp4() -> None:
         {"_scales": parts["_scales"][:, :2]}, {"_blocks": parts["_blocks"][..., :8]},
         {"_blocks": parts["_blocks"].astype(np.int32)},
     ):  # fmt: skip
-        wrong = Mxfp4Source(MappingSource({"w" + end: a for end, a in (parts | changes).items()}))
-        with pytest.raises(errors.WeightShapeError, match=r"'w'.*MXFP4 is blocks u8 \[E, out, in/32, 16\]"):
+        wrong = with_mxfp4_weights(MappingSource({"w" + end: a for end, a in (parts | changes).items()}))
+        with pytest.raises(errors.WeightError, match="'w'.*(16 bytes for each of the scales|expected u8)"):
             wrong.spec("w")
     parts["_scales"][1, 1, 1] = 253
     with pytest.raises(errors.WeightError, match="'w'.*exponents up to 252, got 253.*over the range of bf16"):
-        Mxfp4Source(MappingSource({"w" + end: a for end, a in parts.items()})).read("w")
-    assert Mxfp4Source(MappingSource({"w_blocks": parts["_blocks"]})).keys() == ("w_blocks",)
+        with_mxfp4_weights(MappingSource({"w" + end: a for end, a in parts.items()})).read("w")
+    assert with_mxfp4_weights(MappingSource({"w_blocks": parts["_blocks"]})).keys() == ("w_blocks",)
 
 
 SIZES = {

@@ -219,7 +219,7 @@ def test_text_part(tmp_path: Path) -> None:
 
 FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("fp8_block", {"fmt": "e5m2"}, "'fmt' is 'e5m2'; supported: e4m3"),
-    ("fp8_block", {"weight_block_size": [32]}, "'weight_block_size' is .*expected two positive integers"),
+    ("fp8_block", {"weight_block_size": [32]}, "'weight_block_size' is .*expected a list of two positive integers"),
     ("fp8_block", {"weight_block_size": [16, 16]}, r"expected shape \[2, 4\].*got f32\[1,4\]"),
     ("fp8_block", {"a_new_field": 1}, "'a_new_field' is '1'; it may change the computation"),
     ("fp8_block", {"modules_to_not_convert": [1]}, "'modules_to_not_convert' is .*expected a list of names"),

@@ -426,7 +426,6 @@ class Numbers:
     """A JSON file of lists of float32 numbers."""
 
     name: str = "numbers"
-    writes: bool = True
 
     def detect(self, weights: Any) -> bool:
         return isinstance(weights, str) and (

@@ -21,7 +21,7 @@ from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.model_program import LEVELS, SYMBOLIC_LEVELS, check_text_arguments
 from rlx_jax.runtime.model_setup import make_programs
 from rlx_jax.weights.format import OpenOptions
-from rlx_jax.weights.mxfp4 import with_mxfp4_weights
+from rlx_jax.weights.quantized import with_mxfp4_weights
 
 
 def inspect(args: argparse.Namespace, session: Session) -> Iterator[str]:

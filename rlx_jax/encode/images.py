@@ -20,7 +20,7 @@ from rlx_jax.errors import ConfigError, RequestError, UnsupportedError, did_you_
 from rlx_jax.io import limits
 from rlx_jax.io.folder import Folder
 from rlx_jax.ir.types import short_name
-from rlx_jax.models.config import Fields
+from rlx_jax.models.config import Fields, finish_model
 from rlx_jax.runtime.inputs import read_array
 
 PixelValues = np.ndarray[Any, np.dtype[np.float32]]
@@ -423,7 +423,7 @@ def read_processor(c: Fields, family: str) -> ImageProcessor:
     )
     # A setting is not read if the step that uses it is off; then its value does not matter.
     known_fields = ("size", "crop_size", "resample", "rescale_factor", "image_mean", "image_std", "default_to_square")
-    c.finish_model((*INERT, *known_fields), NEUTRAL)
+    finish_model(c, (*INERT, *known_fields), NEUTRAL)
     return processor
 
 

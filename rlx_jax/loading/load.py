@@ -101,30 +101,44 @@ def load(
     )  # fmt: skip
     check_kind(checkpoint)
     start_device()
-    original = checkpoint.pretrained.recipe
-    model_recipe = original if recipe is None else checkpoint.bind(recipe)
+    return load_checkpoint(checkpoint, dtype, recipe, adapter, prefix_cache)
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint, dtype: Any, recipe: ModelRecipe | None, adapter: str | os.PathLike[str] | None,
+    prefix_cache: int | str | None,
+) -> LoadedModel:  # fmt: skip
+    """Return the model of an open checkpoint; arguments and errors as in `load`."""
+    model_recipe = checkpoint.pretrained.recipe if recipe is None else checkpoint.bind(recipe)
     if adapter is not None:
         model_recipe = lora(model_recipe, adapter=adapter)
+    kind = choose_kind(checkpoint, model_recipe, has_adapter=adapter is not None)
+    if prefix_cache is not None and kind != "causal":
+        raise RequestError(f"load: prefix_cache is for a CausalLM, and this is a model of kind {quote(kind)}")
     compile_opts = checkpoint.options
     if dtype is not None:
         base = ModelFlow.from_recipe(model_recipe).profile if compile_opts.profile is None else compile_opts.profile
         compile_opts = replace(compile_opts, profile=with_compute_dtype(dtype, base))
-    kind = choose_kind(checkpoint, model_recipe, has_adapter=adapter is not None)
-    if prefix_cache is not None and kind != "causal":
-        raise RequestError(f"load: prefix_cache is for a CausalLM, and this is a model of kind {quote(kind)}")
     loaded_model = LOADERS[kind](checkpoint, model_recipe, compile_opts)
-    if prefix_cache is not None:
-        loaded_model.prefix_cache = prefix_cache  # type: ignore[union-attr]
-    # `config.json` does not describe an edited model, which therefore cannot be saved as this checkpoint.
-    edit = "a recipe that differs from the checkpoint's"
-    if adapter is not None:
-        edit = "an adapter (rlx_jax.merge_lora, rlx_jax.save_lora)"
-    note = "" if model_recipe is original or model_recipe == original else f"the model was loaded with {edit}"
+    if isinstance(loaded_model, CausalLM) and prefix_cache is not None:
+        loaded_model.prefix_cache = prefix_cache
     loaded_model.loaded_from = CheckpointOrigin(
-        checkpoint.root, checkpoint.model_subfolder, note, loaded_model.model.built,
-        partial(describe_checkpoint, checkpoint),
+        checkpoint.root, checkpoint.model_subfolder, describe_edit(checkpoint, model_recipe, adapter is not None),
+        loaded_model.model.built, partial(describe_checkpoint, checkpoint),
     )  # fmt: skip
     return loaded_model
+
+
+def describe_edit(checkpoint: Checkpoint, recipe: Any, has_adapter: bool) -> str:
+    """Return how a recipe differs from the checkpoint's, whose `config.json` then does not describe the model; empty if
+    it does not, and the model can be saved as this checkpoint."""
+    original = checkpoint.pretrained.recipe
+    if recipe is original or recipe == original:
+        return ""
+    edit = "a recipe that differs from the checkpoint's"
+    if has_adapter:
+        edit = "an adapter (rlx_jax.merge_lora, rlx_jax.save_lora)"
+    return f"the model was loaded with {edit}"
 
 
 def choose_kind(checkpoint: Checkpoint, recipe: Any, has_adapter: bool) -> str:
@@ -160,9 +174,8 @@ def check_kind(checkpoint: Checkpoint) -> None:
             f"{quote(pretrained.kind)}; supported are encoders of texts, decoders of rlx_jax without their head, and, "
             "with SpladePooling, masked language models with their head"
         )
-    if (
-        pipeline is None and pretrained.head_keys and checkpoint.head
-    ):  # with a pipeline, sentence-transformers leaves the head out too
+    # With a pipeline, sentence-transformers leaves the head out too.
+    if pipeline is None and pretrained.head_keys and checkpoint.head:
         warnings.warn(
             f"{quote(folder.path)}: only the encoder is loaded, and not the head of its task, which is not built: "
             f"{len(pretrained.head_keys)} weights are left out, {listing(pretrained.head_keys)}",

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from rlx_jax.blocks import BlockStage, ClsTokenPool, LayerNorm, PreNormLayerSpec, Sequence
+from rlx_jax.blocks import BlockStage, ClsTokenPool, PreNormLayerSpec, Sequence
 from rlx_jax.errors import UnsupportedError
 from rlx_jax.models.config import Fields
 from rlx_jax.models.vision import PatchMean, VisionConfig, VisionFlow, VisionLayout
@@ -111,7 +111,7 @@ class BeitFlow(VisionFlow[BeitConfig]):
     name: str = "beit"
 
     config_type = BeitConfig
-    prefixes = ("", "beit.", "data2vec_vision.")
+    prefixes = ("", "beit", "data2vec_vision")
     layouts = (LAYOUT,)
 
     @property
@@ -129,12 +129,11 @@ class BeitFlow(VisionFlow[BeitConfig]):
         # Old checkpoints also store the indices of the rows of the tables.
         layers = (self.layout.layers.format(i) for i in range(self.config.num_hidden_layers))
         indices = (f"{prefix}.{TABLE}index" for prefix in ("encoder", *(f"{n}.attention.attention" for n in layers)))
-        return *super().unread_keys(), *(f"{self.prefix}{key}" for key in indices)
+        return *super().unread_keys(), *map(self.key, indices)
 
     def grid_bias(self, prefix: str) -> GridBias:
         """Return the stage that makes the bias of scores from the table under a prefix."""
-        key = f"{self.prefix}{prefix}.{TABLE}bias_table"
-        return GridBias(key, self.config.grid, self.config.num_attention_heads)
+        return GridBias(self.key(f"{prefix}.{TABLE}bias_table"), self.config.grid, self.config.num_attention_heads)
 
     def embedding_stages(self) -> tuple[BlockStage, ...]:
         shared = (self.grid_bias("encoder"),) if self.config.shared else ()
@@ -150,10 +149,8 @@ class BeitFlow(VisionFlow[BeitConfig]):
         return Sequence((self.grid_bias(f"{self.layout.layers.format(index)}.attention.attention"), layer))
 
     def pool(self) -> BlockStage:
-        c, norm = self.config, f"{self.prefix}pooler.layernorm"
-        if not c.mean_pooling:
-            return ClsTokenPool()
-        return Sequence((PatchMean(1), LayerNorm(f"{norm}.weight", f"{norm}.bias", c.layer_norm_eps)))
+        mean = Sequence((PatchMean(1), *self.norm("pooler.layernorm")))
+        return mean if self.config.mean_pooling else ClsTokenPool()
 
     def head_input(self) -> tuple[BlockStage, int]:
         return self.pool(), self.config.hidden_size

@@ -10,8 +10,6 @@ import jax
 import numpy as np
 
 from rlx_jax.blocks import (
-    BertEncoderLayer,
-    BertEncoderLayerSpec,
     BlockStage,
     Embed,
     EncoderKeys,
@@ -19,18 +17,18 @@ from rlx_jax.blocks import (
     EncoderLayerSpec,
     Frequencies,
     GatherAdd,
-    LayerNorm,
     LearnedPositions,
     Linear,
     MeanOfTokens,
     RmsNorm,
     RopeTables,
 )
-from rlx_jax.blocks.encoder import STYLES, bert_layer_prefix
+from rlx_jax.blocks.encoder import STYLES
+from rlx_jax.blocks.linear import module_keys
 from rlx_jax.errors import ConfigError, UnsupportedError
 from rlx_jax.flow import declared_shapes
 from rlx_jax.models.config import Fields, TokenConfig, text_fields
-from rlx_jax.models.decoder_config import DecoderConfig, even_head_dim, frequencies_of, plain_fields
+from rlx_jax.models.decoder_config import DecoderConfig, even_head_dim, frequencies_of
 from rlx_jax.models.encoder import (
     BERT_HEADS,
     MASKED,
@@ -76,7 +74,7 @@ class BertConfig(TokenConfig):
     min_types: ClassVar[int] = 1
     fields: ClassVar[Mapping[str, str]] = {}
     inert: ClassVar[tuple[str, ...]] = ("tie_word_embeddings",)
-    neutral = {"position_embedding_type": ("absolute",)}
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"position_embedding_type": ("absolute",)}
 
     @classmethod
     def read(cls, c: Fields) -> Self:
@@ -96,17 +94,16 @@ B = TypeVar("B", bound=BertConfig)
 class BertLike(EncoderFlow[B]):
     """The recipe of BERT-like families: see `EncoderFlow`.
 
-    A family may define how positions are embedded, and its style of keys; or the `layer_keys` of a layer that differs
-    from BERT's, with more differences in `layer_spec`.
+    A family may define how positions are embedded, the `layer_keys` of a layer, and in `spec` what else differs
+    from BERT's.
 
     Attributes:
-        pre_norm: the norms of such a layer come before its halves.
+        pre_norm: the norms of a layer come before its halves.
         embedding_norm, final_norm: the norms after the embeddings and after the layers; empty for none.
     """
 
     heads = BERT_HEADS
-    style: ClassVar[str] = "bert"
-    layer_keys: ClassVar[EncoderKeys | None] = None
+    layer_keys: ClassVar[EncoderKeys] = STYLES["bert"]
     pre_norm: ClassVar[bool] = False
     embedding_norm: ClassVar[str] = "embeddings.LayerNorm"
     final_norm: ClassVar[str] = ""
@@ -117,16 +114,11 @@ class BertLike(EncoderFlow[B]):
         """Return the stage that adds position embeddings from the table with this key; None if there is no table."""
         return GatherAdd("position_ids", key, self.table)
 
-    def norm(self, name: str) -> tuple[BlockStage, ...]:
-        """Return the stage of the norm `name`, or no stage for an empty name."""
-        key = self.key(name)
-        return (LayerNorm(f"{key}.weight", f"{key}.bias", self.config.layer_norm_eps),) if name else ()
-
     def embedding_stages(self) -> tuple[BlockStage, ...]:
         c, p, width = self.config, self.key("embeddings"), self.config.embedding_size or self.config.hidden_size
         types = GatherAdd("token_type_ids", f"{p}.token_type_embeddings.weight", (c.type_vocab_size, width))
-        name = self.key(self.embedding_projection)
-        projection = Linear(f"{name}.weight", bias_key=f"{name}.bias", shape=(c.hidden_size, width))
+        weight, bias = module_keys(self.key(self.embedding_projection))
+        projection = Linear(weight, bias_key=bias, shape=(c.hidden_size, width))
         positions = None if c.inv_freq else self.positions(f"{p}.position_embeddings.weight")
         return (
             *([RopeTables(c.inv_freq)] if c.inv_freq else []),
@@ -147,28 +139,19 @@ class BertLike(EncoderFlow[B]):
 
     def layer_prefix(self, index: int) -> str:
         """Return the prefix of the keys of layer `index`."""
-        return bert_layer_prefix(self.prefix, index)
+        return self.key(f"encoder.layer.{index}")
 
-    def layer_spec(self, index: int, keys: EncoderKeys) -> EncoderLayerSpec:
-        """Return the spec of layer `index` of a family with `layer_keys`, which are `keys`."""
+    def spec(self, index: int) -> EncoderLayerSpec:
         c = self.config
         return EncoderLayerSpec(
-            prefix=self.layer_prefix(index), keys=keys, hidden_size=c.hidden_size, num_heads=c.num_attention_heads,
-            head_dim=c.hidden_size // c.num_attention_heads, intermediate_size=c.intermediate_size,
-            eps=c.layer_norm_eps, pre_norm=self.pre_norm, activation=c.activation, rope="" if c.inv_freq else None,
+            prefix=self.layer_prefix(index), keys=self.layer_keys, hidden_size=c.hidden_size,
+            num_heads=c.num_attention_heads, head_dim=c.hidden_size // c.num_attention_heads,
+            intermediate_size=c.intermediate_size, eps=c.layer_norm_eps, pre_norm=self.pre_norm,
+            activation=c.activation, rope="" if c.inv_freq else None,
         )  # fmt: skip
 
-    def spec(self, index: int) -> BertEncoderLayerSpec | EncoderLayerSpec:
-        c = self.config
-        if self.layer_keys is not None:
-            return self.layer_spec(index, self.layer_keys)
-        return BertEncoderLayerSpec.hf(
-            self.layer_prefix(index), c.hidden_size, c.num_attention_heads, c.layer_norm_eps,
-            c.activation, self.style, c.intermediate_size,
-        )  # fmt: skip
-
-    def stage(self, index: int, spec: BertEncoderLayerSpec | EncoderLayerSpec) -> BlockStage:
-        return EncoderLayer(spec) if isinstance(spec, EncoderLayerSpec) else BertEncoderLayer(spec)
+    def stage(self, index: int, spec: EncoderLayerSpec) -> BlockStage:
+        return EncoderLayer(spec)
 
 
 @dataclass(frozen=True)
@@ -332,21 +315,24 @@ class EuroBertConfig(DecoderConfig):
             the mean of the logits (`late`).
     """
 
+    rms_norm_eps: float = 1e-5
+    max_position_embeddings: int = 8192
     attention_bias: bool = False
     mlp_bias: bool = False
     activation: str = field(default="silu", init=False)
     classifier_pooling: str = "late"
 
+    fields = ("attention_bias", "mlp_bias")
     inert = ("bos_token", "eos_token", "mask_token", "pad_token")
 
     @classmethod
     def read(cls, c: Fields) -> Self:
-        common = plain_fields(c, max_positions=8192, eps=1e-5)
+        common = cls.common_fields(c)
         if c.flag("is_causal", False):
             raise UnsupportedError(f"{c.where}: field 'is_causal' is true; supported is false: tokens read all others")
         name = "clf_pooling" if "clf_pooling" in c.values else "classifier_pooling"  # the authors' code has the first
         pooling = c.choice(name, "late", {pooling: pooling for pooling in ("bos", "mean", "late")})
-        return cls(**common, **c.with_defaults(cls, "attention_bias", "mlp_bias"), classifier_pooling=pooling)
+        return cls(**common, classifier_pooling=pooling)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from rlx_jax.blocks import BlockStage, EmbedScale, EncoderKeys, EncoderLayerSpec, GatherAdd, MeanOfTokens, frequencies
+from rlx_jax.blocks import BlockStage, EmbedScale, EncoderLayerSpec, GatherAdd, MeanOfTokens, frequencies
 from rlx_jax.blocks.encoder import STYLES
 from rlx_jax.errors import UnsupportedError
 from rlx_jax.flow import ModelFlow
@@ -61,7 +61,7 @@ class AlbertFlow(BertLike[AlbertConfig]):
         **token_heads(),
     }
     embedding_projection = "encoder.embedding_hidden_mapping_in"
-    style = "albert"
+    layer_keys = STYLES["albert"]
 
     def layer_prefix(self, index: int) -> str:
         group = int(index / (self.config.num_hidden_layers / self.config.num_hidden_groups))  # as the reference rounds
@@ -234,7 +234,6 @@ class BigBirdFlow(BertLike[BigBirdConfig]):
         TOKEN: (HeadLayer("classifier"),),
         MASKED: BERT_MASKED,
     }
-    layer_keys = STYLES["bert"]
 
     @property
     def max_positions(self) -> int:
@@ -244,8 +243,8 @@ class BigBirdFlow(BertLike[BigBirdConfig]):
         embed, *stages = super().embedding_stages()
         return embed, *([EmbedScale(self.config.hidden_size)] if self.config.rescales else []), *stages
 
-    def layer_spec(self, index: int, keys: EncoderKeys) -> EncoderLayerSpec:
-        return replace(super().layer_spec(index, keys), qkv_bias=self.config.qkv_bias)
+    def spec(self, index: int) -> EncoderLayerSpec:
+        return replace(super().spec(index), qkv_bias=self.config.qkv_bias)
 
 
 # Define the config and recipe of RemBERT (Chung et al. 2020): BERT with narrower embeddings at its input.
@@ -309,7 +308,6 @@ class RoFormerFlow(BertLike[RoFormerConfig]):
     config_type = RoFormerConfig
     heads = {**BERT_HEADS, SEQUENCE: (HeadLayer("classifier.dense", HIDDEN_ACT), HeadLayer("classifier.out_proj"))}
     optional_inputs = (("attention_mask", None), ("token_type_ids", 0))
-    layer_keys = STYLES["bert"]
     embedding_projection = "embeddings_project"
 
     def unread_keys(self) -> tuple[str, ...]:
@@ -334,8 +332,8 @@ class RoFormerFlow(BertLike[RoFormerConfig]):
                 )
         return super().adapt_weights(source)
 
-    def layer_spec(self, index: int, keys: EncoderKeys) -> EncoderLayerSpec:
-        return replace(super().layer_spec(index, keys), rope_style="interleaved")
+    def spec(self, index: int) -> EncoderLayerSpec:
+        return replace(super().spec(index), rope_style="interleaved")
 
 
 # Define the config and recipe of ESM (Rives et al. 2021; ESM-2: Lin et al. 2023), encoders of proteins.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
-from rlx_jax.blocks import BlockStage, ClsTokenPool, EndTokenPool, LayerNorm, Linear, Sequence
+from rlx_jax.blocks import BlockStage, ClsTokenPool, EndTokenPool, Linear, Sequence
 from rlx_jax.blocks.vision import CLIP_KEYS
 from rlx_jax.models.config import Fields, text_fields
 from rlx_jax.models.dual import DualConfig, DualFlow, finish_towers, tower_group
@@ -52,11 +52,11 @@ class ClipVisionFlow(VisionFlow[ClipVisionConfig]):
     """
 
     layout: VisionLayout = LAYOUT
-    prefix: str = "vision_model."
+    prefix: str = "vision_model"
     name: str = "clip_vision"
 
     config_type = ClipVisionConfig
-    prefixes = ("vision_model.", "")
+    prefixes = ("vision_model", "")
     layouts = (LAYOUT,)
 
     def adapt_to(self, source: WeightSource) -> Self:
@@ -68,11 +68,9 @@ class ClipVisionFlow(VisionFlow[ClipVisionConfig]):
         return PatchMean(1), self.config.hidden_size
 
     def pool(self) -> BlockStage:
-        norm, c = f"{self.prefix}post_layernorm", self.config
-        stages: list[BlockStage] = [ClsTokenPool(), LayerNorm(f"{norm}.weight", f"{norm}.bias", c.layer_norm_eps)]
-        if c.width:
-            stages.append(Linear(VISUAL, shape=(c.width, c.hidden_size), roles=(None, "hidden")))
-        return Sequence(stages)
+        c = self.config
+        projection = Linear(VISUAL, shape=(c.width, c.hidden_size), roles=(None, "hidden"))
+        return Sequence((ClsTokenPool(), *self.norm("post_layernorm"), *([projection] if c.width else [])))
 
 
 @dataclass(frozen=True)

@@ -7,284 +7,109 @@ the family, or known not to affect the forward pass (`INERT`), or refused by nam
 
 from __future__ import annotations
 
-import logging
-import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Self
 
-from rlx_jax.errors import (
-    ConfigError,
-    LimitError,
-    RequestError,
-    RlxWarning,
-    UnsupportedError,
-    did_you_mean,
-    listing,
-    quote,
-    shown,
-)
+from rlx_jax.errors import ConfigError, RequestError, RlxWarning, shown
+from rlx_jax.io.fields import IGNORE_OPTION, IgnoredFields
+from rlx_jax.io.fields import Fields as Fields
 from rlx_jax.io.folder import CONFIG, Folder
-from rlx_jax.models.known_fields import IGNORE_OPTION, INERT, INERT_PREFIXES, NEUTRAL, NULLABLE, IgnoredFields
 from rlx_jax.weights.quantized_config import read_quantization
-
-T = TypeVar("T")
 
 # Sanity limits, so that a malformed config does not make the process allocate or trace without bound.
 MAX_LAYERS = 1024
 MAX_VOCABULARY = 2**24
-MAX_WIDTH = 2**24
 
-LOG = logging.getLogger("rlx_jax")
-
-
-@dataclass
-class Fields:
-    """A config that records which of its fields were read.
-
-    Attributes:
-        values: the content of the JSON object.
-        where: file and group, for messages.
-        consumed: names of the fields that were read.
-        ignored: the caller's `ignore_fields`; None if these fields are not from the config.json that is being loaded.
-        prefix: prefix of the full names of the fields in a nested object, such as `text_config.`.
+# Fields that do not affect the forward pass, by paragraph: the model's origin, its dtype, implementation choices,
+# dropout and training, task heads, special tokens and the tokenizer, generation.
+INERT = frozenset(
     """
+    _commit_hash _from_auto _name_or_path _num_labels architectures base_model base_model_name_or_path finetuning_task
+    id2label is_training label2id language license model_name model_type name_or_path num_labels prefix problem_type
+    sbert_ce_default_activation_function sentence_transformers task_specific_params torchscript transformers.js_config
+    transformers_version unsloth_fixed unsloth_version
 
-    values: Mapping[str, Any]
-    where: str
-    consumed: set[str] = field(default_factory=set)
-    ignored: IgnoredFields | None = None
-    prefix: str = ""
+    bf16 dtype fp16 fp32 torch_dtype use_bfloat16
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.values, Mapping):
-            raise ConfigError(
-                f"{self.where}: expected the content of config.json, a mapping, as to_dict() of transformers' "
-                f"configurations; got {shown(self.values)}"
-            )
+    _attn_implementation _attn_implementation_autoset _attn_implementation_internal _experts_implementation
+    _experts_implementation_internal _flash_attn_2_enabled attn_implementation chunk_size_feed_forward
+    experts_implementation flash_attn flash_attention fuse_cross_entropy fuse_norm fused_bias_fc fused_dropout_add_ln
+    output_attentions output_hidden_states output_past output_router_logits return_dict use_cache
+    use_flash_attention use_flash_attention_2 use_flash_attn use_fused_cross_entropy use_kernels use_liger_kernel
+    use_memory_efficient_attention use_return_dict use_sdpa use_xentropy
 
-    def raw(self, name: str, default: Any = None) -> Any:
-        """Return the value without a check; for a missing field and for null, the default."""
-        self.consumed.add(name)
-        value = self.values.get(name)
-        return default if value is None else value
+    activation_dropout attention_dropout attention_probs_dropout_prob attn_dropout attn_pdrop classifier_dropout
+    classifier_dropout_prob decoder_layerdrop drop_path_rate dropout dropout_rate embd_dropout embd_pdrop
+    embedding_dropout encoder_layerdrop ffn_dropout ffn_pdrop gradient_checkpointing gradient_checkpointing_kwargs
+    head_dropout hidden_dropout hidden_dropout_prob ignore_index init_std label_smoothing label_smoothing_factor
+    layerdrop loss_type mlp_dropout neftune_noise_alpha pooler_dropout resid_dropout resid_pdrop residual_dropout
+    router_aux_loss_coef router_jitter_noise router_z_loss_coef use_reentrant
 
-    def _get_value(self, name: str, default: Any, kind: str) -> Any:
-        """Return the value or the default, and refuse null and a missing field without a default.
+    classifier_activation directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers
+    pooler_size_per_head pooler_type
 
-        Null is accepted only for the `NULLABLE` fields, which the reference itself writes as null.
+    bos_token_id cls_token_id decoder_start_token_id eos_token_id mask_token_id max_model_length max_seq_len
+    max_seq_length max_sequence_length model_max_length pad_token_id padding_side sep_token_id tokenizer_class
+    tokenizer_model_max_length tokenizer_name tokenizer_padding_side unk_token_id
+
+    assistant_confidence_threshold assistant_early_exit bad_words_ids begin_suppress_tokens cache_implementation
+    constraints diversity_penalty do_sample dola_layers early_stopping encoder_no_repeat_ngram_size
+    encoder_repetition_penalty epsilon_cutoff eta_cutoff exponential_decay_length_penalty force_words_ids
+    forced_bos_token_id forced_eos_token_id generation_config guidance_scale length_penalty low_memory max_length
+    max_new_tokens max_time min_length min_new_tokens min_p no_repeat_ngram_size num_assistant_tokens
+    num_assistant_tokens_schedule num_beam_groups num_beams num_return_sequences output_logits output_scores
+    penalty_alpha prompt_lookup_num_tokens remove_invalid_values renormalize_logits repetition_penalty
+    return_dict_in_generate sequence_bias stop_strings suppress_tokens temperature tf_legacy_loss token_healing top_k
+    top_p typical_p watermarking_config
+    """.split()
+)
+
+# Prefixes of more such fields: training, initialization of weights, and GPT-2's classifier.
+INERT_PREFIXES = ("freeze_", "initializer_", "summary_", "unsloth_")
+
+# Fields that are harmless at these values, and change the computation at others. Null is always harmless in a field
+# that is not read: it means that the field is not set.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
         """
-        if name in self.values and self.values[name] is None and name not in NULLABLE:
-            raise self.invalid(name, "a value", "null")
-        value = self.raw(name, default)
-        if value is None:
-            suggestion = did_you_mean(name, [str(k) for k in self.values if k not in self.consumed], cutoff=0.85)
-            raise ConfigError(f"{self.where}: field {quote(name)} is missing; expected {kind}{suggestion}")
-        return value
+        add_cross_attention alibi attention_bias is_decoder is_encoder_decoder mlp_bias tie_encoder_decoder
+        use_alibi use_bidirectional_attention use_mrope use_qk_norm use_sliding_window
+        """.split(),
+        (False,),
+    ),
+    **dict.fromkeys("embedding_multiplier logits_scaling partial_rotary_factor residual_multiplier".split(), (1, 1.0)),
+    "pretraining_tp": (1,),
+    "pruned_heads": ({},),
+    "rope_scaling": ({},),
+}
 
-    def invalid(self, name: str, expected: str, value: Any) -> ConfigError:
-        """Return the error for a field with an unexpected value."""
-        text = value if value == "null" else quote(value)
-        return ConfigError(f"{self.where}: field {quote(name)} is {text}; expected {expected}")
 
-    def integer(self, name: str, default: int | None = None, low: int = 1, high: int = MAX_WIDTH) -> int:
-        """Return an integer in `[low, high]`."""
-        value = self._get_value(name, default, "an integer")
-        # bool is a subclass of int in Python, but true is not a number in a config.
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.invalid(name, "an integer", value)
-        if value < low:
-            raise self.invalid(name, f"at least {low}", value)
-        if value > high:
-            raise LimitError(f"{self.where}: field {quote(name)} is {quote(value)}; the limit is {high}")
-        return value
+def finish_model(c: Fields, inert: Iterable[str] = (), neutral: Mapping[str, tuple[Any, ...]] | None = None) -> None:
+    """Refuse unread fields of a model's own config, where `INERT` and `NEUTRAL` fields are harmless too; see
+    `Fields.finish`.
 
-    def integer_or_null(self, name: str, default: int | None, high: int = MAX_WIDTH) -> int | None:
-        """Return an integer in `[1, high]`, or None for null; the default for a missing field."""
-        return None if self._is_null(name, default) else self.integer(name, default, high=high)
+    Raises:
+        UnsupportedError: names the fields.
+    """
+    if c.raw("auto_map") is not None:
+        warnings.warn(f"{c.where}: auto_map is ignored, code of a checkpoint is never run", RlxWarning, stacklevel=2)
+    if read_quantization(c.values, c.where) is not None:  # its weights are read packed
+        c.consumed |= {"quantization_config", "quantization"}
+    harmless = {*INERT, *inert, *(name for name in c.values if name.startswith(INERT_PREFIXES))}
+    c.finish(harmless | _without_window(c), NEUTRAL | dict(neutral or {}))
 
-    def pair(self, name: str, default: int | None = None, high: int = 2**16) -> tuple[int, int]:
-        """Return height and width: one integer in `[1, high]` for both, or a list of two."""
-        value = self._get_value(name, default, "an integer")
-        if not isinstance(value, list | tuple):
-            side = self.integer(name, default, high=high)
-            return side, side
-        if len(value) != 2:
-            raise self.invalid(name, "one integer or two", value)
-        height, width = (Fields({name: side}, self.where).integer(name, high=high) for side in value)
-        return height, width
 
-    def real(self, name: str, default: float | None = None, low: float = 0.0, exclusive: bool = True) -> float:
-        """Return a finite number greater than `low`, or at least `low` if not `exclusive`."""
-        value = self._get_value(name, default, "a number")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self.invalid(name, "a finite number", value)
-        if value < low or (exclusive and value == low):
-            raise self.invalid(name, f"{'over' if exclusive else '≥'} {low}", value)
-        return float(value)
-
-    def real_or_null(self, name: str, default: float | None) -> float | None:
-        """Return a finite number over 0, or None for null; the default for a missing field."""
-        return None if self._is_null(name, default) else self.real(name, default)
-
-    def _is_null(self, name: str, default: Any) -> bool:
-        """Return whether a field is null, or is missing and has no default."""
-        self.consumed.add(name)
-        return self.values.get(name, default) is None
-
-    def flag(self, name: str, default: bool) -> bool:
-        """Return true or false."""
-        value = self._get_value(name, default, "true or false")
-        if not isinstance(value, bool):
-            raise self.invalid(name, "true or false", value)
-        return value
-
-    def with_defaults(self, config: type[Any], *names: str, **fields: str) -> dict[str, Any]:
-        """Return attributes of a config class, each read with the type (bool, int or float) and value of its default.
-
-        A field has the name of its attribute, or the name that `fields` gives it.
-        """
-        readers: dict[type, Callable[..., Any]] = {bool: self.flag, int: self.integer, float: self.real}
-        attributes = {**{name: name for name in names}, **fields}
-        return {n: readers[type(getattr(config, n))](field, getattr(config, n)) for n, field in attributes.items()}
-
-    def text(self, name: str, default: str | None = None) -> str:
-        """Return a string."""
-        value = self._get_value(name, default, "a string")
-        if not isinstance(value, str):
-            raise self.invalid(name, "a string", value)
-        return value
-
-    def choice(self, name: str, default: str, choices: Mapping[str, str]) -> str:
-        """Return the value that `choices` maps a string to.
-
-        Raises:
-            UnsupportedError: the string is not among the choices.
-        """
-        value = self.text(name, default)
-        if value not in choices:
-            raise UnsupportedError(
-                f"{self.where}: field {quote(name)} is {quote(value)}; supported are {', '.join(choices)}"
-            )
-        return choices[value]
-
-    def items(
-        self, name: str, default: Sequence[Any], what: str, fits: Callable[[Any], bool], count: int | None = None
-    ) -> list[Any]:
-        """Return a list of items that all satisfy `fits`.
-
-        Args:
-            name: the field.
-            default: value for a missing field.
-            what: description of the items, for messages.
-            fits: predicate of an item.
-            count: required length; None: any.
-        """
-        values = self.raw(name, default)
-        is_list = isinstance(values, list | tuple) and count in (None, len(values))
-        if not is_list or not all(map(fits, values)):
-            raise self.invalid(name, f"a list of {what}", values)
-        return list(values)
-
-    def kinds(self, name: str, default: Sequence[str], choices: Mapping[str, T]) -> tuple[T, ...]:
-        """Return a list with one entry per layer, each mapped by `choices`; it has the length of the default.
-
-        Raises:
-            UnsupportedError: an entry is not among the choices.
-        """
-        count = len(default)
-        kinds = self.items(name, default, f"{count}, one a layer", lambda kind: True, count)
-        for kind in kinds:
-            if kind not in list(choices):  # a list, because an entry may be unhashable
-                raise UnsupportedError(
-                    f"{self.where}: field {quote(name)} has {quote(kind)}; supported are {', '.join(choices)}"
-                )
-        return tuple(choices[kind] for kind in kinds)
-
-    def group(self, name: str) -> Fields | None:
-        """Return the fields of a nested object; None if it is missing or null."""
-        value = self.raw(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            raise self.invalid(name, "an object", value)
-        return Fields(value, f"{self.where}, {name}", ignored=self.ignored, prefix=f"{self.prefix}{name}.")
-
-    def finish_model(self, inert: Iterable[str] = (), neutral: Mapping[str, tuple[Any, ...]] | None = None) -> None:
-        """Refuse unread fields of a model's own config, where `INERT` and `NEUTRAL` fields are harmless too; see
-        `finish`.
-
-        Raises:
-            UnsupportedError: names the fields.
-        """
-        if self.raw("auto_map") is not None:
-            warnings.warn(
-                f"{self.where}: auto_map is ignored, code of a checkpoint is never run", RlxWarning, stacklevel=2
-            )
-        if read_quantization(self.values, self.where) is not None:  # its weights are read packed
-            self.consumed |= {"quantization_config", "quantization"}
-        harmless = {*INERT, *inert, *(name for name in self.values if name.startswith(INERT_PREFIXES))}
-        self.finish(harmless | self._without_window(), NEUTRAL | dict(neutral or {}))
-
-    def _without_window(self) -> set[str]:
-        """Return the names of sliding-window fields that are harmless because no layer has a window."""
-        # A family that reads sliding_window but has no use_sliding_window applies the window in any case.
-        always_slides = "sliding_window" in self.consumed and "use_sliding_window" not in self.consumed
-        is_off = self.values.get("use_sliding_window") is False and not always_slides
-        if not is_off and self.values.get("sliding_window") is not None:
-            return set()
-        kinds, layers = self.values.get("layer_types"), self.values.get("num_hidden_layers")
-        all_full = isinstance(kinds, list) and len(kinds) == layers and all(kind == "full_attention" for kind in kinds)
-        return {"max_window_layers", "sliding_window"} | ({"layer_types"} if all_full else set())
-
-    def finish(self, inert: Iterable[str] = (), neutral: Mapping[str, tuple[Any, ...]] | None = None) -> None:
-        """Refuse every field that was not read and is not known to be harmless. Null is always harmless.
-
-        Args:
-            inert: names of fields that are harmless at any value.
-            neutral: fields that are harmless at some values.
-
-        Raises:
-            UnsupportedError: names the fields.
-        """
-        refused = self.unread(set(inert), neutral or {})
-        skipped = [name for name in self.values if name not in self.consumed and name not in refused]
-        if self.ignored is not None:
-            ignored = [name for name in refused if f"{self.prefix}{name}" in self.ignored.names]
-            self.ignored.applied += [f"{self.prefix}{name}" for name in ignored]
-            refused = [name for name in refused if name not in ignored]
-        if refused:
-            raise UnsupportedError(self._refusal(refused))
-        if skipped:
-            LOG.debug("%s: fields without a part in the forward pass: %s", self.where, ", ".join(map(quote, skipped)))
-
-    def unread(self, inert: set[str], neutral: Mapping[str, tuple[Any, ...]]) -> list[str]:
-        """Return the fields that were not read and may change the computation. Arguments as in `finish`."""
-
-        def is_harmless(name: str, value: Any) -> bool:  # the type counts because 1 == True in Python
-            return (
-                value is None
-                or name in inert
-                or any((value, type(value)) == (v, type(v)) for v in neutral.get(name, ()))
-            )
-
-        return [n for n, value in self.values.items() if n not in self.consumed and not is_harmless(n, value)]
-
-    def _refusal(self, names: Sequence[str]) -> str:
-        """Return the message about fields that nothing reads."""
-        key, *others = names
-        others_text = f"; nor {'is' if len(others) == 1 else 'are'} {listing(others)}" if others else ""
-        text = (
-            f"{self.where}: field {quote(key)} is {quote(self.values[key])}; it may change the computation and is "
-            f"not handled{others_text}{did_you_mean(key, self.consumed - self.values.keys(), cutoff=0.85)}"
-        )
-        name = f"{self.prefix}{key}"
-        return (
-            text
-            if self.ignored is None
-            else f"{text}; if it does not change the forward pass: {IGNORE_OPTION}=[{name!r}]"
-        )
+def _without_window(c: Fields) -> set[str]:
+    """Return the names of sliding-window fields that are harmless because no layer has a window."""
+    # A family that reads sliding_window but has no use_sliding_window applies the window in any case.
+    always_slides = "sliding_window" in c.consumed and "use_sliding_window" not in c.consumed
+    is_off = c.values.get("use_sliding_window") is False and not always_slides
+    if not is_off and c.values.get("sliding_window") is not None:
+        return set()
+    kinds, layers = c.values.get("layer_types"), c.values.get("num_hidden_layers")
+    all_full = isinstance(kinds, list) and len(kinds) == layers and all(kind == "full_attention" for kind in kinds)
+    return {"max_window_layers", "sliding_window"} | ({"layer_types"} if all_full else set())
 
 
 class ModelConfig:
@@ -311,7 +136,7 @@ class ModelConfig:
         """
         c = config if isinstance(config, Fields) else Fields(config, "config")
         result = cls.read(c)
-        c.finish_model(cls.inert, cls.neutral)
+        finish_model(c, cls.inert, cls.neutral)
         return result
 
     @classmethod

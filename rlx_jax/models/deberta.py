@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from rlx_jax.blocks import BlockStage, DistanceEmbeddings, EncoderKeys, EncoderLayerSpec, LayerNorm, RelativeKeys
+from rlx_jax.blocks import BlockStage, DistanceEmbeddings, EncoderLayerSpec, LayerNorm, RelativeKeys
 from rlx_jax.blocks.encoder import STYLES
 from rlx_jax.blocks.linear import module_keys
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
@@ -123,6 +123,8 @@ class DebertaFlow(BertLike[DebertaConfig]):
 
     config_type = DebertaConfig
     layer_keys = replace(STYLES["bert"], qkv=("attention.self.in_proj",))
+    # The modules that project the embeddings of distances to keys and queries.
+    relative_modules: ClassVar[tuple[str, str]] = ("attention.self.pos_proj", "attention.self.pos_q_proj")
 
     def task_heads(self) -> HeadLayers:
         head = "lm_predictions.lm_head"
@@ -149,20 +151,17 @@ class DebertaFlow(BertLike[DebertaConfig]):
         c, p = self.config, self.key("encoder")
         if not c.terms:
             return super().embedding_stages()
-        norm = LayerNorm(f"{p}.LayerNorm.weight", f"{p}.LayerNorm.bias", c.layer_norm_eps)
+        norm = LayerNorm(*module_keys(f"{p}.LayerNorm"), c.layer_norm_eps)
         shape = (2 * (c.buckets or c.max_distance), c.hidden_size)
         distances = DistanceEmbeddings(
             DISTANCES, f"{p}.rel_embeddings.weight", shape, norm if c.norm_embeddings else None
         )
         return distances, *super().embedding_stages()
 
-    def relative_keys(self, keys: EncoderKeys) -> tuple[str, str]:
-        """Return the modules that project the embeddings of distances to keys and queries."""
-        return "attention.self.pos_proj", "attention.self.pos_q_proj"
-
-    def layer_spec(self, index: int, keys: EncoderKeys) -> EncoderLayerSpec:
-        c, spec, by_head = self.config, super().layer_spec(index, keys), len(keys.qkv) == 1
-        keys_module, queries_module = self.relative_keys(keys)
+    def spec(self, index: int) -> EncoderLayerSpec:
+        c, spec, qkv = self.config, super().spec(index), self.layer_keys.qkv
+        by_head = len(qkv) == 1
+        keys_module, queries_module = (qkv[1], qkv[0]) if c.share_keys else self.relative_modules
         relative = RelativeKeys(
             embeddings=DISTANCES, keys=keys_module if "c2p" in c.terms else "",
             queries=queries_module if "p2c" in c.terms else "", keys_bias=not by_head, buckets=c.buckets,
@@ -208,11 +207,7 @@ class DebertaV2Flow(DebertaFlow):
     layer_keys = replace(
         STYLES["bert"], qkv=("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj")
     )
-
-    def relative_keys(self, keys: EncoderKeys) -> tuple[str, str]:
-        if self.config.share_keys:
-            return keys.qkv[1], keys.qkv[0]
-        return "attention.self.pos_key_proj", "attention.self.pos_query_proj"
+    relative_modules = ("attention.self.pos_key_proj", "attention.self.pos_query_proj")
 
     def stage(self, index: int, spec: Any) -> BlockStage:
         layer = super().stage(index, spec)

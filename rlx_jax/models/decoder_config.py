@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import numpy as np
 
@@ -72,10 +72,20 @@ class DecoderConfig(CausalConfig):
 
     neutral = {"is_decoder": (False, True)}  # a decoder either way
 
+    # The family's defaults, keywords of `plain_fields`; and further attributes, by the names of their fields.
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    fields: ClassVar[tuple[str, ...]] = ()
+
     @classmethod
     def read(cls, c: Fields) -> Self:
         """Return the config from the family's fields, in the spelling of transformers 4 or 5."""
-        return cls(**plain_fields(c, max_positions=cls.max_position_embeddings))
+        return cls(**cls.common_fields(c))
+
+    @classmethod
+    def common_fields(cls, c: Fields) -> dict[str, Any]:
+        """Return the fields of a decoder with SwiGLU and one rope for all layers, and those of `fields`."""
+        common = plain_fields(c, max_positions=cls.max_position_embeddings, eps=cls.rms_norm_eps, **cls.defaults)
+        return {**common, **c.with_defaults(cls, *cls.fields)}
 
     def layer_spec(self, index: int) -> LayerSpec:
         """Return the spec of layer `index`: `layer_of(self, …)` with the differences from Llama."""

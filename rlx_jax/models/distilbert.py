@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
+from rlx_jax.blocks.encoder import STYLES
 from rlx_jax.flow import POSITIONS
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Fields, width_and_heads
@@ -50,7 +51,7 @@ class DistilBertFlow(BertLike[DistilBertConfig]):
         **token_heads(),
     }
     optional_inputs = (("attention_mask", None), ("position_ids", POSITIONS))
-    style = "distilbert"
+    layer_keys = STYLES["distilbert"]
 
     def layer_prefix(self, index: int) -> str:
         return self.key(f"transformer.layer.{index}")

@@ -15,7 +15,7 @@ import jax
 from rlx_jax.blocks import Named, Sequence, Similarity
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow, declared_shapes
-from rlx_jax.models.config import Fields, ModelConfig
+from rlx_jax.models.config import Fields, ModelConfig, finish_model
 from rlx_jax.models.hooks import Hooks, Recipe, WithBlocks
 from rlx_jax.models.text_tower import TextConfig, TextFlow
 from rlx_jax.models.vision import TOWER_INERT, VisionConfig, VisionFlow
@@ -65,7 +65,7 @@ def tower_group(c: Fields, name: str) -> Fields:
 def finish_towers(*groups: Fields) -> None:
     """Refuse unread fields of the towers."""
     for group in groups:
-        group.finish_model(TOWER_INERT)
+        finish_model(group, TOWER_INERT)
 
 
 C = TypeVar("C", bound=DualConfig[Any, Any])

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self, TypeVar
 
 from rlx_jax.blocks import Activation, BlockStage, LayerNorm, Linear, LmHead, SideOutput
+from rlx_jax.blocks.linear import module_keys
 from rlx_jax.errors import ConfigError, LimitError, quote
 from rlx_jax.flow import POSITIONS, ModelFlow
 from rlx_jax.models.config import Fields, LayeredConfig, TokenConfig
@@ -315,6 +316,11 @@ class TowerFlow(Recipe[L]):
     def key(self, name: str) -> str:
         """Return the checkpoint's key for a key of the tower."""
         return f"{self.prefix}.{name}" if self.prefix else name
+
+    def norm(self, name: str) -> tuple[BlockStage, ...]:
+        """Return the stage of the norm `name`, or no stage for an empty name."""
+        config: Any = self.config
+        return (LayerNorm(*module_keys(self.key(name)), config.layer_norm_eps),) if name else ()
 
     def add_inputs(self, flow: ModelFlow, rows: str = "batch") -> ModelFlow:
         """Return the flow with the inputs added; `rows` is the name of their first axis."""

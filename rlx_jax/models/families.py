@@ -14,9 +14,9 @@ from rlx_jax.io.folder import Folder
 from rlx_jax.ir import plugins
 from rlx_jax.models.beit import BeitFlow
 from rlx_jax.models.clip import ClipVisionFlow
-from rlx_jax.models.config import Fields, ModelConfig, architecture, read_config
+from rlx_jax.models.config import Fields, ModelConfig, architecture, finish_model, read_config
 from rlx_jax.models.decoder import CausalFlow
-from rlx_jax.models.dual import DualConfig, DualFlow, tower_group
+from rlx_jax.models.dual import DualConfig, tower_group
 from rlx_jax.models.encoder import ANSWER, IMAGE, MASKED, SEQUENCE, TOKEN, EncoderFlow, TowerFlow, read_head
 from rlx_jax.models.gemma import TEXT as GEMMA_TEXT
 from rlx_jax.models.hooks import Recipe, WithIgnored, check_recipe_weights
@@ -67,7 +67,7 @@ class Pretrained:
     ignored_fields: tuple[str, ...] = ()
 
 
-Opener = Callable[[Fields, WeightSource], Pretrained]
+Opener = Callable[..., Pretrained]
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,14 @@ class Family:
     """Support for one `model_type`.
 
     Attributes:
-        open: makes the recipe for a checkpoint.
+        open: `open(config, source, headless=False)` makes the recipe for a checkpoint; with `headless`, for the model
+            without its head, if it has one.
         architectures: the values of `architectures` that are supported.
-        headless: like `open`, for the model without its head; None if models of the family have no head.
         config_type: the class of the config that a checkpoint's config is read as; None if that is only a part of it.
     """
 
     open: Opener
     architectures: tuple[str, ...]
-    headless: Opener | None = None
     config_type: type[ModelConfig] | None = None
 
     @staticmethod
@@ -106,16 +105,16 @@ class Family:
             instance = replace(recipe.for_prefill(config), hidden_only=headless or head is not None, head=head)
             return bind_recipe(instance, source, KINDS[head.task] if head else "encoder" if headless else "causal")
 
-        return Family(opener, architectures, partial(opener, headless=True), recipe.config_type)
+        return Family(opener, architectures, recipe.config_type)
 
     @staticmethod
     def of(recipe: type[Recipe[Any]], kind: ModelKind, processor_prefix: str, *architectures: str) -> Family:
         """Return a family of recipes for models of a kind. `processor_prefix`: see `Pretrained`."""
 
-        def opener(config: Fields, source: WeightSource) -> Pretrained:
+        def opener(config: Fields, source: WeightSource, headless: bool = False) -> Pretrained:
             return bind_recipe(recipe.for_prefill(config), source, kind, processor_prefix)
 
-        return Family(opener, architectures, config_type=recipe.config_type)
+        return Family(opener, architectures, recipe.config_type)
 
     @staticmethod
     def encoder(recipe: type[EncoderFlow[Any]], *architectures: str) -> Family:
@@ -147,7 +146,7 @@ class Family:
         def opener(config: Fields, source: WeightSource, headless: bool = False) -> Pretrained:
             if config_field:
                 instance = recipe.for_prefill(tower_group(config, config_field))
-                config.finish_model(UNUSED_TEXT)
+                finish_model(config, UNUSED_TEXT)
             else:
                 instance = recipe.for_prefill(config)
             name, heads = architecture(config)[1], instance.task_heads()
@@ -155,23 +154,16 @@ class Family:
             kind_with_head = KINDS[head.task] if head else kind
             return bind_recipe(replace(instance, head=head), source, kind_with_head, processor_prefix)
 
-        config_type = None if config_field else recipe.config_type
-        return Family(opener, architectures, partial(opener, headless=True), config_type)
-
-    @staticmethod
-    def dual(recipe: type[DualFlow[Any]], processor_prefix: str, *architectures: str) -> Family:
-        """Return a family with a text tower and an image tower. `processor_prefix`: see `Pretrained`."""
-        return Family.of(recipe, "dual", processor_prefix, *architectures)
+        return Family(opener, architectures, None if config_field else recipe.config_type)
 
     @staticmethod
     def with_images(part: TextPart, *architectures: str) -> Family:
         """Return a family of decoders that also read images; only its text model is built."""
 
         def opener(config: Fields, source: WeightSource, headless: bool = False) -> Pretrained:
-            inner = FAMILIES[part.text_type]
-            return ((inner.headless if headless else None) or inner.open)(*part.extract(config, source))
+            return FAMILIES[part.text_type].open(*part.extract(config, source), headless)
 
-        return Family(opener, architectures, partial(opener, headless=True))
+        return Family(opener, architectures)
 
     @staticmethod
     def either(*families: Family) -> Family:
@@ -180,10 +172,10 @@ class Family:
         def opener(config: Fields, source: WeightSource, headless: bool = False) -> Pretrained:
             _, name = architecture(config)
             family = next((f for f in families if name in f.architectures), families[0])
-            return ((family.headless if headless else None) or family.open)(config, source)
+            return family.open(config, source, headless)
 
         architectures = tuple(name for f in families for name in f.architectures)
-        return Family(opener, architectures, partial(opener, headless=True), families[0].config_type)
+        return Family(opener, architectures, families[0].config_type)
 
 
 def bind_recipe(recipe: Recipe[Any], source: WeightSource, kind: ModelKind, processor_prefix: str = "") -> Pretrained:
@@ -273,7 +265,7 @@ FAMILIES: dict[str, Family] = {
     "dinov2_with_registers": Family.vision(models.Dinov2Flow, "Bit", *(f"Dinov2WithRegisters{end}" for end in DINOV2)),
     "dinov3_vit": Family.vision(Dinov3Flow, "DINOv3ViT", "DINOv3ViTModel", "DINOv3ViTBackbone"),
     "clip": Family.either(
-        Family.dual(models.ClipFlow, "CLIP", "CLIPModel"),
+        Family.of(models.ClipFlow, "dual", "CLIP", "CLIPModel"),
         Family.vision(ClipVisionFlow, "CLIP", "CLIPForImageClassification", config_field="vision_config"),
     ),
     "clip_text_model": Family.encoder(models.ClipTextFlow, "CLIPTextModel", "CLIPTextModelWithProjection"),
@@ -282,13 +274,13 @@ FAMILIES: dict[str, Family] = {
         ClipVisionFlow, "CLIP", "MetaClip2ForImageClassification", config_field="vision_config"
     ),
     "siglip": Family.either(
-        Family.dual(models.SiglipFlow, "Siglip", "SiglipModel"),
+        Family.of(models.SiglipFlow, "dual", "Siglip", "SiglipModel"),
         Family.vision(SiglipVisionFlow, "Siglip", "SiglipForImageClassification", config_field="vision_config"),
     ),
     "siglip_text_model": Family.encoder(models.SiglipTextFlow, "SiglipTextModel"),
     "siglip_vision_model": Family.vision(SiglipVisionFlow, "Siglip", "SiglipVisionModel"),
     "siglip2": Family.either(
-        Family.dual(Siglip2Flow, "Siglip2", "Siglip2Model"),
+        Family.of(Siglip2Flow, "dual", "Siglip2", "Siglip2Model"),
         Family.vision(Siglip2VisionFlow, "Siglip2", "Siglip2ForImageClassification", config_field="vision_config"),
     ),
     "siglip2_text_model": Family.encoder(models.SiglipTextFlow, "Siglip2TextModel"),
@@ -342,8 +334,8 @@ def family_of(
         raise UnsupportedError(
             f"{config.where}: architecture {quote(name)} is not built; of {kind} there are {supported}"
         )
-    if headless and isinstance(family, Family) and family.headless:
-        family = replace(family, open=family.headless)
+    if headless and isinstance(family, Family):
+        family = replace(family, open=partial(family.open, headless=True))
     return config, family
 
 

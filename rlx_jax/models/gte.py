@@ -61,5 +61,5 @@ class GteFlow(BertLike[GteConfig]):
         gate="mlp.up_gate_proj", up_first=True,
     )  # fmt: skip
 
-    def layer_spec(self, index: int, keys: EncoderKeys) -> EncoderLayerSpec:
-        return replace(super().layer_spec(index, keys), up_bias=False)
+    def spec(self, index: int) -> EncoderLayerSpec:
+        return replace(super().spec(index), up_bias=False)

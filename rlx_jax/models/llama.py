@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import LayerSpec
 from rlx_jax.errors import UnsupportedError
 from rlx_jax.models.config import Fields, architecture
 from rlx_jax.models.decoder import DecoderFlow
 from rlx_jax.models.decoder import weight_specs as weight_specs
-from rlx_jax.models.decoder_config import DecoderConfig, Windows, layer_of, plain_fields, qwen_windows, window_at
+from rlx_jax.models.decoder_config import DecoderConfig, Windows, layer_of, qwen_windows, window_at
 from rlx_jax.models.encoder import DECODER_HEADS, SEQUENCE
 
 
@@ -21,12 +22,7 @@ class LlamaConfig(DecoderConfig):
     attention_bias: bool = False
     mlp_bias: bool = False
 
-    @classmethod
-    def read(cls, c: Fields) -> Self:
-        return cls(
-            **plain_fields(c, max_positions=cls.max_position_embeddings),
-            **c.with_defaults(cls, "attention_bias", "mlp_bias"),
-        )
+    fields = ("attention_bias", "mlp_bias")
 
     def layer_spec(self, index: int) -> LayerSpec:
         return layer_of(self, qkv_bias=self.attention_bias, output_bias=self.attention_bias, mlp_bias=self.mlp_bias)
@@ -81,12 +77,11 @@ class MistralConfig(DecoderConfig):
     max_position_embeddings: int = 131072
     sliding_window: int | None = 4096
 
+    defaults = {"kv_heads": 8}
+
     @classmethod
     def read(cls, c: Fields) -> Self:
-        return cls(
-            **plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=8),
-            sliding_window=c.integer_or_null("sliding_window", cls.sliding_window),
-        )
+        return cls(**cls.common_fields(c), sliding_window=c.integer_or_null("sliding_window", cls.sliding_window))
 
     def layer_spec(self, index: int) -> LayerSpec:
         return layer_of(self, window=self.sliding_window)
@@ -115,9 +110,11 @@ class Qwen2Config(DecoderConfig):
     max_position_embeddings: int = 32768
     windows: Windows = ()
 
+    defaults: ClassVar[Mapping[str, Any]] = {"kv_heads": 32}
+
     @classmethod
     def read(cls, c: Fields) -> Self:
-        common = plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=32)
+        common = cls.common_fields(c)
         return cls(**common, windows=qwen_windows(c, common["num_hidden_layers"]))
 
     def layer_spec(self, index: int) -> LayerSpec:
@@ -137,24 +134,13 @@ class Qwen2Flow(DecoderFlow[Qwen2Config]):
 
 
 @dataclass(frozen=True)
-class Qwen3Config(DecoderConfig):
-    """Sizes of a Qwen 3 model.
+class Qwen3Config(Qwen2Config):
+    """Sizes of a Qwen 3 model: see `Qwen2Config`."""
 
-    `windows[i]` is the number of keys that layer i attends to, None for all; empty for no windows.
-    """
-
-    max_position_embeddings: int = 32768
     attention_bias: bool = False
-    windows: Windows = ()
 
-    @classmethod
-    def read(cls, c: Fields) -> Self:
-        common = plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=32, head_dim=128)
-        return cls(
-            **common,
-            attention_bias=c.flag("attention_bias", cls.attention_bias),
-            windows=qwen_windows(c, common["num_hidden_layers"]),
-        )
+    defaults = {"kv_heads": 32, "head_dim": 128}
+    fields = ("attention_bias",)
 
     def layer_spec(self, index: int) -> LayerSpec:
         bias = self.attention_bias

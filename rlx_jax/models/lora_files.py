@@ -16,7 +16,7 @@ from rlx_jax.blocks.lora import rename_module
 from rlx_jax.errors import ConfigError, RequestError, TargetExistsError, UnsupportedError, listing, quote, shown
 from rlx_jax.io.atomic import atomic_directory, write_synced
 from rlx_jax.io.folder import open_folder
-from rlx_jax.models.config import Fields
+from rlx_jax.models.config import Fields, finish_model
 from rlx_jax.models.encoder import ANSWER, SEQUENCE, TOKEN
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.safetensors_format import SafetensorsSource, write_file
@@ -97,7 +97,7 @@ def open_adapter(path: Any) -> tuple[AdapterSizes, WeightSource]:
     ranks, alphas = (_read_pattern(fields, name) for name in ("rank_pattern", "alpha_pattern"))
     dropout = fields.real("lora_dropout", 0.0, exclusive=False)
     task = HEAD_TASKS.get(str(fields.raw("task_type")), "")
-    fields.finish_model([*INERT, *(["modules_to_save"] if task else [])], NEUTRAL)
+    finish_model(fields, [*INERT, *(["modules_to_save"] if task else [])], NEUTRAL)
     folder.fetch(WEIGHTS)
     source = open_weights(os.path.join(os.fspath(folder.path), WEIGHTS))
     head_keys = tuple(key.removeprefix(PREFIX) for key in source.keys() if task and _is_full_weight(key))

@@ -19,10 +19,9 @@ from rlx_jax.models.decoder_config import (
     frequencies_of,
     layer_of,
     layer_windows,
-    plain_fields,
     window_at,
 )
-from rlx_jax.weights.mxfp4 import with_mxfp4_weights
+from rlx_jax.weights.quantized import with_mxfp4_weights
 from rlx_jax.weights.source import WeightSource
 
 C = TypeVar("C", bound=DecoderConfig)
@@ -91,10 +90,13 @@ class Qwen3MoeConfig(DecoderConfig):
     decoder_sparse_step: int = 1
     mlp_only_layers: tuple[int, ...] = ()
 
+    defaults = {"kv_heads": 4}
+    fields = ("attention_bias", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step")
+
     @classmethod
     def read(cls, c: Fields) -> Self:
         experts, top_k = experts_of(c, experts=cls.num_experts, top_k=cls.num_experts_per_tok)
-        common = plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=4)
+        common = cls.common_fields(c)
         count = common["num_hidden_layers"]
         mlp_layers = c.items(
             "mlp_only_layers", [], f"layers in [0, {count})", lambda i: type(i) is int and 0 <= i < count
@@ -103,7 +105,6 @@ class Qwen3MoeConfig(DecoderConfig):
         c.consumed.add("max_window_layers")  # the reference has one window for all layers
         return cls(
             **common,
-            **c.with_defaults(cls, "attention_bias", "moe_intermediate_size", "norm_topk_prob", "decoder_sparse_step"),
             sliding_window=window if c.flag("use_sliding_window", False) else None,
             num_experts=experts,
             num_experts_per_tok=top_k,
@@ -145,11 +146,13 @@ class MixtralConfig(DecoderConfig):
     num_local_experts: int = 8
     num_experts_per_tok: int = 2
 
+    defaults = {"kv_heads": 8, "theta": 1e6}
+
     @classmethod
     def read(cls, c: Fields) -> Self:
         experts, top_k = experts_of(c, experts=cls.num_local_experts, top_k=cls.num_experts_per_tok)
         return cls(
-            **plain_fields(c, max_positions=cls.max_position_embeddings, kv_heads=8, eps=cls.rms_norm_eps, theta=1e6),
+            **cls.common_fields(c),
             sliding_window=c.integer_or_null("sliding_window", cls.sliding_window),
             num_local_experts=experts,
             num_experts_per_tok=top_k,

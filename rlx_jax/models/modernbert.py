@@ -94,7 +94,7 @@ class ModernBertFlow(BertLike[ModernBertConfig]):
     embedding = "embeddings.tok_embeddings.weight"
     head_prefixes = ("head.", "lm_head.", "decoder.", "classifier.")
     optional_inputs = (("attention_mask", None), ("position_ids", None))
-    layer_keys: ClassVar[EncoderKeys | None] = KEYS
+    layer_keys = KEYS
     pre_norm = True
     embedding_norm = "embeddings.norm"
     final_norm = "final_norm"
@@ -121,10 +121,10 @@ class ModernBertFlow(BertLike[ModernBertConfig]):
     def embedding_stages(self) -> tuple[BlockStage, ...]:
         return RopeTables(self.config.local_inv_freq, name=LOCAL), *super().embedding_stages()
 
-    def layer_spec(self, index: int, keys: EncoderKeys) -> EncoderLayerSpec:
-        c, window = self.config, window_at(self.config.windows, index)
+    def spec(self, index: int) -> EncoderLayerSpec:
+        c, window, keys = self.config, window_at(self.config.windows, index), self.layer_keys
         return replace(
-            super().layer_spec(index, keys), keys=keys if index else replace(keys, attention_norm=""), window=window,
+            super().spec(index), keys=keys if index else replace(keys, attention_norm=""), window=window,
             rope="" if window is None else LOCAL, norm_bias=c.norm_bias, qkv_bias=c.attention_bias,
             out_bias=c.attention_bias, up_bias=c.mlp_bias, down_bias=c.mlp_bias,
         )  # fmt: skip
@@ -167,8 +167,8 @@ class ModernBertDecoderFlow(ModernBertFlow):
         dense, last = super().task_heads()[SEQUENCE]
         return {SEQUENCE: (dense, replace(last, bias=self.config.classifier_bias))}
 
-    def layer_spec(self, index: int, keys: EncoderKeys) -> EncoderLayerSpec:
-        return replace(super().layer_spec(index, keys), causal=True)
+    def spec(self, index: int) -> EncoderLayerSpec:
+        return replace(super().spec(index), causal=True)
 
 
 @dataclass(frozen=True)

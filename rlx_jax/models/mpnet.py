@@ -5,10 +5,12 @@ It has RoBERTa's layers and positions, a relative-position bias that all layers 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
-from rlx_jax.blocks import BlockStage, RelativeBias
+from rlx_jax.blocks import BlockStage, EncoderLayerSpec, RelativeBias
+from rlx_jax.blocks.encoder import STYLES
+from rlx_jax.blocks.positions import POSITION_BIAS
 from rlx_jax.errors import UnsupportedError
 from rlx_jax.models.bert import RobertaConfig, RobertaFlow
 from rlx_jax.models.config import Fields, text_fields
@@ -50,10 +52,13 @@ class MPNetFlow(RobertaFlow):
     config_type = MPNetConfig
     config: MPNetConfig
     optional_inputs = (("attention_mask", None), ("position_ids", None))
-    style = "mpnet"
+    layer_keys = STYLES["mpnet"]
 
     def embedding_stages(self) -> tuple[BlockStage, ...]:
         c = self.config
         table = (c.relative_attention_num_buckets, c.num_attention_heads)
         bias = RelativeBias(self.key("encoder.relative_attention_bias.weight"), table, BUCKETS)
         return *super().embedding_stages(), bias
+
+    def spec(self, index: int) -> EncoderLayerSpec:
+        return replace(super().spec(index), position_bias=POSITION_BIAS)

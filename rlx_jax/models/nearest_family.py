@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlx_jax.errors import RlxError, listing, quote, shown
-from rlx_jax.models.config import Fields, ModelConfig
-from rlx_jax.models.known_fields import INERT, INERT_PREFIXES, NEUTRAL, NULLABLE
+from rlx_jax.io.fields import NULLABLE
+from rlx_jax.models.config import INERT, INERT_PREFIXES, NEUTRAL, Fields, ModelConfig
 
 PAGE = "docs/adding-a-family.md"
 # Weight of how similar the names of two model types are, compared with the share of fields that are read.

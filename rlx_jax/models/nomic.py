@@ -6,22 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
-from rlx_jax.blocks import (
-    BlockStage,
-    Embed,
-    EncoderExperts,
-    EncoderLayer,
-    EncoderLayerSpec,
-    Frequencies,
-    GatherAdd,
-    LayerNorm,
-    NomicEncoderLayerSpec,
-    RopeTables,
-)
+from rlx_jax.blocks import EncoderExperts, EncoderLayerSpec
+from rlx_jax.blocks.encoder import NOMIC_KEYS
 from rlx_jax.errors import ConfigError, UnsupportedError, shown
-from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Fields, TokenConfig
+from rlx_jax.models.bert import ALL_INPUTS, BertConfig, BertLike
+from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Fields
 from rlx_jax.models.decoder_config import frequencies_of
-from rlx_jax.models.encoder import BERT_HEADS, MASKED, EncoderFlow, masked_head
+from rlx_jax.models.encoder import BERT_HEADS, MASKED, masked_head
 
 # Fields of the first implementation that do not change the results. (`max_trained_positions` only matters for a scaled
 # rope, which is refused.)
@@ -35,49 +26,36 @@ EXPERT_KEYS = ("mlp.router.layer.weight", "mlp.experts.mlp.w1", "mlp.experts.mlp
 
 # Fields of the first spelling with their supported values. Text encoders of the family have these values.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "causal": (False,),
-    "expert_choice_router": (False,),
+    **dict.fromkeys(
+        """
+        causal expert_choice_router moe_normalize_expert_weights parallel_block parallel_block_tied_norm prenorm
+        reorder_and_upcast_attn rotary_emb_interleaved scale_attn_by_inverse_layer_idx use_rms_norm
+        """.split(),
+        (False,),
+    ),
     "ffn_div": (1,),
-    "moe_every_n_layers": (None, 0),
-    "moe_normalize_expert_weights": (False,),
+    "moe_every_n_layers": (0,),
     "num_shared_experts": (0,),
-    "parallel_block": (False,),
-    "parallel_block_tied_norm": (False,),
-    "prenorm": (False,),
-    "reorder_and_upcast_attn": (False,),
     "rotary_emb_fraction": (1, 1.0),
-    "rotary_emb_interleaved": (False,),
-    "rotary_emb_scale_base": (None,),
-    "rotary_scaling_factor": (None,),
-    "scale_attn_by_inverse_layer_idx": (False,),
     "scale_attn_weights": (True,),
-    "use_rms_norm": (None, False),
 }
 
 
 @dataclass(frozen=True)
-class NomicConfig(TokenConfig):
+class NomicConfig(BertConfig):
     """Sizes of a NomicBERT model, with the field names of transformers 5.
 
     Attributes:
-        inv_freq: inverse frequencies of the rope.
+        head_dim: width of a head.
         gated: the MLP has a gate.
         biases: whether the projections of attention have biases, the ones into the MLP, and the one out of it.
         experts: number of experts in each layer i with i % `expert_stride` = 1; 0 without experts.
         top_k: number of experts per token.
     """
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    head_dim: int
-    inv_freq: Frequencies = field(repr=False)
     max_position_embeddings: int = 2048
-    type_vocab_size: int = 2
-    layer_norm_eps: float = 1e-12
     activation: str = "silu"
+    head_dim: int = field(kw_only=True)
     gated: bool = True
     biases: tuple[bool, bool, bool] = (False, False, False)
     experts: int = 0
@@ -168,7 +146,7 @@ def _head_dim(c: Fields, hidden: int, heads: int, explicit_dim: int | None, widt
 
 
 @dataclass(frozen=True)
-class NomicFlow(EncoderFlow[NomicConfig]):
+class NomicFlow(BertLike[NomicConfig]):
     """The recipe of NomicBERT: see `EncoderFlow`.
 
     Optional inputs are `attention_mask`, `token_type_ids` (default 0) and `position_ids` (default 0, 1, 2 …).
@@ -184,31 +162,18 @@ class NomicFlow(EncoderFlow[NomicConfig]):
             "cls.predictions.bias",
         ),
     }  # fmt: skip
-    optional_inputs = (("attention_mask", None), ("token_type_ids", 0), ("position_ids", None))
+    optional_inputs = ALL_INPUTS
+    layer_keys = NOMIC_KEYS
+    embedding_norm = "emb_ln"
 
-    def embedding_stages(self) -> tuple[BlockStage, ...]:
-        c, p = self.config, self.key("embeddings")
-        norm = self.key("emb_ln")
-        return (
-            RopeTables(c.inv_freq),
-            Embed(f"{p}.word_embeddings.weight", (c.vocab_size, c.hidden_size)),
-            GatherAdd("token_type_ids", f"{p}.token_type_embeddings.weight", (c.type_vocab_size, c.hidden_size)),
-            LayerNorm(f"{norm}.weight", f"{norm}.bias", c.layer_norm_eps),
-        )
+    def layer_prefix(self, index: int) -> str:
+        return self.key(f"encoder.layers.{index}")
 
     def spec(self, index: int) -> EncoderLayerSpec:
-        c, p = self.config, self.key(f"encoder.layers.{index}")
-        spec = NomicEncoderLayerSpec(
-            p, c.hidden_size, c.num_attention_heads, c.head_dim, c.layer_norm_eps, activation=c.activation,
-            intermediate_size=c.intermediate_size,
-        ).layer()  # fmt: skip
-        attention, up, down = c.biases
+        c, keys, (attention, up, down) = self.config, self.layer_keys, self.config.biases
         has_experts = c.experts and index % c.expert_stride == 1
         return replace(
-            spec, keys=spec.keys if c.gated else replace(spec.keys, up="mlp.fc1", gate=""), qkv_bias=attention,
-            out_bias=attention, up_bias=up, down_bias=down,
+            super().spec(index), keys=keys if c.gated else replace(keys, up="mlp.fc1", gate=""), head_dim=c.head_dim,
+            qkv_bias=attention, out_bias=attention, up_bias=up, down_bias=down,
             experts=EncoderExperts(c.experts, c.top_k, *EXPERT_KEYS) if has_experts else None,
         )  # fmt: skip
-
-    def stage(self, index: int, spec: EncoderLayerSpec) -> BlockStage:
-        return EncoderLayer(spec)

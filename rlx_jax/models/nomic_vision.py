@@ -52,25 +52,21 @@ class NomicVisionConfig(VisionConfig):
     )  # fmt: skip
     neutral = {
         **nomic.NEUTRAL,
+        **dict.fromkeys(
+            """
+            layer_scale learned_pos_embedding no_cls_token no_embed_class prepre_layernom sinusoidal_pos_embedding
+            """.split(),
+            (False,),
+        ),
+        **dict.fromkeys(
+            """
+            mlp_fc1_bias mlp_fc2_bias no_last_ln norm_mlp patch_embed_bias prenorm qkv_proj_bias use_pos_embed
+            """.split(),
+            (True,),
+        ),
         "activation_function": ("swiglu",),
-        "global_pool": (None,),
-        "layer_scale": (False,),
-        "learned_pos_embedding": (False,),
-        "mlp_fc1_bias": (True,),
-        "mlp_fc2_bias": (True,),
-        "no_cls_token": (False,),
-        "no_embed_class": (False,),
-        "no_last_ln": (True,),
-        "norm_mlp": (True,),
-        "num_heads_kv": (None,),
-        "patch_embed_bias": (True,),
-        "prenorm": (True,),
-        "prepre_layernom": (False,),
-        "qkv_proj_bias": (True,),
         "register_tokens": (0,),
         "rotary_emb_fraction": (0, 0.0),
-        "sinusoidal_pos_embedding": (False,),
-        "use_pos_embed": (True,),
     }
 
     @classmethod
@@ -125,7 +121,7 @@ class NomicVisionFlow(VisionFlow[NomicVisionConfig]):
 
     def final_stages(self) -> tuple[BlockStage, ...]:
         c = self.config
-        return (NomicSelector(f"{self.prefix}selector", c.num_attention_heads, c.layer_norm_eps, c.intermediate_size),)
+        return (NomicSelector(self.key("selector"), c.num_attention_heads, c.layer_norm_eps, c.intermediate_size),)
 
     def pool(self) -> BlockStage:
         return Custom(unit_first, "pooled")

@@ -17,6 +17,7 @@ from rlx_jax.blocks import (
     PreNormLayerSpec,
     Sequence,
 )
+from rlx_jax.blocks.linear import module_keys
 from rlx_jax.blocks.vision import CLIP_KEYS
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow
@@ -58,11 +59,11 @@ class SiglipVisionFlow(VisionFlow[SiglipVisionConfig]):
     """
 
     layout: VisionLayout = LAYOUT
-    prefix: str = "vision_model."
+    prefix: str = "vision_model"
     name: str = "siglip_vision"
 
     config_type = SiglipVisionConfig
-    prefixes = ("vision_model.", "")
+    prefixes = ("vision_model", "")
     layouts = (LAYOUT,)
 
     def head_input(self) -> tuple[BlockStage, int]:
@@ -73,7 +74,7 @@ class SiglipVisionFlow(VisionFlow[SiglipVisionConfig]):
         if not c.head:
             return None
         return AttentionPool(
-            f"{self.prefix}head", c.num_attention_heads, c.layer_norm_eps, c.activation, c.intermediate_size
+            self.key("head"), c.num_attention_heads, c.layer_norm_eps, c.activation, c.intermediate_size
         )
 
 
@@ -109,10 +110,8 @@ class SiglipTextFlow(TextFlow[SiglipTextConfig]):
         return self.config.max_position_embeddings, self.config.pad_id
 
     def pool(self) -> BlockStage:
-        c, head = self.config, self.key("head")
-        linear = Linear(
-            f"{head}.weight", bias_key=f"{head}.bias", shape=(c.width, c.hidden_size), roles=(None, "hidden")
-        )
+        c, (weight, bias) = self.config, module_keys(self.key("head"))
+        linear = Linear(weight, bias_key=bias, shape=(c.width, c.hidden_size), roles=(None, "hidden"))
         # The gathered row has one token; ClsTokenPool removes that axis.
         return Sequence((GatherLastToken(), ClsTokenPool(), linear))
 
@@ -193,9 +192,8 @@ class Siglip2VisionFlow(SiglipVisionFlow):
         return flow.input(SHAPES, (rows, 2), dtype="int32")
 
     def embedding_stages(self) -> tuple[BlockStage, ...]:
-        c, patch = self.config, f"{self.prefix}{self.layout.patch}"
-        position = self.prefix + self.layout.position
-        return (NaflexEmbed(f"{patch}.weight", f"{patch}.bias", position, c.hidden_size, c.grid[0], SHAPES),)
+        c, patch_keys = self.config, module_keys(self.key(self.layout.patch))
+        return (NaflexEmbed(*patch_keys, self.key(self.layout.position), c.hidden_size, c.grid[0], SHAPES),)
 
     def spec(self, index: int) -> PreNormLayerSpec:
         return replace(super().spec(index), mask_input=MASK)

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
-from rlx_jax.blocks import BlockStage, Embed, GatherAdd, LayerNorm, PreNormLayerSpec, pre_norm_layer
+from rlx_jax.blocks import BlockStage, Embed, GatherAdd, PreNormLayerSpec, pre_norm_layer
 from rlx_jax.blocks.vision import CLIP_KEYS
 from rlx_jax.errors import ConfigError, RlxWarning, UnsupportedError, quote
 from rlx_jax.flow import POSITIONS
-from rlx_jax.models.config import Fields, TokenConfig
+from rlx_jax.models.config import Fields, TokenConfig, finish_model
 from rlx_jax.models.encoder import EncoderFlow
 from rlx_jax.models.vision import TowerConfig
 from rlx_jax.weights.source import WeightSource
@@ -64,8 +64,7 @@ class TextFlow(EncoderFlow[T]):
         return pre_norm_layer(spec)
 
     def final_stages(self) -> tuple[BlockStage, ...]:
-        norm = self.key("final_layer_norm")
-        return (LayerNorm(f"{norm}.weight", f"{norm}.bias", self.config.layer_norm_eps),)
+        return self.norm("final_layer_norm")
 
     def pool(self) -> BlockStage:
         raise NotImplementedError
@@ -110,7 +109,7 @@ class TextPart:
         head = {
             "tie_word_embeddings": config.flag("tie_word_embeddings", self.default_tied)
         }  # the outer model has the head
-        config.finish_model(self.unread_fields)
+        finish_model(config, self.unread_fields)
         names = {
             prefix + key.removeprefix(stored_prefix): key
             for key in source.keys() for stored_prefix, prefix in self.keys.items() if key.startswith(stored_prefix)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self, TypeVar
 
-from rlx_jax.blocks import BlockStage, ClsTokenPool, LayerKeys, LayerNorm, PreNormLayerSpec, VisionEmbed, pre_norm_layer
+from rlx_jax.blocks import BlockStage, ClsTokenPool, LayerKeys, PreNormLayerSpec, VisionEmbed, pre_norm_layer
+from rlx_jax.blocks.linear import module_keys
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import Fields, LayeredConfig, tower_fields
@@ -175,19 +176,18 @@ class VisionFlow(TowerFlow[C]):
 
         If no combination matches, the recipe is unchanged.
         """
-        choices = [(layout, prefix) for layout in self.layouts for prefix in self.prefixes]
-        matches = [choice for choice in choices if source.has(f"{choice[1]}{choice[0].patch}.weight")]
+        choices = [replace(self, layout=layout, prefix=prefix) for layout in self.layouts for prefix in self.prefixes]
+        matches = [choice for choice in choices if source.has(choice.key(f"{choice.layout.patch}.weight"))]
         # Layouts may differ in the prefix of the layers alone.
-        complete = (c for c in matches if source.has(f"{c[1]}{c[0].layers.format(0)}.{c[0].keys.norm1}.weight"))
-        layout, prefix = next(complete, matches[0] if matches else (self.layout, self.prefix))
-        return replace(self, layout=layout, prefix=prefix)
+        complete = (c for c in matches if source.has(f"{c.spec(0).prefix}.{c.layout.keys.norm1}.weight"))
+        return next(complete, matches[0] if matches else self)
 
     def spec(self, index: int) -> PreNormLayerSpec:
         """Return the spec of a layer, which includes the layer's keys."""
-        c, prefix = self.config, self.prefix + self.layout.layers.format(index)
+        c = self.config
         return PreNormLayerSpec(
-            prefix, self.layout.keys, c.hidden_size, c.num_attention_heads, c.intermediate_size, c.layer_norm_eps,
-            c.activation, c.gated, c.qkv_bias,
+            self.key(self.layout.layers.format(index)), self.layout.keys, c.hidden_size, c.num_attention_heads,
+            c.intermediate_size, c.layer_norm_eps, c.activation, c.gated, c.qkv_bias,
         )  # fmt: skip
 
     def stage(self, index: int, spec: Any) -> BlockStage:
@@ -218,32 +218,20 @@ class VisionFlow(TowerFlow[C]):
 
     def embedding_stages(self) -> tuple[BlockStage, ...]:
         """Return the stages before the layers; the first one takes the images."""
-        c, layout, p = self.config, self.layout, self.prefix
+        c, layout = self.config, self.layout
+        weight, bias = module_keys(self.key(layout.patch))
+        registers = layout.registers if c.registers else ""
+        names = (layout.position, layout.cls, registers, layout.distillation)
+        position, cls, registers_key, distillation = (self.key(name) if name else None for name in names)
         embed = VisionEmbed(
-            f"{p}{layout.patch}.weight",
-            f"{p}{layout.patch}.bias" if layout.patch_bias else None,
-            p + layout.position if layout.position else None,
-            c.hidden_size,
-            c.patch_size,
-            c.grid,
-            p + layout.cls if layout.cls else None,
-            p + layout.registers if c.registers else None,
-            c.antialias,
-            layout.flat_patch,
-            layout.flat,
-            c.registers,
-            p + layout.distillation if layout.distillation else None,
-        )
-        return embed, *self._norm(layout.before)
+            weight, bias if layout.patch_bias else None, position, c.hidden_size, c.patch_size, c.grid, cls,
+            registers_key, c.antialias, layout.flat_patch, layout.flat, c.registers, distillation,
+        )  # fmt: skip
+        return embed, *self.norm(layout.before)
 
     def final_stages(self) -> tuple[BlockStage, ...]:
         """Return the stages after the layers."""
-        return self._norm(self.layout.after)
-
-    def _norm(self, name: str) -> tuple[BlockStage, ...]:
-        """Return the norm of that name, if there is one."""
-        key = self.prefix + name
-        return (LayerNorm(f"{key}.weight", f"{key}.bias", self.config.layer_norm_eps),) if name else ()
+        return self.norm(self.layout.after)
 
     def unread_keys(self) -> tuple[str, ...]:
         """Return keys that are left unread on purpose."""
@@ -251,4 +239,4 @@ class VisionFlow(TowerFlow[C]):
         has_spare_registers = not self.config.registers and self.layout.registers
         registers = (self.layout.registers,) if has_spare_registers else ()
         keys = self.layout.unread_keys + self.layout.head_prefixes + registers
-        return tuple(self.prefix + key for key in keys) + keys
+        return (*map(self.key, keys), *keys)

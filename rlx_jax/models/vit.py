@@ -47,7 +47,7 @@ class ViTFlow(VisionFlow[ViTConfig]):
     name: str = "vit"
 
     config_type = ViTConfig
-    prefixes = ("", "vit.")
+    prefixes = ("", "vit")
     peft_names = (
         *((f"{LAYER}.attention.attention.{name}", f"layers.{{}}.attention.{name[0]}_proj") for name in PROJECTIONS),
         (f"{LAYER}.attention.output.dense", "layers.{}.attention.o_proj"),
@@ -77,7 +77,7 @@ class DeiTFlow(ViTFlow):
     layout: VisionLayout = DEIT
     name: str = "deit"
 
-    prefixes = ("", "deit.")
+    prefixes = ("", "deit")
     layouts = (DEIT,)
     heads = {**IMAGE_HEADS, TEACHER: (HeadLayer("cls_classifier"), HeadLayer("distillation_classifier"))}
 
@@ -114,7 +114,7 @@ class IJepaFlow(ViTFlow):
     layout: VisionLayout = IJEPA
     name: str = "ijepa"
 
-    prefixes = ("", "ijepa.")
+    prefixes = ("", "ijepa")
     layouts = (IJEPA,)
 
     def pool(self) -> BlockStage:
@@ -298,7 +298,7 @@ class Dinov2Flow(VisionFlow[Dinov2Config]):
     name: str = "dinov2"
 
     config_type = Dinov2Config
-    prefixes = ("", "dinov2.", "dinov2_with_registers.")
+    prefixes = ("", "dinov2", "dinov2_with_registers")
     peft_names = (
         *((f"{LAYER}.attention.attention.{name}", f"{LAYER}.attention.{name[0]}_proj") for name in PROJECTIONS),
         (f"{LAYER}.attention.output.dense", f"{LAYER}.attention.o_proj"),

@@ -280,21 +280,5 @@ def check_same_leaves(stored: Mapping[str, TensorType], like: tuple[StoredLeaf, 
         WeightError: lists every leaf that differs.
     """
     expected = {leaf.name: leaf.type for leaf in like}
-    differences = [
-        f"{name}: {stored_type} in the step, not in `like`"
-        for name, stored_type in stored.items()
-        if name not in expected
-    ]
-    differences += [
-        f"{name}: {like_type} in `like`, not in the step" for name, like_type in expected.items() if name not in stored
-    ]
-    mismatches = (
-        (name, stored[name], like_type)
-        for name, like_type in expected.items()
-        if stored.get(name, like_type) != like_type
-    )
-    differences += [
-        f"{name}: {stored_type} in the step, {like_type} in `like`" for name, stored_type, like_type in mismatches
-    ]
-    if differences:
+    if differences := manifest.describe_differences(stored, expected, "the step", "`like`"):
         raise WeightError(f"{where}: {len(differences)} leaves differ from `like`: {listing(differences)}")

@@ -221,10 +221,6 @@ class Format(Protocol):
     def name(self) -> str:
         """Return the name for users: `format=` of `rlx_jax.save`."""
 
-    @property
-    def writes(self) -> bool:
-        """Whether `write` is implemented."""
-
     def detect(self, weights: Any) -> bool:
         """Whether `weights`, a path or an object, are in this format. Only names of files are inspected, no content."""
 
@@ -234,11 +230,16 @@ class Format(Protocol):
         A format raises an error for options that it does not support.
         """
 
+
+@runtime_checkable
+class DirectoryFormat(Format, Protocol):
+    """A format in which a checkpoint is the files of a directory."""
+
     def write(self, directory: str, entries: Sequence[Entry]) -> None:
         """Create the directory and write the files of a checkpoint to it, calling `values` of each entry once.
 
         Raises:
-            UnsupportedError: the format does not support a dtype or a shape, or its checkpoints are files.
+            UnsupportedError: the format does not support a dtype or a shape.
         """
 
 
@@ -251,7 +252,7 @@ class FileFormat(Format, Protocol):
         """Return the suffix of the files."""
 
     def write_file(self, path: str, entries: Sequence[Entry], metadata: Mapping[str, Any]) -> None:
-        """Create the file, and compare what it holds with what was written. Errors as `write`."""
+        """Create the file, and compare what it holds with what was written. Errors as `DirectoryFormat.write`."""
 
 
 def stored_spec(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

@@ -22,7 +22,6 @@ from rlx_jax.errors import (
     IntegrityError,
     MissingFileError,
     SaveFailedError,
-    UnsupportedError,
     WeightError,
     listing,
     quote,
@@ -212,7 +211,6 @@ class Gguf:
     """The GGUF format; see `rlx_jax.weights.format.Format`."""
 
     name: str = "gguf"
-    writes: bool = True
     suffix: str = SUFFIX
 
     def detect(self, weights: Any) -> bool:
@@ -227,10 +225,6 @@ class Gguf:
             raise IntegrityError(f"{quote(weights)}: GGUF files have no digests to verify")
         source = open_gguf(weights, links=options.links, on_nonfinite=options.on_nonfinite)
         return GptOssExperts(source) if source.config["model_type"] == "gpt_oss" else source
-
-    def write(self, directory: str, entries: Sequence[Entry]) -> None:
-        """Raise `UnsupportedError`: a checkpoint is a file."""
-        raise UnsupportedError(f"{quote(directory)}: GGUF is a format of files")
 
     def write_file(self, path: str, entries: Sequence[Entry], metadata: Mapping[str, MetadataValue]) -> None:
         """Write one file, and compare what it holds with what was written.

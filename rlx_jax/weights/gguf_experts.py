@@ -84,9 +84,6 @@ class GptOssExperts(NamedTensors[_Weight], SourceView):
         weight = self._find(key)
         return weight.part == "values" and isinstance(self.source.spec(weight.keys[0]), PackedSpec)
 
-    def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
-        return self.read_into(key, index, None)
-
     def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
         weight = self._find(key)
         if len(weight.keys) == 1 and weight.part == "same":

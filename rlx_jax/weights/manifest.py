@@ -219,19 +219,29 @@ def explain_damage(directory: str, manifest: Manifest | None) -> Iterator[None]:
         ) from cause
 
 
+def describe_differences(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], our_name: str, their_name: str
+) -> list[str]:
+    """Return a text for each name that only one of two tables has, or that has another type in each."""
+    return [
+        *(f"{key}: {t} in {our_name}, not in {their_name}" for key, t in ours.items() if key not in theirs),
+        *(f"{key}: {t} in {their_name}, not in {our_name}" for key, t in theirs.items() if key not in ours),
+        *(
+            f"{key}: {t} in {our_name}, {theirs[key]} in {their_name}"
+            for key, t in ours.items() if key in theirs and t != theirs[key]
+        ),
+    ]  # fmt: skip
+
+
 def check_weights(source: WeightSource, weights: Mapping[str, WeightEntry], where: str) -> None:
     """Check that the names, shapes and dtypes of a source agree with the manifest.
 
     Raises:
         IntegrityError: they do not; the message lists weights that are missing in either, or have another type.
     """
-    keys = source.keys()
-    problems = [f"{key}: not in the manifest" for key in keys if key not in weights]
-    problems += [f"{key}: not in the checkpoint" for key in weights if not source.has(key)]
-    for key in keys:
-        if key in weights and source.spec(key) != weights[key].type.spec:
-            problems.append(f"{key}: {source.spec(key)}, expected {weights[key].type} by the manifest")
-    if problems:
+    stored = {key: source.spec(key) for key in source.keys()}
+    declared = {key: entry.type.spec for key, entry in weights.items()}
+    if problems := describe_differences(stored, declared, "the checkpoint", "the manifest"):
         raise IntegrityError(
             f"{where}: {len(problems)} weights differ from {MANIFEST_NAME}: {listing(problems)}; {_ADVICE}"
         )
@@ -249,17 +259,13 @@ class VerifiedSource(SourceView):
         self._manifest, self._directory = manifest, directory
         self._compared: set[str] = set()
 
-    def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
+    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
         """Return a weight or a part of it. A digest covers a full weight, so the first read of a part reads it all.
 
         Raises:
             IntegrityError: the bytes differ from the saved ones.
             Others: as `read` of the source.
         """
-        return self.read_into(key, index, None)
-
-    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
-        """Return what `read` returns, in `out` if it fits."""
         by_file = self.source.has(key) and self._manifest.weights[key].sha256 is None
         with explain_damage(self._directory, self._manifest):
             if index and not by_file and key not in self._compared:

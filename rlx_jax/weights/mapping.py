@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from rlx_jax.errors import IntegrityError, UnsupportedError, WeightError, WeightShapeError, quote
+from rlx_jax.errors import IntegrityError, WeightError, WeightShapeError, quote
 from rlx_jax.ir.packed import Packed, PackedSpec, WeightSpec, check_packed, packed_types
 from rlx_jax.ir.packed_values import finite_check_floats
 from rlx_jax.ir.types import short_name
 from rlx_jax.ir.weight_reads import WeightSource
-from rlx_jax.weights.format import Entry, OnNonfinite, OpenOptions, check_finite, stored_spec
+from rlx_jax.weights.format import OnNonfinite, OpenOptions, check_finite, stored_spec
 from rlx_jax.weights.named import HostArray, NamedTensors, check_index
 from rlx_jax.weights.safetensors_header import check_shape
 
@@ -24,7 +24,6 @@ class MappingFormat:
     """The format of weights in memory: a mapping. It cannot be written."""
 
     name: str = "mapping"
-    writes: bool = False
 
     def detect(self, weights: Any) -> bool:
         """Whether `weights` is a mapping."""
@@ -37,10 +36,6 @@ class MappingFormat:
         if options.verify == "full":
             raise IntegrityError("weights: a mapping has no digests to verify with")
         return MappingSource(weights, on_nonfinite=options.on_nonfinite)
-
-    def write(self, directory: str, entries: Sequence[Entry]) -> None:
-        """Raise `UnsupportedError`: a mapping is not a file format."""
-        raise UnsupportedError("a mapping is not a file format; model.weights() returns a mapping")
 
 
 class MappingSource(NamedTensors[Any]):

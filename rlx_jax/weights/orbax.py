@@ -52,7 +52,6 @@ class Orbax:
     """The Orbax format: a directory that is an item, a checkpoint, or the root of a CheckpointManager."""
 
     name: str = "orbax"
-    writes: bool = True
 
     def detect(self, weights: Any) -> bool:
         """Whether `weights` is a directory that Orbax wrote."""

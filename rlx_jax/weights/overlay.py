@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from rlx_jax.errors import WeightError, listing
 from rlx_jax.ir.packed import WeightSpec
@@ -47,9 +46,6 @@ class OverlaySource(SourceView):
 
     def spec(self, key: str) -> WeightSpec:
         return self._source_of(key).spec(key)
-
-    def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
-        return self._source_of(key).read(key, index)
 
     def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
         return read_into(self._source_of(key), key, index, out)

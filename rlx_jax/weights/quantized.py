@@ -10,14 +10,14 @@ import numpy as np
 from rlx_jax.errors import MissingWeightError, RlxError, UnsupportedError, WeightError, quote
 from rlx_jax.io.folder import Folder
 from rlx_jax.ir.boxes import box_shape
-from rlx_jax.ir.packed import F32, PackedSpec, WeightSpec
+from rlx_jax.ir.packed import PackedSpec, WeightSpec
 from rlx_jax.ir.param import Key
 from rlx_jax.ir.types import is_float
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.execute import read_numbers
 from rlx_jax.weights.named import NamedTensors, index_box
-from rlx_jax.weights.quantized_config import Quantization, quantization_of
-from rlx_jax.weights.quantized_layouts import CACHE_SCALES, LAYOUTS
+from rlx_jax.weights.quantized_config import Quantization, WeightFormat, quantization_of
+from rlx_jax.weights.quantized_layouts import CACHE_SCALES, LAYOUTS, MXFP4, ModuleLayout
 from rlx_jax.weights.quantized_tensors import ModuleTensors, QuantizedWeight
 from rlx_jax.weights.safetensors_header import check_shape
 from rlx_jax.weights.views import PART, HostArray, SourceView, close
@@ -26,33 +26,32 @@ _WEIGHT = ".weight"
 
 
 class QuantizedSource(NamedTensors[None], SourceView):
-    """A view of `source` in which the tensors of each quantised module are one weight, `{module}.weight`.
+    """A view of `source` in which the tensors of each quantised module are one weight, such as `{module}.weight`.
 
-    `spec` of such a weight is a `PackedSpec` in float32 whose arrays are read under keys of their own; they convert the
+    `spec` of such a weight is a `PackedSpec` whose arrays are read under keys of their own; they convert the
     stored tensors. `read` of the weight itself returns decoded values. Other weights are unchanged.
 
     Raises:
         MissingWeightError: a weight of 8-bit floats has no scale.
     """
 
-    def __init__(self, source: WeightSource, quantization: Quantization) -> None:
+    def __init__(self, source: WeightSource, quantization: Quantization, layout: ModuleLayout) -> None:
         super().__init__(source)
-        self._quantization = quantization
-        self._layout = LAYOUTS[quantization.method]
+        self._quantization, self._layout = quantization, layout
         self._weights: dict[str, QuantizedWeight] = {}
         self._lock = threading.Lock()
-        ends = (*self._layout.markers, *self._layout.others)
+        ends = (*layout.markers, *layout.others, layout.weight)
         # Each quantised module, with the key of the first of its tensors, for messages.
         self._modules: dict[str, str] = {}
         for key in source.keys():
-            for marker in self._layout.markers:
+            for marker in layout.markers:
                 if key.endswith(marker):
                     self._modules.setdefault(key.removesuffix(marker), key)
         self._tensors = {}
         for key in source.keys():
-            module = next((key.removesuffix(end) for end in (*ends, _WEIGHT) if key.endswith(end)), None)
+            module = next((key.removesuffix(end) for end in ends if key.endswith(end)), None)
             if module in self._modules:
-                self._tensors[module + _WEIGHT] = None
+                self._tensors[module + layout.weight] = None
             elif not key.endswith(CACHE_SCALES):
                 self._tensors[key] = None
                 self._check_plain(key)
@@ -81,9 +80,9 @@ class QuantizedSource(NamedTensors[None], SourceView):
         weight = self._describe(self._module(key))
         types = weight.scheme.array_types(weight.shape)
         arrays = {name: Key(f"{key}{PART}{name}", types[name]) for name in weight.arrays}
-        return PackedSpec(weight.shape, F32, weight.scheme.name, arrays)
+        return PackedSpec(weight.shape, weight.dtype, weight.scheme.name, arrays)
 
-    def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
+    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
         """Return a weight or a part of it, decoded if it is quantised; or one of the arrays of its scheme.
 
         Raises:
@@ -91,7 +90,7 @@ class QuantizedSource(NamedTensors[None], SourceView):
         """
         name, _, array = key.partition(PART)
         if self._module(name) not in self._modules:
-            return self.source.read(key, index)
+            return super().read_into(key, index, out)
         if not array:
             return read_numbers(key, self, index)
         weight = self._describe(self._module(name))
@@ -100,10 +99,9 @@ class QuantizedSource(NamedTensors[None], SourceView):
         values = np.empty(box_shape(box), found.dtype) if 0 in box_shape(box) else weight.arrays[array](*box)
         return np.ascontiguousarray(values[rest])
 
-    @staticmethod
-    def _module(key: str) -> str:
+    def _module(self, key: str) -> str:
         """Return the module of a weight, or of an array of one."""
-        return key.partition(PART)[0].removesuffix(_WEIGHT) if isinstance(key, str) else ""
+        return key.partition(PART)[0].removesuffix(self._layout.weight) if isinstance(key, str) else ""
 
     def _describe(self, module: str) -> QuantizedWeight:
         """Return the description of the weight of a module, which is made once."""
@@ -118,7 +116,7 @@ class QuantizedSource(NamedTensors[None], SourceView):
         Raises:
             UnsupportedError: they fit several formats in different ways. Others: they fit none.
         """
-        tensors, q = ModuleTensors(self.source, module), self._quantization
+        tensors, q = ModuleTensors(self.source, module, self._layout.weight), self._quantization
         formats = (q.by_module[module],) if module in q.by_module else q.formats
         results: dict[tuple[Any, ...], QuantizedWeight] = {}
         errors: list[RlxError] = []
@@ -148,8 +146,17 @@ def with_quantized_weights(source: WeightSource, folder: Folder) -> WeightSource
     """
     try:
         quantization = quantization_of(folder)
-        is_known = quantization is not None and quantization.method in LAYOUTS
-        return QuantizedSource(source, quantization) if quantization is not None and is_known else source
+        layout = None if quantization is None else LAYOUTS.get(quantization.method)
+        return source if quantization is None or layout is None else QuantizedSource(source, quantization, layout)
     except BaseException:
         close(source)
         raise
+
+
+def with_mxfp4_weights(source: WeightSource) -> WeightSource:
+    """Return a view of a source in which MXFP4 weights are packed weights; the source itself if it has none."""
+    if not any(
+        key.endswith("_blocks") and source.has(key.removesuffix("_blocks") + "_scales") for key in source.keys()
+    ):
+        return source
+    return QuantizedSource(source, Quantization("mxfp4", "MXFP4", (WeightFormat(4, is_float=True),)), MXFP4)

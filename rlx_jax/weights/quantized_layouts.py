@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from rlx_jax.ir.types import short_name
 from rlx_jax.weights.named import HostArray
 from rlx_jax.weights.quantized_config import WeightFormat
 from rlx_jax.weights.quantized_tensors import (
+    BF16,
     E4M3,
     E8M0,
     FLOATS,
@@ -43,8 +45,6 @@ from rlx_jax.weights.quantized_tensors import (
 # The order in which AWQ stores eight neighbours, inverted.
 _AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])
 
-Describe = Callable[[ModuleTensors, WeightFormat], QuantizedWeight]
-
 
 @dataclass(frozen=True)
 class ModuleLayout:
@@ -54,11 +54,13 @@ class ModuleLayout:
         markers: the ends of keys that only a quantised module has.
         others: the ends of its other keys, including scales of activations, which are not used.
         describe: describes the weight of such a module.
+        weight: the end of the key of the weight.
     """
 
     markers: tuple[str, ...]
     others: tuple[str, ...]
-    describe: Describe
+    describe: Callable[[ModuleTensors, WeightFormat], QuantizedWeight]
+    weight: str = ".weight"
 
 
 # -- codes of a byte with scales ---------------------------------------------------------------
@@ -116,10 +118,6 @@ def _scaled(t: ModuleTensors, stored: WeightFormat, end: str) -> QuantizedWeight
 def _plus_128(values: HostArray) -> HostArray:
     """Return signed bytes plus 128, which are unsigned."""
     return values.view(U8) ^ np.uint8(128)
-
-
-def _fp8(t: ModuleTensors, stored: WeightFormat) -> QuantizedWeight:
-    return _scaled(t, stored, ".weight_scale_inv")
 
 
 # -- NVFP4 -------------------------------------------------------------------------------------
@@ -433,12 +431,54 @@ def _mlx(t: ModuleTensors, stored: WeightFormat) -> QuantizedWeight:
     return QuantizedWeight((num_rows, num_columns), scheme, arrays)
 
 
+# -- MXFP4 -------------------------------------------------------------------------------------
+
+# The largest scale of MXFP4 whose products with codes, which are up to 6, are in the range of bf16.
+_MAX_SCALE = 252
+
+
+def _mxfp4(t: ModuleTensors, stored: WeightFormat) -> QuantizedWeight:
+    """Describe the weight of experts, bf16 `[E, in, out]`, in MXFP4 (OCP Microscaling Formats, 2023).
+
+    A byte of `_blocks` uint8 `[E, out, in/32, 16]` holds two numbers of four bits (e2m1), the first in the low bits;
+    each 32 of them are multiplied by `2^(scale − 127)`, with `_scales` uint8 `[E, out, in/32]`. The products are exact
+    in bf16.
+    """
+    blocks, scales = t.type("_blocks", U8, rank=4), t.type("_scales", U8)
+    experts, rows, groups, width = blocks.shape
+    if width != 16 or scales.shape != blocks.shape[:3]:
+        raise t.mismatch("_blocks", f"16 bytes for each of the scales u8 {list(scales.shape)}", blocks)
+
+    def read_codes(experts: Range, rows: Range, columns: Range) -> HostArray:
+        part = t.read("_blocks", slice(*experts), slice(*rows))
+        return part.reshape(*part.shape[:2], -1)[..., slice(*columns)]
+
+    def read_scales(*box: Range) -> HostArray:
+        part = t.read("_scales", *(slice(*span) for span in box))
+        if part.max(initial=0) > _MAX_SCALE:
+            raise WeightError(
+                f"{t.where}: scales are exponents up to {_MAX_SCALE}, got {part.max()}; its numbers would be over the "
+                "range of bf16"
+            )
+        return part
+
+    # The scales are halved, which the factor makes up for.
+    scheme = declare_scheme("mxfp4", 4, 32, "e8m0_halved", table="e2m1", factor=2.0, transposed=True)
+    return QuantizedWeight(
+        (experts, groups * 32, rows), scheme, {"codes": read_codes, "scales": read_scales}, dtype=BF16
+    )
+
+
+# Its modules are recognised by their keys, whatever the config declares: see `with_mxfp4_weights`.
+MXFP4 = ModuleLayout(("_blocks",), ("_scales",), _mxfp4, weight="")
+
+
 # -- the layouts -------------------------------------------------------------------------------
 
 _INPUT = (".input_scale", ".input_zero_point", ".input_global_scale", ".activation_scale", ".output_scale")
-# The layouts by the method of the config. MXFP4 is recognised by its keys, see `rlx_jax.weights.mxfp4`.
+# The layouts by the method of the config.
 LAYOUTS: dict[str, ModuleLayout] = {
-    "fp8": ModuleLayout((".weight_scale_inv",), _INPUT, _fp8),
+    "fp8": ModuleLayout((".weight_scale_inv",), _INPUT, partial(_scaled, end=".weight_scale_inv")),
     "compressed-tensors": ModuleLayout(
         (".weight_packed", ".weight_scale"),
         (".weight_zero_point", ".weight_g_idx", ".weight_shape", ".weight_global_scale", ".output_zero_point", *_INPUT),

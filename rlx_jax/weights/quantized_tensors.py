@@ -24,7 +24,8 @@ from rlx_jax.weights.named import HostArray
 
 # (start, stop) of rows or of entries of a row.
 Range = tuple[int, int]
-ReadArray = Callable[[Range, Range], HostArray]
+# Reads a box of an array: takes a range for each axis.
+ReadArray = Callable[..., HostArray]
 
 E4M3, E8M0 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float8_e8m0fnu)
 F16, BF16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
@@ -34,30 +35,33 @@ FLOATS = (F32, BF16, F16)
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A quantised weight `[out, in]`.
+    """A quantised weight, mostly `[out, in]`.
 
     Attributes:
-        shape: its shape.
+        shape, dtype: its shape, and the dtype of its numbers.
         scheme: its packing scheme.
         arrays: a function for each array of the scheme that reads a box of it.
     """
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     scheme: Scheme
     arrays: Mapping[str, ReadArray]
+    dtype: np.dtype[Any] = F32
 
 
 @dataclass(frozen=True)
 class ModuleTensors:
-    """The stored tensors of a module, by the end of their key, such as `.weight_scale`."""
+    """The stored tensors of a module, by the end of their key, such as `.weight_scale`; `weight` is that of the weight
+    that they are."""
 
     source: WeightSource
     module: str
+    weight: str = ".weight"
 
     @property
     def where(self) -> str:
         """Return the name of the weight for messages."""
-        return f"weight {quote(self.module + '.weight')}"
+        return f"weight {quote(self.module + self.weight)}"
 
     def has(self, end: str) -> bool:
         return self.source.has(self.module + end)

@@ -31,7 +31,6 @@ class Safetensors:
     """The safetensors format; see `rlx_jax.weights.format.Format`."""
 
     name: str = "safetensors"
-    writes: bool = True
 
     def detect(self, weights: Any) -> bool:
         """Whether `weights` is a directory with safetensors files, or the path of a file or an index."""

@@ -31,7 +31,7 @@ from rlx_jax.io.files import files_below
 from rlx_jax.ir.packed import F32
 from rlx_jax.ir.types import as_dtype, is_float, short_name
 from rlx_jax.weights import formats
-from rlx_jax.weights.format import Entry, FileFormat, Format, OpenOptions
+from rlx_jax.weights.format import DirectoryFormat, Entry, FileFormat, Format, OpenOptions
 from rlx_jax.weights.gguf_write import STORAGE
 from rlx_jax.weights.manifest import (
     MANIFEST_NAME,
@@ -93,7 +93,7 @@ def write_checkpoint(
         subfolder: a directory in `path` to which the weights are written.
         metadata: the config and the tokenizer, for a format of one file.
     """
-    writable = {row.name: row for row in formats.FORMATS if row.writes}
+    writable = {row.name: row for row in formats.FORMATS if isinstance(row, DirectoryFormat | FileFormat)}
     if not isinstance(format, str) or format not in writable:
         names = sorted(writable)
         raise UnsupportedError(

@@ -22,7 +22,7 @@ from rlx_jax.ir.packed import PackedSpec, WeightSpec
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.format import stored_spec
 from rlx_jax.weights.named import NamedTensors, check_index, find_tensor
-from rlx_jax.weights.views import SourceView
+from rlx_jax.weights.views import HostArray, SourceView
 
 _INDEX = re.compile(r"\{(\w+)\}")
 _GROUP = re.compile(r"\(([\w ]+)\)|(\w+)")
@@ -157,13 +157,13 @@ class TreeSource(NamedTensors[_Entry], SourceView):
         entry = self._find(key)
         return stored_spec(entry.axes.shape, self.source.spec(entry.path).dtype)
 
-    def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
+    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
         """Return a weight or a part of it. Only the weight's part of a leaf is read."""
         path, rule, axes, at = self._find(key)
         slices, position = check_index(index, axes.shape, key), dict(zip(axes.numbering, at, strict=True))
         starts = [position.get(group[0]) for group in axes.leaf]
         leaf = self.source.read(path, tuple(slice(None) if i is None else slice(i, i + 1) for i in starts))
-        values: np.ndarray[Any, Any] = _scaled(axes.to_weight(leaf), rule.scale)
+        values: HostArray = _scaled(axes.to_weight(leaf), rule.scale)
         return values[slices]
 
     def to_tree(self, weights: Mapping[str, Any]) -> Any:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Protocol, TypeGuard
-
-import numpy as np
+from typing import Literal, Protocol, TypeGuard
 
 from rlx_jax.ir.packed import WeightSpec
 from rlx_jax.ir.weight_reads import WeightSource, is_decoded
@@ -41,7 +39,7 @@ def close(source: WeightSource) -> None:
 
 
 class SourceView(Closeable):
-    """The weights of `source`. Subclasses override the methods that differ."""
+    """The weights of `source`. Subclasses override the methods that differ: of both that read, `read_into`."""
 
     def __init__(self, source: WeightSource) -> None:
         self.source = source
@@ -58,9 +56,13 @@ class SourceView(Closeable):
     def spec(self, key: str) -> WeightSpec:
         return self.source.spec(key)
 
-    def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
-        """Return a weight or a part of it, read from the source."""
-        return self.source.read(key, index)
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
+        """Return what `read_into` returns, in any array."""
+        return self.read_into(key, index, None)
+
+    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
+        """Return a weight or a part of it, in `out` if it fits and the source can read into it."""
+        return read_into(self.source, key, index, out)
 
     def is_decoded(self, key: str) -> bool:
         """Return whether `read` decodes a weight that is packed in its file."""
@@ -82,9 +84,6 @@ class RenamedSource(NamedTensors[str], SourceView):
 
     def spec(self, key: str) -> WeightSpec:
         return self.source.spec(self.stored(key))
-
-    def read(self, key: str, index: tuple[slice, ...] | None = None) -> np.ndarray[Any, Any]:
-        return self.source.read(self.stored(key), index)
 
     def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
         return read_into(self.source, self.stored(key), index, out)
