@@ -110,9 +110,7 @@ class BeitFlow(VisionFlow[BeitConfig]):
     layout: VisionLayout = LAYOUT
     name: str = "beit"
 
-    config_type = BeitConfig
     prefixes = ("", "beit", "data2vec_vision")
-    layouts = (LAYOUT,)
 
     @property
     def sides(self) -> tuple[int | str, int | str]:

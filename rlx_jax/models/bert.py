@@ -163,8 +163,6 @@ class BertFlow(BertLike[BertConfig]):
 
     name: str = "bert"
 
-    config_type = BertConfig
-
 
 def weight_specs(config: BertConfig, prefix: str = "", dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shape of every checkpoint key, to compile or `init` without a checkpoint."""
@@ -205,7 +203,6 @@ class RobertaFlow(BertLike[RobertaConfig]):
 
     name: str = "roberta"
 
-    config_type = RobertaConfig
     heads = ROBERTA_HEADS
     optional_inputs: ClassVar[OptionalInputs] = ALL_INPUTS
 
@@ -286,7 +283,6 @@ class JinaV3Flow(BertLike[JinaV3Config]):
 
     name: str = "jina-v3"
 
-    config_type = JinaV3Config
     heads = ROBERTA_HEADS
     optional_inputs = ALL_INPUTS
     layer_keys = EncoderKeys(("mixer.Wqkv",), "mixer.out_proj", "norm1", "mlp.fc1", "mlp.fc2", "norm2")
@@ -341,7 +337,6 @@ class EuroBertFlow(EncoderFlow[EuroBertConfig]):
 
     name: str = "eurobert"
 
-    config_type = EuroBertConfig
     embedding = "embed_tokens.weight"
     head_prefixes = ("lm_head.", "dense.", "classifier.")
     optional_inputs = (("attention_mask", None), ("position_ids", None))

@@ -54,7 +54,6 @@ class AlbertFlow(BertLike[AlbertConfig]):
 
     name: str = "albert"
 
-    config_type = AlbertConfig
     heads = {
         SEQUENCE: (HeadLayer("pooler", "tanh", in_encoder=True), HeadLayer("classifier")),
         MASKED: masked_head("predictions.dense", "predictions.LayerNorm", "predictions.decoder", "predictions.bias"),
@@ -90,7 +89,6 @@ class ElectraFlow(BertLike[ElectraConfig]):
 
     name: str = "electra"
 
-    config_type = ElectraConfig
     heads = {
         SEQUENCE: (HeadLayer("classifier.dense", "gelu"), HeadLayer("classifier.out_proj")),
         MASKED: masked_head(
@@ -125,8 +123,6 @@ class ErnieFlow(BertLike[ErnieConfig]):
 
     name: str = "ernie"
 
-    config_type = ErnieConfig
-
     def add_inputs(self, flow: ModelFlow, rows: str = "batch") -> ModelFlow:
         flow = super().add_inputs(flow, rows)
         if not self.config.task_type_vocab_size:
@@ -156,7 +152,6 @@ class MegatronBertFlow(BertLike[MegatronBertConfig]):
 
     name: str = "megatron-bert"
 
-    config_type = MegatronBertConfig
     layer_keys = replace(STYLES["bert"], attention_norm="attention.ln", mlp_norm="ln")
     pre_norm = True
     embedding_norm = ""
@@ -228,7 +223,6 @@ class BigBirdFlow(BertLike[BigBirdConfig]):
 
     name: str = "big_bird"
 
-    config_type = BigBirdConfig
     heads = {
         SEQUENCE: (HeadLayer("classifier.dense", HIDDEN_ACT), HeadLayer("classifier.out_proj")),
         TOKEN: (HeadLayer("classifier"),),
@@ -267,7 +261,6 @@ class RemBertFlow(BertLike[RemBertConfig]):
 
     name: str = "rembert"
 
-    config_type = RemBertConfig
     heads = {
         **BERT_HEADS,
         MASKED: masked_head("cls.predictions.dense", "cls.predictions.LayerNorm", "cls.predictions.decoder"),
@@ -305,7 +298,6 @@ class RoFormerFlow(BertLike[RoFormerConfig]):
 
     name: str = "roformer"
 
-    config_type = RoFormerConfig
     heads = {**BERT_HEADS, SEQUENCE: (HeadLayer("classifier.dense", HIDDEN_ACT), HeadLayer("classifier.out_proj"))}
     optional_inputs = (("attention_mask", None), ("token_type_ids", 0))
     embedding_projection = "embeddings_project"

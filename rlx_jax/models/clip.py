@@ -55,9 +55,7 @@ class ClipVisionFlow(VisionFlow[ClipVisionConfig]):
     prefix: str = "vision_model"
     name: str = "clip_vision"
 
-    config_type = ClipVisionConfig
     prefixes = ("vision_model", "")
-    layouts = (LAYOUT,)
 
     def adapt_to(self, source: WeightSource) -> Self:
         """Return the recipe as the base class does, without a projection if the checkpoint has none."""
@@ -105,7 +103,6 @@ class ClipTextFlow(TextFlow[ClipTextConfig]):
 
     name: str = "clip_text"
 
-    config_type = ClipTextConfig
     causal = True
 
     def adapt_to(self, source: WeightSource) -> Self:
@@ -140,6 +137,5 @@ class ClipFlow(DualFlow[ClipConfig]):
 
     name: str = "clip"
 
-    config_type = ClipConfig
     text_type = ClipTextFlow
     vision_type = ClipVisionFlow

@@ -121,7 +121,6 @@ class DebertaFlow(BertLike[DebertaConfig]):
 
     name: str = "deberta"
 
-    config_type = DebertaConfig
     layer_keys = replace(STYLES["bert"], qkv=("attention.self.in_proj",))
     # The modules that project the embeddings of distances to keys and queries.
     relative_modules: ClassVar[tuple[str, str]] = ("attention.self.pos_proj", "attention.self.pos_q_proj")

@@ -44,7 +44,6 @@ class DistilBertFlow(BertLike[DistilBertConfig]):
 
     name: str = "distilbert"
 
-    config_type = DistilBertConfig
     heads = {
         SEQUENCE: (HeadLayer("pre_classifier", "relu"), HeadLayer("classifier")),
         MASKED: masked_head("vocab_transform", "vocab_layer_norm", "vocab_projector"),

@@ -117,8 +117,6 @@ class Flux2Flow(Recipe[Flux2Config]):
     image: int | None = None
     text: int | None = None
 
-    config_type = Flux2Config
-
     @classmethod
     def for_config(cls, config: Flux2Config | Mapping[str, Any]) -> Self:
         """Return the recipe for a config, which may be the content of a `config.json`."""

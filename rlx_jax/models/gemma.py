@@ -141,7 +141,6 @@ class GemmaFlow(DecoderFlow[GemmaConfig]):
 
     name: str = "gemma"
 
-    config_type = GemmaConfig
     padding_id = 0
 
 

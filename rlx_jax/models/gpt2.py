@@ -73,7 +73,6 @@ class Gpt2Flow(CausalFlow[Gpt2Config]):
     name: str = "gpt2"
     prefix: str = "transformer"
 
-    config_type = Gpt2Config
     peft_prefix = "transformer."
     heads = {**DECODER_HEADS, **token_heads()}
 

@@ -53,7 +53,6 @@ class GteFlow(BertLike[GteConfig]):
 
     name: str = "gte"
 
-    config_type = GteConfig
     heads = {**BERT_HEADS, MASKED: masked_head("lm_head.dense", "lm_head.norm", "lm_head.decoder", activation="gelu")}
     optional_inputs = ALL_INPUTS
     layer_keys = EncoderKeys(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Generic, NoReturn, Self, TypeVar
+from typing import Any, ClassVar, Generic, NoReturn, Self, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -249,7 +249,14 @@ class Recipe(HookMethods, Generic[C]):
     weights: WeightSource | None = field(default=None, repr=False)
     hooks: Hooks = Hooks()
 
+    # The class of the config: the argument of the generic base, as in `DecoderFlow[LlamaConfig]`.
     config_type: ClassVar[type[ModelConfig]]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for config in (c for base in vars(cls).get("__orig_bases__", ()) for c in get_args(base)):
+            if isinstance(config, type) and "config_type" not in vars(cls):
+                cls.config_type = config
 
     def __post_init__(self) -> None:
         name = type(self).__name__

@@ -34,7 +34,6 @@ class Llama32Flow(DecoderFlow[LlamaConfig]):
 
     name: str = "llama"
 
-    config_type = LlamaConfig
     fused = True
 
 
@@ -93,7 +92,6 @@ class MistralFlow(DecoderFlow[MistralConfig]):
 
     name: str = "mistral"
 
-    config_type = MistralConfig
     fused = True
 
 
@@ -127,8 +125,6 @@ class Qwen2Flow(DecoderFlow[Qwen2Config]):
 
     name: str = "qwen2"
 
-    config_type = Qwen2Config
-
 
 # Define the config and recipe of Qwen 3 (`Qwen3ForCausalLM`).
 
@@ -152,5 +148,3 @@ class Qwen3Flow(DecoderFlow[Qwen3Config]):
     """The recipe of Qwen 3: see `DecoderFlow`."""
 
     name: str = "qwen3"
-
-    config_type = Qwen3Config

@@ -55,7 +55,6 @@ class Mamba2Flow(CausalFlow[Mamba2Config]):
 
     name: str = "mamba2"
 
-    config_type = Mamba2Config
     heads = {}
 
     @property

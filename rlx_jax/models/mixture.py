@@ -127,8 +127,6 @@ class Qwen3MoeFlow(MixtureFlow[Qwen3MoeConfig]):
 
     name: str = "qwen3_moe"
 
-    config_type = Qwen3MoeConfig
-
 
 # Define the config and recipe of Mixtral (`MixtralForCausalLM`).
 
@@ -171,8 +169,6 @@ class MixtralFlow(MixtureFlow[MixtralConfig]):
     """The recipe of Mixtral: see `DecoderFlow`."""
 
     name: str = "mixtral"
-
-    config_type = MixtralConfig
 
 
 # Define the config and recipe of gpt-oss (`GptOssForCausalLM`).
@@ -238,8 +234,6 @@ class GptOssFlow(DecoderFlow[GptOssConfig]):
     """The recipe of gpt-oss: see `DecoderFlow`."""
 
     name: str = "gpt_oss"
-
-    config_type = GptOssConfig
 
     def adapt_weights(self, source: WeightSource) -> WeightSource:
         """Return the weights of a checkpoint, in which MXFP4 experts are packed weights."""

@@ -90,7 +90,6 @@ class ModernBertFlow(BertLike[ModernBertConfig]):
 
     name: str = "modernbert"
 
-    config_type = ModernBertConfig
     embedding = "embeddings.tok_embeddings.weight"
     head_prefixes = ("head.", "lm_head.", "decoder.", "classifier.")
     optional_inputs = (("attention_mask", None), ("position_ids", None))
@@ -177,7 +176,6 @@ class ModernBertCausalFlow(CausalFlow[ModernBertDecoderConfig]):
 
     name: str = "modernbert-decoder"
 
-    config_type = ModernBertDecoderConfig
     lm_head = "decoder.weight"
     heads: ClassVar[HeadLayers] = {}
 

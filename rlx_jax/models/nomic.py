@@ -154,7 +154,6 @@ class NomicFlow(BertLike[NomicConfig]):
 
     name: str = "nomic"
 
-    config_type = NomicConfig
     heads = {
         **BERT_HEADS,
         MASKED: masked_head(

@@ -101,9 +101,6 @@ class NomicVisionFlow(VisionFlow[NomicVisionConfig]):
     layout: VisionLayout = LAYOUT
     name: str = "nomic_vision"
 
-    config_type = NomicVisionConfig
-    layouts = (LAYOUT,)
-
     @property
     def sides(self) -> tuple[int | str, int | str]:
         return self.config.image_size

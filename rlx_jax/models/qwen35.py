@@ -109,8 +109,6 @@ class Qwen35Flow(DecoderFlow[Qwen35Config]):
 
     name: str = "qwen35"
 
-    config_type = Qwen35Config
-
     def spec(self, index: int = 0) -> GatedDeltaSpec | LayerSpec:
         c = self.config
         return c.layer_spec(index) if c.attends[index] else c.delta

@@ -62,9 +62,7 @@ class SiglipVisionFlow(VisionFlow[SiglipVisionConfig]):
     prefix: str = "vision_model"
     name: str = "siglip_vision"
 
-    config_type = SiglipVisionConfig
     prefixes = ("vision_model", "")
-    layouts = (LAYOUT,)
 
     def head_input(self) -> tuple[BlockStage, int]:
         return PatchMean(), self.config.hidden_size
@@ -102,8 +100,6 @@ class SiglipTextFlow(TextFlow[SiglipTextConfig]):
     """
 
     name: str = "siglip_text"
-
-    config_type = SiglipTextConfig
 
     @property
     def padding(self) -> tuple[int, int]:
@@ -144,7 +140,6 @@ class SiglipFlow(DualFlow[SiglipConfig]):
 
     name: str = "siglip"
 
-    config_type = SiglipConfig
     text_type = SiglipTextFlow
     vision_type = SiglipVisionFlow
     bias = True

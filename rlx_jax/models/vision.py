@@ -166,7 +166,7 @@ class VisionFlow(TowerFlow[C]):
 
     config_type = VisionConfig
     heads = IMAGE_HEADS
-    layouts: ClassVar[tuple[VisionLayout, ...]] = ()
+    layouts: ClassVar[tuple[VisionLayout, ...]] = ()  # of a family whose checkpoints have one of several
     prefixes: ClassVar[tuple[str, ...]] = ("",)
     # Pairs of a module's name in checkpoints, and its name in transformers 5 and so in PEFT's files.
     peft_names: ClassVar[tuple[tuple[str, str], ...]] = ()
@@ -176,7 +176,8 @@ class VisionFlow(TowerFlow[C]):
 
         If no combination matches, the recipe is unchanged.
         """
-        choices = [replace(self, layout=layout, prefix=prefix) for layout in self.layouts for prefix in self.prefixes]
+        layouts = self.layouts or (self.layout,)
+        choices = [replace(self, layout=layout, prefix=prefix) for layout in layouts for prefix in self.prefixes]
         matches = [choice for choice in choices if source.has(choice.key(f"{choice.layout.patch}.weight"))]
         # Layouts may differ in the prefix of the layers alone.
         complete = (c for c in matches if source.has(f"{c.spec(0).prefix}.{c.layout.keys.norm1}.weight"))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Self
 
 from rlx_jax.blocks import BlockStage, LayerKeys, Linear, PreNormLayerSpec
 from rlx_jax.blocks.vision import DINOV2_KEYS, HF_QKV, VIT_KEYS, grid_rope_tables
@@ -46,7 +46,6 @@ class ViTFlow(VisionFlow[ViTConfig]):
     layout: VisionLayout = HF
     name: str = "vit"
 
-    config_type = ViTConfig
     prefixes = ("", "vit")
     peft_names = (
         *((f"{LAYER}.attention.attention.{name}", f"layers.{{}}.attention.{name[0]}_proj") for name in PROJECTIONS),
@@ -54,7 +53,6 @@ class ViTFlow(VisionFlow[ViTConfig]):
         (f"{LAYER}.intermediate.dense", "layers.{}.mlp.fc1"),
         (f"{LAYER}.output.dense", "layers.{}.mlp.fc2"),
     )
-    layouts: ClassVar[tuple[VisionLayout, ...]] = (HF,)
 
 
 # -- families with other tokens or pooling -----------------------------------------------------
@@ -78,7 +76,6 @@ class DeiTFlow(ViTFlow):
     name: str = "deit"
 
     prefixes = ("", "deit")
-    layouts = (DEIT,)
     heads = {**IMAGE_HEADS, TEACHER: (HeadLayer("cls_classifier"), HeadLayer("distillation_classifier"))}
 
     def head_stages(self, head: TaskHead) -> tuple[BlockStage, ...]:
@@ -115,7 +112,6 @@ class IJepaFlow(ViTFlow):
     name: str = "ijepa"
 
     prefixes = ("", "ijepa")
-    layouts = (IJEPA,)
 
     def pool(self) -> BlockStage:
         return PatchMean()
@@ -225,9 +221,6 @@ class Dinov3Flow(VisionFlow[Dinov3Config]):
     layout: VisionLayout = LAYOUT
     name: str = "dinov3"
 
-    config_type = Dinov3Config
-    layouts = (LAYOUT,)
-
     def embedding_stages(self) -> tuple[BlockStage, ...]:
         c = self.config
         rope = GridRope(c.patch_size, c.hidden_size // c.num_attention_heads, c.rope_theta, 1 + c.registers)
@@ -297,7 +290,6 @@ class Dinov2Flow(VisionFlow[Dinov2Config]):
     layout: VisionLayout = DINOV2_LAYOUT
     name: str = "dinov2"
 
-    config_type = Dinov2Config
     prefixes = ("", "dinov2", "dinov2_with_registers")
     peft_names = (
         *((f"{LAYER}.attention.attention.{name}", f"{LAYER}.attention.{name[0]}_proj") for name in PROJECTIONS),

@@ -11,8 +11,9 @@ import os
 import re
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -32,7 +33,6 @@ from rlx_jax.ir.packed_values import decode_packed, finite_check_floats
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.format import Entry, OnNonfinite, OpenOptions, check_finite, stored_spec
 from rlx_jax.weights.gguf_config import architecture_of, gguf_config
-from rlx_jax.weights.gguf_experts import GptOssExperts
 from rlx_jax.weights.gguf_header import GgufHeader, GgufTensor, MetadataValue, is_equal, read_gguf_header
 from rlx_jax.weights.gguf_names import KeyReading, key_readings
 from rlx_jax.weights.gguf_write import write_gguf
@@ -40,6 +40,7 @@ from rlx_jax.weights.manifest import digest
 from rlx_jax.weights.named import Closeable, HostArray, NamedTensors, check_index
 from rlx_jax.weights.safetensors_header import TensorInfo
 from rlx_jax.weights.tensor_file import ReadBytes, TensorFile, file_identity
+from rlx_jax.weights.views import SourceView, read_into
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -206,6 +207,114 @@ class GgufSource(NamedTensors[KeyReading], Closeable):
         return values.reshape(reading.shape or values.shape)[slices] if is_whole else values
 
 
+# -- experts of gpt-oss ------------------------------------------------------------------------
+
+_MXFP4, _BLOCK = "gguf_mxfp4", 32
+_EXPERTS = ".mlp.experts."
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A weight of the checkpoint: the keys of its tensors, and what of them it is.
+
+    `blocks` and `scales` are those of MXFP4, `values` the numbers, transposed, and `same` the values unchanged.
+    """
+
+    keys: tuple[str, ...]
+    part: Literal["blocks", "scales", "values", "same"]
+
+
+class GptOssExperts(NamedTensors[_Weight], SourceView):
+    """The experts of a gpt-oss file under the keys and in the layout of its Hugging Face checkpoint.
+
+    A file has the gate and the up projection of all experts as one tensor each, `[experts, inner, hidden]`. The
+    checkpoint has their rows in turn in one weight: MXFP4 as `gate_up_proj_blocks` and `gate_up_proj_scales`, other
+    types as numbers `[experts, hidden, 2 · inner]`.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        super().__init__(source)
+        self._label = "a GGUF file"
+        self._tensors = {}
+        for key in source.keys():
+            stem, _, module = key.rpartition(_EXPERTS)
+            name, _, kind = module.partition(".")
+            new, keys = f"{stem}{_EXPERTS}{name}", [key]
+            if stem and name in ("gate_proj", "up_proj"):
+                keys = [f"{stem}{_EXPERTS}{half}.{kind}" for half in ("gate_proj", "up_proj")]
+                new = f"{stem}{_EXPERTS}gate_up_proj"
+            shapes = {tuple(source.spec(k).shape) if source.has(k) else () for k in keys}
+            if not stem or len(shapes) > 1 or len(min(shapes)) != (2 if kind == "bias" else 3):
+                self._tensors[key] = _Weight((key,), "same")
+            elif kind == "bias":
+                self._tensors[f"{new}_bias"] = _Weight(tuple(keys), "same")
+            elif all(_is_mxfp4(source.spec(key)) for key in keys):
+                self._tensors |= {
+                    f"{new}_blocks": _Weight(tuple(keys), "blocks"),
+                    f"{new}_scales": _Weight(tuple(keys), "scales"),
+                }
+            else:
+                self._tensors[new] = _Weight(tuple(keys), "values")
+
+    def where(self, key: str) -> str:
+        return self.source.where(self._find(key).keys[0])
+
+    def spec(self, key: str) -> WeightSpec:
+        weight = self._find(key)
+        spec = self.source.spec(weight.keys[0])
+        if len(weight.keys) == 1 and weight.part == "same":
+            return spec
+        experts, rows, *columns = spec.shape
+        rows *= len(weight.keys)
+        dtype = np.result_type(*(self.source.spec(key).dtype for key in weight.keys))
+        if weight.part == "same":
+            return stored_spec((experts, rows, *columns), dtype)
+        if weight.part == "values":
+            return stored_spec((experts, *columns, rows), dtype)
+        blocks = columns[0] // _BLOCK
+        shape = (experts, rows, blocks) if weight.part == "scales" else (experts, rows, blocks, _BLOCK // 2)
+        return stored_spec(shape, np.uint8)
+
+    def is_decoded(self, key: str) -> bool:
+        weight = self._find(key)
+        return weight.part == "values" and isinstance(self.source.spec(weight.keys[0]), PackedSpec)
+
+    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
+        weight = self._find(key)
+        if len(weight.keys) == 1 and weight.part == "same":
+            return read_into(self.source, weight.keys[0], index, out)
+        slices = check_index(index, tuple(self.spec(key).shape), key)
+        halves = [self._read(name, slices[:1], weight.part) for name in weight.keys]
+        # The rows of gate and up in turn.
+        values = np.stack(halves, axis=2).reshape(halves[0].shape[0], -1, *halves[0].shape[2:])
+        values = values.swapaxes(1, 2) if weight.part == "values" else values
+        return np.ascontiguousarray(values[(slice(None), *slices[1:])])
+
+    def _read(self, key: str, experts: tuple[slice, ...], part: str) -> HostArray:
+        """Return a part of a tensor, of some experts: `[experts, inner, …]`."""
+        values, spec = self.source.read(key, experts), self.source.spec(key)
+        if not isinstance(spec, PackedSpec):
+            return values
+        if part in ("values", "same"):
+            decoded: HostArray = decode_packed(values, spec.scheme)
+            return decoded
+        blocks = values.reshape(*values.shape[:2], -1, 1 + _BLOCK // 2)
+        if part == "scales":
+            return blocks[..., 0]
+        # A byte has the values i and i + 16 of a block in the file, and 2i and 2i + 1 in the checkpoint.
+        codes = np.concatenate([blocks[..., 1:] & 0x0F, blocks[..., 1:] >> 4], axis=-1)
+        pairs: HostArray = codes[..., ::2] | codes[..., 1::2] << 4
+        return pairs
+
+
+def _is_mxfp4(spec: WeightSpec) -> bool:
+    """Return whether a tensor is the weight of experts in MXFP4."""
+    return isinstance(spec, PackedSpec) and spec.scheme == _MXFP4
+
+
+# -- the format --------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Gguf:
     """The GGUF format; see `rlx_jax.weights.format.Format`."""
@@ -250,18 +359,24 @@ def open_gguf(path: str, *, links: Links = "follow", on_nonfinite: OnNonfinite =
     """
     directory, name = os.path.split(path)
     first_path = resolve(directory or ".", name, links) if links == "refuse" else path
-    files = [GgufFile(first_path, name=path)]
-    try:
-        files += _other_parts(files[0], directory or ".", name, links)
-        return GgufSource(files, on_nonfinite=on_nonfinite)
-    except BaseException:
-        for part in files:
-            part.close()
-        raise
+    with ExitStack() as stack:  # closes the parts that are open if one of them, or a check, fails
+        files = [stack.enter_context(GgufFile(first_path, name=path))]
+        names = _other_parts(files[0], directory or ".", name)
+        for number, part_name in enumerate(names, 1):
+            files.append(stack.enter_context(GgufFile(resolve(directory or ".", part_name, links), name=part_name)))
+            numbers = [files[-1].header.metadata.get(key) for key in (_PART_NUMBER, _PARTS)]
+            if not all(map(is_equal, numbers, (number, len(names) + 1))):
+                expected = [number, len(names) + 1]
+                raise GgufError(f"{quote(part_name)}: {_PART_NUMBER} and {_PARTS}: expected {expected}, got {numbers}")
+        if names:
+            _check_parts(files, quote(path))
+        source = GgufSource(files, on_nonfinite=on_nonfinite)
+        stack.pop_all()
+    return source
 
 
-def _other_parts(first: GgufFile, directory: str, name: str, links: Links) -> list[GgufFile]:
-    """Return the parts of a model after its first one, checked; an empty list if the file is whole."""
+def _other_parts(first: GgufFile, directory: str, name: str) -> list[str]:
+    """Return the names of the parts of a model after its first one, which exist; an empty list if the file is whole."""
     where, metadata = quote(first.file.name), first.header.metadata
     count = metadata.get(_PARTS, 0)
     if not isinstance(count, int) or count <= 1:
@@ -274,21 +389,7 @@ def _other_parts(first: GgufFile, directory: str, name: str, links: Links) -> li
     names = part_names(name)[1:]
     if missing := [n for n in names if not os.path.lexists(os.path.join(directory, n))]:
         raise MissingFileError(f"{where}: {len(missing)} of {count} parts are missing: {listing(missing)}")
-    parts: list[GgufFile] = []
-    try:
-        for number, part_name in enumerate(names, 1):
-            parts.append(GgufFile(resolve(directory, part_name, links), name=part_name))
-            numbers = [parts[-1].header.metadata.get(key) for key in (_PART_NUMBER, _PARTS)]
-            if not all(map(is_equal, numbers, (number, count))):
-                raise GgufError(
-                    f"{quote(part_name)}: {_PART_NUMBER} and {_PARTS}: expected {[number, count]}, got {numbers}"
-                )
-        _check_parts([first, *parts], where)
-    except BaseException:
-        for part in parts:
-            part.close()
-        raise
-    return parts
+    return names
 
 
 def part_names(name: str) -> list[str]:
