@@ -144,23 +144,17 @@ class Folder:
             LimitError, error, StorageError: as `files.read_small_file`. HubError and others: as `Snapshot.fetch`.
         """
         if self.contents is not None:
-            return self._read_content(name, limit, limit_name)
-        self.fetch(name, bounds={name: (limit, limit_name)})
-        try:
-            path = files.resolve(os.fspath(self.path), name)
-            raw = files.read_small_file(path, self.where(name), limit, limit_name, error)
-        except MissingFileError:
-            return None
-        self._files_read[self.path / name] = None
-        return raw
-
-    def _read_content(self, name: str, limit: int, limit_name: str) -> bytes | None:
-        """Return one of `contents`; None if there is none of this name."""
-        assert self.contents is not None
-        raw = self.contents.get(name)
-        if raw is not None:
+            if (raw := self.contents.get(name)) is None:
+                return None
             limits.check_limit(len(raw), limit, limit_name, f"{self.where(name)}: the size in bytes")
-            self._files_read[self.path / name] = None
+        else:
+            self.fetch(name, bounds={name: (limit, limit_name)})
+            try:
+                path = files.resolve(os.fspath(self.path), name)
+                raw = files.read_small_file(path, self.where(name), limit, limit_name, error)
+            except MissingFileError:
+                return None
+        self._files_read[self.path / name] = None
         return raw
 
     def json(self, name: str) -> dict[str, Any]:

@@ -168,23 +168,12 @@ class CausalConfig(TokenConfig):
 # -- fields that families have in common -------------------------------------------------------
 
 # Hugging Face's names of activations, mapped to the names in `rlx_jax.blocks`.
-ACTIVATIONS = {
-    "gelu": "gelu",
-    "gelu_accurate": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_python": "gelu",
-    "gelu_python_tanh": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
+ACTIVATIONS: dict[str, str] = {
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
+    **dict.fromkeys("gelu_accurate gelu_fast gelu_new gelu_python_tanh gelu_pytorch_tanh".split(), "gelu_tanh"),
+    **{name: name for name in ("mish", "quick_gelu", "relu", "relu6", "sigmoid", "silu", "tanh")},
     "hardswish": "hard_silu",
-    "mish": "mish",
-    "quick_gelu": "quick_gelu",
-    "relu": "relu",
-    "relu6": "relu6",
-    "sigmoid": "sigmoid",
-    "silu": "silu",
     "swish": "silu",
-    "tanh": "tanh",
 }
 
 

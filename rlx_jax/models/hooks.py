@@ -82,13 +82,6 @@ class Hooks:
     edits: tuple[Edit, ...] = ()
     profile: CompileProfile | None = None
 
-    def stage(self, index: int, spec: Spec, default: Callable[[int, Spec], BlockStage]) -> BlockStage:
-        """Return the stage of one layer: the family's, passed through every layer hook."""
-        stage = default(index, spec)
-        for hook in self.layers:
-            stage = hook(LayerContext(LayerNumber(index), spec, stage))
-        return stage
-
     def stack(self, count: int, spec: Callable[[int], Spec], default: Callable[[int, Spec], BlockStage]) -> Edit:
         """Return an edit that appends the layers, with the stages before and after them."""
         layers = Repeat(count, HookedLayers(self, spec, default))
@@ -105,14 +98,18 @@ class Hooks:
 
 @dataclass(frozen=True)
 class HookedLayers:
-    """Layer i as `Hooks.stage` makes it. It is a class, so that a flow with it can be pickled and copied."""
+    """Layer i: the family's, passed through every layer hook. It is a class, so that a flow with it can be pickled."""
 
     hooks: Hooks
     spec: Callable[[int], Any]
     default: Callable[[int, Any], BlockStage]
 
     def __call__(self, index: int) -> BlockStage:
-        return self.hooks.stage(index, self.spec(index), self.default)
+        spec = self.spec(index)
+        stage = self.default(index, spec)
+        for hook in self.hooks.layers:
+            stage = hook(LayerContext(LayerNumber(index), spec, stage))
+        return stage
 
 
 # -- edits of flows: classes, so that a recipe with them can be pickled ------------------------

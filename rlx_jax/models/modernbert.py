@@ -83,6 +83,11 @@ class ModernBertConfig(BertConfig):
         """Return the distance from which on a layer with a window reads no keys."""
         return c.integer("local_attention", 128) // 2 + 1
 
+    def dense_layer(self, name: str) -> HeadLayer:
+        """Return the first layer of a head with this name."""
+        norm, activation = f"{name}.norm", self.classifier_activation
+        return HeadLayer(f"{name}.dense", activation, self.classifier_bias, norm=norm, norm_bias=self.norm_bias)
+
 
 @dataclass(frozen=True)
 class ModernBertFlow(BertLike[ModernBertConfig]):
@@ -99,10 +104,7 @@ class ModernBertFlow(BertLike[ModernBertConfig]):
     final_norm = "final_norm"
 
     def task_heads(self) -> HeadLayers:
-        c = self.config
-        dense = HeadLayer(
-            "head.dense", c.classifier_activation, c.classifier_bias, norm="head.norm", norm_bias=c.norm_bias
-        )
+        c, dense = self.config, self.config.dense_layer("head")
         labels = {task: (dense, HeadLayer("classifier")) for task in (SEQUENCE, TOKEN, ANSWER)}
         return {**labels, MASKED: (dense, HeadLayer("decoder", bias=c.decoder_bias))}
 
@@ -203,11 +205,9 @@ class ModernBertCausalFlow(CausalFlow[ModernBertDecoderConfig]):
     def assemble(self) -> ModelFlow:
         c, encoder = self.config, self.encoder
         local, rope, _, *embedded = encoder.embedding_stages()
-        dense = HeadLayer(
-            "lm_head.dense", c.classifier_activation, c.classifier_bias, norm="lm_head.norm", norm_bias=c.norm_bias
-        )
-        head = () if self.hidden_only else dense.stages((c.hidden_size, c.hidden_size), str, c)
+        dense = c.dense_layer("lm_head").stages((c.hidden_size, c.hidden_size), str, c)
+        norm = Sequence((*encoder.final_stages(), *(() if self.hidden_only else dense)))
         return decoder_flow(
-            self, self.stage, norm=Sequence((*encoder.final_stages(), *head)), tables=(local, rope), embedded=embedded,
+            self, self.stage, norm=norm, tables=(local, rope), embedded=embedded,
             leave=("decoder.bias", "lm_head.") if self.hidden_only else (),
         )  # fmt: skip

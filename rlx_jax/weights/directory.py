@@ -46,18 +46,13 @@ _PICKLE = (
 # Advice by the suffix of file names of other formats.
 _OTHER_FORMATS = {
     ".gguf": "a GGUF file is a model by itself: pass its path, or name it with file=",
-    ".bin": _PICKLE,
-    ".pt": _PICKLE,
-    ".pth": _PICKLE,
-    ".ckpt": _PICKLE,
+    **dict.fromkeys((".bin", ".pt", ".pth", ".ckpt"), _PICKLE),
     ".npz": "open it with `numpy.load(path, allow_pickle=False)` and pass the arrays as a mapping",
     ".npy": "open it with `numpy.load(path, allow_pickle=False)` and pass the array in a mapping",
     ".h5": "open it with h5py and pass the arrays as a mapping",
     ".msgpack": "open it with `flax.serialization.msgpack_restore` and pass the arrays as a mapping",
     ".onnx": "convert it to safetensors, or pass a mapping of arrays",
-    ".zip": "archives are not opened; unpack it",
-    ".tar": "archives are not opened; unpack it",
-    ".gz": "archives are not opened; unpack it",
+    **dict.fromkeys((".zip", ".tar", ".gz"), "archives are not opened; unpack it"),
 }
 
 

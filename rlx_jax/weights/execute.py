@@ -284,11 +284,10 @@ def _temporary_bytes(program: Program) -> int:
         blocks = _blocks_of(program)
         arrays = [blocks] if blocks is not None else [array for _, array in program.arrays]
         return 4 * program.type.size + sum(array.type.nbytes for array in arrays)
-    values = {Cast: program.type.nbytes, Zeros: program.type.nbytes}
-    total = sum(
+    own = program.type.nbytes if isinstance(program, Cast | Zeros) else 0
+    return own + sum(
         _temporary_bytes(p) + (0 if isinstance(p, Key | Sliced | Dequantized) else p.type.nbytes) for p in program.parts
     )
-    return total + values.get(type(program), 0)
 
 
 def load_leaf(program: Program, source: WeightSource, device: Any = None) -> jax.Array:

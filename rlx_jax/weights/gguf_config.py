@@ -77,29 +77,24 @@ _REQUIRED = frozenset(
 )
 # Fields of an architecture that the file does not store, as its implementations define them.
 _FIXED: dict[str, dict[str, Any]] = {
-    "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"},
-    "mixtral": {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_act": "silu"},
-    "qwen2": {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu"},
-    "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu"},
-    "qwen3moe": {
-        "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_act": "silu",
-        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    },
-    "gemma": {
-        "model_type": "gemma", "architectures": ["GemmaForCausalLM"], "hidden_activation": "gelu_pytorch_tanh",
-    },
-    "gemma2": {
-        "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh",
-    },
-    "gemma3": {
-        "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "hidden_activation": "gelu_pytorch_tanh",
-    },
-    "qwen35": {"model_type": "qwen3_5_text", "architectures": ["Qwen3_5ForCausalLM"], "hidden_act": "silu"},
-    "gpt-oss": {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "hidden_act": "silu"},
-    "mamba2": {"model_type": "mamba2", "architectures": ["Mamba2ForCausalLM"], "hidden_act": "silu"},
-    "bert": {"model_type": "bert", "architectures": ["BertModel"], "hidden_act": "gelu"},
-    "nomic-bert": {"model_type": "nomic_bert", "architectures": ["NomicBertModel"], "hidden_act": "silu"},
-}  # fmt: skip
+    architecture: {"model_type": model_type, "architectures": [name], "hidden_act": activation}
+    for architecture, model_type, name, activation in (
+        ("llama", "llama", "LlamaForCausalLM", "silu"),
+        ("mixtral", "mixtral", "MixtralForCausalLM", "silu"),
+        ("qwen2", "qwen2", "Qwen2ForCausalLM", "silu"),
+        ("qwen3", "qwen3", "Qwen3ForCausalLM", "silu"),
+        ("qwen3moe", "qwen3_moe", "Qwen3MoeForCausalLM", "silu"),
+        ("gemma", "gemma", "GemmaForCausalLM", "gelu_pytorch_tanh"),
+        ("gemma2", "gemma2", "Gemma2ForCausalLM", "gelu_pytorch_tanh"),
+        ("gemma3", "gemma3_text", "Gemma3ForCausalLM", "gelu_pytorch_tanh"),
+        ("qwen35", "qwen3_5_text", "Qwen3_5ForCausalLM", "silu"),
+        ("gpt-oss", "gpt_oss", "GptOssForCausalLM", "silu"),
+        ("mamba2", "mamba2", "Mamba2ForCausalLM", "silu"),
+        ("bert", "bert", "BertModel", "gelu"),
+        ("nomic-bert", "nomic_bert", "NomicBertModel", "silu"),
+    )
+}
+_FIXED["qwen3moe"] |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 # Architectures without a rotary embedding, and encoders.
 _WITHOUT_ROPE, _ENCODERS = ("mamba2", "bert"), ("bert", "nomic-bert")
 # Fields that are compared with others or have no effect.

@@ -15,7 +15,7 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -180,7 +180,10 @@ def read_gguf_header(read: Callable[[int, int, str], bytes], size: int, where: s
     if repeated := [name for name, count in Counter(name for name, _ in entries).items() if count > 1]:
         raise DuplicateWeightError(f"{where}: {len(repeated)} tensors are listed twice: {listing(repeated)}")
     data_start = -(-cursor.position // alignment) * alignment
-    tensors = {name: _placed(tensor, data_start) for name, tensor in entries}
+    tensors = {  # with positions from the start of the file
+        name: replace(tensor, stored=replace(tensor.stored, start=data_start + tensor.stored.start))
+        for name, tensor in entries
+    }
     _check_data(tensors, size, where)
     return GgufHeader(metadata, tensors)
 
@@ -303,14 +306,6 @@ def _typed(shape: tuple[int, ...], kind: int, offset: int, where: str) -> GgufTe
         raise GgufError(f"{where}: {scheme} has blocks of {layout.elements}, which rows of {row_size} do not fill")
     stored_shape = (*rows, row_size // layout.elements * layout.bytes)
     return GgufTensor(TensorInfo(np.dtype(np.uint8), stored_shape, offset, math.prod(stored_shape)), shape, scheme)
-
-
-def _placed(tensor: GgufTensor, data_start: int) -> GgufTensor:
-    """Return an entry with its position from the start of the file."""
-    info = tensor.stored
-    return GgufTensor(
-        TensorInfo(info.dtype, info.shape, data_start + info.start, info.nbytes), tensor.shape, tensor.scheme
-    )
 
 
 def _check_data(tensors: Mapping[str, GgufTensor], size: int, where: str) -> None:

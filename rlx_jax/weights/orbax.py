@@ -40,7 +40,7 @@ from rlx_jax.weights.format import Entry, OnNonfinite, OpenOptions, check_finite
 from rlx_jax.weights.manifest import MANIFEST_NAME, open_verified
 from rlx_jax.weights.named import HostArray, NamedTensors, index_box
 from rlx_jax.weights.orbax_tree import ArrayTree, find_item, is_orbax, key_below, read_tree
-from rlx_jax.weights.safetensors_header import check_shape
+from rlx_jax.weights.safetensors_header import check_shape, parse_sizes
 
 _Error = CheckpointFormatError
 _CHUNK = 2**24  # bytes of a written chunk; small, as reading a part of an array decodes every chunk it overlaps
@@ -272,8 +272,8 @@ def _parse_zarr(raw: bytes, zarr3: bool, where: str) -> _Grid:
     version = content.get("zarr_format")
     if version != (3 if zarr3 else 2) or (zarr3 and content.get("node_type") != "array"):
         raise _Error(f"{where}: expected an array in zarr {3 if zarr3 else 2}, found {quote(version)}")
-    shape = _sizes(content.get("shape"), f"{where}: shape")
-    chunks = _sizes(_chunk_shape(content) if zarr3 else content.get("chunks"), f"{where}: chunks")
+    shape = parse_sizes(content.get("shape"), f"{where}: shape", _Error)
+    chunks = parse_sizes(_chunk_shape(content) if zarr3 else content.get("chunks"), f"{where}: chunks", _Error)
     check_shape(shape, where)
     if len(chunks) != len(shape) or not all(
         1 <= chunk <= max(dim, 1) for dim, chunk in zip(shape, chunks, strict=True)
@@ -291,13 +291,6 @@ def _chunk_shape(content: Mapping[str, Any]) -> Any:
     grid = content.get("chunk_grid")
     configuration = grid.get("configuration") if isinstance(grid, dict) else None
     return configuration.get("chunk_shape") if isinstance(configuration, dict) else None
-
-
-def _sizes(value: Any, where: str) -> tuple[int, ...]:
-    """Return a JSON list of non-negative whole numbers as a tuple."""
-    if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
-        raise _Error(f"{where}: expected whole numbers, found {quote(value)}")
-    return tuple(value)
 
 
 def _dtype(name: Any, where: str) -> np.dtype[Any]:

@@ -169,12 +169,10 @@ def _compressed_tensors(t: ModuleTensors, stored: WeightFormat) -> QuantizedWeig
     num_columns = words.shape[1] * 32 // bits
     if stored.strategy not in ("channel", "group"):
         raise UnsupportedError(f"{t.where}: packed integers with a scale for each {stored.strategy} are not supported")
-    block = min(stored.group, num_columns) if stored.strategy == "group" else None
-    num_groups = 1 if block is None else -(-num_columns // block)
+    block, num_groups = _grouping(stored, num_columns)
     t.expect(".weight_scale", (num_rows, num_groups), *FLOATS)
     if block is not None and num_columns % block:
         raise t.mismatch(".weight_packed", f"rows of whole groups of {block} values", words)
-
     has_shape = t.has(".weight_shape") and t.expect(".weight_shape", (2,), I32, I64)
 
     def read_codes(rows: Range, columns: Range) -> HostArray:
@@ -199,6 +197,12 @@ def _compressed_tensors(t: ModuleTensors, stored: WeightFormat) -> QuantizedWeig
         scheme = declare_scheme(f"uint{bits}_zeros", bits, block, scale, zeros=True)
     groups = _groups(t, stored, ".weight_g_idx", num_columns, num_groups)
     return _by_group(t, QuantizedWeight((num_rows, num_columns), scheme, arrays), groups)
+
+
+def _grouping(stored: WeightFormat, num_columns: int) -> tuple[int | None, int]:
+    """Return the number of inputs that share a scale, None for all, and the number of such groups."""
+    block = min(stored.group, num_columns) if stored.strategy == "group" else None
+    return block, 1 if block is None else -(-num_columns // block)
 
 
 def _groups(
@@ -249,7 +253,7 @@ def _awq(t: ModuleTensors, stored: WeightFormat) -> QuantizedWeight:
     t.refuse_plain()
     words = t.type(".qweight", I32, rank=2)
     num_columns, num_rows = words.shape[0], words.shape[1] * 8
-    block, scale = _transposed_scales(t, stored, num_rows, num_columns, num_rows // 8)
+    block, _, scale = _transposed_scales(t, stored, num_rows, num_columns, num_rows // 8)
 
     def neighbours(words: HostArray) -> HostArray:
         fields = bit_fields_of(words, 4)
@@ -272,8 +276,7 @@ def _gptq(t: ModuleTensors, stored: WeightFormat) -> QuantizedWeight:
     t.refuse_plain()
     words, bits = t.type(".qweight", I32, rank=2), stored.bits
     num_columns, num_rows = words.shape[0] * 32 // bits, words.shape[1]
-    block, scale = _transposed_scales(t, stored, num_rows, num_columns, -(-num_rows * bits // 32))
-    num_groups = 1 if block is None else -(-num_columns // block)
+    block, num_groups, scale = _transposed_scales(t, stored, num_rows, num_columns, -(-num_rows * bits // 32))
     groups = _groups(t, stored, ".g_idx", num_columns, num_groups)
 
     def read_codes(rows: Range, columns: Range) -> HostArray:
@@ -297,13 +300,11 @@ def _gptq(t: ModuleTensors, stored: WeightFormat) -> QuantizedWeight:
 
 def _transposed_scales(
     t: ModuleTensors, stored: WeightFormat, num_rows: int, num_columns: int, zero_words: int
-) -> tuple[int | None, str]:
-    """Check scales and zero points `[in / group, out]` of AWQ and GPTQ; return the group and the dtype of scales."""
-    block = min(stored.group, num_columns) if stored.strategy == "group" else None
-    num_groups = 1 if block is None else -(-num_columns // block)
+) -> tuple[int | None, int, str]:
+    """Check scales and zero points `[in / group, out]` of AWQ and GPTQ; return `_grouping` and the dtype of scales."""
+    block, num_groups = _grouping(stored, num_columns)
     t.expect(".qzeros", (num_groups, zero_words), I32)
-    scale = t.expect(".scales", (num_groups, num_rows), *FLOATS).dtype
-    return block, short_name(scale)
+    return block, num_groups, short_name(t.expect(".scales", (num_groups, num_rows), *FLOATS).dtype)
 
 
 def _read_transposed_scales(t: ModuleTensors) -> ReadArray:

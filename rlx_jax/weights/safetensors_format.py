@@ -13,7 +13,7 @@ import numpy as np
 
 from rlx_jax.errors import IntegrityError, UnsupportedError, WeightError, listing, quote
 from rlx_jax.io.atomic import write_synced
-from rlx_jax.io.files import Links, resolve
+from rlx_jax.io.files import resolve
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.directory import INDEX_SUFFIX, holds_safetensors, open_directory, open_index
 from rlx_jax.weights.format import Entry, FiniteCheck, OnNonfinite, OpenOptions, check_finite, stored_spec
@@ -134,21 +134,17 @@ class SafetensorsSource(NamedTensors[TensorFile], Closeable):
 
 def _open_source(path: str, options: OpenOptions) -> SafetensorsSource:
     """Return the source of the files at `path`."""
-    files = _open_files(path, options.strict, options.links)
-    directory = path if os.path.isdir(path) else ""
-    return SafetensorsSource(files, on_nonfinite=options.on_nonfinite, directory=directory)
-
-
-def _open_files(path: str, strict: bool, links: Links) -> list[TensorFile]:
-    """Open and return the files of a directory, of an index, or the file at `path`."""
-    if os.path.isdir(path):
-        return open_directory(path, strict=strict, links=links)
+    strict, links, is_directory = options.strict, options.links, os.path.isdir(path)
     directory, name = os.path.split(path)
-    if name.endswith(INDEX_SUFFIX):
-        return open_index(directory or ".", name, strict=strict, links=links)
-    if links == "refuse":
-        resolve(directory or ".", name, links)
-    return [open_safetensors(path)]
+    if is_directory:
+        files = open_directory(path, strict=strict, links=links)
+    elif name.endswith(INDEX_SUFFIX):
+        files = open_index(directory or ".", name, strict=strict, links=links)
+    else:
+        if links == "refuse":
+            resolve(directory or ".", name, links)
+        files = [open_safetensors(path)]
+    return SafetensorsSource(files, on_nonfinite=options.on_nonfinite, directory=path if is_directory else "")
 
 
 # -- writing -----------------------------------------------------------------------------------

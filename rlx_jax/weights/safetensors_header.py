@@ -15,6 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from rlx_jax import errors
 from rlx_jax.errors import DuplicateWeightError, LimitError, SafetensorsError, UnsupportedError, did_you_mean, quote
 from rlx_jax.io import limits
 from rlx_jax.io.files import parse
@@ -88,10 +89,10 @@ def _tensor(fields: Any, data_start: int, data_bytes: int, where: str) -> Tensor
     for field in _FIELDS:
         if field not in fields:
             raise SafetensorsError(f"{where}: field {field!r} is missing")
-    shape = _sizes(fields["shape"], f"{where}: shape")
+    shape = parse_sizes(fields["shape"], f"{where}: shape")
     check_shape(shape, where)
     dtype = _dtype(fields["dtype"], shape, where)
-    offsets = _sizes(fields["data_offsets"], f"{where}: data_offsets")
+    offsets = parse_sizes(fields["data_offsets"], f"{where}: data_offsets")
     if len(offsets) != 2:
         raise SafetensorsError(f"{where}: data_offsets: expected [begin, end], found {len(offsets)} numbers")
     begin, end = offsets
@@ -110,13 +111,13 @@ def _tensor(fields: Any, data_start: int, data_bytes: int, where: str) -> Tensor
     return TensorInfo(dtype, shape, data_start + begin, needed)
 
 
-def _sizes(value: Any, where: str) -> tuple[int, ...]:
-    """Return a JSON list of non-negative whole numbers as a tuple."""
+def parse_sizes(value: Any, where: str, error: type[errors.RlxError] = SafetensorsError) -> tuple[int, ...]:
+    """Return a JSON list of non-negative whole numbers as a tuple, or raise `error`."""
     if not isinstance(value, list):
-        raise SafetensorsError(f"{where}: expected a list of whole numbers, found {_describe_json(value)}")
+        raise error(f"{where}: expected a list of whole numbers, found {_describe_json(value)}")
     for item in value:
         if type(item) is not int or not 0 <= item < 2**64:  # `isinstance` would accept a bool
-            raise SafetensorsError(f"{where}: expected whole numbers from 0 to 2**64 - 1, found {_describe_json(item)}")
+            raise error(f"{where}: expected whole numbers from 0 to 2**64 - 1, found {_describe_json(item)}")
     return tuple(value)
 
 
