@@ -262,8 +262,6 @@ BROKEN: list[tuple[Path, str, dict[str, Any]]] = [
     (ODD, "layer_types", {"use_sliding_window": False}),  # layers slide, and no window is used
     (ODD, "head_dim", {"head_dim": 7}),
     (CAPS, "hidden_activation", {"hidden_activation": "silu"}),
-    (SINKS, "quant_method.*'bitsandbytes'",
-        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}),
     (SINKS, "block_size", {"quantization_config": {"quant_method": "mxfp4", "block_size": 16}}),
     (SINKS, "swiglu_limit", {"swiglu_limit": None}),
     (SINKS, "num_experts_per_tok", {"num_experts_per_tok": 6}),

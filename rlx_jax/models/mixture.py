@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 from rlx_jax.blocks import GPT_OSS_KEYS, MIXTRAL_KEYS, STACKED_KEYS, ClampedGate, ExpertKeys, LayerSpec, MoeSpec
-from rlx_jax.errors import ConfigError, UnsupportedError, quote
+from rlx_jax.errors import ConfigError
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import DecoderFlow
 from rlx_jax.models.decoder import weight_specs as weight_specs
@@ -206,7 +206,6 @@ class GptOssConfig(DecoderConfig):
         positions, eps = cls.max_position_embeddings, cls.rms_norm_eps
         common = common_fields(c, max_positions=positions, kv_heads=8, head_dim=64, eps=eps)
         c.choice("hidden_act", "silu", {"silu": "silu", "swish": "silu"})
-        check_packing(c)
         rope, layers = _rope(c, common), common["num_hidden_layers"]
         return cls(
             **common,
@@ -238,21 +237,6 @@ class GptOssFlow(DecoderFlow[GptOssConfig]):
     def adapt_weights(self, source: WeightSource) -> WeightSource:
         """Return the weights of a checkpoint, in which MXFP4 experts are packed weights."""
         return super().adapt_weights(with_mxfp4_weights(source))
-
-
-def check_packing(c: Fields) -> None:
-    """Check that `quantization_config` is MXFP4; its weights are recognized by their keys.
-
-    Raises:
-        UnsupportedError: another quantization method.
-    """
-    group = c.group("quantization_config")
-    if group is None:
-        return
-    method = group.text("quant_method", "")
-    if method != "mxfp4":
-        raise UnsupportedError(f"{group.where}: field 'quant_method' is {quote(method)}; supported is mxfp4")
-    group.finish(("modules_to_not_convert", "dequantize"))
 
 
 def _rope(c: Fields, common: Mapping[str, Any]) -> ScaledRope:
