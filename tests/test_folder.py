@@ -76,7 +76,7 @@ def test_what_is_read_is_kept(tmp_path: Path) -> None:
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     """Are empty objects where they may be missing, and errors where they may not."""
     here = Folder(tmp_path)
-    assert here.json("a.json") == {} and here.read("a.json", 1, "one", ConfigError) is None
+    assert here.json("a.json") == {} and here.read("a.json", (1, "one"), ConfigError) is None
     with pytest.raises(MissingFileError, match="a.json'?: no such file"):
         here.required_json("a.json")
     with pytest.raises(MissingFileError, match="no such directory.*a model of the Hub is a string"):

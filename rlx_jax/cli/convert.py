@@ -98,7 +98,7 @@ def read_companion_files(folder: Any, dtype: np.dtype[Any] | None, unpacks: bool
     quantization if they are unpacked."""
     files: dict[str, bytes] = {}
     for name in (CONFIG, *COMPANION_FILES, *SENTENCE_FILES):
-        content = folder.read(name, limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES", ConfigError)
+        content = folder.read(name, limits.bound("MAX_INDEX_BYTES"), ConfigError)
         if content is not None:
             files[name] = content
     config = folder.json(CONFIG)  # also without a dtype, as this raises if the file is malformed

@@ -29,7 +29,7 @@ from rlx_jax.encode.vector_layers import (
 from rlx_jax.errors import ConfigError, RequestError, UnsupportedError, did_you_mean, listing, quote, shown
 from rlx_jax.io import files, limits
 from rlx_jax.io.files import parse
-from rlx_jax.io.folder import Folder, json_size_bound
+from rlx_jax.io.folder import Folder
 from rlx_jax.ir.types import short_name
 from rlx_jax.models.config import Fields
 from rlx_jax.text.tokenizer import model_max_length
@@ -324,10 +324,10 @@ def pool_segments(
 def read_modules(folder: Folder) -> list[tuple[str, str]] | None:
     """Return the (kind, path) of each module; None if there is no `modules.json`."""
     where = folder.where("modules.json")
-    raw = folder.read("modules.json", limits.MAX_CONFIG_BYTES, "limits.MAX_CONFIG_BYTES", ConfigError)
+    raw = folder.read("modules.json", limits.bound("MAX_CONFIG_BYTES"), ConfigError)
     if raw is None:
         return None
-    entries = parse(raw, where, ConfigError, limits.MAX_JSON_VALUES, "limits.MAX_JSON_VALUES")
+    entries = parse(raw, where, ConfigError, limits.bound("MAX_JSON_VALUES"))
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(f"{where}: expected an array of objects")
     modules = [_module(Fields(entry, f"{where}: module {i}"), i) for i, entry in enumerate(entries)]
@@ -343,7 +343,7 @@ def _fetch_settings(folder: Folder, paths: Sequence[str]) -> None:
     settings = next((name for name in transformer if folder.hub_file(name) is not None), None)
     names = [_module_file(path, "config.json") for path in paths if path or path == paths[0]]
     names += ["config_sentence_transformers.json"] + ([] if settings is None else [settings])
-    folder.fetch(*names, bounds=dict.fromkeys(names, json_size_bound()))
+    folder.fetch(*names, bounds=dict.fromkeys(names, limits.bound("MAX_CONFIG_BYTES")))
 
 
 def _module(c: Fields, position: int) -> tuple[str, str]:

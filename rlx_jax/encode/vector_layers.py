@@ -32,7 +32,7 @@ AUTO_ENCODER = "SparseAutoEncoder"
 # Epsilon of torch.nn.LayerNorm.
 LAYER_NORM_EPS = 1e-5
 
-_FILE_LIMIT = (limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES")
+_FILE_LIMIT = limits.bound("MAX_INDEX_BYTES")
 
 # Number of vectors of one call.
 CALL_ROWS = (32, 256, 2048)
@@ -277,7 +277,7 @@ def read_linear(folder: Folder, name: str, activation: str = "Identity") -> Dens
         WeightError: other weights. Others as `read_torch_file`.
     """
     file = next((file for file in (f"{name}.safetensors", f"{name}.pt") if file in folder.names()), "")
-    raw, where = folder.read(file, *_FILE_LIMIT, SafetensorsError) if file else None, folder.where(file)
+    raw, where = folder.read(file, _FILE_LIMIT, SafetensorsError) if file else None, folder.where(file)
     if raw is None:
         return None
     arrays = read_torch_file(raw, where) if file.endswith(".pt") else _parse_arrays(raw, where)
@@ -297,7 +297,7 @@ def _read_arrays(folder: Folder, path: str, shapes: Mapping[str, tuple[int, ...]
         MissingFileError, UnsupportedError: there is no safetensors file. WeightError: other weights.
     """
     name = f"{path}/{WEIGHTS_FILE}"
-    raw, where = folder.read(name, *_FILE_LIMIT, SafetensorsError), folder.where(name)
+    raw, where = folder.read(name, _FILE_LIMIT, SafetensorsError), folder.where(name)
     if raw is None:
         if "pytorch_model.bin" in folder.names(path):
             raise UnsupportedError(

@@ -132,10 +132,7 @@ class Archive:
             )
         if length > self.size - HEADER.size:
             raise IntegrityError(f"{self.where}: the manifest would have {length} bytes of {self.size}")
-        limits.check_limit(
-            length, limits.MAX_ARTIFACT_MANIFEST_BYTES, "limits.MAX_ARTIFACT_MANIFEST_BYTES",
-            f"{self.where}: the length of the manifest in bytes",
-        )  # fmt: skip
+        limits.check_limit(length, limits.bound("MAX_ARTIFACT_MANIFEST_BYTES"), f"{self.where}: the manifest's bytes")
         raw = self._read(self.size - length, length)
         actual = hashlib.sha256(raw).digest()
         if actual != digest:
@@ -244,10 +241,7 @@ def _write(file: BinaryIO, members: Mapping[str, Content], content: Mapping[str,
             value(write)
         entries[name] = {"offset": offset, "length": file.tell() - offset, "sha256": digest.hexdigest()}
     manifest = json.dumps({"members": entries, "content": content}, allow_nan=False).encode()
-    limits.check_limit(
-        len(manifest), limits.MAX_ARTIFACT_MANIFEST_BYTES, "limits.MAX_ARTIFACT_MANIFEST_BYTES",
-        "export: the length of the manifest in bytes",
-    )  # fmt: skip
+    limits.check_limit(len(manifest), limits.bound("MAX_ARTIFACT_MANIFEST_BYTES"), "export: the manifest's bytes")
     file.write(manifest)
     size, manifest_digest = file.tell(), hashlib.sha256(manifest)
     file.seek(0)

@@ -101,17 +101,17 @@ def read_at(descriptor: int, buffer: memoryview, start: int, where: str) -> int:
     return num_read
 
 
-def read_small_file(path: str, where: str, limit: int, limit_name: str, error: type[FormatError]) -> bytes:
+def read_small_file(path: str, where: str, limit: limits.Bound, error: type[FormatError]) -> bytes:
     """Return all bytes of a small file.
 
     Raises:
-        LimitError: more than `limit` bytes; `limit_name` is the name of the limit in the message.
+        LimitError: more than `limit` bytes.
         MissingFileError, StorageError, error: as `open_regular`.
     """
     descriptor = open_regular(path, where, error)
     try:
         size = os.fstat(descriptor).st_size
-        limits.check_limit(size, limit, limit_name, f"{where}: the size in bytes")
+        limits.check_limit(size, limit, f"{where}: the size in bytes")
         buffer = bytearray(size)
         return bytes(buffer[: read_at(descriptor, memoryview(buffer), 0, where)])
     finally:
@@ -207,7 +207,7 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 def parse_object(raw: bytes, where: str, error: type[FormatError], infinity: bool = False) -> dict[str, Any]:
     """Return the JSON object in `raw`, of at most `limits.MAX_JSON_VALUES` values; arguments and errors as `parse`."""
-    value = parse(raw, where, error, limits.MAX_JSON_VALUES, "limits.MAX_JSON_VALUES", infinity=infinity)
+    value = parse(raw, where, error, limits.bound("MAX_JSON_VALUES"), infinity=infinity)
     if not isinstance(value, dict):
         raise error(f"{where}: expected a JSON object, found {type(value).__name__}")
     return value
@@ -217,8 +217,7 @@ def parse(
     raw: bytes,
     where: str,
     error: type[FormatError],
-    max_values: int,
-    limit_name: str,
+    max_values: limits.Bound,
     *,
     infinity: bool = False,
     repeated_error: type[RlxError] | None = None,
@@ -233,7 +232,6 @@ def parse(
         where: the file, for messages.
         error: the exception to raise.
         max_values: the maximum number of values.
-        limit_name: the name of this limit in messages.
         infinity: accept `Infinity` as a number too, as Python's json module writes it.
         repeated_error: the exception for a name that occurs twice in an object; `error` by default.
         start: the byte offset of `raw` in the file.
@@ -250,7 +248,7 @@ def parse(
     if max(itertools.accumulate(steps), default=0) > limits.MAX_JSON_DEPTH:
         raise error(f"{where}: nested deeper than limits.MAX_JSON_DEPTH = {limits.MAX_JSON_DEPTH}")
     values = 1 + sum(map(bare.count, ",[{"))
-    limits.check_limit(values, max_values, limit_name, f"{where}: the number of JSON values")
+    limits.check_limit(values, max_values, f"{where}: the number of JSON values")
     hooks = _Hooks(where, error, repeated_error or error, infinity)
     try:
         value = json.loads(

@@ -22,17 +22,12 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io import files, limits
 from rlx_jax.io.files import parse_object
-from rlx_jax.io.hub import UNBOUNDED, ProgressCallback, SizeBound, Snapshot, is_model_name, open_snapshot
+from rlx_jax.io.hub import ProgressCallback, Snapshot, is_model_name, open_snapshot
 from rlx_jax.io.hub_remote import HubFile
 
 # The model's configuration. Transformers writes it with Python's json module, which writes the upper limit of Mamba-2's
 # time step as a bare Infinity. So Infinity is allowed in this file; readers of a field check its range.
 CONFIG = "config.json"
-
-
-def json_size_bound() -> tuple[int, str]:
-    """Return the maximum bytes of a JSON file, and the name of this limit in messages."""
-    return limits.MAX_CONFIG_BYTES, "limits.MAX_CONFIG_BYTES"
 
 
 def refuse_hub_options(revision: str | None, token: str | bool | None, reason: str, error: type[RlxError]) -> None:
@@ -102,19 +97,19 @@ class Folder:
         """Return the existing files that were read, by this record or by one that shares its parsed files."""
         return list(self._files_read)
 
-    def fetch(self, *names: str, bounds: Mapping[str, SizeBound] | None = None) -> None:
+    def fetch(self, *names: str, bounds: Mapping[str, limits.Bound] | None = None) -> None:
         """Fetch several files of a Hub model in parallel. Names that the model does not have are ignored.
 
         Nothing happens for a local directory.
 
         Args:
-            bounds: for some of the files, by name, the maximum bytes and the name of this limit in messages.
+            bounds: for some of the files, by name, the maximum bytes.
 
         Raises:
             As `Snapshot.fetch`.
         """
         if self.snapshot is not None:
-            paths = {self._snapshot_name(name): (bounds or {}).get(name, UNBOUNDED) for name in names}
+            paths = {self._snapshot_name(name): (bounds or {}).get(name) for name in names}
             self.snapshot.fetch({path: bound for path, bound in paths.items() if path in self.snapshot.files})
 
     def hub_file(self, name: str) -> HubFile | None:
@@ -136,7 +131,7 @@ class Folder:
         path = (self.path / name).relative_to(self.snapshot.path).as_posix()
         return "" if path == "." else path
 
-    def read(self, name: str, limit: int, limit_name: str, error: type[FormatError]) -> bytes | None:
+    def read(self, name: str, limit: limits.Bound, error: type[FormatError]) -> bytes | None:
         """Return the bytes of a file of at most `limit` bytes, fetched if necessary; None if there is none.
 
         Raises:
@@ -146,12 +141,12 @@ class Folder:
         if self.contents is not None:
             if (raw := self.contents.get(name)) is None:
                 return None
-            limits.check_limit(len(raw), limit, limit_name, f"{self.where(name)}: the size in bytes")
+            limits.check_limit(len(raw), limit, f"{self.where(name)}: the size in bytes")
         else:
-            self.fetch(name, bounds={name: (limit, limit_name)})
+            self.fetch(name, bounds={name: limit})
             try:
                 path = files.resolve(os.fspath(self.path), name)
-                raw = files.read_small_file(path, self.where(name), limit, limit_name, error)
+                raw = files.read_small_file(path, self.where(name), limit, error)
             except MissingFileError:
                 return None
         self._files_read[self.path / name] = None
@@ -184,7 +179,7 @@ class Folder:
         """Return the JSON object in a file, from the cache of parsed files if possible; None if there is none."""
         path = self.path / name
         if path not in self._parsed:
-            raw = self.read(name, *json_size_bound(), ConfigError)
+            raw = self.read(name, limits.bound("MAX_CONFIG_BYTES"), ConfigError)
             infinity = name == CONFIG
             self._parsed[path] = None if raw is None else parse_object(raw, self.where(name), ConfigError, infinity)
         return self._parsed[path]

@@ -55,9 +55,6 @@ from rlx_jax.io.hub_remote import (
 # Progress callback: see `rlx_jax.compiler.executable.Progress`.
 ProgressCallback = Callable[[str, int, int], None]
 
-# Maximum bytes of a file (None: no limit), and the name of the limit in messages.
-SizeBound = tuple[int | None, str]
-UNBOUNDED: SizeBound = (None, "")
 # Number of files that are fetched at the same time.
 MAX_PARALLEL_DOWNLOADS = 4
 
@@ -93,22 +90,22 @@ class Snapshot:
     remote: Remote
     progress: ProgressCallback | None = field(default=None, repr=False)
 
-    def fetch(self, bounds: Mapping[str, SizeBound]) -> None:
+    def fetch(self, bounds: Mapping[str, limits.Bound | None]) -> None:
         """Fetch files of the commit into `path` and check them, several at a time. If one fails, the others stop.
 
         Args:
-            bounds: for each file to fetch, by its name, the maximum bytes and the name of this limit in messages.
+            bounds: for each file to fetch, by its name, the maximum bytes; None for no limit.
 
         Raises:
             LimitError: a file is over its limit. NoSpaceError: the disk has no room for all of them; nothing is
                 fetched then. IntegrityError: the fetched bytes differ from the commit's.
             HubError: the Hub refuses or cannot be reached. StorageError: the disk refuses.
         """
-        for name, (limit, limit_name) in bounds.items():
+        for name, limit in bounds.items():
             check_name(name)
             nbytes = self.files[name].nbytes
             if limit is not None and nbytes is not None:
-                limits.check_limit(nbytes, limit, limit_name, f"{self._where(name)}: the size in bytes")
+                limits.check_limit(nbytes, limit, f"{self._where(name)}: the size in bytes")
         missing_names = [name for name in bounds if not self.is_cached(name)]
         if not missing_names:
             return
@@ -191,7 +188,9 @@ class Snapshot:
             description = self._where(names[0]) if len(names) == 1 else f"{quote(self.name)}: {len(names)} files"
             raise NoSpaceError(f"{description}: {needed} bytes to fetch, {free} are free in {quote(self.remote.cache)}")
 
-    def _download(self, name: str, bound: SizeBound, report: Callable[[int], None], stop: threading.Event) -> None:
+    def _download(
+        self, name: str, limit: limits.Bound | None, report: Callable[[int], None], stop: threading.Event
+    ) -> None:
         """Fetch a missing file and compare it with its digest."""
         where, entry, path = self._where(name), self.files[name], self.path / name
         with hub_errors(where, self.remote):
@@ -204,7 +203,7 @@ class Snapshot:
             hf_hub_download(
                 self.name, name, revision=self.commit, cache_dir=self.remote.cache, endpoint=self.remote.endpoint,
                 token=token_to_send(self.remote.token, where), library_name="rlx_jax",
-                tqdm_class=_progress_class(where, entry, bound, report, stop),
+                tqdm_class=_progress_class(where, entry, limit, report, stop),
             )  # fmt: skip
             if not path.is_file():
                 raise IntegrityError(f"{where}: expected a file of the commit {self.commit}; got another one")
@@ -328,14 +327,13 @@ def _remove(path: Path) -> None:
 
 
 def _progress_class(
-    where: str, hub_file: HubFile, bound: SizeBound, report: Callable[[int], None], stop: threading.Event
+    where: str, hub_file: HubFile, limit: limits.Bound | None, report: Callable[[int], None], stop: threading.Event
 ) -> type[Any]:
     """Return a class to pass to huggingface_hub as progress bar, which can abort a download.
 
     It aborts when more bytes arrive than the file has or may have, and when `stop` is set because another download of
     the same call failed.
     """
-    limit, limit_name = bound
 
     class Counter:
         def __init__(self, *_: Any, total: int | None = None, initial: int = 0, **__: Any) -> None:
@@ -349,7 +347,7 @@ def _progress_class(
             if hub_file.nbytes is not None and self.n > hub_file.nbytes:
                 raise IntegrityError(f"{where}: more bytes than its listed size {hub_file.nbytes}; nothing is kept")
             if limit is not None:  # the list may not have the length
-                limits.check_limit(self.n, limit, limit_name, f"{where}: the size in bytes")
+                limits.check_limit(self.n, limit, f"{where}: the size in bytes")
             report(int(count or 0))
 
         def close(self, *_: Any, **__: Any) -> None:

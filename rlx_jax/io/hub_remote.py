@@ -164,7 +164,7 @@ def cached_file_list(folder: Path, revision: str) -> tuple[str, dict[str, HubFil
         return None
     path, where = file_list_path(folder, commit), quote(file_list_path(folder, commit))
     with contextlib.suppress(MissingFileError):
-        raw = read_small_file(str(path), where, limits.MAX_LISTING_BYTES, "limits.MAX_LISTING_BYTES", IntegrityError)
+        raw = read_small_file(str(path), where, limits.bound("MAX_LISTING_BYTES"), IntegrityError)
         rows = parse_object(raw, where, IntegrityError).get("files")
         if not isinstance(rows, dict) or not all(isinstance(row, list) and len(row) == 2 for row in rows.values()):
             raise IntegrityError(f"{where}: expected the files of a commit; delete it")

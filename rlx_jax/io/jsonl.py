@@ -126,7 +126,7 @@ def _scan_input(file: BinaryIO, name: str) -> tuple[str, bytearray]:
     while line := file.readline(limits.MAX_LINE_BYTES + 1):
         if len(line) > limits.MAX_LINE_BYTES:
             where = f"{quote(name)}: line {len(blank) + 1}: the number of bytes"
-            limits.check_limit(len(line), limits.MAX_LINE_BYTES, "limits.MAX_LINE_BYTES", where)
+            limits.check_limit(len(line), limits.bound("MAX_LINE_BYTES"), where)
         digest.update(line)
         blank.append(not line.strip())
     return digest.hexdigest(), blank

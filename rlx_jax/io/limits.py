@@ -56,10 +56,20 @@ MAX_MEMORY_PERCENT = 80
 _MIN_CHECKED_BYTES = 2**26  # bytes up to which memory is not checked, so that small reads need not open /proc/meminfo
 
 
-def check_limit(value: int, limit: int, name: str, subject: str) -> None:
-    """Raise `LimitError` if `value` is over `limit`; `name` is the name of the limit for users."""
-    if value > limit:
-        raise LimitError(f"{subject} is {value}, over the limit {name} = {limit}")
+# The maximum of a number, and the name of this limit for users.
+Bound = tuple[int, str]
+
+
+def bound(name: str) -> Bound:
+    """Return a limit of this module as it is set now."""
+    return globals()[name], f"limits.{name}"
+
+
+def check_limit(value: int, limit: Bound, subject: str) -> None:
+    """Raise `LimitError` if `value` is over a limit."""
+    maximum, name = limit
+    if value > maximum:
+        raise LimitError(f"{subject} is {value}, over the limit {name} = {maximum}")
 
 
 def check_memory(nbytes: int, subject: str) -> None:

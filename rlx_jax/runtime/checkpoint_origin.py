@@ -132,7 +132,7 @@ class CheckpointOrigin:
 
     def _read(self, name: str) -> bytes | None:
         """Return the bytes of a file of the checkpoint, None if there is no such file."""
-        return self.folder.read(name, limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES", ConfigError)
+        return self.folder.read(name, limits.bound("MAX_INDEX_BYTES"), ConfigError)
 
 
 def _op_numbers(built: Built, numbers_by_step: dict[_Step, int]) -> set[int]:

@@ -102,14 +102,14 @@ def template_files(folder: Folder) -> dict[str, str]:
     paths = {DEFAULT: TEMPLATE_FILE}
     paths |= {n.removesuffix(".jinja"): f"{TEMPLATE_FOLDER}/{n}" for n in names if n.endswith(".jinja")}
     limits.check_limit(
-        len(paths), MAX_TEMPLATES, "MAX_TEMPLATES", f"{folder.where(TEMPLATE_FOLDER)}: the number of chat templates"
+        len(paths), (MAX_TEMPLATES, "MAX_TEMPLATES"), f"{folder.where(TEMPLATE_FOLDER)}: the number of chat templates"
     )
     return paths
 
 
 def _read_template(folder: Folder, name: str) -> str | None:
     """Return the text of a template file; None if there is none."""
-    raw = folder.read(name, MAX_TEMPLATE_BYTES, "MAX_TEMPLATE_BYTES", TokenizerError)
+    raw = folder.read(name, (MAX_TEMPLATE_BYTES, "MAX_TEMPLATE_BYTES"), TokenizerError)
     try:
         return None if raw is None else raw.decode()
     except UnicodeDecodeError as cause:
@@ -144,7 +144,7 @@ def choose_template(templates: Mapping[str, str], requested: str | None, has_too
     else:
         raise RequestError(NO_TEMPLATE)
     size = len(template.encode(errors="surrogatepass"))
-    limits.check_limit(size, MAX_TEMPLATE_BYTES, "MAX_TEMPLATE_BYTES", "the chat template: the size in bytes")
+    limits.check_limit(size, (MAX_TEMPLATE_BYTES, "MAX_TEMPLATE_BYTES"), "the chat template: the size in bytes")
     if requested is None or requested in templates or any(mark in requested for mark in ("{{", "{%", "{#")):
         return template
     raise RequestError(

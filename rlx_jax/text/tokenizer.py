@@ -29,9 +29,9 @@ from rlx_jax.errors import (
     listing,
     quote,
 )
+from rlx_jax.io import limits
 from rlx_jax.io.files import parse
-from rlx_jax.io.folder import Folder, json_size_bound
-from rlx_jax.io.hub import SizeBound
+from rlx_jax.io.folder import Folder
 from rlx_jax.models.config import Fields
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.text.ascii_texts import AsciiTexts
@@ -354,7 +354,7 @@ def read_document(folder: Folder, where: str) -> tuple[bytes, dict[str, Any]] | 
     raw = folder.read(TOKENIZER, MAX_TOKENIZER_BYTES, "MAX_TOKENIZER_BYTES", TokenizerError)
     if raw is None:
         return None
-    document = parse(raw, where, TokenizerError, MAX_TOKENIZER_VALUES, "MAX_TOKENIZER_VALUES")
+    document = parse(raw, where, TokenizerError, (MAX_TOKENIZER_VALUES, "MAX_TOKENIZER_VALUES"))
     if not isinstance(document, dict) or not isinstance(document.get("model"), dict):
         raise TokenizerError(f"{where}: expected an object with an object 'model'")
     if document["model"].get("dropout"):
@@ -367,8 +367,8 @@ def _fetch_files(folder: Folder) -> None:
     """Fetch the tokenizer files of a Hub model in one parallel call; do nothing without a `tokenizer.json`."""
     if folder.hub_file(TOKENIZER) is not None:
         companions = (*_COMPANION_FILES, "generation_config.json")
-        bounds: dict[str, SizeBound] = {TOKENIZER: (MAX_TOKENIZER_BYTES, "MAX_TOKENIZER_BYTES")}
-        bounds |= dict.fromkeys(companions, json_size_bound())
+        bounds = {TOKENIZER: (MAX_TOKENIZER_BYTES, "MAX_TOKENIZER_BYTES")}
+        bounds |= dict.fromkeys(companions, limits.bound("MAX_CONFIG_BYTES"))
         bounds |= dict.fromkeys(template_files(folder).values(), (MAX_TEMPLATE_BYTES, "MAX_TEMPLATE_BYTES"))
         folder.fetch(*bounds, bounds=bounds)
 

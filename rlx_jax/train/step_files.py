@@ -249,7 +249,7 @@ def named_leaves(tree: Any, subject: str) -> tuple[StoredLeaf, ...]:
     if not leaves_by_name:
         raise RequestError(f"{subject}: a pytree without leaves: {shown(tree)}; expected arrays or numbers")
     count = len(leaves_by_name)
-    limits.check_limit(count, limits.MAX_TENSORS, "limits.MAX_TENSORS", f"{subject}: the number of leaves")
+    limits.check_limit(count, limits.bound("MAX_TENSORS"), f"{subject}: the number of leaves")
     return tuple(leaves_by_name.values())
 
 

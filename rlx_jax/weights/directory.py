@@ -27,7 +27,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io import limits
 from rlx_jax.io.files import Links, check_name, list_directory, parse_object, read_small_file, resolve
-from rlx_jax.io.folder import CONFIG, Folder, json_size_bound
+from rlx_jax.io.folder import CONFIG, Folder
 from rlx_jax.io.hub import run_in_parallel
 from rlx_jax.weights.manifest import MANIFEST_NAME
 from rlx_jax.weights.quantized_config import MODELOPT_CONFIG
@@ -89,9 +89,9 @@ def fetch_weight_files(folder: Folder, max_bytes: int | None = None) -> None:
     chosen, index = _choose_on_hub(folder)
     if max_bytes is not None:
         total = sum(info.nbytes for file in read_headers(folder).values() for info in file.values())
-        limits.check_limit(total, max_bytes, "max_bytes", "the size of all weights in bytes")
-    folder.fetch(MANIFEST_NAME, bounds={MANIFEST_NAME: (limits.MAX_TREE_BYTES, "limits.MAX_TREE_BYTES")})
-    folder.fetch(*QUANTIZATION_FILES, bounds=dict.fromkeys(QUANTIZATION_FILES, json_size_bound()))
+        limits.check_limit(total, (max_bytes, "max_bytes"), "the size of all weights in bytes")
+    folder.fetch(MANIFEST_NAME, bounds={MANIFEST_NAME: limits.bound("MAX_TREE_BYTES")})
+    folder.fetch(*QUANTIZATION_FILES, bounds=dict.fromkeys(QUANTIZATION_FILES, limits.bound("MAX_CONFIG_BYTES")))
     folder.fetch(*([chosen] if index is None else index.shards))  # `open_index` reports missing shards
 
 
@@ -128,7 +128,7 @@ def _choose_on_hub(folder: Folder) -> tuple[str, _Index | None]:
     chosen = _choose_file(where, names)
     if not chosen.endswith(INDEX_SUFFIX):
         return chosen, None
-    folder.fetch(chosen, bounds={chosen: (limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES")})
+    folder.fetch(chosen, bounds={chosen: (limits.bound("MAX_INDEX_BYTES"))})
     return chosen, _read_index(resolve(os.fspath(folder.path), chosen), folder.where(chosen))
 
 
@@ -235,14 +235,14 @@ def _read_index(path: str, where: str) -> _Index:
     Raises:
         ConfigError, PathEscapeError, LimitError: the index is malformed, names other files, or is too large.
     """
-    raw = read_small_file(path, where, limits.MAX_INDEX_BYTES, "limits.MAX_INDEX_BYTES", ConfigError)
+    raw = read_small_file(path, where, limits.bound("MAX_INDEX_BYTES"), ConfigError)
     content = parse_object(raw, where, ConfigError)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(
             f"{where}: weight_map: expected an object of tensor name → file name, found {quote(weight_map)}"
         )
-    limits.check_limit(len(weight_map), limits.MAX_TENSORS, "limits.MAX_TENSORS", f"{where}: the number of tensors")
+    limits.check_limit(len(weight_map), limits.bound("MAX_TENSORS"), f"{where}: the number of tensors")
     shards: dict[str, list[str]] = defaultdict(list)
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str):
@@ -326,7 +326,7 @@ def _check_against_index(index: _Index, headers: Mapping[str, Mapping[str, Tenso
     if extra:
         problem = f"{index.where}: the shards hold {len(extra)} tensors that it does not list: {listing(extra)}"
         _raise_or_warn(UnexpectedWeightError, problem, strict)
-    limits.check_limit(len(owners), limits.MAX_TENSORS, "limits.MAX_TENSORS", "the number of tensors")
+    limits.check_limit(len(owners), limits.bound("MAX_TENSORS"), "the number of tensors")
     total = sum(info.nbytes for tensors in headers.values() for info in tensors.values())
     if index.total_size not in (None, total):
         problem = f"{index.where}: metadata.total_size is {index.total_size}, the tensors have {total} bytes"

@@ -111,7 +111,7 @@ class _Cursor:
         """Return the next number, of a struct code."""
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code), subject))[0]
 
-    def string(self, limit: int, limit_name: str, subject: str, errors: str = "strict") -> str:
+    def string(self, limit: limits.Bound, subject: str, errors: str = "strict") -> str:
         """Return the next string of at most `limit` bytes.
 
         Raises:
@@ -119,7 +119,7 @@ class _Cursor:
         """
         length, start = self.number("Q", subject), self.position
         if length <= self.size - start:
-            limits.check_limit(length, limit, limit_name, f"{self.where}: {subject}: the length in bytes")
+            limits.check_limit(length, limit, f"{self.where}: {subject}: the length in bytes")
         raw = self.take(length, subject)
         try:
             return raw.decode("utf-8", errors)
@@ -131,7 +131,7 @@ class _Cursor:
         texts: list[str] = []
         unpack_length = struct.Struct("<Q").unpack_from
         while len(texts) < count:
-            texts.append(self.string(limits.MAX_STRING_BYTES, "limits.MAX_STRING_BYTES", subject, errors))
+            texts.append(self.string(limits.bound("MAX_STRING_BYTES"), subject, errors))
             chunk, start = self._chunk, self.position - self._chunk_start
             while len(texts) < count and start + 8 <= len(chunk):
                 end = start + 8 + unpack_length(chunk, start)[0]
@@ -172,8 +172,8 @@ def read_gguf_header(read: Callable[[int, int, str], bytes], size: int, where: s
     # A tensor takes at least 8 + 4 + 8 + 4 + 8 bytes and its name, a pair 8 + 4 + 1 and its key.
     num_tensors = cursor.count(33, "the number of tensors")
     num_pairs = cursor.count(14, "the number of metadata pairs")
-    limits.check_limit(num_tensors, limits.MAX_TENSORS, "limits.MAX_TENSORS", f"{where}: the number of tensors")
-    limits.check_limit(num_pairs, limits.MAX_METADATA, "limits.MAX_METADATA", f"{where}: the number of metadata pairs")
+    limits.check_limit(num_tensors, limits.bound("MAX_TENSORS"), f"{where}: the number of tensors")
+    limits.check_limit(num_pairs, limits.bound("MAX_METADATA"), f"{where}: the number of metadata pairs")
     metadata = _metadata(cursor, num_pairs)
     alignment = _alignment(metadata, where)
     entries = [_entry(cursor, alignment) for _ in range(num_tensors)]
@@ -208,7 +208,7 @@ def _metadata(cursor: _Cursor, count: int) -> dict[str, MetadataValue]:
     metadata: dict[str, MetadataValue] = {}
     for _ in range(count):
         start = cursor.position
-        key = cursor.string(limits.MAX_KEY_BYTES, "limits.MAX_KEY_BYTES", "a metadata key")
+        key = cursor.string(limits.bound("MAX_KEY_BYTES"), "a metadata key")
         if not key or not key.isascii():
             raise GgufError(f"{cursor.where}: metadata key at byte {start}: expected ASCII text, got {quote(key)}")
         if key in metadata:
@@ -222,7 +222,7 @@ def _value(cursor: _Cursor, kind: int, key: str) -> MetadataValue:
     subject = f"metadata {quote(key)}"
     errors = "surrogateescape" if key.startswith(_PIECES) else "strict"
     if kind == _STRING:
-        return cursor.string(limits.MAX_STRING_BYTES, "limits.MAX_STRING_BYTES", subject, errors)
+        return cursor.string(limits.bound("MAX_STRING_BYTES"), subject, errors)
     if kind != _ARRAY:
         number: bool | int | float = cursor.number(_code(cursor, kind, subject), subject)
         return _check_bool(number, kind, cursor, subject)
@@ -265,7 +265,7 @@ def _alignment(metadata: Mapping[str, MetadataValue], where: str) -> int:
 def _entry(cursor: _Cursor, alignment: int) -> tuple[str, GgufTensor]:
     """Return the name of the next tensor and its entry, with a position from the start of the data."""
     start = cursor.position
-    name = cursor.string(limits.MAX_GGUF_NAME_BYTES, "limits.MAX_GGUF_NAME_BYTES", "the name of a tensor")
+    name = cursor.string(limits.bound("MAX_GGUF_NAME_BYTES"), "the name of a tensor")
     where = f"{cursor.where}: tensor {quote(name)}"
     if not name:
         raise GgufError(f"{cursor.where}: the tensor listed at byte {start} has no name")

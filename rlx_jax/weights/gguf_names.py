@@ -202,7 +202,7 @@ def key_readings(
             new = {name: KeyReading(name)}
         elif "{expert}" in key:
             count = tensor.shape[0]
-            limits.check_limit(count, limits.MAX_TENSORS, "limits.MAX_TENSORS", f"{where}: {name}: the experts")
+            limits.check_limit(count, limits.bound("MAX_TENSORS"), f"{where}: {name}: the experts")
             new = {key.format(expert=e): KeyReading(name, e) for e in range(count)}
         else:
             new = {key: _reading(table, name, tensor, config, where)}

@@ -105,7 +105,7 @@ def read_manifest(directory: str, links: Links = "follow") -> Manifest | None:
     if not os.path.lexists(os.path.join(directory, MANIFEST_NAME)):
         return None
     path, where = resolve(directory, MANIFEST_NAME, links), quote(os.path.join(directory, MANIFEST_NAME))
-    raw = read_small_file(path, where, limits.MAX_TREE_BYTES, "limits.MAX_TREE_BYTES", IntegrityError)
+    raw = read_small_file(path, where, limits.bound("MAX_TREE_BYTES"), IntegrityError)
     content = parse_object(raw, where, IntegrityError)
     if content.get("version") != VERSION:
         raise UnsupportedError(f"{where}: version {quote(content.get('version'))}; this rlx_jax reads {VERSION}")

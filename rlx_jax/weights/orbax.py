@@ -214,7 +214,7 @@ class OrbaxSource(NamedTensors[TensorType]):
                 f"{where}: shape {list(grid.type.shape)} in chunks {list(grid.chunks)} takes {count} chunks, "
                 f"{num_stored} are stored"
             )
-        limits.check_limit(count, limits.MAX_CHUNKS, "limits.MAX_CHUNKS", f"{where}: the number of chunks")
+        limits.check_limit(count, limits.bound("MAX_CHUNKS"), f"{where}: the number of chunks")
 
 
 @contextmanager
@@ -266,8 +266,7 @@ def _parse_zarr(raw: bytes, zarr3: bool, where: str) -> _Grid:
     Raises:
         CheckpointFormatError, LimitError: the metadata is malformed, contradicts itself, or is over a limit.
     """
-    limit = limits.MAX_ARRAY_METADATA_BYTES
-    limits.check_limit(len(raw), limit, "limits.MAX_ARRAY_METADATA_BYTES", f"{where}: bytes of metadata")
+    limits.check_limit(len(raw), limits.bound("MAX_ARRAY_METADATA_BYTES"), f"{where}: bytes of metadata")
     content = parse_object(raw, where, _Error)
     version = content.get("zarr_format")
     if version != (3 if zarr3 else 2) or (zarr3 and content.get("node_type") != "array"):

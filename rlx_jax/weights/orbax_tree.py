@@ -81,14 +81,12 @@ def read_tree(directory: str, subtree: str = "") -> ArrayTree:
         UnsupportedError: a leaf is not an array, empty or text.
     """
     where = quote(os.path.join(directory, TREE_METADATA))
-    raw = read_small_file(
-        os.path.join(directory, TREE_METADATA), where, limits.MAX_TREE_BYTES, "limits.MAX_TREE_BYTES", _Error
-    )
+    raw = read_small_file(os.path.join(directory, TREE_METADATA), where, limits.bound("MAX_TREE_BYTES"), _Error)
     content = parse_object(raw, where, _Error)
     leaves = content.get("tree_metadata")
     if not isinstance(leaves, dict):
         raise _Error(f"{where}: tree_metadata: expected an object, found {quote(leaves)}")
-    limits.check_limit(len(leaves), limits.MAX_TENSORS, "limits.MAX_TENSORS", f"{where}: the number of leaves")
+    limits.check_limit(len(leaves), limits.bound("MAX_TENSORS"), f"{where}: the number of leaves")
     flags = [_flag(content, name, default, where) for name, default in _FLAGS.items()]
     return ArrayTree(directory, _array_names(leaves, subtree, where), *flags)
 
@@ -153,9 +151,7 @@ def _leaf(leaf: Any, where: str) -> tuple[str, str]:
         raise _Error(f"{where}: expected key_metadata with names and value_metadata with a value_type")
     name = ".".join(segments)
     kind = "None" if value.get("skip_deserialize") is True else kind
-    limits.check_limit(
-        len(name.encode()), limits.MAX_NAME_BYTES, "limits.MAX_NAME_BYTES", f"{where}: bytes of the name"
-    )
+    limits.check_limit(len(name.encode()), limits.bound("MAX_NAME_BYTES"), f"{where}: bytes of the name")
     return name, kind
 
 
@@ -219,7 +215,7 @@ def _is_committed(directory: str) -> bool:
     path = os.path.join(directory, CHECKPOINT_METADATA)
     if not os.path.isfile(path):
         return False
-    raw = read_small_file(path, quote(path), limits.MAX_CONFIG_BYTES, "limits.MAX_CONFIG_BYTES", _Error)
+    raw = read_small_file(path, quote(path), limits.bound("MAX_CONFIG_BYTES"), _Error)
     return isinstance(parse_object(raw, quote(path), _Error).get("commit_timestamp_nsecs"), int)
 
 

@@ -62,16 +62,16 @@ def parse_header(raw: bytes, data_bytes: int, where: str) -> Header:
     Raises:
         SafetensorsError, DuplicateWeightError, LimitError, UnsupportedError: as `open_safetensors`.
     """
-    values, name = VALUES_PER_TENSOR * limits.MAX_TENSORS, f"{VALUES_PER_TENSOR} limits.MAX_TENSORS"
-    content = parse(raw, where, SafetensorsError, values, name, repeated_error=DuplicateWeightError, start=8)
+    max_values = VALUES_PER_TENSOR * limits.MAX_TENSORS, f"{VALUES_PER_TENSOR} limits.MAX_TENSORS"
+    content = parse(raw, where, SafetensorsError, max_values, repeated_error=DuplicateWeightError, start=8)
     if not isinstance(content, dict):
         raise SafetensorsError(f"{where}: header: expected a JSON object, found {type(content).__name__}")
     metadata = content.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise SafetensorsError(f"{where}: '__metadata__': expected an object of strings")
-    limits.check_limit(len(content), limits.MAX_TENSORS, "limits.MAX_TENSORS", f"{where}: the number of tensors")
+    limits.check_limit(len(content), limits.bound("MAX_TENSORS"), f"{where}: the number of tensors")
     longest = max((len(name.encode()) for name in content), default=0)
-    limits.check_limit(longest, limits.MAX_NAME_BYTES, "limits.MAX_NAME_BYTES", f"{where}: the length of a name")
+    limits.check_limit(longest, limits.bound("MAX_NAME_BYTES"), f"{where}: the length of a name")
     start = len(raw) + 8
     tensors = {
         name: _tensor(fields, start, data_bytes, f"{where}: tensor {quote(name)}") for name, fields in content.items()

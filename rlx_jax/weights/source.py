@@ -159,7 +159,7 @@ def _open_format(weight_format: Format, weights: Any, options: OpenOptions, fold
     try:
         if options.max_bytes is not None:
             total = sum(stored_bytes(source.spec(key)) for key in source.keys())
-            limits.check_limit(total, options.max_bytes, "max_bytes", "the size of all weights in bytes")
+            limits.check_limit(total, (options.max_bytes, "max_bytes"), "the size of all weights in bytes")
     except BaseException:
         close(source)
         raise

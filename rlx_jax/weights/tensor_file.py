@@ -226,9 +226,7 @@ def read_header(read: ReadBytes, size: int, where: str) -> Header:
         raise SafetensorsError(
             f"{where}: {description or f'the header length is {length} bytes, the file has {size - 8} after it'}"
         )
-    limits.check_limit(
-        length, limits.MAX_HEADER_BYTES, "limits.MAX_HEADER_BYTES", f"{where}: the header's length in bytes"
-    )
+    limits.check_limit(length, limits.bound("MAX_HEADER_BYTES"), f"{where}: the header's length in bytes")
     return parse_header(read(length, 8, where), size - 8 - length, where)
 
 
