@@ -37,8 +37,6 @@ SOFTCAPS = {GemmaStyle.GEMMA2: (50.0, 30.0)}
 # Name of the rope tables of Gemma 3's sliding-window layers.
 LOCAL = "local"
 
-INERT = ("_sliding_window_pattern",)
-
 TEXT = TextPart(
     outer_type="gemma3",
     text_type="gemma3_text",
@@ -76,7 +74,7 @@ class GemmaConfig(DecoderConfig):
     attention_bias: bool = False
     tie_word_embeddings: bool = field(default=True, kw_only=True)
 
-    inert = INERT
+    inert = ("_sliding_window_pattern",)
 
     @classmethod
     def read(cls, c: Fields) -> Self:

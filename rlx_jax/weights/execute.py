@@ -171,7 +171,7 @@ class ReadOnce(SourceView):
         super().__init__(source)
         self._values: dict[tuple[str, str], HostArray] = {}
 
-    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
         entry = key, repr(index)
         if entry not in self._values:
             self._values[entry] = self.source.read(key, index)
@@ -309,7 +309,7 @@ def _to_device(values: HostArray, device: Any, copy: bool = False) -> jax.Array:
 
 def _read_leaf(program: Program, source: WeightSource) -> tuple[HostArray, bool]:
     """Return a program's value, and whether the caller of the loader may hold its memory too."""
-    if isinstance(program, Key | Sliced) and (isinstance(source, ReadOnce) or not reads_into(source)):
+    if isinstance(program, Key | Sliced) and not reads_into(source):
         return _read_stored(program, source), True
     return _fill_new(program, source), False
 

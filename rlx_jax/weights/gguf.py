@@ -40,7 +40,7 @@ from rlx_jax.weights.manifest import digest
 from rlx_jax.weights.named import Closeable, HostArray, NamedTensors, check_index
 from rlx_jax.weights.safetensors_header import TensorInfo
 from rlx_jax.weights.tensor_file import ReadBytes, TensorFile, file_identity
-from rlx_jax.weights.views import SourceView, read_into
+from rlx_jax.weights.views import ReadingView, read_into
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -224,7 +224,7 @@ class _Weight:
     part: Literal["blocks", "scales", "values", "same"]
 
 
-class GptOssExperts(NamedTensors[_Weight], SourceView):
+class GptOssExperts(NamedTensors[_Weight], ReadingView):
     """The experts of a gpt-oss file under the keys and in the layout of its Hugging Face checkpoint.
 
     A file has the gate and the up projection of all experts as one tensor each, `[experts, inner, hidden]`. The

@@ -33,7 +33,7 @@ from rlx_jax.io.files import Links, check_name, parse_object, read_small_file, r
 from rlx_jax.ir.packed import stored_bytes
 from rlx_jax.ir.types import TensorType, as_dtype, short_name
 from rlx_jax.ir.weight_reads import WeightSource
-from rlx_jax.weights.views import HostArray, SourceView, read_into
+from rlx_jax.weights.views import HostArray, ReadingView, read_into
 
 # "auto": check digests if there is a manifest. "full": a manifest is required. "metadata": check no digests.
 Verify = Literal["auto", "full", "metadata"]
@@ -247,7 +247,7 @@ def check_weights(source: WeightSource, weights: Mapping[str, WeightEntry], wher
         )
 
 
-class VerifiedSource(SourceView):
+class VerifiedSource(ReadingView):
     """A source that compares every weight with its digest in the manifest before `read` returns any part of it.
 
     A weight without a digest is not compared: `check_files` has compared its files instead.

@@ -11,10 +11,10 @@ from rlx_jax.errors import WeightError, listing
 from rlx_jax.ir.packed import WeightSpec
 from rlx_jax.ir.weight_reads import WeightSource, shapes_only
 from rlx_jax.weights.mapping import MappingSource
-from rlx_jax.weights.views import HostArray, MarkedSource, RenamedSource, SourceView, close, read_into
+from rlx_jax.weights.views import HostArray, MarkedSource, ReadingView, RenamedSource, close, read_into
 
 
-class OverlaySource(SourceView):
+class OverlaySource(ReadingView):
     """The union of the weights of `source` and `extra`.
 
     Raises:

@@ -82,7 +82,7 @@ class QuantizedSource(NamedTensors[None], SourceView):
         arrays = {name: Key(f"{key}{PART}{name}", types[name]) for name in weight.arrays}
         return PackedSpec(weight.shape, weight.dtype, weight.scheme.name, arrays)
 
-    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
         """Return a weight or a part of it, decoded if it is quantised; or one of the arrays of its scheme.
 
         Raises:
@@ -90,7 +90,7 @@ class QuantizedSource(NamedTensors[None], SourceView):
         """
         name, _, array = key.partition(PART)
         if self._module(name) not in self._modules:
-            return super().read_into(key, index, out)
+            return self.source.read(key, index)
         if not array:
             return read_numbers(key, self, index)
         weight = self._describe(self._module(name))

@@ -157,7 +157,7 @@ class TreeSource(NamedTensors[_Entry], SourceView):
         entry = self._find(key)
         return stored_spec(entry.axes.shape, self.source.spec(entry.path).dtype)
 
-    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
         """Return a weight or a part of it. Only the weight's part of a leaf is read."""
         path, rule, axes, at = self._find(key)
         slices, position = check_index(index, axes.shape, key), dict(zip(axes.numbering, at, strict=True))

@@ -39,7 +39,7 @@ def close(source: WeightSource) -> None:
 
 
 class SourceView(Closeable):
-    """The weights of `source`. Subclasses override the methods that differ: of both that read, `read_into`."""
+    """The weights of `source`. Subclasses override the methods that differ."""
 
     def __init__(self, source: WeightSource) -> None:
         self.source = source
@@ -57,12 +57,8 @@ class SourceView(Closeable):
         return self.source.spec(key)
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
-        """Return what `read_into` returns, in any array."""
-        return self.read_into(key, index, None)
-
-    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
-        """Return a weight or a part of it, in `out` if it fits and the source can read into it."""
-        return read_into(self.source, key, index, out)
+        """Return a weight or a part of it, read from the source."""
+        return self.source.read(key, index)
 
     def is_decoded(self, key: str) -> bool:
         """Return whether `read` decodes a weight that is packed in its file."""
@@ -72,7 +68,17 @@ class SourceView(Closeable):
         close(self.source)
 
 
-class RenamedSource(NamedTensors[str], SourceView):
+class ReadingView(SourceView):
+    """A view that reads into arrays of the caller, as its source can. Subclasses override `read_into`, not `read`."""
+
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
+        return self.read_into(key, index, None)
+
+    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
+        return read_into(self.source, key, index, out)
+
+
+class RenamedSource(NamedTensors[str], ReadingView):
     """The weights of `source` that `names` lists, under new keys: new key → key in `source`. Others are hidden."""
 
     def __init__(self, source: WeightSource, names: Mapping[str, str]) -> None:
@@ -96,7 +102,7 @@ class RenamedSource(NamedTensors[str], SourceView):
         return key if isinstance(key, str) and PART in key else self._find(key)
 
 
-class MarkedSource(SourceView):
+class MarkedSource(ReadingView):
     """The weights of `source`, marked for how they combine with others.
 
     `incomplete`: the checkpoint may have fewer weights than its config requires; missing ones are initialized.
