@@ -83,7 +83,7 @@ class DecoderConfig(CausalConfig):
 
     @classmethod
     def common_fields(cls, c: Fields) -> dict[str, Any]:
-        """Return the fields of a decoder with SwiGLU and one rope for all layers, and those of `fields`."""
+        """Return the fields of a decoder with SwiGLU and one rope for all layers, and the ones in `fields`."""
         common = plain_fields(c, max_positions=cls.max_position_embeddings, eps=cls.rms_norm_eps, **cls.defaults)
         return {**common, **c.with_defaults(cls, *cls.fields)}
 

@@ -56,7 +56,7 @@ class VisionConfig(TowerConfig):
 
     @classmethod
     def common_fields(cls, c: Fields) -> dict[str, Any]:
-        """Return the fields that configs like ViT's share, and those of `fields`."""
+        """Return the fields that configs like ViT's share, and the ones in `fields`."""
         return dict(
             **tower_fields(c, **cls.defaults), **image_fields(c, patch=cls.patch),
             intermediate_size=c.integer("intermediate_size", 4 * cls.defaults.get("hidden", 768)),

@@ -64,7 +64,7 @@ class GgufFile(Closeable):
     def __init__(self, path: str | os.PathLike[str], *, name: str | None = None) -> None:
         self._path, self._name = path, name
         self.header = GgufHeader({}, {})
-        # Taken before the file is opened, and compared after: the header is then that of the open file.
+        # Taken before the file is opened, and compared after: the header is then the open file's.
         identity = file_identity(os.stat(path)) if os.path.exists(path) else ()
 
         def read_header(read: ReadBytes, size: int, where: str) -> Mapping[str, TensorInfo]:
@@ -217,7 +217,7 @@ _EXPERTS = ".mlp.experts."
 class _Weight:
     """A weight of the checkpoint: the keys of its tensors, and what of them it is.
 
-    `blocks` and `scales` are those of MXFP4, `values` the numbers, transposed, and `same` the values unchanged.
+    `blocks` and `scales` are parts of MXFP4, `values` the numbers, transposed, and `same` the values unchanged.
     """
 
     keys: tuple[str, ...]

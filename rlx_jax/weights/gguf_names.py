@@ -158,7 +158,7 @@ class KeyReading:
     Attributes:
         tensor: the name of the tensor in the file.
         expert: the index on its first axis; None for the whole tensor.
-        order: the order of its rows or columns, counted in stored values or bytes; None if it is that of the file.
+        order: the order of its rows or columns, counted in stored values or bytes; None for the file's.
         change: `"subtract"`: 1 is subtracted; `"log"`: the logarithm of minus the values.
         shape: the shape in the checkpoint, if it differs by axes of size 1 or by splitting an axis.
         decodes: whether a packed tensor is decoded, because its blocks do not permit the change.
@@ -250,7 +250,7 @@ def _key(table: Architecture, name: str, config: Mapping[str, Any]) -> str | Non
         return None
     if layer is None or path.startswith("mtp."):
         return path
-    # The layers of a draft module follow those of the model.
+    # The layers of a draft module follow the model's.
     first_draft = config["num_hidden_layers"] if config.get("mtp_num_hidden_layers") else math.inf
     if int(layer) < first_draft:
         return f"{table.layers}.{layer}.{path}"
@@ -283,7 +283,7 @@ def _reading(table: Architecture, name: str, tensor: GgufTensor, config: Mapping
 def _order(
     table: Architecture, module: str, shape: tuple[int, ...], config: Mapping[str, Any], where: str
 ) -> Order | None:
-    """Return the order of the rows or columns of a module; None if it is that of the file.
+    """Return the order of the rows or columns of a module; None for the file's.
 
     Raises:
         ConfigError: the heads do not fill the rows or columns.

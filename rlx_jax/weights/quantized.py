@@ -129,7 +129,7 @@ class QuantizedSource(NamedTensors[None], SourceView):
             results.setdefault((weight.shape, weight.scheme.name), weight)
         if not results:
             no_format = UnsupportedError(f"{q.where}: it has no format of weights, and {tensors.where} is quantised")
-            # Another dtype is a plain `WeightError`: the tensors are those of another format.
+            # Another dtype is a plain `WeightError`: the tensors fit another format.
             raise next((e for e in errors if type(e) is not WeightError), errors[0]) if errors else no_format
         if len(results) > 1:
             raise UnsupportedError(f"{q.where}: {tensors.where} fits several groups, {list(results)}")

@@ -51,8 +51,10 @@ class QuantizedWeight:
 
 @dataclass(frozen=True)
 class ModuleTensors:
-    """The stored tensors of a module, by the end of their key, such as `.weight_scale`; `weight` is that of the weight
-    that they are."""
+    """The stored tensors of a module, by the end of their key, such as `.weight_scale`.
+
+    `weight` is the end of the key of the weight that they store.
+    """
 
     source: WeightSource
     module: str
