@@ -351,7 +351,7 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
 
 def read_document(folder: Folder, where: str) -> tuple[bytes, dict[str, Any]] | None:
     """Return the bytes of `tokenizer.json` and the parsed document, checked; None if there is no such file."""
-    raw = folder.read(TOKENIZER, MAX_TOKENIZER_BYTES, "MAX_TOKENIZER_BYTES", TokenizerError)
+    raw = folder.read(TOKENIZER, (MAX_TOKENIZER_BYTES, "MAX_TOKENIZER_BYTES"), TokenizerError)
     if raw is None:
         return None
     document = parse(raw, where, TokenizerError, (MAX_TOKENIZER_VALUES, "MAX_TOKENIZER_VALUES"))
