@@ -16,7 +16,7 @@ from rlx_jax.models.beit import BeitFlow
 from rlx_jax.models.clip import ClipVisionFlow
 from rlx_jax.models.config import Fields, ModelConfig, architecture, finish_model, read_config
 from rlx_jax.models.decoder import CausalFlow
-from rlx_jax.models.dual import DualConfig, tower_group
+from rlx_jax.models.dual import DualConfig, DualFlow, tower_group
 from rlx_jax.models.encoder import ANSWER, IMAGE, MASKED, SEQUENCE, TOKEN, EncoderFlow, TowerFlow, read_head
 from rlx_jax.models.gemma import TEXT as GEMMA_TEXT
 from rlx_jax.models.hooks import Recipe, WithIgnored, check_recipe_weights
@@ -157,6 +157,17 @@ class Family:
         return Family(opener, architectures, None if config_field else recipe.config_type)
 
     @staticmethod
+    def dual(recipe: type[DualFlow[Any]], vision: type[VisionFlow[Any]], name: str) -> Family:
+        """Return a family with a text tower and an image tower; its classifiers of images have the second one only.
+
+        Args:
+            recipe, vision: the classes of both towers and of the image tower.
+            name: first part of the architectures, and of the image processor's class.
+        """
+        classifiers = Family.vision(vision, name, f"{name}ForImageClassification", config_field="vision_config")
+        return Family.either(Family.of(recipe, "dual", name, f"{name}Model"), classifiers)
+
+    @staticmethod
     def with_images(part: TextPart, *architectures: str) -> Family:
         """Return a family of decoders that also read images; only its text model is built."""
 
@@ -264,25 +275,16 @@ FAMILIES: dict[str, Family] = {
     "dinov2": Family.vision(models.Dinov2Flow, "Bit", *(f"Dinov2{end}" for end in DINOV2)),
     "dinov2_with_registers": Family.vision(models.Dinov2Flow, "Bit", *(f"Dinov2WithRegisters{end}" for end in DINOV2)),
     "dinov3_vit": Family.vision(Dinov3Flow, "DINOv3ViT", "DINOv3ViTModel", "DINOv3ViTBackbone"),
-    "clip": Family.either(
-        Family.of(models.ClipFlow, "dual", "CLIP", "CLIPModel"),
-        Family.vision(ClipVisionFlow, "CLIP", "CLIPForImageClassification", config_field="vision_config"),
-    ),
+    "clip": Family.dual(models.ClipFlow, ClipVisionFlow, "CLIP"),
     "clip_text_model": Family.encoder(models.ClipTextFlow, "CLIPTextModel", "CLIPTextModelWithProjection"),
     "clip_vision_model": Family.vision(ClipVisionFlow, "CLIP", "CLIPVisionModel", "CLIPVisionModelWithProjection"),
     "metaclip_2": Family.vision(
         ClipVisionFlow, "CLIP", "MetaClip2ForImageClassification", config_field="vision_config"
     ),
-    "siglip": Family.either(
-        Family.of(models.SiglipFlow, "dual", "Siglip", "SiglipModel"),
-        Family.vision(SiglipVisionFlow, "Siglip", "SiglipForImageClassification", config_field="vision_config"),
-    ),
+    "siglip": Family.dual(models.SiglipFlow, SiglipVisionFlow, "Siglip"),
     "siglip_text_model": Family.encoder(models.SiglipTextFlow, "SiglipTextModel"),
     "siglip_vision_model": Family.vision(SiglipVisionFlow, "Siglip", "SiglipVisionModel"),
-    "siglip2": Family.either(
-        Family.of(Siglip2Flow, "dual", "Siglip2", "Siglip2Model"),
-        Family.vision(Siglip2VisionFlow, "Siglip2", "Siglip2ForImageClassification", config_field="vision_config"),
-    ),
+    "siglip2": Family.dual(Siglip2Flow, Siglip2VisionFlow, "Siglip2"),
     "siglip2_text_model": Family.encoder(models.SiglipTextFlow, "Siglip2TextModel"),
     "siglip2_vision_model": Family.vision(Siglip2VisionFlow, "Siglip2", "Siglip2VisionModel"),
     "Flux2Transformer2DModel": Family.of(models.Flux2Flow, "denoiser", "", "Flux2Transformer2DModel"),

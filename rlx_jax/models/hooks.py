@@ -251,9 +251,10 @@ class Recipe(HookMethods, Generic[C]):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        for config in (c for base in vars(cls).get("__orig_bases__", ()) for c in get_args(base)):
-            if isinstance(config, type) and "config_type" not in vars(cls):
-                cls.config_type = config
+        arguments = (c for base in vars(cls).get("__orig_bases__", ()) for c in get_args(base))
+        config = next((c for c in arguments if isinstance(c, type) and issubclass(c, ModelConfig)), None)
+        if config is not None and "config_type" not in vars(cls):
+            cls.config_type = config
 
     def __post_init__(self) -> None:
         name = type(self).__name__
