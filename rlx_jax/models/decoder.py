@@ -78,10 +78,8 @@ class CausalFlow(Recipe[A]):
     # Prefix of module names in PEFT's files that keys of checkpoints may leave out.
     peft_prefix: ClassVar[str] = ""
     heads: ClassVar[HeadLayers] = DECODER_HEADS
-    # `pad_token_id` of a config that lacks the field.
-    padding_id: ClassVar[int | None] = None
-    # How a classifier pools, a name in `SentencePipeline.pooling`.
-    head_pooling: ClassVar[str] = "lasttoken"
+    # How a classifier pools, a name in `SentencePipeline.pooling`, and `pad_token_id` of a config that lacks the field.
+    head_token: ClassVar[tuple[str, int | None]] = ("lasttoken", None)
 
     @classmethod
     def for_prefill(cls, config: A | Mapping[str, Any], batch: int | None = None, seq: int | None = None) -> Self:

@@ -212,7 +212,7 @@ class TaskHead:
 
 
 def read_head(
-    config: Fields, architecture: str, layers: HeadLayers, pooling: str = "cls", default_padding_id: int | None = None
+    config: Fields, architecture: str, layers: HeadLayers, pooling: str, default_padding_id: int | None
 ) -> TaskHead | None:
     """Return the head that the config of a checkpoint names, or None if its task is not among `layers`.
 

@@ -100,7 +100,7 @@ class Family:
 
         def opener(config: Fields, source: WeightSource, headless: bool = False) -> Pretrained:
             name = architecture(config)[1]
-            head = None if headless else read_head(config, name, recipe.heads, recipe.head_pooling, recipe.padding_id)
+            head = None if headless else read_head(config, name, recipe.heads, *recipe.head_token)
             headless = headless or (bool(bare) and name == bare)
             instance = replace(recipe.for_prefill(config), hidden_only=headless or head is not None, head=head)
             return bind_recipe(instance, source, KINDS[head.task] if head else "encoder" if headless else "causal")

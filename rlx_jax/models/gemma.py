@@ -139,7 +139,7 @@ class GemmaFlow(DecoderFlow[GemmaConfig]):
 
     name: str = "gemma"
 
-    padding_id = 0
+    head_token = ("lasttoken", 0)
 
 
 def _only_gelu_tanh(c: Fields, style: GemmaStyle) -> None:

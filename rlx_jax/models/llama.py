@@ -63,7 +63,7 @@ class LlamaBidirectionalFlow(Llama32Flow):
 
     config_type = LlamaBidirectionalConfig
     heads = {SEQUENCE: DECODER_HEADS[SEQUENCE]}
-    head_pooling = "mean"
+    head_token = ("mean", None)
 
 
 # Define the config and recipe of Mistral (`MistralForCausalLM`): Llama's layers with a sliding window.
