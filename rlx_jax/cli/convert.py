@@ -1,4 +1,4 @@
-"""`rlx-jax convert`: write a checkpoint in another format or dtype."""
+"""Commands that write a checkpoint in another form: `convert` in another format or dtype, and `export` as one file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.cli.command import Command, Session, add_json, json_line
+from rlx_jax.cli.command import (
+    Command,
+    Session,
+    add_compute,
+    add_json,
+    add_model,
+    json_line,
+    load_model,
+    named_size,
+    sizes_by_name,
+)
 from rlx_jax.encode.checkpoint import Checkpoint
 from rlx_jax.encode.gguf_folder import open_model_folder
 from rlx_jax.encode.gguf_metadata import describe_checkpoint
@@ -29,6 +39,7 @@ from rlx_jax.runtime.checkpoint_origin import (
     copied_entries,
     with_quantization,
 )
+from rlx_jax.runtime.export_model import FORMATS, PLATFORMS
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.gguf import SUFFIX
 from rlx_jax.weights.gguf_write import file_type
@@ -132,14 +143,11 @@ def checked_reader(source: WeightSource, entry: Entry, session: Session, done: i
     return values
 
 
-def options(parser: argparse.ArgumentParser) -> None:
+def convert_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `convert`."""
     add = parser.add_argument
-    add(
-        "source",
-        metavar="SRC",
-        help="a directory, a .safetensors or .gguf file, an orbax directory, or a model of the Hub",
-    )
+    text = "a directory, a .safetensors or .gguf file, an orbax directory, or a model of the Hub"
+    add("source", metavar="SRC", help=text)
     add("target", metavar="DST", help="a new directory, or a .gguf file")
     add("--revision", metavar="REV", help="a branch, tag or commit of a model of the Hub")
     add("--format", choices=("safetensors", "orbax", "gguf"), help="by default safetensors; gguf for a .gguf file")
@@ -148,4 +156,48 @@ def options(parser: argparse.ArgumentParser) -> None:
     add("--quiet", action="store_true", help="no progress on stderr")
 
 
-CONVERT = Command("convert", "a checkpoint in another format or dtype", (options, add_json), convert)
+CONVERT = Command("convert", "a checkpoint in another format or dtype", (convert_options, add_json), convert)
+
+
+# -- export ------------------------------------------------------------------------------------
+
+
+def export(args: argparse.Namespace, session: Session) -> Iterator[str]:
+    """Export a checkpoint to DST, a .rlxa file with its programs as StableHLO, its weights, tokenizer and settings.
+    rlx-jax generate, chat and embed take the file in place of the checkpoint; loading it needs flatbuffers."""
+    model = load_model(args, session)
+    session.status.clear()
+    sizes = [sizes_by_name(args.size)] if args.size else []
+    artifact = model.export(
+        args.target, platforms=args.platforms, sizes=sizes, format=args.format, overwrite=args.overwrite
+    )
+    yield json_line(vars(artifact)) if args.json else f"{artifact}\n"
+
+
+def platform_names(text: str) -> list[str]:
+    """Parse the names of platforms, separated by commas."""
+    return text.split(",")
+
+
+def export_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `export`."""
+    add = parser.add_argument
+    add(
+        "--platforms", type=platform_names, metavar="NAME,NAME",
+        help=f"of {', '.join(PLATFORMS)}; by default the one that JAX runs on",
+    )  # fmt: skip
+    add("--format", choices=FORMATS, default="rlxa", help="stablehlo: a directory for other runtimes (%(default)s)")
+    add(
+        "--size", action="append", default=[], type=named_size, metavar="NAME=N",
+        help="export programs for this size of batch, seq, context ... in place of every size; give all of them",
+    )  # fmt: skip
+    add("--overwrite", action="store_true", help="replace an earlier artifact")
+
+
+def target_options(parser: argparse.ArgumentParser) -> None:
+    """Add the argument for the file to write, after the checkpoint."""
+    parser.add_argument("target", metavar="DST", help="a new .rlxa file; for --format stablehlo a new directory")
+
+
+EXPORT_OPTIONS = (export_options, add_compute, add_json, add_model, target_options)
+EXPORT = Command("export", "a model as one file that loads without its checkpoint", EXPORT_OPTIONS, export)

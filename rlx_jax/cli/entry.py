@@ -22,16 +22,11 @@ import jax
 
 import rlx_jax as rlx
 from rlx_jax.cli.command import Command, Session, add_json, json_line, select_device, table
-from rlx_jax.cli.convert import CONVERT
-from rlx_jax.cli.diff import DIFF
-from rlx_jax.cli.explain import EXPLAIN
-from rlx_jax.cli.export import EXPORT
-from rlx_jax.cli.inspect import INSPECT
-from rlx_jax.cli.plan import PLAN
-from rlx_jax.cli.requests import BENCH, CHAT, EMBED, GENERATE, SCORE
+from rlx_jax.cli.convert import CONVERT, EXPORT
+from rlx_jax.cli.inspect import DIFF, INSPECT, PLAN
+from rlx_jax.cli.measure import BENCH, EXPLAIN, TUNE, VIEW
+from rlx_jax.cli.requests import CHAT, EMBED, GENERATE, SCORE
 from rlx_jax.cli.terminal import Interrupt, Status, discard_stdout, print_warning, write
-from rlx_jax.cli.tune import TUNE
-from rlx_jax.cli.view import VIEW
 from rlx_jax.device import describe_device
 from rlx_jax.errors import RlxError, StorageError, did_you_mean, listing, quote
 from rlx_jax.ir.text import format_bytes

@@ -98,13 +98,14 @@ class Workload:
         found = []
         for i in range(runs):
             if i % 2:
-                time_of_model, time_of_other = self._seconds(model), self._seconds(other)
+                time_of_model, time_of_other = self.seconds(model), self.seconds(other)
             else:
-                time_of_other, time_of_model = self._seconds(other), self._seconds(model)
+                time_of_other, time_of_model = self.seconds(other), self.seconds(model)
             found.append(time_of_model / time_of_other)
         return sorted(found)
 
-    def _seconds(self, model: Any) -> float:
+    def seconds(self, model: Any) -> float:
+        """Return the time of one run in seconds."""
         start = time.perf_counter()
         self.run(model)
         return time.perf_counter() - start

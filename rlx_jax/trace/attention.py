@@ -238,8 +238,13 @@ class AttentionBuilders(Control[V]):
             self._check_kind_options(
                 causal=causal, bias=bias, window=window, rope=rope, sinks=sinks, kv_heads=kv_heads, layout=layout
             )  # fmt: skip
-            return self._attend_by_kind(q, k, v, heads, head_dim, mask, mask_value, scale, softcap)
-        q, k, v, groups = self._prepare_heads(q, k, v, heads, head_dim, kv_heads, rope, layout)
+            return self.attention_kind(
+                q, k, v, heads=heads, head_dim=head_dim, mask=mask, mask_value=mask_value, scale=scale, softcap=softcap
+            )
+        q, k, v = (self._to_packed(x, layout, n) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
+        width, groups = self._head_counts(q, k, heads, head_dim, kv_heads)
+        if rope is not None:
+            q, k = (self._rotate(x, self._as_rotary(rope), width) for x in (q, k))
         past, ahead = self._window_counts(window, bool(causal))
         names, body, operands = self._score_operands(q, k, heads, mask, bias, sinks)
         op = hir.Attention(
@@ -259,7 +264,7 @@ class AttentionBuilders(Control[V]):
         v: V,
         *,
         heads: int,
-        head_dim: int,
+        head_dim: int | None,
         mask: hir.MaskKind | str = "causal",
         mask_value: V | None = None,
         scale: float | None = None,
@@ -270,24 +275,6 @@ class AttentionBuilders(Control[V]):
         Some kinds read `mask_value`: "custom" a keep mask `[B, T]` in addition to causality, "keep" only a keep mask (1
         keeps a key, less than ½ drops it), "bias" floats `[B, N, S, T]`, which are added to the scores. See `MaskKind`.
         """
-        return self.attention(
-            q, k, v, heads=heads, head_dim=head_dim, mask=hir.mask_kind(mask), mask_value=mask_value, scale=scale,
-            softcap=softcap,
-        )  # fmt: skip
-
-    def _attend_by_kind(
-        self,
-        q: V,
-        k: V,
-        v: V,
-        heads: int,
-        head_dim: int | None,
-        mask: hir.MaskKind | str,
-        mask_value: V | None,
-        scale: float | None,
-        softcap: float | None,
-    ) -> V:
-        """Return attention over packed heads with a named mask kind."""
         _, groups = self._head_counts(q, k, heads, head_dim, None)
         op = hir.attention(heads, groups, hir.mask_kind(mask), scale=scale, softcap=softcap)
         return self.add_node(op, q, k, v, *([] if mask_value is None else [mask_value]))
@@ -342,24 +329,6 @@ class AttentionBuilders(Control[V]):
                 f"{self.path}: attention: k {keys} has {k_heads} heads of width {width}; kv_heads is {shown(kv_heads)}"
             )
         return width, k_heads
-
-    def _prepare_heads(
-        self,
-        q: V,
-        k: V,
-        v: V,
-        heads: int,
-        head_dim: int | None,
-        kv_heads: int | None,
-        rope: Rotary[V] | tuple[V, V] | None,
-        layout: str,
-    ) -> tuple[V, V, V, int]:
-        """Return q, k and v with packed heads, q and k rotated, and the number of key heads."""
-        q, k, v = (self._to_packed(x, layout, n) for x, n in ((q, heads), (k, kv_heads), (v, kv_heads)))
-        width, groups = self._head_counts(q, k, heads, head_dim, kv_heads)
-        if rope is not None:
-            q, k = (self._rotate(x, self._as_rotary(rope), width) for x in (q, k))
-        return q, k, v, groups
 
     def _to_packed(self, x: V, layout: str, heads: int | None) -> V:
         """Return x with packed heads, after checking that it has the layout."""

@@ -144,13 +144,11 @@ class ProjectionPattern:
         readers, selected = readers_of(nodes), set[Path]()
         blocks = self.pattern.select(nodes, where)
         for block in blocks:
-            inner_readers = {key: {p for p in paths if p[: len(block)] == block} for key, paths in readers.items()}
-            weights = {key: paths for key, paths in inner_readers.items() if paths}
-            blocks_of_key = next((paths for paths in weights.values() if len(paths) > 1), None)
-            is_split = blocks_of_key is not None and all(
-                _is_within(path, blocks_of_key) for paths in weights.values() for path in paths
-            )
-            selected |= blocks_of_key if blocks_of_key is not None and is_split else {block}
+            # The innermost blocks in it that read each weight; several if they have parts of it.
+            inner_readers = [{p for p in paths if p[: len(block)] == block} for paths in readers.values()]
+            products = next((paths for paths in inner_readers if len(paths) > 1), {block})
+            is_split = all(any(p[: len(b)] == b for b in products) for paths in inner_readers for p in paths)
+            selected |= products if is_split else {block}
         for key, blocks_of_key in readers.items():
             if len(blocks_of_key) > 1 and 0 < len(blocks_of_key & selected) < len(blocks_of_key):
                 others = listing(sorted(map(path_text, blocks_of_key - selected)), 4)
@@ -174,11 +172,6 @@ def readers_of(nodes: Sequence[Node]) -> dict[str, set[Path]]:
             for key in (k for p in op.programs for k in keys_of(p)) if isinstance(op, Param) else ():
                 readers.setdefault(key, set()).add(node.origin.path)
     return readers
-
-
-def _is_within(path: Path, blocks: Iterable[Path]) -> bool:
-    """Return whether a path is in one of the blocks."""
-    return any(path[: len(block)] == block for block in blocks)
 
 
 # All kinds of selectors, which share their methods.

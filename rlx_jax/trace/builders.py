@@ -23,7 +23,6 @@ from rlx_jax.ir.ops.fused import (
     FusedSwiGLU,
     FusedTransformerLayer,
 )
-from rlx_jax.ir.ops.linalg import product
 from rlx_jax.ir.ops.norm import LayerNormOp, Standardize
 from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.ir.param import Roles
@@ -55,10 +54,6 @@ class Builders(AttentionBuilders[V]):
         return [self.weight(w, shape=shape) for w in weights if w is not None]
 
     # -- products ----------------------------------------------------------------------------
-
-    def mm(self, a: V, b: V) -> V:
-        """Return the matrix product `a @ b`: `[…, M, K] × […, K, N]`."""
-        return self.add_node(product(self.type_of(a), self.type_of(b)), a, b)
 
     def linear(
         self,

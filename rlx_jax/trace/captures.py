@@ -1,13 +1,14 @@
-"""`CapturedBlock`: the values of blocks that `at(…).capture()` adds to a flow as side outputs."""
+"""The values of blocks that edits add to a flow as side outputs: by `at(…).capture()`, or all values between blocks."""
 
 from __future__ import annotations
 
+import os.path
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlx_jax.errors import GraphError, ShapeError, listing, quote
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import Builder, Node, Value
+from rlx_jax.ir.graph import Builder, Leaf, Node, Value
 from rlx_jax.ir.ops.shape import split_axis
 from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.trace.boundaries import BlockIndex
@@ -16,6 +17,9 @@ from rlx_jax.trace.emit import Emit, FlowValue
 # The values inside attention, which are computed where they are captured.
 ATTENTION_VALUES = ("probs", "scores", "q", "k", "v")
 CAPTURES = ("output", "input", *ATTENTION_VALUES)
+
+# Separates the block that computes a value from the block that reads it: `layers.0.self_attn→o_proj`.
+READS = "→"
 
 # Captured values inside attention, by the number of the attention's node and the name of the value.
 Taps = dict[tuple[int, str], Value]
@@ -162,3 +166,35 @@ def _stack(emit: Emit, name: str, values: Mapping[str, FlowValue], where: str) -
             )
     with emit.scope("captured"):
         return emit.stack(list(values.values()))
+
+
+# -- all values between blocks -------------------------------------------------------------------
+
+
+def capture_reads(emit: Emit, where: str) -> None:
+    """Make each value that a block reads from outside a side output, unless it is one, an input, weight or constant.
+
+    Together with captures of all blocks they are all values between blocks: for example the heads that `o_proj` reads,
+    which ops of `self_attn` itself compute.
+
+    Args:
+        emit: a flow after all edits, without marks of blocks.
+        where: the name of the flow, which is the path of nodes outside of all blocks.
+    """
+    nodes, outputs = emit.builder.nodes, emit.state.outputs
+    captured = {emit.unwrap(output) for output in outputs.values()}
+    for reader in nodes:
+        for value in reader.inputs:
+            source, path = nodes[value.node], reader.origin.path
+            # A block reads the value if the path of the value is outside of the block.
+            is_read = path not in ((where,), source.origin.path[: len(path)])
+            if is_read and value not in captured and not isinstance(source.op, Leaf):
+                captured.add(value)
+                name = _read_name(source.origin.path, path)
+                outputs[name if name not in outputs else f"{name}[{value.node}]"] = emit.wrap(value)
+
+
+def _read_name(source: Path, reader: Path) -> str:
+    """Return the name of a value by the paths of the block that computes it and of the block that reads it."""
+    shared = len(os.path.commonprefix([[*map(str, path)] for path in (source, reader)]))
+    return f"{path_text(source)}{READS}{path_text(reader[shared:])}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 
@@ -21,32 +21,25 @@ from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.paths import Origin, Path, path_text
 from rlx_jax.trace.block_selection import BlockPattern, BlocksByWeight, BlockSelector
 from rlx_jax.trace.boundaries import OUTPUT, BlockIndex, HeadCounter, Ports
-from rlx_jax.trace.captures import Capture, CapturedBlock, Taps, add_outputs, find_attention, sort_blocks, write_tap
+from rlx_jax.trace.captures import (
+    Capture,
+    CapturedBlock,
+    Taps,
+    add_outputs,
+    capture_reads,
+    find_attention,
+    sort_blocks,
+    write_tap,
+)
 from rlx_jax.trace.checks import check_signature
 from rlx_jax.trace.emit import Emit, FlowState
 from rlx_jax.trace.flow_value import FlowValue
-from rlx_jax.trace.observation import capture_reads
 
 # A block as a function: a call writes the block at that point, with the argument in place of its input.
 Inner = Callable[[FlowValue | None], FlowValue]
 
 # `(emit, x, inner) → y`: x is the block's input, `inner(x)` its output, and y what later blocks read instead of it.
 BlockWrapper = Callable[[Emit, Any, Inner], FlowValue]
-
-
-@runtime_checkable
-class ChecksBlock(Protocol):
-    """A wrapper that checks its arguments against the original block."""
-
-    def check_block(self, counter: HeadCounter, block_input: Value | None, output: Value, where: str) -> None:
-        """Check the arguments.
-
-        Args:
-            counter: counts the heads of values of the original nodes.
-            block_input: the value that the block reads.
-            output: the value that the block returns.
-            where: path of the block, for messages.
-        """
 
 
 @dataclass(frozen=True)
@@ -81,15 +74,14 @@ def edit_blocks(
     captures: list[Capture] = []
     for edit in edits:
         change = replace(edit, blocks=edit.blocks.relax(other_parts)) if other_parts else edit
-        # The pattern may be for parts of a block without weights, which was written only as a placeholder.
-        is_capture = isinstance(edit.wrapper, CapturedBlock)
-        if emit.has_placeholders and isinstance(change.blocks, BlockPattern) and not is_capture:
-            change = replace(change, blocks=replace(change.blocks, optional=True))
         if isinstance(edit.wrapper, CapturedBlock):
             blocks = sort_blocks(change.blocks.select(emit.builder.nodes, where), emit.builder.nodes)
             captures += [Capture(edit.wrapper, block) for block in blocks]
-        else:
-            value = _Rewriter(emit, change, where).run(value)
+            continue
+        # The pattern may be for parts of a block without weights, which was written only as a placeholder.
+        if emit.has_placeholders and isinstance(change.blocks, BlockPattern):
+            change = replace(change, blocks=replace(change.blocks, optional=True))
+        value = _Rewriter(emit, change, where).run(value)
     # Captures come last, so that they return the outputs of edited blocks.
     captures = find_attention(captures, emit.builder.nodes, where)
     taps: Taps = {}
@@ -344,7 +336,7 @@ class _Rewriter:
         with self.builder.origin_scope(Origin(path)), emit.stage(), emit.user_code():
             x = None if ports.input is None else emit.block_input(emit.wrap(self._new_value(ports.input, values)))
             check_signature(self.edit.wrapper, ("emit", "x", "inner"), path_text(path))
-            if isinstance(self.edit.wrapper, ChecksBlock):
+            if hasattr(self.edit.wrapper, "check_block"):  # `Scaled` checks its number of heads
                 self.edit.wrapper.check_block(HeadCounter(self.nodes), read, output, path_text(path))
             result = self.edit.wrapper(emit, x, inner)
             if not isinstance(result, FlowValue):

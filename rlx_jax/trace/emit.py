@@ -22,6 +22,7 @@ from rlx_jax.errors import (
     ShapeError,
     UnboundInputError,
     WeightShapeError,
+    check_names,
     describe_type,
     did_you_mean,
     first_line,
@@ -371,11 +372,7 @@ class Emit(SpecBuilders[FlowValue]):
 
     def optional_input(self, name: str) -> FlowValue | None:
         """Return a declared input by name, or None if it is absent and optional without a default value."""
-        if name not in self.state.inputs:
-            names = list(self.state.inputs)
-            raise UnboundInputError(
-                f"{self.path}: no input {quote(name)} is declared; known: {listing(names)}{did_you_mean(name, names)}"
-            )
+        check_names([name], self.state.inputs, f"{self.path}: no input", " is declared; known:", UnboundInputError)
         return self.state.inputs[name]
 
     def set_named(self, key: str, value: FlowValue) -> None:
@@ -384,10 +381,8 @@ class Emit(SpecBuilders[FlowValue]):
 
     def named(self, key: str) -> FlowValue:
         """Return the value that an earlier stage registered under `key`."""
-        registers = self.state.named
-        if key not in registers:
-            raise GraphError(f"{self.path}: nothing is registered as {quote(key)}; registered are {listing(registers)}")
-        return registers[key]
+        check_names([key], self.state.named, f"{self.path}: nothing is registered as", "; registered are")
+        return self.state.named[key]
 
     def set_gdn(self, q: FlowValue, k: FlowValue, v: FlowValue, g: FlowValue, beta: FlowValue) -> None:
         """Register the inputs of a GdnScan: q, k, v `[B,S,heads,n]`, g and beta `[B,S,heads]`."""

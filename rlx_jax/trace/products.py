@@ -1,4 +1,4 @@
-"""The methods for einsum, FFTs, linear systems and quantization. `mm` and `linear` are in `builders`."""
+"""The methods for products, FFTs, linear systems and quantization. `linear` is in `builders`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,10 @@ from rlx_jax.trace.writer import Shape, V, is_number
 
 class Products(Shapes[V]):
     """Products, transforms, linear systems and quantization."""
+
+    def mm(self, a: V, b: V) -> V:
+        """Return the matrix product `a @ b`: `[…, M, K] × […, K, N]`."""
+        return self.add_node(product(self.type_of(a), self.type_of(b)), a, b)
 
     def einsum(self, subscripts: str, *operands: V, preferred_element_type: Any = None) -> V:
         """Return the `jax.numpy.einsum` of operands of one dtype, in that dtype.
@@ -63,8 +67,7 @@ class Products(Shapes[V]):
 
     def integer_matmul(self, a: V, b: V, a_zero_point: V | int | None = None, b_zero_point: V | int | None = None) -> V:
         """Return `(a − a_zero_point) @ (b − b_zero_point)` of 8-bit integers in i32; the zero points broadcast."""
-        lhs, rhs = self._subtract_zero_point(a, a_zero_point), self._subtract_zero_point(b, b_zero_point)
-        return self.add_node(product(self.type_of(lhs), self.type_of(rhs)), lhs, rhs)
+        return self.mm(self._subtract_zero_point(a, a_zero_point), self._subtract_zero_point(b, b_zero_point))
 
     def _subtract_zero_point(self, x: V, zero_point: V | int | None) -> V:
         """Return x minus its zero point, in i32."""
@@ -76,10 +79,8 @@ class Products(Shapes[V]):
     def lora_matmul(self, x: V, w: V, a: V, b: V, *, scale: float) -> V:
         """Return `x · w + scale · (x · a) · b`: w `[in, out]`, a `[in, rank]`, b `[rank, out]`."""
         # (x · a) · b instead of x · (a · b), because the rank is small.
-        low_rank = self.add_node(product(self.type_of(x), self.type_of(a)), x, a)
-        change = self.add_node(product(self.type_of(low_rank), self.type_of(b)), low_rank, b)
-        base = self.add_node(product(self.type_of(x), self.type_of(w)), x, w)
-        return self.add(base, self.mul(change, scale))
+        change = self.mm(self.mm(x, a), b)
+        return self.add(self.mm(x, w), self.mul(change, scale))
 
     # -- spectra and systems: `jax.numpy.fft`, `jax.numpy.linalg` ----------------------------
 
@@ -205,7 +206,7 @@ class Products(Shapes[V]):
         is_scalar = isinstance(scale, int | float) or not self.type_of(scale).rank
         axis = None if is_scalar else 1 if block is None else 0
         weights = self.dequantize(w, scale, zero_point, axis=axis, block=block, dtype=self.type_of(x).dtype)
-        return self.add_node(product(self.type_of(x), self.type_of(weights)), x, weights)
+        return self.mm(x, weights)
 
     def unpack_nibbles(self, x: V, shape: Shape) -> V:
         """Return the 4-bit numbers in u8 bytes as u8 of 0 to 15.

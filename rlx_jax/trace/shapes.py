@@ -13,8 +13,11 @@ from rlx_jax.ir.ops.custom import small_constant
 from rlx_jax.ir.ops.index import Gather, GatherNd, Iota, Scatter, ScatterNd, Take, TakeAlongAxis, TakeRow
 from rlx_jax.ir.ops.pointwise import FullLike
 from rlx_jax.ir.ops.shape import (
+    END,
     AxisOf,
+    Bound,
     Concat,
+    CutAxis,
     Expand,
     Narrow,
     Pad,
@@ -30,8 +33,8 @@ from rlx_jax.ir.ops.shape import (
 )
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import check_roles
-from rlx_jax.ir.types import Dim, Init, as_dim, as_dtype, is_static
-from rlx_jax.trace.arithmetic import Arithmetic, find_symbolic_slices, is_symbolic_slice, make_slice_op
+from rlx_jax.ir.types import Dim, Init, as_dim, as_dtype, is_static, symbol
+from rlx_jax.trace.arithmetic import MAX_TERMS, Arithmetic, find_symbolic_slices, is_symbolic_slice, sum_terms
 from rlx_jax.trace.checks import bind_kind, check_count, items_of
 from rlx_jax.trace.parameters import WeightKey, WeightPart
 from rlx_jax.trace.writer import Axes, Shape, V, is_number
@@ -83,13 +86,37 @@ class Shapes(Arithmetic[V]):
 
     def _slice_symbolic(self, x: V, axis: int, start: Any, stop: Any) -> V:
         """Return `start:stop` of one axis, where a bound is a symbolic size."""
-        graph_value = self.unwrap(x)
+        others: list[Value] = []
+        first = Bound() if start is None else self._bound(x, start, others)
+        last = END if stop is None else self._bound(x, stop, others)
+        return self.add_node(CutAxis(axis, first, last), x, *map(self.wrap, others))
 
-        def find_size(dim: Any) -> tuple[Value, int]:
-            return self._find_size(graph_value, dim)
+    def _bound(self, x: V, bound: Any, others: list[Value]) -> Bound:
+        """Return a bound of a slice of x: a size, or a sum of sizes and numbers with integer factors.
 
-        op, size_values = make_slice_op(graph_value, axis, start, stop, find_size, self.path)
-        return self.add_node(op, x, *(self.wrap(size_value) for size_value in size_values))
+        If all factors are negative, it counts from the end. `others` is as in `_size_of`.
+        """
+        if isinstance(bound, int | np.integer) and not isinstance(bound, bool):
+            return Bound((), abs(int(bound)), bool(bound < 0))
+        if not isinstance(bound, Dim):
+            raise GraphError(
+                f"{self.path}: a bound is a number, or the size of a value (t.shape[1]); got {shown(bound)}"
+            )
+        try:
+            return Bound((self._size_of(x, bound.expr, others),))
+        except ShapeError:
+            terms = sum_terms(bound.expr)
+            if not terms or sum(abs(count) for name, count in terms if name) > MAX_TERMS:
+                raise
+        from_end = all(count < 0 for _, count in terms)
+        added, subtracted, offset = list[SizeOf](), list[SizeOf](), 0
+        for name, count in ((name, -n if from_end else n) for name, n in terms):
+            if name:
+                sizes = [self._size_of(x, symbol(name), others)] * abs(count)
+                (added if count > 0 else subtracted).extend(sizes)
+            else:
+                offset += count
+        return Bound(tuple(added), offset, from_end, tuple(subtracted))
 
     def shard(self, x: V, *roles: str | None) -> V:
         """Return x with a sharding constraint by the roles of its axes: `shard(x, "batch", "sequence", "heads")`.
@@ -119,26 +146,24 @@ class Shapes(Arithmetic[V]):
         Raises:
             ShapeError: x does not broadcast, or neither x nor an input of the program has a requested symbolic size.
         """
-        refs: list[Value] = []
-        target: list[int | SizeOf] = []
+        others: list[Value] = []
         where = f"{self.path}: broadcast_to"
-        for dim in (as_dim(d, where) for d in items_of(shape, where, "a list of sizes")):
-            if is_static(dim):
-                target.append(dim)
-                continue
-            value, axis = self._find_size(self.unwrap(x), dim)
-            # Operand 0 is x; other operands only supply symbolic sizes.
-            if value != self.unwrap(x) and value not in refs:
-                refs.append(value)
-            target.append(SizeOf(refs.index(value) + 1 if value in refs else 0, axis))
-        return self.add_node(Expand(tuple(target)), x, *(self.wrap(r) for r in refs))
+        dims = [as_dim(d, where) for d in items_of(shape, where, "a list of sizes")]
+        target = tuple(d if is_static(d) else self._size_of(x, d, others) for d in dims)
+        return self.add_node(Expand(target), x, *map(self.wrap, others))
 
-    def _find_size(self, x: Value, dim: Any) -> tuple[Value, int]:
-        """Return a value with an axis of a symbolic size, x or an input of the program, and the axis."""
-        for value in (x, *(self.builder.leaf(i) for i in self.builder.inputs)):
+    def _size_of(self, x: V, dim: Any, others: list[Value]) -> SizeOf:
+        """Return where an op on x finds a symbolic size: an axis of x, its operand 0, or of an input of the program.
+
+        The op reads only the sizes of its later operands, which `others` collects.
+        """
+        operand = self.unwrap(x)
+        for value in (operand, *(self.builder.leaf(i) for i in self.builder.inputs)):
             dims = self.builder.type(value).shape
             if dim in dims:
-                return value, dims.index(dim)
+                if value != operand and value not in others:
+                    others.append(value)
+                return SizeOf(others.index(value) + 1 if value in others else 0, dims.index(dim))
         raise ShapeError(f"{self.path}: no input of the program has an axis of size {dim}")
 
     # -- axes --------------------------------------------------------------------------------
