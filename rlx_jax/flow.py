@@ -23,7 +23,7 @@ from rlx_jax.compiler.graph_module import BuiltModel
 from rlx_jax.compiler.meshes import make_model_sharding
 from rlx_jax.compiler.pipeline import make_template
 from rlx_jax.compiler.settings import choose_settings
-from rlx_jax.errors import GraphError, RlxError, ShapeError, UnsupportedError, did_you_mean, quote, shown
+from rlx_jax.errors import GraphError, RlxError, ShapeError, UnsupportedError, check_names, quote, shown
 from rlx_jax.flow_outputs import FlowOutputs, names_of
 from rlx_jax.ir.graph import Builder, TypeCache
 from rlx_jax.ir.param import keys_of
@@ -194,10 +194,8 @@ class ModelFlow(Stages):
         # An explicit program gets its cache inputs during compilation, so no declared input has this dimension.
         dim_names |= {"past"} if self._program == "explicit" else set()
         bound_sizes = {name: size for name, size in sizes.items() if size is not None}
+        check_names(bound_sizes, sorted(dim_names), f"{self.name}: bind: no input has a dimension", "; there are")
         for name, size in bound_sizes.items():
-            if name not in dim_names:
-                suggestion = did_you_mean(name, dim_names)
-                raise GraphError(f"{self.name}: bind: no input has a dimension {quote(name)}{suggestion}")
             if isinstance(size, str):
                 raise ShapeError(f"{self.name}: bind: {name}: expected a number, got {quote(size)}")
             as_dim(size, f"{self.name}: bind: {name}")
@@ -396,9 +394,7 @@ class ModelFlow(Stages):
 
     def _declare(self, emit: Emit, given: set[str]) -> FlowValue:
         """Declare the inputs, or write the defaults of absent ones, and return the first input."""
-        unknown = given - {i.name for i in self._inputs}
-        if unknown:
-            raise GraphError(f"{self.name}: no inputs are called {sorted(unknown)}")
+        check_names(sorted(given), [i.name for i in self._inputs], f"{self.name}: no input is called", "; there are")
         for decl in self._inputs:
             if not decl.optional or decl.name in given:
                 value = emit.wrap(emit.builder.input(decl.name, decl.type))

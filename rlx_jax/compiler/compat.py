@@ -23,21 +23,8 @@ class FusionPolicy(StrEnum):
         return FusionPolicy.FUSABLE
 
 
-class DType(StrEnum):
-    """The element types of the specification (IR 2): names that every `dtype=` takes."""
-
-    BOOL = "bool"
-    U8 = "u8"
-    I8 = "i8"
-    I16 = "i16"
-    BF16 = "bf16"
-    F16 = "f16"
-    U32 = "u32"
-    I32 = "i32"
-    I64 = "i64"
-    F32 = "f32"
-    F64 = "f64"
-    C64 = "c64"
+# The element types of the specification (IR 2), such as `DType.F32`: names in lower case that every `dtype=` takes.
+DType = StrEnum("DType", "BOOL U8 I8 I16 BF16 F16 U32 I32 I64 F32 F64 C64")
 
 
 def _at(module: GraphModule, stage: GraphStage) -> GraphModule:

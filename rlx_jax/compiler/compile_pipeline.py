@@ -16,7 +16,7 @@ from rlx_jax.compiler.manifest import ArrayShape, BindingManifest, ManifestDiff,
 from rlx_jax.compiler.passes import Job, pass_named
 from rlx_jax.compiler.pipeline import Template, make_lir, make_template
 from rlx_jax.compiler.settings import Settings, choose_settings, lowering_settings
-from rlx_jax.errors import GraphError, ProfileError, UnsupportedError, did_you_mean, listing, quote
+from rlx_jax.errors import GraphError, ProfileError, UnsupportedError, check_names, listing, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph, GraphStage, Mir, TypeCache
 from rlx_jax.ir.ops import OPS
@@ -203,9 +203,7 @@ class CompilePipeline:
         if isinstance(self.supported_ops, str):
             raise GraphError(f"supported_ops: expected a list of names, got the text {quote(self.supported_ops)}")
         existing = [*(op.__name__ for op in OPS), *(op.__name__ for op in active_plugin().op_classes().values())]
-        if unknown := [kind for kind in self.supported_ops if kind not in existing]:
-            hint = did_you_mean(unknown[0], existing)
-            raise GraphError(f"supported_ops: there is no op {quote(unknown[0])}{hint}")
+        check_names(self.supported_ops, existing, "supported_ops: there is no op", "; there are")
         kinds = dict.fromkeys(type(node.op).__name__ for _, node in graph.walk() if isinstance(node.op, Mir))
         if missing := [kind for kind in kinds if kind not in self.supported_ops]:
             allowed = listing(sorted(self.supported_ops)) or "none"

@@ -53,16 +53,7 @@ class KernelDispatch(StrEnum):
         Raises:
             ProfileError: it has another value.
         """
-        return kernel_dispatch(os.environ.get(DISPATCH_VARIABLE, "").lower() or "native", DISPATCH_VARIABLE)
-
-
-def kernel_dispatch(value: str, where: str = "kernel_dispatch") -> KernelDispatch:
-    """Return a value of `KernelDispatch`.
-
-    Raises:
-        ProfileError: there is no such value.
-    """
-    return choice_of(KernelDispatch, value, where)
+        return choice_of(KernelDispatch, os.environ.get(DISPATCH_VARIABLE, "").lower() or "native", DISPATCH_VARIABLE)
 
 
 Choice = TypeVar("Choice", bound=StrEnum)
@@ -185,13 +176,14 @@ class ModelComponent:
     layer_composition_key: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "kernel_dispatch", kernel_dispatch(self.kernel_dispatch))
+        dispatch = choice_of(KernelDispatch, self.kernel_dispatch, "kernel_dispatch")
+        object.__setattr__(self, "kernel_dispatch", dispatch)
         mode = choice_of(CompilationMode, self.compilation_mode, "compilation_mode")
         object.__setattr__(self, "compilation_mode", mode)
 
     def with_kernel_dispatch(self, dispatch: KernelDispatch | str) -> ModelComponent:
         """Return the component with other implementations of ops."""
-        return replace(self, kernel_dispatch=kernel_dispatch(dispatch))
+        return replace(self, kernel_dispatch=choice_of(KernelDispatch, dispatch, "kernel_dispatch"))
 
     def with_compilation_mode(self, mode: CompilationMode | str) -> ModelComponent:
         """Return the component with another compilation mode."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from rlx_jax.errors import GraphError, did_you_mean, listing, quote
+from rlx_jax.errors import GraphError, check_names
 from rlx_jax.ir.graph import Graph, Param, Value
 from rlx_jax.ir.param import Program, keys_of, printed_name
 from rlx_jax.ir.text import TextTable, format_bytes
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.lowering.inspect.buffers import ALIGNMENT, BufferPlan, plan_buffers
 from rlx_jax.lowering.lir.plan import Lir
+from rlx_jax.trace.checks import check_count
 
 # Sizes of an array; symbolic ones are names.
 ArrayShape = tuple[int | str, ...]
@@ -80,8 +81,7 @@ class BindingManifest:
         """
         if not isinstance(lir, Lir):
             raise GraphError(f"expected a planned program, as into_lir returns it; got {type(lir).__name__}")
-        if isinstance(alignment, bool) or not isinstance(alignment, int) or alignment < 1:
-            raise GraphError(f"alignment: expected a number of bytes, at least 1; got {quote(alignment)}")
+        check_count(alignment, "alignment")
         graph, buffers = lir.graph, plan_buffers(lir.graph, lir.plan.donate_state, lir.plan.scan, alignment)
         return BindingManifest(
             graph.name,
@@ -113,12 +113,8 @@ class BindingManifest:
         Raises:
             GraphError: there is none of that name; the message suggests one.
         """
-        for param in self.params:
-            if param.name == name:
-                return param.byte_size
-        hint = did_you_mean(str(name), self.param_names)
-        names = listing(self.param_names, 8) or "none"
-        raise GraphError(f"{self.graph_name}: no parameter {quote(name)}; there are {names}{hint}")
+        check_names([name], self.param_names, f"{self.graph_name}: no parameter", "; there are")
+        return self.params[self.param_names.index(name)].byte_size
 
     def weight_blocks(self) -> tuple[WeightBlock, ...]:
         """Return the parameters by block, in order of their keys: a layer, or another part with its weight and bias.

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rlx_jax.compiler.settings import Settings
-from rlx_jax.errors import GraphError, ProfileError, check_names, did_you_mean, quote
+from rlx_jax.errors import GraphError, ProfileError, check_names, quote
 from rlx_jax.ir.graph import Graph, GraphStage, TypeCache
 from rlx_jax.ir.region import peel_last
 from rlx_jax.ir.verify import verify
@@ -237,11 +237,8 @@ def pass_named(name: str) -> Pass:
     Raises:
         GraphError: there is none; the message suggests one.
     """
-    for p in PIPELINE:
-        if p.name == name:
-            return p
-    suggestion = did_you_mean(str(name), PASS_NAMES)
-    raise GraphError(f"unknown pass {quote(name)}; passes are {', '.join(PASS_NAMES)}{suggestion}")
+    check_names([name], PASS_NAMES, "unknown pass", "; passes are")
+    return PIPELINE[PASS_NAMES.index(name)]
 
 
 def check_switches(settings: Settings) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 
 import jax
 
-from rlx_jax.compiler.compare import program_changes
 from rlx_jax.compiler.executable import Arrays, Executable, ProgramWrapper, Results, StateArrays
 from rlx_jax.compiler.meshes import to_model_devices, use_model_mesh
 from rlx_jax.device import check_device_memory, out_of_memory
 from rlx_jax.errors import GraphError, MissingWeightError, RequestError, RlxError, listing, quote, shown
+from rlx_jax.inspection.diff import program_changes
 from rlx_jax.inspection.records import Inspection
 from rlx_jax.ir.types import as_dim, is_static
 from rlx_jax.ir.weight_reads import shapes_only

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 
-from rlx_jax.compiler.compare import fact_changes, facts_of_program
 from rlx_jax.compiler.dumps import FORMATS, check_pass, graph_text, pipeline_text
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.manifest import BindingManifest
@@ -17,7 +16,7 @@ from rlx_jax.compiler.meshes import to_model_devices
 from rlx_jax.compiler.pipeline import Template, make_function
 from rlx_jax.compiler.settings import Settings
 from rlx_jax.errors import GraphError, ShapeError, check_names, did_you_mean, quote, shown
-from rlx_jax.inspection.diff import ModelDiff, block_diffs, block_facts
+from rlx_jax.inspection.diff import ModelDiff, block_diffs, block_facts, fact_changes, facts_of_program
 from rlx_jax.inspection.work import block_work
 from rlx_jax.ir.types import is_static
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS

@@ -19,7 +19,7 @@ from rlx_jax.trace.checks import items_of
 from rlx_jax.trace.control import Control
 from rlx_jax.trace.frequencies import Frequencies, axial_frequencies, frequencies
 from rlx_jax.trace.parameters import WeightKey
-from rlx_jax.trace.writer import V, is_number
+from rlx_jax.trace.writer import V, is_integer, is_number
 
 I32 = np.dtype(np.int32)
 # Layouts of heads: packed in the last axis, `[B, S, N·D]`, or along a separate axis, `[B, S, N, D]`.
@@ -314,8 +314,13 @@ class AttentionBuilders(Control[V]):
     def _head_counts(self, q: V, k: V, heads: int, head_dim: int | None, kv_heads: int | None) -> tuple[int, int]:
         """Return the width of heads, and the number of key heads, which follows from the width of k."""
         queries, keys = self.type_of(q), self.type_of(k)
-        is_count = isinstance(heads, int | np.integer) and not isinstance(heads, bool) and heads >= 1
-        if not is_count or queries.rank != 3 or not is_static(queries.shape[2]) or queries.shape[2] % heads:
+        if (
+            not is_integer(heads)
+            or heads < 1
+            or queries.rank != 3
+            or not is_static(queries.shape[2])
+            or queries.shape[2] % heads
+        ):
             raise ShapeError(f"{self.path}: attention: q is [B, S, N·D] with {shown(heads)} heads, got {queries}")
         width = int(queries.shape[2]) // int(heads)
         if head_dim not in (None, width) or keys.rank != 3 or not is_static(keys.shape[2]) or keys.shape[2] % width:
@@ -375,22 +380,20 @@ class AttentionBuilders(Control[V]):
         """Return a window as two counts: keys up to and including the query's position, or None, and keys after it."""
         if window is None:
             return None, 0
-        pair = window if isinstance(window, tuple | list) else None
-        sizes = pair if pair is not None else (window,)
-        if not all(isinstance(n, int | np.integer) and not isinstance(n, bool) for n in sizes) or len(sizes) > 2:
-            raise GraphError(
-                f"{self.path}: attention: window is a number of keys or (before, after), got {shown(window)}"
-            )
-        if pair is None:
+        is_pair = isinstance(window, tuple | list)
+        sizes = window if is_pair else (window,)
+        if not all(map(is_integer, sizes)) or (is_pair and (len(sizes) != 2 or min(sizes) < 0)):
+            expected = "a number of keys or two counts, (before, after)"
+            raise GraphError(f"{self.path}: attention: window is {expected}, got {shown(window)}")
+        if not is_pair:
             return int(window), 0 if causal else int(window) - 1
-        if len(pair) != 2 or min(pair) < 0:
-            raise GraphError(f"{self.path}: attention: window (before, after) is two counts, got {shown(window)}")
-        if causal and pair[1]:
+        before, after = map(int, sizes)
+        if causal and after:
             raise GraphError(
                 f"{self.path}: attention: window (before, after) is {shown(window)}, and a causal query reads no key "
                 "after its own: leave out causal=True, or write 0 for after"
             )
-        return int(pair[0]) + 1, int(pair[1])  # the op also counts the query's own key
+        return before + 1, after  # the op also counts the query's own key
 
     def _keep_mask(self, mask: V, q: V, k: V) -> V:
         """Return a keep mask in the op's shape, `[B|1, T]` or `[B|1, N|1, S|1, T]`."""

@@ -31,7 +31,7 @@ from rlx_jax.ir.types import DimLike, Init, is_static
 from rlx_jax.trace.attention import AttentionBuilders
 from rlx_jax.trace.checks import bind_kind, items_of
 from rlx_jax.trace.parameters import WeightKey, WeightPart, WeightStack
-from rlx_jax.trace.writer import Shape, V, is_number
+from rlx_jax.trace.writer import Shape, V, is_integer, is_number
 
 
 class Builders(AttentionBuilders[V]):
@@ -273,7 +273,7 @@ class Builders(AttentionBuilders[V]):
         """Split `axis` into parts of consecutive `sizes`, or, for an int, into that many equal parts."""
         at, x_type = self._axis(x, axis), self.type_of(x)
         axis_size = x_type.shape[at]
-        if isinstance(sizes, int) and not isinstance(sizes, bool):
+        if isinstance(sizes, int) and is_integer(sizes):
             if not is_static(axis_size) or sizes < 1 or axis_size % sizes:
                 raise ShapeError(f"{self.path}: split: {sizes} equal parts do not make up axis {at} of {x_type}")
             sizes = (axis_size // sizes,) * sizes

@@ -28,13 +28,18 @@ def is_number(value: object) -> bool:
     return isinstance(value, bool | int | float | np.number | np.bool_)
 
 
+def is_integer(value: object) -> bool:
+    """Return whether a value is a whole number of Python or NumPy, and no bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def check_count(value: Any, name: str, minimum: int = 1, error: type[RlxError] = GraphError) -> int:
     """Return an integer after checking that it is at least `minimum`; `name` is its name in messages.
 
     Raises:
         GraphError, or the class `error`: it is no such integer.
     """
-    if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer) or value < minimum:
+    if not is_integer(value) or value < minimum:
         raise error(f"{name} is {shown(value)}; expected an integer of at least {minimum}")
     return int(value)
 

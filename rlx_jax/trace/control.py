@@ -25,7 +25,7 @@ from rlx_jax.ir.user_functions import trace_step
 from rlx_jax.trace.checks import check_count
 from rlx_jax.trace.image_ops import Images
 from rlx_jax.trace.parameters import F32, WeightKey
-from rlx_jax.trace.writer import Body, V, is_number
+from rlx_jax.trace.writer import Body, V, is_integer, is_number
 
 Branch = Callable[..., Any]
 
@@ -187,7 +187,7 @@ class Control(Images[V]):
 
     def fori_loop(self, lower: int, upper: int, body_fun: Branch, init_val: Any) -> Any:
         """Run `val = body_fun(i, val)` for i in `lower` … `upper` − 1, both ints, as `lax.fori_loop`, by `scan`."""
-        if not all(isinstance(n, int) and not isinstance(n, bool) for n in (lower, upper)) or upper <= lower:
+        if not is_integer(lower) or not is_integer(upper) or upper <= lower:
             raise GraphError(
                 f"{self.path}: fori_loop: expected ints, the lower first; got {shown(lower)} and {shown(upper)}"
             )

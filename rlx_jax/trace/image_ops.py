@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir.ops.conv import Conv, ConvTranspose, Pool
 from rlx_jax.ir.ops.norm import Standardize
@@ -15,7 +13,7 @@ from rlx_jax.ir.ops.vision import GridSample, Resize
 from rlx_jax.ir.types import as_dim, is_static
 from rlx_jax.trace.checks import bind_kind, check_count, items_of
 from rlx_jax.trace.products import Products
-from rlx_jax.trace.writer import Axes, Shape, V, is_number
+from rlx_jax.trace.writer import Axes, Shape, V, is_integer, is_number
 
 # One number for all spatial axes, or one for each.
 Counts = int | Sequence[int]
@@ -29,7 +27,7 @@ class Images(Products[V]):
     def _per_axis(self, name: str, counts: Counts, rank: int) -> tuple[int, ...]:
         """Return an int for each spatial axis, from one for all or from a list."""
         values = items_of(counts, f"{self.path}: {name}", "ints") if isinstance(counts, Iterable) else (counts,) * rank
-        if any(isinstance(c, bool) or not isinstance(c, int | np.integer) for c in values):
+        if not all(map(is_integer, values)):
             raise ShapeError(f"{self.path}: {name} is an int, or one for each spatial axis; got {shown(counts)}")
         return tuple(int(c) for c in values)
 
@@ -40,7 +38,7 @@ class Images(Products[V]):
         if not isinstance(padding, Iterable):
             return tuple((n, n) for n in self._per_axis("padding", padding, rank))
         pairs = [tuple(p) if isinstance(p, Iterable) else (p, p) for p in padding]
-        if any(len(p) != 2 or not all(isinstance(n, int | np.integer) for n in p) for p in pairs):
+        if any(len(p) != 2 or not all(map(is_integer, p)) for p in pairs):
             raise ShapeError(f"{self.path}: padding is ints or (before, after) for each axis, got {shown(padding)}")
         return tuple((int(low), int(high)) for low, high in pairs)
 

@@ -15,7 +15,7 @@ from rlx_jax.ir.ops.pointwise import FakeQuantize
 from rlx_jax.ir.types import as_dtype, is_float, is_static, short_name
 from rlx_jax.trace.checks import bind_kind
 from rlx_jax.trace.shapes import Shapes
-from rlx_jax.trace.writer import Shape, V, is_number
+from rlx_jax.trace.writer import Shape, V, is_integer, is_number
 
 
 class Products(Shapes[V]):
@@ -129,8 +129,7 @@ class Products(Shapes[V]):
     def _repeat_by_block(self, x: V, scale: V | float, axis: int | None, dtype: Any, block: int) -> V:
         """Return one number per block of `axis`, repeated for each entry; the last block may be smaller."""
         x_type = self.type_of(x)
-        is_count = isinstance(block, int) and not isinstance(block, bool) and block > 0
-        if isinstance(scale, int | float) or axis is None or not is_count:
+        if isinstance(scale, int | float) or axis is None or not is_integer(block) or block < 1:
             raise ShapeError(f"{self.path}: blocks of at least 1 entry need an axis, and scales as values; "
                              f"got block={shown(block)}, axis={axis}, {shown(scale)}")  # fmt: skip
         dim = self._axis(x, axis)
@@ -244,7 +243,7 @@ class Products(Shapes[V]):
         """
         if not is_number(decay) or not 0 <= decay < 1:
             raise GraphError(f"{self.path}: moving_scale: decay is from 0 to under 1, got {shown(decay)}")
-        if isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 16:
+        if not is_integer(bits) or not 2 <= bits <= 16:
             raise GraphError(f"{self.path}: moving_scale: bits are 2 to 16, got {shown(bits)}")
         axis_number = None if axis is None else self._axis(x, axis)
         other_axes = None if axis_number is None else tuple(i for i in range(self.type_of(x).rank) if i != axis_number)

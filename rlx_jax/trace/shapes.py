@@ -37,7 +37,7 @@ from rlx_jax.ir.types import Dim, Init, as_dim, as_dtype, is_static, symbol
 from rlx_jax.trace.arithmetic import MAX_TERMS, Arithmetic, find_symbolic_slices, is_symbolic_slice, sum_terms
 from rlx_jax.trace.checks import bind_kind, check_count, items_of
 from rlx_jax.trace.parameters import WeightKey, WeightPart
-from rlx_jax.trace.writer import Axes, Shape, V, is_number
+from rlx_jax.trace.writer import Axes, Shape, V, is_integer, is_number
 
 
 class Shapes(Arithmetic[V]):
@@ -77,7 +77,7 @@ class Shapes(Arithmetic[V]):
         """Return one index as the op takes it: an int, None, `...`, or (start, stop, step)."""
         if hasattr(key, "indices") and all(p is None or isinstance(p, int) for p in (key.start, key.stop, key.step)):
             return key.start, key.stop, key.step
-        if key is None or key is Ellipsis or (isinstance(key, int) and not isinstance(key, bool)):
+        if key is None or key is Ellipsis or is_integer(key):
             return key
         raise GraphError(
             f"{self.path}: a value is indexed with ints, slices of ints, None and ...; got {key!r} "
@@ -96,7 +96,7 @@ class Shapes(Arithmetic[V]):
 
         If all factors are negative, it counts from the end. `others` is as in `_size_of`.
         """
-        if isinstance(bound, int | np.integer) and not isinstance(bound, bool):
+        if is_integer(bound):
             return Bound((), abs(int(bound)), bool(bound < 0))
         if not isinstance(bound, Dim):
             raise GraphError(
@@ -173,7 +173,7 @@ class Shapes(Arithmetic[V]):
         rank = self.type_of(x).rank + num_new
         axes = items_of(axis, self.path, "an axis") if isinstance(axis, Iterable) else (axis,)
         for a in axes:
-            if isinstance(a, bool) or not isinstance(a, int | np.integer) or not -rank <= a < rank:
+            if not is_integer(a) or not -rank <= a < rank:
                 raise ShapeError(f"{self.path}: an array of {rank} axes has no axis {a!r}")
         if len({int(a) % rank for a in axes}) < len(axes):
             raise ShapeError(f"{self.path}: an axis is repeated in {list(axes)}")
@@ -241,7 +241,7 @@ class Shapes(Arithmetic[V]):
         """Return x with the entries of `axis` shifted by `shift`, with wrap-around."""
         shifts = [shift] if not isinstance(shift, Iterable) else list(shift)
         axes = self._axes(x, axis)
-        if len(shifts) != len(axes) or any(isinstance(n, bool) or not isinstance(n, int) for n in shifts):
+        if len(shifts) != len(axes) or not all(map(is_integer, shifts)):
             raise ShapeError(f"{self.path}: roll: a whole number for each axis, got {shown(shift)} for {list(axes)}")
         for n, at in zip(shifts, axes, strict=True):
             size = self.type_of(x).shape[at]

@@ -31,8 +31,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-import numpy as np
-
 from rlx_jax.errors import GraphError, RlxError, ShapeError, describe_type
 from rlx_jax.ir.graph import BodyInput, Builder, GraphStage, Hir, Op, Value, locate_errors
 from rlx_jax.ir.ops.custom import JaxFn, small_constant
@@ -42,6 +40,7 @@ from rlx_jax.ir.types import Dim, DimLike, Init, TensorType, is_static
 from rlx_jax.ir.user_functions import CapturedArrays
 from rlx_jax.ir.value_type import ValueType
 from rlx_jax.trace.checks import check_attributes, check_calls, check_out_shape
+from rlx_jax.trace.checks import is_integer as is_integer
 from rlx_jax.trace.checks import is_number as is_number
 from rlx_jax.trace.parameters import WeightKey, WeightStack
 
@@ -233,7 +232,7 @@ class Writer(Generic[V]):
     def _axis(self, value: V, axis: int) -> int:
         """Return an axis as a non-negative number; negative ones count from the end."""
         t = self.type_of(value)
-        if isinstance(axis, bool) or not isinstance(axis, int | np.integer) or not -t.rank <= axis < t.rank:
+        if not is_integer(axis) or not -t.rank <= axis < t.rank:
             raise ShapeError(f"{self.path}: {t} has no axis {axis!r}")
         return int(axis) % t.rank
 
