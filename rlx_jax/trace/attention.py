@@ -314,15 +314,10 @@ class AttentionBuilders(Control[V]):
     def _head_counts(self, q: V, k: V, heads: int, head_dim: int | None, kv_heads: int | None) -> tuple[int, int]:
         """Return the width of heads, and the number of key heads, which follows from the width of k."""
         queries, keys = self.type_of(q), self.type_of(k)
-        if (
-            not is_integer(heads)
-            or heads < 1
-            or queries.rank != 3
-            or not is_static(queries.shape[2])
-            or queries.shape[2] % heads
-        ):
+        columns = queries.shape[2] if queries.rank == 3 else 0
+        if not is_integer(heads) or heads < 1 or not is_static(columns) or not columns or columns % heads:
             raise ShapeError(f"{self.path}: attention: q is [B, S, N·D] with {shown(heads)} heads, got {queries}")
-        width = int(queries.shape[2]) // int(heads)
+        width = int(columns) // int(heads)
         if head_dim not in (None, width) or keys.rank != 3 or not is_static(keys.shape[2]) or keys.shape[2] % width:
             raise ShapeError(
                 f"{self.path}: attention: q is [B, S, {heads}·D] and k [B, T, K·D] with D = "
