@@ -207,8 +207,9 @@ class CompileProfile(Table):
 
         Raises:
             MissingFileError: there is no such file; the default profile is never used instead.
-            StorageError: it is no regular file, or not readable.
-            ProfileError: it exceeds a limit, is not UTF-8 or TOML (with line and column), or does not match the schema.
+            StorageError: it is not readable.
+            ProfileError: it is no regular file, exceeds a limit, is not UTF-8 or TOML (with line and column), or does
+                not match the schema.
             UnsupportedError: a setting of the specification that is not implemented.
         """
         if not isinstance(path, str | bytes | os.PathLike):
@@ -238,10 +239,6 @@ class CompileProfile(Table):
             raise ProfileError(f"profile near weights: family is letters, digits, _ and -, got {quote(family)}")
         if not isinstance(weights, str | os.PathLike):
             raise ProfileError(f"profile near weights: weights is {shown(weights)}; expected the path of a checkpoint")
-        if not isinstance(default, str | os.PathLike | CompileProfile):
-            raise ProfileError(
-                f"profile near weights: default is {shown(default)}; expected a profile, the name of a preset or a path"
-            )
         path = os.fspath(weights)
         if not os.path.lexists(path):
             raise MissingFileError(f"profile near weights: there is nothing at {quote(path)}")
@@ -249,7 +246,7 @@ class CompileProfile(Table):
         file = os.path.join(directory, f"{family}.rlx.toml")
         if os.path.lexists(file):
             return cls.from_toml(file)
-        return cls.of(default)
+        return cls.of(default, "profile near weights: default: ")
 
     from_toml_path = from_toml
 

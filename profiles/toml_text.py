@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from rlx_jax.errors import MissingFileError, ProfileError, StorageError, quote
+from rlx_jax.errors import MissingFileError, ProfileError, quote
+from rlx_jax.io.files import open_regular
 from rlx_jax.profiles.check import Scalar
 
 # The largest size of a profile, in bytes.
@@ -42,21 +42,15 @@ def read(path: str | os.PathLike[str]) -> bytes:
 
     Raises:
         MissingFileError: there is no such file.
-        StorageError: it is a directory, a pipe or a device, or cannot be read.
+        ProfileError: it is a directory, a pipe or a device. StorageError: it cannot be read.
     """
     name = os.fspath(path)
-    source = f"compile profile {quote(name)}"
     try:
-        if stat.S_ISREG(os.stat(name).st_mode):  # checked first, because opening a pipe would block
-            with open(name, "rb") as file:
-                return file.read(MAX_BYTES + 1)
-    except FileNotFoundError as error:
-        raise MissingFileError(f"{source}: no such file; for a preset use CompileProfile.preset(name)") from error
-    except OSError as error:
-        raise StorageError(f"{source}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise StorageError(f"{source}: no path of a file: {error}") from error  # the path has a NUL
-    raise StorageError(f"{source}: expected a regular file, found a directory, a pipe or a device")
+        descriptor = open_regular(name, f"compile profile {quote(name)}", ProfileError)
+    except MissingFileError as error:
+        raise MissingFileError(f"{error}; for a preset use CompileProfile.preset(name)") from error
+    with open(descriptor, "rb") as file:
+        return file.read(MAX_BYTES + 1)
 
 
 def parse(data: bytes, source: str) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from rlx_jax.cli.command import (
     peak_memory,
     table,
 )
-from rlx_jax.errors import RequestError, SaveFailedError, TargetExistsError, quote
-from rlx_jax.inspection.page import check_target
+from rlx_jax.errors import RequestError, SaveFailedError, quote
+from rlx_jax.inspection.page import check_target, write_file
 from rlx_jax.inspection.records import Inspection
 from rlx_jax.ir.text import format_bytes
 from rlx_jax.loading.load import with_compute_dtype
@@ -206,8 +206,7 @@ def tune(args: argparse.Namespace, session: Session) -> Iterator[str]:
     path = args.output or os.path.join(args.directory, "tuned.rlx.toml")
     if args.output is None and not os.path.isdir(args.directory):
         raise RequestError(f"--output: where to write the profile of {quote(args.directory)}, which is no directory?")
-    if os.path.lexists(path) and not args.overwrite:
-        raise TargetExistsError(f"{quote(path)} exists; --overwrite replaces it, --output FILE writes another file")
+    check_target(path, args.overwrite)
     if not os.path.isdir(parent := os.path.dirname(path) or "."):
         raise SaveFailedError(f"{quote(path)}: there is no directory {quote(parent)}")
     base = CompileProfile.of(args.profile or "auto")
@@ -226,11 +225,7 @@ def tune(args: argparse.Namespace, session: Session) -> Iterator[str]:
     result = tune_model(open_model, base, workload, tolerance=args.tolerance, on_trial=on_trial)
     session.status.clear()
     yield from (json_line(vars(trial)) if args.json else f"{trial}\n" for trial in result.trials)
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(result.to_toml())
-    except OSError as error:
-        raise SaveFailedError(f"{quote(path)}: not written: {error.strerror}") from error
+    write_file(path, result.to_toml().encode(), args.overwrite)
     gain = f"{result.ratio:.3f} x the time of {result.base.name!r}" if result.ratio < 1 else "nothing was faster"
     yield json_line({"file": path, "ratio": result.ratio}) if args.json else f"{gain}; written to {path}\n"
 

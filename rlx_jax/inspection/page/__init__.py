@@ -43,20 +43,24 @@ class Page:
         return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{html.escape(self.html)}"></iframe>'
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write the page to a file, which appears completely or not at all.
+        """Write the page to a file; raises as `write_file`."""
+        write_file(path, self.html.encode(), overwrite)
 
-        Raises:
-            TargetExistsError: as `check_target`. NoSpaceError, SaveFailedError: the system
-                refused; an existing file is as it was.
-        """
-        check_target(path, overwrite)
-        content = self.html.encode()
-        with atomic_directory(os.path.abspath(os.fspath(path)), overwrite, len(content)) as new:
-            write_synced(new, content)
+
+def write_file(path: str | os.PathLike[str], content: bytes, overwrite: bool) -> None:
+    """Write a file, which appears completely or not at all.
+
+    Raises:
+        TargetExistsError: as `check_target`. NoSpaceError, SaveFailedError: the system refused; an existing file is as
+            it was.
+    """
+    check_target(path, overwrite)
+    with atomic_directory(os.path.abspath(os.fspath(path)), overwrite, len(content)) as new:
+        write_synced(new, content)
 
 
 def check_target(path: str | os.PathLike[str], overwrite: bool) -> None:
-    """Check that a page may be written to a path.
+    """Check that a file may be written to a path.
 
     Raises:
         TargetExistsError: the file exists and `overwrite` is false; or it is a directory or a device.
