@@ -427,10 +427,10 @@ class AttentionBuilders(Control[V]):
         # Separate symbols for both sizes, so that one body serves every program, also with cached keys.
         position_types = [TensorType(shape, I32) for shape in ((symbol("queries"), 1), (1, symbol("keys")))]
         captures: dict[Value, int] = {}
-        body, is_single = self._trace("bias", fn, position_types, captures)
+        body, _ = self._trace("bias", fn, position_types, captures)
         types = [body.type(v) for v in body.outputs]
         sizes = (heads, *position_types[0].shape[:1], *position_types[1].shape[1:])
-        fits = is_single and is_float(types[0].dtype) and types[0].rank <= 3
+        fits = len(types) == 1 and is_float(types[0].dtype) and types[0].rank <= 3
         if not fits or any(dim not in (1, size) for dim, size in zip(types[0].shape[::-1], sizes[::-1], strict=False)):
             raise ShapeError(
                 f"{where} the function returns floats [N, S, T], 1 on any axis, with N = {heads}; got {types}"

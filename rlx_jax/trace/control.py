@@ -40,18 +40,13 @@ def step_name(step: Any) -> str:
     return str(getattr(step, "__name__", "step")).replace("<lambda>", "step")
 
 
-def _as_tuple(values: Any) -> tuple[Any, ...]:
-    """Return one value, or a tuple or list of values, as a tuple."""
-    return tuple(values) if isinstance(values, tuple | list) else (values,)
-
-
 class Control(Images[V]):
     """Branches, loops, custom gradients and recurrences."""
 
     def _trace(
         self, op_name: str, fn: Branch, arg_types: Sequence[TensorType], captures: dict[Value, int] | None
-    ) -> tuple[Graph, bool]:
-        """Trace `fn` with arguments of these types, and return its graph and whether it returns a single value.
+    ) -> tuple[Graph, Any]:
+        """Trace `fn` with arguments of these types, and return its graph and the structure of its results.
 
         `captures` collects the values of the outer program that `fn` reads, with their input numbers in the body. None
         forbids captures.
@@ -66,7 +61,8 @@ class Control(Images[V]):
         outer_bodies, self._bodies, self.builder = self._bodies, (*self._bodies, body), inner
         try:
             result = fn(*(self.wrap(inner.leaf(BodyInput(i, type=t))) for i, t in enumerate(arg_types)))
-            outputs = [self.unwrap(v) for v in _as_tuple(result)]
+            leaves, form = jax.tree.flatten(result, is_leaf=lambda leaf: leaf is None)  # None is refused as no value
+            outputs = [self.unwrap(v) for v in leaves]
             inner.inputs = []  # inputs of the program become captures below
             graph = inner.finish(outputs)
             if graph.writes:
@@ -81,20 +77,16 @@ class Control(Images[V]):
             graph = rewrite(lower_body(graph, outer.types), everywhere(operands), outer.types)
         finally:
             self._bodies, self.builder = outer_bodies, outer
-        return graph, not isinstance(result, tuple | list)
+        return graph, form
 
     def _captured_values(self, captures: dict[Value, int]) -> list[V]:
         """Return the captured values in order."""
         return [self.wrap(v) for v in captures]
 
-    def _unpack(self, results: Sequence[V], is_single: bool) -> Any:
-        """Return the only result if `is_single`, else all as a tuple."""
-        return results[0] if is_single else tuple(results)
-
     def switch(self, index: V, branches: Sequence[Branch], *operands: V) -> Any:
         """Return `branches[index](*operands)`, as `lax.switch`: one branch runs, and the index is clamped to the range.
 
-        All branches return a value, or a tuple of values, of the same types.
+        All branches return a value, or a pytree of values, of the same types.
         """
         types = [self.type_of(v) for v in operands]
         captures: dict[Value, int] = {}
@@ -102,12 +94,12 @@ class Control(Images[V]):
         if not traced:
             raise GraphError(f"{self.path}: switch: there are no branches")
         results = [tuple(map(str, (graph.type(v) for v in graph.outputs))) for graph, _ in traced]
-        if len(set(results)) > 1 or len({is_single for _, is_single in traced}) > 1:
+        if len(set(results)) > 1 or len({form for _, form in traced}) > 1:
             type_texts = " and ".join(f"({', '.join(r)})" for r in dict.fromkeys(results))
             raise ShapeError(f"{self.path}: branches return values of the same types, got {type_texts}")
         number = self.cast(index, "i32")
         values = self.add_all(Switch(tuple(g for g, _ in traced)), number, *operands, *self._captured_values(captures))
-        return self._unpack(values, traced[0][1])
+        return jax.tree.unflatten(traced[0][1], values)
 
     def cond(self, pred: V, true_fn: Branch, false_fn: Branch, *operands: V) -> Any:
         """Return `true_fn(*operands)` if `pred`, of rank 0, is not 0, else `false_fn(*operands)`; only one runs."""
@@ -120,20 +112,20 @@ class Control(Images[V]):
         return self.switch(truth, (false_fn, true_fn), *operands)  # False is index 0
 
     def while_loop(self, cond_fun: Branch, body_fun: Branch, init_val: Any) -> Any:
-        """Apply `body_fun` to a value, or a tuple, while `cond_fun` of it is True, as `lax.while_loop`; return the
-        last.
+        """Apply `body_fun` to a value, or a pytree of them, while `cond_fun` of it is True, as `lax.while_loop`; return
+        the last.
 
         The number of iterations is known only at run time, so there is no reverse-mode gradient. `scan` and `fori_loop`
         have one.
         """
-        is_single, carried = not isinstance(init_val, tuple | list), _as_tuple(init_val)
+        carried, form = jax.tree.flatten(init_val)
         types = [self.type_of(v) for v in carried]
         captures: dict[Value, int] = {}
-        condition, _ = self._trace("while_loop", lambda *c: cond_fun(self._unpack(c, is_single)), types, captures)
-        body, _ = self._trace("while_loop", lambda *c: body_fun(self._unpack(c, is_single)), types, captures)
+        condition, _ = self._trace("while_loop", lambda *c: cond_fun(jax.tree.unflatten(form, c)), types, captures)
+        body, _ = self._trace("while_loop", lambda *c: body_fun(jax.tree.unflatten(form, c)), types, captures)
         self._check_carry_types("while_loop", types, body)
         results = self.add_all(While(len(types), condition, body), *carried, *self._captured_values(captures))
-        return self._unpack(results, is_single)
+        return jax.tree.unflatten(form, results)
 
     def _check_carry_types(self, op_name: str, types: Sequence[TensorType], body: Graph, num_extra: int = 0) -> None:
         """Check that a step returns values of the types that it takes, followed by `num_extra` other values."""
@@ -151,39 +143,33 @@ class Control(Images[V]):
         """Run `carry, y = f(carry, x)` for each x along the first axis of `xs`, and return the last carry and stacked
         ys.
 
-        As in `lax.scan`, `init` and `xs` are values or tuples of values, and so are the arguments and results of `f`.
+        As in `lax.scan`, `init` and `xs` are values or pytrees of values, and so are the arguments and results of `f`.
         Without xs it runs `length` times. y may be None.
         """
-        init_values, x_values = _as_tuple(init), () if xs is None else _as_tuple(xs)
-        types = [self.type_of(v) for v in init_values]
+        (init_values, carry_form), (x_values, x_form) = jax.tree.flatten(init), jax.tree.flatten(xs)
+        num_carried, types = len(init_values), [self.type_of(v) for v in init_values]
         for t in (self.type_of(v) for v in x_values):
             if not t.rank:
                 raise ShapeError(f"{self.path}: scan: xs need a first axis, got {t}")
         entries = [TensorType(t.shape[1:], t.dtype) for t in (self.type_of(v) for v in x_values)]
-        # The structure of y is known only once `f` is traced: `step` records it here.
-        shape: dict[str, bool] = {}
-        stacks: list[int] = []
+        y_forms: list[Any] = []  # the structure of y is known only once `f` is traced
 
         def step(*args: V) -> tuple[Any, ...]:
-            carry, x = args[: len(init_values)], args[len(init_values) :]
-            one_x = None if xs is None else self._unpack(x, not isinstance(xs, tuple | list))
-            results = f(self._unpack(carry, not isinstance(init, tuple | list)), one_x)
+            carry, x = args[:num_carried], args[num_carried:]
+            results = f(jax.tree.unflatten(carry_form, carry), jax.tree.unflatten(x_form, x))
             if not isinstance(results, tuple | list) or len(results) != 2:
                 raise GraphError(f"{self.path}: scan: f returns (carry, y), got {shown(results)}")
-            next_carry, y = results
-            shape.update(none=y is None, one=not isinstance(y, tuple | list))
-            y_values = () if y is None else _as_tuple(y)
-            stacks.append(len(y_values))
-            return (*_as_tuple(next_carry), *y_values)
+            y_values, y_form = jax.tree.flatten(results[1])
+            y_forms.append(y_form)
+            return (*jax.tree.leaves(results[0]), *y_values)
 
         captures: dict[Value, int] = {}
         body, _ = self._trace("scan", step, [*types, *entries], captures)
-        self._check_carry_types("scan", types, body, stacks[0])
-        op = Scan(len(init_values), len(x_values), body, length, reverse)
+        self._check_carry_types("scan", types, body, y_forms[0].num_leaves)
+        op = Scan(num_carried, len(x_values), body, length, reverse)
         results = self.add_all(op, *init_values, *x_values, *self._captured_values(captures))
-        last_carry = self._unpack(results[: len(init_values)], not isinstance(init, tuple | list))
-        stacked = results[len(init_values) :]
-        return last_carry, None if shape["none"] else self._unpack(stacked, shape["one"])
+        last_carry = jax.tree.unflatten(carry_form, results[:num_carried])
+        return last_carry, jax.tree.unflatten(y_forms[0], results[num_carried:])
 
     def fori_loop(self, lower: int, upper: int, body_fun: Branch, init_val: Any) -> Any:
         """Run `val = body_fun(i, val)` for i in `lower` … `upper` − 1, both ints, as `lax.fori_loop`, by `scan`."""
@@ -191,16 +177,14 @@ class Control(Images[V]):
             raise GraphError(
                 f"{self.path}: fori_loop: expected ints, the lower first; got {shown(lower)} and {shown(upper)}"
             )
-        is_tuple = isinstance(init_val, tuple | list)
 
         def step(carry: Any, _: Any) -> tuple[Any, None]:
-            i, *val = carry
-            next_val = body_fun(i, tuple(val) if is_tuple else val[0])
-            return (self.add(i, 1), *_as_tuple(next_val)), None
+            i, val = carry
+            return (self.add(i, 1), body_fun(i, val)), None
 
         # A body has no access to the loop counter, so that i is part of the carry.
-        (_, *last_val), _ = self.scan(step, (self.constant(lower, "i32"), *_as_tuple(init_val)), length=upper - lower)
-        return self._unpack(last_val, not is_tuple)
+        (_, last_val), _ = self.scan(step, (self.constant(lower, "i32"), init_val), length=upper - lower)
+        return last_val
 
     def custom_vjp(self, fun: Branch, bwd: Branch, *operands: V) -> Any:
         """Return `fun(*operands)` with a custom gradient: `bwd(*operands, *outputs, *gradients)` returns one per
@@ -212,10 +196,10 @@ class Control(Images[V]):
         for value in operands:
             if is_number(value):
                 raise GraphError(f"{self.path}: custom_vjp takes values, got {shown(value)}")
-        forward, is_single = self._trace("custom_vjp", fun, types, None)
+        forward, form = self._trace("custom_vjp", fun, types, None)
         out_types = [forward.type(v) for v in forward.outputs]
         backward, _ = self._trace("custom_vjp", bwd, [*types, *out_types, *out_types], None)
-        return self._unpack(self.add_all(CustomVjp(forward, backward), *operands), is_single)
+        return jax.tree.unflatten(form, self.add_all(CustomVjp(forward, backward), *operands))
 
     def stop_gradient(self, x: V) -> V:
         """Return x with a gradient of zero."""
