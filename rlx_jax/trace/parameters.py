@@ -218,8 +218,8 @@ def check_declared(declared: Sequence[WeightDecl], keys: Iterable[str], where: s
             raise GraphError(f"{where}: {decl} matches no weight that a stage reads{suggestion}")
 
 
-def size_text(sizes: Sequence[int | None]) -> str:
-    """Return sizes as text, such as `[any, 64]`, where None is `any`."""
+def size_text(sizes: Sequence[object]) -> str:
+    """Return sizes, or the roles of axes, as text, such as `[any, 64]`, where None is `any`."""
     return f"[{', '.join('any' if size is None else str(size) for size in sizes)}]"
 
 
@@ -231,7 +231,7 @@ class Parameters:
 
     Attributes:
         read_keys: the checkpoint keys that stages read.
-        fresh: the keys among them that no source has.
+        fresh: the types of the weights among them that no source has, by key.
         roles: roles of the axes of weights in the checkpoint, by key.
         inits: declared initializers, by key.
         initializes_missing: weights that the source does not have are initialized.
@@ -241,13 +241,11 @@ class Parameters:
     def __init__(self, source: WeightSource | None, declared: Sequence[WeightDecl] = ()) -> None:
         self.source, self.declared = source, tuple(declared)
         self.read_keys: dict[str, None] = {}
-        self.fresh: dict[str, None] = {}
+        self.fresh: dict[str, TensorType] = {}
         self.roles: dict[str, Roles] = {}
         self.inits: dict[str, Init] = {}
         self.initializes_missing = self.defers_missing = False
         self.deferred: dict[str, MissingWeightError] = {}
-        self._absent: dict[str, TensorType] = {}  # types of the weights that no source has
-        self._types: dict[tuple[StoredShape, np.dtype[Any]], TensorType] = {}
 
     # -- declarations ------------------------------------------------------------------------
 
@@ -272,10 +270,8 @@ class Parameters:
         """
         where = f"{path}: weight {quote(key)}"
         if key in self.fresh and isinstance(roles, tuple) and len(roles) != t.rank:
-            axes = f"[{', '.join('any' if role is None else str(role) for role in roles)}]"
-            raise WeightShapeError(
-                f"{path}: {self.describe(key)}: expected {len(roles)} axes, {axes}, got {list(t.shape)}"
-            )
+            expected = f"{len(roles)} axes, {size_text(roles)}"
+            raise WeightShapeError(f"{path}: {self.describe(key)}: expected {expected}, got {list(t.shape)}")
         checked_roles = check_roles(roles, t, where)
         self.roles[key] = merge_roles(self.roles.get(key, checked_roles), checked_roles)
 
@@ -288,7 +284,7 @@ class Parameters:
 
     def declared_shapes(self) -> dict[str, StoredShape]:
         """Return the declared shapes of the weights that no source has, by key."""
-        return {key: tuple(map(int, t.shape)) for key, t in self._absent.items()}
+        return {key: tuple(map(int, t.shape)) for key, t in self.fresh.items()}
 
     def raise_deferred(self, read: Iterable[str]) -> None:
         """Raise the deferred error of a missing weight that the edited flow still reads, and drop the other errors."""
@@ -367,7 +363,7 @@ class Parameters:
 
     def _inferred_shape(self, key: str, sizes: tuple[int | None, ...] | None) -> StoredShape | None:
         """Return the shape of a weight that no source has, with sizes of an earlier use; None if a size is unknown."""
-        earlier = self._absent.get(key)
+        earlier = self.fresh.get(key)
         if earlier is not None and (sizes is None or _sizes_agree(sizes, earlier.shape)):
             return tuple(map(int, earlier.shape))
         if sizes is None or None in sizes:
@@ -397,8 +393,7 @@ class Parameters:
         if isinstance(spec, PackedSpec):
             stored: Key | Dequantized = source_program(key, spec, f"{path}: {self.describe(key)}")
         else:
-            kind = (tuple(spec.shape), spec.dtype)
-            stored = Key(key, self._types.get(kind) or self._types.setdefault(kind, tensor_type(*kind, key)))
+            stored = Key(key, tensor_type(spec.shape, spec.dtype, key))
         if sizes is not None and not _sizes_agree(sizes, stored.type.shape):
             fits_transposed = len(sizes) == 2 and _sizes_agree(sizes[::-1], stored.type.shape)
             hint = "; transposed it fits: give the opposite transpose=" if fits_transposed else ""
@@ -410,10 +405,9 @@ class Parameters:
     def _new_weight(self, key: str, shape: StoredShape, path: str) -> Key:
         """Return a weight that no source has, in f32, after checking its shape against earlier uses."""
         declared = tensor_type(shape, F32, key)
-        if self._absent.setdefault(key, declared) != declared:
-            earlier_shape, new_shape = list(self._absent[key].shape), list(declared.shape)
-            raise WeightShapeError(f"{path}: weight {quote(key)} is {earlier_shape} elsewhere and {new_shape} here")
-        self.fresh[key] = None
+        if (earlier := self.fresh.setdefault(key, declared)) != declared:
+            shapes = f"{list(earlier.shape)} elsewhere and {list(shape)} here"
+            raise WeightShapeError(f"{path}: weight {quote(key)} is {shapes}")
         return Key(key, declared)
 
 
