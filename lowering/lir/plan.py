@@ -156,14 +156,16 @@ class Lir:
                 choice = self.plan.choices.get(call_of(inner, node), XLA_CHOICE)
                 yield node.origin.path, self._packed_choice(inner, node) or choice
 
+    def stays_packed(self, param: Param) -> bool:
+        """Return whether a parameter is packed on the device; scanned layers are only if all of them have one scheme."""
+        if not self.plan.packed:
+            return False
+        return bool(array_programs(param.programs)) if self.plan.scan else any(map(packing_of, param.programs))
+
     def _packed_choice(self, graph: Graph, node: Node) -> Choice | None:
         """Return how a product with a weight that stays packed runs; None for other nodes."""
         weight = graph.nodes[node.inputs[1].node].op
-        if not self.plan.packed or not isinstance(weight, Param):
-            return None
-        # Stacked layers stay packed only if all of them have one scheme.
-        is_packed = bool(array_programs(weight.programs)) if self.plan.scan else any(map(packing_of, weight.programs))
-        if not is_packed or not isinstance(node.op, PRODUCTS):
+        if not isinstance(node.op, PRODUCTS) or not isinstance(weight, Param) or not self.stays_packed(weight):
             return None
         op, (x, *_) = call_of(graph, node)
         assert isinstance(op, PRODUCTS)

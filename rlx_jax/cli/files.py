@@ -15,13 +15,12 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 import rlx_jax as rlx
 from rlx_jax.cli.command import Session, json_line, peak_text
 from rlx_jax.encode.embedding import chunks
 from rlx_jax.errors import FormatError, NumericsError, RequestError, RlxError, check_names, listing, shown
+from rlx_jax.generate.prefix_named import checksums
 from rlx_jax.generate.sampler import OPTIONS, SAMPLING, resolve_sampler
 from rlx_jax.generate.scoring import Score, exp_or_inf
 from rlx_jax.io.files import parse_object
@@ -256,17 +255,9 @@ def model_digest(model: Any) -> str:
     parts = [
         [(node_digest(hir, node), [(v.node, v.index) for v in node.inputs]) for node in hir.nodes],
         compiled.settings.profile,
-        [(str(path), array.shape, array.dtype.name, int(checksum(array))) for path, array in params],
+        [(str(path), array.shape, array.dtype.name) for path, array in params],
+        compiled.programs.run_helper(checksums, [array for _, array in params]).tolist(),
         sorted(tokenizer_files(texts.tokenizer).items()),
         [getattr(texts, name, None) for name in ("eos_ids", "bos_id", "pipeline", "padding")],
     ]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-@jax.jit
-def checksum(array: jax.Array) -> jax.Array:
-    """Return the sum of the bytes of an array, each weighted by its position, uint32; exact in any order."""
-    bits = jax.lax.bitcast_convert_type(array.astype(jnp.uint8) if array.dtype == bool else array, jnp.uint8)
-    steps = [np.uint32(pow(0x9E3779B1, axis + 1, 2**32)) for axis in range(bits.ndim)]  # odd
-    places = [jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * step for axis, step in enumerate(steps)]
-    return jnp.sum(bits.astype(jnp.uint32) * (2 * sum(places, jnp.uint32(0)) + 1), dtype=jnp.uint32)

@@ -13,9 +13,10 @@ from enum import StrEnum
 from typing import Any, TypedDict, TypeVar
 
 from rlx_jax.device import named_device, running_device
-from rlx_jax.errors import GraphError, ProfileError, RequestError, did_you_mean, quote, shown
-from rlx_jax.ir.types import as_dim, as_name
+from rlx_jax.errors import GraphError, ProfileError, RequestError, ShapeError, did_you_mean, quote, shown
+from rlx_jax.ir.types import as_name
 from rlx_jax.profiles import CompileProfile, ProfileLike
+from rlx_jax.trace.checks import check_count
 
 DISPATCH_VARIABLE = "RLX_KERNEL_DISPATCH"
 
@@ -98,8 +99,9 @@ class ModelVariant:
         object.__setattr__(self, "phase", choice_of(Phase, self.phase, "ModelVariant: phase"))
         for name in ("batch", "seq", "past_seq"):
             if getattr(self, name) is not None or name != "past_seq":
-                object.__setattr__(self, name, _size(name, getattr(self, name)))
-        extra = tuple((name, _size(name, size)) for name, size in self.extra)
+                size = check_count(getattr(self, name), f"ModelVariant: {name}", error=ShapeError)
+                object.__setattr__(self, name, size)
+        extra = tuple((n, check_count(size, f"ModelVariant: {n}", error=ShapeError)) for n, size in self.extra)
         object.__setattr__(self, "extra", extra)
         names = [*self._named_sizes(), *(name for name, _ in extra)]
         if repeated := [name for name in names if names.count(name) > 1]:
@@ -140,18 +142,6 @@ class ModelVariant:
     def cache_key(self) -> int:
         """Return a 64-bit key of the phase, the sizes and the order of `extra`."""
         return stable_hash("variant", str(self.phase), self.batch, self.seq, self.past_seq, self.extra)
-
-
-def _size(name: str, size: object) -> int:
-    """Return a size of a variant.
-
-    Raises:
-        GraphError, ShapeError: it is no positive number.
-    """
-    dim = as_dim(size, f"ModelVariant: {name}")
-    if not isinstance(dim, int):
-        raise GraphError(f"ModelVariant: {name}: expected a number, got {quote(size)}")
-    return dim
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from rlx_jax.ir.graph import Graph, Leaf, Mir, Node, Param, Value
 from rlx_jax.ir.operands import zero
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.experts import ExpertFfn, GroupedMatMul
-from rlx_jax.ir.param import Program, packed_arrays, packing_of
+from rlx_jax.ir.param import Program, packed_arrays
 from rlx_jax.ir.paths import Path
 from rlx_jax.ir.types import TensorType, is_float, short_name
-from rlx_jax.lowering.lir.plan import RECURRENCES, Lir, array_programs
+from rlx_jax.lowering.lir.plan import RECURRENCES, Lir
 from rlx_jax.lowering.mir.small import live_nodes
 
 
@@ -62,13 +62,6 @@ def block_work(lir: Lir) -> dict[Path, tuple[Work, ...]]:
     for (path, _), work in works.items():
         by_path[path] = (*by_path.get(path, ()), work)
     return by_path
-
-
-def stays_packed(param: Param, lir: Lir) -> bool:
-    """Return whether a parameter is packed on the device; scanned layers are only if all have one scheme."""
-    if not lir.plan.packed:
-        return False
-    return bool(array_programs(param.programs)) if lir.plan.scan else any(map(packing_of, param.programs))
 
 
 def kernel_kind(op: Mir) -> KernelKind | None:
@@ -191,7 +184,7 @@ def _param_bytes(lir: Lir, graph: Graph, node: Node, position: int, param: Param
     counted = difference * size // (size - 1)
     full = len(param.programs) * param.type.nbytes
     # Layers that share a parameter read it each: the mean of a layer, not the bytes of the distinct programs.
-    packed = stays_packed(param, lir)
+    packed = lir.stays_packed(param)
     stored = sum(program_bytes(program, packed) for program in param.programs)
     share = stored / full if full else 1.0
     return round(counted * share), round(counted * (1 - share))

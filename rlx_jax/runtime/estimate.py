@@ -13,7 +13,7 @@ from functools import partial
 from rlx_jax.compiler.pipeline import Template, make_lir
 from rlx_jax.inspection.plan_record import ProgramEstimate
 from rlx_jax.inspection.rates import FRESH_BYTES, Rates
-from rlx_jax.inspection.work import kernel_kind, program_bytes, stays_packed
+from rlx_jax.inspection.work import kernel_kind, program_bytes
 from rlx_jax.ir.graph import Graph, Mir, Node, Param
 from rlx_jax.ir.kernel_group import AttentionGroup, KernelGroup
 from rlx_jax.ir.ops.attention import AttentionOp
@@ -108,7 +108,7 @@ def _op_seconds(
     flops, nbytes, unpack, shards, link = cost.flops, cost.bytes, 0.0, 1, 0.0
     if kind == "product" and params:
         weight = params[0]
-        stored = program_bytes(weight.programs[0], stays_packed(weight, lir))
+        stored = program_bytes(weight.programs[0], lir.stays_packed(weight))
         rows = math.prod(map(int, types[0].shape[:-1]))
         nbytes += stored - weight.type.nbytes
         unpack = _unpack_seconds(weight, lir.plan.packed, rows, lir.plan.target, rates)
@@ -116,7 +116,7 @@ def _op_seconds(
             unpack += stored / rates.bandwidth
     elif kind == "experts" and params:
         logical = sum(p.type.nbytes for p in params)
-        nbytes = nbytes * sum(program_bytes(p.programs[0], stays_packed(p, lir)) for p in params) // logical
+        nbytes = nbytes * sum(program_bytes(p.programs[0], lir.stays_packed(p)) for p in params) // logical
     # Arrays that XLA writes to memory between its kernels: of all chunks, and copied weights, which are read again.
     nbytes += SCRATCH_PASSES.get(_implementation(lir, graph, node), 0) * cost.workspace
     if sharding is not None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlx_jax.inspection.records import Finding
-from rlx_jax.inspection.work import stays_packed
 from rlx_jax.ir.graph import Param
 from rlx_jax.ir.ops.experts import ExpertFfn, GroupedMatMul
 from rlx_jax.ir.ops.index import Gather
@@ -129,7 +128,7 @@ def unfused_decodes(facts: ProgramFacts) -> Iterator[Finding]:
     decoded: dict[str, tuple[int, str]] = {}
     for graph, node in facts.lir.graph.walk():
         for op in (graph.nodes[value.node].op for value in node.inputs):
-            if not isinstance(op, Param) or not stays_packed(op, facts.lir):
+            if not isinstance(op, Param) or not facts.lir.stays_packed(op):
                 continue
             if isinstance(node.op, PRODUCTS):
                 fuses = node.op.contract == 1

@@ -12,7 +12,7 @@ from rlx_jax.compiler.pipeline import Template
 from rlx_jax.device import running_device
 from rlx_jax.inspection.rates import Rates, rates_of
 from rlx_jax.inspection.records import BlockEntry, Inspection, KernelEntry, OpEntry, PassStep
-from rlx_jax.inspection.work import Work, block_work, program_bytes, stays_packed
+from rlx_jax.inspection.work import Work, block_work, program_bytes
 from rlx_jax.ir.graph import Graph, Leaf, Mir, Node, Param, Value
 from rlx_jax.ir.param import Padded, Program, packing_of, printed_name
 from rlx_jax.ir.paths import Path, path_text
@@ -142,7 +142,7 @@ def planned_blocks(facts: ProgramFacts) -> list[BlockEntry]:
         entry = BlockEntry(
             path=name, op=next((texts[path] for path in paths if path in texts), ""), output=rows[paths[0]].output,
             params=sum(_num_values(program) for param in params for program in params[param]),
-            param_bytes=sum(program_bytes(p, stays_packed(q, facts.lir)) for q, each in params.items() for p in each),
+            param_bytes=sum(program_bytes(p, facts.lir.stays_packed(q)) for q, each in params.items() for p in each),
             scheme="/".join(dict.fromkeys(_scheme(param, facts.lir) for param in params)),
             dtype=short_name(_last_node(nodes[paths[0]]).types[0].dtype),
             sharding=_sharding(facts, params), flops=0, bytes=0, seconds=0.0,
@@ -212,7 +212,7 @@ def _num_values(program: Program) -> int:
 
 def _scheme(param: Param, lir: Lir) -> str:
     """Return the packed scheme of a parameter, or else its dtype."""
-    scheme = packing_of(param.programs[0]) if stays_packed(param, lir) else None
+    scheme = packing_of(param.programs[0]) if lir.stays_packed(param) else None
     return scheme or short_name(param.type.dtype)
 
 

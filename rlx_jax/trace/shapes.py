@@ -133,11 +133,16 @@ class Shapes(Arithmetic[V]):
             return self._slice_symbolic(x, self._axis(x, axis), start, stop if isinstance(stop, Dim) or stop else None)
         return self.add_node(Narrow(self._axis(x, axis), start, length), x)
 
+    def _parts(self, name: str, values: Sequence[V]) -> tuple[V, ...]:
+        """Return the operands of concat or stack, of which there must be at least one."""
+        parts = items_of(values, f"{self.path}: {name}", "a list of values, [a, b]")
+        if not parts:
+            raise GraphError(f"{self.path}: {name} of no values")
+        return parts
+
     def concat(self, values: Sequence[V], axis: int = -1) -> V:
         """Concatenate values along `axis`."""
-        parts = items_of(values, f"{self.path}: concat", "a list of values, [a, b]")
-        if not parts:
-            raise GraphError(f"{self.path}: concat of no values")
+        parts = self._parts("concat", values)
         return self.add_node(Concat(self._axis(parts[0], axis)), *parts)
 
     def broadcast_to(self, x: V, shape: Shape) -> V:
@@ -214,9 +219,7 @@ class Shapes(Arithmetic[V]):
 
     def stack(self, values: Sequence[V], axis: int = 0) -> V:
         """Stack values of one shape along a new axis."""
-        parts = items_of(values, f"{self.path}: stack", "a list of values, [a, b]")
-        if not parts:
-            raise GraphError(f"{self.path}: stack of no values")
+        parts = self._parts("stack", values)
         shapes = {self.type_of(p).shape for p in parts}
         if len(shapes) > 1:
             raise ShapeError(
@@ -226,10 +229,6 @@ class Shapes(Arithmetic[V]):
         return self.concat([self.expand_dims(p, at) for p in parts], at)
 
     # -- entries -----------------------------------------------------------------------------
-
-    def _axis_index(self, axis: int, key: Any) -> tuple[Any, ...]:
-        """Return the index that applies `key` to one axis."""
-        return (*(slice(None),) * axis, key)
 
     def flip(self, x: V, axis: Axes = None) -> V:
         """Return x with the entries of these axes, or of all, in reverse order."""
@@ -248,8 +247,8 @@ class Shapes(Arithmetic[V]):
             n = n % size if is_static(size) else n
             # A shift of 0 would slice by -0, which is not the end.
             if n:
-                keys = self._axis_index(at, slice(-n, None)), self._axis_index(at, slice(None, -n))
-                x = self.concat([self.slice(x, key) for key in keys], at)
+                parts = slice(-n, None), slice(None, -n)
+                x = self.concat([self.slice(x, (*(slice(None),) * at, part)) for part in parts], at)
         return x
 
     def pad(self, x: V, pad_width: Any, mode: str = "constant", *, constant_values: float = 0) -> V:
