@@ -157,7 +157,7 @@ class Lir:
                 yield node.origin.path, self._packed_choice(inner, node) or choice
 
     def stays_packed(self, param: Param) -> bool:
-        """Return whether a parameter is packed on the device; scanned layers are only if all of them have one scheme."""
+        """Return whether a parameter is packed on the device; scanned layers are only if all have one scheme."""
         if not self.plan.packed:
             return False
         return bool(array_programs(param.programs)) if self.plan.scan else any(map(packing_of, param.programs))

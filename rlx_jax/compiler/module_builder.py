@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from rlx_jax.errors import GraphError, quote, shown
-from rlx_jax.ir.graph import Builder, Graph, GraphStage, Node, Param, Value
+from rlx_jax.ir.graph import Builder, Graph, GraphStage, Param, Value
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.param import Dequantized, Key, Roles, cast, key_descriptions
 from rlx_jax.ir.paths import Origin, Path, unique_path
@@ -88,7 +88,21 @@ class ModuleBuilder(SpecBuilders[Value]):
             WeightShapeError, WeightError: the tensor cannot be packed by the scheme.
             UnsupportedError: the scheme is not implemented.
         """
-        return self.wrap(self.builder.leaf(declared_param(self.name, self.builder.nodes, name, shape, dtype, packed)))
+        if not isinstance(name, str):
+            raise GraphError(f"{self.name}: a weight key is a string, got {shown(name)}")
+        location = f"{self.name}: parameter {quote(name)}"
+        sizes = items_of(shape, location, "a list of sizes")
+        if packed is None:
+            stored: Key | Dequantized = Key(name, tensor_type(sizes, dtype, location))
+        else:
+            stored = source_program(name, PackedSpec(sizes, dtype, packed), location)
+        declared = dict(key_descriptions(stored))[name]
+        for node in self.builder.nodes:
+            for key, kind in key_descriptions(node.op.programs[0]) if isinstance(node.op, Param) else ():
+                if key == name and kind != declared:
+                    raise GraphError(f"{location} is {kind} and {declared}")
+        program = cast(stored, device_dtype(stored.type.dtype))
+        return self.wrap(self.builder.leaf(Param((program,), type=program.type)))
 
     def named(self, name: str, build: Callable[[Self], Value]) -> Value:
         """Run `build` inside the block path segment `name`, and return its value.
@@ -194,24 +208,3 @@ class ModuleBuilder(SpecBuilders[Value]):
     def _snapshot(self) -> Graph:
         """Return the graph so far, without verifying it."""
         return self.builder.finish(self.outputs, self.output_names)
-
-
-def declared_param(
-    module: str, nodes: Sequence[Node], name: str, shape: Sequence[int], dtype: Any, packed: str | None
-) -> Param:
-    """Return the op of a new parameter of the module `module`, which has `nodes` so far; see `ModuleBuilder.param`."""
-    if not isinstance(name, str):
-        raise GraphError(f"{module}: a weight key is a string, got {shown(name)}")
-    location = f"{module}: parameter {quote(name)}"
-    sizes = items_of(shape, location, "a list of sizes")
-    if packed is None:
-        stored: Key | Dequantized = Key(name, tensor_type(sizes, dtype, location))
-    else:
-        stored = source_program(name, PackedSpec(sizes, dtype, packed), location)
-    declared = dict(key_descriptions(stored))[name]
-    for node in nodes:
-        for key, kind in key_descriptions(node.op.programs[0]) if isinstance(node.op, Param) else ():
-            if key == name and kind != declared:
-                raise GraphError(f"{location} is {kind} and {declared}")
-    program = cast(stored, device_dtype(stored.type.dtype))
-    return Param((program,), type=program.type)

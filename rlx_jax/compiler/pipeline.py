@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
-from rlx_jax.compiler.passes import LEFT_TO_XLA, PIPELINE, Job, Pass, check_switches, pass_named, run_passes
+from rlx_jax.compiler.passes import LEFT_TO_XLA, PIPELINE, Job, check_switches, pass_named, run_passes
 from rlx_jax.compiler.settings import CLEANING, Settings, choose_profile, choose_settings, lowering_settings
 from rlx_jax.device import Device, running_device
 from rlx_jax.errors import (
@@ -405,7 +405,10 @@ def facts_of(
     Raises:
         UnsupportedError: the profile requires kernels, and none can run; names the reason.
     """
-    passes = _passes(template, settings, programs)  # fusion passes rewrite nothing
+    # Passes that run for some program of the model, whatever the profile switches off; fusion passes rewrite nothing.
+    base, variants = replace(settings, disabled_passes=frozenset()), itertools.product(programs, (False, True))
+    jobs = [Job(base, template.built.types, program, last_only) for program, last_only in variants]
+    passes = {p.name for p in PIPELINE if p.kind != "fusion" and any(p.runs(job) for job in jobs)}
     no_kernels = _kernel_refusal(settings, programs)
     if no_kernels and getattr(profile.backend, settings.target).kernels == "on":
         raise UnsupportedError(
@@ -420,18 +423,11 @@ def facts_of(
         programs,
         not set(CACHED_PROGRAMS).isdisjoint(programs),
         serves,
-        frozenset(p.name for p in passes if p.kind != "fusion") - _idle_passes(template, settings, programs),
+        frozenset(passes) - _idle_passes(template, settings, programs),
         None if settings.model_sharding is None else tuple(map(str, settings.model_sharding.mesh.axis_names)),
         template.built.refusals,
         no_kernels,
     )
-
-
-def _passes(template: Template, settings: Settings, programs: tuple[str, ...]) -> Iterator[Pass]:
-    """Return the passes that run for some program of the model, whatever the profile switches off."""
-    base = replace(settings, disabled_passes=frozenset())
-    jobs = [Job(base, template.built.types, program, last_only) for program in programs for last_only in (False, True)]
-    return (p for p in PIPELINE if any(p.runs(job) for job in jobs))
 
 
 def _idle_passes(template: Template, settings: Settings, programs: tuple[str, ...]) -> frozenset[str]:
