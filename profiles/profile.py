@@ -207,9 +207,8 @@ class CompileProfile(Table):
 
         Raises:
             MissingFileError: there is no such file; the default profile is never used instead.
-            StorageError: it is not readable.
-            ProfileError: it is no regular file, exceeds a limit, is not UTF-8 or TOML (with line and column), or does
-                not match the schema.
+            StorageError: it is no regular file, or not readable.
+            ProfileError: it exceeds a limit, is not UTF-8 or TOML (with line and column), or does not match the schema.
             UnsupportedError: a setting of the specification that is not implemented.
         """
         if not isinstance(path, str | bytes | os.PathLike):

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
-from rlx_jax.errors import MissingFileError, ProfileError, quote
+from rlx_jax.errors import MissingFileError, ProfileError, StorageError, quote
 from rlx_jax.io.files import open_regular
 from rlx_jax.profiles.check import Scalar
 
@@ -42,11 +42,11 @@ def read(path: str | os.PathLike[str]) -> bytes:
 
     Raises:
         MissingFileError: there is no such file.
-        ProfileError: it is a directory, a pipe or a device. StorageError: it cannot be read.
+        StorageError: it is a directory, a pipe or a device, or cannot be read.
     """
     name = os.fspath(path)
     try:
-        descriptor = open_regular(name, f"compile profile {quote(name)}", ProfileError)
+        descriptor = open_regular(name, f"compile profile {quote(name)}", StorageError)
     except MissingFileError as error:
         raise MissingFileError(f"{error}; for a preset use CompileProfile.preset(name)") from error
     with open(descriptor, "rb") as file:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from rlx_jax.errors import GraphError, did_you_mean, listing, quote
+from rlx_jax.errors import GraphError, check_names, quote
 from rlx_jax.ir.types import as_names
 from rlx_jax.lowering.hir.explicit import collect_caches
 from rlx_jax.trace.emit import Emit, FlowValue
@@ -87,13 +87,8 @@ class FlowOutputs:
             return emit.state.outputs
         values = _named_values(emit)
         names = self.side if any(name in taps for name in self.side) else (*self.side, *taps)
-        for name in names:
-            if name not in values:
-                raise GraphError(
-                    f"{where}: output {quote(name)} is no side output, register or stream; "
-                    f"known are {listing(values) or 'none'}"
-                    f"{did_you_mean(name, values) or '; emit.output(name, value) and store_stream(name) make one'}"
-                )
+        suffix = "; emit.output(name, value) and store_stream(name) make one; side outputs, registers and streams are"
+        check_names(names, values, f"{where}: there is no output", suffix)
         return {name: values[name] for name in names}
 
 

@@ -121,7 +121,7 @@ MISUSES: dict[str, tuple[Callable[[rlx.ModelFlow], Any], type[RlxError], str]] =
     "bind": (lambda f: f.bind_inputs_to_streams([("y", "a")]), UnboundInputError, "no input 'y'"),
     "bind of none": (lambda f: f.custom(lambda e, x: None).bind_inputs_to_streams([("x", "a")]).load_stream("a"),
         GraphError, "requires input"),
-    "no such output": (lambda f: f.with_extra_outputs(["a"]), GraphError, "output 'a' is no side output"),
+    "no such output": (lambda f: f.with_extra_outputs(["a"]), GraphError, "no output 'a'"),
     "one name twice": (lambda f: f.outputs(["a", "a"]), GraphError, "twice"),
     "the primary's name": (lambda f: f.store_stream("output").with_extra_outputs(["output"]), GraphError,
         "both 'output'"),

@@ -48,7 +48,7 @@ def files_below(directory: str) -> list[str]:
     return sorted(paths)
 
 
-def open_regular(path: str, where: str, error: type[FormatError]) -> int:
+def open_regular(path: str, where: str, error: type[RlxError]) -> int:
     """Return a descriptor of the regular file `path`, for reading. The caller closes it.
 
     Raises:
@@ -73,7 +73,7 @@ def open_regular(path: str, where: str, error: type[FormatError]) -> int:
     return descriptor
 
 
-def refuse_special(status: os.stat_result, where: str, error: type[FormatError]) -> None:
+def refuse_special(status: os.stat_result, where: str, error: type[RlxError]) -> None:
     """Raise `error` unless `status` describes a regular file."""
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")

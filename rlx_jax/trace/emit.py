@@ -24,7 +24,6 @@ from rlx_jax.errors import (
     WeightShapeError,
     check_names,
     describe_type,
-    did_you_mean,
     first_line,
     listing,
     quote,
@@ -394,13 +393,9 @@ class Emit(SpecBuilders[FlowValue]):
 
     def stream(self, name: str) -> FlowValue:
         """Return the value of the stream `name`, which an earlier stage saved."""
-        streams = self.state.streams
-        if name not in streams:
-            suggestion = did_you_mean(name, streams) or "; store_stream(name) and bind_inputs_to_streams keep one"
-            raise GraphError(
-                f"{self.path}: there is no stream {quote(name)}; streams are {listing(streams) or 'none'}{suggestion}"
-            )
-        return streams[name]
+        suffix = "; store_stream(name) and bind_inputs_to_streams keep one; streams are"
+        check_names([name], self.state.streams, f"{self.path}: there is no stream", suffix)
+        return self.state.streams[name]
 
     def output(self, name: str, value: FlowValue) -> None:
         """Add a side output of the flow under `name`, after the primary one."""
