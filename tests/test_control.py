@@ -37,7 +37,7 @@ def program(m: Any, x: Any, p: Any, w: Any) -> dict[str, Any]:
         **{"nested": nested, "count": count, "halved": halved, "carry": carry, "before": before, "index": index},
         "back": back,
         "fori": m.fori_loop(1, 4, lambda i, v: m.add(m.mm(v, w), m.cast(i, "f32")), x),
-        "pairs": m.fori_loop(0, 2, lambda i, c: (c[1], m.mul(c[0], p)), (x, y))[0],
+        "pairs": m.fori_loop(0, 2, lambda i, c: {"a": c["b"], "b": m.mul(c["a"], p)}, {"a": x, "b": y})["a"],
         "rounded": m.custom_vjp(m.round, lambda v, out, g: m.mul(g, m.sub(v, out)), x),
         "stopped": m.mul(x, m.stop_gradient(x)),
     }
