@@ -2,8 +2,8 @@
 
 The methods form one class, split into files by topic, where each class extends the previous one: `writer` (appending,
 constants, any JAX function) → `arithmetic` (elementwise, reductions) → `shapes` → `products` → `image_ops` → `control`,
-which are the tensor ops and recurrences; → `attention` → `builders` (blocks) → `quantized` → `compat`, the names of
-the specification. So a topic calls earlier ones on `self` for any type of values, mypy checks the calls, and an editor
+which are the tensor ops and recurrences; → `attention` → `builders` (blocks) → `compat`, the names of the
+specification. So a topic calls earlier ones on `self` for any type of values, mypy checks the calls, and an editor
 completes all of them after `emit.`. A method that is one kind of a general one, such as `add` and `max`, is
 `bind_kind(method, kind, doc)`, which keeps the signature. Subclasses override only the abstract methods of this file,
 and `Emit` also `add_all` and `_write`.
