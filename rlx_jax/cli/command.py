@@ -17,19 +17,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 import rlx_jax as rlx
-from rlx_jax.cli.terminal import Interrupt, Status, read_stdin
+from rlx_jax.cli.terminal import Interrupt, Status
 from rlx_jax.encode.answering import QuestionAnswerer
 from rlx_jax.encode.classifier import Classifier, Reranker
 from rlx_jax.encode.image_classifier import ImageClassifier
 from rlx_jax.encode.masked import MaskedLM
 from rlx_jax.encode.tagging import TokenClassifier
 from rlx_jax.errors import RequestError, listing, quote, shown
-from rlx_jax.generate.drafters import SOURCES
-from rlx_jax.generate.sampler import OPTIONS, resolve_sampler
-from rlx_jax.io.files import is_text
 from rlx_jax.ir.text import TextTable, format_bytes
 from rlx_jax.lowering.hir.derive import PROGRAMS
-from rlx_jax.text.tokenizer import Tokenizer
 
 
 @dataclass
@@ -100,30 +96,6 @@ def add_compute(parser: argparse.ArgumentParser) -> None:
     add("--quiet", action="store_true", help="no progress and no figures on stderr")
 
 
-def add_sampling(
-    parser: argparse.ArgumentParser, max_new_tokens: int | None = 64, default_text: str = "%(default)s"
-) -> None:
-    """Add the options for sampling and for the number of new tokens.
-
-    Args:
-        max_new_tokens: default of `--max-new-tokens`.
-        default_text: the default in words, for the help.
-    """
-    add = parser.add_argument
-    add("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=f"at most this many ({default_text})")
-    for name, rule in OPTIONS.items():
-        kind: dict[str, Any] = {"type": int if rule.is_integer else float, "metavar": rule.metavar}
-        kind = {"action": "store_true", "default": None} if rule.is_flag else kind
-        add(f"--{name.replace('_', '-')}", help=rule.help, **kind)
-    add("--seed", type=int, metavar="N", help="random seed of the sampler; by default a new one each time")
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be given several times")
-    add(
-        "--speculative", metavar="prompt|mtp|DIR",
-        help="draft from the text, by the model's MTP module, or by a smaller checkpoint",
-    )  # fmt: skip
-    add("--draft-tokens", type=int, default=4, metavar="K", help="with --speculative, drafts a step (%(default)s)")
-
-
 def add_program(parser: argparse.ArgumentParser) -> None:
     """Add the options that select a program of a model and its sizes."""
     add = parser.add_argument
@@ -184,36 +156,6 @@ def load_model(args: argparse.Namespace, session: Session, directory: str | None
     )  # fmt: skip
 
 
-def load_language_model(args: argparse.Namespace, session: Session, directory: str | None = None) -> rlx.CausalLM:
-    """Load a language model; arguments as in `load_model`.
-
-    Raises:
-        RequestError: the directory has another kind of model, or the directory of the command has no tokenizer.
-    """
-    lm = load_model(args, session, directory)
-    if not isinstance(lm, rlx.CausalLM):
-        raise RequestError(
-            f"{quote(directory or args.directory)} is {kind_with_article(lm)}, which can neither generate nor score "
-            "texts; use rlx-jax embed"
-        )
-    if directory is None:
-        check_has_tokenizer(lm.tokenizer, args)
-    return lm
-
-
-def check_has_tokenizer(tokenizer: Tokenizer | None, args: argparse.Namespace) -> None:
-    """Check that the checkpoint of a command has a tokenizer.
-
-    Raises:
-        RequestError: it has none.
-    """
-    if tokenizer is None:
-        raise RequestError(
-            f"{quote(args.directory)} has no tokenizer.json, which is required for texts; save_pretrained of "
-            "transformers' AutoTokenizer writes one"
-        )
-
-
 def kind_with_article(model: Any) -> str:
     """Return the kind of a model, with an article, for messages."""
     kinds = {
@@ -223,61 +165,6 @@ def kind_with_article(model: Any) -> str:
         MaskedLM: "a masked language model",
     }  # fmt: skip
     return kinds.get(type(model), "a language model")
-
-
-def make_sampler(args: argparse.Namespace) -> rlx.Sampler:
-    """Return the sampler of the options. Call it before loading, so that invalid options fail early."""
-    return resolve_sampler(None, {name: getattr(args, name) for name in OPTIONS if getattr(args, name) is not None})
-
-
-def request_options(args: argparse.Namespace, session: Session, sampler: rlx.Sampler) -> dict[str, Any]:
-    """Return the arguments for `CausalLM.stream`, `CausalLM.chat` and `Conversation.stream` other than the prompt.
-
-    If `--speculative` is the directory of a draft model, it is loaded here, with the errors of `rlx_jax.load`.
-    """
-    source = args.speculative
-    return {
-        "max_new_tokens": args.max_new_tokens, "sampler": sampler, "stop": args.stop, "seed": args.seed,
-        "speculative": source if source in (None, *SOURCES) else load_language_model(args, session, source),
-        "draft_tokens": args.draft_tokens,
-    }  # fmt: skip
-
-
-def check_texts(texts: Mapping[str, Any]) -> None:
-    """Check that options of the command line are valid UTF-8.
-
-    Args:
-        texts: values by option: a string, a list of strings, or None.
-
-    Raises:
-        RequestError: names the option that is not.
-    """
-    for option, value in texts.items():
-        if not all(map(is_text, [value] if isinstance(value, str) else value or [])):
-            raise RequestError(f"{option}: not UTF-8")
-
-
-def decode_stdin(data: bytes, offset: int = 0) -> str:
-    """Decode bytes of stdin.
-
-    Args:
-        offset: number of bytes that were read before, for the position in the error message.
-
-    Raises:
-        RequestError: they are not UTF-8.
-    """
-    try:
-        return data.decode()
-    except UnicodeDecodeError as cause:
-        raise RequestError(f"stdin: not UTF-8 at byte {offset + cause.start}") from cause
-
-
-def texts_or_stdin_lines(texts: list[str], session: Session) -> list[str]:
-    """Return the texts of the command line, or the lines of stdin if there are none."""
-    check_texts({"TEXT": texts})
-    if texts:
-        return texts
-    return decode_stdin(session.interrupt.run_interruptible(lambda: read_stdin("a text on each line"))).splitlines()
 
 
 def select_device(name: str | None, devices: int | str | None) -> Any:
