@@ -15,21 +15,9 @@ from typing import Any, ClassVar, Union
 
 from rlx_jax.errors import MissingFileError, ProfileError, UnsupportedError, did_you_mean, quote, shown
 from rlx_jax.ir.text import TextTable
-from rlx_jax.profiles import toml_text
+from rlx_jax.profiles import schema, toml_text
 from rlx_jax.profiles.check import Location, Options, Setting, Table, build, field_types, iter_settings
 from rlx_jax.profiles.effects import always
-from rlx_jax.profiles.schema import (
-    AttentionTable,
-    Backends,
-    BucketTable,
-    Checks,
-    Donation,
-    Fusion,
-    Layers,
-    Passes,
-    Precision,
-    Sharding,
-)
 
 _FOLDER = files("rlx_jax.profiles")
 # The presets of prompts, each with the one of decoding whose settings it has: all programs of a model share a profile.
@@ -150,16 +138,16 @@ class CompileProfile(Table):
 
     PATH: ClassVar[str] = ""
     name: str = field(default="auto", compare=False, metadata={"row": Setting("auto", always)})
-    fusion: Fusion = Fusion()
-    passes: Passes = Passes()
-    precision: Precision = Precision()
-    donation: Donation = Donation()
-    layers: Layers = Layers()
-    attention: AttentionTable = AttentionTable()
-    buckets: BucketTable = BucketTable()
-    checks: Checks = Checks()
-    sharding: Sharding = Sharding()
-    backend: Backends = Backends()
+    fusion: schema.Fusion = schema.Fusion()
+    passes: schema.Passes = schema.Passes()
+    precision: schema.Precision = schema.Precision()
+    donation: schema.Donation = schema.Donation()
+    layers: schema.Layers = schema.Layers()
+    attention: schema.AttentionTable = schema.AttentionTable()
+    buckets: schema.BucketTable = schema.BucketTable()
+    checks: schema.Checks = schema.Checks()
+    sharding: schema.Sharding = schema.Sharding()
+    backend: schema.Backends = schema.Backends()
 
     @classmethod
     def preset(cls, name: str) -> CompileProfile:

@@ -14,15 +14,8 @@ from typing import Literal
 from rlx_jax.errors import GraphError, ShapeError, WeightShapeError, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import GraphStage, Mir
+from rlx_jax.ir.ops import fused
 from rlx_jax.ir.ops.experts import ClampedGate
-from rlx_jax.ir.ops.fused import (
-    FusedAttentionBlock,
-    FusedMatMulBiasAct,
-    FusedResidualLayerNorm,
-    FusedResidualRmsNorm,
-    FusedSwiGLU,
-    FusedTransformerLayer,
-)
 from rlx_jax.ir.ops.norm import LayerNormOp, Standardize
 from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.ir.param import Roles
@@ -109,7 +102,8 @@ class Builders(AttentionBuilders[V]):
     def _biased_product(
         self, kind: str, x: V, w: V | str, bias: V | str, *, activation: str = "", transpose: bool | None = None
     ) -> V:
-        op = (hir.LinearFused if kind == "block" else FusedMatMulBiasAct)(self._contract(w, transpose), activation)
+        op_class = hir.LinearFused if kind == "block" else fused.FusedMatMulBiasAct
+        op = op_class(self._contract(w, transpose), activation)
         return self.add_node(op, x, *self._weights(w, bias))
 
     linear_fused = bind_kind(_biased_product, "block", "`act(x · w + bias)` as one block; w and bias as in `linear`.")
@@ -160,14 +154,14 @@ class Builders(AttentionBuilders[V]):
         offset: float = 0.0,
     ) -> V:
         """Return `rms_norm(x [+ bias] + residual)` as one tensor op."""
-        op = FusedResidualRmsNorm(eps, bias is not None, offset)
+        op = fused.FusedResidualRmsNorm(eps, bias is not None, offset)
         return self.add_node(op, x, residual, *self._weights(bias, gamma, beta))
 
     def fused_residual_ln(
         self, x: V, residual: V, gamma: V | str, beta: V | str, eps: float = 1e-5, *, bias: V | str | None = None
     ) -> V:
         """Return `layer_norm(x [+ bias] + residual)` as one tensor op."""
-        op = FusedResidualLayerNorm(eps, bias is not None)
+        op = fused.FusedResidualLayerNorm(eps, bias is not None)
         return self.add_node(op, x, residual, *self._weights(bias, gamma, beta))
 
     # -- feed-forward ------------------------------------------------------------------------
@@ -188,7 +182,7 @@ class Builders(AttentionBuilders[V]):
 
     def fused_swiglu(self, x: V, *, gate_first: bool = True, activation: str = "silu") -> V:
         """Return `act(gate) ⊙ up` of the two halves of `[…, 2F]` as one tensor op."""
-        return self.add_node(FusedSwiGLU(gate_first, activation), x)
+        return self.add_node(fused.FusedSwiGLU(gate_first, activation), x)
 
     def route(
         self,
@@ -344,7 +338,7 @@ class Builders(AttentionBuilders[V]):
         The operands are qkv_w `[H, 3·N·D]`, out_w `[N·D, H]`, a keep mask `[B, S]`, the biases of both projections, and
         the tables cos and sin `[B|1, S, D/2]`; see `rlx_jax.ops.FusedAttentionBlock`.
         """
-        op = FusedAttentionBlock(heads, head_dim, biases is not None, rope is not None)
+        op = fused.FusedAttentionBlock(heads, head_dim, biases is not None, rope is not None)
         tables = [self._token_table(hidden, table) for table in rope or ()]
         return self.add_node(op, hidden, qkv_w, out_w, mask, *(biases or ()), *tables)
 
@@ -360,7 +354,7 @@ class Builders(AttentionBuilders[V]):
         has_bias: bool = True,
     ) -> V:
         """Return BERT's layer as one tensor op of the 14 operands of `FusedTransformerLayer`, 10 without biases."""
-        op = FusedTransformerLayer(heads, head_dim, intermediate, eps1, eps2, activation, has_bias)
+        op = fused.FusedTransformerLayer(heads, head_dim, intermediate, eps1, eps2, activation, has_bias)
         return self.add_node(op, *operands)
 
     def hir_mir(self, op: Mir, inputs: Sequence[V], shape: Shape | None = None) -> V:
