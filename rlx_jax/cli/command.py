@@ -18,11 +18,6 @@ from jax.sharding import Mesh
 
 import rlx_jax as rlx
 from rlx_jax.cli.terminal import Interrupt, Status
-from rlx_jax.encode.answering import QuestionAnswerer
-from rlx_jax.encode.classifier import Classifier, Reranker
-from rlx_jax.encode.image_classifier import ImageClassifier
-from rlx_jax.encode.masked import MaskedLM
-from rlx_jax.encode.tagging import TokenClassifier
 from rlx_jax.errors import RequestError, listing, quote, shown
 from rlx_jax.ir.text import TextTable, format_bytes
 from rlx_jax.lowering.hir.derive import PROGRAMS
@@ -159,12 +154,12 @@ def load_model(args: argparse.Namespace, session: Session, directory: str | None
 def kind_with_article(model: Any) -> str:
     """Return the kind of a model, with an article, for messages."""
     kinds = {
-        rlx.Encoder: "an encoder", rlx.VisionEncoder: "an encoder of images", rlx.DualEncoder: "a dual encoder",
-        Classifier: "a classifier", Reranker: "a reranker", ImageClassifier: "a classifier of images",
-        TokenClassifier: "a classifier of tokens", QuestionAnswerer: "a model for questions",
-        MaskedLM: "a masked language model",
+        "Encoder": "an encoder", "VisionEncoder": "an encoder of images", "DualEncoder": "a dual encoder",
+        "Classifier": "a classifier", "Reranker": "a reranker", "ImageClassifier": "a classifier of images",
+        "TokenClassifier": "a classifier of tokens", "QuestionAnswerer": "a model for questions",
+        "MaskedLM": "a masked language model",
     }  # fmt: skip
-    return kinds.get(type(model), "a language model")
+    return kinds.get(type(model).__name__, "a language model")
 
 
 def select_device(name: str | None, devices: int | str | None) -> Any:
