@@ -183,7 +183,7 @@ class Control(Images[V]):
             return (self.add(i, 1), body_fun(i, val)), None
 
         # A body has no access to the loop counter, so that i is part of the carry.
-        (_, last_val), _ = self.scan(step, (self.constant(lower, "i32"), init_val), length=upper - lower)
+        (_, last_val), _ = self.scan(step, (self.constant(lower, "i32"), init_val), length=int(upper - lower))
         return last_val
 
     def custom_vjp(self, fun: Branch, bwd: Branch, *operands: V) -> Any:

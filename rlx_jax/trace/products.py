@@ -140,7 +140,7 @@ class Products(Shapes[V]):
             raise ShapeError(f"{self.path}: scales of {x_type} by blocks of {block} have {count} entries on axis {dim} "
                              f"and its other sizes, got {scale_type}")  # fmt: skip
         value = scale if scale_type.dtype == dtype else self.cast(scale, dtype)
-        repeated = self.repeat(value, block, dim)
+        repeated = self.repeat(value, int(block), dim)
         return repeated if count * block == size else self.narrow(repeated, dim, 0, int(str(size)))
 
     def quantize(

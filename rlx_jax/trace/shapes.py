@@ -78,7 +78,7 @@ class Shapes(Arithmetic[V]):
         if hasattr(key, "indices") and all(p is None or isinstance(p, int) for p in (key.start, key.stop, key.step)):
             return key.start, key.stop, key.step
         if key is None or key is Ellipsis or is_integer(key):
-            return key
+            return int(key) if is_integer(key) else key
         raise GraphError(
             f"{self.path}: a value is indexed with ints, slices of ints, None and ...; got {key!r} "
             "(gather(table, ids) reads rows)"
@@ -242,7 +242,7 @@ class Shapes(Arithmetic[V]):
         axes = self._axes(x, axis)
         if len(shifts) != len(axes) or not all(map(is_integer, shifts)):
             raise ShapeError(f"{self.path}: roll: a whole number for each axis, got {shown(shift)} for {list(axes)}")
-        for n, at in zip(shifts, axes, strict=True):
+        for n, at in zip(map(int, shifts), axes, strict=True):
             size = self.type_of(x).shape[at]
             n = n % size if is_static(size) else n
             # A shift of 0 would slice by -0, which is not the end.
