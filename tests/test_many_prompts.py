@@ -304,6 +304,26 @@ def test_failures_of_threads_end_with_their_request(is_late: bool) -> None:
     assert programs.compiled("b", lambda: lambda: 1) == 1
 
 
+@pytest.mark.parametrize(
+    "budgets, num_fitting, want",
+    [
+        ([9] * 3, 999, 4), ([9] * 575, 999, 128), ([9] * 576, 999, 192), ([9] * 768, 999, 256), ([9] * 768, 200, 192),
+        ([9] * 768, 191, 128), ([9] * 768, 100, 64), ([99] + [1] * 999, 999, 128),
+    ],
+)  # fmt: skip
+def test_slots_of_an_accelerator(
+    budgets: list[int], num_fitting: int, want: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many long jobs have more slots, as many as fit the memory."""
+    model, lengths, totals = lm("llama")._lm, [5] * len(budgets), [5 + budget for budget in budgets]
+    assert slot_plan.default_slots(model, budgets) <= slot_plan.MAX_SLOTS["cpu"]
+    monkeypatch.setattr(slot_plan, "MAX_SLOTS", {})
+    monkeypatch.setattr(
+        slot_plan, "fits_device", lambda _lm, sizes, *_: sum(each.num_slots for each in sizes) <= num_fitting
+    )
+    assert sum(each.num_slots for each in slot_plan.slot_sizes(model, lengths, totals, None, None)) == want
+
+
 def test_an_iterator_that_does_not_end() -> None:
     """Answers come while prompts are still read, greedy ones and drawn ones."""
     model = lm("llama")
