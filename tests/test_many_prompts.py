@@ -131,7 +131,7 @@ def alone_without(
     bias: tuple[tuple[int, float], ...] = (),
 ) -> Any:  # fmt: skip
     """The answer to a prompt of a call for it alone, by a model whose weights are all finite; `bias` is added."""
-    sampler = replace(KINDS[kind], logit_bias={**KINDS[kind].logit_bias, **dict(bias)})
+    sampler = replace(KINDS[kind], logit_bias={BAD: -np.inf, **dict(bias)})
     return lm(family, one_size=True).generate([list(ids)], budget, sampler, list(stop), seed, logprobs=LOGPROBS)[0]
 
 

@@ -87,8 +87,6 @@ def test_the_steps_of_the_formulas(directory: Path, lm: Any) -> None:
     drafted, accepted = (sum(r[i] for r in rows) for i in (1, 2))
     assert (found.drafted, found.accepted, found.steps) == (drafted, accepted, max(r[3] for r in rows))
     assert 0.3 * drafted < accepted < drafted and found.steps < NEW - 1
-    with pytest.raises(errors.RequestError, match="slots= and speculative='mtp' do not go together"):
-        lm.generate(PROMPTS, NEW, speculative="mtp", slots=2)
     list(lm.stream(PROMPTS[0], NEW, speculative="mtp", draft_tokens=DRAFTS))  # one step of a block of its own
     compiled = lm.report().compiles
     with jax.transfer_guard("disallow"):
@@ -96,6 +94,24 @@ def test_the_steps_of_the_formulas(directory: Path, lm: Any) -> None:
     assert lm.report().compiles == compiled
     named = [row.program.split(":")[0] for row in lm.report().programs if ": prefill" in row.program]
     assert named == ["qwen35_mtp"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_mesh", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_in_slots(directory: Path, lm: Any, has_mesh: bool) -> None:
+    """Rows equal the request alone with the same drafts, with a sampler and a number of tokens for each prompt."""
+    prompts, budgets = [*PROMPTS, [1, 2] * 4, [4] * 7, [3, 1]] * 2, [NEW, 1, 7, 3, 12, NEW] * 2
+    samplers: Any = [(rlx.Sampler(), rlx.Sampler(temperature=3.0, top_k=9))[i % 2] for i in range(12)]
+    options: Any = {"speculative": "mtp", "draft_tokens": DRAFTS}
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices()[:4]) if has_mesh else None
+    model: Any = rlx.load(directory, mesh=mesh)
+    got = model.generate(prompts, budgets, samplers, seed=[*range(12)], stop=[5], slots=4, **options)
+    report = model.report()
+    assert report.request.slots == 4 and report.speculative.drafted > report.speculative.accepted > 0
+    each = enumerate(zip(prompts, budgets, samplers, strict=True))
+    assert got == [lm.generate([p], b, s, seed=i, stop=[5], **options)[0] for i, (p, b, s) in each]
+    assert model.generate(prompts, budgets, samplers, seed=[*range(12)], stop=[5], slots=4, **options) == got
+    assert model.report().request.compiled == 0
 
 
 def test_the_model_and_its_module_share_arrays(lm: Any) -> None:

@@ -207,6 +207,9 @@ class MtpModule(ProgramDrafter):
         run_pairs, run_draft = (self.programs.function(key).run for key in self.keys)
         rows, draft_limit = draft_step.rows, draft_step.draft_limit
         ids, hidden, pairs = drafter_state.carry
+        # In slots the first token is chosen after `start`; it is the last one of the only pair.
+        is_last = jnp.arange(ids.shape[1], dtype=jnp.int32)[None] == pairs[:, None] - 1
+        ids = jnp.where(is_last, rows.ids[:, None], ids)
 
         def read(run: Any, state: StateArrays, ids: Array, hidden: Array, lengths: Array) -> tuple[Array, Array, Any]:
             module_inputs = {self.ids_input: ids, HIDDEN: hidden, "lengths": lengths}
@@ -258,6 +261,15 @@ def initial_pairs(width: int, blocks: tuple[Array, ...], lengths: Array, first: 
         offset += block.shape[1]
     ids = jnp.pad(jnp.maximum(first, 0), ((0, 0), (0, width - 1)))
     return ids, jnp.pad(hidden[:, None], ((0, 0), (0, width - 1), (0, 0))), jnp.ones_like(lengths)
+
+
+def empty_pairs(drafter: Drafter | None, rows: int) -> Any:
+    """Return the `DrafterState.carry` of empty slots: that of `MtpModule`, and None for other drafters."""
+    if not isinstance(drafter, MtpModule):
+        return None
+    (width,) = (d.type.shape[-1] for d in drafter.unbound_model.flow._inputs if d.name == HIDDEN)
+    ids = np.zeros((rows, drafter.tokens + 1), np.int32)
+    return ids, np.zeros((*ids.shape, width), np.float32), np.zeros(rows, np.int32)
 
 
 # -- the MTP module of a checkpoint ------------------------------------------------------------

@@ -105,7 +105,6 @@ def uses_slots(lm: LanguageModel, request: Request) -> bool:
         "a value for each prompt": request.by_prompt, "slots=": request.slots, "progress=": request.progress,
     }  # fmt: skip
     others = {
-        "speculative='mtp'": request.drafter is not None and request.drafter.needs_hidden,
         "inputs=": request.inputs.arrays,
         "state= with other inputs": request.inputs.optional_inputs or request.inputs.sizes,
     }  # fmt: skip

@@ -48,7 +48,7 @@ class PrefixFiller:
 
     def programs(self, widths: Sequence[int], has_prefix: bool) -> list[BoundProgram]:
         """Return the programs that prefill chunks of these widths."""
-        keys = fill_keys(self.plan.lm, self._sizes(has_prefix), widths, self.plan.num_drafts)
+        keys = fill_keys(self.plan.lm, self._sizes(has_prefix), widths, self.plan.drafter)
         return list(map(self.plan.loop.model.bind, keys))
 
     def width(self, num_tokens: int, has_prefix: bool) -> int:

@@ -62,6 +62,8 @@ class SlotClasses:
         first, rows = self.prefixes[0], [job.ids for job in jobs]
         # Prefixes need programs that warm-up did not run.
         is_off = first.plan.lm.model.programs.is_warm and share_prefix is None
+        # A module that drafts reads the hidden states of whole prompts.
+        is_off |= first.plan.drafter is not None and first.plan.drafter.needs_hidden
         if is_off or any(job.prefix for job in jobs):
             return [*jobs]
         prefixes = first.cache.assign(first.plan.lm.model, rows, first.width, share_prefix, first.plan.lm.max_positions)

@@ -160,7 +160,9 @@ def plan_class(
         verify, bound = model.as_program("verify"), drafter.bind(state_sizes)
         rollback_arrays = model.programs.template(verify.key(outputs=variant.outputs)).rollback_arrays
         wrapper = VerifyLoop(steps, model.first_input, count, bound, rollback_arrays, True, stop_width)
-        loop_key = verify.key_for_sizes({**state_sizes, "seq": spare + 1}, replace(variant, last_only=False))
+        loop_key = verify.key_for_sizes(
+            {**state_sizes, "seq": spare + 1}, replace(variant, last_only=False, hidden=drafter.needs_hidden)
+        )
         if isinstance(bound, ProgramDrafter):
             symbolic = bound.keys[0].symbolic
             drafter_state = bound.programs.empty_state(symbolic, state_sizes, spare)
@@ -187,10 +189,14 @@ def plan_class(
     )  # fmt: skip
 
 
-def fill_keys(lm: LanguageModel, sizes: SlotSizes, widths: Sequence[int], spare: int = 0) -> tuple[ProgramKey, ...]:
-    """Return the programs that prefill chunks of these widths; `spare` as in `Variant`."""
+def fill_keys(
+    lm: LanguageModel, sizes: SlotSizes, widths: Sequence[int], drafter: Drafter | None = None
+) -> tuple[ProgramKey, ...]:
+    """Return the programs that prefill chunks of these widths; `drafter` as in `Request`."""
     state_sizes = {"batch": sizes.fill_rows, "context": sizes.cache_len}
-    variant = Variant(True, lm.model.output_names[:1], spare=spare)
+    variant = Variant(True, lm.model.output_names[:1])
+    if drafter is not None:
+        variant = replace(variant, spare=drafter.tokens, hidden=drafter.needs_hidden)
     return prefill_keys(lm.model, widths, state_sizes, variant, sizes.extends)
 
 

@@ -8,8 +8,9 @@ the tokens of a job depend neither on its slot nor on the other jobs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,12 +18,13 @@ import numpy as np
 
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.generate.decode import NOT_FINITE, STOPPED, LogProbs, RequestRows, Sizes
+from rlx_jax.generate.drafters import empty_pairs
 from rlx_jax.generate.logits_processor import check_processors
 from rlx_jax.generate.prefix_fill import PrefixFiller
-from rlx_jax.generate.request_plan import PromptChunk, prompt_blocks
+from rlx_jax.generate.request_plan import PromptBlock, PromptChunk, prompt_blocks
 from rlx_jax.generate.sampler import Sampler, SamplerValues
 from rlx_jax.generate.scheduler import JobAnswer, SlotJob, SlotTokens
-from rlx_jax.generate.slot_fill import MoveRows, NewJobs, SlotRows
+from rlx_jax.generate.slot_fill import MoveRows, NewJobs, SlotRows, put_rows
 from rlx_jax.generate.slot_plan import SlotPlan
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.generate.token_history import initial_history
@@ -57,6 +59,7 @@ class Slots:
         first_tokens: the first tokens of the fills since the last `start_decode`.
         num_steps: number of steps decoded.
         counts: the counts of `VerifyLoop`.
+        carry: the `DrafterState.carry` of all slots.
     """
 
     plan: SlotPlan
@@ -66,6 +69,7 @@ class Slots:
     first_tokens: list[FillResult] = field(default_factory=list)
     num_steps: int = 0
     counts: Any = field(default_factory=lambda: np.zeros(3, np.int32))
+    carry: Any = None
 
     @property
     def num_slots(self) -> int:
@@ -89,12 +93,25 @@ class Slots:
         targets[: len(group)] = [slot for slot, _ in group]
         jobs = new_jobs(plan, [job for _, job in group], rows)
         programs, state, draft_state = plan.lm.model.programs, prefixes.start([job.prefix for _, job in group]), {}
+        blocks: Iterable[PromptBlock] = prompt_blocks(
+            prefixes.programs(widths, has_prefix), chunks, new, rows, {}, state
+        )
         if plan.drafter is not None:
+            hidden: tuple[Any, ...] = ()
+            if plan.drafter.needs_hidden:
+                parts = [*blocks]
+                # Rows that end in an earlier chunk have the same state after the last one.
+                blocks = [part._replace(state=parts[-1].state) for part in parts]
+                hidden = tuple(part.hidden for part in parts)
             ids = [job.ids for _, job in group]
             sizes = Sizes(rows, prefixes.widths(max(map(len, ids)), False), prefixes.plan.sizes.cache_len)
-            _, arrays = plan.drafter.start(programs, sizes, ids, None, ())
+            first = np.zeros((rows, 1), np.int32)  # not chosen yet
+            carry, arrays = plan.drafter.start(programs, sizes, ids, first, hidden)
+            if carry is not None:
+                shardings = programs.replicated
+                self.carry = programs.run_helper(put_carry, self.carry, carry, targets, out_shardings=shardings)
             draft_state = {DRAFTER_PREFIX + name: array for name, array in arrays.items()}
-        for block in prompt_blocks(prefixes.programs(widths, has_prefix), chunks, new, rows, {}, state):
+        for block in blocks:
             if not block.is_end.any():  # no prompt ends in this chunk
                 continue
             slots = np.where(block.is_end, targets, outside)
@@ -123,14 +140,14 @@ class Slots:
         """Return the inputs of the loop; see `DecodeLoop`."""
         operands = {"sampler_values": self.rows.sampler_values, "stop_mask": self.rows.stop_ids}
         if (drafter := self.plan.drafter) is not None:
-            operands |= {"params": drafter.params(), "drafter_carry": None, "counts": self.counts}
+            operands |= {"params": drafter.params(), "drafter_carry": self.carry, "counts": self.counts}
         return {"rows": self.rows.rows, "min_running": np.int32(min_running), **operands}
 
     def start_decode(self, min_running: int) -> Any:
         """Decode some steps, until at most `min_running` slots run; return the tokens, without waiting for them."""
         (tokens, rows, *log_probs), self.state = self.plan.loop(self.loop_inputs(min_running), self.state)
         if self.plan.drafter is not None:
-            self.counts, log_probs = log_probs[-1], []
+            (self.carry, self.counts), log_probs = log_probs, []
         self.rows = replace(self.rows, rows=rows)
         return (
             tokens,
@@ -193,6 +210,11 @@ class Slots:
         self.rows = replace(self.rows, rows=replace(self.rows.rows, running=running))
         for slot in slots:
             self.occupied.pop(slot, None)
+
+
+def put_carry(carry: Any, new: Any, slots: Array) -> Any:
+    """Return the `DrafterState.carry` of all slots with that of new jobs."""
+    return jax.tree.map(partial(put_rows, slots, 0), carry, new)
 
 
 def slot_tokens(tokens: np.ndarray[Any, Any], running: bool, slot: int, log_probs: LogProbs | None) -> SlotTokens:
@@ -258,4 +280,5 @@ def open_class(plan: SlotPlan) -> Slots:
     rows = RequestRows(zeros, np.zeros(num, bool), zeros, history, keys)
     values = stack_values([Sampler().values(vocab_size, steps)] * num)
     stop_ids = np.full((num, plan.stop_width), -1, np.int32)
-    return Slots(plan, state, jax.device_put(SlotRows(rows, values, stop_ids), programs.replicated))
+    slots = jax.device_put((SlotRows(rows, values, stop_ids), empty_pairs(plan.drafter, num)), programs.replicated)
+    return Slots(plan, state, slots[0], carry=slots[1])

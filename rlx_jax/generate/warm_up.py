@@ -72,7 +72,7 @@ def warm_all(
         warm_answers(lm, kinds[0], n or 1)
         warm_prefill(lm)
         requests: list[tuple[int | None, Drafter | None]] = [(each, None) for each in {None, logprobs}]
-        requests += [] if drafter is None or drafter.needs_hidden else [(None, drafter)]
+        requests += [] if drafter is None else [(None, drafter)]
         for sampler, (num_logprobs, source) in product(kinds if sizes else (), requests):
             options = RowOptions(1, sampler, (), (), LARGE_SEED, 0)
             warm_slots(open_slots(plan_slots(lm, [options], [1], num_logprobs, None, source)), sampler, LARGE_SEED)
