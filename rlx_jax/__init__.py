@@ -18,7 +18,7 @@ from rlx_jax.errors import RlxError
 from rlx_jax.flow import ModelFlow
 from rlx_jax.generate.causal import CausalLM
 from rlx_jax.generate.generation import Completion
-from rlx_jax.generate.prompt_request import PromptRequest as PromptRequest
+from rlx_jax.generate.many import PromptRequest as PromptRequest
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.scoring import Score as Score
 from rlx_jax.ir import ops, plugins

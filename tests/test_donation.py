@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import re
 import warnings
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -65,7 +66,7 @@ def test_the_state_is_aliased_and_never_copied(roll: str, compute: str) -> None:
 def decode_step(model: Any, batch: int, context: int) -> Any:
     """Compile the loop that generates with a vocabulary of 61 tokens, as `generate` does; nothing runs."""
     loop = DecodeLoop(SamplingSteps(), "input_ids", steps=4, early_exit=True)
-    key = model.bind_to_sizes({"batch": batch, "context": context, "seq": 1}, loop).key
+    key = replace(model.key_for_sizes({"batch": batch, "context": context, "seq": 1}), wrapper=loop)
     state = jax.eval_shape(partial(model.init_state, batch, context)).arrays()
     history = initial_history(SamplingSteps(), [()] * batch, 61, 0)
     rows = jax.eval_shape(partial(new_rows, False), jax.random.key(0), np.ones(batch, bool), np.int32(4), history)

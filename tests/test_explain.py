@@ -20,7 +20,7 @@ from rlx_jax.inspection.rates import rates_named
 from rlx_jax.inspection.records import BlockEntry, Finding, Inspection
 from rlx_jax.inspection.work import block_work
 from rlx_jax.lowering.inspect.hlo import parse_instructions
-from rlx_jax.runtime.findings import PaddedSizes, copied_caches, findings_of
+from rlx_jax.runtime.explain import PaddedSizes, copied_caches, findings_of
 from rlx_jax.runtime.inspect_program import program_facts
 from tests import divided, small
 from tests.oracles.checkpoints import FIXTURES

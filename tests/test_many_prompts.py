@@ -21,8 +21,7 @@ from rlx_jax.compiler import settings as settings_module
 from rlx_jax.generate import slot_plan
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.scheduler import Scheduler, SlotJob
-from rlx_jax.generate.slot_classes import open_slots
-from rlx_jax.runtime.prepare import prepare_programs
+from rlx_jax.generate.slot_classes import open_slots, prepare_programs
 from tests import divided
 from tests.divided import V
 
@@ -215,10 +214,10 @@ def check_schedule(family: str, jobs: list[Any], times: list[tuple[int, int]]) -
             break
     for i, answer in ((i, answer) for i, answer in answers.items() if answer is not None):
         if broken(family) is not lm(family) and BAD in jobs[i][0]:
-            assert answer.failed and not answer.ids
+            assert answer.new.failed and not answer.new.ids
             continue
-        assert not answer.failed
-        check_answer(family, jobs[i], answer.ids, answer.log_probs)
+        assert not answer.new.failed
+        check_answer(family, jobs[i], answer.new.ids, answer.new.log_probs)
     return moves
 
 

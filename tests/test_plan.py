@@ -20,7 +20,7 @@ from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.types import TensorType
 from rlx_jax.loading import model_plan
-from rlx_jax.runtime import op_samples
+from rlx_jax.runtime import estimate
 from rlx_jax.runtime.estimate import CUBLAS_WORKSPACE
 from tests.oracles.checkpoints import FIXTURES
 
@@ -119,7 +119,7 @@ def test_ops_are_sampled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         samples.append((type(op).__name__, implementation, types[0].shape))
         return 1.0 if type(op).__name__ == "AttentionOp" else 0.0
 
-    monkeypatch.setattr(op_samples, "sample_seconds", measure)
+    monkeypatch.setattr(estimate, "sample_seconds", measure)
     plan = rlx.plan(RECIPE, device="cpu", batch=64, context=256)
     assert plan.decode is not None
     assert {s for s in samples if s[0] == "AttentionOp"} == {
@@ -136,10 +136,10 @@ def test_ops_are_sampled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_sample_takes_time() -> None:
     types = (TensorType((1, 64), np.dtype(np.float32)),)
-    assert 0 < op_samples.sample_seconds(Unary("exp"), "xla", types) < 1
+    assert 0 < estimate.sample_seconds(Unary("exp"), "xla", types) < 1
     masked = AttentionOp(2, 2, extra=("keep",))
     rows = TensorType((1, 8, 16), np.dtype(np.float32))
-    assert 0 < op_samples.sample_seconds(masked, "xla", (rows, rows, rows, TensorType((1, 8), np.dtype(np.bool_)))) < 1
+    assert 0 < estimate.sample_seconds(masked, "xla", (rows, rows, rows, TensorType((1, 8), np.dtype(np.bool_)))) < 1
 
 
 def test_weights_that_a_cpu_widens(monkeypatch: pytest.MonkeyPatch) -> None:

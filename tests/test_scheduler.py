@@ -9,6 +9,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlx_jax.compiler.settings import SlotSizes
+from rlx_jax.generate.decode import RowTokens
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.scheduler import JobAnswer, Scheduler, SlotIndex, SlotJob, SlotTokens
@@ -27,18 +29,15 @@ def wanted(index: int, budget: int) -> list[int]:
     return [index + i for i in range(min(budget, STOP) if index % 2 else budget)]
 
 
-@dataclass(frozen=True)
-class Class:
-    num_slots: int
-    fill_rows: int
-    cache_len: int = 40
+def slot_class(num_slots: int, fill_rows: int, cache_len: int = 40) -> SlotSizes:
+    return SlotSizes(num_slots, fill_rows, (), cache_len)
 
 
 @dataclass
 class Device:
     """Slots on the host. It checks what a device relies on, and counts the positions of caches that steps read."""
 
-    classes: tuple[Class, ...]
+    classes: tuple[SlotSizes, ...]
     jobs: dict[SlotIndex, SlotJob] = field(default_factory=dict)
     full: dict[SlotIndex, SlotJob] = field(default_factory=dict)
     done: dict[SlotIndex, int] = field(default_factory=dict)
@@ -62,8 +61,8 @@ class Device:
     def move(self, source: int, target: int, rows: Sequence[tuple[int, int, JobAnswer]]) -> None:
         assert source < target and 0 < len(rows) <= self.classes[target].fill_rows
         for old, new, answer in rows:
-            assert self.full.pop((source, old)) is answer.job and len(answer.ids) == self.done[source, old]
-            self.place((target, new), answer.job, len(answer.ids))
+            assert self.full.pop((source, old)) is answer.job and len(answer.new.ids) == self.done[source, old]
+            self.place((target, new), answer.job, len(answer.new.ids))
 
     def limit(self, slot: SlotIndex) -> int:
         return min(self.jobs[slot].options.budget, self.classes[slot[0]].cache_len - len(self.jobs[slot].ids))
@@ -74,7 +73,7 @@ class Device:
             slots = [slot for slot in self.jobs if slot[0] == index and self.done[slot] < self.limit(slot)]
             assert bool(slots) == (least is not None)
             for slot in slots if least is not None else ():
-                result[slot] = SlotTokens([], True)
+                result[slot] = SlotTokens(RowTokens(), True)
             for step in range(STEPS + 1):  # step 0 is the first token
                 running = [slot for slot in slots if self.done[slot] < self.limit(slot)]
                 if step and len(running) <= (least or 0):
@@ -82,7 +81,7 @@ class Device:
                 self.num_idle_steps += self.classes[index].num_slots - len(running)
                 self.positions_read += self.classes[index].num_slots * self.classes[index].cache_len * bool(step)
                 for slot in running if step else [slot for slot in running if not self.done[slot]]:
-                    result[slot].ids.append(self.jobs[slot].index + self.done[slot])  # type: ignore[attr-defined]
+                    result[slot].new.ids.append(self.jobs[slot].index + self.done[slot])
                     self.done[slot] += 1
         for slot, new in result.items():
             if self.done[slot] >= self.limit(slot):
@@ -111,7 +110,7 @@ def test_every_job_is_answered_once(
 ) -> None:
     """Whatever comes in whatever order, and is cancelled when: each other job gets its tokens, once."""
     shorter = sorted(shorter, key=lambda each: each[2])
-    device = Device((*(Class(*each) for each in shorter), Class(slots, rows)))
+    device = Device((*(slot_class(*each) for each in shorter), slot_class(slots, rows)))
     scheduler = Scheduler(device, find_end, window)
     waiting = [job(i, *size) for i, size in enumerate(sizes)]
     answers: dict[int, list[int]] = {}
@@ -126,7 +125,7 @@ def test_every_job_is_answered_once(
                 cancelled.add(index)
         for answer in scheduler.step():
             assert answer.job.index not in answers
-            answers[answer.job.index] = answer.ids
+            answers[answer.job.index] = answer.new.ids
     want = {i: wanted(i, budget) for i, (_, budget) in enumerate(sizes) if i not in cancelled}
     assert answers == want
     assert not device.jobs and scheduler.num_waiting == 0
@@ -134,7 +133,7 @@ def test_every_job_is_answered_once(
 
 def test_long_answers_first_and_few_idle_slots() -> None:
     """Longest first: the steps of idle slots stay below one group of slots and the tail of the last answers."""
-    device = Device((Class(8, 2, 50),))
+    device = Device((slot_class(8, 2, 50),))
     scheduler = Scheduler(device)
     budgets = [1 + 7 * i % 40 for i in range(64)]
     for i, budget in enumerate(budgets):
@@ -148,7 +147,7 @@ def test_long_answers_first_and_few_idle_slots() -> None:
 
 def test_a_window_ends_waiting() -> None:
     """An endless sequence of long jobs does not keep a short one waiting."""
-    scheduler = Scheduler(Device((Class(1, 1),)), window=4)
+    scheduler = Scheduler(Device((slot_class(1, 1),)), window=4)
     for i in range(4):
         scheduler.submit(job(i, 2, 12 if i else 1))
     done: list[int] = []
@@ -161,7 +160,7 @@ def test_a_window_ends_waiting() -> None:
 def test_classes_read_less() -> None:
     """Short jobs and a few long ones: with a class of short caches fewer positions are read, in fewer steps of it."""
     read = []
-    for classes in ((Class(8, 2, 400),), (Class(7, 2, 40), Class(1, 1, 400))):
+    for classes in ((slot_class(8, 2, 400),), (slot_class(7, 2, 40), slot_class(1, 1, 400))):
         device = Device(classes)
         scheduler = Scheduler(device)
         for i in range(60):

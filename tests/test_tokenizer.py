@@ -29,7 +29,7 @@ from rlx_jax.errors import (
     TokenIdError,
     TokenizerError,
 )
-from rlx_jax.text import ascii_texts
+from rlx_jax.text import ascii_texts, tokenizer_checks
 from rlx_jax.text import tokenizer as tokenizer_module
 from rlx_jax.text.tokenizer import Tokenizer, load_tokenizer
 from tests.oracles.checkpoints import FIXTURES
@@ -372,7 +372,7 @@ def test_what_would_panic_is_refused_before(doc: Json, tmp_path: Path, capfd: py
 
 @pytest.mark.parametrize("limit", ["MAX_TOKENIZER_BYTES", "MAX_TOKENIZER_VALUES", "MAX_VOCABULARY"])
 def test_limits(limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_module, limit, 3)
+    monkeypatch.setattr(tokenizer_checks if limit == "MAX_VOCABULARY" else tokenizer_module, limit, 3)
     with pytest.raises(LimitError, match=f"{limit} = 3"):
         loaded(tmp_path, KINDS["word_level"])
 

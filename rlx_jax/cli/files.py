@@ -26,7 +26,7 @@ from rlx_jax.generate.scoring import Score, exp_or_inf
 from rlx_jax.io.files import parse_object
 from rlx_jax.io.jsonl import open_job
 from rlx_jax.ir.serial import node_digest
-from rlx_jax.text.tokenizer_files import tokenizer_files
+from rlx_jax.text.tokenizer import tokenizer_files
 
 # Fields of a line that its result repeats.
 REPEATED = ("id", "metadata")

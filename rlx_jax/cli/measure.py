@@ -30,7 +30,7 @@ from rlx_jax.loading.load import with_compute_dtype
 from rlx_jax.loading.tuning import Trial, Workload
 from rlx_jax.loading.tuning import tune as tune_model
 from rlx_jax.profiles import CompileProfile
-from rlx_jax.runtime.show import model_page
+from rlx_jax.runtime.explain import model_page
 
 # -- bench -------------------------------------------------------------------------------------
 

@@ -132,6 +132,14 @@ class Template:
         """Return the head, the product with a weight that computes the first output; raises as `find_head`."""
         return find_head(self.mir)
 
+    @functools.cached_property
+    def has_head(self) -> bool:
+        """Return whether the first output is the product of a head."""
+        try:
+            return self.head is not None
+        except GraphError:
+            return False
+
     def headless(self) -> Template:
         """Return the template of the program up to its head; the operands of the head are the outputs."""
         job = Job(lowering_settings(), self.types, headless=True)

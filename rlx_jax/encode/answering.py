@@ -13,7 +13,7 @@ from rlx_jax.encode.pooled import Vectors
 from rlx_jax.encode.text_rows import check_pairs
 from rlx_jax.errors import RequestError, shown, suggest_keywords
 from rlx_jax.models.encoder import ANSWER
-from rlx_jax.runtime.inputs import check_integer
+from rlx_jax.runtime.inputs import check_flag, check_integer
 from rlx_jax.text.spans import TokenSpans, encode_windows, id_of_role
 
 # Maximum number of tokens of a question with a window of its context, and of two windows' shared tokens.
@@ -138,8 +138,7 @@ class QuestionAnswerer(HeadModel):
                 leaves no room for windows. Others as `Encoder.embed`.
         """
         for name, value in (("allow_none", allow_none), ("whole_words", whole_words)):
-            if not isinstance(value, bool):
-                raise RequestError(f"{name} is {shown(value)}; expected True or False")
+            check_flag(name, value)
         search = _Search(
             1 if top_k is None else check_integer("top_k", top_k, 1),
             check_integer("max_answer_tokens", max_answer_tokens, 1), allow_none, whole_words,

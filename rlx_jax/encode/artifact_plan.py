@@ -12,7 +12,7 @@ from rlx_jax.lowering.hir.row_layouts import MASK
 from rlx_jax.runtime.export_model import ArtifactPlan
 from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.text.request_checks import TYPES
-from rlx_jax.text.tokenizer_files import tokenizer_files
+from rlx_jax.text.tokenizer import tokenizer_files
 
 
 def encoder_plan(encoder: Any) -> ArtifactPlan:

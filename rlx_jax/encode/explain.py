@@ -13,10 +13,9 @@ from rlx_jax.errors import RequestError, shown, suggest_keywords
 from rlx_jax.inspection.page import Page
 from rlx_jax.inspection.records import Inspection
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
-from rlx_jax.runtime.explain import explain_request
+from rlx_jax.runtime.explain import check_compared, explain_request, model_page
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.show import check_compared, model_page
 from rlx_jax.text.token_model import supported_positions
 
 

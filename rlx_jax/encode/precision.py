@@ -10,7 +10,7 @@ import numpy as np
 
 from rlx_jax.encode.pooled import Vectors
 from rlx_jax.errors import RequestError, RlxWarning, shown
-from rlx_jax.runtime.inputs import check_integer
+from rlx_jax.runtime.inputs import check_flag, check_integer
 
 PRECISIONS = ("float32", "int8", "uint8", "binary", "ubinary")
 # Number of vectors from which their own ranges are stable enough not to warn.
@@ -103,8 +103,7 @@ class OutputFormat:
         columns = None if truncate_dim is None else check_integer("truncate_dim", truncate_dim, 1)
         if columns is not None and columns > width:
             raise RequestError(f"truncate_dim is {columns}, and the vectors have {width} numbers")
-        if not isinstance(normalize, bool):
-            raise RequestError(f"normalize is {shown(normalize)}; expected True or False")
+        check_flag("normalize", normalize)
         return OutputFormat(columns, normalize, precision, check_precision(precision, ranges, columns or width))
 
     def __call__(self, vectors: Vectors) -> np.ndarray[Any, Any]:

@@ -8,7 +8,7 @@ from rlx_jax.errors import UnsupportedError, listing
 from rlx_jax.generate.request_inputs import declared_inputs
 from rlx_jax.runtime.export_model import ArtifactPlan
 from rlx_jax.runtime.program_key import ProgramKey
-from rlx_jax.text.tokenizer_files import tokenizer_files
+from rlx_jax.text.tokenizer import tokenizer_files
 
 
 def language_model_plan(lm: Any) -> ArtifactPlan:

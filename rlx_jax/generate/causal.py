@@ -13,15 +13,23 @@ import numpy as np
 
 from rlx_jax.errors import RequestError, suggest_keywords
 from rlx_jax.generate.artifact_plan import language_model_plan
-from rlx_jax.generate.capturing import capture, capture_request, check_request_captures, warn_of_captures
 from rlx_jax.generate.conversation import Conversation, check_stream_options, open_conversation
+from rlx_jax.generate.decode import RowTokens
 from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.drafters import DRAFT_TOKENS, make_drafter
 from rlx_jax.generate.explain import explain, profile, show
 from rlx_jax.generate.generation import NewTokens, report_of_requests, run_request, stream_request
 from rlx_jax.generate.many import generate_iter, run_prompts, split_options
 from rlx_jax.generate.patching import patch
-from rlx_jax.generate.prefill import compute_logits, extend, prefill
+from rlx_jax.generate.prefill import (
+    capture,
+    capture_request,
+    check_request_captures,
+    compute_logits,
+    extend,
+    prefill,
+    warn_of_captures,
+)
 from rlx_jax.generate.prefix_cache import PrefixCache
 from rlx_jax.generate.prefix_named import load_prefix, name_prefix, prefix_cache, save_prefix
 from rlx_jax.generate.request import (
@@ -30,17 +38,23 @@ from rlx_jax.generate.request import (
     LanguageModel,
     Request,
     StreamOptions,
-    check_flag,
     check_request,
 )
 from rlx_jax.generate.request_inputs import Inputs, declared_inputs
 from rlx_jax.generate.row_options import Budgets, Samplers, StopLike
 from rlx_jax.generate.sampler import SAMPLING, Sampler
-from rlx_jax.generate.score_texts import ScoredTokens, scored_tokens
-from rlx_jax.generate.scoring import Score, mean_perplexity, perplexity_windows, score_items
+from rlx_jax.generate.score_program import ScoredTokens
+from rlx_jax.generate.scoring import (
+    Score,
+    mean_perplexity,
+    perplexity_windows,
+    score_items,
+    scored_tokens,
+)
 from rlx_jax.generate.warm_up import warm_all
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.program import Weights
+from rlx_jax.runtime.inputs import check_flag
 from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.chat import chat_prompt
 from rlx_jax.text.padding import check_buckets
@@ -480,7 +494,7 @@ class CausalLM(TaskModel):
         drafts = speculative is not None or draft_tokens != DRAFT_TOKENS
         drafter = make_drafter(speculative, draft_tokens, self._lm) if drafts else None
         request = check_request(self._lm, prompts, max_new_tokens, sampler, stop, seed, drafter=drafter, **options)
-        new = NewTokens([[] for _ in range(len(request.rows) * (request.n or 1))])
+        new = NewTokens([RowTokens() for _ in range(len(request.rows) * (request.n or 1))])
         self._last_call = request, new
         if drafter is not None:
             self._last_speculative = new

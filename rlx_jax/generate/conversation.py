@@ -20,12 +20,12 @@ from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.pipeline import Template
 from rlx_jax.errors import RequestError, SequenceLengthError, SessionStateError, integer_text, shown, suggest_keywords
 from rlx_jax.generate.generation import Generation, NewTokens, run_request, stream_request
-from rlx_jax.generate.request import DecodingOptions, PrefixState, Request, SnapshotPoint, check_flag, common_prefix_len
+from rlx_jax.generate.request import DecodingOptions, PrefixState, Request, SnapshotPoint, common_prefix_len
 from rlx_jax.generate.row_options import StopLike
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.ir.plugins import derive_rule
-from rlx_jax.runtime.inputs import check_integer
+from rlx_jax.runtime.inputs import check_flag, check_integer
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.sequence_state import LENGTH
 from rlx_jax.text.chat import check_messages, choose_checked_template
@@ -200,7 +200,9 @@ class Conversation:
         """Return the names of the arrays to copy before the reply: the ones that cannot be truncated."""
         if not self.keep_copy or (turn.request.drafter is not None and turn.request.drafter.needs_hidden):
             return ()
-        return snapshot_array_names(self.causal_lm._lm.model, len(turn.ids) + turn.request.budget)
+        model, tokens = self.causal_lm._lm.model, len(turn.ids) + turn.request.budget
+        rings = ring_windows(model)  # a ring buffer that the text does not outgrow can be truncated
+        return tuple(name for name in untruncatable_arrays(model) if name not in rings or tokens > rings[name])
 
     def _snapshot_point(self, turn: Turn, start: int, array_names: tuple[str, ...]) -> SnapshotPoint | None:
         """Return the position at which to copy the arrays: after the messages, before the beginning of the reply.
@@ -372,15 +374,6 @@ def can_truncate(model: CompiledModel, text: CachedText, length: int, replaced: 
         return bool(num_tokens <= slots or num_tokens - length <= slots - rings[name])
 
     return all(name in replaced or is_truncatable(name) for name in untruncatable_arrays(model))
-
-
-def snapshot_array_names(model: CompiledModel, tokens: int) -> tuple[str, ...]:
-    """Return the names of the arrays to copy, for a text of up to `tokens` tokens: the ones that cannot be truncated.
-
-    A ring buffer that the text does not outgrow can be.
-    """
-    rings = ring_windows(model)
-    return tuple(name for name in untruncatable_arrays(model) if name not in rings or tokens > rings[name])
 
 
 def cached_text(generation: Generation, ids: Sequence[int], snapshot: StateSnapshot | None) -> CachedText | None:

@@ -17,7 +17,6 @@ from rlx_jax.compiler.executable import Arrays, StateArrays
 from rlx_jax.errors import RequestError, SessionStateError
 from rlx_jax.ir.types import TensorType
 from rlx_jax.runtime.model import BoundProgram
-from rlx_jax.runtime.programs import state_shardings
 from rlx_jax.runtime.sequence_state import LENGTH, State, check_capacity
 from rlx_jax.text.padding import crop_to
 from rlx_jax.text.request_checks import Ids
@@ -229,12 +228,10 @@ def move_leaf(leaf: LeafMove, array: jax.Array, rows: jax.Array, lengths: jax.Ar
 
 def resize_state(program: BoundProgram, state: StateArrays, rows: Ids, lengths: Ids | None = None) -> StateArrays:
     """Copy rows of a state of the same flow to the sizes of `program`, in new arrays; see `move_state`."""
-    programs, sizes = program.model.programs, dict(program.key.binding)
-    template, mesh_sharding = programs.template(program.key.symbolic), programs.model_sharding
-    shardings = None if mesh_sharding is None else state_shardings(template, sizes, mesh_sharding)
-    arguments, moves = (state, rows) if lengths is None else (state, rows, lengths), leaf_moves(program, state)
-    moved: dict[str, Any] = programs.run_helper(move_state, *arguments, static=(moves,), out_shardings=shardings)
-    return moved
+    programs, moves = program.model.programs, leaf_moves(program, state)
+    arguments = (state, rows) if lengths is None else (state, rows, lengths)
+    shardings = programs.state_shardings(program.key)
+    return programs.run_helper(move_state, *arguments, static=(moves,), out_shardings=shardings)
 
 
 def leaf_moves(program: BoundProgram, state: StateArrays) -> tuple[LeafMove, ...]:

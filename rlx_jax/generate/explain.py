@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
 
 from rlx_jax.errors import NumericsError, RequestError, check_names
-from rlx_jax.generate.generation import start_generation
-from rlx_jax.generate.request import LanguageModel, check_flag, check_request
+from rlx_jax.generate.generation import GeneratesText, start_generation
+from rlx_jax.generate.request import check_request
 from rlx_jax.generate.request_plan import RequestPlan, plan_request, prompt_blocks
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.inspection.page import Page
 from rlx_jax.inspection.records import Inspection
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
-from rlx_jax.runtime.explain import explain_program
-from rlx_jax.runtime.findings import PaddedSizes
-from rlx_jax.runtime.inputs import check_integer
+from rlx_jax.runtime.explain import PaddedSizes, check_compared, explain_program, model_page
+from rlx_jax.runtime.inputs import check_flag, check_integer
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.show import check_compared, model_page
 from rlx_jax.text.request_checks import classify_prompts
 from rlx_jax.text.token_model import check_positions
 
@@ -31,18 +29,8 @@ DEFAULT_CONTEXT = 512
 PROGRAMS = ("decode", "prefill")
 
 
-class HasRequests(Protocol):
-    """A `CausalLM`."""
-
-    @property
-    def _lm(self) -> LanguageModel: ...
-
-    @property
-    def generate(self) -> Callable[..., Any]: ...
-
-
 def explain(
-    self: HasRequests, program: str = "decode", *, batch: int = 1, context: int | None = None,
+    self: GeneratesText, program: str = "decode", *, batch: int = 1, context: int | None = None,
     runs: int = 3, measure: bool = True,
 ) -> Inspection:  # fmt: skip
     """Explain one step of decoding, or prefill: per block its time, work and share of the roofline; the largest losses
@@ -93,7 +81,7 @@ def explain(
     return explain_program(programs, plan.prefill_programs[0].key, times, 1, padding)
 
 
-def show(self: HasRequests, *programs: str, compare: Sequence[Inspection] = (), **options: Any) -> Page:
+def show(self: GeneratesText, *programs: str, compare: Sequence[Inspection] = (), **options: Any) -> Page:
     """Return the page of what `explain` returns of decoding and prefill. A notebook displays it, and `save` writes it.
 
     Args:
@@ -140,7 +128,7 @@ def time_prefill(plan: RequestPlan, runs: int) -> BlockTimes:
     return profile_run([plan.loop.model.programs], prefill, runs)
 
 
-def profile(self: HasRequests, prompts: Any, max_new_tokens: int = 64, **options: Any) -> BlockTimes:
+def profile(self: GeneratesText, prompts: Any, max_new_tokens: int = 64, **options: Any) -> BlockTimes:
     """Measure the time by block of `generate(prompts, max_new_tokens, **options)`.
 
     It runs three times, the last two under `jax.profiler`, of which the last counts. Prefill and the loop have separate

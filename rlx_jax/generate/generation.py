@@ -5,10 +5,9 @@ The module also turns new tokens into answers: lists, streams, and `Completion`s
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +15,18 @@ import numpy as np
 
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.errors import NumericsError
-from rlx_jax.generate.decode import NOT_FINITE, STOPPED, FirstTokens, LogProbs, RequestRows, new_rows
+from rlx_jax.generate.decode import STOPPED, FirstTokens, LogProbs, RequestRows, RowTokens, new_rows
 from rlx_jax.generate.decode_state import fits, gather_rows, prompt_indices, resize_state
+from rlx_jax.generate.prefix_cache import PrefixCache
 from rlx_jax.generate.request import LanguageModel, PrefixState, Request
 from rlx_jax.generate.request_plan import RequestPlan, plan_request, prompt_blocks
 from rlx_jax.generate.row_options import RowOptions
-from rlx_jax.generate.scheduler import TopLogProbs
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.generate.stop_strings import GrowingText, min_length, stable_prefix, stop_length
 from rlx_jax.generate.token_history import initial_history
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
-from rlx_jax.runtime.programs import state_shardings
 from rlx_jax.runtime.report import Report, RequestReport, SpeculativeCounts
 from rlx_jax.runtime.sequence_state import LENGTH, as_state
 
@@ -59,64 +57,57 @@ class NewTokens:
     """The new tokens of each row that the host has so far.
 
     Attributes:
-        rows: the ids of each row.
-        failed: number of tokens before the logits of a row were not finite, by row.
+        rows: the tokens of each row.
         num_added: number of tokens that the last block added, by row.
         ended_rows: rows that the host ended, which grow no more.
         speculated: counts of speculative decoding.
-        log_probs: log-probabilities of the tokens, by row.
-        top_logprobs: the likeliest tokens at each position with their log-probabilities, by row.
         report: report of the request so far.
     """
 
-    rows: list[list[int]]
-    failed: dict[int, int] = field(default_factory=dict)
+    rows: list[RowTokens]
     num_added: dict[int, int] = field(default_factory=dict)
-    ended_rows: list[int] = field(default_factory=list)
+    ended_rows: set[int] = field(default_factory=set)
     speculated: SpeculativeCounts | None = None
-    log_probs: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-    top_logprobs: dict[int, list[TopLogProbs]] = field(default_factory=lambda: defaultdict(list))
     report: RequestReport | None = None
 
     def append(self, block: np.ndarray[Any, Any], log_probs: LogProbs | None = None) -> None:
         """Append a block of tokens, and their log-probabilities."""
-        block = block.copy()
-        block[self.ended_rows] = STOPPED  # the device computed the block ahead, before the host ended these rows
-        counts = (block >= 0).sum(axis=1)
-        self.num_added = {int(i): int(counts[i]) for i in np.flatnonzero(counts)}
-        for i in self.num_added:
-            is_token = block[i] >= 0
-            self.rows[i].extend(block[i][is_token].tolist())
-            if log_probs is not None:
-                self.log_probs[i].extend(log_probs.chosen[i][is_token].tolist())
-                pairs = zip(log_probs.ids[i][is_token].tolist(), log_probs.likeliest[i][is_token].tolist(), strict=True)
-                self.top_logprobs[i].extend(tuple(zip(ids, values, strict=True)) for ids, values in pairs)
-        self.failed |= {int(i): len(self.rows[i]) for i in np.flatnonzero((block == NOT_FINITE).any(axis=1))}
+        self.num_added = {}
+        # The device computed the block ahead, before the host ended some rows.
+        for i in {*range(len(self.rows))} - self.ended_rows:
+            added = RowTokens.of(block, i, log_probs)
+            self.rows[i].extend(added)
+            self.num_added |= {i: len(added.ids)} if added.ids else {}
 
     def end(self, row: int, count: int) -> None:
         """End a row after its first `count` tokens, and drop the others."""
-        for values in (self.rows[row], self.log_probs[row], self.top_logprobs[row]):
-            del values[count:]
-        self.failed.pop(row, None)
-        self.ended_rows.append(row)
+        self.rows[row].cut(count)
+        self.ended_rows.add(row)
 
-    def failure(self, outputs: Sequence[Any], n: int | None = None) -> NumericsError:
-        """Return the error for rows that failed.
+    @property
+    def failed(self) -> dict[int, int]:
+        """Return the number of tokens before the logits of a row were not finite, by row."""
+        return {i: len(row.ids) for i, row in enumerate(self.rows) if row.failed}
 
-        Args:
-            outputs: the outputs of all rows so far.
-            n: number of answers to each prompt, as in `Request`.
-        """
-        answers = n or 1
-        names = [f"prompts[{i // answers}]{'' if n is None else f' (answer {i % n})'}" for i in self.failed]
-        suffix = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        return NumericsError(
-            f"the logits, after logit_bias if any, are not finite for {', '.join(names[:8])}{suffix}, first after "
-            f"{min(self.failed.values())} new tokens; `outputs` of this error has the tokens before, and the other "
-            "answers in full",
-            self.failed,
-            outputs,
-        )
+
+def not_finite_error(failed: Mapping[int, int], outputs: Sequence[Any], n: int | None = None) -> NumericsError:
+    """Return the error for rows that failed.
+
+    Args:
+        failed: number of tokens before the logits of a row were not finite, by row.
+        outputs: the outputs of all rows so far.
+        n: number of answers to each prompt, as in `Request`.
+    """
+    answers = n or 1
+    names = [f"prompts[{i // answers}]{'' if n is None else f' (answer {i % n})'}" for i in failed]
+    suffix = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return NumericsError(
+        f"the logits, after logit_bias if any, are not finite for {', '.join(names[:8])}{suffix}, first after "
+        f"{min(failed.values())} new tokens; `outputs` of this error has the tokens before, and the other "
+        "answers in full",
+        failed,
+        outputs,
+    )
 
 
 @dataclass(eq=False)
@@ -215,6 +206,21 @@ class Generation:
                 array.copy_to_host_async()  # once the block is computed, and not only when the host waits for it
 
 
+class GeneratesText(Protocol):
+    """A `CausalLM`, as the functions see it that are its methods."""
+
+    _prefixes: PrefixCache
+
+    @property
+    def _lm(self) -> LanguageModel: ...
+
+    @property
+    def generate(self) -> Callable[..., Any]: ...
+
+    @property
+    def _make_request(self) -> Callable[..., tuple[Request, NewTokens]]: ...
+
+
 # -- from a request to its answers -------------------------------------------------------------
 
 
@@ -234,7 +240,7 @@ def run_blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[
             new.speculated = generation.speculated
             if request.stop_strings:
                 lengths = {
-                    i: stop_length(lm.decode, new.rows[i], count, request.stop_strings, request.sampler.min_tokens)
+                    i: stop_length(lm.decode, new.rows[i].ids, count, request.stop_strings, request.sampler.min_tokens)
                     for i, count in new.num_added.items()
                 }
                 stops = {i: length for i, length in lengths.items() if length is not None}
@@ -243,7 +249,7 @@ def run_blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[
                 if stops:
                     generation.stop(stops)
             seconds, compiled = clock()
-            tokens = sum(map(len, new.rows))
+            tokens = sum(len(row.ids) for row in new.rows)
             first_token = first_token or (seconds, tokens)
             new.report = RequestReport(
                 "prompts", len(request.rows), sum(map(len, request.rows)), first_token[0], tokens, first_token[1],
@@ -268,20 +274,16 @@ def run_request(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any
 
 def make_outputs(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any]:
     """Return the output for each prompt of a request that has run; raises as `run_request`."""
-    rows = []
-    for i, ids in enumerate(new.rows):
-        tokens = ids, new.log_probs[i], new.top_logprobs[i]
-        rows.append(make_output(lm, request, request.row_options(i), tokens, request.as_text))
+    rows = [make_output(lm, request, request.row_options(i), row, request.as_text) for i, row in enumerate(new.rows)]
     n = request.n
     outputs = rows if n is None else [rows[at : at + n] for at in range(0, len(rows), n)]
-    if new.failed:
-        raise new.failure(outputs, n)
+    if failed := new.failed:
+        raise not_finite_error(failed, outputs, n)
     return outputs
 
 
 def make_output(
-    lm: LanguageModel, request: Request, options: RowOptions, tokens: tuple[list[int], list[float], list[TopLogProbs]],
-    as_text: bool, details: bool = False,
+    lm: LanguageModel, request: Request, options: RowOptions, tokens: RowTokens, as_text: bool, details: bool = False,
 ) -> Any:  # fmt: skip
     """Return the output for one row: text, ids, or a `Completion`.
 
@@ -291,15 +293,15 @@ def make_output(
         as_text: whether text is returned, not ids.
         details: whether a `Completion` is returned also without log-probabilities.
     """
-    (ids, log_probs, top), min_tokens = tokens, options.sampler.min_tokens
+    ids, min_tokens = tokens.ids, options.sampler.min_tokens
     text = lm.answer_text(ids, options.stop_strings, min_tokens) if as_text else None
     if request.logprobs is None and not details:
         return ids if text is None else text
     has_ended = bool(ids) and ids[-1] in options.stop_ids
     if not has_ended:
         has_ended = stop_length(lm.decode, ids, len(ids), options.stop_strings, min_tokens) is not None
-    likeliest = tuple(pairs[: request.logprobs] for pairs in top)
-    return Completion(text, tuple(ids), tuple(log_probs), likeliest, "stop" if has_ended else "length")
+    likeliest = tuple(pairs[: request.logprobs] for pairs in tokens.top_logprobs)
+    return Completion(text, tuple(ids), tuple(tokens.log_probs), likeliest, "stop" if has_ended else "length")
 
 
 def stream_request(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[Any]:
@@ -309,7 +311,7 @@ def stream_request(lm: LanguageModel, request: Request, new: NewTokens) -> Itera
     Each dispatch is one step, so that a token is returned while the device computes the next one.
     """
     request = replace(request, is_stream=True)
-    (ids,), sent, min_tokens = new.rows, 0, request.sampler.min_tokens
+    ids, sent, min_tokens = new.rows[0].ids, 0, request.sampler.min_tokens
     text = GrowingText(lm.decode)
     for _ in run_blocks(lm, request, new):
         stable: Any = ids
@@ -323,8 +325,8 @@ def stream_request(lm: LanguageModel, request: Request, new: NewTokens) -> Itera
     # What was withheld as the beginning of a stop string is part of the answer if none followed.
     if request.as_text and answer[sent:]:
         yield answer[sent:]
-    if new.failed:
-        raise new.failure([answer])
+    if failed := new.failed:
+        raise not_finite_error(failed, [answer])
 
 
 def report_of_requests(
@@ -402,10 +404,9 @@ def initial_rows(plan: RequestPlan, live: np.ndarray[Any, Any]) -> RequestRows:
     keeps_tokens = request.drafter is not None and request.drafter.reads_tokens
     history = initial_history(plan.sampling_steps, prompts, len(plan.stop_mask), plan.sizes.cache_len, keeps_tokens)
     arguments = (random_key("seed", request.seed), live, np.int32(request.budget), history)
-    rows: RequestRows = programs.run_helper(
+    return programs.run_helper(
         new_rows, *arguments, static=(plan.sampling_steps.do_sample,), out_shardings=programs.replicated
     )
-    return rows
 
 
 def prefill_shared_prefix(plan: RequestPlan) -> PrefixState:
@@ -431,7 +432,5 @@ def prepare_prefix_state(program: BoundProgram, prefix: PrefixState) -> StateArr
     # A state that the request owns, of the right sizes and row order, is used without a copy.
     if not prefix.donated or not fits(program, prefix.arrays) or prefix.rows != tuple(range(len(prefix.rows))):
         return resize_state(program, prefix.arrays, rows, lengths)
-    mesh_sharding = model.programs.model_sharding
-    template = model.programs.template(program.key.symbolic)
-    length_sharding = None if mesh_sharding is None else state_shardings(template, sizes, mesh_sharding)[LENGTH]
-    return {**prefix.arrays, LENGTH: jax.device_put(lengths, length_sharding)}
+    shardings = model.programs.state_shardings(program.key) or {}
+    return {**prefix.arrays, LENGTH: jax.device_put(lengths, shardings.get(LENGTH))}

@@ -6,16 +6,29 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, Protocol, Unpack
+from typing import Any, Literal, Unpack
 
 import jax
 import numpy as np
 
 from rlx_jax.errors import RequestError, RlxError, listing, shown, suggest_keywords
-from rlx_jax.generate.generation import NewTokens, make_output, make_outputs, run_request
+from rlx_jax.generate.generation import (
+    GeneratesText,
+    NewTokens,
+    make_output,
+    make_outputs,
+    not_finite_error,
+    run_request,
+)
 from rlx_jax.generate.prefix_cache import ParamsIdentity, Prefix
-from rlx_jax.generate.prompt_request import PromptRequest
-from rlx_jax.generate.request import LanguageModel, Request, check_answers, check_flag, check_length, choose_seed
+from rlx_jax.generate.request import (
+    LanguageModel,
+    Request,
+    check_answers,
+    check_length,
+    check_min_tokens,
+    choose_seed,
+)
 from rlx_jax.generate.request_plan import chunk_widths
 from rlx_jax.generate.row_options import BatchProgress, RowOptions, StopLike, is_by_prompt, split_by_prompt
 from rlx_jax.generate.sampler import Sampler, Sampling, resolve_sampler
@@ -23,10 +36,11 @@ from rlx_jax.generate.scheduler import JobAnswer, Scheduler, SlotJob
 from rlx_jax.generate.slot_classes import SlotClasses, open_slots
 from rlx_jax.generate.slot_plan import SlotPlan, max_slots, plan_slots
 from rlx_jax.generate.stop_strings import stop_length
-from rlx_jax.runtime.inputs import check_integer
+from rlx_jax.runtime.inputs import check_flag, check_integer
 from rlx_jax.runtime.report import RequestReport, SpeculativeCounts
 from rlx_jax.runtime.sequence_state import as_state
-from rlx_jax.text.request_checks import Prompts
+from rlx_jax.text.chat import chat_prompt
+from rlx_jax.text.request_checks import Prompts, classify_prompts
 
 # Prompts that are prefilled together in a request without slots have at most so many tokens, padding included.
 MAX_BATCH_TOKENS = 2**16
@@ -145,10 +159,8 @@ def run_slots(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[N
     while not scheduler.is_idle:
         ended = scheduler.step()
         for answer in ended:
-            row = answer.job.index
-            new.rows[row], new.log_probs[row], new.top_logprobs[row] = answer.ids, answer.log_probs, answer.top_logprobs
-            new.failed |= {row: len(answer.ids)} if answer.failed else {}
-        done, num_tokens = done + len(ended), num_tokens + sum(len(answer.ids) for answer in ended)
+            new.rows[answer.job.index] = answer.new
+        done, num_tokens = done + len(ended), num_tokens + sum(len(answer.new.ids) for answer in ended)
         seconds, compiled = clock()
         prompt_tokens = sum(map(len, request.rows))
         num_read = sum(len(job.ids) - job.num_cached for job in jobs) + device.num_prefilled
@@ -205,20 +217,9 @@ def slots_report(
 # -- prompts from an iterator ------------------------------------------------------------------
 
 
-class MakesRequests(Protocol):
-    """A `CausalLM`."""
-
-    @property
-    def _lm(self) -> LanguageModel: ...
-
-    def _make_request(
-        self, prompts: Prompts, max_new_tokens: Any, sampler: Any, stop: Any, seed: Any, **options: Any
-    ) -> tuple[Request, NewTokens]: ...
-
-
 @suggest_keywords(*Sampling.__annotations__)
 def generate_iter(
-    self: MakesRequests, prompts: Iterable[Any], max_new_tokens: int = 64, sampler: Sampler | None = None,
+    self: GeneratesText, prompts: Iterable[Any], max_new_tokens: int = 64, sampler: Sampler | None = None,
     stop: StopLike = (), seed: Any = None, *, logprobs: int | None = None, slots: int | None = None,
     progress: Callable[[BatchProgress], None] | None = None, errors: Literal["raise", "return"] = "raise",
     details: bool = False, **sampling: Unpack[Sampling],
@@ -334,7 +335,7 @@ class PromptStream:
                 scheduler.submit(job)
                 cached += job.num_cached
             for answer in scheduler.step():
-                done, num_tokens = done + 1, num_tokens + len(answer.ids)
+                done, num_tokens = done + 1, num_tokens + len(answer.new.ids)
                 seconds, compiled = clock()
                 counts = num_prompts, prompt_tokens, num_tokens
                 self.new.report = slots_report(device, *counts, seconds, compiled, cached - device.num_prefilled)
@@ -372,12 +373,10 @@ class PromptStream:
     def output(self, answer: JobAnswer) -> tuple[int, Any]:
         """Return what `generate_iter` yields for an answer."""
         index, as_text = self.outputs.pop(answer.job.index)
-        tokens = answer.ids, answer.log_probs, answer.top_logprobs
-        output = make_output(self.lm, self.request, answer.job.options, tokens, as_text, self.details)
-        if not answer.failed:
+        output = make_output(self.lm, self.request, answer.job.options, answer.new, as_text, self.details)
+        if not answer.new.failed:
             return index, output
-        failed = NewTokens([answer.ids], {index: len(answer.ids)})
-        return index, self.returned(failed.failure([output]))
+        return index, self.returned(not_finite_error({index: len(answer.new.ids)}, [output]))
 
 
 def fits_device(device: SlotClasses, job: SlotJob) -> bool:
@@ -389,3 +388,89 @@ def fits_device(device: SlotClasses, job: SlotJob) -> bool:
         and len(options.stop_ids) <= plan.stop_width
         and steps.union(options.sampler.sampling_steps(plan.lm.vocab_size)) == steps
     )
+
+
+# -- a prompt with options of its own ---------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class PromptRequest:
+    """A prompt for `CausalLM.generate_iter` with options of its own; None means the option of the call.
+
+    Attributes:
+        prompt: a string or an id list.
+        messages: in place of a prompt, messages that the chat template renders; the answer is text.
+        max_new_tokens, sampler, stop, seed: as in `CausalLM.generate`. With a seed of its own the prompt has the random
+            draws of a call for it alone.
+        index: the number that its answer is yielded with, that errors name, and that its random draws depend on; by
+            default its position in the iterable.
+    """
+
+    prompt: str | Sequence[int] | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    max_new_tokens: int | None = None
+    sampler: Sampler | None = None
+    stop: StopLike | None = None
+    seed: Any = None
+    index: int | None = None
+
+    def checked_index(self, position: int) -> int:
+        """Return `index`, or the position of the prompt in the iterable without one.
+
+        Raises:
+            RequestError: it is no integer in [0, 2**31).
+        """
+        index = position if self.index is None else check_integer(f"prompts[{position}]: index", self.index, 0)
+        if index >= 2**31:  # random draws take it as int32
+            raise RequestError(f"prompts[{position}]: index is {index}; expected an integer below 2**31")
+        return index
+
+    def read(self, lm: LanguageModel, name: str) -> Prompts:
+        """Return the prompt, rendered by the chat template if it is messages.
+
+        Args:
+            lm: the model.
+            name: the prompt, for messages.
+
+        Raises:
+            RequestError: neither or both of `prompt` and `messages`, or not one prompt. Others as
+                `CausalLM.apply_chat_template`.
+        """
+        if (self.prompt is None) == (self.messages is None):
+            count = "none" if self.prompt is None else "both"
+            raise RequestError(f"{name}: expected a prompt or messages, got {count}")
+        if self.messages is not None:
+            tokenizer = lm.require_tokenizer("chat needs", "generate from token ids")
+            return Prompts(None, [chat_prompt(tokenizer, self.messages, variables={})], True)
+        # An empty list has no tokens; it would be classified as a list without prompts.
+        is_empty = isinstance(self.prompt, list | tuple) and not self.prompt
+        prompts = Prompts(None, [[]], True) if is_empty else classify_prompts(self.prompt, name)
+        if not prompts.is_single:
+            raise RequestError(f"{name} is {shown(self.prompt)}; expected a string or a list of token ids")
+        return prompts
+
+    def replace_options(self, lm: LanguageModel, options: RowOptions, stop: StopLike, name: str) -> RowOptions:
+        """Return the options of the call, replaced by the options of this prompt.
+
+        Args:
+            lm: the model.
+            options, stop: the options of the call, and its `stop`.
+            name: the prompt, for messages.
+
+        Raises:
+            RequestError, TokenIdError: as `CausalLM.generate`.
+        """
+        if self.max_new_tokens is not None:
+            budget = check_integer(f"{name}: max_new_tokens", self.max_new_tokens, 0)
+            options = replace(options, budget=budget)
+        if self.sampler is not None:
+            sampler = lm.bind_sampler(resolve_sampler(self.sampler, {}))
+            sampler.values(lm.vocab_size)
+            options = replace(options, sampler=sampler)
+        if self.stop is not None or self.sampler is not None:  # a sampler may ignore the end tokens
+            stop_strings, stop_ids = lm.parse_stop(stop if self.stop is None else self.stop, options.sampler)
+            options = replace(options, stop_strings=stop_strings, stop_ids=stop_ids)
+        if self.seed is not None:
+            options = replace(options, seed=choose_seed(self.seed, options.sampler), draw=0)
+        check_min_tokens(options.sampler, options.budget, f"{name}: ")
+        return options

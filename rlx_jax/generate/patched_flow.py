@@ -203,11 +203,3 @@ def edited_model(model: CompiledModel, kind: Literal["capture", "patch"], patche
         if tuple(edit.wrapper.order[: len(p.names)]) != p.names:
             raise GraphError(f"patch: {quote(p.pattern)}: blocks are not written in the order {listing(p.names)}")
     return patched
-
-
-def has_head(model: CompiledModel) -> bool:
-    """Return whether the logits of some tokens can be computed from their hidden states."""
-    try:
-        return model.template().head is not None
-    except GraphError:
-        return False

@@ -9,15 +9,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.errors import RequestError, ShapeError, listing, shown, suggest_keywords
-from rlx_jax.generate.capturing import CaptureAxes, run_forward, trim_padding
 from rlx_jax.generate.decode_state import last_tokens
+from rlx_jax.generate.generation import GeneratesText
 from rlx_jax.generate.patched_flow import (
     PROMPTS,
     ROWS,
@@ -27,16 +27,14 @@ from rlx_jax.generate.patched_flow import (
     PatchFunction,
     edited_model,
     find_blocks,
-    has_head,
 )
-from rlx_jax.generate.prefill import last_only
-from rlx_jax.generate.request import LanguageModel, check_flag
+from rlx_jax.generate.prefill import CaptureAxes, last_only, read_prompts, run_forward, trim_padding
+from rlx_jax.generate.request import LanguageModel
 from rlx_jax.generate.request_inputs import Inputs, RequestInputs, check_inputs
-from rlx_jax.runtime.inputs import check_integer, read_array
+from rlx_jax.runtime.inputs import check_flag, check_integer, read_array
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.text.padding import pad_block, pad_to
-from rlx_jax.text.request_checks import Ids, classify_prompts, pad_rows
-from rlx_jax.text.token_model import check_positions
+from rlx_jax.text.request_checks import Ids, pad_rows
 from rlx_jax.trace.block_selection import BlockPattern
 from rlx_jax.trace.checks import check_signature
 
@@ -134,7 +132,7 @@ class PatchRun:
             arrays[p.wrapper.name("slots")] = slots
             inputs = replace(inputs, sizes={**inputs.sizes, p.wrapper.name("count"): len(p.chosen)})
         patched = edited_model(model, "patch", self.patches)
-        ends_early, (primary, *_) = self.is_last and has_head(patched), model.output_names
+        ends_early, (primary, *_) = self.is_last and patched.template().has_head, model.output_names
         metric = PatchMetric(self.metric, len(self.block), size, self.is_last, 0 if ends_early else self.block.shape[1])
         results = []
         for start in range(0, len(copies), size):
@@ -182,16 +180,9 @@ class PatchMetric:
         return by_copy if self.metric is None else jax.vmap(self.metric)(by_copy)
 
 
-class HasLanguageModel(Protocol):
-    """A `CausalLM`."""
-
-    @property
-    def _lm(self) -> LanguageModel: ...
-
-
 @suggest_keywords()
 def patch(
-    self: HasLanguageModel, prompts: Any, patches: Mapping[str, Any] | str, *, source: Any = None,
+    self: GeneratesText, prompts: Any, patches: Mapping[str, Any] | str, *, source: Any = None,
     positions: Any = None, sweep: bool = False, metric: PatchFunction | None = None,
     logits: Literal["all", "last"] = "last", batch_size: int | None = None, inputs: Inputs = None,
 ) -> Any:  # fmt: skip
@@ -224,9 +215,9 @@ def patch(
         raise RequestError("patch: batch_size is for a sweep: pass sweep=True, or leave it out")
     if metric is not None and not callable(metric):
         raise RequestError(f"patch: metric is a function of the logits, got {shown(metric)}")
-    rows = _read_prompts(lm, prompts, "prompts")
+    rows = read_prompts(lm, prompts, "patch: prompts", "prompts")
     lengths = np.array(list(map(len, rows)), np.int32)
-    source_rows = None if source is None else _read_prompts(lm, source, "source")
+    source_rows = None if source is None else read_prompts(lm, source, "patch: source", "source")
     if source_rows is not None and [*map(len, source_rows)] != lengths.tolist():
         raise RequestError(
             f"patch: the prompts have {listing(map(str, lengths))} tokens, and those of source "
@@ -253,16 +244,6 @@ def patch(
 
 
 # -- arguments ---------------------------------------------------------------------------------
-
-
-def _read_prompts(lm: LanguageModel, prompts: Any, name: str) -> list[list[int]]:
-    """Return prompts as ids."""
-    rows = lm.encode_prompts(classify_prompts(prompts))
-    if not rows:
-        raise RequestError(f"patch: {name}: there are no prompts")
-    for i, row in enumerate(rows):
-        check_positions(len(row), lm.max_positions, f"{name}[{i}]")
-    return rows
 
 
 def _read_positions(positions: Any, lengths: Ids, sweep: bool) -> np.ndarray[Any, Any]:

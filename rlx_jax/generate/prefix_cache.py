@@ -1,7 +1,7 @@
 """`PrefixCache`: the states of prompt prefixes that several prompts share, within a byte budget.
 
 A state is only valid at exactly the end of its prefix, as ring buffers and recurrent states cannot be truncated. So
-prefixes end where prompts part, and are copied as a whole. `prefix_fill.py` computes them, and copies them into slots.
+prefixes end where prompts part, and are copied as a whole. `PrefixFiller` computes them, and copies them into slots.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class PrefixCache:
             if saved <= cost and not is_forced:
                 continue
             cache_len = bucket_size(length, PREFIX_BUCKET, cache_limit)
-            nbytes = prefix_bytes(model, cache_len)
+            nbytes = state_bytes(model, 1, cache_len)
             if nbytes <= room:
                 room -= nbytes
                 prefix = Prefix(tuple(rows[sharing[0]][:length]), nbytes, cache_len, params, parent)
@@ -221,11 +221,13 @@ def one_row(model: CompiledModel, cache_len: int) -> BoundProgram:
     return BoundProgram(extend, extend.key_for_sizes(sizes, Variant(True, model.output_names[:1])))
 
 
-def prefix_bytes(model: CompiledModel, cache_len: int) -> int:
-    """Return the bytes of a state of one row on one device."""
-    key = one_row(model, cache_len).key
-    template = model.programs.template(key.symbolic)
-    return sum(state_bytes_by_kind(model.programs, template, {**model.flow._binding, **dict(key.binding)}).values())
+def state_bytes(model: CompiledModel, rows: int, cache_len: int) -> int:
+    """Return the bytes of a state on one device."""
+    programs, model = model.programs, model.as_program("extend")
+    template = programs.template(model.key(frozenset(), model.output_names[:1], True))
+    ring_sizes = programs.ring_sizes(template, cache_len)
+    state_sizes = {**model.flow._binding, **ring_sizes, "batch": rows, "context": cache_len}
+    return sum(state_bytes_by_kind(programs, template, state_sizes).values())
 
 
 def parse_size(value: Any) -> int | None:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,16 @@ import numpy as np
 from rlx_jax.compiler.settings import bucket_size
 from rlx_jax.errors import FormatError, RequestError, VersionMismatchError, listing, quote, shown
 from rlx_jax.generate.decode_state import fits, resize_state
+from rlx_jax.generate.generation import GeneratesText
 from rlx_jax.generate.prefill import prefill
-from rlx_jax.generate.prefix_cache import PREFIX_BUCKET, Prefix, PrefixCache, one_row, parse_size, prefix_bytes
-from rlx_jax.generate.request import LanguageModel, check_flag
+from rlx_jax.generate.prefix_cache import PREFIX_BUCKET, Prefix, PrefixCache, one_row, parse_size, state_bytes
+from rlx_jax.generate.request import LanguageModel
 from rlx_jax.io.atomic import atomic_directory
 from rlx_jax.io.files import parse_object
 from rlx_jax.ir.serial import closure_digest, encode_graph
 from rlx_jax.ir.types import short_name
+from rlx_jax.runtime.inputs import check_flag
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.programs import state_shardings
 from rlx_jax.text.request_checks import classify_prompts
 from rlx_jax.text.token_model import check_positions
 from rlx_jax.weights.format import Entry
@@ -34,29 +35,20 @@ from rlx_jax.weights.tensor_file import open_safetensors
 IDS_TENSOR, IDENTITY_TENSOR, STATE_TENSORS = "ids", "identity", "state."
 
 
-class HasPrefixes(Protocol):
-    """A `CausalLM`."""
-
-    _prefixes: PrefixCache
-
-    @property
-    def _lm(self) -> LanguageModel: ...
-
-
-def _get_size(self: HasPrefixes) -> int | None:
+def _get_size(self: GeneratesText) -> int | None:
     """Return the bytes for prefixes of prompts that are retained between calls; None to retain none, and 0 to share
     none. May be set, also to text such as "2GiB", which drops all prefixes; named ones still serve as `state=`."""
     return self._prefixes.size
 
 
-def _set_size(self: HasPrefixes, size: Any) -> None:
+def _set_size(self: GeneratesText, size: Any) -> None:
     self._prefixes = PrefixCache(parse_size(size))
 
 
 prefix_cache = property(_get_size, _set_size)
 
 
-def name_prefix(self: HasPrefixes, text: str | Sequence[int]) -> Prefix:
+def name_prefix(self: GeneratesText, text: str | Sequence[int]) -> Prefix:
     """Prefill the beginning of prompts once, and return it with its state.
 
     Pass it as `state=` to `generate` or `stream`, with the rest of each prompt. Prompts of `generate` that begin with
@@ -84,7 +76,7 @@ def name_prefix(self: HasPrefixes, text: str | Sequence[int]) -> Prefix:
     return _pin(lm, prefix)
 
 
-def load_prefix(self: HasPrefixes, path: str | os.PathLike[str]) -> Prefix:
+def load_prefix(self: GeneratesText, path: str | os.PathLike[str]) -> Prefix:
     """Return a prefix that `save_prefix` wrote, as `prefix` does; nothing is prefilled.
 
     Raises:
@@ -107,16 +99,15 @@ def load_prefix(self: HasPrefixes, path: str | os.PathLike[str]) -> Prefix:
         arrays = {
             key.removeprefix(STATE_TENSORS): file.read(key) for key in file.tensors if key.startswith(STATE_TENSORS)
         }
-    program, sharding = one_row(model, prefix.cache_len), model.programs.model_sharding
+    program = one_row(model, prefix.cache_len)
     template = model.programs.template(program.key.symbolic)
     if arrays.keys() != template.state.keys() or not fits(program, arrays):
         raise FormatError(f"{name}: the arrays of the state are not those of {len(prefix.ids)} tokens")
-    shardings = None if sharding is None else state_shardings(template, dict(program.key.binding), sharding)
-    prefix.arrays = jax.device_put(arrays, shardings)
+    prefix.arrays = jax.device_put(arrays, model.programs.state_shardings(program.key))
     return _pin(lm, prefix)
 
 
-def save_prefix(self: HasPrefixes, prefix: Prefix, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+def save_prefix(self: GeneratesText, prefix: Prefix, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Write a prefix to a safetensors file for `load_prefix`, with a digest of the model and its weights.
 
     Raises:
@@ -176,7 +167,7 @@ def _digest(content: bytes) -> str:
 def _new_prefix(lm: LanguageModel, ids: Sequence[int]) -> Prefix:
     """Return a prefix without its state."""
     cache_len = bucket_size(len(ids), PREFIX_BUCKET, lm.max_positions)
-    params, nbytes = lm.prefixes.begin(lm.model), prefix_bytes(lm.model, cache_len)
+    params, nbytes = lm.prefixes.begin(lm.model), state_bytes(lm.model, 1, cache_len)
     return Prefix(tuple(ids), nbytes, cache_len, params, cache=lm.prefixes)
 
 

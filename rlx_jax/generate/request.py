@@ -25,7 +25,7 @@ from rlx_jax.generate.sampler import Sampler, Sampling
 from rlx_jax.generate.speculative import Drafter
 from rlx_jax.generate.stop_strings import min_length, truncate_at_stop
 from rlx_jax.program import InputDecl
-from rlx_jax.runtime.inputs import check_integer, random_key, read_array
+from rlx_jax.runtime.inputs import check_flag, check_integer, random_key, read_array
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.text.request_checks import NO_TOKENIZER, Prompts, id_list
@@ -363,16 +363,6 @@ def check_min_tokens(sampler: Sampler, budget: int, name: str = "") -> None:
     if sampler.min_tokens > budget:
         text = f"{name}min_tokens is {sampler.min_tokens}, and max_new_tokens is {budget}"
         raise RequestError(f"{text}; pass at most as many")
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Check that an option of a request is True or False.
-
-    Raises:
-        RequestError: it is something else.
-    """
-    if not isinstance(value, bool):
-        raise RequestError(f"{name} is {shown(value)}; expected True or False")
 
 
 def check_answers(lm: LanguageModel, n: Any, logprobs: Any, sampler: Sampler | None, drafts: bool) -> None:

@@ -13,10 +13,10 @@ from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.settings import Buckets, bucket_size, fit_bucket
 from rlx_jax.errors import RequestError
 from rlx_jax.generate.decode import DecodeLoop, Sizes
-from rlx_jax.generate.logits_processor import check_processors
 from rlx_jax.generate.request import LanguageModel, Request, SnapshotPoint
 from rlx_jax.generate.sampler import SamplerValues, SamplingSteps
 from rlx_jax.generate.speculative import VerifyLoop
+from rlx_jax.generate.token_history import check_processors
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.program_key import ProgramKey, Variant
 from rlx_jax.text.padding import PROMPT_BUCKET

@@ -20,7 +20,7 @@ import numpy as np
 from rlx_jax.compiler.settings import bucket_size
 from rlx_jax.errors import RequestError, TokenIdError, UnsupportedError, listing, quote, shown
 from rlx_jax.io.folder import Folder
-from rlx_jax.runtime.inputs import check_integer
+from rlx_jax.runtime.inputs import check_flag, check_integer
 
 Array = jax.Array
 # The range of positive normal float32 numbers; devices flush smaller ones to 0.
@@ -95,8 +95,7 @@ class SamplerOption:
             check_integer(name, value, 0 if self.allow_zero else 1)
             return
         if self.is_flag:
-            if not isinstance(value, bool):
-                raise RequestError(f"{name} is {shown(value)}; expected True or False")
+            check_flag(name, value)
             return
         number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
         if not number or not -math.inf < value < math.inf:

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from rlx_jax.compiler.settings import SlotSizes
+from rlx_jax.generate.decode import RowTokens
 from rlx_jax.generate.prefix_cache import Prefix
 from rlx_jax.generate.row_options import RowOptions
 
-# Log-probabilities of one position: the likeliest ids with their values, the likeliest first.
-TopLogProbs = tuple[tuple[int, float], ...]
 # A slot: the index of its class, and of its row in the class.
 SlotIndex = tuple[int, int]
 # A job starts in the smallest class that holds its prompt and one part in so many of its budget.
@@ -52,22 +52,11 @@ class JobAnswer:
 
     Attributes:
         job: the job.
-        ids: the new tokens.
-        log_probs, top_logprobs: their log-probabilities, and the likeliest tokens at each position, if requested.
-        failed: whether the logits after the last token were not finite, which ended the job.
+        new: the tokens.
     """
 
     job: SlotJob
-    ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    top_logprobs: list[TopLogProbs] = field(default_factory=list)
-    failed: bool = False
-
-    def cut(self, count: int) -> None:
-        """Drop everything after the first `count` tokens."""
-        for values in (self.ids, self.log_probs, self.top_logprobs):
-            del values[count:]
-        self.failed = False
+    new: RowTokens = field(default_factory=RowTokens)
 
 
 @dataclass(frozen=True)
@@ -75,45 +64,21 @@ class SlotTokens:
     """The new tokens of one slot after a step.
 
     Attributes:
-        ids: the tokens.
+        new: the tokens.
         running: whether the slot continues.
         is_full: whether it stopped only because its cache is full.
-        failed: whether the logits after the last token were not finite.
-        log_probs, top_logprobs: as in `JobAnswer`.
     """
 
-    ids: Sequence[int]
+    new: RowTokens
     running: bool
     is_full: bool = False
-    failed: bool = False
-    log_probs: Sequence[float] = ()
-    top_logprobs: Sequence[TopLogProbs] = ()
-
-
-class SlotClass(Protocol):
-    """Slots with caches of one length.
-
-    Attributes:
-        num_slots: number of slots.
-        fill_rows: largest number of jobs of one fill, or of rows of one move to this class.
-        cache_len: the most tokens of a row, prompt and answer.
-    """
-
-    @property
-    def num_slots(self) -> int: ...  # noqa: D102
-
-    @property
-    def fill_rows(self) -> int: ...  # noqa: D102
-
-    @property
-    def cache_len(self) -> int: ...  # noqa: D102
 
 
 class SlotRunner(Protocol):
     """A device with slots."""
 
     @property
-    def classes(self) -> Sequence[SlotClass]:
+    def classes(self) -> Sequence[SlotSizes]:
         """Return the context classes, the shortest cache first; the last one holds every job."""
         ...
 
@@ -150,7 +115,7 @@ def never_ends(job: SlotJob, ids: list[int], num_new: int) -> int | None:
     return None
 
 
-def start_class(classes: Sequence[SlotClass], job: SlotJob) -> int:
+def start_class(classes: Sequence[SlotSizes], job: SlotJob) -> int:
     """Return the index of the class that a job starts in."""
     needed = len(job.ids) + max(1, job.options.budget // START_ROOM)
     return next(i for i, each in enumerate(classes) if each.cache_len >= needed)
@@ -288,16 +253,14 @@ class Scheduler:
                 self._release((source, old))
                 self.answers[target, new] = answer
 
-    def _append(self, answer: JobAnswer, new: SlotTokens) -> bool:
+    def _append(self, answer: JobAnswer, step: SlotTokens) -> bool:
         """Append new tokens to an answer, and return whether it ended; a job with a full cache has not."""
-        answer.ids.extend(new.ids)
-        answer.log_probs.extend(new.log_probs)
-        answer.top_logprobs.extend(new.top_logprobs)
-        answer.failed = new.failed
-        end = self.find_end(answer.job, answer.ids, len(new.ids)) if new.ids else None
+        answer.new.extend(step.new)
+        num_new = len(step.new.ids)
+        end = self.find_end(answer.job, answer.new.ids, num_new) if num_new else None
         if end is not None:
-            answer.cut(end)
-        return end is not None or not (new.running or new.is_full)
+            answer.new.cut(end)
+        return end is not None or not (step.running or step.is_full)
 
     def _release(self, slot: SlotIndex) -> None:
         """Free a slot."""

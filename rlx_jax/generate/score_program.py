@@ -30,11 +30,10 @@ from rlx_jax.encode.packing import (
     plan_one_per_row,
     sizes_for,
 )
-from rlx_jax.errors import GraphError, RequestError
+from rlx_jax.errors import RequestError
 from rlx_jax.generate.decode_state import resize_state
 from rlx_jax.generate.prefix_cache import Prefix
 from rlx_jax.generate.request import LanguageModel
-from rlx_jax.generate.score_texts import ScoredTokens
 from rlx_jax.ir.types import is_static
 from rlx_jax.losses import LossChunking, chunk_logits, count_chunks, split_tokens
 from rlx_jax.lowering.hir.row_layouts import POSITIONS, SEGMENTS
@@ -54,7 +53,31 @@ PREFIX_TOKENS = 8
 SINGLE_ROW_WIDTHS = (64, 512)
 
 
-# -- texts with a common prefix ----------------------------------------------------------------
+# -- texts ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ScoredTokens:
+    """Token ids to score, given the ids before them.
+
+    Attributes:
+        ids: context and continuation.
+        start: index of the first id that is scored, at least 1.
+        name: the text in error messages.
+        offset: number of tokens of the text before `ids`, for a window of a longer text.
+        num_new: number of tokens that no earlier window of the text has.
+    """
+
+    ids: tuple[int, ...]
+    start: int
+    name: str = "texts"
+    offset: int = 0
+    num_new: int = 0
+
+    @property
+    def width(self) -> int:
+        """Return the number of tokens that the model reads: all but the last one, after which nothing is predicted."""
+        return len(self.ids) - 1
 
 
 @dataclass(frozen=True)
@@ -380,10 +403,9 @@ def score_program(model: CompiledModel, input_names: tuple[str, ...], sizes: Map
         RequestError: it is not compiled, and the profile makes that an error.
     """
     key = model.key_for_sizes(sizes, Variant(last_only=False, outputs=model.output_names[:1]))
-    try:
-        chunking = _head_chunking(model, model.template().head, sizes["batch"], sizes["seq"])
-    except GraphError:  # the output is not a matrix product, so there is no head to split into chunks
-        chunking = None
+    chunking, template = None, model.template()
+    if template.has_head:
+        chunking = _head_chunking(model, template.head, sizes["batch"], sizes["seq"])
     return model.bind(replace(key, headless=chunking is not None, wrapper=ScoreTokens(input_names, chunking)))
 
 

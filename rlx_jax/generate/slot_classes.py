@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
-from rlx_jax.compiler.executable import StateArrays
+from rlx_jax.compiler.executable import Arrays, StateArrays
 from rlx_jax.compiler.settings import SlotSizes
-from rlx_jax.generate.prefix_fill import PrefixFiller
+from rlx_jax.generate.decode import RowTokens
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.scheduler import JobAnswer, SlotIndex, SlotJob, SlotTokens, start_class
 from rlx_jax.generate.slot_plan import SlotPlan
-from rlx_jax.generate.slots import Slots, open_class
-from rlx_jax.runtime.prepare import prepare_programs
-from rlx_jax.runtime.program_key import ProgramKey
+from rlx_jax.generate.slots import PrefixFiller, Slots, open_class
+from rlx_jax.runtime.program_key import HelperCall, ProgramKey
+from rlx_jax.runtime.programs import Programs
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +156,7 @@ def warm_slots(device: SlotClasses, sampler: Sampler, seed: int) -> None:
         for j in range(i + 1, len(sizes)):
             if shorter + 1 < each.cache_len:
                 run(j, shorter + 1)
-            device.move(i, j, [(0, 0, JobAnswer(replace(job, options=replace(job.options, budget=2)), [0]))])
+            device.move(i, j, [(0, 0, JobAnswer(replace(job, options=replace(job.options, budget=2)), RowTokens([0])))])
             device.decode([0] * len(sizes))
         shorter = each.cache_len
 
@@ -168,3 +169,30 @@ def open_slots(plans: Sequence[SlotPlan]) -> SlotClasses:
         largest = {plan.sizes.widths[-1]} if plan.lm.model.settings.rounds_cache else set()
         fillers.append(PrefixFiller(plan, cache, tuple(sorted(widths | largest))))
     return SlotClasses(tuple(map(open_class, plans)), tuple(fillers))
+
+
+# Programs that compile at the same time; XLA itself uses several threads for one.
+COMPILE_THREADS = 8
+
+
+def prepare_programs(
+    programs: Programs, calls: Sequence[tuple[ProgramKey, Arrays, StateArrays, Arrays]], helpers: Sequence[HelperCall]
+) -> None:
+    """Trace programs; threads compile or load them, and whoever runs one waits for it.
+
+    Args:
+        programs: the programs of the model.
+        calls: the key of each program and its arguments, as in `Programs.executable`, the first to run first.
+        helpers: calls of helper functions.
+    """
+    pool = ThreadPoolExecutor(COMPILE_THREADS)
+    with programs.lock:
+        jobs = programs.compiling.items()
+        programs.compiling = {key: job for key, job in jobs if not (job.done() and job.exception())}
+        for call in calls:
+            if call[0] not in programs.executables and call[0] not in programs.compiling:
+                programs.compiling[call[0]] = pool.submit(programs.trace_executable(*call))
+        for helper in helpers:
+            if helper.key not in programs.helpers and helper.key not in programs.compiling:
+                programs.compiling[helper.key] = pool.submit(programs.trace_helper(helper))
+    pool.shutdown(wait=False)

@@ -19,20 +19,19 @@ import numpy as np
 from rlx_jax.compiler.settings import MAX_CHUNK, Buckets, SlotSizes, bucket_size, fit_bucket
 from rlx_jax.device import running_device
 from rlx_jax.errors import RequestError, quote
-from rlx_jax.generate.decode import DecodeLoop
+from rlx_jax.generate.decode import DecodeLoop, FillSlots
 from rlx_jax.generate.drafters import ProgramDrafter
+from rlx_jax.generate.prefix_cache import state_bytes
 from rlx_jax.generate.request import LanguageModel
 from rlx_jax.generate.request_plan import CONTEXT_BUCKET, LOGPROBS_BUCKET, chunk_widths, prefill_keys
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.sampler import SamplingSteps
-from rlx_jax.generate.slot_fill import FillSlots
 from rlx_jax.generate.speculative import DRAFTER_PREFIX, Drafter, VerifyLoop
 from rlx_jax.lowering.inspect.buffers import fused_activation_bytes
-from rlx_jax.runtime.estimate import parameter_bytes, state_bytes_by_kind, workspace_bytes
+from rlx_jax.runtime.estimate import parameter_bytes, workspace_bytes
 from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.program_key import ProgramKey, Variant
-from rlx_jax.runtime.programs import state_shardings
 from rlx_jax.runtime.sequence_state import EmptyState
 from rlx_jax.text.padding import PROMPT_BUCKET
 
@@ -153,9 +152,8 @@ def plan_class(
     variant = Variant(True, model.output_names[:1], spare=spare)
     state_sizes = {"batch": sizes.num_slots, "context": sizes.cache_len}
     loop_key = key = model.key_for_sizes({**state_sizes, "seq": 1}, variant)
-    template, sharding = model.programs.template(key.symbolic), model.programs.model_sharding
-    all_shardings = {} if sharding is None else state_shardings(template, dict(key.binding), sharding)
-    types, drafter_state = dict(template.state), None
+    all_shardings = model.programs.state_shardings(key)
+    types, drafter_state = dict(model.programs.template(key.symbolic).state), None
     if drafter is not None:
         verify, bound = model.as_program("verify"), drafter.bind(state_sizes)
         rollback_arrays = model.programs.template(verify.key(outputs=variant.outputs)).rollback_arrays
@@ -168,9 +166,8 @@ def plan_class(
             drafter_state = bound.programs.empty_state(symbolic, state_sizes, spare)
             types |= {DRAFTER_PREFIX + name: t for name, t in bound.programs.template(symbolic).state.items()}
             draft_shardings = bound.shardings()
-            if draft_shardings is not None:
-                draft_state = {DRAFTER_PREFIX + name: s for name, s in draft_shardings.state.items()}
-                all_shardings = {**all_shardings, **draft_state}
+            if all_shardings is not None and draft_shardings is not None:
+                all_shardings |= {DRAFTER_PREFIX + name: s for name, s in draft_shardings.state.items()}
     if steps.reads_tokens or (drafter is not None and drafter.reads_tokens):
         wrapper = replace(wrapper, max_tokens=sizes.cache_len)
     dims = {name: [str(dim) for dim in t.shape] for name, t in types.items()}
@@ -183,7 +180,7 @@ def plan_class(
     fill_sizes = {**state_sizes, "batch": sizes.fill_rows}
     return SlotPlan(
         lm, sizes, FillSlots(steps, num_logprobs, row_axes),
-        None if sharding is None else (*(model.programs.replicated,) * 3, all_shardings), stop_width,
+        None if all_shardings is None else (*(model.programs.replicated,) * 3, all_shardings), stop_width,
         model.bind(replace(loop_key, wrapper=wrapper)), model.programs.empty_state(key.symbolic, state_sizes, spare),
         model.programs.empty_state(key.symbolic, fill_sizes, spare) if sizes.extends else None, drafter, drafter_state,
     )  # fmt: skip
@@ -352,15 +349,6 @@ def fits_device(lm: LanguageModel, classes: Sequence[SlotSizes], draft_model: Co
     free = USABLE_MEMORY * memory - sum(sum(parameter_bytes(model.programs).values()) for model in models)
     free -= sum(slots_bytes(lm, models, sizes) for sizes in classes) + (lm.prefixes.size or 0)
     return free >= 0 and all(fill_bytes(lm, sizes) <= free for sizes in classes)
-
-
-def state_bytes(model: CompiledModel, rows: int, cache_len: int) -> int:
-    """Return the bytes of a state on one device."""
-    programs, model = model.programs, model.as_program("extend")
-    template = programs.template(model.key(frozenset(), model.output_names[:1], True))
-    ring_sizes = programs.ring_sizes(template, cache_len)
-    state_sizes = {**model.flow._binding, **ring_sizes, "batch": rows, "context": cache_len}
-    return sum(state_bytes_by_kind(programs, template, state_sizes).values())
 
 
 def slots_bytes(lm: LanguageModel, models: Sequence[CompiledModel], sizes: SlotSizes) -> int:

@@ -102,11 +102,10 @@ class ProgramRecord:
     left_context: str = ""
     state_roles: Mapping[str, tuple[str | None, ...]] = field(default_factory=dict)
 
-    def fits(self, key: ProgramKey) -> bool:
-        """Return whether this is the program of a key."""
-        ours = (self.program, frozenset(self.optional_inputs), self.only, self.last_only)
-        theirs = (key.program, key.optional_inputs, key.outputs, key.last_only)
-        return ours == theirs and not (key.headless or key.hidden)
+    @property
+    def key(self) -> ProgramKey:
+        """Return the key of the program, without the name of the flow and without sizes."""
+        return ProgramKey("", self.program, frozenset(self.optional_inputs), self.only, self.last_only)
 
     @property
     def bounds(self) -> Bounds:
@@ -283,10 +282,10 @@ class FrozenFlow:
         Raises:
             DeriveError: the artifact does not have the program; the message lists those that it has.
         """
-        record = next((r for r in self.record.programs if r.fits(key)), None)
+        record = next((r for r in self.record.programs if r.key == replace(key.symbolic, flow="")), None)
         if record is None:
             reason = next((n.reason for n in self.record.derivations if n.program == key.program and n.reason), "")
-            available = listing(dict.fromkeys(describe(r) for r in self.record.programs if r.forms))
+            available = listing(dict.fromkeys(describe_key(r.key) for r in self.record.programs if r.forms))
             raise DeriveError(
                 f"{self.where}: {reason or f'the artifact has no program {quote(describe_key(key))}'}; it has "
                 f"{available}: export the model with what the request needs"
@@ -343,7 +342,7 @@ class FrozenFlow:
         if not forms:
             choices = listing((", ".join(f"{n} {size}" for n, size in form.sizes.items()) for form in here), 8)
             raise RequestError(
-                f"{self.where}: {describe(record)} was exported for {choices}, not for "
+                f"{self.where}: {describe_key(record.key)} was exported for {choices}, not for "
                 f"{', '.join(f'{n} {size}' for n, size in sorted(sizes.items()))}: pass sizes that fit, or export it "
                 "with sizes="
             )
@@ -385,13 +384,6 @@ def state_leaf(name: str) -> StateLeaf:
     """Return the leaf of a state array with this name."""
     path, _, slot = name.rpartition(".")
     return StateLeaf((path,) if path else (), slot)
-
-
-def describe(record: ProgramRecord) -> str:
-    """Return a program with its optional inputs and outputs, for messages."""
-    return describe_key(
-        ProgramKey("", record.program, frozenset(record.optional_inputs), record.only, record.last_only)
-    )
 
 
 def describe_key(key: ProgramKey) -> str:

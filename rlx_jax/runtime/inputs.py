@@ -486,3 +486,13 @@ def check_integer(name: str, value: Any, low: int) -> int:
         RequestError: it is no such integer.
     """
     return check_count(value, name, low, RequestError)
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Check that an argument is True or False.
+
+    Raises:
+        RequestError: it is something else.
+    """
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} is {shown(value)}; expected True or False")

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from rlx_jax.compiler.executable import Arrays, Executable, ProgramWrapper, Results, StateArrays
+from rlx_jax.compiler.executable import Arrays, Executable, Results, StateArrays
 from rlx_jax.compiler.meshes import to_model_devices, use_model_mesh
 from rlx_jax.device import check_device_memory, out_of_memory
 from rlx_jax.errors import GraphError, MissingWeightError, RequestError, RlxError, listing, quote, shown
@@ -25,6 +25,7 @@ from rlx_jax.profiles import Change, CompileProfile
 from rlx_jax.runtime.arguments import check_leaves, check_params, is_traced, refuse_consumed, refuse_shared
 from rlx_jax.runtime.block_times import BlockTimes, profile_calls
 from rlx_jax.runtime.explain import explain_program
+from rlx_jax.runtime.explain import show as show_model
 from rlx_jax.runtime.export_model import apply_any_size, export_model
 from rlx_jax.runtime.inputs import check_integer, random_key
 from rlx_jax.runtime.model_program import (
@@ -38,7 +39,6 @@ from rlx_jax.runtime.model_setup import init_model_params
 from rlx_jax.runtime.program_key import LAST_TOKEN, ProgramKey, Variant
 from rlx_jax.runtime.report import Report, report_of
 from rlx_jax.runtime.sequence_state import FromEmpty, State, as_state, check_capacity
-from rlx_jax.runtime.show import show as show_model
 from rlx_jax.weights.execute import quantization_errors
 from rlx_jax.weights.inverse import weights_by_key
 
@@ -88,21 +88,17 @@ class CompiledModel(ModelProgram):
             check_capacity(state.length, values["lengths"], dict(key.binding).get("context"))
         return self._result(self.execute(key, params, arrays, values), key)
 
-    def bind_to_sizes(
-        self, sizes: Mapping[str, int], wrapper: ProgramWrapper | None = None, variant: Variant = LAST_TOKEN
-    ) -> BoundProgram:
+    def bind_to_sizes(self, sizes: Mapping[str, int], variant: Variant = LAST_TOKEN) -> BoundProgram:
         """Return the program for these sizes.
 
         Args:
             sizes: the size of each symbolic dimension, such as `batch`, `seq` and `context`.
-            wrapper: a function around the program, such as a generation loop, that is compiled with the program as one.
             variant: the outputs and optional inputs; by default all outputs, at each row's last token.
 
         Raises:
             RequestError: the program is not compiled, and the profile's `buckets.on_recompile` is `error`.
         """
-        key = self.key_for_sizes(sizes, variant)
-        return self.bind(replace(key, wrapper=wrapper or key.wrapper))
+        return self.bind(self.key_for_sizes(sizes, variant))
 
     def bind(self, key: ProgramKey) -> BoundProgram:
         """Return the program of a key; raises as `bind_to_sizes` does."""
@@ -136,8 +132,6 @@ class CompiledModel(ModelProgram):
         Returns:
             The outputs in order, and the new state by name.
         """
-        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            return self.programs.function(key).run(params, state, inputs)
         if self.traced or is_traced(jax.tree.leaves((state, inputs))):
             refuse_consumed(params, inputs)  # a donated array would fail inside the caller's jax.jit, without its name
             return self.programs.function(key).jitted(params, state, inputs)
@@ -149,6 +143,8 @@ class CompiledModel(ModelProgram):
         It skips the search for tracers of `execute`, which takes longer than the rest of the dispatch. Arguments are
         examined only after a failure, to name the faulty one.
         """
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return self.programs.function(key).run(params, state, inputs)
         executable = self._executable(key, params, state, inputs)
         description = f"{self.name}: {key.program} of {dict(key.binding)}"
         check_device_memory(executable.peak_bytes, description)
@@ -235,12 +231,9 @@ class CompiledModel(ModelProgram):
 
     def compile_if_static(self) -> None:
         """Compile the program now if every size is known: the flow is static, or has a binding for its symbols."""
-        flow = self.flow
-        template = self._template()
-        declared = {i.input: i.type.bind(flow._binding) for i in template.mir.inputs}
+        declared = {i.input: i.type.bind(self.flow._binding) for i in self._template().mir.inputs}
         if self.program in ("forward", "explicit") and all(t.is_static for t in declared.values()):
-            specs: dict[str, Any] = {name: t.spec for name, t in declared.items()}
-            self.lower(**specs)
+            self.lower(**{name: t.spec for name, t in declared.items()})  # type: ignore[arg-type]
 
     # -- parameters --------------------------------------------------------------------------
 
@@ -315,11 +308,9 @@ class CompiledModel(ModelProgram):
             WeightShapeError: a parameter is missing, unknown, or has another shape or dtype.
         """
         check_params(params, self.param_specs())
-        traced, storage_shardings = is_traced(params.values()), self.programs.storage_shardings()
-        placed_params = (
-            dict(params) if traced or storage_shardings is None else jax.device_put(dict(params), storage_shardings)
-        )
-        return replace(self, params=placed_params, traced=traced)
+        traced, shardings = is_traced(params.values()), self.programs.storage_shardings()
+        params = dict(params) if traced or shardings is None else jax.device_put(dict(params), shardings)
+        return replace(self, params=params, traced=traced)
 
     def init(self, key: jax.Array | int) -> dict[str, jax.Array]:
         """Return random parameters: normal with standard deviation 1/√fan_in, 1 for norms, 0 for biases.
@@ -500,5 +491,4 @@ class BoundProgram:
 
     def __call__(self, inputs: Arrays, state: StateArrays) -> Results:
         self.model.refuse_traced()
-        run = self.model.execute if jax.config.jax_disable_jit else self.model.launch  # type: ignore[attr-defined]
-        return run(self.key, self.model.require_params("generation"), state, inputs)
+        return self.model.launch(self.key, self.model.require_params("generation"), state, inputs)

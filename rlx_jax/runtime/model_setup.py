@@ -53,7 +53,7 @@ from rlx_jax.lowering.sharding import check_divisible, shard_type
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.profiles.effects import warn_without_effect
 from rlx_jax.program import Buildable, Built, Weights
-from rlx_jax.runtime.inputs import random_key
+from rlx_jax.runtime.inputs import check_flag, random_key
 from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.weights.format import OpenOptions
@@ -102,10 +102,8 @@ def make_programs(
     source = check_sources(builts, options.strict)
     settings = shared_settings({name: choose_settings(b, profile, merge, program) for name, (b, _) in builds.items()})
     model_sharding = make_model_sharding(options.mesh, builts, settings, program, serves)
-    settings = replace(
-        settings if model_sharding is None else with_model_sharding(settings, model_sharding),
-        max_positions=max_positions,
-    )
+    settings = settings if model_sharding is None else with_model_sharding(settings, model_sharding)
+    settings = replace(settings, max_positions=max_positions)
     # The cached programs are derived later, from the same parameters as `forward`.
     first = program if program in ("train", "explicit") else "forward"
     settings, layout, templates = plan_layout(builds, settings, first)
@@ -117,11 +115,9 @@ def make_programs(
     programs.fuses_by_default, programs.planned_program = merge, program
     programs.initialized_keys, programs.init_key = initialized, init_key
     profiles = [(t, choose_profile(t.built, profile)) for t in templates.values() if t.built.plan is None]
-    if any(used_profile != CompileProfile.auto() for _, used_profile in profiles):
-        programs_run = serves or (program,)
-        warn_without_effect(
-            [facts_of(t, used_profile, settings, programs_run, bool(serves)) for t, used_profile in profiles], 3
-        )
+    if any(used != CompileProfile.auto() for _, used in profiles):
+        run = serves or (program,)
+        warn_without_effect([facts_of(t, used, settings, run, bool(serves)) for t, used in profiles], 3)
     for name, flow in flows_by_name.items():
         check_inputs(settings.plan.donate_inputs, flow)
         programs.builds.insert((name, frozenset()), builds[name])
@@ -393,8 +389,7 @@ def check_options(options: OpenOptions) -> jax.Array | None:
     Raises:
         RequestError: one of them is not valid.
     """
-    if not isinstance(options.strict, bool):
-        raise RequestError(f"strict is {shown(options.strict)}; expected True or False")
+    check_flag("strict", options.strict)
     if options.progress is not None and not callable(options.progress):
         raise RequestError(f"progress is {shown(options.progress)}; expected a function of (step, done, total)")
     return init_key_of(options.missing, options.key)

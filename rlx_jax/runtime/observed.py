@@ -19,9 +19,8 @@ from rlx_jax.ir.param import keys_of
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.region import unroll
 from rlx_jax.program import Built
-from rlx_jax.runtime.compile_flow import companion_programs
+from rlx_jax.runtime.compile_flow import companion_model
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.programs import Companion
 from rlx_jax.trace.block_selection import BlockPattern
 from rlx_jax.trace.captures import CapturedBlock
 from rlx_jax.trace.editing import BlockEdit
@@ -98,21 +97,15 @@ def observed_model(model: CompiledModel) -> CompiledModel:
     """Return the model with the values of all blocks as side outputs, over the same parameters and settings.
 
     Raises:
-        UnsupportedError: the model has no blocks with paths. MissingWeightError: it has no parameters.
+        UnsupportedError: the model has no blocks with paths. Others as `companion_model`.
     """
     flow = model.flow.flow if isinstance(model.flow, Built) else model.flow
     if not isinstance(flow, ModelFlow):
         raise UnsupportedError(f"{model.name}: blocks of a {type(flow).__name__} have no paths; compile a ModelFlow")
-    model.refuse_traced()
-    params, base = model.require_params("bisect"), model.programs
     edit = BlockEdit(BlockPattern("**"), CapturedBlock(reads=True))
     outputs = replace(flow._outputs, side=None)
     flow = replace(flow, _block_edits=(*flow._block_edits, edit), _outputs=outputs)
-    companion = base.companions(f"{model.name}, observed", lambda: Companion(companion_programs(base, flow), {}))
-    by_program, layout = base.layout.by_program(), companion.programs.layout.params
-    if other := [name for name, program in layout.items() if program not in by_program]:
-        raise UnsupportedError(f"{model.name}: with side outputs, parameters are stored differently: {listing(other)}")
-    return CompiledModel(companion.programs, model.name, params={n: params[by_program[p]] for n, p in layout.items()})
+    return companion_model(model, lambda source: flow, "observed", shares_all=True)
 
 
 def observe(

@@ -1,10 +1,16 @@
-"""This module defines `ProgramKey`, the key of a compiled program, and `Variant`, the options of a program."""
+"""This module defines keys of compiled programs, `ProgramKey` and `HelperCall`, and `Variant`, options of a program."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from rlx_jax.compiler.executable import ProgramWrapper
+import jax
+
+from rlx_jax.compiler.executable import ProgramWrapper, uncovered_arguments
+from rlx_jax.compiler.settings import Buckets
+from rlx_jax.errors import listing, quote
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,11 @@ class ProgramKey:
         sizes = ", ".join(f"{name} {size}" for name, size in self.binding)
         return f"{self.program} of {sizes}" if sizes else self.program
 
+    def size_violations(self, buckets: Buckets) -> list[str]:
+        """Return the names of the lists of buckets that do not contain the sizes."""
+        # The tokens of `verify` are drafts; their number is no bucket of prompts.
+        return buckets.size_violations({dim: n for dim, n in self.binding if (self.program, dim) != ("verify", "seq")})
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -67,3 +78,60 @@ class Variant:
 
 # All outputs, at each row's last token: the variant that generation runs most.
 LAST_TOKEN = Variant()
+
+
+@dataclass(frozen=True, eq=False)
+class HelperCall:
+    """A call of a helper function; see `Programs.run_helper`."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    static: tuple[Any, ...] = ()
+    out_shardings: Any = None
+    donate: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> Hashable:
+        """Return the key of the compiled function."""
+        return self.function, self.static, tuple((a.shape, a.dtype) for a in jax.tree.leaves(self.arguments))
+
+
+def recompile_reason(
+    key: ProgramKey, compiled: Sequence[ProgramKey], buckets: Buckets, is_warm: bool, first_input: Callable[[], str]
+) -> tuple[str, str]:
+    """Return why the program of a key is not among the compiled ones, and a remedy.
+
+    The most specific reason comes first: the outputs, the optional inputs, the arguments of the wrapper, the program,
+    and last the sizes.
+
+    Args:
+        key: the key.
+        compiled: the keys of compiled programs.
+        buckets: the buckets of the profile.
+        is_warm: whether warm-up is complete.
+        first_input: returns the name of the first input of the flow.
+    """
+    texts, binding = {"batch": "{} rows", "seq": "length {}", "context": "a cache of {} slots"}, dict(key.binding)
+    described = ", ".join(text.format(binding[dim]) for dim, text in texts.items() if dim in binding)
+    if not key.last_only and replace(key, last_only=True) in compiled:
+        reason = f'{key.flow}: {described}: warm-up ran logits="last", not the logits of every position'
+        return reason, 'pass logits="last"'
+    warmed = next((k.optional_inputs for k in compiled if replace(k, optional_inputs=key.optional_inputs) == key), None)
+    if warmed is not None:
+        now, then = (
+            f"with {listing(sorted(names))}" if names else "without any" for names in (key.optional_inputs, warmed)
+        )
+        return f"{key.flow}: {described}: optional inputs: warm-up was {then}, not {now}", f"call it {then}"
+    in_buckets = is_warm and not key.size_violations(buckets)
+    if in_buckets and (difference := uncovered_arguments(key.wrapper, (k.wrapper for k in compiled))):
+        return f"{key.flow}: {described}: {difference}", "warm up for that too"
+    programs = {k.program for k in compiled if k.flow == key.flow}
+    if in_buckets and programs and key.program not in programs:
+        hint = ", which `logits` runs" if key.program == "forward" else ""
+        reason = f"{key.flow}: {described}: warm-up ran {listing(sorted(programs))}, not {key.program}{hint}"
+        return reason, "call a program that it ran"
+    reason = (
+        f"{key.flow}: input {quote(first_input())} with {described or 'no size'}: no {key.program} "
+        f"program is compiled for that; {buckets.text() or 'warm-up ran other sizes'}"
+    )
+    return reason, "pass sizes that fit"

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import NamedSharding
@@ -44,8 +44,6 @@ from rlx_jax.errors import (
     RequestError,
     RlxWarning,
     UnsupportedError,
-    listing,
-    quote,
 )
 from rlx_jax.ir.types import DimLike
 from rlx_jax.ir.user_functions import CapturedArrays
@@ -58,8 +56,10 @@ from rlx_jax.program import Buildable, Built
 from rlx_jax.runtime.frozen import FrozenFlow
 from rlx_jax.runtime.inputs import check_length
 from rlx_jax.runtime.lru import LruCache
-from rlx_jax.runtime.program_key import ProgramKey
+from rlx_jax.runtime.program_key import HelperCall, ProgramKey, recompile_reason
 from rlx_jax.runtime.sequence_state import EmptyState, empty_state
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -86,22 +86,6 @@ def state_shardings(
     """Return the sharding of each array of the state that a program takes; with `of_results`, that it returns."""
     leaves = (returned_leaves if of_results else state_leaves)(template.mir, template.scan)
     return {name: model_sharding.value_sharding(roles, t.bind(sizes).shape) for name, (t, roles) in leaves.items()}
-
-
-@dataclass(frozen=True, eq=False)
-class HelperCall:
-    """A call of a helper function; see `Programs.run_helper`."""
-
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    static: tuple[Any, ...] = ()
-    out_shardings: Any = None
-    donate: tuple[int, ...] = ()
-
-    @property
-    def key(self) -> Hashable:
-        """Return the key of the compiled function."""
-        return self.function, self.static, tuple((a.shape, a.dtype) for a in jax.tree.leaves(self.arguments))
 
 
 # How many programs compiled after warm-up the report lists; a loop that recompiles must not grow it without bound.
@@ -170,14 +154,9 @@ class Programs:
                 return self.template(replace(key, headless=False)).headless()
             # Other optional inputs come from the derived program, and the flow is built without them.
             flow_inputs = key.optional_inputs & {i.name for i in flow._inputs}
-            return make_template(
-                *self.build(key.flow, flow_inputs),
-                self.settings,
-                key.program,
-                key.last_only,
-                key.optional_inputs,
-                key.outputs,
-            )
+            built, seconds = self.build(key.flow, flow_inputs)
+            options = (key.program, key.last_only, key.optional_inputs, key.outputs)
+            return make_template(built, seconds, self.settings, *options)
 
         return self.templates(key, make)
 
@@ -194,9 +173,8 @@ class Programs:
 
         def make() -> tuple[Built, float]:
             start = time.perf_counter()
-            return self.flows[flow].build(
-                self.source, optional_inputs, self.captured[flow]
-            ), time.perf_counter() - start
+            built = self.flows[flow].build(self.source, optional_inputs, self.captured[flow])
+            return built, time.perf_counter() - start
 
         return self.builds((flow, optional_inputs), make)
 
@@ -337,6 +315,12 @@ class Programs:
             placements, state, nbytes = (placements | other.inputs, state | other.state, nbytes + other.gathered_bytes)
         return Shardings(self.storage_shardings() or {}, state, placements, outputs, nbytes)
 
+    def state_shardings(self, key: ProgramKey) -> dict[str, NamedSharding] | None:
+        """Return the sharding of each array of the state that a program takes, None on one device."""
+        if self.model_sharding is None:
+            return None
+        return state_shardings(self.template(key.symbolic), dict(key.binding), self.model_sharding)
+
     def resolve_settings(self, profile: CompileProfile, flow: str) -> Settings:
         """Return the settings of another profile for a flow of this model.
 
@@ -392,9 +376,9 @@ class Programs:
             self.progress(step, done, total)
 
     def run_helper(
-        self, function: Callable[..., Any], *arguments: Any, static: tuple[Any, ...] = (), out_shardings: Any = None,
+        self, function: Callable[..., T], *arguments: Any, static: tuple[Any, ...] = (), out_shardings: Any = None,
         donate: tuple[int, ...] = (),
-    ) -> Any:  # fmt: skip
+    ) -> T:  # fmt: skip
         """Run a helper function, such as the one that creates an empty state, and return its result.
 
         It is compiled once for each function (compared by value), choice of static arguments and types of the arrays.
@@ -411,7 +395,8 @@ class Programs:
             if self.model_sharding is not None and has_transfer_guard():  # copies between devices have to be explicit
                 moved = jax.device_put(moved, self.replicated)
             call = HelperCall(function, moved, static, out_shardings, donate)
-            return self.helpers(call.key, lambda: self.compiled(call.key, lambda: self.trace_helper(call)))(*moved)
+            run = self.helpers(call.key, lambda: self.compiled(call.key, lambda: self.trace_helper(call)))
+            return run(*moved)  # type: ignore[no-any-return]
 
     def trace_helper(self, call: HelperCall) -> Callable[[], Callable[..., Any]]:
         """Trace a helper function as `trace_executable` does a program; arguments may be `jax.ShapeDtypeStruct`."""
@@ -470,43 +455,11 @@ class Programs:
             self.warmup_keys = None
 
     def recompile_reason(self, key: ProgramKey) -> tuple[str, str]:
-        """Return why this program should not be compiled now, and a remedy; two empty strings if it may be.
-
-        The most specific reason comes first: the outputs, the optional inputs, the arguments of the wrapper, the
-        program, and last the sizes.
-        """
-        buckets, binding = self.settings.buckets, dict(key.binding)
-        # The tokens of `verify` are drafts; their number is no bucket of prompts.
-        sizes = {dim: n for dim, n in binding.items() if (key.program, dim) != ("verify", "seq")}
-        if key in self.executables or not (self.is_warm or buckets.size_violations(sizes)):
+        """Return why this program should not be compiled now, and a remedy; two empty strings if it may be."""
+        if key in self.executables or not (self.is_warm or key.size_violations(self.settings.buckets)):
             return "", ""
-        texts = {"batch": "{} rows", "seq": "length {}", "context": "a cache of {} slots"}
-        described = ", ".join(text.format(binding[dim]) for dim, text in texts.items() if dim in binding)
-        if not key.last_only and replace(key, last_only=True) in self.executables:
-            reason = f'{key.flow}: {described}: warm-up ran logits="last", not the logits of every position'
-            return reason, 'pass logits="last"'
-        warmed = next(
-            (k.optional_inputs for k in self.executables if replace(k, optional_inputs=key.optional_inputs) == key),
-            None,
-        )
-        if warmed is not None:
-            now, then = (
-                f"with {listing(sorted(names))}" if names else "without any" for names in (key.optional_inputs, warmed)
-            )
-            return f"{key.flow}: {described}: optional inputs: warm-up was {then}, not {now}", f"call it {then}"
-        in_buckets = self.is_warm and not buckets.size_violations(sizes)
-        if in_buckets and (difference := uncovered_arguments(key.wrapper, (k.wrapper for k in self.executables))):
-            return f"{key.flow}: {described}: {difference}", "warm up for that too"
-        programs = {k.program for k in self.executables if k.flow == key.flow}
-        if in_buckets and programs and key.program not in programs:
-            hint = ", which `logits` runs" if key.program == "forward" else ""
-            reason = f"{key.flow}: {described}: warm-up ran {listing(sorted(programs))}, not {key.program}{hint}"
-            return reason, "call a program that it ran"
-        reason = (
-            f"{key.flow}: input {quote(self.first_input(key.flow))} with {described or 'no size'}: no {key.program} "
-            f"program is compiled for that; {buckets.text() or 'warm-up ran other sizes'}"
-        )
-        return reason, "pass sizes that fit"
+        compiled, buckets = list(self.executables), self.settings.buckets
+        return recompile_reason(key, compiled, buckets, self.is_warm, lambda: self.first_input(key.flow))
 
     def check_compiled(self, key: ProgramKey) -> None:
         """Check, before anything runs, that the profile allows compiling this program now.

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from rlx_jax.compiler.executable import Executable
 from rlx_jax.compiler.pipeline import Template
-from rlx_jax.compiler.settings import LoopSettings, Settings
+from rlx_jax.compiler.settings import LoopSettings
 from rlx_jax.device import Device
 from rlx_jax.errors import listing
 from rlx_jax.ir.ops.exported import is_exported
@@ -409,7 +409,7 @@ def report_of(
         sizes: sizes to estimate the cost for, without compiling; empty for the last program.
     """
     settings = programs.settings
-    report = model_report(programs, template, settings, seconds)
+    report = model_report(programs, template, seconds)
     if sizes:
         cost = template.cost(sizes)
         check_total_length(sizes, template.bounds, template.built.name)
@@ -437,9 +437,9 @@ def report_of(
     )
 
 
-def model_report(programs: Programs, template: Template, settings: Settings, seconds: Mapping[str, float]) -> Report:
+def model_report(programs: Programs, template: Template, seconds: Mapping[str, float]) -> Report:
     """Return the part of the report that does not depend on sizes."""
-    caches = [programs, *(other.programs for other in programs.companions.values())]
+    settings, caches = programs.settings, [programs, *(other.programs for other in programs.companions.values())]
     report = Report(
         seconds,
         nodes=template.nodes,

@@ -22,7 +22,8 @@ from typing import Any
 
 from rlx_jax.errors import RequestError, did_you_mean, listing, quote, shown
 from rlx_jax.io.files import is_text
-from rlx_jax.text.chat_template import choose_template, render, render_with_twin
+from rlx_jax.runtime.inputs import check_flag
+from rlx_jax.text.chat_template import choose_template, render, render_each, rendered_text
 from rlx_jax.text.tokenizer import Tokenizer
 
 # Keyword arguments of `CausalLM.chat` and `apply_chat_template`, for suggestions in error messages.
@@ -60,8 +61,7 @@ def chat_prompt(
     for name, value in (
         ("add_generation_prompt", add_generation_prompt), ("tokenize", tokenize), ("allow_special", allow_special),
     ):  # fmt: skip
-        if not isinstance(value, bool):
-            raise RequestError(f"{name} is {shown(value)}; expected True or False")
+        check_flag(name, value)
     template = choose_checked_template(tokenizer, chat_template, tools is not None, variables)
     template_vars = {name: _to_plain_json(value, name) for name, value in variables.items()}
     template_vars["messages"] = check_messages(messages, template)
@@ -210,9 +210,9 @@ def _encode_escaped(tokenizer: Tokenizer, template: str, variables: dict[str, An
         else _add_marks(value, control, markers)
         for name, value in variables.items()
     }
-    text, twin_text = render_with_twin(
-        template, {**tokenizer.special_tokens, **marked_vars}, {**tokenizer.special_tokens, **twin}
-    )
+    # The twin is rendered in the same process; the text is None if the template fails on it.
+    answer, twin_answer = render_each(template, [{**tokenizer.special_tokens, **each} for each in (marked_vars, twin)])
+    text, twin_text = rendered_text(answer), twin_answer.get("text")
     # With one group, `split` returns the texts, and at odd positions the tokens between markers. A template that splits
     # texts may separate two markers; a single marker gives None there: it is dropped, and nothing joins across it.
     marker_pattern = re.compile(f"{markers[0]}({_alternation(control).pattern}){markers[1]}|[{markers[0]}{markers[1]}]")

@@ -168,18 +168,6 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
     return rendered_text(render_each(template, [variables])[0])
 
 
-def render_with_twin(template: str, variables: Mapping[str, Any], twin: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Render `variables` as `render` does, and `twin` in the same process; return both texts.
-
-    The second text is None if the template refuses the twin or fails on it.
-
-    Raises:
-        RequestError, TokenizerError, LimitError, StorageError: as `render`.
-    """
-    answer, twin_answer = render_each(template, [variables, twin])
-    return rendered_text(answer), twin_answer.get("text")
-
-
 def render_each(template: str, variables: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
     """Return the worker's answer for each of `variables`: an object with `text`, or with `error` and `message`.
 

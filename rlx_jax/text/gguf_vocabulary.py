@@ -210,11 +210,8 @@ def _check_unique(vocabulary: Vocabulary) -> dict[str, int]:
 
 def _bpe(vocabulary: Vocabulary, merges: Sequence[Sequence[str]], **options: Any) -> dict[str, Any]:
     """Return a BPE model with these options; the others have the defaults of the library."""
-    defaults = {
-        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-        "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-    }  # fmt: skip
-    return {**defaults, **options, "vocab": _check_unique(vocabulary), "merges": [list(merge) for merge in merges]}
+    vocab = _check_unique(vocabulary)
+    return {"type": "BPE", **options, "vocab": vocab, "merges": [list(merge) for merge in merges]}
 
 
 # -- metadata ----------------------------------------------------------------------------------

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from rlx_jax.errors import RequestError
 from rlx_jax.text.request_checks import check_text
-from rlx_jax.text.tokenizer import Tokenizer, guard
+from rlx_jax.text.tokenizer import Tokenizer
+from rlx_jax.text.tokenizer_checks import guard
 
 
 class TokenSpans(NamedTuple):

@@ -120,11 +120,8 @@ def check_hidden_states(model: CompiledModel, vocab_size: int) -> None:
     name = model.output_names[0]
     if model.template().built.primary_shape[-1] != vocab_size or name == LABEL_LOGITS:
         return
-    try:
-        has_head = name == "logits" or bool(model.template().head)
-    except GraphError:  # no head: hidden states whose width happens to be the size of the vocabulary
-        return
-    if has_head:
+    # Without a head they are hidden states whose width happens to be the size of the vocabulary.
+    if name == "logits" or model.template().has_head:
         raise GraphError(
             f"{model.name}: the output {quote(name)} is logits [batch, seq, {vocab_size}], but an Encoder takes hidden "
             "states [batch, seq, hidden]: leave the head out. For a recipe: rlx_jax.Encoder(dataclasses.replace("

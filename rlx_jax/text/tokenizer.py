@@ -10,23 +10,20 @@ object after loading, so that threads can share it.
 
 from __future__ import annotations
 
+import json
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, SupportsIndex, TypeVar
+from typing import Any, Literal, NamedTuple, SupportsIndex
 
 import numpy as np
 
 from rlx_jax.errors import (
     ConfigError,
-    LimitError,
     RequestError,
-    RlxError,
     TokenIdError,
     TokenizerError,
     UnsupportedError,
-    listing,
     quote,
 )
 from rlx_jax.io import limits
@@ -35,23 +32,18 @@ from rlx_jax.io.folder import Folder
 from rlx_jax.models.config import Fields
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.text.ascii_texts import AsciiTexts
-from rlx_jax.text.chat_template import MAX_TEMPLATE_BYTES, load_templates, template_files
+from rlx_jax.text.chat_template import DEFAULT, MAX_TEMPLATE_BYTES, load_templates, template_files
 from rlx_jax.text.request_checks import Ids, check_text, id_list
 from rlx_jax.text.text_pairs import SpecialTokens, fitting_lengths, gives_types
-from rlx_jax.text.tokenizer_checks import check_added_tokens, refuse_panics
-
-T = TypeVar("T")
+from rlx_jax.text.tokenizer_checks import check_added_tokens, check_probe, guard, read_vocabulary, refuse_panics
 
 TOKENIZER = "tokenizer.json"  # the file that defines a tokenizer, vocabulary included
 MAX_TOKENIZER_BYTES = 64 * 2**20  # of `tokenizer.json`
 # JSON values in `tokenizer.json`. The largest known files (a vocabulary of 2^18 with its merges) have 2^21.
 MAX_TOKENIZER_VALUES = 2**23
-MAX_VOCABULARY = 2**24  # largest token id, plus one
 # transformers writes 10^30 for "no maximum"; every model_max_length from here on means that.
 _NO_MAX_LENGTH = 2**31
 
-# Letters, a digit, a combining accent, an emoji, and a hieroglyph that hardly any vocabulary has.
-_PROBE = "Hello, world 12 e\u0301 \U0001f600 \U00013000"
 _GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # of transformers; tokenizer.json is unchanged
 # Keys of tokenizer_config.json that override a BertNormalizer, with the names of its arguments.
 _BERT_SETTINGS = {
@@ -311,7 +303,7 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
     # models have a list here.
     is_unigram = isinstance(document.pop("model").get("vocab"), list)
     native = guard(lambda: _native_tokenizer(raw), where)
-    words, vocab_size = _read_vocabulary(native, is_unigram, document, where)
+    words, vocab_size = read_vocabulary(native, is_unigram, document, where)
 
     tokenizer_config, special_tokens_map = (Fields(folder.json(name), folder.where(name)) for name in _COMPANION_FILES)
     settings = tokenizer_config.values
@@ -323,7 +315,7 @@ def load_tokenizer(directory: str | os.PathLike[str] | Folder, *, lowercase: boo
     guard(lambda: _apply_normalizer(native, settings, lowercase), where)
     if settings.get("split_special_tokens") is True:
         native.encode_special_tokens = True
-    special_count = _check_probe(native, words, where)
+    special_count = check_probe(native, words, where)
 
     tokenizer_ids = {role: () if (name := names[role]) is None else (words[name],) for role in _ROLES_WITH_IDS}
     added_tokens = {
@@ -376,16 +368,6 @@ def _fetch_files(folder: Folder) -> None:
 # -- native code -------------------------------------------------------------------------------
 
 
-def guard(call: Callable[[], T], action: str) -> T:
-    """Return `call()`; anything that native code raises, panics included, becomes a TokenizerError."""
-    try:
-        return call()
-    except (KeyboardInterrupt, SystemExit, MemoryError, RlxError):
-        raise
-    except BaseException as cause:  # pyo3's PanicException does not derive from Exception
-        raise TokenizerError(f"{action}: {type(cause).__name__}: {quote(cause)}") from cause
-
-
 def _native_tokenizer(raw: bytes) -> Any:
     """Return the native tokenizer of a `tokenizer.json`, with truncation and padding disabled."""
     from tokenizers import Tokenizer as Native
@@ -410,58 +392,6 @@ def _apply_normalizer(native: Any, settings: Mapping[str, Any], lowercase: bool)
     if lowercase:
         normalizer_steps = [] if native.normalizer is None else [native.normalizer]
         native.normalizer = normalizers.Sequence([normalizers.Lowercase(), *normalizer_steps])
-
-
-# -- checks ------------------------------------------------------------------------------------
-
-
-def _read_vocabulary(
-    native: Any, is_unigram: bool, document: Mapping[str, Any], where: str
-) -> tuple[dict[str, int], int]:
-    """Return the ids of all tokens by text, and the largest id plus one.
-
-    Ids must be unique, and every id up to the largest one of a token that is not an added token must have a token.
-    (Added tokens above that may leave gaps: tiktoken's do.) Unigram models number their pieces by position
-    (`is_unigram`): a piece that occurs twice takes its last position as its id, so its first position is not an error.
-    """
-    words, model = guard(lambda: (native.get_vocab(True), native.get_vocab(False)), where)
-    if not words:
-        raise TokenizerError(f"{where}: the vocabulary is empty")
-    largest_id = max(words.values())
-    if largest_id >= MAX_VOCABULARY:
-        raise LimitError(f"{where}: token id {largest_id} is over the limit MAX_VOCABULARY = {MAX_VOCABULARY}")
-    duplicate_ids = sorted(i for i, uses in Counter(words.values()).items() if uses > 1)
-    if duplicate_ids:
-        raise TokenizerError(f"{where}: token ids used twice: {listing(duplicate_ids)}")
-    added_ids = {entry["content"]: entry["id"] for entry in document.get("added_tokens") or []}
-    for content, declared_id in added_ids.items():
-        if words.get(content) != declared_id:
-            raise TokenizerError(
-                f"{where}: added token {quote(content)} has id {declared_id}, but would be encoded as "
-                f"{words.get(content)}"
-            )
-    last_id = max((i for content, i in model.items() if content not in added_ids), default=0)
-    missing_ids = sorted(set(range(last_id)).difference(words.values()))
-    if missing_ids and not is_unigram:
-        raise TokenizerError(f"{where}: token ids without a token: {listing(missing_ids)}")
-    return words, largest_id + 1
-
-
-def _check_probe(native: Any, words: Mapping[str, int], where: str) -> int:
-    """Encode a probe text, so that a broken tokenizer fails at load; return the number of added special tokens."""
-
-    def probe() -> tuple[list[int], list[int], list[int], int]:
-        bare = native.encode(_PROBE, add_special_tokens=False)
-        native.decode(bare.ids)
-        count: int = native.num_special_tokens_to_add(False)
-        return bare.ids, native.encode(_PROBE).ids, native.post_process(bare, None, True).ids, count
-
-    bare, with_special, post_processed, count = guard(probe, where)
-    if unknown := sorted(set(with_special).difference(words.values(), bare)):
-        raise TokenizerError(f"{where}: post_processor adds ids that are not in the vocabulary: {listing(unknown)}")
-    if with_special != post_processed or len(with_special) != len(bare) + count:
-        raise TokenizerError(f"{where}: post_processor does more than add special tokens around a text")
-    return count
 
 
 # -- special tokens ----------------------------------------------------------------------------
@@ -518,3 +448,32 @@ def model_max_length(config: Fields) -> int | None:
     value = config.raw("model_max_length")
     is_unlimited = value is None or (isinstance(value, int | float) and value >= _NO_MAX_LENGTH)
     return None if is_unlimited else config.integer("model_max_length", high=_NO_MAX_LENGTH)
+
+
+# -- files ------------------------------------------------------------------------------------
+
+
+def tokenizer_files(tokenizer: Tokenizer | None) -> dict[str, bytes]:
+    """Return the files of a tokenizer by name, as it is in use: with the normalizer and ids that other files of its
+    checkpoint gave it. None has no files."""
+    if tokenizer is None:
+        return {}
+    native = tokenizer._native
+    config: dict[str, Any] = {
+        **tokenizer.special_tokens,
+        "truncation_side": tokenizer.truncation_side,
+        "split_special_tokens": bool(native.encode_special_tokens),
+        "model_input_names": ["input_ids", *(["token_type_ids"] if tokenizer.gives_types else []), "attention_mask"],
+    }
+    if tokenizer.model_max_length is not None:
+        config["model_max_length"] = tokenizer.model_max_length
+    if tokenizer.chat_templates:
+        config["chat_template"] = [{"name": name, "template": t} for name, t in tokenizer.chat_templates.items()]
+        if set(tokenizer.chat_templates) == {DEFAULT}:
+            config["chat_template"] = tokenizer.chat_templates[DEFAULT]
+    ids = {"eos": [*tokenizer.eos_ids], "bos": tokenizer.bos_id, "pad": tokenizer.pad_id}
+    generation = {f"{role}_token_id": value for role, value in ids.items() if value not in (None, [])}
+    documents = {"tokenizer_config.json": config, "generation_config.json": generation}
+    return {TOKENIZER: native.to_str().encode()} | {
+        name: json.dumps(document, ensure_ascii=False).encode() for name, document in documents.items()
+    }

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 
-from rlx_jax.errors import ConfigError, TokenizerError, listing, quote
-from rlx_jax.models.config import Fields
+from rlx_jax.errors import ConfigError, LimitError, RlxError, TokenizerError, listing, quote
+from rlx_jax.models.config import MAX_VOCABULARY, Fields
+
+T = TypeVar("T")
+# Letters, a digit, a combining accent, an emoji, and a hieroglyph that hardly any vocabulary has.
+_PROBE = "Hello, world 12 e\u0301 \U0001f600 \U00013000"
+
+
+def guard(call: Callable[[], T], action: str) -> T:
+    """Return `call()`; anything that native code raises, panics included, becomes a TokenizerError."""
+    try:
+        return call()
+    except (KeyboardInterrupt, SystemExit, MemoryError, RlxError):
+        raise
+    except BaseException as cause:  # pyo3's PanicException does not derive from Exception
+        raise TokenizerError(f"{action}: {type(cause).__name__}: {quote(cause)}") from cause
 
 
 def refuse_panics(document: Mapping[str, Any], where: str) -> None:
@@ -124,3 +139,52 @@ def _check_template(node: Mapping[str, Any], where: str) -> None:
         texts = [piece["Sequence"] for piece in pieces if "Sequence" in piece]
         if name == "single" and [t.get("id") for t in texts if isinstance(t, dict)] != ["A"]:
             raise TokenizerError(f"{where}: post_processor.single: expected one Sequence 'A', found {quote(texts)}")
+
+
+def read_vocabulary(
+    native: Any, is_unigram: bool, document: Mapping[str, Any], where: str
+) -> tuple[dict[str, int], int]:
+    """Return the ids of all tokens by text, and the largest id plus one.
+
+    Ids must be unique, and every id up to the largest one of a token that is not an added token must have a token.
+    (Added tokens above that may leave gaps: tiktoken's do.) Unigram models number their pieces by position
+    (`is_unigram`): a piece that occurs twice takes its last position as its id, so its first position is not an error.
+    """
+    words, model = guard(lambda: (native.get_vocab(True), native.get_vocab(False)), where)
+    if not words:
+        raise TokenizerError(f"{where}: the vocabulary is empty")
+    largest_id = max(words.values())
+    if largest_id >= MAX_VOCABULARY:
+        raise LimitError(f"{where}: token id {largest_id} is over the limit MAX_VOCABULARY = {MAX_VOCABULARY}")
+    duplicate_ids = sorted(i for i, uses in Counter(words.values()).items() if uses > 1)
+    if duplicate_ids:
+        raise TokenizerError(f"{where}: token ids used twice: {listing(duplicate_ids)}")
+    added_ids = {entry["content"]: entry["id"] for entry in document.get("added_tokens") or []}
+    for content, declared_id in added_ids.items():
+        if words.get(content) != declared_id:
+            raise TokenizerError(
+                f"{where}: added token {quote(content)} has id {declared_id}, but would be encoded as "
+                f"{words.get(content)}"
+            )
+    last_id = max((i for content, i in model.items() if content not in added_ids), default=0)
+    missing_ids = sorted(set(range(last_id)).difference(words.values()))
+    if missing_ids and not is_unigram:
+        raise TokenizerError(f"{where}: token ids without a token: {listing(missing_ids)}")
+    return words, largest_id + 1
+
+
+def check_probe(native: Any, words: Mapping[str, int], where: str) -> int:
+    """Encode a probe text, so that a broken tokenizer fails at load; return the number of added special tokens."""
+
+    def probe() -> tuple[list[int], list[int], list[int], int]:
+        bare = native.encode(_PROBE, add_special_tokens=False)
+        native.decode(bare.ids)
+        count: int = native.num_special_tokens_to_add(False)
+        return bare.ids, native.encode(_PROBE).ids, native.post_process(bare, None, True).ids, count
+
+    bare, with_special, post_processed, count = guard(probe, where)
+    if unknown := sorted(set(with_special).difference(words.values(), bare)):
+        raise TokenizerError(f"{where}: post_processor adds ids that are not in the vocabulary: {listing(unknown)}")
+    if with_special != post_processed or len(with_special) != len(bare) + count:
+        raise TokenizerError(f"{where}: post_processor does more than add special tokens around a text")
+    return count
