@@ -141,10 +141,9 @@ def trace_key(content: Any, arguments: Any, options: Any) -> str | None:
 
 def read_record(key: str | None) -> TraceRecord | None:
     """Return the record of a program; None if there is none, it cannot be read, or there is no entry of its program."""
-    settings = cache_settings()
-    if key is None or settings.directory is None:
+    store = _open_store()
+    if key is None or store is None:
         return None
-    store = EntryStore(settings.directory, settings.max_bytes)
     try:
         payload = store.read(key)
         record = None if payload is None else pickle.loads(payload)
@@ -160,23 +159,47 @@ class UntracedError(Exception):
     """
 
 
-def load_recorded(record: TraceRecord, arguments: Any, thread: int) -> jax.stages.Compiled | None:
-    """Return the program of a record; None if it cannot be loaded, and has to be traced.
+def trace_or_load(
+    lower: Callable[[], Lowered], arguments: Any, key: str | None,
+    compile: Callable[[Lowered], tuple[jax.stages.Compiled, bool]],
+) -> Callable[[], tuple[jax.stages.Compiled, bool, Any]]:  # fmt: skip
+    """Trace a program unless the cache has a record of it; return a function that loads or compiles it.
 
-    Raises:
-        UntracedError: the same, in another thread than `thread`.
+    That function may run in another thread; if the program of a record cannot be loaded, it raises `UntracedError`
+    there. It returns the program, whether it was loaded, and the types of its results.
+
+    Args:
+        lower: traces the program; later calls return the same.
+        arguments: as in `compile_lowered`.
+        key: the key of the record, as `trace_key` returns it.
+        compile: compiles or loads the traced program, as `compile_lowered` does.
     """
-    settings = cache_settings()
+    record, thread = read_record(key), threading.get_ident()
+    if record is None:
+        lower()
+
+    def compile_traced() -> tuple[jax.stages.Compiled, bool, Any]:
+        if record is not None:
+            if (loaded := _load_recorded(record, arguments)) is not None:
+                return loaded, True, record.results
+            if threading.get_ident() != thread:
+                raise UntracedError
+        lowered = lower()
+        return (*compile(lowered), lowered.out_info)
+
+    return compile_traced
+
+
+def _load_recorded(record: TraceRecord, arguments: Any) -> jax.stages.Compiled | None:
+    """Return the program of a record; None if it cannot be loaded, and has to be traced."""
+    store = _open_store()
     try:
-        store = None if settings.directory is None else EntryStore(settings.directory, settings.max_bytes)
         payload = None if store is None else store.read(record.key)
         if payload is not None:
             trees = jax.tree.structure((tuple(arguments), {})), jax.tree.structure(record.results)
             return _deserialize(payload, *trees)
     except Exception as error:  # as in `compile_lowered`, which warns of it
         logger.debug("compile cache: a program is traced, as its entry cannot be used: %s", first_line(error))
-    if threading.get_ident() != thread:
-        raise UntracedError
     return None
 
 
@@ -196,14 +219,13 @@ def compile_lowered(
     Returns:
         The compiled program, and whether it was loaded. If the cache fails, it warns and compiles the program.
     """
-    settings, key = cache_settings(), None
+    store, key, writable = _open_store(), None, True
     try:
-        key = program_key(lowered, arguments, options) if settings.directory is not None else None
+        key = program_key(lowered, arguments, options) if store is not None else None
     except Exception as error:  # a release of JAX that shows its programs in another form
         _warn(f"compile cache off: a program has no key: {first_line(error)}")
-    if settings.directory is None or key is None:
+    if store is None or key is None:
         return lowered.compile(), False
-    store, writable = EntryStore(settings.directory, settings.max_bytes), True
     try:
         payload = store.read(key)
         if payload is not None:
@@ -228,8 +250,8 @@ def with_compile_cache(
 ) -> Callable[[], tuple[Callable[..., Any], bool]]:
     """Trace `jitted`, and return a function that compiles or loads it, which may run in another thread.
 
-    It is not traced if `content` is all data that it is traced from, and the cache has its program; if that then cannot
-    be loaded, another thread than this one raises `UntracedError`.
+    It is not traced if `content` is all data that it is traced from, and the cache has its program; see
+    `trace_or_load`.
 
     That returns a function that runs `jitted` with a cached program for these arguments, and whether that was loaded.
     Calls with other types or devices go to `jitted`, which compiles them without the cache. So does every call while
@@ -239,16 +261,11 @@ def with_compile_cache(
     if traced or cache_settings().directory is None or _in_debug_mode():
         return lambda: (jitted, False)
     key = None if content is None else trace_key(content, arguments, options)
-    record = read_record(key)
-    lowered = jitted.lower(*arguments) if record is None else None
-    thread = threading.get_ident()
+    lower = functools.cache(lambda: jitted.lower(*arguments))
+    compile_traced = trace_or_load(lower, arguments, key, lambda low: compile_lowered(low, arguments, options, key))
 
-    def compile_traced() -> tuple[Callable[..., Any], bool]:
-        compiled = None if record is None else load_recorded(record, arguments, thread)
-        loaded = compiled is not None
-        if compiled is None:
-            traced = jitted.lower(*arguments) if lowered is None else lowered
-            compiled, loaded = compile_lowered(traced, arguments, options, key)
+    def load() -> tuple[Callable[..., Any], bool]:
+        compiled, is_loaded, _ = compile_traced()
 
         def call(*arrays: Any) -> Any:
             if _in_debug_mode():
@@ -258,9 +275,9 @@ def with_compile_cache(
             except (TypeError, ValueError):  # JAX checks types and placements before it runs or consumes anything
                 return jitted(*arrays)
 
-        return call, loaded
+        return call, is_loaded
 
-    return compile_traced
+    return load
 
 
 def program_key(lowered: Lowered, arguments: Any, options: Any) -> str | None:
@@ -344,6 +361,12 @@ def _environment() -> Iterator[str]:
     yield from (f"{name}={os.environ.get(name, '')}" for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
     # All settings of JAX: some change how XLA compiles without a trace in the StableHLO, and releases add more.
     yield from (f"{name}={getattr(config, name, None)!r}" for name in sorted(config.values))
+
+
+def _open_store() -> EntryStore | None:
+    """Return the store of the cache; None if it is off."""
+    settings = cache_settings()
+    return None if settings.directory is None else EntryStore(settings.directory, settings.max_bytes)
 
 
 def _write(store: EntryStore, key: str, compiled: jax.stages.Compiled) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import re
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from rlx_jax.compiler.compile_cache import compile_lowered, load_recorded, read_record, trace_key
+from rlx_jax.compiler.compile_cache import compile_lowered, trace_key, trace_or_load
 from rlx_jax.device import out_of_memory
 from rlx_jax.errors import GraphError, ProfileError, first_line
 from rlx_jax.lowering.inspect.outline import Cost, cost
@@ -87,7 +87,7 @@ class Executable:
     Attributes:
         lir: the planned program.
         call: JAX's compiled stage.
-        lower: returns JAX's lowered stage, which traces a program that was loaded without a trace.
+        lower: returns JAX's lowered stage; the first call traces a program that was loaded without a trace.
         seconds: the time of the steps "trace", "compile" and "prove".
         peak_bytes: arguments, results and temporaries together; a donated state counts once.
         donation: the measured memory, and the proof that the state is updated in place; None for a state that is not
@@ -107,7 +107,7 @@ class Executable:
     arg_shardings: tuple[Any, ...] = ()
     from_cache: bool = False
 
-    @functools.cached_property
+    @property
     def lowered(self) -> jax.stages.Lowered:
         """Return JAX's lowered stage."""
         return self.lower()
@@ -214,7 +214,7 @@ def trace_program(
 ) -> Callable[[], Executable]:
     """Trace a program, and return a function that compiles it or loads it, which may run in another thread.
 
-    A program that the compile cache has for `content` and the arguments is not traced; see `with_compile_cache`.
+    A program that the compile cache has for `content` and the arguments is not traced; see `trace_or_load`.
 
     The state is donated if the plan donates it, and the compiled program is examined for whether it is updated in
     place.
@@ -255,24 +255,20 @@ def trace_program(
     arguments = arguments if shardings is None else jax.tree.map(without_sharding, arguments)
     settings = donated, options, donates_state
     key = None if content is None or shardings is not None else trace_key((content, name, settings), arguments, None)
-    record = read_record(key)
     types = jax.tree.map(abstract, arguments)  # no arrays, as `lower` outlives this call
 
-    def lower(arguments: Any = types) -> jax.stages.Lowered:
+    @functools.cache
+    def lower() -> jax.stages.Lowered:
         with without_triton_warning(lir.plan.choices):
-            return jitted.lower(*arguments)
+            return jitted.lower(*types)
 
-    traced, thread = lower(arguments) if record is None else None, threading.get_ident()
+    compile_lir = partial(compile_or_load, lir, name, arguments, (options, placements), key)
+    load = trace_or_load(lower, arguments, key, compile_lir)
     seconds = {"trace": time.perf_counter() - start}
 
     def compile_traced() -> Executable:
-        start, loaded = time.perf_counter(), None if record is None else load_recorded(record, arguments, thread)
-        if record is not None and loaded is not None:
-            compiled, from_cache, results = loaded, True, record.results
-        else:
-            lowered = lower(arguments) if traced is None else traced
-            compiled, from_cache = compile_or_load(lir, lowered, arguments, (options, placements), name, key)
-            results = lowered.out_info
+        start = time.perf_counter()
+        compiled, from_cache, results = load()
         seconds["compile"] = time.perf_counter() - start
         start = time.perf_counter()
         # A state that is not donated is copied, as the plan says. A wrapper computes values that are not in the plan.
@@ -285,8 +281,7 @@ def trace_program(
         # A donated state is an argument and a result in the same memory.
         results_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes
         peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + results_bytes
-        traced_again = lower if traced is None else lambda: traced
-        return Executable(lir, compiled, traced_again, seconds, peak, proof, consumed_inputs, arg_shardings, from_cache)
+        return Executable(lir, compiled, lower, seconds, peak, proof, consumed_inputs, arg_shardings, from_cache)
 
     return compile_traced
 
@@ -302,17 +297,9 @@ def with_split_inputs(function: Function, name: str) -> Callable[..., Results]:
 
 
 def compile_or_load(
-    lir: Lir, lowered: jax.stages.Lowered, arguments: Any, options: tuple[Any, ...], name: str, record_key: str | None
+    lir: Lir, name: str, arguments: Any, options: tuple[Any, ...], record_key: str | None, lowered: jax.stages.Lowered
 ) -> tuple[jax.stages.Compiled, bool]:
-    """Return a compiled program, and whether it was loaded from the compile cache.
-
-    Args:
-        lir: the planned program.
-        lowered: the traced program.
-        arguments: as in `compile_lowered`.
-        options: the options of `jax.jit`.
-        name: the name of the program in error messages.
-        record_key: as in `compile_lowered`.
+    """Return the compiled program of a plan, as `compile_lowered` does; `name` is its name in error messages.
 
     Raises:
         ProfileError: XLA refuses one of the profile's compiler options.
