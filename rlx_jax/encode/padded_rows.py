@@ -167,4 +167,4 @@ def run_exact_rows(batcher: RowBatcher, block: Ids, inputs: Mapping[str, Any], l
         positions |= {row: offset + i for i, row in enumerate(row_ids)}
         offset += rows
     static = block.shape[1], tuple(positions[row] for row in range(len(block)))
-    return batcher.model.programs.run_helper(restore_order, *blocks, static=static)  # type: ignore[no-any-return]
+    return batcher.model.programs.run_helper(restore_order, *blocks, static=static)
