@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlx_jax as rlx
-from rlx_jax.encode import embedding
-from rlx_jax.encode import encoder as encoders
+from rlx_jax.encode import embedding, encoder
 from rlx_jax.encode.packing import COSTS, plan_blocks, plan_one_per_row, sizes_for
 from rlx_jax.encode.sentence import SentencePipeline, pool, pool_segments
 from rlx_jax.errors import DeriveError, RequestError, SequenceLengthError, TokenIdError
@@ -156,7 +155,7 @@ def test_a_bad_text_of_a_later_chunk(bert: Any, monkeypatch: pytest.MonkeyPatch)
 
 def test_requests_are_planned_while_parameters_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """The program that `embed` runs is derived then; an error of it is left to the request."""
-    planned, load, plan_rows = threading.Event(), compile_flow.load_params, encoders.plan_rows
+    planned, load, plan_rows = threading.Event(), compile_flow.load_params, encoder.plan_rows
 
     def plan(model: Any) -> None:
         plan_rows(model)
@@ -164,7 +163,7 @@ def test_requests_are_planned_while_parameters_load(monkeypatch: pytest.MonkeyPa
         raise DeriveError("left to the request")
 
     monkeypatch.setattr(compile_flow, "load_params", lambda *args: (planned.wait(60), load(*args))[1])
-    monkeypatch.setattr(encoders, "plan_rows", plan)
+    monkeypatch.setattr(encoder, "plan_rows", plan)
     model = rlx.load(BERT)
     count = len(model.model.programs.templates)
     assert planned.is_set() and model.embed(texts(3, 9)).shape == (3, model.width)
