@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlx_jax as rlx
-from rlx_jax.encode import embedding, encoder
+from rlx_jax.encode import embedding
 from rlx_jax.encode.packing import COSTS, plan_blocks, plan_one_per_row, sizes_for
 from rlx_jax.encode.sentence import SentencePipeline, pool, pool_segments
-from rlx_jax.errors import DeriveError, RequestError, SequenceLengthError, TokenIdError
-from rlx_jax.runtime import compile_flow
+from rlx_jax.errors import RequestError, SequenceLengthError, TokenIdError
 from tests.divided import windowed
 from tests.oracles import checkpoints, numpy_reference
 from tests.oracles.comparing import assert_close
@@ -151,23 +149,6 @@ def test_a_bad_text_of_a_later_chunk(bert: Any, monkeypatch: pytest.MonkeyPatch)
                 bert.embed(source)
     with pytest.raises(RequestError, match=r"texts\[7\]: expected a list of token ids, as texts\[6\] is"):
         bert.embed(iter([*texts(7, 40), "a string"]))
-
-
-def test_requests_are_planned_while_parameters_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program that `embed` runs is derived then; an error of it is left to the request."""
-    planned, load, plan_rows = threading.Event(), compile_flow.load_params, encoder.plan_rows
-
-    def plan(model: Any) -> None:
-        plan_rows(model)
-        planned.set()
-        raise DeriveError("left to the request")
-
-    monkeypatch.setattr(compile_flow, "load_params", lambda *args: (planned.wait(60), load(*args))[1])
-    monkeypatch.setattr(encoder, "plan_rows", plan)
-    model = rlx.load(BERT)
-    count = len(model.model.programs.templates)
-    assert planned.is_set() and model.embed(texts(3, 9)).shape == (3, model.width)
-    assert len(model.model.programs.templates) == count
 
 
 def test_warm_up_without_buckets() -> None:

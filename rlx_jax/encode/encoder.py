@@ -35,7 +35,6 @@ from rlx_jax.lowering.hir.rules import find_causal_block
 from rlx_jax.program import Weights
 from rlx_jax.runtime.arguments import refuse_consumed
 from rlx_jax.runtime.inputs import as_host_array, check_integer
-from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.padding import check_buckets, check_has_buckets, crop_to
 from rlx_jax.text.request_checks import TYPES, TokenRows, keep_mask, row_lengths, token_block
@@ -103,7 +102,7 @@ class Encoder(TaskModel):
     ) -> None:
         self.tokenizer = open_tokenizer(tokenizer)
         self.model, self.vocab_size = open_token_model(
-            flow, weights, OpenOptions(**options), max_positions, programs=("forward",), plan_ahead=plan_rows
+            flow, weights, OpenOptions(**options), max_positions, programs=("forward",)
         )
         check_hidden_states(self.model, self.vocab_size)
         self.max_positions = supported_positions(self.model)
@@ -312,7 +311,10 @@ class Encoder(TaskModel):
     @functools.cached_property
     def _reads_types(self) -> bool:
         """Whether the model has embeddings of several token types."""
-        return reads_types(self.model)
+        if TYPES not in (i.name for i in self.model.flow._inputs):
+            return False
+        key = self.model.key(frozenset({TYPES}))
+        return self.model.programs.template(key).bounds.ids.get(TYPES, 0) > 1
 
     def _check_vectors(self, stream: Stream, requests: Requests) -> None:
         """Wait for the results of a stream of a request, and check that all are finite.
@@ -462,16 +464,3 @@ class Encoder(TaskModel):
     def run_texts(self, texts: Any, max_tokens: int | None = None) -> Any:
         """Run the request that `explain` and `profile` describe: `embed` of texts or id lists."""
         return self.embed(texts, max_tokens=max_tokens)
-
-
-def reads_types(model: CompiledModel) -> bool:
-    """Return whether a model has embeddings of several token types."""
-    if TYPES not in (i.name for i in model.flow._inputs):
-        return False
-    return model.programs.template(model.key(frozenset({TYPES}))).bounds.ids.get(TYPES, 0) > 1
-
-
-def plan_rows(model: CompiledModel) -> None:
-    """Derive the program of several texts in a row, which the first request needs."""
-    reads_types(model)
-    model.programs.derivation_error(model.name, "packed", read_mask_names(model))

@@ -5,11 +5,10 @@ They build flows into programs, compile what has known sizes, and load the param
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Literal, Unpack
@@ -22,7 +21,6 @@ from rlx_jax.errors import (
     DeriveError,
     MissingWeightError,
     RequestError,
-    RlxError,
     RlxWarning,
     UnsupportedError,
     listing,
@@ -142,9 +140,8 @@ def compile_flows(
 
 
 def open_model(
-    flow: Any, weights: Weights, options: OpenOptions, serves: tuple[str, ...], max_positions: int | None = None,
-    plan_ahead: PlanAhead | None = None,
-) -> CompiledModel:  # fmt: skip
+    flow: Any, weights: Weights, options: OpenOptions, serves: tuple[str, ...], max_positions: int | None = None
+) -> CompiledModel:
     """Return the compiled model of a flow that serves requests, with fused projections.
 
     A model that is compiled already is returned as it is, with all its programs.
@@ -154,14 +151,13 @@ def open_model(
         weights, options: see `compile`.
         serves: the programs that requests run.
         max_positions: the limit of tokens in a sequence; None for the limit of the flow.
-        plan_ahead: see `finish_models`.
 
     Raises:
         RequestError: an argument that applies to compiling, with a model that is compiled already.
     """
     if not isinstance(flow, CompiledModel):
         programs = make_programs([flow], weights, options, merge=True, max_positions=max_positions, serves=serves)
-        (model,) = finish_models(programs, plan_ahead=plan_ahead).values()
+        (model,) = finish_models(programs).values()
         return model
     arguments = {"weights": weights, "max_positions": max_positions}
     if surplus := [*(name for name, value in arguments.items() if value is not None), *options.changed_names()]:
@@ -169,17 +165,8 @@ def open_model(
     return flow
 
 
-# Plans what the first request of a model needs.
-PlanAhead = Callable[[CompiledModel], None]
-
-
-def finish_models(
-    programs: Programs, program: str = "forward", plan_ahead: PlanAhead | None = None
-) -> dict[str, CompiledModel]:
-    """Return a model for each flow, and load their parameters while XLA compiles the programs with known sizes.
-
-    Without such a program, `plan_ahead` is called with each model in the meantime. Its errors are left to the request.
-    """
+def finish_models(programs: Programs, program: str = "forward") -> dict[str, CompiledModel]:
+    """Return a model for each flow, and load their parameters while XLA compiles the programs with known sizes."""
     models = {name: CompiledModel(programs, name, program) for name in programs.flows}
     if not programs.layout.params:
         return {name: model.replace(params={}) for name, model in models.items()}
@@ -203,9 +190,6 @@ def finish_models(
         try:
             for model in models.values():
                 model.compile_if_static()
-                if plan_ahead is not None and not loading.done():
-                    with contextlib.suppress(RlxError):
-                        plan_ahead(model)
             params, seconds = loading.result()
         except BaseException:  # Ctrl-C too: leaving the pool waits for the loader, which should stop early
             cancelled.set()

@@ -30,7 +30,7 @@ from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.models.encoder import LABEL_LOGITS
 from rlx_jax.program import Weights
 from rlx_jax.runtime.checkpoint_origin import CheckpointOrigin
-from rlx_jax.runtime.compile_flow import PlanAhead, open_model
+from rlx_jax.runtime.compile_flow import open_model
 from rlx_jax.runtime.export_model import Artifact, ArtifactPlan, write_artifact
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.model import CompiledModel
@@ -46,7 +46,6 @@ def open_token_model(
     max_positions: int | None,
     programs: tuple[str, ...],
     inputs: bool = False,
-    plan_ahead: PlanAhead | None = None,
 ) -> tuple[CompiledModel, int]:
     """Return the compiled model of a flow on token ids, as `open_model` does, and its vocabulary size.
 
@@ -56,7 +55,6 @@ def open_token_model(
         max_positions: the requested limit for the tokens of a sequence, if any.
         programs: the programs that requests run.
         inputs: whether requests pass inputs in addition to tokens; then inputs without a `seq` axis may be required.
-        plan_ahead: see `finish_models`.
 
     Raises:
         RequestError: an argument that a compiled model already has.
@@ -65,7 +63,7 @@ def open_token_model(
     """
     if max_positions is not None:
         max_positions = check_integer("max_positions", max_positions, 1)
-    model = open_model(flow, weights, options, programs, max_positions, plan_ahead)
+    model = open_model(flow, weights, options, programs, max_positions)
     if model.program != "forward":
         model = replace(model, program="forward", last_key=None)
     ids = model.first_input
