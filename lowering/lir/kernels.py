@@ -23,6 +23,7 @@ reached 619 and 518. One that reads the experts of one token in place: 0.216, an
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -208,10 +209,27 @@ def grouped(op: ExpertFfn, *arrays: AnyArray) -> AnyArray:
     blocks = ExpertBlocks(op, rows, block_expert, row_choice, sorted_choices.row_mask.sum(-1, dtype=jnp.int32))
     gate_bias, up_bias, down_bias = biases or NO_BIASES
     up_tiles, down_tiles = TILES[rows]
-    token = blocks.row_choice // ids.shape[-1]
-    inner = _gate_up(blocks, up_tiles, token, x.reshape(-1, x.shape[-1]), (gate, up), (gate_bias, up_bias))
-    out = _down(blocks, down_tiles, ids.size, inner, down, down_bias)
-    return combine(out.astype(jnp.float32), x, weights)
+    token, tokens, num_choices = blocks.row_choice // ids.shape[-1], x.reshape(-1, x.shape[-1]), ids.size
+
+    def own_rows(b: AnyArray, number: Any, count: Any) -> Any:
+        return pl.ds(b * rows, rows)
+
+    def choice_rows(b: AnyArray, number: Any, count: Any) -> Any:
+        # Unused rows of a block write to an extra row after the last choice, which is cut off.
+        return jnp.where(jnp.arange(rows) < count[b], number[b, :], num_choices)
+
+    inner = blocks.products(
+        up_tiles, tokens, (gate, up), (gate_bias, up_bias), op.gated, block_expert.size * rows, token,
+        read=lambda b, number, count: number[b, :], write=own_rows,
+    )  # fmt: skip
+    out = blocks.products(
+        down_tiles, inner, (down,), (down_bias,), lambda y: y, num_choices + 1, row_choice, own_rows, choice_rows
+    )
+    return combine(out[:num_choices].astype(jnp.float32), x, weights)
+
+
+# Maps the number of a block, and references to the numbers of its rows and to its count, to rows of an array.
+BlockRows = Callable[[AnyArray, Any, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -232,96 +250,56 @@ class ExpertBlocks:
     row_choice: AnyArray
     count: AnyArray
 
-    def weights(self, ref: Any, expert: AnyArray, column: AnyArray, k_slice: AnyArray) -> AnyArray:
-        """Load a tile `[depth, columns]` of an expert's matrix."""
-        return ref[expert, column, k_slice].T if self.op.contract else ref[expert, k_slice, column]
+    def products(
+        self, tiles: Tiles, x: AnyArray, weights: tuple[AnyArray, ...], biases: tuple[AnyArray | None, ...],
+        finish: Callable[..., AnyArray], num_rows: int, number: AnyArray, read: BlockRows, write: BlockRows,
+    ) -> AnyArray:  # fmt: skip
+        """Compute `finish(x W + b, …)` with the weights W and biases b of its expert for every row of every block.
 
-    def product(self, x: AnyArray, ref: Any, expert: AnyArray, column: AnyArray, k_slice: AnyArray) -> AnyArray:
-        """Multiply one tile in float32: one loop iteration of a product."""
-        w = self.weights(ref, expert, column, k_slice)
-        return jnp.dot(x, w, preferred_element_type=jnp.float32)
+        Args:
+            tiles: the tile sizes.
+            x: the rows that are multiplied.
+            weights: the stored weights, of equal shapes.
+            biases: their biases, or None.
+            finish: the function of the products.
+            num_rows: the rows of the result.
+            number: a number for each row of a block `[n, rows]`.
+            read, write: which rows of x a block reads, and which rows of the result it writes.
+        """
+        op, rows, width = self.op, self.rows, x.shape[1]
+        out_width = weights[0].shape[1 if op.contract else 2]
+        columns, depth = tile_size(out_width, tiles.columns), tile_size(width, tiles.depth)
+        added = [bias for bias in biases if bias is not None]
 
+        def kernel(block_expert: Any, count: Any, number: Any, x: Any, *rest: Any) -> None:
+            matrices, added, out = rest[: len(weights)], rest[len(weights) : -1], rest[-1]
+            n, b = pl.program_id(0), pl.program_id(1)
+            column = pl.ds(n * columns, columns)
 
-def _gate_up(
-    blocks: ExpertBlocks, tiles: Tiles, token: AnyArray, x: AnyArray, weights: tuple[Any, Any], biases: tuple[Any, Any]
-) -> AnyArray:
-    """Compute `act(x G) ⊙ (x U)` for every row of every block.
+            @pl.when(count[b] > 0)
+            def _() -> None:  # blocks without choices read and write nothing
+                expert, x_rows = block_expert[b], read(b, number, count)
 
-    Args:
-        blocks: the n blocks of choices.
-        tiles: the tile sizes.
-        token: the token of each row `[n, rows]`.
-        x: the tokens `[T, H]`.
-        weights: the weights of gate and up.
-        biases: their biases, or None.
+                def product(part: AnyArray, w: Any, k_slice: Any) -> AnyArray:
+                    tile = w[expert, column, k_slice].T if op.contract else w[expert, k_slice, column]
+                    return jnp.dot(part, tile, preferred_element_type=jnp.float32)
 
-    Returns:
-        `[n · rows, F]`.
-    """
-    op, rows, hidden = blocks.op, blocks.rows, x.shape[1]
-    inner = weights[0].shape[1 if op.contract else 2]
-    columns, depth = tile_size(inner, tiles.columns), tile_size(hidden, tiles.depth)
-    added = [bias for bias in biases if bias is not None]
+                def accumulate(k: AnyArray, sums: tuple[AnyArray, ...]) -> tuple[AnyArray, ...]:
+                    k_slice = pl.ds(k * depth, depth)
+                    part = x[x_rows, k_slice]
+                    terms = [product(part, w, k_slice) for w in matrices]
+                    return tuple(map(operator.add, sums, terms))
 
-    def kernel(block_expert: Any, count: Any, token: Any, x: Any, gate: Any, up: Any, *rest: Any) -> None:
-        *added, out = rest
-        n, b = pl.program_id(0), pl.program_id(1)
-        column = pl.ds(n * columns, columns)
+                zeros = jnp.zeros((rows, columns), jnp.float32)
+                sums = lax.fori_loop(0, width // depth, accumulate, (zeros,) * len(matrices))
+                if added:
+                    pairs = zip(sums, added, strict=True)
+                    sums = tuple(a + bias[expert, column].astype(jnp.float32)[None] for a, bias in pairs)
+                out[write(b, number, count), column] = finish(*sums).astype(out.dtype)
 
-        @pl.when(count[b] > 0)
-        def _() -> None:  # blocks without choices read and write nothing
-            expert, tokens = block_expert[b], token[b, :]
-
-            def accumulate(k: AnyArray, sums: tuple[AnyArray, AnyArray]) -> tuple[AnyArray, AnyArray]:
-                k_slice = pl.ds(k * depth, depth)
-                part = x[tokens, k_slice]
-                g, u = (blocks.product(part, w, expert, column, k_slice) for w in (gate, up))
-                return sums[0] + g, sums[1] + u
-
-            zeros = jnp.zeros((rows, columns), jnp.float32)
-            g, u = lax.fori_loop(0, hidden // depth, accumulate, (zeros, zeros))
-            if added:
-                pairs = zip((g, u), added, strict=True)
-                g, u = (a + bias[expert, column].astype(jnp.float32)[None] for a, bias in pairs)
-            out[pl.ds(b * rows, rows), column] = op.gated(g, u).astype(out.dtype)
-
-    shape = jax.ShapeDtypeStruct((blocks.block_expert.size * rows, inner), x.dtype)
-    run = kernel_call(kernel, shape, (inner // columns, blocks.block_expert.size), tiles.warps, tiles.stages)
-    return run(blocks.block_expert, blocks.count, token, x, *weights, *added)
-
-
-def _down(
-    blocks: ExpertBlocks, tiles: Tiles, choices: int, inner: AnyArray, down: AnyArray, bias: AnyArray
-) -> AnyArray:
-    """Compute `inner D` for every choice `[choices, H]`, in the order of the choices."""
-    op, rows, width = blocks.op, blocks.rows, inner.shape[1]
-    hidden = down.shape[1 if op.contract else 2]
-    columns, depth = tile_size(hidden, tiles.columns), tile_size(width, tiles.depth)
-
-    def kernel(block_expert: Any, count: Any, row_choice: Any, inner: Any, down: Any, *rest: Any) -> None:
-        *added, out = rest
-        n, b = pl.program_id(0), pl.program_id(1)
-        column = pl.ds(n * columns, columns)
-
-        @pl.when(count[b] > 0)
-        def _() -> None:
-            expert = block_expert[b]
-
-            def accumulate(k: AnyArray, total: AnyArray) -> AnyArray:
-                k_slice = pl.ds(k * depth, depth)
-                return total + blocks.product(inner[pl.ds(b * rows, rows), k_slice], down, expert, column, k_slice)
-
-            result = lax.fori_loop(0, width // depth, accumulate, jnp.zeros((rows, columns), jnp.float32))
-            if added:
-                result = result + added[0][expert, column].astype(jnp.float32)[None]
-            # Unused rows of a block write to an extra row after the last choice, which is cut off.
-            choice_row = jnp.where(jnp.arange(rows) < count[b], row_choice[b, :], choices)
-            out[choice_row, column] = result.astype(out.dtype)
-
-    shape = jax.ShapeDtypeStruct((choices + 1, hidden), inner.dtype)
-    run = kernel_call(kernel, shape, (hidden // columns, blocks.block_expert.size), tiles.warps, tiles.stages)
-    biases = [] if bias is None else [bias]
-    return run(blocks.block_expert, blocks.count, blocks.row_choice, inner, down, *biases)[:choices]
+        shape = jax.ShapeDtypeStruct((num_rows, out_width), x.dtype)
+        run = kernel_call(kernel, shape, (out_width // columns, self.block_expert.size), tiles.warps, tiles.stages)
+        return run(self.block_expert, self.count, number, x, *weights, *added)
 
 
 def compare_into_blocks(ids: AnyArray, experts: int, rows: int) -> SortedChoices:
