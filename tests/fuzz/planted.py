@@ -89,9 +89,9 @@ PASS_FAULTS = (
     Fault("layer i reads the weights of layer i + 1", region._Region, "_leaf", "for k in range(self.count)",
         "for k in (*range(1, self.count), 0)"),
     Fault("final carries change places", region._Region, "_find_results",
-        "value: self.carries[source]", "value: len(self.carries) - 1 - self.carries[source]"),
-    Fault("side outputs come in reverse order of layers", region._Region, "_find_results", "* self.count + iteration",
-        "* self.count + self.count - 1 - iteration"),
+        "self.carries[source] if", "len(self.carries) - 1 - self.carries[source] if"),
+    Fault("side outputs come in reverse order of layers", region._Region, "_find_results", "* self.count + i",
+        "* self.count + self.count - 1 - i"),
 )  # fmt: skip
 """In passes, in the rewriting that they share, and in rolling."""
 
