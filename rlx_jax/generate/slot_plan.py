@@ -38,9 +38,10 @@ from rlx_jax.text.padding import PROMPT_BUCKET
 # The most slots by platform, if no number is passed: with more rows a step takes time in proportion to them.
 MAX_SLOTS = {"cpu": 32}
 MAX_SLOTS_ON_ACCELERATOR = 128
-# More slots for many long jobs, as memory allows. One H200, 8B shape in bf16, 768 prompts of 1,000 tokens with 1,000
-# new ones: 8,107 tokens/s in 128 slots, 8,955 in 192. Otherwise the steps of the longest job decide, which take longer
-# with more rows: 1B shape, 512 prompts with 8 to 512 new tokens: 33,600 tokens/s in 128 slots, 30,400 in 192.
+# More slots for many long jobs, as memory allows. One H200, 8B shape in bf16, prompts of 1,000 tokens with 1,000 new
+# ones: 768 of them make 8,107 tokens/s in 128 slots and 8,955 in 192, 1,000 of them 8,568 in 128 and 9,360 in 256.
+# Otherwise the steps of the longest job decide, which take longer with more rows: 1B shape, 512 prompts with 8 to 512
+# new tokens: 33,600 tokens/s in 128 slots, 30,400 in 192.
 MORE_SLOTS = (192, 256)
 LONG_JOBS_PER_SLOT = 3
 # Jobs of a fill per slot: fewer leave fewer slots idle until a group of them is free, and more make prefill efficient.
