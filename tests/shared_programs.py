@@ -18,7 +18,7 @@ from jax._src import compilation_cache
 
 from rlx_jax.compiler import compile_cache
 
-LEAST_SECONDS = 0.1  # what compiles faster is not worth a file
+LEAST_SECONDS = 0.02  # what compiles faster is not worth a file
 DAYS = 7  # a program that no test has used for so long is removed
 
 

@@ -106,7 +106,7 @@ leaves = st.builds(lambda name: [name], st.sampled_from("ab"))
 trees = st.recursive(leaves, lambda inner: st.lists(inner, min_size=1, max_size=3), max_leaves=8)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(trees=st.lists(trees, min_size=1, max_size=3), layers=st.integers(1, 3))
 def test_no_two_blocks_share_a_path(trees: list[Any], layers: int) -> None:
     """Any nesting of names, in and out of layers: as many paths as stages."""

@@ -10,16 +10,14 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax import Graph, GraphModule, LayerStack, ModelFlow
+from rlx_jax import Graph, GraphModule, ModelFlow
 from rlx_jax.errors import DTypeError, GraphError, ShapeError, UnsupportedError
 from rlx_jax.ir.graph import Graph as GraphIR
 from rlx_jax.ir.ops.control import CustomVjp, Scan, Switch, While
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.pointwise import COMPARE, PARAMETRIC, UNARY
 from rlx_jax.ir.ops.reduce import REDUCE
-from rlx_jax.layer_stack import Stages
 from rlx_jax.trace.compat import SpecBuilders
-from rlx_jax.trace.emit import Emit
 from rlx_jax.trace.writer import Writer
 from tests.op_cases import OpCase
 from tests.test_op_numbers import CASES
@@ -96,25 +94,6 @@ def test_every_function_has_a_builder_of_its_name() -> None:
     for name in ("add", "sub", "mul", "div", "pow", "atan2", "mod", "rem", *named):
         pair = (n, n) if "bit" in name or "shift" in name else (x, x)
         assert m.node(getattr(m, name)(*pair)).op.kind == named.get(name, name)
-
-
-def test_no_surface_spells_an_op_again() -> None:
-    """The mixins alone define ops and stages; the one exception names the output of a flow too."""
-    for surface, mixins in ((Emit, TOPICS), (GraphModule, TOPICS), (ModelFlow, (Stages,)),
-                            (LayerStack, (Stages,))):  # fmt: skip
-        shared = {n for c in mixins for n in vars(c) if not n.startswith("_")}
-        again = shared & {n for n in vars(surface) if not n.startswith("_")}
-        assert again <= {"unwrap", "wrap", "weight", "add_all", "builder", "level", "lm_head", "where", "stage"}, (
-            surface
-        )
-
-
-def test_a_stack_takes_what_a_flow_takes() -> None:
-    """Every stage method of a flow is one of a LayerStack, and they make the same stage."""
-    for name in ("embed", "rms_norm", "linear", "store_stream"):
-        (stage,) = getattr(ModelFlow("m").input("x", (2,)), name)("key")._stages
-        assert getattr(LayerStack.named("s"), name)("key").items == (stage,)
-    assert len(LayerStack.named("s").lm_head(8, 4).repeat_layers(2, lambda i: rlx.blocks.ResidualSave()).items) == 2
 
 
 def module() -> tuple[GraphModule, Any]:

@@ -346,14 +346,14 @@ def test_a_second_model_is_not_traced(cache: Path, monkeypatch: pytest.MonkeyPat
         traces.append(self.fun_name)
         return lower(self, *arguments, **options)
 
-    def answer(profile: rlx.CompileProfile | None = None) -> tuple[Any, int]:
+    def logits(profile: rlx.CompileProfile | None = None) -> tuple[Any, int]:
         traces.clear()
-        lm = rlx.load(LLAMA, profile=profile)
-        answers = (
-            lm.generate(PROMPTS, max_new_tokens=6),
-            lm.generate(PROMPTS, max_new_tokens=6, temperature=0.9, seed=3),
-        )
-        return answers, len(traces)
+        return np.asarray(rlx.load(LLAMA, profile=profile).logits(PROMPTS[1:])).tolist(), len(traces)
+
+    def answer() -> tuple[Any, int]:
+        traces.clear()
+        lm = rlx.load(LLAMA)
+        return [lm.generate(PROMPTS, max_new_tokens=6, temperature=t, seed=3) for t in (0.0, 0.9)], len(traces)
 
     monkeypatch.setattr(jax.stages.Traced, "lower", counted)
     want, count = answer()
@@ -361,12 +361,14 @@ def test_a_second_model_is_not_traced(cache: Path, monkeypatch: pytest.MonkeyPat
     lm = rlx.load(LLAMA)
     lm.generate(PROMPTS, max_new_tokens=6)
     assert "stablehlo" in lm.model.lower(np.ones((1, 4), np.int32)).as_text()
-    assert answer(rlx.CompileProfile().replace(layers={"roll": "scan"}))[1] > 0
+    whole, once = logits()
+    assert once and logits() == (whole, 0)
+    assert logits(rlx.CompileProfile().replace(layers={"roll": "scan"}))[1] > 0
     with jax.default_matmul_precision("highest"):
-        assert answer()[1] > 0
+        assert logits()[1] > 0
     with monkeypatch.context() as changed:
         changed.setattr(compile_cache, "source_digest", lambda: "edited")
-        assert answer() == (want, count)
+        assert logits() == (whole, once)
     for path in entries(cache):
         if path.stat().st_size > 4096:  # a program
             path.unlink()

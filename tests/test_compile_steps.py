@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -95,9 +93,7 @@ def test_every_field_of_a_component_is_part_of_its_key() -> None:
     changed = {name: change(component) for name, change in CHANGES.items()}
     assert len({component.cache_key(), *(c.cache_key() for c in changed.values())}) == 1 + len(CHANGES)
     assert component.aot_disk_base() == f"rlx_{component.cache_key():016x}"
-    script = "import rlx_jax as r; print(r.ModelComponent(r.ModelVariant.prefill(1, 8)).cache_key())"
-    printed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
-    assert int(printed) == component.cache_key()  # the same in another process
+    assert component.cache_key() == 0x4877E5FD1B8C6649  # the same in every process
 
 
 def test_configurations() -> None:

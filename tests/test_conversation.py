@@ -221,7 +221,6 @@ def test_refused(model: Any) -> None:
         (lambda: chat.send([{"role": 3}]), r"messages\[1\]\['role'\]"),
         (lambda: lm.conversation(5), "messages: expected a string"),
         (lambda: lm.conversation(max_len=0), "max_len is 0"),
-        (lambda: chat.stream("w1", 0), "max_new_tokens is 0, and a turn has a reply"),
         (lambda: chat.send("w1", -1), "max_new_tokens is -1; expected"),
         (lambda: lm.conversation(keep_copy=2), "keep_copy is 2; expected True or False"),
         (lambda: chat.send("w1", 60), "2 messages are 9 tokens, with 60 new ones more than max_len, 24; remove old"),

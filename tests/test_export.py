@@ -214,10 +214,8 @@ def test_a_sharded_model(model: Any, tmp_path: Path) -> None:
         assert {k: v.sharding.spec for k, v in loaded.params.items()} == want and "tensor" in str(want)
         np.testing.assert_allclose(loaded(x), sharded(x), rtol=1e-5, atol=1e-5)
         assert loaded(x).sharding.shard_shape(x.shape) == ((2, 8) if sizes else (8, 8))  # symbolic rows are replicated
-    path = tmp_path / "eight.rlxa"
-    np.testing.assert_allclose(fresh(path, x.tolist(), 0, devices=8)["outputs"][0], sharded(x), rtol=1e-5, atol=1e-5)
     with pytest.raises(AssertionError, match="PlatformMismatchError: .*mesh of 8 devices .*, and JAX has 4"):
-        fresh(path, x.tolist(), 0, devices=4)
+        fresh(tmp_path / "eight.rlxa", x.tolist(), 0, devices=4)
 
 
 @pytest.mark.slow

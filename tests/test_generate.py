@@ -93,8 +93,6 @@ def test_stream_is_generate_in_pieces(chat: Any, plain: Case) -> None:
         assert "".join(pieces) == want
         assert all(pieces)
     assert list(plain.lm.stream(plain.prompts[1], max_new_tokens=7)) == plain.greedy[1][:7]
-    with pytest.raises(errors.RequestError, match="one prompt"):
-        plain.lm.stream(plain.prompts, max_new_tokens=7)
 
 
 # -- end tokens --------------------------------------------------------------------------------

@@ -174,7 +174,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a window": ("mistral/full_v4", {"sliding_window": 8}, "sliding_window"),
     "another context of Llama 3's scaling": ("llama/gqa_tied_llama3_v5", {}, "rope_freqs.weight is not Llama 3's"),
     "scores of another scale": ("gemma2/caps_v5", {}, "query_pre_attn_scalar"),
-    "a family": ("gpt2/scaled_v5", {}, "not written as GGUF"),
 }
 
 

@@ -104,16 +104,6 @@ def test_no_import_of_the_package_hides() -> None:
         assert hidden <= LAZY.get(name, set()), name
 
 
-def test_who_rewrites_graphs_sees_regions_alone() -> None:
-    """A loop over layers is looked at through `regions` and `num_carries`: a second op with regions wants no change
-    there. `interpret` runs it."""
-    rewriting = {name for name in MODULES if room(name) in ("lowering", "compiler")}
-    found = {(name, node.module, alias.name) for name in rewriting for node in imports()[name]
-             if isinstance(node, ast.ImportFrom) for alias in node.names}  # fmt: skip
-    naming = {name for name, module, what in found if (module, what) == ("rlx_jax.ir.region", "Repeat")}
-    assert len(rewriting) > 30 and naming == {"rlx_jax.lowering.lir.interpret"}
-
-
 PUBLIC = {"Graph": "rlx_jax.Graph is the spec's name for GraphModule"}
 """Names that users know by two meanings, with the reason."""
 

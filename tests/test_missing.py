@@ -112,8 +112,6 @@ def test_whatever_opens_a_model_draws_what_is_missing(case: str) -> None:
     """As `compile` does; and refuses it without being asked."""
     with pytest.raises(errors.MissingWeightError, match=r"'new'.*missing='init' initializes it"):
         OPENED[case]()
-    with pytest.raises(errors.RequestError, match="pass both, or neither"):
-        OPENED[case](missing="init")
     assert OPENED[case](missing="init", key=0).report().initialised == ("new",)
 
 

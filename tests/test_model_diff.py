@@ -181,7 +181,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "no model": (lambda: RECIPE, {}, "diff: expected a compiled model with the program forward.*got"),
     "another program": (lambda: plain().as_program("extend"), {}, "program forward, .*; got extend"),
     "an unknown size": (plain, {"context": 3}, "diff: the program forward has no size 'context'"),
-    "a missing size": (plain, {"seq": 3}, "llama: no size of 'batch'"),
 }
 
 

@@ -112,7 +112,7 @@ def test_a_model_from_an_orbax_checkpoint(tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(max_examples=30)
+@settings(max_examples=15)
 def test_a_part_is_what_numpy_gives(part_source: tuple[Any, np.ndarray], data: st.DataObject) -> None:
     source, values = part_source
     bound = st.none() | st.integers(-9, 9)

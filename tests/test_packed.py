@@ -69,7 +69,7 @@ def arrays_of(value: Packed) -> dict[str, Any]:
     return arrays
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     scheme=st.sampled_from(list(BLOCKS)),
     rows=st.lists(st.integers(1, 4), max_size=3),
@@ -142,9 +142,6 @@ def q8(shape: Any) -> Packed:
 
 
 @pytest.mark.parametrize(("value", "error", "message"), [
-    (Packed(Q8, "gguf_q8_0", (4, 60)), WeightShapeError,
-        "gguf_q8_0 packs blocks of 32, expected a last axis that 32 divides, got f32[4,60]; rows are not padded: "
-        "store it as f16, or by a scheme of smaller blocks"),
     (Packed(Q8[:, :-2], "gguf_q8_0", (4, 64)), WeightShapeError,
         "the bytes of gguf_q8_0 f32[4,64]: expected u8[4,68], got u8[4,66]; check the scheme and the shape"),
     (Packed(Q8.ravel(), "gguf_q8_0", (4, 64)), WeightShapeError, "expected u8[4,68], got u8[272]"),
@@ -152,7 +149,6 @@ def q8(shape: Any) -> Packed:
         "expected u8[4,68], got dtype 'i8'; give the bytes as they are stored"),
     (Packed(Q8.tobytes(), "gguf_q8_0", (4, 64)), WeightError, "got 'bytes'; numpy.frombuffer makes one"),
     (Packed(Q8, "gguf_q80", (4, 64)), WeightError, "unknown scheme of packing 'gguf_q80'; did you mean 'gguf_q8_0'"),
-    (Packed(Q8, "gguf_q8_0", ()), WeightShapeError, "gguf_q8_0 packs rows, got the scalar f32[]; store it as it is"),
     (Packed(Q8, "gguf_q8_0", (4, 64), np.int32), WeightError, "gguf_q8_0 packs floats, got i32[4,64]"),
     (q8(("n", 64)), WeightShapeError, "expected static sizes as the shape of a packed tensor, got f32[n,64]"),
     (PackedSpec((4, 60), F32, "gguf_q8_0"), WeightShapeError, "expected a last axis that 32 divides"),

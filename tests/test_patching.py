@@ -102,8 +102,6 @@ def test_parameters_of_now_are_patched() -> None:
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
-    "no block": ({"layer.*": 0}, {}, errors.GraphError, "matches no block.*layers"),
-    "no layer": ({"layers.7": 0}, {}, errors.GraphError, "matches no block.*layers.0"),
     "tables": ({"rotary_emb": 0}, {}, errors.GraphError, "expected blocks that return floats"),
     "shape": ({"layers.*": np.ones(3)}, {}, errors.ShapeError, r"\[3\].*\[3, 2, 5, 56\]"),
     "result": ({"norm": lambda y: y[:, :3]}, {}, errors.ShapeError, "norm"),
@@ -125,7 +123,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "ragged": ({"norm": 0}, {"prompts": [[1, 2], [3]], "sweep": True}, errors.RequestError, r"positions=, such"),
     "batch": ({"norm": 0}, {"batch_size": 2}, errors.RequestError, "batch_size is for a sweep"),
     "metric": ({"norm": 0}, {"metric": 3}, errors.RequestError, "metric is a function"),
-    "logits": ({"norm": 0}, {"logits": "first"}, errors.RequestError, "'all' or 'last'"),
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.compiler import passes
-from rlx_jax.compiler.passes import PIPELINE, Job, pass_named
-from rlx_jax.compiler.settings import lowering_settings
+from rlx_jax.compiler.passes import PIPELINE, pass_named
 from rlx_jax.errors import GraphError, ProfileError
 from rlx_jax.ir.graph import Graph, GraphStage
 from rlx_jax.ir.ops.pointwise import Unary
@@ -39,17 +37,6 @@ FLOW = rlx.ModelFlow("m").input("x", ("batch", 8)).custom_named("mix", three)
 def compiled(**settings: Any) -> Any:
     """The model."""
     return rlx.compile(FLOW, W, profile=profile(**settings))
-
-
-def test_the_table() -> None:
-    """Names are unique, levels only go down, and the last row alone wants sizes."""
-    names = [p.name for p in PIPELINE]
-    assert len(set(names)) == len(names)
-    levels = [list(GraphStage).index(p.level) for p in PIPELINE]
-    assert levels == sorted(levels)
-    job = Job(lowering_settings(), FLOW.build(W).types)
-    assert [p.name for p in PIPELINE if p.runs(job)] == ["expand", "undivided", "derive", "lower"]
-    assert [p.name for p in PIPELINE if p.runs(replace(job, sizes={"batch": 2}))][-1] == "specialise"
 
 
 def test_every_pass_of_a_program_is_timed_counted_and_printed() -> None:

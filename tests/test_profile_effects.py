@@ -115,13 +115,6 @@ def test_compute(compute: str) -> None:
     assert {str(p.dtype) for p in model.params.values()} == {dtype}
 
 
-@pytest.mark.parametrize("matmul", ["default", "high", "highest"])
-def test_matmul(matmul: str) -> None:
-    wanted = {"default": {None, (jax.lax.Precision.DEFAULT,) * 2}}
-    dots = [e for e in traced(llama(precision={"matmul": matmul}), IDS) if e.primitive.name == "dot_general"]
-    assert {e.params["precision"] for e in dots} <= wanted.get(matmul, {(jax.lax.Precision(matmul),) * 2})
-
-
 NARROW = {"always_f16": "float16", "auto_mixed_conservative": "float16", "auto_mixed": "float16", "auto": "float16",
           "auto_mixed_bf16": "bfloat16"}  # fmt: skip
 

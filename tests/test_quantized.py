@@ -221,7 +221,6 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("fp8_block", {"fmt": "e5m2"}, "'fmt' is 'e5m2'; supported: e4m3"),
     ("fp8_block", {"weight_block_size": [32]}, "'weight_block_size' is .*expected a list of two positive integers"),
     ("fp8_block", {"weight_block_size": [16, 16]}, r"expected shape \[2, 4\].*got f32\[1,4\]"),
-    ("fp8_block", {"a_new_field": 1}, "'a_new_field' is '1'; it may change the computation"),
     ("fp8_block", {"modules_to_not_convert": [1]}, "'modules_to_not_convert' is .*expected a list of names"),
     ("fp8_block", {"expert_dtype": "fp4"}, "'expert_dtype' is 'fp4'; supported: fp8"),
     ("awq", {"version": "gemv"}, "'version' is 'gemv'; supported: gemm"),
@@ -248,7 +247,6 @@ FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("ct_int4", {"config_groups": {"g": {"weights": {"num_bits": 4, "type": "float"}}}}, "floats of 4 bits"),
     ("ct_int4", {"config_groups": {}}, "no format of weights"),
     ("nvfp4_modelopt", {"quant_algo": "NVFP4_AWQ"}, "'quant_algo' is 'NVFP4_AWQ'; supported: fp8, nvfp4"),
-    ("nvfp4_modelopt", {"quant_method": "aqlm"}, "'quant_method' is 'aqlm'; supported are fp8"),
     ("nvfp4_modelopt", {"quant_method": 4}, "'quant_method' is '4'; expected a string"),
 ]  # fmt: skip
 

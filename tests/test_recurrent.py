@@ -285,7 +285,6 @@ ZEROS = np.zeros(H, np.float32)
 REFUSED: dict[str, tuple[Any, str]] = {
     "longer": (lambda h, x: (jnp.concatenate([h, h]), x), r"takes the state as f32.8. and returns f32.16."),
     "another form": (lambda h, x: ((h, h), x), "the step takes a state"),
-    "no pair": (lambda h, x: h, r"return a pair, \(state, y_t\)"),
     "counts its traces": (counter(), "another function each time"),
     "random": (lambda h, x: (h + np.random.normal(), x), "another function each time"),
     "calls Python": (asking, "effects.*pure_callback"),

@@ -74,7 +74,7 @@ SLICES = st.builds(
 
 
 @pytest.mark.parametrize(("run", "band"), [(2**12, 2**20), (1, 1), (1000, 40), (12, 60)])
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 5), max_size=4), st.lists(SLICES, max_size=4), st.sampled_from(["F32", "BF16", "U8"]))
 def test_slices_are_those_of_numpy(
     tmp_path_factory: pytest.TempPathFactory, run: int, band: int, shape: list[int], slices: list[slice], tag: str
