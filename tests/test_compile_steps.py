@@ -209,10 +209,12 @@ def test_a_component_on_a_fresh_pipeline() -> None:
         pipeline.get_or_compile_component(component.with_compilation_mode("aot"), llama)
 
 
-def test_a_configuration_brings_its_profile() -> None:
+@pytest.mark.parametrize("options", [None, {"profile": rlx.CompileProfile()}])
+def test_a_configuration_brings_its_profile(options: Any) -> None:
+    """What its component changes stays beside options."""
     config = rlx.ModelExecutionConfig.prefill(1, 5).with_quant("int8")
     pipeline = rlx.ModelCompilePipeline("cpu")
-    executable, _ = pipeline.get_or_compile_component(config, llama)
+    executable, _ = pipeline.get_or_compile_component(config, llama, options)
     assert executable.lir.plan.packed
     assert pipeline.template_result is not None and pipeline.template_result.settings is not None
     assert pipeline.template_result.settings.profile.precision.weights == "int8"
@@ -375,14 +377,6 @@ def test_wrong_values_are_named(case: str) -> None:
     call, error, fragment = WRONG[case]
     with pytest.raises(error, match=fragment):
         call()
-
-
-def test_a_configuration_with_options_keeps_what_its_component_changes() -> None:
-    config = rlx.ModelExecutionConfig.prefill(1, 5).with_quant("int8")
-    pipeline = rlx.ModelCompilePipeline("cpu")
-    pipeline.get_or_compile_component(config, llama, {"profile": rlx.CompileProfile()})
-    assert pipeline.template_result is not None and pipeline.template_result.settings is not None
-    assert pipeline.template_result.settings.profile.precision.weights == "int8"
 
 
 def test_a_python_function_is_not_written(tmp_path: Path) -> None:

@@ -7,12 +7,9 @@ import json
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import huggingface_hub
-import huggingface_hub.constants
 import jax
 import numpy as np
 import pytest
@@ -44,43 +41,6 @@ def weights_of(folder: Folder) -> Path:
 
 
 # -- a server that misbehaves ------------------------------------------------------------------
-
-
-def cut(handler: Handler, content: bytes, times: list[int]) -> None:
-    """Half of what is left, as if it were all, then the line is dead; the whole once `times` is used up."""
-    start = int(handler.headers.get("Range", "bytes=0-")[6:-1])
-    if not times:
-        return handler.send(content, {})
-    times.pop()
-    rest = content[start:]
-    handler.begin(206 if start else 200, {"Content-Length": str(len(rest)), "Connection": "close"})
-    handler.wfile.write(rest[: len(rest) // 2])
-    handler.wfile.flush()
-    handler.close_connection = True
-    handler.connection.shutdown(2)
-
-
-def without_ranges(handler: Handler, content: bytes, times: list[int]) -> None:
-    """As `cut`, of a server that always begins again."""
-    del handler.headers["Range"]
-    cut(handler, content, times)
-
-
-def busy(handler: Handler, content: bytes, times: list[int]) -> None:
-    """Too many requests, then the whole."""
-    if times:
-        times.pop()
-        return handler.send(b"", {"Retry-After": "0"}, 429)
-    handler.send(content, {})
-
-
-@pytest.mark.parametrize("fault", [cut, without_ranges, busy])
-def test_what_stops_goes_on(server: Hub, hub_home: Path, fault: Callable[..., None]) -> None:
-    """A few times, from where it was."""
-    server.faults["model.safetensors"] = partial(fault, times=[0, 0])
-    path = weights_of(open_folder("org/m"))
-    assert path.read_bytes() == (LLAMA / "model.safetensors").read_bytes()
-    assert server.fetched() == ["model.safetensors"] * 3 and list(hub_home.rglob("*.incomplete")) == []
 
 
 def changed(handler: Handler, content: bytes) -> None:
@@ -147,7 +107,7 @@ def another_part(handler: Handler, content: bytes) -> None:
 
 
 PARTS: dict[str, tuple[Callable[[Handler, bytes], None], tuple[type[RlxError], str] | None]] = {
-    "no ranges": (partial(without_ranges, times=[]), None),
+    "no ranges": (lambda h, c: h.send(c, {}), None),
     "another part": (another_part, (IntegrityError, "requested the bytes from 0 on, got 'bytes 8-15/")),
     "fewer bytes": (lambda h, c: h.send(c[:4], {}), (HubUnreachableError, "ended after 4 of 8 bytes")),
     "a header of another length": (
@@ -261,23 +221,6 @@ def test_what_was_interrupted_is_not_whole(server: Hub, hub_home: Path, monkeypa
     blob = (hub_home / CACHED / "snapshots" / COMMIT / "model.safetensors").resolve()
     blob.write_bytes(blob.read_bytes()[:-1])
     assert rlx.load("org/m").tokenizer is not None and server.fetched().count("model.safetensors") == 2
-
-
-def test_the_cache_is_that_of_huggingface_hub(server: Hub, hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Either finds what the other has fetched, and sees nothing that it does not know."""
-    cache, endpoint = hub_home / "hub", server.endpoint
-    server.add("org/theirs", LLAMA)
-    for name in server.files["org/theirs"]:
-        huggingface_hub.hf_hub_download("org/theirs", name, cache_dir=cache, endpoint=endpoint)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    asked = len(server.asked)
-    assert rlx.load("org/theirs").tokenizer is not None and len(server.asked) == asked
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    rlx.load("org/m")
-    theirs = partial(huggingface_hub.hf_hub_download, "org/m", cache_dir=cache, local_files_only=True)
-    assert Path(theirs("model.safetensors")).read_bytes() == (LLAMA / "model.safetensors").read_bytes()
-    seen = huggingface_hub.scan_cache_dir(cache)
-    assert sorted(found.repo_id for found in seen.repos) == ["org/m", "org/theirs"] and seen.warnings == []
 
 
 def test_many_at_once(server: Hub) -> None:

