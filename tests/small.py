@@ -11,6 +11,13 @@ import numpy as np
 
 import rlx_jax as rlx
 
+LLAMA = {
+    "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+"""The sizes of a tiny Llama."""
+TIED_LLAMA = LLAMA | {"hidden_act": "silu", "tie_word_embeddings": True}
+
 
 def w(*shape: int, seed: int = 0) -> np.ndarray:
     """A weight that keeps the size of what it multiplies."""

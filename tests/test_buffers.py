@@ -19,11 +19,9 @@ from rlx_jax.lowering.lir.plan import Plan
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.lowering.mir.small import specialise
 from rlx_jax.models.llama import LlamaConfig, weight_specs
+from tests import small
 
-CONFIG = LlamaConfig.from_hf(
-    {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-     "num_key_value_heads": 2}
-)  # fmt: skip
+CONFIG = LlamaConfig.from_hf(small.LLAMA)
 
 
 def check(graph: IrGraph, plan: BufferPlan) -> None:

@@ -17,16 +17,11 @@ from rlx_jax.ir.ops.control import CustomVjp, Scan, Switch, While
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.pointwise import COMPARE, PARAMETRIC, UNARY
 from rlx_jax.ir.ops.reduce import REDUCE
-from rlx_jax.trace.compat import SpecBuilders
-from rlx_jax.trace.writer import Writer
 from tests.op_cases import OpCase
 from tests.test_op_numbers import CASES
 from tests.test_spec_ir_forms import BUILDERS
 
 Call = Callable[[Any, Any], Any]
-
-TOPICS = [c for c in SpecBuilders.__mro__ if issubclass(c, Writer)]
-"""The classes that define ops, each with a topic of its own."""
 
 
 def as_tuple(made: Any) -> tuple[Any, ...]:

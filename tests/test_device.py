@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -14,19 +13,15 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax import device
 from rlx_jax.compiler import settings
 from rlx_jax.compiler.executable import Executable
 from rlx_jax.device import DEVICES, MIN_FLASH_CAPABILITY, Device, describe_device, named_device, running_device
 from rlx_jax.errors import ProfileError, RlxWarning
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 from rlx_jax.profiles.schema import Target
+from tests import small
 
-PACKAGE = Path(device.__file__).parent
-CONFIG = {
-    "vocab_size": 31, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu", "tie_word_embeddings": True,
-}  # fmt: skip
+CONFIG = small.TIED_LLAMA | {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 IDS = jax.ShapeDtypeStruct((1, 8), np.int32)
 
 

@@ -26,12 +26,10 @@ from rlx_jax.lowering.lir import donation
 from rlx_jax.lowering.lir.implementations import write_in_loop
 from rlx_jax.lowering.lir.plan import state_types
 from rlx_jax.models.llama import LlamaConfig, weight_specs
+from tests import small
 from tests.divided import recipe, weights
 
-CONFIG = LlamaConfig.from_hf(
-    {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    | {"num_attention_heads": 4, "num_key_value_heads": 2}
-)
+CONFIG = LlamaConfig.from_hf(small.LLAMA | {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48})
 BATCH, CONTEXT = 3, 2048
 
 

@@ -23,7 +23,7 @@ from tests.oracles.make_fixtures import tiny
 from tests.oracles.recorded import load_record
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-GPT2, MIXTRAL = checkpoints.FIXTURES / "gpt2" / "bare_v4", checkpoints.FIXTURES / "mixtral" / "window_v5"
+GPT2 = checkpoints.FIXTURES / "gpt2" / "bare_v4"
 CLIP, LLAMA = vision.VISION / "dual" / "clip", checkpoints.FIXTURES / "llama" / "gqa_tied_llama3_v5"
 pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning")
 

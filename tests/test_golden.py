@@ -21,6 +21,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import Graph, GraphModule, blocks
 from rlx_jax.models.llama import LlamaConfig, weight_specs
+from tests import small
 
 GOLDEN = Path(__file__).parent / "golden"
 LEVELS = ("hir", "mir", "lir")
@@ -33,10 +34,7 @@ def linear() -> GraphModule:
 
 def llama() -> GraphModule:
     """Two layers of Llama, as the recipe writes them."""
-    config = LlamaConfig.from_hf(
-        {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2}
-    )  # fmt: skip
+    config = LlamaConfig.from_hf(small.LLAMA | {"vocab_size": 32})
     return rlx.Llama32Flow(config).assemble().build(weight_specs(config)).into_graph_module()
 
 

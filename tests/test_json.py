@@ -24,14 +24,12 @@ from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.lowering.hir.derive import derive
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.models.llama import LlamaConfig, weight_specs
+from tests import small
 from tests.oracles.fuzzing import mutated
 from tests.refusal_names import document, graph
 
 RNG = np.random.default_rng(0)
-LLAMA = LlamaConfig.from_hf(
-    {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-     "num_key_value_heads": 2}
-)  # fmt: skip
+LLAMA = LlamaConfig.from_hf(small.LLAMA)
 
 
 def again(module: GraphModule) -> GraphModule:

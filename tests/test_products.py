@@ -12,11 +12,9 @@ from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
 from rlx_jax.models.llama import Llama32Flow
+from tests import small
 
-CONFIG = {
-    "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu", "tie_word_embeddings": True,
-}  # fmt: skip
+CONFIG = small.TIED_LLAMA | {"head_dim": 8}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

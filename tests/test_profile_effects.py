@@ -28,12 +28,9 @@ from rlx_jax.profiles import PRESETS, NumericClasses, effects
 from rlx_jax.profiles.check import iter_settings
 from tests.divided import recipe
 from tests.oracles.checkpoints import FIXTURES
+from tests.small import TIED_LLAMA as LLAMA
 from tests.small import equations, profile, relative
 
-LLAMA = {
-    "vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_act": "silu", "tie_word_embeddings": True,
-}  # fmt: skip
 IDS = np.random.default_rng(0).integers(0, 31, (2, 6)).astype(np.int32)
 BF16 = np.dtype(ml_dtypes.bfloat16)
 

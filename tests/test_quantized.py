@@ -262,7 +262,7 @@ def test_fields(directories: Path, tmp_path: Path, name: str, changes: dict[str,
         rlx.load(directory)
 
 
-V, DOWN = "model.layers.0.self_attn.v_proj", "model.layers.0.mlp.down_proj"
+V = "model.layers.0.self_attn.v_proj"
 Edit = Callable[[dict[str, np.ndarray]], Any]
 TENSORS: list[tuple[str, Edit, type[Exception], str]] = [
     ("fp8_block", lambda t: t.pop(V + ".weight_scale_inv"), errors.MissingWeightError,

@@ -23,7 +23,6 @@ from tests.oracles.classifiers import ENCODER
 ARCHIVE = Path(__file__).parents[1] / "fixtures" / "text_heads.zip"
 ROOTS = "abcdefghijklmno"
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", ",", *ROOTS, *(f"##{letter}" for letter in ROOTS), *"01234567"]
-MAX_LENGTH = 24
 AGGREGATIONS = ("none", "simple", "first", "average", "max")
 TAGS = {"id2label": dict(enumerate(("O", "B-A", "I-A", "B-B", "I-B")))}
 TOKEN, ANSWER, MASKED = "ForTokenClassification", "ForQuestionAnswering", "ForMaskedLM"
