@@ -18,7 +18,6 @@ from jax._src import compilation_cache
 
 from rlx_jax.compiler import compile_cache
 
-LEAST_SECONDS = 0.02  # what compiles faster is not worth a file
 DAYS = 7  # a program that no test has used for so long is removed
 
 
@@ -51,7 +50,7 @@ class Programs:
 
 def share_programs(directory: Path) -> None:
     """Store the programs of this process in `directory`, and load those that are there."""
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", LEAST_SECONDS)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # small ones are most of them
     compilation_cache._cache, compilation_cache._cache_initialized = Programs(directory), True  # type: ignore[assignment]
 
 
