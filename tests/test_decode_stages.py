@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -39,9 +40,7 @@ def past_of(outputs: Mapping[str, Any]) -> Arrays:
     return inputs
 
 
-def close(got: np.ndarray[Any, Any], want: np.ndarray[Any, Any], tolerance: float = 2e-6) -> None:
-    assert got.shape == want.shape and got.dtype == np.float32
-    assert np.abs(got - want).max() <= tolerance * np.abs(want).max()
+close = partial(assert_close, tolerance=2e-6)
 
 
 # -- the cache as arithmetic -----------------------------------------------------------------------

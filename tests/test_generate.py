@@ -20,6 +20,7 @@ from rlx_jax.generate.stop_strings import INCOMPLETE_CHAR, GrowingText, stable_p
 from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close
 from tests.oracles.numpy_reference import Weights
+from tests.oracles.op_formulas import log_softmax
 from tests.oracles.recorded import Case, load_case
 
 LLAMA = checkpoints.FIXTURES / "llama"
@@ -274,12 +275,6 @@ def buckets() -> Any:
 def reference() -> tuple[dict[str, Any], Weights]:
     """The checkpoint for the reference."""
     return numpy_reference.read_config(CHAT), numpy_reference.read_weights(CHAT)
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Over the last axis."""
-    x = logits - logits.max(axis=-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
 
 
 def check(prompt: Sequence[int], answer: rlx.Completion, k: int, reference: tuple[dict[str, Any], Weights]) -> None:

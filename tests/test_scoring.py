@@ -21,6 +21,7 @@ from rlx_jax.generate import score_program
 from tests import divided
 from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import TOLERANCE
+from tests.oracles.op_formulas import log_softmax
 from tests.oracles.recorded import load_record
 
 TIED = checkpoints.FIXTURES / "llama" / "gqa_tied_llama3_v5"
@@ -28,13 +29,6 @@ RECURRENT = ["mamba2/groups_v5", "qwen3_5_text/blocks_v5"]
 V, POSITIONS = 389, 128
 RNG = np.random.default_rng(5)
 ROWS = [RNG.integers(2, V, n).tolist() for n in (2, 41, 7, 64, 3)]
-
-
-def log_softmax(logits: Any) -> np.ndarray:
-    """In float64."""
-    x = np.asarray(logits, np.float64)
-    x = x - x.max(axis=-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
 
 
 @pytest.fixture(scope="module", params=[{}, {"prompt": [64, 128], "batch": [8]}], ids=["shared", "alone"])

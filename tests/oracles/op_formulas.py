@@ -12,6 +12,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from tests.oracles.image_formulas import resize_axis
+
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
     """1 / (1 + e⁻ˣ)."""
@@ -121,6 +123,13 @@ def softmax(x: np.ndarray, axis: int = -1) -> np.ndarray:
     """Softmax of finite numbers."""
     e = np.exp(x - x.max(axis, keepdims=True))
     return e / e.sum(axis, keepdims=True)
+
+
+def log_softmax(x: Any) -> np.ndarray:
+    """Over the last axis, in float64."""
+    x = np.asarray(x, np.float64)
+    x = x - x.max(axis=-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
 
 
 def rms_norm(x: np.ndarray, gamma: np.ndarray, beta: Any = 0.0, eps: float = 1e-5, offset: float = 0.0) -> np.ndarray:
@@ -361,38 +370,15 @@ def patches(images: np.ndarray, p: int, q: int) -> np.ndarray:
     return np.stack(cuts, axis=1)
 
 
-def cubic(x: float, a: float) -> float:
-    """Keys' kernel (1981), as the paper has it."""
-    x = abs(x)
-    if x <= 1:
-        return (a + 2) * x**3 - (a + 3) * x**2 + 1
-    return a * x**3 - 5 * a * x**2 + 8 * a * x - 4 * a if x < 2 else 0.0
-
-
-def bicubic(line: np.ndarray, size: int, antialias: bool) -> np.ndarray:
-    """Rows `[n, H]` resampled to `[size, H]`, one after another."""
-    count, out = len(line), []
-    scale = count / size
-    wide = max(scale, 1.0) if antialias else 1.0
-    for i in range(size):
-        centre = (i + 0.5) * scale - 0.5
-        near = range(math.floor(centre - 2 * wide) - 1, math.ceil(centre + 2 * wide) + 2)
-        taps = {j: cubic((j - centre) / wide, -0.5 if antialias else -0.75) for j in near}
-        if antialias:
-            taps = {j: w for j, w in taps.items() if 0 <= j < count}
-        total = sum(taps.values()) if antialias else 1.0
-        out.append(sum(w * line[min(max(j, 0), count - 1)] for j, w in taps.items()) / total)
-    return np.stack(out)
-
-
 def grid_positions(
     table: np.ndarray, images: np.ndarray, grid: tuple[int, int], patch: tuple[int, int], antialias: bool
 ) -> np.ndarray:
     """A grid of rows resampled along one axis, then along the other."""
     rows, columns = images.shape[2] // patch[0], images.shape[3] // patch[1]
     cells = table.reshape(*grid, -1)
-    down = np.stack([bicubic(cells[:, c], rows, antialias) for c in range(grid[1])], axis=1)
-    across = np.stack([bicubic(down[r], columns, antialias) for r in range(rows)])
+    how: Any = {"antialias": antialias, "a": -0.5 if antialias else -0.75, "exclude": antialias}
+    down = np.stack([resize_axis(cells[:, c], rows, "cubic", **how) for c in range(grid[1])], axis=1)
+    across = np.stack([resize_axis(down[r], columns, "cubic", **how) for r in range(rows)])
     return across.reshape(1, rows * columns, -1)
 
 
