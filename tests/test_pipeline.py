@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.compiler import passes
 from rlx_jax.compiler.passes import PIPELINE, pass_named
 from rlx_jax.errors import GraphError, ProfileError
-from rlx_jax.ir.graph import Graph, GraphStage
-from rlx_jax.ir.ops.pointwise import Unary
 
 OPTIONAL = [p.name for p in PIPELINE if p.kind != "program"]
 W = {name: np.random.default_rng(i).standard_normal((8, 8)).astype("f4") for i, name in enumerate("qkv")}
@@ -91,18 +88,3 @@ def test_a_pass_that_cannot_be_stopped_after(name: str) -> None:
     level, match = STOPS[name]
     with pytest.raises(GraphError, match=match):
         compiled().text(level, after=name)
-
-
-def test_a_module_runs_the_same_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A row that is put in is run by `compile`, by `lower` and by `into_lir`: a pass is a function and a row."""
-
-    def negate(graph: Graph, types: rlx.ir.graph.TypeCache) -> Graph:
-        b = rlx.ir.graph.Builder.resume(graph, types)
-        return b.finish([b(Unary("neg"), v) for v in graph.outputs], graph.output_names)
-
-    at = passes.PASS_NAMES.index("expand") + 1
-    rows = (*PIPELINE[:at], passes.Pass("negate", GraphStage.HIR, negate), *PIPELINE[at:])
-    module = rlx.GraphModule.define("m", lambda m: m.tanh(m.input("x", ("batch", 8))))
-    monkeypatch.setattr(passes, "PIPELINE", rows)
-    assert "neg" in module.lower().inspect() and "neg" in rlx.GraphModule.from_lir(module.into_lir(batch=2)).inspect()
-    assert "neg" in rlx.compile(module).text("hir", after="negate")

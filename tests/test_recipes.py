@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import blocks, errors
 from rlx_jax.blocks import BlockStage, LlamaDecoderSpec
+from rlx_jax.models import gemma, llama
 from rlx_jax.models.bert import BertConfig
+from rlx_jax.models.decoder import DecoderFlow, weight_specs
 from rlx_jax.models.hooks import LayerContext
+from tests import small
 from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close
 from tests.oracles.recorded import load_record
@@ -51,7 +55,7 @@ def test_a_recipe_takes_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
 
 def test_a_recipe_follows_how_the_checkpoint_stores_its_weights() -> None:
     """A bare encoder's hooks serve a task checkpoint, whose keys have a prefix."""
-    bare = dataclasses.replace(rlx.recipe_for(BERT), prefix="", weights=None)
+    bare = replace(rlx.recipe_for(BERT), prefix="", weights=None)
     tokens = load_record(BERT)["tokens"]
     found, expected = rlx.load(BERT, recipe=bare, head=False), rlx.load(BERT, head=False)
     assert_close(found.hidden_states(tokens), expected.hidden_states(tokens), tolerance=0)
@@ -59,7 +63,7 @@ def test_a_recipe_follows_how_the_checkpoint_stores_its_weights() -> None:
 
 def test_a_recipe_of_another_config_is_refused() -> None:
     recipe = rlx.recipe_for(LLAMA)
-    eps = dataclasses.replace(recipe, config=dataclasses.replace(recipe.config, rms_norm_eps=0.5))
+    eps = replace(recipe, config=replace(recipe.config, rms_norm_eps=0.5))
     with pytest.raises(
         errors.ConfigError, match=r"'llama' .* rms_norm_eps 0\.5 \(config\.json: 0\.001\); make it with"
     ):
@@ -130,7 +134,7 @@ def test_a_recipe_is_that_of_the_weights_it_is_compiled_with(fixture: str, other
     own: Any = rlx.recipe_for(checkpoints.FIXTURES / fixture)
     weights = numpy_reference.read_weights(checkpoints.FIXTURES / fixture)
     table = weights["wte.weight" if other else "model.embed_tokens.weight"]
-    tied = dataclasses.replace(type(own)(own.config), **other)
+    tied = replace(type(own)(own.config), **other)
     assert tied.config.tie_word_embeddings
     found = rlx.compile(tied, weights | {"lm_head.weight": 2 * table})
     assert set(found.weights()) == {*weights, "lm_head.weight"} - set(own.assemble()._ignored_keys)
@@ -158,14 +162,14 @@ def test_hooks_chain_and_recipes_are_values() -> None:
 def test_options() -> None:
     """No head; the head of the last token of each row; embeddings in place of ids, with a tied head too."""
     recipe, want = rlx.recipe_for(LLAMA), load_record(LLAMA)
-    model = compiled(dataclasses.replace(recipe, hidden_only=True))
+    model = compiled(replace(recipe, hidden_only=True))
     assert_close(model(want["tokens"]), want["hidden"])
     assert "lm_head.weight" not in model.params
-    last = compiled(dataclasses.replace(recipe, last_token_logits=True))(want["tokens"])
+    last = compiled(replace(recipe, last_token_logits=True))(want["tokens"])
     assert_close(last, want["logits"][:, -1:])
     recipe, want = rlx.recipe_for(TIED), load_record(TIED)
     embeds = numpy_reference.read_weights(TIED)["model.embed_tokens.weight"][want["tokens"]].astype(np.float32)
-    assert_close(compiled(dataclasses.replace(recipe, inputs_embeds=True))(inputs_embeds=embeds), want["logits"])
+    assert_close(compiled(replace(recipe, inputs_embeds=True))(inputs_embeds=embeds), want["logits"])
 
 
 def test_the_profile_beside_the_weights(tmp_path: Path) -> None:
@@ -186,3 +190,36 @@ def test_the_profile_beside_the_weights(tmp_path: Path) -> None:
         recipe.profile_near(directory)
     with pytest.raises(errors.MissingFileError):
         recipe.profile_near(tmp_path / "nowhere")
+
+
+RECIPES: dict[str, type[DecoderFlow[Any]]] = {
+    "llama": llama.Llama32Flow, "mistral": llama.MistralFlow, "qwen2": llama.Qwen2Flow, "qwen3": llama.Qwen3Flow,
+    "gemma": gemma.GemmaFlow, "gemma2": gemma.GemmaFlow, "gemma3_text": gemma.GemmaFlow,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_a_recipe_is_a_value_whose_flow_reads_its_weights(kind: str) -> None:
+    """It pickles, compares, and names one class of config."""
+    recipe: Any = RECIPES[kind].for_prefill(small.LLAMA | {"model_type": kind, "head_dim": 6})
+    assert pickle.loads(pickle.dumps(recipe)) == recipe == replace(recipe) != replace(recipe, batch=3)
+    assert type(recipe.config) is recipe.config_type and recipe == type(recipe).for_prefill(recipe.config)
+    assert set(recipe.assemble().build().keys_read) == set(recipe.shapes()) == set(weight_specs(recipe.config))
+
+
+def test_names_of_the_specification() -> None:
+    """They are LayerSpecs with other defaults, and `dataclasses.replace` takes their own fields too."""
+    sizes: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 6}
+    llama: Any = blocks.LlamaDecoderSpec(**sizes, kv_group_size=2)
+    assert (llama.eps, llama.kv_group_size, llama.attention_bias, llama.use_custom_mask) == (1e-5, 2, False, False)
+    biased = replace(llama, attention_bias=True)
+    assert (biased.attention_bias, biased.qkv_bias, biased.output_bias) == (True, True, True)
+    qwen: Any = blocks.Qwen3DecoderSpec(**sizes)
+    qwen = replace(qwen, attention_bias=True, batch=3)
+    assert (qwen.qk_norm, qwen.qkv_bias, qwen.output_bias) == ("heads", True, False)
+    assert replace(qwen, qk_norm=False, seq="rows").hidden_shape == (3, "rows", None)
+    gemma_layer: Any = blocks.GemmaDecodeLayerSpec(style=blocks.GemmaStyle.GEMMA2, **sizes, score_scale=0.5)
+    assert gemma_layer.zero_centred and replace(gemma_layer, score_scale=0.25).norms == blocks.LayerNorms.around_both()
+    attention: Any = blocks.SelfAttnPrefillSpec("a", "b", "c", 4, 6, 2, "sliding:3", sinks_key="s")
+    assert [attention.weight(name) for name in "qkv"] == ["a", "b", "c"] and attention.sinks
+    assert replace(attention, k_key="d").keys.k == "d" and attention.under("p").keys.q == "a"

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,15 +18,12 @@ from safetensors.numpy import save_file
 
 import rlx_jax as rlx
 from rlx_jax import errors
-from rlx_jax.errors import UnsupportedError
 from rlx_jax.io import limits
 from rlx_jax.io.files import resolve
-from rlx_jax.weights import formats
-from rlx_jax.weights.format import Entry, OpenOptions, all_finite
+from rlx_jax.weights.format import all_finite
 from rlx_jax.weights.mapping import MappingSource
 from rlx_jax.weights.safetensors_format import SafetensorsSource
 from rlx_jax.weights.source import WeightSource, open_weights
-from tests.oracles.checkpoints import FIXTURES, copy
 from tests.shards import INDEX, SHARDS, B, W, assert_shards, write_shards
 from tests.small import Own
 
@@ -415,43 +410,3 @@ def test_dangling_and_looping_links(tmp_path: Path) -> None:
     shard.symlink_to(shard.name)
     with pytest.raises(errors.StorageError, match="symbolic links"):
         open_weights(directory)
-
-
-LLAMA = FIXTURES / "llama" / "gqa_tied_llama3_v5"
-NAME = "weights.numbers"
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """A JSON file of lists of float32 numbers."""
-
-    name: str = "numbers"
-
-    def detect(self, weights: Any) -> bool:
-        return isinstance(weights, str) and (
-            weights.endswith(".numbers") or os.path.exists(os.path.join(weights, NAME))
-        )
-
-    def open(self, weights: Any, options: OpenOptions) -> WeightSource:
-        path = os.path.join(weights, NAME) if os.path.isdir(weights) else weights
-        stored = json.loads(Path(path).read_text("utf-8"))
-        return MappingSource({key: np.array(value, np.float32) for key, value in stored.items()})
-
-    def write(self, directory: str, entries: Sequence[Entry]) -> None:
-        os.mkdir(directory)
-        stored = {entry.key: np.asarray(entry.values()).tolist() for entry in entries}
-        Path(directory, NAME).write_text(json.dumps(stored), "utf-8")
-
-
-def test_a_format_is_a_file_and_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing else has to know of it: `load`, `open_weights` and `save` find it in the table."""
-    lm = rlx.load(LLAMA)
-    directory = copy(LLAMA, tmp_path / "m")
-    (directory / "model.safetensors").unlink()
-    with pytest.raises(UnsupportedError, match="format 'numbers': expected gguf or orbax or safetensors"):
-        rlx.save(lm, tmp_path / "saved", "numbers")
-    monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, Numbers()))
-    rlx.save(lm, tmp_path / "saved", "numbers")
-    (tmp_path / "saved" / NAME).rename(directory / NAME)
-    jax.tree.map(np.testing.assert_array_equal, rlx.load(directory).model.params, lm.model.params)
-    assert rlx.open_weights(directory / NAME).keys() == rlx.open_weights(directory).keys()
