@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -135,14 +133,3 @@ def test_misuse() -> None:
     for edit, kind, message in MISUSES.values():
         with pytest.raises(kind, match=message):
             edit(x_flow()).build()
-
-
-def test_the_page_lists_every_stage() -> None:
-    """And the methods that it names exist."""
-    page = (Path(__file__).parents[1] / "docs" / "blocks.md").read_text("utf-8")
-    rows = [line.split("|") for line in page.splitlines() if line.startswith("| `")]
-    stages = {name for row in rows for name in re.findall(r"`(\w+)`", row[1])}
-    assert {stage.__name__ for stage in get_args(blocks.FlowStage)} <= stages
-    table = [row for row in rows if len(row) == 6 and "emit" not in row[2]]
-    methods = {name for row in table for name in re.findall(r"`(\w+)`", row[2])}
-    assert len(methods) > 30 and all(hasattr(rlx.ModelFlow, name) for name in methods)
