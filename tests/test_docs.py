@@ -15,7 +15,6 @@ import shutil
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 import jax
@@ -58,12 +57,6 @@ def test_index_links_every_page() -> None:
     assert set(re.findall(r"\]\(([\w-]+\.md)\)", index)) == pages
 
 
-def page_param(page: Path) -> Any:
-    """The page, in the slow tier unless it is one of `QUICK` or has no code."""
-    is_quick = page.stem in QUICK or not list(python_blocks(page.read_text("utf-8")))
-    return pytest.param(page, marks=() if is_quick else pytest.mark.slow, id=page.stem)
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with what pages load, of which each page has a copy."""
@@ -89,7 +82,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return here
 
 
-@pytest.mark.parametrize("page", [page_param(page) for page in PAGES])
+@pytest.mark.parametrize("page", [
+    pytest.param(page, marks=() if page.stem in QUICK else pytest.mark.slow, id=page.stem)
+    for page in PAGES if "\n```python\n" in page.read_text("utf-8")
+])  # fmt: skip
 def test_code_runs(page: Path, checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks of a page, from top to bottom."""
     shutil.copytree(checkpoints, tmp_path, symlinks=True, dirs_exist_ok=True)

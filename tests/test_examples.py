@@ -62,16 +62,13 @@ def shown_pairs(side: int, end: int) -> tuple[np.ndarray[Any, Any], np.ndarray[A
     return np.stack([3 + ids % 4, 20 + ids // 4, np.full(16, end)], axis=1), images.astype("f4")
 
 
-def test_all_are_here_and_short(capsys: pytest.CaptureFixture[str]) -> None:
-    """A script that nobody runs would rot; one that is long is no example. Without arguments each says what is to be
-    given, with status 2; `search.py`, the demo, takes none."""
+def test_all_are_here(capsys: pytest.CaptureFixture[str]) -> None:
+    """A script that nobody runs would rot. Without arguments each says what is to be given, with status 2; `search.py`,
+    the demo, takes none."""
     paths = {path.stem: path for path in EXAMPLES.glob("*.py")}
     assert set(paths) == {"gpt2", "clip", "mixtral", "lora", "explicit_cache", "search", "ray_batch"}
     del paths["search"]
     for path in paths.values():
-        body = path.read_text("utf-8").split('"""', 2)[2].splitlines()
-        code = [line for line in body if line.strip() and not line.startswith(("import ", "from "))]
-        assert len(code) <= 92, (path.name, len(code))
         with pytest.raises(SystemExit) as left:
             run(path.stem)
         assert left.value.code == 2 and f"usage: {path.name} [-h] " in capsys.readouterr().err
