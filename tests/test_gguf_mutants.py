@@ -209,13 +209,9 @@ def fuzz(base: Path, here: Path, mutants: int, twins: int, seed: int) -> None:
     run("gguf_twins", twins, seed, lambda rng: unusual(rng, base), lambda raw: judge_unusual(raw, here, base))
 
 
-def test_damaged_files(base: Path, tmp_path: Path) -> None:
-    fuzz(base, tmp_path, 200, 20, seed_of("fixed"))
-
-
-@pytest.mark.soak
-def test_many_damaged_files(base: Path, tmp_path: Path) -> None:
-    fuzz(base, tmp_path, 20_000, 1_000, seed_of("new"))
+@pytest.mark.parametrize("count", [20, pytest.param(1_000, marks=pytest.mark.soak)])
+def test_damaged_files(base: Path, tmp_path: Path, count: int) -> None:
+    fuzz(base, tmp_path, 10 * count if count == 20 else 20 * count, count, seed_of("fixed" if count == 20 else "new"))
 
 
 def test_damaged_files_of_former_runs(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import optax
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -157,22 +156,13 @@ def test_an_adapter_over_a_changed_input() -> None:
     np.testing.assert_allclose(np.asarray(rlx.compile(recipe, rlx.merge_lora(model))(TOKENS)), want, atol=3e-5)
 
 
-@pytest.mark.slow
-def test_an_adapter_trains(fresh: rlx.CompiledModel) -> None:
-    """The loss falls, and the base weights are bit by bit what they were."""
+def test_a_mask_of_adapters(fresh: rlx.CompiledModel) -> None:
+    """A base weight is trained or not as a whole leaf."""
     mask = rlx.train.mask(fresh, "**.lora_{A,B}.weight")
     assert {name for name, trained in mask.items() if trained} == {name for name in mask if "lora_" in name}
     for pattern, message in (("**.lora_C.weight", "matches no weight"), ("model.layers.1.**", "is trained as a whole")):
         with pytest.raises(errors.RequestError, match=message):
             rlx.train.mask(fresh, pattern)
-    optimizer = optax.multi_transform({True: optax.adam(1e-2), False: optax.set_to_zero()}, mask)
-    state, step, losses = rlx.train.init(fresh, optimizer), rlx.train.make_step(fresh, optimizer), []
-    for _ in range(8):
-        state, metrics = step(state, TOKENS.astype("i4"))
-        losses.append(float(metrics.loss))
-    assert losses[-1] < 0.9 * losses[0]
-    for name, trained in mask.items():
-        assert trained != np.array_equal(np.asarray(state.params[name]), np.asarray(fresh.params[name]))  # type: ignore[index]
 
 
 # -- misuse ------------------------------------------------------------------------------------

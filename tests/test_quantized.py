@@ -392,12 +392,8 @@ def run_damaged(directories: Path, tmp_path: Path, count: int, seed: int) -> tup
     return refused, read
 
 
-def test_damaged(directories: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [150, pytest.param(2_000, marks=SLOW), pytest.param(20_000, marks=pytest.mark.soak)])
+def test_damaged(directories: Path, tmp_path: Path, count: int) -> None:
     """Damaged directories are refused in our words, or read."""
-    refused, read = run_damaged(directories, tmp_path, 150, 3)
+    refused, read = run_damaged(directories, tmp_path, count, 3 if count == 150 else seed_of("new"))
     assert refused > 30 and read > 10
-
-
-@pytest.mark.parametrize("count", [pytest.param(2_000, marks=SLOW), pytest.param(20_000, marks=pytest.mark.soak)])
-def test_many_damaged(directories: Path, tmp_path: Path, count: int) -> None:
-    run_damaged(directories, tmp_path, count, seed_of("new"))
