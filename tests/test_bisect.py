@@ -325,7 +325,7 @@ def transformers_model(family: str, directory: Path) -> Any:
     return hugging_face.load(directory / f"{family}-auto", "AutoModelForCausalLM")
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_against_transformers(fault: str, tmp_path: Path, references: Path) -> None:
     family, _, block = FAULTS[fault]
@@ -333,14 +333,14 @@ def test_planted_faults_against_transformers(fault: str, tmp_path: Path, referen
     assert found.first == OUTER.get(fault, block), str(found)
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 @pytest.mark.parametrize("family", FILES)
 def test_transformers_agrees(family: str, references: Path) -> None:
     found = rlx.bisect(right(family, references), transformers_model(family, references), TOKENS)
     assert found.first is None and len(found.values) > 0.8 * len((*found.values, *found.not_in_reference)), str(found)
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 def test_an_encoder_against_transformers(tmp_path: Path) -> None:
     """With padding on the right, and a bias dropped."""
     from tests.oracles import hugging_face

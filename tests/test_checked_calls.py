@@ -133,7 +133,7 @@ def test_ids_in_parts() -> None:
         rlx.init(FLOWS["llama"], 0, mesh=2)(block)
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 def test_arrays_of_torch() -> None:
     """They are read as NumPy's are; one that NumPy cannot read, and what tokenizers return, are refused with a cure."""
     import torch

@@ -232,7 +232,6 @@ def test_requests_that_are_refused(directories: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", classifiers.CASES)
 def test_live(name: str, tmp_path: Path) -> None:
     """Every class: the logits of texts and of pairs, and the scores of transformers' pipeline."""
@@ -253,7 +252,6 @@ MODERN = {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3, "local_attent
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("family", "labels", "activation"),
     [("Bert", 1, None), ("Bert", 1, "Identity"), ("Bert", 3, None), ("XLMRoberta", 1, None), ("ModernBert", 1, None)],

@@ -283,7 +283,6 @@ RECORDED = (
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", RECORDED)
 def test_the_cache_of_transformers(name: str) -> None:
     """Its keys and values are ours, and three tokens behind its cache have its logits."""

@@ -100,7 +100,6 @@ def test_what_is_refused(directory: Path, model: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", embedders.RERANKERS)
 def test_live(name: str, tmp_path: Path) -> None:
     """Scores and ranks of a directory that a CrossEncoder over a causal model wrote."""

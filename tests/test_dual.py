@@ -338,7 +338,7 @@ def test_configs_that_are_refused() -> None:
 # -- live --------------------------------------------------------------------------------------
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("architecture", ["CLIPModel", "SiglipModel"])
 def test_random_configurations(architecture: str, seed: int, tmp_path: Path) -> None:
@@ -360,7 +360,7 @@ def test_random_configurations(architecture: str, seed: int, tmp_path: Path) -> 
     assert_close(both.images.hidden_states(want["pixels"]), want["hidden"])
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 @pytest.mark.parametrize("seed", [0, 2])
 @pytest.mark.parametrize("architecture", ["CLIPTextModel", "CLIPTextModelWithProjection", "SiglipTextModel"])
 def test_random_text_towers(architecture: str, seed: int, tmp_path: Path) -> None:

@@ -279,7 +279,6 @@ def test_heads_of_what_is_packed() -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("fixture, kind, ours, theirs", [
     ("llama/gqa_linear_mlpbias_v5", "AutoModelForCausalLM", "layers.*.self_attn", "model.layers.{}.self_attn"),
     ("qwen3/tied_v4", "AutoModelForCausalLM", "layers.*.mlp", "model.layers.{}.mlp"),

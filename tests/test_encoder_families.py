@@ -140,7 +140,6 @@ def test_positions_of_roformer() -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", encoder_families.CASES)
 def test_live(name: str, tmp_path: Path) -> None:
     """Every family: padded and packed rows."""
@@ -149,7 +148,6 @@ def test_live(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", encoder_families.CASES)
 def test_live_heads(name: str, tmp_path: Path) -> None:
     """Every head of every family."""
@@ -186,7 +184,6 @@ ORIGIN = {"architectures", "dtype", "model_type", "transformers_version"}
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*encoder_families.CASES, *encoder_families.BASES])
 def test_live_mutants(name: str, tmp_path: Path) -> None:
     """Every field with another value: transformers' hidden states, or an error; or transformers refuses it as well.

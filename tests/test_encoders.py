@@ -216,7 +216,6 @@ LIVE = {
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("family", "seed"), [(family, seed) for family, seeds in LIVE.items() for seed in seeds])
 def test_live_hidden_states(family: str, seed: int, tmp_path: Path) -> None:
     """Fresh random checkpoints equal `transformers`; MPNet in rows longer than every bucket of distances is wide."""
@@ -235,7 +234,6 @@ def test_live_hidden_states(family: str, seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_live_activations(activation: str, tmp_path: Path) -> None:
     """Every one that is known is transformers' own."""
@@ -250,7 +248,6 @@ TEXTS = ["", "a river of stone", "The Lantern and the window", "unknown words", 
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("modes", [["mean"], ["cls"]], ids=str)
 @pytest.mark.parametrize("directory", [ROBERTA, MPNET], ids=lambda d: d.parent.name)
 def test_live_sentences(directory: Path, modes: list[str], tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ LIVE = {
 }  # fmt: skip
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 @pytest.mark.parametrize("name", LIVE)
 def test_live_causal(name: str, tmp_path: Path) -> None:
     """Logits and tokens of random models of odd sizes."""
@@ -143,7 +143,7 @@ def test_live_causal(name: str, tmp_path: Path) -> None:
     assert lm.generate(rows, max_new_tokens=8) == greedy
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 @pytest.mark.parametrize("name", ["clip", "clip_oldest"])
 def test_live_towers(name: str, tmp_path: Path) -> None:
     """Other sizes, and both rules of where a text ends."""
@@ -164,7 +164,6 @@ def test_live_towers(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 def test_live_lora(tmp_path: Path) -> None:
     """What the script trains, PEFT loads, with equal logits, merged too."""
     peft, lora = importlib.import_module("peft"), example("lora")

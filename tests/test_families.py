@@ -320,7 +320,6 @@ LIVE = {
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("family", "seed"), [(family, seed) for family, seeds in LIVE.items() for seed in seeds])
 def test_live(family: str, seed: int, tmp_path: Path) -> None:
     """Logits of a batch, and of ragged rows, equal those of `transformers`; so do 10 greedy tokens of a ragged batch of
@@ -346,7 +345,7 @@ def test_live(family: str, seed: int, tmp_path: Path) -> None:
         assert ours <= 1.5 * theirs
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 def test_live_with_all_optimisations() -> None:
     """A decoder, a recurrent family and an encoder in a process whose XLA optimises as for users; the other tests do
     without most of it."""
@@ -370,7 +369,6 @@ WINDOWS: list[dict[str, Any]] = [
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("family", "extra"),
     [("mistral", e) for e in WINDOWS[:2]]
@@ -389,7 +387,6 @@ def test_live_configs(family: str, extra: dict[str, Any]) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("activation", ["gelu", "gelu_pytorch_tanh", "relu", "relu2"])
 def test_live_activations(activation: str, tmp_path: Path) -> None:
     """Another activation is right or refused, never taken for silu."""

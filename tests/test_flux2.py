@@ -102,7 +102,6 @@ def test_hooks_see_both_kinds_of_blocks() -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", diffusion.FLUX2_RANDOM)
 def test_live_sample(name: str, tmp_path: Path) -> None:
     """Fresh random checkpoints equal `diffusers`, one for two sizes."""
@@ -115,7 +114,6 @@ def test_live_sample(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 def test_live_record(record: dict[str, Any], tmp_path: Path) -> None:
     """The record is what `diffusers` says of the committed checkpoint."""
     reference = importlib.import_module("diffusers").Flux2Transformer2DModel.from_pretrained(

@@ -207,7 +207,6 @@ def test_larger_models_that_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 def test_live_text_of_one_that_reads_images(tmp_path: Path) -> None:
     """Text through the whole model of transformers is text through its text model."""
     transformers, torch = (importlib.import_module(name) for name in ("transformers", "torch"))
@@ -228,7 +227,6 @@ def test_live_text_of_one_that_reads_images(tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", STYLES)
 @pytest.mark.parametrize("config", [{}, GEMMA2_9B, GEMMA3_1B], ids=["sparse", "gemma2", "gemma3"])
 def test_defaults_are_those_of_transformers(kind: str, config: dict[str, Any]) -> None:

@@ -206,7 +206,7 @@ def test_where_a_tokenizer_is(chat: Any) -> None:
         assert found is not None and found.encode(CASES[0]["prompt"]) == CASES[0]["ids"]
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 def test_a_tokenizer_of_transformers(chat: Any) -> None:
     """One that `AutoTokenizer` opened gives its own ids, its end token and its chat template."""
     import transformers
@@ -357,7 +357,6 @@ def test_warm_up_of_answers() -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 def test_live_generate_with_end_tokens(plain: Case, tmp_path: Path) -> None:
     """`transformers` stops where the library stops, for one end token and for several."""
     model = hugging_face.load(PLAIN, "AutoModelForCausalLM")
@@ -369,7 +368,6 @@ def test_live_generate_with_end_tokens(plain: Case, tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("seed", range(300, 303))
 def test_live_splits(seed: int, tmp_path: Path) -> None:
     """Fresh random checkpoints: prefill and two ragged extends equal the forward pass of `transformers`."""

@@ -168,7 +168,6 @@ def test_a_checkpoint_of_mxfp4_is_inspected(
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 def test_live_mxfp4(mxfp4: tuple[Path, dict[str, np.ndarray]]) -> None:
     """As `transformers` reads it without kernels for it."""
     model = hugging_face.load(mxfp4[0], "AutoModelForCausalLM")

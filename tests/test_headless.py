@@ -221,7 +221,6 @@ BARE = {name: family.architectures[1] for name, family in FAMILIES.items() if na
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("headed", [False, True])
 @pytest.mark.parametrize("family", hugging_face.RANDOM)
 def test_live_pipelines(family: str, headed: bool, tmp_path: Path) -> None:

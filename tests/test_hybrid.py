@@ -91,7 +91,6 @@ def test_fields_of_mamba2_that_change_its_numbers(changes: dict[str, Any], tmp_p
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", QUICK)
 def test_bf16(name: str) -> None:
     """bfloat16 departs from float32 by at most 1.5 times what `transformers` does, root mean square; 44 tokens."""

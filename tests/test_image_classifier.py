@@ -136,7 +136,6 @@ def test_fifty_steps_are_those_of_a_loop_by_hand(directories: Path, tmp_path: Pa
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["vit", "dinov2", "siglip"])
 def test_live_fifty_steps(name: str, tmp_path: Path) -> None:
     """AdamW of torch over transformers' own loss, for each problem; the saved directory opens with equal logits."""
@@ -162,7 +161,6 @@ def test_live_fifty_steps(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", image_classifiers.CASES)
 def test_live(name: str, tmp_path: Path) -> None:
     """Every class: the logits, also of what `rlx.save` writes and transformers reads; no head without the head."""
@@ -194,7 +192,6 @@ def changed(value: Any) -> list[Any]:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*image_classifiers.CASES, *image_classifiers.ENCODERS])
 def test_mutants(name: str, tmp_path: Path) -> None:
     """Each field of each config with another value: the logits of transformers, or an error that is about the config

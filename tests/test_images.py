@@ -333,7 +333,7 @@ for name, own in SPELLED.items():
     torch_case(name, (own, {}), {}, 3 * X)
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 def test_as_torch_has_it(subtests: pytest.Subtests) -> None:
     """Every row, in f32 on both sides."""
     import torch

@@ -228,7 +228,6 @@ def test_lora_with_a_trained_head_on_eight_devices(directories: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["distilbert", "albert", "qwen3", "bert_one_label"])
 def test_live_fifty_steps(name: str, tmp_path: Path) -> None:
     """AdamW of torch over transformers' own loss, for each problem; the saved directory opens with equal logits."""

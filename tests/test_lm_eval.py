@@ -63,7 +63,6 @@ def write_tasks(folder: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 def test_it_answers_as_the_hf_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request and each metric; texts over the model's positions, empty contexts, flags, texts until a string."""
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
@@ -103,7 +102,6 @@ def test_it_answers_as_the_hf_model(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 def test_its_arguments() -> None:
     """Shorter rows as those of the `hf` model; default lengths, seeds and batches; what is refused is named."""
     from lm_eval.models.huggingface import HFLM

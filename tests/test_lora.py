@@ -299,7 +299,6 @@ def test_files_that_do_not_fit(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 def test_every_field_of_peft_is_known() -> None:
     """Read, of no part in the computation, or refused at other values than those that are plain LoRA."""
     fields = importlib.import_module("peft").LoraConfig().to_dict()
@@ -319,7 +318,6 @@ def first(model: rlx.CompiledModel, given: np.ndarray[Any, Any]) -> Any:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "fixture, kind, config",
     [
@@ -370,7 +368,6 @@ HEADS = {
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("bare", [False, True], ids=["head", "bare"])
 @pytest.mark.parametrize("name", HEADS)
 def test_live_heads(name: str, bare: bool, tmp_path: Path) -> None:

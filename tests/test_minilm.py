@@ -70,7 +70,6 @@ def test_variants(name: str, variants: dict[str, npt.NDArray[np.float32]], tmp_p
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 def test_live_fifty_texts(minilm: Any, recorded: npt.NDArray[np.float32]) -> None:
     """`sentence-transformers`, today and as recorded, on 50 texts: empty, blank, many scripts, emoji, code, 600 words.
 

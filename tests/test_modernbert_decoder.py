@@ -10,7 +10,7 @@ import pytest
 
 import rlx_jax as rlx
 
-pytestmark = pytest.mark.oracle
+pytestmark = pytest.mark.oracle(warnings="error")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 83, "hidden_size": 36, "intermediate_size": 44, "num_hidden_layers": 4, "num_attention_heads": 3,

@@ -92,7 +92,6 @@ def test_what_is_refused(directory: Path, model: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", embedders.COLBERTS)
 def test_live(name: str, tmp_path: Path) -> None:
     """Vectors, scores and ranks of directories that sentence-transformers wrote."""

@@ -103,7 +103,7 @@ def kind_of(scheme: str) -> str:
     return f"{name[:-1]}_K" if name.endswith("K") else name
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 @pytest.mark.parametrize("scheme", BLOCKS)
 def test_live_decoding(scheme: str) -> None:
     """Equals that of `gguf` bit by bit: of any bytes, NaN and infinity included, and of what it packs itself."""

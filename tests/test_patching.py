@@ -247,7 +247,6 @@ def loaded(directory: Path) -> Any:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("roll", ["scan", "unroll"])
 @pytest.mark.parametrize("fixture, pattern", [
     ("llama/gqa_linear_mlpbias_v5", "layers.*.self_attn"), ("gpt2/bare_v4", "layers.*.attn"),
@@ -277,7 +276,6 @@ def test_live_probabilities(fixture: str, pattern: str, roll: str) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("directory, pattern, module", [
     (GPT2, "layers.*", "transformer.h.{}"), (GPT2, "layers.*.mlp", "transformer.h.{}.mlp"),
     (LLAMA, "layers.*", "model.layers.{}"), (LLAMA, "layers.*.self_attn", "model.layers.{}.self_attn"),
@@ -304,7 +302,6 @@ def test_live_sweep(directory: Path, pattern: str, module: str) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 def test_live_values_of_new_tokens() -> None:
     """What transformers' generation sees at the prompt and the new tokens."""
     import torch

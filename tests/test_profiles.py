@@ -365,7 +365,6 @@ def test_forms_of_one_program(name: str) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MODELS)
 def test_bf16_is_as_exact_as_the_reference(name: str) -> None:
     """Against transformers in f32, our error in bf16 is at most 1.5 times that of transformers in bf16."""

@@ -129,7 +129,6 @@ def test_training(roll: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 def test_peft_opens_the_adapter(tmp_path: Path) -> None:
     """On the decoded base it has the same logits."""
     peft, torch = importlib.import_module("peft"), importlib.import_module("torch")

@@ -163,7 +163,7 @@ def test_matrices_of_a_packed_stack_with_scales_of_blocks_of_rows(monkeypatch: p
     np.testing.assert_array_equal(got, want[ids])
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 @pytest.mark.parametrize("scheme, kind", [("gguf_q4k", "Q4_K"), ("gguf_q6k", "Q6_K"), ("gguf_q8_0", "Q8_0")])
 def test_live_product(scheme: str, kind: str) -> None:
     """Equals the decode of gguf-py and a product."""

@@ -82,7 +82,6 @@ def capturing(recipe: Any) -> Any:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     "directory, kind", [(LLAMA, "AutoModelForCausalLM"), (BERT, "AutoModel")], ids=["llama", "bert"]
 )

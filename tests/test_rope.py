@@ -147,7 +147,6 @@ def check_yarn(family: str, kind: str) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_live_yarn(family: str) -> None:
     """As `transformers` computes it for that family's config."""

@@ -166,7 +166,7 @@ def test_a_checkpoint_recommends_a_sampler(tmp_path: Path) -> None:
         Sampler.from_generation_config(5)  # type: ignore[arg-type]
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 @pytest.mark.parametrize("config", [config for config, _ in RECOMMENDED])
 def test_recommended_as_in_transformers(config: dict[str, Any]) -> None:
     import transformers
@@ -207,7 +207,7 @@ def test_a_bias_that_bans_what_the_model_leaves() -> None:
     assert first.tolist() == [[NOT_FINITE], [5]] and after.running.tolist() == [False, True]
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 @pytest.mark.parametrize("top_k", [None, 1, 5])
 @pytest.mark.parametrize("top_p", [None, 0.4, 0.95])
 @pytest.mark.parametrize("min_p", [None, 0.2])

@@ -168,7 +168,6 @@ def test_a_changed_capture_is_an_error() -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 def test_live_options() -> None:
     """The greedy tokens of `transformers` with `min_new_tokens`, `bad_words_ids` and a processor of one's own."""
     import torch

@@ -56,7 +56,7 @@ def test_rules(method: str, quantize: Any) -> None:
         quantize(np.full((128, 128), np.inf, np.float32), "w")
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 def test_fp8_is_that_of_transformers() -> None:
     import torch
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
@@ -71,7 +71,7 @@ def test_fp8_is_that_of_transformers() -> None:
     np.testing.assert_array_equal(scales, theirs["a.weight_scale_inv"].numpy())
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 @pytest.mark.parametrize("method", ["fp8", "int8"])
 def test_transformers_reads_the_config(method: str, tmp_path: Path) -> None:
     import transformers

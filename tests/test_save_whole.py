@@ -275,7 +275,6 @@ OPENED = {
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", OPENED)
 def test_live_transformers_opens_what_is_saved(tmp_path: Path, name: str) -> None:
     """Every parameter is that of the checkpoint; logits are those that it has of the checkpoint itself; none is new."""
@@ -292,7 +291,6 @@ def test_live_transformers_opens_what_is_saved(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 def test_live_transformers_reads_the_dtype_and_the_tokenizer(lm: rlx.CausalLM, tmp_path: Path) -> None:
     transformers, torch = (importlib.import_module(name) for name in ("transformers", "torch"))
     rlx.save(lm, tmp_path / "it", dtype="bf16")
@@ -304,7 +302,6 @@ def test_live_transformers_reads_the_dtype_and_the_tokenizer(lm: rlx.CausalLM, t
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["vision/dual/clip", "vision/dual/siglip"])
 def test_live_vectors_of_towers_that_are_saved(tmp_path: Path, name: str) -> None:
     """With parameters that are not the checkpoint's: transformers makes the same vectors of texts and of images."""
@@ -330,7 +327,6 @@ def test_live_vectors_of_towers_that_are_saved(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 def test_live_vectors_of_sentences_that_are_saved(tmp_path: Path) -> None:
     """With parameters that are not the checkpoint's: sentence-transformers makes the same vectors."""
     library = importlib.import_module("sentence_transformers")

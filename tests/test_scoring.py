@@ -341,7 +341,6 @@ def test_refused_models(lm: Any) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["llama", "qwen35"])
 def test_live_scores(kind: str, tmp_path: Path) -> None:
     """A random checkpoint: log-softmax, the flag and strided perplexity of `transformers`."""

@@ -134,7 +134,6 @@ def test_what_is_refused(directories: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", embedders.CASES)
 def test_live(name: str, tmp_path: Path) -> None:
     """Every pooling, layer and bidirectional decoder: vectors, ranks and output formats of sentence-transformers."""
@@ -161,7 +160,6 @@ def test_live(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 def test_llama_bidirec(tmp_path: Path) -> None:
     """NVIDIA's model type: vectors of the bidirectional Llama, and logits of a classifier that pools by the mean."""
     theirs, directory = embedders.write("llama_bidirectional", tmp_path / "st"), tmp_path / "st"

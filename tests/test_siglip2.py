@@ -62,7 +62,7 @@ def written(directory: Path, kind: str, config: Any, processor: Any) -> Any:
     return model
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 @pytest.mark.parametrize("changes", [{}, {"num_patches": 9, "layer_norm_eps": 1e-2, "hidden_act": "gelu"}], ids=str)
 def test_equal_to_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
     import torch
@@ -117,7 +117,7 @@ def test_explain_and_warmup() -> None:
         model_of().explain()
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 @pytest.mark.parametrize(
     ("model_type", "tokenizer_class", "lower"),
     [("siglip2", "GemmaTokenizer", True), ("siglip", "Siglip2Tokenizer", True), ("siglip", "GemmaTokenizer", False)],

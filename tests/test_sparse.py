@@ -142,7 +142,6 @@ def test_what_is_refused(directories: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sparse.CASES)
 def test_live(name: str, tmp_path: Path) -> None:
     theirs, ours = sparse.write(name, tmp_path / "st"), rlx.load(tmp_path / "st")
@@ -152,7 +151,6 @@ def test_live(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sparse.OLD_COLBERTS)
 def test_live_colbert(name: str, tmp_path: Path) -> None:
     theirs = sparse.write_old_colbert(name, tmp_path / "old")

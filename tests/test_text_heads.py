@@ -223,7 +223,6 @@ def test_refusals(directories: Path, models: dict[str, Any]) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "task"), [(name, task) for name, tasks in text_heads.TASKS.items() for task in tasks])
 def test_live(name: str, task: str, tmp_path: Path) -> None:
     """Every class: the logits of ragged rows, and of the saved directory in transformers."""

@@ -524,7 +524,7 @@ def live_ids(model: Any, texts: list[str]) -> list[list[int]]:
     return [feature["input_ids"][0].tolist() for feature in features]
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 @pytest.mark.filterwarnings("default")
 def test_sentence_transformers_tokenisation(minilm: Tokenizer) -> None:
     library = pytest.importorskip("sentence_transformers")
@@ -552,7 +552,7 @@ def small_bert(directory: Path) -> Path:
     return write(directory, tokenizer=KINDS["wordpiece"], tokenizer_config=settings)
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("lower", [False, True])
 def test_a_pipeline_that_sentence_transformers_saves(lower: bool, tmp_path: Path) -> None:
@@ -572,7 +572,7 @@ def test_a_pipeline_that_sentence_transformers_saves(lower: bool, tmp_path: Path
     assert tokenizer.encode_batch(TEXTS, max_length=10) == live_ids(made, TEXTS)
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("lower", [None, True, False])
 @pytest.mark.parametrize("accents", ["absent", None, True, False])
@@ -591,7 +591,7 @@ def test_transformers_reads_the_same_settings(lower: object, accents: object, si
         assert ours.encode(text, max_length=7) == theirs(text, truncation=True, max_length=7)["input_ids"]
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("mode", MODES)
 def test_sentence_transformers_pooling(mode: str) -> None:

@@ -13,7 +13,7 @@ from tests.oracles import gated_delta, mamba2, mtp_head
 from tests.oracles.comparing import assert_close
 from tests.oracles.numpy_reference import Array
 
-pytestmark = pytest.mark.oracle
+pytestmark = pytest.mark.oracle(warnings="error")
 
 QWEN: dict[str, Any] = {
     "vocab_size": 29, "hidden_size": 22, "intermediate_size": 18, "num_hidden_layers": 2, "num_attention_heads": 4,

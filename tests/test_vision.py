@@ -340,7 +340,7 @@ def test_configs_that_are_refused() -> None:
 # -- live --------------------------------------------------------------------------------------
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("architecture", RANDOM)
 def test_random_configurations(architecture: str, seed: int, tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ LIVE: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 @pytest.mark.parametrize("ending", ["", "Fast", "Pil"])
 @pytest.mark.parametrize("name", LIVE)
 def test_live_image_processors(name: str, ending: str, tmp_path: Path) -> None:
@@ -396,7 +396,7 @@ def test_live_image_processors(name: str, ending: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(processor(picture)[0], want, atol=3e-6)
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 @pytest.mark.parametrize("resample", [0, 2, 3])
 def test_images_that_are_rescaled_first(resample: int, tmp_path: Path) -> None:
     """As DINOv3's: rescaled, resized by torch in floats, then normalised. transformers needs torchvision for it."""
@@ -416,7 +416,7 @@ def test_images_that_are_rescaled_first(resample: int, tmp_path: Path) -> None:
         np.testing.assert_allclose(processor(picture), ((resized - mean) / std).numpy(), atol=1e-5)
 
 
-@pytest.mark.oracle
+@pytest.mark.oracle(warnings="error")
 @pytest.mark.parametrize("resample", [0, 1, 2, 3])
 def test_torch_resizes_so(resample: int) -> None:
     """To the last grey level, noise too; Pillow is within two or three where a picture grows."""
