@@ -101,7 +101,7 @@ def read_at(descriptor: int, buffer: memoryview, start: int, where: str) -> int:
     return num_read
 
 
-def read_small_file(path: str, where: str, limit: limits.Bound, error: type[FormatError]) -> bytes:
+def read_small_file(path: str, where: str, limit: limits.SizeLimit, error: type[FormatError]) -> bytes:
     """Return all bytes of a small file.
 
     Raises:
@@ -217,7 +217,7 @@ def parse(
     raw: bytes,
     where: str,
     error: type[FormatError],
-    max_values: limits.Bound,
+    max_values: limits.SizeLimit,
     *,
     infinity: bool = False,
     repeated_error: type[RlxError] | None = None,

@@ -97,7 +97,7 @@ class Folder:
         """Return the existing files that were read, by this record or by one that shares its parsed files."""
         return list(self._files_read)
 
-    def fetch(self, *names: str, bounds: Mapping[str, limits.Bound] | None = None) -> None:
+    def fetch(self, *names: str, bounds: Mapping[str, limits.SizeLimit] | None = None) -> None:
         """Fetch several files of a Hub model in parallel. Names that the model does not have are ignored.
 
         Nothing happens for a local directory.
@@ -131,7 +131,7 @@ class Folder:
         path = (self.path / name).relative_to(self.snapshot.path).as_posix()
         return "" if path == "." else path
 
-    def read(self, name: str, limit: limits.Bound, error: type[FormatError]) -> bytes | None:
+    def read(self, name: str, limit: limits.SizeLimit, error: type[FormatError]) -> bytes | None:
         """Return the bytes of a file of at most `limit` bytes, fetched if necessary; None if there is none.
 
         Raises:

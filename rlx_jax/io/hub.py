@@ -90,7 +90,7 @@ class Snapshot:
     remote: Remote
     progress: ProgressCallback | None = field(default=None, repr=False)
 
-    def fetch(self, bounds: Mapping[str, limits.Bound | None]) -> None:
+    def fetch(self, bounds: Mapping[str, limits.SizeLimit | None]) -> None:
         """Fetch files of the commit into `path` and check them, several at a time. If one fails, the others stop.
 
         Args:
@@ -189,7 +189,7 @@ class Snapshot:
             raise NoSpaceError(f"{description}: {needed} bytes to fetch, {free} are free in {quote(self.remote.cache)}")
 
     def _download(
-        self, name: str, limit: limits.Bound | None, report: Callable[[int], None], stop: threading.Event
+        self, name: str, limit: limits.SizeLimit | None, report: Callable[[int], None], stop: threading.Event
     ) -> None:
         """Fetch a missing file and compare it with its digest."""
         where, entry, path = self._where(name), self.files[name], self.path / name
@@ -327,7 +327,7 @@ def _remove(path: Path) -> None:
 
 
 def _progress_class(
-    where: str, hub_file: HubFile, limit: limits.Bound | None, report: Callable[[int], None], stop: threading.Event
+    where: str, hub_file: HubFile, limit: limits.SizeLimit | None, report: Callable[[int], None], stop: threading.Event
 ) -> type[Any]:
     """Return a class to pass to huggingface_hub as progress bar, which can abort a download.
 

@@ -57,15 +57,15 @@ _MIN_CHECKED_BYTES = 2**26  # bytes up to which memory is not checked, so that s
 
 
 # The maximum of a number, and the name of this limit for users.
-Bound = tuple[int, str]
+SizeLimit = tuple[int, str]
 
 
-def bound(name: str) -> Bound:
+def bound(name: str) -> SizeLimit:
     """Return a limit of this module as it is set now."""
     return globals()[name], f"limits.{name}"
 
 
-def check_limit(value: int, limit: Bound, subject: str) -> None:
+def check_limit(value: int, limit: SizeLimit, subject: str) -> None:
     """Raise `LimitError` if `value` is over a limit."""
     maximum, name = limit
     if value > maximum:

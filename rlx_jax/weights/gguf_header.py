@@ -111,7 +111,7 @@ class _Cursor:
         """Return the next number, of a struct code."""
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code), subject))[0]
 
-    def string(self, limit: limits.Bound, subject: str, errors: str = "strict") -> str:
+    def string(self, limit: limits.SizeLimit, subject: str, errors: str = "strict") -> str:
         """Return the next string of at most `limit` bytes.
 
         Raises:
