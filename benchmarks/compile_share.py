@@ -11,6 +11,7 @@ take over 5 % of what XLA takes.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 
 import jax
@@ -36,6 +37,7 @@ def measure_compile(layers: int, roll: str) -> dict[str, float]:
     config = LlamaConfig.from_hf(hf_config(Sizes(layers=layers, **WIDTHS)))
     specs, profile = weight_specs(config), rlx.CompileProfile().replace(layers={"roll": roll})
     seconds: dict[str, float] = {}
+    gc.collect()  # else a collection of what earlier compiles left falls into one of the steps
     start = os.times().user
 
     def lap(step: str) -> None:
