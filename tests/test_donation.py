@@ -145,6 +145,17 @@ def test_temporaries_are_told_with_their_place() -> None:
         compiled_with(sorting)
 
 
+def test_rows_that_are_multiplied_before_they_are_summed_are_planned() -> None:
+    """XLA:CPU writes the products of a row with a matrix, if the row has several readers."""
+    sizes = {"vocab_size": 61, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 1}
+    config = LlamaConfig.from_hf(sizes | {"num_attention_heads": 4, "num_key_value_heads": 2})
+    arrays = {k: np.full(s.shape, 0.1, np.float32) for k, s in weight_specs(config).items()}
+    backend = {"cpu": {"products": "row", "merge": False}}
+    profile = rlx.CompileProfile().replace(backend=backend, donation={"strict": True})
+    model = rlx.compile(rlx.Llama32Flow(config), arrays, profile=profile, program="extend")
+    model(np.ones((1, 1), np.int32), np.ones(1, np.int32), state=model.init_state(1, 64))
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_temporaries_of_a_program_without_a_state(strict: bool) -> None:
     """The message has what XLA needs and where, and the blocks of the plan; strict makes it an error."""

@@ -171,8 +171,10 @@ def temporary_bytes(lir: Lir) -> int:
     # 8 · outputs: values that a loop around the program computes from its outputs, such as sorted logits.
     params = (program for param in lir.graph.params() for program in param.programs if packing_of(program) is not None)
     decoding = 2 * max((decoding_bytes(p, lir.plan.target) for p in params), default=0) if lir.plan.packed else 0
-    calls = (call for call, choice in lir.plan.choices.items() if choice.implementation == "lanes")
-    sums = 2 * max((lanes_bytes(x, w) for _, (x, w, *_) in calls), default=0)
+    calls = [(call, choice.implementation) for call, choice in lir.plan.choices.items()]
+    sums = 2 * max((lanes_bytes(x, w) for (_, (x, w, *_)), name in calls if name == "lanes"), default=0)
+    if lir.plan.target == "cpu":  # XLA writes the products of a row before it sums them, if the row has several readers
+        sums += max((4 * w.size for (_, (_, w, *_)), name in calls if name == "row"), default=0)
     return activations + scratch + 2 * largest + 2 * sum(narrow) + 8 * outputs + casts + decoding + sums + slack
 
 
