@@ -237,8 +237,8 @@ def pass_named(name: str) -> Pass:
     Raises:
         GraphError: there is none; the message suggests one.
     """
-    check_names([name], PASS_NAMES, "unknown pass", "; passes are")
-    return PIPELINE[PASS_NAMES.index(name)]
+    check_names([name], [p.name for p in PIPELINE], "unknown pass", "; passes are")
+    return next(p for p in PIPELINE if p.name == name)
 
 
 def check_switches(settings: Settings) -> None:
