@@ -14,7 +14,6 @@ import numpy as np
 from rlx_jax.errors import RequestError, suggest_keywords
 from rlx_jax.generate.artifact_plan import language_model_plan
 from rlx_jax.generate.conversation import Conversation, check_stream_options, open_conversation
-from rlx_jax.generate.decode import RowTokens
 from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.drafters import DRAFT_TOKENS, make_drafter
 from rlx_jax.generate.explain import explain, profile, show
@@ -43,14 +42,7 @@ from rlx_jax.generate.request import (
 from rlx_jax.generate.request_inputs import Inputs, declared_inputs
 from rlx_jax.generate.row_options import Budgets, Samplers, StopLike
 from rlx_jax.generate.sampler import SAMPLING, Sampler
-from rlx_jax.generate.score_program import ScoredTokens
-from rlx_jax.generate.scoring import (
-    Score,
-    mean_perplexity,
-    perplexity_windows,
-    score_items,
-    scored_tokens,
-)
+from rlx_jax.generate.scoring import Score, mean_perplexity, perplexity_windows, score_items, scored_tokens
 from rlx_jax.generate.warm_up import warm_all
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.program import Weights
@@ -334,7 +326,7 @@ class CausalLM(TaskModel):
             NumericsError: logits of a text are not finite; `outputs` has the others.
         """
         items, single = scored_tokens(self._lm, texts)
-        scores = self._score_items(items, "score")
+        scores, self._last_call = score_items(self._lm, items, "score")
         return scores[0] if single else scores
 
     @suggest_keywords()
@@ -353,12 +345,8 @@ class CausalLM(TaskModel):
             RequestError, SequenceLengthError, DeriveError, NumericsError: as `score`.
         """
         windows = perplexity_windows(self._lm, text, stride, context)
-        return mean_perplexity(windows, self._score_items(windows, "perplexity"))
-
-    def _score_items(self, items: Sequence[ScoredTokens], method: str) -> list[Score]:
-        """Score items, and remember their report."""
-        scores, self._last_call = score_items(self._lm, items, method)
-        return scores
+        scores, self._last_call = score_items(self._lm, windows, "perplexity")
+        return mean_perplexity(windows, scores)
 
     # -- chat --------------------------------------------------------------------------------
 
@@ -494,10 +482,9 @@ class CausalLM(TaskModel):
         drafts = speculative is not None or draft_tokens != DRAFT_TOKENS
         drafter = make_drafter(speculative, draft_tokens, self._lm) if drafts else None
         request = check_request(self._lm, prompts, max_new_tokens, sampler, stop, seed, drafter=drafter, **options)
-        new = NewTokens([RowTokens() for _ in range(len(request.rows) * (request.n or 1))])
+        new = NewTokens.of(request)
         self._last_call = request, new
-        if drafter is not None:
-            self._last_speculative = new
+        self._last_speculative = self._last_speculative if drafter is None else new
         return request, new
 
     def report(self, **sizes: int) -> Report:

@@ -70,6 +70,11 @@ class NewTokens:
     speculated: SpeculativeCounts | None = None
     report: RequestReport | None = None
 
+    @staticmethod
+    def of(request: Request) -> NewTokens:
+        """Return the container of a request before it runs, with a row for each answer."""
+        return NewTokens([RowTokens() for _ in range(len(request.rows) * (request.n or 1))])
+
     def append(self, block: np.ndarray[Any, Any], log_probs: LogProbs | None = None) -> None:
         """Append a block of tokens, and their log-probabilities."""
         self.num_added = {}

@@ -21,14 +21,7 @@ from rlx_jax.generate.generation import (
     run_request,
 )
 from rlx_jax.generate.prefix_cache import ParamsIdentity, Prefix
-from rlx_jax.generate.request import (
-    LanguageModel,
-    Request,
-    check_answers,
-    check_length,
-    check_min_tokens,
-    choose_seed,
-)
+from rlx_jax.generate.request import LanguageModel, Request, check_answers, check_length, check_min_tokens, choose_seed
 from rlx_jax.generate.request_plan import chunk_widths
 from rlx_jax.generate.row_options import BatchProgress, RowOptions, StopLike, is_by_prompt, split_by_prompt
 from rlx_jax.generate.sampler import Sampler, Sampling, resolve_sampler

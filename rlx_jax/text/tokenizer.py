@@ -18,14 +18,7 @@ from typing import Any, Literal, NamedTuple, SupportsIndex
 
 import numpy as np
 
-from rlx_jax.errors import (
-    ConfigError,
-    RequestError,
-    TokenIdError,
-    TokenizerError,
-    UnsupportedError,
-    quote,
-)
+from rlx_jax.errors import ConfigError, RequestError, TokenIdError, TokenizerError, UnsupportedError, quote
 from rlx_jax.io import limits
 from rlx_jax.io.files import parse
 from rlx_jax.io.folder import Folder
