@@ -148,7 +148,7 @@ def test_hooks_chain_and_recipes_are_values() -> None:
     def second(ctx: LayerContext[Any]) -> BlockStage:
         stage = ctx.default_stage()
         assert isinstance(stage, blocks.Named) and ctx.index() == ctx.index
-        seen.append((ctx.index, stage.name, ctx.spec.layer_prefix))
+        seen.append((ctx.index, stage.name, ctx.spec.prefix))
         return stage
 
     stock = rlx.BertFlow(BertConfig(11, 8, 16, 2, 2), prefix="bert")
