@@ -71,8 +71,7 @@ def derive(
         program: one of `PROGRAMS`.
         types: the cache of inferred types and of proofs.
         last_only: whether to compute outputs of each row's last token only, `[B, 1, …]`.
-        kv_dtype: dtype of cached keys and values; None caches them in their own dtype (in `explicit` as float32, like
-            every output).
+        kv_dtype: dtype of cached keys and values; None for their own dtype (in `explicit` float32, as all outputs).
         supplied: names of the optional inputs that calls will supply.
 
     Raises:
@@ -97,8 +96,7 @@ def derive(
         d.explicit_cache = ExplicitCache.of(graph, kv_dtype, supplied)
     if program == "padded":
         d.token_mask = TokenMask.of(graph, supplied)
-    # Nodes that depend on the request but on no token are rewritten separately: `prefill` stores their values for
-    # `extend`, `explicit` computes them in every call.
+    # Nodes that depend on no token are rewritten separately: `prefill` stores their values, `explicit` computes them.
     has_request_values = program in CACHED_PROGRAMS or program == "explicit" and not reads_cache(graph)
     request_levels, fn = find_request_levels(graph) if has_request_values else RequestLevels(), rule_rewrite(d)
 
