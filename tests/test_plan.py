@@ -143,16 +143,17 @@ def test_a_sample_takes_time() -> None:
 
 
 def test_weights_that_a_cpu_widens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of products of one row in bf16: once for all steps of a loop, and in f32 copies."""
+    """Those of XLA's products of one row in bf16: once for all steps of a loop, and in f32 copies."""
+    by_xla = BF16.replace(backend={"cpu": {"products": "xla"}})
     slow = replace(rates._measured_cpu(), widen=1e-6)
-    one = rlx.plan(RECIPE, device="cpu", profile=BF16)
-    two = rlx.plan(RECIPE, device="cpu", profile=BF16, batch=2)
+    one = rlx.plan(RECIPE, device="cpu", profile=by_xla)
+    two = rlx.plan(RECIPE, device="cpu", profile=by_xla, batch=2)
     monkeypatch.setattr(rates, "_measured_cpu", lambda: slow)
-    later = rlx.plan(RECIPE, device="cpu", profile=BF16)
+    later = rlx.plan(RECIPE, device="cpu", profile=by_xla)
     assert one.decode is not None and two.decode is not None and later.decode is not None
     weights = one.params_bytes - 2 * 128 * 5  # of two layers and the head: without the norms
     assert later.decode.seconds - one.decode.seconds == pytest.approx(weights * 1e-6 / 4, rel=0.02)  # 4 steps
-    again = rlx.plan(RECIPE, device="cpu", profile=BF16, batch=2)
+    again = rlx.plan(RECIPE, device="cpu", profile=by_xla, batch=2)
     assert again.ms_per_token == two.ms_per_token
     assert one.decode.activation_bytes > 2.4 * weights > two.decode.activation_bytes
 
