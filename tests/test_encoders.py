@@ -19,6 +19,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import blocks, errors
+from rlx_jax.models.bert import BertConfig
 from rlx_jax.models.config import ACTIVATIONS
 from tests.oracles import checkpoints, encoders, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close, assert_rows_close
@@ -114,6 +115,9 @@ def test_stages_say_what_is_missing() -> None:
         flow.build(weights)
     with pytest.raises(errors.UnsupportedError, match="unknown style 'xlnet'; styles are bert, mpnet"):
         ids.repeat_bert_layers(1, "", "xlnet", 8, 2)
+    uneven = BertConfig(vocab_size=9, hidden_size=10, intermediate_size=8, num_hidden_layers=1, num_attention_heads=3)
+    with pytest.raises(errors.GraphError, match="bert: hidden size 10 is not a multiple of 3 heads"):
+        rlx.BertFlow(uneven).assemble().build()
     with pytest.raises(errors.ShapeError, match="a table of 32 rows or more"):
         ids.stage(blocks.RelativeBias("r", (31, 2))).build()
 

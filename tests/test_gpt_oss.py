@@ -76,6 +76,9 @@ def test_what_is_no_mxfp4() -> None:
         wrong = with_mxfp4_weights(MappingSource({"w" + end: a for end, a in (parts | changes).items()}))
         with pytest.raises(errors.WeightError, match="'w'.*(16 bytes for each of the scales|expected u8)"):
             wrong.spec("w")
+    twice = {"w" + end: a for end, a in parts.items()} | {"w": np.ones((2, 64, 3), np.float32)}
+    with pytest.raises(errors.DuplicateWeightError, match="'w': it is stored quantised, and as 'w'"):
+        with_mxfp4_weights(MappingSource(twice)).spec("w")
     parts["_scales"][1, 1, 1] = 253
     with pytest.raises(errors.WeightError, match="'w'.*exponents up to 252, got 253.*over the range of bf16"):
         with_mxfp4_weights(MappingSource({"w" + end: a for end, a in parts.items()})).read("w")

@@ -25,6 +25,7 @@ from rlx_jax.ir.packed_values import decode_arrays
 from rlx_jax.weights.execute import read_numbers
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.quantized import with_quantized_weights
+from rlx_jax.weights.quantized_config import read_quantization
 from rlx_jax.weights.safetensors_format import write_file
 from rlx_jax.weights.tensor_file import open_safetensors
 from tests.oracles import checkpoints
@@ -260,6 +261,13 @@ def test_fields(directories: Path, tmp_path: Path, name: str, changes: dict[str,
     checkpoints.edit_json(directory / "config.json", {"quantization_config": quantization})
     with pytest.raises((errors.UnsupportedError, errors.ConfigError, errors.WeightError), match=message):
         rlx.load(directory)
+
+
+@pytest.mark.parametrize("value", [None, False, 0, 0.0, "", [], {}])
+def test_unsupported_fields_that_are_off(value: Any) -> None:
+    """A feature that is not supported may be off in any spelling."""
+    for method, name in (("gptq", "dynamic"), ("modelopt", "lora_rank")):
+        assert read_quantization({"quantization_config": {"quant_method": method, name: value}}, "config.json")
 
 
 V = "model.layers.0.self_attn.v_proj"

@@ -25,6 +25,7 @@ from rlx_jax.blocks import (
 )
 from rlx_jax.blocks.encoder import STYLES
 from rlx_jax.blocks.linear import module_keys
+from rlx_jax.blocks.self_attention import head_width
 from rlx_jax.errors import ConfigError, UnsupportedError
 from rlx_jax.flow import declared_shapes
 from rlx_jax.models.config import Fields, TokenConfig, text_fields
@@ -141,13 +142,17 @@ class BertLike(EncoderFlow[B]):
         """Return the prefix of the keys of layer `index`."""
         return self.key(f"encoder.layer.{index}")
 
+    @property
+    def head_dim(self) -> int:
+        """The width of a head."""
+        return head_width(self.name, self.config.hidden_size, self.config.num_attention_heads)
+
     def spec(self, index: int) -> EncoderLayerSpec:
         c = self.config
         return EncoderLayerSpec(
             prefix=self.layer_prefix(index), keys=self.layer_keys, hidden_size=c.hidden_size,
-            num_heads=c.num_attention_heads, head_dim=c.hidden_size // c.num_attention_heads,
-            intermediate_size=c.intermediate_size, eps=c.layer_norm_eps, pre_norm=self.pre_norm,
-            activation=c.activation, rope="" if c.inv_freq else None,
+            num_heads=c.num_attention_heads, head_dim=self.head_dim, intermediate_size=c.intermediate_size,
+            eps=c.layer_norm_eps, pre_norm=self.pre_norm, activation=c.activation, rope="" if c.inv_freq else None,
         )  # fmt: skip
 
     def stage(self, index: int, spec: EncoderLayerSpec) -> BlockStage:

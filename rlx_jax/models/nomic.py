@@ -168,11 +168,15 @@ class NomicFlow(BertLike[NomicConfig]):
     def layer_prefix(self, index: int) -> str:
         return self.key(f"encoder.layers.{index}")
 
+    @property
+    def head_dim(self) -> int:
+        return self.config.head_dim
+
     def spec(self, index: int) -> EncoderLayerSpec:
         c, keys, (attention, up, down) = self.config, self.layer_keys, self.config.biases
         has_experts = c.experts and index % c.expert_stride == 1
         return replace(
-            super().spec(index), keys=keys if c.gated else replace(keys, up="mlp.fc1", gate=""), head_dim=c.head_dim,
-            qkv_bias=attention, out_bias=attention, up_bias=up, down_bias=down,
+            super().spec(index), keys=keys if c.gated else replace(keys, up="mlp.fc1", gate=""), qkv_bias=attention,
+            out_bias=attention, up_bias=up, down_bias=down,
             experts=EncoderExperts(c.experts, c.top_k, *EXPERT_KEYS) if has_experts else None,
         )  # fmt: skip

@@ -162,7 +162,7 @@ def _check_names(c: Fields, *names: str) -> None:
 
 def _finish(c: Fields, harmless: str = "", *unsupported: str) -> None:
     """Refuse fields that were not read and are not in the list `harmless`; `unsupported` ones unless they are off."""
-    if unread := c.unread({*harmless.split()}, dict.fromkeys(unsupported, (False, "", [], {}))):
+    if unread := c.unread({*harmless.split()}, dict.fromkeys(unsupported, (False, 0, 0.0, "", [], {}))):
         raise UnsupportedError(
             f"{c.where}: field {quote(unread[0])} is {quote(c.values[unread[0]])}; it may change the computation and "
             "is not handled: use the checkpoint that is not quantised"

@@ -445,6 +445,7 @@ def _mxfp4(t: ModuleTensors, stored: WeightFormat) -> QuantizedWeight:
     each 32 of them are multiplied by `2^(scale − 127)`, with `_scales` uint8 `[E, out, in/32]`. The products are exact
     in bf16.
     """
+    t.refuse_plain()
     blocks, scales = t.type("_blocks", U8, rank=4), t.type("_scales", U8)
     experts, rows, groups, width = blocks.shape
     if width != 16 or scales.shape != blocks.shape[:3]:

@@ -97,8 +97,9 @@ class ModuleTensors:
 
     def refuse_plain(self) -> None:
         """Raise `DuplicateWeightError` if the module also has a weight that is not quantised."""
-        if self.has(".weight"):
-            raise DuplicateWeightError(f"{self.where}: it is stored quantised, and as {quote(self.module + '.weight')}")
+        if self.has(self.weight):
+            key = self.module + self.weight
+            raise DuplicateWeightError(f"{self.where}: it is stored quantised, and as {quote(key)}")
 
     def mismatch(self, end: str, expected: str, found: TensorType) -> WeightShapeError:
         """Return the error for a tensor of another shape."""
