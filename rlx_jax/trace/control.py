@@ -40,6 +40,12 @@ def step_name(step: Any) -> str:
     return str(getattr(step, "__name__", "step")).replace("<lambda>", "step")
 
 
+def leaf_paths(form: Any) -> str:
+    """Return the paths of the leaves of a structure as text. Lists and tuples have the same paths."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(form, range(form.num_leaves)))
+    return ", ".join(jax.tree_util.keystr(path) or "a value" for path, _ in leaves) or "no values"
+
+
 class Control(Images[V]):
     """Branches, loops, custom gradients and recurrences."""
 
@@ -94,9 +100,11 @@ class Control(Images[V]):
         if not traced:
             raise GraphError(f"{self.path}: switch: there are no branches")
         results = [tuple(map(str, (graph.type(v) for v in graph.outputs))) for graph, _ in traced]
-        if len(set(results)) > 1 or len({form for _, form in traced}) > 1:
+        forms = dict.fromkeys(leaf_paths(form) for _, form in traced)
+        if len(set(results)) > 1 or len(forms) > 1:
             type_texts = " and ".join(f"({', '.join(r)})" for r in dict.fromkeys(results))
-            raise ShapeError(f"{self.path}: branches return values of the same types, got {type_texts}")
+            structures = "" if len(forms) == 1 else f" as {' and as '.join(forms)}"
+            raise ShapeError(f"{self.path}: branches return values of the same types, got {type_texts}{structures}")
         number = self.cast(index, "i32")
         values = self.add_all(Switch(tuple(g for g, _ in traced)), number, *operands, *self._captured_values(captures))
         return jax.tree.unflatten(traced[0][1], values)
@@ -122,19 +130,30 @@ class Control(Images[V]):
         types = [self.type_of(v) for v in carried]
         captures: dict[Value, int] = {}
         condition, _ = self._trace("while_loop", lambda *c: cond_fun(jax.tree.unflatten(form, c)), types, captures)
-        body, _ = self._trace("while_loop", lambda *c: body_fun(jax.tree.unflatten(form, c)), types, captures)
-        self._check_carry_types("while_loop", types, body)
+        body, new_form = self._trace("while_loop", lambda *c: body_fun(jax.tree.unflatten(form, c)), types, captures)
+        self._check_carry_types("while_loop", types, body, (form, new_form))
         results = self.add_all(While(len(types), condition, body), *carried, *self._captured_values(captures))
         return jax.tree.unflatten(form, results)
 
-    def _check_carry_types(self, op_name: str, types: Sequence[TensorType], body: Graph, num_extra: int = 0) -> None:
-        """Check that a step returns values of the types that it takes, followed by `num_extra` other values."""
+    def _check_carry_types(
+        self, op_name: str, types: Sequence[TensorType], body: Graph, forms: Sequence[Any], num_extra: int = 0
+    ) -> None:
+        """Check that a step returns values of the types that it takes, followed by `num_extra` other values.
+
+        `forms` are the structures of what it takes and returns.
+        """
         out_types = [body.type(v) for v in body.outputs[: len(body.outputs) - num_extra]]
         if out_types != list(types):
             enter, leave = (", ".join(map(str, t)) for t in (types, out_types))
             raise ShapeError(
                 f"{self.path}: {op_name}: a step takes ({enter}) and returns ({leave}); it must return values "
                 "of the types that it takes"
+            )
+        enter, leave = map(leaf_paths, forms)  # values of other keys would be mistaken for those that it takes
+        if enter != leave:
+            raise ShapeError(
+                f"{self.path}: {op_name}: a step takes the values {enter} and returns {leave}; it must return the "
+                "structure that it takes"
             )
 
     def scan(
@@ -152,24 +171,25 @@ class Control(Images[V]):
             if not t.rank:
                 raise ShapeError(f"{self.path}: scan: xs need a first axis, got {t}")
         entries = [TensorType(t.shape[1:], t.dtype) for t in (self.type_of(v) for v in x_values)]
-        y_forms: list[Any] = []  # the structure of y is known only once `f` is traced
+        forms: list[Any] = []  # the structures of the next carry and of y are known only once `f` is traced
 
         def step(*args: V) -> tuple[Any, ...]:
             carry, x = args[:num_carried], args[num_carried:]
             results = f(jax.tree.unflatten(carry_form, carry), jax.tree.unflatten(x_form, x))
             if not isinstance(results, tuple | list) or len(results) != 2:
                 raise GraphError(f"{self.path}: scan: f returns (carry, y), got {shown(results)}")
-            y_values, y_form = jax.tree.flatten(results[1])
-            y_forms.append(y_form)
-            return (*jax.tree.leaves(results[0]), *y_values)
+            (next_carry, next_form), (y_values, y_form) = map(jax.tree.flatten, results)
+            forms[:] = next_form, y_form
+            return (*next_carry, *y_values)
 
         captures: dict[Value, int] = {}
         body, _ = self._trace("scan", step, [*types, *entries], captures)
-        self._check_carry_types("scan", types, body, y_forms[0].num_leaves)
+        next_form, y_form = forms
+        self._check_carry_types("scan", types, body, (carry_form, next_form), y_form.num_leaves)
         op = Scan(num_carried, len(x_values), body, length, reverse)
         results = self.add_all(op, *init_values, *x_values, *self._captured_values(captures))
         last_carry = jax.tree.unflatten(carry_form, results[:num_carried])
-        return last_carry, jax.tree.unflatten(y_forms[0], results[num_carried:])
+        return last_carry, jax.tree.unflatten(y_form, results[num_carried:])
 
     def fori_loop(self, lower: int, upper: int, body_fun: Branch, init_val: Any) -> Any:
         """Run `val = body_fun(i, val)` for i in `lower` … `upper` − 1, both ints, as `lax.fori_loop`, by `scan`."""
