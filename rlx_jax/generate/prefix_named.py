@@ -128,7 +128,8 @@ def save_prefix(self: GeneratesText, prefix: Prefix, path: str | os.PathLike[str
 
 def prefix_identity(model: CompiledModel, max_positions: int | None) -> dict[str, Any]:
     """Return what a prefix in a file depends on, by a name for messages."""
-    template = model.programs.any_template(model.as_program("extend").key(outputs=model.output_names[:1]))
+    # Not `any_template`: a file must not depend on what ran before it was written.
+    template = model.programs.template(model.as_program("extend").key(outputs=model.output_names[:1]))
     params = model.require_params("a prefix")
     leaves = jax.tree.leaves(params)  # in the order of their names
     dtypes = {short_name(array.dtype) for array in (*leaves, *template.state.values())}
