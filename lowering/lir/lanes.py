@@ -29,12 +29,15 @@ MAX_TERMS = 20
 # Values of a weight that is not packed, and rows, for which `lanes` is faster than XLA:CPU's product of 16-bit floats,
 # which converts the weight first. On two cores, ms a step of a 135M Llama in bf16, one row: 33 and 154.
 MIN_LANE_VALUES, MAX_LANE_ROWS = 1 << 16, 2
+MIN_TERMS = 8  # with fewer, the sums of a chunk are nearly as large as the weight
 
 
 def has_lanes(rows: int, w: TensorType) -> bool:
     """Return whether `lanes` is the fastest product of this many rows and a weight of this type on a CPU."""
-    sizes = w.size >= MIN_LANE_VALUES and 0 < rows <= MAX_LANE_ROWS and int(w.shape[-1]) % LANES == 0
-    return sizes and is_float(w.dtype) and w.dtype.itemsize == 2
+    width = int(w.shape[-1])
+    if w.size < MIN_LANE_VALUES or not 0 < rows <= MAX_LANE_ROWS or width % LANES:
+        return False
+    return is_float(w.dtype) and w.dtype.itemsize == 2 and width >= MIN_TERMS * LANES * num_chunks(width)
 
 
 def lanes(x: AnyArray, w: AnyArray) -> AnyArray:
