@@ -22,6 +22,7 @@ from rlx_jax.ir.types import TensorType
 from rlx_jax.loading import model_plan
 from rlx_jax.runtime import estimate
 from rlx_jax.runtime.estimate import CUBLAS_WORKSPACE
+from rlx_jax.runtime.model_setup import make_programs
 from tests.oracles.checkpoints import FIXTURES
 
 LLAMA = FIXTURES / "llama" / "gqa_plain_attnbias_v5"
@@ -238,6 +239,23 @@ def test_what_would_make_it_fit(monkeypatch: pytest.MonkeyPatch) -> None:
         assert other.fits and other.peak_bytes == suggestion.peak_bytes
         assert other.ms_per_token == suggestion.ms_per_token
     assert "it would fit with" in str(plan)
+
+
+def test_what_a_plan_does_not_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices that are here, and the programs of changes that cannot fit."""
+    builds, build = list[Any](), make_programs
+
+    def count(*args: Any, **options: Any) -> Any:
+        builds.append(options)
+        return build(*args, **options)
+
+    monkeypatch.setattr("rlx_jax.compiler.settings.running_device", pytest.fail)
+    monkeypatch.setattr(model_plan, "make_programs", count)
+    v5e = rates.rates_named("v5e")
+    tiny = replace(v5e, device=replace(v5e.device, memory=10))
+    monkeypatch.setattr(model_plan, "rates_named", lambda name: tiny)
+    assert not rlx.plan(RECIPE, device="v5e").suggestions
+    assert len(builds) == 2
 
 
 def test_heads_of_tokens_are_planned() -> None:

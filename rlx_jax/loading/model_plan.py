@@ -87,10 +87,9 @@ def plan(
     """
     rates = rates_named(device) if device is not None else _running_rates()
     rows, planned_mesh = check_integer("batch", batch, 1), _planned_mesh(mesh)
-    flow, max_positions, generates = _open_flow(model, revision, ignore_fields, progress)
-    request = PlanRequest(
-        flow, max_positions, generates, rates, rows, context, _for_device(flow, profile, rates), planned_mesh
-    )
+    flow, max_positions, generates = _open_flow(model, rates, revision, ignore_fields, progress)
+    planned = PlannedModel(flow, max_positions, generates, _for_device(flow, profile, rates), planned_mesh)
+    request = PlanRequest(planned, rates, rows, context)
     return with_suggestions(request, make_plan(request))
 
 
@@ -141,8 +140,9 @@ def _planned_mesh(mesh: Any) -> Any:
 
 
 def _open_flow(
-    model: Any, revision: str | None, ignore_fields: Iterable[str] = (), progress: ProgressCallback | None = None
-) -> tuple[Buildable, int | None, bool]:
+    model: Any, rates: Rates, revision: str | None, ignore_fields: Iterable[str] = (),
+    progress: ProgressCallback | None = None,
+) -> tuple[Buildable, int | None, bool]:  # fmt: skip
     """Return the flow of a model, over headers alone, its number of positions, and whether it generates.
 
     Raises:
@@ -162,7 +162,9 @@ def _open_flow(
             "its directory or its recipe to plan it for another device"
         )
     flow = as_flow(model)
-    programs = make_programs([flow], None, OpenOptions(), merge=True)
+    # With a target, the devices that are here are not started.
+    profile = CompileProfile.auto().replace(fusion={"target": rates.device.name})
+    programs = make_programs([flow], None, OpenOptions(profile=profile), merge=True)
     positions = getattr(model, "max_positions", None)
     positions = positions or programs.template(ProgramKey(flow.name, "forward")).bounds.positions
     return flow, positions, not programs.derivation_error(flow.name, "prefill")
@@ -172,24 +174,20 @@ def _open_flow(
 
 
 @dataclass(frozen=True)
-class PlanRequest:
-    """A model with the sizes, the profile and the device to plan it for.
+class PlannedModel:
+    """A model with the profile and the mesh to plan it for. Plans of several sizes share its programs.
 
     Attributes:
         flow: the flow, bound to headers or with declared shapes.
         max_positions: its number of positions; None without a limit.
         generates: whether it has the programs of generation.
-        rates: the device.
-        batch, context, mesh: as in `plan`; no context means the default.
-        profile: the profile, for that device.
+        profile: the profile, for the device.
+        mesh: as in `plan`.
     """
 
     flow: Buildable
     max_positions: int | None
     generates: bool
-    rates: Rates
-    batch: int
-    context: int | None
     profile: CompileProfile
     mesh: Any
 
@@ -200,14 +198,6 @@ class PlanRequest:
         serves = ("forward", *CACHED_PROGRAMS) if self.generates else ("forward",)
         return make_programs([self.flow], None, options, merge=True, max_positions=self.max_positions, serves=serves)
 
-    @property
-    def num_tokens(self) -> int:
-        """Return the tokens of each row, checked against the positions of the model."""
-        longest = min(DEFAULT_CONTEXT, self.max_positions or DEFAULT_CONTEXT)
-        context = longest if self.context is None else check_integer("context", self.context, 1)
-        check_positions(context, self.max_positions, "context")
-        return context
-
     def template(self, program: str) -> Template:
         """Return the template of a program that computes the first output; in generation, of each row's last token."""
         key = ProgramKey(self.flow.name, program, last_only=self.generates)
@@ -215,28 +205,48 @@ class PlanRequest:
         return self.programs.template(replace(key, outputs=names[:1] if len(names) > 1 else None))
 
 
+@dataclass(frozen=True)
+class PlanRequest:
+    """A model with the device and the sizes to plan it for; `batch` and `context` as in `plan`, None is the default."""
+
+    model: PlannedModel
+    rates: Rates
+    batch: int
+    context: int | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens of each row, checked against the positions of the model."""
+        longest = min(DEFAULT_CONTEXT, self.model.max_positions or DEFAULT_CONTEXT)
+        context = longest if self.context is None else check_integer("context", self.context, 1)
+        check_positions(context, self.model.max_positions, "context")
+        return context
+
+
 def make_plan(request: PlanRequest) -> ModelPlan:
     """Return the plan of a request, without suggestions. Sizes are those that a request of these rows is padded to."""
-    context, buckets = request.num_tokens, request.programs.settings.buckets
+    model, context = request.model, request.num_tokens
+    programs, flow = model.programs, model.flow
+    settings, sharding = programs.settings, programs.model_sharding
+    buckets = settings.buckets
     cache: dict[str, int] = {}
     decode = None
-    if request.generates:
-        extend = request.template("extend")
-        rows, cache_len = cache_sizes(buckets, request.batch, context, request.max_positions)
-        sizes = {**request.flow._binding, "batch": rows, "context": cache_len}
-        sizes |= request.programs.ring_sizes(extend, cache_len)
-        cache = state_bytes_by_kind(request.programs, extend, sizes)
+    if model.generates:
+        extend = model.template("extend")
+        rows, cache_len = cache_sizes(buckets, request.batch, context, model.max_positions)
+        sizes = {**flow._binding, "batch": rows, "context": cache_len}
+        sizes |= programs.ring_sizes(extend, cache_len)
+        cache = state_bytes_by_kind(programs, extend, sizes)
         decode = _estimate(request, "extend", {**sizes, "seq": 1})
-        first, *rest = chunk_widths(buckets, context, request.max_positions)
+        first, *rest = chunk_widths(buckets, context, model.max_positions)
         prefill = _estimate(request, "prefill", {**sizes, "seq": first})
         for width in rest:
             prefill = prefill.then(_estimate(request, "extend", {**sizes, "seq": width}))
     else:
         prefill = _estimate(request, "forward", {"batch": buckets.rows(request.batch), "seq": context})
-    settings, sharding = request.programs.settings, request.programs.model_sharding
     return ModelPlan(
-        request.flow.name, str(request.rates.device), request.rates.basis, "" if sharding is None else sharding.text(),
-        request.batch, context, short_name(settings.compute), parameter_bytes(request.programs), cache, decode, prefill,
+        flow.name, str(request.rates.device), request.rates.basis, "" if sharding is None else sharding.text(),
+        request.batch, context, short_name(settings.compute), parameter_bytes(programs), cache, decode, prefill,
         request.rates.device.memory,
     )  # fmt: skip
 
@@ -247,12 +257,11 @@ def _estimate(request: PlanRequest, program: str, sizes: Mapping[str, int]) -> P
     Raises:
         GraphError: the program has a symbol without a size.
     """
-    template = request.template(program)
+    template = request.model.template(program)
     if unknown := sorted(template.symbols.difference(sizes)):
-        raise GraphError(
-            f"{request.flow.name}: plans are for models of tokens [batch, seq]; it has other sizes: {listing(unknown)}"
-        )
-    return estimate_program(request.programs, template, program, sizes, request.rates)
+        name = request.model.flow.name
+        raise GraphError(f"{name}: plans are for models of tokens [batch, seq]; it has other sizes: {listing(unknown)}")
+    return estimate_program(request.model.programs, template, program, sizes, request.rates)
 
 
 # -- what would make it fit --------------------------------------------------------------------
@@ -267,17 +276,17 @@ def with_suggestions(request: PlanRequest, result: ModelPlan) -> ModelPlan:
         warnings.simplefilter("ignore", RlxWarning)
         for change, arguments, changed in _alternatives(request, result):
             with contextlib.suppress(RlxError):  # such as a number of devices that does not divide the heads
-                if request.rates.samples_ops and not _fits(changed):
-                    continue
-                other = make_plan(changed)
-                if other.fits:
-                    suggestions.append(_suggestion(change, arguments, other))
+                if _fits(changed):
+                    suggestions.append(_suggestion(change, arguments, make_plan(changed)))
     return replace(result, suggestions=tuple(suggestions))
 
 
 def _fits(request: PlanRequest) -> bool:
     """Return whether a request fits; that is a matter of bytes, so no op runs for its time."""
-    return bool(make_plan(replace(request, rates=replace(request.rates, samples_ops=False))).fits)
+    parameters, memory = sum(parameter_bytes(request.model.programs).values()), request.rates.device.memory or 0
+    return parameters <= memory and bool(
+        make_plan(replace(request, rates=replace(request.rates, samples_ops=False))).fits
+    )
 
 
 def _suggestion(change: str, arguments: Mapping[str, Any], result: ModelPlan) -> Suggestion:
@@ -296,23 +305,28 @@ def _more_of_the_gpu(request: PlanRequest, result: ModelPlan) -> Iterator[Sugges
 
 def _alternatives(request: PlanRequest, result: ModelPlan) -> Iterator[tuple[str, dict[str, Any], PlanRequest]]:
     """Yield changes to try, each with the arguments of `plan` that differ, and the changed request."""
+    # Each with the smallest part of the parameters' bytes that it could leave: what cannot fit is not planned.
     precisions = {
-        "weights and activations in bf16": {"compute": "bf16", "weights": "bf16"},
-        "weights packed as int8": {"weights": "int8"}, "weights packed as int4": {"weights": "int4"},
-        "a cache in int8": {"kv": "int8"},
-        "weights packed as int4, a cache in int8": {"weights": "int4", "kv": "int8"},
+        "weights and activations in bf16": ({"compute": "bf16", "weights": "bf16"}, 2),
+        "weights packed as int8": ({"weights": "int8"}, 4), "weights packed as int4": ({"weights": "int4"}, 8),
+        "a cache in int8": ({"kv": "int8"}, 1),
+        "weights packed as int4, a cache in int8": ({"weights": "int4", "kv": "int8"}, 8),
     }  # fmt: skip
-    for change, precision in precisions.items():
+    smallest, model = result.params_bytes / (result.memory or 1), request.model
+    for change, (precision, factor) in precisions.items():
         if not (result.dtype != "f32" and "compute" in precision) and ("kv" not in precision or result.cache):
-            changed = replace(request, profile=request.profile.replace(precision=precision))
-            yield change, {"profile": {"precision": precision}}, changed
-    for name, word in (("context", "a context of"), ("batch", "a batch of")):
+            if smallest <= factor:
+                changed = replace(model, profile=model.profile.replace(precision=precision))
+                yield change, {"profile": {"precision": precision}}, replace(request, model=changed)
+    for name, word in (("context", "a context of"), ("batch", "a batch of")) if smallest <= 1 else ():
         size = getattr(result, name)
         smaller = [replace(request, **{name: size >> i}) for i in range(1, size.bit_length())]
         index = bisect.bisect_left(smaller, True, key=_fits)
         if index < len(smaller):
             value = getattr(smaller[index], name)
             yield f"{word} {value:,}", {name: value}, smaller[index]
-    if request.mesh is None and request.rates.device.kind != "cpu":
+    if model.mesh is None and request.rates.device.kind != "cpu":
         for count in MORE_DEVICES:
-            yield f"{count} devices", {"mesh": count}, replace(request, mesh=PlannedDevices(count))
+            if smallest <= count:
+                changed = replace(model, mesh=PlannedDevices(count))
+                yield f"{count} devices", {"mesh": count}, replace(request, model=changed)
