@@ -37,6 +37,8 @@ SCAN_UNROLL = 8
 LARGE_STATE_BYTES = 4 << 20
 # Rows of a triangular block that is inverted by powers. Entries of powers grow with the binomials of that number.
 BLOCK = 8
+# Numbers of tokens from which chunks have another size.
+SIZE_BOUNDS = (MIN_CHUNKED_TOKENS, *(n + 1 for n in (16, 32) if n < CHUNK))
 
 
 # -- the choice --------------------------------------------------------------------------------
@@ -107,27 +109,28 @@ ArrayFunction = Callable[..., tuple[AnyArray, ...]]
 
 
 def by_token_if_few(run: ArrayFunction) -> ArrayFunction:
-    """Return an implementation in chunks that computes few tokens one by one if their number is symbolic.
+    """Return an implementation in chunks that chooses their size at run time if the number of tokens is symbolic.
 
-    `choose` does so for a static number. Programs with symbolic sizes are exported for all of them, and have to compute
-    the same numbers. XLA removes the condition when it compiles the program for a size.
+    `choose` and `chunk_size` do so for a static number. Programs with symbolic sizes are exported for all of them, and
+    have to compute the same numbers. XLA removes the condition when it compiles the program for a size.
     """
 
     @functools.wraps(run)
     def choose_at_run_time(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
         tokens = operands[0].shape[1]
         if is_static(tokens):
-            return run(op, *operands)
-        few = jnp.asarray(tokens) < MIN_CHUNKED_TOKENS
-        return tuple(lax.cond(few, lambda: op.eval(*operands), lambda: run(op, *operands)))
+            return run(op, *operands, size=chunk_size(tokens))
+        chunked = (partial(run, op, *operands, size=chunk_size(n)) for n in SIZE_BOUNDS)
+        number = sum((jnp.asarray(tokens) >= n).astype(jnp.int32) for n in SIZE_BOUNDS)
+        return tuple(lax.switch(number, [lambda: op.eval(*operands), *chunked]))
 
     return choose_at_run_time
 
 
 @by_token_if_few
-def chunks_at_once(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
+def chunks_at_once(op: Recurrence, *operands: AnyArray, size: int) -> tuple[AnyArray, ...]:
     """Compute the op in chunks: all in parallel except for the state, which a loop carries from chunk to chunk."""
-    chunk, chunks, start, (tokens, dtype) = split_into_chunks(op, operands)
+    chunk, chunks, start, (tokens, dtype) = split_into_chunks(op, operands, size)
     terms = jax.vmap(chunk.prepare)(chunks)
 
     def step(state: AnyArray, part: Any) -> tuple[AnyArray, AnyArray]:
@@ -140,9 +143,9 @@ def chunks_at_once(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
 
 
 @by_token_if_few
-def chunk_by_chunk(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
+def chunk_by_chunk(op: Recurrence, *operands: AnyArray, size: int) -> tuple[AnyArray, ...]:
     """Compute the op in chunks, one after the other."""
-    chunk, chunks, start, (tokens, dtype) = split_into_chunks(op, operands)
+    chunk, chunks, start, (tokens, dtype) = split_into_chunks(op, operands, size)
 
     def step(state: AnyArray, part: Any) -> tuple[AnyArray, AnyArray]:
         terms = chunk.prepare(part)
@@ -152,7 +155,9 @@ def chunk_by_chunk(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
     return from_chunks(out, tokens), last_state.reshape(op.initial_state(*operands).shape)
 
 
-def split_into_chunks(op: Recurrence, operands: tuple[AnyArray, ...]) -> tuple[Chunk, Any, AnyArray, tuple[int, Any]]:
+def split_into_chunks(
+    op: Recurrence, operands: tuple[AnyArray, ...], size: int
+) -> tuple[Chunk, Any, AnyArray, tuple[int, Any]]:
     """Prepare an op for computation in chunks.
 
     Returns:
@@ -171,7 +176,6 @@ def split_into_chunks(op: Recurrence, operands: tuple[AnyArray, ...]) -> tuple[C
         dt = dt.astype(f32)
         rows = (x, dt[..., None], (dt * a.astype(f32)[None, None])[..., None], b, c)
         chunk = scan_chunk(x.dtype)
-    size = chunk_size(result.shape[1])
     chunks = tuple(to_chunks(x, size, groups) for x in rows)
     start = state.reshape(state.shape[0], groups, -1, *state.shape[2:])
     return chunk, chunks, start, (result.shape[1], result.dtype)
@@ -258,12 +262,7 @@ def scan_chunk(dtype: Any) -> Chunk:
 
 
 def chunk_size(tokens: int) -> int:
-    """Return the tokens of a chunk: `CHUNK`, or the least power of two (from `BLOCK`) that all tokens fit in.
-
-    For a symbolic number of tokens, which only exported programs have, it is `CHUNK`.
-    """
-    if not is_static(tokens):
-        return CHUNK
+    """Return the tokens of a chunk: `CHUNK`, or the least power of two (from `BLOCK`) that all tokens fit in."""
     return min(CHUNK, max(BLOCK, 1 << (tokens - 1).bit_length()))
 
 
