@@ -37,8 +37,8 @@ SCAN_UNROLL = 8
 LARGE_STATE_BYTES = 4 << 20
 # Rows of a triangular block that is inverted by powers. Entries of powers grow with the binomials of that number.
 BLOCK = 8
-# Numbers of tokens from which chunks have another size.
-SIZE_BOUNDS = (MIN_CHUNKED_TOKENS, *(n + 1 for n in (16, 32) if n < CHUNK))
+# Numbers of tokens from which `chunk_size` is another one.
+SIZE_BOUNDS = (MIN_CHUNKED_TOKENS, 17, 33)
 
 
 # -- the choice --------------------------------------------------------------------------------
@@ -108,26 +108,29 @@ class Chunk(NamedTuple):
 ArrayFunction = Callable[..., tuple[AnyArray, ...]]
 
 
-def by_token_if_few(run: ArrayFunction) -> ArrayFunction:
-    """Return an implementation in chunks that chooses their size at run time if the number of tokens is symbolic.
+def sized_by_tokens(run: Callable[..., tuple[AnyArray, ...]]) -> ArrayFunction:
+    """Return an implementation in chunks of `chunk_size`, also of a symbolic number of tokens.
 
-    `choose` and `chunk_size` do so for a static number. Programs with symbolic sizes are exported for all of them, and
-    have to compute the same numbers. XLA removes the condition when it compiles the program for a size.
+    An exported program with symbolic sizes has to compute the numbers of a program for the same tokens, so it has all
+    sizes of chunks, and `eval` for the few tokens that `choose` gives to it. XLA keeps one of them when it compiles the
+    program for a size. Layers with equal operands share one function, which keeps artifacts small and fast to load.
     """
 
+    @partial(jax.jit, static_argnums=0)
+    def run_any_size(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
+        number = sum((jnp.asarray(operands[0].shape[1]) >= n).astype(jnp.int32) for n in SIZE_BOUNDS)
+        in_chunks = (partial(run, op, *operands, size=chunk_size(n)) for n in SIZE_BOUNDS)
+        return tuple(lax.switch(number, [partial(op.eval, *operands), *in_chunks]))
+
     @functools.wraps(run)
-    def choose_at_run_time(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
+    def run_sized(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
         tokens = operands[0].shape[1]
-        if is_static(tokens):
-            return run(op, *operands, size=chunk_size(tokens))
-        chunked = (partial(run, op, *operands, size=chunk_size(n)) for n in SIZE_BOUNDS)
-        number = sum((jnp.asarray(tokens) >= n).astype(jnp.int32) for n in SIZE_BOUNDS)
-        return tuple(lax.switch(number, [lambda: op.eval(*operands), *chunked]))
+        return run(op, *operands, size=chunk_size(tokens)) if is_static(tokens) else run_any_size(op, *operands)
 
-    return choose_at_run_time
+    return run_sized
 
 
-@by_token_if_few
+@sized_by_tokens
 def chunks_at_once(op: Recurrence, *operands: AnyArray, size: int) -> tuple[AnyArray, ...]:
     """Compute the op in chunks: all in parallel except for the state, which a loop carries from chunk to chunk."""
     chunk, chunks, start, (tokens, dtype) = split_into_chunks(op, operands, size)
@@ -142,7 +145,7 @@ def chunks_at_once(op: Recurrence, *operands: AnyArray, size: int) -> tuple[AnyA
     return from_chunks(out, tokens).astype(dtype), last_state.reshape(op.initial_state(*operands).shape)
 
 
-@by_token_if_few
+@sized_by_tokens
 def chunk_by_chunk(op: Recurrence, *operands: AnyArray, size: int) -> tuple[AnyArray, ...]:
     """Compute the op in chunks, one after the other."""
     chunk, chunks, start, (tokens, dtype) = split_into_chunks(op, operands, size)
