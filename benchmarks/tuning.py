@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 from typing import Any
 
 import jax
@@ -41,8 +42,9 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5, help="runs of each profile while tuning, and 4 x after")
     parser.add_argument("--new-tokens", type=int, default=32)
     args = parser.parse_args()
-    rlx.compile_cache("off")
     goals, rows, ratios = Goals(), [], []
+    cache = tempfile.TemporaryDirectory()  # profiles that are opened again, and those with equal programs, compile once
+    rlx.compile_cache(cache.name)
     for name in args.models or MODELS:
         make = open_model(name)
         batch = 1 if name != "llama32_batch" else 8
