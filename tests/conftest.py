@@ -48,6 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
     flags = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
     if jax.__version_info__ < (0, 11):
         flags.append("--xla_cpu_use_fusion_emitters=false")
+    else:
+        flags.append("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true")
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))  # read at the first computation
     with contextlib.suppress(AttributeError, OSError):  # without pytest's cache, or where it cannot be written
         share_programs(directory := config.cache.mkdir("programs"))
