@@ -26,9 +26,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
+import pytest
 
 from rlx_jax import cli
 from rlx_jax.errors import RlxError, RlxNumericsWarning, RlxWarning
@@ -175,9 +175,12 @@ def beside_checkpoints(code: str) -> Iterator[Path]:
     with (
         tempfile.TemporaryDirectory() as made,
         contextlib.chdir(made),
-        mock.patch.dict(os.environ, {"HF_HOME": str(Path(made, "home")), "HF_HUB_OFFLINE": "1"}),
+        pytest.MonkeyPatch.context() as patch,
     ):
-        os.environ.pop("HF_HUB_CACHE", None)
+        # One variable each: `mock.patch.dict` clears the environment, which threads of XLA read meanwhile.
+        patch.setenv("HF_HOME", str(Path(made, "home")))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.delenv("HF_HUB_CACHE", raising=False)
         for name in re.findall(r"path/to/(\w+)", code):
             if name in CHECKPOINTS and not Path("path", "to", name).exists():
                 copy(FIXTURES / CHECKPOINTS[name], Path("path", "to", name))

@@ -115,18 +115,13 @@ def test_layers_of_small_stages(policy: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*has no effect:rlx_jax.errors.RlxWarning")
 @pytest.mark.parametrize("directory", [ODD, CAPS, BLOCKS, MIXED, SINKS, GROUPS], ids=lambda d: d.name)
 def test_every_weight_has_a_gradient(directory: Path) -> None:
-    """Of the `train` program; remat changes none. A stage's own are held against differences elsewhere."""
-    found, tokens = [], load_record(directory)["tokens"]
-    for remat in ("none", "layer") if directory == ODD else ("none",):
-        profile = rlx.CompileProfile().replace(layers={"remat": remat})
-        model: Any = rlx.compile(rlx.recipe_for(directory), program="train", profile=profile)
-        slopes = jax.grad(lambda p, model=model: jax.nn.log_softmax(model.apply(p, tokens))[..., 0].mean())
-        found.append(jax.jit(slopes)(model.params))
-    assert set(found[0]) == set(model.params)
-    dead = [k for k, g in found[0].items() if not np.isfinite(g).all() or not np.abs(np.asarray(g)).max() > 0]
+    """Of the `train` program. A stage's own are held against differences elsewhere."""
+    tokens, model = load_record(directory)["tokens"], rlx.compile(rlx.recipe_for(directory), program="train")
+    params: Any = model.params
+    found = jax.jit(jax.grad(lambda p: jax.nn.log_softmax(model.apply(p, tokens))[..., 0].mean()))(params)
+    assert set(found) == set(params)
+    dead = [k for k, g in found.items() if not np.isfinite(g).all() or not np.abs(np.asarray(g)).max() > 0]
     assert [k for k in dead if not k.endswith("k_proj.bias")] == []  # scores hardly move with a bias of all keys
-    for key, gradient in found[0].items():
-        assert_close(found[-1][key], gradient, tolerance=1e-4)
 
 
 @pytest.mark.slow
@@ -322,20 +317,21 @@ LIVE = {
 @pytest.mark.oracle
 @pytest.mark.parametrize(("family", "seed"), [(family, seed) for family, seeds in LIVE.items() for seed in seeds])
 def test_live(family: str, seed: int, tmp_path: Path) -> None:
-    """Logits of a batch, and of ragged rows, equal those of `transformers`; so do 10 greedy tokens of a ragged batch of
-    3, past every window. For the first seed bfloat16 departs from float32 by at most 1.5 times what theirs does, root
-    mean square."""
+    """Logits of ragged rows equal those of `transformers`; so do 10 greedy tokens of a ragged batch of 3, past every
+    window. For the first seed so do logits of a batch, and bfloat16 departs from float32 by at most 1.5 times what
+    theirs does, root mean square."""
     directory, rng = tmp_path / "checkpoint", np.random.default_rng(seed)
     hugging_face.write(hugging_face.RANDOM[family](seed), directory)
     model, lm = hugging_face.load(directory, "AutoModelForCausalLM"), rlx.load(directory)
     tokens = rng.integers(0, model.config.vocab_size, (3, 21)).astype(np.int32)
     want = hugging_face.llama_batch(model, tokens)[1]
-    assert_close(lm.logits(tokens), want)
+    if is_first := seed == LIVE[family][0]:
+        assert_close(lm.logits(tokens), want)
     lengths = rng.integers(1, 22, 3).astype(np.int32)
     assert_rows_close(lm.logits(tokens, lengths), want, lengths)
     prompts, greedy = hugging_face.clear_prompts(model, [5, 2, 9], 10, seed, distinct=3)
     assert lm.generate(prompts, max_new_tokens=10) == greedy
-    if seed == LIVE[family][0] and family not in ("qwen3_5_text", "mamba2"):  # those: test_hybrid.py
+    if is_first and family not in ("qwen3_5_text", "mamba2"):  # those: test_hybrid.py
         profile = rlx.CompileProfile().replace(precision={"compute": "bf16"})
         found = (
             np.asarray(rlx.load(directory, profile=profile).logits(tokens)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 import ml_dtypes
@@ -24,7 +23,7 @@ DTYPES = {"int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn)}
 BOUNDS = {"int8": 0.01, "fp8": 0.06}
 """Of the error of logits (root mean square, relative), as docs/profiles.md states it."""
 DECODERS = [("llama", "int8")]
-OTHERS = [*itertools.product(("gemma2", "qwen35"), ("int8", "fp8")), ("llama", "fp8")]  # rings, and recurrent states
+OTHERS = [("gemma2", "fp8"), ("qwen35", "int8"), ("llama", "fp8")]  # rings, and recurrent states
 BUCKETS = {"batch": [3], "prompt": [4], "context": [32]}
 
 
@@ -83,10 +82,9 @@ def test_what_is_stored(kv: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv", DTYPES)
-def test_requests(kv: str) -> None:
+def test_requests() -> None:
     """Drafts, shared beginnings and states change no token; rejected drafts leave rings and full caches."""
-    model = lm("gemma2", kv)
+    model = lm("gemma2", "fp8")
     prompts = [[3, 1, 4, 1, 5, 9, 3, 1, 4], [3, 1, 4, 1, 5, 9, 2], [3, 1, 4, 1, 5, 9, 6, 5]]
     want = model.generate(prompts, 12)
     assert model.generate(prompts, 12, speculative="prompt", draft_tokens=3) == want
@@ -119,14 +117,13 @@ def test_the_state_is_updated_in_place(kv: str, roll: str, compute: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv", DTYPES)
-def test_over_a_mesh(kv: str) -> None:
+def test_over_a_mesh() -> None:
     """Scales are divided like their codes."""
-    made = profile(precision={"kv": kv}, buckets=BUCKETS | {"batch": [4]})
+    made = profile(precision={"kv": "int8"}, buckets=BUCKETS | {"batch": [4]})
     over = rlx.CausalLM(
         divided.recipe("llama"), divided.weights("llama"), mesh=divided.mesh("data tensor", 8), profile=made
     )
-    assert_close(run(over, 8, 16)[0], run(lm("llama", kv), 8, 16)[0])
+    assert_close(run(over, 8, 16)[0], run(lm("llama", "int8"), 8, 16)[0])
 
 
 def test_explicit_refuses_codes() -> None:

@@ -213,7 +213,7 @@ def test_warm_up_covers_slots(plain: Any) -> None:
 @pytest.mark.parametrize("drafts", ["prompt", "model"])
 def test_warm_up_covers_drafts_in_slots(plain: Any, drafts: str) -> None:
     """With a draft model there is one class."""
-    lm = model(prompt=[4, 16], batch=[1, 2], context=[16, 64], on_recompile="error")
+    lm = model(prompt=[4], batch=[2], context=[16, 64], on_recompile="error")
     options: Any = {"speculative": plain if drafts == "model" else drafts, "draft_tokens": 2}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slot_plan, "choose_classes", lambda *_: {16: 0.5, 64: 0.5})
