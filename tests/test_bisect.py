@@ -291,7 +291,7 @@ def test_refused(arguments: dict[str, Any], text: str, references: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "program"), zip(FILES, ("prefill", "extend") * 3, strict=True))
+@pytest.mark.parametrize(("family", "program"), [*zip(FILES, ("prefill", "extend") * 3, strict=True)])
 def test_programs_agree(family: str, program: str, references: Path) -> None:
     lm = right(family, references)
     found = rlx.bisect(lm, lm, TOKENS, program=program)

@@ -376,7 +376,7 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=8).map("".join)
 
 
 @pytest.mark.oracle
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(name=st.sampled_from(sorted(formats.TEMPLATES)), texts=st.lists(TEXTS, min_size=1, max_size=3))
 def test_random_texts_as_transformers_reads_them(
     directories: dict[str, Path], tokenizers: dict[str, Tokenizer], name: str, texts: list[str]

@@ -148,8 +148,8 @@ class Refuse:
             raise ImportError(name)
 sys.meta_path.insert(0, Refuse())
 import jax, numpy as np, rlx_jax as rlx
-exec(sys.argv[4])
-print(json.dumps(answers(rlx.load(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3]))))
+exec(sys.argv[2])
+print(json.dumps([answers(rlx.load(path), rows, tokens) for path, rows, tokens in json.loads(sys.argv[1])]))
 """
 
 
@@ -167,37 +167,35 @@ def answers(model: Any, rows: Any, tokens: int) -> dict[str, Any]:
     return {"outputs": [np.asarray(x).tolist() for x in outputs], "ids": []}
 
 
-def fresh(path: Path, rows: Any, tokens: int, devices: int = 1) -> dict[str, Any]:
-    """What a new process computes with an artifact; it can import neither transformers nor the tests."""
+def fresh(*requests: tuple[Path, Any, int], devices: int = 1) -> list[dict[str, Any]]:
+    """What a new process computes with artifacts, for rows and a number of tokens each; it can import neither
+    transformers nor the tests."""
     source = "from typing import Any\n" + inspect.getsource(answers)
-    command = [sys.executable, "-c", FRESH, str(path), json.dumps(rows), str(tokens), source]
+    command = [sys.executable, "-c", FRESH, json.dumps(requests, default=str), source]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
-    done = subprocess.run(command, env=env, cwd=path.parent, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, env=env, cwd=requests[0][0].parent, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
-    return dict(json.loads(done.stdout))
+    return [*json.loads(done.stdout)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_language_model_in_a_fresh_process(family: str, tmp_path: Path) -> None:
+def test_models_in_a_fresh_process(tmp_path: Path) -> None:
     """Full caches, ring buffers, recurrent states: bit-equal logits of a prompt, and of two more tokens, and the same
-    tokens, without the checkpoint."""
-    folder = copy(FIXTURES / FAMILIES[family], tmp_path / "checkpoint")
-    lm = rlx.load(str(folder))
-    ids = np.random.default_rng(0).integers(1, lm.vocab_size, (2, 9)).tolist()
-    tokens = min(64, (lm.max_positions or 128) - 9)
-    want = answers(lm, ids, tokens)
-    lm.export(tmp_path / "lm.rlxa")
-    folder.rename(tmp_path / "gone")
-    assert fresh(tmp_path / "lm.rlxa", ids, tokens) == want
+    tokens, without the checkpoint; and an encoder's states and vectors."""
+    requests, want = [], []
+    for family, fixture in {**FAMILIES, "encoder": "sentence/base"}.items():
+        model: Any = rlx.load(str(copy(FIXTURES / fixture, tmp_path / "checkpoints" / family)))
+        ids = np.random.default_rng(0).integers(1, 30, (2, 9)).tolist()
+        model.export(tmp_path / f"{family}.rlxa")
+        requests.append((tmp_path / f"{family}.rlxa", ids, 24))
+        want.append(answers(model, ids, 24))
+    (tmp_path / "checkpoints").rename(tmp_path / "gone")
+    assert fresh(*requests) == want
 
 
-@pytest.mark.parametrize("kind", [pytest.param("encoder", marks=pytest.mark.slow), "flow"])
-def test_an_encoder_and_a_flow_in_a_fresh_process(kind: str, model: Any, tmp_path: Path) -> None:
-    made = rlx.load(str(FIXTURES / "sentence" / "base")) if kind == "encoder" else model
-    made.export(tmp_path / "m.rlxa")
-    rows = [[1, 2, 3], [3, 2, 1]] if kind == "encoder" else X.tolist()
-    assert fresh(tmp_path / "m.rlxa", rows, 0) == answers(made, rows, 0)
+def test_a_flow_in_a_fresh_process(model: Any, tmp_path: Path) -> None:
+    model.export(tmp_path / "m.rlxa")
+    assert fresh((tmp_path / "m.rlxa", X.tolist(), 0)) == [answers(model, X.tolist(), 0)]
 
 
 def test_a_sharded_model(model: Any, tmp_path: Path) -> None:
@@ -216,7 +214,7 @@ def test_a_sharded_model(model: Any, tmp_path: Path) -> None:
         np.testing.assert_allclose(loaded(x), sharded(x), rtol=1e-5, atol=1e-5)
         assert loaded(x).sharding.shard_shape(x.shape) == ((2, 8) if sizes else (8, 8))  # symbolic rows are replicated
     with pytest.raises(AssertionError, match="PlatformMismatchError: .*mesh of 8 devices .*, and JAX has 4"):
-        fresh(tmp_path / "eight.rlxa", x.tolist(), 0, devices=4)
+        fresh((tmp_path / "eight.rlxa", x.tolist(), 0), devices=4)
 
 
 @pytest.mark.slow

@@ -107,7 +107,7 @@ def test_generated_texts_have_the_targets_distribution() -> None:
     noise = np.random.default_rng(5)
     other = {k: v + noise.normal(0, 0.05 * (v.ndim > 1), v.shape).astype("f4") for k, v in weights.items()}
     drafts = rlx.CausalLM(replace(flow, name="drafts"), other, profile=profile)
-    sampler, rows = rlx.Sampler(temperature=0.9, top_k=3), 4_000
+    sampler, rows = rlx.Sampler(temperature=0.9, top_k=3), 5_000
     counts = np.zeros((VOCAB,) * 3)
     got = lm.generate([prompt] * rows, 3, sampler=sampler, seed=0, speculative=drafts, draft_tokens=2)
     np.add.at(counts, tuple(np.array(got).T), 1)
