@@ -37,8 +37,7 @@ def encoder_plan(encoder: Any) -> ArtifactPlan:
             interfaces = (ProgramKey(model.name, "padded"),) if program == "padded" else interfaces
     pipeline = None if encoder._has_pooled_output else encode(encoder.pipeline)
     settings = {"pipeline": pipeline, "padding": encoder.padding and list(encoder.padding)}
-    files = tokenizer_files(encoder.tokenizer)
-    return ArtifactPlan("Encoder", tuple(keys), interfaces, settings, files, derivations)
+    return ArtifactPlan("Encoder", tuple(keys), interfaces, settings, tokenizer_files(encoder.tokenizer))
 
 
 def head_plan(model: Any) -> ArtifactPlan:

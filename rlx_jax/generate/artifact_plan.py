@@ -29,5 +29,4 @@ def language_model_plan(lm: Any) -> ArtifactPlan:
     for program in ("prefill", "extend"):
         keys += [model.as_program(program).key(outputs=outputs, last_only=last_only) for last_only in (True, False)]
     settings = {"eos_ids": list(lm.eos_ids), "bos_id": lm.bos_id}
-    files = tokenizer_files(lm.tokenizer)
-    return ArtifactPlan("CausalLM", tuple(keys), (), settings, files, (("prefill", frozenset()),))
+    return ArtifactPlan("CausalLM", tuple(keys), (), settings, tokenizer_files(lm.tokenizer))

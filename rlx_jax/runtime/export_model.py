@@ -34,7 +34,6 @@ from rlx_jax.lowering.lir.implementations import choose_implementations
 from rlx_jax.lowering.lir.plan import Call, Choice, Lir, call_of
 from rlx_jax.runtime.arguments import check_params
 from rlx_jax.runtime.frozen import (
-    DerivationNote,
     ExportedForm,
     FlowRecord,
     FrozenFlow,
@@ -58,6 +57,7 @@ USUAL_SIZES = {"batch": 1, "seq": 512, "context": 1024}
 PARAMS, STABLEHLO = "params.safetensors", "stablehlo"
 FORMATS = ("rlxa", STABLEHLO)
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+SOURCE_PATHS = "jax_hlo_source_file_canonicalization_regex"
 SizeMap = Mapping[str, int]
 
 
@@ -85,7 +85,6 @@ class ArtifactPlan:
         interfaces: programs that only their inputs are asked of.
         settings: the arguments of the class, plain JSON.
         files: other files by name, such as tokenizer.json.
-        derivations: programs with optional inputs that requests ask the flow about.
     """
 
     kind: str
@@ -93,7 +92,6 @@ class ArtifactPlan:
     interfaces: tuple[ProgramKey, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
-    derivations: tuple[tuple[str, frozenset[str]], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -374,20 +372,12 @@ def _exported(
         return run(params, state, inputs)
 
     function.__name__ = key.program
-    with without_source_paths(), use_model_mesh(programs.model_sharding):
-        return export.export(jax.jit(function, donate_argnums=donated, **placements), platforms=platforms)(*arguments)
-
-
-@contextlib.contextmanager
-def without_source_paths() -> Iterator[None]:
-    """Keep the paths of source files on this machine out of programs that are lowered in the block."""
-    name = "jax_hlo_source_file_canonicalization_regex"
-    before = getattr(jax.config, name)
-    jax.config.update(name, ".*")
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
+    jitted = jax.jit(function, donate_argnums=donated, **placements)
+    with contextlib.ExitStack() as stack, use_model_mesh(programs.model_sharding):
+        # Programs have no paths of source files on this machine.
+        stack.callback(jax.config.update, SOURCE_PATHS, getattr(jax.config, SOURCE_PATHS))
+        jax.config.update(SOURCE_PATHS, ".*")
+        return export.export(jitted, platforms=platforms)(*arguments)
 
 
 def _platform_functions(
@@ -442,10 +432,6 @@ def _flow_record(model: Exportable, plan: ArtifactPlan, records: tuple[ProgramRe
         mesh=None if sharding is None else MeshRecord.of(sharding, programs.layout.params),
         profile=programs.settings.profile.replace(fusion={"target": "auto"}).to_toml(),
         binding=dict(flow._binding),
-        derivations=tuple(
-            DerivationNote(program, tuple(sorted(inputs)), programs.derivation_error(model.name, program, inputs))
-            for program, inputs in plan.derivations
-        ),
         unread=tuple(
             UnreadNote(tuple(sorted(inputs)), tuple(sorted(programs.unread_inputs(model.name, inputs))))
             for inputs in unread_sets

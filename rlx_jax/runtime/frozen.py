@@ -195,15 +195,6 @@ def _plain_roles(roles: Roles) -> tuple[str | None, ...]:
 
 
 @dataclass(frozen=True)
-class DerivationNote:
-    """Why a program cannot be derived from a flow with these optional inputs; an empty reason if it can."""
-
-    program: str
-    optional_inputs: tuple[str, ...]
-    reason: str
-
-
-@dataclass(frozen=True)
 class UnreadNote:
     """The inputs of a flow that no output reads when these optional inputs are passed."""
 
@@ -222,7 +213,7 @@ class FlowRecord:
         params: the types of the parameters by name.
         programs: the exported programs.
         profile: the compile profile, as TOML.
-        derivations, unread: what the flow's blocks decide about requests.
+        unread: what the flow's blocks decide about requests.
         mesh: the mesh of a sharded model.
     """
 
@@ -233,7 +224,6 @@ class FlowRecord:
     programs: tuple[ProgramRecord, ...]
     profile: str
     binding: Mapping[str, int] = field(default_factory=dict)
-    derivations: tuple[DerivationNote, ...] = ()
     unread: tuple[UnreadNote, ...] = ()
     mesh: MeshRecord | None = None
 
@@ -284,11 +274,10 @@ class FrozenFlow:
         """
         record = next((r for r in self.record.programs if r.key == replace(key.symbolic, flow="")), None)
         if record is None:
-            reason = next((n.reason for n in self.record.derivations if n.program == key.program and n.reason), "")
             available = listing(dict.fromkeys(describe_key(r.key) for r in self.record.programs if r.forms))
             raise DeriveError(
-                f"{self.where}: {reason or f'the artifact has no program {quote(describe_key(key))}'}; it has "
-                f"{available}: export the model with what the request needs"
+                f"{self.where}: the artifact has no program {quote(describe_key(key))}; it has {available}: export the "
+                "model with what the request needs"
             )
         built = self._built(record, source)
         graph = replace(built.hir, inputs=record.inputs)

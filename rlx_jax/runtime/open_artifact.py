@@ -137,9 +137,8 @@ def frozen_programs(artifact: OpenArtifact, progress: Any = None) -> Programs:
     programs = Programs({record.name: flow}, source, settings, layout, {record.name: CapturedArrays()}, progress)
     programs.planned_program = record.program
     programs.builds.insert((record.name, frozenset()), (built, 0.0))
-    for note in record.derivations:
-        key = (record.name, note.program, frozenset(note.optional_inputs))
-        programs.derivation_errors.insert(key, note.reason)
+    for exported in (program for program in record.programs if program.forms):
+        programs.derivation_errors.insert((record.name, exported.program, exported.key.optional_inputs), "")
     for unread in record.unread:
         programs.unread_by_optional[record.name, frozenset(unread.optional_inputs)] = frozenset(unread.unread)
     return programs
