@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rlx_jax.ir.graph import Graph, Mir, Node, Op, Value
+from rlx_jax.ir.graph import Graph, Node, Op, Value
 from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
@@ -146,19 +146,15 @@ def _attention_block(m: Matcher, number: int, node: Node) -> FusionSite | None:
     return _matched("attention_block")
 
 
-def _is_pointwise(op: Op) -> bool:
-    return isinstance(op, Mir) and isinstance(op, Unary | Binary)
-
-
 def _elementwise_region(m: Matcher, number: int, node: Node) -> FusionSite | None:
     reader = m.only_reader(Value(number))
-    if not _is_pointwise(node.op) or (reader is not None and _is_pointwise(reader.op)):
+    if not isinstance(node.op, Unary | Binary) or (reader is not None and isinstance(reader.op, Unary | Binary)):
         return None
     steps, pending = 0, [number]
     while pending:
         steps += 1
         for value in m.graph.nodes[pending.pop()].inputs:
-            if _is_pointwise(m.op(value)) and m.only_reader(value) is not None:
+            if isinstance(m.op(value), Unary | Binary) and m.only_reader(value) is not None:
                 pending.append(value.node)
     return _matched("elementwise_region", f"{{{steps} steps}}") if steps > 1 else None
 

@@ -174,18 +174,11 @@ def export(args: argparse.Namespace, session: Session) -> Iterator[str]:
     yield json_line(vars(artifact)) if args.json else f"{artifact}\n"
 
 
-def platform_names(text: str) -> list[str]:
-    """Parse the names of platforms, separated by commas."""
-    return text.split(",")
-
-
 def export_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `export`."""
     add = parser.add_argument
-    add(
-        "--platforms", type=platform_names, metavar="NAME,NAME",
-        help=f"of {', '.join(PLATFORMS)}; by default the one that JAX runs on",
-    )  # fmt: skip
+    names = f"of {', '.join(PLATFORMS)}; by default the one that JAX runs on"
+    add("--platforms", type=lambda text: text.split(","), metavar="NAME,NAME", help=names)
     add("--format", choices=FORMATS, default="rlxa", help="stablehlo: a directory for other runtimes (%(default)s)")
     add(
         "--size", action="append", default=[], type=named_size, metavar="NAME=N",

@@ -28,6 +28,11 @@ from rlx_jax.lowering.inspect.buffers import ALIGNMENT
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.profiles import CompileProfile, ProfileLike
 
+__all__ = [
+    "BlockSpecialization", "CompilePipeline", "CompileResult", "HirReflection", "MirReflection", "ModelReflection",
+    "probe_block_specialization", "symbolic_layout_hint",
+]  # fmt: skip
+
 
 @dataclass(frozen=True)
 class CompileResult:

@@ -18,6 +18,11 @@ from rlx_jax.ir.types import as_name
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.trace.checks import check_count
 
+__all__ = [
+    "CompilationMode", "ExecutionPreset", "KernelDispatch", "ModelComponent", "ModelExecutionConfig", "ModelVariant",
+    "Phase", "compile_options_for",
+]  # fmt: skip
+
 DISPATCH_VARIABLE = "RLX_KERNEL_DISPATCH"
 
 

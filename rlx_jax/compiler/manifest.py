@@ -14,6 +14,8 @@ from rlx_jax.lowering.inspect.buffers import ALIGNMENT, BufferPlan, plan_buffers
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.trace.checks import check_count
 
+__all__ = ["BindingManifest", "BoundArray", "ManifestDiff", "WeightBlock", "layout_from_lir"]
+
 # Sizes of an array; symbolic ones are names.
 ArrayShape = tuple[int | str, ...]
 
@@ -139,6 +141,9 @@ class BindingManifest:
         ]
         sizes = f"arena {format_bytes(self.arena_size)}, parameters {format_bytes(self.total_param_bytes)}"
         return f"{self.graph_name}: {sizes}\n{TextTable(rows, left=3)}"
+
+
+layout_from_lir = BindingManifest.from_lir
 
 
 @dataclass(frozen=True)

@@ -95,14 +95,9 @@ class Workload:
         model is first in turn, after one call each."""
         self.run(other)
         self.run(model)
-        found = []
-        for i in range(runs):
-            if i % 2:
-                time_of_model, time_of_other = self.seconds(model), self.seconds(other)
-            else:
-                time_of_other, time_of_model = self.seconds(other), self.seconds(model)
-            found.append(time_of_model / time_of_other)
-        return sorted(found)
+        orders = (("other", other), ("model", model)), (("model", model), ("other", other))
+        pairs = [{name: self.seconds(timed) for name, timed in orders[i % 2]} for i in range(runs)]
+        return sorted(pair["model"] / pair["other"] for pair in pairs)
 
     def seconds(self, model: Any) -> float:
         """Return the time of one run in seconds."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlx_jax.compiler.compile_pipeline import CompilePipeline
+from rlx_jax.compiler.execution import stable_hash
 from rlx_jax.compiler.graph_module import GraphModule
 from rlx_jax.compiler.settings import Settings
 from rlx_jax.device import running_device
@@ -27,6 +28,8 @@ from rlx_jax.ir.types import as_name
 from rlx_jax.lowering.inspect.buffers import fingerprint
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.profiles import CompileProfile
+
+__all__ = ["AotCache"]
 
 MAX_BYTES = 1 << 30
 
@@ -45,11 +48,6 @@ def _digest(content: Any) -> str:
     """Return the SHA-256 of JSON data and of this release."""
     release = sys.modules["rlx_jax"].__version__
     return hashlib.sha256(json.dumps([content, release], sort_keys=True).encode()).hexdigest()
-
-
-def binding_hash(binding: Mapping[str, int]) -> str:
-    """Return 16 hex digits of a hash over sizes, in order of their symbols."""
-    return hashlib.sha256(json.dumps(sorted(binding.items())).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -108,7 +106,7 @@ class AotCache:
 
     def specialize_cached(self, base: str, binding: Mapping[str, int], source: str, make: Callable[[], Lir]) -> Lir:
         """Return the entry `{base}__{hash of the sizes}`, made and written if there is none of this source."""
-        return self._get_or_make(f"{base}__{binding_hash(binding)}", source, make)
+        return self._get_or_make(f"{base}__{stable_hash(sorted(binding.items())):016x}", source, make)
 
     def _get_or_make(self, key: str, source: str, make: Callable[[], Lir]) -> Lir:
         lir = self.get_lir(key, source)

@@ -20,6 +20,8 @@ from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.model_compile_pipeline import DEFAULT_CAPACITY, BuildHir, KeywordsLike, ModelCompilePipeline
 
+__all__ = ["BucketedCompileCache", "CompileCache", "DynamicDimCompileCache"]
+
 
 class CompileCache:
     """Compiled models by key, at most `capacity`; the first one is dropped first, and a hit changes no order."""

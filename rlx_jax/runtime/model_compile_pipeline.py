@@ -36,6 +36,8 @@ from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.weights.format import OpenOptions
 
+__all__ = ["ModelCompilePipeline", "Qwen35CompileCache", "specialize_entry"]
+
 # Makes the flow of a model, or a module, a recipe or a built flow: whatever `rlx_jax.compile` takes.
 BuildHir = Callable[[], Any]
 KeywordsLike = CompileKeywords | None
