@@ -37,14 +37,7 @@ from rlx_jax.device import running_device
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp
 from rlx_jax.lowering.lir.experts import NO_BIASES, SortedChoices, blocked, combine, sort_into_blocks
-from rlx_jax.lowering.lir.recurrent import (
-    chunk_size,
-    chunks_at_once,
-    delta_output,
-    from_chunks,
-    one_token,
-    split_into_chunks,
-)
+from rlx_jax.lowering.lir.recurrent import chunks_at_once, delta_output, from_chunks, one_token, split_into_chunks
 
 AnyArray = Any
 
@@ -122,7 +115,7 @@ def one_pass(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]:
 @with_reference_gradient(chunks_at_once)
 def states_in_one(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]:
     """Compute the op in chunks, in parallel except for the states, which one kernel computes one after the other."""
-    chunk, chunks, start, (tokens, dtype) = split_into_chunks(op, operands, chunk_size(operands[0].shape[1]))
+    chunk, chunks, start, (tokens, dtype) = split_into_chunks(op, operands)
     terms = jax.vmap(chunk.prepare)(chunks)
     old_states, new_values, last_state = chunk_states(terms, start)
     out = jax.vmap(functools.partial(delta_output, op.factor(start.shape[-2]), dtype))(

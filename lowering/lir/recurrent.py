@@ -124,14 +124,13 @@ def sized_by_tokens(run: Callable[..., tuple[AnyArray, ...]]) -> ArrayFunction:
 
     @functools.wraps(run)
     def run_sized(op: Recurrence, *operands: AnyArray) -> tuple[AnyArray, ...]:
-        tokens = operands[0].shape[1]
-        return run(op, *operands, size=chunk_size(tokens)) if is_static(tokens) else run_any_size(op, *operands)
+        return (run if is_static(operands[0].shape[1]) else run_any_size)(op, *operands)
 
     return run_sized
 
 
 @sized_by_tokens
-def chunks_at_once(op: Recurrence, *operands: AnyArray, size: int) -> tuple[AnyArray, ...]:
+def chunks_at_once(op: Recurrence, *operands: AnyArray, size: int | None = None) -> tuple[AnyArray, ...]:
     """Compute the op in chunks: all in parallel except for the state, which a loop carries from chunk to chunk."""
     chunk, chunks, start, (tokens, dtype) = split_into_chunks(op, operands, size)
     terms = jax.vmap(chunk.prepare)(chunks)
@@ -146,7 +145,7 @@ def chunks_at_once(op: Recurrence, *operands: AnyArray, size: int) -> tuple[AnyA
 
 
 @sized_by_tokens
-def chunk_by_chunk(op: Recurrence, *operands: AnyArray, size: int) -> tuple[AnyArray, ...]:
+def chunk_by_chunk(op: Recurrence, *operands: AnyArray, size: int | None = None) -> tuple[AnyArray, ...]:
     """Compute the op in chunks, one after the other."""
     chunk, chunks, start, (tokens, dtype) = split_into_chunks(op, operands, size)
 
@@ -159,9 +158,9 @@ def chunk_by_chunk(op: Recurrence, *operands: AnyArray, size: int) -> tuple[AnyA
 
 
 def split_into_chunks(
-    op: Recurrence, operands: tuple[AnyArray, ...], size: int
+    op: Recurrence, operands: tuple[AnyArray, ...], size: int | None = None
 ) -> tuple[Chunk, Any, AnyArray, tuple[int, Any]]:
-    """Prepare an op for computation in chunks.
+    """Prepare an op for computation in chunks of `size` tokens, by default `chunk_size`.
 
     Returns:
         The chunk functions, the operands split into chunks, the initial state `[B, G, R, …]`, and the number of tokens
@@ -179,6 +178,7 @@ def split_into_chunks(
         dt = dt.astype(f32)
         rows = (x, dt[..., None], (dt * a.astype(f32)[None, None])[..., None], b, c)
         chunk = scan_chunk(x.dtype)
+    size = size or chunk_size(result.shape[1])
     chunks = tuple(to_chunks(x, size, groups) for x in rows)
     start = state.reshape(state.shape[0], groups, -1, *state.shape[2:])
     return chunk, chunks, start, (result.shape[1], result.dtype)

@@ -61,13 +61,10 @@ def find_sites(name: str, graph: Graph) -> Iterator[FusionSite]:
                 yield replace(site, node=f"%{number}", context=path_text(node.origin.path) or "—", by=name)
 
 
-def _matched(pattern: str, detail: str = "") -> FusionSite:
-    """Return the site of a match; `find_sites` adds its location."""
-    return FusionSite(pattern, "", "", "", LEFT_TO_XLA_REASON, detail, LEFT_HINT)
-
-
-def _near(pattern: str, reason: str, hint: str, detail: str = "", is_miss: bool = False) -> FusionSite:
-    """Return the site of a near match; `find_sites` adds its location."""
+def _site(
+    pattern: str, reason: str = LEFT_TO_XLA_REASON, hint: str = LEFT_HINT, detail: str = "", is_miss: bool = False
+) -> FusionSite:
+    """Return the site of a match, or with a reason that of a near match; `find_sites` adds its location."""
     return FusionSite(pattern, "", "", "", reason, detail, hint, is_miss)
 
 
@@ -79,10 +76,10 @@ def _matmul_bias_act(m: Matcher, number: int, node: Node) -> FusionSite | None:
     ranks = [min(m.graph.type(v).rank for v in add.inputs) for add in sums]
     if any(rank <= 1 for rank in ranks):
         if m.only_reader(Value(number)) is None:
-            return _near("matmul_bias_act", "MultiConsumer", ONE_READER, is_miss=True)
-        return _matched("matmul_bias_act")
+            return _site("matmul_bias_act", "MultiConsumer", ONE_READER, is_miss=True)
+        return _site("matmul_bias_act")
     if ranks:
-        return _near("matmul_bias_act", "BiasRankTooHigh", "nothing: a residual is no bias", f"{{{max(ranks)}}}")
+        return _site("matmul_bias_act", "BiasRankTooHigh", "nothing: a residual is no bias", f"{{{max(ranks)}}}")
     return None
 
 
@@ -94,8 +91,8 @@ def _residual_norm(pattern: str, kind: type[Op]) -> Finder:
             return None
         if m.only_reader(node.inputs[0]) is None:
             hint = "nothing: a pre-norm layer reads the sum again, as its residual"
-            return _near(pattern, "MultiConsumer", hint)
-        return _matched(pattern)
+            return _site(pattern, "MultiConsumer", hint)
+        return _site(pattern)
 
     return find
 
@@ -110,11 +107,11 @@ def _swiglu(m: Matcher, number: int, node: Node) -> FusionSite | None:
         ops, sources = (m.op(gate), m.op(up)), [m.graph.nodes[v.node].inputs[:1] for v in (gate, up)]
         if all(isinstance(op, MatMul) for op in ops):
             if sources[0] == sources[1]:
-                return _matched("swiglu")
+                return _site("swiglu")
             hint = "compute gate and up from one value"
-            return _near("swiglu", "SwigluNotSharedInput", hint, is_miss=True)
+            return _site("swiglu", "SwigluNotSharedInput", hint, is_miss=True)
         if all(isinstance(op, Narrow | SplitLast) for op in ops) and sources[0] == sources[1]:
-            return _matched("swiglu")
+            return _site("swiglu")
     return None
 
 
@@ -124,8 +121,8 @@ def _rms_norm_reshape(m: Matcher, number: int, node: Node) -> FusionSite | None:
     if node.types[0].rank != 2 or node.types[0].shape[-1] != m.graph.type(node.inputs[0]).shape[-1]:
         return None
     if m.only_reader(node.inputs[0]) is None:
-        return _near("rms_norm_reshape", "MultiConsumer", ONE_READER)
-    return _matched("rms_norm_reshape")
+        return _site("rms_norm_reshape", "MultiConsumer", ONE_READER)
+    return _site("rms_norm_reshape")
 
 
 def _attention_block(m: Matcher, number: int, node: Node) -> FusionSite | None:
@@ -142,8 +139,8 @@ def _attention_block(m: Matcher, number: int, node: Node) -> FusionSite | None:
         return None
     if node.op.causal:
         hint = "nothing: fused_attn is bidirectional; attention has kernels of its own"
-        return _near("attention_block", "Causal", hint)
-    return _matched("attention_block")
+        return _site("attention_block", "Causal", hint)
+    return _site("attention_block")
 
 
 def _elementwise_region(m: Matcher, number: int, node: Node) -> FusionSite | None:
@@ -156,7 +153,7 @@ def _elementwise_region(m: Matcher, number: int, node: Node) -> FusionSite | Non
         for value in m.graph.nodes[pending.pop()].inputs:
             if isinstance(m.op(value), Unary | Binary) and m.only_reader(value) is not None:
                 pending.append(value.node)
-    return _matched("elementwise_region", f"{{{steps} steps}}") if steps > 1 else None
+    return _site("elementwise_region", detail=f"{{{steps} steps}}") if steps > 1 else None
 
 
 # The finder of each pass that leaves its pattern to XLA.

@@ -29,12 +29,11 @@ def encoder_plan(encoder: Any) -> ArtifactPlan:
     if encoder.own_lengths or encoder.padding is not None:  # rows that run `forward` at their own lengths
         forwards |= packed
     keys = [ProgramKey(model.name, "forward", inputs) for inputs in forwards]
-    interfaces: tuple[ProgramKey, ...] = ()
     for program, inputs in derivations:
         if not model.programs.derivation_error(model.name, program, inputs):
             outputs = model.output_names[:1] if program == "packed" else None
             keys.append(model.as_program(program).key(inputs, outputs))
-            interfaces = (ProgramKey(model.name, "padded"),) if program == "padded" else interfaces
+    interfaces = (ProgramKey(model.name, "padded"),) if any(key.program == "padded" for key in keys) else ()
     pipeline = None if encoder._has_pooled_output else encode(encoder.pipeline)
     settings = {"pipeline": pipeline, "padding": encoder.padding and list(encoder.padding)}
     return ArtifactPlan("Encoder", tuple(keys), interfaces, settings, tokenizer_files(encoder.tokenizer))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import math
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -48,10 +47,13 @@ from rlx_jax.lowering.lir.plan import state_leaves
 from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.program import Built, InputDecl, Weights
+from rlx_jax.runtime.lru import LruCache
 from rlx_jax.runtime.program_key import ProgramKey
 
 # Returns the bytes of a member of an artifact.
 ReadMember = Callable[[str], bytes]
+# Programs of an artifact that stay deserialized.
+MAX_LOADED = 256
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,8 @@ class ProgramRecord:
     optional: tuple[Input, ...] = ()
     ids: Mapping[str, int] = field(default_factory=dict)
     positions: int | None = None
-    position_dims: tuple[str, ...] = ()
-    rows: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    position_dims: tuple[int | str, ...] = ()
+    rows: Mapping[str, tuple[int | str, ...]] = field(default_factory=dict)
     rings: Mapping[str, int] = field(default_factory=dict)
     rows_mix: str = ""
     left_context: str = ""
@@ -110,13 +112,9 @@ class ProgramRecord:
     @property
     def bounds(self) -> Bounds:
         """Return the limits of ids and sequence lengths."""
-        dims = tuple(as_dim(_dim(text), "position_dims") for text in self.position_dims)
-        rows = {name: tuple(as_dim(_dim(text), "rows") for text in texts) for name, texts in self.rows.items()}
+        dims = tuple(as_dim(dim, "position_dims") for dim in self.position_dims)
+        rows = {name: tuple(as_dim(dim, "rows") for dim in dims) for name, dims in self.rows.items()}
         return Bounds(self.ids, self.positions, dims, rows)
-
-
-def _dim(text: str) -> int | str:
-    return int(text) if text.isdigit() else text
 
 
 def record_of(template: Template, key: ProgramKey, forms: tuple[ExportedForm, ...]) -> ProgramRecord:
@@ -149,8 +147,8 @@ def record_of(template: Template, key: ProgramKey, forms: tuple[ExportedForm, ..
     )
 
 
-def _dim_text(dim: Any) -> str:
-    return str(dim) if isinstance(dim, int) else dim_text(dim)
+def _dim_text(dim: Any) -> int | str:
+    return dim if isinstance(dim, int) else dim_text(dim)
 
 
 @dataclass(frozen=True)
@@ -241,8 +239,7 @@ class FrozenFlow:
     record: FlowRecord
     where: str
     read: ReadMember = field(repr=False)
-    _loaded: dict[str, export.Exported] = field(default_factory=dict, repr=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _loaded: LruCache[str, export.Exported] = field(default_factory=lambda: LruCache(MAX_LOADED), repr=False)
 
     @property
     def name(self) -> str:
@@ -335,22 +332,16 @@ class FrozenFlow:
                 f"{', '.join(f'{n} {size}' for n, size in sorted(sizes.items()))}: pass sizes that fit, or export it "
                 "with sizes="
             )
-        return self._load(max(forms, key=lambda form: len(form.sizes)).member).call
-
-    def _load(self, member: str) -> export.Exported:
-        with self._lock:
-            if member not in self._loaded:
-                self._loaded[member] = deserialize(self.read(member), f"{self.where}: {quote(member)}")
-            return self._loaded[member]
+        member = max(forms, key=lambda form: len(form.sizes)).member
+        return self._loaded(member, lambda: deserialize(self.read(member), f"{self.where}: {quote(member)}")).call
 
 
 def deserialize(raw: bytes, where: str) -> export.Exported:
     """Return an exported program from verified bytes.
 
     Raises:
-        UnsupportedError: flatbuffers is not installed. ArtifactFormatError: jax.export cannot read it.
+        ArtifactFormatError: jax.export cannot read it.
     """
-    require_flatbuffers("loading an artifact")
     try:
         return export.deserialize(bytearray(raw))
     except Exception as cause:

@@ -25,7 +25,7 @@ from rlx_jax.io.folder import Folder
 from rlx_jax.models.config import Fields
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.text.ascii_texts import AsciiTexts
-from rlx_jax.text.chat_template import DEFAULT, MAX_TEMPLATE_BYTES, load_templates, template_files
+from rlx_jax.text.chat_template import MAX_TEMPLATE_BYTES, load_templates, template_files
 from rlx_jax.text.request_checks import Ids, check_text, id_list
 from rlx_jax.text.text_pairs import SpecialTokens, fitting_lengths, gives_types
 from rlx_jax.text.tokenizer_checks import check_added_tokens, check_probe, guard, read_vocabulary, refuse_panics
@@ -462,8 +462,6 @@ def tokenizer_files(tokenizer: Tokenizer | None) -> dict[str, bytes]:
         config["model_max_length"] = tokenizer.model_max_length
     if tokenizer.chat_templates:
         config["chat_template"] = [{"name": name, "template": t} for name, t in tokenizer.chat_templates.items()]
-        if set(tokenizer.chat_templates) == {DEFAULT}:
-            config["chat_template"] = tokenizer.chat_templates[DEFAULT]
     ids = {"eos": [*tokenizer.eos_ids], "bos": tokenizer.bos_id, "pad": tokenizer.pad_id}
     generation = {f"{role}_token_id": value for role, value in ids.items() if value not in (None, [])}
     documents = {"tokenizer_config.json": config, "generation_config.json": generation}
