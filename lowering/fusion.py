@@ -108,21 +108,17 @@ class FusionReport:
     @property
     def missed(self) -> tuple[FusionSite, ...]:
         """Return the sites that passes could not fuse although the pattern is present."""
-        return tuple(site for site in self._unfused if site.is_miss)
+        return tuple(s for s in self.sites if s.reason not in ("", LEFT_TO_XLA_REASON) and s.is_miss)
 
     @property
     def near(self) -> tuple[FusionSite, ...]:
         """Return the sites that nearly match a pattern and do not count as missed, such as a pre-norm residual."""
-        return tuple(site for site in self._unfused if not site.is_miss)
+        return tuple(s for s in self.sites if s.reason not in ("", LEFT_TO_XLA_REASON) and not s.is_miss)
 
     @property
     def matched_by_xla(self) -> tuple[FusionSite, ...]:
         """Return the sites that match a pattern which passes leave to XLA."""
         return tuple(site for site in self.sites if site.reason == LEFT_TO_XLA_REASON)
-
-    @property
-    def _unfused(self) -> tuple[FusionSite, ...]:
-        return tuple(site for site in self.sites if site.reason not in ("", LEFT_TO_XLA_REASON))
 
     @property
     def clean(self) -> bool:

@@ -291,11 +291,7 @@ def _peak(lives: Iterable[Lifetime], steps: int) -> int:
     for life in lives:
         change[life.born] += life.size
         change[life.dies + 1] -= life.size
-    alive = peak = 0
-    for step in change:
-        alive += step
-        peak = max(peak, alive)
-    return peak
+    return max(itertools.accumulate(change))
 
 
 def _phases(graph: Graph) -> tuple[str, ...]:

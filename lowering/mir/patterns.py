@@ -105,13 +105,11 @@ def _swiglu(m: Matcher, number: int, node: Node) -> FusionSite | None:
             continue
         (gate,) = m.graph.nodes[gate.node].inputs
         ops, sources = (m.op(gate), m.op(up)), [m.graph.nodes[v.node].inputs[:1] for v in (gate, up)]
-        if all(isinstance(op, MatMul) for op in ops):
-            if sources[0] == sources[1]:
-                return _site("swiglu")
-            hint = "compute gate and up from one value"
-            return _site("swiglu", "SwigluNotSharedInput", hint, is_miss=True)
-        if all(isinstance(op, Narrow | SplitLast) for op in ops) and sources[0] == sources[1]:
+        are_products = all(isinstance(op, MatMul) for op in ops)
+        if sources[0] == sources[1] and (are_products or all(isinstance(op, Narrow | SplitLast) for op in ops)):
             return _site("swiglu")
+        if are_products:
+            return _site("swiglu", "SwigluNotSharedInput", "compute gate and up from one value", is_miss=True)
     return None
 
 

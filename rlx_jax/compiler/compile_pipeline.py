@@ -315,9 +315,8 @@ def probe_block_specialization(
         GraphError: it is no program at HIR. ProfileError: there is no such choice.
     """
     chosen = choice_of(BlockSpecialization, choice, "choice")
-    graph = hir_module(module).into_hir()
-    found = ((number, label) for number, label in _composites(graph) if label in SPECIALIZED)
-    return tuple((number, label, chosen) for number, label in found)
+    composites = _composites(hir_module(module).into_hir())
+    return tuple((number, label, chosen) for number, label in composites if label in SPECIALIZED)
 
 
 def symbolic_layout_hint(binding: Mapping[str, int]) -> str:

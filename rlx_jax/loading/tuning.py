@@ -155,8 +155,7 @@ class Tuning:
     def to_toml(self) -> str:
         """Return the profile as TOML with the settings that differ from the defaults, and the figures as comments."""
         found = f"{self.ratio:.3f} x the time of {self.base.name!r}" if self.trials else "nothing was tried"
-        comments = [*self.notes, found, *map(str, self.trials)]
-        lines = [f"# {line}" for line in comments]
+        lines = [f"# {line}" for line in (*self.notes, found, *map(str, self.trials))]
         return "\n".join([*lines, self.profile.replace(name="tuned").to_toml(defaults=False)])
 
 

@@ -52,8 +52,8 @@ class CompileCache:
         return not self._models
 
 
-class DynamicDimCompileCache:
-    """One template with symbolic sizes, and an executable for each key.
+class DynamicDimCompileCache(ModelCompilePipeline):
+    """A pipeline with its model: one template with symbolic sizes, and an executable for each key.
 
     Args:
         build_hir, options: as `ModelCompilePipeline.build_template`.
@@ -63,19 +63,12 @@ class DynamicDimCompileCache:
     def __init__(
         self, build_hir: BuildHir, options: KeywordsLike = None, device: str = "auto", capacity: int = DEFAULT_CAPACITY
     ) -> None:
-        self._pipeline, self._arguments = ModelCompilePipeline(device, capacity), (build_hir, options)
+        super().__init__(device, capacity)
+        self._arguments = build_hir, options
 
     def get_or_specialize(self, key: int, binding: Mapping[str, int]) -> Executable:
         """Return the executable of a key; raises as `ModelCompilePipeline.get_or_compile`."""
-        return self._pipeline.get_or_compile(key, binding, *self._arguments)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._pipeline
-
-    contains = __contains__
-
-    def __len__(self) -> int:
-        return len(self._pipeline)
+        return self.get_or_compile(key, binding, *self._arguments)
 
 
 @dataclass(frozen=True)
@@ -103,10 +96,8 @@ class BucketedCompileCache:
         (4, 8, 16, 32)
         """
         low, high = check_integer("low", low, 1), check_integer("high", high, 1)
-        sizes = [1 << (low - 1).bit_length()]
-        while sizes[-1] < high:
-            sizes.append(2 * sizes[-1])
-        return tuple(sizes)
+        first, last = (low - 1).bit_length(), (high - 1).bit_length()
+        return tuple(1 << n for n in range(first, max(first, last) + 1))
 
     def bucket(self, extent: int) -> int | None:
         """Return the smallest bucket for an extent; None if it is larger than all."""

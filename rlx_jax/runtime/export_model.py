@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jaxlib.version
@@ -39,7 +39,6 @@ from rlx_jax.runtime.frozen import (
     FrozenFlow,
     MeshRecord,
     ProgramRecord,
-    UnreadNote,
     describe_key,
     expiry,
     record_of,
@@ -59,20 +58,6 @@ FORMATS = ("rlxa", STABLEHLO)
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 SOURCE_PATHS = "jax_hlo_source_file_canonicalization_regex"
 SizeMap = Mapping[str, int]
-
-
-class Exportable(Protocol):
-    """A compiled model, as far as an export reads it."""
-
-    programs: Programs
-    name: str
-    program: str
-
-    def require_params(self, operation: str) -> dict[str, Any]: ...
-
-    def refuse_traced(self) -> None: ...
-
-    def param_specs(self) -> dict[str, jax.ShapeDtypeStruct]: ...
 
 
 @dataclass(frozen=True)
@@ -119,13 +104,13 @@ class Artifact:
         lines = [
             f"{self.path}: {len(self.programs)} programs, {self.nbytes:,} bytes, for {', '.join(self.platforms)}",
             f"made by jax {jax.__version__}; later versions load it until {self.expires.isoformat()}",
-            *([f"sha256 {self.sha256}"] if self.sha256 else []),
+            self.sha256 and f"sha256 {self.sha256}",
         ]
-        return "\n".join(lines)
+        return "\n".join(filter(None, lines))
 
 
 def export_model(
-    model: Exportable, path: str | os.PathLike[str], *, platforms: Sequence[str] | None = None,
+    model: Any, path: str | os.PathLike[str], *, platforms: Sequence[str] | None = None,
     programs: Sequence[str] | None = None, given: Iterable[str] = (), sizes: Sequence[SizeMap] = (),
     format: str = "rlxa", overwrite: bool = False,
 ) -> Artifact:  # fmt: skip
@@ -168,7 +153,7 @@ def export_model(
     return write_artifact(model, path, plan, platforms, sizes, format, overwrite)
 
 
-def _check_given(model: Exportable, given: Iterable[str]) -> list[str]:
+def _check_given(model: Any, given: Iterable[str]) -> list[str]:
     """Return the names of optional inputs, checked."""
     optional = [d.name for d in model.programs.flows[model.name]._inputs if d.optional]
     if isinstance(given, str):
@@ -179,7 +164,7 @@ def _check_given(model: Exportable, given: Iterable[str]) -> list[str]:
 
 
 def write_artifact(
-    model: Exportable, path: str | os.PathLike[str], plan: ArtifactPlan, platforms: Sequence[str] | None = None,
+    model: Any, path: str | os.PathLike[str], plan: ArtifactPlan, platforms: Sequence[str] | None = None,
     sizes: Sequence[SizeMap] = (), format: str = "rlxa", overwrite: bool = False,
 ) -> Artifact:  # fmt: skip
     """Write an artifact; see `export_model`."""
@@ -233,7 +218,7 @@ def write_artifact(
     return Artifact(target, sha256, size, platform_names, created, expiry(created), described)
 
 
-def _param_entries(model: Exportable) -> list[Entry]:
+def _param_entries(model: Any) -> list[Entry]:
     """Return the parameters to write, after checking that the model can be exported."""
     programs = model.programs
     model.refuse_traced()
@@ -417,12 +402,12 @@ def _platform_functions(
     }
 
 
-def _flow_record(model: Exportable, plan: ArtifactPlan, records: tuple[ProgramRecord, ...]) -> FlowRecord:
+def _flow_record(model: Any, plan: ArtifactPlan, records: tuple[ProgramRecord, ...]) -> FlowRecord:
     """Return the description of a model in the manifest."""
     programs, flow = model.programs, model.programs.flows[model.name]
     sharding = programs.model_sharding
     every = frozenset(d.name for d in flow._inputs if d.optional)
-    unread_sets = dict.fromkeys((frozenset[str](), every, *(key.optional_inputs & every for key in plan.keys)))
+    optional_sets = dict.fromkeys((frozenset[str](), every, *(key.optional_inputs & every for key in plan.keys)))
     return FlowRecord(
         name=model.name,
         inputs=flow._inputs,
@@ -432,10 +417,7 @@ def _flow_record(model: Exportable, plan: ArtifactPlan, records: tuple[ProgramRe
         mesh=None if sharding is None else MeshRecord.of(sharding, programs.layout.params),
         profile=programs.settings.profile.replace(fusion={"target": "auto"}).to_toml(),
         binding=dict(flow._binding),
-        unread=tuple(
-            UnreadNote(tuple(sorted(inputs)), tuple(sorted(programs.unread_inputs(model.name, inputs))))
-            for inputs in unread_sets
-        ),
+        unread={tuple(sorted(s)): tuple(sorted(programs.unread_inputs(model.name, s))) for s in optional_sets},
     )
 
 

@@ -193,14 +193,6 @@ def _plain_roles(roles: Roles) -> tuple[str | None, ...]:
 
 
 @dataclass(frozen=True)
-class UnreadNote:
-    """The inputs of a flow that no output reads when these optional inputs are passed."""
-
-    optional_inputs: tuple[str, ...]
-    unread: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class FlowRecord:
     """The manifest's description of a model.
 
@@ -211,7 +203,7 @@ class FlowRecord:
         params: the types of the parameters by name.
         programs: the exported programs.
         profile: the compile profile, as TOML.
-        unread: what the flow's blocks decide about requests.
+        unread: the inputs that no output of the flow reads, by the optional inputs that are passed.
         mesh: the mesh of a sharded model.
     """
 
@@ -222,7 +214,7 @@ class FlowRecord:
     programs: tuple[ProgramRecord, ...]
     profile: str
     binding: Mapping[str, int] = field(default_factory=dict)
-    unread: tuple[UnreadNote, ...] = ()
+    unread: Mapping[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
     mesh: MeshRecord | None = None
 
 

@@ -426,8 +426,7 @@ def check_symbolic_length(sizes: Mapping[str, Any], bounds: Bounds, flow: str) -
     if bounds.positions is None or is_static(length):
         check_length(length, bounds, flow)
         return
-    limited = jax.core.max_dim(length, bounds.positions) == bounds.positions
-    if not limited:
+    if jax.core.max_dim(length, bounds.positions) != bounds.positions:
         raise SequenceLengthError(
             f"{flow}: {length} tokens, and the model has {bounds.positions} positions: "
             f"jax.export.symbolic_shape(…, constraints=['{length} <= {bounds.positions}'])"

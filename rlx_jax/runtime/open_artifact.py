@@ -139,8 +139,8 @@ def frozen_programs(artifact: OpenArtifact, progress: Any = None) -> Programs:
     programs.builds.insert((record.name, frozenset()), (built, 0.0))
     for exported in (program for program in record.programs if program.forms):
         programs.derivation_errors.insert((record.name, exported.program, exported.key.optional_inputs), "")
-    for unread in record.unread:
-        programs.unread_by_optional[record.name, frozenset(unread.optional_inputs)] = frozenset(unread.unread)
+    for optional_inputs, unread in record.unread.items():
+        programs.unread_by_optional[record.name, frozenset(optional_inputs)] = frozenset(unread)
     return programs
 
 
