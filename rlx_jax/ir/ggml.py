@@ -17,11 +17,21 @@ Bytes = np.ndarray[Any, Any]
 
 @dataclass(frozen=True)
 class BlockPart:
-    """One part of a block: bytes `start` to `stop`, and how they become the array; by default they are the array."""
+    """One part of a block: bytes `start` to `stop`, and how they become the array; by default they are the array.
+
+    `convert` writes the `size` bytes of the array for each block: takes the bytes of the parts `[count, stop - start]`,
+    and the array `[count, size]`.
+    """
 
     start: int
     stop: int
-    convert: Callable[[Bytes], Bytes] | None = None
+    convert: Callable[[Bytes, Bytes], None] | None = None
+    converted_size: int = 0
+
+    @property
+    def size(self) -> int:
+        """Return the number of bytes of the array for each block."""
+        return self.converted_size or self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -49,8 +59,8 @@ def bit_fields(data: Any, width: int, shifts: Sequence[int], mask: int) -> Any:
     return ((runs >> columns) & np.uint8(mask)).reshape(*data.shape[:-1], -1)
 
 
-def _scales_and_minimums(data: Bytes) -> Bytes:
-    """Return the 6-bit scales and minimums in the 12 bytes of Q4_K and Q5_K, in turn: uint8 `[count, 16]`.
+def _scales_and_minimums(data: Bytes, out: Bytes) -> None:
+    """Write the 6-bit scales and minimums in the 12 bytes of Q4_K and Q5_K, in turn.
 
     Bytes 0–3 and 4–7 have the scales and minimums 0–3 in their lower 6 bits. Bytes 8–11 have the lower 4 bits of the
     scales 4–7 (low halves) and minimums 4–7 (high halves); the upper 2 bits of bytes 0–7 complete them.
@@ -59,12 +69,11 @@ def _scales_and_minimums(data: Bytes) -> Bytes:
     scales, minimums, last = data.astype("<u2").view("<u8").T
     pairs = minimums << 8
     pairs |= scales  # bytes 0–7, in turn
-    out = np.empty((len(data), 2), "<u8")
-    np.bitwise_and(pairs, 0x3F3F3F3F3F3F3F3F, out=out[:, 0])
+    first_half, second_half = out.view("<u8").T
+    np.bitwise_and(pairs, 0x3F3F3F3F3F3F3F3F, out=first_half)
     pairs >>= 2
     pairs &= 0x3030303030303030
-    np.bitwise_or(_spread_nibbles(last), pairs, out=out[:, 1])
-    return out.view(np.uint8)
+    np.bitwise_or(_spread_nibbles(last), pairs, out=second_half)
 
 
 def _spread_nibbles(spread: Bytes) -> Bytes:
@@ -75,32 +84,26 @@ def _spread_nibbles(spread: Bytes) -> Bytes:
     return nibbles
 
 
-def _scales_of_q3_k(data: Bytes) -> Bytes:
-    """Return the sixteen 6-bit scales of Q3_K minus 32: 8 bytes have the lower 4 bits, 4 bytes the upper 2."""
+def _scales_of_q3_k(data: Bytes, out: Bytes) -> None:
+    """Write the sixteen 6-bit scales of Q3_K minus 32: 8 bytes have the lower 4 bits, 4 bytes the upper 2."""
     first, second, upper = np.ascontiguousarray(data.view("<u4").T)  # four bytes at a time, as one integer
-    out = np.empty((len(data), 4), "<u4")
-    out[:, 0] = first & 0x0F0F0F0F | upper << 4 & 0x30303030
-    out[:, 1] = second & 0x0F0F0F0F | upper << 2 & 0x30303030
-    out[:, 2] = first >> 4 & 0x0F0F0F0F | upper & 0x30303030
-    out[:, 3] = second >> 4 & 0x0F0F0F0F | upper >> 2 & 0x30303030
-    return _minus_32(out)
+    words = out.view("<u4")
+    words[:, 0] = first & 0x0F0F0F0F | upper << 4 & 0x30303030
+    words[:, 1] = second & 0x0F0F0F0F | upper << 2 & 0x30303030
+    words[:, 2] = first >> 4 & 0x0F0F0F0F | upper & 0x30303030
+    words[:, 3] = second >> 4 & 0x0F0F0F0F | upper >> 2 & 0x30303030
+    out -= 32  # modulo 256: the bytes of int8
 
 
-def _scales_of_iq4_xs(data: Bytes) -> Bytes:
-    """Return the eight 6-bit scales of IQ4_XS minus 32: 2 bytes have the upper 2 bits, 4 bytes the lower 4."""
+def _scales_of_iq4_xs(data: Bytes, out: Bytes) -> None:
+    """Write the eight 6-bit scales of IQ4_XS minus 32: 2 bytes have the upper 2 bits, 4 bytes the lower 4."""
     fields = np.ascontiguousarray(data[:, :2]).view("<u2")[:, 0].astype("<u8")
     for shift, mask in ((24, 0x000000FF000000FF), (12, 0x000F000F000F000F), (6, 0x0303030303030303)):
         fields |= fields << shift
         fields &= mask
     nibbles = _spread_nibbles(data[:, 2:].astype("<u2").view("<u8")[:, 0])
-    return _minus_32((nibbles | fields << 4)[:, None])
-
-
-def _minus_32(fields: Bytes) -> Bytes:
-    """Return the bytes of integers minus 32, int8."""
-    signed: Bytes = fields.view(np.int8)
-    signed -= 32
-    return signed
+    out.view("<u8")[:, 0] = nibbles | fields << 4
+    out -= 32  # modulo 256: the bytes of int8
 
 
 def _layout(elements: int, num_bytes: int, **parts: tuple[Any, ...]) -> BlockLayout:
@@ -108,7 +111,7 @@ def _layout(elements: int, num_bytes: int, **parts: tuple[Any, ...]) -> BlockLay
     return BlockLayout(elements, num_bytes, {name: BlockPart(*part) for name, part in parts.items()})
 
 
-_Q4_K_MULTIPLES = (4, 16, _scales_and_minimums)
+_Q4_K_MULTIPLES = (4, 16, _scales_and_minimums, 16)
 
 # The layouts by the name of the scheme in `rlx_jax.ir.packed.SCHEMES`. The end of a Q8_K block, sums of its codes,
 # serves other programs.
@@ -120,14 +123,14 @@ BLOCKS: dict[str, BlockLayout] = {
     "gguf_q8_0": _layout(32, 34, codes=(2, 34), scales=(0, 2)),
     "gguf_q2k": _layout(256, 84, codes=(16, 80), scales=(80, 84), multiples=(0, 16)),
     "gguf_q3k": _layout(
-        256, 110, codes=(32, 96), high=(0, 32), scales=(108, 110), multiples=(96, 108, _scales_of_q3_k)
+        256, 110, codes=(32, 96), high=(0, 32), scales=(108, 110), multiples=(96, 108, _scales_of_q3_k, 16)
     ),
     "gguf_q4k": _layout(256, 144, codes=(16, 144), scales=(0, 4), multiples=_Q4_K_MULTIPLES),
     "gguf_q5k": _layout(256, 176, codes=(48, 176), high=(16, 48), scales=(0, 4), multiples=_Q4_K_MULTIPLES),
     "gguf_q6k": _layout(256, 210, codes=(0, 128), high=(128, 192), scales=(208, 210), multiples=(192, 208)),
     "gguf_q8k": _layout(256, 292, codes=(4, 260), scales=(0, 4)),
     "gguf_iq4_nl": _layout(32, 18, codes=(2, 18), scales=(0, 2)),
-    "gguf_iq4_xs": _layout(256, 136, codes=(8, 136), scales=(0, 2), multiples=(2, 8, _scales_of_iq4_xs)),
+    "gguf_iq4_xs": _layout(256, 136, codes=(8, 136), scales=(0, 2), multiples=(2, 8, _scales_of_iq4_xs, 8)),
     "gguf_mxfp4": _layout(32, 17, codes=(1, 17), scales=(0, 1)),
     "gguf_nvfp4": _layout(64, 36, codes=(4, 36), scales=(0, 4)),
 }
@@ -146,18 +149,21 @@ def split_blocks(data: Bytes, layout: BlockLayout, name: str, dtype: np.dtype[An
     Returns:
         The array `[..., n · size]`, where `size` is the number of entries in one block.
     """
-    part, rows, stored = layout.parts[name], data.shape[:-1], dtype.newbyteorder("<")
-    size = part.stop - part.start
+    part, stored = layout.parts[name], dtype.newbyteorder("<")
+    blocks = np.ascontiguousarray(data).reshape(-1, layout.bytes)
     # One item for the bytes of a part: NumPy copies items, which is several times faster than rows of bytes.
-    record = np.dtype({"names": ["part"], "formats": [f"V{size}"], "offsets": [part.start], "itemsize": layout.bytes})
-    cut = np.ascontiguousarray(data).reshape(-1).view(record)["part"]
-    if out is not None and out.flags.c_contiguous and part.convert is None and out.dtype == stored:
-        out.reshape(-1).view(cut.dtype)[...] = cut
+    items = blocks[:, part.start : part.stop].view(f"V{part.stop - part.start}")
+    fits = out is not None and out.flags.c_contiguous and out.dtype == stored
+    raw = out.reshape(-1).view(np.uint8) if out is not None and fits else np.empty(len(blocks) * part.size, np.uint8)
+    values = raw.reshape(len(blocks), part.size)
+    if part.convert is None:
+        values.view(items.dtype)[...] = items
+    else:
+        part.convert(np.ascontiguousarray(items).view(np.uint8), values)
+    if out is not None and fits:
         return out
-    values = np.ascontiguousarray(cut).view(np.uint8).reshape(len(cut), size)
-    values = values if part.convert is None else part.convert(values)
-    row_size = data.shape[-1] // layout.bytes * values.shape[1]
-    values = values.reshape(*rows, row_size).view(stored)
+    row_size = data.shape[-1] // layout.bytes * part.size // dtype.itemsize
+    values = values.view(stored).reshape(*data.shape[:-1], row_size)
     if out is None:
         return values.astype(dtype, copy=False)
     out[...] = values

@@ -6,14 +6,15 @@ device. A box in transfer takes host memory for itself and for one checkpoint te
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
@@ -47,10 +48,12 @@ from rlx_jax.weights.format import narrow_values
 from rlx_jax.weights.named import index_box
 from rlx_jax.weights.views import HostArray, SourceView, read_into, reads_into
 
-_BAND_BYTES = 2**22  # bytes of blocks that are read and split at once: in the CPU's cache, and few calls of Python
+_BAND_BYTES = 2**24  # bytes of blocks that are read and split at once: few calls, for which threads wait
 _ALIGNMENT = 64  # XLA on a CPU uses host memory of this alignment without a copy
+_LARGE_PAGE = 2**21  # arrays of several pages of this size begin with one: the rest of it would be small pages
 # Threads that read leaves: a single one does not saturate the bus to an accelerator.
 READERS = 4
+_thread = threading.local()
 
 
 def load_leaves(
@@ -81,55 +84,62 @@ def load_leaves(
     groups: dict[Any, dict[str, LoadPlan]] = {}
     for name, program in leaves.items():
         groups.setdefault(packed_parameter(program) or name, {})[name] = plan[name]
-    needs = {key: _host_bytes(group.values()) for key, group in groups.items()}
-    total, done = sum(p.nbytes for p in plan.values()), 0
-    limit = total // 10 + max(needs.values(), default=0)
+    needs = [_host_bytes(group.values()) for group in groups.values()]
+    total, done, in_transfer = sum(p.nbytes for p in plan.values()), 0, 0
+    limit = total // 10 + max(needs, default=0)
     _check_space(plan.values(), limit)
-    arrays: dict[str, jax.Array] = {}
-    pending: dict[Any, Future[dict[str, jax.Array]]] = {}
+    arrays: dict[str, Any] = {}
+    pending: deque[tuple[int, int, Future[dict[str, Any]]]] = deque()
 
     def collect(max_bytes: int) -> None:
         """Wait for leaves, in order, until the pending ones take at most `max_bytes`."""
-        nonlocal done
-        while pending and sum(needs[key] for key in pending) > max_bytes:
-            key = next(iter(pending))
-            arrays.update(pending.pop(key).result())
-            report_progress("load", done := done + sum(p.nbytes for p in groups[key].values()), total)
+        nonlocal done, in_transfer
+        while pending and in_transfer > max_bytes:
+            need, nbytes, future = pending.popleft()
+            arrays.update(future.result())
+            in_transfer -= need
+            report_progress("load", done := done + nbytes, total)
 
     with ThreadPoolExecutor(min(READERS, num_cpus())) as pool:
         try:
-            for key, group in groups.items():
+            for need, group in zip(needs, groups.values(), strict=True):
                 # Wait first, so that the next leaf fits under the limit as well.
-                collect(limit - needs[key])
+                collect(limit - need)
                 if cancelled.is_set():
                     break
-                pending[key] = pool.submit(_load_group, group, source)
+                nbytes = sum(planned.nbytes for planned in group.values())
+                pending.append((need, nbytes, pool.submit(_load_group, group, source)))
+                in_transfer += need
             if not cancelled.is_set():
                 collect(-1)  # below 0, so that empty leaves are awaited too
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return arrays
+    if isinstance(placement, Mapping) or not _is_host(placement):
+        return arrays
+    return dict(zip(arrays, _to_device([*arrays.values()], placement), strict=True))  # in one call, which costs less
 
 
-def _load_group(group: Mapping[str, LoadPlan], source: WeightSource) -> dict[str, jax.Array]:
-    """Return the arrays of leaves that are read together."""
+def _load_group(group: Mapping[str, LoadPlan], source: WeightSource) -> dict[str, Any]:
+    """Return the arrays of leaves that are read together: on the device, or NumPy's if their memory is the device's."""
     if len(group) == 1:
         return {name: planned.load(source) for name, planned in group.items()}
     views: list[tuple[HostArray, Program]] = []
     if all(planned.sharding is None for planned in group.values()):
-        outs = {name: _new_array(planned.type) for name, planned in group.items()}
+        arrays = _new_arrays([planned.type for planned in group.values()])
+        outs = dict(zip(group, arrays, strict=True))
         views = [part for name, planned in group.items() for part in _parts(outs[name], planned.program)]
     if not views or not all(isinstance(part, BlockArray) for _, part in views):
         source = ReadOnce(source)
         return {name: planned.load(source) for name, planned in group.items()}
-    arrays_by_blocks: dict[Key | Sliced, list[tuple[HostArray, BlockArray]]] = {}
+    views_by_blocks: dict[Key | Sliced, list[tuple[HostArray, BlockArray]]] = {}
     for view, part in views:
         assert isinstance(part, BlockArray)
-        arrays_by_blocks.setdefault(part.of, []).append((view, part))
-    for blocks, arrays in arrays_by_blocks.items():
-        _split(blocks, arrays, source)
-    return {name: _to_device(outs[name], planned.device) for name, planned in group.items()}
+        views_by_blocks.setdefault(part.of, []).append((view, part))
+    for blocks, block_views in views_by_blocks.items():
+        _split(blocks, block_views, source)
+    device = next(iter(group.values())).device
+    return outs if _is_host(device) else dict(zip(group, _to_device(arrays, device), strict=True))
 
 
 def _parts(out: HostArray, program: Program) -> Iterator[tuple[HostArray, Program]]:
@@ -146,14 +156,23 @@ def _split(blocks: Key | Sliced, arrays: Sequence[tuple[HostArray, BlockArray]],
     shape, num_rows = blocks.type.shape, blocks.type.shape[0]
     is_banded = len(shape) > 1 and reads_into(source)
     step = max(1, _BAND_BYTES * num_rows // max(1, blocks.type.nbytes)) if is_banded else max(1, num_rows)
-    buffer = np.empty((min(step, num_rows), *shape[1:]), np.uint8) if is_banded else None
+    buffer = _band_buffer((min(step, num_rows), *shape[1:])) if is_banded else None
     for start in range(0, num_rows, step):
         stop = min(start + step, num_rows)
-        band = select_box(blocks, axis_box(shape, 0, start, stop))
+        band = blocks if step >= num_rows else select_box(blocks, axis_box(shape, 0, start, stop))
         data = _read_stored(band, source, None if buffer is None else buffer[: stop - start])
         for out, array in arrays:
             view = out[start:stop] if is_banded else out
             split_blocks(data, BLOCKS[array.scheme], array.array, out.dtype, view)
+
+
+def _band_buffer(shape: tuple[int, ...]) -> HostArray:
+    """Return an array of bytes in memory that this thread uses again, so that its pages remain in the CPU's cache."""
+    size = math.prod(shape)
+    if not hasattr(_thread, "buffer") or _thread.buffer.size < size:
+        _thread.buffer = np.empty(size, np.uint8)
+    buffer: HostArray = _thread.buffer[:size].reshape(shape)
+    return buffer
 
 
 def _host_bytes(plans: Collection[LoadPlan]) -> int:
@@ -207,11 +226,12 @@ class LoadPlan(NamedTuple):
         """Return how many bytes are read: replicas share one read."""
         return sum(shard_read.program.type.nbytes for shard_read in self.shard_reads)
 
-    def load(self, source: WeightSource) -> jax.Array:
+    def load(self, source: WeightSource) -> Any:
         """Return the leaf's array. Its shares are read and transferred one after the other, to limit host memory."""
         if self.sharding is None:
             ((program, (device,)),) = self.shard_reads
-            return load_leaf(program, source, device)
+            values = _read_own(program, source, device)
+            return values if _is_host(device) else _to_device([values], device)[0]
         shards: list[jax.Array] = []
         for program, devices in self.shard_reads:
             shardings = [SingleDeviceSharding(device, memory_kind=self.sharding.memory_kind) for device in devices]
@@ -292,19 +312,29 @@ def _temporary_bytes(program: Program) -> int:
 
 def load_leaf(program: Program, source: WeightSource, device: Any = None) -> jax.Array:
     """Return the leaf's array on `device` (None: the default one), once the transfer is complete."""
+    return _to_device([_read_own(program, source, device)], device)[0]
+
+
+def _read_own(program: Program, source: WeightSource, device: Any) -> HostArray:
+    """Return a leaf's value in memory that the device may use."""
     values, may_be_shared = _read_leaf(_as_stored_arrays(program), source)
-    return _to_device(values, device, copy=may_be_shared)
-
-
-def _to_device(values: HostArray, device: Any, copy: bool = False) -> jax.Array:
-    """Return an array on `device`, once the transfer is complete. JAX on a CPU shares its memory unless `copy`."""
-    if copy and isinstance(values, np.ndarray) and jax.default_backend() == "cpu":
-        # jnp.array would compile a program for each shape.
+    if may_be_shared and _is_host(device):
         own = _new_array(TensorType(values.shape, values.dtype))
         own[...] = values
-        values, copy = own, False
+        return own
+    return values
+
+
+def _is_host(device: Any) -> bool:
+    """Return whether a device (None: the default one) is a CPU, on which arrays share the memory of NumPy's."""
+    return (device.platform if device is not None else jax.default_backend()) == "cpu"
+
+
+def _to_device(arrays: Sequence[HostArray], device: Any) -> list[jax.Array]:
+    """Return arrays on `device`, once the transfer is complete. JAX on a CPU shares their memory."""
     with jax.default_device(device):
-        return (jnp.array(values) if copy else jax.device_put(values, may_alias=True)).block_until_ready()
+        moved: list[jax.Array] = jax.block_until_ready(jax.device_put(list(arrays), may_alias=True))
+    return moved
 
 
 def _read_leaf(program: Program, source: WeightSource) -> tuple[HostArray, bool]:
@@ -346,9 +376,17 @@ def _fill_new(program: Program, source: WeightSource) -> HostArray:
 
 def _new_array(array_type: TensorType) -> HostArray:
     """Return an array, not initialized, that JAX on a CPU can use without a copy."""
-    raw = np.empty(array_type.nbytes + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + array_type.nbytes].view(array_type.dtype).reshape(array_type.shape)
+    return _new_arrays([array_type])[0]
+
+
+def _new_arrays(types: Sequence[TensorType]) -> list[HostArray]:
+    """Return arrays as `_new_array`, next to each other in memory."""
+    edges = [0, *itertools.accumulate(-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in types)]
+    alignment = _LARGE_PAGE if edges[-1] >= 2 * _LARGE_PAGE else _ALIGNMENT
+    raw = np.empty(edges[-1] + alignment, np.uint8)
+    first = -raw.ctypes.data % alignment
+    parts = (raw[first + start :][: t.nbytes] for start, t in zip(edges, types, strict=False))
+    return [part.view(t.dtype).reshape(t.shape) for part, t in zip(parts, types, strict=True)]
 
 
 def read_numbers(key: str, source: WeightSource, index: tuple[slice, ...] | None = None) -> HostArray:

@@ -31,7 +31,7 @@ from rlx_jax.io.files import Links, resolve
 from rlx_jax.ir.packed import F32, PackedSpec, WeightSpec
 from rlx_jax.ir.packed_values import decode_packed, finite_check_floats
 from rlx_jax.ir.weight_reads import WeightSource
-from rlx_jax.weights.format import Entry, OnNonfinite, OpenOptions, check_finite, stored_spec
+from rlx_jax.weights.format import Entry, FiniteCheck, OnNonfinite, OpenOptions, check_finite, stored_spec
 from rlx_jax.weights.gguf_config import architecture_of, gguf_config
 from rlx_jax.weights.gguf_header import GgufHeader, GgufTensor, MetadataValue, is_equal, read_gguf_header
 from rlx_jax.weights.gguf_names import KeyReading, key_readings
@@ -157,9 +157,12 @@ class GgufSource(NamedTensors[KeyReading], Closeable):
         shape = tensor.stored.shape if scheme is not None else self.spec(key).shape
         if scheme is not None and reading.expert is not None:
             shape = shape[1:]
-        values = self._changed(reading, tensor, check_index(index, shape, key), out)
-        checked = values if scheme is None else finite_check_floats(values, scheme)
-        check_finite(checked, key, quote(self.where(key)), self._on_nonfinite)
+        check = FiniteCheck()
+        values = self._changed(reading, tensor, check_index(index, shape, key), out, check)
+        is_stored = scheme is None and not reading.change and not reading.decodes
+        if not (is_stored and check.all_finite):
+            checked = values if scheme is None else finite_check_floats(values, scheme)
+            check_finite(checked, key, quote(self.where(key)), self._on_nonfinite)
         return values
 
     def close(self) -> None:
@@ -173,18 +176,21 @@ class GgufSource(NamedTensors[KeyReading], Closeable):
         return reading, self.header.tensors[reading.tensor]
 
     def _read_tensor(
-        self, name: str, index: tuple[slice, ...] | None = None, out: HostArray | None = None
-    ) -> HostArray:
+        self, name: str, index: tuple[slice, ...] | None = None, out: HostArray | None = None,
+        check: FiniteCheck | None = None,
+    ) -> HostArray:  # fmt: skip
         """Return a tensor under its name in the file, or a part of it."""
-        return self._owners[name].file.read(name, index, out)
+        is_packed = self.header.tensors[name].scheme is not None
+        return self._owners[name].file.read(name, index, out, None if is_packed else check)
 
     def _changed(
-        self, reading: KeyReading, tensor: GgufTensor, slices: tuple[slice, ...], out: HostArray | None
-    ) -> HostArray:
+        self, reading: KeyReading, tensor: GgufTensor, slices: tuple[slice, ...], out: HostArray | None,
+        check: FiniteCheck,
+    ) -> HostArray:  # fmt: skip
         """Return the part `slices` of what is read for a key, as the checkpoint has it."""
         if reading.expert is not None:
             expert = slice(reading.expert, reading.expert + 1)
-            values: HostArray = self._read_tensor(reading.tensor, (expert, *slices))[0]
+            values: HostArray = self._read_tensor(reading.tensor, (expert, *slices), None, check)[0]
             return values
         # Small tensors change their shape, and those that are decoded their blocks: both are read whole.
         is_whole = reading.shape is not None or reading.decodes
@@ -195,7 +201,7 @@ class GgufSource(NamedTensors[KeyReading], Closeable):
             positions = positions[slices[order.axis]]
             start, stop = (int(positions.min()), int(positions.max()) + 1) if positions.size else (0, 0)
             parts[order.axis], positions = slice(start, stop), positions - start
-        values = self._read_tensor(reading.tensor, None if is_whole else tuple(parts) or None, out)
+        values = self._read_tensor(reading.tensor, None if is_whole else tuple(parts) or None, out, check)
         if reading.decodes and tensor.scheme is not None:
             values = decode_packed(values, tensor.scheme)
         if order is not None and positions is not None:
