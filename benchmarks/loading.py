@@ -4,7 +4,8 @@
     python benchmarks/loading.py --gb 0.3 --formats bf16 gguf_q8_0
 
 A plain read is `readinto` from the file into one reused buffer of its size. Rate: the time of the plain read over that
-of `rlx_jax.weights.execute.load_leaves` (the median over pairs), with the source opened anew and the check for NaN on.
+of `rlx_jax.weights.execute.load_leaves` (the median over pairs), with the source opened anew and the check for NaN on;
+the memory of the last load is freed between the calls.
 CPU: the same with the time of the processor, which other work on the machine disturbs less; loading uses several
 threads. Peak: the most memory that the process gained while loading, over the bytes of the file; on a CPU this includes
 the parameters. Exits with 1 if a goal is missed.
@@ -28,11 +29,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from handwritten_llama import Sizes, hf_config
-from packed import packed
-from report import Goals, emit, interleaved, median_ratio, table
+from report import Goals, emit, median_ratio, seconds, table
 
 import rlx_jax as rlx
 from rlx_jax.device import running_device
+from rlx_jax.ir.ggml import BLOCKS
+from rlx_jax.ir.packed import BITS, SCHEMES
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 from rlx_jax.weights.execute import load_leaves
 from rlx_jax.weights.format import Entry
@@ -43,24 +45,41 @@ from rlx_jax.weights.safetensors_format import write_file
 
 SIZES = Sizes(hidden=2048, heads=32, kv_heads=8, head_dim=64, ffn=8192, vocab=32768)
 # Bytes of a value in the file; the sizes are exact for floats and near for packed files, which have f32 norms.
-VALUE_BYTES = {"bf16": 2.0, "f32": 4.0, "gguf_q8_0": 34 / 32, "gguf_q4k": 144 / 256}
+VALUE_BYTES = {"bf16": 2.0, "f32": 4.0, "gguf_bf16": 2.0, "gguf_q8_0": 34 / 32, "gguf_q4k": 144 / 256}
 DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f32": np.float32}
+BF16 = 30
+"""The number of bfloat16 in a GGUF file."""
 GOAL, PEAK = 0.6, {"cpu": 1.1, "cuda": 0.1}
 
 
-def config_of(gb: float, name: str) -> LlamaConfig:
-    """The shape of as many layers as give a file of about `gb` GB."""
+def config_of(gb: float, name: str) -> dict[str, Any]:
+    """The `config.json` of as many layers as give a file of about `gb` GB."""
     one, two = (
         sum(math.prod(s.shape) for s in weight_specs(LlamaConfig.from_hf(hf_config(replace(SIZES, layers=n)))).values())
         for n in (1, 2)
     )
     layers = max(1, round((gb * 1e9 / VALUE_BYTES[name] - (2 * one - two)) / (two - one)))
-    return LlamaConfig.from_hf(hf_config(replace(SIZES, layers=layers)))
+    return hf_config(replace(SIZES, layers=layers))
 
 
-def write(folder: str, name: str, config: LlamaConfig) -> str:
+def packed(scheme: str, shape: tuple[int, ...], cache: dict[Any, rlx.Packed]) -> rlx.Packed:
+    """A random matrix with values of about 0.02."""
+    if shape not in cache:
+        layout, row = BLOCKS[scheme], SCHEMES[scheme]
+        data = np.random.default_rng(0).integers(
+            0, 256, (shape[0] * shape[1] // layout.elements, layout.bytes), np.uint8
+        )
+        part, dtype = layout.parts["scales"], BITS[row.scale]
+        scale = 0.02 / 2 ** (sum(codes.bits for codes in row.codes) - 2) / (1 if row.group is None else 32)
+        scales = np.full((part.stop - part.start) // dtype.itemsize, scale, dtype)
+        data[:, part.start : part.stop] = scales.view(np.uint8)
+        cache[shape] = rlx.Packed(data.reshape(shape[0], -1), scheme, shape)
+    return cache[shape]
+
+
+def write(folder: str, name: str, config: dict[str, Any]) -> str:
     """Write a random checkpoint and return the path of its file."""
-    specs = weight_specs(config)
+    specs = weight_specs(LlamaConfig.from_hf(config))
     cache: dict[Any, Any] = {}
 
     def floats(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -73,15 +92,19 @@ def write(folder: str, name: str, config: LlamaConfig) -> str:
         path = f"{folder}/model.safetensors"
         write_file(path, [Entry.from_array(key, floats(s.shape, DTYPES[name])) for key, s in specs.items()])
         return path
-    path = f"{folder}/model.gguf"
-    metadata = gguf_metadata(hf_config(replace(SIZES, layers=config.num_hidden_layers)))
-    keys = tensor_names("llama", 0, {"num_hidden_layers": config.num_hidden_layers})
-    tensors = [
-        (keys[key][0], s.shape, floats(s.shape, np.float32) if len(s.shape) < 2 else packed(name, s.shape, cache).data)
-        for key, s in specs.items()
-    ]
+    path = f"{folder}/{name}.gguf"
+    metadata = {**gguf_metadata(config), "tokenizer.ggml.model": "none"}
+    keys = tensor_names("llama", 0, config)
+
+    def data(shape: tuple[int, ...]) -> Any:
+        if len(shape) > 1 and name in SCHEMES:
+            return packed(name, shape, cache).data
+        return floats(shape, np.float32 if len(shape) < 2 else ml_dtypes.bfloat16)
+
+    tensors = [(keys[key][0], s.shape, data(s.shape)) for key, s in specs.items()]
     with open(path, "xb") as file:
-        file.write(gguf_header(metadata, tensors, next(number for number, scheme in PACKED.items() if scheme == name)))
+        packed_type = next((number for number, scheme in PACKED.items() if scheme == name), BF16)
+        file.write(gguf_header(metadata, tensors, packed_type))
         for _, _, data in tensors:
             file.write(bytes(-file.tell() % DEFAULT_ALIGNMENT))
             file.write(data.reshape(-1).view(np.uint8).data)
@@ -116,10 +139,12 @@ def status_bytes(field: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
 
 
-def measure(path: str, name: str, config: LlamaConfig, rounds: int) -> dict[str, float]:
+def measure(path: str, name: str, config: dict[str, Any], rounds: int) -> dict[str, float]:
     """The rate of loading beside a plain read, in time and CPU time, the plain read in GB/s, the peak over the file."""
-    profile = rlx.CompileProfile.preset("auto").replace(precision={"compute": "bf16" if name == "bf16" else "f32"})
-    leaves = rlx.compile(Llama32Flow(config), path, profile=profile).programs.layout.params
+    profile = rlx.CompileProfile.preset("auto").replace(
+        precision={"compute": "bf16" if VALUE_BYTES[name] == 2 else "f32"}
+    )
+    leaves = rlx.compile(Llama32Flow(LlamaConfig.from_hf(config)), path, profile=profile).programs.layout.params
     size = os.path.getsize(path)
     cpu: dict[str, list[float]] = {"load": [], "read": []}
     buffer = np.zeros(size, np.uint8).data
@@ -132,9 +157,11 @@ def measure(path: str, name: str, config: LlamaConfig, rounds: int) -> dict[str,
                 done += file.readinto(buffer[done:]) or size
         cpu["read"].append(time.process_time() - start)
 
+    loaded: list[Any] = []
+
     def load() -> None:
         start = time.process_time()
-        load_leaves(leaves, rlx.open_weights(path), None, lambda *_: None, threading.Event())
+        loaded.append(load_leaves(leaves, rlx.open_weights(path), None, lambda *_: None, threading.Event()))
         cpu["load"].append(time.process_time() - start)
 
     read()
@@ -145,7 +172,11 @@ def measure(path: str, name: str, config: LlamaConfig, rounds: int) -> dict[str,
         clear.write("5")  # the peak starts anew
     load()
     peak = (status_bytes("VmHWM") - before) / size
-    times = interleaved({"load": load, "read": read}, rounds)
+    times: dict[str, list[float]] = {"load": [], "read": []}
+    for _ in range(rounds):
+        for what, call in (("load", load), ("read", read)):
+            loaded.clear()  # to free memory is not a part of loading
+            times[what].append(seconds(call))
     return {
         "rate": median_ratio(times["read"], times["load"]), "cpu": median_ratio(cpu["read"], cpu["load"]),
         "plain_gb_s": size / statistics.median(times["read"]) / 1e9, "peak": peak,

@@ -3,6 +3,7 @@
     python benchmarks/packed.py                       f32 and packed, the 135M shape on the CPU; bf16 on a GPU, the 1B
     python benchmarks/packed.py --shape 8b --schemes gguf_q8_0 gguf_q4k
     python benchmarks/packed.py --schemes fp8 --only "decode 1"
+    python benchmarks/packed.py --shape 1b --peer llama.cpp    the same files in llama.cpp, on as many threads
 
 `fp8` has a scale for each block of 128 × 128; embeddings and the head stay in bf16, as in published checkpoints.
 The floor of a step is the time to read the bytes of all parameters but the embedding at the machine's bandwidth.
@@ -12,8 +13,12 @@ Exits with 1 if a goal is missed.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
+import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +26,12 @@ import decode
 import jax
 import numpy as np
 from handwritten_llama import Sizes, hf_config
+from loading import write
 from report import Goals, emit, table
 
 import rlx_jax as rlx
-from rlx_jax.device import running_device
+from rlx_jax.device import num_cpus, running_device
 from rlx_jax.io.folder import Folder
-from rlx_jax.ir.ggml import BLOCKS
-from rlx_jax.ir.packed import BITS, SCHEMES
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 from rlx_jax.weights.quantize import FP8_BLOCK, quantize_fp8
 from rlx_jax.weights.quantized import with_quantized_weights
@@ -47,45 +51,32 @@ GOALS = {
 }
 
 
-def packed(scheme: str, shape: tuple[int, ...], cache: dict[Any, rlx.Packed]) -> rlx.Packed:
-    """A random matrix with values of about 0.02."""
-    if shape not in cache:
-        layout, row = BLOCKS[scheme], SCHEMES[scheme]
-        data = np.random.default_rng(0).integers(
-            0, 256, (shape[0] * shape[1] // layout.elements, layout.bytes), np.uint8
-        )
-        part, dtype = layout.parts["scales"], BITS[row.scale]
-        scale = 0.02 / 2 ** (sum(codes.bits for codes in row.codes) - 2) / (1 if row.group is None else 32)
-        scales = np.full((part.stop - part.start) // dtype.itemsize, scale, dtype)
-        data[:, part.start : part.stop] = scales.view(np.uint8)
-        cache[shape] = rlx.Packed(data.reshape(shape[0], -1), scheme, shape)
-    return cache[shape]
-
-
 def allocated_bytes() -> int:
     """Bytes in use on the device by its allocator; 0 where it does not count."""
     return int((jax.local_devices()[0].memory_stats() or {}).get("bytes_in_use", 0))
 
 
-def build(shape: decode.Shape, scheme: str, tied: bool) -> tuple[rlx.CausalLM, int]:
+def build(shape: decode.Shape, scheme: str, tied: bool, folder: str) -> tuple[rlx.CausalLM, int]:
     """Our model with random weights, matrices packed by the scheme; and the bytes that a file of them has."""
-    config = LlamaConfig.from_hf({**hf_config(shape.sizes), "tie_word_embeddings": tied})
+    fields = {**hf_config(shape.sizes), "tie_word_embeddings": tied}
+    config = LlamaConfig.from_hf(fields)
+    profile = rlx.CompileProfile.preset("auto").replace(precision={"compute": shape.dtype})
+    if scheme not in ("floats", "fp8"):
+        path = write(folder, scheme, fields)
+        return rlx.CausalLM(Llama32Flow(config), path, profile=profile, max_positions=4096), os.path.getsize(path)
     cache: dict[Any, Any] = {}
     floats = decode.hand_dtype(shape)
 
     def value(size: tuple[int, ...]) -> Any:
-        if len(size) < 2 or scheme in ("floats", "fp8"):
-            if size not in cache:
-                noise = np.random.default_rng(0).standard_normal(size, np.float32) * np.float32(0.02)
-                cache[size] = (noise if len(size) > 1 else np.ones(size)).astype(floats)
-            return cache[size]
-        return packed(scheme, size, cache)
+        if size not in cache:
+            noise = np.random.default_rng(0).standard_normal(size, np.float32) * np.float32(0.02)
+            cache[size] = (noise if len(size) > 1 else np.ones(size)).astype(floats)
+        return cache[size]
 
     weights = {key: value(spec.shape) for key, spec in weight_specs(config).items()}
     if scheme == "fp8":
         return with_fp8(shape, config, weights)
-    profile = rlx.CompileProfile.preset("auto").replace(precision={"compute": shape.dtype})
-    stored = sum(value.data.nbytes if isinstance(value, rlx.Packed) else value.nbytes for value in weights.values())
+    stored = sum(value.nbytes for value in weights.values())
     return rlx.CausalLM(Llama32Flow(config), weights, profile=profile, max_positions=4096), stored
 
 
@@ -108,6 +99,25 @@ def with_fp8(shape: decode.Shape, config: LlamaConfig, weights: dict[str, Any]) 
     return lm, sum(value.nbytes for value in tensors.values())
 
 
+def llama_cpp_decode(folder: str, scheme: str, shape: decode.Shape) -> Any:
+    """Steps of llama.cpp over the file of `build`: returns a function of the number of steps. Sampling is not done."""
+    from llama_cpp import Llama
+
+    model = Llama(
+        f"{folder}/{scheme}.gguf", n_ctx=shape.cache_len, n_threads=num_cpus(), n_threads_batch=num_cpus(),
+        use_mmap=False, verbose=False,
+    )  # fmt: skip
+    (prompt,) = decode.prompts(shape, 1).tolist()
+
+    def steps(new: int) -> None:
+        model.reset()
+        model.eval(prompt)
+        for token in prompt[:new]:
+            model.eval([token])
+
+    return steps
+
+
 def floor_ms(lm: rlx.CausalLM) -> float | None:
     """The time to read all parameters that a step reads, in ms; None where the bandwidth is unknown."""
     bandwidth = running_device().bandwidth
@@ -123,30 +133,43 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="*", default=None)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="", help="the rows that contain this text, such as 'decode 1'")
+    parser.add_argument("--peer", choices=["llama.cpp"], help="decode the same GGUF files with it, on a CPU")
+    parser.add_argument("--prompt", type=int, help="tokens of the prompt that is decoded after")
+    parser.add_argument("--steps", type=int, default=decode.LONG - decode.SHORT, help="tokens by which calls differ")
     args = parser.parse_args()
     kind = running_device().kind
     name = args.shape or ("1b" if kind == "cuda" else "135m")
     shape = SHAPES[name]
+    shape = replace(shape, prompt=args.prompt or shape.prompt)
+    if kind == "cpu":
+        shape = replace(shape, dtype="f32", batches=(1,), prompts=((1, 512),))
     schemes = [
         "floats",
         *(args.schemes or (("gguf_q8_0", "gguf_q4_0") if name == "135m" else ("gguf_q8_0", "gguf_q4k"))),
     ]
     models, goals = {}, Goals()
+    folder = tempfile.TemporaryDirectory()
     for scheme in schemes:
         before = allocated_bytes()
-        models[scheme], stored = build(shape, scheme, name != "8b")
+        models[scheme], stored = build(shape, scheme, name != "8b", folder.name)
         added = allocated_bytes() - before
         emit(scheme=scheme, gib=round(stored / 2**30, 3), allocated=added / stored, floor_ms=floor_ms(models[scheme]))
         if added and scheme != "floats":
             goals.at_most(f"bytes on the device of {scheme}, to those of the file", added / stored, 1.03)
     lines: list[list[str]] = []
-    steps = decode.LONG - decode.SHORT
+    short, long = args.steps // 2 + 1, args.steps // 2 + 1 + args.steps
+    peers: dict[str, Any] = {}
+    if args.peer and importlib.util.find_spec("llama_cpp") is None:
+        print("llama.cpp: skipped, the package llama-cpp-python is not installed")
+    elif args.peer:
+        peers = {s: llama_cpp_decode(folder.name, s, shape) for s in schemes if s.startswith("gguf_")}
     rows = [
         decode.measure(
             f"decode {batch}",
-            {s: (decode.our_decode(lm, shape, batch, decode.LONG), decode.our_decode(lm, shape, batch, decode.SHORT))
-             for s, lm in models.items()},
-            steps, args.rounds,
+            {s: (decode.our_decode(lm, shape, batch, long), decode.our_decode(lm, shape, batch, short))
+             for s, lm in models.items()}
+            | {f"llama.cpp {s}": (partial(call, long), partial(call, short)) for s, call in peers.items()},
+            args.steps, args.rounds,
         )
         for batch in shape.batches
         if args.only in f"decode {batch}"
@@ -168,7 +191,12 @@ def main() -> None:
             lines.append(
                 [row.name, scheme, f"{row.ms[scheme]:.2f}", f"{row.ms['floats']:.2f}", f"{ratio:.3f}", verdict]
             )
-    print(table(["ms a step or prompt", "scheme", "packed", "floats", "ratio", "goal"], lines))
+            if (peer := row.ms.get(f"llama.cpp {scheme}")) is not None:
+                ratio = row.ms[scheme] / peer
+                lines.append(
+                    [row.name, f"{scheme} / llama.cpp", f"{row.ms[scheme]:.2f}", f"{peer:.2f}", f"{ratio:.3f}", ""]
+                )
+    print(table(["ms a step or prompt", "scheme", "packed", "other", "ratio", "goal"], lines))
     memory = jax.local_devices()[0].memory_stats()
     if memory:
         emit(peak_gib=round(memory["peak_bytes_in_use"] / 2**30, 3))
