@@ -14,6 +14,8 @@ import numpy as np
 
 Bytes = np.ndarray[Any, Any]
 
+_CHUNK = 2**15  # blocks that are converted at a time: the temporaries then fit in the CPU's cache
+
 
 @dataclass(frozen=True)
 class BlockPart:
@@ -159,7 +161,9 @@ def split_blocks(data: Bytes, layout: BlockLayout, name: str, dtype: np.dtype[An
     if part.convert is None:
         values.view(items.dtype)[...] = items
     else:
-        part.convert(np.ascontiguousarray(items).view(np.uint8), values)
+        for start in range(0, len(blocks), _CHUNK):
+            chunk = slice(start, start + _CHUNK)
+            part.convert(np.ascontiguousarray(items[chunk]).view(np.uint8), values[chunk])
     if out is not None and fits:
         return out
     row_size = data.shape[-1] // layout.bytes * part.size // dtype.itemsize
