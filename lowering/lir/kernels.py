@@ -37,7 +37,7 @@ from rlx_jax.device import running_device
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp
 from rlx_jax.lowering.lir.experts import NO_BIASES, SortedChoices, blocked, combine, sort_into_blocks
-from rlx_jax.lowering.lir.recurrent import chunks_at_once, delta_output, from_chunks, one_token, split_into_chunks
+from rlx_jax.lowering.lir.recurrent import chunk_size, chunks_at_once, one_token
 
 AnyArray = Any
 
@@ -114,58 +114,118 @@ def one_pass(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]:
 
 @with_reference_gradient(chunks_at_once)
 def states_in_one(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]:
-    """Compute the op in chunks, in parallel except for the states, which one kernel computes one after the other."""
-    chunk, chunks, start, (tokens, dtype) = split_into_chunks(op, operands)
-    terms = jax.vmap(chunk.prepare)(chunks)
-    old_states, new_values, last_state = chunk_states(terms, start)
-    out = jax.vmap(functools.partial(delta_output, op.factor(start.shape[-2]), dtype))(
-        old_states, chunks, terms, new_values
-    )
-    return from_chunks(out, tokens).astype(dtype), last_state.reshape(op.initial_state(*operands).shape)
+    """Compute the op in chunks by two kernels, with the formulas of `delta_chunk`.
 
-
-def chunk_states(terms: Any, start: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
-    """Compute the recurrence over chunks: `V' = U − W S`, `S ← e^{G_C} S + writtenᵀ V'` for each chunk.
-
-    Args:
-        terms: the result of `delta_chunk`'s `prepare`, with leading axes `[n, …]`.
-        start: the state before the first chunk `[…, K, V]`.
-
-    Returns:
-        The state before each of n chunks `[n, …, K, V]`, the values V' that each writes `[n, …, C, V]`, and the last
-        state `[…, K, V]`.
+    The first one computes in parallel what needs no state, the second one a state and its results chunk after chunk.
     """
-    fresh, erased, written, total, _ = terms  # U, W, diag(e^{G_C−G}) K and G in the formulas of `delta_chunk`
-    lead, keys, dtype = fresh.shape[1:-2], erased.shape[-1], erased.dtype
-    decay = jnp.exp(total[..., -1, 0])
-    flat = (x.reshape(len(x), -1, *x.shape[1 + len(lead) :]) for x in (decay, fresh, erased, written))
-    decay, fresh, erased, written = flat
-    chunks, num_states, size, values = fresh.shape
-    columns = tile_size(values, max(16, min(64, num_states * values // CONCURRENT_PROGRAMS)))
+    q, k, v, g, beta = operands[:5]
+    tokens, size, start = v.shape[1], chunk_size(v.shape[1]), op.initial_state(*operands)
+    padding = -tokens % size  # with zeros, which leave the state unchanged
+    q, k, v, g, beta = (jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2))) for x in (q, k, v, g, beta))
+    rule = DeltaChunks(size, v.shape[1] // size, *start.shape, k.shape[2], op.factor(k.shape[3]))
+    q, k, v = (x.astype(v.dtype).reshape(*x.shape[:2], -1) for x in (q, k, v))
+    decay, beta = (x.astype(jnp.float32).transpose(0, 2, 1) for x in (g, beta))
+    # G, the running sums of g within a chunk.
+    total = jnp.cumsum(decay.reshape(*decay.shape[:2], -1, size), axis=-1).reshape(decay.shape)
+    out, state = rule.run(q, k, v, total, start, *rule.prepare(q, k, v, total, beta))
+    return out.reshape(*out.shape[:2], *start.shape[1::2])[:, :tokens], state
 
-    def kernel(decay: Any, fresh: Any, erased: Any, written: Any, start: Any, before: Any, new: Any, last: Any) -> None:
-        x = pl.program_id(0)
-        column = pl.ds(pl.program_id(1) * columns, columns)
 
-        def step(i: AnyArray, state: AnyArray) -> AnyArray:
-            rounded = state.astype(dtype)
-            before[i, x, :, column] = rounded
-            new_values = fresh[i, x, :, column] - jnp.dot(erased[i, x], rounded, preferred_element_type=jnp.float32)
-            new[i, x, :, column] = new_values.astype(dtype)
-            update = jnp.dot(written[i, x].T, new_values.astype(dtype), preferred_element_type=jnp.float32)
-            return decay[i, x] * state + update
+@dataclass(frozen=True)
+class DeltaChunks:
+    """The kernels of the gated delta rule in chunks; arrays of tokens are `[rows, tokens, heads * width]`.
 
-        last[x, :, column] = lax.fori_loop(0, chunks, step, start[x, :, column])
+    Attributes:
+        size: tokens of a chunk, a power of two.
+        chunks: chunks of a row.
+        rows, heads, keys, values: the shape of the state.
+        key_heads: heads of queries and keys.
+        scale: the factor of queries.
+    """
 
-    shapes = (
-        jax.ShapeDtypeStruct((chunks, num_states, keys, values), dtype),
-        jax.ShapeDtypeStruct((chunks, num_states, size, values), dtype),
-        jax.ShapeDtypeStruct((num_states, keys, values), jnp.float32),
-    )
-    run = kernel_call(kernel, shapes, (num_states, values // columns), 4, 3)
-    before, new, last = run(decay, fresh, erased, written, start.reshape(num_states, keys, values))
-    outputs = (before.reshape(chunks, *lead, keys, values), new.reshape(chunks, *lead, size, values))
-    return *outputs, last.reshape(start.shape)
+    size: int
+    chunks: int
+    rows: int
+    heads: int
+    keys: int
+    values: int
+    key_heads: int
+    scale: float
+
+    def key_columns(self, head: AnyArray) -> Any:
+        """Return the columns of a head's query and key."""
+        return pl.ds(head // (self.heads // self.key_heads) * self.keys, self.keys)
+
+    def prepare(self, q: AnyArray, k: AnyArray, v: AnyArray, total: AnyArray, beta: AnyArray) -> Any:
+        """Return U f32, W, and `tril(Q Kᵀ ⊙ e^{Gᵢ−Gⱼ})` `[…, size]` of each chunk, in the formulas of `delta_chunk`.
+
+        The triangular system is inverted from blocks of one row on: with the inverses X of all diagonal blocks, and L
+        of what is below the first block of each pair, those of twice the size are `X − X L X`.
+        """
+        size, keys, values, dtype = self.size, self.keys, self.values, v.dtype
+        dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
+
+        def kernel(q: Any, k: Any, v: Any, total: Any, beta: Any, fresh: Any, erased: Any, within: Any) -> None:
+            i, h, b = (pl.program_id(axis) for axis in range(3))
+            rows, key_columns, value_columns = pl.ds(i * size, size), self.key_columns(h), pl.ds(h * values, values)
+            key, sums, rate = k[b, rows, key_columns], total[b, h, rows], beta[b, h, rows][:, None]
+            row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+            between = jnp.exp(jnp.where(row >= column, sums[:, None] - sums[None], -jnp.inf))
+            within[b, rows, pl.ds(h * size, size)] = (between * dot(q[b, rows, key_columns], key.T)).astype(dtype)
+            lower = jnp.where(row > column, rate * between * dot(key, key.T), 0.0)
+            inverse, block = jnp.where(row == column, 1.0, 0.0), 1
+            while block < size:
+                is_below = (row // block == column // block + 1) & (row // (2 * block) == column // (2 * block))
+                below = jnp.where(is_below, lower, 0.0)
+                if block == 1:
+                    inverse -= below
+                else:
+                    product = dot(below, inverse, precision=lax.Precision.HIGH)
+                    inverse -= dot(inverse, product, precision=lax.Precision.HIGH)
+                block *= 2
+            solved = inverse.astype(dtype)
+            value = (rate * v[b, rows, value_columns].astype(jnp.float32)).astype(dtype)
+            fresh[b, rows, value_columns] = dot(solved, value).astype(fresh.dtype)
+            decayed = (rate * jnp.exp(sums)[:, None] * key.astype(jnp.float32)).astype(dtype)
+            erased[b, rows, pl.ds(h * keys, keys)] = dot(solved, decayed).astype(dtype)
+
+        widths = ((values, jnp.float32), (keys, dtype), (size, dtype))
+        shapes = tuple(jax.ShapeDtypeStruct((*q.shape[:2], self.heads * width), of) for width, of in widths)
+        return kernel_call(kernel, shapes, (self.chunks, self.heads, self.rows), 4)(q, k, v, total, beta)
+
+    def run(
+        self, q: AnyArray, k: AnyArray, v: AnyArray, total: AnyArray, start: AnyArray, fresh: AnyArray,
+        erased: AnyArray, within: AnyArray,
+    ) -> tuple[AnyArray, AnyArray]:  # fmt: skip
+        """Return the results and the last state, from the arrays of `prepare`."""
+        size, keys, values, dtype = self.size, self.keys, self.values, v.dtype
+        num_states = self.rows * self.heads
+        columns = tile_size(values, max(16, min(64, num_states * values // CONCURRENT_PROGRAMS)))
+        dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
+
+        def kernel(
+            q: Any, k: Any, total: Any, fresh: Any, erased: Any, within: Any, start: Any, out: Any, last: Any
+        ) -> None:
+            n, h, b = (pl.program_id(axis) for axis in range(3))
+            key_columns, own = self.key_columns(h), pl.ds(n * columns, columns)
+            value_columns = pl.ds(h * values + n * columns, columns)
+
+            def step(i: AnyArray, state: AnyArray) -> AnyArray:
+                rows, rounded, sums = pl.ds(i * size, size), state.astype(dtype), total[b, h, pl.ds(i * size, size)]
+                erasing = dot(erased[b, rows, pl.ds(h * keys, keys)], rounded)
+                new = (fresh[b, rows, value_columns] - erasing).astype(dtype)
+                across = jnp.exp(sums)[:, None] * dot(q[b, rows, key_columns], rounded)
+                result = self.scale * (across + dot(within[b, rows, pl.ds(h * size, size)], new))
+                out[b, rows, value_columns] = result.astype(dtype)
+                end = total[b, h, i * size + size - 1]
+                written = jnp.exp(end - sums)[:, None] * k[b, rows, key_columns].astype(jnp.float32)
+                return jnp.exp(end) * state + dot(written.astype(dtype).T, new)
+
+            last[b, h, :, own] = lax.fori_loop(0, self.chunks, step, start[b, h, :, own])
+
+        shapes = (jax.ShapeDtypeStruct(v.shape, dtype), jax.ShapeDtypeStruct(start.shape, jnp.float32))
+        grid = (values // columns, self.heads, self.rows)
+        return kernel_call(kernel, shapes, grid, 4, 3)(q, k, total, fresh, erased, within, start)
 
 
 # Number of choices up to which all pairs are compared instead of sorting: 10 µs instead of 50.
