@@ -124,10 +124,9 @@ def states_in_one(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]
     q, k, v, g, beta = (jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2))) for x in (q, k, v, g, beta))
     rule = DeltaChunks(size, v.shape[1] // size, *start.shape, k.shape[2], op.factor(k.shape[3]))
     q, k, v = (x.astype(v.dtype).reshape(*x.shape[:2], -1) for x in (q, k, v))
-    decay, beta = (x.astype(jnp.float32).transpose(0, 2, 1) for x in (g, beta))
-    # G, the running sums of g within a chunk.
-    total = jnp.cumsum(decay.reshape(*decay.shape[:2], -1, size), axis=-1).reshape(decay.shape)
-    out, state = rule.run(q, k, v, total, start, *rule.prepare(q, k, v, total, beta))
+    # No operand is transposed here: XLA would give the product that it is a part of another layout, and copy the rest.
+    terms = rule.prepare(q, k, v, *(x.astype(jnp.float32) for x in (g, beta)))
+    out, state = rule.run(q, k, v, start, *terms)
     return out.reshape(*out.shape[:2], *start.shape[1::2])[:, :tokens], state
 
 
@@ -156,8 +155,8 @@ class DeltaChunks:
         """Return the columns of a head's query and key."""
         return pl.ds(head // (self.heads // self.key_heads) * self.keys, self.keys)
 
-    def prepare(self, q: AnyArray, k: AnyArray, v: AnyArray, total: AnyArray, beta: AnyArray) -> Any:
-        """Return U f32, W, and `tril(Q Kᵀ ⊙ e^{Gᵢ−Gⱼ})` `[…, size]` of each chunk, in the formulas of `delta_chunk`.
+    def prepare(self, q: AnyArray, k: AnyArray, v: AnyArray, g: AnyArray, beta: AnyArray) -> Any:
+        """Return U f32, W, `tril(Q Kᵀ ⊙ e^{Gᵢ−Gⱼ})` and G `[rows, heads, tokens]`, in the formulas of `delta_chunk`.
 
         The triangular system is inverted from blocks of one row on: with the inverses X of all diagonal blocks, and L
         of what is below the first block of each pair, those of twice the size are `X − X L X`.
@@ -165,11 +164,15 @@ class DeltaChunks:
         size, keys, values, dtype = self.size, self.keys, self.values, v.dtype
         dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
 
-        def kernel(q: Any, k: Any, v: Any, total: Any, beta: Any, fresh: Any, erased: Any, within: Any) -> None:
+        def kernel(
+            q: Any, k: Any, v: Any, g: Any, beta: Any, fresh: Any, erased: Any, within: Any, total: Any
+        ) -> None:
             i, h, b = (pl.program_id(axis) for axis in range(3))
             rows, key_columns, value_columns = pl.ds(i * size, size), self.key_columns(h), pl.ds(h * values, values)
-            key, sums, rate = k[b, rows, key_columns], total[b, h, rows], beta[b, h, rows][:, None]
+            key, rate = k[b, rows, key_columns], beta[b, rows, h][:, None]
             row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+            sums = jnp.where(row >= column, g[b, rows, h][None], 0.0).sum(axis=1)
+            total[b, h, rows] = sums
             between = jnp.exp(jnp.where(row >= column, sums[:, None] - sums[None], -jnp.inf))
             within[b, rows, pl.ds(h * size, size)] = (between * dot(q[b, rows, key_columns], key.T)).astype(dtype)
             lower = jnp.where(row > column, rate * between * dot(key, key.T), 0.0)
@@ -190,12 +193,13 @@ class DeltaChunks:
             erased[b, rows, pl.ds(h * keys, keys)] = dot(solved, decayed).astype(dtype)
 
         widths = ((values, jnp.float32), (keys, dtype), (size, dtype))
-        shapes = tuple(jax.ShapeDtypeStruct((*q.shape[:2], self.heads * width), of) for width, of in widths)
-        return kernel_call(kernel, shapes, (self.chunks, self.heads, self.rows), 4)(q, k, v, total, beta)
+        shapes = [jax.ShapeDtypeStruct((*q.shape[:2], self.heads * width), of) for width, of in widths]
+        shapes.append(jax.ShapeDtypeStruct((self.rows, self.heads, q.shape[1]), jnp.float32))
+        return kernel_call(kernel, shapes, (self.chunks, self.heads, self.rows), 4)(q, k, v, g, beta)
 
     def run(
-        self, q: AnyArray, k: AnyArray, v: AnyArray, total: AnyArray, start: AnyArray, fresh: AnyArray,
-        erased: AnyArray, within: AnyArray,
+        self, q: AnyArray, k: AnyArray, v: AnyArray, start: AnyArray, fresh: AnyArray, erased: AnyArray,
+        within: AnyArray, total: AnyArray,
     ) -> tuple[AnyArray, AnyArray]:  # fmt: skip
         """Return the results and the last state, from the arrays of `prepare`."""
         size, keys, values, dtype = self.size, self.keys, self.values, v.dtype
