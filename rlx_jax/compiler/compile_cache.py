@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -399,10 +401,26 @@ def _write_record(store: EntryStore, record_key: str | None, key: str, lowered: 
             store.write(record_key, pickle.dumps(TraceRecord(key, results)))
 
 
+@functools.cache
+def _find_mosaic_library() -> None:
+    """Tell XLA where the library of Mosaic's kernels is, without which it compiles kernels of a loaded program again.
+
+    JAX does so when it imports Pallas' backend, which a process that loads its programs does not need.
+    """
+    for package in ("jaxlib.mosaic.gpu", "jax_cuda12_plugin", "jax_cuda13_plugin"):
+        spec = importlib.util.find_spec(package)
+        library = Path(spec.origin or "").parent / "libmosaic_gpu_runtime.so" if spec is not None else None
+        if library is not None and library.exists():
+            os.environ.setdefault("MOSAIC_GPU_RUNTIME_LIB_PATH", str(library))
+            return
+
+
 def _deserialize(payload: bytes, in_tree: Any, out_tree: Any) -> jax.stages.Compiled:
     """Return the program of a payload that `_serialize` created, with the trees of its arguments and results."""
     head, _, content = payload.partition(b"\n")
     target = json.loads(head)
+    if target["platform"] != "cpu":
+        _find_mosaic_library()
     devices = devices_of(target["platform"], target["devices"])
     compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
         zlib.decompress(content), in_tree, out_tree, devices[0].client, devices
