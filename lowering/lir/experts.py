@@ -359,7 +359,7 @@ def sort_into_blocks(ids: AnyArray, experts: int, rows: int, multiple: int = 1) 
     order, counts = jnp.argsort(flat, stable=True), _counts(flat, experts)
     starts, num_blocks = jnp.cumsum(counts) - counts, -(-counts // rows)  # per expert: first choice, number of blocks
     ends = jnp.cumsum(num_blocks)
-    block_expert = jnp.clip(jnp.searchsorted(ends, number, side="right"), 0, experts - 1)
+    block_expert = jnp.clip(jnp.searchsorted(ends, number, side="right", method="compare_all"), 0, experts - 1)
     within = (number - (ends - num_blocks)[block_expert])[:, None] * rows + jnp.arange(rows)[None, :]
     row_mask = within < counts[block_expert][:, None]
     row_choice = order[jnp.where(row_mask, starts[block_expert][:, None] + within, 0)]
