@@ -122,12 +122,13 @@ def states_in_one(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]
     tokens, size, start = v.shape[1], chunk_size(v.shape[1]), op.initial_state(*operands)
     padding = -tokens % size  # with zeros, which leave the state unchanged
     q, k, v, g, beta = (jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2))) for x in (q, k, v, g, beta))
-    rule = DeltaChunks(size, v.shape[1] // size, *start.shape, k.shape[2], op.factor(k.shape[3]))
+    rows, heads, keys, values = start.shape
+    rule = DeltaChunks(size, v.shape[1] // size, rows, heads, keys, values, k.shape[2], op.factor(keys))
     q, k, v = (x.astype(v.dtype).reshape(*x.shape[:2], -1) for x in (q, k, v))
     # No operand is transposed here: XLA would give the product that it is a part of another layout, and copy the rest.
     terms = rule.prepare(q, k, v, *(x.astype(jnp.float32) for x in (g, beta)))
     out, state = rule.run(q, k, v, start, *terms)
-    return out.reshape(*out.shape[:2], *start.shape[1::2])[:, :tokens], state
+    return out.reshape(rows, -1, heads, values)[:, :tokens], state
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,8 @@ class DeltaChunks:
 
         shapes = (jax.ShapeDtypeStruct(v.shape, dtype), jax.ShapeDtypeStruct(start.shape, jnp.float32))
         grid = (values // columns, self.heads, self.rows)
-        return kernel_call(kernel, shapes, grid, 4, 3)(q, k, total, fresh, erased, within, start)
+        out, last = kernel_call(kernel, shapes, grid, 4, 3)(q, k, total, fresh, erased, within, start)
+        return out, last
 
 
 # Number of choices up to which all pairs are compared instead of sorting: 10 µs instead of 50.
