@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib.machinery
+import importlib.util
 import json
 import os
 import re
@@ -495,6 +497,20 @@ def test_processes_at_once_on_an_empty_directory(tmp_path: Path) -> None:
     assert damaged["answers"] == want and damaged["compiles"] > 0 and 0 < len(damaged["warnings"]) <= len(files)
     (healed,) = children(tmp_path / "cache", 1)
     assert (healed["answers"], healed["compiles"], healed["warnings"]) == (want, 0, []) and healed["loaded"] >= 2
+
+
+def test_the_library_of_mosaic_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA is told where it is, as Pallas may not be imported; a path that is set remains."""
+    (tmp_path / "libmosaic_gpu_runtime.so").touch()
+    plugin = importlib.machinery.ModuleSpec("jax_cuda13_plugin", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", {plugin.name: plugin}.get)
+    monkeypatch.setenv("MOSAIC_GPU_RUNTIME_LIB_PATH", "")
+    for before, after in (("", str(tmp_path / "libmosaic_gpu_runtime.so")), ("elsewhere", "elsewhere")):
+        os.environ.pop("MOSAIC_GPU_RUNTIME_LIB_PATH")
+        if before:
+            os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] = before
+        compile_cache._find_mosaic_library.__wrapped__()
+        assert os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] == after
 
 
 @pytest.mark.slow
