@@ -67,7 +67,7 @@ def choose(call: Call, device: Device, kernels: bool = False) -> Choice | None:
     if tokens < MIN_CHUNKED_TOKENS or op.every or (isinstance(op, SelectiveScanOp) and operands[2].rank == 2):
         return None
     if fits and short_name(operands[2].dtype) in ("bf16", "f16"):
-        return Choice("states_in_one", f"{tokens} tokens as products of matrices, states in one kernel")
+        return Choice("states_in_one", f"{tokens} tokens as products of matrices, in two kernels")
     name = "chunk_by_chunk" if device.kind == "cpu" else "chunks_at_once"
     return Choice(name, f"{tokens} tokens as products of matrices")
 
