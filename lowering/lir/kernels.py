@@ -165,9 +165,7 @@ class DeltaChunks:
         size, keys, values, dtype = self.size, self.keys, self.values, v.dtype
         dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
 
-        def kernel(
-            q: Any, k: Any, v: Any, g: Any, beta: Any, fresh: Any, erased: Any, within: Any, total: Any
-        ) -> None:
+        def kernel(q: Any, k: Any, v: Any, g: Any, beta: Any, fresh: Any, erased: Any, within: Any, total: Any) -> None:
             i, h, b = (pl.program_id(axis) for axis in range(3))
             rows, key_columns, value_columns = pl.ds(i * size, size), self.key_columns(h), pl.ds(h * values, values)
             key, rate = k[b, rows, key_columns], beta[b, rows, h][:, None]
