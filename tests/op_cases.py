@@ -14,9 +14,6 @@ import pytest
 import rlx_jax as rlx
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-QUICK: dict[str, str | bool] = {"xla_backend_optimization_level": "0"}
-if jax.__version_info__ < (0, 11):
-    QUICK["xla_cpu_use_fusion_emitters"] = False  # XLA compiles in a quarter of the time
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,8 +74,7 @@ def evaluated(cases: Mapping[str, OpCase], subtests: pytest.Subtests) -> dict[st
             values += made
             counts[name] = len(made)
     m.set_outputs(values)
-    quick = rlx.CompileProfile().replace(backend={"cpu": {"compiler_options": QUICK}})
-    model = rlx.compile(m, profile=quick)
+    model = rlx.compile(m)
     found = iter(model(**{i.name: arrays[i.name] for i in model.inputs}).values())  # a case may read no operand
     return {name: [np.asarray(next(found)) for _ in range(count)] for name, count in counts.items()}
 

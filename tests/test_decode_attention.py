@@ -173,7 +173,7 @@ CASES: dict[str, Case] = {
     "ring": Case(keys=64, ring=True, window=50, norm=True, n_rot=32, sinks=True, softcap=3.0),
     "three rows": Case(2, 1, 32, batch=3, n_rot=32, norm=True),
     "cache": Case(), "window": Case(window=9, norm=True), "128 wide": Case(width=128, n_rot=128, heads=8),
-    "256 wide": Case(width=256, n_rot=64, heads=2, kv_heads=1, window=20), "long": Case(keys=2100, sinks=True),
+    "256 wide": Case(width=256, n_rot=64, heads=2, kv_heads=1, window=20), "long": Case(2, 1, keys=2100, sinks=True),
 }  # fmt: skip
 
 

@@ -26,7 +26,6 @@ from rlx_jax.ir.queries import binds_types
 from rlx_jax.ir.serial import decode, encode
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lower import as_function
-from tests.op_cases import QUICK
 from tests.ops import BF16, BLOCKS, F32, I32, MEANING, MIR_OPS, SIZES, Sample, o, operand
 from tests.ops.sample import assert_formula
 from tests.oracles import op_formulas as formula
@@ -174,9 +173,7 @@ def test_eval_is_the_formula(subtests: pytest.Subtests) -> None:
     for start in range(0, len(every), 60):
         samples = every[start : start + 60]
         ops: list[Any] = [s.op for s in samples]
-        together = jax.jit(
-            lambda many, ops=ops: [op.eval(*a) for op, a in zip(ops, many, strict=True)], compiler_options=QUICK
-        )
+        together = jax.jit(lambda many, ops=ops: [op.eval(*a) for op, a in zip(ops, many, strict=True)])
         for sample, out in zip(samples, together([s.arrays() for s in samples]), strict=True):
             with subtests.test(str(sample)):
                 assert_formula(sample, out)
@@ -194,9 +191,7 @@ def module_of(sample: Sample) -> Any:
 def test_a_block_is_its_formula_and_survives_json(subtests: pytest.Subtests) -> None:
     """Expanded; JSON gives the same block and the same text. A user's step is not stored."""
     functions = [as_function(s.op, s.types, TypeCache()) for s in BLOCKS]
-    together = jax.jit(
-        lambda many: [f(*arrays) for f, arrays in zip(functions, many, strict=True)], compiler_options=QUICK
-    )
+    together = jax.jit(lambda many: [f(*arrays) for f, arrays in zip(functions, many, strict=True)])
     for sample, out in zip(BLOCKS, together([s.arrays() for s in BLOCKS]), strict=True):
         with subtests.test(str(sample)):
             assert_formula(sample, out)
@@ -252,9 +247,7 @@ def slopes(cls: Any) -> list[tuple[Sample, Any, Any]]:
         again = sum(jnp.sum(g * t) for g, t in zip(back(weights), tangents, strict=True))
         return forward, (there, again)
 
-    every = jax.jit(
-        lambda p, w: [both(s.op, *at) for s, *at in zip(samples, p, w, strict=True)], compiler_options=QUICK
-    )
+    every = jax.jit(lambda p, w: [both(s.op, *at) for s, *at in zip(samples, p, w, strict=True)])
     found = every(points, ways)
     return [(s, w, f) for s, w, f in zip(samples, ways, found, strict=True)]
 

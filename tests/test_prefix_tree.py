@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx_jax.generate.prefix_tree import RadixTree
@@ -17,6 +17,7 @@ steps = st.lists(
 )
 
 
+@settings(max_examples=40)
 @given(steps, st.integers(0, 12))
 def test_values_equal_a_dictionary(steps: list[tuple[str, tuple[int, ...], int, bool]], budget: int) -> None:
     """A dictionary from sequences to (value, bytes, pinned), the least recently used first."""

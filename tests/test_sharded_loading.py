@@ -183,7 +183,7 @@ STEPS: list[Any] = [
 
 
 @given(programs(), st.data())
-@settings(max_examples=50)
+@settings(max_examples=25)
 def test_a_box_of_any_program(program: Program, data: st.DataObject) -> None:
     """Has its shape and the numbers of the whole; it needs no more memory than the whole, and is a box of one again."""
     box: Box = tuple(data.draw(edges(size)) for size in program.type.shape)
