@@ -147,16 +147,23 @@ def test_live(name: str, tmp_path: Path) -> None:
     check_rows(rlx.load(tmp_path), encoder_families.hidden_states(model), "conv" if name.endswith("conv") else "")
 
 
+def few_layers(name: str) -> dict[str, int]:
+    """One layer where all are alike: the convolution of DeBERTa stands behind the first one alone."""
+    fields = (encoder_families.CASES | encoder_families.BASES)[name][1]
+    layers = 2 if name.startswith("deberta") else 1
+    return {} if {"layer_types", "num_hidden_layers"} & fields.keys() else {"num_hidden_layers": layers}
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", encoder_families.CASES)
 def test_live_heads(name: str, tmp_path: Path) -> None:
-    """Every head of every family."""
-    encoder_families.write(name, tmp_path / "base")
+    """Every head of every family, over few layers."""
+    encoder_families.write(name, tmp_path / "base", changes=few_layers(name))
     tasks = rlx.recipe_for(tmp_path / "base").task_heads()
     assert {SEQUENCE} <= {*tasks} and (MASKED in tasks) == (name != "modernbert_decoder")
     for task in tasks:
         if hasattr(transformers(), f"{encoder_families.CASES[name][0]}For{task}"):
-            model = encoder_families.write(name, tmp_path / task, f"For{task}")
+            model = encoder_families.write(name, tmp_path / task, f"For{task}", few_layers(name))
             check_logits(tmp_path / task, encoder_families.logits(model))
 
 
@@ -186,13 +193,8 @@ ORIGIN = {"architectures", "dtype", "model_type", "transformers_version"}
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", [*encoder_families.CASES, *encoder_families.BASES])
 def test_live_mutants(name: str, tmp_path: Path) -> None:
-    """Every field with another value: transformers' hidden states, or an error; or transformers refuses it as well.
-
-    Of one layer where all are alike: the convolution of DeBERTa stands behind the first one alone."""
-    fields = (encoder_families.CASES | encoder_families.BASES)[name][1]
-    layers = 2 if name.startswith("deberta") else 1
-    few = {} if {"layer_types", "num_hidden_layers"} & fields.keys() else {"num_hidden_layers": layers}
-    encoder_families.write(name, tmp_path / "base", changes=few)
+    """Every field with another value: transformers' hidden states, or an error; or transformers refuses it as well."""
+    encoder_families.write(name, tmp_path / "base", changes=few_layers(name))
     config = json.loads((tmp_path / "base" / "config.json").read_text())
     tokens, lengths = encoder_families.drawn_rows()
     states: dict[Any, Any] = {}
