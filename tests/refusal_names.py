@@ -36,7 +36,6 @@ from tests.test_tokenizer import KINDS, changed, loaded, modules, sentence, tikt
 
 LLAMA = FIXTURES / "llama" / "gqa_tied_llama3_v5"
 BERT = FIXTURES / "bert" / "bare_v5"
-SHARDED = FIXTURES / "bert" / "masked_lm_v4"
 IDS = np.ones((2, 3), np.int32)
 X = np.ones((2, 8), np.float32)
 W = {"w": np.ones((4, 8), np.float32)}

@@ -43,7 +43,6 @@ PUBLISHED = [
 ODD = checkpoints.FIXTURES / "qwen3" / "window_bias_v5"
 LATE = checkpoints.FIXTURES / "qwen2" / "window_v4"
 CAPS = checkpoints.FIXTURES / "gemma2" / "caps_v5"
-PLAIN = checkpoints.FIXTURES / "qwen3" / "tied_v4"
 CONV = checkpoints.FIXTURES / "gpt2" / "bare_v4"
 SCALED = checkpoints.FIXTURES / "gpt2" / "scaled_v5"
 MIXTRAL = checkpoints.FIXTURES / "mixtral" / "window_v5"
