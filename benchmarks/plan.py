@@ -24,11 +24,15 @@ from moe import RandomSource
 from report import Goals, emit, seconds, table
 
 import rlx_jax as rlx
+from rlx_jax.inspection.rates import _measured_cpu
+from rlx_jax.runtime.estimate import sample_seconds
 
 START = time.perf_counter()
 PROMPT, CONTEXT = 128, 256
 SHORT, LONG = 17, 81
 """New tokens of two calls whose difference is the time of a step."""
+QUEUED = 20
+"""Prompts that are queued on a GPU."""
 PEAK_GOAL, TIME_GOAL = 0.10, 0.20
 
 LLAMA: dict[str, Any] = {
@@ -195,25 +199,35 @@ def state_size(lm: rlx.CausalLM, rows: int) -> int:
 
 
 def measure(family: str, dtype: str, rows: int, args: argparse.Namespace, model: tuple[Any, rlx.CausalLM]) -> list[Any]:
-    """A line of the table: measured figures, and the ratios of the plan's to them."""
+    """A line of the table: measured figures, and the ratios of the plan's to them.
+
+    On a CPU, medians of rounds in which the plan measures the machine anew: its speed changes with what else runs.
+    """
     on_gpu = jax.default_backend() == "gpu"
     recipe, lm = model
-    result = rlx.plan(recipe, batch=rows, context=CONTEXT, profile=profile_of(dtype))
-    assert result.decode is not None
-    prompt = prompt_seconds(lm, rows, args.rounds, 5 if on_gpu else 1)
-    step, peak = step_seconds(lm, rows, args.rounds), peak_bytes(lm, rows)
+    runs = []
+    for _ in range(1 if on_gpu else args.rounds):
+        _measured_cpu.cache_clear()
+        sample_seconds.cache_clear()
+        result = rlx.plan(recipe, batch=rows, context=CONTEXT, profile=profile_of(dtype))
+        assert result.decode is not None
+        prompt = prompt_seconds(lm, rows, args.rounds, QUEUED if on_gpu else 1)
+        step = step_seconds(lm, rows, args.rounds)
+        runs.append((result.decode.seconds / step, result.prefill.seconds / prompt, step, prompt))
+    token_ratio, prompt_ratio, step, prompt = (sorted(column)[len(runs) // 2] for column in zip(*runs, strict=True))
+    peak = peak_bytes(lm, rows)
     exact = result.params_bytes == sum(a.nbytes for a in lm.model.params.values())
     exact &= result.cache_bytes == state_size(lm, rows)
-    ratios = result.peak_bytes / peak, result.decode.seconds / step, result.prefill.seconds / prompt
     parts = {
-        name: [round(1e3 * getattr(p, f"{part}_seconds"), 4) for part in ("compute", "memory", "start")]
+        name: [round(1e3 * getattr(p, f"{part}_seconds"), 4) for part in ("compute", "memory", "start", "host")]
         for name, p in (("token", result.decode), ("prompt", result.prefill))
     }
     emit(
-        family=family, dtype=dtype, rows=rows, exact=exact, peak=peak, ms_token=1e3 * step, ms_prompt=1e3 * prompt,
-        plan_peak=result.peak_bytes, plan_token=result.ms_per_token, plan_prompt=result.ms_prefill, parts=parts,
+        family=family, dtype=dtype, rows=rows, exact=exact, peak=peak, plan_peak=result.peak_bytes, parts=parts,
+        rounds=[[1e3 * step, 1e3 * prompt, *ratios] for *ratios, step, prompt in runs],
     )  # fmt: skip
     times = f"{1e3 * step:.3f}", f"{1e3 * prompt:.2f}"
+    ratios = result.peak_bytes / peak, token_ratio, prompt_ratio
     return [f"{family}, {dtype}, {rows}", "exact" if exact else "WRONG", *times, *(f"{r:.2f}" for r in ratios)]
 
 

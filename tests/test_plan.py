@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import time
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -18,6 +19,7 @@ from rlx_jax.device import DEVICES
 from rlx_jax.inspection import rates
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.pointwise import Unary
+from rlx_jax.ir.ops.recurrent import SelectiveScanOp
 from rlx_jax.ir.types import TensorType
 from rlx_jax.loading import model_plan
 from rlx_jax.runtime import estimate
@@ -127,6 +129,11 @@ def test_ops_are_sampled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("AttentionOp", "xla", (32, 1, 128)), ("AttentionOp", "heads_first", (4, 256, 128)),
         ("AttentionOp", "xla", (4, 1, 128)),
     }  # fmt: skip
+    # Products of few rows have the rows that they have.
+    assert {s for s in samples if s[0] == "MatMul"} >= {
+        ("MatMul", "xla", (64, 1, 128)),
+        ("MatMul", "xla", (4, 256, 128)),
+    }
     assert plan.decode.seconds == pytest.approx(2 * 64 / 32, abs=0.1)  # of two layers
     assert plan.prefill.seconds == pytest.approx(2 * 64 / 4, abs=0.1)
     sampled, here = set(samples), replace(here, device=replace(here.device, memory=1))
@@ -141,6 +148,36 @@ def test_a_sample_takes_time() -> None:
     masked = AttentionOp(2, 2, extra=("keep",))
     rows = TensorType((1, 8, 16), np.dtype(np.float32))
     assert 0 < estimate.sample_seconds(masked, "xla", (rows, rows, rows, TensorType((1, 8), np.dtype(np.bool_)))) < 1
+
+
+def test_a_sample_updates_a_state() -> None:
+    """As decoding does, in a loop; of several tokens and without a state once."""
+    one, heads, state = ((1, 1, 4, 8), (4,), (1, 4, 8, 16))
+    shapes = one, one[:-1], heads, (1, 1, 1, 16), (1, 1, 1, 16), state
+    types = tuple(TensorType(shape, np.dtype(np.float32)) for shape in shapes)
+    assert 0 < estimate.sample_seconds(SelectiveScanOp(held=True), "one_token", types) < 1
+    assert 0 < estimate.sample_seconds(SelectiveScanOp(), "one_token", types[:-1]) < 1
+
+
+def test_choosing_tokens_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = rlx.plan(RECIPE, device="cpu", batch=2, context=64)
+    slow = replace(rates._measured_cpu(), choose=1.0)
+    monkeypatch.setattr(rates, "_measured_cpu", lambda: slow)
+    later = rlx.plan(RECIPE, device="cpu", batch=2, context=64)
+    assert later.decode is not None and plan.decode is not None
+    assert later.decode.seconds - plan.decode.seconds == pytest.approx(2 * CONFIG["vocab_size"])
+    assert later.ms_prefill == plan.ms_prefill
+
+
+def test_the_times_of_runs_that_take_turns() -> None:
+    order: list[int] = []
+
+    def run(number: int) -> None:
+        order.append(number)
+        time.sleep(0.02 * number)
+
+    long, short = rates.median_seconds([functools.partial(run, 1), functools.partial(run, 0)], 0.0)
+    assert long >= 0.02 > short and order[2:4] == [1, 0] and order.count(1) == 4
 
 
 def test_weights_that_a_cpu_widens(monkeypatch: pytest.MonkeyPatch) -> None:

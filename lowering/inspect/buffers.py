@@ -274,7 +274,9 @@ def fused_activation_bytes(graph: Graph, workspace: Workspace, in_place: bool = 
             lives.append(Lifetime(Value(number), inner, number, number, workspace=True))
     for value in itertools.chain(*(sources[v] for v in graph.roots())):
         last_uses[value] = len(graph.nodes)
-    lives += [Lifetime(v, size, v.node, last_uses.get(v, v.node)) for v, size in sizes.items()]
+    # The results of a region are live at its end, where its own peak counts them.
+    born = {v: v.node + bool(graph.nodes[v.node].op.regions()) for v in sizes}
+    lives += [Lifetime(v, size, born[v], max(born[v], last_uses.get(v, 0))) for v, size in sizes.items()]
     return _peak(lives, len(graph.nodes))
 
 

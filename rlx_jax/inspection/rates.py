@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rlx_jax.device import DEVICES, Device, named_device, running_device
 from rlx_jax.errors import ProfileError, did_you_mean, quote
@@ -45,6 +46,7 @@ class Rates:
         call_seconds: seconds in which the host checks a prompt and starts its program.
         argument_seconds: the same for each parameter that the program takes.
         widen: seconds per byte of 16-bit weights that a loop with products of one row converts to f32, once a call.
+        choose: seconds per logit in which decoding chooses the next tokens.
         fresh: seconds per byte of large temporaries, whose memory the operating system provides anew in each call.
         unpack: elements per second of packed weights that products of few rows decode: of codes with 8 bits, and of
             narrower codes.
@@ -69,6 +71,7 @@ class Rates:
     large_flops: Mapping[str, float] = field(default_factory=dict)
     widen: float = 0.0
     fresh: float = 0.0
+    choose: float = 0.0
     samples_ops: bool = False
 
     def limits(self, flops: float, nbytes: float, dtype: str) -> tuple[float, float]:
@@ -100,8 +103,8 @@ H200_KERNELS: Mapping[KernelKind, KernelRate] = {
 # Packed weights on an H200: a step of 1 row takes 0.93 with 8-bit codes and 1.30 with 4-bit codes of the time of bf16,
 # of 64 rows, which decode tiles, 1.9 to 2.9 (docs/weights.md).
 H200_UNPACK, H200_UNPACK_TILES = (2.4e12, 1.4e12), (5.6e11, 5.6e11)
-# Prompts of 256 tokens of small models with 14 to 163 parameters, in which the device takes less: 0.8 to 2.2 ms.
-GPU_CALL_SECONDS, GPU_ARGUMENT_SECONDS = 0.7e-3, 12e-6
+# Prompts of 256 tokens of models with 23 to 42 parameters, in which the device takes less: 1.1 to 1.7 ms.
+GPU_CALL_SECONDS, GPU_ARGUMENT_SECONDS = 0.8e-3, 16e-6
 TPU_KERNELS = {kind: replace(rate, seconds=rate.seconds / 4) for kind, rate in H200_KERNELS.items()}  # one program
 
 # Products in f32 (TF32 where the GPU has it; three and six passes of bf16 are slower than a TPU's default of one), and
@@ -168,27 +171,33 @@ def rates_of(device: Device) -> Rates | None:
 _ROWS, _MANY_ROWS, _SIDES, _READ_SIDE = 256, 16384, (1024, 512), 4096
 # Steps of the measured loop; arrays that are larger than glibc's largest threshold take new memory in each call.
 _STEPS, FRESH_BYTES = 4, 2**25
+# Bytes of the measured copies, small and large, and the rows and ids of logits.
+_COPIES, _LOGITS = (FRESH_BYTES // 8, FRESH_BYTES * 2), (16, 4096)
+DTYPES = {"f32": np.dtype(jnp.float32), "bf16": np.dtype(jnp.bfloat16)}
 CPU_KERNELS: Mapping[KernelKind, KernelRate] = {
-    "product": KernelRate(1.0, 1.0, 15e-6),
-    "attention": KernelRate(0.3, 0.5, 15e-6),
-    "experts": KernelRate(0.6, 0.8, 15e-6),
-    "recurrence": KernelRate(0.2, 0.5, 15e-6),
-    "reduction": KernelRate(0.5, 0.5, 15e-6),
-    "fused": KernelRate(0.5, 0.5, 4e-6),
-}
+    "product": KernelRate(1.0, 1.0, 4e-6), "attention": KernelRate(0.3, 0.5, 4e-6),
+    "experts": KernelRate(0.6, 0.8, 4e-6), "recurrence": KernelRate(0.2, 0.5, 4e-6),
+    "reduction": KernelRate(0.5, 0.5, 4e-6), "fused": KernelRate(0.5, 0.5, 4e-6),
+}  # fmt: skip
 
 
 @functools.cache
 def _measured_cpu() -> Rates:
-    """Measure how fast this CPU multiplies, reads, widens weights and gets new memory, in one or two seconds."""
+    """Measure how fast this CPU multiplies, reads, widens weights, gets memory and chooses tokens, in two seconds."""
     with jax.default_device(jax.devices("cpu")[0]):
-        flops, large_flops = (
-            {name: 2 * rows * math.prod(_SIDES) / _product_seconds(rows, _SIDES, name) for name in ("f32", "bf16")}
-            for rows in (_ROWS, _MANY_ROWS)
-        )
-        square = _READ_SIDE, _READ_SIDE
-        read, read_narrow = (_product_seconds(1, square, name, _STEPS) for name in ("f32", "bf16"))
-        small, large = (_copy_seconds(nbytes) / nbytes for nbytes in (FRESH_BYTES // 8, FRESH_BYTES * 2))
+        runs = [_product(rows, _SIDES, name) for rows in (_ROWS, _MANY_ROWS) for name in DTYPES]
+        runs += [_product(1, (_READ_SIDE, _READ_SIDE), name, _STEPS) for name in DTYPES]
+        runs += [_run(lambda x: x + 1, jnp.zeros(nbytes // 4, jnp.float32)) for nbytes in _COPIES]
+        runs.append(_run(lambda x: x.argmax(-1), jnp.zeros(_LOGITS, jnp.float32)))
+        times = median_seconds(runs, 1.5)
+    few, many, (read, read_narrow), (small, large, chosen) = times[:2], times[2:4], times[4:6], times[6:]
+    fresh, work = max(0.0, large / _COPIES[1] - small / _COPIES[0]), 2 * math.prod(_SIDES)
+    flops = {name: work * _ROWS / seconds for name, seconds in zip(DTYPES, few, strict=True)}
+    large_flops = {
+        # Without the time for its memory, which a program gets once, not for each product.
+        name: work * _MANY_ROWS / (seconds - min(seconds / 2, fresh * _MANY_ROWS * _SIDES[0] * dtype.itemsize))
+        for (name, dtype), seconds in zip(DTYPES.items(), many, strict=True)
+    }
     bandwidth = 4 * _READ_SIDE**2 * _STEPS / read
     here = running_device()
     device = here if here.kind == "cpu" else replace(DEVICES["cpu"], memory=None)
@@ -197,38 +206,50 @@ def _measured_cpu() -> Rates:
     return Rates(
         device, bandwidth, flops | {"f16": flops["bf16"]}, CPU_KERNELS, unpack, unpack, bandwidth / 4, 50e-6,
         "measured", large_flops=large_flops, widen=max(0.0, read_narrow - read) / (2 * _READ_SIDE**2),
-        fresh=max(0.0, large - small), samples_ops=True,
+        fresh=fresh, choose=chosen / math.prod(_LOGITS), samples_ops=True,
     )  # fmt: skip
 
 
-def _product_seconds(rows: int, sides: tuple[int, int], dtype: str, steps: int = 1) -> float:
-    """Return the seconds of some products, one after the other, of `[rows, in]` and the transpose of `[out, in]`."""
-    kind = {"f32": jnp.float32, "bf16": jnp.bfloat16}[dtype]
-    x, w = jnp.zeros((rows, sides[1]), kind), jnp.zeros(sides, kind)
+def _product(rows: int, sides: tuple[int, int], dtype: str, steps: int = 1) -> Callable[[], Any]:
+    """Return a run of some products, one after the other, of `[rows, in]` and the transpose of `[out, in]`."""
+    x, w = jnp.zeros((rows, sides[1]), DTYPES[dtype]), jnp.zeros(sides, DTYPES[dtype])
+
+    def product(_: Any, x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())))
 
     def run(x: jax.Array, w: jax.Array) -> jax.Array:
-        def product(_: Any, x: jax.Array) -> jax.Array:
-            return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())))
+        return jax.lax.fori_loop(0, steps, functools.partial(product, w=w), x) if steps > 1 else product(0, x, w)
 
-        return jax.lax.fori_loop(0, steps, product, x) if steps > 1 else product(0, x)
-
-    jitted = jax.jit(run)
-    return typical_seconds(lambda: jitted(x, w).block_until_ready())
+    return _run(run, x, w)
 
 
-def _copy_seconds(nbytes: int) -> float:
-    """Return the seconds of a sum of an array and a number."""
-    x = jnp.zeros(nbytes // 4, jnp.float32)
-    add = jax.jit(lambda x: x + 1)
-    return typical_seconds(lambda: add(x).block_until_ready())
+def _run(function: Callable[..., Any], *arrays: jax.Array) -> Callable[[], Any]:
+    """Return a function that runs a compiled function of some arrays and waits for its result."""
+    jitted = jax.jit(function)
+    return lambda: jax.block_until_ready(jitted(*arrays))
 
 
-def typical_seconds(run: Callable[[], Any]) -> float:
-    """Return the median seconds of several runs, fewer of long ones, after one that compiles."""
-    run()
-    times: list[float] = []
-    while sum(times) < (0.2 if len(times) >= 3 else 1.0) and len(times) < 25:
-        start = time.perf_counter()
+def median_seconds(runs: Sequence[Callable[[], Any]], budget: float) -> list[float]:
+    """Return the median seconds of each of several runs, after one that compiles.
+
+    They take turns, so that what else the machine does for a while slows down no run in all rounds.
+
+    Args:
+        runs: the runs.
+        budget: the seconds in which to begin another round; there are three at least.
+    """
+    times: list[list[float]] = [[] for _ in runs]
+    for run in runs:
         run()
-        times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 2]
+    start, rounds = time.perf_counter(), 0
+    while rounds < 3 or (rounds < 9 and time.perf_counter() - start < budget):
+        rounds += 1
+        for run, seconds in zip(runs, times, strict=True):
+            until = time.perf_counter() + 0.01  # short runs more often
+            for _ in range(8):
+                before = time.perf_counter()
+                run()
+                seconds.append(time.perf_counter() - before)
+                if time.perf_counter() > until:
+                    break
+    return [sorted(seconds)[len(seconds) // 2] for seconds in times]

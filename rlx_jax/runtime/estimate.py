@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from rlx_jax.compiler.pipeline import Template, make_lir
 from rlx_jax.compiler.settings import Settings
 from rlx_jax.inspection.plan_record import ProgramEstimate
-from rlx_jax.inspection.rates import FRESH_BYTES, Rates, typical_seconds
+from rlx_jax.inspection.rates import FRESH_BYTES, Rates, median_seconds
 from rlx_jax.inspection.work import kernel_kind, program_bytes
 from rlx_jax.ir.graph import Graph, Mir, Node, Param
 from rlx_jax.ir.kernel_group import AttentionGroup, KernelGroup
@@ -43,10 +43,10 @@ from rlx_jax.lowering.sharding import ModelSharding, shard_type
 from rlx_jax.runtime.programs import Programs, state_shardings
 from rlx_jax.runtime.sequence_state import LENGTH
 
-# The part of the scratch arrays of a chunked recurrence that is live at once, fitted to XLA's peaks in f32; scratch has
-# the dtype of the values. On an H200 it is 0.38 and 0.56 of the two, and 0.48 and 0.49 in bf16.
-LIVE_SCRATCH: Mapping[type, float] = {GatedDeltaOp: 0.66, SelectiveScanOp: 0.39}
-GPU_LIVE_SCRATCH = 0.47
+# The part of the scratch arrays of a chunked recurrence that is live at once, fitted to XLA's peaks in f32 and bf16 on
+# a CPU and on an H200; scratch has the dtype of the values.
+LIVE_SCRATCH: Mapping[type, float] = {GatedDeltaOp: 0.58, SelectiveScanOp: 0.39}
+GPU_LIVE_SCRATCH: Mapping[type, float] = {GatedDeltaOp: 0.46, SelectiveScanOp: 0.56}
 SCRATCH_PASSES = {"chunks_at_once": 1, "blocked": 2}
 # Bytes of f32 copies for each byte of a 16-bit weight that XLA:CPU multiplies with one row: 2.3 to 2.5 measured.
 WIDENED_COPIES = 2.4
@@ -83,13 +83,14 @@ def estimate_program(
     steps = programs.settings.loop.steps if local.get("seq") == 1 else 1
     for index, entry in enumerate(op_costs(lir.graph)):
         op_flops, op_bytes, parts = _op_seconds(entry, lir, sharding, rates)
-        if sampled is not None and (sample := sampled(index, entry)) is not None:
+        is_widened = _is_widened(entry, lir)
+        if sampled is not None and not is_widened and (sample := sampled(index, entry)) is not None:
             share = op_flops / entry.cost.flops if entry.cost.flops else op_bytes / entry.cost.bytes  # of one device
-            parts = (sample * share, 0.0, *parts[2:])
+            parts = (sample * share, 0.0, 0.0, parts[3])
         op = entry.node.op
         if id(entry.graph) in groups and isinstance(op, Mir) and kernel_kind(op) == "reduction":
             parts = (*parts[:2], 0.0, parts[3])  # a norm in the kernel of a product or an attention is no kernel
-        if _is_widened(entry, lir):  # read, and written and read again in f32: in a loop once for all of its steps
+        if is_widened:  # read, and written and read again in f32: in a loop once for all of its steps
             widening = 5 / rates.bandwidth if steps == 1 else 2 / rates.bandwidth + rates.widen / steps
             parts = (parts[0], op_bytes * widening, *parts[2:])
             widened += entry.times * op_bytes
@@ -102,6 +103,8 @@ def estimate_program(
     live += sharding.gathered_bytes(programs.layout.params.values()) if sharding is not None else 0
     host = rates.call_seconds + rates.argument_seconds * len(programs.layout.params) if program == "prefill" else 0.0
     compute, memory, start, link = seconds
+    if program == "extend" and local["seq"] == 1:
+        compute += rates.choose * lir.graph.type(lir.graph.outputs[0]).size
     memory += live * rates.fresh / steps if live > FRESH_BYTES else 0.0
     return ProgramEstimate(program, binding, flops, nbytes, live, compute, memory, start, link, host)
 
@@ -145,12 +148,14 @@ def workspace_bytes(lir: Lir, graph: Graph, node: Node) -> int:
     """Return the bytes that XLA needs while an op runs, in addition to its operands and results."""
     types, on_cpu = [graph.type(value) for value in node.inputs], lir.plan.target == "cpu"
     if isinstance(node.op, RECURRENCES):
-        live = LIVE_SCRATCH.get(type(node.op), 1.0) if on_cpu else GPU_LIVE_SCRATCH
+        live = (LIVE_SCRATCH if on_cpu else GPU_LIVE_SCRATCH).get(type(node.op), 1.0)
         live *= types[0].dtype.itemsize / 4
         return int(live * node.op.traits.workspace(node.op, types, node.types))
     if isinstance(node.op, ExpertFfn):
         # The inputs and results of all choices, which are padded to blocks on a CPU.
-        per_value = 20 if on_cpu else 2 * types[0].dtype.itemsize  # XLA:CPU computes it in f32
+        # XLA:CPU computes it in f32, of copies with 16 bits.
+        size = types[0].dtype.itemsize
+        per_value = (22 if size == 2 else 20) if on_cpu else 2 * size
         rows = per_value * types[5].size * int(types[0].shape[-1])
         # Each block of rows has a copy of the weights of its expert; an expert has a few blocks.
         experts = int(types[1].shape[0])
@@ -159,7 +164,8 @@ def workspace_bytes(lir: Lir, graph: Graph, node: Node) -> int:
     if isinstance(node.op, PRODUCTS) and lir.plan.target == "cuda":
         return CUBLAS_WORKSPACE if _implementation(lir, graph, node) == "xla" else 0
     if on_cpu and node.op == Unary("gelu_tanh"):
-        return 20 * node.types[0].size  # XLA:CPU does not fuse all of it, and computes it in f32
+        # XLA:CPU does not fuse all of it, except in one row, and computes it in f32.
+        return 23 * node.types[0].size if int(node.types[0].shape[0]) > 1 else 0
     if not isinstance(node.op, AttentionOp):
         return 0
     q, k, v = types[:3]
@@ -249,6 +255,9 @@ def _layer_kind(name: str, array_type: TensorType, template: Template) -> str:
 
 SAMPLED_KINDS = ("attention", "experts", "recurrence")
 SAMPLED_OPS = (Unary, CausalConvOp)
+# The most bytes of operands of products that are sampled; larger ones reach the measured rates. Samples with fewer
+# bytes than the second run so often in a program, with operands of their own, as products do: alone they take longer.
+MAX_PRODUCT_BYTES, SAMPLE_COPY_BYTES, SAMPLE_COPIES = 2**24, 2**20, 4
 # Sizes of samples of one and of more tokens: enough for the rate to be that of larger ones, and milliseconds of work.
 SAMPLE_ROWS, SAMPLE_PROMPTS, SAMPLE_TOKENS = 32, 4, 256
 # Samples with more operands, such as all experts of a large mixture, are not run.
@@ -274,13 +283,22 @@ def op_samples(lir: Lir, template: Template, sizes: Mapping[str, int], settings:
     samples = list(op_costs(sample_lir.graph))
 
     def seconds(index: int, entry: OpCost) -> float | None:
-        op = entry.node.op
-        is_sampled = isinstance(op, Mir) and (kernel_kind(op) in SAMPLED_KINDS or isinstance(op, SAMPLED_OPS))
-        if not is_sampled or index >= len(samples):
+        op, operands = entry.node.op, [entry.graph.type(value) for value in entry.node.inputs]
+        if not isinstance(op, Mir) or index >= len(samples):
+            return None
+        kind, nbytes = kernel_kind(op), sum(t.nbytes for t in operands)
+        if kind == "product":
+            params = [p for v in entry.node.inputs if isinstance(p := entry.graph.nodes[v.node].op, Param)]
+            is_sampled = nbytes <= MAX_PRODUCT_BYTES and not any(map(lir.stays_packed, params))
+        else:
+            is_sampled = kind in SAMPLED_KINDS or isinstance(op, SAMPLED_OPS)
+        if not is_sampled:
             return None
         graph, node, cost, _ = samples[index]
-        if isinstance(op, ExpertFfn) and entry.graph.type(entry.node.inputs[5]).size <= SAMPLE_TOKENS:
-            graph, node, cost, _ = entry  # few tokens are padded to blocks, and their time is not in proportion
+        # Few tokens are padded to blocks of experts, and read all weights: their time is not in proportion.
+        few = int(operands[5].size) if isinstance(op, ExpertFfn) else math.prod(map(int, operands[0].shape[:-1]))
+        if kind in ("product", "experts") and few <= SAMPLE_TOKENS:
+            graph, node, cost, _ = entry
         types = tuple(graph.type(value) for value in node.inputs)
         if node.op != op or sum(t.nbytes for t in types) > MAX_SAMPLE_BYTES:
             return None
@@ -294,17 +312,42 @@ def op_samples(lir: Lir, template: Template, sizes: Mapping[str, int], settings:
 @functools.lru_cache(maxsize=256)
 def sample_seconds(op: Mir, implementation: str, types: tuple[TensorType, ...]) -> float:
     """Return the seconds of a run of an op on this CPU, without the start of its program."""
+    evaluate = functools.partial(IMPLEMENTATIONS[implementation], op)
+    # Weights of several layers are not in the cache of a core, other than one that is read again.
+    is_short = kernel_kind(op) == "product" or sum(t.nbytes for t in types) < SAMPLE_COPY_BYTES
+    copies = SAMPLE_COPIES if is_short else 1
+
+    def run(x: jax.Array, operands: list[list[jax.Array]]) -> Any:
+        """Run the op after itself: each run has the first value of the one in front of it in its operand."""
+        results = []
+        for others in operands:
+            results.append(jax.tree.leaves(evaluate(x, *others)))
+            first = results[-1][0]
+            x = x + first[(0,) * first.ndim].astype(x.dtype)
+        return results
+
+    def update(x: jax.Array, operands: list[list[jax.Array]]) -> Any:
+        """Update a state in a loop, as decoding does."""
+        (*others, state), *_ = operands
+        first = tuple(jax.tree.leaves(evaluate(x, *others, state)))
+        return jax.lax.fori_loop(1, SAMPLE_COPIES, lambda _, last: tuple(evaluate(x, *others, last[1])), first)
+
     with jax.default_device("cpu"):
         # Experts are chosen evenly: an implementation may skip those without tokens.
         experts = int(types[1].shape[0]) if kernel_kind(op) == "experts" else 1
-        arrays = [
-            jnp.zeros(t.shape, t.dtype)
-            if is_float(t.dtype)
-            else (jnp.arange(t.size) % experts).astype(t.dtype).reshape(t.shape)  # bools have no arange
-            for t in types
-        ]
-        run: Any = jax.jit(functools.partial(IMPLEMENTATIONS[implementation], op))
-        start = jax.jit(lambda x: x + 1)
+        x, *operands = (_sample_array(t, experts) for t in types)
+        is_updated = isinstance(op, GatedDeltaOp | SelectiveScanOp) and op.held and int(types[0].shape[1]) == 1
+        sample, start = jax.jit(update if is_updated else run), jax.jit(lambda x: x + 1)
+        others = [[jnp.array(array) for array in operands] for _ in range(1 if is_updated else copies)]
         scalar = jnp.zeros(())
-        seconds = typical_seconds(lambda: jax.block_until_ready(run(*arrays)))
-        return max(1e-7, seconds - typical_seconds(lambda: start(scalar).block_until_ready()))
+        seconds, start_seconds = median_seconds(
+            [lambda: jax.block_until_ready(sample(x, others)), lambda: start(scalar).block_until_ready()], 0.05
+        )
+    return max(1e-7, (seconds - start_seconds) / (SAMPLE_COPIES if is_updated else copies))
+
+
+def _sample_array(t: TensorType, limit: int) -> jax.Array:
+    """Return zeros, or integers below a limit."""
+    if is_float(t.dtype):
+        return jnp.zeros(t.shape, t.dtype)
+    return (jnp.arange(t.size) % limit).astype(t.dtype).reshape(t.shape)  # bools have no arange
