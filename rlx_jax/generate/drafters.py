@@ -28,7 +28,7 @@ from rlx_jax.compiler.executable import Shardings, StateArrays
 from rlx_jax.errors import GraphError, RequestError, UnsupportedError, did_you_mean, listing, shown
 from rlx_jax.generate.decode import Array, Sizes
 from rlx_jax.generate.request import LanguageModel
-from rlx_jax.generate.request_plan import PromptChunk, bind_prefill, prompt_blocks
+from rlx_jax.generate.request_plan import bind_prefill, prompt_blocks
 from rlx_jax.generate.speculative import (
     Drafter,
     DrafterState,
@@ -117,8 +117,7 @@ class DraftModel(ProgramDrafter):
         """Prefill the prompts; ring buffers of windowed layers get `self.tokens` spare slots. See `Drafter`."""
         variant = Variant(outputs=self.unbound_model.output_names[:1], spare=self.tokens)
         prefill_programs = bind_prefill(self.unbound_model, sizes.prefill_widths, sizes.state, variant)
-        chunks = [PromptChunk(width, width) for width in sizes.prefill_widths]
-        *_, last_block = prompt_blocks(prefill_programs, chunks, prompts, sizes.batch, {})
+        *_, last_block = prompt_blocks(prefill_programs, prompts, sizes.batch)
         return None, last_block.state
 
     def propose(self, drafter_state: DrafterState, draft_step: DraftStep) -> tuple[Drafts, DrafterState]:

@@ -77,7 +77,8 @@ def explain(
         padding = PaddedSizes(sizes, "the cache")
         return explain_program(programs, plan.loop.key, times, steps, padding)
     times = time_prefill(plan, runs) if is_measured else None
-    padding = PaddedSizes({"batch": (batch, plan.prefill_batch), "seq": (plan.chunks[0].tokens, plan.chunks[0].width)})
+    width = plan.sizes.prefill_widths[0]
+    padding = PaddedSizes({"batch": (batch, plan.prefill_batch), "seq": (min(context, width), width)})
     return explain_program(programs, plan.prefill_programs[0].key, times, 1, padding)
 
 
@@ -122,7 +123,7 @@ def time_prefill(plan: RequestPlan, runs: int) -> BlockTimes:
     """Return the time by block of prefill of the first chunk of the prompts."""
 
     def prefill() -> Any:
-        blocks = prompt_blocks(plan.prefill_programs, plan.chunks, plan.request.rows, plan.prefill_batch, {})
+        blocks = prompt_blocks(plan.prefill_programs, plan.request.rows, plan.prefill_batch)
         return next(blocks).logits
 
     return profile_run([plan.loop.model.programs], prefill, runs)

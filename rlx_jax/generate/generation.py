@@ -237,7 +237,7 @@ def run_blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[
     first_token: tuple[float, int] | None = None
     num_repeats = len(request.rows) - 1  # prefill of a shared prefix runs for the first prompt only
     cached_tokens = sum(request.prefix.lengths) if request.prefix else request.shared_prefix_len * num_repeats
-    generation = start_generation(plan_request(lm, request))
+    generation = start_generation(plan_request(lm, share_prefix(lm, request)))
     generation.returned_blocks = None if request.on_end is None else []
     try:
         for block in generation:
@@ -358,21 +358,20 @@ def start_generation(plan: RequestPlan) -> Generation:
     programs, n = loop.model.programs, request.n or 1
     # Transfer these once, not with every block.
     sampler_values, stop_mask = jax.device_put((plan.sampler_values, plan.stop_mask), programs.replicated)
-    prefix = prefill_shared_prefix(plan) if request.shared_prefix_len else request.prefix
+    prefix = request.prefix
     prefix_lens: Sequence[int] = [0] * len(request.rows) if prefix is None else prefix.lengths
     state: StateArrays = {} if prefix is None else prepare_prefix_state(plan.prefill_programs[0], prefix)
     live = np.arange(sizes.batch) < len(request.rows) * n
     rows = initial_rows(plan, live)
     first_ids: AnyArray = np.full((sizes.batch, 1), STOPPED, np.int32)
     log_probs, snapshot, hidden = None, None, []
-    point = request.snapshot_point
     suffixes = [prompt[count:] for prompt, count in zip(request.rows, prefix_lens, strict=True)]
     inputs = request.inputs.padded(plan.prefill_batch) if request.inputs.arrays else {}
-    for block in prompt_blocks(plan.prefill_programs, plan.chunks, suffixes, plan.prefill_batch, inputs, state):
+    for block in prompt_blocks(plan.prefill_programs, suffixes, plan.prefill_batch, inputs, state, plan.cut):
         state, logits, is_end = block.state, block.logits, block.is_end
         hidden += [] if block.hidden is None else [block.hidden]
-        if point is not None and prefix_lens[0] + block.num_tokens == point.num_tokens:
-            snapshot = {name: jnp.copy(state[name]) for name in point.array_names}
+        if request.snapshot_point is not None and block.num_tokens == plan.cut:
+            snapshot = {name: jnp.copy(state[name]) for name in request.snapshot_point.array_names}
         if not is_end.any():  # no prompt ends in this chunk
             continue
         if n > 1:
@@ -414,14 +413,16 @@ def initial_rows(plan: RequestPlan, live: np.ndarray[Any, Any]) -> RequestRows:
     )
 
 
-def prefill_shared_prefix(plan: RequestPlan) -> PrefixState:
-    """Prefill the common prefix of all prompts once, and return it as prefix of each."""
-    request = plan.request
-    prompt = [request.rows[0][: request.shared_prefix_len]]
-    *_, last_block = prompt_blocks(plan.shared_programs, plan.shared_chunks, prompt, plan.shared_batch, {})
-    num_prompts = len(request.rows)
-    lengths = (request.shared_prefix_len,) * num_prompts
-    return PrefixState(last_block.state, (0,) * num_prompts, lengths, plan.sizes.cache_len)
+def share_prefix(lm: LanguageModel, request: Request) -> Request:
+    """Prefill the common prefix of all prompts once, if there is one, and return the request that continues it."""
+    length, num_prompts = request.shared_prefix_len, len(request.rows)
+    if not length:
+        return request
+    budget = request.budget + max(map(len, request.rows)) - length  # for a cache of the same length
+    plan = plan_request(lm, replace(request, rows=(request.rows[0][:length],), budget=budget, n=None))
+    *_, last_block = prompt_blocks(plan.prefill_programs, plan.request.rows, plan.prefill_batch)
+    prefix = PrefixState(last_block.state, (0,) * num_prompts, (length,) * num_prompts, plan.sizes.cache_len)
+    return replace(request, prefix=prefix)
 
 
 def prepare_prefix_state(program: BoundProgram, prefix: PrefixState) -> StateArrays:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Unpack
 
-import jax
 import numpy as np
 
 from rlx_jax.errors import RequestError, RlxError, listing, shown, suggest_keywords
@@ -30,7 +29,7 @@ from rlx_jax.generate.slot_classes import SlotClasses, open_slots
 from rlx_jax.generate.slot_plan import SlotPlan, max_slots, plan_slots
 from rlx_jax.generate.stop_strings import stop_length
 from rlx_jax.runtime.inputs import check_flag, check_integer
-from rlx_jax.runtime.report import RequestReport, SpeculativeCounts
+from rlx_jax.runtime.report import RequestReport
 from rlx_jax.runtime.sequence_state import as_state
 from rlx_jax.text.chat import chat_prompt
 from rlx_jax.text.request_checks import Prompts, classify_prompts
@@ -97,8 +96,13 @@ def run_prompts(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any
     """
     if not uses_slots(lm, request):
         return run_request(lm, request, new)
-    for _ in run_slots(lm, request, new):
-        pass
+    n, prefixes = request.n or 1, state_prefixes(lm, request)
+    jobs = (
+        SlotJob(row, request.rows[row // n], request.row_options(row), prefixes[row // n])
+        for row in range(len(new.rows))
+    )
+    for answer in SlotRun(lm, request, new, len(new.rows)).run(jobs):
+        new.rows[answer.job.index] = answer.new
     return make_outputs(lm, request, new)
 
 
@@ -131,41 +135,85 @@ def uses_slots(lm: LanguageModel, request: Request) -> bool:
     return num_rows > max_slots(lm) or (len(request.rows) > 1 and num_tokens > MAX_BATCH_TOKENS)
 
 
-def run_slots(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[None]:
-    """Run a request in slots, and yield after every step, when the answers that ended have been copied to `new`."""
-    clock, n = lm.model.programs.start_timer(), request.n or 1
-    prefixes = state_prefixes(lm, request)
-    jobs = [
-        SlotJob(row, request.rows[row // n], request.row_options(row), prefixes[row // n])
-        for row in range(len(new.rows))
-    ]
-    jobs = [job for job in jobs if job.options.budget]
-    if not jobs:
-        return
-    device = open_slots(plan_jobs(lm, jobs, request))
-    jobs = device.share_prefixes(jobs, request.share_prefix)
-    device.prepare(jobs)
-    scheduler = Scheduler(device, partial(find_end, lm))
-    for job in jobs:
-        scheduler.submit(job)
-    done, num_tokens = len(new.rows) - len(jobs), 0
-    while not scheduler.is_idle:
-        ended = scheduler.step()
-        for answer in ended:
-            new.rows[answer.job.index] = answer.new
-        done, num_tokens = done + len(ended), num_tokens + sum(len(answer.new.ids) for answer in ended)
-        seconds, compiled = clock()
-        prompt_tokens = sum(map(len, request.rows))
-        num_read = sum(len(job.ids) - job.num_cached for job in jobs) + device.num_prefilled
-        cached = max(0, prompt_tokens - num_read)  # several answers to a prompt may read it several times
-        if request.drafter is not None:
-            new.speculated = SpeculativeCounts(
-                *np.sum(jax.device_get([part.counts for part in device.parts]), 0).tolist()
-            )
-        new.report = slots_report(device, len(request.rows), prompt_tokens, num_tokens, seconds, compiled, cached)
-        if ended and request.progress is not None:
-            request.progress(BatchProgress(done, len(new.rows), num_tokens, seconds))
-        yield
+@dataclass(frozen=True, eq=False)
+class SlotRun:
+    """The run of jobs in slots, of one call of `generate` or `generate_iter`.
+
+    Attributes:
+        lm: the model.
+        request: the options of all jobs.
+        new: receives the report.
+        total: number of answers, if it is known.
+        read_ahead: the most jobs that wait for a slot; None to read all of them first.
+    """
+
+    lm: LanguageModel
+    request: Request
+    new: NewTokens
+    total: int | None
+    read_ahead: int | None = None
+
+    def run(self, jobs: Iterator[Any]) -> Iterator[Any]:
+        """Yield a `JobAnswer` for each `SlotJob` as it ends, and items that are no jobs at once."""
+        clock, share = self.lm.model.programs.start_timer(), self.request.share_prefix
+        waiting, planned = deque[SlotJob](), list[SlotJob]()  # later jobs that the slots do not fit are planned for too
+        scheduler: Scheduler | None = None
+        device: SlotClasses | None = None
+        done = num_tokens = num_prompts = prompt_tokens = num_read = 0
+        while True:
+            num_submitted = 0 if scheduler is None else scheduler.num_waiting
+            # Prompts that are refused do not count: others follow them.
+            while self.read_ahead is None or len(waiting) + num_submitted < self.read_ahead:
+                if (job := next(jobs, None)) is None:
+                    break
+                if not isinstance(job, SlotJob):
+                    yield job
+                    continue
+                if job.index % (self.request.n or 1) == 0:
+                    num_prompts, prompt_tokens = num_prompts + 1, prompt_tokens + len(job.ids)
+                if not job.options.budget:
+                    done += 1
+                    yield JobAnswer(job)
+                    continue
+                waiting.append(job)
+                num_read += len(job.ids)
+            is_new = False
+            if scheduler is None or scheduler.is_idle:
+                if not waiting:
+                    return
+                # A prompt that the slots do not fit waits until all of them are free, and others are planned.
+                if misfits := [job for job in waiting if device is None or not fits_device(device, job)]:
+                    num_read += 0 if device is None else device.num_prefilled
+                    scheduler = device = None  # free its memory first
+                    # The new slots fit the earlier jobs, too: jobs of both kinds may alternate.
+                    planned += misfits
+                    is_new, device = True, open_slots(plan_jobs(self.lm, planned, self.request))
+                    scheduler = Scheduler(device, partial(find_end, self.lm), self.read_ahead)
+            assert device is not None and scheduler is not None
+            fitting: list[SlotJob] = []
+            while waiting and (is_new or fits_device(device, waiting[0])):
+                fitting.append(waiting.popleft())
+            fitting = device.share_prefixes(fitting, share)
+            if is_new:
+                device.prepare(fitting)
+            for job in fitting:
+                scheduler.submit(job)
+                num_read -= job.num_cached
+            for answer in scheduler.step():
+                done, num_tokens = done + 1, num_tokens + len(answer.new.ids)
+                seconds, compiled = clock()
+                # Several answers to a prompt may read it several times.
+                cached = max(0, prompt_tokens - num_read - device.num_prefilled)
+                self.new.speculated = device.speculated
+                self.new.report = RequestReport(
+                    "prompts", num_prompts, prompt_tokens, 0.0, num_tokens, answer_seconds=seconds, compiled=compiled,
+                    cached_tokens=cached, positions_read=device.positions_read,
+                    slots=sum(each.num_slots for each in device.classes),
+                    slot_classes=tuple((each.num_slots, each.cache_len) for each in device.classes),
+                )  # fmt: skip
+                if self.request.progress is not None:
+                    self.request.progress(BatchProgress(done, self.total, num_tokens, seconds))
+                yield answer
 
 
 def plan_jobs(lm: LanguageModel, jobs: Sequence[SlotJob], request: Request) -> tuple[SlotPlan, ...]:
@@ -192,19 +240,6 @@ def find_end(lm: LanguageModel, job: SlotJob, ids: list[int], num_new: int) -> i
     """Return the length of an answer up to its first stop string, or None; see `stop_length`."""
     options = job.options
     return stop_length(lm.decode, ids, num_new, options.stop_strings, options.sampler.min_tokens)
-
-
-def slots_report(
-    device: SlotClasses, num_prompts: int, prompt_tokens: int, new_tokens: int, seconds: float, compiled: int,
-    cached: int,
-) -> RequestReport:  # fmt: skip
-    """Return the report of prompts that run in slots, where prefill and decoding alternate."""
-    return RequestReport(
-        "prompts", num_prompts, prompt_tokens, 0.0, new_tokens, answer_seconds=seconds, compiled=compiled,
-        cached_tokens=cached, positions_read=device.positions_read,
-        slots=sum(each.num_slots for each in device.classes),
-        slot_classes=tuple((each.num_slots, each.cache_len) for each in device.classes),
-    )  # fmt: skip
 
 
 # -- prompts from an iterator ------------------------------------------------------------------
@@ -249,92 +284,44 @@ def generate_iter(
     request, new = self._make_request(Prompts(None, [], False), max_new_tokens, sampler, stop, seed, **options)
     total = len(prompts) if isinstance(prompts, Sized) else None
     shared_seed = request.seed if seed is not None or request.sampler.temperature else None
-    return PromptStream(self._lm, request, new, total, errors == "return", details, stop, shared_seed).run(
-        iter(prompts)
-    )
+    stream = PromptStream(self._lm, request, errors == "return", details, stop, shared_seed)
+    run = SlotRun(self._lm, request, new, total, request.slots or max_slots(self._lm))
+    return (stream.output(item) for item in run.run(stream.jobs(prompts)))  # a generator, to close
 
 
 @dataclass(eq=False)
 class PromptStream:
-    """The run of one call of `generate_iter`.
+    """The prompts and outputs of one call of `generate_iter`.
 
     Attributes:
         lm: the model.
         request: the options of all prompts; it has no rows.
-        new: receives the report.
-        total: number of prompts, if it is known.
         returns_errors: whether errors are yielded, not raised.
         details: whether a `Completion` is yielded for each answer.
         stop: the argument of the call.
         seed: the seed of prompts without one; None until the first of them is sampled.
         outputs: for each prompt in slots, by its position, the index to yield, and whether the answer is text.
-        planned: jobs that the slots are planned for; later jobs that they do not fit are added.
     """
 
     lm: LanguageModel
     request: Request
-    new: NewTokens
-    total: int | None
     returns_errors: bool
     details: bool
     stop: Any
     seed: Any
     outputs: dict[int, tuple[int, bool]] = field(default_factory=dict)
-    planned: list[SlotJob] = field(default_factory=list)
 
-    def run(self, prompts: Iterator[Any]) -> Iterator[tuple[int, Any]]:
-        """Yield the answers; see `generate_iter`."""
-        clock = self.lm.model.programs.start_timer()
-        read_ahead = self.request.slots or max_slots(self.lm)
-        source, waiting = enumerate(prompts), deque[SlotJob]()
-        scheduler: Scheduler | None = None
-        device: SlotClasses | None = None
-        done = num_tokens = num_prompts = prompt_tokens = cached = 0
-        while True:
-            num_submitted = 0 if scheduler is None else scheduler.num_waiting
-            # Prompts that are refused do not count: others follow them.
-            while len(waiting) + num_submitted < read_ahead and (item := next(source, None)) is not None:
-                position, prompt = item
-                prompt = prompt if isinstance(prompt, PromptRequest) else PromptRequest(prompt)
-                index = position
-                try:
-                    index = prompt.checked_index(position)
-                    job = self.make_job(position, index, prompt)
-                except RlxError as error:
-                    yield index, self.returned(error)
-                    continue
-                if not job.options.budget:
-                    yield self.output(JobAnswer(job))
-                    continue
-                waiting.append(job)
-                num_prompts, prompt_tokens = num_prompts + 1, prompt_tokens + len(job.ids)
-            if scheduler is None or scheduler.is_idle:
-                if not waiting:
-                    return
-                # A prompt that the slots do not fit waits until all of them are free, and others are planned.
-                if misfits := [job for job in waiting if device is None or not fits_device(device, job)]:
-                    cached -= 0 if device is None else device.num_prefilled
-                    scheduler = device = None  # free its memory first
-                    # The new slots fit the earlier jobs, too: jobs of both kinds may alternate.
-                    self.planned += misfits
-                    device = open_slots(plan_jobs(self.lm, self.planned, self.request))
-                    device.prepare(waiting)
-                    scheduler = Scheduler(device, partial(find_end, self.lm), read_ahead)
-            assert device is not None and scheduler is not None
-            fitting: list[SlotJob] = []
-            while waiting and fits_device(device, waiting[0]):
-                fitting.append(waiting.popleft())
-            for job in device.share_prefixes(fitting, self.request.share_prefix):
-                scheduler.submit(job)
-                cached += job.num_cached
-            for answer in scheduler.step():
-                done, num_tokens = done + 1, num_tokens + len(answer.new.ids)
-                seconds, compiled = clock()
-                counts = num_prompts, prompt_tokens, num_tokens
-                self.new.report = slots_report(device, *counts, seconds, compiled, cached - device.num_prefilled)
-                if self.request.progress is not None:
-                    self.request.progress(BatchProgress(done, self.total, num_tokens, seconds))
-                yield self.output(answer)
+    def jobs(self, prompts: Iterable[Any]) -> Iterator[SlotJob | tuple[int, RlxError]]:
+        """Yield the job of each prompt, or its index and what is wrong with it."""
+        for position, prompt in enumerate(prompts):
+            request, index = prompt if isinstance(prompt, PromptRequest) else PromptRequest(prompt), position
+            try:
+                index = request.checked_index(position)
+                job = self.make_job(position, index, request)
+            except RlxError as error:
+                yield index, self.returned(error)
+                continue
+            yield job
 
     def make_job(self, position: int, index: int, prompt: PromptRequest) -> SlotJob:
         """Return the job of a prompt.
@@ -363,8 +350,10 @@ class PromptStream:
             return error
         raise error
 
-    def output(self, answer: JobAnswer) -> tuple[int, Any]:
-        """Return what `generate_iter` yields for an answer."""
+    def output(self, answer: JobAnswer | tuple[int, RlxError]) -> tuple[int, Any]:
+        """Return what `generate_iter` yields for an answer, or for a prompt that is refused."""
+        if isinstance(answer, tuple):
+            return answer
         index, as_text = self.outputs.pop(answer.job.index)
         output = make_output(self.lm, self.request, answer.job.options, answer.new, as_text, self.details)
         if not answer.new.failed:

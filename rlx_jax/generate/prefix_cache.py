@@ -19,7 +19,7 @@ from rlx_jax.compiler.settings import bucket_size
 from rlx_jax.device import running_device
 from rlx_jax.errors import RequestError, SessionStateError, shown
 from rlx_jax.generate.decode_state import DecodeState
-from rlx_jax.generate.prefix_tree import RadixTree
+from rlx_jax.generate.sorted_prefixes import PrefixMap, shared_prefixes
 from rlx_jax.runtime.estimate import state_bytes_by_kind
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
@@ -80,8 +80,8 @@ class Prefix:
 
     def release(self) -> None:
         """Free the memory of the prefix; it cannot be used any more."""
-        if self.cache is not None and self.cache.tree.longest(self.ids) is self:
-            self.cache.tree.remove(self.ids)
+        if self.cache is not None and self.cache.stored.longest(self.ids) is self:
+            self.cache.stored.remove(self.ids)
         self.arrays = None
 
     def decode_state(self, owner: object, model: CompiledModel) -> DecodeState:
@@ -112,7 +112,7 @@ class PrefixCache:
     def __init__(self, size: int | None = None) -> None:
         memory = running_device().memory if size is None else None
         self.size = size
-        self.tree: RadixTree[Prefix] = RadixTree(int(DEFAULT_PART * (memory or 2**33)) if size is None else size)
+        self.stored: PrefixMap[Prefix] = PrefixMap(int(DEFAULT_PART * (memory or 2**33)) if size is None else size)
         self._params: ParamsIdentity | None = None
 
     def begin(self, model: CompiledModel) -> ParamsIdentity:
@@ -124,26 +124,26 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Drop all prefixes. Objects of named ones keep their state."""
-        for entry in self.tree.entries.values():
+        for entry in self.stored.entries.values():
             entry.value.arrays = entry.value.arrays if entry.pinned else None
-        self.tree = RadixTree(self.tree.budget)
+        self.stored = PrefixMap(self.stored.budget)
 
     def for_call(self) -> PrefixCache:
         """Return the cache of one call: this one if it retains prefixes, else a new one with the named ones."""
         if self.size is not None:
             return self
         cache = PrefixCache()
-        for ids, (prefix, nbytes, _) in self.tree.entries.items():
-            cache.tree.put(ids, prefix, nbytes, pinned=True)
+        for ids, (prefix, nbytes, _) in self.stored.entries.items():
+            cache.stored.put(ids, prefix, nbytes, pinned=True)
         cache._params = self._params
         return cache
 
     def cached(self, model: CompiledModel, ids: Sequence[int]) -> Prefix | None:
         """Return the longest prefix that is cached and with which `ids` begins; None if the cache rounds."""
-        if not self.tree.entries or model.settings.rounds_cache:
+        if not self.stored.entries or model.settings.rounds_cache:
             return None
         self.begin(model)
-        return self.tree.longest(ids)
+        return self.stored.longest(ids)
 
     def store(self, prefix: Prefix, arrays: StateArrays, pinned: bool = False) -> bool:
         """Store the state of a prefix, and evict others if need be.
@@ -151,11 +151,11 @@ class PrefixCache:
         Returns:
             False if it does not fit, or if other parameters have been in use since.
         """
-        is_current, old = prefix.params is self._params, self.tree.entries.get(prefix.ids)
+        is_current, old = prefix.params is self._params, self.stored.entries.get(prefix.ids)
         if is_current and old is not None and old.pinned and not pinned:  # named since the request began
             prefix.arrays, prefix.row = old.value.arrays, old.value.row
             return True
-        evicted = self.tree.put(prefix.ids, prefix, prefix.nbytes, pinned) if is_current else None
+        evicted = self.stored.put(prefix.ids, prefix, prefix.nbytes, pinned) if is_current else None
         if evicted is None:
             return False
         for other in evicted:  # of two equal prefixes the later one remains
@@ -177,21 +177,18 @@ class PrefixCache:
             share_prefix: as in `Request`; True shares what all prompts begin with, however short it is.
             cache_limit: the most positions of the model.
         """
-        if share_prefix is False or not self.tree.budget or (model.settings.rounds_cache and not share_prefix):
+        if share_prefix is False or not self.stored.budget or (model.settings.rounds_cache and not share_prefix):
             return [None] * len(rows)
         params = self.begin(model)
-        chosen = [self.tree.longest(row[:-1]) for row in rows]
+        chosen = [self.stored.longest(row[:-1]) for row in rows]
         in_use = {prefix.ids: prefix.nbytes for prefix in chosen if prefix is not None and prefix.cache is None}
-        room = self.tree.budget - self.tree.pinned_bytes - sum(in_use.values())
-        tree: RadixTree[None] = RadixTree()
-        for i, row in enumerate(rows):
-            tree.add_row(row[:-1], i)
+        room = self.stored.budget - self.stored.pinned_bytes - sum(in_use.values())
 
         def start(row: int) -> int:
             prefix = chosen[row]
             return 0 if prefix is None else len(prefix.ids)
 
-        shared = tree.shared(1 if share_prefix else MIN_PREFIX)
+        shared = shared_prefixes([row[:-1] for row in rows], 1 if share_prefix else MIN_PREFIX)
         # What most prompts share comes first, so that a prefix comes before the ones that continue it.
         for length, sharing in sorted(shared, key=lambda prefix: -len(prefix[1])):
             is_forced = bool(share_prefix) and len(sharing) == len(rows)

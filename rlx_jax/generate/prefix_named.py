@@ -179,12 +179,12 @@ def _pin(lm: LanguageModel, prefix: Prefix) -> Prefix:
         RequestError: it does not fit next to the other ones.
     """
     assert prefix.arrays is not None
-    same = lm.prefixes.tree.longest(prefix.ids)
+    same = lm.prefixes.stored.longest(prefix.ids)
     if same is not None and same.ids == prefix.ids and same.cache is not None:
         return same
     if not lm.prefixes.store(prefix, prefix.arrays, pinned=True):
         raise RequestError(
-            f"prefix: {prefix!r} does not fit prefix_cache, {lm.prefixes.tree.budget:,} bytes, of which other named "
-            f"prefixes take {lm.prefixes.tree.pinned_bytes:,}; release one, or set a larger prefix_cache"
+            f"prefix: {prefix!r} does not fit prefix_cache, {lm.prefixes.stored.budget:,} bytes, of which other named "
+            f"prefixes take {lm.prefixes.stored.pinned_bytes:,}; release one, or set a larger prefix_cache"
         )
     return prefix

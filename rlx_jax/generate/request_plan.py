@@ -13,9 +13,9 @@ from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.settings import Buckets, bucket_size, fit_bucket
 from rlx_jax.errors import RequestError
 from rlx_jax.generate.decode import DecodeLoop, Sizes
-from rlx_jax.generate.request import LanguageModel, Request, SnapshotPoint
+from rlx_jax.generate.request import LanguageModel, Request
 from rlx_jax.generate.sampler import SamplerValues, SamplingSteps
-from rlx_jax.generate.speculative import VerifyLoop
+from rlx_jax.generate.speculative import Drafter, VerifyLoop
 from rlx_jax.generate.token_history import check_processors
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.program_key import ProgramKey, Variant
@@ -27,15 +27,8 @@ CONTEXT_BUCKET = 64  # the smallest cache length without buckets in the profile
 LOGPROBS_BUCKET = 8
 
 
-class PromptChunk(NamedTuple):
-    """One chunk of the prompts: up to `tokens` tokens of each row, for a program of width `width`."""
-
-    width: int
-    tokens: int
-
-
-# The programs of a plan: for prefill of the prompts, for prefill of their common prefix, and the loop.
-PlanKeys = tuple[tuple[ProgramKey, ...], tuple[ProgramKey, ...], ProgramKey]
+# The programs of a plan: for prefill of the prompts, and the loop.
+PlanKeys = tuple[tuple[ProgramKey, ...], ProgramKey]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,10 +42,10 @@ class RequestPlan:
         stop_mask: `[V]` bool, ids that end a row.
         sizes: number of rows, padding included; widths of the prefill programs for full prompts; length of the cache.
         prefill_batch: rows of the prefill programs, fewer than `sizes.batch` where prompts have several answers.
-        shared_batch: rows of the prefill programs for the common prefix.
-        chunks: the chunks of the prompts, without tokens that a state has already.
-        shared_chunks: the chunks of the common prefix, which is prefilled once, from the first prompt.
-        prefill_programs, shared_programs, loop: the programs.
+        cut: number of tokens, without those that a state has already, after which a chunk of the prompts ends, to copy
+            arrays of the state there; 0 for none.
+        prefill_programs, loop: the programs; there is a prefill program for each chunk of the prompts, without tokens
+            that a state has already.
     """
 
     request: Request
@@ -62,11 +55,8 @@ class RequestPlan:
     stop_mask: np.ndarray[Any, Any]
     sizes: Sizes
     prefill_batch: int
-    shared_batch: int
-    chunks: tuple[PromptChunk, ...]
-    shared_chunks: tuple[PromptChunk, ...]
+    cut: int
     prefill_programs: tuple[BoundProgram, ...]
-    shared_programs: tuple[BoundProgram, ...]
     loop: BoundProgram
 
 
@@ -94,77 +84,95 @@ def plan_request(lm: LanguageModel, request: Request) -> RequestPlan:
     check_processors(lm.model.programs, sampling_steps.processors, batches, lm.vocab_size, sizes.cache_len)
     num_logprobs = request.logprobs and bucket_size(request.logprobs, LOGPROBS_BUCKET, lm.vocab_size)
     prefill_batch = sizes.batch if n == 1 else buckets.rows(len(request.rows))
-    shared_batch = buckets.rows(1) if request.shared_prefix_len else 1
-    prefix_lens = (request.shared_prefix_len,) * len(request.rows) if prefix is None else prefix.lengths
+    prefix_lens = (0,) * len(request.rows) if prefix is None else prefix.lengths
     suffix_len = max(len(row) - count for row, count in zip(request.rows, prefix_lens, strict=True))
-    chunks = make_chunks(buckets, limit, max(lengths) - suffix_len, max(lengths), request.snapshot_point)
-    shared_chunks = make_chunks(buckets, limit, 0, request.shared_prefix_len) if request.shared_prefix_len else ()
-    keys = plan_keys(
-        lm, request, sampling_steps, num_logprobs, sizes, (prefill_batch, shared_batch), (chunks, shared_chunks)
-    )
+    point = request.snapshot_point
+    cut = 0 if point is None else point.num_tokens - prefix_lens[0]
+    widths = chunk_widths(buckets, suffix_len, limit, cut)
+    prefill, loop = plan_keys(lm, request, sampling_steps, num_logprobs, sizes, prefill_batch, widths)
     runner = lm.model.as_program("extend")
-    loop = runner.bind(keys[2])
-    prefill_programs, shared_programs = (tuple(map(runner.bind, program_keys)) for program_keys in keys[:2])
     return RequestPlan(
-        request, sampling_steps, sampler_values, num_logprobs, stop_mask, sizes, prefill_batch, shared_batch, chunks,
-        shared_chunks, prefill_programs, shared_programs, loop,
+        request, sampling_steps, sampler_values, num_logprobs, stop_mask, sizes, prefill_batch, cut,
+        tuple(map(runner.bind, prefill)), runner.bind(loop),
     )  # fmt: skip
 
 
 def plan_keys(
     lm: LanguageModel, request: Request, sampling_steps: SamplingSteps, num_logprobs: int | None, sizes: Sizes,
-    rows: tuple[int, int], chunks: tuple[tuple[PromptChunk, ...], tuple[PromptChunk, ...]],
+    prefill_batch: int, widths: tuple[int, ...],
 ) -> PlanKeys:  # fmt: skip
     """Return the programs of a request, cached by sizes, method and inputs for requests without drafts.
 
     Args:
-        rows: numbers of rows of the prefill programs: for the prompts, and for their common prefix.
-        chunks: chunks of the prompts, and of their common prefix.
+        prefill_batch: number of rows of the prefill programs.
+        widths: their widths.
     """
     model, inputs, drafter, loop = lm.model, request.inputs, request.drafter, lm.model.programs.settings.loop
-    has_prefix = request.prefix is not None or bool(request.shared_prefix_len)
-    steps = request.num_steps(model)
-    widths, shared_widths = ([chunk.width for chunk in part] for part in chunks)
+    has_prefix, steps = request.prefix is not None, request.num_steps(model)
 
     def make_keys() -> PlanKeys:
-        logits = model.output_names[:1]
-        state = {**inputs.sizes, **sizes.state}
-        variant = Variant(True, logits, inputs.optional_inputs)
-        if drafter is None:
-            # A loop of one step has no condition, which a GPU would wait for.
-            stop_early = loop.stop_early and steps > 1
-            wrapper: Any = DecodeLoop(sampling_steps, model.first_input, steps, stop_early, num_logprobs)
-            key = model.as_program("extend").key_for_sizes({**state, "seq": 1}, variant)
-        else:
-            verify = model.as_program("verify")
-            variant = replace(variant, spare=drafter.tokens, hidden=drafter.needs_hidden)
-            rollback_arrays = model.programs.template(verify.key(inputs.optional_inputs, logits)).rollback_arrays
-            drafter_args = (drafter.bind(sizes.state), rollback_arrays)
-            wrapper = VerifyLoop(sampling_steps, model.first_input, steps, *drafter_args)
-            key = verify.key_for_sizes({**state, "seq": drafter.tokens + 1}, replace(variant, last_only=False))
-        if sampling_steps.reads_tokens or (drafter is not None and drafter.reads_tokens):
-            wrapper = replace(wrapper, max_tokens=sizes.cache_len)
-        keys = prefill_keys(model, widths, {**state, "batch": rows[0]}, variant, has_prefix)
-        shared_keys = prefill_keys(model, shared_widths, {**state, "batch": rows[1]}, replace(variant, hidden=False))
-        return keys, shared_keys, replace(key, wrapper=wrapper)
+        variant, state = request_variant(model, drafter, inputs.optional_inputs), {**inputs.sizes, **sizes.state}
+        # A loop of one step has no condition, which a GPU would wait for.
+        stop_early = loop.stop_early and steps > 1
+        wrapper = DecodeLoop(sampling_steps, model.first_input, steps, stop_early, num_logprobs)
+        prefill = prefill_keys(model, widths, {**state, "batch": prefill_batch}, variant, has_prefix)
+        return prefill, loop_key(model, variant, state, drafter, wrapper)
 
     if drafter is not None:
         return make_keys()
-    cache_key = (model.name, sampling_steps, steps, num_logprobs, sizes, rows, has_prefix)
-    inputs_key = (*widths,), (*shared_widths,), (*inputs.sizes.items(),), inputs.optional_inputs
+    cache_key = (model.name, sampling_steps, steps, num_logprobs, sizes, prefill_batch, widths, has_prefix)
+    inputs_key = (*inputs.sizes.items(),), inputs.optional_inputs
     keys: PlanKeys = model.programs.request_keys((*cache_key, *inputs_key), make_keys)
     return keys
+
+
+def request_variant(
+    model: CompiledModel, drafter: Drafter | None, optional_inputs: frozenset[str] = frozenset()
+) -> Variant:
+    """Return the options of the programs of a request; `drafter` as in `Request`."""
+    variant = Variant(True, model.output_names[:1], optional_inputs)
+    return variant if drafter is None else replace(variant, spare=drafter.tokens, hidden=drafter.needs_hidden)
+
+
+def loop_key(
+    model: CompiledModel, variant: Variant, sizes: Mapping[str, int], drafter: Drafter | None, loop: DecodeLoop
+) -> ProgramKey:
+    """Return the program of a loop, with drafts if there is a drafter.
+
+    Args:
+        variant: the result of `request_variant`.
+        sizes: sizes of the state.
+        drafter: as in `Request`.
+        loop: the wrapper without drafts.
+    """
+    wrapper: DecodeLoop | VerifyLoop = loop
+    if drafter is None:
+        key = model.as_program("extend").key_for_sizes({**sizes, "seq": 1}, variant)
+    else:
+        verify = model.as_program("verify")
+        rollback_arrays = model.programs.template(verify.key(variant.optional_inputs, variant.outputs)).rollback_arrays
+        bound = drafter.bind({name: sizes[name] for name in ("batch", "context")})
+        wrapper = VerifyLoop(
+            loop.sampling_steps, loop.ids_input, loop.steps, bound, rollback_arrays, loop.slots, loop.stop_width
+        )
+        key = verify.key_for_sizes({**sizes, "seq": drafter.tokens + 1}, replace(variant, last_only=False))
+    if loop.sampling_steps.reads_tokens or (drafter is not None and drafter.reads_tokens):
+        wrapper = replace(wrapper, max_tokens=sizes["context"])
+    return replace(key, wrapper=wrapper)
 
 
 # -- sizes -------------------------------------------------------------------------------------
 
 
-def chunk_widths(buckets: Buckets, tokens: int, max_positions: int | None) -> tuple[int, ...]:
-    """Return the widths of successive prefill programs for so many tokens.
+def chunk_widths(buckets: Buckets, tokens: int, max_positions: int | None, cut: int = 0) -> tuple[int, ...]:
+    """Return the widths of successive prefill programs for so many tokens; one of them ends after `cut` tokens, if any.
 
     Without buckets it is one program with a power of two as width, or several if the cache rounds. With buckets they
     are programs of the largest bucket that fits a cache, and one of the smallest bucket that fits the rest.
     """
+    if 0 < cut < tokens:
+        parts = (chunk_widths(buckets, part, max_positions) for part in (cut, tokens - cut))
+        return tuple(width for part in parts for width in part)
     chunk = buckets.largest_chunk
     if chunk is None:
         return (bucket_size(tokens, PROMPT_BUCKET, max_positions),)
@@ -205,20 +213,6 @@ def cache_sizes(buckets: Buckets, batch: int, context: int, max_positions: int |
     """Return the rows and the cache length of a state for `batch` prompts of `context` tokens each, with the answer."""
     cache_len = fit_bucket(buckets.context, context) or bucket_size(context, CONTEXT_BUCKET, max_positions)
     return buckets.rows(batch), cache_len
-
-
-def make_chunks(
-    buckets: Buckets, limit: int | None, start: int, end: int, snapshot_point: SnapshotPoint | None = None
-) -> tuple[PromptChunk, ...]:
-    """Return the chunks from token `start` to `end`, with a boundary at the snapshot point if it is between them."""
-    boundaries = [start, end]
-    if snapshot_point is not None and start < snapshot_point.num_tokens < end:
-        boundaries.insert(1, snapshot_point.num_tokens)
-    result = []
-    for begin, stop in zip(boundaries, boundaries[1:], strict=False):
-        *chunks, rest = chunk_widths(buckets, stop - begin, limit)
-        result += [*(PromptChunk(width, width) for width in chunks), PromptChunk(rest, stop - begin - sum(chunks))]
-    return tuple(result)
 
 
 # -- prefill programs --------------------------------------------------------------------------
@@ -269,26 +263,29 @@ class PromptBlock(NamedTuple):
 
 
 def prompt_blocks(
-    programs: Sequence[BoundProgram], chunks: Sequence[PromptChunk], prompts: Sequence[Sequence[int]], batch: int,
-    inputs: Mapping[str, Any], state: StateArrays | None = None,
+    programs: Sequence[BoundProgram], prompts: Sequence[Sequence[int]], batch: int,
+    inputs: Mapping[str, Any] | None = None, state: StateArrays | None = None, cut: int = 0,
 ) -> Iterator[PromptBlock]:  # fmt: skip
     """Prefill the prompts chunk by chunk, and yield the result of each chunk.
 
     Args:
-        programs, chunks: the programs and their chunks.
+        programs: the program of each chunk.
         prompts: ids of each row, without tokens that the state has already.
         batch: number of rows, padding included; a padding row has one token, as prefill needs one.
         inputs: the other inputs of the flow.
         state: the state to continue.
+        cut: as in `RequestPlan`.
     """
     padded_prompts = [*prompts, *([0] for _ in range(batch - len(prompts)))]
     lengths, live = np.array([len(p) for p in padded_prompts]), np.arange(batch) < len(prompts)
     state, offset, first_input = state or {}, 0, programs[0].model.first_input
-    for program, (width, count) in zip(programs, chunks, strict=True):
-        num_new = np.clip(lengths - offset, 0, count)
+    for program in programs:
+        width = dict(program.key.binding)["seq"]
+        count = cut - offset if offset < cut < offset + width else width
+        num_new = np.clip(lengths - offset, 0, count).astype(np.int32)
         tokens = pad_rows([p[offset : offset + count] for p in padded_prompts], width)
-        (logits, *others), state = program({first_input: tokens, "lengths": num_new.astype(np.int32), **inputs}, state)
+        (logits, *others), state = program({first_input: tokens, "lengths": num_new, **(inputs or {})}, state)
         hidden = others[0] if program.key.hidden else None
         offset += count
         yield PromptBlock(logits, state, live & (offset - count < lengths) & (lengths <= offset), hidden, offset)
-        inputs = {}  # the state caches what depends on them
+        inputs = None  # the state caches what depends on them

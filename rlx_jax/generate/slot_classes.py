@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 
 from rlx_jax.compiler.executable import Arrays, StateArrays
 from rlx_jax.compiler.settings import SlotSizes
@@ -20,6 +21,7 @@ from rlx_jax.generate.slot_plan import SlotPlan
 from rlx_jax.generate.slots import PrefixFiller, Slots, open_class
 from rlx_jax.runtime.program_key import HelperCall, ProgramKey
 from rlx_jax.runtime.programs import Programs
+from rlx_jax.runtime.report import SpeculativeCounts
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +51,13 @@ class SlotClasses:
     def num_prefilled(self) -> int:
         """Return the number of tokens of prefixes that were prefilled."""
         return sum(filler.num_prefilled for filler in self.prefixes)
+
+    @property
+    def speculated(self) -> SpeculativeCounts | None:
+        """Return the counts of speculative decoding; None without drafts."""
+        if self.parts[0].plan.drafter is None:
+            return None
+        return SpeculativeCounts(*np.sum(jax.device_get([part.counts for part in self.parts]), 0).tolist())
 
     def width(self, job: SlotJob) -> int:
         """Return the padded width of a prompt after its prefix, the sum of its chunks."""

@@ -23,15 +23,22 @@ from rlx_jax.generate.decode import DecodeLoop, FillSlots
 from rlx_jax.generate.drafters import ProgramDrafter
 from rlx_jax.generate.prefix_cache import state_bytes
 from rlx_jax.generate.request import LanguageModel
-from rlx_jax.generate.request_plan import CONTEXT_BUCKET, LOGPROBS_BUCKET, chunk_widths, prefill_keys
+from rlx_jax.generate.request_plan import (
+    CONTEXT_BUCKET,
+    LOGPROBS_BUCKET,
+    chunk_widths,
+    loop_key,
+    prefill_keys,
+    request_variant,
+)
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.sampler import SamplingSteps
-from rlx_jax.generate.speculative import DRAFTER_PREFIX, Drafter, VerifyLoop
+from rlx_jax.generate.speculative import DRAFTER_PREFIX, Drafter
 from rlx_jax.lowering.inspect.buffers import fused_activation_bytes
 from rlx_jax.runtime.estimate import parameter_bytes, workspace_bytes
 from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
-from rlx_jax.runtime.program_key import ProgramKey, Variant
+from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.sequence_state import EmptyState
 from rlx_jax.text.padding import PROMPT_BUCKET
 
@@ -146,31 +153,22 @@ def plan_class(
     Raises:
         RequestError: as `plan_slots`.
     """
-    model = lm.model.as_program("extend")
-    loop_settings = model.programs.settings.loop
-    count, spare = 2 * loop_settings.steps, 0 if drafter is None else drafter.tokens
-    wrapper: Any = DecodeLoop(steps, model.first_input, count, True, num_logprobs, True, stop_width)
-    variant = Variant(True, model.output_names[:1], spare=spare)
+    model, num_drafts = lm.model.as_program("extend"), 0 if drafter is None else drafter.tokens
+    num_steps = 2 * model.programs.settings.loop.steps
+    wrapper = DecodeLoop(steps, model.first_input, num_steps, True, num_logprobs, True, stop_width)
+    variant = request_variant(model, drafter)
     state_sizes = {"batch": sizes.num_slots, "context": sizes.cache_len}
-    loop_key = key = model.key_for_sizes({**state_sizes, "seq": 1}, variant)
+    key = model.key_for_sizes({**state_sizes, "seq": 1}, variant)
     all_shardings = model.programs.state_shardings(key)
     types, drafter_state = dict(model.programs.template(key.symbolic).state), None
-    if drafter is not None:
-        verify, bound = model.as_program("verify"), drafter.bind(state_sizes)
-        rollback_arrays = model.programs.template(verify.key(outputs=variant.outputs)).rollback_arrays
-        wrapper = VerifyLoop(steps, model.first_input, count, bound, rollback_arrays, True, stop_width)
-        loop_key = verify.key_for_sizes(
-            {**state_sizes, "seq": spare + 1}, replace(variant, last_only=False, hidden=drafter.needs_hidden)
-        )
-        if isinstance(bound, ProgramDrafter):
-            symbolic = bound.keys[0].symbolic
-            drafter_state = bound.programs.empty_state(symbolic, state_sizes, spare)
-            types |= {DRAFTER_PREFIX + name: t for name, t in bound.programs.template(symbolic).state.items()}
-            draft_shardings = bound.shardings()
-            if all_shardings is not None and draft_shardings is not None:
-                all_shardings |= {DRAFTER_PREFIX + name: s for name, s in draft_shardings.state.items()}
-    if steps.reads_tokens or (drafter is not None and drafter.reads_tokens):
-        wrapper = replace(wrapper, max_tokens=sizes.cache_len)
+    bound = None if drafter is None else drafter.bind(state_sizes)
+    if isinstance(bound, ProgramDrafter):
+        symbolic = bound.keys[0].symbolic
+        drafter_state = bound.programs.empty_state(symbolic, state_sizes, num_drafts)
+        types |= {DRAFTER_PREFIX + name: t for name, t in bound.programs.template(symbolic).state.items()}
+        draft_shardings = bound.shardings()
+        if all_shardings is not None and draft_shardings is not None:
+            all_shardings |= {DRAFTER_PREFIX + name: s for name, s in draft_shardings.state.items()}
     dims = {name: [str(dim) for dim in t.shape] for name, t in types.items()}
     row_axes = tuple((name, shape.index("batch")) for name, shape in dims.items() if "batch" in shape)
     if merged := [name for name, t in types.items() if "batch" in t.symbols and name not in dict(row_axes)]:
@@ -182,8 +180,10 @@ def plan_class(
     return SlotPlan(
         lm, sizes, FillSlots(steps, num_logprobs, row_axes),
         None if all_shardings is None else (*(model.programs.replicated,) * 3, all_shardings), stop_width,
-        model.bind(replace(loop_key, wrapper=wrapper)), model.programs.empty_state(key.symbolic, state_sizes, spare),
-        model.programs.empty_state(key.symbolic, fill_sizes, spare) if sizes.extends else None, drafter, drafter_state,
+        model.bind(loop_key(model, variant, state_sizes, drafter, wrapper)),
+        model.programs.empty_state(key.symbolic, state_sizes, num_drafts),
+        model.programs.empty_state(key.symbolic, fill_sizes, num_drafts) if sizes.extends else None,
+        drafter, drafter_state,
     )  # fmt: skip
 
 
@@ -192,10 +192,7 @@ def fill_keys(
 ) -> tuple[ProgramKey, ...]:
     """Return the programs that prefill chunks of these widths; `drafter` as in `Request`."""
     state_sizes = {"batch": sizes.fill_rows, "context": sizes.cache_len}
-    variant = Variant(True, lm.model.output_names[:1])
-    if drafter is not None:
-        variant = replace(variant, spare=drafter.tokens, hidden=drafter.needs_hidden)
-    return prefill_keys(lm.model, widths, state_sizes, variant, sizes.extends)
+    return prefill_keys(lm.model, widths, state_sizes, request_variant(lm.model, drafter), sizes.extends)
 
 
 # -- sizes -------------------------------------------------------------------------------------

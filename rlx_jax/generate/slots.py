@@ -33,7 +33,7 @@ from rlx_jax.generate.decode import (
 from rlx_jax.generate.decode_state import LeafMove, leaf_moves, move_state, resize_state
 from rlx_jax.generate.drafters import empty_pairs
 from rlx_jax.generate.prefix_cache import Prefix, PrefixCache, one_row
-from rlx_jax.generate.request_plan import PromptBlock, PromptChunk, prompt_blocks
+from rlx_jax.generate.request_plan import PromptBlock, prompt_blocks
 from rlx_jax.generate.sampler import Sampler, SamplerValues
 from rlx_jax.generate.scheduler import JobAnswer, SlotJob, SlotTokens
 from rlx_jax.generate.slot_plan import SlotPlan, fill_keys
@@ -100,15 +100,12 @@ class Slots:
         plan, rows, new = self.plan, prefixes.plan.sizes.fill_rows, [job.ids[job.num_cached :] for _, job in group]
         has_prefix = any(job.prefix for _, job in group)
         widths = prefixes.widths(max(map(len, new)), has_prefix)
-        chunks = [PromptChunk(width, width) for width in widths]
         outside = np.arange(self.num_slots, self.num_slots + rows, dtype=np.int32)
         targets = outside.copy()
         targets[: len(group)] = [slot for slot, _ in group]
         jobs = new_jobs(plan, [job for _, job in group], rows)
         programs, state, draft_state = plan.lm.model.programs, prefixes.start([job.prefix for _, job in group]), {}
-        blocks: Iterable[PromptBlock] = prompt_blocks(
-            prefixes.programs(widths, has_prefix), chunks, new, rows, {}, state
-        )
+        blocks: Iterable[PromptBlock] = prompt_blocks(prefixes.programs(widths, has_prefix), new, rows, None, state)
         if plan.drafter is not None:
             hidden: tuple[Any, ...] = ()
             if plan.drafter.needs_hidden:
@@ -354,9 +351,7 @@ class PrefixFiller:
             new = [prefix.ids[len(prefix.parent.ids) if prefix.parent else 0 :] for prefix in group]
             has_prefix = any(prefix.parent for prefix in group)
             widths = self.widths(max(map(len, new)), has_prefix)
-            programs = self.programs(widths, has_prefix)
-            chunks = [PromptChunk(width, width) for width in widths]
-            for block in prompt_blocks(programs, chunks, new, rows, {}, state):
+            for block in prompt_blocks(self.programs(widths, has_prefix), new, rows, None, state):
                 for row in np.flatnonzero(block.is_end):
                     prefix = group[row]
                     target = one_row(model, prefix.cache_len)
