@@ -379,7 +379,7 @@ def can_truncate(model: CompiledModel, text: CachedText, length: int, replaced: 
 def cached_text(generation: Generation, ids: Sequence[int], snapshot: StateSnapshot | None) -> CachedText | None:
     """Return the text of a request of one row that has run or was abandoned; None if its state is gone, as after an
     interrupted call, which has donated it."""
-    arrays = {name: array for name, array in generation.state.items() if not name.startswith(DRAFTER_PREFIX)}
+    arrays = {name: array for name, array in generation.loop.state.items() if not name.startswith(DRAFTER_PREFIX)}
     if any(array.is_deleted() for array in arrays.values()):
         return None
     length = int(jax.device_get(arrays[LENGTH])[0])

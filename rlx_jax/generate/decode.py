@@ -173,9 +173,19 @@ def ends_row(stop_mask: Array, ids: Array) -> Array:
 
 @dataclass(frozen=True)
 class TokenChooser:
-    """Base class of the programs that choose tokens."""
+    """Base class of the programs that choose tokens.
+
+    Attributes:
+        sampling_steps: how they are chosen.
+        num_logprobs: number of likeliest tokens to return with log-probabilities; None to return no log-probabilities.
+    """
 
     sampling_steps: SamplingSteps
+    num_logprobs: int | None = field(default=None, kw_only=True)
+
+    def arguments(self) -> Mapping[str, str]:
+        """Return the arguments of `warmup` that select it; see `rlx_jax.compiler.executable.HasRequestArguments`."""
+        return {"samplers": self.sampling_steps.text, "logprobs": str(self.num_logprobs)}
 
     def is_finite(self, logits: Array, adjusted_logits: Array, chosen: Array) -> Array:
         """Return in which rows logits are finite, `[N]` bool.
@@ -223,16 +233,7 @@ class FirstTokens(TokenChooser):
     Prompts of different lengths may end in different chunks, so it is called once for each chunk in which one ends. Its
     arguments are `logits` `[B, 1, V]`; `active` `[B]` bool, the rows to choose for; and `first` `[B, 1]` and
     `first_log_probs`, the tokens and log-probabilities of the other rows.
-
-    Attributes:
-        num_logprobs: number of likeliest tokens to return with log-probabilities; None to return no log-probabilities.
     """
-
-    num_logprobs: int | None = None
-
-    def arguments(self) -> Mapping[str, str]:
-        """Return the arguments of `warmup` that select it; see `rlx_jax.compiler.executable.HasRequestArguments`."""
-        return {"samplers": self.sampling_steps.text, "logprobs": str(self.num_logprobs)}
 
     def __call__(
         self, logits: Array, rows: RequestRows, active: Array, first: Array, sampler_values: SamplerValues,
@@ -265,7 +266,6 @@ class DecodeLoop(TokenChooser):
         steps: number of tokens per row.
         early_exit: end the loop when every row has ended. Otherwise the number of steps is fixed, and the host thread
             of a GPU prepares the next call instead of waiting for the loop's condition.
-        num_logprobs: as in `FirstTokens`.
         slots: whether the rows are slots.
         stop_width: number of stop ids of each slot, padding included; the programs differ, as their operands do.
         max_tokens: tokens of the history of a row if the program reads them; no array of the state may have so many.
@@ -274,15 +274,13 @@ class DecodeLoop(TokenChooser):
     ids_input: str
     steps: int
     early_exit: bool
-    num_logprobs: int | None = None
     slots: bool = False
     stop_width: int = 0
     max_tokens: int = 0
 
     def arguments(self) -> Mapping[str, str]:
-        """Return the arguments of `warmup` that select it, as `FirstTokens` does."""
-        first = FirstTokens(self.sampling_steps, self.num_logprobs).arguments()
-        return {**first, "slots": "True"} if self.slots else first
+        """Return the arguments of `warmup` that select it, as the other programs do."""
+        return {**super().arguments(), "slots": "True"} if self.slots else super().arguments()
 
     def __call__(self, extend: Function) -> Function:
         def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
@@ -323,20 +321,9 @@ class DecodeLoop(TokenChooser):
 # -- slots ------------------------------------------------------------------------------------
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class SlotRows:
-    """What the device knows of each slot, apart from the state.
-
-    Attributes:
-        rows: as for a request.
-        sampler_values: a value for each slot.
-        stop_ids: `[S, K]` int32, the ids that end each slot, padded with -1.
-    """
-
-    rows: RequestRows
-    sampler_values: SamplerValues
-    stop_ids: Any
+# The inputs of a loop with a row for each slot: as for a request, but with the values of a sampler for each slot, and
+# with `stop_mask` `[S, K]` int32, the ids that end each slot, padded with -1.
+SLOT_INPUTS = ("rows", "sampler_values", "stop_mask")
 
 
 @jax.tree_util.register_dataclass
@@ -350,7 +337,7 @@ class NewJobs:
         seeds: `[F, 2]` uint32, the key of each job's seed; `[F, 0]` in greedy decoding.
         draws: `[F]` int32, the number to fold into each key.
         history: the prompts, as their first token is chosen by them.
-        sampler_values, stop_ids: as in `SlotRows`.
+        sampler_values, stop_mask: as in `SLOT_INPUTS`.
     """
 
     slots: Any
@@ -359,7 +346,7 @@ class NewJobs:
     draws: Any
     history: TokenHistory
     sampler_values: SamplerValues
-    stop_ids: Any
+    stop_mask: Any
 
 
 @dataclass(frozen=True)
@@ -367,41 +354,39 @@ class FillSlots(TokenChooser):
     """Program that chooses the first tokens of prefilled prompts, and copies their rows into slots.
 
     Attributes:
-        num_logprobs: as in `FirstTokens`.
         row_axes: the row axis of each array of the state that has one; the others are the same for all rows.
     """
 
-    num_logprobs: int | None
     row_axes: tuple[tuple[str, int], ...]
 
     def arguments(self) -> Mapping[str, str]:
         """Return the arguments of `warmup` that select it, as `DecodeLoop` does."""
-        return DecodeLoop(self.sampling_steps, "", 1, True, self.num_logprobs, slots=True).arguments()
+        return {**super().arguments(), "slots": "True"}
 
     def __call__(
-        self, state: StateArrays, slots: SlotRows, new_state: StateArrays, logits: Array, jobs: NewJobs
-    ) -> tuple[Array, LogProbs | None, SlotRows, StateArrays]:
-        """Return the first tokens `[F]`, their log-probabilities, the slots and their state.
+        self, state: StateArrays, slots: Arrays, new_state: StateArrays, logits: Array, jobs: NewJobs
+    ) -> tuple[Array, LogProbs | None, Arrays, StateArrays]:
+        """Return the first tokens `[F, 1]`, their log-probabilities, the slots and their state.
 
         Args:
-            state, slots: all slots; the memory of the state is reused.
+            state, slots: state and `SLOT_INPUTS` of all slots; the memory of the state is reused.
             new_state, logits: the result of prefill; logits `[F, 1, V]`.
             jobs: the jobs.
         """
-        active, zeros = jobs.slots < slots.rows.running.shape[0], jnp.zeros_like(jobs.budgets)
+        active, zeros = jobs.slots < slots["rows"].running.shape[0], jnp.zeros_like(jobs.budgets)
         keys = jobs.seeds
         if self.sampling_steps.do_sample:
             keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jobs.seeds, impl=KEY_IMPL), jobs.draws)
         rows = RequestRows(zeros, active, jobs.budgets, jobs.history, keys)
-        tokens, rows = self.choose_next(logits[:, 0], rows, jobs.sampler_values, jobs.stop_ids, active)
+        tokens, rows = self.choose_next(logits[:, 0], rows, jobs.sampler_values, jobs.stop_mask, active)
         log_probs = None
         if self.num_logprobs is not None:
-            log_probs = token_log_probs(logits[:, 0], rows.ids, self.num_logprobs)
+            log_probs = jax.tree.map(lambda a: a[:, None], token_log_probs(logits[:, 0], rows.ids, self.num_logprobs))
 
-        put = partial(put_rows, jobs.slots)
-        slots = jax.tree.map(partial(put, 0), slots, SlotRows(rows, jobs.sampler_values, jobs.stop_ids))
+        put, operands = partial(put_rows, jobs.slots), (rows, jobs.sampler_values, jobs.stop_mask)
+        slots = jax.tree.map(partial(put, 0), slots, dict(zip(SLOT_INPUTS, operands, strict=True)))
         filled = {name: put(axis, state[name], new_state[name]) for name, axis in self.row_axes}
-        return tokens, log_probs, slots, new_state | filled
+        return tokens[:, None], log_probs, slots, new_state | filled
 
 
 @dataclass(frozen=True)
@@ -415,13 +400,13 @@ class MoveRows:
     row_axes: tuple[tuple[str, int], ...]
 
     def __call__(
-        self, state: StateArrays, slots: SlotRows, old_state: StateArrays, old_slots: SlotRows, sources: Array,
+        self, state: StateArrays, slots: Arrays, old_state: StateArrays, old_slots: Arrays, sources: Array,
         targets: Array, remaining: Array,
-    ) -> tuple[SlotRows, StateArrays]:  # fmt: skip
+    ) -> tuple[Arrays, StateArrays]:  # fmt: skip
         """Return the slots of the longer class and their state.
 
         Args:
-            state, slots: the slots of the longer class; the memory of the state is reused.
+            state, slots: as in `FillSlots`, of the longer class; the memory of the state is reused.
             old_state, old_slots: the slots of the shorter class.
             sources, targets: `[F]`, the slots to copy from and to; targets as `NewJobs.slots`.
             remaining: `[F]`, the number of tokens that each row may still get.
@@ -433,10 +418,10 @@ class MoveRows:
 
         # The history of tokens has the length of the cache, and -1 where there is none yet.
         slots = jax.tree.map(partial(move, 0, padding=-1), slots, old_slots)
-        running = put_rows(targets, 0, slots.rows.running, remaining > 0)
-        left = put_rows(targets, 0, slots.rows.remaining, remaining)
+        running = put_rows(targets, 0, slots["rows"].running, remaining > 0)
+        left = put_rows(targets, 0, slots["rows"].remaining, remaining)
         moved = {name: move(axis, state[name], old_state[name]) for name, axis in self.row_axes}
-        return replace(slots, rows=replace(slots.rows, running=running, remaining=left)), state | moved
+        return {**slots, "rows": replace(slots["rows"], running=running, remaining=left)}, state | moved
 
 
 @partial(jax.jit, static_argnames=("axis", "padding"))  # traced once for all layers

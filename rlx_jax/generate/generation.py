@@ -116,6 +116,35 @@ def not_finite_error(failed: Mapping[int, int], outputs: Sequence[Any], n: int |
 
 
 @dataclass(eq=False)
+class LoopRun:
+    """A loop of decoding, with its inputs and its state on the device.
+
+    Attributes:
+        program: the program of the loop.
+        inputs: its inputs, updated by every call.
+        state: its state.
+    """
+
+    program: BoundProgram
+    inputs: dict[str, Any]
+    state: StateArrays
+
+    def advance(self) -> tuple[Any, LogProbs | None]:
+        """Dispatch the program, without waiting for it; return the new tokens and their log-probabilities, if any."""
+        (tokens, self.inputs["rows"], *extras), self.state = self.program(self.inputs, self.state)
+        if "counts" in self.inputs:  # of drafts, which exclude log-probabilities
+            self.inputs["drafter_carry"], self.inputs["counts"] = extras
+            return tokens, None
+        return tokens, next(iter(extras), None)
+
+    def stop(self, rows: Iterable[int]) -> None:
+        """End rows early, as for a stop string; a block that was computed ahead may still have tokens of them."""
+        running = np.array(jax.device_get(self.inputs["rows"].running))
+        running[list(rows)] = False
+        self.inputs["rows"] = replace(self.inputs["rows"], running=running)
+
+
+@dataclass(eq=False)
 class Generation:
     """Iterator over the new tokens of a request in blocks `[count, n]` int32, on the host.
 
@@ -124,12 +153,10 @@ class Generation:
     has one token per row, is returned before the loop is compiled.
 
     Attributes:
-        decode: the program of the loop.
+        loop: the loop.
         count: number of rows; the others are padding.
         budget: the most tokens of a row.
         steps: steps of the loop per block; each gives at least one token to every running row.
-        inputs: inputs of the loop, updated with every block.
-        state: the state of the loop.
         tokens: the latest block on the device.
         cache_len: length of the cache.
         block_steps: steps in the latest block: 1 for the first block, then `steps`.
@@ -142,12 +169,10 @@ class Generation:
         returned_tokens: the block that was returned last, on the device.
     """
 
-    decode: BoundProgram
+    loop: LoopRun
     count: int
     budget: int
     steps: int
-    inputs: dict[str, Any]
-    state: StateArrays
     tokens: AnyArray
     cache_len: int
     block_steps: int = 1
@@ -161,10 +186,10 @@ class Generation:
     def __iter__(self) -> Iterator[np.ndarray[Any, Any]]:
         done = 0
         while True:
-            tokens, rows, counts = self.tokens, self.inputs["rows"], self.inputs.get("counts")
+            tokens, rows, counts = self.tokens, self.loop.inputs["rows"], self.loop.inputs.get("counts")
             log_probs = self.device_log_probs
             done += self.block_steps
-            is_last, can_run_ahead = done >= self.budget, self.decode.is_compiled
+            is_last, can_run_ahead = done >= self.budget, self.loop.program.is_compiled
             # Dispatch the next block before waiting for this one, unless that would compile first.
             if can_run_ahead and not is_last:
                 self.advance()
@@ -181,12 +206,6 @@ class Generation:
             if not can_run_ahead:
                 self.advance()
 
-    def stop(self, rows: Iterable[int]) -> None:
-        """End rows early, as for a stop string; a block that was computed ahead may still have tokens of them."""
-        running = np.array(jax.device_get(self.inputs["rows"].running))
-        running[list(rows)] = False
-        self.inputs["rows"] = replace(self.inputs["rows"], running=running)
-
     def all_tokens(self, row: int) -> list[int]:
         """Return all tokens that the device chose for a row, also the ones not returned to the host yet.
 
@@ -200,14 +219,10 @@ class Generation:
 
     def advance(self) -> None:
         """Dispatch the program for the next block, without waiting for it."""
-        (self.tokens, self.inputs["rows"], *extras), self.state = self.decode(self.inputs, self.state)
-        if self.device_log_probs is not None:
-            (self.device_log_probs,) = extras
-        else:
-            self.inputs |= dict(zip(("drafter_carry", "counts"), extras, strict=False))
+        self.tokens, self.device_log_probs = self.loop.advance()
         self.block_steps = self.steps
         with jax.transfer_guard_device_to_host("allow"):  # explicit, as `device_get` is
-            for array in jax.tree.leaves((self.tokens, self.inputs["rows"].running, self.device_log_probs)):
+            for array in jax.tree.leaves((self.tokens, self.loop.inputs["rows"].running, self.device_log_probs)):
                 array.copy_to_host_async()  # once the block is computed, and not only when the host waits for it
 
 
@@ -252,7 +267,7 @@ def run_blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[
                 for i, length in stops.items():
                     new.end(i, length)
                 if stops:
-                    generation.stop(stops)
+                    generation.loop.stop(stops)
             seconds, compiled = clock()
             tokens = sum(len(row.ids) for row in new.rows)
             first_token = first_token or (seconds, tokens)
@@ -382,7 +397,9 @@ def start_generation(plan: RequestPlan) -> Generation:
             is_end = is_end[prompt_of_row] & live
         arguments = (logits, rows, is_end, first_ids, sampler_values, stop_mask, log_probs)
         first_ids, rows, log_probs = programs.run_helper(
-            FirstTokens(plan.sampling_steps, plan.num_logprobs), *arguments, out_shardings=programs.replicated
+            FirstTokens(plan.sampling_steps, num_logprobs=plan.num_logprobs),
+            *arguments,
+            out_shardings=programs.replicated,
         )
     if n > 1:
         state = resize_state(loop, state, prompt_indices(sizes.batch, n, len(request.rows)))
@@ -392,7 +409,7 @@ def start_generation(plan: RequestPlan) -> Generation:
         state |= {DRAFTER_PREFIX + name: array for name, array in draft_state.items()}
         operands |= {"params": drafter.params(), "drafter_carry": drafter_arrays, "counts": np.zeros(3, np.int32)}
     return Generation(
-        loop, len(request.rows) * n, request.budget, request.num_steps(loop.model), operands, state, first_ids,
+        LoopRun(loop, operands, state), len(request.rows) * n, request.budget, request.num_steps(loop.model), first_ids,
         sizes.cache_len, device_log_probs=log_probs, snapshot=snapshot,
     )  # fmt: skip
 

@@ -114,7 +114,7 @@ def plan_keys(
         variant, state = request_variant(model, drafter, inputs.optional_inputs), {**inputs.sizes, **sizes.state}
         # A loop of one step has no condition, which a GPU would wait for.
         stop_early = loop.stop_early and steps > 1
-        wrapper = DecodeLoop(sampling_steps, model.first_input, steps, stop_early, num_logprobs)
+        wrapper = DecodeLoop(sampling_steps, model.first_input, steps, stop_early, num_logprobs=num_logprobs)
         prefill = prefill_keys(model, widths, {**state, "batch": prefill_batch}, variant, has_prefix)
         return prefill, loop_key(model, variant, state, drafter, wrapper)
 

@@ -76,40 +76,24 @@ def is_by_prompt(name: str, value: Any) -> bool:
     return isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim == 1)
 
 
-def values_by_prompt(name: str, value: Any, count: int) -> list[Any] | None:
-    """Return the values of an argument, one for each prompt; None if it is one value for all of them.
+def split_by_prompt(count: int, arguments: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the arguments of each prompt; None if none of them has values for each prompt.
 
     Args:
-        name: the argument.
-        value: its value.
         count: number of prompts.
+        arguments: the values by name.
 
     Raises:
         RequestError: there are more or fewer values than prompts.
     """
-    if not is_by_prompt(name, value):
+    lists: dict[str, Sequence[Any]] = {name: value for name, value in arguments.items() if is_by_prompt(name, value)}
+    for name, values in lists.items():
+        lists[name] = values = values.tolist() if isinstance(values, np.ndarray) else values
+        if len(values) != count:
+            raise RequestError(
+                f"{name} has {len(values)} values, and there are {count} prompts: {shown(values)}; pass one value for "
+                "all of them, or one for each"
+            )
+    if not lists:
         return None
-    value = value.tolist() if isinstance(value, np.ndarray) else value
-    if len(value) != count:
-        raise RequestError(
-            f"{name} has {len(value)} values, and there are {count} prompts: {shown(value)}; pass one value for all of "
-            "them, or one for each"
-        )
-    return list(value)
-
-
-def split_by_prompt(count: int, arguments: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the arguments of each prompt; None if none of them has values for each prompt.
-
-    Raises:
-        RequestError: as `values_by_prompt`.
-    """
-    lists = {name: values_by_prompt(name, value, count) for name, value in arguments.items()}
-    if all(values is None for values in lists.values()):
-        return None
-
-    def at(name: str, i: int) -> Any:
-        values: Sequence[Any] | None = lists[name]
-        return arguments[name] if values is None else values[i]
-
-    return [{name: at(name, i) for name in arguments} for i in range(count)]
+    return [{name: lists[name][i] if name in lists else arguments[name] for name in arguments} for i in range(count)]

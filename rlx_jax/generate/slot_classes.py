@@ -57,7 +57,9 @@ class SlotClasses:
         """Return the counts of speculative decoding; None without drafts."""
         if self.parts[0].plan.drafter is None:
             return None
-        return SpeculativeCounts(*np.sum(jax.device_get([part.counts for part in self.parts]), 0).tolist())
+        return SpeculativeCounts(
+            *np.sum(jax.device_get([part.loop.inputs["counts"] for part in self.parts]), 0).tolist()
+        )
 
     def width(self, job: SlotJob) -> int:
         """Return the padded width of a prompt after its prefix, the sum of its chunks."""
@@ -90,7 +92,7 @@ class SlotClasses:
             parts.add((filler, tokens - (0 if prefix is None else len(prefix.ids)), prefix is not None))
         chunks = {(filler, filler.widths(tokens, has_prefix), has_prefix) for filler, tokens, has_prefix in parts}
         calls = [call for filler, widths, has_prefix in chunks for call in prefill_calls(filler, widths, has_prefix)]
-        calls += [(part.plan.loop.key, part.state, part.loop_inputs(0)) for part in self.parts]
+        calls += [(part.plan.loop.key, part.loop.state, part.loop.inputs) for part in self.parts]
         model = self.parts[0].plan.loop.model
         params = model.require_params("generation")
         pairs = {

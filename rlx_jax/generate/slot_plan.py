@@ -155,7 +155,7 @@ def plan_class(
     """
     model, num_drafts = lm.model.as_program("extend"), 0 if drafter is None else drafter.tokens
     num_steps = 2 * model.programs.settings.loop.steps
-    wrapper = DecodeLoop(steps, model.first_input, num_steps, True, num_logprobs, True, stop_width)
+    wrapper = DecodeLoop(steps, model.first_input, num_steps, True, True, stop_width, num_logprobs=num_logprobs)
     variant = request_variant(model, drafter)
     state_sizes = {"batch": sizes.num_slots, "context": sizes.cache_len}
     key = model.key_for_sizes({**state_sizes, "seq": 1}, variant)
@@ -178,7 +178,7 @@ def plan_class(
         )
     fill_sizes = {**state_sizes, "batch": sizes.fill_rows}
     return SlotPlan(
-        lm, sizes, FillSlots(steps, num_logprobs, row_axes),
+        lm, sizes, FillSlots(steps, row_axes, num_logprobs=num_logprobs),
         None if all_shardings is None else (*(model.programs.replicated,) * 3, all_shardings), stop_width,
         model.bind(loop_key(model, variant, state_sizes, drafter, wrapper)),
         model.programs.empty_state(key.symbolic, state_sizes, num_drafts),

@@ -9,7 +9,7 @@ with the programs of a fill, and copies their states into its rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.settings import SlotSizes
 from rlx_jax.generate.decode import (
+    SLOT_INPUTS,
     STOPPED,
     LogProbs,
     MoveRows,
@@ -27,11 +28,11 @@ from rlx_jax.generate.decode import (
     RequestRows,
     RowTokens,
     Sizes,
-    SlotRows,
     put_carry,
 )
 from rlx_jax.generate.decode_state import LeafMove, leaf_moves, move_state, resize_state
 from rlx_jax.generate.drafters import empty_pairs
+from rlx_jax.generate.generation import LoopRun
 from rlx_jax.generate.prefix_cache import Prefix, PrefixCache, one_row
 from rlx_jax.generate.request_plan import PromptBlock, prompt_blocks
 from rlx_jax.generate.sampler import Sampler, SamplerValues
@@ -47,47 +48,34 @@ from rlx_jax.runtime.sequence_state import LENGTH
 Array = jax.Array
 
 
-@dataclass(frozen=True)
-class FillResult:
-    """The first tokens of a fill on the device, which the next `end_decode` returns.
-
-    Attributes:
-        slots: `[F]`, on the host; as in `NewJobs`.
-        tokens, log_probs: `[F]`, as `FillSlots` returns them.
-    """
-
-    slots: np.ndarray[Any, Any]
-    tokens: Any
-    log_probs: LogProbs | None
-
-
 @dataclass(eq=False)
 class Slots:
     """The slots of a context class.
 
     Attributes:
         plan: their sizes and programs.
-        state, rows: the arrays on the device.
+        loop: the loop with the arrays on the device.
         occupied: the job of each slot that has one.
-        first_tokens: the first tokens of the fills since the last `start_decode`.
+        first_tokens: for each fill since the last `start_decode` the slots, as in `NewJobs`, and on the device the
+            first tokens and their log-probabilities.
         num_steps: number of steps decoded.
-        counts: the counts of `VerifyLoop`.
-        carry: the `DrafterState.carry` of all slots.
     """
 
     plan: SlotPlan
-    state: StateArrays
-    rows: SlotRows
+    loop: LoopRun
     occupied: dict[int, SlotJob] = field(default_factory=dict)
-    first_tokens: list[FillResult] = field(default_factory=list)
+    first_tokens: list[tuple[Any, Any, LogProbs | None]] = field(default_factory=list)
     num_steps: int = 0
-    counts: Any = field(default_factory=lambda: np.zeros(3, np.int32))
-    carry: Any = None
 
     @property
     def num_slots(self) -> int:
         """Return the number of slots."""
         return self.plan.sizes.num_slots
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Return the `SLOT_INPUTS`."""
+        return {name: self.loop.inputs[name] for name in SLOT_INPUTS}
 
     def fill(self, group: Sequence[tuple[int, SlotJob]], prefixes: PrefixFiller) -> None:
         """Prefill jobs into free slots, without waiting for the device.
@@ -97,15 +85,13 @@ class Slots:
             prefixes: the prefixes of the class that has the prefill programs, with a cache of this length or a shorter
                 one.
         """
-        plan, rows, new = self.plan, prefixes.plan.sizes.fill_rows, [job.ids[job.num_cached :] for _, job in group]
-        has_prefix = any(job.prefix for _, job in group)
-        widths = prefixes.widths(max(map(len, new)), has_prefix)
+        plan, rows = self.plan, prefixes.plan.sizes.fill_rows
         outside = np.arange(self.num_slots, self.num_slots + rows, dtype=np.int32)
         targets = outside.copy()
         targets[: len(group)] = [slot for slot, _ in group]
         jobs = new_jobs(plan, [job for _, job in group], rows)
-        programs, state, draft_state = plan.lm.model.programs, prefixes.start([job.prefix for _, job in group]), {}
-        blocks: Iterable[PromptBlock] = prompt_blocks(prefixes.programs(widths, has_prefix), new, rows, None, state)
+        programs, draft_state, ids = plan.lm.model.programs, {}, [job.ids for _, job in group]
+        blocks: Iterable[PromptBlock] = prefixes.prefill(ids, [job.prefix for _, job in group])
         if plan.drafter is not None:
             hidden: tuple[Any, ...] = ()
             if plan.drafter.needs_hidden:
@@ -113,22 +99,23 @@ class Slots:
                 # Rows that end in an earlier chunk have the same state after the last one.
                 blocks = [part._replace(state=parts[-1].state) for part in parts]
                 hidden = tuple(part.hidden for part in parts)
-            ids = [job.ids for _, job in group]
             sizes = Sizes(rows, prefixes.widths(max(map(len, ids)), False), prefixes.plan.sizes.cache_len)
             first = np.zeros((rows, 1), np.int32)  # not chosen yet
             carry, arrays = plan.drafter.start(programs, sizes, ids, first, hidden)
             if carry is not None:
-                shardings = programs.replicated
-                self.carry = programs.run_helper(put_carry, self.carry, carry, targets, out_shardings=shardings)
+                self.loop.inputs["drafter_carry"] = programs.run_helper(
+                    put_carry, self.loop.inputs["drafter_carry"], carry, targets, out_shardings=programs.replicated
+                )
             draft_state = {DRAFTER_PREFIX + name: array for name, array in arrays.items()}
         for block in blocks:
             if not block.is_end.any():  # no prompt ends in this chunk
                 continue
             slots = np.where(block.is_end, targets, outside)
             new_state = {**block.state, **draft_state}
-            arguments = (self.state, self.rows, new_state, block.logits, replace(jobs, slots=slots))
-            tokens, log_probs, self.rows, self.state = programs.run_helper(plan.fill, *arguments, **self._fill_options)
-            self.first_tokens.append(FillResult(slots, tokens, log_probs))
+            arguments = (self.loop.state, self.inputs, new_state, block.logits, replace(jobs, slots=slots))
+            *first, inputs, self.loop.state = programs.run_helper(plan.fill, *arguments, **self._fill_options)
+            self.loop.inputs |= inputs
+            self.first_tokens.append((slots, *first))
         self.occupied.update(group)
 
     @property
@@ -140,52 +127,32 @@ class Slots:
         plan, rows, axes = self.plan, prefilling.plan.sizes.fill_rows, dict(self.plan.fill.row_axes)
         new_state = {
             name: jax.ShapeDtypeStruct([rows if i == axes.get(name) else n for i, n in enumerate(a.shape)], a.dtype)
-            for name, a in prefilling.state.items()
+            for name, a in prefilling.loop.state.items()
         }
         logits = jax.ShapeDtypeStruct((rows, 1, plan.lm.vocab_size), np.float32)
-        arguments = (self.state, self.rows, new_state, logits, new_jobs(plan, [job], rows))
+        arguments = (self.loop.state, self.inputs, new_state, logits, new_jobs(plan, [job], rows))
         return HelperCall(plan.fill, arguments, **self._fill_options)
-
-    def loop_inputs(self, min_running: int) -> dict[str, Any]:
-        """Return the inputs of the loop; see `DecodeLoop`."""
-        operands = {"sampler_values": self.rows.sampler_values, "stop_mask": self.rows.stop_ids}
-        if (drafter := self.plan.drafter) is not None:
-            operands |= {"params": drafter.params(), "drafter_carry": self.carry, "counts": self.counts}
-        return {"rows": self.rows.rows, "min_running": np.int32(min_running), **operands}
 
     def start_decode(self, min_running: int) -> Any:
         """Decode some steps, until at most `min_running` slots run; return the tokens, without waiting for them."""
-        (tokens, rows, *log_probs), self.state = self.plan.loop(self.loop_inputs(min_running), self.state)
-        if self.plan.drafter is not None:
-            (self.carry, self.counts), log_probs = log_probs, []
-        self.rows = replace(self.rows, rows=rows)
-        return (
-            tokens,
-            rows.running,
-            rows.history.num_new,
-            log_probs,
-            [(part.tokens, part.log_probs) for part in self.first_tokens],
-        )
+        self.loop.inputs["min_running"] = np.int32(min_running)
+        tokens, log_probs = self.loop.advance()
+        first, self.first_tokens = self.first_tokens, []
+        return tokens, log_probs, self.loop.inputs["rows"], first
 
     def end_decode(self, results: Any) -> dict[int, SlotTokens]:
         """Return the new tokens by slot, from the result of `start_decode`."""
-        tokens, running, num_new, log_probs, first = jax.device_get(results)
+        tokens, log_probs, rows, first = results
+        num_new = rows.history.num_new
+        tokens, log_probs, running, num_new, first = jax.device_get((tokens, log_probs, rows.running, num_new, first))
         self.num_steps += int((tokens != STOPPED).any(axis=0).reshape(-1, self.plan.num_drafts + 1).any(axis=1).sum())
-        # Column 0 is for first tokens.
-        tokens = np.pad(tokens, ((0, 0), (1, 0)), constant_values=STOPPED)
-        values: LogProbs | None = None
-        if log_probs:
-            values = jax.tree.map(lambda a: np.pad(a, ((0, 0), (1, 0), (0, 0))[: a.ndim]), log_probs[0])
-        for (first_ids, first_log_probs), part in zip(first, self.first_tokens, strict=True):
-            is_job = part.slots < self.num_slots
-            tokens[part.slots[is_job], 0] = first_ids[is_job]
-            if values is not None:
-                for array, new in zip(jax.tree.leaves(values), jax.tree.leaves(first_log_probs), strict=True):
-                    array[part.slots[is_job], 0] = new[is_job]
-        self.first_tokens = []
+        first_tokens = {
+            int(slot): RowTokens.of(ids, i, values) for slots, ids, values in first for i, slot in enumerate(slots)
+        }
         result = {}
         for slot, job in sorted(self.occupied.items()):
-            new, is_running = RowTokens.of(tokens, slot, values), bool(running[slot])
+            new, is_running = first_tokens.get(slot) or RowTokens(), bool(running[slot])
+            new.extend(RowTokens.of(tokens, slot, log_probs))
             # A token that ends the answer may be the last one that fits.
             is_stop = bool(new.ids) and new.ids[-1] in job.options.stop_ids
             is_full = not (is_running or new.failed or is_stop) and num_new[slot] < job.options.budget
@@ -207,17 +174,16 @@ class Slots:
             sources[i], targets[i] = source, target
             remaining[i] = row_limit(answer.job, plan.sizes.cache_len) - len(answer.new.ids)
             self.occupied[target] = answer.job
-        arguments = (self.state, self.rows, old.state, old.rows, sources, targets, remaining)
+        arguments = (self.loop.state, self.inputs, old.loop.state, old.inputs, sources, targets, remaining)
         shardings = None if plan.fill_shardings is None else plan.fill_shardings[2:]
-        self.rows, self.state = plan.lm.model.programs.run_helper(
+        inputs, self.loop.state = plan.lm.model.programs.run_helper(
             MoveRows(plan.fill.row_axes), *arguments, out_shardings=shardings, donate=(0,)
         )
+        self.loop.inputs |= inputs
 
     def stop(self, slots: Sequence[int]) -> None:
         """End running slots."""
-        running = np.array(jax.device_get(self.rows.rows.running))
-        running[list(slots)] = False
-        self.rows = replace(self.rows, rows=replace(self.rows.rows, running=running))
+        self.loop.stop(slots)
         for slot in slots:
             self.occupied.pop(slot, None)
 
@@ -242,7 +208,7 @@ def new_jobs(plan: SlotPlan, jobs: Sequence[SlotJob], rows: int) -> NewJobs:
             steps, [job.ids for job in padded], vocab_size, plan.sizes.cache_len, plan.keeps_tokens
         ),
         sampler_values=stack_values([option.sampler.values(vocab_size, steps) for option in options]),
-        stop_ids=stop_ids,
+        stop_mask=stop_ids,
     )
 
 
@@ -274,8 +240,12 @@ def open_class(plan: SlotPlan) -> Slots:
     rows = RequestRows(zeros, np.zeros(num, bool), zeros, history, keys)
     values = stack_values([Sampler().values(vocab_size, steps)] * num)
     stop_ids = np.full((num, plan.stop_width), -1, np.int32)
-    slots = jax.device_put((SlotRows(rows, values, stop_ids), empty_pairs(plan.drafter, num)), programs.replicated)
-    return Slots(plan, state, slots[0], carry=slots[1])
+    inputs = dict(zip(SLOT_INPUTS, (rows, values, stop_ids), strict=True))
+    if plan.drafter is not None:
+        inputs |= {"drafter_carry": empty_pairs(plan.drafter, num), "counts": np.zeros(3, np.int32)}
+    inputs = jax.device_put(inputs, programs.replicated) | {"min_running": np.int32(0)}
+    inputs |= {} if plan.drafter is None else {"params": plan.drafter.params()}
+    return Slots(plan, LoopRun(plan.loop, inputs, state))
 
 
 # -- prefixes of jobs -------------------------------------------------------------------------
@@ -315,6 +285,13 @@ class PrefixFiller:
         """Return the padded width of so many tokens, the sum of their chunks."""
         return sum(self.widths(num_tokens, has_prefix))
 
+    def prefill(self, rows: Sequence[Sequence[int]], prefixes: Sequence[Prefix | None]) -> Iterator[PromptBlock]:
+        """Prefill rows of tokens, each after its prefix if it has one, and yield the result of each chunk."""
+        state, has_prefix = self.start(prefixes), any(prefixes)
+        new = [row[0 if p is None else len(p.ids) :] for row, p in zip(rows, prefixes, strict=True)]
+        programs = self.programs(self.widths(max(map(len, new)), has_prefix), has_prefix)
+        return prompt_blocks(programs, new, self.plan.sizes.fill_rows, None, state)
+
     def start(self, prefixes: Sequence[Prefix | None]) -> StateArrays | None:
         """Return the state of a fill in which each row has its prefix; None if the first program creates it."""
         named = [prefix for prefix in prefixes if prefix is not None]
@@ -347,17 +324,13 @@ class PrefixFiller:
         rows, model = self.plan.sizes.fill_rows, self.plan.lm.model
         for begin in range(0, len(missing), rows):
             group = missing[begin : begin + rows]
-            state = self.start([prefix.parent for prefix in group])
-            new = [prefix.ids[len(prefix.parent.ids) if prefix.parent else 0 :] for prefix in group]
-            has_prefix = any(prefix.parent for prefix in group)
-            widths = self.widths(max(map(len, new)), has_prefix)
-            for block in prompt_blocks(self.programs(widths, has_prefix), new, rows, None, state):
+            for block in self.prefill([prefix.ids for prefix in group], [prefix.parent for prefix in group]):
                 for row in np.flatnonzero(block.is_end):
                     prefix = group[row]
                     target = one_row(model, prefix.cache_len)
                     states[prefix] = resize_state(target, block.state, np.array([row], np.int32))
                     self.cache.store(prefix, states[prefix])  # type: ignore[arg-type]
-            self.num_prefilled += sum(map(len, new))
+            self.num_prefilled += sum(len(p.ids) - (len(p.parent.ids) if p.parent else 0) for p in group)
         return [states[prefix] for prefix in prefixes]  # type: ignore[misc]
 
 
