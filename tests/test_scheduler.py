@@ -95,8 +95,12 @@ class Device:
             self.jobs.pop(slot, None)
 
 
-def find_end(one: SlotJob, ids: list[int], num_new: int) -> int | None:
-    return STOP if one.index % 2 and len(ids) >= STOP else None
+def find_end(one: RowOptions, ids: list[int], num_new: int) -> int | None:
+    return STOP if one.draw % 2 and len(ids) >= STOP else None
+
+
+def never_ends(one: RowOptions, ids: list[int], num_new: int) -> None:
+    return None
 
 
 jobs = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=24)
@@ -134,7 +138,7 @@ def test_every_job_is_answered_once(
 def test_long_answers_first_and_few_idle_slots() -> None:
     """Longest first: the steps of idle slots stay below one group of slots and the tail of the last answers."""
     device = Device((slot_class(8, 2, 50),))
-    scheduler = Scheduler(device)
+    scheduler = Scheduler(device, never_ends)
     budgets = [1 + 7 * i % 40 for i in range(64)]
     for i, budget in enumerate(budgets):
         scheduler.submit(job(i, 3, budget))
@@ -147,7 +151,7 @@ def test_long_answers_first_and_few_idle_slots() -> None:
 
 def test_a_window_ends_waiting() -> None:
     """An endless sequence of long jobs does not keep a short one waiting."""
-    scheduler = Scheduler(Device((slot_class(1, 1),)), window=4)
+    scheduler = Scheduler(Device((slot_class(1, 1),)), never_ends, window=4)
     for i in range(4):
         scheduler.submit(job(i, 2, 12 if i else 1))
     done: list[int] = []
@@ -162,7 +166,7 @@ def test_classes_read_less() -> None:
     read = []
     for classes in ((slot_class(8, 2, 400),), (slot_class(7, 2, 40), slot_class(1, 1, 400))):
         device = Device(classes)
-        scheduler = Scheduler(device)
+        scheduler = Scheduler(device, never_ends)
         for i in range(60):
             scheduler.submit(job(2 * i, 5, 200 if i < 3 else 20))
         done = []

@@ -266,21 +266,20 @@ class DecodeLoop(TokenChooser):
         steps: number of tokens per row.
         early_exit: end the loop when every row has ended. Otherwise the number of steps is fixed, and the host thread
             of a GPU prepares the next call instead of waiting for the loop's condition.
-        slots: whether the rows are slots.
-        stop_width: number of stop ids of each slot, padding included; the programs differ, as their operands do.
+        stop_width: number of stop ids of each slot, padding included, as the operands of the programs differ; 0 if the
+            rows are not slots.
         max_tokens: tokens of the history of a row if the program reads them; no array of the state may have so many.
     """
 
     ids_input: str
     steps: int
     early_exit: bool
-    slots: bool = False
     stop_width: int = 0
     max_tokens: int = 0
 
     def arguments(self) -> Mapping[str, str]:
         """Return the arguments of `warmup` that select it, as the other programs do."""
-        return {**super().arguments(), "slots": "True"} if self.slots else super().arguments()
+        return {**super().arguments(), "slots": "True"} if self.stop_width else super().arguments()
 
     def __call__(self, extend: Function) -> Function:
         def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
@@ -306,7 +305,7 @@ class DecodeLoop(TokenChooser):
 
             def continues(carry: Any) -> Array:
                 running: Array = carry[1].running
-                has_work = running.sum() > inputs["min_running"] if self.slots else running.any()
+                has_work = running.sum() > inputs["min_running"] if self.stop_width else running.any()
                 return jnp.logical_and(carry[0] < self.steps, has_work)
 
             if self.early_exit:

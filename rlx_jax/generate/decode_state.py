@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,6 @@ import numpy as np
 
 from rlx_jax.compiler.executable import Arrays, StateArrays
 from rlx_jax.errors import RequestError, SessionStateError
-from rlx_jax.ir.types import TensorType
 from rlx_jax.runtime.model import BoundProgram
 from rlx_jax.runtime.sequence_state import LENGTH, State, check_capacity
 from rlx_jax.text.padding import crop_to
@@ -174,21 +173,18 @@ def gather_rows(axis: int, array: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.take(array, rows, axis=axis, mode="clip")
 
 
-@dataclass(frozen=True)
-class LeafMove:
+class LeafMove(NamedTuple):
     """A description of how one array of a state is copied to other rows and another cache length.
 
     Attributes:
         name: the array.
         row_axis: its row axis.
-        slot_axis: its slot axis; None if the number of slots stays the same.
-        num_slots: the new number of slots.
+        shape: its new shape.
     """
 
     name: str
     row_axis: int
-    slot_axis: int | None = None
-    num_slots: int = 0
+    shape: tuple[int, ...]
 
 
 def move_state(
@@ -212,48 +208,43 @@ def move_leaf(leaf: LeafMove, array: jax.Array, rows: jax.Array, lengths: jax.Ar
     The token at position p is in slot p mod T, both in a full cache and in a ring buffer of the last T tokens.
     """
     array = gather_rows(leaf.row_axis, array, rows)
-    if leaf.slot_axis is None:
+    sizes = enumerate(zip(array.shape, leaf.shape, strict=True))
+    slot_axis = next((axis for axis, (old, new) in sizes if axis != leaf.row_axis and old != new), None)
+    if slot_axis is None:
         return array
-    last_position, old_slots = lengths[:, None] - 1, array.shape[leaf.slot_axis]
+    last_position, old_slots, num_slots = lengths[:, None] - 1, array.shape[slot_axis], leaf.shape[slot_axis]
     # The latest position in each new slot, and whether the old array still has its token.
-    slots = jnp.arange(leaf.num_slots, dtype=jnp.int32)[None]
-    position = last_position - jnp.remainder(last_position - slots, leaf.num_slots)
+    slots = jnp.arange(num_slots, dtype=jnp.int32)[None]
+    position = last_position - jnp.remainder(last_position - slots, num_slots)
     is_cached = position >= jnp.maximum(last_position + 1 - old_slots, 0)
     shape = [1] * array.ndim
-    shape[leaf.row_axis], shape[leaf.slot_axis] = position.shape
+    shape[leaf.row_axis], shape[slot_axis] = position.shape
     slot = jnp.where(is_cached, jnp.remainder(position, old_slots), 0).reshape(shape)
-    moved = jnp.take_along_axis(array, slot, axis=leaf.slot_axis, mode="clip")
+    moved = jnp.take_along_axis(array, slot, axis=slot_axis, mode="clip")
     return jnp.where(is_cached.reshape(shape), moved, jnp.zeros_like(moved))
 
 
 def resize_state(program: BoundProgram, state: StateArrays, rows: Ids, lengths: Ids | None = None) -> StateArrays:
     """Copy rows of a state of the same flow to the sizes of `program`, in new arrays; see `move_state`."""
-    programs, moves = program.model.programs, leaf_moves(program, state)
+    programs, moves = program.model.programs, leaf_moves(program)
     arguments = (state, rows) if lengths is None else (state, rows, lengths)
     shardings = programs.state_shardings(program.key)
     return programs.run_helper(move_state, *arguments, static=(moves,), out_shardings=shardings)
 
 
-def leaf_moves(program: BoundProgram, state: StateArrays) -> tuple[LeafMove, ...]:
-    """Return how to copy the arrays of a state to the sizes of `program`; arrays without rows are left out."""
+def leaf_moves(program: BoundProgram) -> tuple[LeafMove, ...]:
+    """Return how to copy the arrays of a state to the sizes of `program`; those without rows, common to all, are left
+    out."""
     sizes, template = dict(program.key.binding), program.model.programs.template(program.key.symbolic)
-    types = {name: t for name, t in template.state.items() if name != LENGTH}
-    return tuple(m for name, t in types.items() if (m := _move(name, t, sizes, state[name].shape)) is not None)
+    axes = {name: [str(size) for size in t.shape] for name, t in template.state.items() if name != LENGTH}
+    return tuple(
+        LeafMove(name, dims.index("batch"), tuple(map(int, template.state[name].bind(sizes).shape)))
+        for name, dims in axes.items()
+        if "batch" in dims
+    )
 
 
 def fits(program: BoundProgram, state: StateArrays) -> bool:
     """Return whether a state has the shapes that a program expects."""
     sizes, types = dict(program.key.binding), program.model.programs.template(program.key.symbolic).state
     return all(tuple(state[name].shape) == t.bind(sizes).shape for name, t in types.items())
-
-
-def _move(name: str, t: TensorType, sizes: Mapping[str, int], shape: Sequence[int]) -> LeafMove | None:
-    """Return how to copy an array of this shape; None for one without rows, which is common to all of them."""
-    axes = {str(size): axis for axis, size in enumerate(t.shape)}
-    if "batch" not in axes:
-        return None
-    target = t.bind(sizes).shape
-    slot_axis = next((i for i, size in enumerate(target) if i != axes["batch"] and size != shape[i]), None)
-    if slot_axis is None:
-        return LeafMove(name, axes["batch"])
-    return LeafMove(name, axes["batch"], slot_axis, int(target[slot_axis]))

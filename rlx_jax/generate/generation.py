@@ -22,7 +22,7 @@ from rlx_jax.generate.request import LanguageModel, PrefixState, Request
 from rlx_jax.generate.request_plan import RequestPlan, plan_request, prompt_blocks
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
-from rlx_jax.generate.stop_strings import GrowingText, min_length, stable_prefix, stop_length
+from rlx_jax.generate.stop_strings import GrowingText, min_length, stable_prefix
 from rlx_jax.generate.token_history import initial_history
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.runtime.inputs import random_key
@@ -58,14 +58,12 @@ class NewTokens:
 
     Attributes:
         rows: the tokens of each row.
-        num_added: number of tokens that the last block added, by row.
         ended_rows: rows that the host ended, which grow no more.
         speculated: counts of speculative decoding.
         report: report of the request so far.
     """
 
     rows: list[RowTokens]
-    num_added: dict[int, int] = field(default_factory=dict)
     ended_rows: set[int] = field(default_factory=set)
     speculated: SpeculativeCounts | None = None
     report: RequestReport | None = None
@@ -75,14 +73,15 @@ class NewTokens:
         """Return the container of a request before it runs, with a row for each answer."""
         return NewTokens([RowTokens() for _ in range(len(request.rows) * (request.n or 1))])
 
-    def append(self, block: np.ndarray[Any, Any], log_probs: LogProbs | None = None) -> None:
-        """Append a block of tokens, and their log-probabilities."""
-        self.num_added = {}
+    def append(self, block: np.ndarray[Any, Any], log_probs: LogProbs | None) -> dict[int, int]:
+        """Append a block of tokens, and their log-probabilities; return the number of new tokens of rows with some."""
+        num_added = {}
         # The device computed the block ahead, before the host ended some rows.
         for i in {*range(len(self.rows))} - self.ended_rows:
             added = RowTokens.of(block, i, log_probs)
             self.rows[i].extend(added)
-            self.num_added |= {i: len(added.ids)} if added.ids else {}
+            num_added |= {i: len(added.ids)} if added.ids else {}
+        return num_added
 
     def end(self, row: int, count: int) -> None:
         """End a row after its first `count` tokens, and drop the others."""
@@ -146,7 +145,7 @@ class LoopRun:
 
 @dataclass(eq=False)
 class Generation:
-    """Iterator over the new tokens of a request in blocks `[count, n]` int32, on the host.
+    """Iterator over the new tokens of a request in blocks `[count, n]` int32 on the host, with their log-probabilities.
 
     `STOPPED` is padding of a row that has ended. `NOT_FINITE` replaces a token if its logits were not finite, and ends
     its row. The device computes the next block while the host processes the current one. Only the first block, which
@@ -161,8 +160,7 @@ class Generation:
         cache_len: length of the cache.
         block_steps: steps in the latest block: 1 for the first block, then `steps`.
         speculated: counts of speculative decoding.
-        device_log_probs: log-probabilities of `tokens` on the device, if requested.
-        log_probs: log-probabilities of the block that was returned last, on the host.
+        log_probs: log-probabilities of `tokens` on the device, if requested.
         snapshot: copies of state arrays at the request's snapshot point.
         returned_blocks: all blocks that were returned, if the request has a callback `on_end` that needs them; None
             otherwise, as a long stream would accumulate them.
@@ -177,30 +175,29 @@ class Generation:
     cache_len: int
     block_steps: int = 1
     speculated: SpeculativeCounts | None = None
-    device_log_probs: LogProbs | None = None
     log_probs: LogProbs | None = None
     snapshot: StateArrays | None = None
     returned_blocks: list[np.ndarray[Any, Any]] | None = None
     returned_tokens: AnyArray = None
 
-    def __iter__(self) -> Iterator[np.ndarray[Any, Any]]:
+    def __iter__(self) -> Iterator[tuple[np.ndarray[Any, Any], LogProbs | None]]:
         done = 0
         while True:
             tokens, rows, counts = self.tokens, self.loop.inputs["rows"], self.loop.inputs.get("counts")
-            log_probs = self.device_log_probs
+            log_probs = self.log_probs
             done += self.block_steps
             is_last, can_run_ahead = done >= self.budget, self.loop.program.is_compiled
             # Dispatch the next block before waiting for this one, unless that would compile first.
             if can_run_ahead and not is_last:
                 self.advance()
-            block, counts, self.log_probs, running = jax.device_get((tokens, counts, log_probs, rows.running))
+            block, counts, log_probs, running = jax.device_get((tokens, counts, log_probs, rows.running))
             if counts is not None:
                 self.speculated = SpeculativeCounts(*counts.tolist())
             self.returned_tokens = tokens
             if self.returned_blocks is not None:
                 # Copied, as the array may be a view that keeps a larger buffer alive.
                 self.returned_blocks.append(block.copy())
-            yield block[: self.count]
+            yield block[: self.count], log_probs
             if is_last or not running.any():
                 return
             if not can_run_ahead:
@@ -219,10 +216,10 @@ class Generation:
 
     def advance(self) -> None:
         """Dispatch the program for the next block, without waiting for it."""
-        self.tokens, self.device_log_probs = self.loop.advance()
+        self.tokens, self.log_probs = self.loop.advance()
         self.block_steps = self.steps
         with jax.transfer_guard_device_to_host("allow"):  # explicit, as `device_get` is
-            for array in jax.tree.leaves((self.tokens, self.loop.inputs["rows"].running, self.device_log_probs)):
+            for array in jax.tree.leaves((self.tokens, self.loop.inputs["rows"].running, self.log_probs)):
                 array.copy_to_host_async()  # once the block is computed, and not only when the host waits for it
 
 
@@ -248,22 +245,19 @@ def run_blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[
     """Run a request, and yield after every block, when its tokens have been appended to `new`."""
     if not (request.rows and request.budget):
         return
-    clock = lm.model.programs.start_timer()
+    clock, options = lm.model.programs.start_timer(), request.row_options(0)
     first_token: tuple[float, int] | None = None
     num_repeats = len(request.rows) - 1  # prefill of a shared prefix runs for the first prompt only
     cached_tokens = sum(request.prefix.lengths) if request.prefix else request.shared_prefix_len * num_repeats
     generation = start_generation(plan_request(lm, share_prefix(lm, request)))
     generation.returned_blocks = None if request.on_end is None else []
     try:
-        for block in generation:
-            new.append(block, generation.log_probs)
+        for block, log_probs in generation:
+            added = new.append(block, log_probs)
             new.speculated = generation.speculated
             if request.stop_strings:
-                lengths = {
-                    i: stop_length(lm.decode, new.rows[i].ids, count, request.stop_strings, request.sampler.min_tokens)
-                    for i, count in new.num_added.items()
-                }
-                stops = {i: length for i, length in lengths.items() if length is not None}
+                ends = {i: lm.find_end(options, new.rows[i].ids, count) for i, count in added.items()}
+                stops = {i: length for i, length in ends.items() if length is not None}
                 for i, length in stops.items():
                     new.end(i, length)
                 if stops:
@@ -319,7 +313,7 @@ def make_output(
         return ids if text is None else text
     has_ended = bool(ids) and ids[-1] in options.stop_ids
     if not has_ended:
-        has_ended = stop_length(lm.decode, ids, len(ids), options.stop_strings, min_tokens) is not None
+        has_ended = lm.find_end(options, ids, len(ids)) is not None
     likeliest = tuple(pairs[: request.logprobs] for pairs in tokens.top_logprobs)
     return Completion(text, tuple(ids), tuple(tokens.log_probs), likeliest, "stop" if has_ended else "length")
 
@@ -410,7 +404,7 @@ def start_generation(plan: RequestPlan) -> Generation:
         operands |= {"params": drafter.params(), "drafter_carry": drafter_arrays, "counts": np.zeros(3, np.int32)}
     return Generation(
         LoopRun(loop, operands, state), len(request.rows) * n, request.budget, request.num_steps(loop.model), first_ids,
-        sizes.cache_len, device_log_probs=log_probs, snapshot=snapshot,
+        sizes.cache_len, log_probs=log_probs, snapshot=snapshot,
     )  # fmt: skip
 
 

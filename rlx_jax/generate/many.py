@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal, Unpack
 
 import numpy as np
@@ -27,7 +26,6 @@ from rlx_jax.generate.sampler import Sampler, Sampling, resolve_sampler
 from rlx_jax.generate.scheduler import JobAnswer, Scheduler, SlotJob
 from rlx_jax.generate.slot_classes import SlotClasses, open_slots
 from rlx_jax.generate.slot_plan import SlotPlan, max_slots, plan_slots
-from rlx_jax.generate.stop_strings import stop_length
 from rlx_jax.runtime.inputs import check_flag, check_integer
 from rlx_jax.runtime.report import RequestReport
 from rlx_jax.runtime.sequence_state import as_state
@@ -188,7 +186,7 @@ class SlotRun:
                     # The new slots fit the earlier jobs, too: jobs of both kinds may alternate.
                     planned += misfits
                     is_new, device = True, open_slots(plan_jobs(self.lm, planned, self.request))
-                    scheduler = Scheduler(device, partial(find_end, self.lm), self.read_ahead)
+                    scheduler = Scheduler(device, self.lm.find_end, self.read_ahead)
             assert device is not None and scheduler is not None
             fitting: list[SlotJob] = []
             while waiting and (is_new or fits_device(device, waiting[0])):
@@ -234,12 +232,6 @@ def state_prefixes(lm: LanguageModel, request: Request) -> list[Prefix | None]:
     as_state(arrays).check_alive()
     pairs = zip(request.rows, request.prefix.lengths, request.prefix.rows, strict=True)
     return [Prefix(ids[:length], 0, cache_len, params, arrays=arrays, row=row) for ids, length, row in pairs]
-
-
-def find_end(lm: LanguageModel, job: SlotJob, ids: list[int], num_new: int) -> int | None:
-    """Return the length of an answer up to its first stop string, or None; see `stop_length`."""
-    options = job.options
-    return stop_length(lm.decode, ids, num_new, options.stop_strings, options.sampler.min_tokens)
 
 
 # -- prompts from an iterator ------------------------------------------------------------------

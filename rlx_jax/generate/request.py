@@ -23,7 +23,7 @@ from rlx_jax.generate.request_inputs import NO_INPUTS, Inputs, RequestInputs, ch
 from rlx_jax.generate.row_options import BatchProgress, RowOptions
 from rlx_jax.generate.sampler import Sampler, Sampling
 from rlx_jax.generate.speculative import Drafter
-from rlx_jax.generate.stop_strings import min_length, truncate_at_stop
+from rlx_jax.generate.stop_strings import min_length, stop_length, truncate_at_stop
 from rlx_jax.program import InputDecl
 from rlx_jax.runtime.inputs import check_flag, check_integer, random_key, read_array
 from rlx_jax.runtime.model import CompiledModel
@@ -106,6 +106,10 @@ class LanguageModel:
         """Return the text of new tokens up to the first stop string that ends after `min_tokens` of them."""
         start = min_length(self.decode, ids, min_tokens) if stop_strings else 0
         return truncate_at_stop(self.decode(ids), stop_strings, start)
+
+    def find_end(self, options: RowOptions, ids: list[int], num_new: int) -> int | None:
+        """Return the length of an answer up to its first stop string, or None; see `stop_length`."""
+        return stop_length(self.decode, ids, num_new, options.stop_strings, options.sampler.min_tokens)
 
     def encode_prompts(self, prompts: Prompts, start: int = 0) -> list[list[int]]:
         """Return prompts as ids, each with at least one: an empty prompt becomes the begin token.

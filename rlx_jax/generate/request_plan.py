@@ -152,9 +152,7 @@ def loop_key(
         verify = model.as_program("verify")
         rollback_arrays = model.programs.template(verify.key(variant.optional_inputs, variant.outputs)).rollback_arrays
         bound = drafter.bind({name: sizes[name] for name in ("batch", "context")})
-        wrapper = VerifyLoop(
-            loop.sampling_steps, loop.ids_input, loop.steps, bound, rollback_arrays, loop.slots, loop.stop_width
-        )
+        wrapper = VerifyLoop(loop.sampling_steps, loop.ids_input, loop.steps, bound, rollback_arrays, loop.stop_width)
         key = verify.key_for_sizes({**sizes, "seq": drafter.tokens + 1}, replace(variant, last_only=False))
     if loop.sampling_steps.reads_tokens or (drafter is not None and drafter.reads_tokens):
         wrapper = replace(wrapper, max_tokens=sizes["context"])

@@ -106,13 +106,8 @@ class SlotRunner(Protocol):
         ...
 
 
-# The function that finds the end of an answer by its text: (job, ids, number of new ids) → length, or None.
-FindEnd = Callable[[SlotJob, list[int], int], int | None]
-
-
-def never_ends(job: SlotJob, ids: list[int], num_new: int) -> int | None:
-    """Return None: no text ends the answer."""
-    return None
+# The function that finds the end of an answer by its text: (options, ids, number of new ids) → length, or None.
+FindEnd = Callable[[RowOptions, list[int], int], int | None]
 
 
 def start_class(classes: Sequence[SlotSizes], job: SlotJob) -> int:
@@ -135,7 +130,7 @@ class Scheduler:
             keep a short one waiting forever. None for jobs that are all submitted first.
     """
 
-    def __init__(self, device: SlotRunner, find_end: FindEnd = never_ends, window: int | None = None) -> None:
+    def __init__(self, device: SlotRunner, find_end: FindEnd, window: int | None = None) -> None:
         self.device, self.find_end, self.window = device, find_end, window
         self.answers: dict[SlotIndex, JobAnswer] = {}  # of running jobs
         self.num_waiting = 0
@@ -257,7 +252,7 @@ class Scheduler:
         """Append new tokens to an answer, and return whether it ended; a job with a full cache has not."""
         answer.new.extend(step.new)
         num_new = len(step.new.ids)
-        end = self.find_end(answer.job, answer.new.ids, num_new) if num_new else None
+        end = self.find_end(answer.job.options, answer.new.ids, num_new) if num_new else None
         if end is not None:
             answer.new.cut(end)
         return end is not None or not (step.running or step.is_full)

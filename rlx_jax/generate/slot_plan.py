@@ -8,12 +8,11 @@ class reads all parameters in a step of its own. `choose_classes` compares the s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations, pairwise
 from typing import Any
 
-import jax
 import numpy as np
 
 from rlx_jax.compiler.settings import MAX_CHUNK, Buckets, SlotSizes, bucket_size, fit_bucket
@@ -36,7 +35,6 @@ from rlx_jax.generate.sampler import SamplingSteps
 from rlx_jax.generate.speculative import DRAFTER_PREFIX, Drafter
 from rlx_jax.lowering.inspect.buffers import fused_activation_bytes
 from rlx_jax.runtime.estimate import parameter_bytes, workspace_bytes
-from rlx_jax.runtime.inputs import random_key
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.sequence_state import EmptyState
@@ -91,7 +89,6 @@ class SlotPlan:
     fill_state: EmptyState | None = None
     drafter: Drafter | None = None
     drafter_state: EmptyState | None = None
-    _seed_words: dict[Any, np.ndarray[Any, Any]] = field(default_factory=dict, repr=False)
 
     @property
     def num_drafts(self) -> int:
@@ -102,15 +99,6 @@ class SlotPlan:
     def keeps_tokens(self) -> bool:
         """Return whether a drafter reads the tokens of each slot."""
         return self.drafter is not None and self.drafter.reads_tokens
-
-    def seed_words(self, seed: Any) -> np.ndarray[Any, Any]:
-        """Return the words of the key of a seed, `[2]` uint32 on the host."""
-        if isinstance(seed, jax.Array):
-            return np.asarray(jax.device_get(jax.random.key_data(random_key("seed", seed))))
-        if seed not in self._seed_words:
-            self._seed_words.clear()  # most requests have one seed, and an iterator may have any number
-            self._seed_words[seed] = np.asarray(jax.device_get(jax.random.key_data(random_key("seed", seed))))
-        return self._seed_words[seed]
 
 
 def plan_slots(
@@ -155,7 +143,7 @@ def plan_class(
     """
     model, num_drafts = lm.model.as_program("extend"), 0 if drafter is None else drafter.tokens
     num_steps = 2 * model.programs.settings.loop.steps
-    wrapper = DecodeLoop(steps, model.first_input, num_steps, True, True, stop_width, num_logprobs=num_logprobs)
+    wrapper = DecodeLoop(steps, model.first_input, num_steps, True, stop_width, num_logprobs=num_logprobs)
     variant = request_variant(model, drafter)
     state_sizes = {"batch": sizes.num_slots, "context": sizes.cache_len}
     key = model.key_for_sizes({**state_sizes, "seq": 1}, variant)

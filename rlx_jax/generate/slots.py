@@ -22,7 +22,6 @@ from rlx_jax.compiler.settings import SlotSizes
 from rlx_jax.generate.decode import (
     SLOT_INPUTS,
     STOPPED,
-    LogProbs,
     MoveRows,
     NewJobs,
     RequestRows,
@@ -40,7 +39,7 @@ from rlx_jax.generate.scheduler import JobAnswer, SlotJob, SlotTokens
 from rlx_jax.generate.slot_plan import SlotPlan, fill_keys
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.generate.token_history import check_processors, initial_history
-from rlx_jax.runtime.inputs import KEY_IMPL
+from rlx_jax.runtime.inputs import KEY_IMPL, random_key
 from rlx_jax.runtime.model import BoundProgram
 from rlx_jax.runtime.program_key import HelperCall
 from rlx_jax.runtime.sequence_state import LENGTH
@@ -64,7 +63,7 @@ class Slots:
     plan: SlotPlan
     loop: LoopRun
     occupied: dict[int, SlotJob] = field(default_factory=dict)
-    first_tokens: list[tuple[Any, Any, LogProbs | None]] = field(default_factory=list)
+    first_tokens: list[tuple[Any, Any, Any]] = field(default_factory=list)
     num_steps: int = 0
 
     @property
@@ -90,8 +89,8 @@ class Slots:
         targets = outside.copy()
         targets[: len(group)] = [slot for slot, _ in group]
         jobs = new_jobs(plan, [job for _, job in group], rows)
-        programs, draft_state, ids = plan.lm.model.programs, {}, [job.ids for _, job in group]
-        blocks: Iterable[PromptBlock] = prefixes.prefill(ids, [job.prefix for _, job in group])
+        programs, draft_state, prompts = plan.lm.model.programs, {}, [job.ids for _, job in group]
+        blocks: Iterable[PromptBlock] = prefixes.prefill(prompts, [job.prefix for _, job in group])
         if plan.drafter is not None:
             hidden: tuple[Any, ...] = ()
             if plan.drafter.needs_hidden:
@@ -99,9 +98,9 @@ class Slots:
                 # Rows that end in an earlier chunk have the same state after the last one.
                 blocks = [part._replace(state=parts[-1].state) for part in parts]
                 hidden = tuple(part.hidden for part in parts)
-            sizes = Sizes(rows, prefixes.widths(max(map(len, ids)), False), prefixes.plan.sizes.cache_len)
+            sizes = Sizes(rows, prefixes.widths(max(map(len, prompts)), False), prefixes.plan.sizes.cache_len)
             first = np.zeros((rows, 1), np.int32)  # not chosen yet
-            carry, arrays = plan.drafter.start(programs, sizes, ids, first, hidden)
+            carry, arrays = plan.drafter.start(programs, sizes, prompts, first, hidden)
             if carry is not None:
                 self.loop.inputs["drafter_carry"] = programs.run_helper(
                     put_carry, self.loop.inputs["drafter_carry"], carry, targets, out_shardings=programs.replicated
@@ -113,9 +112,9 @@ class Slots:
             slots = np.where(block.is_end, targets, outside)
             new_state = {**block.state, **draft_state}
             arguments = (self.loop.state, self.inputs, new_state, block.logits, replace(jobs, slots=slots))
-            *first, inputs, self.loop.state = programs.run_helper(plan.fill, *arguments, **self._fill_options)
+            ids, log_probs, inputs, self.loop.state = programs.run_helper(plan.fill, *arguments, **self._fill_options)
             self.loop.inputs |= inputs
-            self.first_tokens.append((slots, *first))
+            self.first_tokens.append((slots, ids, log_probs))
         self.occupied.update(group)
 
     @property
@@ -198,7 +197,10 @@ def new_jobs(plan: SlotPlan, jobs: Sequence[SlotJob], rows: int) -> NewJobs:
         row[: len(option.stop_ids)] = option.stop_ids
     seeds = np.zeros((len(padded), 0), np.uint32)
     if steps.do_sample:
-        seeds = np.stack([plan.seed_words(option.seed) for option in options])
+        # Most jobs have one seed.
+        keys = {id(option.seed): jax.random.key_data(random_key("seed", option.seed)) for option in options}
+        words = jax.device_get(keys)
+        seeds = np.stack([words[id(option.seed)] for option in options])
     return NewJobs(
         slots=np.zeros(len(padded), np.int32),
         budgets=np.array([row_limit(job, plan.sizes.cache_len) for job in padded], np.int32),
@@ -311,7 +313,7 @@ class PrefixFiller:
                 if prefix is not None and states[prefix] is arrays:
                     rows[i], mask[i] = prefix.row, True
             state = programs.run_helper(
-                put_rows, state, arrays, rows, mask, static=(leaf_moves(program, arrays),), out_shardings=shardings,
+                put_rows, state, arrays, rows, mask, static=(leaf_moves(program),), out_shardings=shardings,
                 donate=(0,),
             )  # fmt: skip
         return state

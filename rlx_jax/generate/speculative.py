@@ -241,14 +241,13 @@ class VerifyLoop(TokenChooser):
         rollback_arrays: arrays of the state that every token changes and that have no position axis, such as recurrent
             states, with the axis of their rows. `verify` returns them after each token, as rejecting a draft must undo
             it.
-        slots, stop_width, max_tokens: as in `DecodeLoop`.
+        stop_width, max_tokens: as in `DecodeLoop`.
     """
 
     ids_input: str
     steps: int
     drafter: Drafter
     rollback_arrays: tuple[tuple[str, int], ...] = ()
-    slots: bool = False
     stop_width: int = 0
     max_tokens: int = 0
 
@@ -280,7 +279,7 @@ class VerifyLoop(TokenChooser):
             def step(loop: LoopState) -> LoopState:
                 return self.step(lambda state, verify_inputs: verify(params, state, verify_inputs), inputs, loop)
 
-            least = inputs["min_running"] if self.slots else 0
+            least = inputs["min_running"] if self.stop_width else 0
             end = lax.while_loop(lambda loop: (loop.step < self.steps) & (loop.rows.running.sum() > least), step, start)
             return (end.out, end.rows, end.drafter_carry, end.counts), end.state
 
@@ -336,7 +335,7 @@ class VerifyLoop(TokenChooser):
         """Decide which tokens the rows take, by the logits `[B, k + 1, V]` after the last token and each draft."""
         batch, width, vocab = logits.shape
         flat, ended = logits.reshape(-1, vocab), partial(ends_row, stop_mask)
-        if self.slots:  # a value for each of the tokens of a row
+        if self.stop_width:  # a value for each of the tokens of a row
             repeat = partial(jnp.repeat, repeats=width, axis=0, total_repeat_length=batch * width)
             sampler_values, stop_mask = jax.tree.map(repeat, (sampler_values, stop_mask))
         history = rows.history.before_each(drafts.ids)
