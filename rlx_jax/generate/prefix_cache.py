@@ -1,7 +1,7 @@
 """`PrefixCache`: the states of prompt prefixes that several prompts share, within a byte budget.
 
 A state is only valid at exactly the end of its prefix, as ring buffers and recurrent states cannot be truncated. So
-prefixes end where prompts part, and are copied as a whole. `PrefixFiller` computes them, and copies them into slots.
+prefixes end where prompts part, and are copied as a whole. `Slots` computes them, and copies them into its rows.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.scheduler import JobAnswer, SlotIndex, SlotJob, SlotTokens, start_class
 from rlx_jax.generate.slot_plan import SlotPlan
-from rlx_jax.generate.slots import PrefixFiller, Slots, open_class
+from rlx_jax.generate.slots import Slots, open_class
 from rlx_jax.runtime.program_key import HelperCall, ProgramKey
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.runtime.report import SpeculativeCounts
@@ -30,11 +30,9 @@ class SlotClasses:
 
     Attributes:
         parts: the slots of each class, the shortest cache first.
-        prefixes: the prefixes of jobs that each class prefills.
     """
 
     parts: tuple[Slots, ...]
-    prefixes: tuple[PrefixFiller, ...]
 
     @property
     def classes(self) -> tuple[SlotSizes, ...]:
@@ -50,7 +48,7 @@ class SlotClasses:
     @property
     def num_prefilled(self) -> int:
         """Return the number of tokens of prefixes that were prefilled."""
-        return sum(filler.num_prefilled for filler in self.prefixes)
+        return sum(part.num_prefilled for part in self.parts)
 
     @property
     def speculated(self) -> SpeculativeCounts | None:
@@ -65,13 +63,13 @@ class SlotClasses:
         """Return the padded width of a prompt after its prefix, the sum of its chunks."""
         return self.prefill_class(len(job.ids)).width(len(job.ids) - job.num_cached, job.prefix is not None)
 
-    def prefill_class(self, num_tokens: int) -> PrefixFiller:
+    def prefill_class(self, num_tokens: int) -> Slots:
         """Return the class that prefills a prompt: the one with the shortest cache that holds it."""
-        return next(filler for filler in self.prefixes if filler.plan.sizes.cache_len >= num_tokens)
+        return next(part for part in self.parts if part.plan.sizes.cache_len >= num_tokens)
 
     def share_prefixes(self, jobs: Sequence[SlotJob], share_prefix: bool | None) -> list[SlotJob]:
         """Return jobs with the prefixes that they share, or that are cached; jobs that continue a state as they are."""
-        first, rows = self.prefixes[0], [job.ids for job in jobs]
+        first, rows = self.parts[0], [job.ids for job in jobs]
         # Prefixes need programs that warm-up did not run.
         is_off = first.plan.lm.model.programs.is_warm and share_prefix is None
         # A module that drafts reads the hidden states of whole prompts.
@@ -83,21 +81,19 @@ class SlotClasses:
 
     def prepare(self, jobs: Sequence[SlotJob]) -> None:
         """Compile the programs of the model that jobs need, or load them, several at a time."""
-        parts = set()
+        needed = set()
         for job in jobs:
-            filler, tokens, prefix = self.prefill_class(len(job.ids)), len(job.ids), job.prefix
+            part, tokens, prefix = self.prefill_class(len(job.ids)), len(job.ids), job.prefix
             while prefix is not None and prefix.arrays is None:  # it is prefilled too, from its parent on
-                parts.add((filler, tokens - len(prefix.ids), True))
+                needed.add((part, tokens - len(prefix.ids), True))
                 tokens, prefix = len(prefix.ids), prefix.parent
-            parts.add((filler, tokens - (0 if prefix is None else len(prefix.ids)), prefix is not None))
-        chunks = {(filler, filler.widths(tokens, has_prefix), has_prefix) for filler, tokens, has_prefix in parts}
-        calls = [call for filler, widths, has_prefix in chunks for call in prefill_calls(filler, widths, has_prefix)]
+            needed.add((part, tokens - (0 if prefix is None else len(prefix.ids)), prefix is not None))
+        chunks = {(part, part.widths(tokens, has_prefix), has_prefix) for part, tokens, has_prefix in needed}
+        calls = [call for part, widths, has_prefix in chunks for call in prefill_calls(part, widths, has_prefix)]
         calls += [(part.plan.loop.key, part.loop.state, part.loop.inputs) for part in self.parts]
         model = self.parts[0].plan.loop.model
         params = model.require_params("generation")
-        pairs = {
-            (start_class(self.classes, job), self.prefixes.index(self.prefill_class(len(job.ids)))) for job in jobs
-        }
+        pairs = {(start_class(self.classes, job), self.parts.index(self.prefill_class(len(job.ids)))) for job in jobs}
         # On a mesh the types of what prefill returns have no shardings to compile for.
         on_mesh = model.programs.model_sharding is not None
         helpers = [] if on_mesh else [self.parts[i].fill_call(jobs[0], self.parts[j]) for i, j in sorted(pairs)]
@@ -132,12 +128,12 @@ class SlotClasses:
 
 
 def prefill_calls(
-    filler: PrefixFiller, widths: Sequence[int], has_prefix: bool
+    part: Slots, widths: Sequence[int], has_prefix: bool
 ) -> list[tuple[ProgramKey, StateArrays, dict[str, Any]]]:
     """Return the programs that prefill chunks of these widths, with the types of their states and inputs."""
-    model, rows = filler.plan.loop.model, filler.plan.sizes.fill_rows
+    model, rows = part.plan.loop.model, part.plan.sizes.fill_rows
     calls = []
-    for program, width in zip(filler.programs(widths, has_prefix), widths, strict=True):
+    for program, width in zip(part.programs(widths, has_prefix), widths, strict=True):
         key = program.key
         types = model.programs.template(key.symbolic).state if key.program == "extend" else {}
         bound = {name: t.bind(dict(key.binding)) for name, t in types.items()}
@@ -174,12 +170,12 @@ def warm_slots(device: SlotClasses, sampler: Sampler, seed: int) -> None:
 
 def open_slots(plans: Sequence[SlotPlan]) -> SlotClasses:
     """Return the empty slots of all classes."""
-    cache, widths, fillers = plans[0].lm.prefixes.for_call(), {*plans[0].sizes.widths[::2]}, []
+    cache, widths, parts = plans[0].lm.prefixes.for_call(), {*plans[0].sizes.widths[::2]}, []
     for plan in plans:
         # Chunks end where they do without slots if the cache rounds what later ones read.
         largest = {plan.sizes.widths[-1]} if plan.lm.model.settings.rounds_cache else set()
-        fillers.append(PrefixFiller(plan, cache, tuple(sorted(widths | largest))))
-    return SlotClasses(tuple(map(open_class, plans)), tuple(fillers))
+        parts.append(open_class(plan, cache, tuple(sorted(widths | largest))))
+    return SlotClasses(tuple(parts))
 
 
 # Programs that compile at the same time; XLA itself uses several threads for one.

@@ -3,8 +3,8 @@
 A fill prefills a group of prompts into a small state, as a request of its own would. `FillSlots` chooses their first
 tokens and copies their rows into free rows of the large state: full caches, ring buffers and recurrent states alike.
 `DecodeLoop` then decodes all rows. Each slot has a sampler, stop ids and a random key of its own on the device, so that
-the tokens of a job depend neither on its slot nor on the other jobs. `PrefixFiller` computes the prefixes of jobs
-with the programs of a fill, and copies their states into its rows.
+the tokens of a job depend neither on its slot nor on the other jobs. The programs of a fill compute the prefixes of
+jobs, too, whose states are copied into its rows.
 """
 
 from __future__ import annotations
@@ -58,13 +58,20 @@ class Slots:
         first_tokens: for each fill since the last `start_decode` the slots, as in `NewJobs`, and on the device the
             first tokens and their log-probabilities.
         num_steps: number of steps decoded.
+        cache: the prefixes of the model.
+        suffix_widths: widths of the programs that prefill the rest of prompts after a prefix, ascending; every other
+            width, so that there are few programs.
+        num_prefilled: tokens of prefixes that were prefilled so far.
     """
 
     plan: SlotPlan
     loop: LoopRun
+    cache: PrefixCache
+    suffix_widths: tuple[int, ...]
     occupied: dict[int, SlotJob] = field(default_factory=dict)
     first_tokens: list[tuple[Any, Any, Any]] = field(default_factory=list)
     num_steps: int = 0
+    num_prefilled: int = 0
 
     @property
     def num_slots(self) -> int:
@@ -76,21 +83,20 @@ class Slots:
         """Return the `SLOT_INPUTS`."""
         return {name: self.loop.inputs[name] for name in SLOT_INPUTS}
 
-    def fill(self, group: Sequence[tuple[int, SlotJob]], prefixes: PrefixFiller) -> None:
+    def fill(self, group: Sequence[tuple[int, SlotJob]], source: Slots) -> None:
         """Prefill jobs into free slots, without waiting for the device.
 
         Args:
             group: slots and jobs.
-            prefixes: the prefixes of the class that has the prefill programs, with a cache of this length or a shorter
-                one.
+            source: the class that has the prefill programs, with a cache of this length or a shorter one.
         """
-        plan, rows = self.plan, prefixes.plan.sizes.fill_rows
+        plan, rows = self.plan, source.plan.sizes.fill_rows
         outside = np.arange(self.num_slots, self.num_slots + rows, dtype=np.int32)
         targets = outside.copy()
         targets[: len(group)] = [slot for slot, _ in group]
         jobs = new_jobs(plan, [job for _, job in group], rows)
         programs, draft_state, prompts = plan.lm.model.programs, {}, [job.ids for _, job in group]
-        blocks: Iterable[PromptBlock] = prefixes.prefill(prompts, [job.prefix for _, job in group])
+        blocks: Iterable[PromptBlock] = source.prefill(prompts, [job.prefix for _, job in group])
         if plan.drafter is not None:
             hidden: tuple[Any, ...] = ()
             if plan.drafter.needs_hidden:
@@ -98,7 +104,7 @@ class Slots:
                 # Rows that end in an earlier chunk have the same state after the last one.
                 blocks = [part._replace(state=parts[-1].state) for part in parts]
                 hidden = tuple(part.hidden for part in parts)
-            sizes = Sizes(rows, prefixes.widths(max(map(len, prompts)), False), prefixes.plan.sizes.cache_len)
+            sizes = Sizes(rows, source.widths(max(map(len, prompts)), False), source.plan.sizes.cache_len)
             first = np.zeros((rows, 1), np.int32)  # not chosen yet
             carry, arrays = plan.drafter.start(programs, sizes, prompts, first, hidden)
             if carry is not None:
@@ -186,89 +192,7 @@ class Slots:
         for slot in slots:
             self.occupied.pop(slot, None)
 
-
-def new_jobs(plan: SlotPlan, jobs: Sequence[SlotJob], rows: int) -> NewJobs:
-    """Return the operands of a fill of `rows` rows; padding rows repeat the options of the first job."""
-    steps, vocab_size = plan.fill.sampling_steps, plan.lm.vocab_size
-    padded = [*jobs, *(jobs[0] for _ in range(rows - len(jobs)))]
-    options = [job.options for job in padded]
-    stop_ids = np.full((len(padded), plan.stop_width), -1, np.int32)
-    for row, option in zip(stop_ids, options, strict=True):
-        row[: len(option.stop_ids)] = option.stop_ids
-    seeds = np.zeros((len(padded), 0), np.uint32)
-    if steps.do_sample:
-        # Most jobs have one seed.
-        keys = {id(option.seed): jax.random.key_data(random_key("seed", option.seed)) for option in options}
-        words = jax.device_get(keys)
-        seeds = np.stack([words[id(option.seed)] for option in options])
-    return NewJobs(
-        slots=np.zeros(len(padded), np.int32),
-        budgets=np.array([row_limit(job, plan.sizes.cache_len) for job in padded], np.int32),
-        seeds=seeds,
-        draws=np.array([option.draw for option in options], np.int32),
-        history=initial_history(
-            steps, [job.ids for job in padded], vocab_size, plan.sizes.cache_len, plan.keeps_tokens
-        ),
-        sampler_values=stack_values([option.sampler.values(vocab_size, steps) for option in options]),
-        stop_mask=stop_ids,
-    )
-
-
-def row_limit(job: SlotJob, cache_len: int) -> int:
-    """Return the number of new tokens of a job that fit a cache, at most its budget."""
-    return min(job.options.budget, cache_len - len(job.ids))
-
-
-def stack_values(values: Sequence[SamplerValues]) -> SamplerValues:
-    """Return the values of several samplers as operands with one row for each: `[B, 1]`, and the bias `[B, V]`."""
-    result: SamplerValues = jax.tree.map(lambda *parts: np.stack([np.atleast_1d(part) for part in parts]), *values)
-    return result
-
-
-def open_class(plan: SlotPlan) -> Slots:
-    """Return the empty slots of a class."""
-    programs, sizes, steps = plan.lm.model.programs, plan.sizes, plan.fill.sampling_steps
-    num, vocab_size = sizes.num_slots, plan.lm.vocab_size
-    batches = {num, sizes.fill_rows, num * (plan.num_drafts + 1)}
-    check_processors(programs, steps.processors, batches, vocab_size, sizes.cache_len)
-    state: StateArrays = programs.run_helper(plan.empty_state)
-    if plan.drafter_state is not None:
-        state |= {DRAFTER_PREFIX + n: a for n, a in programs.run_helper(plan.drafter_state).items()}
-    zeros = np.zeros(num, np.int32)
-    keys: Any = np.zeros((num, 0), np.uint32)
-    if steps.do_sample:
-        keys = jax.random.wrap_key_data(jax.device_put(np.zeros((num, 2), np.uint32)), impl=KEY_IMPL)
-    history = initial_history(steps, [()] * num, vocab_size, sizes.cache_len, plan.keeps_tokens)
-    rows = RequestRows(zeros, np.zeros(num, bool), zeros, history, keys)
-    values = stack_values([Sampler().values(vocab_size, steps)] * num)
-    stop_ids = np.full((num, plan.stop_width), -1, np.int32)
-    inputs = dict(zip(SLOT_INPUTS, (rows, values, stop_ids), strict=True))
-    if plan.drafter is not None:
-        inputs |= {"drafter_carry": empty_pairs(plan.drafter, num), "counts": np.zeros(3, np.int32)}
-    inputs = jax.device_put(inputs, programs.replicated) | {"min_running": np.int32(0)}
-    inputs |= {} if plan.drafter is None else {"params": plan.drafter.params()}
-    return Slots(plan, LoopRun(plan.loop, inputs, state))
-
-
-# -- prefixes of jobs -------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class PrefixFiller:
-    """The prefixes of the jobs of one call.
-
-    Attributes:
-        plan: the sizes and programs of the slots.
-        cache: the prefixes of the model.
-        suffix_widths: widths of the programs that prefill the rest of prompts after a prefix, ascending; every other
-            width, so that there are few programs.
-        num_prefilled: tokens of prefixes that were prefilled so far.
-    """
-
-    plan: SlotPlan
-    cache: PrefixCache
-    suffix_widths: tuple[int, ...]
-    num_prefilled: int = 0
+    # -- prefill, after prefixes -------------------------------------------------------------
 
     def _sizes(self, has_prefix: bool) -> SlotSizes:
         """Return the sizes of prefill programs."""
@@ -334,6 +258,69 @@ class PrefixFiller:
                     self.cache.store(prefix, states[prefix])  # type: ignore[arg-type]
             self.num_prefilled += sum(len(p.ids) - (len(p.parent.ids) if p.parent else 0) for p in group)
         return [states[prefix] for prefix in prefixes]  # type: ignore[misc]
+
+
+def new_jobs(plan: SlotPlan, jobs: Sequence[SlotJob], rows: int) -> NewJobs:
+    """Return the operands of a fill of `rows` rows; padding rows repeat the options of the first job."""
+    steps, vocab_size = plan.fill.sampling_steps, plan.lm.vocab_size
+    padded = [*jobs, *(jobs[0] for _ in range(rows - len(jobs)))]
+    options = [job.options for job in padded]
+    stop_ids = np.full((len(padded), plan.stop_width), -1, np.int32)
+    for row, option in zip(stop_ids, options, strict=True):
+        row[: len(option.stop_ids)] = option.stop_ids
+    seeds = np.zeros((len(padded), 0), np.uint32)
+    if steps.do_sample:
+        # Most jobs have one seed.
+        keys = {id(option.seed): jax.random.key_data(random_key("seed", option.seed)) for option in options}
+        words = jax.device_get(keys)
+        seeds = np.stack([words[id(option.seed)] for option in options])
+    return NewJobs(
+        slots=np.zeros(len(padded), np.int32),
+        budgets=np.array([row_limit(job, plan.sizes.cache_len) for job in padded], np.int32),
+        seeds=seeds,
+        draws=np.array([option.draw for option in options], np.int32),
+        history=initial_history(
+            steps, [job.ids for job in padded], vocab_size, plan.sizes.cache_len, plan.keeps_tokens
+        ),
+        sampler_values=stack_values([option.sampler.values(vocab_size, steps) for option in options]),
+        stop_mask=stop_ids,
+    )
+
+
+def row_limit(job: SlotJob, cache_len: int) -> int:
+    """Return the number of new tokens of a job that fit a cache, at most its budget."""
+    return min(job.options.budget, cache_len - len(job.ids))
+
+
+def stack_values(values: Sequence[SamplerValues]) -> SamplerValues:
+    """Return the values of several samplers as operands with one row for each: `[B, 1]`, and the bias `[B, V]`."""
+    result: SamplerValues = jax.tree.map(lambda *parts: np.stack([np.atleast_1d(part) for part in parts]), *values)
+    return result
+
+
+def open_class(plan: SlotPlan, cache: PrefixCache, suffix_widths: tuple[int, ...]) -> Slots:
+    """Return the empty slots of a class; arguments as in `Slots`."""
+    programs, sizes, steps = plan.lm.model.programs, plan.sizes, plan.fill.sampling_steps
+    num, vocab_size = sizes.num_slots, plan.lm.vocab_size
+    batches = {num, sizes.fill_rows, num * (plan.num_drafts + 1)}
+    check_processors(programs, steps.processors, batches, vocab_size, sizes.cache_len)
+    state: StateArrays = programs.run_helper(plan.empty_state)
+    if plan.drafter_state is not None:
+        state |= {DRAFTER_PREFIX + n: a for n, a in programs.run_helper(plan.drafter_state).items()}
+    zeros = np.zeros(num, np.int32)
+    keys: Any = np.zeros((num, 0), np.uint32)
+    if steps.do_sample:
+        keys = jax.random.wrap_key_data(jax.device_put(np.zeros((num, 2), np.uint32)), impl=KEY_IMPL)
+    history = initial_history(steps, [()] * num, vocab_size, sizes.cache_len, plan.keeps_tokens)
+    rows = RequestRows(zeros, np.zeros(num, bool), zeros, history, keys)
+    values = stack_values([Sampler().values(vocab_size, steps)] * num)
+    stop_ids = np.full((num, plan.stop_width), -1, np.int32)
+    inputs = dict(zip(SLOT_INPUTS, (rows, values, stop_ids), strict=True))
+    if plan.drafter is not None:
+        inputs |= {"drafter_carry": empty_pairs(plan.drafter, num), "counts": np.zeros(3, np.int32)}
+    inputs = jax.device_put(inputs, programs.replicated) | {"min_running": np.int32(0)}
+    inputs |= {} if plan.drafter is None else {"params": plan.drafter.params()}
+    return Slots(plan, LoopRun(plan.loop, inputs, state), cache, suffix_widths)
 
 
 def put_rows(
