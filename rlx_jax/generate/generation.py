@@ -75,7 +75,7 @@ class NewTokens:
 
     def append(self, block: np.ndarray[Any, Any], log_probs: LogProbs | None) -> dict[int, int]:
         """Append a block of tokens, and their log-probabilities; return the number of new tokens of rows with some."""
-        num_added = {}
+        num_added: dict[int, int] = {}
         # The device computed the block ahead, before the host ended some rows.
         for i in {*range(len(self.rows))} - self.ended_rows:
             added = RowTokens.of(block, i, log_probs)

@@ -74,7 +74,6 @@ class SlotPlan:
         stop_width: number of stop ids of a slot, padding included.
         loop: the program that decodes.
         empty_state: the function that creates the state.
-        fill_state: the function that creates the state of a fill, if prefill does not create it.
         drafter: the source of drafts; None for plain decoding.
         drafter_state: the function that creates the state of its model, if it has one.
     """
@@ -86,7 +85,6 @@ class SlotPlan:
     stop_width: int
     loop: BoundProgram
     empty_state: EmptyState
-    fill_state: EmptyState | None = None
     drafter: Drafter | None = None
     drafter_state: EmptyState | None = None
 
@@ -164,14 +162,11 @@ def plan_class(
             f"slots: {model.name}: the state {quote(merged[0])} is {types[merged[0]]}, without an axis of "
             "rows alone, so that rows cannot be replaced; pass at most as many prompts at once as fit one batch"
         )
-    fill_sizes = {**state_sizes, "batch": sizes.fill_rows}
     return SlotPlan(
         lm, sizes, FillSlots(steps, row_axes, num_logprobs=num_logprobs),
         None if all_shardings is None else (*(model.programs.replicated,) * 3, all_shardings), stop_width,
         model.bind(loop_key(model, variant, state_sizes, drafter, wrapper)),
-        model.programs.empty_state(key.symbolic, state_sizes, num_drafts),
-        model.programs.empty_state(key.symbolic, fill_sizes, num_drafts) if sizes.extends else None,
-        drafter, drafter_state,
+        model.programs.empty_state(key.symbolic, state_sizes, num_drafts), drafter, drafter_state,
     )  # fmt: skip
 
 

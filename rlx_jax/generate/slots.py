@@ -221,24 +221,24 @@ class Slots:
     def start(self, prefixes: Sequence[Prefix | None]) -> StateArrays | None:
         """Return the state of a fill in which each row has its prefix; None if the first program creates it."""
         named = [prefix for prefix in prefixes if prefix is not None]
-        if not named:
-            fill_state = self.plan.fill_state
-            return None if fill_state is None else self.plan.lm.model.programs.run_helper(fill_state)
+        if not named and not self.plan.sizes.extends:
+            return None
         states = dict(zip(named, self._states(named), strict=True))
-        (program,) = self.programs(self.suffix_widths[:1], True)
-        programs, sizes = program.model.programs, dict(program.key.binding)
-        shardings = programs.state_shardings(program.key)
-        state_sizes = {"batch": self.plan.sizes.fill_rows, "context": self.plan.sizes.cache_len}
-        empty = programs.empty_state(program.key.symbolic, state_sizes, self.plan.num_drafts)
-        state: StateArrays = programs.run_helper(empty)
+        (key,) = fill_keys(self.plan.lm, self._sizes(True), self.suffix_widths[:1], self.plan.drafter)
+        program = BoundProgram(self.plan.loop.model, key)  # for the shapes of its state alone
+        programs, num_rows = program.model.programs, self.plan.sizes.fill_rows
+        sizes = {"batch": num_rows, "context": self.plan.sizes.cache_len}
+        state: StateArrays = programs.run_helper(
+            programs.empty_state(program.key.symbolic, sizes, self.plan.num_drafts)
+        )
         for arrays in {id(arrays): arrays for arrays in states.values()}.values():
-            rows, mask = np.zeros(sizes["batch"], np.int32), np.zeros(sizes["batch"], bool)
+            rows, mask = np.zeros(num_rows, np.int32), np.zeros(num_rows, bool)
             for i, prefix in enumerate(prefixes):
                 if prefix is not None and states[prefix] is arrays:
                     rows[i], mask[i] = prefix.row, True
             state = programs.run_helper(
-                put_rows, state, arrays, rows, mask, static=(leaf_moves(program),), out_shardings=shardings,
-                donate=(0,),
+                put_rows, state, arrays, rows, mask, static=(leaf_moves(program),), donate=(0,),
+                out_shardings=programs.state_shardings(program.key),
             )  # fmt: skip
         return state
 
