@@ -20,7 +20,8 @@ from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.pipeline import Template
 from rlx_jax.errors import RequestError, SequenceLengthError, SessionStateError, integer_text, shown, suggest_keywords
 from rlx_jax.generate.generation import Generation, NewTokens, run_request, stream_request
-from rlx_jax.generate.request import DecodingOptions, PrefixState, Request, SnapshotPoint, common_prefix_len
+from rlx_jax.generate.prefix_cache import Prefix
+from rlx_jax.generate.request import DecodingOptions, Request, SnapshotPoint, common_prefix_len
 from rlx_jax.generate.row_options import StopLike
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
@@ -178,11 +179,12 @@ class Conversation:
             prefix = backup = None
             reason = "the module for drafts reads hidden states of all tokens, which no state has"
         array_names, turn_number = self._snapshot_arrays(turn), self._turn_number
-        snapshot_point = self._snapshot_point(turn, 0 if prefix is None else prefix.lengths[0], array_names)
+        start = 0 if prefix is None else len(prefix.ids)
+        snapshot_point = self._snapshot_point(turn, start, array_names)
         # A retained copy may be incomplete: an array joins `array_names` when the text outgrows its sliding window.
         needs_copy = backup is None or not set(array_names) <= set(backup.arrays)
-        if snapshot_point is None and needs_copy and array_names and prefix is not None:
-            backup = StateSnapshot(prefix.lengths[0], copy_arrays({name: prefix.arrays[name] for name in array_names}))
+        if snapshot_point is None and needs_copy and array_names and prefix is not None and prefix.arrays:
+            backup = StateSnapshot(start, copy_arrays({name: prefix.arrays[name] for name in array_names}))
 
         def on_end(generation: Generation) -> None:
             copy, arrays = backup, generation.snapshot
@@ -192,7 +194,8 @@ class Conversation:
                 self._text = cached_text(generation, turn.ids, copy)
 
         return replace(
-            request, prefix=prefix, snapshot_point=snapshot_point, min_cache_len=self.max_len or 0, reread=reason,
+            request, prefixes=() if prefix is None else (prefix,), owns_prefix=prefix is not None,
+            snapshot_point=snapshot_point, min_cache_len=self.max_len or 0, reread=reason,
             on_end=on_end,
         )  # fmt: skip
 
@@ -319,7 +322,7 @@ def copy_arrays(arrays: StateArrays) -> StateArrays:
 
 def find_prefix(
     model: CompiledModel, text: CachedText | None, ids: Sequence[int]
-) -> tuple[PrefixState | None, str, StateSnapshot | None]:
+) -> tuple[Prefix | None, str, StateSnapshot | None]:
     """Find the longest prefix of `ids` that the state of the previous text has.
 
     Returns:
@@ -352,7 +355,7 @@ def find_prefix(
         reason = f"the copy of its state is at token {start}, and cannot be rolled back to another"
     if shared < min(total, len(ids)):
         reason = f"the text differs at token {shared} of {total} cached ones" + (f"; {reason}" if reason else "")
-    prefix = PrefixState(arrays, (0,), (start,), text.cache_len, donated=True)
+    prefix = Prefix(tuple(ids[:start]), 0, text.cache_len, arrays=arrays)
     return prefix, reason, backup if backup is not None and backup.num_tokens <= start else None
 
 

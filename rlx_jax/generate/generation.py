@@ -17,8 +17,8 @@ from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.errors import NumericsError
 from rlx_jax.generate.decode import STOPPED, FirstTokens, LogProbs, RequestRows, RowTokens, new_rows
 from rlx_jax.generate.decode_state import fits, gather_rows, prompt_indices, resize_state
-from rlx_jax.generate.prefix_cache import PrefixCache
-from rlx_jax.generate.request import LanguageModel, PrefixState, Request
+from rlx_jax.generate.prefix_cache import Prefix, PrefixCache
+from rlx_jax.generate.request import LanguageModel, Request
 from rlx_jax.generate.request_plan import RequestPlan, plan_request, prompt_blocks
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
@@ -248,7 +248,7 @@ def run_blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[
     clock, options = lm.model.programs.start_timer(), request.row_options(0)
     first_token: tuple[float, int] | None = None
     num_repeats = len(request.rows) - 1  # prefill of a shared prefix runs for the first prompt only
-    cached_tokens = sum(request.prefix.lengths) if request.prefix else request.shared_prefix_len * num_repeats
+    cached_tokens = sum(len(p.ids) for p in request.prefixes) or request.shared_prefix_len * num_repeats
     generation = start_generation(plan_request(lm, share_prefix(lm, request)))
     generation.returned_blocks = None if request.on_end is None else []
     try:
@@ -367,13 +367,14 @@ def start_generation(plan: RequestPlan) -> Generation:
     programs, n = loop.model.programs, request.n or 1
     # Transfer these once, not with every block.
     sampler_values, stop_mask = jax.device_put((plan.sampler_values, plan.stop_mask), programs.replicated)
-    prefix = request.prefix
-    prefix_lens: Sequence[int] = [0] * len(request.rows) if prefix is None else prefix.lengths
-    state: StateArrays = {} if prefix is None else prepare_prefix_state(plan.prefill_programs[0], prefix)
+    state: StateArrays = {}
+    if request.prefixes:
+        state = prepare_prefix_state(plan.prefill_programs[0], request.prefixes, request.owns_prefix)
     live = np.arange(sizes.batch) < len(request.rows) * n
     rows = initial_rows(plan, live)
     first_ids: AnyArray = np.full((sizes.batch, 1), STOPPED, np.int32)
     log_probs, snapshot, hidden = None, None, []
+    prefix_lens = [len(prefix.ids) for prefix in request.prefixes] or [0] * len(request.rows)
     suffixes = [prompt[count:] for prompt, count in zip(request.rows, prefix_lens, strict=True)]
     inputs = request.inputs.padded(plan.prefill_batch) if request.inputs.arrays else {}
     for block in prompt_blocks(plan.prefill_programs, suffixes, plan.prefill_batch, inputs, state, plan.cut):
@@ -426,28 +427,33 @@ def initial_rows(plan: RequestPlan, live: np.ndarray[Any, Any]) -> RequestRows:
 
 def share_prefix(lm: LanguageModel, request: Request) -> Request:
     """Prefill the common prefix of all prompts once, if there is one, and return the request that continues it."""
-    length, num_prompts = request.shared_prefix_len, len(request.rows)
+    length = request.shared_prefix_len
     if not length:
         return request
     budget = request.budget + max(map(len, request.rows)) - length  # for a cache of the same length
     plan = plan_request(lm, replace(request, rows=(request.rows[0][:length],), budget=budget, n=None))
     *_, last_block = prompt_blocks(plan.prefill_programs, plan.request.rows, plan.prefill_batch)
-    prefix = PrefixState(last_block.state, (0,) * num_prompts, (length,) * num_prompts, plan.sizes.cache_len)
-    return replace(request, prefix=prefix)
+    prefix = Prefix(plan.request.rows[0], 0, plan.sizes.cache_len, arrays=last_block.state)
+    return replace(request, prefixes=(prefix,) * len(request.rows))
 
 
-def prepare_prefix_state(program: BoundProgram, prefix: PrefixState) -> StateArrays:
+def prepare_prefix_state(program: BoundProgram, prefixes: Sequence[Prefix], is_owned: bool = False) -> StateArrays:
     """Return the state for the prefill programs of the rest of the prompts; padding rows are empty.
+
+    Args:
+        program: the first of these programs.
+        prefixes, is_owned: as in `Request`.
 
     Raises:
         SessionStateError: the state was consumed after the request was checked.
     """
-    as_state(prefix.arrays).check_alive()
+    arrays: Any = prefixes[0].arrays
+    as_state(arrays).check_alive()
     sizes, model = dict(program.key.binding), program.model
     rows, lengths = (np.zeros(sizes["batch"], np.int32) for _ in range(2))
-    rows[: len(prefix.rows)], lengths[: len(prefix.rows)] = prefix.rows, prefix.lengths
-    # A state that the request owns, of the right sizes and row order, is used without a copy.
-    if not prefix.donated or not fits(program, prefix.arrays) or prefix.rows != tuple(range(len(prefix.rows))):
-        return resize_state(program, prefix.arrays, rows, lengths)
+    rows[: len(prefixes)], lengths[: len(prefixes)] = zip(*((p.row, len(p.ids)) for p in prefixes), strict=True)
+    # A state that the request owns, of the right sizes, is used without a copy.
+    if not is_owned or not fits(program, arrays):
+        return resize_state(program, arrays, rows, lengths)
     shardings = model.programs.state_shardings(program.key) or {}
-    return {**prefix.arrays, LENGTH: jax.device_put(lengths, shardings.get(LENGTH))}
+    return {**arrays, LENGTH: jax.device_put(lengths, shardings.get(LENGTH))}

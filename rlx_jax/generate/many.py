@@ -18,7 +18,6 @@ from rlx_jax.generate.generation import (
     not_finite_error,
     run_request,
 )
-from rlx_jax.generate.prefix_cache import ParamsIdentity, Prefix
 from rlx_jax.generate.request import LanguageModel, Request, check_answers, check_length, check_min_tokens, choose_seed
 from rlx_jax.generate.request_plan import chunk_widths
 from rlx_jax.generate.row_options import BatchProgress, RowOptions, StopLike, is_by_prompt, split_by_prompt
@@ -28,7 +27,6 @@ from rlx_jax.generate.slot_classes import SlotClasses, open_slots
 from rlx_jax.generate.slot_plan import SlotPlan, max_slots, plan_slots
 from rlx_jax.runtime.inputs import check_flag, check_integer
 from rlx_jax.runtime.report import RequestReport
-from rlx_jax.runtime.sequence_state import as_state
 from rlx_jax.text.chat import chat_prompt
 from rlx_jax.text.request_checks import Prompts, classify_prompts
 
@@ -94,7 +92,7 @@ def run_prompts(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any
     """
     if not uses_slots(lm, request):
         return run_request(lm, request, new)
-    n, prefixes = request.n or 1, state_prefixes(lm, request)
+    n, prefixes = request.n or 1, request.prefixes or (None,) * len(request.rows)
     jobs = (
         SlotJob(row, request.rows[row // n], request.row_options(row), prefixes[row // n])
         for row in range(len(new.rows))
@@ -218,20 +216,6 @@ def plan_jobs(lm: LanguageModel, jobs: Sequence[SlotJob], request: Request) -> t
     """Return the plans for jobs of a request; raises as `plan_slots`."""
     options, lengths = [job.options for job in jobs], [len(job.ids) for job in jobs]
     return plan_slots(lm, options, lengths, request.logprobs, request.slots, request.drafter)
-
-
-def state_prefixes(lm: LanguageModel, request: Request) -> list[Prefix | None]:
-    """Return the prefix of each prompt that continues a state; None without a state.
-
-    Raises:
-        SessionStateError: the state was consumed after the request was checked.
-    """
-    if request.prefix is None:
-        return [None] * len(request.rows)
-    arrays, cache_len, params = request.prefix.arrays, request.prefix.cache_len, ParamsIdentity(lm.model)
-    as_state(arrays).check_alive()
-    pairs = zip(request.rows, request.prefix.lengths, request.prefix.rows, strict=True)
-    return [Prefix(ids[:length], 0, cache_len, params, arrays=arrays, row=row) for ids, length, row in pairs]
 
 
 # -- prompts from an iterator ------------------------------------------------------------------

@@ -286,7 +286,7 @@ def check_request_captures(lm: LanguageModel, request: Request) -> None:
     """
     model = lm.model
     capture_names(model, "generate: return_captures")
-    if request.prefix is not None and (lm.required_inputs or request.inputs.optional_inputs):
+    if request.prefixes and (lm.required_inputs or request.inputs.optional_inputs):
         raise RequestError("generate: return_captures: the state has read other inputs of the flow: pass the full text")
     dtype = model.settings.kv_dtype
     if dtype is not None and is_code_dtype(dtype):

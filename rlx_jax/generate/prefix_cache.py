@@ -59,7 +59,7 @@ class Prefix:
         ids: the tokens.
         nbytes: bytes of its state on one device.
         cache_len: length of its cache.
-        params: the parameters that it was computed with.
+        params: the parameters that it was computed with; None for a state of the caller.
         parent: a shorter prefix, from whose state it is computed.
         arrays: the state; None before it is computed, and after it was evicted.
         row: its row in the state.
@@ -69,7 +69,7 @@ class Prefix:
     ids: tuple[int, ...]
     nbytes: int
     cache_len: int = field(repr=False)
-    params: ParamsIdentity = field(repr=False)
+    params: ParamsIdentity | None = field(default=None, repr=False)
     parent: Prefix | None = field(default=None, repr=False)
     arrays: StateArrays | None = field(default=None, repr=False)
     row: int = field(default=0, repr=False)
@@ -90,7 +90,7 @@ class Prefix:
         Raises:
             SessionStateError: the prefix was released, or belongs to another model or to other parameters.
         """
-        if not self.params.matches(model):
+        if self.params is None or not self.params.matches(model):
             raise SessionStateError(
                 f"{self!r} was computed by another model, or with other parameters; call prefix of the model you use"
             )

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.settings import Buckets
 from rlx_jax.errors import RequestError, SequenceLengthError, integer_text, shown
 from rlx_jax.generate.decode_state import DecodeState, check_is_state
@@ -175,26 +174,6 @@ class LanguageModel:
         return stop_strings, tuple(sorted({*ids, *(() if sampler.ignore_eos else self.eos_ids)}))
 
 
-@dataclass(frozen=True, eq=False)
-class PrefixState:
-    """The prefix of a request: a state with the first tokens of its prompts, which skip prefill.
-
-    Attributes:
-        arrays: arrays of the state.
-        rows: the row of the state that each prompt continues.
-        lengths: number of tokens of each prompt in the state, less than the prompt has. A length below the length of
-            the state truncates it; the caller guarantees that the state is correct when truncated.
-        cache_len: length of its cache.
-        donated: whether the request may write into its arrays; else it copies them.
-    """
-
-    arrays: StateArrays
-    rows: tuple[int, ...]
-    lengths: tuple[int, ...]
-    cache_len: int
-    donated: bool = False
-
-
 class SnapshotPoint(NamedTuple):
     """A position in a prompt, after `num_tokens` tokens, and the names of the state arrays to copy there.
 
@@ -220,7 +199,10 @@ class Request:
         drafter: the source of drafts; None for plain decoding.
         n: number of answers to each prompt, in adjacent rows; None for one answer that is not in a list.
         logprobs: number of likeliest tokens to return at each step; None to return no log-probabilities.
-        prefix: the state that the prompts continue, if there is one.
+        prefixes: the prefix of each prompt, rows of one state that they continue; empty if there is none.
+        owns_prefix: whether the request may write into the arrays of that state; else it copies them. Only then may the
+            prefix of a single prompt be shorter than the state, which the caller guarantees to be correct when
+            truncated.
         shared_prefix_len: length of the common prefix to prefill once and repeat; 0 to prefill each prompt by itself.
         share_prefix: whether prompts share prefixes: True also those that are short, None where they run in slots.
         snapshot_point: position in the single prompt at which to copy arrays of the state, into `Generation.snapshot`.
@@ -244,7 +226,8 @@ class Request:
     drafter: Drafter | None = None
     n: int | None = None
     logprobs: int | None = None
-    prefix: PrefixState | None = None
+    prefixes: tuple[Prefix, ...] = ()
+    owns_prefix: bool = False
     shared_prefix_len: int = 0
     share_prefix: bool | None = None
     snapshot_point: SnapshotPoint | None = None
@@ -293,11 +276,11 @@ def check_request(
     if progress is not None and not callable(progress):
         raise RequestError(f"progress is {shown(progress)}; expected a callback, such as print")
     budget = check_integer("max_new_tokens", max_new_tokens, 0)
-    prefix: PrefixState | None = None
+    prefixes: tuple[Prefix, ...] = ()
     if state is None:
         rows, checked_inputs = lm.encode_prompts(prompts), NO_INPUTS
     else:
-        rows, prefix, checked_inputs = join_state(lm, prompts, state)
+        rows, prefixes, checked_inputs = join_state(lm, prompts, state)
     stop_strings, stop_ids = lm.parse_stop(stop, sampler)
     sampler.values(lm.vocab_size)
     for row_sampler, row_budget in [(row.sampler, row.budget) for row in by_prompt] or [(sampler, budget)]:
@@ -305,7 +288,7 @@ def check_request(
     seed = choose_seed(seed, sampler)
     for i, row in enumerate(rows):
         check_length(lm, len(row), by_prompt[i].budget if by_prompt else budget, f"prompts[{i}]", drafter)
-    if prefix is None and rows and (inputs is not None or lm.inputs):
+    if state is None and rows and (inputs is not None or lm.inputs):
         checked_inputs = check_inputs(lm.model, inputs, len(rows), lm.inputs)
     if state is not None or share_prefix is not None:
         check_combination(state is not None, share_prefix, inputs, drafter)
@@ -316,7 +299,7 @@ def check_request(
         shared_prefix_len = common_prefix_len(*rows, limit=min(map(len, rows)) - 1)
     return Request(
         tuple(map(tuple, rows)), budget, sampler, stop_ids, stop_strings, seed, text, checked_inputs, drafter, n,
-        logprobs, prefix, shared_prefix_len, share_prefix, by_prompt=by_prompt,
+        logprobs, prefixes, False, shared_prefix_len, share_prefix, by_prompt=by_prompt,
         slots=None if slots is None else check_integer("slots", slots, 1), progress=progress,
     )  # fmt: skip
 
@@ -415,12 +398,14 @@ def check_combination(state: bool, share_prefix: Any, inputs: Any, drafter: Draf
 # -- a request that continues a state ----------------------------------------------------------
 
 
-def join_state(lm: LanguageModel, prompts: Prompts, state: Any) -> tuple[list[list[int]], PrefixState, RequestInputs]:
+def join_state(
+    lm: LanguageModel, prompts: Prompts, state: Any
+) -> tuple[list[list[int]], tuple[Prefix, ...], RequestInputs]:
     """Join a state and the prompts that continue it.
 
     Returns:
-        the full rows of ids, tokens of the state included; the state as prefix of the request; and the inputs that the
-        state was prefilled with.
+        the full rows of ids, tokens of the state included; the prefix of each; and the inputs that the state was
+        prefilled with.
 
     Raises:
         RequestError: `state` is no state; a prompt is empty; or the state has several rows, and not one for each
@@ -447,9 +432,9 @@ def join_state(lm: LanguageModel, prompts: Prompts, state: Any) -> tuple[list[li
     rows = tuple(range(len(new))) if len(cache.lengths) > 1 else (0,) * len(new)
     state_ids = cache.ids
     sizes = {name: size for name, size in cache.sizes.items() if name not in ("batch", "context")}
-    prefix = PrefixState(arrays, rows, tuple(len(state_ids[row]) for row in rows), cache.sizes["context"])
+    prefixes = tuple(Prefix(tuple(state_ids[row]), 0, cache.sizes["context"], arrays=arrays, row=row) for row in rows)
     full = [state_ids[row] + ids for row, ids in zip(rows, new, strict=True)]
-    return full, prefix, RequestInputs(sizes=sizes, optional_inputs=cache.optional_inputs)
+    return full, prefixes, RequestInputs(sizes=sizes, optional_inputs=cache.optional_inputs)
 
 
 def common_prefix_len(*rows: Sequence[int], limit: int = MAX_SLOTS) -> int:

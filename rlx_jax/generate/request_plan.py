@@ -66,12 +66,12 @@ def plan_request(lm: LanguageModel, request: Request) -> RequestPlan:
     Raises:
         RequestError: one of the programs is not compiled, and the profile makes that an error.
     """
-    buckets, prefix, n = lm.buckets, request.prefix, request.n or 1
+    buckets, n = lm.buckets, request.n or 1
     limits = (lm.max_positions, None if request.drafter is None else request.drafter.max_positions)
     limit = min((n for n in limits if n is not None), default=None)  # model and drafter have caches of one length
     lengths = [len(row) for row in request.rows for _ in range(n)]
     sizes = request_sizes(buckets, lengths, request.budget, limit)
-    cache_len = max(request.min_cache_len, prefix.cache_len if prefix is not None and prefix.donated else 0)
+    cache_len = max(request.min_cache_len, request.prefixes[0].cache_len if request.owns_prefix else 0)
     if cache_len > sizes.cache_len:
         sizes = replace(sizes, cache_len=max(sizes.cache_len, fit_bucket(buckets.context, cache_len) or cache_len))
     sampling_steps = request.sampler.sampling_steps(lm.vocab_size)
@@ -84,7 +84,7 @@ def plan_request(lm: LanguageModel, request: Request) -> RequestPlan:
     check_processors(lm.model.programs, sampling_steps.processors, batches, lm.vocab_size, sizes.cache_len)
     num_logprobs = request.logprobs and bucket_size(request.logprobs, LOGPROBS_BUCKET, lm.vocab_size)
     prefill_batch = sizes.batch if n == 1 else buckets.rows(len(request.rows))
-    prefix_lens = (0,) * len(request.rows) if prefix is None else prefix.lengths
+    prefix_lens = [len(prefix.ids) for prefix in request.prefixes] or [0] * len(request.rows)
     suffix_len = max(len(row) - count for row, count in zip(request.rows, prefix_lens, strict=True))
     point = request.snapshot_point
     cut = 0 if point is None else point.num_tokens - prefix_lens[0]
@@ -108,7 +108,7 @@ def plan_keys(
         widths: their widths.
     """
     model, inputs, drafter, loop = lm.model, request.inputs, request.drafter, lm.model.programs.settings.loop
-    has_prefix, steps = request.prefix is not None, request.num_steps(model)
+    has_prefix, steps = bool(request.prefixes), request.num_steps(model)
 
     def make_keys() -> PlanKeys:
         variant, state = request_variant(model, drafter, inputs.optional_inputs), {**inputs.sizes, **sizes.state}

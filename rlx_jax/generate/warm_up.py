@@ -17,7 +17,8 @@ from rlx_jax.errors import RequestError, listing, shown
 from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.generation import prepare_prefix_state, start_generation
 from rlx_jax.generate.prefill import extend, prefill
-from rlx_jax.generate.request import LanguageModel, PrefixState, Request, check_answers
+from rlx_jax.generate.prefix_cache import Prefix
+from rlx_jax.generate.request import LanguageModel, Request, check_answers
 from rlx_jax.generate.request_plan import CONTEXT_BUCKET, plan_request
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.sampler import Sampler
@@ -136,7 +137,7 @@ def warm_prefill(lm: LanguageModel) -> None:
         sizes = {"batch": buckets.rows(1), "context": longer, "seq": 1}
         prepare_prefix_state(
             lm.model.as_program("extend").bind_to_sizes(sizes, variant=variant),
-            PrefixState(arrays, (0,), (1,), cache_len),
+            [Prefix((0,), 0, cache_len, arrays=arrays)],
         )
 
 
