@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Unpack
 
 import numpy as np
@@ -276,7 +276,6 @@ class PromptStream:
         details: whether a `Completion` is yielded for each answer.
         stop: the argument of the call.
         seed: the seed of prompts without one; None until the first of them is sampled.
-        outputs: for each prompt in slots, by its position, the index to yield, and whether the answer is text.
     """
 
     lm: LanguageModel
@@ -285,7 +284,6 @@ class PromptStream:
     details: bool
     stop: Any
     seed: Any
-    outputs: dict[int, tuple[int, bool]] = field(default_factory=dict)
 
     def jobs(self, prompts: Iterable[Any]) -> Iterator[SlotJob | tuple[int, RlxError]]:
         """Yield the job of each prompt, or its index and what is wrong with it."""
@@ -293,13 +291,13 @@ class PromptStream:
             request, index = prompt if isinstance(prompt, PromptRequest) else PromptRequest(prompt), position
             try:
                 index = request.checked_index(position)
-                job = self.make_job(position, index, request)
+                job = self.make_job(index, request)
             except RlxError as error:
                 yield index, self.returned(error)
                 continue
             yield job
 
-    def make_job(self, position: int, index: int, prompt: PromptRequest) -> SlotJob:
+    def make_job(self, index: int, prompt: PromptRequest) -> SlotJob:
         """Return the job of a prompt.
 
         Raises:
@@ -313,8 +311,7 @@ class PromptStream:
             options = replace(options, seed=self.seed)
         (ids,) = self.lm.encode_prompts(prompts, index)
         check_length(self.lm, len(ids), options.budget, name, None)
-        self.outputs[position] = index, prompts.texts is not None or prompt.messages is not None
-        return SlotJob(position, ids, options)
+        return SlotJob(index, ids, options, as_text=prompts.texts is not None or prompt.messages is not None)
 
     def returned(self, error: RlxError) -> RlxError:
         """Return an error to yield it.
@@ -330,11 +327,11 @@ class PromptStream:
         """Return what `generate_iter` yields for an answer, or for a prompt that is refused."""
         if isinstance(answer, tuple):
             return answer
-        index, as_text = self.outputs.pop(answer.job.index)
-        output = make_output(self.lm, self.request, answer.job.options, answer.new, as_text, self.details)
-        if not answer.new.failed:
-            return index, output
-        return index, self.returned(not_finite_error({index: len(answer.new.ids)}, [output]))
+        job, new = answer.job, answer.new
+        output = make_output(self.lm, self.request, job.options, new, job.as_text, self.details)
+        if not new.failed:
+            return job.index, output
+        return job.index, self.returned(not_finite_error({job.index: len(new.ids)}, [output]))
 
 
 def fits_device(device: SlotClasses, job: SlotJob) -> bool:

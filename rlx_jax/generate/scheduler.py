@@ -33,12 +33,14 @@ class SlotJob:
         ids: the prompt.
         options: how its tokens are chosen, and what ends it.
         prefix: the beginning of the prompt whose state is copied, not prefilled with it.
+        as_text: whether text is returned, not ids.
     """
 
     index: int
     ids: Sequence[int]
     options: RowOptions
     prefix: Prefix | None = None
+    as_text: bool = False
 
     @property
     def num_cached(self) -> int:
