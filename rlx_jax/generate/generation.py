@@ -19,7 +19,7 @@ from rlx_jax.generate.decode import STOPPED, FirstTokens, LogProbs, RequestRows,
 from rlx_jax.generate.decode_state import fits, gather_rows, prompt_indices, resize_state
 from rlx_jax.generate.prefix_cache import Prefix, PrefixCache
 from rlx_jax.generate.request import LanguageModel, Request
-from rlx_jax.generate.request_plan import RequestPlan, plan_request, prompt_blocks
+from rlx_jax.generate.request_plan import RequestPlan, max_tokens, plan_request, prompt_blocks
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.generate.stop_strings import GrowingText, min_length, stable_prefix
@@ -417,8 +417,7 @@ def initial_rows(plan: RequestPlan, live: np.ndarray[Any, Any]) -> RequestRows:
     """
     request, programs = plan.request, plan.loop.model.programs
     prompts = [request.rows[row // (request.n or 1)] if is_row else () for row, is_row in enumerate(live)]
-    keeps_tokens = request.drafter is not None and request.drafter.reads_tokens
-    history = initial_history(plan.sampling_steps, prompts, len(plan.stop_mask), plan.sizes.cache_len, keeps_tokens)
+    history = initial_history(plan.sampling_steps, prompts, len(plan.stop_mask), max_tokens(plan.loop))
     arguments = (random_key("seed", request.seed), live, np.int32(request.budget), history)
     return programs.run_helper(
         new_rows, *arguments, static=(plan.sampling_steps.do_sample,), out_shardings=programs.replicated

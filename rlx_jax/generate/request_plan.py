@@ -89,11 +89,12 @@ def plan_request(lm: LanguageModel, request: Request) -> RequestPlan:
     point = request.snapshot_point
     cut = 0 if point is None else point.num_tokens - prefix_lens[0]
     widths = chunk_widths(buckets, suffix_len, limit, cut)
-    prefill, loop = plan_keys(lm, request, sampling_steps, num_logprobs, sizes, prefill_batch, widths)
+    prefill, loop_program = plan_keys(lm, request, sampling_steps, num_logprobs, sizes, prefill_batch, widths)
     runner = lm.model.as_program("extend")
+    loop = runner.bind(loop_program)  # first, as only the loop depends on the sampler and the drafts
     return RequestPlan(
         request, sampling_steps, sampler_values, num_logprobs, stop_mask, sizes, prefill_batch, cut,
-        tuple(map(runner.bind, prefill)), runner.bind(loop),
+        tuple(map(runner.bind, prefill)), loop,
     )  # fmt: skip
 
 
@@ -157,6 +158,12 @@ def loop_key(
     if loop.sampling_steps.reads_tokens or (drafter is not None and drafter.reads_tokens):
         wrapper = replace(wrapper, max_tokens=sizes["context"])
     return replace(key, wrapper=wrapper)
+
+
+def max_tokens(loop: BoundProgram) -> int:
+    """Return the number of tokens of the history of a row that a loop reads; see `DecodeLoop`."""
+    assert isinstance(loop.key.wrapper, DecodeLoop | VerifyLoop)
+    return loop.key.wrapper.max_tokens
 
 
 # -- sizes -------------------------------------------------------------------------------------

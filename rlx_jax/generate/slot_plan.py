@@ -93,11 +93,6 @@ class SlotPlan:
         """Return the number of drafts of a step."""
         return 0 if self.drafter is None else self.drafter.tokens
 
-    @property
-    def keeps_tokens(self) -> bool:
-        """Return whether a drafter reads the tokens of each slot."""
-        return self.drafter is not None and self.drafter.reads_tokens
-
 
 def plan_slots(
     lm: LanguageModel, options: Sequence[RowOptions], lengths: Sequence[int], logprobs: int | None,

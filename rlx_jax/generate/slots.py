@@ -33,7 +33,7 @@ from rlx_jax.generate.decode_state import LeafMove, leaf_moves, move_state, resi
 from rlx_jax.generate.drafters import empty_pairs
 from rlx_jax.generate.generation import LoopRun
 from rlx_jax.generate.prefix_cache import Prefix, PrefixCache, one_row
-from rlx_jax.generate.request_plan import PromptBlock, prompt_blocks
+from rlx_jax.generate.request_plan import PromptBlock, max_tokens, prompt_blocks
 from rlx_jax.generate.sampler import Sampler, SamplerValues
 from rlx_jax.generate.scheduler import JobAnswer, SlotJob, SlotTokens
 from rlx_jax.generate.slot_plan import SlotPlan, fill_keys
@@ -279,9 +279,7 @@ def new_jobs(plan: SlotPlan, jobs: Sequence[SlotJob], rows: int) -> NewJobs:
         budgets=np.array([row_limit(job, plan.sizes.cache_len) for job in padded], np.int32),
         seeds=seeds,
         draws=np.array([option.draw for option in options], np.int32),
-        history=initial_history(
-            steps, [job.ids for job in padded], vocab_size, plan.sizes.cache_len, plan.keeps_tokens
-        ),
+        history=initial_history(steps, [job.ids for job in padded], vocab_size, max_tokens(plan.loop)),
         sampler_values=stack_values([option.sampler.values(vocab_size, steps) for option in options]),
         stop_mask=stop_ids,
     )
@@ -311,7 +309,7 @@ def open_class(plan: SlotPlan, cache: PrefixCache, suffix_widths: tuple[int, ...
     keys: Any = np.zeros((num, 0), np.uint32)
     if steps.do_sample:
         keys = jax.random.wrap_key_data(jax.device_put(np.zeros((num, 2), np.uint32)), impl=KEY_IMPL)
-    history = initial_history(steps, [()] * num, vocab_size, sizes.cache_len, plan.keeps_tokens)
+    history = initial_history(steps, [()] * num, vocab_size, max_tokens(plan.loop))
     rows = RequestRows(zeros, np.zeros(num, bool), zeros, history, keys)
     values = stack_values([Sampler().values(vocab_size, steps)] * num)
     stop_ids = np.full((num, plan.stop_width), -1, np.int32)

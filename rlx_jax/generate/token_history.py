@@ -90,23 +90,22 @@ class TokenHistory:
 
 
 def initial_history(
-    steps: SamplingSteps, prompts: Sequence[Sequence[int]], vocab_size: int, max_tokens: int, keeps_tokens: bool = False
+    steps: SamplingSteps, prompts: Sequence[Sequence[int]], vocab_size: int, max_tokens: int
 ) -> TokenHistory:
     """Return the history of rows before their first new token, on the host.
 
     Args:
         prompts: the ids of each row.
-        max_tokens: the most tokens of a row, prompt and answer.
-        keeps_tokens: whether a drafter reads the tokens, and not only steps of the sampler.
+        max_tokens: the most tokens of a row, prompt and answer; 0 if the program does not read them.
     """
-    batch, keeps_tokens = len(prompts), keeps_tokens or steps.reads_tokens
+    batch = len(prompts)
     seen = np.zeros((batch, vocab_size if steps.penalised else 0), bool)
     counts = np.zeros((batch, vocab_size if steps.counted else 0), np.int32)
-    tokens = np.full((batch, max_tokens if keeps_tokens else 0), -1, np.int32)
+    tokens = np.full((batch, max_tokens), -1, np.int32)
     for row, ids in enumerate(prompts):
         if steps.penalised:  # the repetition penalty applies to prompt tokens, too
             seen[row, list(ids)] = True
-        if keeps_tokens:
+        if max_tokens:
             tokens[row, : len(ids)] = ids
     return TokenHistory(np.zeros(batch, np.int32), seen, counts, tokens)
 
