@@ -85,8 +85,7 @@ class Device:
                     self.done[slot] += 1
         for slot, new in result.items():
             if self.done[slot] >= self.limit(slot):
-                is_full = self.done[slot] < self.jobs[slot].options.budget
-                result[slot] = replace(new, running=False, is_full=is_full)
+                result[slot] = replace(new, running=False)
                 self.full[slot] = self.jobs.pop(slot)
         return result
 

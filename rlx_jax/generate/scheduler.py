@@ -68,12 +68,10 @@ class SlotTokens:
     Attributes:
         new: the tokens.
         running: whether the slot continues.
-        is_full: whether it stopped only because its cache is full.
     """
 
     new: RowTokens
     running: bool
-    is_full: bool = False
 
 
 class SlotRunner(Protocol):
@@ -99,7 +97,7 @@ class SlotRunner(Protocol):
     def decode(self, min_running: Sequence[int | None]) -> Mapping[SlotIndex, SlotTokens]:
         """Decode some steps of each class, until at most `min_running` of its slots run; None leaves a class out.
 
-        A slot whose cache is full stops running, too. Return the new tokens by slot.
+        A slot whose cache is full stops running, too. Return the new tokens of each slot of these classes.
         """
         ...
 
@@ -179,7 +177,7 @@ class Scheduler:
         ended, stops = [], []
         for slot, new in self.device.decode(self._min_running()).items():
             answer = self.answers.get(slot)
-            if answer is None:  # `cancel` stopped it
+            if answer is None or slot in self._full:  # it is free, or waits
                 continue
             if not self._append(answer, new):
                 self._full += [] if new.running else [slot]
@@ -253,11 +251,13 @@ class Scheduler:
     def _append(self, answer: JobAnswer, step: SlotTokens) -> bool:
         """Append new tokens to an answer, and return whether it ended; a job with a full cache has not."""
         answer.new.extend(step.new)
-        num_new = len(step.new.ids)
-        end = self.find_end(answer.job.options, answer.new.ids, num_new) if num_new else None
-        if end is not None:
+        ids, options, num_new = answer.new.ids, answer.job.options, len(step.new.ids)
+        if num_new and (end := self.find_end(options, ids, num_new)) is not None:
             answer.new.cut(end)
-        return end is not None or not (step.running or step.is_full)
+            return True
+        # A slot that stops has a full cache unless its answer ended, perhaps with the last token that fits.
+        is_stop = bool(ids) and ids[-1] in options.stop_ids
+        return not step.running and (answer.new.failed or is_stop or len(ids) >= options.budget)
 
     def _release(self, slot: SlotIndex) -> None:
         """Free a slot."""

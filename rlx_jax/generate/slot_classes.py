@@ -124,7 +124,7 @@ class SlotClasses:
         for index, row in slots:
             rows[index].append(row)
         for index, stopped in rows.items():
-            self.parts[index].stop(stopped)
+            self.parts[index].loop.stop(stopped)
 
 
 def prefill_calls(

@@ -54,7 +54,6 @@ class Slots:
     Attributes:
         plan: their sizes and programs.
         loop: the loop with the arrays on the device.
-        occupied: the job of each slot that has one.
         first_tokens: for each fill since the last `start_decode` the slots, as in `NewJobs`, and on the device the
             first tokens and their log-probabilities.
         num_steps: number of steps decoded.
@@ -68,7 +67,6 @@ class Slots:
     loop: LoopRun
     cache: PrefixCache
     suffix_widths: tuple[int, ...]
-    occupied: dict[int, SlotJob] = field(default_factory=dict)
     first_tokens: list[tuple[Any, Any, Any]] = field(default_factory=list)
     num_steps: int = 0
     num_prefilled: int = 0
@@ -121,7 +119,6 @@ class Slots:
             ids, log_probs, inputs, self.loop.state = programs.run_helper(plan.fill, *arguments, **self._fill_options)
             self.loop.inputs |= inputs
             self.first_tokens.append((slots, ids, log_probs))
-        self.occupied.update(group)
 
     @property
     def _fill_options(self) -> dict[str, Any]:
@@ -143,26 +140,19 @@ class Slots:
         self.loop.inputs["min_running"] = np.int32(min_running)
         tokens, log_probs = self.loop.advance()
         first, self.first_tokens = self.first_tokens, []
-        return tokens, log_probs, self.loop.inputs["rows"], first
+        return tokens, log_probs, self.loop.inputs["rows"].running, first
 
     def end_decode(self, results: Any) -> dict[int, SlotTokens]:
         """Return the new tokens by slot, from the result of `start_decode`."""
-        tokens, log_probs, rows, first = results
-        num_new = rows.history.num_new
-        tokens, log_probs, running, num_new, first = jax.device_get((tokens, log_probs, rows.running, num_new, first))
+        tokens, log_probs, running, first = jax.device_get(results)
         self.num_steps += int((tokens != STOPPED).any(axis=0).reshape(-1, self.plan.num_drafts + 1).any(axis=1).sum())
-        first_tokens = {
-            int(slot): RowTokens.of(ids, i, values) for slots, ids, values in first for i, slot in enumerate(slots)
-        }
-        result = {}
-        for slot, job in sorted(self.occupied.items()):
-            new, is_running = first_tokens.get(slot) or RowTokens(), bool(running[slot])
-            new.extend(RowTokens.of(tokens, slot, log_probs))
-            # A token that ends the answer may be the last one that fits.
-            is_stop = bool(new.ids) and new.ids[-1] in job.options.stop_ids
-            is_full = not (is_running or new.failed or is_stop) and num_new[slot] < job.options.budget
-            result[slot] = SlotTokens(new, is_running, bool(is_full))
-        self.occupied = {slot: job for slot, job in self.occupied.items() if running[slot]}
+        result = {i: SlotTokens(RowTokens(), bool(is_running)) for i, is_running in enumerate(running)}
+        for slots, ids, values in first:
+            for i, slot in enumerate(slots):
+                if slot < self.num_slots:
+                    result[slot].new.extend(RowTokens.of(ids, i, values))
+        for slot, new in result.items():
+            new.new.extend(RowTokens.of(tokens, slot, log_probs))
         return result
 
     def take(self, old: Slots, moves: Sequence[tuple[int, int, JobAnswer]]) -> None:
@@ -178,19 +168,12 @@ class Slots:
         for i, (source, target, answer) in enumerate(moves):
             sources[i], targets[i] = source, target
             remaining[i] = row_limit(answer.job, plan.sizes.cache_len) - len(answer.new.ids)
-            self.occupied[target] = answer.job
         arguments = (self.loop.state, self.inputs, old.loop.state, old.inputs, sources, targets, remaining)
         shardings = None if plan.fill_shardings is None else plan.fill_shardings[2:]
         inputs, self.loop.state = plan.lm.model.programs.run_helper(
             MoveRows(plan.fill.row_axes), *arguments, out_shardings=shardings, donate=(0,)
         )
         self.loop.inputs |= inputs
-
-    def stop(self, slots: Sequence[int]) -> None:
-        """End running slots."""
-        self.loop.stop(slots)
-        for slot in slots:
-            self.occupied.pop(slot, None)
 
     # -- prefill, after prefixes -------------------------------------------------------------
 
