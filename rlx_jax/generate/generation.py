@@ -391,11 +391,8 @@ def start_generation(plan: RequestPlan) -> Generation:
             )
             is_end = is_end[prompt_of_row] & live
         arguments = (logits, rows, is_end, first_ids, sampler_values, stop_mask, log_probs)
-        first_ids, rows, log_probs = programs.run_helper(
-            FirstTokens(plan.sampling_steps, num_logprobs=plan.num_logprobs),
-            *arguments,
-            out_shardings=programs.replicated,
-        )
+        choose = FirstTokens(plan.sampling_steps, num_logprobs=plan.num_logprobs)
+        first_ids, rows, log_probs = programs.run_helper(choose, *arguments, out_shardings=programs.replicated)
     if n > 1:
         state = resize_state(loop, state, prompt_indices(sizes.batch, n, len(request.rows)))
     operands = {"rows": rows, "sampler_values": sampler_values, "stop_mask": stop_mask}
