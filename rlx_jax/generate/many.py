@@ -26,7 +26,6 @@ from rlx_jax.generate.scheduler import JobAnswer, Scheduler, SlotJob
 from rlx_jax.generate.slot_classes import SlotClasses, open_slots
 from rlx_jax.generate.slot_plan import SlotPlan, max_slots, plan_slots
 from rlx_jax.runtime.inputs import check_flag, check_integer
-from rlx_jax.runtime.report import RequestReport
 from rlx_jax.text.chat import chat_prompt
 from rlx_jax.text.request_checks import Prompts, classify_prompts
 
@@ -198,15 +197,9 @@ class SlotRun:
             for answer in scheduler.step():
                 done, num_tokens = done + 1, num_tokens + len(answer.new.ids)
                 seconds, compiled = clock()
-                # Several answers to a prompt may read it several times.
-                cached = max(0, prompt_tokens - num_read - device.num_prefilled)
                 self.new.speculated = device.speculated
-                self.new.report = RequestReport(
-                    "prompts", num_prompts, prompt_tokens, 0.0, num_tokens, answer_seconds=seconds, compiled=compiled,
-                    cached_tokens=cached, positions_read=device.positions_read,
-                    slots=sum(each.num_slots for each in device.classes),
-                    slot_classes=tuple((each.num_slots, each.cache_len) for each in device.classes),
-                )  # fmt: skip
+                read = num_prompts, prompt_tokens, num_read
+                self.new.report = device.report(*read, num_tokens, seconds, compiled)
                 if self.request.progress is not None:
                     self.request.progress(BatchProgress(done, self.total, num_tokens, seconds))
                 yield answer

@@ -21,7 +21,7 @@ from rlx_jax.generate.slot_plan import SlotPlan
 from rlx_jax.generate.slots import Slots, open_class
 from rlx_jax.runtime.program_key import HelperCall, ProgramKey
 from rlx_jax.runtime.programs import Programs
-from rlx_jax.runtime.report import SpeculativeCounts
+from rlx_jax.runtime.report import RequestReport, SpeculativeCounts
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +40,6 @@ class SlotClasses:
         return tuple(part.plan.sizes for part in self.parts)
 
     @property
-    def positions_read(self) -> int:
-        """Return the positions of caches that all steps of decoding have read: steps × slots × cache length."""
-        pairs = ((part.num_steps, part.plan.sizes) for part in self.parts)
-        return sum(steps * sizes.num_slots * sizes.cache_len for steps, sizes in pairs)
-
-    @property
     def num_prefilled(self) -> int:
         """Return the number of tokens of prefixes that were prefilled."""
         return sum(part.num_prefilled for part in self.parts)
@@ -58,6 +52,25 @@ class SlotClasses:
         return SpeculativeCounts(
             *np.sum(jax.device_get([part.loop.inputs["counts"] for part in self.parts]), 0).tolist()
         )
+
+    def report(
+        self, num_prompts: int, prompt_tokens: int, num_read: int, new_tokens: int, seconds: float, compiled: int
+    ) -> RequestReport:
+        """Return the report of prompts, whose prefill and decoding alternate.
+
+        Args:
+            num_read: number of tokens of prompts that were read, apart from prefixes; several answers to a prompt may
+                read it several times.
+        """
+        pairs = ((part.num_steps, part.plan.sizes) for part in self.parts)
+        return RequestReport(
+            "prompts", num_prompts, prompt_tokens, 0.0, new_tokens, answer_seconds=seconds, compiled=compiled,
+            cached_tokens=max(0, prompt_tokens - num_read - self.num_prefilled),
+            # of caches, by all steps of decoding
+            positions_read=sum(steps * sizes.num_slots * sizes.cache_len for steps, sizes in pairs),
+            slots=sum(each.num_slots for each in self.classes),
+            slot_classes=tuple((each.num_slots, each.cache_len) for each in self.classes),
+        )  # fmt: skip
 
     def width(self, job: SlotJob) -> int:
         """Return the padded width of a prompt after its prefix, the sum of its chunks."""
