@@ -18,7 +18,7 @@ from rlx_jax.errors import NumericsError
 from rlx_jax.generate.decode import STOPPED, FirstTokens, LogProbs, RequestRows, RowTokens, new_rows
 from rlx_jax.generate.decode_state import fits, gather_rows, prompt_indices, resize_state
 from rlx_jax.generate.prefix_cache import Prefix, PrefixCache
-from rlx_jax.generate.request import LanguageModel, Request
+from rlx_jax.generate.request import LanguageModel, Request, common_prefix_len
 from rlx_jax.generate.request_plan import RequestPlan, max_tokens, plan_request, prompt_blocks
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
@@ -247,9 +247,11 @@ def run_blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[
         return
     clock, options = lm.model.programs.start_timer(), request.row_options(0)
     first_token: tuple[float, int] | None = None
-    num_repeats = len(request.rows) - 1  # prefill of a shared prefix runs for the first prompt only
-    cached_tokens = sum(len(p.ids) for p in request.prefixes) or request.shared_prefix_len * num_repeats
-    generation = start_generation(plan_request(lm, share_prefix(lm, request)))
+    plan = plan_request(lm, share_prefix(lm, request))
+    # The first prompt reads what all of them share.
+    cached_tokens = sum(len(prefix.ids) for prefix in plan.request.prefixes[0 if request.prefixes else 1 :])
+    generation = start_generation(plan)
+    del plan  # with the state of what they share
     generation.returned_blocks = None if request.on_end is None else []
     try:
         for block, log_probs in generation:
@@ -422,8 +424,11 @@ def initial_rows(plan: RequestPlan, live: np.ndarray[Any, Any]) -> RequestRows:
 
 
 def share_prefix(lm: LanguageModel, request: Request) -> Request:
-    """Prefill the common prefix of all prompts once, if there is one, and return the request that continues it."""
-    length = request.shared_prefix_len
+    """Prefill the common prefix of all prompts once, if they share it, and return the request that continues it."""
+    if not request.share_prefix or len(request.rows) < 2:
+        return request
+    # Each prompt keeps at least one token after the prefix: its last token gives the logits of the first new one.
+    length = common_prefix_len(*request.rows, limit=min(map(len, request.rows)) - 1)
     if not length:
         return request
     budget = request.budget + max(map(len, request.rows)) - length  # for a cache of the same length

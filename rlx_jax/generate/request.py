@@ -203,7 +203,6 @@ class Request:
         owns_prefix: whether the request may write into the arrays of that state; else it copies them. Only then may the
             prefix of a single prompt be shorter than the state, which the caller guarantees to be correct when
             truncated.
-        shared_prefix_len: length of the common prefix to prefill once and repeat; 0 to prefill each prompt by itself.
         share_prefix: whether prompts share prefixes: True also those that are short, None where they run in slots.
         snapshot_point: position in the single prompt at which to copy arrays of the state, into `Generation.snapshot`.
         min_cache_len: lower bound of `cache_len`, the length of the cache.
@@ -228,7 +227,6 @@ class Request:
     logprobs: int | None = None
     prefixes: tuple[Prefix, ...] = ()
     owns_prefix: bool = False
-    shared_prefix_len: int = 0
     share_prefix: bool | None = None
     snapshot_point: SnapshotPoint | None = None
     min_cache_len: int = 0
@@ -293,13 +291,9 @@ def check_request(
     if state is not None or share_prefix is not None:
         check_combination(state is not None, share_prefix, inputs, drafter)
     text = text or prompts.texts is not None
-    shared_prefix_len = 0
-    if share_prefix and len(rows) > 1:
-        # Each prompt keeps at least one token after the prefix: its last token gives the logits of the first new one.
-        shared_prefix_len = common_prefix_len(*rows, limit=min(map(len, rows)) - 1)
     return Request(
         tuple(map(tuple, rows)), budget, sampler, stop_ids, stop_strings, seed, text, checked_inputs, drafter, n,
-        logprobs, prefixes, False, shared_prefix_len, share_prefix, by_prompt=by_prompt,
+        logprobs, prefixes, False, share_prefix, by_prompt=by_prompt,
         slots=None if slots is None else check_integer("slots", slots, 1), progress=progress,
     )  # fmt: skip
 
