@@ -290,6 +290,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main([*words, "--size", "context=64", "--json"]) == 0
     written = json.loads(capsys.readouterr().out)
     assert written["path"] == path and written["sha256"] == Archive(path).sha256
+    rlx.load(FIXTURES / "sentence/base").export(encoder := str(tmp_path / "encoder.rlxa"))
+    assert cli.main(["embed", encoder, "a text", "--json"]) == 0  # in place of the checkpoint
+    assert len(json.loads(capsys.readouterr().out.splitlines()[0])) > 0
 
 
 # -- faults ------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def load(
                      "recipe": recipe, "adapter": adapter, "head": None if head is True else head,
                      "ignore_fields": list(ignore_fields) or None, "expect_sha256": expect_sha256,
                      "prefix_cache": prefix_cache}  # fmt: skip
-        return load_artifact(path, {n: v for n, v in arguments.items() if v is not None} | options)
+        return load_artifact(path, {n: v for n, v in (arguments | options).items() if v is not None})
     if expect_sha256 is not None:
         raise RequestError(f"load: expect_sha256 is for an artifact of export (.rlxa), not for {shown(path)}")
     checkpoint = open_checkpoint(
