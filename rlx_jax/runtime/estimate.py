@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rlx_jax.compiler.pipeline import Template, make_lir
 from rlx_jax.compiler.settings import Settings
@@ -257,7 +258,7 @@ SAMPLED_KINDS = ("attention", "experts", "recurrence")
 SAMPLED_OPS = (Unary, CausalConvOp)
 # The most bytes of operands of products that are sampled; larger ones reach the measured rates. Samples with fewer
 # bytes than the second run so often in a program, with operands of their own, as products do: alone they take longer.
-MAX_PRODUCT_BYTES, SAMPLE_COPY_BYTES, SAMPLE_COPIES = 2**24, 2**20, 4
+MAX_PRODUCT_BYTES, SAMPLE_COPY_BYTES, SAMPLE_COPIES = 2**24, 2**20, 3
 # Sizes of samples of one and of more tokens: enough for the rate to be that of larger ones, and milliseconds of work.
 SAMPLE_ROWS, SAMPLE_PROMPTS, SAMPLE_TOKENS = 32, 4, 256
 # Samples with more operands, such as all experts of a large mixture, are not run.
@@ -335,19 +336,24 @@ def sample_seconds(op: Mir, implementation: str, types: tuple[TensorType, ...]) 
     with jax.default_device("cpu"):
         # Experts are chosen evenly: an implementation may skip those without tokens.
         experts = int(types[1].shape[0]) if kernel_kind(op) == "experts" else 1
-        x, *operands = (_sample_array(t, experts) for t in types)
         is_updated = isinstance(op, GatedDeltaOp | SelectiveScanOp) and op.held and int(types[0].shape[1]) == 1
-        sample, start = jax.jit(update if is_updated else run), jax.jit(lambda x: x + 1)
-        others = [[jnp.array(array) for array in operands] for _ in range(1 if is_updated else copies)]
-        scalar = jnp.zeros(())
-        seconds, start_seconds = median_seconds(
-            [lambda: jax.block_until_ready(sample(x, others)), lambda: start(scalar).block_until_ready()], 0.05
-        )
-    return max(1e-7, (seconds - start_seconds) / (SAMPLE_COPIES if is_updated else copies))
+        sample = jax.jit(update if is_updated else run)
+        x = _sample_array(types[0], experts)
+        others = [[_sample_array(t, experts) for t in types[1:]] for _ in range(1 if is_updated else copies)]
+        (seconds,) = median_seconds([lambda: jax.block_until_ready(sample(x, others))], 0.05)
+    return max(1e-7, (seconds - _start_seconds()) / (SAMPLE_COPIES if is_updated else copies))
+
+
+@functools.cache
+def _start_seconds() -> float:
+    """Return the seconds of a program that does nearly nothing on this CPU."""
+    with jax.default_device("cpu"):
+        start, scalar = jax.jit(lambda x: x + 1), jnp.zeros(())
+        return median_seconds([lambda: start(scalar).block_until_ready()], 0.05)[0]
 
 
 def _sample_array(t: TensorType, limit: int) -> jax.Array:
-    """Return zeros, or integers below a limit."""
+    """Return zeros in memory of their own, or integers below a limit."""
     if is_float(t.dtype):
-        return jnp.zeros(t.shape, t.dtype)
-    return (jnp.arange(t.size) % limit).astype(t.dtype).reshape(t.shape)  # bools have no arange
+        return jnp.asarray(np.full(t.shape, 0, t.dtype))  # pages of np.zeros would be one until they are written
+    return jnp.asarray((np.arange(t.size) % limit).astype(t.dtype).reshape(t.shape))
