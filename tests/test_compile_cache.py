@@ -41,6 +41,12 @@ KEY = "0" * 64
 PROMPTS = [[3, 1, 4, 1], [5, 9]]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def programs_in_memory() -> None:
+    """What tests of other modules left in JAX's memory is gone: what the suite loaded cannot be stored again whole."""
+    jax.clear_caches()
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, switched on."""
