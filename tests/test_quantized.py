@@ -132,9 +132,9 @@ SHARDED = [
 
 @pytest.mark.parametrize("name", SHARDED)
 def test_shards(directories: Path, name: str) -> None:
-    """Over a mesh, each device reads its part of the arrays."""
+    """Over a mesh, each device reads its part of the arrays; a sum of two parts rounds otherwise."""
     lm = rlx.load(directories / name, mesh=2)
-    assert_close(lm.logits(TOKENS), np.asarray(rlx.load(directories / name).logits(TOKENS)), tolerance=3e-6)
+    assert_close(lm.logits(TOKENS), np.asarray(rlx.load(directories / name).logits(TOKENS)), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("name", ["gptq_v2_desc_act"])

@@ -14,7 +14,7 @@ from rlx_jax.errors import DeriveError
 from tests import divided, test_cached_masks, test_donation
 from tests.divided import V
 from tests.oracles import op_formulas as formula
-from tests.oracles.comparing import assert_close
+from tests.oracles.comparing import TOLERANCE, assert_close
 from tests.small import profile, relative
 
 RNG = np.random.default_rng(5)
@@ -50,16 +50,20 @@ def run(model: Any, *ends: int, rows: Any = slice(None), pad: int = 0) -> tuple[
     ("family", "kv"), [*DECODERS, *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)]
 )
 def test_a_decoder(family: str, kv: str) -> None:
-    """The error is within its bound, and rows, padding, cuts and scanned layers do not matter."""
+    """The error is within its bound, and rows, padding, cuts and scanned layers do not matter.
+
+    A number between two codes may become either in another program. Codes of fp8 are so far apart that it shows.
+    """
+    close = functools.partial(assert_close, tolerance=BOUNDS[kv] / 20 if kv == "fp8" else TOLERANCE)
     model, exact = lm(family, kv), np.asarray(lm(family, "f32").logits(IDS))[:, 4:]
     logits, state = run(model, 8, 12, 16)
     assert 0 < np.sqrt(((logits - exact) ** 2).mean() / (exact**2).mean()) < BOUNDS[kv]
     assert_close(run(lm(family, "f32"), 8, 12, 16)[0], exact)
-    assert_close(run(model, 5, 9, 13, 14, 15, 16)[0], logits)
-    assert_close(run(model, 8, 12, 16, rows=[1])[0], logits[1:2])
-    assert_close(run(model, 7, 10, 13, 16, pad=1)[0], logits)
+    close(run(model, 5, 9, 13, 14, 15, 16)[0], logits)
+    close(run(model, 8, 12, 16, rows=[1])[0], logits[1:2])
+    close(run(model, 7, 10, 13, 16, pad=1)[0], logits)
     if family == "llama":
-        assert_close(run(lm(family, kv, "scan"), 8, 12, 16)[0], logits)
+        close(run(lm(family, kv, "scan"), 8, 12, 16)[0], logits)
     dtypes = {name.rsplit(".", 1)[1]: array.dtype for name, array in state.state.leaves.items()}
     assert dtypes.items() >= {"k": DTYPES[kv], "v": DTYPES[kv], "k_scale": np.float32, "v_scale": np.float32}.items()
     assert {dtypes[name] for name in dtypes.keys() - {"k", "v", "k_scale", "v_scale"}} <= {np.dtype(np.float32)}
