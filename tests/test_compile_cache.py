@@ -170,7 +170,7 @@ def program(scale: float = 3.0, donate: bool = False, **options: Any) -> tuple[A
     return result, loaded
 
 
-@pytest.mark.parametrize("damage", ["flipped", "a directory"])
+@pytest.mark.parametrize("damage", ["flipped", "a directory", "a FIFO", "empty"])
 def test_a_damaged_program_is_compiled_again_and_replaced(cache: Path, damage: str) -> None:
     """One warning, the right result; the next run finds a sound entry."""
     assert [program()[1], program()[1]] == [False, True]
@@ -492,17 +492,12 @@ def children(cache: Path, count: int) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_processes_at_once_on_an_empty_directory(tmp_path: Path) -> None:
-    """Two compile and write at once; one finds entries with damage of each kind, and after it one compiles nothing."""
+    """Two compile and write at once, and after them one compiles nothing."""
     want = rlx.load(LLAMA).generate(PROMPTS, max_new_tokens=8)
     cold = children(tmp_path / "cache", 2)
     assert all(child["answers"] == want and child["warnings"] == [] for child in cold)
-    files = entries(tmp_path / "cache")
-    for path, damage in zip(files, list(DAMAGES.values())[: len(files)], strict=False):
-        damage(path, 0.5)
-    (damaged,) = children(tmp_path / "cache", 1)
-    assert damaged["answers"] == want and damaged["compiles"] > 0 and 0 < len(damaged["warnings"]) <= len(files)
-    (healed,) = children(tmp_path / "cache", 1)
-    assert (healed["answers"], healed["compiles"], healed["warnings"]) == (want, 0, []) and healed["loaded"] >= 2
+    (warm,) = children(tmp_path / "cache", 1)
+    assert (warm["answers"], warm["compiles"], warm["warnings"]) == (want, 0, []) and warm["loaded"] >= 2
 
 
 def test_the_library_of_mosaic_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
