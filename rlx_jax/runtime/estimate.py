@@ -22,7 +22,7 @@ import numpy as np
 from rlx_jax.compiler.pipeline import Template, make_lir
 from rlx_jax.compiler.settings import Settings
 from rlx_jax.inspection.plan_record import ProgramEstimate
-from rlx_jax.inspection.rates import FRESH_BYTES, Rates, median_seconds
+from rlx_jax.inspection.rates import FRESH_BYTES, Rates, least_seconds
 from rlx_jax.inspection.work import kernel_kind, program_bytes
 from rlx_jax.ir.graph import Graph, Mir, Node, Param
 from rlx_jax.ir.kernel_group import AttentionGroup, KernelGroup
@@ -340,7 +340,7 @@ def sample_seconds(op: Mir, implementation: str, types: tuple[TensorType, ...]) 
         sample = jax.jit(update if is_updated else run)
         x = _sample_array(types[0], experts)
         others = [[_sample_array(t, experts) for t in types[1:]] for _ in range(1 if is_updated else copies)]
-        (seconds,) = median_seconds([lambda: jax.block_until_ready(sample(x, others))], 0.05)
+        (seconds,) = least_seconds([lambda: jax.block_until_ready(sample(x, others))], 0.05)
     return max(1e-7, (seconds - _start_seconds()) / (SAMPLE_COPIES if is_updated else copies))
 
 
@@ -349,7 +349,7 @@ def _start_seconds() -> float:
     """Return the seconds of a program that does nearly nothing on this CPU."""
     with jax.default_device("cpu"):
         start, scalar = jax.jit(lambda x: x + 1), jnp.zeros(())
-        return median_seconds([lambda: start(scalar).block_until_ready()], 0.05)[0]
+        return least_seconds([lambda: start(scalar).block_until_ready()], 0.05)[0]
 
 
 def _sample_array(t: TensorType, limit: int) -> jax.Array:
