@@ -36,6 +36,9 @@ MAX_KEYS = 4096
 # Rows of the batch, at most, and slots of a cache of several rows: longer ones were not measured.
 MAX_ROWS, MAX_KEYS_OF_ROWS = 8, 2048
 
+# Multiprocessors of a Hopper GPU: each runs one program at a time.
+MULTIPROCESSORS = 132
+
 # Warpgroups of a program.
 WARPGROUPS = 4
 
@@ -114,9 +117,9 @@ def divide(rows: int, heads: int, kv_heads: int, keys: int) -> tuple[int, int]:
     heads of a program share a key head.
     """
     pair = 2 if heads // kv_heads % 2 == 0 else 1
-    if keys <= 2048:  # one program on each multiprocessor, of 132
-        return (pair if rows * heads > 132 else 1), 1
-    return pair, 16
+    if keys <= 2048:  # one program on each multiprocessor
+        return (pair if rows * heads > MULTIPROCESSORS else 1), 1
+    return pair, min(16, max(1, MULTIPROCESSORS * pair // (rows * heads)))
 
 
 def load_head(
