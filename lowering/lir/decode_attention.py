@@ -10,7 +10,8 @@ to read ends at once, so the time follows the tokens in the cache and not its le
 
 Measured on one H200, bf16, 32 query heads and 8 key heads of width 64, µs: 3.9 with an empty cache, 4.6 after 128
 tokens, 8.4 after 1,000, and 18.5 and 2.5 to combine after 8,000. The kernels of XLA and cuDNN take 10 together after
-400.
+400. In the loop of a step, of a cache of 2,400 slots after 2,000 tokens, by query heads of a program and programs of a
+head: 21.2 by 2 and 16, which are two rounds of programs, 14.5 by 2 and 8, 12.7 by 1 and 4.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def divide(rows: int, heads: int, kv_heads: int, keys: int) -> tuple[int, int]:
     pair = 2 if heads // kv_heads % 2 == 0 else 1
     if keys <= 2048:  # one program on each multiprocessor
         return (pair if rows * heads > MULTIPROCESSORS else 1), 1
-    return pair, min(16, max(1, MULTIPROCESSORS * pair // (rows * heads)))
+    return 1, min(16, max(1, MULTIPROCESSORS // (rows * heads)))
 
 
 def load_head(
