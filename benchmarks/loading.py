@@ -176,6 +176,7 @@ def measure(path: str, name: str, config: dict[str, Any], rounds: int) -> dict[s
     for _ in range(rounds):
         for what, call in (("load", load), ("read", read)):
             loaded.clear()  # to free memory is not a part of loading
+            gc.collect()  # JAX frees host memory that it shared
             times[what].append(seconds(call))
     return {
         "rate": median_ratio(times["read"], times["load"]), "cpu": median_ratio(cpu["read"], cpu["load"]),
