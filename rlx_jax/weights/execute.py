@@ -6,7 +6,6 @@ device. A box in transfer takes host memory for itself and for one checkpoint te
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections import Counter, deque
@@ -50,7 +49,8 @@ from rlx_jax.weights.views import HostArray, SourceView, read_into, reads_into
 
 _BAND_BYTES = 2**24  # bytes of blocks that are read and split at once: few calls, for which threads wait
 _ALIGNMENT = 64  # XLA on a CPU uses host memory of this alignment without a copy
-_LARGE_PAGE = 2**21  # arrays of several pages of this size begin with one: the rest of it would be small pages
+_LARGE_PAGE = 2**21  # bytes of a page that costs one fault
+_PIECE_BYTES = 2**26  # bytes of memory that arrays of packed weights share
 # Threads that read leaves: a single one does not saturate the bus to an accelerator.
 READERS = 4
 _thread = threading.local()
@@ -376,17 +376,27 @@ def _fill_new(program: Program, source: WeightSource) -> HostArray:
 
 def _new_array(array_type: TensorType) -> HostArray:
     """Return an array, not initialized, that JAX on a CPU can use without a copy."""
-    return _new_arrays([array_type])[0]
+    return _new_bytes(array_type.nbytes).view(array_type.dtype).reshape(array_type.shape)
 
 
-def _new_arrays(types: Sequence[TensorType]) -> list[HostArray]:
-    """Return arrays as `_new_array`, next to each other in memory."""
-    edges = [0, *itertools.accumulate(-(-t.nbytes // _ALIGNMENT) * _ALIGNMENT for t in types)]
-    alignment = _LARGE_PAGE if edges[-1] >= 2 * _LARGE_PAGE else _ALIGNMENT
-    raw = np.empty(edges[-1] + alignment, np.uint8)
-    first = -raw.ctypes.data % alignment
-    parts = (raw[first + start :][: t.nbytes] for start, t in zip(edges, types, strict=False))
-    return [part.view(t.dtype).reshape(t.shape) for part, t in zip(parts, types, strict=True)]
+def _new_arrays(types: Iterable[TensorType]) -> list[HostArray]:
+    """Return arrays as `_new_array`, which share memory with others of this thread so that no page is a small one."""
+    arrays = []
+    for array_type in types:
+        size = -(-array_type.nbytes // _ALIGNMENT) * _ALIGNMENT
+        if not hasattr(_thread, "piece") or _thread.piece.size < size:
+            _thread.piece = _new_bytes(max(_PIECE_BYTES, size))
+        raw, _thread.piece = _thread.piece[: array_type.nbytes], _thread.piece[size:]
+        arrays.append(raw.view(array_type.dtype).reshape(array_type.shape))
+    return arrays
+
+
+def _new_bytes(count: int) -> HostArray:
+    """Return bytes, not initialized, that begin at a boundary of pages if they have several large ones."""
+    alignment = _LARGE_PAGE if count >= 2 * _LARGE_PAGE else _ALIGNMENT
+    raw = np.empty(count + alignment, np.uint8)
+    start = -raw.ctypes.data % alignment
+    return raw[start : start + count]
 
 
 def read_numbers(key: str, source: WeightSource, index: tuple[slice, ...] | None = None) -> HostArray:
