@@ -171,10 +171,8 @@ class ModelComponent:
     layer_composition_key: int = 0
 
     def __post_init__(self) -> None:
-        dispatch = choice_of(KernelDispatch, self.kernel_dispatch, "kernel_dispatch")
-        object.__setattr__(self, "kernel_dispatch", dispatch)
-        mode = choice_of(CompilationMode, self.compilation_mode, "compilation_mode")
-        object.__setattr__(self, "compilation_mode", mode)
+        for name, kind in (("kernel_dispatch", KernelDispatch), ("compilation_mode", CompilationMode)):
+            object.__setattr__(self, name, choice_of(kind, getattr(self, name), name))
 
     def with_kernel_dispatch(self, dispatch: KernelDispatch | str) -> ModelComponent:
         """Return the component with other implementations of ops."""

@@ -184,8 +184,7 @@ def check_digest(digest: object) -> None:
     Raises:
         RequestError: it is not.
     """
-    is_digest = isinstance(digest, str) and len(digest) == 64 and set(digest.lower()) <= set("0123456789abcdef")
-    if not is_digest:
+    if not (isinstance(digest, str) and len(digest) == 64 and set(digest.lower()) <= set("0123456789abcdef")):
         raise RequestError(f"expect_sha256 is {shown(digest)}; expected the 64 hexadecimal digits that export returns")
 
 

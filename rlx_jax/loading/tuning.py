@@ -95,8 +95,8 @@ class Workload:
         model is first in turn, after one call each."""
         self.run(other)
         self.run(model)
-        orders = (("other", other), ("model", model)), (("model", model), ("other", other))
-        pairs = [{name: self.seconds(timed) for name, timed in orders[i % 2]} for i in range(runs)]
+        order = ("other", other), ("model", model)
+        pairs = [{name: self.seconds(timed) for name, timed in order[:: (-1) ** i]} for i in range(runs)]
         return sorted(pair["model"] / pair["other"] for pair in pairs)
 
     def seconds(self, model: Any) -> float:
@@ -188,8 +188,7 @@ def tune(
     exact = workload.outputs(_open(open_model, exact_profile))
 
     def error_of(candidate: Any) -> float:
-        difference = np.abs(workload.outputs(candidate) - exact).max()
-        return float(difference / np.abs(exact).max())
+        return float(np.abs(workload.outputs(candidate) - exact).max() / np.abs(exact).max())
 
     error = error_of(model)
     limit = max(ERROR_FACTOR * error, LEAST_ERROR) if tolerance is None else tolerance

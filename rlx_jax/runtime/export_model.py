@@ -40,7 +40,6 @@ from rlx_jax.runtime.frozen import (
     MeshRecord,
     ProgramRecord,
     describe_key,
-    expiry,
     record_of,
     require_flatbuffers,
 )
@@ -101,12 +100,11 @@ class Artifact:
     programs: tuple[str, ...]
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.path}: {len(self.programs)} programs, {self.nbytes:,} bytes, for {', '.join(self.platforms)}",
-            f"made by jax {jax.__version__}; later versions load it until {self.expires.isoformat()}",
-            self.sha256 and f"sha256 {self.sha256}",
-        ]
-        return "\n".join(filter(None, lines))
+        digest = self.sha256 and f"\nsha256 {self.sha256}"
+        return (
+            f"{self.path}: {len(self.programs)} programs, {self.nbytes:,} bytes, for {', '.join(self.platforms)}\n"
+            f"made by jax {jax.__version__}; later versions load it until {self.expires.isoformat()}{digest}"
+        )
 
 
 def export_model(
@@ -146,21 +144,14 @@ def export_model(
         names = ("prefill", "extend") if model.program in CACHED_PROGRAMS else (model.program,)
     if isinstance(names, str) or not names:
         raise RequestError(f"export: programs is {shown(programs)}; expected a list of names, such as ['forward']")
-    optional = frozenset(_check_given(model, given))
-    sets = dict.fromkeys((frozenset[str](), optional))
+    if isinstance(given, str):
+        raise RequestError(f"export: given is {shown(given)}; expected a list of names of optional inputs")
+    given, optional = frozenset(given), [d.name for d in model.programs.flows[model.name]._inputs if d.optional]
+    check_names(given, optional, f"export: given: {model.name} has no optional input", "; it has", RequestError)
+    sets = dict.fromkeys((frozenset[str](), given))
     keys = tuple(ProgramKey(model.name, name, inputs) for name in names for inputs in sets)
     plan = ArtifactPlan("model", keys)
     return write_artifact(model, path, plan, platforms, sizes, format, overwrite)
-
-
-def _check_given(model: Any, given: Iterable[str]) -> list[str]:
-    """Return the names of optional inputs, checked."""
-    optional = [d.name for d in model.programs.flows[model.name]._inputs if d.optional]
-    if isinstance(given, str):
-        raise RequestError(f"export: given is {shown(given)}; expected a list of names of optional inputs")
-    names = list(given)
-    check_names(names, optional, f"export: given: {model.name} has no optional input", "; it has", RequestError)
-    return names
 
 
 def write_artifact(
@@ -191,12 +182,13 @@ def write_artifact(
         records.append(record_of(programs.template(key), key, tuple(forms)))
     records += [record_of(programs.template(key), key, ()) for key in plan.interfaces]
     created = datetime.date.today()
+    expires = created + datetime.timedelta(days=180)  # `jax.export` promises six months
     content: dict[str, Any] = {
         "kind": plan.kind,
         "versions": {"jax": jax.__version__, "jaxlib": jaxlib.version.__version__, "calling_convention":
                      max(m.calling_convention_version for m in modules.values())},
         "created": created.isoformat(),
-        "expires": expiry(created).isoformat(),
+        "expires": expires.isoformat(),
         "platforms": list(platform_names),
         "flow": encode(_flow_record(model, plan, tuple(records))),
         "settings": dict(plan.settings),
@@ -215,7 +207,7 @@ def write_artifact(
         + (f" on {', '.join(form.platforms)}" if form.platforms else "")
         for key, record in zip(plan.keys, records, strict=False) for form in record.forms
     )  # fmt: skip
-    return Artifact(target, sha256, size, platform_names, created, expiry(created), described)
+    return Artifact(target, sha256, size, platform_names, created, expires, described)
 
 
 def _param_entries(model: Any) -> list[Entry]:
@@ -379,7 +371,7 @@ def _platform_functions(
     usual = {**dict.fromkeys(template.symbols, 1), **USUAL_SIZES, **programs.ring_sizes(template, None), **sizes}
     static = bind_leaves(graph, usual, TypeCache())
     plan = replace(programs.settings.plan, target="cpu", implementation="auto", kernels=False, donate_inputs=())
-    groups: list[tuple[list[str], dict[Call, Choice]]] = []
+    groups: dict[frozenset[tuple[Call, Choice]], list[str]] = {}
     for platform in platforms:
         device = replace(named_device(platform), cudnn=None)
         static_choices = choose_implementations(static, device, "auto", "xla", plan.experts, None, kernels=False)
@@ -391,14 +383,11 @@ def _platform_functions(
             and (call := call_of(static_inner, static_node)) in static_choices
             and not (has_symbols and isinstance(node.op, ExpertFfn))
         }
-        names = next((names for names, chosen in groups if chosen == choices), None)
-        if names is None:
-            groups.append(([platform], choices))
-        else:
-            names.append(platform)
+        groups.setdefault(frozenset(choices.items()), []).append(platform)
+    plans = {tuple(names): replace(plan, choices=dict(chosen)) for chosen, names in groups.items()}
     return {
-        tuple(names): make_function(Lir(graph, replace(plan, choices=chosen)), programs.layout, programs.model_sharding)
-        for names, chosen in groups
+        names: make_function(Lir(graph, chosen), programs.layout, programs.model_sharding)
+        for names, chosen in plans.items()
     }
 
 

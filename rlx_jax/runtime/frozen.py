@@ -6,7 +6,6 @@ cache are the same as for a flow of blocks.
 
 from __future__ import annotations
 
-import datetime
 import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -301,7 +300,7 @@ class FrozenFlow:
         )  # fmt: skip
         b = Builder(self.name, types)
         b.inputs = list(record.declared)
-        leaves = {name: state_leaf(name) for name in state}
+        leaves = {n: StateLeaf((path,) if path else (), slot) for n in state for path, _, slot in [n.rpartition(".")]}
         values = b.add(
             op,
             *(b.leaf(Param((Key(name, t),), type=t)) for name, t in params.items()),
@@ -352,12 +351,6 @@ def require_flatbuffers(operation: str) -> None:
         )
 
 
-def state_leaf(name: str) -> StateLeaf:
-    """Return the leaf of a state array with this name."""
-    path, _, slot = name.rpartition(".")
-    return StateLeaf((path,) if path else (), slot)
-
-
 def describe_key(key: ProgramKey) -> str:
     """Return the program of a key for messages, such as `extend of the last tokens, with attention_mask`."""
     parts = [key.program + (" of the last tokens" if key.last_only else "")]
@@ -365,8 +358,3 @@ def describe_key(key: ProgramKey) -> str:
     parts += [f"with {', '.join(sorted(key.optional_inputs))}"] if key.optional_inputs else []
     parts += ["up to the head"] if key.headless or key.hidden else []
     return ", ".join(parts)
-
-
-def expiry(created: datetime.date) -> datetime.date:
-    """Return the day until which later versions of JAX can read a program: `jax.export` promises six months."""
-    return created + datetime.timedelta(days=180)
