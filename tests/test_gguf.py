@@ -11,6 +11,7 @@ import shutil
 import struct
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import gguf
 import numpy as np
@@ -205,6 +206,16 @@ def test_packed_rows_in_bands(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert at_once is not None and in_bands is not None and at_once.keys() == in_bands.keys()
     for name, values in at_once.items():
         np.testing.assert_array_equal(np.asarray(in_bands[name]), np.asarray(values), name)
+
+
+def test_memory_of_a_small_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory that packed arrays share is not larger than the parameters."""
+    random_checkpoint(tmp_path / "hf", 64)
+    write_gguf(tmp_path / "hf", tmp_path / "m.gguf", Kind.Q4_0)
+    new_bytes = Mock(wraps=execute._new_bytes)
+    monkeypatch.setattr(execute, "_new_bytes", new_bytes)
+    rlx.load(tmp_path / "m.gguf")
+    assert max(call.args[0] for call in new_bytes.call_args_list) <= (tmp_path / "m.gguf").stat().st_size
 
 
 def test_convert(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from rlx_jax.io.atomic import atomic_directory
 from rlx_jax.io.files import open_regular, parse_object, read_at
 
 SUFFIX = ".rlxa"
-MAGIC, VERSION = b"\x89RLXA\r\n\x1a", 1
+MAGIC, VERSION = b"\x89RLXA\r\n\x1a", 2
 HEADER = struct.Struct("<8sIIQQ32s")
 _CHUNK_BYTES = 2**22  # bytes that are read at once to compute a digest
 

@@ -50,7 +50,7 @@ from rlx_jax.weights.views import HostArray, SourceView, read_into, reads_into
 _BAND_BYTES = 2**24  # bytes of blocks that are read and split at once: few calls, for which threads wait
 _ALIGNMENT = 64  # XLA on a CPU uses host memory of this alignment without a copy
 _LARGE_PAGE = 2**21  # bytes of a page that costs one fault
-_PIECE_BYTES = 2**26  # bytes of memory that arrays of packed weights share
+_PIECE_BYTES = 2**26  # bytes of memory that arrays of packed weights share, fewer if a model has fewer
 # Threads that read leaves: a single one does not saturate the bus to an accelerator.
 READERS = 4
 _thread = threading.local()
@@ -108,7 +108,7 @@ def load_leaves(
                 if cancelled.is_set():
                     break
                 nbytes = sum(planned.nbytes for planned in group.values())
-                pending.append((need, nbytes, pool.submit(_load_group, group, source)))
+                pending.append((need, nbytes, pool.submit(_load_group, group, source, min(_PIECE_BYTES, total))))
                 in_transfer += need
             if not cancelled.is_set():
                 collect(-1)  # below 0, so that empty leaves are awaited too
@@ -120,13 +120,13 @@ def load_leaves(
     return dict(zip(arrays, _to_device([*arrays.values()], placement), strict=True))  # in one call, which costs less
 
 
-def _load_group(group: Mapping[str, LoadPlan], source: WeightSource) -> dict[str, Any]:
+def _load_group(group: Mapping[str, LoadPlan], source: WeightSource, piece_bytes: int) -> dict[str, Any]:
     """Return the arrays of leaves that are read together: on the device, or NumPy's if their memory is the device's."""
     if len(group) == 1:
         return {name: planned.load(source) for name, planned in group.items()}
     views: list[tuple[HostArray, Program]] = []
     if all(planned.sharding is None for planned in group.values()):
-        arrays = _new_arrays([planned.type for planned in group.values()])
+        arrays = _new_arrays([planned.type for planned in group.values()], piece_bytes)
         outs = dict(zip(group, arrays, strict=True))
         views = [part for name, planned in group.items() for part in _parts(outs[name], planned.program)]
     if not views or not all(isinstance(part, BlockArray) for _, part in views):
@@ -379,13 +379,13 @@ def _new_array(array_type: TensorType) -> HostArray:
     return _new_bytes(array_type.nbytes).view(array_type.dtype).reshape(array_type.shape)
 
 
-def _new_arrays(types: Iterable[TensorType]) -> list[HostArray]:
+def _new_arrays(types: Iterable[TensorType], piece_bytes: int) -> list[HostArray]:
     """Return arrays as `_new_array`, which share memory with others of this thread so that no page is a small one."""
     arrays = []
     for array_type in types:
         size = -(-array_type.nbytes // _ALIGNMENT) * _ALIGNMENT
         if not hasattr(_thread, "piece") or _thread.piece.size < size:
-            _thread.piece = _new_bytes(max(_PIECE_BYTES, size))
+            _thread.piece = _new_bytes(max(piece_bytes, size))
         raw, _thread.piece = _thread.piece[: array_type.nbytes], _thread.piece[size:]
         arrays.append(raw.view(array_type.dtype).reshape(array_type.shape))
     return arrays
