@@ -345,7 +345,7 @@ def test_a_second_model_compiles_nothing(cache: Path) -> None:
 
 
 def test_a_second_model_is_not_traced(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor its helper functions. Another source or profile traces it; so does a record without its entry."""
+    """Nor its helper functions. Another source, profile or setting traces it; so does a record without its entry."""
     traces: list[str] = []
     monkeypatch.setattr(compile_cache, "_choice", {})
     lower = jax.stages.Traced.lower
@@ -372,6 +372,9 @@ def test_a_second_model_is_not_traced(cache: Path, monkeypatch: pytest.MonkeyPat
     whole, once = logits()
     assert once and logits() == (whole, 0)
     assert logits(rlx.CompileProfile().replace(layers={"roll": "scan"}))[1] > 0
+    key = compile_cache.trace_key("", (), None)
+    with jax.default_matmul_precision("highest"):
+        assert None is not key != compile_cache.trace_key("", (), None)
     with monkeypatch.context() as changed:
         changed.setattr(compile_cache, "source_digest", lambda: "edited")
         assert logits() == (whole, once)

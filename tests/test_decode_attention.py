@@ -23,7 +23,7 @@ from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lir.attention_groups import group_attention, run_attention
-from rlx_jax.lowering.lir.decode_attention import divide
+from rlx_jax.lowering.lir.decode_attention import MULTIPROCESSORS, divide
 from tests.test_product_groups import check_same_results, decode_step, needs_mosaic, plan_of
 
 I32, F32, BF16 = (as_dtype(name) for name in ("i32", "f32", "bf16"))
@@ -204,6 +204,7 @@ def test_each_head_has_a_program() -> None:
     for rows, heads, kv_heads, keys in itertools.product((1, 2, 8), (4, 8, 9, 12), (1, 2, 3, 4), (64, 9000)):
         at_once, splits = divide(rows, heads, kv_heads, keys)
         assert splits and (heads % kv_heads or heads // kv_heads % at_once == 0)
+        assert rows * heads // at_once * splits <= MULTIPROCESSORS  # each runs one program at a time
 
 
 PUBLISHED = {

@@ -142,6 +142,7 @@ CHOICES: dict[str, tuple[Any, tuple[TensorType, ...], str]] = {
     "a token, every state": (GatedDeltaOp(held=True, every=True), delta_of(8, 1), "one_token"),
     "a token of an odd width": (DELTA, delta_of(8, 1, width=96), "one_token"),
     "a prompt": (DELTA, delta_of(1, 512), "states_in_one"),
+    "a prompt of wide heads": (DELTA, delta_of(1, 512, width=256), "chunks_at_once"),
     "a prompt in f32": (DELTA, delta_of(1, 512, dtype="f32"), "chunks_at_once"),
     "a scan": (SelectiveScanOp(), types((1, 64, 4, 8), (1, 64, 4), (4,), *((1, 64, 1, 8),) * 2), "chunks_at_once"),
 }  # fmt: skip

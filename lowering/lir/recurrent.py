@@ -35,6 +35,9 @@ MIN_CHUNKED_TOKENS = 16
 SCAN_UNROLL = 8
 # Bytes of a state from which reading it dominates a step.
 LARGE_STATE_BYTES = 4 << 20
+# Width of keys and values, at most, for the kernels of a prompt. Wider ones were not measured: three chunks of queries,
+# keys and W, 256 wide, which are loaded ahead, have more bytes than the shared memory of a multiprocessor.
+MAX_KERNEL_WIDTH = 128
 # Rows of a triangular block that is inverted by powers. Entries of powers grow with the binomials of that number.
 BLOCK = 8
 # Numbers of tokens from which `chunk_size` is another one.
@@ -66,7 +69,8 @@ def choose(call: Call, device: Device, kernels: bool = False) -> Choice | None:
     # Chunks have no state after each token, and their products need one decay per head: A `[H]`, not `[H, N]`.
     if tokens < MIN_CHUNKED_TOKENS or op.every or (isinstance(op, SelectiveScanOp) and operands[2].rank == 2):
         return None
-    if fits and short_name(operands[2].dtype) in ("bf16", "f16"):
+    is_narrow = fits and all(int(t.shape[3]) <= MAX_KERNEL_WIDTH for t in operands[1:3])
+    if is_narrow and short_name(operands[2].dtype) in ("bf16", "f16"):
         return Choice("states_in_one", f"{tokens} tokens as products of matrices, in two kernels")
     name = "chunk_by_chunk" if device.kind == "cpu" else "chunks_at_once"
     return Choice(name, f"{tokens} tokens as products of matrices")
