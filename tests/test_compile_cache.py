@@ -504,10 +504,12 @@ def test_processes_at_once_on_an_empty_directory(tmp_path: Path) -> None:
 
 
 def test_the_library_of_mosaic_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """XLA is told where it is, as Pallas may not be imported; a path that is set remains."""
+    """XLA is told where it is, as Pallas may not be imported; a path that is set remains. A folder is no package."""
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "libmosaic_gpu_runtime.so").touch()
     plugin = importlib.machinery.ModuleSpec("jax_cuda13_plugin", None, origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(importlib.util, "find_spec", {plugin.name: plugin}.get)
+    folder = importlib.machinery.ModuleSpec("jax_cuda12_plugin", None)
+    monkeypatch.setattr(importlib.util, "find_spec", {s.name: s for s in (folder, plugin)}.get)
     monkeypatch.setenv("MOSAIC_GPU_RUNTIME_LIB_PATH", "")
     for before, after in (("", str(tmp_path / "libmosaic_gpu_runtime.so")), ("elsewhere", "elsewhere")):
         os.environ.pop("MOSAIC_GPU_RUNTIME_LIB_PATH")

@@ -409,8 +409,9 @@ def _find_mosaic_library() -> None:
     """
     for package in ("jaxlib.mosaic.gpu", "jax_cuda12_plugin", "jax_cuda13_plugin"):
         spec = importlib.util.find_spec(package)
-        library = Path(spec.origin or "").parent / "libmosaic_gpu_runtime.so" if spec is not None else None
-        if library is not None and library.exists():
+        # A folder without `__init__.py`, such as what is left of a removed package, has no origin.
+        origin = spec.origin if spec is not None else None
+        if origin and (library := Path(origin).parent / "libmosaic_gpu_runtime.so").exists():
             os.environ.setdefault("MOSAIC_GPU_RUNTIME_LIB_PATH", str(library))
             return
 
