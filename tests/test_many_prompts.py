@@ -347,6 +347,11 @@ def test_values_at_the_edge() -> None:
     model = lm("llama")
     assert model.generate([], [], [], seed=[]) == []
     assert list(model.generate_iter([[1], [2], [3]], 0, slots=2)) == [(0, []), (1, []), (2, [])]
+    one = rlx.PromptRequest([4, 5, 6], max_new_tokens=0)
+    for run in (lambda: model.generate([[1], [4, 5, 6]], [4, 0], slots=2), lambda: [*model.generate_iter([one, [1]], 4)]):
+        run()
+        report = model.report().request  # a prompt without new tokens is not read
+        assert (report.rows, report.prompt_tokens, report.cached_tokens) == (1, 1, 0)
     begins = rlx.CausalLM(model.model, bos_id=1)
     assert list(begins.generate_iter([[]], 4, slots=2)) == [(0, begins.generate([[1]], 4)[0])]
     prompts = [[1], [2, 3]]

@@ -164,12 +164,12 @@ class SlotRun:
                 if not isinstance(job, SlotJob):
                     yield job
                     continue
-                if job.index % (self.request.n or 1) == 0:
-                    num_prompts, prompt_tokens = num_prompts + 1, prompt_tokens + len(job.ids)
-                if not job.options.budget:
+                if not job.options.budget:  # its prompt is not read
                     done += 1
                     yield JobAnswer(job)
                     continue
+                if job.index % (self.request.n or 1) == 0:
+                    num_prompts, prompt_tokens = num_prompts + 1, prompt_tokens + len(job.ids)
                 waiting.append(job)
                 num_read += len(job.ids)
             is_new = False
