@@ -348,7 +348,7 @@ def test_values_at_the_edge() -> None:
     assert model.generate([], [], [], seed=[]) == []
     assert list(model.generate_iter([[1], [2], [3]], 0, slots=2)) == [(0, []), (1, []), (2, [])]
     one = rlx.PromptRequest([4, 5, 6], max_new_tokens=0)
-    for run in (lambda: model.generate([[1], [4, 5, 6]], [4, 0], slots=2), lambda: [*model.generate_iter([one, [1]], 4)]):
+    for run in (lambda: model.generate([[1], [4, 5, 6]], [4, 0], slots=2), lambda: [*model.generate_iter([one, [1]])]):
         run()
         report = model.report().request  # a prompt without new tokens is not read
         assert (report.rows, report.prompt_tokens, report.cached_tokens) == (1, 1, 0)

@@ -203,6 +203,8 @@ def test_warm_up_covers_slots(plain: Any) -> None:
     prompts = [rng.integers(0, VOCAB, n).tolist() for n in (3, 14, 16, 1, 23, 40, 9, 2)]
     budgets = [30, 12, 5, 2, 9, 20, 1, 60]
     want = [plain.generate(p, b, logprobs=2).tokens for p, b in zip(prompts, budgets, strict=True)]
+    got, compiled = compiles_of(lambda: lm.generate([prompts[0], prompts[4]], 5, logprobs=2))  # they end in two chunks
+    assert [row.tokens for row in got] == [want[0][:5], want[4][:5]] and not compiled
     got, compiled = compiles_of(lambda: lm.generate(prompts, budgets, slots=4))
     assert [*map(tuple, got)] == want and not compiled and lm.report().request.slot_classes == ((2, 16), (2, 64))
     got, compiled = compiles_of(lambda: lm.generate(prompts[::-1], budgets[::-1], logprobs=2, slots=4))

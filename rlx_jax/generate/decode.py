@@ -244,8 +244,6 @@ class FirstTokens(TokenChooser):
         if self.num_logprobs is None:
             return first, rows, None
         new_log_probs = token_log_probs(logits[:, 0], rows.ids, self.num_logprobs)
-        if first_log_probs is None:
-            first_log_probs = zero_log_probs(active.shape[0], 1, self.num_logprobs)
 
         def merge(new: Array, old: Array) -> Array:
             return jnp.where(active.reshape(-1, *(1,) * new.ndim), new[:, None], old)

@@ -376,6 +376,9 @@ def start_generation(plan: RequestPlan) -> Generation:
     rows = initial_rows(plan, live)
     first_ids: AnyArray = np.full((sizes.batch, 1), STOPPED, np.int32)
     log_probs, snapshot, hidden = None, None, []
+    if plan.num_logprobs is not None:  # the program for the first chunk in which a prompt ends is that for later ones
+        zeros = np.zeros((sizes.batch, 1, plan.num_logprobs), np.float32)
+        log_probs = LogProbs(np.zeros((sizes.batch, 1), np.float32), zeros.astype(np.int32), zeros)
     prefix_lens = [len(prefix.ids) for prefix in request.prefixes] or [0] * len(request.rows)
     suffixes = [prompt[count:] for prompt, count in zip(request.rows, prefix_lens, strict=True)]
     inputs = request.inputs.padded(plan.prefill_batch) if request.inputs.arrays else {}
