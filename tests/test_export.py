@@ -418,6 +418,7 @@ def test_what_is_refused(model: Any, exported: Any, tmp_path: Path, monkeypatch:
         (lambda: export(tmp_path / "x.rlxa", platforms=["gpu"]), RequestError, "no platform 'gpu'"),
         (lambda: export(tmp_path / "x.rlxa", format="onnx"), RequestError, "no format 'onnx'"),
         (lambda: export(tmp_path / "x.rlxa", given=["y"]), RequestError, "no optional input 'y'"),
+        (lambda: export(tmp_path / "x.rlxa", given=5), RequestError, "given is 5; expected a list of names"),
         (lambda: export(tmp_path / "x.rlxa", sizes={"batch": 1}), RequestError, "expected a list such as"),
         (lambda: export(tmp_path / "x.rlxa", sizes=[{"batch": 0}]), RequestError, "batch"),
         (lambda: export(tmp_path / "x.rlxa", sizes=[{"batch": 1, "sqe": 2}]), RequestError, "did you mean 'seq'"),

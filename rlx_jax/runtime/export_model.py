@@ -144,11 +144,11 @@ def export_model(
         names = ("prefill", "extend") if model.program in CACHED_PROGRAMS else (model.program,)
     if isinstance(names, str) or not names:
         raise RequestError(f"export: programs is {shown(programs)}; expected a list of names, such as ['forward']")
-    if isinstance(given, str):
+    if isinstance(given, str) or not isinstance(given, Iterable):
         raise RequestError(f"export: given is {shown(given)}; expected a list of names of optional inputs")
-    given, optional = frozenset(given), [d.name for d in model.programs.flows[model.name]._inputs if d.optional]
+    given, optional = list(given), [d.name for d in model.programs.flows[model.name]._inputs if d.optional]
     check_names(given, optional, f"export: given: {model.name} has no optional input", "; it has", RequestError)
-    sets = dict.fromkeys((frozenset[str](), given))
+    sets = dict.fromkeys((frozenset[str](), frozenset(given)))
     keys = tuple(ProgramKey(model.name, name, inputs) for name in names for inputs in sets)
     plan = ArtifactPlan("model", keys)
     return write_artifact(model, path, plan, platforms, sizes, format, overwrite)
