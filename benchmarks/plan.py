@@ -6,15 +6,19 @@
     python benchmarks/plan.py --figures          the plan beside the figures of benchmarks/README.md, on any machine
 
 Decoding goes through `lm.generate`, prompts through `lm.prefill`, several queued on a GPU; bytes of parameters and
-state are those of the arrays, the peak is XLA's of the compiled programs. Each line has what `plan` estimates by part
-(operations, memory, starts of kernels), from which the efficiencies in `rlx_jax/inspection/rates.py` are fitted. Exits
-with 1 if a goal is missed; families that do not fit into `--budget` seconds are left out and named.
+state are those of the arrays, the peak is XLA's of the compiled programs. What a plan runs to measure a CPU, or the host
+of a GPU, is timed in rounds with the model, so that other work on the machine slows down both. Each line has what `plan`
+estimates by part (operations, memory, starts of kernels), from which the efficiencies in
+`rlx_jax/inspection/rates.py` are fitted, and the figures of each round. Exits with 1 if a goal is missed; families that
+do not fit into `--budget` seconds are left out and named.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,8 +28,9 @@ from moe import RandomSource
 from report import Goals, emit, seconds, table
 
 import rlx_jax as rlx
-from rlx_jax.inspection.rates import _measured_cpu
-from rlx_jax.runtime.estimate import sample_seconds
+from rlx_jax.inspection import rates
+from rlx_jax.inspection.plan_record import ModelPlan
+from rlx_jax.runtime import estimate
 
 START = time.perf_counter()
 PROMPT, CONTEXT = 128, 256
@@ -33,6 +38,8 @@ SHORT, LONG = 17, 81
 """New tokens of two calls whose difference is the time of a step."""
 QUEUED = 20
 """Prompts that are queued on a GPU."""
+MAX_ROUNDS, ROUNDS_SECONDS = 15, 20.0
+"""Rounds of a line, and seconds after which no more begins than `--rounds`."""
 PEAK_GOAL, TIME_GOAL = 0.10, 0.20
 
 LLAMA: dict[str, Any] = {
@@ -156,20 +163,16 @@ def build(config: dict[str, Any], dtype: str) -> tuple[Any, rlx.CausalLM]:
     return recipe, rlx.CausalLM(recipe, RandomSource(specs), profile=profile_of(dtype), max_positions=8192)
 
 
-def step_seconds(lm: rlx.CausalLM, rows: int, rounds: int) -> float:
-    """Seconds of a step of decoding: the difference of two generations, the least of several."""
+def step_runs(lm: rlx.CausalLM, rows: int) -> dict[int, Callable[[], Any]]:
+    """Two generations by their number of new tokens: the difference is the time of decoding."""
     ids = np.random.default_rng(1).integers(0, lm.vocab_size, (rows, PROMPT)).tolist()
     # On a CPU `generate` decodes at most 32 rows together unless it is told to: the plan is for these.
     slots = {"slots": rows} if rows > 1 and jax.default_backend() == "cpu" else {}
-    calls = {new: lambda new=new: lm.generate(ids, max_new_tokens=new, state=None, **slots) for new in (SHORT, LONG)}
-    for call in calls.values():
-        call()
-    times = {new: min(seconds(call) for _ in range(rounds)) for new, call in calls.items()}
-    return (times[LONG] - times[SHORT]) / (LONG - SHORT)
+    return {new: lambda new=new: lm.generate(ids, max_new_tokens=new, state=None, **slots) for new in (SHORT, LONG)}
 
 
-def prompt_seconds(lm: rlx.CausalLM, rows: int, rounds: int, queued: int) -> float:
-    """Seconds of prompts as long as the context, one after the other."""
+def prompt_run(lm: rlx.CausalLM, rows: int, queued: int) -> Callable[[], Any]:
+    """Prompts as long as the context, one after the other."""
     ids = np.random.default_rng(2).integers(0, lm.vocab_size, (rows, CONTEXT)).astype(np.int32)
 
     def call() -> None:
@@ -177,8 +180,43 @@ def prompt_seconds(lm: rlx.CausalLM, rows: int, rounds: int, queued: int) -> flo
             logits, _ = lm.prefill(ids, max_len=CONTEXT, logits="last")
         jax.block_until_ready(logits)
 
-    call()
-    return min(seconds(call) for _ in range(rounds)) / queued
+    return call
+
+
+class Samples:
+    """What plans run to measure this machine: recorded while the first plan is made, then timed in rounds."""
+
+    def __init__(self) -> None:
+        self.runs: list[Callable[[], Any]] = []
+
+    def plan(self, make: Callable[[], ModelPlan], times: Sequence[float] | None = None) -> ModelPlan:
+        """The plan with these seconds of the runs, in order; without them the runs are recorded and compiled."""
+        remaining = iter(times or ())
+
+        def measured(runs: Sequence[Callable[[], Any]], budget: float) -> list[float]:
+            if times is not None:
+                return [next(remaining) for _ in runs]
+            self.runs += runs
+            return [seconds(run) for run in runs]
+
+        least_seconds = rates.least_seconds
+        for cached in (rates._measured_cpu, rates._measured_host, estimate.sample_seconds, estimate._start_seconds):
+            cached.cache_clear()
+        rates.least_seconds = estimate.least_seconds = measured
+        try:
+            return make()
+        finally:
+            rates.least_seconds = estimate.least_seconds = least_seconds
+
+    def times(self) -> list[float]:
+        """Seconds of each run now, as a plan takes them: the least of a few where it is short."""
+        times = []
+        for run in self.runs:
+            until, run_times = time.perf_counter() + 0.01, [seconds(run)]
+            while len(run_times) < 8 and time.perf_counter() < until:
+                run_times.append(seconds(run))
+            times.append(min(run_times))
+        return times
 
 
 def peak_bytes(lm: rlx.CausalLM, rows: int) -> int:
@@ -199,22 +237,27 @@ def state_size(lm: rlx.CausalLM, rows: int) -> int:
 
 
 def measure(family: str, dtype: str, rows: int, args: argparse.Namespace, model: tuple[Any, rlx.CausalLM]) -> list[Any]:
-    """A line of the table: measured figures, and the ratios of the plan's to them.
+    """A line of the table: measured figures, and the ratios of the plan's to them, as medians of rounds.
 
-    On a CPU, medians of rounds in which the plan measures the machine anew: its speed changes with what else runs.
+    In each round the plan is made from samples of that round.
     """
-    on_gpu = jax.default_backend() == "gpu"
     recipe, lm = model
-    runs = []
-    for _ in range(1 if on_gpu else args.rounds):
-        _measured_cpu.cache_clear()
-        sample_seconds.cache_clear()
-        result = rlx.plan(recipe, batch=rows, context=CONTEXT, profile=profile_of(dtype))
+    on_gpu, samples = jax.default_backend() == "gpu", Samples()
+    queued = QUEUED if on_gpu else 1
+    make = lambda: rlx.plan(recipe, batch=rows, context=CONTEXT, profile=profile_of(dtype))  # noqa: E731
+    steps, prompt_call, result = step_runs(lm, rows), prompt_run(lm, rows, queued), samples.plan(make)
+    for call in (*steps.values(), prompt_call):
+        call()
+    rounds, start = [], time.perf_counter()
+    while len(rounds) < args.rounds or (len(rounds) < MAX_ROUNDS and time.perf_counter() - start < ROUNDS_SECONDS):
+        short, long, prompt = (seconds(call) for call in (steps[SHORT], steps[LONG], prompt_call))
+        times = samples.times()
+        short, long, prompt = map(min, (short, long, prompt), (seconds(c) for c in (*steps.values(), prompt_call)))
+        result = samples.plan(make, times)
         assert result.decode is not None
-        prompt = prompt_seconds(lm, rows, args.rounds, QUEUED if on_gpu else 1)
-        step = step_seconds(lm, rows, args.rounds)
-        runs.append((result.decode.seconds / step, result.prefill.seconds / prompt, step, prompt))
-    token_ratio, prompt_ratio, step, prompt = (sorted(column)[len(runs) // 2] for column in zip(*runs, strict=True))
+        step, prompt = (long - short) / (LONG - SHORT), prompt / queued
+        speed = 1e6 * rates._measured_host()[0] if on_gpu else rates._measured_cpu().bandwidth / 1e9
+        rounds.append((speed, step, prompt, result.decode.seconds / step, result.prefill.seconds / prompt))
     peak = peak_bytes(lm, rows)
     exact = result.params_bytes == sum(a.nbytes for a in lm.model.params.values())
     exact &= result.cache_bytes == state_size(lm, rows)
@@ -224,11 +267,13 @@ def measure(family: str, dtype: str, rows: int, args: argparse.Namespace, model:
     }
     emit(
         family=family, dtype=dtype, rows=rows, exact=exact, peak=peak, plan_peak=result.peak_bytes, parts=parts,
-        rounds=[[1e3 * step, 1e3 * prompt, *ratios] for *ratios, step, prompt in runs],
+        # GB/s that one-row products read, or the host's µs of a start; ms of a step and a prompt; the plan's ratios
+        rounds=[[*(float(f"{x:.4g}") for x in (r[0], 1e3 * r[1], 1e3 * r[2], *r[3:]))] for r in rounds],
     )  # fmt: skip
+    _, step, prompt, *ratios = map(statistics.median, zip(*rounds, strict=True))
     times = f"{1e3 * step:.3f}", f"{1e3 * prompt:.2f}"
-    ratios = result.peak_bytes / peak, token_ratio, prompt_ratio
-    return [f"{family}, {dtype}, {rows}", "exact" if exact else "WRONG", *times, *(f"{r:.2f}" for r in ratios)]
+    shares = (f"{ratio:.2f}" for ratio in (result.peak_bytes / peak, *ratios))
+    return [f"{family}, {dtype}, {rows}", "exact" if exact else "WRONG", *times, *shares]
 
 
 def jobs(args: argparse.Namespace) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -105,6 +106,8 @@ H200_KERNELS: Mapping[KernelKind, KernelRate] = {
 H200_UNPACK, H200_UNPACK_TILES = (2.4e12, 1.4e12), (5.6e11, 5.6e11)
 # Prompts of 256 tokens of models with 23 to 42 parameters, in which the device takes less: 1.1 to 1.7 ms.
 GPU_CALL_SECONDS, GPU_ARGUMENT_SECONDS = 0.8e-3, 16e-6
+# Side of the arrays of the program whose start is measured on the host of a GPU, and the runs that are queued.
+_HOST_SIDE, _QUEUED = 256, 10
 TPU_KERNELS = {kind: replace(rate, seconds=rate.seconds / 4) for kind, rate in H200_KERNELS.items()}  # one program
 
 # Products in f32 (TF32 where the GPU has it; three and six passes of bf16 are slower than a TPU's default of one), and
@@ -149,6 +152,31 @@ def rates_named(name: str) -> Rates:
         "measured" if product == "h200" else "data sheet", GPU_CALL_SECONDS if is_gpu else 0.0,
         GPU_ARGUMENT_SECONDS if is_gpu else 0.0,
     )  # fmt: skip
+
+
+@functools.cache
+def _measured_host() -> tuple[float, float]:
+    """Measure the seconds in which this host starts a program on its GPU, and those of each parameter of the program.
+
+    For each parameter the program has two kernels, a product and a norm, as models have on the whole.
+    """
+
+    def start(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        for weight in weights:
+            x = x @ weight
+            x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1)
+        return x
+
+    program, counts = jax.jit(start), (8, 40)
+    x, *weights = (jnp.zeros((_HOST_SIDE, _HOST_SIDE), jnp.bfloat16) for _ in range(counts[-1] + 1))
+
+    def queued(count: int) -> None:
+        result = [program(x, *weights[:count]) for _ in range(_QUEUED)]
+        jax.block_until_ready(result)
+
+    few, many = (seconds / _QUEUED for seconds in least_seconds([partial(queued, n) for n in counts], 0.3))
+    each = max(0.0, many - few) / (counts[1] - counts[0])
+    return max(0.0, few - counts[0] * each), each
 
 
 def _scaled(per_second: tuple[float, float], device: Device) -> tuple[float, float]:
@@ -218,7 +246,7 @@ def _product(rows: int, sides: tuple[int, int], dtype: str, steps: int = 1) -> C
         return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())))
 
     def run(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, steps, functools.partial(product, w=w), x) if steps > 1 else product(0, x, w)
+        return jax.lax.fori_loop(0, steps, partial(product, w=w), x) if steps > 1 else product(0, x, w)
 
     return _run(run, x, w)
 
