@@ -6,9 +6,9 @@
     python benchmarks/plan.py --figures          the plan beside the figures of benchmarks/README.md, on any machine
 
 Decoding goes through `lm.generate`, prompts through `lm.prefill`, several queued on a GPU; bytes of parameters and
-state are those of the arrays, the peak is XLA's of the compiled programs. What a plan runs to measure a CPU, or the host
-of a GPU, is timed in rounds with the model, so that other work on the machine slows down both. Each line has what `plan`
-estimates by part (operations, memory, starts of kernels), from which the efficiencies in
+state are those of the arrays, the peak is XLA's of the compiled programs. What a plan runs to measure a CPU, or the
+host of a GPU, is timed in rounds with the model, so that other work on the machine slows down both. Each line has what
+`plan` estimates by part (operations, memory, starts of kernels), from which the efficiencies in
 `rlx_jax/inspection/rates.py` are fitted, and the figures of each round. Exits with 1 if a goal is missed; families that
 do not fit into `--budget` seconds are left out and named.
 """
