@@ -180,22 +180,6 @@ def test_the_times_of_runs_that_take_turns() -> None:
     assert long >= 0.02 > short and order[2:4] == [1, 0] and order.count(1) == 4
 
 
-def test_weights_that_a_cpu_widens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of XLA's products of one row in bf16: once for all steps of a loop, and in f32 copies."""
-    by_xla = BF16.replace(backend={"cpu": {"products": "xla"}})
-    slow = replace(rates._measured_cpu(), widen=1e-6)
-    one = rlx.plan(RECIPE, device="cpu", profile=by_xla)
-    two = rlx.plan(RECIPE, device="cpu", profile=by_xla, batch=2)
-    monkeypatch.setattr(rates, "_measured_cpu", lambda: slow)
-    later = rlx.plan(RECIPE, device="cpu", profile=by_xla)
-    assert one.decode is not None and two.decode is not None and later.decode is not None
-    weights = one.params_bytes - 2 * 128 * 5  # of two layers and the head: without the norms
-    assert later.decode.seconds - one.decode.seconds == pytest.approx(weights * 1e-6 / 4, rel=0.02)  # 4 steps
-    again = rlx.plan(RECIPE, device="cpu", profile=by_xla, batch=2)
-    assert again.ms_per_token == two.ms_per_token
-    assert one.decode.activation_bytes > 2.4 * weights > two.decode.activation_bytes
-
-
 CHANGES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "device": ({"device": "l4"}, ("ms_per_token", "prefill.memory_seconds", "memory", "basis")),
     "batch": ({"batch": 3}, ("ms_per_token", "prefill.flops", "cache_bytes", "peak_bytes")),

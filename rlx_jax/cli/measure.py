@@ -23,6 +23,7 @@ from rlx_jax.cli.command import (
     table,
 )
 from rlx_jax.errors import RequestError, SaveFailedError, quote
+from rlx_jax.generate.explain import PROGRAMS
 from rlx_jax.inspection.page import check_target, write_file
 from rlx_jax.inspection.records import Inspection
 from rlx_jax.ir.text import format_bytes
@@ -133,23 +134,19 @@ def explain_model(model: object, args: argparse.Namespace) -> Iterator[Inspectio
     Raises:
         RequestError: a kind of model, or an option of it, that is not explained. Others as `model.explain`.
     """
-    batch = {} if args.batch is None else {"batch": args.batch}
+    options = {"runs": args.runs} | ({} if args.batch is None else {"batch": args.batch})
     if isinstance(model, rlx.CausalLM):
-        names = ("decode", "prefill") if args.program is None else (args.program,)
-        yield from (
-            model.explain(name, context=args.context, runs=args.runs, measure=not args.estimate, **batch)
-            for name in names
-        )
+        names = PROGRAMS if args.program is None else (args.program,)
+        yield from (model.explain(n, context=args.context, measure=not args.estimate, **options) for n in names)
     elif isinstance(model, rlx.Encoder):
         if args.program or args.estimate:
             option = "--program" if args.program else "--estimate"
             raise RequestError(f"{option} is for language models; {quote(args.directory)} is an encoder")
-        tokens = {} if args.context is None else {"tokens": args.context}
-        yield model.explain(runs=args.runs, **batch, **tokens)
+        yield model.explain(tokens=args.context, **options)
     elif isinstance(model, rlx.VisionEncoder):
         if args.program or args.estimate or args.context is not None:
             raise RequestError(f"images take --batch and --runs alone; {quote(args.directory)} is an encoder of images")
-        yield model.explain(runs=args.runs, **batch)
+        yield model.explain(**options)
     else:
         raise RequestError(
             f"{quote(args.directory)} is {kind_with_article(model)}; explain takes language models and encoders of "
@@ -160,7 +157,7 @@ def explain_model(model: object, args: argparse.Namespace) -> Iterator[Inspectio
 def explain_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `explain`."""
     add = parser.add_argument
-    add("--program", choices=("decode", "prefill"), help="of a language model; by default both")
+    add("--program", choices=PROGRAMS, help="of a language model; by default both")
     add("--batch", type=int, metavar="N", help="rows or texts at a time (1, of an encoder 8)")
     add("--context", type=int, metavar="N", help="tokens of each row (512, of an encoder 128, or as many as fit)")
     add("--runs", type=int, default=3, metavar="N", help="number of traced runs; the mean counts (%(default)s)")
@@ -176,7 +173,7 @@ def view(args: argparse.Namespace, session: Session) -> Iterator[str]:
     needs no network, and any browser opens it."""
     check_target(args.output, args.overwrite)
     model = load_model(args, session)
-    page = model_page(model.model, [*explain_model(model, args)])
+    page = model_page(model.model, lambda: [*explain_model(model, args)])
     page.save(args.output, overwrite=args.overwrite)
     session.status.clear()
     size = len(page.html.encode())

@@ -18,7 +18,6 @@ from rlx_jax.encode.embed_iter import embed_iter
 from rlx_jax.encode.embedding import Batcher, PackedBatcher, Stream
 from rlx_jax.encode.explain import explain as explain_texts
 from rlx_jax.encode.explain import profile as profile_texts
-from rlx_jax.encode.explain import show as show_texts
 from rlx_jax.encode.packing import Block, costs_on, sizes_for
 from rlx_jax.encode.padded_rows import RowBatcher, read_mask_names, run_exact_rows
 from rlx_jax.encode.pooled import POOLED, Vectors, check_finite, check_padding, pooled_width
@@ -34,6 +33,7 @@ from rlx_jax.lowering.hir.row_layouts import MASK
 from rlx_jax.lowering.hir.rules import find_causal_block
 from rlx_jax.program import Weights
 from rlx_jax.runtime.arguments import refuse_consumed
+from rlx_jax.runtime.explain import show as show_model
 from rlx_jax.runtime.inputs import as_host_array, check_integer
 from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.padding import check_buckets, check_has_buckets, crop_to
@@ -458,7 +458,7 @@ class Encoder(TaskModel):
             layout = f"rows at their own lengths: {self.own_lengths}"
         return replace(self.model.report(**sizes), embedding=layout, request=self._last_request)
 
-    explain, show, profile, artifact_plan = explain_texts, show_texts, profile_texts, encoder_plan
+    explain, show, profile, artifact_plan = explain_texts, show_model, profile_texts, encoder_plan
     embed_iter = embed_iter
 
     def run_texts(self, texts: Any, max_tokens: int | None = None) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,10 +10,9 @@ import numpy as np
 from rlx_jax.encode.images import ImageProcessor
 from rlx_jax.encode.naflex import patch_inputs
 from rlx_jax.errors import RequestError, shown, suggest_keywords
-from rlx_jax.inspection.page import Page
 from rlx_jax.inspection.records import Inspection
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
-from rlx_jax.runtime.explain import check_compared, explain_request, model_page
+from rlx_jax.runtime.explain import explain_request
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.text.token_model import supported_positions
@@ -39,14 +38,6 @@ class RunsImages(Protocol):
     reads_patches: bool
 
     def embed(self, images: Any) -> Any: ...
-
-
-class Explains(Protocol):
-    """A model of one tower."""
-
-    model: CompiledModel
-
-    def explain(self, *args: Any, **options: Any) -> Inspection: ...
 
 
 def explain(self: RunsTexts, *, batch: int = 8, tokens: int | None = None, runs: int = 3) -> Inspection:
@@ -118,20 +109,6 @@ def random_images(encoder: RunsImages, batch: int, height: int, width: int) -> A
     shape = (batch, height * width, channels) if is_patches else (batch, channels, height, width)
     pixels = np.random.default_rng(0).uniform(-1, 1, shape).astype(np.float32)
     return patch_inputs(pixels, height, width) if is_patches else pixels
-
-
-def show(self: Explains, *, compare: Sequence[Inspection] = (), **options: Any) -> Page:
-    """Return the page of what `explain(**options)` returns. A notebook displays it, and `save` writes it.
-
-    Args:
-        compare: what `explain` returned for other models or profiles, to compare with.
-        options: for `explain`.
-
-    Raises:
-        RequestError: `compare` is something else. Others as `explain`.
-    """
-    check_compared(compare)
-    return model_page(self.model, [self.explain(**options)], compare)
 
 
 @suggest_keywords()

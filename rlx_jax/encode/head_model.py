@@ -8,7 +8,6 @@ from rlx_jax.encode.artifact_plan import head_plan
 from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.explain import explain as explain_ids
 from rlx_jax.encode.explain import profile as profile_ids
-from rlx_jax.encode.explain import show as show_ids
 from rlx_jax.encode.pooled import Vectors
 from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.encode.text_rows import Requests
@@ -16,6 +15,7 @@ from rlx_jax.encode.token_selection import TokenSelection
 from rlx_jax.errors import RequestError, shown, suggest_keywords
 from rlx_jax.models.encoder import MASKED, TaskHead
 from rlx_jax.program import Weights
+from rlx_jax.runtime.explain import show as show_model
 from rlx_jax.text.token_model import EncoderModel, TokenizerLike
 from rlx_jax.weights.format import CompileOptions
 
@@ -105,7 +105,7 @@ class HeadModel(EncoderModel):
         """Run every program once that requests with default options can need, as `Encoder.warmup` does."""
         self.encoder.run_all_programs(self.selection)
 
-    explain, show, profile = explain_ids, show_ids, profile_ids
+    explain, show, profile = explain_ids, show_model, profile_ids
 
 
 class TokenLogits(HeadModel):

@@ -12,7 +12,7 @@ import numpy as np
 
 from rlx_jax.compiler.settings import bucket_size, fit_bucket
 from rlx_jax.encode.embedding import chunks, prefetch
-from rlx_jax.encode.explain import explain_images, processed_size, random_images, show
+from rlx_jax.encode.explain import explain_images, processed_size, random_images
 from rlx_jax.encode.images import ImageProcessor, named_images, number_images
 from rlx_jax.encode.naflex import PATCH_INPUTS, check_patches
 from rlx_jax.encode.pooled import POOLED, Vectors, check_finite, get_pooled, pooled_width
@@ -21,6 +21,7 @@ from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.runtime.compile_flow import open_model
+from rlx_jax.runtime.explain import show as show_model
 from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.report import Report, RequestReport
@@ -221,7 +222,7 @@ class VisionEncoder(TaskModel):
         inputs = [*images] if isinstance(images, Iterator) else images
         return profile_run([self.model.programs], lambda: self.embed(inputs))
 
-    explain, show = explain_images, show
+    explain, show = explain_images, show_model
 
 
 def check_images(model: CompiledModel) -> int:

@@ -17,7 +17,7 @@ from rlx_jax.generate.sampler import Sampler
 from rlx_jax.inspection.page import Page
 from rlx_jax.inspection.records import Inspection
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
-from rlx_jax.runtime.explain import PaddedSizes, check_compared, explain_program, model_page
+from rlx_jax.runtime.explain import PaddedSizes, explain_program, model_page
 from rlx_jax.runtime.inputs import check_flag, check_integer
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.text.request_checks import classify_prompts
@@ -93,9 +93,7 @@ def show(self: GeneratesText, *programs: str, compare: Sequence[Inspection] = ()
     Raises:
         RequestError: `compare` is something else. Others as `explain`.
     """
-    check_compared(compare)
-    inspections = [explain(self, program, **options) for program in programs or PROGRAMS]
-    return model_page(self._lm.model, inspections, compare)
+    return model_page(self._lm.model, lambda: [explain(self, p, **options) for p in programs or PROGRAMS], compare)
 
 
 def time_decode(plan: RequestPlan, runs: int) -> BlockTimes:

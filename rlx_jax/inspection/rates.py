@@ -46,7 +46,6 @@ class Rates:
         kernels: what kernels reach, by kind.
         call_seconds: seconds in which the host checks a prompt and starts its program.
         argument_seconds: the same for each parameter that the program takes.
-        widen: seconds per byte of 16-bit weights that a loop with products of one row converts to f32, once a call.
         choose: seconds per logit in which decoding chooses the next tokens.
         fresh: seconds per byte of large temporaries, whose memory the operating system provides anew in each call.
         unpack: elements per second of packed weights that products of few rows decode: of codes with 8 bits, and of
@@ -70,7 +69,6 @@ class Rates:
     call_seconds: float = 0.0
     argument_seconds: float = 0.0
     large_flops: Mapping[str, float] = field(default_factory=dict)
-    widen: float = 0.0
     fresh: float = 0.0
     choose: float = 0.0
     samples_ops: bool = False
@@ -211,14 +209,14 @@ CPU_KERNELS: Mapping[KernelKind, KernelRate] = {
 
 @functools.cache
 def _measured_cpu() -> Rates:
-    """Measure how fast this CPU multiplies, reads, widens weights, gets memory and chooses tokens, in two seconds."""
+    """Measure how fast this CPU multiplies, reads, gets memory and chooses tokens, in two seconds."""
     with jax.default_device(jax.devices("cpu")[0]):
         runs = [_product(rows, _SIDES, name) for rows in (_ROWS, _MANY_ROWS) for name in DTYPES]
-        runs += [_product(1, (_READ_SIDE, _READ_SIDE), name, _STEPS) for name in DTYPES]
+        runs.append(_product(1, (_READ_SIDE, _READ_SIDE), "f32", _STEPS))
         runs += [_run(lambda x: x + 1, jnp.zeros(nbytes // 4, jnp.float32)) for nbytes in _COPIES]
         runs.append(_run(lambda x: x.argmax(-1), jnp.zeros(_LOGITS, jnp.float32)))
         times = least_seconds(runs, 1.5)
-    few, many, (read, read_narrow), (small, large, chosen) = times[:2], times[2:4], times[4:6], times[6:]
+    few, many, (read, small, large, chosen) = times[:2], times[2:4], times[4:]
     fresh, work = max(0.0, large / _COPIES[1] - small / _COPIES[0]), 2 * math.prod(_SIDES)
     flops = {name: work * _ROWS / seconds for name, seconds in zip(DTYPES, few, strict=True)}
     large_flops = {
@@ -233,8 +231,7 @@ def _measured_cpu() -> Rates:
     unpack = bandwidth / 3.1, bandwidth / 6.6
     return Rates(
         device, bandwidth, flops | {"f16": flops["bf16"]}, CPU_KERNELS, unpack, unpack, bandwidth / 4, 50e-6,
-        "measured", large_flops=large_flops, widen=max(0.0, read_narrow - read) / (2 * _READ_SIDE**2),
-        fresh=fresh, choose=chosen / math.prod(_LOGITS), samples_ops=True,
+        "measured", large_flops=large_flops, fresh=fresh, choose=chosen / math.prod(_LOGITS), samples_ops=True,
     )  # fmt: skip
 
 

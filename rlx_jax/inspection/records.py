@@ -94,19 +94,19 @@ class BlockEntry:
     """
 
     path: str
-    op: str
-    output: str
-    params: int
-    param_bytes: int
-    scheme: str
-    dtype: str
-    sharding: str
-    flops: int
-    bytes: int
-    seconds: float
-    measured: bool
-    roofline_seconds: float
-    limited_by: str
+    op: str = ""
+    output: str = ""
+    params: int = 0
+    param_bytes: int = 0
+    scheme: str = ""
+    dtype: str = ""
+    sharding: str = ""
+    flops: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    measured: bool = False
+    roofline_seconds: float = 0.0
+    limited_by: str = ""
     implementation: str = ""
     reason: str = ""
     layers: int = 1

@@ -49,8 +49,6 @@ from rlx_jax.runtime.sequence_state import LENGTH
 LIVE_SCRATCH: Mapping[type, float] = {GatedDeltaOp: 0.58, SelectiveScanOp: 0.39}
 GPU_LIVE_SCRATCH: Mapping[type, float] = {GatedDeltaOp: 0.46, SelectiveScanOp: 0.56}
 SCRATCH_PASSES = {"chunks_at_once": 1, "blocked": 2}
-# Bytes of f32 copies for each byte of a 16-bit weight that XLA:CPU multiplies with one row: 2.3 to 2.5 measured.
-WIDENED_COPIES = 2.4
 # The workspace that XLA allocates for a product by cuBLAS on Hopper. It is 4 MiB on other GPUs: estimates are higher.
 CUBLAS_WORKSPACE = 2**25
 
@@ -76,31 +74,25 @@ def estimate_program(
     if sharding is not None and "batch" in local:
         local["batch"] //= sharding.num_batch_shards(local["batch"])
     lir = make_lir(template, local, programs.settings)
-    flops = nbytes = widened = 0
+    flops = nbytes = 0
     seconds = [0.0, 0.0, 0.0, 0.0]
     sampled = op_samples(lir, template, local, programs.settings) if rates.samples_ops else None
     groups = {id(node.op.body) for _, node in lir.graph.walk() if isinstance(node.op, KernelGroup | AttentionGroup)}
-    # The loop of decoding converts weights and gets its temporaries once for several steps.
+    # The loop of decoding gets its temporaries once for several steps.
     steps = programs.settings.loop.steps if local.get("seq") == 1 else 1
     for index, entry in enumerate(op_costs(lir.graph)):
         op_flops, op_bytes, parts = _op_seconds(entry, lir, sharding, rates)
-        is_widened = _is_widened(entry, lir)
-        if sampled is not None and not is_widened and (sample := sampled(index, entry)) is not None:
+        if sampled is not None and (sample := sampled(index, entry)) is not None:
             share = op_flops / entry.cost.flops if entry.cost.flops else op_bytes / entry.cost.bytes  # of one device
             parts = (sample * share, 0.0, 0.0, parts[3])
         op = entry.node.op
         if id(entry.graph) in groups and isinstance(op, Mir) and kernel_kind(op) == "reduction":
             parts = (*parts[:2], 0.0, parts[3])  # a norm in the kernel of a product or an attention is no kernel
-        if is_widened:  # read, and written and read again in f32: in a loop once for all of its steps
-            widening = 5 / rates.bandwidth if steps == 1 else 2 / rates.bandwidth + rates.widen / steps
-            parts = (parts[0], op_bytes * widening, *parts[2:])
-            widened += entry.times * op_bytes
         flops += entry.times * op_flops
         nbytes += entry.times * op_bytes
         seconds = [total + entry.times * part for total, part in zip(seconds, parts, strict=True)]
     workspace = partial(workspace_bytes, lir)
     live = fused_activation_bytes(lir.graph, workspace, lir.plan.donate_state, lir.plan.scan)
-    live += int(WIDENED_COPIES * widened)
     live += sharding.gathered_bytes(programs.layout.params.values()) if sharding is not None else 0
     host = rates.call_seconds + rates.argument_seconds * len(programs.layout.params) if program == "prefill" else 0.0
     compute, memory, start, link = seconds
@@ -178,15 +170,6 @@ def workspace_bytes(lir: Lir, graph: Graph, node: Node) -> int:
     # Otherwise a CPU transposes keys and values, or holds the scores in f32 and their 16-bit products.
     arrays = 1 if not on_cpu or (name == "heads_first" and q.dtype.itemsize == 4) else 2
     return arrays * min(scores, CHUNK_SCORE_BYTES if name == "query_chunks" else scores) + k.nbytes + v.nbytes
-
-
-def _is_widened(entry: OpCost, lir: Lir) -> bool:
-    """Return whether an op is a product of one row with a 16-bit weight on a CPU that XLA multiplies in f32."""
-    graph, node, *_ = entry
-    if lir.plan.target != "cpu" or not isinstance(node.op, PRODUCTS) or _implementation(lir, graph, node) == "lanes":
-        return False
-    x, w = (graph.type(value) for value in node.inputs[:2])
-    return w.dtype.itemsize == 2 and math.prod(map(int, x.shape[:-1])) == 1
 
 
 def _implementation(lir: Lir, graph: Graph, node: Node) -> str:

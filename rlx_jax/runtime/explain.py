@@ -276,43 +276,39 @@ class HasPrograms(Protocol):
 
     def template(self) -> Template: ...
 
-    def explain(self, *inputs: Any, **named: Any) -> Inspection: ...
-
     def text(self, level: str) -> str: ...
 
 
-def show(self: HasPrograms, *inputs: Any, compare: Sequence[Inspection] = (), **named: Any) -> Page:
+def show(self: Any, *inputs: Any, compare: Sequence[Inspection] = (), **named: Any) -> Page:
     """Return the page of what `explain(*inputs, **named)` returns. A notebook displays it, and `save` writes it.
 
     Args:
+        self: a `CompiledModel`, or an encoder, which has one.
         inputs, named: the arguments of `explain`.
         compare: what `explain` returned for other models or profiles, to compare with.
 
     Raises:
         RequestError: `compare` is something else. Others as `explain`.
     """
-    check_compared(compare)
-    return model_page(self, [self.explain(*inputs, **named)], compare)
+    return model_page(getattr(self, "model", self), lambda: [self.explain(*inputs, **named)], compare)
 
 
-def check_compared(compare: Any) -> None:
-    """Check, before anything runs, that `compare` has what `explain` returned.
-
-    Raises:
-        RequestError: it has something else.
-    """
-    if not isinstance(compare, Sequence) or not all(isinstance(other, Inspection) for other in compare):
-        raise RequestError(f"compare is {shown(compare)}; expected a list of what explain returned")
-
-
-def model_page(model: HasPrograms, inspections: Sequence[Inspection], compare: Sequence[Inspection] = ()) -> Page:
+def model_page(
+    model: HasPrograms, explain: Callable[[], Sequence[Inspection]], compare: Sequence[Inspection] = ()
+) -> Page:
     """Return the page of programs of a model.
 
     Args:
         model: the model.
-        inspections: its programs, with their text and the differences that passes made on the page.
+        explain: returns its programs, with their text and the differences that passes made on the page.
         compare: other inspections, which have no text on the page.
+
+    Raises:
+        RequestError: `compare` is something else. Others as `explain`.
     """
+    if not isinstance(compare, Sequence) or not all(isinstance(other, Inspection) for other in compare):
+        raise RequestError(f"compare is {shown(compare)}; expected a list of what explain returned")
+    inspections = explain()
     texts, with_diffs = [], []
     for inspection in inspections:
         program = model.as_program(inspection.program)

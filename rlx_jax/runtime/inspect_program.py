@@ -13,8 +13,8 @@ from rlx_jax.device import running_device
 from rlx_jax.inspection.rates import Rates, rates_of
 from rlx_jax.inspection.records import BlockEntry, Inspection, KernelEntry, OpEntry, PassStep
 from rlx_jax.inspection.work import Work, block_work, program_bytes
-from rlx_jax.ir.graph import Graph, Leaf, Mir, Node, Param, Value
-from rlx_jax.ir.param import Padded, Program, packing_of, printed_name
+from rlx_jax.ir.graph import Graph, Leaf, Mir, Param, Value
+from rlx_jax.ir.param import packing_of, printed_name
 from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.ir.text import block_rows
 from rlx_jax.ir.types import short_name
@@ -130,30 +130,29 @@ def planned_blocks(facts: ProgramFacts) -> list[BlockEntry]:
     for path, choice in facts.lir.choices(*CHOICE_OPS):
         if choice != XLA_CHOICE:
             choices[path].append(choice)
-    rows, counted = block_rows(graph), set[Program]()
+    rows, sharding = block_rows(graph), facts.programs.model_sharding
+    packed = {p for param in graph.params() if facts.lir.stays_packed(param) for p in param.programs}
     entries = []
     for name, paths in members.items():
-        params = _unseen_params([where for path in paths for where in nodes[path]], counted)
-        layers = sum(rows[path].iterations for path in paths)
+        params = [program for path in paths for program in rows[path].new]
+        schemes = ((packing_of(p) if p in packed else None) or short_name(p.type.dtype) for p in params)
+        shardings = () if sharding is None else (sharding.describe_storage(p)[0] for p in params)
+        layers, ops = sum(rows[path].iterations for path in paths), tuple(_op_entry(*op) for op in nodes[paths[0]])
         chosen = {
             choice: sum(rows[path].iterations for path in paths if choice in choices[path])
             for choice in dict.fromkeys(choice for path in paths for choice in choices[path])
         }
         entry = BlockEntry(
             path=name, op=next((texts[path] for path in paths if path in texts), ""), output=rows[paths[0]].output,
-            params=sum(_num_values(program) for param in params for program in params[param]),
-            param_bytes=sum(program_bytes(p, facts.lir.stays_packed(q)) for q, each in params.items() for p in each),
-            scheme="/".join(dict.fromkeys(_scheme(param, facts.lir) for param in params)),
-            dtype=short_name(_last_node(nodes[paths[0]]).types[0].dtype),
-            sharding=_sharding(facts, params), flops=0, bytes=0, seconds=0.0,
-            measured=False, roofline_seconds=0.0, limited_by="",
+            params=sum(rows[path].count for path in paths),
+            param_bytes=sum(program_bytes(p, p in packed) for p in params), scheme="/".join(dict.fromkeys(schemes)),
+            dtype=ops[-1].dtype, sharding=", ".join(dict.fromkeys(shardings)),
             implementation=", ".join(choice.implementation for choice in chosen),
             reason="; ".join(
                 choice.reason + f", in {count} of {layers} layers" * (count < layers)
                 for choice, count in chosen.items()
             ),
-            layers=layers,
-            ops=tuple(_op_entry(inner, number) for inner, number in nodes[paths[0]]),
+            layers=layers, ops=ops,
         )  # fmt: skip
         entries.append(_with_work(entry, [work for path in paths for work in facts.work.get(path, ())], facts.rates))
     return entries
@@ -195,39 +194,6 @@ def _with_work(entry: BlockEntry, works: Sequence[Work], rates: Rates | None) ->
     return replace(entry, seconds=seconds, roofline_seconds=limit, limited_by=limited_by)
 
 
-def _unseen_params(places: Sequence[tuple[Graph, int]], counted: set[Program]) -> dict[Param, list[Program]]:
-    """Return the parameters that nodes read, with the programs that no earlier block reads; extends `counted`."""
-    params: dict[Param, list[Program]] = {}
-    for graph, number in places:
-        for op in (graph.nodes[value.node].op for value in graph.nodes[number].inputs):
-            if isinstance(op, Param) and (new := [p for p in dict.fromkeys(op.programs) if p not in counted]):
-                counted.update(new)
-                params[op] = new
-    return params
-
-
-def _num_values(program: Program) -> int:
-    return (program.of if isinstance(program, Padded) else program).type.size  # without padding
-
-
-def _scheme(param: Param, lir: Lir) -> str:
-    """Return the packed scheme of a parameter, or else its dtype."""
-    scheme = packing_of(param.programs[0]) if lir.stays_packed(param) else None
-    return scheme or short_name(param.type.dtype)
-
-
-def _sharding(facts: ProgramFacts, params: Mapping[Param, Sequence[Program]]) -> str:
-    sharding = facts.programs.model_sharding
-    if sharding is None:
-        return ""
-    return ", ".join(dict.fromkeys(sharding.describe_storage(p)[0] for each in params.values() for p in each))
-
-
-def _last_node(places: Sequence[tuple[Graph, int]]) -> Node:
-    graph, number = places[-1]
-    return graph.nodes[number]
-
-
 def _op_entry(graph: Graph, number: int) -> OpEntry:
     """Return the description of a node."""
     node = graph.nodes[number]
@@ -264,8 +230,7 @@ def measured_blocks(
     names = [block.path for block in blocks]
     no_block = [path for path in rows if path not in names]
     no_block.sort(key=lambda path: (path in (NOT_ATTRIBUTED, HELPERS, OTHERS, IDLE), path))
-    empty = BlockEntry("", "", "", 0, 0, "", "", "", 0, 0, 0.0, True, 0.0, "")
-    blocks = [*blocks, *(replace(empty, path=path) for path in no_block)]
+    blocks = [*blocks, *map(BlockEntry, no_block)]
     return [_with_times(block, rows.get(block.path, []), facts.instructions, steps) for block in blocks]
 
 
