@@ -486,6 +486,19 @@ def test_drafts_in_slots(family: str, drafts: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
+def test_earlier_tokens_in_several_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The history of a row has the length of its cache: of rows that start in each class, and that move."""
+    monkeypatch.setattr(slot_plan, "CONTEXT_BUCKET", 16)
+    monkeypatch.setattr(slot_plan, "choose_classes", lambda _lm, caches, *_: dict.fromkeys(caches, 0.3))
+    model, sizes = lm("llama"), [(40, 20), (3, 40), (12, 9), (20, 30)]
+    prompts = [np.random.default_rng(i).integers(0, V, length).tolist() for i, (length, _) in enumerate(sizes)]
+    options: Any = {"bad_words": [[3], [5, 6]], "repetition_penalty": 1.3}
+    got = model.generate(prompts, [budget for _, budget in sizes], rlx.Sampler(**options), slots=3)
+    assert len(model.report().request.slot_classes) == 3
+    assert got == [model.generate([p], size[1], **options)[0] for p, size in zip(prompts, sizes, strict=True)]
+
+
+@pytest.mark.slow
 def test_chunks_of_a_cache_that_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later chunks of a long prompt read rounded keys: chunks end at the same tokens in slots and alone."""
     monkeypatch.setattr(settings_module, "MAX_CHUNK", 16)

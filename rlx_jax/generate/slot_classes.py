@@ -106,10 +106,10 @@ class SlotClasses:
         calls += [(part.plan.loop.key, part.loop.state, part.loop.inputs) for part in self.parts]
         model = self.parts[0].plan.loop.model
         params = model.require_params("generation")
-        pairs = {(start_class(self.classes, job), self.parts.index(self.prefill_class(len(job.ids)))) for job in jobs}
+        pairs = {(start_class(self.classes, job), self.prefill_class(len(job.ids))): job for job in jobs}
         # On a mesh the types of what prefill returns have no shardings to compile for.
         on_mesh = model.programs.model_sharding is not None
-        helpers = [] if on_mesh else [self.parts[i].fill_call(jobs[0], self.parts[j]) for i, j in sorted(pairs)]
+        helpers = [] if on_mesh else [self.parts[i].fill_call(job, part) for (i, part), job in pairs.items()]
         prepare_programs(model.programs, [(key, params, state, inputs) for key, state, inputs in calls], helpers)
 
     def fill(self, index: int, group: Sequence[tuple[int, SlotJob]]) -> None:
