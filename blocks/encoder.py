@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from rlx_jax.blocks.ffn import DOWN_ROLES, UP_ROLES
 from rlx_jax.blocks.linear import TABLE_ROLES, LayerNorm, module_keys, rms_norm
@@ -175,7 +177,7 @@ class EncoderLayer:
     spec: EncoderLayerSpec
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x, s, k = emit.require(value, "EncoderLayer"), self.spec, self.spec.keys
+        x, s, k = emit.require(value, type(self).__name__), self.spec, self.spec.keys
         outer = k.qkv[0].split(".")[:1]  # the block of attention; with the norm it also contains the residual sum
         if k.attention_norm.split(".")[0] == outer[0]:
             x = emit.block_input(x, *outer)
@@ -347,31 +349,42 @@ STYLES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class BertEncoderLayerSpec:
-    """Keys and sizes of a BERT layer.
+class NamedEncoderSpec(EncoderLayerSpec):
+    """Base of the specification's records: an EncoderLayerSpec with other `defaults`, and with aliases of some fields.
+
+    The fields in `order` may be passed by position. Subclasses also accept the fields of EncoderLayerSpec, so that
+    `dataclasses.replace` works.
 
     Args:
-        attention_mask_input: name of an input with a keep mask `[B, S]`; None for no mask. The input may be absent.
-        activation: a name in `UNARY`.
-        qkv_style: names of the modules, `bert`, `mpnet`, `distilbert` or `albert`.
-        position_bias: name of the registered value of a RelativeBias stage, added to the scores; MPNet has one.
-        intermediate_size: width of the feed-forward half, needed only for weights that no source has.
+        layer_prefix: `prefix`.
+        attention_mask_input: `mask_input`.
     """
 
-    layer_prefix: str
-    hidden_size: int
-    num_heads: int
-    head_dim: int
-    eps: float = 1e-12
-    attention_mask_input: str | None = "attention_mask"
-    activation: str = "gelu"
-    qkv_style: str = "bert"
-    position_bias: str | None = None
-    intermediate_size: int | None = None
+    defaults: ClassVar[Mapping[str, Any]] = {}
+    field_aliases: ClassVar[Mapping[str, str]] = {"layer_prefix": "prefix", "attention_mask_input": "mask_input"}
+    order: ClassVar[tuple[str, ...]] = (
+        "prefix", "hidden_size", "num_heads", "head_dim", "eps", "mask_input", "activation",
+    )  # fmt: skip
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "qkv_style", normalize_style(self.qkv_style))
+    def __init__(self, *args: Any, **values: Any) -> None:
+        positional = dict(zip(self.order[: len(args)], args, strict=True))
+        super().__init__(
+            **{**self.defaults, **positional, **{self.field_aliases.get(n, n): value for n, value in values.items()}}
+        )
+
+    @property
+    def layer_prefix(self) -> str:
+        """Prefix of the layer's parameters."""
+        return self.prefix
+
+
+class BertEncoderLayerSpec(NamedEncoderSpec):
+    """A BERT layer. `qkv_style` is the name of its keys in `STYLES`: `bert`, `mpnet`, `distilbert` or `albert`."""
+
+    defaults = {"keys": STYLES["bert"]}
+
+    def __init__(self, *args: Any, qkv_style: str | None = None, **values: Any) -> None:
+        super().__init__(*args, **values | ({} if qkv_style is None else {"keys": STYLES[normalize_style(qkv_style)]}))
 
     @staticmethod
     def hf(
@@ -393,28 +406,14 @@ class BertEncoderLayerSpec:
             position_bias=POSITION_BIAS if style == "mpnet" else None, intermediate_size=intermediate_size,
         )  # fmt: skip
 
-    def layer(self) -> EncoderLayerSpec:
-        """Return the record of the layer."""
-        return EncoderLayerSpec(
-            prefix=self.layer_prefix, keys=STYLES[self.qkv_style], hidden_size=self.hidden_size,
-            num_heads=self.num_heads, head_dim=self.head_dim, intermediate_size=self.intermediate_size, eps=self.eps,
-            activation=self.activation, mask_input=self.attention_mask_input, position_bias=self.position_bias,
-        )  # fmt: skip
 
-
-@dataclass(frozen=True)
-class BertEncoderLayer:
+class BertEncoderLayer(EncoderLayer):
     """BERT's layer, `[B,S,H]` → same: `h = ln(attn(x) Wo + bo + x)`, `y = ln(act(h Wi + bi) Wd + bd + h)`.
 
     Weights under the prefix: `attention.self.{query,key,value}.{weight,bias}`, `attention.output.dense.*`,
     `attention.output.LayerNorm.*`, `intermediate.dense.*`, `output.dense.*`, `output.LayerNorm.*`. Other styles name
     them as `STYLES` has it.
     """
-
-    spec: BertEncoderLayerSpec
-
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        return EncoderLayer(self.spec.layer()).emit(emit, value)
 
 
 def bert_layer_prefix(prefix: str, index: int) -> str:
@@ -438,47 +437,19 @@ NOMIC_KEYS = EncoderKeys(
 )
 
 
-@dataclass(frozen=True)
-class NomicEncoderLayerSpec:
-    """Keys and sizes of a NomicBERT layer.
+class NomicEncoderLayerSpec(NamedEncoderSpec):
+    """A NomicBERT layer, with rotated queries and keys and a gated MLP, and without biases."""
 
-    Args:
-        attention_mask_input: name of an input with a keep mask `[B, S]`; None for no mask. The input may be absent.
-        activation: activation of the gate, a name in `UNARY`.
-        rope_theta: base of the rotation, used when no RopeTables stage ran.
-        intermediate_size: width of the MLP, needed only for weights that no source has.
-    """
-
-    layer_prefix: str
-    hidden_size: int
-    num_heads: int
-    head_dim: int
-    eps: float = 1e-12
-    attention_mask_input: str | None = "attention_mask"
-    activation: str = "silu"
-    rope_theta: float = 1000.0
-    intermediate_size: int | None = None
-
-    def layer(self) -> EncoderLayerSpec:
-        """Return the record of the layer."""
-        return EncoderLayerSpec(
-            prefix=self.layer_prefix, keys=NOMIC_KEYS, hidden_size=self.hidden_size, num_heads=self.num_heads,
-            head_dim=self.head_dim, intermediate_size=self.intermediate_size, eps=self.eps, qkv_bias=False,
-            out_bias=False, up_bias=False, down_bias=False, activation=self.activation,
-            mask_input=self.attention_mask_input, rope="", rope_theta=self.rope_theta,
-        )  # fmt: skip
+    defaults = {
+        "keys": NOMIC_KEYS, **dict.fromkeys(("qkv_bias", "out_bias", "up_bias", "down_bias"), False),
+        "activation": "silu", "rope": "", "rope_theta": 1000.0,
+    }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class NomicEncoderLayer:
+class NomicEncoderLayer(EncoderLayer):
     """NomicBERT's layer, `[B,S,H]` → same: `h = ln(attn(x) Wo + x)`, `y = ln((h W₁₁ ⊙ act(h W₁₂)) W₂ + h)`.
 
     Queries and keys are rotated. Weights under the prefix: `attn.Wqkv.weight` (rows of q, then k, then v,
     `[3·N·D, H]`), `attn.out_proj.weight`, `norm1.*`, `mlp.fc11.weight`, `mlp.fc12.weight` (the gate),
     `mlp.fc2.weight`, `norm2.*`.
     """
-
-    spec: NomicEncoderLayerSpec
-
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        return EncoderLayer(self.spec.layer()).emit(emit, value)
