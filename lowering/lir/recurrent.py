@@ -217,26 +217,12 @@ def delta_chunk(scale: float, dtype: Any) -> Chunk:
         )
 
     def compute_output(state: AnyArray, part: Any, terms: Any) -> AnyArray:
-        return delta_output(scale, dtype, state, part, terms, values_to_write(state, terms))
+        (q, k, *_), (_, erased, _, total, between) = part, terms
+        within = between * dot("bgrik,bgrjk->bgrij", q, k)
+        across = jnp.exp(total) * dot("bgrik,bgrkv->bgriv", jnp.broadcast_to(q, erased.shape), state)
+        return scale * (across + dot("bgrij,bgrjv->bgriv", within, values_to_write(state, terms)))
 
     return Chunk(prepare, update_state, compute_output)
-
-
-def delta_output(scale: float, dtype: Any, state: AnyArray, part: Any, terms: Any, new_values: AnyArray) -> AnyArray:
-    """Return the results of a chunk of the gated delta rule.
-
-    Args:
-        scale: the scale of queries.
-        dtype: the dtype of products.
-        state: the state before the chunk.
-        part: the chunk's operands.
-        terms: the result of `prepare`.
-        new_values: the values V' that the chunk writes.
-    """
-    (q, k, *_), (_, erased, _, total, between), dot = part, terms, partial(product, dtype)
-    within = between * dot("bgrik,bgrjk->bgrij", q, k)
-    across = jnp.exp(total) * dot("bgrik,bgrkv->bgriv", jnp.broadcast_to(q, erased.shape), state)
-    return scale * (across + dot("bgrij,bgrjv->bgriv", within, new_values))
 
 
 def scan_chunk(dtype: Any) -> Chunk:

@@ -201,17 +201,10 @@ def sharding_options(shardings: Shardings | None, state: StateArrays, consumed: 
 
 
 def trace_program(
-    lir: Lir,
-    function: Function,
-    params: Arrays,
-    state: StateArrays,
-    inputs: Arrays,
-    shardings: Shardings | None = None,
-    companions: Mapping[str, Lir] | None = None,
-    name: str = "function",
-    wrapped: bool = False,
-    content: Any = None,
-) -> Callable[[], Executable]:
+    lir: Lir, function: Function, params: Arrays, state: StateArrays, inputs: Arrays,
+    shardings: Shardings | None = None, companions: Mapping[str, Lir] | None = None, name: str = "function",
+    wrapped: bool = False, content: Any = None,
+) -> Callable[[], Executable]:  # fmt: skip
     """Trace a program, and return a function that compiles it or loads it, which may run in another thread.
 
     A program that the compile cache has for `content` and the arguments is not traced; see `trace_or_load`.
@@ -234,22 +227,18 @@ def trace_program(
         GraphError: the returned state has other types than the state argument; or the plan is strict, and the state is
             not updated in place or there are more temporaries than planned.
     """
-
     # With debug_nans JAX keeps every argument alive, so nothing is donated, and there is nothing to prove.
     may_donate = not jax.config.jax_debug_nans  # type: ignore[attr-defined]
     donates_state = may_donate and lir.plan.donate_state and bool(state)
     consumed_inputs = lir.plan.donate_inputs if may_donate else ()
     donated = ((1,) if donates_state else ()) + ((3,) if consumed_inputs else ())
     options = dict(lir.plan.compiler_options) or None
-    # `keep_unused`: an array of the state that is written but not read, as in prefill, still donates its memory.
     placements = sharding_options(shardings, state, consumed_inputs)
+    # `keep_unused`: an array of the state that is written but not read, as in prefill, still donates its memory.
     jitted = jax.jit(
-        with_split_inputs(function, name),
-        donate_argnums=donated,
-        compiler_options=options,
-        keep_unused=donates_state,
-        **placements,
-    )
+        with_split_inputs(function, name), donate_argnums=donated, compiler_options=options,
+        keep_unused=donates_state, **placements,
+    )  # fmt: skip
     start = time.perf_counter()
     arguments = (params, state, *split_consumed(inputs, consumed_inputs))
     arguments = arguments if shardings is None else jax.tree.map(without_sharding, arguments)
@@ -264,26 +253,39 @@ def trace_program(
 
     compile_lir = partial(compile_or_load, lir, name, arguments, (options, placements), key)
     load = trace_or_load(lower, arguments, key, compile_lir)
-    seconds = {"trace": time.perf_counter() - start}
+    trace_seconds = time.perf_counter() - start
+    # A state that is not donated is copied, as the plan says. A wrapper computes values that are not in the plan.
+    is_checked = donates_state or (may_donate and not state and not wrapped)
+    check = partial(check_donation, lir, shardings, companions or {}, name) if is_checked else None
+    return partial(compile_traced, lir, lower, load, check, trace_seconds, consumed_inputs)
 
-    def compile_traced() -> Executable:
-        start = time.perf_counter()
-        compiled, from_cache, results = load()
-        seconds["compile"] = time.perf_counter() - start
-        start = time.perf_counter()
-        # A state that is not donated is copied, as the plan says. A wrapper computes values that are not in the plan.
-        is_checked = donates_state or (may_donate and not state and not wrapped)
-        proof = check_donation(lir, compiled, results, shardings, companions or {}, name) if is_checked else None
-        seconds["prove"] = time.perf_counter() - start
-        # None is the sharding of an unread argument, and counts as a leaf so that positions match the arguments.
-        arg_shardings = tuple(jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None))
-        memory: Any = compiled.memory_analysis()
-        # A donated state is an argument and a result in the same memory.
-        results_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + results_bytes
-        return Executable(lir, compiled, lower, seconds, peak, proof, consumed_inputs, arg_shardings, from_cache)
 
-    return compile_traced
+def compile_traced(
+    lir: Lir, lower: Callable[[], jax.stages.Lowered], load: Callable[[], tuple[Any, bool, Any]],
+    check: Callable[[Any, Any], DonationProof] | None, trace_seconds: float, consumed_inputs: tuple[str, ...],
+) -> Executable:  # fmt: skip
+    """Compile a traced program, or load it.
+
+    Args:
+        lir, consumed_inputs: as in `trace_program` and `Executable`.
+        lower: returns the lowered program.
+        load: returns the compiled program, whether the compile cache had it, and the types of its results.
+        check: returns the proof of donation from the compiled program and the types of its results; None for no proof.
+        trace_seconds: the time that tracing took.
+    """
+    start = time.perf_counter()
+    compiled, from_cache, results = load()
+    compile_end = time.perf_counter()
+    proof = None if check is None else check(compiled, results)
+    prove_seconds = time.perf_counter() - compile_end
+    seconds = {"trace": trace_seconds, "compile": compile_end - start, "prove": prove_seconds}
+    # None is the sharding of an unread argument, and counts as a leaf so that positions match the arguments.
+    arg_shardings = tuple(jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None))
+    memory = compiled.memory_analysis()
+    # A donated state is an argument and a result in the same memory.
+    results_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + results_bytes
+    return Executable(lir, compiled, lower, seconds, peak, proof, consumed_inputs, arg_shardings, from_cache)
 
 
 def with_split_inputs(function: Function, name: str) -> Callable[..., Results]:
@@ -316,7 +318,7 @@ def compile_or_load(
 
 
 def check_donation(
-    lir: Lir, compiled: Any, results: Any, shardings: Shardings | None, companions: Mapping[str, Lir], name: str
+    lir: Lir, shardings: Shardings | None, companions: Mapping[str, Lir], name: str, compiled: Any, results: Any
 ) -> DonationProof:
     """Return the measured memory of a compiled program, with what it takes more than planned.
 
