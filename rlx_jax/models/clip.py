@@ -56,14 +56,12 @@ class ClipVisionFlow(VisionFlow[ClipVisionConfig]):
     name: str = "clip_vision"
 
     prefixes = ("vision_model", "")
+    head_pool = PatchMean(1)
 
     def adapt_to(self, source: WeightSource) -> Self:
         """Return the recipe as the base class does, without a projection if the checkpoint has none."""
         recipe = super().adapt_to(source)
         return recipe if source.has(VISUAL) else replace(recipe, config=replace(recipe.config, width=0))
-
-    def head_input(self) -> tuple[BlockStage, int]:
-        return PatchMean(1), self.config.hidden_size
 
     def pool(self) -> BlockStage:
         c = self.config

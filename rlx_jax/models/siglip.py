@@ -63,9 +63,7 @@ class SiglipVisionFlow(VisionFlow[SiglipVisionConfig]):
     name: str = "siglip_vision"
 
     prefixes = ("vision_model", "")
-
-    def head_input(self) -> tuple[BlockStage, int]:
-        return PatchMean(), self.config.hidden_size
+    head_pool = PatchMean()
 
     def pool(self) -> BlockStage | None:
         c = self.config
@@ -179,6 +177,7 @@ class Siglip2VisionFlow(SiglipVisionFlow):
     name: str = "siglip2_vision"
 
     config_type = Siglip2VisionConfig
+    head_pool = PatchMean(mask_input=MASK)
 
     def add_inputs(self, flow: ModelFlow, rows: str = "batch") -> ModelFlow:
         c = self.config
@@ -192,9 +191,6 @@ class Siglip2VisionFlow(SiglipVisionFlow):
 
     def spec(self, index: int) -> PreNormLayerSpec:
         return replace(super().spec(index), mask_input=MASK)
-
-    def head_input(self) -> tuple[BlockStage, int]:
-        return PatchMean(mask_input=MASK), self.config.hidden_size
 
     def pool(self) -> BlockStage | None:
         pool: Any = super().pool()

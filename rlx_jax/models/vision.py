@@ -168,6 +168,7 @@ class VisionFlow(TowerFlow[C]):
     heads = IMAGE_HEADS
     layouts: ClassVar[tuple[VisionLayout, ...]] = ()  # of a family whose checkpoints have one of several
     prefixes: ClassVar[tuple[str, ...]] = ("",)
+    head_pool: ClassVar[BlockStage] = ClsTokenPool()
     # Pairs of a module's name in checkpoints, and its name in transformers 5 and so in PEFT's files.
     peft_names: ClassVar[tuple[tuple[str, str], ...]] = ()
 
@@ -195,12 +196,12 @@ class VisionFlow(TowerFlow[C]):
         return pre_norm_layer(spec)
 
     def pool(self) -> BlockStage | None:
-        """Return the stage that pools the hidden states to one vector, here the class token; None for no pooling."""
-        return ClsTokenPool()
+        """Return the stage that pools the hidden states to one vector; None for no pooling."""
+        return self.head_pool
 
     def head_input(self) -> tuple[BlockStage, int]:
-        """Return the stage that pools the hidden states for a head, here the class token, and the vector's width."""
-        return ClsTokenPool(), self.config.hidden_size
+        """Return the stage that pools the hidden states for a head, and the vector's width."""
+        return self.head_pool, self.config.hidden_size
 
     def head_stages(self, head: TaskHead) -> tuple[BlockStage, ...]:
         pool, width = self.head_input()

@@ -112,12 +112,7 @@ class IJepaFlow(ViTFlow):
     name: str = "ijepa"
 
     prefixes = ("", "ijepa")
-
-    def pool(self) -> BlockStage:
-        return PatchMean()
-
-    def head_input(self) -> tuple[BlockStage, int]:
-        return PatchMean(), self.config.hidden_size
+    head_pool = PatchMean()
 
 
 # transformers 5 writes the layers of a classifier without the prefix of the other weights.
