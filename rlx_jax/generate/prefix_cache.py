@@ -60,7 +60,7 @@ class Prefix:
         nbytes: bytes of its state on one device.
         cache_len: length of its cache.
         params: the parameters that it was computed with; None for a state of the caller.
-        parent: a shorter prefix, from whose state it is computed.
+        parent: a shorter prefix; the state is computed from its state.
         arrays: the state; None before it is computed, and after it was evicted.
         row: its row in the state.
         cache: the cache that a named prefix belongs to.
@@ -180,39 +180,39 @@ class PrefixCache:
         if share_prefix is False or not self.stored.budget or (model.settings.rounds_cache and not share_prefix):
             return [None] * len(rows)
         params = self.begin(model)
-        chosen = [self.stored.longest(row[:-1]) for row in rows]
-        in_use = {prefix.ids: prefix.nbytes for prefix in chosen if prefix is not None and prefix.cache is None}
-        room = self.stored.budget - self.stored.pinned_bytes - sum(in_use.values())
+        prefixes = [self.stored.longest(row[:-1]) for row in rows]
+        in_use = {prefix.ids: prefix.nbytes for prefix in prefixes if prefix is not None and prefix.cache is None}
+        free_bytes = self.stored.budget - self.stored.pinned_bytes - sum(in_use.values())
 
         def start(row: int) -> int:
-            prefix = chosen[row]
+            prefix = prefixes[row]
             return 0 if prefix is None else len(prefix.ids)
 
         shared = shared_prefixes([row[:-1] for row in rows], 1 if share_prefix else MIN_PREFIX)
         # What most prompts share comes first, so that a prefix comes before the ones that continue it.
-        for length, sharing in sorted(shared, key=lambda prefix: -len(prefix[1])):
-            is_forced = bool(share_prefix) and len(sharing) == len(rows)
-            later = [i for i in sharing if start(i) < length]
+        for length, sharers in sorted(shared, key=lambda prefix: -len(prefix[1])):
+            is_forced = bool(share_prefix) and len(sharers) == len(rows)
+            later = [i for i in sharers if start(i) < length]
             if len(later) < 2 or not (is_forced or length >= MIN_PREFIX):
                 continue
-            parent = max((chosen[i] for i in later), key=lambda p: 0 if p is None else len(p.ids))
+            parent = max((prefixes[i] for i in later), key=lambda p: 0 if p is None else len(p.ids))
             widths = ((width(len(rows[i]) - start(i), start(i) > 0), width(len(rows[i]) - length, True)) for i in later)
-            saved = sum(alone - after for alone, after in widths)
+            gain = sum(alone - after for alone, after in widths)
             cost = width(length - (0 if parent is None else len(parent.ids)), parent is not None)
-            if saved <= cost and not is_forced:
+            if gain <= cost and not is_forced:
                 continue
             cache_len = bucket_size(length, PREFIX_BUCKET, cache_limit)
             nbytes = state_bytes(model, 1, cache_len)
-            if nbytes <= room:
-                room -= nbytes
-                prefix = Prefix(tuple(rows[sharing[0]][:length]), nbytes, cache_len, params, parent)
+            if nbytes <= free_bytes:
+                free_bytes -= nbytes
+                prefix = Prefix(tuple(rows[sharers[0]][:length]), nbytes, cache_len, params, parent)
                 for i in later:
-                    chosen[i] = prefix
-        return chosen
+                    prefixes[i] = prefix
+        return prefixes
 
 
 def one_row(model: CompiledModel, cache_len: int) -> BoundProgram:
-    """Return a program whose state has one row, for the shapes of the state alone."""
+    """Return a program with a state of one row; it does not run, only the shapes of its state are used."""
     extend = model.as_program("extend")
     sizes = {"batch": 1, "context": cache_len, "seq": 1}
     return BoundProgram(extend, extend.key_for_sizes(sizes, Variant(True, model.output_names[:1])))

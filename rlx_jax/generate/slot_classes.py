@@ -56,17 +56,16 @@ class SlotClasses:
     def report(
         self, num_prompts: int, prompt_tokens: int, num_read: int, new_tokens: int, seconds: float, compiled: int
     ) -> RequestReport:
-        """Return the report of prompts, whose prefill and decoding alternate.
+        """Return the report of prompts. Their prefill and decoding alternate, and share one time.
 
         Args:
-            num_read: number of tokens of prompts that were read, apart from prefixes; several answers to a prompt may
-                read it several times.
+            num_read: number of tokens of prompts that were prefilled, without prefixes; a prompt with several answers
+                may be prefilled several times.
         """
         pairs = ((part.num_steps, part.plan.sizes) for part in self.parts)
         return RequestReport(
             "prompts", num_prompts, prompt_tokens, 0.0, new_tokens, answer_seconds=seconds, compiled=compiled,
             cached_tokens=max(0, prompt_tokens - num_read - self.num_prefilled),
-            # of caches, by all steps of decoding
             positions_read=sum(steps * sizes.num_slots * sizes.cache_len for steps, sizes in pairs),
             slots=sum(each.num_slots for each in self.classes),
             slot_classes=tuple((each.num_slots, each.cache_len) for each in self.classes),
@@ -94,14 +93,14 @@ class SlotClasses:
 
     def prepare(self, jobs: Sequence[SlotJob]) -> None:
         """Compile the programs of the model that jobs need, or load them, several at a time."""
-        needed = set()
+        prefills = set()
         for job in jobs:
             part, tokens, prefix = self.prefill_class(len(job.ids)), len(job.ids), job.prefix
             while prefix is not None and prefix.arrays is None:  # it is prefilled too, from its parent on
-                needed.add((part, tokens - len(prefix.ids), True))
+                prefills.add((part, tokens - len(prefix.ids), True))
                 tokens, prefix = len(prefix.ids), prefix.parent
-            needed.add((part, tokens - (0 if prefix is None else len(prefix.ids)), prefix is not None))
-        chunks = {(part, part.widths(tokens, has_prefix), has_prefix) for part, tokens, has_prefix in needed}
+            prefills.add((part, tokens - (0 if prefix is None else len(prefix.ids)), prefix is not None))
+        chunks = {(part, part.widths(tokens, has_prefix), has_prefix) for part, tokens, has_prefix in prefills}
         calls = [call for part, widths, has_prefix in chunks for call in prefill_calls(part, widths, has_prefix)]
         calls += [(part.plan.loop.key, part.loop.state, part.loop.inputs) for part in self.parts]
         model = self.parts[0].plan.loop.model
@@ -123,10 +122,10 @@ class SlotClasses:
     def decode(self, min_running: Sequence[int | None]) -> dict[SlotIndex, SlotTokens]:
         """Decode some steps of each class; the classes run one after another, and the host waits for all of them."""
         pairs = zip(self.parts, min_running, strict=True)
-        started = [None if least is None else part.start_decode(least) for part, least in pairs]
+        results_of_parts = [None if least is None else part.start_decode(least) for part, least in pairs]
         return {
             (index, row): new
-            for index, (part, results) in enumerate(zip(self.parts, started, strict=True))
+            for index, (part, results) in enumerate(zip(self.parts, results_of_parts, strict=True))
             if results is not None
             for row, new in part.end_decode(results).items()
         }
@@ -136,8 +135,8 @@ class SlotClasses:
         rows: dict[int, list[int]] = defaultdict(list)
         for index, row in slots:
             rows[index].append(row)
-        for index, stopped in rows.items():
-            self.parts[index].loop.stop(stopped)
+        for index, rows_of_part in rows.items():
+            self.parts[index].loop.stop(rows_of_part)
 
 
 def prefill_calls(

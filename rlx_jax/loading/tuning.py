@@ -154,8 +154,8 @@ class Tuning:
 
     def to_toml(self) -> str:
         """Return the profile as TOML with the settings that differ from the defaults, and the figures as comments."""
-        found = f"{self.ratio:.3f} x the time of {self.base.name!r}" if self.trials else "nothing was tried"
-        lines = [f"# {line}" for line in (*self.notes, found, *map(str, self.trials))]
+        result = f"{self.ratio:.3f} x the time of {self.base.name!r}" if self.trials else "nothing was tried"
+        lines = [f"# {line}" for line in (*self.notes, result, *map(str, self.trials))]
         return "\n".join([*lines, self.profile.replace(name="tuned").to_toml(defaults=False)])
 
 
@@ -197,14 +197,14 @@ def tune(
     fastest: Any = model
     profile, trials = base, list[Trial]()
     for change in changes_for(model.model.settings.target):
-        changed = profile.replace(**change)
-        if changed != profile:
-            text = ", ".join(f"{c.name} = {c.theirs}" for c in field_changes(profile, changed))
-            trial, candidate = _try(text, partial(_open, open_model, changed), fastest, workload, error_of, limit)
+        new_profile = profile.replace(**change)
+        if new_profile != profile:
+            text = ", ".join(f"{c.name} = {c.theirs}" for c in field_changes(profile, new_profile))
+            trial, candidate = _try(text, partial(_open, open_model, new_profile), fastest, workload, error_of, limit)
             trials.append(trial)
             on_trial(trial)
             if trial.kept:
-                fastest, profile = candidate, changed
+                fastest, profile = candidate, new_profile
     ratios = [1.0] if profile == base else workload.ratios(fastest, model, FINAL_RUNS * workload.runs)
     if not is_faster(ratios):
         profile, ratios = base, [1.0]
@@ -227,9 +227,8 @@ def _try(
         ratios = workload.ratios(candidate, fastest, workload.runs)
     except (RlxError, RlxWarning) as cause:  # it does not apply to this model or device
         return replace(trial, reason=first_line(cause)), candidate
-    kept = is_faster(ratios)
-    reason = "" if kept else "not faster"
-    return replace(trial, ratio=statistics.median(ratios), kept=kept, reason=reason), candidate
+    trial = replace(trial, ratio=statistics.median(ratios), kept=is_faster(ratios))
+    return replace(trial, reason="" if trial.kept else "not faster"), candidate
 
 
 def changes_for(target: str) -> Iterator[dict[str, Any]]:

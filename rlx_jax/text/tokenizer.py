@@ -104,8 +104,8 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its text; None if the vocabulary does not have it."""
-        found: int | None = self._native.token_to_id(token)
-        return found
+        token_id: int | None = self._native.token_to_id(token)
+        return token_id
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_length: int | None = None) -> list[int]:
         """Return the token ids of `text`.
@@ -216,10 +216,10 @@ class Tokenizer:
                 [x for x, here in zip(parts, in_table, strict=True) if not here], special, limit
             )
             if around is not None and self._ascii is not None and any(in_table):
-                accepted = [x for x, here in zip(parts, in_table, strict=True) if here]
-                found = (iter(rows) for rows in self._encode_ascii(self._ascii, accepted, around, limit))
-                others = iter(ids), iter(types)
-                ids, types = ([next(a if here else b) for here in in_table] for a, b in zip(found, others, strict=True))
+                table_parts = [x for x, here in zip(parts, in_table, strict=True) if here]
+                table_rows = map(iter, self._encode_ascii(self._ascii, table_parts, around, limit))
+                sources = zip(table_rows, (iter(ids), iter(types)), strict=True)
+                ids, types = ([next(a if here else b) for here in in_table] for a, b in sources)
             return ids, types if self.gives_types else [np.zeros_like(row) for row in ids]
 
         return guard(encode, "encoding failed")
