@@ -100,6 +100,8 @@ class Repeat(Op):
     Results: the final carries, then every side output of every iteration (output-major).
     """
 
+    notation = "repeat(count={count}, body={body})"
+
     count: int
     carries: int
     body: Graph
@@ -127,9 +129,6 @@ class Repeat(Op):
             if operand != result:
                 raise GraphError(f"repeat: carry {i} enters a layer as {operand} and leaves it as {result}")
         return (*results[: self.carries], *(t for t in results[self.carries :] for _ in range(self.count)))
-
-    def text(self) -> str:
-        return f"repeat(count={self.count}, body={len(self.body.nodes)} nodes)"
 
 
 def roll(graph: Graph, repeats: Sequence[Sequence[int]], types: TypeCache) -> tuple[Graph, tuple[str, ...]]:

@@ -173,7 +173,8 @@ class Writer(Generic[V]):
                 self._check_elements(op, results, num_nodes)
                 return tuple(self.wrap(v) for v in results)
             except (TypeError, ValueError) as error:
-                if not isinstance(error, RlxError):  # a built-in error may come from an attribute of a wrong type
+                # A built-in error, also of the op's own evaluation, may come from an attribute of a wrong type.
+                if error.__cause__ is not None or not isinstance(error, RlxError):
                     check_attributes(op)
                 raise
 

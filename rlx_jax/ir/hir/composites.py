@@ -50,6 +50,7 @@ class LlamaDecoderBlock(Hir):
     """
 
     traits = COMPOSITE
+    notation = "llama_decoder_block(heads={heads}, dim={head_dim}, kv={kv_heads}, eps={eps}, mask={mask})"
 
     heads: int
     head_dim: int
@@ -110,12 +111,6 @@ class LlamaDecoderBlock(Hir):
             inner = b(GatedFfn("silu"), gate, up)
         return b(add, x, project("down", inner))
 
-    def text(self) -> str:
-        return (
-            f"llama_decoder_block(heads={self.heads}, dim={self.head_dim}, kv={self.kv_heads}, "
-            f"eps={self.eps:g}, mask={self.mask})"
-        )
-
 
 @dataclass(frozen=True)
 class LinearFused(Hir):
@@ -127,6 +122,7 @@ class LinearFused(Hir):
     traits = COMPOSITE
     choices = {"activation": ("", *UNARY)}
     operands = "x w b"
+    notation = "linear_fused({activation})"
 
     contract: int = 0
     activation: str = ""
@@ -137,9 +133,6 @@ class LinearFused(Hir):
     def expand(self, b: Builder, *operands: Value) -> Value:
         return b(Linear(self.contract, bias=True, activation=self.activation), *operands)
 
-    def text(self) -> str:
-        return f"linear_fused({self.activation})"
-
 
 @dataclass(frozen=True)
 class SharedLinearPair(Hir):
@@ -149,6 +142,7 @@ class SharedLinearPair(Hir):
     """
 
     traits = COMPOSITE
+    notation = "shared_linear_pair(out={slot})"
 
     slot: int
     contracts: tuple[int, int] = (0, 0)
@@ -165,9 +159,6 @@ class SharedLinearPair(Hir):
     def expand(self, b: Builder, *operands: Value) -> Value:
         return b(Linear(self.contracts[self.slot]), operands[0], operands[1 + self.slot])
 
-    def text(self) -> str:
-        return f"shared_linear_pair(out={self.slot})"
-
 
 @dataclass(frozen=True)
 class SwiGLU(Hir):
@@ -177,6 +168,7 @@ class SwiGLU(Hir):
     """
 
     traits = COMPOSITE
+    notation = "swiglu_ffn"
 
     contracts: tuple[int, int, int] = (0, 0, 0)
 
@@ -194,9 +186,6 @@ class SwiGLU(Hir):
         up_out, gate_out = b(Linear(self.contracts[0]), x, up), b(Linear(self.contracts[1]), x, gate)
         return b(Linear(self.contracts[2]), b(GatedFfn("silu"), gate_out, up_out), down)
 
-    def text(self) -> str:
-        return self.name()
-
 
 @dataclass(frozen=True)
 class ResidualRmsNorm(Hir):
@@ -210,9 +199,6 @@ class ResidualRmsNorm(Hir):
     def expand(self, b: Builder, *operands: Value) -> Value:
         x, residual, *weights = operands
         return b(RmsNorm(self.eps), b(Binary("add"), x, residual), *weights)
-
-    def text(self) -> str:
-        return f"residual_rms_norm(eps={self.eps:g})"
 
 
 # The 29 operands of `Qwen35MtpHead`, in order.
@@ -239,6 +225,7 @@ class Qwen35MtpHead(Hir):
     """
 
     traits = COMPOSITE
+    notation = "qwen35_mtp_head(heads={heads}, dim={head_dim}, vocab={mtp_vocab})"
 
     heads: int
     kv_heads: int
@@ -296,9 +283,6 @@ class Qwen35MtpHead(Hir):
         inner = b(GatedFfn("silu"), b(dot, ffn_input, values["gate_w"]), b(dot, ffn_input, values["up_w"]))
         x = b(add, x, b(dot, inner, values["down_w"]))
         return b(dot, normed(b(LastToken(), x, values["last_token_idx"]), "head_norm"), values["lm_head_w"])
-
-    def text(self) -> str:
-        return f"qwen35_mtp_head(heads={self.heads}, dim={self.head_dim}, vocab={self.mtp_vocab})"
 
 
 # Blocks that compute scores of attention from the distances between tokens.

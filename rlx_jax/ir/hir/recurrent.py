@@ -184,6 +184,7 @@ class Recurrent(StatefulForward, Hir):
     """
 
     traits = BlockTraits(composite=False, keeps_f32=False, stored=False)
+    notation = "recurrent({step.label})"
 
     step: TokenStep
     state: tuple[StateSlot, ...]
@@ -211,9 +212,6 @@ class Recurrent(StatefulForward, Hir):
         return BlockRun(
             results[:num_results], results[num_results : num_results + num_states], results[num_results + num_states :]
         )
-
-    def text(self) -> str:
-        return f"recurrent({self.step.label})"
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,7 @@ class RopeRows(Hir):
     """Rows of constant f32 tables `[T, W]` at positions `[B|1, S]`: cos and sin `[B|1, S, W]`."""
 
     traits = TABLES
+    notation = "rope_rows({rows} positions, width={width})"
 
     width: int
     cos: bytes
@@ -80,9 +81,6 @@ class RopeRows(Hir):
         """Number of positions in the tables."""
         return len(self.cos) // (4 * self.width)  # 4 bytes for each f32
 
-    def text(self) -> str:
-        return f"rope_rows({self.rows} positions, width={self.width})"
-
 
 @dataclass(frozen=True)
 class Sinusoids(Hir):
@@ -92,6 +90,7 @@ class Sinusoids(Hir):
     """
 
     traits = TABLES
+    notation = "sinusoids({channels}, scale={scale})"
 
     channels: int
     scale: float = 1.0
@@ -99,9 +98,6 @@ class Sinusoids(Hir):
 
     def expand(self, b: Builder, *operands: Value) -> Value:
         return b(SinusoidTable(self.channels, self.scale, self.max_period), *operands)
-
-    def text(self) -> str:
-        return f"sinusoids({self.channels}, scale={self.scale:g})"
 
 
 @dataclass(frozen=True)
@@ -319,6 +315,7 @@ class CachedAttention(Hir):
     """
 
     traits = BLOCK
+    notation = "cached_{attend}{block_only?, block_only}{ring?, ring}{quantized?, quantized}"
 
     attend: Attention
     block_only: bool = False
@@ -388,10 +385,6 @@ class CachedAttention(Hir):
         last_index = b(Binary("sub"), b(Binary("max"), lengths, one), one)
         return b(Reshape((-1, 1)), last_index if self.block_only else b(Binary("add"), start, last_index))
 
-    def text(self) -> str:
-        notes = [f", {name}" for name in ("block_only", "ring", "quantized") if getattr(self, name)]
-        return f"cached_{self.attend.text()}{''.join(notes)}"
-
 
 @dataclass(frozen=True)
 class GrowingAttention(Hir):
@@ -406,6 +399,7 @@ class GrowingAttention(Hir):
     """
 
     traits = BLOCK
+    notation = "growing_{attend}{keep?, keep}"
 
     attend: Attention
     keep: bool = False
@@ -437,6 +431,3 @@ class GrowingAttention(Hir):
         is_kept = b(CastTo(I32), b(Compare("ge"), mask, b.scalar(0.5, mask)))
         count = b(Cumsum(1), is_kept)
         return ("keep", "key_positions"), (*keep, b(Binary("sub"), count, b.scalar(1, count)))
-
-    def text(self) -> str:
-        return f"growing_{self.attend.text()}{', keep' * self.keep}"

@@ -216,6 +216,7 @@ class Experts(Hir):
     traits = BLOCK
     choices = {"activation": UNARY}
     ids = (5, 1, 0)
+    notation = "experts({activation})"
 
     activation: str = "silu"
     contract: int = 1
@@ -258,9 +259,6 @@ class Experts(Hir):
     def initial(self, operand_index: int, weight: TensorType) -> Initial:
         """Return a normal distribution with fan-in scaling for the matrices of the experts, and 0 for their biases."""
         return initial_of_expert(operand_index, weight, self.contract)
-
-    def text(self) -> str:
-        return f"experts({self.activation})"
 
 
 def _add_bias(b: Builder, product: Value, bias: Value | None) -> Value:

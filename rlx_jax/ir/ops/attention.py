@@ -361,6 +361,7 @@ class SinusoidTable(Mir):
 
     traits = replace(TOKENS, bytes=all_moved)
     operands = "t:num[B]"
+    notation = "sinusoid_table({channels}, scale={scale})"
 
     channels: int
     scale: float = 1.0
@@ -379,9 +380,6 @@ class SinusoidTable(Mir):
         angles = (t.astype(jnp.float32) * jnp.float32(self.scale))[:, None] * jnp.exp(log_frequencies)[None, :]
         padding = jnp.zeros((t.shape[0], self.channels % 2), jnp.float32)
         return jnp.concatenate([jnp.cos(angles), jnp.sin(angles), padding], axis=1)
-
-    def text(self) -> str:
-        return f"sinusoid_table({self.channels}, scale={self.scale:g})"
 
 
 # Pairs of columns of a head in a rotation: (i, i + R/2) in NeoX and Llama, (2i, 2i + 1) in GPT-J.

@@ -126,7 +126,7 @@ class Switch(Mir):
         return tuple(lax.switch(index, [lambda *a, g=g: run_body(g, a) for g in self.branches], *arguments))
 
     def text(self) -> str:
-        return f"switch({', '.join(_size(b) for b in self.branches)})"
+        return f"switch({', '.join(f'{len(graph.nodes)} nodes' for graph in self.branches)})"
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,7 @@ class While(Mir):
     """
 
     traits = LOOP
+    notation = "while({cond}, {body})"
 
     carries: int
     cond: Graph
@@ -160,9 +161,6 @@ class While(Mir):
 
         return lax.while_loop(lambda c: run_body(self.cond, (*c, *constants))[0], step, operands[: self.carries])
 
-    def text(self) -> str:
-        return f"while({_size(self.cond)}, {_size(self.body)})"
-
 
 @dataclass(frozen=True)
 class Scan(Mir):
@@ -175,6 +173,7 @@ class Scan(Mir):
     """
 
     traits = LOOP
+    notation = "scan({body}{length?, length=*}{reverse?, reverse})"
 
     carries: int
     slices: int
@@ -211,10 +210,6 @@ class Scan(Mir):
         last_carries, stacked = lax.scan(step, operands[: self.carries], xs, length=self.length, reverse=self.reverse)
         return (*last_carries, *stacked)
 
-    def text(self) -> str:
-        notes = [f"length={self.length}"] * (self.length is not None) + ["reverse"] * self.reverse
-        return f"scan({', '.join([_size(self.body), *notes])})"
-
 
 @dataclass(frozen=True)
 class CustomVjp(Mir):
@@ -225,6 +220,7 @@ class CustomVjp(Mir):
     """
 
     traits = LOOP
+    notation = "custom_vjp({forward}, {backward})"
 
     forward: Graph
     backward: Graph
@@ -256,14 +252,6 @@ class CustomVjp(Mir):
         call.defvjp(forward, backward)
         return call(*operands)
 
-    def text(self) -> str:
-        return f"custom_vjp({_size(self.forward)}, {_size(self.backward)})"
-
-
-def _size(body: Graph) -> str:
-    """Return the size of a body as text, for dumps."""
-    return f"{len(body.nodes)} nodes"
-
 
 @dataclass(frozen=True)
 class PairBias(Mir):
@@ -276,6 +264,7 @@ class PairBias(Mir):
 
     traits = LOOP
     operands = "rows:int[_,S] slots:int[_,T] *"
+    notation = "pair_bias({body})"
 
     body: Graph
 
@@ -295,6 +284,3 @@ class PairBias(Mir):
         return jax.vmap(row_bias, axes)(
             *(p if axis == 0 else p[0] for p, axis in zip((rows, slots), axes, strict=True))
         )
-
-    def text(self) -> str:
-        return f"pair_bias({_size(self.body)})"

@@ -41,6 +41,7 @@ class ExportedCall(Mir):
     """
 
     traits = replace(MOVEMENT, flops=unknown_flops, stored=False)
+    notation = "exported_call"
 
     run: RunExported
     params: tuple[str, ...]
@@ -78,9 +79,6 @@ class ExportedCall(Mir):
             dict(zip(self.inputs, inputs, strict=True)), self.sizes([array.shape for array in arrays]),
         )  # fmt: skip
         return (*outputs, *(new_state[name] for name in self.state))
-
-    def text(self) -> str:
-        return "exported_call"
 
 
 def is_exported(graph: Graph) -> bool:

@@ -113,6 +113,7 @@ class FusedResidualLayerNorm(Mir):
 
     traits = NORM
     operands = f"{RESIDUAL} beta:x"
+    notation = "fused_residual{has_bias?_bias}_ln(eps={eps})"
 
     eps: float
     has_bias: bool = False
@@ -122,9 +123,6 @@ class FusedResidualLayerNorm(Mir):
 
     def eval(self, *arrays: Array) -> Array:
         return LayerNormOp(self.eps).eval(*_residual_sum(self.has_bias, arrays))
-
-    def text(self) -> str:
-        return f"fused_residual{'_bias' if self.has_bias else ''}_ln(eps={self.eps:g})"
 
 
 @dataclass(frozen=True)
@@ -136,6 +134,7 @@ class FusedResidualRmsNorm(Mir):
 
     traits = NORM
     operands = f"{RESIDUAL} beta?:x"
+    notation = "fused_residual{has_bias?_bias}_rms(eps={eps}{offset?, offset=*})"
 
     eps: float
     has_bias: bool = False
@@ -147,10 +146,6 @@ class FusedResidualRmsNorm(Mir):
     def eval(self, *arrays: Array) -> Array:
         return RmsNormOp(self.eps, self.offset).eval(*_residual_sum(self.has_bias, arrays))
 
-    def text(self) -> str:
-        offset = f", offset={self.offset:g}" if self.offset else ""
-        return f"fused_residual{'_bias' if self.has_bias else ''}_rms(eps={self.eps:g}{offset})"
-
 
 @dataclass(frozen=True)
 class FusedRmsNormReshape(Mir):
@@ -161,6 +156,7 @@ class FusedRmsNormReshape(Mir):
 
     traits = NORM
     operands = RmsNormOp.operands
+    notation = "fused_rms_reshape(eps={eps}{offset?, offset=*})"
 
     eps: float
     offset: float = 0.0
@@ -171,10 +167,6 @@ class FusedRmsNormReshape(Mir):
     def eval(self, *arrays: Array) -> Array:
         y = RmsNormOp(self.eps, self.offset).eval(*arrays)
         return Reshape((-1, AxisOf(y.ndim - 1))).eval(y)
-
-    def text(self) -> str:
-        offset = f", offset={self.offset:g}" if self.offset else ""
-        return f"fused_rms_reshape(eps={self.eps:g}{offset})"
 
 
 @dataclass(frozen=True)
@@ -245,6 +237,7 @@ class FusedAttentionBlock(Mir):
         "hidden[B,S,H] qkv_w[H,qkv] out_w[width,H] mask[B,S] qkv_b?has_bias[qkv] out_b?has_bias[H] "
         "cos?has_rope[_,S,R!] sin?has_rope[_,S,R!]"
     )
+    notation = "fused_attn(h={heads},d={head_dim}{has_bias?,bias}{has_rope?,rope})"
 
     heads: int
     head_dim: int
@@ -274,9 +267,6 @@ class FusedAttentionBlock(Mir):
         context = AttentionOp(self.heads, self.heads, extra=("keep",)).eval(q, k, v, a["mask"])
         return _product(context, a["out_w"], a.get("out_b"))
 
-    def text(self) -> str:
-        return f"fused_attn(h={self.heads},d={self.head_dim}{',bias' * self.has_bias}{',rope' * self.has_rope})"
-
 
 @dataclass(frozen=True)
 class FusedTransformerLayer(Mir):
@@ -304,6 +294,7 @@ class FusedTransformerLayer(Mir):
         "fc1_w[H,intermediate] fc1_b?has_bias[intermediate] fc2_w[intermediate,H] fc2_b?has_bias[H] ln2_g[H] ln2_b[H] "
         "mask[B,S]"
     )
+    notation = "fused_layer(h={heads},d={head_dim},int={intermediate}{has_bias?,bias})"
     # Sizes in the declaration of the operands above.
     qkv, width = FusedAttentionBlock.qkv, FusedAttentionBlock.width
 
@@ -316,6 +307,3 @@ class FusedTransformerLayer(Mir):
         inner = UNARY[self.activation](_product(attended, a["fc1_w"], a.get("fc1_b")))
         outer = _product(inner, a["fc2_w"], a.get("fc2_b"))
         return FusedResidualLayerNorm(self.eps2).eval(outer, attended, a["ln2_g"], a["ln2_b"])
-
-    def text(self) -> str:
-        return f"fused_layer(h={self.heads},d={self.head_dim},int={self.intermediate}{',bias' * self.has_bias})"

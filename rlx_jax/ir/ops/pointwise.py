@@ -135,6 +135,7 @@ class Unary(Mir):
 
     traits = ELEMENTWISE
     choices = {"kind": UNARY}
+    notation = "{kind}"
 
     kind: str
 
@@ -147,9 +148,6 @@ class Unary(Mir):
 
     def eval(self, x: Array) -> Array:
         return UNARY[self.kind](x)
-
-    def text(self) -> str:
-        return self.kind
 
 
 @dataclass(frozen=True)
@@ -182,6 +180,7 @@ class Binary(Mir):
     traits = ELEMENTWISE
     choices = {"kind": BINARY}
     operands = "a b:a"
+    notation = "{kind}"
 
     kind: str
 
@@ -202,9 +201,6 @@ class Binary(Mir):
         """Return 0 for a bias, a weight of rank 0 or 1 that is added or subtracted."""
         return 0.0 if weight.rank < 2 and self.kind in ("add", "sub") else super().initial(operand_index, weight)
 
-    def text(self) -> str:
-        return self.kind
-
 
 @dataclass(frozen=True)
 class Compare(Mir):
@@ -213,14 +209,12 @@ class Compare(Mir):
     traits = ELEMENTWISE
     choices = {"kind": COMPARE}
     operands = "a b:a"
+    notation = "{kind}"
 
     kind: str
 
     def eval(self, a: Array, b: Array) -> Array:
         return COMPARE[self.kind](*same_rank(a, b))
-
-    def text(self) -> str:
-        return self.kind
 
 
 @dataclass(frozen=True)

@@ -293,6 +293,7 @@ class TokenScan(Mir):
     """
 
     traits = replace(product_traits(_flops), narrows=0, workspace=_workspace, stored=False)
+    notation = "token_scan({step.label}{ragged?, ragged}{every?, every})"
 
     step: TokenStep
     states: int
@@ -353,10 +354,6 @@ class TokenScan(Mir):
             outputs = [jnp.moveaxis(m, 0, 1) for m in outputs]
         ys = len(outputs) - num_states * self.every
         return (*outputs[:ys], *last_state, *outputs[ys:])
-
-    def text(self) -> str:
-        notes = [", ragged"] * self.ragged + [", every"] * self.every
-        return f"token_scan({self.step.label}{''.join(notes)})"
 
 
 def _where(rows: Array, new: Array, old: Array) -> Array:

@@ -50,6 +50,7 @@ class Reduce(Mir):
     traits = REDUCTION
     choices = {"kind": REDUCE}
     operands = "x@axes"
+    notation = "reduce_{kind}({axes}{keepdims?, keepdims}{ddof?, ddof=*})"
 
     kind: str
     axes: tuple[int, ...]
@@ -75,10 +76,6 @@ class Reduce(Mir):
             result = REDUCE[self.kind](x.astype(jnp.float32), axis=self.axes, keepdims=self.keepdims, **ddof)
             return result.astype(x.dtype)
         return REDUCE[self.kind](x, axis=self.axes, keepdims=self.keepdims, **dtype)
-
-    def text(self) -> str:
-        notes = [", keepdims"] * self.keepdims + ([f", ddof={self.ddof}"] if self.ddof else [])
-        return f"reduce_{self.kind}({list(self.axes)}{''.join(notes)})"
 
 
 @dataclass(frozen=True)
@@ -146,6 +143,7 @@ class Cumulative(Mir):
     traits = REDUCTION
     choices = {"kind": ("prod", "max", "min")}
     operands = "x:num@axis"
+    notation = "cum{kind}(axis={axis}{exclusive?,excl}{reverse?,reverse})"
 
     kind: str
     axis: int = -1
@@ -154,10 +152,6 @@ class Cumulative(Mir):
 
     def eval(self, x: Array) -> Array:
         return _cumulate(x, self.kind, self.axis, self.exclusive, self.reverse)
-
-    def text(self) -> str:
-        notes = [",excl"] * self.exclusive + [",reverse"] * self.reverse
-        return f"cum{self.kind}(axis={self.axis}{''.join(notes)})"
 
 
 @dataclass(frozen=True)
@@ -169,6 +163,7 @@ class Cumsum(Mir):
 
     traits = REDUCTION
     operands = "x:num@axis"
+    notation = "cumsum(axis={axis}{exclusive?,excl}{reverse?,reverse})"
 
     axis: int = -1
     exclusive: bool = False
@@ -177,7 +172,3 @@ class Cumsum(Mir):
     def eval(self, x: Array) -> Array:
         values = x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
         return _cumulate(values, "sum", self.axis, self.exclusive, self.reverse).astype(x.dtype)
-
-    def text(self) -> str:
-        notes = [",excl"] * self.exclusive + [",reverse"] * self.reverse
-        return f"cumsum(axis={self.axis}{''.join(notes)})"

@@ -43,6 +43,7 @@ class Reshape(Mir):
     """
 
     traits = replace(MOVEMENT, bytes=zero, view=_full_view)
+    notation = "reshape({target})"
 
     target: tuple[int | AxisOf, ...]
 
@@ -67,9 +68,6 @@ class Reshape(Mir):
 
     def eval(self, x: Array) -> Array:
         return x.reshape(self._dims(x.shape))
-
-    def text(self) -> str:
-        return f"reshape([{', '.join(map(str, self.target))}])"
 
 
 @dataclass(frozen=True)
@@ -124,6 +122,7 @@ class Expand(Mir):
     """
 
     traits = replace(MOVEMENT, narrows=1, bytes=first_moved)
+    notation = "expand({target})"
 
     target: tuple[int | SizeOf, ...]
 
@@ -142,9 +141,6 @@ class Expand(Mir):
 
     def eval(self, x: Array, *size_operands: Array) -> Array:
         return jnp.broadcast_to(x, self._dims([a.shape for a in (x, *size_operands)]))
-
-    def text(self) -> str:
-        return f"expand([{', '.join(map(str, self.target))}])"
 
 
 def reshape_to(x: TensorType, dims: Sequence[DimLike]) -> Reshape:
@@ -189,6 +185,7 @@ class Transpose(Mir):
     """Permute the axes: axis i of the result is axis `perm[i]` of the operand."""
 
     traits = MOVEMENT
+    notation = "transpose({perm})"
 
     perm: tuple[int, ...]
 
@@ -199,9 +196,6 @@ class Transpose(Mir):
 
     def eval(self, x: Array) -> Array:
         return jnp.transpose(x, self.perm)
-
-    def text(self) -> str:
-        return f"transpose({list(self.perm)})"
 
 
 def _leading_rows(op: Any, operands: Types, results: Types) -> int | None:
@@ -220,6 +214,7 @@ class Narrow(Mir):
 
     traits = replace(MOVEMENT, bytes=results_moved, view=_leading_rows)
     operands = "x@axis"
+    notation = "narrow({axis}, {start}, {length})"
 
     axis: int
     start: int
@@ -244,9 +239,6 @@ class Narrow(Mir):
         start = self.start if self.start >= 0 else size + self.start
         return jax.lax.slice_in_dim(x, start, start + self.length, axis=self.axis)
 
-    def text(self) -> str:
-        return f"narrow({self.axis}, {self.start}, {self.length})"
-
 
 @dataclass(frozen=True)
 class SplitLast(Mir):
@@ -258,6 +250,7 @@ class SplitLast(Mir):
 
     traits = replace(MOVEMENT, bytes=all_moved)
     operands = "x[…,N!]"
+    notation = "split_last({sizes})"
 
     sizes: tuple[int, ...]
 
@@ -268,9 +261,6 @@ class SplitLast(Mir):
 
     def eval(self, x: Array) -> tuple[Array, ...]:
         return tuple(jax.lax.split(x, self.sizes, axis=x.ndim - 1))
-
-    def text(self) -> str:
-        return f"split_last({list(self.sizes)})"
 
 
 # One entry of an index: slices are (start, stop, step), because Python 3.11 cannot hash a `slice`.
@@ -437,6 +427,7 @@ class CutAxis(Mir):
     """
 
     traits = replace(MOVEMENT, narrows=1, bytes=results_moved, size_dependent=True)  # a part may not be there
+    notation = "cut({axis}, {start}:{stop})"
 
     axis: int
     start: Bound = Bound()
@@ -462,9 +453,6 @@ class CutAxis(Mir):
     def eval(self, x: Array, *size_operands: Array) -> Array:
         start, stop = self._bounds([a.shape for a in (x, *size_operands)])
         return jax.lax.slice_in_dim(x, start, stop, axis=self.axis)
-
-    def text(self) -> str:
-        return f"cut({self.axis}, {self.start}:{self.stop})"
 
 
 def _is_below(a: DimLike, b: DimLike) -> bool:
