@@ -229,7 +229,6 @@ def mask_operand(emit: Emit, mask: MaskKind, input_name: str | None, stage: str)
     raise GraphError(f"{emit.path}: {stage} with mask {mask} needs mask_input=, the name of a declared input")
 
 
-# Names of the inputs that may hold rope tables.
 ROPE_INPUTS = {"rope_cos", "rope_sin"}
 
 # -- the inputs ----------------------------------------------------------------------------------

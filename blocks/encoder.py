@@ -328,7 +328,6 @@ class DistanceEmbeddings:
 
 # -- BERT ----------------------------------------------------------------------------------------
 
-# Modules of a layer by style.
 _FFN = ("intermediate.dense", "output.dense", "output.LayerNorm")
 _OUTPUT = ("attention.output.dense", "attention.output.LayerNorm")
 STYLES = {

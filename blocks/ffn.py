@@ -23,7 +23,6 @@ __all__ = [
 # Roles of the axes of the weights into and out of the inner width; the mesh shards axes by role.
 UP_ROLES, DOWN_ROLES = ("ffn", "hidden"), ("hidden", "ffn")
 
-# Keys of gate, up and down.
 BiasKeys = tuple[WeightKey | None, WeightKey | None, WeightKey | None]
 
 
@@ -249,7 +248,6 @@ STACKED_KEYS = ExpertKeys(
 )
 
 
-# Keys of gpt-oss.
 GPT_OSS_KEYS = ExpertKeys(
     "mlp.router.weight", "mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj", "mlp.experts.down_proj",
     router_bias="mlp.router.bias",

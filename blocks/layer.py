@@ -238,7 +238,6 @@ class LayerSpec:
         return (GemmaRmsNorm if self.zero_centred else RmsNorm)(f"{name}.weight", self.eps)
 
 
-# Role of the output axis of each projection of attention.
 HEAD_ROLES = {"q": "heads", "k": "kv_heads", "v": "kv_heads"}
 
 
@@ -251,7 +250,6 @@ class GemmaStyle(Enum):
     GEMMA4 = "gemma4"
 
 
-# Norms of a layer by the version of Gemma.
 GEMMA_NORMS = {
     GemmaStyle.GEMMA: LayerNorms(),
     GemmaStyle.GEMMA2: LayerNorms.around_both(),

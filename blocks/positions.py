@@ -204,7 +204,6 @@ class LearnedPositions:
         return emit.add_node(hir.CountedPositions(self.padding), emit.flow_input(self.ids_input))
 
 
-# Default name of the registered bias of a RelativeBias stage.
 POSITION_BIAS = "position_bias"
 
 

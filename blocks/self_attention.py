@@ -18,7 +18,6 @@ from rlx_jax.trace.parameters import WeightKey, WeightPart, stored_key
 
 __all__ = ["Activation", "SelfAttention"]
 
-# Keys of q, k and v.
 QkvKeys = tuple[WeightKey, WeightKey, WeightKey]
 # Keys of their biases; None for no bias.
 BiasKeys = tuple[WeightKey | None, WeightKey | None, WeightKey | None]

@@ -134,7 +134,6 @@ def write_in_loop(cache: Array, slots: Array, rows: Array, ordered: bool = False
 # Imported only when a kernel runs, as it imports Pallas.
 _kernels = LazyModule("rlx_jax.lowering.lir.kernels")
 
-# Custom Pallas kernels.
 TRITON_KERNELS = ("grouped", "one_pass", "states_in_one")
 MOSAIC_KERNELS = ("matvec", "decode_attention")
 KERNELS = (*TRITON_KERNELS, *MOSAIC_KERNELS)

@@ -55,7 +55,6 @@ from rlx_jax.io.hub_remote import (
 # Progress callback: see `rlx_jax.compiler.executable.Progress`.
 ProgressCallback = Callable[[str, int, int], None]
 
-# Number of files that are fetched at the same time.
 MAX_PARALLEL_DOWNLOADS = 4
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")

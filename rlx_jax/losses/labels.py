@@ -28,7 +28,6 @@ AnyArray = Any
 
 REGRESSION, SINGLE_LABEL, MULTI_LABEL = "regression", "single_label_classification", "multi_label_classification"
 PROBLEMS = (REGRESSION, SINGLE_LABEL, MULTI_LABEL)
-# The tokens that the logits of a text are read at.
 POOLINGS = ("cls", "lasttoken")
 # The tasks of heads, as `architectures` in config.json names them after `For`.
 TEXT_TASKS, ANSWER_TASKS = ("SequenceClassification", "ImageClassification"), ("QuestionAnswering",)

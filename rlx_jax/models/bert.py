@@ -174,13 +174,12 @@ def weight_specs(config: BertConfig, prefix: str = "", dtype: Any = np.float32) 
     return declared_shapes(BertFlow(config, prefix=prefix).assemble(), dtype)
 
 
-# Define the configs and recipes of RoBERTa, XLM-RoBERTa, CamemBERT and data2vec: BERT's layers, with positions that
-# skip padding; and of RoBERTa-PreLayerNorm and XLM-RoBERTa-XL, with norms before the halves of a layer.
-
-
 @dataclass(frozen=True)
 class RobertaConfig(BertConfig):
-    """Sizes of a RoBERTa model. Positions begin after `pad_token_id`, which reduces their number."""
+    """Sizes of RoBERTa, XLM-RoBERTa, CamemBERT, data2vec, and of RoBERTa-PreLayerNorm and XLM-RoBERTa-XL.
+
+    Positions begin after `pad_token_id`, which reduces their number.
+    """
 
     pad_token_id: int = 1
 
@@ -262,12 +261,9 @@ class XlmRobertaXlFlow(RobertaFlow):
     final_norm = "encoder.LayerNorm"
 
 
-# Define the config and recipe of Jina Embeddings v3 (Sturua et al. 2024): XLM-RoBERTa with rotary positions.
-
-
 @dataclass(frozen=True)
 class JinaV3Config(BertConfig):
-    """Sizes of a Jina Embeddings v3 model, in the layout that transformers saves."""
+    """Sizes of a Jina Embeddings v3 model (Sturua et al. 2024), in the layout that transformers saves."""
 
     type_vocab_size: int = 1
 
@@ -297,9 +293,6 @@ class JinaV3Flow(BertLike[JinaV3Config]):
         return self.key(f"encoder.layers.{index}")
 
 
-# Define the config and recipe of EuroBERT (Boizard et al. 2025): Llama's layers, in which tokens read all others.
-
-
 KEYS = EncoderKeys(
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj", "input_layernorm", "mlp.up_proj",
     "mlp.down_proj", "post_attention_layernorm", gate="mlp.gate_proj",
@@ -308,7 +301,7 @@ KEYS = EncoderKeys(
 
 @dataclass(frozen=True)
 class EuroBertConfig(DecoderConfig):
-    """Sizes of a EuroBERT model.
+    """Sizes of a EuroBERT model (Boizard et al. 2025): Llama's layers, in which tokens read all others.
 
     Attributes:
         attention_bias, mlp_bias: whether the projections have biases; `mlp_bias` is also the one of token ids.

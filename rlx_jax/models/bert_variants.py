@@ -67,12 +67,9 @@ class AlbertFlow(BertLike[AlbertConfig]):
         return self.key(f"encoder.albert_layer_groups.{group}.albert_layers.0")
 
 
-# Define the config and recipe of ELECTRA (Clark et al. 2020): BERT with narrower embeddings.
-
-
 @dataclass(frozen=True)
 class ElectraConfig(BertConfig):
-    """Sizes of an ELECTRA model, with Hugging Face's field names."""
+    """Sizes of an ELECTRA model (Clark et al. 2020), with Hugging Face's field names."""
 
     defaults = {"vocab": 30522, "inner": 1024, "hidden": 256, "heads": 4}
 
@@ -99,15 +96,12 @@ class ElectraFlow(BertLike[ElectraConfig]):
     embedding_projection = "embeddings_project"
 
 
-# Define the config and recipe of ERNIE (Sun et al. 2019): BERT, in later versions with embeddings of tasks.
-
-
 TASKS_INPUT = "task_type_ids"
 
 
 @dataclass(frozen=True)
 class ErnieConfig(BertConfig):
-    """Sizes of an ERNIE model; `task_type_vocab_size` is 0 if it does not read tasks."""
+    """Sizes of an ERNIE model (Sun et al. 2019); `task_type_vocab_size` is 0 if it does not read tasks."""
 
     task_type_vocab_size: int = 0
 
@@ -136,12 +130,9 @@ class ErnieFlow(BertLike[ErnieConfig]):
         return *stages, *([tasks] if sizes[0] else []), norm
 
 
-# Define the config and recipe of Megatron-BERT: BERT with norms before the halves of a layer.
-
-
 @dataclass(frozen=True)
 class MegatronBertConfig(BertConfig):
-    """Sizes of a Megatron-BERT model."""
+    """Sizes of a Megatron-BERT model, which has norms before the halves of a layer."""
 
     defaults = {"vocab": 29056, "hidden": 1024, "layers": 24, "heads": 16, "inner": 4096}
 
@@ -158,16 +149,13 @@ class MegatronBertFlow(BertLike[MegatronBertConfig]):
     final_norm = "encoder.ln"
 
 
-# Define the config and recipe of I-BERT (Kim et al. 2021), a RoBERTa that may be quantized, without quantization.
-
-
 # Ends of the keys of integer weights and ranges, which only quantized arithmetic reads.
 QUANTIZED = ("scaling_factor", "_integer", ".x_min", ".x_max", "LayerNorm.shift", "layer_norm.shift")
 
 
 @dataclass(frozen=True)
 class IBertConfig(RobertaConfig):
-    """Sizes of an I-BERT model."""
+    """Sizes of an I-BERT model (Kim et al. 2021): a RoBERTa that may be quantized, here without quantization."""
 
     defaults = {"vocab": 30522}
     inert = (*RobertaConfig.inert, "force_dequant")
@@ -186,13 +174,9 @@ class IBertFlow(RobertaFlow):
         return RenamedSource(source, {key: key for key in source.keys() if not key.endswith(QUANTIZED)})
 
 
-# Define the config and recipe of BigBird (Zaheer et al. 2020): BERT for long texts, built for texts whose tokens
-# read all others.
-
-
 @dataclass(frozen=True)
 class BigBirdConfig(BertConfig):
-    """Sizes of a BigBird model.
+    """Sizes of a BigBird model (Zaheer et al. 2020), for texts whose tokens read all others.
 
     Attributes:
         full_positions: number of tokens up to which they read all others; with sparse attention longer texts, which
@@ -241,12 +225,9 @@ class BigBirdFlow(BertLike[BigBirdConfig]):
         return replace(super().spec(index), qkv_bias=self.config.qkv_bias)
 
 
-# Define the config and recipe of RemBERT (Chung et al. 2020): BERT with narrower embeddings at its input.
-
-
 @dataclass(frozen=True)
 class RemBertConfig(BertConfig):
-    """Sizes of a RemBERT model, with Hugging Face's field names."""
+    """Sizes of a RemBERT model (Chung et al. 2020), with Hugging Face's field names."""
 
     embedding_size: int = 256
     output_embedding_size: int = 1664
@@ -268,15 +249,12 @@ class RemBertFlow(BertLike[RemBertConfig]):
     embedding_projection = "encoder.embedding_hidden_mapping_in"
 
 
-# Define the config and recipe of RoFormer (Su et al. 2021): BERT with rotary positions.
-
-
 POSITIONS = "encoder.embed_positions.weight"
 
 
 @dataclass(frozen=True)
 class RoFormerConfig(BertConfig):
-    """Sizes of a RoFormer model, with Hugging Face's field names."""
+    """Sizes of a RoFormer model (Su et al. 2021), BERT with rotary positions, with Hugging Face's field names."""
 
     defaults = {"vocab": 50000, "positions": 1536}
     neutral = {"rotary_value": (False,)}
@@ -328,16 +306,13 @@ class RoFormerFlow(BertLike[RoFormerConfig]):
         return replace(super().spec(index), rope_style="interleaved")
 
 
-# Define the config and recipe of ESM (Rives et al. 2021; ESM-2: Lin et al. 2023), encoders of proteins.
-
-
 # Share of tokens that training masked with the mask token; the reference hard-codes it.
 MASKED_IN_TRAINING = 0.15 * 0.8
 
 
 @dataclass(frozen=True)
 class EsmConfig(RobertaConfig):
-    """Sizes of an ESM model.
+    """Sizes of an ESM model, an encoder of proteins (Rives et al. 2021; ESM-2: Lin et al. 2023).
 
     Attributes:
         mask_token_id: the mask token, if its embedding is replaced by zeros and the others are scaled; else None.

@@ -22,15 +22,11 @@ from rlx_jax.trace.flow_value import FlowValue
 from rlx_jax.weights.source import WeightSource
 from rlx_jax.weights.views import RenamedSource
 
-# Define the heads of tasks: the layers that map hidden states to one logit for each label, or for each token id.
-
-
 # Name of the output of a flow with a head: `[batch, seq, labels]`, of which a task reads one token or all. The labels
 # of a masked language model are the token ids.
 LABEL_LOGITS = "label_logits"
 # A head with more labels than this is taken for a malformed config.
 MAX_LABELS = 2**20
-# Number of labels of a config that names none.
 DEFAULT_LABELS = 2
 
 # The tasks, as `architectures` in `config.json` names them after `For`.

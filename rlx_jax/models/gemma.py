@@ -25,7 +25,6 @@ from rlx_jax.models.decoder_config import (
 )
 from rlx_jax.models.text_tower import TextPart
 
-# Layer style by `model_type`.
 STYLES = {"gemma": GemmaStyle.GEMMA, "gemma2": GemmaStyle.GEMMA2, "gemma3_text": GemmaStyle.GEMMA3}
 
 # Defaults for fields that a config leaves out, as in the reference.

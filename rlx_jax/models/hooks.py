@@ -220,9 +220,6 @@ class HookMethods:
         return self.patch_flow(WithParam(WeightDecl.of(pattern, shape, init)))
 
 
-# Define `Recipe`, the base class of all recipes.
-
-
 C = TypeVar("C", bound=ModelConfig)
 
 

@@ -66,9 +66,6 @@ class LlamaBidirectionalFlow(Llama32Flow):
     head_token = ("mean", None)
 
 
-# Define the config and recipe of Mistral (`MistralForCausalLM`): Llama's layers with a sliding window.
-
-
 @dataclass(frozen=True)
 class MistralConfig(DecoderConfig):
     """Sizes of a Mistral model. Every layer attends to the last `sliding_window` keys only; None for all."""
@@ -93,9 +90,6 @@ class MistralFlow(DecoderFlow[MistralConfig]):
     name: str = "mistral"
 
     fused = True
-
-
-# Define the config and recipe of Qwen 2 and 2.5 (`Qwen2ForCausalLM`).
 
 
 @dataclass(frozen=True)
@@ -124,9 +118,6 @@ class Qwen2Flow(DecoderFlow[Qwen2Config]):
     """The recipe of Qwen 2: see `DecoderFlow`."""
 
     name: str = "qwen2"
-
-
-# Define the config and recipe of Qwen 3 (`Qwen3ForCausalLM`).
 
 
 @dataclass(frozen=True)

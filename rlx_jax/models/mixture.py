@@ -68,9 +68,6 @@ def experts_of(c: Fields, *, experts: int, top_k: int) -> tuple[int, int]:
     return count, num_routed
 
 
-# Define the config and recipe of Qwen 3 with experts (`Qwen3MoeForCausalLM`).
-
-
 @dataclass(frozen=True)
 class Qwen3MoeConfig(DecoderConfig):
     """Sizes of a Qwen 3 model with experts.
@@ -128,9 +125,6 @@ class Qwen3MoeFlow(MixtureFlow[Qwen3MoeConfig]):
     name: str = "qwen3_moe"
 
 
-# Define the config and recipe of Mixtral (`MixtralForCausalLM`).
-
-
 @dataclass(frozen=True)
 class MixtralConfig(DecoderConfig):
     """Sizes of a Mixtral model. `intermediate_size` is the width of an expert.
@@ -169,9 +163,6 @@ class MixtralFlow(MixtureFlow[MixtralConfig]):
     """The recipe of Mixtral: see `DecoderFlow`."""
 
     name: str = "mixtral"
-
-
-# Define the config and recipe of gpt-oss (`GptOssForCausalLM`).
 
 
 # The rope of a config without rope fields, as in the reference.

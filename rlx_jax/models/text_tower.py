@@ -70,9 +70,6 @@ class TextFlow(EncoderFlow[T]):
         raise NotImplementedError
 
 
-# Define `TextPart`, the text model inside a checkpoint that also reads images.
-
-
 @dataclass(frozen=True, kw_only=True)
 class TextPart:
     """How a family's multimodal checkpoint contains its text model.

@@ -136,9 +136,7 @@ class ViTMsnFlow(ViTFlow):
     layouts = (HF, MSN)
 
 
-# Define the config and recipe of DINOv3's vision transformer (Siméoni et al. 2025), with Hugging Face's keys.
-
-
+# DINOv3 (Siméoni et al. 2025), with Hugging Face's keys.
 LAYOUT = VisionLayout(
     patch="embeddings.patch_embeddings",
     position="",
@@ -225,9 +223,7 @@ class Dinov3Flow(VisionFlow[Dinov3Config]):
         return replace(super().spec(index), use_rope=True, rope_style="half")
 
 
-# Define the config and recipe of DINOv2, with and without registers, with Hugging Face's keys or the authors'.
-
-
+# DINOv2, with and without registers, with Hugging Face's keys or the authors'.
 HF_KEYS = LayerKeys(
     "norm1", "norm2", HF_QKV, "attention.output.dense", "mlp.fc1", "mlp.fc2",
     "layer_scale1.lambda1", "layer_scale2.lambda1", "mlp.weights_in", "mlp.weights_out",

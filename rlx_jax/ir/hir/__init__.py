@@ -11,5 +11,4 @@ from rlx_jax.ir.hir.recurrent import *  # noqa: F403
 from rlx_jax.ir.hir.sequence import *  # noqa: F403
 from rlx_jax.ir.hir.tokenwise_blocks import *  # noqa: F403
 
-# Every block.
 BLOCKS: tuple[type[Hir], ...] = tuple(cls for cls in Hir.__subclasses__() if cls.__module__.startswith(__name__))

@@ -201,7 +201,6 @@ class ResidualRmsNorm(Hir):
         return b(RmsNorm(self.eps), b(Binary("add"), x, residual), *weights)
 
 
-# The 29 operands of `Qwen35MtpHead`, in order.
 MTP_OPERANDS = (
     "h_pre_norm", "input_ids", "cos", "sin", "last_token_idx", "embed_w", "hnorm_w", "hnorm_b", "enorm_w", "enorm_b",
     "eh_w", "attn_norm_w", "attn_norm_b", "q_gate_w", "k_w", "v_w", "q_norm_w", "q_norm_b", "k_norm_w", "k_norm_b",

@@ -42,7 +42,6 @@ _OF_NUMPY = (
 # In `jax.lax`: stop_gradient is x, with a gradient of 0, and erfc 1 − erf x.
 _OF_LAX = "rsqrt neg stop_gradient asin acos atan asinh acosh atanh erf erfc"
 
-# Functions of one value, by name.
 UNARY: dict[str, Callable[[Array], Array]] = {
     "gelu": _gelu,  # ½x(1 + erf(x/√2))
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),  # ½x(1 + tanh(√(2/π)(x + 0.044715x³)))

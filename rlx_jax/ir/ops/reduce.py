@@ -19,7 +19,6 @@ from rlx_jax.ir.types import TensorType, is_float
 Array = jax.Array
 
 
-# Reductions by name.
 REDUCE: dict[str, Callable[..., Array]] = {
     # any: some entry is not 0, as bool; all: no entry is 0; var: Σ(x − mean)² / (n − ddof); std: √var
     **{name: getattr(jnp, name) for name in ("sum", "mean", "max", "min", "prod", "any", "all", "var", "std")},
