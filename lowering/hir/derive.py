@@ -16,7 +16,7 @@ each token independently (`tokenwise.py`); otherwise derivation fails with an er
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -25,8 +25,9 @@ import numpy as np
 from rlx_jax.errors import DeriveError, did_you_mean, quote, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Leaf, Node, Op, TypeCache, Value
+from rlx_jax.ir.ops.index import Take
 from rlx_jax.ir.ops.pointwise import Binary
-from rlx_jax.ir.ops.shape import Concat, Reshape
+from rlx_jax.ir.ops.shape import AxisOf, Concat, Reshape
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.region import Rewrite, rewrite, unroll
 from rlx_jax.ir.types import TensorType, is_static, symbol
@@ -41,7 +42,7 @@ from rlx_jax.lowering.hir.per_request import (
     reads_fixed_keys,
     used_inputs,
 )
-from rlx_jax.lowering.hir.row_layouts import POSITIONS, SEGMENTS, TokenMask, check_bias
+from rlx_jax.lowering.hir.row_layouts import POSITIONS, SEGMENTS, SELECTED, TokenMask, check_bias
 from rlx_jax.lowering.hir.rules import LENGTH, LENGTH_LEAF, LENGTHS, RULES, Derivation, carry_state, rule_of
 
 CACHED_PROGRAMS = ("prefill", "extend", "verify")
@@ -70,7 +71,8 @@ def derive(
         graph: the HIR of the forward program.
         program: one of `PROGRAMS`.
         types: the cache of inferred types and of proofs.
-        last_only: whether to compute outputs of each row's last token only, `[B, 1, …]`.
+        last_only: whether to compute outputs of each row's last token only, `[B, 1, …]`; in `packed`, of the selected
+            tokens.
         kv_dtype: dtype of cached keys and values; None for their own dtype (in `explicit` float32, as all outputs).
         supplied: names of the optional inputs that calls will supply.
 
@@ -79,7 +81,7 @@ def derive(
     """
     if program not in PROGRAMS:
         raise DeriveError(unknown_program(program))
-    if last_only:
+    if last_only and program != "packed":
         graph = last_token_only(graph, types)
     if program in ("forward", "train"):
         return graph  # `train` differs in how it runs: the plan scans its layers and may recompute them
@@ -110,7 +112,9 @@ def derive(
         # The state has all that is computed from the other inputs, so they are no inputs of these programs.
         program_graph = replace(program_graph, inputs=tuple(used_inputs(program_graph)))
     if program == "packed":
-        return replace(program_graph, inputs=(*program_graph.inputs, *ADDED_INPUTS[program]))
+        inputs = (*program_graph.inputs, *ADDED_INPUTS[program], *([SELECTED] if last_only else []))
+        program_graph = replace(program_graph, inputs=inputs)
+        return take_early(program_graph, types, take_selected, True) if last_only else program_graph
     if program == "padded":
         return d.token_mask.finish(program_graph)
     if d.explicit_cache is not None:
@@ -311,7 +315,23 @@ def last_token_only(graph: Graph, types: TypeCache) -> Graph:
     The suffix continues through the query operand of causal attention: the last query alone determines the last row.
     """
     cache_slice_tests(graph, types, rule_of)
-    suffix = _token_wise_suffix(graph, types)
+    return take_early(graph, types, lambda b, x: b(hir.LastToken(), x))
+
+
+def take_selected(b: Builder, x: Value) -> Value:
+    """Return the selected tokens of packed rows `[B, S, …]`: `[1, selected, …]`."""
+    flat = b(Reshape((1, -1, *map(AxisOf, range(2, b.type(x).rank)))), x)
+    return b(Take(1, "clip"), flat, b.leaf(SELECTED))
+
+
+def take_early(
+    graph: Graph, types: TypeCache, take: Callable[[Builder, Value], Value], joins_rows: bool = False
+) -> Graph:
+    """Return the graph with `take`, which takes some tokens of a value, before its token-wise suffix and its outputs.
+
+    `joins_rows`: it takes them from all rows, into one.
+    """
+    suffix = _token_wise_suffix(graph, types, joins_rows)
 
     def enter(inner: Graph) -> Rewrite:
         moved: dict[Value, Value] = {}  # one gather for all readers of a value
@@ -323,7 +343,7 @@ def last_token_only(graph: Graph, types: TypeCache) -> Graph:
             for index, (old, new) in enumerate(zip(node.inputs, inputs, strict=True)):
                 if is_row_wise(node.op, index) and old.node not in suffix and "seq" in b.type(new).symbols:
                     if new not in moved:
-                        moved[new] = b(hir.LastToken(), new)
+                        moved[new] = take(b, new)
                     new = moved[new]
                 gathered.append(new)
             op = node.op
@@ -339,12 +359,15 @@ def last_token_only(graph: Graph, types: TypeCache) -> Graph:
         t = new_graph.type(value)
         if "seq" in t.symbols and t.shape[1:2] != (symbol("seq"),):
             raise DeriveError(f"output {quote(name)} is {t}, without tokens on axis 1: it has no value of a last token")
-        outputs.append(b(hir.LastToken(), value) if "seq" in t.symbols else value)
+        outputs.append(take(b, value) if "seq" in t.symbols else value)
     return b.finish(outputs, new_graph.output_names)
 
 
-def _token_wise_suffix(graph: Graph, types: TypeCache) -> set[int]:
-    """Return the token-wise nodes with results that only outputs and other suffix nodes read, row by row."""
+def _token_wise_suffix(graph: Graph, types: TypeCache, joins_rows: bool) -> set[int]:
+    """Return the token-wise nodes with results that only outputs and other suffix nodes read, row by row.
+
+    With `joins_rows` none of them reads a value of a row, as tokens of several rows will be in one.
+    """
     users: dict[int, set[int]] = {}
     full_readers = {v.node for _, v in graph.writes}
     for number, node in enumerate(graph.nodes):
@@ -363,6 +386,8 @@ def _token_wise_suffix(graph: Graph, types: TypeCache) -> set[int]:
             suffix.add(number)
         with_tokens = [t for t in operands if "seq" in t.symbols]
         if not is_plain or not with_tokens or any(t.shape[1:2] != (symbol("seq"),) for t in with_tokens):
+            continue
+        if joins_rows and any("batch" in t.symbols for t in operands if t not in with_tokens):
             continue
         verdict = types.cached(prove, node.op, operands, "seq")
         is_independent = verdict.token_wise and not why_not_independent(types, node, operands, "seq")

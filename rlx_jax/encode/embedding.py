@@ -14,6 +14,7 @@ from itertools import islice
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
@@ -21,8 +22,10 @@ from rlx_jax.encode.packing import Block, BlockSizes, pack_rows, plan_blocks, pl
 from rlx_jax.encode.padded_rows import RowBatcher, read_mask_names
 from rlx_jax.encode.pooled import Vectors
 from rlx_jax.encode.sentence import SentencePipeline, pool_segments
-from rlx_jax.encode.token_selection import SelectedTokens, TokenSelection
+from rlx_jax.encode.token_selection import SELECTED, SelectedTokens, TokenSelection
+from rlx_jax.encode.vector_layers import unit_length
 from rlx_jax.errors import GraphError
+from rlx_jax.runtime.frozen import FrozenFlow
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.program_key import Variant
 from rlx_jax.text.request_checks import TYPES, Ids, TokenRows
@@ -67,6 +70,26 @@ class PooledSegments:
         return function
 
 
+# Modes of pooling that return a token of a text, which is then the only one that the end of the model is computed for.
+TOKEN_MODES = (("cls",), ("lasttoken",))
+
+
+@dataclass(frozen=True)
+class PooledTokens:
+    """Wrap the program `packed` of selected tokens so that it returns pooled vectors `[1, number, D]`."""
+
+    normalize: bool
+    number: int
+
+    def __call__(self, run: Function) -> Function:
+        def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
+            (vectors, *_), state = run(params, state, inputs)
+            vectors = vectors.astype(jnp.float32)
+            return (unit_length(vectors) if self.normalize else vectors,), state
+
+        return function
+
+
 @dataclass(frozen=True)
 class PackedBatcher:
     """Rows of several texts, run by the program `packed` of `model`.
@@ -103,13 +126,23 @@ class PackedBatcher:
         # The first call compiles, and must do so in the caller's thread: JAX's context settings are per thread.
         return num_threads if num_threads > 1 and self._program(block, rows).is_compiled else 1
 
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether pooling returns a token of each text, so that the end of the model is computed for these alone."""
+        programs = self.model.programs
+        is_derived = not isinstance(programs.flows[self.model.name], FrozenFlow) and programs.model_sharding is None
+        return self.selection is None and self.skip is None and self.pipeline.pooling in TOKEN_MODES and is_derived
+
     def _program(self, block: Block, rows: TokenRows) -> BoundProgram:
         """Return the program for a block of rows."""
         optional_inputs = read_mask_names(self.model) | ({TYPES} if rows.types else frozenset())
+        number = self._num_selected(block, rows)
         key = self.model.key_for_sizes(
-            {"batch": block.rows, "seq": block.width},
-            Variant(last_only=False, outputs=self.model.output_names[:1], optional_inputs=optional_inputs),
+            {"batch": block.rows, "seq": block.width, SELECTED: number},
+            Variant(last_only=self.takes_tokens, outputs=self.model.output_names[:1], optional_inputs=optional_inputs),
         )
+        if self.takes_tokens:
+            return self.model.bind(replace(key, wrapper=PooledTokens(self.pipeline.normalize, number)))
         if self.selection is None:
             return self.model.bind(replace(key, wrapper=PooledSegments(self.pipeline, block.slots)))
         if self.selection.token_id is None:
@@ -119,19 +152,27 @@ class PackedBatcher:
         except GraphError:  # the outputs are not a matrix product, so that all of them are computed
             head = None
         target, selection = self.model.settings.target, self.selection
-        wrapper = SelectedTokens(
-            head, target, selection.num_best, self._num_selected(block, rows), has_targets=bool(selection.targets)
-        )
+        wrapper = SelectedTokens(head, target, selection.num_best, number, has_targets=bool(selection.targets))
         return self.model.bind(replace(key, headless=head is not None, wrapper=wrapper))
 
     def _num_selected(self, block: Block, rows: TokenRows) -> int:
         """Return for how many tokens a block of rows selects results; 0 without a selection."""
         slots, texts = block.rows * block.slots, block.token_rows(rows.ids)
-        return 0 if self.selection is None else self.selection.number(texts, max(1, slots // 4), slots)
+        few = max(1, slots // 4)
+        if self.takes_tokens:
+            return few if len(texts) <= few else slots
+        return 0 if self.selection is None else self.selection.number(texts, few, slots)
+
+    def _pooled_tokens(self, segments: Ids, number: int) -> Ids:
+        """Return the indices of the first or the last token of each text of a call, and others, `number` in all."""
+        shift = 1 if self.pipeline.pooling == ("cls",) else -1
+        others = np.roll(np.pad(segments, ((0, 0), (1, 1))), shift, axis=1)[:, 1:-1]
+        indices = np.flatnonzero((segments > 0) & (segments != others))
+        return np.pad(indices, (0, number - len(indices))).astype(np.int32)
 
     def run(self, block: Block, rows: TokenRows) -> jax.Array:
-        """Return the vectors of a block `[rows, slots, D]`; with `selection` the outputs of tokens, `[rows, width, D]`,
-        or of those with its id, `[1, n, D]`.
+        """Return the vectors of a block `[rows, slots, D]`, or `[1, n, D]` if it `takes_tokens`; with `selection` the outputs
+        of tokens, `[rows, width, D]`, or of those with its id, `[1, n, D]`.
 
         The text numbers of the block are indices into `rows`.
         """
@@ -142,6 +183,8 @@ class PackedBatcher:
             inputs[TYPES] = pack_rows(block, [[rows.types[text] for text in texts] for texts in block.texts])[0]
         if self.selection is not None and self.selection.token_id is not None:
             inputs |= self.selection.inputs(tokens, segments > 0, self._num_selected(block, rows))
+        elif self.takes_tokens:
+            inputs[SELECTED] = self._pooled_tokens(segments, self._num_selected(block, rows))
         elif self.skip is not None:
             inputs[SKIP] = np.int32(self.skip)
         (vectors,), _ = self._program(block, rows)(inputs, {})
@@ -230,10 +273,11 @@ class Stream:
     def _places(self, rows: list[list[int]]) -> list[list[int]]:
         """Return where the results of rows of texts are in the buffer; results of selected tokens are in one row."""
         selection, ends = self.batcher.selection, self.ends
+        has_selected = selection is not None and selection.token_id is not None
+        if has_selected or isinstance(self.batcher, PackedBatcher) and self.batcher.takes_tokens:
+            rows = [[text for row in rows for text in row]]
         if selection is None:
             return rows
-        if selection.token_id is not None:
-            rows = [[text for row in rows for text in row]]
         return [[i for text in row for i in range(ends[text - 1] if text else 0, ends[text])] for row in rows]
 
     def _call(self, block: Block, rows: TokenRows, num_threads: int) -> Future[Vectors] | jax.Array:

@@ -445,6 +445,9 @@ class Encoder(TaskModel):
                 if token_id is not None:  # as many tokens as a call returns results of
                     full = replace(block, texts=((0,),) * block.rows)
                     jax.block_until_ready(batcher.run(full, TokenRows([np.full(slots, token_id, np.int32)])))
+                elif isinstance(batcher, PackedBatcher) and batcher.takes_tokens:  # as many texts
+                    full = replace(block, texts=((0,) * slots,) * block.rows)
+                    jax.block_until_ready(batcher.run(full, TokenRows([row])))
             if self.pipeline.layers:
                 self._placed_layers.warm_up(self._pooled_width)
 
