@@ -15,6 +15,8 @@ from safetensors.numpy import load_file, save_file
 import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.encode.classifier import Classifier, Reranker
+from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
+from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.models.encoder import MULTI_LABEL, REGRESSION
 from tests.oracles import checkpoints, classifiers, hugging_face
 from tests.oracles.classifiers import SECOND, TEXTS
@@ -55,6 +57,26 @@ def test_other_layouts(directories: Path, name: str) -> None:
     model = rlx.load(directories / name, **(buckets if name == "bert" else {"mesh": 8}))
     assert_close(model.logits(TEXTS), record["texts"])
     assert_close(model.logits(TEXTS, SECOND), record["pairs"])
+
+
+@pytest.mark.parametrize("name", ["bert", "qwen3", "rerank"])
+def test_programs(directories: Path, name: str) -> None:
+    """What `warmup` compiles suffices for texts and for pairs, few and many in a call; the end of the model is computed
+    for the tokens that are pooled alone."""
+    model, pairs = rlx.load(directories / name), [*zip(TEXTS, SECOND, strict=True)] * 40
+    model.warmup()
+    if name == "rerank":
+        results = model.score(pairs)
+    else:
+        results = model.logits([a for a, _ in pairs], [b for _, b in pairs])
+        texts = model.logits(TEXTS * 40)
+        assert_close(texts, np.tile(model.logits(TEXTS), (40, 1)).astype(np.float64))
+    assert_close(results, np.concatenate([results[: len(TEXTS)]] * 40).astype(np.float64))
+    assert not model.report().recompiles
+    nodes = model.model.programs.template(model.model.last_key.symbolic).mir.nodes
+    last = max(i for i, node in enumerate(nodes) if node.op.text().startswith("attention"))
+    products = [str(node.types[0]) for node in nodes[last:] if isinstance(node.op, MatMul | FusedMatMulBiasAct)]
+    assert len(products) > 2 and all("selected" in text for text in products)
 
 
 def test_scores(directories: Path) -> None:

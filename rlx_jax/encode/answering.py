@@ -111,6 +111,7 @@ class QuestionAnswerer(HeadModel):
         "answer(question, context) returns a part of the context, logits(question, context) the logits of its ends"
     )
     task = ANSWER
+    of_pairs = (True,)
 
     @suggest_keywords()
     def answer(

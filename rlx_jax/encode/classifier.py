@@ -52,6 +52,7 @@ class Classifier(HeadModel):
 
     _methods = "classify(texts) returns labels with probabilities, logits(texts) the numbers before them"
     task = SEQUENCE
+    of_pairs = (False, True)
 
     @suggest_keywords()
     def logits(
@@ -200,6 +201,11 @@ class Reranker(EncoderModel):
         self.encoder, self.tokenizer = classifier.encoder, classifier.tokenizer
 
     artifact_plan = reranker_plan
+
+    @suggest_keywords()
+    def warmup(self) -> None:
+        """Run every program once that `score` and `rank` can need, as `Encoder.warmup` does."""
+        self.encoder.run_all_programs(None, (self.template is None,))
 
     @suggest_keywords()
     def score(

@@ -171,8 +171,8 @@ class PackedBatcher:
         return np.pad(indices, (0, number - len(indices))).astype(np.int32)
 
     def run(self, block: Block, rows: TokenRows) -> jax.Array:
-        """Return the vectors of a block `[rows, slots, D]`, or `[1, n, D]` if it `takes_tokens`; with `selection` the outputs
-        of tokens, `[rows, width, D]`, or of those with its id, `[1, n, D]`.
+        """Return the vectors of a block `[rows, slots, D]`, or `[1, n, D]` if it `takes_tokens`; with `selection` the
+        outputs of tokens, `[rows, width, D]`, or of those with its id, `[1, n, D]`.
 
         The text numbers of the block are indices into `rows`.
         """

@@ -6,7 +6,9 @@ Its model is a text encoder, or a decoder without its language-model head.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -37,7 +39,7 @@ from rlx_jax.runtime.explain import show as show_model
 from rlx_jax.runtime.inputs import as_host_array, check_integer
 from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.padding import check_buckets, check_has_buckets, crop_to
-from rlx_jax.text.request_checks import TYPES, TokenRows, keep_mask, row_lengths, token_block
+from rlx_jax.text.request_checks import TYPES, Ids, TokenRows, keep_mask, row_lengths, token_block
 from rlx_jax.text.token_model import (
     TaskModel,
     TokenizerLike,
@@ -420,8 +422,11 @@ class Encoder(TaskModel):
         """
         self.run_all_programs(None)
 
-    def run_all_programs(self, selection: TokenSelection | None) -> None:
-        """Run every program once that requests for vectors, or for the selected tokens, can need: see `warmup`."""
+    def run_all_programs(self, selection: TokenSelection | None, of_pairs: Iterable[bool] = (False,)) -> None:
+        """Run every program once that requests for vectors, or for the selected tokens, can need: see `warmup`.
+
+        `of_pairs`: for texts, for pairs of texts, or for both.
+        """
         batcher = replace(self._make_batcher(None), selection=selection)
         if isinstance(batcher, RowBatcher) and batcher.exact and self.padding is None:
             raise RequestError(f"warmup: each length of a text is a program of its own: {self.own_lengths}")
@@ -437,17 +442,20 @@ class Encoder(TaskModel):
             sizes = [(rows, width) for rows in self.buckets.batch for width in widths]
             blocks = [Block(rows, width, 1, ((0,),) * rows) for rows, width in sizes]
         with self.model.programs.warm_up():
-            for block in blocks:
+            kinds = dict.fromkeys(is_pair and self._reads_types for is_pair in of_pairs)
+            for block, has_types in itertools.product(blocks, kinds):
+
+                def run(block: Block, row: Ids, has_types: bool = has_types) -> None:
+                    jax.block_until_ready(batcher.run(block, TokenRows([row], [0 * row] if has_types else [])))
+
                 length, slots = (block.width,) * 2 if isinstance(batcher, RowBatcher) else (1, block.slots)
                 token_id = None if selection is None else selection.token_id
                 row = np.full(length, int(token_id == 0), np.int32)  # of tokens that are not selected
-                jax.block_until_ready(batcher.run(block, TokenRows([row])))
+                run(block, row)
                 if token_id is not None:  # as many tokens as a call returns results of
-                    full = replace(block, texts=((0,),) * block.rows)
-                    jax.block_until_ready(batcher.run(full, TokenRows([np.full(slots, token_id, np.int32)])))
+                    run(replace(block, texts=((0,),) * block.rows), np.full(slots, token_id, np.int32))
                 elif isinstance(batcher, PackedBatcher) and batcher.takes_tokens:  # as many texts
-                    full = replace(block, texts=((0,) * slots,) * block.rows)
-                    jax.block_until_ready(batcher.run(full, TokenRows([row])))
+                    run(replace(block, texts=((0,) * slots,) * block.rows), row)
             if self.pipeline.layers:
                 self._placed_layers.warm_up(self._pooled_width)
 

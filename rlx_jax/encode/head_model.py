@@ -35,6 +35,8 @@ class HeadModel(EncoderModel):
     """
 
     task: ClassVar[str]
+    of_pairs: ClassVar[tuple[bool, ...]] = (False,)
+    """Whether requests are of pairs of texts, which may have token types."""
     encoder: Encoder
     artifact_plan = head_plan
 
@@ -103,7 +105,7 @@ class HeadModel(EncoderModel):
     @suggest_keywords()
     def warmup(self) -> None:
         """Run every program once that requests with default options can need, as `Encoder.warmup` does."""
-        self.encoder.run_all_programs(self.selection)
+        self.encoder.run_all_programs(self.selection, self.of_pairs)
 
     explain, show, profile = explain_ids, show_model, profile_ids
 
