@@ -241,7 +241,7 @@ SAMPLED_KINDS = ("attention", "experts", "recurrence")
 SAMPLED_OPS = (Unary, CausalConvOp)
 # The most bytes of operands of products that are sampled; larger ones reach the measured rates. Samples with fewer
 # bytes than the second run so often in a program, with operands of their own, as products do: alone they take longer.
-MAX_PRODUCT_BYTES, SAMPLE_COPY_BYTES, SAMPLE_COPIES = 2**24, 2**20, 3
+MAX_PRODUCT_BYTES, SAMPLE_COPY_BYTES, SAMPLE_COPIES, SAMPLE_STEPS = 2**24, 2**20, 3, 16
 # Sizes of samples of one and of more tokens: enough for the rate to be that of larger ones, and milliseconds of work.
 SAMPLE_ROWS, SAMPLE_PROMPTS, SAMPLE_TOKENS = 32, 4, 256
 # Samples with more operands, such as all experts of a large mixture, are not run.
@@ -297,18 +297,26 @@ def op_samples(lir: Lir, template: Template, sizes: Mapping[str, int], settings:
 def sample_seconds(op: Mir, implementation: str, types: tuple[TensorType, ...]) -> float:
     """Return the seconds of a run of an op on this CPU, without the start of its program."""
     evaluate = functools.partial(IMPLEMENTATIONS[implementation], op)
-    # Weights of several layers are not in the cache of a core, other than one that is read again.
-    is_short = kernel_kind(op) == "product" or sum(t.nbytes for t in types) < SAMPLE_COPY_BYTES
-    copies = SAMPLE_COPIES if is_short else 1
+    # Weights of several layers are not in the cache of a core, other than one that is read again. In a loop threads
+    # wake up once for all steps, as in that of decoding.
+    is_short, is_one_row = sum(t.nbytes for t in types) < SAMPLE_COPY_BYTES, math.prod(types[0].shape[:-1]) == 1
+    copies = SAMPLE_COPIES if is_short or kernel_kind(op) == "product" else 1
+    steps = SAMPLE_STEPS if is_short or is_one_row else 1
 
-    def run(x: jax.Array, operands: list[list[jax.Array]]) -> Any:
+    def step(x: jax.Array, operands: list[list[jax.Array]]) -> Any:
         """Run the op after itself: each run has the first value of the one in front of it in its operand."""
         results = []
         for others in operands:
             results.append(jax.tree.leaves(evaluate(x, *others)))
             first = results[-1][0]
             x = x + first[(0,) * first.ndim].astype(x.dtype)
-        return results
+        return x, results
+
+    def run(x: jax.Array, operands: list[list[jax.Array]]) -> Any:
+        if steps == 1:
+            return step(x, operands)
+        empty = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), jax.eval_shape(step, x, operands))
+        return jax.lax.fori_loop(0, steps, lambda _, last: step(last[0], operands), (x, empty[1]))
 
     def update(x: jax.Array, operands: list[list[jax.Array]]) -> Any:
         """Update a state in a loop, as decoding does."""
@@ -324,7 +332,7 @@ def sample_seconds(op: Mir, implementation: str, types: tuple[TensorType, ...]) 
         x = _sample_array(types[0], experts)
         others = [[_sample_array(t, experts) for t in types[1:]] for _ in range(1 if is_updated else copies)]
         (seconds,) = least_seconds([lambda: jax.block_until_ready(sample(x, others))], 0.05)
-    return max(1e-7, (seconds - _start_seconds()) / (SAMPLE_COPIES if is_updated else copies))
+    return max(1e-7, (seconds - _start_seconds()) / (SAMPLE_COPIES if is_updated else copies * steps))
 
 
 @functools.cache
