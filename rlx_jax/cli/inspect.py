@@ -83,6 +83,10 @@ def table_rows(result: dict[str, Any]) -> dict[str, Any]:
 # -- programs ----------------------------------------------------------------------------------
 
 
+# The options that apply to `--level` alone.
+LEVEL_OPTIONS = ("pass", "diff", "format", "program", "size", "batch", "context", "dtype", "profile")
+
+
 def check_level_options(args: argparse.Namespace) -> None:
     """Check, before anything is read, that the options fit together.
 
@@ -90,10 +94,8 @@ def check_level_options(args: argparse.Namespace) -> None:
         RequestError: an option that applies to `--level` without it, or one that does not apply with it.
         GraphError: `--pass`, `--diff` or `--format` do not fit the level.
     """
-    options = {"--pass": args.after, "--diff": args.diff, "--format": args.format, "--program": args.program}
-    options |= {"--size": args.size, "--batch": args.batch, "--context": args.context, "--dtype": args.dtype}
-    options |= {"--profile": args.profile}
-    names = [name for name, value in options.items() if value not in (None, []) and value is not False]
+    values = {name: getattr(args, "after" if name == "pass" else name) for name in LEVEL_OPTIONS}
+    names = [f"--{name}" for name, value in values.items() if value not in (None, []) and value is not False]
     if args.level is None and names:
         raise RequestError(
             f"{', '.join(names)}: for a program as text; pass --level, such as --level mir. For memory and time: "

@@ -21,6 +21,7 @@ import jax
 from rlx_jax.compiler.executable import Executable, HasCompanions
 from rlx_jax.device import running_device
 from rlx_jax.errors import RequestError, SaveFailedError, UnsupportedError, first_line, quote
+from rlx_jax.inspection.records import KernelEntry
 from rlx_jax.inspection.trace_file import Execution, trace_json
 from rlx_jax.ir.text import TextTable
 from rlx_jax.lowering.inspect.hlo import (
@@ -50,27 +51,17 @@ DEFAULT_ROWS, WIDTH = 20, 80
 
 
 @dataclass(frozen=True)
-class KernelTime:
-    """The seconds per run that the kernels of one HLO instruction take in a block, and its executions in a run."""
-
-    primitive: str
-    seconds: float
-    instruction: str = ""
-    calls: int = 0
-
-
-@dataclass(frozen=True)
 class BlockTime:
     """The seconds per run that the kernels of one block take, and the number of calls of the block in a run.
 
-    `path` may be `NOT_ATTRIBUTED`. It is `HELPERS` or `IDLE` if `program` is empty.
+    `path` may be `NOT_ATTRIBUTED`. It is `HELPERS` or `IDLE` if `program` is empty. Kernels are by HLO instruction.
     """
 
     program: str
     path: str
     seconds: float
     calls: int
-    kernels: tuple[KernelTime, ...] = ()
+    kernels: tuple[KernelEntry, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -178,10 +169,10 @@ def block_times(trace: Trace, programs_by_id: TracedPrograms, runs: int, device:
     for (program, path, _), count in times.items():
         calls[program, path] = max(calls[program, path], round(count / runs / trace.devices))
     parts: dict[tuple[str, str], list[BlockTime]] = defaultdict(list)
-    for (program, path, primitive, _, instruction), duration in seconds.items():
+    for (program, path, primitive, opcode, instruction), duration in seconds.items():
         count = round(times[program, path, instruction] / runs / trace.devices)
-        kernel_time = KernelTime(primitive, duration, instruction, count)
-        parts[program, path].append(BlockTime(program, path, duration, 0, (kernel_time,)))
+        entry = KernelEntry(instruction or primitive, opcode, primitive, duration, count)
+        parts[program, path].append(BlockTime(program, path, duration, 0, (entry,)))
     rows = (replace(_merge_rows(*place, blocks), calls=calls[place]) for place, blocks in parts.items())
     executions = tuple(
         Execution(k.row, k.instruction, (k.start - trace.start) / 1e9, (k.end - k.start) / 1e9, *part[:3])
@@ -190,23 +181,21 @@ def block_times(trace: Trace, programs_by_id: TracedPrograms, runs: int, device:
     return BlockTimes((trace.end - trace.start) / runs / 1e9, runs, device, _slowest_first(rows), executions)
 
 
-# The program of a kernel, the path of its block, its primitive, whether it is a container of other kernels, and its
-# instruction.
-TimedPart = tuple[str, str, str, bool, str]
+# The program of a kernel, the path of its block, its primitive, its HLO opcode, and its instruction.
+TimedPart = tuple[str, str, str, str, str]
 
-IDLE_PART: TimedPart = ("", IDLE, "", False, "")
+IDLE_PART: TimedPart = ("", IDLE, "", "", "")
 
 
 def _locate(kernel: Kernel, programs_by_id: TracedPrograms) -> TimedPart:
     """Return the program, the block path and the primitive of a kernel."""
     program, instructions_by_name = programs_by_id.get((kernel.program, kernel.module), ("", {}))
     if not program:
-        return "", HELPERS, kernel.module, False, kernel.instruction
+        return "", HELPERS, kernel.module, "", kernel.instruction
     instruction = instructions_by_name.get(kernel.instruction, Instruction("", kernel.instruction))
-    runs_others = instruction.opcode in CONTAINERS
-    path = "" if runs_others else instruction.path
+    path = "" if instruction.opcode in CONTAINERS else instruction.path
     name = instruction.primitive or instruction.opcode
-    return program, path or NOT_ATTRIBUTED, name, runs_others, kernel.instruction
+    return program, path or NOT_ATTRIBUTED, name, instruction.opcode, kernel.instruction
 
 
 def part_nanoseconds(trace: Trace, where: Sequence[tuple[Kernel, TimedPart]]) -> dict[TimedPart, float]:
@@ -222,8 +211,9 @@ def part_nanoseconds(trace: Trace, where: Sequence[tuple[Kernel, TimedPart]]) ->
     now = trace.start
     for moment, change, place in [*sorted(edges), (trace.end, 0, IDLE_PART)]:
         if moment > now:
-            # Containers (`p[3]`) run for as long as the kernels inside them, so they count only without any.
-            sharing = {p: n for p, n in active.items() if n and not p[3]} or {p: n for p, n in active.items() if n}
+            running = {p: n for p, n in active.items() if n}
+            # Containers, by their opcode, run for as long as the kernels inside them, so they count only without any.
+            sharing = {p: n for p, n in running.items() if p[3] not in CONTAINERS} or running
             for p, n in (sharing or {IDLE_PART: 1}).items():
                 nanoseconds[p] += (moment - now) * n / max(sum(sharing.values()), 1)
             now = moment
@@ -235,7 +225,7 @@ def part_nanoseconds(trace: Trace, where: Sequence[tuple[Kernel, TimedPart]]) ->
 def _merge_rows(program: str, path: str, rows: list[BlockTime]) -> BlockTime:
     """Return several rows merged into one, with their kernels, slowest first."""
     merged = (kernel for row in rows for kernel in row.kernels)
-    kernels = tuple(sorted(merged, key=lambda k: (-k.seconds, k.primitive, k.instruction)))
+    kernels = tuple(sorted(merged, key=lambda k: (-(k.seconds or 0.0), k.primitive, k.name)))
     return BlockTime(program, path, sum(row.seconds for row in rows), sum(row.calls for row in rows), kernels)
 
 

@@ -106,11 +106,9 @@ def inspect_program(facts: ProgramFacts, times: BlockTimes | None = None, steps:
 
 def pass_steps(template: Template) -> list[PassStep]:
     """Return the passes that made a program, in order."""
-    steps, before = list[PassStep](), 0
-    for name, nodes in template.nodes.items():
-        steps.append(PassStep(name, before or nodes, nodes, template.seconds.get(name, 0.0)))
-        before = nodes
-    return steps
+    counts = [*template.nodes.values()]
+    pairs = zip(template.nodes, counts[:1] + counts, counts, strict=False)
+    return [PassStep(name, before, after, template.seconds.get(name, 0.0)) for name, before, after in pairs]
 
 
 # -- blocks of the plan ------------------------------------------------------------------------
@@ -231,26 +229,19 @@ def measured_blocks(
     no_block = [path for path in rows if path not in names]
     no_block.sort(key=lambda path: (path in (NOT_ATTRIBUTED, HELPERS, OTHERS, IDLE), path))
     blocks = [*blocks, *map(BlockEntry, no_block)]
-    return [_with_times(block, rows.get(block.path, []), facts.instructions, steps) for block in blocks]
+    return [_with_times(block, rows.get(block.path, []), steps) for block in blocks]
 
 
-def _with_times(
-    block: BlockEntry, rows: Sequence[BlockTime], instructions: Mapping[str, Instruction], steps: int
-) -> BlockEntry:
+def _with_times(block: BlockEntry, rows: Sequence[BlockTime], steps: int) -> BlockEntry:
     """Return a block with the times of its layers' rows."""
-    kernels = [kernel for row in rows for kernel in row.kernels]
-    entries = [
-        KernelEntry(
-            kernel.instruction or kernel.primitive,
-            instructions[kernel.instruction].opcode if kernel.instruction in instructions else "",
-            kernel.primitive, kernel.seconds / steps, round(kernel.calls / steps),
-        )
-        for kernel in sorted(kernels, key=lambda k: -k.seconds)
-    ]  # fmt: skip
+    kernels = [
+        replace(kernel, seconds=(kernel.seconds or 0.0) / steps, calls=round(kernel.calls / steps))
+        for kernel in sorted((k for row in rows for k in row.kernels), key=lambda k: -(k.seconds or 0.0))
+    ]
     layers = sorted(rows, key=lambda row: [int(n) for n in re.findall(r"\d+", row.path)])
     one_by_one = block.layers > 1 and len(layers) == block.layers
     return replace(
-        block, seconds=sum(row.seconds for row in rows) / steps, measured=True, kernels=tuple(entries),
+        block, seconds=sum(row.seconds for row in rows) / steps, measured=True, kernels=tuple(kernels),
         layer_seconds=tuple(row.seconds / steps for row in layers) if one_by_one else (),
     )  # fmt: skip
 
