@@ -200,7 +200,7 @@ class Samples:
             return [seconds(run) for run in runs]
 
         least_seconds = rates.least_seconds
-        for cached in (rates._measured_cpu, rates._measured_host, estimate.sample_seconds, estimate._start_seconds):
+        for cached in (rates._measured_cpu, rates._measured_start, estimate.sample_seconds, estimate._start_seconds):
             cached.cache_clear()
         rates.least_seconds = estimate.least_seconds = measured
         try:
@@ -246,17 +246,16 @@ def measure(family: str, dtype: str, rows: int, args: argparse.Namespace, model:
     queued = QUEUED if on_gpu else 1
     make = lambda: rlx.plan(recipe, batch=rows, context=CONTEXT, profile=profile_of(dtype))  # noqa: E731
     steps, prompt_call, result = step_runs(lm, rows), prompt_run(lm, rows, queued), samples.plan(make)
-    for call in (*steps.values(), prompt_call):
+    for call in (*samples.runs, *steps.values(), prompt_call):
         call()
     rounds, start = [], time.perf_counter()
     while len(rounds) < args.rounds or (len(rounds) < MAX_ROUNDS and time.perf_counter() - start < ROUNDS_SECONDS):
-        short, long, prompt = (seconds(call) for call in (steps[SHORT], steps[LONG], prompt_call))
-        times = samples.times()
-        short, long, prompt = map(min, (short, long, prompt), (seconds(c) for c in (*steps.values(), prompt_call)))
+        turns = [[*map(seconds, (*steps.values(), prompt_call)), *samples.times()] for _ in range(2)]
+        short, long, prompt, *times = map(min, *turns)
         result = samples.plan(make, times)
         assert result.decode is not None
         step, prompt = (long - short) / (LONG - SHORT), prompt / queued
-        speed = 1e6 * rates._measured_host()[0] if on_gpu else rates._measured_cpu().bandwidth / 1e9
+        speed = 1e6 * rates._measured_start() if on_gpu else rates._measured_cpu().bandwidth / 1e9
         rounds.append((speed, step, prompt, result.decode.seconds / step, result.prefill.seconds / prompt))
     peak = peak_bytes(lm, rows)
     exact = result.params_bytes == sum(a.nbytes for a in lm.model.params.values())

@@ -118,7 +118,8 @@ def test_ops_are_sampled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "_measured_cpu", lambda: here)
     samples: list[tuple[str, str, tuple[int, ...]]] = []
 
-    def measure(op: Any, implementation: str, types: Any) -> float:
+    def measure(op: Any, implementation: str, types: Any, weight_bytes: int) -> float:
+        assert weight_bytes == 4 * sum(s.size for s in RECIPE.shapes().values())
         samples.append((type(op).__name__, implementation, types[0].shape))
         return 1.0 if type(op).__name__ == "AttentionOp" else 0.0
 

@@ -102,10 +102,10 @@ H200_KERNELS: Mapping[KernelKind, KernelRate] = {
 # Packed weights on an H200: a step of 1 row takes 0.93 with 8-bit codes and 1.30 with 4-bit codes of the time of bf16,
 # of 64 rows, which decode tiles, 1.9 to 2.9 (docs/weights.md).
 H200_UNPACK, H200_UNPACK_TILES = (2.4e12, 1.4e12), (5.6e11, 5.6e11)
-# Prompts of 256 tokens of models with 23 to 42 parameters, in which the device takes less: 1.1 to 1.7 ms.
-GPU_CALL_SECONDS, GPU_ARGUMENT_SECONDS = 0.8e-3, 16e-6
-# Side of the arrays of the program whose start is measured on the host of a GPU, and the runs that are queued.
-_HOST_SIDE, _QUEUED = 256, 10
+# Prompts of 256 tokens of models with 23 to 42 parameters, in which the device takes less: 1.1 to 1.7 ms; and the start
+# of the program of `_measured_start`, on a host of the same speed.
+GPU_CALL_SECONDS, GPU_ARGUMENT_SECONDS, GPU_START_SECONDS = 0.8e-3, 16e-6, 0.18e-3
+_START_SHAPE, _START_ARRAYS, _QUEUED = (256, 256), 41, 10
 TPU_KERNELS = {kind: replace(rate, seconds=rate.seconds / 4) for kind, rate in H200_KERNELS.items()}  # one program
 
 # Products in f32 (TF32 where the GPU has it; three and six passes of bf16 are slower than a TPU's default of one), and
@@ -152,29 +152,28 @@ def rates_named(name: str) -> Rates:
     )  # fmt: skip
 
 
+def with_measured_host(rates: Rates) -> Rates:
+    """Return the rates of the GPU that runs, with the seconds of the host in proportion to a start measured here."""
+    factor = _measured_start() / GPU_START_SECONDS
+    return replace(rates, call_seconds=factor * rates.call_seconds, argument_seconds=factor * rates.argument_seconds)
+
+
 @functools.cache
-def _measured_host() -> tuple[float, float]:
-    """Measure the seconds in which this host starts a program on its GPU, and those of each parameter of the program.
+def _measured_start() -> float:
+    """Measure the seconds in which this host starts a program with many parameters, a product and a norm of each."""
 
-    For each parameter the program has two kernels, a product and a norm, as models have on the whole.
-    """
-
-    def start(x: jax.Array, *weights: jax.Array) -> jax.Array:
+    def chain(x: jax.Array, *weights: jax.Array) -> jax.Array:
         for weight in weights:
             x = x @ weight
             x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1)
         return x
 
-    program, counts = jax.jit(start), (8, 40)
-    x, *weights = (jnp.zeros((_HOST_SIDE, _HOST_SIDE), jnp.bfloat16) for _ in range(counts[-1] + 1))
+    arrays, program = [jnp.zeros(_START_SHAPE, jnp.bfloat16) for _ in range(_START_ARRAYS)], jax.jit(chain)
 
-    def queued(count: int) -> None:
-        result = [program(x, *weights[:count]) for _ in range(_QUEUED)]
-        jax.block_until_ready(result)
+    def queued() -> None:
+        jax.block_until_ready([program(*arrays) for _ in range(_QUEUED)])
 
-    few, many = (seconds / _QUEUED for seconds in least_seconds([partial(queued, n) for n in counts], 0.3))
-    each = max(0.0, many - few) / (counts[1] - counts[0])
-    return max(0.0, few - counts[0] * each), each
+    return least_seconds([queued], 0.3)[0] / _QUEUED
 
 
 def _scaled(per_second: tuple[float, float], device: Device) -> tuple[float, float]:

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.compiler.pipeline import Template, make_lir
-from rlx_jax.compiler.settings import Settings
 from rlx_jax.inspection.plan_record import ProgramEstimate
 from rlx_jax.inspection.rates import FRESH_BYTES, Rates, least_seconds
 from rlx_jax.inspection.work import kernel_kind, program_bytes
@@ -76,7 +75,7 @@ def estimate_program(
     lir = make_lir(template, local, programs.settings)
     flops = nbytes = 0
     seconds = [0.0, 0.0, 0.0, 0.0]
-    sampled = op_samples(lir, template, local, programs.settings) if rates.samples_ops else None
+    sampled = op_samples(lir, programs, template, local) if rates.samples_ops else None
     groups = {id(node.op.body) for _, node in lir.graph.walk() if isinstance(node.op, KernelGroup | AttentionGroup)}
     # The loop of decoding gets its temporaries once for several steps.
     steps = programs.settings.loop.steps if local.get("seq") == 1 else 1
@@ -242,6 +241,8 @@ SAMPLED_OPS = (Unary, CausalConvOp)
 # The most bytes of operands of products that are sampled; larger ones reach the measured rates. Samples with fewer
 # bytes than the second run so often in a program, with operands of their own, as products do: alone they take longer.
 MAX_PRODUCT_BYTES, SAMPLE_COPY_BYTES, SAMPLE_COPIES, SAMPLE_STEPS = 2**24, 2**20, 3, 16
+# Products of one row read weights one after the other, as many as the model has, and up to more than caches hold.
+MAX_SET_BYTES = 2**27
 # Sizes of samples of one and of more tokens: enough for the rate to be that of larger ones, and milliseconds of work.
 SAMPLE_ROWS, SAMPLE_PROMPTS, SAMPLE_TOKENS = 32, 4, 256
 # Samples with more operands, such as all experts of a large mixture, are not run.
@@ -251,20 +252,20 @@ MAX_SAMPLE_BYTES = 2**28
 SampledSeconds = Callable[[int, OpCost], float | None]
 
 
-def op_samples(lir: Lir, template: Template, sizes: Mapping[str, int], settings: Settings) -> SampledSeconds:
+def op_samples(lir: Lir, programs: Programs, template: Template, sizes: Mapping[str, int]) -> SampledSeconds:
     """Return the function that estimates the n-th op of a program from a sample of it.
 
     Args:
         lir: the program.
-        template: its template.
+        programs: the programs of the model, for the CPU that runs.
+        template: the template of the program.
         sizes: the sizes of its symbols.
-        settings: the settings of the model, for the CPU that runs.
     """
     rows = SAMPLE_ROWS if sizes.get("seq") == 1 else SAMPLE_PROMPTS
     limits = {"batch": rows, "seq": SAMPLE_TOKENS, "context": SAMPLE_TOKENS}
     capped = {name: min(size, limits.get(name, size)) for name, size in sizes.items()}
-    sample_lir = make_lir(template, capped, settings)
-    samples = list(op_costs(sample_lir.graph))
+    sample_lir = make_lir(template, capped, programs.settings)
+    samples, weight_bytes = list(op_costs(sample_lir.graph)), sum(parameter_bytes(programs).values())
 
     def seconds(index: int, entry: OpCost) -> float | None:
         op, operands = entry.node.op, [entry.graph.type(value) for value in entry.node.inputs]
@@ -288,20 +289,27 @@ def op_samples(lir: Lir, template: Template, sizes: Mapping[str, int], settings:
             return None
         implementation = _implementation(lir, entry.graph, entry.node)
         scale = entry.cost.flops / cost.flops if cost.flops else entry.cost.bytes / cost.bytes
-        return sample_seconds(op, implementation, types) * scale
+        return sample_seconds(op, implementation, types, weight_bytes) * scale
 
     return seconds
 
 
 @functools.lru_cache(maxsize=256)
-def sample_seconds(op: Mir, implementation: str, types: tuple[TensorType, ...]) -> float:
-    """Return the seconds of a run of an op on this CPU, without the start of its program."""
+def sample_seconds(op: Mir, implementation: str, types: tuple[TensorType, ...], weight_bytes: int = 0) -> float:
+    """Return the seconds of a run of an op on this CPU, without the start of its program.
+
+    Args:
+        op, implementation, types: the op, and the types of its operands.
+        weight_bytes: the bytes of all parameters, which a step of decoding reads before it reads the same weight again.
+    """
     evaluate = functools.partial(IMPLEMENTATIONS[implementation], op)
     # Weights of several layers are not in the cache of a core, other than one that is read again. In a loop threads
     # wake up once for all steps, as in that of decoding.
-    is_short, is_one_row = sum(t.nbytes for t in types) < SAMPLE_COPY_BYTES, math.prod(types[0].shape[:-1]) == 1
-    copies = SAMPLE_COPIES if is_short or kernel_kind(op) == "product" else 1
-    steps = SAMPLE_STEPS if is_short or is_one_row else 1
+    nbytes, is_product = sum(t.nbytes for t in types), kernel_kind(op) == "product"
+    copies = SAMPLE_COPIES if nbytes < SAMPLE_COPY_BYTES or is_product else 1
+    steps, sets = (SAMPLE_STEPS, 1) if nbytes < SAMPLE_COPY_BYTES else (1, 1)
+    if is_product and math.prod(types[0].shape[:-1]) == 1 and steps == 1:
+        sets = -(-min(weight_bytes, MAX_SET_BYTES) // (copies * nbytes)) or 1
 
     def step(x: jax.Array, operands: list[list[jax.Array]]) -> Any:
         """Run the op after itself: each run has the first value of the one in front of it in its operand."""
@@ -330,9 +338,19 @@ def sample_seconds(op: Mir, implementation: str, types: tuple[TensorType, ...]) 
         is_updated = isinstance(op, GatedDeltaOp | SelectiveScanOp) and op.held and int(types[0].shape[1]) == 1
         sample = jax.jit(update if is_updated else run)
         x = _sample_array(types[0], experts)
-        others = [[_sample_array(t, experts) for t in types[1:]] for _ in range(1 if is_updated else copies)]
-        (seconds,) = least_seconds([lambda: jax.block_until_ready(sample(x, others))], 0.05)
-    return max(1e-7, (seconds - _start_seconds()) / (SAMPLE_COPIES if is_updated else copies * steps))
+        operands = [
+            [[_sample_array(t, experts) for t in types[1:]] for _ in range(1 if is_updated else copies)]
+            for _ in range(sets)
+        ]
+
+        def run_sets() -> None:
+            value = x
+            for others in operands:
+                value, *results = sample(value, others)
+            jax.block_until_ready(results)
+
+        (seconds,) = least_seconds([run_sets], 0.05)
+    return max(1e-7, (seconds - _start_seconds()) / (SAMPLE_COPIES if is_updated else copies * steps * sets))
 
 
 @functools.cache
