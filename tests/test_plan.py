@@ -18,6 +18,7 @@ from rlx_jax import cli, errors
 from rlx_jax.device import DEVICES
 from rlx_jax.inspection import rates
 from rlx_jax.ir.ops.attention import AttentionOp
+from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.ops.recurrent import SelectiveScanOp
 from rlx_jax.ir.types import TensorType
@@ -112,6 +113,15 @@ def test_times_of_an_h200() -> None:
     assert prompts.ms_prefill == pytest.approx(58.5, rel=0.1) and prompts.prefill.bound == "FLOPs"
 
 
+def test_the_host_of_the_gpu_that_runs_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0 < rates._measured_start() < 1
+    monkeypatch.setattr(model_plan, "running_device", lambda: DEVICES["h200"])
+    monkeypatch.setattr(rates, "_measured_start", lambda: 2 * rates.GPU_START_SECONDS)
+    named, here = rlx.plan(RECIPE, device="h200", context=16).prefill, rlx.plan(RECIPE, context=16).prefill
+    assert here.seconds == here.host_seconds == pytest.approx(2 * named.host_seconds)
+    assert here.compute_seconds == named.compute_seconds
+
+
 def test_ops_are_sampled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention is run for few rows and tokens, and takes a time in proportion to its operations."""
     here = replace(rates._measured_cpu(), samples_ops=True, call_seconds=0.0, argument_seconds=0.0)
@@ -144,6 +154,8 @@ def test_ops_are_sampled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sample_takes_time() -> None:
+    weight = (TensorType((1, 1, 512), np.dtype(np.float32)), TensorType((600, 512), np.dtype(np.float32)))
+    assert 0 < estimate.sample_seconds(MatMul(contract=1), "xla", weight, 2**24) < 1  # reads several weights
     types = (TensorType((1, 64), np.dtype(np.float32)),)
     assert 0 < estimate.sample_seconds(Unary("exp"), "xla", types) < 1
     masked = AttentionOp(2, 2, extra=("keep",))
