@@ -307,9 +307,9 @@ def sample_seconds(op: Mir, implementation: str, types: tuple[TensorType, ...], 
     # wake up once for all steps, as in that of decoding.
     nbytes, is_product = sum(t.nbytes for t in types), kernel_kind(op) == "product"
     copies = SAMPLE_COPIES if nbytes < SAMPLE_COPY_BYTES or is_product else 1
-    steps, sets = (SAMPLE_STEPS, 1) if nbytes < SAMPLE_COPY_BYTES else (1, 1)
-    if is_product and math.prod(types[0].shape[:-1]) == 1 and steps == 1:
-        sets = -(-min(weight_bytes, MAX_SET_BYTES) // (copies * nbytes)) or 1
+    steps = SAMPLE_STEPS if nbytes < SAMPLE_COPY_BYTES else 1
+    reads_all = is_product and math.prod(types[0].shape[:-1]) == 1 and steps == 1
+    sets = 1 + min(weight_bytes, MAX_SET_BYTES) // (copies * nbytes) if reads_all else 1
 
     def step(x: jax.Array, operands: list[list[jax.Array]]) -> Any:
         """Run the op after itself: each run has the first value of the one in front of it in its operand."""

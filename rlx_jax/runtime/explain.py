@@ -5,6 +5,7 @@ Findings are facts of a program's plan, its compiled form and its requests that 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -116,10 +117,7 @@ class PaddedSizes:
     @property
     def waste(self) -> float:
         """Return the share of the program's values that is padding."""
-        used = 1.0
-        for requested, padded in self.sizes.values():
-            used *= requested / padded
-        return 1.0 - used
+        return 1.0 - math.prod(requested / padded for requested, padded in self.sizes.values())
 
 
 def findings_of(facts: ProgramFacts, padding: PaddedSizes | None = None) -> tuple[Finding, ...]:
