@@ -310,8 +310,8 @@ class MoeFfn:
             with emit.scope("router"):
                 router = emit.param(f"{p}.{s.keys.router}", (s.num_experts, hidden), roles=(None, "hidden"))
                 logits = emit.add_node(hir.Linear(1, f32_result=True), x, router)
-                if (added := s.keys.router_bias) is not None:
-                    logits = logits + emit.param(f"{p}.{added}", (s.num_experts,), roles=(None,))
+                if (bias_key := s.keys.router_bias) is not None:
+                    logits = logits + emit.param(f"{p}.{bias_key}", (s.num_experts,), roles=(None,))
                 bias = None if s.choice_bias is None else emit.param(f"{p}.{s.choice_bias}", (s.num_experts,))
                 weights, ids = emit.route(
                     logits, bias, top_k=s.top_k, scores=s.scores, normalise=s.normalise, scale=s.scale

@@ -178,11 +178,9 @@ def dense(
         bias: whether there is a bias.
         transpose: whether the weight is stored as `[out, in]`.
     """
-    weight, added = module_keys(f"{prefix}.{name}")
+    keys = module_keys(f"{prefix}.{name}")[: 1 + bias]
     with emit.scope(*name.split(".")):
-        return emit.linear(
-            x, weight, added if bias else None, activation=activation, transpose=transpose, roles=roles, columns=columns
-        )
+        return emit.linear(x, *keys, activation=activation, transpose=transpose, roles=roles, columns=columns)
 
 
 def block_of(key: str) -> str:

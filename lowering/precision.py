@@ -145,8 +145,8 @@ def store_in(graph: Graph, dtype: np.dtype[Any], types: TypeCache) -> Graph:
     def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
         op = node.op
         if isinstance(op, Param) and is_float(op.type.dtype) and op.type.dtype != dtype:
-            stored = Param(tuple(cast(p, dtype) for p in op.programs), type=op.type.with_dtype(dtype))
-            return (b(CastTo(op.type.dtype), b.leaf(stored)),)
+            param = Param(tuple(cast(p, dtype) for p in op.programs), type=op.type.with_dtype(dtype))
+            return (b(CastTo(op.type.dtype), b.leaf(param)),)
         table = b.nodes[inputs[0].node] if isinstance(op, hir.Embed) else None
         if table is not None and isinstance(table.op, CastTo):  # cast the rows that are read, not the table
             return (b(table.op, b(op, table.inputs[0], inputs[1])),)

@@ -392,7 +392,7 @@ def _schemes(graph: Graph, scheme_at: SchemeAt) -> dict[Program, tuple[str, bool
     Raises:
         ProfileError: two blocks that read a weight have different schemes.
     """
-    chosen: dict[Program, str] = {}
+    scheme_by_weight: dict[Program, str] = {}
     schemes: dict[Program, tuple[str, bool]] = {}
     fixed: set[Program] = set()
     turned_groups: list[tuple[Program, ...]] = []
@@ -412,10 +412,10 @@ def _schemes(graph: Graph, scheme_at: SchemeAt) -> dict[Program, tuple[str, bool
             for layer, program in enumerate(weight.programs):
                 path = bind_path(node.origin.path, layer)
                 scheme = scheme_at(path) or ""
-                if scheme and chosen.setdefault(program, scheme) != scheme:
+                if scheme and scheme_by_weight.setdefault(program, scheme) != scheme:
                     raise ProfileError(
                         f"precision.weights: {quote(path_text(path))} is {quote(scheme)}, and another block that reads "
-                        f"{printed_name(program)} is {quote(chosen[program])}; choose one for both"
+                        f"{printed_name(program)} is {quote(scheme_by_weight[program])}; choose one for both"
                     )
                 if scheme in SCHEMES and int(program.type.shape[axis]) % SCHEMES[scheme].elements == 0:
                     if schemes.setdefault(program, (scheme, axis == 0))[1] != (axis == 0):
@@ -428,16 +428,16 @@ def _schemes(graph: Graph, scheme_at: SchemeAt) -> dict[Program, tuple[str, bool
 
 def _router(graph: Graph, route: Node) -> set[int]:
     """Return the products that compute the logits of a mixture, by `id`, whatever sums and casts follow them."""
-    found: set[int] = set()
+    products: set[int] = set()
     pending = {route.inputs[0].node}
     while pending:
         node = graph.nodes[pending.pop()]
         operands = [graph.nodes[v.node].op for v in node.inputs]
         if any(isinstance(op, Param) and op.type.rank > 1 for op in operands):
-            found.add(id(node))
+            products.add(id(node))
         else:
             pending.update(v.node for v in node.inputs)
-    return found
+    return products
 
 
 def _contracted_axis(node: Node, index: int) -> int | None:

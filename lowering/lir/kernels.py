@@ -333,10 +333,10 @@ class ExpertBlocks:
         op, rows, width = self.op, self.rows, x.shape[1]
         out_width = weights[0].shape[1 if op.contract else 2]
         columns, depth = tile_size(out_width, tiles.columns), tile_size(width, tiles.depth)
-        added = [bias for bias in biases if bias is not None]
+        bias_arrays = [bias for bias in biases if bias is not None]
 
         def kernel(block_expert: Any, count: Any, number: Any, x: Any, *rest: Any) -> None:
-            matrices, added, out = rest[: len(weights)], rest[len(weights) : -1], rest[-1]
+            matrices, bias_arrays, out = rest[: len(weights)], rest[len(weights) : -1], rest[-1]
             n, b = pl.program_id(0), pl.program_id(1)
             column = pl.ds(n * columns, columns)
 
@@ -356,14 +356,14 @@ class ExpertBlocks:
 
                 zeros = jnp.zeros((rows, columns), jnp.float32)
                 sums = lax.fori_loop(0, width // depth, accumulate, (zeros,) * len(matrices))
-                if added:
-                    pairs = zip(sums, added, strict=True)
+                if bias_arrays:
+                    pairs = zip(sums, bias_arrays, strict=True)
                     sums = tuple(a + bias[expert, column].astype(jnp.float32)[None] for a, bias in pairs)
                 out[write(b, number, count), column] = finish(*sums).astype(out.dtype)
 
         shape = jax.ShapeDtypeStruct((num_rows, out_width), x.dtype)
         run = kernel_call(kernel, shape, (out_width // columns, self.block_expert.size), tiles.warps, tiles.stages)
-        return run(self.block_expert, self.count, number, x, *weights, *added)
+        return run(self.block_expert, self.count, number, x, *weights, *bias_arrays)
 
 
 def compare_into_blocks(ids: AnyArray, experts: int, rows: int) -> SortedChoices:

@@ -54,9 +54,9 @@ def find_head(graph: Graph) -> Head:
     """
     tail: list[int] = []
     products: list[int] = []
-    needed = {graph.outputs[0].node}
+    live = {graph.outputs[0].node}
     for number in range(len(graph.nodes) - 1, -1, -1):
-        if number not in needed:
+        if number not in live:
             continue
         node = graph.nodes[number]
         if isinstance(node.op, MatMul | FusedMatMulBiasAct):
@@ -64,7 +64,7 @@ def find_head(graph: Graph) -> Head:
             continue
         _check_elementwise(graph, node)
         tail.append(number)
-        needed.update(v.node for v in node.inputs)
+        live.update(v.node for v in node.inputs)
     if len(products) != 1:
         raise GraphError(
             f"{graph.name}: output {graph.output_names[0]!r} is computed by {len(products)} products with weights; "

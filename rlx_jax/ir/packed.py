@@ -202,18 +202,18 @@ class Scheme:
             shape: the logical shape of the tensor.
             box: (start, stop) for each axis of the tensor; on the last axis, multiples of `elements` or the end.
         """
-        whole = self.array_types(shape)[name].shape
+        full_shape = self.array_types(shape)[name].shape
         *rows, (start, stop) = self.stored_axes(box)
         height = self.stored_axes(shape)[-2] if rows else 1
-        if rows and whole[-2] != height:
-            (first, last), unit = rows[-1], height if whole[-2] == 1 else self.rows
+        if rows and full_shape[-2] != height:
+            (first, last), unit = rows[-1], height if full_shape[-2] == 1 else self.rows
             rows[-1] = (first // unit, -(-last // unit))
         is_shared = name == "outer" or (self.block is None and name in ("scales", "zeros"))
         if self.ordered or is_shared:  # by all of a row
-            return (*rows, (0, int(whole[-1])))
+            return (*rows, (0, int(full_shape[-1])))
         # Not a ratio of sizes, as the last group may be incomplete.
         unit, per_unit = self.elements, int(self.array_types((self.elements,))[name].shape[-1])
-        return (*rows, (start // unit * per_unit, min(-(-stop // unit) * per_unit, int(whole[-1]))))
+        return (*rows, (start // unit * per_unit, min(-(-stop // unit) * per_unit, int(full_shape[-1]))))
 
 
 # The schemes by which `quantize` packs values.

@@ -364,15 +364,15 @@ def drop_unread_sides(graph: Graph, types: TypeCache) -> Graph:
             return None
         sides = range(op.carries, len(op.body.outputs))
         results = {side: [op.carries + (side - op.carries) * op.count + i for i in range(op.count)] for side in sides}
-        kept = [side for side in sides if any(Value(number, index) in read for index in results[side])]
-        if len(kept) == len(sides):
+        read_sides = [side for side in sides if any(Value(number, index) in read for index in results[side])]
+        if len(read_sides) == len(sides):
             return None
-        indices = [*range(op.carries), *kept]
+        indices = [*range(op.carries), *read_sides]
         outputs = tuple(op.body.outputs[i] for i in indices)
         names = tuple(op.body.output_names[i] for i in indices) if op.body.output_names else ()
         new = b.append(replace(op, body=replace(op.body, outputs=outputs, output_names=names)), *inputs)
         values = dict(enumerate(new[: op.carries]))
-        values |= zip((index for side in kept for index in results[side]), new[op.carries :], strict=True)
+        values |= zip((index for side in read_sides for index in results[side]), new[op.carries :], strict=True)
         return tuple(values.get(index, new[0]) for index in range(len(node.types)))  # nothing reads the others
 
     return rewrite(graph, lambda part: fn if part is graph else lambda *_: None, types, "outputs")

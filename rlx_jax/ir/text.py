@@ -357,8 +357,8 @@ def diff_text(before: Graph, after: Graph, levels: tuple[str, str], note: str = 
         f"({len(before.outputs)} → {len(after.outputs)} outputs)",
         f"  op delta: {', '.join(f'{name}{delta:+}' for name, delta in deltas.items() if delta) or 'none'}",
     ]
-    changed = list(_changes(graph_lines(before, levels[0]), graph_lines(after, levels[1])))
-    return "\n".join([*lines, "", *changed])
+    changes = list(_changes(graph_lines(before, levels[0]), graph_lines(after, levels[1])))
+    return "\n".join([*lines, "", *changes])
 
 
 def _changes(before: Sequence[Line], after: Sequence[Line]) -> Iterator[str]:

@@ -111,14 +111,14 @@ def _for_device(flow: Buildable, profile: ProfileLike | None, rates: Rates) -> C
         ProfileError: the profile is for another device.
     """
     own = getattr(flow, "profile", None)
-    chosen = CompileProfile.of(profile) if profile is not None else own or CompileProfile.auto()
+    base = CompileProfile.of(profile) if profile is not None else own or CompileProfile.auto()
     name, kind = rates.device.name, rates.device.kind
-    if chosen.fusion.target not in ("auto", name, kind):
+    if base.fusion.target not in ("auto", name, kind):
         raise ProfileError(
-            f"profile: its fusion.target is {quote(chosen.fusion.target)}, and device is {quote(name)}; plan for that "
+            f"profile: its fusion.target is {quote(base.fusion.target)}, and device is {quote(name)}; plan for that "
             "device, or leave the target 'auto'"
         )
-    return chosen.replace(fusion={"target": name})
+    return base.replace(fusion={"target": name})
 
 
 def _planned_mesh(mesh: Any) -> Any:
@@ -317,8 +317,8 @@ def _alternatives(request: PlanRequest, result: ModelPlan) -> Iterator[tuple[str
     for change, (precision, factor) in precisions.items():
         if not (result.dtype != "f32" and "compute" in precision) and ("kv" not in precision or result.cache):
             if smallest <= factor:
-                changed = replace(model, profile=model.profile.replace(precision=precision))
-                yield change, {"profile": {"precision": precision}}, replace(request, model=changed)
+                variant = replace(model, profile=model.profile.replace(precision=precision))
+                yield change, {"profile": {"precision": precision}}, replace(request, model=variant)
     for name, word in (("context", "a context of"), ("batch", "a batch of")) if smallest <= 1 else ():
         size = getattr(result, name)
         smaller = [replace(request, **{name: size >> i}) for i in range(1, size.bit_length())]
@@ -329,5 +329,5 @@ def _alternatives(request: PlanRequest, result: ModelPlan) -> Iterator[tuple[str
     if model.mesh is None and request.rates.device.kind != "cpu":
         for count in MORE_DEVICES:
             if smallest <= count:
-                changed = replace(model, mesh=PlannedDevices(count))
-                yield f"{count} devices", {"mesh": count}, replace(request, model=changed)
+                variant = replace(model, mesh=PlannedDevices(count))
+                yield f"{count} devices", {"mesh": count}, replace(request, model=variant)

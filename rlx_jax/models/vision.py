@@ -139,8 +139,8 @@ class PatchMean:
         x = emit.require(value, "PatchMean")
         with emit.scope("patch_mean"):
             if self.mask_input is not None:
-                kept = emit.cast(emit.flow_input(self.mask_input), x.dtype)
-                return emit.einsum("bsh,bs->bh", x, kept) / emit.sum(kept, 1, keepdims=True)
+                weights = emit.cast(emit.flow_input(self.mask_input), x.dtype)
+                return emit.einsum("bsh,bs->bh", x, weights) / emit.sum(weights, 1, keepdims=True)
             mean = (x[:, self.start :] if self.start else x).mean(axis=1)
             return emit.concat([emit.first_token(x), mean]) if self.cls else mean
 

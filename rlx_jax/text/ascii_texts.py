@@ -166,9 +166,9 @@ class AsciiTexts:
             begins[missing] = (first if has_room else len(ids)) + np.cumsum(counts[missing]) - counts[missing]
             if has_room:
                 ids[first:end], table.used = new_ids, end
-                added = missing[fits[missing] & (counts[missing] <= 0xFFFF)]
-                table.rows[slots[added], :2] = keys[added]
-                table.rows[slots[added], 2] = begins[added] << 16 | counts[added]
+                new_words = missing[fits[missing] & (counts[missing] <= 0xFFFF)]
+                table.rows[slots[new_words], :2] = keys[new_words]
+                table.rows[slots[new_words], 2] = begins[new_words] << 16 | counts[new_words]
                 return ids, begins, counts
             if table.ids is ids:
                 table.clear()
@@ -190,5 +190,5 @@ class AsciiTexts:
 def take_ranges(values: HostArray, begins: HostArray, counts: HostArray) -> HostArray:
     """Return ranges of values, one after another, by where each begins and its number of values."""
     ends = np.cumsum(counts)
-    taken: HostArray = values[np.arange(ends[-1] if len(ends) else 0) + np.repeat(begins - ends + counts, counts)]
-    return taken
+    result: HostArray = values[np.arange(ends[-1] if len(ends) else 0) + np.repeat(begins - ends + counts, counts)]
+    return result

@@ -234,6 +234,6 @@ def read_numbers(metadata: Metadata, key: str, count: int, where: str) -> np.nda
     """Return a list of one number for each token."""
     values = metadata.get(PREFIX + key)
     if not isinstance(values, np.ndarray) or values.shape != (count,):
-        found = f"{values.size} of them" if isinstance(values, np.ndarray) else shown(values)
-        raise TokenizerError(f"{where}: {PREFIX}{key}: expected {count} numbers, one for each token, got {found}")
+        text = f"{values.size} of them" if isinstance(values, np.ndarray) else shown(values)
+        raise TokenizerError(f"{where}: {PREFIX}{key}: expected {count} numbers, one for each token, got {text}")
     return values

@@ -97,10 +97,10 @@ def encode_windows(
     native = tokenizer._native
 
     def encode() -> list[TokenSpans]:
-        asked, told = native.encode_batch([question, context], add_special_tokens=False)
-        size = None if max_length is None else max_length - len(asked) - native.num_special_tokens_to_add(True)
-        windows = _windows(told, size, overlap, tokenizer.truncation_side, f"context{where}")
-        pairs = [(asked, w) if tokenizer.padding_side == "right" else (w, asked) for w in windows]
+        first, second = native.encode_batch([question, context], add_special_tokens=False)
+        size = None if max_length is None else max_length - len(first) - native.num_special_tokens_to_add(True)
+        windows = _windows(second, size, overlap, tokenizer.truncation_side, f"context{where}")
+        pairs = [(first, w) if tokenizer.padding_side == "right" else (w, first) for w in windows]
         return [TokenSpans.of(tokenizer, *pair) for pair in pairs]
 
     return guard(encode, "encoding failed")

@@ -80,7 +80,7 @@ def find_attention(captures: Sequence[Capture], nodes: Sequence[Node], where: st
     if not any(capture.is_inner for capture in captures):
         return list(captures)
     attention = {number: node.origin.path for number, node in enumerate(nodes) if isinstance(node.op, hir.Attention)}
-    found = []
+    results = []
     for capture in captures:
         inside = [n for n, path in attention.items() if path[: len(capture.block)] == capture.block]
         if capture.is_inner and len(inside) != 1:
@@ -90,8 +90,8 @@ def find_attention(captures: Sequence[Capture], nodes: Sequence[Node], where: st
                 f"{where}: at({path_text(capture.block)!r}).capture({capture.wrapper.value!r}): the block {count}; "
                 f"attention is in {paths}"
             )
-        found.append(replace(capture, attention=inside[0]) if capture.is_inner else capture)
-    return found
+        results.append(replace(capture, attention=inside[0]) if capture.is_inner else capture)
+    return results
 
 
 def write_tap(b: Builder, op: hir.Attention, operands: Sequence[Value], name: str) -> Value:

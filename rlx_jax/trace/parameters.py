@@ -257,10 +257,10 @@ class Parameters:
         """
         for name in key.keys if isinstance(key, WeightStack) else (stored_key(key),):
             where, decl = f"{path}: weight {quote(name)}", last_declaration(self.declared, name, "init")
-            chosen = init if init is None else check_init(init, where)
-            chosen = chosen if decl is None else decl.init
-            if chosen is not None and self.inits.setdefault(name, chosen) != chosen:
-                raise GraphError(f"{where}: its init is {shown(self.inits[name])} elsewhere and {shown(chosen)} here")
+            own_init = init if init is None else check_init(init, where)
+            own_init = own_init if decl is None else decl.init
+            if own_init is not None and self.inits.setdefault(name, own_init) != own_init:
+                raise GraphError(f"{where}: its init is {shown(self.inits[name])} elsewhere and {shown(own_init)} here")
 
     def record_roles(self, key: str, roles: Sequence[Role], t: TensorType, path: str) -> None:
         """Record the roles of a weight's axes, merged with the roles of earlier uses.

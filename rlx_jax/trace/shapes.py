@@ -437,12 +437,12 @@ class Shapes(Arithmetic[V]):
 
     def full_like(self, x: V, value: float, dtype: Any = None) -> V:
         """Return `value` in the shape of x, in its dtype or in `dtype`."""
-        chosen = self.type_of(x).dtype if dtype is None else as_dtype(dtype)
+        result_dtype = self.type_of(x).dtype if dtype is None else as_dtype(dtype)
         if not is_number(value):
             raise GraphError(f"{self.path}: full_like takes a number, got {shown(value)}")
         with locate_errors(self.builder.current_origin):
-            small_constant(value, chosen)  # refuses what the dtype cannot hold
-        return self.add_node(FullLike(float(value), chosen), x)
+            small_constant(value, result_dtype)  # refuses what the dtype cannot hold
+        return self.add_node(FullLike(float(value), result_dtype), x)
 
     def zeros_like(self, x: V, dtype: Any = None) -> V:
         """Return zeros in the shape of x."""

@@ -238,8 +238,8 @@ class Writer(Generic[V]):
         return int(axis) % t.rank
 
     def _axes(self, value: V, axes: Axes) -> tuple[int, ...]:
-        chosen = range(self.type_of(value).rank) if axes is None else axes if isinstance(axes, Iterable) else (axes,)
-        return tuple(self._axis(value, axis) for axis in chosen)
+        selection = range(self.type_of(value).rank) if axes is None else axes if isinstance(axes, Iterable) else (axes,)
+        return tuple(self._axis(value, axis) for axis in selection)
 
     # -- any JAX function --------------------------------------------------------------------
 

@@ -71,10 +71,10 @@ def open_directory(directory: str, *, strict: bool, links: Links) -> list[Tensor
         UnsupportedError: there are only weights of another format.
         Others: as `open_index` and `open_safetensors`.
     """
-    chosen = _choose_file(directory, list_directory(directory))
-    if chosen.endswith(INDEX_SUFFIX):
-        return open_index(directory, chosen, strict=strict, links=links)
-    return [open_safetensors(resolve(directory, chosen, links), name=chosen)]
+    file_name = _choose_file(directory, list_directory(directory))
+    if file_name.endswith(INDEX_SUFFIX):
+        return open_index(directory, file_name, strict=strict, links=links)
+    return [open_safetensors(resolve(directory, file_name, links), name=file_name)]
 
 
 def fetch_weight_files(folder: Folder, max_bytes: int | None = None) -> None:
@@ -86,13 +86,13 @@ def fetch_weight_files(folder: Folder, max_bytes: int | None = None) -> None:
     """
     if folder.snapshot is None:
         return
-    chosen, index = _choose_on_hub(folder)
+    file_name, index = _choose_on_hub(folder)
     if max_bytes is not None:
         total = sum(info.nbytes for file in read_headers(folder).values() for info in file.values())
         limits.check_limit(total, (max_bytes, "max_bytes"), "the size of all weights in bytes")
     folder.fetch(MANIFEST_NAME, bounds={MANIFEST_NAME: limits.bound("MAX_TREE_BYTES")})
     folder.fetch(*QUANTIZATION_FILES, bounds=dict.fromkeys(QUANTIZATION_FILES, limits.bound("MAX_CONFIG_BYTES")))
-    folder.fetch(*([chosen] if index is None else index.shards))  # `open_index` reports missing shards
+    folder.fetch(*([file_name] if index is None else index.shards))  # `open_index` reports missing shards
 
 
 def read_headers(folder: Folder) -> dict[str, Header]:
@@ -101,8 +101,8 @@ def read_headers(folder: Folder) -> dict[str, Header]:
     Raises:
         As `open_directory`, applied to the file names on the Hub. HubError and others: as `Snapshot.read_range`.
     """
-    chosen, index = _choose_on_hub(folder)
-    shards = [chosen] if index is None else list(index.shards)
+    file_name, index = _choose_on_hub(folder)
+    shards = [file_name] if index is None else list(index.shards)
     if index is not None:
         _refuse_missing(index, [shard for shard in shards if folder.hub_file(shard) is None])
     results: dict[str, Header] = {}
@@ -125,11 +125,11 @@ def read_headers(folder: Folder) -> dict[str, Header]:
 def _choose_on_hub(folder: Folder) -> tuple[str, _Index | None]:
     """Return the name of a Hub model's weight file and None, or the name of its index and the index, fetched."""
     where, names = folder.where("").strip("'"), folder.names()
-    chosen = _choose_file(where, names)
-    if not chosen.endswith(INDEX_SUFFIX):
-        return chosen, None
-    folder.fetch(chosen, bounds={chosen: (limits.bound("MAX_INDEX_BYTES"))})
-    return chosen, _read_index(resolve(os.fspath(folder.path), chosen), folder.where(chosen))
+    file_name = _choose_file(where, names)
+    if not file_name.endswith(INDEX_SUFFIX):
+        return file_name, None
+    folder.fetch(file_name, bounds={file_name: (limits.bound("MAX_INDEX_BYTES"))})
+    return file_name, _read_index(resolve(os.fspath(folder.path), file_name), folder.where(file_name))
 
 
 def refuse_without_config(folder: Folder) -> None:

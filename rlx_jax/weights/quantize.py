@@ -137,7 +137,7 @@ def quantized_entries(entries: Sequence[Entry], method: str) -> tuple[list[Entry
     Raises:
         WeightError: there is no weight to quantize.
     """
-    quantizer, result, kept = QUANTIZERS[method], list[Entry](), list[str]()
+    quantizer, result, unquantized = QUANTIZERS[method], list[Entry](), list[str]()
     for entry in entries:
         shape = entry.type.shape
         is_linear = entry.key.endswith(".weight") and len(shape) == 2 and is_float(entry.type.dtype)
@@ -145,7 +145,7 @@ def quantized_entries(entries: Sequence[Entry], method: str) -> tuple[list[Entry
             result.append(entry)
         elif _KEPT.search(entry.key) or any(size % quantizer.block for size in shape):
             result.append(entry)
-            kept.append(entry.key.removesuffix(".weight"))
+            unquantized.append(entry.key.removesuffix(".weight"))
         else:
             scales_type = TensorType(quantizer.scales_shape(shape), F32)
             result.append(Entry(entry.key, TensorType(shape, quantizer.dtype), partial(_part, quantizer, entry, 0)))
@@ -155,7 +155,7 @@ def quantized_entries(entries: Sequence[Entry], method: str) -> tuple[list[Entry
             f"save: there is no weight of a linear layer to store as {method}, whose shape is a multiple of "
             f"{quantizer.block}"
         )
-    return result, quantizer.config(sorted(kept))
+    return result, quantizer.config(sorted(unquantized))
 
 
 def _part(quantizer: Quantizer, entry: Entry, index: int) -> HostArray:

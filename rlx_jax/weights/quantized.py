@@ -94,9 +94,9 @@ class QuantizedSource(NamedTensors[None], SourceView):
         if not array:
             return read_numbers(key, self, index)
         weight = self._describe(self._module(name))
-        found = weight.scheme.array_types(weight.shape)[array]
-        box, rest = index_box(index, found.shape, key)
-        values = np.empty(box_shape(box), found.dtype) if 0 in box_shape(box) else weight.arrays[array](*box)
+        array_type = weight.scheme.array_types(weight.shape)[array]
+        box, rest = index_box(index, array_type.shape, key)
+        values = np.empty(box_shape(box), array_type.dtype) if 0 in box_shape(box) else weight.arrays[array](*box)
         return np.ascontiguousarray(values[rest])
 
     def _module(self, key: str) -> str:

@@ -387,8 +387,8 @@ def _quant_state(t: ModuleTensors) -> _QuantState:
     Raises:
         ConfigError: it is malformed.
     """
-    if (found := t.type(_STATE, U8, rank=1)).size > 2**16:
-        raise t.mismatch(_STATE, "at most 65,536 bytes", found)
+    if (state_type := t.type(_STATE, U8, rank=1)).size > 2**16:
+        raise t.mismatch(_STATE, "at most 65,536 bytes", state_type)
     t.expect(".weight.quant_map", (16,), F32)
     if not np.array_equal(t.read(".weight.quant_map"), TABLES["nf4"]):
         raise UnsupportedError(f"{t.where}: quant_map has other values than NF4")

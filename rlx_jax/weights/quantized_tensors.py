@@ -78,22 +78,22 @@ class ModuleTensors:
         if not self.source.has(key):
             raise MissingWeightError(f"{self.where} is quantised, and its tensor {quote(key)} is missing")
         spec = self.source.spec(key)
-        found = TensorType(tuple(spec.shape), np.dtype(spec.dtype))
-        if found.dtype not in dtypes:
+        tensor = TensorType(tuple(spec.shape), np.dtype(spec.dtype))
+        if tensor.dtype not in dtypes:
             expected = " or ".join(map(short_name, dtypes))
             raise WeightError(
-                f"{self.where}: {quote(key)} ({self.source.where(key)}): expected {expected}, got {found}"
+                f"{self.where}: {quote(key)} ({self.source.where(key)}): expected {expected}, got {tensor}"
             )
-        if (rank is not None and len(found.shape) != rank) or 0 in found.shape:
-            raise self.mismatch(end, "values" if rank is None else f"{rank} axes", found)
-        return found
+        if (rank is not None and len(tensor.shape) != rank) or 0 in tensor.shape:
+            raise self.mismatch(end, "values" if rank is None else f"{rank} axes", tensor)
+        return tensor
 
     def expect(self, end: str, shape: tuple[int, ...], *dtypes: np.dtype[Any]) -> TensorType:
         """Return the type of a tensor that must have this shape. Errors as `type`."""
-        found = self.type(end, *dtypes)
-        if found.shape != shape:
-            raise self.mismatch(end, f"shape {list(shape)}", found)
-        return found
+        tensor = self.type(end, *dtypes)
+        if tensor.shape != shape:
+            raise self.mismatch(end, f"shape {list(shape)}", tensor)
+        return tensor
 
     def refuse_plain(self) -> None:
         """Raise `DuplicateWeightError` if the module also has a weight that is not quantised."""
@@ -170,5 +170,5 @@ def read_outer(t: ModuleTensors, end: str, is_divisor: bool = False) -> ReadArra
 
 def expect_one(t: ModuleTensors, end: str, dtype: np.dtype[Any]) -> None:
     """Check that a tensor is one value."""
-    if (found := t.type(end, dtype)).size != 1:
-        raise t.mismatch(end, "one value", found)
+    if (tensor := t.type(end, dtype)).size != 1:
+        raise t.mismatch(end, "one value", tensor)

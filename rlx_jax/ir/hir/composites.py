@@ -352,8 +352,8 @@ class RelativeScores(Hir):
             products = b(Einsum("bsnd,rnd->bnsr", result=F32), heads, embeddings)
             # Row s has the rows of its distances to each t as a query, and transposed as a key.
             index = rows if term == "keys" else b(Transpose((0, 1, 3, 2)), rows)
-            taken = b(TakeAlongAxis(3, "clip"), products, index)
-            scores.append(taken if term == "keys" else b(Transpose((0, 1, 3, 2)), taken))
+            score = b(TakeAlongAxis(3, "clip"), products, index)
+            scores.append(score if term == "keys" else b(Transpose((0, 1, 3, 2)), score))
         total = scores[0] if len(scores) == 1 else b(Binary("add"), *scores)
         return b(Binary("mul"), total, b.scalar(self.scale, total))
 
