@@ -78,10 +78,6 @@ class BertConfig(TokenConfig):
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {"position_embedding_type": ("absolute",)}
 
     @classmethod
-    def read(cls, c: Fields) -> Self:
-        return cls(**cls.common_fields(c))
-
-    @classmethod
     def common_fields(cls, c: Fields) -> dict[str, Any]:
         """Return the fields that BERT-like configs share."""
         types = c.integer("type_vocab_size", cls.type_vocab_size, low=cls.min_types)

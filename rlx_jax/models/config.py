@@ -115,16 +115,26 @@ def _without_window(c: Fields) -> set[str]:
 class ModelConfig:
     """Sizes of a model, as its `config.json` defines them.
 
-    A family's config is a frozen subclass that reads its own fields. `inert` names fields that do not affect its
-    computation, `neutral` fields that do not at some values.
+    A family's config is a frozen subclass that reads its own fields.
+
+    Attributes:
+        defaults: the family's defaults of the fields that it shares with others.
+        inert: names of fields that do not affect the computation.
+        neutral: fields that do not at some values.
     """
 
+    defaults: ClassVar[Mapping[str, Any]] = {}
     inert: ClassVar[tuple[str, ...]] = ()
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     @classmethod
     def read(cls, c: Fields) -> Self:
         """Return the config from the family's fields. The caller refuses unread fields afterwards."""
+        return cls(**cls.common_fields(c))
+
+    @classmethod
+    def common_fields(cls, c: Fields) -> dict[str, Any]:
+        """Return the attributes whose fields several families share."""
         raise NotImplementedError
 
     @classmethod

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -53,7 +53,8 @@ class DecoderConfig(CausalConfig):
 
     `inv_freq` are the inverse frequencies of its rope; cos and sin are multiplied by `rope_factor`. With
     `bidirectional` tokens also read later ones, as in models of embeddings. A family's config is a subclass with
-    additional fields. It overrides `read`, and `layer_spec` and `ends` where it differs from Llama.
+    additional fields; its `defaults` are keywords of `plain_fields`. It overrides `read`, and `layer_spec` and `ends`
+    where it differs from Llama.
     """
 
     vocab_size: int
@@ -72,14 +73,8 @@ class DecoderConfig(CausalConfig):
 
     neutral = {"is_decoder": (False, True)}  # a decoder either way
 
-    # The family's defaults, keywords of `plain_fields`; and further attributes, by the names of their fields.
-    defaults: ClassVar[Mapping[str, Any]] = {}
+    # Further attributes, by the names of their fields.
     fields: ClassVar[tuple[str, ...]] = ()
-
-    @classmethod
-    def read(cls, c: Fields) -> Self:
-        """Return the config from the family's fields, in the spelling of transformers 4 or 5."""
-        return cls(**cls.common_fields(c))
 
     @classmethod
     def common_fields(cls, c: Fields) -> dict[str, Any]:

@@ -46,13 +46,8 @@ class VisionConfig(TowerConfig):
     registers: int = 0
     antialias: bool = False
 
-    defaults: ClassVar[Mapping[str, Any]] = {}
     patch: ClassVar[int] = 16
     fields: ClassVar[Mapping[str, str]] = {}
-
-    @classmethod
-    def read(cls, c: Fields) -> Self:
-        return cls(**cls.common_fields(c))
 
     @classmethod
     def common_fields(cls, c: Fields) -> dict[str, Any]:
