@@ -185,14 +185,28 @@ STEPS = {"cache": 4, "window": 4} | SHORT
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SHORT else pytest.mark.slow) for n in CASES])
 def test_the_kernel_computes_the_same(name: str) -> None:
     """In the interpreter: for a full cache, a ring that wrapped, a row without a new token, and an empty cache."""
+    check_kernel(CASES[name], STEPS.get(name, 2))
+
+
+@needs_mosaic
+@pytest.mark.slow
+@pytest.mark.parametrize("splits", [1, 3, 4])
+def test_programs_that_share_a_long_cache(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of over 2,048 slots, with as many multiprocessors as the programs of two heads."""
+    monkeypatch.setattr("rlx_jax.lowering.lir.decode_attention.MULTIPROCESSORS", 2 * splits)
+    assert divide(1, 2, 1, CASES["long"].keys) == (1, splits)
+    check_kernel(CASES["long"], 2)
+
+
+def check_kernel(case: Case, num_steps: int) -> None:
+    """Compare the kernel in the interpreter with the ops of its group."""
     pallas: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
-    case = CASES[name]
     graph = graph_of(case)
     group = group_of(graph)
     assert group is not None and isinstance(group.op, AttentionGroup)
     kernel = jax.jit(functools.partial(run_attention, group.op, interpret=pallas.InterpretGPUParams()))
     last = 3 * case.keys + 5 if case.ring else case.keys - 1
-    for start, length in ((last, 1), (9, 0), (0, 1), (33, 1))[: STEPS.get(name, 2)]:
+    for start, length in ((last, 1), (9, 0), (0, 1), (33, 1))[:num_steps]:
         operands = operands_of(graph, group, start, length)
         want, got = group.op.eval(*operands), kernel(*operands)
         np.testing.assert_allclose(got[0].astype(np.float32), want[0].astype(np.float32), atol=0.02)
