@@ -182,16 +182,18 @@ class Route(Hir):
 
     def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
         f32_operands = [in_dtype(b, v, F32) for v in operands]
+        # A softmax over all, divided by its sum over the selected ones, is the softmax over the selected ones.
+        over_selected = self.scores == "chosen" or (self.scores == "softmax" and self.normalise and not self.biased)
         kinds = {"softmax": Softmax(-1), "sigmoid": Unary("sigmoid")}
-        scores = b(kinds[self.scores], f32_operands[0]) if self.scores in kinds else f32_operands[0]
+        scores = f32_operands[0] if over_selected else b(kinds[self.scores], f32_operands[0])
         if self.biased:
             _, ids = b.add(TopK(self.top_k), b(Binary("add"), scores, f32_operands[1]))
             weights = b(TakeAlongAxis(b.type(ids).rank - 1, "clip"), scores, ids)
         else:
             weights, ids = b.add(TopK(self.top_k), scores)
-        if self.scores == "chosen":
+        if over_selected:
             weights = b(Softmax(-1), weights)
-        if self.normalise:
+        elif self.normalise:
             total = b(Reduce("sum", (b.type(weights).rank - 1,), keepdims=True), weights)
             if self.scores == "sigmoid":  # all of them may underflow to 0, unlike a softmax
                 total = b(Binary("add"), total, b.scalar(1e-20, total))
