@@ -15,10 +15,16 @@ import rlx_jax as rlx
 from rlx_jax.blocks import MoeSpec
 from rlx_jax.device import DEVICES
 from rlx_jax.ir.ops.experts import ClampedGate, ExpertFfn
-from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
+from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.lowering.lir import experts, implementations, recurrent
-from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS, KERNELS, runnable_choices, without_triton_warning
+from rlx_jax.lowering.lir.implementations import (
+    IMPLEMENTATIONS,
+    KERNELS,
+    choose_convolution,
+    runnable_choices,
+    without_triton_warning,
+)
 from rlx_jax.lowering.lir.kernels import TILES
 from rlx_jax.lowering.lir.plan import Choice
 from tests.oracles import op_formulas
@@ -158,6 +164,16 @@ def test_where_kernels_run(case: str) -> None:
     assert found.implementation == want and without.implementation not in KERNELS
     assert not runnable_choices({(op, operands): found}, DEVICES["a100"]) or want not in KERNELS
     assert runnable_choices({(op, operands): found}, DEVICES["h100"])
+
+
+@pytest.mark.parametrize(("device", "tokens", "want"), [("h200", 512, True), ("h200", 511, False), ("cpu", 512, False)])
+def test_where_a_convolution_is_a_kernel_of_its_own(device: str, tokens: int, want: bool) -> None:
+    """On a GPU, of many tokens; its numbers are the same."""
+    op, arrays = CausalConvOp(), [np.ones((1, tokens + 3, 8), np.float32), np.ones((8, 4), np.float32)]
+    choice = choose_convolution((op, tuple(TensorType(a.shape, a.dtype) for a in arrays)), DEVICES[device])
+    assert (choice is not None) == want
+    name = "xla" if choice is None else choice.implementation
+    np.testing.assert_array_equal(jax.jit(lambda *a: IMPLEMENTATIONS[name](op, *a))(*arrays), op.eval(*arrays))
 
 
 PLANS: dict[str, tuple[dict[str, Any], str, bool]] = {

@@ -24,6 +24,7 @@ from rlx_jax.ir.ops.cache import CacheUpdate, RingStep, write_rows
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
+from rlx_jax.ir.ops.recurrent import CausalConvOp
 from rlx_jax.ir.types import is_float
 from rlx_jax.lowering.lir.attention import choose as choose_attention
 from rlx_jax.lowering.lir.attention import cudnn, query_chunks
@@ -38,6 +39,9 @@ from rlx_jax.lowering.lir.recurrent import chunk_by_chunk, chunks_at_once, one_t
 from rlx_jax.lowering.sharding import ModelSharding
 
 AnyArray = Any
+
+# Tokens of a causal convolution, at least, that runs as a kernel of its own on a GPU.
+MIN_UNFUSED_TOKENS = 512
 
 
 def choose_product(call: Call, device: Device, preference: str) -> Choice | None:
@@ -131,6 +135,24 @@ def write_in_loop(cache: Array, slots: Array, rows: Array, ordered: bool = False
     return new_cache
 
 
+def choose_convolution(call: Call, device: Device) -> Choice | None:
+    """Choose `unfused` for a causal convolution of many tokens on a GPU, else None."""
+    _, (z, w, *_) = call
+    if device.kind == "cuda" and int(z.shape[1]) - int(w.shape[1]) + 1 >= MIN_UNFUSED_TOKENS:
+        return Choice("unfused", "XLA's kernel of it and the slices after it is slower")
+    return None
+
+
+def unfused(op: CausalConvOp, *arrays: Array) -> Array:
+    """Compute a convolution as a kernel without the ops that read it.
+
+    With them XLA makes one kernel that has three results. Measured on one H200, bf16, 8 x 4096 tokens of 6,144 channels
+    in the layers of Qwen3.5-0.8B, it took 0.72 ms a layer, and two kernels 0.48.
+    """
+    result: Array = lax.optimization_barrier(op.eval(*arrays))
+    return result
+
+
 # Imported only when a kernel runs, as it imports Pallas.
 _kernels = LazyModule("rlx_jax.lowering.lir.kernels")
 
@@ -144,7 +166,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     # Operands transposed to have the head axis first: XLA's batched products on a CPU are faster so.
     "heads_first": lambda op, *arrays: op.eval(*arrays, heads_first=True),
     **{fn.__name__: functools.partial(few_rows, fn) for fn in (row, lanes)},
-    **{fn.__name__: fn for fn in (cudnn, query_chunks, one_token, chunks_at_once, chunk_by_chunk, in_loop)},
+    **{fn.__name__: fn for fn in (cudnn, query_chunks, one_token, chunks_at_once, chunk_by_chunk, in_loop, unfused)},
     **{fn.__name__: fn for fn in (gathered, blocked, looped, ragged)},
     **{name: lambda *arrays, name=name: getattr(_kernels, name)(*arrays) for name in TRITON_KERNELS},
     "matvec": run_group,
@@ -223,6 +245,7 @@ def choose_implementations(
         # `group_attention` and `group_products` make groups only where their kernels run.
         AttentionGroup: lambda call: Choice("decode_attention", "one kernel with the ops around the attention"),
         KernelGroup: lambda call: Choice("matvec", "one kernel with the ops around the product"),
+        CausalConvOp: lambda call: choose_convolution(call, device),
         ExpertFfn: lambda call: choose_experts(call, device, experts, model_sharding, use_kernels),
     }
     choices: dict[Call, Choice] = {}

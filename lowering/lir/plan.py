@@ -21,7 +21,7 @@ from rlx_jax.ir.ops.cache import CacheUpdate, RingStep
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
-from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
+from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.param import (
     PackedArray,
     Program,
@@ -45,7 +45,7 @@ RECURRENCES = (GatedDeltaOp, SelectiveScanOp)
 CACHE_WRITES = (CacheUpdate, RingStep)
 GROUPS = (AttentionGroup, KernelGroup)
 # The ops that may have a choice.
-CHOICE_OPS = (AttentionOp, ExpertFfn, *GROUPS, *PRODUCTS, *RECURRENCES, *CACHE_WRITES)
+CHOICE_OPS = (AttentionOp, CausalConvOp, ExpertFfn, *GROUPS, *PRODUCTS, *RECURRENCES, *CACHE_WRITES)
 
 
 @dataclass(frozen=True)
