@@ -282,8 +282,8 @@ class DecodeLoop(TokenChooser):
     def __call__(self, extend: Function) -> Function:
         def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
             def step(carry: Any) -> Any:
-                i, rows, state, out = carry
-                extend_inputs = {self.ids_input: rows.ids[:, None], "lengths": rows.running.astype(jnp.int32)}
+                i, lengths, rows, state, out = carry
+                extend_inputs = {self.ids_input: rows.ids[:, None], "lengths": lengths}
                 outputs, state = extend(params, state, extend_inputs)
                 logits = outputs[0][:, 0]
                 new_ids, rows = self.choose_next(
@@ -292,24 +292,25 @@ class DecodeLoop(TokenChooser):
                 k = self.num_logprobs
                 step_out = (new_ids, *([] if k is None else [token_log_probs(logits, rows.ids, k)]))
                 out = jax.tree.map(lambda a, new: lax.dynamic_update_slice_in_dim(a, new[:, None], i, 1), out, step_out)
-                return i + 1, rows, state, out
+                # Lengths are carried: a kernel that converts them would start each step, and every layer wait for it.
+                return i + 1, rows.running.astype(jnp.int32), rows, state, out
 
             rows = inputs["rows"]
             batch = rows.ids.shape[0]
             tokens = jnp.full((batch, self.steps), STOPPED, jnp.int32)
             k = self.num_logprobs
             out: Any = (tokens, *([] if k is None else [zero_log_probs(batch, self.steps, k)]))
-            start = (jnp.int32(0), rows, state, out)
+            start = (jnp.int32(0), rows.running.astype(jnp.int32), rows, state, out)
 
             def continues(carry: Any) -> Array:
-                running: Array = carry[1].running
+                running: Array = carry[2].running
                 has_work = running.sum() > inputs["min_running"] if self.stop_width else running.any()
                 return jnp.logical_and(carry[0] < self.steps, has_work)
 
             if self.early_exit:
-                _, rows, state, out = lax.while_loop(continues, step, start)
+                _, _, rows, state, out = lax.while_loop(continues, step, start)
             else:
-                _, rows, state, out = lax.fori_loop(0, self.steps, lambda i, c: step(c), start)
+                _, _, rows, state, out = lax.fori_loop(0, self.steps, lambda i, c: step(c), start)
             return (out[0], rows, *out[1:]), state
 
         return function
