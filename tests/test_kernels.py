@@ -169,7 +169,7 @@ def test_where_kernels_run(case: str) -> None:
 @pytest.mark.parametrize(("device", "tokens", "want"), [("h200", 512, True), ("h200", 511, False), ("cpu", 512, False)])
 def test_where_a_convolution_is_a_kernel_of_its_own(device: str, tokens: int, want: bool) -> None:
     """On a GPU, of many tokens; its numbers are the same."""
-    op, arrays = CausalConvOp(), [np.ones((1, tokens + 3, 8), np.float32), np.ones((8, 4), np.float32)]
+    op, arrays = CausalConvOp(), [jnp.ones((1, tokens + 3, 8)), jnp.ones((8, 4))]
     choice = choose_convolution((op, tuple(TensorType(a.shape, a.dtype) for a in arrays)), DEVICES[device])
     assert (choice is not None) == want
     name = "xla" if choice is None else choice.implementation
