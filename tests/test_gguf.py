@@ -32,7 +32,7 @@ from rlx_jax.errors import (
     UnsupportedError,
 )
 from rlx_jax.ir.packed import PackedSpec
-from rlx_jax.weights import execute
+from rlx_jax.weights import execute, tensor_file
 from rlx_jax.weights.gguf_header import read_gguf_header
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.comparing import assert_same_model
@@ -201,7 +201,7 @@ def test_packed_rows_in_bands(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
     random_checkpoint(tmp_path / "hf", 64)
     write_gguf(tmp_path / "hf", tmp_path / "m.gguf", Kind[kind])
     at_once = rlx.load(tmp_path / "m.gguf", dtype="f32").model.params
-    monkeypatch.setattr(execute, "_BAND_BYTES", 200)
+    monkeypatch.setattr(tensor_file, "_BAND_BYTES", 200)
     in_bands = rlx.load(tmp_path / "m.gguf", dtype="f32").model.params
     assert at_once is not None and in_bands is not None and at_once.keys() == in_bands.keys()
     for name, values in at_once.items():

@@ -7,14 +7,14 @@ scheme; `split_blocks` copies one part of all blocks of a tensor into an array, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 Bytes = np.ndarray[Any, Any]
 
-_CHUNK = 2**15  # blocks that are converted at a time: the temporaries then fit in the CPU's cache
+_CHUNK = 2**13  # blocks that are converted at a time: the temporaries then fit in the CPU's cache
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,17 @@ class BlockPart:
     def size(self) -> int:
         """Return the number of bytes of the array for each block."""
         return self.converted_size or self.stop - self.start
+
+    def copy(self, blocks: Bytes, out: Bytes) -> None:
+        """Write the bytes of the array, `[count, size]`, from blocks `[count, bytes]`."""
+        data = blocks[:, self.start : self.stop]
+        if self.convert is None:
+            # One item for the bytes of a part: NumPy copies items, which is several times faster than rows of bytes.
+            item = f"V{self.size}"
+            out.view(item)[...] = data.view(item)
+            return
+        for start in range(0, len(blocks), _CHUNK):
+            self.convert(data[start : start + _CHUNK], out[start : start + _CHUNK])
 
 
 @dataclass(frozen=True)
@@ -67,15 +78,20 @@ def _scales_and_minimums(data: Bytes, out: Bytes) -> None:
     Bytes 0–3 and 4–7 have the scales and minimums 0–3 in their lower 6 bits. Bytes 8–11 have the lower 4 bits of the
     scales 4–7 (low halves) and minimums 4–7 (high halves); the upper 2 bits of bytes 0–7 complete them.
     """
+    scales, minimums, last = data.view("<u4").T.copy()  # four bytes at a time, as one integer
+    words = np.empty((2, 2, len(data)), "<u4")  # scales and minimums, first and second half
+    for kind, first in enumerate((scales, minimums)):
+        np.bitwise_and(first, 0x3F3F3F3F, out=words[kind, 0])
+        first >>= 2
+        first &= 0x30303030
+        np.bitwise_and(last, 0x0F0F0F0F, out=words[kind, 1])
+        words[kind, 1] |= first
+        last >>= 4
     # Widened, each byte is followed by a byte 0, in which another one fits.
-    scales, minimums, last = data.astype("<u2").view("<u8").T
-    pairs = minimums << 8
-    pairs |= scales  # bytes 0–7, in turn
-    first_half, second_half = out.view("<u8").T
-    np.bitwise_and(pairs, 0x3F3F3F3F3F3F3F3F, out=first_half)
-    pairs >>= 2
-    pairs &= 0x3030303030303030
-    np.bitwise_or(_spread_nibbles(last), pairs, out=second_half)
+    scales, minimums = words.view(np.uint8).astype("<u2")
+    minimums <<= 8
+    minimums |= scales
+    out.view("<u8").T[...] = minimums.view("<u8")
 
 
 def _spread_nibbles(spread: Bytes) -> Bytes:
@@ -138,7 +154,7 @@ BLOCKS: dict[str, BlockLayout] = {
 }
 
 
-def split_blocks(data: Bytes, layout: BlockLayout, name: str, dtype: np.dtype[Any], out: Bytes | None = None) -> Bytes:
+def split_blocks(data: Bytes, layout: BlockLayout, name: str, dtype: np.dtype[Any]) -> Bytes:
     """Return the array `name` of a tensor in blocks.
 
     Args:
@@ -146,29 +162,41 @@ def split_blocks(data: Bytes, layout: BlockLayout, name: str, dtype: np.dtype[An
         layout: their layout.
         name: the name of a part.
         dtype: the dtype of the array, little-endian in the blocks.
-        out: an array for the result; without it, the result is a new one.
 
     Returns:
         The array `[..., n · size]`, where `size` is the number of entries in one block.
     """
-    part, stored = layout.parts[name], dtype.newbyteorder("<")
+    part = layout.parts[name]
     blocks = np.ascontiguousarray(data).reshape(-1, layout.bytes)
-    # One item for the bytes of a part: NumPy copies items, which is several times faster than rows of bytes.
-    items = blocks[:, part.start : part.stop].view(f"V{part.stop - part.start}")
-    fits = out is not None and out.flags.c_contiguous and out.dtype == stored
-    raw = out.reshape(-1).view(np.uint8) if out is not None and fits else np.empty(len(blocks) * part.size, np.uint8)
-    values = raw.reshape(len(blocks), part.size)
-    if part.convert is None:
-        values.view(items.dtype)[...] = items
-    else:
-        for start in range(0, len(blocks), _CHUNK):
-            chunk = slice(start, start + _CHUNK)
-            part.convert(np.ascontiguousarray(items[chunk]).view(np.uint8), values[chunk])
-    if out is not None and fits:
-        return out
+    values = np.empty((len(blocks), part.size), np.uint8)
+    part.copy(blocks, values)
     row_size = data.shape[-1] // layout.bytes * part.size // dtype.itemsize
-    values = values.view(stored).reshape(*data.shape[:-1], row_size)
-    if out is None:
-        return values.astype(dtype, copy=False)
-    out[...] = values
-    return out
+    return values.view(dtype.newbyteorder("<")).reshape(*data.shape[:-1], row_size).astype(dtype, copy=False)
+
+
+@dataclass
+class BlockArrays:
+    """Arrays of a tensor in blocks. Who reads the blocks writes their parts to them, so that nobody holds the blocks.
+
+    Attributes:
+        layout: the layout of the blocks.
+        shape: the shape of the blocks, as bytes.
+        arrays: names and C-contiguous arrays, little-endian.
+        filled: whether all blocks have been written.
+    """
+
+    layout: BlockLayout
+    shape: tuple[int, ...]
+    arrays: Sequence[tuple[str, Bytes]]
+    filled: bool = False
+    _parts: list[tuple[BlockPart, Bytes]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        parts = [(self.layout.parts[name], array) for name, array in self.arrays]
+        self._parts = [(part, array.reshape(-1).view(np.uint8).reshape(-1, part.size)) for part, array in parts]
+
+    def write(self, start: int, data: Bytes) -> None:
+        """Write the parts of contiguous blocks, the first of which has the number `start`."""
+        blocks = data.reshape(-1, self.layout.bytes)
+        for part, out in self._parts:
+            part.copy(blocks, out[start : start + len(blocks)])

@@ -176,25 +176,25 @@ def quantize(values: np.ndarray[Any, Any], scheme: str, where: str) -> dict[str,
 
 
 def finite_check_floats(data: np.ndarray[Any, Any], scheme: str) -> np.ndarray[Any, Any]:
-    """Return floats that are all finite only if all values of a tensor in blocks are: the scales, which are few.
+    """Return floats that are all finite only if all values of a tensor in blocks are.
 
-    If the products of one of them and codes might not be finite, return the decoded values instead, so that the caller
-    can count the bad ones.
+    They are none if `has_finite_scales`, and else the decoded values, so that the caller can count the bad ones.
     """
-    layout, packing = BLOCKS[scheme], SCHEMES[scheme]
-    if packing.scale == "f16":
-        part, blocks = layout.parts["scales"], np.ascontiguousarray(data).reshape(-1, layout.bytes)
-        words = blocks[:, part.start : part.stop].view(f"<u{part.size}")  # one or two scales as an integer
-        magnitudes = (words & (0x7FFF if part.size == 2 else 0x7FFF7FFF)).view("<u2")
-        if int(magnitudes.max(initial=0)) < 0x7C00:
-            return np.empty(0, np.float16)  # products with codes and multiples are in the range of float32
-    scales = split_blocks(data, layout, "scales", packing.scale_dtype)
+    scales = split_blocks(data, BLOCKS[scheme], "scales", SCHEMES[scheme].scale_dtype)
+    return np.empty(0, np.float32) if has_finite_scales(scales, scheme) else decode_packed(data, scheme)
+
+
+def has_finite_scales(scales: np.ndarray[Any, Any], scheme: str) -> bool:
+    """Return whether the products of scales of a tensor in blocks, which are few, and any codes are finite."""
+    packing = SCHEMES[scheme]
+    if packing.scale == "f16":  # products with codes and multiples are in the range of float32
+        # The largest signed integer has the bits of a positive float, the largest unsigned one of a negative float.
+        return int(scales.view(np.int16).max(initial=0)) < 0x7C00 and int(scales.max(initial=0)) < 0xFC00
     # Look-ups of all scales would take longer than a read: those up to the largest byte include them.
     table = TABLES.get(packing.scale)
     floats = _floats(scales, packing.scale) if table is None else table[: int(scales.max(initial=0)) + 1]
     with np.errstate(over="ignore", invalid="ignore"):
-        is_finite = bool(np.isfinite(floats * np.float32(2**14)).all())  # a code and a multiple have 8 bits at most
-    return floats if is_finite else decode_packed(data, scheme)
+        return bool(np.isfinite(floats * np.float32(2**14)).all())  # a code and a multiple have 8 bits at most
 
 
 def _codes(arrays: Mapping[str, Any], scheme: Scheme) -> Any:

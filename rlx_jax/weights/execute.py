@@ -22,7 +22,7 @@ from rlx_jax.errors import WeightError, WeightShapeError, quote
 from rlx_jax.io import limits
 from rlx_jax.ir.boxes import Box, axis_box, box_shape
 from rlx_jax.ir.checkpoint_tensor import steps
-from rlx_jax.ir.ggml import BLOCKS, split_blocks
+from rlx_jax.ir.ggml import BLOCKS, BlockArrays
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.packed_values import decode_on_host, decode_packed
 from rlx_jax.ir.param import (
@@ -47,7 +47,6 @@ from rlx_jax.weights.format import narrow_values
 from rlx_jax.weights.named import index_box
 from rlx_jax.weights.views import HostArray, SourceView, read_into, reads_into
 
-_BAND_BYTES = 2**24  # bytes of blocks that are read and split at once: few calls, for which threads wait
 _ALIGNMENT = 64  # XLA on a CPU uses host memory of this alignment without a copy
 _LARGE_PAGE = 2**21  # bytes of a page that costs one fault
 _PIECE_BYTES = 2**26  # bytes of memory that arrays of packed weights share, fewer if a model has fewer
@@ -152,27 +151,17 @@ def _parts(out: HostArray, program: Program) -> Iterator[tuple[HostArray, Progra
 
 
 def _split(blocks: Key | Sliced, arrays: Sequence[tuple[HostArray, BlockArray]], source: WeightSource) -> None:
-    """Read blocks of bytes and write the arrays in them, each to its place, a band of rows at a time."""
-    shape, num_rows = blocks.type.shape, blocks.type.shape[0]
-    is_banded = len(shape) > 1 and reads_into(source)
-    step = max(1, _BAND_BYTES * num_rows // max(1, blocks.type.nbytes)) if is_banded else max(1, num_rows)
-    buffer = _band_buffer((min(step, num_rows), *shape[1:])) if is_banded else None
-    for start in range(0, num_rows, step):
-        stop = min(start + step, num_rows)
-        band = blocks if step >= num_rows else select_box(blocks, axis_box(shape, 0, start, stop))
-        data = _read_stored(band, source, None if buffer is None else buffer[: stop - start])
-        for out, array in arrays:
-            view = out[start:stop] if is_banded else out
-            split_blocks(data, BLOCKS[array.scheme], array.array, out.dtype, view)
-
-
-def _band_buffer(shape: tuple[int, ...]) -> HostArray:
-    """Return an array of bytes in memory that this thread uses again, so that its pages remain in the CPU's cache."""
-    size = math.prod(shape)
-    if not hasattr(_thread, "buffer") or _thread.buffer.size < size:
-        _thread.buffer = np.empty(size, np.uint8)
-    buffer: HostArray = _thread.buffer[:size].reshape(shape)
-    return buffer
+    """Read blocks of bytes and write the arrays in them, each to its place."""
+    target = None
+    if all(out.flags.c_contiguous for out, _ in arrays):
+        outs = [(array.array, out) for out, array in arrays]
+        target = BlockArrays(BLOCKS[arrays[0][1].scheme], blocks.type.shape, outs)
+    data = read_into(source, blocks.source_key.key, _index(blocks), target)
+    if target is not None and target.filled:
+        return
+    data = _check_stored(data, blocks, source)
+    for out, array in arrays:
+        out[...] = array.join(data)
 
 
 def _host_bytes(plans: Collection[LoadPlan]) -> int:
@@ -427,8 +416,12 @@ def _read_stored(stored: Key | Sliced | Dequantized, source: WeightSource, out: 
             numbers = decode_on_host({name: _evaluate(array, source) for name, array in stored.arrays}, stored.scheme)
         dtype = stored.type.dtype
         return numbers if numbers.dtype == dtype else _cast(numbers, stored, dtype, source)
+    return _check_stored(read_into(source, stored.source_key.key, _index(stored), out), stored, source)
+
+
+def _check_stored(data: HostArray, stored: Key | Sliced, source: WeightSource) -> HostArray:
+    """Return what the source has read, after checking its type. Errors as `_read_stored`."""
     key = stored.source_key
-    data = read_into(source, key.key, _index(stored), out)
     if not isinstance(data, np.ndarray) or data.dtype != key.type.dtype:
         got = data.dtype if isinstance(data, np.ndarray) else type(data).__name__
         raise WeightError(

@@ -28,8 +28,9 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.io.files import Links, resolve
+from rlx_jax.ir.ggml import BLOCKS, BlockArrays
 from rlx_jax.ir.packed import F32, PackedSpec, WeightSpec
-from rlx_jax.ir.packed_values import decode_packed, finite_check_floats
+from rlx_jax.ir.packed_values import decode_packed, finite_check_floats, has_finite_scales
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.format import Entry, FiniteCheck, OnNonfinite, OpenOptions, check_finite, stored_spec
 from rlx_jax.weights.gguf_config import architecture_of, gguf_config
@@ -40,7 +41,7 @@ from rlx_jax.weights.manifest import digest
 from rlx_jax.weights.named import Closeable, HostArray, NamedTensors, check_index
 from rlx_jax.weights.safetensors_header import TensorInfo
 from rlx_jax.weights.tensor_file import ReadBytes, TensorFile, file_identity
-from rlx_jax.weights.views import ReadingView, read_into
+from rlx_jax.weights.views import Destination, ReadingView, read_into
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -150,15 +151,26 @@ class GgufSource(NamedTensors[KeyReading], Closeable):
         """
         return self.read_into(key, index, None)
 
-    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
+    def read_into(self, key: str, index: tuple[slice, ...] | None, out: Destination) -> HostArray:
         """Return what `read` returns, in `out` if it fits; see `rlx_jax.weights.views.ReadsInto`."""
         reading, tensor = self._find_tensor(key)
         scheme = None if reading.decodes else tensor.scheme
         shape = tensor.stored.shape if scheme is not None else self.spec(key).shape
         if scheme is not None and reading.expert is not None:
             shape = shape[1:]
-        check = FiniteCheck()
-        values = self._changed(reading, tensor, check_index(index, shape, key), out, check)
+        check, slices = FiniteCheck(), check_index(index, shape, key)
+        if isinstance(out, BlockArrays):
+            if scheme is not None and BLOCKS[scheme] is out.layout and reading.order is None and reading.shape is None:
+                expert = () if reading.expert is None else (slice(reading.expert, reading.expert + 1),)
+                values = self._read_tensor(reading.tensor, (*expert, *slices), out)
+                # Bad scales are read as an array as well, of which the check below counts the bad values.
+                out.filled = out.filled and all(
+                    has_finite_scales(array, scheme) for name, array in out.arrays if name == "scales"
+                )
+                if out.filled:
+                    return values
+            out = None
+        values = self._changed(reading, tensor, slices, out, check)
         is_stored = scheme is None and not reading.change and not reading.decodes
         if not (is_stored and check.all_finite):
             checked = values if scheme is None else finite_check_floats(values, scheme)
@@ -176,7 +188,7 @@ class GgufSource(NamedTensors[KeyReading], Closeable):
         return reading, self.header.tensors[reading.tensor]
 
     def _read_tensor(
-        self, name: str, index: tuple[slice, ...] | None = None, out: HostArray | None = None,
+        self, name: str, index: tuple[slice, ...] | None = None, out: Destination = None,
         check: FiniteCheck | None = None,
     ) -> HostArray:  # fmt: skip
         """Return a tensor under its name in the file, or a part of it."""
@@ -285,7 +297,7 @@ class GptOssExperts(NamedTensors[_Weight], ReadingView):
         weight = self._find(key)
         return weight.part == "values" and isinstance(self.source.spec(weight.keys[0]), PackedSpec)
 
-    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
+    def read_into(self, key: str, index: tuple[slice, ...] | None, out: Destination) -> HostArray:
         weight = self._find(key)
         if len(weight.keys) == 1 and weight.part == "same":
             return read_into(self.source, weight.keys[0], index, out)

@@ -33,7 +33,7 @@ from rlx_jax.io.files import Links, check_name, parse_object, read_small_file, r
 from rlx_jax.ir.packed import stored_bytes
 from rlx_jax.ir.types import TensorType, as_dtype, short_name
 from rlx_jax.ir.weight_reads import WeightSource
-from rlx_jax.weights.views import HostArray, ReadingView, read_into
+from rlx_jax.weights.views import Destination, HostArray, ReadingView, read_into
 
 # "auto": check digests if there is a manifest. "full": a manifest is required. "metadata": check no digests.
 Verify = Literal["auto", "full", "metadata"]
@@ -259,7 +259,7 @@ class VerifiedSource(ReadingView):
         self._manifest, self._directory = manifest, directory
         self._compared: set[str] = set()
 
-    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
+    def read_into(self, key: str, index: tuple[slice, ...] | None, out: Destination) -> HostArray:
         """Return a weight or a part of it. A digest covers a full weight, so the first read of a part reads it all.
 
         Raises:
@@ -270,7 +270,8 @@ class VerifiedSource(ReadingView):
         with explain_damage(self._directory, self._manifest):
             if index and not by_file and key not in self._compared:
                 self._compare(key, self._digest(key))
-            values = read_into(self.source, key, index, out)
+            # Bytes that are compared below are read as an array.
+            values = read_into(self.source, key, index, out if by_file or isinstance(out, np.ndarray) else None)
         if not index and not by_file:
             self._compare(key, digest(values))
         return values

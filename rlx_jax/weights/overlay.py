@@ -11,7 +11,7 @@ from rlx_jax.errors import WeightError, listing
 from rlx_jax.ir.packed import WeightSpec
 from rlx_jax.ir.weight_reads import WeightSource, shapes_only
 from rlx_jax.weights.mapping import MappingSource
-from rlx_jax.weights.views import HostArray, MarkedSource, ReadingView, RenamedSource, close, read_into
+from rlx_jax.weights.views import Destination, HostArray, MarkedSource, ReadingView, RenamedSource, close, read_into
 
 
 class OverlaySource(ReadingView):
@@ -47,7 +47,7 @@ class OverlaySource(ReadingView):
     def spec(self, key: str) -> WeightSpec:
         return self._source_of(key).spec(key)
 
-    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
+    def read_into(self, key: str, index: tuple[slice, ...] | None, out: Destination) -> HostArray:
         return read_into(self._source_of(key), key, index, out)
 
     def close(self) -> None:

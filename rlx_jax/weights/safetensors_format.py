@@ -19,6 +19,7 @@ from rlx_jax.weights.directory import INDEX_SUFFIX, holds_safetensors, open_dire
 from rlx_jax.weights.format import Entry, FiniteCheck, OnNonfinite, OpenOptions, check_finite, stored_spec
 from rlx_jax.weights.manifest import MANIFEST_NAME, open_verified
 from rlx_jax.weights.named import Closeable, HostArray, NamedTensors
+from rlx_jax.weights.views import Destination
 from rlx_jax.weights.safetensors_header import DTYPES
 from rlx_jax.weights.tensor_file import TensorFile, open_safetensors
 
@@ -118,7 +119,7 @@ class SafetensorsSource(NamedTensors[TensorFile], Closeable):
         """
         return self.read_into(key, index, None)
 
-    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
+    def read_into(self, key: str, index: tuple[slice, ...] | None, out: Destination) -> HostArray:
         """Return what `read` returns, in `out` if it fits; see `rlx_jax.weights.views.ReadsInto`."""
         file, check = self._find(key), FiniteCheck()
         values = file.read(key, index, out, None if self._on_nonfinite == "ignore" else check)

@@ -21,8 +21,10 @@ from rlx_jax.errors import FormatError, SafetensorsError, StorageError, quote
 from rlx_jax.io import limits
 from rlx_jax.io.files import open_regular, read_at
 from rlx_jax.ir.boxes import box_shape
+from rlx_jax.ir.ggml import BlockArrays
 from rlx_jax.weights.named import Closeable, HostArray, find_tensor, index_box
 from rlx_jax.weights.safetensors_header import Header, TensorInfo, parse_header
+from rlx_jax.weights.views import Destination
 
 # Reads `count` bytes from `start` on; the third argument names the file in messages.
 ReadBytes = Callable[[int, int, str], bytes]
@@ -32,6 +34,7 @@ Inspect = Callable[[HostArray], None]
 
 _MIN_RUN_BYTES = 2**12  # bytes of a run that is worth a system call: a page, the least that a disk reads
 _BAND_BYTES = 2**20  # bytes that are read at once where runs are shorter: small enough that the buffer stays in cache
+_thread = threading.local()
 
 
 def file_identity(status: os.stat_result) -> tuple[int, ...]:
@@ -82,13 +85,14 @@ class TensorFile(Closeable):
         self.bytes_read = 0
 
     def read(
-        self, name: str, index: tuple[slice, ...] | None = None, out: HostArray | None = None,
+        self, name: str, index: tuple[slice, ...] | None = None, out: Destination = None,
         inspect: Inspect | None = None,
     ) -> HostArray:  # fmt: skip
         """Return a tensor, or the part that `index` selects as in NumPy, as a C-contiguous array.
 
         It is `out` if that is a C-contiguous array of the same shape and dtype and `index` has no steps, else a new
-        one. `inspect` is called with each part that has been read, as an array of one axis.
+        one. `inspect` is called with each part that has been read, as an array of one axis. `BlockArrays` are filled if
+        they have the shape and the part is contiguous in the file; the result is then a part of its bytes.
 
         Only the box that `index` spans is read if its contiguous runs have a page or more. With shorter runs, the bytes
         between them are read as well, a mebibyte at a time. Steps of slices are applied in memory.
@@ -122,7 +126,7 @@ class TensorFile(Closeable):
         return bytes(buffer)
 
     def _read_box(
-        self, name: str, starts: Sequence[int], shape: tuple[int, ...], out: HostArray | None, inspect: Inspect | None
+        self, name: str, starts: Sequence[int], shape: tuple[int, ...], out: Destination, inspect: Inspect | None
     ) -> HostArray:
         """Return the box of `shape` in a tensor that starts at the indices `starts`; in `out` if it fits.
 
@@ -132,12 +136,14 @@ class TensorFile(Closeable):
         if not self._close.alive:
             raise StorageError(f"{self._where}: the file is closed")
         info = self.tensors[name]
-        if out is not None and out.shape == shape and out.dtype == info.dtype and out.flags.c_contiguous:
+        if isinstance(out, BlockArrays) and shape[1:] == info.shape[1:] and shape in (out.shape, (1, *out.shape)):
+            values = self._fill_blocks(name, starts[0], shape[0], out)
+        elif isinstance(out, np.ndarray) and out.shape == shape and out.dtype == info.dtype and out.flags.c_contiguous:
             values = out
         else:
             limits.check_memory(math.prod(shape) * info.dtype.itemsize, f"{self._where}: tensor {quote(name)}")
             values = np.empty(shape, info.dtype)
-        if values.size:
+        if values.size and not (isinstance(out, BlockArrays) and out.filled):
             self._fill(name, starts, values, inspect)
         # Checked after reading, so that a change during the read is noticed too.
         if file_identity(os.fstat(self._descriptor)) != self.identity:
@@ -183,6 +189,24 @@ class TensorFile(Closeable):
                     band_runs[...] = band[: len(band_runs) * stride].reshape(len(band_runs), stride)[:, :length]
         if inspect is not None:
             inspect(values.reshape(-1))
+
+    def _fill_blocks(self, name: str, first: int, count: int, out: BlockArrays) -> HostArray:
+        """Read rows of blocks, from the row `first` on, and write their parts to `out`; return the last bytes read."""
+        info, unit = self.tensors[name], out.layout.bytes
+        row_bytes = math.prod(info.shape[1:])
+        num_bytes, start = count * row_bytes, info.start + first * row_bytes
+        step = max(1, _BAND_BYTES // unit) * unit
+        if not hasattr(_thread, "buffer") or _thread.buffer.size < step:
+            _thread.buffer = np.empty(
+                step, np.uint8
+            )  # this thread uses it again, so that it remains in the CPU's cache
+        band: HostArray = _thread.buffer[:0]
+        for at in range(0, num_bytes, step):
+            band = _thread.buffer[: min(step, num_bytes - at)]
+            self._read_into(name, band, start + at)
+            out.write(at // unit, band)
+        out.filled = True
+        return band
 
     def _read_into(self, name: str, raw: HostArray, start: int) -> None:
         """Fill a contiguous array with the bytes of the file from `start` on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, Protocol, TypeGuard
 
+from rlx_jax.ir.ggml import BlockArrays
 from rlx_jax.ir.packed import WeightSpec
 from rlx_jax.ir.weight_reads import WeightSource, is_decoded
 from rlx_jax.weights.named import Closeable, NamedTensors
@@ -12,17 +13,19 @@ from rlx_jax.weights.named import HostArray as HostArray
 
 # What separates the key of a weight from the name of one of its arrays, in the keys of the arrays of packed weights.
 PART = " / "
+# Where a source may write what it reads.
+Destination = HostArray | BlockArrays | None
 
 
 class ReadsInto(Protocol):
     """A source that can read into an array of the caller, so that nothing is copied."""
 
-    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
+    def read_into(self, key: str, index: tuple[slice, ...] | None, out: Destination) -> HostArray:
         """Return what `read` returns: in `out`, if it has the shape and dtype and is contiguous, else in an array that
-        nothing else refers to."""
+        nothing else refers to. If `out.filled` is true then, the result has no meaning."""
 
 
-def read_into(source: WeightSource, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
+def read_into(source: WeightSource, key: str, index: tuple[slice, ...] | None, out: Destination) -> HostArray:
     """Return a weight or a part of it, in `out` if it fits and the source can read into it."""
     return source.read_into(key, index, out) if reads_into(source) else source.read(key, index)
 
@@ -74,7 +77,7 @@ class ReadingView(SourceView):
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
         return self.read_into(key, index, None)
 
-    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
+    def read_into(self, key: str, index: tuple[slice, ...] | None, out: Destination) -> HostArray:
         return read_into(self.source, key, index, out)
 
 
@@ -91,7 +94,7 @@ class RenamedSource(NamedTensors[str], ReadingView):
     def spec(self, key: str) -> WeightSpec:
         return self.source.spec(self.stored(key))
 
-    def read_into(self, key: str, index: tuple[slice, ...] | None, out: HostArray | None) -> HostArray:
+    def read_into(self, key: str, index: tuple[slice, ...] | None, out: Destination) -> HostArray:
         return read_into(self.source, self.stored(key), index, out)
 
     def is_decoded(self, key: str) -> bool:
