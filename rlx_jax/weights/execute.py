@@ -6,7 +6,6 @@ device. A box in transfer takes host memory for itself and for one checkpoint te
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from rlx_jax.device import check_total_memory, num_cpus
 from rlx_jax.errors import WeightError, WeightShapeError, quote
 from rlx_jax.io import limits
-from rlx_jax.ir.boxes import Box, axis_box, box_shape
+from rlx_jax.ir.boxes import Box, box_shape
 from rlx_jax.ir.checkpoint_tensor import steps
 from rlx_jax.ir.ggml import BLOCKS, BlockArrays
 from rlx_jax.ir.packed import PackedSpec
@@ -87,6 +86,9 @@ def load_leaves(
     total, done, in_transfer = sum(p.nbytes for p in plan.values()), 0, 0
     limit = total // 10 + max(needs, default=0)
     _check_space(plan.values(), limit)
+    on_host = not isinstance(placement, Mapping) and _is_host(placement)
+    # Where arrays are transferred, each is freed alone.
+    piece_bytes = min(_PIECE_BYTES, total) if on_host else 0
     arrays: dict[str, Any] = {}
     pending: deque[tuple[int, int, Future[dict[str, Any]]]] = deque()
 
@@ -107,14 +109,14 @@ def load_leaves(
                 if cancelled.is_set():
                     break
                 nbytes = sum(planned.nbytes for planned in group.values())
-                pending.append((need, nbytes, pool.submit(_load_group, group, source, min(_PIECE_BYTES, total))))
+                pending.append((need, nbytes, pool.submit(_load_group, group, source, piece_bytes)))
                 in_transfer += need
             if not cancelled.is_set():
                 collect(-1)  # below 0, so that empty leaves are awaited too
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    if isinstance(placement, Mapping) or not _is_host(placement):
+    if not on_host:
         return arrays
     return dict(zip(arrays, _to_device([*arrays.values()], placement), strict=True))  # in one call, which costs less
 

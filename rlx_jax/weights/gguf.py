@@ -164,11 +164,11 @@ class GgufSource(NamedTensors[KeyReading], Closeable):
                 expert = () if reading.expert is None else (slice(reading.expert, reading.expert + 1),)
                 values = self._read_tensor(reading.tensor, (*expert, *slices), out)
                 # Bad scales are read as an array as well, of which the check below counts the bad values.
-                out.filled = out.filled and all(
-                    has_finite_scales(array, scheme) for name, array in out.arrays if name == "scales"
-                )
-                if out.filled:
+                if out.filled and any(
+                    name == "scales" and has_finite_scales(array, scheme) for name, array in out.arrays
+                ):
                     return values
+                out.filled = False
             out = None
         values = self._changed(reading, tensor, slices, out, check)
         is_stored = scheme is None and not reading.change and not reading.decodes

@@ -19,9 +19,9 @@ from rlx_jax.weights.directory import INDEX_SUFFIX, holds_safetensors, open_dire
 from rlx_jax.weights.format import Entry, FiniteCheck, OnNonfinite, OpenOptions, check_finite, stored_spec
 from rlx_jax.weights.manifest import MANIFEST_NAME, open_verified
 from rlx_jax.weights.named import Closeable, HostArray, NamedTensors
-from rlx_jax.weights.views import Destination
 from rlx_jax.weights.safetensors_header import DTYPES
 from rlx_jax.weights.tensor_file import TensorFile, open_safetensors
+from rlx_jax.weights.views import Destination
 
 # Maximum bytes of tensors in one `.safetensors` file, unless a single tensor has more, as in Hugging Face checkpoints.
 SHARD_BYTES = 5_000_000_000

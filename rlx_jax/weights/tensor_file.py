@@ -197,9 +197,8 @@ class TensorFile(Closeable):
         num_bytes, start = count * row_bytes, info.start + first * row_bytes
         step = max(1, _BAND_BYTES // unit) * unit
         if not hasattr(_thread, "buffer") or _thread.buffer.size < step:
-            _thread.buffer = np.empty(
-                step, np.uint8
-            )  # this thread uses it again, so that it remains in the CPU's cache
+            # This thread uses it again, so that it remains in the CPU's cache.
+            _thread.buffer = np.empty(step, np.uint8)
         band: HostArray = _thread.buffer[:0]
         for at in range(0, num_bytes, step):
             band = _thread.buffer[: min(step, num_bytes - at)]
