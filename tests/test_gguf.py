@@ -27,12 +27,15 @@ from rlx_jax.errors import (
     GgufError,
     LimitError,
     MissingFileError,
+    NonFiniteWeightError,
     RequestError,
     RlxError,
     UnsupportedError,
 )
+from rlx_jax.ir.ggml import BLOCKS, BlockArrays
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.weights import execute, tensor_file
+from rlx_jax.weights.gguf import open_gguf
 from rlx_jax.weights.gguf_header import read_gguf_header
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.comparing import assert_same_model
@@ -206,6 +209,37 @@ def test_packed_rows_in_bands(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
     assert at_once is not None and in_bands is not None and at_once.keys() == in_bands.keys()
     for name, values in at_once.items():
         np.testing.assert_array_equal(np.asarray(in_bands[name]), np.asarray(values), name)
+
+
+@pytest.mark.parametrize("shape", [(128, 68), (64, 136), (8704,)])
+def test_blocks_in_place(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """A source writes the parts of blocks to arrays, if it has blocks of that shape; else it returns the blocks."""
+    random_checkpoint(tmp_path / "hf", 64)
+    write_gguf(tmp_path / "hf", tmp_path / "m.gguf", Kind.Q8_0)
+    scales = np.zeros(256, np.uint16)
+    with open_gguf(str(tmp_path / "m.gguf")) as source:
+        blocks = source.read(key := "model.layers.0.mlp.up_proj.weight")
+        values = source.read_into(key, None, out := BlockArrays(BLOCKS["gguf_q8_0"], shape, [("scales", scales)]))
+    assert out.filled == (shape == blocks.shape)
+    if out.filled:
+        np.testing.assert_array_equal(scales, blocks.reshape(-1, 34)[:, :2].copy().view(np.uint16)[:, 0])
+    else:
+        np.testing.assert_array_equal(values, blocks)
+
+
+def test_a_scale_that_is_not_finite(tmp_path: Path) -> None:
+    """Loading counts the values of a block whose scale is NaN, or takes them as they are."""
+    random_checkpoint(tmp_path / "hf", 64)
+    write_gguf(tmp_path / "hf", path := tmp_path / "m.gguf", Kind.Q8_0)
+    with open_gguf(str(path)) as source, open(path, "r+b") as file:
+        file.seek(source.header.tensors["blk.0.ffn_up.weight"].stored.start)
+        file.write(np.float16("nan").tobytes())
+    with pytest.raises(NonFiniteWeightError, match="32 NaN"):
+        rlx.load(path)
+    params = rlx.load(path, on_nonfinite="ignore").model.params
+    assert params is not None
+    scales = [np.asarray(values).view(np.float16) for name, values in params.items() if name.endswith(".scales")]
+    assert sum(int(np.isnan(values).sum()) for values in scales) == 1
 
 
 def test_memory_of_a_small_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
