@@ -8,7 +8,7 @@ of `rlx_jax.weights.execute.load_leaves` (the median over pairs), with the sourc
 the memory of the last load is freed between the calls.
 CPU: the same with the time of the processor, which other work on the machine disturbs less; loading uses several
 threads. Peak: the most memory that the process gained while loading, over the bytes of the file; on a CPU this includes
-the parameters. Exits with 1 if a goal is missed.
+the parameters. The goal on a GPU is a tenth of the file and its largest tensor. Exits with 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -140,7 +140,10 @@ def status_bytes(field: str) -> int:
 
 
 def measure(path: str, name: str, config: dict[str, Any], rounds: int) -> dict[str, float]:
-    """The rate of loading beside a plain read, in time and CPU time, the plain read in GB/s, the peak over the file."""
+    """The rate of loading beside a plain read, in time and CPU time, the plain read in GB/s, the peak over the file.
+
+    And the bytes of the largest parameter over those of the file.
+    """
     profile = rlx.CompileProfile.preset("auto").replace(
         precision={"compute": "bf16" if VALUE_BYTES[name] == 2 else "f32"}
     )
@@ -181,6 +184,7 @@ def measure(path: str, name: str, config: dict[str, Any], rounds: int) -> dict[s
     return {
         "rate": median_ratio(times["read"], times["load"]), "cpu": median_ratio(cpu["read"], cpu["load"]),
         "plain_gb_s": size / statistics.median(times["read"]) / 1e9, "peak": peak,
+        "largest": max(program.type.nbytes for program in leaves.values()) / size,
     }  # fmt: skip
 
 
@@ -190,7 +194,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="*", choices=VALUE_BYTES, default=list(VALUE_BYTES))
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    goals, lines, limit = Goals(), [], PEAK[running_device().kind]
+    goals, lines, kind = Goals(), [], running_device().kind
     for name in args.formats:
         with tempfile.TemporaryDirectory() as folder:
             config = config_of(args.gb, name)
@@ -198,10 +202,11 @@ def main() -> None:
             found = measure(path, name, config, args.rounds)
             emit(format=name, bytes=os.path.getsize(path), **found)
         verdict = goals.at_most(f"{name}: plain read / loading", 1 / found["rate"], 1 / GOAL)
+        limit = PEAK[kind] + (found["largest"] if kind == "cuda" else 0)
         fits = goals.at_most(f"{name}: peak", found["peak"], limit)
         figures = [f"{found[field]:.2f}" for field in ("plain_gb_s", "cpu", "rate", "peak")]
-        lines.append([name, *figures[:3], verdict, figures[3], fits])
-    print(table(["file", "plain GB/s", "CPU", "rate", f">= {GOAL}", "peak / file", f"<= {limit}"], lines))
+        lines.append([name, *figures[:3], verdict, figures[3], f"{limit:.2f}", fits])
+    print(table(["file", "plain GB/s", "CPU", "rate", f">= {GOAL}", "peak / file", "limit", ""], lines))
     goals.exit()
 
 

@@ -6,6 +6,7 @@
     python benchmarks/packed.py --shape 1b --peer llama.cpp    the same files in llama.cpp, on as many threads
 
 `fp8` has a scale for each block of 128 × 128; embeddings and the head stay in bf16, as in published checkpoints.
+`int8` and `int4` are quantised on load, in groups of `precision.weights`.
 The floor of a step is the time to read the bytes of all parameters but the embedding at the machine's bandwidth.
 Exits with 1 if a goal is missed.
 """
@@ -44,9 +45,11 @@ SHAPES = {
         sizes=Sizes(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256, theta=5e5),
     ),
 }  # fmt: skip
+# Floats that are packed while they are loaded. There is no file to whose bytes theirs would be compared.
+QUANTIZED = ("int8", "int4")
 # Times of decoding one row, to the time over floats.
 GOALS = {
-    "cuda": {"gguf_q8_0": 0.95, "fp8": 1.0, "gguf_q4k": 0.6, "gguf_q4_0": 0.6},
+    "cuda": {"gguf_q8_0": 0.95, "int8": 0.95, "fp8": 1.0, "gguf_q4k": 0.6, "gguf_q4_0": 0.6},
     "cpu": {"gguf_q8_0": 1.0, "gguf_q4k": 1.0},
 }
 
@@ -60,8 +63,9 @@ def build(shape: decode.Shape, scheme: str, tied: bool, folder: str) -> tuple[rl
     """Our model with random weights, matrices packed by the scheme; and the bytes that a file of them has."""
     fields = {**hf_config(shape.sizes), "tie_word_embeddings": tied}
     config = LlamaConfig.from_hf(fields)
-    profile = rlx.CompileProfile.preset("auto").replace(precision={"compute": shape.dtype})
-    if scheme not in ("floats", "fp8"):
+    precision = {"compute": shape.dtype} | ({"weights": scheme} if scheme in QUANTIZED else {})
+    profile = rlx.CompileProfile.preset("auto").replace(precision=precision)
+    if scheme not in ("floats", "fp8", *QUANTIZED):
         path = write(folder, scheme, fields)
         return rlx.CausalLM(Llama32Flow(config), path, profile=profile, max_positions=4096), os.path.getsize(path)
     cache: dict[Any, Any] = {}
@@ -154,7 +158,7 @@ def main() -> None:
         models[scheme], stored = build(shape, scheme, name != "8b", folder.name)
         added = allocated_bytes() - before
         emit(scheme=scheme, gib=round(stored / 2**30, 3), allocated=added / stored, floor_ms=floor_ms(models[scheme]))
-        if added and scheme != "floats":
+        if added and scheme not in ("floats", *QUANTIZED):
             goals.at_most(f"bytes on the device of {scheme}, to those of the file", added / stored, 1.03)
     lines: list[list[str]] = []
     short, long = args.steps // 2 + 1, args.steps // 2 + 1 + args.steps
