@@ -86,9 +86,6 @@ def load_leaves(
     total, done, in_transfer = sum(p.nbytes for p in plan.values()), 0, 0
     limit = total // 10 + max(needs, default=0)
     _check_space(plan.values(), limit)
-    on_host = not isinstance(placement, Mapping) and _is_host(placement)
-    # Where arrays are transferred, each is freed alone.
-    piece_bytes = min(_PIECE_BYTES, total) if on_host else 0
     arrays: dict[str, Any] = {}
     pending: deque[tuple[int, int, Future[dict[str, Any]]]] = deque()
 
@@ -109,14 +106,14 @@ def load_leaves(
                 if cancelled.is_set():
                     break
                 nbytes = sum(planned.nbytes for planned in group.values())
-                pending.append((need, nbytes, pool.submit(_load_group, group, source, piece_bytes)))
+                pending.append((need, nbytes, pool.submit(_load_group, group, source, min(_PIECE_BYTES, total))))
                 in_transfer += need
             if not cancelled.is_set():
                 collect(-1)  # below 0, so that empty leaves are awaited too
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    if not on_host:
+    if isinstance(placement, Mapping) or not _is_host(placement):
         return arrays
     return dict(zip(arrays, _to_device([*arrays.values()], placement), strict=True))  # in one call, which costs less
 
@@ -127,7 +124,9 @@ def _load_group(group: Mapping[str, LoadPlan], source: WeightSource, piece_bytes
         return {name: planned.load(source) for name, planned in group.items()}
     views: list[tuple[HostArray, Program]] = []
     if all(planned.sharding is None for planned in group.values()):
-        arrays = _new_arrays([planned.type for planned in group.values()], piece_bytes)
+        # Arrays that are transferred do not share memory: each is freed alone.
+        device = next(iter(group.values())).device
+        arrays = _new_arrays([planned.type for planned in group.values()], piece_bytes if _is_host(device) else 0)
         outs = dict(zip(group, arrays, strict=True))
         views = [part for name, planned in group.items() for part in _parts(outs[name], planned.program)]
     if not views or not all(isinstance(part, BlockArray) for _, part in views):
@@ -139,7 +138,6 @@ def _load_group(group: Mapping[str, LoadPlan], source: WeightSource, piece_bytes
         views_by_blocks.setdefault(part.of, []).append((view, part))
     for blocks, block_views in views_by_blocks.items():
         _split(blocks, block_views, source)
-    device = next(iter(group.values())).device
     return outs if _is_host(device) else dict(zip(group, _to_device(arrays, device), strict=True))
 
 
