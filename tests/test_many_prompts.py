@@ -530,6 +530,24 @@ def test_widths_of_a_cache_that_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+def test_classes_of_a_cache_that_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of longer classes are prefilled as alone, also prefixes that they share."""
+    monkeypatch.setattr(slot_plan, "CONTEXT_BUCKET", 16)
+    monkeypatch.setattr(slot_plan, "choose_classes", lambda _lm, caches, *_: dict.fromkeys(caches, 0.3))
+    profile = rlx.CompileProfile().replace(precision={"kv": "fp8"})
+    model: Any = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama"), profile=profile)
+    prompts = [np.random.default_rng(n).integers(0, V, n).tolist() for n in (5, 20, 40)]
+    rows = model.generate(prompts, 6, logprobs=1, slots=3)
+    assert len(model.report().request.slot_classes) == 3
+    for prompt, one in zip(prompts, rows, strict=True):
+        same(one, model.generate([prompt], 6, logprobs=1)[0])
+    _, state = model.prefill([[1] * 17])
+    shared = model.generate([[1] * 17 + prompt for prompt in prompts], 6, logprobs=1, slots=3, share_prefix=True)
+    for prompt, one in zip(prompts, shared, strict=True):
+        same(one, model.generate([prompt], 6, logprobs=1, state=state)[0])
+
+
+@pytest.mark.slow
 def test_drafts_in_a_cache_that_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that are verified together read each other's keys unrounded: they are the same in slots and alone."""
     monkeypatch.setattr(slot_plan, "CONTEXT_BUCKET", 16)

@@ -286,7 +286,9 @@ def divide_slots(lm: LanguageModel, shares: dict[int, float], rows: int, longest
         widths = widths[-1:] if i else widths if buckets.prompt else widths[-(MAX_WIDTHS + 1 - len(caches)) :]
         # A class also prefills jobs for classes of longer caches.
         fill_rows = buckets.rows(-(-max(counts[i:]) // SLOTS_PER_FILL_ROW))
-        sizes.append(SlotSizes(count, min(max(counts[i:]), fill_rows), widths, cache_len, extends=i > 0))
+        # If the cache rounds, `extend` reads rounded keys of the prompt itself, which `prefill` does not.
+        extends = i > 0 and not lm.model.settings.rounds_cache
+        sizes.append(SlotSizes(count, min(max(counts[i:]), fill_rows), widths, cache_len, extends))
     return tuple(sizes)
 
 
