@@ -174,10 +174,11 @@ CASES: dict[str, Case] = {
     "three rows": Case(2, 1, 32, batch=3, n_rot=32, norm=True),
     "cache": Case(), "window": Case(window=9, norm=True), "128 wide": Case(width=128, n_rot=128, heads=8),
     "256 wide": Case(width=256, n_rot=64, heads=2, kv_heads=1, window=20), "long": Case(2, 1, keys=2100, sinks=True),
+    "ring without a new token": Case(keys=64, ring=True, window=50),
 }  # fmt: skip
 
 
-SHORT = {"ring": 2, "three rows": 1}  # cases of the short suite: how many steps of each
+SHORT = {"ring": 1, "three rows": 1}  # cases of the short suite: how many steps of each
 STEPS = {"cache": 4, "window": 4} | SHORT
 
 
