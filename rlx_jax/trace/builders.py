@@ -241,12 +241,12 @@ class Builders(AttentionBuilders[V]):
         bias_list = () if biases is None else items_of(biases, f"{self.path}: experts: biases", expected)
         if biases is not None and len(bias_list) != 3:
             raise GraphError(f"{self.path}: experts: biases: expected {expected}, got {len(bias_list)}")
-        added = [
+        bias_values = [
             self.weight(w, ("experts", role)) for w, role in zip(bias_list, ("ffn", "ffn", "hidden"), strict=False)
         ]
         contract = int(keys[0] if transpose is None else transpose)
-        op = hir.Experts(activation, contract, biased=bool(added), clamp=clamp)
-        return self.add_node(op, x, *operands, weights, ids, *added)
+        op = hir.Experts(activation, contract, biased=bool(bias_values), clamp=clamp)
+        return self.add_node(op, x, *operands, weights, ids, *bias_values)
 
     # -- tokens ------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import numpy as np
 from rlx_jax.errors import ShapeError
 from rlx_jax.ir.graph import Builder, Hir, Value, constant
 from rlx_jax.ir.operands import BLOCK, TABLES, Initial, Normal
-from rlx_jax.ir.ops.experts import ClampedGate, expert_operands, initial_of_expert
+from rlx_jax.ir.ops.experts import ExpertAttributes
 from rlx_jax.ir.ops.index import Gather, TakeAlongAxis
 from rlx_jax.ir.ops.linalg import Einsum, MatMul, check_linear
 from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
@@ -208,7 +208,7 @@ class Route(Hir):
 
 
 @dataclass(frozen=True)
-class Experts(Hir):
+class Experts(ExpertAttributes, Hir):
     """The experts of a mixture: `Σⱼ weightsⱼ · (act(x Gₑ) ⊙ (x Uₑ)) Dₑ` with e = idsⱼ.
 
     For operands, result and fields see `ExpertFfn`, the tensor op of the `direct` lowering. `expand` computes every
@@ -216,17 +216,7 @@ class Experts(Hir):
     """
 
     traits = BLOCK
-    choices = {"activation": UNARY}
-    ids = (5, 1, 0)
     notation = "experts({activation})"
-
-    activation: str = "silu"
-    contract: int = 1
-    biased: bool = False
-    clamp: ClampedGate | None = None
-
-    def declaration(self) -> str:
-        return expert_operands(self.contract)
 
     def expand(self, b: Builder, *operands: Value) -> Value:
         x, gate, up, down, weights, ids, *biases = operands
@@ -257,10 +247,6 @@ class Experts(Hir):
         activated = b(Unary(self.activation), b(Binary("mul"), b(Binary("min"), gate, limit), alpha))
         clamped_up = b(Binary("max"), b(Binary("min"), up, limit), neg_limit)
         return b(Binary("mul"), b(Binary("div"), activated, alpha), b(Binary("add"), clamped_up, offset))
-
-    def initial(self, operand_index: int, weight: TensorType) -> Initial:
-        """Return a normal distribution with fan-in scaling for the matrices of the experts, and 0 for their biases."""
-        return initial_of_expert(operand_index, weight, self.contract)
 
 
 def _add_bias(b: Builder, product: Value, bias: Value | None) -> Value:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -48,29 +48,46 @@ EXPERTS_DECLARATION = (
 )
 
 
-def expert_operands(contract: int) -> str:
-    """Return the declaration of a mixture's operands, in the notation of `rlx_jax.ir.operands`.
+@dataclass(frozen=True)
+class ExpertAttributes:
+    """The attributes and operands that `ExpertFfn` and the block `rlx_jax.ir.hir.Experts` share.
 
-    Args:
+    Attributes:
+        activation: a name in `UNARY`.
         contract: 1 for experts `[E, out, in]`, 0 for experts `[E, in, out]`.
-
-    Raises:
-        ShapeError: `contract` is neither.
+        biased: whether the experts have biases.
+        clamp: replaces `act(gate) ⊙ up`; None for no clamp.
     """
-    if contract not in (0, 1):
-        raise ShapeError(f"experts: contract is 0 for experts [E, in, out] and 1 for [E, out, in]; got {contract!r}")
-    wide, narrow = ("F,H", "H,F") if contract else ("H,F", "F,H")
-    return EXPERTS_DECLARATION.format(wide=wide, narrow=narrow)
 
+    choices: ClassVar[Mapping[str, Collection[str]]] = {"activation": UNARY}
+    ids: ClassVar[tuple[int, int, int] | None] = (5, 1, 0)
 
-def initial_of_expert(operand_index: int, weight: TensorType, contract: int) -> Initial:
-    """Return the initializer of operand `operand_index`: normal by the number of inputs of one expert; 0 for biases.
+    activation: str = "silu"
+    contract: int = 1
+    biased: bool = False
+    clamp: ClampedGate | None = None
 
-    It is the same for experts that are stored separately and for a stack of experts.
-    """
-    if operand_index >= len(EXPERT_OPERANDS):
-        return 0.0
-    return Normal(int(weight.shape[-1 if contract else -2])) if weight.rank > 1 else 1.0
+    def declaration(self) -> str:
+        """Return the declaration of the operands.
+
+        Raises:
+            ShapeError: `contract` is neither 0 nor 1.
+        """
+        if self.contract not in (0, 1):
+            raise ShapeError(
+                f"experts: contract is 0 for experts [E, in, out] and 1 for [E, out, in]; got {self.contract!r}"
+            )
+        wide, narrow = ("F,H", "H,F") if self.contract else ("H,F", "F,H")
+        return EXPERTS_DECLARATION.format(wide=wide, narrow=narrow)
+
+    def initial(self, operand_index: int, weight: TensorType) -> Initial:
+        """Return the initializer of an operand: normal by the number of inputs of one expert; 0 for biases.
+
+        It is the same for experts that are stored separately and for a stack of experts.
+        """
+        if operand_index >= len(EXPERT_OPERANDS):
+            return 0.0
+        return Normal(int(weight.shape[-1 if self.contract else -2])) if weight.rank > 1 else 1.0
 
 
 def _flops(op: Any, operands: Types, results: Types) -> int:
@@ -100,7 +117,7 @@ def _workspace(op: Any, operands: Types, results: Types) -> int:
 
 
 @dataclass(frozen=True)
-class ExpertFfn(Mir):
+class ExpertFfn(ExpertAttributes, Mir):
     """Experts of a mixture without capacity limits: `Σⱼ weightsⱼ · (act(x Gₑ) ⊙ (x Uₑ)) Dₑ` with e = idsⱼ.
 
     Operands: x `[…, H]`; gate and up `[E, F, H]` and down `[E, H, F]` (`contract=1`), or each `[E, in, out]`
@@ -116,18 +133,9 @@ class ExpertFfn(Mir):
     """
 
     traits = replace(product_traits(_flops), narrows=4, bytes=_bytes, workspace=_workspace)
-    choices = {"activation": UNARY}
-    ids = (5, 1, 0)
 
-    activation: str = "silu"
-    contract: int = 1
     precision: str = "default"
     roles: tuple[str | None, ...] = ()
-    biased: bool = False
-    clamp: ClampedGate | None = None
-
-    def declaration(self) -> str:
-        return expert_operands(self.contract)
 
     def eval(self, x: Array, gate: Array, up: Array, down: Array, weights: Array, ids: Array, *biases: Array) -> Array:
         wide, narrow = ("efh", "ehf") if self.contract else ("ehf", "efh")
@@ -157,10 +165,6 @@ class ExpertFfn(Mir):
             return act(gate) * up
         gate, up = jnp.minimum(gate, clamp.limit), jnp.clip(up, -clamp.limit, clamp.limit)
         return act(clamp.alpha * gate) / clamp.alpha * (up + clamp.offset)
-
-    def initial(self, operand_index: int, weight: TensorType) -> Initial:
-        """Return the initializer of operand `operand_index`; see `initial_of_expert`."""
-        return initial_of_expert(operand_index, weight, self.contract)
 
     def text(self) -> str:
         notes = [self.activation] * (self.activation != "silu") + ["contract=0"] * (not self.contract)
