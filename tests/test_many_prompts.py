@@ -303,6 +303,14 @@ def test_failures_of_threads_end_with_their_request(is_late: bool) -> None:
     assert programs.compiled("b", lambda: lambda: 1) == 1
 
 
+def test_programs_that_do_not_fit_together_compile_alone() -> None:
+    """XLA needs memory of the device to choose kernels: one program may fit where several at once do not."""
+    programs, failed = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama")).model.programs, Future[Any]()
+    programs.compiling["a"] = failed
+    failed.set_exception(errors.DeviceOutOfMemoryError("compiling a"))
+    assert programs.compiled("a", lambda: lambda: 1) == 1
+
+
 @pytest.mark.parametrize(
     "budgets, num_fitting, want",
     [

@@ -11,7 +11,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -38,6 +38,7 @@ from rlx_jax.compiler.pipeline import Template, make_function, make_lir, make_te
 from rlx_jax.compiler.settings import Settings, choose_settings, with_model_sharding
 from rlx_jax.errors import (
     DeriveError,
+    DeviceOutOfMemoryError,
     DonationWarning,
     FusionError,
     GraphError,
@@ -422,8 +423,12 @@ class Programs:
         job = self.compiling.pop(key, None)
         try:
             if job is not None:
-                with contextlib.suppress(UntracedError):
+                try:
                     return job.result()
+                except UntracedError:
+                    pass
+                except DeviceOutOfMemoryError:  # tuning several programs at once takes more memory than one
+                    wait([*self.compiling.values()])
             return trace()()
         except Exception:
             self.compiling.clear()  # the next request compiles its programs anew, as the reason may be gone
