@@ -43,8 +43,8 @@ INERT = frozenset(
     classifier_dropout_prob decoder_layerdrop drop_path_rate dropout dropout_rate embd_dropout embd_pdrop
     embedding_dropout encoder_layerdrop ffn_dropout ffn_pdrop gradient_checkpointing gradient_checkpointing_kwargs
     head_dropout hidden_dropout hidden_dropout_prob ignore_index init_std label_smoothing label_smoothing_factor
-    layerdrop loss_type mlp_dropout neftune_noise_alpha pooler_dropout resid_dropout resid_pdrop residual_dropout
-    router_aux_loss_coef router_jitter_noise router_z_loss_coef use_reentrant
+    layerdrop loss_type matryoshka_dimensions mlp_dropout neftune_noise_alpha pooler_dropout resid_dropout resid_pdrop
+    residual_dropout router_aux_loss_coef router_jitter_noise router_z_loss_coef use_reentrant
 
     classifier_activation directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers
     pooler_size_per_head pooler_type
