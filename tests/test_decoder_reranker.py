@@ -14,6 +14,7 @@ from rlx_jax import errors
 from rlx_jax.encode.classifier import Reranker
 from rlx_jax.encode.cross_encoder import PairTemplate
 from rlx_jax.encode.decoder_reranker import QWEN3_TEMPLATE, decoder_reranker
+from rlx_jax.encode.sentence import LOGITS_MODALITY
 from tests.oracles import checkpoints, embedders
 from tests.oracles.classifiers import SECOND, TEXTS
 from tests.oracles.comparing import assert_close
@@ -72,12 +73,14 @@ def test_a_decoder_as_a_reranker(directory: Path, model: Any) -> None:
             decoder_reranker(rlx.recipe_for(directory), tokenizer, answers=answers)
 
 
+OTHER = {"text": LOGITS_MODALITY, "message": {**LOGITS_MODALITY, "format": "other"}}
 FILES: list[tuple[str, dict[str, Any], str]] = [
     ("1_LogitScore/config.json", {"true_token_id": 99}, "token ids .99. of the score are not in .0, 45"),
     ("1_LogitScore/config.json", {"true_token_id": -1}, "'true_token_id' is .-1.; expected at least 0"),
     ("1_LogitScore/config.json", {"scale": 2}, "'scale'"),
     ("sentence_bert_config.json", {"processing_kwargs": {"chat_template": {"max_length": 9}}}, "'max_length'"),
     ("sentence_bert_config.json", {"processing_kwargs": {"text": {"max_length": 9}}}, "'text'"),
+    ("sentence_bert_config.json", {"modality_config": OTHER}, "flat or structured"),
     ("sentence_bert_config.json", {"transformer_task": "sequence-classification"}, "transformer_task"),
     ("config_sentence_transformers.json", {"default_prompt_name": "other"}, "default_prompt_name is 'other'"),
     ("config.json", {"architectures": ["Qwen3Model"]}, "LogitScore, and the model has no language-model head"),

@@ -415,7 +415,8 @@ def transformer_settings(
     modalities = c.raw("modality_config", {"text": modality})
     message = modalities.get("message") if isinstance(modalities, dict) else None
     kind = str(message.get("format", "structured")) if isinstance(message, dict) else ""
-    is_readable = message is None or messages and message == {**modality, "format": kind}
+    is_known = kind in ("flat", "structured")
+    is_readable = message is None or messages and is_known and message == {**modality, "format": kind}
     if not isinstance(modalities, dict) or modalities.get("text") != modality or not is_readable:
         raise UnsupportedError(
             f"{c.where}: modality_config is {quote(modalities)}; supported is text by {modality}, and "
