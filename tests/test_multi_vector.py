@@ -70,6 +70,7 @@ FILES: list[tuple[str, dict[str, Any], str]] = [
     ("tokenizer_config.json", {"padding_side": "left"}, "padding_side with query_expansion"),
     ("config_sentence_transformers.json", {"similarity_fn_name": "cosine"}, "similarity_fn_name 'cosine'"),
     ("1_Dense/config.json", {"module_input_name": "sentence_embedding"}, "Dense maps 'sentence_embedding'"),
+    ("3_Normalize/config.json", {"module_input_name": checkpoints.REMOVED}, "Normalize maps 'sentence_embedding'"),
     ("2_MultiVectorMask/config.json", {"keep_only_token_ids": [3]}, "'keep_only_token_ids'"),
     ("2_MultiVectorMask/config.json", {"skiplist_tasks": ["all"]}, "'skiplist_tasks' is"),
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import string
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,15 @@ from rlx_jax.encode.sentence import (
 )
 from rlx_jax.encode.sparse import maxsim
 from rlx_jax.encode.token_selection import TokenSelection
-from rlx_jax.encode.vector_layers import Dense, PlacedLayers, UnitLength, VectorLayer, output_width, read_layer
+from rlx_jax.encode.vector_layers import (
+    SENTENCE,
+    Dense,
+    PlacedLayers,
+    UnitLength,
+    VectorLayer,
+    output_width,
+    read_layer,
+)
 from rlx_jax.errors import (
     ConfigError,
     MissingWeightError,
@@ -250,7 +259,7 @@ def read_multi_vector(folder: Folder) -> TokenSettings | None:
     if not modules and about.raw("model_type") != MODEL_TYPE:
         architectures = folder.json(CONFIG).get("architectures")
         return _read_stanford(folder) if isinstance(architectures, list) and STANFORD in architectures else None
-    is_pylate = about.raw("model_type") == PYLATE or "query_prefix" in about.values
+    is_pylate = about.raw("model_type") == PYLATE or "query_prefix" in about.values and not about.raw("model_type")
     if about.raw("model_type") != MODEL_TYPE and not is_pylate:
         return None
     kinds = [kind for kind, _ in modules]
@@ -265,12 +274,13 @@ def read_multi_vector(folder: Folder) -> TokenSettings | None:
         transformer_settings(folder, path),
         read_prompts(folder, about.values.get("model_type")),
     )
+    read = functools.partial(read_layer, folder, feature=TOKENS, default=TOKENS if is_pylate else SENTENCE)
     settings = TokenSettings(
         SentencePipeline(
             max_seq_length=transformer.max_seq_length, do_lower_case=transformer.do_lower_case, prompts=prompts,
             default_prompt_name=default, transformer=path,
         ),
-        tuple(layer for kind, at in modules[1:] if kind in _LAYERS and (layer := read_layer(folder, kind, at, TOKENS))),
+        tuple(layer for kind, at in modules[1:] if kind in _LAYERS and (layer := read(kind, at))),
         divides=similarity == "meanmaxsim",
     )  # fmt: skip
     if is_pylate:

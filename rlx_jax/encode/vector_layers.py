@@ -199,7 +199,9 @@ def output_width(layers: Sequence[VectorLayer], width: int | None, where: str) -
 # -- files -------------------------------------------------------------------------------------
 
 
-def read_layer(folder: Folder, kind: str, path: str, feature: str = SENTENCE) -> VectorLayer | None:
+def read_layer(
+    folder: Folder, kind: str, path: str, feature: str = SENTENCE, default: str = SENTENCE
+) -> VectorLayer | None:
     """Return the layer of a module, or None for dropout, which does nothing here.
 
     Args:
@@ -207,6 +209,7 @@ def read_layer(folder: Folder, kind: str, path: str, feature: str = SENTENCE) ->
         kind: `Dense`, `LayerNorm`, `Normalize`, `Dropout` or `SparseAutoEncoder`, of which `k` is left to the caller.
         path: the module's directory.
         feature: what the layer must apply to.
+        default: what it applies to if its config does not say.
 
     Raises:
         ConfigError: a malformed config, or weights of other shapes. UnsupportedError: names the setting.
@@ -214,7 +217,8 @@ def read_layer(folder: Folder, kind: str, path: str, feature: str = SENTENCE) ->
     if kind == "Normalize":
         if path:  # without a path, the config.json in that directory belongs to the transformer
             c = _config(folder, path)
-            c.finish(neutral=dict.fromkeys(("module_input_name", "module_output_name"), (feature,)))
+            _check_features(c, kind, feature, default)
+            c.finish()
         return UnitLength()
     if not path:
         raise ConfigError(f"{folder.where('modules.json')}: the module {kind} needs its own path")
@@ -229,7 +233,7 @@ def read_layer(folder: Folder, kind: str, path: str, feature: str = SENTENCE) ->
         return VectorNorm(arrays["norm.weight"], arrays["norm.bias"])
     if kind == AUTO_ENCODER:
         return _read_auto_encoder(folder, path, c)
-    return _read_dense(folder, path, c, feature)
+    return _read_dense(folder, path, c, feature, default)
 
 
 def _config(folder: Folder, path: str) -> Fields:
@@ -237,7 +241,15 @@ def _config(folder: Folder, path: str) -> Fields:
     return Fields(folder.json(name), folder.where(name))
 
 
-def _read_dense(folder: Folder, path: str, c: Fields, feature: str) -> Dense:
+def _check_features(c: Fields, kind: str, feature: str, default: str) -> None:
+    """Check that a module reads and writes a feature; `default` is what it reads if its config does not say."""
+    source, target = c.raw("module_input_name", default), c.raw("module_output_name", feature)
+    if source != feature or target not in (feature, None):
+        used = f"{kind} maps {quote(source)} to {quote(target)}"
+        raise UnsupportedError(f"{c.where}: module_input_name: {used}; supported is {feature!r}, both times")
+
+
+def _read_dense(folder: Folder, path: str, c: Fields, feature: str, default: str) -> Dense:
     """Return the layer of a `Dense` module."""
     inputs, outputs = c.integer("in_features"), c.integer("out_features")
     name = c.text("activation_function", "torch.nn.Tanh")
@@ -246,9 +258,7 @@ def _read_dense(folder: Folder, path: str, c: Fields, feature: str) -> Dense:
         names = ", ".join(ACTIVATIONS)
         raise UnsupportedError(f"{c.where}: activation_function {quote(name)}; supported are, of torch.nn, {names}")
     has_bias, residual = c.flag("bias", True), c.flag("use_residual", False)
-    if c.text("module_input_name", feature) != feature or c.raw("module_output_name", feature) != feature:
-        used = quote(c.raw("module_input_name", feature)), quote(c.raw("module_output_name"))
-        raise UnsupportedError(f"{c.where}: Dense maps {used[0]} to {used[1]}; supported is {feature!r}, both times")
+    _check_features(c, "Dense", feature, default)
     c.finish()
     shapes: dict[str, tuple[int, ...]] = {"linear.weight": (outputs, inputs)}
     shapes |= {"linear.bias": (outputs,)} if has_bias else {}
