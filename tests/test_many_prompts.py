@@ -206,10 +206,10 @@ def check_schedule(family: str, jobs: list[Any], times: list[tuple[int, int]]) -
             if i not in answers and times[i][1] <= 9 and sum(times[i]) == step:
                 scheduler.cancel(i)
                 answers[i] = None
-        before = {id(a): slot for slot, a in scheduler.answers.items()}
+        before = {id(a): slot for slot, a in scheduler.running.items()}
         ended = scheduler.step()
-        moves += sum(before.get(id(a), slot) != slot for slot, a in scheduler.answers.items())
-        answers |= {answer.job.index: answer for answer in ended}
+        moves += sum(before.get(id(a), slot) != slot for slot, a in scheduler.running.items())
+        answers |= {job.index: job for job in ended}
         if len(answers) == len(jobs):
             break
     for i, answer in ((i, answer) for i, answer in answers.items() if answer is not None):

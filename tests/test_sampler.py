@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlx_jax import errors
-from rlx_jax.generate.decode import NOT_FINITE, FirstTokens, new_rows
+from rlx_jax.generate.decode import NOT_FINITE, FirstTokens
 from rlx_jax.generate.sampler import OPTIONS, SAMPLING, Sampler, Sampling, choose_tokens, keep_likely
 from rlx_jax.generate.token_history import adjust_logits, initial_history
 from rlx_jax.runtime.inputs import random_key
@@ -200,10 +200,8 @@ def test_a_bias_that_bans_what_the_model_leaves() -> None:
     sampler = Sampler(logit_bias={3: -math.inf})
     start, live = FirstTokens(sampler.sampling_steps(VOCAB)), jnp.ones(2, bool)
     history = initial_history(start.sampling_steps, [()] * 2, VOCAB, 0)
-    rows = new_rows(False, random_key("seed", 0), live, jnp.int32(4), history)
-    first, after, _ = start(
-        jnp.asarray(logits), rows, live, jnp.zeros((2, 1), jnp.int32), sampler.values(VOCAB), jnp.zeros(VOCAB, bool)
-    )
+    rows = random_key("seed", 0), live, jnp.int32(4), history
+    first, after, _ = start(jnp.asarray(logits), *rows, sampler.values(VOCAB), jnp.zeros(VOCAB, bool))
     assert first.tolist() == [[NOT_FINITE], [5]] and after.running.tolist() == [False, True]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from hypothesis import given
@@ -13,7 +13,7 @@ from rlx_jax.compiler.settings import SlotSizes
 from rlx_jax.generate.decode import RowTokens
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.sampler import Sampler
-from rlx_jax.generate.scheduler import JobAnswer, Scheduler, SlotIndex, SlotJob, SlotTokens
+from rlx_jax.generate.scheduler import Scheduler, SlotIndex, SlotJob
 
 STEPS = 4
 STOP = 7
@@ -58,22 +58,22 @@ class Device:
         for row, new in group:
             self.place((index, row), new, 0)
 
-    def move(self, source: int, target: int, rows: Sequence[tuple[int, int, JobAnswer]]) -> None:
+    def move(self, source: int, target: int, rows: Sequence[tuple[int, int, SlotJob]]) -> None:
         assert source < target and 0 < len(rows) <= self.classes[target].fill_rows
-        for old, new, answer in rows:
-            assert self.full.pop((source, old)) is answer.job and len(answer.new.ids) == self.done[source, old]
-            self.place((target, new), answer.job, len(answer.new.ids))
+        for old, new, moved in rows:
+            assert self.full.pop((source, old)) is moved and len(moved.new.ids) == self.done[source, old]
+            self.place((target, new), moved, len(moved.new.ids))
 
     def limit(self, slot: SlotIndex) -> int:
         return min(self.jobs[slot].options.budget, self.classes[slot[0]].cache_len - len(self.jobs[slot].ids))
 
-    def decode(self, min_running: Sequence[int | None]) -> dict[SlotIndex, SlotTokens]:
-        result: dict[SlotIndex, SlotTokens] = {}
+    def decode(self, min_running: Sequence[int | None]) -> dict[SlotIndex, tuple[RowTokens, bool]]:
+        result: dict[SlotIndex, tuple[RowTokens, bool]] = {}
         for index, least in enumerate(min_running):
             slots = [slot for slot in self.jobs if slot[0] == index and self.done[slot] < self.limit(slot)]
             assert bool(slots) == (least is not None)
             for slot in slots if least is not None else ():
-                result[slot] = SlotTokens(RowTokens(), True)
+                result[slot] = RowTokens(), True
             for step in range(STEPS + 1):  # step 0 is the first token
                 running = [slot for slot in slots if self.done[slot] < self.limit(slot)]
                 if step and len(running) <= (least or 0):
@@ -81,11 +81,11 @@ class Device:
                 self.num_idle_steps += self.classes[index].num_slots - len(running)
                 self.positions_read += self.classes[index].num_slots * self.classes[index].cache_len * bool(step)
                 for slot in running if step else [slot for slot in running if not self.done[slot]]:
-                    result[slot].new.ids.append(self.jobs[slot].index + self.done[slot])
+                    result[slot][0].ids.append(self.jobs[slot].index + self.done[slot])
                     self.done[slot] += 1
-        for slot, new in result.items():
+        for slot, (new, _) in result.items():
             if self.done[slot] >= self.limit(slot):
-                result[slot] = replace(new, running=False)
+                result[slot] = new, False
                 self.full[slot] = self.jobs.pop(slot)
         return result
 
@@ -119,7 +119,7 @@ def test_every_job_is_answered_once(
     answers: dict[int, list[int]] = {}
     cancelled: set[int] = set()
     while waiting or not scheduler.is_idle:
-        for _ in range(data.draw(st.integers(0, len(waiting))) if scheduler.answers else len(waiting[:3])):
+        for _ in range(data.draw(st.integers(0, len(waiting))) if scheduler.running else len(waiting[:3])):
             scheduler.submit(waiting.pop(0))
         if data.draw(st.integers(0, 4)) == 0:
             index = data.draw(st.integers(0, len(sizes) - len(waiting) - 1)) if len(sizes) > len(waiting) else 0
@@ -127,8 +127,8 @@ def test_every_job_is_answered_once(
                 scheduler.cancel(index)
                 cancelled.add(index)
         for answer in scheduler.step():
-            assert answer.job.index not in answers
-            answers[answer.job.index] = answer.new.ids
+            assert answer.index not in answers
+            answers[answer.index] = answer.new.ids
     want = {i: wanted(i, budget) for i, (_, budget) in enumerate(sizes) if i not in cancelled}
     assert answers == want
     assert not device.jobs and scheduler.num_waiting == 0
@@ -143,7 +143,7 @@ def test_long_answers_first_and_few_idle_slots() -> None:
         scheduler.submit(job(i, 3, budget))
     order: list[int] = []
     while not scheduler.is_idle:
-        order += [answer.job.options.budget for answer in scheduler.step()]
+        order += [answer.options.budget for answer in scheduler.step()]
     assert order[-1] < 10 and sum(order[:16]) > sum(order[-16:])
     assert device.num_idle_steps < 0.25 * sum(budgets)
 
@@ -156,7 +156,7 @@ def test_a_window_ends_waiting() -> None:
     done: list[int] = []
     for i in range(4, 60):
         scheduler.submit(job(i, 2, 12))
-        done += [answer.job.index for answer in scheduler.step()]
+        done += [answer.index for answer in scheduler.step()]
     assert 0 in done and done.index(0) < 5
 
 
@@ -170,7 +170,7 @@ def test_classes_read_less() -> None:
             scheduler.submit(job(2 * i, 5, 200 if i < 3 else 20))
         done = []
         while not scheduler.is_idle:
-            done += [answer.job.index for answer in scheduler.step()]
+            done += [answer.index for answer in scheduler.step()]
         assert sorted(done) == [*range(0, 120, 2)]
         read.append(device.positions_read)
     assert read[1] < 0.6 * read[0]

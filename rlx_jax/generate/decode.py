@@ -2,8 +2,8 @@
 
 A step of decoding depends only on data on the device, so the loop runs there: one dispatch generates `steps` tokens,
 and the time of the host is hidden. The loop wraps the derived program `extend` with the same signature, so that
-compiling, donation and proofs are the same as without it. Two small functions complete it: `new_rows` makes the rows of
-a request, and `FirstTokens` chooses the first token of each row after prefill. For slots, `FillSlots` copies prefilled
+compiling, donation and proofs are the same as without it. `FirstTokens` makes the rows of a request, and chooses their
+first tokens after prefill. For slots, `FillSlots` copies prefilled
 prompts into rows of a state, and `MoveRows` rows to other slots.
 """
 
@@ -225,30 +225,31 @@ class TokenChooser:
             rows, ids=ids, running=rows.running & ~ended, remaining=remaining, history=history.append(chosen, active)
         )
 
+    def choose_first(
+        self, logits: Array, rows: RequestRows, sampler_values: SamplerValues, stop_mask: Array
+    ) -> tuple[Array, RequestRows, LogProbs | None]:
+        """Choose the first tokens `[B, 1]` of running rows, by the logits of prefill `[B, 1, V]`; return them, the
+        updated rows, and the log-probabilities of the tokens if requested."""
+        tokens, rows = self.choose_next(logits[:, 0], rows, sampler_values, stop_mask, rows.running)
+        if self.num_logprobs is None:
+            return tokens[:, None], rows, None
+        log_probs = token_log_probs(logits[:, 0], rows.ids, self.num_logprobs)
+        return tokens[:, None], rows, jax.tree.map(lambda a: a[:, None], log_probs)
+
 
 @dataclass(frozen=True)
 class FirstTokens(TokenChooser):
-    """Program that chooses the first token of rows after prefill; returns (tokens `[B, 1]`, rows, log-probabilities).
+    """Program that chooses the first tokens of a request; returns (tokens `[B, 1]`, rows, log-probabilities).
 
-    Prompts of different lengths may end in different chunks, so it is called once for each chunk in which one ends. Its
-    arguments are `logits` `[B, 1, V]`; `active` `[B]` bool, the rows to choose for; and `first` `[B, 1]` and
-    `first_log_probs`, the tokens and log-probabilities of the other rows.
+    Its arguments are the logits of prefill `[B, 1, V]`, those of `new_rows`, and `sampler_values` and `stop_mask`.
     """
 
     def __call__(
-        self, logits: Array, rows: RequestRows, active: Array, first: Array, sampler_values: SamplerValues,
-        stop_mask: Array, first_log_probs: LogProbs | None = None,
+        self, logits: Array, key: Array, running: Array, budget: Array, history: TokenHistory,
+        sampler_values: SamplerValues, stop_mask: Array,
     ) -> tuple[Array, RequestRows, LogProbs | None]:  # fmt: skip
-        tokens, rows = self.choose_next(logits[:, 0], rows, sampler_values, stop_mask, active)
-        first = jnp.where(active[:, None], tokens[:, None], first)
-        if self.num_logprobs is None:
-            return first, rows, None
-        new_log_probs = token_log_probs(logits[:, 0], rows.ids, self.num_logprobs)
-
-        def merge(new: Array, old: Array) -> Array:
-            return jnp.where(active.reshape(-1, *(1,) * new.ndim), new[:, None], old)
-
-        return first, rows, jax.tree.map(merge, new_log_probs, first_log_probs)
+        rows = new_rows(self.sampling_steps.do_sample, key, running, budget, history)
+        return self.choose_first(logits, rows, sampler_values, stop_mask)
 
 
 @dataclass(frozen=True)
@@ -324,29 +325,6 @@ class DecodeLoop(TokenChooser):
 SLOT_INPUTS = ("rows", "sampler_values", "stop_mask")
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class NewJobs:
-    """The jobs of a fill, padded to F rows.
-
-    Attributes:
-        slots: `[F]` int32, the slot of each job; the number of slots or more for a row that is not copied.
-        budgets: `[F]` int32, the most new tokens of each job.
-        seeds: `[F, 2]` uint32, the key of each job's seed; `[F, 0]` in greedy decoding.
-        draws: `[F]` int32, the number to fold into each key.
-        history: the prompts, as their first token is chosen by them.
-        sampler_values, stop_mask: as in `SLOT_INPUTS`.
-    """
-
-    slots: Any
-    budgets: Any
-    seeds: Any
-    draws: Any
-    history: TokenHistory
-    sampler_values: SamplerValues
-    stop_mask: Any
-
-
 @dataclass(frozen=True)
 class FillSlots(TokenChooser):
     """Program that chooses the first tokens of prefilled prompts, and copies their rows into slots.
@@ -362,29 +340,27 @@ class FillSlots(TokenChooser):
         return {**super().arguments(), "slots": "True"}
 
     def __call__(
-        self, state: StateArrays, slots: Arrays, new_state: StateArrays, logits: Array, jobs: NewJobs
-    ) -> tuple[Array, LogProbs | None, Arrays, StateArrays]:
+        self, state: StateArrays, slots: Arrays, new_state: StateArrays, logits: Array, jobs: Arrays, targets: Array,
+        draws: Array,
+    ) -> tuple[Array, LogProbs | None, Arrays, StateArrays]:  # fmt: skip
         """Return the first tokens `[F, 1]`, their log-probabilities, the slots and their state.
 
         Args:
             state, slots: state and `SLOT_INPUTS` of all slots; the memory of the state is reused.
             new_state, logits: the result of prefill; logits `[F, 1, V]`.
-            jobs: the jobs.
+            jobs: the `SLOT_INPUTS` of the jobs; the keys of rows are the ones of their seeds, `[F, 2]` uint32.
+            targets: `[F]` int32, the slot of each job; the number of slots or more for a row that is not copied.
+            draws: `[F]` int32, the number to fold into each key.
         """
-        active, zeros = jobs.slots < slots["rows"].running.shape[0], jnp.zeros_like(jobs.budgets)
-        keys = jobs.seeds
+        rows = jobs["rows"]
         if self.sampling_steps.do_sample:
-            keys = jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(jobs.seeds, impl=KEY_IMPL), jobs.draws)
-        rows = RequestRows(zeros, active, jobs.budgets, jobs.history, keys)
-        tokens, rows = self.choose_next(logits[:, 0], rows, jobs.sampler_values, jobs.stop_mask, active)
-        log_probs = None
-        if self.num_logprobs is not None:
-            log_probs = jax.tree.map(lambda a: a[:, None], token_log_probs(logits[:, 0], rows.ids, self.num_logprobs))
-
-        put, operands = partial(put_rows, jobs.slots), (rows, jobs.sampler_values, jobs.stop_mask)
-        slots = jax.tree.map(partial(put, 0), slots, dict(zip(SLOT_INPUTS, operands, strict=True)))
+            keys = jax.random.wrap_key_data(rows.keys, impl=KEY_IMPL)
+            rows = replace(rows, keys=jax.vmap(jax.random.fold_in)(keys, draws))
+        tokens, rows, log_probs = self.choose_first(logits, rows, jobs["sampler_values"], jobs["stop_mask"])
+        put = partial(put_rows, targets)
+        slots = jax.tree.map(partial(put, 0), slots, {**jobs, "rows": rows})
         filled = {name: put(axis, state[name], new_state[name]) for name, axis in self.row_axes}
-        return tokens[:, None], log_probs, slots, new_state | filled
+        return tokens, log_probs, slots, new_state | filled
 
 
 @dataclass(frozen=True)
@@ -406,7 +382,7 @@ class MoveRows:
         Args:
             state, slots: as in `FillSlots`, of the longer class; the memory of the state is reused.
             old_state, old_slots: the slots of the shorter class.
-            sources, targets: `[F]`, the slots to copy from and to; targets as `NewJobs.slots`.
+            sources, targets: `[F]`, the slots to copy from and to; targets as in `FillSlots`.
             remaining: `[F]`, the number of tokens that each row may still get.
         """
 

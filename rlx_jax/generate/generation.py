@@ -15,7 +15,7 @@ import numpy as np
 
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.errors import NumericsError
-from rlx_jax.generate.decode import STOPPED, FirstTokens, LogProbs, RequestRows, RowTokens, new_rows
+from rlx_jax.generate.decode import FirstTokens, LogProbs, RowTokens
 from rlx_jax.generate.decode_state import fits, gather_rows, prompt_indices, resize_state
 from rlx_jax.generate.prefix_cache import Prefix, PrefixCache
 from rlx_jax.generate.request import LanguageModel, Request, common_prefix_len
@@ -372,34 +372,30 @@ def start_generation(plan: RequestPlan) -> Generation:
     state: StateArrays = {}
     if request.prefixes:
         state = prepare_prefix_state(plan.prefill_programs[0], request.prefixes, request.owns_prefix)
-    live = np.arange(sizes.batch) < len(request.rows) * n
-    rows = initial_rows(plan, live)
-    first_ids: AnyArray = np.full((sizes.batch, 1), STOPPED, np.int32)
-    log_probs, snapshot, hidden = None, None, []
-    if plan.num_logprobs is not None:  # the program for the first chunk in which a prompt ends is that for later ones
-        zeros = np.zeros((sizes.batch, 1, plan.num_logprobs), np.float32)
-        log_probs = LogProbs(np.zeros((sizes.batch, 1), np.float32), zeros.astype(np.int32), zeros)
+    logits: AnyArray = None
+    snapshot, hidden = None, []
     prefix_lens = [len(prefix.ids) for prefix in request.prefixes] or [0] * len(request.rows)
     suffixes = [prompt[count:] for prompt, count in zip(request.rows, prefix_lens, strict=True)]
     inputs = request.inputs.padded(plan.prefill_batch) if request.inputs.arrays else {}
     for block in prompt_blocks(plan.prefill_programs, suffixes, plan.prefill_batch, inputs, state, plan.cut):
-        state, logits, is_end = block.state, block.logits, block.is_end
+        state, logits = block.state, block.logits
         hidden += [] if block.hidden is None else [block.hidden]
         if request.snapshot_point is not None and block.num_tokens == plan.cut:
             snapshot = {name: jnp.copy(state[name]) for name in request.snapshot_point.array_names}
-        if not is_end.any():  # no prompt ends in this chunk
-            continue
-        if n > 1:
-            prompt_of_row = prompt_indices(sizes.batch, n, len(request.rows))
-            logits = programs.run_helper(
-                gather_rows, logits, prompt_of_row, static=(0,), out_shardings=programs.replicated
-            )
-            is_end = is_end[prompt_of_row] & live
-        arguments = (logits, rows, is_end, first_ids, sampler_values, stop_mask, log_probs)
-        choose = FirstTokens(plan.sampling_steps, num_logprobs=plan.num_logprobs)
-        first_ids, rows, log_probs = programs.run_helper(choose, *arguments, out_shardings=programs.replicated)
     if n > 1:
-        state = resize_state(loop, state, prompt_indices(sizes.batch, n, len(request.rows)))
+        prompt_of_row = prompt_indices(sizes.batch, n, len(request.rows))
+        logits = programs.run_helper(
+            gather_rows, logits, prompt_of_row, static=(0,), out_shardings=programs.replicated
+        )
+        state = resize_state(loop, state, prompt_of_row)
+    live = np.arange(sizes.batch) < len(request.rows) * n
+    prompts = [request.rows[row // n] if is_row else () for row, is_row in enumerate(live)]
+    history = initial_history(plan.sampling_steps, prompts, len(plan.stop_mask), max_tokens(loop))
+    new_rows = random_key("seed", request.seed), live, np.int32(request.budget), history
+    choose = FirstTokens(plan.sampling_steps, num_logprobs=plan.num_logprobs)
+    first_ids, rows, log_probs = programs.run_helper(
+        choose, logits, *new_rows, sampler_values, stop_mask, out_shardings=programs.replicated
+    )
     operands = {"rows": rows, "sampler_values": sampler_values, "stop_mask": stop_mask}
     if (drafter := request.drafter) is not None:
         drafter_arrays, draft_state = drafter.start(programs, sizes, request.rows, first_ids, tuple(hidden))
@@ -409,21 +405,6 @@ def start_generation(plan: RequestPlan) -> Generation:
         LoopRun(loop, operands, state), len(request.rows) * n, request.budget, request.num_steps(loop.model), first_ids,
         sizes.cache_len, log_probs=log_probs, snapshot=snapshot,
     )  # fmt: skip
-
-
-def initial_rows(plan: RequestPlan, live: np.ndarray[Any, Any]) -> RequestRows:
-    """Return the rows of a request before their first new token.
-
-    Args:
-        live: `[B]` bool, rows of the request; the others are padding.
-    """
-    request, programs = plan.request, plan.loop.model.programs
-    prompts = [request.rows[row // (request.n or 1)] if is_row else () for row, is_row in enumerate(live)]
-    history = initial_history(plan.sampling_steps, prompts, len(plan.stop_mask), max_tokens(plan.loop))
-    arguments = (random_key("seed", request.seed), live, np.int32(request.budget), history)
-    return programs.run_helper(
-        new_rows, *arguments, static=(plan.sampling_steps.do_sample,), out_shardings=programs.replicated
-    )
 
 
 def share_prefix(lm: LanguageModel, request: Request) -> Request:

@@ -22,7 +22,7 @@ from rlx_jax.generate.request import LanguageModel, Request, check_answers, chec
 from rlx_jax.generate.request_plan import chunk_widths
 from rlx_jax.generate.row_options import BatchProgress, RowOptions, StopLike, is_by_prompt, split_by_prompt
 from rlx_jax.generate.sampler import Sampler, Sampling, resolve_sampler
-from rlx_jax.generate.scheduler import JobAnswer, Scheduler, SlotJob
+from rlx_jax.generate.scheduler import Scheduler, SlotJob
 from rlx_jax.generate.slot_classes import SlotClasses, open_slots
 from rlx_jax.generate.slot_plan import SlotPlan, max_slots, plan_slots
 from rlx_jax.runtime.inputs import check_flag, check_integer
@@ -96,8 +96,8 @@ def run_prompts(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any
         SlotJob(row, request.rows[row // n], request.row_options(row), prefixes[row // n])
         for row in range(len(new.rows))
     )
-    for answer in SlotRun(lm, request, new, len(new.rows)).run(jobs):
-        new.rows[answer.job.index] = answer.new
+    for job in SlotRun(lm, request, new, len(new.rows)).run(jobs):
+        new.rows[job.index] = job.new
     return make_outputs(lm, request, new)
 
 
@@ -149,7 +149,7 @@ class SlotRun:
     read_ahead: int | None = None
 
     def run(self, jobs: Iterator[Any]) -> Iterator[Any]:
-        """Yield a `JobAnswer` for each `SlotJob` as it ends, and items that are no jobs at once."""
+        """Yield each `SlotJob` as it ends, and items that are no jobs at once."""
         clock, share = self.lm.model.programs.start_timer(), self.request.share_prefix
         waiting, planned = deque[SlotJob](), list[SlotJob]()  # later jobs that the slots do not fit are planned for too
         scheduler: Scheduler | None = None
@@ -166,7 +166,7 @@ class SlotRun:
                     continue
                 if not job.options.budget:  # its prompt is not read
                     done += 1
-                    yield JobAnswer(job)
+                    yield job
                     continue
                 if job.index % (self.request.n or 1) == 0:
                     num_prompts, prompt_tokens = num_prompts + 1, prompt_tokens + len(job.ids)
@@ -194,15 +194,15 @@ class SlotRun:
             for job in fitting:
                 scheduler.submit(job)
                 num_read -= job.num_cached
-            for answer in scheduler.step():
-                done, num_tokens = done + 1, num_tokens + len(answer.new.ids)
+            for job in scheduler.step():
+                done, num_tokens = done + 1, num_tokens + len(job.new.ids)
                 seconds, compiled = clock()
                 self.new.speculated = device.speculated
                 read = num_prompts, prompt_tokens, num_read
                 self.new.report = device.report(*read, num_tokens, seconds, compiled)
                 if self.request.progress is not None:
                     self.request.progress(BatchProgress(done, self.total, num_tokens, seconds))
-                yield answer
+                yield job
 
 
 def plan_jobs(lm: LanguageModel, jobs: Sequence[SlotJob], request: Request) -> tuple[SlotPlan, ...]:
@@ -316,11 +316,11 @@ class PromptStream:
             return error
         raise error
 
-    def output(self, answer: JobAnswer | tuple[int, RlxError]) -> tuple[int, Any]:
-        """Return what `generate_iter` yields for an answer, or for a prompt that is refused."""
-        if isinstance(answer, tuple):
-            return answer
-        job, new = answer.job, answer.new
+    def output(self, job: SlotJob | tuple[int, RlxError]) -> tuple[int, Any]:
+        """Return what `generate_iter` yields for a job that ended, or for a prompt that is refused."""
+        if isinstance(job, tuple):
+            return job
+        new = job.new
         output = make_output(self.lm, self.request, job.options, new, job.as_text, self.details)
         if not new.failed:
             return job.index, output

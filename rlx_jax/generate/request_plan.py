@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.compiler.executable import StateArrays
@@ -250,19 +251,18 @@ def bind_prefill(
 
 
 class PromptBlock(NamedTuple):
-    """The result of prefilling one chunk of the prompts.
+    """The result of prefilling the prompts up to a chunk.
 
     Attributes:
-        logits: `[B, 1, V]`, logits of the last token of each row.
+        logits: `[B, 1, V]`, logits of the last token of each row so far; `[B, S, V]`, of the chunk, if the program
+            returns all of them.
         state: the state after the chunk.
-        is_end: `[B]` bool, rows with a prompt that ends in this chunk.
-        hidden: `[B, S, H]`, hidden states of all tokens, if the program returns them.
+        hidden: `[B, S, H]`, hidden states of the tokens of the chunk, if the program returns them.
         num_tokens: number of tokens prefilled so far, for prompts of that length or more.
     """
 
     logits: Any
     state: StateArrays
-    is_end: np.ndarray[Any, Any]
     hidden: jax.Array | None
     num_tokens: int
 
@@ -282,15 +282,21 @@ def prompt_blocks(
         cut: as in `RequestPlan`.
     """
     padded_prompts = [*prompts, *([0] for _ in range(batch - len(prompts)))]
-    lengths, live = np.array([len(p) for p in padded_prompts]), np.arange(batch) < len(prompts)
-    state, offset, first_input = state or {}, 0, programs[0].model.first_input
+    lengths, state, offset, model = np.array([len(p) for p in padded_prompts]), state or {}, 0, programs[0].model
+    logits = None
     for program in programs:
         width = dict(program.key.binding)["seq"]
         count = cut - offset if offset < cut < offset + width else width
         num_new = np.clip(lengths - offset, 0, count).astype(np.int32)
         tokens = pad_rows([p[offset : offset + count] for p in padded_prompts], width)
-        (logits, *others), state = program({first_input: tokens, "lengths": num_new, **(inputs or {})}, state)
-        hidden = others[0] if program.key.hidden else None
-        offset += count
-        yield PromptBlock(logits, state, live & (offset - count < lengths) & (lengths <= offset), hidden, offset)
+        (new, *others), state = program({model.first_input: tokens, "lengths": num_new, **(inputs or {})}, state)
+        if logits is not None and program.key.last_only:
+            new = model.programs.run_helper(merge_logits, num_new, new, logits)
+        logits, offset = new, offset + count
+        yield PromptBlock(logits, state, others[0] if program.key.hidden else None, offset)
         inputs = None  # the state caches what depends on them
+
+
+def merge_logits(num_new: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Return the logits `[B, 1, V]` of the last tokens, the old ones in rows that had no new token."""
+    return jnp.where(num_new[:, None, None] > 0, new, old)

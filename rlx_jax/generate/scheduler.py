@@ -34,6 +34,7 @@ class SlotJob:
         options: how its tokens are chosen, and what ends it.
         prefix: the beginning of the prompt whose state is copied, not prefilled with it.
         as_text: whether text is returned, not ids.
+        new: its new tokens so far.
     """
 
     index: int
@@ -41,37 +42,12 @@ class SlotJob:
     options: RowOptions
     prefix: Prefix | None = None
     as_text: bool = False
+    new: RowTokens = field(default_factory=RowTokens)
 
     @property
     def num_cached(self) -> int:
         """Return the number of tokens of its prefix."""
         return 0 if self.prefix is None else len(self.prefix.ids)
-
-
-@dataclass(eq=False)
-class JobAnswer:
-    """The new tokens of a job so far.
-
-    Attributes:
-        job: the job.
-        new: the tokens.
-    """
-
-    job: SlotJob
-    new: RowTokens = field(default_factory=RowTokens)
-
-
-@dataclass(frozen=True)
-class SlotTokens:
-    """The new tokens of one slot after a step.
-
-    Attributes:
-        new: the tokens.
-        running: whether the slot continues.
-    """
-
-    new: RowTokens
-    running: bool
 
 
 class SlotRunner(Protocol):
@@ -90,14 +66,15 @@ class SlotRunner(Protocol):
         """Prefill jobs into free rows of a class; the next `decode` returns their first tokens, too."""
         ...
 
-    def move(self, source: int, target: int, rows: Sequence[tuple[int, int, JobAnswer]]) -> None:
-        """Move jobs with a full cache from rows of one class to free rows of another: (from, to, answer so far)."""
+    def move(self, source: int, target: int, rows: Sequence[tuple[int, int, SlotJob]]) -> None:
+        """Move jobs with a full cache from rows of one class to free rows of another: (from, to, job)."""
         ...
 
-    def decode(self, min_running: Sequence[int | None]) -> Mapping[SlotIndex, SlotTokens]:
+    def decode(self, min_running: Sequence[int | None]) -> Mapping[SlotIndex, tuple[RowTokens, bool]]:
         """Decode some steps of each class, until at most `min_running` of its slots run; None leaves a class out.
 
-        A slot whose cache is full stops running, too. Return the new tokens of each slot of these classes.
+        A slot whose cache is full stops running, too. Return for each slot of these classes its
+        new tokens, and whether it continues.
         """
         ...
 
@@ -132,7 +109,7 @@ class Scheduler:
 
     def __init__(self, device: SlotRunner, find_end: FindEnd, window: int | None = None) -> None:
         self.device, self.find_end, self.window = device, find_end, window
-        self.answers: dict[SlotIndex, JobAnswer] = {}  # of running jobs
+        self.running: dict[SlotIndex, SlotJob] = {}
         self.num_waiting = 0
         self._free = [list(range(each.num_slots)) for each in device.classes]
         self._full: list[SlotIndex] = []  # jobs that wait for a longer cache, in order
@@ -144,7 +121,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Return whether no job waits or runs."""
-        return not self.num_waiting and not self.answers
+        return not self.num_waiting and not self.running
 
     def submit(self, job: SlotJob) -> None:
         """Add a job, with a budget of at least one token."""
@@ -156,8 +133,8 @@ class Scheduler:
 
     def cancel(self, index: int) -> None:
         """Drop a job that has not ended; it gets no answer."""
-        for slot, answer in [*self.answers.items()]:
-            if answer.job.index == index:
+        for slot, job in [*self.running.items()]:
+            if job.index == index:
                 self.device.stop([slot])
                 self._release(slot)
                 return
@@ -166,25 +143,25 @@ class Scheduler:
             heapq.heapify(heap)
         self.num_waiting = sum(map(len, self._waiting.values()))
 
-    def step(self) -> list[JobAnswer]:
-        """Move and fill slots, decode some steps, and return the answers that ended."""
+    def step(self) -> list[SlotJob]:
+        """Move and fill slots, decode some steps, and return the jobs that ended."""
         self._move()
         for index in range(len(self._free)):
             while (count := self._group_size(index)) and len(self._free[index]) >= count:
                 self._fill(index, count)
-        if not self.answers:
+        if not self.running:
             return []
         ended, stops = [], []
-        for slot, new in self.device.decode(self._min_running()).items():
-            answer = self.answers.get(slot)
-            if answer is None or slot in self._full:  # it is free, or waits
+        for slot, (new, runs) in self.device.decode(self._min_running()).items():
+            job = self.running.get(slot)
+            if job is None or slot in self._full:  # it is free, or waits
                 continue
-            if not self._append(answer, new):
-                self._full += [] if new.running else [slot]
+            if not self._append(job, new, runs):
+                self._full += [] if runs else [slot]
                 continue
-            if new.running:
+            if runs:
                 stops.append(slot)
-            ended.append(answer)
+            ended.append(job)
             self._release(slot)
         if stops:
             self.device.stop(stops)
@@ -192,7 +169,7 @@ class Scheduler:
 
     def _min_running(self) -> list[int | None]:
         """Return for each class how many slots may still run when `decode` returns; None for a class without jobs."""
-        counts = Counter(index for index, _ in self.answers.keys() - set(self._full))
+        counts = Counter(index for index, _ in self.running.keys() - set(self._full))
         result: list[int | None] = []
         for index, each in enumerate(self.device.classes):
             wanted = self._group_size(index) + sum(source < index for source, _ in self._full)
@@ -229,38 +206,38 @@ class Scheduler:
         group = [(self._free[index].pop(), job) for job in jobs]
         self.num_waiting -= len(group)
         self.device.fill(index, group)
-        self.answers |= {(index, row): JobAnswer(job) for row, job in group}
+        self.running |= {(index, row): job for row, job in group}
 
     def _move(self) -> None:
         """Move jobs with a full cache to free slots of longer classes."""
-        groups: dict[tuple[int, int], list[tuple[int, int, JobAnswer]]] = defaultdict(list)
+        groups: dict[tuple[int, int], list[tuple[int, int, SlotJob]]] = defaultdict(list)
         for slot in self._full:
             target = next((i for i in range(slot[0] + 1, len(self._free)) if self._free[i]), None)
             if target is not None:
-                groups[slot[0], target].append((slot[1], self._free[target].pop(), self.answers[slot]))
+                groups[slot[0], target].append((slot[1], self._free[target].pop(), self.running[slot]))
         for (source, target), rows in groups.items():
             step = self.device.classes[target].fill_rows
             for i in range(0, len(rows), step):
                 self.device.move(source, target, rows[i : i + step])
         # Freed last: a row is copied from its slot before another job is copied into it.
         for (source, target), rows in groups.items():
-            for old, new, answer in rows:
+            for old, new, job in rows:
                 self._release((source, old))
-                self.answers[target, new] = answer
+                self.running[target, new] = job
 
-    def _append(self, answer: JobAnswer, step: SlotTokens) -> bool:
+    def _append(self, job: SlotJob, new: RowTokens, runs: bool) -> bool:
         """Append new tokens to an answer, and return whether it ended; a job with a full cache has not."""
-        answer.new.extend(step.new)
-        ids, options, num_new = answer.new.ids, answer.job.options, len(step.new.ids)
-        if num_new and (end := self.find_end(options, ids, num_new)) is not None:
-            answer.new.cut(end)
+        job.new.extend(new)
+        ids, options = job.new.ids, job.options
+        if new.ids and (end := self.find_end(options, ids, len(new.ids))) is not None:
+            job.new.cut(end)
             return True
         # A slot that stops has a full cache unless its answer ended, perhaps with the last token that fits.
         is_stop = bool(ids) and ids[-1] in options.stop_ids
-        return not step.running and (answer.new.failed or is_stop or len(ids) >= options.budget)
+        return not runs and (job.new.failed or is_stop or len(ids) >= options.budget)
 
     def _release(self, slot: SlotIndex) -> None:
         """Free a slot."""
-        del self.answers[slot]
+        del self.running[slot]
         self._full = [each for each in self._full if each != slot]
         self._free[slot[0]].append(slot[1])

@@ -16,7 +16,7 @@ from rlx_jax.compiler.settings import SlotSizes
 from rlx_jax.generate.decode import RowTokens
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.sampler import Sampler
-from rlx_jax.generate.scheduler import JobAnswer, SlotIndex, SlotJob, SlotTokens, start_class
+from rlx_jax.generate.scheduler import SlotIndex, SlotJob, start_class
 from rlx_jax.generate.slot_plan import SlotPlan
 from rlx_jax.generate.slots import Slots, open_class
 from rlx_jax.runtime.program_key import HelperCall, ProgramKey
@@ -115,11 +115,11 @@ class SlotClasses:
         """Prefill jobs into free rows of a class, without waiting for the device."""
         self.parts[index].fill(group, self.prefill_class(max(len(job.ids) for _, job in group)))
 
-    def move(self, source: int, target: int, rows: Sequence[tuple[int, int, JobAnswer]]) -> None:
+    def move(self, source: int, target: int, rows: Sequence[tuple[int, int, SlotJob]]) -> None:
         """Move jobs with a full cache to free rows of a class with a longer one."""
         self.parts[target].take(self.parts[source], rows)
 
-    def decode(self, min_running: Sequence[int | None]) -> dict[SlotIndex, SlotTokens]:
+    def decode(self, min_running: Sequence[int | None]) -> dict[SlotIndex, tuple[RowTokens, bool]]:
         """Decode some steps of each class; the classes run one after another, and the host waits for all of them."""
         pairs = zip(self.parts, min_running, strict=True)
         results_of_parts = [None if least is None else part.start_decode(least) for part, least in pairs]
@@ -175,7 +175,7 @@ def warm_slots(device: SlotClasses, sampler: Sampler, seed: int) -> None:
         for j in range(i + 1, len(sizes)):
             if shorter + 1 < each.cache_len:
                 run(j, shorter + 1)
-            device.move(i, j, [(0, 0, JobAnswer(replace(job, options=replace(job.options, budget=2)), RowTokens([0])))])
+            device.move(i, j, [(0, 0, replace(job, options=replace(job.options, budget=2), new=RowTokens([0])))])
             device.decode([0] * len(sizes))
         shorter = each.cache_len
 

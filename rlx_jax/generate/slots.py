@@ -9,7 +9,7 @@ jobs, too, whose states are copied into its rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,23 +19,15 @@ import numpy as np
 
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.settings import SlotSizes
-from rlx_jax.generate.decode import (
-    SLOT_INPUTS,
-    STOPPED,
-    MoveRows,
-    NewJobs,
-    RequestRows,
-    RowTokens,
-    Sizes,
-    put_carry,
-)
+from rlx_jax.generate.decode import SLOT_INPUTS, STOPPED, MoveRows, RequestRows, RowTokens, Sizes, put_carry
 from rlx_jax.generate.decode_state import LeafMove, leaf_moves, move_state, resize_state
 from rlx_jax.generate.drafters import empty_pairs
 from rlx_jax.generate.generation import LoopRun
 from rlx_jax.generate.prefix_cache import Prefix, PrefixCache, one_row
 from rlx_jax.generate.request_plan import PromptBlock, max_tokens, prompt_blocks
-from rlx_jax.generate.sampler import Sampler, SamplerValues
-from rlx_jax.generate.scheduler import JobAnswer, SlotJob, SlotTokens
+from rlx_jax.generate.row_options import RowOptions
+from rlx_jax.generate.sampler import Sampler
+from rlx_jax.generate.scheduler import SlotJob
 from rlx_jax.generate.slot_plan import SlotPlan, fill_keys
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.generate.token_history import check_processors, initial_history
@@ -44,7 +36,8 @@ from rlx_jax.runtime.model import BoundProgram
 from rlx_jax.runtime.program_key import HelperCall
 from rlx_jax.runtime.sequence_state import LENGTH
 
-Array = jax.Array
+# The job of a slot that has none.
+IDLE_JOB = SlotJob(0, (), RowOptions(0, Sampler(), (), (), 0, 0))
 
 
 @dataclass(eq=False)
@@ -54,7 +47,7 @@ class Slots:
     Attributes:
         plan: their sizes and programs.
         loop: the loop with the arrays on the device.
-        first_tokens: for each fill since the last `start_decode` the slots, as in `NewJobs`, and on the device the
+        first_tokens: for each fill since the last `start_decode` the `targets` of `FillSlots`, and on the device the
             first tokens and their log-probabilities.
         num_steps: number of steps decoded.
         cache: the prefixes of the model.
@@ -88,37 +81,33 @@ class Slots:
             group: slots and jobs.
             source: the class that has the prefill programs, with a cache of this length or a shorter one.
         """
-        plan, rows = self.plan, source.plan.sizes.fill_rows
-        outside = np.arange(self.num_slots, self.num_slots + rows, dtype=np.int32)
-        targets = outside.copy()
-        targets[: len(group)] = [slot for slot, _ in group]
-        jobs = new_jobs(plan, [job for _, job in group], rows)
-        programs, draft_state, prompts = plan.lm.model.programs, {}, [job.ids for _, job in group]
-        blocks: Iterable[PromptBlock] = source.prefill(prompts, [job.prefix for _, job in group])
+        plan, rows, (slots, jobs) = self.plan, source.plan.sizes.fill_rows, zip(*group, strict=True)
+        targets = np.arange(self.num_slots, self.num_slots + rows, dtype=np.int32)
+        targets[: len(group)] = slots
+        programs, draft_state, prompts = plan.lm.model.programs, {}, [job.ids for job in jobs]
+        hidden = []
+        for block in source.prefill(prompts, [job.prefix for job in jobs]):
+            hidden += [] if block.hidden is None else [block.hidden]
         if plan.drafter is not None:
-            hidden: tuple[Any, ...] = ()
-            if plan.drafter.needs_hidden:
-                parts = [*blocks]
-                # Rows that end in an earlier chunk have the same state after the last one.
-                blocks = [part._replace(state=parts[-1].state) for part in parts]
-                hidden = tuple(part.hidden for part in parts)
             sizes = Sizes(rows, source.widths(max(map(len, prompts)), False), source.plan.sizes.cache_len)
             first = np.zeros((rows, 1), np.int32)  # not chosen yet
-            carry, arrays = plan.drafter.start(programs, sizes, prompts, first, hidden)
+            carry, arrays = plan.drafter.start(programs, sizes, prompts, first, tuple(hidden))
             if carry is not None:
                 self.loop.inputs["drafter_carry"] = programs.run_helper(
                     put_carry, self.loop.inputs["drafter_carry"], carry, targets, out_shardings=programs.replicated
                 )
             draft_state = {DRAFTER_PREFIX + name: array for name, array in arrays.items()}
-        for block in blocks:
-            if not block.is_end.any():  # no prompt ends in this chunk
-                continue
-            slots = np.where(block.is_end, targets, outside)
-            new_state = {**block.state, **draft_state}
-            arguments = (self.loop.state, self.inputs, new_state, block.logits, replace(jobs, slots=slots))
-            ids, log_probs, inputs, self.loop.state = programs.run_helper(plan.fill, *arguments, **self._fill_options)
-            self.loop.inputs |= inputs
-            self.first_tokens.append((slots, ids, log_probs))
+        arguments = self._fill_arguments({**block.state, **draft_state}, block.logits, jobs, targets)
+        ids, log_probs, inputs, self.loop.state = programs.run_helper(plan.fill, *arguments, **self._fill_options)
+        self.loop.inputs |= inputs
+        self.first_tokens.append((targets, ids, log_probs))
+
+    def _fill_arguments(self, new_state: Any, logits: Any, jobs: Sequence[SlotJob], targets: Any) -> tuple[Any, ...]:
+        """Return the arguments of `FillSlots`."""
+        draws = np.zeros(len(targets), np.int32)
+        draws[: len(jobs)] = [job.options.draw for job in jobs]
+        new_inputs = slot_inputs(self.plan, jobs, len(targets))
+        return self.loop.state, self.inputs, new_state, logits, new_inputs, targets, draws
 
     @property
     def _fill_options(self) -> dict[str, Any]:
@@ -132,7 +121,7 @@ class Slots:
             for name, a in prefilling.loop.state.items()
         }
         logits = jax.ShapeDtypeStruct((rows, 1, plan.lm.vocab_size), np.float32)
-        arguments = (self.loop.state, self.inputs, new_state, logits, new_jobs(plan, [job], rows))
+        arguments = self._fill_arguments(new_state, logits, [job], np.zeros(rows, np.int32))
         return HelperCall(plan.fill, arguments, **self._fill_options)
 
     def start_decode(self, min_running: int) -> Any:
@@ -142,32 +131,30 @@ class Slots:
         first, self.first_tokens = self.first_tokens, []
         return tokens, log_probs, self.loop.inputs["rows"].running, first
 
-    def end_decode(self, results: Any) -> dict[int, SlotTokens]:
-        """Return the new tokens by slot, from the result of `start_decode`."""
+    def end_decode(self, results: Any) -> dict[int, tuple[RowTokens, bool]]:
+        """Return the new tokens by slot, and whether it continues, from the result of `start_decode`."""
         tokens, log_probs, running, first = jax.device_get(results)
         self.num_steps += int((tokens != STOPPED).any(axis=0).reshape(-1, self.plan.num_drafts + 1).any(axis=1).sum())
-        result = {i: SlotTokens(RowTokens(), bool(is_running)) for i, is_running in enumerate(running)}
-        for slots, ids, values in first:
+        new = [RowTokens() for _ in running]
+        for slots, ids, values in (*first, (range(self.num_slots), tokens, log_probs)):
             for i, slot in enumerate(slots):
                 if slot < self.num_slots:
-                    result[slot].new.extend(RowTokens.of(ids, i, values))
-        for slot, new in result.items():
-            new.new.extend(RowTokens.of(tokens, slot, log_probs))
-        return result
+                    new[slot].extend(RowTokens.of(ids, i, values))
+        return {slot: (row, bool(running[slot])) for slot, row in enumerate(new)}
 
-    def take(self, old: Slots, moves: Sequence[tuple[int, int, JobAnswer]]) -> None:
+    def take(self, old: Slots, moves: Sequence[tuple[int, int, SlotJob]]) -> None:
         """Copy rows of a class with a shorter cache into free slots, without waiting for the device.
 
         Args:
             old: the other class.
-            moves: at most `fill_rows` of them: (from, to, the answer so far).
+            moves: at most `fill_rows` of them: (from, to, job).
         """
         plan, rows, num_slots = self.plan, self.plan.sizes.fill_rows, self.num_slots
         sources, remaining = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         targets = np.arange(num_slots, num_slots + rows, dtype=np.int32)
-        for i, (source, target, answer) in enumerate(moves):
+        for i, (source, target, job) in enumerate(moves):
             sources[i], targets[i] = source, target
-            remaining[i] = row_limit(answer.job, plan.sizes.cache_len) - len(answer.new.ids)
+            remaining[i] = row_limit(job, plan.sizes.cache_len) - len(job.new.ids)
         arguments = (self.loop.state, self.inputs, old.loop.state, old.inputs, sources, targets, remaining)
         shardings = None if plan.fill_shardings is None else plan.fill_shardings[2:]
         inputs, self.loop.state = plan.lm.model.programs.run_helper(
@@ -233,50 +220,41 @@ class Slots:
         rows, model = self.plan.sizes.fill_rows, self.plan.lm.model
         for begin in range(0, len(missing), rows):
             group = missing[begin : begin + rows]
-            for block in self.prefill([prefix.ids for prefix in group], [prefix.parent for prefix in group]):
-                for row in np.flatnonzero(block.is_end):
-                    prefix = group[row]
-                    target = one_row(model, prefix.cache_len)
-                    states[prefix] = resize_state(target, block.state, np.array([row], np.int32))
-                    self.cache.store(prefix, states[prefix])  # type: ignore[arg-type]
+            *_, last = self.prefill([prefix.ids for prefix in group], [prefix.parent for prefix in group])
+            for row, prefix in enumerate(group):
+                target = one_row(model, prefix.cache_len)
+                states[prefix] = resize_state(target, last.state, np.array([row], np.int32))
+                self.cache.store(prefix, states[prefix])  # type: ignore[arg-type]
             self.num_prefilled += sum(len(p.ids) - (len(p.parent.ids) if p.parent else 0) for p in group)
         return [states[prefix] for prefix in prefixes]  # type: ignore[misc]
 
 
-def new_jobs(plan: SlotPlan, jobs: Sequence[SlotJob], rows: int) -> NewJobs:
-    """Return the operands of a fill of `rows` rows; padding rows repeat the options of the first job."""
+def slot_inputs(plan: SlotPlan, jobs: Sequence[SlotJob], count: int) -> dict[str, Any]:
+    """Return the `SLOT_INPUTS` of jobs and of idle rows, `count` rows on the host; the keys are those of the seeds."""
     steps, vocab_size = plan.fill.sampling_steps, plan.lm.vocab_size
-    padded = [*jobs, *(jobs[0] for _ in range(rows - len(jobs)))]
+    # Idle rows repeat the options of the first job.
+    padded = [*jobs, *[jobs[0] if jobs else IDLE_JOB] * (count - len(jobs))]
     options = [job.options for job in padded]
-    stop_ids = np.full((len(padded), plan.stop_width), -1, np.int32)
+    stop_ids = np.full((count, plan.stop_width), -1, np.int32)
     for row, option in zip(stop_ids, options, strict=True):
         row[: len(option.stop_ids)] = option.stop_ids
-    seeds = np.zeros((len(padded), 0), np.uint32)
+    keys = np.zeros((count, 0), np.uint32)
     if steps.do_sample:
         # Most jobs have one seed.
-        keys = {id(option.seed): jax.random.key_data(random_key("seed", option.seed)) for option in options}
-        words = jax.device_get(keys)
-        seeds = np.stack([words[id(option.seed)] for option in options])
-    return NewJobs(
-        slots=np.zeros(len(padded), np.int32),
-        budgets=np.array([row_limit(job, plan.sizes.cache_len) for job in padded], np.int32),
-        seeds=seeds,
-        draws=np.array([option.draw for option in options], np.int32),
-        history=initial_history(steps, [job.ids for job in padded], vocab_size, max_tokens(plan.loop)),
-        sampler_values=stack_values([option.sampler.values(vocab_size, steps) for option in options]),
-        stop_mask=stop_ids,
-    )
+        seeds = {id(option.seed): jax.random.key_data(random_key("seed", option.seed)) for option in options}
+        words = jax.device_get(seeds)
+        keys = np.stack([words[id(option.seed)] for option in options])
+    budgets = np.array([row_limit(job, plan.sizes.cache_len) for job in padded], np.int32)
+    history = initial_history(steps, [job.ids for job in padded], vocab_size, max_tokens(plan.loop))
+    rows = RequestRows(np.zeros(count, np.int32), np.arange(count) < len(jobs), budgets, history, keys)
+    values = [option.sampler.values(vocab_size, steps) for option in options]
+    stacked = jax.tree.map(lambda *parts: np.stack([np.atleast_1d(part) for part in parts]), *values)
+    return dict(zip(SLOT_INPUTS, (rows, stacked, stop_ids), strict=True))
 
 
 def row_limit(job: SlotJob, cache_len: int) -> int:
     """Return the number of new tokens of a job that fit a cache, at most its budget."""
     return min(job.options.budget, cache_len - len(job.ids))
-
-
-def stack_values(values: Sequence[SamplerValues]) -> SamplerValues:
-    """Return the values of several samplers as operands with one row for each: `[B, 1]`, and the bias `[B, V]`."""
-    result: SamplerValues = jax.tree.map(lambda *parts: np.stack([np.atleast_1d(part) for part in parts]), *values)
-    return result
 
 
 def open_class(plan: SlotPlan, cache: PrefixCache, suffix_widths: tuple[int, ...]) -> Slots:
@@ -288,15 +266,10 @@ def open_class(plan: SlotPlan, cache: PrefixCache, suffix_widths: tuple[int, ...
     state: StateArrays = programs.run_helper(plan.empty_state)
     if plan.drafter_state is not None:
         state |= {DRAFTER_PREFIX + n: a for n, a in programs.run_helper(plan.drafter_state).items()}
-    zeros = np.zeros(num, np.int32)
-    keys: Any = np.zeros((num, 0), np.uint32)
+    inputs = slot_inputs(plan, (), num)
     if steps.do_sample:
-        keys = jax.random.wrap_key_data(jax.device_put(np.zeros((num, 2), np.uint32)), impl=KEY_IMPL)
-    history = initial_history(steps, [()] * num, vocab_size, max_tokens(plan.loop))
-    rows = RequestRows(zeros, np.zeros(num, bool), zeros, history, keys)
-    values = stack_values([Sampler().values(vocab_size, steps)] * num)
-    stop_ids = np.full((num, plan.stop_width), -1, np.int32)
-    inputs = dict(zip(SLOT_INPUTS, (rows, values, stop_ids), strict=True))
+        keys = jax.random.wrap_key_data(jax.device_put(inputs["rows"].keys), impl=KEY_IMPL)
+        inputs["rows"] = replace(inputs["rows"], keys=keys)
     if plan.drafter is not None:
         inputs |= {"drafter_carry": empty_pairs(plan.drafter, num), "counts": np.zeros(3, np.int32)}
     inputs = jax.device_put(inputs, programs.replicated) | {"min_running": np.int32(0)}
