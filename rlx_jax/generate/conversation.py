@@ -191,7 +191,7 @@ class Conversation:
             if snapshot_point is not None:  # a request that failed early may not have reached it
                 copy = None if arrays is None else StateSnapshot(snapshot_point.num_tokens, arrays)
             if self._turn_number == turn_number:  # otherwise a later turn has begun, and this state is outdated
-                self._text = cached_text(generation, turn.ids, copy)
+                self._text = cached_text(generation, [*turn.ids, *turn.new.rows[0].ids], copy)
 
         return replace(
             request, prefixes=() if prefix is None else (prefix,), owns_prefix=prefix is not None,
@@ -379,16 +379,19 @@ def can_truncate(model: CompiledModel, text: CachedText, length: int, replaced: 
     return all(name in replaced or is_truncatable(name) for name in untruncatable_arrays(model))
 
 
-def cached_text(generation: Generation, ids: Sequence[int], snapshot: StateSnapshot | None) -> CachedText | None:
+def cached_text(generation: Generation, ids: list[int], snapshot: StateSnapshot | None) -> CachedText | None:
     """Return the text of a request of one row that has run or was abandoned; None if its state is gone, as after an
-    interrupted call, which has donated it."""
+    interrupted call, which has donated it.
+
+    Args:
+        ids: prompt and answer. Later tokens of the state, which were computed ahead, are -1, as no text has them.
+    """
     arrays = {name: array for name, array in generation.loop.state.items() if not name.startswith(DRAFTER_PREFIX)}
     if any(array.is_deleted() for array in arrays.values()):
         return None
     length = int(jax.device_get(arrays[LENGTH])[0])
-    all_ids = (*ids, *generation.all_tokens(0))
-    assert len(ids) <= length <= len(all_ids)  # otherwise some tokens of the state are unknown
-    return CachedText(all_ids[:length], arrays, generation.cache_len, snapshot)
+    all_ids = ids[:length] + [-1] * (length - len(ids))
+    return CachedText(tuple(all_ids), arrays, generation.cache_len, snapshot)
 
 
 # -- which arrays ------------------------------------------------------------------------------

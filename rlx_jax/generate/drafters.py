@@ -16,7 +16,7 @@ its prompt, as in edits, summaries and code.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import jax
@@ -50,25 +50,19 @@ from rlx_jax.text.request_checks import pad_rows
 
 
 @dataclass(frozen=True)
-class ProgramDrafter:
+class ProgramDrafter(Drafter):
     """Base class of drafters that run programs of another model in the loop.
 
     Attributes:
-        tokens: number of drafts per step.
         programs: the programs of the other model.
         ids_input: name of its token input.
         model: the other model; None in a bound drafter, so that a compiled loop keeps no parameters alive.
-        max_positions: the longest sequence that it supports.
         keys: in a bound drafter, the programs that it runs.
     """
 
-    reads_tokens: ClassVar[bool] = False
-
-    tokens: int
-    programs: Programs
-    ids_input: str
+    programs: Programs = field(kw_only=True)
+    ids_input: str = field(kw_only=True)
     model: CompiledModel | None = None
-    max_positions: int | None = None
     keys: tuple[ProgramKey, ...] = ()
 
     @property
@@ -100,7 +94,6 @@ class DraftModel(ProgramDrafter):
     """
 
     source_name: ClassVar[str] = "another model"
-    needs_hidden: ClassVar[bool] = False
 
     rollback_arrays: tuple[tuple[str, int], ...] = ()
 
@@ -289,7 +282,7 @@ def mtp_module(model: CompiledModel, tokens: int) -> MtpModule:
         )
     module = companion_model(model, make)
     check_module(module, model)
-    return MtpModule(tokens, module.programs, module.first_input, module)
+    return MtpModule(tokens, model=module, programs=module.programs, ids_input=module.first_input)
 
 
 def mtp_factory(flow: Buildable) -> MtpFactory | None:
@@ -333,34 +326,11 @@ LONGEST_NGRAM = 8
 
 
 @dataclass(frozen=True)
-class PromptLookup:
+class PromptLookup(Drafter):
     """Drafter by n-grams of the text itself (prompt lookup)."""
 
     source_name: ClassVar[str] = "'prompt'"
-    needs_hidden: ClassVar[bool] = False
     reads_tokens: ClassVar[bool] = True
-    max_positions: ClassVar[int | None] = None
-
-    tokens: int
-
-    def bind(self, sizes: Mapping[str, int]) -> PromptLookup:
-        """Return itself; see `Drafter`."""
-        return self
-
-    def params(self) -> None:
-        """Return None, as it has no parameters."""
-
-    def start(
-        self, programs: Programs, sizes: Sizes, prompts: Sequence[Sequence[int]], first: Any, hidden: tuple[Any, ...]
-    ) -> tuple[Any, StateArrays]:
-        """Return no arrays: the tokens are in the history of the rows."""
-        return None, {}
-
-    def lir(self) -> None:
-        """Return None, as it runs no program."""
-
-    def shardings(self) -> None:
-        """Return None, as it has nothing to shard."""
 
     def propose(self, drafter_state: DrafterState, draft_step: DraftStep) -> tuple[Drafts, DrafterState]:
         """Propose the tokens that follow the match of `find_ngram`; see `Drafter`."""
@@ -371,10 +341,6 @@ class PromptLookup:
         ids = jnp.take_along_axis(tokens, match_index[:, None] + 1 + steps, axis=1, mode="clip")
         ids = jnp.maximum(ids, 0)  # of an idle row
         return Drafts(ids, jnp.where(has_match, self.tokens, 0)), drafter_state
-
-    def accept(self, drafter_state: DrafterState, draft_step: DraftStep, verified: VerifiedTokens) -> DrafterState:
-        """Return the data unchanged; see `Drafter`."""
-        return drafter_state
 
 
 def find_ngram(tokens: Array, last: Array) -> tuple[Array, Array]:
@@ -432,8 +398,8 @@ def make_drafter(speculative: Any, draft_tokens: int, lm: LanguageModel) -> Draf
     speculative = getattr(speculative, "_lm", speculative)
     if isinstance(speculative, LanguageModel):
         check_draft_model(speculative, lm)
-        draft_model = speculative.model
-        return DraftModel(count, draft_model.programs, draft_model.first_input, draft_model, speculative.max_positions)
+        model, limit = speculative.model, speculative.max_positions
+        return DraftModel(count, limit, model=model, programs=model.programs, ids_input=model.first_input)
     if isinstance(speculative, str) and speculative == "prompt":
         return PromptLookup(count)
     if isinstance(speculative, str) and speculative == "mtp":

@@ -162,9 +162,6 @@ class Generation:
         speculated: counts of speculative decoding.
         log_probs: log-probabilities of `tokens` on the device, if requested.
         snapshot: copies of state arrays at the request's snapshot point.
-        returned_blocks: all blocks that were returned, if the request has a callback `on_end` that needs them; None
-            otherwise, as a long stream would accumulate them.
-        returned_tokens: the block that was returned last, on the device.
     """
 
     loop: LoopRun
@@ -177,8 +174,6 @@ class Generation:
     speculated: SpeculativeCounts | None = None
     log_probs: LogProbs | None = None
     snapshot: StateArrays | None = None
-    returned_blocks: list[np.ndarray[Any, Any]] | None = None
-    returned_tokens: AnyArray = None
 
     def __iter__(self) -> Iterator[tuple[np.ndarray[Any, Any], LogProbs | None]]:
         done = 0
@@ -193,26 +188,11 @@ class Generation:
             block, counts, log_probs, running = jax.device_get((tokens, counts, log_probs, rows.running))
             if counts is not None:
                 self.speculated = SpeculativeCounts(*counts.tolist())
-            self.returned_tokens = tokens
-            if self.returned_blocks is not None:
-                # Copied, as the array may be a view that keeps a larger buffer alive.
-                self.returned_blocks.append(block.copy())
             yield block[: self.count], log_probs
             if is_last or not running.any():
                 return
             if not can_run_ahead:
                 self.advance()
-
-    def all_tokens(self, row: int) -> list[int]:
-        """Return all tokens that the device chose for a row, also the ones not returned to the host yet.
-
-        The state has all of them except the last one, or all of them where the host ended the row.
-        """
-        unseen = [] if self.returned_tokens is self.tokens else [jax.device_get(self.tokens)]
-        assert self.returned_blocks is not None
-        row_tokens = np.concatenate([block[row] for block in (*self.returned_blocks, *unseen)])
-        ids: list[int] = row_tokens[row_tokens >= 0].tolist()
-        return ids
 
     def advance(self) -> None:
         """Dispatch the program for the next block, without waiting for it."""
@@ -252,7 +232,6 @@ def run_blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[
     cached_tokens = sum(len(prefix.ids) for prefix in plan.request.prefixes[0 if request.prefixes else 1 :])
     generation = start_generation(plan)
     del plan  # with the state of what they share
-    generation.returned_blocks = None if request.on_end is None else []
     try:
         for block, log_probs in generation:
             added = new.append(block, log_probs)

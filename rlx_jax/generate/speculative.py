@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -145,38 +145,34 @@ def choose_draft(
     return ids, finite_rows(adjusted_logits), draft_logits, history.append(ids, jnp.ones_like(ids, bool))
 
 
-class Drafter(Protocol):
-    """A source of drafts.
+@dataclass(frozen=True)
+class Drafter:
+    """Base class of sources of drafts; its methods are those of a source without a model.
 
     A request has a drafter on the host; the loop has what `bind` returns, with functions of arrays. The latter is
     compared by value, as it is part of the key of the compiled loop.
+
+    Attributes:
+        source_name: the argument `speculative=` in words, for reports.
+        needs_hidden: whether it reads hidden states: the inputs of the model's head for each token.
+        reads_tokens: whether it reads the tokens of the history of the rows.
+        tokens: number of drafts per step, at least 1.
+        max_positions: the longest sequence that it supports, in tokens; None for no limit.
     """
 
-    @property
-    def source_name(self) -> str:
-        """Return the argument `speculative=` in words, for reports."""
+    source_name: ClassVar[str]
+    needs_hidden: ClassVar[bool] = False
+    reads_tokens: ClassVar[bool] = False
 
-    @property
-    def needs_hidden(self) -> bool:
-        """Return whether it reads hidden states: the inputs of the model's head for each token."""
-
-    @property
-    def reads_tokens(self) -> bool:
-        """Return whether it reads the tokens of the history of the rows."""
-
-    @property
-    def tokens(self) -> int:
-        """Return the number of drafts per step, at least 1."""
-
-    @property
-    def max_positions(self) -> int | None:
-        """Return the longest sequence that it supports, in tokens; None for no limit."""
+    tokens: int
+    max_positions: int | None = None
 
     def bind(self, sizes: Mapping[str, int]) -> Drafter:
         """Return the drafter that the loop is compiled with, for these sizes of `batch` and `context`.
 
         It has no parameters, so that a compiled loop keeps none alive.
         """
+        return self
 
     def params(self) -> Any:
         """Return its parameters; None if it has none."""
@@ -191,19 +187,24 @@ class Drafter(Protocol):
             first: `[B, 1]`, the tokens chosen after the prompts.
             hidden: the hidden states of the prompts, one `[B, S, H]` for each chunk, if it reads them.
         """
+        return None, {}
 
     def lir(self) -> Lir | None:
         """Return the program that it runs inside of the loop, with a separate state; None if it runs none."""
+        return None
 
     def shardings(self) -> Shardings | None:
         """Return the sharding of that program's parameters and state over several devices; only called if `lir` returns
         a program."""
+        return None
 
     def propose(self, drafter_state: DrafterState, draft_step: DraftStep) -> tuple[Drafts, DrafterState]:
         """Propose up to `tokens` drafts per row."""
+        raise NotImplementedError
 
     def accept(self, drafter_state: DrafterState, draft_step: DraftStep, verified: VerifiedTokens) -> DrafterState:
         """Update the drafter for the tokens that the rows took in this step."""
+        return drafter_state
 
 
 class LoopState(NamedTuple):
