@@ -86,7 +86,7 @@ def check_twice(family: str, options: str = "") -> None:
     first, second = (check(family, options, PROMPTS, 3) for _ in range(2))
     assert first.read_tokens == second.read_tokens + len(SYSTEM + EXAMPLES) and second.compiled == 0
     assert second.cached_tokens == 4 * len(SYSTEM) + 2 * len(SYSTEM + EXAMPLES) and second.prompt_tokens == total
-    assert model._prefixes.stored.nbytes <= SIZE
+    assert model._prefixes.nbytes <= SIZE
 
 
 @pytest.mark.parametrize("family", ["llama", RINGS, RECURRENT, *MORE])
@@ -116,7 +116,7 @@ def test_rows_equal_prompts_alone(family: str, parts: list[Any], slots: int, siz
     """For any prompts, numbers of slots and budgets, with prefixes of earlier calls."""
     lm(family, SIZE, "").prefix_cache = size
     check(family, "", [start + tail for start, tail in parts], slots)
-    assert lm(family, SIZE, "")._prefixes.stored.nbytes <= size
+    assert lm(family, SIZE, "")._prefixes.nbytes <= size
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,9 @@ def test_the_size_decides() -> None:
     assert model.report().request.cached_tokens == 0
     model.prefix_cache = SIZE
     model.generate(groups[0], NEW, slots=3)
-    ((ids, (_, nbytes, _)),) = model._prefixes.stored.entries.items()
+    ((ids, prefix),) = model._prefixes.entries.items()
     assert ids == SYSTEM
-    for size in (0, None, nbytes, "1MiB"):
+    for size in (0, None, prefix.nbytes, "1MiB"):
         model.prefix_cache = size
         for i in (0, 1, 0):
             assert model.generate(groups[i], NEW, slots=3) == want[i]
@@ -270,5 +270,5 @@ def test_a_named_prefix_is_not_replaced() -> None:
     named = model.prefix(SYSTEM)
     late = Prefix(SYSTEM, named.nbytes, named.cache_len, named.params)
     assert model._prefixes.store(late, dict(named.arrays)) and late.arrays is named.arrays
-    assert model._prefixes.stored.longest(SYSTEM) is named
+    assert model._prefixes.longest(SYSTEM) is named
     assert model.generate([[1]], 2, state=named) == model.generate([[*SYSTEM, 1]], 2)

@@ -18,7 +18,7 @@ from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.drafters import DRAFT_TOKENS, make_drafter
 from rlx_jax.generate.explain import explain, profile, show
 from rlx_jax.generate.generation import NewTokens, report_of_requests, run_request, stream_request
-from rlx_jax.generate.many import generate_iter, run_prompts, split_options
+from rlx_jax.generate.many import generate_iter, prompt_options, run_prompts
 from rlx_jax.generate.patching import patch
 from rlx_jax.generate.prefill import (
     capture,
@@ -476,12 +476,11 @@ class CausalLM(TaskModel):
         """
         self._warn_of_captures(6)  # one frame deeper than the public methods that call it
         fields = {name: options.pop(name) for name in SAMPLING if name in options}
-        max_new_tokens, sampler, stop, seed, options["by_prompt"] = split_options(
-            self._lm, prompts, options.get("n"), (max_new_tokens, sampler, stop, seed), fields
-        )
+        lm = self._lm
+        row_options = prompt_options(lm, prompts, options.get("n"), max_new_tokens, sampler, stop, seed, fields)
         drafts = speculative is not None or draft_tokens != DRAFT_TOKENS
-        drafter = make_drafter(speculative, draft_tokens, self._lm) if drafts else None
-        request = check_request(self._lm, prompts, max_new_tokens, sampler, stop, seed, drafter=drafter, **options)
+        drafter = make_drafter(speculative, draft_tokens, lm) if drafts else None
+        request = check_request(lm, prompts, row_options, drafter=drafter, **options)
         new = NewTokens.of(request)
         self._last_call = request, new
         self._last_speculative = self._last_speculative if drafter is None else new

@@ -13,6 +13,7 @@ from rlx_jax.errors import NumericsError, RequestError, check_names
 from rlx_jax.generate.generation import GeneratesText, start_generation
 from rlx_jax.generate.request import check_request
 from rlx_jax.generate.request_plan import RequestPlan, plan_request, prompt_blocks
+from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.sampler import Sampler
 from rlx_jax.inspection.page import Page
 from rlx_jax.inspection.records import Inspection
@@ -69,7 +70,8 @@ def explain(
         )
     shape = batch, context - num_new if decodes else context
     prompts = np.random.default_rng(0).integers(0, lm.vocab_size, shape).tolist()
-    plan = plan_request(lm, check_request(lm, classify_prompts(prompts), num_new, Sampler(), (), 0))
+    options = RowOptions(num_new, Sampler(), (), (), 0, 0)
+    plan = plan_request(lm, check_request(lm, classify_prompts(prompts), (options,)))
     programs, is_measured = lm.model.programs, measure and lm.model.params is not None
     if decodes:
         times = time_decode(plan, runs) if is_measured else None

@@ -236,7 +236,7 @@ def run_blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[
         for block, log_probs in generation:
             added = new.append(block, log_probs)
             new.speculated = generation.speculated
-            if request.stop_strings:
+            if options.stop_strings:
                 ends = {i: lm.find_end(options, new.rows[i].ids, count) for i, count in added.items()}
                 stops = {i: length for i, length in ends.items() if length is not None}
                 for i, length in stops.items():
@@ -306,17 +306,18 @@ def stream_request(lm: LanguageModel, request: Request, new: NewTokens) -> Itera
     Each dispatch is one step, so that a token is returned while the device computes the next one.
     """
     request = replace(request, is_stream=True)
-    ids, sent, min_tokens = new.rows[0].ids, 0, request.sampler.min_tokens
+    ids, sent, options = new.rows[0].ids, 0, request.options[0]
+    stop_strings, min_tokens = options.stop_strings, options.sampler.min_tokens
     text = GrowingText(lm.decode)
     for _ in run_blocks(lm, request, new):
         stable: Any = ids
         if request.as_text:
-            start = min_length(lm.decode, ids, min_tokens) if request.stop_strings else 0
-            stable = stable_prefix(text.update(ids), request.stop_strings, start)
+            start = min_length(lm.decode, ids, min_tokens) if stop_strings else 0
+            stable = stable_prefix(text.update(ids), stop_strings, start)
         if piece := stable[sent:]:
             yield from [piece] if request.as_text else piece
             sent = len(stable)
-    answer = lm.answer_text(ids, request.stop_strings, min_tokens) if request.as_text else ids
+    answer = lm.answer_text(ids, stop_strings, min_tokens) if request.as_text else ids
     # What was withheld as the beginning of a stop string is part of the answer if none followed.
     if request.as_text and answer[sent:]:
         yield answer[sent:]
@@ -370,7 +371,7 @@ def start_generation(plan: RequestPlan) -> Generation:
     live = np.arange(sizes.batch) < len(request.rows) * n
     prompts = [request.rows[row // n] if is_row else () for row, is_row in enumerate(live)]
     history = initial_history(plan.sampling_steps, prompts, len(plan.stop_mask), max_tokens(loop))
-    new_rows = random_key("seed", request.seed), live, np.int32(request.budget), history
+    new_rows = random_key("seed", request.options[0].seed), live, np.int32(request.budget), history
     choose = FirstTokens(plan.sampling_steps, num_logprobs=plan.num_logprobs)
     first_ids, rows, log_probs = programs.run_helper(
         choose, logits, *new_rows, sampler_values, stop_mask, out_shardings=programs.replicated
@@ -394,8 +395,9 @@ def share_prefix(lm: LanguageModel, request: Request) -> Request:
     length = common_prefix_len(*request.rows, limit=min(map(len, request.rows)) - 1)
     if not length:
         return request
-    budget = request.budget + max(map(len, request.rows)) - length  # for a cache of the same length
-    plan = plan_request(lm, replace(request, rows=(request.rows[0][:length],), budget=budget, n=None))
+    # For a cache of the same length.
+    options = replace(request.options[0], budget=request.budget + max(map(len, request.rows)) - length)
+    plan = plan_request(lm, replace(request, rows=(request.rows[0][:length],), options=(options,), n=None))
     *_, last_block = prompt_blocks(plan.prefill_programs, plan.request.rows, plan.prefill_batch)
     prefix = Prefix(plan.request.rows[0], 0, plan.sizes.cache_len, arrays=last_block.state)
     return replace(request, prefixes=(prefix,) * len(request.rows))

@@ -18,10 +18,17 @@ from rlx_jax.generate.generation import (
     not_finite_error,
     run_request,
 )
-from rlx_jax.generate.request import LanguageModel, Request, check_answers, check_length, check_min_tokens, choose_seed
+from rlx_jax.generate.request import (
+    LanguageModel,
+    Request,
+    check_length,
+    check_sampler,
+    choose_seed,
+    make_options,
+)
 from rlx_jax.generate.request_plan import chunk_widths
 from rlx_jax.generate.row_options import BatchProgress, RowOptions, StopLike, is_by_prompt, split_by_prompt
-from rlx_jax.generate.sampler import Sampler, Sampling, resolve_sampler
+from rlx_jax.generate.sampler import Sampler, Sampling
 from rlx_jax.generate.scheduler import Scheduler, SlotJob
 from rlx_jax.generate.slot_classes import SlotClasses, open_slots
 from rlx_jax.generate.slot_plan import SlotPlan, max_slots, plan_slots
@@ -33,50 +40,43 @@ from rlx_jax.text.request_checks import Prompts, classify_prompts
 MAX_BATCH_TOKENS = 2**16
 
 
-def split_options(
-    lm: LanguageModel, prompts: Prompts, n: Any, options: tuple[Any, Any, Any, Any], fields: Mapping[str, Any]
-) -> tuple[Any, Sampler, Any, Any, tuple[RowOptions, ...]]:
-    """Return options that all prompts share, and the options of each prompt if one of them has several values.
+def prompt_options(
+    lm: LanguageModel, prompts: Prompts, n: Any, max_new_tokens: Any, sampler: Any, stop: Any, seed: Any,
+    fields: Mapping[str, Any],
+) -> tuple[RowOptions, ...]:  # fmt: skip
+    """Return the options of all prompts, or of each prompt if an argument has a value for each.
 
     Args:
         n: number of answers to each prompt, as in `Request`.
-        options: `max_new_tokens`, `sampler`, `stop` and `seed` of the call.
+        max_new_tokens, sampler, stop, seed: as in `CausalLM.generate`.
         fields: fields of a sampler.
 
-    Returns:
-        the same four options, with the largest budget where prompts differ; and the options of each prompt.
-
     Raises:
-        RequestError: as `check_request`; or there is not one value for each prompt.
+        RequestError, TokenIdError: as `CausalLM.generate`; or there is not one value for each prompt.
     """
-    max_new_tokens, sampler, stop, seed = options
     if prompts.is_single or fields or not isinstance(sampler, list | tuple):
-        sampler = lm.bind_sampler(resolve_sampler(sampler, fields))
+        sampler = check_sampler(lm, sampler, fields)
     count = len(prompts.texts if prompts.texts is not None else prompts.ids or ())
     stop = list(stop) if isinstance(stop, Iterator) else stop  # each prompt reads it
     arguments = {"max_new_tokens": max_new_tokens, "sampler": sampler, "stop": stop, "seed": seed}
     by_prompt = None if prompts.is_single else split_by_prompt(count, arguments)
     if by_prompt is None:
-        return max_new_tokens, sampler, stop, seed, ()
+        return (make_options(lm, max_new_tokens, sampler, stop, choose_seed(seed, sampler)),)
     if not by_prompt:  # no prompts, and no values
-        return 0, Sampler(), (), 0, ()
-    samplers = [lm.bind_sampler(resolve_sampler(each["sampler"], {})) for each in by_prompt]
-    for chosen in {*samplers}:
-        check_answers(lm, n, None, chosen, False)
-        chosen.values(lm.vocab_size)
+        return (RowOptions(0, Sampler(), (), (), 0, 0),)
+    samplers = {id(each["sampler"]): each["sampler"] for each in by_prompt}
+    samplers = {key: check_sampler(lm, each) for key, each in samplers.items()}
     has_seeds = isinstance(seed, list | tuple | np.ndarray)
-    sampled = next((chosen for chosen in samplers if chosen.temperature), Sampler())
     if not has_seeds:
-        seed = choose_seed(seed, sampled)
+        seed = choose_seed(seed, next((chosen for chosen in samplers.values() if chosen.temperature), Sampler()))
     rows = []
-    for i, (each, chosen) in enumerate(zip(by_prompt, samplers, strict=True)):
-        stop_strings, stop_ids = lm.parse_stop(each["stop"], chosen)
-        budget = check_integer(f"max_new_tokens[{i}]", each["max_new_tokens"], 0)
+    for i, each in enumerate(by_prompt):
+        chosen = samplers[id(each["sampler"])]
         # A prompt with a seed of its own has the draws of a call for it alone.
         row_seed, draw = (choose_seed(each["seed"], chosen), 0) if has_seeds else (seed, i * (n or 1))
-        rows.append(RowOptions(budget, chosen, stop_ids, stop_strings, row_seed, draw))
-    shared = (Sampler(), (), 0) if has_seeds else (sampled, (), seed)
-    return max(row.budget for row in rows), *shared, tuple(rows)
+        name = f"max_new_tokens[{i}]"
+        rows.append(make_options(lm, each["max_new_tokens"], chosen, each["stop"], row_seed, draw, name=name))
+    return tuple(rows)
 
 
 # -- a request in slots ------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def uses_slots(lm: LanguageModel, request: Request) -> bool:
         RequestError: an option needs slots, and another one does not work in slots yet.
     """
     options = {
-        "a value for each prompt": request.by_prompt, "slots=": request.slots, "progress=": request.progress,
+        "a value for each prompt": len(request.options) > 1, "slots=": request.slots, "progress=": request.progress,
     }  # fmt: skip
     others = {
         "inputs=": request.inputs.arrays,
@@ -252,7 +252,8 @@ def generate_iter(
     options: Any = {"logprobs": logprobs, "slots": slots, "progress": progress, **sampling}
     request, new = self._make_request(Prompts(None, [], False), max_new_tokens, sampler, stop, seed, **options)
     total = len(prompts) if isinstance(prompts, Sized) else None
-    shared_seed = request.seed if seed is not None or request.sampler.temperature else None
+    options_of_all = request.options[0]
+    shared_seed = options_of_all.seed if seed is not None or options_of_all.sampler.temperature else None
     stream = PromptStream(self._lm, request, errors == "return", details, stop, shared_seed)
     run = SlotRun(self._lm, request, new, total, request.slots or max_slots(self._lm))
     return (stream.output(item) for item in run.run(stream.jobs(prompts)))  # a generator, to close
@@ -298,10 +299,16 @@ class PromptStream:
         """
         name = f"prompts[{index}]"
         prompts = prompt.read(self.lm, name)
-        options = prompt.replace_options(self.lm, self.request.row_options(index), self.stop, name)
-        if prompt.seed is None and options.sampler.temperature:
-            self.seed = choose_seed(self.seed, options.sampler)
-            options = replace(options, seed=self.seed)
+        shared = self.request.options[0]
+        sampler = shared.sampler if prompt.sampler is None else check_sampler(self.lm, prompt.sampler)
+        budget, stop = (
+            default if value is None else value
+            for value, default in ((prompt.max_new_tokens, shared.budget), (prompt.stop, self.stop))
+        )
+        if prompt.seed is None and sampler.temperature:
+            self.seed = choose_seed(self.seed, sampler)
+        seed, draw = (self.seed, index) if prompt.seed is None else (choose_seed(prompt.seed, sampler), 0)
+        options = make_options(self.lm, budget, sampler, stop, 0 if seed is None else seed, draw, f"{name}: ")
         (ids,) = self.lm.encode_prompts(prompts, index)
         check_length(self.lm, len(ids), options.budget, name, None)
         return SlotJob(index, ids, options, as_text=prompts.texts is not None or prompt.messages is not None)
@@ -396,29 +403,3 @@ class PromptRequest:
         if not prompts.is_single:
             raise RequestError(f"{name} is {shown(self.prompt)}; expected a string or a list of token ids")
         return prompts
-
-    def replace_options(self, lm: LanguageModel, options: RowOptions, stop: StopLike, name: str) -> RowOptions:
-        """Return the options of the call, replaced by the options of this prompt.
-
-        Args:
-            lm: the model.
-            options, stop: the options of the call, and its `stop`.
-            name: the prompt, for messages.
-
-        Raises:
-            RequestError, TokenIdError: as `CausalLM.generate`.
-        """
-        if self.max_new_tokens is not None:
-            budget = check_integer(f"{name}: max_new_tokens", self.max_new_tokens, 0)
-            options = replace(options, budget=budget)
-        if self.sampler is not None:
-            sampler = lm.bind_sampler(resolve_sampler(self.sampler, {}))
-            sampler.values(lm.vocab_size)
-            options = replace(options, sampler=sampler)
-        if self.stop is not None or self.sampler is not None:  # a sampler may ignore the end tokens
-            stop_strings, stop_ids = lm.parse_stop(stop if self.stop is None else self.stop, options.sampler)
-            options = replace(options, stop_strings=stop_strings, stop_ids=stop_ids)
-        if self.seed is not None:
-            options = replace(options, seed=choose_seed(self.seed, options.sampler), draw=0)
-        check_min_tokens(options.sampler, options.budget, f"{name}: ")
-        return options

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import weakref
+from bisect import bisect_left, insort
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +21,7 @@ from rlx_jax.compiler.settings import bucket_size
 from rlx_jax.device import running_device
 from rlx_jax.errors import RequestError, SessionStateError, shown
 from rlx_jax.generate.decode_state import DecodeState
-from rlx_jax.generate.sorted_prefixes import PrefixMap, shared_prefixes
+from rlx_jax.generate.sorted_prefixes import id_bytes, longest_prefix, shared_prefixes
 from rlx_jax.runtime.estimate import state_bytes_by_kind
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
@@ -78,10 +80,15 @@ class Prefix:
     def __repr__(self) -> str:
         return f"Prefix({len(self.ids):,} tokens, {self.nbytes:,} bytes{'' if self.arrays else ', released'})"
 
+    @property
+    def is_named(self) -> bool:
+        """Return whether the user holds it, so that it is not evicted."""
+        return self.cache is not None
+
     def release(self) -> None:
         """Free the memory of the prefix; it cannot be used any more."""
-        if self.cache is not None and self.cache.stored.longest(self.ids) is self:
-            self.cache.stored.remove(self.ids)
+        if self.cache is not None and self.cache.entries.get(self.ids) is self:
+            self.cache.remove(self)
         self.arrays = None
 
     def decode_state(self, owner: object, model: CompiledModel) -> DecodeState:
@@ -104,16 +111,33 @@ class Prefix:
 class PrefixCache:
     """The prefixes of one `CausalLM`.
 
+    Prefixes that are not named are evicted, the least recently used first, so that all of them fit a budget.
+
     Args:
         size: bytes on one device for prefixes that are retained between calls; None to retain none, with a default
             budget within a call.
+
+    Attributes:
+        budget: bytes of all prefixes together.
+        entries: the prefixes by their tokens, the latest use last.
     """
 
     def __init__(self, size: int | None = None) -> None:
         memory = running_device().memory if size is None else None
-        self.size = size
-        self.stored: PrefixMap[Prefix] = PrefixMap(int(DEFAULT_PART * (memory or 2**33)) if size is None else size)
+        self.size, self.budget = size, int(DEFAULT_PART * (memory or 2**33)) if size is None else size
+        self.entries: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
+        self._keys: list[bytes] = []  # the tokens of each, sorted
         self._params: ParamsIdentity | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all prefixes."""
+        return sum(prefix.nbytes for prefix in self.entries.values())
+
+    @property
+    def named_bytes(self) -> int:
+        """Return the bytes of named prefixes, which are never evicted."""
+        return sum(prefix.nbytes for prefix in self.entries.values() if prefix.is_named)
 
     def begin(self, model: CompiledModel) -> ParamsIdentity:
         """Return the identity of the model's parameters; drop prefixes that other parameters computed."""
@@ -124,44 +148,61 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Drop all prefixes. Objects of named ones keep their state."""
-        for entry in self.stored.entries.values():
-            entry.value.arrays = entry.value.arrays if entry.pinned else None
-        self.stored = PrefixMap(self.stored.budget)
+        for prefix in [*self.entries.values()]:
+            self.remove(prefix)
 
     def for_call(self) -> PrefixCache:
         """Return the cache of one call: this one if it retains prefixes, else a new one with the named ones."""
         if self.size is not None:
             return self
         cache = PrefixCache()
-        for ids, (prefix, nbytes, _) in self.stored.entries.items():
-            cache.stored.put(ids, prefix, nbytes, pinned=True)
         cache._params = self._params
+        for prefix in self.entries.values():
+            cache.store(prefix, prefix.arrays)
         return cache
+
+    def longest(self, ids: Sequence[int]) -> Prefix | None:
+        """Return the longest prefix with which `ids` begins, which counts as a use."""
+        if (best := longest_prefix(self._keys, ids)) is None:
+            return None
+        self.entries.move_to_end(best)
+        return self.entries[best]
 
     def cached(self, model: CompiledModel, ids: Sequence[int]) -> Prefix | None:
         """Return the longest prefix that is cached and with which `ids` begins; None if the cache rounds."""
-        if not self.stored.entries or model.settings.rounds_cache:
+        if not self.entries or model.settings.rounds_cache:
             return None
         self.begin(model)
-        return self.stored.longest(ids)
+        return self.longest(ids)
 
-    def store(self, prefix: Prefix, arrays: StateArrays, pinned: bool = False) -> bool:
-        """Store the state of a prefix, and evict others if need be.
+    def store(self, prefix: Prefix, arrays: StateArrays | None) -> bool:
+        """Store the state of a prefix, and evict others if need be; of two equal prefixes the later one remains.
 
         Returns:
-            False if it does not fit, or if other parameters have been in use since.
+            False if it does not fit next to the named ones, or if other parameters have been in use since.
         """
-        is_current, old = prefix.params is self._params, self.stored.entries.get(prefix.ids)
-        if is_current and old is not None and old.pinned and not pinned:  # named since the request began
-            prefix.arrays, prefix.row = old.value.arrays, old.value.row
-            return True
-        evicted = self.stored.put(prefix.ids, prefix, prefix.nbytes, pinned) if is_current else None
-        if evicted is None:
+        old = self.entries.get(prefix.ids)
+        if prefix.params is not self._params:
             return False
-        for other in evicted:  # of two equal prefixes the later one remains
-            other.arrays = None
-        prefix.arrays = arrays
+        if old is not None and old.is_named and not prefix.is_named:  # named since the request began
+            prefix.arrays, prefix.row = old.arrays, old.row
+            return True
+        if prefix.nbytes + self.named_bytes - (old.nbytes if old is not None and old.is_named else 0) > self.budget:
+            return False
+        if old is not None:
+            self.remove(old)
+        for other in [each for each in self.entries.values() if not each.is_named]:
+            if self.nbytes + prefix.nbytes <= self.budget:
+                break
+            self.remove(other)
+        insort(self._keys, id_bytes(prefix.ids))
+        self.entries[prefix.ids], prefix.arrays = prefix, arrays
         return True
+
+    def remove(self, prefix: Prefix) -> None:
+        """Remove a prefix, and free its state unless it is named."""
+        del self._keys[bisect_left(self._keys, id_bytes(prefix.ids))], self.entries[prefix.ids]
+        prefix.arrays = prefix.arrays if prefix.is_named else None
 
     def assign(
         self, model: CompiledModel, rows: Sequence[Sequence[int]], width: Callable[[int, bool], int],
@@ -177,12 +218,12 @@ class PrefixCache:
             share_prefix: as in `Request`; True shares what all prompts begin with, however short it is.
             cache_limit: the most positions of the model.
         """
-        if share_prefix is False or not self.stored.budget or (model.settings.rounds_cache and not share_prefix):
+        if share_prefix is False or not self.budget or (model.settings.rounds_cache and not share_prefix):
             return [None] * len(rows)
         params = self.begin(model)
-        prefixes = [self.stored.longest(row[:-1]) for row in rows]
-        in_use = {prefix.ids: prefix.nbytes for prefix in prefixes if prefix is not None and prefix.cache is None}
-        free_bytes = self.stored.budget - self.stored.pinned_bytes - sum(in_use.values())
+        prefixes = [self.longest(row[:-1]) for row in rows]
+        in_use = {prefix.ids: prefix.nbytes for prefix in prefixes if prefix is not None and not prefix.is_named}
+        free_bytes = self.budget - self.named_bytes - sum(in_use.values())
 
         def start(row: int) -> int:
             prefix = prefixes[row]

@@ -178,13 +178,12 @@ def _pin(lm: LanguageModel, prefix: Prefix) -> Prefix:
     Raises:
         RequestError: it does not fit next to the other ones.
     """
-    assert prefix.arrays is not None
-    same = lm.prefixes.stored.longest(prefix.ids)
-    if same is not None and same.ids == prefix.ids and same.cache is not None:
+    same = lm.prefixes.entries.get(prefix.ids)
+    if same is not None and same.is_named:
         return same
-    if not lm.prefixes.store(prefix, prefix.arrays, pinned=True):
+    if not lm.prefixes.store(prefix, prefix.arrays):
         raise RequestError(
-            f"prefix: {prefix!r} does not fit prefix_cache, {lm.prefixes.stored.budget:,} bytes, of which other named "
-            f"prefixes take {lm.prefixes.stored.pinned_bytes:,}; release one, or set a larger prefix_cache"
+            f"prefix: {prefix!r} does not fit prefix_cache, {lm.prefixes.budget:,} bytes, of which other named "
+            f"prefixes take {lm.prefixes.named_bytes:,}; release one, or set a larger prefix_cache"
         )
     return prefix

@@ -20,7 +20,7 @@ from rlx_jax.generate.decode_state import DecodeState, check_is_state
 from rlx_jax.generate.prefix_cache import Prefix, PrefixCache
 from rlx_jax.generate.request_inputs import NO_INPUTS, Inputs, RequestInputs, check_inputs
 from rlx_jax.generate.row_options import BatchProgress, RowOptions
-from rlx_jax.generate.sampler import Sampler, Sampling
+from rlx_jax.generate.sampler import Sampler, Sampling, resolve_sampler
 from rlx_jax.generate.speculative import Drafter
 from rlx_jax.generate.stop_strings import min_length, stop_length, truncate_at_stop
 from rlx_jax.program import InputDecl
@@ -190,10 +190,7 @@ class Request:
 
     Attributes:
         rows: prompts as ids, each with at least one; they include the tokens that a state already has.
-        budget: number of new tokens for each row, at most.
-        sampler: how tokens are chosen.
-        stop_ids, stop_strings: ids and strings that end a row.
-        seed: seed or key of the random draws.
+        options: the options of all prompts, or of each prompt.
         as_text: whether text is returned, not ids.
         inputs: the inputs other than tokens.
         drafter: the source of drafts; None for plain decoding.
@@ -208,18 +205,13 @@ class Request:
         min_cache_len: lower bound of `cache_len`, the length of the cache.
         on_end: callback for the `Generation` when it has run or was abandoned.
         reread: why prefill repeats tokens that a state had; empty if it repeats none.
-        by_prompt: options of each prompt; empty where all prompts have the same. `budget` is then the largest budget.
         slots: number of slots for continuous batching; None to choose.
         progress: callback for the progress of many prompts.
         is_stream: whether each token is returned as soon as it is chosen, by programs of one step.
     """
 
     rows: tuple[tuple[int, ...], ...]
-    budget: int
-    sampler: Sampler = field(default_factory=Sampler)
-    stop_ids: tuple[int, ...] = ()
-    stop_strings: tuple[str, ...] = ()
-    seed: Any = 0
+    options: tuple[RowOptions, ...]
     as_text: bool = False
     inputs: RequestInputs = NO_INPUTS
     drafter: Drafter | None = None
@@ -232,18 +224,21 @@ class Request:
     min_cache_len: int = 0
     on_end: Callable[[Any], None] | None = None
     reread: str = ""
-    by_prompt: tuple[RowOptions, ...] = ()
     slots: int | None = None
     progress: Callable[[BatchProgress], None] | None = None
     is_stream: bool = False
 
+    @property
+    def budget(self) -> int:
+        """Return the most new tokens of a row."""
+        return max(options.budget for options in self.options)
+
     def row_options(self, row: int) -> RowOptions:
         """Return the options of one row: its sampler, what ends it, and its random draws."""
         prompt, answer = divmod(row, self.n or 1)
-        if self.by_prompt:
-            options = self.by_prompt[prompt]
-            return replace(options, draw=options.draw + answer)
-        return RowOptions(self.budget, self.sampler, self.stop_ids, self.stop_strings, self.seed, row)
+        if len(self.options) == 1:
+            return replace(self.options[0], draw=row)
+        return replace(self.options[prompt], draw=self.options[prompt].draw + answer)
 
     def num_steps(self, model: CompiledModel) -> int:
         """Return the number of steps of a dispatch."""
@@ -251,49 +246,82 @@ class Request:
 
     @property
     def sampling_seed(self) -> int | None:
-        """Return the seed of the random draws; None where decoding is greedy, or the caller passed a key."""
-        return int(self.seed) if self.sampler.temperature and not isinstance(self.seed, jax.Array) else None
+        """Return the seed of the random draws; None where decoding is greedy, each prompt has a seed of its own, or the
+        caller passed a key."""
+        seed, is_shared = self.options[0].seed, len(self.options) == 1 or self.options[1].draw > 0
+        is_random = any(options.sampler.temperature for options in self.options)
+        return int(seed) if is_random and is_shared and not isinstance(seed, jax.Array) else None
+
+
+def make_options(
+    lm: LanguageModel, max_new_tokens: Any, sampler: Sampler, stop: Any, seed: Any, draw: int = 0, where: str = "",
+    name: str = "max_new_tokens",
+) -> RowOptions:  # fmt: skip
+    """Check the options of a row, and return them.
+
+    Args:
+        max_new_tokens, stop: as in `CausalLM.generate`.
+        sampler, seed: the result of `check_sampler` and `choose_seed`.
+        draw: as in `RowOptions`.
+        where: the prompt with a colon, for messages.
+        name: `max_new_tokens` for messages.
+
+    Raises:
+        RequestError, TokenIdError: as `CausalLM.generate`; or the answer must have more tokens than it may have.
+    """
+    budget = check_integer(f"{where}{name}", max_new_tokens, 0)
+    stop_strings, stop_ids = lm.parse_stop(stop, sampler)
+    if sampler.min_tokens > budget:
+        text = f"{where}min_tokens is {sampler.min_tokens}, and max_new_tokens is {budget}"
+        raise RequestError(f"{text}; pass at most as many")
+    return RowOptions(budget, sampler, stop_ids, stop_strings, seed, draw)
+
+
+def check_sampler(lm: LanguageModel, sampler: Any, fields: Mapping[str, Any] | None = None) -> Sampler:
+    """Return the sampler of a request, or one with some fields, checked for the model's vocabulary.
+
+    Raises:
+        RequestError, TokenIdError: as `resolve_sampler`, `LanguageModel.bind_sampler` and `Sampler.values`.
+    """
+    result = lm.bind_sampler(resolve_sampler(sampler, fields or {}))
+    result.values(lm.vocab_size)
+    return result
 
 
 def check_request(
-    lm: LanguageModel, prompts: Prompts, max_new_tokens: Any, sampler: Sampler, stop: Any, seed: Any, *,
-    text: bool = False, inputs: Any = None, drafter: Drafter | None = None, n: Any = None, logprobs: Any = None,
-    state: Any = None, share_prefix: Any = None, slots: Any = None, progress: Any = None,
-    by_prompt: tuple[RowOptions, ...] = (),
+    lm: LanguageModel, prompts: Prompts, options: tuple[RowOptions, ...], *, text: bool = False, inputs: Any = None,
+    drafter: Drafter | None = None, n: Any = None, logprobs: Any = None, state: Any = None, share_prefix: Any = None,
+    slots: Any = None, progress: Any = None,
 ) -> Request:  # fmt: skip
     """Check the arguments of `CausalLM.generate` and return the request; nothing has run yet.
 
     Args:
+        options: as in `Request`.
         text: return text also for prompts that are ids.
-        by_prompt: as in `Request`.
 
     Raises:
         RequestError: see `rlx_jax.errors`.
     """
-    check_answers(lm, n, logprobs, None if by_prompt else sampler, drafter is not None)  # `split_options` checked each
+    check_answers(lm, n, logprobs, drafter is not None)
+    greedy = any(row.sampler.temperature == 0 for row in options)
+    if greedy and (n or 1) > 1:
+        raise RequestError(f"n is {n}, and a greedy sampler gives one answer; pass Sampler(temperature=1.0)")
     if progress is not None and not callable(progress):
         raise RequestError(f"progress is {shown(progress)}; expected a callback, such as print")
-    budget = check_integer("max_new_tokens", max_new_tokens, 0)
     prefixes: tuple[Prefix, ...] = ()
     if state is None:
         rows, checked_inputs = lm.encode_prompts(prompts), NO_INPUTS
     else:
         rows, prefixes, checked_inputs = join_state(lm, prompts, state)
-    stop_strings, stop_ids = lm.parse_stop(stop, sampler)
-    sampler.values(lm.vocab_size)
-    for row_sampler, row_budget in [(row.sampler, row.budget) for row in by_prompt] or [(sampler, budget)]:
-        check_min_tokens(row_sampler, row_budget)
-    seed = choose_seed(seed, sampler)
     for i, row in enumerate(rows):
-        check_length(lm, len(row), by_prompt[i].budget if by_prompt else budget, f"prompts[{i}]", drafter)
+        check_length(lm, len(row), options[i if len(options) > 1 else 0].budget, f"prompts[{i}]", drafter)
     if state is None and rows and (inputs is not None or lm.inputs):
         checked_inputs = check_inputs(lm.model, inputs, len(rows), lm.inputs)
     if state is not None or share_prefix is not None:
         check_combination(state is not None, share_prefix, inputs, drafter)
     text = text or prompts.texts is not None
     return Request(
-        tuple(map(tuple, rows)), budget, sampler, stop_ids, stop_strings, seed, text, checked_inputs, drafter, n,
-        logprobs, prefixes, False, share_prefix, by_prompt=by_prompt,
+        tuple(map(tuple, rows)), options, text, checked_inputs, drafter, n, logprobs, prefixes, False, share_prefix,
         slots=None if slots is None else check_integer("slots", slots, 1), progress=progress,
     )  # fmt: skip
 
@@ -332,30 +360,13 @@ def check_length(lm: LanguageModel, tokens: int, budget: int, name: str, drafter
             raise SequenceLengthError(f"{name}: over the limit of {MAX_SLOTS} positions; ask for fewer new tokens")
 
 
-def check_min_tokens(sampler: Sampler, budget: int, name: str = "") -> None:
-    """Check that an answer may have as many tokens as it must have.
-
-    Args:
-        name: the prompt with a colon, for the error message.
-
-    Raises:
-        RequestError: it may not.
-    """
-    if sampler.min_tokens > budget:
-        text = f"{name}min_tokens is {sampler.min_tokens}, and max_new_tokens is {budget}"
-        raise RequestError(f"{text}; pass at most as many")
-
-
-def check_answers(lm: LanguageModel, n: Any, logprobs: Any, sampler: Sampler | None, drafts: bool) -> None:
+def check_answers(lm: LanguageModel, n: Any, logprobs: Any, drafts: bool = False) -> None:
     """Check `n` and `logprobs` of `CausalLM.generate`.
 
     Raises:
-        RequestError: a number is out of range; several greedy answers, which would be equal; or one of the options is
-            combined with drafts.
+        RequestError: a number is out of range; or one of the options is combined with drafts.
     """
     answers = 1 if n is None else check_integer("n", n, 1)
-    if answers > 1 and sampler is not None and sampler.temperature == 0:
-        raise RequestError(f"n is {answers}, and a greedy sampler gives one answer; pass Sampler(temperature=1.0)")
     if drafts and (answers > 1 or logprobs is not None):
         name = "logprobs" if logprobs is not None else "n"
         raise RequestError(f"{name}= and speculative= do not go together; leave one of them out")

@@ -75,12 +75,13 @@ def plan_request(lm: LanguageModel, request: Request) -> RequestPlan:
     cache_len = max(request.min_cache_len, request.prefixes[0].cache_len if request.owns_prefix else 0)
     if cache_len > sizes.cache_len:
         sizes = replace(sizes, cache_len=max(sizes.cache_len, fit_bucket(buckets.context, cache_len) or cache_len))
-    sampling_steps = request.sampler.sampling_steps(lm.vocab_size)
+    options = request.options[0]
+    sampling_steps = options.sampler.sampling_steps(lm.vocab_size)
     # With buckets, warm-up has to cover every sampler, so use few methods.
     sampling_steps = sampling_steps.widened() if buckets.prompt or buckets.batch else sampling_steps
-    sampler_values = request.sampler.values(lm.vocab_size, sampling_steps)
+    sampler_values = options.sampler.values(lm.vocab_size, sampling_steps)
     stop_mask = np.zeros(lm.vocab_size, bool)
-    stop_mask[list(request.stop_ids)] = True
+    stop_mask[list(options.stop_ids)] = True
     batches = {sizes.batch * width for width in (1, 1 if request.drafter is None else request.drafter.tokens + 1)}
     check_processors(lm.model.programs, sampling_steps.processors, batches, lm.vocab_size, sizes.cache_len)
     num_logprobs = request.logprobs and bucket_size(request.logprobs, LOGPROBS_BUCKET, lm.vocab_size)

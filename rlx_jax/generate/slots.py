@@ -224,7 +224,7 @@ class Slots:
             for row, prefix in enumerate(group):
                 target = one_row(model, prefix.cache_len)
                 states[prefix] = resize_state(target, last.state, np.array([row], np.int32))
-                self.cache.store(prefix, states[prefix])  # type: ignore[arg-type]
+                self.cache.store(prefix, states[prefix])
             self.num_prefilled += sum(len(p.ids) - (len(p.parent.ids) if p.parent else 0) for p in group)
         return [states[prefix] for prefix in prefixes]  # type: ignore[misc]
 

@@ -58,7 +58,7 @@ def warm_all(
     if not kinds or not all(isinstance(s, Sampler) for s in kinds):
         raise RequestError(f"warmup: samplers is {shown(samplers)}; expected a Sampler, several, or None for all kinds")
     kinds = tuple(map(lm.bind_sampler, kinds))
-    check_answers(lm, n, logprobs, None, False)
+    check_answers(lm, n, logprobs)
     lm = replace(lm, buckets=replace(buckets, context=warm_contexts(buckets, budget, lm.max_positions)))
     sizes: tuple[SlotSizes, ...] = ()
     if slots is not None:
@@ -95,7 +95,8 @@ def warm_generation(
     for (rows, length, cache_len, sampler), request_options in product(requests, kinds + streams):
         if "is_stream" in request_options and rows > lm.buckets.rows(1):  # a stream has one row
             continue
-        request = Request(((0,) * length,) * rows, cache_len - length, sampler, seed=LARGE_SEED, **request_options)
+        options = RowOptions(cache_len - length, sampler, (), (), LARGE_SEED, 0)
+        request = Request(((0,) * length,) * rows, (options,), **request_options)
         for step, _ in enumerate(start_generation(plan_request(lm, request))):
             if step == 1:  # block 0 is the first token, and block 1 has run the loop
                 break
@@ -110,7 +111,8 @@ def warm_answers(lm: LanguageModel, sampler: Sampler, max_answers: int) -> None:
             pairs_by_rows.setdefault((buckets.rows(prompts), buckets.rows(prompts * answers)), (prompts, answers))
     for (prompts, answers), cache_len in product(pairs_by_rows.values(), buckets.context):
         if cache_len > 1:  # room for a prompt of one token and a new token
-            request = Request(((0,),) * prompts, cache_len - 1, sampler, seed=LARGE_SEED, n=answers)
+            options = RowOptions(cache_len - 1, sampler, (), (), LARGE_SEED, 0)
+            request = Request(((0,),) * prompts, (options,), n=answers)
             start_generation(plan_request(lm, request))
 
 
