@@ -21,7 +21,7 @@ from rlx_jax.compiler import settings as settings_module
 from rlx_jax.generate import slot_plan
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.scheduler import Scheduler, SlotJob
-from rlx_jax.generate.slot_classes import open_slots, prepare_programs
+from rlx_jax.generate.slots import open_slots, prepare_programs
 from tests import divided
 from tests.divided import V
 
@@ -121,7 +121,7 @@ def plans(family: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(slot_plan, "CONTEXT_BUCKET", 16)
         patch.setattr(slot_plan, "choose_classes", lambda *_: {16: 0.4, 32: 0.4, 64: 0.2})
-        return slot_plan.plan_slots(model._lm, [row] * 9, [40] * 9, LOGPROBS, 6)
+        return slot_plan.plan_slots(model._lm, [SlotJob(0, [0] * 40, row)] * 9, LOGPROBS, 6)
 
 
 @functools.cache
@@ -277,7 +277,7 @@ def test_fills_compile_nothing(family: str, options: dict[str, Any]) -> None:
     """What a fill runs was compiled with the programs of the model."""
     model, chosen = lm(family), options.get("sampler", rlx.Sampler())
     jobs = [SlotJob(i, [1] * n, RowOptions(3, chosen, (), (), 5, i)) for i, n in enumerate((3, 7, 7))]
-    plans = slot_plan.plan_slots(model._lm, [job.options for job in jobs], [3, 7, 7], options.get("logprobs"), 3)
+    plans = slot_plan.plan_slots(model._lm, jobs, options.get("logprobs"), 3)
     device, programs = open_slots(plans), model.model.programs
     device.prepare(jobs)
     count = programs.helpers.num_inserted + programs.executables.num_inserted + len(programs.compiling)

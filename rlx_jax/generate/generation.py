@@ -364,9 +364,7 @@ def start_generation(plan: RequestPlan) -> Generation:
             snapshot = {name: jnp.copy(state[name]) for name in request.snapshot_point.array_names}
     if n > 1:
         prompt_of_row = prompt_indices(sizes.batch, n, len(request.rows))
-        logits = programs.run_helper(
-            gather_rows, logits, prompt_of_row, static=(0,), out_shardings=programs.replicated
-        )
+        logits = programs.run_helper(gather_rows, logits, prompt_of_row, static=(0,), out_shardings=programs.replicated)
         state = resize_state(loop, state, prompt_of_row)
     live = np.arange(sizes.batch) < len(request.rows) * n
     prompts = [request.rows[row // n] if is_row else () for row, is_row in enumerate(live)]

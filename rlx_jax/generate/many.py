@@ -30,8 +30,8 @@ from rlx_jax.generate.request_plan import chunk_widths
 from rlx_jax.generate.row_options import BatchProgress, RowOptions, StopLike, is_by_prompt, split_by_prompt
 from rlx_jax.generate.sampler import Sampler, Sampling
 from rlx_jax.generate.scheduler import Scheduler, SlotJob
-from rlx_jax.generate.slot_classes import SlotClasses, open_slots
-from rlx_jax.generate.slot_plan import SlotPlan, max_slots, plan_slots
+from rlx_jax.generate.slot_plan import max_slots, plan_slots
+from rlx_jax.generate.slots import SlotClasses, open_slots
 from rlx_jax.runtime.inputs import check_flag, check_integer
 from rlx_jax.text.chat import chat_prompt
 from rlx_jax.text.request_checks import Prompts, classify_prompts
@@ -61,7 +61,8 @@ def prompt_options(
     arguments = {"max_new_tokens": max_new_tokens, "sampler": sampler, "stop": stop, "seed": seed}
     by_prompt = None if prompts.is_single else split_by_prompt(count, arguments)
     if by_prompt is None:
-        return (make_options(lm, max_new_tokens, sampler, stop, choose_seed(seed, sampler)),)
+        options = make_options(lm, max_new_tokens, sampler, stop, 0)
+        return (replace(options, seed=choose_seed(seed, sampler)),)
     if not by_prompt:  # no prompts, and no values
         return (RowOptions(0, Sampler(), (), (), 0, 0),)
     samplers = {id(each["sampler"]): each["sampler"] for each in by_prompt}
@@ -96,7 +97,7 @@ def run_prompts(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any
         SlotJob(row, request.rows[row // n], request.row_options(row), prefixes[row // n])
         for row in range(len(new.rows))
     )
-    for job in SlotRun(lm, request, new, len(new.rows)).run(jobs):
+    for job in run_jobs(lm, request, new, jobs, len(new.rows)):
         new.rows[job.index] = job.new
     return make_outputs(lm, request, new)
 
@@ -130,85 +131,72 @@ def uses_slots(lm: LanguageModel, request: Request) -> bool:
     return num_rows > max_slots(lm) or (len(request.rows) > 1 and num_tokens > MAX_BATCH_TOKENS)
 
 
-@dataclass(frozen=True, eq=False)
-class SlotRun:
-    """The run of jobs in slots, of one call of `generate` or `generate_iter`.
+def run_jobs(
+    lm: LanguageModel, request: Request, new: NewTokens, jobs: Iterator[Any], total: int | None,
+    read_ahead: int | None = None,
+) -> Iterator[Any]:  # fmt: skip
+    """Run the jobs of a call in slots; yield each `SlotJob` as it ends, and items that are no jobs at once.
 
-    Attributes:
-        lm: the model.
+    Args:
         request: the options of all jobs.
         new: receives the report.
         total: number of answers, if it is known.
         read_ahead: the most jobs that wait for a slot; None to read all of them first.
     """
-
-    lm: LanguageModel
-    request: Request
-    new: NewTokens
-    total: int | None
-    read_ahead: int | None = None
-
-    def run(self, jobs: Iterator[Any]) -> Iterator[Any]:
-        """Yield each `SlotJob` as it ends, and items that are no jobs at once."""
-        clock, share = self.lm.model.programs.start_timer(), self.request.share_prefix
-        waiting, planned = deque[SlotJob](), list[SlotJob]()  # later jobs that the slots do not fit are planned for too
-        scheduler: Scheduler | None = None
-        device: SlotClasses | None = None
-        done = num_tokens = num_prompts = prompt_tokens = num_read = 0
-        while True:
-            num_submitted = 0 if scheduler is None else scheduler.num_waiting
-            # Prompts that are refused do not count: others follow them.
-            while self.read_ahead is None or len(waiting) + num_submitted < self.read_ahead:
-                if (job := next(jobs, None)) is None:
-                    break
-                if not isinstance(job, SlotJob):
-                    yield job
-                    continue
-                if not job.options.budget:  # its prompt is not read
-                    done += 1
-                    yield job
-                    continue
-                if job.index % (self.request.n or 1) == 0:
-                    num_prompts, prompt_tokens = num_prompts + 1, prompt_tokens + len(job.ids)
-                waiting.append(job)
-                num_read += len(job.ids)
-            is_new = False
-            if scheduler is None or scheduler.is_idle:
-                if not waiting:
-                    return
-                # A prompt that the slots do not fit waits until all of them are free, and others are planned.
-                if misfits := [job for job in waiting if device is None or not fits_device(device, job)]:
-                    num_read += 0 if device is None else device.num_prefilled
-                    scheduler = device = None  # free its memory first
-                    # The new slots fit the earlier jobs, too: jobs of both kinds may alternate.
-                    planned += misfits
-                    is_new, device = True, open_slots(plan_jobs(self.lm, planned, self.request))
-                    scheduler = Scheduler(device, self.lm.find_end, self.read_ahead)
-            assert device is not None and scheduler is not None
-            fitting: list[SlotJob] = []
-            while waiting and (is_new or fits_device(device, waiting[0])):
-                fitting.append(waiting.popleft())
-            fitting = device.share_prefixes(fitting, share)
-            if is_new:
-                device.prepare(fitting)
-            for job in fitting:
-                scheduler.submit(job)
-                num_read -= job.num_cached
-            for job in scheduler.step():
-                done, num_tokens = done + 1, num_tokens + len(job.new.ids)
-                seconds, compiled = clock()
-                self.new.speculated = device.speculated
-                read = num_prompts, prompt_tokens, num_read
-                self.new.report = device.report(*read, num_tokens, seconds, compiled)
-                if self.request.progress is not None:
-                    self.request.progress(BatchProgress(done, self.total, num_tokens, seconds))
+    clock, share = lm.model.programs.start_timer(), request.share_prefix
+    waiting, planned = deque[SlotJob](), list[SlotJob]()  # later jobs that the slots do not fit are planned for too
+    scheduler: Scheduler | None = None
+    device: SlotClasses | None = None
+    done = num_tokens = num_prompts = prompt_tokens = num_read = 0
+    while True:
+        num_submitted = 0 if scheduler is None else scheduler.num_waiting
+        # Prompts that are refused do not count: others follow them.
+        while read_ahead is None or len(waiting) + num_submitted < read_ahead:
+            if (job := next(jobs, None)) is None:
+                break
+            if not isinstance(job, SlotJob):
                 yield job
-
-
-def plan_jobs(lm: LanguageModel, jobs: Sequence[SlotJob], request: Request) -> tuple[SlotPlan, ...]:
-    """Return the plans for jobs of a request; raises as `plan_slots`."""
-    options, lengths = [job.options for job in jobs], [len(job.ids) for job in jobs]
-    return plan_slots(lm, options, lengths, request.logprobs, request.slots, request.drafter)
+                continue
+            if not job.options.budget:  # its prompt is not read
+                done += 1
+                yield job
+                continue
+            if job.index % (request.n or 1) == 0:
+                num_prompts, prompt_tokens = num_prompts + 1, prompt_tokens + len(job.ids)
+            waiting.append(job)
+            num_read += len(job.ids)
+        is_new = False
+        if scheduler is None or scheduler.is_idle:
+            if not waiting:
+                return
+            # A prompt that the slots do not fit waits until all of them are free, and others are planned.
+            if misfits := [job for job in waiting if device is None or not fits_device(device, job)]:
+                num_read += 0 if device is None else device.num_prefilled
+                scheduler = device = None  # free its memory first
+                # The new slots fit the earlier jobs, too: jobs of both kinds may alternate.
+                planned += misfits
+                is_new = True
+                device = open_slots(plan_slots(lm, planned, request.logprobs, request.slots, request.drafter))
+                scheduler = Scheduler(device, lm.find_end, read_ahead)
+        assert device is not None and scheduler is not None
+        fitting: list[SlotJob] = []
+        while waiting and (is_new or fits_device(device, waiting[0])):
+            fitting.append(waiting.popleft())
+        fitting = device.share_prefixes(fitting, share)
+        if is_new:
+            device.prepare(fitting)
+        for job in fitting:
+            scheduler.submit(job)
+            num_read -= job.num_cached
+        for job in scheduler.step():
+            done, num_tokens = done + 1, num_tokens + len(job.new.ids)
+            seconds, compiled = clock()
+            new.speculated = device.speculated
+            read = num_prompts, prompt_tokens, num_read
+            new.report = device.report(*read, num_tokens, seconds, compiled)
+            if request.progress is not None:
+                request.progress(BatchProgress(done, total, num_tokens, seconds))
+            yield job
 
 
 # -- prompts from an iterator ------------------------------------------------------------------
@@ -255,8 +243,8 @@ def generate_iter(
     options_of_all = request.options[0]
     shared_seed = options_of_all.seed if seed is not None or options_of_all.sampler.temperature else None
     stream = PromptStream(self._lm, request, errors == "return", details, stop, shared_seed)
-    run = SlotRun(self._lm, request, new, total, request.slots or max_slots(self._lm))
-    return (stream.output(item) for item in run.run(stream.jobs(prompts)))  # a generator, to close
+    run = run_jobs(self._lm, request, new, stream.jobs(prompts), total, request.slots or max_slots(self._lm))
+    return (stream.output(item) for item in run)  # a generator, to close
 
 
 @dataclass(eq=False)

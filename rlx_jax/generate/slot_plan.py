@@ -30,8 +30,8 @@ from rlx_jax.generate.request_plan import (
     prefill_keys,
     request_variant,
 )
-from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.sampler import SamplingSteps
+from rlx_jax.generate.scheduler import SlotJob
 from rlx_jax.generate.speculative import DRAFTER_PREFIX, Drafter
 from rlx_jax.lowering.inspect.buffers import fused_activation_bytes
 from rlx_jax.runtime.estimate import parameter_bytes, workspace_bytes
@@ -69,6 +69,8 @@ class SlotPlan:
     Attributes:
         lm: the model.
         sizes: the sizes.
+        suffix_sizes: the same for the rest of prompts after a prefix: with every other width, so that there are few
+            programs.
         fill: the program that copies prefilled prompts into slots.
         fill_shardings: the shardings of its results; None on one device.
         stop_width: number of stop ids of a slot, padding included.
@@ -80,6 +82,7 @@ class SlotPlan:
 
     lm: LanguageModel
     sizes: SlotSizes
+    suffix_sizes: SlotSizes
     fill: FillSlots
     fill_shardings: Any
     stop_width: int
@@ -95,13 +98,12 @@ class SlotPlan:
 
 
 def plan_slots(
-    lm: LanguageModel, options: Sequence[RowOptions], lengths: Sequence[int], logprobs: int | None,
-    num_slots: int | None, drafter: Drafter | None = None,
+    lm: LanguageModel, jobs: Sequence[SlotJob], logprobs: int | None = None, num_slots: int | None = None,
+    drafter: Drafter | None = None,
 ) -> tuple[SlotPlan, ...]:  # fmt: skip
     """Choose the sizes and the programs for jobs; nothing has run yet.
 
     Args:
-        options, lengths: the options of each job, and the length of its prompt.
         logprobs: as in `Request`.
         num_slots: number of slots; None to choose.
         drafter: as in `Request`.
@@ -114,20 +116,21 @@ def plan_slots(
     """
     if drafter is not None and drafter.max_positions is not None:  # both have caches of one length
         lm = replace(lm, max_positions=min(lm.max_positions or drafter.max_positions, drafter.max_positions))
-    steps = SamplingSteps()
-    for sampler in {option.sampler for option in options}:
+    steps, lengths = SamplingSteps(), [len(job.ids) for job in jobs]
+    for sampler in {job.options.sampler for job in jobs}:
         steps = steps.union(sampler.sampling_steps(lm.vocab_size))
     steps = steps.widened() if lm.buckets.prompt or lm.buckets.batch else steps
-    totals = [length + option.budget for length, option in zip(lengths, options, strict=True)]
+    totals = [len(job.ids) + job.options.budget for job in jobs]
     num_logprobs = logprobs and bucket_size(logprobs, LOGPROBS_BUCKET, lm.vocab_size)
-    stop_width = bucket_size(max(len(option.stop_ids) for option in options), STOP_BUCKET, None)
+    stop_width = bucket_size(max(len(job.options.stop_ids) for job in jobs), STOP_BUCKET, None)
     classes = slot_sizes(lm, lengths, totals, num_slots, drafter)
-    return tuple(plan_class(lm, sizes, steps, num_logprobs, stop_width, drafter) for sizes in classes)
+    widths = classes[0].widths[::2]
+    return tuple(plan_class(lm, sizes, widths, steps, num_logprobs, stop_width, drafter) for sizes in classes)
 
 
 def plan_class(
-    lm: LanguageModel, sizes: SlotSizes, steps: SamplingSteps, num_logprobs: int | None, stop_width: int,
-    drafter: Drafter | None,
+    lm: LanguageModel, sizes: SlotSizes, suffix_widths: tuple[int, ...], steps: SamplingSteps,
+    num_logprobs: int | None, stop_width: int, drafter: Drafter | None,
 ) -> SlotPlan:  # fmt: skip
     """Return the plan of a context class; arguments as in `SlotPlan`.
 
@@ -157,8 +160,11 @@ def plan_class(
             f"slots: {model.name}: the state {quote(merged[0])} is {types[merged[0]]}, without an axis of "
             "rows alone, so that rows cannot be replaced; pass at most as many prompts at once as fit one batch"
         )
+    # Chunks end where they do without slots if the cache rounds what later ones read.
+    largest = {sizes.widths[-1]} if lm.model.settings.rounds_cache else set()
+    suffix_sizes = replace(sizes, widths=tuple(sorted({*suffix_widths} | largest)), extends=True)
     return SlotPlan(
-        lm, sizes, FillSlots(steps, row_axes, num_logprobs=num_logprobs),
+        lm, sizes, suffix_sizes, FillSlots(steps, row_axes, num_logprobs=num_logprobs),
         None if all_shardings is None else (*(model.programs.replicated,) * 3, all_shardings), stop_width,
         model.bind(loop_key(model, variant, state_sizes, drafter, wrapper)),
         model.programs.empty_state(key.symbolic, state_sizes, num_drafts), drafter, drafter_state,

@@ -1,5 +1,6 @@
-"""`Slots`: the rows of a state in which the jobs of a context class run, and the programs that fill and decode them.
+"""`SlotClasses`: the slots in which jobs run, as a `Scheduler` sees them, and the programs that fill and decode them.
 
+The `Slots` of a context class are the rows of a state.
 A fill prefills a group of prompts into a small state, as a request of its own would. `FillSlots` chooses their first
 tokens and copies their rows into free rows of the large state: full caches, ring buffers and recurrent states alike.
 `DecodeLoop` then decodes all rows. Each slot has a sampler, stop ids and a random key of its own on the device, so that
@@ -9,7 +10,9 @@ jobs, too, whose states are copied into its rows.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.compiler.executable import StateArrays
+from rlx_jax.compiler.executable import Arrays, StateArrays
 from rlx_jax.compiler.settings import SlotSizes
 from rlx_jax.generate.decode import SLOT_INPUTS, STOPPED, MoveRows, RequestRows, RowTokens, Sizes, put_carry
 from rlx_jax.generate.decode_state import LeafMove, leaf_moves, move_state, resize_state
@@ -27,13 +30,15 @@ from rlx_jax.generate.prefix_cache import Prefix, PrefixCache, one_row
 from rlx_jax.generate.request_plan import PromptBlock, max_tokens, prompt_blocks
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.sampler import Sampler
-from rlx_jax.generate.scheduler import SlotJob
+from rlx_jax.generate.scheduler import SlotIndex, SlotJob, start_class
 from rlx_jax.generate.slot_plan import SlotPlan, fill_keys
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.generate.token_history import check_processors, initial_history
 from rlx_jax.runtime.inputs import KEY_IMPL, random_key
 from rlx_jax.runtime.model import BoundProgram
-from rlx_jax.runtime.program_key import HelperCall
+from rlx_jax.runtime.program_key import HelperCall, ProgramKey
+from rlx_jax.runtime.programs import Programs
+from rlx_jax.runtime.report import RequestReport, SpeculativeCounts
 from rlx_jax.runtime.sequence_state import LENGTH
 
 # The job of a slot that has none.
@@ -51,15 +56,12 @@ class Slots:
             first tokens and their log-probabilities.
         num_steps: number of steps decoded.
         cache: the prefixes of the model.
-        suffix_widths: widths of the programs that prefill the rest of prompts after a prefix, ascending; every other
-            width, so that there are few programs.
         num_prefilled: tokens of prefixes that were prefilled so far.
     """
 
     plan: SlotPlan
     loop: LoopRun
     cache: PrefixCache
-    suffix_widths: tuple[int, ...]
     first_tokens: list[tuple[Any, Any, Any]] = field(default_factory=list)
     num_steps: int = 0
     num_prefilled: int = 0
@@ -164,18 +166,14 @@ class Slots:
 
     # -- prefill, after prefixes -------------------------------------------------------------
 
-    def _sizes(self, has_prefix: bool) -> SlotSizes:
-        """Return the sizes of prefill programs."""
-        return replace(self.plan.sizes, widths=self.suffix_widths, extends=True) if has_prefix else self.plan.sizes
-
     def widths(self, num_tokens: int, has_prefix: bool) -> tuple[int, ...]:
         """Return the widths of the programs that prefill so many tokens."""
-        return self._sizes(has_prefix).chunk_widths(num_tokens)
+        return (self.plan.suffix_sizes if has_prefix else self.plan.sizes).chunk_widths(num_tokens)
 
     def programs(self, widths: Sequence[int], has_prefix: bool) -> list[BoundProgram]:
         """Return the programs that prefill chunks of these widths."""
-        keys = fill_keys(self.plan.lm, self._sizes(has_prefix), widths, self.plan.drafter)
-        return list(map(self.plan.loop.model.bind, keys))
+        sizes = self.plan.suffix_sizes if has_prefix else self.plan.sizes
+        return list(map(self.plan.loop.model.bind, fill_keys(self.plan.lm, sizes, widths, self.plan.drafter)))
 
     def width(self, num_tokens: int, has_prefix: bool) -> int:
         """Return the padded width of so many tokens, the sum of their chunks."""
@@ -194,13 +192,12 @@ class Slots:
         if not named and not self.plan.sizes.extends:
             return None
         states = dict(zip(named, self._states(named), strict=True))
-        (key,) = fill_keys(self.plan.lm, self._sizes(True), self.suffix_widths[:1], self.plan.drafter)
+        sizes = self.plan.suffix_sizes
+        (key,) = fill_keys(self.plan.lm, sizes, sizes.widths[:1], self.plan.drafter)
         program = BoundProgram(self.plan.loop.model, key)  # for the shapes of its state alone
-        programs, num_rows = program.model.programs, self.plan.sizes.fill_rows
-        sizes = {"batch": num_rows, "context": self.plan.sizes.cache_len}
-        state: StateArrays = programs.run_helper(
-            programs.empty_state(program.key.symbolic, sizes, self.plan.num_drafts)
-        )
+        programs, num_rows = program.model.programs, sizes.fill_rows
+        shape = {"batch": num_rows, "context": sizes.cache_len}
+        state: StateArrays = programs.run_helper(programs.empty_state(key.symbolic, shape, self.plan.num_drafts))
         for arrays in {id(arrays): arrays for arrays in states.values()}.values():
             rows, mask = np.zeros(num_rows, np.int32), np.zeros(num_rows, bool)
             for i, prefix in enumerate(prefixes):
@@ -257,7 +254,7 @@ def row_limit(job: SlotJob, cache_len: int) -> int:
     return min(job.options.budget, cache_len - len(job.ids))
 
 
-def open_class(plan: SlotPlan, cache: PrefixCache, suffix_widths: tuple[int, ...]) -> Slots:
+def open_class(plan: SlotPlan, cache: PrefixCache) -> Slots:
     """Return the empty slots of a class; arguments as in `Slots`."""
     programs, sizes, steps = plan.lm.model.programs, plan.sizes, plan.fill.sampling_steps
     num, vocab_size = sizes.num_slots, plan.lm.vocab_size
@@ -274,7 +271,7 @@ def open_class(plan: SlotPlan, cache: PrefixCache, suffix_widths: tuple[int, ...
         inputs |= {"drafter_carry": empty_pairs(plan.drafter, num), "counts": np.zeros(3, np.int32)}
     inputs = jax.device_put(inputs, programs.replicated) | {"min_running": np.int32(0)}
     inputs |= {} if plan.drafter is None else {"params": plan.drafter.params()}
-    return Slots(plan, LoopRun(plan.loop, inputs, state), cache, suffix_widths)
+    return Slots(plan, LoopRun(plan.loop, inputs, state), cache)
 
 
 def put_rows(
@@ -290,3 +287,170 @@ def put_rows(
 
     axes = {LENGTH: 0, **{leaf.name: leaf.row_axis for leaf in leaves}}
     return moved | {name: choose(axis, state[name], moved[name]) for name, axis in axes.items()}
+
+
+# -- all classes -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class SlotClasses:
+    """The slots of all classes.
+
+    Attributes:
+        parts: the slots of each class, the shortest cache first.
+    """
+
+    parts: tuple[Slots, ...]
+
+    @property
+    def classes(self) -> tuple[SlotSizes, ...]:
+        """Return the sizes of each class."""
+        return tuple(part.plan.sizes for part in self.parts)
+
+    @property
+    def num_prefilled(self) -> int:
+        """Return the number of tokens of prefixes that were prefilled."""
+        return sum(part.num_prefilled for part in self.parts)
+
+    @property
+    def speculated(self) -> SpeculativeCounts | None:
+        """Return the counts of speculative decoding; None without drafts."""
+        if self.parts[0].plan.drafter is None:
+            return None
+        return SpeculativeCounts(
+            *np.sum(jax.device_get([part.loop.inputs["counts"] for part in self.parts]), 0).tolist()
+        )
+
+    def report(
+        self, num_prompts: int, prompt_tokens: int, num_read: int, new_tokens: int, seconds: float, compiled: int
+    ) -> RequestReport:
+        """Return the report of prompts. Their prefill and decoding alternate, and share one time.
+
+        Args:
+            num_read: number of tokens of prompts that were prefilled, without prefixes; a prompt with several answers
+                may be prefilled several times.
+        """
+        pairs = ((part.num_steps, part.plan.sizes) for part in self.parts)
+        return RequestReport(
+            "prompts", num_prompts, prompt_tokens, 0.0, new_tokens, answer_seconds=seconds, compiled=compiled,
+            cached_tokens=max(0, prompt_tokens - num_read - self.num_prefilled),
+            positions_read=sum(steps * sizes.num_slots * sizes.cache_len for steps, sizes in pairs),
+            slots=sum(each.num_slots for each in self.classes),
+            slot_classes=tuple((each.num_slots, each.cache_len) for each in self.classes),
+        )  # fmt: skip
+
+    def width(self, job: SlotJob) -> int:
+        """Return the padded width of a prompt after its prefix, the sum of its chunks."""
+        return self.prefill_class(len(job.ids)).width(len(job.ids) - job.num_cached, job.prefix is not None)
+
+    def prefill_class(self, num_tokens: int) -> Slots:
+        """Return the class that prefills a prompt: the one with the shortest cache that holds it."""
+        return next(part for part in self.parts if part.plan.sizes.cache_len >= num_tokens)
+
+    def share_prefixes(self, jobs: Sequence[SlotJob], share_prefix: bool | None) -> list[SlotJob]:
+        """Return jobs with the prefixes that they share, or that are cached; jobs that continue a state as they are."""
+        first, rows = self.parts[0], [job.ids for job in jobs]
+        # Prefixes need programs that warm-up did not run.
+        is_off = first.plan.lm.model.programs.is_warm and share_prefix is None
+        # A module that drafts reads the hidden states of whole prompts.
+        is_off |= first.plan.drafter is not None and first.plan.drafter.needs_hidden
+        if is_off or any(job.prefix for job in jobs):
+            return [*jobs]
+        prefixes = first.cache.assign(first.plan.lm.model, rows, first.width, share_prefix, first.plan.lm.max_positions)
+        return [replace(job, prefix=prefix) for job, prefix in zip(jobs, prefixes, strict=True)]
+
+    def prepare(self, jobs: Sequence[SlotJob]) -> None:
+        """Compile the programs of the model that jobs need, or load them, several at a time."""
+        prefills = set()
+        for job in jobs:
+            part, tokens, prefix = self.prefill_class(len(job.ids)), len(job.ids), job.prefix
+            while prefix is not None and prefix.arrays is None:  # it is prefilled too, from its parent on
+                prefills.add((part, tokens - len(prefix.ids), True))
+                tokens, prefix = len(prefix.ids), prefix.parent
+            prefills.add((part, tokens - (0 if prefix is None else len(prefix.ids)), prefix is not None))
+        chunks = {(part, part.widths(tokens, has_prefix), has_prefix) for part, tokens, has_prefix in prefills}
+        calls = [call for part, widths, has_prefix in chunks for call in prefill_calls(part, widths, has_prefix)]
+        calls += [(part.plan.loop.key, part.loop.state, part.loop.inputs) for part in self.parts]
+        model = self.parts[0].plan.loop.model
+        params = model.require_params("generation")
+        pairs = {(start_class(self.classes, job), self.prefill_class(len(job.ids))): job for job in jobs}
+        # On a mesh the types of what prefill returns have no shardings to compile for.
+        on_mesh = model.programs.model_sharding is not None
+        helpers = [] if on_mesh else [self.parts[i].fill_call(job, part) for (i, part), job in pairs.items()]
+        prepare_programs(model.programs, [(key, params, state, inputs) for key, state, inputs in calls], helpers)
+
+    def fill(self, index: int, group: Sequence[tuple[int, SlotJob]]) -> None:
+        """Prefill jobs into free rows of a class, without waiting for the device."""
+        self.parts[index].fill(group, self.prefill_class(max(len(job.ids) for _, job in group)))
+
+    def move(self, source: int, target: int, rows: Sequence[tuple[int, int, SlotJob]]) -> None:
+        """Move jobs with a full cache to free rows of a class with a longer one."""
+        self.parts[target].take(self.parts[source], rows)
+
+    def decode(self, min_running: Sequence[int | None]) -> dict[SlotIndex, tuple[RowTokens, bool]]:
+        """Decode some steps of each class; the classes run one after another, and the host waits for all of them."""
+        pairs = zip(self.parts, min_running, strict=True)
+        results_of_parts = [None if least is None else part.start_decode(least) for part, least in pairs]
+        return {
+            (index, row): new
+            for index, (part, results) in enumerate(zip(self.parts, results_of_parts, strict=True))
+            if results is not None
+            for row, new in part.end_decode(results).items()
+        }
+
+    def stop(self, slots: Sequence[SlotIndex]) -> None:
+        """End running slots."""
+        rows: dict[int, list[int]] = defaultdict(list)
+        for index, row in slots:
+            rows[index].append(row)
+        for index, rows_of_part in rows.items():
+            self.parts[index].loop.stop(rows_of_part)
+
+
+def prefill_calls(
+    part: Slots, widths: Sequence[int], has_prefix: bool
+) -> list[tuple[ProgramKey, StateArrays, dict[str, Any]]]:
+    """Return the programs that prefill chunks of these widths, with the types of their states and inputs."""
+    model, rows = part.plan.loop.model, part.plan.sizes.fill_rows
+    calls = []
+    for program, width in zip(part.programs(widths, has_prefix), widths, strict=True):
+        key = program.key
+        types = model.programs.template(key.symbolic).state if key.program == "extend" else {}
+        bound = {name: t.bind(dict(key.binding)) for name, t in types.items()}
+        state = {name: jax.ShapeDtypeStruct(t.shape, t.dtype) for name, t in bound.items()}
+        shapes = {model.first_input: (rows, width), "lengths": (rows,)}
+        calls.append((key, state, {name: jax.ShapeDtypeStruct(shape, "int32") for name, shape in shapes.items()}))
+    return calls
+
+
+def open_slots(plans: Sequence[SlotPlan]) -> SlotClasses:
+    """Return the empty slots of all classes."""
+    cache = plans[0].lm.prefixes.for_call()
+    return SlotClasses(tuple(open_class(plan, cache) for plan in plans))
+
+
+# Programs that compile at the same time; XLA itself uses several threads for one.
+COMPILE_THREADS = 8
+
+
+def prepare_programs(
+    programs: Programs, calls: Sequence[tuple[ProgramKey, Arrays, StateArrays, Arrays]], helpers: Sequence[HelperCall]
+) -> None:
+    """Trace programs; threads compile or load them, and whoever runs one waits for it.
+
+    Args:
+        programs: the programs of the model.
+        calls: the key of each program and its arguments, as in `Programs.executable`, the first to run first.
+        helpers: calls of helper functions.
+    """
+    pool = ThreadPoolExecutor(COMPILE_THREADS)
+    with programs.lock:
+        jobs = programs.compiling.items()
+        programs.compiling = {key: job for key, job in jobs if not (job.done() and job.exception())}
+        for call in calls:
+            if call[0] not in programs.executables and call[0] not in programs.compiling:
+                programs.compiling[call[0]] = pool.submit(programs.trace_executable(*call))
+        for helper in helpers:
+            if helper.key not in programs.helpers and helper.key not in programs.compiling:
+                programs.compiling[helper.key] = pool.submit(programs.trace_helper(helper))
+    pool.shutdown(wait=False)

@@ -14,6 +14,7 @@ import numpy as np
 
 from rlx_jax.compiler.settings import Buckets, SlotSizes, bucket_size
 from rlx_jax.errors import RequestError, listing, shown
+from rlx_jax.generate.decode import RowTokens
 from rlx_jax.generate.decode_state import DecodeState
 from rlx_jax.generate.generation import prepare_prefix_state, start_generation
 from rlx_jax.generate.prefill import extend, prefill
@@ -22,9 +23,10 @@ from rlx_jax.generate.request import LanguageModel, Request, check_answers
 from rlx_jax.generate.request_plan import CONTEXT_BUCKET, plan_request
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.sampler import Sampler
+from rlx_jax.generate.scheduler import SlotJob
 from rlx_jax.generate.scoring import warm_scores
-from rlx_jax.generate.slot_classes import open_slots, warm_slots
 from rlx_jax.generate.slot_plan import plan_slots, slot_sizes
+from rlx_jax.generate.slots import SlotClasses, open_slots
 from rlx_jax.generate.speculative import Drafter
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.program_key import Variant
@@ -76,7 +78,8 @@ def warm_all(
         requests += [] if drafter is None else [(None, drafter)]
         for sampler, (num_logprobs, source) in product(kinds if sizes else (), requests):
             options = RowOptions(1, sampler, (), (), LARGE_SEED, 0)
-            warm_slots(open_slots(plan_slots(lm, [options], [1], num_logprobs, None, source)), sampler, LARGE_SEED)
+            plans = plan_slots(lm, [SlotJob(0, (0,), options)], num_logprobs, None, source)
+            warm_slots(open_slots(plans), options)
         if scoring:
             warm_scores(lm.model, buckets, lm.max_positions)
     return lm.buckets
@@ -114,6 +117,31 @@ def warm_answers(lm: LanguageModel, sampler: Sampler, max_answers: int) -> None:
             options = RowOptions(cache_len - 1, sampler, (), (), LARGE_SEED, 0)
             request = Request(((0,),) * prompts, (options,), n=answers)
             start_generation(plan_request(lm, request))
+
+
+def warm_slots(device: SlotClasses, options: RowOptions) -> None:
+    """Run every program of empty slots: each width and chunk of prefill, fills, moves to longer caches, decoding."""
+    sizes = device.classes
+
+    def run(index: int, num_tokens: int) -> SlotJob:
+        job = SlotJob(0, (0,) * num_tokens, options)
+        device.fill(index, [(0, job)])
+        device.decode([0] * len(sizes))
+        return job
+
+    shorter = 0  # the longest prompt that classes of shorter caches prefill
+    for i, each in enumerate(sizes):
+        # Prompts of each width, and one of a chunk and a token, as later chunks are another program.
+        lengths = {min(width, each.cache_len - 1) for width in (*each.widths, each.widths[-1] + 1)}
+        lengths = {max(length, shorter + 1) for length in lengths}
+        for length in sorted(lengths) if shorter + 1 < each.cache_len else ():
+            job = run(i, length)
+        for j in range(i + 1, len(sizes)):
+            if shorter + 1 < each.cache_len:
+                run(j, shorter + 1)
+            device.move(i, j, [(0, 0, replace(job, options=replace(options, budget=2), new=RowTokens([0])))])
+            device.decode([0] * len(sizes))
+        shorter = each.cache_len
 
 
 def warm_prefill(lm: LanguageModel) -> None:
