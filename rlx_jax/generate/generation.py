@@ -5,6 +5,7 @@ The module also turns new tokens into answers: lists, streams, and `Completion`s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
@@ -145,7 +146,8 @@ class LoopRun:
 
 @dataclass(eq=False)
 class Generation:
-    """Iterator over the new tokens of a request in blocks `[count, n]` int32 on the host, with their log-probabilities.
+    """Iterator over the new tokens of a request in blocks `[count, n]` int32 on the host, with their log-probabilities,
+    and the counts of `VerifyLoop` so far.
 
     `STOPPED` is padding of a row that has ended. `NOT_FINITE` replaces a token if its logits were not finite, and ends
     its row. The device computes the next block while the host processes the current one. Only the first block, which
@@ -155,11 +157,10 @@ class Generation:
         loop: the loop.
         count: number of rows; the others are padding.
         budget: the most tokens of a row.
-        steps: steps of the loop per block; each gives at least one token to every running row.
+        steps: steps of the loop per block after the first, which is of one step; each gives at least one token to every
+            running row.
         tokens: the latest block on the device.
         cache_len: length of the cache.
-        block_steps: steps in the latest block: 1 for the first block, then `steps`.
-        speculated: counts of speculative decoding.
         log_probs: log-probabilities of `tokens` on the device, if requested.
         snapshot: copies of state arrays at the request's snapshot point.
     """
@@ -170,25 +171,19 @@ class Generation:
     steps: int
     tokens: AnyArray
     cache_len: int
-    block_steps: int = 1
-    speculated: SpeculativeCounts | None = None
     log_probs: LogProbs | None = None
     snapshot: StateArrays | None = None
 
-    def __iter__(self) -> Iterator[tuple[np.ndarray[Any, Any], LogProbs | None]]:
-        done = 0
-        while True:
+    def __iter__(self) -> Iterator[tuple[np.ndarray[Any, Any], LogProbs | None, Any]]:
+        for done in itertools.count(1, self.steps):
             tokens, rows, counts = self.tokens, self.loop.inputs["rows"], self.loop.inputs.get("counts")
             log_probs = self.log_probs
-            done += self.block_steps
             is_last, can_run_ahead = done >= self.budget, self.loop.program.is_compiled
             # Dispatch the next block before waiting for this one, unless that would compile first.
             if can_run_ahead and not is_last:
                 self.advance()
             block, counts, log_probs, running = jax.device_get((tokens, counts, log_probs, rows.running))
-            if counts is not None:
-                self.speculated = SpeculativeCounts(*counts.tolist())
-            yield block[: self.count], log_probs
+            yield block[: self.count], log_probs, counts
             if is_last or not running.any():
                 return
             if not can_run_ahead:
@@ -197,7 +192,6 @@ class Generation:
     def advance(self) -> None:
         """Dispatch the program for the next block, without waiting for it."""
         self.tokens, self.log_probs = self.loop.advance()
-        self.block_steps = self.steps
         with jax.transfer_guard_device_to_host("allow"):  # explicit, as `device_get` is
             for array in jax.tree.leaves((self.tokens, self.loop.inputs["rows"].running, self.log_probs)):
                 array.copy_to_host_async()  # once the block is computed, and not only when the host waits for it
@@ -233,9 +227,9 @@ def run_blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[
     generation = start_generation(plan)
     del plan  # with the state of what they share
     try:
-        for block, log_probs in generation:
+        for block, log_probs, counts in generation:
             added = new.append(block, log_probs)
-            new.speculated = generation.speculated
+            new.speculated = None if counts is None else SpeculativeCounts(*counts.tolist())
             if options.stop_strings:
                 ends = {i: lm.find_end(options, new.rows[i].ids, count) for i, count in added.items()}
                 stops = {i: length for i, length in ends.items() if length is not None}
@@ -381,7 +375,7 @@ def start_generation(plan: RequestPlan) -> Generation:
         operands |= {"params": drafter.params(), "drafter_carry": drafter_arrays, "counts": np.zeros(3, np.int32)}
     return Generation(
         LoopRun(loop, operands, state), len(request.rows) * n, request.budget, request.num_steps(loop.model), first_ids,
-        sizes.cache_len, log_probs=log_probs, snapshot=snapshot,
+        sizes.cache_len, log_probs, snapshot,
     )  # fmt: skip
 
 

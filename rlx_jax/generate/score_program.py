@@ -249,11 +249,12 @@ def locate_texts(block: Block, texts: Sequence[SharedTokens]) -> Iterator[TextLo
             column, other_column = column + len(texts[text].prefix), other_column + len(texts[text].last_tokens) - 1
 
 
-def forms_for(
-    model: CompiledModel, buckets: Buckets, max_positions: int | None, longest: int
-) -> tuple[ScoreForm | None, ScoreForm | None]:
-    """Return the form for texts that share rows, and the form for all others; None for one that is unavailable or
-    not needed.
+# Texts, grouped by common prefix, and the form to score them with.
+ScorePart = tuple[ScoreForm, Sequence[SharedTokens]]
+
+
+def score_parts(lm: LanguageModel, texts: Sequence[SharedTokens]) -> list[ScorePart]:
+    """Return the texts that share rows, and all others, with their forms.
 
     Texts of up to `MAX_SHARED_WIDTH` tokens share rows if the flow has a program `packed`, and no buckets prescribe
     other sizes.
@@ -261,21 +262,27 @@ def forms_for(
     Raises:
         RequestError: as `score_sizes`.
     """
-    target = model.settings.target
+    model, buckets, target = lm.model, lm.buckets, lm.model.settings.target
+    longest = max((len(text.prefix) for text in texts), default=1)
     if buckets.batch or buckets.prompt or model.programs.derivation_error(model.name, "packed"):
-        return None, ScoreForm(model, score_sizes(target, buckets, max_positions, longest))
-    wide_sizes, shared = shared_sizes(target, buckets.row_multiple, max_positions, longest)
-    return ScoreForm(model.as_program("packed"), shared), None if wide_sizes is None else ScoreForm(model, wide_sizes)
+        return [(ScoreForm(model, score_sizes(target, buckets, lm.max_positions, longest)), texts)]
+    wide_sizes, shared = shared_sizes(target, buckets.row_multiple, lm.max_positions, longest)
+    narrow, wide = (
+        [text for text in texts if (len(text.prefix) > shared.widths[-1]) == over] for over in (False, True)
+    )
+    parts: list[ScorePart] = [(ScoreForm(model.as_program("packed"), shared), narrow)]
+    return parts if wide_sizes is None else [*parts, (ScoreForm(model, wide_sizes), wide)]
 
 
-def prefix_form(lm: LanguageModel, prefix: Prefix, longest: int) -> ScoreForm:
-    """Return the form for texts of up to `longest` tokens after a prefix."""
+def prefix_part(lm: LanguageModel, prefix: Prefix, texts: Sequence[SharedTokens]) -> ScorePart:
+    """Return texts after a prefix with their form."""
     left = None if lm.max_positions is None else lm.max_positions - len(prefix.ids)
+    longest = max(len(text.prefix) for text in texts)
     sizes = score_sizes(lm.model.settings.target, Buckets(row_multiple=lm.buckets.row_multiple), left, longest)
     most = PREFIX_TOKENS * sizes.costs.tokens
     rows = {width: lm.buckets.rows(max(1, most // (len(prefix.ids) + width))) for _, width in sizes.blocks}
     blocks = {(min(count, rows[width]), width) for count, width in sizes.blocks}
-    return ScoreForm(lm.model.as_program("extend"), replace(sizes, blocks=tuple(sorted(blocks))), prefix)
+    return ScoreForm(lm.model.as_program("extend"), replace(sizes, blocks=tuple(sorted(blocks))), prefix), texts
 
 
 def shared_sizes(

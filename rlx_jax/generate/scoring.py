@@ -24,11 +24,12 @@ from rlx_jax.generate.request import LanguageModel
 from rlx_jax.generate.score_program import (
     ScoredTokens,
     ScoreForm,
+    ScorePart,
     SharedTokens,
-    forms_for,
     group_by_prefix,
     locate_texts,
-    prefix_form,
+    prefix_part,
+    score_parts,
     score_sizes,
 )
 from rlx_jax.runtime.inputs import check_integer
@@ -77,21 +78,22 @@ def score_items(lm: LanguageModel, items: Sequence[ScoredTokens], method: str) -
     # Deriving a prefill program proves that tokens do not see later ones, and rows not each other.
     model.programs.any_template(model.as_program("prefill").key())
     items, num_tokens = list(items), sum(item.width for item in items)
-    whole: list[int] = []
-    sharing = defaultdict[Prefix, list[int]](list)
+    numbers_by_prefix = defaultdict[Prefix | None, list[int]](list)
     # What follows a prefix needs programs that neither warm-up nor buckets have.
     is_off = model.programs.is_warm or lm.buckets.on_recompile != "allow"
     for number, item in enumerate(items):
         # The token before the first scored one is read after the prefix, as its logits are needed.
         prefix = None if is_off else lm.prefixes.cached(model, item.ids[: item.start - 1])
-        (whole if prefix is None else sharing[prefix]).append(number)
-        items[number] = item if prefix is None else after_prefix(item, len(prefix.ids))
-    texts = group_by_prefix(items, whole)
-    longest = max((items[number].width for number in whole), default=1)
-    parts = {prefix: group_by_prefix(items, numbers) for prefix, numbers in sharing.items()}
-    after = [(prefix_form(lm, prefix, max(len(text.prefix) for text in part)), part) for prefix, part in parts.items()]
-    scores = score_all(method, items, texts, *forms_for(model, lm.buckets, lm.max_positions, longest), after)
-    num_read = sum(len(text.prefix) for part in (texts, *parts.values()) for text in part)
+        numbers_by_prefix[prefix].append(number)
+        if prefix is not None:
+            count = len(prefix.ids)
+            items[number] = replace(item, ids=item.ids[count:], start=item.start - count, offset=item.offset + count)
+    parts: list[ScorePart] = []
+    for prefix, numbers in numbers_by_prefix.items():
+        texts = group_by_prefix(items, numbers)
+        parts += score_parts(lm, texts) if prefix is None else [prefix_part(lm, prefix, texts)]
+    scores = score_all(method, items, parts)
+    num_read = sum(len(text.prefix) for _, texts in parts for text in texts)
     seconds, compiled = clock()
     report = RequestReport(
         "texts", len(items), num_tokens, seconds, compiled=compiled, cached_tokens=num_tokens - num_read
@@ -99,17 +101,11 @@ def score_items(lm: LanguageModel, items: Sequence[ScoredTokens], method: str) -
     return scores, report
 
 
-def score_all(
-    method: str, items: Sequence[ScoredTokens], texts: Sequence[SharedTokens], shared: ScoreForm | None,
-    single: ScoreForm | None, after: Sequence[tuple[ScoreForm, Sequence[SharedTokens]]] = (),
-) -> list[Score]:  # fmt: skip
+def score_all(method: str, items: Sequence[ScoredTokens], parts: Sequence[ScorePart]) -> list[Score]:
     """Return the score of each item, in order.
 
     Args:
-        texts: the items, grouped by common prefix.
-        shared: the form for texts that share rows; texts longer than its widest row use `single`.
-        single: the form for rows of one text.
-        after: the forms for texts after prefixes, with their texts.
+        parts: the items, grouped by common prefix, with the form to score them with.
 
     Raises:
         NumericsError: logits are not finite; `outputs` has the other scores, and None for these.
@@ -130,18 +126,11 @@ def score_all(
             scores[number] = Score(math.fsum(numbers), bool(likeliest.all()), item.ids[item.start :], numbers)
         return [*not_finite.values()]
 
-    widest = shared.sizes.widths[-1] if shared else 0
-    fitting_texts, wide_texts = (
-        [text for text in texts if (len(text.prefix) > widest) == over] for over in (False, True)
-    )
-    if shared is not None:
-        retried = take(shared, fitting_texts, shared.plan(fitting_texts))
+    for form, texts in parts:
+        retried = take(form, texts, form.plan(texts))
         # A NaN of one text may have spread to the other texts of its row, as 0 · NaN is NaN in masked attention.
-        take(shared, retried, shared.plan_one_per_row(retried))
-    if single is not None:
-        take(single, wide_texts, single.plan(wide_texts))
-    for form, part in after:
-        take(form, part, form.plan(part))
+        if form.packed:
+            take(form, retried, form.plan_one_per_row(retried))
     if failed:
         first_by_name: dict[str, int] = {}  # the windows of a text have one name
         for i, offset in sorted(failed.items()):
@@ -188,11 +177,6 @@ def warm_scores(model: CompiledModel, buckets: Buckets, max_positions: int | Non
     form = ScoreForm(model, score_sizes(model.settings.target, buckets, max_positions, buckets.prompt[-1]))
     for rows, width in form.sizes.blocks:
         jax.block_until_ready(form.run(Block(rows, width, 1, ()), ()))
-
-
-def after_prefix(item: ScoredTokens, length: int) -> ScoredTokens:
-    """Return an item without its first tokens, which a prefix has."""
-    return replace(item, ids=item.ids[length:], start=item.start - length, offset=item.offset + length)
 
 
 def split_windows(ids: Sequence[int], stride: int, context: int) -> list[ScoredTokens]:
