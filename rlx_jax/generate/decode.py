@@ -241,7 +241,7 @@ class TokenChooser:
 class FirstTokens(TokenChooser):
     """Program that chooses the first tokens of a request; returns (tokens `[B, 1]`, rows, log-probabilities).
 
-    Its arguments are the logits of prefill `[B, 1, V]`, those of `new_rows`, and `sampler_values` and `stop_mask`.
+    Its arguments are the logits of prefill `[B, 1, V]`, the arguments of `new_rows`, `sampler_values` and `stop_mask`.
     """
 
     def __call__(
@@ -365,7 +365,7 @@ class FillSlots(TokenChooser):
 
 @dataclass(frozen=True)
 class MoveRows:
-    """Program that copies rows from the slots of one class to those of another one with a longer cache.
+    """Program that copies rows from the slots of one class to the slots of another class with a longer cache.
 
     Attributes:
         row_axes: as in `FillSlots`.
@@ -421,5 +421,5 @@ def put_rows(slots: Array, axis: int, array: Array, rows: Array, padding: int = 
 
 
 def put_carry(carry: Any, new: Any, slots: Array) -> Any:
-    """Return the `DrafterState.carry` of all slots with that of new jobs."""
+    """Return the `DrafterState.carry` of all slots with the one of new jobs."""
     return jax.tree.map(partial(put_rows, slots, 0), carry, new)

@@ -249,7 +249,7 @@ def choose_classes(lm: LanguageModel, caches: Sequence[int], steps: Sequence[int
         rows: number of slots of all classes.
 
     Returns:
-        The part of all slots that each class has: that of its steps.
+        The part of all slots that each class has, in proportion to its steps.
     """
     row_bytes = [state_bytes(lm.model, rows, cache) / rows for cache in caches]
     # cuDNN's attention reads the keys that a row has, whatever the length of its cache: there, short caches save memory

@@ -227,7 +227,7 @@ class Slots:
 
 
 def slot_inputs(plan: SlotPlan, jobs: Sequence[SlotJob], count: int) -> dict[str, Any]:
-    """Return the `SLOT_INPUTS` of jobs and of idle rows, `count` rows on the host; the keys are those of the seeds."""
+    """Return the `SLOT_INPUTS` of jobs and of idle rows, `count` rows on the host; the keys belong to the seeds."""
     steps, vocab_size = plan.fill.sampling_steps, plan.lm.vocab_size
     # Idle rows repeat the options of the first job.
     padded = [*jobs, *[jobs[0] if jobs else IDLE_JOB] * (count - len(jobs))]

@@ -53,7 +53,7 @@ def shared_prefixes(rows: Sequence[Sequence[int]], min_len: int) -> Iterator[tup
 
 
 def id_bytes(ids: Sequence[int]) -> bytes:
-    """Return token ids as bytes. Their order is not that of the ids, but sequences with a common beginning adjoin."""
+    """Return token ids as bytes. They sort differently from the ids, but sequences with a common beginning adjoin."""
     return array("i", ids).tobytes()
 
 

@@ -147,7 +147,7 @@ def choose_draft(
 
 @dataclass(frozen=True)
 class Drafter:
-    """Base class of sources of drafts; its methods are those of a source without a model.
+    """Base class of sources of drafts; its own methods serve a source without a model.
 
     A request has a drafter on the host; the loop has what `bind` returns, with functions of arrays. The latter is
     compared by value, as it is part of the key of the compiled loop.
