@@ -240,9 +240,10 @@ SAMPLED_KINDS = ("attention", "experts", "recurrence")
 SAMPLED_OPS = (Unary, CausalConvOp)
 # The most bytes of operands of products that are sampled; larger ones reach the measured rates. Samples with fewer
 # bytes than the second run so often in a program, with operands of their own, as products do: alone they take longer.
-MAX_PRODUCT_BYTES, SAMPLE_COPY_BYTES, SAMPLE_COPIES, SAMPLE_STEPS = 2**24, 2**20, 3, 16
-# Products of one row read weights one after the other, as many as the model has, and up to more than caches hold.
-MAX_SET_BYTES = 2**27
+MAX_PRODUCT_BYTES, SAMPLE_COPY_BYTES, SAMPLE_COPIES = 2**24, 2**20, 3
+# Products of one row read several weights one after the other, as many as the model has up to the first number. Those
+# and short ops run so often in one program.
+MAX_COPIES, SAMPLE_RUNS = 8, 48
 # Sizes of samples of one and of more tokens: enough for the rate to be that of larger ones, and milliseconds of work.
 SAMPLE_ROWS, SAMPLE_PROMPTS, SAMPLE_TOKENS = 32, 4, 256
 # Samples with more operands, such as all experts of a large mixture, are not run.
@@ -306,10 +307,11 @@ def sample_seconds(op: Mir, implementation: str, types: tuple[TensorType, ...], 
     # Weights of several layers are not in the cache of a core, other than one that is read again. In a loop threads
     # wake up once for all steps, as in that of decoding.
     nbytes, is_product = sum(t.nbytes for t in types), kernel_kind(op) == "product"
+    is_one_row = math.prod(types[0].shape[:-1]) == 1
     copies = SAMPLE_COPIES if nbytes < SAMPLE_COPY_BYTES or is_product else 1
-    steps = SAMPLE_STEPS if nbytes < SAMPLE_COPY_BYTES else 1
-    reads_all = is_product and math.prod(types[0].shape[:-1]) == 1 and steps == 1
-    sets = 1 + min(weight_bytes, MAX_SET_BYTES) // (copies * nbytes) if reads_all else 1
+    if is_product and is_one_row and implementation == "xla":  # which compiles fast
+        copies = max(copies, min(MAX_COPIES, weight_bytes // nbytes))
+    steps = SAMPLE_RUNS // copies if nbytes < SAMPLE_COPY_BYTES or is_one_row else 1
 
     def step(x: jax.Array, operands: list[list[jax.Array]]) -> Any:
         """Run the op after itself: each run has the first value of the one in front of it in its operand."""
@@ -338,19 +340,9 @@ def sample_seconds(op: Mir, implementation: str, types: tuple[TensorType, ...], 
         is_updated = isinstance(op, GatedDeltaOp | SelectiveScanOp) and op.held and int(types[0].shape[1]) == 1
         sample = jax.jit(update if is_updated else run)
         x = _sample_array(types[0], experts)
-        operands = [
-            [[_sample_array(t, experts) for t in types[1:]] for _ in range(1 if is_updated else copies)]
-            for _ in range(sets)
-        ]
-
-        def run_sets() -> None:
-            value = x
-            for others in operands:
-                value, *results = sample(value, others)
-            jax.block_until_ready(results)
-
-        (seconds,) = least_seconds([run_sets], 0.05)
-    return max(1e-7, (seconds - _start_seconds()) / (SAMPLE_COPIES if is_updated else copies * steps * sets))
+        others = [[_sample_array(t, experts) for t in types[1:]] for _ in range(1 if is_updated else copies)]
+        (seconds,) = least_seconds([lambda: jax.block_until_ready(sample(x, others))], 0.05)
+    return max(1e-7, (seconds - _start_seconds()) / (SAMPLE_COPIES if is_updated else copies * steps))
 
 
 @functools.cache
