@@ -78,20 +78,19 @@ def _scales_and_minimums(data: Bytes, out: Bytes) -> None:
     Bytes 0–3 and 4–7 have the scales and minimums 0–3 in their lower 6 bits. Bytes 8–11 have the lower 4 bits of the
     scales 4–7 (low halves) and minimums 4–7 (high halves); the upper 2 bits of bytes 0–7 complete them.
     """
-    scales, minimums, last = data.view("<u4").T.copy()  # four bytes at a time, as one integer
-    words = np.empty((2, 2, len(data)), "<u4")  # scales and minimums, first and second half
-    for kind, first in enumerate((scales, minimums)):
-        np.bitwise_and(first, 0x3F3F3F3F, out=words[kind, 0])
-        first >>= 2
-        first &= 0x30303030
-        np.bitwise_and(last, 0x0F0F0F0F, out=words[kind, 1])
-        words[kind, 1] |= first
-        last >>= 4
+    first, last = np.split(data.view("<u4").T.copy(), [2])  # four bytes at a time, as one integer
+    words = np.empty((2, 2, len(data)), "<u4")  # first and second half, scales and minimums
+    np.bitwise_and(first, 0x3F3F3F3F, out=words[0])
+    first >>= 2
+    first &= 0x30303030
+    np.bitwise_and(last >> np.array([[0], [4]], "<u4"), 0x0F0F0F0F, out=words[1])
+    words[1] |= first
     # Widened, each byte is followed by a byte 0, in which another one fits.
-    scales, minimums = words.view(np.uint8).astype("<u2")
-    minimums <<= 8
-    minimums |= scales
-    out.view("<u8").T[...] = minimums.view("<u8")
+    wide = words.view(np.uint8).astype("<u2")
+    pairs = wide[:, 1]
+    pairs <<= 8
+    pairs |= wide[:, 0]
+    out.view("<u8").T[...] = pairs.view("<u8")
 
 
 def _spread_nibbles(spread: Bytes) -> Bytes:

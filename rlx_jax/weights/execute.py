@@ -6,6 +6,7 @@ device. A box in transfer takes host memory for itself and for one checkpoint te
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -120,12 +121,14 @@ def load_leaves(
 
 def _load_group(group: Mapping[str, LoadPlan], source: WeightSource, piece_bytes: int) -> dict[str, Any]:
     """Return the arrays of leaves that are read together: on the device, or NumPy's if their memory is the device's."""
+    device = next(iter(group.values())).device
+    if not _is_host(device):
+        gc.collect(0)  # JAX frees host memory that has been transferred
     if len(group) == 1:
         return {name: planned.load(source) for name, planned in group.items()}
     views: list[tuple[HostArray, Program]] = []
     if all(planned.sharding is None for planned in group.values()):
         # Arrays that are transferred do not share memory: each is freed alone.
-        device = next(iter(group.values())).device
         arrays = _new_arrays([planned.type for planned in group.values()], piece_bytes if _is_host(device) else 0)
         outs = dict(zip(group, arrays, strict=True))
         views = [part for name, planned in group.items() for part in _parts(outs[name], planned.program)]

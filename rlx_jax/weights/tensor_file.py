@@ -195,7 +195,7 @@ class TensorFile(Closeable):
         info, unit = self.tensors[name], out.layout.bytes
         row_bytes = math.prod(info.shape[1:])
         num_bytes, start = count * row_bytes, info.start + first * row_bytes
-        step = max(1, _BAND_BYTES // unit) * unit
+        step = max(1, 2 * _BAND_BYTES // unit) * unit
         if not hasattr(_thread, "buffer") or _thread.buffer.size < step:
             # This thread uses it again, so that it remains in the CPU's cache.
             _thread.buffer = np.empty(step, np.uint8)
