@@ -85,6 +85,8 @@ def test_after_warm_up_no_request_compiles(plain: Any, warm: Any) -> None:
         together = warm.generate(PROMPTS, max_new_tokens=9, stop=ends)
         assert together == [row[: 1 + next((i for i, t in enumerate(row) if t in ends), 9)] for row in want]
         assert list(warm.stream(PROMPTS[1], max_new_tokens=5)) == want[1][:5]
+        begun = [[1, 2, i] for i in range(3)]
+        assert warm.generate(begun, 5, share_prefix=True) == plain.generate(begun, 5)
 
     assert compiles_of(requests)[1] == []
     assert warm.report().compiles == before and warm.report().recompiles == 0

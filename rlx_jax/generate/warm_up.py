@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations_with_replacement, product
 from typing import Any
 
 import numpy as np
@@ -146,7 +146,7 @@ def warm_slots(device: SlotClasses, options: RowOptions) -> None:
 
 def warm_prefill(lm: LanguageModel) -> None:
     """Run the programs of `CausalLM.prefill` and `extend` with the logits of the last tokens, and the programs that
-    copy the state of a conversation, which has one row, to a longer cache."""
+    copy a state of one row: of a conversation to a longer cache, and of a prefix to each number of rows."""
     buckets = lm.buckets
 
     def run_prefill(block: Ids, lengths: Any, cache_len: int) -> DecodeState:
@@ -162,13 +162,14 @@ def warm_prefill(lm: LanguageModel) -> None:
     for rows in range(1, buckets.batch[-1]):  # slicing off padding rows takes a program for each number of rows
         run_prefill(np.zeros((rows, 1), np.int32), None, buckets.context[0])
     variant = Variant(outputs=lm.model.output_names[:1])
-    for cache_len, longer in combinations(buckets.context, 2):
+    for cache_len, longer in combinations_with_replacement(buckets.context, 2):
         arrays = run_prefill(np.zeros((1, 1), np.int32), None, cache_len).take(lm.owner).arrays()
-        sizes = {"batch": buckets.rows(1), "context": longer, "seq": 1}
-        prepare_prefix_state(
-            lm.model.as_program("extend").bind_to_sizes(sizes, variant=variant),
-            [Prefix((0,), 0, cache_len, arrays=arrays)],
-        )
+        for rows in buckets.batch if longer == cache_len else (buckets.rows(1),):
+            sizes = {"batch": rows, "context": longer, "seq": 1}
+            prepare_prefix_state(
+                lm.model.as_program("extend").bind_to_sizes(sizes, variant=variant),
+                [Prefix((0,), 0, cache_len, arrays=arrays)],
+            )
 
 
 def warm_requests(buckets: Buckets, samplers: Sequence[Sampler]) -> Iterator[tuple[int, int, int, Sampler]]:
