@@ -158,3 +158,7 @@ def test_live_colbert(name: str, tmp_path: Path) -> None:
     for kind, rows in embedders.token_vectors(theirs).items():
         for found, expected in zip(ours.embed_tokens(TEXTS, kind=kind), rows, strict=True):
             assert_close(found, expected)
+    if name == "stanford":
+        checkpoints.edit_json(tmp_path / "old" / "artifact.metadata", {"query_token_id": "[Q]"})
+        with pytest.raises(errors.ConfigError, match="the tokens '.Q.' before a text are not in the vocabulary"):
+            rlx.load(tmp_path / "old")

@@ -92,6 +92,7 @@ class TokenSettings:
         divides: whether a score is divided by the number of vectors of the query.
         prefixes: the token after the first one, by kind of text; if it is not in the vocabulary, the text in front.
         projection: the model's weight of a linear layer in front of `layers`; empty for none.
+        needs_prefixes: whether `prefixes` must be in the vocabulary.
     """
 
     pipeline: SentencePipeline
@@ -103,6 +104,7 @@ class TokenSettings:
     divides: bool = False
     prefixes: tuple[tuple[str, str], ...] = ()
     projection: str = ""
+    needs_prefixes: bool = False
 
     def with_projection(self, weights: WeightSource) -> TokenSettings:
         """Return the settings with the projection, if there is one, as the first of the layers."""
@@ -134,6 +136,9 @@ class MultiVectorEncoder(EncoderModel):
         ids = map(self.tokenizer.token_id, settings.skipped_words)
         self._skipped = np.array([i for i in ids if i is not None], np.int32)
         self._prefixes = {kind: (prefix, _prefix_id(self.tokenizer, prefix)) for kind, prefix in settings.prefixes}
+        missing = [prefix for prefix, token in self._prefixes.values() if token is None]
+        if settings.needs_prefixes and missing:
+            raise ConfigError(f"the tokens {listing(missing)} before a text are not in the vocabulary of the tokenizer")
         self._expansion_id = _expansion_id(self.tokenizer, settings.expansion)
 
     @suggest_keywords()
@@ -308,7 +313,8 @@ def _read_stanford(folder: Folder) -> TokenSettings:
         raise UnsupportedError(f"{c.where}: similarity {quote(c.raw('similarity'))}; supported is 'cosine'")
     prefixes = (("query", c.text("query_token_id", "[unused0]")), ("document", c.text("doc_token_id", "[unused1]")))
     words = _PUNCTUATION if c.flag("mask_punctuation", True) else []
-    settings = TokenSettings(SentencePipeline(max_seq_length=transformer.max_seq_length), projection="linear.weight")
+    pipeline = SentencePipeline(max_seq_length=transformer.max_seq_length)
+    settings = TokenSettings(pipeline, projection="linear.weight", needs_prefixes=True)
     attends = c.flag("attend_to_mask_tokens", False)
     return _with_default_modules(settings, prefixes, words, attends, c, "query_maxlen", "doc_maxlen")
 
