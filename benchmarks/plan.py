@@ -6,10 +6,10 @@
     python benchmarks/plan.py --figures          the plan beside the figures of benchmarks/README.md, on any machine
 
 Decoding goes through `lm.generate`, prompts through `lm.prefill`, several queued on a GPU; bytes of parameters and
-state are those of the arrays, the peak is XLA's of the compiled programs. What a plan runs to measure a CPU, or the
-host of a GPU, is timed in rounds with the model, so that other work on the machine slows down both. Each line has what
-`plan` estimates by part (operations, memory, starts of kernels), from which the efficiencies in
-`rlx_jax/inspection/rates.py` are fitted, and the figures of each round. Exits with 1 if a goal is missed; families that
+state are those of the arrays, the peak is XLA's of the compiled programs. What a plan runs to measure a CPU is timed
+in rounds with the model, so that other work on the machine slows down both. Each line has what `plan` estimates by part
+(operations, memory, starts of kernels), from which the efficiencies in `rlx_jax/inspection/rates.py` are fitted, and
+the figures of each round. Exits with 1 if a goal is missed; families that
 do not fit into `--budget` seconds are left out and named.
 """
 
@@ -200,7 +200,7 @@ class Samples:
             return [seconds(run) for run in runs]
 
         least_seconds = rates.least_seconds
-        for cached in (rates._measured_cpu, rates._measured_start, estimate.sample_seconds, estimate._start_seconds):
+        for cached in (rates._measured_cpu, estimate.sample_seconds, estimate._start_seconds):
             cached.cache_clear()
         rates.least_seconds = estimate.least_seconds = measured
         try:
@@ -248,16 +248,14 @@ def measure(family: str, dtype: str, rows: int, args: argparse.Namespace, model:
     steps, prompt_call, result = step_runs(lm, rows), prompt_run(lm, rows, queued), samples.plan(make)
     for call in (*samples.runs, *steps.values(), prompt_call):
         call()
-    rounds, least, start = [], list[float](), time.perf_counter()
+    rounds, start = [], time.perf_counter()
     while len(rounds) < args.rounds or (len(rounds) < MAX_ROUNDS and time.perf_counter() - start < ROUNDS_SECONDS):
         turns = [[*map(seconds, (*steps.values(), prompt_call)), *samples.times()] for _ in range(2)]
         short, long, prompt, *times = map(min, *turns)
-        # The start of a program on a GPU takes twice as long in some rounds, in which prompts do not.
-        least = [*map(min, least, times)] if least and on_gpu else times
-        result = samples.plan(make, least)
+        result = samples.plan(make, times)
         assert result.decode is not None
         step, prompt = (long - short) / (LONG - SHORT), prompt / queued
-        speed = 1e6 * rates._measured_start() if on_gpu else rates._measured_cpu().bandwidth / 1e9
+        speed = 0.0 if on_gpu else rates._measured_cpu().bandwidth / 1e9
         rounds.append((speed, step, prompt, result.decode.seconds / step, result.prefill.seconds / prompt))
     peak = peak_bytes(lm, rows)
     exact = result.params_bytes == sum(a.nbytes for a in lm.model.params.values())
@@ -268,7 +266,7 @@ def measure(family: str, dtype: str, rows: int, args: argparse.Namespace, model:
     }
     emit(
         family=family, dtype=dtype, rows=rows, exact=exact, peak=peak, plan_peak=result.peak_bytes, parts=parts,
-        # GB/s that one-row products read, or the host's µs of a start; ms of a step and a prompt; the plan's ratios
+        # GB/s that one-row products read on a CPU; ms of a step and a prompt; the plan's ratios
         rounds=[[*(float(f"{x:.4g}") for x in (r[0], 1e3 * r[1], 1e3 * r[2], *r[3:]))] for r in rounds],
     )  # fmt: skip
     _, step, prompt, *ratios = map(statistics.median, zip(*rounds, strict=True))

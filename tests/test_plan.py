@@ -113,15 +113,6 @@ def test_times_of_an_h200() -> None:
     assert prompts.ms_prefill == pytest.approx(58.5, rel=0.1) and prompts.prefill.bound == "FLOPs"
 
 
-def test_the_host_of_the_gpu_that_runs_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0 < rates._measured_start() < 1
-    monkeypatch.setattr(model_plan, "running_device", lambda: DEVICES["h200"])
-    monkeypatch.setattr(rates, "_measured_start", lambda: 2 * rates.GPU_START_SECONDS)
-    named, here = rlx.plan(RECIPE, device="h200", context=16).prefill, rlx.plan(RECIPE, context=16).prefill
-    assert here.seconds == here.host_seconds == pytest.approx(2 * named.host_seconds)
-    assert here.compute_seconds == named.compute_seconds
-
-
 def test_ops_are_sampled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention is run for few rows and tokens, and takes a time in proportion to its operations."""
     here = replace(rates._measured_cpu(), samples_ops=True, call_seconds=0.0, argument_seconds=0.0)

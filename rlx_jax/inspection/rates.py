@@ -102,10 +102,9 @@ H200_KERNELS: Mapping[KernelKind, KernelRate] = {
 # Packed weights on an H200: a step of 1 row takes 0.93 with 8-bit codes and 1.30 with 4-bit codes of the time of bf16,
 # of 64 rows, which decode tiles, 1.9 to 2.9 (docs/weights.md).
 H200_UNPACK, H200_UNPACK_TILES = (2.4e12, 1.4e12), (5.6e11, 5.6e11)
-# Prompts of 256 tokens of models with 23 to 42 parameters, in which the device takes less: 1.1 to 1.7 ms; and the start
-# of the program of `_measured_start`, on a host of the same speed.
-GPU_CALL_SECONDS, GPU_ARGUMENT_SECONDS, GPU_START_SECONDS = 0.8e-3, 16e-6, 0.18e-3
-_START_SHAPE, _START_ARRAYS, _QUEUED = (256, 256), 41, 10
+# Prompts of 256 tokens of models with 23 to 42 parameters, in which the device takes less: 1.1 to 1.7 ms. Scaled
+# by the time in which the host starts a program they were no closer.
+GPU_CALL_SECONDS, GPU_ARGUMENT_SECONDS = 0.8e-3, 16e-6
 TPU_KERNELS = {kind: replace(rate, seconds=rate.seconds / 4) for kind, rate in H200_KERNELS.items()}  # one program
 
 # Products in f32 (TF32 where the GPU has it; three and six passes of bf16 are slower than a TPU's default of one), and
@@ -150,30 +149,6 @@ def rates_named(name: str) -> Rates:
         "measured" if product == "h200" else "data sheet", GPU_CALL_SECONDS if is_gpu else 0.0,
         GPU_ARGUMENT_SECONDS if is_gpu else 0.0,
     )  # fmt: skip
-
-
-def with_measured_host(rates: Rates) -> Rates:
-    """Return the rates of the GPU that runs, with the seconds of the host in proportion to a start measured here."""
-    factor = _measured_start() / GPU_START_SECONDS
-    return replace(rates, call_seconds=factor * rates.call_seconds, argument_seconds=factor * rates.argument_seconds)
-
-
-@functools.cache
-def _measured_start() -> float:
-    """Measure the seconds in which this host starts a program with many parameters, a product and a norm of each."""
-
-    def chain(x: jax.Array, *weights: jax.Array) -> jax.Array:
-        for weight in weights:
-            x = x @ weight
-            x = x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1)
-        return x
-
-    arrays, program = [jnp.zeros(_START_SHAPE, jnp.bfloat16) for _ in range(_START_ARRAYS)], jax.jit(chain)
-
-    def queued() -> None:
-        jax.block_until_ready([program(*arrays) for _ in range(_QUEUED)])
-
-    return least_seconds([queued], 0.3)[0] / _QUEUED
 
 
 def _scaled(per_second: tuple[float, float], device: Device) -> tuple[float, float]:

@@ -32,7 +32,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.generate.request_plan import cache_sizes, chunk_widths
 from rlx_jax.inspection.plan_record import ModelPlan, ProgramEstimate, Suggestion
-from rlx_jax.inspection.rates import Rates, rates_named, rates_of, with_measured_host
+from rlx_jax.inspection.rates import Rates, rates_named, rates_of
 from rlx_jax.io.hub import ProgressCallback
 from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
@@ -94,14 +94,13 @@ def plan(
 
 
 def _running_rates() -> Rates:
-    """Return the rates of the device that JAX runs on, of a GPU with its host as measured.
+    """Return the rates of the device that JAX runs on.
 
     Raises:
         ProfileError: there are none; the message lists the devices with rates.
     """
     here = running_device()
-    rates = rates_of(here) or rates_named(here.name)
-    return with_measured_host(rates) if here.kind == "cuda" else rates
+    return rates_of(here) or rates_named(here.name)
 
 
 def _for_device(flow: Buildable, profile: ProfileLike | None, rates: Rates) -> CompileProfile:
