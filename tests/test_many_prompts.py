@@ -538,6 +538,20 @@ def test_widths_of_a_cache_that_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("context", [[], [48, 100]])
+def test_later_prompts_of_a_cache_that_rounds(context: list[int]) -> None:
+    """A prompt that is wider than the prefill of the slots waits for other ones, and is not prefilled in chunks."""
+    profile = rlx.CompileProfile().replace(precision={"kv": "fp8"}, buckets={"context": context})
+    model: Any = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama"), profile=profile)
+    prompts = [np.random.default_rng(2).integers(0, V, n).tolist() for n in (5, 7, 40)]
+    want = [model.generate([prompt], 8, logprobs=1)[0] for prompt in prompts]
+    for i, one in model.generate_iter(prompts, 8, logprobs=1, slots=2):
+        same(one, want[i])
+    for one, other in zip(model.generate(prompts, 8, logprobs=1, slots=2), want, strict=True):
+        same(one, other)
+
+
+@pytest.mark.slow
 def test_classes_of_a_cache_that_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts of longer classes are prefilled as alone, also prefixes that they share."""
     monkeypatch.setattr(slot_plan, "CONTEXT_BUCKET", 16)

@@ -323,13 +323,17 @@ class PromptStream:
 
 
 def fits_device(device: SlotClasses, job: SlotJob) -> bool:
-    """Return whether the slots fit a job: their longest cache, the ids that end it, and the steps of its sampler."""
-    plan, options = device.parts[-1].plan, job.options
-    steps = plan.fill.sampling_steps
+    """Return whether the slots fit a job: their longest cache, the ids that end it, and the steps of its sampler; and
+    the width of their prefill if the cache rounds, as later chunks read rounded keys."""
+    plan, options, num_tokens = device.parts[-1].plan, job.options, len(job.ids)
+    steps, lm = plan.fill.sampling_steps, plan.lm
+    if num_tokens + options.budget > plan.sizes.cache_len:
+        return False
+    width = device.prefill_class(num_tokens).plan.sizes.widths[-1]
     return (
-        len(job.ids) + options.budget <= plan.sizes.cache_len
+        (not lm.model.settings.rounds_cache or width in (max(width, num_tokens), lm.buckets.largest_chunk))
         and len(options.stop_ids) <= plan.stop_width
-        and steps.union(options.sampler.sampling_steps(plan.lm.vocab_size)) == steps
+        and steps.union(options.sampler.sampling_steps(lm.vocab_size)) == steps
     )
 
 

@@ -205,7 +205,8 @@ def slot_sizes(
         return divide_slots(lm, one, buckets.num_slots, longest) if one_class else buckets.slots
     widths = prompt_widths(buckets, longest, lm.max_positions)
     # If the cache rounds, every class has the widths with which a prompt is prefilled without slots.
-    least = chunk_widths(buckets, longest, lm.max_positions)[0] if rounds and buckets.prompt else widths[0]
+    has_sizes = buckets.prompt or buckets.context
+    least = chunk_widths(buckets, longest, lm.max_positions)[0] if rounds and has_sizes else widths[0]
     context = max(*totals, least)
     cache_len = fit_bucket(buckets.context, context) or bucket_size(context, CONTEXT_BUCKET, lm.max_positions)
     shorter = buckets.context or [CONTEXT_BUCKET << i for i in range(cache_len.bit_length())]
