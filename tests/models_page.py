@@ -32,11 +32,11 @@ OTHERS = {
 RECORDED = "hidden states or embeddings, by recorded numbers of the reference"
 # What a family leaves out, besides heads.
 LIMITS = {
-    "gemma3": "images: the text model is built",
-    "qwen3_5": "images: the text model is built",
+    "gemma3": "images: only the text model is loaded",
+    "qwen3_5": "images: only the text model is loaded",
     "nomic_bert": "experts with a gate",
     "xlm-roberta": "jina-embeddings-v3 in the format of its own code, with a LoRA adapter for each task",
-    "llama_bidirec": "another pooling than avg; a temperature of classifiers",
+    "llama_bidirec": "other pooling than avg; a temperature of classifiers",
 }
 
 HEAD = """# Models
@@ -49,16 +49,19 @@ import rlx_jax as rlx
 print(type(rlx.load("path/to/classifier")).__name__)  # the class that `architectures` in config.json names
 ```
 
-`model_type` in `config.json` names the family, `architectures` the class. A type or an architecture that is not in the
-table is refused by name, with the nearest family and the fields in which it differs; [adding a
-family](adding-a-family.md) shows how to add one. So is a field of a config that no family reads and that may change the
-computation. A head that is not built is left out with a warning, and the model below it loads.
+`model_type` in `config.json` names the family, `architectures` the class.
+
+- A type or an architecture that is not in the table is an error that names the nearest family and the fields in which
+  it differs; [adding a family](adding-a-family.md) shows how to add one.
+- An unknown config field that may change the computation is an [error that names
+  it](recipes.md#fields-of-configjson-that-are-not-handled).
+- A head that is not supported is left out with a warning, and the model below it loads.
 
 ## Figures
 
 `python benchmarks/census.py` makes a tiny random checkpoint of every model type that transformers {version} has for a
-task, loads it, and compares the float32 logits of rows of different lengths. The error is the largest difference,
-divided by the largest logit; the limit is 3e-5.
+task, loads it, and compares the float32 logits of rows of different lengths. The error is the largest difference divided
+by the largest logit; the limit is 3e-5.
 
 {counts}
 
@@ -88,8 +91,11 @@ def architectures(family: Family) -> str:
     """The architectures, the ones for tasks by the task alone."""
     tasks, plain = defaultdict[str, list[str]](list), []
     for name in family.architectures:
-        stem, separator, task = name.rpartition("For")
-        (tasks[stem].append(task) if separator and task else plain.append(name))
+        match = re.fullmatch(r"(\w+)For([A-Z]\w*)", name)  # not "RoFormerModel"
+        if match is None:
+            plain.append(name)
+        else:
+            tasks[match[1]].append(match[2])
     return ", ".join([*(f"`{name}`" for name in plain), *(f"`{s}For` {', '.join(t)}" for s, t in tasks.items())])
 
 
