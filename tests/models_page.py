@@ -60,8 +60,8 @@ print(type(rlx.load("path/to/classifier")).__name__)  # the class that `architec
 ## Figures
 
 `python benchmarks/census.py` makes a tiny random checkpoint of every model type that transformers {version} has for a
-task, loads it, and compares the float32 logits of rows of different lengths. The error is the largest difference divided
-by the largest logit; the limit is 3e-5.
+task, loads it, and compares the float32 logits of rows of different lengths. The error is the largest difference
+divided by the largest logit; the limit is 3e-5.
 
 {counts}
 
