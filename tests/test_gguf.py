@@ -37,6 +37,7 @@ from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.weights import execute, tensor_file
 from rlx_jax.weights.gguf import open_gguf
 from rlx_jax.weights.gguf_header import read_gguf_header
+from rlx_jax.weights.views import SourceView
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.comparing import assert_same_model
 from tests.oracles.gguf_files import write_gguf
@@ -225,6 +226,29 @@ def test_blocks_in_place(shape: tuple[int, ...], tmp_path: Path) -> None:
         np.testing.assert_array_equal(scales, blocks.reshape(-1, 34)[:, :2].copy().view(np.uint16)[:, 0])
     else:
         np.testing.assert_array_equal(values, blocks)
+
+
+class CopyingSource(SourceView):
+    """A user's source, whose `read_into` is as docs/weights.md has it: `out` is an array or None."""
+
+    def read_into(self, key: str, index: Any, out: Any) -> Any:
+        values = self.source.read(key, index)
+        if out is None or out.shape != values.shape or out.dtype != values.dtype:
+            return values
+        out[...] = values
+        return out
+
+
+def test_a_user_source_of_blocks(tmp_path: Path) -> None:
+    """Its arrays are split into the parameters as those of the package's own sources are."""
+    random_checkpoint(tmp_path / "hf", 64)
+    write_gguf(tmp_path / "hf", path := tmp_path / "m.gguf", Kind.Q8_0)
+    params, expected = (
+        rlx.compile(rlx.recipe_for(path), source).params for source in (CopyingSource(rlx.open_weights(path)), path)
+    )
+    assert params is not None and expected is not None and any(name.endswith(".scales") for name in params)
+    for name, values in expected.items():
+        np.testing.assert_array_equal(np.asarray(params[name]), np.asarray(values), name)
 
 
 def test_a_scale_that_is_not_finite(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -100,6 +100,8 @@ class GgufSource(NamedTensors[KeyReading], Closeable):
     Raises:
         ConfigError, UnsupportedError: as `gguf_config`.
     """
+
+    fills_blocks: ClassVar[bool] = True
 
     def __init__(self, files: Sequence[GgufFile], *, on_nonfinite: OnNonfinite = "error") -> None:
         self.files = tuple(files)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, Protocol, TypeGuard
+from typing import ClassVar, Literal, Protocol, TypeGuard
 
 from rlx_jax.ir.ggml import BlockArrays
 from rlx_jax.ir.packed import WeightSpec
@@ -27,7 +27,11 @@ class ReadsInto(Protocol):
 
 def read_into(source: WeightSource, key: str, index: tuple[slice, ...] | None, out: Destination) -> HostArray:
     """Return a weight or a part of it, in `out` if it fits and the source can read into it."""
-    return source.read_into(key, index, out) if reads_into(source) else source.read(key, index)
+    if not reads_into(source):
+        return source.read(key, index)
+    # A user's source expects an array, and may take other attributes from a source that it wraps.
+    fits = not isinstance(out, BlockArrays) or getattr(type(source), "fills_blocks", False)
+    return source.read_into(key, index, out if fits else None)
 
 
 def reads_into(source: object) -> TypeGuard[ReadsInto]:
@@ -73,6 +77,9 @@ class SourceView(Closeable):
 
 class ReadingView(SourceView):
     """A view that reads into arrays of the caller, as its source can. Subclasses override `read_into`, not `read`."""
+
+    fills_blocks: ClassVar[bool] = True
+    """Whether `read_into` accepts `BlockArrays`."""
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
         return self.read_into(key, index, None)
