@@ -366,15 +366,25 @@ class NamedEncoderSpec(EncoderLayerSpec):
     )  # fmt: skip
 
     def __init__(self, *args: Any, **values: Any) -> None:
-        positional = dict(zip(self.order[: len(args)], args, strict=True))
-        super().__init__(
-            **{**self.defaults, **positional, **{self.field_aliases.get(n, n): value for n, value in values.items()}}
-        )
+        name, limit = type(self).__name__, len(self.order)
+        if len(args) > limit:
+            raise TypeError(f"{name} takes at most {limit} positional arguments, got {len(args)}; pass others by name")
+        positional = dict(zip(self.order, args, strict=False))
+        # `dataclasses.replace` passes every field, so that an alias replaces the value of its field.
+        values |= {field: values.pop(alias) for alias, field in self.field_aliases.items() if alias in values}
+        for repeated in positional.keys() & values:
+            raise TypeError(f"{name} got multiple values for {repeated!r}")
+        super().__init__(**{**self.defaults, **positional, **values})
 
     @property
     def layer_prefix(self) -> str:
         """Prefix of the layer's parameters."""
         return self.prefix
+
+    @property
+    def attention_mask_input(self) -> str | None:
+        """Name of the input with the keep mask; None for no mask."""
+        return self.mask_input
 
 
 class BertEncoderLayerSpec(NamedEncoderSpec):

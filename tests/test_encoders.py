@@ -103,6 +103,19 @@ def test_texts_that_share_a_row(name: str) -> None:
 # -- the same from small stages ------------------------------------------------------------------
 
 
+def test_names_of_the_fields_of_a_layer() -> None:
+    """`replace` changes a field under its other name; a field has one value."""
+    spec = blocks.BertEncoderLayerSpec("a", 8, 2, 4, qkv_style="mpnet")
+    new = dataclasses.replace(spec, layer_prefix="b", attention_mask_input=None)  # type: ignore[call-arg]
+    assert (new.prefix, new.layer_prefix, new.mask_input, new.attention_mask_input) == ("b", "b", None, None)
+    assert new.keys == spec.keys and new == dataclasses.replace(spec, prefix="b", mask_input=None)
+    for layer in (blocks.BertEncoderLayerSpec, blocks.NomicEncoderLayerSpec):
+        with pytest.raises(TypeError, match="Spec got multiple values for 'hidden_size'"):
+            layer("a", 8, 2, 4, hidden_size=16)
+        with pytest.raises(TypeError, match="takes at most 7 positional arguments, got 8; pass others by name"):
+            layer("a", 8, 2, 4, 1e-5, None, "gelu", "mpnet")
+
+
 def test_stages_say_what_is_missing() -> None:
     """A layer whose bias no stage made; a style that there is not; a table that has not all buckets."""
     ids = rlx.ModelFlow("m").input("input_ids", ("batch", "seq"), dtype="int32").embed("e", shape=(9, 8))
