@@ -398,6 +398,7 @@ def test_a_row_that_is_not_finite() -> None:
     "call, message",
     [
         (lambda m: m.generate([[1], [2]], [1]), "max_new_tokens has 1 values, and there are 2 prompts"),
+        (lambda m: m.generate([[1], [2]], [1, 2], n={}), "n is {}; expected an integer of at least 1"),
         (lambda m: m.generate([[1], [2]], 1, [rlx.Sampler()] * 3), "sampler has 3 values"),
         (lambda m: m.generate([[1], [2]], 1, stop=[[1]]), "stop has 1 values"),
         (lambda m: m.generate([[1], [2]], 1, seed=[1, -1]), "seed"),

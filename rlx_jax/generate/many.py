@@ -56,6 +56,7 @@ def prompt_options(
     """
     if prompts.is_single or fields or not isinstance(sampler, list | tuple):
         sampler = check_sampler(lm, sampler, fields)
+    answers = 1 if n is None else check_integer("n", n, 1)
     count = len(prompts.texts if prompts.texts is not None else prompts.ids or ())
     stop = list(stop) if isinstance(stop, Iterator) else stop  # each prompt reads it
     arguments = {"max_new_tokens": max_new_tokens, "sampler": sampler, "stop": stop, "seed": seed}
@@ -74,7 +75,7 @@ def prompt_options(
     for i, each in enumerate(by_prompt):
         chosen = samplers[id(each["sampler"])]
         # A prompt with a seed of its own has the draws of a call for it alone.
-        row_seed, draw = (choose_seed(each["seed"], chosen), 0) if has_seeds else (seed, i * (n or 1))
+        row_seed, draw = (choose_seed(each["seed"], chosen), 0) if has_seeds else (seed, i * answers)
         name = f"max_new_tokens[{i}]"
         rows.append(make_options(lm, each["max_new_tokens"], chosen, each["stop"], row_seed, draw, name=name))
     return tuple(rows)

@@ -52,7 +52,7 @@ LONG_JOBS_PER_SLOT = 3
 # Jobs of a fill per slot: fewer leave fewer slots idle until a group of them is free, and more make prefill efficient.
 SLOTS_PER_FILL_ROW = 8
 # Prefill programs of different widths, each half of the next one; fewer if there are more classes, whose loops are
-# programs too, so that a request needs at most 8 programs of the model.
+# programs too, so that a request without prefixes needs at most 8 programs of the model, or 10 if the cache rounds.
 MAX_WIDTHS = 4
 MAX_CLASSES = 3
 # Another class must make a token cheaper by this factor: it takes programs of its own, and fewer rows share a step.
