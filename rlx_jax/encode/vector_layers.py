@@ -246,7 +246,7 @@ def _check_features(c: Fields, kind: str, feature: str, default: str) -> None:
     source, target = c.raw("module_input_name", default), c.raw("module_output_name", feature)
     if source != feature or target not in (feature, None):
         used = f"{kind} maps {quote(source)} to {quote(target)}"
-        raise UnsupportedError(f"{c.where}: module_input_name: {used}; supported is {feature!r}, both times")
+        raise UnsupportedError(f"{c.where}: module_input_name: {used}; supported is {feature!r} for both")
 
 
 def _read_dense(folder: Folder, path: str, c: Fields, feature: str, default: str) -> Dense:
