@@ -19,6 +19,9 @@ SHORT := $(patsubst %,tests/test_%.py,ops op_numbers generate train kernels prod
     tests/test_families.py::test_logits tests/test_mesh.py::test_states \
     tests/test_donation.py::test_the_state_is_aliased_and_never_copied
 
+# The kernels' slow tests, which an older JAX skips.
+KERNELS := tests/test_kernels.py tests/test_product_groups.py tests/test_decode_attention.py
+
 .PHONY: help demo test short slow soak lint types oracle notebooks wheel clean
 
 help:
@@ -34,6 +37,7 @@ test: $(VENV)/.installed-dev
 short: $(VENV)/.installed-dev
 	$(if $(JAX),$(INSTALL) jax==$(JAX) jaxlib==$(JAX))
 	$(PYTEST) $(SHORT)
+	$(PYTEST) -m slow $(KERNELS)
 
 # What takes minutes: the training notebook and its like.
 slow: $(VENV)/.installed-dev
