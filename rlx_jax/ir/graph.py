@@ -18,12 +18,12 @@ import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from operator import attrgetter
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
 from rlx_jax.errors import RlxError, wrong_arity
+from rlx_jax.ir.notation import fill_notation
 from rlx_jax.ir.operands import BlockTraits, Initial, Normal, Traits, check_declared, check_traits
 from rlx_jax.ir.param import Program, Roles
 from rlx_jax.ir.paths import Origin, StateLeaf, path_text
@@ -31,8 +31,6 @@ from rlx_jax.ir.types import TensorType, check_elements
 from rlx_jax.ir.user_functions import arity, cached_types, formula_key, trace_error, traced_types, without_disable_jit
 
 T = TypeVar("T")
-# An attribute in `Op.notation`, and the text that depends on it.
-_PLACEHOLDER = re.compile(r"\{([\w.]+)(?:\?([^}]*))?\}")
 
 
 class GraphStage(StrEnum):
@@ -72,9 +70,7 @@ class Op:
     """The declaration of the operands (`rlx_jax.ir.operands`); empty if the op does not declare them."""
 
     notation: ClassVar[str] = ""
-    """The op as dumps print it. `{name}` is the value of an attribute, and `{name?text}` is `text` if the attribute is
-    true, with its value for `*`. If empty, dumps print the op's name and the attributes that differ from their
-    default."""
+    """The template of the op's text (`rlx_jax.ir.notation`). If empty, dumps print its name and non-default values."""
 
     def declaration(self) -> str:
         """Return the declaration of the operands. Ops with operands that depend on attributes override it."""
@@ -97,19 +93,12 @@ class Op:
     def text(self) -> str:
         """Return the op as dumps print it: see `notation`. Ops that it cannot express override this method."""
         if self.notation:
-            return _PLACEHOLDER.sub(lambda match: self._attribute_text(*match.groups()), self.notation)
+            return fill_notation(self.notation, self)
         fields = getattr(self, "__dataclass_fields__", {})
         values = {name: getattr(self, name) for name in fields}
         non_defaults = {name: v for name, v in values.items() if not callable(v) and v != fields[name].default}
         attributes = ", ".join(f"{name}={f'{v:g}' if isinstance(v, float) else v}" for name, v in non_defaults.items())
         return f"{self.name()}({attributes})" if attributes else self.name()
-
-    def _attribute_text(self, path: str, text_if_true: str | None) -> str:
-        """Return the text of one placeholder of `notation`."""
-        value = attrgetter(path)(self)
-        if text_if_true is None:
-            return _value_text(value)
-        return text_if_true.replace("*", _value_text(value)) if value else ""
 
     @classmethod
     def name(cls) -> str:
@@ -141,17 +130,6 @@ class Op:
         The other operands are the same in every iteration.
         """
         return 0
-
-
-def _value_text(value: Any) -> str:
-    """Return the value of an attribute as dumps print it; for a graph its number of nodes."""
-    if isinstance(value, Op):
-        return value.text()
-    if isinstance(value, Graph):
-        return f"{len(value.nodes)} nodes"
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_value_text, value))}]"
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 class Mir(Op):

@@ -123,8 +123,8 @@ class PaddedSizes:
 def findings_of(facts: ProgramFacts, padding: PaddedSizes | None = None) -> tuple[Finding, ...]:
     """Return all findings about a program."""
     checks = (wide_regions, copied_caches, slow_orientations, unfused_decodes, copied_weights, recompilations)
-    found = [finding for check in checks for finding in check(facts)]
-    return (*found, *(padding_waste(facts, padding) if padding is not None else ()))
+    findings = [finding for check in checks for finding in check(facts)]
+    return (*findings, *(padding_waste(facts, padding) if padding is not None else ()))
 
 
 def wide_regions(facts: ProgramFacts) -> Iterator[Finding]:
@@ -163,7 +163,7 @@ def copied_caches(facts: ProgramFacts) -> Iterator[Finding]:
 def slow_orientations(facts: ProgramFacts) -> Iterator[Finding]:
     """Find products of few rows with a weight `[in, out]`."""
     target = facts.lir.plan.target
-    found: dict[str, tuple[int, int]] = {}
+    sizes: dict[str, tuple[int, int]] = {}
     for graph, node in facts.lir.graph.walk():
         if not isinstance(node.op, PRODUCTS) or node.op.contract == 1:
             continue
@@ -171,8 +171,8 @@ def slow_orientations(facts: ProgramFacts) -> Iterator[Finding]:
         rows = graph.type(node.inputs[0]).size // int(graph.type(node.inputs[0]).shape[-1])
         if isinstance(weight, Param) and weight.type.nbytes >= MIN_BYTES and rows <= FEW_ROWS.get(target, 0):
             path = without_layer_numbers(path_text(node.origin.path))
-            found[path] = rows, found.get(path, (0, 0))[1] + weight.type.nbytes * len(set(weight.programs))
-    for path, (rows, nbytes) in found.items():
+            sizes[path] = rows, sizes.get(path, (0, 0))[1] + weight.type.nbytes * len(set(weight.programs))
+    for path, (rows, nbytes) in sizes.items():
         yield Finding(
             "orientation", path, f"{bytes_text(nbytes)} of weights are stored [in, out], which {target} reads slower "
             f"for {rows} row{'s' if rows > 1 else ''} than [out, in]",
