@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,9 +21,11 @@ import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.compiler import settings as settings_module
 from rlx_jax.generate import slot_plan
+from rlx_jax.generate.decode_state import last_rows
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.scheduler import Scheduler, SlotJob
 from rlx_jax.generate.slots import open_slots, prepare_programs
+from rlx_jax.runtime.program_key import HelperCall
 from tests import divided
 from tests.divided import V
 
@@ -287,20 +291,40 @@ def test_fills_compile_nothing(family: str, options: dict[str, Any]) -> None:
     assert programs.helpers.num_inserted + programs.executables.num_inserted == count
 
 
-@pytest.mark.parametrize("is_late", [False, True])
-def test_failures_of_threads_end_with_their_request(is_late: bool) -> None:
-    """Programs that threads failed to compile are compiled by the next request; `is_late`: after the first failure."""
-    programs, failed = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama")).model.programs, Future[Any]()
-    programs.compiling["b"] = failed
-    if is_late:
-        programs.compiling["a"] = Future()
-        programs.compiling["a"].set_exception(MemoryError())
-        with pytest.raises(MemoryError):
-            programs.compiled("a", lambda: lambda: 1)
-    failed.set_exception(MemoryError())
-    if not is_late:
-        prepare_programs(programs, [], [])
-    assert programs.compiled("b", lambda: lambda: 1) == 1
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+def test_failures_of_threads_end_with_their_request(error: type[BaseException]) -> None:
+    """What threads have not begun is dropped, and the next request compiles its programs."""
+    programs = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama")).model.programs
+    failed, queued = Future[Any](), Future[Any]()
+    programs.compiling = {"a": failed, "b": queued}
+    failed.set_exception(error())
+    with pytest.raises(error):
+        programs.compiled("a", lambda: lambda: 1)
+    assert queued.cancelled() and not programs.compiling
+    programs.compiling["a"] = failed
+    prepare_programs(programs, [], [])
+    assert programs.compiled("a", lambda: lambda: 1) == 1
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_an_interrupt_while_programs_compile(at: int) -> None:
+    """While one is traced, or taken from its thread: none is left, and the next request is right."""
+    calls: list[Any] = []
+
+    def progress(step: str, done: int, total: int) -> None:
+        if step.startswith("compile"):
+            calls.append(threading.current_thread())
+            if done == at and model.model.programs.compiling:
+                raise KeyboardInterrupt
+
+    model = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama"), progress=progress)
+    prompts = job_list(5)[0]
+    with pytest.raises(KeyboardInterrupt):
+        model.generate(prompts, 4, slots=2)
+    assert not model.model.programs.compiling
+    model.model.programs.progress = None
+    assert model.generate(prompts, 4, slots=2) == lm("llama").generate(prompts, 4)
+    assert {*calls} == {threading.main_thread()}
 
 
 def test_programs_that_do_not_fit_together_compile_alone() -> None:
@@ -309,6 +333,19 @@ def test_programs_that_do_not_fit_together_compile_alone() -> None:
     programs.compiling["a"] = failed
     failed.set_exception(errors.DeviceOutOfMemoryError("compiling a"))
     assert programs.compiled("a", lambda: lambda: 1) == 1
+
+
+def test_helpers_that_do_not_fit() -> None:
+    """A helper function without memory fails as a program does, with its name."""
+    programs = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama")).model.programs
+    call = HelperCall(last_rows, (jnp.ones((2, 1, 3)),), (1,))
+
+    def fail(*_: Any) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12 bytes")
+
+    programs.helpers.insert(call.key, fail)
+    with pytest.raises(errors.DeviceOutOfMemoryError, match="^last_rows: out of memory"):
+        programs.run_helper(call.function, *call.arguments, static=call.static)
 
 
 @pytest.mark.parametrize(

@@ -144,60 +144,65 @@ def run_jobs(
         total: number of answers, if it is known.
         read_ahead: the most jobs that wait for a slot; None to read all of them first.
     """
-    clock, share = lm.model.programs.start_timer(), request.share_prefix
+    programs = lm.model.programs
+    clock, share = programs.start_timer(), request.share_prefix
     waiting, planned = deque[SlotJob](), list[SlotJob]()  # later jobs that the slots do not fit are planned for too
     scheduler: Scheduler | None = None
     device: SlotClasses | None = None
     done = num_tokens = num_prompts = prompt_tokens = num_read = 0
-    while True:
-        num_submitted = 0 if scheduler is None else scheduler.num_waiting
-        # Prompts that are refused do not count: others follow them.
-        while read_ahead is None or len(waiting) + num_submitted < read_ahead:
-            if (job := next(jobs, None)) is None:
-                break
-            if not isinstance(job, SlotJob):
+    try:
+        while True:
+            num_submitted = 0 if scheduler is None else scheduler.num_waiting
+            # Prompts that are refused do not count: others follow them.
+            while read_ahead is None or len(waiting) + num_submitted < read_ahead:
+                if (job := next(jobs, None)) is None:
+                    break
+                if not isinstance(job, SlotJob):
+                    yield job
+                    continue
+                if not job.options.budget:  # its prompt is not read
+                    done += 1
+                    yield job
+                    continue
+                if job.index % (request.n or 1) == 0:
+                    num_prompts, prompt_tokens = num_prompts + 1, prompt_tokens + len(job.ids)
+                waiting.append(job)
+                num_read += len(job.ids)
+            is_new = False
+            if scheduler is None or scheduler.is_idle:
+                if not waiting:
+                    return
+                # A prompt that the slots do not fit waits until all of them are free, and others are planned.
+                if misfits := [job for job in waiting if device is None or not fits_device(device, job)]:
+                    num_read += 0 if device is None else device.num_prefilled
+                    scheduler = device = None  # free its memory first
+                    # The new slots fit the earlier jobs, too: jobs of both kinds may alternate.
+                    planned += misfits
+                    is_new = True
+                    device = open_slots(plan_slots(lm, planned, request.logprobs, request.slots, request.drafter))
+                    scheduler = Scheduler(device, lm.find_end, read_ahead)
+            assert device is not None and scheduler is not None
+            fitting: list[SlotJob] = []
+            while waiting and (is_new or fits_device(device, waiting[0])):
+                fitting.append(waiting.popleft())
+            fitting = device.share_prefixes(fitting, share)
+            if is_new:
+                device.prepare(fitting)
+            for job in fitting:
+                scheduler.submit(job)
+                num_read -= job.num_cached
+            for job in scheduler.step():
+                done, num_tokens = done + 1, num_tokens + len(job.new.ids)
+                seconds, compiled = clock()
+                new.speculated = device.speculated
+                read = num_prompts, prompt_tokens, num_read
+                new.report = device.report(*read, num_tokens, seconds, compiled)
+                if request.progress is not None:
+                    request.progress(BatchProgress(done, total, num_tokens, seconds))
                 yield job
-                continue
-            if not job.options.budget:  # its prompt is not read
-                done += 1
-                yield job
-                continue
-            if job.index % (request.n or 1) == 0:
-                num_prompts, prompt_tokens = num_prompts + 1, prompt_tokens + len(job.ids)
-            waiting.append(job)
-            num_read += len(job.ids)
-        is_new = False
-        if scheduler is None or scheduler.is_idle:
-            if not waiting:
-                return
-            # A prompt that the slots do not fit waits until all of them are free, and others are planned.
-            if misfits := [job for job in waiting if device is None or not fits_device(device, job)]:
-                num_read += 0 if device is None else device.num_prefilled
-                scheduler = device = None  # free its memory first
-                # The new slots fit the earlier jobs, too: jobs of both kinds may alternate.
-                planned += misfits
-                is_new = True
-                device = open_slots(plan_slots(lm, planned, request.logprobs, request.slots, request.drafter))
-                scheduler = Scheduler(device, lm.find_end, read_ahead)
-        assert device is not None and scheduler is not None
-        fitting: list[SlotJob] = []
-        while waiting and (is_new or fits_device(device, waiting[0])):
-            fitting.append(waiting.popleft())
-        fitting = device.share_prefixes(fitting, share)
-        if is_new:
-            device.prepare(fitting)
-        for job in fitting:
-            scheduler.submit(job)
-            num_read -= job.num_cached
-        for job in scheduler.step():
-            done, num_tokens = done + 1, num_tokens + len(job.new.ids)
-            seconds, compiled = clock()
-            new.speculated = device.speculated
-            read = num_prompts, prompt_tokens, num_read
-            new.report = device.report(*read, num_tokens, seconds, compiled)
-            if request.progress is not None:
-                request.progress(BatchProgress(done, total, num_tokens, seconds))
-            yield job
+    except BaseException:  # also an interrupt, and the end of a generator
+        programs.cancel_compiling()
+        raise
 
 
 # -- prompts from an iterator ------------------------------------------------------------------

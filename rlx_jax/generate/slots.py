@@ -444,13 +444,15 @@ def prepare_programs(
         helpers: calls of helper functions.
     """
     pool = ThreadPoolExecutor(COMPILE_THREADS)
-    with programs.lock:
-        jobs = programs.compiling.items()
-        programs.compiling = {key: job for key, job in jobs if not (job.done() and job.exception())}
-        for call in calls:
-            if call[0] not in programs.executables and call[0] not in programs.compiling:
-                programs.compiling[call[0]] = pool.submit(programs.trace_executable(*call))
-        for helper in helpers:
-            if helper.key not in programs.helpers and helper.key not in programs.compiling:
-                programs.compiling[helper.key] = pool.submit(programs.trace_helper(helper))
-    pool.shutdown(wait=False)
+    try:
+        with programs.lock:
+            jobs = programs.compiling.items()
+            programs.compiling = {key: job for key, job in jobs if not (job.done() and job.exception())}
+            for call in calls:
+                if call[0] not in programs.executables and call[0] not in programs.compiling:
+                    programs.compiling[call[0]] = pool.submit(programs.trace_executable(*call))
+            for helper in helpers:
+                if helper.key not in programs.helpers and helper.key not in programs.compiling:
+                    programs.compiling[helper.key] = pool.submit(programs.trace_helper(helper))
+    finally:
+        pool.shutdown(wait=False)

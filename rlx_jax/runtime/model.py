@@ -348,8 +348,7 @@ class CompiledModel(ModelProgram):
         dims = {"batch": batch, **({} if context is None else {"context": context}), **sizes}
         dims = {name: as_dim(size, f"init_state: {name}") for name, size in dims.items()}
         empty = self.programs.empty_state(self.key(frozenset(given)), dims)
-        with out_of_memory(f"{self.name}: init_state(batch={batch}, context={context})"):
-            return as_state(self.programs.run_helper(empty))
+        return as_state(self.programs.run_helper(empty))
 
     # -- inspection --------------------------------------------------------------------------
 

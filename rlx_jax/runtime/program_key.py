@@ -91,6 +91,11 @@ class HelperCall:
     donate: tuple[int, ...] = ()
 
     @property
+    def name(self) -> str:
+        """Return the name of the function."""
+        return getattr(self.function, "__name__", type(self.function).__name__)
+
+    @property
     def key(self) -> Hashable:
         """Return the key of the compiled function."""
         return self.function, self.static, tuple((a.shape, a.dtype) for a in jax.tree.leaves(self.arguments))

@@ -36,6 +36,7 @@ from rlx_jax.compiler.executable import (
 from rlx_jax.compiler.meshes import to_model_devices, use_model_mesh, with_explicit_axes
 from rlx_jax.compiler.pipeline import Template, make_function, make_lir, make_template, with_hidden
 from rlx_jax.compiler.settings import Settings, choose_settings, with_model_sharding
+from rlx_jax.device import out_of_memory
 from rlx_jax.errors import (
     DeriveError,
     DeviceOutOfMemoryError,
@@ -235,9 +236,20 @@ class Programs:
         """
         if self.warmup_keys is not None:
             self.warmup_keys.add(key)
-        return self.executables(
-            key, lambda: self.compiled(key, lambda: self.trace_executable(key, params, state, inputs))
-        )
+
+        def make() -> Executable:
+            executable: Executable = self.compiled(key, lambda: self.trace_executable(key, params, state, inputs))
+            # once for all sizes of a program
+            problem = executable.donation.problem() if executable.donation is not None else ""
+            if problem and (key.flow, key.program) not in self.donation_warnings:
+                self.donation_warnings.add((key.flow, key.program))
+                message = f"{executable.lir.graph.name}: {key.text}: {problem}; donation.strict = true in the profile"
+                warnings.warn(f"{message} makes this an error", DonationWarning, stacklevel=2)
+            self.num_loaded += executable.from_cache
+            self.report_progress(f"compile {key.text}", 1, 1)
+            return executable
+
+        return self.executables(key, make)
 
     def trace_executable(
         self, key: ProgramKey, params: Arrays, state: StateArrays, inputs: Arrays
@@ -248,8 +260,7 @@ class Programs:
             warnings.warn(f"{reason}; compiling it", RlxWarning, stacklevel=2)
         if self.is_warm:
             self.record_recompile(f"{key.text}: {self.recompile_reason(key)[0]}")
-        step = f"compile {key.text}"
-        self.report_progress(step, 0, 1)
+        self.report_progress(f"compile {key.text}", 0, 1)
         program = self.function(key)
         with use_model_mesh(self.model_sharding):
             companions = key.wrapper.companions() if isinstance(key.wrapper, HasCompanions) else None
@@ -262,15 +273,7 @@ class Programs:
         def compile_executable() -> Executable:
             with use_model_mesh(self.model_sharding):  # a context of the thread
                 executable = compile_traced()
-            # once for all sizes of a program
-            problem = executable.donation.problem() if executable.donation is not None else ""
-            if problem and (key.flow, key.program) not in self.donation_warnings:
-                self.donation_warnings.add((key.flow, key.program))
-                message = f"{program.lir.graph.name}: {key.text}: {problem}; donation.strict = true in the profile"
-                warnings.warn(f"{message} makes this an error", DonationWarning, stacklevel=2)
             executable.seconds = {"plan": program.seconds, **executable.seconds}
-            self.num_loaded += executable.from_cache
-            self.report_progress(step, 1, 1)
             return executable
 
         return compile_executable
@@ -396,27 +399,27 @@ class Programs:
             if self.model_sharding is not None and has_transfer_guard():  # copies between devices have to be explicit
                 moved = jax.device_put(moved, self.replicated)
             call = HelperCall(function, moved, static, out_shardings, donate)
-            run = self.helpers(call.key, lambda: self.compiled(call.key, lambda: self.trace_helper(call)))
-            return run(*moved)  # type: ignore[no-any-return]
 
-    def trace_helper(self, call: HelperCall) -> Callable[[], Callable[..., Any]]:
+            def make() -> Callable[..., Any]:
+                run, is_loaded = self.compiled(call.key, lambda: self.trace_helper(call))
+                self.num_loaded_helpers += is_loaded
+                return run  # type: ignore[no-any-return]
+
+            run = self.helpers(call.key, make)
+            with out_of_memory(call.name):
+                return run(*moved)  # type: ignore[no-any-return]
+
+    def trace_helper(self, call: HelperCall) -> Callable[[], tuple[Callable[..., Any], bool]]:
         """Trace a helper function as `trace_executable` does a program; arguments may be `jax.ShapeDtypeStruct`."""
         function, arguments, static = call.function, call.arguments, call.static
         if self.is_warm:
             difference = uncovered_arguments(function, (key[0] for key in self.helpers if isinstance(key, tuple)))
             reason = difference or f"for {', '.join(str(jax.typeof(a)) for a in jax.tree.leaves(arguments))}"
-            name = getattr(function, "__name__", type(function).__name__)
-            self.record_recompile(f"{name}, a helper function: {reason}")
+            self.record_recompile(f"{call.name}, a helper function: {reason}")
         # A new function for each entry: jax.jit drops its executable when the entry is evicted.
         run = jax.jit(lambda *a: function(*static, *a), out_shardings=call.out_shardings, donate_argnums=call.donate)
         compile_traced = with_compile_cache(run, arguments, call.out_shardings, (function, static, call.donate))
-
-        def compile_helper() -> Callable[..., Any]:
-            compiled, is_cached = compile_traced()
-            self.num_loaded_helpers += is_cached
-            return compiled
-
-        return compile_helper
+        return out_of_memory(f"compiling {call.name}")(compile_traced)
 
     def compiled(self, key: Hashable, trace: Callable[[], Callable[[], Any]]) -> Any:
         """Return a program or helper function: the one that a thread compiles ahead, or else compiled now."""
@@ -430,9 +433,16 @@ class Programs:
                 except DeviceOutOfMemoryError:  # tuning several programs at once takes more memory than one
                     wait([*self.compiling.values()])
             return trace()()
-        except Exception:
-            self.compiling.clear()  # the next request compiles its programs anew, as the reason may be gone
+        except BaseException:
+            self.compiling |= {} if job is None else {key: job}
+            self.cancel_compiling()  # the next request compiles its programs anew, as the reason may be gone
             raise
+
+    def cancel_compiling(self) -> None:
+        """Drop what threads compile ahead, also after an interrupt; they end with the programs that they are at."""
+        jobs, self.compiling = self.compiling, {}
+        for job in jobs.values():
+            job.cancel()
 
     @contextlib.contextmanager
     def warm_up(self) -> Iterator[None]:

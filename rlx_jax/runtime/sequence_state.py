@@ -6,7 +6,7 @@ It creates empty states, checks the state that a call passes, and checks that ne
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -67,7 +67,13 @@ class EmptyState:
     """A function that creates the zero arrays of an empty state, all in one dispatch. It is compared by identity."""
 
     types: tuple[tuple[str, TensorType], ...]
-    shardings: Mapping[str, NamedSharding] = field(default_factory=dict)
+    shardings: Mapping[str, NamedSharding]
+    label: str
+
+    @property
+    def __name__(self) -> str:  # type: ignore[override]
+        """Return the operation, for error messages."""
+        return self.label
 
     def __call__(self) -> StateArrays:
         empty = {key: jnp.zeros(t.shape, t.dtype) for key, t in self.types}
@@ -118,7 +124,7 @@ def empty_state(
         return sum(shard_type(t.bind(sizes), shardings.get(name)).nbytes for name, t in types.items())
 
     check_device_memory(nbytes(binding), label, lambda limit: _fitting_size(nbytes, binding, limit))
-    return EmptyState(tuple(bound_types.items()), shardings)
+    return EmptyState(tuple(bound_types.items()), shardings, label)
 
 
 def _fitting_size(nbytes: Callable[[Mapping[str, int]], int], binding: Mapping[str, int], limit: int) -> str:
