@@ -22,6 +22,7 @@ import numpy as np
 
 from rlx_jax.compiler.executable import Arrays, StateArrays
 from rlx_jax.compiler.settings import SlotSizes
+from rlx_jax.device import num_cpus
 from rlx_jax.generate.decode import SLOT_INPUTS, STOPPED, MoveRows, RequestRows, RowTokens, Sizes, put_carry
 from rlx_jax.generate.decode_state import LeafMove, leaf_moves, move_state, resize_state
 from rlx_jax.generate.drafters import empty_pairs
@@ -429,8 +430,8 @@ def open_slots(plans: Sequence[SlotPlan]) -> SlotClasses:
     return SlotClasses(tuple(open_class(plan, cache) for plan in plans))
 
 
-# Programs that compile at the same time; XLA itself uses several threads for one.
-COMPILE_THREADS = 8
+# The most programs that compile at the same time. A process that ends waits for them, as XLA cannot be interrupted.
+MAX_COMPILE_THREADS = 8
 
 
 def prepare_programs(
@@ -443,7 +444,7 @@ def prepare_programs(
         calls: the key of each program and its arguments, as in `Programs.executable`, the first to run first.
         helpers: calls of helper functions.
     """
-    pool = ThreadPoolExecutor(COMPILE_THREADS)
+    pool = ThreadPoolExecutor(min(MAX_COMPILE_THREADS, num_cpus()))
     try:
         with programs.lock:
             jobs = programs.compiling.items()

@@ -71,7 +71,7 @@ class EmptyState:
     label: str
 
     @property
-    def __name__(self) -> str:  # type: ignore[override]
+    def __name__(self) -> str:
         """Return the operation, for error messages."""
         return self.label
 
