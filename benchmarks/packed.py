@@ -3,6 +3,7 @@
     python benchmarks/packed.py                       f32 and packed, the 135M shape on the CPU; bf16 on a GPU, the 1B
     python benchmarks/packed.py --shape 8b --schemes gguf_q8_0 gguf_q4k
     python benchmarks/packed.py --schemes fp8 --only "decode 1"
+    python benchmarks/packed.py --only "decode 1" --kernels off    by XLA's forms, floats too
     python benchmarks/packed.py --shape 1b --peer llama.cpp    the same files in llama.cpp, on as many threads
 
 `fp8` has a scale for each block of 128 × 128; embeddings and the head stay in bf16, as in published checkpoints.
@@ -59,12 +60,14 @@ def allocated_bytes() -> int:
     return int((jax.local_devices()[0].memory_stats() or {}).get("bytes_in_use", 0))
 
 
-def build(shape: decode.Shape, scheme: str, tied: bool, folder: str) -> tuple[rlx.CausalLM, int]:
+def build(
+    shape: decode.Shape, scheme: str, tied: bool, folder: str, profile: rlx.CompileProfile
+) -> tuple[rlx.CausalLM, int]:
     """Our model with random weights, matrices packed by the scheme; and the bytes that a file of them has."""
     fields = {**hf_config(shape.sizes), "tie_word_embeddings": tied}
     config = LlamaConfig.from_hf(fields)
     precision = {"compute": shape.dtype} | ({"weights": scheme} if scheme in QUANTIZED else {})
-    profile = rlx.CompileProfile.preset("auto").replace(precision=precision)
+    profile = profile.replace(precision=precision)
     if scheme not in ("floats", "fp8", *QUANTIZED):
         path = write(folder, scheme, fields)
         return rlx.CausalLM(Llama32Flow(config), path, profile=profile, max_positions=4096), os.path.getsize(path)
@@ -79,12 +82,14 @@ def build(shape: decode.Shape, scheme: str, tied: bool, folder: str) -> tuple[rl
 
     weights = {key: value(spec.shape) for key, spec in weight_specs(config).items()}
     if scheme == "fp8":
-        return with_fp8(shape, config, weights)
+        return with_fp8(config, weights, profile)
     stored = sum(value.nbytes for value in weights.values())
     return rlx.CausalLM(Llama32Flow(config), weights, profile=profile, max_positions=4096), stored
 
 
-def with_fp8(shape: decode.Shape, config: LlamaConfig, weights: dict[str, Any]) -> tuple[rlx.CausalLM, int]:
+def with_fp8(
+    config: LlamaConfig, weights: dict[str, Any], profile: rlx.CompileProfile
+) -> tuple[rlx.CausalLM, int]:
     """The same of a checkpoint in FP8, whose linear layers are those of `weights`."""
     cache: dict[Any, Any] = {}
     tensors: dict[str, Any] = {}
@@ -98,7 +103,6 @@ def with_fp8(shape: decode.Shape, config: LlamaConfig, weights: dict[str, Any]) 
     method = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
     folder = Folder(Path("fp8"), contents={"config.json": json.dumps({"quantization_config": method}).encode()})
     source = with_quantized_weights(rlx.open_weights(tensors), folder)
-    profile = rlx.CompileProfile.preset("auto").replace(precision={"compute": shape.dtype})
     lm = rlx.CausalLM(Llama32Flow(config), source, profile=profile, max_positions=4096)
     return lm, sum(value.nbytes for value in tensors.values())
 
@@ -137,6 +141,7 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="*", default=None)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="", help="the rows that contain this text, such as 'decode 1'")
+    parser.add_argument("--kernels", choices=("auto", "off"), default="auto", help="`backend.cuda.kernels` of all models")
     parser.add_argument("--peer", choices=["llama.cpp"], help="decode the same GGUF files with it, on a CPU")
     parser.add_argument("--prompt", type=int, help="tokens of the prompt that is decoded after")
     parser.add_argument("--steps", type=int, default=decode.LONG - decode.SHORT, help="tokens by which calls differ")
@@ -151,11 +156,12 @@ def main() -> None:
         "floats",
         *(args.schemes or (("gguf_q8_0", "gguf_q4_0") if name == "135m" else ("gguf_q8_0", "gguf_q4k"))),
     ]
+    profile = rlx.CompileProfile.preset("auto").replace(backend={"cuda": {"kernels": args.kernels}})
     models, goals = {}, Goals()
     folder = tempfile.TemporaryDirectory()
     for scheme in schemes:
         before = allocated_bytes()
-        models[scheme], stored = build(shape, scheme, name != "8b", folder.name)
+        models[scheme], stored = build(shape, scheme, name != "8b", folder.name, profile)
         added = allocated_bytes() - before
         emit(scheme=scheme, gib=round(stored / 2**30, 3), allocated=added / stored, floor_ms=floor_ms(models[scheme]))
         if added and scheme not in ("floats", *QUANTIZED):
