@@ -87,9 +87,7 @@ def build(
     return rlx.CausalLM(Llama32Flow(config), weights, profile=profile, max_positions=4096), stored
 
 
-def with_fp8(
-    config: LlamaConfig, weights: dict[str, Any], profile: rlx.CompileProfile
-) -> tuple[rlx.CausalLM, int]:
+def with_fp8(config: LlamaConfig, weights: dict[str, Any], profile: rlx.CompileProfile) -> tuple[rlx.CausalLM, int]:
     """The same of a checkpoint in FP8, whose linear layers are those of `weights`."""
     cache: dict[Any, Any] = {}
     tensors: dict[str, Any] = {}
@@ -141,7 +139,7 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="*", default=None)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", default="", help="the rows that contain this text, such as 'decode 1'")
-    parser.add_argument("--kernels", choices=("auto", "off"), default="auto", help="`backend.cuda.kernels` of all models")
+    parser.add_argument("--kernels", choices=("auto", "off"), default="auto", help="`backend.cuda.kernels`, floats too")
     parser.add_argument("--peer", choices=["llama.cpp"], help="decode the same GGUF files with it, on a CPU")
     parser.add_argument("--prompt", type=int, help="tokens of the prompt that is decoded after")
     parser.add_argument("--steps", type=int, default=decode.LONG - decode.SHORT, help="tokens by which calls differ")
