@@ -546,14 +546,18 @@ def test_earlier_tokens_in_several_classes(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.slow
 def test_chunks_of_a_cache_that_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later chunks of a long prompt read rounded keys: chunks end at the same tokens in slots and alone."""
+    """Later chunks of a long prompt read rounded keys: chunks end at the same tokens in slots and alone. They take two
+    programs in each class, of which there are fewer."""
     monkeypatch.setattr(settings_module, "MAX_CHUNK", 16)
     monkeypatch.setattr(slot_plan, "MAX_CHUNK", 16)
+    monkeypatch.setattr(slot_plan, "CONTEXT_BUCKET", 16)
+    monkeypatch.setattr(slot_plan, "MIN_CLASS_GAIN", 0.5)
     profile = rlx.CompileProfile().replace(precision={"kv": "int8"})
     model: Any = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama"), profile=profile)
     rng = np.random.default_rng(2)
     prompts = [rng.integers(0, V, n).tolist() for n in (50, 16, 33, 7)]
-    got = model.generate(prompts, 6, logprobs=1, slots=2)
+    got = model.generate(prompts, 6, logprobs=1, slots=3)
+    assert len(model.report().request.slot_classes) == 2 and model.report().compiles <= 8
     want = [model.generate([prompt], 6, logprobs=1)[0] for prompt in prompts]
     for one, other in zip(got, want, strict=True):
         same(one, other)

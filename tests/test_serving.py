@@ -211,6 +211,12 @@ def test_warm_up_covers_slots(plain: Any) -> None:
     assert [*map(tuple, got)] == want and not compiled and lm.report().request.slot_classes == ((2, 16), (2, 64))
     got, compiled = compiles_of(lambda: lm.generate(prompts[::-1], budgets[::-1], logprobs=2, slots=4))
     assert [row.tokens for row in got] == want[::-1] and not compiled and lm.report().recompiles == 0
+    for length in (1, 3, 14):
+        rows, first = [[2] * length + prompt for prompt in prompts], lm.prefill([[2] * length], logits="last")[1]
+        want = [plain.generate(row, 4) for row in rows]
+        assert compiles_of(lambda: lm.generate(rows, 4, slots=4, share_prefix=True)) == (want, [])  # noqa: B023
+        assert compiles_of(lambda: lm.generate(prompts, 4, slots=4, state=first)) == (want, [])  # noqa: B023
+    assert lm.report().request.cached_tokens and lm.report().recompiles == 0
 
 
 @pytest.mark.slow

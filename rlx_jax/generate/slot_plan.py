@@ -52,7 +52,7 @@ LONG_JOBS_PER_SLOT = 3
 # Jobs of a fill per slot: fewer leave fewer slots idle until a group of them is free, and more make prefill efficient.
 SLOTS_PER_FILL_ROW = 8
 # Prefill programs of different widths, each half of the next one; fewer if there are more classes, whose loops are
-# programs too, so that a request without prefixes needs at most 8 programs of the model, or 10 if the cache rounds.
+# programs too, so that a request without prefixes needs at most 8 programs of the model.
 MAX_WIDTHS = 4
 MAX_CLASSES = 3
 # Another class must make a token cheaper by this factor: it takes programs of its own, and fewer rows share a step.
@@ -213,7 +213,9 @@ def slot_sizes(
     shorter = () if one_class else shorter
     caches = (*(size for size in shorter if least <= size < cache_len), cache_len)
     rows = num_slots or default_slots(lm, [total - length for total, length in zip(totals, lengths, strict=True)])
-    shares = choose_classes(lm, caches, steps_by_cache(caches, lengths, totals), rows)
+    # If the cache rounds, chunks of a prompt take `prefill` and `extend` in each class.
+    most = MAX_CLASSES - (rounds and longest > widths[-1])
+    shares = choose_classes(lm, caches, steps_by_cache(caches, lengths, totals), min(most, rows), rows)
 
     def sizes_of(rows: int) -> tuple[SlotSizes, ...]:
         return divide_slots(lm, {cache: shares[cache] for cache in [*shares][-rows:]}, rows, longest)
@@ -241,12 +243,15 @@ def steps_by_cache(caches: Sequence[int], lengths: Sequence[int], totals: Sequen
     return [int(np.maximum(count, 0).sum()) for count in steps]
 
 
-def choose_classes(lm: LanguageModel, caches: Sequence[int], steps: Sequence[int], rows: int) -> dict[int, float]:
+def choose_classes(
+    lm: LanguageModel, caches: Sequence[int], steps: Sequence[int], most: int, rows: int
+) -> dict[int, float]:
     """Choose the cache length of each class, for the fewest bytes read for a token.
 
     Args:
         caches: the lengths to choose from, ascending; the last one is always chosen.
         steps: the steps of all jobs with each length; see `steps_by_cache`.
+        most: the most classes.
         rows: number of slots of all classes.
 
     Returns:
@@ -259,7 +264,7 @@ def choose_classes(lm: LanguageModel, caches: Sequence[int], steps: Sequence[int
     weights, memory = sum(parameter_bytes(lm.model.programs).values()), running_device().memory
     free = np.inf if memory is None else max(USABLE_MEMORY * memory - weights, 1)
     best: tuple[float, dict[int, float]] | None = None
-    for count in range(1, min(MAX_CLASSES, rows, len(caches)) + 1):
+    for count in range(1, min(most, len(caches)) + 1):
         for lower in combinations(range(len(caches) - 1), count - 1):
             ends = (*lower, len(caches) - 1)
             parts = [sum(steps[i + 1 : j + 1]) / sum(steps) for i, j in pairwise((-1, *ends))]

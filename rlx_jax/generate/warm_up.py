@@ -15,10 +15,10 @@ import numpy as np
 from rlx_jax.compiler.settings import Buckets, SlotSizes, bucket_size
 from rlx_jax.errors import RequestError, listing, shown
 from rlx_jax.generate.decode import RowTokens
-from rlx_jax.generate.decode_state import DecodeState
+from rlx_jax.generate.decode_state import DecodeState, resize_state
 from rlx_jax.generate.generation import prepare_prefix_state, start_generation
 from rlx_jax.generate.prefill import extend, prefill
-from rlx_jax.generate.prefix_cache import Prefix
+from rlx_jax.generate.prefix_cache import PREFIX_BUCKET, Prefix, one_row
 from rlx_jax.generate.request import LanguageModel, Request, check_answers
 from rlx_jax.generate.request_plan import CONTEXT_BUCKET, plan_request
 from rlx_jax.generate.row_options import RowOptions
@@ -26,7 +26,7 @@ from rlx_jax.generate.sampler import Sampler
 from rlx_jax.generate.scheduler import SlotJob
 from rlx_jax.generate.scoring import warm_scores
 from rlx_jax.generate.slot_plan import plan_slots, slot_sizes
-from rlx_jax.generate.slots import SlotClasses, open_slots
+from rlx_jax.generate.slots import SlotClasses, Slots, open_slots
 from rlx_jax.generate.speculative import Drafter
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.program_key import Variant
@@ -78,8 +78,10 @@ def warm_all(
         requests += [] if drafter is None else [(None, drafter)]
         for sampler, (num_logprobs, source) in product(kinds if sizes else (), requests):
             options = RowOptions(1, sampler, (), (), LARGE_SEED, 0)
-            plans = plan_slots(lm, [SlotJob(0, (0,), options)], num_logprobs, None, source)
-            warm_slots(open_slots(plans), options)
+            device = open_slots(plan_slots(lm, [SlotJob(0, (0,), options)], num_logprobs, None, source))
+            warm_slots(device, options)
+            for part in device.parts if sampler is kinds[0] else ():
+                warm_prefixes(part)
         if scoring:
             warm_scores(lm.model, buckets, lm.max_positions)
     return lm.buckets
@@ -142,6 +144,23 @@ def warm_slots(device: SlotClasses, options: RowOptions) -> None:
             device.move(i, j, [(0, 0, replace(job, options=replace(options, budget=2), new=RowTokens([0])))])
             device.decode([0] * len(sizes))
         shorter = each.cache_len
+
+
+def warm_prefixes(part: Slots) -> None:
+    """Run what prompts need that continue a state or share a prefix: the functions that copy states of all sizes into
+    the rows of a fill, and a prefix out of it, and each width of prefill after one."""
+    model, lm, sizes = part.plan.loop.model, part.plan.lm, part.plan.suffix_sizes
+
+    def prefix(state: Any, cache_len: int) -> Prefix:
+        return Prefix((0,), 0, cache_len, arrays=state)
+
+    for rows, cache_len in product(lm.buckets.batch, lm.buckets.context):
+        state: Any = part.start([prefix(model.init_state(rows, cache_len).arrays(), cache_len)])
+    for cache_len in {bucket_size(n, PREFIX_BUCKET, lm.max_positions) for n in range(1, sizes.cache_len)}:
+        new = prefix(resize_state(one_row(model, cache_len), state, np.zeros(1, np.int32)), cache_len)
+        part.start([new])
+    for width in sizes.widths if sizes.cache_len > 1 else ():
+        list(part.prefill([(0,) * min(1 + width, sizes.cache_len)], [new]))
 
 
 def warm_prefill(lm: LanguageModel) -> None:
