@@ -15,8 +15,9 @@ from rlx_jax import errors
 PACKAGE = Path(__file__).parents[1] / "rlx_jax"
 
 ROOMS = (
-    "errors", "io", "ir", "profiles", "device", "weights", "trace", "blocks", "lowering", "program", "compiler",
-    "inspection", "flow", "runtime", "losses", "train", "models", "text", "encode", "generate", "loading", "surface",
+    "record", "errors", "io", "ir", "profiles", "device", "weights", "trace", "blocks", "lowering", "program",
+    "compiler", "inspection", "flow", "runtime", "losses", "train", "models", "text", "encode", "generate", "loading",
+    "surface",
 )  # fmt: skip
 """From the ground up: a module imports its own room and those before it."""
 

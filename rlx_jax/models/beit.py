@@ -51,7 +51,6 @@ class GridBias:
         return value
 
 
-@dataclass(frozen=True)
 class BeitConfig(VisionConfig):
     """Sizes of a BEiT.
 
@@ -100,7 +99,6 @@ class BeitConfig(VisionConfig):
         return self.relative or self.shared
 
 
-@dataclass(frozen=True)
 class BeitFlow(VisionFlow[BeitConfig]):
     """The recipe of BEiT: see `VisionFlow`. `pooled` is its pooler's output, which a classifier reads too.
 

@@ -36,7 +36,6 @@ from rlx_jax.weights.source import WeightSource
 from rlx_jax.weights.views import RenamedSource
 
 
-@dataclass(frozen=True)
 class AlbertConfig(BertConfig):
     """Sizes of an ALBERT model, with Hugging Face's field names. The layers of a group share their weights."""
 
@@ -48,7 +47,6 @@ class AlbertConfig(BertConfig):
     neutral = {**BertConfig.neutral, "inner_group_num": (1,)}
 
 
-@dataclass(frozen=True)
 class AlbertFlow(BertLike[AlbertConfig]):
     """The recipe of ALBERT: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
 
@@ -67,7 +65,6 @@ class AlbertFlow(BertLike[AlbertConfig]):
         return self.key(f"encoder.albert_layer_groups.{group}.albert_layers.0")
 
 
-@dataclass(frozen=True)
 class ElectraConfig(BertConfig):
     """Sizes of an ELECTRA model (Clark et al. 2020), with Hugging Face's field names."""
 
@@ -80,7 +77,6 @@ class ElectraConfig(BertConfig):
         return replace(sizes, embedding_size=0 if width == sizes.hidden_size else width)
 
 
-@dataclass(frozen=True)
 class ElectraFlow(BertLike[ElectraConfig]):
     """The recipe of ELECTRA: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
 
@@ -99,7 +95,6 @@ class ElectraFlow(BertLike[ElectraConfig]):
 TASKS_INPUT = "task_type_ids"
 
 
-@dataclass(frozen=True)
 class ErnieConfig(BertConfig):
     """Sizes of an ERNIE model (Sun et al. 2019); `task_type_vocab_size` is 0 if it does not read tasks."""
 
@@ -111,7 +106,6 @@ class ErnieConfig(BertConfig):
         return cls(**cls.common_fields(c), task_type_vocab_size=tasks if c.flag("use_task_id", False) else 0)
 
 
-@dataclass(frozen=True)
 class ErnieFlow(BertLike[ErnieConfig]):
     """The recipe of ERNIE: see `EncoderFlow`. Optional inputs are as of `BertFlow`, and `task_type_ids` (default 0)."""
 
@@ -130,14 +124,12 @@ class ErnieFlow(BertLike[ErnieConfig]):
         return *stages, *([tasks] if sizes[0] else []), norm
 
 
-@dataclass(frozen=True)
 class MegatronBertConfig(BertConfig):
     """Sizes of a Megatron-BERT model, which has norms before the halves of a layer."""
 
     defaults = {"vocab": 29056, "hidden": 1024, "layers": 24, "heads": 16, "inner": 4096}
 
 
-@dataclass(frozen=True)
 class MegatronBertFlow(BertLike[MegatronBertConfig]):
     """The recipe of Megatron-BERT: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
 
@@ -153,7 +145,6 @@ class MegatronBertFlow(BertLike[MegatronBertConfig]):
 QUANTIZED = ("scaling_factor", "_integer", ".x_min", ".x_max", "LayerNorm.shift", "layer_norm.shift")
 
 
-@dataclass(frozen=True)
 class IBertConfig(RobertaConfig):
     """Sizes of an I-BERT model (Kim et al. 2021): a RoBERTa that may be quantized, here without quantization."""
 
@@ -162,7 +153,6 @@ class IBertConfig(RobertaConfig):
     neutral = {**RobertaConfig.neutral, "quant_mode": (False,)}
 
 
-@dataclass(frozen=True)
 class IBertFlow(RobertaFlow):
     """The recipe of I-BERT: see `RobertaFlow`."""
 
@@ -174,7 +164,6 @@ class IBertFlow(RobertaFlow):
         return RenamedSource(source, {key: key for key in source.keys() if not key.endswith(QUANTIZED)})
 
 
-@dataclass(frozen=True)
 class BigBirdConfig(BertConfig):
     """Sizes of a BigBird model (Zaheer et al. 2020), for texts whose tokens read all others.
 
@@ -201,7 +190,6 @@ class BigBirdConfig(BertConfig):
         return cls(**common, full_positions=min(dense, positions) if is_sparse else positions)
 
 
-@dataclass(frozen=True)
 class BigBirdFlow(BertLike[BigBirdConfig]):
     """The recipe of BigBird: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
 
@@ -225,7 +213,6 @@ class BigBirdFlow(BertLike[BigBirdConfig]):
         return replace(super().spec(index), qkv_bias=self.config.qkv_bias)
 
 
-@dataclass(frozen=True)
 class RemBertConfig(BertConfig):
     """Sizes of a RemBERT model (Chung et al. 2020), with Hugging Face's field names."""
 
@@ -236,7 +223,6 @@ class RemBertConfig(BertConfig):
     fields = {"embedding_size": "input_embedding_size", "output_embedding_size": "output_embedding_size"}
 
 
-@dataclass(frozen=True)
 class RemBertFlow(BertLike[RemBertConfig]):
     """The recipe of RemBERT: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
 
@@ -252,7 +238,6 @@ class RemBertFlow(BertLike[RemBertConfig]):
 POSITIONS = "encoder.embed_positions.weight"
 
 
-@dataclass(frozen=True)
 class RoFormerConfig(BertConfig):
     """Sizes of a RoFormer model (Su et al. 2021), BERT with rotary positions, with Hugging Face's field names."""
 
@@ -270,7 +255,6 @@ class RoFormerConfig(BertConfig):
         )
 
 
-@dataclass(frozen=True)
 class RoFormerFlow(BertLike[RoFormerConfig]):
     """The recipe of RoFormer: see `EncoderFlow`. Optional inputs are `attention_mask` and `token_type_ids`."""
 
@@ -310,7 +294,6 @@ class RoFormerFlow(BertLike[RoFormerConfig]):
 MASKED_IN_TRAINING = 0.15 * 0.8
 
 
-@dataclass(frozen=True)
 class EsmConfig(RobertaConfig):
     """Sizes of an ESM model, an encoder of proteins (Rives et al. 2021; ESM-2: Lin et al. 2023).
 
@@ -359,7 +342,6 @@ class TokenDropout:
             return emit.where(is_mask, 0.0, x * (1 - MASKED_IN_TRAINING) / (1.0 - share))
 
 
-@dataclass(frozen=True)
 class EsmFlow(RobertaFlow):
     """The recipe of ESM: see `EncoderFlow`. Optional inputs are `attention_mask` and `position_ids`.
 

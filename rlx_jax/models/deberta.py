@@ -18,7 +18,6 @@ from rlx_jax.trace.emit import Emit, FlowValue
 DISTANCES = "relative_embeddings"
 
 
-@dataclass(frozen=True)
 class DebertaConfig(BertConfig):
     """Sizes of a DeBERTa model.
 
@@ -77,7 +76,6 @@ class DebertaConfig(BertConfig):
         )
 
 
-@dataclass(frozen=True)
 class DebertaV2Config(DebertaConfig):
     """Sizes of a DeBERTa v2 or v3 model.
 
@@ -115,7 +113,6 @@ class DebertaV2Config(DebertaConfig):
         return replace(config, buckets=buckets, norm_embeddings=bool(norm), share_keys=c.flag("share_att_key", False))
 
 
-@dataclass(frozen=True)
 class DebertaFlow(BertLike[DebertaConfig]):
     """The recipe of DeBERTa: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
 
@@ -195,7 +192,6 @@ class LayerWithConv:
             return emit.layer_norm(total, *module_keys(f"{self.prefix}.LayerNorm"), c.layer_norm_eps)
 
 
-@dataclass(frozen=True)
 class DebertaV2Flow(DebertaFlow):
     """The recipe of DeBERTa v2 and v3: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Self
 
 from rlx_jax.blocks.encoder import STYLES
@@ -12,7 +11,6 @@ from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Field
 from rlx_jax.models.encoder import MASKED, SEQUENCE, HeadLayer, masked_head, token_heads
 
 
-@dataclass(frozen=True)
 class DistilBertConfig(BertConfig):
     """Sizes of a DistilBERT model."""
 
@@ -38,7 +36,6 @@ class DistilBertConfig(BertConfig):
         )
 
 
-@dataclass(frozen=True)
 class DistilBertFlow(BertLike[DistilBertConfig]):
     """The recipe of DistilBERT: see `EncoderFlow`. Optional inputs are `attention_mask` and `position_ids`."""
 

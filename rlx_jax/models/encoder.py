@@ -288,7 +288,6 @@ L = TypeVar("L", bound=LayeredConfig)
 E = TypeVar("E", bound=TokenConfig)
 
 
-@dataclass(frozen=True)
 class TowerFlow(Recipe[L]):
     """The recipe of a stack of layers over texts or images.
 
@@ -371,7 +370,6 @@ class TowerFlow(Recipe[L]):
         )
 
 
-@dataclass(frozen=True)
 class EncoderFlow(TowerFlow[E]):
     """The recipe of an encoder. Inputs: `input_ids` `[batch, seq]`, and optionally the ones in `optional_inputs`, such
     as `attention_mask` (1 keeps a key). Outputs: as `TowerFlow`.

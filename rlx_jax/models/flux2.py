@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -24,14 +23,14 @@ from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow, declared_shapes
 from rlx_jax.models.config import MAX_LAYERS, Fields, ModelConfig
 from rlx_jax.models.hooks import HookedLayers, Recipe
+from rlx_jax.record import Record
 from rlx_jax.trace.emit import Emit, FlowValue
 
 # Prefix of the keys and block paths of each kind of block.
 BLOCKS = {"double": "transformer_blocks", "single": "single_transformer_blocks"}
 
 
-@dataclass(frozen=True)
-class Flux2Config(ModelConfig):
+class Flux2Config(Record, ModelConfig):
     """Sizes of the transformer, with diffusers' field names."""
 
     in_channels: int = 128
@@ -97,7 +96,6 @@ def _axes(c: Fields) -> tuple[int, ...]:
     return tuple(axes)
 
 
-@dataclass(frozen=True)
 class Flux2Flow(Recipe[Flux2Config]):
     """The recipe of the transformer. The names of the inputs are diffusers'.
 

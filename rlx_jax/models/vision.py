@@ -12,14 +12,14 @@ from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import Fields, LayeredConfig, tower_fields
 from rlx_jax.models.encoder import IMAGE_HEADS, TaskHead, TowerFlow, head_keys
+from rlx_jax.record import Record
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.weights.source import WeightSource
 
 # -- configs -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TowerConfig(LayeredConfig):
+class TowerConfig(Record, LayeredConfig):
     """Sizes of a stack of pre-norm layers, with Hugging Face's field names."""
 
     hidden_size: int
@@ -30,7 +30,6 @@ class TowerConfig(LayeredConfig):
     activation: str
 
 
-@dataclass(frozen=True)
 class VisionConfig(TowerConfig):
     """Sizes of a vision tower. Positions are trained for `image_size`; they are resampled for other sizes.
 
@@ -143,7 +142,6 @@ class PatchMean:
 C = TypeVar("C", bound=VisionConfig)
 
 
-@dataclass(frozen=True)
 class VisionFlow(TowerFlow[C]):
     """The recipe of a vision tower.
 

@@ -30,7 +30,6 @@ HF = VisionLayout(
 )
 
 
-@dataclass(frozen=True)
 class ViTConfig(VisionConfig):
     """Sizes of a ViT. Its tanh pooler is not built."""
 
@@ -39,7 +38,6 @@ class ViTConfig(VisionConfig):
     inert = ("encoder_stride", "pooler_act", "pooler_output_size")
 
 
-@dataclass(frozen=True)
 class ViTFlow(VisionFlow[ViTConfig]):
     """The recipe of ViT: see `VisionFlow`. `pooled` is the class token after the last norm, before any pooler."""
 
@@ -65,7 +63,6 @@ DEIT = replace(
 TEACHER = f"{IMAGE}WithTeacher"
 
 
-@dataclass(frozen=True)
 class DeiTFlow(ViTFlow):
     """The recipe of DeiT (Touvron et al. 2020): ViT with a distillation token after the class token.
 
@@ -104,7 +101,6 @@ class MeanOfHeads:
 IJEPA = replace(HF, cls="")
 
 
-@dataclass(frozen=True)
 class IJepaFlow(ViTFlow):
     """The recipe of I-JEPA (Assran et al. 2023): ViT without a class token. `pooled` is the mean of the patches."""
 
@@ -119,14 +115,12 @@ class IJepaFlow(ViTFlow):
 MSN = replace(HF, patch=f"vit.{HF.patch}", position=f"vit.{HF.position}", cls=f"vit.{HF.cls}", after=f"vit.{HF.after}")
 
 
-@dataclass(frozen=True)
 class ViTMsnConfig(ViTConfig):
     """Sizes of a ViT-MSN."""
 
     defaults = {}
 
 
-@dataclass(frozen=True)
 class ViTMsnFlow(ViTFlow):
     """The recipe of ViT-MSN (Assran et al. 2022): ViT with another epsilon by default."""
 
@@ -153,7 +147,6 @@ LAYOUT = VisionLayout(
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
 class Dinov3Config(VisionConfig):
     """Sizes of a DINOv3 model; its positions are a rotation with the base `rope_theta`."""
 
@@ -207,7 +200,6 @@ class GridRope:
         return value
 
 
-@dataclass(frozen=True)
 class Dinov3Flow(VisionFlow[Dinov3Config]):
     """The recipe of DINOv3: see `VisionFlow`. `pooled` is the class token after the last norm."""
 
@@ -245,7 +237,6 @@ ORIGINAL = VisionLayout(
 )
 
 
-@dataclass(frozen=True)
 class Dinov2Config(VisionConfig):
     """Sizes of a DINOv2 model."""
 
@@ -271,7 +262,6 @@ class Dinov2Config(VisionConfig):
         )
 
 
-@dataclass(frozen=True)
 class Dinov2Flow(VisionFlow[Dinov2Config]):
     """The recipe of DINOv2: see `VisionFlow`. `pooled` is the class token after the last norm.
 

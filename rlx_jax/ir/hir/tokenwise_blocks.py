@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from rlx_jax.errors import ShapeError
@@ -20,7 +18,6 @@ from rlx_jax.ir.ops.shape import AxisOf, Reshape, SplitLast
 from rlx_jax.ir.types import F32, TensorType
 
 
-@dataclass(frozen=True)
 class Linear(Hir):
     """Linear layer `act(x · w [+ b])`.
 
@@ -56,7 +53,6 @@ class Linear(Hir):
         return f"linear{'+bias' if self.bias else ''}{act}"
 
 
-@dataclass(frozen=True)
 class Split(Hir):
     """Split the last axis into consecutive `sizes`: the separate outputs of several fused `Linear` blocks.
 
@@ -84,7 +80,6 @@ class Split(Hir):
         return tuple(b(Reshape((*leading_axes, size)), part) for size, part in pairs)
 
 
-@dataclass(frozen=True)
 class GatedFfn(Hir):
     """`act(gate) ⊙ up`: the gate of SwiGLU (silu) and GeGLU (gelu_tanh). gate and up `[…, F]`."""
 
@@ -99,7 +94,6 @@ class GatedFfn(Hir):
         return b(Binary("mul"), b(Unary(self.activation), gate), up)
 
 
-@dataclass(frozen=True)
 class RmsNorm(Hir):
     """RMS norm `x · (mean(x²) + ε)^(−1/2) ⊙ (offset + γ) [+ β]`. x `[…, H]`, γ and β `[H]`.
 
@@ -120,7 +114,6 @@ class RmsNorm(Hir):
         return 0.0 if operand_index == 2 else 1.0 - self.offset
 
 
-@dataclass(frozen=True)
 class LayerNorm(Hir):
     """Layer norm `(x − mean x)(var x + ε)^(−1/2) [⊙ γ] [+ β]`. x `[…, H]`, γ and β `[H]`. See `LayerNormOp`."""
 
@@ -139,7 +132,6 @@ class LayerNorm(Hir):
         return 0.0 if operand_index == 1 + self.scaled else super().initial(operand_index, weight)
 
 
-@dataclass(frozen=True)
 class Embed(Hir):
     """Embedding look-up `E[ids]`: E `[V, H]`, ids `[…]` integers in `[0, V)` → `[…, H]`."""
 
@@ -153,7 +145,6 @@ class Embed(Hir):
 SCORES = ("softmax", "sigmoid", "chosen")
 
 
-@dataclass(frozen=True)
 class Route(Hir):
     """The router of a mixture of experts: the `top_k` experts of each token, best first, and their weights, in f32.
 
@@ -207,7 +198,6 @@ class Route(Hir):
         return 0.0
 
 
-@dataclass(frozen=True)
 class Experts(ExpertAttributes, Hir):
     """The experts of a mixture: `Σⱼ weightsⱼ · (act(x Gₑ) ⊙ (x Uₑ)) Dₑ` with e = idsⱼ.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -87,7 +86,6 @@ def _flops(op: Any, operands: Types, results: Types) -> int:
     return 2 * (results[0] if isinstance(op, Conv) else x).size * math.prod(w.shape[1:])
 
 
-@dataclass(frozen=True)
 class Conv(Mir):
     """Convolution (cross-correlation): x `[N, C, S…]`, w `[O, C/groups, K…]` → `[N, O, S'…]`.
 
@@ -123,7 +121,6 @@ class Conv(Mir):
         return Normal(math.prod(weight.shape[1:]))
 
 
-@dataclass(frozen=True)
 class ConvTranspose(Mir):
     """Transposed convolution: x `[N, C, S…]`, w `[C, O/groups, K…]` → `[N, O, S'…]`.
 
@@ -177,7 +174,6 @@ class ConvTranspose(Mir):
 POOLS = ("max", "mean", "sum", "lp", "argmax")
 
 
-@dataclass(frozen=True)
 class Pool(Mir):
     """Pool windows of x: `[N, C, S…]` → `[N, C, S'…]`, with sums in f32.
 

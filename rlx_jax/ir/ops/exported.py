@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rlx_jax.errors import ShapeError, UnsupportedError, wrong_arity
@@ -27,7 +27,6 @@ def unknown_flops(op: Any, operands: Types, results: Types) -> int:
     )
 
 
-@dataclass(frozen=True)
 class ExportedCall(Mir):
     """Call an exported program: parameters, state arrays, inputs → outputs, new state arrays.
 
