@@ -77,8 +77,8 @@ class Op(Record):
         """Return the declaration of the operands. Ops with operands that depend on attributes override it."""
         return self.operands
 
-    def check(self, *operands: TensorType) -> None:
-        """Raise an error if the attributes or operands are invalid in a way that the declaration cannot express.
+    def check(self, *operands: Any, **options: Any) -> None:
+        """Raise an error if the attributes or operand types are invalid in a way that the declaration cannot express.
 
         Runs before type inference, so that the message is in terms of the op and not of JAX.
         """
@@ -167,7 +167,7 @@ class Hir(Op):
         super().__init_subclass__(**options)
         check_traits(cls, BlockTraits, "traits = BLOCK")
 
-    def expand(self, b: Builder, *operands: Value) -> Value | tuple[Value, ...]:
+    def expand(self, b: Builder, *operands: Any, **options: Any) -> Value | tuple[Value, ...]:
         """Append the ops of the block to `b` and return their results."""
         raise NotImplementedError(type(self).__name__)
 

@@ -177,8 +177,7 @@ class SwiGLU(Hir):
         up, gate, down = self.contracts
         return f"x[…,H] {matrix('up', 'H', 'F', up)} {matrix('gate', 'H', 'F', gate)} {matrix('down', 'F', '_', down)}"
 
-    def expand(self, b: Builder, *operands: Value) -> Value:
-        x, up, gate, down = operands
+    def expand(self, b: Builder, x: Value, up: Value, gate: Value, down: Value) -> Value:
         up_out, gate_out = b(Linear(self.contracts[0]), x, up), b(Linear(self.contracts[1]), x, gate)
         return b(Linear(self.contracts[2]), b(GatedFfn("silu"), gate_out, up_out), down)
 
@@ -191,8 +190,7 @@ class ResidualRmsNorm(Hir):
 
     eps: float
 
-    def expand(self, b: Builder, *operands: Value) -> Value:
-        x, residual, *weights = operands
+    def expand(self, b: Builder, x: Value, residual: Value, *weights: Value) -> Value:
         return b(RmsNorm(self.eps), b(Binary("add"), x, residual), *weights)
 
 
@@ -293,16 +291,14 @@ class RelativeBias(Hir):
     buckets: int = 32
     max_distance: int = 128
 
-    def check(self, *operands: TensorType) -> None:
-        table, x = operands
+    def check(self, table: TensorType, x: TensorType) -> None:
         if int(table.shape[0]) < self.buckets:
             raise ShapeError(
                 f"relative_bias: a table of {self.buckets} rows or more, one for each bucket, and [B, S, …]; got "
                 f"{table} and {x}"
             )
 
-    def expand(self, b: Builder, *operands: Value) -> Value:
-        table, x = operands
+    def expand(self, b: Builder, table: Value, x: Value) -> Value:
         rows = b(Gather(), table, b(RelativeBuckets(1, self.buckets, self.max_distance), x))
         heads = b(Transpose((2, 0, 1)), rows)
         return b(Reshape((1, *(AxisOf(axis) for axis in range(3)))), heads)
@@ -335,8 +331,7 @@ class RelativeScores(Hir):
         if rows < 2 or any(table.shape[0] != rows for table in operands[2:]):
             raise ShapeError(f"relative_scores: expected {rows} rows, got {', '.join(map(str, operands[2:]))}")
 
-    def expand(self, b: Builder, *operands: Value) -> Value:
-        q, k, *tables = operands
+    def expand(self, b: Builder, q: Value, k: Value, *tables: Value) -> Value:
         rows, split = self._rows(b, q), split_axis(3, 2, (self.heads, -1))
         scores = []
         for term, table in zip(self.terms, tables, strict=True):

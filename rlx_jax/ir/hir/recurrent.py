@@ -227,9 +227,8 @@ class CausalWindow(StatefulForward, Hir):
         if self.width < 1:
             raise ShapeError(f"causal_window: a width is at least 1, got {self.width}")
 
-    def slots(self, *operands: TensorType) -> tuple[StateSlot, ...]:
+    def slots(self, x: TensorType) -> tuple[StateSlot, ...]:
         """Return the slot of the preceding tokens, if a window has more than one token."""
-        (x,) = operands
         window_type = TensorType((self.width - 1, *x.shape[2:]), F32 if is_float(x.dtype) else x.dtype)
         return (StateSlot("window", window_type),) if self.width > 1 else ()
 
@@ -303,8 +302,7 @@ class CausalConv(StatefulForward, Hir):
     bias: bool = False
     role: str | None = None
 
-    def check(self, *operands: TensorType) -> None:
-        x, w, *_ = operands
+    def check(self, x: TensorType, w: TensorType, *_: TensorType) -> None:
         if w.shape[1:-1] not in ((), (1,)):
             raise ShapeError(f"causal_conv: x is [B, S, C], w [C, J] or [C, 1, J]; got {x} and {w}").at_operands(0, 1)
 
@@ -344,8 +342,7 @@ class GatedDelta(StatefulForward, Hir):
     def packed_heads(self, operand_index: int | None) -> int | None:
         return self.key_heads if operand_index in (0, 1) else self.value_heads
 
-    def check(self, *operands: TensorType) -> None:
-        q, k, v, *_ = operands
+    def check(self, q: TensorType, k: TensorType, v: TensorType, *_: TensorType) -> None:
         if min(self.key_heads, self.value_heads) < 1 or self.value_heads % self.key_heads:
             raise GraphError(
                 f"gated_delta: {self.value_heads} value heads are not a multiple of {self.key_heads} key heads"

@@ -253,8 +253,7 @@ class EndToken(Hir):
 
     end_id: int | None
 
-    def expand(self, b: Builder, *operands: Value) -> Value:
-        x, ids = operands
+    def expand(self, b: Builder, x: Value, ids: Value) -> Value:
         end = b(Reduce("max", (1,), keepdims=True), ids) if self.end_id is None else b.scalar(self.end_id, ids)
         indices = b(Reshape((1, -1)), b(Iota(1), ids))
         # Larger than every index: the minimum over a row without an end token, which then becomes 0.
@@ -279,8 +278,7 @@ class CountedPositions(Hir):
         if self.padding < 0:
             raise GraphError(f"counted_positions: padding is an id, at least 0; got {self.padding}")
 
-    def expand(self, b: Builder, *operands: Value) -> Value:
-        (ids,) = operands
+    def expand(self, b: Builder, ids: Value) -> Value:
         is_token = b(CastTo(np.dtype(np.int32)), b(Compare("ne"), ids, b.scalar(self.padding, ids)))
         count = b(Binary("mul"), b(Cumsum(1), is_token), is_token)
         return b(Binary("add"), count, b.scalar(self.padding, count))

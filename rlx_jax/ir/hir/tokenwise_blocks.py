@@ -36,10 +36,9 @@ class Linear(Hir):
     def check(self, *operands: TensorType) -> None:
         check_linear("linear", operands, self.contract, self.f32_result)
 
-    def expand(self, b: Builder, *operands: Value) -> Value:
-        x, w = operands[:2]
+    def expand(self, b: Builder, x: Value, w: Value, *bias: Value) -> Value:
         y = b(MatMul(self.contract, f32_result=self.f32_result), x, w)
-        y = b(Binary("add"), y, operands[2]) if self.bias else y
+        y = b(Binary("add"), y, *bias) if bias else y
         return b(Unary(self.activation), y) if self.activation else y
 
     def initial(self, operand_index: int, weight: TensorType) -> Initial:
@@ -61,6 +60,7 @@ class Split(Hir):
     """
 
     traits = BLOCK
+    operands = "x"
 
     sizes: tuple[int, ...]
     shards: int = 1
@@ -69,8 +69,7 @@ class Split(Hir):
         if self.shards < 1 or any(size % self.shards for size in self.sizes):
             raise ShapeError(f"split: {self.shards} shards have no equal part of each of {list(self.sizes)}")
 
-    def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
-        (x,) = operands
+    def expand(self, b: Builder, x: Value) -> tuple[Value, ...]:
         if self.shards == 1:
             return b.add(SplitLast(self.sizes), x)
         shard_sizes = tuple(size // self.shards for size in self.sizes)
@@ -89,8 +88,7 @@ class GatedFfn(Hir):
 
     activation: str = "silu"
 
-    def expand(self, b: Builder, *operands: Value) -> Value:
-        gate, up = operands
+    def expand(self, b: Builder, gate: Value, up: Value) -> Value:
         return b(Binary("mul"), b(Unary(self.activation), gate), up)
 
 
@@ -166,8 +164,7 @@ class Route(Hir):
     scale: float = 1.0
     biased: bool = False
 
-    def check(self, *operands: TensorType) -> None:
-        logits = operands[0]
+    def check(self, logits: TensorType, *bias: TensorType) -> None:
         if not 1 <= self.top_k <= logits.shape[-1]:
             raise ShapeError(f"route: top_k is between 1 and the last axis of the logits {logits}, got {self.top_k}")
 

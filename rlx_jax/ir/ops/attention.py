@@ -87,8 +87,7 @@ class AttentionOp(Mir):
     def declaration(self) -> str:
         return " ".join(["q:float[B,S,Q!] k:q[B,T,K!] v:q[B,T,V!]", *(EXTRA_OPERANDS[name] for name in self.extra)])
 
-    def check(self, *operands: TensorType) -> None:
-        q, k, v, *extra = operands
+    def check(self, q: TensorType, k: TensorType, v: TensorType, *extra: TensorType) -> None:
         check_heads(self.heads, self.kv_heads)
         check_score_options(self.scale, self.softcap)
         if self.window is not None and self.window < 1:
@@ -326,8 +325,7 @@ class RopeTable(Mir):
     def declaration(self) -> str:
         return "positions:int[B,S,A]" if self.axes else "positions:int[B,S]"
 
-    def check(self, *operands: TensorType) -> None:
-        (positions,) = operands
+    def check(self, positions: TensorType) -> None:
         if self.axes and len(self.axes) != len(self.inv_freq):
             raise ShapeError(f"rope_table: {len(self.axes)} axes for {len(self.inv_freq)} frequencies: one for each")
         num_coordinates = positions.shape[-1]
@@ -401,8 +399,7 @@ class RopeOp(Mir):
     n_rot: int
     style: str = "half"
 
-    def check(self, *operands: TensorType) -> None:
-        x, cos, sin = operands
+    def check(self, x: TensorType, cos: TensorType, sin: TensorType) -> None:
         if self.n_rot % 2 or not 0 < self.n_rot <= self.head_dim:
             raise ShapeError(f"rope: n_rot is even and at most head_dim {self.head_dim}, got {self.n_rot}")
         if x.shape[-1] % self.head_dim:

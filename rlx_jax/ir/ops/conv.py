@@ -102,8 +102,7 @@ class Conv(Mir):
     groups: int = 1
     precision: str = "default"
 
-    def check(self, *operands: TensorType) -> None:
-        x, w = operands
+    def check(self, x: TensorType, w: TensorType) -> None:
         rank = _check_images("conv", x, w)
         check_counts("conv", rank, strides=self.strides, dilation=self.dilation)
         check_padding("conv", self.padding, rank)
@@ -138,8 +137,7 @@ class ConvTranspose(Mir):
     groups: int = 1
     precision: str = "default"
 
-    def check(self, *operands: TensorType) -> None:
-        x, w = operands
+    def check(self, x: TensorType, w: TensorType) -> None:
         rank = _check_images("conv_transpose", x, w)
         check_counts("conv_transpose", rank, strides=self.strides, dilation=self.dilation)
         check_counts("conv_transpose", rank, 0, output_padding=self.output_padding)
@@ -200,8 +198,7 @@ class Pool(Mir):
     count_include_pad: bool = False
     p: float = 2.0
 
-    def check(self, *operands: TensorType) -> None:
-        (x,) = operands
+    def check(self, x: TensorType) -> None:
         rank = x.rank - 2
         op = f"{self.kind}_pool"
         if not 1 <= rank <= 3:

@@ -75,8 +75,7 @@ class FusedSwiGLU(Mir):
     gate_first: bool = True
     activation: str = "silu"
 
-    def check(self, *operands: TensorType) -> None:
-        (x,) = operands
+    def check(self, x: TensorType) -> None:
         if x.shape[-1] % 2:
             raise ShapeError(f"fused_swiglu: the last axis is two halves, of even static size; got {x}")
 

@@ -95,8 +95,7 @@ class TakeAlongAxis(Mir):
     axis: int
     mode: str = "fill"
 
-    def check(self, *operands: TensorType) -> None:
-        x, indices = operands
+    def check(self, x: TensorType, indices: TensorType) -> None:
         if x.rank != indices.rank:
             raise ShapeError(f"take_along_axis: x and indices have the same rank, got {x} and {indices}")
 
@@ -131,8 +130,7 @@ class GatherNd(Mir):
 
     batch_dims: int = 0
 
-    def check(self, *operands: TensorType) -> None:
-        x, indices = operands
+    def check(self, x: TensorType, indices: TensorType) -> None:
         _check_index_tuples("gather_nd", x, indices, self.batch_dims)
 
     def eval(self, x: Array, indices: Array) -> Array:
@@ -180,8 +178,7 @@ class Scatter(Mir):
     axis: int
     kind: str = "set"
 
-    def check(self, *operands: TensorType) -> None:
-        x, indices, _ = operands
+    def check(self, x: TensorType, indices: TensorType, _: TensorType) -> None:
         _check_scatter("scatter", self.kind, x)
         if x.rank != indices.rank:
             raise ShapeError(f"scatter: indices have the rank of {x}, got {indices}")
@@ -208,8 +205,7 @@ class ScatterNd(Mir):
 
     kind: str = "set"
 
-    def check(self, *operands: TensorType) -> None:
-        x, indices, updates = operands
+    def check(self, x: TensorType, indices: TensorType, updates: TensorType) -> None:
         _check_index_tuples("scatter_nd", x, indices)
         _check_scatter("scatter_nd", self.kind, x)
         expected_shape = (*indices.shape[:-1], *x.shape[indices.shape[-1] :])
@@ -232,8 +228,7 @@ class TokenWindows(Mir):
 
     width: int
 
-    def check(self, *operands: TensorType) -> None:
-        (x,) = operands
+    def check(self, x: TensorType) -> None:
         if self.width < 1 or (is_static(x.shape[1]) and x.shape[1] < self.width):
             raise ShapeError(f"windows: x is [B, S + {self.width - 1}, …], got {x}")
 
@@ -256,8 +251,7 @@ class TailRows(Mir):
 
     count: int
 
-    def check(self, *operands: TensorType) -> None:
-        x, _ = operands
+    def check(self, x: TensorType, _: TensorType) -> None:
         if self.count < 1 or (is_static(x.shape[1]) and x.shape[1] <= self.count):
             raise ShapeError(f"tail_rows: x is [B, S + {self.count}, …], got {x}")
 

@@ -87,8 +87,7 @@ class MatMul(Mir):
     precision: str = "default"
     f32_result: bool = False
 
-    def check(self, *operands: TensorType) -> None:
-        x, w = operands
+    def check(self, x: TensorType, w: TensorType) -> None:
         check_product("matmul", x, w, self.contract)
 
     def eval(self, x: Array, w: Array) -> Array:
@@ -108,8 +107,7 @@ class BatchMatMul(Mir):
 
     precision: str = "default"
 
-    def check(self, *operands: TensorType) -> None:
-        a, b = operands
+    def check(self, a: TensorType, b: TensorType) -> None:
         if min(a.rank, b.rank) < 1 or a.shape[-1] != b.shape[-2 if b.rank > 1 else 0]:
             raise ShapeError(f"matmul: the inner axes of {a} and {b} differ")
 
@@ -181,8 +179,7 @@ class Fft(Mir):
     axis: int = -1
     norm: str = "backward"
 
-    def check(self, *operands: TensorType) -> None:
-        (x,) = operands
+    def check(self, x: TensorType) -> None:
         if not (is_float(x.dtype) or (x.dtype == np.complex64 and self.kind != "rfft")):
             raise DTypeError(f"{self.kind}: needs floats{', or c64' * (self.kind != 'rfft')}, got {x}; cast it")
         if not is_static(x.shape[self.axis]):
@@ -218,8 +215,7 @@ class Solve(Mir):
     traits = replace(FULL_PRECISION, flops=eliminations)
     operands = f"{MATRICES} b:a"
 
-    def check(self, *operands: TensorType) -> None:
-        a, b = operands
+    def check(self, a: TensorType, b: TensorType) -> None:
         rows: Sequence[Any] = b.shape if (a.rank, b.rank) == (2, 1) else b.shape[:-1]
         if tuple(rows) != tuple(a.shape[:-1]):
             raise ShapeError(f"solve: expected a [..., n, n] and b [..., n, k], or a [n, n] and b [n]; got {a} and {b}")

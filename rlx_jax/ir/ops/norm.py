@@ -109,8 +109,7 @@ class Standardize(Mir):
     eps: float
     centre: bool = True
 
-    def check(self, *operands: TensorType) -> None:
-        (x,) = operands
+    def check(self, x: TensorType) -> None:
         if not self.axes:
             raise ShapeError(f"standardize: expected at least one axis of {x}, got none")
         if not math.isfinite(self.eps) or self.eps < 0:

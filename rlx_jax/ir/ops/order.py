@@ -80,8 +80,7 @@ class TopK(Mir):
     largest: bool = True
     roles: tuple[str | None, ...] = ()
 
-    def check(self, *operands: TensorType) -> None:
-        (x,) = operands
+    def check(self, x: TensorType) -> None:
         size = x.shape[self.axis]
         if isinstance(self.k, bool) or self.k < 1 or (is_static(size) and self.k > size):
             raise ShapeError(f"top_k: k is between 1 and the size of axis {self.axis} of {x}, got {self.k}")

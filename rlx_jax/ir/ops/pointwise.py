@@ -137,8 +137,7 @@ class Unary(Mir):
 
     kind: str
 
-    def check(self, *operands: TensorType) -> None:
-        (x,) = operands
+    def check(self, x: TensorType) -> None:
         if self.kind not in NUMERIC_UNARY and not is_float(x.dtype):
             raise DTypeError(f"{self.kind}: needs a floating operand, got {x}")
         if x.dtype.kind == "b":
@@ -180,15 +179,15 @@ class Binary(Mir):
 
     kind: str
 
-    def check(self, *operands: TensorType) -> None:
-        dtype = operands[0].dtype
+    def check(self, a: TensorType, b: TensorType) -> None:
+        dtype = a.dtype
         if self.kind in BITWISE_BINARY and not (jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_):
-            raise DTypeError(f"{self.kind}: needs whole numbers or bools, got {operands[0]} and {operands[1]}")
+            raise DTypeError(f"{self.kind}: needs whole numbers or bools, got {a} and {b}")
         if self.kind.startswith("shift") or self.kind in ("floor_div", "trunc_div", "mod", "rem"):
             if dtype == jnp.bool_:
-                raise DTypeError(f"{self.kind}: needs numbers, got {operands[0]} and {operands[1]}")
+                raise DTypeError(f"{self.kind}: needs numbers, got {a} and {b}")
         if self.kind == "atan2" and not is_float(dtype):
-            raise DTypeError(f"atan2: needs floating operands, got {operands[0]} and {operands[1]}")
+            raise DTypeError(f"atan2: needs floating operands, got {a} and {b}")
 
     def eval(self, a: Array, b: Array) -> Array:
         return BINARY[self.kind](*same_rank(a, b))
@@ -311,8 +310,7 @@ class FakeQuantize(Mir):
     ste: str = "identity"
     learned: bool = False
 
-    def check(self, *operands: TensorType) -> None:
-        x, *scale = operands
+    def check(self, x: TensorType, *scale: TensorType) -> None:
         if isinstance(self.bits, bool) or not 2 <= self.bits <= 16:
             raise GraphError(f"fake_quantize: bits are 2 to 16, got {self.bits!r}")
         if self.learned and not scale:

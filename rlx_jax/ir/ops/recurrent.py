@@ -183,8 +183,7 @@ class SelectiveScanOp(Mir):
     held: bool = False
     every: bool = False
 
-    def check(self, *operands: TensorType) -> None:
-        x, _, a, b, *_ = operands
+    def check(self, x: TensorType, dt: TensorType, a: TensorType, b: TensorType, *_: TensorType) -> None:
         check_grouped("selective_scan", x.shape[2], b.shape[2], "heads")
         if a.shape[1:] not in ((), b.shape[3:]):
             raise ShapeError(f"selective_scan: A is [H], or [H, N] with B {b}, got {a}").at_operands(2)
@@ -228,8 +227,7 @@ class CausalConvOp(Mir):
 
     bias: bool = False
 
-    def check(self, *operands: TensorType) -> None:
-        z, w = operands[:2]
+    def check(self, z: TensorType, w: TensorType, *bias: TensorType) -> None:
         if is_static(z.shape[1]) and z.shape[1] < w.shape[1]:
             raise ShapeError(f"causal_conv: windows of {w.shape[1]} do not fit {z}").at_operands(0, 1)
 

@@ -54,16 +54,15 @@ class Reduce(Mir):
     keepdims: bool = False
     ddof: int = 0
 
-    def check(self, *operands: TensorType) -> None:
-        dtype = operands[0].dtype
-        if self.kind in FLOAT_REDUCTIONS and not jnp.issubdtype(dtype, jnp.inexact):
-            raise DTypeError(f"reduce_{self.kind}: needs floats, got {operands[0]}; cast it to f32 first")
-        if len({axis % operands[0].rank for axis in self.axes}) < len(self.axes):
+    def check(self, x: TensorType) -> None:
+        if self.kind in FLOAT_REDUCTIONS and not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise DTypeError(f"reduce_{self.kind}: needs floats, got {x}; cast it to f32 first")
+        if len({axis % x.rank for axis in self.axes}) < len(self.axes):
             raise ShapeError(f"reduce_{self.kind}: an axis is repeated in {list(self.axes)}")
         if self.ddof and self.kind not in ("var", "std"):
             raise ShapeError(f"reduce_{self.kind}: ddof is for a variance or deviation, got {self.ddof}")
-        if self.kind in ("sum", "prod") and dtype == jnp.bool_:
-            raise DTypeError(f"reduce_{self.kind}: needs numbers, got {operands[0]}; cast it to i32 first")
+        if self.kind in ("sum", "prod") and x.dtype == jnp.bool_:
+            raise DTypeError(f"reduce_{self.kind}: needs numbers, got {x}; cast it to i32 first")
 
     def eval(self, x: Array) -> Array:
         # jax.numpy widens small integers in sums and products to 32 bits; `dtype` keeps the operand's dtype.

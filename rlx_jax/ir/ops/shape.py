@@ -76,8 +76,7 @@ class Shard(Mir):
 
     roles: tuple[str | None, ...]
 
-    def check(self, *operands: TensorType) -> None:
-        (x,) = operands
+    def check(self, x: TensorType) -> None:
         if len(self.roles) != x.rank:
             raise ShapeError(f"shard: {x} and {len(self.roles)} roles")
 
@@ -185,8 +184,7 @@ class Transpose(Mir):
 
     perm: tuple[int, ...]
 
-    def check(self, *operands: TensorType) -> None:
-        (x,) = operands
+    def check(self, x: TensorType) -> None:
         if sorted(self.perm) != list(range(x.rank)):
             raise ShapeError(f"transpose: {self.perm} is not a permutation of the axes of {x}")
 
@@ -215,8 +213,7 @@ class Narrow(Mir):
     start: int
     length: int
 
-    def check(self, *operands: TensorType) -> None:
-        (x,) = operands
+    def check(self, x: TensorType) -> None:
         size = x.shape[self.axis]
         if is_static(size):
             start = self.start if self.start >= 0 else size + self.start
@@ -248,8 +245,7 @@ class SplitLast(Mir):
 
     sizes: tuple[int, ...]
 
-    def check(self, *operands: TensorType) -> None:
-        (x,) = operands
+    def check(self, x: TensorType) -> None:
         if sum(self.sizes) != x.shape[-1] or min(self.sizes) < 0:
             raise ShapeError(f"split: parts of {list(self.sizes)} do not make up the last axis of {x}")
 
@@ -268,8 +264,7 @@ class Slice(Mir):
 
     key: tuple[SliceKey, ...]
 
-    def check(self, *operands: TensorType) -> None:
-        (x,) = operands
+    def check(self, x: TensorType) -> None:
         indices = [k for k in self.key if k is not None and k is not Ellipsis]
         if len(indices) > x.rank:
             raise ShapeError(f"slice: {len(indices)} indices for {x}")
@@ -318,8 +313,7 @@ class RepeatHeads(Mir):
     heads: int
     times: int
 
-    def check(self, *operands: TensorType) -> None:
-        (x,) = operands
+    def check(self, x: TensorType) -> None:
         if x.shape[-1] % self.heads:
             raise ShapeError(f"repeat_heads: the last axis of {x} is not a multiple of {self.heads} heads")
 
@@ -345,8 +339,7 @@ class Pad(Mir):
     mode: str = "constant"
     value: float = 0.0
 
-    def check(self, *operands: TensorType) -> None:
-        (x,) = operands
+    def check(self, x: TensorType) -> None:
         if len(self.widths) != x.rank:
             raise ShapeError(f"pad: {x} has {x.rank} axes, got widths for {len(self.widths)}: {list(self.widths)}")
         if self.value and self.mode != "constant":
@@ -367,8 +360,7 @@ class Tile(Mir):
 
     reps: tuple[int, ...]
 
-    def check(self, *operands: TensorType) -> None:
-        (x,) = operands
+    def check(self, x: TensorType) -> None:
         if len(self.reps) != x.rank or any(isinstance(r, bool) or r < 1 for r in self.reps):
             raise ShapeError(f"tile: expected a number of at least 1 for each axis of {x}, got {self.reps}")
 

@@ -124,8 +124,7 @@ class GridPositions(Mir):
     patch: Sides
     antialias: bool = False
 
-    def check(self, *operands: TensorType) -> None:
-        table, images = operands
+    def check(self, table: TensorType, images: TensorType) -> None:
         check_sizes("grid_positions", "the grid", self.grid)
         patches_of("grid_positions", images, self.patch)
         if table.shape[0] != self.grid[0] * self.grid[1]:
@@ -225,8 +224,7 @@ class Resize(Mir):
     roi: tuple[tuple[float, float], ...] | None = None
     extrapolation: float = 0.0
 
-    def check(self, *operands: TensorType) -> None:
-        (x,) = operands
+    def check(self, x: TensorType) -> None:
         for axis in self.axes:
             if not is_static(x.shape[axis]):
                 raise ShapeError(f"resize: axis {axis} of {x} is symbolic; resized axes need static sizes")
@@ -326,8 +324,7 @@ class GridSample(Mir):
     padding: str = "zeros"
     align_corners: bool = False
 
-    def check(self, *operands: TensorType) -> None:
-        x, grid = operands
+    def check(self, x: TensorType, grid: TensorType) -> None:
         spatial = x.rank - 2
         if not 1 <= spatial <= 3 or grid.rank != x.rank or grid.shape[-1] != spatial:
             raise ShapeError(f"grid_sample: x is [N, C, S…] and grid [N, O…, d] with d of 1 to 3; got {x} and {grid}")
