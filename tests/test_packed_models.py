@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ import rlx_jax as rlx
 from rlx_jax.compiler.settings import settings_for
 from rlx_jax.errors import ProfileError, RlxWarning, UnsupportedError, WeightError, WeightShapeError
 from rlx_jax.ir.ops.index import Gather
+from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.packed import Packed, PackedSpec
 from rlx_jax.ir.param import packed_parameter
 from rlx_jax.ir.types import short_name
-from rlx_jax.lowering.lir.packed import PackedWeight, decoding_bytes, dequant_gather
+from rlx_jax.lowering.lir.packed import PackedWeight, decoding_bytes, dequant_gather, dequant_matmul
 from rlx_jax.trace.parameters import WeightStack
 from rlx_jax.weights.quantized_tensors import declare_scheme
 from tests.oracles.checkpoints import FIXTURES
@@ -414,16 +416,33 @@ def test_packing_is_refused_where_all_weights_are_trained() -> None:
         rlx.compile(FLOW, {"w": FLOATS["0.a"][:, :64]}, program="train", profile=profile)
 
 
-@pytest.mark.parametrize("count", [389, 256, 100])
-def test_look_ups_where_rows_share_scales(count: int) -> None:
-    """Each id finds the scale of its block of 128 rows, also where the last block has fewer."""
+def blocks_of_rows(count: int) -> PackedWeight:
+    """A matrix `[count, 256]` with a scale for each block of 128 × 128."""
     scheme = declare_scheme("fp8_e4m3", 8, 128, "f32", table="e4m3", rows=128)
     scales = RNG.uniform(0.5, 2, (-(-count // 128), 2)).astype(np.float32)
     arrays = {"codes": RNG.integers(0, 120, (count, 256), np.uint8), "scales": scales.view(np.uint32)}
-    table = PackedWeight(arrays, scheme.name, F32, F32)
-    ids = np.arange(count, dtype=np.int32)
+    return PackedWeight(arrays, scheme.name, F32, F32)
+
+
+@pytest.mark.parametrize("count", [389, 256, 100])
+def test_look_ups_where_rows_share_scales(count: int) -> None:
+    """Each id finds the scale of its block of 128 rows, also where the last block has fewer."""
+    table, ids = blocks_of_rows(count), np.arange(count, dtype=np.int32)
     rows, whole = jax.jit(lambda table: (dequant_gather(Gather(), table, ids), table.decode()))(table)
     np.testing.assert_array_equal(rows, whole)
+
+
+@pytest.mark.parametrize(("target", "count"), [("cuda", 389), ("cuda", 256), ("cuda", 100), ("cpu", 389)])
+def test_products_by_tiles(target: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 128 rows, the last of them smaller: the product and its gradient are those of the decoded matrix."""
+    monkeypatch.setattr("rlx_jax.lowering.lir.packed.DEFAULT_TILE_BYTES", 128 * 256 * 4)
+    w, x = blocks_of_rows(count), RNG.standard_normal((3, 256)).astype(np.float32)
+    multiply = partial(dequant_matmul, target, MatMul(contract=1))
+    y, gradient = jax.jit(jax.value_and_grad(lambda x: (multiply(x, w) ** 2).sum()))(x)
+    values = np.asarray(w.decode(), np.float64)
+    assert_close(y, ((x @ values.T) ** 2).sum())
+    assert_close(gradient, 2 * (x @ values.T) @ values)
+    assert str(jax.make_jaxpr(multiply)(x, w)).count("scan") == (target == "cpu")
 
 
 def test_boxes_of_arrays_with_an_incomplete_group() -> None:

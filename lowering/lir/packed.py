@@ -156,7 +156,8 @@ def dequant_matmul(
         else:
             y = (w.decode().astype(jnp.float32)[None] * flat).sum(axis=-1)
         return y.reshape(*x.shape[:-1], -1).astype(jnp.float32 if op.f32_result else x.dtype)
-    return tiled_product(op, x, w, tile_rows(w.shape, w.scheme, w.dtype, target))
+    tile, height = tile_rows(w.shape, w.scheme, w.dtype, target), w.shape[0]
+    return tiled_product(op, x, w, tile) if target == "cpu" and tile < height else unrolled_product(op, x, w, tile)
 
 
 def tile_rows(shape: Sequence[DimLike], scheme: str, dtype: np.dtype[Any], target: str) -> int:
@@ -172,16 +173,31 @@ def tile_rows(shape: Sequence[DimLike], scheme: str, dtype: np.dtype[Any], targe
     return min(max(1, rows // unit) * unit, height)
 
 
-def tiled_product(op: MatMul, x: AnyArray, w: PackedWeight, tile: int) -> AnyArray:
+def unrolled_product(op: MatMul, x: AnyArray, w: PackedWeight, tile: int) -> AnyArray:
     """Compute a product with a packed weight, decoding `tile` of its rows at a time.
+
+    On a GPU a loop of XLA takes twice as long: one H200, bf16, 64 rows by 8192 x 2048, Q8_0, in tiles of 4096 rows: 84
+    and 32 µs.
+    """
+    height, products = w.shape[0], list[AnyArray]()
+    # A gradient decodes a tile again, instead of keeping a decoded copy of each.
+    product = jax.checkpoint(lambda x, part: op.eval(x, part.decode()))
+    for start in range(0, height, tile):
+        size = min(tile, height - start)
+        each = {name: w.rows_of(array, height) for name, array in w.arrays.items()}
+        arrays = {n: a[start // each[n] : start // each[n] + -(-size // each[n])] for n, a in w.arrays.items()}
+        # XLA would decode the tiles of all layers first, as these need no activations, and hold them all.
+        x, products, part = lax.optimization_barrier((x, products, replace(w, arrays=arrays)))
+        products.append(product(x, part))
+    return products[0] if len(products) == 1 else jnp.concatenate(products, axis=-1)
+
+
+def tiled_product(op: MatMul, x: AnyArray, w: PackedWeight, tile: int) -> AnyArray:
+    """Compute `unrolled_product` as a loop, for a CPU and more than one tile.
 
     The scales of groups are computed before the loop, which XLA:CPU would otherwise do again for each value.
     """
     height = w.shape[0]
-    if tile == height:
-        # A gradient decodes the weight again, instead of keeping a decoded copy of it for each layer.
-        product_of_all: AnyArray = jax.checkpoint(lambda x, w: op.eval(x, w.decode()))(x, w)
-        return product_of_all
     count = height // tile
     scales = group_scales(w.arrays, w.scheme)
 
