@@ -248,9 +248,9 @@ def generate_iter(
     total = len(prompts) if isinstance(prompts, Sized) else None
     options_of_all = request.options[0]
     shared_seed = options_of_all.seed if seed is not None or options_of_all.sampler.temperature else None
-    stream = PromptStream(self._lm, request, errors == "return", details, stop, shared_seed)
+    stream = PromptStream(self._lm, request, details, stop, shared_seed)
     run = run_jobs(self._lm, request, new, stream.jobs(prompts), total, request.slots or max_slots(self._lm))
-    return (stream.output(item) for item in run)  # a generator, to close
+    return stream.outputs(run, errors == "raise")
 
 
 @dataclass(eq=False)
@@ -260,7 +260,6 @@ class PromptStream:
     Attributes:
         lm: the model.
         request: the options of all prompts; it has no rows.
-        returns_errors: whether errors are yielded, not raised.
         details: whether a `Completion` is yielded for each answer.
         stop: the argument of the call.
         seed: the seed of prompts without one; None until the first of them is sampled.
@@ -268,22 +267,21 @@ class PromptStream:
 
     lm: LanguageModel
     request: Request
-    returns_errors: bool
     details: bool
     stop: Any
     seed: Any
 
     def jobs(self, prompts: Iterable[Any]) -> Iterator[SlotJob | tuple[int, RlxError]]:
         """Yield the job of each prompt, or its index and what is wrong with it."""
-        for position, prompt in enumerate(prompts):
-            request, index = prompt if isinstance(prompt, PromptRequest) else PromptRequest(prompt), position
+        for index, prompt in enumerate(prompts):
+            request = prompt if isinstance(prompt, PromptRequest) else PromptRequest(prompt)
+            job: SlotJob | RlxError
             try:
-                index = request.checked_index(position)
+                index = request.checked_index(index)
                 job = self.make_job(index, request)
             except RlxError as error:
-                yield index, self.returned(error)
-                continue
-            yield job
+                job = error
+            yield (index, job) if isinstance(job, RlxError) else job
 
     def make_job(self, index: int, prompt: PromptRequest) -> SlotJob:
         """Return the job of a prompt.
@@ -307,25 +305,20 @@ class PromptStream:
         check_length(self.lm, len(ids), options.budget, name, None)
         return SlotJob(index, ids, options, as_text=prompts.texts is not None or prompt.messages is not None)
 
-    def returned(self, error: RlxError) -> RlxError:
-        """Return an error to yield it.
+    def outputs(self, run: Iterable[SlotJob | tuple[int, RlxError]], raises: bool) -> Iterator[tuple[int, Any]]:
+        """Yield what `generate_iter` does for jobs that ended, and for prompts that are refused.
 
         Raises:
-            RlxError: the error, if errors are raised.
+            RlxError: the error of a prompt, if `raises`.
         """
-        if self.returns_errors:
-            return error
-        raise error
-
-    def output(self, job: SlotJob | tuple[int, RlxError]) -> tuple[int, Any]:
-        """Return what `generate_iter` yields for a job that ended, or for a prompt that is refused."""
-        if isinstance(job, tuple):
-            return job
-        new = job.new
-        output = make_output(self.lm, self.request, job.options, new, job.as_text, self.details)
-        if not new.failed:
-            return job.index, output
-        return job.index, self.returned(not_finite_error({job.index: len(new.ids)}, [output]))
+        for job in run:
+            index, output = job if isinstance(job, tuple) else (job.index, None)
+            if isinstance(job, SlotJob):
+                output = make_output(self.lm, self.request, job.options, job.new, job.as_text, self.details)
+                output = not_finite_error({index: len(job.new.ids)}, [output]) if job.new.failed else output
+            if raises and isinstance(output, RlxError):
+                raise output
+            yield index, output
 
 
 def fits_device(device: SlotClasses, job: SlotJob) -> bool:
