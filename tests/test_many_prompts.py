@@ -490,8 +490,8 @@ def test_prompts_with_options_of_their_own() -> None:
     wrong = [rlx.PromptRequest(**({"prompt": [1]} | options if options else {})) for options in own]
     told = ["got none", "got both", "max_new_tokens is -1", "sampler is 3", "stop", "seed", "min_tokens is 3"]
     told += [f"index is {index!r}" for index in (-1, 2**31, "7", 1.5)]
-    for (_, error), part in zip(sorted(model.generate_iter(wrong, errors="return")), told, strict=True):
-        assert isinstance(error, errors.RequestError) and part in str(error)
+    for (i, error), part in zip(sorted(model.generate_iter(wrong, errors="return")), told, strict=True):
+        assert isinstance(error, errors.RequestError) and part in str(error) and error.__notes__ == [f"of prompts[{i}]"]
     eos = rlx.CausalLM(model.model, eos_ids=[model.generate([1], 2)[0]])
     both = [[1], rlx.PromptRequest([1], sampler=rlx.Sampler(ignore_eos=True))]
     assert [len(ids) for _, ids in sorted(eos.generate_iter(both, 2, slots=1))] == [1, 2]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.compiler.executable import StateArrays
+from rlx_jax.device import out_of_memory
 from rlx_jax.errors import NumericsError
 from rlx_jax.generate.decode import FirstTokens, LogProbs, RowTokens
 from rlx_jax.generate.decode_state import fits, gather_rows, prompt_indices, resize_state
@@ -182,7 +183,8 @@ class Generation:
             # Dispatch the next block before waiting for this one, unless that would compile first.
             if can_run_ahead and not is_last:
                 self.advance()
-            block, counts, log_probs, running = jax.device_get((tokens, counts, log_probs, rows.running))
+            with out_of_memory(f"decoding of {self.count} rows", lambda: "pass fewer prompts, or slots="):
+                block, counts, log_probs, running = jax.device_get((tokens, counts, log_probs, rows.running))
             yield block[: self.count], log_probs, counts
             if is_last or not running.any():
                 return

@@ -280,6 +280,7 @@ class PromptStream:
                 index = request.checked_index(index)
                 job = self.make_job(index, request)
             except RlxError as error:
+                error.add_note(f"of prompts[{index}]")
                 job = error
             yield (index, job) if isinstance(job, RlxError) else job
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from rlx_jax.compiler.executable import Arrays, StateArrays
 from rlx_jax.compiler.settings import SlotSizes
-from rlx_jax.device import num_cpus
+from rlx_jax.device import num_cpus, out_of_memory
 from rlx_jax.generate.decode import SLOT_INPUTS, STOPPED, MoveRows, RequestRows, RowTokens, Sizes, put_carry
 from rlx_jax.generate.decode_state import LeafMove, leaf_moves, move_state, resize_state
 from rlx_jax.generate.drafters import empty_pairs
@@ -136,7 +136,9 @@ class Slots:
 
     def end_decode(self, results: Any) -> dict[int, tuple[RowTokens, bool]]:
         """Return the new tokens by slot, and whether it continues, from the result of `start_decode`."""
-        tokens, log_probs, running, first = jax.device_get(results)
+        # A program that was dispatched without an error may have none of its results.
+        with out_of_memory(f"decoding in {self.num_slots} slots", lambda: "pass fewer slots="):
+            tokens, log_probs, running, first = jax.device_get(results)
         self.num_steps += int((tokens != STOPPED).any(axis=0).reshape(-1, self.plan.num_drafts + 1).any(axis=1).sum())
         new = [RowTokens() for _ in running]
         for slots, ids, values in (*first, (range(self.num_slots), tokens, log_probs)):
