@@ -57,6 +57,22 @@ def test_a_config_is_a_random_model() -> None:
         rlx.init(rlx.ModelFlow("m").input("x", ("batch", 8)).linear("w"), 0)
 
 
+def test_random_weights_are_stored_once() -> None:
+    """In the profile's type, whose values are those of f32 rounded; weights packed on the device have the same."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    recipe = rlx.Llama32Flow.for_prefill({"architectures": ["LlamaForCausalLM"], "vocab_size": 96, **sizes})
+    precise = rlx.init(recipe, 3).weights()
+    before = {id(array) for array in jax.live_arrays()}
+    model = rlx.init(recipe, 3, profile=rlx.CompileProfile().replace(precision={"weights": "bf16"}))
+    left = [array for array in jax.live_arrays() if id(array) not in before and array.size > HIDDEN]
+    assert {str(array.dtype) for array in left} == {"bfloat16"}
+    packed = rlx.init(recipe, 3, profile=rlx.CompileProfile().replace(precision={"weights": "int8"}))
+    for key, value in precise.items():
+        expected = np.asarray(value)
+        np.testing.assert_array_equal(np.asarray(model.weights()[key]), expected.astype("bfloat16"))
+        np.testing.assert_allclose(np.asarray(packed.weights()[key]), expected, atol=0.01 * np.abs(expected).max())
+
+
 W = np.random.default_rng(0).normal(size=(6, 8)).astype("f4")
 
 

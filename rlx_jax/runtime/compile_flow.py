@@ -26,7 +26,6 @@ from rlx_jax.errors import (
     listing,
     suggest_keywords,
 )
-from rlx_jax.ir.weight_reads import shapes_only
 from rlx_jax.lowering.hir.derive import PROGRAMS, unknown_program
 from rlx_jax.lowering.lir.plan import layout_of
 from rlx_jax.profiles import ProfileLike
@@ -37,6 +36,7 @@ from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.programs import Companion, Programs
 from rlx_jax.weights.execute import load_leaves
 from rlx_jax.weights.format import CompileOptions, OpenOptions
+from rlx_jax.weights.overlay import has_any_values
 
 
 @suggest_keywords()
@@ -170,7 +170,7 @@ def finish_models(programs: Programs, program: str = "forward") -> dict[str, Com
     models = {name: CompiledModel(programs, name, program) for name in programs.flows}
     if not programs.layout.params:
         return {name: model.replace(params={}) for name, model in models.items()}
-    if not has_data(programs):
+    if not has_any_values(programs.source):
         if programs.init_key is None:
             return models
         (model,) = models.values()  # weights of several flows were initialized before, by `build_with_missing`
@@ -195,12 +195,6 @@ def finish_models(programs: Programs, program: str = "forward") -> dict[str, Com
             cancelled.set()
             raise
     return {name: replace(model, load_seconds=seconds).replace(params) for name, model in models.items()}
-
-
-def has_data(programs: Programs) -> bool:
-    """Return whether the source has values, not only shapes."""
-    source = programs.source
-    return source is not None and not shapes_only(source)
 
 
 def load_params(programs: Programs, device: Any, cancelled: threading.Event) -> tuple[dict[str, jax.Array], float]:
@@ -266,7 +260,7 @@ def _make_companion(model: CompiledModel, params: dict[str, Any], make: MtpFacto
         The programs of the companion, and the loaded parameters.
     """
     base = model.programs
-    if not shares_all and not has_data(base):
+    if not shares_all and not has_any_values(base.source):
         raise MissingWeightError(
             f"{model.name}: the weights are shapes without values, so the drafter's cannot be loaded: pass weights="
         )

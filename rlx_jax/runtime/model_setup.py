@@ -45,7 +45,7 @@ from rlx_jax.ir.graph import Graph, Param
 from rlx_jax.ir.param import Quantized, packed_parameter
 from rlx_jax.ir.paths import Path, bind_path, path_text
 from rlx_jax.ir.types import is_float
-from rlx_jax.ir.weight_reads import WeightSource, shapes_only
+from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.lowering.inspect.hlo import without_layer_numbers
 from rlx_jax.lowering.lir.plan import Layout, layout_of
 from rlx_jax.lowering.lower import expand_composites
@@ -58,7 +58,7 @@ from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.weights.format import OpenOptions
 from rlx_jax.weights.initial import initial_params, initial_weights
-from rlx_jax.weights.overlay import has_values, with_initialized
+from rlx_jax.weights.overlay import has_any_values, has_values, with_initialized
 from rlx_jax.weights.source import open_weights
 
 # The built flows by name, with the seconds that each build took.
@@ -107,6 +107,11 @@ def make_programs(
     # The cached programs are derived later, from the same parameters as `forward`.
     first = program if program in ("train", "explicit") else "forward"
     settings, layout, templates = plan_layout(builds, settings, first)
+    if init_key is not None and not has_any_values(source) and any(map(packed_parameter, layout.params.values())):
+        # Packed from their values as those of a checkpoint are.
+        (built,) = builts
+        values = initial_weights(expand_composites(built.hir, built.types), built.params, init_key, built.inits)
+        source = with_initialized(source, values)
     check_quantized_blocks(settings, [template.hir for template in templates.values()])
     if model_sharding is not None:
         check_divisible(model_sharding, layout.params.values())
@@ -431,7 +436,7 @@ def init_missing_weights(builts: Sequence[Built], key: jax.Array) -> dict[str, j
     several = len(builts) > 1
     for built in builts:
         missing = {name for name in built.params if not has_values(built.source, name)} - set(values)
-        if missing and (several or not (built.source is None or shapes_only(built.source))):
+        if missing and (several or has_any_values(built.source)):
             graph = expand_composites(built.hir, built.types)
             values |= initial_weights(graph, missing, key, built.inits)
     return values

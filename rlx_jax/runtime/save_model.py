@@ -30,13 +30,13 @@ from rlx_jax.ir.types import TensorType, is_float, short_name
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.runtime.arguments import check_params
 from rlx_jax.runtime.checkpoint_origin import CONFIG, CheckpointOrigin, with_quantization, with_unused_weights
-from rlx_jax.runtime.compile_flow import has_data
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.weights.execute import fill, read_numbers
 from rlx_jax.weights.format import Entry, narrow_values
 from rlx_jax.weights.gguf import SUFFIX
 from rlx_jax.weights.gguf_write import file_type
 from rlx_jax.weights.inverse import Piece, decoded_leaves, join_pieces, pieces
+from rlx_jax.weights.overlay import has_any_values
 from rlx_jax.weights.quantize import quantized_entries
 from rlx_jax.weights.save import parse_dtype, write_checkpoint
 
@@ -86,7 +86,7 @@ def save(
     programs = compiled.programs
     params = compiled.require_params("save")
     check_params(params, compiled.param_specs())
-    source = programs.source if has_data(programs) else None
+    source = programs.source if has_any_values(programs.source) else None
     target, storage = parse_dtype(dtype, format, "save: dtype=")
     if loaded_from is None and storage is not None or format == "gguf":
         if loaded_from is None:

@@ -40,7 +40,9 @@ def initial_params(
             if isinstance(op, Param):
                 for name in (k for program in op.programs for k in keys_of(program)):
                     readers.setdefault(name, (node, operand_index))
-    stored = {k.key: k.type for program in leaves.values() for k in stored_keys(program)}
+    in_layout = {k.key: k.type for program in leaves.values() for k in stored_keys(program)}
+    # In the graph's order, so that values do not depend on which weights the layout fuses.
+    stored = {name: in_layout[name] for name in _stored_names(graph) if name in in_layout}
     keys = dict(zip(stored, _split(key, max(len(stored), 1)), strict=False))
     custom_inits = inits or {}
     values = {
@@ -56,8 +58,13 @@ def initial_weights(
     graph: Graph, weight_keys: Collection[str], key: jax.Array, inits: Mapping[str, Init]
 ) -> dict[str, jax.Array]:
     """Return the weights of a flow with the checkpoint keys `weight_keys`, initialized as in `initial_params`."""
-    stored = {k.key: k for leaf in graph.params() for program in leaf.programs for k in stored_keys(program)}
+    stored = _stored_names(graph)
     return initial_params(graph, {name: stored[name] for name in stored if name in weight_keys}, key, inits)
+
+
+def _stored_names(graph: Graph) -> dict[str, Key]:
+    """Return what a graph's parameters read of a checkpoint by key, in the graph's order."""
+    return {k.key: k for leaf in graph.params() for program in leaf.programs for k in stored_keys(program)}
 
 
 def _assemble(program: Program, values: Mapping[str, jax.Array]) -> jax.Array:
