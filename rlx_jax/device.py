@@ -69,6 +69,8 @@ class Device:
         return f"{self.name} ({', '.join(facts)})" if facts else self.name
 
 
+_describing = threading.Lock()
+
 # The lowest compute capability with cuDNN's flash attention.
 MIN_FLASH_CAPABILITY = (8, 0)
 
@@ -134,15 +136,19 @@ def named_device(name: str) -> Device:
 
 def running_device() -> Device:
     """Return the device that JAX computes on: `jax.default_device` if set, else the first of the default backend."""
-    return _running(jax.config.jax_default_device)  # type: ignore[attr-defined]
+    with _describing:
+        return _running(jax.config.jax_default_device)  # type: ignore[attr-defined]
 
 
 def start_device() -> None:
-    """Start the device in a thread, as the first copy to a GPU takes 2 s, in which the caller can plan the program."""
+    """Start the device in a thread: JAX reserves the memory of a GPU at the first copy, which takes 2 s, in which the
+    caller can import, plan the program and read weights."""
     device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
 
     def copy() -> None:
         with contextlib.suppress(Exception):  # the caller's first use of the device fails as well, and reports it
+            with _describing:  # before the copy, during which a device reports nothing
+                _running(device)
             jax.device_put(np.zeros(1, np.float32), device)
 
     threading.Thread(target=copy).start()

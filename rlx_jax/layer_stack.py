@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
-from rlx_jax import blocks
+import rlx_jax.blocks as blocks
 from rlx_jax.blocks.control import BlockStage, check_stages
 from rlx_jax.blocks.encoder import bert_layer_prefix, normalize_style
 from rlx_jax.errors import GraphError, quote, shown

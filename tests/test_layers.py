@@ -21,7 +21,7 @@ ROOMS = (
 )  # fmt: skip
 """From the ground up: a module imports its own room and those before it."""
 
-SURFACE = ("", "__main__", "cli", "compile_steps", "demo", "eval", "nnx", "quantization")
+SURFACE = ("", "__main__", "cli", "compile_steps", "demo", "eval", "nnx", "public", "quantization")
 SHARED = {"at": "flow", "flow_outputs": "flow", "layer_stack": "flow", **dict.fromkeys(SURFACE, "surface")}
 """Files at the package's root that are no room of their own. "" is the package itself."""
 
@@ -99,8 +99,12 @@ def test_imports_point_upwards() -> None:
     assert wrong == []
 
 
-LAZY = {"rlx_jax": {"rlx_jax.eval", "rlx_jax.nnx", "rlx_jax.train"}}
-"""What is imported when it is first used: the modules that need lm_eval and flax, and what only training needs."""
+LAZY = {
+    "rlx_jax": {"rlx_jax.eval", "rlx_jax.nnx", "rlx_jax.train", "rlx_jax.public"},
+    "rlx_jax.loading.start": {"rlx_jax.flow"},
+}
+"""What is imported when it is first used: the modules that need lm_eval and flax, what only training needs, and what
+`load` imports while the device starts."""
 
 
 def test_no_import_of_the_package_hides() -> None:

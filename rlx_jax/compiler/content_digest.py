@@ -8,7 +8,6 @@ import functools
 import hashlib
 import os
 import sys
-import time
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from rlx_jax.ir.graph import Value
 PACKAGE = __name__.partition(".")[0]
 # The packages whose classes are what their names say: the version of each is known wherever a digest is used.
 KNOWN_PACKAGES = (PACKAGE, "builtins", "numpy", "ml_dtypes", "jax")
-IMPORT_TIME = time.time()
+IMPORT_TIME: float = sys.modules[PACKAGE].IMPORT_TIME
 
 
 def content_digest(value: Any) -> str | None:

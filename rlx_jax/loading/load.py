@@ -1,6 +1,6 @@
-"""`rlx_jax.load`: load a checkpoint directory, or a model of the Hub, as an object to call.
+"""The models that `rlx_jax.load` returns.
 
-The kind of the checkpoint decides which class `load` returns: `CausalLM`, `Encoder`, `Classifier`, `Reranker`,
+The kind of the checkpoint decides the class: `CausalLM`, `Encoder`, `Classifier`, `Reranker`,
 `TokenClassifier`, `QuestionAnswerer`, `MaskedLM`, `VisionEncoder`, `ImageClassifier` or `DualEncoder`.
 """
 
@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from rlx_jax.device import start_device
 from rlx_jax.encode.answering import QuestionAnswerer
 from rlx_jax.encode.checkpoint import Checkpoint, open_checkpoint
 from rlx_jax.encode.classifier import Classifier, Reranker
@@ -43,50 +42,12 @@ from rlx_jax.weights.format import OpenOptions
 H = TypeVar("H", bound=HeadModel)
 
 
-def load(
-    path: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None,
-    subfolder: str = "", file: str | None = None, dtype: Any = None, recipe: ModelRecipe | None = None,
-    adapter: str | os.PathLike[str] | None = None, head: bool = True, ignore_fields: Iterable[str] = (),
-    expect_sha256: str | None = None, prefix_cache: int | str | None = None, **options: Any,
+def load_path(
+    path: str | os.PathLike[str], revision: str | None, token: str | bool | None, subfolder: str, file: str | None,
+    dtype: Any, recipe: ModelRecipe | None, adapter: str | os.PathLike[str] | None, head: bool,
+    ignore_fields: Iterable[str], expect_sha256: str | None, prefix_cache: int | str | None, options: dict[str, Any],
 ) -> Any:  # fmt: skip
-    """Load a Hugging Face or sentence-transformers directory, a GGUF file, or an artifact of `export`, as a `CausalLM`,
-    an `Encoder`, a `Classifier`, a `Reranker`, a `TokenClassifier`, a `QuestionAnswerer`, a `MaskedLM`, a
-    `VisionEncoder`, an `ImageClassifier` or a `DualEncoder`, depending on its config.
-
-    Args:
-        path: a directory; a `.gguf` file, the first one if the model has several parts; a `.rlxa` file, which takes no
-            other arguments than `expect_sha256` and `progress`; or, where there is no such
-            path, `"org/name"`, a model of the Hub. Only the files that are needed are downloaded, into
-            huggingface_hub's cache. The environment variables `HF_ENDPOINT`, `HF_HOME` and `HF_HUB_CACHE` set the
-            server and the directories; with `HF_HUB_OFFLINE` only the cache is used.
-        revision: branch, tag or commit of a model of the Hub; `main` by default.
-        token: access token for the Hub. None uses `HF_TOKEN` or the token of a login, False uses none.
-        subfolder: the directory of the model within `path`, as in a pipeline of diffusers.
-        file: a `.gguf` file in the directory or the model of the Hub, to load in place of its safetensors.
-        dtype: the compute dtype, `precision.compute` of the profile: "bf16", "bfloat16", `jnp.bfloat16` and so on.
-        recipe: a recipe to use in place of the checkpoint's: `rlx_jax.recipe_for(path)` with hooks, or one made from
-            another checkpoint of the same config, or from the config alone. The weights are loaded from `path`.
-        adapter: a directory with a LoRA adapter of PEFT's, which the model applies: see `rlx_jax.lora`.
-        head: False loads the model without the head of its task, as an `Encoder` or `VisionEncoder`.
-        ignore_fields: fields of `config.json` to ignore. Fields that are not supported and may change the computation
-            are an error unless they are listed: `["router_scale"]`, in nested objects `["rope_scaling.finetuned"]`.
-            `report().ignored_fields` names them.
-        expect_sha256: the digest that `export` returned for a `.rlxa` file; another file is refused.
-        prefix_cache: as in `CausalLM`.
-        options: `profile`, `mesh`, `strict`, `missing` and `key` of `rlx_jax.compile`, where `missing` decides whether
-            weights missing from the checkpoint, such as the weights of new blocks in `recipe`, are an error or
-            initialized. From `open_weights`: `on_nonfinite`, `links`, `max_bytes`, `verify`, `subtree`. And the
-            callback `progress` for loading and compiling: `progress("load", bytes read, total bytes)`,
-            `progress("download model.safetensors", bytes, total bytes)`, for shards `"download 4 files"`, and
-            `progress("compile prefill of batch 1, seq 16", 0, 1)`, then with 1 of 1; see
-            `rlx_jax.compiler.executable.Progress`.
-
-    Raises:
-        ConfigError, UnsupportedError, WeightError, TokenizerError: see `rlx_jax.errors`.
-        MissingFileError: `path` is neither a directory nor a model. HubError: the Hub refuses or cannot be reached.
-        IntegrityError: the downloaded bytes are not the bytes of the commit, or an artifact was altered or truncated.
-        VersionMismatchError, PlatformMismatchError, ArtifactFormatError: an artifact that this process cannot load.
-    """
+    """Return the model of a checkpoint or an artifact; arguments and errors as in `rlx_jax.load`."""
     if is_artifact(path):
         arguments = {"revision": revision, "token": token, "subfolder": subfolder or None, "file": file, "dtype": dtype,
                      "recipe": recipe, "adapter": adapter, "head": None if head is True else head,
@@ -100,7 +61,6 @@ def load(
         ignore_fields=ignore_fields, head=head, other_arguments=("dtype", "recipe", "adapter"),
     )  # fmt: skip
     check_kind(checkpoint)
-    start_device()
     return load_checkpoint(checkpoint, dtype, recipe, adapter, prefix_cache)
 
 
@@ -108,7 +68,7 @@ def load_checkpoint(
     checkpoint: Checkpoint, dtype: Any, recipe: ModelRecipe | None, adapter: str | os.PathLike[str] | None,
     prefix_cache: int | str | None,
 ) -> LoadedModel:  # fmt: skip
-    """Return the model of an open checkpoint; arguments and errors as in `load`."""
+    """Return the model of an open checkpoint; arguments and errors as in `rlx_jax.load`."""
     model_recipe = checkpoint.pretrained.recipe if recipe is None else checkpoint.bind(recipe)
     if adapter is not None:
         model_recipe = lora(model_recipe, adapter=adapter)
@@ -180,7 +140,7 @@ def check_kind(checkpoint: Checkpoint) -> None:
             f"{quote(folder.path)}: only the encoder is loaded, and not the head of its task, which is not built: "
             f"{len(pretrained.head_keys)} weights are left out, {listing(pretrained.head_keys)}",
             RlxWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from rlx_jax import models
+import rlx_jax.models as models
 from rlx_jax.errors import GraphError, UnsupportedError, WeightError, did_you_mean, listing, quote
 from rlx_jax.flow import ModelRecipe
 from rlx_jax.io.folder import Folder

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 
-from rlx_jax import errors
+import rlx_jax.errors as errors
 from rlx_jax.errors import RequestError, RlxError, SaveFailedError, StorageError, UnsupportedError, quote
 
 _PREFIX_COUNTER = itertools.count()

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax import losses
+import rlx_jax.losses as losses
 from rlx_jax.compiler.compile_cache import with_compile_cache
 from rlx_jax.compiler.executable import Arrays
 from rlx_jax.device import out_of_memory

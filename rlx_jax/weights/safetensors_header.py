@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from rlx_jax import errors
+import rlx_jax.errors as errors
 from rlx_jax.errors import DuplicateWeightError, LimitError, SafetensorsError, UnsupportedError, did_you_mean, quote
 from rlx_jax.io import limits
 from rlx_jax.io.files import parse

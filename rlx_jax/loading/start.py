@@ -1,0 +1,69 @@
+"""`rlx_jax.load`: load a checkpoint directory, or a model of the Hub, as an object to call.
+
+This module imports little, so that `load` can start the device before the rest of the package is imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from rlx_jax.device import start_device
+
+if TYPE_CHECKING:
+    from rlx_jax.flow import ModelRecipe
+
+
+def load(
+    path: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None,
+    subfolder: str = "", file: str | None = None, dtype: Any = None, recipe: ModelRecipe | None = None,
+    adapter: str | os.PathLike[str] | None = None, head: bool = True, ignore_fields: Iterable[str] = (),
+    expect_sha256: str | None = None, prefix_cache: int | str | None = None, **options: Any,
+) -> Any:  # fmt: skip
+    """Load a Hugging Face or sentence-transformers directory, a GGUF file, or an artifact of `export`, as a `CausalLM`,
+    an `Encoder`, a `Classifier`, a `Reranker`, a `TokenClassifier`, a `QuestionAnswerer`, a `MaskedLM`, a
+    `VisionEncoder`, an `ImageClassifier` or a `DualEncoder`, depending on its config.
+
+    Args:
+        path: a directory; a `.gguf` file, the first one if the model has several parts; a `.rlxa` file, which takes no
+            other arguments than `expect_sha256` and `progress`; or, where there is no such
+            path, `"org/name"`, a model of the Hub. Only the files that are needed are downloaded, into
+            huggingface_hub's cache. The environment variables `HF_ENDPOINT`, `HF_HOME` and `HF_HUB_CACHE` set the
+            server and the directories; with `HF_HUB_OFFLINE` only the cache is used.
+        revision: branch, tag or commit of a model of the Hub; `main` by default.
+        token: access token for the Hub. None uses `HF_TOKEN` or the token of a login, False uses none.
+        subfolder: the directory of the model within `path`, as in a pipeline of diffusers.
+        file: a `.gguf` file in the directory or the model of the Hub, to load in place of its safetensors.
+        dtype: the compute dtype, `precision.compute` of the profile: "bf16", "bfloat16", `jnp.bfloat16` and so on.
+        recipe: a recipe to use in place of the checkpoint's: `rlx_jax.recipe_for(path)` with hooks, or one made from
+            another checkpoint of the same config, or from the config alone. The weights are loaded from `path`.
+        adapter: a directory with a LoRA adapter of PEFT's, which the model applies: see `rlx_jax.lora`.
+        head: False loads the model without the head of its task, as an `Encoder` or `VisionEncoder`.
+        ignore_fields: fields of `config.json` to ignore. Fields that are not supported and may change the computation
+            are an error unless they are listed: `["router_scale"]`, in nested objects `["rope_scaling.finetuned"]`.
+            `report().ignored_fields` names them.
+        expect_sha256: the digest that `export` returned for a `.rlxa` file; another file is refused.
+        prefix_cache: as in `CausalLM`.
+        options: `profile`, `mesh`, `strict`, `missing` and `key` of `rlx_jax.compile`, where `missing` decides whether
+            weights missing from the checkpoint, such as the weights of new blocks in `recipe`, are an error or
+            initialized. From `open_weights`: `on_nonfinite`, `links`, `max_bytes`, `verify`, `subtree`. And the
+            callback `progress` for loading and compiling: `progress("load", bytes read, total bytes)`,
+            `progress("download model.safetensors", bytes, total bytes)`, for shards `"download 4 files"`, and
+            `progress("compile prefill of batch 1, seq 16", 0, 1)`, then with 1 of 1; see
+            `rlx_jax.compiler.executable.Progress`.
+
+    Raises:
+        ConfigError, UnsupportedError, WeightError, TokenizerError: see `rlx_jax.errors`.
+        MissingFileError: `path` is neither a directory nor a model. HubError: the Hub refuses or cannot be reached.
+        IntegrityError: the downloaded bytes are not the bytes of the commit, or an artifact was altered or truncated.
+        VersionMismatchError, PlatformMismatchError, ArtifactFormatError: an artifact that this process cannot load.
+    """
+    start_device()
+    # The rest of the package, in its usual order: a GPU takes longer to start than that takes to import.
+    import_module("rlx_jax.public")
+    return import_module("rlx_jax.loading.load").load_path(
+        path, revision, token, subfolder, file, dtype, recipe, adapter, head, ignore_fields, expect_sha256,
+        prefix_cache, options,
+    )  # fmt: skip
