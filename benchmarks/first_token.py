@@ -62,7 +62,8 @@ def write_checkpoint(directory: Path, shape: str) -> None:
 
 def run(directory: Path, cache: Path) -> dict[str, float]:
     """One new process: seconds of its steps, from its start to its first token, and to the end of the 64th."""
-    options = {"RLX_JAX_CACHE": str(cache)}
+    # The first run writes Python's bytecode, which an installed package has.
+    options = {"RLX_JAX_CACHE": str(cache), "PYTHONDONTWRITEBYTECODE": ""}
     start = time.perf_counter()
     command = [sys.executable, "-c", CHILD, str(directory)]
     with subprocess.Popen(command, env=os.environ | options, stdout=subprocess.PIPE) as child:

@@ -384,6 +384,45 @@ def test_a_second_model_is_not_traced(cache: Path, monkeypatch: pytest.MonkeyPat
     assert logits() == (whole, once) and logits() == (whole, 0)
 
 
+def test_the_programs_of_the_first_tokens_are_loaded_with_the_weights(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that the process before ran; a list that cannot be read, and programs that cannot, cost what they save."""
+    loads: list[int] = []
+    deserialize = compile_cache._deserialize
+
+    def counted(*arguments: Any) -> Any:
+        loads.append(threading.get_ident())
+        return deserialize(*arguments)
+
+    monkeypatch.setattr(compile_cache, "_deserialize", counted)
+
+    def run(length: int = 8) -> tuple[Any, int, int]:
+        """The answer, and how many programs were loaded ahead and in all; helper functions are loaded when they run."""
+        loads.clear()
+        lm = rlx.load(LLAMA)
+        ahead = [thread for thread in loads if thread != threading.get_ident()]
+        answer = lm.generate([PROMPTS[0] * length], max_new_tokens=4)
+        assert (report := lm.report()).compiles + report.loaded == 2
+        return answer, len(ahead), len(loads)
+
+    want, ahead, _ = run()
+    assert ahead == 0
+    again, ahead, total = run()
+    assert (again, ahead) == (want, 2) and total == 3
+    assert run(20)[1] == 2 and run(20)[1] == 2  # of the first length, then of its own
+    assert run() == (want, 2, 5)
+    for path in entries(cache):
+        if path.stat().st_size < 4096:  # all records, and the list
+            flip(path, 0.9)
+    assert run()[:2] == (want, 0) and run()[:2] == (want, 2)
+    for path in entries(cache):
+        if path.stat().st_size > 4096:
+            flip(path, 0.5)
+    with pytest.warns(RlxCacheWarning, match="the entry replaced"):
+        assert run()[0] == want
+
+
 def test_what_has_a_digest() -> None:
     """Plain data, by value and type; nothing of a user, whose code may change."""
     op = AttentionOp(4, 2)
@@ -395,7 +434,7 @@ def test_what_has_a_digest() -> None:
     digests = [content_digest(value) for value in values]
     assert None not in digests and len({*digests}) == len(values)
     assert content_digest({"ab", "c", "d"}) == content_digest({"d", "c", "ab"}) != content_digest({"a", "bc", "d"})
-    mine = type("Mine", (compile_cache.TraceRecord,), {})("", None)
+    mine = type("Mine", (compile_cache.TraceRecord,), {})("", None, None)
     texts = [type("Mine", (base,), {})() for base in (str, tuple, int, dict)]
     values = [len, Path, lambda x: x, object(), mine, *texts, np.array([None]), jnp.ones(2), functools.partial(max, 1)]
     for value in values:

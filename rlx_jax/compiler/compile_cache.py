@@ -21,6 +21,7 @@ import threading
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,10 +115,12 @@ class TraceRecord:
 
     Attributes:
         key: the key of the program.
+        arguments: a pytree of the structure of its arguments.
         results: the types of its results, a pytree.
     """
 
     key: str
+    arguments: Any
     results: Any
 
 
@@ -143,7 +146,7 @@ def trace_key(content: Any, arguments: Any, options: Any) -> str | None:
 
 def read_record(key: str | None) -> TraceRecord | None:
     """Return the record of a program; None if there is none, it cannot be read, or there is no entry of its program."""
-    store = _open_store()
+    store = open_store()
     if key is None or store is None:
         return None
     try:
@@ -162,8 +165,8 @@ class UntracedError(Exception):
 
 
 def trace_or_load(
-    lower: Callable[[], Lowered], arguments: Any, key: str | None,
-    compile: Callable[[Lowered], tuple[jax.stages.Compiled, bool]],
+    lower: Callable[[], Lowered], key: str | None, compile: Callable[[Lowered], tuple[jax.stages.Compiled, bool]],
+    loading: Future[jax.stages.Compiled | None] | None = None,
 ) -> Callable[[], tuple[jax.stages.Compiled, bool, Any]]:  # fmt: skip
     """Trace a program unless the cache has a record of it; return a function that loads or compiles it.
 
@@ -172,9 +175,9 @@ def trace_or_load(
 
     Args:
         lower: traces the program; later calls return the same.
-        arguments: as in `compile_lowered`.
         key: the key of the record, as `trace_key` returns it.
         compile: compiles or loads the traced program, as `compile_lowered` does.
+        loading: the program of the record, if a thread loads it with `load_recorded` already.
     """
     record, thread = read_record(key), threading.get_ident()
     if record is None:
@@ -182,7 +185,8 @@ def trace_or_load(
 
     def compile_traced() -> tuple[jax.stages.Compiled, bool, Any]:
         if record is not None:
-            if (loaded := _load_recorded(record, arguments)) is not None:
+            loaded = load_recorded(record) if loading is None else loading.result()
+            if loaded is not None:
                 return loaded, True, record.results
             if threading.get_ident() != thread:
                 raise UntracedError
@@ -192,14 +196,13 @@ def trace_or_load(
     return compile_traced
 
 
-def _load_recorded(record: TraceRecord, arguments: Any) -> jax.stages.Compiled | None:
+def load_recorded(record: TraceRecord) -> jax.stages.Compiled | None:
     """Return the program of a record; None if it cannot be loaded, and has to be traced."""
-    store = _open_store()
+    store = open_store()
     try:
         payload = None if store is None else store.read(record.key)
         if payload is not None:
-            trees = jax.tree.structure((tuple(arguments), {})), jax.tree.structure(record.results)
-            return _deserialize(payload, *trees)
+            return _deserialize(payload, *map(jax.tree.structure, (record.arguments, record.results)))
     except Exception as error:  # as in `compile_lowered`, which warns of it
         logger.debug("compile cache: a program is traced, as its entry cannot be used: %s", first_line(error))
     return None
@@ -221,7 +224,7 @@ def compile_lowered(
     Returns:
         The compiled program, and whether it was loaded. If the cache fails, it warns and compiles the program.
     """
-    store, key, writable = _open_store(), None, True
+    store, key, writable = open_store(), None, True
     try:
         key = program_key(lowered, arguments, options) if store is not None else None
     except Exception as error:  # a release of JAX that shows its programs in another form
@@ -264,7 +267,7 @@ def with_compile_cache(
         return lambda: (jitted, False)
     key = None if content is None else trace_key(content, arguments, options)
     lower = functools.cache(lambda: jitted.lower(*arguments))
-    compile_traced = trace_or_load(lower, arguments, key, lambda low: compile_lowered(low, arguments, options, key))
+    compile_traced = trace_or_load(lower, key, lambda low: compile_lowered(low, arguments, options, key))
 
     def load() -> tuple[Callable[..., Any], bool]:
         compiled, is_loaded, _ = compile_traced()
@@ -365,7 +368,7 @@ def _environment() -> Iterator[str]:
     yield from (f"{name}={getattr(config, name, None)!r}" for name in sorted(config.values))
 
 
-def _open_store() -> EntryStore | None:
+def open_store() -> EntryStore | None:
     """Return the store of the cache; None if it is off."""
     settings = cache_settings()
     return None if settings.directory is None else EntryStore(settings.directory, settings.max_bytes)
@@ -398,7 +401,8 @@ def _write_record(store: EntryStore, record_key: str | None, key: str, lowered: 
     if record_key is not None:
         results = jax.tree.map(lambda info: jax.ShapeDtypeStruct(info.shape, info.dtype), lowered.out_info)
         with contextlib.suppress(Exception):
-            store.write(record_key, pickle.dumps(TraceRecord(key, results)))
+            arguments = jax.tree.map(lambda _: 0, lowered.args_info)
+            store.write(record_key, pickle.dumps(TraceRecord(key, arguments, results)))
 
 
 @functools.cache

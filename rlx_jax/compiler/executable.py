@@ -6,6 +6,7 @@ import functools
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -204,6 +205,7 @@ def trace_program(
     lir: Lir, function: Function, params: Arrays, state: StateArrays, inputs: Arrays,
     shardings: Shardings | None = None, companions: Mapping[str, Lir] | None = None, name: str = "function",
     wrapped: bool = False, content: Any = None,
+    take: Callable[[str], Future[jax.stages.Compiled | None] | None] | None = None,
 ) -> Callable[[], Executable]:  # fmt: skip
     """Trace a program, and return a function that compiles it or loads it, which may run in another thread.
 
@@ -221,6 +223,7 @@ def trace_program(
         name: the name of the program in XLA and in traces; characters that an identifier cannot have become `_`.
         wrapped: whether `function` is a wrapper around the program.
         content: all data that `function` is traced from; None if it is not known.
+        take: returns the program of a record in the compile cache that a thread loads already.
 
     Raises:
         ProfileError: XLA refuses one of the profile's compiler options.
@@ -252,7 +255,7 @@ def trace_program(
             return jitted.lower(*types)
 
     compile_lir = partial(compile_or_load, lir, name, arguments, (options, placements), key)
-    load = trace_or_load(lower, arguments, key, compile_lir)
+    load = trace_or_load(lower, key, compile_lir, None if key is None or take is None else take(key))
     trace_seconds = time.perf_counter() - start
     # A state that is not donated is copied, as the plan says. A wrapper computes values that are not in the plan.
     is_checked = donates_state or (may_donate and not state and not wrapped)

@@ -9,12 +9,13 @@ import threading
 import time
 import warnings
 from collections.abc import Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Literal, Unpack
 
 import jax
 
+from rlx_jax.compiler.first_programs import MAX_FIRST_PROGRAMS, FirstPrograms
 from rlx_jax.compiler.pipeline import make_template
 from rlx_jax.device import running_device
 from rlx_jax.errors import (
@@ -185,9 +186,10 @@ def finish_models(programs: Programs, program: str = "forward") -> dict[str, Com
     device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
     cancelled = threading.Event()
     # Reading weights and XLA's compiler both release the GIL, so that loading and compiling overlap.
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1 + MAX_FIRST_PROGRAMS) as pool:
         loading = pool.submit(load_params, programs, device, cancelled)
         try:
+            load_ahead(programs, pool)
             for model in models.values():
                 model.compile_if_static()
             params, seconds = loading.result()
@@ -195,6 +197,15 @@ def finish_models(programs: Programs, program: str = "forward") -> dict[str, Com
             cancelled.set()
             raise
     return {name: replace(model, load_seconds=seconds).replace(params) for name, model in models.items()}
+
+
+def load_ahead(programs: Programs, pool: Executor) -> None:
+    """Load the programs that the last process with this model ran first, and lower their templates meanwhile."""
+    if programs.model_sharding is None:
+        content = programs.layout, programs.settings, [template.hir for template in programs.templates.values()]
+        programs.first = FirstPrograms(content, pool)
+        for key in programs.first.templates:
+            programs.template(key)
 
 
 def load_params(programs: Programs, device: Any, cancelled: threading.Event) -> tuple[dict[str, jax.Array], float]:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -33,6 +34,7 @@ from rlx_jax.compiler.executable import (
     trace_program,
     uncovered_arguments,
 )
+from rlx_jax.compiler.first_programs import FirstPrograms
 from rlx_jax.compiler.meshes import to_model_devices, use_model_mesh, with_explicit_axes
 from rlx_jax.compiler.pipeline import Template, make_function, make_lir, make_template, with_hidden
 from rlx_jax.compiler.settings import Settings, choose_settings, with_model_sharding
@@ -129,6 +131,7 @@ class Programs:
         self.request_keys: LruCache[Hashable, Any] = LruCache(limit, lock)
         self.companions: LruCache[Hashable, Companion] = LruCache(MAX_TEMPLATES, lock)
         self.compiling: dict[Hashable, Future[Any]] = {}  # what threads compile ahead; see `prepare_programs`
+        self.first: FirstPrograms | None = None  # what threads load while weights are read
         self.donation_warnings: set[tuple[str, str]] = set()  # flow and program: each is warned of once
         self.is_warm = False  # whether warm-up is complete
         self.warmup_keys: set[ProgramKey] | None = None  # the programs that the current warm-up has run
@@ -268,7 +271,8 @@ class Programs:
             head = self.template(self.full_key(key)).head if key.hidden else None
             content = key, program.lir, head, self.layout, self.settings, companions
             arguments = (params, state, inputs, self.shardings(key, inputs), companions, key.text, is_wrapped, content)
-            compile_traced = trace_program(program.lir, program.run, *arguments)
+            take = None if self.first is None else partial(self.first.take, key.symbolic)
+            compile_traced = trace_program(program.lir, program.run, *arguments, take)
 
         def compile_executable() -> Executable:
             with use_model_mesh(self.model_sharding):  # a context of the thread
