@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -311,42 +311,27 @@ def _overlap(old: int, new: int, extra_before: bool) -> tuple[slice, slice]:
 # -- files -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ProcessorDefaults:
-    """Defaults of an image processor of transformers, for settings that its file leaves out.
-
-    `square`: a size given as one number is height and width, not the shorter side. `rescale_first`: as in
-    `ImageProcessor`; such a class resizes with torch whatever its name.
-    """
-
-    size: Mapping[str, int]
-    resample: int
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
-    square: bool = False
-    crop: int | None = None
-    convert_rgb: bool = True
-    rescale_first: bool = False
-    patches: bool = False
-
-
-HALF = (0.5, 0.5, 0.5)
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-OPENAI_MEAN, OPENAI_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-SQUARE = {"height": 224, "width": 224}
-# By the prefix of the class name, which one of ENDINGS follows: `CLIPImageProcessor`, `CLIPImageProcessorFast` …
-PROCESSORS: dict[str, ProcessorDefaults] = {
-    "ViT": ProcessorDefaults(SQUARE, 2, HALF, HALF, square=True, convert_rgb=False),
-    "CLIP": ProcessorDefaults({"shortest_edge": 224}, 3, OPENAI_MEAN, OPENAI_STD, crop=224),
-    "Bit": ProcessorDefaults({"shortest_edge": 224}, 3, OPENAI_MEAN, OPENAI_STD, crop=224),
-    "Siglip": ProcessorDefaults(SQUARE, 3, HALF, HALF),
-    "DeiT": ProcessorDefaults({"height": 256, "width": 256}, 3, HALF, HALF, square=True, crop=224, convert_rgb=False),
-    "DINOv3ViT": ProcessorDefaults(
-        SQUARE, 2, IMAGENET_MEAN, IMAGENET_STD, square=True, convert_rgb=False, rescale_first=True
-    ),
-    "Siglip2": ProcessorDefaults(SQUARE, 2, HALF, HALF, convert_rgb=False, patches=True),
-    "Beit": ProcessorDefaults(SQUARE, 3, HALF, HALF, square=True, convert_rgb=False),
+SIDES = (224, 224)
+HALF = ImageProcessor(mean=(0.5, 0.5, 0.5), std=(0.5, 0.5, 0.5))
+IMAGENET = ImageProcessor(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
+OPENAI = ImageProcessor(
+    mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711),
+    shortest_edge=224, resample=3, crop=SIDES,
+)  # fmt: skip
+# What the processors of transformers do without settings, by the prefix of the class name, which one of ENDINGS
+# follows: `CLIPImageProcessor`, `CLIPImageProcessorFast` …
+PROCESSORS: dict[str, ImageProcessor] = {
+    "ViT": replace(HALF, size=SIDES, convert_rgb=False),
+    "CLIP": OPENAI,
+    "Bit": OPENAI,
+    "Siglip": replace(HALF, size=SIDES, resample=3),
+    "DeiT": replace(HALF, size=(256, 256), resample=3, crop=SIDES, convert_rgb=False),
+    "DINOv3ViT": replace(IMAGENET, size=SIDES, convert_rgb=False, resizer="torch", rescale_first=True),
+    "Siglip2": replace(HALF, convert_rgb=False, patch=16, max_patches=256),
+    "Beit": replace(HALF, size=SIDES, resample=3, convert_rgb=False),
 }
+# Those for which a size given as one number is height and width, not the shorter side.
+SQUARE = ("ViT", "DeiT", "DINOv3ViT", "Beit")
 
 # Suffix of processors that have always resized with torch. The others resized with Pillow when their files were
 # written; transformers 5 uses whatever is installed for all of them.
@@ -399,27 +384,27 @@ def read_processor(c: Fields, family: str) -> ImageProcessor:
         )
     d = PROCESSORS[kind]
     resizes = c.flag("do_resize", True)
-    if d.patches and not resizes:
+    if d.max_patches and not resizes:
         raise UnsupportedError(f"{c.where}: do_resize is false; images are resized to whole patches")
-    size, edge = _size(c, d) if resizes and not d.patches else (None, None)
+    size, edge = _size(c, d, kind in SQUARE) if resizes and not d.max_patches else (None, None)
     crops = c.flag("do_center_crop", d.crop is not None)
     normalises = c.flag("do_normalize", True)
     resample: int = c.integer("resample", d.resample, low=0, high=max(FILTERS))
-    resizer: Resizer = "torch" if class_name.endswith(TORCH_ENDING) or d.rescale_first else "pillow"
+    resizer: Resizer = "torch" if class_name.endswith(TORCH_ENDING) else d.resizer
     check_filter(c.where, resample, resizer)
     processor = ImageProcessor(
         size=size,
         shortest_edge=edge,
         resample=resample,
-        crop=_sides(c, "crop_size", d.crop or 224) if crops else None,
+        crop=_sides(c, "crop_size", SIDES[0]) if crops else None,
         rescale=c.real("rescale_factor", 1 / 255) if c.flag("do_rescale", True) else None,
-        mean=_channel_values(c, "image_mean", d.mean, -math.inf) if normalises else None,
-        std=_channel_values(c, "image_std", d.std, 0.0) if normalises else None,
+        mean=_channel_values(c, "image_mean", d.mean or (), -math.inf) if normalises else None,
+        std=_channel_values(c, "image_std", d.std or (), 0.0) if normalises else None,
         convert_rgb=c.flag("do_convert_rgb", d.convert_rgb),
         resizer=resizer,
         rescale_first=d.rescale_first,
-        patch=c.integer("patch_size", 16, high=MAX_SIDE) if d.patches else 0,
-        max_patches=c.integer("max_num_patches", 256, high=MAX_SIDE) if d.patches else 0,
+        patch=c.integer("patch_size", d.patch, high=MAX_SIDE) if d.max_patches else 0,
+        max_patches=c.integer("max_num_patches", d.max_patches, high=MAX_SIDE) if d.max_patches else 0,
     )
     # A setting is not read if the step that uses it is off; then its value does not matter.
     known_fields = ("size", "crop_size", "resample", "rescale_factor", "image_mean", "image_std", "default_to_square")
@@ -427,11 +412,13 @@ def read_processor(c: Fields, family: str) -> ImageProcessor:
     return processor
 
 
-def _size(c: Fields, d: ProcessorDefaults) -> tuple[tuple[int, int] | None, int | None]:
-    """Return (height and width, None), or (None, length of the shorter side)."""
-    size = c.raw("size", dict(d.size))
+def _size(c: Fields, d: ImageProcessor, is_square: bool) -> tuple[tuple[int, int] | None, int | None]:
+    """Return (height and width, None), or (None, length of the shorter side); for one number if it `is_square`."""
+    size = c.raw("size")
+    if size is None:
+        return d.size, d.shortest_edge
     if not isinstance(size, dict):
-        square = c.flag("default_to_square", d.square)
+        square = c.flag("default_to_square", is_square)
         return (c.pair("size", high=MAX_SIDE), None) if square else (None, c.integer("size", high=MAX_SIDE))
     if set(size) == {"shortest_edge"}:
         return None, Fields(size, f"{c.where}: size").integer("shortest_edge", high=MAX_SIDE)
