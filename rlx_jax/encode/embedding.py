@@ -14,7 +14,6 @@ from itertools import islice
 from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
@@ -22,9 +21,7 @@ from rlx_jax.encode.packing import Block, BlockSizes, pack_rows, plan_blocks, pl
 from rlx_jax.encode.padded_rows import RowBatcher, read_mask_names
 from rlx_jax.encode.pooled import Vectors
 from rlx_jax.encode.sentence import SentencePipeline, pool_segments
-from rlx_jax.encode.token_selection import SELECTED, SelectedTokens, TokenSelection
-from rlx_jax.encode.vector_layers import unit_length
-from rlx_jax.errors import GraphError
+from rlx_jax.encode.token_selection import SELECTED, TokenResults, TokenSelection
 from rlx_jax.runtime.frozen import FrozenFlow
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.program_key import Variant
@@ -75,22 +72,6 @@ TOKEN_MODES = (("cls",), ("lasttoken",))
 
 
 @dataclass(frozen=True)
-class PooledTokens:
-    """Wrap the program `packed` of selected tokens so that it returns pooled vectors `[1, number, D]`."""
-
-    normalize: bool
-    number: int
-
-    def __call__(self, run: Function) -> Function:
-        def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
-            (vectors, *_), state = run(params, state, inputs)
-            vectors = vectors.astype(jnp.float32)
-            return (unit_length(vectors) if self.normalize else vectors,), state
-
-        return function
-
-
-@dataclass(frozen=True)
 class PackedBatcher:
     """Rows of several texts, run by the program `packed` of `model`.
 
@@ -128,40 +109,38 @@ class PackedBatcher:
 
     @property
     def takes_tokens(self) -> bool:
-        """Whether pooling returns a token of each text, so that the end of the model is computed for these alone."""
-        programs = self.model.programs
-        is_derived = not isinstance(programs.flows[self.model.name], FrozenFlow) and programs.model_sharding is None
-        return self.selection is None and self.skip is None and self.pipeline.pooling in TOKEN_MODES and is_derived
+        """Whether results are of some tokens: of the pooled one of each text, or of those that are selected."""
+        if self.selection is not None:
+            return self.selection.token_id is not None
+        return self.skip is None and self.pipeline.pooling in TOKEN_MODES
 
     def _program(self, block: Block, rows: TokenRows) -> BoundProgram:
         """Return the program for a block of rows."""
         optional_inputs = read_mask_names(self.model) | ({TYPES} if rows.types else frozenset())
+        # The end of the model is computed for the results' tokens alone, except in the programs of an artifact.
+        last_only = self.takes_tokens and not isinstance(self.model.programs.flows[self.model.name], FrozenFlow)
         number = self._num_selected(block, rows)
         key = self.model.key_for_sizes(
             {"batch": block.rows, "seq": block.width, SELECTED: number},
-            Variant(last_only=self.takes_tokens, outputs=self.model.output_names[:1], optional_inputs=optional_inputs),
+            Variant(last_only=last_only, outputs=self.model.output_names[:1], optional_inputs=optional_inputs),
         )
         if self.takes_tokens:
-            return self.model.bind(replace(key, wrapper=PooledTokens(self.pipeline.normalize, number)))
+            wrapper = TokenResults(number, from_all=not last_only, normalize=self.pipeline.normalize)
+            if self.selection is not None:
+                num_best, has_targets = self.selection.num_best, bool(self.selection.targets)
+                wrapper = replace(wrapper, num_best=num_best, has_targets=has_targets, normalize=False)
+            return self.model.bind(replace(key, wrapper=wrapper))
         if self.selection is None:
             return self.model.bind(replace(key, wrapper=PooledSegments(self.pipeline, block.slots)))
-        if self.selection.token_id is None:
-            return self.model.bind(key)
-        try:
-            head = self.model.programs.template(key.symbolic).head
-        except GraphError:  # the outputs are not a matrix product, so that all of them are computed
-            head = None
-        target, selection = self.model.settings.target, self.selection
-        wrapper = SelectedTokens(head, target, selection.num_best, number, has_targets=bool(selection.targets))
-        return self.model.bind(replace(key, headless=head is not None, wrapper=wrapper))
+        return self.model.bind(key)
 
     def _num_selected(self, block: Block, rows: TokenRows) -> int:
-        """Return for how many tokens a block of rows selects results; 0 without a selection."""
+        """Return for how many tokens the program for a block of rows returns results, if it `takes_tokens`."""
         slots, texts = block.rows * block.slots, block.token_rows(rows.ids)
         few = max(1, slots // 4)
-        if self.takes_tokens:
+        if self.selection is None:
             return few if len(texts) <= few else slots
-        return 0 if self.selection is None else self.selection.number(texts, few, slots)
+        return self.selection.number(texts, few, slots)
 
     def _pooled_tokens(self, segments: Ids, number: int) -> Ids:
         """Return the indices of the first or the last token of each text of a call, and others, `number` in all."""
@@ -171,8 +150,8 @@ class PackedBatcher:
         return np.pad(indices, (0, number - len(indices))).astype(np.int32)
 
     def run(self, block: Block, rows: TokenRows) -> jax.Array:
-        """Return the vectors of a block `[rows, slots, D]`, or `[1, n, D]` if it `takes_tokens`; with `selection` the
-        outputs of tokens, `[rows, width, D]`, or of those with its id, `[1, n, D]`.
+        """Return the vectors of a block `[rows, slots, D]`, or `[1, n, D]` if it `takes_tokens`; or the outputs of all
+        tokens `[rows, width, D]`.
 
         The text numbers of the block are indices into `rows`.
         """
@@ -181,10 +160,12 @@ class PackedBatcher:
         inputs |= dict.fromkeys(read_mask_names(self.model), (segments > 0).astype(np.int32))
         if rows.types:
             inputs[TYPES] = pack_rows(block, [[rows.types[text] for text in texts] for texts in block.texts])[0]
-        if self.selection is not None and self.selection.token_id is not None:
-            inputs |= self.selection.inputs(tokens, segments > 0, self._num_selected(block, rows))
-        elif self.takes_tokens:
-            inputs[SELECTED] = self._pooled_tokens(segments, self._num_selected(block, rows))
+        if self.takes_tokens:
+            number = self._num_selected(block, rows)
+            if self.selection is None:
+                inputs[SELECTED] = self._pooled_tokens(segments, number)
+            else:
+                inputs |= self.selection.inputs(tokens, segments > 0, number)
         elif self.skip is not None:
             inputs[SKIP] = np.int32(self.skip)
         (vectors,), _ = self._program(block, rows)(inputs, {})
@@ -273,8 +254,7 @@ class Stream:
     def _places(self, rows: list[list[int]]) -> list[list[int]]:
         """Return where the results of rows of texts are in the buffer; results of selected tokens are in one row."""
         selection, ends = self.batcher.selection, self.ends
-        has_selected = selection is not None and selection.token_id is not None
-        if has_selected or isinstance(self.batcher, PackedBatcher) and self.batcher.takes_tokens:
+        if self.batcher.takes_tokens:
             rows = [[text for row in rows for text in row]]
         if selection is None:
             return rows

@@ -114,6 +114,11 @@ class RowBatcher:
         """Return calls in which every text has a row of its own, as `PackedBatcher.plan_one_per_row` does."""
         return [Block(*sizes, 1, tuple((text,) for text in texts)) for texts, sizes in self.plan_calls(lengths)]
 
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether results are of selected tokens, as `PackedBatcher.takes_tokens`."""
+        return self.selection is not None and self.selection.token_id is not None
+
     def num_threads(self, block: Block, rows: TokenRows) -> int:
         """Return the number of threads for this call, as `PackedBatcher.num_threads` does."""
         return 1

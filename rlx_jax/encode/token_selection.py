@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
-from rlx_jax.compiler.pipeline import apply_tail, head_operands, head_product
 from rlx_jax.compiler.settings import bucket_size
-from rlx_jax.lowering.mir.head import Head
+from rlx_jax.encode.vector_layers import unit_length
 from rlx_jax.text.request_checks import Ids
 
 # Names of the inputs with the indices of the selected tokens among all tokens of a call `[number]`, and with the labels
@@ -91,33 +90,30 @@ def best_labels(num_best: int, logits: jax.Array, targets: jax.Array | None = No
 
 
 @dataclass(frozen=True)
-class SelectedTokens:
-    """Wrap a program so that it returns the results of the tokens at `SELECTED`, `[1, N, D]`.
+class TokenResults:
+    """Wrap a program so that it returns the results of the tokens at `SELECTED`, `[1, number, D]` float32.
 
     Attributes:
-        head: the head of the program, which then ends before it and applies it to those tokens only; None: it selects
-            from the outputs of all tokens.
-        target: the platform that the program runs on.
-        num_best: see `TokenSelection`.
         number: the number of tokens.
+        from_all: whether the program returns the outputs of all tokens, not of those at `SELECTED`.
+        normalize: whether outputs are divided by their Euclidean lengths.
+        num_best: see `TokenSelection`.
         has_targets: whether there is the input `TARGETS`.
     """
 
-    head: Head | None
-    target: str
-    num_best: int
     number: int
-    has_targets: bool
+    from_all: bool
+    normalize: bool = False
+    num_best: int = 0
+    has_targets: bool = False
 
     def __call__(self, run: Function) -> Function:
         def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
-            model_inputs = {name: value for name, value in inputs.items() if name not in (SELECTED, TARGETS)}
-            (values, *weights), state = run(params, state, model_inputs)
-            values = take_tokens(values, inputs[SELECTED])
-            if self.head is not None:
-                operands = head_operands(self.head, *weights)
-                # The product takes rows of tokens.
-                values = apply_tail(self.head, head_product(self.head, self.target, values[None], operands))[0]
-            return (best_labels(self.num_best, values, inputs.get(TARGETS))[None],), state
+            others = {TARGETS, SELECTED} if self.from_all else {TARGETS}
+            model_inputs = {name: value for name, value in inputs.items() if name not in others}
+            (outputs, *_), state = run(params, state, model_inputs)
+            values = take_tokens(outputs, inputs[SELECTED]) if self.from_all else outputs[0]
+            results = best_labels(self.num_best, values, inputs.get(TARGETS))
+            return ((unit_length(results) if self.normalize else results)[None],), state
 
         return function
