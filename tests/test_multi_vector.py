@@ -84,7 +84,7 @@ def test_what_is_refused(directory: Path, model: Any, tmp_path: Path) -> None:
             rlx.load(copy)
     for call, message in (
         (lambda: model.embed_tokens(TEXTS, kind="passage"), "kind is 'passage'; expected one of query, document"),
-        (lambda: model.embed_tokens([[3]], kind="query"), "texts are token ids; expected strings"),
+        (lambda: model.embed_tokens([[3]], kind="query"), "embed_tokens takes strings"),
         (lambda: model.embed_tokens(TEXTS, kind="query", prompt_name="q"), "there is no prompt_name 'q'"),
         (lambda: model.maxsim([np.zeros((0, 12))], []), r"queries\[0\] is .*; expected vectors"),
     ):

@@ -20,7 +20,7 @@ from rlx_jax.text.spans import TokenSpans, encode_windows, id_of_role
 MAX_WINDOW, MAX_OVERLAP = 384, 128
 # Maximum number of tokens of an answer.
 MAX_ANSWER = 15
-# The logit of a token that is not of the context, finite as in transformers, so that a row of them has probabilities.
+# The logit of a token outside the context, finite as in transformers, so that a row of them has probabilities.
 EXCLUDED = np.float32(-10000)
 
 
@@ -65,8 +65,8 @@ class _Window:
         context: the full context.
         spans: the tokens.
         logits: `[tokens, 2]`, of being the first and the last token of the answer.
-        is_context: which tokens are of the context, bools `[tokens]`.
-        is_cls: which tokens are the one that stands for the text, bools `[tokens]`.
+        is_context: which tokens belong to the context, bools `[tokens]`.
+        is_cls: which tokens are the classification token, bools `[tokens]`.
     """
 
     context: str

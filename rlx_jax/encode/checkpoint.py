@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, TypedDict
+from typing import Any
 
 from rlx_jax.encode.cross_encoder import CrossEncoderSettings, read_cross_encoder
 from rlx_jax.encode.gguf_folder import open_model_folder
@@ -182,16 +182,6 @@ class Checkpoint:
         return record_ignored(rebound, self.pretrained.ignored_fields)
 
 
-class _Where(TypedDict):
-    """Arguments of `open_checkpoint` that its callers pass on."""
-
-    revision: str | None
-    token: str | bool | None
-    subfolder: str
-    file: str | None
-    ignore_fields: Iterable[str]
-
-
 def open_checkpoint(
     path: str | os.PathLike[str],
     caller: str,
@@ -247,8 +237,10 @@ def from_pretrained(
     Edit the flow (`flow.at`, further stages), then call `rlx_jax.compile(flow)`. `revision`, `token`, `subfolder`,
     `file`, `ignore_fields`, `head`: as in `rlx_jax.load`; `options`: as in `rlx_jax.open_weights`.
     """
-    where = _Where(revision=revision, token=token, subfolder=subfolder, file=file, ignore_fields=ignore_fields)
-    checkpoint = open_checkpoint(path, "from_pretrained", options, use_modules=False, head=head, **where)
+    checkpoint = open_checkpoint(
+        path, "from_pretrained", options, revision=revision, token=token, subfolder=subfolder, file=file,
+        ignore_fields=ignore_fields, use_modules=False, head=head,
+    )  # fmt: skip
     return ModelFlow.from_recipe(checkpoint.pretrained.recipe)
 
 
@@ -270,5 +262,8 @@ def recipe_for(
     another checkpoint of the same config. `revision`, `token`, `subfolder`, `file`, `ignore_fields`, `head`: as
     in `rlx_jax.load`.
     """
-    where = _Where(revision=revision, token=token, subfolder=subfolder, file=file, ignore_fields=ignore_fields)
-    return open_checkpoint(path, "recipe_for", options, use_modules=False, head=head, **where).pretrained.recipe
+    checkpoint = open_checkpoint(
+        path, "recipe_for", options, revision=revision, token=token, subfolder=subfolder, file=file,
+        ignore_fields=ignore_fields, use_modules=False, head=head,
+    )  # fmt: skip
+    return checkpoint.pretrained.recipe

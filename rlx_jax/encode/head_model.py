@@ -1,4 +1,4 @@
-"""Define `HeadModel`, which the classes for the heads of tasks over texts have in common."""
+"""Define `HeadModel`, the base class of text models with a task head, and `LabelledModel`, of images as well."""
 
 from __future__ import annotations
 
@@ -23,9 +23,39 @@ from rlx_jax.weights.format import CompileOptions
 ALL_TOKENS = TokenSelection()
 
 
-class HeadModel(EncoderModel):
-    """A text model with the head of a task. The result for a text does not depend on the other texts of a request:
-    texts share rows and are padded as in `Encoder`.
+class LabelledModel(EncoderModel):
+    """A model with a task head."""
+
+    head: TaskHead
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of the labels, in the order of the logits."""
+        return self.head.labels
+
+    def read_head(self, flow: Any, head: TaskHead | None) -> TaskHead:
+        """Return the head, by default the one of a recipe."""
+        head = getattr(flow, "head", None) if head is None else head
+        if not isinstance(head, TaskHead):
+            raise RequestError(
+                f"{type(self).__name__}: head is {shown(head)}; expected a TaskHead, or a recipe that has one"
+            )
+        return head
+
+    def check_width(self, width: int) -> None:
+        """Check that the model returns as many logits as the head has labels, or token ids."""
+        is_masked = self.head.task == MASKED
+        count = self.encoder.vocab_size if is_masked else len(self.labels)
+        if width != count:
+            raise RequestError(
+                f"{type(self).__name__}: the head has {count} {'token ids' if is_masked else 'labels'}, and "
+                f"{self.model.name} returns {width} logits"
+            )
+
+
+class HeadModel(LabelledModel):
+    """A text model with a task head. The result for a text does not depend on the other texts of a request: texts are
+    packed into rows and padded as in `Encoder`.
 
     Args:
         flow: a `ModelFlow` from ids `[batch, seq]` to logits `[batch, seq, labels]`, or a recipe with a head.
@@ -36,7 +66,7 @@ class HeadModel(EncoderModel):
 
     task: ClassVar[str]
     of_pairs: ClassVar[tuple[bool, ...]] = (False,)
-    """Whether requests are of pairs of texts, which may have token types."""
+    """Kinds of inputs: False for single texts, True for pairs, which may have token types."""
     encoder: Encoder
     artifact_plan = head_plan
 
@@ -53,30 +83,16 @@ class HeadModel(EncoderModel):
         max_seq_length: int | None = None,
         **options: Unpack[CompileOptions],
     ) -> None:
-        name, task_head = type(self).__name__, getattr(flow, "head", None) if head is None else head
-        if not isinstance(task_head, TaskHead):
-            raise RequestError(f"{name}: head is {shown(task_head)}; expected a TaskHead, or a recipe that has one")
-        if task_head.task != self.task:
-            raise RequestError(f"{name}: the head is for {task_head.task}; expected one for {self.task}")
-        self.head = task_head
+        self.head = self.read_head(flow, head)
+        if self.head.task != self.task:
+            raise RequestError(f"{type(self).__name__}: the head is for {self.head.task}; expected one for {self.task}")
         self.encoder = Encoder(
             flow, weights, tokenizer=tokenizer,
-            pipeline=SentencePipeline(pooling=(task_head.pooling,), max_seq_length=max_seq_length), padding=padding,
+            pipeline=SentencePipeline(pooling=(self.head.pooling,), max_seq_length=max_seq_length), padding=padding,
             max_positions=max_positions, **options,
         )  # fmt: skip
         self.tokenizer = self.encoder.tokenizer
-        count, kind = len(task_head.labels), "labels"
-        if self.task == MASKED:
-            count, kind = self.encoder.vocab_size, "token ids"
-        if self.encoder.width != count:
-            raise RequestError(
-                f"{name}: the head has {count} {kind}, and {self.model.name} returns {self.encoder.width} logits"
-            )
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The names of the labels, in the order of the logits."""
-        return self.head.labels
+        self.check_width(self.encoder.width)
 
     @property
     def vocab_size(self) -> int:
@@ -85,7 +101,7 @@ class HeadModel(EncoderModel):
 
     @property
     def selection(self) -> TokenSelection | None:
-        """The tokens that a request reads the logits of; None: one for each text, as `head.pooling` says."""
+        """The tokens to return the logits of; None: one token per text, chosen by `head.pooling`."""
         return ALL_TOKENS
 
     def check_runnable(self) -> None:
@@ -99,12 +115,12 @@ class HeadModel(EncoderModel):
         return self.encoder.run_tokens(requests, selection, max_tokens)
 
     def run_texts(self, texts: Any, max_tokens: int | None = None) -> Any:
-        """Run the request of the task for texts or id lists, without what is done with the logits."""
+        """Return the logits of texts or id lists that the task's request computes, without postprocessing."""
         return self._run(self.encoder.reader.read_texts(texts), max_tokens, self.selection or ALL_TOKENS)
 
     @suggest_keywords()
     def warmup(self) -> None:
-        """Run every program once that requests with default options can need, as `Encoder.warmup` does."""
+        """Compile and run every program that requests with default options use, as `Encoder.warmup` does."""
         self.encoder.run_all_programs(self.selection, self.of_pairs)
 
     explain, show, profile = explain_ids, show_model, profile_ids

@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from typing import Any, Unpack
 
 from rlx_jax.encode.classifier import check_top_k, classifications
+from rlx_jax.encode.head_model import LabelledModel
 from rlx_jax.encode.images import ImageProcessor
 from rlx_jax.encode.pooled import Vectors, pooled_width
 from rlx_jax.encode.vision import VisionEncoder
-from rlx_jax.errors import RequestError, shown, suggest_keywords
+from rlx_jax.errors import suggest_keywords
 from rlx_jax.models.encoder import LABEL_LOGITS, TaskHead
 from rlx_jax.program import Weights
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
-from rlx_jax.text.token_model import EncoderModel
 from rlx_jax.weights.format import CompileOptions
 
 
-class ImageClassifier(EncoderModel):
+class ImageClassifier(LabelledModel):
     """Classify images.
 
     Args:
@@ -40,22 +40,9 @@ class ImageClassifier(EncoderModel):
         processor: ImageProcessor | None = None,
         **options: Unpack[CompileOptions],
     ) -> None:
-        task_head = getattr(flow, "head", None) if head is None else head
-        if not isinstance(task_head, TaskHead):
-            raise RequestError(
-                f"ImageClassifier: head is {shown(task_head)}; expected a TaskHead, or a recipe that has one"
-            )
-        self.head = task_head
+        self.head = self.read_head(flow, head)
         self.encoder = VisionEncoder(flow, weights, processor=processor, **options)
-        if (width := pooled_width(self.model, LABEL_LOGITS)) != len(self.labels):
-            raise RequestError(
-                f"ImageClassifier: the head has {len(self.labels)} labels, and {self.model.name} returns {width} logits"
-            )
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The names of the labels, in the order of the logits."""
-        return self.head.labels
+        self.check_width(pooled_width(self.model, LABEL_LOGITS))
 
     @suggest_keywords()
     def logits(self, images: Any) -> Vectors:

@@ -17,7 +17,7 @@ from rlx_jax.encode.token_selection import BEST_STEP, TokenSelection
 from rlx_jax.errors import RequestError, quote, shown, suggest_keywords
 from rlx_jax.models.encoder import MASKED
 from rlx_jax.runtime.inputs import check_integer
-from rlx_jax.text.request_checks import Ids, classify_prompts
+from rlx_jax.text.request_checks import Ids, classify_strings
 from rlx_jax.text.spans import TokenSpans, encode_spans, id_of_role
 from rlx_jax.text.tokenizer import Tokenizer
 
@@ -79,9 +79,7 @@ class MaskedLM(TokenLogits):
             RequestError: not strings; a text without a mask, or with a mask after the tokens that the model reads; one
                 of `targets` is no single token. Others as `Encoder.embed`.
         """
-        request, reader = classify_prompts(texts, "texts", allow_flat=False), self.encoder.reader
-        if request.texts is None and request.ids:
-            raise RequestError(f"texts[0] is {shown(request.ids[0])}; fill takes strings, in which it replaces masks")
+        (items, is_single), reader = classify_strings(texts, "fill"), self.encoder.reader
         tokenizer, mask_id = reader.require_tokenizer(), self.mask_id
         if mask_id is None:
             raise RequestError("fill: the tokenizer has no mask_token")
@@ -97,12 +95,12 @@ class MaskedLM(TokenLogits):
         size = size if among else min(size, self.vocab_size)
         selection = TokenSelection(mask_id, size, (*among, *among[-1:] * (size - len(among))))
         results: list[list[list[Filling]]] = []
-        for start, group in chunks(request.texts or [], max(1, MAX_PROBABILITIES // size)):
+        for start, group in chunks(items, max(1, MAX_PROBABILITIES // size)):
             requests, spans = reader.read_spans(group, encode, start=start)
             values = self._run(requests, max_tokens, selection)
             best = [_best(text_values, size, len(among) or count, count) for text_values in values]
             results += _fillings([row.ids for (row,) in spans], best, mask_id, tokenizer)
-        return results[0] if request.is_single else results
+        return results[0] if is_single else results
 
     def _target_ids(self, targets: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[int, ...]:
         """Return the ids of `targets`, without repeated ones; none without targets."""
@@ -112,10 +110,10 @@ class MaskedLM(TokenLogits):
             raise RequestError(f"targets is {shown(targets)}; expected a list of tokens")
         ids = []
         for i, target in enumerate(targets):
-            found = tokenizer.encode(target, add_special_tokens=False) if isinstance(target, str) else []
-            if len(found) != 1:
-                raise RequestError(f"targets[{i}] is {shown(target)}, which is {len(found)} tokens; expected one")
-            ids += found
+            tokens = tokenizer.encode(target, add_special_tokens=False) if isinstance(target, str) else []
+            if len(tokens) != 1:
+                raise RequestError(f"targets[{i}] is {shown(target)}, which is {len(tokens)} tokens; expected one")
+            ids += tokens
         return tuple(sorted({*ids}))
 
 

@@ -43,7 +43,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io.folder import CONFIG, Folder
 from rlx_jax.models.config import Fields
-from rlx_jax.text.request_checks import Ids, classify_prompts
+from rlx_jax.text.request_checks import Ids, classify_strings
 from rlx_jax.text.token_model import EncoderModel
 from rlx_jax.text.tokenizer import Tokenizer
 from rlx_jax.weights.execute import read_numbers
@@ -165,14 +165,12 @@ class MultiVectorEncoder(EncoderModel):
         if prompt_name is None and prompt is None:
             prompt_name = next((name for name in KINDS[kind] if name in pipeline.prompts), None)
         text = pipeline.choose_prompt(prompt_name, prompt)
-        request = classify_prompts(texts, "texts", allow_flat=False)
-        if request.texts is None and request.ids:
-            raise RequestError("embed_tokens: texts are token ids; expected strings")
-        rows = self._tokenize([text + one for one in request.texts or []], kind)
+        items, is_single = classify_strings(texts, "embed_tokens")
+        rows = self._tokenize([text + item for item in items], kind)
         vectors = self._vectors(rows, kind, max_tokens)
         skipped = self._skipped if kind in self.settings.skipping_kinds else self._skipped[:0]
         results = [v[~np.isin(row, skipped)] for v, row in zip(vectors, rows, strict=True)]
-        return results[0] if request.is_single else results
+        return results[0] if is_single else results
 
     def _tokenize(self, texts: list[str], kind: str) -> list[Ids]:
         """Return the token ids of texts, without expansions."""
@@ -346,5 +344,5 @@ def _with_lengths(folder: Folder, path: str, settings: TokenSettings) -> TokenSe
         tokenizer = module_fields(folder, path, "tokenizer_config.json")
         if tokenizer.raw("padding_side", "right") != "right":
             raise UnsupportedError(f"{tokenizer.where}: padding_side with query_expansion; supported is 'right'")
-    found = tuple((kind, length) for kind, length in lengths.items() if length is not None)
-    return replace(settings, lengths=found, expansion=expansion)
+    limits = tuple((kind, length) for kind, length in lengths.items() if length is not None)
+    return replace(settings, lengths=limits, expansion=expansion)

@@ -13,7 +13,7 @@ from rlx_jax.encode.pooled import Vectors
 from rlx_jax.errors import RequestError, check_names, shown, suggest_keywords
 from rlx_jax.models.encoder import TOKEN
 from rlx_jax.runtime.inputs import check_integer
-from rlx_jax.text.request_checks import classify_prompts
+from rlx_jax.text.request_checks import classify_strings
 from rlx_jax.text.spans import TokenSpans, encode_spans, id_of_role
 from rlx_jax.text.tokenizer import Tokenizer
 
@@ -66,16 +66,14 @@ class TokenClassifier(TokenLogits):
         check_names([aggregation], AGGREGATIONS, "aggregation", "; there are", RequestError)
         if isinstance(ignore_labels, str) or not isinstance(ignore_labels, Sequence):
             raise RequestError(f"ignore_labels is {shown(ignore_labels)}; expected a list of labels")
-        found_labels = self.labels if aggregation == "none" else map(_joined_label, self.labels)
-        known = dict.fromkeys(["O", *found_labels])
-        check_names(ignore_labels, known, "ignore_labels", "; labels of parts are", RequestError)
+        part_labels = self.labels if aggregation == "none" else [_joined_label(label) for label in self.labels]
+        choices = dict.fromkeys(["O", *part_labels])
+        check_names(ignore_labels, choices, "ignore_labels", "; labels of parts are", RequestError)
         if overlap is not None and aggregation == "none":
             raise RequestError("overlap joins parts of windows, so it needs another aggregation than 'none'")
         overlap = None if overlap is None else check_integer("overlap", overlap, 0)
-        request, reader = classify_prompts(texts, "texts", allow_flat=False), self.encoder.reader
-        if request.texts is None and request.ids:
-            raise RequestError(f"texts[0] is {shown(request.ids[0])}; tag takes strings, in which it finds the parts")
-        tokenizer, items, results = reader.require_tokenizer(), request.texts or [], []
+        (items, is_single), reader = classify_strings(texts, "tag"), self.encoder.reader
+        tokenizer, results = reader.require_tokenizer(), []
         requests, spans = reader.read_spans(
             items, lambda chunk, first: encode_spans(tokenizer, chunk, reader.max_text_tokens, overlap, first)
         )
@@ -84,7 +82,7 @@ class TokenClassifier(TokenLogits):
             tagged = [self._tagged(text, window, next(logits), tokenizer, aggregation) for window in windows]
             parts = [part for window_parts in tagged for part in window_parts if part.label not in ignore_labels]
             results.append(_without_overlaps(parts) if len(windows) > 1 else parts)
-        return results[0] if request.is_single else results
+        return results[0] if is_single else results
 
     def _tagged(
         self, text: str, spans: TokenSpans, logits: Vectors, tokenizer: Tokenizer, aggregation: str
@@ -180,11 +178,11 @@ def _name(label: str) -> str:
 
 def _without_overlaps(parts: Sequence[TaggedSpan]) -> list[TaggedSpan]:
     """Return the parts of all windows, of overlapping ones the longer, or else the more probable."""
-    kept: list[TaggedSpan] = []
+    chosen: list[TaggedSpan] = []
     for part in sorted(parts, key=lambda part: part.start):
-        if kept and kept[-1].start <= part.start < kept[-1].end:
-            if (part.end - part.start, part.score) > (kept[-1].end - kept[-1].start, kept[-1].score):
-                kept[-1] = part
+        if chosen and chosen[-1].start <= part.start < chosen[-1].end:
+            if (part.end - part.start, part.score) > (chosen[-1].end - chosen[-1].start, chosen[-1].score):
+                chosen[-1] = part
         else:
-            kept.append(part)
-    return kept
+            chosen.append(part)
+    return chosen

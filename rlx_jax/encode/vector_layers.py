@@ -6,7 +6,7 @@ They are `Dense`, `VectorNorm` and `UnitLength`, one record for each module of t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -54,9 +54,29 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 _TORCH_PREFIXES = ("torch.nn.modules.activation.", "torch.nn.modules.linear.", "torch.nn.")
 
 
-# Weights are not compared: two layers are equal if one compiled program serves both.
 @dataclass(frozen=True)
-class Dense:
+class VectorLayer:
+    """A layer of vectors `[n, in]`. Its weights are the fields that are not compared: two layers are equal if one
+    compiled program serves both.
+    """
+
+    @property
+    def widths(self) -> tuple[int, int] | None:
+        """The sizes of its input and of its output; None if both are any size."""
+        return None
+
+    def arrays(self) -> dict[str, Vectors]:
+        """Return its weights by name."""
+        weights = {f.name: getattr(self, f.name) for f in fields(self) if not f.compare}
+        return {name: array for name, array in weights.items() if array is not None}
+
+    def apply(self, x: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
+        """Return the layer of vectors `[n, in]`."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Dense(VectorLayer):
     """`activation(x Wᵀ + b)`, with `residual` plus `x`, or plus `x Rᵀ`.
 
     Attributes:
@@ -75,26 +95,19 @@ class Dense:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """The sizes of its input and of its output."""
         return self.weight.shape[1], self.weight.shape[0]
 
-    def arrays(self) -> dict[str, Vectors]:
-        """Return its weights by name."""
-        named = {"weight": self.weight, "bias": self.bias, "residual": self.residual_weight}
-        return {name: array for name, array in named.items() if array is not None}
-
     def apply(self, x: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
-        """Return the layer of vectors `[n, in]`."""
         product = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
         y = product(x, arrays["weight"].T)
         y = ACTIVATIONS[self.activation](y + arrays["bias"][None] if "bias" in arrays else y)
         if not self.residual:
             return y
-        return y + (product(x, arrays["residual"].T) if "residual" in arrays else x)
+        return y + (product(x, arrays["residual_weight"].T) if "residual_weight" in arrays else x)
 
 
 @dataclass(frozen=True)
-class VectorNorm:
+class VectorNorm(VectorLayer):
     """Layer normalization with `weight` and `bias` `[width]`."""
 
     weight: Vectors = field(compare=False, repr=False)
@@ -102,36 +115,20 @@ class VectorNorm:
 
     @property
     def widths(self) -> tuple[int, int]:
-        """The sizes of its input and of its output."""
         return len(self.weight), len(self.weight)
 
-    def arrays(self) -> dict[str, Vectors]:
-        """Return its weights by name."""
-        return {"weight": self.weight, "bias": self.bias}
-
     def apply(self, x: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
-        """Return the layer of vectors `[n, width]`."""
         centred = x - x.mean(axis=-1, keepdims=True)
         scale = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + LAYER_NORM_EPS)
         return centred * scale * arrays["weight"][None] + arrays["bias"][None]
 
 
 @dataclass(frozen=True)
-class UnitLength:
+class UnitLength(VectorLayer):
     """Division by the Euclidean length."""
 
-    widths = None
-
-    def arrays(self) -> dict[str, Vectors]:
-        """Return no weights."""
-        return {}
-
     def apply(self, x: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
-        """Return vectors of length 1."""
         return unit_length(x)
-
-
-VectorLayer = Dense | VectorNorm | UnitLength
 
 
 def unit_length(x: jax.Array) -> jax.Array:
@@ -290,14 +287,12 @@ def read_linear(folder: Folder, name: str, activation: str = "Identity") -> Dens
     raw, where = folder.read(file, _FILE_LIMIT, SafetensorsError) if file else None, folder.where(file)
     if raw is None:
         return None
-    arrays = read_torch_file(raw, where) if file.endswith(".pt") else _parse_arrays(raw, where)
+    arrays = _finite(read_torch_file(raw, where), where) if file.endswith(".pt") else _parse_arrays(raw, where)
     weight, bias = arrays.get("weight"), arrays.get("bias")
     if weight is None or bias is None or len(arrays) > 2 or weight.ndim != 2 or bias.shape != weight.shape[:1]:
         shapes = {key: array.shape for key, array in arrays.items()}
         raise WeightError(f"{where}: expected weight [out, in] and bias [out], got {shapes}")
-    for key, array in arrays.items():
-        check_finite(array, key, where, "error")
-    return Dense(weight.astype(np.float32), bias.astype(np.float32), activation)
+    return Dense(weight, bias, activation)
 
 
 def _read_arrays(folder: Folder, path: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Vectors]:
@@ -319,15 +314,21 @@ def _read_arrays(folder: Folder, path: str, shapes: Mapping[str, tuple[int, ...]
     stored = {key: array.shape for key, array in arrays.items()}
     if stored != dict(shapes):
         raise WeightError(f"{where}: expected the weights {dict(shapes)}, as {path}/config.json says; got {stored}")
-    for key, values in arrays.items():
-        check_finite(values, key, where, "error")
-    return {key: values.astype(np.float32) for key, values in arrays.items()}
+    return arrays
 
 
-def _parse_arrays(raw: bytes, where: str) -> dict[str, np.ndarray[Any, Any]]:
-    """Return the arrays of a safetensors file."""
+def _parse_arrays(raw: bytes, where: str) -> dict[str, Vectors]:
+    """Return the arrays of a safetensors file as float32, after checking that they are finite."""
     header = read_header(lambda count, start, where: raw[start : start + count], len(raw), where)
-    return {
+    arrays = {
         key: np.frombuffer(raw[info.start : info.start + info.nbytes], info.dtype).reshape(info.shape)
         for key, info in header.items()
     }
+    return _finite(arrays, where)
+
+
+def _finite(arrays: Mapping[str, np.ndarray[Any, Any]], where: str) -> dict[str, Vectors]:
+    """Return arrays of a file as float32, after checking that they are finite."""
+    for key, array in arrays.items():
+        check_finite(array, key, where, "error")
+    return {key: array.astype(np.float32) for key, array in arrays.items()}

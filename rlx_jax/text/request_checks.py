@@ -157,6 +157,18 @@ def classify_prompts(prompts: Any, name: str = "prompts", allow_flat: bool = Tru
     return Prompts(None, list(prompts), False)
 
 
+def classify_strings(texts: Any, method: str) -> tuple[list[str], bool]:
+    """Return the texts of a request that takes no token ids, and whether it is a single one.
+
+    Raises:
+        RequestError: not a string or a list of strings.
+    """
+    request = classify_prompts(texts, "texts", allow_flat=False)
+    if request.ids:
+        raise RequestError(f"texts[0] is {shown(request.ids[0])}; {method} takes strings")
+    return request.texts or [], request.is_single
+
+
 def convert_foreign_arrays(name: str, value: Any, first: int = 0) -> Any:
     """Convert arrays of other libraries, such as torch tensors, to NumPy, also in lists; return other values unchanged.
 
