@@ -151,7 +151,7 @@ def rule_operands(c: hand.Sizes, batch: int, seq: int, dtype: Any) -> list[jax.A
 
 def rules(seq: int) -> dict[str, hand.Rule]:
     """By hand and ours, for so many tokens."""
-    op = GatedDeltaOp(held=True)
+    op = GatedDeltaOp(from_state=True)
     names = ["one_token"] if seq == 1 else ["chunks_at_once", "chunk_by_chunk"]
     names += ["one_pass" if seq == 1 else "states_in_one"] * running_device().has_kernels
     ours = {f"ours, {name}": (lambda *a, n=name: IMPLEMENTATIONS[n](op, *a)) for name in names}

@@ -46,8 +46,8 @@ def scan_inputs(tokens: int, heads: int, width: int) -> list[np.ndarray[Any, Any
 
 
 LAYERS: dict[str, tuple[Any, Callable[[int, int, int], list[np.ndarray[Any, Any]]]]] = {
-    "gated delta": (GatedDeltaOp(held=True), delta_inputs),
-    "selective scan": (SelectiveScanOp(held=True), scan_inputs),
+    "gated delta": (GatedDeltaOp(from_state=True), delta_inputs),
+    "selective scan": (SelectiveScanOp(from_state=True), scan_inputs),
 }
 """The op and its inputs."""
 

@@ -49,8 +49,8 @@ def mixture(tokens: int, top: int, count: int, contract: int = 1, biased: bool =
 
 
 def delta(name: str, sizes: tuple[int, ...], **options: Any) -> Made:
-    op = GatedDeltaOp(**{"held": True} | options)
-    return op, name, [np.asarray(a, np.float32) for a in delta_case(sizes)][: 5 + op.held]
+    op = GatedDeltaOp(**{"from_state": True} | options)
+    return op, name, [np.asarray(a, np.float32) for a in delta_case(sizes)][: 5 + op.from_state]
 
 
 CASES: dict[str, Made] = {
@@ -134,7 +134,7 @@ def delta_of(rows: int, tokens: int, width: int = 128, dtype: str = "bf16") -> t
     return *wide, *types(heads, heads, (rows, 16, width, width), dtype="f32")
 
 
-DELTA = GatedDeltaOp(held=True)
+DELTA = GatedDeltaOp(from_state=True)
 CHOICES: dict[str, tuple[Any, tuple[TensorType, ...], str]] = {
     "experts of a token": (ExpertFfn(), experts_of(1), "gathered"),
     "experts of 8 tokens": (ExpertFfn(), experts_of(8), "grouped"),
@@ -145,7 +145,7 @@ CHOICES: dict[str, tuple[Any, tuple[TensorType, ...], str]] = {
     "experts that are pinned": (ExpertFfn(precision="highest"), experts_of(4096), "blocked"),
     "a token of one row": (DELTA, delta_of(1, 1), "one_token"),
     "a token of 8 rows": (DELTA, delta_of(8, 1), "one_pass"),
-    "a token, every state": (GatedDeltaOp(held=True, every=True), delta_of(8, 1), "one_token"),
+    "a token, every state": (GatedDeltaOp(from_state=True, every=True), delta_of(8, 1), "one_token"),
     "a token of an odd width": (DELTA, delta_of(8, 1, width=96), "one_token"),
     "a prompt": (DELTA, delta_of(1, 512), "states_in_one"),
     "a prompt of wide heads": (DELTA, delta_of(1, 512, width=256), "chunks_at_once"),

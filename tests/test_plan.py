@@ -159,7 +159,7 @@ def test_a_sample_updates_a_state() -> None:
     one, heads, state = ((1, 1, 4, 8), (4,), (1, 4, 8, 16))
     shapes = one, one[:-1], heads, (1, 1, 1, 16), (1, 1, 1, 16), state
     types = tuple(TensorType(shape, np.dtype(np.float32)) for shape in shapes)
-    assert 0 < estimate.sample_seconds(SelectiveScanOp(held=True), "one_token", types) < 1
+    assert 0 < estimate.sample_seconds(SelectiveScanOp(from_state=True), "one_token", types) < 1
     assert 0 < estimate.sample_seconds(SelectiveScanOp(), "one_token", types[:-1]) < 1
 
 

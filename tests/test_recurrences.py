@@ -53,11 +53,11 @@ def distance(got: Any, want: np.ndarray) -> float:
 
 
 CASES: dict[str, tuple[Any, list[np.ndarray]]] = {
-    "fewer tokens than a chunk": (GatedDeltaOp(held=True), delta_case((2, 13, 1, 8, 3, 6))),
-    "a part of a chunk is left": (GatedDeltaOp(0.7, held=True), delta_case((2, 131, 2, 5, 4, 7))),
-    "keys that are nearly one": (GatedDeltaOp(held=True), delta_case((1, 150, 2, 16, 2, 6), alike=0.95)),
+    "fewer tokens than a chunk": (GatedDeltaOp(from_state=True), delta_case((2, 13, 1, 8, 3, 6))),
+    "a part of a chunk is left": (GatedDeltaOp(0.7, from_state=True), delta_case((2, 131, 2, 5, 4, 7))),
+    "keys that are nearly one": (GatedDeltaOp(from_state=True), delta_case((1, 150, 2, 16, 2, 6), alike=0.95)),
     "from zeros": (GatedDeltaOp(), delta_case((1, 70, 1, 4, 2, 3))[:5]),
-    "a scan over three chunks": (SelectiveScanOp(held=True), scan_case((2, 131, 4, 3, 1, 7))),
+    "a scan over three chunks": (SelectiveScanOp(from_state=True), scan_case((2, 131, 4, 3, 1, 7))),
     "a scan from zeros": (SelectiveScanOp(), scan_case((1, 70, 2, 3, 2, 4))[:5]),
 }  # fmt: skip
 
@@ -93,7 +93,9 @@ def test_chunks_in_bfloat16(case: str, form: str) -> None:
     assert distance(out, want[0]) <= 2e-2 and distance(state, want[1]) <= 2e-2
 
 
-@pytest.mark.parametrize("op", [GatedDeltaOp(held=True, every=True), SelectiveScanOp(held=True, every=True)])
+@pytest.mark.parametrize(
+    "op", [GatedDeltaOp(from_state=True, every=True), SelectiveScanOp(from_state=True, every=True)]
+)
 def test_one_token_needs_no_loop(op: Any) -> None:
     """The step alone is what a loop over one token gives, and there is no loop in it."""
     case = delta_case((3, 1, 2, 5, 4, 7)) if isinstance(op, GatedDeltaOp) else scan_case((3, 1, 4, 6, 2, 5))

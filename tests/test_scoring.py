@@ -36,7 +36,7 @@ def lm(request: pytest.FixtureRequest) -> Iterator[Any]:
     """The checkpoint with a tokenizer, texts in rows with others or in rows of their own; logits in pieces of 32
     tokens, where all of them would fit."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(score_program.PIECE, "cpu", 32)
+        patch.setitem(score_program.CHUNK_TOKENS, "cpu", 32)
         yield rlx.load(TIED, profile=rlx.CompileProfile().replace(buckets=request.param))
 
 

@@ -240,7 +240,7 @@ TEXTS = {
     "rms_norm": "rms_norm(eps=0.001)", "attention": "attention(heads=2, kv_heads=2)", "hir_mir": "mir(matmul)",
     "depthwise_conv1d_causal": "mir(causal_conv_op)", "rope": "rope(head_dim=4, n_rot=4)",
     "gated_delta_net": "gated_delta(key_heads=2, value_heads=2)",
-    "gated_delta_net_carry": "mir(gated_delta_op(held=True))",
+    "gated_delta_net_carry": "mir(gated_delta_op(from_state=True))",
     "llama_decoder_block": "llama_decoder_block(heads=2, dim=4, kv=1, eps=1e-05, mask=causal)",
     "qwen35_mtp_head": "qwen35_mtp_head(heads=2, dim=4, vocab=5)",
 }  # fmt: skip

@@ -304,7 +304,7 @@ def shared_sizes(
 # Tokens per chunk of logits, on each device; an unknown target is treated as a GPU. Every chunk loads the weight of the
 # head, which takes a GPU as long as the matrix product of some 250 tokens. On a CPU the logits of a small chunk stay in
 # its cache.
-PIECE = {"cpu": 128, "cuda": 512}
+CHUNK_TOKENS = {"cpu": 128, "cuda": 512}
 # Input with the next token of each token. The dot avoids clashes with inputs of the flow, which may have any names.
 TARGETS = "score.targets"
 # Inputs with alternative tokens, and the column of the token that each of them follows.
@@ -422,6 +422,6 @@ def _head_chunking(model: CompiledModel, head: Head, rows: int, width: int) -> L
     if head.type.rank != 3 or not is_static(head.type.shape[-1]):
         return None
     vocab_size = int(head.type.shape[-1])
-    chunk_bytes = 4 * vocab_size * PIECE.get(model.settings.target, PIECE["cuda"])  # bytes of f32 logits
+    chunk_bytes = 4 * vocab_size * CHUNK_TOKENS.get(model.settings.target, CHUNK_TOKENS["cuda"])  # bytes of f32 logits
     count = count_chunks((rows, width), None, vocab_size, sharding, chunk_bytes)
     return LossChunking(head, count, int(head.vocab_size), 0.0, sharding, model.settings.target)

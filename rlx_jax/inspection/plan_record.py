@@ -22,8 +22,8 @@ class ProgramEstimate:
         sizes: the sizes of its symbolic dimensions.
         flops, bytes: operations, and bytes that are read and written if elementwise ops are fused.
         activation_bytes: the temporaries and outputs that are live at the same time.
-        compute_seconds, memory_seconds, start_seconds, link_seconds: the time for operations, for bytes, for the starts
-            of kernels, and for sums over devices.
+        compute_seconds, memory_seconds, start_seconds, link_seconds: the time for operations, for bytes, for kernel
+            launches, and for sums over devices.
         host_seconds: the time in which the host prepares and starts a run.
     """
 
@@ -49,7 +49,7 @@ class ProgramEstimate:
         """Return what takes most of the time."""
         parts = {
             "memory bandwidth": self.memory_seconds, "FLOPs": self.compute_seconds,
-            "starts of kernels": self.start_seconds, "links between devices": self.link_seconds,
+            "kernel launches": self.start_seconds, "interconnect": self.link_seconds,
         }  # fmt: skip
         return "the host" if self.seconds > sum(parts.values()) else max(parts, key=lambda name: parts[name])
 
@@ -207,7 +207,7 @@ def _parts(label: str, parts: Mapping[str, int]) -> list[tuple[str, str]]:
 def _program_rows(label: str, estimate: ProgramEstimate) -> list[tuple[str, str]]:
     """Return the lines about the time of a program."""
     parts = {
-        "operations": estimate.compute_seconds, "memory": estimate.memory_seconds, "starts": estimate.start_seconds,
+        "operations": estimate.compute_seconds, "memory": estimate.memory_seconds, "launches": estimate.start_seconds,
         "links": estimate.link_seconds,
     }  # fmt: skip
     shares = ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in parts.items() if seconds)

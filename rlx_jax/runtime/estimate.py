@@ -337,7 +337,7 @@ def sample_seconds(op: Mir, implementation: str, types: tuple[TensorType, ...], 
     with jax.default_device("cpu"):
         # Experts are chosen evenly: an implementation may skip those without tokens.
         experts = int(types[1].shape[0]) if kernel_kind(op) == "experts" else 1
-        is_updated = isinstance(op, GatedDeltaOp | SelectiveScanOp) and op.held and int(types[0].shape[1]) == 1
+        is_updated = isinstance(op, GatedDeltaOp | SelectiveScanOp) and op.from_state and int(types[0].shape[1]) == 1
         sample = jax.jit(update if is_updated else run)
         x = _sample_array(types[0], experts)
         others = [[_sample_array(t, experts) for t in types[1:]] for _ in range(1 if is_updated else copies)]

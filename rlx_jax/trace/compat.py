@@ -144,7 +144,7 @@ class SpecBuilders(Builders[V]):
         """Return the gated delta rule from `state` `[B, Hv, n, n]` f32, and the state after the last token."""
         self._check_delta(q, k, v, state_size)
         with self._block("gated_delta_net_carry"):
-            out, final_state = self.add_all(GatedDeltaOp(held=True), q, k, v, g, beta, state)
+            out, final_state = self.add_all(GatedDeltaOp(from_state=True), q, k, v, g, beta, state)
         return out, final_state
 
     def _check_delta(self, q: V, k: V, v: V, state_size: int) -> None:

@@ -60,7 +60,7 @@ def token_scan(op: Any, *operands: Array) -> tuple[Array, ...]:
 
 def delta(op: Any, *operands: Array) -> tuple[Array, ...]:
     """The transcript; the states after each token are those after so many tokens."""
-    tokens, state = operands[2].shape[1], operands[5] if op.held else None
+    tokens, state = operands[2].shape[1], operands[5] if op.from_state else None
 
     def run(n: int) -> tuple[Array, Array]:
         q, k, v, g, beta = (x[:, :n] for x in operands[:5])
@@ -177,17 +177,17 @@ def recurring() -> Iterator[Sample]:
     yield Sample(o.TailRows(2), "f32 batch 9 4; i32 batch", below=7)
     yield Sample(o.TailRows(3), "i32 batch 4; i32 batch", below=2)
     low: Any = {"draw": lambda x: -np.tanh(np.abs(x))}
-    for tokens, held, every, heads in (("seq", False, False, 4), ("seq", True, True, 2), ("1", True, False, 4)):
-        state = f"; f32 batch {heads} 3 5" * held
+    for tokens, from_state, every, heads in (("seq", False, False, 4), ("seq", True, True, 2), ("1", True, False, 4)):
+        state = f"; f32 batch {heads} 3 5" * from_state
         q, rows = f"f32 batch {tokens} 2 3", f"f32 batch {tokens} {heads}"
-        delta = o.GatedDeltaOp(0.3 if every else None, held, every)
+        delta = o.GatedDeltaOp(0.3 if every else None, from_state, every)
         yield Sample(delta, f"{q}; {q}; {rows} 5; {rows}; {rows}{state}", **low)
         for rate in (f"f32 {heads}", f"f32 {heads} 5"):
             group = f"f32 batch {tokens} 2 5"
             operands = f"{rows} 3; {rows}; {rate}; {group}; {group}{state}"
-            yield Sample(o.SelectiveScanOp(held, every), operands, **low)
+            yield Sample(o.SelectiveScanOp(from_state, every), operands, **low)
     bf16 = "bf16 2 5 1 4; bf16 2 5 1 4; bf16 2 5 3 4; f32 2 5 3; bf16 2 5 3; f32 2 3 4 4"
-    yield Sample(o.GatedDeltaOp(held=True), bf16, **low)
+    yield Sample(o.GatedDeltaOp(from_state=True), bf16, **low)
     for bias, tokens in ((False, "seq+3"), (True, "seq+3"), (True, "4")):
         yield Sample(o.CausalConvOp(bias), f"f32 batch {tokens} 6; f32 6 4" + "; f32 6" * bias)
 

@@ -104,7 +104,7 @@ class GatedDeltaOp(Mir):
         S ← e^{g_t} S        S ← S + k_t ⊗ β_t (v_t − Sᵀ k_t)        o_t = scale · Sᵀ q_t
 
     Operands: q, k `[B,S,Hk,K]`; v `[B,S,Hv,V]`; g (logarithm of the decay, ≤ 0) and beta `[B,S,Hv]` in any floating
-    dtype; with `held` the initial state `[B,Hv,K,V]` f32, which is zeros otherwise. Value head h reads key head
+    dtype; with `from_state` the initial state `[B,Hv,K,V]` f32, which is zeros otherwise. Value head h reads key head
     h // (Hv/Hk).
 
     Results: o `[B,S,Hv,V]` in the dtype of v; the state after the last token; with `every` the state after each token
@@ -115,10 +115,12 @@ class GatedDeltaOp(Mir):
     """
 
     traits = replace(product_traits(_delta_flops), narrows=3, pinned=False, workspace=_delta_workspace)
-    operands = "q:float[B,S,G,K] k:q[B,S,G,K] v:q[B,S,H,V] g:float[B,S,H] beta:float[B,S,H] state?held:f32[B,H,K,V]"
+    operands = (
+        "q:float[B,S,G,K] k:q[B,S,G,K] v:q[B,S,H,V] g:float[B,S,H] beta:float[B,S,H] state?from_state:f32[B,H,K,V]"
+    )
 
     scale: float | None = None
-    held: bool = False
+    from_state: bool = False
     every: bool = False
 
     def check(self, *operands: TensorType) -> None:
@@ -168,7 +170,8 @@ class SelectiveScanOp(Mir):
         h ← e^{Δ_t A} h + Δ_t x_t ⊗ B_t        y_t = h C_t
 
     Operands: x `[B,S,H,P]`; Δ `[B,S,H]` (> 0, any floating dtype); A `[H]` or `[H,N]` (< 0: `−exp(A_log)`); B and C
-    `[B,S,G,N]`; with `held` the initial state `[B,H,P,N]` f32, which is zeros otherwise. Head h reads group h // (H/G).
+    `[B,S,G,N]`; with `from_state` the initial state `[B,H,P,N]` f32, which is zeros otherwise. Head h reads group
+    h // (H/G).
 
     Results: y `[B,S,H,P]` in the dtype of x; the state after the last token; with `every` the state after each token
     `[B,S,H,P,N]`. A token with Δ = 0 leaves the state unchanged, which padding relies on. Sums are in f32.
@@ -178,9 +181,11 @@ class SelectiveScanOp(Mir):
     """
 
     traits = replace(product_traits(_scan_flops), narrows=1, pinned=False, workspace=_scan_workspace)
-    operands = "x:float[B,S,H,P] dt:float[B,S,H] a:float[H,…] b:float[B,S,G,N] c:float[B,S,G,N] state?held:f32[B,H,P,N]"
+    operands = (
+        "x:float[B,S,H,P] dt:float[B,S,H] a:float[H,…] b:float[B,S,G,N] c:float[B,S,G,N] state?from_state:f32[B,H,P,N]"
+    )
 
-    held: bool = False
+    from_state: bool = False
     every: bool = False
 
     def check(self, x: TensorType, dt: TensorType, a: TensorType, b: TensorType, *_: TensorType) -> None:
