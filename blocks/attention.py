@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.blocks.control import KvCacheContract, check_hidden
+from rlx_jax.blocks.control import KvCacheContract, Stage, check_hidden
 from rlx_jax.blocks.layer import LayerSpec
 from rlx_jax.blocks.linear import head_norm
 from rlx_jax.blocks.positions import rope_tables_for
@@ -234,8 +234,7 @@ ROPE_INPUTS = {"rope_cos", "rope_sin"}
 # -- the inputs ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class BindDecodeInputs:
+class BindDecodeInputs(Stage):
     """Declare that the flow's tokens continue a cached sequence, and check the inputs that hold the cache.
 
     Inputs: `past_k_{i}` and `past_v_{i}` `[B, P, K·D]` for each layer i, with rotated keys. With `use_custom_mask` also
@@ -253,8 +252,7 @@ class BindDecodeInputs:
     num_layers: int
     use_custom_mask: bool = False
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "BindDecodeInputs")
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
         check_count(self.num_layers, f"{emit.path}: BindDecodeInputs: num_layers")
         with emit.scope("decode_inputs"):
             emit.state.program = "explicit"
@@ -373,8 +371,7 @@ def cached_inputs(emit: Emit, index: int, new: list[FlowValue]) -> list[FlowValu
     return past
 
 
-@dataclass(frozen=True)
-class SelfAttnDecode:
+class SelfAttnDecode(Stage):
     """SelfAttnPrefill over cached and new keys: normalised `[B,S,H]` → `[B,S,N·D]`.
 
     `K' = concat(past_k, rope(x Wk))`, `V' = concat(past_v, x Wv)`. Query i of S reads the keys up to P + i, or the last
@@ -387,8 +384,8 @@ class SelfAttnDecode:
     use_custom_mask: bool = False
     kv_out: SideOutputs | None = None
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x, mask = emit.require(value, "SelfAttnDecode"), mask_kind(self.spec.mask)
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+        mask = mask_kind(self.spec.mask)
 
         def attend(q: FlowValue, k: FlowValue, v: FlowValue) -> FlowValue:
             past_kv, keep = cached_inputs(emit, self.layer, [k, v]), self._keep_mask(emit)

@@ -7,11 +7,11 @@ the stages of `decoder.py` under other names.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, ParamSpec
 
 from rlx_jax.blocks.attention import Heads, SelfAttnPrefill, SideOutputs, add_side_outputs, kv_name
-from rlx_jax.blocks.control import BlockStage, Custom, DualStream, Named
+from rlx_jax.blocks.control import BlockStage, Custom, DualStream, Named, Stage
 from rlx_jax.blocks.decoder import DecodeLayer, DecoderLayer, LlamaDecoder, MixerLayer, decoder_layer, norm_beta
 from rlx_jax.blocks.ffn import MoeSpec
 from rlx_jax.blocks.layer import DecoderKeys, GemmaStyle, HiddenShape, LayerSpec, gemma_layer_spec
@@ -322,8 +322,7 @@ def gemma_moe_decode_layer_composed(index: int, spec: LayerSpec, moe: MoeSpec) -
 # -- taps of keys and values ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class LlamaKvTap:
+class LlamaKvTap(Stage):
     """Output the keys and values of the Llama layer that follows, and return x unchanged.
 
     The side outputs are `kv.{i}.k` and `kv.{i}.v`, `[B,S,K·D]`; i is `layer_idx`, or the number at the end of the
@@ -348,8 +347,7 @@ class LlamaKvTap:
             spec.num_kv_heads,
         )  # fmt: skip
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "LlamaKvTap")
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
         heads = self.num_kv_heads or 1
         spec = LayerSpec(
             num_heads=heads, head_dim=self.head_dim, num_kv_heads=heads, qkv_bias=self.attention_bias,
@@ -362,8 +360,7 @@ class LlamaKvTap:
         return x
 
 
-@dataclass(frozen=True)
-class GemmaKvTap:
+class GemmaKvTap(Stage):
     """Output the keys and values of a Gemma attention, and return x unchanged.
 
     The side outputs are `kv.{i}.k` and `kv.{i}.v`, `[B,S,K·D]`; i and `outputs` are as in LlamaKvTap. The stage runs
@@ -383,8 +380,7 @@ class GemmaKvTap:
         """Return the tap of layer `index` around `attention`, as `gemma_prefill_layer_composed` takes them."""
         return GemmaKvTap(f"model.layers.{index}", attention.head_dim, attention=_gemma_spec(style, attention, eps))
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "GemmaKvTap")
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
         spec = self.attention or LayerSpec(num_heads=1, head_dim=self.head_dim, num_kv_heads=1)
         _emit_tap(self, emit, x, spec, any_heads=self.attention is None)
         return x

@@ -17,6 +17,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Boundary, Node
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import DimLike, TensorType, tensor_type
+from rlx_jax.record import Record
 from rlx_jax.trace.boundaries import run_as_block
 from rlx_jax.trace.checks import check_count, check_signature
 from rlx_jax.trace.emit import Emit, FlowValue
@@ -129,6 +130,18 @@ class BlockStage(Protocol):
     """Interface of every stage: write HIR and return the next active value, or None to have no active value."""
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None: ...
+
+
+class Stage(Record):
+    """A stage that needs an active value, which its method `apply` gets."""
+
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        """Return the next active value, after checking that there is one before the stage."""
+        return self.apply(emit, emit.require(value, type(self).__name__))
+
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+        """Write the HIR of the stage and return the next active value; x is the active value before it."""
+        raise NotImplementedError
 
 
 # -- running stages and checking their contracts -------------------------------------------------

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Self
 
 from rlx_jax.blocks.attention import SelfAttnDecode, SelfAttnPrefill, SideOutputs, check_cached, kv_name, mask_operand
-from rlx_jax.blocks.control import BlockStage, KvCacheContract, Named, check_hidden, run_stage
+from rlx_jax.blocks.control import BlockStage, KvCacheContract, Named, Stage, check_hidden, run_stage
 from rlx_jax.blocks.ffn import DOWN_ROLES, UP_ROLES
 from rlx_jax.blocks.layer import MLP, LayerSpec
 from rlx_jax.blocks.linear import GemmaRmsNorm, Linear, RmsNorm, block_of, dense, layer_norm_under
@@ -246,8 +246,7 @@ class Gpt2LayerSpec:
     intermediate_size: int | None = None
 
 
-@dataclass(frozen=True)
-class Gpt2Layer:
+class Gpt2Layer(Stage):
     """GPT-2's causal layer, `[B,S,H]` → same: `h = x + attn(ln(x)) Wo + bo`, `y = h + act(ln(h) Wi + bi) Wd + bd`.
 
     Weights under the prefix, stored as `[in, out]`: `ln_1.*`, `attn.c_attn.{weight,bias}` (columns of q, then k, then
@@ -260,8 +259,8 @@ class Gpt2Layer:
         """Return the types of keys and values, `[B, S, H]`: GPT-2 has as many key heads as query heads."""
         return KvCacheContract.packed(hidden, self.spec.hidden_size)
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x, s = emit.require(value, "Gpt2Layer"), self.spec
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+        s = self.spec
         p = s.layer_prefix
         attention = SelfAttention(
             f"{p}.attn.c_attn.weight", f"{p}.attn.c_proj.weight", s.num_heads, qkv_bias=f"{p}.attn.c_attn.bias",
@@ -276,8 +275,7 @@ class Gpt2Layer:
         return emit.add_node(Binary("add"), h, ffn_out)
 
 
-@dataclass(frozen=True)
-class MtpMerge:
+class MtpMerge(Stage):
     """Merge embeddings and hidden states at the input of a multi-token-prediction head: `[norm_e(x) ‖ norm_h(h)] Wᵀ`.
 
     x is the active value, embeddings `[B,S,H]`; h is the input `hidden_input` `[B,S,H]`; the result is `[B,S,H]`.
@@ -290,8 +288,8 @@ class MtpMerge:
     weight_key: str
     hidden_input: str = "hidden"
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x, h = emit.require(value, "MtpMerge"), emit.flow_input(self.hidden_input)
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+        h = emit.flow_input(self.hidden_input)
         if x.type.shape != h.type.shape:
             raise ShapeError(
                 f"{emit.path}: MtpMerge: embeddings are {x.type}, the input {self.hidden_input!r} {h.type}"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from rlx_jax.blocks.control import Stage
 from rlx_jax.blocks.ffn import DOWN_ROLES, UP_ROLES
 from rlx_jax.blocks.linear import TABLE_ROLES, LayerNorm, module_keys, rms_norm
 from rlx_jax.blocks.positions import POSITION_BIAS, rope_tables_for
@@ -170,14 +171,13 @@ class EncoderLayerSpec:
         return self.num_kv_heads or self.num_heads
 
 
-@dataclass(frozen=True)
-class EncoderLayer:
+class EncoderLayer(Stage):
     """An encoder layer, `[B,S,H]` → same: see `EncoderLayerSpec`."""
 
     spec: EncoderLayerSpec
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x, s, k = emit.require(value, type(self).__name__), self.spec, self.spec.keys
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+        s, k = self.spec, self.spec.keys
         outer = k.qkv[0].split(".")[:1]  # the block of attention; with the norm it also contains the residual sum
         if k.attention_norm.split(".")[0] == outer[0]:
             x = emit.block_input(x, *outer)

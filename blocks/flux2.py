@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlx_jax.blocks import stream_id
-from rlx_jax.blocks.control import DualStream
+from rlx_jax.blocks.control import DualStream, Stage
 from rlx_jax.blocks.ffn import DOWN_ROLES, UP_ROLES
 from rlx_jax.blocks.linear import dense, head_norm
 from rlx_jax.errors import ShapeError
@@ -197,8 +197,7 @@ class Flux2DoubleBlock:
         return feed_forward(img, "double_img", "ff"), feed_forward(txt, "double_txt", "ff_context")
 
 
-@dataclass(frozen=True)
-class Flux2SingleBlock:
+class Flux2SingleBlock(Stage):
     """One block of the joint sequence `[B, T+I, H]`: attention and feed-forward in parallel (Dehghani et al. 2023).
 
     `[q ‖ k ‖ v ‖ m] = modulated(x) W`, `x = x + gate ⊙ [attn(q, k, v) ‖ swiglu(m)] W_o`. Weights under `prefix`:
@@ -208,8 +207,8 @@ class Flux2SingleBlock:
     prefix: str
     spec: Flux2BlockSpec
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x, s, p = emit.require(value, "Flux2SingleBlock"), self.spec, f"{self.prefix}.attn"
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+        s, p = self.spec, f"{self.prefix}.attn"
         with emit.scope("attn"):
             normed = modulate(emit, emit.block_input(x), "single", 0, s.eps)
             columns = (s.hidden, s.hidden, s.hidden, 2 * s.ffn)
@@ -230,8 +229,7 @@ class Flux2JoinStreams:
             return emit.concat([emit.stream(stream_id.TXT), emit.stream(stream_id.IMG)], axis=1)
 
 
-@dataclass(frozen=True)
-class Flux2Output:
+class Flux2Output(Stage):
     """Output head: modulate and project the image tokens of the joint sequence, `[B, T+I, H]` → `[B, I, C]`.
 
     `((1 + scale) ⊙ ln(x) + shift) Wᵀ`, with scale and shift from the embedding of time. Weights:
@@ -243,8 +241,7 @@ class Flux2Output:
     eps: float = 1e-6
     channels: int | None = None
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "Flux2Output")
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
         with emit.scope("norm_out"):
             image = emit.block_input(x)[:, emit.stream(stream_id.TXT).shape[1] :]
             packed = emit.linear(

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rlx_jax.blocks.control import check_hidden
+from rlx_jax.blocks.control import Stage, check_hidden
 from rlx_jax.errors import GraphError, ShapeError, WeightShapeError, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.pointwise import Binary
@@ -27,8 +27,7 @@ __all__ = [
 TABLE_ROLES, HEAD_ROLES = ("embedding", "hidden"), ("vocab", "hidden")
 
 
-@dataclass(frozen=True)
-class Embed:
+class Embed(Stage):
     """Look up token embeddings: ids `[…]` → `E[ids]` `[…, H]`. A tied LmHead later in the flow shares the table.
 
     Args:
@@ -46,16 +45,14 @@ class Embed:
         """Return the stage of the token embedding stored under `key`."""
         return Embed(key)
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        ids = emit.require(value, "Embed")
+    def apply(self, emit: Emit, ids: FlowValue) -> FlowValue:
         with emit.scope("embed_tokens"):
             table = emit.param(self.weight_key, self.shape, TABLE_ROLES, self.init)
             emit.state.embed_weight = table
             return emit.add_node(hir.Embed(), table, ids)
 
 
-@dataclass(frozen=True)
-class EmbedScale:
+class EmbedScale(Stage):
     """Scale embeddings by the square root of their width: `x √H` for x `[…, H]`.
 
     √H is rounded to the dtype of x first, as in Hugging Face's Gemma: √3072 is 55.5 in bf16.
@@ -63,16 +60,14 @@ class EmbedScale:
 
     hidden_size: int
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "EmbedScale")
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
         with emit.scope("embed_scale"):
             if x.type.shape[-1:] != (self.hidden_size,):
                 raise ShapeError(f"{emit.path}: EmbedScale of width {self.hidden_size}, but the input is {x.type}")
             return x * math.sqrt(self.hidden_size)  # Python numbers take the dtype of x
 
 
-@dataclass(frozen=True)
-class Multiply:
+class Multiply(Stage):
     """Multiply by a constant, `x · factor`: Granite's multipliers of embeddings and logits.
 
     `factor` is rounded to the dtype of x first.
@@ -80,14 +75,12 @@ class Multiply:
 
     factor: float
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "Multiply")
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
         with emit.scope("multiply"):
             return x * self.factor
 
 
-@dataclass(frozen=True)
-class GatherFromInput:
+class GatherFromInput(Stage):
     """Look up embeddings of an input with integer ids, `E[input]`; the active value is ignored.
 
     Weight: `weight_key` `[V, H]`.
@@ -98,27 +91,24 @@ class GatherFromInput:
     shape: tuple[int, int] | None = None
     init: Init | None = None
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        emit.require(value, type(self).__name__)
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
         with emit.scope(self.input_name):
             return emit.embed(self.weight_key, emit.flow_input(self.input_name), shape=self.shape, init=self.init)
 
 
-@dataclass(frozen=True)
 class GatherAdd(GatherFromInput):
     """Add embeddings of an input to the active value: `x + E[input]`. Weight: `weight_key` `[V, H]`.
 
     An optional input that is absent takes its default.
     """
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        rows = super().emit(emit, value)
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+        rows = super().apply(emit, x)
         with emit.scope(self.input_name):
-            return emit.require(value, "GatherAdd") + rows
+            return x + rows
 
 
-@dataclass(frozen=True)
-class Linear:
+class Linear(Stage):
     """Linear projection `x W [+ b]`.
 
     Args:
@@ -136,8 +126,7 @@ class Linear:
     roles: Roles | None = None
     init: Init | None = None
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "Linear")
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
         if self.shape is not None and len(self.shape) != 2:
             raise ShapeError(f"{emit.path}: Linear: expected two sizes in shape=, got {len(self.shape)}")
         columns, width = (self.shape or (None, None))[:: 1 if self.transpose else -1]
@@ -201,12 +190,10 @@ class ResidualSave:
         return value
 
 
-@dataclass(frozen=True)
-class ResidualAdd:
+class ResidualAdd(Stage):
     """Add the value of the last ResidualSave to the active value, and clear it."""
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "ResidualAdd")
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
         saved = emit.state.residual
         if saved is None:
             raise GraphError(f"{emit.path}: ResidualAdd without a ResidualSave before it")
@@ -216,8 +203,7 @@ class ResidualAdd:
         return emit.add_node(Binary("add"), saved, x)
 
 
-@dataclass(frozen=True)
-class LmHead:
+class LmHead(Stage):
     """Compute float32 logits: `x Eᵀ` with the flow's embedding (`tied`), or `x Wᵀ` with `weight_key` `[V, H]`; then add
     the bias `bias_key` `[V]`, if there is one.
 
@@ -243,8 +229,7 @@ class LmHead:
         """Return a head with the separate weight `key`."""
         return LmHead(vocab_size, hidden_size, key, False)
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "LmHead")
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
         with emit.scope("lm_head"):
             weight = self._weight(emit, x.type)
             expected, actual = (self.vocab_size, self.hidden_size), weight.type.shape
@@ -276,8 +261,7 @@ class LmHead:
         return emit.state.embed_weight
 
 
-@dataclass(frozen=True)
-class LogitSoftcap:
+class LogitSoftcap(Stage):
     """Bound logits to ±cap: `cap · tanh(x / cap)` (Gemma 2). After LmHead, x and the result are float32."""
 
     cap: float
@@ -286,14 +270,12 @@ class LogitSoftcap:
         if not 0 < self.cap < math.inf:
             raise GraphError(f"LogitSoftcap: the cap is a finite number over 0, got {self.cap!r}")
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "LogitSoftcap")
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
         with emit.scope("logit_softcap"):
             return emit.tanh(x / self.cap) * self.cap
 
 
-@dataclass(frozen=True)
-class GatherLastToken:
+class GatherLastToken(Stage):
     """Select the last token of each row: `[B,S,H]` → `[B,1,H]`; by position, or by the input `last_token_idx` `[B]`.
 
     `batch` and `seq` are checked against the value unless they are None.
@@ -313,8 +295,7 @@ class GatherLastToken:
         """Return a stage that selects the last position."""
         return GatherLastToken(batch, seq=seq)
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "GatherLastToken")
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
         if x.ndim < 2:
             raise ShapeError(f"{emit.path}: GatherLastToken needs [B, S, …], got {x.type}")
         check_hidden(emit, x, (self.batch, self.seq, *[None] * (x.ndim - 2)), "GatherLastToken")
@@ -324,15 +305,13 @@ class GatherLastToken:
             return emit.add_node(hir.LastToken(), x, emit.input(self.input_name, x.shape[:1], "int32"))
 
 
-@dataclass(frozen=True)
-class ClsTokenPool:
+class ClsTokenPool(Stage):
     """Select the first token: `[B,S,H]` → `[B,H]`. `batch` and `hidden` are checked against the value unless None."""
 
     batch: int | str | None = None
     hidden: int | None = None
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "ClsTokenPool")
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
         if x.ndim != 3:
             raise ShapeError(f"{emit.path}: ClsTokenPool needs [B, S, {self.hidden or 'H'}], got {x.type}")
         check_hidden(emit, x, (self.batch, None, self.hidden), "ClsTokenPool")
@@ -358,8 +337,7 @@ class ZeroBeta:
         return value
 
 
-@dataclass(frozen=True)
-class RmsNorm:
+class RmsNorm(Stage):
     """RMSNorm `x (mean(x²) + ε)^(−1/2) ⊙ γ`.
 
     Weight: `weight_key` `[H]`; if no source has it, it is initialized by `init`, by default to 1.
@@ -373,14 +351,12 @@ class RmsNorm:
     eps: float = 1e-5
     init: Init | None = None
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, type(self).__name__)
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
         with emit.scope(module_of(self.weight_key)):
             gamma = emit.weight(self.weight_key, shape=x.type.shape[-1:], init=self.init)
             return rms_norm(emit, x, gamma, self.eps, self.offset)
 
 
-@dataclass(frozen=True)
 class GemmaRmsNorm(RmsNorm):
     """Gemma's RMSNorm `x (mean(x²) + ε)^(−1/2) ⊙ (1 + w)`, rounded once, after the product.
 
@@ -397,8 +373,7 @@ class GemmaRmsNorm(RmsNorm):
         return GemmaRmsNorm(f"{prefix}.weight", eps)
 
 
-@dataclass(frozen=True)
-class LayerNorm:
+class LayerNorm(Stage):
     """LayerNorm `(x − mean x)(var x + ε)^(−1/2) [⊙ γ] [+ β]`.
 
     Weights: `gamma_key` and `beta_key`, `[H]`, each optional. If no source has them, γ is initialized by `init`, by
@@ -412,8 +387,7 @@ class LayerNorm:
     eps: float = 1e-5
     init: Init | None = None
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "LayerNorm")
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
         with emit.scope(module_of(self.gamma_key or self.beta_key or "norm.weight")):
             gamma = None
             if self.gamma_key is not None:

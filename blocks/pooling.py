@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
+from rlx_jax.blocks.control import Stage
 from rlx_jax.blocks.ffn import Mlp, SwiGlu
 from rlx_jax.blocks.linear import module_keys
 from rlx_jax.blocks.self_attention import head_width
@@ -17,8 +17,7 @@ from rlx_jax.trace.parameters import WeightKey, WeightPart
 __all__ = ["AttentionPool", "EndTokenPool", "MeanOfTokens", "NomicSelector", "Similarity"]
 
 
-@dataclass(frozen=True)
-class AttentionPool:
+class AttentionPool(Stage):
     """SigLIP's pooling head: attention of a learned query over all tokens, then `p + mlp(ln(p))`: `[B,S,H]` → `[B,H]`.
 
     Weights under the prefix: `probe` `[1, 1, H]`, `attention.in_proj_weight` `[3H, H]`, `attention.in_proj_bias`,
@@ -33,8 +32,8 @@ class AttentionPool:
     inner: int | None = None
     mask_input: str | None = None
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x, p = emit.require(value, "AttentionPool"), self.prefix
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+        p = self.prefix
         if x.ndim != 3:
             raise ShapeError(f"{emit.path}: AttentionPool needs [B, S, H], got {x.type}")
         with emit.scope("head"):
@@ -79,8 +78,7 @@ def pool_by_query(
     return emit.linear(context, *module_keys(out), roles=("hidden", "heads"), columns=hidden)
 
 
-@dataclass(frozen=True)
-class EndTokenPool:
+class EndTokenPool(Stage):
     """Select the token at the end of each text: `[B,S,H]` → `[B,H]`.
 
     The position is the first one at which the input `ids_input` `[B,S]` holds `end_id`, or with None the first one of
@@ -90,14 +88,13 @@ class EndTokenPool:
     end_id: int | None
     ids_input: str = "input_ids"
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x, ids = emit.require(value, "EndTokenPool"), emit.flow_input(self.ids_input)
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+        ids = emit.flow_input(self.ids_input)
         with emit.scope("end_token"):
             return emit.add_node(hir.EndToken(self.end_id), x, ids)
 
 
-@dataclass(frozen=True)
-class Similarity:
+class Similarity(Stage):
     """Score texts against images by scaled cosine similarity: `exp(s) · t̂ îᵀ [+ b]`, `[T, I]`.
 
     The texts t are the active value `[T, E]`, the images i the stream `images` `[I, E]`; both are normalised to unit
@@ -109,8 +106,8 @@ class Similarity:
     bias_key: str | None = None
     images: str = "images"
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        texts, images = emit.require(value, "Similarity"), emit.stream(self.images)
+    def apply(self, emit: Emit, texts: FlowValue) -> FlowValue:
+        images = emit.stream(self.images)
         if texts.ndim != 2 or images.ndim != 2 or texts.shape[1] != images.shape[1]:
             raise ShapeError(
                 f"{emit.path}: Similarity: expected vectors [T, E] and [I, E], got {texts.type}, {images.type}"
@@ -134,8 +131,7 @@ def normalize_rows(emit: Emit, x: FlowValue) -> FlowValue:
     return x * emit.rsqrt(emit.maximum(emit.sum(x * x, -1, keepdims=True), 1e-24))
 
 
-@dataclass(frozen=True)
-class NomicSelector:
+class NomicSelector(Stage):
     """Nomic's selector: add a pooled vector to every token, `x + mlp(ln(p))`, `[B,S,H]` → same.
 
     p is the attention of a learned query over all tokens. Weights under the prefix: `attn.latent` `[1, 1, H]`,
@@ -149,8 +145,8 @@ class NomicSelector:
     eps: float = 1e-6
     inner: int | None = None
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x, p = emit.require(value, "NomicSelector"), self.prefix
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+        p = self.prefix
         if x.ndim != 3:
             raise ShapeError(f"{emit.path}: NomicSelector needs [B, S, H], got {x.type}")
         with emit.scope("selector"):
@@ -164,8 +160,7 @@ class NomicSelector:
             return x + mlp.emit(emit, normed)
 
 
-@dataclass(frozen=True)
-class MeanOfTokens:
+class MeanOfTokens(Stage):
     """Replace each token by the mean of its text's tokens, `[B,S,W]` → same.
 
     It is attention with equal scores, so that texts may share a packed row. The input `mask_input` leaves tokens out: 1
@@ -174,8 +169,7 @@ class MeanOfTokens:
 
     mask_input: str = "attention_mask"
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "MeanOfTokens")
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
         with emit.scope("mean"):
             equal = emit.zeros_like(x[..., :1])
             return emit.attention(equal, equal, x, heads=1, mask=emit.optional_input(self.mask_input))

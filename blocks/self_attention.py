@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlx_jax.blocks.control import KvCacheContract
+from rlx_jax.blocks.control import KvCacheContract, Stage
 from rlx_jax.blocks.linear import module_of
 from rlx_jax.blocks.positions import check_tables, positions_of, register_names
 from rlx_jax.errors import GraphError, WeightShapeError, quote, shown
@@ -23,8 +23,7 @@ QkvKeys = tuple[WeightKey, WeightKey, WeightKey]
 BiasKeys = tuple[WeightKey | None, WeightKey | None, WeightKey | None]
 
 
-@dataclass(frozen=True)
-class SelfAttention:
+class SelfAttention(Stage):
     """Self-attention with its projections, `[B,S,H]` → same.
 
         softmax(mask(scale · q kᵀ) + bias) v Wo + bo        q, k, v = x Wq + bq, x Wk + bk, x Wv + bv
@@ -109,8 +108,7 @@ class SelfAttention:
         """Return the keys and values to cache for an input `[B, S, H]`."""
         return KvCacheContract.packed(hidden, self.key_heads * self._head_dim(emit, hidden))
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "SelfAttention")
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
         with emit.scope(self.name):
             check_count(self.key_heads, f"{emit.path}: SelfAttention: kv_heads")
             x = emit.block_input(x)

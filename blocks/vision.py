@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.blocks.control import BlockStage, Named, Sequence, check_hidden
+from rlx_jax.blocks.control import BlockStage, Named, Sequence, Stage, check_hidden
 from rlx_jax.blocks.ffn import DOWN_ROLES, UP_ROLES, Mlp, SwiGlu, inner_shape
 from rlx_jax.blocks.linear import LayerNorm, ResidualAdd, ResidualSave, dense, layer_norm_under, module_keys
 from rlx_jax.blocks.self_attention import SelfAttention, head_width
@@ -32,8 +32,7 @@ __all__ = [
 # -- from images to tokens ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class VisionEmbed:
+class VisionEmbed(Stage):
     """Embed images `[B, C, h, w]` as tokens `[B, (1 + R +) (h//P)·(w//Q), H]`: class tokens, registers, patches by row.
 
     Args:
@@ -62,8 +61,7 @@ class VisionEmbed:
     registers: int | None = None
     distillation_key: str | None = None
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        images = emit.require(value, "VisionEmbed")
+    def apply(self, emit: Emit, images: FlowValue) -> FlowValue:
         if images.ndim != 4:
             raise ShapeError(f"{emit.path}: VisionEmbed reads images [B, C, H, W], got {images.type}")
         cls_keys, hidden = [key for key in (self.cls_key, self.distillation_key) if key is not None], self.hidden_size
@@ -104,8 +102,7 @@ class VisionEmbed:
         return emit.param(key, (*(1,) * (axes - len(size)), *size)).reshape(1, -1, self.hidden_size)
 
 
-@dataclass(frozen=True)
-class NaflexEmbed:
+class NaflexEmbed(Stage):
     """Embed patches `[B, N, P·P·C]` of images of any proportions as tokens `[B, N, H]` (SigLIP 2).
 
     The input `shapes_input` `[B, 2]` has the rows and columns of patches of each image; patches come row by row, and
@@ -123,8 +120,7 @@ class NaflexEmbed:
     side: int
     shapes_input: str = "spatial_shapes"
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        patches = emit.require(value, "NaflexEmbed")
+    def apply(self, emit: Emit, patches: FlowValue) -> FlowValue:
         with emit.scope("embeddings"):
             tokens = emit.linear(
                 patches, self.patch_weight, self.patch_bias, roles=("hidden", None), columns=self.hidden_size
@@ -166,8 +162,7 @@ class VitSelfAttnSpec:
     head_dim: int
 
 
-@dataclass(frozen=True)
-class VitSelfAttn:
+class VitSelfAttn(Stage):
     """Attention of a normalised `[B,S,H]` over all of its tokens, with one weight for q, k and v: `[B,S,H]` → same.
 
     The stage includes the output projection. It reads the keep mask of an earlier `AttnMask` stage, if there is one.
@@ -185,8 +180,8 @@ class VitSelfAttn:
         """Return the stage with the keys of Nomic's tower, `{prefix}.attn.Wqkv.*` and `{prefix}.attn.out_proj.*`."""
         return VitSelfAttn(_fused_qkv_spec(f"{prefix}.attn", "Wqkv", "out_proj", hidden_size, num_heads))
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        s, x = self.spec, emit.require(value, "VitSelfAttn")
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+        s = self.spec
         check_hidden(emit, x, (None, None, s.hidden_size), "VitSelfAttn")
         attention = SelfAttention(
             s.qkv_weight, s.out_weight, s.num_heads, head_dim=s.head_dim, qkv_bias=s.qkv_bias, out_bias=s.out_bias,
@@ -203,20 +198,17 @@ def _fused_qkv_spec(prefix: str, qkv: str, out: str, hidden_size: int, num_heads
     )
 
 
-@dataclass(frozen=True)
-class LayerScale:
+class LayerScale(Stage):
     """Multiply each channel by a learned scale: `x ⊙ γ`. Weight: `gamma_key` `[H]` (Touvron et al. 2021)."""
 
     gamma_key: str
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "LayerScale")
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
         with emit.scope("layer_scale"):
             return x * emit.param(self.gamma_key, x.type.shape[-1:])
 
 
-@dataclass(frozen=True)
-class VisionSwiGluFfn:
+class VisionSwiGluFfn(Stage):
     """Gated feed-forward with an inner norm (Nomic): `ln((x W₁₁ + b₁₁) ⊙ silu(x W₁₂ + b₁₂); γ, β) W₂ + b₂`.
 
     Weights: `{layer_prefix}.mlp.{fc11,fc12,fc2}.{weight,bias}`, `{layer_prefix}.mlp.norm.{weight,bias}`. `inner`, the
@@ -227,8 +219,8 @@ class VisionSwiGluFfn:
     eps: float = 1e-6
     inner: int | None = None
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x, p = emit.require(value, "VisionSwiGluFfn"), f"{self.layer_prefix}.mlp"
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+        p = f"{self.layer_prefix}.mlp"
 
         with emit.scope("mlp"):
             up = dense(emit, p, "fc11", x, UP_ROLES, self.inner)

@@ -6,12 +6,13 @@ BigBird, RoFormer: what each changes is above its classes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
 
 from rlx_jax.blocks import BlockStage, EmbedScale, EncoderLayerSpec, GatherAdd, MeanOfTokens, frequencies
+from rlx_jax.blocks.control import Stage
 from rlx_jax.blocks.encoder import STYLES
 from rlx_jax.errors import UnsupportedError
 from rlx_jax.flow import ModelFlow
@@ -328,14 +329,12 @@ class EsmConfig(RobertaConfig):
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class TokenDropout:
+class TokenDropout(Stage):
     """Replace the embeddings of mask tokens by zeros, and scale the others for their share of the text's tokens."""
 
     mask_token_id: int
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "TokenDropout")
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
         with emit.scope("token_dropout"):
             is_mask = emit.compare("eq", emit.flow_input("input_ids"), self.mask_token_id)[..., None]
             share = MeanOfTokens().emit(emit, emit.where(is_mask, emit.ones_like(x[..., :1]), 0.0))

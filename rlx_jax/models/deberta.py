@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import BlockStage, DistanceEmbeddings, EncoderLayerSpec, LayerNorm, RelativeKeys
+from rlx_jax.blocks.control import Stage
 from rlx_jax.blocks.encoder import STYLES
 from rlx_jax.blocks.linear import module_keys
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
@@ -169,8 +170,7 @@ class DebertaFlow(BertLike[DebertaConfig]):
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class LayerWithConv:
+class LayerWithConv(Stage):
     """Add a convolution of a layer's input to its result: `norm(layer(x) + act(conv(x)))`, `[B,S,H]` → same.
 
     Weights under the prefix: `conv.weight` `[H, H/groups, kernel]`, `conv.bias`, `LayerNorm.*`.
@@ -180,8 +180,8 @@ class LayerWithConv:
     prefix: str
     config: DebertaV2Config
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x, c, p = emit.require(value, "LayerWithConv"), self.config, f"{self.prefix}.conv"
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+        c, p = self.config, f"{self.prefix}.conv"
         y, mask = self.layer.emit(emit, x), emit.optional_input("attention_mask")
         with emit.scope("conv"):
             x = x if mask is None else emit.where(emit.compare("ne", mask, 0)[..., None], x, 0.0)

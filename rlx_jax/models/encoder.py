@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self, TypeVar
 
 from rlx_jax.blocks import Activation, BlockStage, LayerNorm, Linear, LmHead, SideOutput
+from rlx_jax.blocks.control import Stage
 from rlx_jax.blocks.linear import module_keys
 from rlx_jax.errors import ConfigError, LimitError, quote
 from rlx_jax.flow import POSITIONS, ModelFlow
@@ -117,8 +118,7 @@ IMAGE_HEADS: HeadLayers = {IMAGE: (HeadLayer("classifier"),)}
 DECODER_HEADS: HeadLayers = {SEQUENCE: (HeadLayer("score", bias=False),), **token_heads(token="score")}
 
 
-@dataclass(frozen=True)
-class TokenScore:
+class TokenScore(Stage):
     """The logit of a token id, as a language-model head gives it; with a second token id, less that one's logit.
 
     Args:
@@ -131,8 +131,7 @@ class TokenScore:
     shape: tuple[int, int]
     token_ids: tuple[int, ...]
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "TokenScore")
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
         with emit.scope("token_score"):
             weight = emit.param(self.key, self.shape, ("vocab", "hidden"))
             rows = emit.concat([weight[i : i + 1] for i in self.token_ids], axis=0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self, TypeVar
 
 from rlx_jax.blocks import BlockStage, ClsTokenPool, LayerKeys, PreNormLayerSpec, VisionEmbed, pre_norm_layer
+from rlx_jax.blocks.control import Stage
 from rlx_jax.blocks.linear import module_keys
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow
@@ -118,8 +119,7 @@ class VisionLayout:
     head_prefixes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class PatchMean:
+class PatchMean(Stage):
     """Average the tokens from `start` on, `[B,S,H]` → `[B,H]`; with `cls`, append the average to the first token.
 
     `mask_input` names an input `[B,S]` with 1 for the tokens to average, in place of `start`.
@@ -129,8 +129,7 @@ class PatchMean:
     cls: bool = False
     mask_input: str | None = None
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "PatchMean")
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
         with emit.scope("patch_mean"):
             if self.mask_input is not None:
                 weights = emit.cast(emit.flow_input(self.mask_input), x.dtype)

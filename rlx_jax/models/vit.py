@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from rlx_jax.blocks import BlockStage, LayerKeys, Linear, PreNormLayerSpec
+from rlx_jax.blocks.control import Stage
 from rlx_jax.blocks.vision import DINOV2_KEYS, HF_QKV, VIT_KEYS, grid_rope_tables
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.models.config import Fields, tower_fields
@@ -81,16 +82,14 @@ class DeiTFlow(ViTFlow):
         return (MeanOfHeads(tuple(layer.key for layer in head.layers), len(head.labels), self.config.hidden_size),)
 
 
-@dataclass(frozen=True)
-class MeanOfHeads:
+class MeanOfHeads(Stage):
     """Average linear heads, the first of the first token, the second of the second: `[B,S,H]` → `[B,labels]`."""
 
     keys: tuple[str, ...]
     labels: int
     hidden_size: int
 
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        x = emit.require(value, "MeanOfHeads")
+    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
         logits = [
             Linear(f"{key}.weight", bias_key=f"{key}.bias", shape=(self.labels, self.hidden_size)).emit(emit, x[:, i])
             for i, key in enumerate(self.keys)
