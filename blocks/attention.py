@@ -23,6 +23,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind, mask_kind
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.types import TensorType, is_float
+from rlx_jax.record import Record
 from rlx_jax.trace.checks import check_count
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.flow_value import DecodeBindings
@@ -57,8 +58,7 @@ class SideOutputs:
         return not self._names
 
 
-@dataclass(frozen=True)
-class AttnMask:
+class AttnMask(Record):
     """Register a keep mask `[B, S]` (1 keeps a key, less than ½ drops it) as `attn_mask`.
 
     `batch` and `seq` are checked against the mask when given.
@@ -88,8 +88,7 @@ class AttnMask:
         return value
 
 
-@dataclass(frozen=True)
-class SelfAttnPrefill:
+class SelfAttnPrefill(Record):
     """Rotary self-attention of a normalised `[B,S,H]`; returns the context `[B,S,N·D]` before the output projection.
 
     Args:

@@ -233,8 +233,7 @@ def _path(nodes: list[Node]) -> str:
     return path_text(shared)
 
 
-@dataclass(frozen=True)
-class BlockAsLayer:
+class BlockAsLayer(Record):
     """Adapter that gives any stage the interface of a LayerStage."""
 
     block: BlockStage
@@ -269,8 +268,7 @@ def check_stages(stages: Iterable[BlockStage], where: str) -> tuple[BlockStage, 
     return checked
 
 
-@dataclass(frozen=True)
-class Named:
+class Named(Record):
     """Add a segment to the block path of everything inside.
 
     A layer of a Repeat with the name `layer{i}` adds no segment, because `layers.{i}` already has its number. With
@@ -290,8 +288,7 @@ class Named:
             return run_stage(self.inner, emit, value)
 
 
-@dataclass(frozen=True)
-class Sequence:
+class Sequence(Record):
     """Run stages in order, each on the value of the one before."""
 
     stages: tuple[BlockStage, ...]
@@ -305,8 +302,7 @@ class Sequence:
         return value
 
 
-@dataclass(frozen=True)
-class Repeat:
+class Repeat(Record):
     """Run `count` layers, layer i built by `stage_for_index(i)`; their block paths are `{name}.{i}`.
 
     Consecutive layers that differ only in their parameters become one region of the compiled program. A layer that
@@ -346,8 +342,7 @@ class Repeat:
             return run_stage(stage, emit, value)
 
 
-@dataclass(frozen=True)
-class Custom:
+class Custom(Record):
     """Stage of a function `(emit, value) → value`; `name` is its segment of the block path.
 
     `token_wise` declares that the function computes every token independently of the others. Where the compiler cannot
@@ -375,8 +370,7 @@ class Custom:
             return out
 
 
-@dataclass(frozen=True)
-class SideOutput:
+class SideOutput(Record):
     """Make the result of `inner` the side output `name` of the flow; the active value is unchanged."""
 
     name: str
@@ -411,8 +405,7 @@ def check_hidden(emit: Emit, x: FlowValue, shape: tuple[int | str | None, ...] |
         raise ShapeError(f"{emit.path}: {stage}: the input is {x.type}, but the spec declares {expected}")
 
 
-@dataclass(frozen=True)
-class StoreStream:
+class StoreStream(Record):
     """Store the active value as stream `name`; it remains the active value."""
 
     name: str
@@ -423,8 +416,7 @@ class StoreStream:
         return x
 
 
-@dataclass(frozen=True)
-class LoadStream:
+class LoadStream(Record):
     """Make stream `name` the active value."""
 
     name: str
@@ -433,8 +425,7 @@ class LoadStream:
         return emit.stream(self.name)
 
 
-@dataclass(frozen=True)
-class DualStream:
+class DualStream(Record):
     """Update two streams by a function: `a, b = fn(emit, a, b)`; the active value is unchanged.
 
     `name` is a segment of the block path.

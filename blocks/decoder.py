@@ -22,6 +22,7 @@ from rlx_jax.ir.hir import mask_kind
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.roles import roles_of_bias
 from rlx_jax.ir.types import TensorType
+from rlx_jax.record import Record
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.parameters import WeightKey
 
@@ -37,8 +38,7 @@ FUSED_BLOCK_FIELDS = frozenset(
 # -- layers from small stages --------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class MixerLayer:
+class MixerLayer(Record):
     """Decoder layer with a custom mixer: norms, residual additions and the MLP around `mixer`; `[B,S,H]` → same.
 
     Args:
@@ -87,8 +87,7 @@ class MixerLayer:
         return add(x, norm("after_mlp", run(s.mlp(self.prefix), norm("before_mlp", x))))
 
 
-@dataclass(frozen=True)
-class DecoderLayer:
+class DecoderLayer(Record):
     """One decoder layer: `[B,S,H]` → same.
 
     Args:
@@ -137,7 +136,6 @@ def decoder_layer(index: int, spec: LayerSpec, mask_input: str | None = None, pr
 # -- the layer as one HIR block ------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class LlamaDecoder(DecoderLayer):
     """One Llama layer as the HIR block `llama_decoder_block`: `[B,S,H]` → same.
 
@@ -196,8 +194,7 @@ def norm_beta(emit: Emit, x: FlowValue) -> FlowValue:
 # -- layers over cached and new tokens -----------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class DecodeLayer:
+class DecodeLayer(Record):
     """One decoder layer over cached and new tokens: `[B,S,H]` → same; see SelfAttnDecode.
 
     `kv_out` collects the names of the layer's side outputs. Recipes do not need this stage, because the compiler

@@ -15,6 +15,7 @@ from rlx_jax.errors import UnsupportedError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.param import Roles
+from rlx_jax.record import Record
 from rlx_jax.trace.attention import Rotary
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.parameters import WeightKey, WeightPart
@@ -307,8 +308,7 @@ class EncoderLayer(Stage):
         return self._norm(emit, name, total)
 
 
-@dataclass(frozen=True)
-class DistanceEmbeddings:
+class DistanceEmbeddings(Record):
     """Register a table of embeddings of distances, `[R,H]`, as the value `name` that `RelativeKeys` names.
 
     The active value is unchanged. Weight: `weight_key` `[R, H]`, of `shape`; `norm` is applied to its rows.

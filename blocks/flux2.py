@@ -16,6 +16,7 @@ from rlx_jax.blocks.control import DualStream, Stage
 from rlx_jax.blocks.ffn import DOWN_ROLES, UP_ROLES
 from rlx_jax.blocks.linear import dense, head_norm
 from rlx_jax.errors import ShapeError
+from rlx_jax.record import Record
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.frequencies import axial_frequencies
 
@@ -86,8 +87,7 @@ def attend(emit: Emit, q: FlowValue, k: FlowValue, v: FlowValue, spec: Flux2Bloc
 # -- stages --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Flux2Conditioning:
+class Flux2Conditioning(Record):
     """Embed time and optionally guidance, and register the modulations of the blocks; the active value is unchanged.
 
     `temb = mlp(sinusoids(timestep)) [+ mlp(sinusoids(guidance))]`, `mlp(x) = silu(x W₁) W₂`. Inputs: `timestep` and
@@ -123,8 +123,7 @@ class Flux2Conditioning:
             return emit.linear(emit.silu(inner), f"{key}.linear_2.weight", roles=DOWN_ROLES, columns=self.hidden)
 
 
-@dataclass(frozen=True)
-class Flux2Rope:
+class Flux2Rope(Record):
     """Register rope tables of the joint sequence from the inputs `txt_ids` `[1, T, A]` and `img_ids` `[1, I, A]`.
 
     The active value is unchanged. Coordinate a rotates `axes[a]` columns of each head, with frequencies
@@ -147,8 +146,7 @@ class Flux2Rope:
         return value
 
 
-@dataclass(frozen=True)
-class Flux2DoubleBlock:
+class Flux2DoubleBlock(Record):
     """One block of the two streams `img` `[B, I, H]` and `txt` `[B, T, H]`; the active value is unchanged.
 
     Each stream has separate modulated norms, projections and feed-forward weights. Attention is joint, with text
@@ -220,8 +218,7 @@ class Flux2SingleBlock(Stage):
         return x + gated(emit, out, "single", 2)
 
 
-@dataclass(frozen=True)
-class Flux2JoinStreams:
+class Flux2JoinStreams(Record):
     """Concatenate the streams `txt` and `img` to the joint sequence, text first: `[B, T+I, H]`."""
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:

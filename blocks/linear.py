@@ -6,7 +6,6 @@ Other modules of stages build on the functions here (`dense`, `layer_norm_under`
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 from rlx_jax.blocks.control import Stage, check_hidden
@@ -15,6 +14,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.types import DimLike, Init, TensorType
+from rlx_jax.record import Record
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.parameters import WeightKey
 
@@ -181,8 +181,7 @@ def block_of(key: str) -> str:
     return parts[-2] if len(parts) > 1 and parts[-1] in ("weight", "bias") else parts[-1]
 
 
-@dataclass(frozen=True)
-class ResidualSave:
+class ResidualSave(Record):
     """Save the active value for a later ResidualAdd."""
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
@@ -319,8 +318,7 @@ class ClsTokenPool(Stage):
             return emit.add_node(hir.FirstToken(), x)
 
 
-@dataclass(frozen=True)
-class ZeroBeta:
+class ZeroBeta(Record):
     """Register zeros `[length]` as the value `name`; the first such stage provides the beta of every RMSNorm.
 
     RMSNorms work without this stage; the specification has it.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rlx_jax.blocks.control import KvCacheContract, Stage
 from rlx_jax.blocks.linear import module_of
 from rlx_jax.blocks.positions import check_tables, positions_of, register_names
@@ -11,6 +9,7 @@ from rlx_jax.errors import GraphError, WeightShapeError, quote, shown
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.param import Parts, Role
 from rlx_jax.ir.types import DimLike, Init, TensorType, is_static
+from rlx_jax.record import Record
 from rlx_jax.trace.attention import Rotary, Window
 from rlx_jax.trace.checks import check_count
 from rlx_jax.trace.emit import Emit, FlowValue
@@ -279,8 +278,7 @@ def _keys(keys: list[str]) -> str | QkvKeys:
     return q, k, v
 
 
-@dataclass(frozen=True)
-class Activation:
+class Activation(Record):
     """Apply an elementwise function by its name in `UNARY`: relu, gelu, gelu_tanh, silu, …"""
 
     kind: str

@@ -19,6 +19,7 @@ from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.vision import GridAngles, GridPositions, Patches
 from rlx_jax.ir.types import DimLike, TensorType
+from rlx_jax.record import Record
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.frequencies import axial_frequencies
 from rlx_jax.trace.parameters import WeightKey, WeightPart
@@ -410,8 +411,7 @@ def grid_rope_tables(
     return cos, sin
 
 
-@dataclass(frozen=True)
-class PatchRope:
+class PatchRope(Record):
     """Write rope tables of a grid of patches, row by row, for the stages that follow; the active value is unchanged.
 
     The first half of a head's columns is rotated by the patch's row and the second half by its column, each with the

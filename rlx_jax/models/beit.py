@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import numpy as np
@@ -12,6 +12,7 @@ from rlx_jax.errors import UnsupportedError
 from rlx_jax.models.config import Fields
 from rlx_jax.models.vision import PatchMean, VisionConfig, VisionFlow, VisionLayout
 from rlx_jax.models.vit import HF
+from rlx_jax.record import Record
 from rlx_jax.trace.emit import Emit, FlowValue
 
 # Name of the registered bias of scores, and the prefix of its table in a layer.
@@ -24,8 +25,7 @@ LAYOUT = replace(
 )
 
 
-@dataclass(frozen=True)
-class GridBias:
+class GridBias(Record):
     """Register a bias of attention scores by the distance of two patches in rows and columns, `[1,N,S,S]`, as `BIAS`.
 
     Weight: `key` `[(2R−1)·(2C−1)+3, N]` for a grid of R rows and C columns. The last three rows are for pairs with the

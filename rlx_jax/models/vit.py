@@ -5,7 +5,7 @@ differ from it in tokens or pooling: DeiT, I-JEPA, ViT-MSN, DINOv2 and DINOv3.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Self
 
 from rlx_jax.blocks import BlockStage, LayerKeys, Linear, PreNormLayerSpec
@@ -15,6 +15,7 @@ from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.models.config import Fields, tower_fields
 from rlx_jax.models.encoder import IMAGE, IMAGE_HEADS, HeadLayer, TaskHead
 from rlx_jax.models.vision import PatchMean, VisionConfig, VisionFlow, VisionLayout, image_fields
+from rlx_jax.record import Record
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.frequencies import frequencies
 
@@ -178,8 +179,7 @@ class Dinov3Config(VisionConfig):
         return result
 
 
-@dataclass(frozen=True)
-class GridRope:
+class GridRope(Record):
     """Write the rope tables of the patches of the input `pixel_values` for the stages that follow.
 
     The tokens before the patches are not rotated. The active value is unchanged.
