@@ -173,7 +173,7 @@ def run_jobs(
                 if not waiting:
                     return
                 # A prompt that the slots do not fit waits until all of them are free, and others are planned.
-                if misfits := [job for job in waiting if device is None or not fits_device(device, job)]:
+                if misfits := [job for job in waiting if device is None or not device.fits(job)]:
                     num_read += 0 if device is None else device.num_prefilled
                     scheduler = device = None  # free its memory first
                     # The new slots fit the earlier jobs, too: jobs of both kinds may alternate.
@@ -183,7 +183,7 @@ def run_jobs(
                     scheduler = Scheduler(device, lm.find_end, read_ahead)
             assert device is not None and scheduler is not None
             fitting: list[SlotJob] = []
-            while waiting and (is_new or fits_device(device, waiting[0])):
+            while waiting and (is_new or device.fits(waiting[0])):
                 fitting.append(waiting.popleft())
             fitting = device.share_prefixes(fitting, share)
             if is_new:
@@ -320,21 +320,6 @@ class PromptStream:
             if raises and isinstance(output, RlxError):
                 raise output
             yield index, output
-
-
-def fits_device(device: SlotClasses, job: SlotJob) -> bool:
-    """Return whether the slots fit a job: their longest cache, the ids that end it, and the steps of its sampler; and
-    the width of their prefill if the cache rounds, as later chunks read rounded keys."""
-    plan, options, num_tokens = device.parts[-1].plan, job.options, len(job.ids)
-    steps, lm = plan.fill.sampling_steps, plan.lm
-    if num_tokens + options.budget > plan.sizes.cache_len:
-        return False
-    width = device.prefill_class(num_tokens).plan.sizes.widths[-1]
-    return (
-        (not lm.model.settings.rounds_cache or width in (max(width, num_tokens), lm.buckets.largest_chunk))
-        and len(options.stop_ids) <= plan.stop_width
-        and steps.union(options.sampler.sampling_steps(lm.vocab_size)) == steps
-    )
 
 
 # -- a prompt with options of its own ---------------------------------------------------------

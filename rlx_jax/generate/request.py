@@ -31,7 +31,7 @@ from rlx_jax.text.request_checks import NO_TOKENIZER, Prompts, id_list
 from rlx_jax.text.token_model import check_positions
 from rlx_jax.text.tokenizer import Tokenizer
 
-MAX_SLOTS = 2**30  # cache length limit: XLA cannot represent the next power of two, 2**31, as a dimension
+MAX_CACHE_LEN = 2**30  # XLA cannot represent the next power of two, 2**31, as a dimension
 
 
 class DecodingOptions(Sampling, total=False):
@@ -354,10 +354,10 @@ def check_length(lm: LanguageModel, tokens: int, budget: int, name: str, drafter
     """
     limits = {"": lm.max_positions, "speculative: ": None if drafter is None else drafter.max_positions}
     for option, limit in limits.items():
-        if tokens + budget > min(limit or MAX_SLOTS, MAX_SLOTS):
+        if tokens + budget > min(limit or MAX_CACHE_LEN, MAX_CACHE_LEN):
             name = f"{name}: {tokens} tokens + {integer_text(budget)} new"
             check_positions(tokens + budget, limit, f"{option}{name}", tokens)
-            raise SequenceLengthError(f"{name}: over the limit of {MAX_SLOTS} positions; ask for fewer new tokens")
+            raise SequenceLengthError(f"{name}: over the limit of {MAX_CACHE_LEN} positions; ask for fewer new tokens")
 
 
 def check_answers(lm: LanguageModel, n: Any, logprobs: Any, drafts: bool = False) -> None:
@@ -442,6 +442,6 @@ def join_state(
     return full, prefixes, RequestInputs(sizes=sizes, optional_inputs=cache.optional_inputs)
 
 
-def common_prefix_len(*rows: Sequence[int], limit: int = MAX_SLOTS) -> int:
+def common_prefix_len(*rows: Sequence[int], limit: int = MAX_CACHE_LEN) -> int:
     """Return the length of the common prefix of all rows, at most `limit`."""
     return min(len(os.path.commonprefix([tuple(row) for row in rows])), limit)

@@ -350,6 +350,20 @@ class SlotClasses:
         """Return the class that prefills a prompt: the one with the shortest cache that holds it."""
         return next(part for part in self.parts if part.plan.sizes.cache_len >= num_tokens)
 
+    def fits(self, job: SlotJob) -> bool:
+        """Return whether the slots fit a job: their longest cache, the ids that end it, and the steps of its sampler;
+        and the width of their prefill if the cache rounds, as later chunks read rounded keys."""
+        plan, options, num_tokens = self.parts[-1].plan, job.options, len(job.ids)
+        steps, lm = plan.fill.sampling_steps, plan.lm
+        if num_tokens + options.budget > plan.sizes.cache_len:
+            return False
+        width = self.prefill_class(num_tokens).plan.sizes.widths[-1]
+        return (
+            (not lm.model.settings.rounds_cache or width in (max(width, num_tokens), lm.buckets.largest_chunk))
+            and len(options.stop_ids) <= plan.stop_width
+            and steps.union(options.sampler.sampling_steps(lm.vocab_size)) == steps
+        )
+
     def share_prefixes(self, jobs: Sequence[SlotJob], share_prefix: bool | None) -> list[SlotJob]:
         """Return jobs with the prefixes that they share, or that are cached; jobs that continue a state as they are."""
         first, rows = self.parts[0], [job.ids for job in jobs]
