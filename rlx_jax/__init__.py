@@ -4,6 +4,8 @@ import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rlx_jax.io.garbage import paused_gc
+
 __version__ = "0.1.0"
 # When the first of the sources was read.
 IMPORT_TIME = time.time()
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from rlx_jax.public import *
 else:
 
+    @paused_gc()
     def __getattr__(name: str) -> Any:
         """Import a name at its first use: all public names together, but `load`, which starts the device before that,
         `nnx`, which needs flax, `eval`, which needs lm_eval, and `train`."""

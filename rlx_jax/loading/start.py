@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rlx_jax.device import start_device
+from rlx_jax.io.garbage import paused_gc
 
 if TYPE_CHECKING:
     from rlx_jax.flow import ModelRecipe
@@ -62,7 +63,8 @@ def load(
     """
     start_device()
     # The rest of the package, in its usual order: a GPU takes longer to start than that takes to import.
-    import_module("rlx_jax.public")
+    with paused_gc():
+        import_module("rlx_jax.public")
     return import_module("rlx_jax.loading.load").load_path(
         path, revision, token, subfolder, file, dtype, recipe, adapter, head, ignore_fields, expect_sha256,
         prefix_cache, options,

@@ -5,12 +5,10 @@ It also initializes random weights, either those that the source does not have, 
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +38,7 @@ from rlx_jax.errors import (
     shown,
 )
 from rlx_jax.flow import ModelFlow
+from rlx_jax.io.garbage import paused_gc
 from rlx_jax.ir.checkpoint_tensor import steps
 from rlx_jax.ir.graph import Graph, Param
 from rlx_jax.ir.param import Quantized, packed_parameter
@@ -256,22 +255,6 @@ def shared_settings(settings_by_flow: Mapping[str, Settings]) -> Settings:
                 "profile="
             )
     return common
-
-
-@contextlib.contextmanager
-def paused_gc() -> Iterator[None]:
-    """Pause garbage collection.
-
-    A build allocates thousands of small objects that all stay alive; scanning them repeatedly takes a third of the time
-    of building a deep model.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def refuse_untrainable(flow: Buildable) -> None:
