@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from rlx_jax.device import start_device
 from rlx_jax.encode.answering import QuestionAnswerer
 from rlx_jax.encode.checkpoint import Checkpoint, open_checkpoint
 from rlx_jax.encode.classifier import Classifier, Reranker
@@ -61,6 +62,7 @@ def load_path(
         ignore_fields=ignore_fields, head=head, other_arguments=("dtype", "recipe", "adapter"),
     )  # fmt: skip
     check_kind(checkpoint)
+    start_device()
     return load_checkpoint(checkpoint, dtype, recipe, adapter, prefix_cache)
 
 

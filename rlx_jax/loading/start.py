@@ -61,7 +61,8 @@ def load(
         IntegrityError: the downloaded bytes are not the bytes of the commit, or an artifact was altered or truncated.
         VersionMismatchError, PlatformMismatchError, ArtifactFormatError: an artifact that this process cannot load.
     """
-    start_device()
+    if isinstance(path, str | os.PathLike) and os.path.exists(path):  # else a download is first, or an error
+        start_device()
     # The rest of the package, in its usual order: a GPU takes longer to start than that takes to import.
     with paused_gc():
         import_module("rlx_jax.public")
