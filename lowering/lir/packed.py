@@ -182,12 +182,13 @@ def unrolled_product(op: MatMul, x: AnyArray, w: PackedWeight, tile: int) -> Any
     height, products = w.shape[0], list[AnyArray]()
     # A gradient decodes a tile again, instead of keeping a decoded copy of each.
     product = jax.checkpoint(lambda x, part: op.eval(x, part.decode()))
+    each = {name: w.rows_of(array, height) for name, array in w.arrays.items()}
     for start in range(0, height, tile):
+        # XLA would otherwise decode before the loop over steps, as this needs no activations, and keep the result.
+        x, products, w = lax.optimization_barrier((x, products, w))
         size = min(tile, height - start)
-        each = {name: w.rows_of(array, height) for name, array in w.arrays.items()}
         arrays = {n: a[start // each[n] : start // each[n] + -(-size // each[n])] for n, a in w.arrays.items()}
-        # XLA would decode the tiles of all layers first, as these need no activations, and hold them all.
-        x, products, part = lax.optimization_barrier((x, products, replace(w, arrays=arrays)))
+        part = replace(w, arrays=arrays)
         products.append(product(x, part))
     return products[0] if len(products) == 1 else jnp.concatenate(products, axis=-1)
 
