@@ -233,7 +233,7 @@ def test_killed_fifty_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     rng, source, whole, target = random.Random(0), tmp_path / "in", tmp_path / "whole", tmp_path / "out"
     prompts = [{"ids": [1 + i % 90, 5], "max_new_tokens": 1 + i % 7, "temperature": i % 2} for i in range(600)]
     words = ["generate", str(BASE), "--input", str(write_lines(source, *prompts)), "--slots", "4", "--seed", "3"]
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("RLX_JAX_CACHE", str(tmp_path / "cache"))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["rlx_jax.cli.entry", "rlx_jax.cli.requests", "rlx_jax.generate.causal"])
 
