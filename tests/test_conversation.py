@@ -16,6 +16,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import errors
+from rlx_jax.text.template_worker import render_answer
 from rlx_jax.text.tokenizer import Tokenizer, load_tokenizer
 from tests import divided
 
@@ -34,6 +35,16 @@ BUCKETS = {"batch": [1], "prompt": [8], "context": [32, 96]}
 SYSTEM = {"role": "system", "content": "w0 w1 w2"}
 ASKED = ["w3 w4 w5", "w6", "w7 w8 w9 w10", "w11 w12"]
 REPLY = 9
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Render templates in this process. Their process, which takes longer than a turn, is in test_chat.py."""
+
+    def render_each(template: str, variables: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+        return [render_answer({"template": template, "output_chars": 10_000}, each) for each in variables]
+
+    monkeypatch.setattr("rlx_jax.text.chat.render_each", render_each)
 
 
 @pytest.fixture(scope="module")
