@@ -313,12 +313,12 @@ def _as_dict(table: Table) -> dict[str, Any]:
 
 def _without(tables: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested dicts without the values that equal their default."""
-    kept = {
+    changes = {
         key: _without(value, defaults[key]) if isinstance(value, Mapping) and key in defaults else value
         for key, value in tables.items()
         if value != defaults.get(key)
     }
-    return {key: value for key, value in kept.items() if value != {}}
+    return {key: value for key, value in changes.items() if value != {}}
 
 
 def _deep_merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -253,7 +253,7 @@ def test_blocks_with_a_state(family: str, devices: int, sums: int, whole: list[s
         assert_close(last[:, 0], want[:, at], tolerance=2 * TOLERANCE)
     found = [kind for kind, _ in sent(ours, "extend")]
     assert (found.count("all-reduce"), found.count("all-gather"), len(found)) == (sums, 1, sums + 1)
-    leaves = ours.model.report().whole
+    leaves = ours.model.report().replicated
     assert sorted({name.partition("conv1d")[2] for name in leaves if "conv1d" in name}) == [w[6:] for w in whole]
     assert any("in_proj" in name for name in leaves) == bool(whole)
     arrays = state.take(state.owner, peek=True).arrays()

@@ -135,7 +135,8 @@ def test_fewer_key_heads_than_devices() -> None:
     assert_close(ours(IDS), np.asarray(one(IDS)))
     assert ours.params is not None and ours.params["model.layers.0.self_attn.k_proj.weight"].is_fully_replicated
     assert ours.params["model.layers.0.self_attn.q_proj.weight"].sharding.spec == P("tensor")
-    assert "model.layers.0.self_attn.v_proj.weight" in ours.report().whole
+    report = ours.report()
+    assert "model.layers.0.self_attn.v_proj.weight" in report.replicated and report.whole == report.replicated
     merged = rlx.CausalLM(made, held, mesh=mesh("tensor", 8)).model
     assert [n for n in merged.param_specs() if "k_proj" in n] == ["model.layers.0.self_attn.k_proj.weight"]
     merged.lower(IDS)
@@ -172,7 +173,7 @@ def test_packed_weights() -> None:
         # No group of 32 is cut: two devices do not divide the three groups of `down`, and eight not both of `up`.
         replicated = {name for name, a in ours.params.items() if a.sharding.is_fully_replicated}  # type: ignore[union-attr]
         whole = "down" if devices == 2 else "up"
-        assert replicated == {whole, f"{whole}.scales"} == set(ours.report(batch=8).whole)
+        assert replicated == {whole, f"{whole}.scales"} == set(ours.report(batch=8).replicated)
 
 
 OWN = {
@@ -202,10 +203,10 @@ def test_roles_divide_a_flow_of_ones_own() -> None:
         assert ours.params is not None and ours.params["w"].sharding.spec == spec
         for rows in (6, 3):
             assert_close(ours(X[:rows]), want[:rows])
-        assert ours.report().whole == ("v",) and ours.params["v"].is_fully_replicated
+        assert ours.report().replicated == ("v",) and ours.params["v"].is_fully_replicated
     silent = rlx.compile(own(), OWN, mesh=mesh("tensor", 4))
     assert_close(silent(X), want)
-    assert silent.report().whole == ("w", "v") and silent.report().collectives == {}
+    assert silent.report().replicated == ("w", "v") and silent.report().collectives == {}
 
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
@@ -262,7 +263,7 @@ def test_axes_of_other_names() -> None:
     assert ours.params is not None
     assert ours.params["model.layers.0.mlp.down_proj.weight"].sharding.spec == P(None, ("m", "s"))
     ours = rlx.compile(*llama(hidden_size=30), mesh=mesh("fsdp", 4))  # what does not divide is whole
-    assert len(ours.report().whole) == 7 + 2 and ours.report().shardings == {}
+    assert len(ours.report().replicated) == 7 + 2 and ours.report().shardings == {}
 
 
 def test_numbers_of_devices() -> None:

@@ -314,9 +314,9 @@ def probe_block_specialization(
     Raises:
         GraphError: it is no program at HIR. ProfileError: there is no such choice.
     """
-    chosen = choice_of(BlockSpecialization, choice, "choice")
+    specialization = choice_of(BlockSpecialization, choice, "choice")
     composites = _composites(hir_module(module).into_hir())
-    return tuple((number, label, chosen) for number, label in composites if label in SPECIALIZED)
+    return tuple((number, label, specialization) for number, label in composites if label in SPECIALIZED)
 
 
 def symbolic_layout_hint(binding: Mapping[str, int]) -> str:
@@ -393,10 +393,10 @@ def hir_module(module: GraphModule | Graph) -> GraphModule:
     Raises:
         GraphError: it is at another level, or no program.
     """
-    found = GraphModule.from_hir(module) if isinstance(module, Graph) else module
-    if not isinstance(found, GraphModule) or found.stage != GraphStage.HIR:
-        raise GraphError(f"expected a program at hir, got {getattr(found, 'stage', type(found).__name__)}")
-    return found
+    module = GraphModule.from_hir(module) if isinstance(module, Graph) else module
+    if not isinstance(module, GraphModule) or module.stage != GraphStage.HIR:
+        raise GraphError(f"expected a program at hir, got {getattr(module, 'stage', type(module).__name__)}")
+    return module
 
 
 def _composites(graph: Graph) -> Iterator[tuple[int, str]]:

@@ -328,10 +328,10 @@ def compile_options_for(profile: ProfileLike, config: ModelExecutionConfig | Mod
     component = config.component if isinstance(config, ModelExecutionConfig) else config
     if not isinstance(component, ModelComponent):
         raise RequestError(f"config is {shown(config)}; expected a ModelExecutionConfig or a ModelComponent")
-    chosen = with_dispatch(CompileProfile.of(profile), component.kernel_dispatch)
+    compile_profile = with_dispatch(CompileProfile.of(profile), component.kernel_dispatch)
     if component.quant is not None:
-        chosen = chosen.replace(precision={"weights": component.quant})
-    return {"profile": chosen}
+        compile_profile = compile_profile.replace(precision={"weights": component.quant})
+    return {"profile": compile_profile}
 
 
 def with_dispatch(profile: CompileProfile, dispatch: KernelDispatch) -> CompileProfile:

@@ -32,16 +32,16 @@ def largest_losses(inspection: Inspection, rates: Rates | None) -> tuple[Finding
 
 
 def _loss(block: BlockEntry, rates: Rates) -> Finding:
-    taken = f"takes {scaled_text(block.seconds, 's')}"
+    duration = f"takes {scaled_text(block.seconds, 's')}"
     if not block.limited_by:
         advice = NO_BLOCK.get(block.path, "it computes nothing that the roofline counts")
-        return Finding("loss", block.path, taken, advice, block.lost_seconds)
+        return Finding("loss", block.path, duration, advice, block.lost_seconds)
     amount = f"{bytes_text(block.bytes)} at {rates.bandwidth / 1e9:,.0f} GB/s"
     if block.limited_by == "compute":
         speed = rates.flops[rated_dtype(block.dtype)]
         amount = f"{scaled_text(block.flops, 'FLOP')} at {speed / 1e9:,.0f} GFLOP/s in {block.dtype}"
     limit = f"{block.limited_by} allows {scaled_text(block.roofline_seconds, 's')}: {amount}"
-    return Finding("loss", block.path, f"{taken}; {limit}", _advice(block, rates), block.lost_seconds)
+    return Finding("loss", block.path, f"{duration}; {limit}", _advice(block, rates), block.lost_seconds)
 
 
 def _advice(block: BlockEntry, rates: Rates) -> str:

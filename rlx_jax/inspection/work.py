@@ -154,8 +154,7 @@ def _bytes(lir: Lir, graph: Graph, number: int, leaving: set[Value], read: set[V
             nbytes -= graph.type(value).nbytes
         read.add(source)
     if op.traits.numeric != "state":
-        kept = (t.nbytes for i, t in enumerate(node.types) if Value(number, i) not in leaving)
-        nbytes -= sum(kept)
+        nbytes -= sum(t.nbytes for i, t in enumerate(node.types) if Value(number, i) not in leaving)
     return max(nbytes, param_bytes), param_bytes
 
 

@@ -332,9 +332,9 @@ class Dequantized(UnaryStep):
 
     def __post_init__(self) -> None:
         expected = scheme_of(self.scheme, f"dequantize({self.of})").array_types(self.type.shape)
-        found = {name: program.type for name, program in self.arrays}
-        if found != expected:
-            texts = (", ".join(f"{name} {t}" for name, t in types.items()) for types in (expected, found))
+        types_by_name = {name: program.type for name, program in self.arrays}
+        if types_by_name != expected:
+            texts = (", ".join(f"{name} {t}" for name, t in types.items()) for types in (expected, types_by_name))
             raise WeightShapeError("{}: expected the arrays {}, got {}".format(self, *texts))
 
     def __hash__(self) -> int:  # the arrays follow from the key

@@ -76,7 +76,7 @@ def instructions_of_kernels(kernels: Sequence[str], instructions: Mapping[str, I
     schedule = schedule_of(instructions)
     scheduled = [instructions[name] for name in schedule.names]
     first_of_kernel = {kernel_name(name): number for number, name in enumerate(schedule.names)}
-    found, position, library = list(kernels), -1, -1
+    instruction_names, position, library = list(kernels), -1, -1
     for number, kernel in enumerate(kernels):
         if kernel.startswith(MEMORY):
             continue
@@ -85,14 +85,14 @@ def instructions_of_kernels(kernels: Sequence[str], instructions: Mapping[str, I
             ahead = next((p for p in following if scheduled[p].opcode != "copy"), -1)
             library = ahead if ahead >= 0 and scheduled[ahead].opcode == "custom-call" else library
             if library >= 0:
-                position, found[number] = library, schedule.names[library]
+                position, instruction_names[number] = library, schedule.names[library]
         else:
             work = scheduled[first].opcode, scheduled[first].result
             # The kernel has the name of the first of several equal instructions.
             equal = (p for p in following if p >= first and (scheduled[p].opcode, scheduled[p].result) == work)
             position, library = next(equal, first), -1
-            found[number] = schedule.names[position]
-    for number in reversed(range(len(found) - 1)):  # memory is set for the kernel that follows
-        if found[number].startswith(MEMSET):
-            found[number] = found[number + 1]
-    return found
+            instruction_names[number] = schedule.names[position]
+    for number in reversed(range(len(instruction_names) - 1)):  # memory is set for the kernel that follows
+        if instruction_names[number].startswith(MEMSET):
+            instruction_names[number] = instruction_names[number + 1]
+    return instruction_names

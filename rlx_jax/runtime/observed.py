@@ -88,8 +88,8 @@ class ValueGraph:
         for node in self.graph.nodes:
             leaves = [op for v in node.inputs if isinstance(op := self.graph.nodes[v.node].op, Param)]
             for end in range(1, len(node.origin.path) + 1) if leaves else ():
-                found = keys.setdefault(path_text(node.origin.path[:end]), set())
-                found.update(key for leaf in leaves for program in leaf.programs for key in keys_of(program))
+                block_keys = keys.setdefault(path_text(node.origin.path[:end]), set())
+                block_keys.update(key for leaf in leaves for program in leaf.programs for key in keys_of(program))
         return keys
 
 

@@ -196,7 +196,7 @@ class Report:
         mesh: the axes of the mesh. On a mesh, bytes of programs count one device.
         leaf_bytes: the bytes of parameters on one device.
         shardings: the number of parameters with each sharding.
-        whole: parameters with more than one axis that are replicated.
+        replicated: parameters with more than one axis that are replicated.
         collectives: the number of collective operations in the program, by kind.
         embedding: how an encoder lays out a batch of texts, or why it cannot pack them.
         speculative: the counts of the last request with drafts, so far.
@@ -236,7 +236,7 @@ class Report:
     mesh: str = ""
     leaf_bytes: int | None = None
     shardings: Mapping[str, int] = field(default_factory=dict)
-    whole: tuple[str, ...] = ()
+    replicated: tuple[str, ...] = ()
     collectives: Mapping[str, int] = field(default_factory=dict)
     embedding: str = ""
     speculative: SpeculativeCounts | None = None
@@ -250,6 +250,11 @@ class Report:
     loaded: int = 0
     packed: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     decoded: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> tuple[str, ...]:
+        """The former name of `replicated`."""
+        return self.replicated
 
     def __str__(self) -> str:
         rows: list[tuple[str, object]] = [
@@ -319,7 +324,7 @@ class Report:
             ("per device", f"{self.leaf_bytes:,} bytes of parameters"),
             *(("sharded", f"{count} parameters as {spec}") for spec, count in self.shardings.items()),
             ("collectives", self.program and (counts or "none")),
-            *(("replicated:", name) for name in self.whole),
+            *(("replicated:", name) for name in self.replicated),
         ]
 
 
@@ -351,7 +356,7 @@ def with_mesh(report: Report, model_sharding: ModelSharding, layout: Layout) -> 
         leaf_bytes=sum(nbytes for _, nbytes in specs),
         # A spec such as "(-, -)" names no axis of the mesh: that parameter is replicated.
         shardings=dict(Counter(spec for spec, _ in specs if set(spec) - set("(-, )"))),
-        whole=model_sharding.replicated_params(layout.params.values()),
+        replicated=model_sharding.replicated_params(layout.params.values()),
     )
 
 
