@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
 import threading
+import weakref
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -25,6 +27,7 @@ from rlx_jax.generate.decode_state import last_rows
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.scheduler import Scheduler, SlotJob
 from rlx_jax.generate.slots import open_slots, prepare_programs
+from rlx_jax.io.garbage import paused_gc
 from rlx_jax.runtime.program_key import HelperCall
 from tests import divided
 from tests.divided import V
@@ -304,6 +307,24 @@ def test_failures_of_threads_end_with_their_request(error: type[BaseException]) 
     programs.compiling["a"] = failed
     prepare_programs(programs, [], [])
     assert programs.compiled("a", lambda: lambda: 1) == 1
+
+
+@pytest.mark.parametrize("error", [MemoryError, errors.DeviceOutOfMemoryError])
+def test_a_failure_frees_its_request(error: type[BaseException]) -> None:
+    """At once, not with the next garbage collection: the next call may need the memory."""
+    programs = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama")).model.programs
+    held = weakref.WeakSet[Any]()
+
+    def request() -> None:
+        arrays = Future[Any]()
+        held.add(arrays)
+        programs.compiling["a"] = Future()
+        programs.compiling["a"].set_exception(error())
+        programs.compiled("a", lambda: {"a": list}["b"])
+
+    with paused_gc(), contextlib.suppress(MemoryError, KeyError):
+        request()
+    assert not held
 
 
 @pytest.mark.parametrize("at", [0, 1])

@@ -35,6 +35,7 @@ from rlx_jax.generate.scheduler import SlotIndex, SlotJob, start_class
 from rlx_jax.generate.slot_plan import SlotPlan, fill_keys
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.generate.token_history import check_processors, initial_history
+from rlx_jax.io.garbage import paused_gc
 from rlx_jax.runtime.inputs import KEY_IMPL, random_key
 from rlx_jax.runtime.model import BoundProgram
 from rlx_jax.runtime.program_key import HelperCall, ProgramKey
@@ -263,7 +264,8 @@ def open_class(plan: SlotPlan, cache: PrefixCache) -> Slots:
     num, vocab_size = sizes.num_slots, plan.lm.vocab_size
     batches = {num, sizes.fill_rows, num * (plan.num_drafts + 1)}
     check_processors(programs, steps.processors, batches, vocab_size, sizes.cache_len)
-    state: StateArrays = programs.run_helper(plan.empty_state)
+    with out_of_memory(f"{num} slots with caches of {sizes.cache_len:,} tokens", lambda: "pass fewer slots="):
+        state: StateArrays = jax.block_until_ready(programs.run_helper(plan.empty_state))
     if plan.drafter_state is not None:
         state |= {DRAFTER_PREFIX + n: a for n, a in programs.run_helper(plan.drafter_state).items()}
     inputs = slot_inputs(plan, (), num)
@@ -462,7 +464,7 @@ def prepare_programs(
     """
     pool = ThreadPoolExecutor(min(MAX_COMPILE_THREADS, num_cpus()))
     try:
-        with programs.lock:
+        with paused_gc(), programs.lock:
             jobs = programs.compiling.items()
             programs.compiling = {key: job for key, job in jobs if not (job.done() and job.exception())}
             for call in calls:

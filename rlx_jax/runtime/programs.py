@@ -441,6 +441,8 @@ class Programs:
             self.compiling |= {} if job is None else {key: job}
             self.cancel_compiling()  # the next request compiles its programs anew, as the reason may be gone
             raise
+        finally:
+            del job  # a cycle: the traceback of its exception has this frame, and those of the request with its arrays
 
     def cancel_compiling(self) -> None:
         """Drop what threads compile ahead, also after an interrupt; they end with the programs that they are at."""
