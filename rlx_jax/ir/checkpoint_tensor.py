@@ -15,6 +15,7 @@ from rlx_jax.ir.boxes import Box, Index, axis_box, axis_index, box_index, full_b
 from rlx_jax.ir.ggml import BLOCKS, split_blocks
 from rlx_jax.ir.packed import SCHEMES, scheme_of
 from rlx_jax.ir.types import TensorType
+from rlx_jax.record import Record
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,10 @@ class ProgramStep(Protocol):
         """Return the roles of the axes, given the roles of the parts."""
 
 
-class UnaryStep:
+class UnaryStep(Record):
     """Base of steps over one program `of`: they keep its roles and name, are exact, and fill a new array."""
 
+    of: Any
     splits_to_views: ClassVar[bool] = False
     # Why values cannot be split into those of the parts, or joined from them; empty if they can.
     no_split: ClassVar[str] = ""
@@ -128,12 +130,11 @@ class UnaryStep:
         return False
 
     @property
-    def parts(self: Any) -> tuple[Any, ...]:
+    def parts(self) -> tuple[Any, ...]:
         return (self.of,)
 
     def with_parts(self, *parts: Any) -> Any:
-        step: Any = self
-        return replace(step, of=parts[0])
+        return replace(self, of=parts[0])
 
     def join(self, *values: Any) -> Any:
         raise UnsupportedError(f"{self}: {self.no_join}")
@@ -170,8 +171,10 @@ class LeafStep:
 class IndexStep(UnaryStep):
     """Base of steps that select `index` of `of`."""
 
-    of: Any
-    index: Any
+    @property
+    def index(self) -> Index:
+        """The part as an index of `of`."""
+        raise NotImplementedError
 
     @property
     def type(self) -> TensorType:
@@ -224,7 +227,6 @@ class Key(LeafStep):
         return self.key
 
 
-@dataclass(frozen=True)
 class Sliced(IndexStep):
     """`start` to `stop` along an axis of a checkpoint tensor or of another slice: one of several fused projections.
 
@@ -255,7 +257,6 @@ class Sliced(IndexStep):
 
     @property
     def index(self) -> Index:
-        """The slice as an index of `of`."""
         return axis_index(self.axis, self.start, self.stop)
 
     def with_parts(self, *parts: Any) -> Any:
@@ -276,7 +277,6 @@ class Sliced(IndexStep):
         return (*of[: self.axis], role.within(self.start, self.stop), *of[self.axis + 1 :])
 
 
-@dataclass(frozen=True)
 class BlockArray(UnaryStep):
     """One array of a packed tensor (codes, scales, …), copied from the blocks of bytes in which a file stores it.
 
@@ -314,7 +314,6 @@ class BlockArray(UnaryStep):
         return split_blocks(values[0], BLOCKS[self.scheme], self.array, self.type.dtype)
 
 
-@dataclass(frozen=True)
 class Dequantized(UnaryStep):
     """The values of a packed tensor, decoded and rounded to the floating dtype of `of`.
 
@@ -370,7 +369,6 @@ class Dequantized(UnaryStep):
         return str(self.of)
 
 
-@dataclass(frozen=True)
 class Strided(IndexStep):
     """Every `step`-th row of a program along an axis, from `start` on: one of `step` interleaved projections.
 
@@ -392,7 +390,6 @@ class Strided(IndexStep):
 
     @property
     def index(self) -> Index:
-        """The slice as an index of `of`."""
         return axis_index(self.axis, self.start, None, self.step)
 
     def box(self, box: Box) -> Strided:
@@ -402,7 +399,6 @@ class Strided(IndexStep):
         return selected
 
 
-@dataclass(frozen=True)
 class DecodedBox(IndexStep):
     """A box of decoded values that begins or ends inside a packed block, although only full blocks can be decoded.
 
@@ -415,7 +411,6 @@ class DecodedBox(IndexStep):
 
     @property
     def index(self) -> Index:
-        """The slice as an index of `of`."""
         return box_index(self.bounds)
 
     def box(self, box: Box) -> DecodedBox:
