@@ -118,6 +118,11 @@ class Executable:
         """Return the operations, bytes and scratch memory of a run; for a loop, of one step."""
         return cost(self.lir.graph)
 
+    @functools.cached_property
+    def memory(self) -> Any:
+        """Return XLA's analysis of the memory of a run, which takes milliseconds."""
+        return self.call.memory_analysis()
+
     def accepts(self, params: Arrays, state: StateArrays, inputs: Arrays) -> bool:
         """Return whether all arguments have the shardings that the program was compiled for, or may be moved there.
 

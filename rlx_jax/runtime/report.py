@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 from rlx_jax.compiler.executable import Executable
 from rlx_jax.compiler.pipeline import Template
@@ -374,7 +374,7 @@ def _own_program_reports(programs: Programs, named: bool) -> Iterator[ProgramRep
         template, seconds = programs.template(key.symbolic), executable.seconds
         template_seconds = {} if key.symbolic in counted else template.seconds
         counted.add(key.symbolic)
-        needs, memory = step_cost(executable), cast(Any, executable.call.memory_analysis())
+        needs, memory = step_cost(executable), executable.memory
         yield ProgramReport(
             f"{key.flow}: {key.text}" if named else key.text,
             prove=template_seconds.get("derive", 0.0) + seconds["prove"],
@@ -422,7 +422,7 @@ def report_of(
     executable = programs.executables.get(last) if last else None
     if executable is None:  # nothing ran yet, or its program was evicted
         return report
-    lir, memory = executable.lir, cast(Any, executable.call.memory_analysis())
+    lir, memory = executable.lir, executable.memory
     return replace(
         report,
         seconds={**seconds, **executable.seconds},
