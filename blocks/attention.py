@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.blocks.control import KvCacheContract, Stage, check_hidden
+from rlx_jax.blocks.control import KvCacheContract, check_hidden
 from rlx_jax.blocks.layer import LayerSpec
 from rlx_jax.blocks.linear import head_norm
 from rlx_jax.blocks.positions import rope_tables_for
@@ -23,7 +23,6 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind, mask_kind
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.types import TensorType, is_float
-from rlx_jax.record import Record
 from rlx_jax.trace.checks import check_count
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.flow_value import DecodeBindings
@@ -58,7 +57,8 @@ class SideOutputs:
         return not self._names
 
 
-class AttnMask(Record):
+@dataclass(frozen=True)
+class AttnMask:
     """Register a keep mask `[B, S]` (1 keeps a key, less than ½ drops it) as `attn_mask`.
 
     `batch` and `seq` are checked against the mask when given.
@@ -88,7 +88,8 @@ class AttnMask(Record):
         return value
 
 
-class SelfAttnPrefill(Record):
+@dataclass(frozen=True)
+class SelfAttnPrefill:
     """Rotary self-attention of a normalised `[B,S,H]`; returns the context `[B,S,N·D]` before the output projection.
 
     Args:
@@ -233,7 +234,8 @@ ROPE_INPUTS = {"rope_cos", "rope_sin"}
 # -- the inputs ----------------------------------------------------------------------------------
 
 
-class BindDecodeInputs(Stage):
+@dataclass(frozen=True)
+class BindDecodeInputs:
     """Declare that the flow's tokens continue a cached sequence, and check the inputs that hold the cache.
 
     Inputs: `past_k_{i}` and `past_v_{i}` `[B, P, K·D]` for each layer i, with rotated keys. With `use_custom_mask` also
@@ -251,7 +253,8 @@ class BindDecodeInputs(Stage):
     num_layers: int
     use_custom_mask: bool = False
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "BindDecodeInputs")
         check_count(self.num_layers, f"{emit.path}: BindDecodeInputs: num_layers")
         with emit.scope("decode_inputs"):
             emit.state.program = "explicit"
@@ -370,7 +373,8 @@ def cached_inputs(emit: Emit, index: int, new: list[FlowValue]) -> list[FlowValu
     return past
 
 
-class SelfAttnDecode(Stage):
+@dataclass(frozen=True)
+class SelfAttnDecode:
     """SelfAttnPrefill over cached and new keys: normalised `[B,S,H]` → `[B,S,N·D]`.
 
     `K' = concat(past_k, rope(x Wk))`, `V' = concat(past_v, x Wv)`. Query i of S reads the keys up to P + i, or the last
@@ -383,8 +387,8 @@ class SelfAttnDecode(Stage):
     use_custom_mask: bool = False
     kv_out: SideOutputs | None = None
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
-        mask = mask_kind(self.spec.mask)
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x, mask = emit.require(value, "SelfAttnDecode"), mask_kind(self.spec.mask)
 
         def attend(q: FlowValue, k: FlowValue, v: FlowValue) -> FlowValue:
             past_kv, keep = cached_inputs(emit, self.layer, [k, v]), self._keep_mask(emit)

@@ -7,11 +7,11 @@ the stages of `decoder.py` under other names.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, ParamSpec
 
 from rlx_jax.blocks.attention import Heads, SelfAttnPrefill, SideOutputs, add_side_outputs, kv_name
-from rlx_jax.blocks.control import BlockStage, Custom, DualStream, Named, Stage
+from rlx_jax.blocks.control import BlockStage, Custom, DualStream, Named
 from rlx_jax.blocks.decoder import DecodeLayer, DecoderLayer, LlamaDecoder, MixerLayer, decoder_layer, norm_beta
 from rlx_jax.blocks.ffn import MoeSpec
 from rlx_jax.blocks.layer import DecoderKeys, GemmaStyle, HiddenShape, LayerSpec, gemma_layer_spec
@@ -322,7 +322,8 @@ def gemma_moe_decode_layer_composed(index: int, spec: LayerSpec, moe: MoeSpec) -
 # -- taps of keys and values ---------------------------------------------------------------------
 
 
-class LlamaKvTap(Stage):
+@dataclass(frozen=True)
+class LlamaKvTap:
     """Output the keys and values of the Llama layer that follows, and return x unchanged.
 
     The side outputs are `kv.{i}.k` and `kv.{i}.v`, `[B,S,K·D]`; i is `layer_idx`, or the number at the end of the
@@ -347,7 +348,8 @@ class LlamaKvTap(Stage):
             spec.num_kv_heads,
         )  # fmt: skip
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "LlamaKvTap")
         heads = self.num_kv_heads or 1
         spec = LayerSpec(
             num_heads=heads, head_dim=self.head_dim, num_kv_heads=heads, qkv_bias=self.attention_bias,
@@ -360,7 +362,8 @@ class LlamaKvTap(Stage):
         return x
 
 
-class GemmaKvTap(Stage):
+@dataclass(frozen=True)
+class GemmaKvTap:
     """Output the keys and values of a Gemma attention, and return x unchanged.
 
     The side outputs are `kv.{i}.k` and `kv.{i}.v`, `[B,S,K·D]`; i and `outputs` are as in LlamaKvTap. The stage runs
@@ -380,7 +383,8 @@ class GemmaKvTap(Stage):
         """Return the tap of layer `index` around `attention`, as `gemma_prefill_layer_composed` takes them."""
         return GemmaKvTap(f"model.layers.{index}", attention.head_dim, attention=_gemma_spec(style, attention, eps))
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "GemmaKvTap")
         spec = self.attention or LayerSpec(num_heads=1, head_dim=self.head_dim, num_kv_heads=1)
         _emit_tap(self, emit, x, spec, any_heads=self.attention is None)
         return x

@@ -17,7 +17,6 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Boundary, Node
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import DimLike, TensorType, tensor_type
-from rlx_jax.record import Record
 from rlx_jax.trace.boundaries import run_as_block
 from rlx_jax.trace.checks import check_count, check_signature
 from rlx_jax.trace.emit import Emit, FlowValue
@@ -132,18 +131,6 @@ class BlockStage(Protocol):
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None: ...
 
 
-class Stage(Record):
-    """A stage that needs an active value, which its method `apply` gets."""
-
-    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
-        """Return the next active value, after checking that there is one before the stage."""
-        return self.apply(emit, emit.require(value, type(self).__name__))
-
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
-        """Write the HIR of the stage and return the next active value; x is the active value before it."""
-        raise NotImplementedError
-
-
 # -- running stages and checking their contracts -------------------------------------------------
 
 
@@ -233,7 +220,8 @@ def _path(nodes: list[Node]) -> str:
     return path_text(shared)
 
 
-class BlockAsLayer(Record):
+@dataclass(frozen=True)
+class BlockAsLayer:
     """Adapter that gives any stage the interface of a LayerStage."""
 
     block: BlockStage
@@ -268,7 +256,8 @@ def check_stages(stages: Iterable[BlockStage], where: str) -> tuple[BlockStage, 
     return checked
 
 
-class Named(Record):
+@dataclass(frozen=True)
+class Named:
     """Add a segment to the block path of everything inside.
 
     A layer of a Repeat with the name `layer{i}` adds no segment, because `layers.{i}` already has its number. With
@@ -288,7 +277,8 @@ class Named(Record):
             return run_stage(self.inner, emit, value)
 
 
-class Sequence(Record):
+@dataclass(frozen=True)
+class Sequence:
     """Run stages in order, each on the value of the one before."""
 
     stages: tuple[BlockStage, ...]
@@ -302,7 +292,8 @@ class Sequence(Record):
         return value
 
 
-class Repeat(Record):
+@dataclass(frozen=True)
+class Repeat:
     """Run `count` layers, layer i built by `stage_for_index(i)`; their block paths are `{name}.{i}`.
 
     Consecutive layers that differ only in their parameters become one region of the compiled program. A layer that
@@ -342,7 +333,8 @@ class Repeat(Record):
             return run_stage(stage, emit, value)
 
 
-class Custom(Record):
+@dataclass(frozen=True)
+class Custom:
     """Stage of a function `(emit, value) → value`; `name` is its segment of the block path.
 
     `token_wise` declares that the function computes every token independently of the others. Where the compiler cannot
@@ -370,7 +362,8 @@ class Custom(Record):
             return out
 
 
-class SideOutput(Record):
+@dataclass(frozen=True)
+class SideOutput:
     """Make the result of `inner` the side output `name` of the flow; the active value is unchanged."""
 
     name: str
@@ -405,7 +398,8 @@ def check_hidden(emit: Emit, x: FlowValue, shape: tuple[int | str | None, ...] |
         raise ShapeError(f"{emit.path}: {stage}: the input is {x.type}, but the spec declares {expected}")
 
 
-class StoreStream(Record):
+@dataclass(frozen=True)
+class StoreStream:
     """Store the active value as stream `name`; it remains the active value."""
 
     name: str
@@ -416,7 +410,8 @@ class StoreStream(Record):
         return x
 
 
-class LoadStream(Record):
+@dataclass(frozen=True)
+class LoadStream:
     """Make stream `name` the active value."""
 
     name: str
@@ -425,7 +420,8 @@ class LoadStream(Record):
         return emit.stream(self.name)
 
 
-class DualStream(Record):
+@dataclass(frozen=True)
+class DualStream:
     """Update two streams by a function: `a, b = fn(emit, a, b)`; the active value is unchanged.
 
     `name` is a segment of the block path.

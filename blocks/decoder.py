@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Self
 
 from rlx_jax.blocks.attention import SelfAttnDecode, SelfAttnPrefill, SideOutputs, check_cached, kv_name, mask_operand
-from rlx_jax.blocks.control import BlockStage, KvCacheContract, Named, Stage, check_hidden, run_stage
+from rlx_jax.blocks.control import BlockStage, KvCacheContract, Named, check_hidden, run_stage
 from rlx_jax.blocks.ffn import DOWN_ROLES, UP_ROLES
 from rlx_jax.blocks.layer import MLP, LayerSpec
 from rlx_jax.blocks.linear import GemmaRmsNorm, Linear, RmsNorm, block_of, dense, layer_norm_under
@@ -22,7 +22,6 @@ from rlx_jax.ir.hir import mask_kind
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.roles import roles_of_bias
 from rlx_jax.ir.types import TensorType
-from rlx_jax.record import Record
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.parameters import WeightKey
 
@@ -38,7 +37,8 @@ FUSED_BLOCK_FIELDS = frozenset(
 # -- layers from small stages --------------------------------------------------------------------
 
 
-class MixerLayer(Record):
+@dataclass(frozen=True)
+class MixerLayer:
     """Decoder layer with a custom mixer: norms, residual additions and the MLP around `mixer`; `[B,S,H]` → same.
 
     Args:
@@ -87,7 +87,8 @@ class MixerLayer(Record):
         return add(x, norm("after_mlp", run(s.mlp(self.prefix), norm("before_mlp", x))))
 
 
-class DecoderLayer(Record):
+@dataclass(frozen=True)
+class DecoderLayer:
     """One decoder layer: `[B,S,H]` → same.
 
     Args:
@@ -136,6 +137,7 @@ def decoder_layer(index: int, spec: LayerSpec, mask_input: str | None = None, pr
 # -- the layer as one HIR block ------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class LlamaDecoder(DecoderLayer):
     """One Llama layer as the HIR block `llama_decoder_block`: `[B,S,H]` → same.
 
@@ -194,7 +196,8 @@ def norm_beta(emit: Emit, x: FlowValue) -> FlowValue:
 # -- layers over cached and new tokens -----------------------------------------------------------
 
 
-class DecodeLayer(Record):
+@dataclass(frozen=True)
+class DecodeLayer:
     """One decoder layer over cached and new tokens: `[B,S,H]` → same; see SelfAttnDecode.
 
     `kv_out` collects the names of the layer's side outputs. Recipes do not need this stage, because the compiler
@@ -243,7 +246,8 @@ class Gpt2LayerSpec:
     intermediate_size: int | None = None
 
 
-class Gpt2Layer(Stage):
+@dataclass(frozen=True)
+class Gpt2Layer:
     """GPT-2's causal layer, `[B,S,H]` → same: `h = x + attn(ln(x)) Wo + bo`, `y = h + act(ln(h) Wi + bi) Wd + bd`.
 
     Weights under the prefix, stored as `[in, out]`: `ln_1.*`, `attn.c_attn.{weight,bias}` (columns of q, then k, then
@@ -256,8 +260,8 @@ class Gpt2Layer(Stage):
         """Return the types of keys and values, `[B, S, H]`: GPT-2 has as many key heads as query heads."""
         return KvCacheContract.packed(hidden, self.spec.hidden_size)
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
-        s = self.spec
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x, s = emit.require(value, "Gpt2Layer"), self.spec
         p = s.layer_prefix
         attention = SelfAttention(
             f"{p}.attn.c_attn.weight", f"{p}.attn.c_proj.weight", s.num_heads, qkv_bias=f"{p}.attn.c_attn.bias",
@@ -272,7 +276,8 @@ class Gpt2Layer(Stage):
         return emit.add_node(Binary("add"), h, ffn_out)
 
 
-class MtpMerge(Stage):
+@dataclass(frozen=True)
+class MtpMerge:
     """Merge embeddings and hidden states at the input of a multi-token-prediction head: `[norm_e(x) ‖ norm_h(h)] Wᵀ`.
 
     x is the active value, embeddings `[B,S,H]`; h is the input `hidden_input` `[B,S,H]`; the result is `[B,S,H]`.
@@ -285,8 +290,8 @@ class MtpMerge(Stage):
     weight_key: str
     hidden_input: str = "hidden"
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
-        h = emit.flow_input(self.hidden_input)
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x, h = emit.require(value, "MtpMerge"), emit.flow_input(self.hidden_input)
         if x.type.shape != h.type.shape:
             raise ShapeError(
                 f"{emit.path}: MtpMerge: embeddings are {x.type}, the input {self.hidden_input!r} {h.type}"

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlx_jax.blocks.control import Stage
 from rlx_jax.blocks.ffn import DOWN_ROLES, UP_ROLES
 from rlx_jax.blocks.linear import TABLE_ROLES, LayerNorm, module_keys, rms_norm
 from rlx_jax.blocks.positions import POSITION_BIAS, rope_tables_for
@@ -15,7 +14,6 @@ from rlx_jax.errors import UnsupportedError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.param import Roles
-from rlx_jax.record import Record
 from rlx_jax.trace.attention import Rotary
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.parameters import WeightKey, WeightPart
@@ -172,13 +170,14 @@ class EncoderLayerSpec:
         return self.num_kv_heads or self.num_heads
 
 
-class EncoderLayer(Stage):
+@dataclass(frozen=True)
+class EncoderLayer:
     """An encoder layer, `[B,S,H]` → same: see `EncoderLayerSpec`."""
 
     spec: EncoderLayerSpec
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
-        s, k = self.spec, self.spec.keys
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x, s, k = emit.require(value, type(self).__name__), self.spec, self.spec.keys
         outer = k.qkv[0].split(".")[:1]  # the block of attention; with the norm it also contains the residual sum
         if k.attention_norm.split(".")[0] == outer[0]:
             x = emit.block_input(x, *outer)
@@ -308,7 +307,8 @@ class EncoderLayer(Stage):
         return self._norm(emit, name, total)
 
 
-class DistanceEmbeddings(Record):
+@dataclass(frozen=True)
+class DistanceEmbeddings:
     """Register a table of embeddings of distances, `[R,H]`, as the value `name` that `RelativeKeys` names.
 
     The active value is unchanged. Weight: `weight_key` `[R, H]`, of `shape`; `norm` is applied to its rows.

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
-from rlx_jax.blocks.control import Stage
 from rlx_jax.blocks.linear import module_keys
 from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
@@ -41,7 +40,8 @@ def inner_shape(emit: Emit, hidden: TensorType, key: WeightKey) -> tuple[DimLike
     return (*hidden.shape[:-1], emit.param(key).type.shape[0])
 
 
-class SwiGlu(Stage):
+@dataclass(frozen=True)
+class SwiGlu:
     """SwiGLU feed-forward `(silu(x Wg) ⊙ (x Wu)) Wd`.
 
     Weights: `gate_key` and `up_key` `[F, H]`, `down_key` `[H, F]`; `biases` are optional. For a checkpoint with gate
@@ -63,7 +63,8 @@ class SwiGlu(Stage):
         """Return the stage with Hugging Face's keys; the prefix may name the layer or its `.mlp`, see `mlp_keys`."""
         return cls(*mlp_keys(prefix), mlp_keys(prefix, "bias") if bias else None)
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, type(self).__name__)
         inner, hidden = self.inner, x.type.shape[-1]
         keys = zip((self.gate_key, self.up_key, self.down_key), self.biases or (None, None, None), strict=True)
         weights = dict(zip(("gate", "up", "down"), keys, strict=True))
@@ -85,13 +86,15 @@ class SwiGlu(Stage):
         return inner_shape(emit, hidden, self.gate_key)
 
 
+@dataclass(frozen=True)
 class GeGlu(SwiGlu):
     """GeGLU feed-forward `(gelu_tanh(x Wg) ⊙ (x Wu)) Wd`: SwiGlu with another activation."""
 
     activation = "gelu_tanh"
 
 
-class Mlp(Stage):
+@dataclass(frozen=True)
+class Mlp:
     """Two-layer MLP `act(x W₁ + b₁) W₂ + b₂`.
 
     Weights: `[F, H]`, `[F]`, `[H, F]`, `[H]`. `activation` is a name in `UNARY`; `inner` and `init` are as in SwiGlu.
@@ -105,7 +108,8 @@ class Mlp(Stage):
     inner: int | None = None
     init: Init | None = None
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "Mlp")
         with emit.scope("mlp"):
             return self.write(emit, x, "fc1", "fc2")
 
@@ -124,7 +128,8 @@ class Mlp(Stage):
         return inner_shape(emit, hidden, self.up_w)
 
 
-class GeluFfn(Stage):
+@dataclass(frozen=True)
+class GeluFfn:
     """GELU feed-forward `gelu(x W₁ + b₁) W₂ + b₂`, with exact GELU, or the tanh approximation with `approx_gelu`.
 
     Weights: `[F, H]`, `[F]`, `[H, F]`, `[H]`. `inner` and `init` are as in SwiGlu.
@@ -153,7 +158,8 @@ class GeluFfn(Stage):
         """Return the stage with DINOv2's keys, `{prefix}.mlp.fc1.*` and `{prefix}.mlp.fc2.*`, and its exact GELU."""
         return GeluFfn(*module_keys(f"{prefix}.mlp.fc1"), *module_keys(f"{prefix}.mlp.fc2"))
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "GeluFfn")
         weights = (self.intermediate_w, self.intermediate_b, self.output_w, self.output_b)
         mlp = Mlp(*weights, "gelu_tanh" if self.approx_gelu else "gelu", self.inner, self.init)
         return mlp.write(emit, x, "intermediate", "output")
@@ -285,7 +291,8 @@ class MoeSpec:
             )
 
 
-class MoeFfn(Stage):
+@dataclass(frozen=True)
+class MoeFfn:
     """Mixture of experts, `[…, H]` → same, with the weights under `prefix`; `activation` is a name in `UNARY`.
 
     The router's logits and the resulting weights of experts are f32.
@@ -295,8 +302,8 @@ class MoeFfn(Stage):
     spec: MoeSpec
     activation: str = "silu"
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
-        s, p = self.spec, self.prefix
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x, s, p = emit.require(value, "MoeFfn"), self.spec, self.prefix
         hidden = x.type.shape[-1]
         with emit.scope("mlp"):
             x = emit.block_input(x)

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlx_jax.blocks import stream_id
-from rlx_jax.blocks.control import DualStream, Stage
+from rlx_jax.blocks.control import DualStream
 from rlx_jax.blocks.ffn import DOWN_ROLES, UP_ROLES
 from rlx_jax.blocks.linear import dense, head_norm
 from rlx_jax.errors import ShapeError
-from rlx_jax.record import Record
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.frequencies import axial_frequencies
 
@@ -87,7 +86,8 @@ def attend(emit: Emit, q: FlowValue, k: FlowValue, v: FlowValue, spec: Flux2Bloc
 # -- stages --------------------------------------------------------------------------------------
 
 
-class Flux2Conditioning(Record):
+@dataclass(frozen=True)
+class Flux2Conditioning:
     """Embed time and optionally guidance, and register the modulations of the blocks; the active value is unchanged.
 
     `temb = mlp(sinusoids(timestep)) [+ mlp(sinusoids(guidance))]`, `mlp(x) = silu(x W₁) W₂`. Inputs: `timestep` and
@@ -123,7 +123,8 @@ class Flux2Conditioning(Record):
             return emit.linear(emit.silu(inner), f"{key}.linear_2.weight", roles=DOWN_ROLES, columns=self.hidden)
 
 
-class Flux2Rope(Record):
+@dataclass(frozen=True)
+class Flux2Rope:
     """Register rope tables of the joint sequence from the inputs `txt_ids` `[1, T, A]` and `img_ids` `[1, I, A]`.
 
     The active value is unchanged. Coordinate a rotates `axes[a]` columns of each head, with frequencies
@@ -146,7 +147,8 @@ class Flux2Rope(Record):
         return value
 
 
-class Flux2DoubleBlock(Record):
+@dataclass(frozen=True)
+class Flux2DoubleBlock:
     """One block of the two streams `img` `[B, I, H]` and `txt` `[B, T, H]`; the active value is unchanged.
 
     Each stream has separate modulated norms, projections and feed-forward weights. Attention is joint, with text
@@ -195,7 +197,8 @@ class Flux2DoubleBlock(Record):
         return feed_forward(img, "double_img", "ff"), feed_forward(txt, "double_txt", "ff_context")
 
 
-class Flux2SingleBlock(Stage):
+@dataclass(frozen=True)
+class Flux2SingleBlock:
     """One block of the joint sequence `[B, T+I, H]`: attention and feed-forward in parallel (Dehghani et al. 2023).
 
     `[q ‖ k ‖ v ‖ m] = modulated(x) W`, `x = x + gate ⊙ [attn(q, k, v) ‖ swiglu(m)] W_o`. Weights under `prefix`:
@@ -205,8 +208,8 @@ class Flux2SingleBlock(Stage):
     prefix: str
     spec: Flux2BlockSpec
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
-        s, p = self.spec, f"{self.prefix}.attn"
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x, s, p = emit.require(value, "Flux2SingleBlock"), self.spec, f"{self.prefix}.attn"
         with emit.scope("attn"):
             normed = modulate(emit, emit.block_input(x), "single", 0, s.eps)
             columns = (s.hidden, s.hidden, s.hidden, 2 * s.ffn)
@@ -218,7 +221,8 @@ class Flux2SingleBlock(Stage):
         return x + gated(emit, out, "single", 2)
 
 
-class Flux2JoinStreams(Record):
+@dataclass(frozen=True)
+class Flux2JoinStreams:
     """Concatenate the streams `txt` and `img` to the joint sequence, text first: `[B, T+I, H]`."""
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
@@ -226,7 +230,8 @@ class Flux2JoinStreams(Record):
             return emit.concat([emit.stream(stream_id.TXT), emit.stream(stream_id.IMG)], axis=1)
 
 
-class Flux2Output(Stage):
+@dataclass(frozen=True)
+class Flux2Output:
     """Output head: modulate and project the image tokens of the joint sequence, `[B, T+I, H]` → `[B, I, C]`.
 
     `((1 + scale) ⊙ ln(x) + shift) Wᵀ`, with scale and shift from the embedding of time. Weights:
@@ -238,7 +243,8 @@ class Flux2Output(Stage):
     eps: float = 1e-6
     channels: int | None = None
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "Flux2Output")
         with emit.scope("norm_out"):
             image = emit.block_input(x)[:, emit.stream(stream_id.TXT).shape[1] :]
             packed = emit.linear(

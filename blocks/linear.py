@@ -6,15 +6,15 @@ Other modules of stages build on the functions here (`dense`, `layer_norm_under`
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import ClassVar
 
-from rlx_jax.blocks.control import Stage, check_hidden
+from rlx_jax.blocks.control import check_hidden
 from rlx_jax.errors import GraphError, ShapeError, WeightShapeError, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.types import DimLike, Init, TensorType
-from rlx_jax.record import Record
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.parameters import WeightKey
 
@@ -27,7 +27,8 @@ __all__ = [
 TABLE_ROLES, HEAD_ROLES = ("embedding", "hidden"), ("vocab", "hidden")
 
 
-class Embed(Stage):
+@dataclass(frozen=True)
+class Embed:
     """Look up token embeddings: ids `[…]` → `E[ids]` `[…, H]`. A tied LmHead later in the flow shares the table.
 
     Args:
@@ -45,14 +46,16 @@ class Embed(Stage):
         """Return the stage of the token embedding stored under `key`."""
         return Embed(key)
 
-    def apply(self, emit: Emit, ids: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        ids = emit.require(value, "Embed")
         with emit.scope("embed_tokens"):
             table = emit.param(self.weight_key, self.shape, TABLE_ROLES, self.init)
             emit.state.embed_weight = table
             return emit.add_node(hir.Embed(), table, ids)
 
 
-class EmbedScale(Stage):
+@dataclass(frozen=True)
+class EmbedScale:
     """Scale embeddings by the square root of their width: `x √H` for x `[…, H]`.
 
     √H is rounded to the dtype of x first, as in Hugging Face's Gemma: √3072 is 55.5 in bf16.
@@ -60,14 +63,16 @@ class EmbedScale(Stage):
 
     hidden_size: int
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "EmbedScale")
         with emit.scope("embed_scale"):
             if x.type.shape[-1:] != (self.hidden_size,):
                 raise ShapeError(f"{emit.path}: EmbedScale of width {self.hidden_size}, but the input is {x.type}")
             return x * math.sqrt(self.hidden_size)  # Python numbers take the dtype of x
 
 
-class Multiply(Stage):
+@dataclass(frozen=True)
+class Multiply:
     """Multiply by a constant, `x · factor`: Granite's multipliers of embeddings and logits.
 
     `factor` is rounded to the dtype of x first.
@@ -75,12 +80,14 @@ class Multiply(Stage):
 
     factor: float
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "Multiply")
         with emit.scope("multiply"):
             return x * self.factor
 
 
-class GatherFromInput(Stage):
+@dataclass(frozen=True)
+class GatherFromInput:
     """Look up embeddings of an input with integer ids, `E[input]`; the active value is ignored.
 
     Weight: `weight_key` `[V, H]`.
@@ -91,24 +98,27 @@ class GatherFromInput(Stage):
     shape: tuple[int, int] | None = None
     init: Init | None = None
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        emit.require(value, type(self).__name__)
         with emit.scope(self.input_name):
             return emit.embed(self.weight_key, emit.flow_input(self.input_name), shape=self.shape, init=self.init)
 
 
+@dataclass(frozen=True)
 class GatherAdd(GatherFromInput):
     """Add embeddings of an input to the active value: `x + E[input]`. Weight: `weight_key` `[V, H]`.
 
     An optional input that is absent takes its default.
     """
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
-        rows = super().apply(emit, x)
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        rows = super().emit(emit, value)
         with emit.scope(self.input_name):
-            return x + rows
+            return emit.require(value, "GatherAdd") + rows
 
 
-class Linear(Stage):
+@dataclass(frozen=True)
+class Linear:
     """Linear projection `x W [+ b]`.
 
     Args:
@@ -126,7 +136,8 @@ class Linear(Stage):
     roles: Roles | None = None
     init: Init | None = None
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "Linear")
         if self.shape is not None and len(self.shape) != 2:
             raise ShapeError(f"{emit.path}: Linear: expected two sizes in shape=, got {len(self.shape)}")
         columns, width = (self.shape or (None, None))[:: 1 if self.transpose else -1]
@@ -181,7 +192,8 @@ def block_of(key: str) -> str:
     return parts[-2] if len(parts) > 1 and parts[-1] in ("weight", "bias") else parts[-1]
 
 
-class ResidualSave(Record):
+@dataclass(frozen=True)
+class ResidualSave:
     """Save the active value for a later ResidualAdd."""
 
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
@@ -189,10 +201,12 @@ class ResidualSave(Record):
         return value
 
 
-class ResidualAdd(Stage):
+@dataclass(frozen=True)
+class ResidualAdd:
     """Add the value of the last ResidualSave to the active value, and clear it."""
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "ResidualAdd")
         saved = emit.state.residual
         if saved is None:
             raise GraphError(f"{emit.path}: ResidualAdd without a ResidualSave before it")
@@ -202,7 +216,8 @@ class ResidualAdd(Stage):
         return emit.add_node(Binary("add"), saved, x)
 
 
-class LmHead(Stage):
+@dataclass(frozen=True)
+class LmHead:
     """Compute float32 logits: `x Eᵀ` with the flow's embedding (`tied`), or `x Wᵀ` with `weight_key` `[V, H]`; then add
     the bias `bias_key` `[V]`, if there is one.
 
@@ -228,7 +243,8 @@ class LmHead(Stage):
         """Return a head with the separate weight `key`."""
         return LmHead(vocab_size, hidden_size, key, False)
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "LmHead")
         with emit.scope("lm_head"):
             weight = self._weight(emit, x.type)
             expected, actual = (self.vocab_size, self.hidden_size), weight.type.shape
@@ -260,7 +276,8 @@ class LmHead(Stage):
         return emit.state.embed_weight
 
 
-class LogitSoftcap(Stage):
+@dataclass(frozen=True)
+class LogitSoftcap:
     """Bound logits to ±cap: `cap · tanh(x / cap)` (Gemma 2). After LmHead, x and the result are float32."""
 
     cap: float
@@ -269,12 +286,14 @@ class LogitSoftcap(Stage):
         if not 0 < self.cap < math.inf:
             raise GraphError(f"LogitSoftcap: the cap is a finite number over 0, got {self.cap!r}")
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "LogitSoftcap")
         with emit.scope("logit_softcap"):
             return emit.tanh(x / self.cap) * self.cap
 
 
-class GatherLastToken(Stage):
+@dataclass(frozen=True)
+class GatherLastToken:
     """Select the last token of each row: `[B,S,H]` → `[B,1,H]`; by position, or by the input `last_token_idx` `[B]`.
 
     `batch` and `seq` are checked against the value unless they are None.
@@ -294,7 +313,8 @@ class GatherLastToken(Stage):
         """Return a stage that selects the last position."""
         return GatherLastToken(batch, seq=seq)
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "GatherLastToken")
         if x.ndim < 2:
             raise ShapeError(f"{emit.path}: GatherLastToken needs [B, S, …], got {x.type}")
         check_hidden(emit, x, (self.batch, self.seq, *[None] * (x.ndim - 2)), "GatherLastToken")
@@ -304,13 +324,15 @@ class GatherLastToken(Stage):
             return emit.add_node(hir.LastToken(), x, emit.input(self.input_name, x.shape[:1], "int32"))
 
 
-class ClsTokenPool(Stage):
+@dataclass(frozen=True)
+class ClsTokenPool:
     """Select the first token: `[B,S,H]` → `[B,H]`. `batch` and `hidden` are checked against the value unless None."""
 
     batch: int | str | None = None
     hidden: int | None = None
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "ClsTokenPool")
         if x.ndim != 3:
             raise ShapeError(f"{emit.path}: ClsTokenPool needs [B, S, {self.hidden or 'H'}], got {x.type}")
         check_hidden(emit, x, (self.batch, None, self.hidden), "ClsTokenPool")
@@ -318,7 +340,8 @@ class ClsTokenPool(Stage):
             return emit.add_node(hir.FirstToken(), x)
 
 
-class ZeroBeta(Record):
+@dataclass(frozen=True)
+class ZeroBeta:
     """Register zeros `[length]` as the value `name`; the first such stage provides the beta of every RMSNorm.
 
     RMSNorms work without this stage; the specification has it.
@@ -335,7 +358,8 @@ class ZeroBeta(Record):
         return value
 
 
-class RmsNorm(Stage):
+@dataclass(frozen=True)
+class RmsNorm:
     """RMSNorm `x (mean(x²) + ε)^(−1/2) ⊙ γ`.
 
     Weight: `weight_key` `[H]`; if no source has it, it is initialized by `init`, by default to 1.
@@ -349,12 +373,14 @@ class RmsNorm(Stage):
     eps: float = 1e-5
     init: Init | None = None
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, type(self).__name__)
         with emit.scope(module_of(self.weight_key)):
             gamma = emit.weight(self.weight_key, shape=x.type.shape[-1:], init=self.init)
             return rms_norm(emit, x, gamma, self.eps, self.offset)
 
 
+@dataclass(frozen=True)
 class GemmaRmsNorm(RmsNorm):
     """Gemma's RMSNorm `x (mean(x²) + ε)^(−1/2) ⊙ (1 + w)`, rounded once, after the product.
 
@@ -371,7 +397,8 @@ class GemmaRmsNorm(RmsNorm):
         return GemmaRmsNorm(f"{prefix}.weight", eps)
 
 
-class LayerNorm(Stage):
+@dataclass(frozen=True)
+class LayerNorm:
     """LayerNorm `(x − mean x)(var x + ε)^(−1/2) [⊙ γ] [+ β]`.
 
     Weights: `gamma_key` and `beta_key`, `[H]`, each optional. If no source has them, γ is initialized by `init`, by
@@ -385,7 +412,8 @@ class LayerNorm(Stage):
     eps: float = 1e-5
     init: Init | None = None
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "LayerNorm")
         with emit.scope(module_of(self.gamma_key or self.beta_key or "norm.weight")):
             gamma = None
             if self.gamma_key is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from rlx_jax.blocks.control import Stage
 from rlx_jax.blocks.ffn import Mlp, SwiGlu
 from rlx_jax.blocks.linear import module_keys
 from rlx_jax.blocks.self_attention import head_width
@@ -17,7 +17,8 @@ from rlx_jax.trace.parameters import WeightKey, WeightPart
 __all__ = ["AttentionPool", "EndTokenPool", "MeanOfTokens", "NomicSelector", "Similarity"]
 
 
-class AttentionPool(Stage):
+@dataclass(frozen=True)
+class AttentionPool:
     """SigLIP's pooling head: attention of a learned query over all tokens, then `p + mlp(ln(p))`: `[B,S,H]` → `[B,H]`.
 
     Weights under the prefix: `probe` `[1, 1, H]`, `attention.in_proj_weight` `[3H, H]`, `attention.in_proj_bias`,
@@ -32,8 +33,8 @@ class AttentionPool(Stage):
     inner: int | None = None
     mask_input: str | None = None
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
-        p = self.prefix
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x, p = emit.require(value, "AttentionPool"), self.prefix
         if x.ndim != 3:
             raise ShapeError(f"{emit.path}: AttentionPool needs [B, S, H], got {x.type}")
         with emit.scope("head"):
@@ -78,7 +79,8 @@ def pool_by_query(
     return emit.linear(context, *module_keys(out), roles=("hidden", "heads"), columns=hidden)
 
 
-class EndTokenPool(Stage):
+@dataclass(frozen=True)
+class EndTokenPool:
     """Select the token at the end of each text: `[B,S,H]` → `[B,H]`.
 
     The position is the first one at which the input `ids_input` `[B,S]` holds `end_id`, or with None the first one of
@@ -88,13 +90,14 @@ class EndTokenPool(Stage):
     end_id: int | None
     ids_input: str = "input_ids"
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
-        ids = emit.flow_input(self.ids_input)
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x, ids = emit.require(value, "EndTokenPool"), emit.flow_input(self.ids_input)
         with emit.scope("end_token"):
             return emit.add_node(hir.EndToken(self.end_id), x, ids)
 
 
-class Similarity(Stage):
+@dataclass(frozen=True)
+class Similarity:
     """Score texts against images by scaled cosine similarity: `exp(s) · t̂ îᵀ [+ b]`, `[T, I]`.
 
     The texts t are the active value `[T, E]`, the images i the stream `images` `[I, E]`; both are normalised to unit
@@ -106,8 +109,8 @@ class Similarity(Stage):
     bias_key: str | None = None
     images: str = "images"
 
-    def apply(self, emit: Emit, texts: FlowValue) -> FlowValue:
-        images = emit.stream(self.images)
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        texts, images = emit.require(value, "Similarity"), emit.stream(self.images)
         if texts.ndim != 2 or images.ndim != 2 or texts.shape[1] != images.shape[1]:
             raise ShapeError(
                 f"{emit.path}: Similarity: expected vectors [T, E] and [I, E], got {texts.type}, {images.type}"
@@ -131,7 +134,8 @@ def normalize_rows(emit: Emit, x: FlowValue) -> FlowValue:
     return x * emit.rsqrt(emit.maximum(emit.sum(x * x, -1, keepdims=True), 1e-24))
 
 
-class NomicSelector(Stage):
+@dataclass(frozen=True)
+class NomicSelector:
     """Nomic's selector: add a pooled vector to every token, `x + mlp(ln(p))`, `[B,S,H]` → same.
 
     p is the attention of a learned query over all tokens. Weights under the prefix: `attn.latent` `[1, 1, H]`,
@@ -145,8 +149,8 @@ class NomicSelector(Stage):
     eps: float = 1e-6
     inner: int | None = None
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
-        p = self.prefix
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x, p = emit.require(value, "NomicSelector"), self.prefix
         if x.ndim != 3:
             raise ShapeError(f"{emit.path}: NomicSelector needs [B, S, H], got {x.type}")
         with emit.scope("selector"):
@@ -160,7 +164,8 @@ class NomicSelector(Stage):
             return x + mlp.emit(emit, normed)
 
 
-class MeanOfTokens(Stage):
+@dataclass(frozen=True)
+class MeanOfTokens:
     """Replace each token by the mean of its text's tokens, `[B,S,W]` → same.
 
     It is attention with equal scores, so that texts may share a packed row. The input `mask_input` leaves tokens out: 1
@@ -169,7 +174,8 @@ class MeanOfTokens(Stage):
 
     mask_input: str = "attention_mask"
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "MeanOfTokens")
         with emit.scope("mean"):
             equal = emit.zeros_like(x[..., :1])
             return emit.attention(equal, equal, x, heads=1, mask=emit.optional_input(self.mask_input))

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.blocks.control import Stage
 from rlx_jax.blocks.linear import TABLE_ROLES
 from rlx_jax.errors import RlxWarning, ShapeError, UnboundInputError
 from rlx_jax.ir import hir
@@ -172,7 +171,8 @@ def rope_tables_for(
     return cos, sin
 
 
-class LearnedPositions(Stage):
+@dataclass(frozen=True)
+class LearnedPositions:
     """Add learned position embeddings: `x + E[position]`, `[B,S,H]` → same.
 
     Positions come from the input `position_ids` if the flow declares it and the caller passes it, else they are
@@ -191,7 +191,8 @@ class LearnedPositions(Stage):
     ids_input: str = "input_ids"
     init: Init | None = None
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "LearnedPositions")
         with emit.scope("position_embeddings"):
             table = emit.param(self.weight_key, self.shape, TABLE_ROLES, self.init)
             return x + emit.add_node(hir.Embed(), table, self._positions(emit, x))
@@ -206,7 +207,8 @@ class LearnedPositions(Stage):
 POSITION_BIAS = "position_bias"
 
 
-class RelativeBias(Stage):
+@dataclass(frozen=True)
+class RelativeBias:
     """Register a bias of attention scores by the distance of query and key, `[1,N,S,S]`, as the value `name`.
 
     The layers that follow add it to their scores; the active value is unchanged. Weight: `weight_key` `[R, N]`, R ≥
@@ -220,7 +222,8 @@ class RelativeBias(Stage):
     name: str = POSITION_BIAS
     init: Init | None = None
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "RelativeBias")
         with emit.scope("relative_attention_bias"):
             table = emit.param(self.weight_key, self.shape, (None, "heads"), self.init)
             emit.set_named(self.name, emit.add_node(hir.RelativeBias(self.buckets, self.max_distance), table, x))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlx_jax.blocks.control import Named, Sequence, Stage, check_hidden
+from rlx_jax.blocks.control import Named, Sequence, check_hidden
 from rlx_jax.blocks.decoder import MixerLayer
 from rlx_jax.blocks.layer import HiddenShape, LayerSpec
 from rlx_jax.blocks.linear import ResidualAdd, ResidualSave, RmsNorm, dense, rms_norm
@@ -66,7 +66,8 @@ class GatedDeltaSpec:
         return Parts(tuple(zip(self.widths, ("groups", "groups", "heads"), strict=True)))
 
 
-class GatedDeltaNet(Stage):
+@dataclass(frozen=True)
+class GatedDeltaNet:
     """Gated DeltaNet: token mixing by a state of fixed size instead of cached keys and values.
 
     It maps a normalised x `[B,S,H]` to `[B,S,H]`:
@@ -85,8 +86,8 @@ class GatedDeltaNet(Stage):
     prefix: str
     spec: GatedDeltaSpec
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
-        s = self.spec
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x, s = emit.require(value, "GatedDeltaNet"), self.spec
         with emit.scope(self.prefix.rpartition(".")[2] or "linear_attn"):
             columns: dict[str, tuple[int, Role]] = {
                 "qkv": (sum(s.widths), s.mixed_roles), "z": (s.widths[2], "heads"), "b": (s.value_heads, "heads"),
@@ -147,7 +148,8 @@ def gated_delta_layer(index: int, layer: LayerSpec, spec: GatedDeltaSpec, prefix
 # -- the recurrence without projections ----------------------------------------------------------
 
 
-class GdnScan(Stage):
+@dataclass(frozen=True)
+class GdnScan:
     """Gated delta rule over inputs that `emit.set_gdn` registered; the result is `[B,S,Hv,n]`.
 
     The inputs are q, k and v `[B,S,Hv,n]`, g and beta `[B,S,Hv]`. The stage ignores the active value, but needs one.
@@ -178,7 +180,8 @@ class GdnScan(Stage):
         """Return this scan with the state registered as `key` as its start; the final state replaces it."""
         return GdnScan(self.state_size, self.out_shape, True, key)
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        emit.require(value, "GdnScan")
         inputs = emit.state.gdn
         if inputs is None:
             raise GraphError(f"{emit.path}: GdnScan reads q, k, v, g and beta: call emit.set_gdn before it")
@@ -245,7 +248,8 @@ class Mamba2Spec:
         return Parts(tuple(zip(self.widths, ("heads", "groups", "groups"), strict=True)))
 
 
-class Mamba2Mixer(Stage):
+@dataclass(frozen=True)
+class Mamba2Mixer:
     """Mamba-2 mixer: token mixing by a state of fixed size.
 
     It maps a normalised u `[B,S,H]` to `[B,S,H]`:
@@ -265,8 +269,8 @@ class Mamba2Mixer(Stage):
     prefix: str
     spec: Mamba2Spec
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
-        s = self.spec
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x, s = emit.require(value, "Mamba2Mixer"), self.spec
         with emit.scope(self.prefix.rpartition(".")[2] or "mixer"):
             packed = Parts(((s.inner, "heads"), *s.mixed_roles.of, (s.heads, "heads")))
             columns = (s.inner, sum(s.widths), s.heads)
@@ -294,7 +298,8 @@ def mamba2_layer(index: int, spec: Mamba2Spec, prefix: str = "backbone.layers") 
     return Named(f"layer{index}", Sequence(stages))
 
 
-class Recurrent(Stage):
+@dataclass(frozen=True)
+class Recurrent:
     """Run a custom recurrence `state, y_t = step(state, x_t, *params)` along the tokens: x `[B, S, …]` → y `[B, S, …]`.
 
     Args:
@@ -309,13 +314,15 @@ class Recurrent(Stage):
     init: Any = field(default=None, kw_only=True)
     unroll: int | None = field(default=None, kw_only=True)
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+        x = emit.require(value, "Recurrent")
         with emit.stage(), emit.scope(step_name(self.step)), emit.user_code():
             y: FlowValue = emit.recurrent(self.step, x, *self.keys, init=self.init, unroll=self.unroll)
         return y
 
 
-class CausalWindow(Stage):
+@dataclass(frozen=True)
+class CausalWindow:
     """Gather the last `width` tokens up to and including each token: x `[B, S, …]` → `[B, S, width, …]`.
 
     Positions before the first token are zeros.
@@ -323,6 +330,7 @@ class CausalWindow(Stage):
 
     width: int
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue | None:
+        x = emit.require(value, "CausalWindow")
         with emit.stage(), emit.scope("causal_window"):
             return emit.causal_window(x, self.width)

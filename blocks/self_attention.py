@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from rlx_jax.blocks.control import KvCacheContract, Stage
+from dataclasses import dataclass
+
+from rlx_jax.blocks.control import KvCacheContract
 from rlx_jax.blocks.linear import module_of
 from rlx_jax.blocks.positions import check_tables, positions_of, register_names
 from rlx_jax.errors import GraphError, WeightShapeError, quote, shown
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.param import Parts, Role
 from rlx_jax.ir.types import DimLike, Init, TensorType, is_static
-from rlx_jax.record import Record
 from rlx_jax.trace.attention import Rotary, Window
 from rlx_jax.trace.checks import check_count
 from rlx_jax.trace.emit import Emit, FlowValue
@@ -22,7 +23,8 @@ QkvKeys = tuple[WeightKey, WeightKey, WeightKey]
 BiasKeys = tuple[WeightKey | None, WeightKey | None, WeightKey | None]
 
 
-class SelfAttention(Stage):
+@dataclass(frozen=True)
+class SelfAttention:
     """Self-attention with its projections, `[B,S,H]` → same.
 
         softmax(mask(scale · q kᵀ) + bias) v Wo + bo        q, k, v = x Wq + bq, x Wk + bk, x Wv + bv
@@ -107,7 +109,8 @@ class SelfAttention(Stage):
         """Return the keys and values to cache for an input `[B, S, H]`."""
         return KvCacheContract.packed(hidden, self.key_heads * self._head_dim(emit, hidden))
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "SelfAttention")
         with emit.scope(self.name):
             check_count(self.key_heads, f"{emit.path}: SelfAttention: kv_heads")
             x = emit.block_input(x)
@@ -278,7 +281,8 @@ def _keys(keys: list[str]) -> str | QkvKeys:
     return q, k, v
 
 
-class Activation(Record):
+@dataclass(frozen=True)
+class Activation:
     """Apply an elementwise function by its name in `UNARY`: relu, gelu, gelu_tanh, silu, …"""
 
     kind: str

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.blocks.control import BlockStage, Named, Sequence, Stage, check_hidden
+from rlx_jax.blocks.control import BlockStage, Named, Sequence, check_hidden
 from rlx_jax.blocks.ffn import DOWN_ROLES, UP_ROLES, Mlp, SwiGlu, inner_shape
 from rlx_jax.blocks.linear import LayerNorm, ResidualAdd, ResidualSave, dense, layer_norm_under, module_keys
 from rlx_jax.blocks.self_attention import SelfAttention, head_width
@@ -19,7 +19,6 @@ from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.vision import GridAngles, GridPositions, Patches
 from rlx_jax.ir.types import DimLike, TensorType
-from rlx_jax.record import Record
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.frequencies import axial_frequencies
 from rlx_jax.trace.parameters import WeightKey, WeightPart
@@ -33,7 +32,8 @@ __all__ = [
 # -- from images to tokens ---------------------------------------------------------------------
 
 
-class VisionEmbed(Stage):
+@dataclass(frozen=True)
+class VisionEmbed:
     """Embed images `[B, C, h, w]` as tokens `[B, (1 + R +) (h//P)·(w//Q), H]`: class tokens, registers, patches by row.
 
     Args:
@@ -62,7 +62,8 @@ class VisionEmbed(Stage):
     registers: int | None = None
     distillation_key: str | None = None
 
-    def apply(self, emit: Emit, images: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        images = emit.require(value, "VisionEmbed")
         if images.ndim != 4:
             raise ShapeError(f"{emit.path}: VisionEmbed reads images [B, C, H, W], got {images.type}")
         cls_keys, hidden = [key for key in (self.cls_key, self.distillation_key) if key is not None], self.hidden_size
@@ -103,7 +104,8 @@ class VisionEmbed(Stage):
         return emit.param(key, (*(1,) * (axes - len(size)), *size)).reshape(1, -1, self.hidden_size)
 
 
-class NaflexEmbed(Stage):
+@dataclass(frozen=True)
+class NaflexEmbed:
     """Embed patches `[B, N, P·P·C]` of images of any proportions as tokens `[B, N, H]` (SigLIP 2).
 
     The input `shapes_input` `[B, 2]` has the rows and columns of patches of each image; patches come row by row, and
@@ -121,7 +123,8 @@ class NaflexEmbed(Stage):
     side: int
     shapes_input: str = "spatial_shapes"
 
-    def apply(self, emit: Emit, patches: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        patches = emit.require(value, "NaflexEmbed")
         with emit.scope("embeddings"):
             tokens = emit.linear(
                 patches, self.patch_weight, self.patch_bias, roles=("hidden", None), columns=self.hidden_size
@@ -163,7 +166,8 @@ class VitSelfAttnSpec:
     head_dim: int
 
 
-class VitSelfAttn(Stage):
+@dataclass(frozen=True)
+class VitSelfAttn:
     """Attention of a normalised `[B,S,H]` over all of its tokens, with one weight for q, k and v: `[B,S,H]` → same.
 
     The stage includes the output projection. It reads the keep mask of an earlier `AttnMask` stage, if there is one.
@@ -181,8 +185,8 @@ class VitSelfAttn(Stage):
         """Return the stage with the keys of Nomic's tower, `{prefix}.attn.Wqkv.*` and `{prefix}.attn.out_proj.*`."""
         return VitSelfAttn(_fused_qkv_spec(f"{prefix}.attn", "Wqkv", "out_proj", hidden_size, num_heads))
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
-        s = self.spec
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        s, x = self.spec, emit.require(value, "VitSelfAttn")
         check_hidden(emit, x, (None, None, s.hidden_size), "VitSelfAttn")
         attention = SelfAttention(
             s.qkv_weight, s.out_weight, s.num_heads, head_dim=s.head_dim, qkv_bias=s.qkv_bias, out_bias=s.out_bias,
@@ -199,17 +203,20 @@ def _fused_qkv_spec(prefix: str, qkv: str, out: str, hidden_size: int, num_heads
     )
 
 
-class LayerScale(Stage):
+@dataclass(frozen=True)
+class LayerScale:
     """Multiply each channel by a learned scale: `x ⊙ γ`. Weight: `gamma_key` `[H]` (Touvron et al. 2021)."""
 
     gamma_key: str
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "LayerScale")
         with emit.scope("layer_scale"):
             return x * emit.param(self.gamma_key, x.type.shape[-1:])
 
 
-class VisionSwiGluFfn(Stage):
+@dataclass(frozen=True)
+class VisionSwiGluFfn:
     """Gated feed-forward with an inner norm (Nomic): `ln((x W₁₁ + b₁₁) ⊙ silu(x W₁₂ + b₁₂); γ, β) W₂ + b₂`.
 
     Weights: `{layer_prefix}.mlp.{fc11,fc12,fc2}.{weight,bias}`, `{layer_prefix}.mlp.norm.{weight,bias}`. `inner`, the
@@ -220,8 +227,8 @@ class VisionSwiGluFfn(Stage):
     eps: float = 1e-6
     inner: int | None = None
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
-        p = f"{self.layer_prefix}.mlp"
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x, p = emit.require(value, "VisionSwiGluFfn"), f"{self.layer_prefix}.mlp"
 
         with emit.scope("mlp"):
             up = dense(emit, p, "fc11", x, UP_ROLES, self.inner)
@@ -411,7 +418,8 @@ def grid_rope_tables(
     return cos, sin
 
 
-class PatchRope(Record):
+@dataclass(frozen=True)
+class PatchRope:
     """Write rope tables of a grid of patches, row by row, for the stages that follow; the active value is unchanged.
 
     The first half of a head's columns is rotated by the patch's row and the second half by its column, each with the

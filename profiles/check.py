@@ -18,7 +18,6 @@ from types import UnionType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from rlx_jax.errors import ProfileError, UnsupportedError, did_you_mean, quote
-from rlx_jax.record import Record
 
 Scalar = str | bool | int | float
 
@@ -85,7 +84,7 @@ def setting(
     return field(default=default, metadata={"row": Setting(default, no_effect, label, resolved_as, **others)})
 
 
-class Table(Record):
+class Table:
     """The base class of tables. The constructor checks every field, so that every `Table` object is valid.
 
     Attributes:
@@ -96,7 +95,7 @@ class Table(Record):
 
     def __post_init__(self) -> None:
         location = Location("compile profile", self.PATH)
-        for f in fields(self):
+        for f in fields(self):  # type: ignore[arg-type]  # every Table is a dataclass
             hint = field_types(type(self))[f.name]
             value = _check_value(_setting_of(f), hint, getattr(self, f.name), location.child(f.name))
             object.__setattr__(self, f.name, value)
@@ -183,7 +182,7 @@ def build(table: type[T], data: object, location: Location) -> T:
     """
     if not isinstance(data, Mapping):
         raise ProfileError(f"{location}: expected a table, found {_describe(data)}")
-    fields_by_name, types = {f.name: f for f in fields(table)}, field_types(table)
+    fields_by_name, types = {f.name: f for f in fields(table)}, field_types(table)  # type: ignore[arg-type]
     values = {}
     for key, value in data.items():
         if key not in types:

@@ -126,6 +126,7 @@ def _unknown_preset_error(name: str, where: str = "", suffix: str = "") -> Profi
     return ProfileError(f"{where}there is no preset {quote(name)}{suffix}; there are {names}{hint}")
 
 
+@dataclass(frozen=True)
 class CompileProfile(Table):
     """The options of a compile. Profiles with the same settings are equal and share compiled programs.
 

@@ -7,6 +7,7 @@ from `Settings.profile`. `python -m tests.profile_page --write` renews the table
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from rlx_jax.profiles import effects
@@ -23,6 +24,7 @@ Target = Literal[
 ]  # fmt: skip
 
 
+@dataclass(frozen=True)
 class Fusion(Table):
     """Settings of how blocks become tensor ops.
 
@@ -42,6 +44,7 @@ class Fusion(Table):
     disable: tuple[str, ...] = setting((), effects.needs_running_passes, resolved_as="disabled_passes")
 
 
+@dataclass(frozen=True)
 class Passes(Table):
     """Switches of the passes over the tensor graph.
 
@@ -63,6 +66,7 @@ Float = Literal["f32", "bf16", "f16"]
 SCHEMES_BY_PATH = ("keep", "int8", "int4", "int8/128", "int4/128")
 
 
+@dataclass(frozen=True)
 class NumericClasses(Table):
     """The dtype of each class of ops if `precision.mixed` is `custom`.
 
@@ -79,6 +83,7 @@ class NumericClasses(Table):
     movement: Float = setting("f32", effects.needs_custom_policy, "dtypes of op classes", "classes")
 
 
+@dataclass(frozen=True)
 class Precision(Table):
     """The dtypes of the program, its parameters and its cache.
 
@@ -114,6 +119,7 @@ class Precision(Table):
     )
 
 
+@dataclass(frozen=True)
 class Donation(Table):
     """The arguments that a call donates, so that results are written in place.
 
@@ -130,6 +136,7 @@ class Donation(Table):
     inputs: tuple[str, ...] = setting((), effects.needs_device_inputs, "inputs consumed")
 
 
+@dataclass(frozen=True)
 class Layers(Table):
     """Settings of how layers run.
 
@@ -147,6 +154,7 @@ class Layers(Table):
     )
 
 
+@dataclass(frozen=True)
 class AttentionTable(Table):
     """Settings of how attention runs.
 
@@ -160,6 +168,7 @@ class AttentionTable(Table):
     )
 
 
+@dataclass(frozen=True)
 class BucketTable(Table):
     """The sizes that requests to a `CausalLM` or an `Encoder` are padded to, so that few programs serve all requests.
 
@@ -185,6 +194,7 @@ class BucketTable(Table):
     spare: int = setting(0, effects.needs_ring_buffers, resolved_as="buckets", allows_zero=True)
 
 
+@dataclass(frozen=True)
 class Checks(Table):
     """The checks of calls.
 
@@ -205,6 +215,7 @@ def _axes(*names: str) -> tuple[str, ...]:
     return setting(names, effects.needs_mesh_axes, "mesh axes of roles", "sharding")  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True)
 class Sharding(Table):
     """The mesh axes that each role of an array axis (`rlx_jax.ir.roles`) is sharded over.
 
@@ -238,6 +249,7 @@ class Sharding(Table):
     channel: tuple[str, ...] = _axes()
 
 
+@dataclass(frozen=True)
 class Backend(Table):
     """Settings that apply to one platform.
 
@@ -283,6 +295,7 @@ class Backend(Table):
     compiler_options: Options = setting(Options(), always, "options of XLA")
 
 
+@dataclass(frozen=True)
 class Backends(Table):
     """One `Backend` for each platform; only the table of the target platform is read."""
 

@@ -15,9 +15,8 @@ from rlx_jax import errors
 PACKAGE = Path(__file__).parents[1] / "rlx_jax"
 
 ROOMS = (
-    "record", "errors", "io", "ir", "profiles", "device", "weights", "trace", "blocks", "lowering", "program",
-    "compiler", "inspection", "flow", "runtime", "losses", "train", "models", "text", "encode", "generate", "loading",
-    "surface",
+    "errors", "io", "ir", "profiles", "device", "weights", "trace", "blocks", "lowering", "program", "compiler",
+    "inspection", "flow", "runtime", "losses", "train", "models", "text", "encode", "generate", "loading", "surface",
 )  # fmt: skip
 """From the ground up: a module imports its own room and those before it."""
 

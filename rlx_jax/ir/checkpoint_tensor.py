@@ -15,7 +15,6 @@ from rlx_jax.ir.boxes import Box, Index, axis_box, axis_index, box_index, full_b
 from rlx_jax.ir.ggml import BLOCKS, split_blocks
 from rlx_jax.ir.packed import SCHEMES, scheme_of
 from rlx_jax.ir.types import TensorType
-from rlx_jax.record import Record
 
 
 @dataclass(frozen=True)
@@ -116,10 +115,9 @@ class ProgramStep(Protocol):
         """Return the roles of the axes, given the roles of the parts."""
 
 
-class UnaryStep(Record):
+class UnaryStep:
     """Base of steps over one program `of`: they keep its roles and name, are exact, and fill a new array."""
 
-    of: Any
     splits_to_views: ClassVar[bool] = False
     # Why values cannot be split into those of the parts, or joined from them; empty if they can.
     no_split: ClassVar[str] = ""
@@ -130,11 +128,12 @@ class UnaryStep(Record):
         return False
 
     @property
-    def parts(self) -> tuple[Any, ...]:
+    def parts(self: Any) -> tuple[Any, ...]:
         return (self.of,)
 
     def with_parts(self, *parts: Any) -> Any:
-        return replace(self, of=parts[0])
+        step: Any = self
+        return replace(step, of=parts[0])
 
     def join(self, *values: Any) -> Any:
         raise UnsupportedError(f"{self}: {self.no_join}")
@@ -171,10 +170,8 @@ class LeafStep:
 class IndexStep(UnaryStep):
     """Base of steps that select `index` of `of`."""
 
-    @property
-    def index(self) -> Index:
-        """The part as an index of `of`."""
-        raise NotImplementedError
+    of: Any
+    index: Any
 
     @property
     def type(self) -> TensorType:
@@ -227,6 +224,7 @@ class Key(LeafStep):
         return self.key
 
 
+@dataclass(frozen=True)
 class Sliced(IndexStep):
     """`start` to `stop` along an axis of a checkpoint tensor or of another slice: one of several fused projections.
 
@@ -257,6 +255,7 @@ class Sliced(IndexStep):
 
     @property
     def index(self) -> Index:
+        """The slice as an index of `of`."""
         return axis_index(self.axis, self.start, self.stop)
 
     def with_parts(self, *parts: Any) -> Any:
@@ -277,6 +276,7 @@ class Sliced(IndexStep):
         return (*of[: self.axis], role.within(self.start, self.stop), *of[self.axis + 1 :])
 
 
+@dataclass(frozen=True)
 class BlockArray(UnaryStep):
     """One array of a packed tensor (codes, scales, …), copied from the blocks of bytes in which a file stores it.
 
@@ -314,6 +314,7 @@ class BlockArray(UnaryStep):
         return split_blocks(values[0], BLOCKS[self.scheme], self.array, self.type.dtype)
 
 
+@dataclass(frozen=True)
 class Dequantized(UnaryStep):
     """The values of a packed tensor, decoded and rounded to the floating dtype of `of`.
 
@@ -369,6 +370,7 @@ class Dequantized(UnaryStep):
         return str(self.of)
 
 
+@dataclass(frozen=True)
 class Strided(IndexStep):
     """Every `step`-th row of a program along an axis, from `start` on: one of `step` interleaved projections.
 
@@ -390,6 +392,7 @@ class Strided(IndexStep):
 
     @property
     def index(self) -> Index:
+        """The slice as an index of `of`."""
         return axis_index(self.axis, self.start, None, self.step)
 
     def box(self, box: Box) -> Strided:
@@ -399,6 +402,7 @@ class Strided(IndexStep):
         return selected
 
 
+@dataclass(frozen=True)
 class DecodedBox(IndexStep):
     """A box of decoded values that begins or ends inside a packed block, although only full blocks can be decoded.
 
@@ -411,6 +415,7 @@ class DecodedBox(IndexStep):
 
     @property
     def index(self) -> Index:
+        """The slice as an index of `of`."""
         return box_index(self.bounds)
 
     def box(self, box: Box) -> DecodedBox:

@@ -16,7 +16,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, ClassVar, TypeVar
 
@@ -29,7 +29,6 @@ from rlx_jax.ir.param import Program, Roles
 from rlx_jax.ir.paths import Origin, StateLeaf, path_text
 from rlx_jax.ir.types import TensorType, check_elements
 from rlx_jax.ir.user_functions import arity, cached_types, formula_key, trace_error, traced_types, without_disable_jit
-from rlx_jax.record import Record
 
 T = TypeVar("T")
 
@@ -54,7 +53,7 @@ class Value:
     owner: Builder | None = field(default=None, compare=False, repr=False)
 
 
-class Op(Record):
+class Op:
     """The operation of a node: a frozen dataclass with its attributes as fields, which never hold a symbolic dimension.
 
     Subclasses are either `Mir` (they have `eval`) or `Hir` (they have `expand`), or one of the leaves below.
@@ -95,8 +94,9 @@ class Op(Record):
         """Return the op as dumps print it: see `notation`. Ops that it cannot express override this method."""
         if self.notation:
             return fill_notation(self.notation, self)
-        values = ((f, getattr(self, f.name)) for f in fields(self))
-        non_defaults = {f.name: v for f, v in values if not callable(v) and v != f.default}
+        fields = getattr(self, "__dataclass_fields__", {})
+        values = {name: getattr(self, name) for name in fields}
+        non_defaults = {name: v for name, v in values.items() if not callable(v) and v != fields[name].default}
         attributes = ", ".join(f"{name}={f'{v:g}' if isinstance(v, float) else v}" for name, v in non_defaults.items())
         return f"{self.name()}({attributes})" if attributes else self.name()
 
@@ -190,6 +190,7 @@ class Hir(Op):
 # -- leaves ------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class Leaf(Op):
     """An op without operands, with its type as an attribute."""
 
@@ -199,6 +200,7 @@ class Leaf(Op):
         return (self.type,)
 
 
+@dataclass(frozen=True)
 class Input(Leaf):
     """A declared input of the program, by name."""
 
@@ -207,6 +209,7 @@ class Input(Leaf):
     input: str
 
 
+@dataclass(frozen=True)
 class Param(Leaf):
     """A parameter. `programs` has one entry, or one for every iteration of the enclosing region."""
 
@@ -229,6 +232,7 @@ class Param(Leaf):
         return self.programs[0] if len(self.programs) == 1 or iteration is None else self.programs[iteration]
 
 
+@dataclass(frozen=True)
 class Constant(Leaf):
     """A small array that is part of the program, such as a scalar or a table of frequencies. Never a weight."""
 
@@ -248,6 +252,7 @@ def constant(value: Any, dtype: Any) -> Constant:
     return Constant(array.tobytes(), type=TensorType(array.shape, array.dtype))
 
 
+@dataclass(frozen=True)
 class StateRead(Leaf):
     """The value of a state leaf when the program starts. `roles` describes its axes; empty if they are unknown."""
 
@@ -258,6 +263,7 @@ class StateRead(Leaf):
         return f'state("{path_text(self.leaf.path)}", {self.leaf})'
 
 
+@dataclass(frozen=True)
 class BodyInput(Leaf):
     """Operand `index` of the enclosing region."""
 
@@ -266,6 +272,7 @@ class BodyInput(Leaf):
     index: int
 
 
+@dataclass(frozen=True)
 class Boundary(Op):
     """The active value of the block at the node's path, as it enters (`role="input"`) or leaves (`"output"`) the block.
 

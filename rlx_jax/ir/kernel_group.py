@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ class BodyOp:
         return f"{self.name()}({', '.join(n.op.name() for n in self.body.nodes if isinstance(n.op, Mir))})"
 
 
+@dataclass(frozen=True)
 class KernelGroup(BodyOp, Mir):
     """A product of one row with a weight, with ops before and after it.
 
@@ -60,6 +61,7 @@ class KernelGroup(BodyOp, Mir):
         return next(i for i, node in enumerate(self.body.nodes) if isinstance(node.op, MatMul))
 
 
+@dataclass(frozen=True)
 class AttentionGroup(BodyOp, Mir):
     """The attention of one new token of one or a few rows, with the ops on its heads and the writes of its cache.
 

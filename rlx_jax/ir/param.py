@@ -38,6 +38,7 @@ from rlx_jax.ir.quantized_step import QuantizedArray as QuantizedArray
 from rlx_jax.ir.types import TensorType, is_float, is_lossless_cast, short_name
 
 
+@dataclass(frozen=True)
 class Transposed(UnaryStep):
     """A rank-2 program with its axes swapped."""
 
@@ -67,6 +68,7 @@ class Transposed(UnaryStep):
         return parts[0][::-1]
 
 
+@dataclass(frozen=True)
 class Cast(UnaryStep):
     """A program in another dtype. Widening is exact; narrowing a float is lossy."""
 
@@ -211,6 +213,7 @@ class Zeros(LeafStep):
         return str(self)
 
 
+@dataclass(frozen=True)
 class Padded(UnaryStep):
     """A program padded at the end of an axis with zeros to `size`, such as a vocabulary that devices share evenly.
 
@@ -256,6 +259,7 @@ class Padded(UnaryStep):
         return value[axis_index(self.axis, 0, unpadded_size)], value[axis_index(self.axis, unpadded_size, None)]
 
 
+@dataclass(frozen=True)
 class PackedArray(UnaryStep):
     """One array (codes, scales, …) of a parameter that stays packed on the device.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,9 +14,11 @@ from rlx_jax.ir.packed_values import decode_arrays, quantize
 from rlx_jax.ir.types import TensorType
 
 
+@dataclass(frozen=True)
 class Quantized(UnaryStep):
     """A program whose values are rounded to a packing scheme while they are loaded, by `rlx_jax.ir.packed.quantize`."""
 
+    of: Any
     scheme: str
     lossy: ClassVar[bool] = True
 
@@ -33,9 +36,11 @@ class Quantized(UnaryStep):
         return decode_arrays(quantize(values[0], self.scheme, str(self.of)), self.scheme)
 
 
+@dataclass(frozen=True)
 class QuantizedArray(UnaryStep):
     """One array of a parameter that is packed while it is loaded."""
 
+    of: Any
     scheme: str
     array: str
     no_split: ClassVar[str] = "one of several arrays; `decoded_leaves` joins them"

@@ -9,7 +9,7 @@ body, or `lax.scan`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import BodyInput, Builder, Graph, Leaf, Node, Op, Param, TypeCache, Value, locate_errors
@@ -91,7 +91,8 @@ def bind_params(graph: Graph, source: WeightSource, types: TypeCache) -> Graph:
     return rewrite(graph, everywhere(fn), types)
 
 
-class Repeat(Op, eq=False):
+@dataclass(frozen=True, eq=False)
+class Repeat(Op):
     """A loop that runs `body` `count` times: repeated layers.
 
     Operands: the initial carries, then values shared by all iterations.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from rlx_jax.ir.graph import Graph, Leaf, Node, Op, Param, Value
@@ -208,9 +208,9 @@ def _same_op(a: Op, b: Op, operands: tuple[TensorType, ...], traces: Traces) -> 
     """Return whether two ops have equal attributes; closures are equal if their jaxprs and captured arrays are."""
     if a == b:
         return True
-    if type(a) is not type(b):
+    if type(a) is not type(b) or not hasattr(a, "__dataclass_fields__"):
         return False
-    for name in (f.name for f in fields(a) if f.compare):
+    for name in (name for name, f in a.__dataclass_fields__.items() if f.compare):
         left, right = getattr(a, name), getattr(b, name)
         if isinstance(left, Graph) and isinstance(right, Graph):
             if not _same_body(left, right, traces):

@@ -17,7 +17,7 @@ import itertools
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -90,7 +90,8 @@ def traced_formula(op: Any, operands: tuple[TensorType, ...]) -> Any:
 
 def formula_key(op: Any) -> Hashable:
     """Return what the traced formula of an op depends on besides its attributes and operands, for a cache key."""
-    kinds = tuple(type(getattr(op, f.name)) for f in fields(op))  # 1, 1.0 and True are equal keys
+    names = getattr(op, "__dataclass_fields__", ())
+    kinds = tuple(type(getattr(op, name)) for name in names)  # 1, 1.0 and True are equal keys
     formula = type(op).expand if hasattr(op, "expand") else type(op).eval
     return kinds, formula, bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -12,7 +12,6 @@ from rlx_jax.errors import UnsupportedError
 from rlx_jax.models.config import Fields
 from rlx_jax.models.vision import PatchMean, VisionConfig, VisionFlow, VisionLayout
 from rlx_jax.models.vit import HF
-from rlx_jax.record import Record
 from rlx_jax.trace.emit import Emit, FlowValue
 
 # Name of the registered bias of scores, and the prefix of its table in a layer.
@@ -25,7 +24,8 @@ LAYOUT = replace(
 )
 
 
-class GridBias(Record):
+@dataclass(frozen=True)
+class GridBias:
     """Register a bias of attention scores by the distance of two patches in rows and columns, `[1,N,S,S]`, as `BIAS`.
 
     Weight: `key` `[(2R−1)·(2C−1)+3, N]` for a grid of R rows and C columns. The last three rows are for pairs with the
@@ -51,6 +51,7 @@ class GridBias(Record):
         return value
 
 
+@dataclass(frozen=True)
 class BeitConfig(VisionConfig):
     """Sizes of a BEiT.
 
@@ -99,6 +100,7 @@ class BeitConfig(VisionConfig):
         return self.relative or self.shared
 
 
+@dataclass(frozen=True)
 class BeitFlow(VisionFlow[BeitConfig]):
     """The recipe of BEiT: see `VisionFlow`. `pooled` is its pooler's output, which a classifier reads too.
 

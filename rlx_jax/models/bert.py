@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self, TypeVar
 
 import jax
@@ -42,13 +42,13 @@ from rlx_jax.models.encoder import (
     OptionalInputs,
     TaskHead,
 )
-from rlx_jax.record import Record
 
 # The optional inputs of families without default positions, or that derive them from the ids.
 ALL_INPUTS = (("attention_mask", None), ("token_type_ids", 0), ("position_ids", None))
 
 
-class BertConfig(Record, TokenConfig):
+@dataclass(frozen=True)
+class BertConfig(TokenConfig):
     """Sizes of a BERT model, with Hugging Face's field names.
 
     Attributes:
@@ -87,6 +87,7 @@ class BertConfig(Record, TokenConfig):
 B = TypeVar("B", bound=BertConfig)
 
 
+@dataclass(frozen=True)
 class BertLike(EncoderFlow[B]):
     """The recipe of BERT-like families: see `EncoderFlow`.
 
@@ -154,6 +155,7 @@ class BertLike(EncoderFlow[B]):
         return EncoderLayer(spec)
 
 
+@dataclass(frozen=True)
 class BertFlow(BertLike[BertConfig]):
     """The recipe of BERT: see `EncoderFlow`.
 
@@ -168,6 +170,7 @@ def weight_specs(config: BertConfig, prefix: str = "", dtype: Any = np.float32) 
     return declared_shapes(BertFlow(config, prefix=prefix).assemble(), dtype)
 
 
+@dataclass(frozen=True)
 class RobertaConfig(BertConfig):
     """Sizes of RoBERTa, XLM-RoBERTa, CamemBERT, data2vec, and of RoBERTa-PreLayerNorm and XLM-RoBERTa-XL.
 
@@ -190,6 +193,7 @@ class RobertaConfig(BertConfig):
         return cls(**common, pad_token_id=padding)
 
 
+@dataclass(frozen=True)
 class RobertaFlow(BertLike[RobertaConfig]):
     """The recipe of RoBERTa: see `EncoderFlow`.
 
@@ -211,12 +215,14 @@ class RobertaFlow(BertLike[RobertaConfig]):
         return LearnedPositions(key, self.table, self.config.pad_token_id)
 
 
+@dataclass(frozen=True)
 class Data2VecTextFlow(RobertaFlow):
     """The recipe of data2vec's text encoder: see `RobertaFlow`."""
 
     name: str = "data2vec-text"
 
 
+@dataclass(frozen=True)
 class RobertaPreLayerNormFlow(RobertaFlow):
     """The recipe of RoBERTa-PreLayerNorm: see `RobertaFlow`."""
 
@@ -227,6 +233,7 @@ class RobertaPreLayerNormFlow(RobertaFlow):
     final_norm = "LayerNorm"
 
 
+@dataclass(frozen=True)
 class XlmRobertaXlConfig(RobertaConfig):
     """Sizes of an XLM-RoBERTa-XL model."""
 
@@ -237,6 +244,7 @@ class XlmRobertaXlConfig(RobertaConfig):
     }  # fmt: skip
 
 
+@dataclass(frozen=True)
 class XlmRobertaXlFlow(RobertaFlow):
     """The recipe of XLM-RoBERTa-XL: see `RobertaFlow`."""
 
@@ -249,6 +257,7 @@ class XlmRobertaXlFlow(RobertaFlow):
     final_norm = "encoder.LayerNorm"
 
 
+@dataclass(frozen=True)
 class JinaV3Config(BertConfig):
     """Sizes of a Jina Embeddings v3 model (Sturua et al. 2024), in the layout that transformers saves."""
 
@@ -265,6 +274,7 @@ class JinaV3Config(BertConfig):
         return cls(**common, inv_freq=rope.inv_freq)
 
 
+@dataclass(frozen=True)
 class JinaV3Flow(BertLike[JinaV3Config]):
     """The recipe of Jina Embeddings v3: see `EncoderFlow`. Optional inputs are as of `NomicFlow`."""
 
@@ -285,6 +295,7 @@ KEYS = EncoderKeys(
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
 class EuroBertConfig(DecoderConfig):
     """Sizes of a EuroBERT model (Boizard et al. 2025): Llama's layers, in which tokens read all others.
 
@@ -314,6 +325,7 @@ class EuroBertConfig(DecoderConfig):
         return cls(**common, classifier_pooling=pooling)
 
 
+@dataclass(frozen=True)
 class EuroBertFlow(EncoderFlow[EuroBertConfig]):
     """The recipe of EuroBERT: see `EncoderFlow`. Optional inputs are `attention_mask` and `position_ids`."""
 

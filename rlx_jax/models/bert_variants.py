@@ -6,13 +6,12 @@ BigBird, RoFormer: what each changes is above its classes.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 
 from rlx_jax.blocks import BlockStage, EmbedScale, EncoderLayerSpec, GatherAdd, MeanOfTokens, frequencies
-from rlx_jax.blocks.control import Stage
 from rlx_jax.blocks.encoder import STYLES
 from rlx_jax.errors import UnsupportedError
 from rlx_jax.flow import ModelFlow
@@ -37,6 +36,7 @@ from rlx_jax.weights.source import WeightSource
 from rlx_jax.weights.views import RenamedSource
 
 
+@dataclass(frozen=True)
 class AlbertConfig(BertConfig):
     """Sizes of an ALBERT model, with Hugging Face's field names. The layers of a group share their weights."""
 
@@ -48,6 +48,7 @@ class AlbertConfig(BertConfig):
     neutral = {**BertConfig.neutral, "inner_group_num": (1,)}
 
 
+@dataclass(frozen=True)
 class AlbertFlow(BertLike[AlbertConfig]):
     """The recipe of ALBERT: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
 
@@ -66,6 +67,7 @@ class AlbertFlow(BertLike[AlbertConfig]):
         return self.key(f"encoder.albert_layer_groups.{group}.albert_layers.0")
 
 
+@dataclass(frozen=True)
 class ElectraConfig(BertConfig):
     """Sizes of an ELECTRA model (Clark et al. 2020), with Hugging Face's field names."""
 
@@ -78,6 +80,7 @@ class ElectraConfig(BertConfig):
         return replace(sizes, embedding_size=0 if width == sizes.hidden_size else width)
 
 
+@dataclass(frozen=True)
 class ElectraFlow(BertLike[ElectraConfig]):
     """The recipe of ELECTRA: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
 
@@ -96,6 +99,7 @@ class ElectraFlow(BertLike[ElectraConfig]):
 TASKS_INPUT = "task_type_ids"
 
 
+@dataclass(frozen=True)
 class ErnieConfig(BertConfig):
     """Sizes of an ERNIE model (Sun et al. 2019); `task_type_vocab_size` is 0 if it does not read tasks."""
 
@@ -107,6 +111,7 @@ class ErnieConfig(BertConfig):
         return cls(**cls.common_fields(c), task_type_vocab_size=tasks if c.flag("use_task_id", False) else 0)
 
 
+@dataclass(frozen=True)
 class ErnieFlow(BertLike[ErnieConfig]):
     """The recipe of ERNIE: see `EncoderFlow`. Optional inputs are as of `BertFlow`, and `task_type_ids` (default 0)."""
 
@@ -125,12 +130,14 @@ class ErnieFlow(BertLike[ErnieConfig]):
         return *stages, *([tasks] if sizes[0] else []), norm
 
 
+@dataclass(frozen=True)
 class MegatronBertConfig(BertConfig):
     """Sizes of a Megatron-BERT model, which has norms before the halves of a layer."""
 
     defaults = {"vocab": 29056, "hidden": 1024, "layers": 24, "heads": 16, "inner": 4096}
 
 
+@dataclass(frozen=True)
 class MegatronBertFlow(BertLike[MegatronBertConfig]):
     """The recipe of Megatron-BERT: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
 
@@ -146,6 +153,7 @@ class MegatronBertFlow(BertLike[MegatronBertConfig]):
 QUANTIZED = ("scaling_factor", "_integer", ".x_min", ".x_max", "LayerNorm.shift", "layer_norm.shift")
 
 
+@dataclass(frozen=True)
 class IBertConfig(RobertaConfig):
     """Sizes of an I-BERT model (Kim et al. 2021): a RoBERTa that may be quantized, here without quantization."""
 
@@ -154,6 +162,7 @@ class IBertConfig(RobertaConfig):
     neutral = {**RobertaConfig.neutral, "quant_mode": (False,)}
 
 
+@dataclass(frozen=True)
 class IBertFlow(RobertaFlow):
     """The recipe of I-BERT: see `RobertaFlow`."""
 
@@ -165,6 +174,7 @@ class IBertFlow(RobertaFlow):
         return RenamedSource(source, {key: key for key in source.keys() if not key.endswith(QUANTIZED)})
 
 
+@dataclass(frozen=True)
 class BigBirdConfig(BertConfig):
     """Sizes of a BigBird model (Zaheer et al. 2020), for texts whose tokens read all others.
 
@@ -191,6 +201,7 @@ class BigBirdConfig(BertConfig):
         return cls(**common, full_positions=min(dense, positions) if is_sparse else positions)
 
 
+@dataclass(frozen=True)
 class BigBirdFlow(BertLike[BigBirdConfig]):
     """The recipe of BigBird: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
 
@@ -214,6 +225,7 @@ class BigBirdFlow(BertLike[BigBirdConfig]):
         return replace(super().spec(index), qkv_bias=self.config.qkv_bias)
 
 
+@dataclass(frozen=True)
 class RemBertConfig(BertConfig):
     """Sizes of a RemBERT model (Chung et al. 2020), with Hugging Face's field names."""
 
@@ -224,6 +236,7 @@ class RemBertConfig(BertConfig):
     fields = {"embedding_size": "input_embedding_size", "output_embedding_size": "output_embedding_size"}
 
 
+@dataclass(frozen=True)
 class RemBertFlow(BertLike[RemBertConfig]):
     """The recipe of RemBERT: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
 
@@ -239,6 +252,7 @@ class RemBertFlow(BertLike[RemBertConfig]):
 POSITIONS = "encoder.embed_positions.weight"
 
 
+@dataclass(frozen=True)
 class RoFormerConfig(BertConfig):
     """Sizes of a RoFormer model (Su et al. 2021), BERT with rotary positions, with Hugging Face's field names."""
 
@@ -256,6 +270,7 @@ class RoFormerConfig(BertConfig):
         )
 
 
+@dataclass(frozen=True)
 class RoFormerFlow(BertLike[RoFormerConfig]):
     """The recipe of RoFormer: see `EncoderFlow`. Optional inputs are `attention_mask` and `token_type_ids`."""
 
@@ -295,6 +310,7 @@ class RoFormerFlow(BertLike[RoFormerConfig]):
 MASKED_IN_TRAINING = 0.15 * 0.8
 
 
+@dataclass(frozen=True)
 class EsmConfig(RobertaConfig):
     """Sizes of an ESM model, an encoder of proteins (Rives et al. 2021; ESM-2: Lin et al. 2023).
 
@@ -329,18 +345,21 @@ class EsmConfig(RobertaConfig):
         )  # fmt: skip
 
 
-class TokenDropout(Stage):
+@dataclass(frozen=True)
+class TokenDropout:
     """Replace the embeddings of mask tokens by zeros, and scale the others for their share of the text's tokens."""
 
     mask_token_id: int
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "TokenDropout")
         with emit.scope("token_dropout"):
             is_mask = emit.compare("eq", emit.flow_input("input_ids"), self.mask_token_id)[..., None]
             share = MeanOfTokens().emit(emit, emit.where(is_mask, emit.ones_like(x[..., :1]), 0.0))
             return emit.where(is_mask, 0.0, x * (1 - MASKED_IN_TRAINING) / (1.0 - share))
 
 
+@dataclass(frozen=True)
 class EsmFlow(RobertaFlow):
     """The recipe of ESM: see `EncoderFlow`. Optional inputs are `attention_mask` and `position_ids`.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 from rlx_jax.blocks import BlockStage, ClsTokenPool, EndTokenPool, Linear, Sequence
@@ -31,6 +31,7 @@ LAYOUT = VisionLayout(
 )
 
 
+@dataclass(frozen=True)
 class ClipVisionConfig(VisionConfig):
     """Sizes of CLIP's vision tower. `width` is the width of its vectors; 0 without a projection."""
 
@@ -42,6 +43,7 @@ class ClipVisionConfig(VisionConfig):
     inert = TOWER_INERT
 
 
+@dataclass(frozen=True)
 class ClipVisionFlow(VisionFlow[ClipVisionConfig]):
     """The recipe of CLIP's vision tower: see `VisionFlow`.
 
@@ -67,6 +69,7 @@ class ClipVisionFlow(VisionFlow[ClipVisionConfig]):
         return Sequence((ClsTokenPool(), *self.norm("post_layernorm"), *([projection] if c.width else [])))
 
 
+@dataclass(frozen=True)
 class ClipTextConfig(TextConfig):
     """Sizes of CLIP's text tower.
 
@@ -89,6 +92,7 @@ class ClipTextConfig(TextConfig):
         )
 
 
+@dataclass(frozen=True)
 class ClipTextFlow(TextFlow[ClipTextConfig]):
     """The recipe of CLIP's text tower: see `TextFlow`.
 
@@ -110,6 +114,7 @@ class ClipTextFlow(TextFlow[ClipTextConfig]):
         return Sequence((end, Linear(TEXTUAL, shape=shape, roles=(None, "hidden")))) if c.width else end
 
 
+@dataclass(frozen=True)
 class ClipConfig(DualConfig[ClipTextConfig, ClipVisionConfig]):
     """The configs of both towers of CLIP."""
 
@@ -124,6 +129,7 @@ class ClipConfig(DualConfig[ClipTextConfig, ClipVisionConfig]):
         return sizes
 
 
+@dataclass(frozen=True)
 class ClipFlow(DualFlow[ClipConfig]):
     """The recipe of CLIP: see `DualFlow`. A text's vector is its projected end token."""
 

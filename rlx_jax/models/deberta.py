@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import BlockStage, DistanceEmbeddings, EncoderLayerSpec, LayerNorm, RelativeKeys
-from rlx_jax.blocks.control import Stage
 from rlx_jax.blocks.encoder import STYLES
 from rlx_jax.blocks.linear import module_keys
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
@@ -19,6 +18,7 @@ from rlx_jax.trace.emit import Emit, FlowValue
 DISTANCES = "relative_embeddings"
 
 
+@dataclass(frozen=True)
 class DebertaConfig(BertConfig):
     """Sizes of a DeBERTa model.
 
@@ -77,6 +77,7 @@ class DebertaConfig(BertConfig):
         )
 
 
+@dataclass(frozen=True)
 class DebertaV2Config(DebertaConfig):
     """Sizes of a DeBERTa v2 or v3 model.
 
@@ -114,6 +115,7 @@ class DebertaV2Config(DebertaConfig):
         return replace(config, buckets=buckets, norm_embeddings=bool(norm), share_keys=c.flag("share_att_key", False))
 
 
+@dataclass(frozen=True)
 class DebertaFlow(BertLike[DebertaConfig]):
     """The recipe of DeBERTa: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
 
@@ -170,7 +172,8 @@ class DebertaFlow(BertLike[DebertaConfig]):
         )  # fmt: skip
 
 
-class LayerWithConv(Stage):
+@dataclass(frozen=True)
+class LayerWithConv:
     """Add a convolution of a layer's input to its result: `norm(layer(x) + act(conv(x)))`, `[B,S,H]` → same.
 
     Weights under the prefix: `conv.weight` `[H, H/groups, kernel]`, `conv.bias`, `LayerNorm.*`.
@@ -180,8 +183,8 @@ class LayerWithConv(Stage):
     prefix: str
     config: DebertaV2Config
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
-        c, p = self.config, f"{self.prefix}.conv"
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x, c, p = emit.require(value, "LayerWithConv"), self.config, f"{self.prefix}.conv"
         y, mask = self.layer.emit(emit, x), emit.optional_input("attention_mask")
         with emit.scope("conv"):
             x = x if mask is None else emit.where(emit.compare("ne", mask, 0)[..., None], x, 0.0)
@@ -192,6 +195,7 @@ class LayerWithConv(Stage):
             return emit.layer_norm(total, *module_keys(f"{self.prefix}.LayerNorm"), c.layer_norm_eps)
 
 
+@dataclass(frozen=True)
 class DebertaV2Flow(DebertaFlow):
     """The recipe of DeBERTa v2 and v3: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
 

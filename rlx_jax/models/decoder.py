@@ -47,6 +47,7 @@ class DecodeOptions:
 # -- the recipe --------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class CausalFlow(Recipe[A]):
     """The recipe of a causal model. Inputs: `input_ids` `[batch, seq]`. Output: `logits` f32 `[batch, seq, vocab]`.
 
@@ -157,6 +158,7 @@ class CausalFlow(Recipe[A]):
         return super(CausalFlow, full_recipe).shapes()
 
 
+@dataclass(frozen=True)
 class DecoderFlow(CausalFlow[C]):
     """The recipe of Llama-like families: see `CausalFlow`.
 

@@ -25,7 +25,6 @@ from rlx_jax.blocks import (
 )
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, CausalConfig, Fields
-from rlx_jax.record import Record
 
 # Number of keys that layer i attends to, None for all; an empty tuple for all keys in every layer.
 Windows = tuple[int | None, ...]
@@ -48,7 +47,8 @@ class Ends:
     unread_keys: tuple[str, ...] = ()
 
 
-class DecoderConfig(Record, CausalConfig):
+@dataclass(frozen=True)
+class DecoderConfig(CausalConfig):
     """Sizes of a decoder, with Hugging Face's field names.
 
     `inv_freq` are the inverse frequencies of its rope; cos and sin are multiplied by `rope_factor`. With

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Self
 
 from rlx_jax.blocks.encoder import STYLES
@@ -11,6 +12,7 @@ from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Field
 from rlx_jax.models.encoder import MASKED, SEQUENCE, HeadLayer, masked_head, token_heads
 
 
+@dataclass(frozen=True)
 class DistilBertConfig(BertConfig):
     """Sizes of a DistilBERT model."""
 
@@ -36,6 +38,7 @@ class DistilBertConfig(BertConfig):
         )
 
 
+@dataclass(frozen=True)
 class DistilBertFlow(BertLike[DistilBertConfig]):
     """The recipe of DistilBERT: see `EncoderFlow`. Optional inputs are `attention_mask` and `position_ids`."""
 

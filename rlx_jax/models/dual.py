@@ -6,7 +6,7 @@ CLIP and SigLIP are configs and tables of keys on top of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
@@ -19,7 +19,6 @@ from rlx_jax.models.config import Fields, ModelConfig, finish_model
 from rlx_jax.models.hooks import Hooks, Recipe, WithBlocks
 from rlx_jax.models.text_tower import TextConfig, TextFlow
 from rlx_jax.models.vision import TOWER_INERT, VisionConfig, VisionFlow
-from rlx_jax.record import Record
 
 # What a recipe assembles: everything, one tower, or the comparison of vectors.
 TowerPart = Literal["both", "text", "vision", "similarity"]
@@ -40,7 +39,8 @@ def nest_stages(name: str, before: ModelFlow, flow: ModelFlow) -> ModelFlow:
     return replace(flow, _stages=(*before._stages, Named(name, Sequence(new_stages))))
 
 
-class DualConfig(Record, ModelConfig, Generic[T, V]):
+@dataclass(frozen=True)
+class DualConfig(ModelConfig, Generic[T, V]):
     """The configs of both towers."""
 
     text: T
@@ -71,6 +71,7 @@ def finish_towers(*groups: Fields) -> None:
 C = TypeVar("C", bound=DualConfig[Any, Any])
 
 
+@dataclass(frozen=True)
 class DualFlow(Recipe[C]):
     """The recipe of both towers, or of one part of the model.
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self, TypeVar
 
 from rlx_jax.blocks import Activation, BlockStage, LayerNorm, Linear, LmHead, SideOutput
-from rlx_jax.blocks.control import Stage
 from rlx_jax.blocks.linear import module_keys
 from rlx_jax.errors import ConfigError, LimitError, quote
 from rlx_jax.flow import POSITIONS, ModelFlow
@@ -118,7 +117,8 @@ IMAGE_HEADS: HeadLayers = {IMAGE: (HeadLayer("classifier"),)}
 DECODER_HEADS: HeadLayers = {SEQUENCE: (HeadLayer("score", bias=False),), **token_heads(token="score")}
 
 
-class TokenScore(Stage):
+@dataclass(frozen=True)
+class TokenScore:
     """The logit of a token id, as a language-model head gives it; with a second token id, less that one's logit.
 
     Args:
@@ -131,7 +131,8 @@ class TokenScore(Stage):
     shape: tuple[int, int]
     token_ids: tuple[int, ...]
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "TokenScore")
         with emit.scope("token_score"):
             weight = emit.param(self.key, self.shape, ("vocab", "hidden"))
             rows = emit.concat([weight[i : i + 1] for i in self.token_ids], axis=0)
@@ -287,6 +288,7 @@ L = TypeVar("L", bound=LayeredConfig)
 E = TypeVar("E", bound=TokenConfig)
 
 
+@dataclass(frozen=True)
 class TowerFlow(Recipe[L]):
     """The recipe of a stack of layers over texts or images.
 
@@ -369,6 +371,7 @@ class TowerFlow(Recipe[L]):
         )
 
 
+@dataclass(frozen=True)
 class EncoderFlow(TowerFlow[E]):
     """The recipe of an encoder. Inputs: `input_ids` `[batch, seq]`, and optionally the ones in `optional_inputs`, such
     as `attention_mask` (1 keeps a key). Outputs: as `TowerFlow`.

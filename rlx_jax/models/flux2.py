@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -23,14 +24,14 @@ from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow, declared_shapes
 from rlx_jax.models.config import MAX_LAYERS, Fields, ModelConfig
 from rlx_jax.models.hooks import HookedLayers, Recipe
-from rlx_jax.record import Record
 from rlx_jax.trace.emit import Emit, FlowValue
 
 # Prefix of the keys and block paths of each kind of block.
 BLOCKS = {"double": "transformer_blocks", "single": "single_transformer_blocks"}
 
 
-class Flux2Config(Record, ModelConfig):
+@dataclass(frozen=True)
+class Flux2Config(ModelConfig):
     """Sizes of the transformer, with diffusers' field names."""
 
     in_channels: int = 128
@@ -96,6 +97,7 @@ def _axes(c: Fields) -> tuple[int, ...]:
     return tuple(axes)
 
 
+@dataclass(frozen=True)
 class Flux2Flow(Recipe[Flux2Config]):
     """The recipe of the transformer. The names of the inputs are diffusers'.
 

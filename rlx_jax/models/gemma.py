@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from rlx_jax.blocks import EmbedScale, Frequencies, GemmaStyle, LayerSpec, LogitSoftcap, RopeTables, gemma_layer_spec
@@ -52,6 +52,7 @@ TEXT = TextPart(
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
 class GemmaConfig(DecoderConfig):
     """Sizes of a Gemma model, with Hugging Face's field names.
 
@@ -131,6 +132,7 @@ class GemmaConfig(DecoderConfig):
         )
 
 
+@dataclass(frozen=True)
 class GemmaFlow(DecoderFlow[GemmaConfig]):
     """The recipe of Gemma: see `DecoderFlow`. `inputs_embeds` are not scaled, as in the reference."""
 

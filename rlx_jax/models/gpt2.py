@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 from rlx_jax.blocks import BlockStage, Gpt2Layer, Gpt2LayerSpec, LayerNorm, LearnedPositions
@@ -10,14 +10,14 @@ from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, CausalConfig, Fields, width_and_heads
 from rlx_jax.models.decoder import CausalFlow, decoder_flow
 from rlx_jax.models.encoder import DECODER_HEADS, token_heads
-from rlx_jax.record import Record
 from rlx_jax.weights.source import WeightSource
 
 # Buffers of the causal mask, which old checkpoints have in every layer.
 MASK_BUFFERS = ("attn.bias", "attn.masked_bias")
 
 
-class Gpt2Config(Record, CausalConfig):
+@dataclass(frozen=True)
+class Gpt2Config(CausalConfig):
     """Sizes of a GPT-2 model. Its config.json has them as `n_embd`, `n_layer`, `n_head`, `n_positions`, `n_inner`.
 
     `scale_attn_weights` scales scores by D^(−1/2); `scale_attn_by_inverse_layer_idx` additionally scales the scores of
@@ -63,6 +63,7 @@ class Gpt2Config(Record, CausalConfig):
         return scale / (index + 1) if self.scale_attn_by_inverse_layer_idx else scale
 
 
+@dataclass(frozen=True)
 class Gpt2Flow(CausalFlow[Gpt2Config]):
     """The recipe of GPT-2: see `CausalFlow`. All keys except the head's start with `prefix`, which may be empty.
 

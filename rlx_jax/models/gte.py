@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 from rlx_jax.blocks import EncoderKeys, EncoderLayerSpec, Frequencies, frequencies, linear_scaling
@@ -12,6 +12,7 @@ from rlx_jax.models.decoder_config import even_head_dim, frequencies_of
 from rlx_jax.models.encoder import BERT_HEADS, MASKED, masked_head
 
 
+@dataclass(frozen=True)
 class GteConfig(BertConfig):
     """Sizes of a GTE encoder, from a config of `model_type` `gte`, or `new`, as the authors' checkpoints have it."""
 
@@ -46,6 +47,7 @@ def _rope(c: Fields, head_dim: int) -> Frequencies:
     return linear_scaling(frequencies(head_dim, base * factor), factor ** (2 / head_dim))
 
 
+@dataclass(frozen=True)
 class GteFlow(BertLike[GteConfig]):
     """The recipe of GTE: see `EncoderFlow`. Optional inputs are as of `NomicFlow`."""
 

@@ -25,7 +25,6 @@ from rlx_jax.errors import ConfigError, GraphError, MissingWeightError, WeightEr
 from rlx_jax.flow import ModelFlow, ModelRecipe, declared_shapes, read_weights
 from rlx_jax.models.config import ModelConfig, TokenConfig
 from rlx_jax.profiles import CompileProfile, ProfileLike
-from rlx_jax.record import Record
 from rlx_jax.trace.block_selection import BlockPattern
 from rlx_jax.trace.editing import BlockEdit
 from rlx_jax.trace.parameters import Init, Parameters, WeightDecl
@@ -224,7 +223,8 @@ class HookMethods:
 C = TypeVar("C", bound=ModelConfig)
 
 
-class Recipe(HookMethods, Record, Generic[C]):
+@dataclass(frozen=True)
+class Recipe(HookMethods, Generic[C]):
     """A config, and how it becomes a flow.
 
     Args:

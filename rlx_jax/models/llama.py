@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import LayerSpec
@@ -15,6 +15,7 @@ from rlx_jax.models.decoder_config import DecoderConfig, Windows, layer_of, qwen
 from rlx_jax.models.encoder import DECODER_HEADS, SEQUENCE
 
 
+@dataclass(frozen=True)
 class LlamaConfig(DecoderConfig):
     """Sizes of a Llama model; `attention_bias` adds a bias to all four projections."""
 
@@ -27,6 +28,7 @@ class LlamaConfig(DecoderConfig):
         return layer_of(self, qkv_bias=self.attention_bias, output_bias=self.attention_bias, mlp_bias=self.mlp_bias)
 
 
+@dataclass(frozen=True)
 class Llama32Flow(DecoderFlow[LlamaConfig]):
     """The recipe of Llama: see `DecoderFlow`."""
 
@@ -35,6 +37,7 @@ class Llama32Flow(DecoderFlow[LlamaConfig]):
     fused = True
 
 
+@dataclass(frozen=True)
 class LlamaBidirectionalConfig(LlamaConfig):
     """Sizes of NVIDIA's `llama_bidirec`: a Llama in which tokens also read later ones.
 
@@ -52,6 +55,7 @@ class LlamaBidirectionalConfig(LlamaConfig):
         return replace(super().read(c), bidirectional=True)
 
 
+@dataclass(frozen=True)
 class LlamaBidirectionalFlow(Llama32Flow):
     """The recipe of `llama_bidirec`: see `DecoderFlow`."""
 
@@ -62,6 +66,7 @@ class LlamaBidirectionalFlow(Llama32Flow):
     head_token = ("mean", None)
 
 
+@dataclass(frozen=True)
 class MistralConfig(DecoderConfig):
     """Sizes of a Mistral model. Every layer attends to the last `sliding_window` keys only; None for all."""
 
@@ -78,6 +83,7 @@ class MistralConfig(DecoderConfig):
         return layer_of(self, window=self.sliding_window)
 
 
+@dataclass(frozen=True)
 class MistralFlow(DecoderFlow[MistralConfig]):
     """The recipe of Mistral: see `DecoderFlow`."""
 
@@ -86,6 +92,7 @@ class MistralFlow(DecoderFlow[MistralConfig]):
     fused = True
 
 
+@dataclass(frozen=True)
 class Qwen2Config(DecoderConfig):
     """Sizes of a Qwen 2 model.
 
@@ -106,12 +113,14 @@ class Qwen2Config(DecoderConfig):
         return layer_of(self, window=window_at(self.windows, index), qkv_bias=True)
 
 
+@dataclass(frozen=True)
 class Qwen2Flow(DecoderFlow[Qwen2Config]):
     """The recipe of Qwen 2: see `DecoderFlow`."""
 
     name: str = "qwen2"
 
 
+@dataclass(frozen=True)
 class Qwen3Config(Qwen2Config):
     """Sizes of a Qwen 3 model: see `Qwen2Config`."""
 
@@ -125,6 +134,7 @@ class Qwen3Config(Qwen2Config):
         return layer_of(self, window=window_at(self.windows, index), qkv_bias=bias, output_bias=bias, qk_norm="heads")
 
 
+@dataclass(frozen=True)
 class Qwen3Flow(DecoderFlow[Qwen3Config]):
     """The recipe of Qwen 3: see `DecoderFlow`."""
 

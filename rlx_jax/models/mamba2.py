@@ -4,6 +4,7 @@ attention."""
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, Self
 
 from rlx_jax.blocks import BlockStage, Mamba2Spec, RmsNorm, mamba2_layer
@@ -11,7 +12,6 @@ from rlx_jax.errors import ConfigError, quote
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, CausalConfig, Fields
 from rlx_jax.models.decoder import CausalFlow, decoder_flow
-from rlx_jax.record import Record
 
 # Fields about the chunks of a prompt, the initialization of weights, and residual sums, which have the dtype of the
 # program here. `rms_norm` and `norm_before_gate` are from the first implementation; transformers does not read them.
@@ -24,7 +24,8 @@ INERT = (
 INFINITE = ("Infinity", "inf")
 
 
-class Mamba2Config(Record, CausalConfig):
+@dataclass(frozen=True)
+class Mamba2Config(CausalConfig):
     """Sizes of a Mamba-2 model, with Hugging Face's field names. Its number of positions is unlimited."""
 
     vocab_size: int
@@ -48,6 +49,7 @@ class Mamba2Config(Record, CausalConfig):
         )
 
 
+@dataclass(frozen=True)
 class Mamba2Flow(CausalFlow[Mamba2Config]):
     """The recipe of Mamba-2: see `CausalFlow`. The spec of every layer is a `Mamba2Spec`."""
 

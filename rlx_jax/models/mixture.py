@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 from rlx_jax.blocks import GPT_OSS_KEYS, MIXTRAL_KEYS, STACKED_KEYS, ClampedGate, ExpertKeys, LayerSpec, MoeSpec
@@ -27,6 +27,7 @@ from rlx_jax.weights.source import WeightSource
 C = TypeVar("C", bound=DecoderConfig)
 
 
+@dataclass(frozen=True)
 class MixtureFlow(DecoderFlow[C]):
     """The recipe of a decoder with experts: see `DecoderFlow`.
 
@@ -67,6 +68,7 @@ def experts_of(c: Fields, *, experts: int, top_k: int) -> tuple[int, int]:
     return count, num_routed
 
 
+@dataclass(frozen=True)
 class Qwen3MoeConfig(DecoderConfig):
     """Sizes of a Qwen 3 model with experts.
 
@@ -116,12 +118,14 @@ class Qwen3MoeConfig(DecoderConfig):
         return layer_of(self, window=self.sliding_window, qkv_bias=bias, output_bias=bias, qk_norm="heads", moe=moe)
 
 
+@dataclass(frozen=True)
 class Qwen3MoeFlow(MixtureFlow[Qwen3MoeConfig]):
     """The recipe of Qwen 3 with experts: see `DecoderFlow`."""
 
     name: str = "qwen3_moe"
 
 
+@dataclass(frozen=True)
 class MixtralConfig(DecoderConfig):
     """Sizes of a Mixtral model. `intermediate_size` is the width of an expert.
 
@@ -154,6 +158,7 @@ class MixtralConfig(DecoderConfig):
         return layer_of(self, window=self.sliding_window, moe=experts)
 
 
+@dataclass(frozen=True)
 class MixtralFlow(MixtureFlow[MixtralConfig]):
     """The recipe of Mixtral: see `DecoderFlow`."""
 
@@ -165,6 +170,7 @@ THETA = 150000.0
 YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
 
 
+@dataclass(frozen=True)
 class GptOssConfig(DecoderConfig):
     """Sizes of a gpt-oss model.
 
@@ -213,6 +219,7 @@ class GptOssConfig(DecoderConfig):
         return layer_of(self, window=window, qkv_bias=bias, output_bias=bias, sinks=True, moe=experts)
 
 
+@dataclass(frozen=True)
 class GptOssFlow(DecoderFlow[GptOssConfig]):
     """The recipe of gpt-oss: see `DecoderFlow`."""
 

@@ -3,7 +3,7 @@ windows in two of three layers."""
 
 from __future__ import annotations
 
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import (
@@ -28,6 +28,7 @@ LOCAL = "local"
 KEYS = EncoderKeys(("attn.Wqkv",), "attn.Wo", "attn_norm", "mlp.Wi", "mlp.Wo", "mlp_norm", gate="mlp.Wi")
 
 
+@dataclass(frozen=True)
 class ModernBertConfig(BertConfig):
     """Sizes of a ModernBERT model.
 
@@ -88,6 +89,7 @@ class ModernBertConfig(BertConfig):
         return HeadLayer(f"{name}.dense", activation, self.classifier_bias, norm=norm, norm_bias=self.norm_bias)
 
 
+@dataclass(frozen=True)
 class ModernBertFlow(BertLike[ModernBertConfig]):
     """The recipe of ModernBERT: see `EncoderFlow`. Optional inputs are `attention_mask` and `position_ids`."""
 
@@ -132,6 +134,7 @@ class ModernBertFlow(BertLike[ModernBertConfig]):
 # -- the decoder -------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class ModernBertDecoderConfig(ModernBertConfig, CausalConfig):
     """Sizes of a decoder of ModernBERT."""
 
@@ -148,6 +151,7 @@ class ModernBertDecoderConfig(ModernBertConfig, CausalConfig):
         return c.integer("sliding_window", c.integer("local_attention", 128) // 2)
 
 
+@dataclass(frozen=True)
 class ModernBertDecoderFlow(ModernBertFlow):
     """The recipe of ModernBERT's decoder as an encoder: see `EncoderFlow`. Tokens read no later ones.
 
@@ -168,6 +172,7 @@ class ModernBertDecoderFlow(ModernBertFlow):
         return replace(super().spec(index), causal=True)
 
 
+@dataclass(frozen=True)
 class ModernBertCausalFlow(CausalFlow[ModernBertDecoderConfig]):
     """The recipe of ModernBERT's decoder with its language-model head: see `CausalFlow`."""
 

@@ -5,7 +5,7 @@ It has RoBERTa's layers and positions, a relative-position bias that all layers 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 from rlx_jax.blocks import BlockStage, EncoderLayerSpec, RelativeBias
@@ -20,6 +20,7 @@ from rlx_jax.models.config import Fields, text_fields
 BUCKETS = 32
 
 
+@dataclass(frozen=True)
 class MPNetConfig(RobertaConfig):
     """Sizes of an MPNet model, with Hugging Face's field names.
 
@@ -42,6 +43,7 @@ class MPNetConfig(RobertaConfig):
         return cls(**text_fields(c, 30527), relative_attention_num_buckets=rows)
 
 
+@dataclass(frozen=True)
 class MPNetFlow(RobertaFlow):
     """The recipe of MPNet: see `RobertaFlow`. Optional inputs are `attention_mask` and `position_ids`."""
 

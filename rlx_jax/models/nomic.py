@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import EncoderExperts, EncoderLayerSpec
@@ -41,6 +41,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+@dataclass(frozen=True)
 class NomicConfig(BertConfig):
     """Sizes of a NomicBERT model, with the field names of transformers 5.
 
@@ -144,6 +145,7 @@ def _head_dim(c: Fields, hidden: int, heads: int, explicit_dim: int | None, widt
     return head_dim
 
 
+@dataclass(frozen=True)
 class NomicFlow(BertLike[NomicConfig]):
     """The recipe of NomicBERT: see `EncoderFlow`.
 

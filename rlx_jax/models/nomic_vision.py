@@ -5,7 +5,7 @@ Its vectors are in the same space as nomic-embed-text's.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 from rlx_jax.blocks import BlockStage, Custom, NomicSelector, PatchRope, PreNormLayerSpec
@@ -33,6 +33,7 @@ LAYOUT = VisionLayout(
 )
 
 
+@dataclass(frozen=True)
 class NomicVisionConfig(VisionConfig):
     """Sizes of Nomic's vision encoder.
 
@@ -90,6 +91,7 @@ class NomicVisionConfig(VisionConfig):
         )
 
 
+@dataclass(frozen=True)
 class NomicVisionFlow(VisionFlow[NomicVisionConfig]):
     """The recipe of Nomic's vision encoder: see `VisionFlow`. `pooled` is the first token, with unit length.
 

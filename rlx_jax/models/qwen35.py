@@ -52,6 +52,7 @@ TEXT = TextPart(
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
 class Qwen35Config(DecoderConfig):
     """Sizes of a Qwen 3.5 text model.
 
@@ -102,6 +103,7 @@ class Qwen35Config(DecoderConfig):
         return Ends(unread_keys=("mtp.",))
 
 
+@dataclass(frozen=True)
 class Qwen35Flow(DecoderFlow[Qwen35Config]):
     """The recipe of Qwen 3.5: see `DecoderFlow`. The spec of a layer is a `GatedDeltaSpec` or a `LayerSpec`."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import (
@@ -39,6 +39,7 @@ LAYOUT = VisionLayout(
 )
 
 
+@dataclass(frozen=True)
 class SiglipVisionConfig(VisionConfig):
     """Sizes of SigLIP's vision tower, and whether it has a pooling head."""
 
@@ -49,6 +50,7 @@ class SiglipVisionConfig(VisionConfig):
     inert: ClassVar[tuple[str, ...]] = TOWER_INERT
 
 
+@dataclass(frozen=True)
 class SiglipVisionFlow(VisionFlow[SiglipVisionConfig]):
     """The recipe of SigLIP's vision tower: see `VisionFlow`.
 
@@ -72,6 +74,7 @@ class SiglipVisionFlow(VisionFlow[SiglipVisionConfig]):
         )
 
 
+@dataclass(frozen=True)
 class SiglipTextConfig(TextConfig):
     """Sizes of SigLIP's text tower. `pad_id` is the id that rows are padded with."""
 
@@ -86,6 +89,7 @@ class SiglipTextConfig(TextConfig):
         return cls(**sizes, width=width, pad_id=c.integer("pad_token_id", 1, low=0))
 
 
+@dataclass(frozen=True)
 class SiglipTextFlow(TextFlow[SiglipTextConfig]):
     """The recipe of SigLIP's text tower: see `TextFlow`.
 
@@ -106,6 +110,7 @@ class SiglipTextFlow(TextFlow[SiglipTextConfig]):
         return Sequence((GatherLastToken(), ClsTokenPool(), linear))
 
 
+@dataclass(frozen=True)
 class SiglipConfig(DualConfig[SiglipTextConfig, SiglipVisionConfig]):
     """The configs of both towers of SigLIP."""
 
@@ -124,6 +129,7 @@ class SiglipConfig(DualConfig[SiglipTextConfig, SiglipVisionConfig]):
         return result
 
 
+@dataclass(frozen=True)
 class SiglipFlow(DualFlow[SiglipConfig]):
     """The recipe of SigLIP: see `DualFlow` and `SiglipTextFlow`.
 
@@ -142,6 +148,7 @@ class SiglipFlow(DualFlow[SiglipConfig]):
 MASK, SHAPES = "pixel_attention_mask", "spatial_shapes"
 
 
+@dataclass(frozen=True)
 class Siglip2VisionConfig(SiglipVisionConfig):
     """Sizes of the vision tower of SigLIP 2, with positions of a square of `num_patches` patches."""
 
@@ -158,6 +165,7 @@ class Siglip2VisionConfig(SiglipVisionConfig):
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
 class Siglip2VisionFlow(SiglipVisionFlow):
     """The recipe of SigLIP 2's vision tower for images of any proportions (NaFlex): see `SiglipVisionFlow`.
 
@@ -189,12 +197,14 @@ class Siglip2VisionFlow(SiglipVisionFlow):
         return None if pool is None else replace(pool, mask_input=MASK)
 
 
+@dataclass(frozen=True)
 class Siglip2Config(SiglipConfig):
     """The configs of both towers of SigLIP 2."""
 
     vision_type: ClassVar[type[SiglipVisionConfig]] = Siglip2VisionConfig
 
 
+@dataclass(frozen=True)
 class Siglip2Flow(SiglipFlow):
     """The recipe of SigLIP 2 for images of any proportions: see `SiglipFlow` and `Siglip2VisionFlow`."""
 

@@ -20,6 +20,7 @@ from rlx_jax.weights.views import RenamedSource
 TOKEN_TABLE, POSITION_TABLE = "embeddings.token_embedding.weight", "embeddings.position_embedding.weight"
 
 
+@dataclass(frozen=True)
 class TextConfig(TowerConfig, TokenConfig):
     """Sizes of a text tower. `width` is the width of its vectors."""
 
@@ -31,6 +32,7 @@ class TextConfig(TowerConfig, TokenConfig):
 T = TypeVar("T", bound=TextConfig)
 
 
+@dataclass(frozen=True)
 class TextFlow(EncoderFlow[T]):
     """The recipe of a text tower: see `EncoderFlow`. Optional inputs are `attention_mask` and `position_ids`.
 

@@ -7,20 +7,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self, TypeVar
 
 from rlx_jax.blocks import BlockStage, ClsTokenPool, LayerKeys, PreNormLayerSpec, VisionEmbed, pre_norm_layer
-from rlx_jax.blocks.control import Stage
 from rlx_jax.blocks.linear import module_keys
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import Fields, LayeredConfig, tower_fields
 from rlx_jax.models.encoder import IMAGE_HEADS, TaskHead, TowerFlow, head_keys
-from rlx_jax.record import Record
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.weights.source import WeightSource
 
 # -- configs -----------------------------------------------------------------------------------
 
 
-class TowerConfig(Record, LayeredConfig):
+@dataclass(frozen=True)
+class TowerConfig(LayeredConfig):
     """Sizes of a stack of pre-norm layers, with Hugging Face's field names."""
 
     hidden_size: int
@@ -31,6 +30,7 @@ class TowerConfig(Record, LayeredConfig):
     activation: str
 
 
+@dataclass(frozen=True)
 class VisionConfig(TowerConfig):
     """Sizes of a vision tower. Positions are trained for `image_size`; they are resampled for other sizes.
 
@@ -119,7 +119,8 @@ class VisionLayout:
     head_prefixes: tuple[str, ...] = ()
 
 
-class PatchMean(Stage):
+@dataclass(frozen=True)
+class PatchMean:
     """Average the tokens from `start` on, `[B,S,H]` → `[B,H]`; with `cls`, append the average to the first token.
 
     `mask_input` names an input `[B,S]` with 1 for the tokens to average, in place of `start`.
@@ -129,7 +130,8 @@ class PatchMean(Stage):
     cls: bool = False
     mask_input: str | None = None
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "PatchMean")
         with emit.scope("patch_mean"):
             if self.mask_input is not None:
                 weights = emit.cast(emit.flow_input(self.mask_input), x.dtype)
@@ -141,6 +143,7 @@ class PatchMean(Stage):
 C = TypeVar("C", bound=VisionConfig)
 
 
+@dataclass(frozen=True)
 class VisionFlow(TowerFlow[C]):
     """The recipe of a vision tower.
 

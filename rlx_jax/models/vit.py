@@ -5,17 +5,15 @@ differ from it in tokens or pooling: DeiT, I-JEPA, ViT-MSN, DINOv2 and DINOv3.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 from rlx_jax.blocks import BlockStage, LayerKeys, Linear, PreNormLayerSpec
-from rlx_jax.blocks.control import Stage
 from rlx_jax.blocks.vision import DINOV2_KEYS, HF_QKV, VIT_KEYS, grid_rope_tables
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.models.config import Fields, tower_fields
 from rlx_jax.models.encoder import IMAGE, IMAGE_HEADS, HeadLayer, TaskHead
 from rlx_jax.models.vision import PatchMean, VisionConfig, VisionFlow, VisionLayout, image_fields
-from rlx_jax.record import Record
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.frequencies import frequencies
 
@@ -32,6 +30,7 @@ HF = VisionLayout(
 )
 
 
+@dataclass(frozen=True)
 class ViTConfig(VisionConfig):
     """Sizes of a ViT. Its tanh pooler is not built."""
 
@@ -40,6 +39,7 @@ class ViTConfig(VisionConfig):
     inert = ("encoder_stride", "pooler_act", "pooler_output_size")
 
 
+@dataclass(frozen=True)
 class ViTFlow(VisionFlow[ViTConfig]):
     """The recipe of ViT: see `VisionFlow`. `pooled` is the class token after the last norm, before any pooler."""
 
@@ -65,6 +65,7 @@ DEIT = replace(
 TEACHER = f"{IMAGE}WithTeacher"
 
 
+@dataclass(frozen=True)
 class DeiTFlow(ViTFlow):
     """The recipe of DeiT (Touvron et al. 2020): ViT with a distillation token after the class token.
 
@@ -83,14 +84,16 @@ class DeiTFlow(ViTFlow):
         return (MeanOfHeads(tuple(layer.key for layer in head.layers), len(head.labels), self.config.hidden_size),)
 
 
-class MeanOfHeads(Stage):
+@dataclass(frozen=True)
+class MeanOfHeads:
     """Average linear heads, the first of the first token, the second of the second: `[B,S,H]` → `[B,labels]`."""
 
     keys: tuple[str, ...]
     labels: int
     hidden_size: int
 
-    def apply(self, emit: Emit, x: FlowValue) -> FlowValue:
+    def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
+        x = emit.require(value, "MeanOfHeads")
         logits = [
             Linear(f"{key}.weight", bias_key=f"{key}.bias", shape=(self.labels, self.hidden_size)).emit(emit, x[:, i])
             for i, key in enumerate(self.keys)
@@ -101,6 +104,7 @@ class MeanOfHeads(Stage):
 IJEPA = replace(HF, cls="")
 
 
+@dataclass(frozen=True)
 class IJepaFlow(ViTFlow):
     """The recipe of I-JEPA (Assran et al. 2023): ViT without a class token. `pooled` is the mean of the patches."""
 
@@ -115,12 +119,14 @@ class IJepaFlow(ViTFlow):
 MSN = replace(HF, patch=f"vit.{HF.patch}", position=f"vit.{HF.position}", cls=f"vit.{HF.cls}", after=f"vit.{HF.after}")
 
 
+@dataclass(frozen=True)
 class ViTMsnConfig(ViTConfig):
     """Sizes of a ViT-MSN."""
 
     defaults = {}
 
 
+@dataclass(frozen=True)
 class ViTMsnFlow(ViTFlow):
     """The recipe of ViT-MSN (Assran et al. 2022): ViT with another epsilon by default."""
 
@@ -147,6 +153,7 @@ LAYOUT = VisionLayout(
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
 class Dinov3Config(VisionConfig):
     """Sizes of a DINOv3 model; its positions are a rotation with the base `rope_theta`."""
 
@@ -179,7 +186,8 @@ class Dinov3Config(VisionConfig):
         return result
 
 
-class GridRope(Record):
+@dataclass(frozen=True)
+class GridRope:
     """Write the rope tables of the patches of the input `pixel_values` for the stages that follow.
 
     The tokens before the patches are not rotated. The active value is unchanged.
@@ -199,6 +207,7 @@ class GridRope(Record):
         return value
 
 
+@dataclass(frozen=True)
 class Dinov3Flow(VisionFlow[Dinov3Config]):
     """The recipe of DINOv3: see `VisionFlow`. `pooled` is the class token after the last norm."""
 
@@ -236,6 +245,7 @@ ORIGINAL = VisionLayout(
 )
 
 
+@dataclass(frozen=True)
 class Dinov2Config(VisionConfig):
     """Sizes of a DINOv2 model."""
 
@@ -261,6 +271,7 @@ class Dinov2Config(VisionConfig):
         )
 
 
+@dataclass(frozen=True)
 class Dinov2Flow(VisionFlow[Dinov2Config]):
     """The recipe of DINOv2: see `VisionFlow`. `pooled` is the class token after the last norm.
 

@@ -97,7 +97,7 @@ def check_attributes(op: Op) -> None:
         GraphError: names the first attribute of another type.
     """
     hints = get_type_hints(type(op))
-    for f in fields(op):
+    for f in fields(op):  # type: ignore[arg-type]  # every op is a dataclass
         value, hint = getattr(op, f.name), hints[f.name]
         plain = get_args(hint) if isinstance(hint, UnionType) else (hint,)
         if all(p in PLAIN_TYPES for p in plain) and not isinstance(value, tuple(PLAIN_TYPES[p] for p in plain)):

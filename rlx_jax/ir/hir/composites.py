@@ -7,7 +7,7 @@ inside.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -40,6 +40,7 @@ def matrix(name: str, rows: object, columns: object, contract: int) -> str:
     return f"{name}[{columns},{rows}]" if contract else f"{name}[{rows},{columns}]"
 
 
+@dataclass(frozen=True)
 class LlamaDecoderBlock(Hir):
     """One pre-norm Llama layer (Touvron et al. 2023): h = x + attn(rms(x))·Wo, y = h + swiglu(rms(h)).
 
@@ -111,6 +112,7 @@ class LlamaDecoderBlock(Hir):
         return b(add, x, project("down", inner))
 
 
+@dataclass(frozen=True)
 class LinearFused(Hir):
     """`act(x · w + b)`, a `Linear` with a bias.
 
@@ -132,6 +134,7 @@ class LinearFused(Hir):
         return b(Linear(self.contract, bias=True, activation=self.activation), *operands)
 
 
+@dataclass(frozen=True)
 class SharedLinearPair(Hir):
     """`x · w₁` (`slot=0`) or `x · w₂` (`slot=1`): one of two products that share x and may differ in width.
 
@@ -157,6 +160,7 @@ class SharedLinearPair(Hir):
         return b(Linear(self.contracts[self.slot]), operands[0], operands[1 + self.slot])
 
 
+@dataclass(frozen=True)
 class SwiGLU(Hir):
     """`(silu(x · gate) ⊙ (x · up)) · down` (Shazeer 2020).
 
@@ -182,6 +186,7 @@ class SwiGLU(Hir):
         return b(Linear(self.contracts[2]), b(GatedFfn("silu"), gate_out, up_out), down)
 
 
+@dataclass(frozen=True)
 class ResidualRmsNorm(Hir):
     """`rms_norm(x + residual)`. Operands: x and residual `[…, H]` of the same type, γ `[H]`, optionally β `[H]`."""
 
@@ -201,6 +206,7 @@ MTP_OPERANDS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
 class Qwen35MtpHead(Hir):
     """Multi-token prediction head: logits `[B,1,mtp_vocab]` of the token after the next one, at `last_token_idx` `[B]`.
 
@@ -279,6 +285,7 @@ class Qwen35MtpHead(Hir):
 # Blocks that compute scores of attention from the distances between tokens.
 
 
+@dataclass(frozen=True)
 class RelativeBias(Hir):
     """The bias that each head adds to the scores, by the bucketed distance of query and key (T5).
 
@@ -307,6 +314,7 @@ class RelativeBias(Hir):
 TERMS = ("keys", "queries")
 
 
+@dataclass(frozen=True)
 class RelativeScores(Hir):
     """Scores of queries and keys with embeddings of their distance (DeBERTa, He et al. 2021): f32 `[B,N,S,S]`.
 

@@ -108,6 +108,7 @@ class StatefulForward:
         return run.results
 
 
+@dataclass(frozen=True)
 class Carried(Hir):
     """A block with a state, run from the state of an earlier call (written by `derive`, never by a stage).
 
@@ -174,6 +175,7 @@ def initial_value(b: Builder, slot: StateSlot, operands: Sequence[Value]) -> Val
     return b.leaf(Constant(zero.tobytes(), type=TensorType((), slot.type.dtype)))
 
 
+@dataclass(frozen=True)
 class Recurrent(StatefulForward, Hir):
     """A custom `state, y_t = step(state, x_t, *params)`, scanned along the tokens: see `TokenScan`.
 
@@ -212,6 +214,7 @@ class Recurrent(StatefulForward, Hir):
         )
 
 
+@dataclass(frozen=True)
 class CausalWindow(StatefulForward, Hir):
     """The last `width` tokens up to each token, with zeros before the first: x `[B, S, …]` → `[B, S, width, …]`.
 
@@ -262,6 +265,7 @@ def run_over_windows(
     return BlockRun((fn(rows),), (tail,), states)
 
 
+@dataclass(frozen=True)
 class TimeSteps(Hir):
     """The time step of a recurrence at each token, and the decay rate of each head.
 
@@ -289,6 +293,7 @@ class TimeSteps(Hir):
         return 1.0 if operand_index == 1 else 0.0
 
 
+@dataclass(frozen=True)
 class CausalConv(StatefulForward, Hir):
     """A depthwise causal convolution over the last J tokens: see `CausalConvOp`.
 
@@ -324,6 +329,7 @@ class CausalConv(StatefulForward, Hir):
         return run_over_windows(b, x, taps, start, lengths, every, lambda rows: b(convolve, rows, w, *bias))
 
 
+@dataclass(frozen=True)
 class GatedDelta(StatefulForward, Hir):
     """The gated delta rule over packed heads: q, k `[B,S,Hk·K]`, v `[B,S,Hv·V]`, g and beta `[B,S,Hv]` → `[B,S,Hv·V]`.
 
@@ -378,6 +384,7 @@ class GatedDelta(StatefulForward, Hir):
         return in_dtype(b, normalized, dtype)
 
 
+@dataclass(frozen=True)
 class SelectiveScan(StatefulForward, Hir):
     """A selective scan over packed heads: see `SelectiveScanOp`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from rlx_jax.ir.ops.shape import (
 from rlx_jax.ir.types import F32, I32, TensorType
 
 
+@dataclass(frozen=True)
 class Positions(Hir):
     """The absolute position of each token of `x` `[B, S, …]`: int32 `[1, S]`, 0 … S−1 in the forward program."""
 
@@ -42,6 +43,7 @@ class Positions(Hir):
         return b(Reshape((1, -1)), b(Iota(1), *operands))
 
 
+@dataclass(frozen=True)
 class RopeAngles(Hir):
     """cos and sin for positions `[B|1, S]`, or with `axes` `[B|1, S, A]`: two f32 `[B|1, S, R/2]`. See `RopeTable`."""
 
@@ -58,6 +60,7 @@ class RopeAngles(Hir):
         return f"rope_angles(n_rot={2 * len(self.inv_freq)}{f', axes={1 + max(self.axes)}' if self.axes else ''})"
 
 
+@dataclass(frozen=True)
 class RopeRows(Hir):
     """Rows of constant f32 tables `[T, W]` at positions `[B|1, S]`: cos and sin `[B|1, S, W]`."""
 
@@ -79,6 +82,7 @@ class RopeRows(Hir):
         return len(self.cos) // (4 * self.width)  # 4 bytes for each f32
 
 
+@dataclass(frozen=True)
 class Sinusoids(Hir):
     """Cosines and sines of times `[B]`: f32 `[B, channels]` whatever dtype the program computes in.
 
@@ -96,6 +100,7 @@ class Sinusoids(Hir):
         return b(SinusoidTable(self.channels, self.scale, self.max_period), *operands)
 
 
+@dataclass(frozen=True)
 class Rope(Hir):
     """Rotary embedding of packed heads: x `[B,S,N·D]`, cos and sin `[B|1,S,R/2]` → `[B,S,N·D]`. See `RopeOp`.
 
@@ -113,6 +118,7 @@ class Rope(Hir):
         return b(RopeOp(self.head_dim, self.n_rot, self.style), *operands)
 
 
+@dataclass(frozen=True)
 class Attention(Hir):
     """Attention over packed heads. See `AttentionOp`.
 
@@ -220,6 +226,7 @@ def attention(
     return Attention(heads, kv_heads, mask.causal, mask.window, scale, softcap, extra, ahead=mask.ahead, sinks=sinks)
 
 
+@dataclass(frozen=True)
 class LastToken(Hir):
     """The last token of each row: x `[B,S,…]` → `[B,1,…]`; with an index operand `[B]`, token `index[b]` of row b."""
 
@@ -232,6 +239,7 @@ class LastToken(Hir):
         return b(Narrow(1, -1, 1), operands[0])
 
 
+@dataclass(frozen=True)
 class FirstToken(Hir):
     """The first token, without the position axis: x `[B,S,H]` → `[B,H]`."""
 
@@ -241,6 +249,7 @@ class FirstToken(Hir):
         return b(Slice(((None, None, None), 0)), operands[0])
 
 
+@dataclass(frozen=True)
 class EndToken(Hir):
     """The token at the end of each text, without the position axis: x `[B,S,H]`, ids `[B,S]` → `[B,H]`.
 
@@ -263,6 +272,7 @@ class EndToken(Hir):
         return b(Slice(((None, None, None), 0)), b(TakeRow(), x, end_index))
 
 
+@dataclass(frozen=True)
 class CountedPositions(Hir):
     """Positions counted over the ids `[B, S]` that are not `padding`, starting at `padding` + 1: int32 `[B, S]`.
 
@@ -287,6 +297,7 @@ class CountedPositions(Hir):
 Masks = tuple[Value, ...]
 
 
+@dataclass(frozen=True)
 class CachedAttention(Hir):
     """Attention over a cache that this call extends (written by `derive`, never by a stage).
 
@@ -373,6 +384,7 @@ class CachedAttention(Hir):
         return b(Reshape((-1, 1)), last_index if self.block_only else b(Binary("add"), start, last_index))
 
 
+@dataclass(frozen=True)
 class GrowingAttention(Hir):
     """Attention over cached keys and values that grow by concatenation (written by `derive` and by SelfAttnDecode).
 

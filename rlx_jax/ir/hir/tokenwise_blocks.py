@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from rlx_jax.errors import ShapeError
@@ -18,6 +20,7 @@ from rlx_jax.ir.ops.shape import AxisOf, Reshape, SplitLast
 from rlx_jax.ir.types import F32, TensorType
 
 
+@dataclass(frozen=True)
 class Linear(Hir):
     """Linear layer `act(x · w [+ b])`.
 
@@ -52,6 +55,7 @@ class Linear(Hir):
         return f"linear{'+bias' if self.bias else ''}{act}"
 
 
+@dataclass(frozen=True)
 class Split(Hir):
     """Split the last axis into consecutive `sizes`: the separate outputs of several fused `Linear` blocks.
 
@@ -79,6 +83,7 @@ class Split(Hir):
         return tuple(b(Reshape((*leading_axes, size)), part) for size, part in pairs)
 
 
+@dataclass(frozen=True)
 class GatedFfn(Hir):
     """`act(gate) ⊙ up`: the gate of SwiGLU (silu) and GeGLU (gelu_tanh). gate and up `[…, F]`."""
 
@@ -92,6 +97,7 @@ class GatedFfn(Hir):
         return b(Binary("mul"), b(Unary(self.activation), gate), up)
 
 
+@dataclass(frozen=True)
 class RmsNorm(Hir):
     """RMS norm `x · (mean(x²) + ε)^(−1/2) ⊙ (offset + γ) [+ β]`. x `[…, H]`, γ and β `[H]`.
 
@@ -112,6 +118,7 @@ class RmsNorm(Hir):
         return 0.0 if operand_index == 2 else 1.0 - self.offset
 
 
+@dataclass(frozen=True)
 class LayerNorm(Hir):
     """Layer norm `(x − mean x)(var x + ε)^(−1/2) [⊙ γ] [+ β]`. x `[…, H]`, γ and β `[H]`. See `LayerNormOp`."""
 
@@ -130,6 +137,7 @@ class LayerNorm(Hir):
         return 0.0 if operand_index == 1 + self.scaled else super().initial(operand_index, weight)
 
 
+@dataclass(frozen=True)
 class Embed(Hir):
     """Embedding look-up `E[ids]`: E `[V, H]`, ids `[…]` integers in `[0, V)` → `[…, H]`."""
 
@@ -143,6 +151,7 @@ class Embed(Hir):
 SCORES = ("softmax", "sigmoid", "chosen")
 
 
+@dataclass(frozen=True)
 class Route(Hir):
     """The router of a mixture of experts: the `top_k` experts of each token, best first, and their weights, in f32.
 
@@ -195,6 +204,7 @@ class Route(Hir):
         return 0.0
 
 
+@dataclass(frozen=True)
 class Experts(ExpertAttributes, Hir):
     """The experts of a mixture: `Σⱼ weightsⱼ · (act(x Gₑ) ⊙ (x Uₑ)) Dₑ` with e = idsⱼ.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import numbers
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -45,6 +45,7 @@ def _score_bytes(op: Any, operands: Types, results: Types) -> int:
     return 12 * int(q.shape[0]) * int(op.heads) * int(q.shape[1]) * int(k.shape[1])
 
 
+@dataclass(frozen=True)
 class AttentionOp(Mir):
     """Grouped-query attention: `softmax(mask(cap(scale · q kᵀ))) v` for each head.
 
@@ -306,6 +307,7 @@ def _is_real(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
+@dataclass(frozen=True)
 class RopeTable(Mir):
     """Compute cos and sin of `position · inverse frequency`: positions `[P,S]` int32 → two f32 tables `[P,S,R/2]`.
 
@@ -347,6 +349,7 @@ class RopeTable(Mir):
         return f"rope_table(n_rot={2 * len(self.inv_freq)}{f', axes={1 + max(self.axes)}' if self.axes else ''})"
 
 
+@dataclass(frozen=True)
 class SinusoidTable(Mir):
     """Sinusoidal embedding of times t `[B]`: `[cos(scale · t f) ‖ sin(scale · t f)]`, f32 `[B, channels]`.
 
@@ -381,6 +384,7 @@ class SinusoidTable(Mir):
 ROPE_STYLES = ("half", "interleaved")
 
 
+@dataclass(frozen=True)
 class RopeOp(Mir):
     """Rotary embedding (Su et al. 2021): rotate pairs of each head's first R columns by the angle of the position.
 

@@ -6,7 +6,7 @@ Axis letters: B batch, S new tokens, T slots of the cache, K key/value heads, D 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -46,6 +46,7 @@ def _rows_written(op: Any, operands: Types, results: Types) -> int:
     return 2 * operands[1].nbytes + sum(t.nbytes for t in operands[2:])
 
 
+@dataclass(frozen=True)
 class CacheUpdate(Mir):
     """Write the new rows of a ragged batch into a cache: cache `[B,T,C]`, new `[B,S,C]`, start and lengths `[B]`.
 
@@ -72,6 +73,7 @@ class CacheUpdate(Mir):
         return write(cache, slot, new, True)
 
 
+@dataclass(frozen=True)
 class After(Mir):
     """Return the first operand, computed after the others.
 
@@ -88,6 +90,7 @@ class After(Mir):
         return result
 
 
+@dataclass(frozen=True)
 class Overwrite(Mir):
     """Replace a full array of the state: old and new `[…]` → new, written into the buffer of old."""
 
@@ -105,6 +108,7 @@ def _ring_bytes(op: Any, operands: Types, results: Types) -> int:
     return _rows_written(op, operands, results) + copied + positions.nbytes
 
 
+@dataclass(frozen=True)
 class RingStep(Mir):
     """Read and write a ring buffer of the last T tokens, with position p in slot `p mod T`.
 
@@ -163,6 +167,7 @@ def is_code_dtype(dtype: np.dtype[Any]) -> bool:
     return dtype.itemsize == 1 and (is_float(dtype) or dtype == np.int8)
 
 
+@dataclass(frozen=True)
 class QuantizeVectors(Mir):
     """Quantize vectors along the last axis: x `[…,D]` → codes `[…,D]` of `dtype`, and scales `[…]` f32.
 
@@ -190,6 +195,7 @@ class QuantizeVectors(Mir):
         return (codes if is_float(self.dtype) else jnp.round(codes)).astype(self.dtype), scale
 
 
+@dataclass(frozen=True)
 class DequantizeVectors(Mir):
     """Decode the result of `QuantizeVectors`: codes `[…,D]` and scales `[…]` f32 → codes · scale `[…,D]` in `dtype`."""
 

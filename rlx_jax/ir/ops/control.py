@@ -8,7 +8,7 @@ precision.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -101,6 +101,7 @@ def _cast_carries(op: Mir, before: Sequence[Array], after: Sequence[Array]) -> t
     return tuple(b.astype(a.dtype) for a, b in zip(before, after, strict=True))
 
 
+@dataclass(frozen=True)
 class Switch(Mir):
     """Run branch `index` and return its outputs; `index` is an integer of rank 0, clamped to `0 … n − 1`.
 
@@ -128,6 +129,7 @@ class Switch(Mir):
         return f"switch({', '.join(f'{len(graph.nodes)} nodes' for graph in self.branches)})"
 
 
+@dataclass(frozen=True)
 class While(Mir):
     """Run `body` while `cond` returns True; the results are the last carries.
 
@@ -160,6 +162,7 @@ class While(Mir):
         return lax.while_loop(lambda c: run_body(self.cond, (*c, *constants))[0], step, operands[: self.carries])
 
 
+@dataclass(frozen=True)
 class Scan(Mir):
     """Run `body` once for each entry of the first axis of some operands.
 
@@ -208,6 +211,7 @@ class Scan(Mir):
         return (*last_carries, *stacked)
 
 
+@dataclass(frozen=True)
 class CustomVjp(Mir):
     """Return the outputs of `forward`, with the custom gradient `backward`.
 
@@ -249,6 +253,7 @@ class CustomVjp(Mir):
         return call(*operands)
 
 
+@dataclass(frozen=True)
 class PairBias(Mir):
     """Compute a user-defined bias of attention scores from the positions of queries and keys.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -86,6 +87,7 @@ def _flops(op: Any, operands: Types, results: Types) -> int:
     return 2 * (results[0] if isinstance(op, Conv) else x).size * math.prod(w.shape[1:])
 
 
+@dataclass(frozen=True)
 class Conv(Mir):
     """Convolution (cross-correlation): x `[N, C, S…]`, w `[O, C/groups, K…]` → `[N, O, S'…]`.
 
@@ -120,6 +122,7 @@ class Conv(Mir):
         return Normal(math.prod(weight.shape[1:]))
 
 
+@dataclass(frozen=True)
 class ConvTranspose(Mir):
     """Transposed convolution: x `[N, C, S…]`, w `[C, O/groups, K…]` → `[N, O, S'…]`.
 
@@ -172,6 +175,7 @@ class ConvTranspose(Mir):
 POOLS = ("max", "mean", "sum", "lp", "argmax")
 
 
+@dataclass(frozen=True)
 class Pool(Mir):
     """Pool windows of x: `[N, C, S…]` → `[N, C, S'…]`, with sums in f32.
 

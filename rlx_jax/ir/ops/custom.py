@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -151,6 +151,7 @@ def jaxpr_flops(jaxpr: Any) -> int:
     return total
 
 
+@dataclass(frozen=True)
 class JaxFn(Mir):
     """Call a user-defined JAX function on the operands, see `emit.jax`; `fn` returns an array or a tuple of arrays.
 

@@ -116,6 +116,7 @@ def _workspace(op: Any, operands: Types, results: Types) -> int:
     return int(copied + 2 * ids.size * (2 * inner + hidden) * 4)
 
 
+@dataclass(frozen=True)
 class ExpertFfn(ExpertAttributes, Mir):
     """Experts of a mixture without capacity limits: `Σⱼ weightsⱼ · (act(x Gₑ) ⊙ (x Uₑ)) Dₑ` with e = idsⱼ.
 
@@ -179,6 +180,7 @@ def add_bias(product: Array, bias: Array | None) -> Array:
     return jnp.add(*same_rank(product, bias.astype(product.dtype)))
 
 
+@dataclass(frozen=True)
 class GroupedMatMul(Mir):
     """Product of each row with one of several matrices, `y[i] = x[i] · w[ids[i]]`.
 

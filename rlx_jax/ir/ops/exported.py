@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlx_jax.errors import ShapeError, UnsupportedError, wrong_arity
@@ -27,6 +27,7 @@ def unknown_flops(op: Any, operands: Types, results: Types) -> int:
     )
 
 
+@dataclass(frozen=True)
 class ExportedCall(Mir):
     """Call an exported program: parameters, state arrays, inputs → outputs, new state arrays.
 

@@ -25,6 +25,7 @@ from rlx_jax.ir.types import TensorType
 Array = jax.Array
 
 
+@dataclass(frozen=True)
 class FusedMatMulBiasAct(Mir):
     """Matrix product with bias and activation, `act(x · w + b)`.
 
@@ -61,6 +62,7 @@ class FusedMatMulBiasAct(Mir):
         return product_text(name, self.contract, self.precision, self.f32_result)
 
 
+@dataclass(frozen=True)
 class FusedSwiGLU(Mir):
     """Gated activation of one fused operand, `act(gate) ⊙ up`: `[…, 2F]` → `[…, F]` (Shazeer 2020).
 
@@ -101,6 +103,7 @@ def _residual_sum(has_bias: bool, operands: Sequence[Array]) -> tuple[Array, ...
     return (x + residual, *weights)
 
 
+@dataclass(frozen=True)
 class FusedResidualLayerNorm(Mir):
     """LayerNorm of a residual sum, `layer_norm(x [+ bias] + residual; γ, β)`.
 
@@ -121,6 +124,7 @@ class FusedResidualLayerNorm(Mir):
         return LayerNormOp(self.eps).eval(*_residual_sum(self.has_bias, arrays))
 
 
+@dataclass(frozen=True)
 class FusedResidualRmsNorm(Mir):
     """RMSNorm of a residual sum, `rms_norm(x [+ bias] + residual; γ[, β])`.
 
@@ -142,6 +146,7 @@ class FusedResidualRmsNorm(Mir):
         return RmsNormOp(self.eps, self.offset).eval(*_residual_sum(self.has_bias, arrays))
 
 
+@dataclass(frozen=True)
 class FusedRmsNormReshape(Mir):
     """RMSNorm with its leading axes merged into one, `reshape(rms_norm(x; γ[, β]))`: `[…, H]` → `[∏…, H]`.
 
@@ -171,6 +176,7 @@ class Step:
     operands: tuple[int, ...]
 
 
+@dataclass(frozen=True)
 class ElementwiseRegion(Mir):
     """Run a chain of pointwise ops as one node: `steps` in order over `inputs` operands.
 
@@ -216,6 +222,7 @@ def _product(x: Array, w: Array, b: Array | None) -> Array:
     return MatMul().eval(x, w) if b is None else FusedMatMulBiasAct().eval(x, w, b)
 
 
+@dataclass(frozen=True)
 class FusedAttentionBlock(Mir):
     """Bidirectional attention with its projections: `attn(rope(q), rope(k), v; mask) · out_w (+ out_b)`.
 
@@ -260,6 +267,7 @@ class FusedAttentionBlock(Mir):
         return _product(context, a["out_w"], a.get("out_b"))
 
 
+@dataclass(frozen=True)
 class FusedTransformerLayer(Mir):
     """BERT's post-norm layer (Devlin et al. 2018): `a = ln₁(x + attn(x))`, `y = ln₂(a + act(a·fc1 + b₁)·fc2 + b₂)`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from rlx_jax.ir.operands import MOVEMENT, TOKENS, results_written
 from rlx_jax.ir.types import TensorType, is_static
 
 
+@dataclass(frozen=True)
 class Gather(Mir):
     """Look up rows of a table: `table[ids]`, table `[V, …]`, ids `[…]` integers in `[0, V)` → `[…ids, …]`.
 
@@ -31,6 +32,7 @@ class Gather(Mir):
         return jnp.take(table, ids, axis=0, mode="clip")
 
 
+@dataclass(frozen=True)
 class TakeRow(Mir):
     """Select one token per row, `y[b, 0] = x[b, index[b]]`: x `[B|1, S, …]`, index `[B]` → `[B, 1, …]`.
 
@@ -50,6 +52,7 @@ class TakeRow(Mir):
         return jnp.take_along_axis(x, indices, axis=1, mode="clip")
 
 
+@dataclass(frozen=True)
 class Iota(Mir):
     """Return `0, 1, …` for `axis` of the operand, as int32 `[size]`."""
 
@@ -68,6 +71,7 @@ class Iota(Mir):
 MODES = ("fill", "wrap", "clip")
 
 
+@dataclass(frozen=True)
 class Take(Mir):
     """Take entries of one axis: `y[…, i…, …] = x[…, indices[i…], …]`; the axes of `indices` replace `axis`."""
 
@@ -82,6 +86,7 @@ class Take(Mir):
         return jnp.take(x, indices, axis=self.axis, mode=self.mode)
 
 
+@dataclass(frozen=True)
 class TakeAlongAxis(Mir):
     """Take entries by an index per position along `axis`: `y[…, i, …] = x[…, indices[…, i, …], …]`.
 
@@ -118,6 +123,7 @@ def _check_index_tuples(op: str, x: TensorType, indices: TensorType, batch_dims:
         raise ShapeError(f"{op}: x and indices share {batch_dims} leading axes, got {x} and {indices}")
 
 
+@dataclass(frozen=True)
 class GatherNd(Mir):
     """Gather by index tuples: `y[b…, i…] = x[b…, indices[b…, i…, 0], indices[b…, i…, 1], …]`.
 
@@ -162,6 +168,7 @@ def _scatter(x: Array, indices: tuple[Array, ...], updates: Array, kind: str) ->
     return written
 
 
+@dataclass(frozen=True)
 class Scatter(Mir):
     """Write updates along one axis: `x[…, indices[…, i, …], …] ∘= updates[…, i, …]`, with ∘ by `kind`.
 
@@ -193,6 +200,7 @@ class Scatter(Mir):
         return _scatter(x, tuple(index_arrays), updates, self.kind)
 
 
+@dataclass(frozen=True)
 class ScatterNd(Mir):
     """Write updates by index tuples: `x[indices[i…, 0], indices[i…, 1], …] ∘= updates[i…]`, with ∘ as in `Scatter`.
 
@@ -220,6 +228,7 @@ class ScatterNd(Mir):
 # -- windows of preceding tokens, and the context that a sequence leaves for the next call -----
 
 
+@dataclass(frozen=True)
 class TokenWindows(Mir):
     """Gather sliding windows of tokens: x `[B, S + width − 1, …]` → `[B, S, width, …]`, `y[b, t, j] = x[b, t + j]`."""
 
@@ -239,6 +248,7 @@ class TokenWindows(Mir):
         return jnp.stack([x[:, j : j + count] for j in range(self.width)], axis=2)
 
 
+@dataclass(frozen=True)
 class TailRows(Mir):
     """Select the last `count` tokens of each row: x `[B, S + count, …]` and lengths `[B]` in `0 … S` → `[B, count, …]`.
 
@@ -265,6 +275,7 @@ class TailRows(Mir):
 # -- relative positions ------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class RelativeBuckets(Mir):
     """Return the bucket of the distance from query s to key t, int32 `[S, S]`, for x with S tokens along `axis`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -74,6 +74,7 @@ def _contraction(op: Any, operands: Types, results: Types) -> int:
     return 2 * results[0].size * int(operands[0].shape[-1])
 
 
+@dataclass(frozen=True)
 class MatMul(Mir):
     """Matrix product `x · w`: x `[…, K]`, w `[K, N]` (`contract=0`) or `[N, K]` (`contract=1`) → `[…, N]`.
 
@@ -99,6 +100,7 @@ class MatMul(Mir):
         return product_text("matmul", self.contract, self.precision, self.f32_result)
 
 
+@dataclass(frozen=True)
 class BatchMatMul(Mir):
     """Batched matrix product, NumPy's `a @ b`: `[…, M, K] × […, K, N]` → `[…, M, N]`; leading axes broadcast."""
 
@@ -122,6 +124,7 @@ def product(a: TensorType, b: TensorType) -> MatMul | BatchMatMul:
     return MatMul() if b.rank == 2 and a.rank > 1 else BatchMatMul()
 
 
+@dataclass(frozen=True)
 class Einsum(Mir):
     """Sum of products over named axes, `jax.numpy.einsum(subscripts, *operands)`; operands have the same dtype.
 
@@ -157,6 +160,7 @@ NORMS = ("backward", "ortho", "forward")
 FULL_PRECISION = replace(REDUCTION, narrows=0)
 
 
+@dataclass(frozen=True)
 class Fft(Mir):
     """Discrete Fourier transform along `axis`, in f32 and c64, as in `jax.numpy.fft`.
 
@@ -206,6 +210,7 @@ def eliminations(op: Any, operands: Types, results: Types) -> int:
     return num_matrices * (2 * n**3 // 3) + 2 * n * n * num_columns
 
 
+@dataclass(frozen=True)
 class Solve(Mir):
     """Solve `a x = b` by LU factorization in f32: a `[..., n, n]`, b `[..., n, k]`, or a `[n, n]`, b `[n]`.
 
@@ -225,6 +230,7 @@ class Solve(Mir):
         return solution.astype(a.dtype)
 
 
+@dataclass(frozen=True)
 class Det(Mir):
     """Compute the determinant of each matrix in f32: `[..., n, n]` → `[...]`."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -34,6 +35,7 @@ def check_norm(op: str, x: TensorType, scales: Sequence[TensorType], first: int 
             ).at_operands(operand_index)
 
 
+@dataclass(frozen=True)
 class RmsNormOp(Mir):
     """RMSNorm over the last axis: `x · (mean(x²) + ε)^(−1/2) ⊙ (offset + γ) [+ β]`, with the mean in f32.
 
@@ -66,6 +68,7 @@ class RmsNormOp(Mir):
         return "rms_norm"
 
 
+@dataclass(frozen=True)
 class LayerNormOp(Mir):
     """LayerNorm over the last axis: `(x − mean x) · (var x + ε)^(−1/2) [⊙ γ] [+ β]`, biased two-pass variance, in f32.
 
@@ -96,6 +99,7 @@ class LayerNormOp(Mir):
         return "layer_norm"
 
 
+@dataclass(frozen=True)
 class Standardize(Mir):
     """Standardize over `axes`, a norm without weights: `(x − mean x) · (var x + ε)^(−1/2)`, biased variance, in f32.
 

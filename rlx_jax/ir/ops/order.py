@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ def _reverse_order(x: Array) -> Array:
     return -x if is_float(x.dtype) else ~x
 
 
+@dataclass(frozen=True)
 class ArgReduce(Mir):
     """Return the int32 index of the largest (argmax) or smallest (argmin) entry along `axis`.
 
@@ -46,6 +47,7 @@ class ArgReduce(Mir):
         return (x.shape[self.axis] - 1 - from_end).astype(jnp.int32)
 
 
+@dataclass(frozen=True)
 class Sort(Mir):
     """Sort the entries along `axis` in ascending order, or `descending`; the sort is stable.
 
@@ -65,6 +67,7 @@ class Sort(Mir):
         return jnp.sort(x, axis=self.axis, stable=True, descending=self.descending)
 
 
+@dataclass(frozen=True)
 class TopK(Mir):
     """Select the `k` largest entries along `axis`, or the smallest, best first: values and int32 indices.
 
@@ -96,6 +99,7 @@ class TopK(Mir):
 # -- sampling from logits ----------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class Sample(Mir):
     """Sample one class for each row: logits `[…, V]`, a seed of rank 0 (i32 or u32) → i32 `[…]`.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -128,6 +128,7 @@ def _check_width(op: str, dtype: np.dtype[Any]) -> None:
         )
 
 
+@dataclass(frozen=True)
 class Unary(Mir):
     """Apply the function `kind` of `UNARY` to each element."""
 
@@ -147,6 +148,7 @@ class Unary(Mir):
         return UNARY[self.kind](x)
 
 
+@dataclass(frozen=True)
 class Parametric(Mir):
     """Apply the function `kind` of `PARAMETRIC` to each element, with the constants `parameters`."""
 
@@ -169,6 +171,7 @@ class Parametric(Mir):
         return f"{self.kind}({', '.join(f'{p:g}' for p in self.parameters)})"
 
 
+@dataclass(frozen=True)
 class Binary(Mir):
     """Apply the function `kind` of `BINARY` with NumPy broadcasting; both operands have the same dtype."""
 
@@ -197,6 +200,7 @@ class Binary(Mir):
         return 0.0 if weight.rank < 2 and self.kind in ("add", "sub") else super().initial(operand_index, weight)
 
 
+@dataclass(frozen=True)
 class Compare(Mir):
     """Compare a and b by the function `kind` of `COMPARE`, with NumPy broadcasting; the result is bool."""
 
@@ -211,6 +215,7 @@ class Compare(Mir):
         return COMPARE[self.kind](*same_rank(a, b))
 
 
+@dataclass(frozen=True)
 class Where(Mir):
     """Select `on_true` where `condition` is not zero, else `on_false`; all three operands broadcast."""
 
@@ -222,6 +227,7 @@ class Where(Mir):
         return jnp.where(condition.astype(bool), on_true, on_false)
 
 
+@dataclass(frozen=True)
 class CastTo(Mir):
     """Convert values to another dtype.
 
@@ -262,6 +268,7 @@ def _bounds_in(dtype: np.dtype[Any], result_dtype: np.dtype[Any]) -> tuple[Array
     return jnp.asarray(np.asarray(low).astype(result_dtype)), jnp.asarray(top)
 
 
+@dataclass(frozen=True)
 class FullLike(Mir):
     """Return an array filled with `value`, with the shape of the operand and dtype `dtype`."""
 
@@ -288,6 +295,7 @@ def in_dtype(b: Builder, value: Value, dtype: np.dtype[Any]) -> Value:
 STE = ("identity", "clipped", "tanh", "hard_tanh")
 
 
+@dataclass(frozen=True)
 class FakeQuantize(Mir):
     """Quantize x to signed `bits`-bit numbers and back: `clip(round(x/s), ±q) · s` with q = 2^(bits − 1) − 1.
 

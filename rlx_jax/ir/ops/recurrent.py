@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -98,6 +98,7 @@ _delta_workspace = functools.partial(_chunked_scan_bytes, v=2, inner=1, num_matr
 _scan_workspace = functools.partial(_chunked_scan_bytes, v=0, inner=3, num_matrices=3, states=3)
 
 
+@dataclass(frozen=True)
 class GatedDeltaOp(Mir):
     """Gated delta rule, a linear recurrence with a state S `[K, V]` for each value head. For each token t:
 
@@ -164,6 +165,7 @@ def _scan_flops(op: Any, operands: Types, results: Types) -> int:
     return 4 * x.size * int(b.shape[3])
 
 
+@dataclass(frozen=True)
 class SelectiveScanOp(Mir):
     """Selective scan, a linear recurrence with a time step per token and a state h `[P, N]` per head. For each token t:
 
@@ -220,6 +222,7 @@ class SelectiveScanOp(Mir):
 # -- the causal convolution --------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class CausalConvOp(Mir):
     """Causal depthwise convolution: `y[b,t,c] = Σⱼ w[c,j] · z[b,t+j,c] + bias[c]`.
 
@@ -279,6 +282,7 @@ def _computed_bytes(jaxpr: Any) -> int:
     return total
 
 
+@dataclass(frozen=True)
 class TokenScan(Mir):
     """Run a custom step for each token of each row: `state, y_t = step(state, x_t, *params)`.
 

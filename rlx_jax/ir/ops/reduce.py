@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -37,6 +38,7 @@ CUMULATIVE: dict[str, tuple[Callable[..., Array], float]] = {
 FLOAT_REDUCTIONS = ("mean", "logsumexp", "var", "std")
 
 
+@dataclass(frozen=True)
 class Reduce(Mir):
     """Reduce `axes` by a function of `REDUCE`; the result has the dtype of the operand, so integers are not widened.
 
@@ -74,6 +76,7 @@ class Reduce(Mir):
         return REDUCE[self.kind](x, axis=self.axes, keepdims=self.keepdims, **dtype)
 
 
+@dataclass(frozen=True)
 class Softmax(Mir):
     """Softmax along `axis`, `exp(x − max x) / Σ exp(x − max x)`, in f32."""
 
@@ -86,6 +89,7 @@ class Softmax(Mir):
         return jax.nn.softmax(x.astype(jnp.float32), axis=self.axis).astype(x.dtype)
 
 
+@dataclass(frozen=True)
 class LogSoftmax(Mir):
     """Log-softmax along `axis`, `x − max x − ln Σ exp(x − max x)`, in f32."""
 
@@ -126,6 +130,7 @@ def _identity(value: float, dtype: np.dtype[Any]) -> Any:
     return jnp.iinfo(dtype).min if value < 0 else jnp.iinfo(dtype).max
 
 
+@dataclass(frozen=True)
 class Cumulative(Mir):
     """Cumulative product, maximum or minimum (`prod`, `max`, `min`) of `x₀ … xᵢ` along `axis`.
 
@@ -147,6 +152,7 @@ class Cumulative(Mir):
         return _cumulate(x, self.kind, self.axis, self.exclusive, self.reverse)
 
 
+@dataclass(frozen=True)
 class Cumsum(Mir):
     """Cumulative sum `x₀ + … + xᵢ` along `axis`; floats are summed in f32.
 

@@ -35,6 +35,7 @@ def _full_view(op: Any, operands: Types, results: Types) -> int | None:
     return 0
 
 
+@dataclass(frozen=True)
 class Reshape(Mir):
     """Reshape to `target`, a tuple of ints, axes of the operand (`AxisOf`) and at most one -1.
 
@@ -69,6 +70,7 @@ class Reshape(Mir):
         return x.reshape(self._dims(x.shape))
 
 
+@dataclass(frozen=True)
 class Shard(Mir):
     """Identity that assigns roles to the axes of x (`rlx_jax.ir.roles`; None for no role); a mesh shards x by them."""
 
@@ -110,6 +112,7 @@ def _check_size_refs(op: str, sizes: Sequence[SizeOf], operands: Types) -> None:
         check_axes(op, size.axis, operands[size.operand])
 
 
+@dataclass(frozen=True)
 class Expand(Mir):
     """Broadcast `x` to `target` by NumPy's rules.
 
@@ -176,6 +179,7 @@ def merge_axes(rank: int, axis: int) -> Reshape:
     return Reshape((*(AxisOf(i) for i in range(axis)), -1, *(AxisOf(i) for i in range(axis + 2, rank))))
 
 
+@dataclass(frozen=True)
 class Transpose(Mir):
     """Permute the axes: axis i of the result is axis `perm[i]` of the operand."""
 
@@ -202,6 +206,7 @@ def _leading_rows(op: Any, operands: Types, results: Types) -> int | None:
     return int(start * x.nbytes // size)
 
 
+@dataclass(frozen=True)
 class Narrow(Mir):
     """Select elements `start … start+length-1` of one axis; a negative start counts from the end."""
 
@@ -232,6 +237,7 @@ class Narrow(Mir):
         return jax.lax.slice_in_dim(x, start, start + self.length, axis=self.axis)
 
 
+@dataclass(frozen=True)
 class SplitLast(Mir):
     """Split the last axis of x `[…, N]` into consecutive parts of these `sizes`, which add up to N.
 
@@ -257,6 +263,7 @@ class SplitLast(Mir):
 SliceKey = int | None | EllipsisType | tuple[int | None, int | None, int | None]
 
 
+@dataclass(frozen=True)
 class Slice(Mir):
     """Index x by NumPy's basic indexing, `x[key]`; `key` has ints, slices of ints, `None` and `...`."""
 
@@ -288,6 +295,7 @@ class Slice(Mir):
         return f"slice[{', '.join(one(k) for k in self.key)}]"
 
 
+@dataclass(frozen=True)
 class Concat(Mir):
     """Concatenate the operands along `axis`."""
 
@@ -304,6 +312,7 @@ class Concat(Mir):
         return jnp.concatenate(arrays, axis=self.axis)
 
 
+@dataclass(frozen=True)
 class RepeatHeads(Mir):
     """Repeat each of `heads` heads of width D `times` times, copies adjacent: `[…, K·D]` → `[…, K·times·D]`."""
 
@@ -325,6 +334,7 @@ class RepeatHeads(Mir):
 PAD_MODES = ("constant", "edge", "reflect", "symmetric", "wrap")
 
 
+@dataclass(frozen=True)
 class Pad(Mir):
     """Pad each axis of x with (before, after) entries, with `value` or by a `mode` of `numpy.pad`.
 
@@ -353,6 +363,7 @@ class Pad(Mir):
         return jnp.pad(x[kept_slices], [(max(low, 0), max(high, 0)) for low, high in self.widths], mode=self.mode)
 
 
+@dataclass(frozen=True)
 class Tile(Mir):
     """Repeat the full array `reps[i]` times along axis i, as `numpy.tile` does."""
 
@@ -398,6 +409,7 @@ class Bound:
 END = Bound(from_end=True)
 
 
+@dataclass(frozen=True)
 class CutAxis(Mir):
     """Slice one axis, `x[…, start:stop, …]`, between bounds that depend on sizes of values.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -46,6 +46,7 @@ def patches_of(op: str, images: TensorType, patch: Sides) -> tuple[DimLike, DimL
     return rows, columns
 
 
+@dataclass(frozen=True)
 class Patches(Mir):
     """Split images into patches, row by row: `[B, C, H, W]` → `[B, (H//P)·(W//Q), C·P·Q]` for a patch `(P, Q)`.
 
@@ -109,6 +110,7 @@ def _flops(op: GridPositions, operands: Types, results: Types) -> int:
     return 2 * int(table.shape[1]) * (rows * height * width + rows * columns * width)
 
 
+@dataclass(frozen=True)
 class GridPositions(Mir):
     """Resample position embeddings of a `grid` of G×K patches to the patches of images.
 
@@ -147,6 +149,7 @@ class GridPositions(Mir):
         return resampled.reshape(1, rows * columns, hidden).astype(table.dtype)
 
 
+@dataclass(frozen=True)
 class GridAngles(Mir):
     """Compute cos and sin of angles by the row and column of patches: two f32 `[1, tokens + N, 2F]`.
 
@@ -188,6 +191,7 @@ COORDINATES = (
 ROUNDINGS = ("round_prefer_floor", "round_prefer_ceil", "floor", "ceil")
 
 
+@dataclass(frozen=True)
 class Resize(Mir):
     """Resize some axes of x, axis by axis: each new entry is a weighted sum of old entries, computed in f32.
 
@@ -307,6 +311,7 @@ class Resize(Mir):
         return y.astype(x.dtype)
 
 
+@dataclass(frozen=True)
 class GridSample(Mir):
     """Sample x `[N, C, S…]` at the coordinates of `grid` `[N, O…, d]` → `[N, C, O…]`, for d spatial axes, in f32.
 
