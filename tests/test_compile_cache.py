@@ -30,6 +30,7 @@ from rlx_jax import train
 from rlx_jax.compiler import compile_cache
 from rlx_jax.compiler import content_digest as content_digests
 from rlx_jax.compiler.content_digest import content_digest
+from rlx_jax.device import running_device
 from rlx_jax.errors import IntegrityError, LimitError, RequestError, RlxCacheWarning, StorageError
 from rlx_jax.io.entries import EntryStore
 from rlx_jax.ir.ops.attention import AttentionOp
@@ -390,6 +391,8 @@ def test_the_programs_of_the_first_tokens_are_loaded_with_the_weights(
     """Those that the process before ran; a list that cannot be read, and programs that cannot, cost what they save."""
     loads: list[int] = []
     deserialize = compile_cache._deserialize
+    here = replace(running_device(), kind="cuda")  # on a CPU none are
+    monkeypatch.setattr("rlx_jax.runtime.compile_flow.running_device", lambda: here)
 
     def counted(*arguments: Any) -> Any:
         loads.append(threading.get_ident())

@@ -200,8 +200,11 @@ def finish_models(programs: Programs, program: str = "forward") -> dict[str, Com
 
 
 def load_ahead(programs: Programs, pool: Executor) -> None:
-    """Load the programs that the last process with this model ran first, and lower their templates meanwhile."""
-    if programs.model_sharding is None:
+    """Load the programs that the last process with this model ran first, and lower their templates meanwhile.
+
+    A CPU would read the weights later by as much.
+    """
+    if programs.model_sharding is None and running_device().kind != "cpu":
         content = programs.layout, programs.settings, [template.hir for template in programs.templates.values()]
         programs.first = FirstPrograms(content, pool)
         for key in programs.first.templates:
