@@ -33,6 +33,7 @@ from rlx_jax.lowering.lir.packed import PackedWeight
 from rlx_jax.lowering.lir.packed_matvec import find_packed_tiling
 from rlx_jax.lowering.lir.plan import Lir, state_types
 from rlx_jax.lowering.lir.product_groups import GroupKey, group_products, kernel_of, run_group, struct
+from rlx_jax.lowering.lir.row_products import multiply_rows
 from rlx_jax.runtime.program_key import ProgramKey
 
 BF16 = as_dtype("bf16")
@@ -171,8 +172,9 @@ def test_groups_of_a_graph(make: Any) -> None:
 PLANS: dict[str, tuple[dict[str, Any], bool]] = {
     "an H200": ({}, True), "an A100": ({"target": "a100"}, False), "off": ({"kernels": "off"}, False),
     "products by XLA": ({"products": "xla"}, False), "a scan": ({"roll": "scan"}, False),
-    "f32": ({"compute": "f32"}, False), "two rows": ({"batch": 2}, False),
+    "f32": ({"compute": "f32"}, False), "eight rows": ({"batch": 8}, True), "nine rows": ({"batch": 9}, False),
     "int8, too narrow": ({"weights": "int8"}, False), "int8": ({"weights": "int8", "hidden": 512}, True),
+    "int8, eight rows": ({"weights": "int8", "hidden": 512, "batch": 8}, True),
     "an older JAX": ({"mosaic": False}, False),
 }  # fmt: skip
 
@@ -276,6 +278,16 @@ RARE = ("int8/128", "int4/32", "int4/128", "gguf_q4_0")
 PACKED = ["gguf_q8_0", "gguf_q4k", *(pytest.param(scheme, marks=pytest.mark.slow) for scheme in RARE)]
 
 
+def random_arrays(scheme: str, size: tuple[int, int], rng: np.random.Generator) -> dict[str, Any]:
+    """Return random arrays of a packed weight."""
+    arrays = {}
+    for name, t in SCHEMES[scheme].array_types(size).items():
+        shape = [int(n) for n in t.shape]
+        scales = rng.uniform(1e-4, 1e-3, shape).astype(np.float16).view(np.uint16)
+        arrays[name] = scales if name == "scales" else rng.integers(0, 256, shape, np.uint8).view(t.dtype)
+    return arrays
+
+
 @needs_mosaic
 @pytest.mark.parametrize("scheme", PACKED)
 def test_the_kernel_of_a_packed_weight(scheme: str) -> None:
@@ -294,11 +306,7 @@ def test_the_kernel_of_a_packed_weight(scheme: str) -> None:
     product = b(MatMul(1), b.input("x", TensorType((1, 1, size[1]), BF16)), leaf)
     gate, up = b.add(SplitLast((8, 8)), product)
     (group,) = groups_of(group_products(b.finish([b(Binary("add"), gate, up)], ["y"]), TypeCache()))
-    arrays = {}
-    for name, t in SCHEMES[scheme].array_types(size).items():
-        shape = [int(n) for n in t.shape]
-        scales = rng.uniform(1e-4, 1e-3, shape).astype(np.float16).view(np.uint16)
-        arrays[name] = scales if name == "scales" else rng.integers(0, 256, shape, np.uint8).view(t.dtype)
+    arrays = random_arrays(scheme, size, rng)
     arrays["scales"][:, : 2 if scheme == "gguf_q4k" else 1] = 0
     weight = PackedWeight(jax.tree.map(jnp.asarray, arrays), scheme, BF16, BF16)
     values, numbers = decode_arrays(arrays, scheme).astype(np.float64), rng.normal(size=size[1])
@@ -336,18 +344,53 @@ def test_rows_of_many_tiles(columns: int) -> None:
 
 
 @needs_mosaic
-@pytest.mark.parametrize("hidden, inner", [(2048, 8192), (576, 1536), (1152, 6912), (4096, 11008)], ids=str)
-def test_the_kernel_lowers_for_a_gpu(hidden: int, inner: int) -> None:
+@pytest.mark.parametrize("rows", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheme", ["", *PACKED])
+def test_the_kernel_of_several_rows(scheme: str, rows: int) -> None:
+    """In Mosaic's interpreter it equals `eval` of the decoded weight, by one and two warpgroups, in several tiles."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    pallas: Any = mosaic_gpu
+    b, rng = Builder("product", TypeCache(), Origin(("block",))), np.random.default_rng(3)
+    x, weight = TensorType((rows, 1, 3072), BF16), TensorType((64, 3072), BF16)
+    product = b(MatMul(1), b.input("x", x), b.leaf(Param((Key("w", type=weight),), type=weight)))
+    gate, up = b.add(SplitLast((32, 32)), product)
+    out = b(Binary("add"), b.input("r", TensorType((rows, 1, 32), BF16)), b(Binary("mul"), b(Unary("silu"), gate), up))
+    (group,) = groups_of(group_products(b.finish([out], ["y"]), TypeCache()))
+    arrays = {"codes": jnp.asarray(rng.normal(size=(64, 3072)) / 55, BF16)}
+    if scheme:
+        arrays = random_arrays(scheme, (64, 3072), rng)
+    packed: Any = PackedWeight(jax.tree.map(jnp.asarray, arrays), scheme, BF16, BF16) if scheme else arrays["codes"]
+    row, residual = (jnp.asarray(rng.normal(size=(rows, 1, n)), BF16) for n in (3072, 32))
+    (want,) = group.eval(row, packed.decode() if scheme else packed, residual)
+    nodes = tuple((n.op, n.inputs, n.types) for n in group.body.nodes)
+    spec = kernel_of(GroupKey(nodes, group.body.outputs, group.num_rows, scheme))
+    for groups in (1, 2):
+        tiling = replace(spec.tiling, warpgroups=groups, programs=1, tile_groups=spec.tiling.groups // 3 // groups)
+        operands = row.reshape(rows, -1), [residual.reshape(rows, -1)], pallas.InterpretGPUParams()
+        (found,) = multiply_rows(replace(spec, tiling=tiling), arrays if scheme else packed, *operands)
+        scale = float(jnp.abs(want).max())
+        np.testing.assert_allclose(found.astype("f4"), want.reshape(rows, -1).astype("f4"), atol=0.02 * scale)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(
+    "rows, hidden, inner",
+    [(1, 2048, 8192), (1, 576, 1536), (1, 1152, 6912), (1, 4096, 11008), (8, 2048, 8192), (3, 1024, 3072)],
+    ids=str,
+)
+def test_the_kernel_lowers_for_a_gpu(rows: int, hidden: int, inner: int) -> None:
     """At the sizes of published models: every layout is found, without a GPU."""
     b = Builder("mlp", TypeCache(), Origin(("mlp",)))
-    x, gamma = b.input("x", TensorType((1, 1, hidden), BF16)), b.input("gamma", TensorType((hidden,), BF16))
+    x, gamma = b.input("x", TensorType((rows, 1, hidden), BF16)), b.input("gamma", TensorType((hidden,), BF16))
     sizes = {"up": (2 * inner, hidden), "down": (hidden, inner)}
     types = {key: TensorType(shape, BF16) for key, shape in sizes.items()}
     up, down = (b.leaf(Param((Key(key, type=t),), type=t)) for key, t in types.items())
     gate, value = b.add(SplitLast((inner, inner)), b(MatMul(1), b(RmsNormOp(1e-6), x, gamma), up))
     out = b(Binary("add"), x, b(MatMul(1), b(Binary("mul"), b(Unary("silu"), gate), value), down))
     groups = groups_of(group_products(b.finish([out], ["y"]), TypeCache()))
-    assert [op_names(group) for group in groups] == [GATED, "mat_mul, binary"]
+    gated = GATED if rows == 1 else GATED.removeprefix("rms_norm, ")  # one norm for all programs
+    assert [op_names(group) for group in groups] == [gated, "mat_mul, binary"]
     for group in groups:
         operands = [struct(node.types[0]) for node in group.body.nodes if isinstance(node.op, BodyInput)]
         lowered = jax.jit(functools.partial(run_group, group)).trace(*operands).lower(lowering_platforms=("cuda",))

@@ -233,7 +233,7 @@ class Matvec:
     """The shapes and functions of one kernel.
 
     Attributes:
-        tiling: how the weight is divided.
+        tiling: how the weight is divided: a `Tiling`, `PackedTiling` or, for several rows, a `RowsTiling`.
         prologue: `(x, …) → (row, kept rows …)` over whole rows; the first result is multiplied.
         epilogue: `(y parts …, …) → results` over entries of y.
         row_dtypes: the dtypes of the prologue's results.
@@ -241,7 +241,7 @@ class Matvec:
         product_dtype: the dtype of y.
     """
 
-    tiling: Tiling | PackedTiling
+    tiling: Any
     prologue: KernelTrace
     epilogue: KernelTrace
     row_dtypes: tuple[Any, ...]

@@ -1,8 +1,9 @@
-"""The pass `group_products`: it joins each product of one row with the ops around it to a `KernelGroup`.
+"""The pass `group_products`: it joins each product of a few rows with the ops around it to a `KernelGroup`.
 
 A decode step of one row reads each weight once, and the small kernels between the products take about as long as the
 launch of a kernel, each. A group runs as one kernel (`matvec.py`) that computes the ops before the product in each
-program, and the ops after it on the entries that a program has computed.
+program, and the ops after it on the entries that a program has computed. Products of several rows (`row_products.py`)
+are joined with the ops after them alone.
 
 An op joins a group if its `eval` can run there: before the product, elementwise ops and reductions of a whole row (a
 norm, a residual sum); after it, elementwise ops (a bias, the activation of gate and up, a residual).
@@ -30,6 +31,7 @@ from rlx_jax.ir.types import TensorType, is_float
 from rlx_jax.lowering.lir.matvec import KernelTrace, Matvec, find_tiling, matvec, unsupported_primitive
 from rlx_jax.lowering.lir.packed import PackedWeight
 from rlx_jax.lowering.lir.packed_matvec import find_packed_tiling
+from rlx_jax.lowering.lir.row_products import MAX_ROWS, RowsTiling, find_rows_tiling, multiply_rows
 
 # Ops before the product of a group, and after it, at most.
 MAX_OPS = 12
@@ -39,7 +41,7 @@ Members = tuple[list[int], list[int]]
 
 
 def group_products(graph: Graph, types: TypeCache) -> Graph:
-    """Return the graph with a `KernelGroup` for each product of one row with a weight that the kernel divides."""
+    """Return the graph with a `KernelGroup` for each product of a few rows with a weight that a kernel divides."""
     builder = Builder(graph.name, types)
     builder.inputs = list(graph.inputs)
     readers = find_readers(graph)
@@ -72,14 +74,15 @@ def find_groups(graph: Graph, readers: Mapping[Value, Sequence[int]]) -> dict[in
     groups: dict[int, Members] = {}
     for product in products:
         entries = {v.node for v in reads_of(graph, after[product][1:])}  # the kernel has them as operands alone
-        before = ops_before(graph, product, used | entries)
+        is_row = row_count(graph, graph.nodes[product]) == 1
+        before = ops_before(graph, product, used | entries) if is_row else []
         used.update(before)
         groups[product] = before, after[product]
     return groups
 
 
 def can_group(graph: Graph, node: Node) -> bool:
-    """Return whether a node is a product of one row with a weight `[N, K]` whose sizes the kernel divides.
+    """Return whether a node is a product of up to 8 rows with a weight `[N, K]` whose sizes the kernel divides.
 
     The weight is bf16, or packed by a scheme that the kernel has and decoded as bf16.
     """
@@ -90,8 +93,14 @@ def can_group(graph: Graph, node: Node) -> bool:
         return False
     if not isinstance(graph.nodes[node.inputs[1].node].op, Param):
         return False
-    is_row = weight.rank == 2 and math.prod(map(int, x.shape)) == int(weight.shape[1])
-    return is_row and x.dtype == weight.dtype == jnp.bfloat16 and has_tiling(graph, node, 1)
+    is_few = weight.rank == 2 and 0 < row_count(graph, node) <= MAX_ROWS
+    return is_few and x.dtype == weight.dtype == jnp.bfloat16 and has_tiling(graph, node, 1)
+
+
+def row_count(graph: Graph, product: Node) -> int:
+    """Return the number of rows that a product multiplies."""
+    x = graph.type(product.inputs[0])
+    return math.prod(map(int, x.shape[:-1]))
 
 
 def has_tiling(graph: Graph, product: Node, parts: int) -> bool:
@@ -99,22 +108,26 @@ def has_tiling(graph: Graph, product: Node, parts: int) -> bool:
     leaf, weight = graph.nodes[product.inputs[1].node].op, graph.type(product.inputs[1])
     assert isinstance(leaf, Param)
     schemes = {packing_of(program) or "" for program in leaf.programs} | {""}
-    return all(tiling(weight, parts, scheme) is not None for scheme in schemes)
+    count = row_count(graph, product)
+    return all(tiling(weight, parts, scheme, count) is not None for scheme in schemes)
 
 
-def tiling(weight: TensorType, parts: int, scheme: str) -> Any:
-    """Return the tiling of a weight that is packed by a scheme, or not packed; see `find_tiling`."""
+def tiling(weight: TensorType, parts: int, scheme: str, count: int) -> Any:
+    """Return the tiling of a weight that is packed by a scheme, or not packed, for so many rows; see `find_tiling`."""
     rows, columns = map(int, weight.shape)
+    if count > 1:
+        return find_rows_tiling(rows, columns, parts, scheme, count)
     return find_packed_tiling(rows, columns, parts, scheme) if scheme else find_tiling(rows, columns, parts)
 
 
 def ops_after(graph: Graph, product: int, readers: Mapping[Value, Sequence[int]], used: set[int]) -> list[int]:
     """Return the product and the ops after it that join its group, none in `used`: the longest list with one result."""
     nodes, members = graph.nodes, [product]
-    best, size = members, int(nodes[product].types[0].shape[-1])
+    shape = nodes[product].types[0].shape
+    best, size, width = members, math.prod(map(int, shape)), int(shape[-1])
     first = readers[Value(product)]
     split = nodes[first[0]].op if len(first) == 1 and first[0] >= 0 else None
-    if isinstance(split, SplitLast) and split.sizes == (size // 2,) * 2:
+    if isinstance(split, SplitLast) and split.sizes == (width // 2,) * 2:
         if not has_tiling(graph, nodes[product], 2):
             return best
         members, size = [product, first[0]], size // 2
@@ -261,7 +274,12 @@ def run_group(op: KernelGroup, *arrays: Any, interpret: Any = None) -> tuple[Any
     packed = arrays[rows] if isinstance(arrays[rows], PackedWeight) else None
     weight, scheme = (arrays[rows], "") if packed is None else (packed.arrays, packed.scheme)
     spec = kernel_of(GroupKey(tuple((n.op, n.inputs, n.types) for n in body.nodes), body.outputs, rows, scheme))
-    results = matvec(spec, weight, arrays[:rows], arrays[rows + 1 :], interpret)
+    if isinstance(spec.tiling, RowsTiling):
+        count = math.prod(arrays[0].shape[:-1])
+        x, *entries = (a.reshape(count, -1) for a in (arrays[0], *arrays[rows + 1 :]))
+        results = multiply_rows(spec, weight, x, entries, interpret)
+    else:
+        results = matvec(spec, weight, arrays[:rows], arrays[rows + 1 :], interpret)
     shapes = (body.type(v).shape for v in body.outputs)
     return tuple(r.reshape(tuple(map(int, shape))) for r, shape in zip(results, shapes, strict=True))
 
@@ -310,7 +328,8 @@ def kernel_of(key: GroupKey) -> Matvec:
 
     before = jax.make_jaxpr(prologue)(*(struct(body.type(v)) for v in rows))
     after = jax.make_jaxpr(epilogue)(*(struct(body.type(v)) for v in (*parts, *entries)))
-    weight_tiling = tiling(body.type(operands[key.num_rows]), len(parts), key.scheme)
+    count = row_count(body, nodes[product])
+    weight_tiling = tiling(body.type(operands[key.num_rows]), len(parts), key.scheme, count)
     row_dtypes, out_dtypes = (tuple(a.dtype for a in jaxpr.out_avals) for jaxpr in (before, after))
     product_dtype = body.type(parts[0]).dtype
     return Matvec(weight_tiling, KernelTrace(before), KernelTrace(after), row_dtypes, out_dtypes, product_dtype)

@@ -40,7 +40,7 @@ class BodyOp:
 
 @dataclass(frozen=True)
 class KernelGroup(BodyOp, Mir):
-    """A product of one row with a weight, with ops before and after it.
+    """A product of up to 8 rows with a weight, with ops before it, of one row, and after it.
 
     Operands: what the ops before the product read, its weight `[N, K]`, what the ops after it read.
 

@@ -1,0 +1,415 @@
+"""One Pallas kernel (Mosaic GPU) for a product of 2 to 8 rows with a weight, bf16 or packed, and the ops after it.
+
+Rows of the weight are the rows of the instruction `mma.m16n8k16`, rows of x its columns. A warp multiplies a tile of 16
+rows with a quarter of the columns, each lane as many neighbouring columns as one load reads; sums of the warps are
+added in shared memory. Codes become bf16 in registers, exactly: the scale of a group multiplies the sum of its
+products, in float32, so that values are not rounded to the dtype of the weight as `PackedWeight.decode` rounds them.
+Reading the weight takes most of the time, hence a tile is read ahead.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from rlx_jax.ir.packed import SCHEMES
+from rlx_jax.ir.packed_values import decode_slice, group_scales
+from rlx_jax.lowering.lir.matvec import Matvec
+from rlx_jax.lowering.lir.mosaic import load, pl, plgpu
+from rlx_jax.lowering.lir.packed_matvec import WARPS
+
+AnyArray = Any
+
+# Rows of x, at most: the columns of the instruction.
+MAX_ROWS = 8
+
+# Values of a group, whose products one scale multiplies; rows of a tile.
+GROUP, TILE_ROWS = 32, 16
+
+# Groups of a tile of all parts, at most, twice as many for codes of 4 bits, and warpgroups and programs: the fastest of
+# those tried on one H200, which has 132 multiprocessors and registers for 512 threads in each.
+MAX_GROUPS, WARPGROUPS, PROGRAMS = 16, (4, 2, 1), 132
+
+# Bytes that a lane multiplies together; 4 for codes of 4 bits whose upper halves are 16 values further on.
+VECTORS: dict[str, int] = {
+    "": 8, "int8/32": 8, "gguf_q8_0": 8, "int8/128": 8, "int4/32": 4, "gguf_q4_0": 4, "int4/128": 8, "gguf_q4k": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RowsTiling:
+    """How a weight `[parts · rows, K]` is divided; names as in `Tiling`.
+
+    Attributes:
+        scheme: the name of the scheme, "" for bf16.
+        count: rows of x in the kernel: 2, 4 or 8.
+        parts, rows, programs: as there.
+        groups: groups of `GROUP` columns.
+        tile_groups: groups of a tile, of which each warp has a quarter.
+        warpgroups: warpgroups of a program, each with a part of the columns.
+    """
+
+    scheme: str
+    count: int
+    parts: int
+    rows: int
+    programs: int
+    groups: int
+    tile_groups: int
+    warpgroups: int
+
+    @property
+    def chunks(self) -> int:
+        """Return the number of tiles in a row for each warpgroup."""
+        return self.groups // self.tile_groups // self.warpgroups
+
+    @property
+    def bits(self) -> int:
+        """Return the bits of a value."""
+        return SCHEMES[self.scheme].codes[0].bits if self.scheme else 16
+
+    @property
+    def vector(self) -> int:
+        """Return how many neighbouring elements of the weight a lane reads at once."""
+        return VECTORS[self.scheme]
+
+    @property
+    def halves(self) -> int:
+        """Return in how many parts a lane reads its entries of a group of x: those of each half of a byte, or one."""
+        return 8 // self.vector
+
+    @property
+    def code_layout(self) -> Any:
+        """Return where elements `[TILE_ROWS, runs, 4 · vector]` of a tile are in registers."""
+        elements = self.tile_groups * GROUP * self.bits // max(8, self.bits)
+        return quad_layout(8, elements // (4 * self.vector), self.vector)
+
+    @property
+    def x_layout(self) -> Any:
+        """Return where the entries of x for a tile are in registers."""
+        return quad_layout(self.count, self.tile_groups, self.vector, self.halves)
+
+    def views(self, weight: AnyArray) -> list[AnyArray]:
+        """Return the arrays of a weight, with an axis for runs of what four lanes read."""
+        arrays = [weight] if not self.scheme else [weight[n] for n in ("codes", "scales", "multiples") if n in weight]
+        return [arrays[0].reshape(self.parts * self.rows, -1, 4 * self.vector), *arrays[1:]]
+
+
+def quad_layout(rows: int, runs: int, vector: int, halves: int = 1) -> Any:
+    """Return the layout of elements `[rows, runs, 4 · vector]`: a lane has a quarter of a run, a warp of the runs.
+
+    Args:
+        rows: rows that have lanes of their own; if fewer than 8, more lanes have the same.
+        runs: runs of a tile.
+        vector: elements of a lane.
+        halves: whether there is an axis of 2 before the last one.
+    """
+    inner = (halves, 4 * vector) if halves > 1 else (4 * vector,)
+    tiles = plgpu.Tiling(((rows, runs, *inner), (runs // WARPS, *inner), (vector,)))
+    warp, row = (-5, -6) if halves == 1 else (-7, -8)
+    lanes = (row, -2) if rows == 8 else (plgpu.Replicated(8 // rows), row, -2)
+    return plgpu.Layout.TILED(tiles, warp_dims=(warp,), lane_dims=lanes, vector_dim=-1)
+
+
+def factor_layout(count: int, itemsize: int) -> Any:
+    """Return the layout of scales `[8, count]`, of which a warp has a quarter, and the lanes of a row the same."""
+    vector, own = math.gcd(count // WARPS, 16 // itemsize), count // WARPS
+    tiles = ((8, count), (vector,)) if vector == own else ((8, count), (own,), (vector,))
+    row = -1 - len(tiles)
+    lanes = (row, plgpu.Replicated(4))
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(row + 1,), lane_dims=lanes, vector_dim=-1)
+
+
+def sum_layout() -> Any:
+    """Return where the instruction leaves sums `[WARPS, 8, rows]`."""
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(((WARPS, 8, 8), (2, 8), (1,))), warp_dims=(-6,), lane_dims=(-2, -5), vector_dim=-1
+    )
+
+
+def result_layout(count: int) -> Any:
+    """Return the layout of results `[count, TILE_ROWS]`: one for each lane, or for several."""
+    tiles: tuple[tuple[int, ...], ...] = ((count, TILE_ROWS), (2, TILE_ROWS), (1,))
+    tiles, warps = (tiles, (-5,)) if count > 2 else (tiles[1:], ())
+    copies = (plgpu.Replicated(MAX_ROWS // count),) if count < MAX_ROWS else ()
+    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(*copies, *warps), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def find_rows_tiling(
+    rows: int, columns: int, parts: int, scheme: str, count: int, programs: int = PROGRAMS
+) -> RowsTiling | None:
+    """Return the tiling of a weight, or None if its sizes do not divide, or the kernel does not have its scheme.
+
+    Args:
+        rows, columns, parts: as in `find_tiling`.
+        scheme: the name of the scheme, "" for bf16.
+        count: rows of x.
+        programs: the most programs.
+    """
+    if scheme not in VECTORS or rows % (parts * TILE_ROWS) or columns % GROUP:
+        return None
+    packing = SCHEMES[scheme] if scheme else None
+    bits = packing.codes[0].bits if packing else 16
+    unit = max((packing.block or GROUP) // GROUP if packing else 1, 2)
+    groups = columns // GROUP
+    least = WARPS * unit
+    most = max(least, MAX_GROUPS * (2 if bits == 4 else 1) // parts)
+    part_rows = rows // parts
+    padded = next(n for n in (2, 4, 8) if n >= count)
+    used = min(programs, part_rows // TILE_ROWS)
+    for warpgroups in WARPGROUPS:
+        counts = [n for n in range(least, most + 1, least) if groups % (n * warpgroups) == 0]
+        if counts:
+            return RowsTiling(scheme, padded, parts, part_rows, used, groups, max(counts), warpgroups)
+    return None
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))  # equal kernels of a program are lowered once
+def multiply_rows(
+    spec: Matvec, weight: AnyArray, x: AnyArray, entries: Sequence[AnyArray], interpret: Any = None
+) -> list[AnyArray]:
+    """Compute the product and the ops after it.
+
+    Args:
+        spec: the shapes and functions.
+        weight: as in `matvec`.
+        x: the rows, bf16 `[rows, K]`.
+        entries: the operands of the epilogue after the product, `[rows, rows of a part]` each.
+        interpret: as in `matvec`.
+
+    Returns:
+        the results of the epilogue, of the shape of an operand.
+    """
+    t, given = spec.tiling, len(x)
+    assert isinstance(t, RowsTiling)
+    x, *entries = (jnp.pad(a, ((0, t.count - given), (0, 0))) if given < t.count else a for a in (x, *entries))
+    arrays = t.views(weight)
+    ends = np.cumsum([len(arrays), len(entries), len(spec.out_dtypes)])
+
+    def body(x_ref: Any, *refs: Any) -> None:
+        weight_refs, entry_refs, out_refs, (sums_ref, written) = (
+            refs[start:end] for start, end in zip((0, *ends), (*ends, len(refs)), strict=True)
+        )
+        program, group, num_tiles = lax.axis_index("program"), lax.axis_index("group"), t.rows // TILE_ROWS
+        first, last = program * num_tiles // t.programs, (program + 1) * num_tiles // t.programs
+
+        def fetch(tile: AnyArray, chunk: AnyArray) -> list[list[AnyArray]]:
+            """Return the arrays of a tile for each part."""
+
+            def read(ref: Any, part: int) -> AnyArray:
+                rows = pl.ds(part * t.rows + (first + tile) * TILE_ROWS, TILE_ROWS)
+                size = ref.shape[1] // t.chunks // t.warpgroups
+                layout = t.code_layout if len(ref.shape) == 3 else factor_layout(size, ref.dtype.itemsize)
+                return load(ref.at[rows, pl.ds((group * t.chunks + chunk) * size, size)], layout, optimized=False)
+
+            return [[read(ref, part) for ref in weight_refs] for part in range(t.parts)]
+
+        def load_x(chunk: AnyArray) -> AnyArray:
+            part = x_ref.at[:, pl.ds((group * t.chunks + chunk) * t.tile_groups, t.tile_groups)]
+            return load(part, t.x_layout, optimized=False)
+
+        only_x = load_x(0) if t.chunks == 1 else None
+        layout = result_layout(t.count)
+
+        def multiply(tile: AnyArray, fetched: Any) -> Any:
+            own = pl.ds((first + tile) * TILE_ROWS, TILE_ROWS)
+            operands = [load(ref.at[:, own], layout, optimized=False) for ref in entry_refs]
+
+            def add_chunk(chunk: Any, state: Any) -> Any:
+                sums, fetched = state
+                wraps = (chunk + 1) // t.chunks
+                following = functools.partial(fetch, tile + wraps, chunk + 1 - wraps * t.chunks)
+                has_next = first + tile + wraps < last
+                ahead = lax.cond(has_next, following, lambda: [list(part) for part in fetched])
+                x = load_x(chunk) if only_x is None else only_x
+                products = [product(t, part, x, interpret is not None) for part in fetched]
+                return [a + b for a, b in zip(sums, products, strict=True)] if sums else products, ahead
+
+            state = add_chunk(0, ([], fetched))
+            sums, ahead = lax.fori_loop(1, t.chunks, add_chunk, state) if t.chunks > 1 else state
+            slot = lax.rem(tile, 2)  # all warpgroups have read the other one when one of them writes to it again
+            for part, total in enumerate(sums):
+                sums_ref[slot, part, pl.ds(group * WARPS, WARPS)] = total
+            plgpu.barrier_arrive(written)
+            plgpu.barrier_wait(written)
+
+            @pl.when(group == 0)
+            def _() -> None:
+                def add_warps(part: int) -> AnyArray:
+                    warps = (sums_ref.at[slot, part, warp, pl.ds(0, t.count)] for warp in range(WARPS * t.warpgroups))
+                    y = functools.reduce(jnp.add, [load(warp, layout, optimized=False) for warp in warps])
+                    return y.astype(spec.product_dtype)
+
+                for ref, y in zip(out_refs, spec.epilogue(*map(add_warps, range(t.parts)), *operands), strict=True):
+                    ref[:, own] = y
+
+            return ahead
+
+        lax.fori_loop(0, last - first, multiply, fetch(jnp.int32(0), jnp.int32(0)))
+
+    run = plgpu.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct((t.count, t.rows), dtype) for dtype in spec.out_dtypes],
+        grid=(t.programs,),
+        grid_names=("program",),
+        num_threads=t.warpgroups,
+        thread_name="group",
+        scratch_types=[
+            plgpu.SMEM((2, t.parts, WARPS * t.warpgroups, MAX_ROWS, TILE_ROWS), jnp.float32),
+            plgpu.Barrier(num_arrivals=t.warpgroups),
+        ],
+        **({} if interpret is None else {"interpret": interpret}),
+    )
+    shape = (t.halves, GROUP // t.halves) if t.halves > 1 else (GROUP,)
+    return [y[:given] for y in run(x.reshape(t.count, t.groups, *shape), *arrays, *entries)]
+
+
+def product(t: RowsTiling, arrays: Sequence[AnyArray], x: AnyArray, interpret: bool) -> AnyArray:
+    """Return the sums of each warp, float32 `[WARPS, 8, TILE_ROWS]`; rows after those of x repeat them.
+
+    Args:
+        t: how the weight is divided.
+        arrays: the codes, the scales and the multiples of a tile.
+        x: the rows of its columns.
+        interpret: whether the kernel runs in Mosaic's interpreter, which has no instructions of the device.
+    """
+    if interpret:
+        w = decoded(t, [a.reshape(TILE_ROWS, -1) for a in arrays]) if t.scheme else arrays[0].astype(jnp.float32)
+        quarters = (a.reshape(len(a), WARPS, -1) for a in (x.astype(jnp.float32), w))
+        y = jnp.einsum("mqk,nqk->qmn", *quarters, precision="highest")
+        return jnp.tile(y, (1, MAX_ROWS // t.count, 1))
+    layouts = [t.code_layout, *(factor_layout(a.shape[1], a.dtype.itemsize) for a in arrays[1:]), t.x_layout]
+    out = plgpu.ShapeDtypeStruct((WARPS, MAX_ROWS, TILE_ROWS), jnp.float32, layout=sum_layout())
+    return plgpu.inline_mgpu(arg_types=tuple(layouts), return_type=out)(functools.partial(emit_product, t))(*arrays, x)
+
+
+def decoded(t: RowsTiling, arrays: Sequence[AnyArray]) -> AnyArray:
+    """Return the values of a tile, without constant arrays, which a kernel cannot have."""
+    named = dict(zip(("codes", "scales", "multiples"), arrays, strict=False))
+    scales, columns = group_scales(named, t.scheme), t.tile_groups * GROUP
+    size = GROUP // t.halves
+
+    def part(start: int) -> AnyArray:
+        here = {name: a[:, start * a.shape[1] // columns, None] for name, a in scales.items()}
+        return decode_slice(named, t.scheme, here, start, size, lambda a: a)
+
+    return jnp.concatenate([part(start) for start in range(0, columns, size)], axis=1)
+
+
+def emit_product(t: RowsTiling, _: Any, *arrays: Any) -> Any:
+    """Emit the instructions of `product`, for registers of its operands."""
+    from jax.experimental.mosaic import gpu as mgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm, vector
+
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    *weights, x = arrays
+    packing = SCHEMES[t.scheme] if t.scheme else None
+    groups, own = t.tile_groups // WARPS, vector.extract
+
+    def number(value: int) -> Any:
+        return mgpu.c(value - 2**32 if value >= 2**31 else value, i32)
+
+    def words(register: Any) -> list[Any]:
+        count = register.type.shape[0] * bits_of(register.type.element_type) // 32
+        bits = vector.bitcast(ir.VectorType.get((count,), i32), register)
+        return [own(bits, [], [i]) for i in range(count)]
+
+    def bits_of(element: Any) -> int:
+        return 16 if str(element) in ("bf16", "f16") else int(element.width)
+
+    def pairs(word: Any, mask: int, less: Callable[[Any], Any]) -> list[Any]:
+        """Return the bytes of a word as 128 + byte, bf16, minus what `less` returns for these bits, in two words."""
+        found = []
+        for selected in (0x7170, 0x7372):
+            asm = "prmt.b32 $0, $1, $2, $3;"
+            bits: Any = llvm.inline_asm(i32, [word, number(0x43434343), number(selected)], asm, "=r,r,r,r")
+            minuend = arith.andi(bits, number(mask))
+            found.append(llvm.inline_asm(i32, [minuend, less(bits)], "sub.rn.bf16x2 $0, $1, $2;", "=r,r,r"))
+        return found
+
+    def values(register: Any) -> list[list[Any]]:
+        """Return words of bf16 of a run: those of its group, or of each of its halves."""
+        parts = words(register)
+        if packing is None:
+            return [parts]
+        if t.bits == 8:  # 128 + the lower seven bits, minus 128 or, if the code is negative, 256
+            return [[pair for w in parts for pair in pairs(w, 0xFF7FFF7F, sign)]]
+        offset = number(0x43004300 + packing.zero * 0x00010001)
+        sides = [parts, [arith.shrui(w, number(4)) for w in parts]]
+        return [[pair for w in side for pair in pairs(w, 0xFF0FFF0F, lambda _: offset)] for side in sides]
+
+    def sign(bits: Any) -> Any:
+        return arith.andi(bits, number(0xFF80FF80))
+
+    def mma(sums: list[Any], a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
+        asm = (
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+            "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+        )
+        constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
+        result: Any = llvm.inline_asm(llvm.StructType.get_literal([f32] * 4), [*a, *b, *sums], asm, constraints)
+        return [llvm.extractvalue(f32, result, [i]) for i in range(4)]
+
+    def factor(array: Any, row: int, index: int) -> Any:
+        """Return a scale or a multiple in float32."""
+        registers = array.registers.reshape(2, -1)
+        size = registers[0, 0].type.shape[0]
+        bits = own(registers[row, index // size], [], [index % size])
+        if bits_of(bits.type) == 8:
+            return arith.uitofp(f32, bits)
+        return arith.extf(f32, arith.bitcast(ir.F16Type.get(), bits))
+
+    # The words of x of each group: four, or two of each half of a group.
+    x_words = [[w for register in row for w in words(register)] for row in x.registers.reshape(groups, -1)]
+    per_block = (packing.block or GROUP) // GROUP if packing else 1
+
+    def add_group(total: list[Any], group: int, upper: list[Any], lower: list[Any]) -> list[Any]:
+        """Add the products of a group, given the words of both rows of a lane."""
+        zero, b = [mgpu.c(0.0, f32)] * 4, (x_words[group][:2], x_words[group][2:])
+        a = [(upper[i], lower[i], upper[i + 1], lower[i + 1]) for i in (0, 2)]
+        sums = mma(mma(zero if packing else total, a[0], b[0]), a[1], b[1])
+        if packing is None:
+            return sums
+        if not packing.minimum:
+            scales = [factor(weights[1], row, group // per_block) for row in range(2)]
+            return [llvm.intr_fma(sums[i], scales[i // 2], total[i]) for i in range(4)]
+        ones = [number(0x3F803F80)] * 4
+        x_sums = mma(mma(zero, ones, b[0]), ones, b[1])
+        at = 2 * (group // per_block), 2 * group
+        scales, minimums = (
+            [arith.mulf(factor(weights[1], row, at[0] + side), factor(weights[2], row, at[1] + side)) for row in (0, 1)]
+            for side in (0, 1)
+        )
+        total = [llvm.intr_fma(arith.negf(minimums[i // 2]), x_sums[i], total[i]) for i in range(4)]
+        return [llvm.intr_fma(sums[i], scales[i // 2], total[i]) for i in range(4)]
+
+    total = [mgpu.c(0.0, f32)] * 4
+    codes = weights[0].registers.reshape(2, -1)
+    for run in range(codes.shape[1]):
+        upper, lower = map(values, codes[:, run])
+        if t.vector == 4:  # both halves of a byte are in one group
+            upper, lower = ([[*side[0], *side[1]]] for side in (upper, lower))
+        for group, *both in zip(groups_of_run(t, run), upper, lower, strict=True):
+            total = add_group(total, group, *both)
+    one, layout = ir.VectorType.get((1,), f32), sum_layout().to_mgpu()
+    registers = np.array([vector.broadcast(one, value) for value in total], object)
+    shape = layout.registers_shape((WARPS, MAX_ROWS, TILE_ROWS))
+    return mgpu.FragmentedArray(_registers=registers.reshape(shape), _layout=layout, _is_signed=None)
+
+
+def groups_of_run(t: RowsTiling, run: int) -> list[int]:
+    """Return the groups, of those of a warp, that the bytes of a run belong to: one, or one for each half of a byte."""
+    if t.bits >= 8 or t.vector == 4:
+        return [run]
+    runs = SCHEMES[t.scheme].codes[0].stride // GROUP  # runs whose upper halves follow
+    first = run // runs * 2 * runs + run % runs
+    return [first, first + runs]
