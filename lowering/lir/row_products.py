@@ -34,8 +34,8 @@ MAX_ROWS = 8
 # Values of a group, whose products one scale multiplies; rows of a tile.
 GROUP, TILE_ROWS = 32, 16
 
-# Groups of a tile of all parts, at most, twice as many for codes of 4 bits, and warpgroups and programs: the fastest of
-# those tried on one H200, which has 132 multiprocessors and registers for 512 threads in each.
+# Groups of a tile of all parts, at most, twice as many for codes of 4 bits, and warpgroups and programs: the fastest on
+# one H200, which has 132 multiprocessors and registers for 512 threads in each.
 MAX_GROUPS, WARPGROUPS, PROGRAMS = 16, (4, 2, 1), 132
 
 # Bytes that a lane multiplies together; 4 for codes of 4 bits whose upper halves are 16 values further on.
@@ -83,7 +83,7 @@ class RowsTiling:
 
     @property
     def halves(self) -> int:
-        """Return in how many parts a lane reads its entries of a group of x: those of each half of a byte, or one."""
+        """Return in how many parts a lane reads its entries of a group of x: one for each half of a byte, or one."""
         return 8 // self.vector
 
     @property
@@ -273,7 +273,7 @@ def multiply_rows(
 
 
 def product(t: RowsTiling, arrays: Sequence[AnyArray], x: AnyArray, interpret: bool) -> AnyArray:
-    """Return the sums of each warp, float32 `[WARPS, 8, TILE_ROWS]`; rows after those of x repeat them.
+    """Return the sums of each warp, float32 `[WARPS, 8, TILE_ROWS]`; rows after the last of x repeat them.
 
     Args:
         t: how the weight is divided.
@@ -337,7 +337,7 @@ def emit_product(t: RowsTiling, _: Any, *arrays: Any) -> Any:
         return found
 
     def values(register: Any) -> list[list[Any]]:
-        """Return words of bf16 of a run: those of its group, or of each of its halves."""
+        """Return words of bf16 of a run: of its group, or of each of its halves."""
         parts = words(register)
         if packing is None:
             return [parts]
@@ -407,7 +407,7 @@ def emit_product(t: RowsTiling, _: Any, *arrays: Any) -> Any:
 
 
 def groups_of_run(t: RowsTiling, run: int) -> list[int]:
-    """Return the groups, of those of a warp, that the bytes of a run belong to: one, or one for each half of a byte."""
+    """Return the groups of a warp that the bytes of a run belong to: one, or one for each half of a byte."""
     if t.bits >= 8 or t.vector == 4:
         return [run]
     runs = SCHEMES[t.scheme].codes[0].stride // GROUP  # runs whose upper halves follow
