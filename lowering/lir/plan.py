@@ -39,6 +39,7 @@ from rlx_jax.ir.paths import Path, StateLeaf, bind_path, path_text, per_token_ke
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.ir.weight_reads import WeightSource, is_decoded
 from rlx_jax.lowering.lir.packed import choose_dequant_matmul
+from rlx_jax.lowering.lir.product_groups import refusal
 
 PRODUCTS = (MatMul, FusedMatMulBiasAct)
 RECURRENCES = (GatedDeltaOp, SelectiveScanOp)
@@ -120,10 +121,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Lir:
-    """A MIR program with static sizes, and its plan."""
+    """A MIR program with static sizes, and its plan.
+
+    `groups_products`: whether its products were grouped for kernels, so that the others have a reason.
+    """
 
     graph: Graph
     plan: Plan
+    groups_products: bool = False
 
     def attention(self) -> tuple[str, ...]:
         """Return one line for each attention: its block path, the implementation and the reason."""
@@ -154,7 +159,10 @@ class Lir:
         for inner, node in self.graph.walk():
             if isinstance(node.op, kinds) and id(inner) not in grouped:
                 choice = self.plan.choices.get(call_of(inner, node), XLA_CHOICE)
-                yield node.origin.path, self._packed_choice(inner, node) or choice
+                choice = self._packed_choice(inner, node) or choice
+                if self.groups_products and isinstance(node.op, PRODUCTS):
+                    choice = replace(choice, reason=f"{choice.reason}; no kernel: {refusal(inner, node)}")
+                yield node.origin.path, choice
 
     def stays_packed(self, param: Param) -> bool:
         """Return whether a parameter is packed on the device; scanned layers are only if all have one scheme."""

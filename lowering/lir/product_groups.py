@@ -27,11 +27,11 @@ from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.ir.param import packing_of
 from rlx_jax.ir.queries import find_readers
-from rlx_jax.ir.types import TensorType, is_float
+from rlx_jax.ir.types import TensorType, is_float, short_name
 from rlx_jax.lowering.lir.matvec import KernelTrace, Matvec, find_tiling, matvec, unsupported_primitive
 from rlx_jax.lowering.lir.packed import PackedWeight
 from rlx_jax.lowering.lir.packed_matvec import find_packed_tiling
-from rlx_jax.lowering.lir.row_products import MAX_ROWS, RowsTiling, find_rows_tiling, multiply_rows
+from rlx_jax.lowering.lir.row_products import MAX_ROWS, VECTORS, RowsTiling, find_rows_tiling, multiply_rows
 
 # Ops before the product of a group, and after it, at most.
 MAX_OPS = 12
@@ -66,7 +66,7 @@ def group_products(graph: Graph, types: TypeCache) -> Graph:
 
 def find_groups(graph: Graph, readers: Mapping[Value, Sequence[int]]) -> dict[int, Members]:
     """Return the groups of a graph by the number of the product: first all ops after products, then the ops before."""
-    products = [i for i, node in enumerate(graph.nodes) if can_group(graph, node)]
+    products = [i for i, node in enumerate(graph.nodes) if isinstance(node.op, MatMul) and not refusal(graph, node)]
     used, after = set[int](), dict[int, list[int]]()
     for product in products:
         after[product] = ops_after(graph, product, readers, used)
@@ -81,23 +81,27 @@ def find_groups(graph: Graph, readers: Mapping[Value, Sequence[int]]) -> dict[in
     return groups
 
 
-def can_group(graph: Graph, node: Node) -> bool:
-    """Return whether a node is a product of up to 8 rows with a weight `[N, K]` whose sizes the kernel divides.
+def refusal(graph: Graph, node: Node) -> str:
+    """Return why no kernel runs a product, or "" if it is of up to 8 rows and a weight that a kernel divides.
 
     The weight is bf16, or packed by a scheme that the kernel has and decoded as bf16. XLA is as fast with several rows
     and a weight that is not packed: 8 rows of Llama 1B took 1.01 ms on one H200, and 1.00 with the kernel.
     """
+    (x, weight), leaf = map(graph.type, node.inputs[:2]), graph.nodes[node.inputs[1].node].op
     if not isinstance(node.op, MatMul) or node.op.contract != 1 or node.op.precision != "default":
-        return False
-    x, weight = (graph.type(v) for v in node.inputs)
-    if x.symbols or weight.symbols:
-        return False
-    leaf = graph.nodes[node.inputs[1].node].op
-    if not isinstance(leaf, Param) or weight.rank != 2:
-        return False
-    count = row_count(graph, node)
-    is_few = count == 1 or (1 < count <= MAX_ROWS and any(map(packing_of, leaf.programs)))
-    return is_few and x.dtype == weight.dtype == jnp.bfloat16 and has_tiling(graph, node, 1)
+        return "not a plain product with a weight [out, in]"
+    if not isinstance(leaf, Param) or weight.rank != 2 or weight.symbols or x.symbols:
+        return "not a product with one matrix"
+    if (count := row_count(graph, node)) not in range(1, MAX_ROWS + 1):
+        return f"{count} rows, more than {MAX_ROWS}"
+    if not x.dtype == weight.dtype == jnp.bfloat16:
+        return f"{short_name(x.dtype)} and {short_name(weight.dtype)}, not bf16"
+    if count > 1 and not any(map(packing_of, leaf.programs)):
+        return f"{count} rows, and the weight is not packed"
+    if (scheme := refused_scheme(graph, node, 1)) is None:
+        return ""
+    is_known = scheme in VECTORS
+    return f"no tiles of {weight.shape[0]} x {weight.shape[1]}" if is_known else f"none decodes {scheme}"
 
 
 def row_count(graph: Graph, product: Node) -> int:
@@ -106,13 +110,16 @@ def row_count(graph: Graph, product: Node) -> int:
     return math.prod(map(int, x.shape[:-1]))
 
 
-def has_tiling(graph: Graph, product: Node, parts: int) -> bool:
-    """Return whether the kernel divides the weight of a product, packed and not, as it may be decoded when loaded."""
+def refused_scheme(graph: Graph, product: Node, parts: int) -> str | None:
+    """Return the scheme for which the kernel does not divide the weight of a product, "" for none; or None.
+
+    The weight is packed or not, as it may be decoded when loaded.
+    """
     leaf, weight = graph.nodes[product.inputs[1].node].op, graph.type(product.inputs[1])
     assert isinstance(leaf, Param)
-    schemes = {packing_of(program) or "" for program in leaf.programs} | {""}
+    schemes = dict.fromkeys((*(packing_of(program) or "" for program in leaf.programs), ""))
     count = row_count(graph, product)
-    return all(tiling(weight, parts, scheme, count) is not None for scheme in schemes)
+    return next((scheme for scheme in schemes if tiling(weight, parts, scheme, count) is None), None)
 
 
 def tiling(weight: TensorType, parts: int, scheme: str, count: int) -> Any:
@@ -131,7 +138,7 @@ def ops_after(graph: Graph, product: int, readers: Mapping[Value, Sequence[int]]
     first = readers[Value(product)]
     split = nodes[first[0]].op if len(first) == 1 and first[0] >= 0 else None
     if isinstance(split, SplitLast) and split.sizes == (width // 2,) * 2:
-        if not has_tiling(graph, nodes[product], 2):
+        if refused_scheme(graph, nodes[product], 2) is not None:
             return best
         members, size = [product, first[0]], size // 2
     for number in range(members[-1] + 1, len(nodes)):

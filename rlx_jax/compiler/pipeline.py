@@ -258,12 +258,14 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
     # A new cache of types: the template's cache would retain the types of every size ever requested.
     job = Job(settings, TypeCache(), program=template.job.program, sizes=binding)
     graph = pass_named("specialise")(template.mir, job).graph
-    for grouping in (pass_named("group_attention"), pass_named("group_products")):
+    groupings = (pass_named("group_attention"), pass_named("group_products"))
+    for grouping in groupings:
         graph = grouping(graph, job).graph if grouping.runs(job) else graph
     plan = settings.plan
     preferences = plan.implementation, plan.products, plan.experts, settings.model_sharding, plan.kernels
     choices = choose_implementations(graph, settings.device, *preferences)
-    return Lir(graph, replace(plan, donate_inputs=reusable_inputs(graph, plan.donate_inputs), choices=choices))
+    plan = replace(plan, donate_inputs=reusable_inputs(graph, plan.donate_inputs), choices=choices)
+    return Lir(graph, plan, groups_products=groupings[1].runs(job))
 
 
 def lir_of(built: Built, profile: ProfileLike | None, sizes: Mapping[str, int]) -> Lir:
