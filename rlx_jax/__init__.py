@@ -34,9 +34,10 @@ else:
             return import_module(f"rlx_jax.{name}")
         if name == "load":
             return import_module("rlx_jax.loading.start").load
-        if not name.startswith("__"):
-            public = vars(import_module("rlx_jax.public"))
-            globals().update((key, value) for key, value in public.items() if not key.startswith("_"))
+        if not name.startswith("_"):
+            for key, value in vars(import_module("rlx_jax.public")).items():
+                if not key.startswith("_"):
+                    globals().setdefault(key, value)  # a name that a test has replaced stays
             if name in globals():
                 return globals()[name]
         raise AttributeError(f"module 'rlx_jax' has no attribute {name!r}")

@@ -92,12 +92,13 @@ def test_what_is_public_and_imported() -> None:
     backend starts: with a platform that does not exist, whatever asks jax for a device fails."""
     nowhere = {"JAX_PLATFORMS": "no_such_platform"}
     used = "rlx_jax.train.Checkpoints; import rlx_jax.encode.sentence"
-    code = f"import rlx_jax, sys; print(*dir(rlx_jax)); print(*sys.modules); {used}; print(*sys.modules)"
+    code = "import rlx_jax, sys; print(*dir(rlx_jax)); rlx_jax.load = 1; rlx_jax.Sampler; assert rlx_jax.load == 1"
+    code += f"; print(*sys.modules); {used}; print(*sys.modules)"
     code += "; import jax; jax.devices()"  # the probe sees a backend start: this alone fails, after all is printed
     done = python("-X", "importtime", "-c", code, **nowhere)
     assert done.returncode and "no_such_platform" in done.stderr, done.stderr
     listed, loaded, later = (line.split() for line in done.stdout.splitlines())
-    assert not {f"rlx_jax.{name}" for name in ("train", "nnx", "eval")} & set(loaded)
+    assert "rlx_jax.models" in loaded and not {f"rlx_jax.{name}" for name in ("train", "nnx", "eval")} & set(loaded)
     timed = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "rlx_jax" in timed, "the probe sees imports"
     assert HEAVY & ({name.partition(".")[0] for name in later} | timed) == set()
