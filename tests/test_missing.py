@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 import rlx_jax as rlx
 from rlx_jax import blocks, errors
+from rlx_jax.runtime.compile_flow import compile_together
 from tests.oracles import checkpoints, numpy_reference
 
 LLAMA = checkpoints.FIXTURES / "llama" / "gqa_linear_mlpbias_v5"
@@ -66,11 +67,22 @@ def test_random_weights_are_stored_once() -> None:
     model = rlx.init(recipe, 3, profile=rlx.CompileProfile().replace(precision={"weights": "bf16"}))
     left = [array for array in jax.live_arrays() if id(array) not in before and array.size > HIDDEN]
     assert {str(array.dtype) for array in left} == {"bfloat16"}
+    before |= {id(array) for array in left}
     packed = rlx.init(recipe, 3, profile=rlx.CompileProfile().replace(precision={"weights": "int8"}))
+    left = [array for array in jax.live_arrays() if id(array) not in before and array.size > HIDDEN**2]
+    assert "float32" not in {str(array.dtype) for array in left} and left
+    assert set(packed.report().initialised) == set(model.report().initialised) == set(precise)
     for key, value in precise.items():
         expected = np.asarray(value)
         np.testing.assert_array_equal(np.asarray(model.weights()[key]), expected.astype("bfloat16"))
         np.testing.assert_allclose(np.asarray(packed.weights()[key]), expected, atol=0.01 * np.abs(expected).max())
+
+
+def test_random_weights_of_two_flows_differ() -> None:
+    flows = [rlx.ModelFlow(name).input("x", ("batch", 8)).param(name, shape=(8, 8)).linear(name) for name in "vw"]
+    models = compile_together(flows, {}, missing="init", key=1)
+    v, w = (np.asarray(models[name].weights()[name]) for name in "vw")
+    assert v.std() > 0 and not np.array_equal(v, w)
 
 
 W = np.random.default_rng(0).normal(size=(6, 8)).astype("f4")

@@ -27,17 +27,19 @@ from rlx_jax.errors import (
     listing,
     suggest_keywords,
 )
+from rlx_jax.ir.param import packed_parameter
+from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.lowering.hir.derive import PROGRAMS, unknown_program
 from rlx_jax.lowering.lir.plan import layout_of
 from rlx_jax.profiles import ProfileLike
 from rlx_jax.program import Buildable, MtpFactory, Weights
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.model_setup import make_programs
+from rlx_jax.runtime.model_setup import flow_weights, make_programs
 from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.programs import Companion, Programs
 from rlx_jax.weights.execute import load_leaves
 from rlx_jax.weights.format import CompileOptions, OpenOptions
-from rlx_jax.weights.overlay import has_any_values
+from rlx_jax.weights.overlay import has_any_values, with_initialized
 
 
 @suggest_keywords()
@@ -171,13 +173,19 @@ def finish_models(programs: Programs, program: str = "forward") -> dict[str, Com
     models = {name: CompiledModel(programs, name, program) for name in programs.flows}
     if not programs.layout.params:
         return {name: model.replace(params={}) for name, model in models.items()}
-    if not has_any_values(programs.source):
+    source = programs.source
+    if not has_any_values(source):
         if programs.init_key is None:
             return models
         (model,) = models.values()  # weights of several flows were initialized before, by `build_with_missing`
-        programs.initialized_keys = tuple(model.template().built.params)
-        # Initialized under their storage sharding, so that no device has to hold all of them.
-        return {model.name: model.replace(params=model.init(programs.init_key))}
+        built = model.template().built
+        programs.initialized_keys = tuple(built.params)
+        if not any(map(packed_parameter, programs.layout.params.values())):
+            # Initialized under their storage sharding, so that no device has to hold all of them.
+            return {model.name: model.replace(params=model.init(programs.init_key))}
+        # Packed from their values as those of a checkpoint are, which are not needed after that.
+        source = with_initialized(source, flow_weights(built, built.params, programs.init_key))
+    assert source is not None
     target, runs = programs.settings.device.name, running_device()
     if target not in (runs.name, runs.kind):
         message = f"fusion.target is {target!r}, but JAX runs on {runs.name!r}: the plan is for another device"
@@ -187,7 +195,7 @@ def finish_models(programs: Programs, program: str = "forward") -> dict[str, Com
     cancelled = threading.Event()
     # Reading weights and XLA's compiler both release the GIL, so that loading and compiling overlap.
     with ThreadPoolExecutor(1 + MAX_FIRST_PROGRAMS) as pool:
-        loading = pool.submit(load_params, programs, device, cancelled)
+        loading = pool.submit(load_params, programs, source, device, cancelled)
         try:
             load_ahead(programs, pool)
             for model in models.values():
@@ -211,16 +219,17 @@ def load_ahead(programs: Programs, pool: Executor) -> None:
             programs.template(key)
 
 
-def load_params(programs: Programs, device: Any, cancelled: threading.Event) -> tuple[dict[str, jax.Array], float]:
-    """Load the parameters onto `device`, or sharded over the model's mesh.
+def load_params(
+    programs: Programs, source: WeightSource, device: Any, cancelled: threading.Event
+) -> tuple[dict[str, jax.Array], float]:
+    """Load the parameters from `source` onto `device`, or sharded over the model's mesh.
 
     Returns:
         The arrays by parameter name, and the seconds that loading took.
     """
-    assert programs.source is not None
     start = time.perf_counter()
     placement = programs.storage_shardings() or device
-    params = load_leaves(programs.layout.params, programs.source, placement, programs.report_progress, cancelled)
+    params = load_leaves(programs.layout.params, source, placement, programs.report_progress, cancelled)
     return params, time.perf_counter() - start
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -106,11 +106,6 @@ def make_programs(
     # The cached programs are derived later, from the same parameters as `forward`.
     first = program if program in ("train", "explicit") else "forward"
     settings, layout, templates = plan_layout(builds, settings, first)
-    if init_key is not None and not has_any_values(source) and any(map(packed_parameter, layout.params.values())):
-        # Packed from their values as those of a checkpoint are.
-        (built,) = builts
-        values = initial_weights(expand_composites(built.hir, built.types), built.params, init_key, built.inits)
-        source = with_initialized(source, values)
     check_quantized_blocks(settings, [template.hir for template in templates.values()])
     if model_sharding is not None:
         check_divisible(model_sharding, layout.params.values())
@@ -417,9 +412,14 @@ def init_missing_weights(builts: Sequence[Built], key: jax.Array) -> dict[str, j
     """
     values: dict[str, jax.Array] = {}
     several = len(builts) > 1
-    for built in builts:
+    for number, built in enumerate(builts):
         missing = {name for name in built.params if not has_values(built.source, name)} - set(values)
         if missing and (several or has_any_values(built.source)):
-            graph = expand_composites(built.hir, built.types)
-            values |= initial_weights(graph, missing, key, built.inits)
+            # With one key, weights of two flows with the same shape would be equal.
+            values |= flow_weights(built, missing, jax.random.fold_in(key, number) if number else key)
     return values
+
+
+def flow_weights(built: Built, weight_keys: Collection[str], key: jax.Array) -> dict[str, jax.Array]:
+    """Return random values of the weights of a flow with these keys."""
+    return initial_weights(expand_composites(built.hir, built.types), weight_keys, key, built.inits)
