@@ -125,7 +125,8 @@ LOWERING_FAULTS = (
         "b(Cumsum(1), is_kept)", 'b(Cumsum(1), b(CastTo(I32), b(Compare("ge"), mask, mask)))', "block"),
     Fault("pieces of these sizes come from elsewhere", SplitLast, "eval", "self.sizes, axis=x.ndim - 1))",
         "self.sizes[::-1], axis=x.ndim - 1))[::-1]", "op"),
-    Fault("gate and up change places", hir.GatedFfn, "expand", "gate, up = operands", "up, gate = operands", "block"),
+    Fault("gate and up change places", hir.GatedFfn, "expand", "gate: Value, up: Value",
+        "up: Value, gate: Value", "block"),
     Fault("cosines and sines change places", hir.LlamaDecoderBlock, "expand", 'values["cos"], values["sin"]',
         'values["sin"], values["cos"]', "block"),
 )  # fmt: skip
