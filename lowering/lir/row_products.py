@@ -121,8 +121,9 @@ def quad_layout(rows: int, runs: int, vector: int, halves: int = 1) -> Any:
 
 def factor_layout(count: int, itemsize: int) -> Any:
     """Return the layout of scales `[8, count]`, of which a warp has a quarter, and the lanes of a row the same."""
-    vector, own = math.gcd(count // WARPS, 16 // itemsize), count // WARPS
-    tiles = ((8, count), (vector,)) if vector == own else ((8, count), (own,), (vector,))
+    per_warp = count // WARPS
+    vector = math.gcd(per_warp, 16 // itemsize)
+    tiles = ((8, count), (vector,)) if vector == per_warp else ((8, count), (per_warp,), (vector,))
     row = -1 - len(tiles)
     lanes = (row, plgpu.Replicated(4))
     return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(row + 1,), lane_dims=lanes, vector_dim=-1)
@@ -188,9 +189,9 @@ def multiply_rows(
     Returns:
         the results of the epilogue, of the shape of an operand.
     """
-    t, given = spec.tiling, len(x)
+    t, num_rows = spec.tiling, len(x)
     assert isinstance(t, RowsTiling)
-    x, *entries = (jnp.pad(a, ((0, t.count - given), (0, 0))) if given < t.count else a for a in (x, *entries))
+    x, *entries = (jnp.pad(a, ((0, t.count - num_rows), (0, 0))) if num_rows < t.count else a for a in (x, *entries))
     arrays = t.views(weight)
     ends = np.cumsum([len(arrays), len(entries), len(spec.out_dtypes)])
 
@@ -220,8 +221,8 @@ def multiply_rows(
         layout = result_layout(t.count)
 
         def multiply(tile: AnyArray, fetched: Any) -> Any:
-            own = pl.ds((first + tile) * TILE_ROWS, TILE_ROWS)
-            operands = [load(ref.at[:, own], layout, optimized=False) for ref in entry_refs]
+            tile_rows = pl.ds((first + tile) * TILE_ROWS, TILE_ROWS)
+            operands = [load(ref.at[:, tile_rows], layout, optimized=False) for ref in entry_refs]
 
             def add_chunk(chunk: Any, state: Any) -> Any:
                 sums, fetched = state
@@ -249,7 +250,7 @@ def multiply_rows(
                     return y.astype(spec.product_dtype)
 
                 for ref, y in zip(out_refs, spec.epilogue(*map(add_warps, range(t.parts)), *operands), strict=True):
-                    ref[:, own] = y
+                    ref[:, tile_rows] = y
 
             return ahead
 
@@ -269,7 +270,7 @@ def multiply_rows(
         **({} if interpret is None else {"interpret": interpret}),
     )
     shape = (t.halves, GROUP // t.halves) if t.halves > 1 else (GROUP,)
-    return [y[:given] for y in run(x.reshape(t.count, t.groups, *shape), *arrays, *entries)]
+    return [y[:num_rows] for y in run(x.reshape(t.count, t.groups, *shape), *arrays, *entries)]
 
 
 def product(t: RowsTiling, arrays: Sequence[AnyArray], x: AnyArray, interpret: bool) -> AnyArray:
@@ -313,7 +314,7 @@ def emit_product(t: RowsTiling, _: Any, *arrays: Any) -> Any:
     i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     *weights, x = arrays
     packing = SCHEMES[t.scheme] if t.scheme else None
-    groups, own = t.tile_groups // WARPS, vector.extract
+    groups, extract = t.tile_groups // WARPS, vector.extract
 
     def number(value: int) -> Any:
         return mgpu.c(value - 2**32 if value >= 2**31 else value, i32)
@@ -321,20 +322,20 @@ def emit_product(t: RowsTiling, _: Any, *arrays: Any) -> Any:
     def words(register: Any) -> list[Any]:
         count = register.type.shape[0] * bits_of(register.type.element_type) // 32
         bits = vector.bitcast(ir.VectorType.get((count,), i32), register)
-        return [own(bits, [], [i]) for i in range(count)]
+        return [extract(bits, [], [i]) for i in range(count)]
 
     def bits_of(element: Any) -> int:
         return 16 if str(element) in ("bf16", "f16") else int(element.width)
 
     def pairs(word: Any, mask: int, less: Callable[[Any], Any]) -> list[Any]:
         """Return the bytes of a word as 128 + byte, bf16, minus what `less` returns for these bits, in two words."""
-        found = []
+        differences = []
         for selected in (0x7170, 0x7372):
             asm = "prmt.b32 $0, $1, $2, $3;"
             bits: Any = llvm.inline_asm(i32, [word, number(0x43434343), number(selected)], asm, "=r,r,r,r")
             minuend = arith.andi(bits, number(mask))
-            found.append(llvm.inline_asm(i32, [minuend, less(bits)], "sub.rn.bf16x2 $0, $1, $2;", "=r,r,r"))
-        return found
+            differences.append(llvm.inline_asm(i32, [minuend, less(bits)], "sub.rn.bf16x2 $0, $1, $2;", "=r,r,r"))
+        return differences
 
     def values(register: Any) -> list[list[Any]]:
         """Return words of bf16 of a run: of its group, or of each of its halves."""
@@ -363,7 +364,7 @@ def emit_product(t: RowsTiling, _: Any, *arrays: Any) -> Any:
         """Return a scale or a multiple in float32."""
         registers = array.registers.reshape(2, -1)
         size = registers[0, 0].type.shape[0]
-        bits = own(registers[row, index // size], [], [index % size])
+        bits = extract(registers[row, index // size], [], [index % size])
         if bits_of(bits.type) == 8:
             return arith.uitofp(f32, bits)
         return arith.extf(f32, arith.bitcast(ir.F16Type.get(), bits))
