@@ -154,6 +154,12 @@ def test_programs(directories: Path) -> None:
     assert not padded.report().recompiles
 
 
+def test_masks_without_a_tokenizer(directories: Path) -> None:
+    """No token is a mask, so that a run returns the logits of all tokens."""
+    model, ids = MaskedLM(rlx.recipe_for(directories / "masks"), {}, missing="init", key=0), [[2, 7, 3]]
+    np.testing.assert_array_equal(model.run_texts(ids)[0], model.logits(ids)[0])
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_separate_projections(directories: Path, tied: bool, tmp_path: Path) -> None:
     """A projection of its own counts, whether the config ties it or not; without it, an untied config is refused."""

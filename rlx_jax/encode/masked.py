@@ -11,7 +11,7 @@ import numpy as np
 
 from rlx_jax.compiler.settings import bucket_size
 from rlx_jax.encode.embedding import chunks
-from rlx_jax.encode.head_model import TokenLogits
+from rlx_jax.encode.head_model import ALL_TOKENS, TokenLogits
 from rlx_jax.encode.pooled import Vectors
 from rlx_jax.encode.token_selection import BEST_STEP, TokenSelection
 from rlx_jax.errors import RequestError, quote, shown, suggest_keywords
@@ -55,7 +55,7 @@ class MaskedLM(TokenLogits):
 
     @property
     def selection(self) -> TokenSelection:
-        return TokenSelection(self.mask_id, min(BEST_STEP, self.vocab_size))
+        return ALL_TOKENS if self.mask_id is None else TokenSelection(self.mask_id, min(BEST_STEP, self.vocab_size))
 
     @suggest_keywords()
     def fill(
