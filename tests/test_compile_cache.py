@@ -415,6 +415,11 @@ def test_the_programs_of_the_first_tokens_are_loaded_with_the_weights(
     assert (again, ahead) == (want, 2) and total == 3
     assert run(20)[1] == 2 and run(20)[1] == 2  # of the first length, then of its own
     assert run() == (want, 2, 5)
+    lm = rlx.load(LLAMA)
+    for length in (20, 4, 1):
+        lm.generate([PROMPTS[0] * length], max_new_tokens=4)
+    first = lm.model.programs.first
+    assert first is not None and not first._loading, "programs that other prompts need are released"
     for path in entries(cache):
         if path.stat().st_size < 4096:  # all records, and the list
             flip(path, 0.9)

@@ -23,7 +23,7 @@ class FirstPrograms:
         pool: the threads that load.
 
     Attributes:
-        templates: what the last process named the programs, see `take`.
+        templates: the argument `template` of `take` in the last process, for each program that is loaded ahead.
     """
 
     def __init__(self, content: Any, pool: Executor) -> None:
@@ -43,11 +43,13 @@ class FirstPrograms:
             template: what the program is made from; it can be pickled.
             key: the key of the record.
         """
-        if len(self._used) < MAX_FIRST_PROGRAMS:
-            self._used.append((key, template))
-            if self._used != self._listed[: len(self._used)]:
-                self._listed = [*self._used]
-                if (store := open_store()) is not None and self._key is not None:
-                    with contextlib.suppress(Exception):
-                        store.write(self._key, pickle.dumps(self._listed))
+        if len(self._used) == MAX_FIRST_PROGRAMS:
+            self._loading.clear()  # those of the last process that this one has not run take memory of the device
+            return None
+        self._used.append((key, template))
+        if self._used != self._listed[: len(self._used)]:
+            self._listed = [*self._used]
+            if (store := open_store()) is not None and self._key is not None:
+                with contextlib.suppress(Exception):
+                    store.write(self._key, pickle.dumps(self._listed))
         return self._loading.pop(key, None)
