@@ -40,8 +40,8 @@ from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
 from rlx_jax.lowering.lir.packed import MAX_FUSED_ROWS
 from rlx_jax.lowering.lir.plan import PRODUCTS, RECURRENCES, XLA_CHOICE, Lir, call_of
 from rlx_jax.lowering.sharding import ModelSharding, shard_type
-from rlx_jax.runtime.programs import Programs, state_shardings
-from rlx_jax.runtime.sequence_state import LENGTH
+from rlx_jax.runtime.programs import Programs
+from rlx_jax.runtime.sequence_state import LENGTH, state_shardings
 
 # The part of the scratch arrays of a chunked recurrence that is live at once, fitted to XLA's peaks in f32 and bf16 on
 # a CPU and on an H200; scratch has the dtype of the values.

@@ -52,7 +52,7 @@ from rlx_jax.errors import (
 from rlx_jax.ir.types import DimLike
 from rlx_jax.ir.user_functions import CapturedArrays
 from rlx_jax.ir.weight_reads import WeightSource
-from rlx_jax.lowering.lir.plan import Layout, Lir, returned_leaves, state_leaves
+from rlx_jax.lowering.lir.plan import Layout, Lir
 from rlx_jax.lowering.mir.small import unread_inputs
 from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.profiles import CompileProfile
@@ -61,7 +61,7 @@ from rlx_jax.runtime.frozen import FrozenFlow
 from rlx_jax.runtime.inputs import check_length
 from rlx_jax.runtime.lru import LruCache
 from rlx_jax.runtime.program_key import HelperCall, ProgramKey, recompile_reason
-from rlx_jax.runtime.sequence_state import EmptyState, empty_state
+from rlx_jax.runtime.sequence_state import EmptyState, empty_state, state_shardings
 
 T = TypeVar("T")
 
@@ -82,14 +82,6 @@ class Companion:
 
     programs: Programs
     params: Mapping[str, Any]
-
-
-def state_shardings(
-    template: Template, sizes: Mapping[str, int], model_sharding: ModelSharding, of_results: bool = False
-) -> dict[str, NamedSharding]:
-    """Return the sharding of each array of the state that a program takes; with `of_results`, that it returns."""
-    leaves = (returned_leaves if of_results else state_leaves)(template.mir, template.scan)
-    return {name: model_sharding.value_sharding(roles, t.bind(sizes).shape) for name, (t, roles) in leaves.items()}
 
 
 # How many programs compiled after warm-up the report lists; a loop that recompiles must not grow it without bound.

@@ -15,10 +15,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
+from rlx_jax.compiler.pipeline import Template
 from rlx_jax.device import check_device_memory
 from rlx_jax.errors import GraphError, RequestError, SequenceLengthError, SessionStateError, listing
 from rlx_jax.ir.types import TensorType, bind_dim, check_elements, is_static, short_name, terms_of
-from rlx_jax.lowering.sharding import shard_type
+from rlx_jax.lowering.lir.plan import returned_leaves, state_leaves
+from rlx_jax.lowering.sharding import ModelSharding, shard_type
 
 # The name of the array that counts the tokens of each row.
 LENGTH = "length"
@@ -97,6 +99,14 @@ class FromEmpty:
             return prefill(params, self.empty(), inputs)
 
         return function
+
+
+def state_shardings(
+    template: Template, sizes: Mapping[str, int], model_sharding: ModelSharding, of_results: bool = False
+) -> dict[str, NamedSharding]:
+    """Return the sharding of each array of the state that a program takes; with `of_results`, that it returns."""
+    leaves = (returned_leaves if of_results else state_leaves)(template.mir, template.scan)
+    return {name: model_sharding.value_sharding(roles, t.bind(sizes).shape) for name, (t, roles) in leaves.items()}
 
 
 def empty_state(
