@@ -67,16 +67,16 @@ def group_products(graph: Graph, types: TypeCache) -> Graph:
 def find_groups(graph: Graph, readers: Mapping[Value, Sequence[int]]) -> dict[int, Members]:
     """Return the groups of a graph by the number of the product: first all ops after products, then the ops before."""
     products = [i for i, node in enumerate(graph.nodes) if isinstance(node.op, MatMul) and not refusal(graph, node)]
-    used, after = set[int](), dict[int, list[int]]()
+    others, after = set[int](), dict[int, list[int]]()
     for product in products:
-        after[product] = ops_after(graph, product, readers, used)
-        used.update(after[product])
+        after[product] = ops_after(graph, product, readers, others)
+        others.update(after[product])
     groups: dict[int, Members] = {}
     for product in products:
         entries = {v.node for v in reads_of(graph, after[product][1:])}  # the kernel has them as operands alone
         is_row = row_count(graph, graph.nodes[product]) == 1
-        before = ops_before(graph, product, used | entries) if is_row else []
-        used.update(before)
+        before = ops_before(graph, product, others | entries) if is_row else []
+        others.update(before)
         groups[product] = before, after[product]
     return groups
 
@@ -130,8 +130,8 @@ def tiling(weight: TensorType, parts: int, scheme: str, count: int) -> Any:
     return find_packed_tiling(rows, columns, parts, scheme) if scheme else find_tiling(rows, columns, parts)
 
 
-def ops_after(graph: Graph, product: int, readers: Mapping[Value, Sequence[int]], used: set[int]) -> list[int]:
-    """Return the product and the ops after it that join its group, none in `used`: the longest list with one result."""
+def ops_after(graph: Graph, product: int, readers: Mapping[Value, Sequence[int]], others: set[int]) -> list[int]:
+    """Return the product and the ops after it, without `others`, that join its group: the most with one result."""
     nodes, members = graph.nodes, [product]
     shape = nodes[product].types[0].shape
     best, size, width = members, math.prod(map(int, shape)), int(shape[-1])
@@ -145,7 +145,7 @@ def ops_after(graph: Graph, product: int, readers: Mapping[Value, Sequence[int]]
         if len(members) > MAX_OPS:
             break
         if any(v.node in members for v in nodes[number].inputs):
-            if number in used or not runs_in_kernel(graph, nodes[number], size, reductions=False):
+            if number in others or not runs_in_kernel(graph, nodes[number], size, reductions=False):
                 break
             members = [*members, number]
             if len(results_of(graph, members, readers)) == 1:
@@ -153,16 +153,16 @@ def ops_after(graph: Graph, product: int, readers: Mapping[Value, Sequence[int]]
     return best
 
 
-def ops_before(graph: Graph, product: int, used: set[int]) -> list[int]:
-    """Return the ops before a product that join its group, in order, other than those in `used`."""
+def ops_before(graph: Graph, product: int, others: set[int]) -> list[int]:
+    """Return the ops before a product that join its group, in order, other than those in `others`."""
     size = int(graph.type(graph.nodes[product].inputs[1]).shape[1])
-    found, pending = set[int](), [graph.nodes[product].inputs[0].node]
-    while pending and len(found) < MAX_OPS:
+    members, pending = set[int](), [graph.nodes[product].inputs[0].node]
+    while pending and len(members) < MAX_OPS:
         number = pending.pop(0)
-        if number not in used | found and runs_in_kernel(graph, graph.nodes[number], size, reductions=True):
-            found.add(number)
+        if number not in others | members and runs_in_kernel(graph, graph.nodes[number], size, reductions=True):
+            members.add(number)
             pending += [v.node for v in graph.nodes[number].inputs]
-    return sorted(found)
+    return sorted(members)
 
 
 def runs_in_kernel(graph: Graph, node: Node, size: int, reductions: bool) -> bool:
