@@ -24,22 +24,6 @@ def x_flow() -> ModelFlow:
     return ModelFlow("m").input("x", ("batch", "seq", H))
 
 
-TABLE = np.arange(10, dtype=np.float32).reshape(5, 2)
-
-
-@pytest.mark.parametrize("level", ["hir", "mir"])
-def test_gather_refuses_host_ids_out_of_range(level: str) -> None:
-    """Rows of a table, by an input: as token ids are checked."""
-    m = Graph.hir("g") if level == "hir" else Graph.mir("g")
-    table, ids = m.input("table", (5, 2)), m.input("ids", (2,), "i32")
-    m.set_outputs([m.gather(table, m.reshape(ids, (2, 1)))])
-    model = compiled(m)
-    np.testing.assert_array_equal(model(TABLE, [4, 0])[:, 0], TABLE[[4, 0]])
-    for wrong in ([-1, 7], [0, 5], [2**40, 0]):
-        with pytest.raises(errors.TokenIdError, match=r"not in \[0, 5\)"):
-            model(TABLE, np.array(wrong))
-
-
 def test_a_row_of_each_sequence_is_one_of_them() -> None:
     """`last_token_idx` beyond the sequence, whose length the call decides."""
     model = compiled(x_flow().gather_last_token_dynamic())
@@ -216,21 +200,3 @@ def test_weights_of_unknown_shape() -> None:
     assert compiled(x_flow().rms_norm("w")).init(0)["w"].shape == (H,)  # it follows from the input
     for flow in (x_flow().linear("w", shape=(4, H)), ModelFlow("m").input("i", (2,), "i32").embed("w", shape=(4, H))):
         assert compiled(flow).init(0)["w"].shape == (4, H)
-
-
-LAYER = "model.layers.0"
-SHAPES: dict[str, tuple[int, ...]] = {
-    **{f"{LAYER}.self_attn.{n}_proj.weight": (8, 8) for n in "qkvo"},
-    **{f"{LAYER}.mlp.{n}_proj.weight": (16, 8) for n in ("gate", "up")}, f"{LAYER}.mlp.down_proj.weight": (8, 16),
-    **{f"{LAYER}.{n}.weight": (8,) for n in ("input_layernorm", "post_attention_layernorm")},
-}  # fmt: skip
-
-
-def test_a_fused_layer_names_the_weight_that_does_not_fit() -> None:
-    """One of nine; gate and up are held against each other, so both are named."""
-    spec = blocks.LlamaDecoderSpec(num_heads=2, head_dim=4, num_kv_heads=2)
-    for key in SHAPES:
-        shapes = SHAPES | {key: (*SHAPES[key][:-1], 9)}
-        with pytest.raises(errors.WeightShapeError) as error:
-            compiled(x_flow().llama_prefill_layer(0, spec), {k: np.zeros(s, np.float32) for k, s in shapes.items()})
-        assert [k for k in SHAPES if k in str(error.value)] == [key]

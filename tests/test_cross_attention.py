@@ -119,9 +119,6 @@ def test_what_the_state_keeps() -> None:
 
 
 REFUSED: dict[str, tuple[Any, type[RlxError], str]] = {
-    "nothing": (None, RequestError, "the flow reads 'image', 'keep': pass inputs={'image': …}"),
-    "an unknown name": (BESIDE | {"imgae": IMAGE}, RequestError, "'imgae': the flow has none"),
-    "the tokens": (BESIDE | {"tokens": TOKENS}, RequestError, "belongs to the tokens"),
     "another width": (BESIDE | {"image": IMAGE[..., :4]}, ShapeError, "axis 2 is 4, not 5"),
     "masks of another image": (BESIDE | {"keep": KEEP[:, :5]}, ShapeError, "patches is 6 in image and 5 in keep"),
     "rows": (BESIDE | {"image": IMAGE[:2]}, RequestError, "image has 2 rows, the request 3"),

@@ -154,15 +154,6 @@ def test_default_position_ids_count_from_the_cache() -> None:
     close(run(flow, seq=2), run(attention_flow(blocks.RopeTables.theta(DIM), seq=2), seq=2))
 
 
-def test_positions_past_the_tables_are_refused() -> None:
-    """Of tables given as data: the cached tokens count."""
-    data = np.ones((8, DIM // 2), np.float32)
-    flow = attention_flow(blocks.RopeTables.param(8, DIM // 2, data, data), seq="seq")
-    run(flow, seq=2, past=6)
-    with pytest.raises(errors.SequenceLengthError, match="9 tokens.*8 positions"):
-        run(flow, seq=2, past=7)
-
-
 # -- errors ----------------------------------------------------------------------------------------
 
 SPEC: Any = blocks.LlamaDecodeLayerSpec(num_heads=4, head_dim=DIM, num_kv_heads=2)
@@ -180,9 +171,6 @@ def two_layers(**changed: Any) -> rlx.ModelFlow:
 
 BIND = blocks.BindDecodeInputs(2, use_custom_mask=True)
 WRONG: dict[str, tuple[Callable[[], rlx.ModelFlow], type[errors.RlxError], str]] = {
-    "no past_k_1": (
-        lambda: two_layers(past_k_1=None).stage(BIND), errors.UnboundInputError, r"decode_inputs: no input 'past_k_1'",
-    ),
     "length of the mask": (
         lambda: two_layers(mask=("batch", "keys")).stage(BIND), errors.ShapeError,
         r"input mask is f32\[batch,keys\]; expected \[batch,seq \+ past\].*'past \+ seq'",

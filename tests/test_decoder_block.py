@@ -159,15 +159,12 @@ def test_the_norm_of_one_side_and_its_offset() -> None:
 
 # -- errors ------------------------------------------------------------------------------------
 
-SHORT = {"model.layers.0.self_attn.qkv_proj.weight": np.zeros((33, HIDDEN), np.float32)}
 fused, composed = blocks.llama_prefill_layer_fused, blocks.llama_prefill_layer_composed
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no operand, fused": (lambda: fused(0, replace(LLAMA, mask="custom")), GraphError, "mask_input"),
     "no operand, composed": (lambda: composed(0, replace(LLAMA, mask="bias")), GraphError, "mask_input"),
     "an operand that nothing reads": (lambda: Qwen3Decoder.layer(0, QWEN, "mask"), GraphError,
         "Qwen3Decoder has mask_input='mask'"),
-    "an unknown input": (lambda: LlamaDecoder.layer(0, replace(LLAMA, mask="custom"), "maks"),
-        errors.UnboundInputError, "maks.*mask"),
     "hidden_shape": (lambda: LlamaDecoder.layer(0, replace(LLAMA, hidden_shape=("batch", "seq", 13))), ShapeError,
         "LlamaDecoder.*13"),
     "batch": (lambda: Qwen3Decoder.layer(0, replace(QWEN, batch=3)), ShapeError,
@@ -175,15 +172,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "seq": (lambda: Qwen3Decoder.layer(0, replace(QWEN, seq="rows")), ShapeError, "rows"),
     **{f"mask {mask!r}": (partial(LlamaDecoder.layer, 0, replace(LLAMA, mask=mask)), GraphError, "mask|window")
        for mask in ("sliding:0", "slid", "causal:3")},
-    "norms of another width": (lambda: Qwen3Decoder.layer(0, replace(QWEN, head_dim=4)), errors.WeightShapeError,
-        rf"q_proj.*expected \[16, {HIDDEN}\]"),
-    "more key heads": (lambda: Qwen3Decoder.layer(0, replace(QWEN, num_kv_heads=4)), errors.WeightShapeError,
-        rf"k_proj\.weight.*expected \[24, {HIDDEN}\]"),
-    "no such layer": (lambda: Qwen3Decoder.layer(7, QWEN), errors.MissingWeightError,
-        r"model\.layers\.7\.input_layernorm"),
     "a layer twice": (lambda: blocks.Sequence([Qwen3Decoder.layer_with_kv(0, QWEN)] * 2), GraphError, r"kv\.0\.k"),
-    "projections of other sizes": (lambda: flow_of(Qwen3Decoder.layer(0, replace(LLAMA, keys=FUSED))).build(
-        weights_of(LLAMA) | SHORT), errors.WeightShapeError, rf"qkv_proj.*expected \[32, {HIDDEN}\], got"),
 }  # fmt: skip
 
 
@@ -202,11 +191,3 @@ def test_errors(name: str) -> None:
     with pytest.raises(error, match=match):
         stage = make()
         flow_of(stage, mask="custom").build(weights_of(QWEN if "Qwen3Decoder(" in repr(stage) else LLAMA))
-
-
-@pytest.mark.parametrize("shape", [("batch", "seq", 1), ("batch", 6), (3, "seq")])
-def test_a_mask_of_the_wrong_shape_is_refused(shape: tuple[Any, ...]) -> None:
-    """Before anything runs."""
-    flow = flow_of().input("mask", shape).stage(LlamaDecoder.layer(0, replace(LLAMA, mask="custom"), "mask"))
-    with pytest.raises(ShapeError, match="mask"):
-        rlx.compile(flow, weights_of(LLAMA))

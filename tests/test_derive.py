@@ -14,7 +14,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import Custom, LlamaDecoderSpec, Named, RopeTables
-from rlx_jax.errors import DeriveError, GraphError, SequenceLengthError, SessionStateError
+from rlx_jax.errors import DeriveError, GraphError, SessionStateError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.linalg import MatMul
 from tests import small
@@ -267,54 +267,6 @@ def test_a_call_consumes_its_state() -> None:
     assert not any(a.is_deleted() for a in state.leaves.values())
 
 
-def test_wrong_calls_are_refused() -> None:
-    """On the host, and the state that was given still works."""
-    model = compiled(head(llama_layers(tokens_flow(), 1)), llama_weights(1), program="extend")
-    state = model.init_state(2, 4)
-    for tokens, lengths in ((TOKENS, [1, 1, 1]), (TOKENS, [-1, 1]), (TOKENS[:, :4], [5, 1]), (TOKENS + V, [1, 1])):
-        with pytest.raises(rlx.RlxError):
-            model(tokens, lengths=lengths, state=state)
-        assert not any(a.is_deleted() for a in state.leaves.values())
-
-
-@pytest.mark.parametrize("kind", ["rotary", "learned"])
-def test_a_context_over_the_position_table_is_refused(kind: str) -> None:
-    """Its last rows would be read for every later position, and nobody would notice."""
-    flow = rlx.ModelFlow("m").input("tokens", ("batch", "seq"), dtype="int32")
-    if kind == "rotary":
-        angles = np.arange(8)[:, None] * 20.0 ** (-np.arange(2) / 2)
-        flow = flow.embed("e").rope_tables(RopeTables.param(8, 2, np.cos(angles), np.sin(angles)))
-        weights = llama_weights(1)
-    else:
-        flow = flow.input("at", ("batch", "seq"), "int32", default="positions").embed("e").gather_add("at", "p")
-        weights = llama_weights(1) | {"p": w(8, H)}
-    model = compiled(head(llama_layers(flow, 1)), weights, program="extend")
-    assert model.init_state(2, 8).length.shape == (2,)
-    with pytest.raises(SequenceLengthError, match="8"):
-        model.init_state(2, 9)
-
-
-MIXERS: dict[str, Callable[[Any, Any], Any]] = {
-    "centre over positions": lambda e, x: x - x.mean(1, keepdims=True),
-    "shift": lambda e, x: e.concat([x[:, :1], x[:, :-1]], 1), "first token": lambda e, x: x + x[:, :1],
-    "attention by operators": lambda e, x: e.softmax(x @ x.transpose(0, 2, 1)) @ x,
-    "cumsum": lambda e, x: e.jax(lambda t: jnp.cumsum(t, 1), x),
-    "positions by iota": lambda e, x: e.jax(lambda t: t + jnp.arange(t.shape[1], dtype=t.dtype)[None, :, None], x),
-    "mean over all": lambda e, x: x - x.mean(),
-    "mix of the batch": lambda e, x: x - x.mean(0, keepdims=True),
-    "reverse of the batch": lambda e, x: x[::-1],
-}  # fmt: skip
-
-
-def test_a_stage_that_mixes_is_refused_by_name() -> None:
-    """The path, the op and the reason."""
-    for name, mixer in MIXERS.items():
-        flow = head(llama_layers(tokens_flow(), 1).named_layer("outer", Custom(mixer, "my_stage")))
-        weights = llama_weights(1) | ({"a": w(H, H)} if "by jax" in name else {})
-        with pytest.raises(DeriveError, match=r"outer\.my_stage.*(positions|batch)"):
-            compiled(flow, weights, program="extend").text("mir")
-
-
 def test_a_mixer_inside_the_layers_is_refused_by_name() -> None:
     """Rolled: the path has the layer's index as a letter, or a number."""
 
@@ -326,22 +278,6 @@ def test_a_mixer_inside_the_layers_is_refused_by_name() -> None:
     flow = head(tokens_flow().repeat_layers(3, layer))
     with pytest.raises(DeriveError, match=r"layers\.(\{i\}|\d)\.centre"):
         compiled(flow, EMBEDDING | {f"w{i}": w(H, H) for i in range(3)}, program="extend").text("mir")
-
-
-def test_attention_that_is_not_causal_is_refused() -> None:
-    """A BERT layer, and the attention stages with another mask."""
-    spec = blocks.SelfAttnPrefillSpec.hf_layer("l", 2, 4, 2)
-    weights = EMBEDDING | {f"l.self_attn.{n}_proj.weight": w(8, H) for n in "qkv"}
-    stage = blocks.SelfAttnPrefill(blocks.SelfAttnPrefillSpec(**{**vars(spec), "mask": "none"}))
-    with pytest.raises(DeriveError, match=r"outer\.self_attn.*not causal"):
-        compiled(tokens_flow().named_layer("outer", stage), weights, program="prefill").text("mir")
-    bias = blocks.SelfAttnPrefill(blocks.SelfAttnPrefillSpec(**{**vars(spec), "mask": "bias", "mask_input": "b"}))
-    flow = (
-        rlx.ModelFlow("m").input("tokens", ("batch", "seq"), dtype="int32").input("b", ("batch", 2, "seq", "seq"))
-        .embed("e").named_layer("outer", bias)
-    )  # fmt: skip
-    with pytest.raises(DeriveError, match=r"outer\.self_attn"):
-        compiled(flow, weights, program="prefill").text("mir")
 
 
 def test_a_claim_is_checked_by_slicing() -> None:

@@ -104,13 +104,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deberta_v3", {"attention_head_size": 9}, "attention_head_size"),
     ("deberta_v3", {"pos_att_type": "c2p|p2p"}, "pos_att_type"),
     ("deberta_v3", {"norm_rel_ebd": "batch_norm"}, "norm_rel_ebd"),
-    ("deberta", {"talking_head": True}, "talking_head"),
     ("eurobert", {"hidden_act": "gelu"}, "hidden_act"),
     ("eurobert", {"is_causal": True}, "is_causal"),
     ("esm2", {"hidden_act": "relu"}, "hidden_act"),
     ("esm2", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
-    ("esm2", {"is_folding_model": True}, "is_folding_model"),
-    ("esm2", {"rope_theta": 500.0}, "rope_theta"),
     ("esm2", {"mask_token_id": None}, "mask_token_id"),
 ]  # fmt: skip
 

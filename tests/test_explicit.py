@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -18,7 +17,7 @@ from rlx_jax.errors import DeriveError, DTypeError, GraphError, ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.models.decoder import as_decode
 from tests.small import compiled, profile, w
-from tests.test_derive import CONTEXT, EMBEDDING, MIXERS, H, head, llama_layers, llama_weights, tokens_flow
+from tests.test_derive import CONTEXT, EMBEDDING, H, head, llama_layers, llama_weights, tokens_flow
 from tests.test_examples import example
 
 BATCH, SEQ = 2, 8
@@ -193,16 +192,11 @@ def attend_flow(*inputs: tuple[str, tuple[Any, ...]], **changed: Any) -> rlx.Mod
     return flow.named_layer("outer", attending(**changed))
 
 
-def mixing(name: str) -> rlx.ModelFlow:
-    return head(llama_layers(tokens_flow(), 2)).custom_named("mine", MIXERS[name])
-
-
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    **{
-        name: (partial(mixing, name), r"mine.*no explicit rule")
-        for name in ("first token", "cumsum", "positions by iota", "mix of the batch")
-    },
-    "not causal": (lambda: attend_flow(mask="none"), r"outer\.self_attn.*not causal.*explicit has no meaning"),
+    "a mix of the batch": (
+        lambda: llama_layers(tokens_flow(), 1).custom_named("mine", lambda e, x: x - x.mean(0, keepdims=True)),
+        r"mine.*no explicit rule",
+    ),
     "an operand": (
         lambda: attend_flow(("m", ("batch", "seq")), mask="custom", mask_input="m"),
         r"outer\.self_attn.*the operand 'keep'.*explicit masks both by its own input 'mask'",
@@ -213,12 +207,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         r"no attention, so explicit has nothing to cache",
     ),
-    "pooling": (lambda: head(llama_layers(tokens_flow(), 1)).cls_token_pool(), r"no explicit rule"),
     "no attention": (tokens_flow, "no attention, so explicit has nothing to cache"),
-    "sizes": (
-        lambda: rlx.ModelFlow("m").input("tokens", ("batch", 8), dtype="int32").embed("e").stage(attending()),
-        r"explicit needs an input with the symbolic dimensions batch and seq; the flow has tokens i32\[batch,8\]",
-    ),
     "a cache of another shape": (
         lambda: attend_flow(("past_k_0", ("batch", "past", 9))),
         r"input past_k_0 is f32\[batch,past,9\]; expected f32\[batch,past,8\]",

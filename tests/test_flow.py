@@ -196,17 +196,6 @@ def test_rope_tables_read_position_ids_where_declared() -> None:
     assert np.abs(np.asarray(model(IDS, position_ids=3 * at)) - plain).max() > 1e-3
 
 
-def test_masks_and_pools_that_are_refused() -> None:
-    with pytest.raises(errors.UnboundInputError, match="kep.*keep"):
-        x_flow().input("keep", ("batch", "seq"), "int32").stage(blocks.AttnMask.from_input("kep")).build({})
-    for bad, message in (
-        (x_flow().cls_token_pool().cls_token_pool(), "ClsToken"),
-        (x_flow().cls_token_pool(hidden=9), "9"),
-    ):
-        with pytest.raises(errors.ShapeError, match=message):
-            bad.build()
-
-
 def test_lm_head() -> None:
     """Tied, separate, or under a key; the output is called logits and the widths are checked."""
     e, head = w(V, H), w(V, H, seed=1)
@@ -401,22 +390,6 @@ def test_a_value_has_shape_and_dtype_and_no_numbers() -> None:
         return x
 
     x_flow().custom(look).build()
-
-
-UNFIT = [
-    blocks.Linear("w"), blocks.RmsNorm("w"), blocks.LayerNorm("w", "w"), blocks.SwiGlu("w", "w", "w"),
-    blocks.GeluFfn("w", "w", "w", "w"), blocks.LmHead.separate("w", V, 5),
-    blocks.SelfAttnPrefill(SelfAttnPrefillSpec("w", "w", "w", 2, 4, 2)),
-    blocks.Embed("w"), blocks.GemmaRmsNorm("w"), blocks.GeGlu("w", "w", "w"), blocks.EmbedScale(5),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("stage", UNFIT, ids=lambda s: type(s).__name__)
-def test_a_stage_that_does_not_fit_names_its_block_path(stage: Any) -> None:
-    """The message of `build` starts with it."""
-    flow = x_flow().stage(RopeTables.theta(4), blocks.Named("outer", blocks.Named("inner", stage)))
-    with pytest.raises(rlx.RlxError, match=r"^outer\.inner"):
-        flow.build({"w": w(3, 5)})
 
 
 def test_unread_weights() -> None:

@@ -21,7 +21,7 @@ from rlx_jax.ir.graph import Op, TypeCache
 from rlx_jax.ir.ops.fused import Step
 from rlx_jax.ir.ops.pointwise import BINARY, COMPARE, PARAMETRIC, UNARY
 from rlx_jax.ir.ops.reduce import REDUCE
-from rlx_jax.ir.ops.shape import AxisOf, Bound, CutAxis, SizeOf
+from rlx_jax.ir.ops.shape import AxisOf, SizeOf
 from rlx_jax.ir.queries import binds_types
 from rlx_jax.ir.serial import decode, encode
 from rlx_jax.ir.types import TensorType
@@ -124,29 +124,18 @@ QKV = "; ".join(["f32 1 2 8"] * 3)
 HEADS = "f32 2 3 1 4; f32 2 3 1 4; f32 2 3 2 5; f32 2 3 2; f32 2 3 2"
 WRONG: list[tuple[str, Any, str, type[rlx.RlxError]]] = [
     ("unknown function", o.Unary("gelluu"), "f32 2", GraphError),
-    ("an unknown gate", o.FusedSwiGLU(True, "sillu"), "f32 2 4", GraphError),
-    ("an unknown activation", o.FusedMatMulBiasAct(0, "gelluu"), "f32 2 3; f32 3 4; f32 4", GraphError),
-    ("an unknown style", o.RopeOp(8, 8, "neox"), "f32 1 2 8; f32 1 2 4; f32 1 2 4", GraphError),
     ("a region step that does not fit", o.ElementwiseRegion(1, (Step(o.Unary("exp"), (0,)),)), "i32 2", DTypeError),
-    ("a residual that broadcasts", o.FusedResidualLayerNorm(1.0), "f32 2 3; f32 1 3; f32 3; f32 3", ShapeError),
     ("no bias where one is", o.FusedResidualLayerNorm(1.0, True), "f32 2 3; f32 2 3; f32 3; f32 3", GraphError),
     ("heads that do not divide", o.AttentionOp(4, 3), "f32 1 2 8; f32 1 2 6; f32 1 2 6", GraphError),
     ("a window behind a causal one", o.AttentionOp(2, 2, True, 2, ahead=1), QKV, GraphError),
     ("ahead without a window", o.AttentionOp(2, 2, ahead=1), QKV, GraphError),
-    ("an empty window", o.AttentionOp(2, 2, window=0), QKV, GraphError),
     ("a mask of rank 3", o.AttentionOp(2, 2, extra=("keep",)), QKV + "; i32 1 2 2", ShapeError),
     ("a coordinate too far", o.RopeTable((1.0,), axes=(2,)), "i32 1 4 2", ShapeError),
     ("an axis for one of two frequencies", o.RopeTable((1.0, 0.1), axes=(1,)), "i32 1 4 2", ShapeError),
     ("no state where one is held", o.GatedDeltaOp(from_state=True), HEADS, GraphError),
-    ("a state in bf16", o.GatedDeltaOp(from_state=True), HEADS + "; bf16 2 2 4 5", DTypeError),
     ("too few rows for a window", o.CausalConvOp(), "f32 2 3 4; f32 4 4", ShapeError),
-    ("images smaller than a patch", o.Patches((4, 9)), "f32 1 3 8 8", ShapeError),
-    ("positions that are ids", o.GridPositions((2, 3), (2, 2)), "i32 6 4; f32 1 3 8 8", DTypeError),
     ("another symbolic element count", o.Reshape((AxisOf(0), 7)), "f32 batch 8", ShapeError),
     ("past the end", o.Narrow(0, 2, 3), "f32 4", ShapeError),
-    ("a cut past the end", CutAxis(0, stop=Bound((SizeOf(0, 0),), 1)), "f32 seq", ShapeError),
-    ("a cut before the front", CutAxis(0, Bound((SizeOf(0, 0),), 1, True)), "f32 seq", ShapeError),
-    ("an empty cut", CutAxis(0, Bound((SizeOf(0, 0),))), "f32 seq", ShapeError),
     ("roles", o.Shard(("batch",)), "f32 2 8", ShapeError),
     ("two symbols", o.Expand((SizeOf(1, 0),)), "f32 seq; f32 batch", ShapeError),
     ("buckets without quarters", o.RelativeBuckets(0, 6), "f32 2 4", GraphError),

@@ -268,10 +268,6 @@ def counter() -> Callable[..., Any]:
     return step
 
 
-def asking(h: Any, x: Any) -> tuple[Any, Any]:
-    return h, jax.jit(lambda x: jax.pure_callback(lambda x: x, x, x))(x)
-
-
 LEAKED: list[Any] = []
 
 
@@ -283,13 +279,9 @@ def leak(x: Any) -> Any:
 jax.jit(leak)(1.0)
 ZEROS = np.zeros(H, np.float32)
 REFUSED: dict[str, tuple[Any, str]] = {
-    "longer": (lambda h, x: (jnp.concatenate([h, h]), x), r"takes the state as f32.8. and returns f32.16."),
     "another form": (lambda h, x: ((h, h), x), "the step takes a state"),
     "counts its traces": (counter(), "another function each time"),
-    "random": (lambda h, x: (h + np.random.normal(), x), "another function each time"),
-    "calls Python": (asking, "effects.*pure_callback"),
     "reads another trace": (lambda h, x: (h + LEAKED[0], x), "another trace"),
-    "branches": (lambda h, x: (h + x if x[0] > 0 else h, x), "branches on numbers"),
     "no function": (7, "takes a function"),
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import blocks
-from rlx_jax.errors import DTypeError, GraphError, ShapeError
+from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.trace.frequencies import axial_frequencies
 from tests.oracles import hugging_face, numpy_reference
 from tests.oracles import op_formulas as formula
@@ -70,8 +70,6 @@ def test_four_coordinates(style: str) -> None:
 REFUSED: list[tuple[Any, type[Exception], str]] = [
     (lambda m, x: m.axial_rope_2d(x, end_x=2, end_y=2, head_dim=8), ShapeError, "[B, 4, N·8] for 2 x 2 cells"),
     (lambda m, x: m.axial_rope_2d(x, end_x=3, end_y=2, head_dim=6), ShapeError, "a multiple of 4, got 6"),
-    (lambda m, x: m.rope(x, x, x, head_dim=8, style="neox"), GraphError, "expected one of half, interleaved"),
-    (lambda m, x: m.rope_angles(x, (1.0,), axes=(0,)), DTypeError, "positions integers [B, S, A]"),
     (lambda m, x: m.rope_angles(x, (1.0,), axes=0), GraphError, "the coordinate of each frequency"),
 ]
 

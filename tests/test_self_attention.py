@@ -119,11 +119,6 @@ A = ("a.q.weight", "a.k.weight", "a.v.weight")
 
 
 @pytest.mark.parametrize(("stage", "says"), [
-    (SelfAttention(A, None, 7), "does not split into 7 heads; give head_dim="),
-    (SelfAttention(A, None, N, head_dim=D),
-        "'a.k.weight' (mapping): expected [32, 24], got f32[16,24]; linear reads it with transpose=True, and x is "
-        "f32[batch,seq,24]; 32 columns for 8 query and 8 key heads of 4; for fewer key heads give kv_heads=4"),
-    (SelfAttention("a.q.weight", None, N, head_dim=D), "expected [96, 24], got f32[32,24]"),
     (SelfAttention(A, None, N, kv_heads=K, head_dim=D, out_bias="a.o.bias"), "out_bias='a.o.bias' but no out="),
     (SelfAttention(A, None, N, kv_heads=K, head_dim=D, qkv_bias="a.q.bias"), "three weights have three biases"),
     (SelfAttention("a.q.weight", None, N, head_dim=D, qkv_bias=A), "has one bias"),
