@@ -12,10 +12,9 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import blocks
-from rlx_jax.blocks import Custom, LlamaDecoderSpec, MaskKind
-from rlx_jax.errors import DeriveError, DTypeError, GraphError, ShapeError
+from rlx_jax.blocks import LlamaDecoderSpec, MaskKind
+from rlx_jax.errors import DeriveError, DTypeError, GraphError
 from rlx_jax.ir import hir
-from rlx_jax.models.decoder import as_decode
 from tests.small import compiled, profile, w
 from tests.test_derive import CONTEXT, EMBEDDING, H, head, llama_layers, llama_weights, tokens_flow
 from tests.test_examples import example
@@ -65,30 +64,6 @@ def assert_steps(flow: Any, weights: Any, **options: Any) -> None:
 
 # -- hooks of recipes --------------------------------------------------------------------------------
 
-HOOKS: dict[str, Callable[[Any], Any]] = {
-    "composed": lambda ctx: blocks.llama_prefill_layer_composed(ctx.index, ctx.spec),
-    "inside a stage of one's own": lambda ctx: Custom(lambda e, x: ctx.default_stage().inner.emit(e, x)),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["composed", "inside a stage of one's own"])
-def test_a_layer_hook_has_its_cache(name: str) -> None:
-    """Whatever stage writes the attention: cache, side outputs and numbers are those of the family's own layer."""
-    stock = rlx.Llama32Flow.for_prefill(CONFIG)
-    hooked, weights = stock.layer(HOOKS[name]), compiled(stock).init(0)
-    read = compiled(replace(hooked, export_kv=True), weights)
-    want = compiled(replace(stock, export_kv=True), weights)(TOKENS)
-    assert list(read(TOKENS)) == list(want) == ["logits", "kv.0.k", "kv.0.v", "kv.1.k", "kv.1.v"]
-    step = compiled(as_decode(hooked), weights)
-    assert [i.name for i in step.inputs if not i.optional] == [
-        "input_ids", "past_k_0", "past_v_0", "past_k_1", "past_v_1",
-    ]  # fmt: skip
-    outputs = step(TOKENS[:, 5:], **past_of(read(TOKENS[:, :5])))
-    close(of(outputs), of(want)[:, 5:])
-    for output in list(want)[1:]:
-        close(of(outputs, output), of(want, output))
-
 
 # -- flows of one's own ------------------------------------------------------------------------------
 
@@ -131,22 +106,6 @@ def test_the_last_token_of_a_step() -> None:
     )  # fmt: skip
     outputs = step(TOKENS[:, 3:6], **past_of(read(TOKENS[:, :3])))
     close(of(outputs), of(read(TOKENS))[:, 5:6])
-
-
-@pytest.mark.slow
-def test_mask_and_positions() -> None:
-    """Both are optional inputs: behind padding a row is what it is alone, and ones change nothing."""
-    flow, weights = FLOWS["layers that fold"](), llama_weights(2)
-    read, step = compiled(flow.export_kv(), weights), compiled(flow, weights, program="explicit")
-    past = past_of(read(TOKENS[:1, :3]))
-    alone = of(step(TOKENS[:1, 3:5], **past))
-    pad = {n: np.concatenate([np.full((1, 2, v.shape[2]), 9, np.float32), v], axis=1) for n, v in past.items()}
-    mask, ids = np.array([[0, 0, 1, 1, 1, 1, 1]], np.int32), np.array([[3, 4]], np.int32)
-    close(of(step(TOKENS[:1, 3:5], mask=mask, position_ids=ids, **pad)), alone)
-    close(of(step(TOKENS[:1, 3:5], mask=mask[:, 2:], **past)), alone)
-    assert np.abs(of(step(TOKENS[:1, 3:5], position_ids=ids + 1, **past)) - alone).max() > 1e-3
-    with pytest.raises(ShapeError, match="input mask: axis 1 is 4, expected .*, which is 5"):
-        step(TOKENS[:1, 3:5], mask=mask[:, :4], **past)
 
 
 @pytest.mark.slow

@@ -97,20 +97,6 @@ def test_greedy_tokens(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["direct", "fusable"])
-def test_layers_of_small_stages(policy: str) -> None:
-    """`composed` is the fused layer: bit by bit under `fusable`, to 2e-6 under `direct`."""
-    recipe, tokens = rlx.recipe_for(ODD), load_record(ODD)["tokens"]
-    profile = rlx.CompileProfile().replace(fusion={"policy": policy})
-    fused, composed = (
-        np.asarray(rlx.compile(r, profile=profile)(tokens))
-        for r in (recipe, dataclasses.replace(recipe, composed=True))
-    )
-    assert_close(composed, fused, tolerance=0 if policy == "fusable" else 2e-6)
-    assert_close(fused, load_record(ODD)["logits"])
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*has no effect:rlx_jax.errors.RlxWarning")
 @pytest.mark.parametrize("directory", [ODD, CAPS, BLOCKS, MIXED, SINKS, GROUPS], ids=lambda d: d.name)
 def test_every_weight_has_a_gradient(directory: Path) -> None:

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -100,36 +98,6 @@ def test_requests_that_are_refused(vit: ImageClassifier, directories: Path) -> N
     for call, error, message in calls:
         with pytest.raises(error, match=message):
             call()
-
-
-@pytest.mark.slow
-def test_fifty_steps_are_those_of_a_loop_by_hand(directories: Path, tmp_path: Path) -> None:
-    """Of a head on images. A classifier has the trained parameters once its model is set, as has what is saved."""
-    classifier, recipe = rlx.load(directories / "vit"), rlx.recipe_for(directories / "vit")
-    model, optimizer = rlx.compile(recipe, program="train"), optax.adamw(1e-3, eps=1e-4)
-    labels = np.array([2, 0, 1])
-
-    @jax.jit
-    def next_by_hand(params: Any, memory: Any) -> Any:
-        def loss(p: Any) -> Any:
-            return -jax.nn.log_softmax(model.apply(p, PIXELS))[np.arange(3), labels].mean()
-
-        value, gradients = jax.value_and_grad(loss)(params)
-        updates, memory = optimizer.update(gradients, memory, params)
-        return value, optax.apply_updates(params, updates), memory
-
-    step, state = train.make_step(model, optimizer, losses.classification), train.init(model, optimizer)
-    params, memory = jax.tree.map(jnp.copy, state.params), optimizer.init(state.params)
-    for _ in range(50):
-        with jax.numpy_dtype_promotion("standard"):
-            value, params, memory = next_by_hand(params, memory)
-        state, metrics = step(state, {"pixel_values": PIXELS, "labels": labels})
-        np.testing.assert_allclose(metrics.loss, value, rtol=1e-5)
-    classifier.model = model.replace(params=state.params)
-    rlx.save(classifier, tmp_path / "saved")
-    logits = classifier.logits(PIXELS)
-    assert logits.argmax(1).tolist() == labels.tolist()
-    assert_close(rlx.load(tmp_path / "saved").logits(PIXELS), logits)
 
 
 # -- live --------------------------------------------------------------------------------------

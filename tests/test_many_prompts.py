@@ -71,46 +71,11 @@ def broken(family: str) -> Any:
     return rlx.CausalLM(model.replace({**model.params, name: model.params[name].at[BAD].set(jnp.nan)}))
 
 
-@functools.cache
-def alone(family: str, prompt: tuple[int, ...], budget: int, sampler: int, seed: int, stop: tuple[int, ...]) -> Any:
-    """The answer to a prompt of a call for it alone."""
-    options: Any = {"sampler": SAMPLERS[sampler], "seed": seed, "stop": list(stop), "logprobs": LOGPROBS}
-    return lm(family, one_size=True).generate([list(prompt)], budget, **options)[0]
-
-
-prompt = st.lists(st.integers(0, V - 1), min_size=1, max_size=16).map(tuple)
-one_job = st.tuples(
-    prompt, st.integers(0, MAX_TOKENS), st.integers(0, len(SAMPLERS) - 1), st.integers(0, 3),
-    st.lists(st.integers(0, V - 1), max_size=2).map(tuple),
-)  # fmt: skip
-job_lists = st.lists(one_job, min_size=1, max_size=9)
-
-
 def same(got: rlx.Completion, want: rlx.Completion) -> None:
     """The same tokens, and log-probabilities up to rounding: of a recurrence 1.2e-5 was seen."""
     assert got.tokens == want.tokens
     np.testing.assert_allclose(got.token_logprobs, want.token_logprobs, atol=2e-5)
     assert [len(top) for top in got.top] == [len(top) for top in want.top]
-
-
-def run_jobs(family: str, jobs: list[Any], slots: int) -> None:
-    """All jobs in one call; SAMPLERS[2] is in each, so that the programs are those of all samplers."""
-    jobs = [*jobs, ((1,), 1, 2, 0, ()), ((1,), 1, 3, 0, ())]
-    prompts, budgets, samplers, seeds, stops = zip(*jobs, strict=True)
-    got = lm(family).generate(
-        [list(p) for p in prompts], [*budgets], [SAMPLERS[i] for i in samplers], [list(ids) for ids in stops],
-        [*seeds], logprobs=LOGPROBS, slots=slots,
-    )  # fmt: skip
-    for completion, job in zip(got, jobs, strict=True):
-        same(completion, alone(family, *job))
-
-
-@pytest.mark.slow
-@settings(max_examples=2, deadline=None)
-@given(jobs=job_lists)
-def test_rows_equal_requests_alone(jobs: list[Any]) -> None:
-    """With a sampler, a seed, stop ids and a number of tokens for each prompt."""
-    run_jobs("llama", jobs, 3)
 
 
 KINDS = tuple(replace(SAMPLERS[i], logit_bias={BAD: -np.inf}) for i in (0, 1, 2))

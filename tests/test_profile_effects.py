@@ -559,115 +559,6 @@ def embedding(**tables: Any) -> Any:
     return rlx.load(FIXTURES / "bert" / "bare_v5", profile=profile(**tables))
 
 
-IDLE: dict[str, list[tuple[Any, Any, str]]] = {
-    "fusion.policy": [(flat, "fusable", "no block has a better rule"), (llama, "fusable", "")],
-    "fusion.assert_clean": [(llama, True, "")],
-    "fusion.disable": [
-        (llama, ["mark_elementwise_regions"], "'mark_elementwise_regions' would change nothing here"),
-        (llama, ["fuse_swiglu"], "'fuse_swiglu' would change nothing here"),
-        (llama, ["cse"], "'cse' would change nothing here"),
-        (repeating, ["cse"], ""),
-    ],
-    "passes.dce": [(flat, False, "'dce' would change nothing here"), (llama, False, "")],
-    "passes.cse": [(llama, False, "'cse' would change nothing here"), (repeating, False, "")],
-    "passes.constant_folding": [
-        (generating, False, "'constant_folding' would change nothing here"),
-        (repeating, False, ""),
-    ],
-    "precision.compute": [(ids_only, "f32", "nothing is computed in floating point"), (flat, "f32", "")],
-    "precision.matmul": [(flat, "high", "there is no matrix product"), (small, "high", "")],
-    "precision.mixed": [
-        (ids_only, "auto", "nothing is computed in floating point"),
-        (small, "auto", ""),
-        (small, "custom", "precision.classes is f32 for all"),
-    ],
-    **{
-        f"precision.classes.{name}": [(small, "bf16", "precision.mixed is not 'custom'")]
-        for name in ("compute", "reduction", "elementwise", "movement")
-    },
-    "precision.weights": [(flat, "bf16", "there is no floating parameter"), (small, "bf16", "")],
-    "precision.kv": [
-        (llama, "bf16", "only prefill, extend and explicit have cached keys and values, and this model runs forward"),
-        (embedding, "bf16", "only prefill, extend and explicit"),
-        (generating, "bf16", ""),
-        (lambda **t: llama("extend", **t), "int8", ""),
-    ],
-    "donation.state": [
-        (llama, False, "there is no state, and this model runs forward"),
-        (generating, False, ""),
-        (lambda **t: llama("prefill", **t), False, ""),
-    ],
-    "donation.strict": [
-        (llama, True, ""),
-        (generating, True, ""),
-        (lambda **t: llama("extend", donation={"state": False, **t["donation"]}), True, "donation.state is false"),
-    ],
-    "donation.inputs": [(generating, ["input_ids"], "requests come from the host"), (small, ["x"], "")],
-    "layers.roll": [(small, "scan", "no layers repeat"), (small, "unroll", ""), (llama, "scan", "")],
-    "layers.remat": [
-        (llama, "layer", "only the program train recomputes anything, and this model runs forward"),
-        (generating, "dots", "this model runs forward, prefill, extend"),
-        (trained, "dots", "no layers repeat"),
-        (lambda **t: llama("train", **t), "dots", ""),
-    ],
-    "attention.implementation": [(small, "cudnn", "there is no attention"), (generating, "xla", "")],
-    "buckets.prompt": [(llama, [8], "this model pads nothing"), (generating, [8], "")],
-    "buckets.batch": [(llama, [8], "this model pads nothing"), (generating, [8], "")],
-    "buckets.context": [(embedding, [32], "only prefill and extend have a cache"), (generating, [64], "")],
-    "buckets.spare": [
-        (generating, 3, "no layer attends in a window"),
-        (llama, 3, "only prefill and extend have rings"),
-    ],
-    "buckets.on_recompile": [(llama, "error", "no list of buckets limits the sizes"), (generating, "error", "")],
-    "checks.ids": [(flat, "all", "no op reads a table by ids"), (generating, "all", ""), (embedding, "all", "")],
-    **{
-        f"sharding.{role}": [
-            (flat, ["x"], "there is no mesh"),
-            *([(over_two, ["x"], "the mesh has the axes 'data'")] if role != "batch" else []),  # or it divides nothing
-            (over_two, ["x", "data"], ""),
-        ]
-        for role in ROLES
-    },
-    "backend.cpu.weight_layout": [(flat, "in_out", "there is no Linear"), (small, "in_out", "")],
-    "backend.cpu.merge": [(small, True, "no two projections of one input can be merged"), (generating, False, "")],
-    "backend.cuda.merge": [(generating, False, "it is for cuda, and the target is cpu")],
-    "fusion.skip": [(llama, True, "the fusion passes leave their ops to XLA")],
-    "backend.cpu.skip_fusion": [(small, True, "the fusion passes leave their ops to XLA")],
-    "backend.cpu.unfuse_regions": [(small, False, "the fusion passes leave their ops to XLA")],
-    "backend.cpu.products": [(flat, "row", "there is no matrix product"), (small, "row", "")],
-    "backend.cpu.experts": [(small, "blocked", "there is no mixture of experts"), (mixture, "blocked", "")],
-    "backend.cpu.kernels": [(small, "off", "there are no experts"), (mixture, "off", "kernels run on one H100")],
-    "backend.cpu.steps_per_dispatch": [(llama, 2, "only a CausalLM generates"), (generating, 2, "")],
-    "backend.cpu.stop_early": [(embedding, False, "only a CausalLM generates"), (generating, False, "")],
-}
-"""For each setting: a model, a value, and why it has nothing to act on there; "" where it has."""
-
-
-@pytest.mark.parametrize(
-    ("place", "make", "value", "reason"),
-    [pytest.param(p, *row, id=f"{p}-{i}") for p, rows in IDLE.items() for i, row in enumerate(rows)],
-)
-def test_a_setting_acts_or_says_that_it_does_not(place: str, make: Any, value: Any, reason: str) -> None:
-    first, *rest = place.split(".")
-    table: Any = value
-    for key in reversed(rest):
-        table = {key: table}
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        make(**{first: table})
-    found = [str(w.message) for w in told if w.category is RlxWarning]
-    assert len(found) == bool(reason)
-    for message in found:
-        assert re.search(rf"^\w+: {re.escape(place)} = .* has no effect: .*{re.escape(reason)}", message)
-
-
-def test_every_setting_that_may_be_idle_is_above() -> None:
-    """Idle where it is known to be; only those that act everywhere are missing."""
-    settings = iter_settings(rlx.CompileProfile())
-    missing = {place for place, row, _ in settings if row.no_effect is not effects.always} - set(IDLE)
-    assert not {place for place in missing if not re.match(r"backend\.(cuda|rocm|tpu)\.", place)}
-
-
 def over(axis: str, family: str) -> Any:
     """A function that compiles a family over two devices along `data` and two along another axis."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", axis))
@@ -675,8 +566,8 @@ def over(axis: str, family: str) -> Any:
 
 
 def for_h200(**tables: Any) -> Any:
-    """`llama`, planned for a GPU."""
-    return llama(fusion={"target": "h200"}, **tables)
+    """The program that generates, planned for a GPU."""
+    return llama("extend", fusion={"target": "h200"}, **tables)
 
 
 def windowed(**tables: Any) -> Any:
@@ -691,32 +582,6 @@ def custom_classes(**tables: Any) -> Any:
 
 
 over_llama, over_groups = (over("tensor", family) for family in ("llama", "qwen35"))
-VISIBLE: dict[str, tuple[Any, Any]] = {
-    "fusion.policy": (embedding, "fusable"), "fusion.target": (llama, "tpu"), "fusion.disable": (repeating, ["cse"]),
-    "passes.dce": (llama, False), "passes.cse": (repeating, False), "passes.constant_folding": (repeating, False),
-    "precision.compute": (small, "bf16"), "precision.matmul": (small, "high"), "precision.mixed": (small, "auto"),
-    "precision.weights": (small, "bf16"), "precision.kv": (lambda **t: llama("extend", **t), "int8"),
-    "precision.classes.compute": (custom_classes, "f16"), "precision.classes.reduction": (custom_classes, "f16"),
-    "precision.classes.elementwise": (custom_classes, "f16"), "precision.classes.movement": (custom_classes, "f16"),
-    "donation.state": (generating, False), "donation.strict": (generating, True), "donation.inputs": (small, ["x"]),
-    "layers.roll": (llama, "scan"), "layers.remat": (lambda **t: llama("train", **t), "dots"),
-    "attention.implementation": (llama, "xla"),
-    "buckets.prompt": (generating, [8]), "buckets.batch": (generating, [8]), "buckets.context": (generating, [64]),
-    "buckets.on_recompile": (generating, "error"), "buckets.programs": (generating, 9), "buckets.spare": (windowed, 3),
-    **{f"sharding.{role}": (over_llama, []) for role in ("heads", "kv_heads", "ffn", "vocab")},
-    **{f"sharding.{role}": (over_llama, ["tensor"]) for role in ("sequence", "embedding", "channel")},
-    "sharding.batch": (over_llama, ["data", "tensor"]), "sharding.hidden": (over_llama, ["data"]),
-    "sharding.experts": (over("expert", "mixtral"), []), "sharding.groups": (over_groups, []),
-    "backend.cpu.weight_layout": (small, "in_out"), "backend.cpu.merge": (generating, False),
-    "backend.cpu.products": (small, "row"), "backend.cpu.experts": (mixture, "blocked"),
-    "backend.cuda.kernels": (for_h200, "off"),
-    "backend.cpu.steps_per_dispatch": (generating, 2), "backend.cpu.stop_early": (generating, False),
-    "backend.cpu.compiler_options": (small, {"xla_cpu_enable_fast_min_max": True}),
-}  # fmt: skip
-"""For each setting a model whose program, plan, parameters or request sizes it changes, and the value."""
-
-# Settings of messages and checks, which no program has: test_fusion_report.py, `test_verbose`, test_checked_calls.py.
-OF_CHECKS = {"name", "fusion.assert_clean", "passes.verbose", "checks.ids"}
 
 
 def visible(model: Any) -> list[str]:
@@ -737,26 +602,141 @@ def visible_by_default(make: Any) -> list[str]:
     return visible(make())
 
 
-@pytest.mark.filterwarnings("ignore::rlx_jax.errors.RlxWarning")
-@pytest.mark.parametrize("place", VISIBLE)
-def test_a_setting_is_visible(place: str) -> None:
-    """One row for each setting: it changes something in the compiled model."""
-    make, value = VISIBLE[place]
+# Settings of messages and checks, which no program has: test_fusion_report.py, `test_verbose`, test_checked_calls.py.
+OF_CHECKS = {"name", "fusion.assert_clean", "passes.verbose", "checks.ids"}
+DIVIDED: dict[str, tuple[Any, Any]] = {
+    **{role: (over_llama, []) for role in ("heads", "kv_heads", "ffn", "vocab")},
+    **{role: (over_llama, ["tensor"]) for role in ("sequence", "embedding", "channel")},
+    "batch": (over_llama, ["data", "tensor"]), "hidden": (over_llama, ["data"]),
+    "experts": (over("expert", "mixtral"), []), "groups": (over_groups, []),
+}  # fmt: skip
+"""For each role a model over four devices that axes divide otherwise."""
+SILENT = None
+SETTINGS: dict[str, list[tuple[Any, Any, str | None]]] = {
+    "fusion.policy": [(flat, "fusable", "no block has a better rule"), (llama, "fusable", "")],
+    "fusion.assert_clean": [(llama, True, SILENT)],
+    "fusion.target": [(llama, "tpu", "")],
+    "fusion.disable": [
+        (llama, ["mark_elementwise_regions"], "'mark_elementwise_regions' would change nothing here"),
+        (llama, ["fuse_swiglu"], "'fuse_swiglu' would change nothing here"),
+        (llama, ["cse"], "'cse' would change nothing here"),
+        (repeating, ["cse"], ""),
+    ],
+    "passes.dce": [(flat, False, "'dce' would change nothing here"), (llama, False, "")],
+    "passes.cse": [(llama, False, "'cse' would change nothing here"), (repeating, False, "")],
+    "passes.constant_folding": [
+        (generating, False, "'constant_folding' would change nothing here"),
+        (repeating, False, ""),
+    ],
+    "precision.compute": [(ids_only, "f32", "nothing is computed in floating point"), (small, "bf16", "")],
+    "precision.matmul": [(flat, "high", "there is no matrix product"), (small, "high", "")],
+    "precision.mixed": [
+        (ids_only, "auto", "nothing is computed in floating point"),
+        (small, "auto", ""),
+        (small, "custom", "precision.classes is f32 for all"),
+    ],
+    **{
+        f"precision.classes.{name}": [(small, "bf16", "precision.mixed is not 'custom'"), (custom_classes, "f16", "")]
+        for name in ("compute", "reduction", "elementwise", "movement")
+    },
+    "precision.weights": [(flat, "bf16", "there is no floating parameter"), (small, "bf16", "")],
+    "precision.kv": [
+        (llama, "bf16", "only prefill, extend and explicit have cached keys and values, and this model runs forward"),
+        (embedding, "bf16", "only prefill, extend and explicit"),
+        (generating, "bf16", ""),
+        (lambda **t: llama("extend", **t), "int8", ""),
+    ],
+    "donation.state": [
+        (llama, False, "there is no state, and this model runs forward"),
+        (generating, False, ""),
+        (lambda **t: llama("prefill", **t), False, ""),
+    ],
+    "donation.strict": [
+        (llama, True, ""),
+        (generating, True, ""),
+        (lambda **t: llama("extend", donation={"state": False, **t["donation"]}), True, "donation.state is false"),
+    ],
+    "donation.inputs": [(generating, ["input_ids"], "requests come from the host"), (small, ["x"], "")],
+    "layers.roll": [(small, "scan", "no layers repeat"), (llama, "scan", "")],
+    "layers.remat": [
+        (llama, "layer", "only the program train recomputes anything, and this model runs forward"),
+        (generating, "dots", "this model runs forward, prefill, extend"),
+        (trained, "dots", "no layers repeat"),
+        (lambda **t: llama("train", **t), "dots", ""),
+    ],
+    "attention.implementation": [(small, "cudnn", "there is no attention"), (generating, "xla", "")],
+    "buckets.prompt": [(llama, [8], "this model pads nothing"), (generating, [8], "")],
+    "buckets.batch": [(llama, [8], "this model pads nothing"), (generating, [8], "")],
+    "buckets.context": [(embedding, [32], "only prefill and extend have a cache"), (generating, [64], "")],
+    "buckets.spare": [
+        (generating, 3, "no layer attends in a window"),
+        (llama, 3, "only prefill and extend have rings"),
+        (windowed, 3, ""),
+    ],
+    "buckets.programs": [(generating, 9, "")],
+    "buckets.on_recompile": [(llama, "error", "no list of buckets limits the sizes"), (generating, "error", "")],
+    "checks.ids": [(flat, "all", "no op reads a table by ids"), (generating, "all", SILENT)],
+    **{
+        f"sharding.{role}": [
+            (flat, ["x"], "there is no mesh"),
+            *([(over_two, ["x"], "the mesh has the axes 'data'")] if role != "batch" else []),  # or it divides nothing
+            (over_two, ["x", "data"], SILENT),
+            (*DIVIDED[role], ""),
+        ]
+        for role in ROLES
+    },
+    "backend.cpu.weight_layout": [(flat, "in_out", "there is no Linear"), (small, "in_out", "")],
+    "backend.cpu.merge": [(small, True, "no two projections of one input can be merged"), (generating, False, "")],
+    "backend.cuda.merge": [(generating, False, "it is for cuda, and the target is cpu")],
+    "fusion.skip": [(llama, True, "the fusion passes leave their ops to XLA")],
+    "backend.cpu.skip_fusion": [(small, True, "the fusion passes leave their ops to XLA")],
+    "backend.cpu.unfuse_regions": [(small, False, "the fusion passes leave their ops to XLA")],
+    "backend.cpu.products": [(flat, "row", "there is no matrix product"), (small, "row", "")],
+    "backend.cpu.experts": [(small, "blocked", "there is no mixture of experts"), (mixture, "blocked", "")],
+    "backend.cpu.kernels": [(small, "off", "there are no experts"), (mixture, "off", "kernels run on one H100")],
+    "backend.cuda.kernels": [(for_h200, "off", "")],
+    "backend.cpu.compiler_options": [(small, {"xla_cpu_enable_fast_min_max": True}, "")],
+    "backend.cpu.steps_per_dispatch": [(llama, 2, "only a CausalLM generates"), (generating, 2, "")],
+    "backend.cpu.stop_early": [(embedding, False, "only a CausalLM generates"), (generating, False, "")],
+}
+"""For each setting: a model, a value, and why it has nothing to act on there; "" where it changes the program, plan,
+parameters or request sizes, and SILENT where it only acts."""
+
+
+@pytest.mark.parametrize(
+    ("place", "make", "value", "reason"),
+    [pytest.param(p, *row, id=f"{p}-{i}") for p, rows in SETTINGS.items() for i, row in enumerate(rows)],
+)
+def test_a_setting_acts_or_says_that_it_does_not(place: str, make: Any, value: Any, reason: str | None) -> None:
     first, *rest = place.split(".")
+    table: Any = value
     for key in reversed(rest):
-        value = {key: value}
-    assert visible(make(**{first: value})) != visible_by_default(make)
+        table = {key: table}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model = make(**{first: table})
+    found = [str(w.message) for w in told if w.category is RlxWarning]
+    assert len(found) == bool(reason)
+    for message in found:
+        assert re.search(rf"^\w+: {re.escape(place)} = .* has no effect: .*{re.escape(str(reason))}", message)
+    assert reason != "" or visible(model) != visible_by_default(make)
 
 
-def test_every_setting_is_visible() -> None:
-    """Each has a row above, or a stated reason: it is of checks, or has no effect and warns of that."""
+def test_every_setting_is_above() -> None:
+    """Idle where it is known to be: only those that act everywhere never are. And visible, or of checks, or never of
+    effect."""
     rows = {
         place: row
         for place, row, _ in iter_settings(rlx.CompileProfile())
-        if not re.match(r"backend\.(rocm|tpu|cuda)", place)
+        if not re.match(r"backend\.(cuda|rocm|tpu)\.", place)
     }
-    idle = {place for place, row in rows.items() if row.no_effect is effects.never} | {"backend.cpu.kernels"}
-    assert set(rows) == set(VISIBLE) - {"backend.cuda.kernels"} | OF_CHECKS | idle
+    idle, shown = (
+        {p for p, found in SETTINGS.items() if any(test(r[2]) for r in found)}
+        for test in (bool, lambda reason: reason == "")
+    )
+    assert not {place for place, row in rows.items() if row.no_effect is not effects.always} - idle - OF_CHECKS
+    never = {place for place, row in rows.items() if row.no_effect is effects.never} | {"backend.cpu.kernels"}
+    assert set(rows) == shown - {"backend.cuda.kernels"} | OF_CHECKS | never
 
 
 def test_no_preset_is_idle_where_it_belongs() -> None:
