@@ -258,13 +258,6 @@ def test_a_call_consumes_its_state() -> None:
     with pytest.raises(rlx.RlxError):
         model(TOKENS[:, :1], lengths=[1, 1], state=first)
     model(TOKENS[:, 1:2], lengths=[1, 1], state=second)
-    kept = compiled(
-        head(llama_layers(tokens_flow(), 1)), llama_weights(1), program="extend",
-        profile=profile(donation={"state": False}),
-    )  # fmt: skip
-    state = kept.init_state(2, 4)
-    kept(TOKENS[:, :1], lengths=[1, 1], state=state)
-    assert not any(a.is_deleted() for a in state.leaves.values())
 
 
 def test_a_mixer_inside_the_layers_is_refused_by_name() -> None:

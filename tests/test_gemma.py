@@ -192,10 +192,7 @@ def test_larger_models_that_are_refused(tmp_path: Path) -> None:
     for n, (changes, error, text) in enumerate((
         ({"text_config": None}, errors.ConfigError, "config.json': field 'text_config' is missing"),
         ({"text_config": {"model_type": "gemma2"}}, errors.UnsupportedError, "text_config: model_type 'gemma2'"),
-        ({"text_config": {"hidden_size": 0}}, errors.ConfigError, "config.json', text_config: field 'hidden_size'"),
-        ({"quantization_config": {"bits": 4}}, errors.UnsupportedError, "quantization_config"),
         ({"audio_config": {}}, errors.UnsupportedError, "audio_config"),
-        ({"architectures": ["Gemma3ForSequenceClassification"]}, errors.UnsupportedError, "Gemma3ForSequenceClass"),
     )):  # fmt: skip
         with pytest.raises(error, match=text):
             rlx.load(with_images(tmp_path / str(n), "language_model.model.", **changes))

@@ -13,7 +13,6 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import errors
-from rlx_jax.errors import RlxWarning
 from rlx_jax.io.folder import Folder
 from rlx_jax.models.config import read_config
 from rlx_jax.models.mamba2 import Mamba2Config
@@ -53,20 +52,6 @@ def test_heads_that_devices_do_not_divide_are_named() -> None:
     recipe = rlx.recipe_for(TIED)
     with pytest.raises(errors.UnsupportedError, match=r"linear_attn: 3 heads with a state cannot be divided"):
         rlx.CausalLM(recipe, mesh=jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tensor",)))
-
-
-def test_the_text_model_of_one_that_reads_images(tmp_path: Path) -> None:
-    """A nested `text_config`, keys of their own; the head for drafts is left on purpose."""
-    where = checkpoints.inside(BLOCKS, tmp_path / "m", "Qwen3_5ForConditionalGeneration", "model.language_model.")
-    more = {"model.visual.patch_embed.proj.weight": np.ones(3, "f4"), "mtp.fc.weight": np.ones(2, "f4")}
-    checkpoints.edit_tensors(where, lambda tensors: tensors | more)
-    checkpoints.edit_json(where / "config.json", {"vision_config": {"depth": 1}, "image_token_id": 60})
-    with pytest.warns(RlxWarning, match="only the text model is built, and 1 weights of other parts are not read"):
-        lm = rlx.load(where)
-    weights, want = lm.model.weights(), formulas(BLOCKS)[1]
-    assert set(weights) == set(want)
-    for key, value in weights.items():
-        np.testing.assert_array_equal(np.asarray(value, np.float64), want[key])
 
 
 def test_no_most_time_step_is_written_in_three_ways(tmp_path: Path) -> None:

@@ -264,9 +264,6 @@ def test_names_of_alphas_are_matched_as_peft_matches_them(tmp_path: Path) -> Non
 
 EMBEDDING, DOWN = "base_model.model.model.embed_tokens", "0.mlp.down_proj"
 FILES: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], Any], str]] = {
-    "saved modules": ({"modules_to_save": ["lm_head"]}, lambda t: t, "modules_to_save"),
-    "other base": ({"init_lora_weights": "pissa"}, lambda t: t, "init_lora_weights"),
-    "a new field": ({"surprise": 1}, lambda t: t, "'surprise'"),
     "rank": ({"r": 4}, lambda t: t, "is 4, and its tensors have 3"),
     "expression": ({"alpha_pattern": {".*_proj": 2}}, lambda t: t, "is a regular expression"),
     "embedding": ({}, lambda t: t | {f"{EMBEDDING}.lora_embedding_A": np.ones((2, 2), "f4")}, "is not handled"),
@@ -280,7 +277,6 @@ FILES: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], Any], str]] = 
         lambda t: {k: v[:, :2] if k.endswith("lora_B.weight") else v for k, v in t.items()},
         "expected .r, in. and .out, r., got",
     ),
-    "width": ({}, lambda t: {k: v[:, :7] if k.endswith("lora_A.weight") else v for k, v in t.items()}, "expected"),
     "other model": ({}, lambda t: {k.replace("self_attn", "attn"): v for k, v in t.items()}, "no block reads weights"),
 }
 

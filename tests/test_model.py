@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax import blocks
-from rlx_jax.blocks import LlamaDecoderSpec
 from rlx_jax.errors import DTypeError, GraphError, RequestError, ShapeError, UnboundInputError
 from rlx_jax.models import bert, llama
 from rlx_jax.weights.initial import SMALL_SIZE
@@ -307,16 +305,6 @@ def test_other_platforms_lower_here(platform: str, roll: str) -> None:
         assert "stablehlo" in lowered.as_text()
 
 
-def test_derived_programs_lower_for_other_platforms() -> None:
-    """Extend, with its state."""
-    config = llama.LlamaConfig(V, H, F, 2, 4, 2, 4, (1.0, 0.5))
-    model = compiled(llama.Llama32Flow(config), llama.weight_specs(config), program="extend")
-    state = jax.eval_shape(lambda: model.init_state(B, 8))
-    step = jax.jit(lambda p, t, n, s: model.apply(p, t, lengths=n, state=s))
-    traced = step.trace(model.param_specs(), Spec((B, 1), np.int32), Spec((B,), np.int32), state)
-    assert "stablehlo" in traced.lower(lowering_platforms=("tpu",)).as_text()
-
-
 # -- parameters --------------------------------------------------------------------------------
 
 
@@ -342,54 +330,6 @@ def test_replace_keeps_the_executables() -> None:
     assert number_of_compiles(lambda: other(X[0])) == 0
     assert np.abs(np.asarray(other(X[0])) - np.asarray(model(X[0]))).max() > 0.1
     np.testing.assert_allclose(model(X[0]), mlp(X[0]), rtol=1e-5, atol=1e-6)
-
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "both": {"backend": {"cpu": {"merge": True}}, "layers": {"roll": "scan"}},
-    "bf16": {"precision": {"compute": "bf16"}},
-}
-
-
-def llama_flow() -> rlx.ModelFlow:
-    """A tied Llama with biases."""
-    spec = LlamaDecoderSpec(num_heads=4, head_dim=4, num_kv_heads=2, attention_bias=True, mlp_bias=True)
-    return (
-        rlx.ModelFlow("llama").input("tokens", ("batch", "seq"), dtype="int32").token_embed()
-        .repeat_layers(3, lambda i: blocks.llama_prefill_layer_fused(i, spec)).final_norm().lm_head(V, H, tied=True)
-    )  # fmt: skip
-
-
-def llama_specs(dtype: Any = np.float32) -> dict[str, Spec]:
-    """Its checkpoint."""
-    config = llama.LlamaConfig(
-        V, H, F, 3, 4, 2, 4, (1.0, 0.5), attention_bias=True, mlp_bias=True, tie_word_embeddings=True
-    )
-    return llama.weight_specs(config, dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "dtype"), [("both", np.float32), ("bf16", np.float32), ("both", ml_dtypes.bfloat16)]
-)
-def test_weights_round_trip(layout: str, dtype: Any) -> None:
-    """Whatever the layout, `weights()` has the checkpoint's keys, shapes, dtypes and, where exact, bits."""
-    rng = np.random.default_rng(0)
-    given = {k: rng.standard_normal(s.shape).astype(dtype) for k, s in sorted(llama_specs().items())}
-    model = compiled(llama_flow(), given, profile=profile(**LAYOUTS[layout]))
-    back = model.weights()
-    assert set(back) == set(given)
-    for key, value in back.items():
-        assert value.dtype == dtype and value.shape == given[key].shape
-        rounded = given[key].astype(ml_dtypes.bfloat16) if layout == "bf16" else given[key]
-        np.testing.assert_array_equal(np.asarray(value), rounded.astype(dtype))
-    changed = model.weights({k: v * 2 for k, v in model.params.items()})
-    np.testing.assert_array_equal(
-        np.asarray(changed["model.layers.1.self_attn.k_proj.weight"]),
-        np.asarray(back["model.layers.1.self_attn.k_proj.weight"]) * 2,
-    )
-    again = compiled(llama_flow(), {k: np.asarray(v) for k, v in back.items()})
-    assert np.abs(np.asarray(again(IDS)) - np.asarray(model(IDS))).max() < (0.3 if layout == "bf16" else 1e-4)
 
 
 def test_init_of_a_flow_with_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:

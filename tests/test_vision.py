@@ -208,8 +208,6 @@ def test_images_that_are_refused() -> None:
     and sizes that differ."""
     encoder = vision("dinov2")
     for images, match in (
-        ([PLAIN, PLAIN.astype(np.int32)], r"images\[1\]: expected u8, got i32"),
-        ([PLAIN[:, :, :2]], "1, 3 or 4 channels"), ([PLAIN[None]], r"got \[1, 6, 5, 3\]"),
         ([np.broadcast_to(np.uint8(0), (2**15, 2**14, 3))], "the limit limits.MAX_IMAGE_PIXELS"),
         ([np.zeros((1, 2**16, 3), np.uint8)], "1 × 65536 pixels become 34 × 2228224; the limit"),
         ([Picture(PLAIN, "I;16", 0, 256)], r"images\[0\]: mode 'I;16' .* 0 to 256; expected 0 to 255: .* by 257"),
@@ -240,7 +238,6 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
         ({"resample": 5, "image_processor_type": "BitImageProcessorFast"}, "5, hamming, which torch does not have"),
         ({"image_std": [0.5, 0, 0.5]}, "expected a list of 3 finite numbers over 0"),
         ({"crop_size": {"height": 3}}, "field 'width' is missing"), ({"do_resize": "yes"}, "expected true or false"),
-        ({"tiles": 4}, "field 'tiles' is '4'; it may change the computation"),
     ):  # fmt: skip
         (directory / "preprocessor_config.json").write_text(json.dumps(plain | changes), "utf-8")
         with pytest.raises(REFUSED, match=match):
@@ -331,7 +328,7 @@ def test_configs_that_are_refused() -> None:
         ({"hidden_size": 10, "num_attention_heads": 3}, "is not a multiple of num_attention_heads"),
         ({"image_size": 5, "patch_size": 6}, "is smaller than patch_size"),
         ({"image_size": [5, 6, 7]}, "expected one integer or two"), ({"hidden_act": "tanhshrink"}, "are gelu"),
-        ({"mlp_ratio": -1}, "expected over 0"), ({"rotary": True}, "field 'rotary' is 'True'; it may change"),
+        ({"mlp_ratio": -1}, "expected over 0"),
     ):  # fmt: skip
         with pytest.raises(REFUSED, match=match):
             Dinov2Config.from_hf(changes)
