@@ -180,6 +180,7 @@ def test_weights_of_a_narrow_checkpoint() -> None:
     )
     assert keep.report().parameter_bytes == 2 * bf16.report().parameter_bytes
     np.testing.assert_array_equal(bf16.weights()["model.norm.weight"], narrow["model.norm.weight"])
+    assert {value.dtype for model in (keep, bf16) for value in model.weights().values()} == {BF16}
     assert relative(bf16(IDS), keep(IDS)) < 2e-6
 
 
