@@ -326,8 +326,6 @@ class DistanceEmbeddings:
         return value
 
 
-# -- BERT ----------------------------------------------------------------------------------------
-
 _FFN = ("intermediate.dense", "output.dense", "output.LayerNorm")
 _OUTPUT = ("attention.output.dense", "attention.output.LayerNorm")
 STYLES = {

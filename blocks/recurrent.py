@@ -145,9 +145,6 @@ def gated_delta_layer(index: int, layer: LayerSpec, spec: GatedDeltaSpec, prefix
     return Named(f"layer{index}", MixerLayer(p, layer, (mixer,), "gated_delta_layer"))
 
 
-# -- the recurrence without projections ----------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class GdnScan:
     """Gated delta rule over inputs that `emit.set_gdn` registered; the result is `[B,S,Hv,n]`.

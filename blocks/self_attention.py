@@ -133,8 +133,6 @@ class SelfAttention:
         """The number of key and value heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
-    # -- parts of `emit` ---------------------------------------------------------------------
-
     def _head_dim(self, emit: Emit, hidden: TensorType) -> int:
         """Return D, the width of a head.
 

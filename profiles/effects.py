@@ -221,9 +221,6 @@ def needs_generation(value: Any, facts: ModelFacts) -> str:
     return "" if generates else f"only a CausalLM generates, and {facts.programs_text()}"
 
 
-# -- the warning -------------------------------------------------------------------------------
-
-
 def settings_without_effect(facts: ModelFacts) -> Mapping[str, tuple[Any, str]]:
     """Return the settings that differ from their default and have no effect: the value and the reason, by path."""
     reasons = {}

@@ -516,7 +516,7 @@ def test_pipeline_steps() -> None:
     assert dump_lir(planned) == dump_lir(template.specialize({"batch": 2}).lir)
     passed = pipeline.compile_module(rlx.GraphModule.from_lir(planned))
     assert dump_lir(passed.lir) == dump_lir(planned) and passed.fusion.clean and not passed.fusion.sites
-    assert not pipeline.compile_graph(lowered.bind(batch=2).graph).has_dynamic_dims
+    assert not pipeline.compile_mir(lowered.bind(batch=2).graph).has_dynamic_dims
     with pytest.raises(GraphError, match="template"):
         passed.specialize({"batch": 2})
     with pytest.raises(GraphError, match="mir"):

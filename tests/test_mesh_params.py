@@ -136,7 +136,7 @@ def test_fewer_key_heads_than_devices() -> None:
     assert ours.params is not None and ours.params["model.layers.0.self_attn.k_proj.weight"].is_fully_replicated
     assert ours.params["model.layers.0.self_attn.q_proj.weight"].sharding.spec == P("tensor")
     report = ours.report()
-    assert "model.layers.0.self_attn.v_proj.weight" in report.replicated and report.whole == report.replicated
+    assert "model.layers.0.self_attn.v_proj.weight" in report.replicated
     merged = rlx.CausalLM(made, held, mesh=mesh("tensor", 8)).model
     assert [n for n in merged.param_specs() if "k_proj" in n] == ["model.layers.0.self_attn.k_proj.weight"]
     merged.lower(IDS)

@@ -117,9 +117,6 @@ def reads_fixed_keys(levels: Levels, node: Node) -> bool:
     return isinstance(node.op, hir.Attention) and all(levels.get(v.node, TOKENS) < TOKENS for v in node.inputs[1:])
 
 
-# -- separation of request values --------------------------------------------------------------
-
-
 @dataclass
 class RequestSplitter:
     """Separates values of the request from values that depend on tokens while a graph is rewritten into `program`."""

@@ -156,8 +156,6 @@ class CompilePipeline:
         """Return the planned program of a MIR graph; raises as `compile_module`."""
         return self.compile_module(GraphModule.from_graph(graph))
 
-    compile_graph = compile_mir
-
     def compile_module(self, module: GraphModule) -> CompileResult:
         """Return the planned program of a module at any level; a module at LIR passes through with an empty report.
 

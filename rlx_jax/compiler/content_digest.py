@@ -1,4 +1,4 @@
-"""This module computes a digest of what a program is traced from, so that a later process need not trace it."""
+"""Compute a digest of the inputs of a trace, so that a later process with the same digest does not trace again."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ import numpy as np
 from rlx_jax.ir.graph import Value
 
 PACKAGE = __name__.partition(".")[0]
-# The packages whose classes are what their names say: the version of each is known wherever a digest is used.
-KNOWN_PACKAGES = (PACKAGE, "builtins", "numpy", "ml_dtypes", "jax")
+# Packages whose classes are identified by name: the cache key also has the version of each package.
+VERSIONED_PACKAGES = (PACKAGE, "builtins", "numpy", "ml_dtypes", "jax")
 IMPORT_TIME: float = sys.modules[PACKAGE].IMPORT_TIME
 
 
 def content_digest(value: Any) -> str | None:
     """Return the SHA-256 of plain data and of dataclasses of this package, by value.
 
-    Returns None if there is anything else in it, such as a function or an op of the user: its code has no digest.
+    Return None for any other content, such as a function or an op of the user, because user code has no digest.
     """
     try:
         return _digest(value).hex()
@@ -37,12 +37,12 @@ def content_digest(value: Any) -> str | None:
 
 @functools.cache
 def source_digest() -> str | None:
-    """Return the SHA-256 of the source of this package, which the version does not tell in a checkout.
+    """Return the SHA-256 of the source files of this package, because a checkout has many states of one version.
 
-    Returns None if the running code has another one: there is no source, or it has changed since the import.
+    Return None if the running code is not this source: there are no files, or they changed after the import.
     """
     sha, root = hashlib.sha256(), Path(__file__).parents[1]
-    # `Path.rglob` would leave out the packages that a checkout has as links.
+    # `Path.rglob` does not follow links, and a checkout links some packages.
     paths = sorted(Path(base, name) for base, _, names in os.walk(root, followlinks=True) for name in names)
     sources = [path for path in paths if path.suffix == ".py"]
     try:
@@ -52,26 +52,28 @@ def source_digest() -> str | None:
                 return None
             sha.update(hashlib.sha256(str(path.relative_to(root)).encode()).digest())
             sha.update(hashlib.sha256(path.read_bytes()).digest())
-    except OSError:  # an editor's link to nothing, or a file that is gone
+    except OSError:  # a dangling link of an editor, or a deleted file
         return None
     return sha.hexdigest() if sources else None
 
 
 def _digest(value: Any) -> bytes:
-    """Return the SHA-256 of a value with its type. Each part has a fixed length, so that no two values are alike.
+    """Return the SHA-256 of a value with its type. Parts have a fixed length, so that different values differ.
 
     Raises:
         TypeError: the value has no digest.
     """
     kind = type(value)
-    if kind.__module__.partition(".")[0] not in KNOWN_PACKAGES:  # a class of the user, maybe of a string or a tuple
+    if (
+        kind.__module__.partition(".")[0] not in VERSIONED_PACKAGES
+    ):  # a class of the user, which may subclass str or tuple
         raise TypeError(kind)
     name = f"{kind.__module__}.{kind.__qualname__}".encode()
     return hashlib.sha256(hashlib.sha256(name).digest() + b"".join(_parts(value))).digest()
 
 
 def _parts(value: Any) -> Iterator[bytes]:
-    """List the digests of the parts of a value; raises as `_digest`."""
+    """Yield the digests of the parts of a value; raise as `_digest`."""
     if value is None or isinstance(value, bool | int | float | complex | str | enum.Enum):
         yield hashlib.sha256(repr(value).encode(errors="surrogatepass")).digest()
     elif isinstance(value, bytes):
@@ -80,7 +82,7 @@ def _parts(value: Any) -> Iterator[bytes]:
         yield from map(_digest, (value.name, value.str, value.itemsize))
     elif isinstance(value, np.ndarray | np.generic) and value.dtype != object:
         yield from map(_digest, (value.dtype, value.shape, value.tobytes()))
-    elif isinstance(value, Value):  # its owner is the builder of the graph, which is complete
+    elif isinstance(value, Value):  # without its owner, the builder of a complete graph
         yield from map(_digest, (value.node, value.index))
     elif isinstance(value, tuple | list):
         yield from map(_digest, value)

@@ -53,8 +53,6 @@ class ModuleBuilder(SpecBuilders[Value]):
     def __post_init__(self) -> None:
         as_name(self.name, "a module")
 
-    # -- building ----------------------------------------------------------------------------
-
     def input(self, name: str, shape: Sequence[int | str], dtype: Any = "f32") -> Value:
         """Declare an input and return its value; strings in the shape are symbolic sizes.
 
@@ -121,8 +119,6 @@ class ModuleBuilder(SpecBuilders[Value]):
         """Return `module.named(name, build)`."""
         return module.named(name, build)
 
-    # -- used by the op builders -------------------------------------------------------------
-
     def wrap(self, value: Value) -> Value:
         """Return a value of the builder with its owner, so that another module refuses it."""
         return replace(value, owner=self.builder)
@@ -170,8 +166,6 @@ class ModuleBuilder(SpecBuilders[Value]):
             key = weight.keys[0] if isinstance(weight, WeightStack) else stored_key(weight)
             raise GraphError(f"{self.name}: {quote(weight)} is a key; m.param({key!r}, shape) declares the weight")
         return weight
-
-    # -- finishing ---------------------------------------------------------------------------
 
     def set_outputs(self, values: Sequence[Value], names: Sequence[str] = ()) -> None:
         """Set the outputs and their names. The default names are `output`, or `output0`, `output1` … for several.

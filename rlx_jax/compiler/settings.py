@@ -437,9 +437,6 @@ def compute_dtype(precision: Precision, target: str, source: WeightSource | None
     return most if most.itemsize == 2 else f32
 
 
-# -- settings that do not fit the program ------------------------------------------------------
-
-
 def check_inputs(names: tuple[str, ...], flow: Buildable) -> None:
     """Check that the inputs that a profile names (`donation.inputs`) are inputs of the flow.
 

@@ -1,6 +1,6 @@
-"""Define the layers that a sentence-transformers pipeline applies to vectors after pooling, and read them.
+"""Define the layers that a sentence-transformers pipeline applies to pooled vectors, and read them from a checkpoint.
 
-They are `Dense`, `VectorNorm` and `UnitLength`, one record for each module of the checkpoint.
+`Dense`, `VectorNorm` and `UnitLength` are one module each of the checkpoint.
 """
 
 from __future__ import annotations
@@ -56,22 +56,22 @@ _TORCH_PREFIXES = ("torch.nn.modules.activation.", "torch.nn.modules.linear.", "
 
 @dataclass(frozen=True)
 class VectorLayer:
-    """A layer of vectors `[n, in]`. Its weights are the fields that are not compared: two layers are equal if one
-    compiled program serves both.
+    """A layer over vectors `[n, in]`. Its weights are the fields that are not compared, so that equal layers share a
+    program.
     """
 
     @property
     def widths(self) -> tuple[int, int] | None:
-        """The sizes of its input and of its output; None if both are any size."""
+        """The input and output width; None for any width."""
         return None
 
     def arrays(self) -> dict[str, Vectors]:
-        """Return its weights by name."""
+        """Return the weights by name."""
         weights = {f.name: getattr(self, f.name) for f in fields(self) if not f.compare}
         return {name: array for name, array in weights.items() if array is not None}
 
     def apply(self, x: jax.Array, arrays: Mapping[str, jax.Array]) -> jax.Array:
-        """Return the layer of vectors `[n, in]`."""
+        """Return the outputs for vectors `[n, in]`."""
         raise NotImplementedError
 
 
@@ -140,7 +140,7 @@ def unit_length(x: jax.Array) -> jax.Array:
 def apply_layers(
     layers: tuple[VectorLayer, ...], vectors: jax.Array, arrays: Sequence[Mapping[str, jax.Array]]
 ) -> jax.Array:
-    """Return the layers of vectors `[n, width]`, in turn; `arrays` has the weights of each layer."""
+    """Apply the layers to vectors `[n, width]` in order; `arrays` has the weights of each layer."""
     for layer, weights in zip(layers, arrays, strict=True):
         vectors = layer.apply(vectors, weights)
     return vectors
@@ -148,7 +148,7 @@ def apply_layers(
 
 @dataclass(frozen=True)
 class PlacedLayers:
-    """Layers whose weights are on the devices of a model."""
+    """Layers with their weights on the devices of a model."""
 
     programs: Programs
     layers: tuple[VectorLayer, ...]
@@ -160,7 +160,7 @@ class PlacedLayers:
         return PlacedLayers(programs, layers, jax.device_put([layer.arrays() for layer in layers], programs.replicated))
 
     def __call__(self, vectors: Vectors) -> Vectors:
-        """Return the layers of vectors `[n, width]`, in calls of few different sizes."""
+        """Apply the layers to vectors `[n, width]`, in calls of few different sizes."""
         if not self.layers:
             return vectors
         results = []
@@ -205,8 +205,8 @@ def read_layer(
         folder: the checkpoint.
         kind: `Dense`, `LayerNorm`, `Normalize`, `Dropout` or `SparseAutoEncoder`, of which `k` is left to the caller.
         path: the module's directory.
-        feature: what the layer must apply to.
-        default: what it applies to if its config does not say.
+        feature: the feature that the module must read and write.
+        default: the feature that it reads if its config has no `module_input_name`.
 
     Raises:
         ConfigError: a malformed config, or weights of other shapes. UnsupportedError: names the setting.
@@ -239,7 +239,7 @@ def _config(folder: Folder, path: str) -> Fields:
 
 
 def _check_features(c: Fields, kind: str, feature: str, default: str) -> None:
-    """Check that a module reads and writes a feature; `default` is what it reads if its config does not say."""
+    """Check that a module reads and writes `feature`; `default` as in `read_layer`."""
     source, target = c.raw("module_input_name", default), c.raw("module_output_name", feature)
     if source != feature or target not in (feature, None):
         used = f"{kind} maps {quote(source)} to {quote(target)}"
@@ -278,7 +278,7 @@ def _read_auto_encoder(folder: Folder, path: str, c: Fields) -> Dense:
 
 
 def read_linear(folder: Folder, name: str, activation: str = "Identity") -> Dense | None:
-    """Return the layer in `name.safetensors` or `name.pt` with `weight` and `bias`, as FlagEmbedding has it; or None.
+    """Return the layer in `name.safetensors` or `name.pt` with `weight` and `bias`, as in FlagEmbedding; or None.
 
     Raises:
         WeightError: other weights. Others as `read_torch_file`.

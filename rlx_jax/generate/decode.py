@@ -317,9 +317,6 @@ class DecodeLoop(TokenChooser):
         return function
 
 
-# -- slots ------------------------------------------------------------------------------------
-
-
 # The inputs of a loop with a row for each slot: as for a request, but with the values of a sampler for each slot, and
 # with `stop_mask` `[S, K]` int32, the ids that end each slot, padded with -1.
 SLOT_INPUTS = ("rows", "sampler_values", "stop_mask")

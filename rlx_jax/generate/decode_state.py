@@ -141,9 +141,6 @@ def run_padded(
     return crop_to(programs, logits, len(valid), seq), new_state, others
 
 
-# -- slices of padded outputs; compiled, as an eager slice would transfer its indices to the device --------------------
-
-
 def last_rows(rows: int, logits: jax.Array) -> jax.Array:
     """Return the first rows of the logits of last tokens, `[B, 1, V]` → `[rows, V]`."""
     return logits[:rows, 0]

@@ -264,9 +264,6 @@ def empty_pairs(drafter: Drafter | None, rows: int) -> Any:
     return ids, np.zeros((*ids.shape, width), np.float32), np.zeros(rows, np.int32)
 
 
-# -- the MTP module of a checkpoint ------------------------------------------------------------
-
-
 def mtp_module(model: CompiledModel, tokens: int) -> MtpModule:
     """Return a drafter with the MTP module of the model's checkpoint, which is loaded on first use.
 

@@ -157,9 +157,6 @@ def find_blocks(model: CompiledModel, pattern: str) -> tuple[str, tuple[str, ...
     return text, tuple(types), next(iter(types.values()))
 
 
-# -- models ------------------------------------------------------------------------------------
-
-
 def _flow_of(model: CompiledModel) -> ModelFlow:
     """Return the flow of a model, without its captures.
 

@@ -243,9 +243,6 @@ def patch(
     return jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), results)
 
 
-# -- arguments ---------------------------------------------------------------------------------
-
-
 def _read_positions(positions: Any, lengths: Ids, sweep: bool) -> np.ndarray[Any, Any]:
     """Return the positions of each patch as bools `[patches, prompts, tokens]`.
 

@@ -152,9 +152,6 @@ def restore_left_padding(model: CompiledModel, array: jax.Array, starts: np.ndar
     return model.programs.run_helper(shift_rows, array, starts.astype(np.int32)) if starts.any() else array
 
 
-# -- captures ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class CaptureAxes:
     """The axes of a capture that enumerate rows and tokens.

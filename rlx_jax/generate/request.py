@@ -400,9 +400,6 @@ def check_combination(state: bool, share_prefix: Any, inputs: Any, drafter: Draf
         )
 
 
-# -- a request that continues a state ----------------------------------------------------------
-
-
 def join_state(
     lm: LanguageModel, prompts: Prompts, state: Any
 ) -> tuple[list[list[int]], tuple[Prefix, ...], RequestInputs]:

@@ -242,9 +242,6 @@ def exp_or_inf(nats: float) -> float:
         return math.inf
 
 
-# -- texts as token ids -----------------------------------------------------------------------
-
-
 def scored_tokens(lm: LanguageModel, texts: Any) -> tuple[list[ScoredTokens], bool]:
     """Return the tokens of each item, and whether `texts` is a single item rather than a list.
 

@@ -179,9 +179,6 @@ def fill_keys(
     return prefill_keys(lm.model, widths, state_sizes, request_variant(lm.model, drafter), sizes.extends)
 
 
-# -- sizes -------------------------------------------------------------------------------------
-
-
 def slot_sizes(
     lm: LanguageModel, lengths: Sequence[int], totals: Sequence[int], num_slots: int | None, drafter: Drafter | None
 ) -> tuple[SlotSizes, ...]:

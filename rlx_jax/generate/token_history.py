@@ -166,9 +166,6 @@ def ban_sequences(logits: Array, words: Array, history: TokenHistory) -> Array:
     return ban_tokens(logits, last, matches & (last >= 0))
 
 
-# -- functions of users -----------------------------------------------------------------------
-
-
 def check_processors(
     programs: Programs, processors: Iterable[LogitsProcessor], batches: Iterable[int], vocab_size: int, max_tokens: int
 ) -> None:

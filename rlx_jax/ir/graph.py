@@ -5,9 +5,8 @@
     value  ::= (node, index)
     write  ::= state leaf := value
 
-Nodes are append-only, so their order is a topological order. Leaves (`Input`, `Param`, `Constant`,
-`StateRead`) mean the same value everywhere, so a region may contain them directly. `BodyInput` is an operand of the
-region.
+Nodes are append-only, so their order is topological. Leaves (`Input`, `Param`, `Constant`, `StateRead`) mean the same
+value everywhere, so a region may contain them directly. `BodyInput` is an operand of the region.
 """
 
 from __future__ import annotations

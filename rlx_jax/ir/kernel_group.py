@@ -1,4 +1,4 @@
-"""`KernelGroup` and `AttentionGroup`: a product, or an attention, and the ops around it, which one kernel may run."""
+"""`KernelGroup` and `AttentionGroup`: fused ops around a matrix product or an attention, for one kernel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlx_jax.ir.types import TensorType
 
 
 class BodyOp:
-    """Members of an op whose only region, `body`, has its inputs as operands and its outputs as results."""
+    """Methods of a fused op: the inputs and outputs of its region `body` are its operands and results."""
 
     body: Graph
 
@@ -40,13 +40,13 @@ class BodyOp:
 
 @dataclass(frozen=True)
 class KernelGroup(BodyOp, Mir):
-    """A product of up to 8 rows with a weight, with ops before it, of one row, and after it.
+    """A matrix product of up to 8 rows with a weight, fused with its prologue, for one row, and its epilogue.
 
-    Operands: what the ops before the product read, its weight `[N, K]`, what the ops after it read.
+    Operands: the inputs of the prologue, the weight `[N, K]`, the inputs of the epilogue.
 
     Attributes:
-        body: the ops. Its outputs are the result of the ops after the product, then values of the ops before it that
-            other nodes read.
+        body: the fused ops. Its outputs are the result of the epilogue, then values of the prologue that other nodes
+            read.
         num_rows: number of operands before the weight.
     """
 
@@ -57,15 +57,15 @@ class KernelGroup(BodyOp, Mir):
 
     @property
     def product(self) -> int:
-        """Return the number of the product's node."""
+        """Return the index of the product's node."""
         return next(i for i, node in enumerate(self.body.nodes) if isinstance(node.op, MatMul))
 
 
 @dataclass(frozen=True)
 class AttentionGroup(BodyOp, Mir):
-    """The attention of one new token of one or a few rows, with the ops on its heads and the writes of its cache.
+    """Attention of one new token for one or a few rows, fused with the ops on its heads and the cache updates.
 
-    Operands: the cached keys and values, then what else the ops read. Results: the context, and both caches.
+    Operands: the cached keys and values, then the other inputs of the ops. Results: the context, and both caches.
     """
 
     traits = replace(KernelGroup.traits, writes=((1, 0), (2, 1)))

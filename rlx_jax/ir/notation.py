@@ -1,4 +1,4 @@
-"""The templates by which ops say how dumps print them: `Op.notation`."""
+"""Format the text of ops in dumps from the templates `Op.notation`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 from operator import attrgetter
 from typing import Any
 
-# An attribute, and the text that depends on it.
+# `{name}` or `{name?text}`.
 _PLACEHOLDER = re.compile(r"\{([\w.]+)(?:\?([^}]*))?\}")
 
 
 def fill_notation(notation: str, op: object) -> str:
-    """Return a template with the values of an op's attributes.
+    """Return the text of an op, a template with the values of the op's attributes.
 
     Args:
         notation: `{name}` is the value of an attribute, and `{name?text}` is `text` if the attribute is true, with its
@@ -30,7 +30,7 @@ def fill_notation(notation: str, op: object) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Return the value of an attribute as dumps print it: the text of an op, of a graph its number of nodes."""
+    """Return the value of an attribute as text; for a graph, the number of its nodes."""
     if hasattr(value, "text"):
         return str(value.text())
     if hasattr(value, "nodes"):

@@ -432,9 +432,6 @@ def _slices(program: Program) -> Iterator[Sliced]:
             yield from _slices(part)
 
 
-# -- queries of programs -------------------------------------------------------------------------
-
-
 def packed_parameter(program: Program) -> Program | None:
     """Return the packed parameter of which a leaf of the layout is one array, as without casts; None for other leaves.
 

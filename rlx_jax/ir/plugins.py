@@ -117,8 +117,6 @@ def is_builtin(cls: type[Any]) -> bool:
     return cls.__module__.partition(".")[0] == "rlx_jax"
 
 
-# -- the table -----------------------------------------------------------------------------------
-
 _context_plugins: ContextVar[tuple[Plugin, ...]] = ContextVar("rlx_jax_plugins", default=())
 
 

@@ -15,8 +15,6 @@ from rlx_jax.ir.plugins import is_builtin
 from rlx_jax.ir.region import Rewrite, everywhere, rewrite
 from rlx_jax.ir.types import TensorType, check_elements
 
-# -- inspection ----------------------------------------------------------------------------------
-
 
 def users(graph: Graph, node: int) -> tuple[int, ...]:
     """Return the numbers of the nodes that read a result of node number `node`, in order and without repetition."""
@@ -87,9 +85,6 @@ def binds_types(op: Op) -> bool:
     if not isinstance(op, Mir) or op.regions() or not is_builtin(type(op)):
         return False
     return op.traits.stored and not op.traits.size_dependent
-
-
-# -- composition ---------------------------------------------------------------------------------
 
 
 def inline_into(

@@ -328,9 +328,6 @@ def _split_number(segment: str | int | LayerIndex) -> Iterator[tuple[str, int]]:
         yield prefix, int(segment.removeprefix(prefix))
 
 
-# -- peeling and unrolling -----------------------------------------------------------------------
-
-
 def peel_last(graph: Graph, types: TypeCache) -> Graph:
     """Return the same program with the last iteration of each region as plain nodes after it.
 

@@ -113,9 +113,6 @@ def layer_of(config: DecoderConfig, *, window: int | None = None, **differences:
     )  # fmt: skip
 
 
-# -- fields ------------------------------------------------------------------------------------
-
-
 class ScaledRope(NamedTuple):
     """Inverse frequencies, and the factor of cos and sin."""
 

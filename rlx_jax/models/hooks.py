@@ -112,9 +112,6 @@ class HookedLayers:
         return stage
 
 
-# -- edits of flows: classes, so that a recipe with them can be pickled ------------------------
-
-
 @dataclass(frozen=True)
 class WithBlocks:
     """An edit of blocks, selected by their paths."""

@@ -201,9 +201,6 @@ def _apply_edit(recipe: R, edit: Edit) -> R:
     return cast(R, edit(target) if isinstance(target, ModelFlow) else target.patch_flow(edit))
 
 
-# -- adapters of a model -------------------------------------------------------------------------
-
-
 @dataclass
 class _AdapterRecorder:
     """A wrapper that delegates to a `LoraLinear` and records the adapters that it adds."""

@@ -72,9 +72,6 @@ class Mamba2Flow(CausalFlow[Mamba2Config]):
         return decoder_flow(self, self.stage, norm=norm)
 
 
-# -- fields ------------------------------------------------------------------------------------
-
-
 def _mixer(c: Fields, hidden: int) -> Mamba2Spec:
     """Return the spec of the layers."""
     heads, width = c.integer("num_heads", 128, high=2**16), c.integer("head_dim", 64, high=2**16)

@@ -131,9 +131,6 @@ class ModernBertFlow(BertLike[ModernBertConfig]):
         )  # fmt: skip
 
 
-# -- the decoder -------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class ModernBertDecoderConfig(ModernBertConfig, CausalConfig):
     """Sizes of a decoder of ModernBERT."""

@@ -122,9 +122,6 @@ class Qwen35Flow(DecoderFlow[Qwen35Config]):
         return super().assemble().with_mtp(lambda source: Qwen35MtpFlow(self.config, source).assemble())
 
 
-# -- the draft module --------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Qwen35MtpFlow:
     """The recipe of Qwen 3.5's multi-token-prediction module for drafts: one attention layer over the model's hidden
@@ -194,9 +191,6 @@ class Qwen35MtpFlow:
         if not any(key.startswith("mtp.") for key in self.weights.keys()):
             raise MissingWeightError(f"the checkpoint has no mtp.* weights, so no draft module: {advice}")
         check_recipe_weights(replace(self, weights=None), self.weights)
-
-
-# -- fields ------------------------------------------------------------------------------------
 
 
 def _attention_layers(c: Fields, layers: int) -> tuple[bool, ...]:

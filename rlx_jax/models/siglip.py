@@ -143,8 +143,6 @@ class SiglipFlow(DualFlow[SiglipConfig]):
     bias = True
 
 
-# -- SigLIP 2 with images of any proportions ---------------------------------------------------
-
 MASK, SHAPES = "pixel_attention_mask", "spatial_shapes"
 
 

@@ -15,8 +15,6 @@ from rlx_jax.models.encoder import IMAGE_HEADS, TaskHead, TowerFlow, head_keys
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.weights.source import WeightSource
 
-# -- configs -----------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class TowerConfig(LayeredConfig):
@@ -84,9 +82,6 @@ def image_fields(c: Fields, patch: int = 16, name: str = "image_size") -> dict[s
     if size[0] < patch_size[0] or size[1] < patch_size[1]:
         raise ConfigError(f"{c.where}: {name} {list(size)} is smaller than patch_size {list(patch_size)}")
     return {"image_size": size, "patch_size": patch_size, "num_channels": c.integer("num_channels", 3, high=2**10)}
-
-
-# -- layouts of checkpoints --------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,6 @@ class ViTFlow(VisionFlow[ViTConfig]):
     )
 
 
-# -- families with other tokens or pooling -----------------------------------------------------
-
 DEIT = replace(
     HF,
     distillation="embeddings.distillation_token",

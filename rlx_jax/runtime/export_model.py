@@ -249,9 +249,6 @@ def _check_sizes(sizes: Sequence[SizeMap]) -> list[dict[str, int]]:
     return [{str(n): check_integer(f"sizes: {n}", size, 1) for n, size in choice.items()} for choice in sizes]
 
 
-# -- programs ----------------------------------------------------------------------------------
-
-
 def _export_forms(
     programs: Programs, key: ProgramKey, platforms: tuple[str, ...], choices: Sequence[dict[str, int]]
 ) -> list[tuple[dict[str, int], tuple[str, ...], export.Exported]]:

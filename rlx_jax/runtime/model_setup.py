@@ -363,9 +363,6 @@ def init_model_params(programs: Programs, built: Built, key: jax.Array, label: s
         return init(key) if storage_shardings is None else jax.jit(init, out_shardings=storage_shardings)(key)
 
 
-# -- `missing="init"` of `rlx_jax.compile` -----------------------------------------------------
-
-
 def check_options(options: OpenOptions) -> jax.Array | None:
     """Check `strict`, `progress`, `missing` and `key`, and return the random key of missing weights.
 

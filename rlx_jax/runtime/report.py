@@ -251,11 +251,6 @@ class Report:
     packed: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     decoded: tuple[str, ...] = ()
 
-    @property
-    def whole(self) -> tuple[str, ...]:
-        """The former name of `replicated`."""
-        return self.replicated
-
     def __str__(self) -> str:
         rows: list[tuple[str, object]] = [
             ("parameters", f"{self.parameter_bytes:,} bytes"),

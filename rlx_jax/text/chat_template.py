@@ -52,9 +52,6 @@ NO_TEMPLATE = (
 )
 
 
-# -- files -------------------------------------------------------------------------------------
-
-
 def load_templates(folder: Folder, settings: Mapping[str, Any], where: str) -> dict[str, str]:
     """Return the chat templates of a model directory by name; empty if there are none. They are not parsed yet.
 
@@ -151,9 +148,6 @@ def choose_template(templates: Mapping[str, str], requested: str | None, has_too
         f"chat_template: {quote(requested)} is not a template, as it has no '{{{{' and no '{{%', and not the name of "
         f"one: {listing(templates) or 'the checkpoint has none'}{did_you_mean(requested, templates)}"
     )
-
-
-# -- rendering ---------------------------------------------------------------------------------
 
 
 def render(template: str, variables: Mapping[str, Any]) -> str:

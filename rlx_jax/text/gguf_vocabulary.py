@@ -214,9 +214,6 @@ def _bpe(vocabulary: Vocabulary, merges: Sequence[Sequence[str]], **options: Any
     return {"type": "BPE", **options, "vocab": vocab, "merges": [list(merge) for merge in merges]}
 
 
-# -- metadata ----------------------------------------------------------------------------------
-
-
 def read_texts(metadata: Metadata, key: str, where: str) -> tuple[str, ...]:
     """Return a list of texts in UTF-8."""
     values = metadata.get(PREFIX + key)

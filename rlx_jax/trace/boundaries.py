@@ -88,9 +88,6 @@ def _copy_registers(state: FlowState) -> FlowState:
     return replace(state, **copies)
 
 
-# -- reading the marks ---------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Ports:
     """The values by which a block is connected to the nodes outside of it.

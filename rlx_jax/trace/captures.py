@@ -168,9 +168,6 @@ def _stack(emit: Emit, name: str, values: Mapping[str, FlowValue], where: str) -
         return emit.stack(list(values.values()))
 
 
-# -- all values between blocks -------------------------------------------------------------------
-
-
 def capture_reads(emit: Emit, where: str) -> None:
     """Make each value that a block reads from outside a side output, unless it is one, an input, weight or constant.
 

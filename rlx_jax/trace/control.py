@@ -225,8 +225,6 @@ class Control(Images[V]):
         """Return x with a gradient of zero."""
         return self.activation("stop_gradient", x)
 
-    # -- blocks that carry a state -------------------------------------------------------------
-
     def recurrent(
         self, step: Callable[..., Any], x: Any, *params: Any, init: Any, unroll: int | None = None, label: str = ""
     ) -> Any:

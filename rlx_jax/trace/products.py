@@ -172,8 +172,6 @@ class Products(Shapes[V]):
             y = self.add(y, self._broadcast_scale(x, zero_point, axis, x_dtype, block))
         return self.cast(y, target, saturate=True)
 
-    quantize_per_channel = quantize
-
     def dequantize(
         self,
         x: V,
@@ -192,8 +190,6 @@ class Products(Shapes[V]):
         if zero_point is not None:
             y = self.sub(y, self._broadcast_scale(x, zero_point, axis, target, block))
         return self.mul(y, self._broadcast_scale(x, scale, axis, target, block))
-
-    dequantize_per_channel = dequantize
 
     def quantized_matmul(
         self, x: V, w: V, scale: V | float, zero_point: V | float | None = None, *, block: int | None = None

@@ -425,9 +425,6 @@ class SelectiveScan(StatefulForward, Hir):
         return BlockRun((b(merge_axes(4, 2), out),), tuple(states[:1]), tuple(states[1:]))
 
 
-# -- parts -------------------------------------------------------------------------------------
-
-
 def check_packed(op: str, t: TensorType, heads: int) -> None:
     """Check that `t` is `[B, S, heads · width]` with a static width.
 

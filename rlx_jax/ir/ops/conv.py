@@ -170,8 +170,6 @@ class ConvTranspose(Mir):
         return Normal(weight.shape[0] * math.prod(weight.shape[2:]))
 
 
-# -- pooling -----------------------------------------------------------------------------------
-
 POOLS = ("max", "mean", "sum", "lp", "argmax")
 
 

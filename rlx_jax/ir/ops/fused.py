@@ -206,9 +206,6 @@ class ElementwiseRegion(Mir):
         return f"ew_region(in={self.inputs}, steps={len(self.steps)}: {' '.join(s.op.text() for s in self.steps)})"
 
 
-# -- an encoder layer, and its attention half, as one op ---------------------------------------
-
-
 def _layer_flops(op: Any, operands: Types, results: Types) -> int:
     """Return the FLOPs: a product with every weight matrix for each token, and scores and sums over all keys."""
     hidden, by_name = operands[0], named_operands(op, operands)

@@ -152,8 +152,6 @@ class Einsum(Mir):
         return jnp.einsum(self.subscripts, *arrays, precision=precision, preferred_element_type=dtype).astype(dtype)
 
 
-# -- spectra, and systems of linear equations --------------------------------------------------
-
 TRANSFORMS = {"fft": jnp.fft.fft, "ifft": jnp.fft.ifft, "rfft": jnp.fft.rfft, "irfft": jnp.fft.irfft}
 NORMS = ("backward", "ortho", "forward")
 # Traits of ops that lose too much accuracy with rounded operands: mixed precision does not narrow the operands.

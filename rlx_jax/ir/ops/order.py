@@ -96,9 +96,6 @@ class TopK(Mir):
         return jnp.moveaxis(values, -1, self.axis), jnp.moveaxis(indices, -1, self.axis)
 
 
-# -- sampling from logits ----------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Sample(Mir):
     """Sample one class for each row: logits `[…, V]`, a seed of rank 0 (i32 or u32) → i32 `[…]`.

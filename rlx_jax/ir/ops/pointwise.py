@@ -289,8 +289,6 @@ def in_dtype(b: Builder, value: Value, dtype: np.dtype[Any]) -> Value:
     return value if b.type(value).dtype == dtype else b(CastTo(dtype), value)
 
 
-# -- fake quantization ---------------------------------------------------------------------------
-
 # Straight-through estimators: gradients of the rounding, see `FakeQuantize`.
 STE = ("identity", "clipped", "tanh", "hard_tanh")
 

@@ -379,9 +379,6 @@ class Tile(Mir):
         return jnp.tile(x, self.reps)
 
 
-# -- slices with bounds that depend on the sizes of other values -------------------------------
-
-
 @dataclass(frozen=True)
 class Bound:
     """Bound of a `CutAxis`: the distance `offset + Σ sizes − Σ minus` from the start of the axis, or from its end.

@@ -180,8 +180,6 @@ class GridAngles(Mir):
         return f"grid_angles(patch={self.patch}, n_rot={4 * len(self.frequencies)}, tokens={self.tokens})"
 
 
-# -- resizing, and sampling at fractional coordinates ------------------------------------------
-
 Doubles = np.ndarray[Any, np.dtype[np.float64]]
 
 METHODS = ("nearest", "linear", "cubic")
