@@ -181,6 +181,8 @@ class DecoderFlow(CausalFlow[C]):
 
     def assemble(self) -> ModelFlow:
         c, ends = self.config, self.config.ends()
+        # Old checkpoints have the frequencies of the rope in each layer.
+        unread = (f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in range(c.num_hidden_layers))
         return decoder_flow(
             self,
             self.stage,
@@ -188,7 +190,7 @@ class DecoderFlow(CausalFlow[C]):
             embedded=() if self.inputs_embeds else ends.embedded,
             norm=c.layer_spec(0).norm("model.norm"),
             logits=ends.logits,
-            leave=(*legacy_keys(c), *ends.unread_keys),
+            leave=(*unread, *ends.unread_keys),
         )
 
 
@@ -198,12 +200,6 @@ class DecoderFlow(CausalFlow[C]):
 def weight_specs(config: DecoderConfig, dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
     """Return the shape of every checkpoint key, to compile or `init` without a checkpoint."""
     return declared_shapes(DecoderFlow(config).assemble(), dtype)
-
-
-def legacy_keys(config: DecoderConfig) -> tuple[str, ...]:
-    """Return the keys of old checkpoints that are left unread on purpose."""
-    layers = range(config.num_hidden_layers)
-    return tuple(f"model.layers.{i}.self_attn.rotary_emb.inv_freq" for i in layers)
 
 
 # -- flow --------------------------------------------------------------------------------------

@@ -212,7 +212,7 @@ def window_at(windows: Windows, index: int) -> int | None:
 
 def rope_of(
     c: Fields, common: Mapping[str, Any], theta: float = 1e4, partial_rotary: float | None = None,
-    inert: Iterable[str] = (),
+    inert: Iterable[str] = (), default: Mapping[str, Any] | None = None,
 ) -> ScaledRope:  # fmt: skip
     """Return the rope of `rope_parameters` (transformers 5), or of `rope_theta` and `rope_scaling` (transformers 4).
 
@@ -223,12 +223,15 @@ def rope_of(
         partial_rotary: fraction of each head's columns to rotate if the config leaves out `partial_rotary_factor`; None
             for a family without that field.
         inert: names of rope fields that do not affect the frequencies.
+        default: `rope_parameters` of a config without any.
 
     Raises:
         ConfigError: the number of rotated columns is odd, or out of range.
     """
     rotary_dim, positions = common["head_dim"], common["max_position_embeddings"]
     group, scaling = c.group("rope_parameters"), c.group("rope_scaling")
+    if group is scaling is None and default is not None:
+        group = Fields(default, f"{c.where}, rope_parameters")
     if partial_rotary is not None:
         outer = c.real("partial_rotary_factor", partial_rotary)
         factor = outer if group is None else group.real("partial_rotary_factor", outer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
@@ -13,12 +12,11 @@ from rlx_jax.models.decoder import DecoderFlow
 from rlx_jax.models.decoder import weight_specs as weight_specs
 from rlx_jax.models.decoder_config import (
     DecoderConfig,
-    ScaledRope,
     Windows,
     common_fields,
-    frequencies_of,
     layer_of,
     layer_windows,
+    rope_of,
     window_at,
 )
 from rlx_jax.weights.quantized import with_mxfp4_weights
@@ -197,7 +195,7 @@ class GptOssConfig(DecoderConfig):
         positions, eps = cls.max_position_embeddings, cls.rms_norm_eps
         common = common_fields(c, max_positions=positions, kv_heads=8, head_dim=64, eps=eps)
         c.choice("hidden_act", "silu", {"silu": "silu", "swish": "silu"})
-        rope, layers = _rope(c, common), common["num_hidden_layers"]
+        rope, layers = rope_of(c, common, THETA, default=YARN), common["num_hidden_layers"]
         return cls(
             **common,
             inv_freq=rope.inv_freq,
@@ -228,12 +226,3 @@ class GptOssFlow(DecoderFlow[GptOssConfig]):
     def adapt_weights(self, source: WeightSource) -> WeightSource:
         """Return the weights of a checkpoint, in which MXFP4 experts are packed weights."""
         return super().adapt_weights(with_mxfp4_weights(source))
-
-
-def _rope(c: Fields, common: Mapping[str, Any]) -> ScaledRope:
-    """Return the rope of a config; a config without rope fields has the default `YARN`."""
-    group, scaling = c.group("rope_parameters"), c.group("rope_scaling")
-    if group is None and scaling is None:
-        group = Fields(YARN, f"{c.where}, rope_parameters")
-    positions = common["max_position_embeddings"]
-    return frequencies_of(c, group, scaling, common["head_dim"], default=THETA, max_positions=positions)
