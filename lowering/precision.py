@@ -43,7 +43,7 @@ from rlx_jax.ir.ops.index import Gather
 from rlx_jax.ir.ops.pointwise import CastTo, FullLike, in_dtype
 from rlx_jax.ir.ops.shape import Reshape
 from rlx_jax.ir.param import cast
-from rlx_jax.ir.region import Rewrite, everywhere, rewrite
+from rlx_jax.ir.region import Rewrite, everywhere, replace_ops, rewrite
 from rlx_jax.ir.types import F32, is_float
 from rlx_jax.lowering.mir.small import dce
 
@@ -165,12 +165,10 @@ def _outputs_in_f32(graph: Graph, types: TypeCache) -> Graph:
 def pin_matmul(graph: Graph, precision: str, types: TypeCache) -> Graph:
     """Set the precision of every product, independently of JAX's global configuration."""
 
-    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-        op: Any = node.op  # ops with the trait `pinned` have a field `precision`
-        pinned = isinstance(op, Mir) and op.traits.pinned
-        return b.add(replace(op, precision=precision), *inputs) if pinned else None
+    def pin(op: Any) -> Any:  # ops with the trait `pinned` have a field `precision`
+        return replace(op, precision=precision) if op.traits.pinned else op
 
-    return rewrite(graph, everywhere(fn), types, "pin_matmul")
+    return replace_ops(graph, Mir, pin, types, "pin_matmul")
 
 
 # The dtype of each class of ops. Norms and softmax take their statistics in f32 by their own definition, so

@@ -12,7 +12,7 @@ from rlx_jax.errors import GraphError, check_names
 from rlx_jax.ir.graph import Builder, Constant, Graph, Input, Leaf, Mir, Node, StateRead, TypeCache, Value, constant
 from rlx_jax.ir.ops.recurrent import TokenScan
 from rlx_jax.ir.queries import bind_leaves
-from rlx_jax.ir.region import Rewrite, drop_unread_sides, everywhere, rewrite
+from rlx_jax.ir.region import Rewrite, drop_unread_sides, everywhere, replace_ops, rewrite
 
 
 def dce(graph: Graph, types: TypeCache) -> Graph:
@@ -138,10 +138,8 @@ UNROLL = 8
 def unroll_steps(graph: Graph, types: TypeCache) -> Graph:
     """Rewrite token_scan(…) → token_scan(…, unroll=8), for user-defined steps of few equations."""
 
-    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-        op = node.op
-        if not isinstance(op, TokenScan) or op.unroll is not None or len(op.step.jaxpr.eqns) > MAX_UNROLLED_EQUATIONS:
-            return None
-        return b.add(replace(op, unroll=UNROLL), *inputs)
+    def unrolled(op: TokenScan) -> TokenScan:
+        is_small = op.unroll is None and len(op.step.jaxpr.eqns) <= MAX_UNROLLED_EQUATIONS
+        return replace(op, unroll=UNROLL) if is_small else op
 
-    return rewrite(graph, everywhere(fn), types, "unroll_steps")
+    return replace_ops(graph, TokenScan, unrolled, types, "unroll_steps")

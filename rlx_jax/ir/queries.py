@@ -12,7 +12,7 @@ from rlx_jax.ir.graph import Builder, Graph, Input, Leaf, Mir, Node, Op, Param, 
 from rlx_jax.ir.operands import check_declared
 from rlx_jax.ir.param import Key, keys_of
 from rlx_jax.ir.plugins import is_builtin
-from rlx_jax.ir.region import Rewrite, everywhere, rewrite
+from rlx_jax.ir.region import Rewrite, replace_ops, rewrite
 from rlx_jax.ir.types import TensorType, check_elements
 
 
@@ -182,9 +182,5 @@ def promote_params_to_inputs(graph: Graph, names: Iterable[str], types: TypeCach
         input_names.add(input_name)
         new_inputs[param_by_key[name]] = Input(input_name, type=param_by_key[name].type)
 
-    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-        new_input = new_inputs.get(node.op) if isinstance(node.op, Param) else None
-        return None if new_input is None else (b.leaf(new_input),)
-
-    rewritten = rewrite(graph, everywhere(fn), types)
+    rewritten = replace_ops(graph, Param, lambda op: new_inputs.get(op, op), types)
     return replace(rewritten, inputs=(*graph.inputs, *new_inputs.values()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import BodyInput, Builder, Graph, Leaf, Node, Op, Param, TypeCache, Value, locate_errors
@@ -17,6 +18,8 @@ from rlx_jax.ir.paths import LayerIndex, Origin, Path, bind_path
 from rlx_jax.ir.repeated_layers import Layer, Ref, Run, find_runs, layers_of
 from rlx_jax.ir.types import TensorType
 from rlx_jax.ir.weight_reads import WeightSource, with_source
+
+OpType = TypeVar("OpType", bound=Op)
 
 # Rewrites of graphs: `rewrite` rebuilds a graph node by node, including regions, with a function for each node.
 
@@ -72,6 +75,17 @@ def everywhere(fn: Rewrite) -> Callable[[Graph], Rewrite]:
     return lambda graph: fn
 
 
+def replace_ops(
+    graph: Graph, kind: type[OpType], change: Callable[[OpType], Op], types: TypeCache, by: str = ""
+) -> Graph:
+    """Return the graph with `change(op)` in place of each op of class `kind`, over the same operands; see `rewrite`."""
+
+    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+        return b.append(change(node.op), *inputs) if isinstance(node.op, kind) else None
+
+    return rewrite(graph, everywhere(fn), types, by)
+
+
 def _stamp(b: Builder, start: int, node: Node, by: str) -> None:
     """Record the pass `by` on the nodes from `start` on that differ from `node`."""
     for i in range(start, len(b.nodes)):
@@ -82,13 +96,9 @@ def _stamp(b: Builder, start: int, node: Node, by: str) -> None:
 
 def bind_params(graph: Graph, source: WeightSource, types: TypeCache) -> Graph:
     """Return the graph with parameters that read the tensors of `source`, cast to their declared dtypes."""
-
-    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-        if not isinstance(node.op, Param):
-            return None
-        return (b.leaf(Param(tuple(with_source(p, source) for p in node.op.programs), type=node.op.type)),)
-
-    return rewrite(graph, everywhere(fn), types)
+    return replace_ops(
+        graph, Param, lambda op: replace(op, programs=tuple(with_source(p, source) for p in op.programs)), types
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -411,10 +421,4 @@ def _iteration(b: Builder, body: Graph, operands: Sequence[Value], number: int) 
 
 def _first_programs(body: Graph, count: int, types: TypeCache) -> Graph:
     """Return the body with the programs of the first `count` iterations only."""
-
-    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-        if not isinstance(node.op, Param) or len(node.op.programs) == 1:
-            return None
-        return (b.leaf(replace(node.op, programs=node.op.programs[:count])),)
-
-    return rewrite(body, everywhere(fn), types)
+    return replace_ops(body, Param, lambda op: replace(op, programs=op.programs[:count]), types)

@@ -16,10 +16,10 @@ import numpy as np
 
 from rlx_jax.errors import GraphError, RlxError, ShapeError, first_line, shown
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Leaf, Node, Value, locate_errors
+from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Leaf, Value, locate_errors
 from rlx_jax.ir.ops.control import CustomVjp, Scan, Switch, While, lower_body
 from rlx_jax.ir.ops.custom import small_constant
-from rlx_jax.ir.region import everywhere, rewrite
+from rlx_jax.ir.region import replace_ops
 from rlx_jax.ir.types import TensorType, is_float, is_static
 from rlx_jax.ir.user_functions import trace_step
 from rlx_jax.trace.checks import check_count
@@ -74,13 +74,13 @@ class Control(Images[V]):
             if graph.writes:
                 raise GraphError(f"{self.path}: {op_name}: a body has no state; add it to the carry")
 
-            def operands(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-                if not isinstance(node.op, Leaf) or isinstance(node.op, Constant | BodyInput):
-                    return None
-                index = body.capture_number(outer.leaf(node.op))  # a weight, or an input of the program
-                return (b.leaf(BodyInput(index, type=node.op.type)),)
+            def to_operand(op: Leaf) -> Leaf:
+                if isinstance(op, Constant | BodyInput):
+                    return op
+                index = body.capture_number(outer.leaf(op))  # a weight, or an input of the program
+                return BodyInput(index, type=op.type)
 
-            graph = rewrite(lower_body(graph, outer.types), everywhere(operands), outer.types)
+            graph = replace_ops(lower_body(graph, outer.types), Leaf, to_operand, outer.types)
         finally:
             self._bodies, self.builder = outer_bodies, outer
         return graph, form
