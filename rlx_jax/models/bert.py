@@ -97,6 +97,7 @@ class BertLike(EncoderFlow[B]):
     Attributes:
         pre_norm: the norms of a layer come before its halves.
         embedding_norm, final_norm: the norms after the embeddings and after the layers; empty for none.
+        layers: prefix of a layer, with `{}` for its number.
     """
 
     heads = BERT_HEADS
@@ -104,6 +105,7 @@ class BertLike(EncoderFlow[B]):
     pre_norm: ClassVar[bool] = False
     embedding_norm: ClassVar[str] = "embeddings.LayerNorm"
     final_norm: ClassVar[str] = ""
+    layers: ClassVar[str] = "encoder.layer.{}"
     # Key of the projection from embeddings to hidden states, of a family with narrower embeddings.
     embedding_projection: ClassVar[str] = ""
 
@@ -136,7 +138,7 @@ class BertLike(EncoderFlow[B]):
 
     def layer_prefix(self, index: int) -> str:
         """Return the prefix of the keys of layer `index`."""
-        return self.key(f"encoder.layer.{index}")
+        return self.key(self.layers.format(index))
 
     @property
     def head_dim(self) -> int:
@@ -284,9 +286,7 @@ class JinaV3Flow(BertLike[JinaV3Config]):
     optional_inputs = ALL_INPUTS
     layer_keys = EncoderKeys(("mixer.Wqkv",), "mixer.out_proj", "norm1", "mlp.fc1", "mlp.fc2", "norm2")
     embedding_norm = "emb_ln"
-
-    def layer_prefix(self, index: int) -> str:
-        return self.key(f"encoder.layers.{index}")
+    layers = "encoder.layers.{}"
 
 
 KEYS = EncoderKeys(

@@ -51,6 +51,4 @@ class DistilBertFlow(BertLike[DistilBertConfig]):
     }
     optional_inputs = (("attention_mask", None), ("position_ids", POSITIONS))
     layer_keys = STYLES["distilbert"]
-
-    def layer_prefix(self, index: int) -> str:
-        return self.key(f"transformer.layer.{index}")
+    layers = "transformer.layer.{}"

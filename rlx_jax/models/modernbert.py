@@ -101,6 +101,7 @@ class ModernBertFlow(BertLike[ModernBertConfig]):
     layer_keys = KEYS
     pre_norm = True
     embedding_norm = "embeddings.norm"
+    layers = "layers.{}"
     final_norm = "final_norm"
 
     def task_heads(self) -> HeadLayers:
@@ -111,9 +112,6 @@ class ModernBertFlow(BertLike[ModernBertConfig]):
     def head_stages(self, head: TaskHead) -> tuple[BlockStage, ...]:
         is_mean = head.task == SEQUENCE and self.config.classifier_mean
         return *([MeanOfTokens()] if is_mean else []), *super().head_stages(head)
-
-    def layer_prefix(self, index: int) -> str:
-        return self.key(f"layers.{index}")
 
     def norm(self, name: str) -> tuple[BlockStage, ...]:
         key, bias = self.key(name), self.config.norm_bias

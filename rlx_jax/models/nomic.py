@@ -164,9 +164,7 @@ class NomicFlow(BertLike[NomicConfig]):
     optional_inputs = ALL_INPUTS
     layer_keys = NOMIC_KEYS
     embedding_norm = "emb_ln"
-
-    def layer_prefix(self, index: int) -> str:
-        return self.key(f"encoder.layers.{index}")
+    layers = "encoder.layers.{}"
 
     @property
     def head_dim(self) -> int:

@@ -18,25 +18,20 @@ from rlx_jax.blocks import (
     Sequence,
 )
 from rlx_jax.blocks.linear import module_keys
-from rlx_jax.blocks.vision import CLIP_KEYS
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow
+from rlx_jax.models.clip import LAYOUT as CLIP_LAYOUT
 from rlx_jax.models.config import Fields, text_fields, tower_fields
 from rlx_jax.models.dual import DualConfig, DualFlow, finish_towers, tower_group
 from rlx_jax.models.text_tower import TextConfig, TextFlow
 from rlx_jax.models.vision import TOWER_INERT, PatchMean, VisionConfig, VisionFlow, VisionLayout
 
 GELU, EPS = "gelu_pytorch_tanh", 1e-6
-LAYOUT = VisionLayout(
-    patch="embeddings.patch_embedding",
-    position="embeddings.position_embedding.weight",
-    layers="encoder.layers.{}",
-    keys=CLIP_KEYS,
-    after="post_layernorm",
-    flat=True,
+# CLIP's without a class token and the norm before the layers.
+LAYOUT = replace(
+    CLIP_LAYOUT, cls="", before="", after="post_layernorm", patch_bias=True,
     unread_keys=("embeddings.position_ids", "head."),
-    head_prefixes=("classifier.",),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
