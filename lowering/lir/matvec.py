@@ -349,6 +349,31 @@ class WeightTiles:
         return results, ()
 
 
+def sum_chunks(tiles: Any, tile: AnyArray, only_x: Any, begun: Any, stored: Any = None) -> tuple[list[AnyArray], Any]:
+    """Return the product of a tile of rows with x for each part, and what has begun to be read.
+
+    Args:
+        tiles: a `WeightTiles`, `PackedTiles` or `RowTiles`.
+        tile: the number of the rows of the tile.
+        only_x: x if a tile has all columns, else None.
+        begun: what has begun to be read.
+        stored: what `tiles.store_x` returned.
+    """
+    chunks = tiles.tiling.chunks
+
+    def add_chunk(chunk: Any, state: Any) -> Any:
+        sums, begun = state
+        products, begun = tiles.step(tile, chunk, tiles.load_x(chunk) if only_x is None else only_x, begun, stored)
+        return [a + b for a, b in zip(sums, products, strict=True)] if sums else products, begun
+
+    state = add_chunk(0, ([], begun))
+    if chunks > (MAX_UNROLLED if isinstance(tiles, WeightTiles) else 1):
+        sums, begun = lax.fori_loop(1, chunks, add_chunk, state)
+    else:
+        sums, begun = functools.reduce(lambda state, chunk: add_chunk(chunk, state), range(1, chunks), state)
+    return sums, begun
+
+
 def run_program(
     spec: Matvec, layouts: Layouts, row_refs: Any, entry_refs: Any, out_refs: Any, kept_refs: Any,
     tiles: WeightTiles | PackedTiles, num_tiles: AnyArray,
@@ -380,18 +405,7 @@ def run_program(
         out_rows = pl.ds((tiles.first + tile) * t.tile_rows, t.tile_rows)
         operands = [load(ref.at[out_rows], layout=layouts.y, optimized=False) for ref in entry_refs]
 
-        def add_chunk(chunk: Any, state: Any) -> Any:
-            sums, begun = state
-            x: Any = tiles.load_x(chunk) if only_x is None else only_x
-            products, begun = tiles.step(tile, chunk, x, begun, stored)
-            return [a + b for a, b in zip(sums, products, strict=True)] if sums else products, begun
-
-        state = add_chunk(0, ([], begun))
-        if t.chunks > (1 if isinstance(t, PackedTiling) else MAX_UNROLLED):
-            state = lax.fori_loop(1, t.chunks, add_chunk, state)
-        else:
-            state = functools.reduce(lambda state, chunk: add_chunk(chunk, state), range(1, t.chunks), state)
-        sums, begun = state
+        sums, begun = sum_chunks(tiles, tile, only_x, begun, stored)
         # After the last chunk, as an infinite unit times the 0 of another chunk is NaN.
         sums = sums if stored is None else [y * jnp.broadcast_to(stored[0], y.shape) for y in sums]
         results = spec.epilogue(*(y.astype(spec.product_dtype) for y in sums), *operands)

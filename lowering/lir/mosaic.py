@@ -1,11 +1,11 @@
-"""Pallas and its Mosaic GPU backend, each imported when it is first used, as that takes a quarter of a second."""
+"""Pallas, its Mosaic GPU backend and MLIR, each imported when it is first used, as that takes a quarter of a second."""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any, cast
 
-__all__ = ["LazyModule", "load", "pl", "plgpu"]
+__all__ = ["LazyModule", "arith", "ir", "llvm", "load", "mgpu", "number", "pl", "plgpu", "vector", "words"]
 
 
 class LazyModule:
@@ -20,11 +20,30 @@ class LazyModule:
 
 if TYPE_CHECKING:
     from jax.experimental import pallas as pl
+    from jax.experimental.mosaic import gpu as mgpu
     from jax.experimental.pallas import mosaic_gpu as plgpu
+    from jaxlib.mlir import ir
+    from jaxlib.mlir.dialects import arith, llvm, vector
 else:
+    ir, mgpu = LazyModule("jaxlib.mlir.ir"), LazyModule("jax.experimental.mosaic.gpu")
+    arith, llvm, vector = (LazyModule(f"jaxlib.mlir.dialects.{name}") for name in ("arith", "llvm", "vector"))
     pl, plgpu = LazyModule("jax.experimental.pallas"), LazyModule("jax.experimental.pallas.mosaic_gpu")
 
 
 def load(ref: Any, layout: Any, optimized: bool = True) -> Any:
     """Return the values of a reference in a layout, by `plgpu.load`, which jax 0.10 declares otherwise."""
     return cast(Any, plgpu.load)(ref, layout=layout, optimized=optimized)
+
+
+def number(value: int) -> Any:
+    """Return 32 bits in a kernel."""
+    return mgpu.c(value - 2**32 if value >= 2**31 else value, ir.IntegerType.get_signless(32))
+
+
+def words(register: Any) -> list[Any]:
+    """Return the words of 32 bits of a register of a kernel."""
+    element = register.type.element_type
+    bits = 16 if str(element) in ("bf16", "f16") else int(element.width)
+    count = register.type.shape[0] * bits // 32
+    vectors = vector.bitcast(ir.VectorType.get((count,), ir.IntegerType.get_signless(32)), register)
+    return [vector.extract(vectors, [], [i]) for i in range(count)]

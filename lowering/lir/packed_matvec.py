@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from rlx_jax.ir.packed import SCHEMES
-from rlx_jax.lowering.lir.mosaic import load, pl, plgpu
+from rlx_jax.lowering.lir.mosaic import arith, ir, llvm, load, mgpu, number, pl, plgpu, vector, words
 
 AnyArray = Any
 
@@ -262,10 +262,7 @@ class PackedTiles:
             arrays: its arrays, as `fetch` returned them.
             stored: what `store_x` returned.
         """
-        wraps = (chunk + 1) // self.tiling.chunks
-        has_next = self.first + tile + wraps < self.last
-        fetch = functools.partial(self.fetch, tile + wraps, chunk + 1 - wraps * self.tiling.chunks)
-        following = lax.cond(has_next, fetch, lambda: [list(part) for part in arrays])
+        following = read_ahead(self, tile, chunk, arrays)
         results = [self.product(part, x) for part in arrays]
 
         def add_fine() -> list[AnyArray]:
@@ -328,6 +325,22 @@ class PackedTiles:
         return dot_bytes(operands, layout, mask, is_signed=codes is not None and codes.dtype == jnp.int8)
 
 
+def read_ahead(tiles: Any, tile: AnyArray, chunk: Any, arrays: Sequence[Sequence[AnyArray]]) -> list[list[AnyArray]]:
+    """Return the arrays of the tile after this one; of this one, if it is the last of its program.
+
+    Args:
+        tiles: a `PackedTiles` or `RowTiles`.
+        tile, chunk, arrays: as in `PackedTiles.step`.
+    """
+    chunks = tiles.tiling.chunks
+    wraps = (chunk + 1) // chunks
+    fetch = functools.partial(tiles.fetch, tile + wraps, chunk + 1 - wraps * chunks)
+    found: list[list[AnyArray]] = lax.cond(
+        tiles.first + tile + wraps < tiles.last, fetch, lambda: [list(part) for part in arrays]
+    )
+    return found
+
+
 def dot_bytes(operands: Sequence[AnyArray], layout: Any, mask: int, is_signed: bool) -> AnyArray:
     """Return the sums over the last axis of codes times integers, int32, by the instruction `dp4a`.
 
@@ -337,24 +350,16 @@ def dot_bytes(operands: Sequence[AnyArray], layout: Any, mask: int, is_signed: b
         mask: the bits of each byte of codes that count.
         is_signed: whether the codes are signed.
     """
-    from jax.experimental.mosaic import gpu as mgpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, llvm, vector
-
     *shape, size = operands[0].shape
     reduced = layout.reduce(len(shape))
 
     def body(_: Any, *arrays: Any) -> Any:
         i32 = ir.IntegerType.get_signless(32)
-        words, one = (ir.VectorType.get((n,), i32) for n in (VECTOR // 4, 1))
+        one = ir.VectorType.get((1,), i32)
         asm = f"dp4a.{'s32' if is_signed else 'u32'}.s32 $0, $1, $2, $3;"
 
-        def number(value: int) -> Any:
-            return mgpu.c(value - 2**32 if value >= 2**31 else value, i32)
-
         def words_of(registers: Any) -> list[Any]:
-            vectors = [vector.bitcast(words, register) for register in registers]
-            return [vector.extract(v, [], [i]) for v in vectors for i in range(VECTOR // 4)]
+            return [word for register in registers for word in words(register)]
 
         def sum_of(upper: list[Any], lower: list[Any], *codes: list[Any]) -> Any:
             factors = codes[0] if codes else [number(0x01010101)] * len(upper)

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -22,9 +23,9 @@ from jax import lax
 
 from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.packed_values import decode_slice, group_scales
-from rlx_jax.lowering.lir.matvec import Matvec
-from rlx_jax.lowering.lir.mosaic import load, pl, plgpu
-from rlx_jax.lowering.lir.packed_matvec import WARPS
+from rlx_jax.lowering.lir.matvec import Matvec, sum_chunks
+from rlx_jax.lowering.lir.mosaic import arith, ir, llvm, load, mgpu, number, pl, plgpu, vector, words
+from rlx_jax.lowering.lir.packed_matvec import WARPS, read_ahead
 
 AnyArray = Any
 
@@ -173,6 +174,91 @@ def find_rows_tiling(
     return None
 
 
+@dataclass(frozen=True)
+class RowTiles:
+    """The tiles of a weight that a warpgroup of a program reads.
+
+    Attributes:
+        tiling: how the weight is divided.
+        x: the rows of x.
+        arrays: the arrays of the weight as `RowsTiling.views` returns them.
+        first, last: the first tile of rows of the program, and the one after its last.
+        group: the number of the warpgroup.
+        interpret: whether the kernel runs in Mosaic's interpreter.
+    """
+
+    tiling: RowsTiling
+    x: Any
+    arrays: Sequence[Any]
+    first: AnyArray
+    last: AnyArray
+    group: AnyArray
+    interpret: bool
+
+    def fetch(self, tile: AnyArray, chunk: Any) -> list[list[AnyArray]]:
+        """Return the arrays of a tile for each part."""
+        t = self.tiling
+
+        def read(ref: Any, part: int) -> AnyArray:
+            rows = pl.ds(part * t.rows + (self.first + tile) * TILE_ROWS, TILE_ROWS)
+            size = ref.shape[1] // t.chunks // t.warpgroups
+            layout = t.code_layout if len(ref.shape) == 3 else factor_layout(size, ref.dtype.itemsize)
+            return load(ref.at[rows, pl.ds((self.group * t.chunks + chunk) * size, size)], layout, optimized=False)
+
+        return [[read(ref, part) for ref in self.arrays] for part in range(t.parts)]
+
+    def load_x(self, chunk: Any) -> AnyArray:
+        """Return the rows of x for the columns of a tile."""
+        t = self.tiling
+        part = self.x.at[:, pl.ds((self.group * t.chunks + chunk) * t.tile_groups, t.tile_groups)]
+        return load(part, t.x_layout, optimized=False)
+
+    def step(self, tile: AnyArray, chunk: Any, x: AnyArray, arrays: Any, _: Any) -> tuple[list[AnyArray], Any]:
+        """Return the sums of each warp for each part, and the next tile's arrays."""
+        following = read_ahead(self, tile, chunk, arrays)
+        return [product(self.tiling, part, x, self.interpret) for part in arrays], following
+
+
+def run_program(
+    spec: Matvec, tiles: RowTiles, entry_refs: Sequence[Any], out_refs: Sequence[Any], sums_ref: Any, written: Any
+) -> None:
+    """Run one warpgroup of one program: the product and the epilogue for its tiles of rows.
+
+    Args:
+        spec: the shapes and functions.
+        tiles: the tiles of the weight.
+        entry_refs, out_refs: the operands and the results of the epilogue.
+        sums_ref: shared memory for the sums of two tiles.
+        written: a barrier that all warpgroups pass when they have written them.
+    """
+    t, layout = spec.tiling, result_layout(spec.tiling.count)
+    only_x = tiles.load_x(0) if t.chunks == 1 else None
+
+    def multiply(tile: AnyArray, begun: Any) -> Any:
+        tile_rows = pl.ds((tiles.first + tile) * TILE_ROWS, TILE_ROWS)
+        operands = [load(ref.at[:, tile_rows], layout, optimized=False) for ref in entry_refs]
+        sums, begun = sum_chunks(tiles, tile, only_x, begun)
+        slot = lax.rem(tile, 2)  # all warpgroups have read the other one when one of them writes to it again
+        for part, total in enumerate(sums):
+            sums_ref[slot, part, pl.ds(tiles.group * WARPS, WARPS)] = total
+        plgpu.barrier_arrive(written)
+        plgpu.barrier_wait(written)
+
+        @pl.when(tiles.group == 0)
+        def _() -> None:
+            def add_warps(part: int) -> AnyArray:
+                warps = (sums_ref.at[slot, part, warp, pl.ds(0, t.count)] for warp in range(WARPS * t.warpgroups))
+                y = functools.reduce(jnp.add, [load(warp, layout, optimized=False) for warp in warps])
+                return y.astype(spec.product_dtype)
+
+            for ref, y in zip(out_refs, spec.epilogue(*map(add_warps, range(t.parts)), *operands), strict=True):
+                ref[:, tile_rows] = y
+
+        return begun
+
+    lax.fori_loop(0, tiles.last - tiles.first, multiply, tiles.fetch(jnp.int32(0), jnp.int32(0)))
+
+
 @functools.partial(jax.jit, static_argnums=(0, 4))  # equal kernels of a program are lowered once
 def multiply_rows(
     spec: Matvec, weight: AnyArray, x: AnyArray, entries: Sequence[AnyArray], interpret: Any = None
@@ -196,65 +282,13 @@ def multiply_rows(
     ends = np.cumsum([len(arrays), len(entries), len(spec.out_dtypes)])
 
     def body(x_ref: Any, *refs: Any) -> None:
-        weight_refs, entry_refs, out_refs, (sums_ref, written) = (
-            refs[start:end] for start, end in zip((0, *ends), (*ends, len(refs)), strict=True)
+        weight_refs, entry_refs, out_refs, scratch = (
+            refs[start:end] for start, end in pairwise((0, *map(int, ends), len(refs)))
         )
         program, group, num_tiles = lax.axis_index("program"), lax.axis_index("group"), t.rows // TILE_ROWS
         first, last = program * num_tiles // t.programs, (program + 1) * num_tiles // t.programs
-
-        def fetch(tile: AnyArray, chunk: AnyArray) -> list[list[AnyArray]]:
-            """Return the arrays of a tile for each part."""
-
-            def read(ref: Any, part: int) -> AnyArray:
-                rows = pl.ds(part * t.rows + (first + tile) * TILE_ROWS, TILE_ROWS)
-                size = ref.shape[1] // t.chunks // t.warpgroups
-                layout = t.code_layout if len(ref.shape) == 3 else factor_layout(size, ref.dtype.itemsize)
-                return load(ref.at[rows, pl.ds((group * t.chunks + chunk) * size, size)], layout, optimized=False)
-
-            return [[read(ref, part) for ref in weight_refs] for part in range(t.parts)]
-
-        def load_x(chunk: AnyArray) -> AnyArray:
-            part = x_ref.at[:, pl.ds((group * t.chunks + chunk) * t.tile_groups, t.tile_groups)]
-            return load(part, t.x_layout, optimized=False)
-
-        only_x = load_x(0) if t.chunks == 1 else None
-        layout = result_layout(t.count)
-
-        def multiply(tile: AnyArray, fetched: Any) -> Any:
-            tile_rows = pl.ds((first + tile) * TILE_ROWS, TILE_ROWS)
-            operands = [load(ref.at[:, tile_rows], layout, optimized=False) for ref in entry_refs]
-
-            def add_chunk(chunk: Any, state: Any) -> Any:
-                sums, fetched = state
-                wraps = (chunk + 1) // t.chunks
-                following = functools.partial(fetch, tile + wraps, chunk + 1 - wraps * t.chunks)
-                has_next = first + tile + wraps < last
-                ahead = lax.cond(has_next, following, lambda: [list(part) for part in fetched])
-                x = load_x(chunk) if only_x is None else only_x
-                products = [product(t, part, x, interpret is not None) for part in fetched]
-                return [a + b for a, b in zip(sums, products, strict=True)] if sums else products, ahead
-
-            state = add_chunk(0, ([], fetched))
-            sums, ahead = lax.fori_loop(1, t.chunks, add_chunk, state) if t.chunks > 1 else state
-            slot = lax.rem(tile, 2)  # all warpgroups have read the other one when one of them writes to it again
-            for part, total in enumerate(sums):
-                sums_ref[slot, part, pl.ds(group * WARPS, WARPS)] = total
-            plgpu.barrier_arrive(written)
-            plgpu.barrier_wait(written)
-
-            @pl.when(group == 0)
-            def _() -> None:
-                def add_warps(part: int) -> AnyArray:
-                    warps = (sums_ref.at[slot, part, warp, pl.ds(0, t.count)] for warp in range(WARPS * t.warpgroups))
-                    y = functools.reduce(jnp.add, [load(warp, layout, optimized=False) for warp in warps])
-                    return y.astype(spec.product_dtype)
-
-                for ref, y in zip(out_refs, spec.epilogue(*map(add_warps, range(t.parts)), *operands), strict=True):
-                    ref[:, tile_rows] = y
-
-            return ahead
-
-        lax.fori_loop(0, last - first, multiply, fetch(jnp.int32(0), jnp.int32(0)))
+        tiles = RowTiles(t, x_ref, weight_refs, first, last, group, interpret is not None)
+        run_program(spec, tiles, entry_refs, out_refs, *scratch)
 
     run = plgpu.kernel(
         body,
@@ -307,104 +341,108 @@ def decoded(t: RowsTiling, arrays: Sequence[AnyArray]) -> AnyArray:
 
 def emit_product(t: RowsTiling, _: Any, *arrays: Any) -> Any:
     """Emit the instructions of `product`, for registers of its operands."""
-    from jax.experimental.mosaic import gpu as mgpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith, llvm, vector
-
-    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
     *weights, x = arrays
-    packing = SCHEMES[t.scheme] if t.scheme else None
-    groups, extract = t.tile_groups // WARPS, vector.extract
-
-    def number(value: int) -> Any:
-        return mgpu.c(value - 2**32 if value >= 2**31 else value, i32)
-
-    def words(register: Any) -> list[Any]:
-        count = register.type.shape[0] * bits_of(register.type.element_type) // 32
-        bits = vector.bitcast(ir.VectorType.get((count,), i32), register)
-        return [extract(bits, [], [i]) for i in range(count)]
-
-    def bits_of(element: Any) -> int:
-        return 16 if str(element) in ("bf16", "f16") else int(element.width)
-
-    def pairs(word: Any, mask: int, less: Callable[[Any], Any]) -> list[Any]:
-        """Return the bytes of a word as 128 + byte, bf16, minus what `less` returns for these bits, in two words."""
-        differences = []
-        for selected in (0x7170, 0x7372):
-            asm = "prmt.b32 $0, $1, $2, $3;"
-            bits: Any = llvm.inline_asm(i32, [word, number(0x43434343), number(selected)], asm, "=r,r,r,r")
-            minuend = arith.andi(bits, number(mask))
-            differences.append(llvm.inline_asm(i32, [minuend, less(bits)], "sub.rn.bf16x2 $0, $1, $2;", "=r,r,r"))
-        return differences
-
-    def values(register: Any) -> list[list[Any]]:
-        """Return words of bf16 of a run: of its group, or of each of its halves."""
-        parts = words(register)
-        if packing is None:
-            return [parts]
-        if t.bits == 8:  # 128 + the lower seven bits, minus 128 or, if the code is negative, 256
-            return [[pair for w in parts for pair in pairs(w, 0xFF7FFF7F, sign)]]
-        offset = number(0x43004300 + packing.zero * 0x00010001)
-        sides = [parts, [arith.shrui(w, number(4)) for w in parts]]
-        return [[pair for w in side for pair in pairs(w, 0xFF0FFF0F, lambda _: offset)] for side in sides]
-
-    def sign(bits: Any) -> Any:
-        return arith.andi(bits, number(0xFF80FF80))
-
-    def mma(sums: list[Any], a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
-        asm = (
-            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-            "{$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
-        )
-        constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
-        result: Any = llvm.inline_asm(llvm.StructType.get_literal([f32] * 4), [*a, *b, *sums], asm, constraints)
-        return [llvm.extractvalue(f32, result, [i]) for i in range(4)]
-
-    def factor(array: Any, row: int, index: int) -> Any:
-        """Return a scale or a multiple in float32."""
-        registers = array.registers.reshape(2, -1)
-        size = registers[0, 0].type.shape[0]
-        bits = extract(registers[row, index // size], [], [index % size])
-        if bits_of(bits.type) == 8:
-            return arith.uitofp(f32, bits)
-        return arith.extf(f32, arith.bitcast(ir.F16Type.get(), bits))
-
+    groups, f32 = t.tile_groups // WARPS, ir.F32Type.get()
     # The words of x of each group: four, or two of each half of a group.
     x_words = [[w for register in row for w in words(register)] for row in x.registers.reshape(groups, -1)]
-    per_block = (packing.block or GROUP) // GROUP if packing else 1
-
-    def add_group(total: list[Any], group: int, upper: list[Any], lower: list[Any]) -> list[Any]:
-        """Add the products of a group, given the words of both rows of a lane."""
-        zero, b = [mgpu.c(0.0, f32)] * 4, (x_words[group][:2], x_words[group][2:])
-        a = [(upper[i], lower[i], upper[i + 1], lower[i + 1]) for i in (0, 2)]
-        sums = mma(mma(zero if packing else total, a[0], b[0]), a[1], b[1])
-        if packing is None:
-            return sums
-        if not packing.minimum:
-            scales = [factor(weights[1], row, group // per_block) for row in range(2)]
-            return [llvm.intr_fma(sums[i], scales[i // 2], total[i]) for i in range(4)]
-        ones = [number(0x3F803F80)] * 4
-        x_sums = mma(mma(zero, ones, b[0]), ones, b[1])
-        at = 2 * (group // per_block), 2 * group
-        scales, minimums = (
-            [arith.mulf(factor(weights[1], row, at[0] + side), factor(weights[2], row, at[1] + side)) for row in (0, 1)]
-            for side in (0, 1)
-        )
-        total = [llvm.intr_fma(arith.negf(minimums[i // 2]), x_sums[i], total[i]) for i in range(4)]
-        return [llvm.intr_fma(sums[i], scales[i // 2], total[i]) for i in range(4)]
-
     total = [mgpu.c(0.0, f32)] * 4
     codes = weights[0].registers.reshape(2, -1)
     for run in range(codes.shape[1]):
-        upper, lower = map(values, codes[:, run])
-        if t.vector == 4:  # both halves of a byte are in one group
-            upper, lower = ([[*side[0], *side[1]]] for side in (upper, lower))
-        for group, *both in zip(groups_of_run(t, run), upper, lower, strict=True):
-            total = add_group(total, group, *both)
+        upper, lower = (values_of_run(t, register) for register in codes[:, run])
+        for group, *rows in zip(groups_of_run(t, run), upper, lower, strict=True):
+            total = add_group(t, weights[1:], total, group, rows, x_words[group])
     one, layout = ir.VectorType.get((1,), f32), sum_layout().to_mgpu()
     registers = np.array([vector.broadcast(one, value) for value in total], object)
     shape = layout.registers_shape((WARPS, MAX_ROWS, TILE_ROWS))
     return mgpu.FragmentedArray(_registers=registers.reshape(shape), _layout=layout, _is_signed=None)
+
+
+def values_of_run(t: RowsTiling, register: Any) -> list[list[Any]]:
+    """Return words of bf16 of the bytes of a run, for each of its groups."""
+    parts = words(register)
+    if not t.scheme:
+        return [parts]
+    if t.bits == 8:  # 128 + the lower seven bits, minus 128 or, if the code is negative, 256
+        return [[pair for w in parts for pair in pairs(w, 0xFF7FFF7F, None)]]
+    offset = number(0x43004300 + SCHEMES[t.scheme].zero * 0x00010001)
+    sides = [[pair for w in side for pair in pairs(w, 0xFF0FFF0F, offset)] for side in (parts, map(upper_half, parts))]
+    return [sides[0] + sides[1]] if t.vector == 4 else sides  # 4: both halves of a byte are in one group
+
+
+def upper_half(word: Any) -> Any:
+    """Return a word whose bytes have their upper halves in the lower ones."""
+    return arith.shrui(word, number(4))
+
+
+def pairs(word: Any, mask: int, less: Any) -> list[Any]:
+    """Return the bytes of a word as 128 + byte, bf16, of which `mask` keeps bits, minus `less`, in two words.
+
+    Without `less`, it is 128, or 256 if the highest bit of the byte is set.
+    """
+    i32, differences = ir.IntegerType.get_signless(32), list[Any]()
+    for selected in (0x7170, 0x7372):
+        asm = "prmt.b32 $0, $1, $2, $3;"
+        bits: Any = llvm.inline_asm(i32, [word, number(0x43434343), number(selected)], asm, "=r,r,r,r")
+        operands = [arith.andi(bits, number(mask)), arith.andi(bits, number(0xFF80FF80)) if less is None else less]
+        differences.append(llvm.inline_asm(i32, operands, "sub.rn.bf16x2 $0, $1, $2;", "=r,r,r"))
+    return differences
+
+
+def mma(sums: Sequence[Any], a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
+    """Return sums plus the products of 16 rows and 16 columns of a with 8 columns of b."""
+    f32 = ir.F32Type.get()
+    asm = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    )
+    constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
+    result: Any = llvm.inline_asm(llvm.StructType.get_literal([f32] * 4), [*a, *b, *sums], asm, constraints)
+    return [llvm.extractvalue(f32, result, [i]) for i in range(4)]
+
+
+def factor(array: Any, row: int, index: int) -> Any:
+    """Return a scale or a multiple of one of the two rows of a lane, in float32."""
+    registers, f32 = array.registers.reshape(2, -1), ir.F32Type.get()
+    size = registers[0, 0].type.shape[0]
+    bits = vector.extract(registers[row, index // size], [], [index % size])
+    if bits.type.width == 8:
+        return arith.uitofp(f32, bits)
+    return arith.extf(f32, arith.bitcast(ir.F16Type.get(), bits))
+
+
+def add_group(
+    t: RowsTiling, factors: Sequence[Any], total: list[Any], group: int, rows: Sequence[list[Any]], x: Sequence[Any]
+) -> list[Any]:
+    """Return the total with the products of a group.
+
+    Args:
+        t: how the weight is divided.
+        factors: the scales and the multiples of the tile.
+        total: the sums of a lane: two rows, each with two rows of x.
+        group: the number of the group.
+        rows: the words of its values, of both rows of a lane.
+        x: the words of x.
+    """
+    zero, packing = [mgpu.c(0.0, ir.F32Type.get())] * 4, SCHEMES[t.scheme] if t.scheme else None
+
+    def products(rows: Sequence[Sequence[Any]], sums: Sequence[Any]) -> list[Any]:
+        upper, lower = rows
+        for i in (0, 2):
+            sums = mma(sums, (upper[i], lower[i], upper[i + 1], lower[i + 1]), x[i : i + 2])
+        return list(sums)
+
+    if packing is None:
+        return products(rows, total)
+    sums, index = products(rows, zero), group // ((packing.block or GROUP) // GROUP)
+    if not packing.minimum:
+        scales = [factor(factors[0], row, index) for row in range(2)]
+        return [llvm.intr_fma(sums[i], scales[i // 2], total[i]) for i in range(4)]
+    x_sums = products([[number(0x3F803F80)] * 4] * 2, zero)
+    scales, minimums = (
+        [arith.mulf(factor(factors[0], row, 2 * index + i), factor(factors[1], row, 2 * group + i)) for row in (0, 1)]
+        for i in (0, 1)
+    )
+    total = [llvm.intr_fma(arith.negf(minimums[i // 2]), x_sums[i], total[i]) for i in range(4)]
+    return [llvm.intr_fma(sums[i], scales[i // 2], total[i]) for i in range(4)]
 
 
 def groups_of_run(t: RowsTiling, run: int) -> list[int]:
