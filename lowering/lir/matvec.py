@@ -434,14 +434,9 @@ def matvec(
     """
     t, (x_dtype, *kept), layouts = spec.tiling, spec.row_dtypes, Layouts.of(spec.tiling)
     arrays = t.views(weight) if isinstance(t, PackedTiling) else [weight.reshape(-1, t.lines, t.width)]
-    ends = np.cumsum([len(rows), len(arrays), len(entries), len(spec.out_dtypes), len(kept)])
 
-    def body(*refs: Any) -> None:
-        row_refs, weight_refs, entry_refs, out_refs, kept_refs, buffers = (
-            refs[start:end] for start, end in pairwise((0, *map(int, ends), len(refs)))
-        )
-        program, num_tiles = lax.axis_index("program"), t.rows // t.tile_rows
-        first, last = program * num_tiles // t.programs, (program + 1) * num_tiles // t.programs
+    def program(first: AnyArray, last: AnyArray, *refs: Any) -> None:
+        row_refs, weight_refs, entry_refs, out_refs, kept_refs, buffers = refs
         tiles: WeightTiles | PackedTiles
         if isinstance(t, PackedTiling):
             tiles = PackedTiles(t, weight_refs, buffers, first, last, interpret is not None)
@@ -459,16 +454,40 @@ def matvec(
             plgpu.SMEM((t.slots, t.parts, t.tile_rows, t.tile_lines, t.width), weight.dtype),
             plgpu.Barrier(num_arrivals=t.parts, num_barriers=t.slots),
         ]
+    outputs = [[((t.rows,), dtype) for dtype in spec.out_dtypes], [(t.x_shape, dtype) for dtype in kept]]
+    operands = [[row.reshape(t.x_shape) for row in rows], arrays, [e.reshape(-1) for e in entries]]
+    return [r.reshape(-1) for r in run_kernel(t, program, operands, outputs, scratch, interpret)]
+
+
+def run_kernel(
+    t: Any, program: Callable[..., None], operands: Sequence[Sequence[AnyArray]], outputs: Sequence[Sequence[Any]],
+    scratch: Sequence[Any], interpret: Any, **threads: Any,
+) -> Any:  # fmt: skip
+    """Run a kernel whose programs have an equal number of tiles of rows, or one more, and return its results.
+
+    Args:
+        t: how the weight is divided.
+        program: a program, of its first tile of rows, the one after its last, and the references of each list of
+            operands, of each list of outputs, and of the scratch.
+        operands, outputs: lists of arrays, and of shapes and dtypes.
+        scratch: the types of its shared memory and barriers.
+        interpret: parameters of Mosaic's interpreter; None to compile.
+        threads: names and numbers of the warpgroups of a program.
+    """
+    ends = np.cumsum([0, *map(len, (*operands, *outputs))])
+
+    def body(*refs: Any) -> None:
+        index, num_tiles = lax.axis_index("program"), t.rows // t.tile_rows
+        first, last = index * num_tiles // t.programs, (index + 1) * num_tiles // t.programs
+        program(first, last, *(refs[start:end] for start, end in pairwise((*map(int, ends), len(refs)))))
+
     run = plgpu.kernel(
         body,
-        out_type=[
-            *(jax.ShapeDtypeStruct((t.rows,), dtype) for dtype in spec.out_dtypes),
-            *(jax.ShapeDtypeStruct(t.x_shape, dtype) for dtype in kept),
-        ],
+        out_type=[jax.ShapeDtypeStruct(*output) for part in outputs for output in part],
         grid=(t.programs,),
         grid_names=("program",),
         scratch_types=scratch,
         **({} if interpret is None else {"interpret": interpret}),
+        **threads,
     )
-    results = run(*(row.reshape(t.x_shape) for row in rows), *arrays, *(e.reshape(-1) for e in entries))
-    return [r.reshape(-1) for r in results]
+    return run(*(array for part in operands for array in part))

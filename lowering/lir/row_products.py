@@ -13,7 +13,6 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ from jax import lax
 
 from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.packed_values import decode_slice, group_scales
-from rlx_jax.lowering.lir.matvec import Matvec, sum_chunks
+from rlx_jax.lowering.lir.matvec import Matvec, run_kernel, sum_chunks
 from rlx_jax.lowering.lir.mosaic import arith, ir, llvm, load, mgpu, number, pl, plgpu, vector, words
 from rlx_jax.lowering.lir.packed_matvec import WARPS, read_ahead
 
@@ -71,6 +70,11 @@ class RowsTiling:
     def chunks(self) -> int:
         """Return the number of tiles in a row for each warpgroup."""
         return self.groups // self.tile_groups // self.warpgroups
+
+    @property
+    def tile_rows(self) -> int:
+        """Return the rows of a tile."""
+        return TILE_ROWS
 
     @property
     def bits(self) -> int:
@@ -278,33 +282,25 @@ def multiply_rows(
     t, num_rows = spec.tiling, len(x)
     assert isinstance(t, RowsTiling)
     x, *entries = (jnp.pad(a, ((0, t.count - num_rows), (0, 0))) if num_rows < t.count else a for a in (x, *entries))
-    arrays = t.views(weight)
-    ends = np.cumsum([len(arrays), len(entries), len(spec.out_dtypes)])
+    shape = (t.count, t.groups, t.halves, GROUP // t.halves) if t.halves > 1 else (t.count, t.groups, GROUP)
 
-    def body(x_ref: Any, *refs: Any) -> None:
-        weight_refs, entry_refs, out_refs, scratch = (
-            refs[start:end] for start, end in pairwise((0, *map(int, ends), len(refs)))
-        )
-        program, group, num_tiles = lax.axis_index("program"), lax.axis_index("group"), t.rows // TILE_ROWS
-        first, last = program * num_tiles // t.programs, (program + 1) * num_tiles // t.programs
-        tiles = RowTiles(t, x_ref, weight_refs, first, last, group, interpret is not None)
+    def program(first: AnyArray, last: AnyArray, *refs: Any) -> None:
+        (x_ref,), weight_refs, entry_refs, out_refs, scratch = refs
+        tiles = RowTiles(t, x_ref, weight_refs, first, last, lax.axis_index("group"), interpret is not None)
         run_program(spec, tiles, entry_refs, out_refs, *scratch)
 
-    run = plgpu.kernel(
-        body,
-        out_type=[jax.ShapeDtypeStruct((t.count, t.rows), dtype) for dtype in spec.out_dtypes],
-        grid=(t.programs,),
-        grid_names=("program",),
-        num_threads=t.warpgroups,
-        thread_name="group",
-        scratch_types=[
-            plgpu.SMEM((2, t.parts, WARPS * t.warpgroups, MAX_ROWS, TILE_ROWS), jnp.float32),
-            plgpu.Barrier(num_arrivals=t.warpgroups),
-        ],
-        **({} if interpret is None else {"interpret": interpret}),
+    scratch = [
+        plgpu.SMEM((2, t.parts, WARPS * t.warpgroups, MAX_ROWS, TILE_ROWS), jnp.float32),
+        plgpu.Barrier(num_arrivals=t.warpgroups),
+    ]
+    operands, outputs = (
+        [[x.reshape(shape)], t.views(weight), entries],
+        [[((t.count, t.rows), d) for d in spec.out_dtypes]],
     )
-    shape = (t.halves, GROUP // t.halves) if t.halves > 1 else (GROUP,)
-    return [y[:num_rows] for y in run(x.reshape(t.count, t.groups, *shape), *arrays, *entries)]
+    results = run_kernel(
+        t, program, operands, outputs, scratch, interpret, num_threads=t.warpgroups, thread_name="group"
+    )
+    return [y[:num_rows] for y in results]
 
 
 def product(t: RowsTiling, arrays: Sequence[AnyArray], x: AnyArray, interpret: bool) -> AnyArray:
