@@ -303,6 +303,18 @@ def test_quantized_on_load(setting: str, scheme: str, error: float) -> None:
     assert len(errors) == 6 and all(0.3 * error < found < error for found in errors.values())
 
 
+@pytest.mark.parametrize("setting", ["int8", "int4"])
+def test_values_below_the_scales(setting: str) -> None:
+    """A group of which float16 has no scale keeps its values as far as the least scale has them."""
+    profile, flow = rlx.CompileProfile().replace(precision={"weights": setting}), rlx.ModelFlow("m")
+    flow = flow.input("x", ("b", 64)).linear("w")
+    values = np.concatenate([np.full((4, 32), 1e-7), np.ones((4, 32))], axis=1).astype(np.float32)
+    found = np.asarray(rlx.compile(flow, {"w": values}, profile=profile).weights()["w"])
+    np.testing.assert_allclose(found, values, rtol=0.2)
+    with pytest.raises(WeightError, match="w: the scales of int./32 are float16, at least 6e-8; all values are smaller"):
+        rlx.compile(flow, {"w": values * 1e-8}, profile=profile)
+
+
 def test_schemes_by_path(tmp_path: Path) -> None:
     """A table of globs; what none of them selects stays; TOML has it; a save writes the checkpoint's floats."""
     flow = rlx.ModelFlow("m").input("x", ("b", 64)).linear("up").custom(lambda emit, h: emit.tanh(h)).linear("down")

@@ -13,6 +13,7 @@ from rlx_jax.ir.ggml import BLOCKS, split_blocks
 from rlx_jax.ir.packed import BITS, SCHEMES, TABLES, Scheme
 from rlx_jax.ir.types import F32
 
+_MIN_SCALE = np.finfo(np.float16).smallest_subnormal
 _CHUNK = 2**19  # values decoded at a time: the temporaries then fit in the CPU's cache
 
 
@@ -153,22 +154,28 @@ def decode_on_host(arrays: Mapping[str, np.ndarray[Any, Any]], scheme: str) -> n
 def quantize(values: np.ndarray[Any, Any], scheme: str, where: str) -> dict[str, np.ndarray[Any, Any]]:
     """Return the arrays of values `[..., k]`, packed symmetrically: the largest of each group has the largest code.
 
+    A group whose scale float16 would round to 0 has the least positive one, so that its values do not all vanish.
+
     Args:
         values: floats; the size of a group divides k.
         scheme: a name in `QUANTIZED`.
         where: the beginning of messages.
 
     Raises:
-        WeightError: a scale is over the range of float16, or not finite.
+        WeightError: a scale is over the range of float16, or not finite; or all values are below the least positive one.
     """
     packing = SCHEMES[scheme]
     assert packing.block is not None
     largest_code = 2 ** (packing.codes[0].bits - 1) - 1
     groups = values.astype(np.float32, copy=False).reshape(*values.shape[:-1], -1, packing.block)
+    largest = np.abs(groups).max(-1)
     with np.errstate(over="ignore"):
-        scales = (np.abs(groups).max(-1) / np.float32(largest_code)).astype(np.float16)
+        scales = (largest / np.float32(largest_code)).astype(np.float16)
     if not np.isfinite(scales).all():
         raise WeightError(f"{where}: the scales of {scheme} are float16, at most 65504; a value is too large for them")
+    if 0 < largest.max(initial=0) < _MIN_SCALE:
+        raise WeightError(f"{where}: the scales of {scheme} are float16, at least 6e-8; all values are smaller: keep it")
+    scales[(scales == 0) & (largest > 0)] = _MIN_SCALE
     divisors = np.where(scales == 0, np.float32(1), scales.astype(np.float32))[..., None]
     codes = np.clip(np.rint(groups / divisors), -largest_code, largest_code).astype(np.int8).reshape(values.shape)
     packed = codes if packing.signed else packing.codes[0].pack((codes + np.int8(packing.zero)).view(np.uint8))
