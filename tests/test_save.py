@@ -147,6 +147,9 @@ def test_untouched_weights_that_were_narrowed_are_copied_from_the_source(tmp_pat
     params["a.bias"] = jnp.full(8, 1e6, jnp.bfloat16)
     with pytest.warns(RlxNumericsWarning, match="'a.bias': 8 of 8 values are over the range of f16"):
         rlx.save(model.replace(params=params), tmp_path / "f16", "safetensors", dtype="f16")
+    params["a.bias"] = jnp.full(8, 1e-7, jnp.bfloat16)
+    with pytest.warns(RlxNumericsWarning, match=r"'a.bias': all values are below 6.1e-05, where f16 has fewer digits"):
+        rlx.save(model.replace(params=params), tmp_path / "small", "safetensors", dtype="f16")
 
 
 def test_wide_weights(tmp_path: Path) -> None:

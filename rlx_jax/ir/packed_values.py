@@ -162,7 +162,7 @@ def quantize(values: np.ndarray[Any, Any], scheme: str, where: str) -> dict[str,
         where: the beginning of messages.
 
     Raises:
-        WeightError: a scale is over the range of float16, or not finite; or all values are below the least positive one.
+        WeightError: a scale is over the range of float16, or not finite; or all values are below its least number.
     """
     packing = SCHEMES[scheme]
     assert packing.block is not None
@@ -174,7 +174,7 @@ def quantize(values: np.ndarray[Any, Any], scheme: str, where: str) -> dict[str,
     if not np.isfinite(scales).all():
         raise WeightError(f"{where}: the scales of {scheme} are float16, at most 65504; a value is too large for them")
     if 0 < largest.max(initial=0) < _MIN_SCALE:
-        raise WeightError(f"{where}: the scales of {scheme} are float16, at least 6e-8; all values are smaller: keep it")
+        raise WeightError(f"{where}: the scales of {scheme} are float16, at least 6e-8; all values are smaller")
     scales[(scales == 0) & (largest > 0)] = _MIN_SCALE
     divisors = np.where(scales == 0, np.float32(1), scales.astype(np.float32))[..., None]
     codes = np.clip(np.rint(groups / divisors), -largest_code, largest_code).astype(np.int8).reshape(values.shape)

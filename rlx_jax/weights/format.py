@@ -80,10 +80,12 @@ def narrow_values(
     """Return a tensor cast to `dtype`, in `out` if given. Messages begin with `where`.
 
     Warns:
-        RlxNumericsWarning: finite values are over the range of `dtype`, and become infinite.
+        RlxNumericsWarning: finite values are over the range of `dtype`, and become infinite; or all of them are below
+            its normal numbers, and lose digits or become 0.
     """
     cast = np.empty(values.shape, dtype) if out is None else out
     excess, can_exceed = 0, is_float(dtype) and not is_lossless_cast(values.dtype, dtype)
+    all_small, normal = can_exceed, ml_dtypes.finfo(dtype).smallest_normal if can_exceed else 0
     is_flat = values.flags.c_contiguous and cast.flags.c_contiguous
     pair = (values.reshape(-1), cast.reshape(-1)) if is_flat else (values[None], cast[None])
     with np.errstate(over="ignore", invalid="ignore"):
@@ -92,6 +94,10 @@ def narrow_values(
             result[...] = part
             if can_exceed and not all_finite(result):
                 excess += int(np.isinf(result).sum() - np.isinf(part).sum())
+            all_small = all_small and not (np.abs(result) >= normal).any()  # mostly false in the first part
+    if all_small and values.any():
+        message = f"{where}: all values are below {normal:.1e}, where {short_name(dtype)} has fewer digits, or 0"
+        warnings.warn(message, RlxNumericsWarning, stacklevel=2)
     if excess:
         message = f"{where}: {excess} of {values.size} values are over the range of {short_name(dtype)}, now infinite"
         warnings.warn(message, RlxNumericsWarning, stacklevel=2)

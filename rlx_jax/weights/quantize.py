@@ -25,11 +25,14 @@ def quantize_q8_0(values: HostArray, where: str) -> HostArray:
     """Return float32 `[..., k]` as blocks of Q8_0, uint8 `[..., k / 32 · 34]`: bit by bit those of gguf-py.
 
     Raises:
-        WeightError: values that are not finite, or whose scale is over the range of float16; begins with `where`.
+        WeightError: values that are not finite, or whose scale is over the range of float16, or which all become 0;
+            begins with `where`.
     """
     blocks = values.reshape(-1, 32)
     scales = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
     stored_scales = _finite(scales, np.dtype("<f2"), where)
+    if scales.any() and not stored_scales.any():
+        raise WeightError(f"{where}: its values are too small for Q8_0, whose scales are float16; bf16 represents them")
     with np.errstate(divide="ignore", over="ignore"):
         inverses = np.float32(1) / scales
     inverses[np.isinf(inverses)] = 0  # scales of 0, and those so small that float16 has 0 for them
