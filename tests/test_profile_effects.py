@@ -300,7 +300,7 @@ def test_recomputing_changes_no_gradient() -> None:
 @pytest.mark.parametrize(
     "options, reason",
     [
-        ({}, "one H100 or H200, not on cpu"),
+        ({}, "H100 and H200, not on cpu"),
         ({"program": "train", "fusion": {"target": "h200"}}, "training programs have no kernels"),
         ({"fusion": {"target": "h200"}}, ""),
     ],
@@ -694,7 +694,7 @@ SETTINGS: dict[str, list[tuple[Any, Any, str | None]]] = {
     "backend.cpu.unfuse_regions": [(small, False, "the fusion passes leave their ops to XLA")],
     "backend.cpu.products": [(flat, "row", "there is no matrix product"), (small, "row", "")],
     "backend.cpu.experts": [(small, "blocked", "there is no mixture of experts"), (mixture, "blocked", "")],
-    "backend.cpu.kernels": [(small, "off", "there are no experts"), (mixture, "off", "kernels run on one H100")],
+    "backend.cpu.kernels": [(small, "off", "there are no experts"), (mixture, "off", "kernels run on H100")],
     "backend.cuda.kernels": [(for_h200, "off", "")],
     "backend.cpu.compiler_options": [(small, {"xla_cpu_enable_fast_min_max": True}, "")],
     "backend.cpu.steps_per_dispatch": [(llama, 2, "only a CausalLM generates"), (generating, 2, "")],

@@ -226,8 +226,8 @@ def choose_implementations(
         attention: the requested implementation of attention.
         products: the requested implementation of products with weights.
         experts: the requested implementation of mixtures of experts.
-        model_sharding: the sharding, None on one device.
-        kernels: whether custom kernels may be chosen; they run on one device only.
+        model_sharding: the sharding, None on one device and in the program of one device.
+        kernels: whether custom kernels may be chosen; they run on one device, or the program of one.
 
     Returns:
         A choice for every attention and mixture of experts, and for those products, recurrences and cache writes for

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Mir, Node, Param, StateRead, Value
 from rlx_jax.ir.ops.experts import ExpertFfn
@@ -27,7 +28,8 @@ from rlx_jax.ir.region import Repeat
 from rlx_jax.lowering.lir.experts import BY_NUMBER, run_sharded
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
 from rlx_jax.lowering.lir.packed import PackedWeight, decoded, packed_implementation, packed_weight
-from rlx_jax.lowering.lir.plan import CHOICE_OPS, Call, Choice, array_programs, call_of, find_stack
+from rlx_jax.lowering.lir.per_shard import ShardProgram
+from rlx_jax.lowering.lir.plan import CHOICE_OPS, Call, Choice, array_programs, call_of, find_stack, state_leaves
 from rlx_jax.lowering.sharding import ModelSharding
 
 AnyArray = Any
@@ -162,6 +164,30 @@ def interpret(graph: Graph, env: Env) -> tuple[AnyArray, ...]:
     writes = {leaf.key(env.iteration): values[v] for leaf, v in graph.writes}
     env.state.update(writes)
     return tuple(values[v] for v in graph.outputs)
+
+
+def interpret_shards(program: ShardProgram, env: Env) -> tuple[AnyArray, ...]:
+    """Run the program of one device on each, with its shards of the arrays, and update `env.state`."""
+    assert (sharding := env.model_sharding) is not None
+    programs = list(env.params)
+    roles = {name: roles for name, (_, roles) in state_leaves(program.graph, env.scan).items()}
+    state = {name: env.state[name] for name in roles}
+
+    def run(params: list[AnyArray], state: dict[str, AnyArray], inputs: dict[str, AnyArray]) -> Any:
+        arrays = dict(zip(programs, params, strict=True))
+        inner = replace(env, params=arrays, state=dict(state), inputs=inputs, model_sharding=None)
+        outputs = interpret(program.graph, inner)
+        return outputs, inner.state
+
+    whole = PartitionSpec()
+    params = [sharding.compute_sharding(p).spec for p in programs]
+    leaves = {name: sharding.value_sharding(roles[name], array.shape).spec for name, array in state.items()}
+    # No check of what all devices have alike: kernels do not declare it.
+    specs: Any = {"in_specs": (params, leaves, whole), "out_specs": (program.outputs, leaves), "check_vma": False}
+    outputs: tuple[AnyArray, ...]
+    outputs, state = jax.shard_map(run, mesh=sharding.mesh, **specs)(list(env.params.values()), state, dict(env.inputs))
+    env.state.update(state)
+    return outputs
 
 
 def _run_nodes(

@@ -1,6 +1,7 @@
 """Custom Pallas kernels (Triton backend) for a single Hopper GPU, on which they were measured.
 
-On other devices, over a mesh, and in training, XLA runs the implementations of the other modules.
+On other devices, and in training, XLA runs the implementations of the other modules; over a mesh too, other than in
+the program of one device (`per_shard.py`).
 
 Gated delta rule: each program of a kernel holds some columns of the state, which are independent of the others.
 Measured on one H200, bf16, 16 heads of width 128, ms, without and with kernels: one token through 18 layers, 8 rows

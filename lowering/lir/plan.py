@@ -39,6 +39,7 @@ from rlx_jax.ir.paths import Path, StateLeaf, bind_path, path_text, per_token_ke
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.ir.weight_reads import WeightSource, is_decoded
 from rlx_jax.lowering.lir.packed import choose_dequant_matmul
+from rlx_jax.lowering.lir.per_shard import ShardProgram
 from rlx_jax.lowering.lir.product_groups import refusal
 
 PRODUCTS = (MatMul, FusedMatMulBiasAct)
@@ -123,12 +124,24 @@ class Plan:
 class Lir:
     """A MIR program with static sizes, and its plan.
 
-    `groups_products`: whether its products were grouped for kernels, so that the others have a reason.
+    Attributes:
+        graph: the program.
+        plan: its plan; of `shard`, if there is one.
+        groups_products: whether its products were grouped for kernels, so that the others have a reason.
+        refusal: why kernels do not run over a mesh; "" if they do, or were not asked for.
+        shard: the program of one device that runs instead on each.
     """
 
     graph: Graph
     plan: Plan
     groups_products: bool = False
+    refusal: str = ""
+    shard: ShardProgram | None = None
+
+    @property
+    def planned(self) -> Graph:
+        """Return the graph that the plan is of."""
+        return self.graph if self.shard is None else self.shard.graph
 
     def attention(self) -> tuple[str, ...]:
         """Return one line for each attention: its block path, the implementation and the reason."""
@@ -155,13 +168,14 @@ class Lir:
 
     def choices(self, *kinds: type[Mir]) -> Iterator[tuple[Path, Choice]]:
         """Yield block path and choice of each node with one of these ops."""
-        grouped = {id(node.op.body) for _, node in self.graph.walk() if isinstance(node.op, GROUPS)}
-        for inner, node in self.graph.walk():
+        grouped = {id(node.op.body) for _, node in self.planned.walk() if isinstance(node.op, GROUPS)}
+        for inner, node in self.planned.walk():
             if isinstance(node.op, kinds) and id(inner) not in grouped:
                 choice = self.plan.choices.get(call_of(inner, node), XLA_CHOICE)
                 choice = self._packed_choice(inner, node) or choice
-                if self.groups_products and isinstance(node.op, PRODUCTS):
-                    choice = replace(choice, reason=f"{choice.reason}; no kernel: {refusal(inner, node)}")
+                if isinstance(node.op, PRODUCTS) and (self.refusal or self.groups_products):
+                    reason = self.refusal or refusal(inner, node)
+                    choice = replace(choice, reason=f"{choice.reason}; no kernel: {reason}")
                 yield node.origin.path, choice
 
     def stays_packed(self, param: Param) -> bool:

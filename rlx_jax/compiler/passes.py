@@ -26,6 +26,7 @@ from rlx_jax.lowering.hir.rules import quantize_weights
 from rlx_jax.lowering.hir.weights import merge_linears, merge_ropes, orient, pad_vocabulary, unpack
 from rlx_jax.lowering.lir.attention_groups import group_attention
 from rlx_jax.lowering.lir.implementations import has_mosaic
+from rlx_jax.lowering.lir.per_shard import shard_program
 from rlx_jax.lowering.lir.product_groups import group_products
 from rlx_jax.lowering.lower import expand_composites, lower
 from rlx_jax.lowering.mir.head import up_to_head
@@ -143,8 +144,7 @@ def uses_kernels(job: Job) -> bool:
     """
     settings, plan = job.settings, job.settings.plan
     is_decoding = job.sizes is not None and job.program == "extend"
-    has_kernel = settings.device.has_kernels and has_mosaic() and settings.model_sharding is None
-    return is_decoding and has_kernel and plan.kernels and not plan.scan
+    return is_decoding and settings.device.has_kernels and has_mosaic() and plan.kernels and not plan.scan
 
 
 # All passes, in the order that they run.
@@ -211,7 +211,14 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("dce", MIR, dce, kind="cleaning"),  # late, because the passes before it leave unread nodes
     Pass("up_to_head", MIR, up_to_head, lambda job: job.headless),
     Pass("specialise", MIR, specialise, lambda job: job.sizes),  # runs once per choice of sizes, on the template
-    # The next two run after it, on programs with sizes.
+    # The next ones run after it, on programs with sizes. What the first returns has a plan of its own.
+    Pass(
+        "per_shard",
+        MIR,
+        lambda graph, model_sharding, types: shard_program(graph, model_sharding, types).graph,
+        lambda job: sharding_if_any(job) if uses_kernels(job) and not job.headless else None,
+        "layout",
+    ),
     Pass(
         "group_attention",
         MIR,

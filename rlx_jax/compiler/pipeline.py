@@ -58,8 +58,9 @@ from rlx_jax.lowering.inspect.bounds import Bounds, bounds_of, packed_bounds, wi
 from rlx_jax.lowering.inspect.outline import Cost, Outline, cost, outline
 from rlx_jax.lowering.lir.donation import reusable_inputs
 from rlx_jax.lowering.lir.implementations import choose_implementations, has_mosaic, has_triton, runnable_choices
-from rlx_jax.lowering.lir.interpret import Env, interpret
+from rlx_jax.lowering.lir.interpret import Env, interpret, interpret_shards
 from rlx_jax.lowering.lir.packed import PackedWeight, decoded, packed_implementation
+from rlx_jax.lowering.lir.per_shard import ShardProgram, UndividedError, shard_program
 from rlx_jax.lowering.lir.plan import Call, Choice, Layout, Lir, returned_leaves, rollback_arrays, state_types
 from rlx_jax.lowering.mir.head import Head, find_head
 from rlx_jax.lowering.mir.small import remove_unread_inputs
@@ -257,15 +258,26 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
     """Specialize a template to sizes and plan it: MIR template → MIR with sizes → LIR."""
     # A new cache of types: the template's cache would retain the types of every size ever requested.
     job = Job(settings, TypeCache(), program=template.job.program, sizes=binding)
-    graph = pass_named("specialise")(template.mir, job).graph
-    groupings = (pass_named("group_attention"), pass_named("group_products"))
-    for grouping in groupings:
-        graph = grouping(graph, job).graph if grouping.runs(job) else graph
+    whole = graph = pass_named("specialise")(template.mir, job).graph
+    model_sharding, outputs, refusal = settings.model_sharding, None, ""
+    if model_sharding is not None:
+        if pass_named("per_shard").runs(replace(job, headless=template.job.headless)):
+            try:
+                shard = shard_program(graph, model_sharding, job.types)
+                graph, outputs, model_sharding = shard.graph, shard.outputs, None
+            except UndividedError as reason:
+                refusal = f"over a mesh, {reason}"
+    groupings = [p for p in map(pass_named, ("group_attention", "group_products")) if p.runs(job)]
+    for grouping in groupings if model_sharding is None else ():
+        graph = grouping(graph, job).graph
     plan = settings.plan
-    preferences = plan.implementation, plan.products, plan.experts, settings.model_sharding, plan.kernels
+    preferences = plan.implementation, plan.products, plan.experts, model_sharding, plan.kernels
     choices = choose_implementations(graph, settings.device, *preferences)
-    plan = replace(plan, donate_inputs=reusable_inputs(graph, plan.donate_inputs), choices=choices)
-    return Lir(graph, plan, groups_products=groupings[1].runs(job))
+    plan = replace(plan, donate_inputs=reusable_inputs(whole, plan.donate_inputs), choices=choices)
+    groups_products = model_sharding is None and any(p.name == "group_products" for p in groupings)
+    if outputs is None:
+        return Lir(graph, plan, groups_products, refusal)
+    return Lir(whole, plan, groups_products, shard=ShardProgram(graph, outputs))
 
 
 def lir_of(built: Built, profile: ProfileLike | None, sizes: Mapping[str, int]) -> Lir:
@@ -306,7 +318,7 @@ def make_function(
         choices = runnable_on_device(lir, running_device())
         scan, remat, target = lir.plan.scan, lir.plan.remat, lir.plan.target
         env = Env(leaves, inputs, dict(state), scan, remat, choices, model_sharding, target)
-        outputs = interpret(lir.graph, env)
+        outputs = interpret(lir.graph, env) if lir.shard is None else interpret_shards(lir.shard, env)
         if not ends_at_head:
             outputs = tuple(map(decoded, outputs))
         return outputs, env.state if model_sharding is None else shard_state(lir, env.state, model_sharding)
@@ -484,11 +496,12 @@ def _contents(template: Template) -> Iterator[str]:
 def _kernel_refusal(settings: Settings, programs: tuple[str, ...]) -> str:
     """Return why the package's Pallas kernels do not run, "" if they do.
 
-    They run on the devices that they were measured on, one at a time, and have no gradient.
+    They run on the devices that they were measured on, over a mesh in steps of decoding, and have no gradient.
     """
-    if settings.model_sharding is not None or not settings.device.has_kernels:
-        place = "a mesh" if settings.model_sharding else settings.device.name
-        return f"kernels run on one H100 or H200, not on {place}"
-    if not has_triton() and not has_mosaic():
+    if not settings.device.has_kernels:
+        return f"kernels run on H100 and H200, not on {settings.device.name}"
+    if settings.model_sharding is not None and "extend" not in programs:
+        return "over a mesh only steps of decoding have kernels"
+    if not has_mosaic() and (settings.model_sharding is not None or not has_triton()):
         return f"kernels are written for backends of Pallas that jax {jax.__version__} does not have"
     return "training programs have no kernels" if set(programs) == {"train"} else ""

@@ -67,6 +67,9 @@ MEANINGS: dict[type[Op], Meaning] = {
     o.Narrow: narrow,
     o.SplitLast: lambda op, x: split(op, x),
     o.Shard: lambda op, x: x,
+    o.AllReduce: lambda op, x: x,
+    o.AllGather: lambda op, x: x,
+    o.ShardIndex: lambda op, x: np.int32(0),
     o.Slice: sliced,
     o.CutAxis: cut,
     o.Concat: lambda op, *arrays: np.concatenate(arrays, axis=op.axis),
@@ -118,6 +121,8 @@ def shaping() -> Iterator[Sample]:
 def indexing() -> Iterator[Sample]:
     """Reading and writing by index, products by named axes."""
     x = "f32 batch seq 8"
+    for of_one_device in (o.AllReduce(), o.AllGather(1), o.ShardIndex()):
+        yield Sample(of_one_device, x)
     for table in ("f32 9 4; i32 batch seq", "bf16 9 4 2; u8 seq", "f32 9; i32"):
         yield Sample(o.Gather(), table, below=9)
     for rows in (x, "f32 batch seq"):

@@ -1,0 +1,124 @@
+"""The program of one device of a mesh: it computes what the whole program does, its kernels too; what has none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import rlx_jax as rlx
+from rlx_jax.compiler import passes
+from rlx_jax.compiler.pipeline import make_lir
+from rlx_jax.ir.graph import BodyInput
+from rlx_jax.ir.kernel_group import AttentionGroup, KernelGroup
+from rlx_jax.ir.ops.collective import AllReduce
+from rlx_jax.lowering.lir.attention_groups import run_attention
+from rlx_jax.lowering.lir.implementations import has_mosaic
+from rlx_jax.lowering.lir.per_shard import reshape_groups
+from rlx_jax.lowering.lir.plan import Lir
+from rlx_jax.lowering.lir.product_groups import run_group
+from rlx_jax.runtime.program_key import ProgramKey
+from tests.divided import V, mesh, recipe, weights
+
+RNG = np.random.default_rng(1)
+PROMPTS = [RNG.integers(0, V, n).tolist() for n in (3, 9, 6)]
+FAMILIES = ["llama tied", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "gpt2", "qwen2", "gemma2"))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the whole program over the mesh: a padded vocabulary, biases, rings, caps; the state stays in place."""
+    want = rlx.CausalLM(recipe(family), weights(family), mesh=mesh("tensor", 2)).generate(PROMPTS, max_new_tokens=12)
+    monkeypatch.setattr(passes, "uses_kernels", lambda job: job.sizes is not None and job.program == "extend")
+    ours = rlx.CausalLM(recipe(family), weights(family), mesh=mesh("tensor", 2))
+    assert ours.generate(PROMPTS, max_new_tokens=12) == want
+    steps = [e for key, e in ours.model.programs.executables.items() if key.program == "extend"]
+    assert steps and all(e.lir.shard is not None and not (e.donation and e.donation.state_problem()) for e in steps)
+
+
+def planned(monkeypatch: pytest.MonkeyPatch, kinds: str = "tensor", devices: int = 2, **fields: Any) -> Lir:
+    """Return a decode step of one row of a small Llama over a mesh, planned for an H200 in bf16."""
+    monkeypatch.setattr(passes, "has_mosaic", lambda: True)
+    config = {
+        "rms_norm_eps": 1e-6, "vocab_size": 128, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 64,
+    }  # fmt: skip
+    precision = {"compute": "bf16", "weights": "bf16", **fields.pop("precision", {})}
+    profile = rlx.CompileProfile().replace(**{"fusion": {"target": "h200"}, "precision": precision, **fields})
+    flow = rlx.Llama32Flow.for_prefill(config)
+    lm = rlx.CausalLM(flow, {}, missing="init", key=0, profile=profile, max_positions=64, mesh=mesh(kinds, devices))
+    template = lm.model.programs.template(ProgramKey(lm.model.name, "extend", last_only=True))
+    sizes = {"batch": lm.model.programs.settings.buckets.row_multiple, "seq": 1}
+    return make_lir(
+        template, {symbol: sizes.get(symbol, 64) for symbol in template.symbols}, lm.model.programs.settings
+    )
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*the plan is for another device", "ignore:.*has no effect")
+
+
+@pytest.mark.skipif(not has_mosaic(), reason="the kernels need jax 0.11")
+@pytest.mark.parametrize("scheme", ["bf16", pytest.param("int8", marks=pytest.mark.slow)])
+def test_the_kernels_of_a_shard(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each product and attention of a layer has one, with the ops around it; two sums over devices a layer follow."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    pallas: Any = mosaic_gpu
+    lir = planned(monkeypatch, precision={"weights": scheme})
+    assert lir.shard is not None and (scheme == "int8" or [line[:11] for line in lir.products()] == ["9 by matvec"])
+    assert all("decode_attention" in line for line in lir.attention())
+    assert sum(isinstance(node.op, AllReduce) for node in lir.shard.graph.nodes) == 4
+    groups: dict[str, Any] = {
+        op.text(): op for n in lir.shard.graph.nodes if isinstance(op := n.op, KernelGroup | AttentionGroup)
+    }
+    for group in groups.values():
+        run: Any = run_group if isinstance(group, KernelGroup) else run_attention
+        types = [node.types[0] for node in group.body.nodes if isinstance(node.op, BodyInput)]
+        shapes = [(tuple(map(int, t.shape)), t.dtype) for t in types]
+        arrays = [
+            jnp.full(shape, 5, dtype) if dtype == np.int32 else jnp.asarray(RNG.normal(size=shape), dtype)
+            for shape, dtype in shapes
+        ]
+        found = run(group, *arrays, interpret=pallas.InterpretGPUParams())
+        for got, want in zip(found, group.eval(*arrays), strict=True):
+            scale = float(jnp.abs(want.astype(jnp.float32)).max())
+            np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), atol=0.02 * scale)
+
+
+# The mesh and the fields of a profile, and a part of the reason why there is no program of one device; None for none.
+PLANS: dict[str, tuple[str, int, dict[str, Any], str | None]] = {
+    "off": ("tensor", 2, {"backend": {"cuda": {"kernels": "off"}}}, None),
+    "a scan": ("tensor", 2, {"layers": {"roll": "scan"}}, None),
+    "switched off": ("tensor", 2, {"fusion": {"target": "h200", "disable": ["per_shard"]}}, None),
+    "rows": ("data tensor", 4, {}, "over a mesh, embed_tokens: shard(batch, sequence, -) divides a value"),
+    "few key heads": ("tensor", 8, {}, "over a mesh, layers.0.self_attn: attention"),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if PLANS[c][3] is None else c for c in PLANS])
+def test_where_there_is_none(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA divides the whole program, and the report says why."""
+    kinds, devices, fields, reason = PLANS[case]
+    lir = planned(monkeypatch, kinds, devices, **fields)
+    lines = "\n".join(lir.products())
+    assert lir.shard is None and "matvec" not in lines
+    assert ("no kernel" in lines) == (reason is not None) and (reason or "") in lines, lines
+
+
+@pytest.mark.parametrize("family", ["mixtral", "mamba2"])
+def test_ops_without_a_rule(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts and recurrences are named, and the whole program runs."""
+    monkeypatch.setattr(passes, "uses_kernels", lambda job: job.sizes is not None and job.program == "extend")
+    ours = rlx.CausalLM(recipe(family), weights(family), mesh=mesh("tensor", 2))
+    assert ours.generate(PROMPTS[:1], max_new_tokens=2)
+    (step,) = (e for key, e in ours.model.programs.executables.items() if key.program == "extend")
+    assert step.lir.shard is None and "of divided operands has no rule" in step.lir.refusal
+
+
+def test_axes_of_a_reshape() -> None:
+    """Axes with as many entries are a group; axes of one entry belong to none."""
+    assert reshape_groups((1, 1, 1024), (1, 2, 512)) == [([2], [1, 2])]
+    assert reshape_groups((2, 3, 4), (6, 1, 2, 2)) == [([0, 1], [0]), ([2], [2, 3])]
+    assert reshape_groups((1, 1), ()) == []
