@@ -45,7 +45,9 @@ from rlx_jax.weights.safetensors_format import write_file
 
 SIZES = Sizes(hidden=2048, heads=32, kv_heads=8, head_dim=64, ffn=8192, vocab=32768)
 # Bytes of a value in the file; the sizes are exact for floats and near for packed files, which have f32 norms.
-VALUE_BYTES = {"bf16": 2.0, "f32": 4.0, "gguf_bf16": 2.0, "gguf_q8_0": 34 / 32, "gguf_q4k": 144 / 256}
+VALUE_BYTES = {
+    "bf16": 2.0, "f32": 4.0, "gguf_bf16": 2.0, "gguf_q8_0": 34 / 32, "gguf_q4k": 144 / 256, "gguf_q6k": 210 / 256,
+}  # fmt: skip
 DTYPES: dict[str, Any] = {"bf16": ml_dtypes.bfloat16, "f32": np.float32}
 BF16 = 30
 """The number of bfloat16 in a GGUF file."""
