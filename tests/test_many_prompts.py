@@ -26,7 +26,7 @@ from rlx_jax.generate import slot_plan
 from rlx_jax.generate.decode_state import last_rows
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.scheduler import Scheduler, SlotJob
-from rlx_jax.generate.slots import open_slots, prepare_programs
+from rlx_jax.generate.slots import open_slots, prepare_programs, slot_inputs
 from rlx_jax.io.garbage import paused_gc
 from rlx_jax.runtime.program_key import HelperCall
 from tests import divided
@@ -94,6 +94,13 @@ def plans(family: str) -> Any:
         patch.setattr(slot_plan, "CONTEXT_BUCKET", 16)
         patch.setattr(slot_plan, "choose_classes", lambda *_: {16: 0.4, 32: 0.4, 64: 0.2})
         return slot_plan.plan_slots(model._lm, [SlotJob(0, [0] * 40, row)] * 9, LOGPROBS, 6)
+
+
+def test_inputs_of_several_jobs_are_those_of_each() -> None:
+    """A fill of three rows has a sampler, a seed, stop ids and a budget for each."""
+    jobs = [SlotJob(i, [i + 1], options(5 + i, i, i, (i,))) for i in range(3)]
+    every, *each = (slot_inputs(plans("llama")[0], part, len(part)) for part in (jobs, *([job] for job in jobs)))
+    jax.tree.map(lambda rows, *row: np.testing.assert_array_equal(rows, np.concatenate(row)), every, *each)
 
 
 @functools.cache

@@ -224,7 +224,6 @@ def test_named_prefixes(tmp_path: Path) -> None:
     [
         (lambda m: setattr(m, "prefix_cache", -1), "prefix_cache"),
         (lambda m: m.prefix("text"), "tokenizer"),
-        (lambda m: m.generate([[1]], share_prefix="yes"), "share_prefix is 'yes'; expected True or False"),
     ],
 )
 def test_refused(call: Any, message: str) -> None:
