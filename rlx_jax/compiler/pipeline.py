@@ -19,13 +19,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.compiler.passes import LEFT_TO_XLA, PIPELINE, Job, check_switches, pass_named, run_passes
-from rlx_jax.compiler.settings import CLEANING, Settings, choose_profile, choose_settings, lowering_settings
+from rlx_jax.compiler.settings import (
+    CLEANING,
+    Settings,
+    choose_profile,
+    choose_settings,
+    kernel_refusal,
+    lowering_settings,
+)
 from rlx_jax.device import Device, running_device
 from rlx_jax.errors import (
     DeriveError,
@@ -57,7 +63,7 @@ from rlx_jax.lowering.hir.rules import ring_sizes
 from rlx_jax.lowering.inspect.bounds import Bounds, bounds_of, packed_bounds, with_past_tokens
 from rlx_jax.lowering.inspect.outline import Cost, Outline, cost, outline
 from rlx_jax.lowering.lir.donation import reusable_inputs
-from rlx_jax.lowering.lir.implementations import choose_implementations, has_mosaic, has_triton, runnable_choices
+from rlx_jax.lowering.lir.implementations import choose_implementations, runnable_choices
 from rlx_jax.lowering.lir.interpret import Env, interpret, interpret_shards
 from rlx_jax.lowering.lir.packed import PackedWeight, decoded, packed_implementation
 from rlx_jax.lowering.lir.per_shard import ShardProgram, UndividedError, shard_program
@@ -431,7 +437,7 @@ def facts_of(
     base, variants = replace(settings, disabled_passes=frozenset()), itertools.product(programs, (False, True))
     jobs = [Job(base, template.built.types, program, last_only) for program, last_only in variants]
     passes = {p.name for p in PIPELINE if p.kind != "fusion" and any(p.runs(job) for job in jobs)}
-    no_kernels = _kernel_refusal(settings, programs)
+    no_kernels = kernel_refusal(settings, programs)
     if no_kernels and getattr(profile.backend, settings.target).kernels == "on":
         raise UnsupportedError(
             f"{template.built.name}: backend.{settings.target}.kernels = 'on' is not available: {no_kernels}; with "
@@ -491,17 +497,3 @@ def _contents(template: Template) -> Iterator[str]:
         "state": bool(template.state),
     }
     return (name for name, is_present in contains.items() if is_present)
-
-
-def _kernel_refusal(settings: Settings, programs: tuple[str, ...]) -> str:
-    """Return why the package's Pallas kernels do not run, "" if they do.
-
-    They run on the devices that they were measured on, over a mesh in steps of decoding, and have no gradient.
-    """
-    if not settings.device.has_kernels:
-        return f"kernels run on H100 and H200, not on {settings.device.name}"
-    if settings.model_sharding is not None and "extend" not in programs:
-        return "over a mesh only steps of decoding have kernels"
-    if not has_mosaic() and (settings.model_sharding is not None or not has_triton()):
-        return f"kernels are written for backends of Pallas that jax {jax.__version__} does not have"
-    return "training programs have no kernels" if set(programs) == {"train"} else ""

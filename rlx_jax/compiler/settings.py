@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import jax
 import numpy as np
 
 from rlx_jax.blocks.lora import SCOPES, has_adapters
@@ -19,6 +20,7 @@ from rlx_jax.ir.packed import PackedSpec, stored_bytes
 from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.ir.types import as_dtype, is_float
 from rlx_jax.ir.weight_reads import WeightSource
+from rlx_jax.lowering.lir.implementations import has_mosaic, has_triton
 from rlx_jax.lowering.lir.plan import Plan
 from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.profiles import Backend, Backends, BucketTable, CompileProfile, Precision
@@ -445,3 +447,17 @@ def check_inputs(names: tuple[str, ...], flow: Buildable) -> None:
     """
     input_names = [i.name for i in flow._inputs]
     check_names(names, input_names, f"donation.inputs: {flow.name} has no input", "; it has", ProfileError)
+
+
+def kernel_refusal(settings: Settings, programs: tuple[str, ...]) -> str:
+    """Return why the package's Pallas kernels do not run, "" if they do.
+
+    They run on the devices that they were measured on, over a mesh in steps of decoding, and have no gradient.
+    """
+    if not settings.device.has_kernels:
+        return f"kernels run on H100 and H200, not on {settings.device.name}"
+    if settings.model_sharding is not None and "extend" not in programs:
+        return "over a mesh only steps of decoding have kernels"
+    if not has_mosaic() and (settings.model_sharding is not None or not has_triton()):
+        return f"kernels are written for backends of Pallas that jax {jax.__version__} does not have"
+    return "training programs have no kernels" if set(programs) == {"train"} else ""
