@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.encode.head_model import HeadModel
-from rlx_jax.encode.pooled import Vectors
+from rlx_jax.encode.pooled import Vectors, softmax
 from rlx_jax.encode.text_rows import check_pairs
 from rlx_jax.errors import RequestError, shown, suggest_keywords
 from rlx_jax.models.encoder import ANSWER
@@ -78,8 +78,7 @@ class _Window:
     def candidates(self, search: _Search) -> tuple[float, list[tuple[int, int, float]]]:
         """Return the probability of no answer, and the most probable (start, end, probability) in characters."""
         logits = np.where((self.is_context | self.is_cls)[:, None], self.logits, EXCLUDED)
-        weights = np.exp(logits - logits.max(axis=0))
-        first, last = (weights / weights.sum(axis=0)).T
+        first, last = softmax(logits, axis=0).T
         none_score = float(first[0] * last[0])
         first[0] = last[0] = 0
         scores = np.tril(np.triu(np.outer(first, last)), search.max_answer - 1)

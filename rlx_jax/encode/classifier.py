@@ -12,7 +12,7 @@ from rlx_jax.encode.artifact_plan import reranker_plan
 from rlx_jax.encode.cross_encoder import PairTemplate
 from rlx_jax.encode.head_model import HeadModel
 from rlx_jax.encode.label_batches import make_batches, read_label_rows
-from rlx_jax.encode.pooled import Vectors
+from rlx_jax.encode.pooled import Vectors, softmax
 from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.encode.text_rows import Requests, check_pairs
 from rlx_jax.errors import RequestError, shown, suggest_keywords
@@ -280,8 +280,7 @@ def _scores(head: TaskHead, logits: Vectors) -> Vectors:
         return logits
     if head.problem == MULTI_LABEL or len(head.labels) == 1:
         return sigmoid(logits)
-    weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return weights / weights.sum(axis=-1, keepdims=True)  # type: ignore[no-any-return]
+    return softmax(logits)
 
 
 def _without_padding(rows: TokenRows, padding_id: int) -> TokenRows:

@@ -41,6 +41,12 @@ def get_pooled(outputs: Any, output: str = POOLED) -> Any:
     return outputs[output] if isinstance(outputs, dict) else outputs
 
 
+def softmax(logits: Vectors, axis: int = -1) -> Vectors:
+    """Return the probabilities of logits along an axis."""
+    weights = np.exp(logits - logits.max(axis=axis, keepdims=True))
+    return weights / weights.sum(axis=axis, keepdims=True)  # type: ignore[no-any-return]
+
+
 def check_finite(vectors: Vectors | list[Vectors], label: str, index: Callable[[int], int] = int) -> None:
     """Check that all vectors, or the several vectors of all texts, are finite.
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
 
 from rlx_jax.encode.head_model import TokenLogits
-from rlx_jax.encode.pooled import Vectors
+from rlx_jax.encode.pooled import Vectors, softmax
 from rlx_jax.errors import RequestError, check_names, shown, suggest_keywords
 from rlx_jax.models.encoder import TOKEN
 from rlx_jax.runtime.inputs import check_integer
@@ -77,35 +78,48 @@ class TokenClassifier(TokenLogits):
         requests, spans = reader.read_spans(
             items, lambda chunk, first: encode_spans(tokenizer, chunk, reader.max_text_tokens, overlap, first)
         )
-        logits = iter(self._run(requests, max_tokens))
-        for text, windows in zip(items, spans, strict=True):
-            tagged = [self._tagged(text, window, next(logits), tokenizer, aggregation) for window in windows]
-            parts = [part for window_parts in tagged for part in window_parts if part.label not in ignore_labels]
-            results.append(_without_overlaps(parts) if len(windows) > 1 else parts)
+        logits = self._run(requests, max_tokens)
+        windows = [(text, window) for text, rows in zip(items, spans, strict=True) for window in rows]
+        words = [_words(text, window, tokenizer, aggregation) for text, window in windows]
+        # One array of all texts: calls of numpy for each text take longer than a GPU computes it.
+        starts = accumulate(map(len, logits), initial=0)
+        indices = [[start + i for i in word] for start, row in zip(starts, words, strict=False) for word in row]
+        scores = AGGREGATIONS[aggregation](softmax(np.concatenate(logits)), indices) if indices else np.zeros((0, 1))
+        labels, values = iter(scores.argmax(axis=1).tolist()), iter(scores.max(axis=1).tolist())
+        parts = iter([
+            self._parts(
+                text, [(window.offsets[word[0]][0], window.offsets[word[-1]][1]) for word in row],
+                [*islice(labels, len(row))], [*islice(values, len(row))], ignore_labels, aggregation != "none",
+            )
+            for (text, window), row in zip(windows, words, strict=True)
+        ])  # fmt: skip
+        for rows in spans:
+            chosen = [part for _ in rows for part in next(parts)]
+            results.append(_without_overlaps(chosen) if len(rows) > 1 else chosen)
         return results[0] if is_single else results
 
-    def _tagged(
-        self, text: str, spans: TokenSpans, logits: Vectors, tokenizer: Tokenizer, aggregation: str
-    ) -> list[TaggedSpan]:
-        """Return the labelled parts of a window."""
-        words = list[list[int]]()
-        for i, special in enumerate(spans.is_special):
-            if special:
-                continue
-            if words and aggregation not in ("none", "simple") and _continues_word(text, spans, i, tokenizer):
-                words[-1].append(i)
-            else:
-                words.append([i])
-        if not words:
-            return []
-        weights = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        scores = AGGREGATIONS[aggregation](weights / weights.sum(axis=-1, keepdims=True), words)
-        parts = []
-        labels, best = scores.argmax(axis=1).tolist(), scores.max(axis=1).tolist()
-        for tokens, label, score in zip(words, labels, best, strict=True):
-            start, end = spans.offsets[tokens[0]][0], spans.offsets[tokens[-1]][1]
-            parts.append(TaggedSpan(self.labels[label], score, start, end, text[start:end]))
-        return parts if aggregation == "none" else _joined(text, parts)
+    def _parts(
+        self, text: str, places: Sequence[tuple[int, int]], labels: Sequence[int], scores: Sequence[float],
+        ignore_labels: Sequence[str], is_joined: bool,
+    ) -> list[TaggedSpan]:  # fmt: skip
+        """Return the labelled parts of a window, given the place, the label and the score of each word.
+
+        With `is_joined` adjacent words of one label are one part, except before a `B-`.
+        """
+        parts, names, end = list[TaggedSpan](), [_name(label) for label in self.labels], 0
+        while end < len(places):
+            start, label = end, self.labels[labels[end]]
+            end += 1
+            while (
+                is_joined and end < len(places) and names[labels[end]] == names[labels[start]]
+                and not self.labels[labels[end]].startswith("B-")
+            ):  # fmt: skip
+                end += 1
+            label = _joined_label(label) if is_joined else label
+            if label not in ignore_labels:
+                first, last = places[start][0], places[end - 1][1]
+                parts.append(TaggedSpan(label, sum(scores[start:end]) / (end - start), first, last, text[first:last]))
+        return parts
 
 
 # -- words -------------------------------------------------------------------------------------
@@ -132,6 +146,20 @@ AGGREGATIONS: dict[str, WordScores] = {
 }  # fmt: skip
 
 
+def _words(text: str, spans: TokenSpans, tokenizer: Tokenizer, aggregation: str) -> list[list[int]]:
+    """Return the indices of the tokens of each word of a window; by some aggregations each token is a word."""
+    tokens = [i for i, is_special in enumerate(spans.is_special) if not is_special]
+    if aggregation in ("none", "simple"):
+        return [[i] for i in tokens]
+    words = list[list[int]]()
+    for i in tokens:
+        if words and _continues_word(text, spans, i, tokenizer):
+            words[-1].append(i)
+        else:
+            words.append([i])
+    return words
+
+
 def _continues_word(text: str, spans: TokenSpans, index: int, tokenizer: Tokenizer) -> bool:
     """Return whether a token continues the word of the token before it, as transformers decides.
 
@@ -146,24 +174,7 @@ def _continues_word(text: str, spans: TokenSpans, index: int, tokenizer: Tokeniz
     return start > 0 and " " not in text[start - 1 : start + 1]
 
 
-# -- joining -----------------------------------------------------------------------------------
-
-
-def _joined(text: str, parts: Sequence[TaggedSpan]) -> list[TaggedSpan]:
-    """Return parts with adjacent ones of one label joined, except before a `B-`."""
-    groups: list[list[TaggedSpan]] = []
-    for part in parts:
-        begins = part.label.startswith("B-")
-        if groups and not begins and _name(part.label) == _name(groups[-1][-1].label):
-            groups[-1].append(part)
-        else:
-            groups.append([part])
-    joined = []
-    for group in groups:
-        start, end = group[0].start, group[-1].end
-        score = float(np.mean([part.score for part in group]))
-        joined.append(TaggedSpan(_joined_label(group[0].label), score, start, end, text[start:end]))
-    return joined
+# -- labels ------------------------------------------------------------------------------------
 
 
 def _joined_label(label: str) -> str:

@@ -151,9 +151,8 @@ class TextReader:
             windows = [(i, window) for i, windows in enumerate(encoded, start + chunk[0]) for window in windows]
             indices = [i for i, _ in windows]
             has_types = self.reads_types and isinstance(chunk[1][0], tuple)
-            ids, types = ([np.array(row, np.int32) for row in rows] for rows in (
-                [window.ids for _, window in windows], [window.types for _, window in windows]
-            ))  # fmt: skip
+            ids = [np.array(window.ids, np.int32) for _, window in windows]
+            types = [np.array(window.types, np.int32) for _, window in windows if has_types]
             return encoded, indices, self._encoded_rows(ids, types, label, indices, has_types)
 
         def read_chunks() -> Iterator[tuple[TokenRows, bool]]:

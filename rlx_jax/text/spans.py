@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from rlx_jax.errors import RequestError
 from rlx_jax.text.request_checks import check_text
@@ -11,36 +13,64 @@ from rlx_jax.text.tokenizer import Tokenizer
 from rlx_jax.text.tokenizer_checks import guard
 
 
-class TokenSpans(NamedTuple):
+@dataclass(frozen=True)
+class TokenSpans:
     """The tokens of a text or of a pair of texts, or of a window of one that is too long.
 
     Attributes:
-        ids, types: the token ids, and for each its type: 0 in the first text of a pair, 1 in the second if they differ.
-        tokens: the token of each id, as the vocabulary spells it.
-        offsets: the first character of each token in its text, and the one after its last.
-        words: the number of each token's word in its text; None for special tokens.
-        texts: which text of a pair each token is from, 0 or 1; None for special tokens.
-        is_special: whether each token was added around the texts.
+        row: the native encoding, with special tokens.
+        parts: the native encodings of the texts, without them.
+        has_types: whether the tokenizer gives types of tokens.
     """
 
-    ids: list[int]
-    types: list[int]
-    tokens: list[str]
-    offsets: list[tuple[int, int]]
-    words: list[int | None]
-    texts: list[int | None]
-    is_special: list[bool]
+    row: Any
+    parts: tuple[Any, ...]
+    has_types: bool
+
+    # The native encoding makes a new list for each access.
+
+    @cached_property
+    def ids(self) -> list[int]:
+        """The token ids."""
+        return self.row.ids  # type: ignore[no-any-return]
+
+    @property
+    def types(self) -> list[int]:
+        """The type of each token: 0 in the first text of a pair, 1 in the second if they differ."""
+        return self.row.type_ids if self.has_types else [0] * len(self.row)
+
+    @cached_property
+    def tokens(self) -> list[str]:
+        """The token of each id, as the vocabulary spells it."""
+        return self.row.tokens  # type: ignore[no-any-return]
+
+    @cached_property
+    def offsets(self) -> list[tuple[int, int]]:
+        """The first character of each token in its text, and the one after its last."""
+        offsets = iter([span for part in self.parts for span in part.offsets])
+        return [(0, 0) if special else next(offsets) for special in self.is_special]
+
+    @cached_property
+    def words(self) -> list[int | None]:
+        """The number of each token's word in its text; None for special tokens."""
+        return self.row.word_ids  # type: ignore[no-any-return]
+
+    @cached_property
+    def texts(self) -> list[int | None]:
+        """Which text of a pair each token is from, 0 or 1; None for special tokens."""
+        return self.row.sequence_ids  # type: ignore[no-any-return]
+
+    @cached_property
+    def is_special(self) -> list[bool]:
+        """Whether each token was added around the texts."""
+        return [mask == 1 for mask in self.row.special_tokens_mask]
 
     @staticmethod
     def of(tokenizer: Tokenizer, *parts: Any) -> TokenSpans:
         """Return the tokens of native encodings of one or two texts, with special tokens around them."""
         # This may count the spaces in front of tokens as outside of them, which `parts` have already done.
         row = tokenizer._native.post_process(parts[0], parts[1] if len(parts) > 1 else None, True)
-        is_special = [mask == 1 for mask in row.special_tokens_mask]
-        offsets = iter([span for part in parts for span in part.offsets])
-        types = row.type_ids if tokenizer.gives_types else [0] * len(row)
-        places = [(0, 0) if special else next(offsets) for special in is_special]
-        return TokenSpans(row.ids, types, row.tokens, places, row.word_ids, row.sequence_ids, is_special)
+        return TokenSpans(row, parts, tokenizer.gives_types)
 
 
 def id_of_role(tokenizer: Tokenizer, role: str) -> int | None:
