@@ -17,7 +17,7 @@ from rlx_jax.encode.token_selection import BEST_STEP, TokenSelection
 from rlx_jax.errors import RequestError, quote, shown, suggest_keywords
 from rlx_jax.models.encoder import MASKED
 from rlx_jax.runtime.inputs import check_integer
-from rlx_jax.text.request_checks import Ids, classify_strings
+from rlx_jax.text.request_checks import classify_strings
 from rlx_jax.text.spans import TokenSpans, encode_spans, id_of_role
 from rlx_jax.text.tokenizer import Tokenizer
 
@@ -98,8 +98,8 @@ class MaskedLM(TokenLogits):
         for start, group in chunks(items, max(1, MAX_PROBABILITIES // size)):
             requests, spans = reader.read_spans(group, encode, start=start)
             values = self._run(requests, max_tokens, selection)
-            best = [_best(text_values, size, len(among) or count, count) for text_values in values]
-            results += _fillings([row.ids for (row,) in spans], best, mask_id, tokenizer)
+            best = zip(*_best(np.concatenate(values), size, len(among) or count, count), strict=True)
+            results += _fillings([row.ids for (row,) in spans], [*best], mask_id, tokenizer)
         return results[0] if is_single else results
 
     def _target_ids(self, targets: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -132,8 +132,8 @@ def _check_masks(text: str, row: TokenSpans, mask_id: int, mask: str, name: str)
         )
 
 
-def _best(values: Vectors, size: int, number: int, top_k: int) -> tuple[Vectors, Ids]:
-    """Return the `top_k` largest probabilities for each mask and their ids, `[masks, top_k]`, largest first.
+def _best(values: Vectors, size: int, number: int, top_k: int) -> tuple[list[list[float]], list[list[int]]]:
+    """Return the `top_k` largest probabilities for each mask and their ids, largest first.
 
     Args:
         values: for each mask `size` probabilities, then their ids, `[masks, 2·size]`.
@@ -143,33 +143,34 @@ def _best(values: Vectors, size: int, number: int, top_k: int) -> tuple[Vectors,
     """
     scores, ids = values[:, :size][:, :number], values[:, size:][:, :number].astype(np.int32)
     order = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
-    return np.take_along_axis(scores, order, 1), np.take_along_axis(ids, order, 1)
+    return np.take_along_axis(scores, order, 1).tolist(), np.take_along_axis(ids, order, 1).tolist()
 
 
 def _fillings(
-    rows: Sequence[list[int]], best: Sequence[tuple[Vectors, Ids]], mask_id: int, tokenizer: Tokenizer
+    rows: Sequence[list[int]], best: Sequence[tuple[list[float], list[int]]], mask_id: int, tokenizer: Tokenizer
 ) -> list[list[list[Filling]]]:
-    """Return the fillings for the masks among the ids of each text, from their probabilities and ids.
+    """Return the fillings for the masks among the ids of each text, from the probabilities and ids for each mask.
 
     All are decoded in two calls of the tokenizer, which uses all cores.
     """
+    masks = [[i for i, token in enumerate(ids) if token == mask_id] for ids in rows]
     filled: dict[bool, list[list[int]]] = {True: [], False: []}
-    for ids, (_, candidates) in zip(rows, best, strict=True):
-        masks = [i for i, token in enumerate(ids) if token == mask_id]
-        filled[len(masks) == 1] += [
-            [*ids[:mask], token, *ids[mask + 1 :]] for mask, row in zip(masks, candidates.tolist(), strict=True)
-            for token in row
-        ]  # fmt: skip
+    waiting = iter(best)
+    for ids, places in zip(rows, masks, strict=True):
+        filled[len(places) == 1] += [
+            [*ids[:mask], token, *ids[mask + 1 :]] for mask in places for token in next(waiting)[1]
+        ]
     texts = {skip: iter(tokenizer.decode_batch(lists, skip_special_tokens=skip)) for skip, lists in filled.items()}
-    used = sorted({token for _, candidates in best for token in candidates.reshape(-1).tolist()})
+    used = sorted({token for _, candidates in best for token in candidates})
     names = dict(zip(used, tokenizer.decode_batch([[token] for token in used], skip_special_tokens=False), strict=True))
+    waiting = iter(best)
     return [
         [
             [
-                Filling(names[token], token, score, next(texts[len(candidates) == 1]))
-                for token, score in zip(mask_ids, mask_scores, strict=True)
+                Filling(names[token], token, score, next(texts[len(places) == 1]))
+                for score, token in zip(*next(waiting), strict=True)
             ]
-            for mask_ids, mask_scores in zip(candidates.tolist(), scores.tolist(), strict=True)
+            for _ in places
         ]
-        for scores, candidates in best
+        for places in masks
     ]

@@ -14,7 +14,7 @@ from rlx_jax.encode.pooled import Vectors, softmax
 from rlx_jax.errors import RequestError, check_names, shown, suggest_keywords
 from rlx_jax.models.encoder import TOKEN
 from rlx_jax.runtime.inputs import check_integer
-from rlx_jax.text.request_checks import classify_strings
+from rlx_jax.text.request_checks import Ids, classify_strings
 from rlx_jax.text.spans import TokenSpans, encode_spans, id_of_role
 from rlx_jax.text.tokenizer import Tokenizer
 
@@ -80,65 +80,70 @@ class TokenClassifier(TokenLogits):
         )
         logits = self._run(requests, max_tokens)
         windows = [(text, window) for text, rows in zip(items, spans, strict=True) for window in rows]
-        words = [_words(text, window, tokenizer, aggregation) for text, window in windows]
-        # One array of all texts: calls of numpy for each text take longer than a GPU computes it.
-        starts = accumulate(map(len, logits), initial=0)
-        indices = [[start + i for i in word] for start, row in zip(starts, words, strict=False) for word in row]
-        scores = AGGREGATIONS[aggregation](softmax(np.concatenate(logits)), indices) if indices else np.zeros((0, 1))
-        labels, values = iter(scores.argmax(axis=1).tolist()), iter(scores.max(axis=1).tolist())
-        parts = iter([
-            self._parts(
-                text, [(window.offsets[word[0]][0], window.offsets[word[-1]][1]) for word in row],
-                [*islice(labels, len(row))], [*islice(values, len(row))], ignore_labels, aggregation != "none",
-            )
-            for (text, window), row in zip(windows, words, strict=True)
-        ])  # fmt: skip
+        parts = iter(self._parts(windows, logits, tokenizer, aggregation, {*ignore_labels}))
         for rows in spans:
             chosen = [part for _ in rows for part in next(parts)]
             results.append(_without_overlaps(chosen) if len(rows) > 1 else chosen)
         return results[0] if is_single else results
 
     def _parts(
-        self, text: str, places: Sequence[tuple[int, int]], labels: Sequence[int], scores: Sequence[float],
-        ignore_labels: Sequence[str], is_joined: bool,
-    ) -> list[TaggedSpan]:  # fmt: skip
-        """Return the labelled parts of a window, given the place, the label and the score of each word.
+        self, windows: Sequence[tuple[str, TokenSpans]], logits: Sequence[Vectors], tokenizer: Tokenizer,
+        aggregation: str, ignored: set[str],
+    ) -> list[list[TaggedSpan]]:  # fmt: skip
+        """Return the labelled parts of each window.
 
-        With `is_joined` adjacent words of one label are one part, except before a `B-`.
+        It computes all windows at once, as a loop over the tokens takes longer than a GPU takes for their logits.
         """
-        parts, names, end = list[TaggedSpan](), [_name(label) for label in self.labels], 0
-        while end < len(places):
-            start, label = end, self.labels[labels[end]]
-            end += 1
-            while (
-                is_joined and end < len(places) and names[labels[end]] == names[labels[start]]
-                and not self.labels[labels[end]].startswith("B-")
-            ):  # fmt: skip
-                end += 1
-            label = _joined_label(label) if is_joined else label
-            if label not in ignore_labels:
-                first, last = places[start][0], places[end - 1][1]
-                parts.append(TaggedSpan(label, sum(scores[start:end]) / (end - start), first, last, text[first:last]))
+        parts: list[list[TaggedSpan]] = [[] for _ in windows]
+        words = [_words(*window, tokenizer, aggregation) for window in windows]
+        bases = accumulate(map(len, logits), initial=0)
+        # Of each word of all windows: its window, its first token and the one after its last.
+        counts = [len(first) for first, _ in words]
+        if not any(counts):
+            return parts
+        owners = np.repeat(np.arange(len(windows)), counts)
+        firsts, ends = (np.concatenate(arrays) for arrays in zip(*words, strict=True))
+        base = np.repeat([*islice(bases, len(windows))], counts)
+        scores = AGGREGATIONS[aggregation](softmax(np.concatenate(logits)), firsts + base, ends + base)
+        best, values = scores.argmax(axis=1), scores.max(axis=1).astype(np.float64)
+        is_first = np.diff(owners, prepend=-1) > 0
+        part_labels = self.labels
+        if aggregation == "none":
+            is_first[:] = True
+        else:
+            part_labels = tuple(map(_joined_label, self.labels))
+            names = np.unique([_name(label) for label in self.labels], return_inverse=True)[1][best]
+            is_first |= (np.diff(names, prepend=-1) != 0) | np.char.startswith(self.labels, "B-")[best]
+        groups = np.flatnonzero(is_first)
+        stops = np.append(groups[1:], len(owners))
+        means = np.add.reduceat(values, groups) / (stops - groups)
+        is_kept = np.array([label not in ignored for label in part_labels])[best[groups]]
+        columns = (owners[groups], best[groups], means, firsts[groups], ends[stops - 1] - 1)
+        for owner, label, score, first, last in zip(*(column[is_kept].tolist() for column in columns), strict=True):
+            text, window = windows[owner]
+            start, end = window.offsets[first][0], window.offsets[last][1]
+            parts[owner].append(TaggedSpan(part_labels[label], score, start, end, text[start:end]))
         return parts
 
 
 # -- words -------------------------------------------------------------------------------------
 
-# From the probabilities of tokens `[tokens, labels]`, and the tokens of each word, to those of words `[words, labels]`.
-WordScores = Callable[[Vectors, list[list[int]]], Vectors]
+# From the probabilities of tokens `[tokens, labels]`, and of each word the first token and the one after its last, to
+# the probabilities of words `[words, labels]`.
+WordScores = Callable[[Vectors, Ids, Ids], Vectors]
 
 
-def _first(scores: Vectors, words: list[list[int]]) -> Vectors:
-    return scores[[tokens[0] for tokens in words]]
+def _first(scores: Vectors, firsts: Ids, ends: Ids) -> Vectors:
+    return scores[firsts]
 
 
-def _max(scores: Vectors, words: list[list[int]]) -> Vectors:
-    best = scores.max(axis=1).tolist()
-    return scores[[max(tokens, key=best.__getitem__) for tokens in words]]
+def _max(scores: Vectors, firsts: Ids, ends: Ids) -> Vectors:
+    best = scores.max(axis=1)
+    return scores[[first + best[first:end].argmax() for first, end in zip(firsts, ends, strict=True)]]
 
 
-def _average(scores: Vectors, words: list[list[int]]) -> Vectors:
-    return np.stack([scores[tokens].mean(axis=0) for tokens in words])
+def _average(scores: Vectors, firsts: Ids, ends: Ids) -> Vectors:
+    return np.stack([scores[first:end].mean(axis=0) for first, end in zip(firsts, ends, strict=True)])
 
 
 AGGREGATIONS: dict[str, WordScores] = {
@@ -146,18 +151,16 @@ AGGREGATIONS: dict[str, WordScores] = {
 }  # fmt: skip
 
 
-def _words(text: str, spans: TokenSpans, tokenizer: Tokenizer, aggregation: str) -> list[list[int]]:
-    """Return the indices of the tokens of each word of a window; by some aggregations each token is a word."""
-    tokens = [i for i, is_special in enumerate(spans.is_special) if not is_special]
-    if aggregation in ("none", "simple"):
-        return [[i] for i in tokens]
-    words = list[list[int]]()
-    for i in tokens:
-        if words and _continues_word(text, spans, i, tokenizer):
-            words[-1].append(i)
-        else:
-            words.append([i])
-    return words
+def _words(text: str, spans: TokenSpans, tokenizer: Tokenizer, aggregation: str) -> tuple[Ids, Ids]:
+    """Return the first token of each word of a window, and the one after its last; by some aggregations each token is
+    a word."""
+    # Special tokens are around the text's, never between them.
+    tokens = np.flatnonzero(~np.array(spans.is_special, bool))
+    if aggregation in ("none", "simple") or not len(tokens):
+        return tokens, tokens + 1
+    is_first = [True, *(not _continues_word(text, spans, i, tokenizer) for i in tokens[1:].tolist())]
+    firsts = tokens[is_first]
+    return firsts, np.append(firsts[1:], tokens[-1] + 1)
 
 
 def _continues_word(text: str, spans: TokenSpans, index: int, tokenizer: Tokenizer) -> bool:

@@ -42,7 +42,7 @@ class TokenSelection:
 
     def count(self, ids: Ids) -> int:
         """Return the number of results of a text."""
-        return len(ids) if self.token_id is None else int((ids == self.token_id).sum())
+        return len(ids) if self.token_id is None else int(np.count_nonzero(ids == self.token_id))
 
     def number(self, texts: Iterable[Ids], few: int, most: int) -> int:
         """Return for how many tokens a call of these texts selects results, some of which may be of no text.
