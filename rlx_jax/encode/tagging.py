@@ -155,12 +155,12 @@ def _words(text: str, spans: TokenSpans, tokenizer: Tokenizer, aggregation: str)
     """Return the first token of each word of a window, and the one after its last; by some aggregations each token is
     a word."""
     # Special tokens are around the text's, never between them.
-    tokens = np.flatnonzero(~np.array(spans.is_special, bool))
+    tokens = np.flatnonzero(~np.array(spans.is_special, bool)).astype(np.int32)
     if aggregation in ("none", "simple") or not len(tokens):
         return tokens, tokens + 1
     is_first = [True, *(not _continues_word(text, spans, i, tokenizer) for i in tokens[1:].tolist())]
     firsts = tokens[is_first]
-    return firsts, np.append(firsts[1:], tokens[-1] + 1)
+    return firsts, np.append(firsts[1:], tokens[-1:] + 1)
 
 
 def _continues_word(text: str, spans: TokenSpans, index: int, tokenizer: Tokenizer) -> bool:
