@@ -70,7 +70,7 @@ class SelectedBlocks(Generic[T]):
         """
         if value not in CAPTURES:
             raise GraphError(
-                f"capture: value is {shown(value)}{did_you_mean(str(value), CAPTURES)}; expected {listing(CAPTURES)}"
+                f"capture: value is {shown(value)}; expected {listing(CAPTURES)}{did_you_mean(str(value), CAPTURES)}"
             )
         if not isinstance(stacked, bool):
             raise GraphError(f"capture: stacked is {shown(stacked)}; expected True or False")

@@ -206,7 +206,7 @@ def test_a_window_with_captured_weights_generates() -> None:
 
 
 REFUSED_CAPTURES: list[tuple[str, Any, str]] = [
-    ("layers.*", "prob", "did you mean 'probs'.*scores"),
+    ("layers.*", "prob", "scores.*did you mean 'probs'"),
     ("layers.*.mlp", "probs", "layers.0.mlp.*has no attention; attention is in 'layers.0.self_attn'"),
     ("layers.*.self_attn.q_proj", "q", "has no attention"),
     ("rotary_emb", "scores", "has no attention"),

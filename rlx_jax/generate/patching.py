@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.errors import RequestError, ShapeError, listing, shown, suggest_keywords
+from rlx_jax.errors import RequestError, ShapeError, shown, suggest_keywords
 from rlx_jax.generate.decode_state import last_tokens
 from rlx_jax.generate.generation import GeneratesText
 from rlx_jax.generate.patched_flow import (
@@ -220,8 +220,8 @@ def patch(
     source_rows = None if source is None else read_prompts(lm, source, "patch: source", "source")
     if source_rows is not None and [*map(len, source_rows)] != lengths.tolist():
         raise RequestError(
-            f"patch: the prompts have {listing(map(str, lengths))} tokens, and those of source "
-            f"{listing(str(len(row)) for row in source_rows)}: a position is one of both, so lengths have to be equal"
+            f"patch: the prompts have {shown(lengths.tolist())} tokens, and source {shown([*map(len, source_rows)])}: "
+            "a position is one of both, so lengths have to be equal"
         )
     request_inputs = check_inputs(lm.model, inputs, len(rows), lm.inputs)
     places = _read_positions(positions, lengths, sweep)
@@ -292,7 +292,9 @@ def _read_patches(model: CompiledModel, patches: Any, has_source: bool, block: I
                 "patch: a pattern alone puts in the outputs of other prompts: pass source=, or a mapping"
             )
     if not isinstance(patches, Mapping) or not patches:
-        raise RequestError(f"patch: patches is {shown(patches)}; expected {{pattern: array or function}}")
+        raise RequestError(
+            f"patch: patches is {shown(patches)}; expected {{pattern: array or function}}, or a pattern with source="
+        )
     if has_source and not any(value is None or callable(value) for value in patches.values()):
         raise RequestError("patch: source is not read, as all patches are arrays; leave it out, or pass a function")
     entries = []
