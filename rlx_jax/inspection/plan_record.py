@@ -211,5 +211,7 @@ def _program_rows(label: str, estimate: ProgramEstimate) -> list[tuple[str, str]
         "links": estimate.link_seconds,
     }  # fmt: skip
     shares = ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in parts.items() if seconds)
+    if estimate.bound == "the host":
+        shares += f"; the host meanwhile {1e3 * estimate.host_seconds:.3g}"
     work = f"{estimate.flops:.3g} FLOPs, {estimate.bytes:.3g} bytes"
     return [(label, f"{1e3 * estimate.seconds:.3g} ms, estimated ({shares}); {work}")]
