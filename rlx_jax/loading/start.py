@@ -1,16 +1,20 @@
 """`rlx_jax.load`: load a checkpoint directory, or a model of the Hub, as an object to call.
 
-This module imports little, so that `load` can start the device before the rest of the package is imported.
+This module imports little, so that `load` can start the device before JAX and the rest of the package are imported.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import sys
+import threading
 from collections.abc import Iterable
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from rlx_jax.device import start_device
 from rlx_jax.io.garbage import paused_gc
 
 if TYPE_CHECKING:
@@ -62,7 +66,9 @@ def load(
         VersionMismatchError, PlatformMismatchError, ArtifactFormatError: an artifact that this process cannot load.
     """
     if isinstance(path, str | os.PathLike) and os.path.exists(path):  # else a download is first, or an error
-        start_device()
+        if may_use_cuda():
+            threading.Thread(target=start_driver).start()
+        import_module("rlx_jax.device").start_device()
     # The rest of the package, in its usual order: a GPU takes longer to start than that takes to import.
     with paused_gc():
         import_module("rlx_jax.public")
@@ -70,3 +76,21 @@ def load(
         path, revision, token, subfolder, file, dtype, recipe, adapter, head, ignore_fields, expect_sha256,
         prefix_cache, options,
     )  # fmt: skip
+
+
+def may_use_cuda() -> bool:
+    """Return whether JAX is not imported yet, and will use a GPU of NVIDIA if there is one."""
+    platforms = os.environ.get("JAX_PLATFORMS") or os.environ.get("JAX_PLATFORM_NAME") or "cuda"
+    if "jax" in sys.modules or not {"cuda", "gpu"} & {*platforms.split(",")}:
+        return False
+    plugins = find_spec("jax_plugins")
+    paths = plugins.submodule_search_locations if plugins is not None else None
+    return any("cuda" in name for path in paths or () for name in os.listdir(path))
+
+
+def start_driver() -> None:
+    """Start CUDA and the context of the first GPU, which JAX uses too; JAX is imported meanwhile, and starts sooner."""
+    with contextlib.suppress(OSError, AttributeError):  # no driver
+        driver = ctypes.CDLL("libcuda.so.1")
+        if driver.cuInit(0) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), 0)
