@@ -66,7 +66,7 @@ from rlx_jax.lowering.lir.donation import reusable_inputs
 from rlx_jax.lowering.lir.implementations import choose_implementations, runnable_choices
 from rlx_jax.lowering.lir.interpret import Env, interpret, interpret_shards
 from rlx_jax.lowering.lir.packed import PackedWeight, decoded, packed_implementation
-from rlx_jax.lowering.lir.per_shard import ShardProgram, UndividedError, shard_program
+from rlx_jax.lowering.lir.per_shard import UndividedError, shard_program
 from rlx_jax.lowering.lir.plan import Call, Choice, Layout, Lir, returned_leaves, rollback_arrays, state_types
 from rlx_jax.lowering.mir.head import Head, find_head
 from rlx_jax.lowering.mir.small import remove_unread_inputs
@@ -264,26 +264,25 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
     """Specialize a template to sizes and plan it: MIR template → MIR with sizes → LIR."""
     # A new cache of types: the template's cache would retain the types of every size ever requested.
     job = Job(settings, TypeCache(), program=template.job.program, sizes=binding)
-    whole = graph = pass_named("specialise")(template.mir, job).graph
-    model_sharding, outputs, refusal = settings.model_sharding, None, ""
-    if model_sharding is not None:
-        if pass_named("per_shard").runs(replace(job, headless=template.job.headless)):
-            try:
-                shard = shard_program(graph, model_sharding, job.types)
-                graph, outputs, model_sharding = shard.graph, shard.outputs, None
-            except UndividedError as reason:
-                refusal = f"over a mesh, {reason}"
-    groupings = [p for p in map(pass_named, ("group_attention", "group_products")) if p.runs(job)]
-    for grouping in groupings if model_sharding is None else ():
-        graph = grouping(graph, job).graph
+    whole = pass_named("specialise")(template.mir, job).graph
+    shard, refusal, model_sharding = None, "", settings.model_sharding
+    if model_sharding is not None and pass_named("per_shard").runs(replace(job, headless=template.job.headless)):
+        try:
+            shard = shard_program(whole, model_sharding, job.types)
+        except UndividedError as reason:
+            refusal = f"over a mesh, {reason}"
+    graph, model_sharding = (whole, model_sharding) if shard is None else (shard.graph, None)
+    groupings = (pass_named("group_attention"), pass_named("group_products")) if model_sharding is None else ()
+    for grouping in groupings:
+        graph = grouping(graph, job).graph if grouping.runs(job) else graph
     plan = settings.plan
     preferences = plan.implementation, plan.products, plan.experts, model_sharding, plan.kernels
     choices = choose_implementations(graph, settings.device, *preferences)
     plan = replace(plan, donate_inputs=reusable_inputs(whole, plan.donate_inputs), choices=choices)
-    groups_products = model_sharding is None and any(p.name == "group_products" for p in groupings)
-    if outputs is None:
+    groups_products = any(p.name == "group_products" and p.runs(job) for p in groupings)
+    if shard is None:
         return Lir(graph, plan, groups_products, refusal)
-    return Lir(whole, plan, groups_products, shard=ShardProgram(graph, outputs))
+    return Lir(whole, plan, groups_products, shard=replace(shard, graph=graph))
 
 
 def lir_of(built: Built, profile: ProfileLike | None, sizes: Mapping[str, int]) -> Lir:
