@@ -210,7 +210,7 @@ def never(value: Any, facts: ModelFacts) -> str:
 
 
 def needs_kernels(value: Any, facts: ModelFacts) -> str:
-    """Return why `kernels` has no effect: they run experts, recurrences and decoded rows, on some single devices."""
+    """Return why `kernels` has no effect: they run experts, recurrences and decoded rows, on some devices."""
     has_use = facts.has_cache or facts.features & {"experts", "recurrence"}
     return facts.no_kernels if has_use else "there are no experts and no recurrence, and nothing is decoded"
 

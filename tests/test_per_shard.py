@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
+from rlx_jax import errors
 from rlx_jax.compiler import passes
 from rlx_jax.compiler.pipeline import make_lir
-from rlx_jax.ir.graph import BodyInput
+from rlx_jax.ir.graph import BodyInput, Builder, TypeCache
 from rlx_jax.ir.kernel_group import AttentionGroup, KernelGroup
-from rlx_jax.ir.ops.collective import AllReduce
+from rlx_jax.ir.ops.collective import AllGather, AllReduce
+from rlx_jax.ir.ops.pointwise import Binary
+from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lir.attention_groups import run_attention
 from rlx_jax.lowering.lir.implementations import has_mosaic
-from rlx_jax.lowering.lir.per_shard import reshape_groups
+from rlx_jax.lowering.lir.per_shard import Divide, UndividedError, reshape_groups
 from rlx_jax.lowering.lir.plan import Lir
-from rlx_jax.lowering.lir.product_groups import run_group
+from rlx_jax.lowering.lir.product_groups import op_runs_in_kernel, run_group
 from rlx_jax.runtime.program_key import ProgramKey
 from tests.divided import V, mesh, recipe, weights
 
@@ -105,6 +108,31 @@ def test_where_there_is_none(case: str, monkeypatch: pytest.MonkeyPatch) -> None
     lines = "\n".join(lir.products())
     assert lir.shard is None and "matvec" not in lines
     assert ("no kernel" in lines) == (reason is not None) and (reason or "") in lines, lines
+
+
+def test_required_kernels_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not replaced by XLA's division in silence."""
+    with pytest.raises(errors.UnsupportedError, match="'on' is not available: over a mesh, layers.0.self_attn"):
+        planned(monkeypatch, devices=8, backend={"cuda": {"kernels": "on"}})
+
+
+def test_results_that_are_no_shards() -> None:
+    """Columns and rows on the same mesh axis have an outer product of which each device computes one block alone."""
+    model = rlx.CausalLM(recipe("llama tied"), weights("llama tied"), mesh=mesh("tensor", 2)).model
+    sharding = model.programs.settings.model_sharding
+    assert sharding is not None
+    types = TypeCache()
+    b = Builder("m", types)
+    column, row = (b.leaf(BodyInput(i, type=TensorType(s, np.dtype("f4")))) for i, s in enumerate([(4, 1), (1, 4)]))
+    graph = b.finish([b(Binary("mul"), column, row)])
+    with pytest.raises(UndividedError, match="mul has no rule"):
+        Divide(sharding, types).graph(graph, [(("tensor",), ()), ((), ("tensor",))])
+
+
+def test_a_gathered_result_joins_no_kernel() -> None:
+    """A gather over devices has no meaning within a kernel."""
+    row = TensorType((1, 1, 64), np.dtype("f4"))
+    assert not op_runs_in_kernel(AllGather(2, 2, ("tensor",)), (row,), 64, reductions=False)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "mamba2"])

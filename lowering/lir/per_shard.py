@@ -113,6 +113,7 @@ class Divide:
                     [axes[v] for v in node.inputs],
                 )  # fmt: skip
                 results, divided = self.leaf(b, node.op, inputs) if isinstance(node.op, Leaf) else self.node(site)
+                self.check(site, results, divided)
             values.update({Value(number, i): v for i, v in enumerate(results)})
             axes.update({Value(number, i): a for i, a in enumerate(divided)})
         reads = {n.op.leaf: axes[Value(i)] for i, n in enumerate(graph.nodes) if isinstance(n.op, StateRead)}
@@ -156,6 +157,19 @@ class Divide:
     def count(self, axes: tuple[str, ...]) -> int:
         """Return the number of devices along axes of the mesh."""
         return math.prod(self.model_sharding.mesh.shape[name] for name in axes)
+
+    def check(self, site: Site, results: Sequence[Value], divided: Sequence[MeshAxes]) -> None:
+        """Check that results have the sizes of shards, apart from axes of one entry, and no mesh axis divides two axes.
+
+        Raises:
+            UndividedError: a rule does not fit these operands.
+        """
+        for value, t, axes in zip(results, site.node.types, divided, strict=True):
+            names = [name for axis in axes for name in axis]
+            shard = [int(size) // self.count(axis) for size, axis in zip(t.shape, axes, strict=True)]
+            sizes = [int(size) for size in site.b.type(value).shape if size != 1]
+            if len(names) != len({*names}) or sizes != [size for size in shard if size != 1]:
+                raise UndividedError(f"{site.node.op.text()} has no rule for operands that are divided in this way")
 
     def node(self, site: Site) -> Divided:
         """Append a node on shards.

@@ -23,7 +23,7 @@ import numpy as np
 
 from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Mir, Node, Param, TypeCache, Value
 from rlx_jax.ir.kernel_group import KernelGroup, body_inputs, run_nodes
-from rlx_jax.ir.ops.collective import AllReduce
+from rlx_jax.ir.ops.collective import AllGather, AllReduce
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.ir.param import packing_of
@@ -195,7 +195,7 @@ def is_constant(graph: Graph, value: Value) -> bool:
 @functools.lru_cache(maxsize=4096)
 def op_runs_in_kernel(op: Mir, types: tuple[TensorType, ...], size: int, reductions: bool) -> bool:
     """Return `runs_in_kernel` for an op with operands of these types."""
-    if not types or isinstance(op, AllReduce) or not all(is_float(t.dtype) for t in types):
+    if not types or isinstance(op, AllReduce | AllGather) or not all(is_float(t.dtype) for t in types):
         return False
     jaxpr = jax.make_jaxpr(op.eval)(*map(struct, types))
     if [math.prod(a.shape) for a in jaxpr.out_avals] != [size] or any(np.size(c) != 1 for c in jaxpr.consts):

@@ -271,6 +271,8 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
             shard = shard_program(whole, model_sharding, job.types)
         except UndividedError as reason:
             refusal = f"over a mesh, {reason}"
+            if getattr(settings.profile.backend, settings.target).kernels == "on":
+                raise UnsupportedError(f"{whole.name}: {no_kernels_message(settings.target, refusal)}") from None
     graph, model_sharding = (whole, model_sharding) if shard is None else (shard.graph, None)
     groupings = (pass_named("group_attention"), pass_named("group_products")) if model_sharding is None else ()
     for grouping in groupings:
@@ -283,6 +285,11 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
     if shard is None:
         return Lir(graph, plan, groups_products, refusal)
     return Lir(whole, plan, groups_products, shard=replace(shard, graph=graph))
+
+
+def no_kernels_message(target: str, reason: str) -> str:
+    """Return the message of a profile that requires kernels where none can run."""
+    return f"backend.{target}.kernels = 'on' is not available: {reason}; with 'auto' XLA's form runs instead"
 
 
 def lir_of(built: Built, profile: ProfileLike | None, sizes: Mapping[str, int]) -> Lir:
@@ -438,10 +445,7 @@ def facts_of(
     passes = {p.name for p in PIPELINE if p.kind != "fusion" and any(p.runs(job) for job in jobs)}
     no_kernels = kernel_refusal(settings, programs)
     if no_kernels and getattr(profile.backend, settings.target).kernels == "on":
-        raise UnsupportedError(
-            f"{template.built.name}: backend.{settings.target}.kernels = 'on' is not available: {no_kernels}; with "
-            "'auto' XLA's form runs instead"
-        )
+        raise UnsupportedError(f"{template.built.name}: {no_kernels_message(settings.target, no_kernels)}")
     return ModelFacts(
         template.built.name,
         profile,
