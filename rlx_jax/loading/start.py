@@ -79,13 +79,18 @@ def load(
 
 
 def may_use_cuda() -> bool:
-    """Return whether JAX is not imported yet, and will use a GPU of NVIDIA if there is one."""
+    """Return whether JAX is not imported yet, and will use the first GPU of NVIDIA if there is one."""
     platforms = os.environ.get("JAX_PLATFORMS") or os.environ.get("JAX_PLATFORM_NAME") or "cuda"
     if "jax" in sys.modules or not {"cuda", "gpu"} & {*platforms.split(",")}:
         return False
-    plugins = find_spec("jax_plugins")
-    paths = plugins.submodule_search_locations if plugins is not None else None
-    return any("cuda" in name for path in paths or () for name in os.listdir(path))
+    # A context takes memory of its GPU, so none is made on a GPU that JAX leaves to other processes.
+    if os.environ.get("JAX_CUDA_VISIBLE_DEVICES", "all") != "all":
+        return False
+    with contextlib.suppress(OSError, ValueError):  # a path that is gone, or a module without a spec
+        plugins = find_spec("jax_plugins")
+        paths = plugins.submodule_search_locations if plugins is not None else None
+        return any("cuda" in name for path in paths or () for name in os.listdir(path))
+    return False
 
 
 def start_driver() -> None:
