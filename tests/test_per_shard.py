@@ -10,7 +10,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import errors
-from rlx_jax.compiler import passes
+from rlx_jax.compiler import passes, settings
 from rlx_jax.compiler.pipeline import make_lir
 from rlx_jax.ir.graph import BodyInput, Builder, TypeCache
 from rlx_jax.ir.kernel_group import AttentionGroup, KernelGroup
@@ -112,6 +112,7 @@ def test_where_there_is_none(case: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_required_kernels_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not replaced by XLA's division in silence."""
+    monkeypatch.setattr(settings, "has_mosaic", lambda: True)
     with pytest.raises(errors.UnsupportedError, match="'on' is not available: over a mesh, layers.0.self_attn"):
         planned(monkeypatch, devices=8, backend={"cuda": {"kernels": "on"}})
 
