@@ -1,4 +1,4 @@
-"""The kernels of products with packed weights against the decoded weights in float32, for 1 to 8 rows on a GPU.
+"""The kernels of products, with packed weights and bf16 ones, against float32, for 1 to 8 rows on a GPU.
 
     python benchmarks/packed_products.py [--schemes int8/32,gguf_q4k] [--sizes 2048x2048] [--rows 1,8]
 
@@ -39,7 +39,8 @@ SIZES = "2048x2048,3072x2048,2048x8192,8192x2048,1024x3072,6144x1024,4096x14336,
 def make_group(scheme: str, height: int, columns: int, rows: int, parts: int) -> KernelGroup | None:
     """Return the kernel of a product and a sum after it: of both halves, or with another operand."""
     b, weight = Builder("product", TypeCache(), Origin(("block",))), TensorType((height, columns), BF16)
-    leaf = b.leaf(Param((Quantized(Key("w", type=weight), scheme),), type=weight))
+    key = Key("w", type=weight)
+    leaf = b.leaf(Param((Quantized(key, scheme) if scheme else key,), type=weight))
     product = b(MatMul(1), b.input("x", TensorType((rows, 1, columns), BF16)), leaf)
     if parts == 2:
         out = b(Binary("add"), *b.add(SplitLast((height // 2,) * 2), product))
@@ -49,9 +50,11 @@ def make_group(scheme: str, height: int, columns: int, rows: int, parts: int) ->
     return next((node.op for node in graph.nodes if isinstance(node.op, KernelGroup)), None)
 
 
-def random_weight(scheme: str, height: int, columns: int) -> dict[str, Any]:
-    """Return the arrays of a packed weight with all codes and scales over three decades."""
+def random_weight(scheme: str, height: int, columns: int) -> Any:
+    """Return the arrays of a packed weight with all codes and scales over three decades; for "" a weight in bf16."""
     rng, arrays = np.random.default_rng(0), {}
+    if not scheme:
+        return jnp.asarray(rng.normal(size=(height, columns)), BF16)
     for name, t in SCHEMES[scheme].array_types((height, columns)).items():
         shape = [int(n) for n in t.shape]
         scales = (10 ** rng.uniform(-5, -2, shape)).astype(np.float16).view(np.uint16)
@@ -62,7 +65,8 @@ def random_weight(scheme: str, height: int, columns: int) -> dict[str, Any]:
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def expected(scheme: str, arrays: Any, x: Any, extra: Any, parts: int) -> tuple[Any, Any]:
     """Return the exact results, and the largest differences that rounding to bf16 and sums in float32 make."""
-    w, x = decode_arrays(arrays, scheme), x[:, 0].astype(jnp.float32)
+    w = decode_arrays(arrays, scheme) if scheme else arrays.astype(jnp.float32)
+    x = x[:, 0].astype(jnp.float32)
     y, size = (jnp.dot(a, b.T, precision="highest") for a, b in ((x, w), (abs(x), abs(w))))
     halves = jnp.split(y, 2, axis=-1) if parts == 2 else [y, extra[:, 0].astype(jnp.float32)]
     small = sum(jnp.split(size, parts, axis=-1)) * 2.0**-19
@@ -73,10 +77,10 @@ def expected(scheme: str, arrays: Any, x: Any, extra: Any, parts: int) -> tuple[
 def check(scheme: str, height: int, columns: int, counts: list[int], interpret: Any) -> bool:
     """Print a line for each number of rows; return whether rounding explains all errors."""
     arrays, rng, is_right = random_weight(scheme, height, columns), np.random.default_rng(1), True
-    weight = PackedWeight(arrays, scheme, BF16, BF16)
+    weight = PackedWeight(arrays, scheme, BF16, BF16) if scheme else arrays
     for rows in counts:
         parts = 1 + rows % 2 if height % 64 == 0 else 1
-        row: dict[str, Any] = {"scheme": scheme, "size": f"{height}x{columns}", "rows": rows, "parts": parts}
+        row: dict[str, Any] = {"scheme": scheme or "bf16", "size": f"{height}x{columns}", "rows": rows, "parts": parts}
         if (group := make_group(scheme, height, columns, rows, parts)) is None:
             print(json.dumps(row | {"kernel": None}), flush=True)
             continue
@@ -95,7 +99,7 @@ def check(scheme: str, height: int, columns: int, counts: list[int], interpret: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--schemes", default=",".join(filter(None, VECTORS)))
+    parser.add_argument("--schemes", default=",".join(scheme or "bf16" for scheme in VECTORS))
     parser.add_argument("--sizes", default=SIZES)
     parser.add_argument("--rows", default="1,2,3,4,5,8")
     parser.add_argument("--interpret", action="store_true")
@@ -109,7 +113,7 @@ def main() -> None:
     for scheme in args.schemes.split(","):
         for size in args.sizes.split(","):
             height, columns = map(int, size.split("x"))
-            is_right &= check(scheme, height, columns, [int(n) for n in args.rows.split(",")], interpret)
+            is_right &= check(scheme.replace("bf16", ""), height, columns, [int(n) for n in args.rows.split(",")], interpret)
     sys.exit(not is_right)
 
 

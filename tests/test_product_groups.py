@@ -174,7 +174,7 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "an H200": ({}, "by matvec"), "an A100": ({"target": "a100"}, ""), "off": ({"kernels": "off"}, ""),
     "products by XLA": ({"products": "xla"}, ""), "a scan": ({"roll": "scan"}, ""),
     "f32": ({"compute": "f32"}, "no kernel: f32 and f32, not bf16"),
-    "eight rows": ({"batch": 8}, "no kernel: 8 rows, and the weight is not packed"),
+    "eight rows": ({"batch": 8}, "by matvec"),
     "int8, too narrow": ({"weights": "int8"}, "no kernel: no tiles of 256 x 128"),
     "int8": ({"weights": "int8", "hidden": 512}, "by matvec"),
     "int8, eight rows": ({"weights": "int8", "hidden": 512, "batch": 8}, "by matvec"),
@@ -350,7 +350,7 @@ def test_rows_of_many_tiles(columns: int) -> None:
 
 @needs_mosaic
 @pytest.mark.parametrize("rows", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("scheme", PACKED)
+@pytest.mark.parametrize("scheme", ["", *PACKED])
 def test_the_kernel_of_several_rows(scheme: str, rows: int) -> None:
     """In Mosaic's interpreter it equals `eval` of the decoded weight, by two and four warpgroups, in several tiles."""
     from jax.experimental.pallas import mosaic_gpu
@@ -358,19 +358,24 @@ def test_the_kernel_of_several_rows(scheme: str, rows: int) -> None:
     pallas: Any = mosaic_gpu
     b, rng = Builder("product", TypeCache(), Origin(("block",))), np.random.default_rng(3)
     x, weight = TensorType((rows, 1, 4096), BF16), TensorType((64, 4096), BF16)
-    leaf = b.leaf(Param((Quantized(Key("w", type=weight), scheme),), type=weight))
+    key = Key("w", type=weight)
+    leaf = b.leaf(Param((Quantized(key, scheme) if scheme else key,), type=weight))
     gate, up = b.add(SplitLast((32, 32)), b(MatMul(1), b.input("x", x), leaf))
     out = b(Binary("add"), b.input("r", TensorType((rows, 1, 32), BF16)), b(Binary("mul"), b(Unary("silu"), gate), up))
     (group,) = groups_of(group_products(b.finish([out], ["y"]), TypeCache()))
-    packed = PackedWeight(jax.tree.map(jnp.asarray, random_arrays(scheme, (64, 4096), rng)), scheme, BF16, BF16)
+    if scheme:
+        packed = PackedWeight(jax.tree.map(jnp.asarray, random_arrays(scheme, (64, 4096), rng)), scheme, BF16, BF16)
+        decoded, arrays = packed.decode(), packed.arrays
+    else:
+        decoded = arrays = jnp.asarray(rng.normal(size=(64, 4096)) / 64, BF16)
     row, residual = (jnp.asarray(rng.normal(size=(rows, 1, n)), BF16) for n in (4096, 32))
-    (want,) = group.eval(row, packed.decode(), residual)
+    (want,) = group.eval(row, decoded, residual)
     nodes = tuple((n.op, n.inputs, n.types) for n in group.body.nodes)
     spec = kernel_of(GroupKey(nodes, group.body.outputs, group.num_rows, scheme))
     for groups in (2, 4):
         tiling = replace(spec.tiling, warpgroups=groups, programs=1, tile_groups=32)
         operands = row.reshape(rows, -1), [residual.reshape(rows, -1)], pallas.InterpretGPUParams()
-        (found,) = multiply_rows(replace(spec, tiling=tiling), packed.arrays, *operands)
+        (found,) = multiply_rows(replace(spec, tiling=tiling), arrays, *operands)
         scale = float(jnp.abs(want).max())
         np.testing.assert_allclose(found.astype("f4"), want.reshape(rows, -1).astype("f4"), atol=0.02 * scale)
 

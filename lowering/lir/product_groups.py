@@ -85,9 +85,7 @@ def find_groups(graph: Graph, readers: Mapping[Value, Sequence[int]]) -> dict[in
 def refusal(graph: Graph, node: Node) -> str:
     """Return why no kernel runs a product, or "" if it is of up to 8 rows and a weight that a kernel divides.
 
-    The weight is bf16, or packed by a scheme that the kernel has and decoded as bf16. Several rows and a weight that is
-    not packed are left to XLA: a step of 8 rows took 1.01 ms on one H200, and 1.00 with the kernel, for Llama 1B; for
-    Qwen3-0.6B 1.10 and 0.97, but its results on a GPU were not compared.
+    The weight is bf16, or packed by a scheme that the kernel has and decoded as bf16.
     """
     (x, weight), leaf = map(graph.type, node.inputs[:2]), graph.nodes[node.inputs[1].node].op
     if not isinstance(node.op, MatMul) or node.op.contract != 1 or node.op.precision != "default":
@@ -98,8 +96,6 @@ def refusal(graph: Graph, node: Node) -> str:
         return f"{count} rows, more than {MAX_ROWS}"
     if not x.dtype == weight.dtype == jnp.bfloat16:
         return f"{short_name(x.dtype)} and {short_name(weight.dtype)}, not bf16"
-    if count > 1 and not any(map(packing_of, leaf.programs)):
-        return f"{count} rows, and the weight is not packed"
     if (scheme := refused_scheme(graph, node, 1)) is None:
         return ""
     is_known = scheme in VECTORS
