@@ -113,7 +113,9 @@ def main() -> None:
     for scheme in args.schemes.split(","):
         for size in args.sizes.split(","):
             height, columns = map(int, size.split("x"))
-            is_right &= check(scheme.replace("bf16", ""), height, columns, [int(n) for n in args.rows.split(",")], interpret)
+            is_right &= check(
+                scheme.replace("bf16", ""), height, columns, [int(n) for n in args.rows.split(",")], interpret
+            )
     sys.exit(not is_right)
 
 

@@ -151,3 +151,11 @@ def test_axes_of_a_reshape() -> None:
     assert reshape_groups((1, 1, 1024), (1, 2, 512)) == [([2], [1, 2])]
     assert reshape_groups((2, 3, 4), (6, 1, 2, 2)) == [([0, 1], [0]), ([2], [2, 3])]
     assert reshape_groups((1, 1), ()) == []
+
+
+def test_small_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels over a mesh set XLA's option, unless the profile does; without kernels there is none."""
+    option, found = "xla_gpu_graph_min_graph_size", []
+    for backend in ({}, {"compiler_options": {option: 7}}, {"kernels": "off"}):
+        found.append(planned(monkeypatch, backend={"cuda": backend}).plan.compiler_options.get(option))
+    assert found == [2, 7, None]

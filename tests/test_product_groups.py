@@ -363,6 +363,8 @@ def test_the_kernel_of_several_rows(scheme: str, rows: int) -> None:
     gate, up = b.add(SplitLast((32, 32)), b(MatMul(1), b.input("x", x), leaf))
     out = b(Binary("add"), b.input("r", TensorType((rows, 1, 32), BF16)), b(Binary("mul"), b(Unary("silu"), gate), up))
     (group,) = groups_of(group_products(b.finish([out], ["y"]), TypeCache()))
+    decoded: Any
+    arrays: Any
     if scheme:
         packed = PackedWeight(jax.tree.map(jnp.asarray, random_arrays(scheme, (64, 4096), rng)), scheme, BF16, BF16)
         decoded, arrays = packed.decode(), packed.arrays

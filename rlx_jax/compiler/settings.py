@@ -37,7 +37,9 @@ CLEANING = ("cse", "constant_folding", "dce")
 # Tokens per row that one call of the generation loop produces, if it is not 16. On an H200, 16 steps hide the cost of a
 # call on the host, and 32 gain nothing. On a CPU a step takes longer than a call, and users see tokens sooner with 4.
 DEFAULT_STEPS = {"cpu": 4}
-
+# Options of XLA with kernels over a mesh. Sums over devices end a CUDA graph, and by default XLA makes none of fewer
+# than 5 kernels. A step of 8B on two H200 takes 3.14 ms in place of 3.26, and 4.52 in place of 4.47 with 64 rows.
+MESH_OPTIONS = {"xla_gpu_graph_min_graph_size": 2}
 
 # The most tokens of a prompt that one program prefills in slots, or anywhere if the cache rounds.
 MAX_CHUNK = 1024
@@ -362,8 +364,10 @@ def quantized_blocks(weights: str | Options) -> tuple[tuple[BlockPattern, str], 
 
 def with_model_sharding(settings: Settings, model_sharding: ModelSharding) -> Settings:
     """Return the settings of a sharded model, in which all devices get an equal number of rows."""
-    buckets = replace(settings.buckets, row_multiple=model_sharding.num_shards("batch"))
-    return replace(settings, model_sharding=model_sharding, buckets=buckets)
+    buckets, plan = replace(settings.buckets, row_multiple=model_sharding.num_shards("batch")), settings.plan
+    if plan.target == "cuda" and plan.kernels:
+        plan = replace(plan, compiler_options={**MESH_OPTIONS, **plan.compiler_options})
+    return replace(settings, model_sharding=model_sharding, buckets=buckets, plan=plan)
 
 
 def differences(first: Settings, other: Settings) -> list[str]:
