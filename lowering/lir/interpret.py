@@ -179,11 +179,11 @@ def interpret_shards(program: ShardProgram, env: Env) -> tuple[AnyArray, ...]:
         outputs = interpret(program.graph, inner)
         return outputs, inner.state
 
-    whole = PartitionSpec()
+    replicated = PartitionSpec()
     params = [sharding.compute_sharding(p).spec for p in programs]
     leaves = {name: sharding.value_sharding(roles[name], array.shape).spec for name, array in state.items()}
     # No check of what all devices have alike: kernels do not declare it.
-    specs: Any = {"in_specs": (params, leaves, whole), "out_specs": (program.outputs, leaves), "check_vma": False}
+    specs: Any = {"in_specs": (params, leaves, replicated), "out_specs": (program.outputs, leaves), "check_vma": False}
     outputs: tuple[AnyArray, ...]
     outputs, state = jax.shard_map(run, mesh=sharding.mesh, **specs)(list(env.params.values()), state, dict(env.inputs))
     env.state.update(state)

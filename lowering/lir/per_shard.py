@@ -195,14 +195,14 @@ class Divide:
             raise UndividedError(f"{op.text()} of divided operands has no rule")
         return divided
 
-    def placed(self, site: Site, wanted: MeshAxes) -> Divided:
-        """Append what divides a value as it is wanted."""
+    def placed(self, site: Site, target_axes: MeshAxes) -> Divided:
+        """Append a value divided as `target_axes`, gathered along the axes that they do not divide."""
         (value,), (axes,) = site.operands, site.axes
-        for axis, (names, new) in enumerate(zip(axes, wanted, strict=True)):
+        for axis, (names, new) in enumerate(zip(axes, target_axes, strict=True)):
             if new not in ((), names):
                 raise UndividedError(f"{site.node.op.text()} divides a value")
             value = value if names == new else site.b(AllGather(axis, self.count(names), names), value)
-        return (value,), [wanted]
+        return (value,), [target_axes]
 
 
 @dataclass(frozen=True)
@@ -239,10 +239,10 @@ def elementwise(site: Site) -> Divided | None:
     result: list[tuple[str, ...]] = []
     for back in range(rank, 0, -1):
         operands = zip(site.types, site.axes, strict=True)
-        found = {a[-back] for t, a in operands if t.rank >= back and t.shape[-back] != 1}
-        if len(found) > 1:
+        choices = {a[-back] for t, a in operands if t.rank >= back and t.shape[-back] != 1}
+        if len(choices) > 1:
             return None
-        result.append(found.pop() if found else ())
+        result.append(choices.pop() if choices else ())
     return site.copy(tuple(result))
 
 
@@ -272,8 +272,8 @@ def lookup(site: Site) -> Divided | None:
     bounds = ((kind, b.leaf(constant(bound, dtype))) for kind, bound in (("ge", 0), ("lt", size)))
     is_own = b(Binary("and"), *(b(Compare(kind), ids, bound) for kind, bound in bounds))
     is_own = b(Reshape((*map(int, b.type(ids).shape), *(1 for _ in columns))), is_own)
-    found = b(Gather(), table, ids)
-    result = b(AllReduce(rows), b(Where(), is_own, found, b.scalar(0, found)))
+    rows_read = b(Gather(), table, ids)
+    result = b(AllReduce(rows), b(Where(), is_own, rows_read, b.scalar(0, rows_read)))
     return (result,), [((),) * b.type(result).rank]
 
 

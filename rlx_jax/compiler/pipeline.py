@@ -31,6 +31,7 @@ from rlx_jax.compiler.settings import (
     choose_settings,
     kernel_refusal,
     lowering_settings,
+    no_kernels_message,
 )
 from rlx_jax.device import Device, running_device
 from rlx_jax.errors import (
@@ -264,32 +265,27 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
     """Specialize a template to sizes and plan it: MIR template → MIR with sizes → LIR."""
     # A new cache of types: the template's cache would retain the types of every size ever requested.
     job = Job(settings, TypeCache(), program=template.job.program, sizes=binding)
-    whole = pass_named("specialise")(template.mir, job).graph
+    global_graph = pass_named("specialise")(template.mir, job).graph
     shard, refusal, model_sharding = None, "", settings.model_sharding
     if model_sharding is not None and pass_named("per_shard").runs(replace(job, headless=template.job.headless)):
         try:
-            shard = shard_program(whole, model_sharding, job.types)
+            shard = shard_program(global_graph, model_sharding, job.types)
         except UndividedError as reason:
             refusal = f"over a mesh, {reason}"
             if getattr(settings.profile.backend, settings.target).kernels == "on":
-                raise UnsupportedError(f"{whole.name}: {no_kernels_message(settings.target, refusal)}") from None
-    graph, model_sharding = (whole, model_sharding) if shard is None else (shard.graph, None)
+                raise UnsupportedError(f"{global_graph.name}: {no_kernels_message(settings.target, refusal)}") from None
+    graph, model_sharding = (global_graph, model_sharding) if shard is None else (shard.graph, None)
     groupings = (pass_named("group_attention"), pass_named("group_products")) if model_sharding is None else ()
     for grouping in groupings:
         graph = grouping(graph, job).graph if grouping.runs(job) else graph
     plan = settings.plan
     preferences = plan.implementation, plan.products, plan.experts, model_sharding, plan.kernels
     choices = choose_implementations(graph, settings.device, *preferences)
-    plan = replace(plan, donate_inputs=reusable_inputs(whole, plan.donate_inputs), choices=choices)
+    plan = replace(plan, donate_inputs=reusable_inputs(global_graph, plan.donate_inputs), choices=choices)
     groups_products = any(p.name == "group_products" and p.runs(job) for p in groupings)
     if shard is None:
         return Lir(graph, plan, groups_products, refusal)
-    return Lir(whole, plan, groups_products, shard=replace(shard, graph=graph))
-
-
-def no_kernels_message(target: str, reason: str) -> str:
-    """Return the message of a profile that requires kernels where none can run."""
-    return f"backend.{target}.kernels = 'on' is not available: {reason}; with 'auto' XLA's form runs instead"
+    return Lir(global_graph, plan, groups_products, shard=replace(shard, graph=graph))
 
 
 def lir_of(built: Built, profile: ProfileLike | None, sizes: Mapping[str, int]) -> Lir:

@@ -465,3 +465,8 @@ def kernel_refusal(settings: Settings, programs: tuple[str, ...]) -> str:
     if not has_mosaic() and (settings.model_sharding is not None or not has_triton()):
         return f"kernels are written for backends of Pallas that jax {jax.__version__} does not have"
     return "training programs have no kernels" if set(programs) == {"train"} else ""
+
+
+def no_kernels_message(target: str, reason: str) -> str:
+    """Return the message of a profile that requires kernels where none can run."""
+    return f"backend.{target}.kernels = 'on' is not available: {reason}; with 'auto' XLA's form runs instead"
