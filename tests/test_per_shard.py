@@ -154,8 +154,9 @@ def test_axes_of_a_reshape() -> None:
 
 
 def test_small_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels over a mesh set XLA's option, unless the profile does; without kernels there is none."""
+    """Kernels over a mesh set XLA's option, unless the profile does; devices without kernels, and `off`, do not."""
     option, found = "xla_gpu_graph_min_graph_size", []
     for backend in ({}, {"compiler_options": {option: 7}}, {"kernels": "off"}):
         found.append(planned(monkeypatch, backend={"cuda": backend}).plan.compiler_options.get(option))
-    assert found == [2, 7, None]
+    other_device = planned(monkeypatch, fusion={"target": "a100"}).plan.compiler_options
+    assert found == [2, 7, None] and option not in other_device

@@ -313,7 +313,7 @@ def _contracts(node: Node) -> bool:
 
 def fingerprint(lir: Lir) -> str:
     """Return 16 hex digits of a hash over the program: ops, attributes, constants, types and plan."""
-    content = {"plan": encode(lir.plan), "graph": encode_graph(lir.planned, closure_digest)}
+    content = {"plan": encode(lir.plan), "graph": encode_graph(lir.planned_graph, closure_digest)}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -328,7 +328,7 @@ def dump_lir(lir: Lir) -> str:
     graph @name …
     }
     """
-    buffers = plan_buffers(lir.planned, lir.plan.donate_state, lir.plan.scan)
+    buffers = plan_buffers(lir.planned_graph, lir.plan.donate_state, lir.plan.scan)
     saved, naive = bytes_text(buffers.bytes_saved), bytes_text(buffers.total_unshared_bytes)
     lines = [
         f"lir @{lir.graph.name} {{",
@@ -339,13 +339,13 @@ def dump_lir(lir: Lir) -> str:
         *(f"  experts {line}" for line in lir.experts()),
         *(f"  recurrence {line}" for line in lir.recurrences()),
         f"  arena: {bytes_text(buffers.arena_size)} ({saved} saved, {naive} naive, align {buffers.alignment})",
-        f"  schedule: {len(lir.planned.nodes)} nodes, {len(buffers.views)} views",
+        f"  schedule: {len(lir.planned_graph.nodes)} nodes, {len(buffers.views)} views",
         f"  dynamic symbols: {', '.join(buffers.dynamic_symbols) or 'none'}",
         *_table(buffers),
         *(f"  {phase}: {_numbers(buffers.nodes_in_phase(phase))}" for phase in PHASES),
         *(f"  {name}: {_named(pairs)}" for name, pairs in buffers.io.items()),
         "--- mir ---",
-        dump_graph(lir.planned),
+        dump_graph(lir.planned_graph),
         "}",
     ]
     return "\n".join(lines)

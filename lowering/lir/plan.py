@@ -139,7 +139,7 @@ class Lir:
     shard: ShardProgram | None = None
 
     @property
-    def planned(self) -> Graph:
+    def planned_graph(self) -> Graph:
         """Return the graph that the plan is of."""
         return self.graph if self.shard is None else self.shard.graph
 
@@ -168,8 +168,8 @@ class Lir:
 
     def choices(self, *kinds: type[Mir]) -> Iterator[tuple[Path, Choice]]:
         """Yield block path and choice of each node with one of these ops."""
-        grouped = {id(node.op.body) for _, node in self.planned.walk() if isinstance(node.op, GROUPS)}
-        for inner, node in self.planned.walk():
+        grouped = {id(node.op.body) for _, node in self.planned_graph.walk() if isinstance(node.op, GROUPS)}
+        for inner, node in self.planned_graph.walk():
             if isinstance(node.op, kinds) and id(inner) not in grouped:
                 choice = self.plan.choices.get(call_of(inner, node), XLA_CHOICE)
                 choice = self._packed_choice(inner, node) or choice

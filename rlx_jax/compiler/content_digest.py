@@ -64,9 +64,8 @@ def _digest(value: Any) -> bytes:
         TypeError: the value has no digest.
     """
     kind = type(value)
-    if (
-        kind.__module__.partition(".")[0] not in VERSIONED_PACKAGES
-    ):  # a class of the user, which may subclass str or tuple
+    # A class of the user may subclass str or tuple.
+    if kind.__module__.partition(".")[0] not in VERSIONED_PACKAGES:
         raise TypeError(kind)
     name = f"{kind.__module__}.{kind.__qualname__}".encode()
     return hashlib.sha256(hashlib.sha256(name).digest() + b"".join(_parts(value))).digest()

@@ -365,7 +365,7 @@ def quantized_blocks(weights: str | Options) -> tuple[tuple[BlockPattern, str], 
 def with_model_sharding(settings: Settings, model_sharding: ModelSharding) -> Settings:
     """Return the settings of a sharded model, in which all devices get an equal number of rows."""
     buckets, plan = replace(settings.buckets, row_multiple=model_sharding.num_shards("batch")), settings.plan
-    if plan.target == "cuda" and plan.kernels:
+    if settings.device.has_kernels and plan.kernels:
         plan = replace(plan, compiler_options={**MESH_OPTIONS, **plan.compiler_options})
     return replace(settings, model_sharding=model_sharding, buckets=buckets, plan=plan)
 
