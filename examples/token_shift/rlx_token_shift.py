@@ -125,11 +125,10 @@ class ShiftedFfn:
 # -- a family ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class ShiftedLlamaFlow(DecoderFlow[DecoderConfig]):
     """Llama with `ShiftedFfn` in place of its MLP: see `DecoderFlow`."""
 
-    name: str = "shifted_llama"
+    name = "shifted_llama"
 
     def stage(self, index: int, spec: blocks.LayerSpec) -> blocks.BlockStage:
         p, hidden = f"model.layers.{index}", self.config.hidden_size

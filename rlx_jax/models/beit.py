@@ -108,7 +108,7 @@ class BeitFlow(VisionFlow[BeitConfig]):
     """
 
     layout: VisionLayout = LAYOUT
-    name: str = "beit"
+    name = "beit"
 
     prefixes = ("", "beit", "data2vec_vision")
 

@@ -157,14 +157,13 @@ class BertLike(EncoderFlow[B]):
         return EncoderLayer(spec)
 
 
-@dataclass(frozen=True)
 class BertFlow(BertLike[BertConfig]):
     """The recipe of BERT: see `EncoderFlow`.
 
     Optional inputs are `attention_mask`, `token_type_ids` (default 0) and `position_ids` (default 0, 1, 2 …).
     """
 
-    name: str = "bert"
+    name = "bert"
 
 
 def weight_specs(config: BertConfig, prefix: str = "", dtype: Any = np.float32) -> dict[str, jax.ShapeDtypeStruct]:
@@ -195,7 +194,6 @@ class RobertaConfig(BertConfig):
         return cls(**common, pad_token_id=padding)
 
 
-@dataclass(frozen=True)
 class RobertaFlow(BertLike[RobertaConfig]):
     """The recipe of RoBERTa: see `EncoderFlow`.
 
@@ -203,7 +201,7 @@ class RobertaFlow(BertLike[RobertaConfig]):
     the ids that are not padding, from `pad_token_id` + 1 on.
     """
 
-    name: str = "roberta"
+    name = "roberta"
 
     heads = ROBERTA_HEADS
     optional_inputs: ClassVar[OptionalInputs] = ALL_INPUTS
@@ -217,18 +215,16 @@ class RobertaFlow(BertLike[RobertaConfig]):
         return LearnedPositions(key, self.table, self.config.pad_token_id)
 
 
-@dataclass(frozen=True)
 class Data2VecTextFlow(RobertaFlow):
     """The recipe of data2vec's text encoder: see `RobertaFlow`."""
 
-    name: str = "data2vec-text"
+    name = "data2vec-text"
 
 
-@dataclass(frozen=True)
 class RobertaPreLayerNormFlow(RobertaFlow):
     """The recipe of RoBERTa-PreLayerNorm: see `RobertaFlow`."""
 
-    name: str = "roberta-prelayernorm"
+    name = "roberta-prelayernorm"
 
     layer_keys = replace(STYLES["bert"], attention_norm="attention.LayerNorm", mlp_norm="intermediate.LayerNorm")
     pre_norm = True
@@ -246,11 +242,10 @@ class XlmRobertaXlConfig(RobertaConfig):
     }  # fmt: skip
 
 
-@dataclass(frozen=True)
 class XlmRobertaXlFlow(RobertaFlow):
     """The recipe of XLM-RoBERTa-XL: see `RobertaFlow`."""
 
-    name: str = "xlm-roberta-xl"
+    name = "xlm-roberta-xl"
 
     config_type = XlmRobertaXlConfig
     layer_keys = replace(STYLES["bert"], attention_norm="attention.self_attn_layer_norm", mlp_norm="LayerNorm")
@@ -276,11 +271,10 @@ class JinaV3Config(BertConfig):
         return cls(**common, inv_freq=rope.inv_freq)
 
 
-@dataclass(frozen=True)
 class JinaV3Flow(BertLike[JinaV3Config]):
     """The recipe of Jina Embeddings v3: see `EncoderFlow`. Optional inputs are as of `NomicFlow`."""
 
-    name: str = "jina-v3"
+    name = "jina-v3"
 
     heads = ROBERTA_HEADS
     optional_inputs = ALL_INPUTS
@@ -325,11 +319,10 @@ class EuroBertConfig(DecoderConfig):
         return cls(**common, classifier_pooling=pooling)
 
 
-@dataclass(frozen=True)
 class EuroBertFlow(EncoderFlow[EuroBertConfig]):
     """The recipe of EuroBERT: see `EncoderFlow`. Optional inputs are `attention_mask` and `position_ids`."""
 
-    name: str = "eurobert"
+    name = "eurobert"
 
     embedding = "embed_tokens.weight"
     head_prefixes = ("lm_head.", "dense.", "classifier.")

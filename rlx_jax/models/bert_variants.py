@@ -48,11 +48,10 @@ class AlbertConfig(BertConfig):
     neutral = {**BertConfig.neutral, "inner_group_num": (1,)}
 
 
-@dataclass(frozen=True)
 class AlbertFlow(BertLike[AlbertConfig]):
     """The recipe of ALBERT: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
 
-    name: str = "albert"
+    name = "albert"
 
     heads = {
         SEQUENCE: (HeadLayer("pooler", "tanh", in_encoder=True), HeadLayer("classifier")),
@@ -67,7 +66,6 @@ class AlbertFlow(BertLike[AlbertConfig]):
         return self.key(f"encoder.albert_layer_groups.{group}.albert_layers.0")
 
 
-@dataclass(frozen=True)
 class ElectraConfig(BertConfig):
     """Sizes of an ELECTRA model (Clark et al. 2020), with Hugging Face's field names."""
 
@@ -80,11 +78,10 @@ class ElectraConfig(BertConfig):
         return replace(sizes, embedding_size=0 if width == sizes.hidden_size else width)
 
 
-@dataclass(frozen=True)
 class ElectraFlow(BertLike[ElectraConfig]):
     """The recipe of ELECTRA: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
 
-    name: str = "electra"
+    name = "electra"
 
     heads = {
         SEQUENCE: (HeadLayer("classifier.dense", "gelu"), HeadLayer("classifier.out_proj")),
@@ -111,11 +108,10 @@ class ErnieConfig(BertConfig):
         return cls(**cls.common_fields(c), task_type_vocab_size=tasks if c.flag("use_task_id", False) else 0)
 
 
-@dataclass(frozen=True)
 class ErnieFlow(BertLike[ErnieConfig]):
     """The recipe of ERNIE: see `EncoderFlow`. Optional inputs are as of `BertFlow`, and `task_type_ids` (default 0)."""
 
-    name: str = "ernie"
+    name = "ernie"
 
     def add_inputs(self, flow: ModelFlow, rows: str = "batch") -> ModelFlow:
         flow = super().add_inputs(flow, rows)
@@ -130,18 +126,16 @@ class ErnieFlow(BertLike[ErnieConfig]):
         return *stages, *([tasks] if sizes[0] else []), norm
 
 
-@dataclass(frozen=True)
 class MegatronBertConfig(BertConfig):
     """Sizes of a Megatron-BERT model, which has norms before the halves of a layer."""
 
     defaults = {"vocab": 29056, "hidden": 1024, "layers": 24, "heads": 16, "inner": 4096}
 
 
-@dataclass(frozen=True)
 class MegatronBertFlow(BertLike[MegatronBertConfig]):
     """The recipe of Megatron-BERT: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
 
-    name: str = "megatron-bert"
+    name = "megatron-bert"
 
     layer_keys = replace(STYLES["bert"], attention_norm="attention.ln", mlp_norm="ln")
     pre_norm = True
@@ -153,7 +147,6 @@ class MegatronBertFlow(BertLike[MegatronBertConfig]):
 QUANTIZED = ("scaling_factor", "_integer", ".x_min", ".x_max", "LayerNorm.shift", "layer_norm.shift")
 
 
-@dataclass(frozen=True)
 class IBertConfig(RobertaConfig):
     """Sizes of an I-BERT model (Kim et al. 2021): a RoBERTa that may be quantized, here without quantization."""
 
@@ -162,11 +155,10 @@ class IBertConfig(RobertaConfig):
     neutral = {**RobertaConfig.neutral, "quant_mode": (False,)}
 
 
-@dataclass(frozen=True)
 class IBertFlow(RobertaFlow):
     """The recipe of I-BERT: see `RobertaFlow`."""
 
-    name: str = "ibert"
+    name = "ibert"
 
     config_type = IBertConfig
 
@@ -201,11 +193,10 @@ class BigBirdConfig(BertConfig):
         return cls(**common, full_positions=min(dense, positions) if is_sparse else positions)
 
 
-@dataclass(frozen=True)
 class BigBirdFlow(BertLike[BigBirdConfig]):
     """The recipe of BigBird: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
 
-    name: str = "big_bird"
+    name = "big_bird"
 
     heads = {
         SEQUENCE: (HeadLayer("classifier.dense", HIDDEN_ACT), HeadLayer("classifier.out_proj")),
@@ -236,11 +227,10 @@ class RemBertConfig(BertConfig):
     fields = {"embedding_size": "input_embedding_size", "output_embedding_size": "output_embedding_size"}
 
 
-@dataclass(frozen=True)
 class RemBertFlow(BertLike[RemBertConfig]):
     """The recipe of RemBERT: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
 
-    name: str = "rembert"
+    name = "rembert"
 
     heads = {
         **BERT_HEADS,
@@ -252,7 +242,6 @@ class RemBertFlow(BertLike[RemBertConfig]):
 POSITIONS = "encoder.embed_positions.weight"
 
 
-@dataclass(frozen=True)
 class RoFormerConfig(BertConfig):
     """Sizes of a RoFormer model (Su et al. 2021), BERT with rotary positions, with Hugging Face's field names."""
 
@@ -270,11 +259,10 @@ class RoFormerConfig(BertConfig):
         )
 
 
-@dataclass(frozen=True)
 class RoFormerFlow(BertLike[RoFormerConfig]):
     """The recipe of RoFormer: see `EncoderFlow`. Optional inputs are `attention_mask` and `token_type_ids`."""
 
-    name: str = "roformer"
+    name = "roformer"
 
     heads = {**BERT_HEADS, SEQUENCE: (HeadLayer("classifier.dense", HIDDEN_ACT), HeadLayer("classifier.out_proj"))}
     optional_inputs = (("attention_mask", None), ("token_type_ids", 0))
@@ -359,14 +347,13 @@ class TokenDropout:
             return emit.where(is_mask, 0.0, x * (1 - MASKED_IN_TRAINING) / (1.0 - share))
 
 
-@dataclass(frozen=True)
 class EsmFlow(RobertaFlow):
     """The recipe of ESM: see `EncoderFlow`. Optional inputs are `attention_mask` and `position_ids`.
 
     By default the positions of models without a rope count the ids that are not padding, from `pad_token_id` + 1 on.
     """
 
-    name: str = "esm"
+    name = "esm"
 
     config_type = EsmConfig
     config: EsmConfig

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from rlx_jax.blocks import BlockStage, ClsTokenPool, EndTokenPool, Linear, Sequence
 from rlx_jax.blocks.vision import CLIP_KEYS
 from rlx_jax.models.config import Fields, text_fields
 from rlx_jax.models.dual import DualConfig, DualFlow, finish_towers, tower_group
+from rlx_jax.models.hooks import Recipe
 from rlx_jax.models.text_tower import TextConfig, TextFlow
 from rlx_jax.models.vision import TOWER_INERT, PatchMean, VisionConfig, VisionFlow, VisionLayout
 from rlx_jax.weights.source import WeightSource
@@ -16,6 +17,7 @@ from rlx_jax.weights.source import WeightSource
 VISUAL, TEXTUAL = "visual_projection.weight", "text_projection.weight"
 # Wrong end-of-text id in old configs. No text ends with it; for these, the largest id of a row marks the end.
 WRONG_END = 2
+R = TypeVar("R", bound=Recipe[Any])
 
 LAYOUT = VisionLayout(
     patch="embeddings.patch_embedding",
@@ -29,6 +31,12 @@ LAYOUT = VisionLayout(
     unread_keys=("embeddings.position_ids", "post_layernorm."),
     head_prefixes=("classifier.",),
 )
+
+
+def _with_projection(recipe: R, key: str, source: WeightSource) -> R:
+    """Return a recipe of a tower, without a projection if the checkpoint has no weight of this key."""
+    config: Any = recipe.config
+    return recipe if source.has(key) else replace(recipe, config=replace(config, width=0))
 
 
 @dataclass(frozen=True)
@@ -53,15 +61,14 @@ class ClipVisionFlow(VisionFlow[ClipVisionConfig]):
 
     layout: VisionLayout = LAYOUT
     prefix: str = "vision_model"
-    name: str = "clip_vision"
+    name = "clip_vision"
 
     prefixes = ("vision_model", "")
     head_pool = PatchMean(1)
 
     def adapt_to(self, source: WeightSource) -> Self:
         """Return the recipe as the base class does, without a projection if the checkpoint has none."""
-        recipe = super().adapt_to(source)
-        return recipe if source.has(VISUAL) else replace(recipe, config=replace(recipe.config, width=0))
+        return _with_projection(super().adapt_to(source), VISUAL, source)
 
     def pool(self) -> BlockStage:
         c = self.config
@@ -92,21 +99,19 @@ class ClipTextConfig(TextConfig):
         )
 
 
-@dataclass(frozen=True)
 class ClipTextFlow(TextFlow[ClipTextConfig]):
     """The recipe of CLIP's text tower: see `TextFlow`.
 
     `pooled` is the end token after the last norm, projected if the checkpoint has a projection.
     """
 
-    name: str = "clip_text"
+    name = "clip_text"
 
     causal = True
 
     def adapt_to(self, source: WeightSource) -> Self:
         """Return the recipe as the base class does, without a projection if the checkpoint has none."""
-        recipe = super().adapt_to(source)
-        return recipe if source.has(TEXTUAL) else replace(recipe, config=replace(recipe.config, width=0))
+        return _with_projection(super().adapt_to(source), TEXTUAL, source)
 
     def pool(self) -> BlockStage:
         c, end = self.config, EndTokenPool(self.config.end_id)
@@ -114,7 +119,6 @@ class ClipTextFlow(TextFlow[ClipTextConfig]):
         return Sequence((end, Linear(TEXTUAL, shape=shape, roles=(None, "hidden")))) if c.width else end
 
 
-@dataclass(frozen=True)
 class ClipConfig(DualConfig[ClipTextConfig, ClipVisionConfig]):
     """The configs of both towers of CLIP."""
 
@@ -129,11 +133,10 @@ class ClipConfig(DualConfig[ClipTextConfig, ClipVisionConfig]):
         return sizes
 
 
-@dataclass(frozen=True)
 class ClipFlow(DualFlow[ClipConfig]):
     """The recipe of CLIP: see `DualFlow`. A text's vector is its projected end token."""
 
-    name: str = "clip"
+    name = "clip"
 
     text_type = ClipTextFlow
     vision_type = ClipVisionFlow

@@ -115,11 +115,10 @@ class DebertaV2Config(DebertaConfig):
         return replace(config, buckets=buckets, norm_embeddings=bool(norm), share_keys=c.flag("share_att_key", False))
 
 
-@dataclass(frozen=True)
 class DebertaFlow(BertLike[DebertaConfig]):
     """The recipe of DeBERTa: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
 
-    name: str = "deberta"
+    name = "deberta"
 
     layer_keys = replace(STYLES["bert"], qkv=("attention.self.in_proj",))
     # The modules that project the embeddings of distances to keys and queries.
@@ -195,11 +194,10 @@ class LayerWithConv:
             return emit.layer_norm(total, *module_keys(f"{self.prefix}.LayerNorm"), c.layer_norm_eps)
 
 
-@dataclass(frozen=True)
 class DebertaV2Flow(DebertaFlow):
     """The recipe of DeBERTa v2 and v3: see `EncoderFlow`. Optional inputs are as of `BertFlow`."""
 
-    name: str = "deberta-v2"
+    name = "deberta-v2"
 
     config_type = DebertaV2Config
     config: DebertaV2Config

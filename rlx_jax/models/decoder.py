@@ -64,7 +64,7 @@ class CausalFlow(Recipe[A]):
         Others: see `Recipe`.
     """
 
-    name: str = "causal"
+    name = "causal"
     seq: int | None = None
     hidden_only: bool = False
     head: TaskHead | None = None
@@ -168,7 +168,7 @@ class DecoderFlow(CausalFlow[C]):
     """
 
     composed: bool = False
-    name: str = "decoder"
+    name = "decoder"
 
     config_type: ClassVar[type[DecoderConfig]] = DecoderConfig
     fused: ClassVar[bool] = False

@@ -38,11 +38,10 @@ class DistilBertConfig(BertConfig):
         )
 
 
-@dataclass(frozen=True)
 class DistilBertFlow(BertLike[DistilBertConfig]):
     """The recipe of DistilBERT: see `EncoderFlow`. Optional inputs are `attention_mask` and `position_ids`."""
 
-    name: str = "distilbert"
+    name = "distilbert"
 
     heads = {
         SEQUENCE: (HeadLayer("pre_classifier", "relu"), HeadLayer("classifier")),

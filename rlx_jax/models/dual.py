@@ -88,7 +88,7 @@ class DualFlow(Recipe[C]):
         Others: see `Recipe`.
     """
 
-    name: str = "dual"
+    name = "dual"
     part: TowerPart = "both"
 
     config_type = DualConfig

@@ -301,7 +301,7 @@ class TowerFlow(Recipe[L]):
         Others: see `Recipe`.
     """
 
-    name: str = "tower"
+    name = "tower"
     prefix: str = ""
     head: TaskHead | None = None
 
@@ -385,7 +385,7 @@ class EncoderFlow(TowerFlow[E]):
         Others: see `Recipe`.
     """
 
-    name: str = "encoder"
+    name = "encoder"
     seq: int | None = None
 
     embedding: ClassVar[str] = EMBEDDING

@@ -113,7 +113,7 @@ class Flux2Flow(Recipe[Flux2Config]):
         Others: see `Recipe`.
     """
 
-    name: str = "flux2"
+    name = "flux2"
     image: int | None = None
     text: int | None = None
 

@@ -132,11 +132,10 @@ class GemmaConfig(DecoderConfig):
         )
 
 
-@dataclass(frozen=True)
 class GemmaFlow(DecoderFlow[GemmaConfig]):
     """The recipe of Gemma: see `DecoderFlow`. `inputs_embeds` are not scaled, as in the reference."""
 
-    name: str = "gemma"
+    name = "gemma"
 
     head_token = ("lasttoken", 0)
 

@@ -70,7 +70,7 @@ class Gpt2Flow(CausalFlow[Gpt2Config]):
     Learned positions are added to `inputs_embeds` too, as in the reference.
     """
 
-    name: str = "gpt2"
+    name = "gpt2"
     prefix: str = "transformer"
 
     peft_prefix = "transformer."

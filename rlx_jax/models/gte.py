@@ -47,11 +47,10 @@ def _rope(c: Fields, head_dim: int) -> Frequencies:
     return linear_scaling(frequencies(head_dim, base * factor), factor ** (2 / head_dim))
 
 
-@dataclass(frozen=True)
 class GteFlow(BertLike[GteConfig]):
     """The recipe of GTE: see `EncoderFlow`. Optional inputs are as of `NomicFlow`."""
 
-    name: str = "gte"
+    name = "gte"
 
     heads = {**BERT_HEADS, MASKED: masked_head("lm_head.dense", "lm_head.norm", "lm_head.decoder", activation="gelu")}
     optional_inputs = ALL_INPUTS

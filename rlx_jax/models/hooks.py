@@ -236,10 +236,10 @@ class Recipe(HookMethods, Generic[C]):
 
     config: C
     batch: int | None = None
-    name: str = "recipe"
     weights: WeightSource | None = field(default=None, repr=False)
     hooks: Hooks = Hooks()
 
+    name = "recipe"
     # The class of the config: the argument of the generic base, as in `DecoderFlow[LlamaConfig]`.
     config_type: ClassVar[type[ModelConfig]]
 

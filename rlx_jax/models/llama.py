@@ -28,16 +28,14 @@ class LlamaConfig(DecoderConfig):
         return layer_of(self, qkv_bias=self.attention_bias, output_bias=self.attention_bias, mlp_bias=self.mlp_bias)
 
 
-@dataclass(frozen=True)
 class Llama32Flow(DecoderFlow[LlamaConfig]):
     """The recipe of Llama: see `DecoderFlow`."""
 
-    name: str = "llama"
+    name = "llama"
 
     fused = True
 
 
-@dataclass(frozen=True)
 class LlamaBidirectionalConfig(LlamaConfig):
     """Sizes of NVIDIA's `llama_bidirec`: a Llama in which tokens also read later ones.
 
@@ -55,11 +53,10 @@ class LlamaBidirectionalConfig(LlamaConfig):
         return replace(super().read(c), bidirectional=True)
 
 
-@dataclass(frozen=True)
 class LlamaBidirectionalFlow(Llama32Flow):
     """The recipe of `llama_bidirec`: see `DecoderFlow`."""
 
-    name: str = "llama-bidirectional"
+    name = "llama-bidirectional"
 
     config_type = LlamaBidirectionalConfig
     heads = {SEQUENCE: DECODER_HEADS[SEQUENCE]}
@@ -83,11 +80,10 @@ class MistralConfig(DecoderConfig):
         return layer_of(self, window=self.sliding_window)
 
 
-@dataclass(frozen=True)
 class MistralFlow(DecoderFlow[MistralConfig]):
     """The recipe of Mistral: see `DecoderFlow`."""
 
-    name: str = "mistral"
+    name = "mistral"
 
     fused = True
 
@@ -113,11 +109,10 @@ class Qwen2Config(DecoderConfig):
         return layer_of(self, window=window_at(self.windows, index), qkv_bias=True)
 
 
-@dataclass(frozen=True)
 class Qwen2Flow(DecoderFlow[Qwen2Config]):
     """The recipe of Qwen 2: see `DecoderFlow`."""
 
-    name: str = "qwen2"
+    name = "qwen2"
 
 
 @dataclass(frozen=True)
@@ -134,8 +129,7 @@ class Qwen3Config(Qwen2Config):
         return layer_of(self, window=window_at(self.windows, index), qkv_bias=bias, output_bias=bias, qk_norm="heads")
 
 
-@dataclass(frozen=True)
 class Qwen3Flow(DecoderFlow[Qwen3Config]):
     """The recipe of Qwen 3: see `DecoderFlow`."""
 
-    name: str = "qwen3"
+    name = "qwen3"

@@ -49,11 +49,10 @@ class Mamba2Config(CausalConfig):
         )
 
 
-@dataclass(frozen=True)
 class Mamba2Flow(CausalFlow[Mamba2Config]):
     """The recipe of Mamba-2: see `CausalFlow`. The spec of every layer is a `Mamba2Spec`."""
 
-    name: str = "mamba2"
+    name = "mamba2"
 
     heads = {}
 

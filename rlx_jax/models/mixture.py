@@ -116,11 +116,10 @@ class Qwen3MoeConfig(DecoderConfig):
         return layer_of(self, window=self.sliding_window, qkv_bias=bias, output_bias=bias, qk_norm="heads", moe=moe)
 
 
-@dataclass(frozen=True)
 class Qwen3MoeFlow(MixtureFlow[Qwen3MoeConfig]):
     """The recipe of Qwen 3 with experts: see `DecoderFlow`."""
 
-    name: str = "qwen3_moe"
+    name = "qwen3_moe"
 
 
 @dataclass(frozen=True)
@@ -156,11 +155,10 @@ class MixtralConfig(DecoderConfig):
         return layer_of(self, window=self.sliding_window, moe=experts)
 
 
-@dataclass(frozen=True)
 class MixtralFlow(MixtureFlow[MixtralConfig]):
     """The recipe of Mixtral: see `DecoderFlow`."""
 
-    name: str = "mixtral"
+    name = "mixtral"
 
 
 # The rope of a config without rope fields, as in the reference.
@@ -217,11 +215,10 @@ class GptOssConfig(DecoderConfig):
         return layer_of(self, window=window, qkv_bias=bias, output_bias=bias, sinks=True, moe=experts)
 
 
-@dataclass(frozen=True)
 class GptOssFlow(DecoderFlow[GptOssConfig]):
     """The recipe of gpt-oss: see `DecoderFlow`."""
 
-    name: str = "gpt_oss"
+    name = "gpt_oss"
 
     def adapt_weights(self, source: WeightSource) -> WeightSource:
         """Return the weights of a checkpoint, in which MXFP4 experts are packed weights."""

@@ -89,11 +89,10 @@ class ModernBertConfig(BertConfig):
         return HeadLayer(f"{name}.dense", activation, self.classifier_bias, norm=norm, norm_bias=self.norm_bias)
 
 
-@dataclass(frozen=True)
 class ModernBertFlow(BertLike[ModernBertConfig]):
     """The recipe of ModernBERT: see `EncoderFlow`. Optional inputs are `attention_mask` and `position_ids`."""
 
-    name: str = "modernbert"
+    name = "modernbert"
 
     embedding = "embeddings.tok_embeddings.weight"
     head_prefixes = ("head.", "lm_head.", "decoder.", "classifier.")
@@ -146,14 +145,13 @@ class ModernBertDecoderConfig(ModernBertConfig, CausalConfig):
         return c.integer("sliding_window", c.integer("local_attention", 128) // 2)
 
 
-@dataclass(frozen=True)
 class ModernBertDecoderFlow(ModernBertFlow):
     """The recipe of ModernBERT's decoder as an encoder: see `EncoderFlow`. Tokens read no later ones.
 
     Optional inputs are `attention_mask` and `position_ids`. A classifier reads the last token.
     """
 
-    name: str = "modernbert-decoder"
+    name = "modernbert-decoder"
 
     config_type = ModernBertDecoderConfig
     head_token = ("lasttoken", 50283)
@@ -167,11 +165,10 @@ class ModernBertDecoderFlow(ModernBertFlow):
         return replace(super().spec(index), causal=True)
 
 
-@dataclass(frozen=True)
 class ModernBertCausalFlow(CausalFlow[ModernBertDecoderConfig]):
     """The recipe of ModernBERT's decoder with its language-model head: see `CausalFlow`."""
 
-    name: str = "modernbert-decoder"
+    name = "modernbert-decoder"
 
     lm_head = "decoder.weight"
     heads: ClassVar[HeadLayers] = {}

@@ -43,11 +43,10 @@ class MPNetConfig(RobertaConfig):
         return cls(**text_fields(c, 30527), relative_attention_num_buckets=rows)
 
 
-@dataclass(frozen=True)
 class MPNetFlow(RobertaFlow):
     """The recipe of MPNet: see `RobertaFlow`. Optional inputs are `attention_mask` and `position_ids`."""
 
-    name: str = "mpnet"
+    name = "mpnet"
 
     config_type = MPNetConfig
     config: MPNetConfig

@@ -145,14 +145,13 @@ def _head_dim(c: Fields, hidden: int, heads: int, explicit_dim: int | None, widt
     return head_dim
 
 
-@dataclass(frozen=True)
 class NomicFlow(BertLike[NomicConfig]):
     """The recipe of NomicBERT: see `EncoderFlow`.
 
     Optional inputs are `attention_mask`, `token_type_ids` (default 0) and `position_ids` (default 0, 1, 2 …).
     """
 
-    name: str = "nomic"
+    name = "nomic"
 
     heads = {
         **BERT_HEADS,

@@ -99,7 +99,7 @@ class NomicVisionFlow(VisionFlow[NomicVisionConfig]):
     """
 
     layout: VisionLayout = LAYOUT
-    name: str = "nomic_vision"
+    name = "nomic_vision"
 
     @property
     def sides(self) -> tuple[int | str, int | str]:

@@ -103,11 +103,10 @@ class Qwen35Config(DecoderConfig):
         return Ends(unread_keys=("mtp.",))
 
 
-@dataclass(frozen=True)
 class Qwen35Flow(DecoderFlow[Qwen35Config]):
     """The recipe of Qwen 3.5: see `DecoderFlow`. The spec of a layer is a `GatedDeltaSpec` or a `LayerSpec`."""
 
-    name: str = "qwen35"
+    name = "qwen35"
 
     def spec(self, index: int = 0) -> GatedDeltaSpec | LayerSpec:
         c = self.config
@@ -144,7 +143,7 @@ class Qwen35MtpFlow:
 
     config: Qwen35Config
     weights: WeightSource | None = None
-    name: str = "qwen35_mtp"
+    name = "qwen35_mtp"
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shape of every weight."""

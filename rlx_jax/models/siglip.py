@@ -55,7 +55,7 @@ class SiglipVisionFlow(VisionFlow[SiglipVisionConfig]):
 
     layout: VisionLayout = LAYOUT
     prefix: str = "vision_model"
-    name: str = "siglip_vision"
+    name = "siglip_vision"
 
     prefixes = ("vision_model", "")
     head_pool = PatchMean()
@@ -84,7 +84,6 @@ class SiglipTextConfig(TextConfig):
         return cls(**sizes, width=width, pad_id=c.integer("pad_token_id", 1, low=0))
 
 
-@dataclass(frozen=True)
 class SiglipTextFlow(TextFlow[SiglipTextConfig]):
     """The recipe of SigLIP's text tower: see `TextFlow`.
 
@@ -92,7 +91,7 @@ class SiglipTextFlow(TextFlow[SiglipTextConfig]):
     as in training.
     """
 
-    name: str = "siglip_text"
+    name = "siglip_text"
 
     @property
     def padding(self) -> tuple[int, int]:
@@ -105,7 +104,6 @@ class SiglipTextFlow(TextFlow[SiglipTextConfig]):
         return Sequence((GatherLastToken(), ClsTokenPool(), linear))
 
 
-@dataclass(frozen=True)
 class SiglipConfig(DualConfig[SiglipTextConfig, SiglipVisionConfig]):
     """The configs of both towers of SigLIP."""
 
@@ -124,14 +122,13 @@ class SiglipConfig(DualConfig[SiglipTextConfig, SiglipVisionConfig]):
         return result
 
 
-@dataclass(frozen=True)
 class SiglipFlow(DualFlow[SiglipConfig]):
     """The recipe of SigLIP: see `DualFlow` and `SiglipTextFlow`.
 
     The sigmoid of a logit is the probability that a text and an image belong together.
     """
 
-    name: str = "siglip"
+    name = "siglip"
 
     text_type = SiglipTextFlow
     vision_type = SiglipVisionFlow
@@ -141,7 +138,6 @@ class SiglipFlow(DualFlow[SiglipConfig]):
 MASK, SHAPES = "pixel_attention_mask", "spatial_shapes"
 
 
-@dataclass(frozen=True)
 class Siglip2VisionConfig(SiglipVisionConfig):
     """Sizes of the vision tower of SigLIP 2, with positions of a square of `num_patches` patches."""
 
@@ -158,7 +154,6 @@ class Siglip2VisionConfig(SiglipVisionConfig):
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
 class Siglip2VisionFlow(SiglipVisionFlow):
     """The recipe of SigLIP 2's vision tower for images of any proportions (NaFlex): see `SiglipVisionFlow`.
 
@@ -167,7 +162,7 @@ class Siglip2VisionFlow(SiglipVisionFlow):
     rows and columns of patches.
     """
 
-    name: str = "siglip2_vision"
+    name = "siglip2_vision"
 
     config_type = Siglip2VisionConfig
     head_pool = PatchMean(mask_input=MASK)
@@ -190,18 +185,16 @@ class Siglip2VisionFlow(SiglipVisionFlow):
         return None if pool is None else replace(pool, mask_input=MASK)
 
 
-@dataclass(frozen=True)
 class Siglip2Config(SiglipConfig):
     """The configs of both towers of SigLIP 2."""
 
     vision_type: ClassVar[type[SiglipVisionConfig]] = Siglip2VisionConfig
 
 
-@dataclass(frozen=True)
 class Siglip2Flow(SiglipFlow):
     """The recipe of SigLIP 2 for images of any proportions: see `SiglipFlow` and `Siglip2VisionFlow`."""
 
-    name: str = "siglip2"
+    name = "siglip2"
 
     config_type = Siglip2Config
     vision_type = Siglip2VisionFlow

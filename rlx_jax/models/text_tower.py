@@ -40,7 +40,7 @@ class TextFlow(EncoderFlow[T]):
     """
 
     prefix: str = "text_model"
-    name: str = "text"
+    name = "text"
 
     embedding = TOKEN_TABLE
     optional_inputs = (("attention_mask", None), ("position_ids", POSITIONS))

@@ -151,7 +151,7 @@ class VisionFlow(TowerFlow[C]):
         Others: see `Recipe`.
     """
 
-    name: str = "vision"
+    name = "vision"
     layout: VisionLayout = field(kw_only=True)
 
     config_type = VisionConfig

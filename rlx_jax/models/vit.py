@@ -30,7 +30,6 @@ HF = VisionLayout(
 )
 
 
-@dataclass(frozen=True)
 class ViTConfig(VisionConfig):
     """Sizes of a ViT. Its tanh pooler is not built."""
 
@@ -44,7 +43,7 @@ class ViTFlow(VisionFlow[ViTConfig]):
     """The recipe of ViT: see `VisionFlow`. `pooled` is the class token after the last norm, before any pooler."""
 
     layout: VisionLayout = HF
-    name: str = "vit"
+    name = "vit"
 
     prefixes = ("", "vit")
     peft_names = (
@@ -71,7 +70,7 @@ class DeiTFlow(ViTFlow):
     """
 
     layout: VisionLayout = DEIT
-    name: str = "deit"
+    name = "deit"
 
     prefixes = ("", "deit")
     heads = {**IMAGE_HEADS, TEACHER: (HeadLayer("cls_classifier"), HeadLayer("distillation_classifier"))}
@@ -107,7 +106,7 @@ class IJepaFlow(ViTFlow):
     """The recipe of I-JEPA (Assran et al. 2023): ViT without a class token. `pooled` is the mean of the patches."""
 
     layout: VisionLayout = IJEPA
-    name: str = "ijepa"
+    name = "ijepa"
 
     prefixes = ("", "ijepa")
     head_pool = PatchMean()
@@ -117,18 +116,16 @@ class IJepaFlow(ViTFlow):
 MSN = replace(HF, patch=f"vit.{HF.patch}", position=f"vit.{HF.position}", cls=f"vit.{HF.cls}", after=f"vit.{HF.after}")
 
 
-@dataclass(frozen=True)
 class ViTMsnConfig(ViTConfig):
     """Sizes of a ViT-MSN."""
 
     defaults = {}
 
 
-@dataclass(frozen=True)
 class ViTMsnFlow(ViTFlow):
     """The recipe of ViT-MSN (Assran et al. 2022): ViT with another epsilon by default."""
 
-    name: str = "vit_msn"
+    name = "vit_msn"
 
     config_type = ViTMsnConfig
     layouts = (HF, MSN)
@@ -210,7 +207,7 @@ class Dinov3Flow(VisionFlow[Dinov3Config]):
     """The recipe of DINOv3: see `VisionFlow`. `pooled` is the class token after the last norm."""
 
     layout: VisionLayout = LAYOUT
-    name: str = "dinov3"
+    name = "dinov3"
 
     def embedding_stages(self) -> tuple[BlockStage, ...]:
         c = self.config
@@ -243,7 +240,6 @@ ORIGINAL = VisionLayout(
 )
 
 
-@dataclass(frozen=True)
 class Dinov2Config(VisionConfig):
     """Sizes of a DINOv2 model."""
 
@@ -277,7 +273,7 @@ class Dinov2Flow(VisionFlow[Dinov2Config]):
     """
 
     layout: VisionLayout = DINOV2_LAYOUT
-    name: str = "dinov2"
+    name = "dinov2"
 
     prefixes = ("", "dinov2", "dinov2_with_registers")
     peft_names = (
