@@ -13,7 +13,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from rlx_jax.ir.weight_reads import WeightSource
-from rlx_jax.weights.tensor_file import TensorFile, open_safetensors
+from rlx_jax.weights.tensor_file import SafetensorsFile, TensorFile
 
 INDEX = "model.safetensors.index.json"
 W = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -58,4 +58,4 @@ def one(data: bytes = b"1234", **changes: Any) -> bytes:
 def open_raw(tmp_path: Path, raw: bytes) -> TensorFile:
     path = tmp_path / "model.safetensors"
     path.write_bytes(raw)
-    return open_safetensors(path)
+    return SafetensorsFile(path)

@@ -15,7 +15,7 @@ import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.generate.prefix_cache import Prefix, PrefixCache
 from rlx_jax.generate.sorted_prefixes import shared_prefixes
-from rlx_jax.weights.tensor_file import open_safetensors
+from rlx_jax.weights.tensor_file import SafetensorsFile
 from tests import divided
 from tests.divided import V
 from tests.small import profile
@@ -189,7 +189,7 @@ def test_named_prefixes(tmp_path: Path) -> None:
     assert model.report().request.cached_tokens == len(SYSTEM) * len(TAILS)
     assert model.generate(prompts[:3], NEW, slots=3) == want[:3]
     assert model.report().request.cached_tokens == 3 * len(SYSTEM)
-    with open_safetensors(file) as tensors:
+    with SafetensorsFile(file) as tensors:
         assert {"ids", "identity"} < tensors.tensors.keys()
     named.release()
     with pytest.raises(errors.SessionStateError, match="no state any more"):

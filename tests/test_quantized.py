@@ -27,7 +27,7 @@ from rlx_jax.weights.format import Entry
 from rlx_jax.weights.quantized import with_quantized_weights
 from rlx_jax.weights.quantized_config import read_quantization
 from rlx_jax.weights.safetensors_format import write_file
-from rlx_jax.weights.tensor_file import open_safetensors
+from rlx_jax.weights.tensor_file import SafetensorsFile
 from tests.oracles import checkpoints
 from tests.oracles.comparing import assert_close
 from tests.oracles.fuzzing import seed_of
@@ -305,7 +305,7 @@ TENSORS: list[tuple[str, Edit, type[Exception], str]] = [
 
 def read_file(directory: Path) -> dict[str, np.ndarray]:
     """The tensors of a directory as they are stored. The reader of safetensors has no floats of 8 bits for NumPy."""
-    with open_safetensors(directory / "model.safetensors") as file:
+    with SafetensorsFile(directory / "model.safetensors") as file:
         return {key: file.read(key) for key in file.tensors}
 
 

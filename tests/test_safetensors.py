@@ -33,7 +33,7 @@ from rlx_jax.errors import (
 from rlx_jax.io import limits
 from rlx_jax.weights import tensor_file
 from rlx_jax.weights.safetensors_header import DTYPES
-from rlx_jax.weights.tensor_file import TensorFile, open_safetensors
+from rlx_jax.weights.tensor_file import SafetensorsFile, TensorFile
 from tests.oracles import fuzzing
 from tests.oracles.fuzzing import bounded_memory, case, corpus, mutated, run, scrambled, seed_of
 from tests.shards import ENTRY, frame, one, open_raw
@@ -185,7 +185,7 @@ def test_not_a_regular_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ]
     for path, error, message in cases:
         with pytest.raises(error, match=message):
-            open_safetensors(path)
+            SafetensorsFile(path)
 
 
 # -- limits ------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def test_lying_lengths_cost_no_memory(tmp_path: Path) -> None:
         (tmp_path / "model.safetensors").write_bytes(raw)
         tracemalloc.start()
         with pytest.raises(SafetensorsError):
-            open_safetensors(tmp_path / "model.safetensors")
+            SafetensorsFile(tmp_path / "model.safetensors")
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 2**20
@@ -240,7 +240,7 @@ def test_header_over_the_limit(tmp_path: Path) -> None:
     with pytest.raises(
         LimitError, match="header's length in bytes is 100000001, over the limit limits.MAX_HEADER_BYTES"
     ):
-        open_safetensors(path)
+        SafetensorsFile(path)
 
 
 def test_other_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +328,7 @@ def repeats_a_name(raw: bytes) -> bool:
 
 def ours(path: Path) -> Values | RlxError:
     try:
-        with open_safetensors(path) as file:
+        with SafetensorsFile(path) as file:
             arrays = {name: file.read(name) for name in file.tensors}
     except RlxError as error:
         return error
@@ -460,7 +460,7 @@ def load_twins(count: int, seed: int, path: Path) -> None:
             with case("safetensors_twins", raw):
                 path.write_bytes(raw)
                 assert reference(raw) is not None, "the twin is not valid"
-                with open_safetensors(path) as file:
+                with SafetensorsFile(path) as file:
                     assert_same(file, tensors)
 
 

@@ -15,7 +15,7 @@ import rlx_jax as rlx
 from rlx_jax import cli
 from rlx_jax.errors import DTypeError, RequestError, RlxError, UnsupportedError, WeightError
 from rlx_jax.weights.quantize import quantize_fp8, quantize_int8
-from rlx_jax.weights.tensor_file import open_safetensors
+from rlx_jax.weights.tensor_file import SafetensorsFile
 from tests.oracles.comparing import assert_close, assert_same_model
 from tests.test_gguf import random_checkpoint
 
@@ -95,7 +95,7 @@ def test_directories(method: str, tmp_path: Path) -> None:
     assert cli.main(["convert", str(tmp_path / "hf"), str(tmp_path / "c"), "--dtype", method]) == 0
     config = json.loads((tmp_path / "q" / "config.json").read_text())
     assert config == json.loads((tmp_path / "c" / "config.json").read_text())
-    files = (open_safetensors(tmp_path / name / "model.safetensors") for name in ("q", "c"))
+    files = (SafetensorsFile(tmp_path / name / "model.safetensors") for name in ("q", "c"))
     written, converted = ({key: file.read(key) for key in file.tensors} for file in files)
     suffix = "_scale_inv" if method == "fp8" else "_scale"
     # Half of the rows of k and v are no block of 128: transformers does not quantize such weights.
@@ -119,7 +119,7 @@ def test_conversions(method: str, tmp_path: Path) -> None:
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     rlx.save(rlx.load(tmp_path / "hf"), tmp_path / "q", dtype=method)
     decoded = dict(weights)
-    file = open_safetensors(tmp_path / "q" / "model.safetensors")
+    file = SafetensorsFile(tmp_path / "q" / "model.safetensors")
     for key in weights:
         if file.tensors[key].dtype.itemsize == 1:
             codes, scales = expected(method, weights[key])

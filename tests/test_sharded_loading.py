@@ -45,7 +45,7 @@ from rlx_jax.weights.execute import fill, host_bytes_to_load, load_leaf, load_le
 from rlx_jax.weights.inverse import weights_by_key
 from rlx_jax.weights.mapping import MappingSource
 from rlx_jax.weights.safetensors_format import SafetensorsSource
-from rlx_jax.weights.tensor_file import open_safetensors
+from rlx_jax.weights.tensor_file import SafetensorsFile
 from rlx_jax.weights.views import RenamedSource
 from tests.oracles.packed import meaning, packed
 from tests.shards import write_shards
@@ -222,7 +222,7 @@ def test_the_host_holds_a_box(tmp_path: Path) -> None:
     q, k = (Key(name, t) for name in names)
     by_device = Joined(tuple(slice_axis(p, 0, i, i + 256) for i in range(0, 2048, 256) for p in (q, k)), 0)
     programs: list[Program] = [q, Transposed(q), cast(q, BF16), by_device, Joined((q, k), 1)]
-    with open_safetensors(tmp_path / "m.safetensors") as file:
+    with SafetensorsFile(tmp_path / "m.safetensors") as file:
         source = SafetensorsSource([file])
         for program in programs:
             for axis in (0, program.type.rank - 1):

@@ -29,7 +29,7 @@ from rlx_jax.text.request_checks import classify_prompts
 from rlx_jax.text.token_model import check_positions
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.safetensors_format import write_file
-from rlx_jax.weights.tensor_file import open_safetensors
+from rlx_jax.weights.tensor_file import SafetensorsFile
 
 # Tensors of a file next to the arrays of the state, whose names have a "state." in front.
 IDS_TENSOR, IDENTITY_TENSOR, STATE_TENSORS = "ids", "identity", "state."
@@ -85,7 +85,7 @@ def load_prefix(self: GeneratesText, path: str | os.PathLike[str]) -> Prefix:
         MissingFileError, StorageError: it cannot be read.
     """
     lm, model, name = self._lm, self._lm.model, quote(os.fspath(path))
-    with open_safetensors(path) as file:
+    with SafetensorsFile(path) as file:
         if not {IDS_TENSOR, IDENTITY_TENSOR} <= file.tensors.keys():
             raise FormatError(f"{name}: not a prefix: it has {listing(sorted(file.tensors), 4)}; see save_prefix")
         saved = parse_object(bytes(file.read(IDENTITY_TENSOR)), name, FormatError)

@@ -30,7 +30,6 @@ from rlx_jax.errors import (
     IntegrityError,
     PlatformMismatchError,
     RequestError,
-    SafetensorsError,
     VersionMismatchError,
     listing,
     quote,
@@ -52,7 +51,7 @@ from rlx_jax.runtime.programs import Programs
 from rlx_jax.text.tokenizer import Tokenizer, load_tokenizer
 from rlx_jax.weights.safetensors_format import SafetensorsSource
 from rlx_jax.weights.safetensors_header import Header
-from rlx_jax.weights.tensor_file import ReadBytes, TensorFile, file_identity, read_header
+from rlx_jax.weights.tensor_file import SafetensorsFile, file_identity, read_header
 
 H = TypeVar("H", bound=HeadModel)
 # What an artifact can be loaded with: its digest, and a callback. Everything else was decided by the export.
@@ -201,19 +200,24 @@ def frozen_programs(artifact: OpenArtifact, progress: Any = None) -> Programs:
     return programs
 
 
+class _ParamsFile(SafetensorsFile):
+    """The parameters of an artifact: a safetensors file in it."""
+
+    def __init__(self, archive: Archive) -> None:
+        self._member = archive.members[PARAMS]
+        super().__init__(archive.path, name=f"{archive.path}: {PARAMS}")
+
+    def _read_header(self, size: int) -> Header:
+        begin, length = self._member.offset, self._member.length
+        tensors = read_header(lambda count, at, where: self._read_bytes(count, begin + at, where), length, self._where)
+        return {name: replace(info, start=info.start + begin) for name, info in tensors.items()}
+
+
 def open_params(archive: Archive) -> WeightSource:
     """Return the parameters of an artifact."""
     if PARAMS not in archive.members:
         raise ArtifactFormatError(f"{archive.where}: the artifact has no {PARAMS}")
-    member = archive.members[PARAMS]
-
-    def header(read: ReadBytes, size: int, where: str) -> Header:
-        tensors = read_header(
-            lambda count, start, where: read(count, member.offset + start, where), member.length, where
-        )
-        return {name: replace(info, start=info.start + member.offset) for name, info in tensors.items()}
-
-    file = TensorFile(archive.path, header, SafetensorsError, name=f"{archive.path}: {PARAMS}")
+    file = _ParamsFile(archive)
     if file.identity != file_identity(archive.status):
         file.close()
         raise IntegrityError(f"{archive.where}: the file was replaced or written to while it was opened")

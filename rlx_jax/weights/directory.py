@@ -32,7 +32,7 @@ from rlx_jax.io.hub import run_in_parallel
 from rlx_jax.weights.manifest import MANIFEST_NAME
 from rlx_jax.weights.quantized_config import MODELOPT_CONFIG
 from rlx_jax.weights.safetensors_header import Header, TensorInfo
-from rlx_jax.weights.tensor_file import TensorFile, open_safetensors, read_header
+from rlx_jax.weights.tensor_file import SafetensorsFile, TensorFile, read_header
 
 INDEX_SUFFIX = ".safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -69,12 +69,12 @@ def open_directory(directory: str, *, strict: bool, links: Links) -> list[Tensor
     Raises:
         MissingFileError: none of them exists; the message lists the files in the directory.
         UnsupportedError: there are only weights of another format.
-        Others: as `open_index` and `open_safetensors`.
+        Others: as `open_index` and `SafetensorsFile`.
     """
     file_name = _choose_file(directory, list_directory(directory))
     if file_name.endswith(INDEX_SUFFIX):
         return open_index(directory, file_name, strict=strict, links=links)
-    return [open_safetensors(resolve(directory, file_name, links), name=file_name)]
+    return [SafetensorsFile(resolve(directory, file_name, links), name=file_name)]
 
 
 def fetch_weight_files(folder: Folder, max_bytes: int | None = None) -> None:
@@ -176,7 +176,7 @@ def open_index(directory: str, name: str, *, strict: bool, links: Links) -> list
             missing_shards.append(shard)
     _refuse_missing(index, missing_shards)
     with ExitStack() as stack:  # closes the files that are open if one of them, or the comparison, fails
-        files = {shard: stack.enter_context(open_safetensors(path, name=shard)) for shard, path in paths.items()}
+        files = {shard: stack.enter_context(SafetensorsFile(path, name=shard)) for shard, path in paths.items()}
         _check_against_index(index, {shard: file.tensors for shard, file in files.items()}, strict)
         stack.pop_all()
     return list(files.values())

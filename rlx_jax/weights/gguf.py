@@ -6,7 +6,6 @@ other checkpoint. Packed tensors remain packed: `spec` returns a `PackedSpec`, a
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import weakref
@@ -40,7 +39,7 @@ from rlx_jax.weights.gguf_write import write_gguf
 from rlx_jax.weights.manifest import digest
 from rlx_jax.weights.named import Closeable, HostArray, NamedTensors, check_index
 from rlx_jax.weights.safetensors_header import TensorInfo
-from rlx_jax.weights.tensor_file import ReadBytes, TensorFile, file_identity
+from rlx_jax.weights.tensor_file import TensorFile
 from rlx_jax.weights.views import Destination, ReadingView, read_into
 
 SUFFIX = ".gguf"
@@ -51,40 +50,23 @@ _PARTS, _PART_NUMBER, _ALL_TENSORS = "split.count", "split.no", "split.tensors.c
 _HEADERS: weakref.WeakValueDictionary[tuple[int, ...], GgufHeader] = weakref.WeakValueDictionary()
 
 
-class GgufFile(Closeable):
+class GgufFile(TensorFile):
     """One open `.gguf` file. Opening reads only the header.
 
     Attributes:
-        header: metadata and tensors.
-        file: reads the tensors, as arrays of bytes where they are packed.
+        header: metadata and tensors. `tensors` has these as arrays of bytes where they are packed.
 
     Raises:
         As `read_gguf_header` and `TensorFile`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, name: str | None = None) -> None:
-        self._path, self._name = path, name
-        self.header = GgufHeader({}, {})
-        # Taken before the file is opened, and compared after: the header is then the open file's.
-        identity = file_identity(os.stat(path)) if os.path.exists(path) else ()
+    error = GgufError
+    header: GgufHeader
 
-        def read_header(read: ReadBytes, size: int, where: str) -> Mapping[str, TensorInfo]:
-            self.header = _HEADERS.get(identity) or read_gguf_header(read, size, where)
-            return {name: tensor.stored for name, tensor in self.header.tensors.items()}
-
-        self.file = TensorFile(path, read_header, GgufError, name=name)
-        if self.file.identity != identity:
-            self.close()
-            raise GgufError(f"{quote(self.file.name)}: the file was replaced while it was opened; open it again")
-        _HEADERS[identity] = self.header
-
-    def close(self) -> None:
-        """Close the file."""
-        self.file.close()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy opens the file again.
-        return functools.partial(GgufFile, name=self.file.name), (os.path.abspath(os.fsdecode(self._path)),)
+    def _read_header(self, size: int) -> Mapping[str, TensorInfo]:
+        self.header = _HEADERS.get(self.identity) or read_gguf_header(self._read_bytes, size, self._where)
+        _HEADERS[self.identity] = self.header
+        return {name: tensor.stored for name, tensor in self.header.tensors.items()}
 
 
 class GgufSource(NamedTensors[KeyReading], Closeable):
@@ -109,8 +91,8 @@ class GgufSource(NamedTensors[KeyReading], Closeable):
         self._owners = {name: part for part in self.files for name in part.header.tensors}
         tensors = {name: tensor for part in self.files for name, tensor in part.header.tensors.items()}
         self.header = GgufHeader(self.files[0].header.metadata, tensors)
-        self._label = f"{listing((part.file.name for part in self.files), 2)}, a GGUF file"
-        where = quote(self.files[0].file.name)
+        self._label = f"{listing((part.name for part in self.files), 2)}, a GGUF file"
+        where = quote(self.files[0].name)
         self.config = gguf_config(self.header, self._read_tensor, where)
         architecture = architecture_of(self.header.metadata, where)
         self._tensors = key_readings(architecture, tensors, self.config, where)
@@ -122,7 +104,7 @@ class GgufSource(NamedTensors[KeyReading], Closeable):
             MissingWeightError: no such key.
         """
         name = self._find(key).tensor
-        return f"{self._owners[name].file.name}: {name}"
+        return f"{self._owners[name].name}: {name}"
 
     def spec(self, key: str) -> WeightSpec:
         """Return the logical shape and the dtype of a weight, and its scheme if it is packed.
@@ -195,7 +177,7 @@ class GgufSource(NamedTensors[KeyReading], Closeable):
     ) -> HostArray:  # fmt: skip
         """Return a tensor under its name in the file, or a part of it."""
         is_packed = self.header.tensors[name].scheme is not None
-        return self._owners[name].file.read(name, index, out, None if is_packed else check)
+        return self._owners[name].read(name, index, out, None if is_packed else check)
 
     def _changed(
         self, reading: KeyReading, tensor: GgufTensor, slices: tuple[slice, ...], out: HostArray | None,
@@ -363,7 +345,7 @@ class Gguf:
         """
         digests = write_gguf(path, entries, metadata)
         with GgufFile(path) as written:
-            wrong = [name for name, sha256 in digests.items() if digest(written.file.read(name)) != sha256]
+            wrong = [name for name, sha256 in digests.items() if digest(written.read(name)) != sha256]
         if wrong or digests.keys() != written.header.tensors.keys():
             raise SaveFailedError(f"the written file cannot be read back, so it was removed: {listing(wrong)}")
 
@@ -397,7 +379,7 @@ def open_gguf(path: str, *, links: Links = "follow", on_nonfinite: OnNonfinite =
 
 def _other_parts(first: GgufFile, directory: str, name: str) -> list[str]:
     """Return the names of the parts of a model after its first one, which exist; an empty list if the file is whole."""
-    where, metadata = quote(first.file.name), first.header.metadata
+    where, metadata = quote(first.name), first.header.metadata
     count = metadata.get(_PARTS, 0)
     if not isinstance(count, int) or count <= 1:
         return []
@@ -426,8 +408,8 @@ def _check_parts(parts: Sequence[GgufFile], where: str) -> None:
     for part in parts:
         for name in part.header.tensors:
             if name in owners:
-                raise DuplicateWeightError(f"{where}: tensor {quote(name)} is in {owners[name]} and {part.file.name}")
-            owners[name] = part.file.name
+                raise DuplicateWeightError(f"{where}: tensor {quote(name)} is in {owners[name]} and {part.name}")
+            owners[name] = part.name
     expected = parts[0].header.metadata.get(_ALL_TENSORS, len(owners))
     if not is_equal(expected, len(owners)):
         raise GgufError(f"{where}: {_ALL_TENSORS} is {expected}, the parts have {len(owners)} tensors")

@@ -20,7 +20,7 @@ from rlx_jax.weights.format import Entry, FiniteCheck, OnNonfinite, OpenOptions,
 from rlx_jax.weights.manifest import MANIFEST_NAME, open_verified
 from rlx_jax.weights.named import Closeable, HostArray, NamedTensors
 from rlx_jax.weights.safetensors_header import DTYPES
-from rlx_jax.weights.tensor_file import TensorFile, open_safetensors
+from rlx_jax.weights.tensor_file import SafetensorsFile, TensorFile
 from rlx_jax.weights.views import Destination
 
 # Maximum bytes of tensors in one `.safetensors` file, unless a single tensor has more, as in Hugging Face checkpoints.
@@ -144,7 +144,7 @@ def _open_source(path: str, options: OpenOptions) -> SafetensorsSource:
     else:
         if links == "refuse":
             resolve(directory or ".", name, links)
-        files = [open_safetensors(path)]
+        files = [SafetensorsFile(path)]
     return SafetensorsSource(files, on_nonfinite=options.on_nonfinite, directory=path if is_directory else "")
 
 

@@ -60,7 +60,7 @@ def parse_header(raw: bytes, data_bytes: int, where: str) -> Header:
         where: the file, for messages.
 
     Raises:
-        SafetensorsError, DuplicateWeightError, LimitError, UnsupportedError: as `open_safetensors`.
+        SafetensorsError, DuplicateWeightError, LimitError, UnsupportedError: as `SafetensorsFile`.
     """
     max_values = VALUES_PER_TENSOR * limits.MAX_TENSORS, f"{VALUES_PER_TENSOR} limits.MAX_TENSORS"
     content = parse(raw, where, SafetensorsError, max_values, repeated_error=DuplicateWeightError, start=8)

@@ -1,6 +1,6 @@
 """`TensorFile`: read tensors from a file that has a header and contiguous tensors, row-major and little-endian.
 
-The formats safetensors and GGUF share it; each has a function that reads its header. Data is read, not memory-mapped: a
+Each format has a subclass that reads its header. Data is read, not memory-mapped: a
 mapped file that shrinks kills the process. Reading a part of a tensor costs the bytes of that part.
 """
 
@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from rlx_jax.weights.views import Destination
 
 # Reads `count` bytes from `start` on; the third argument names the file in messages.
 ReadBytes = Callable[[int, int, str], bytes]
-HeaderReader = Callable[[ReadBytes, int, str], Mapping[str, TensorInfo]]
 # Is called with each part of a tensor once it is read, while it is in the CPU's cache.
 Inspect = Callable[[HostArray], None]
 
@@ -49,35 +48,31 @@ class TensorFile(Closeable):
 
     Args:
         path: the path of the file.
-        read_header: from a function that reads bytes of the file (count, start, where), its size and its name in
-            messages to its tensors: name → `TensorInfo`, in the order of the data.
-        error: the class of errors for malformed files of this format.
         name: the name of the file in its directory; the path by default.
 
     Attributes:
+        error: the class of errors for malformed files of the format.
         name: see above.
-        tensors: the result of `read_header`.
+        tensors: the result of `_read_header`.
         bytes_read: how many bytes of tensors have been read so far.
         identity: see `file_identity`.
 
     Raises:
         error: not a regular file. MissingFileError, StorageError: it does not exist, or cannot be read.
-        Others: as `read_header`.
+        Others: as `_read_header`.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], read_header: HeaderReader, error: type[FormatError], *,
-        name: str | None = None,
-    ) -> None:  # fmt: skip
+    error: ClassVar[type[FormatError]]
+
+    def __init__(self, path: str | os.PathLike[str], *, name: str | None = None) -> None:
         self.name = os.fsdecode(path) if name is None else name
-        self._path, self._read_header, self._error = os.path.abspath(os.fsdecode(path)), read_header, error
-        self._where = quote(self.name)
-        self._descriptor = open_regular(os.fsdecode(path), self._where, error)
+        self._path, self._where = os.path.abspath(os.fsdecode(path)), quote(self.name)
+        self._descriptor = open_regular(os.fsdecode(path), self._where, self.error)
         self._close = weakref.finalize(self, os.close, self._descriptor)
         try:
             status = os.fstat(self._descriptor)
             self.identity = file_identity(status)
-            self.tensors = MappingProxyType(read_header(self._read_bytes, status.st_size, self._where))
+            self.tensors = MappingProxyType(self._read_header(status.st_size))
         except BaseException:
             self._close()
             raise
@@ -116,13 +111,17 @@ class TensorFile(Closeable):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy opens the file again.
-        return functools.partial(TensorFile, name=self.name), (self._path, self._read_header, self._error)
+        return functools.partial(type(self), name=self.name), (self._path,)
+
+    def _read_header(self, size: int) -> Mapping[str, TensorInfo]:
+        """Return the tensors of the open file of `size` bytes, in the order of the data."""
+        raise NotImplementedError
 
     def _read_bytes(self, count: int, start: int, where: str) -> bytes:
         """Return `count` bytes of the file from `start` on."""
         buffer = bytearray(count)
         if read_at(self._descriptor, memoryview(buffer), start, where) < count:
-            raise self._error(f"{where}: the file was truncated while its header was read")
+            raise self.error(f"{where}: the file was truncated while its header was read")
         return bytes(buffer)
 
     def _read_box(
@@ -147,9 +146,9 @@ class TensorFile(Closeable):
             self._fill(name, starts, values, inspect)
         # Checked after reading, so that a change during the read is noticed too.
         if file_identity(os.fstat(self._descriptor)) != self.identity:
-            raise self._error(f"{self._where}: the file has been written to since it was opened; open it again")
+            raise self.error(f"{self._where}: the file has been written to since it was opened; open it again")
         if info.dtype == np.bool_ and (largest := values.view(np.uint8).max(initial=0)) > 1:
-            raise self._error(f"{self._where}: tensor {quote(name)}: BOOL holds {largest}, expected 0 or 1")
+            raise self.error(f"{self._where}: tensor {quote(name)}: BOOL holds {largest}, expected 0 or 1")
         return values
 
     def _fill(self, name: str, starts: Sequence[int], values: HostArray, inspect: Inspect | None) -> None:
@@ -213,17 +212,14 @@ class TensorFile(Closeable):
         with self._count_lock:
             self.bytes_read += num_bytes
         if num_bytes < raw.nbytes:
-            raise self._error(
+            raise self.error(
                 f"{self._where}: tensor {quote(name)}: the file ends at byte {start + num_bytes}, expected "
                 f"{raw.nbytes} bytes from byte {start} on; it was truncated after it was opened"
             )
 
 
-# `open_safetensors`: open a `.safetensors` file (a length of eight bytes, a JSON header, contiguous tensors).
-
-
-def open_safetensors(path: str | os.PathLike[str], *, name: str | None = None) -> TensorFile:
-    """Return an open `.safetensors` file; `name` is its name in its directory.
+class SafetensorsFile(TensorFile):
+    """An open `.safetensors` file: a length of eight bytes, a JSON header, contiguous tensors.
 
     Raises:
         SafetensorsError: the file is malformed, or not a regular file.
@@ -232,14 +228,18 @@ def open_safetensors(path: str | os.PathLike[str], *, name: str | None = None) -
         UnsupportedError: a dtype that is not in `DTYPES`.
         MissingFileError, StorageError: it does not exist, or cannot be read.
     """
-    return TensorFile(path, read_header, SafetensorsError, name=name)
+
+    error = SafetensorsError
+
+    def _read_header(self, size: int) -> Header:
+        return read_header(self._read_bytes, size, self._where)
 
 
 def read_header(read: ReadBytes, size: int, where: str) -> Header:
     """Return the header of a file of `size` bytes; `read(count, start, where)` returns its bytes.
 
     Raises:
-        As `open_safetensors`.
+        As `SafetensorsFile`.
     """
     if size < 8:
         raise SafetensorsError(f"{where}: the file has {size} bytes, expected 8 bytes of header length first")
