@@ -87,14 +87,17 @@ class _Window:
         order = np.argpartition(-scores, min(count, scores.size) - 1, axis=None)[:count]
         order = order[np.lexsort((order, -scores.flat[order]))]
         pairs = [divmod(int(i), len(first)) for i in order]
+        offsets = self.spans.offsets
         return none_score, [
-            (*self._characters(start, end, search.whole_words), float(scores[start, end]))
+            (*self._characters(offsets, start, end, search.whole_words), float(scores[start, end]))
             for start, end in pairs if self.is_context[start] and self.is_context[end]
         ]  # fmt: skip
 
-    def _characters(self, first: int, last: int, whole_words: bool) -> tuple[int, int]:
+    def _characters(
+        self, offsets: Sequence[tuple[int, int]], first: int, last: int, whole_words: bool
+    ) -> tuple[int, int]:
         """Return the first character of token `first`, or of its word, and the one after the last of `last`."""
-        words, offsets = self.spans.words, self.spans.offsets
+        words = self.spans.words
         if whole_words and words[first] is not None and words[last] is not None:
             while first and self.is_context[first - 1] and words[first - 1] == words[first]:
                 first -= 1

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, islice
-from typing import Any
+from functools import partial
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,7 @@ from rlx_jax.text.spans import TokenSpans, encode_spans, id_of_role
 from rlx_jax.text.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class TaggedSpan:
+class TaggedSpan(NamedTuple):
     """A part of a text with a label.
 
     Attributes:
@@ -94,17 +93,17 @@ class TokenClassifier(TokenLogits):
 
         It computes all windows at once, as a loop over the tokens takes longer than a GPU takes for their logits.
         """
-        parts: list[list[TaggedSpan]] = [[] for _ in windows]
-        words = [_words(*window, tokenizer, aggregation) for window in windows]
-        bases = accumulate(map(len, logits), initial=0)
-        # Of each word of all windows: its window, its first token and the one after its last.
-        counts = [len(first) for first, _ in words]
-        if not any(counts):
-            return parts
-        owners = np.repeat(np.arange(len(windows)), counts)
-        firsts, ends = (np.concatenate(arrays) for arrays in zip(*words, strict=True))
-        base = np.repeat([*islice(bases, len(windows))], counts)
-        scores = AGGREGATIONS[aggregation](softmax(np.concatenate(logits)), firsts + base, ends + base)
+        is_token = ~np.array([*chain.from_iterable(window.is_special for _, window in windows)], bool)
+        is_first = is_token.copy()
+        if aggregation not in ("none", "simple"):
+            is_first &= [*chain.from_iterable(_word_starts(*window, tokenizer) for window in windows)]
+        if not is_first.any():
+            return [[] for _ in windows]
+        # The first token of each word of all windows, the one after its last, and its window.
+        firsts = np.flatnonzero(is_first).astype(np.int32)
+        ends = firsts + np.add.reduceat(is_token, firsts, dtype=np.int32)
+        owners = np.repeat(np.arange(len(windows)), [*map(len, logits)])[firsts]
+        scores = AGGREGATIONS[aggregation](softmax(np.concatenate(logits)), firsts, ends)
         best, values = scores.argmax(axis=1), scores.max(axis=1).astype(np.float64)
         is_first = np.diff(owners, prepend=-1) > 0
         part_labels = self.labels
@@ -118,12 +117,18 @@ class TokenClassifier(TokenLogits):
         stops = np.append(groups[1:], len(owners))
         means = np.add.reduceat(values, groups) / (stops - groups)
         is_kept = np.array([label not in ignored for label in part_labels])[best[groups]]
-        columns = (owners[groups], best[groups], means, firsts[groups], ends[stops - 1] - 1)
-        for owner, label, score, first, last in zip(*(column[is_kept].tolist() for column in columns), strict=True):
-            text, window = windows[owner]
-            start, end = window.offsets[first][0], window.offsets[last][1]
-            parts[owner].append(TaggedSpan(part_labels[label], score, start, end, text[start:end]))
-        return parts
+        groups, stops, means = groups[is_kept], stops[is_kept], means[is_kept]
+        # Arrays, since objects of every token are what takes the most time.
+        pairs = chain.from_iterable(window.offsets for _, window in windows)
+        offsets = np.fromiter(chain.from_iterable(pairs), np.int64, 2 * len(is_token)).reshape(-1, 2)
+        starts, last = offsets[firsts[groups], 0].tolist(), offsets[ends[stops - 1] - 1, 1].tolist()
+        owners = owners[groups]
+        texts = [windows[i][0][start:end] for i, start, end in zip(owners.tolist(), starts, last, strict=True)]
+        labels = np.array(part_labels, object)[best[groups]].tolist()
+        columns = zip(labels, means.tolist(), starts, last, texts, strict=True)
+        parts = [*map(partial(tuple.__new__, TaggedSpan), columns)]
+        bounds = np.searchsorted(owners, np.arange(len(windows) + 1)).tolist()
+        return [parts[start:end] for start, end in pairwise(bounds)]
 
 
 # -- words -------------------------------------------------------------------------------------
@@ -151,30 +156,21 @@ AGGREGATIONS: dict[str, WordScores] = {
 }  # fmt: skip
 
 
-def _words(text: str, spans: TokenSpans, tokenizer: Tokenizer, aggregation: str) -> tuple[Ids, Ids]:
-    """Return the first token of each word of a window, and the one after its last; by some aggregations each token is
-    a word."""
-    # Special tokens are around the text's, never between them.
-    tokens = np.flatnonzero(~np.array(spans.is_special, bool)).astype(np.int32)
-    if aggregation in ("none", "simple") or not len(tokens):
-        return tokens, tokens + 1
-    is_first = [True, *(not _continues_word(text, spans, i, tokenizer) for i in tokens[1:].tolist())]
-    firsts = tokens[is_first]
-    return firsts, np.append(firsts[1:], tokens[-1:] + 1)
+def _word_starts(text: str, spans: TokenSpans, tokenizer: Tokenizer) -> list[bool]:
+    """Return whether each token of a window is the first of a word, as transformers decides.
 
-
-def _continues_word(text: str, spans: TokenSpans, index: int, tokenizer: Tokenizer) -> bool:
-    """Return whether a token continues the word of the token before it, as transformers decides.
-
-    With WordPiece that is a token with a prefix such as `##`, and no unknown token. For other tokenizers words are
-    separated by spaces.
+    With WordPiece that is a token without a prefix such as `##`, or an unknown one. For other tokenizers words are
+    separated by spaces. Special tokens, which are around the text's, never between them, may be any.
     """
-    start, end = spans.offsets[index]
-    if spans.ids[index] == id_of_role(tokenizer, "unk"):
-        return False
+    unknown, offsets, special = id_of_role(tokenizer, "unk"), spans.offsets, spans.is_special
     if getattr(tokenizer._native.model, "continuing_subword_prefix", None):
-        return len(spans.tokens[index]) != end - start
-    return start > 0 and " " not in text[start - 1 : start + 1]
+        starts = [len(token) == end - start for token, (start, end) in zip(spans.row.tokens, offsets, strict=True)]
+    else:
+        starts = [start == 0 or " " in text[start - 1 : start + 1] for start, _ in offsets]
+    starts = [is_start or token == unknown for is_start, token in zip(starts, spans.ids, strict=True)]
+    if False in special:
+        starts[special.index(False)] = True
+    return starts
 
 
 # -- labels ------------------------------------------------------------------------------------

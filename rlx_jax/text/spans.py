@@ -19,7 +19,7 @@ class TokenSpans:
 
     Attributes:
         row: the native encoding, with special tokens.
-        parts: the native encodings of the texts, without them.
+        parts: the native encodings of the texts, without them, if `row` was made of these; else it has their offsets.
         has_types: whether the tokenizer gives types of tokens.
     """
 
@@ -27,7 +27,8 @@ class TokenSpans:
     parts: tuple[Any, ...]
     has_types: bool
 
-    # The native encoding makes a new list for each access.
+    # The native encoding makes a new list for each access. Offsets are not retained: of many texts, Python's garbage
+    # collector would take longer for them than the encoding.
 
     @cached_property
     def ids(self) -> list[int]:
@@ -39,14 +40,11 @@ class TokenSpans:
         """The type of each token: 0 in the first text of a pair, 1 in the second if they differ."""
         return self.row.type_ids if self.has_types else [0] * len(self.row)
 
-    @cached_property
-    def tokens(self) -> list[str]:
-        """The token of each id, as the vocabulary spells it."""
-        return self.row.tokens  # type: ignore[no-any-return]
-
-    @cached_property
+    @property
     def offsets(self) -> list[tuple[int, int]]:
         """The first character of each token in its text, and the one after its last."""
+        if not self.parts:
+            return self.row.offsets  # type: ignore[no-any-return]
         offsets = iter([span for part in self.parts for span in part.offsets])
         return [(0, 0) if special else next(offsets) for special in self.is_special]
 
@@ -60,7 +58,7 @@ class TokenSpans:
         """Which text of a pair each token is from, 0 or 1; None for special tokens."""
         return self.row.sequence_ids  # type: ignore[no-any-return]
 
-    @cached_property
+    @property
     def is_special(self) -> list[bool]:
         """Whether each token was added around the texts."""
         return [mask == 1 for mask in self.row.special_tokens_mask]
@@ -97,7 +95,11 @@ def encode_spans(
 
     def encode() -> list[list[TokenSpans]]:
         rows = []
-        for i, encoding in enumerate(native.encode_batch([*texts], add_special_tokens=False), first):
+        for i, (text, row) in enumerate(zip(texts, native.encode_batch([*texts]), strict=True), first):
+            if size is None or len(row) - tokenizer.special_count <= size:
+                rows.append([TokenSpans(row, (), tokenizer.gives_types)])
+                continue
+            encoding = native.encode(text, add_special_tokens=False)
             windows = _windows(encoding, size, overlap, tokenizer.truncation_side, f"texts[{i}]")
             rows.append([TokenSpans.of(tokenizer, window) for window in windows])
         return rows
