@@ -41,12 +41,17 @@ class Cost:
 
 
 class OpCost(NamedTuple):
-    """A node of a graph or of one of its regions, the cost of one run of it, and how often it runs."""
+    """A node of a graph or of one of its regions, by its number, the cost of one run of it, and how often it runs."""
 
     graph: Graph
-    node: Node
+    number: int
     cost: Cost
     times: int
+
+    @property
+    def node(self) -> Node:
+        """Return the node."""
+        return self.graph.nodes[self.number]
 
 
 def op_costs(graph: Graph, times: int = 1) -> Iterator[OpCost]:
@@ -56,21 +61,22 @@ def op_costs(graph: Graph, times: int = 1) -> Iterator[OpCost]:
         graph: the program or a region.
         times: how often it runs.
     """
-    for node in (graph.nodes[number] for number in sorted(live_nodes(graph))):
+    for number in sorted(live_nodes(graph)):
+        node = graph.nodes[number]
         op, operands = node.op, [graph.type(v) for v in node.inputs]
         for region in op.regions():
             yield from op_costs(region, times * op.iterations())
         if isinstance(op, Mir):
             counts = (op.traits.flops, op.traits.bytes, op.traits.workspace)
-            yield OpCost(graph, node, Cost(*(count(op, operands, node.types) for count in counts)), times)
+            yield OpCost(graph, number, Cost(*(count(op, operands, node.types) for count in counts)), times)
 
 
 def costs(graph: Graph) -> dict[Path, Cost]:
     """Return the cost of each block of a MIR program with static sizes."""
     costs_by_path: dict[Path, Cost] = {}
-    for _, node, op_cost, times in op_costs(graph):
-        path = node.origin.path
-        costs_by_path[path] = costs_by_path.get(path, Cost()).then(op_cost, times)
+    for entry in op_costs(graph):
+        path = entry.node.origin.path
+        costs_by_path[path] = costs_by_path.get(path, Cost()).then(entry.cost, entry.times)
     return costs_by_path
 
 

@@ -2,51 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
 
-from rlx_jax.inspection.rates import KernelKind, Rates
+from rlx_jax.inspection.rates import Rates
 from rlx_jax.ir.graph import Graph, Leaf, Mir, Node, Param, Value
 from rlx_jax.ir.operands import zero
-from rlx_jax.ir.ops.attention import AttentionOp
-from rlx_jax.ir.ops.experts import ExpertFfn, GroupedMatMul
 from rlx_jax.ir.param import Program, packed_arrays
 from rlx_jax.ir.paths import Path
-from rlx_jax.ir.types import TensorType, is_float, short_name
-from rlx_jax.lowering.lir.plan import RECURRENCES, Lir
-from rlx_jax.lowering.mir.small import live_nodes
+from rlx_jax.ir.types import is_float, short_name
+from rlx_jax.lowering.inspect.outline import OpCost, op_costs
+from rlx_jax.lowering.lir.plan import Lir
 
 
 @dataclass(frozen=True)
 class Work:
-    """What ops of one kind in one block do in a run, in all layers together.
+    """What the ops of a block do in a run, in all layers together, if they compute in one dtype.
 
     Attributes:
-        kind: the kind of kernel that runs them.
-        dtype: the short name of the floating dtype in which most of the operations compute.
+        dtype: the short name of the floating dtype.
         flops: twice the number of multiply-adds of contractions.
         bytes: bytes of parameters and cache, of operands that other blocks computed, and of results that others read.
         param_bytes: the part of `bytes` that is parameters.
-        kernels: the number of executions of ops that XLA does not fuse into others.
     """
 
-    kind: KernelKind
     dtype: str
     flops: int = 0
     bytes: int = 0
     param_bytes: int = 0
-    kernels: int = 0
 
     def limits(self, rates: Rates) -> tuple[float, float]:
         """Return the shortest seconds for the operations, and for the bytes."""
         return rates.limits(self.flops, self.bytes, rated_dtype(self.dtype))
-
-    def estimate(self, rates: Rates) -> float:
-        """Return the seconds that kernels of this kind take, estimated."""
-        compute, memory, fixed = rates.parts(self.kind, self.flops, self.bytes, rated_dtype(self.dtype))
-        return compute + memory + fixed * self.kernels
 
 
 def rated_dtype(name: str) -> str:
@@ -55,27 +44,27 @@ def rated_dtype(name: str) -> str:
 
 
 def block_work(lir: Lir) -> dict[Path, tuple[Work, ...]]:
-    """Return the work of each block of a planned program, by kind of kernel; dead nodes do none."""
-    works: dict[tuple[Path, KernelKind], Work] = {}
-    _add(lir, lir.graph, 1, works)
-    by_path: dict[Path, tuple[Work, ...]] = {}
-    for (path, _), work in works.items():
-        by_path[path] = (*by_path.get(path, ()), work)
-    return by_path
-
-
-def kernel_kind(op: Mir) -> KernelKind | None:
-    """Return the kind of kernel that runs an op; None if it only moves values, which XLA fuses into other ops."""
-    if isinstance(op, AttentionOp):
-        return "attention"
-    if isinstance(op, ExpertFfn | GroupedMatMul):
-        return "experts"
-    if isinstance(op, RECURRENCES):
-        return "recurrence"
-    if op.traits.flops is not zero:
-        return "product"
-    kinds: dict[str, KernelKind] = {"reduction": "reduction", "elementwise": "fused"}
-    return kinds.get(op.traits.numeric)
+    """Return the work of each block of a planned program, by dtype; dead nodes do none."""
+    works: dict[Path, dict[str, Work]] = defaultdict(dict)
+    leaving: dict[int, set[Value]] = {}
+    read: dict[tuple[int, Path], set[Value]] = defaultdict(set)
+    for entry in op_costs(lir.graph):
+        graph, node, times = entry.graph, entry.node, entry.times
+        if node.op.regions() or _is_view(node):
+            continue
+        if id(graph) not in leaving:
+            leaving[id(graph)] = _leaving(graph)
+        path, types = node.origin.path, [*map(graph.type, node.inputs), *node.types]
+        dtype = next((short_name(t.dtype) for t in types if is_float(t.dtype)), "f32")
+        nbytes, param_bytes = _bytes(lir, entry, leaving[id(graph)], read[id(graph), path])
+        work = works[path].get(dtype, Work(dtype))
+        works[path][dtype] = Work(
+            dtype,
+            work.flops + times * entry.cost.flops,
+            work.bytes + times * nbytes,
+            work.param_bytes + times * param_bytes,
+        )
+    return {path: tuple(by_dtype.values()) for path, by_dtype in works.items()}
 
 
 def program_bytes(program: Program, packed: bool) -> int:
@@ -84,31 +73,10 @@ def program_bytes(program: Program, packed: bool) -> int:
     return sum(array.type.nbytes for array in arrays.values()) or program.type.nbytes
 
 
-def _add(lir: Lir, graph: Graph, times: int, works: dict[tuple[Path, KernelKind], Work]) -> None:
-    """Add the work of a graph that runs `times` times."""
-    leaving, read = _leaving(graph), dict[Path, set[Value]]()
-    for number in sorted(live_nodes(graph)):
-        node = graph.nodes[number]
-        for region in node.op.regions():
-            _add(lir, region, times * node.op.iterations(), works)
-        if not isinstance(node.op, Mir) or node.op.regions() or _is_view(node):
-            continue
-        op, path, operands = node.op, node.origin.path, [graph.type(v) for v in node.inputs]
-        kind = kernel_kind(op) or "fused"
-        work = works.get((path, kind), Work(kind, _dtype([*operands, *node.types])))
-        nbytes, param_bytes = _bytes(lir, graph, number, leaving, read.setdefault(path, set()))
-        works[path, kind] = Work(
-            kind,
-            work.dtype,
-            work.flops + times * op.traits.flops(op, operands, node.types),
-            work.bytes + times * nbytes,
-            work.param_bytes + times * param_bytes,
-            work.kernels + (times if kind != "fused" else 0),
-        )
-
-
-def _dtype(types: Iterable[TensorType]) -> str:
-    return next((short_name(t.dtype) for t in types if is_float(t.dtype)), "f32")
+def saved_bytes(lir: Lir, graph: Graph, node: Node) -> int:
+    """Return by how many bytes the cost of an op is too high, because parameters that it reads are packed."""
+    params = [(i, op) for i, v in enumerate(node.inputs) if isinstance(op := graph.nodes[v.node].op, Param)]
+    return sum(_param_bytes(lir, graph, node, position, param)[1] for position, param in params)
 
 
 def _source(graph: Graph, value: Value) -> Value:
@@ -133,17 +101,14 @@ def _leaving(graph: Graph) -> set[Value]:
     return leaving
 
 
-def _bytes(lir: Lir, graph: Graph, number: int, leaving: set[Value], read: set[Value]) -> tuple[int, int]:
+def _bytes(lir: Lir, entry: OpCost, leaving: set[Value], read: set[Value]) -> tuple[int, int]:
     """Return the bytes that an op moves if its block is one kernel, and the part of them that is parameters.
 
     Args:
         leaving: values that leave their block.
         read: values that the block has read already; it is extended.
     """
-    node = graph.nodes[number]
-    op = node.op
-    assert isinstance(op, Mir)
-    nbytes, param_bytes = op.traits.bytes(op, [graph.type(v) for v in node.inputs], node.types), 0
+    graph, node, nbytes, param_bytes = entry.graph, entry.node, entry.cost.bytes, 0
     for position, value in enumerate(node.inputs):
         source = _source(graph, value)
         producer = graph.nodes[source.node]
@@ -153,8 +118,8 @@ def _bytes(lir: Lir, graph: Graph, number: int, leaving: set[Value], read: set[V
         elif source in read or _is_fused(producer, node):
             nbytes -= graph.type(value).nbytes
         read.add(source)
-    if op.traits.numeric != "state":
-        nbytes -= sum(t.nbytes for i, t in enumerate(node.types) if Value(number, i) not in leaving)
+    if isinstance(node.op, Mir) and node.op.traits.numeric != "state":
+        nbytes -= sum(t.nbytes for i, t in enumerate(node.types) if Value(entry.number, i) not in leaving)
     return max(nbytes, param_bytes), param_bytes
 
 

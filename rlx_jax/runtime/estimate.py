@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,17 +21,19 @@ import numpy as np
 
 from rlx_jax.compiler.pipeline import Template, make_lir
 from rlx_jax.inspection.plan_record import ProgramEstimate
-from rlx_jax.inspection.rates import FRESH_BYTES, Rates, least_seconds
-from rlx_jax.inspection.work import kernel_kind, program_bytes
+from rlx_jax.inspection.rates import FRESH_BYTES, KernelKind, Rates, least_seconds
+from rlx_jax.inspection.work import program_bytes, saved_bytes
 from rlx_jax.ir.graph import Graph, Mir, Node, Param
 from rlx_jax.ir.kernel_group import AttentionGroup, KernelGroup
+from rlx_jax.ir.operands import zero
 from rlx_jax.ir.ops.attention import AttentionOp
-from rlx_jax.ir.ops.experts import ExpertFfn
+from rlx_jax.ir.ops.experts import ExpertFfn, GroupedMatMul
 from rlx_jax.ir.ops.index import Gather
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.param import packed_parameter, packing_of
+from rlx_jax.ir.paths import Path
 from rlx_jax.ir.types import TensorType, is_float, short_name
 from rlx_jax.lowering.inspect.buffers import fused_activation_bytes
 from rlx_jax.lowering.inspect.outline import OpCost, op_costs
@@ -76,17 +78,12 @@ def estimate_program(
     flops = nbytes = 0
     seconds = [0.0, 0.0, 0.0, 0.0]
     sampled = op_samples(lir, programs, template, local) if rates.samples_ops else None
-    groups = {id(node.op.body) for _, node in lir.graph.walk() if isinstance(node.op, KernelGroup | AttentionGroup)}
     # The loop of decoding gets its temporaries once for several steps.
     steps = programs.settings.loop.steps if local.get("seq") == 1 else 1
-    for index, entry in enumerate(op_costs(lir.graph)):
-        op_flops, op_bytes, parts = _op_seconds(entry, lir, sharding, rates)
+    for index, (entry, op_flops, op_bytes, parts) in enumerate(op_estimates(lir, sharding, rates)):
         if sampled is not None and (sample := sampled(index, entry)) is not None:
             share = op_flops / entry.cost.flops if entry.cost.flops else op_bytes / entry.cost.bytes  # of one device
             parts = (sample * share, 0.0, 0.0, parts[3])
-        op = entry.node.op
-        if id(entry.graph) in groups and isinstance(op, Mir) and kernel_kind(op) == "reduction":
-            parts = (*parts[:2], 0.0, parts[3])  # a norm in the kernel of a product or an attention is no kernel
         flops += entry.times * op_flops
         nbytes += entry.times * op_bytes
         seconds = [total + entry.times * part for total, part in zip(seconds, parts, strict=True)]
@@ -101,26 +98,56 @@ def estimate_program(
     return ProgramEstimate(program, binding, flops, nbytes, live, compute, memory, start, link, host)
 
 
-def _op_seconds(
-    entry: OpCost, lir: Lir, sharding: ModelSharding | None, rates: Rates
-) -> tuple[int, int, tuple[float, float, float, float]]:
+def block_seconds(lir: Lir, rates: Rates) -> Mapping[Path, float]:
+    """Return the estimated seconds of each block in a run of a program, in all layers together."""
+    seconds: dict[Path, float] = defaultdict(float)
+    for entry, _, _, parts in op_estimates(lir, None, rates):
+        seconds[entry.node.origin.path] += entry.times * sum(parts)
+    return seconds
+
+
+def kernel_kind(op: Mir) -> KernelKind | None:
+    """Return the kind of kernel that runs an op; None if it only moves values, which XLA fuses into other ops."""
+    if isinstance(op, AttentionOp):
+        return "attention"
+    if isinstance(op, ExpertFfn | GroupedMatMul):
+        return "experts"
+    if isinstance(op, RECURRENCES):
+        return "recurrence"
+    if op.traits.flops is not zero:
+        return "product"
+    kinds: dict[str, KernelKind] = {"reduction": "reduction", "elementwise": "fused"}
+    return kinds.get(op.traits.numeric)
+
+
+# Seconds of an op: for its operations, for its bytes, for the start of its kernel, and for a sum over devices.
+Parts = tuple[float, float, float, float]
+
+
+def op_estimates(lir: Lir, sharding: ModelSharding | None, rates: Rates) -> Iterator[tuple[OpCost, int, int, Parts]]:
+    """Yield each op of a program with the FLOPs and bytes of one run of it on one device, and its seconds by part."""
+    groups = {id(node.op.body) for _, node in lir.graph.walk() if isinstance(node.op, KernelGroup | AttentionGroup)}
+    for entry in op_costs(lir.graph):
+        flops, nbytes, parts = _op_seconds(entry, lir, sharding, rates)
+        op = entry.node.op
+        if id(entry.graph) in groups and isinstance(op, Mir) and kernel_kind(op) == "reduction":
+            parts = (*parts[:2], 0.0, parts[3])  # a norm in the kernel of a product or an attention is no kernel
+        yield entry, flops, nbytes, parts
+
+
+def _op_seconds(entry: OpCost, lir: Lir, sharding: ModelSharding | None, rates: Rates) -> tuple[int, int, Parts]:
     """Return the FLOPs and bytes of one run of an op on one device, and its seconds by part."""
-    graph, node, cost, _ = entry
+    graph, node, cost = entry.graph, entry.node, entry.cost
     assert isinstance(node.op, Mir)
     kind, types = kernel_kind(node.op), [graph.type(v) for v in node.inputs]
     params = [op for v in node.inputs if isinstance(op := graph.nodes[v.node].op, Param)]
-    flops, nbytes, unpack, shards, link = cost.flops, cost.bytes, 0.0, 1, 0.0
+    flops, nbytes, unpack, shards, link = cost.flops, cost.bytes - saved_bytes(lir, graph, node), 0.0, 1, 0.0
     if kind == "product" and params:
         weight = params[0]
-        stored = program_bytes(weight.programs[0], lir.stays_packed(weight))
         rows = math.prod(map(int, types[0].shape[:-1]))
-        nbytes += stored - weight.type.nbytes
         unpack = _unpack_seconds(weight, lir.plan.packed, rows, lir.plan.target, rates)
         if _implementation(lir, graph, node) == "lanes":  # converts 16-bit values as fast as f32 is read
-            unpack += stored / rates.bandwidth
-    elif kind == "experts" and params:
-        logical = sum(p.type.nbytes for p in params)
-        nbytes = nbytes * sum(program_bytes(p.programs[0], lir.stays_packed(p)) for p in params) // logical
+            unpack += program_bytes(weight.programs[0], lir.stays_packed(weight)) / rates.bandwidth
     # Arrays that XLA writes to memory between its kernels: of all chunks, and copied weights, which are read again.
     nbytes += SCRATCH_PASSES.get(_implementation(lir, graph, node), 0) * cost.workspace
     if sharding is not None:
@@ -280,15 +307,16 @@ def op_samples(lir: Lir, programs: Programs, template: Template, sizes: Mapping[
             is_sampled = kind in SAMPLED_KINDS or isinstance(op, SAMPLED_OPS)
         if not is_sampled:
             return None
-        graph, node, cost, _ = samples[index]
+        sample = samples[index]
         # Few tokens are padded to blocks of experts, and read all weights: their time is not in proportion.
         few = int(operands[5].size) if isinstance(op, ExpertFfn) else math.prod(map(int, operands[0].shape[:-1]))
         if kind in ("product", "experts") and few <= SAMPLE_TOKENS:
-            graph, node, cost, _ = entry
-        types = tuple(graph.type(value) for value in node.inputs)
-        if node.op != op or sum(t.nbytes for t in types) > MAX_SAMPLE_BYTES:
+            sample = entry
+        types = tuple(map(sample.graph.type, sample.node.inputs))
+        if sample.node.op != op or sum(t.nbytes for t in types) > MAX_SAMPLE_BYTES:
             return None
         implementation = _implementation(lir, entry.graph, entry.node)
+        cost = sample.cost
         scale = entry.cost.flops / cost.flops if cost.flops else entry.cost.bytes / cost.bytes
         return sample_seconds(op, implementation, types, weight_bytes) * scale
 

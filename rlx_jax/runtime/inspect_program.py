@@ -21,6 +21,7 @@ from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.inspect.hlo import Instruction, without_layer_numbers
 from rlx_jax.lowering.lir.plan import CHOICE_OPS, XLA_CHOICE, Choice, Lir
 from rlx_jax.runtime.block_times import HELPERS, IDLE, NOT_ATTRIBUTED, BlockTime, BlockTimes, program_instructions
+from rlx_jax.runtime.estimate import block_seconds
 from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.runtime.report import state_bytes
@@ -129,6 +130,7 @@ def planned_blocks(facts: ProgramFacts) -> list[BlockEntry]:
         if choice != XLA_CHOICE:
             choices[path].append(choice)
     rows, sharding = block_rows(graph), facts.programs.model_sharding
+    seconds = defaultdict[Path, float](float) if facts.rates is None else block_seconds(facts.lir, facts.rates)
     packed = {p for param in graph.params() if facts.lir.stays_packed(param) for p in param.programs}
     entries = []
     for name, paths in members.items():
@@ -152,7 +154,8 @@ def planned_blocks(facts: ProgramFacts) -> list[BlockEntry]:
             ),
             layers=layers, ops=ops,
         )  # fmt: skip
-        entries.append(_with_work(entry, [work for path in paths for work in facts.work.get(path, ())], facts.rates))
+        works = [work for path in paths for work in facts.work.get(path, ())]
+        entries.append(replace(_with_work(entry, works, facts.rates), seconds=sum(seconds[path] for path in paths)))
     return entries
 
 
@@ -180,7 +183,7 @@ def _ops(graph: Graph) -> Iterator[tuple[Graph, int]]:
 
 
 def _with_work(entry: BlockEntry, works: Sequence[Work], rates: Rates | None) -> BlockEntry:
-    """Return the entry with its operations, bytes, and the times that follow from the rates; 0 without rates."""
+    """Return the entry with its operations, bytes, and the limits that follow from the rates; 0 without rates."""
     flops, nbytes, weights = (sum(getattr(w, name) for w in works) for name in ("flops", "bytes", "param_bytes"))
     entry = replace(entry, flops=flops, bytes=nbytes, weight_bytes=weights)
     if rates is None or not works:
@@ -188,8 +191,7 @@ def _with_work(entry: BlockEntry, works: Sequence[Work], rates: Rates | None) ->
     compute, memory = (sum(part) for part in zip(*(work.limits(rates) for work in works), strict=True))
     limit = max(compute, memory)
     limited_by = "" if not limit else "compute" if compute > memory else "memory"
-    seconds = sum(work.estimate(rates) for work in works)
-    return replace(entry, seconds=seconds, roofline_seconds=limit, limited_by=limited_by)
+    return replace(entry, roofline_seconds=limit, limited_by=limited_by)
 
 
 def _op_entry(graph: Graph, number: int) -> OpEntry:
