@@ -109,6 +109,16 @@ def test_tags_of_long_texts(directories: Path, models: dict[str, Any]) -> None:
         assert ours == [part for part in parts if part.label in kept]
 
 
+def test_tags_of_padded_rows(directories: Path, models: dict[str, Any]) -> None:
+    """Padding has logits and no parts."""
+    recipe, tokenizer = rlx.recipe_for(directories / "tags"), models["tags"].tokenizer
+    model = TokenClassifier(recipe, {}, missing="init", key=0, tokenizer=tokenizer, padding=(24, 0))
+    for text, parts in zip(TEXTS[:3], model.tag(TEXTS[:3], aggregation="none", ignore_labels=()), strict=True):
+        logits = model.logits(text)[1 : 1 + len(parts)]
+        assert len(model.logits(text)) == 24 and len(parts) == min(22, len(tokenizer.encode(text)) - 2)
+        assert [part.label for part in parts] == [model.labels[i] for i in logits.argmax(axis=1)]
+
+
 @pytest.mark.parametrize("index", range(len(SEARCHES)))
 def test_answers(directories: Path, models: dict[str, Any], index: int) -> None:
     """Best spans, over windows of long contexts; the pipeline also returns parts of probability 0."""

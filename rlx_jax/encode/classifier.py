@@ -14,11 +14,10 @@ from rlx_jax.encode.head_model import HeadModel
 from rlx_jax.encode.label_batches import make_batches, read_label_rows
 from rlx_jax.encode.pooled import Vectors, softmax
 from rlx_jax.encode.sentence import SentencePipeline
-from rlx_jax.encode.text_rows import Requests, check_pairs
+from rlx_jax.encode.text_rows import Requests, check_pairs, without_padding
 from rlx_jax.errors import RequestError, shown, suggest_keywords
 from rlx_jax.models.encoder import MULTI_LABEL, REGRESSION, SEQUENCE, TaskHead
 from rlx_jax.runtime.inputs import check_integer
-from rlx_jax.text.request_checks import TokenRows
 from rlx_jax.text.token_model import EncoderModel
 
 
@@ -100,7 +99,7 @@ class Classifier(HeadModel):
         self.check_runnable()
         padding_id = self.head.padding_id
         if padding_id is not None:
-            chunks = ((_without_padding(rows, padding_id), has_more) for rows, has_more in requests.chunks)
+            chunks = ((without_padding(rows, padding_id), has_more) for rows, has_more in requests.chunks)
             requests = replace(requests, chunks=chunks)
         out = self.encoder.run(requests, max_tokens)
         return out[0] if requests.is_single else out
@@ -156,7 +155,7 @@ class Classifier(HeadModel):
         requests = reader.read_texts(texts) if pairs is None else reader.read_pairs(pairs)
         rows = [rows for rows, _ in requests.chunks]
         if self.head.padding_id is not None:
-            rows = [_without_padding(part, self.head.padding_id) for part in rows]
+            rows = [without_padding(part, self.head.padding_id) for part in rows]
         values = read_label_rows(labels, sum(len(part.ids) for part in rows), self.head)
         size = check_integer("batch_size", batch_size, 1)
         return make_batches(rows, values, size, seed, self.encoder.buckets, self.encoder.max_positions)
@@ -281,12 +280,6 @@ def _scores(head: TaskHead, logits: Vectors) -> Vectors:
     if head.problem == MULTI_LABEL or len(head.labels) == 1:
         return sigmoid(logits)
     return softmax(logits)
-
-
-def _without_padding(rows: TokenRows, padding_id: int) -> TokenRows:
-    """Return rows without the padding ids at their ends; a row keeps its first token."""
-    lengths = [int(np.flatnonzero(row != padding_id).max(initial=0)) + 1 for row in rows.ids]
-    return TokenRows(*([row[:n] for row, n in zip(lists, lengths, strict=False)] for lists in (rows.ids, rows.types)))
 
 
 def _refuse_tuples(texts: Any) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import accumulate, islice
 from typing import TypeVar
 
 import jax
@@ -208,8 +208,8 @@ class Stream:
         self.ids += rows.ids
         self.types += rows.types
         selection = self.batcher.selection
-        for ids in rows.ids:
-            self.ends.append(self.size + (1 if selection is None else selection.count(ids)))
+        counts = [1] * len(rows.ids) if selection is None else selection.counts(rows.ids)
+        self.ends += [*accumulate(counts, initial=self.size)][1:]
         self._grow_buffer()
         texts = self.waiting
         blocks = self.batcher.plan([len(self.ids[text]) for text in texts], has_more)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,13 @@ from rlx_jax.compiler.settings import bucket_size
 from rlx_jax.encode.embedding import chunks
 from rlx_jax.encode.head_model import ALL_TOKENS, TokenLogits
 from rlx_jax.encode.pooled import Vectors
+from rlx_jax.encode.text_rows import Requests, without_padding
 from rlx_jax.encode.token_selection import BEST_STEP, TokenSelection
 from rlx_jax.errors import RequestError, quote, shown, suggest_keywords
 from rlx_jax.models.encoder import MASKED
 from rlx_jax.runtime.inputs import check_integer
-from rlx_jax.text.request_checks import classify_strings
-from rlx_jax.text.spans import TokenSpans, encode_spans, id_of_role
+from rlx_jax.text.request_checks import Ids, TokenRows, classify_strings
+from rlx_jax.text.spans import id_of_role
 from rlx_jax.text.tokenizer import Tokenizer
 
 # Maximum number of probabilities that are on the host at once, if each text has one mask.
@@ -85,21 +86,16 @@ class MaskedLM(TokenLogits):
             raise RequestError("fill: the tokenizer has no mask_token")
         count, among = check_integer("top_k", top_k, 1), self._target_ids(targets, tokenizer)
 
-        def encode(chunk: Sequence[str], first: int) -> list[list[TokenSpans]]:
-            rows = encode_spans(tokenizer, chunk, reader.max_text_tokens, first=first)
-            for i, (text, (row,)) in enumerate(zip(chunk, rows, strict=True), first):
-                _check_masks(text, row, mask_id, tokenizer.special_tokens["mask_token"], f"texts[{i}]")
-            return rows
-
         size = bucket_size(len(among) or count, BEST_STEP, None)
         size = size if among else min(size, self.vocab_size)
         selection = TokenSelection(mask_id, size, (*among, *among[-1:] * (size - len(among))))
         results: list[list[list[Filling]]] = []
         for start, group in chunks(items, max(1, MAX_PROBABILITIES // size)):
-            requests, spans = reader.read_spans(group, encode, start=start)
-            values = self._run(requests, max_tokens, selection)
+            requests, rows = reader.read_texts(group, start=start), list[Ids]()
+            chunks_read = _checked(requests, group, rows, tokenizer, mask_id, reader.padding)
+            values = self._run(replace(requests, chunks=chunks_read), max_tokens, selection)
             best = zip(*_best(np.concatenate(values), size, len(among) or count, count), strict=True)
-            results += _fillings([row.ids for (row,) in spans], [*best], mask_id, tokenizer)
+            results += _fillings([row.tolist() for row in rows], [*best], mask_id, tokenizer)
         return results[0] if is_single else results
 
     def _target_ids(self, targets: Sequence[str] | None, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -117,19 +113,28 @@ class MaskedLM(TokenLogits):
         return tuple(sorted({*ids}))
 
 
-def _check_masks(text: str, row: TokenSpans, mask_id: int, mask: str, name: str) -> None:
-    """Check that a text has masks, and that all of them are among its tokens.
+def _checked(
+    requests: Requests, texts: Sequence[str], rows: list[Ids], tokenizer: Tokenizer, mask_id: int,
+    padding: tuple[int, int] | None,
+) -> Iterator[tuple[TokenRows, bool]]:  # fmt: skip
+    """Yield the chunks of a request, after their rows without padding were added to `rows`.
 
     Raises:
-        RequestError: it has none, or some are after the maximum number of tokens.
+        RequestError: a text has no mask, or some are after the maximum number of tokens.
     """
-    count = row.ids.count(mask_id)
-    if not count:
-        raise RequestError(f"{name} has no {mask} among its {len(row.ids)} tokens: {quote(text)}")
-    if count < text.count(mask):
-        raise RequestError(
-            f"{name} has {text.count(mask)} {mask}, and {count} of them among the {len(row.ids)} tokens that are read"
-        )
+    mask = tokenizer.special_tokens["mask_token"]
+    for chunk, has_more in requests.chunks:
+        first = len(rows)
+        rows += chunk.ids if padding is None else without_padding(chunk, padding[1]).ids
+        for i, (text, ids) in enumerate(zip(texts[first : len(rows)], rows[first:], strict=True), first):
+            name, count, expected = f"texts[{requests.first + i}]", np.count_nonzero(ids == mask_id), text.count(mask)
+            if not count:
+                raise RequestError(f"{name} has no {mask} among its {len(ids)} tokens: {quote(text)}")
+            if count < expected:
+                raise RequestError(
+                    f"{name} has {expected} {mask}, and {count} of them among the {len(ids)} tokens that are read"
+                )
+        yield chunk, has_more
 
 
 def _best(values: Vectors, size: int, number: int, top_k: int) -> tuple[list[list[float]], list[list[int]]]:

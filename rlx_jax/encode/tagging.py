@@ -93,6 +93,7 @@ class TokenClassifier(TokenLogits):
 
         It computes all windows at once, as a loop over the tokens takes longer than a GPU takes for their logits.
         """
+        logits = [row[: len(window.ids)] for row, (_, window) in zip(logits, windows, strict=True)]  # without padding
         is_token = ~np.array([*chain.from_iterable(window.is_special for _, window in windows)], bool)
         is_first = is_token.copy()
         if aggregation not in ("none", "simple"):

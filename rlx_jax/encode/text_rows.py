@@ -134,21 +134,21 @@ class TextReader:
 
     def read_spans(
         self, items: Sequence[T], encode: Callable[[Sequence[T], int], list[list[TokenSpans]]],
-        label: str = "texts", start: int = 0,
+        label: str = "texts",
     ) -> tuple[Requests, list[list[TokenSpans]]]:  # fmt: skip
         """Return the rows of what `encode` makes of chunks of items, and its results, which are there after the rows.
 
         Args:
             items: texts, or pairs of texts.
             encode: called with items and the index of the first; it returns the rows of each item.
-            label, start: the name of the argument, and the index of the first item, for messages.
+            label: the name of the argument, for messages.
         """
         spans: list[list[TokenSpans]] = []
         owners: list[int] = []
 
         def encode_chunk(chunk: tuple[int, list[T]]) -> tuple[list[list[TokenSpans]], list[int], TokenRows]:
-            encoded = encode(chunk[1], start + chunk[0])
-            windows = [(i, window) for i, windows in enumerate(encoded, start + chunk[0]) for window in windows]
+            encoded = encode(chunk[1], chunk[0])
+            windows = [(i, window) for i, windows in enumerate(encoded, chunk[0]) for window in windows]
             indices = [i for i, _ in windows]
             has_types = self.reads_types and isinstance(chunk[1][0], tuple)
             ids = [np.array(window.ids, np.int32) for _, window in windows]
@@ -162,7 +162,7 @@ class TextReader:
                 owners.extend(indices)
                 yield rows, has_more
 
-        return Requests(read_chunks(), None, False, label, start, owners), spans
+        return Requests(read_chunks(), None, False, label, items=owners), spans
 
     @property
     def max_text_tokens(self) -> int | None:
@@ -228,6 +228,12 @@ class TextReader:
                 if not len(ids):
                     raise RequestError(f"{label}[{i}] has no tokens: the tokenizer puts none around a text")
         return rows
+
+
+def without_padding(rows: TokenRows, padding_id: int) -> TokenRows:
+    """Return rows without the padding ids at their ends; a row keeps its first token."""
+    lengths = [int(np.flatnonzero(row != padding_id).max(initial=0)) + 1 for row in rows.ids]
+    return TokenRows(*([row[:n] for row, n in zip(lists, lengths, strict=False)] for lists in (rows.ids, rows.types)))
 
 
 def check_pairs(pairs: Any, name: str) -> list[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,17 +40,22 @@ class TokenSelection:
         """Return the number of values of a result."""
         return 2 * self.num_best or num_labels
 
-    def count(self, ids: Ids) -> int:
-        """Return the number of results of a text."""
-        return len(ids) if self.token_id is None else int(np.count_nonzero(ids == self.token_id))
+    def counts(self, rows: Sequence[Ids]) -> list[int]:
+        """Return the number of results of each text."""
+        lengths = [*map(len, rows)]
+        if self.token_id is None or not rows:
+            return lengths
+        begins = np.cumsum([0, *lengths[:-1]])
+        counts: list[int] = np.add.reduceat(np.concatenate(rows) == self.token_id, begins, dtype=np.int64).tolist()
+        return counts
 
-    def number(self, texts: Iterable[Ids], few: int, most: int) -> int:
+    def number(self, texts: Sequence[Ids], few: int, most: int) -> int:
         """Return for how many tokens a call of these texts selects results, some of which may be of no text.
 
         It is `few` or `most` if that suffices, else a power of two of `most`: so few programs are compiled, and few
         products with a vocabulary are computed in vain.
         """
-        count = sum(map(self.count, texts))
+        count = sum(self.counts(texts))
         return few if count <= few else bucket_size(count, most, None)
 
     def inputs(self, tokens: Ids, valid: np.ndarray[Any, Any], number: int) -> dict[str, Ids]:
