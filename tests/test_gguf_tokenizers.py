@@ -42,7 +42,7 @@ def vocabulary(document: dict[str, Any]) -> tuple[list[str], list[int]]:
 
 def both(tmp_path: Path, document: dict[str, Any], metadata: dict[str, Any]) -> tuple[Any, Any]:
     """The tokenizer of a document, and the one of metadata."""
-    files = tokenizer_files(metadata, "m.gguf").documents
+    files = tokenizer_files(metadata, "m.gguf")
     for name, contents in (("theirs", {"tokenizer.json": document}), ("ours", files)):
         (tmp_path / name).mkdir()
         for file, content in contents.items():
@@ -66,9 +66,11 @@ def test_byte_level_tokenizer(tmp_path: Path) -> None:
         assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text))
         assert ours.encode_plain(text) == theirs.encode_plain(text)
     assert ours.chat_templates == {"default": "{{ x }}"} and ours.bos_id == 264 and ours.eos_ids == (265,)
-    ends = tokenizer_files(metadata | {"tokenizer.ggml.tokens": (*tokens[:-1], "<end_of_turn>")}, "m.gguf").ids
+    ends = tokenizer_files(metadata | {"tokenizer.ggml.tokens": (*tokens[:-1], "<end_of_turn>")}, "m.gguf")[
+        "config.json"
+    ]
     assert ends["eos_token_id"] == [265, 266]  # the control token of that text ends a turn
-    silent = tokenizer_files(metadata | {"tokenizer.ggml.add_bos_token": False}, "m.gguf").documents
+    silent = tokenizer_files(metadata | {"tokenizer.ggml.add_bos_token": False}, "m.gguf")
     assert silent["tokenizer.json"]["post_processor"] is None
     with pytest.raises(UnsupportedError, match=r"tokenizer\.ggml\.pre is 'llama-bp'; did you mean 'llama-bpe'"):
         tokenizer_files(metadata | {"tokenizer.ggml.pre": "llama-bp"}, "m.gguf")
@@ -249,19 +251,19 @@ def test_special_ids() -> None:
         "tokenizer.ggml.eos_token_id": 2, "tokenizer.ggml.eot_token_id": 4,
     }  # fmt: skip
     files = tokenizer_files(metadata, "m.gguf")
-    assert files.ids == {"eos_token_id": [2, 3, 5]}
-    assert "[EMPTY_6]" in files.documents["tokenizer.json"]["model"]["vocab"]
+    assert files["config.json"] == {"eos_token_id": [2, 3, 5]}
+    assert "[EMPTY_6]" in files["tokenizer.json"]["model"]["vocab"]
     del metadata["tokenizer.ggml.token_type"]
-    assert tokenizer_files(metadata, "m.gguf").ids == {"eos_token_id": [2, 4]}
+    assert tokenizer_files(metadata, "m.gguf")["config.json"] == {"eos_token_id": [2, 4]}
     del metadata["tokenizer.ggml.pre"]
     with pytest.warns(RlxWarning, match="does not name a pre-tokenizer"):
         tokenizer_files(metadata, "m.gguf")
     with pytest.warns(RlxWarning, match="padding_token_id is 9, but there are 7 tokens"):
         tokenizer_files(metadata | {"tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.padding_token_id": 9}, "m.gguf")
     bert = {"tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": tuple(f"\u2581{i}" for i in range(110))}
-    single = tokenizer_files(bert, "m.gguf").documents["tokenizer.json"]["post_processor"]["single"]
+    single = tokenizer_files(bert, "m.gguf")["tokenizer.json"]["post_processor"]["single"]
     assert [piece.get("SpecialToken", {}).get("id") for piece in single] == ["101", None, "102"]
-    assert tokenizer_files(bert, "m.gguf").documents["tokenizer.json"]["normalizer"]["lowercase"] is True
+    assert tokenizer_files(bert, "m.gguf")["tokenizer.json"]["normalizer"]["lowercase"] is True
 
 
 MAKERS = {
@@ -283,7 +285,7 @@ def test_metadata_of_another_type(name: str, tmp_path: Path) -> None:
     for key in [*metadata, *(f"tokenizer.ggml.{field}" for field in more)]:
         for value in OTHERS:
             try:
-                files = tokenizer_files(metadata | {key: value}, "m.gguf").documents
+                files = tokenizer_files(metadata | {key: value}, "m.gguf")
                 for file, content in files.items():
                     (tmp_path / file).write_text(json.dumps(content))
                 if files and (tokenizer := load_tokenizer(tmp_path)) is not None:

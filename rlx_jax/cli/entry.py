@@ -107,22 +107,9 @@ def bash(commands: CommandOptions) -> Iterator[str]:
 
 
 def zsh(commands: CommandOptions) -> Iterator[str]:
-    """Yield the script for zsh: a file `_rlx-jax` in a folder of `fpath`, or `source <(rlx-jax completion zsh)`."""
-    yield "#compdef rlx-jax\n_rlx_jax() {\n    local -a commands\n    commands=(\n"
-    for name, (help_text, _) in commands.items():
-        yield f"        {_single_quoted(f'{name}:{help_text}')}\n"
-    yield "    )\n    if (( CURRENT == 2 )); then _describe command commands; return; fi\n    case $words[2] in\n"
-    for name, (_, options) in commands.items():
-        yield f"        {name}) shift words; (( CURRENT-- )); _arguments \\\n"
-        for option in options:
-            if option.name:
-                value = f":value:({' '.join(option.choices)})" if option.choices else ":value:"
-                value += "_files" if option.is_file else "" if option.choices else " "
-                text = f"{option.name}[{_without_brackets(option.help)}]{value if option.takes_value else ''}"
-                yield f"            {_single_quoted(text)} \\\n"
-        arguments = " ".join(choice for option in options if not option.name for choice in option.choices)
-        yield f"            {_single_quoted(f'*:argument:({arguments})' if arguments else '*:argument:_files')} ;;\n"
-    yield '    esac\n}\nif [ "$funcstack[1]" = "_rlx_jax" ]; then _rlx_jax "$@"; else compdef _rlx_jax rlx-jax; fi\n'
+    """Yield the script for zsh, which runs the one for bash: `source <(rlx-jax completion zsh)`, after compinit."""
+    yield "autoload -U +X bashcompinit && bashcompinit\n"
+    yield from bash(commands)
 
 
 def fish(commands: CommandOptions) -> Iterator[str]:
@@ -138,17 +125,12 @@ def fish(commands: CommandOptions) -> Iterator[str]:
                 line = f"complete -c rlx-jax {guard} -l {option.name[2:]} {needs} {choices} {description}"
             else:
                 line = f"complete -c rlx-jax {guard} -f {choices}"
-            yield " ".join(line.split(" ")).replace("  ", " ") + "\n"
+            yield line.replace("  ", " ") + "\n"
 
 
 def _single_quoted(text: str) -> str:
-    """Return text in single quotes, with a quoting that is valid in all three shells."""
+    """Return text in single quotes, for fish."""
     return "'" + text.replace("\n", " ").replace("'", "’") + "'"
-
-
-def _without_brackets(text: str) -> str:
-    """Return text without the characters that are special within the brackets of zsh's `_arguments`."""
-    return text.replace("[", "(").replace("]", ")").replace(":", " -")
 
 
 SHELLS: dict[str, Callable[[CommandOptions], Iterator[str]]] = {"bash": bash, "zsh": zsh, "fish": fish}

@@ -71,11 +71,8 @@ def _gguf_folder(path: Path) -> Folder:
 
 def described_folder(path: Path, config: Mapping[str, Any], metadata: Mapping[str, MetadataValue]) -> Folder:
     """Return the folder of a file with this metadata, of which `config` is the part about the model."""
-    config, files = dict(config), tokenizer_files(metadata, quote(path))
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        if name in files.ids:
-            config[name] = files.ids[name]
-    contents: dict[str, Any] = {"config.json": config, **files.documents, **_pooling_files(metadata)}
+    contents: dict[str, Any] = {**tokenizer_files(metadata, quote(path)), **_pooling_files(metadata)}
+    contents["config.json"] = {**config, **contents.get("config.json", {})}
     return Folder(path, contents={name: json.dumps(content).encode() for name, content in contents.items()})
 
 

@@ -81,16 +81,10 @@ _KINDS = {
 }
 
 
-@dataclass(frozen=True)
-class TokenizerFiles:
-    """Files of a tokenizer by name, as JSON values, and the ids of the special tokens by field of `config.json`."""
+def tokenizer_files(metadata: Metadata, where: str) -> dict[str, dict[str, Any]]:
+    """Return the tokenizer of a GGUF file as JSON files by name; nothing if the file has none.
 
-    documents: dict[str, dict[str, Any]]
-    ids: dict[str, int | list[int]]
-
-
-def tokenizer_files(metadata: Metadata, where: str) -> TokenizerFiles:
-    """Return the tokenizer of a GGUF file; no documents if the file has none.
+    `config.json` has the ids of the special tokens alone.
 
     Raises:
         TokenizerError: the metadata are malformed or contradict each other.
@@ -100,7 +94,7 @@ def tokenizer_files(metadata: Metadata, where: str) -> TokenizerFiles:
     if not isinstance(kind, str | None) or not isinstance(pre, str):
         raise TokenizerError(f"{where}: {PREFIX}model and {PREFIX}pre: expected texts, got {shown(kind)}, {shown(pre)}")
     if kind in (None, "none", "no_vocab"):
-        return TokenizerFiles({}, {})
+        return {}
     if kind not in _KINDS:
         raise UnsupportedError(f"{where}: {PREFIX}model is {shown(kind)}; supported are {', '.join(_KINDS)}")
     tokens = tuple(text or f"[EMPTY_{i}]" for i, text in enumerate(read_texts(metadata, "tokens", where)))
@@ -125,21 +119,20 @@ def tokenizer_files(metadata: Metadata, where: str) -> TokenizerFiles:
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": added, **model,
         "post_processor": _template(metadata, tokens, roles, kind, where),
     }  # fmt: skip
-    ends = _end_ids(tokens, kinds, roles)
-    ids: dict[str, int | list[int]] = {"eos_token_id": ends} if ends else {}
-    ids |= {
-        name: roles[key]
-        for key, name in (("bos_token_id", "bos_token_id"), ("padding_token_id", "pad_token_id"))
-        if key in roles
-    }
+    ids = {
+        "eos_token_id": _end_ids(tokens, kinds, roles) or None, "bos_token_id": roles.get("bos_token_id"),
+        "pad_token_id": roles.get("padding_token_id"),
+    }  # fmt: skip
     settings: dict[str, Any] = {name: tokens[roles[key]] for key, name in _ROLES.items() if key in roles}
     if kind == "bert":
         # transformers builds this normalizer from the settings.
-        settings |= {"do_lower_case": model["normalizer"]["lowercase"]}
-        settings |= {"strip_accents": model["normalizer"]["strip_accents"]}
-    return TokenizerFiles(
-        {"tokenizer.json": document, "tokenizer_config.json": {**settings, **_templates(metadata, where)}}, ids
-    )
+        normalizer = model["normalizer"]
+        settings |= {"do_lower_case": normalizer["lowercase"], "strip_accents": normalizer["strip_accents"]}
+    return {
+        "config.json": {name: value for name, value in ids.items() if value is not None},
+        "tokenizer.json": document,
+        "tokenizer_config.json": {**settings, **_templates(metadata, where)},
+    }
 
 
 def _end_ids(tokens: Sequence[str], kinds: np.ndarray[Any, Any], roles: Mapping[str, int]) -> list[int]:
