@@ -1,6 +1,7 @@
 """The first steps of a parameter program: a checkpoint tensor, a slice of one, or the decoded values of a packed one.
 
-`ProgramStep` is the protocol of every step. A box is a rectangular part of a tensor, such as the shard of one device.
+`UnaryStep` documents the members of every step. A box is a rectangular part of a tensor, such as the shard of one
+device.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from rlx_jax.errors import UnsupportedError, WeightShapeError
 from rlx_jax.ir.boxes import Box, Index, axis_box, axis_index, box_index, full_box, index_text, indexed_shape, shift_box
@@ -68,56 +69,15 @@ Role = str | Parts | Conflict | None
 Roles = tuple[Role, ...]
 
 
-class ProgramStep(Protocol):
-    """The protocol of a program: one step over the programs in `parts`.
+class UnaryStep:
+    """Base of steps over one program `of`: they keep its roles and name, are exact, and fill a new array.
 
-    A new kind of step is a class with these members.
+    Every step has the members of this class and two more: `type`, the shape and dtype of the value, and `box`, which
+    returns the program of a box of the value that reads no more than necessary. Call it through `select_box`, which
+    handles the full box.
     """
 
-    @property
-    def type(self) -> TensorType:
-        """Shape and dtype of the value."""
-
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        """The programs that this step combines, in order."""
-
-    @property
-    def lossy(self) -> bool:
-        """Whether this step may lose bits of a float. (Loading checks integers against their range.)"""
-
-    @property
-    def splits_to_views(self) -> bool:
-        """Whether `split` returns views of a NumPy array, so that writing to the views fills the array."""
-
-    def with_parts(self, *parts: Any) -> Any:
-        """Return the same step over other parts."""
-
-    def box(self, box: Box) -> Any:
-        """Return the program of a box of the value, which reads no more than necessary.
-
-        Call it through `rlx_jax.ir.param.select_box`, which handles the full box.
-        """
-
-    def join(self, *values: Any) -> Any:
-        """Return the value, given the values of the parts: NumPy or JAX arrays."""
-
-    def split(self, value: Any) -> tuple[Any, ...]:
-        """Return the value of each part, given the joined value: the inverse of `join`.
-
-        Results keep the dtype of `value` and are views where possible.
-        """
-
-    def name(self, *names: str) -> str:
-        """Return the name for messages, given the names of the parts."""
-
-    def roles(self, *parts: Roles) -> Roles:
-        """Return the roles of the axes, given the roles of the parts."""
-
-
-class UnaryStep:
-    """Base of steps over one program `of`: they keep its roles and name, are exact, and fill a new array."""
-
+    # Whether `split` returns views of a NumPy array, so that writing to the views fills the array.
     splits_to_views: ClassVar[bool] = False
     # Why values cannot be split into those of the parts, or joined from them; empty if they can.
     no_split: ClassVar[str] = ""
@@ -125,28 +85,37 @@ class UnaryStep:
 
     @property
     def lossy(self) -> bool:
+        """Whether this step may lose bits of a float. (Loading checks integers against their range.)"""
         return False
 
     @property
     def parts(self: Any) -> tuple[Any, ...]:
+        """The programs that this step combines, in order."""
         return (self.of,)
 
-    def with_parts(self, *parts: Any) -> Any:
-        step: Any = self
-        return replace(step, of=parts[0])
+    def with_parts(self: Any, *parts: Any) -> Any:
+        """Return the same step over other parts."""
+        return replace(self, of=parts[0])
 
     def join(self, *values: Any) -> Any:
+        """Return the value, given the values of the parts: NumPy or JAX arrays."""
         raise UnsupportedError(f"{self}: {self.no_join}")
 
     def split(self, value: Any) -> tuple[Any, ...]:
+        """Return the value of each part, given the joined value: the inverse of `join`.
+
+        Results keep the dtype of `value` and are views where possible.
+        """
         if self.no_split:
             raise UnsupportedError(f"{self}: {self.no_split}")
         return (value,)
 
     def name(self, *names: str) -> str:
+        """Return the name for messages, given the names of the parts."""
         return names[0]
 
     def roles(self, *parts: Roles) -> Roles:
+        """Return the roles of the axes, given the roles of the parts."""
         return parts[0]
 
 
@@ -378,7 +347,7 @@ class Strided(IndexStep):
     again, so it needs all of them.
     """
 
-    of: ProgramStep
+    of: Any
     axis: int
     start: int
     step: int
@@ -422,7 +391,7 @@ class DecodedBox(IndexStep):
         return DecodedBox(self.of, shift_box(box, [start for start, _ in self.bounds]))
 
 
-def slice_axis(program: ProgramStep, axis: int, start: int, stop: int) -> Any:
+def slice_axis(program: Any, axis: int, start: int, stop: int) -> Any:
     """Return `start` to `stop` of a program along an axis, as a program that a parameter may have.
 
     Saving it writes parts of the keys that `program` reads. For the full axis, return `program` itself.
@@ -459,7 +428,7 @@ def select_box(program: Any, box: Box) -> Any:
     return program if box == full_box(program.type.shape) else program.box(box)
 
 
-def steps(program: ProgramStep) -> Iterator[ProgramStep]:
+def steps(program: Any) -> Iterator[Any]:
     """Return a program and all programs inside it, the outermost step first."""
     yield program
     for part in program.parts:
