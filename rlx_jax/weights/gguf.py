@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -37,10 +37,10 @@ from rlx_jax.weights.gguf_header import GgufHeader, GgufTensor, MetadataValue, i
 from rlx_jax.weights.gguf_names import KeyReading, key_readings
 from rlx_jax.weights.gguf_write import write_gguf
 from rlx_jax.weights.manifest import digest
-from rlx_jax.weights.named import Closeable, HostArray, NamedTensors, check_index
+from rlx_jax.weights.named import HostArray, NamedTensors, check_index
 from rlx_jax.weights.safetensors_header import TensorInfo
 from rlx_jax.weights.tensor_file import TensorFile
-from rlx_jax.weights.views import Destination, ReadingView, read_into
+from rlx_jax.weights.views import Destination, ReadingSource, ReadingView, read_into
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -69,7 +69,7 @@ class GgufFile(TensorFile):
         return {name: tensor.stored for name, tensor in self.header.tensors.items()}
 
 
-class GgufSource(NamedTensors[KeyReading], Closeable):
+class GgufSource(NamedTensors[KeyReading], ReadingSource):
     """Weights from a GGUF file or the parts of one, under their checkpoint keys.
 
     A context manager; the files are closed at the latest when the source is garbage-collected. Several threads may
@@ -83,12 +83,15 @@ class GgufSource(NamedTensors[KeyReading], Closeable):
         ConfigError, UnsupportedError: as `gguf_config`.
     """
 
-    fills_blocks: ClassVar[bool] = True
-
     def __init__(self, files: Sequence[GgufFile], *, on_nonfinite: OnNonfinite = "error") -> None:
         self.files = tuple(files)
         self._on_nonfinite = on_nonfinite
-        self._owners = {name: part for part in self.files for name in part.header.tensors}
+        self._owners: dict[str, GgufFile] = {}
+        for part in self.files:
+            if repeated := [name for name in part.header.tensors if name in self._owners]:
+                other = self._owners[repeated[0]].name
+                raise DuplicateWeightError(f"tensor {quote(repeated[0])} is in {quote(other)} and {quote(part.name)}")
+            self._owners |= dict.fromkeys(part.header.tensors, part)
         tensors = {name: tensor for part in self.files for name, tensor in part.header.tensors.items()}
         self.header = GgufHeader(self.files[0].header.metadata, tensors)
         self._label = f"{listing((part.name for part in self.files), 2)}, a GGUF file"
@@ -123,8 +126,8 @@ class GgufSource(NamedTensors[KeyReading], Closeable):
         reading, tensor = self._find_tensor(key)
         return reading.decodes and tensor.scheme is not None
 
-    def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
-        """Return a weight, or the part that `index` selects as in NumPy, as a new array.
+    def read_into(self, key: str, index: tuple[slice, ...] | None, out: Destination) -> HostArray:
+        """Return a weight, or the part that `index` selects as in NumPy; see `rlx_jax.weights.views.ReadsInto`.
 
         For a packed tensor these are its bytes, and `index` applies to the array of bytes.
 
@@ -133,10 +136,6 @@ class GgufSource(NamedTensors[KeyReading], Closeable):
             NonFiniteWeightError: NaN in the values, unless `on_nonfinite` allows them.
             Others: as `TensorFile.read`.
         """
-        return self.read_into(key, index, None)
-
-    def read_into(self, key: str, index: tuple[slice, ...] | None, out: Destination) -> HostArray:
-        """Return what `read` returns, in `out` if it fits; see `rlx_jax.weights.views.ReadsInto`."""
         reading, tensor = self._find_tensor(key)
         scheme = None if reading.decodes else tensor.scheme
         shape = tensor.stored.shape if scheme is not None else self.spec(key).shape
@@ -370,8 +369,9 @@ def open_gguf(path: str, *, links: Links = "follow", on_nonfinite: OnNonfinite =
             if not all(map(is_equal, numbers, (number, len(names) + 1))):
                 expected = [number, len(names) + 1]
                 raise GgufError(f"{quote(part_name)}: {_PART_NUMBER} and {_PARTS}: expected {expected}, got {numbers}")
-        if names:
-            _check_parts(files, quote(path))
+        count = sum(len(part.header.tensors) for part in files)
+        if names and not is_equal(declared := files[0].header.metadata.get(_ALL_TENSORS, count), count):
+            raise GgufError(f"{quote(path)}: {_ALL_TENSORS} is {declared}, the parts have {count} tensors")
         source = GgufSource(files, on_nonfinite=on_nonfinite)
         stack.pop_all()
     return source
@@ -400,16 +400,3 @@ def part_names(name: str) -> list[str]:
     if match is None:
         return [name]
     return [f"{match[1]}-{i:05}-of-{match[3]}.gguf" for i in range(1, int(match[3]) + 1)]
-
-
-def _check_parts(parts: Sequence[GgufFile], where: str) -> None:
-    """Check that no tensor is in two parts, and that all of them are there."""
-    owners: dict[str, str] = {}
-    for part in parts:
-        for name in part.header.tensors:
-            if name in owners:
-                raise DuplicateWeightError(f"{where}: tensor {quote(name)} is in {owners[name]} and {part.name}")
-            owners[name] = part.name
-    expected = parts[0].header.metadata.get(_ALL_TENSORS, len(owners))
-    if not is_equal(expected, len(owners)):
-        raise GgufError(f"{where}: {_ALL_TENSORS} is {expected}, the parts have {len(owners)} tensors")

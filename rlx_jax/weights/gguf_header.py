@@ -224,34 +224,26 @@ def _value(cursor: _Cursor, kind: int, key: str) -> MetadataValue:
     if kind == _STRING:
         return cursor.string(limits.bound("MAX_STRING_BYTES"), subject, errors)
     if kind != _ARRAY:
-        number: bool | int | float = cursor.number(_code(cursor, kind, subject), subject)
-        return _check_bool(number, kind, cursor, subject)
+        number: bool | int | float = _numbers(cursor, kind, subject, 1)[0].item()
+        return number
     kind = cursor.number("I", subject)
     if kind == _ARRAY:
         raise GgufError(f"{cursor.where}: {subject}: an array of arrays, which GGUF readers refuse")
     if kind == _STRING:
         return cursor.strings(cursor.count(8, subject), subject, errors)
-    dtype = np.dtype("<" + _code(cursor, kind, subject))
-    length = cursor.count(dtype.itemsize, subject)
-    values = np.frombuffer(cursor.take(length * dtype.itemsize, subject), dtype)
-    if kind == _BOOL:
-        _check_bool(int(values.max(initial=0)), kind, cursor, subject)
-        return values.astype(np.bool_)
-    return values
+    return _numbers(cursor, kind, subject)
 
 
-def _code(cursor: _Cursor, kind: int, subject: str) -> str:
-    """Return the struct code of a numeric kind."""
+def _numbers(cursor: _Cursor, kind: int, subject: str, count: int | None = None) -> np.ndarray[Any, Any]:
+    """Return numbers of a kind, as many as the file has them without `count`."""
     if kind not in _NUMBERS:
         raise GgufError(f"{cursor.where}: {subject}: there is no kind {kind} of values, expected 0 to 12")
-    return _NUMBERS[kind]
-
-
-def _check_bool(value: bool | float, kind: int, cursor: _Cursor, subject: str) -> bool | int | float:
-    """Return a number, as a bool if it is of that kind."""
-    if kind == _BOOL and value > 1:
-        raise GgufError(f"{cursor.where}: {subject}: a bool is {value}, expected 0 or 1")
-    return bool(value) if kind == _BOOL else value
+    dtype = np.dtype("<" + _NUMBERS[kind])
+    count = cursor.count(dtype.itemsize, subject) if count is None else count
+    values = np.frombuffer(cursor.take(count * dtype.itemsize, subject), dtype)
+    if kind == _BOOL and (largest := values.max(initial=0)) > 1:
+        raise GgufError(f"{cursor.where}: {subject}: a bool is {largest}, expected 0 or 1")
+    return values.astype(np.bool_) if kind == _BOOL else values
 
 
 def _alignment(metadata: Mapping[str, MetadataValue], where: str) -> int:

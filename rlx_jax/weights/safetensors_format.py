@@ -18,10 +18,10 @@ from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.directory import INDEX_SUFFIX, holds_safetensors, open_directory, open_index
 from rlx_jax.weights.format import Entry, FiniteCheck, OnNonfinite, OpenOptions, check_finite, stored_spec
 from rlx_jax.weights.manifest import MANIFEST_NAME, open_verified
-from rlx_jax.weights.named import Closeable, HostArray, NamedTensors
+from rlx_jax.weights.named import HostArray, NamedTensors
 from rlx_jax.weights.safetensors_header import DTYPES
 from rlx_jax.weights.tensor_file import SafetensorsFile, TensorFile
-from rlx_jax.weights.views import Destination
+from rlx_jax.weights.views import Destination, ReadingSource
 
 # Maximum bytes of tensors in one `.safetensors` file, unless a single tensor has more, as in Hugging Face checkpoints.
 SHARD_BYTES = 5_000_000_000
@@ -77,7 +77,7 @@ class Safetensors:
             write_synced(os.path.join(directory, "model" + INDEX_SUFFIX), json.dumps(index, indent=1).encode())
 
 
-class SafetensorsSource(NamedTensors[TensorFile], Closeable):
+class SafetensorsSource(NamedTensors[TensorFile], ReadingSource):
     """Weights from one `.safetensors` file or from the shards of one checkpoint.
 
     A context manager; the files are closed at the latest when the source is garbage-collected. Several threads may
@@ -110,17 +110,13 @@ class SafetensorsSource(NamedTensors[TensorFile], Closeable):
         info = self._find(key).tensors[key]
         return stored_spec(info.shape, info.dtype)
 
-    def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
-        """Return a tensor, or the part that `index` selects as in NumPy, as a new array.
+    def read_into(self, key: str, index: tuple[slice, ...] | None, out: Destination) -> HostArray:
+        """Return a tensor, or the part that `index` selects as in NumPy; see `rlx_jax.weights.views.ReadsInto`.
 
         Raises:
             NonFiniteWeightError: NaN in the values, unless `on_nonfinite` allows them.
             Others: as `TensorFile.read`.
         """
-        return self.read_into(key, index, None)
-
-    def read_into(self, key: str, index: tuple[slice, ...] | None, out: Destination) -> HostArray:
-        """Return what `read` returns, in `out` if it fits; see `rlx_jax.weights.views.ReadsInto`."""
         file, check = self._find(key), FiniteCheck()
         values = file.read(key, index, out, None if self._on_nonfinite == "ignore" else check)
         if not check.all_finite:

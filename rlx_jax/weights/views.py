@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal, Protocol, TypeGuard
+from typing import Any, ClassVar, Literal, Protocol, TypeGuard
 
 from rlx_jax.ir.ggml import BlockArrays
 from rlx_jax.ir.packed import WeightSpec
@@ -75,14 +75,20 @@ class SourceView(Closeable):
         close(self.source)
 
 
-class ReadingView(SourceView):
-    """A view that reads into arrays of the caller, as its source can. Subclasses override `read_into`, not `read`."""
+class ReadingSource(Closeable):
+    """A source that reads into arrays of the caller. Subclasses define `read_into`, not `read`."""
 
     fills_blocks: ClassVar[bool] = True
     """Whether `read_into` accepts `BlockArrays`."""
 
-    def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
-        return self.read_into(key, index, None)
+    def read(self: Any, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
+        """Return a weight, or the part that `index` selects as in NumPy, in an array that nothing else refers to."""
+        values: HostArray = self.read_into(key, index, None)
+        return values
+
+
+class ReadingView(ReadingSource, SourceView):
+    """A view that reads into arrays of the caller, as its source can."""
 
     def read_into(self, key: str, index: tuple[slice, ...] | None, out: Destination) -> HostArray:
         return read_into(self.source, key, index, out)
