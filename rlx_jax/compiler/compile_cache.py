@@ -427,10 +427,9 @@ def _deserialize(payload: bytes, in_tree: Any, out_tree: Any) -> jax.stages.Comp
     if target["platform"] != "cpu":
         _find_mosaic_library()
     devices = devices_of(target["platform"], target["devices"])
-    compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
+    return serialize_executable.deserialize_and_load(
         zlib.decompress(content), in_tree, out_tree, devices[0].client, devices
     )
-    return compiled
 
 
 def _in_debug_mode() -> bool:

@@ -208,8 +208,7 @@ def to_model_devices(arrays: T, model_sharding: ModelSharding | None) -> T:
             return jax.device_put(a, model_sharding.replicated)
         return with_auto_axes(a)
 
-    adapted: T = jax.tree.map(home, arrays)
-    return adapted
+    return jax.tree.map(home, arrays)
 
 
 def with_explicit_axes(

@@ -244,8 +244,7 @@ class Settings:
     @property
     def backend(self) -> Backend:
         """Return the profile's table for the platform."""
-        backend_table: Backend = getattr(self.profile.backend, self.target)
-        return backend_table
+        return getattr(self.profile.backend, self.target)
 
     @property
     def check_ids(self) -> bool:

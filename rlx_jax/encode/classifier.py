@@ -71,7 +71,7 @@ class Classifier(HeadModel):
             _refuse_tuples(texts)
             return self.run_texts(texts, max_tokens)
         if isinstance(texts, str) and isinstance(second_texts, str):
-            return self.logits([texts], [second_texts], max_tokens=max_tokens)[0]  # type: ignore[no-any-return]
+            return self.logits([texts], [second_texts], max_tokens=max_tokens)[0]
         return self.pair_logits(self._pairs(texts, second_texts), max_tokens=max_tokens)
 
     def _pairs(self, texts: Any, second_texts: Any) -> list[tuple[str, str]]:

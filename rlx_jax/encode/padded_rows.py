@@ -145,7 +145,7 @@ class RowBatcher:
             )
             return result
         if self.pipeline is None:
-            return get_pooled(outputs)  # type: ignore[no-any-return]
+            return get_pooled(outputs)
         valid, skip = pad_to(keep, block.rows, block.width), [] if self.skip is None else [np.int32(self.skip)]
         vectors: jax.Array = self.model.programs.run_helper(
             pool_rows, primary_output(outputs), valid, *skip, static=(self.pipeline,)

@@ -104,8 +104,7 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its text; None if the vocabulary does not have it."""
-        token_id: int | None = self._native.token_to_id(token)
-        return token_id
+        return self._native.token_to_id(token)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_length: int | None = None) -> list[int]:
         """Return the token ids of `text`.
@@ -120,8 +119,7 @@ class Tokenizer:
             TokenizerError: the tokenizer fails on this text.
         """
         check_text(text, "the text")
-        ids: list[int] = self._encode([text], add_special_tokens, max_length)[0][0].tolist()
-        return ids
+        return self._encode([text], add_special_tokens, max_length)[0][0].tolist()
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, max_length: int | None = None, first: int = 0
@@ -185,10 +183,9 @@ class Tokenizer:
             numbers = id_list([*ids] if isinstance(ids, Iterator) else ids, 2**32, "ids")
         except RequestError as cause:
             raise TokenIdError(str(cause)) from None
-        text: str = guard(
+        return guard(
             lambda: self._native.decode(numbers, skip_special_tokens=bool(skip_special_tokens)), "decoding failed"
         )
-        return text
 
     def decode_batch(self, rows: Sequence[list[int]], *, skip_special_tokens: bool = True) -> list[str]:
         """Return the texts of rows of a tokenizer's own ids, as `decode` does, on all cores.

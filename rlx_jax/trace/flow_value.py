@@ -21,8 +21,7 @@ def _operator(name: str, *, reflected: bool = False) -> Callable[[Any, Any], Flo
 
     def write(value: Any, other: Any) -> FlowValue:
         operands = (other, value) if reflected else (value, other)
-        result: FlowValue = getattr(value.emit, name)(*operands)
-        return result
+        return getattr(value.emit, name)(*operands)
 
     return write
 

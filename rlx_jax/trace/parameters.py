@@ -110,8 +110,7 @@ class WeightPart:
         if self.interleaved:
             return stride_axis(stored, self.axis, self.index, self.count)
         start = sum(sizes[: self.index])
-        part: Program = slice_axis(stored, self.axis, start, start + sizes[self.index])
-        return part
+        return slice_axis(stored, self.axis, start, start + sizes[self.index])
 
 
 def find_weight_part(program: Program) -> WeightPart | None:

@@ -103,8 +103,7 @@ class TrainStep:
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """Lower the step for these arguments, which may be `ShapeDtypeStruct`s, as `jax.jit` does."""
         named = batch if isinstance(batch, Mapping) else {"tokens": batch}
-        lowered: jax.stages.Lowered = self._function(state).lower(state, named)
-        return lowered
+        return self._function(state).lower(state, named)
 
     def _arrays(self, state: Any, batch: Any) -> dict[str, Any]:
         """Check the arguments of a step, and return the arrays of the batch by name."""

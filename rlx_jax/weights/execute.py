@@ -354,8 +354,7 @@ def _evaluate(program: Program, source: WeightSource) -> HostArray:
     if isinstance(program, Key | Sliced | Dequantized):
         return _read_stored(program, source)
     if isinstance(program, BlockArray):
-        array: HostArray = program.join(_read_stored(program.of, source))
-        return array
+        return program.join(_read_stored(program.of, source))
     return _fill_new(program, source)
 
 

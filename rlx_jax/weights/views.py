@@ -83,8 +83,7 @@ class ReadingSource(Closeable):
 
     def read(self: Any, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
         """Return a weight, or the part that `index` selects as in NumPy, in an array that nothing else refers to."""
-        values: HostArray = self.read_into(key, index, None)
-        return values
+        return self.read_into(key, index, None)
 
 
 class ReadingView(ReadingSource, SourceView):

@@ -86,8 +86,7 @@ class After(Mir):
 
     def eval(self, x: Array, *others: Array) -> Array:
         """Return `x`."""
-        result: Array = jax.lax.optimization_barrier((x, *others))[0]
-        return result
+        return jax.lax.optimization_barrier((x, *others))[0]
 
 
 @dataclass(frozen=True)

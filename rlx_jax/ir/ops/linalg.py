@@ -193,8 +193,7 @@ class Fft(Mir):
 
     def eval(self, x: Array) -> Array:
         values = x.astype(jnp.float32) if is_float(x.dtype) else x
-        spectrum: Array = TRANSFORMS[self.kind](values, n=self.n, axis=self.axis, norm=self.norm)
-        return spectrum
+        return TRANSFORMS[self.kind](values, n=self.n, axis=self.axis, norm=self.norm)
 
 
 # Declaration of square floating matrices.
