@@ -144,11 +144,14 @@ class Scaled:
         value, verb = (block_input, "reads") if self.scales_input else (output, "returns")
         if self.heads is None or value is None:
             return
-        counts, text = counter.count(value), f"the value that the block {verb}, {counter.type(value)},"
-        if counts.candidates and self.heads not in counts.candidates:
-            expected = " or ".join(map(str, sorted(counts.candidates)))
+        (candidates, is_unknown), text = (
+            counter.count(value),
+            f"the value that the block {verb}, {counter.type(value)},",
+        )
+        if candidates and self.heads not in candidates:
+            expected = " or ".join(map(str, sorted(candidates)))
             raise ShapeError(f"{where}: scale: {text} has {expected} heads, not {self.heads}: give heads={expected}")
-        if not counts.candidates and not counts.incomplete:
+        if not candidates and not is_unknown:
             raise ShapeError(
                 f"{where}: scale: heads={self.heads}, but {text} does not consist of packed heads. The "
                 "projection after attention reads heads: "

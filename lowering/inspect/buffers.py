@@ -23,7 +23,7 @@ from rlx_jax.ir.param import Stack, printed_name
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.queries import dynamic_symbols
 from rlx_jax.ir.serial import closure_digest, encode, encode_graph
-from rlx_jax.ir.text import bytes_text, dump_graph
+from rlx_jax.ir.text import bytes_text, dump_graph, number_runs
 from rlx_jax.lowering.lir.plan import XLA_CHOICE, Lir
 
 ALIGNMENT = 64
@@ -373,10 +373,4 @@ def _name(value: Value) -> str:
 
 def _numbers(numbers: tuple[int, ...]) -> str:
     """Return node numbers as ranges, such as `%0–%3, %7`."""
-    runs: list[list[int]] = []
-    for n in numbers:
-        if runs and runs[-1][1] == n - 1:
-            runs[-1][1] = n
-        else:
-            runs.append([n, n])
-    return ", ".join(f"%{a}" if a == b else f"%{a}–%{b}" for a, b in runs) or "none"
+    return ", ".join(f"%{a}" if a == b else f"%{a}–%{b}" for a, b in number_runs(numbers)) or "none"

@@ -151,15 +151,23 @@ def load_model(args: argparse.Namespace, session: Session, directory: str | None
     )  # fmt: skip
 
 
-def kind_with_article(model: Any) -> str:
-    """Return the kind of a model, with an article, for messages."""
-    kinds = {
+def load_kind(args: argparse.Namespace, session: Session, kinds: Any, advice: str, directory: str | None = None) -> Any:
+    """Load the model of a command, or of another directory, if it is of one of some classes.
+
+    Raises:
+        RequestError: it is not; the message ends with `advice`.
+    """
+    model = load_model(args, session, directory)
+    if isinstance(model, kinds):
+        return model
+    names = {
         "Encoder": "an encoder", "VisionEncoder": "an encoder of images", "DualEncoder": "a dual encoder",
         "Classifier": "a classifier", "Reranker": "a reranker", "ImageClassifier": "a classifier of images",
         "TokenClassifier": "a classifier of tokens", "QuestionAnswerer": "a model for questions",
         "MaskedLM": "a masked language model",
     }  # fmt: skip
-    return kinds.get(type(model).__name__, "a language model")
+    kind = names.get(type(model).__name__, "a language model")
+    raise RequestError(f"{quote(directory or args.directory)} is {kind}{advice}")
 
 
 def select_device(name: str | None, devices: int | str | None) -> Any:

@@ -17,7 +17,7 @@ from rlx_jax.cli.command import (
     add_json,
     add_model,
     json_line,
-    kind_with_article,
+    load_kind,
     load_model,
     peak_memory,
     table,
@@ -53,15 +53,9 @@ def bench(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Measure a checkpoint on random tokens: for a language model, tokens per second of prefill and of generation; for
     an encoder, texts and tokens per second. Programs are compiled first; the fastest of several runs counts."""
     work = make_workload(args)
-    model = load_model(args, session)
-    if isinstance(model, rlx.CausalLM):
-        figures = bench_language_model(model, work)
-    elif isinstance(model, rlx.Encoder):
-        figures = bench_encoder(model, work)
-    else:
-        raise RequestError(
-            f"{quote(args.directory)} is {kind_with_article(model)}; bench takes language models and text encoders"
-        )
+    kinds = rlx.CausalLM | rlx.Encoder
+    model = load_kind(args, session, kinds, "; bench takes language models and text encoders")
+    figures = (bench_language_model if isinstance(model, rlx.CausalLM) else bench_encoder)(model, work)
     session.status.clear()
     result = {"model": model.model.name, "device": str(model.model.settings.device), "batch": work.batch, **figures}
     result["peak_bytes"] = peak_memory()
@@ -117,11 +111,15 @@ BENCH = Command("bench", "how fast a checkpoint runs here", BENCH_OPTIONS, bench
 # -- explain and view ---------------------------------------------------------------------------
 
 
+EXPLAINED = rlx.CausalLM | rlx.Encoder | rlx.VisionEncoder
+EXPLAINED_ADVICE = "; explain takes language models and encoders of texts or of images"
+
+
 def explain(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Write, for each block of a checkpoint's programs, its time on random tokens, its work and its share of the
     roofline; then the largest losses with what would reduce them, and findings. A language model has two programs: a
     step of decoding, and prefill."""
-    model = load_model(args, session)
+    model = load_kind(args, session, EXPLAINED, EXPLAINED_ADVICE)
     for i, inspection in enumerate(explain_model(model, args)):
         session.status.clear()
         separator = "\n" if i else ""
@@ -132,7 +130,7 @@ def explain_model(model: object, args: argparse.Namespace) -> Iterator[Inspectio
     """Yield what the programs of a model consist of, with the options of the command.
 
     Raises:
-        RequestError: a kind of model, or an option of it, that is not explained. Others as `model.explain`.
+        RequestError: an option that is not for this kind of model. Others as `model.explain`.
     """
     options = {"runs": args.runs} | ({} if args.batch is None else {"batch": args.batch})
     if isinstance(model, rlx.CausalLM):
@@ -147,11 +145,6 @@ def explain_model(model: object, args: argparse.Namespace) -> Iterator[Inspectio
         if args.program or args.estimate or args.context is not None:
             raise RequestError(f"images take --batch and --runs alone; {quote(args.directory)} is an encoder of images")
         yield model.explain(**options)
-    else:
-        raise RequestError(
-            f"{quote(args.directory)} is {kind_with_article(model)}; explain takes language models and encoders of "
-            "texts or of images"
-        )
 
 
 def explain_options(parser: argparse.ArgumentParser) -> None:
@@ -172,7 +165,7 @@ def view(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Write what `explain` shows as an HTML page, with the ops, kernels, passes and text of each program. The file
     needs no network, and any browser opens it."""
     check_target(args.output, args.overwrite)
-    model = load_model(args, session)
+    model = load_kind(args, session, EXPLAINED, EXPLAINED_ADVICE)
     page = model_page(model.model, lambda: [*explain_model(model, args)])
     page.save(args.output, overwrite=args.overwrite)
     session.status.clear()

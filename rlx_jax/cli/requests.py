@@ -21,8 +21,7 @@ from rlx_jax.cli.command import (
     add_json,
     add_model,
     json_line,
-    kind_with_article,
-    load_model,
+    load_kind,
     peak_memory,
     peak_text,
 )
@@ -69,12 +68,9 @@ def load_language_model(args: argparse.Namespace, session: Session, directory: s
     Raises:
         RequestError: the directory has another kind of model, or the directory of the command has no tokenizer.
     """
-    lm = load_model(args, session, directory)
-    if not isinstance(lm, rlx.CausalLM):
-        raise RequestError(
-            f"{quote(directory or args.directory)} is {kind_with_article(lm)}, which can neither generate nor score "
-            "texts; use rlx-jax embed"
-        )
+    lm: rlx.CausalLM = load_kind(
+        args, session, rlx.CausalLM, ", which can neither generate nor score texts; use rlx-jax embed", directory
+    )
     if directory is None:
         check_has_tokenizer(lm.tokenizer, args)
     return lm
@@ -183,24 +179,20 @@ class TimedAnswer:
         return {
             "seconds_to_first_text": round(self.first_text_seconds, 4),
             "seconds": round(self.seconds, 4),
-            **request_figures(report),
+            **{
+                name: None if report.request is None else round(getattr(report.request, field), 2)
+                for name, field in REQUEST_FIGURES.items()
+            },
             "peak_bytes": peak_memory(),
             "seed": report.seed,
         }
 
 
-# The figures of a request in JSON, with the attributes of `RequestReport` that they come from.
+# The figures of a request in JSON, null for no new tokens, with the attributes of `RequestReport` that they come from.
 REQUEST_FIGURES = {
     "prompt_tokens": "prompt_tokens", "cached_tokens": "cached_tokens", "prompt_tokens_per_second": "prompt_rate",
     "new_tokens": "new_tokens", "new_tokens_per_second": "answer_rate", "compiled": "compiled",
 }  # fmt: skip
-
-
-def request_figures(report: Report) -> dict[str, Any]:
-    """Return the tokens of the last request, and tokens per second; None without a request, as for no new tokens."""
-    if report.request is None:
-        return dict.fromkeys(REQUEST_FIGURES)
-    return {name: round(getattr(report.request, field), 2) for name, field in REQUEST_FIGURES.items()}
 
 
 def summary_line(timed: TimedAnswer, lm: rlx.CausalLM, max_new_tokens: int = 0) -> str:
@@ -360,13 +352,11 @@ def embed(args: argparse.Namespace, session: Session) -> Iterator[str]:
     texts = [] if has_files else texts_or_stdin_lines(args.text, session)
     if args.output is not None and not os.path.isdir(folder := os.path.dirname(args.output) or "."):
         raise MissingFileError(f"--output {quote(args.output)}: there is no directory {quote(folder)}")
-    encoder = load_model(args, session)
-    if not isinstance(encoder, rlx.Encoder | rlx.DualEncoder):
-        raise RequestError(f"{quote(args.directory)} is {kind_with_article(encoder)}; embed takes a text encoder")
+    encoder = load_kind(args, session, rlx.Encoder | rlx.DualEncoder, "; embed takes a text encoder")
     prompt = {"prompt_name": args.prompt_name, "prompt": args.prompt}
     prompt = {name: value for name, value in prompt.items() if value is not None}
     if prompt and isinstance(encoder, rlx.DualEncoder):
-        raise RequestError(f"{quote(args.directory)} is {kind_with_article(encoder)}, which has no prompts")
+        raise RequestError(f"{quote(args.directory)} is a dual encoder, which has no prompts")
     check_has_tokenizer((encoder.texts if isinstance(encoder, rlx.DualEncoder) else encoder).tokenizer, args)
     if has_files:
         yield from embed_file(args, session, encoder, prompt)

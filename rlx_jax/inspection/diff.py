@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rlx_jax.compiler.passes import PASS_NAMES
-from rlx_jax.compiler.pipeline import Template, make_lir, make_template
+from rlx_jax.compiler.pipeline import Template
 from rlx_jax.compiler.settings import Buckets, Settings
 from rlx_jax.inspection.work import block_work
 from rlx_jax.ir.graph import Graph, Leaf, Param
@@ -23,14 +23,13 @@ from rlx_jax.ir.param import Padded, Program, packed_arrays, packing_of
 from rlx_jax.ir.paths import Path, bind_path, path_text
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.serial import node_digest
-from rlx_jax.ir.text import TextTable
+from rlx_jax.ir.text import TextTable, number_runs
 from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.inspect.hlo import without_layer_numbers
 from rlx_jax.lowering.lir.plan import Lir, layout_of
 from rlx_jax.profiles import Change
 from rlx_jax.profiles.check import iter_settings
 from rlx_jax.profiles.profile import change_lines
-from rlx_jax.program import Built
 
 # The facts of a block as text, by name; the names are those of the changes.
 Facts = dict[str, str]
@@ -134,14 +133,8 @@ def _label(star: str, paths: Sequence[str], num_layers: int) -> str:
         return star
     before, after = map(re.escape, star.split("*"))
     numbers = sorted(int(match[1]) for path in paths if (match := re.fullmatch(f"{before}(\\d+){after}", path)))
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    text = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return star.replace("*", text)
+    runs = (str(first) if first == last else f"{first}-{last}" for first, last in number_runs(numbers))
+    return star.replace("*", ",".join(runs))
 
 
 # -- facts of blocks ---------------------------------------------------------------------------
@@ -220,32 +213,6 @@ def _facts(block: _Block, settings: Settings) -> Iterator[tuple[str, str]]:
 
 # Prefixes of the names of counts: a count that only one program has is 0 in the other.
 COUNT_PREFIXES = ("ops", "values")
-
-
-def program_changes(
-    built: Built, ours: Settings, theirs: Settings, program: str, serves: bool, sizes: Mapping[str, int] | None
-) -> tuple[Change, ...]:
-    """Return the differences between the programs of a flow that two choices of settings give. Nothing is compiled.
-
-    Args:
-        built: the built flow.
-        ours, theirs: the settings.
-        program: the name of the program.
-        serves: whether the model serves requests; settings of the request loop are compared too.
-        sizes: sizes to compare the implementations of ops for; None to leave them out.
-
-    Returns:
-        A `Change` for each fact that differs, in groups.
-
-    Raises:
-        ProfileError: the settings do not apply to the program.
-    """
-    facts = []
-    for settings in (ours, theirs):
-        template = make_template(built, 0.0, settings, program)
-        lir = None if sizes is None else make_lir(template, sizes, settings)
-        facts.append(dict(facts_of_program(template, settings, program, serves, lir)))
-    return fact_changes(*facts)
 
 
 def fact_changes(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Change, ...]:

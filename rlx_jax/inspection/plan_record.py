@@ -12,6 +12,12 @@ from typing import Any
 
 from rlx_jax.ir.text import TextTable, format_bytes
 
+# Parts of the time of a device: what limits a program of which one takes most, and its name in the text of a plan.
+SHARES = {
+    "memory": ("memory bandwidth", "memory"), "compute": ("FLOPs", "operations"),
+    "start": ("kernel launches", "launches"), "link": ("interconnect", "links"),
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class ProgramEstimate:
@@ -41,21 +47,22 @@ class ProgramEstimate:
     @property
     def seconds(self) -> float:
         """Return the estimated time of one run: of the device, or of the host if that is longer."""
-        device = self.compute_seconds + self.memory_seconds + self.start_seconds + self.link_seconds
-        return max(device, self.host_seconds)
+        return max(sum(self.parts.values()), self.host_seconds)
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Return the seconds of each of `SHARES`."""
+        return {part: getattr(self, f"{part}_seconds") for part in SHARES}
 
     @property
     def bound(self) -> str:
         """Return what takes most of the time."""
-        parts = {
-            "memory bandwidth": self.memory_seconds, "FLOPs": self.compute_seconds,
-            "kernel launches": self.start_seconds, "interconnect": self.link_seconds,
-        }  # fmt: skip
-        return "the host" if self.seconds > sum(parts.values()) else max(parts, key=lambda name: parts[name])
+        longest = max(SHARES, key=lambda part: self.parts[part])
+        return "the host" if self.seconds > sum(self.parts.values()) else SHARES[longest][0]
 
     def then(self, other: ProgramEstimate) -> ProgramEstimate:
         """Return the estimate of this run followed by another one."""
-        names = ("flops", "bytes", *(f"{part}_seconds" for part in ("compute", "memory", "start", "link", "host")))
+        names = ("flops", "bytes", *(f"{part}_seconds" for part in (*SHARES, "host")))
         sums = {name: getattr(self, name) + getattr(other, name) for name in names}
         largest = max(self.activation_bytes, other.activation_bytes)
         return ProgramEstimate(self.program, self.sizes, activation_bytes=largest, **sums)
@@ -206,11 +213,7 @@ def _parts(label: str, parts: Mapping[str, int]) -> list[tuple[str, str]]:
 
 def _program_rows(label: str, estimate: ProgramEstimate) -> list[tuple[str, str]]:
     """Return the lines about the time of a program."""
-    parts = {
-        "operations": estimate.compute_seconds, "memory": estimate.memory_seconds, "launches": estimate.start_seconds,
-        "links": estimate.link_seconds,
-    }  # fmt: skip
-    shares = ", ".join(f"{name} {1e3 * seconds:.3g}" for name, seconds in parts.items() if seconds)
+    shares = ", ".join(f"{SHARES[part][1]} {1e3 * seconds:.3g}" for part, seconds in estimate.parts.items() if seconds)
     if estimate.bound == "the host":
         shares += f"; the host meanwhile {1e3 * estimate.host_seconds:.3g}"
     work = f"{estimate.flops:.3g} FLOPs, {estimate.bytes:.3g} bytes"

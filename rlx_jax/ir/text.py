@@ -140,6 +140,17 @@ def scaled_text(value: float, unit: str) -> str:
     return f"{value / scale:,.2f} {prefix}{unit}"
 
 
+def number_runs(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the first and the last of each run of consecutive numbers.
+
+    >>> number_runs([0, 1, 2, 5])
+    [(0, 2), (5, 5)]
+    """
+    groups = itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    runs = ([number for _, number in group] for _, group in groups)
+    return [(run[0], run[-1]) for run in runs]
+
+
 def _kinds(graph: Graph) -> Counter[str]:
     return Counter(type(n.op).__name__.removesuffix("Op") for n in graph.nodes)
 

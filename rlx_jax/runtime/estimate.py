@@ -121,10 +121,10 @@ def kernel_kind(op: Mir) -> KernelKind | None:
 
 
 # Seconds of an op: for its operations, for its bytes, for the start of its kernel, and for a sum over devices.
-Parts = tuple[float, float, float, float]
+OpTimes = tuple[float, float, float, float]
 
 
-def op_estimates(lir: Lir, sharding: ModelSharding | None, rates: Rates) -> Iterator[tuple[OpCost, int, int, Parts]]:
+def op_estimates(lir: Lir, sharding: ModelSharding | None, rates: Rates) -> Iterator[tuple[OpCost, int, int, OpTimes]]:
     """Yield each op of a program with the FLOPs and bytes of one run of it on one device, and its seconds by part."""
     groups = {id(node.op.body) for _, node in lir.graph.walk() if isinstance(node.op, KernelGroup | AttentionGroup)}
     for entry in op_costs(lir.graph):
@@ -135,7 +135,7 @@ def op_estimates(lir: Lir, sharding: ModelSharding | None, rates: Rates) -> Iter
         yield entry, flops, nbytes, parts
 
 
-def _op_seconds(entry: OpCost, lir: Lir, sharding: ModelSharding | None, rates: Rates) -> tuple[int, int, Parts]:
+def _op_seconds(entry: OpCost, lir: Lir, sharding: ModelSharding | None, rates: Rates) -> tuple[int, int, OpTimes]:
     """Return the FLOPs and bytes of one run of an op on one device, and its seconds by part."""
     graph, node, cost = entry.graph, entry.node, entry.cost
     assert isinstance(node.op, Mir)

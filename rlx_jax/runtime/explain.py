@@ -10,10 +10,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
-from rlx_jax.compiler.dumps import pass_diffs
-from rlx_jax.compiler.pipeline import Template
+from rlx_jax.compiler.dumps import graph_text, pass_diffs
 from rlx_jax.errors import RequestError, shown
 from rlx_jax.inspection.largest_losses import largest_losses
 from rlx_jax.inspection.page import Page, make_page
@@ -30,6 +29,7 @@ from rlx_jax.lowering.lir.experts import BY_NUMBER
 from rlx_jax.lowering.lir.plan import PRODUCTS, XLA_CHOICE, call_of
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.runtime.inspect_program import ProgramFacts, inspect_program, program_facts
+from rlx_jax.runtime.model_program import ModelProgram
 from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.programs import Programs
 
@@ -267,16 +267,6 @@ def _memory_seconds(facts: ProgramFacts, nbytes: int) -> float | None:
 LEVELS = ("hir", "mir")
 
 
-class HasPrograms(Protocol):
-    """A `CompiledModel`."""
-
-    def as_program(self, program: str) -> HasPrograms: ...
-
-    def template(self) -> Template: ...
-
-    def text(self, level: str) -> str: ...
-
-
 def show(self: Any, *inputs: Any, compare: Sequence[Inspection] = (), **named: Any) -> Page:
     """Return the page of what `explain(*inputs, **named)` returns. A notebook displays it, and `save` writes it.
 
@@ -292,7 +282,7 @@ def show(self: Any, *inputs: Any, compare: Sequence[Inspection] = (), **named: A
 
 
 def model_page(
-    model: HasPrograms, explain: Callable[[], Sequence[Inspection]], compare: Sequence[Inspection] = ()
+    model: ModelProgram, explain: Callable[[], Sequence[Inspection]], compare: Sequence[Inspection] = ()
 ) -> Page:
     """Return the page of programs of a model.
 
@@ -309,9 +299,9 @@ def model_page(
     inspections = explain()
     texts, with_diffs = [], []
     for inspection in inspections:
-        program = model.as_program(inspection.program)
-        diffs = pass_diffs(program.template())
+        template = model.template(inspection.program)
+        diffs = pass_diffs(template)
         passes = tuple(replace(step, diff=diffs.get(step.name, "")) for step in inspection.passes)
         with_diffs.append(replace(inspection, passes=passes))
-        texts.append({level: program.text(level) for level in LEVELS})
+        texts.append({level: graph_text(template, {}, level, "", False, "text") for level in LEVELS})
     return make_page([*with_diffs, *compare], texts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlx_jax.compiler.executable import Executable
@@ -13,12 +13,13 @@ from rlx_jax.device import running_device
 from rlx_jax.inspection.rates import Rates, rates_of
 from rlx_jax.inspection.records import BlockEntry, Inspection, KernelEntry, OpEntry, PassStep
 from rlx_jax.inspection.work import Work, block_work, program_bytes
-from rlx_jax.ir.graph import Graph, Leaf, Mir, Param, Value
+from rlx_jax.ir.graph import Graph, Leaf, Param, Value
 from rlx_jax.ir.param import packing_of, printed_name
 from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.ir.text import block_rows
 from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.inspect.hlo import Instruction, without_layer_numbers
+from rlx_jax.lowering.inspect.outline import OpCost, op_costs
 from rlx_jax.lowering.lir.plan import CHOICE_OPS, XLA_CHOICE, Choice, Lir
 from rlx_jax.runtime.block_times import HELPERS, IDLE, NOT_ATTRIBUTED, BlockTime, BlockTimes, program_instructions
 from rlx_jax.runtime.estimate import block_seconds
@@ -117,9 +118,10 @@ def pass_steps(template: Template) -> list[PassStep]:
 
 def planned_blocks(facts: ProgramFacts) -> list[BlockEntry]:
     """Return the blocks of a program in order, with estimated times; repeated layers are one block."""
-    graph, nodes = facts.lir.graph, defaultdict[Path, list[tuple[Graph, int]]](list)
-    for inner, number in _ops(graph):
-        nodes[inner.nodes[number].origin.path].append((inner, number))
+    graph, nodes = facts.lir.graph, defaultdict[Path, list[OpCost]](list)
+    for op_cost in op_costs(graph):
+        if not op_cost.node.op.regions():
+            nodes[op_cost.node.origin.path].append(op_cost)
     members: dict[str, list[Path]] = defaultdict(list)
     for path in nodes:
         if path_text(path) not in ("", graph.name):  # nodes outside of blocks
@@ -137,7 +139,7 @@ def planned_blocks(facts: ProgramFacts) -> list[BlockEntry]:
         params = [program for path in paths for program in rows[path].new]
         schemes = ((packing_of(p) if p in packed else None) or short_name(p.type.dtype) for p in params)
         shardings = () if sharding is None else (sharding.describe_storage(p)[0] for p in params)
-        layers, ops = sum(rows[path].iterations for path in paths), tuple(_op_entry(*op) for op in nodes[paths[0]])
+        layers, ops = sum(rows[path].iterations for path in paths), tuple(map(_op_entry, nodes[paths[0]]))
         chosen = {
             choice: sum(rows[path].iterations for path in paths if choice in choices[path])
             for choice in dict.fromkeys(choice for path in paths for choice in choices[path])
@@ -173,15 +175,6 @@ def _hir_texts(hir: Graph) -> dict[Path, str]:
     return texts
 
 
-def _ops(graph: Graph) -> Iterator[tuple[Graph, int]]:
-    """Yield the graph and the number of each tensor op, in the order in which they run."""
-    for number, node in enumerate(graph.nodes):
-        for region in node.op.regions():
-            yield from _ops(region)
-        if isinstance(node.op, Mir) and not node.op.regions():
-            yield graph, number
-
-
 def _with_work(entry: BlockEntry, works: Sequence[Work], rates: Rates | None) -> BlockEntry:
     """Return the entry with its operations, bytes, and the limits that follow from the rates; 0 without rates."""
     flops, nbytes, weights = (sum(getattr(w, name) for w in works) for name in ("flops", "bytes", "param_bytes"))
@@ -194,16 +187,13 @@ def _with_work(entry: BlockEntry, works: Sequence[Work], rates: Rates | None) ->
     return replace(entry, roofline_seconds=limit, limited_by=limited_by)
 
 
-def _op_entry(graph: Graph, number: int) -> OpEntry:
-    """Return the description of a node."""
-    node = graph.nodes[number]
-    op, operands = node.op, [graph.type(v) for v in node.inputs]
-    assert isinstance(op, Mir)
-    inputs, result = tuple(_operand(graph, value) for value in node.inputs), ", ".join(map(str, node.types))
-    return OpEntry(
-        f"%{number}", op.text(), inputs, result, short_name(node.types[0].dtype),
-        op.traits.flops(op, operands, node.types), op.traits.bytes(op, operands, node.types), node.origin.by,
-    )  # fmt: skip
+def _op_entry(op_cost: OpCost) -> OpEntry:
+    """Return the description of an op."""
+    node, cost = op_cost.node, op_cost.cost
+    inputs = tuple(_operand(op_cost.graph, value) for value in node.inputs)
+    result, dtype = ", ".join(map(str, node.types)), short_name(node.types[0].dtype)
+    name = f"%{op_cost.number}"
+    return OpEntry(name, node.op.text(), inputs, result, dtype, cost.flops, cost.bytes, node.origin.by)
 
 
 def _operand(graph: Graph, value: Value) -> str:

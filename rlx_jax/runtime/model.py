@@ -14,9 +14,10 @@ import jax
 
 from rlx_jax.compiler.executable import Arrays, Executable, Results, StateArrays
 from rlx_jax.compiler.meshes import to_model_devices, use_model_mesh
+from rlx_jax.compiler.pipeline import make_lir, make_template
 from rlx_jax.device import check_device_memory, out_of_memory
 from rlx_jax.errors import GraphError, MissingWeightError, RequestError, RlxError, listing, quote, shown
-from rlx_jax.inspection.diff import program_changes
+from rlx_jax.inspection.diff import fact_changes, facts_of_program
 from rlx_jax.inspection.records import Inspection
 from rlx_jax.ir.types import as_dim, is_static
 from rlx_jax.ir.weight_reads import shapes_only
@@ -433,8 +434,14 @@ class CompiledModel(ModelProgram):
         """
         built = self._template().built
         sizes = None if self.last_key is None or self.last_key.program != self.program else dict(self.last_key.binding)
-        settings = [self.programs.resolve_settings(profile, self.name) for profile in (ours, theirs)]
-        return program_changes(built, settings[0], settings[1], self.program, self.programs.fuses_by_default, sizes)
+        facts = []
+        for profile in (ours, theirs):
+            settings = self.programs.resolve_settings(profile, self.name)
+            template = make_template(built, 0.0, settings, self.program)
+            lir = None if sizes is None else make_lir(template, sizes, settings)
+            serves = self.programs.fuses_by_default
+            facts.append(dict(facts_of_program(template, settings, self.program, serves, lir)))
+        return fact_changes(*facts)
 
     def profile(self, *inputs: Any, state: State | None = None, runs: int = 5, **named: Any) -> BlockTimes:
         """Return the time that each block takes, measured by `jax.profiler` over `runs` calls.

@@ -364,23 +364,15 @@ def init_model_params(programs: Programs, built: Built, key: jax.Array, label: s
 
 
 def check_options(options: OpenOptions) -> jax.Array | None:
-    """Check `strict`, `progress`, `missing` and `key`, and return the random key of missing weights.
+    """Check `strict`, `progress`, `missing` and `key`, and return the random key of missing weights, if there is one.
 
     Raises:
-        RequestError: one of them is not valid.
+        RequestError: one of them is not valid, or only one of `missing="init"` and `key` is passed.
     """
     check_flag("strict", options.strict)
     if options.progress is not None and not callable(options.progress):
         raise RequestError(f"progress is {shown(options.progress)}; expected a function of (step, done, total)")
-    return init_key_of(options.missing, options.key)
-
-
-def init_key_of(missing: str, key: Any) -> jax.Array | None:
-    """Return the random key for missing weights; None if a missing weight is an error.
-
-    Raises:
-        RequestError: `missing` is neither "error" nor "init", or only one of "init" and `key` is passed.
-    """
+    missing, key = options.missing, options.key
     if missing not in ("error", "init"):
         raise RequestError(f"missing is {shown(missing)}; expected 'error' or 'init'")
     if (missing == "init") != (key is not None):

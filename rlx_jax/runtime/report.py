@@ -17,6 +17,7 @@ from rlx_jax.ir.text import TextTable
 from rlx_jax.lowering.fusion import FusionReport
 from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.lowering.inspect.hlo import count_collectives, without_layer_numbers
+from rlx_jax.lowering.inspect.outline import compact
 from rlx_jax.lowering.lir.plan import Layout
 from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.runtime.block_times import shorten
@@ -305,7 +306,8 @@ class Report:
         for r in self.programs[:MAX_PROGRAMS]:
             seconds = [f"{duration:.3f}" for duration in (r.prove, r.lower, r.trace, r.compile)]
             name = shorten(r.program.replace(" of ", " ").replace(",", ""), 32)
-            rows.append((name, *seconds, *map(short_number, (r.flops, r.peak_bytes, r.cache_bytes))))
+            numbers = ("-" if n is None else compact(n) or "0" for n in (r.flops, r.peak_bytes, r.cache_bytes))
+            rows.append((name, *seconds, *numbers))
         lines = ["", str(TextTable(rows, ("programs", *heads), widths=(32, *WIDTHS), gap=""))]
         if remaining := self.programs[MAX_PROGRAMS:]:
             lines.append(f"{len(remaining)} others, {sum(r.seconds for r in remaining):.3f} s")
@@ -330,18 +332,6 @@ def merge_equal_layers(lines: Sequence[str]) -> list[str]:
     return [line if count == 1 else f"{line} ({count} of them)" for line, count in counts.items()]
 
 
-def short_number(number: int | None) -> str:
-    """Return a number in at most five characters, `812`, `1.2k`, `34M`; `-` for None."""
-    if number is None:
-        return "-"
-    value = float(number)
-    for unit in ("", "k", "M", "G", "T", "P"):
-        if value < 999.5 or unit == "P":  # 999.5 would be rounded to four digits
-            break
-        value /= 1000
-    return f"{value:.0f}{unit}" if value >= 9.95 or not unit else f"{value:.1f}{unit}"
-
-
 def with_mesh(report: Report, model_sharding: ModelSharding, layout: Layout) -> Report:
     """Return the report with the attributes that describe the mesh."""
     specs = [model_sharding.describe_storage(program) for program in layout.params.values()]
@@ -358,30 +348,22 @@ def with_mesh(report: Report, model_sharding: ModelSharding, layout: Layout) -> 
 def program_reports(programs: Programs) -> tuple[ProgramReport, ...]:
     """Return a report on every program in the cache, slowest to compile first, including programs of companions."""
     caches = [(programs, len(programs.flows) > 1), *((other.programs, True) for other in programs.companions.values())]
-    reports = (report for member, named in caches for report in _own_program_reports(member, named))
+    reports = []
+    for member, is_named in caches:
+        counted: set[ProgramKey] = set()  # templates that are charged to a program already: sizes share a template
+        for key, executable in member.executables.items():
+            template, seconds = member.template(key.symbolic), executable.seconds
+            template_seconds = {} if key.symbolic in counted else {**template.seconds}
+            counted.add(key.symbolic)
+            costs, derive_seconds = step_cost(executable), template_seconds.pop("derive", 0.0)
+            report = ProgramReport(
+                f"{key.flow}: {key.text}" if is_named else key.text, derive_seconds + seconds["prove"],
+                sum(template_seconds.values()) + seconds["plan"], seconds["trace"], seconds["compile"],
+                costs.get("flops"), costs.get("bytes"), executable.peak_bytes, executable.memory.alias_size_in_bytes,
+                state_bytes(template, key),
+            )  # fmt: skip
+            reports.append(report)
     return tuple(sorted(reports, key=lambda r: (-r.seconds, r.program)))
-
-
-def _own_program_reports(programs: Programs, named: bool) -> Iterator[ProgramReport]:
-    """Return reports on the programs without companions; with `named` each starts with the flow's name."""
-    counted: set[ProgramKey] = set()  # templates that are charged to a program already: sizes share a template
-    for key, executable in programs.executables.items():
-        template, seconds = programs.template(key.symbolic), executable.seconds
-        template_seconds = {} if key.symbolic in counted else template.seconds
-        counted.add(key.symbolic)
-        needs, memory = step_cost(executable), executable.memory
-        yield ProgramReport(
-            f"{key.flow}: {key.text}" if named else key.text,
-            prove=template_seconds.get("derive", 0.0) + seconds["prove"],
-            lower=sum(s for name, s in template_seconds.items() if name != "derive") + seconds["plan"],
-            trace=seconds["trace"],
-            compile=seconds["compile"],
-            flops=needs.get("flops"),
-            bytes=needs.get("bytes"),
-            peak_bytes=executable.peak_bytes,
-            donated_bytes=memory.alias_size_in_bytes,
-            cache_bytes=state_bytes(template, key),
-        )
 
 
 def step_cost(executable: Executable) -> dict[str, Any]:

@@ -6,7 +6,7 @@ that each stage takes and returns. `edit_blocks` removes the marks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -193,34 +193,11 @@ class BlockIndex:
 COLUMN_PRESERVING = (Boundary, Unary, Binary, CastTo, Standardize, hir.Rope, hir.RmsNorm, hir.LayerNorm, hir.GatedFfn)
 # Ops that end the search for heads, because columns of their operands and results do not correspond.
 SEARCH_ENDS = (Leaf, hir.Linear, hir.Embed, hir.FirstToken, hir.LastToken, hir.EndToken)
+KEEPS_HEADS = (*COLUMN_PRESERVING, Reshape)
 
-
-@dataclass(frozen=True)
-class HeadCounts:
-    """The evidence for the number of heads of a value.
-
-    Attributes:
-        declared: numbers of heads declared by blocks that have heads.
-        reshaped: numbers of heads into which reshapes split the value.
-        incomplete: whether the search met an op that it cannot interpret.
-    """
-
-    declared: frozenset[int] = frozenset()
-    reshaped: frozenset[int] = frozenset()
-    incomplete: bool = False
-
-    @property
-    def candidates(self) -> frozenset[int]:
-        """The possible numbers of heads. Declarations come before reshapes, because a group norm reshapes too."""
-        return self.declared or self.reshaped
-
-    def __or__(self, other: HeadCounts) -> HeadCounts:
-        return HeadCounts(
-            self.declared | other.declared, self.reshaped | other.reshaped, self.incomplete or other.incomplete
-        )
-
-
-INCOMPLETE = HeadCounts(incomplete=True)
+# How an op tells the number of heads of a value, and that number.
+Evidence = tuple[str, int]
+UNKNOWN, NOTHING = ("unknown", 0), ("nothing", 0)
 
 
 class HeadCounter:
@@ -233,64 +210,75 @@ class HeadCounter:
             for position, value in enumerate(node.inputs):
                 self.readers.setdefault(value, []).append((number, position))
 
-    def count(self, value: Value) -> HeadCounts:
-        """Return the evidence from consumers and producers of a value, through ops that keep columns."""
-        return self._from_consumers(value) | self._from_producers(value)
+    def count(self, value: Value) -> tuple[set[int], bool]:
+        """Return the possible numbers of heads of a value, and whether the search met an op that it cannot interpret.
+
+        The evidence comes from consumers and producers, through ops that keep columns. Declarations of blocks that have
+        heads come before reshapes, because a group norm reshapes too.
+        """
+        evidence = {*self._from_consumers(value), *self._from_producers(value)}
+        declared, reshaped = ({heads for each, heads in evidence if each == kind} for kind in ("declared", "reshaped"))
+        return declared or reshaped, UNKNOWN in evidence
 
     def type(self, value: Value) -> TensorType:
         """Return the type of a value."""
         return self.nodes[value.node].types[value.index]
 
-    def _from_consumers(self, value: Value) -> HeadCounts:
-        """Return the evidence from the ops that read a value, directly or through ops that keep columns."""
-        counts, pending, visited = HeadCounts(), [value], {value}
-        while pending:
-            for number, position in self.readers.get(pending.pop(), ()):
-                op, result = self.nodes[number].op, Value(number)
-                if isinstance(op, hir.Split | SplitLast):
-                    counts |= self._split_heads(number)
-                    continue
-                counts |= self._evidence_of(number, position)
-                if isinstance(op, COLUMN_PRESERVING + (Reshape,)) and result not in visited:
-                    pending.append(result)
-                    visited.add(result)
-        return counts
+    def _from_consumers(self, value: Value) -> Iterator[Evidence]:
+        """Yield the evidence of the ops that read a value, directly or through ops that keep columns."""
 
-    def _from_producers(self, value: Value) -> HeadCounts:
-        """Return the evidence from the ops that compute a value, directly or through ops that keep columns."""
-        counts, pending, visited = HeadCounts(), [value], {value}
-        while pending:
-            current = pending.pop()
-            counts |= self._evidence_of(current.node, None)
-            node = self.nodes[current.node]
-            if isinstance(node.op, COLUMN_PRESERVING + (Reshape,)):
-                reshape = isinstance(node.op, Reshape)
-                inputs = {v for v in node.inputs if reshape or self.type(v).shape == self.type(current).shape} - visited
-                pending += inputs
-                visited |= inputs
-        return counts
+        def results(current: Value) -> list[Value]:
+            readers = (number for number, _ in self.readers.get(current, ()))
+            return [Value(number) for number in readers if isinstance(self.nodes[number].op, KEEPS_HEADS)]
 
-    def _evidence_of(self, number: int, operand: int | None) -> HeadCounts:
+        for reached in _reach(value, results):
+            for number, position in self.readers.get(reached, ()):
+                yield self._evidence_of(number, position)
+
+    def _from_producers(self, value: Value) -> Iterator[Evidence]:
+        """Yield the evidence of the ops that compute a value, directly or through ops that keep columns."""
+
+        def operands(current: Value) -> list[Value]:
+            node, shape = self.nodes[current.node], self.type(current).shape
+            is_reshape = isinstance(node.op, Reshape)
+            inputs = node.inputs if isinstance(node.op, KEEPS_HEADS) else ()
+            return [v for v in inputs if is_reshape or self.type(v).shape == shape]
+
+        for reached in _reach(value, operands):
+            yield self._evidence_of(reached.node, None)
+
+    def _evidence_of(self, number: int, operand: int | None) -> Evidence:
         """Return the evidence of one node for operand number `operand`, or for its result if `operand` is None."""
         node = self.nodes[number]
+        if isinstance(node.op, hir.Split | SplitLast) and operand is not None:
+            return self._split_heads(number)
         packed = node.op.packed_heads(operand) if isinstance(node.op, Hir) else None
         if packed is not None:
-            return HeadCounts(frozenset({packed}))
+            return "declared", packed
         if isinstance(node.op, Reshape):
             heads = _reshaped_heads(self.type(node.inputs[0]), node.types[0])
-            return INCOMPLETE if heads is None else HeadCounts(reshaped=frozenset({heads}))
-        return HeadCounts() if isinstance(node.op, COLUMN_PRESERVING + SEARCH_ENDS) else INCOMPLETE
+            return UNKNOWN if heads is None else ("reshaped", heads)
+        return NOTHING if isinstance(node.op, COLUMN_PRESERVING + SEARCH_ENDS) else UNKNOWN
 
-    def _split_heads(self, number: int) -> HeadCounts:
+    def _split_heads(self, number: int) -> Evidence:
         """Return the heads of packed queries, keys and values: the sum of the parts, if all heads are equally wide."""
-        parts = [Value(number, index) for index in range(len(self.nodes[number].types))]
-        counts = [self._from_consumers(part).declared for part in parts]
-        widths = [self.type(part).shape[-1] for part in parts]
-        if any(len(declared) != 1 for declared in counts) or not all(map(is_static, widths)):
-            return INCOMPLETE
-        heads = [min(declared) for declared in counts]
-        equal_widths = all(int(w) * heads[0] == int(widths[0]) * n for w, n in zip(widths, heads, strict=True))
-        return HeadCounts(frozenset({sum(heads)})) if equal_widths else INCOMPLETE
+        heads, widths = [], []
+        for index, part in enumerate(self.nodes[number].types):
+            declared = {n for kind, n in self._from_consumers(Value(number, index)) if kind == "declared"}
+            if len(declared) != 1 or not is_static(part.shape[-1]):
+                return UNKNOWN
+            heads += declared
+            widths.append(int(part.shape[-1]))
+        equal_widths = all(w * heads[0] == widths[0] * n for w, n in zip(widths, heads, strict=True))
+        return ("declared", sum(heads)) if equal_widths else UNKNOWN
+
+
+def _reach(value: Value, following: Callable[[Value], list[Value]]) -> list[Value]:
+    """Return a value, and all values that a function from a value to others leads to."""
+    reached = [value]
+    for current in reached:
+        reached += [v for v in following(current) if v not in reached]
+    return reached
 
 
 def _reshaped_heads(before: TensorType, after: TensorType) -> int | None:
