@@ -262,7 +262,7 @@ class HeadCounter:
 
     def _split_heads(self, number: int) -> Evidence:
         """Return the heads of packed queries, keys and values: the sum of the parts, if all heads are equally wide."""
-        heads, widths = [], []
+        heads, widths = list[int](), list[int]()
         for index, part in enumerate(self.nodes[number].types):
             declared = {n for kind, n in self._from_consumers(Value(number, index)) if kind == "declared"}
             if len(declared) != 1 or not is_static(part.shape[-1]):
