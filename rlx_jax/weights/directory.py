@@ -151,11 +151,6 @@ def refuse_without_config(folder: Folder) -> None:
             raise UnsupportedError(f"{folder.where('')}: no {CONFIG}; it has {listing(matches, 3)}: {advice}")
 
 
-def holds_safetensors(directory: str) -> bool:
-    """Whether a directory has `.safetensors` files or an index of some."""
-    return any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in list_directory(directory))
-
-
 def open_index(directory: str, name: str, *, strict: bool, links: Links) -> list[TensorFile]:
     """Open and return the shards that the index file `name` in `directory` refers to, checked against it.
 

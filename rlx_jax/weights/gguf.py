@@ -248,7 +248,7 @@ class GptOssExperts(NamedTensors[_Weight], ReadingView):
                 self._tensors[key] = _Weight((key,), "same")
             elif kind == "bias":
                 self._tensors[f"{new}_bias"] = _Weight(tuple(keys), "same")
-            elif all(_is_mxfp4(source.spec(key)) for key in keys):
+            elif {getattr(source.spec(key), "scheme", None) for key in keys} == {_MXFP4}:
                 self._tensors |= {
                     f"{new}_blocks": _Weight(tuple(keys), "blocks"),
                     f"{new}_scales": _Weight(tuple(keys), "scales"),
@@ -303,11 +303,6 @@ class GptOssExperts(NamedTensors[_Weight], ReadingView):
         # A byte has the values i and i + 16 of a block in the file, and 2i and 2i + 1 in the checkpoint.
         codes = np.concatenate([blocks[..., 1:] & 0x0F, blocks[..., 1:] >> 4], axis=-1)
         return codes[..., ::2] | codes[..., 1::2] << 4
-
-
-def _is_mxfp4(spec: WeightSpec) -> bool:
-    """Return whether a tensor is the weight of experts in MXFP4."""
-    return isinstance(spec, PackedSpec) and spec.scheme == _MXFP4
 
 
 # -- the format --------------------------------------------------------------------------------

@@ -345,15 +345,14 @@ def _nf4(t: ModuleTensors) -> QuantizedWeight:
 
     Scales may be quantised too, which loading undoes.
     """
-    state = _quant_state(t)
-    (num_rows, num_columns), block = state.shape, state.block
+    num_rows, num_columns, block, nested_block, offset = _quant_state(t)
     if num_columns % block or num_columns % 2:
         raise UnsupportedError(f"{t.where}: blocks of {block} are cut by rows of {num_columns}, which is unsupported")
     t.expect(".weight", (num_rows * num_columns // 2, 1), U8)
     count, width = num_rows * num_columns // block, num_columns // 2
-    t.expect(".weight.absmax", (count,), U8 if state.nested_block else F32)
-    if state.nested_block:
-        t.expect(".weight.nested_absmax", (-(-count // state.nested_block),), F32)
+    t.expect(".weight.absmax", (count,), U8 if nested_block else F32)
+    if nested_block:
+        t.expect(".weight.nested_absmax", (-(-count // nested_block),), F32)
         t.expect(".weight.nested_quant_map", (256,), F32)
 
     def read_codes(rows: Range, columns: Range) -> HostArray:
@@ -362,27 +361,20 @@ def _nf4(t: ModuleTensors) -> QuantizedWeight:
 
     def read_scales() -> HostArray:
         scales = t.read(".weight.absmax")
-        if state.nested_block:
-            outer = t.read(".weight.nested_absmax")[np.arange(count) // state.nested_block]
-            scales = t.read(".weight.nested_quant_map")[scales] * outer + np.float32(state.nested_offset)
+        if nested_block:
+            outer = t.read(".weight.nested_absmax")[np.arange(count) // nested_block]
+            scales = t.read(".weight.nested_quant_map")[scales] * outer + np.float32(offset)
         return float_bits(scales.reshape(num_rows, -1))
 
     arrays: dict[str, ReadArray] = {"codes": read_codes, "scales": read_whole(read_scales)}
     return QuantizedWeight((num_rows, num_columns), declare_scheme("nf4", 4, block, "f32", table="nf4"), arrays)
 
 
-@dataclass(frozen=True)
-class _QuantState:
-    """The state that bitsandbytes stores as JSON in a tensor; `nested_block` is 0 if scales are not quantised."""
+def _quant_state(t: ModuleTensors) -> tuple[int, int, int, int, float]:
+    """Return the state that bitsandbytes stores as JSON in a tensor, after checking the table of values of NF4.
 
-    shape: tuple[int, int]
-    block: int
-    nested_block: int
-    nested_offset: float
-
-
-def _quant_state(t: ModuleTensors) -> _QuantState:
-    """Read the state of an NF4 weight, and check its table of values.
+    It is the numbers of rows and columns, the size of a block of values and of a block of scales, which is 0 if scales
+    are not quantised, and what quantised scales lack.
 
     Raises:
         ConfigError: it is malformed.
@@ -407,7 +399,7 @@ def _quant_state(t: ModuleTensors) -> _QuantState:
     if not isinstance(shape, list) or len(shape) != 2 or state.get("quant_type") != "nf4":
         raise ConfigError(f"{where}: expected quant_type nf4 and a shape of two sizes, got {quote(state)}")
     nested_block = size(state.get("nested_blocksize")) if is_nested else 0
-    return _QuantState((size(shape[0]), size(shape[1])), size(state.get("blocksize")), nested_block, float(offset))
+    return size(shape[0]), size(shape[1]), size(state.get("blocksize")), nested_block, float(offset)
 
 
 # -- MLX ---------------------------------------------------------------------------------------

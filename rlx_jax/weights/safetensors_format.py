@@ -13,9 +13,9 @@ import numpy as np
 
 from rlx_jax.errors import IntegrityError, UnsupportedError, WeightError, listing, quote
 from rlx_jax.io.atomic import write_synced
-from rlx_jax.io.files import resolve
+from rlx_jax.io.files import list_directory, resolve
 from rlx_jax.ir.weight_reads import WeightSource
-from rlx_jax.weights.directory import INDEX_SUFFIX, holds_safetensors, open_directory, open_index
+from rlx_jax.weights.directory import INDEX_SUFFIX, open_directory, open_index
 from rlx_jax.weights.format import Entry, FiniteCheck, OnNonfinite, OpenOptions, check_finite, stored_spec
 from rlx_jax.weights.manifest import MANIFEST_NAME, open_verified
 from rlx_jax.weights.named import HostArray, NamedTensors
@@ -35,11 +35,10 @@ class Safetensors:
 
     def detect(self, weights: Any) -> bool:
         """Whether `weights` is a directory with safetensors files, or the path of a file or an index."""
-        if not isinstance(weights, str):
+        if not isinstance(weights, str) or not os.path.lexists(weights):
             return False
-        if os.path.isdir(weights):
-            return holds_safetensors(weights)
-        return weights.endswith((".safetensors", INDEX_SUFFIX)) and os.path.lexists(weights)
+        names = list_directory(weights) if os.path.isdir(weights) else [weights]
+        return any(name.endswith((".safetensors", INDEX_SUFFIX)) for name in names)
 
     def open(self, weights: Any, options: OpenOptions) -> WeightSource:
         """Open a file, an index or a directory; only a directory can have a manifest to verify with."""
