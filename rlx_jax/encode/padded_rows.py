@@ -140,17 +140,11 @@ class RowBatcher:
             number = self.selection.number(ids, block.rows, block.rows * block.width)
             selected = self.selection.inputs(pad_to(pad_rows(ids, longest), *valid.shape), valid, number)
             num_best = self.selection.num_best
-            result: jax.Array = self.model.programs.run_helper(
-                select_results, tokens, *selected.values(), static=(num_best,)
-            )
-            return result
+            return self.model.programs.run_helper(select_results, tokens, *selected.values(), static=(num_best,))
         if self.pipeline is None:
             return get_pooled(outputs)
         valid, skip = pad_to(keep, block.rows, block.width), [] if self.skip is None else [np.int32(self.skip)]
-        vectors: jax.Array = self.model.programs.run_helper(
-            pool_rows, primary_output(outputs), valid, *skip, static=(self.pipeline,)
-        )
-        return vectors
+        return self.model.programs.run_helper(pool_rows, primary_output(outputs), valid, *skip, static=(self.pipeline,))
 
 
 def restore_order(width: int, order: tuple[int, ...], *hidden: jax.Array) -> jax.Array:

@@ -46,8 +46,7 @@ class TokenSelection:
         if self.token_id is None or not rows:
             return lengths
         begins = np.cumsum([0, *lengths[:-1]])
-        counts: list[int] = np.add.reduceat(np.concatenate(rows) == self.token_id, begins, dtype=np.int64).tolist()
-        return counts
+        return np.add.reduceat(np.concatenate(rows) == self.token_id, begins, dtype=np.int64).tolist()
 
     def number(self, texts: Sequence[Ids], few: int, most: int) -> int:
         """Return for how many tokens a call of these texts selects results, some of which may be of no text.

@@ -146,8 +146,7 @@ class Conversation:
 
     def _render(self, messages: list[dict[str, Any]], reply: bool = True) -> list[int]:
         """Return messages as ids by the chat template, with the beginning of a reply or without."""
-        ids: list[int] = self.causal_lm.apply_chat_template(messages, add_generation_prompt=reply, **self.options)
-        return ids
+        return self.causal_lm.apply_chat_template(messages, add_generation_prompt=reply, **self.options)
 
     def _check_length(self, messages: int, tokens: int, budget: int) -> None:
         """Check that the conversation fits with `budget` new tokens.

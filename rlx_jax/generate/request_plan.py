@@ -125,8 +125,7 @@ def plan_keys(
         return make_keys()
     cache_key = (model.name, sampling_steps, steps, num_logprobs, sizes, prefill_batch, widths, has_prefix)
     inputs_key = (*inputs.sizes.items(),), inputs.optional_inputs
-    keys: PlanKeys = model.programs.request_keys((*cache_key, *inputs_key), make_keys)
-    return keys
+    return model.programs.request_keys((*cache_key, *inputs_key), make_keys)
 
 
 def request_variant(

@@ -357,5 +357,4 @@ def fill_bytes(lm: LanguageModel, sizes: SlotSizes) -> int:
         lir = programs.function(key).lir
         return fused_activation_bytes(lir.graph, partial(workspace_bytes, lir), True, lir.plan.scan)
 
-    result: int = programs.request_keys(("fill bytes", key), measure)
-    return result
+    return programs.request_keys(("fill bytes", key), measure)
