@@ -61,8 +61,8 @@ def test_other_layouts(directories: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["bert", "qwen3", "rerank"])
 def test_programs(directories: Path, name: str) -> None:
-    """What `warmup` compiles suffices for texts and for pairs, few and many in a call; the end of the model is computed
-    for the tokens that are pooled alone."""
+    """What `warmup` compiles suffices for texts and for pairs, few and many in a call; the end of the model, which
+    begins with attention if that is not causal, is computed for the tokens that are pooled alone."""
     model, pairs = rlx.load(directories / name), [*zip(TEXTS, SECOND, strict=True)] * 40
     model.warmup()
     if name == "rerank":
@@ -76,6 +76,7 @@ def test_programs(directories: Path, name: str) -> None:
     nodes = model.model.programs.template(model.model.last_key.symbolic).mir.nodes
     last = max(i for i, node in enumerate(nodes) if node.op.text().startswith("attention"))
     products = [str(node.types[0]) for node in nodes[last:] if isinstance(node.op, MatMul | FusedMatMulBiasAct)]
+    assert ("selected" in str(nodes[last].types[0])) == (name != "qwen3")
     assert len(products) > 2 and all("selected" in text for text in products)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from rlx_jax.errors import DeriveError, did_you_mean, quote, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Leaf, Node, Op, TypeCache, Value
-from rlx_jax.ir.ops.index import Take
+from rlx_jax.ir.ops.index import TakeAlongAxis
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.ops.shape import AxisOf, Concat, Reshape
 from rlx_jax.ir.paths import path_text
@@ -315,39 +315,42 @@ def last_token_only(graph: Graph, types: TypeCache) -> Graph:
     The suffix continues through the query operand of causal attention: the last query alone determines the last row.
     """
     cache_slice_tests(graph, types, rule_of)
-    return take_early(graph, types, lambda b, x: b(hir.LastToken(), x))
+    return take_early(graph, types, lambda b, x, axis: b(hir.LastToken(), x))
 
 
-def take_selected(b: Builder, x: Value) -> Value:
-    """Return the selected tokens of packed rows `[B, S, …]`: `[1, selected, …]`."""
-    flat = b(Reshape((1, -1, *map(AxisOf, range(2, b.type(x).rank)))), x)
-    return b(Take(1, "clip"), flat, b.leaf(SELECTED))
+def take_selected(b: Builder, x: Value, axis: int) -> Value:
+    """Return the selected tokens of each packed row of x, whose tokens are on `axis`."""
+    others = (1,) * (b.type(x).rank - axis - 1)
+    indices = b(Reshape((AxisOf(0), *(1,) * (axis - 1), -1, *others)), b.leaf(SELECTED))
+    return b(TakeAlongAxis(axis, "clip"), x, indices)
 
 
 def take_early(
-    graph: Graph, types: TypeCache, take: Callable[[Builder, Value], Value], joins_rows: bool = False
+    graph: Graph, types: TypeCache, take: Callable[[Builder, Value, int], Value], packed: bool = False
 ) -> Graph:
     """Return the graph with `take`, which takes some tokens of a value, before its token-wise suffix and its outputs.
 
-    `joins_rows`: it takes them from all rows, into one.
+    Its last argument is the axis of the tokens. `packed`: whether it is the program of that name.
     """
-    suffix = _token_wise_suffix(graph, types, joins_rows)
+    suffix = _token_wise_suffix(graph, types, packed)
 
     def enter(inner: Graph) -> Rewrite:
-        moved: dict[Value, Value] = {}  # one gather for all readers of a value
+        moved: dict[tuple[Value, int], Value] = {}  # one gather for all readers of a value
 
         def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
             if inner is not graph or number not in suffix:
                 return None
             gathered = []
             for index, (old, new) in enumerate(zip(node.inputs, inputs, strict=True)):
-                if is_row_wise(node.op, index) and old.node not in suffix and "seq" in b.type(new).symbols:
-                    if new not in moved:
-                        moved[new] = take(b, new)
-                    new = moved[new]
+                axis = query_axis(node.op, index)
+                is_taken = axis is not None and b.type(new).shape[axis : axis + 1] == (symbol("seq"),)
+                if axis is not None and is_taken and old.node not in suffix:
+                    if (new, axis) not in moved:
+                        moved[new, axis] = take(b, new, axis)
+                    new = moved[new, axis]
                 gathered.append(new)
             op = node.op
-            return b.add(replace(op, last=True) if isinstance(op, hir.Attention) else op, *gathered)
+            return b.add(replace(op, last=True) if isinstance(op, hir.Attention) and not packed else op, *gathered)
 
         return fn
 
@@ -359,21 +362,18 @@ def take_early(
         t = new_graph.type(value)
         if "seq" in t.symbols and t.shape[1:2] != (symbol("seq"),):
             raise DeriveError(f"output {quote(name)} is {t}, without tokens on axis 1: it has no value of a last token")
-        outputs.append(take(b, value) if "seq" in t.symbols else value)
+        outputs.append(take(b, value, 1) if "seq" in t.symbols else value)
     return b.finish(outputs, new_graph.output_names)
 
 
-def _token_wise_suffix(graph: Graph, types: TypeCache, joins_rows: bool) -> set[int]:
-    """Return the token-wise nodes with results that only outputs and other suffix nodes read, row by row.
-
-    With `joins_rows` none of them reads a value of a row, as tokens of several rows will be in one.
-    """
+def _token_wise_suffix(graph: Graph, types: TypeCache, packed: bool) -> set[int]:
+    """Return the token-wise nodes with results that only outputs and other suffix nodes read, row by row."""
     users: dict[int, set[int]] = {}
     full_readers = {v.node for _, v in graph.writes}
     for number, node in enumerate(graph.nodes):
         for index, v in enumerate(node.inputs):
             users.setdefault(v.node, set()).add(number)
-            if not is_row_wise(node.op, index):
+            if query_axis(node.op, index) is None:
                 full_readers.add(v.node)
     suffix: set[int] = set()
     for number in range(len(graph.nodes) - 1, -1, -1):  # backwards, as a node's users decide whether it is in
@@ -382,12 +382,10 @@ def _token_wise_suffix(graph: Graph, types: TypeCache, joins_rows: bool) -> set[
         if number in full_readers or not users.get(number, set()) <= suffix:
             continue
         operands = tuple(graph.type(v) for v in node.inputs)
-        if needs_last_query_only(node.op) and all(t.shape[1] == symbol("seq") for t in operands[:3]):
+        if treats_queries_alone(node.op, packed) and all(t.shape[1] == symbol("seq") for t in operands[:3]):
             suffix.add(number)
         with_tokens = [t for t in operands if "seq" in t.symbols]
         if not is_plain or not with_tokens or any(t.shape[1:2] != (symbol("seq"),) for t in with_tokens):
-            continue
-        if joins_rows and any("batch" in t.symbols for t in operands if t not in with_tokens):
             continue
         verdict = types.cached(prove, node.op, operands, "seq")
         is_independent = verdict.token_wise and not why_not_independent(types, node, operands, "seq")
@@ -396,14 +394,22 @@ def _token_wise_suffix(graph: Graph, types: TypeCache, joins_rows: bool) -> set[
     return suffix
 
 
-def needs_last_query_only(op: Op) -> bool:
-    """Return whether the op is attention that computes its last row from the last query alone.
+def treats_queries_alone(op: Op, packed: bool) -> bool:
+    """Return whether the op is attention that computes its last row, or any in `packed`, from that query alone.
 
-    That needs causal attention without a mask or bias array, because single queries are aligned with the last keys.
+    The last row needs causal attention without a mask or bias array, because single queries are aligned with the last
+    keys. Any needs one that is not causal, and in `packed` masks have an axis of queries.
     """
-    return isinstance(op, hir.Attention) and op.causal and not op.extra and op.returns == "context"
+    if not isinstance(op, hir.Attention) or op.returns != "context":
+        return False
+    return not op.causal and op.window is None if packed else op.causal and not op.extra
 
 
-def is_row_wise(op: Op, operand: int) -> bool:
-    """Return whether a row of the result needs only the same row of the operand."""
-    return operand == 0 or not isinstance(op, hir.Attention)
+def query_axis(op: Op, operand: int) -> int | None:
+    """Return the axis of an operand of which an entry is all that a token of the result needs; None if there is none.
+
+    Masks and biases of attention have it after the heads.
+    """
+    if operand == 0 or not isinstance(op, hir.Attention):
+        return 1
+    return 2 if 3 <= operand < 3 + len(op.extra) else None

@@ -4,7 +4,7 @@ In `packed` a row contains several sequences, one after the other, and tokens at
 inputs describe the rows. `segments` `[batch, seq]` int32 numbers the sequences of a row: 1, 2, 3 … for their tokens, 0
 for unused positions. `positions` `[batch, seq]` int32 is the index of each token in its own sequence, from 0. Tokens of
 a sequence are in order within the row, so causality and windows apply unchanged. With `last_only` outputs are those of
-the tokens at `selected` `[selected]` int32, indices among all tokens of a call: `[1, selected, …]`.
+the tokens of each row at `selected` `[batch, selected]` int32: `[batch, selected, …]`.
 
 In `padded` a row may end in padding, which no token reads, whatever the flow does with a mask. The input
 `attention_mask` `[batch, seq]` marks it: 1 for a token, less than ½ for padding. It is the flow's own input of that
@@ -32,7 +32,7 @@ from rlx_jax.lowering.hir.independence import prove
 
 PER_TOKEN = TensorType((symbol("batch"), symbol("seq")), I32)
 SEGMENTS, POSITIONS = Input("segments", type=PER_TOKEN), Input("positions", type=PER_TOKEN)
-SELECTED = Input("selected", type=TensorType((symbol("selected"),), I32))
+SELECTED = Input("selected", type=TensorType((symbol("batch"), symbol("selected")), I32))
 FULL = (None, None, None)
 
 

@@ -21,7 +21,7 @@ from rlx_jax.encode.packing import Block, BlockSizes, pack_rows, plan_blocks, pl
 from rlx_jax.encode.padded_rows import RowBatcher, read_mask_names
 from rlx_jax.encode.pooled import Vectors
 from rlx_jax.encode.sentence import SentencePipeline, pool_segments
-from rlx_jax.encode.token_selection import SELECTED, TokenResults, TokenSelection
+from rlx_jax.encode.token_selection import SELECTED, TokenResults, TokenSelection, first_indices
 from rlx_jax.runtime.frozen import FrozenFlow
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.program_key import Variant
@@ -135,23 +135,21 @@ class PackedBatcher:
         return self.model.bind(key)
 
     def _num_selected(self, block: Block, rows: TokenRows) -> int:
-        """Return for how many tokens the program for a block of rows returns results, if it `takes_tokens`."""
-        slots, texts = block.rows * block.slots, block.token_rows(rows.ids)
-        few = max(1, slots // 4)
+        """Return for how many tokens of a row the program for a block returns results, if it `takes_tokens`."""
+        few = max(1, block.slots // 4)
         if self.selection is None:
-            return few if len(texts) <= few else slots
-        return self.selection.number(texts, few, slots)
+            return few if max(map(len, block.texts)) <= few else block.slots
+        return self.selection.number(([rows.ids[text] for text in row] for row in block.texts), few, block.slots)
 
     def _pooled_tokens(self, segments: Ids, number: int) -> Ids:
-        """Return the indices of the first or the last token of each text of a call, and others, `number` in all."""
+        """Return the indices of the first or the last tokens of the texts of each row, and others, `number` of each."""
         shift = 1 if self.pipeline.pooling == ("cls",) else -1
         others = np.roll(np.pad(segments, ((0, 0), (1, 1))), shift, axis=1)[:, 1:-1]
-        indices = np.flatnonzero((segments > 0) & (segments != others))
-        return np.pad(indices, (0, number - len(indices))).astype(np.int32)
+        return first_indices((segments > 0) & (segments != others), number)
 
     def run(self, block: Block, rows: TokenRows) -> jax.Array:
-        """Return the vectors of a block `[rows, slots, D]`, or `[1, n, D]` if it `takes_tokens`; or the outputs of all
-        tokens `[rows, width, D]`.
+        """Return the vectors of a block `[rows, slots, D]`, or of fewer slots if it `takes_tokens`; or the outputs of
+        all tokens `[rows, width, D]`.
 
         The text numbers of the block are indices into `rows`.
         """
@@ -252,11 +250,9 @@ class Stream:
                 self._fetch()
 
     def _places(self, rows: list[list[int]]) -> list[list[int]]:
-        """Return where the results of rows of texts are in the buffer; results of selected tokens are in one row."""
-        selection, ends = self.batcher.selection, self.ends
-        if self.batcher.takes_tokens:
-            rows = [[text for row in rows for text in row]]
-        if selection is None:
+        """Return where the results of rows of texts are in the buffer."""
+        ends = self.ends
+        if self.batcher.selection is None:
             return rows
         return [[i for text in row for i in range(ends[text - 1] if text else 0, ends[text])] for row in rows]
 

@@ -11,11 +11,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-
-T = TypeVar("T")
 
 # Widths of rows in tokens, for models with texts of up to 512 tokens and for longer ones.
 SHORT_WIDTHS, LONG_WIDTHS = (64, 128, 256, 512), (128, 512, 1024, 2048, 8192)
@@ -71,10 +69,6 @@ class Block:
     width: int
     slots: int
     texts: tuple[tuple[int, ...], ...]
-
-    def token_rows(self, rows: Sequence[T]) -> list[T]:
-        """Return the rows of its texts, among the rows of all texts."""
-        return [rows[text] for texts in self.texts for text in texts]
 
 
 @dataclass(frozen=True)

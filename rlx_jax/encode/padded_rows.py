@@ -114,11 +114,6 @@ class RowBatcher:
         """Return calls in which every text has a row of its own, as `PackedBatcher.plan_one_per_row` does."""
         return [Block(*sizes, 1, tuple((text,) for text in texts)) for texts, sizes in self.plan_calls(lengths)]
 
-    @property
-    def takes_tokens(self) -> bool:
-        """Whether results are of selected tokens, as `PackedBatcher.takes_tokens`."""
-        return self.selection is not None and self.selection.token_id is not None
-
     def num_threads(self, block: Block, rows: TokenRows) -> int:
         """Return the number of threads for this call, as `PackedBatcher.num_threads` does."""
         return 1
@@ -137,7 +132,7 @@ class RowBatcher:
             if self.selection.token_id is None:
                 return tokens
             valid = pad_to(keep, block.rows, block.width)
-            number = self.selection.number(ids, block.rows, block.rows * block.width)
+            number = self.selection.number(([row] for row in ids), 1, block.width)
             selected = self.selection.inputs(pad_to(pad_rows(ids, longest), *valid.shape), valid, number)
             num_best = self.selection.num_best
             return self.model.programs.run_helper(select_results, tokens, *selected.values(), static=(num_best,))

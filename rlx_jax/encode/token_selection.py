@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,10 @@ from rlx_jax.compiler.settings import bucket_size
 from rlx_jax.encode.vector_layers import unit_length
 from rlx_jax.text.request_checks import Ids
 
-# Names of the inputs with the indices of the selected tokens among all tokens of a call `[number]`, and with the labels
-# that a request chooses among.
+# Names of the inputs with the indices of the selected tokens of each row `[rows, number]`, and with the labels that a
+# request chooses among.
 SELECTED, TARGETS = "selected", "targets"
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
 # The number of the best labels is rounded up to this times a power of two.
 BEST_STEP = 8
 
@@ -48,36 +49,40 @@ class TokenSelection:
         begins = np.cumsum([0, *lengths[:-1]])
         return np.add.reduceat(np.concatenate(rows) == self.token_id, begins, dtype=np.int64).tolist()
 
-    def number(self, texts: Sequence[Ids], few: int, most: int) -> int:
-        """Return for how many tokens a call of these texts selects results, some of which may be of no text.
+    def number(self, rows: Iterable[Sequence[Ids]], few: int, most: int) -> int:
+        """Return how many tokens of each row of these texts a call selects, some of which may be of no text.
 
         It is `few` or `most` if that suffices, else a power of two of `most`: so few programs are compiled, and few
         products with a vocabulary are computed in vain.
         """
-        count = sum(self.counts(texts))
+        count = max(sum(self.counts(texts)) for texts in rows)
         return few if count <= few else bucket_size(count, most, None)
 
-    def inputs(self, tokens: Ids, valid: np.ndarray[Any, Any], number: int) -> dict[str, Ids]:
-        """Return the inputs that select among the valid `tokens` `[rows, width]` of a call, row by row."""
-        indices = np.flatnonzero((tokens == self.token_id) & valid)
-        inputs = {SELECTED: np.pad(indices, (0, number - len(indices))).astype(np.int32)}
+    def inputs(self, tokens: Ids, valid: Mask, number: int) -> dict[str, Ids]:
+        """Return the inputs that select among the valid `tokens` `[rows, width]` of a call."""
+        inputs = {SELECTED: first_indices((tokens == self.token_id) & valid, number)}
         return inputs | ({TARGETS: np.array(self.targets, np.int32)} if self.targets else {})
+
+
+def first_indices(is_selected: Mask, number: int) -> Ids:
+    """Return the indices of the selected tokens of each row, and of others after these: `[rows, number]`."""
+    return np.argsort(~is_selected, axis=1, kind="stable")[:, :number].astype(np.int32)
 
 
 def select_results(
     num_best: int, outputs: jax.Array, indices: jax.Array, targets: jax.Array | None = None
 ) -> jax.Array:
-    """Return the results of the tokens at `indices` `[N]` from the outputs of all tokens `[B, S, D]`: `[1, N, D]`."""
-    return best_labels(num_best, take_tokens(outputs, indices), targets)[None]
+    """Return the results `[B, N, D]` of the tokens at `indices` `[B, N]` from the outputs of all tokens `[B, S, D]`."""
+    return best_labels(num_best, take_tokens(outputs, indices), targets)
 
 
 def take_tokens(outputs: jax.Array, indices: jax.Array) -> jax.Array:
-    """Return the outputs `[B, S, D]` of the tokens at `indices` `[N]` of all `B·S` tokens: `[N, D]`."""
-    return jnp.take(outputs.reshape(-1, outputs.shape[-1]), indices, axis=0)
+    """Return the outputs `[B, S, D]` of the tokens of each row at `indices` `[B, N]`: `[B, N, D]`."""
+    return jnp.take_along_axis(outputs, indices[..., None], axis=1)
 
 
 def best_labels(num_best: int, logits: jax.Array, targets: jax.Array | None = None) -> jax.Array:
-    """Return the largest probabilities for logits `[N, labels]`, then their labels: `[N, 2·num_best]` float32.
+    """Return the largest probabilities for logits `[…, labels]`, then their labels: `[…, 2·num_best]` float32.
 
     With `targets` those of these labels, in their order; without `num_best`, the logits. A float32 represents every id
     of a vocabulary exactly.
@@ -88,17 +93,17 @@ def best_labels(num_best: int, logits: jax.Array, targets: jax.Array | None = No
     if targets is None:
         values, labels = jax.lax.top_k(logits, num_best)
     else:
-        values, labels = logits[:, targets], jnp.broadcast_to(targets, (len(logits), len(targets)))
+        values, labels = logits[..., targets], jnp.broadcast_to(targets, (*logits.shape[:-1], len(targets)))
     probabilities = jnp.exp(values - jax.nn.logsumexp(logits, axis=-1, keepdims=True))
     return jnp.concatenate([probabilities, labels.astype(jnp.float32)], axis=-1)
 
 
 @dataclass(frozen=True)
 class TokenResults:
-    """Wrap a program so that it returns the results of the tokens at `SELECTED`, `[1, number, D]` float32.
+    """Wrap a program so that it returns the results of the tokens at `SELECTED`, `[rows, number, D]` float32.
 
     Attributes:
-        number: the number of tokens.
+        number: the number of tokens of a row.
         from_all: whether the program returns the outputs of all tokens, not of those at `SELECTED`.
         normalize: whether outputs are divided by their Euclidean lengths.
         num_best: see `TokenSelection`.
@@ -116,8 +121,8 @@ class TokenResults:
             others = {TARGETS, SELECTED} if self.from_all else {TARGETS}
             model_inputs = {name: value for name, value in inputs.items() if name not in others}
             (outputs, *_), state = run(params, state, model_inputs)
-            values = take_tokens(outputs, inputs[SELECTED]) if self.from_all else outputs[0]
+            values = take_tokens(outputs, inputs[SELECTED]) if self.from_all else outputs
             results = best_labels(self.num_best, values, inputs.get(TARGETS))
-            return ((unit_length(results) if self.normalize else results)[None],), state
+            return (unit_length(results) if self.normalize else results,), state
 
         return function
