@@ -14,7 +14,7 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from rlx_jax.ir.graph import Graph, Input, Leaf, Mir, Node, Param, StateRead, Value
@@ -167,31 +167,46 @@ def _view(graph: Graph, node: Node, in_place: bool) -> list[tuple[int, Value, in
 
 
 def buffer_lifetimes(
-    graph: Graph, value_views: Mapping[Value, View], in_place: bool = True, scan: bool = False
-) -> list[Lifetime]:
+    graph: Graph, value_views: Mapping[Value, View], in_place: bool = True, scan: bool = False,
+    fused_workspace: Workspace | None = None,
+) -> list[Lifetime]:  # fmt: skip
     """Return the lifetimes of computed values with static size. Views extend the lifetime of their root.
 
     Args:
         graph: the graph.
         value_views: its views.
-        in_place: as in `plan_buffers`.
-        scan: as in `plan_buffers`.
+        in_place, scan: as in `plan_buffers`.
+        fused_workspace: None if each op writes its results to memory. If XLA fuses elementwise ops and moves into the
+            ops that read their results: the function from a graph and its node to the bytes that the node needs while
+            it runs.
     """
-    end = len(graph.nodes)
+    fused, end = fused_workspace is not None, len(graph.nodes)
+    readers = [node.inputs for node in graph.nodes if not _fuses(node)]
+    stored = {_root(value_views, v) for v in itertools.chain(*readers, graph.roots())}
+    sources: dict[Value, frozenset[Value]] = {}  # the values in memory that must be live while a value is read
     last_uses: dict[Value, int] = {}
-    for number, node in enumerate(graph.nodes):
-        last_uses.update({_root(value_views, v): number for v in node.inputs})
-    last_uses.update({_root(value_views, v): end for v in graph.roots()})
     lives = []
     for number, node in enumerate(graph.nodes):
-        inner = sum(activation_bytes(region, in_place, scan) for region in node.op.regions())
-        inner += sum(_sliced_bytes(region) for region in node.op.regions()) if scan else 0
-        if inner:
-            lives.append(Lifetime(Value(number), inner, number, number, workspace=True))
-        for index, t in enumerate(node.types):
+        operands = frozenset[Value]().union(*(sources[v] for v in node.inputs))
+        last_uses.update(dict.fromkeys(operands, number))
+        for index in range(len(node.types)):
             value = Value(number, index)
-            if not isinstance(node.op, Leaf) and value not in value_views and t.is_static:
-                lives.append(Lifetime(value, t.nbytes, number, last_uses.get(value, number)))
+            if value in value_views:
+                sources[value] = sources.get(value_views[value].root, frozenset())
+            elif isinstance(node.op, Leaf) or (fused and _fuses(node) and value not in stored):
+                sources[value] = operands
+            else:
+                sources[value] = frozenset({value})
+        peaks = (activation_bytes(region, in_place, scan, fused_workspace) for region in node.op.regions())
+        inner = sum(peaks) + (sum(map(_sliced_bytes, node.op.regions())) if scan else 0)
+        if inner := inner + (0 if fused_workspace is None else fused_workspace(graph, node)):
+            lives.append(Lifetime(Value(number), inner, number, number, workspace=True))
+    for value in itertools.chain(*(sources[v] for v in graph.roots())):
+        last_uses[value] = end
+    for value in (value for value, own in sources.items() if own == {value} and graph.type(value).is_static):
+        # With fusion the results of a region are live at its end, where its own peak counts them.
+        born = value.node + (fused and bool(graph.nodes[value.node].op.regions()))
+        lives.append(Lifetime(value, graph.type(value).nbytes, born, max(born, last_uses.get(value, 0))))
     return lives
 
 
@@ -218,9 +233,15 @@ def assign_slots(lives: list[Lifetime], alignment: int = ALIGNMENT) -> list[Slot
     return slots
 
 
-def activation_bytes(graph: Graph, in_place: bool = True, scan: bool = False) -> int:
-    """Return the peak bytes of computed values that are live at the same step. Arguments are as in `plan_buffers`."""
-    return _peak(buffer_lifetimes(graph, views(graph, in_place), in_place, scan), len(graph.nodes))
+def activation_bytes(
+    graph: Graph, in_place: bool = True, scan: bool = False, fused_workspace: Workspace | None = None
+) -> int:
+    """Return the peak bytes of computed values that are live at the same step; arguments as in `buffer_lifetimes`."""
+    change = [0] * (len(graph.nodes) + 2)
+    for life in buffer_lifetimes(graph, views(graph, in_place), in_place, scan, fused_workspace):
+        change[life.born] += life.size
+        change[life.dies + 1] -= life.size
+    return max(itertools.accumulate(change))
 
 
 def peak_blocks(graph: Graph, in_place: bool = True, scan: bool = False) -> dict[str, int]:
@@ -242,58 +263,11 @@ def peak_blocks(graph: Graph, in_place: bool = True, scan: bool = False) -> dict
     return sizes
 
 
-def fused_activation_bytes(graph: Graph, workspace: Workspace, in_place: bool = True, scan: bool = False) -> int:
-    """Return `activation_bytes` if XLA fuses elementwise ops and moves into the ops that read their results.
-
-    Args:
-        graph: the graph.
-        workspace: function from a node and its graph to the bytes that the node needs while it runs.
-        in_place, scan: as in `plan_buffers`.
-    """
-    value_views = views(graph, in_place)
-    readers = [node.inputs for node in graph.nodes if not _fuses(node)]
-    stored = {_root(value_views, v) for v in itertools.chain(*readers, graph.roots())}
-    sources: dict[Value, frozenset[Value]] = {}  # the stored values that must be live while a value is read
-    last_uses: dict[Value, int] = {}
-    sizes: dict[Value, int] = {}
-    lives = []
-    for number, node in enumerate(graph.nodes):
-        operands = frozenset[Value]().union(*(sources[v] for v in node.inputs))
-        last_uses.update(dict.fromkeys(operands, number))
-        for index, t in enumerate(node.types):
-            value = Value(number, index)
-            if value in value_views:
-                sources[value] = sources.get(value_views[value].root, frozenset())
-            elif isinstance(node.op, Leaf) or (_fuses(node) and value not in stored):
-                sources[value] = operands
-            else:
-                sources[value], sizes[value] = frozenset({value}), t.nbytes
-        inner = sum(fused_activation_bytes(region, workspace, in_place, scan) for region in node.op.regions())
-        inner += sum(_sliced_bytes(region) for region in node.op.regions()) if scan else 0
-        if inner := inner + workspace(graph, node):
-            lives.append(Lifetime(Value(number), inner, number, number, workspace=True))
-    for value in itertools.chain(*(sources[v] for v in graph.roots())):
-        last_uses[value] = len(graph.nodes)
-    # The results of a region are live at its end, where its own peak counts them.
-    born = {v: v.node + bool(graph.nodes[v.node].op.regions()) for v in sizes}
-    lives += [Lifetime(v, size, born[v], max(born[v], last_uses.get(v, 0))) for v, size in sizes.items()]
-    return _peak(lives, len(graph.nodes))
-
-
 def _fuses(node: Node) -> bool:
     """Return whether XLA fuses an op into those that read its results."""
     return isinstance(node.op, Leaf) or (
         isinstance(node.op, Mir) and node.op.traits.numeric in ("elementwise", "movement") and not node.op.regions()
     )
-
-
-def _peak(lives: Iterable[Lifetime], steps: int) -> int:
-    """Return the peak bytes of buffers that are live at the same of so many steps."""
-    change = [0] * (steps + 2)
-    for life in lives:
-        change[life.born] += life.size
-        change[life.dies + 1] -= life.size
-    return max(itertools.accumulate(change))
 
 
 def _phases(graph: Graph) -> tuple[str, ...]:

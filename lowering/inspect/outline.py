@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from rlx_jax.ir.graph import Graph, Input, Mir, Node
 from rlx_jax.ir.paths import LayerIndex, Path, path_text
-from rlx_jax.ir.text import TextTable, block_rows
+from rlx_jax.ir.text import Row, TextTable, block_rows
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.mir.small import live_nodes
 
@@ -176,22 +176,20 @@ def outline(
         sizes: the sizes of symbolic dims in `mir`.
         inputs: the inputs to list.
     """
-    block_info = {path: (row.output, row.count) for path, row in block_rows(blocks).items()}
-    count = sum(count for _, count in block_info.values())
-    block_costs = {} if mir is None else costs(mir)
-    iterations = _iterations(blocks)
-    paths = list(dict.fromkeys([*block_info, *(path for path in block_costs if path not in block_info)]))
+    blocks_by_path, block_costs = block_rows(blocks), {} if mir is None else costs(mir)
+    paths = dict.fromkeys([*blocks_by_path, *block_costs])
     rows: list[OutlineRow] = []
     for layer, layer_paths in _groups(paths):
+        members = {p: blocks_by_path.get(p, Row()) for p in layer_paths}
         costs_of = {p: None if mir is None else block_costs.get(p, Cost()) for p in layer_paths}
-        parts = [OutlineRow(p, *block_info.get(p, ("", 0)), block_cost) for p, block_cost in costs_of.items()]
+        parts = [OutlineRow(p, row.output, row.count, costs_of[p]) for p, row in members.items() if p != layer]
         if layer:
             layer_cost = None if mir is None else total(block_costs.get(p, Cost()) for p in layer_paths)
-            output = next((part.output for part in reversed(parts) if part.path == layer), "")
-            parts = [part for part in parts if part.path != layer]
-            params = sum(block_info.get(p, ("", 0))[1] for p in layer_paths)
-            rows.append(OutlineRow(layer, output, params, layer_cost, iterations.get(layer, 1)))
+            output = members[layer].output if layer in members else ""
+            params, iterations = sum(row.count for row in members.values()), max(r.iterations for r in members.values())
+            rows.append(OutlineRow(layer, output, params, layer_cost, iterations))
         rows += parts
+    count = sum(row.count for row in blocks_by_path.values())
     outputs = dict(zip(blocks.output_names, (blocks.type(v) for v in blocks.outputs), strict=True))
     total_cost = None if mir is None else total(block_costs.values())
     return Outline(name, inputs, outputs, tuple(rows), count, total_cost, dict(sizes))
@@ -214,22 +212,13 @@ def compact(number: int) -> str:
 # -- collecting --------------------------------------------------------------------------------
 
 
-def _iterations(graph: Graph) -> dict[Path, int]:
-    """Return the number of iterations of each repeated layer."""
-    iterations: dict[Path, int] = {}
-    for node in graph.nodes:
-        for region in node.op.regions():
-            iterations |= {_layer(n.origin.path): node.op.iterations() for n in region.nodes if _layer(n.origin.path)}
-    return iterations
-
-
 def _layer(path: Path) -> Path:
     """Return the layer that contains a block: the path up to the layer's number; () if there is none."""
     index = next((i for i, s in enumerate(path) if isinstance(s, int | LayerIndex)), None)
     return () if index is None else path[: index + 1]
 
 
-def _groups(paths: Sequence[Path]) -> Iterator[tuple[Path, list[Path]]]:
+def _groups(paths: Iterable[Path]) -> Iterator[tuple[Path, list[Path]]]:
     """Yield each layer with its blocks, in the order of first occurrence; a block outside of layers with layer ()."""
     groups: dict[Path, list[Path]] = {}
     for path in paths:

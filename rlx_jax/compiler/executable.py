@@ -263,36 +263,23 @@ def trace_program(
     trace_seconds = time.perf_counter() - start
     # A state that is not donated is copied, as the plan says. A wrapper computes values that are not in the plan.
     is_checked = donates_state or (may_donate and not state and not wrapped)
-    check = partial(check_donation, lir, shardings, companions or {}, name) if is_checked else None
-    return partial(compile_traced, lir, lower, load, check, trace_seconds, consumed_inputs)
 
+    def compile_traced() -> Executable:
+        start = time.perf_counter()
+        compiled, from_cache, results = load()
+        compile_end = time.perf_counter()
+        proof = check_donation(lir, shardings, companions or {}, name, compiled, results) if is_checked else None
+        prove_seconds = time.perf_counter() - compile_end
+        seconds = {"trace": trace_seconds, "compile": compile_end - start, "prove": prove_seconds}
+        # None is the sharding of an unread argument, and counts as a leaf so that positions match the arguments.
+        arg_shardings = tuple(jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None))
+        memory = compiled.memory_analysis()
+        # A donated state is an argument and a result in the same memory.
+        results_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + results_bytes
+        return Executable(lir, compiled, lower, seconds, peak, proof, consumed_inputs, arg_shardings, from_cache)
 
-def compile_traced(
-    lir: Lir, lower: Callable[[], jax.stages.Lowered], load: Callable[[], tuple[Any, bool, Any]],
-    check: Callable[[Any, Any], DonationProof] | None, trace_seconds: float, consumed_inputs: tuple[str, ...],
-) -> Executable:  # fmt: skip
-    """Compile a traced program, or load it.
-
-    Args:
-        lir, consumed_inputs: as in `trace_program` and `Executable`.
-        lower: returns the lowered program.
-        load: returns the compiled program, whether the compile cache had it, and the types of its results.
-        check: returns the proof of donation from the compiled program and the types of its results; None for no proof.
-        trace_seconds: the time that tracing took.
-    """
-    start = time.perf_counter()
-    compiled, from_cache, results = load()
-    compile_end = time.perf_counter()
-    proof = None if check is None else check(compiled, results)
-    prove_seconds = time.perf_counter() - compile_end
-    seconds = {"trace": trace_seconds, "compile": compile_end - start, "prove": prove_seconds}
-    # None is the sharding of an unread argument, and counts as a leaf so that positions match the arguments.
-    arg_shardings = tuple(jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None))
-    memory = compiled.memory_analysis()
-    # A donated state is an argument and a result in the same memory.
-    results_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + results_bytes
-    return Executable(lir, compiled, lower, seconds, peak, proof, consumed_inputs, arg_shardings, from_cache)
+    return compile_traced
 
 
 def with_split_inputs(function: Function, name: str) -> Callable[..., Results]:

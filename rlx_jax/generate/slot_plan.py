@@ -33,7 +33,7 @@ from rlx_jax.generate.request_plan import (
 from rlx_jax.generate.sampler import SamplingSteps
 from rlx_jax.generate.scheduler import SlotJob
 from rlx_jax.generate.speculative import DRAFTER_PREFIX, Drafter
-from rlx_jax.lowering.inspect.buffers import fused_activation_bytes
+from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.runtime.estimate import parameter_bytes, workspace_bytes
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.program_key import ProgramKey
@@ -355,6 +355,6 @@ def fill_bytes(lm: LanguageModel, sizes: SlotSizes) -> int:
 
     def measure() -> int:
         lir = programs.function(key).lir
-        return fused_activation_bytes(lir.graph, partial(workspace_bytes, lir), True, lir.plan.scan)
+        return activation_bytes(lir.graph, True, lir.plan.scan, partial(workspace_bytes, lir))
 
     return programs.request_keys(("fill bytes", key), measure)

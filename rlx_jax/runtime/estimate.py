@@ -35,7 +35,7 @@ from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.param import packed_parameter, packing_of
 from rlx_jax.ir.paths import Path
 from rlx_jax.ir.types import TensorType, is_float, short_name
-from rlx_jax.lowering.inspect.buffers import fused_activation_bytes
+from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.lowering.inspect.outline import OpCost, op_costs
 from rlx_jax.lowering.lir.attention import CHUNK_SCORE_BYTES
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
@@ -88,7 +88,7 @@ def estimate_program(
         nbytes += entry.times * op_bytes
         seconds = [total + entry.times * part for total, part in zip(seconds, parts, strict=True)]
     workspace = partial(workspace_bytes, lir)
-    live = fused_activation_bytes(lir.graph, workspace, lir.plan.donate_state, lir.plan.scan)
+    live = activation_bytes(lir.graph, lir.plan.donate_state, lir.plan.scan, workspace)
     live += sharding.gathered_bytes(programs.layout.params.values()) if sharding is not None else 0
     host = rates.call_seconds + rates.argument_seconds * len(programs.layout.params) if program == "prefill" else 0.0
     compute, memory, start, link = seconds
@@ -146,10 +146,10 @@ def _op_seconds(entry: OpCost, lir: Lir, sharding: ModelSharding | None, rates: 
         weight = params[0]
         rows = math.prod(map(int, types[0].shape[:-1]))
         unpack = _unpack_seconds(weight, lir.plan.packed, rows, lir.plan.target, rates)
-        if _implementation(lir, graph, node) == "lanes":  # converts 16-bit values as fast as f32 is read
+        if implementation_of(lir, graph, node) == "lanes":  # converts 16-bit values as fast as f32 is read
             unpack += program_bytes(weight.programs[0], lir.stays_packed(weight)) / rates.bandwidth
     # Arrays that XLA writes to memory between its kernels: of all chunks, and copied weights, which are read again.
-    nbytes += SCRATCH_PASSES.get(_implementation(lir, graph, node), 0) * cost.workspace
+    nbytes += SCRATCH_PASSES.get(implementation_of(lir, graph, node), 0) * cost.workspace
     if sharding is not None:
         shards, link = _division(node, params, sharding, rates)
     if kind is None:
@@ -178,17 +178,17 @@ def workspace_bytes(lir: Lir, graph: Graph, node: Node) -> int:
         rows = per_value * types[5].size * int(types[0].shape[-1])
         # Each block of rows has a copy of the weights of its expert; an expert has a few blocks.
         experts = int(types[1].shape[0])
-        copies = min(types[5].size, 3 * experts) if _implementation(lir, graph, node) == "blocked" else 0
+        copies = min(types[5].size, 3 * experts) if implementation_of(lir, graph, node) == "blocked" else 0
         return rows + copies * sum(t.nbytes for t in types[1:4]) // experts
     if isinstance(node.op, PRODUCTS) and lir.plan.target == "cuda":
-        return CUBLAS_WORKSPACE if _implementation(lir, graph, node) == "xla" else 0
+        return CUBLAS_WORKSPACE if implementation_of(lir, graph, node) == "xla" else 0
     if on_cpu and node.op == Unary("gelu_tanh"):
         # XLA:CPU does not fuse all of it, except in one row, and computes it in f32.
         return 23 * node.types[0].size if int(node.types[0].shape[0]) > 1 else 0
     if not isinstance(node.op, AttentionOp):
         return 0
     q, k, v = types[:3]
-    name = _implementation(lir, graph, node)
+    name = implementation_of(lir, graph, node)
     if name == "cudnn":  # queries at positions have a mask [B,1,S,T] of their dtype
         is_masked = node.op.extra and int(q.shape[1]) > 1
         return q.dtype.itemsize * int(q.shape[0]) * int(q.shape[1]) * int(k.shape[1]) if is_masked else 0
@@ -198,7 +198,7 @@ def workspace_bytes(lir: Lir, graph: Graph, node: Node) -> int:
     return arrays * min(scores, CHUNK_SCORE_BYTES if name == "query_chunks" else scores) + k.nbytes + v.nbytes
 
 
-def _implementation(lir: Lir, graph: Graph, node: Node) -> str:
+def implementation_of(lir: Lir, graph: Graph, node: Node) -> str:
     """Return the name of the implementation that the plan chose for an op."""
     return lir.plan.choices.get(call_of(graph, node), XLA_CHOICE).implementation
 
@@ -315,7 +315,7 @@ def op_samples(lir: Lir, programs: Programs, template: Template, sizes: Mapping[
         types = tuple(map(sample.graph.type, sample.node.inputs))
         if sample.node.op != op or sum(t.nbytes for t in types) > MAX_SAMPLE_BYTES:
             return None
-        implementation = _implementation(lir, entry.graph, entry.node)
+        implementation = implementation_of(lir, entry.graph, entry.node)
         cost = sample.cost
         scale = entry.cost.flops / cost.flops if cost.flops else entry.cost.bytes / cost.bytes
         return sample_seconds(op, implementation, types, weight_bytes) * scale

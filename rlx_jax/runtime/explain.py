@@ -17,7 +17,7 @@ from rlx_jax.errors import RequestError, shown
 from rlx_jax.inspection.largest_losses import largest_losses
 from rlx_jax.inspection.page import Page, make_page
 from rlx_jax.inspection.records import Finding, Inspection
-from rlx_jax.ir.graph import Param
+from rlx_jax.ir.graph import Graph, Node, Param
 from rlx_jax.ir.ops.experts import ExpertFfn, GroupedMatMul
 from rlx_jax.ir.ops.index import Gather
 from rlx_jax.ir.param import packing_of
@@ -26,8 +26,9 @@ from rlx_jax.ir.text import bytes_text
 from rlx_jax.lowering.inspect.hlo import block_paths, traced_products, without_layer_numbers
 from rlx_jax.lowering.lir.donation import COPIED_ADVICE, result_bytes
 from rlx_jax.lowering.lir.experts import BY_NUMBER
-from rlx_jax.lowering.lir.plan import PRODUCTS, XLA_CHOICE, call_of
+from rlx_jax.lowering.lir.plan import PRODUCTS
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
+from rlx_jax.runtime.estimate import implementation_of
 from rlx_jax.runtime.inspect_program import ProgramFacts, inspect_program, program_facts
 from rlx_jax.runtime.model_program import ModelProgram
 from rlx_jax.runtime.program_key import ProgramKey
@@ -160,18 +161,25 @@ def copied_caches(facts: ProgramFacts) -> Iterator[Finding]:
     )  # fmt: skip
 
 
+def param_reads(facts: ProgramFacts) -> Iterator[tuple[str, Graph, Node, Param, int]]:
+    """Yield each parameter that an op reads: the path of its block, the graph, the op, the parameter and its bytes."""
+    for graph, node in facts.lir.graph.walk():
+        for op in (graph.nodes[value.node].op for value in node.inputs):
+            if isinstance(op, Param):
+                path = without_layer_numbers(path_text(node.origin.path))
+                yield path, graph, node, op, op.type.nbytes * len(set(op.programs))
+
+
 def slow_orientations(facts: ProgramFacts) -> Iterator[Finding]:
     """Find products of few rows with a weight `[in, out]`."""
     target = facts.lir.plan.target
     sizes: dict[str, tuple[int, int]] = {}
-    for graph, node in facts.lir.graph.walk():
-        if not isinstance(node.op, PRODUCTS) or node.op.contract == 1:
+    for path, graph, node, weight, nbytes in param_reads(facts):
+        if not isinstance(node.op, PRODUCTS) or node.op.contract == 1 or weight.type.nbytes < MIN_BYTES:
             continue
-        weight = graph.nodes[node.inputs[1].node].op
         rows = graph.type(node.inputs[0]).size // int(graph.type(node.inputs[0]).shape[-1])
-        if isinstance(weight, Param) and weight.type.nbytes >= MIN_BYTES and rows <= FEW_ROWS.get(target, 0):
-            path = without_layer_numbers(path_text(node.origin.path))
-            sizes[path] = rows, sizes.get(path, (0, 0))[1] + weight.type.nbytes * len(set(weight.programs))
+        if graph.nodes[node.inputs[1].node].op is weight and rows <= FEW_ROWS.get(target, 0):
+            sizes[path] = rows, sizes.get(path, (0, 0))[1] + nbytes
     for path, (rows, nbytes) in sizes.items():
         yield Finding(
             "orientation", path, f"{bytes_text(nbytes)} of weights are stored [in, out], which {target} reads slower "
@@ -183,21 +191,15 @@ def slow_orientations(facts: ProgramFacts) -> Iterator[Finding]:
 def unfused_decodes(facts: ProgramFacts) -> Iterator[Finding]:
     """Find packed weights that a program decodes to memory, in full, in each run."""
     decoded: dict[str, tuple[int, str]] = {}
-    for graph, node in facts.lir.graph.walk():
-        for op in (graph.nodes[value.node].op for value in node.inputs):
-            if not isinstance(op, Param) or not facts.lir.stays_packed(op):
-                continue
-            if isinstance(node.op, PRODUCTS):
-                fuses = node.op.contract == 1
-            elif isinstance(node.op, ExpertFfn):
-                choice = facts.lir.plan.choices.get(call_of(graph, node), XLA_CHOICE)
-                fuses = choice.implementation in BY_NUMBER
-            else:
-                fuses = isinstance(node.op, Gather | GroupedMatMul) or bool(node.op.regions())
-            if not fuses:
-                path = without_layer_numbers(path_text(node.origin.path))
-                nbytes = op.type.nbytes * len(set(op.programs))
-                decoded[path] = decoded.get(path, (0, ""))[0] + nbytes, packing_of(op.programs[0]) or ""
+    for path, graph, node, param, nbytes in param_reads(facts):
+        if isinstance(node.op, PRODUCTS):
+            fuses = node.op.contract == 1
+        elif isinstance(node.op, ExpertFfn):
+            fuses = implementation_of(facts.lir, graph, node) in BY_NUMBER
+        else:
+            fuses = isinstance(node.op, Gather | GroupedMatMul) or bool(node.op.regions())
+        if facts.lir.stays_packed(param) and not fuses:
+            decoded[path] = decoded.get(path, (0, ""))[0] + nbytes, packing_of(param.programs[0]) or ""
     for path, (nbytes, scheme) in decoded.items():
         yield Finding(
             "unfused decode", path, f"its {scheme} weight is decoded to {bytes_text(nbytes)} in memory in each run",

@@ -16,10 +16,10 @@ from rlx_jax.compiler.executable import Arrays, Executable, Results, StateArrays
 from rlx_jax.compiler.meshes import to_model_devices, use_model_mesh
 from rlx_jax.compiler.pipeline import make_lir, make_template
 from rlx_jax.device import check_device_memory, out_of_memory
-from rlx_jax.errors import GraphError, MissingWeightError, RequestError, RlxError, listing, quote, shown
+from rlx_jax.errors import GraphError, MissingWeightError, RequestError, RlxError, check_names, quote
 from rlx_jax.inspection.diff import fact_changes, facts_of_program
 from rlx_jax.inspection.records import Inspection
-from rlx_jax.ir.types import as_dim, is_static
+from rlx_jax.ir.types import as_dim, as_names, is_static
 from rlx_jax.ir.weight_reads import shapes_only
 from rlx_jax.lowering.inspect.outline import Outline
 from rlx_jax.profiles import Change, CompileProfile
@@ -338,14 +338,10 @@ class CompiledModel(ModelProgram):
             GraphError: an unknown optional input or size, or a missing size; or the program has no state.
             DeviceOutOfMemoryError: the state does not fit.
         """
-        optional = [d.name for d in self.inputs if d.optional]
-        if isinstance(given, str) or (invalid := [name for name in given if name not in optional]):
-            shown_names = shown(given) if isinstance(given, str) else listing(invalid)
-            raise GraphError(
-                f"init_state: given is {shown_names}; expected names of optional inputs: {listing(optional)}"
-            )
-        if unknown := [name for name in sizes if name not in self._template().symbols]:
-            raise GraphError(f"init_state: {self.name} has no size {listing(unknown)}")
+        optional, symbols = [d.name for d in self.inputs if d.optional], sorted(self._template().symbols)
+        given = as_names(given, "init_state: given")
+        check_names(given, optional, f"init_state: given: {self.name} has no optional input", "; it has")
+        check_names(sizes, symbols, f"init_state: {self.name} has no size", "; it has")
         dims = {"batch": batch, **({} if context is None else {"context": context}), **sizes}
         dims = {name: as_dim(size, f"init_state: {name}") for name, size in dims.items()}
         empty = self.programs.empty_state(self.key(frozenset(given)), dims)

@@ -15,7 +15,6 @@ from rlx_jax.errors import listing
 from rlx_jax.ir.ops.exported import is_exported
 from rlx_jax.ir.text import TextTable
 from rlx_jax.lowering.fusion import FusionReport
-from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.lowering.inspect.hlo import count_collectives, without_layer_numbers
 from rlx_jax.lowering.inspect.outline import compact
 from rlx_jax.lowering.lir.plan import Layout
@@ -33,7 +32,6 @@ COST_LABELS = {
     "donated_bytes": ("donated_bytes", ""),
     "peak_bytes": ("peak_bytes", ""),
     "cache_bytes": ("cache_bytes", ""),
-    "estimated_activation_bytes": ("activations", " bytes, estimated"),
 }
 # Steps that are no passes: each always has its own line.
 STEPS = ("build", "load", "plan", "trace", "compile", "prove")
@@ -193,7 +191,6 @@ class Report:
         flops, bytes, workspace: operations, memory traffic and scratch memory of a run.
         donated_bytes: the part of the arguments that results are written into.
         peak_bytes: arguments, results and temporaries together; a donated state counts once.
-        estimated_activation_bytes: the peak of live activations, estimated from the graph.
         mesh: the axes of the mesh. On a mesh, bytes of programs count one device.
         leaf_bytes: the bytes of parameters on one device.
         shardings: the number of parameters with each sharding.
@@ -233,7 +230,6 @@ class Report:
     workspace: int | None = None
     donated_bytes: int | None = None
     peak_bytes: int | None = None
-    estimated_activation_bytes: int | None = None
     mesh: str = ""
     leaf_bytes: int | None = None
     shardings: Mapping[str, int] = field(default_factory=dict)
@@ -413,9 +409,6 @@ def report_of(
         donated_bytes=memory.alias_size_in_bytes,
         cache_bytes=state_bytes(template, last),
         peak_bytes=executable.peak_bytes,
-        estimated_activation_bytes=None
-        if is_exported(lir.graph)
-        else activation_bytes(lir.graph, lir.plan.donate_state, lir.plan.scan),
     )
 
 
