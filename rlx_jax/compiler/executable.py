@@ -273,7 +273,7 @@ def trace_program(
         seconds = {"trace": trace_seconds, "compile": compile_end - start, "prove": prove_seconds}
         # None is the sharding of an unread argument, and counts as a leaf so that positions match the arguments.
         arg_shardings = tuple(jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None))
-        memory = compiled.memory_analysis()
+        memory: Any = compiled.memory_analysis()
         # A donated state is an argument and a result in the same memory.
         results_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes
         peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + results_bytes
