@@ -1,12 +1,18 @@
-"""Models whose programs can be looked at: no weights are read, and nothing is compiled."""
+"""Models whose programs can be looked at: no weights are read, and nothing is compiled. And single parameters."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
+import jax
+
+from rlx_jax.ir.param import Program
+from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.profiles import CompileProfile
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.model_setup import make_programs
+from rlx_jax.weights.execute import load_leaves
 from rlx_jax.weights.format import OpenOptions
 
 
@@ -15,3 +21,8 @@ def opened(flow: Any, weights: Any = None, profile: CompileProfile | None = None
     programs = make_programs([flow], weights, OpenOptions(profile=profile), merge)
     (name,) = programs.flows
     return CompiledModel(programs, name)
+
+
+def load_leaf(program: Program, source: WeightSource, device: Any = None) -> jax.Array:
+    """The value of one parameter."""
+    return load_leaves({"w": program}, source, device, lambda *_: None, threading.Event())["w"]

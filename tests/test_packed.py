@@ -42,9 +42,10 @@ from rlx_jax.ir.param import (
 )
 from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.ir.weight_reads import with_source
-from rlx_jax.weights.execute import fill, host_bytes_to_load, load_leaf
+from rlx_jax.weights.execute import fill, host_bytes_to_load
 from rlx_jax.weights.inverse import pieces
 from rlx_jax.weights.mapping import MappingSource
+from tests.opening import load_leaf
 from tests.oracles.packed import BLOCKS, FLOATS, damaged, meaning, numbers, packed, random_bytes
 
 F32 = np.dtype(np.float32)

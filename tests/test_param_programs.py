@@ -35,9 +35,10 @@ from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.ir.weight_reads import with_source
 from rlx_jax.lowering.lir.plan import layout_of
-from rlx_jax.weights.execute import fill, load_leaf
+from rlx_jax.weights.execute import fill
 from rlx_jax.weights.inverse import join_pieces, pieces
 from rlx_jax.weights.mapping import MappingSource
+from tests.opening import load_leaf
 
 RNG = np.random.default_rng(0)
 STORED = {name: RNG.normal(size=(2, 3, 4)).astype(np.float32) for name in ("a.w", "b.w", "c.w")}

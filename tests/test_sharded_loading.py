@@ -41,12 +41,13 @@ from rlx_jax.ir.param import (
 from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.ir.weight_reads import with_source
 from rlx_jax.weights import orbax as orbax_format
-from rlx_jax.weights.execute import fill, host_bytes_to_load, load_leaf, load_leaves
+from rlx_jax.weights.execute import fill, host_bytes_to_load, load_leaves
 from rlx_jax.weights.inverse import weights_by_key
 from rlx_jax.weights.mapping import MappingSource
 from rlx_jax.weights.safetensors_format import SafetensorsSource
 from rlx_jax.weights.tensor_file import SafetensorsFile
 from rlx_jax.weights.views import RenamedSource
+from tests.opening import load_leaf
 from tests.oracles.packed import meaning, packed
 from tests.shards import write_shards
 

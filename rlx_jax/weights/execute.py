@@ -227,10 +227,7 @@ class LoadPlan(NamedTuple):
         shards: list[jax.Array] = []
         for program, devices in self.shard_reads:
             shardings = [SingleDeviceSharding(device, memory_kind=self.sharding.memory_kind) for device in devices]
-            values, may_be_shared = _read_leaf(_as_stored_arrays(program), source)
-            if may_be_shared and devices[0].platform == "cpu":
-                values = values.copy()  # JAX on a CPU shares it if it is aligned
-            shard = jax.device_put(values, shardings[0])
+            shard = jax.device_put(_read_own(program, source, devices[0]), shardings[0])
             shards += [shard.block_until_ready(), *(jax.device_put(shard, target) for target in shardings[1:])]
         shape, dtype = self.type.shape, jax.dtypes.canonicalize_dtype(self.type.dtype)
         leaf: jax.Array = jax.make_array_from_single_device_arrays(shape, self.sharding, shards, dtype=dtype)
@@ -302,19 +299,12 @@ def _temporary_bytes(program: Program) -> int:
     )
 
 
-def load_leaf(program: Program, source: WeightSource, device: Any = None) -> jax.Array:
-    """Return the leaf's array on `device` (None: the default one), once the transfer is complete."""
-    return _to_device([_read_own(program, source, device)], device)[0]
-
-
 def _read_own(program: Program, source: WeightSource, device: Any) -> HostArray:
     """Return a leaf's value in memory that the device may use."""
-    values, may_be_shared = _read_leaf(_as_stored_arrays(program), source)
-    if may_be_shared and _is_host(device):
-        own = _new_array(TensorType(values.shape, values.dtype))
-        own[...] = values
-        return own
-    return values
+    program = _as_stored_arrays(program)
+    if _is_host(device) or not isinstance(program, Key | Sliced) or reads_into(source):
+        return _fill_new(program, source)
+    return _read_stored(program, source)  # the source may hold the memory too, which is not the device's
 
 
 def _is_host(device: Any) -> bool:
@@ -327,13 +317,6 @@ def _to_device(arrays: Sequence[HostArray], device: Any) -> list[jax.Array]:
     with jax.default_device(device):
         moved: list[jax.Array] = jax.block_until_ready(jax.device_put(list(arrays), may_alias=True))
     return moved
-
-
-def _read_leaf(program: Program, source: WeightSource) -> tuple[HostArray, bool]:
-    """Return a program's value, and whether the caller of the loader may hold its memory too."""
-    if isinstance(program, Key | Sliced) and not reads_into(source):
-        return _read_stored(program, source), True
-    return _fill_new(program, source), False
 
 
 def fill(out: HostArray, program: Program, source: WeightSource) -> None:
