@@ -90,8 +90,10 @@ def test_what_does_not_run_is_estimated(llama: rlx.CausalLM) -> None:
     check_whole(inspection, model)
     assert not inspection.measured and "estimated" in inspection.title and inspection.losses == ()
     assert model.explain().sizes == {"batch": 2, "seq": 8}
-    bare = rlx.CausalLM(divided.recipe("llama"))
+    bare = rlx.CausalLM(divided.recipe("llama"), profile=small.profile(fusion={"target": "h200"}))
     step = bare.explain(batch=3, context=100)
+    plan = rlx.plan(divided.recipe("llama"), device="h200", batch=3, context=100, profile=small.profile())
+    assert plan.decode is not None and step.seconds == pytest.approx(plan.decode.seconds, rel=1e-3)
     check_whole(step, bare.model)
     assert step.program == "extend" and not step.measured and step.peak_bytes is None
     assert step.cache_bytes == 3 * (2 * 2 * 128 * 4 * 8 * 4 + 4)  # slots are a power of two

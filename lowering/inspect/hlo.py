@@ -235,24 +235,18 @@ _DOT = re.compile(
 _LOCATION = re.compile(r'^(#\w+) = loc\("([^"]*)"', re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class TracedProduct:
-    """A product as JAX traced it: the path of its block, the dtypes of its operands in StableHLO, its operations."""
+def traced_products(stablehlo: str, paths: frozenset[str]) -> list[tuple[str, tuple[str, str], int]]:
+    """Return the products of a StableHLO text with debug information; the body of a loop counts once.
 
-    path: str
-    dtypes: tuple[str, str]
-    flops: int
-
-
-def traced_products(stablehlo: str, paths: frozenset[str]) -> list[TracedProduct]:
-    """Return the products of a StableHLO text with debug information; the body of a loop counts once."""
+    Each has the path of its block, the dtypes of its operands in StableHLO, and its operations.
+    """
     scopes = {name: text.split("/") for name, text in _LOCATION.findall(stablehlo)}
     products = []
     for contracted, lhs, rhs, result, location in _DOT.findall(stablehlo):
         (*sizes, left), (*_, right), (*outer, _) = (text.split("x") for text in (lhs, rhs, result))
         inner = [int(sizes[int(axis)]) for axis in contracted.split(",") if axis.strip()]
         flops = 2 * math.prod(map(int, outer)) * math.prod(inner)
-        products.append(TracedProduct(_path(scopes.get(location, []), paths), (left, right), flops))
+        products.append((_path(scopes.get(location, []), paths), (left, right), flops))
     return products
 
 

@@ -80,7 +80,7 @@ class BlockEntry:
         sharding: the sharding of its parameters on a mesh; empty on one device.
         flops, bytes: the operations and the memory traffic of a run. `bytes` counts parameters once, and the values
             that the block reads and writes as if it were fused: its operands from other blocks and its results.
-        seconds: the time in a run of the program: measured, or estimated by the roofline if `measured` is false.
+        seconds: the time in a run of the program: measured, or estimated as by `plan` if `measured` is false.
         measured: whether `seconds` is measured.
         roofline_seconds: the shortest time that the device's rates allow for `flops` and `bytes`.
         limited_by: `memory` or `compute`, the longer part of the roofline; empty for a block without work.

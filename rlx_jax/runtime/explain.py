@@ -134,10 +134,10 @@ def wide_regions(facts: ProgramFacts) -> Iterator[Finding]:
     if facts.executable is None or narrow is None:
         return
     products = traced_products(facts.executable.lowered.as_text(debug_info=True), block_paths(facts.lir.graph))
-    flops, wide = sum(product.flops for product in products), Counter[str]()
-    for product in products:
-        if product.dtypes == ("f32", "f32"):
-            wide[without_layer_numbers(product.path)] += product.flops
+    flops, wide = sum(count for _, _, count in products), Counter[str]()
+    for path, dtypes, count in products:
+        if dtypes == ("f32", "f32"):
+            wide[without_layer_numbers(path)] += count
     for path, count in wide.items():
         if flops > 2 * wide.total() and count > MIN_SHARE * flops:
             rates = facts.rates

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from rlx_jax.compiler.compile_pipeline import CompileResult
@@ -44,16 +43,6 @@ KeywordsLike = CompileKeywords | None
 DEFAULT_CAPACITY = 8
 
 
-@dataclass(frozen=True)
-class CompiledEntry:
-    """An executable with the sizes and the profile that it was compiled for, and its manifest."""
-
-    binding: Mapping[str, int]
-    profile: CompileProfile
-    executable: Executable
-    manifest: BindingManifest
-
-
 class ModelCompilePipeline:
     """The compile of one model in three steps, each of which runs once for its arguments.
 
@@ -82,7 +71,8 @@ class ModelCompilePipeline:
         self._flow: Buildable | None = None
         self._base: CompileProfile | None = None  # before what a component changes
         self._programs: Programs | None = None
-        self._entries: dict[int, CompiledEntry] = {}
+        # The sizes and the profile of an executable, it, and its manifest.
+        self._entries: dict[int, tuple[dict[str, int], CompileProfile, Executable, BindingManifest]] = {}
 
     def with_aot(self, directory: str | os.PathLike[str]) -> ModelCompilePipeline:
         """Keep planned programs in a directory, for components of the mode `AOT`; return the pipeline itself."""
@@ -155,7 +145,7 @@ class ModelCompilePipeline:
             self.build_template(build_hir, options)
             return self.specialize_template(binding)
 
-        return self._entry(key, binding, profile, make).executable
+        return self._entry(key, binding, profile, make)[0]
 
     # -- components --------------------------------------------------------------------------
 
@@ -186,8 +176,7 @@ class ModelCompilePipeline:
                 raise RequestError("a component of the mode 'aot' needs a directory: call with_aot(path) first")
             return self.get_or_specialize_aot(self.aot, component.aot_disk_base(), key, sizes, build_hir, options)
 
-        entry = self._entry(key, sizes, profile, make)
-        return entry.executable, entry.manifest
+        return self._entry(key, sizes, profile, make)
 
     def get_or_specialize_aot(
         self, aot: AotCache, disk_base: str, key: int, binding: Mapping[str, int], build_hir: BuildHir,
@@ -308,25 +297,24 @@ class ModelCompilePipeline:
 
     def _entry(
         self, key: int, binding: Mapping[str, int], profile: CompileProfile, make: Callable[[], CompileResult]
-    ) -> CompiledEntry:
-        """Return the entry of a key, compiled from the planned program that `make` returns if it is new.
+    ) -> tuple[Executable, BindingManifest]:
+        """Return the executable of a key, compiled from the planned program that `make` returns if it is new.
 
         Raises:
             RequestError: the key has an executable for other sizes or another profile.
         """
-        entry = self._entries.get(key)
-        if entry is None:
+        if key not in self._entries:
             result = make()
-            entry = CompiledEntry(dict(binding), profile, self.compile_lir(result), result.manifest())
-            self._entries[key] = entry
+            self._entries[key] = dict(binding), profile, self.compile_lir(result), result.manifest()
             if len(self._entries) > self.capacity:
                 del self._entries[next(iter(self._entries))]
-        elif dict(entry.binding) != dict(binding):
+        sizes, compiled_profile, executable, manifest = self._entries[key]
+        if sizes != dict(binding):
             raise RequestError(
-                f"ModelCompilePipeline: key {key} has an executable for {dict(entry.binding)}, not for {dict(binding)}"
+                f"ModelCompilePipeline: key {key} has an executable for {sizes}, not for {dict(binding)}"
             )
-        _check_profile(f"key {key}", entry.profile, profile)
-        return entry
+        _check_profile(f"key {key}", compiled_profile, profile)
+        return executable, manifest
 
 
 def _check_profile(where: str, ours: CompileProfile, requested: CompileProfile) -> None:
