@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -133,6 +134,9 @@ def _sums(x: AnyArray, values: Callable[[int], AnyArray], chunks: int, lanes: in
         for start in range(0, parts.shape[-1], lanes):
             term = values(start) * parts[row, None, :, start : start + lanes]
             total = term if total is None else total + term
-        # Without a barrier, XLA:CPU computes the terms in the loop of the sum, one after another.
-        totals.append(lax.optimization_barrier(total).sum((-2, -1)))
+        # XLA:CPU would compute the terms of a reduction one after another: without the barrier in its loop, and in jax
+        # 0.10, which removes the barrier first, in a call of YNNPACK. It computes the operand of a product alone.
+        ones = jnp.ones(lanes, jnp.float32)
+        sums = jnp.matmul(lax.optimization_barrier(total), ones, precision="highest")
+        totals.append(functools.reduce(operator.add, (sums[:, chunk] for chunk in range(chunks))))
     return jnp.stack(totals)
