@@ -328,9 +328,7 @@ class DecodeRopeParams:
         """Return the table `cos` or `sin` as a constant `[1, S, half_dim]`, after checking its size."""
         data = np.asarray(getattr(self, name), np.float32)
         if self.half_dim < 1 or not data.size or data.size % self.half_dim:
-            raise ShapeError(
-                f"{emit.path}: DecodeRopeParams: {name} has shape {list(data.shape)}, expected [S, {self.half_dim}]"
-            )
+            raise ShapeError(f"{emit.path}: {name} has shape {list(data.shape)}, expected [S, {self.half_dim}]")
         return emit.constant(data.reshape(1, -1, self.half_dim))
 
 
@@ -367,9 +365,7 @@ def cached_inputs(emit: Emit, index: int, new: list[FlowValue]) -> list[FlowValu
         name, (batch, _, width) = f"past_{kind}_{index}", x.type.shape
         past.append(emit.input(name, (batch, "past", width)))
         if past[-1].type.shape[2] != width:
-            raise ShapeError(
-                f"{emit.path}: input {name} is {past[-1].type}, the new ones are {x.type}: expected width {width}, K·D"
-            )
+            raise ShapeError(f"{emit.path}: input {name} is {past[-1].type}; expected width {width} as {x.type}")
     return past
 
 
@@ -417,7 +413,5 @@ class SelfAttnDecode:
         if mask is None:
             return []
         if emit.state.decode is not None and emit.state.decode.mask is None:
-            raise GraphError(
-                f"{emit.path}: use_custom_mask is set, but no mask is bound: BindDecodeInputs(…, use_custom_mask=True)"
-            )
+            raise GraphError(f"{emit.path}: use_custom_mask without a mask: BindDecodeInputs(…, use_custom_mask=True)")
         return [mask]

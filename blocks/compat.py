@@ -190,9 +190,7 @@ class SelfAttnPrefillSpec(NamedSpec):
             values["qkv_bias"] = True
             expected = tuple(f"{key.removesuffix('.weight')}.bias" for key in (keys.q, keys.k, keys.v))
             if tuple(biases) != expected:
-                raise GraphError(
-                    f"SelfAttnPrefillSpec: biases are {shown(biases)}; expected the keys {listing(expected)}"
-                )
+                raise GraphError(f"SelfAttnPrefillSpec: biases are {shown(biases)}; expected {listing(expected)}")
         return values
 
 

@@ -185,9 +185,7 @@ def _run_with_contract(stage: BlockStage, emit: Emit, value: FlowValue | None) -
             written_caches = " and ".join(actual) or "no attention"
             raise GraphError(f"{_path(written)}: {name} declares a cache {expected}, but writes {written_caches}")
     if inner_shape is not None and not any(t.shape == inner_shape for node in written for t in node.types):
-        raise GraphError(
-            f"{_path(written)}: {name} declares the inner shape {list(inner_shape)}, but writes no such value"
-        )
+        raise GraphError(f"{_path(written)}: {name} writes no value of its inner shape {list(inner_shape)}")
     if cache is not None and any(inner.cache for inner in emit.state.contracts[num_contracts:]):
         return out  # the attention inside is listed by itself
     eps = stage.eps if isinstance(stage, NormStage) else None
@@ -250,9 +248,7 @@ def check_stages(stages: Iterable[BlockStage], where: str) -> tuple[BlockStage, 
             raise GraphError(f"{where}: {stage.__name__} is a class, not a stage: make one, {stage.__name__}(...)")
         if not callable(getattr(stage, "emit", None)):
             hint = "; blocks.Custom(fn) wraps a function (emit, x), in which emit.jax(f, x) calls a JAX function"
-            raise GraphError(
-                f"{where}: {shown(stage)} is not a stage: it has no emit(emit, value){hint * callable(stage)}"
-            )
+            raise GraphError(f"{where}: {shown(stage)} is no stage, without emit(emit, value){hint * callable(stage)}")
     return checked
 
 

@@ -264,9 +264,7 @@ def gemma_layer_spec(style: GemmaStyle, layer: LayerSpec) -> LayerSpec:
         UnsupportedError: Gemma 4.
     """
     if style not in GEMMA_NORMS:
-        raise UnsupportedError(
-            f"{style.name} is not supported; {', '.join(supported.name for supported in GEMMA_NORMS)} are"
-        )
+        raise UnsupportedError(f"{style.name} is not supported; {', '.join(s.name for s in GEMMA_NORMS)} are")
     qk_norm = layer.qk_norm or ("heads" if style is GemmaStyle.GEMMA3 else None)
     return replace(layer, norms=GEMMA_NORMS[style], zero_centred=True, activation="gelu_tanh", qk_norm=qk_norm)
 

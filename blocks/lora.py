@@ -130,9 +130,7 @@ class LoraLinear:
         assert isinstance(op, hir.Linear)
         # A later node of the block, such as a bias, would not see the adapter's product.
         if emit.unwrap(y).node != number:
-            raise GraphError(
-                f"{emit.path}: lora changes a block that is one product, but this block has ops after the product"
-            )
+            raise GraphError(f"{emit.path}: lora changes a block that is one product; this one has ops after it")
         axis_order = 1 if op.contract else -1
         # A pass splits an axis with several roles (fused q, k and v) in W only, so A and B get no role there.
         roles = emit.parameters.roles.get(adapter.key, (None, None))[::axis_order]

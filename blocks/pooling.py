@@ -112,9 +112,7 @@ class Similarity:
     def emit(self, emit: Emit, value: FlowValue | None) -> FlowValue:
         texts, images = emit.require(value, "Similarity"), emit.stream(self.images)
         if texts.ndim != 2 or images.ndim != 2 or texts.shape[1] != images.shape[1]:
-            raise ShapeError(
-                f"{emit.path}: Similarity: expected vectors [T, E] and [I, E], got {texts.type}, {images.type}"
-            )
+            raise ShapeError(f"{emit.path}: Similarity: expected [T, E] and [I, E], got {texts.type}, {images.type}")
         # CLIP stores a scalar, SigLIP a vector of one number.
         scalar_shape: tuple[int, ...] = () if self.bias_key is None else (1,)
 

@@ -50,9 +50,7 @@ class GatedDeltaSpec:
         for name in ("key_heads", "value_heads", "key_dim", "value_dim", "kernel"):
             check_count(getattr(self, name), f"GatedDeltaSpec: {name}")
         if self.value_heads % self.key_heads:
-            raise GraphError(
-                f"GatedDeltaSpec: {self.value_heads} value heads are no multiple of {self.key_heads} key heads"
-            )
+            raise GraphError(f"GatedDeltaSpec: {self.value_heads} value heads: no multiple of {self.key_heads}")
 
     @property
     def widths(self) -> tuple[int, int, int]:

@@ -143,9 +143,7 @@ class SelfAttention:
             return self.head_dim
         size = hidden.shape[-1]
         if not is_static(size) or self.heads < 1 or size % self.heads:
-            raise GraphError(
-                f"{emit.path}: SelfAttention: {hidden} does not split into {self.heads} heads; give head_dim="
-            )
+            raise GraphError(f"{emit.path}: {hidden} does not split into {self.heads} heads; give head_dim=")
         return int(size) // self.heads
 
     def _projections(self, emit: Emit, x: FlowValue, width: int) -> tuple[FlowValue, ...]:

@@ -19,9 +19,7 @@ def encoder_plan(encoder: Any) -> ArtifactPlan:
     """Return the programs that `hidden_states` and `embed` run: `forward`, and rows that are packed or padded."""
     model, masks = encoder.model, read_mask_names(encoder.model)
     if encoder.pipeline.layers or encoder.pipeline.token_weight or encoder.pipeline.token_layers:
-        raise UnsupportedError(
-            f"export: {model.name} has layers after pooling or for tokens, which artifacts do not have"
-        )
+        raise UnsupportedError(f"export: {model.name}: artifacts have no layers after pooling or for tokens")
     types = frozenset({TYPES} & {d.name for d in model.flow._inputs})
     packed, padded = dict.fromkeys((masks, masks | types)), dict.fromkeys((frozenset({MASK}), types | {MASK}))
     derivations = (*(("packed", inputs) for inputs in packed), *(("padded", inputs) for inputs in padded))

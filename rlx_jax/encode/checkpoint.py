@@ -125,9 +125,7 @@ class Checkpoint:
             return pretrained
         recipe = pretrained.recipe
         if not isinstance(recipe, CausalFlow) or pretrained.kind != "causal":
-            raise UnsupportedError(
-                f"{quote(self.folder.path)}: modules.json lists LogitScore, and the model has no language-model head"
-            )
+            raise UnsupportedError(f"{quote(self.folder.path)}: LogitScore in modules.json needs a language-model head")
         return replace(pretrained, recipe=recipe.with_token_score(settings.token_ids), kind="classifier")
 
     @cached_property

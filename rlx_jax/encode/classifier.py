@@ -78,9 +78,7 @@ class Classifier(HeadModel):
         """Return the pairs of two lists of strings of one length."""
         counts = [len(t) if isinstance(t, Sequence) and not isinstance(t, str) else -1 for t in (texts, second_texts)]
         if counts[0] != counts[1] or -1 in counts:
-            raise RequestError(
-                f"second_texts is {shown(second_texts)}; expected a string for each of the {max(counts[0], 1)} texts"
-            )
+            raise RequestError(f"second_texts is {shown(second_texts)}; expected a string for each of the texts")
         return check_pairs([*zip(texts, second_texts, strict=True)], "pairs")
 
     def pair_logits(self, pairs: Any, *, max_tokens: int | None = None) -> Vectors:
@@ -290,9 +288,7 @@ def _refuse_tuples(texts: Any) -> None:
     """
     first = texts[0] if isinstance(texts, Sequence) and texts else None
     if isinstance(first, tuple | list) and any(isinstance(part, str) for part in first):
-        raise RequestError(
-            f"texts[0] is {shown(first)}; expected a string, and a second list for pairs: (firsts, seconds)"
-        )
+        raise RequestError(f"texts[0] is {shown(first)}; expected a string; pairs are two lists: (firsts, seconds)")
 
 
 def sigmoid(x: Vectors) -> Vectors:

@@ -432,9 +432,7 @@ class Encoder(TaskModel):
             raise RequestError(f"warmup: each length of a text is a program of its own: {self.own_lengths}")
         if isinstance(batcher, PackedBatcher):
             if self.max_positions is None:
-                raise RequestError(
-                    f"warmup: {self.model.name} has no maximum length, so no largest program: pass max_positions="
-                )
+                raise RequestError(f"warmup: {self.model.name} has no maximum length: pass max_positions=")
             blocks = [Block(rows, width, batcher.sizes.slots(width), ((0,),)) for rows, width in batcher.sizes.blocks]
         else:
             check_has_buckets(self.buckets, ("prompt", "batch") if self.padding is None else ("batch",))

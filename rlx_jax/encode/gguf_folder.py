@@ -43,9 +43,7 @@ def open_model_folder(
         return open_folder(path, revision, token, progress, subfolder)
     if is_file:
         if file is not None or subfolder:
-            raise RequestError(
-                f"{quote(path)} is a file; file= and subfolder= are for a directory or a model of the Hub"
-            )
+            raise RequestError(f"{quote(path)} is a file; file= and subfolder= are for directories and the Hub")
         refuse_hub_options(revision, token, f"{quote(path)} is a file on this machine", RequestError)
         return _gguf_folder(Path(os.fspath(path)))  # type: ignore[arg-type]
     if not isinstance(file, str) or not file.lower().endswith(SUFFIX):

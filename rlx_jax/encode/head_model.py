@@ -37,9 +37,7 @@ class LabelledModel(EncoderModel):
         """Return the head, by default the one of a recipe."""
         head = getattr(flow, "head", None) if head is None else head
         if not isinstance(head, TaskHead):
-            raise RequestError(
-                f"{type(self).__name__}: head is {shown(head)}; expected a TaskHead, or a recipe that has one"
-            )
+            raise RequestError(f"{type(self).__name__}: head is {shown(head)}; expected a TaskHead, or a recipe's")
         return head
 
     def check_width(self, width: int) -> None:

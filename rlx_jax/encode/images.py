@@ -165,10 +165,7 @@ class ImageProcessor:
         if channels == CHANNELS:
             return pixels
         if not self.convert_rgb:
-            raise RequestError(
-                f"{name}: {channels} channels, expected {CHANNELS}: the checkpoint's image processor converts no "
-                "colours"
-            )
+            raise RequestError(f"{name}: {channels} channels, expected {CHANNELS}: the processor converts no colours")
         if channels == 1:
             return np.repeat(pixels, CHANNELS, axis=2)
         # Four channels: blend by the alpha channel onto a white background.
@@ -240,9 +237,7 @@ def as_pixels(image: Any, name: str, convert_rgb: bool) -> Pixels:
             image = image.convert("RGBA" if has_alpha else "RGB")
     elif not isinstance(image, np.ndarray | jax.Array):
         file = "; PIL.Image.open(path) opens a file" if isinstance(image, str | os.PathLike) else ""
-        raise RequestError(
-            f"{name}: expected a uint8 array [H, W, C] or one of Pillow's images, got {shown(image)}{file}"
-        )
+        raise RequestError(f"{name}: expected uint8 [H, W, C] or one of Pillow's images, got {shown(image)}{file}")
     pixels = read_array(name, image)
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels
     if pixels.dtype != np.uint8:
@@ -280,9 +275,7 @@ def _check_size(rows: int, columns: int, name: str) -> None:
     if rows < 1 or columns < 1:
         raise RequestError(f"{name}: {rows} × {columns} pixels; expected at least one")
     if rows * columns > limits.MAX_IMAGE_PIXELS:
-        raise RequestError(
-            f"{name}: {rows} × {columns} pixels; the limit limits.MAX_IMAGE_PIXELS is {limits.MAX_IMAGE_PIXELS}"
-        )
+        raise RequestError(f"{name}: {rows} × {columns} pixels; limits.MAX_IMAGE_PIXELS is {limits.MAX_IMAGE_PIXELS}")
 
 
 def center_crop(pixels: Pixels, height: int, width: int, resizer: Resizer = "pillow") -> Pixels:

@@ -131,9 +131,7 @@ def _checked(
             if not count:
                 raise RequestError(f"{name} has no {mask} among its {len(ids)} tokens: {quote(text)}")
             if count < expected:
-                raise RequestError(
-                    f"{name} has {expected} {mask}, and {count} of them among the {len(ids)} tokens that are read"
-                )
+                raise RequestError(f"{name} has {expected} {mask}, {count} of them in the {len(ids)} tokens read")
         yield chunk, has_more
 
 

@@ -103,9 +103,7 @@ class TextReader:
 
         def rows(items: Sequence[Any], is_text: bool, first: int) -> TokenRows:
             if prompt and prompt_argument and items and not is_text:
-                raise RequestError(
-                    f"{prompt_argument} is for strings, and these are token ids, which are read as they are"
-                )
+                raise RequestError(f"{prompt_argument} is for strings; token ids are read as they are")
             ids = self._tokenize(items, prompt, first) if is_text else self._check_id_lists(items, first)
             return TokenRows(self._fit(ids, "texts", range(first, first + len(ids))))
 

@@ -83,9 +83,7 @@ class VisionEncoder(TaskModel):
             RequestError: not floats of that shape. GraphError: the flow has no hidden states.
         """
         if len(shape := self.model.template().built.primary_shape) != 3:
-            raise GraphError(
-                f"{self.model.name}: the output is {list(shape)}; hidden states are [batch, tokens, hidden]"
-            )
+            raise GraphError(f"{self.model.name}: the output is {list(shape)}, not [batch, tokens, hidden]")
         if self.reads_patches:
             inputs: dict[str, Any] = check_patches(pixel_values, self.channels)
             return primary_output(self.model(**inputs))
@@ -135,10 +133,7 @@ class VisionEncoder(TaskModel):
         """
         processor = self.processor
         if processor is None:
-            raise RequestError(
-                "images need an image processor: the checkpoint has no preprocessor_config.json; pass pixel values "
-                "[B, C, H, W], or processor="
-            )
+            raise RequestError("images need processor=, or pixel values: there is no preprocessor_config.json")
         named_items, single = (None, False) if isinstance(images, Iterator) else named_images(images)
         sizes: list[tuple[int, ...]] = []
 

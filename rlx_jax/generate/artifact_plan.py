@@ -19,9 +19,7 @@ def language_model_plan(lm: Any) -> ArtifactPlan:
     """
     model, programs = lm.model, lm.model.programs
     if required := [name for name, d in declared_inputs(model).items() if not d.optional]:
-        raise UnsupportedError(
-            f"{model.name}: export: requests pass {listing(required)}, whose sizes are not known; export lm.model"
-        )
+        raise UnsupportedError(f"{model.name}: export: requests pass {listing(required)}; export lm.model")
     if reason := programs.derivation_error(model.name, "prefill"):
         raise UnsupportedError(f"{model.name}: export: {reason}: export lm.model, the forward program")
     outputs = model.output_names[:1]

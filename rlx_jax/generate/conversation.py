@@ -137,9 +137,7 @@ class Conversation:
         ids = self._render(messages)
         budget = check_integer("max_new_tokens", max_new_tokens, 0)
         if budget == 0:
-            raise RequestError(
-                "max_new_tokens is 0, and a turn has a reply: to add a message without one, append it to `messages`"
-            )
+            raise RequestError("max_new_tokens is 0; to add a message without a reply, append it to `messages`")
         self._check_length(len(messages), len(ids), budget)
         request, new = self.causal_lm._make_request(Prompts(None, [ids], True), budget, *args, text=True, **options)
         return Turn(messages, request, new, self._turn_number)
@@ -278,10 +276,7 @@ def check_stream_options(method: str, n: Any, logprobs: Any) -> None:
     """
     for name, value in (("n", n), ("logprobs", logprobs)):
         if value is not None:
-            raise RequestError(
-                f"{name} is {shown(value)}: {method} returns one answer in pieces, without it; leave it "
-                "out, or do not stream"
-            )
+            raise RequestError(f"{name} is {shown(value)}: {method} returns one answer in pieces, without it")
 
 
 @dataclass(frozen=True)

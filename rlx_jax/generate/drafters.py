@@ -416,16 +416,12 @@ def check_draft_model(draft: LanguageModel, lm: LanguageModel) -> None:
     if draft.vocab_size != lm.vocab_size:
         raise RequestError(f"{prefix}: it has {draft.vocab_size} tokens, expected {lm.vocab_size}")
     if draft.tokenizer and lm.tokenizer and not draft.tokenizer.has_same_ids(lm.tokenizer):
-        raise RequestError(
-            f"{prefix}: their tokenizers assign other ids to the same tokens; use models with the same tokenizer"
-        )
+        raise RequestError(f"{prefix}: their tokenizers assign other ids; use models with the same tokenizer")
     if draft.required_inputs:
         raise RequestError(f"{prefix}: it reads {listing(draft.required_inputs)} in addition to tokens")
     largest = max((*lm.buckets.prompt, *lm.buckets.context), default=0)
     if draft.max_positions is not None and draft.max_positions < largest:
-        raise RequestError(
-            f"{prefix}: it has {draft.max_positions} positions, and the buckets of {lm.model.name} go up to {largest}"
-        )
+        raise RequestError(f"{prefix}: it has {draft.max_positions} positions, and the buckets go up to {largest}")
     sharding, draft_sharding = (model.programs.model_sharding for model in (lm.model, draft.model))
     if (sharding and sharding.mesh) != (draft_sharding and draft_sharding.mesh):
         meshes = " and ".join(

@@ -147,9 +147,7 @@ def find_blocks(model: CompiledModel, pattern: str) -> tuple[str, tuple[str, ...
     ids = next(decl.type for decl in flow._inputs if decl.name == model.first_input)
     for name, t in types.items():
         if t.shape[:2] != ids.shape or not is_float(t.dtype) or not all(map(is_static, t.shape[2:])) or "[" in name:
-            raise GraphError(
-                f"patch: {quote(pattern)}: {name} is {t}; expected blocks that return floats [batch, seq, …]"
-            )
+            raise GraphError(f"patch: {quote(pattern)}: {name} is {t}; expected floats [batch, seq, …]")
         if t != next(iter(types.values())):
             raise ShapeError(f"patch: {quote(pattern)}: blocks of one pattern return values of one type; {name} is {t}")
     if not any(BlockPattern(pattern).matches((name,)) for name in types):

@@ -287,13 +287,9 @@ def _read_patches(model: CompiledModel, patches: Any, has_source: bool, block: I
     if isinstance(patches, str):
         patches = {patches: None}
         if not has_source:
-            raise RequestError(
-                "patch: a pattern alone puts in the outputs of other prompts: pass source=, or a mapping"
-            )
+            raise RequestError("patch: a pattern alone puts in outputs of other prompts: pass source=, or a mapping")
     if not isinstance(patches, Mapping) or not patches:
-        raise RequestError(
-            f"patch: patches is {shown(patches)}; expected {{pattern: array or function}}, or a pattern with source="
-        )
+        raise RequestError(f"patch: patches is {shown(patches)}; expected {{pattern: array or function}}, or a pattern")
     if has_source and not any(value is None or callable(value) for value in patches.values()):
         raise RequestError("patch: source is not read, as all patches are arrays; leave it out, or pass a function")
     entries = []
@@ -331,7 +327,5 @@ def _read_values(name: str, value: Any, shape: tuple[int, ...]) -> HostArray:
     if array.dtype.kind not in "fiu" and array.dtype.name != "bfloat16":
         raise RequestError(f"{name}: expected numbers or a function, got {shown(value)}")
     if not fits:
-        raise ShapeError(
-            f"{name}: an array {list(array.shape)} does not broadcast to {list(shape)}, [blocks, prompts, tokens, …]"
-        )
+        raise ShapeError(f"{name}: {list(array.shape)} does not broadcast to {list(shape)} [blocks, prompts, tokens …]")
     return array

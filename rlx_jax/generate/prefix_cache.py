@@ -98,9 +98,7 @@ class Prefix:
             SessionStateError: the prefix was released, or belongs to another model or to other parameters.
         """
         if self.params is None or not self.params.matches(model):
-            raise SessionStateError(
-                f"{self!r} was computed by another model, or with other parameters; call prefix of the model you use"
-            )
+            raise SessionStateError(f"{self!r} is of another model or other parameters; call prefix of this model")
         if self.arrays is None:
             raise SessionStateError(f"{self!r} has no state any more; call prefix again")
         sizes, text = {"batch": 1, "context": self.cache_len}, np.array([self.ids], np.int32)

@@ -179,9 +179,7 @@ class Sampler:
             object.__setattr__(self, "bad_words", check_bad_words(self.bad_words))
         processor: Any = self.logits_processor
         if processor is not None and not (callable(processor) and isinstance(processor, Hashable)):
-            raise RequestError(
-                f"logits_processor is {shown(processor)}; expected a function (logits, tokens) -> logits"
-            )
+            raise RequestError(f"logits_processor is {shown(processor)}; expected a function (logits, tokens)")
 
     @staticmethod
     def from_generation_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Sampler:
@@ -250,9 +248,7 @@ class Sampler:
                 raise TokenIdError(f"logit_bias: id {shown(i)} is not an integer in [0, {vocab_size})")
             is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
             if not is_number or not (value == -math.inf or abs(value) <= LARGEST):
-                raise RequestError(
-                    f"logit_bias[{i}] is {shown(value)}; expected -inf or a number of at most {LARGEST:.3g} (float32)"
-                )
+                raise RequestError(f"logit_bias[{i}] is {shown(value)}; expected -inf or a number up to {LARGEST:.3g}")
             bias[i] = value
         bad_words = np.full(steps.bad_words, -1, np.int32)
         sequences = iter(bad_words)

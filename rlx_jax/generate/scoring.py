@@ -72,9 +72,7 @@ def score_items(lm: LanguageModel, items: Sequence[ScoredTokens], method: str) -
     model = lm.model
     clock = model.programs.start_timer()
     if lm.required_inputs:
-        raise RequestError(
-            f"{method}: {model.name} reads {listing(lm.required_inputs)} in addition to tokens; {method} takes texts"
-        )
+        raise RequestError(f"{method}: {model.name} reads {listing(lm.required_inputs)} in addition to tokens")
     # Deriving a prefill program proves that tokens do not see later ones, and rows not each other.
     model.programs.any_template(model.as_program("prefill").key())
     items, num_tokens = list(items), sum(item.width for item in items)
@@ -212,9 +210,7 @@ def perplexity_windows(lm: LanguageModel, text: Any, stride: Any, context: Any) 
     check_positions(size, lm.max_positions, "perplexity: context")
     step = max(1, size // 2) if stride is None else check_integer("stride", stride, 1)
     if step > size:
-        raise RequestError(
-            f"stride is {step}, over the {size} tokens of a window: the tokens between windows would be left out"
-        )
+        raise RequestError(f"stride is {step}, over the {size} tokens of a window: tokens in between would be left out")
     ids = text_ids(lm, text, "text")
     if len(ids) < 2:
         raise RequestError(f"perplexity: a text of {len(ids)} tokens has none to predict; pass 2 at least")
@@ -253,10 +249,7 @@ def scored_tokens(lm: LanguageModel, texts: Any) -> tuple[list[ScoredTokens], bo
     texts = convert_foreign_arrays("texts", texts)
     single = _is_single(texts)
     if not single and not isinstance(texts, list | tuple | np.ndarray | jax.Array):
-        raise RequestError(
-            "score: expected a string, token ids, a pair (context, continuation), or a list of them, got "
-            f"{shown(texts)}"
-        )
+        raise RequestError(f"score: expected a text, ids, a pair (context, continuation) or a list, got {shown(texts)}")
     items = [texts] if single else list(texts)
     scored = [_item_tokens(lm, item, "texts" if single else f"texts[{i}]") for i, item in enumerate(items)]
     for item in scored:

@@ -194,9 +194,7 @@ def check_processors(
         if results != [types[0]]:
             raise RequestError(f"{label} returns {', '.join(map(str, results)) or 'nothing'}; expected {types[0]}")
         if impure := sorted({*(type(e).__name__ for e in closed_jaxpr.effects), *callbacks(closed_jaxpr.jaxpr)}):
-            raise RequestError(
-                f"{label} has side effects, {listing(impure)}; expected a pure function of its arguments"
-            )
+            raise RequestError(f"{label} has side effects, {listing(impure)}; expected a pure function")
         arrays = list(captured_arrays(closed_jaxpr))
         if any(isinstance(array, jax.core.Tracer) or is_consumed(array) for array in arrays):
             raise RequestError(f"{label} captures an array of another trace, or one that an earlier call consumed")
@@ -204,7 +202,4 @@ def check_processors(
             raise RequestError(f"{label} captures {size:,} bytes of arrays; at most {MAX_CAPTURED:,} are possible")
         content = fingerprint(closed_jaxpr)
         if content != programs.request_keys((check_processors, processor, types), lambda: content):  # noqa: B023
-            raise RequestError(
-                f"{label}: what it captures{captured_names(processor)} has changed since its program was compiled; "
-                "pass a new function"
-            )
+            raise RequestError(f"{label}: what it captures{captured_names(processor)} has changed; pass a new function")

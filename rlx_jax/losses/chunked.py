@@ -380,9 +380,7 @@ def _make_chunking(
     rows = int(head.vocab_size)
     if vocab is not None:
         if isinstance(vocab, bool) or not isinstance(vocab, int | np.integer) or not 1 <= vocab <= rows:
-            raise RequestError(
-                f"{model.name}: vocab is a number of vocabulary entries from 1 to {rows}, got {shown(vocab)}"
-            )
+            raise RequestError(f"{model.name}: vocab is {shown(vocab)}; expected a number of entries from 1 to {rows}")
         rows = int(vocab)
     if isinstance(z_loss, bool) or not isinstance(z_loss, int | float) or not 0 <= z_loss < math.inf:
         raise RequestError(f"cross_entropy: z_loss is a finite number, 0 or more, got {shown(z_loss)}")
@@ -420,9 +418,7 @@ def check_tokens(model: CompiledModel, tokens: Any, min_length: int = 2) -> Any:
     if rows is not None:
         check_ids("tokens", tokens, rows, model.settings.check_ids)
     if tokens.shape[1] < min_length:
-        raise SequenceLengthError(
-            f"tokens: {list(tokens.shape)}, and one token has no next token to predict; pass at least 2"
-        )
+        raise SequenceLengthError(f"tokens: {list(tokens.shape)}: one token has no next one to predict; pass 2 or more")
     return tokens
 
 

@@ -187,10 +187,7 @@ class RobertaConfig(BertConfig):
         common, padding = cls.common_fields(c), c.integer("pad_token_id", cls.pad_token_id, low=0)
         positions = common["max_position_embeddings"]
         if padding >= min(positions - 1, common["vocab_size"]):
-            raise ConfigError(
-                f"{c.where}: field 'pad_token_id' is {padding}; expected an id of the vocabulary, with positions "
-                f"after it among the {positions}"
-            )
+            raise ConfigError(f"{c.where}: field 'pad_token_id' is {padding}; expected one with positions after it")
         return cls(**common, pad_token_id=padding)
 
 

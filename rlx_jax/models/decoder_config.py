@@ -238,10 +238,7 @@ def rope_of(
         inert = (*inert, "partial_rotary_factor")
         rotary_dim = int(common["head_dim"] * factor)
         if not 2 <= rotary_dim <= common["head_dim"] or rotary_dim % 2:
-            raise ConfigError(
-                f"{c.where}: partial_rotary_factor {factor} of head_dim {common['head_dim']} rotates {rotary_dim} "
-                "columns"
-            )
+            raise ConfigError(f"{c.where}: partial_rotary_factor {factor} rotates {rotary_dim} columns of a head")
     for fields in (group, scaling):
         if fields is not None:
             fields.consumed.update(inert)
@@ -256,10 +253,7 @@ def even_head_dim(c: Fields, common: Mapping[str, Any]) -> int:
     """
     width: int = common["hidden_size"] // common["num_attention_heads"]
     if width % 2:
-        raise ConfigError(
-            f"{c.where}: heads are {width} wide, hidden_size over num_attention_heads; rotary embeddings need an even "
-            "width"
-        )
+        raise ConfigError(f"{c.where}: heads are {width} wide; rotary embeddings need an even width")
     return width
 
 

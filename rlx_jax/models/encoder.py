@@ -260,9 +260,7 @@ def _read_labels(config: Fields, unique: bool) -> tuple[str, ...]:
         raise LimitError(f"{config.where}: field 'id2label' has {len(names)} labels; the limit is {MAX_LABELS}")
     ids = [str(i) for i in range(len(names))]
     if {*map(str, names)} != {*ids}:
-        raise ConfigError(
-            f"{config.where}: field 'id2label' has the ids {quote([*names])}; expected 0 to {len(ids) - 1}"
-        )
+        raise ConfigError(f"{config.where}: field 'id2label' has ids {quote([*names])}; expected 0 to {len(ids) - 1}")
     by_id = {str(i): str(name) for i, name in names.items()}
     repeated = {name for name, count in Counter(by_id.values()).items() if unique and count > 1}
     return tuple(f"{by_id[i]} ({i})" if by_id[i] in repeated else by_id[i] for i in ids)

@@ -299,9 +299,7 @@ def _plugin_families() -> Mapping[str, plugins.FamilyHandler]:
     """
     families = plugins.active_plugin().families
     if duplicates := sorted(families.keys() & FAMILIES.keys()):
-        raise GraphError(
-            f"plugins define the families {listing(duplicates)}, which rlx_jax already has: see rlx_jax.plugins"
-        )
+        raise GraphError(f"plugins define {listing(duplicates)}, which rlx_jax already has: see rlx_jax.plugins")
     return families
 
 
@@ -333,9 +331,7 @@ def family_of(
         )
     if name and name not in family.architectures:
         supported = ", ".join(family.architectures)
-        raise UnsupportedError(
-            f"{config.where}: architecture {quote(name)} is not built; of {kind} there are {supported}"
-        )
+        raise UnsupportedError(f"{config.where}: architecture {quote(name)} is not built; supported: {supported}")
     if headless and isinstance(family, Family):
         family = replace(family, open=partial(family.open, headless=True))
     return config, family

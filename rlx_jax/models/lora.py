@@ -140,9 +140,7 @@ def lora(
         if isinstance(adapter, list | tuple | dict):
             raise RequestError(f"lora: one adapter at a time, the path of a directory; got {shown(adapter)}")
         if (pattern, rank, alpha, rslora) != (None, None, None, False):
-            raise RequestError(
-                "lora: adapter= already defines the blocks, the rank and alpha: leave out the other arguments"
-            )
+            raise RequestError("lora: adapter= defines the blocks, rank and alpha: leave out the other arguments")
         (sizes, source), renamed = open_adapter(adapter), getattr(recipe, "peft_names", ())
         recipe = _with_head(recipe, sizes, source) if sizes.task else recipe
         no_training = ""
@@ -187,9 +185,7 @@ def _with_head(recipe: R, sizes: AdapterSizes, source: WeightSource) -> R:
         target = replace(target, hidden_only=True) if is_decoder else target
     head = replace(head, labels=labels)
     if unread := sorted(set(sizes.head_keys) - head.weight_keys(str)):
-        raise UnsupportedError(
-            f"lora: {where} replaces {listing(unread, 4)} (modules_to_save), which are not of the head for {head.task}"
-        )
+        raise UnsupportedError(f"lora: {where} replaces {listing(unread, 4)}, which the head for {head.task} lacks")
     if not labels:
         raise UnsupportedError(f"lora: {where} is for {head.task}, and neither it nor the base model has {last_key}")
     return cast(R, replace(target, head=head))

@@ -76,9 +76,7 @@ def _mixer(c: Fields, hidden: int) -> Mamba2Spec:
     heads, width = c.integer("num_heads", 128, high=2**16), c.integer("head_dim", 64, high=2**16)
     expand = c.real("expand", 2)
     if int(hidden * expand) != heads * width:
-        raise ConfigError(
-            f"{c.where}: hidden_size {hidden} times expand {expand:g} is not num_heads {heads} times head_dim {width}"
-        )
+        raise ConfigError(f"{c.where}: hidden_size {hidden} × expand {expand:g} is not {heads} heads × {width}")
     groups = c.integer("n_groups", 8, high=2**16)
     if heads % groups:
         raise ConfigError(f"{c.where}: num_heads {heads} is not a multiple of n_groups {groups}")

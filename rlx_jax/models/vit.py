@@ -175,9 +175,7 @@ class Dinov3Config(VisionConfig):
                 "no multiple of 4, as the rotation by row and column needs"
             )
         if result.gated and result.activation != "silu":
-            raise UnsupportedError(
-                f"{c.where}: field 'hidden_act' is {quote(c.raw('hidden_act'))}; with use_gated_mlp supported is silu"
-            )
+            raise UnsupportedError(f"{c.where}: hidden_act is {quote(c.raw('hidden_act'))}; use_gated_mlp needs silu")
         return result
 
 
