@@ -248,7 +248,7 @@ def check_stages(stages: Iterable[BlockStage], where: str) -> tuple[BlockStage, 
             raise GraphError(f"{where}: {stage.__name__} is a class, not a stage: make one, {stage.__name__}(...)")
         if not callable(getattr(stage, "emit", None)):
             hint = "; blocks.Custom(fn) wraps a function (emit, x), in which emit.jax(f, x) calls a JAX function"
-            raise GraphError(f"{where}: {shown(stage)} is no stage, without emit(emit, value){hint * callable(stage)}")
+            raise GraphError(f"{where}: {shown(stage)} is not a stage: no emit(emit, value){hint * callable(stage)}")
     return checked
 
 

@@ -201,7 +201,7 @@ def test_settings_of_cross_encoders(directories: Path, tmp_path: Path) -> None:
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"problem_type": "multi_label"}, "'problem_type' is 'multi_label'; expected regression, single_label"),
-    ({"id2label": {"0": "a", "2": "b"}}, "'id2label' has the ids.*expected 0 to 1"),
+    ({"id2label": {"0": "a", "2": "b"}}, "'id2label' has ids.*expected 0 to 1"),
     ({"id2label": {"0": ["a"]}}, "'id2label' is.*expected an object of names"),
     ({"pad_token_id": "a"}, "'pad_token_id' is 'a'; expected an integer"),
 ]  # fmt: skip
@@ -222,9 +222,9 @@ def test_requests_that_are_refused(directories: Path, tmp_path: Path) -> None:
     model, reranker = rlx.load(directories / "bert"), rlx.load(directories / "rerank")
     no: Any = "no"
     calls: list[tuple[Callable[[], Any], str]] = [
-        (lambda: model.classify(TEXTS, SECOND[:-1]), "second_texts is.*a string for each of the 6 texts"),
+        (lambda: model.classify(TEXTS, SECOND[:-1]), "second_texts has 5 strings.* each of 6 texts"),
         (lambda: model.classify(TEXTS, "w1"), "second_texts is 'w1'"),
-        (lambda: model.classify([("w1", "w2")]), "expected a string, and a second list for pairs"),
+        (lambda: model.classify([("w1", "w2")]), "expected a string; pairs are two lists"),
         (lambda: model.classify(["w1"], [3]), r"pairs\[0\] is"),
         (lambda: model.classify(["w1"], top_k=0), "top_k"),
         (lambda: reranker.score([("w1", "w2", "w3")]), r"pairs\[0\] is"),

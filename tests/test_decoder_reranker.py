@@ -83,7 +83,7 @@ FILES: list[tuple[str, dict[str, Any], str]] = [
     ("sentence_bert_config.json", {"modality_config": OTHER}, "flat or structured"),
     ("sentence_bert_config.json", {"transformer_task": "sequence-classification"}, "transformer_task"),
     ("config_sentence_transformers.json", {"default_prompt_name": "other"}, "default_prompt_name is 'other'"),
-    ("config.json", {"architectures": ["Qwen3Model"]}, "LogitScore, and the model has no language-model head"),
+    ("config.json", {"architectures": ["Qwen3Model"]}, "LogitScore in modules.json needs a language-model head"),
 ]  # fmt: skip
 
 

@@ -203,7 +203,7 @@ def test_what_is_no_mask_over_tokens() -> None:
 
 def test_warm_up_ends() -> None:
     """Where a text may have any length, there is no largest program."""
-    with pytest.raises(RequestError, match="own has no maximum length, so no largest program: pass max_positions="):
+    with pytest.raises(RequestError, match="own has no maximum length: pass max_positions="):
         encoder(read).warmup()
 
 

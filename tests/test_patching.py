@@ -102,7 +102,7 @@ def test_parameters_of_now_are_patched() -> None:
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
-    "tables": ({"rotary_emb": 0}, {}, errors.GraphError, "expected blocks that return floats"),
+    "tables": ({"rotary_emb": 0}, {}, errors.GraphError, "expected floats"),
     "shape": ({"layers.*": np.ones(3)}, {}, errors.ShapeError, r"\[3\].*\[3, 2, 5, 56\]"),
     "result": ({"norm": lambda y: y[:, :3]}, {}, errors.ShapeError, "norm"),
     "text": ({"layers.*": "zero"}, {}, errors.RlxError, "layers"),
@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         "norm: the function returns complex64",
     ),
     "pair": ({"norm": lambda y: (y, y)}, {}, errors.RequestError, "the function returns a tuple"),
-    "no source": ("layers.*", {}, errors.RequestError, "puts in the outputs of other prompts: pass source="),
+    "no source": ("layers.*", {}, errors.RequestError, "puts in outputs of other prompts: pass source="),
     "unread": ({"layers.*": 0}, {"source": SOURCE}, errors.RequestError, "source is not read"),
     "lengths": ("layers.*", {"source": [[1], [2]]}, errors.RequestError, "lengths have to be"),
     "position": ({"layers.*": 0}, {"positions": [5]}, errors.RequestError, "position 5 is not"),

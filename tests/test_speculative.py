@@ -177,7 +177,7 @@ def test_models_that_cannot_draft() -> None:
     with pytest.raises(errors.SequenceLengthError, match=r"speculative: prompts\[0\].* 73 positions.* has 12"):
         lm.generate(PROMPTS[0], speculative=short)
     buckets = rlx.CompileProfile().replace(buckets={"prompt": [64], "batch": [1]})
-    with pytest.raises(errors.RequestError, match="it has 12 positions, and the buckets of windows go up to 64"):
+    with pytest.raises(errors.RequestError, match="it has 12 positions, and the buckets go up to 64"):
         rlx.CausalLM(flow, weights, profile=buckets).generate(PROMPTS[1], max_new_tokens=2, speculative=short)
     seeing = test_cross_attention.lm()
     with pytest.raises(errors.RequestError, match="cannot draft for reader: it reads 'image', 'keep' in addition"):
@@ -201,7 +201,7 @@ def test_other_tokenizers_cannot_draft() -> None:
     own, other = (load_tokenizer(FIXTURES / name) for name in ("llama/gqa_tied_llama3_v5", "sentence/base"))
     ours = replace(lm._lm, tokenizer=own)
     assert make_drafter(ours, 3, ours) is not None
-    with pytest.raises(errors.RequestError, match="their tokenizers assign other ids to the same tokens"):
+    with pytest.raises(errors.RequestError, match="their tokenizers assign other ids"):
         make_drafter(replace(ours, tokenizer=other), 3, ours)
 
 

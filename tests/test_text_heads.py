@@ -222,7 +222,7 @@ def test_refusals(directories: Path, models: dict[str, Any]) -> None:
         (lambda: answers.answer("a " * 30, CONTEXTS[1]), "context: a window has 0 tokens"),
         (lambda: answers.answer(["a", "a " * 30], CONTEXTS[1]), r"context\[1\]: a window has 0 tokens"),
         (lambda: masks.fill("a b"), r"texts\[0\] has no \[MASK\] among its 4 tokens"),
-        (lambda: masks.fill(["[MASK] " * 30]), r"texts\[0\] has 30 \[MASK\], and 22 of them among the 24 tokens"),
+        (lambda: masks.fill(["[MASK] " * 30]), r"texts\[0\] has 30 \[MASK\], 22 of them in the 24 tokens"),
         (lambda: masks.fill("[MASK]", targets=["abc"]), r"targets\[0\] is 'abc', which is 3 tokens; expected one"),
         (lambda: masks.fill("[MASK]", targets="a"), "targets is 'a'; expected a list"),
         (lambda: masks.fill("[MASK]", top_k=0), "top_k"),

@@ -208,7 +208,7 @@ def test_images_that_are_refused() -> None:
     and sizes that differ."""
     encoder = vision("dinov2")
     for images, match in (
-        ([np.broadcast_to(np.uint8(0), (2**15, 2**14, 3))], "the limit limits.MAX_IMAGE_PIXELS"),
+        ([np.broadcast_to(np.uint8(0), (2**15, 2**14, 3))], "limits.MAX_IMAGE_PIXELS is"),
         ([np.zeros((1, 2**16, 3), np.uint8)], "1 × 65536 pixels become 34 × 2228224; the limit"),
         ([Picture(PLAIN, "I;16", 0, 256)], r"images\[0\]: mode 'I;16' .* 0 to 256; expected 0 to 255: .* by 257"),
         ([Picture(PLAIN, "I;16B", 0, 256)], r"mode 'I;16B' with values from 0 to 256"),
@@ -216,7 +216,7 @@ def test_images_that_are_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(errors.RequestError, match=match):
             encoder.embed(images)
-    with pytest.raises(errors.RequestError, match="no preprocessor_config.json; pass pixel values"):
+    with pytest.raises(errors.RequestError, match="pixel values: there is no preprocessor_config.json"):
         vision("dinov2_swiglu").embed([PLAIN])
     with pytest.raises(errors.NumericsError, match=r"embed: 1 of 2 vectors are not finite: 'images\[1\]'"):
         encoder.embed(np.stack([np.zeros((3, 30, 30), np.float32), np.full((3, 30, 30), np.nan, np.float32)]))

@@ -41,23 +41,6 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class _Search:
-    """How answers are found.
-
-    Attributes:
-        top_k: the number of answers.
-        max_answer: maximum number of tokens of an answer.
-        allow_none: whether there may be no answer.
-        whole_words: whether answers are extended to words.
-    """
-
-    top_k: int
-    max_answer: int
-    allow_none: bool
-    whole_words: bool
-
-
-@dataclass(frozen=True)
 class _Window:
     """The tokens of a question with a window of its context.
 
@@ -75,21 +58,27 @@ class _Window:
     is_context: np.ndarray[Any, np.dtype[np.bool_]]
     is_cls: np.ndarray[Any, np.dtype[np.bool_]]
 
-    def candidates(self, search: _Search) -> tuple[float, list[tuple[int, int, float]]]:
-        """Return the probability of no answer, and the most probable (start, end, probability) in characters."""
+    def candidates(self, count: int, max_tokens: int, words: bool) -> tuple[float, list[tuple[int, int, float]]]:
+        """Return the probability of no answer, and the `count` most probable (start, end, probability) in characters.
+
+        Args:
+            count: number of answers.
+            max_tokens: maximum number of tokens of an answer.
+            words: extend answers to words.
+        """
         logits = np.where((self.is_context | self.is_cls)[:, None], self.logits, EXCLUDED)
         first, last = softmax(logits, axis=0).T
         none_score = float(first[0] * last[0])
         first[0] = last[0] = 0
-        scores = np.tril(np.triu(np.outer(first, last)), search.max_answer - 1)
+        scores = np.tril(np.triu(np.outer(first, last)), max_tokens - 1)
         # Extending candidates to words joins some of them, so there are more than answers.
-        count = search.top_k * 2 + 10 if search.whole_words else search.top_k
+        count = count * 2 + 10 if words else count
         order = np.argpartition(-scores, min(count, scores.size) - 1, axis=None)[:count]
         order = order[np.lexsort((order, -scores.flat[order]))]
         pairs = [divmod(int(i), len(first)) for i in order]
         offsets = self.spans.offsets
         return none_score, [
-            (*self._characters(offsets, start, end, search.whole_words), float(scores[start, end]))
+            (*self._characters(offsets, start, end, words), float(scores[start, end]))
             for start, end in pairs if self.is_context[start] and self.is_context[end]
         ]  # fmt: skip
 
@@ -109,9 +98,7 @@ class _Window:
 class QuestionAnswerer(HeadModel):
     """Find answers to questions in texts; arguments as of `HeadModel`."""
 
-    _methods = (
-        "answer(question, context) returns a part of the context, logits(question, context) the logits of its ends"
-    )
+    _methods = "answer(question, context) returns a part of the context, logits(question, context) those of its ends"
     task = ANSWER
     of_pairs = (True,)
 
@@ -142,12 +129,10 @@ class QuestionAnswerer(HeadModel):
         """
         for name, value in (("allow_none", allow_none), ("whole_words", whole_words)):
             check_flag(name, value)
-        search = _Search(
-            1 if top_k is None else check_integer("top_k", top_k, 1),
-            check_integer("max_answer_tokens", max_answer_tokens, 1), allow_none, whole_words,
-        )  # fmt: skip
+        count = 1 if top_k is None else check_integer("top_k", top_k, 1)
+        check_integer("max_answer_tokens", max_answer_tokens, 1)
         windows = self._windows(question, context, max_length, overlap, max_tokens)
-        answers = [_find(rows, search) for rows in windows]
+        answers = [_find(rows, count, max_answer_tokens, whole_words, allow_none) for rows in windows]
         results = answers if top_k is not None else [best[0] if best else Answer("", 0.0, 0, 0) for best in answers]
         return results[0] if isinstance(question, str) else results
 
@@ -220,12 +205,12 @@ def _pairs(question: Any, context: Any) -> list[tuple[str, str]]:
 # -- search ------------------------------------------------------------------------------------
 
 
-def _find(windows: Sequence[_Window], search: _Search) -> list[Answer]:
-    """Return the most probable answers in all windows of a context, best first."""
+def _find(windows: Sequence[_Window], count: int, max_tokens: int, words: bool, allow_none: bool) -> list[Answer]:
+    """Return the most probable answers in all windows of a context, best first; arguments as of `candidates`."""
     answers: dict[str, Answer] = {}
     none_score = 1.0
     for window in windows:
-        first_score, candidates = window.candidates(search)
+        first_score, candidates = window.candidates(count, max_tokens, words)
         none_score = min(none_score, first_score)
         for start, end, score in candidates:
             text = window.context[start:end]
@@ -233,5 +218,5 @@ def _find(windows: Sequence[_Window], search: _Search) -> list[Answer]:
             earlier = answers.get(text.lower())
             answer = Answer(text, score, start, end)
             answers[text.lower()] = answer if earlier is None else replace(earlier, score=earlier.score + score)
-    results = [*answers.values(), *([Answer("", none_score, 0, 0)] if search.allow_none else [])]
-    return sorted(results, key=lambda answer: -answer.score)[: search.top_k]
+    results = [*answers.values(), *([Answer("", none_score, 0, 0)] if allow_none else [])]
+    return sorted(results, key=lambda answer: -answer.score)[:count]

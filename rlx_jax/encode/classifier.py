@@ -14,7 +14,7 @@ from rlx_jax.encode.head_model import HeadModel
 from rlx_jax.encode.label_batches import make_batches, read_label_rows
 from rlx_jax.encode.pooled import Vectors, softmax
 from rlx_jax.encode.sentence import SentencePipeline
-from rlx_jax.encode.text_rows import Requests, check_pairs, without_padding
+from rlx_jax.encode.text_rows import Requests, check_list, check_pairs, without_padding
 from rlx_jax.errors import RequestError, shown, suggest_keywords
 from rlx_jax.models.encoder import MULTI_LABEL, REGRESSION, SEQUENCE, TaskHead
 from rlx_jax.runtime.inputs import check_integer
@@ -67,38 +67,39 @@ class Classifier(HeadModel):
         Raises:
             RequestError: `second_texts` is not a text for each of `texts`. Others as `Encoder.embed`.
         """
-        if second_texts is None:
-            _refuse_tuples(texts)
-            return self.run_texts(texts, max_tokens)
-        if isinstance(texts, str) and isinstance(second_texts, str):
-            return self.logits([texts], [second_texts], max_tokens=max_tokens)[0]
-        return self.pair_logits(self._pairs(texts, second_texts), max_tokens=max_tokens)
-
-    def _pairs(self, texts: Any, second_texts: Any) -> list[tuple[str, str]]:
-        """Return the pairs of two lists of strings of one length."""
-        counts = [len(t) if isinstance(t, Sequence) and not isinstance(t, str) else -1 for t in (texts, second_texts)]
-        if counts[0] != counts[1] or -1 in counts:
-            raise RequestError(f"second_texts is {shown(second_texts)}; expected a string for each of the texts")
-        return check_pairs([*zip(texts, second_texts, strict=True)], "pairs")
+        return self._run_requests(self._read(texts, second_texts), max_tokens)
 
     def pair_logits(self, pairs: Any, *, max_tokens: int | None = None) -> Vectors:
         """Return the logits of pairs of texts, `[n, labels]` float32."""
-        return self._pooled_logits(self.encoder.reader.read_pairs(check_pairs(pairs, "pairs")), max_tokens)
+        requests = self.encoder.reader.read_pairs(check_pairs(pairs, "pairs"))
+        return self._run_requests(self._without_padding(requests), max_tokens)
 
     def run_texts(self, texts: Any, max_tokens: int | None = None) -> Vectors:
-        return self._pooled_logits(self.encoder.reader.read_texts(texts), max_tokens)
+        return self.logits(texts, max_tokens=max_tokens)
 
     @property
     def selection(self) -> None:
         return None
 
-    def _pooled_logits(self, requests: Requests, max_tokens: int | None) -> Vectors:
+    def _read(self, texts: Any, second_texts: Any) -> Requests:
+        """Return the rows of texts, or with second texts of pairs."""
+        if second_texts is None:
+            _refuse_tuples(texts)
+            return self._without_padding(self.encoder.reader.read_texts(texts))
+        is_single = isinstance(texts, str) and isinstance(second_texts, str)
+        pairs = _pairs([texts], [second_texts]) if is_single else _pairs(texts, second_texts)
+        return replace(self._without_padding(self.encoder.reader.read_pairs(pairs)), is_single=is_single)
+
+    def _without_padding(self, requests: Requests) -> Requests:
+        """Return a request without the padding ids at the ends of rows, which transformers leaves out."""
+        padding_id = self.head.padding_id
+        if padding_id is None:
+            return requests
+        return replace(requests, chunks=((without_padding(rows, padding_id), more) for rows, more in requests.chunks))
+
+    def _run_requests(self, requests: Requests, max_tokens: int | None) -> Vectors:
         """Return the logits of a request; of a single text, one row."""
         self.check_runnable()
-        padding_id = self.head.padding_id
-        if padding_id is not None:
-            chunks = ((without_padding(rows, padding_id), has_more) for rows, has_more in requests.chunks)
-            requests = replace(requests, chunks=chunks)
         out = self.encoder.run(requests, max_tokens)
         return out[0] if requests.is_single else out
 
@@ -147,13 +148,7 @@ class Classifier(HeadModel):
         Raises:
             RequestError: labels that are not of the head, or another number of them than of texts. Others as `logits`.
         """
-        _refuse_tuples(texts)
-        pairs = None if second_texts is None else self._pairs(texts, second_texts)
-        reader = self.encoder.reader
-        requests = reader.read_texts(texts) if pairs is None else reader.read_pairs(pairs)
-        rows = [rows for rows, _ in requests.chunks]
-        if self.head.padding_id is not None:
-            rows = [without_padding(part, self.head.padding_id) for part in rows]
+        rows = [rows for rows, _ in self._read(texts, second_texts).chunks]
         values = read_label_rows(labels, sum(len(part.ids) for part in rows), self.head)
         size = check_integer("batch_size", batch_size, 1)
         return make_batches(rows, values, size, seed, self.encoder.buckets, self.encoder.max_positions)
@@ -243,8 +238,7 @@ class Reranker(EncoderModel):
         Raises:
             RequestError: `documents` is not a list of strings, or `top_k` is not positive. Others as `score`.
         """
-        if isinstance(documents, str | bytes) or not isinstance(documents, Sequence):
-            raise RequestError(f"documents is {shown(documents)}; expected a list of strings")
+        check_list("documents", documents, "strings")
         for name, text in (("query", query), *((f"documents[{i}]", text) for i, text in enumerate(documents))):
             if not isinstance(text, str):
                 raise RequestError(f"{name} is {shown(text)}; expected a string")
@@ -278,6 +272,15 @@ def _scores(head: TaskHead, logits: Vectors) -> Vectors:
     if head.problem == MULTI_LABEL or len(head.labels) == 1:
         return sigmoid(logits)
     return softmax(logits)
+
+
+def _pairs(texts: Any, second_texts: Any) -> list[tuple[str, str]]:
+    """Return the pairs of two lists of strings of one length."""
+    for name, values in (("texts", texts), ("second_texts", second_texts)):
+        check_list(name, values, "strings")
+    if len(texts) != len(second_texts):
+        raise RequestError(f"second_texts has {len(second_texts)} strings; expected one for each of {len(texts)} texts")
+    return check_pairs([*zip(texts, second_texts, strict=True)], "pairs")
 
 
 def _refuse_tuples(texts: Any) -> None:

@@ -22,10 +22,7 @@ from rlx_jax.models.config import MAX_VOCABULARY, Fields
 from rlx_jax.text.chat_template import choose_template, render_each, rendered_text
 from rlx_jax.text.tokenizer import Tokenizer
 
-_ACTIVATIONS = {
-    "torch.nn.modules.activation.Sigmoid": "sigmoid",
-    "torch.nn.modules.linear.Identity": "identity",
-}
+_ACTIVATIONS = {"torch.nn.modules.activation.Sigmoid": "sigmoid", "torch.nn.modules.linear.Identity": "identity"}
 # Values of the transformer's settings, by whether a head of one label follows or the logits of tokens are read.
 _NEUTRAL = {
     False: {"transformer_task": ("sequence-classification",), "module_output_name": ("scores",)},

@@ -86,9 +86,7 @@ class Encoder(TaskModel):
             reports loading and compiling: see `rlx_jax.compiler.executable.Progress`.
     """
 
-    _methods = (
-        "embed(texts) returns vectors, hidden_states(tokens) one per token, model(tokens) every output of the flow"
-    )
+    _methods = "embed(texts) returns vectors, hidden_states(tokens) one per token, model(tokens) every output"
 
     @suggest_keywords(*CompileOptions.__annotations__)
     def __init__(

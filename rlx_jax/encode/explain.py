@@ -1,46 +1,25 @@
-"""`encoder.explain`: what embedding a batch of texts or images consists of, and where its time goes."""
+"""`encoder.explain`: what embedding a batch of texts or images consists of, and where its time goes.
+
+`self` is an `Encoder` or a model with the head of a task, or for images a `VisionEncoder` or an `ImageClassifier`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from rlx_jax.encode.images import ImageProcessor
 from rlx_jax.encode.naflex import patch_inputs
 from rlx_jax.errors import RequestError, shown, suggest_keywords
 from rlx_jax.inspection.records import Inspection
 from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.runtime.explain import explain_request
 from rlx_jax.runtime.inputs import check_integer
-from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.text.token_model import supported_positions
 
 
-class RunsTexts(Protocol):
-    """An `Encoder`, or a model with the head of a task."""
-
-    model: CompiledModel
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def run_texts(self, texts: Any, max_tokens: int | None = None) -> Any: ...
-
-
-class RunsImages(Protocol):
-    """A `VisionEncoder`."""
-
-    model: CompiledModel
-    processor: ImageProcessor | None
-    channels: int
-    reads_patches: bool
-
-    def embed(self, images: Any) -> Any: ...
-
-
-def explain(self: RunsTexts, *, batch: int = 8, tokens: int | None = None, runs: int = 3) -> Inspection:
+def explain(self: Any, *, batch: int = 8, tokens: int | None = None, runs: int = 3) -> Inspection:
     """Explain `embed`, or the request of a head's task, for a batch of texts: per block its time, work and share of the
     roofline; the largest losses with what would reduce them; and findings, such as copies and padding. Print the
     result, or use its fields.
@@ -65,9 +44,7 @@ def explain(self: RunsTexts, *, batch: int = 8, tokens: int | None = None, runs:
 
 
 @suggest_keywords()
-def explain_images(
-    self: RunsImages, *, batch: int = 8, size: tuple[int, int] | None = None, runs: int = 3
-) -> Inspection:
+def explain_images(self: Any, *, batch: int = 8, size: tuple[int, int] | None = None, runs: int = 3) -> Inspection:
     """Explain `embed` for a batch of images, as `Encoder.explain` does for texts; the image processor's own work on
     the host is not part of it.
 
@@ -94,7 +71,7 @@ def explain_images(
     return explain_request(self.model.programs, lambda: self.embed(images), runs, batch, "images")
 
 
-def processed_size(encoder: RunsImages) -> tuple[int, int] | None:
+def processed_size(encoder: Any) -> tuple[int, int] | None:
     """Return the height and width of the images that the image processor makes, or rows and columns of patches; None
     if they have no fixed size."""
     processor = encoder.processor
@@ -103,7 +80,7 @@ def processed_size(encoder: RunsImages) -> tuple[int, int] | None:
     return (1, processor.max_patches) if encoder.reads_patches else processor.crop or processor.size
 
 
-def random_images(encoder: RunsImages, batch: int, height: int, width: int) -> Any:
+def random_images(encoder: Any, batch: int, height: int, width: int) -> Any:
     """Return random pixel values, or patches without padding, as `embed` takes them."""
     is_patches, channels = encoder.reads_patches, encoder.channels
     shape = (batch, height * width, channels) if is_patches else (batch, channels, height, width)
@@ -112,10 +89,18 @@ def random_images(encoder: RunsImages, batch: int, height: int, width: int) -> A
 
 
 @suggest_keywords()
-def profile(self: RunsTexts, texts: Any, *, max_tokens: int | None = None) -> BlockTimes:
+def profile(self: Any, texts: Any, *, max_tokens: int | None = None) -> BlockTimes:
     """Return the time by block of `embed(texts)`, or of the request of a head's task for texts or id lists.
 
     It runs three times: the last two under `jax.profiler`, of which the last counts.
     """
     inputs = [*texts] if isinstance(texts, Iterator) else texts  # an iterator can be read only once
     return profile_run([self.model.programs], lambda: self.run_texts(inputs, max_tokens))
+
+
+@suggest_keywords()
+def profile_images(self: Any, images: Any) -> BlockTimes:
+    """Return the time by block of the request of images, which runs three times: the last two under `jax.profiler`, of
+    which the last counts."""
+    inputs = [*images] if isinstance(images, Iterator) else images  # an iterator can be read only once
+    return profile_run([self.model.programs], lambda: self.run_images(inputs))

@@ -121,9 +121,7 @@ def _with_tokenizer(
         wrong = [text for text, a, b in zip(texts, expected, twin.encode_batch(texts), strict=True) if a != b]
         if not wrong:
             if lost := sorted(set(tokenizer.eos_ids) - set(twin.eos_ids)):
-                warnings.warn(
-                    f"save: GGUF has no field for these end tokens: {listing(lost)}", RlxWarning, stacklevel=4
-                )
+                warnings.warn(f"save: GGUF has no field for end tokens: {listing(lost)}", RlxWarning, stacklevel=4)
             return candidate
         differing = differing or wrong[0]
     raise UnsupportedError(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Unpack
 
 from rlx_jax.encode.classifier import check_top_k, classifications
+from rlx_jax.encode.explain import profile_images
 from rlx_jax.encode.head_model import LabelledModel
 from rlx_jax.encode.images import ImageProcessor
 from rlx_jax.encode.pooled import Vectors, pooled_width
@@ -13,7 +13,6 @@ from rlx_jax.encode.vision import VisionEncoder
 from rlx_jax.errors import suggest_keywords
 from rlx_jax.models.encoder import LABEL_LOGITS, TaskHead
 from rlx_jax.program import Weights
-from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.weights.format import CompileOptions
 
 
@@ -66,9 +65,4 @@ class ImageClassifier(LabelledModel):
         count = check_top_k(top_k)
         return classifications(self.head, self.logits(images), count)
 
-    @suggest_keywords()
-    def profile(self, images: Any) -> BlockTimes:
-        """Return the time by block of `classify(images)`, which runs three times: the last two under
-        `jax.profiler`, of which the last counts."""
-        inputs = [*images] if isinstance(images, Iterator) else images
-        return profile_run([self.model.programs], lambda: self.classify(inputs))
+    profile, run_images = profile_images, classify

@@ -13,11 +13,11 @@ import numpy as np
 from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.pooled import Vectors
 from rlx_jax.encode.sentence import (
-    TRANSFORMER_FILES,
     SentencePipeline,
     module_fields,
     read_modules,
     read_prompts,
+    transformer_fields,
     transformer_settings,
 )
 from rlx_jax.encode.sparse import maxsim
@@ -203,8 +203,7 @@ class MultiVectorEncoder(EncoderModel):
         else:
             requests = self.encoder.reader.read_texts([row.tolist() for row in rows])
             hidden = self.encoder.run_tokens(requests, TokenSelection(), max_tokens) if rows else []
-        ends = np.cumsum([len(row) for row in rows])
-        return np.split(self._layers(np.concatenate(hidden)), ends[:-1]) if rows else []
+        return self._layers.each(hidden)
 
     def _unread_expansions(self, rows: list[Ids], counts: list[int]) -> list[Vectors]:
         """Return the hidden states of rows, in which only the first `counts` tokens of each are read."""
@@ -332,8 +331,7 @@ def _with_default_modules(
 
 def _with_lengths(folder: Folder, path: str, settings: TokenSettings) -> TokenSettings:
     """Return the settings with the lengths and the expansion of the transformer module."""
-    candidates = (module_fields(folder, path, file) for file in TRANSFORMER_FILES)
-    c = next((c for c in candidates if c.values), module_fields(folder, path, TRANSFORMER_FILES[0]))
+    c = transformer_fields(folder, path)
     lengths = {kind: c.integer_or_null(f"{kind}_length", None) for kind in KINDS}
     expansion, group = None, c.group("query_expansion")
     if group is not None:

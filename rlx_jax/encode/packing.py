@@ -172,9 +172,8 @@ def make_blocks(width: int, rows: Sequence[tuple[int, ...]], sizes: BlockSizes) 
             return -(-len(rest) // size) * sizes.cost(size, width) + (0.0 if is_loaded else sizes.costs.program)
 
         size = min(sizes.row_counts(width), key=cost)
-        blocks += [
-            Block(size, width, sizes.slots(width), tuple(rest[at : at + size])) for at in range(0, len(rest), size)
-        ]
+        starts = range(0, len(rest), size)
+        blocks += [Block(size, width, sizes.slots(width), tuple(rest[at : at + size])) for at in starts]
     return blocks
 
 

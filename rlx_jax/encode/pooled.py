@@ -27,7 +27,7 @@ def pooled_width(model: CompiledModel, output: str = POOLED) -> int:
     names, built = model.output_names, model.template().built
     if output not in names:
         user = "embed" if output == POOLED else "logits"
-        raise GraphError(f"{model.name}: {user} needs [batch, width] as emit.output({output!r}, vector)")
+        raise GraphError(f"{model.name}: {user} needs an output {output!r} [batch, width]: emit.output(name, vector)")
     spec = built.hir.type(built.hir.outputs[names.index(output)])
     if len(spec.shape) != 2 or not isinstance(spec.shape[1], int):
         raise GraphError(f"{model.name}: the output {output!r} is {spec}; expected [batch, width], its width a number")

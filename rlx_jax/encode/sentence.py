@@ -83,14 +83,7 @@ TRANSFORMER_FILES = tuple(
 # Values that sentence-transformers writes by default. Any other value needs code that this package does not have.
 _TRANSFORMER_NEUTRAL = {"transformer_task": ("feature-extraction",), "module_output_name": ("token_embeddings",)}
 _SPLADE_NEUTRAL = {"transformer_task": ("fill-mask",), "module_output_name": ("token_embeddings",)}
-_TRANSFORMER_EMPTY = (
-    "model_args",
-    "model_kwargs",
-    "tokenizer_args",
-    "processor_kwargs",
-    "config_args",
-    "config_kwargs",
-)
+_TRANSFORMER_EMPTY = "model_args model_kwargs tokenizer_args processor_kwargs config_args config_kwargs".split()
 _TRANSFORMER_INERT = ("unpad_inputs", "query_length", "document_length", "query_expansion")  # not for `encode`
 _TEXT_MODALITY = {"method": "forward", "method_output_name": "last_hidden_state"}
 LOGITS_MODALITY = {"method": "forward", "method_output_name": "logits"}
@@ -369,6 +362,12 @@ def module_fields(folder: Folder, path: str, name: str) -> Fields:
     return Fields(folder.json(name), folder.where(name))
 
 
+def transformer_fields(folder: Folder, path: str) -> Fields:
+    """Return the fields of the file with the settings of the transformer module; no fields if there is none."""
+    candidates = (module_fields(folder, path, file) for file in TRANSFORMER_FILES)
+    return next((c for c in candidates if c.values), Fields({}, ""))
+
+
 @dataclass(frozen=True)
 class TransformerSettings:
     """The settings of a transformer module.
@@ -400,8 +399,7 @@ def transformer_settings(
         neutral: fields that must have one of these values.
         messages: whether it may read messages by a chat template.
     """
-    candidates = (module_fields(folder, path, file) for file in TRANSFORMER_FILES)
-    c = next((c for c in candidates if c.values), Fields({}, ""))
+    c = transformer_fields(folder, path)
     for name in _TRANSFORMER_EMPTY:
         if group := c.group(name):
             group.finish(("trust_remote_code",))

@@ -108,9 +108,8 @@ def _token_vectors(
     """Return the token ids of each text, and the layers of its hidden states."""
     read = [*requests.chunks]
     hidden = encoder.run_tokens(replace(requests, chunks=iter(read)), TokenSelection(), max_tokens)
-    vectors = PlacedLayers.on(encoder.model.programs, layers)(np.concatenate(hidden)) if hidden else np.zeros((0, 1))
-    ends = np.cumsum([len(states) for states in hidden])[:-1]
-    return [row for part, _ in read for row in part.ids], np.split(vectors, ends) if hidden else []
+    vectors = PlacedLayers.on(encoder.model.programs, layers).each(hidden)
+    return [row for part, _ in read for row in part.ids], vectors
 
 
 def maxsim(queries: Sequence[Vectors], documents: Sequence[Vectors], *, mean: bool = False) -> Vectors:

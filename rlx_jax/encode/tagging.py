@@ -11,7 +11,8 @@ import numpy as np
 
 from rlx_jax.encode.head_model import TokenLogits
 from rlx_jax.encode.pooled import Vectors, softmax
-from rlx_jax.errors import RequestError, check_names, shown, suggest_keywords
+from rlx_jax.encode.text_rows import check_list
+from rlx_jax.errors import RequestError, check_names, suggest_keywords
 from rlx_jax.models.encoder import TOKEN
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.text.request_checks import Ids, classify_strings
@@ -64,8 +65,7 @@ class TokenClassifier(TokenLogits):
                 Others as `Encoder.embed`.
         """
         check_names([aggregation], AGGREGATIONS, "aggregation", "; there are", RequestError)
-        if isinstance(ignore_labels, str) or not isinstance(ignore_labels, Sequence):
-            raise RequestError(f"ignore_labels is {shown(ignore_labels)}; expected a list of labels")
+        check_list("ignore_labels", ignore_labels, "labels")
         part_labels = self.labels if aggregation == "none" else [_joined_label(label) for label in self.labels]
         choices = dict.fromkeys(["O", *part_labels])
         check_names(ignore_labels, choices, "ignore_labels", "; labels of parts are", RequestError)

@@ -171,6 +171,11 @@ class PlacedLayers:
             results.append(self.programs.run_helper(apply_layers, padded, self.arrays, static=(self.layers,)))
         return np.concatenate([np.asarray(jax.device_get(y)) for y in results])[: len(vectors)]
 
+    def each(self, texts: Sequence[Vectors]) -> list[Vectors]:
+        """Apply the layers to the vectors of several texts, `[tokens, width]` each."""
+        ends = np.cumsum([len(vectors) for vectors in texts])[:-1]
+        return np.split(self(np.concatenate(texts)), ends) if texts else []
+
     def warm_up(self, width: int) -> None:
         """Run every program that vectors of this width can need."""
         for rows in CALL_ROWS:

@@ -12,14 +12,13 @@ import numpy as np
 
 from rlx_jax.compiler.settings import bucket_size, fit_bucket
 from rlx_jax.encode.embedding import chunks, prefetch
-from rlx_jax.encode.explain import explain_images, processed_size, random_images
+from rlx_jax.encode.explain import explain_images, processed_size, profile_images, random_images
 from rlx_jax.encode.images import ImageProcessor, named_images, number_images
 from rlx_jax.encode.naflex import PATCH_INPUTS, check_patches
 from rlx_jax.encode.pooled import POOLED, Vectors, check_finite, get_pooled, pooled_width
 from rlx_jax.errors import GraphError, RequestError, RlxNumericsWarning, listing, quote, shown, suggest_keywords
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.program import Weights
-from rlx_jax.runtime.block_times import BlockTimes, profile_run
 from rlx_jax.runtime.compile_flow import open_model
 from rlx_jax.runtime.explain import show as show_model
 from rlx_jax.runtime.inputs import as_host_array
@@ -208,15 +207,7 @@ class VisionEncoder(TaskModel):
         """
         return replace(self.model.report(**sizes), request=self._last_request)
 
-    @suggest_keywords()
-    def profile(self, images: Any) -> BlockTimes:
-        """Return the time by block of `embed(images)`, which runs three times: the last two under
-        `jax.profiler`, of which the last counts."""
-        # The request runs three times, and an iterator can be read only once.
-        inputs = [*images] if isinstance(images, Iterator) else images
-        return profile_run([self.model.programs], lambda: self.embed(inputs))
-
-    explain, show = explain_images, show_model
+    explain, show, profile, run_images = explain_images, show_model, profile_images, embed
 
 
 def check_images(model: CompiledModel) -> int:

@@ -84,9 +84,7 @@ class CausalLM(TaskModel):
         options: also `progress`, a callback for loading and compiling; see `rlx_jax.compiler.executable.Progress`.
     """
 
-    _methods = (
-        "logits(tokens) gives logits, generate(prompts) text or token ids, model(tokens) every output of the flow"
-    )
+    _methods = "logits(tokens) gives logits, generate(prompts) text or token ids, model(tokens) every output"
 
     @suggest_keywords(*CompileOptions.__annotations__)
     def __init__(

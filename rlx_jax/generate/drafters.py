@@ -179,9 +179,8 @@ class MtpModule(ProgramDrafter):
         """Prefill the pairs of the prompts, except the last pair, which the first `propose` reads; see `Drafter`."""
         padded = [*prompts, *([0] for _ in range(sizes.batch - len(prompts)))]
         lengths = np.array([len(p) for p in padded], np.int32)
-        prefill_programs = bind_prefill(
-            self.unbound_model, sizes.prefill_widths, sizes.state, Variant(outputs=(HIDDEN,))
-        )
+        variant = Variant(outputs=(HIDDEN,))
+        prefill_programs = bind_prefill(self.unbound_model, sizes.prefill_widths, sizes.state, variant)
         state: StateArrays = {}
         offset = 0
         for program, width, block in zip(prefill_programs, sizes.prefill_widths, hidden, strict=True):

@@ -78,9 +78,8 @@ def prefill(
             f"prefill: return_captures: the tokens of {quote(merged[0])} are on no axis of their own, so that padding "
             "cannot be cut off: lm.capture returns it"
         )
-    values, new_state, captured = run_padded(
-        program, {}, padded, valid, block.shape[1], other_inputs.padded(rows), names
-    )
+    arrays = other_inputs.padded(rows)
+    values, new_state, captured = run_padded(program, {}, padded, valid, block.shape[1], arrays, names)
     if is_last and names:
         values = model.programs.run_helper(last_tokens, values, valid.astype(np.int32))
     captures = trim_captures(model, axes, captured, valid.astype(np.int32), block.shape[1])

@@ -35,7 +35,7 @@ from rlx_jax.generate.decode_state import resize_state
 from rlx_jax.generate.prefix_cache import Prefix
 from rlx_jax.generate.request import LanguageModel
 from rlx_jax.ir.types import is_static
-from rlx_jax.losses import LossChunking, chunk_logits, count_chunks, split_tokens
+from rlx_jax.losses.chunked import LossChunking, chunk_logits, count_chunks, split_tokens
 from rlx_jax.lowering.hir.row_layouts import POSITIONS, SEGMENTS
 from rlx_jax.lowering.mir.head import Head
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
@@ -149,15 +149,10 @@ def score_sizes(target: str, buckets: Buckets, max_positions: int | None, longes
         blocks = {(rows, width) for rows in buckets.batch for width in widths}
     else:
         full = {(max(1, costs.tokens // width), width) for width in widths}
-        single_row = {
-            (1, width)
-            for width in SINGLE_ROW_WIDTHS[: MAX_BLOCK_SIZES - len(widths)]
-            if width in widths and not buckets.prompt
-        }
+        singles = () if buckets.prompt else SINGLE_ROW_WIDTHS[: MAX_BLOCK_SIZES - len(widths)]
+        single_row = {(1, width) for width in singles if width in widths}
         blocks = {(buckets.rows(rows), width) for rows, width in full | single_row}
-    return BlockSizes(
-        tuple(sorted(blocks)), costs.tokens, replace(costs, tokens_per_slot=ONE_TEXT_PER_ROW)
-    )  # one text fills a row
+    return BlockSizes(tuple(sorted(blocks)), costs.tokens, replace(costs, tokens_per_slot=ONE_TEXT_PER_ROW))
 
 
 # -- forms -------------------------------------------------------------------------------------
@@ -189,9 +184,8 @@ class ScoreForm:
 
     def _required_width(self, text: SharedTokens) -> int:
         """Return the tokens of a row that a text needs: the row has room for one alternative end in each slot."""
-        return max(
-            len(text.prefix), self.sizes.costs.tokens_per_slot * (len(text.last_tokens) - 1) if self.packed else 0
-        )
+        for_ends = self.sizes.costs.tokens_per_slot * (len(text.last_tokens) - 1) if self.packed else 0
+        return max(len(text.prefix), for_ends)
 
     def program(self, rows: int, width: int) -> BoundProgram:
         """Return the program for blocks of this size; see `score_program`."""

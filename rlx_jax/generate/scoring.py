@@ -93,10 +93,8 @@ def score_items(lm: LanguageModel, items: Sequence[ScoredTokens], method: str) -
     scores = score_all(method, items, parts)
     num_read = sum(len(text.prefix) for _, texts in parts for text in texts)
     seconds, compiled = clock()
-    report = RequestReport(
-        "texts", len(items), num_tokens, seconds, compiled=compiled, cached_tokens=num_tokens - num_read
-    )
-    return scores, report
+    cached = num_tokens - num_read
+    return scores, RequestReport("texts", len(items), num_tokens, seconds, compiled=compiled, cached_tokens=cached)
 
 
 def score_all(method: str, items: Sequence[ScoredTokens], parts: Sequence[ScorePart]) -> list[Score]:
@@ -133,9 +131,7 @@ def score_all(method: str, items: Sequence[ScoredTokens], parts: Sequence[ScoreP
         first_by_name: dict[str, int] = {}  # the windows of a text have one name
         for i, offset in sorted(failed.items()):
             first_by_name.setdefault(items[i].name, items[i].offset + items[i].start + offset)
-        failures = [
-            f"{name} (first after {offset:,} token{'s'[: offset > 1]})" for name, offset in first_by_name.items()
-        ]
+        failures = [f"{name} (first after {n:,} token{'s'[: n > 1]})" for name, n in first_by_name.items()]
         suffix = f" and {len(failures) - 8} more" if len(failures) > 8 else ""
         message = f"logits are not finite for {', '.join(failures[:8])}{suffix}"
         raise NumericsError(f"{method}: {message}; `outputs` of this error has the other scores", failed, scores)

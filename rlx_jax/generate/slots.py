@@ -322,9 +322,8 @@ class SlotClasses:
         """Return the counts of speculative decoding; None without drafts."""
         if self.parts[0].plan.drafter is None:
             return None
-        return SpeculativeCounts(
-            *np.sum(jax.device_get([part.loop.inputs["counts"] for part in self.parts]), 0).tolist()
-        )
+        counts = jax.device_get([part.loop.inputs["counts"] for part in self.parts])
+        return SpeculativeCounts(*np.sum(counts, 0).tolist())
 
     def report(
         self, num_prompts: int, prompt_tokens: int, num_read: int, new_tokens: int, seconds: float, compiled: int

@@ -120,9 +120,8 @@ def adjust_logits(
     if steps.biased:
         logits = logits + jnp.atleast_2d(values.bias)
     if steps.penalised:
-        logits = jnp.where(
-            history.seen, jnp.where(logits > 0, logits / values.penalty, logits * values.penalty), logits
-        )
+        penalised = jnp.where(logits > 0, logits / values.penalty, logits * values.penalty)
+        logits = jnp.where(history.seen, penalised, logits)
     if steps.counted:
         counts = history.counts.astype(jnp.float32)
         logits = logits - values.frequency * counts - values.presence * jnp.minimum(counts, 1.0)

@@ -141,9 +141,8 @@ def _label_head(model: CompiledModel, tasks: tuple[str, ...], loss: str) -> Labe
     """
     head = model.flow._outputs.label_head if isinstance(model.flow, ModelFlow) else None
     if head is not None and head.task not in tasks:
-        other = (
-            "span" if head.task in ANSWER_TASKS else "classification" if head.task in TEXT_TASKS else "cross_entropy"
-        )
+        losses = {**dict.fromkeys(ANSWER_TASKS, "span"), **dict.fromkeys(TEXT_TASKS, "classification")}
+        other = losses.get(head.task, "cross_entropy")
         raise GraphError(f"{model.name}: the head is for {head.task}: rlx_jax.losses.{other}, not {loss}")
     return head
 

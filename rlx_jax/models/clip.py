@@ -126,11 +126,9 @@ class ClipConfig(DualConfig[ClipTextConfig, ClipVisionConfig]):
     def read(cls, c: Fields) -> Self:
         text, vision = tower_group(c, "text_config"), tower_group(c, "vision_config")
         width = c.integer("projection_dim", 512)  # applies to both towers, whatever their own fields are
-        sizes = cls(
-            replace(ClipTextConfig.read(text), width=width), replace(ClipVisionConfig.read(vision), width=width)
-        )
+        towers = ClipTextConfig.read(text), ClipVisionConfig.read(vision)
         finish_towers(text, vision)
-        return sizes
+        return cls(replace(towers[0], width=width), replace(towers[1], width=width))
 
 
 class ClipFlow(DualFlow[ClipConfig]):

@@ -152,10 +152,8 @@ class CausalFlow(Recipe[A]):
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shape of every checkpoint key."""
         # These options drop or replace stages with weights; the checkpoint has the weights in any case.
-        full_recipe = replace(
-            self, decode=None, hidden_only=self.head is not None, inputs_embeds=False, export_kv=False
-        )
-        return super(CausalFlow, full_recipe).shapes()
+        recipe = replace(self, decode=None, hidden_only=self.head is not None, inputs_embeds=False, export_kv=False)
+        return super(CausalFlow, recipe).shapes()
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,7 @@ class DistilBertConfig(BertConfig):
     type_vocab_size: int = 0
 
     # How the position table was initialised; the checkpoint has its values.
-    inert = (
-        "tie_word_embeddings", "tie_weights_", "sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout",
-    )  # fmt: skip
+    inert = ("tie_word_embeddings", "tie_weights_", "sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout")
     neutral = {}
 
     @classmethod

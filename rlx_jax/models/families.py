@@ -353,9 +353,8 @@ def open_pretrained(
     if config.ignored is None or not config.ignored.names:
         return model
     config.ignored.check_applied(config.where)
-    return replace(
-        model, recipe=record_ignored(model.recipe, config.ignored.names), ignored_fields=config.ignored.names
-    )
+    names = config.ignored.names
+    return replace(model, recipe=record_ignored(model.recipe, names), ignored_fields=names)
 
 
 def record_ignored(recipe: Any, names: tuple[str, ...]) -> Any:

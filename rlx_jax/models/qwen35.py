@@ -203,7 +203,7 @@ def _delta(c: Fields, eps: float) -> GatedDeltaSpec:
     """Return the spec of the Gated DeltaNet layers."""
     heads = c.integer("linear_num_key_heads", 16, high=2**16), c.integer("linear_num_value_heads", 32, high=2**16)
     if heads[1] % heads[0]:
-        raise ConfigError(f"{c.where}: {heads[1]} linear_num_value_heads are not a multiple of {heads[0]} key heads")
+        raise ConfigError(f"{c.where}: linear_num_value_heads {heads[1]} is no multiple of {heads[0]} key heads")
     return GatedDeltaSpec(
         key_heads=heads[0], value_heads=heads[1], key_dim=c.integer("linear_key_head_dim", 128, high=2**16),
         value_dim=c.integer("linear_value_head_dim", 128, high=2**16),

@@ -61,12 +61,10 @@ class SiglipVisionFlow(VisionFlow[SiglipVisionConfig]):
     head_pool = PatchMean()
 
     def pool(self) -> BlockStage | None:
-        c = self.config
+        c, key = self.config, self.key("head")
         if not c.head:
             return None
-        return AttentionPool(
-            self.key("head"), c.num_attention_heads, c.layer_norm_eps, c.activation, c.intermediate_size
-        )
+        return AttentionPool(key, c.num_attention_heads, c.layer_norm_eps, c.activation, c.intermediate_size)
 
 
 @dataclass(frozen=True)

@@ -103,9 +103,8 @@ class TextPart:
             raise UnsupportedError(
                 f"{text.where}: model_type {quote(kind)}; the text model of a {self.outer_type} is a {self.text_type}"
             )
-        head = {
-            "tie_word_embeddings": config.flag("tie_word_embeddings", self.default_tied)
-        }  # the outer model has the head
+        # The outer model has the head.
+        head = {"tie_word_embeddings": config.flag("tie_word_embeddings", self.default_tied)}
         finish_model(config, self.unread_fields)
         names = {
             prefix + key.removeprefix(stored_prefix): key

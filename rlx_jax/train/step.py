@@ -16,6 +16,7 @@ from rlx_jax.compiler.executable import Arrays
 from rlx_jax.device import out_of_memory
 from rlx_jax.errors import RequestError, SessionStateError, listing, shown, suggest_keywords
 from rlx_jax.ir.user_functions import is_consumed
+from rlx_jax.losses.labels import check_batch, counts_rows, target_weights
 from rlx_jax.runtime.inputs import as_host_array, check_integer
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.trace.checks import check_signature
@@ -120,12 +121,12 @@ class TrainStep:
             raise RequestError('step: a batch of several arrays has them by name: {"tokens": tokens, "labels": labels}')
         named = dict(batch) if isinstance(batch, Mapping) else {"tokens": batch}
         # Of `cross_entropy` labels are at the position of the prediction, and under transformers' names one before.
-        if losses.counts_rows(self.loss) and self.model.first_input in named:
+        if counts_rows(self.loss) and self.model.first_input in named:
             named.setdefault("tokens", named.pop(self.model.first_input))
         if named.get("tokens") is None:
             raise RequestError(f"step: a batch is tokens [B, S], or a mapping with 'tokens'; got {listing(named)}")
         named = {k: a if isinstance(a, jax.Array) else as_host_array(k, a) for k, a in named.items() if a is not None}
-        losses.check_batch(self.loss, self.model, named)
+        check_batch(self.loss, self.model, named)
         return named
 
     def _check_optimizer(self, state: TrainState) -> None:
@@ -212,7 +213,7 @@ class TrainStep:
 
     def _target_weights(self, batch: Arrays) -> AnyArray:
         """Return the weights of the targets as the loss counts them."""
-        return losses.target_weights(self.loss, self.model, batch)
+        return target_weights(self.loss, self.model, batch)
 
     def _loss_and_gradients(
         self, params: Arrays, constants: Arrays, batch: Arrays
