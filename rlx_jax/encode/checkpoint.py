@@ -210,9 +210,8 @@ def open_checkpoint(
     if not isinstance(head, bool):
         raise RequestError(f"{caller}: head is {shown(head)}; expected True or False")
     names = ["revision", "token", "subfolder", "file", "ignore_fields", "head", *other_arguments]
-    check_keywords(
-        caller, options, [*names, *(WEIGHT_OPTIONS if caller != "load" else (f.name for f in fields(OpenOptions)))]
-    )
+    options_of_weights = WEIGHT_OPTIONS if caller != "load" else tuple(f.name for f in fields(OpenOptions))
+    check_keywords(caller, options, [*names, *options_of_weights])
     open_options = OpenOptions(**options)
     folder = open_model_folder(path, revision, token, open_options.progress, subfolder, file)
     return Checkpoint(folder, open_options, ignore_fields, use_modules, head=head)

@@ -147,11 +147,8 @@ class PairTemplate:
             rows += self.tokenizer.encode_batch(
                 texts, add_special_tokens=False, max_length=self.max_length, first=first
             )
-        if self.max_length is not None and any(len(row) == self.max_length for row in rows):
-            suffix = self._suffix(prompt)[-self.max_length :]
-            for row in rows:
-                if len(row) == self.max_length and suffix:
-                    row[-len(suffix) :] = suffix
+        limit = self.max_length
+        rows += self.tokenizer.encode_batch(texts, add_special_tokens=False, max_length=limit, first=first)
         return rows
 
     def _render(self, pairs: Sequence[tuple[str, str]], prompt: str) -> list[str]:
@@ -168,8 +165,7 @@ class PairTemplate:
 
     def _suffix(self, prompt: str) -> list[int]:
         """Return the tokens that end every pair: those in common to two pairs that have no token in common."""
-        short, long = self.tokenizer.encode_batch(
-            self._render([("0", "0"), ("1 2 3 4", "1 2 3 4")], prompt), add_special_tokens=False
-        )
+        texts = self._render([("0", "0"), ("1 2 3 4", "1 2 3 4")], prompt)
+        short, long = self.tokenizer.encode_batch(texts, add_special_tokens=False)
         count = next((i for i, (a, b) in enumerate(zip(short[::-1], long[::-1], strict=False)) if a != b), 0)
         return short[len(short) - count :]

@@ -101,9 +101,8 @@ class Encoder(TaskModel):
         **options: Unpack[CompileOptions],
     ) -> None:
         self.tokenizer = open_tokenizer(tokenizer)
-        self.model, self.vocab_size = open_token_model(
-            flow, weights, OpenOptions(**options), max_positions, programs=("forward",)
-        )
+        compile_options = OpenOptions(**options)
+        self.model, self.vocab_size = open_token_model(flow, weights, compile_options, max_positions, ("forward",))
         check_hidden_states(self.model, self.vocab_size)
         self.max_positions = supported_positions(self.model)
         if not isinstance(pipeline, SentencePipeline | None):
@@ -285,9 +284,8 @@ class Encoder(TaskModel):
         finally:
             stream.close()
             seconds, compiled = clock()
-            self._last_request = RequestReport(
-                "texts", len(stream.ids), sum(map(len, stream.ids)), seconds, compiled=compiled
-            )
+            num_tokens = sum(map(len, stream.ids))
+            self._last_request = RequestReport("texts", len(stream.ids), num_tokens, seconds, compiled=compiled)
             self.model.last_key = batcher.model.last_key or self.model.last_key
 
     @property
@@ -388,22 +386,13 @@ class Encoder(TaskModel):
         skip = None if self.pipeline.include_prompt else prompt_tokens
         if self.packing:
             rows = self._row_batcher() if self.padding is None else self._exact_batcher(frozenset())
-            return replace(
-                rows,
-                pipeline=None if self._has_pooled_output else self.pipeline.pooling_only,
-                tokens=max_tokens,
-                skip=skip,
-            )
+            pipeline = None if self._has_pooled_output else self.pipeline.pooling_only
+            return replace(rows, pipeline=pipeline, tokens=max_tokens, skip=skip)
         settings = self.model.settings
-        sizes = sizes_for(
-            costs_on(settings.target),
-            self.max_positions or DEFAULT_MAX_POSITIONS,
-            max_tokens,
-            settings.buckets.row_multiple,
-        )
-        return PackedBatcher(
-            replace(self.model, program="packed", last_key=None), self.pipeline.pooling_only, sizes, skip
-        )
+        longest = self.max_positions or DEFAULT_MAX_POSITIONS
+        sizes = sizes_for(costs_on(settings.target), longest, max_tokens, settings.buckets.row_multiple)
+        model = replace(self.model, program="packed", last_key=None)
+        return PackedBatcher(model, self.pipeline.pooling_only, sizes, skip)
 
     @suggest_keywords()
     def warmup(self) -> None:

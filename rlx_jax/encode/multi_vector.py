@@ -272,10 +272,8 @@ def read_multi_vector(folder: Folder) -> TokenSettings | None:
     if similarity not in ("maxsim", "meanmaxsim"):
         raise UnsupportedError(f"{about.where}: similarity_fn_name {quote(similarity)}; supported: maxsim, meanmaxsim")
     path = modules[0][1]
-    transformer, (prompts, default) = (
-        transformer_settings(folder, path),
-        read_prompts(folder, about.values.get("model_type")),
-    )
+    transformer = transformer_settings(folder, path)
+    prompts, default = read_prompts(folder, about.values.get("model_type"))
     read = functools.partial(read_layer, folder, feature=TOKENS, default=TOKENS if is_pylate else SENTENCE)
     settings = TokenSettings(
         SentencePipeline(

@@ -92,10 +92,8 @@ class BlockSizes:
 
     def cost_of_rows(self, rows: Mapping[int, Sequence[tuple[int, ...]]]) -> float:
         """Return the cost of `rows`, given by width, as fractions of full calls."""
-        return sum(
-            len(group) * self.cost(self.row_counts(width)[0], width) / self.row_counts(width)[0]
-            for width, group in rows.items()
-        )
+        full_rows = {width: self.row_counts(width)[0] for width in rows}
+        return sum(len(group) * self.cost(full_rows[w], w) / full_rows[w] for w, group in rows.items())
 
     def slots(self, width: int) -> int:
         """Return the maximum number of texts in a row of this width."""
@@ -128,9 +126,8 @@ def sizes_for(
     full = {(max(1, limit // width), width) for width in widths}
     candidates = [(r, w) for r, w in costs.small_blocks if r * w <= limit and w <= widths[-1] and (r, w) not in full]
     small_blocks = candidates[: max(0, max_block_sizes - len(full))]
-    return BlockSizes(
-        tuple(sorted({(-(-rows // share) * share, width) for rows, width in (*full, *small_blocks)})), limit, costs
-    )
+    blocks = {(-(-rows // share) * share, width) for rows, width in (*full, *small_blocks)}
+    return BlockSizes(tuple(sorted(blocks)), limit, costs)
 
 
 def fill_rows(lengths: Sequence[int], sizes: BlockSizes, min_width_index: int = 0) -> dict[int, list[tuple[int, ...]]]:
@@ -185,17 +182,11 @@ def plan_blocks(lengths: Sequence[int], sizes: BlockSizes) -> list[Block]:
     """Return the cheapest calls for texts of these lengths, over all choices of the narrowest width."""
     if not lengths:
         return []
-    candidates = [
-        min_width_index
-        for min_width_index, width in enumerate(sizes.widths)
-        if not min_width_index or width <= sizes.tokens
-    ]
+    candidates = [i for i, width in enumerate(sizes.widths) if not i or width <= sizes.tokens]
     # With many calls the last, partly filled ones hardly matter, so a sample of the lengths decides.
     if len(lengths) > SAMPLE and sum(lengths) > 4 * sizes.tokens:
         sample = lengths[:: -(-len(lengths) // SAMPLE)]
-        candidates = [
-            min(candidates, key=lambda min_width_index: sizes.cost_of_rows(fill_rows(sample, sizes, min_width_index)))
-        ]
+        candidates = [min(candidates, key=lambda i: sizes.cost_of_rows(fill_rows(sample, sizes, i)))]
     plans = []
     for min_width_index in candidates:
         rows = fill_rows(lengths, sizes, min_width_index)

@@ -45,10 +45,7 @@ class VisionEncoder(TaskModel):
             reports loading and compiling: see `rlx_jax.compiler.executable.Progress`.
     """
 
-    _methods = (
-        "embed(images) returns vectors, hidden_states(pixel_values) one per patch, model(pixel_values) every output of "
-        "the flow"
-    )
+    _methods = "embed(images) returns vectors, hidden_states(pixel_values) one per patch, model(…) every output"
 
     @suggest_keywords(*CompileOptions.__annotations__)
     def __init__(
@@ -117,9 +114,8 @@ class VisionEncoder(TaskModel):
             batches = (pixels[i : i + self._max_batch] for i in range(0, len(pixels), self._max_batch))
         else:
             batches, single = self._preprocess(images)
-        vectors = np.concatenate(
-            [np.zeros((0, width), np.float32), *(self._run_batch(batch, output) for batch in batches)]
-        )
+        rows = (self._run_batch(batch, output) for batch in batches)
+        vectors = np.concatenate([np.zeros((0, width), np.float32), *rows])
         seconds, compiled = clock()
         self._last_request = RequestReport("images", len(vectors), 0, seconds, compiled=compiled)
         check_finite(vectors, "images")

@@ -372,9 +372,8 @@ class CausalLM(TaskModel):
             check_stream_options("chat(…, stream=True)", n, logprobs)
         turn_options = {name: options.pop(name) for name in DecodingOptions.__annotations__ if name in options}
         checked_prompts = Prompts(None, [self.apply_chat_template(messages, **options)], True)
-        request_args = self._make_request(
-            checked_prompts, max_new_tokens, sampler, stop, seed, text=True, n=n, logprobs=logprobs, **turn_options
-        )
+        options_of_turn = {"text": True, "n": n, "logprobs": logprobs, **turn_options}
+        request_args = self._make_request(checked_prompts, max_new_tokens, sampler, stop, seed, **options_of_turn)
         return stream_request(self._lm, *request_args) if stream else run_request(self._lm, *request_args)[0]
 
     def conversation(

@@ -241,9 +241,8 @@ def open_conversation(
     lm = causal_lm._lm
     tokenizer = lm.require_tokenizer("chat needs", "generate from token ids")
     variables = options.keys() - {"tools", "chat_template", "allow_special"}
-    template = choose_checked_template(
-        tokenizer, options.get("chat_template"), options.get("tools") is not None, variables
-    )
+    has_tools = options.get("tools") is not None
+    template = choose_checked_template(tokenizer, options.get("chat_template"), has_tools, variables)
     is_empty = isinstance(messages, list | tuple) and not messages
     first_messages = [] if is_empty else check_messages(messages, template)
     if max_len is not None:

@@ -221,9 +221,8 @@ class TokenChooser:
         remaining = rows.remaining - active.astype(jnp.int32)
         ended = active & (ends_row(stop_mask, chosen) | (remaining <= 0) | ~is_finite)
         ids = jnp.where(active, chosen, rows.ids)
-        return tokens, replace(
-            rows, ids=ids, running=rows.running & ~ended, remaining=remaining, history=history.append(chosen, active)
-        )
+        running, history = rows.running & ~ended, history.append(chosen, active)
+        return tokens, replace(rows, ids=ids, running=running, remaining=remaining, history=history)
 
     def choose_first(
         self, logits: Array, rows: RequestRows, sampler_values: SamplerValues, stop_mask: Array
@@ -287,9 +286,8 @@ class DecodeLoop(TokenChooser):
                 extend_inputs = {self.ids_input: rows.ids[:, None], "lengths": lengths}
                 outputs, state = extend(params, state, extend_inputs)
                 logits = outputs[0][:, 0]
-                new_ids, rows = self.choose_next(
-                    logits, rows, inputs["sampler_values"], inputs["stop_mask"], rows.running
-                )
+                values, stop_mask = inputs["sampler_values"], inputs["stop_mask"]
+                new_ids, rows = self.choose_next(logits, rows, values, stop_mask, rows.running)
                 k = self.num_logprobs
                 step_out = (new_ids, *([] if k is None else [token_log_probs(logits, rows.ids, k)]))
                 out = jax.tree.map(lambda a, new: lax.dynamic_update_slice_in_dim(a, new[:, None], i, 1), out, step_out)

@@ -188,9 +188,8 @@ class MtpModule(ProgramDrafter):
             reader_inputs = {self.ids_input: tokens, HIDDEN: block, "lengths": np.clip(lengths - 1 - offset, 0, width)}
             _, state = program(reader_inputs, state)
             offset += width
-        pairs = programs.run_helper(
-            initial_pairs, hidden, lengths, first, static=(self.tokens + 1,), out_shardings=programs.replicated
-        )
+        count, replicated = self.tokens + 1, programs.replicated
+        pairs = programs.run_helper(initial_pairs, hidden, lengths, first, static=(count,), out_shardings=replicated)
         return pairs, state
 
     def propose(self, drafter_state: DrafterState, draft_step: DraftStep) -> tuple[Drafts, DrafterState]:
@@ -223,9 +222,8 @@ class MtpModule(ProgramDrafter):
 
         initial_carry: Any = (state, ids, hidden, history, is_valid)
         (state, *_), more_steps = lax.scan(step, initial_carry, jnp.arange(1, self.tokens, dtype=jnp.int32))
-        steps: Any = jax.tree.map(
-            lambda a, more: jnp.concatenate([a[None], more]), (ids, is_valid, draft_logits), more_steps
-        )
+        first = ids, is_valid, draft_logits
+        steps: Any = jax.tree.map(lambda a, more: jnp.concatenate([a[None], more]), first, more_steps)
         return Drafts.from_steps(self.tokens, *steps), replace(drafter_state, state=state | {LENGTH: length})
 
     def accept(self, drafter_state: DrafterState, draft_step: DraftStep, verified: VerifiedTokens) -> DrafterState:

@@ -367,9 +367,8 @@ def start_generation(plan: RequestPlan) -> Generation:
     history = initial_history(plan.sampling_steps, prompts, len(plan.stop_mask), max_tokens(loop))
     new_rows = random_key("seed", request.options[0].seed), live, np.int32(request.budget), history
     choose = FirstTokens(plan.sampling_steps, num_logprobs=plan.num_logprobs)
-    first_ids, rows, log_probs = programs.run_helper(
-        choose, logits, *new_rows, sampler_values, stop_mask, out_shardings=programs.replicated
-    )
+    arguments = (logits, *new_rows, sampler_values, stop_mask)
+    first_ids, rows, log_probs = programs.run_helper(choose, *arguments, out_shardings=programs.replicated)
     operands = {"rows": rows, "sampler_values": sampler_values, "stop_mask": stop_mask}
     if (drafter := request.drafter) is not None:
         drafter_arrays, draft_state = drafter.start(programs, sizes, request.rows, first_ids, tuple(hidden))

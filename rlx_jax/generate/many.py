@@ -94,10 +94,8 @@ def run_prompts(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any
     if not uses_slots(lm, request):
         return run_request(lm, request, new)
     n, prefixes = request.n or 1, request.prefixes or (None,) * len(request.rows)
-    jobs = (
-        SlotJob(row, request.rows[row // n], request.row_options(row), prefixes[row // n])
-        for row in range(len(new.rows))
-    )
+    numbers = range(len(new.rows))
+    jobs = (SlotJob(i, request.rows[i // n], request.row_options(i), prefixes[i // n]) for i in numbers)
     for job in run_jobs(lm, request, new, jobs, len(new.rows)):
         new.rows[job.index] = job.new
     return make_outputs(lm, request, new)
@@ -294,10 +292,8 @@ class PromptStream:
         prompts = prompt.read(self.lm, name)
         shared = self.request.options[0]
         sampler = shared.sampler if prompt.sampler is None else check_sampler(self.lm, prompt.sampler)
-        budget, stop = (
-            default if value is None else value
-            for value, default in ((prompt.max_new_tokens, shared.budget), (prompt.stop, self.stop))
-        )
+        budget = shared.budget if prompt.max_new_tokens is None else prompt.max_new_tokens
+        stop = self.stop if prompt.stop is None else prompt.stop
         if prompt.seed is None and sampler.temperature:
             self.seed = choose_seed(self.seed, sampler)
         seed, draw = (self.seed, index) if prompt.seed is None else (choose_seed(prompt.seed, sampler), 0)

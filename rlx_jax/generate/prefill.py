@@ -83,9 +83,8 @@ def prefill(
     if is_last and names:
         values = model.programs.run_helper(last_tokens, values, valid.astype(np.int32))
     captures = trim_captures(model, axes, captured, valid.astype(np.int32), block.shape[1])
-    state = DecodeState(
-        as_state(new_state), valid, max_len or cache_len, sizes, lm.owner, other_inputs.optional_inputs, text=block
-    )
+    optional, capacity = other_inputs.optional_inputs, max_len or cache_len
+    state = DecodeState(as_state(new_state), valid, capacity, sizes, lm.owner, optional, text=block)
     return (values if is_last else restore_left_padding(model, values, starts)), state, captures
 
 
@@ -324,10 +323,8 @@ def capture_rows(lm: LanguageModel, rows: Sequence[Sequence[int]], other_inputs:
         types = dict(zip(graph.output_names, map(graph.type, graph.outputs), strict=True))
         raise RequestError(f"capture: {quote(mixed[0])} is {types[mixed[0]]}, with no axis of prompts: pass one")
     # Otherwise each prompt runs by itself, without padding.
-    captures = [
-        run_forward(model, names, np.array([row], np.int32), other_inputs, other_inputs.select_row(i))
-        for i, row in enumerate(rows)
-    ]
+    blocks = enumerate(np.array([row], np.int32) for row in rows)
+    captures = [run_forward(model, names, ids, other_inputs, other_inputs.select_row(i)) for i, ids in blocks]
     if len(rows) == 1:
         return captures[0]
     call = model.programs.run_helper

@@ -96,9 +96,8 @@ def load_prefix(self: GeneratesText, path: str | os.PathLike[str]) -> Prefix:
                     f"has {shown(value)}; compute it again with prefix"
                 )
         prefix = _new_prefix(lm, file.read(IDS_TENSOR).tolist())
-        arrays = {
-            key.removeprefix(STATE_TENSORS): file.read(key) for key in file.tensors if key.startswith(STATE_TENSORS)
-        }
+        keys = [key for key in file.tensors if key.startswith(STATE_TENSORS)]
+        arrays = {key.removeprefix(STATE_TENSORS): file.read(key) for key in keys}
     program = one_row(model, prefix.cache_len)
     template = model.programs.template(program.key.symbolic)
     if arrays.keys() != template.state.keys() or not fits(program, arrays):

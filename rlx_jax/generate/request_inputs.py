@@ -111,10 +111,8 @@ def check_inputs(
     types = {name: declarations[name].type for name in passed}
     optional_names = frozenset(name for name in passed if declarations[name].optional)
     ids = model.programs.template(model.key(optional_names)).bounds.ids
-    arrays = {
-        name: host_value(name, value, types[name], ids.get(name), model.settings.check_ids)
-        for name, value in passed.items()
-    }
+    check = model.settings.check_ids
+    arrays = {name: host_value(name, value, types[name], ids.get(name), check) for name, value in passed.items()}
     axes = {name: t.shape.index(d) for name, t in types.items() for d in t.shape if str(d) == "batch"}
     for name, axis in axes.items():
         if arrays[name].ndim > axis and arrays[name].shape[axis] != rows:

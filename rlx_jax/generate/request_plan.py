@@ -232,9 +232,8 @@ def prefill_keys(
     The first one is `prefill`, and the others are `extend`; with a state to continue (`has_prefix`) all are `extend`.
     """
     blocks = [{**sizes, "seq": width} for width in widths]
-    first_keys = (
-        [model.as_program("prefill").key_for_sizes(blocks.pop(0), variant)] if blocks and not has_prefix else []
-    )
+    prefill = model.as_program("prefill")
+    first_keys = [] if has_prefix or not blocks else [prefill.key_for_sizes(blocks.pop(0), variant)]
     extend = model.as_program("extend")
     return (*first_keys, *(extend.key_for_sizes(block, variant) for block in blocks))
 

@@ -200,9 +200,8 @@ class Sampler:
                 raise RequestError(f"from_generation_config: expected a directory or a dict, got {shown(config)}")
             config = Folder.from_path(config).required_json("generation_config.json")
         entries = {_RENAMED.get(name, name): value for name, value in config.items() if value is not None}
-        unsupported = [
-            name for name, off in _UNSUPPORTED.items() if name in entries and entries[name] not in (False, *off)
-        ]
+        off_values = {name: (False, *off) for name, off in _UNSUPPORTED.items() if name in entries}
+        unsupported = [name for name, off in off_values.items() if entries[name] not in off]
         if unsupported:
             raise UnsupportedError(f"generation_config: {listing(unsupported)}: rlx_jax.Sampler has none; leave it out")
         values = {name: entries[name] for name in (*OPTIONS, "bad_words") if name in entries}

@@ -163,9 +163,8 @@ class Slots:
             remaining[i] = row_limit(job, plan.sizes.cache_len) - len(job.new.ids)
         arguments = (self.loop.state, self.inputs, old.loop.state, old.inputs, sources, targets, remaining)
         shardings = None if plan.fill_shardings is None else plan.fill_shardings[2:]
-        inputs, self.loop.state = plan.lm.model.programs.run_helper(
-            MoveRows(plan.fill.row_axes), *arguments, out_shardings=shardings, donate=(0,)
-        )
+        move, programs = MoveRows(plan.fill.row_axes), plan.lm.model.programs
+        inputs, self.loop.state = programs.run_helper(move, *arguments, out_shardings=shardings, donate=(0,))
         self.loop.inputs |= inputs
 
     # -- prefill, after prefixes -------------------------------------------------------------

@@ -291,14 +291,12 @@ class VerifyLoop(TokenChooser):
         state."""
         rows, sampler_values, stop_mask = loop.rows, inputs["sampler_values"], inputs["stop_mask"]
         model_state = {name: array for name, array in loop.state.items() if not name.startswith(DRAFTER_PREFIX)}
-        draft_arrays = {
-            name[len(DRAFTER_PREFIX) :]: array for name, array in loop.state.items() if name.startswith(DRAFTER_PREFIX)
-        }
+        names = [name for name in loop.state if name.startswith(DRAFTER_PREFIX)]
+        draft_arrays = {name.removeprefix(DRAFTER_PREFIX): loop.state[name] for name in names}
         draft_step = DraftStep(rows, model_state[LENGTH], self.sampling_steps, sampler_values, stop_mask)
         with jax.named_scope(DRAFTING):
-            drafts, drafter_state = self.drafter.propose(
-                DrafterState(inputs["params"], loop.drafter_carry, draft_arrays), draft_step
-            )
+            before = DrafterState(inputs["params"], loop.drafter_carry, draft_arrays)
+            drafts, drafter_state = self.drafter.propose(before, draft_step)
         drafts = replace(drafts, count=jnp.clip(drafts.count, 0, draft_step.draft_limit))
         verify_inputs = {
             self.ids_input: jnp.concatenate([rows.ids[:, None], drafts.ids], axis=1),
@@ -311,24 +309,15 @@ class VerifyLoop(TokenChooser):
         # The cache past this length, of rejected drafts, is overwritten later.
         model_state[LENGTH] = draft_step.state_lengths + verified.num_emitted
         for name, axis in self.rollback_arrays:
-            model_state[name] = state_after_tokens(
-                model_state[name], model_state.pop(per_token_key(name)), verified.num_emitted, axis
-            )
+            after_each = model_state.pop(per_token_key(name))
+            model_state[name] = state_after_tokens(model_state[name], after_each, verified.num_emitted, axis)
         drafter_state = self.drafter.accept(drafter_state, draft_step, verified)
         state = model_state | {DRAFTER_PREFIX + name: array for name, array in drafter_state.state.items()}
         tokens = jnp.where(verified.is_emitted, jnp.where(verified.is_finite, verified.ids, NOT_FINITE), STOPPED)
         out = lax.dynamic_update_slice(loop.out, tokens, (jnp.int32(0), loop.step * (self.drafter.tokens + 1)))
-        new_counts = jnp.stack(
-            [drafts.count.sum(dtype=jnp.int32), verified.is_accepted.sum(dtype=jnp.int32), jnp.int32(1)]
-        )
-        return LoopState(
-            loop.step + 1,
-            self.update_rows(rows, verified, stop_mask),
-            state,
-            drafter_state.carry,
-            loop.counts + new_counts,
-            out,
-        )
+        counts = (drafts.count.sum(dtype=jnp.int32), verified.is_accepted.sum(dtype=jnp.int32), jnp.int32(1))
+        rows, total = self.update_rows(rows, verified, stop_mask), loop.counts + jnp.stack(counts)
+        return LoopState(loop.step + 1, rows, state, drafter_state.carry, total, out)
 
     def verify_drafts(
         self, logits: Array, rows: RequestRows, drafts: Drafts, sampler_values: SamplerValues, stop_mask: Array
@@ -358,9 +347,8 @@ class VerifyLoop(TokenChooser):
         # A row takes a token if it accepted all drafts before it and none of them ended the row.
         accepted = jnp.cumprod((is_accepted & ~is_last).astype(jnp.int32), axis=1)
         is_emitted = rows.running[:, None] & jnp.pad(accepted[:, :-1], ((0, 0), (1, 0)), constant_values=1).astype(bool)
-        return VerifiedTokens(
-            chosen, is_emitted, is_finite, is_accepted & is_emitted & is_finite, is_emitted.sum(axis=1, dtype=jnp.int32)
-        )
+        is_accepted, count = is_accepted & is_emitted & is_finite, is_emitted.sum(axis=1, dtype=jnp.int32)
+        return VerifiedTokens(chosen, is_emitted, is_finite, is_accepted, count)
 
     def token_keys(self, rows: RequestRows, width: int) -> Array:
         """Return the random keys of the next `width` tokens of each row, `[B · width]`: the keys of plain decoding."""
@@ -426,9 +414,8 @@ def rejection_sample(
     is_accepted = is_draft & (uniform * at_q < at_p)
     rest = jnp.maximum(p - q, 0.0)
     has_rest = is_draft & (rest.sum(axis=-1) > 0)  # otherwise p and q are equal up to rounding, and p serves as well
-    replacement = sample(
-        jnp.where(has_rest[..., None], jnp.log(rest), target_logits).reshape(-1, target_logits.shape[-1]), keys
-    )
+    logits = jnp.where(has_rest[..., None], jnp.log(rest), target_logits)
+    replacement = sample(logits.reshape(-1, logits.shape[-1]), keys)
     return jnp.where(is_accepted, ids, replacement.reshape(shape)), is_accepted
 
 

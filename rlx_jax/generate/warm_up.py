@@ -185,10 +185,8 @@ def warm_prefill(lm: LanguageModel) -> None:
         arrays = run_prefill(np.zeros((1, 1), np.int32), None, cache_len).take(lm.owner).arrays()
         for rows in buckets.batch if longer == cache_len else (buckets.rows(1),):
             sizes = {"batch": rows, "context": longer, "seq": 1}
-            prepare_prefix_state(
-                lm.model.as_program("extend").bind_to_sizes(sizes, variant=variant),
-                [Prefix((0,), 0, cache_len, arrays=arrays)],
-            )
+            program = lm.model.as_program("extend").bind_to_sizes(sizes, variant=variant)
+            prepare_prefix_state(program, [Prefix((0,), 0, cache_len, arrays=arrays)])
 
 
 def warm_requests(buckets: Buckets, samplers: Sequence[Sampler]) -> Iterator[tuple[int, int, int, Sampler]]:

@@ -197,10 +197,8 @@ def _forward(
     groups = 1 if chunking.model_sharding is None else chunking.model_sharding.num_batch_shards(hidden.shape[0])
     params = (kernel,) if bias is None else (kernel, bias)
     # A packed kernel is a constant: it has no gradient, which is None here and below.
-    zeros = [
-        None if isinstance(p, PackedWeight) else chunking.shard_groups(jnp.zeros((groups, *p.shape), jnp.float32))
-        for p in params
-    ]
+    shapes = [None if isinstance(p, PackedWeight) else (groups, *p.shape) for p in params]
+    zeros = [None if shape is None else chunking.shard_groups(jnp.zeros(shape, jnp.float32)) for shape in shapes]
 
     def step(sums: Any, chunk: tuple[AnyArray, AnyArray, AnyArray]) -> tuple[Any, AnyArray]:
         total, gradients = sums
@@ -213,9 +211,8 @@ def _forward(
         sums = [None if g is None else chunking.shard_groups(g + o) for g, o in pairs]
         return (total + (weight * nll).sum(), sums), hidden_grad
 
-    (total, grouped_grads), hidden_grad = lax.scan(
-        step, (jnp.float32(0), zeros), split_tokens(chunking, hidden, target_ids, weight)
-    )
+    chunks = split_tokens(chunking, hidden, target_ids, weight)
+    (total, grouped_grads), hidden_grad = lax.scan(step, (jnp.float32(0), zeros), chunks)
     full_hidden_grad = hidden_grad.swapaxes(0, 1).reshape(hidden.shape[0], -1, hidden.shape[2])[:, : hidden.shape[1]]
     gradients = jax.tree.map(lambda g: g.sum(0), grouped_grads)
     # Residuals of a custom VJP are arrays, so that scalars carry the dtypes of the parameters.
@@ -297,9 +294,8 @@ def _gradients(
         hidden_grad = product(narrow, operands[0], (((2,), (1 - contract,)), ((), ())))
         lhs, rhs = grouped[:2] if contract == 1 else grouped[1::-1]
         weight_grad = product(lhs, rhs, (((1, 2), (1, 2)), ((0,), (0,))))
-    return [hidden_grad.astype(hidden.dtype), weight_grad] + [
-        grouped[2].astype(jnp.float32).sum((1, 2)) for _ in operands[1:]
-    ]
+    bias_grads = [grouped[2].astype(jnp.float32).sum((1, 2)) for _ in operands[1:]]
+    return [hidden_grad.astype(hidden.dtype), weight_grad, *bias_grads]
 
 
 # -- checks ------------------------------------------------------------------------------------
@@ -398,9 +394,8 @@ def count_chunks(
     """Return the number of chunks; by default the f32 logits of one chunk take at most `chunk_bytes` on a device."""
     batch, seq = shape
     if chunk is None:
-        share = (
-            1 if model_sharding is None else model_sharding.num_batch_shards(batch) * model_sharding.num_shards("vocab")
-        )
+        d = model_sharding
+        share = 1 if d is None else d.num_batch_shards(batch) * d.num_shards("vocab")
         chunk = max(1, share * chunk_bytes // (4 * batch * int(vocab)))
     return math.ceil(seq / check_integer("cross_entropy: chunk", chunk, 1))
 

@@ -194,9 +194,8 @@ def _primary_output(model: CompiledModel, params: Arrays, tokens: Any, inputs: M
 def _keep(tokens: Any, lengths: Any, inputs: Mapping[str, Any]) -> AnyArray | None:
     """Return which tokens are not padding, bool `[B, S]`; None if all are."""
     if lengths is not None:
-        return (
-            jnp.arange(tokens.shape[1])[None] < check_lengths(lengths, tokens.shape[0], tokens.shape[1], low=1)[:, None]
-        )
+        ends = check_lengths(lengths, tokens.shape[0], tokens.shape[1], low=1)
+        return jnp.arange(tokens.shape[1])[None] < ends[:, None]
     mask = inputs.get("attention_mask")
     return None if mask is None else jnp.asarray(mask) > 0
 

@@ -252,11 +252,8 @@ class RoFormerConfig(BertConfig):
     def read(cls, c: Fields) -> Self:
         common = cls.common_fields(c)
         width = c.integer_or_null("embedding_size", None) or common["hidden_size"]
-        return cls(
-            **common,
-            embedding_size=0 if width == common["hidden_size"] else width,
-            inv_freq=frequencies(even_head_dim(c, common), 10000.0),
-        )
+        rope = frequencies(even_head_dim(c, common), 10000.0)
+        return cls(**common, embedding_size=0 if width == common["hidden_size"] else width, inv_freq=rope)
 
 
 class RoFormerFlow(BertLike[RoFormerConfig]):

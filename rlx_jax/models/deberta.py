@@ -148,9 +148,8 @@ class DebertaFlow(BertLike[DebertaConfig]):
             return super().embedding_stages()
         norm = LayerNorm(*module_keys(f"{p}.LayerNorm"), c.layer_norm_eps)
         shape = (2 * (c.buckets or c.max_distance), c.hidden_size)
-        distances = DistanceEmbeddings(
-            DISTANCES, f"{p}.rel_embeddings.weight", shape, norm if c.norm_embeddings else None
-        )
+        key, norm_of_rows = f"{p}.rel_embeddings.weight", norm if c.norm_embeddings else None
+        distances = DistanceEmbeddings(DISTANCES, key, shape, norm_of_rows)
         return distances, *super().embedding_stages()
 
     def spec(self, index: int) -> EncoderLayerSpec:

@@ -315,9 +315,8 @@ def frequencies_of(
 def _llama3(group: Fields, unscaled: Frequencies) -> Frequencies:
     """Return Llama 3's scaling of the frequencies."""
     factor, low, high = (group.real(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
-    return llama3_scaling(
-        unscaled, factor, low, high, group.integer("original_max_position_embeddings", high=2**31 - 1)
-    )
+    context = group.integer("original_max_position_embeddings", high=2**31 - 1)
+    return llama3_scaling(unscaled, factor, low, high, context)
 
 
 def _yarn(group: Fields, unscaled: Frequencies, theta: float, max_positions: int) -> ScaledRope:

@@ -193,9 +193,8 @@ def bind_recipe(recipe: Recipe[Any], source: WeightSource, kind: ModelKind, proc
     """Return a recipe bound to the weights of a checkpoint, after checking them against its config."""
     recipe = recipe.adapt_to(source)
     bound_recipe = replace(recipe, weights=check_recipe_weights(recipe, recipe.adapt_weights(source)))
-    return Pretrained(
-        bound_recipe, kind, recipe.vocab_size, recipe.max_positions, processor_prefix, recipe.task_head_keys(source)
-    )
+    head_keys = recipe.task_head_keys(source)
+    return Pretrained(bound_recipe, kind, recipe.vocab_size, recipe.max_positions, processor_prefix, head_keys)
 
 
 TASKS = ("MaskedLM", "SequenceClassification", "MultipleChoice", "TokenClassification", "QuestionAnswering")

@@ -217,9 +217,8 @@ def adapters_of(model: CompiledModel) -> tuple[Adapter, ...]:
     Raises:
         RequestError: the model has none.
     """
-    adapters = [
-        adapter for flow in model.programs.flows.values() for adapter in _collect_adapters(flow, model.programs.source)
-    ]
+    flows, source = model.programs.flows.values(), model.programs.source
+    adapters = [adapter for flow in flows for adapter in _collect_adapters(flow, source)]
     if not adapters:
         raise RequestError(f"{model.name}: there is no adapter in this model; rlx_jax.lora(recipe, …) adds one")
     return tuple(dict.fromkeys(adapters))  # several flows may share one

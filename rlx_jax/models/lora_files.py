@@ -126,9 +126,8 @@ def rename_modules(
 
     `renamed`: (checkpoint name, adapter name) pairs; see `ModuleNames.renamed`.
     """
-    stored = {
-        module: rename_module(module, [(peft_name, name) for name, peft_name in renamed]) for module in sizes.modules
-    }
+    back = [(peft_name, name) for name, peft_name in renamed]
+    stored = {module: rename_module(module, back) for module in sizes.modules}
     names = {f"{name}{part}": f"{module}{part}" for module, name in stored.items() for part in TENSOR_SUFFIXES}
     modules = {stored[module]: size for module, size in sizes.modules.items()}
     return replace(sizes, modules=modules), RenamedSource(source, names) if renamed else source

@@ -93,9 +93,8 @@ class Qwen3MoeConfig(DecoderConfig):
         experts, top_k = experts_of(c, experts=cls.num_experts, top_k=cls.num_experts_per_tok)
         common = cls.common_fields(c)
         count = common["num_hidden_layers"]
-        mlp_layers = c.items(
-            "mlp_only_layers", [], f"layers in [0, {count})", lambda i: type(i) is int and 0 <= i < count
-        )
+        what = f"layers in [0, {count})"
+        mlp_layers = c.items("mlp_only_layers", [], what, lambda i: type(i) is int and 0 <= i < count)
         window = c.integer_or_null("sliding_window", 4096)
         c.consumed.add("max_window_layers")  # the reference has one window for all layers
         return cls(

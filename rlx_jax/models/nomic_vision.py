@@ -112,9 +112,8 @@ class NomicVisionFlow(VisionFlow[NomicVisionConfig]):
         c = self.config
         if not c.use_rotary:
             return super().embedding_stages()
-        return *super().embedding_stages(), PatchRope(
-            c.grid, c.hidden_size // c.num_attention_heads, reference=c.reference_grid
-        )
+        rope = PatchRope(c.grid, c.hidden_size // c.num_attention_heads, reference=c.reference_grid)
+        return *super().embedding_stages(), rope
 
     def final_stages(self) -> tuple[BlockStage, ...]:
         c = self.config
