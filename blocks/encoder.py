@@ -395,14 +395,9 @@ class BertEncoderLayerSpec(NamedEncoderSpec):
 
     @staticmethod
     def hf(
-        prefix: str,
-        hidden_size: int,
-        num_heads: int,
-        eps: float = 1e-12,
-        activation: str = "gelu",
-        qkv_style: str = "bert",
-        intermediate_size: int | None = None,
-    ) -> BertEncoderLayerSpec:
+        prefix: str, hidden_size: int, num_heads: int, eps: float = 1e-12, activation: str = "gelu",
+        qkv_style: str = "bert", intermediate_size: int | None = None,
+    ) -> BertEncoderLayerSpec:  # fmt: skip
         """Return the spec of a checkpoint in Hugging Face's layout.
 
         The head width is hidden / heads. The style `mpnet` reads the bias of a RelativeBias stage.

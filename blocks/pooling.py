@@ -48,15 +48,9 @@ class AttentionPool:
 
 
 def pool_by_query(
-    emit: Emit,
-    x: FlowValue,
-    query: str,
-    weights: Iterable[WeightKey],
-    biases: Iterable[WeightKey],
-    out: str,
-    heads: int,
-    keep: FlowValue | None = None,
-) -> FlowValue:
+    emit: Emit, x: FlowValue, query: str, weights: Iterable[WeightKey], biases: Iterable[WeightKey], out: str,
+    heads: int, keep: FlowValue | None = None,
+) -> FlowValue:  # fmt: skip
     """Return the attention of a learned query over all tokens of `x`, projected: `[B,S,H]` → `[B,1,H]`.
 
     Args:

@@ -181,19 +181,10 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str],
-    caller: str,
-    options: Mapping[str, Any],
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    subfolder: str = "",
-    file: str | None = None,
-    ignore_fields: Iterable[str] = (),
-    use_modules: bool = True,
-    head: bool = True,
-    other_arguments: Iterable[str] = (),
-) -> Checkpoint:
+    path: str | os.PathLike[str], caller: str, options: Mapping[str, Any], *, revision: str | None = None,
+    token: str | bool | None = None, subfolder: str = "", file: str | None = None, ignore_fields: Iterable[str] = (),
+    use_modules: bool = True, head: bool = True, other_arguments: Iterable[str] = (),
+) -> Checkpoint:  # fmt: skip
     """Return the checkpoint at a path, without reading anything yet.
 
     Args:
@@ -218,16 +209,9 @@ def open_checkpoint(
 
 
 def from_pretrained(
-    path: str | os.PathLike[str],
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    subfolder: str = "",
-    file: str | None = None,
-    ignore_fields: Iterable[str] = (),
-    head: bool = True,
-    **options: Any,
-) -> ModelFlow:
+    path: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None, subfolder: str = "",
+    file: str | None = None, ignore_fields: Iterable[str] = (), head: bool = True, **options: Any,
+) -> ModelFlow:  # fmt: skip
     """Return the flow of a Hugging Face directory, a GGUF file or a model of the Hub, bound to its weights.
 
     Config and headers are read now, and the weights of a model of the Hub are fetched; values are read by `compile`.
@@ -242,16 +226,9 @@ def from_pretrained(
 
 
 def recipe_for(
-    path: str | os.PathLike[str],
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    subfolder: str = "",
-    file: str | None = None,
-    ignore_fields: Iterable[str] = (),
-    head: bool = True,
-    **options: Any,
-) -> Any:
+    path: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None, subfolder: str = "",
+    file: str | None = None, ignore_fields: Iterable[str] = (), head: bool = True, **options: Any,
+) -> Any:  # fmt: skip
     """Return the recipe (`Llama32Flow`, `Qwen3Flow` …) of a Hugging Face directory or of a model of the Hub.
 
     It is bound to the checkpoint's weights. Change it with hooks or `dataclasses.replace`; then `compile(recipe)`, or

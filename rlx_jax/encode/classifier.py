@@ -125,14 +125,9 @@ class Classifier(HeadModel):
 
     @suggest_keywords()
     def batches(
-        self,
-        texts: Any,
-        labels: Any,
-        second_texts: Sequence[str] | None = None,
-        *,
-        batch_size: int = 16,
+        self, texts: Any, labels: Any, second_texts: Sequence[str] | None = None, *, batch_size: int = 16,
         seed: int | None = None,
-    ) -> Iterator[dict[str, np.ndarray[Any, Any]]]:
+    ) -> Iterator[dict[str, np.ndarray[Any, Any]]]:  # fmt: skip
         """Return an iterator over the batches of one epoch, for a step of `rlx_jax.train` with
         `rlx_jax.losses.classification`.
 
@@ -177,13 +172,9 @@ class Reranker(EncoderModel):
     _methods = "rank(query, documents) returns documents sorted by score, score(pairs) the scores"
 
     def __init__(
-        self,
-        classifier: Classifier,
-        activation: str = "sigmoid",
-        *,
-        prompts: SentencePipeline | None = None,
+        self, classifier: Classifier, activation: str = "sigmoid", *, prompts: SentencePipeline | None = None,
         template: PairTemplate | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if activation not in ACTIVATIONS:
             raise RequestError(f"Reranker: activation is {shown(activation)}; expected one of {', '.join(ACTIVATIONS)}")
         if len(classifier.labels) != 1:

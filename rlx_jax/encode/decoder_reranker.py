@@ -27,16 +27,10 @@ QWEN3_PROMPT = "Given a web search query, retrieve relevant passages that answer
 
 
 def decoder_reranker(
-    recipe: CausalFlow[Any],
-    tokenizer: Tokenizer | str | os.PathLike[str],
-    *,
-    answers: tuple[str, ...] = ("yes", "no"),
-    template: str = QWEN3_TEMPLATE,
-    prompt: str = QWEN3_PROMPT,
-    activation: str = "sigmoid",
-    max_seq_length: int | None = None,
-    **options: Unpack[CompileOptions],
-) -> Reranker:
+    recipe: CausalFlow[Any], tokenizer: Tokenizer | str | os.PathLike[str], *, answers: tuple[str, ...] = ("yes", "no"),
+    template: str = QWEN3_TEMPLATE, prompt: str = QWEN3_PROMPT, activation: str = "sigmoid",
+    max_seq_length: int | None = None, **options: Unpack[CompileOptions],
+) -> Reranker:  # fmt: skip
     """Return a causal model as a `Reranker`: the score is the difference of the logits of two answers.
 
     With the sigmoid that is the probability of the first answer, if there are only these two.

@@ -45,17 +45,10 @@ class DualEncoder(TaskModel):
 
     @suggest_keywords(*CompileOptions.__annotations__)
     def __init__(
-        self,
-        texts: Any,
-        images: Any,
-        weights: Weights = None,
-        *,
-        similarity: Any = None,
-        tokenizer: TokenizerLike | None = None,
-        processor: ImageProcessor | None = None,
-        padding: tuple[int, int] | None = None,
-        **options: Unpack[CompileOptions],
-    ) -> None:
+        self, texts: Any, images: Any, weights: Weights = None, *, similarity: Any = None,
+        tokenizer: TokenizerLike | None = None, processor: ImageProcessor | None = None,
+        padding: tuple[int, int] | None = None, **options: Unpack[CompileOptions],
+    ) -> None:  # fmt: skip
         text_tokenizer = open_tokenizer(tokenizer)
         flows = [texts, images] + ([] if similarity is None else [similarity])
         programs = make_programs(flows, weights, OpenOptions(**options), merge=True, serves=("forward",))

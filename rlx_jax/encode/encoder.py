@@ -90,16 +90,10 @@ class Encoder(TaskModel):
 
     @suggest_keywords(*CompileOptions.__annotations__)
     def __init__(
-        self,
-        flow: Any,
-        weights: Weights = None,
-        *,
-        tokenizer: TokenizerLike | None = None,
-        pipeline: SentencePipeline | None = None,
-        padding: tuple[int, int] | None = None,
-        max_positions: int | None = None,
-        **options: Unpack[CompileOptions],
-    ) -> None:
+        self, flow: Any, weights: Weights = None, *, tokenizer: TokenizerLike | None = None,
+        pipeline: SentencePipeline | None = None, padding: tuple[int, int] | None = None,
+        max_positions: int | None = None, **options: Unpack[CompileOptions],
+    ) -> None:  # fmt: skip
         self.tokenizer = open_tokenizer(tokenizer)
         compile_options = OpenOptions(**options)
         self.model, self.vocab_size = open_token_model(flow, weights, compile_options, max_positions, ("forward",))
@@ -194,18 +188,10 @@ class Encoder(TaskModel):
 
     @suggest_keywords()
     def embed(
-        self,
-        texts: Any,
-        *,
-        prompt_name: str | None = None,
-        prompt: str | None = None,
-        truncate_dim: int | None = None,
-        normalize: bool = False,
-        precision: str = "float32",
-        ranges: Any = None,
-        max_tokens: int | None = None,
+        self, texts: Any, *, prompt_name: str | None = None, prompt: str | None = None, truncate_dim: int | None = None,
+        normalize: bool = False, precision: str = "float32", ranges: Any = None, max_tokens: int | None = None,
         show_progress: bool | None = None,
-    ) -> np.ndarray[Any, Any]:
+    ) -> np.ndarray[Any, Any]:  # fmt: skip
         """Return one vector for each text or id list: `[n, H]` float32; a single string gives `[H]`.
 
         Texts are tokenised, truncated, pooled and normalised as the checkpoint's files define. Several texts share a

@@ -24,13 +24,9 @@ from rlx_jax.weights.gguf_header import MetadataValue
 
 
 def open_model_folder(
-    path: str | os.PathLike[str] | Folder,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    progress: ProgressCallback | None = None,
-    subfolder: str = "",
-    file: str | None = None,
-) -> Folder:
+    path: str | os.PathLike[str] | Folder, revision: str | None = None, token: str | bool | None = None,
+    progress: ProgressCallback | None = None, subfolder: str = "", file: str | None = None,
+) -> Folder:  # fmt: skip
     """Return the folder of a checkpoint; see `open_folder`, and `rlx_jax.load` for `file`.
 
     Raises:

@@ -70,17 +70,10 @@ class HeadModel(LabelledModel):
 
     @suggest_keywords(*CompileOptions.__annotations__)
     def __init__(
-        self,
-        flow: Any,
-        weights: Weights = None,
-        *,
-        head: TaskHead | None = None,
-        tokenizer: TokenizerLike | None = None,
-        padding: tuple[int, int] | None = None,
-        max_positions: int | None = None,
-        max_seq_length: int | None = None,
-        **options: Unpack[CompileOptions],
-    ) -> None:
+        self, flow: Any, weights: Weights = None, *, head: TaskHead | None = None,
+        tokenizer: TokenizerLike | None = None, padding: tuple[int, int] | None = None,
+        max_positions: int | None = None, max_seq_length: int | None = None, **options: Unpack[CompileOptions],
+    ) -> None:  # fmt: skip
         self.head = self.read_head(flow, head)
         if self.head.task != self.task:
             raise RequestError(f"{type(self).__name__}: the head is for {self.head.task}; expected one for {self.task}")

@@ -31,14 +31,9 @@ class ImageClassifier(LabelledModel):
 
     @suggest_keywords(*CompileOptions.__annotations__)
     def __init__(
-        self,
-        flow: Any,
-        weights: Weights = None,
-        *,
-        head: TaskHead | None = None,
-        processor: ImageProcessor | None = None,
-        **options: Unpack[CompileOptions],
-    ) -> None:
+        self, flow: Any, weights: Weights = None, *, head: TaskHead | None = None,
+        processor: ImageProcessor | None = None, **options: Unpack[CompileOptions],
+    ) -> None:  # fmt: skip
         self.head = self.read_head(flow, head)
         self.encoder = VisionEncoder(flow, weights, processor=processor, **options)
         self.check_width(pooled_width(self.model, LABEL_LOGITS))

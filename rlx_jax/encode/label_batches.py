@@ -46,13 +46,9 @@ def read_label_rows(labels: Any, count: int, head: TaskHead) -> LabelArray:
 
 
 def make_batches(
-    parts: Sequence[TokenRows],
-    labels: LabelArray,
-    batch_size: int,
-    seed: int | None,
-    buckets: Buckets,
+    parts: Sequence[TokenRows], labels: LabelArray, batch_size: int, seed: int | None, buckets: Buckets,
     max_positions: int | None,
-) -> Iterator[dict[str, LabelArray]]:
+) -> Iterator[dict[str, LabelArray]]:  # fmt: skip
     """Return an iterator over batches with `tokens`, `lengths`, `labels`, `weights` and, if rows have them,
     `token_type_ids`.
 

@@ -385,12 +385,9 @@ class TransformerSettings:
 
 
 def transformer_settings(
-    folder: Folder,
-    path: str,
-    modality: Mapping[str, str] = _TEXT_MODALITY,
-    neutral: Mapping[str, tuple[Any, ...]] = _TRANSFORMER_NEUTRAL,
-    messages: bool = False,
-) -> TransformerSettings:
+    folder: Folder, path: str, modality: Mapping[str, str] = _TEXT_MODALITY,
+    neutral: Mapping[str, tuple[Any, ...]] = _TRANSFORMER_NEUTRAL, messages: bool = False,
+) -> TransformerSettings:  # fmt: skip
     """Return the settings of the transformer module, after checking the others.
 
     Args:

@@ -49,13 +49,9 @@ class VisionEncoder(TaskModel):
 
     @suggest_keywords(*CompileOptions.__annotations__)
     def __init__(
-        self,
-        flow: Any,
-        weights: Weights = None,
-        *,
-        processor: ImageProcessor | None = None,
+        self, flow: Any, weights: Weights = None, *, processor: ImageProcessor | None = None,
         **options: Unpack[CompileOptions],
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not isinstance(processor, ImageProcessor | None):
             raise RequestError(f"processor is {shown(processor)}; expected an ImageProcessor")
         self.model = open_model(flow, weights, OpenOptions(**options), serves=("forward",))

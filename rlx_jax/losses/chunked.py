@@ -385,12 +385,9 @@ def _make_chunking(
 
 
 def count_chunks(
-    shape: tuple[int, ...],
-    chunk: int | None,
-    vocab: Any,
-    model_sharding: ModelSharding | None,
+    shape: tuple[int, ...], chunk: int | None, vocab: Any, model_sharding: ModelSharding | None,
     chunk_bytes: int = CHUNK_BYTES,
-) -> int:
+) -> int:  # fmt: skip
     """Return the number of chunks; by default the f32 logits of one chunk take at most `chunk_bytes` on a device."""
     batch, seq = shape
     if chunk is None:

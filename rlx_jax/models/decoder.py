@@ -214,15 +214,10 @@ def as_decode(recipe: R, past: int | None = None, custom_mask: bool = False) -> 
 
 
 def decoder_flow(
-    recipe: CausalFlow[Any],
-    layer: Callable[[int, Any], BlockStage],
-    *,
-    norm: BlockStage,
-    tables: Iterable[BlockStage] = (),
-    embedded: Iterable[BlockStage] = (),
-    logits: Iterable[BlockStage] = (),
+    recipe: CausalFlow[Any], layer: Callable[[int, Any], BlockStage], *, norm: BlockStage,
+    tables: Iterable[BlockStage] = (), embedded: Iterable[BlockStage] = (), logits: Iterable[BlockStage] = (),
     leave: Iterable[str] = (),
-) -> ModelFlow:
+) -> ModelFlow:  # fmt: skip
     """Return the flow of a recipe, bound to its weights if there are any.
 
     Args:

@@ -105,15 +105,9 @@ class WithAdapter:
 
 
 def lora(
-    recipe: R,
-    pattern: str | None = None,
-    *,
-    rank: int | None = None,
-    alpha: float | None = None,
-    rslora: bool = False,
-    dropout: float | None = None,
-    adapter: Any = None,
-) -> R:
+    recipe: R, pattern: str | None = None, *, rank: int | None = None, alpha: float | None = None, rslora: bool = False,
+    dropout: float | None = None, adapter: Any = None,
+) -> R:  # fmt: skip
     """Return a recipe or flow with LoRA adapters: new ones where `pattern` matches, or the adapters in PEFT's files.
 
     New weights are in no checkpoint: `rlx_jax.compile(…, missing="init", key=0)` initializes them, A uniform and B
