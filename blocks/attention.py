@@ -161,9 +161,8 @@ class Heads:
         offset = float(s.zero_centred) if s.qk_norm_offset is None else s.qk_norm_offset
         for name, key in (("q", s.keys.q_norm), ("k", s.keys.k_norm)):
             if s.qk_norm is not None and key is not None and name in result:
-                result[name] = head_norm(
-                    emit, result[name], key, s.head_dim if s.qk_norm == "heads" else None, eps, offset
-                )
+                head_dim = s.head_dim if s.qk_norm == "heads" else None
+                result[name] = head_norm(emit, result[name], key, head_dim, eps, offset)
         n_rot = s.head_dim if s.n_rot is None else s.n_rot
         if n_rot != 0:
             cos, sin = rope_tables_for(emit, self.x, n_rot, s.rope_theta, s.rope, s.head_dim)

@@ -101,9 +101,8 @@ class EncoderExperts:
             with emit.scope("experts"):
                 inner = emit.linear(x, up, activation=spec.activation, roles=UP_ROLES, columns=rows)
                 lead = inner.shape[:-1]
-                shared = inner.reshape(*lead, self.count, -1) * emit.cast(shares, inner.dtype).reshape(
-                    *lead, self.count, 1
-                )
+                shared = inner.reshape(*lead, self.count, -1)
+                shared = shared * emit.cast(shares, inner.dtype).reshape(*lead, self.count, 1)
                 weight = emit.param(down, (rows, hidden), UP_ROLES)
                 return emit.linear(shared.reshape(*inner.shape), weight, emit.param(bias, (hidden,)))
 

@@ -73,9 +73,8 @@ class RopeTables:
                 cos, sin = emit.add_all(hir.RopeAngles(self.inv_freq, self.factor), positions)
             else:
                 width = self.cos_data.shape[1]
-                cos, sin = emit.add_all(
-                    hir.RopeRows(width, self.cos_data.tobytes(), self.sin_data.tobytes()), positions
-                )
+                rows = hir.RopeRows(width, self.cos_data.tobytes(), self.sin_data.tobytes())
+                cos, sin = emit.add_all(rows, positions)
             if self.name:
                 for register, table in zip(register_names(self.name), (cos, sin), strict=True):
                     emit.set_named(register, table)

@@ -198,9 +198,8 @@ class VitSelfAttn:
 def _fused_qkv_spec(prefix: str, qkv: str, out: str, hidden_size: int, num_heads: int) -> VitSelfAttnSpec:
     """Return the spec of an attention with the modules `{prefix}.{qkv}` and `{prefix}.{out}`, both with biases."""
     width = head_width(prefix, hidden_size, num_heads)
-    return VitSelfAttnSpec(
-        *module_keys(f"{prefix}.{qkv}"), *module_keys(f"{prefix}.{out}"), hidden_size, num_heads, width
-    )
+    keys = *module_keys(f"{prefix}.{qkv}"), *module_keys(f"{prefix}.{out}")
+    return VitSelfAttnSpec(*keys, hidden_size, num_heads, width)
 
 
 @dataclass(frozen=True)

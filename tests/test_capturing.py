@@ -90,7 +90,7 @@ def test_a_flow_that_reads_what_follows() -> None:
     assert_alone(lm, PROMPTS, got)
     both = backwards(both=True)
     assert both.capture([PROMPTS[0]])["flat"].shape == (5, 8)
-    with pytest.raises(errors.RequestError, match=r"'flat' is f32\[.*capture each prompt alone"):
+    with pytest.raises(errors.RequestError, match=r"'flat' is f32\[.*pass one"):
         both.capture(PROMPTS)
 
 

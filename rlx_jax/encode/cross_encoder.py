@@ -147,8 +147,11 @@ class PairTemplate:
             rows += self.tokenizer.encode_batch(
                 texts, add_special_tokens=False, max_length=self.max_length, first=first
             )
-        limit = self.max_length
-        rows += self.tokenizer.encode_batch(texts, add_special_tokens=False, max_length=limit, first=first)
+        if self.max_length is not None and any(len(row) == self.max_length for row in rows):
+            suffix = self._suffix(prompt)[-self.max_length :]
+            for row in rows:
+                if len(row) == self.max_length and suffix:
+                    row[-len(suffix) :] = suffix
         return rows
 
     def _render(self, pairs: Sequence[tuple[str, str]], prompt: str) -> list[str]:

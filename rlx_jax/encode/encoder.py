@@ -180,9 +180,7 @@ class Encoder(TaskModel):
         for row in np.flatnonzero((valid == 0) | is_misplaced.any(axis=1))[:1]:
             why = f"is run at the length of each row: {self.own_lengths}"
             if not self.own_lengths:
-                why = (
-                    f"carries a state past what the mask leaves out: {self._left_context_reason}; pad after the tokens"
-                )
+                why = f"carries a state past masked tokens: {self._left_context_reason}; pad after the tokens"
             raise RequestError(f"attention_mask: row {row} is not ones followed by zeros, and {self.model.name} {why}")
         return [int(n) for n in valid]
 

@@ -266,9 +266,8 @@ def _read_dense(folder: Folder, path: str, c: Fields, feature: str, default: str
     shapes |= {"linear.bias": (outputs,)} if has_bias else {}
     shapes |= {"residual.weight": (outputs, inputs)} if residual and inputs != outputs else {}
     arrays = _read_arrays(folder, path, shapes)
-    return Dense(
-        arrays["linear.weight"], arrays.get("linear.bias"), activation, residual, arrays.get("residual.weight")
-    )
+    weight, bias, projection = arrays["linear.weight"], arrays.get("linear.bias"), arrays.get("residual.weight")
+    return Dense(weight, bias, activation, residual, projection)
 
 
 def _read_auto_encoder(folder: Folder, path: str, c: Fields) -> Dense:
@@ -325,10 +324,8 @@ def _read_arrays(folder: Folder, path: str, shapes: Mapping[str, tuple[int, ...]
 def _parse_arrays(raw: bytes, where: str) -> dict[str, Vectors]:
     """Return the arrays of a safetensors file as float32, after checking that they are finite."""
     header = read_header(lambda count, start, where: raw[start : start + count], len(raw), where)
-    arrays = {
-        key: np.frombuffer(raw[info.start : info.start + info.nbytes], info.dtype).reshape(info.shape)
-        for key, info in header.items()
-    }
+    parts = {key: raw[info.start : info.start + info.nbytes] for key, info in header.items()}
+    arrays = {key: np.frombuffer(parts[key], info.dtype).reshape(info.shape) for key, info in header.items()}
     return _finite(arrays, where)
 
 

@@ -421,7 +421,6 @@ def check_draft_model(draft: LanguageModel, lm: LanguageModel) -> None:
         raise RequestError(f"{prefix}: it has {draft.max_positions} positions, and the buckets go up to {largest}")
     sharding, draft_sharding = (model.programs.model_sharding for model in (lm.model, draft.model))
     if (sharding and sharding.mesh) != (draft_sharding and draft_sharding.mesh):
-        meshes = " and ".join(
-            "one device" if d is None else f"a mesh of {d.text()}" for d in (draft_sharding, sharding)
-        )
+        names = ("one device" if d is None else f"a mesh of {d.text()}" for d in (draft_sharding, sharding))
+        meshes = " and ".join(names)
         raise UnsupportedError(f"{prefix}: they are on {meshes}; load both with the same mesh=")

@@ -261,9 +261,8 @@ def score_parts(lm: LanguageModel, texts: Sequence[SharedTokens]) -> list[ScoreP
     if buckets.batch or buckets.prompt or model.programs.derivation_error(model.name, "packed"):
         return [(ScoreForm(model, score_sizes(target, buckets, lm.max_positions, longest)), texts)]
     wide_sizes, shared = shared_sizes(target, buckets.row_multiple, lm.max_positions, longest)
-    narrow, wide = (
-        [text for text in texts if (len(text.prefix) > shared.widths[-1]) == over] for over in (False, True)
-    )
+    narrow = [text for text in texts if len(text.prefix) <= shared.widths[-1]]
+    wide = [text for text in texts if len(text.prefix) > shared.widths[-1]]
     parts: list[ScorePart] = [(ScoreForm(model.as_program("packed"), shared), narrow)]
     return parts if wide_sizes is None else [*parts, (ScoreForm(model, wide_sizes), wide)]
 

@@ -283,9 +283,8 @@ def _gradients(
     """
     head, contract = chunking.head, chunking.head.product.contract
     narrow = product_grad.astype(head.dtype)
-    product = functools.partial(
-        lax.dot_general, precision=lax.Precision(head.product.precision), preferred_element_type=jnp.float32
-    )
+    precision = lax.Precision(head.product.precision)
+    product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
     grouped = [a.reshape(groups, -1, *a.shape[1:]) for a in (narrow, hidden, product_grad)]
     if isinstance(operands[0], PackedWeight):
         _, pull_back = jax.vjp(lambda h: head_product(head, chunking.target, h, operands), hidden)

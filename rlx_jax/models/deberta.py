@@ -197,9 +197,7 @@ class DebertaV2Flow(DebertaFlow):
 
     config_type = DebertaV2Config
     config: DebertaV2Config
-    layer_keys = replace(
-        STYLES["bert"], qkv=("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj")
-    )
+    layer_keys = replace(STYLES["bert"], qkv=tuple(f"attention.self.{name}_proj" for name in ("query", "key", "value")))
     relative_modules = ("attention.self.pos_key_proj", "attention.self.pos_query_proj")
 
     def stage(self, index: int, spec: Any) -> BlockStage:

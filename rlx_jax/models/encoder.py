@@ -280,6 +280,7 @@ POOLED = "pooled"
 
 # Names of optional inputs `[batch, seq]` int32, and their defaults as in `ModelFlow.input`.
 OptionalInputs = tuple[tuple[str, float | str | None], ...]
+BERT_INPUTS: OptionalInputs = (("attention_mask", None), ("token_type_ids", 0), ("position_ids", POSITIONS))
 
 
 L = TypeVar("L", bound=LayeredConfig)
@@ -388,11 +389,7 @@ class EncoderFlow(TowerFlow[E]):
 
     embedding: ClassVar[str] = EMBEDDING
     head_prefixes: ClassVar[tuple[str, ...]] = HEAD_PREFIXES
-    optional_inputs: ClassVar[OptionalInputs] = (
-        ("attention_mask", None),
-        ("token_type_ids", 0),
-        ("position_ids", POSITIONS),
-    )
+    optional_inputs: ClassVar[OptionalInputs] = BERT_INPUTS
 
     @classmethod
     def for_prefill(cls, config: E | Mapping[str, Any], batch: int | None = None, seq: int | None = None) -> Self:

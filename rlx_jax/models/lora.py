@@ -140,9 +140,7 @@ def lora(
         no_training = ""
         if sizes.dropout and dropout is None:
             problem = f"the adapter has lora_dropout {sizes.dropout:g}"
-            no_training = (
-                f"{problem}, and dropout is not supported: rlx_jax.lora(…, dropout=0) continues training without it"
-            )
+            no_training = f"{problem}, and dropout is not supported: rlx_jax.lora(…, dropout=0) trains without it"
         return _apply_edit(recipe, WithAdapter(*rename_modules(sizes, source, renamed), renamed, no_training))
     if pattern is None:
         raise RequestError("lora: expected a pattern of blocks and a rank, or adapter=, the directory of PEFT's files")
@@ -341,11 +339,8 @@ def save_lora(model: Any, path: Any, *, base_model: str | None = None, overwrite
     head_keys = () if head is None else tuple(sorted(head.weight_keys(str)))
     weights = _adapter_weights(model, adapters, head_keys)
     modules = {adapter.module: (int(weights[adapter.a].shape[0]), adapter.scale) for adapter in adapters}
-    arrays = {
-        adapter.module + part: weights[key]
-        for adapter in adapters
-        for part, key in zip(TENSOR_SUFFIXES, (adapter.a, adapter.b), strict=True)
-    }
+    pairs = [(a.module, zip(TENSOR_SUFFIXES, (a.a, a.b), strict=True)) for a in adapters]
+    arrays = {module + part: weights[key] for module, parts in pairs for part, key in parts}
     arrays |= {key: weights[key] for key in head_keys}
     # Weights stored `[in, out]`, as in GPT-2, are `fan_in_fan_out` in PEFT.
     transposed = all(adapter.contract == 0 for adapter in adapters)

@@ -54,11 +54,8 @@ class ViTFlow(VisionFlow[ViTConfig]):
     )
 
 
-DEIT = replace(
-    HF,
-    distillation="embeddings.distillation_token",
-    head_prefixes=(*HF.head_prefixes, "cls_classifier.", "distillation_classifier."),
-)
+DEIT_HEADS = (*HF.head_prefixes, "cls_classifier.", "distillation_classifier.")
+DEIT = replace(HF, distillation="embeddings.distillation_token", head_prefixes=DEIT_HEADS)
 TEACHER = f"{IMAGE}WithTeacher"
 
 
