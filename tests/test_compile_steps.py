@@ -192,7 +192,7 @@ def test_the_first_executable_is_dropped_first() -> None:
     assert 1 not in pipeline and 2 in pipeline and 3 in pipeline
     with pytest.raises(RequestError, match="capacity"):
         rlx.ModelCompilePipeline("cpu", capacity=0)
-    with pytest.raises(RequestError, match="h200"):
+    with pytest.raises(ProfileError, match="h200"):
         pipeline = rlx.ModelCompilePipeline("cpu")
         pipeline.build_template(module, {"profile": rlx.CompileProfile().replace(fusion={"target": "h200"})})
 

@@ -15,8 +15,8 @@ from rlx_jax.compiler.graph_module import GraphModule
 from rlx_jax.compiler.manifest import ArrayShape, BindingManifest, ManifestDiff, shape_of
 from rlx_jax.compiler.passes import Job, pass_named
 from rlx_jax.compiler.pipeline import Template, make_lir, make_template
-from rlx_jax.compiler.settings import Settings, choose_settings, lowering_settings
-from rlx_jax.errors import GraphError, ProfileError, UnsupportedError, check_names, listing, quote
+from rlx_jax.compiler.settings import Settings, choose_settings, lowering_settings, with_target
+from rlx_jax.errors import GraphError, UnsupportedError, check_names, listing, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph, GraphStage, Mir, TypeCache
 from rlx_jax.ir.ops import OPS
@@ -187,12 +187,8 @@ class CompilePipeline:
         """
         built = module.build()
         profile = CompileProfile.of(self.profile) if self.profile is not None else built.profile or CompileProfile()
-        if "auto" not in (self.target, profile.fusion.target) and profile.fusion.target != self.target:
-            raise ProfileError(
-                f"the profile is for {quote(profile.fusion.target)}, and the pipeline for {quote(self.target)}"
-            )
-        target = profile.fusion.target if self.target == "auto" else self.target
-        changes = {"target": target, "assert_clean": self.assert_fusion_clean or profile.fusion.assert_clean}
+        profile = with_target(profile, self.target, "the target of the pipeline")
+        changes = {"assert_clean": self.assert_fusion_clean or profile.fusion.assert_clean}
         return choose_settings(built, profile.replace(fusion=changes), False, "forward")
 
     def _check_ops(self, graph: Graph) -> None:

@@ -282,6 +282,27 @@ def choose_profile(built: Built, profile: CompileProfile | None) -> CompileProfi
     return profile or built.profile or CompileProfile.auto()
 
 
+def with_target(profile: CompileProfile, target: str, where: str, kind: str = "") -> CompileProfile:
+    """Return a profile for a target, the platform or device; "auto" is the target of the profile.
+
+    Args:
+        profile: the profile.
+        target: the target.
+        where: the argument that has the target, for messages.
+        kind: the platform of a target that is a device; a profile for it fits.
+
+    Raises:
+        ProfileError: the profile is for another target.
+    """
+    own = profile.fusion.target
+    if "auto" not in (own, target) and own not in (target, kind):
+        raise ProfileError(
+            f"profile: its fusion.target is {quote(own)}, and {where} is {quote(target)}; use that, or leave the "
+            "target 'auto'"
+        )
+    return profile.replace(fusion={"target": own if target == "auto" else target})
+
+
 def settings_for(
     profile: CompileProfile, source: WeightSource | None, keys: Iterable[str], merge: bool, program: str = "forward"
 ) -> Settings:

@@ -16,12 +16,12 @@ from jax.sharding import AbstractMesh, Mesh
 
 from rlx_jax.compiler.meshes import PlannedDevices
 from rlx_jax.compiler.pipeline import Template
+from rlx_jax.compiler.settings import with_target
 from rlx_jax.device import named_device, running_device
 from rlx_jax.encode.checkpoint import Checkpoint
 from rlx_jax.encode.gguf_folder import open_model_folder
 from rlx_jax.errors import (
     GraphError,
-    ProfileError,
     RequestError,
     RlxError,
     RlxWarning,
@@ -111,13 +111,7 @@ def _for_device(flow: Buildable, profile: ProfileLike | None, rates: Rates) -> C
     """
     own = getattr(flow, "profile", None)
     base = CompileProfile.of(profile) if profile is not None else own or CompileProfile.auto()
-    name, kind = rates.device.name, rates.device.kind
-    if base.fusion.target not in ("auto", name, kind):
-        raise ProfileError(
-            f"profile: its fusion.target is {quote(base.fusion.target)}, and device is {quote(name)}; plan for that "
-            "device, or leave the target 'auto'"
-        )
-    return base.replace(fusion={"target": name})
+    return with_target(base, rates.device.name, "device", rates.device.kind)
 
 
 def _planned_mesh(mesh: Any) -> Any:

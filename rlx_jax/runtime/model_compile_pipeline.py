@@ -21,7 +21,7 @@ from rlx_jax.compiler.execution import (
 )
 from rlx_jax.compiler.graph_module import GraphModule
 from rlx_jax.compiler.manifest import BindingManifest
-from rlx_jax.compiler.settings import choose_settings
+from rlx_jax.compiler.settings import choose_settings, with_target
 from rlx_jax.errors import GraphError, RequestError, quote
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.profiles import CompileProfile
@@ -264,7 +264,7 @@ class ModelCompilePipeline:
         Without options it is the profile of the first request, which takes the flow's.
 
         Raises:
-            RequestError: the profile is for another device, or there is another option.
+            ProfileError: the profile is for another device. RequestError: there is another option.
         """
         if unknown := [name for name in options or {} if name != "profile"]:
             raise RequestError(f"options: {quote(unknown[0])}: expected profile, as compile_options_for returns it")
@@ -272,12 +272,7 @@ class ModelCompilePipeline:
         profile = CompileProfile.of(options["profile"]) if options else self._base
         if profile is None:
             profile = flow.build().profile or CompileProfile.auto()
-        target = profile.fusion.target
-        if "auto" not in (target, self.device) and target != self.device:
-            raise RequestError(
-                f"options: the profile is for {quote(target)}, and the pipeline for {quote(self.device)}"
-            )
-        profile = profile.replace(fusion={"target": self.device if target == "auto" else target})
+        profile = with_target(profile, self.device, "the device of the pipeline")
         self._base = self._base or profile
         return profile if component is None else compile_options_for(profile, component)["profile"]
 
