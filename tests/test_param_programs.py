@@ -18,7 +18,6 @@ from rlx_jax.ir.param import (
     Cast,
     Joined,
     Key,
-    Padded,
     Program,
     Sliced,
     Stack,
@@ -60,8 +59,8 @@ PROGRAMS: list[tuple[Program, Any, str]] = [
     (Stack((Strided(A, 1, 0, 3), Strided(B, 1, 2, 3))), lambda s: np.stack([s["a.w"][:, ::3], s["b.w"][:, 2::3]]),
         "{a.w[:, 0::3],b.w[:, 2::3]}"),
     (Joined((A, B), 1), lambda s: np.concatenate([s["a.w"], s["b.w"]], 1), "{a,b}.w"),
-    (Padded(A, 1, 5), lambda s: np.pad(s["a.w"], ((0, 0), (0, 2), (0, 0))), "a.w"),
-    (Transposed(Padded(Joined((key("m.0"), key("m.1")), 0), 0, 16)),
+    (pad_axis(A, 1, 5), lambda s: np.pad(s["a.w"], ((0, 0), (0, 2), (0, 0))), "a.w"),
+    (Transposed(pad_axis(Joined((key("m.0"), key("m.1")), 0), 0, 16)),
         lambda s: np.concatenate([s["m.0"], s["m.1"], np.zeros((4, 4), np.float32)]).T, "m.{0..1}.T"),
     (Joined(tuple(slice_axis(key(name), 0, *edges) for edges in ((0, 3), (3, 6)) for name in ("m.0", "m.1")), 0),
         lambda s: np.concatenate([s[name][half] for half in np.s_[:3, 3:] for name in ("m.0", "m.1")]), "m.{0..1}"),
@@ -134,7 +133,7 @@ WRONG: list[tuple[Any, str]] = [
     (lambda: Strided(A, 2, 0, 3), r"a.w\[:, :, 0::3\]: f32\[2,3,4\] has no such part along axis 2"),
     (lambda: Strided(A, 2, 2, 2), "no such part along axis 2"),
     (lambda: slice_axis(cast(Strided(A, 2, 0, 2), BF16), 0, 1, 2), "interleaved tensors; take all of it"),
-    (lambda: Padded(A, 1, 3), r"pad\(a.w; axis=1, 3\): f32\[2,3,4\] cannot be padded to 3 along axis 1"),
+    (lambda: pad_axis(A, 1, 2), r"a.w: f32\[2,3,4\] cannot be padded to 2 along axis 1"),
     (lambda: pad_axis(A, 3, 5), "cannot be padded to 5 along axis 3"),
 ]  # fmt: skip
 
@@ -151,9 +150,10 @@ SLICED: list[tuple[Program, tuple[int, int, int], str]] = [
     (Transposed(key("m.0")), (1, 2, 4), "transpose(m.0[2:4])"),
     (Stack((A, B, C)), (0, 1, 3), "stack(b.w, c.w)"), (Stack((A, B)), (1, 1, 2), "stack(a.w[1:2], b.w[1:2])"),
     (Joined((A, B), 1), (1, 2, 5), "concat(a.w[:, 2:3], b.w[:, 0:2]; axis=1)"),
-    (Joined((A, B), 1), (1, 3, 5), "b.w[:, 0:2]"), (Padded(A, 1, 5), (1, 1, 4), "pad(a.w[:, 1:3]; axis=1, 3)"),
-    (Padded(A, 1, 5), (0, 1, 2), "pad(a.w[1:2]; axis=1, 5)"), (Padded(A, 1, 5), (1, 1, 3), "a.w[:, 1:3]"),
-    (Padded(A, 1, 5), (1, 3, 4), "zeros(f32[2,1,4])"),
+    (Joined((A, B), 1), (1, 3, 5), "b.w[:, 0:2]"), (pad_axis(A, 1, 5), (1, 1, 3), "a.w[:, 1:3]"),
+    (pad_axis(A, 1, 5), (1, 1, 4), "concat(a.w[:, 1:3], zeros(f32[2,1,4]); axis=1)"),
+    (pad_axis(A, 1, 5), (0, 1, 2), "concat(a.w[1:2], zeros(f32[1,2,4]); axis=1)"),
+    (pad_axis(A, 1, 5), (1, 3, 4), "zeros(f32[2,1,4])"),
 ]  # fmt: skip
 
 
@@ -223,7 +223,7 @@ def test_padding_in_a_model(tmp_path: Path) -> None:
     """Is drawn as zeros, kept in JSON, and in no checkpoint."""
 
     def build(m: rlx.GraphModule) -> Any:
-        program = Padded(key("m.0"), 0, 8)
+        program = pad_axis(key("m.0"), 0, 8)
         return m.linear(
             m.input("x", (2, 4)), m.wrap(m.builder.leaf(Param((program,), type=program.type))), transpose=True
         )

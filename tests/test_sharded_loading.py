@@ -28,12 +28,12 @@ from rlx_jax.ir.packed import Packed
 from rlx_jax.ir.param import (
     Joined,
     Key,
-    Padded,
     Program,
     Stack,
     Strided,
     Transposed,
     cast,
+    pad_axis,
     printed_name,
     select_box,
     slice_axis,
@@ -119,13 +119,13 @@ DIVIDED: list[tuple[Program, PartitionSpec, dict[str, int], int]] = [
     (Joined((Strided(Q, 1, 1, 2), Strided(Q, 1, 0, 2)), 1), P("model", "data"), {"q": 8}, 1024),  # each with the others
     (Stack((cast(Strided(Q, 0, 1, 2), BF16), cast(Strided(Q, 0, 0, 2), BF16))), P(None, "model"), {"q": 8}, 1024),
     (IDS, P("model", None, "data"), {"ids": 8}, 768),
-    (Padded(K, 0, 12), P("model"), {"k": 3}, 256),  # the last device holds padding alone
-    (Transposed(Padded(K, 0, 20)), P(None, "model"), {"k": 2}, 256),
+    (pad_axis(K, 0, 12), P("model"), {"k": 3}, 256),  # the last device holds padding alone
+    (Transposed(pad_axis(K, 0, 20)), P(None, "model"), {"k": 2}, 256),
     (key("q8"), P("model"), {"q8": 4}, 4 * 136),
     (key("q4"), P(None, "model"), {"q4": 4}, 4 * 72),
     (Transposed(key("q4", "bf16")), P("model"), {"q4": 4}, 4 * 72),
     (key("q8"), P(None, ("data", "model")), {"q8": 8}, 2 * 4 * 136),  # half blocks: each is read for both devices
-    (Padded(key("q8"), 1, 256), P("data", "model"), {"q8": 4}, 4 * 136),
+    (pad_axis(key("q8"), 1, 256), P("data", "model"), {"q8": 4}, 4 * 136),
 ]
 
 
@@ -172,7 +172,7 @@ def joined(program: Program, draw: st.DrawFn) -> Program:
 
 def padded_somewhere(program: Program, draw: st.DrawFn) -> Program:
     axis = draw(st.integers(0, program.type.rank - 1))
-    return Padded(program, axis, program.type.shape[axis] + draw(st.integers(1, 5)))
+    return pad_axis(program, axis, program.type.shape[axis] + draw(st.integers(1, 5)))
 
 
 STEPS: list[Any] = [
@@ -209,7 +209,7 @@ def test_merges_in_any_order_read_backwards(data: st.DataObject, names: tuple[st
     assert sorted(re.findall("q8|q4|q|k|h", printed_name(merged))) == sorted(names), (
         "and the name is that of a plain merge"
     )
-    leaf: Program = Padded(Transposed(merged), 1, merged.type.shape[0] + 3)
+    leaf: Program = pad_axis(Transposed(merged), 1, merged.type.shape[0] + 3)
     held: Any = value(leaf)  # of NumPy, which compiles nothing
     for stored, found in weights_by_key({leaf: held}).items():
         whole = VALUES[stored]

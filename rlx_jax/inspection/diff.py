@@ -19,7 +19,7 @@ from rlx_jax.compiler.pipeline import Template
 from rlx_jax.compiler.settings import Buckets, Settings
 from rlx_jax.inspection.work import block_work
 from rlx_jax.ir.graph import Graph, Leaf, Param
-from rlx_jax.ir.param import Padded, Program, packed_arrays, packing_of
+from rlx_jax.ir.param import Program, packed_arrays, packing_of, size_without_padding
 from rlx_jax.ir.paths import Path, bind_path, path_text
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.serial import node_digest
@@ -201,7 +201,7 @@ def _facts(block: _Block, settings: Settings) -> Iterator[tuple[str, str]]:
     if block.params:
         schemes = {p: packing_of(p) if settings.plan.packed else None for p in block.params}
         arrays = [packed_arrays(p).values() if scheme else (p,) for p, scheme in schemes.items()]
-        sizes = [(p.of if isinstance(p, Padded) else p).type.size for p in block.params]  # without padding
+        sizes = [size_without_padding(p) for p in block.params]
         yield "weights", ", ".join(f"{scheme or ''} {p.type}".strip() for p, scheme in schemes.items())
         yield "parameters", f"{sum(sizes):,}"
         yield "parameter bytes", f"{sum(array.type.nbytes for each in arrays for array in each):,}"

@@ -99,7 +99,10 @@ class Cast(UnaryStep):
 
 @dataclass(frozen=True)
 class Joined:
-    """Several programs concatenated along `axis`: fused projections."""
+    """Several programs concatenated along `axis`: fused projections, or one program and the zeros that pad it.
+
+    Saving drops the padding, whatever it contains by then, so that the checkpoint tensor keeps its shape.
+    """
 
     parts: tuple[Program, ...]
     axis: int
@@ -136,14 +139,15 @@ class Joined:
 
         The order of the slices does not matter.
         """
+        pairs = [(p, name) for p, name in zip(self.parts, names, strict=True) if not isinstance(p, Zeros)]
         slices = list(itertools.chain.from_iterable(map(_slices, self.parts)))
         boxes: dict[Key, list[Box]] = {}
         for key_slice in slices:
             boxes.setdefault(key_slice.source_key, []).append(key_slice.source_box)
         if not slices or any(concat_axis(key.type.shape, parts) is None for key, parts in boxes.items()):
-            return fold_names(list(names))
+            return fold_names([name for _, name in pairs])
         full_names = []
-        for part, name in zip(self.parts, names, strict=True):
+        for part, name in pairs:
             for key_slice in _slices(part):
                 name = name.replace(str(key_slice), key_slice.source_key.key, 1)
             full_names.append(name)
@@ -214,52 +218,6 @@ class Zeros(LeafStep):
 
 
 @dataclass(frozen=True)
-class Padded(UnaryStep):
-    """A program padded at the end of an axis with zeros to `size`, such as a vocabulary that devices share evenly.
-
-    Saving drops the padding, whatever it contains by then, so that the checkpoint tensor keeps its shape.
-    """
-
-    of: Program
-    axis: int
-    size: int
-    splits_to_views: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        inner = self.of.type
-        if not (0 <= self.axis < inner.rank and self.size > inner.shape[self.axis]):
-            raise WeightShapeError(f"{self}: {inner} cannot be padded to {self.size} along axis {self.axis}")
-
-    def _with(self, size: int) -> TensorType:
-        """Return the type of `of` with another size along the axis."""
-        inner = self.of.type
-        return TensorType((*inner.shape[: self.axis], size, *inner.shape[self.axis + 1 :]), inner.dtype)
-
-    @property
-    def type(self) -> TensorType:
-        return self._with(self.size)
-
-    @property
-    def parts(self) -> tuple[Program, ...]:
-        return self.of, Zeros(self._with(self.size - self.of.type.shape[self.axis]))
-
-    def __str__(self) -> str:
-        return f"pad({self.of}; axis={self.axis}, {self.size})"
-
-    def box(self, box: Box) -> Program:
-        parts = concat_parts(self.parts, self.axis, box)
-        # A box entirely inside or outside the padding needs no `Padded`.
-        return parts[0] if len(parts) == 1 else Padded(parts[0], self.axis, box_shape(box)[self.axis])
-
-    def join(self, *values: Any) -> Any:
-        return jnp.concatenate(values, self.axis)
-
-    def split(self, value: Any) -> tuple[Any, ...]:
-        unpadded_size = self.of.type.shape[self.axis]
-        return value[axis_index(self.axis, 0, unpadded_size)], value[axis_index(self.axis, unpadded_size, None)]
-
-
-@dataclass(frozen=True)
 class PackedArray(UnaryStep):
     """One array (codes, scales, …) of a parameter that stays packed on the device.
 
@@ -294,9 +252,7 @@ class PackedArray(UnaryStep):
 
 
 Stored = Key | Sliced | Strided | Dequantized | DecodedBox
-Program = (
-    Stored | Transposed | Cast | Joined | Stack | Zeros | Padded | BlockArray | Quantized | QuantizedArray | PackedArray
-)
+Program = Stored | Transposed | Cast | Joined | Stack | Zeros | BlockArray | Quantized | QuantizedArray | PackedArray
 
 
 def packing_of(program: Program) -> str | None:
@@ -308,9 +264,9 @@ def packing_of(program: Program) -> str | None:
         return program.scheme
     if isinstance(program, Cast):
         return packing_of(program.of)
-    if not isinstance(program, Joined | Stack | Padded | Strided):
+    if not isinstance(program, Joined | Stack | Strided):
         return None
-    parts = program.parts[:1] if isinstance(program, Padded) else program.parts
+    parts = [part for part in program.parts if not isinstance(part, Zeros)]
     schemes = {packing_of(part) for part in parts}
     if len(schemes) > 1 or None in schemes:
         return None
@@ -323,7 +279,7 @@ def packing_of(program: Program) -> str | None:
     return None if axis == -1 or cuts_rows else name
 
 
-def _stored_axis(program: Joined | Padded | Strided, scheme: str) -> int:
+def _stored_axis(program: Joined | Strided, scheme: str) -> int:
     """Return the axis of a step in the arrays of its packed tensors."""
     return int(SCHEMES[scheme].stored_axes(range(program.type.rank))[program.axis])
 
@@ -343,14 +299,17 @@ def array_program(program: Program, array: str) -> Program:
         return dict(program.arrays)[array]
     if isinstance(program, Quantized):
         return QuantizedArray(program.of, program.scheme, array)
-    parts = [array_program(part, array) for part in program.parts if not isinstance(part, Zeros)]
+    scheme = str(packing_of(program))
+    parts = [
+        Zeros(SCHEMES[scheme].array_types(part.type.shape)[array])
+        if isinstance(part, Zeros)
+        else array_program(part, array)
+        for part in program.parts
+    ]
     if isinstance(program, Stack):
         return program.with_parts(*parts)
-    assert isinstance(program, Joined | Padded | Strided)
-    axis = _stored_axis(program, str(packing_of(program)))
-    if isinstance(program, Padded):
-        size = program.size * parts[0].type.shape[axis] // program.of.type.shape[program.axis]
-        return pad_axis(parts[0], axis, size)
+    assert isinstance(program, Joined | Strided)
+    axis = _stored_axis(program, scheme)
     if isinstance(program, Strided):
         return Strided(parts[0], axis, program.start, program.step)
     return Joined(tuple(parts), axis)
@@ -377,7 +336,7 @@ def cast(program: Program, dtype: np.dtype[Any]) -> Program:
         return cast(program.of, dtype)
     if isinstance(program, Zeros):
         return Zeros(program.type.with_dtype(dtype))
-    if isinstance(program, Joined | Stack | Padded):
+    if isinstance(program, Joined | Stack):
         return program.with_parts(*(cast(part, dtype) for part in program.parts))
     return Cast(program, dtype)
 
@@ -414,7 +373,16 @@ def pad_axis(program: Program, axis: int, size: int) -> Program:
         WeightShapeError: it is larger, or has no such axis.
     """
     shape = program.type.shape
-    return program if 0 <= axis < len(shape) and shape[axis] == size else Padded(program, axis, size)
+    if not (0 <= axis < len(shape) and size >= shape[axis]):
+        raise WeightShapeError(f"{program}: {program.type} cannot be padded to {size} along axis {axis}")
+    padding = (*shape[:axis], size - shape[axis], *shape[axis + 1 :])
+    return program if size == shape[axis] else Joined((program, Zeros(TensorType(padding, program.type.dtype))), axis)
+
+
+def size_without_padding(program: Program) -> int:
+    """Return the number of elements of a program without the zeros that pad it."""
+    parts = program.parts if isinstance(program, Joined) else (program,)
+    return sum(part.type.size for part in parts if not isinstance(part, Zeros))
 
 
 def concat_parts(parts: tuple[Program, ...], axis: int, box: Box) -> tuple[Program, ...]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rlx_jax.ir.graph import Graph, Hir, Input, Leaf, Node, Op, Param, Value
-from rlx_jax.ir.param import Padded, Program, Stack, packed_arrays, packing_of, printed_name
+from rlx_jax.ir.param import Program, Stack, packed_arrays, packing_of, printed_name, size_without_padding
 from rlx_jax.ir.paths import Path, path_text
 
 # `TextTable` formats rows of cells as text for a terminal, or as HTML for a page.
@@ -333,7 +333,7 @@ def _collect(graph: Graph, rows: dict[Path, Row], counted: set[Program], iterati
                 row.weights[name] = programs
                 unseen = [program for program in programs if program not in counted]
                 row.new += unseen
-                row.count += sum((p.of if isinstance(p, Padded) else p).type.size for p in unseen)  # without padding
+                row.count += sum(map(size_without_padding, unseen))
                 counted.update(programs)
 
 

@@ -19,7 +19,6 @@ from rlx_jax.ir.param import (
     Dequantized,
     Joined,
     Key,
-    Padded,
     Program,
     Sliced,
     Stack,
@@ -81,7 +80,7 @@ def weight(program: Program, weights: dict[str, Array]) -> Array:
         case DecodedBox(bounds=bounds):
             (part,) = program.parts
             return weight(part, weights)[box_index(bounds)]
-        case Joined() | Padded() | Strided():  # zeros, too
+        case Joined() | Strided():  # zeros, too
             return np.concatenate([weight(p, weights) for p in program.parts], axis=program.axis)
     raise TypeError(program)
 
