@@ -123,7 +123,8 @@ class Joined:
         return Joined(parts, self.axis)
 
     def box(self, box: Box) -> Program:
-        parts = concat_parts(self.parts, self.axis, box)
+        lengths = [part.type.shape[self.axis] for part in self.parts]
+        parts = tuple(select_box(self.parts[i], part_box) for i, part_box in overlaps(box, self.axis, lengths))
         return parts[0] if len(parts) == 1 else Joined(parts, self.axis)
 
     def join(self, *values: Any) -> Any:
@@ -383,12 +384,6 @@ def size_without_padding(program: Program) -> int:
     """Return the number of elements of a program without the zeros that pad it."""
     parts = program.parts if isinstance(program, Joined) else (program,)
     return sum(part.type.size for part in parts if not isinstance(part, Zeros))
-
-
-def concat_parts(parts: tuple[Program, ...], axis: int, box: Box) -> tuple[Program, ...]:
-    """Return the programs that a box of the concatenation of `parts` along `axis` consists of."""
-    lengths = [part.type.shape[axis] for part in parts]
-    return tuple(select_box(parts[number], part_box) for number, part_box in overlaps(box, axis, lengths))
 
 
 def _slices(program: Program) -> Iterator[Sliced]:

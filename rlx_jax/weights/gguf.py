@@ -39,8 +39,8 @@ from rlx_jax.weights.gguf_write import write_gguf
 from rlx_jax.weights.manifest import digest
 from rlx_jax.weights.named import HostArray, NamedTensors, check_index
 from rlx_jax.weights.safetensors_header import TensorInfo
-from rlx_jax.weights.tensor_file import TensorFile
-from rlx_jax.weights.views import Destination, ReadingSource, ReadingView, read_into
+from rlx_jax.weights.tensor_file import FilesSource, TensorFile
+from rlx_jax.weights.views import Destination, ReadingView, read_into
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
@@ -69,7 +69,7 @@ class GgufFile(TensorFile):
         return {name: tensor.stored for name, tensor in self.header.tensors.items()}
 
 
-class GgufSource(NamedTensors[KeyReading], ReadingSource):
+class GgufSource(NamedTensors[KeyReading], FilesSource):
     """Weights from a GGUF file or the parts of one, under their checkpoint keys.
 
     A context manager; the files are closed at the latest when the source is garbage-collected. Several threads may
@@ -84,7 +84,7 @@ class GgufSource(NamedTensors[KeyReading], ReadingSource):
     """
 
     def __init__(self, files: Sequence[GgufFile], *, on_nonfinite: OnNonfinite = "error") -> None:
-        self.files = tuple(files)
+        self.files: tuple[GgufFile, ...] = tuple(files)
         self._on_nonfinite = on_nonfinite
         self._owners: dict[str, GgufFile] = {}
         for part in self.files:
@@ -127,7 +127,7 @@ class GgufSource(NamedTensors[KeyReading], ReadingSource):
         return reading.decodes and tensor.scheme is not None
 
     def read_into(self, key: str, index: tuple[slice, ...] | None, out: Destination) -> HostArray:
-        """Return a weight, or the part that `index` selects as in NumPy; see `rlx_jax.weights.views.ReadsInto`.
+        """Return a weight, or the part that `index` selects as in NumPy; see `rlx_jax.weights.views.ReadingSource`.
 
         For a packed tensor these are its bytes, and `index` applies to the array of bytes.
 
@@ -159,11 +159,6 @@ class GgufSource(NamedTensors[KeyReading], ReadingSource):
             checked = values if scheme is None else finite_check_floats(values, scheme)
             check_finite(checked, key, quote(self.where(key)), self._on_nonfinite)
         return values
-
-    def close(self) -> None:
-        """Close the files. Reading is an error afterwards; names and shapes remain available."""
-        for part in self.files:
-            part.close()
 
     def _find_tensor(self, key: str) -> tuple[KeyReading, GgufTensor]:
         """Return what is read for a key, and its tensor."""

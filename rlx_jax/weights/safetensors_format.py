@@ -20,8 +20,8 @@ from rlx_jax.weights.format import Entry, FiniteCheck, OnNonfinite, OpenOptions,
 from rlx_jax.weights.manifest import MANIFEST_NAME, open_verified
 from rlx_jax.weights.named import HostArray, NamedTensors
 from rlx_jax.weights.safetensors_header import DTYPES
-from rlx_jax.weights.tensor_file import SafetensorsFile, TensorFile
-from rlx_jax.weights.views import Destination, ReadingSource
+from rlx_jax.weights.tensor_file import FilesSource, SafetensorsFile, TensorFile
+from rlx_jax.weights.views import Destination
 
 # Maximum bytes of tensors in one `.safetensors` file, unless a single tensor has more, as in Hugging Face checkpoints.
 SHARD_BYTES = 5_000_000_000
@@ -76,7 +76,7 @@ class Safetensors:
             write_synced(os.path.join(directory, "model" + INDEX_SUFFIX), json.dumps(index, indent=1).encode())
 
 
-class SafetensorsSource(NamedTensors[TensorFile], ReadingSource):
+class SafetensorsSource(NamedTensors[TensorFile], FilesSource):
     """Weights from one `.safetensors` file or from the shards of one checkpoint.
 
     A context manager; the files are closed at the latest when the source is garbage-collected. Several threads may
@@ -110,7 +110,7 @@ class SafetensorsSource(NamedTensors[TensorFile], ReadingSource):
         return stored_spec(info.shape, info.dtype)
 
     def read_into(self, key: str, index: tuple[slice, ...] | None, out: Destination) -> HostArray:
-        """Return a tensor, or the part that `index` selects as in NumPy; see `rlx_jax.weights.views.ReadsInto`.
+        """Return a tensor, or the part that `index` selects as in NumPy; see `rlx_jax.weights.views.ReadingSource`.
 
         Raises:
             NonFiniteWeightError: NaN in the values, unless `on_nonfinite` allows them.
@@ -121,11 +121,6 @@ class SafetensorsSource(NamedTensors[TensorFile], ReadingSource):
         if not check.all_finite:
             check_finite(values, key, quote(file.name), self._on_nonfinite)
         return values
-
-    def close(self) -> None:
-        """Close the files. Reading is an error afterwards; names and shapes remain available."""
-        for file in self.files:
-            file.close()
 
 
 def _open_source(path: str, options: OpenOptions) -> SafetensorsSource:

@@ -24,7 +24,7 @@ from rlx_jax.ir.boxes import box_shape
 from rlx_jax.ir.ggml import BlockArrays
 from rlx_jax.weights.named import Closeable, HostArray, find_tensor, index_box
 from rlx_jax.weights.safetensors_header import Header, TensorInfo, parse_header
-from rlx_jax.weights.views import Destination
+from rlx_jax.weights.views import Destination, ReadingSource
 
 # Reads `count` bytes from `start` on; the third argument names the file in messages.
 ReadBytes = Callable[[int, int, str], bytes]
@@ -216,6 +216,17 @@ class TensorFile(Closeable):
                 f"{self._where}: tensor {quote(name)}: the file ends at byte {start + num_bytes}, expected "
                 f"{raw.nbytes} bytes from byte {start} on; it was truncated after it was opened"
             )
+
+
+class FilesSource(ReadingSource):
+    """A source whose weights are in `files`."""
+
+    files: tuple[TensorFile, ...]
+
+    def close(self) -> None:
+        """Close the files. Reading is an error afterwards; names and shapes remain available."""
+        for file in self.files:
+            file.close()
 
 
 class SafetensorsFile(TensorFile):
