@@ -150,11 +150,13 @@ def _special_ids(metadata: Metadata, kind: str, count: int, where: str) -> dict[
     roles: dict[str, int] = {}
     for key in (key for key in (*_ROLES, *_ENDS) if PREFIX + key in metadata):
         value = metadata[PREFIX + key]
-        if key in _OPTIONAL and type(value) is int and not 0 <= value < count:
+        if type(value) is int and 0 <= value < count:
+            roles[key] = value
+        elif type(value) is int and key in _OPTIONAL:
             text = f"{where}: {PREFIX}{key} is {value}, but there are {count} tokens; it is ignored, as llama.cpp does"
             warnings.warn(text, RlxWarning, stacklevel=2)
         else:
-            roles[key] = _id(metadata, key, count, where)
+            raise TokenizerError(f"{where}: {PREFIX}{key}: expected a token id below {count}, got {shown(value)}")
     if kind == "bert":  # the same token under two names
         begin = roles.get("bos_token_id", roles.get("cls_token_id", _BERT_IDS["bos_token_id"]))
         roles |= {"bos_token_id": begin, "cls_token_id": begin} if begin < count else {}
@@ -283,14 +285,3 @@ def _special_fields(tokenizer: Tokenizer, ids: Mapping[str, int]) -> dict[str, A
     plain, full = (tokenizer.encode("a", add_special_tokens=added) for added in (False, True))
     adds_bos = len(full) > len(plain) and full[0] == tokenizer.bos_id
     return fields | {"add_bos_token": adds_bos, "add_eos_token": len(full) > len(plain) + adds_bos}
-
-
-# -- metadata ----------------------------------------------------------------------------------
-
-
-def _id(metadata: Metadata, key: str, count: int, where: str) -> int:
-    """Return the id of a special token."""
-    value = metadata[PREFIX + key]
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < count:
-        raise TokenizerError(f"{where}: {PREFIX}{key}: expected a token id below {count}, got {shown(value)}")
-    return value
