@@ -16,7 +16,7 @@ import jaxlib.version
 import numpy as np
 from jax import export
 
-from rlx_jax.compiler.executable import Function, sharding_options
+from rlx_jax.compiler.executable import Function, sharding_options, with_split_inputs
 from rlx_jax.compiler.meshes import use_model_mesh
 from rlx_jax.compiler.pipeline import make_function
 from rlx_jax.compiler.settings import DIMENSIONS
@@ -44,6 +44,7 @@ from rlx_jax.runtime.frozen import (
     require_flatbuffers,
 )
 from rlx_jax.runtime.inputs import check_integer
+from rlx_jax.runtime.model_program import argument_specs
 from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.weights.format import Entry
@@ -332,26 +333,16 @@ def _exported(
     programs: Programs, key: ProgramKey, sizes: SizeMap, run: Function, platforms: tuple[str, ...]
 ) -> export.Exported:
     """Return a function of a program as StableHLO, with these sizes fixed."""
-    template = programs.template(key)
-    arguments = (
-        {name: t.spec for name, t in programs.layout.types().items()},
-        {name: t.bind(sizes).spec for name, t in template.state.items()},
-        {i.input: i.type.bind(sizes).spec for i in template.mir.inputs},
-    )
-    donated = (1,) if programs.settings.plan.donate_state and template.state else ()
-    shardings = programs.shardings(replace(key, binding=tuple(sorted(sizes.items()))), arguments[2])
-    placements = sharding_options(shardings, arguments[1], ())
-
-    def function(params: Any, state: Any, inputs: Any) -> Any:
-        return run(params, state, inputs)
-
-    function.__name__ = key.program
-    jitted = jax.jit(function, donate_argnums=donated, **placements)
+    bound = replace(key, binding=tuple(sorted(sizes.items())))
+    params, state, inputs = argument_specs(programs, bound)
+    donated = (1,) if programs.settings.plan.donate_state and state else ()
+    placements = sharding_options(programs.shardings(bound, inputs), state, ())
+    jitted = jax.jit(with_split_inputs(run, key.program), donate_argnums=donated, **placements)
     with contextlib.ExitStack() as stack, use_model_mesh(programs.model_sharding):
         # Programs have no paths of source files on this machine.
         stack.callback(jax.config.update, SOURCE_PATHS, getattr(jax.config, SOURCE_PATHS))
         jax.config.update(SOURCE_PATHS, ".*")
-        return export.export(jitted, platforms=platforms)(*arguments)
+        return export.export(jitted, platforms=platforms)(params, state, inputs)
 
 
 def _platform_functions(
