@@ -190,7 +190,7 @@ ACTIVATIONS: dict[str, str] = {
 def width_and_heads(
     c: Fields, hidden: int = 768, heads: int = 12, names: tuple[str, str] = ("hidden_size", "num_attention_heads")
 ) -> tuple[int, int]:
-    """Return the hidden width and the number of heads, which divides it.
+    """Return the hidden width and the number of heads, which divides it unless the config has `head_dim`.
 
     Args:
         c: the config.
@@ -201,7 +201,7 @@ def width_and_heads(
         ConfigError, LimitError: a value is absurd.
     """
     width, number = c.integer(names[0], hidden), c.integer(names[1], heads, high=2**16)
-    if width % number:
+    if width % number and c.values.get("head_dim") is None:
         raise ConfigError(f"{c.where}: {names[0]} {width} is not a multiple of {names[1]} {number}")
     return width, number
 

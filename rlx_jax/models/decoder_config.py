@@ -139,8 +139,7 @@ def common_fields(
     if head_dim is not None and c.values.get("head_dim", head_dim) is None:
         raise ConfigError(f"{c.where}: field 'head_dim' is null; expected an integer")
     width = c.integer("head_dim", head_dim or max(hidden // heads, 1), high=2**16)
-    if width % 2:
-        raise ConfigError(f"{c.where}: head_dim is {width}; rotary embeddings need an even one")
+    even_head_dim(c, {"head_dim": width})
     # Null counts as present: as in the reference it means as many key/value heads as heads, not the default.
     has_kv_heads = "num_key_value_heads" in c.values
     groups = c.integer("num_key_value_heads", heads if has_kv_heads or kv_heads is None else kv_heads, high=2**16)
@@ -246,14 +245,14 @@ def rope_of(
 
 
 def even_head_dim(c: Fields, common: Mapping[str, Any]) -> int:
-    """Return the width of a head that a rope rotates, for fields from `tower_fields`.
+    """Return the width of a head that a rope rotates: `head_dim`, or hidden / heads for fields from `tower_fields`.
 
     Raises:
         ConfigError: the width is odd.
     """
-    width: int = common["hidden_size"] // common["num_attention_heads"]
+    width: int = common.get("head_dim") or common["hidden_size"] // common["num_attention_heads"]
     if width % 2:
-        raise ConfigError(f"{c.where}: heads are {width} wide; rotary embeddings need an even width")
+        raise ConfigError(f"{c.where}: heads are {width} wide (head_dim); rotary embeddings need an even width")
     return width
 
 

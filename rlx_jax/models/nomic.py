@@ -10,8 +10,8 @@ from rlx_jax.blocks import EncoderExperts, EncoderLayerSpec
 from rlx_jax.blocks.encoder import NOMIC_KEYS
 from rlx_jax.errors import ConfigError, UnsupportedError, shown
 from rlx_jax.models.bert import ALL_INPUTS, BertConfig, BertLike
-from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Fields
-from rlx_jax.models.decoder_config import frequencies_of
+from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields, width_and_heads
+from rlx_jax.models.decoder_config import even_head_dim, frequencies_of
 from rlx_jax.models.encoder import BERT_HEADS, MASKED, masked_head
 
 # Fields of the first implementation that do not change the results. (`max_trained_positions` only matters for a scaled
@@ -62,20 +62,26 @@ class NomicConfig(BertConfig):
     expert_stride: int = 1
     top_k: int = 1
 
+    defaults = {"vocab": 30528, "positions": 2048, "activation": "silu"}
     inert: ClassVar[tuple[str, ...]] = INERT
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
 
     @classmethod
     def read(cls, c: Fields) -> Self:
         """Return the config from the spelling of the first checkpoints (`n_embd` …) or of transformers 5."""
-        return cls._from_original_names(c) if "n_embd" in c.values else cls._from_hf_names(c)
+        if "n_embd" in c.values:
+            return cls._from_original_names(c)
+        sizes = {**cls.common_fields(c), "head_dim": c.integer_or_null("head_dim", None, high=2**16)}
+        sizes["head_dim"] = even_head_dim(c, sizes)
+        rope = frequencies_of(c, c.group("rope_parameters"), None, sizes["head_dim"], default=1000.0)
+        return cls(**sizes, inv_freq=rope.inv_freq)
 
     @classmethod
     def _from_original_names(cls, c: Fields) -> Self:
         """Return the config from the spelling of the first checkpoints, which round the vocabulary up."""
-        hidden, heads = c.integer("n_embd"), c.integer("n_head", high=2**16)
+        hidden, heads = width_and_heads(c, names=("n_embd", "n_head"))
+        head_dim = even_head_dim(c, {"head_dim": hidden // heads})
         vocabulary, rows = c.integer("vocab_size", high=MAX_VOCABULARY), c.integer("pad_vocab_size_multiple", 1)
-        head_dim = _head_dim(c, hidden, heads, None, "n_embd", "n_head")
         gated = c.choice("activation_function", "swiglu", {"swiglu": "silu", "gelu": "gelu"}) == "silu"
         q, up, down = (c.flag(name, False) for name in ("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"))
         return cls(
@@ -95,27 +101,6 @@ class NomicConfig(BertConfig):
             **_experts(c, gated),
         )
 
-    @classmethod
-    def _from_hf_names(cls, c: Fields) -> Self:
-        """Return the config from the spelling of transformers 5."""
-        hidden, heads = c.integer("hidden_size", 768), c.integer("num_attention_heads", 12, high=2**16)
-        explicit_dim = c.integer_or_null("head_dim", None, high=2**16)
-        head_dim = _head_dim(c, hidden, heads, explicit_dim, "hidden_size", "num_attention_heads")
-        rope = c.group("rope_parameters")
-        return cls(
-            vocab_size=c.integer("vocab_size", 30528, high=MAX_VOCABULARY),
-            hidden_size=hidden,
-            intermediate_size=c.integer("intermediate_size", 3072),
-            num_hidden_layers=c.integer("num_hidden_layers", 12, high=MAX_LAYERS),
-            num_attention_heads=heads,
-            head_dim=head_dim,
-            inv_freq=frequencies_of(c, rope, None, head_dim, default=1000.0).inv_freq,
-            max_position_embeddings=c.integer("max_position_embeddings", 2048, high=2**31 - 1),
-            type_vocab_size=c.integer("type_vocab_size", 2),
-            layer_norm_eps=c.real("layer_norm_eps", 1e-12),
-            activation=c.choice("hidden_act", "silu", ACTIVATIONS),
-        )
-
 
 def _experts(c: Fields, gated: bool) -> dict[str, int]:
     """Return the fields of the experts, which a config with `moe_every_n_layers` has.
@@ -133,16 +118,6 @@ def _experts(c: Fields, gated: bool) -> dict[str, int]:
     if top_k > count:
         raise ConfigError(f"{c.where}: moe_top_k is {top_k}, and num_experts {count}")
     return {"experts": count, "expert_stride": c.integer("moe_every_n_layers"), "top_k": top_k}
-
-
-def _head_dim(c: Fields, hidden: int, heads: int, explicit_dim: int | None, width: str, count: str) -> int:
-    """Return the width of a head: `explicit_dim`, or hidden / heads. It must be even for the rotation."""
-    if explicit_dim is None and hidden % heads:
-        raise ConfigError(f"{c.where}: {width} {hidden} is not a multiple of {count} {heads}")
-    head_dim = explicit_dim or hidden // heads
-    if head_dim % 2:
-        raise ConfigError(f"{c.where}: head_dim is {head_dim}; rotary embeddings need an even one")
-    return head_dim
 
 
 class NomicFlow(BertLike[NomicConfig]):
