@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 import rlx_jax as rlx
 from rlx_jax.cli.terminal import Interrupt, Status
+from rlx_jax.compiler.meshes import select_devices
 from rlx_jax.errors import RequestError, listing, quote, shown
 from rlx_jax.ir.text import TextTable, format_bytes
 from rlx_jax.lowering.hir.derive import PROGRAMS
@@ -205,18 +206,14 @@ def mesh_argument(devices: int | str | None, tensor: int | None) -> Any:
         raise RequestError("--tensor divides --devices into groups; pass --devices too")
     if devices is None:
         return None
-    all_devices = jax.devices()
-    count = len(all_devices) if isinstance(devices, str) else devices
-    if not 1 <= count <= len(all_devices):
-        raise RequestError(
-            f"--devices {count}: expected 1 to {len(all_devices)}, the number that JAX has ({all_devices[0].platform})"
-        )
+    selected = select_devices(devices, "--devices ")
+    count = len(selected)
     if tensor is None:
         return devices
     if tensor < 1 or count % tensor:
         divisors = ", ".join(str(t) for t in range(1, count + 1) if count % t == 0)
         raise RequestError(f"--tensor {tensor}: expected a divisor of {count} devices, one of {divisors}")
-    return Mesh(np.array(all_devices[:count]).reshape(-1, tensor), ("data", "tensor"))
+    return Mesh(np.array(selected).reshape(-1, tensor), ("data", "tensor"))
 
 
 # -- results -----------------------------------------------------------------------------------

@@ -85,8 +85,8 @@ def make_model_sharding(
     return model_sharding
 
 
-def select_devices(mesh: Any) -> list[Any]:
-    """Return the devices for `mesh`, a number of devices or "auto".
+def select_devices(mesh: Any, label: str = "mesh=") -> list[Any]:
+    """Return the devices for `mesh`, a number of devices or "auto"; `label` precedes the number in messages.
 
     Raises:
         RequestError: it is neither, or there are fewer devices.
@@ -98,7 +98,7 @@ def select_devices(mesh: Any) -> list[Any]:
         raise RequestError(f"mesh is {shown(mesh)}; expected a jax.sharding.Mesh, a number of devices, or 'auto'")
     if not 1 <= mesh <= len(devices):
         available = f"{len(devices)}, the devices that JAX has ({running_device().kind})"
-        raise RequestError(f"mesh={mesh}: expected 1 to {available}")
+        raise RequestError(f"{label}{mesh}: expected 1 to {available}")
     return devices[: int(mesh)]
 
 
