@@ -376,7 +376,8 @@ def gguf_metadata(config: Mapping[str, Any]) -> dict[str, MetadataValue]:
         config: the fields of `config.json`, with the family's defaults for those that it leaves out.
 
     Raises:
-        UnsupportedError: there is no GGUF architecture for the `model_type`, or none for the rotary embedding.
+        UnsupportedError: there is no GGUF architecture for the `model_type`, or none for the rotary embedding,
+            or for a window.
     """
     architectures = {_FIXED[name]["model_type"]: name for name in _WRITTEN} | {"mistral": "llama"}
     model_type = config.get("model_type")
@@ -385,6 +386,11 @@ def gguf_metadata(config: Mapping[str, Any]) -> dict[str, MetadataValue]:
             f"save: model_type {shown(model_type)} is not written as GGUF; supported are {', '.join(architectures)}"
         )
     architecture, head_dim = architectures[model_type], config["head_dim"]
+    if architecture == "mixtral" and config.get("sliding_window") is not None:
+        raise UnsupportedError(
+            f"save: sliding_window is {shown(config['sliding_window'])}, which readers of GGUF ignore in files of "
+            "Mixtral, as in others of the architecture llama; save a Hugging Face directory, format='safetensors'"
+        )
     fields: dict[str, MetadataValue] = {
         key: float(config[field]) if field in _REAL else config[field]
         for key, field in _FIELDS[architecture].items() if config.get(field) is not None
