@@ -271,6 +271,9 @@ MAX_PRODUCT_BYTES, SAMPLE_COPY_BYTES, SAMPLE_COPIES = 2**24, 2**20, 3
 # Products of one row read several weights one after the other, as many as the model has up to the first number. Those
 # and short ops run so often in one program.
 MAX_COPIES, SAMPLE_RUNS = 8, 48
+# So do products of few rows, up to so many weights and bytes: fewer would stay in a cache, and in a step of decoding
+# the other weights are read before a weight is read again.
+FEW_SAMPLE_ROWS, FEW_SAMPLE_COPIES, FEW_SAMPLE_BYTES = 64, 48, 2**27
 # Sizes of samples of one and of more tokens: enough for the rate to be that of larger ones, and milliseconds of work.
 SAMPLE_ROWS, SAMPLE_PROMPTS, SAMPLE_TOKENS = 32, 4, 256
 # Samples with more operands, such as all experts of a large mixture, are not run.
@@ -335,11 +338,13 @@ def sample_seconds(op: Mir, implementation: str, types: tuple[TensorType, ...], 
     # Weights of several layers are not in the cache of a core, other than one that is read again. In a loop threads
     # wake up once for all steps, as in that of decoding.
     nbytes, is_product = sum(t.nbytes for t in types), kernel_kind(op) == "product"
-    is_one_row = math.prod(types[0].shape[:-1]) == 1
+    rows = math.prod(types[0].shape[:-1])
     copies = SAMPLE_COPIES if nbytes < SAMPLE_COPY_BYTES or is_product else 1
-    if is_product and is_one_row and implementation == "xla":  # which compiles fast
+    if is_product and rows == 1 and implementation == "xla":  # which compiles fast
         copies = max(copies, min(MAX_COPIES, weight_bytes // nbytes))
-    steps = SAMPLE_RUNS // copies if nbytes < SAMPLE_COPY_BYTES or is_one_row else 1
+    elif is_product and 1 < rows <= FEW_SAMPLE_ROWS:
+        copies = max(copies, min(FEW_SAMPLE_COPIES, min(weight_bytes, FEW_SAMPLE_BYTES) // nbytes))
+    steps = SAMPLE_RUNS // copies if nbytes < SAMPLE_COPY_BYTES or rows == 1 else 1
 
     def step(x: jax.Array, operands: list[list[jax.Array]]) -> Any:
         """Run the op after itself: each run has the first value of the one in front of it in its operand."""
