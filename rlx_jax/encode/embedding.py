@@ -139,7 +139,7 @@ class PackedBatcher:
         few = max(1, block.slots // 4)
         if self.selection is None:
             return few if max(map(len, block.texts)) <= few else block.slots
-        return self.selection.number(([rows.ids[text] for text in row] for row in block.texts), few, block.slots)
+        return self.selection.number([[rows.ids[text] for text in row] for row in block.texts], few, block.slots)
 
     def _pooled_tokens(self, segments: Ids, number: int) -> Ids:
         """Return the indices of the first or the last tokens of the texts of each row, and others, `number` of each."""

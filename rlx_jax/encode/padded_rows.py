@@ -132,7 +132,7 @@ class RowBatcher:
             if self.selection.token_id is None:
                 return tokens
             valid = pad_to(keep, block.rows, block.width)
-            number = self.selection.number(([row] for row in ids), 1, block.width)
+            number = self.selection.number([[row] for row in ids], 1, block.width)
             selected = self.selection.inputs(pad_to(pad_rows(ids, longest), *valid.shape), valid, number)
             num_best = self.selection.num_best
             return self.model.programs.run_helper(select_results, tokens, *selected.values(), static=(num_best,))

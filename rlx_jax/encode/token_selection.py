@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import jax
@@ -49,13 +50,14 @@ class TokenSelection:
         begins = np.cumsum([0, *lengths[:-1]])
         return np.add.reduceat(np.concatenate(rows) == self.token_id, begins, dtype=np.int64).tolist()
 
-    def number(self, rows: Iterable[Sequence[Ids]], few: int, most: int) -> int:
+    def number(self, rows: Sequence[Sequence[Ids]], few: int, most: int) -> int:
         """Return how many tokens of each row of these texts a call selects, some of which may be of no text.
 
         It is `few` or `most` if that suffices, else a power of two of `most`: so few programs are compiled, and few
         products with a vocabulary are computed in vain.
         """
-        count = max(sum(self.counts(texts)) for texts in rows)
+        begins = np.cumsum([0, *map(len, rows[:-1])])
+        count = int(np.add.reduceat(self.counts([*chain.from_iterable(rows)]), begins).max())
         return few if count <= few else bucket_size(count, most, None)
 
     def inputs(self, tokens: Ids, valid: Mask, number: int) -> dict[str, Ids]:
