@@ -205,7 +205,8 @@ def _unknown_key_error(table: type[Table], key: object, location: Location) -> P
 
 def _setting_of(field: Any) -> Setting | None:
     """Return the metadata of a dataclass field; None for a nested table."""
-    return field.metadata.get("row")
+    row: Setting | None = field.metadata.get("row")
+    return row
 
 
 def _check_value(row: Setting | None, hint: Any, value: object, location: Location) -> object:

@@ -212,7 +212,7 @@ class Checks(Table):
 
 def _axes(*names: str) -> tuple[str, ...]:
     """Return the field of a role, with its default mesh axes."""
-    return setting(names, effects.needs_mesh_axes, "mesh axes of roles", "sharding")
+    return setting(names, effects.needs_mesh_axes, "mesh axes of roles", "sharding")  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)

@@ -427,9 +427,10 @@ def _deserialize(payload: bytes, in_tree: Any, out_tree: Any) -> jax.stages.Comp
     if target["platform"] != "cpu":
         _find_mosaic_library()
     devices = devices_of(target["platform"], target["devices"])
-    return serialize_executable.deserialize_and_load(
+    compiled: jax.stages.Compiled = serialize_executable.deserialize_and_load(
         zlib.decompress(content), in_tree, out_tree, devices[0].client, devices
     )
+    return compiled
 
 
 def _in_debug_mode() -> bool:

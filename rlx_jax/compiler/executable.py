@@ -134,7 +134,8 @@ class Executable:
     def run(self, params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
         """Run the program and return its results. Arrays on the host are copied to the device."""
         arguments = (params, state, *split_consumed(inputs, self.consumed_inputs))
-        return self.call(*to_device(arguments, self.arg_shardings))
+        results: Results = self.call(*to_device(arguments, self.arg_shardings))
+        return results
 
 
 T = TypeVar("T")
@@ -156,7 +157,7 @@ def to_device(arrays: T, shardings: Sequence[Any] = ()) -> T:
         jax.device_put(x, shardings[i] if shardings else None) if isinstance(x, HOST_TYPES) else x
         for i, x in enumerate(leaves)
     ]
-    return jax.tree.unflatten(tree, copies)
+    return jax.tree.unflatten(tree, copies)  # type: ignore[no-any-return]
 
 
 def has_transfer_guard() -> bool:

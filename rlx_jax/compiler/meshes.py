@@ -208,7 +208,8 @@ def to_model_devices(arrays: T, model_sharding: ModelSharding | None) -> T:
             return jax.device_put(a, model_sharding.replicated)
         return with_auto_axes(a)
 
-    return jax.tree.map(home, arrays)
+    adapted: T = jax.tree.map(home, arrays)
+    return adapted
 
 
 def with_explicit_axes(

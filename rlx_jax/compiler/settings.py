@@ -244,7 +244,8 @@ class Settings:
     @property
     def backend(self) -> Backend:
         """Return the profile's table for the platform."""
-        return getattr(self.profile.backend, self.target)
+        backend_table: Backend = getattr(self.profile.backend, self.target)
+        return backend_table
 
     @property
     def check_ids(self) -> bool:

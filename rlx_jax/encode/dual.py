@@ -135,7 +135,8 @@ class DualEncoder(TaskModel):
         text_rows, image_rows = np.atleast_2d(self.embed(texts)), np.atleast_2d(self.embed_images(images))
         if self.compare is None:
             units = [v / np.maximum(np.linalg.norm(v, axis=1, keepdims=True), 1e-12) for v in (text_rows, image_rows)]
-            return units[0] @ units[1].T
+            cosines: Vectors = units[0] @ units[1].T
+            return cosines
         # Padded to buckets, so that few sizes of the comparison compile.
         padded = [pad_to(v, bucket_size(len(v), 1, None), v.shape[1]) for v in (text_rows, image_rows)]
         outputs = self.compare(texts=padded[0], images=padded[1])

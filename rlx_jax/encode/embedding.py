@@ -167,7 +167,7 @@ class PackedBatcher:
         elif self.skip is not None:
             inputs[SKIP] = np.int32(self.skip)
         (vectors,), _ = self._program(block, rows)(inputs, {})
-        return vectors
+        return vectors  # type: ignore[no-any-return]
 
 
 # The two ways in which texts are laid out and run.

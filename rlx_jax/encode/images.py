@@ -136,7 +136,8 @@ class ImageProcessor:
             values = (pixels.astype(np.float64) * self.rescale).astype(np.float32)
         if self.mean is not None and self.std is not None:
             values = (values - np.asarray(self.mean, np.float32)) / np.asarray(self.std, np.float32)
-        return np.ascontiguousarray(values.transpose(2, 0, 1))
+        channels_first: PixelValues = np.ascontiguousarray(values.transpose(2, 0, 1))
+        return channels_first
 
     @property
     def range(self) -> tuple[float, float]:

@@ -135,11 +135,17 @@ class RowBatcher:
             number = self.selection.number([[row] for row in ids], 1, block.width)
             selected = self.selection.inputs(pad_to(pad_rows(ids, longest), *valid.shape), valid, number)
             num_best = self.selection.num_best
-            return self.model.programs.run_helper(select_results, tokens, *selected.values(), static=(num_best,))
+            result: jax.Array = self.model.programs.run_helper(
+                select_results, tokens, *selected.values(), static=(num_best,)
+            )
+            return result
         if self.pipeline is None:
-            return get_pooled(outputs)
+            return get_pooled(outputs)  # type: ignore[no-any-return]
         valid, skip = pad_to(keep, block.rows, block.width), [] if self.skip is None else [np.int32(self.skip)]
-        return self.model.programs.run_helper(pool_rows, primary_output(outputs), valid, *skip, static=(self.pipeline,))
+        vectors: jax.Array = self.model.programs.run_helper(
+            pool_rows, primary_output(outputs), valid, *skip, static=(self.pipeline,)
+        )
+        return vectors
 
 
 def restore_order(width: int, order: tuple[int, ...], *hidden: jax.Array) -> jax.Array:

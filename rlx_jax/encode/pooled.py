@@ -42,7 +42,7 @@ def get_pooled(outputs: Any, output: str = POOLED) -> Any:
 def softmax(logits: Vectors, axis: int = -1) -> Vectors:
     """Return the probabilities of logits along an axis."""
     weights = np.exp(logits - logits.max(axis=axis, keepdims=True))
-    return weights / weights.sum(axis=axis, keepdims=True)
+    return weights / weights.sum(axis=axis, keepdims=True)  # type: ignore[no-any-return]
 
 
 def check_finite(vectors: Vectors | list[Vectors], label: str, index: Callable[[int], int] = int) -> None:

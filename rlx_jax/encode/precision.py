@@ -74,7 +74,8 @@ def quantize_vectors(vectors: Vectors, precision: str, ranges: Any = None) -> np
     steps = (limits[1] - limits[0]) / np.float32(255)
     steps = np.where(steps == 0, np.float32(1), steps)
     levels = np.clip(np.floor((vectors - limits[0]) / steps), 0, 255)
-    return (levels if precision == "uint8" else levels - 128).astype(precision)
+    quantized: np.ndarray[Any, Any] = (levels if precision == "uint8" else levels - 128).astype(precision)
+    return quantized
 
 
 @dataclass(frozen=True)

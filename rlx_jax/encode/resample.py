@@ -85,7 +85,8 @@ def resize(image: Pixels, height: int, width: int, resample: int, resizer: Resiz
     if resample == NEAREST:
         source_pixels = _nearest_exact if is_torch else _nearest
         rows, columns = (source_pixels(old, new) for old, new in zip(image.shape, sizes, strict=False))
-        return image[rows][:, columns]
+        result: Pixels = image[rows][:, columns]
+        return result
     rows_last = is_torch or not columns_first(image.shape[0], image.shape[1], height, width)
     for axis in (1, 0) if rows_last else (0, 1):
         image = _resize_axis(image, axis, sizes[axis], FILTERS[resample], is_torch)
@@ -113,7 +114,8 @@ def _nearest_exact(old: int, new: int) -> np.ndarray[Any, np.dtype[np.intp]]:
     """Return the source pixel under the middle of each new one (torch's `nearest-exact`), computed in float32 as torch
     does."""
     centres = np.floor((np.arange(new, dtype=np.float32) + np.float32(0.5)) * np.float32(old / new))
-    return np.minimum(centres.astype(np.intp), old - 1)
+    positions: np.ndarray[Any, np.dtype[np.intp]] = np.minimum(centres.astype(np.intp), old - 1)
+    return positions
 
 
 def _resize_axis(image: Pixels, axis: int, size: int, kernel_filter: Filter, torch_precision: bool) -> Pixels:
@@ -126,14 +128,16 @@ def _resize_axis(image: Pixels, axis: int, size: int, kernel_filter: Filter, tor
     if image.dtype != np.uint8:
         positions, float_weights = _filter_weights(old_size, size, kernel_filter)
         taps = zip(positions.T, float_weights.T, strict=True)
-        return np.sum([image.take(source, axis) * weight.reshape(shape) for source, weight in taps], axis=0)
+        values: Floats = np.sum([image.take(source, axis) * weight.reshape(shape) for source, weight in taps], axis=0)
+        return values
     positions, weights, bits = filter_taps(old_size, size, kernel_filter, torch_precision)
     # The sum starts at half a unit, so that the shift below rounds to nearest.
     total = np.full((*image.shape[:axis], size, *image.shape[axis + 1 :]), 1 << (bits - 1), np.int32)
     for source, weight in zip(positions.T, weights.T, strict=True):
         if weight.any():
             total += image.take(source, axis) * weight.reshape(shape)
-    return np.clip(total >> bits, 0, 255).astype(np.uint8)
+    levels: Pixels = np.clip(total >> bits, 0, 255).astype(np.uint8)
+    return levels
 
 
 def _filter_weights(old: int, new: int, kernel_filter: Filter) -> tuple[np.ndarray[Any, np.dtype[np.intp]], Floats]:

@@ -307,7 +307,8 @@ def pool_segments(
     def pool_text(keep: jax.Array) -> jax.Array:
         return _pool_finite(tokens, *_skip_tokens(keep, skip), pipeline)
 
-    return jax.vmap(pool_text, in_axes=1, out_axes=1)(keep)
+    pooled: jax.Array = jax.vmap(pool_text, in_axes=1, out_axes=1)(keep)
+    return pooled
 
 
 # -- files -------------------------------------------------------------------------------------

@@ -48,7 +48,8 @@ class TokenSelection:
         if self.token_id is None or not rows:
             return lengths
         begins = np.cumsum([0, *lengths[:-1]])
-        return np.add.reduceat(np.concatenate(rows) == self.token_id, begins, dtype=np.int64).tolist()
+        counts: list[int] = np.add.reduceat(np.concatenate(rows) == self.token_id, begins, dtype=np.int64).tolist()
+        return counts
 
     def number(self, rows: Sequence[Sequence[Ids]], few: int, most: int) -> int:
         """Return how many tokens of each row of these texts a call selects, some of which may be of no text.

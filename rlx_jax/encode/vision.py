@@ -151,7 +151,8 @@ class VisionEncoder(TaskModel):
             k: np.pad(v, ((0, padded_rows - rows), *((0, 0),) * (v.ndim - 1)), mode) for k, v in arrays.items()
         }
         outputs = self.model(**padded)
-        return np.asarray(jax.device_get(get_pooled(outputs, output)))[:rows]
+        vectors: Vectors = np.asarray(jax.device_get(get_pooled(outputs, output)))[:rows]
+        return vectors
 
     def _check_pixel_values(self, pixel_values: Any, min_images: int = 1) -> Any:
         """Return the pixel values of a request, after checking their shape and dtype; at least `min_images` images."""

@@ -144,7 +144,8 @@ class Conversation:
 
     def _render(self, messages: list[dict[str, Any]], reply: bool = True) -> list[int]:
         """Return messages as ids by the chat template, with the beginning of a reply or without."""
-        return self.causal_lm.apply_chat_template(messages, add_generation_prompt=reply, **self.options)
+        ids: list[int] = self.causal_lm.apply_chat_template(messages, add_generation_prompt=reply, **self.options)
+        return ids
 
     def _check_length(self, messages: int, tokens: int, budget: int) -> None:
         """Check that the conversation fits with `budget` new tokens.

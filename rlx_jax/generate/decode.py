@@ -382,7 +382,8 @@ class MoveRows:
         """
 
         def move(axis: int, array: Array, old: Array, padding: int = 0) -> Array:
-            return put_rows(targets, axis, array, jnp.take(old, sources, axis=axis, mode="clip"), padding)
+            moved: Array = put_rows(targets, axis, array, jnp.take(old, sources, axis=axis, mode="clip"), padding)
+            return moved
 
         # The history of tokens has the length of the cache, and -1 where there is none yet.
         slots = jax.tree.map(partial(move, 0, padding=-1), slots, old_slots)

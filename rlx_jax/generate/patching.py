@@ -109,7 +109,8 @@ class PatchRun:
             for p in read:
                 chosen = (outputs[p.names[number]] for number in p.chosen)
                 values[p.wrapper.name("values")] = model.programs.run_helper(stack, *chosen)
-        return jax.device_put(values, model.programs.replicated)
+        placed: dict[str, Any] = jax.device_put(values, model.programs.replicated)
+        return placed
 
     def run(self, copies: Sequence[Copy], size: int, values: Mapping[str, Any]) -> Any:
         """Return the metric of each copy, `[copies, …]`.

@@ -125,7 +125,8 @@ def plan_keys(
         return make_keys()
     cache_key = (model.name, sampling_steps, steps, num_logprobs, sizes, prefill_batch, widths, has_prefix)
     inputs_key = (*inputs.sizes.items(),), inputs.optional_inputs
-    return model.programs.request_keys((*cache_key, *inputs_key), make_keys)
+    keys: PlanKeys = model.programs.request_keys((*cache_key, *inputs_key), make_keys)
+    return keys
 
 
 def request_variant(

@@ -357,4 +357,5 @@ def fill_bytes(lm: LanguageModel, sizes: SlotSizes) -> int:
         lir = programs.function(key).lir
         return activation_bytes(lir.graph, True, lir.plan.scan, partial(workspace_bytes, lir))
 
-    return programs.request_keys(("fill bytes", key), measure)
+    result: int = programs.request_keys(("fill bytes", key), measure)
+    return result

@@ -72,7 +72,8 @@ class TokenHistory:
 
     def lengths(self) -> Array:
         """Return the number of `tokens` of each row, `[B]` int32."""
-        return (self.tokens >= 0).sum(axis=1, dtype=jnp.int32)
+        lengths: Array = (self.tokens >= 0).sum(axis=1, dtype=jnp.int32)
+        return lengths
 
     def before_each(self, ids: Array) -> TokenHistory:
         """Return the histories before each of N + 1 tokens, of which `ids` `[B, N]` are the first, as `B · (N + 1)`
@@ -84,7 +85,8 @@ class TokenHistory:
         def join(*parts: Array) -> Array:
             return jnp.stack(parts, axis=1).reshape(ids.shape[0] * len(parts), *parts[0].shape[1:])
 
-        return jax.tree.map(join, *steps)
+        history: TokenHistory = jax.tree.map(join, *steps)
+        return history
 
 
 def initial_history(

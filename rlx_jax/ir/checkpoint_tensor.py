@@ -367,7 +367,8 @@ class Strided(IndexStep):
     def box(self, box: Box) -> Strided:
         box_start, stop = box[self.axis]
         outer = (*box[: self.axis], (box_start * self.step, stop * self.step), *box[self.axis + 1 :])
-        return self.with_parts(self.of if outer == full_box(self.of.type.shape) else self.of.box(outer))
+        selected: Strided = self.with_parts(self.of if outer == full_box(self.of.type.shape) else self.of.box(outer))
+        return selected
 
 
 @dataclass(frozen=True)

@@ -351,7 +351,8 @@ class TypeCache:
         if not self.is_cached(fn, op, operands, *args):
             with without_disable_jit():
                 self.store(fn(self, op, operands, *args), fn, op, operands, *args)
-        return self._results[fn, op, operands, *args]
+        result: T = self._results[fn, op, operands, *args]
+        return result
 
     def store(self, result: T, fn: Callable[..., T], op: Op, operands: tuple[TensorType, ...], *args: Hashable) -> None:
         """Store a result for later calls of `cached`, for code that computes several results at a time."""

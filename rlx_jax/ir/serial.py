@@ -227,7 +227,8 @@ def _decode_op(
         if not (1 <= count <= MAX_REPEATS and 0 <= carries <= len(operands)):
             raise FormatError(f"{where}: count {count} of at most {MAX_REPEATS}, {carries} carries")
         return Repeat(count, carries, decode_graph(repeat_fields["body"], types, f"{where}.body", operands))
-    return decode(Op, data, where)
+    op: Op = decode(Op, data, where)
+    return op
 
 
 def _value(data: Any, nodes: list[Node], where: str) -> Value:

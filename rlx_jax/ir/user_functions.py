@@ -307,7 +307,8 @@ class TokenStep:
         # A cached trace refers to the user's arrays themselves, which may have changed in place since.
         if fingerprint(self.traces[precision], precision=False) != (self.text, self.captured):
             raise GraphError(changed_message(f"recurrent({self.label})", self.fn))
-        return jex.jaxpr_as_fun(self.traces[precision])
+        traced_fn: Callable[..., Sequence[Any]] = jex.jaxpr_as_fun(self.traces[precision])
+        return traced_fn
 
 
 def trace_step(label: str, fn: Callable[..., Any], operand_types: Sequence[TensorType]) -> TokenStep:

@@ -89,7 +89,8 @@ def _with_source_tensor(program: Any, source: WeightSource) -> Program:
     declared = program.of if isinstance(program, Dequantized) else program
     if isinstance(declared, Key):
         return _source_program(declared, source)
-    return declared.with_parts(_with_source_tensor(declared.of, source))
+    program_over_source: Program = declared.with_parts(_with_source_tensor(declared.of, source))
+    return program_over_source
 
 
 def _source_program(declared: Key, source: WeightSource) -> Key | Dequantized:

@@ -71,7 +71,7 @@ class Workload:
     def ids(self, model: Any) -> list[list[int]]:
         """Return random token ids `[batch, prompt_tokens]`, the same in every call."""
         rng = np.random.default_rng(0)
-        return rng.integers(0, model.vocab_size, (self.batch, self.prompt_tokens)).tolist()
+        return rng.integers(0, model.vocab_size, (self.batch, self.prompt_tokens)).tolist()  # type: ignore[no-any-return]
 
     def run(self, model: Any) -> None:
         """Run the model once."""

@@ -106,7 +106,8 @@ def cross_entropy(
         )
     scaled = weight / jnp.where(total > 0, total, 1.0)  # a batch without targets has loss 0, not NaN
     hidden, kernel, *bias = operands
-    return _loss(chunking, hidden, kernel, bias[0] if bias else None, target_ids, scaled)
+    loss: jax.Array = _loss(chunking, hidden, kernel, bias[0] if bias else None, target_ids, scaled)
+    return loss
 
 
 # -- targets -----------------------------------------------------------------------------------

@@ -231,7 +231,8 @@ def _weighted_mean(losses: AnyArray, weights: AnyArray) -> jax.Array:
     total = weights.sum()
     # A row without a target may have a loss that is not finite, and 0 · ∞ is NaN.
     losses = jnp.where(weights != 0, losses, 0.0)
-    return (losses * weights).sum() / jnp.where(total > 0, total, 1.0)
+    result: jax.Array = (losses * weights).sum() / jnp.where(total > 0, total, 1.0)
+    return result
 
 
 # -- targets -----------------------------------------------------------------------------------

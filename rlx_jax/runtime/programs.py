@@ -399,11 +399,11 @@ class Programs:
             def make() -> Callable[..., Any]:
                 run, is_loaded = self.compiled(call.key, lambda: self.trace_helper(call))
                 self.num_loaded_helpers += is_loaded
-                return run
+                return run  # type: ignore[no-any-return]
 
             run = self.helpers(call.key, make)
             with out_of_memory(call.name):
-                return run(*moved)
+                return run(*moved)  # type: ignore[no-any-return]
 
     def trace_helper(self, call: HelperCall) -> Callable[[], tuple[Callable[..., Any], bool]]:
         """Trace a helper function as `trace_executable` does a program; arguments may be `jax.ShapeDtypeStruct`."""

@@ -190,4 +190,5 @@ class AsciiTexts:
 def take_ranges(values: HostArray, begins: HostArray, counts: HostArray) -> HostArray:
     """Return ranges of values, one after another, by where each begins and its number of values."""
     ends = np.cumsum(counts)
-    return values[np.arange(ends[-1] if len(ends) else 0) + np.repeat(begins - ends + counts, counts)]
+    result: HostArray = values[np.arange(ends[-1] if len(ends) else 0) + np.repeat(begins - ends + counts, counts)]
+    return result

@@ -33,7 +33,7 @@ class TokenSpans:
     @cached_property
     def ids(self) -> list[int]:
         """The token ids."""
-        return self.row.ids
+        return self.row.ids  # type: ignore[no-any-return]
 
     @property
     def types(self) -> list[int]:
@@ -44,19 +44,19 @@ class TokenSpans:
     def offsets(self) -> list[tuple[int, int]]:
         """The first character of each token in its text, and the one after its last."""
         if not self.parts:
-            return self.row.offsets
+            return self.row.offsets  # type: ignore[no-any-return]
         offsets = iter([span for part in self.parts for span in part.offsets])
         return [(0, 0) if special else next(offsets) for special in self.is_special]
 
     @cached_property
     def words(self) -> list[int | None]:
         """The number of each token's word in its text; None for special tokens."""
-        return self.row.word_ids
+        return self.row.word_ids  # type: ignore[no-any-return]
 
     @cached_property
     def texts(self) -> list[int | None]:
         """Which text of a pair each token is from, 0 or 1; None for special tokens."""
-        return self.row.sequence_ids
+        return self.row.sequence_ids  # type: ignore[no-any-return]
 
     @property
     def is_special(self) -> list[bool]:

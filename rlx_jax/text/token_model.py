@@ -177,7 +177,7 @@ class EncoderModel(TaskModel):
     @property
     def model(self) -> CompiledModel:
         """The compiled model."""
-        return self.encoder.model
+        return self.encoder.model  # type: ignore[no-any-return]
 
     @model.setter
     def model(self, model: CompiledModel) -> None:
@@ -189,7 +189,7 @@ class EncoderModel(TaskModel):
 
     def report(self, **sizes: int) -> Report:
         """Return the cost of compiling and of the last program."""
-        return self.encoder.report(**sizes)
+        return self.encoder.report(**sizes)  # type: ignore[no-any-return]
 
 
 @runtime_checkable
@@ -240,7 +240,8 @@ def open_tokenizer(tokenizer: TokenizerLike | None) -> Tokenizer | None:
 
 def supported_positions(model: CompiledModel) -> int | None:
     """Return the longest sequence that the model and its position tables support; None without a limit."""
-    return model.template("forward").bounds.positions
+    positions: int | None = model.template("forward").bounds.positions
+    return positions
 
 
 def check_positions(tokens: int, max_positions: int | None, subject: str, prompt: int | None = None) -> None:
@@ -262,4 +263,5 @@ def check_positions(tokens: int, max_positions: int | None, subject: str, prompt
 
 def primary_output(outputs: Any) -> jax.Array:
     """Return the primary output of a flow; side outputs come after it in the dictionary."""
-    return next(iter(outputs.values())) if isinstance(outputs, dict) else outputs
+    output: jax.Array = next(iter(outputs.values())) if isinstance(outputs, dict) else outputs
+    return output

@@ -104,7 +104,8 @@ class Tokenizer:
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its text; None if the vocabulary does not have it."""
-        return self._native.token_to_id(token)
+        token_id: int | None = self._native.token_to_id(token)
+        return token_id
 
     def encode(self, text: str, *, add_special_tokens: bool = True, max_length: int | None = None) -> list[int]:
         """Return the token ids of `text`.
@@ -119,7 +120,8 @@ class Tokenizer:
             TokenizerError: the tokenizer fails on this text.
         """
         check_text(text, "the text")
-        return self._encode([text], add_special_tokens, max_length)[0][0].tolist()
+        ids: list[int] = self._encode([text], add_special_tokens, max_length)[0][0].tolist()
+        return ids
 
     def encode_batch(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, max_length: int | None = None, first: int = 0
@@ -183,9 +185,10 @@ class Tokenizer:
             numbers = id_list([*ids] if isinstance(ids, Iterator) else ids, 2**32, "ids")
         except RequestError as cause:
             raise TokenIdError(str(cause)) from None
-        return guard(
+        text: str = guard(
             lambda: self._native.decode(numbers, skip_special_tokens=bool(skip_special_tokens)), "decoding failed"
         )
+        return text
 
     def decode_batch(self, rows: Sequence[list[int]], *, skip_special_tokens: bool = True) -> list[str]:
         """Return the texts of rows of a tokenizer's own ids, as `decode` does, on all cores.

@@ -21,7 +21,8 @@ def _operator(name: str, *, reflected: bool = False) -> Callable[[Any, Any], Flo
 
     def write(value: Any, other: Any) -> FlowValue:
         operands = (other, value) if reflected else (value, other)
-        return getattr(value.emit, name)(*operands)
+        result: FlowValue = getattr(value.emit, name)(*operands)
+        return result
 
     return write
 

@@ -110,7 +110,8 @@ class WeightPart:
         if self.interleaved:
             return stride_axis(stored, self.axis, self.index, self.count)
         start = sum(sizes[: self.index])
-        return slice_axis(stored, self.axis, start, start + sizes[self.index])
+        part: Program = slice_axis(stored, self.axis, start, start + sizes[self.index])
+        return part
 
 
 def find_weight_part(program: Program) -> WeightPart | None:

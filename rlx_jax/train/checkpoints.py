@@ -247,7 +247,8 @@ class Checkpoints:
         own_share = sorted(step_manifest.files)[self._processes.index :: self._processes.count]
         self._processes.run_all(f"{topic}/verified", lambda: step_files.check_step(directory, step_manifest, own_share))
         self._processes.run_all(f"{topic}/restored", lambda: values.extend(step_files.read_arrays(directory, leaves)))
-        return jax.tree.unflatten(jax.tree.structure(like), values)
+        state: Tree = jax.tree.unflatten(jax.tree.structure(like), values)
+        return state
 
     def preemption(self) -> AbstractContextManager[Stop]:
         """Turn SIGTERM into a flag while the block runs: it makes the `Stop` of the block true, and ends nothing

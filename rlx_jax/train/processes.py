@@ -102,7 +102,8 @@ class Processes:
         except Exception as cause:  # jaxlib's error classes are not public
             problem = f"process {process} of {self.count} did not answer within {self._timeout_s:g} s"
             raise SaveFailedError(f"{problem} to {topic!r}; has it died? {quote(cause)}") from cause
-        return json.loads(text)
+        message: dict[str, Any] = json.loads(text)
+        return message
 
     def _delete_old_messages(self, topic: str) -> None:
         """Delete this process's messages of topics before `topic`.

@@ -157,7 +157,8 @@ def _leaf_sharding(path: Any, leaf: Any, params: Arrays) -> Sharding:
     name = path[-1].key if path and isinstance(path[-1], jax.tree_util.DictKey) else None
     param = params.get(name) if isinstance(name, str) else None
     if param is not None and param.shape == leaf.shape:
-        return param.sharding
+        sharding: Sharding = param.sharding
+        return sharding
     return replicated_sharding(params)
 
 

@@ -104,7 +104,8 @@ class TrainStep:
     def lower(self, state: Any, batch: Any) -> jax.stages.Lowered:
         """Lower the step for these arguments, which may be `ShapeDtypeStruct`s, as `jax.jit` does."""
         named = batch if isinstance(batch, Mapping) else {"tokens": batch}
-        return self._function(state).lower(state, named)
+        lowered: jax.stages.Lowered = self._function(state).lower(state, named)
+        return lowered
 
     def _arrays(self, state: Any, batch: Any) -> dict[str, Any]:
         """Check the arguments of a step, and return the arrays of the batch by name."""

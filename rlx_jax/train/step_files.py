@@ -212,7 +212,8 @@ class StoredLeaf:
         placed = isinstance(self.value, jax.ShapeDtypeStruct) or (
             isinstance(self.value, jax.Array) and self.value.committed
         )
-        return self.value.sharding if placed else None
+        sharding: jax.sharding.Sharding | None = self.value.sharding if placed else None
+        return sharding
 
     def restore(self, stored: Any) -> Any:
         """Return the stored value as the type of this leaf: an array on its devices, or a number of its class."""

@@ -337,7 +337,8 @@ def _evaluate(program: Program, source: WeightSource) -> HostArray:
     if isinstance(program, Key | Sliced | Dequantized):
         return _read_stored(program, source)
     if isinstance(program, BlockArray):
-        return program.join(_read_stored(program.of, source))
+        array: HostArray = program.join(_read_stored(program.of, source))
+        return array
     return _fill_new(program, source)
 
 

@@ -180,7 +180,8 @@ class GgufSource(NamedTensors[KeyReading], FilesSource):
         """Return the part `slices` of what is read for a key, as the checkpoint has it."""
         if reading.expert is not None:
             expert = slice(reading.expert, reading.expert + 1)
-            return self._read_tensor(reading.tensor, (expert, *slices), None, check)[0]
+            values: HostArray = self._read_tensor(reading.tensor, (expert, *slices), None, check)[0]
+            return values
         # Small tensors change their shape, and those that are decoded their blocks: both are read whole.
         is_whole = reading.shape is not None or reading.decodes
         order, parts = reading.order, list(slices)
@@ -291,13 +292,15 @@ class GptOssExperts(NamedTensors[_Weight], ReadingView):
         if not isinstance(spec, PackedSpec):
             return values
         if part in ("values", "same"):
-            return decode_packed(values, spec.scheme)
+            decoded: HostArray = decode_packed(values, spec.scheme)
+            return decoded
         blocks = values.reshape(*values.shape[:2], -1, 1 + _BLOCK // 2)
         if part == "scales":
             return blocks[..., 0]
         # A byte has the values i and i + 16 of a block in the file, and 2i and 2i + 1 in the checkpoint.
         codes = np.concatenate([blocks[..., 1:] & 0x0F, blocks[..., 1:] >> 4], axis=-1)
-        return codes[..., ::2] | codes[..., 1::2] << 4
+        pairs: HostArray = codes[..., ::2] | codes[..., 1::2] << 4
+        return pairs
 
 
 # -- the format --------------------------------------------------------------------------------

@@ -224,7 +224,8 @@ def _value(cursor: _Cursor, kind: int, key: str) -> MetadataValue:
     if kind == _STRING:
         return cursor.string(limits.bound("MAX_STRING_BYTES"), subject, errors)
     if kind != _ARRAY:
-        return _numbers(cursor, kind, subject, 1)[0].item()
+        number: bool | int | float = _numbers(cursor, kind, subject, 1)[0].item()
+        return number
     kind = cursor.number("I", subject)
     if kind == _ARRAY:
         raise GgufError(f"{cursor.where}: {subject}: an array of arrays, which GGUF readers refuse")

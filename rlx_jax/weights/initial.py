@@ -73,7 +73,8 @@ def _assemble(program: Program, values: Mapping[str, jax.Array]) -> jax.Array:
         return _assemble(program.of, values)
     if isinstance(program, Key):
         return values[program.key]
-    return program.join(*(_assemble(part, values) for part in program.parts))
+    value: jax.Array = program.join(*(_assemble(part, values) for part in program.parts))
+    return value
 
 
 def _init_weight(node: Node, operand_index: int, t: TensorType, key: jax.Array) -> jax.Array:
@@ -107,7 +108,8 @@ def _is_small(size: int, key: jax.Array) -> bool:
 
 def _put_with_key(value: np.ndarray[Any, Any], key: jax.Array) -> jax.Array:
     """Return an array on the devices of the key if the key is committed to some, else on the default device."""
-    return jax.device_put(value, key.sharding if key.committed else None)
+    placed: jax.Array = jax.device_put(value, key.sharding if key.committed else None)
+    return placed
 
 
 def _split(key: jax.Array, count: int) -> list[jax.Array]:

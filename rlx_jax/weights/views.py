@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal, TypeGuard
 
 from rlx_jax.ir.ggml import BlockArrays
 from rlx_jax.ir.packed import WeightSpec
@@ -17,7 +17,7 @@ PART = " / "
 Destination = HostArray | BlockArrays | None
 
 
-def read_into(source: Any, key: str, index: tuple[slice, ...] | None, out: Destination) -> HostArray:
+def read_into(source: WeightSource, key: str, index: tuple[slice, ...] | None, out: Destination) -> HostArray:
     """Return a weight or a part of it, in `out` if it fits and the source can read into it."""
     if not reads_into(source):
         return source.read(key, index)
@@ -26,7 +26,7 @@ def read_into(source: Any, key: str, index: tuple[slice, ...] | None, out: Desti
     return source.read_into(key, index, out if fits else None)
 
 
-def reads_into(source: object) -> bool:
+def reads_into(source: object) -> TypeGuard[ReadingSource]:
     """Whether a source can read into an array of the caller, as `ReadingSource` does."""
     return hasattr(source, "read_into")
 
@@ -68,17 +68,17 @@ class SourceView(Closeable):
 
 
 class ReadingSource(Closeable):
-    """A source that reads into arrays of the caller, so that nothing is copied.
-
-    Subclasses define `read_into`, not `read`.
-    `read_into(key, index, out)` returns what `read` returns: in `out`, if it has the shape and dtype and is contiguous,
-    else in an array that nothing else refers to. If `out.filled` is true then, the result has no meaning.
-    """
+    """A source that reads into arrays of the caller, so that nothing is copied. Subclasses define `read_into`."""
 
     fills_blocks: ClassVar[bool] = True
     """Whether `read_into` accepts `BlockArrays`."""
 
-    def read(self: Any, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
+    def read_into(self, key: str, index: tuple[slice, ...] | None, out: Destination) -> HostArray:
+        """Return what `read` returns: in `out`, if it has the shape and dtype and is contiguous, else in an array that
+        nothing else refers to. If `out.filled` is true then, the result has no meaning."""
+        raise NotImplementedError
+
+    def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
         """Return a weight, or the part that `index` selects as in NumPy, in an array that nothing else refers to."""
         return self.read_into(key, index, None)
 

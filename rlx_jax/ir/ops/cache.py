@@ -86,7 +86,8 @@ class After(Mir):
 
     def eval(self, x: Array, *others: Array) -> Array:
         """Return `x`."""
-        return jax.lax.optimization_barrier((x, *others))[0]
+        result: Array = jax.lax.optimization_barrier((x, *others))[0]
+        return result
 
 
 @dataclass(frozen=True)

@@ -241,7 +241,8 @@ class Pool(Mir):
         """Return the reduction of every window by `fn` from `start`, with the padding `pairs`."""
         window, strides, dilation = ((1, 1, *sizes) for sizes in (self.window, self.strides, self.dilation))
         padding = [(0, 0), (0, 0), *pairs]
-        return lax.reduce_window(x, start, fn, window, strides, padding, window_dilation=dilation)
+        reduced: Array = lax.reduce_window(x, start, fn, window, strides, padding, window_dilation=dilation)
+        return reduced
 
     def _max_of_shifted(self, x: Array, lowest: Any, pairs: list[tuple[int, int]]) -> Array:
         """Return the maximum of dilated windows, as the maximum of one shifted slice for each entry of the window.

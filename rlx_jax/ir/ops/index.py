@@ -164,7 +164,8 @@ def _check_scatter(op: str, kind: str, x: TensorType) -> None:
 
 def _scatter(x: Array, indices: tuple[Array, ...], updates: Array, kind: str) -> Array:
     """Return x with `updates` combined at `indices`, one index array per axis; indices out of range are dropped."""
-    return getattr(x.at[indices], kind)(updates, mode="drop")
+    written: Array = getattr(x.at[indices], kind)(updates, mode="drop")
+    return written
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,8 @@ class Fft(Mir):
 
     def eval(self, x: Array) -> Array:
         values = x.astype(jnp.float32) if is_float(x.dtype) else x
-        return TRANSFORMS[self.kind](values, n=self.n, axis=self.axis, norm=self.norm)
+        spectrum: Array = TRANSFORMS[self.kind](values, n=self.n, axis=self.axis, norm=self.norm)
+        return spectrum
 
 
 # Declaration of square floating matrices.
