@@ -4,8 +4,9 @@
                                                       a CPU: the 135M shape in f32
     PYTHONPATH=. python benchmarks/stream.py --tiny   checks the script
 
-A stream dispatches one step at a time and `generate` several, so the two rates show what a dispatch costs. The gaps are
-times between two tokens as the caller gets them; in a burst of k tokens, all but one in k would be about 0.
+A stream dispatches one step at a time, or two on a GPU, and `generate` several, so the two rates show what a dispatch
+costs. The gaps are times between two tokens as the caller gets them; in a burst of k tokens, all but one in k would be
+about 0.
 Prints the best of the rounds after the first one, which compiles.
 """
 

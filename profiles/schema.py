@@ -271,7 +271,7 @@ class Backend(Table):
         with the ops around them (from jax 0.11 on); over a mesh, in decode steps that can be the program of one device;
         `off` never; `on` as `auto`, and an error where no kernel can run
     steps_per_dispatch: tokens per row that one call of the generation loop produces, any number; `auto` is 4 on the
-        CPU, else 16
+        CPU, else 16; a stream takes one by one, or two by two from 16 on
     stop_early: end a call of the loop when its last row has ended, and not after a fixed number of steps; `auto` does
         so on the CPU; with a fixed number the host thread of a GPU prepares the next call meanwhile
     compiler_options: options of XLA, passed unchanged

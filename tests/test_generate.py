@@ -120,6 +120,10 @@ def test_a_stream_yields_each_token_after_one_step(plain: Case, monkeypatch: pyt
     assert dispatches == [*range(1, 9), 8] and set(widths) == {1}
     assert plain.lm.generate(plain.prompts[0], max_new_tokens=9) == want
     assert widths[8:] == [plain.lm.model.settings.loop.steps] * 2
+    pairs = rlx.load(PLAIN, profile=rlx.CompileProfile().replace(backend={"cpu": {"steps_per_dispatch": 16}}))
+    for count in (9, 8):
+        assert list(pairs.stream(plain.prompts[0], max_new_tokens=count)) == want[:count]
+    assert widths[10:] == [2] * (4 + 4)
 
 
 def test_end_tokens(plain: Case, tmp_path: Path) -> None:
@@ -154,8 +158,16 @@ def test_strings(chat: Any) -> None:
     assert chat.generate(ids, max_new_tokens=24) == [example["new"] for example in CASES]
 
 
-def test_what_is_behind_a_stop_string_does_not_count(chat: Any) -> None:
+def test_what_is_behind_a_stop_string_does_not_count(chat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids end with the token that completes it, whatever was computed ahead: more of them, and a failure."""
+    dispatched: list[Generation] = []
+    advance = Generation.advance
+
+    def counted(generation: Generation) -> None:
+        dispatched.append(generation)
+        advance(generation)
+
+    monkeypatch.setattr(Generation, "advance", counted)
 
     def blow(emit: Any, x: Any) -> Any:
         return emit.jax(lambda t: jnp.where(t[..., 20:21] > 0, jnp.nan, t), x)  # behind token 20
@@ -166,7 +178,13 @@ def test_what_is_behind_a_stop_string_does_not_count(chat: Any) -> None:
     stop = chat.tokenizer.decode([17])
     for _ in range(2):  # the loop compiled, and not
         assert lm.generate([[14], [30]], max_new_tokens=12, stop=stop) == [[15, 16, 17], [*range(31, 43)]]
+        dispatched.clear()
         assert list(lm.stream([14], max_new_tokens=12, stop=stop)) == [15, 16, 17]
+    assert len(dispatched) == 3  # two for the tokens, one ahead, and none after the end
+    stream: Any = lm.stream([14], max_new_tokens=12)
+    assert [next(stream), next(stream)] == [15, 16]
+    stream.close()
+    assert len(dispatched) == 3 + 2 and list(lm.stream([14], max_new_tokens=5)) == [*range(15, 20)]
     assert lm.generate(chat.tokenizer.decode([14]), max_new_tokens=12, stop=stop) == chat.tokenizer.decode([15, 16])
     with pytest.raises(errors.NumericsError, match=r"prompts\[0\], first after 6 new tokens;"):
         lm.generate([14], max_new_tokens=12)

@@ -109,9 +109,10 @@ class RowTokens:
     @staticmethod
     def of(tokens: np.ndarray[Any, Any], row: int, log_probs: LogProbs | None) -> RowTokens:
         """Return the tokens of a row of a block `[B, n]` on the host, with their log-probabilities if there are any."""
-        is_token = tokens[row] >= 0
-        new = RowTokens(tokens[row][is_token].tolist(), failed=bool((tokens[row] == NOT_FINITE).any()))
+        values = tokens[row].tolist()
+        new = RowTokens([value for value in values if value >= 0], failed=NOT_FINITE in values)
         if log_probs is not None:
+            is_token = tokens[row] >= 0
             ids, likeliest = (array[row][is_token].tolist() for array in (log_probs.ids, log_probs.likeliest))
             new.log_probs = log_probs.chosen[row][is_token].tolist()
             new.top_logprobs = [tuple(zip(*pair, strict=True)) for pair in zip(ids, likeliest, strict=True)]

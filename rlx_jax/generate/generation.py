@@ -162,6 +162,7 @@ class Generation:
             running row.
         tokens: the latest block on the device.
         cache_len: length of the cache.
+        stop_ids: ids that end a row.
         log_probs: log-probabilities of `tokens` on the device, if requested.
         snapshot: copies of state arrays at the request's snapshot point.
     """
@@ -172,30 +173,41 @@ class Generation:
     steps: int
     tokens: AnyArray
     cache_len: int
+    stop_ids: frozenset[int]
     log_probs: LogProbs | None = None
     snapshot: StateArrays | None = None
 
     def __iter__(self) -> Iterator[tuple[np.ndarray[Any, Any], LogProbs | None, Any]]:
         for done in itertools.count(1, self.steps):
-            tokens, rows, counts = self.tokens, self.loop.inputs["rows"], self.loop.inputs.get("counts")
-            log_probs = self.log_probs
+            on_device = self._block()
             is_last, can_run_ahead = done >= self.budget, self.loop.program.is_compiled
             # Dispatch the next block before waiting for this one, unless that would compile first.
             if can_run_ahead and not is_last:
                 self.advance()
-            with out_of_memory(f"decoding of {self.count} rows", lambda: "pass fewer prompts, or slots="):
-                block, counts, log_probs, running = jax.device_get((tokens, counts, log_probs, rows.running))
-            yield block[: self.count], log_probs, counts
-            if is_last or not running.any():
+            reading = jax.transfer_guard_device_to_host("allow")  # `device_get` would start the copies once more
+            with out_of_memory(f"decoding of {self.count} rows", lambda: "pass fewer prompts, or slots="), reading:
+                block, log_probs, *drafted = jax.tree.map(np.asarray, on_device)
+            yield block[: self.count], log_probs, drafted[0] if drafted else None
+            if is_last or not (drafted[1].any() if drafted else self.runs_after(block)):
                 return
             if not can_run_ahead:
                 self.advance()
+
+    def _block(self) -> tuple[Any, ...]:
+        """Return the latest block on the device with its log-probabilities and, of drafts, the counts and `running`."""
+        inputs = self.loop.inputs
+        drafted = (inputs["counts"], inputs["rows"].running) if "counts" in inputs else ()
+        return self.tokens, self.log_probs, *drafted
+
+    def runs_after(self, block: np.ndarray[Any, Any]) -> bool:
+        """Return whether a row may have tokens after a block, by its last column: a row that runs has a token there."""
+        return any(token >= 0 and token not in self.stop_ids for token in block[:, -1].tolist())
 
     def advance(self) -> None:
         """Dispatch the program for the next block, without waiting for it."""
         self.tokens, self.log_probs = self.loop.advance()
         with jax.transfer_guard_device_to_host("allow"):  # explicit, as `device_get` is
-            for array in jax.tree.leaves((self.tokens, self.loop.inputs["rows"].running, self.log_probs)):
+            for array in jax.tree.leaves(self._block()):
                 array.copy_to_host_async()  # once the block is computed, and not only when the host waits for it
 
 
@@ -237,7 +249,7 @@ def run_blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[
                 stops = {i: length for i, length in ends.items() if length is not None}
                 for i, length in stops.items():
                     new.end(i, length)
-                if stops:
+                if stops and len(new.ended_rows) < len(new.rows):
                     generation.loop.stop(stops)
             seconds, compiled = clock()
             tokens = sum(len(row.ids) for row in new.rows)
@@ -247,6 +259,8 @@ def run_blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[
                 seconds - first_token[0], compiled, cached_tokens, request.reread,
             )  # fmt: skip
             yield
+            if len(new.ended_rows) == len(new.rows):  # what was computed ahead is dropped
+                return
     finally:
         if request.on_end is not None:
             request.on_end(generation)
@@ -299,7 +313,8 @@ def stream_request(lm: LanguageModel, request: Request, new: NewTokens) -> Itera
     """Run a request of one row, and yield its new text, or its ids, as they come; joined, they are the output of
     `generate`.
 
-    Each dispatch is one step, so that a token is returned while the device computes the next one.
+    A dispatch is one or two steps (see `Request.num_steps`), so that a token is returned while the device computes the
+    next ones.
     """
     request = replace(request, is_stream=True)
     ids, sent, options = new.rows[0].ids, 0, request.options[0]
@@ -376,7 +391,7 @@ def start_generation(plan: RequestPlan) -> Generation:
         operands |= {"params": drafter.params(), "drafter_carry": drafter_arrays, "counts": np.zeros(3, np.int32)}
     return Generation(
         LoopRun(loop, operands, state), len(request.rows) * n, request.budget, request.num_steps(loop.model), first_ids,
-        sizes.cache_len, log_probs, snapshot,
+        sizes.cache_len, frozenset(request.options[0].stop_ids), log_probs, snapshot,
     )  # fmt: skip
 
 

@@ -207,7 +207,7 @@ class Request:
         reread: why prefill repeats tokens that a state had; empty if it repeats none.
         slots: number of slots for continuous batching; None to choose.
         progress: callback for the progress of many prompts.
-        is_stream: whether each token is returned as soon as it is chosen, by programs of one step.
+        is_stream: whether tokens are returned as soon as they are chosen, by programs of one or two steps.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -241,8 +241,10 @@ class Request:
         return replace(self.options[prompt], draw=self.options[prompt].draw + answer)
 
     def num_steps(self, model: CompiledModel) -> int:
-        """Return the number of steps of a dispatch."""
-        return 1 if self.is_stream else model.programs.settings.loop.steps
+        """Return the number of steps of a dispatch: two of a stream on a GPU, which may compute one in less time than
+        the host takes to dispatch it."""
+        steps = model.programs.settings.loop.steps
+        return (2 if steps >= 16 else 1) if self.is_stream else steps
 
     @property
     def sampling_seed(self) -> int | None:
