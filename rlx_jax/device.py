@@ -70,6 +70,7 @@ class Device:
 
 
 _describing = threading.Lock()
+_STARTER = "start of the device"
 
 # The lowest compute capability with cuDNN's flash attention.
 MIN_FLASH_CAPABILITY = (8, 0)
@@ -151,7 +152,12 @@ def start_device() -> None:
                 _running(device)
             jax.device_put(np.zeros(1, np.float32), device)
 
-    threading.Thread(target=copy).start()
+    threading.Thread(target=copy, name=_STARTER).start()
+
+
+def is_starting() -> bool:
+    """Return whether a device that `start_device` starts is not ready, and has not failed."""
+    return any(thread.name == _STARTER for thread in threading.enumerate())
 
 
 def num_cpus() -> int:

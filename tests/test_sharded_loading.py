@@ -40,6 +40,7 @@ from rlx_jax.ir.param import (
 )
 from rlx_jax.ir.types import as_dtype, tensor_type
 from rlx_jax.ir.weight_reads import with_source
+from rlx_jax.weights import execute
 from rlx_jax.weights import orbax as orbax_format
 from rlx_jax.weights.execute import fill, host_bytes_to_load, load_leaves
 from rlx_jax.weights.inverse import weights_by_key
@@ -137,6 +138,26 @@ def test_each_device_reads_its_box(program: Program, spec: PartitionSpec, reads:
     assert found.sharding.is_equivalent_to(spread(spec), found.ndim) and found.committed
     np.testing.assert_array_equal(np.asarray(found), np.asarray(load(program, MappingSource(VALUES), None)))
     assert (found.dtype, dict(source.reads), source.bytes) == (program.type.dtype, reads, nbytes)
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_leaves_are_read_ahead_only_while_a_device_starts(monkeypatch: pytest.MonkeyPatch, starts: bool) -> None:
+    """Of 20 leaves of 512 bytes, transfers may hold a tenth and one more: 3."""
+    source, ready, seen = Counting(VALUES), threading.Event(), []
+
+    def to_device(arrays: list[Any], device: Any) -> list[jax.Array]:
+        ready.wait(1)
+        seen.append(source.reads["q"])
+        ready.set()
+        return [jax.device_put(array) for array in arrays]
+
+    monkeypatch.setattr(execute, "_to_device", to_device)
+    monkeypatch.setattr(execute, "_is_host", lambda _: False)
+    monkeypatch.setattr(execute, "is_starting", lambda: starts and not ready.is_set())
+    leaves = {f"leaf{i}": Q for i in range(20)}
+    found = load_leaves(leaves, source, None, lambda *_: None, threading.Event())
+    assert seen[0] == (20 if starts else 3) and list(found) == list(leaves)
+    np.testing.assert_array_equal(np.asarray(found["leaf19"]), VALUES["q"])
 
 
 # -- any program, any box ----------------------------------------------------------------------

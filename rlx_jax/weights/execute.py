@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from rlx_jax.device import check_total_memory, num_cpus
+from rlx_jax.device import check_total_memory, is_starting, num_cpus
 from rlx_jax.errors import WeightError, WeightShapeError, quote
 from rlx_jax.io import limits
 from rlx_jax.ir.boxes import Box, box_shape
@@ -50,8 +50,9 @@ from rlx_jax.weights.views import HostArray, SourceView, read_into, reads_into
 _ALIGNMENT = 64  # XLA on a CPU uses host memory of this alignment without a copy
 _LARGE_PAGE = 2**21  # bytes of a page that costs one fault
 _PIECE_BYTES = 2**26  # bytes of memory that arrays of packed weights share, fewer if a model has fewer
-# Threads that read leaves: a single one does not saturate the bus to an accelerator.
+# Threads that read leaves, and as many that transfer them: a single one does not saturate the bus to an accelerator.
 READERS = 4
+READ_AHEAD_BYTES = 2**32  # of leaves that are read while a device starts
 _thread = threading.local()
 
 
@@ -64,7 +65,8 @@ def load_leaves(
 ) -> dict[str, jax.Array]:
     """Load every leaf, several at a time, and return the arrays by name.
 
-    Leaves in transfer take host memory of at most a tenth of the bytes that this process reads, plus the largest box.
+    Leaves in transfer take host memory of at most a tenth of the bytes that this process reads, plus the largest box;
+    while an accelerator starts, of up to `READ_AHEAD_BYTES`, and at most a quarter of the free memory.
 
     Args:
         leaves: the program of each leaf.
@@ -87,6 +89,8 @@ def load_leaves(
     total, done, in_transfer = sum(p.nbytes for p in plan.values()), 0, 0
     limit = total // 10 + max(needs, default=0)
     _check_space(plan.values(), limit)
+    moves = not isinstance(placement, Mapping) and not _is_host(placement)
+    limit_at_start = max(limit, min(READ_AHEAD_BYTES, (limits.available_bytes() or 0) // 4)) if moves else limit
     arrays: dict[str, Any] = {}
     pending: deque[tuple[int, int, Future[dict[str, Any]]]] = deque()
 
@@ -99,28 +103,37 @@ def load_leaves(
             in_transfer -= need
             report_progress("load", done := done + nbytes, total)
 
-    with ThreadPoolExecutor(min(READERS, num_cpus())) as pool:
+    threads = min(READERS, num_cpus())
+    with ThreadPoolExecutor(threads) as readers, ThreadPoolExecutor(threads) as movers:
         try:
             for need, group in zip(needs, groups.values(), strict=True):
                 # Wait first, so that the next leaf fits under the limit as well.
-                collect(limit - need)
+                collect((limit_at_start if is_starting() else limit) - need)
                 if cancelled.is_set():
                     break
                 nbytes = sum(planned.nbytes for planned in group.values())
-                pending.append((need, nbytes, pool.submit(_load_group, group, source, min(_PIECE_BYTES, total))))
+                read = readers.submit(_load_group, group, source, min(_PIECE_BYTES, total))
+                pending.append((need, nbytes, movers.submit(_move, read, placement) if moves else read))
                 in_transfer += need
             if not cancelled.is_set():
                 collect(-1)  # below 0, so that empty leaves are awaited too
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for pool in (readers, movers):
+                pool.shutdown(wait=False, cancel_futures=True)
             raise
-    if isinstance(placement, Mapping) or not _is_host(placement):
+    if moves or isinstance(placement, Mapping):
         return arrays
     return dict(zip(arrays, _to_device([*arrays.values()], placement), strict=True))  # in one call, which costs less
 
 
+def _move(read: Future[dict[str, Any]], device: Any) -> dict[str, Any]:
+    """Return the arrays of leaves on a device, once they have been read and transferred."""
+    arrays = read.result()
+    return dict(zip(arrays, _to_device([*arrays.values()], device), strict=True))
+
+
 def _load_group(group: Mapping[str, LoadPlan], source: WeightSource, piece_bytes: int) -> dict[str, Any]:
-    """Return the arrays of leaves that are read together: on the device, or NumPy's if their memory is the device's."""
+    """Return the arrays of leaves that are read together: NumPy's, and of sharded leaves JAX's."""
     device = next(iter(group.values())).device
     if not _is_host(device):
         gc.collect(0)  # JAX frees host memory that has been transferred
@@ -141,7 +154,7 @@ def _load_group(group: Mapping[str, LoadPlan], source: WeightSource, piece_bytes
         views_by_blocks.setdefault(part.of, []).append((view, part))
     for blocks, block_views in views_by_blocks.items():
         _split(blocks, block_views, source)
-    return outs if _is_host(device) else dict(zip(group, _to_device(arrays, device), strict=True))
+    return outs
 
 
 def _parts(out: HostArray, program: Program) -> Iterator[tuple[HostArray, Program]]:
@@ -219,11 +232,11 @@ class LoadPlan(NamedTuple):
         return sum(shard_read.program.type.nbytes for shard_read in self.shard_reads)
 
     def load(self, source: WeightSource) -> Any:
-        """Return the leaf's array. Its shares are read and transferred one after the other, to limit host memory."""
+        """Return the leaf's array: NumPy's without a sharding. Shares are read and transferred one after the other, to
+        limit host memory."""
         if self.sharding is None:
             ((program, (device,)),) = self.shard_reads
-            values = _read_own(program, source, device)
-            return values if _is_host(device) else _to_device([values], device)[0]
+            return _read_own(program, source, device)
         shards: list[jax.Array] = []
         for program, devices in self.shard_reads:
             shardings = [SingleDeviceSharding(device, memory_kind=self.sharding.memory_kind) for device in devices]
