@@ -70,12 +70,13 @@ OURS: dict[str, dict[str, Any]] = {
 BEST = OURS["unroll products apart"]
 OURS |= {f"best, pieces of {n}": BEST | {"chunk": n} for n in (128, 256, 1024, 2048)}
 OURS |= {"best, f32 leaves": BEST | {"weights": "f32"}, "best, 4 microbatches": BEST | {"microbatches": 4}}
+OURS |= {"default": {"roll": "auto", "remat": "auto", "merge": "auto"}}
 F32 = {"weights": "f32", "compute": "f32"}
 OURS |= {"scan none, f32": OURS["scan none apart"] | F32, "products, f32": OURS["scan products apart"] | F32}
 HAND = {"hand none": False, "hand products": True}
 DEFAULT = (
     "hand none", "hand products", "unroll none apart", "unroll products apart", "unroll products merged",
-    "scan products apart", "best, f32 leaves",
+    "scan products apart", "best, f32 leaves", "default",
 )  # fmt: skip
 
 TINY_ROWS = ("hand none", "hand products", "unroll none merged", "unroll products merged")
