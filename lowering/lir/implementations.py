@@ -18,7 +18,7 @@ from jax import Array, lax
 
 from rlx_jax.device import Device
 from rlx_jax.ir.graph import Graph, Mir, locate_errors
-from rlx_jax.ir.kernel_group import AttentionGroup, KernelGroup
+from rlx_jax.ir.kernel_group import AttentionGroup, DeltaGroup, KernelGroup
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.cache import CacheUpdate, RingStep, write_rows
 from rlx_jax.ir.ops.experts import ExpertFfn
@@ -156,7 +156,7 @@ def unfused(op: CausalConvOp, *arrays: Array) -> Array:
 # Imported only when a kernel runs, as it imports Pallas.
 _kernels = LazyModule("rlx_jax.lowering.lir.kernels")
 
-TRITON_KERNELS = ("grouped", "one_pass", "states_in_one")
+TRITON_KERNELS = ("grouped", "one_pass", "states_in_one", "convolved_states")
 MOSAIC_KERNELS = ("matvec", "decode_attention")
 KERNELS = (*TRITON_KERNELS, *MOSAIC_KERNELS)
 
@@ -242,7 +242,8 @@ def choose_implementations(
         **dict.fromkeys(PRODUCTS, lambda call: choose_product(call, device, products)),
         **dict.fromkeys(RECURRENCES, lambda call: choose_recurrence(call, device, use_kernels)),
         **dict.fromkeys(CACHE_WRITES, lambda call: choose_cache_write(call, device)),
-        # `group_attention` and `group_products` make groups only where their kernels run.
+        # `group_attention`, `group_deltas` and `group_products` make groups only where their kernels run.
+        DeltaGroup: lambda call: Choice("convolved_states", "kernels with the convolution and the norms before it"),
         AttentionGroup: lambda call: Choice("decode_attention", "one kernel with the ops around the attention"),
         KernelGroup: lambda call: Choice("matvec", "one kernel with the ops around the product"),
         CausalConvOp: lambda call: choose_convolution(call, device),

@@ -35,6 +35,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from rlx_jax.device import running_device
+from rlx_jax.ir.kernel_group import DeltaGroup
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp
 from rlx_jax.lowering.lir.experts import NO_BIASES, SortedChoices, blocked, combine, sort_into_blocks
@@ -130,6 +131,42 @@ def states_in_one(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]
     terms = rule.prepare(q, k, v, *(x.astype(jnp.float32) for x in (g, beta)))
     out, state = rule.run(q, k, v, start, *terms)
     return out.reshape(rows, -1, heads, values)[:, :tokens], state
+
+
+# Tokens that a program convolves: on one H200, 8 x 4096 tokens of 6,144 channels take 0.37 ms by 32, 0.43 by 16 and
+# 0.56 by 128.
+CONVOLVED_TOKENS = 32
+
+
+def convolved_states(op: DeltaGroup, mixed: AnyArray, window: AnyArray, g: AnyArray, beta: AnyArray) -> Any:
+    """Compute a group by a kernel for each of q, k and v, and by `states_in_one`."""
+    (batch, tokens, _), dtype, taps = mixed.shape, mixed.dtype, window.shape[1]
+    size, blocks = CONVOLVED_TOKENS, -(-tokens // CONVOLVED_TOKENS)
+
+    def convolve(first: int, heads: int, width: int, unit: float | None) -> AnyArray:
+        """Return heads of q, k or v, whose columns before the convolution begin at `first`."""
+
+        def kernel(x: Any, window: Any, out: Any) -> None:
+            i, h, b = (pl.program_id(axis) for axis in range(3))
+            columns, y = pl.ds(first + h * width, width), jnp.zeros((size, width), jnp.float32)
+            for j in range(taps):
+                token = i * size + jnp.arange(size) - (taps - 1 - j)
+                row = x[b, jnp.clip(token, 0, tokens - 1), columns].astype(jnp.float32)
+                y += jnp.where((token >= 0)[:, None], row * window[j, columns][None], 0.0)
+            y = y.astype(dtype).astype(jnp.float32)
+            y = (y * jax.nn.sigmoid(y)).astype(dtype)
+            if unit is not None:
+                y = y.astype(jnp.float32)
+                y = (y * lax.rsqrt((y * y).sum(axis=1) + unit)[:, None]).astype(dtype)
+            out[b, pl.ds(i * size, size), pl.ds(h * width, width)] = y
+
+        shape = jax.ShapeDtypeStruct((batch, blocks * size, heads * width), dtype)
+        out = kernel_call(kernel, shape, (blocks, heads, batch), 8)(mixed, window.T.astype(jnp.float32))
+        return out[:, :tokens].reshape(batch, tokens, heads, width)
+
+    q, k = (convolve(i * op.key_heads * op.keys, op.key_heads, op.keys, op.unit) for i in range(2))
+    v = convolve(2 * op.key_heads * op.keys, g.shape[2], op.values, None)
+    return states_in_one(op.rule, q, k, v, g, beta)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import Graph, Mir, Node, Param, StateRead
-from rlx_jax.ir.kernel_group import AttentionGroup, KernelGroup
+from rlx_jax.ir.kernel_group import AttentionGroup, DeltaGroup, KernelGroup
 from rlx_jax.ir.operands import zero
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.cache import CacheUpdate, RingStep
@@ -45,7 +45,7 @@ from rlx_jax.lowering.lir.product_groups import refusal
 PRODUCTS = (MatMul, FusedMatMulBiasAct)
 RECURRENCES = (GatedDeltaOp, SelectiveScanOp)
 CACHE_WRITES = (CacheUpdate, RingStep)
-GROUPS = (AttentionGroup, KernelGroup)
+GROUPS = (AttentionGroup, DeltaGroup, KernelGroup)
 # The ops that may have a choice.
 CHOICE_OPS = (AttentionOp, CausalConvOp, ExpertFfn, *GROUPS, *PRODUCTS, *RECURRENCES, *CACHE_WRITES)
 
@@ -161,7 +161,7 @@ class Lir:
 
     def recurrences(self) -> tuple[str, ...]:
         """Return the same lines as `attention` for recurrences."""
-        return self._lines(*RECURRENCES)
+        return self._lines(DeltaGroup, *RECURRENCES)
 
     def _lines(self, *kinds: type[Mir]) -> tuple[str, ...]:
         return tuple(f"{path_text(path)}: {choice}" for path, choice in self.choices(*kinds))

@@ -69,8 +69,7 @@ def choose(call: Call, device: Device, kernels: bool = False) -> Choice | None:
     # Chunks have no state after each token, and their products need one decay per head: A `[H]`, not `[H, N]`.
     if tokens < MIN_CHUNKED_TOKENS or op.every or (isinstance(op, SelectiveScanOp) and operands[2].rank == 2):
         return None
-    is_narrow = fits and all(int(t.shape[3]) <= MAX_KERNEL_WIDTH for t in operands[1:3])
-    if is_narrow and short_name(operands[2].dtype) in ("bf16", "f16"):
+    if kernels and has_prompt_kernels(call):
         return Choice("states_in_one", f"{tokens} tokens as products of matrices, in two kernels")
     name = "chunk_by_chunk" if device.kind == "cpu" else "chunks_at_once"
     return Choice(name, f"{tokens} tokens as products of matrices")
@@ -82,6 +81,20 @@ def fits_kernels(call: Call) -> bool:
     if not isinstance(op, GatedDeltaOp):
         return False
     return all(width >= 16 and not width & (width - 1) for width in (int(t.shape[3]) for t in operands[1:3]))
+
+
+def has_prompt_kernels(call: Call) -> bool:
+    """Return whether `kernels.py` supports a recurrence over many tokens: heads up to 128 wide, in 16-bit floats."""
+    op, operands = call
+    if (
+        not isinstance(op, GatedDeltaOp)
+        or not fits_kernels(call)
+        or op.every
+        or int(operands[0].shape[1]) < MIN_CHUNKED_TOKENS
+    ):
+        return False
+    widths = (int(t.shape[3]) for t in operands[1:3])
+    return max(widths) <= MAX_KERNEL_WIDTH and short_name(operands[2].dtype) in ("bf16", "f16")
 
 
 # -- implementations ---------------------------------------------------------------------------

@@ -25,7 +25,8 @@ from rlx_jax.lowering.hir.derive import derive
 from rlx_jax.lowering.hir.rules import quantize_weights
 from rlx_jax.lowering.hir.weights import merge_linears, merge_ropes, orient, pad_vocabulary, unpack
 from rlx_jax.lowering.lir.attention_groups import group_attention
-from rlx_jax.lowering.lir.implementations import has_mosaic
+from rlx_jax.lowering.lir.delta_groups import group_deltas
+from rlx_jax.lowering.lir.implementations import has_mosaic, has_triton
 from rlx_jax.lowering.lir.per_shard import shard_program
 from rlx_jax.lowering.lir.product_groups import group_products
 from rlx_jax.lowering.lower import expand_composites, lower
@@ -142,9 +143,13 @@ def uses_kernels(job: Job) -> bool:
 
     It was measured on one Hopper GPU. A scan would copy each layer's weights before the kernel reads them.
     """
-    settings, plan = job.settings, job.settings.plan
-    is_decoding = job.sizes is not None and job.program == "extend"
-    return is_decoding and settings.device.has_kernels and has_mosaic() and plan.kernels and not plan.scan
+    return is_for_kernels(job, "extend") and has_mosaic() and not job.settings.plan.scan
+
+
+def is_for_kernels(job: Job, program: str) -> bool:
+    """Return whether a job is a program of this name, with sizes, in which custom kernels may run."""
+    settings = job.settings
+    return job.sizes is not None and job.program == program and settings.device.has_kernels and settings.plan.kernels
 
 
 # All passes, in the order that they run.
@@ -217,6 +222,13 @@ PIPELINE: tuple[Pass, ...] = (
         MIR,
         lambda graph, model_sharding, types: shard_program(graph, model_sharding, types).graph,
         lambda job: sharding_if_any(job) if uses_kernels(job) and not job.headless else None,
+        "layout",
+    ),
+    Pass(
+        "group_deltas",
+        MIR,
+        group_deltas,
+        lambda job: is_for_kernels(job, "prefill") and has_triton(),
         "layout",
     ),
     Pass(

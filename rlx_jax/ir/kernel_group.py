@@ -1,4 +1,4 @@
-"""`KernelGroup` and `AttentionGroup`: fused ops around a matrix product or an attention, for one kernel."""
+"""Fused ops around a matrix product, an attention or a recurrence, for kernels."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rlx_jax.ir.graph import BodyInput, Constant, Graph, Mir, Node, TypeCache, V
 from rlx_jax.ir.operands import ELEMENTWISE, zero
 from rlx_jax.ir.ops.control import run_body
 from rlx_jax.ir.ops.linalg import MatMul
+from rlx_jax.ir.ops.recurrent import GatedDeltaOp
 from rlx_jax.ir.types import TensorType
 
 
@@ -71,6 +72,30 @@ class AttentionGroup(BodyOp, Mir):
     traits = replace(KernelGroup.traits, writes=((1, 0), (2, 1)))
 
     body: Graph
+
+
+@dataclass(frozen=True)
+class DeltaGroup(BodyOp, Mir):
+    """The gated delta rule of a prompt, fused with what computes q, k and v: silu of a convolution, and two norms.
+
+    Operands: an array `[B,S,M]` whose first columns are those before the convolution of all heads of q, of k and of v;
+    its weights `[C,J]`; g and beta `[B,S,H]`. Results: of the rule.
+
+    Attributes:
+        body: the fused ops.
+        rule: the rule.
+        key_heads, keys, values: heads of q and k, the width of each, and of a head of v.
+        unit: what is added to the sum of squares of a query or key before its root.
+    """
+
+    traits = KernelGroup.traits
+
+    body: Graph
+    rule: GatedDeltaOp
+    key_heads: int
+    keys: int
+    values: int
+    unit: float
 
 
 def body_inputs(body: Graph) -> list[Value]:

@@ -24,7 +24,6 @@ from rlx_jax.inspection.plan_record import ProgramEstimate
 from rlx_jax.inspection.rates import FRESH_BYTES, KernelKind, Rates, least_seconds
 from rlx_jax.inspection.work import program_bytes, saved_bytes
 from rlx_jax.ir.graph import Graph, Mir, Node, Param
-from rlx_jax.ir.kernel_group import AttentionGroup, KernelGroup
 from rlx_jax.ir.operands import zero
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.experts import ExpertFfn, GroupedMatMul
@@ -40,7 +39,7 @@ from rlx_jax.lowering.inspect.outline import OpCost, op_costs
 from rlx_jax.lowering.lir.attention import CHUNK_SCORE_BYTES
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
 from rlx_jax.lowering.lir.packed import MAX_FUSED_ROWS
-from rlx_jax.lowering.lir.plan import PRODUCTS, RECURRENCES, XLA_CHOICE, Lir, call_of
+from rlx_jax.lowering.lir.plan import GROUPS, PRODUCTS, RECURRENCES, XLA_CHOICE, Lir, call_of
 from rlx_jax.lowering.sharding import ModelSharding, shard_type
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.runtime.sequence_state import LENGTH, state_shardings
@@ -126,7 +125,7 @@ OpTimes = tuple[float, float, float, float]
 
 def op_estimates(lir: Lir, sharding: ModelSharding | None, rates: Rates) -> Iterator[tuple[OpCost, int, int, OpTimes]]:
     """Yield each op of a program with the FLOPs and bytes of one run of it on one device, and its seconds by part."""
-    groups = {id(node.op.body) for _, node in lir.graph.walk() if isinstance(node.op, KernelGroup | AttentionGroup)}
+    groups = {id(node.op.body) for _, node in lir.graph.walk() if isinstance(node.op, GROUPS)}
     for entry in op_costs(lir.graph):
         flops, nbytes, parts = _op_seconds(entry, lir, sharding, rates)
         op = entry.node.op
