@@ -35,8 +35,11 @@ CHUNK = 2304
 # Tiles of a row whose code the kernel repeats, at most; more are a loop, and those after the first of a packed weight.
 MAX_UNROLLED = 8
 
-# Entries of a tile of one part, about: 16 KB of bf16, the copy that read fastest on one H200.
-TILE = 8192
+# Multiprocessors of a Hopper GPU, the bytes of shared memory for programs in each, and its programs at once, at most.
+MULTIPROCESSORS, SHARED, MAX_PROGRAMS = 132, 226 * 1024, 3
+
+# Entries of a tile of one part, about: 16 KB of bf16, the copy that read fastest on one H200; tiles read ahead.
+TILE, SLOTS = 8192, 3
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,6 @@ class Tiling:
         tile_rows: rows of a tile.
         tile_lines: lines of a tile.
         programs: programs of the kernel.
-        slots: tiles that a program reads ahead.
     """
 
     parts: int
@@ -60,7 +62,6 @@ class Tiling:
     tile_rows: int
     tile_lines: int
     programs: int
-    slots: int
 
     @property
     def chunks(self) -> int:
@@ -83,14 +84,13 @@ class Tiling:
         return self.lines % self.tile_lines == 0
 
 
-def find_tiling(rows: int, columns: int, parts: int, programs: int = 264, slots: int = 3) -> Tiling | None:
+def find_tiling(rows: int, columns: int, parts: int) -> Tiling | None:
     """Return the tiling of a weight, or None if its sizes do not divide.
 
     Args:
         rows: rows of the weight, of all parts.
         columns: columns of the weight, the size K of the contracted axis.
         parts: as in `Tiling`.
-        programs, slots: the most programs, and tiles read ahead.
     """
     if rows % (parts * WARPS):
         return None
@@ -107,7 +107,11 @@ def find_tiling(rows: int, columns: int, parts: int, programs: int = 264, slots:
     tile_rows = WARPS
     while part_rows % (2 * tile_rows) == 0 and 2 * tile_rows * tile_lines * width * parts <= TILE:
         tile_rows *= 2
-    return Tiling(parts, part_rows, lines, width, tile_rows, tile_lines, min(programs, part_rows // tile_rows), slots)
+    # No program waits for a place on a multiprocessor, and each but some has as many tiles.
+    part_tiles, shared = part_rows // tile_rows, 2 * (SLOTS * parts * tile_rows * tile_lines * width + columns)
+    at_once = MULTIPROCESSORS * max(1, min(MAX_PROGRAMS, SHARED // shared))
+    programs = -(-part_tiles // -(-part_tiles // at_once))
+    return Tiling(parts, part_rows, lines, width, tile_rows, tile_lines, programs)
 
 
 @dataclass(frozen=True)
@@ -284,13 +288,13 @@ class Layouts:
 
 @dataclass(frozen=True)
 class WeightTiles:
-    """The tiles of the weight that a program reads, in order, `slots` of them ahead.
+    """The tiles of the weight that a program reads, in order, `SLOTS` of them ahead.
 
     Attributes:
         tiling: how the weight is divided.
         weight: the weight `[parts · rows, lines, width]`.
         x: shared memory for x `[lines, width]`.
-        buffers: shared memory for the tiles `[slots, parts, tile rows, tile lines, width]`.
+        buffers: shared memory for the tiles `[SLOTS, parts, tile rows, tile lines, width]`.
         copied: a barrier for each slot, which its copies complete.
         first: the first tile of rows of the program.
         num_steps: the number of tiles that it reads.
@@ -308,7 +312,7 @@ class WeightTiles:
 
     def begin(self) -> tuple[()]:
         """Start to copy the first tiles."""
-        for step in range(self.tiling.slots):
+        for step in range(SLOTS):
             self.start(jnp.int32(step))
         return ()
 
@@ -318,7 +322,7 @@ class WeightTiles:
 
         @pl.when(step < self.num_steps)
         def _() -> None:
-            slot = lax.rem(step, t.slots)
+            slot = lax.rem(step, SLOTS)
             row, line = (self.first + step // t.chunks) * t.tile_rows, t.first_line(lax.rem(step, t.chunks))
             for part in range(t.parts):
                 source = self.weight.at[pl.ds(part * t.rows + row, t.tile_rows), pl.ds(line, t.tile_lines)]
@@ -340,12 +344,12 @@ class WeightTiles:
     def step(self, tile: AnyArray, chunk: Any, x: AnyArray, *_: Any) -> tuple[list[AnyArray], tuple[()]]:
         """Return the product of a tile with x for each part `[tile rows]`, and start a later copy."""
         t, step = self.tiling, tile * self.tiling.chunks + chunk
-        slot = lax.rem(step, t.slots)
+        slot = lax.rem(step, SLOTS)
         plgpu.barrier_wait(self.copied.at[slot])
         tiles = (load(self.buffers.at[slot, part], layout=self.layouts.tile) for part in range(t.parts))
         results = [(tile.astype(jnp.float32) * x).sum(axis=1).sum(axis=1) for tile in tiles]
         plgpu.commit_smem()  # all warps have read the tile
-        self.start(step + t.slots)
+        self.start(step + SLOTS)
         return results, ()
 
 
@@ -451,8 +455,8 @@ def matvec(
     else:
         scratch = [
             plgpu.SMEM(t.x_shape, x_dtype),
-            plgpu.SMEM((t.slots, t.parts, t.tile_rows, t.tile_lines, t.width), weight.dtype),
-            plgpu.Barrier(num_arrivals=t.parts, num_barriers=t.slots),
+            plgpu.SMEM((SLOTS, t.parts, t.tile_rows, t.tile_lines, t.width), weight.dtype),
+            plgpu.Barrier(num_arrivals=t.parts, num_barriers=SLOTS),
         ]
     outputs = [[((t.rows,), dtype) for dtype in spec.out_dtypes], [(t.x_shape, dtype) for dtype in kept]]
     operands = [[row.reshape(t.x_shape) for row in rows], arrays, [e.reshape(-1) for e in entries]]
