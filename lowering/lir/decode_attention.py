@@ -17,7 +17,7 @@ head: 21.2 by 2 and 16, which are two rounds of programs, 14.5 by 2 and 8, 12.7 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.lowering.lir.head_layouts import READ_VECTOR, SUM_VECTOR, HeadLayouts, half_layout
-from rlx_jax.lowering.lir.matvec import KernelTrace
+from rlx_jax.lowering.lir.matvec import MULTIPROCESSORS, KernelTrace
 from rlx_jax.lowering.lir.mosaic import load, pl, plgpu
 
 AnyArray = Any
@@ -36,9 +36,6 @@ MAX_KEYS = 4096
 
 # Rows of the batch, at most, and slots of a cache of several rows: longer ones were not measured.
 MAX_ROWS, MAX_KEYS_OF_ROWS = 8, 2048
-
-# Multiprocessors of a Hopper GPU: each runs one program at a time.
-MULTIPROCESSORS = 132
 
 # Warpgroups of a program.
 WARPGROUPS = 4
@@ -125,8 +122,10 @@ def divide(rows: int, heads: int, kv_heads: int, keys: int) -> tuple[int, int]:
 
 def load_head(
     row: HeadRow, head: AnyArray, width: int, refs: Sequence[Any], buffer: Any, vector: int = READ_VECTOR
-) -> AnyArray:
-    """Return one head of the new token `[width]`, rounded to the dtype of the row, in f32.
+) -> Callable[[], AnyArray]:
+    """Read one head of the new token, and return a function that computes it.
+
+    Its result is `[width]`, rounded to the dtype of the row, in f32. Reads of other heads do not wait for its barriers.
 
     Args:
         row: where it comes from.
@@ -136,22 +135,26 @@ def load_head(
         buffer: shared memory `[width]` of the warpgroup.
         vector: neighbouring entries in a lane.
     """
-    columns = HeadLayouts.of(width, vector).columns
-    x = load(refs[row.source].at[pl.ds(row.offset + head * width, width)], layout=columns, optimized=False)
-    if row.trace is not None:
-        others = (load(refs[i], layout=columns, optimized=False) for i in row.operands)
-        (x,) = row.trace(x, *others, by_axis=True)
-    if not row.n_rot:
-        return x.astype(jnp.float32)
-    half, layout = row.n_rot // 2, half_layout(row.n_rot // 2)
-    buffer[...] = x
-    plgpu.commit_smem()
-    first, second = (load(buffer.at[pl.ds(i * half, half)], layout=layout).astype(jnp.float32) for i in range(2))
-    cos, sin = (load(refs[i].at[pl.ds(0, half)], layout=layout, optimized=False) for i in row.tables)
-    buffer[pl.ds(0, half)] = (first * cos - second * sin).astype(x.dtype)
-    buffer[pl.ds(half, half)] = (second * cos + first * sin).astype(x.dtype)
-    plgpu.commit_smem()
-    return load(buffer, layout=columns).astype(jnp.float32)
+    columns, half = HeadLayouts.of(width, vector).columns, row.n_rot // 2
+    source = refs[row.source].at[pl.ds(row.offset + head * width, width)]
+    x, *others = (load(ref, layout=columns, optimized=False) for ref in (source, *(refs[i] for i in row.operands)))
+    layout = half_layout(half) if half else None
+    tables = [load(refs[i].at[pl.ds(0, half)], layout=layout, optimized=False) for i in row.tables]
+
+    def compute() -> AnyArray:
+        y = x if row.trace is None else row.trace(x, *others, by_axis=True)[0]
+        if not half:
+            return y.astype(jnp.float32)
+        cos, sin = tables
+        buffer[...] = y
+        plgpu.commit_smem()
+        first, second = (load(buffer.at[pl.ds(i * half, half)], layout=layout).astype(jnp.float32) for i in range(2))
+        buffer[pl.ds(0, half)] = (first * cos - second * sin).astype(y.dtype)
+        buffer[pl.ds(half, half)] = (second * cos + first * sin).astype(y.dtype)
+        plgpu.commit_smem()
+        return load(buffer, layout=columns).astype(jnp.float32)
+
+    return compute
 
 
 @dataclass(frozen=True)
@@ -351,9 +354,10 @@ def run_program(spec: AttentionKernel, refs: Sequence[Any], out_ref: Any, scratc
     first_block = step.first // block_of(spec.width) + split * WARPGROUPS + group
     blocks = Blocks(spec, (keys_ref, values_ref), kv_head * width, first_block, spec.splits * WARPGROUPS)
     ahead = blocks.read(jnp.int32(0))  # before the query, which takes as long to make
-    queries = [load_head(spec.query, head, width, operands, buffers.at[group]) for head in heads]
-    key = load_head(spec.key, kv_head, width, operands, buffers.at[group])
-    value = load_head(spec.value, kv_head, width, operands, buffers.at[group], SUM_VECTOR)
+    read = functools.partial(load_head, width=width, refs=operands, buffer=buffers.at[group])
+    new_heads = [*(read(spec.query, head) for head in heads), read(spec.key, kv_head)]
+    new_heads.append(read(spec.value, kv_head, vector=SUM_VECTOR))
+    *queries, key, value = [compute() for compute in new_heads]
     sums = attend(spec, step, queries, blocks, ahead, step.start + length_ref[0] - 1)
     for i, (peaks, totals, values) in enumerate(sums):
         totals_ref[group, i, 0], totals_ref[group, i, 1] = peaks, totals
