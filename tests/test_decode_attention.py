@@ -23,7 +23,8 @@ from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lir.attention_groups import group_attention, run_attention
-from rlx_jax.lowering.lir.decode_attention import MULTIPROCESSORS, divide
+from rlx_jax.lowering.lir.decode_attention import divide
+from rlx_jax.lowering.lir.matvec import MULTIPROCESSORS
 from tests.test_product_groups import check_same_results, decode_step, needs_mosaic, plan_of
 
 I32, F32, BF16 = (as_dtype(name) for name in ("i32", "f32", "bf16"))
