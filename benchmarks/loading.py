@@ -5,8 +5,7 @@
 
 A plain read is `readinto` from the file into one reused buffer of its size. Rate: the time of the plain read over that
 of `rlx_jax.weights.execute.load_leaves` (the median over pairs), with the source opened anew and the check for NaN on;
-the memory of the last load is freed between the calls, and as much as the file has is touched and freed just before a
-load: a virtual machine may have given free memory back to its host, and takes a second or two for each GB to get it.
+the memory of the last load is freed between the calls.
 CPU: the same with the time of the processor, which other work on the machine disturbs less; loading uses several
 threads. Peak: the most memory that the process gained while loading, over the bytes of the file; on a CPU this includes
 the parameters. The goal on a GPU is a tenth of the file and its largest tensor. Exits with 1 if a goal is missed.
@@ -183,7 +182,6 @@ def measure(path: str, name: str, config: dict[str, Any], rounds: int) -> dict[s
         for what, call in (("load", load), ("read", read)):
             loaded.clear()  # to free memory is not a part of loading
             gc.collect()  # JAX frees host memory that it shared
-            np.ones(size + size // 10, np.uint8)
             times[what].append(seconds(call))
     return {
         "rate": median_ratio(times["read"], times["load"]), "cpu": median_ratio(cpu["read"], cpu["load"]),

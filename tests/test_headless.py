@@ -158,7 +158,7 @@ def test_prompts(tmp_path: Path) -> None:
         (TEXTS, {"prompt_name": "qury"}, "'qury'; the model has 'query', 'document'; did you mean 'query'"),
         (TEXTS, {"prompt_name": "query", "prompt": ""}, "prompt_name and prompt both"),
         (TEXTS, {"prompt": ["x"]}, "prompt is .* expected a str"),
-        (iter(ids), {"prompt_name": "query"}, "prompt_name is for strings, and these are token ids"),
+        (iter(ids), {"prompt_name": "query"}, "prompt_name is for strings; token ids"),
     ]:
         with pytest.raises(errors.RequestError, match=message):
             encoder.embed(asked, **choice)
