@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import threading
+import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -158,6 +159,24 @@ def test_leaves_are_read_ahead_only_while_a_device_starts(monkeypatch: pytest.Mo
     found = load_leaves(leaves, source, None, lambda *_: None, threading.Event())
     assert seen[0] == (20 if starts else 3) and list(found) == list(leaves)
     np.testing.assert_array_equal(np.asarray(found["leaf19"]), VALUES["q"])
+
+
+def test_cancelled_loading_reads_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ten leaves that are to be read ahead, those are read that threads had begun."""
+    cancelled, reads, calls = threading.Event(), list[str](), itertools.count()
+
+    def load_group(group: dict[str, Any], *_: Any) -> dict[str, Any]:
+        reads.extend(group)
+        cancelled.wait(5)
+        time.sleep(0.2)
+        return {}
+
+    monkeypatch.setattr(execute, "_load_group", load_group)
+    monkeypatch.setattr(execute, "_is_host", lambda _: False)
+    monkeypatch.setattr(execute, "_to_device", lambda arrays, device: [])
+    monkeypatch.setattr(execute, "is_starting", lambda: next(calls) < 10 or cancelled.set() or True)
+    load_leaves({f"leaf{i}": Q for i in range(20)}, MappingSource(VALUES), None, lambda *_: None, cancelled)
+    assert len(reads) <= execute.READERS
 
 
 # -- any program, any box ----------------------------------------------------------------------

@@ -90,7 +90,8 @@ def load_leaves(
     limit = total // 10 + max(needs, default=0)
     _check_space(plan.values(), limit)
     moves = not isinstance(placement, Mapping) and not _is_host(placement)
-    limit_at_start = max(limit, min(READ_AHEAD_BYTES, (limits.available_bytes() or 0) // 4)) if moves else limit
+    free = (limits.available_bytes() or 0) * min(25, limits.MAX_MEMORY_PERCENT) // 100
+    limit_at_start = max(limit, min(READ_AHEAD_BYTES, free)) if moves else limit
     arrays: dict[str, Any] = {}
     pending: deque[tuple[int, int, Future[dict[str, Any]]]] = deque()
 
@@ -117,10 +118,9 @@ def load_leaves(
                 in_transfer += need
             if not cancelled.is_set():
                 collect(-1)  # below 0, so that empty leaves are awaited too
-        except BaseException:
-            for pool in (readers, movers):
+        finally:
+            for pool in (readers, movers):  # without what waits, if loading failed or was cancelled
                 pool.shutdown(wait=False, cancel_futures=True)
-            raise
     if moves or isinstance(placement, Mapping):
         return arrays
     return dict(zip(arrays, _to_device([*arrays.values()], placement), strict=True))  # in one call, which costs less
