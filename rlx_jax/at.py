@@ -144,10 +144,8 @@ class Scaled:
         value, verb = (block_input, "reads") if self.scales_input else (output, "returns")
         if self.heads is None or value is None:
             return
-        (candidates, is_unknown), text = (
-            counter.count(value),
-            f"the value that the block {verb}, {counter.type(value)},",
-        )
+        text = f"the value that the block {verb}, {counter.type(value)},"
+        candidates, is_unknown = counter.count(value)
         if candidates and self.heads not in candidates:
             expected = " or ".join(map(str, sorted(candidates)))
             raise ShapeError(f"{where}: scale: {text} has {expected} heads, not {self.heads}: give heads={expected}")
