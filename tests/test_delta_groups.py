@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+import rlx_jax as rlx
 from rlx_jax.device import DEVICES
 from rlx_jax.ir.graph import BodyInput, Builder, Graph, TypeCache
 from rlx_jax.ir.hir.recurrent import CausalConv, GatedDelta
@@ -21,6 +23,7 @@ from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lir.delta_groups import group_deltas
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS, without_triton_warning
 from rlx_jax.lowering.lir.plan import Choice
+from tests.divided import recipe, weights
 
 # Rows, tokens, key heads and their width, value heads and their width.
 SIZES = {"three chunks": (2, 131, 2, 32, 4, 16), "fewer tokens than a chunk": (1, 20, 2, 16, 2, 32)}
@@ -68,6 +71,28 @@ def test_the_kernels_are_the_ops(case: str, rest: int) -> None:
         assert one.dtype == other.dtype and one.shape == other.shape
         one, other = (np.asarray(x, np.float32) for x in (one, other))
         assert np.abs(one - other).max() <= 0.02 * np.abs(other).max()
+
+
+def test_the_kernels_have_the_gradient_of_the_ops() -> None:
+    sizes = SIZES["fewer tokens than a chunk"]
+    (group,) = groups(mixer(sizes))
+
+    def slopes(run: Any) -> Any:
+        return jax.grad(lambda *a: sum(jnp.sum(r.astype(jnp.float32)) for r in run(*a)), range(4))
+
+    given = arrays(sizes, group)
+    got = jax.jit(slopes(lambda *a: IMPLEMENTATIONS["convolved_states"](group, *a)))(*given)
+    for one, other in zip(got, jax.jit(slopes(group.eval))(*given), strict=True):
+        one, other = (np.asarray(x, np.float32) for x in (one, other))
+        assert np.abs(one - other).max() <= 0.02 * np.abs(other).max() > 0
+
+
+def test_switching_the_pass_off_has_an_effect() -> None:
+    fusion = {"target": "h200", "disable": ["group_deltas"]}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rlx.CausalLM(recipe("qwen35"), weights("qwen35"), profile=rlx.CompileProfile().replace(fusion=fusion))
+    assert not [w for w in caught if "no effect" in str(w.message)]
 
 
 def test_the_kernels_lower_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,7 +77,7 @@ def members_of(graph: Graph, number: int) -> list[int] | None:
         and norms[0] == norms[1] and all(nodes[heads[i][1].node].op == Binary("mul") for i in range(2))
         and all(isinstance(c, Constant) and c.array.size == 1 and math.isclose(c.array.item(), unit, rel_tol=1e-6)
                 for c in scales)
-        and all(graph.type(v).dtype == graph.type(before[-1]).dtype for v in node.inputs[:3])
+        and len({(graph.type(v).dtype, *graph.type(v).shape[:2]) for v in (*node.inputs[:3], before[-1])}) == 1
         and all(graph.type(heads[i][2]).dtype == jnp.float32 for i in range(2))
     )  # fmt: skip
     members = {v.node for values in (*heads, before) for v in values[:-1]} | {number}

@@ -138,6 +138,7 @@ def states_in_one(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]
 CONVOLVED_TOKENS = 32
 
 
+@with_reference_gradient(DeltaGroup.eval)
 def convolved_states(op: DeltaGroup, mixed: AnyArray, window: AnyArray, g: AnyArray, beta: AnyArray) -> Any:
     """Compute a group by a kernel for each of q, k and v, and by `states_in_one`."""
     (batch, tokens, _), dtype, taps = mixed.shape, mixed.dtype, window.shape[1]

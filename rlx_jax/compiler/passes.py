@@ -228,7 +228,7 @@ PIPELINE: tuple[Pass, ...] = (
         "group_deltas",
         MIR,
         group_deltas,
-        lambda job: is_for_kernels(job, "prefill") and has_triton(),
+        lambda job: is_for_kernels(job, "prefill") and has_triton() and job.settings.model_sharding is None,
         "layout",
     ),
     Pass(

@@ -437,8 +437,9 @@ def facts_of(
         UnsupportedError: the profile requires kernels, and none can run; names the reason.
     """
     # Passes that run for some program of the model, whatever the profile switches off; fusion passes rewrite nothing.
-    base, variants = replace(settings, disabled_passes=frozenset()), itertools.product(programs, (False, True))
-    jobs = [Job(base, template.built.types, program, last_only) for program, last_only in variants]
+    base = replace(settings, disabled_passes=frozenset())
+    variants = itertools.product(programs, (False, True), (None, {}))
+    jobs = [Job(base, template.built.types, program, last, sizes=sizes) for program, last, sizes in variants]
     passes = {p.name for p in PIPELINE if p.kind != "fusion" and any(p.runs(job) for job in jobs)}
     no_kernels = kernel_refusal(settings, programs)
     if no_kernels and getattr(profile.backend, settings.target).kernels == "on":
