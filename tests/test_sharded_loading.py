@@ -163,7 +163,7 @@ def test_leaves_are_read_ahead_only_while_a_device_starts(monkeypatch: pytest.Mo
 
 def test_cancelled_loading_reads_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of ten leaves that are to be read ahead, those are read that threads had begun."""
-    cancelled, reads, calls = threading.Event(), list[str](), itertools.count()
+    cancelled, reads, calls = threading.Event(), list[str](), itertools.count(1)
 
     def load_group(group: dict[str, Any], *_: Any) -> dict[str, Any]:
         reads.extend(group)
@@ -171,10 +171,15 @@ def test_cancelled_loading_reads_no_more(monkeypatch: pytest.MonkeyPatch) -> Non
         time.sleep(0.2)
         return {}
 
+    def is_starting() -> bool:
+        if next(calls) > 10:
+            cancelled.set()
+        return True
+
     monkeypatch.setattr(execute, "_load_group", load_group)
     monkeypatch.setattr(execute, "_is_host", lambda _: False)
     monkeypatch.setattr(execute, "_to_device", lambda arrays, device: [])
-    monkeypatch.setattr(execute, "is_starting", lambda: next(calls) < 10 or cancelled.set() or True)
+    monkeypatch.setattr(execute, "is_starting", is_starting)
     load_leaves({f"leaf{i}": Q for i in range(20)}, MappingSource(VALUES), None, lambda *_: None, cancelled)
     assert len(reads) <= execute.READERS
 

@@ -438,7 +438,7 @@ def facts_of(
     """
     # Passes that run for some program of the model, whatever the profile switches off; fusion passes rewrite nothing.
     base = replace(settings, disabled_passes=frozenset())
-    variants = itertools.product(programs, (False, True), (None, {}))
+    variants: Any = itertools.product(programs, (False, True), (None, {}))
     jobs = [Job(base, template.built.types, program, last, sizes=sizes) for program, last, sizes in variants]
     passes = {p.name for p in PIPELINE if p.kind != "fusion" and any(p.runs(job) for job in jobs)}
     no_kernels = kernel_refusal(settings, programs)
