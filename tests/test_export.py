@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -71,6 +72,7 @@ def test_a_flow_of_the_user(model: Any, exported: Any) -> None:
     assert f"later versions load it until {exported.expires}" in str(exported)
     assert Archive(exported.path).content["expires"] == str(exported.expires)
     assert (exported.expires - exported.created).days == 180
+    assert same(pickle.loads(pickle.dumps(loaded.programs.source)).read("w"), model.weights()["w"])
     with pytest.raises(IntegrityError, match="the digest of the artifact is"):
         rlx.load(exported.path, expect_sha256="0" * 64)
     assert loaded.report().flops is None and "gated" in str(loaded)

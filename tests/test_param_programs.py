@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,10 @@ from rlx_jax.ir.param import (
     Stack,
     Strided,
     Transposed,
+    Zeros,
     cast,
     is_lossy,
+    packing_of,
     pad_axis,
     printed_name,
     slice_axis,
@@ -220,7 +223,7 @@ def test_parts_that_are_not_all(tmp_path: Path) -> None:
 
 
 def test_padding_in_a_model(tmp_path: Path) -> None:
-    """Is drawn as zeros, kept in JSON, and in no checkpoint."""
+    """Is drawn as zeros, kept in JSON, and in no checkpoint; JSON of earlier versions has a step for it."""
 
     def build(m: rlx.GraphModule) -> Any:
         program = pad_axis(key("m.0"), 0, 8)
@@ -228,7 +231,12 @@ def test_padding_in_a_model(tmp_path: Path) -> None:
             m.input("x", (2, 4)), m.wrap(m.builder.leaf(Param((program,), type=program.type))), transpose=True
         )
 
-    module = rlx.GraphModule.from_json(rlx.GraphModule.define("padded", build).to_json())
+    text = rlx.GraphModule.define("padded", build).to_json()
+    old = json.loads(text)
+    param = old["graph"]["nodes"][1]["op"]["Param"]
+    param["programs"] = [{"Padded": {"of": param["programs"][0]["Joined"]["parts"][0], "axis": 0, "size": 8}}]
+    module = rlx.GraphModule.from_json(json.dumps(old))
+    assert module.to_json() == text
     model, x = rlx.compile(module, {"m.0": STORED["m.0"]}), np.ones((2, 4), np.float32)
     np.testing.assert_allclose(model(x), np.pad(x @ STORED["m.0"].T, ((0, 0), (0, 2))), rtol=1e-5)
     drawn = model.init(0)
@@ -236,6 +244,11 @@ def test_padding_in_a_model(tmp_path: Path) -> None:
     trained = model.replace({"m.0": drawn["m.0"] + 1})
     rlx.save(trained, tmp_path / "m", "safetensors")
     np.testing.assert_array_equal(rlx.open_weights(tmp_path / "m").read("m.0"), drawn["m.0"][:6] + 1)
+
+
+def test_zeros_alone_are_not_packed() -> None:
+    padding = slice_axis(pad_axis(A, 0, 4), 0, 2, 4)
+    assert [packing_of(p) for p in (padding, Joined((padding, padding), 0), Stack((padding,)))] == [None] * 3
 
 
 def test_a_cast_between_steps_is_kept() -> None:

@@ -269,7 +269,7 @@ def packing_of(program: Program) -> str | None:
         return None
     parts = [part for part in program.parts if not isinstance(part, Zeros)]
     schemes = {packing_of(part) for part in parts}
-    if len(schemes) > 1 or None in schemes:
+    if len(schemes) != 1 or None in schemes:
         return None
     (name,) = schemes
     assert name is not None

@@ -31,6 +31,7 @@ from rlx_jax.ir import hir, plugins
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Hir, Input, Mir, Node, Op, Param, StateRead, TypeCache, Value
 from rlx_jax.ir.ops import OPS, custom
 from rlx_jax.ir.ops.recurrent import TokenScan
+from rlx_jax.ir.param import Program, pad_axis
 from rlx_jax.ir.paths import Origin, StateLeaf, path_text
 from rlx_jax.ir.region import Repeat
 from rlx_jax.ir.types import TensorType, as_dtype, as_name, as_names, dim_text, short_name, tensor_type
@@ -290,6 +291,10 @@ def _plain(hint: type, data: Any, where: str) -> Any:
 
 def _decode_union(hints: tuple[Any, ...], data: Any, where: str) -> Any:
     """Return the value by the first of the types `hints` that fits the data."""
+    if isinstance(data, dict) and data.keys() == {"Padded"} and hints == get_args(Program):  # of earlier versions
+        fields = object_with({"of", "axis", "size"}, data["Padded"], where)
+        axis, size = (decode(int, fields[name], f"{where}.{name}") for name in ("axis", "size"))
+        return pad_axis(decode(Program, fields["of"], f"{where}.of"), axis, size)
     for hint in hints:
         try:
             return decode(hint, data, where)

@@ -35,7 +35,7 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.generate.causal import CausalLM
-from rlx_jax.io.archive import SUFFIX, Archive, is_archive
+from rlx_jax.io.archive import SUFFIX, Archive, Member, is_archive
 from rlx_jax.io.folder import Folder
 from rlx_jax.ir.checkpoint_tensor import Key
 from rlx_jax.ir.serial import decode
@@ -203,9 +203,12 @@ def frozen_programs(artifact: OpenArtifact, progress: Any = None) -> Programs:
 class _ParamsFile(SafetensorsFile):
     """The parameters of an artifact: a safetensors file in it."""
 
-    def __init__(self, archive: Archive) -> None:
-        self._member = archive.members[PARAMS]
-        super().__init__(archive.path, name=f"{archive.path}: {PARAMS}")
+    def __init__(self, path: str, member: Member) -> None:
+        self._member = member
+        super().__init__(path, name=f"{path}: {PARAMS}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ParamsFile, (self._path, self._member)
 
     def _read_header(self, size: int) -> Header:
         begin, length = self._member.offset, self._member.length
@@ -217,7 +220,7 @@ def open_params(archive: Archive) -> WeightSource:
     """Return the parameters of an artifact."""
     if PARAMS not in archive.members:
         raise ArtifactFormatError(f"{archive.where}: the artifact has no {PARAMS}")
-    file = _ParamsFile(archive)
+    file = _ParamsFile(archive.path, archive.members[PARAMS])
     if file.identity != file_identity(archive.status):
         file.close()
         raise IntegrityError(f"{archive.where}: the file was replaced or written to while it was opened")
