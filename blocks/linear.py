@@ -254,7 +254,7 @@ class LmHead:
                 raise ShapeError(f"{emit.path}: expected a head [{text}], but its weight is {weight.type}{hint}")
             if actual[1] != x.type.shape[-1]:
                 label = "the tied embedding" if self.tie_word_embeddings else f"weight {quote(self.weight_key)}"
-                raise WeightShapeError(f"{emit.path}: the head reads width {actual[1]} by {label}; got {x.type}")
+                raise WeightShapeError(f"{emit.path}: {label} is {weight.type}, for width {actual[1]}; got {x.type}")
             if self.bias_key is None:
                 return emit.add_node(hir.Linear(contract=1, f32_result=True), x, weight)
             bias = emit.weight(self.bias_key, ("vocab",), shape=actual[:1])

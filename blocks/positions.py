@@ -61,7 +61,7 @@ class RopeTables:
         cos, sin = (np.asarray(t, np.float32) for t in (cos, sin))
         for name, table in (("cos", cos), ("sin", sin)):
             if table.nbytes > MAX_TABLE_BYTES:
-                raise ShapeError(f"RopeTables: {name} has {table.nbytes} bytes, over {MAX_TABLE_BYTES}; use theta")
+                raise ShapeError(f"RopeTables: {name} has {table.nbytes} bytes, over {MAX_TABLE_BYTES}; use .theta")
             if table.size != max_positions * half_dim:
                 raise ShapeError(f"RopeTables: {name} has shape {table.shape}, expected [{max_positions}, {half_dim}]")
         return RopeTables((), max_positions, cos.reshape(-1, half_dim), sin.reshape(-1, half_dim))

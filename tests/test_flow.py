@@ -193,7 +193,7 @@ def test_lm_head() -> None:
     assert drawn == {"e": (V, H), "lm_head.weight": (7, H)}
     with pytest.raises(errors.GraphError, match="Embed"):
         x_flow().lm_head(V, H, tied=True).build()
-    with pytest.raises(errors.WeightShapeError, match=rf"the head reads width {H} .*got f32\[.*,{H + 1}\]"):
+    with pytest.raises(errors.WeightShapeError, match=rf"for width {H}; got f32\[.*,{H + 1}\]"):
         ids_flow().embed("e").linear("wide").lm_head(tied=True).build({"e": e, "wide": w(H + 1, H)})
 
 

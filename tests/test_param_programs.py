@@ -24,7 +24,6 @@ from rlx_jax.ir.param import (
     Stack,
     Strided,
     Transposed,
-    Zeros,
     cast,
     is_lossy,
     packing_of,

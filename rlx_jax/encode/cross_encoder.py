@@ -108,7 +108,8 @@ def _read_modules(folder: Folder, activation: str) -> CrossEncoderSettings:
         raise UnsupportedError(f"{folder.where(TRANSFORMER_FILES[0])}: do_lower_case of a CrossEncoder")
     variables = dict(transformer.template_variables)
     if wrong := sorted(variables.keys() & {*_TEMPLATE_OPTIONS}):
-        raise UnsupportedError(f"{folder.where(TRANSFORMER_FILES[0])}: chat_template: {listing(wrong)}")
+        where = folder.where(TRANSFORMER_FILES[0])
+        raise UnsupportedError(f"{where}: processing_kwargs, chat_template: {listing(wrong)}")
     prompts, default = read_prompts(folder, "CrossEncoder")
     return CrossEncoderSettings(
         activation, transformer.max_seq_length, token_ids,

@@ -185,9 +185,9 @@ class RobertaConfig(BertConfig):
     @classmethod
     def read(cls, c: Fields) -> Self:
         common, padding = cls.common_fields(c), c.integer("pad_token_id", cls.pad_token_id, low=0)
-        positions = common["max_position_embeddings"]
-        if padding >= min(positions - 1, common["vocab_size"]):
-            raise ConfigError(f"{c.where}: field 'pad_token_id' is {padding}; expected one with positions after it")
+        limit = min(common["max_position_embeddings"] - 1, common["vocab_size"])
+        if padding >= limit:
+            raise ConfigError(f"{c.where}: field 'pad_token_id' is {padding}; expected one under {limit}")
         return cls(**common, pad_token_id=padding)
 
 

@@ -98,7 +98,8 @@ class DebertaV2Config(DebertaConfig):
     def read(cls, c: Fields) -> Self:
         config, buckets = super().read(c), max(c.integer("position_buckets", -1, low=-1), 0)
         if buckets and (buckets % 2 or buckets // 2 >= config.max_distance - 1):
-            raise ConfigError(f"{c.where}: field 'position_buckets' is {buckets}; expected fewer, and an even number")
+            limit = 2 * (config.max_distance - 1)
+            raise ConfigError(f"{c.where}: position_buckets is {buckets}; expected an even number under {limit}")
         kernel, groups = c.integer("conv_kernel_size", 0, low=0, high=2**10), c.integer("conv_groups", 1)
         if kernel and (kernel % 2 == 0 or config.hidden_size % groups):
             raise ConfigError(

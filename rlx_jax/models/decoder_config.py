@@ -227,7 +227,7 @@ def rope_of(
     Raises:
         ConfigError: the number of rotated columns is odd, or out of range.
     """
-    rotary_dim, positions = common["head_dim"], common["max_position_embeddings"]
+    rotary_dim = width = common["head_dim"]
     group, scaling = c.group("rope_parameters"), c.group("rope_scaling")
     if group is scaling is None and default is not None:
         group = Fields(default, f"{c.where}, rope_parameters")
@@ -235,13 +235,13 @@ def rope_of(
         outer = c.real("partial_rotary_factor", partial_rotary)
         factor = outer if group is None else group.real("partial_rotary_factor", outer)
         inert = (*inert, "partial_rotary_factor")
-        rotary_dim = int(common["head_dim"] * factor)
-        if not 2 <= rotary_dim <= common["head_dim"] or rotary_dim % 2:
-            raise ConfigError(f"{c.where}: partial_rotary_factor {factor} rotates {rotary_dim} columns of a head")
+        rotary_dim = int(width * factor)
+        if not 2 <= rotary_dim <= width or rotary_dim % 2:
+            raise ConfigError(f"{c.where}: partial_rotary_factor {factor} rotates {rotary_dim} columns of {width}")
     for fields in (group, scaling):
         if fields is not None:
             fields.consumed.update(inert)
-    return frequencies_of(c, group, scaling, rotary_dim, default=theta, max_positions=positions)
+    return frequencies_of(c, group, scaling, rotary_dim, default=theta, max_positions=common["max_position_embeddings"])
 
 
 def even_head_dim(c: Fields, common: Mapping[str, Any]) -> int:
@@ -252,7 +252,7 @@ def even_head_dim(c: Fields, common: Mapping[str, Any]) -> int:
     """
     width: int = common.get("head_dim") or common["hidden_size"] // common["num_attention_heads"]
     if width % 2:
-        raise ConfigError(f"{c.where}: heads are {width} wide (head_dim); rotary embeddings need an even width")
+        raise ConfigError(f"{c.where}: heads are {width} wide (head_dim or hidden_size / heads); expected an even one")
     return width
 
 

@@ -270,7 +270,7 @@ def _check_only_adapter(target: str) -> None:
     files = set(os.listdir(target)) if os.path.isdir(target) else set()
     if CONFIG not in files or files - PEFT_FILES:
         problem = f"holds {listing(sorted(files - PEFT_FILES), 4)} too" if CONFIG in files else f"has no {CONFIG}"
-        raise TargetExistsError(f"{quote(target)} {problem}, so it is no adapter; remove it, or save elsewhere")
+        raise TargetExistsError(f"{quote(target)} {problem}: it is not only an adapter; remove it, or save elsewhere")
 
 
 def _to_json_number(number: float) -> int | float:
