@@ -321,7 +321,7 @@ def capture_rows(lm: LanguageModel, rows: Sequence[Sequence[int]], other_inputs:
         return trim_captures(model, axes, values, lengths, width)
     if len(rows) > 1 and (mixed := [name for name, a in axes.items() if not a.is_plain or a.rows is None]):
         types = dict(zip(graph.output_names, map(graph.type, graph.outputs), strict=True))
-        raise RequestError(f"capture: {quote(mixed[0])} is {types[mixed[0]]}, with no axis of prompts: pass one")
+        raise RequestError(f"capture: {quote(mixed[0])} is {types[mixed[0]]}, with no axis of prompts: pass one prompt")
     # Otherwise each prompt runs by itself, without padding.
     blocks = enumerate(np.array([row], np.int32) for row in rows)
     captures = [run_forward(model, names, ids, other_inputs, other_inputs.select_row(i)) for i, ids in blocks]
