@@ -9,7 +9,6 @@ S new tokens, P cached tokens, K key/value heads, D head width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from rlx_jax.blocks.control import KvCacheContract, check_hidden
 from rlx_jax.blocks.layer import LayerSpec
 from rlx_jax.blocks.linear import head_norm
 from rlx_jax.blocks.positions import rope_tables_for
+from rlx_jax.dataclasses import dataclass, field
 from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind, mask_kind

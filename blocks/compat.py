@@ -7,7 +7,6 @@ the stages of `decoder.py` under other names.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar, ParamSpec
 
 from rlx_jax.blocks.attention import Heads, SelfAttnPrefill, SideOutputs, add_side_outputs, kv_name
@@ -15,6 +14,7 @@ from rlx_jax.blocks.control import BlockStage, Custom, DualStream, Named
 from rlx_jax.blocks.decoder import DecodeLayer, DecoderLayer, LlamaDecoder, MixerLayer, decoder_layer, norm_beta
 from rlx_jax.blocks.ffn import MoeSpec
 from rlx_jax.blocks.layer import DecoderKeys, GemmaStyle, HiddenShape, LayerSpec, gemma_layer_spec
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import GraphError, listing, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from rlx_jax.blocks.control import BlockStage, Repeat, Sequence
+from rlx_jax.dataclasses import dataclass
 
 __all__ = ["Homogeneous", "LayerComposition", "Pair", "Single"]
 

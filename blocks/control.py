@@ -8,10 +8,10 @@ stage wrote; `BuiltModel.contracts` lists them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Boundary, Node

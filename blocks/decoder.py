@@ -6,7 +6,6 @@ explicit cached keys and values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
 from typing import Self
 
 from rlx_jax.blocks.attention import SelfAttnDecode, SelfAttnPrefill, SideOutputs, check_cached, kv_name, mask_operand
@@ -16,6 +15,7 @@ from rlx_jax.blocks.layer import MLP, LayerSpec
 from rlx_jax.blocks.linear import GemmaRmsNorm, Linear, RmsNorm, block_of, dense, layer_norm_under
 from rlx_jax.blocks.positions import rope_tables_for
 from rlx_jax.blocks.self_attention import SelfAttention
+from rlx_jax.dataclasses import dataclass, fields, replace
 from rlx_jax.errors import ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import mask_kind

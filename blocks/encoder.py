@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from rlx_jax.blocks.ffn import DOWN_ROLES, UP_ROLES
 from rlx_jax.blocks.linear import TABLE_ROLES, LayerNorm, module_keys, rms_norm
 from rlx_jax.blocks.positions import POSITION_BIAS, rope_tables_for
 from rlx_jax.blocks.self_attention import head_width
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import UnsupportedError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.pointwise import Binary

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import ClassVar, Literal, Self
 
 from rlx_jax.blocks.linear import module_keys
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.experts import ClampedGate as ClampedGate

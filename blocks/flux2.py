@@ -8,13 +8,13 @@ weight. `Flux2Conditioning` and `Flux2Rope` register values that the other stage
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from rlx_jax.blocks import stream_id
 from rlx_jax.blocks.control import DualStream
 from rlx_jax.blocks.ffn import DOWN_ROLES, UP_ROLES
 from rlx_jax.blocks.linear import dense, head_norm
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import ShapeError
 from rlx_jax.trace.emit import Emit, FlowValue
 from rlx_jax.trace.frequencies import axial_frequencies

@@ -6,10 +6,10 @@ Other modules of stages build on the functions here (`dense`, `layer_norm_under`
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 from rlx_jax.blocks.control import check_hidden
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import GraphError, ShapeError, WeightShapeError, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.pointwise import Binary

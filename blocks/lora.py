@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 
 import jax
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import GraphError, MissingWeightError, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Param

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from rlx_jax.blocks.ffn import Mlp, SwiGlu
 from rlx_jax.blocks.linear import module_keys
 from rlx_jax.blocks.self_attention import head_width
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.ir.hir import MaskKind

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from rlx_jax.blocks.linear import TABLE_ROLES
+from rlx_jax.dataclasses import dataclass, field
 from rlx_jax.errors import RlxWarning, ShapeError, UnboundInputError
 from rlx_jax.ir import hir
 from rlx_jax.ir.types import Init

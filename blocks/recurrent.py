@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from rlx_jax.blocks.control import Named, Sequence, check_hidden
 from rlx_jax.blocks.decoder import MixerLayer
 from rlx_jax.blocks.layer import HiddenShape, LayerSpec
 from rlx_jax.blocks.linear import ResidualAdd, ResidualSave, RmsNorm, dense, rms_norm
+from rlx_jax.dataclasses import dataclass, field
 from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.norm import Standardize

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rlx_jax.blocks.control import KvCacheContract
 from rlx_jax.blocks.linear import module_of
 from rlx_jax.blocks.positions import check_tables, positions_of, register_names
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import GraphError, WeightShapeError, quote, shown
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.param import Parts, Role

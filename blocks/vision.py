@@ -6,7 +6,6 @@ Covers ViT, DINOv2, CLIP, SigLIP and Nomic. The towers share the layer of `pre_n
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from rlx_jax.blocks.control import BlockStage, Named, Sequence, check_hidden
 from rlx_jax.blocks.ffn import DOWN_ROLES, UP_ROLES, Mlp, SwiGlu, inner_shape
 from rlx_jax.blocks.linear import LayerNorm, ResidualAdd, ResidualSave, dense, layer_norm_under, module_keys
 from rlx_jax.blocks.self_attention import SelfAttention, head_width
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir import hir
 from rlx_jax.ir.ops.vision import GridAngles, GridPositions, Patches

@@ -12,11 +12,11 @@ import datetime
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
 from functools import cache
 from types import UnionType
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from rlx_jax.dataclasses import dataclass, field, fields
 from rlx_jax.errors import ProfileError, UnsupportedError, did_you_mean, quote
 
 Scalar = str | bool | int | float

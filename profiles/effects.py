@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import RlxWarning, listing
 from rlx_jax.profiles.check import Options, iter_settings
 

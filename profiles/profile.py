@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.resources import files
 from typing import Any, ClassVar, Union
 
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import MissingFileError, ProfileError, UnsupportedError, did_you_mean, quote, shown
 from rlx_jax.ir.text import TextTable
 from rlx_jax.profiles import schema, toml_text

@@ -7,9 +7,9 @@ from `Settings.profile`. `python -m tests.profile_page --write` renews the table
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.profiles import effects
 from rlx_jax.profiles.check import UNSUPPORTED_PLATFORMS, Options, Table, setting
 from rlx_jax.profiles.effects import always, needs

@@ -6,12 +6,12 @@ recipe.at("layers.*.self_attn").capture()
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
 from rlx_jax.blocks.control import BlockStage, check_stages, run_stage
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import GraphError, ShapeError, did_you_mean, listing, shown
 from rlx_jax.ir.graph import Constant, Value, constant
 from rlx_jax.ir.types import as_name, is_static

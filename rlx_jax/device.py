@@ -14,13 +14,13 @@ import platform
 import re
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import DeviceOutOfMemoryError, ProfileError, did_you_mean, first_line, quote
 from rlx_jax.io import limits
 

@@ -10,7 +10,6 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -23,6 +22,7 @@ from rlx_jax.compiler.graph_module import BuiltModel
 from rlx_jax.compiler.meshes import make_model_sharding
 from rlx_jax.compiler.pipeline import make_template
 from rlx_jax.compiler.settings import choose_settings
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import GraphError, RlxError, ShapeError, UnsupportedError, check_names, quote, shown
 from rlx_jax.flow_outputs import FlowOutputs, names_of
 from rlx_jax.ir.graph import Builder, TypeCache

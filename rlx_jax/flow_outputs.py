@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Protocol
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import GraphError, check_names, quote
 from rlx_jax.ir.types import as_names
 from rlx_jax.lowering.hir.explicit import collect_caches

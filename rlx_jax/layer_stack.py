@@ -6,13 +6,13 @@ Positional arguments follow the order of the stage's fields, with weight keys an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
 import rlx_jax.blocks as blocks
 from rlx_jax.blocks.control import BlockStage, check_stages
 from rlx_jax.blocks.encoder import bert_layer_prefix, normalize_style
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import GraphError, quote, shown
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.types import Init

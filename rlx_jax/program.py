@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 
+from rlx_jax.dataclasses import dataclass, field
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import Graph, GraphStage, Param, TypeCache
 from rlx_jax.ir.param import Roles, keys_of, stored_keys

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from rlx_jax.compiler.graph_module import GraphModule
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import DTypeError, GraphError, shown
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Node, Param, Value
 from rlx_jax.ir.ops.conv import Pool

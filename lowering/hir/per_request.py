@@ -12,10 +12,10 @@ rolled, scanned or taken out of a region.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass, field
 from rlx_jax.errors import DeriveError
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import BodyInput, Builder, Graph, Input, Node, Op, StateRead, TypeCache, Value, constant

@@ -15,10 +15,10 @@ so padding comes after the tokens. Outputs at padding are meaningless.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import DeriveError, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import BodyInput, Builder, Graph, Input, Node, TypeCache, Value, constant

@@ -23,7 +23,6 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -31,6 +30,7 @@ import numpy as np
 from jax import export
 from jax.extend import core as jex
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import first_line
 from rlx_jax.ir.graph import BodyInput, Graph, Leaf, Value
 from rlx_jax.ir.types import short_name

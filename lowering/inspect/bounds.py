@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
 
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import TokenIdError
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Constant, Graph, Input, Node, Value

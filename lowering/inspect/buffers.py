@@ -15,8 +15,8 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.ir.graph import Graph, Input, Leaf, Mir, Node, Param, StateRead, Value
 from rlx_jax.ir.operands import zero
 from rlx_jax.ir.param import Stack, printed_name

@@ -10,8 +10,8 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.ir.graph import Graph, Leaf
 from rlx_jax.ir.paths import bind_path, path_text
 

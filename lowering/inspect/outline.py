@@ -6,9 +6,9 @@ import functools
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.ir.graph import Graph, Input, Mir, Node
 from rlx_jax.ir.paths import LayerIndex, Path, path_text
 from rlx_jax.ir.text import Row, TextTable, block_rows

@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.ir.graph import BodyInput, Builder, Graph, Mir, Node, TypeCache, Value
 from rlx_jax.ir.kernel_group import AttentionGroup
 from rlx_jax.ir.ops.attention import AttentionOp, RopeOp

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.lowering.lir.head_layouts import READ_VECTOR, SUM_VECTOR, HeadLayouts, half_layout
 from rlx_jax.lowering.lir.matvec import MULTIPROCESSORS, KernelTrace
 from rlx_jax.lowering.lir.mosaic import load, pl, plgpu

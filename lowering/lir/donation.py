@@ -15,13 +15,13 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import RlxWarning
 from rlx_jax.ir.graph import Graph, Mir, Param, StateRead
 from rlx_jax.ir.ops.cache import RingStep

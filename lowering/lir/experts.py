@@ -24,7 +24,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -32,6 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.device import Device
 from rlx_jax.ir.ops.experts import ExpertFfn, add_bias
 from rlx_jax.ir.types import short_name

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.lowering.lir.mosaic import plgpu
 from rlx_jax.lowering.lir.packed_matvec import LANES, WARPS
 

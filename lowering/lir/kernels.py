@@ -26,7 +26,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -34,6 +33,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.device import running_device
 from rlx_jax.ir.kernel_group import DeltaGroup
 from rlx_jax.ir.ops.experts import ExpertFfn

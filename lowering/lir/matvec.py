@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +23,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.lowering.lir.mosaic import load, pl, plgpu
 from rlx_jax.lowering.lir.packed_matvec import LANES, WARPS, PackedTiles, PackedTiling
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.ops.experts import GroupedMatMul
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct

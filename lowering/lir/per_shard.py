@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import UnsupportedError
 from rlx_jax.ir.graph import (
     BodyInput,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import Graph, Mir, Node, Param, StateRead
 from rlx_jax.ir.kernel_group import AttentionGroup, DeltaGroup, KernelGroup

@@ -14,13 +14,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Mir, Node, Param, TypeCache, Value
 from rlx_jax.ir.kernel_group import KernelGroup, body_inputs, run_nodes
 from rlx_jax.ir.ops.collective import AllGather, AllReduce

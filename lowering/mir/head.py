@@ -5,9 +5,9 @@ A loss over a large vocabulary computes the head in chunks, and the rest of the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Node, Param, TypeCache, Value
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct

@@ -8,8 +8,8 @@ pre-norm layer, which the next layer reads too, only appear in the report.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.ir.graph import Graph, Node, Op, Value
 from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct

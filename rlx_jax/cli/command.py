@@ -9,7 +9,6 @@ import json
 import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from jax.sharding import Mesh
 import rlx_jax as rlx
 from rlx_jax.cli.terminal import Interrupt, Status
 from rlx_jax.compiler.meshes import select_devices
+from rlx_jax.dataclasses import dataclass, fields, is_dataclass
 from rlx_jax.errors import RequestError, listing, quote, shown
 from rlx_jax.ir.text import TextTable, format_bytes
 from rlx_jax.lowering.hir.derive import PROGRAMS

@@ -16,7 +16,6 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import jax
 
@@ -27,6 +26,7 @@ from rlx_jax.cli.inspect import DIFF, INSPECT, PLAN
 from rlx_jax.cli.measure import BENCH, EXPLAIN, TUNE, VIEW
 from rlx_jax.cli.requests import CHAT, EMBED, GENERATE, SCORE
 from rlx_jax.cli.terminal import Interrupt, Status, discard_stdout, print_warning, write
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.device import describe_device
 from rlx_jax.errors import RlxError, StorageError, did_you_mean, listing, quote
 from rlx_jax.ir.text import format_bytes

@@ -22,7 +22,6 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from jax.sharding import NamedSharding, Sharding
 from jax.stages import Lowered
 
 from rlx_jax.compiler.content_digest import content_digest, source_digest
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.device import devices_of, fingerprint
 from rlx_jax.errors import IntegrityError, LimitError, RequestError, RlxCacheWarning, StorageError, first_line, shown
 from rlx_jax.io.entries import EntryStore

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from rlx_jax.compiler.execution import ModelComponent, choice_of
@@ -16,6 +15,7 @@ from rlx_jax.compiler.manifest import ArrayShape, BindingManifest, ManifestDiff,
 from rlx_jax.compiler.passes import Job, pass_named
 from rlx_jax.compiler.pipeline import Template, make_lir, make_template
 from rlx_jax.compiler.settings import Settings, choose_settings, lowering_settings, with_target
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import GraphError, UnsupportedError, check_names, listing, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph, GraphStage, Mir, TypeCache

@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -16,6 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from rlx_jax.compiler.compile_cache import compile_lowered, trace_key, trace_or_load
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.device import out_of_memory
 from rlx_jax.errors import GraphError, ProfileError, first_line
 from rlx_jax.lowering.inspect.outline import Cost, cost

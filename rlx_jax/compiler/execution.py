@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, TypedDict, TypeVar
 
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.device import named_device, running_device
 from rlx_jax.errors import GraphError, ProfileError, RequestError, ShapeError, did_you_mean, quote, shown
 from rlx_jax.ir.types import as_name

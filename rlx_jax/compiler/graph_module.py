@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any
 
@@ -17,6 +16,7 @@ from rlx_jax.compiler.module_builder import ModuleBuilder
 from rlx_jax.compiler.passes import Job, run_passes
 from rlx_jax.compiler.pipeline import lir_of
 from rlx_jax.compiler.settings import FUSION_POLICIES, choose_profile, lowering_settings
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import FormatError, GraphError, VersionMismatchError, check_names, quote, shown
 from rlx_jax.io.files import parse_object
 from rlx_jax.ir import queries

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import GraphError, check_names
 from rlx_jax.ir.graph import Graph, Param, Value
 from rlx_jax.ir.param import Program, keys_of, printed_name

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
@@ -17,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.compiler.pipeline import Template
 from rlx_jax.compiler.settings import Settings
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.device import all_devices, running_device, to_auto_axes, with_auto_axes
 from rlx_jax.errors import GraphError, ProfileError, RequestError, UnsupportedError, listing, quote, shown
 from rlx_jax.ir import hir

@@ -10,12 +10,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from rlx_jax.compiler.settings import Settings
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import GraphError, ProfileError, check_names, quote
 from rlx_jax.ir.graph import Graph, GraphStage, TypeCache
 from rlx_jax.ir.region import peel_last

@@ -16,7 +16,6 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,6 +32,7 @@ from rlx_jax.compiler.settings import (
     lowering_settings,
     no_kernels_message,
 )
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.device import Device, running_device
 from rlx_jax.errors import (
     DeriveError,

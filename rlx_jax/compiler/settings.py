@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from rlx_jax.blocks.lora import SCOPES, has_adapters
+from rlx_jax.dataclasses import dataclass, fields, replace
 from rlx_jax.device import Device, named_device, running_device
 from rlx_jax.errors import GraphError, ProfileError, UnsupportedError, check_names, listing, quote
 from rlx_jax.ir.packed import PackedSpec, stored_bytes

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.encode.head_model import HeadModel
 from rlx_jax.encode.pooled import Vectors, softmax
 from rlx_jax.encode.text_rows import check_pairs

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
+from rlx_jax.dataclasses import dataclass, fields, replace
 from rlx_jax.encode.cross_encoder import CrossEncoderSettings, read_cross_encoder
 from rlx_jax.encode.gguf_folder import open_model_folder
 from rlx_jax.encode.images import ImageProcessor, load_processor

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.encode.artifact_plan import reranker_plan
 from rlx_jax.encode.cross_encoder import PairTemplate
 from rlx_jax.encode.head_model import HeadModel

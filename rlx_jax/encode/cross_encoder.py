@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
+from rlx_jax.dataclasses import dataclass, field
 from rlx_jax.encode.sentence import (
     LOGITS_MODALITY,
     TRANSFORMER_FILES,

@@ -9,7 +9,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
 from itertools import accumulate, islice
 from typing import TypeVar
 
@@ -17,6 +16,7 @@ import jax
 import numpy as np
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.encode.packing import Block, BlockSizes, pack_rows, plan_blocks, plan_one_per_row
 from rlx_jax.encode.padded_rows import RowBatcher, read_mask_names
 from rlx_jax.encode.pooled import Vectors

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.encode.naflex import patch_sides, stack_patches
 from rlx_jax.encode.resample import FILTERS, NEAREST, TORCH, Pixels, Resizer, resize
 from rlx_jax.errors import ConfigError, RequestError, UnsupportedError, did_you_mean, listing, quote, shown

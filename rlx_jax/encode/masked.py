@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from rlx_jax.compiler.settings import bucket_size
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.encode.embedding import chunks
 from rlx_jax.encode.head_model import ALL_TOKENS, TokenLogits
 from rlx_jax.encode.pooled import Vectors

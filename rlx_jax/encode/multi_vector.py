@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.pooled import Vectors
 from rlx_jax.encode.sentence import (

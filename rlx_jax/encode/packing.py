@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+from rlx_jax.dataclasses import dataclass
 
 # Widths of rows in tokens, for models with texts of up to 512 tokens and for longer ones.
 SHORT_WIDTHS, LONG_WIDTHS = (64, 128, 256, 512), (128, 512, 1024, 2048, 8192)

@@ -6,7 +6,6 @@ Rows are padded to few sizes if no token reads padding; otherwise they run at th
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.compiler.settings import Buckets, bucket_size, fit_bucket
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.encode.packing import Block
 from rlx_jax.encode.pooled import get_pooled
 from rlx_jax.encode.sentence import SentencePipeline, pool

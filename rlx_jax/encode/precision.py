@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.encode.pooled import Vectors
 from rlx_jax.errors import RequestError, RlxWarning, shown
 from rlx_jax.runtime.inputs import check_flag, check_integer

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+
+from rlx_jax.dataclasses import dataclass
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Pixels = np.ndarray[Any, np.dtype[Any]]  # uint8, or float64

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.encode.pooling_modes import POOLING_MODES, first_token
 from rlx_jax.encode.vector_layers import (
     AUTO_ENCODER,

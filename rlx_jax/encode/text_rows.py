@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from rlx_jax.compiler.settings import Buckets
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.encode.embedding import chunks, prefetch
 from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.errors import RequestError, shown

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.compiler.settings import bucket_size
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.encode.vector_layers import unit_length
 from rlx_jax.text.request_checks import Ids
 

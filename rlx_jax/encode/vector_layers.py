@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
 
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass, field, fields
 from rlx_jax.encode.pooled import Vectors
 from rlx_jax.errors import ConfigError, MissingFileError, SafetensorsError, UnsupportedError, WeightError, quote
 from rlx_jax.io import limits

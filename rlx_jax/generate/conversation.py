@@ -9,7 +9,6 @@ already has the common prefix of this text and the previous one, and prefill sta
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, Unpack
 
 import jax
@@ -18,6 +17,7 @@ import numpy as np
 
 from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.compiler.pipeline import Template
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import RequestError, SequenceLengthError, SessionStateError, integer_text, shown, suggest_keywords
 from rlx_jax.generate.generation import Generation, NewTokens, run_request, stream_request
 from rlx_jax.generate.prefix_cache import Prefix

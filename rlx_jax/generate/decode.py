@@ -10,7 +10,6 @@ prompts into rows of a state, and `MoveRows` rows to other slots.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.generate.sampler import SamplerValues, SamplingSteps, choose_tokens, finite_rows
 from rlx_jax.generate.token_history import TokenHistory, adjust_logits
 from rlx_jax.lowering.inspect.hlo import SAMPLER

@@ -16,7 +16,6 @@ its prompt, as in edits, summaries and code.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import jax
@@ -25,6 +24,7 @@ import numpy as np
 from jax import lax
 
 from rlx_jax.compiler.executable import Shardings, StateArrays
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import GraphError, RequestError, UnsupportedError, did_you_mean, listing, shown
 from rlx_jax.generate.decode import Array, Sizes
 from rlx_jax.generate.request import LanguageModel

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import jax
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.compiler.executable import StateArrays
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.device import out_of_memory
 from rlx_jax.errors import NumericsError
 from rlx_jax.generate.decode import FirstTokens, LogProbs, RowTokens

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import DTypeError, GraphError, RequestError, ShapeError, UnsupportedError, listing, quote
 from rlx_jax.flow import ModelFlow
 from rlx_jax.ir.types import TensorType, is_float, is_static

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import RequestError, ShapeError, shown, suggest_keywords
 from rlx_jax.generate.decode_state import last_tokens
 from rlx_jax.generate.generation import GeneratesText

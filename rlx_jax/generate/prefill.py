@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from rlx_jax.compiler.settings import Buckets, bucket_size, fit_bucket
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import RequestError, RlxWarning, SequenceLengthError, UnsupportedError, listing, quote, shown
 from rlx_jax.generate.decode import RowTokens
 from rlx_jax.generate.decode_state import DecodeState, check_is_state, last_tokens, run_padded, shift_rows

@@ -8,13 +8,13 @@ from __future__ import annotations
 import os.path
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from rlx_jax.compiler.settings import Buckets
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import RequestError, SequenceLengthError, integer_text, shown
 from rlx_jax.generate.decode_state import DecodeState, check_is_state
 from rlx_jax.generate.prefix_cache import Prefix, PrefixCache

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict
 
 import jax
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.compiler.settings import bucket_size
+from rlx_jax.dataclasses import dataclass, field, fields, replace
 from rlx_jax.errors import RequestError, TokenIdError, UnsupportedError, listing, quote, shown
 from rlx_jax.io.folder import Folder
 from rlx_jax.runtime.inputs import check_flag, check_integer

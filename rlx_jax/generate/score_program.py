@@ -8,7 +8,6 @@ that it returns two numbers per token and never materializes all logits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from jax import lax
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.compiler.pipeline import head_operands
 from rlx_jax.compiler.settings import Buckets
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.encode.packing import (
     MAX_BLOCK_SIZES,
     ONE_TEXT_PER_ROW,

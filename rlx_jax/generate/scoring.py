@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
 from rlx_jax.compiler.settings import Buckets
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.encode.packing import Block
 from rlx_jax.errors import NumericsError, RequestError, listing, shown
 from rlx_jax.generate.prefix_cache import Prefix

@@ -11,7 +11,6 @@ The source of drafts is a `Drafter`; `drafters.py` has one class for each source
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, Shardings, StateArrays
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.generate.decode import NOT_FINITE, STOPPED, Array, RequestRows, Sizes, TokenChooser, ends_row
 from rlx_jax.generate.sampler import SamplerValues, SamplingSteps, choose_tokens, finite_rows, sample, warp_logits
 from rlx_jax.generate.token_history import TokenHistory, adjust_logits

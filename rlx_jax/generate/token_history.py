@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import RequestError, RlxError, listing
 from rlx_jax.generate.sampler import LARGEST, LogitsProcessor, SamplerValues, SamplingSteps
 from rlx_jax.ir.types import TensorType

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import html
 import math
-from dataclasses import dataclass
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import listing
 from rlx_jax.ir.text import TextTable
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 from rlx_jax.compiler.passes import PASS_NAMES
 from rlx_jax.compiler.pipeline import Template
 from rlx_jax.compiler.settings import Buckets, Settings
+from rlx_jax.dataclasses import dataclass, field, fields
 from rlx_jax.inspection.work import block_work
 from rlx_jax.ir.graph import Graph, Leaf, Param
 from rlx_jax.ir.param import Program, packed_arrays, packing_of, size_without_padding

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rlx_jax.dataclasses import asdict, dataclass, field
 from rlx_jax.ir.text import TextTable, format_bytes
 
 # Parts of the time of a device: what limits a program of which one takes most, and its name in the text of a plan.

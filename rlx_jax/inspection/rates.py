@@ -10,7 +10,6 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -18,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.device import DEVICES, Device, named_device, running_device
 from rlx_jax.errors import ProfileError, did_you_mean, quote
 

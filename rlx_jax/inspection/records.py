@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 
+from rlx_jax.dataclasses import asdict, dataclass, field
 from rlx_jax.ir.text import TextTable, scaled_text
 from rlx_jax.lowering.inspect.outline import compact
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from rlx_jax.dataclasses import dataclass
 
 
 @dataclass(frozen=True)

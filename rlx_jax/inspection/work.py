@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.inspection.rates import Rates
 from rlx_jax.ir.graph import Graph, Leaf, Mir, Node, Param, Value
 from rlx_jax.ir.operands import zero

@@ -19,9 +19,9 @@ import os
 import struct
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, BinaryIO
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import (
     ArtifactFormatError,
     IntegrityError,

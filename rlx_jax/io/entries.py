@@ -14,8 +14,8 @@ import secrets
 import shutil
 import stat
 import time
-from dataclasses import dataclass
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import IntegrityError, LimitError, StorageError, quote
 from rlx_jax.io.atomic import write_synced
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import (
     ConfigError,
     FormatError,

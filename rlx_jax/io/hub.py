@@ -21,10 +21,10 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlx_jax.dataclasses import dataclass, field
 from rlx_jax.errors import (
     HubError,
     HubUnreachableError,

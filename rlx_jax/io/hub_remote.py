@@ -9,10 +9,10 @@ import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from rlx_jax.dataclasses import dataclass, field
 from rlx_jax.errors import (
     HubError,
     HubUnreachableError,

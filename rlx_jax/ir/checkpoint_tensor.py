@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import UnsupportedError, WeightShapeError
 from rlx_jax.ir.boxes import Box, Index, axis_box, axis_index, box_index, full_box, index_text, indexed_shape, shift_box
 from rlx_jax.ir.ggml import BLOCKS, split_blocks

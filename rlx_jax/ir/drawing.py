@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Literal
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.ir.graph import BodyInput, Graph, Leaf, Node, Value
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.region import Repeat

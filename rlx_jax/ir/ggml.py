@@ -7,10 +7,11 @@ scheme; `split_blocks` copies one part of all blocks of a tensor into an array, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+
+from rlx_jax.dataclasses import dataclass, field
 
 Bytes = np.ndarray[Any, Any]
 

@@ -15,12 +15,12 @@ import contextlib
 import inspect
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import RlxError, wrong_arity
 from rlx_jax.ir.notation import fill_notation
 from rlx_jax.ir.operands import BlockTraits, Initial, Normal, Traits, check_declared, check_traits

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Mir, Node, TypeCache, Value
 from rlx_jax.ir.operands import ELEMENTWISE, zero
 from rlx_jax.ir.ops.control import run_body

@@ -14,11 +14,11 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import DTypeError, GraphError, ShapeError, did_you_mean, quote, wrong_arity
 from rlx_jax.ir.types import DTYPE_NAMES, DimLike, TensorType, as_dtype, is_float, is_integer, is_static
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import ml_dtypes
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass, field
 from rlx_jax.errors import WeightError, WeightShapeError, did_you_mean, quote, shown
 from rlx_jax.ir.boxes import Box
 from rlx_jax.ir.ggml import BLOCKS, BlockLayout, bit_fields

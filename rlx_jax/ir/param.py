@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import WeightShapeError
 from rlx_jax.ir.boxes import Box as Box
 from rlx_jax.ir.boxes import axis_index, box_shape, concat_axis, overlaps

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+
+from rlx_jax.dataclasses import dataclass
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol
 
+from rlx_jax.dataclasses import dataclass, field
 from rlx_jax.errors import GraphError, PluginError, check_names, did_you_mean, listing, quote, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Hir, Mir, Node, Op, TypeCache, Value

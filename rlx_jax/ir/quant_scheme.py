@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import GraphError, did_you_mean, shown
 from rlx_jax.ir.packed import SCHEMES
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.ir.boxes import Box
 from rlx_jax.ir.checkpoint_tensor import UnaryStep, select_box
 from rlx_jax.ir.packed import SCHEMES

@@ -10,9 +10,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.ir.graph import Graph, Leaf, Node, Op, Param, Value
 from rlx_jax.ir.types import TensorType
 from rlx_jax.ir.user_functions import Fingerprint, fingerprint, trace

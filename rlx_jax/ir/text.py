@@ -9,8 +9,8 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 
+from rlx_jax.dataclasses import dataclass, field
 from rlx_jax.ir.graph import Graph, Hir, Input, Leaf, Node, Op, Param, Value
 from rlx_jax.ir.param import Program, Stack, packed_arrays, packing_of, printed_name, size_without_padding
 from rlx_jax.ir.paths import Path, path_text

@@ -10,7 +10,6 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ import ml_dtypes
 import numpy as np
 from jax import export
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import (
     DTypeError,
     GraphError,

@@ -17,7 +17,6 @@ import itertools
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -25,6 +24,7 @@ import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core as jex
 
+from rlx_jax.dataclasses import dataclass, field
 from rlx_jax.errors import GraphError, RlxError, ShapeError, first_line
 from rlx_jax.ir.types import TensorType
 

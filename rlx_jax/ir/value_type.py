@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import DTypeError, ShapeError
 from rlx_jax.ir.types import Dim, TensorType, as_dim, as_dtype, is_static
 

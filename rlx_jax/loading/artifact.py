@@ -9,7 +9,6 @@ import datetime
 import itertools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ import jax
 from jax import export
 
 from rlx_jax.compiler.settings import choose_settings, with_model_sharding
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.encode.answering import QuestionAnswerer
 from rlx_jax.encode.classifier import Classifier, Reranker
 from rlx_jax.encode.encoder import Encoder

@@ -7,7 +7,6 @@ import contextlib
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from rlx_jax.compiler.meshes import PlannedDevices
 from rlx_jax.compiler.pipeline import Template
 from rlx_jax.compiler.settings import with_target
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.device import named_device, running_device
 from rlx_jax.encode.checkpoint import Checkpoint
 from rlx_jax.encode.gguf_folder import open_model_folder

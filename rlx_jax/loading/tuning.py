@@ -6,13 +6,13 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.encode.encoder import Encoder
 from rlx_jax.errors import NumericsError, RlxError, RlxWarning, UnsupportedError, first_line
 from rlx_jax.generate.causal import CausalLM

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from jax import lax
 
 from rlx_jax.compiler.executable import Arrays
 from rlx_jax.compiler.pipeline import apply_tail, head_operands, head_product
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import (
     DTypeError,
     GraphError,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from rlx_jax.compiler.executable import Arrays
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import GraphError, RequestError, TokenIdError, describe_type, integer_text, quote, shown
 from rlx_jax.flow import ModelFlow
 from rlx_jax.flow_outputs import LabelHead

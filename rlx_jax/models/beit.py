@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 
 from rlx_jax.blocks import BlockStage, ClsTokenPool, PreNormLayerSpec, Sequence
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import UnsupportedError
 from rlx_jax.models.config import Fields
 from rlx_jax.models.vision import PatchMean, VisionConfig, VisionFlow, VisionLayout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self, TypeVar
 
 import jax
@@ -26,6 +25,7 @@ from rlx_jax.blocks import (
 from rlx_jax.blocks.encoder import STYLES
 from rlx_jax.blocks.linear import module_keys
 from rlx_jax.blocks.self_attention import head_width
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import ConfigError, UnsupportedError
 from rlx_jax.flow import declared_shapes
 from rlx_jax.models.config import Fields, TokenConfig, text_fields

@@ -6,13 +6,13 @@ BigBird, RoFormer: what each changes is above its classes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 
 from rlx_jax.blocks import BlockStage, EmbedScale, EncoderLayerSpec, GatherAdd, MeanOfTokens, frequencies
 from rlx_jax.blocks.encoder import STYLES
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import UnsupportedError
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.bert import BertConfig, BertLike, RobertaConfig, RobertaFlow

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 from rlx_jax.blocks import BlockStage, ClsTokenPool, EndTokenPool, Linear, Sequence
 from rlx_jax.blocks.vision import CLIP_KEYS
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.models.config import Fields, text_fields
 from rlx_jax.models.dual import DualConfig, DualFlow, finish_towers, tower_group
 from rlx_jax.models.hooks import Recipe

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import BlockStage, DistanceEmbeddings, EncoderLayerSpec, LayerNorm, RelativeKeys
 from rlx_jax.blocks.encoder import STYLES
 from rlx_jax.blocks.linear import module_keys
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import ACTIVATIONS, Fields

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 
 from rlx_jax.blocks import BlockStage, Embed, LmHead, RopeTables, decoder_layer, llama_prefill_layer_fused
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import ConfigError, UnsupportedError
 from rlx_jax.flow import ModelFlow, declared_shapes
 from rlx_jax.models.config import CausalConfig

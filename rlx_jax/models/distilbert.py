@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Self
 
 from rlx_jax.blocks.encoder import STYLES
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.flow import POSITIONS
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import ACTIVATIONS, MAX_LAYERS, MAX_VOCABULARY, Fields, width_and_heads

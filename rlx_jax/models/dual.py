@@ -6,13 +6,13 @@ CLIP and SigLIP are configs and tables of keys on top of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
 import jax
 
 from rlx_jax.blocks import Named, Sequence, Similarity
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow, declared_shapes
 from rlx_jax.models.config import Fields, ModelConfig, finish_model

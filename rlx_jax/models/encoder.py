@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self, TypeVar
 
 from rlx_jax.blocks import Activation, BlockStage, LayerNorm, Linear, LmHead, SideOutput
 from rlx_jax.blocks.linear import module_keys
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import ConfigError, LimitError, quote
 from rlx_jax.flow import POSITIONS, ModelFlow
 from rlx_jax.models.config import Fields, LayeredConfig, TokenConfig

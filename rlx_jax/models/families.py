@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
 import rlx_jax.models as models
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import GraphError, UnsupportedError, WeightError, did_you_mean, listing, quote
 from rlx_jax.flow import ModelRecipe
 from rlx_jax.io.folder import Folder

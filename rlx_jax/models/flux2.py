@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
@@ -20,6 +19,7 @@ from rlx_jax.blocks.flux2 import (
     Flux2Rope,
     Flux2SingleBlock,
 )
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow, declared_shapes
 from rlx_jax.models.config import MAX_LAYERS, Fields, ModelConfig

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Generic, NoReturn, Self, TypeVar, get_args
 
 import jax
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 from rlx_jax.at import SelectedBlocks
 from rlx_jax.blocks import BlockStage, Repeat
 from rlx_jax.blocks.control import check_stages
+from rlx_jax.dataclasses import dataclass, field, fields, replace
 from rlx_jax.errors import ConfigError, GraphError, MissingWeightError, WeightError, WeightShapeError, listing, shown
 from rlx_jax.flow import ModelFlow, ModelRecipe, declared_shapes, read_weights
 from rlx_jax.models.config import ModelConfig, TokenConfig

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import LayerSpec
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import UnsupportedError
 from rlx_jax.models.config import Fields, architecture
 from rlx_jax.models.decoder import DecoderFlow

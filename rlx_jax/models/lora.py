@@ -8,7 +8,6 @@ change.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from math import inf
 from numbers import Real
 from typing import Any, TypeVar, cast
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.blocks.lora import Adapter, LoraLinear, ModuleNames
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import DTypeError, RequestError, UnsupportedError, WeightError, listing, shown
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.encoder import FIXED_LABELS, TaskHead

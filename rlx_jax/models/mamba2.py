@@ -4,10 +4,10 @@ attention."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any, Self
 
 from rlx_jax.blocks import BlockStage, Mamba2Spec, RmsNorm, mamba2_layer
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import ConfigError, quote
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, CausalConfig, Fields

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar
 
 from rlx_jax.blocks import GPT_OSS_KEYS, MIXTRAL_KEYS, STACKED_KEYS, ClampedGate, ExpertKeys, LayerSpec, MoeSpec
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import ConfigError
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import DecoderFlow

@@ -3,7 +3,6 @@ windows in two of three layers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import (
@@ -16,6 +15,7 @@ from rlx_jax.blocks import (
     RopeTables,
     Sequence,
 )
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.bert import BertConfig, BertLike
 from rlx_jax.models.config import ACTIVATIONS, CausalConfig, Fields, text_fields

@@ -5,12 +5,12 @@ It has RoBERTa's layers and positions, a relative-position bias that all layers 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Self
 
 from rlx_jax.blocks import BlockStage, EncoderLayerSpec, RelativeBias
 from rlx_jax.blocks.encoder import STYLES
 from rlx_jax.blocks.positions import POSITION_BIAS
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import UnsupportedError
 from rlx_jax.models.bert import RobertaConfig, RobertaFlow
 from rlx_jax.models.config import Fields, text_fields

@@ -6,9 +6,9 @@ import contextlib
 import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import RlxError, listing, quote, shown
 from rlx_jax.io.fields import NULLABLE
 from rlx_jax.models.config import INERT, INERT_PREFIXES, NEUTRAL, Fields, ModelConfig

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import EncoderExperts, EncoderLayerSpec
 from rlx_jax.blocks.encoder import NOMIC_KEYS
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import ConfigError, UnsupportedError, shown
 from rlx_jax.models.bert import ALL_INPUTS, BertConfig, BertLike
 from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, Fields, width_and_heads

@@ -5,12 +5,12 @@ Its vectors are in the same space as nomic-embed-text's.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Self
 
 from rlx_jax.blocks import BlockStage, Custom, NomicSelector, PatchRope, PreNormLayerSpec
 from rlx_jax.blocks.pooling import normalize_rows
 from rlx_jax.blocks.vision import NOMIC_KEYS
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import ConfigError
 from rlx_jax.models import nomic
 from rlx_jax.models.config import MAX_LAYERS, Fields, width_and_heads

@@ -6,7 +6,6 @@ for drafts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
 
@@ -23,6 +22,7 @@ from rlx_jax.blocks import (
     decoder_layer,
     gated_delta_layer,
 )
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import ConfigError, MissingWeightError, UnsupportedError, quote
 from rlx_jax.flow import ModelFlow, declared_shapes
 from rlx_jax.models.config import MAX_LAYERS, Fields

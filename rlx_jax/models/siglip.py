@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from rlx_jax.blocks import (
@@ -18,6 +17,7 @@ from rlx_jax.blocks import (
     Sequence,
 )
 from rlx_jax.blocks.linear import module_keys
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.clip import LAYOUT as CLIP_LAYOUT

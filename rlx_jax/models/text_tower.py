@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 from rlx_jax.blocks import BlockStage, Embed, GatherAdd, PreNormLayerSpec, pre_norm_layer
 from rlx_jax.blocks.vision import CLIP_KEYS
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import ConfigError, RlxWarning, UnsupportedError, quote
 from rlx_jax.flow import POSITIONS
 from rlx_jax.models.config import Fields, TokenConfig, finish_model

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self, TypeVar
 
 from rlx_jax.blocks import BlockStage, ClsTokenPool, LayerKeys, PreNormLayerSpec, VisionEmbed, pre_norm_layer
 from rlx_jax.blocks.linear import module_keys
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.config import Fields, LayeredConfig, tower_fields

@@ -5,11 +5,11 @@ differ from it in tokens or pooling: DeiT, I-JEPA, ViT-MSN, DINOv2 and DINOv3.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 from typing import Self
 
 from rlx_jax.blocks import BlockStage, LayerKeys, Linear, PreNormLayerSpec
 from rlx_jax.blocks.vision import DINOV2_KEYS, HF_QKV, VIT_KEYS, grid_rope_tables
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.models.config import Fields, tower_fields
 from rlx_jax.models.encoder import IMAGE, IMAGE_HEADS, HeadLayer, TaskHead

@@ -11,7 +11,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from rlx_jax.compiler.compile_pipeline import CompilePipeline
 from rlx_jax.compiler.execution import stable_hash
 from rlx_jax.compiler.graph_module import GraphModule
 from rlx_jax.compiler.settings import Settings
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.device import running_device
 from rlx_jax.errors import GraphError, RlxCacheWarning, RlxError, first_line
 from rlx_jax.io.entries import EntryStore

@@ -12,13 +12,13 @@ import tempfile
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from rlx_jax.compiler.executable import Executable, HasCompanions
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.device import running_device
 from rlx_jax.errors import RequestError, SaveFailedError, UnsupportedError, first_line, quote
 from rlx_jax.inspection.records import KernelEntry

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import ConfigError, FormatError, HubError, RlxWarning, StorageError, UnsupportedError, quote
 from rlx_jax.io import limits
 from rlx_jax.io.folder import Folder

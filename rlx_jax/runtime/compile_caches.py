@@ -8,12 +8,12 @@ themselves.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from rlx_jax.compiler.executable import Executable
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import RequestError, quote
 from rlx_jax.runtime.compile_flow import compile
 from rlx_jax.runtime.inputs import check_integer

@@ -9,10 +9,10 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 from rlx_jax.compiler.dumps import graph_text, pass_diffs
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import RequestError, shown
 from rlx_jax.inspection.largest_losses import largest_losses
 from rlx_jax.inspection.page import Page, make_page

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from rlx_jax.compiler.executable import Function, sharding_options, with_split_i
 from rlx_jax.compiler.meshes import use_model_mesh
 from rlx_jax.compiler.pipeline import make_function
 from rlx_jax.compiler.settings import DIMENSIONS
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.device import named_device
 from rlx_jax.errors import RequestError, RlxError, UnsupportedError, check_names, first_line, listing, quote, shown
 from rlx_jax.io.archive import SUFFIX, Content, write_archive

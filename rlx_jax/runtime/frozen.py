@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from jax.sharding import Mesh
 from rlx_jax.compiler.passes import Job
 from rlx_jax.compiler.pipeline import Template
 from rlx_jax.compiler.settings import lowering_settings
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.device import all_devices
 from rlx_jax.errors import (
     ArtifactFormatError,

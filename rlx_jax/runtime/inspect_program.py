@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
 from rlx_jax.compiler.executable import Executable
 from rlx_jax.compiler.pipeline import Template
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.device import running_device
 from rlx_jax.inspection.rates import Rates, rates_of
 from rlx_jax.inspection.records import BlockEntry, Inspection, KernelEntry, OpEntry, PassStep

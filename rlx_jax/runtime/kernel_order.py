@@ -9,8 +9,8 @@ of a library may run several kernels.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.lowering.inspect.hlo import Instruction, kernel_name
 
 # Operations of the driver: the first kind prepares the next kernel.

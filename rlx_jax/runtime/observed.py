@@ -7,11 +7,11 @@ import importlib
 import os.path
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import RequestError, UnsupportedError, listing, shown
 from rlx_jax.flow import ModelFlow
 from rlx_jax.ir.graph import Graph, Param, Value

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 
 from rlx_jax.compiler.executable import ProgramWrapper, uncovered_arguments
 from rlx_jax.compiler.settings import Buckets
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import listing, quote
 
 

@@ -12,7 +12,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -38,6 +37,7 @@ from rlx_jax.compiler.first_programs import FirstPrograms
 from rlx_jax.compiler.meshes import to_model_devices, use_model_mesh, with_explicit_axes
 from rlx_jax.compiler.pipeline import Template, make_function, make_lir, make_template, with_hidden
 from rlx_jax.compiler.settings import Settings, choose_settings, with_model_sharding
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.device import out_of_memory
 from rlx_jax.errors import (
     DeriveError,

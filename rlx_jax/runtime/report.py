@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from rlx_jax.compiler.executable import Executable
 from rlx_jax.compiler.pipeline import Template
 from rlx_jax.compiler.settings import LoopSettings
+from rlx_jax.dataclasses import asdict, dataclass, field, replace
 from rlx_jax.device import Device
 from rlx_jax.errors import listing
 from rlx_jax.ir.ops.exported import is_exported

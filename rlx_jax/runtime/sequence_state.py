@@ -6,7 +6,6 @@ It creates empty states, checks the state that a call passes, and checks that ne
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.compiler.pipeline import Template
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.device import check_device_memory
 from rlx_jax.errors import GraphError, RequestError, SequenceLengthError, SessionStateError, listing
 from rlx_jax.ir.types import TensorType, bind_dim, check_elements, is_static, short_name, terms_of

@@ -5,8 +5,9 @@ The patterns are those of the models' `tokenizer.json`, or llama.cpp's where it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
+
+from rlx_jax.dataclasses import dataclass
 
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"

@@ -10,11 +10,11 @@ import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass, field
 from rlx_jax.errors import RlxWarning, TokenizerError, UnsupportedError, listing, shown
 from rlx_jax.text.gguf_pretokenizers import DEFAULT, PRE_TOKENIZERS
 from rlx_jax.text.gguf_vocabulary import (

@@ -9,12 +9,12 @@ from __future__ import annotations
 import base64
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any
 
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import RlxWarning, TokenizerError, UnsupportedError, did_you_mean, listing, quote, shown
 from rlx_jax.text.gguf_pretokenizers import DEFAULT, PRE_TOKENIZERS
 

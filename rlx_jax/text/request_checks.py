@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass, field
 from rlx_jax.errors import RequestError, SequenceLengthError, TokenIdError, integer_text, shown
 from rlx_jax.io import limits
 from rlx_jax.ir.types import short_name

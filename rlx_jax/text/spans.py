@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import RequestError
 from rlx_jax.text.request_checks import check_text
 from rlx_jax.text.tokenizer import Tokenizer

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import ConfigError, quote
 from rlx_jax.models.config import Fields
 from rlx_jax.text.ascii_texts import take_ranges

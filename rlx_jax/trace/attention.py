@@ -6,11 +6,11 @@ Axis letters: B batch, S queries, T keys, N query heads, K key heads, D head wid
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic
 
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import GraphError, ShapeError, quote, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph, Value

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import GraphError, did_you_mean, listing, quote, shown
 from rlx_jax.ir.graph import Boundary, Node, Param
 from rlx_jax.ir.param import keys_of

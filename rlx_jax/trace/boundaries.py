@@ -7,9 +7,9 @@ that each stage takes and returns. `edit_blocks` removes the marks.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import MissingWeightError
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Boundary, Constant, Hir, Leaf, Node, Param, Value

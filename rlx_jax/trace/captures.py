@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os.path
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import GraphError, ShapeError, listing, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Leaf, Node, Value

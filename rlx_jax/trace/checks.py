@@ -11,13 +11,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
 from types import UnionType
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_args, get_type_hints
 
 import jax
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass, fields
 from rlx_jax.errors import GraphError, RlxError, ShapeError, did_you_mean, listing, quote, shown
 from rlx_jax.ir.graph import Op
 from rlx_jax.ir.types import INITS, Init, TensorType, as_dim, is_static

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
 
+from rlx_jax.dataclasses import dataclass, fields, replace
 from rlx_jax.errors import GraphError, MissingWeightError, ShapeError, listing, quote, shown
 from rlx_jax.ir.graph import Boundary, Builder, Leaf, Node, Value, locate_errors
 from rlx_jax.ir.hir import Attention, Linear

@@ -7,11 +7,11 @@ stack of several (`WeightStack`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import GraphError, MissingWeightError, WeightError, WeightShapeError, did_you_mean, quote, shown
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.param import (

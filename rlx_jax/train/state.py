@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
@@ -17,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from rlx_jax.blocks.lora import has_adapters
 from rlx_jax.compiler.compile_cache import with_compile_cache
 from rlx_jax.compiler.executable import Arrays
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import RequestError, WeightError, did_you_mean, listing, quote, shown
 from rlx_jax.ir.param import keys_of, packed_parameter
 from rlx_jax.ir.types import is_float, short_name

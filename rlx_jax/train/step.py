@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -13,6 +12,7 @@ from jax import lax
 import rlx_jax.losses as losses
 from rlx_jax.compiler.compile_cache import with_compile_cache
 from rlx_jax.compiler.executable import Arrays
+from rlx_jax.dataclasses import dataclass, field
 from rlx_jax.device import out_of_memory
 from rlx_jax.errors import RequestError, SessionStateError, listing, shown, suggest_keywords
 from rlx_jax.ir.user_functions import is_consumed

@@ -13,13 +13,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlx_jax.dataclasses import asdict, dataclass
 from rlx_jax.errors import (
     CheckpointFormatError,
     DTypeError,

@@ -9,9 +9,9 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import (
     CheckpointFormatError,
     ConfigError,

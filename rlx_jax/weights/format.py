@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
 from typing import Any, Literal, Protocol, TypedDict, cast, get_args, runtime_checkable
 
 import jax
 import ml_dtypes
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass, fields
 from rlx_jax.errors import NonFiniteWeightError, RlxNumericsWarning, WeightError, did_you_mean, quote
 from rlx_jax.io.files import Links
 from rlx_jax.ir.types import TensorType, is_float, is_lossless_cast, short_name

@@ -15,12 +15,12 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import DuplicateWeightError, GgufError, UnsupportedError, listing, quote
 from rlx_jax.io import limits
 from rlx_jax.ir.ggml import BLOCKS

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass, field
 from rlx_jax.errors import ConfigError, DuplicateWeightError, quote
 from rlx_jax.io import limits
 from rlx_jax.ir.ggml import BLOCKS

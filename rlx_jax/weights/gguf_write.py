@@ -9,12 +9,12 @@ import hashlib
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import UnsupportedError, did_you_mean, listing, quote
 from rlx_jax.ir.ggml import BLOCKS
 from rlx_jax.ir.types import short_name

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import IntegrityError, WeightError, WeightShapeError, quote
 from rlx_jax.ir.packed import Packed, PackedSpec, WeightSpec, check_packed, packed_types
 from rlx_jax.ir.packed_values import finite_check_floats

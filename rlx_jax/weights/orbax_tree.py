@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from typing import Any
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import (
     CheckpointFormatError,
     DuplicateWeightError,

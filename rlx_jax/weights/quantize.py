@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import WeightError, quote
 from rlx_jax.ir.types import TensorType, is_float
 from rlx_jax.weights.format import Entry, all_finite

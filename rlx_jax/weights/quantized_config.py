@@ -8,10 +8,10 @@ type. Activations and caches are not quantised, whatever a config requests of th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.io.fields import MAX_INTEGER, Fields
 from rlx_jax.io.folder import CONFIG, Folder

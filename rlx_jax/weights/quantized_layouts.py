@@ -7,11 +7,11 @@ Values of codes and scales are copied, and scales at most widened, so decoding g
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import ConfigError, NonFiniteWeightError, UnsupportedError, WeightError, WeightShapeError, quote
 from rlx_jax.io.files import parse_object
 from rlx_jax.ir.packed import F32, SCHEMES, TABLES, Codes

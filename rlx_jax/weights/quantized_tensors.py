@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import (
     DuplicateWeightError,
     MissingWeightError,

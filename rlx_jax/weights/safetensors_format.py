@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import IntegrityError, UnsupportedError, WeightError, listing, quote
 from rlx_jax.io.atomic import write_synced
 from rlx_jax.io.files import list_directory, resolve

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import DuplicateWeightError, UnsupportedError, WeightError, WeightShapeError, listing, quote, shown
 from rlx_jax.ir.packed import PackedSpec, WeightSpec
 from rlx_jax.ir.weight_reads import WeightSource

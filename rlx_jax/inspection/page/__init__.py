@@ -14,9 +14,9 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from importlib.resources import files
 
+from rlx_jax.dataclasses import dataclass, field
 from rlx_jax.errors import TargetExistsError, quote
 from rlx_jax.inspection.records import Inspection
 from rlx_jax.io.atomic import atomic_directory, write_synced

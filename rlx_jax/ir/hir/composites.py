@@ -7,12 +7,12 @@ inside.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Builder, Hir, Value, constant
 from rlx_jax.ir.hir.masks import MASK_KINDS, MaskKind

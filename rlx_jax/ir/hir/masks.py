@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import GraphError, did_you_mean, quote, wrong_arity
 
 

@@ -10,11 +10,11 @@ are packed: head h of width D is columns h·D … h·D+D−1.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Builder, Constant, Hir, Value
 from rlx_jax.ir.hir.masks import check_arity

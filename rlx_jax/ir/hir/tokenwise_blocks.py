@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import ShapeError
 from rlx_jax.ir.graph import Builder, Hir, Value, constant
 from rlx_jax.ir.operands import BLOCK, TABLES, Initial, Normal

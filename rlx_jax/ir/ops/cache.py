@@ -6,7 +6,6 @@ Axis letters: B batch, S new tokens, T slots of the cache, K key/value heads, D 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.operands import ELEMENTWISE, MOVEMENT, REDUCTION, STATE, Types, results_written, zero

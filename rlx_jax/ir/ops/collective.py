@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import jax.numpy as jnp
 from jax import Array, lax
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.ir.graph import Mir, TypeCache
 from rlx_jax.ir.operands import MOVEMENT, REDUCTION, TOKENS, results_moved
 from rlx_jax.ir.types import TensorType, as_dtype

@@ -8,13 +8,13 @@ precision.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import GraphError, ShapeError, wrong_arity
 from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Hir, Mir, Node, TypeCache, Value, as_values
 from rlx_jax.ir.operands import ELEMENTWISE

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import DTypeError, GraphError, first_line, shown
 from rlx_jax.ir import user_functions
 from rlx_jax.ir.graph import Constant, Graph, Mir, TypeCache, constant

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.operands import Initial, Normal, Types, product_traits

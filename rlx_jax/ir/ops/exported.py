@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import ShapeError, UnsupportedError, wrong_arity
 from rlx_jax.ir.graph import Graph, Mir, TypeCache
 from rlx_jax.ir.operands import MOVEMENT, Types

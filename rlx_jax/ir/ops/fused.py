@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import ShapeError, wrong_arity
 from rlx_jax.ir.graph import Mir, TypeCache
 from rlx_jax.ir.operands import ELEMENTWISE, NORM, Types, named_operands, product_traits

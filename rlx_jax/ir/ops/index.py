@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from jax import Array, lax
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import DTypeError, GraphError, ShapeError
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.operands import MOVEMENT, TOKENS, results_written

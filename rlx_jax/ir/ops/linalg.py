@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import DTypeError, ShapeError
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.operands import REDUCTION, Types, product_traits

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax import Array, lax
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.operands import NORM

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import GraphError, ShapeError
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.operands import REDUCTION

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import ShapeError, wrong_arity
 from rlx_jax.ir.graph import Mir, TypeCache
 from rlx_jax.ir.operands import Initial, Normal, Types, product_traits

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import DTypeError, ShapeError
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.operands import REDUCTION

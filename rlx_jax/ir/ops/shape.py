@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import DTypeError, ShapeError
 from rlx_jax.ir.graph import Mir, TypeCache
 from rlx_jax.ir.operands import MOVEMENT, Types, all_moved, check_axes, first_moved, results_moved, zero
