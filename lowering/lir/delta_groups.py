@@ -28,6 +28,8 @@ CONVOLUTION = (SplitLast, Unary, CausalConvOp, Pad)
 
 def group_deltas(graph: Graph, types: TypeCache) -> Graph:
     """Return the graph with a `DeltaGroup` for each rule of a prompt that the kernels compute with its convolution."""
+    if not any(isinstance(node.op, GatedDeltaOp) for _, node in graph.walk()):
+        return graph
     builder, values = Builder(graph.name, types), dict[Value, Value]()
     builder.inputs = list(graph.inputs)
     for number, node in enumerate(graph.nodes):
