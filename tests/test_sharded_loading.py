@@ -401,3 +401,21 @@ def test_sharded_parameters_are_saved(tmp_path: Path, format: str, kind: AxisTyp
     source = rlx.open_weights(tmp_path / "m", verify="full")
     for name in ARRAYS:
         np.testing.assert_array_equal(source.read(name), 2 * ARRAYS[name])
+
+
+@pytest.mark.parametrize(("limit", "free"), [(1000, 700), (450, 150), (200, 0), ("max", None)])
+def test_the_memory_of_a_container_is_asked_for(
+    limit: object, free: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the 400 bytes in use, 100 are of files: the kernel frees these when memory is asked for."""
+    monkeypatch.setattr(limits, "CONTAINER_MEMORY", ())
+    of_host = limits.available_bytes()
+    monkeypatch.setattr(limits, "CONTAINER_MEMORY", (("no", "such", "folder"), (tmp_path, "limit", "used")))
+    for name, text in {
+        "limit": limit,
+        "used": 400,
+        "memory.stat": "anon 300\nactive_file 60\ninactive_file 40",
+    }.items():
+        (tmp_path / name).write_text(f"{text}\n")
+    got = limits.available_bytes()
+    assert got == free if free is not None else got is not None and of_host is not None and got > of_host // 2

@@ -8,6 +8,7 @@ before opening the file. Rank, dimensions and elements are limited by `rlx_jax.i
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from rlx_jax.errors import LimitError
 
@@ -87,13 +88,30 @@ def check_memory(nbytes: int, subject: str) -> None:
 
 
 def available_bytes() -> int | None:
-    """Return the memory that is available without swapping, in bytes; None if it is unknown."""
+    """Return the memory that is available without swapping, in bytes; None if it is unknown.
+
+    In a container that is at most what its limit leaves, where the cache of files counts as free.
+    """
     try:
         with open("/proc/meminfo", "rb") as file:
-            (line,) = (line for line in file if line.startswith(b"MemAvailable:"))
-            return int(line.split()[1]) * 1024
-    except (OSError, ValueError):  # not Linux
+            free = int(next(line for line in file if line.startswith(b"MemAvailable:")).split()[1]) * 1024
+    except (OSError, ValueError, StopIteration):  # not Linux
         return None
+    for folder, limit, used in CONTAINER_MEMORY:
+        try:
+            maximum, taken = (int(Path(folder, name).read_text()) for name in (limit, used))
+            stat = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
+            free = min(free, max(maximum - taken + int(stat["active_file"]) + int(stat["inactive_file"]), 0))
+        except (OSError, ValueError, KeyError):  # not a container of this kind, or "max": without a limit
+            continue
+    return free
+
+
+# Where Linux shows the memory of a container, by the versions of cgroups: folder, file of the limit, file of the use.
+CONTAINER_MEMORY = (
+    ("/sys/fs/cgroup", "memory.max", "memory.current"),
+    ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
 
 
 def host_bytes() -> int | None:
