@@ -98,7 +98,7 @@ class _Window:
 class QuestionAnswerer(HeadModel):
     """Find answers to questions in texts; arguments as of `HeadModel`."""
 
-    _methods = "answer(question, context) returns a part of the context, logits(question, context) those of its ends"
+    _methods = "answer(question, context) returns a part of the context, logits(…) the logits of its ends"
     task = ANSWER
     of_pairs = (True,)
 
