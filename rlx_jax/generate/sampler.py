@@ -179,7 +179,9 @@ class Sampler:
             object.__setattr__(self, "bad_words", check_bad_words(self.bad_words))
         processor: Any = self.logits_processor
         if processor is not None and not (callable(processor) and isinstance(processor, Hashable)):
-            raise RequestError(f"logits_processor is {shown(processor)}; expected a function (logits, tokens)")
+            raise RequestError(
+                f"logits_processor is {shown(processor)}; expected a function (logits, tokens) -> logits"
+            )
 
     @staticmethod
     def from_generation_config(config: str | os.PathLike[str] | Mapping[str, Any]) -> Sampler:
