@@ -173,7 +173,7 @@ def test_other_parameters() -> None:
     model.model = model.model.replace(changed.params)
     assert model.generate(PROMPTS, NEW, slots=3) == want
     assert model.report().request.read_tokens > sum(map(len, TAILS)) + len(SYSTEM)
-    with pytest.raises(errors.SessionStateError, match="with other parameters"):
+    with pytest.raises(errors.SessionStateError, match="or other parameters"):
         model.generate([[1]], NEW, state=named)
 
 
