@@ -279,8 +279,8 @@ def reads_of(graph: Graph, members: Sequence[int]) -> list[Value]:
 def run_group(op: KernelGroup, *arrays: Any, interpret: Any = None) -> tuple[Any, ...]:
     """Compute a group by its kernel; `interpret` as in `matvec`."""
     body, rows = op.body, op.num_rows
-    packed = arrays[rows] if isinstance(arrays[rows], PackedWeight) else None
-    weight, scheme = (arrays[rows], "") if packed is None else (packed.arrays, packed.scheme)
+    packed_weight = arrays[rows] if isinstance(arrays[rows], PackedWeight) else None
+    weight, scheme = (arrays[rows], "") if packed_weight is None else (packed_weight.arrays, packed_weight.scheme)
     spec = kernel_of(GroupKey(tuple((n.op, n.inputs, n.types) for n in body.nodes), body.outputs, rows, scheme))
     if isinstance(spec.tiling, RowsTiling):
         count = math.prod(arrays[0].shape[:-1])
@@ -317,7 +317,7 @@ def kernel_of(key: GroupKey) -> Matvec:
     product = KernelGroup(body, key.num_rows).product
     operands = body_inputs(body)
     rows, entries = operands[: key.num_rows], operands[key.num_rows + 1 :]
-    kept = [v for v in key.outputs if v.node < product]
+    kept_values = [v for v in key.outputs if v.node < product]
     results = [v for v in key.outputs if v.node >= product]
     is_split = product + 1 < len(nodes) and isinstance(nodes[product + 1].op, SplitLast) and len(results) == 1
     is_split = is_split and results[0].node > product + 1
@@ -326,7 +326,7 @@ def kernel_of(key: GroupKey) -> Matvec:
     def prologue(*arrays: Any) -> tuple[Any, ...]:
         values = dict(zip(rows, arrays, strict=True))
         run_nodes(nodes[:product], values)
-        return tuple(values[v] for v in (nodes[product].inputs[0], *kept))
+        return tuple(values[v] for v in (nodes[product].inputs[0], *kept_values))
 
     def epilogue(*arrays: Any) -> tuple[Any, ...]:
         values = {Value(i): jnp.asarray(n.op.array) for i, n in enumerate(nodes) if isinstance(n.op, Constant)}
