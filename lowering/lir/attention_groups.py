@@ -22,6 +22,7 @@ from rlx_jax.ir.ops.cache import CacheUpdate, RingStep
 from rlx_jax.ir.ops.index import TakeRow
 from rlx_jax.ir.ops.shape import Reshape, SplitLast
 from rlx_jax.ir.queries import find_readers
+from rlx_jax.ir.region import join_nodes
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lir.decode_attention import (
     MAX_KEYS,
@@ -84,26 +85,16 @@ class AttentionParts:
 
 def group_attention(graph: Graph, types: TypeCache) -> Graph:
     """Return the graph with an `AttentionGroup` for each attention that the kernel computes."""
-    return dce(add_groups(graph, types), types)
+    return dce(join_nodes(graph, types, find_groups, add_group), types)
 
 
-def add_groups(graph: Graph, types: TypeCache) -> Graph:
-    """Return the graph with the groups added. Ops that only groups read remain."""
+def find_groups(graph: Graph) -> tuple[list[int], dict[int, AttentionParts]]:
+    """Return the nodes without the writes and views that groups have, and the groups by the attention's number."""
     readers = find_readers(graph)
     parts = (find_parts(graph, i) for i, node in enumerate(graph.nodes) if isinstance(node.op, AttentionOp))
     found = {p.number: p for p in parts if p is not None and can_move_writes(p, readers)}
     moved = {number for p in found.values() for number in (*p.updates, *p.views)}
-    builder, values = Builder(graph.name, types), dict[Value, Value]()
-    builder.inputs = list(graph.inputs)
-    for number, node in enumerate(graph.nodes):
-        if number in found:
-            with builder.origin_scope(node.origin):
-                add_group(builder, graph, found[number], values)
-        elif number not in moved:
-            regions = tuple(add_groups(region, types) for region in node.op.regions())
-            builder.copy(node, number, values, node.op.with_regions(regions) if regions else None)
-    builder.writes.extend((leaf, values[v]) for leaf, v in graph.writes)
-    return builder.finish([values[v] for v in graph.outputs], graph.output_names)
+    return [number for number in range(len(graph.nodes)) if number not in moved], found
 
 
 def can_move_writes(parts: AttentionParts, readers: Mapping[Value, Sequence[int]]) -> bool:
@@ -226,16 +217,16 @@ def one_head(t: TensorType) -> TensorType:
     return TensorType((*(1 for _ in t.shape[:-1]), t.shape[-1]), t.dtype)
 
 
-def add_group(b: Builder, graph: Graph, parts: AttentionParts, values: dict[Value, Value]) -> None:
+def add_group(b: Builder, graph: Graph, parts: AttentionParts, number: int, values: dict[Value, Value]) -> None:
     """Append a group to a builder, and add its results to `values`."""
     nodes, members = graph.nodes, parts.members()
     caches = [nodes[u].inputs[0] for u in parts.updates]
     reads = dict.fromkeys([*caches, *(v for m in members for v in nodes[m].inputs if v.node not in members)])
     body = Builder(f"{graph.name}.group", b.types, b.origin)
     inner = {v: body(BodyInput(i, type=graph.type(v))) for i, v in enumerate(reads)}
-    for number in members:
-        body.copy(nodes[number], number, inner)
-    outputs = [Value(parts.number), *(Value(u) for u in parts.updates)]
+    for member in members:
+        body.copy(nodes[member], member, inner)
+    outputs = [Value(number), *(Value(u) for u in parts.updates)]
     results = b.add(AttentionGroup(body.finish([inner[v] for v in outputs])), *(values[v] for v in reads))
     values.update(zip(outputs, results, strict=True))
     for update, result in zip(parts.updates, results[1:], strict=True):

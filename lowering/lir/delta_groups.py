@@ -17,6 +17,7 @@ from rlx_jax.ir.ops.norm import Standardize
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Unary
 from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp
 from rlx_jax.ir.ops.shape import Pad, Reshape, SplitLast
+from rlx_jax.ir.region import join_nodes
 from rlx_jax.lowering.lir.plan import call_of
 from rlx_jax.lowering.lir.recurrent import has_prompt_kernels
 from rlx_jax.lowering.mir.small import dce
@@ -30,18 +31,13 @@ def group_deltas(graph: Graph, types: TypeCache) -> Graph:
     """Return the graph with a `DeltaGroup` for each rule of a prompt that the kernels compute with its convolution."""
     if not any(isinstance(node.op, GatedDeltaOp) for _, node in graph.walk()):
         return graph
-    builder, values = Builder(graph.name, types), dict[Value, Value]()
-    builder.inputs = list(graph.inputs)
-    for number, node in enumerate(graph.nodes):
-        members = members_of(graph, number)
-        if members is None:
-            regions = tuple(group_deltas(region, types) for region in node.op.regions())
-            builder.copy(node, number, values, node.op.with_regions(regions) if regions else None)
-            continue
-        with builder.origin_scope(node.origin):
-            add_group(builder, graph, members, values)
-    builder.writes.extend((leaf, values[v]) for leaf, v in graph.writes)
-    return dce(builder.finish([values[v] for v in graph.outputs], graph.output_names), types)
+    return dce(join_nodes(graph, types, find_groups, add_group), types)
+
+
+def find_groups(graph: Graph) -> tuple[range, dict[int, list[int]]]:
+    """Return the order of the nodes, and the groups by the number of the rule."""
+    found = ((number, members_of(graph, number)) for number in range(len(graph.nodes)))
+    return range(len(graph.nodes)), {number: members for number, members in found if members is not None}
 
 
 def follow(graph: Graph, value: Value, chain: Sequence[type]) -> list[Value]:
@@ -89,20 +85,20 @@ def members_of(graph: Graph, number: int) -> list[int] | None:
     return sorted(members) if is_known else None
 
 
-def add_group(b: Builder, graph: Graph, members: Sequence[int], values: dict[Value, Value]) -> None:
+def add_group(b: Builder, graph: Graph, members: Sequence[int], number: int, values: dict[Value, Value]) -> None:
     """Append a group to a builder, and add its results to `values`."""
-    nodes, rule = graph.nodes, graph.nodes[members[-1]]
+    nodes, rule = graph.nodes, graph.nodes[number]
     (window,) = (nodes[n].inputs[1] for n in members if isinstance(nodes[n].op, CausalConvOp))
     (norm, *_) = (op for n in members if isinstance(op := nodes[n].op, Standardize))
     operands = (nodes[members[0]].inputs[0], window, *rule.inputs[3:])
     body = Builder(f"{graph.name}.group", b.types, b.origin)
     inner = {v: body(BodyInput(i, type=graph.type(v))) for i, v in enumerate(operands)}
-    for number in members:
-        for value in nodes[number].inputs:
+    for member in members:
+        for value in nodes[member].inputs:
             if value not in inner and isinstance(constant := nodes[value.node].op, Constant):
                 inner[value] = body.leaf(constant)
-        body.copy(nodes[number], number, inner)
-    outputs = [Value(members[-1], i) for i in range(2)]
+        body.copy(nodes[member], member, inner)
+    outputs = [Value(number, i) for i in range(2)]
     heads, keys = map(int, graph.type(rule.inputs[1]).shape[2:])
     width = int(graph.type(rule.inputs[2]).shape[3])
     assert isinstance(rule.op, GatedDeltaOp)

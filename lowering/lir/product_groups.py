@@ -28,6 +28,7 @@ from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.ir.param import packing_of
 from rlx_jax.ir.queries import find_readers
+from rlx_jax.ir.region import join_nodes
 from rlx_jax.ir.types import TensorType, is_float, short_name
 from rlx_jax.lowering.lir.matvec import KernelTrace, Matvec, find_tiling, matvec, unsupported_primitive
 from rlx_jax.lowering.lir.packed import PackedWeight
@@ -43,26 +44,19 @@ Members = tuple[list[int], list[int]]
 
 def group_products(graph: Graph, types: TypeCache) -> Graph:
     """Return the graph with a `KernelGroup` for each product of a few rows with a weight that a kernel divides."""
-    builder = Builder(graph.name, types)
-    builder.inputs = list(graph.inputs)
-    readers = find_readers(graph)
-    groups = find_groups(graph, readers)
-    while True:
-        order = order_units(graph, groups)
-        if isinstance(order, list):
-            break
+    return join_nodes(graph, types, order_groups, add_group)
+
+
+def order_groups(graph: Graph) -> tuple[list[int], dict[int, tuple[list[int], list[int], list[Value]]]]:
+    """Return the nodes in an order in which each group is one unit, and by the product the groups with their results.
+
+    Other nodes read these results.
+    """
+    groups = find_groups(graph, readers := find_readers(graph))
+    while not isinstance(order := order_units(graph, groups), list):
         groups[order] = [], groups[order][1]  # a path leads from its first ops back into it
-    values: dict[Value, Value] = {}
-    for number in order:
-        node = graph.nodes[number]
-        if number in groups:
-            with builder.origin_scope(node.origin):
-                add_group(builder, graph, groups[number], number, readers, values)
-        else:
-            regions = tuple(group_products(region, types) for region in node.op.regions())
-            builder.copy(node, number, values, node.op.with_regions(regions) if regions else None)
-    builder.writes.extend((leaf, values[v]) for leaf, v in graph.writes)
-    return builder.finish([values[v] for v in graph.outputs], graph.output_names)
+    results = (results_of(graph, [*before, *after], readers) for before, after in groups.values())
+    return order, {product: (*group, live) for (product, group), live in zip(groups.items(), results, strict=True)}
 
 
 def find_groups(graph: Graph, readers: Mapping[Value, Sequence[int]]) -> dict[int, Members]:
@@ -240,11 +234,10 @@ def order_units(graph: Graph, groups: Mapping[int, Members]) -> list[int] | int:
 
 
 def add_group(
-    b: Builder, graph: Graph, group: Members, product: int, readers: Mapping[Value, Sequence[int]],
-    values: dict[Value, Value],
-) -> None:  # fmt: skip
+    b: Builder, graph: Graph, group: tuple[list[int], list[int], list[Value]], product: int, values: dict[Value, Value]
+) -> None:
     """Append a group to a builder, and add its results to `values`."""
-    before, after = group
+    before, after, live = group
     nodes = graph.nodes
     weight = nodes[product].inputs[1]
     rows = reads_of(graph, before) if before else [nodes[product].inputs[0]]
@@ -261,7 +254,6 @@ def add_group(
         body.copy(nodes[number], number, inner)
         if number == product:  # a value that ops on both sides of the product read is two operands
             inner.update(zip(entries, inputs[len(rows) + 1 :], strict=True))
-    live = results_of(graph, members, readers)
     outputs = [v for v in live if v.node not in before] + [v for v in live if v.node in before]
     op = KernelGroup(body.finish([inner[v] for v in outputs]), len(rows))
     values.update(zip(outputs, b.add(op, *(values[v] for v in operands)), strict=True))

@@ -8,7 +8,7 @@ body, or `lax.scan`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -84,6 +84,38 @@ def replace_ops(
         return b.append(change(node.op), *inputs) if isinstance(node.op, kind) else None
 
     return rewrite(graph, everywhere(fn), types, by)
+
+
+Group = TypeVar("Group")
+
+
+def join_nodes(
+    graph: Graph,
+    types: TypeCache,
+    find: Callable[[Graph], tuple[Sequence[int], Mapping[int, Group]]],
+    add: Callable[[Builder, Graph, Group, int, dict[Value, Value]], None],
+) -> Graph:
+    """Return the graph, and its regions, with groups of nodes joined.
+
+    Args:
+        graph: a program or a region.
+        types: infers the types.
+        find: returns the numbers of the nodes to copy, in order, and by the number of one of them, the groups.
+        add: appends a group, given its number, in place of that node, and adds its results to the values.
+    """
+    builder, values = Builder(graph.name, types), dict[Value, Value]()
+    builder.inputs = list(graph.inputs)
+    order, groups = find(graph)
+    for number in order:
+        node = graph.nodes[number]
+        if number in groups:
+            with builder.origin_scope(node.origin):
+                add(builder, graph, groups[number], number, values)
+        else:
+            regions = tuple(join_nodes(region, types, find, add) for region in node.op.regions())
+            builder.copy(node, number, values, node.op.with_regions(regions) if regions else None)
+    builder.writes.extend((leaf, values[v]) for leaf, v in graph.writes)
+    return builder.finish([values[v] for v in graph.outputs], graph.output_names)
 
 
 def _stamp(b: Builder, start: int, node: Node, by: str) -> None:
