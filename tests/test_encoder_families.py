@@ -15,9 +15,8 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.errors import ConfigError, RlxError, UnsupportedError
-from rlx_jax.models.bert_variants import RoFormerFlow
+from rlx_jax.models.bert_variants import GteConfig, RoFormerFlow
 from rlx_jax.models.encoder import MASKED, SEQUENCE
-from rlx_jax.models.gte import GteConfig
 from rlx_jax.weights.mapping import MappingSource
 from tests.oracles import checkpoints, encoder_families, hugging_face
 from tests.oracles.checkpoints import REMOVED

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 import rlx_jax as rlx
 from rlx_jax import blocks, errors
-from rlx_jax.models.nomic_vision import NomicVisionConfig
+from rlx_jax.models.nomic import NomicVisionConfig
 from tests.oracles import nomic_vision as oracle
 from tests.oracles.comparing import assert_close
 

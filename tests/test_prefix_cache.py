@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 import rlx_jax as rlx
 from rlx_jax import errors
-from rlx_jax.generate.prefix_cache import Prefix, PrefixCache
-from rlx_jax.generate.sorted_prefixes import shared_prefixes
+from rlx_jax.generate.prefix_cache import Prefix, PrefixCache, shared_prefixes
 from rlx_jax.weights.tensor_file import SafetensorsFile
 from tests import divided
 from tests.divided import V

@@ -14,7 +14,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax.errors import DTypeError, RequestError, WeightError
 from rlx_jax.losses import cross_entropy
-from rlx_jax.train.state import trainable_params
+from rlx_jax.train.step import trainable_params
 from tests.divided import mesh
 from tests.oracles import adapters, checkpoints, hugging_face
 from tests.oracles.comparing import assert_close

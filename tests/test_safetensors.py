@@ -32,8 +32,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io import limits
 from rlx_jax.weights import tensor_file
-from rlx_jax.weights.safetensors_header import DTYPES
-from rlx_jax.weights.tensor_file import SafetensorsFile, TensorFile
+from rlx_jax.weights.tensor_file import DTYPES, SafetensorsFile, TensorFile
 from tests.oracles import fuzzing
 from tests.oracles.fuzzing import bounded_memory, case, corpus, mutated, run, scrambled, seed_of
 from tests.shards import ENTRY, frame, one, open_raw
@@ -250,7 +249,7 @@ def test_other_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_TENSORS", 1)
     with pytest.raises(LimitError, match="limits.MAX_TENSORS"):
         open_raw(tmp_path, raw)
-    monkeypatch.setattr("rlx_jax.weights.safetensors_header.VALUES_PER_TENSOR", 1000)
+    monkeypatch.setattr("rlx_jax.weights.tensor_file.VALUES_PER_TENSOR", 1000)
     with pytest.raises(LimitError, match="the number of tensors is 2, over the limit limits.MAX_TENSORS = 1"):
         open_raw(tmp_path, raw)
 

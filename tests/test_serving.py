@@ -23,7 +23,7 @@ from rlx_jax.generate.decode import Sizes
 from rlx_jax.generate.request_plan import request_sizes
 from rlx_jax.generate.warm_up import warm_contexts, warm_requests
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
-from rlx_jax.text.padding import check_buckets
+from rlx_jax.text.request_checks import check_buckets
 from tests.small import compiles_of
 
 VOCAB = 41

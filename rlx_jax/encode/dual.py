@@ -23,7 +23,7 @@ from rlx_jax.runtime.compile_flow import finish_models
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.model_setup import make_programs
 from rlx_jax.runtime.report import Report
-from rlx_jax.text.padding import pad_to
+from rlx_jax.text.request_checks import pad_to
 from rlx_jax.text.token_model import TaskModel, TokenizerLike, open_tokenizer
 from rlx_jax.weights.format import CompileOptions, OpenOptions
 

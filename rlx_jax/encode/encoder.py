@@ -38,8 +38,17 @@ from rlx_jax.runtime.arguments import refuse_consumed
 from rlx_jax.runtime.explain import show as show_model
 from rlx_jax.runtime.inputs import as_host_array, check_integer
 from rlx_jax.runtime.report import Report, RequestReport
-from rlx_jax.text.padding import check_buckets, check_has_buckets, crop_to
-from rlx_jax.text.request_checks import TYPES, Ids, TokenRows, keep_mask, row_lengths, token_block
+from rlx_jax.text.request_checks import (
+    TYPES,
+    Ids,
+    TokenRows,
+    check_buckets,
+    check_has_buckets,
+    crop_to,
+    keep_mask,
+    row_lengths,
+    token_block,
+)
 from rlx_jax.text.token_model import (
     TaskModel,
     TokenizerLike,

@@ -25,7 +25,7 @@ from rlx_jax.weights.gguf_config import gguf_config, gguf_metadata, rope_factors
 from rlx_jax.weights.gguf_header import GgufHeader, GgufTensor, MetadataValue
 from rlx_jax.weights.gguf_write import tensor_shapes
 from rlx_jax.weights.mapping import MappingSource
-from rlx_jax.weights.safetensors_header import TensorInfo
+from rlx_jax.weights.tensor_file import TensorInfo
 
 _REMEDY = "save a Hugging Face directory, format='safetensors'"
 # Texts that tokenizers split in different ways: spaces, digits, contractions, scripts, marks, punctuation.

@@ -11,8 +11,7 @@ from rlx_jax.compiler.settings import Buckets
 from rlx_jax.errors import RequestError, did_you_mean, quote, shown
 from rlx_jax.models.encoder import MULTI_LABEL, REGRESSION, TaskHead
 from rlx_jax.runtime.inputs import check_integer
-from rlx_jax.text.padding import block_width
-from rlx_jax.text.request_checks import TYPES, TokenRows, pad_rows
+from rlx_jax.text.request_checks import TYPES, TokenRows, block_width, pad_rows
 
 LabelArray = np.ndarray[Any, Any]
 

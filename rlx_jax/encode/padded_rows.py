@@ -21,8 +21,7 @@ from rlx_jax.encode.token_selection import TokenSelection, select_results
 from rlx_jax.lowering.hir.row_layouts import MASK, PER_TOKEN
 from rlx_jax.runtime.inputs import as_host_array
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.text.padding import block_width, pad_to
-from rlx_jax.text.request_checks import TYPES, Ids, TokenRows, pad_rows
+from rlx_jax.text.request_checks import TYPES, Ids, TokenRows, block_width, pad_rows, pad_to
 from rlx_jax.text.token_model import primary_output
 
 # Maximum number of rows of a call, if the profile has no buckets for it.

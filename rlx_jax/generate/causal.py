@@ -49,8 +49,7 @@ from rlx_jax.program import Weights
 from rlx_jax.runtime.inputs import check_flag
 from rlx_jax.runtime.report import Report, RequestReport
 from rlx_jax.text.chat import chat_prompt
-from rlx_jax.text.padding import check_buckets
-from rlx_jax.text.request_checks import Prompts, classify_prompts, id_list, token_block
+from rlx_jax.text.request_checks import Prompts, check_buckets, classify_prompts, id_list, token_block
 from rlx_jax.text.token_model import (
     TaskModel,
     TokenizerLike,

@@ -17,8 +17,7 @@ from rlx_jax.compiler.executable import Arrays, StateArrays
 from rlx_jax.errors import RequestError, SessionStateError
 from rlx_jax.runtime.model import BoundProgram
 from rlx_jax.runtime.sequence_state import LENGTH, State, check_capacity
-from rlx_jax.text.padding import crop_to
-from rlx_jax.text.request_checks import Ids
+from rlx_jax.text.request_checks import Ids, crop_to
 
 
 @dataclass(eq=False)

@@ -33,8 +33,7 @@ from rlx_jax.generate.request import LanguageModel
 from rlx_jax.generate.request_inputs import Inputs, RequestInputs, check_inputs
 from rlx_jax.runtime.inputs import check_flag, check_integer, read_array
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.text.padding import pad_block, pad_to
-from rlx_jax.text.request_checks import Ids, pad_rows
+from rlx_jax.text.request_checks import Ids, pad_block, pad_rows, pad_to
 from rlx_jax.trace.block_selection import BlockPattern
 from rlx_jax.trace.checks import check_signature
 

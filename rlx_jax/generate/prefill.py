@@ -30,8 +30,16 @@ from rlx_jax.runtime.inputs import bind_sizes, check_integer
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.program_key import Variant
 from rlx_jax.runtime.sequence_state import as_state
-from rlx_jax.text.padding import block_width, crop_to, pad_block, pad_to
-from rlx_jax.text.request_checks import Ids, classify_prompts, pad_rows, token_block
+from rlx_jax.text.request_checks import (
+    Ids,
+    block_width,
+    classify_prompts,
+    crop_to,
+    pad_block,
+    pad_rows,
+    pad_to,
+    token_block,
+)
 from rlx_jax.text.token_model import check_positions, primary_output
 
 DEFAULT_HEADROOM = 256  # free slots of the cache after a prompt, where `prefill` is called without max_len

@@ -2,16 +2,19 @@
 
 A state is only valid at exactly the end of its prefix, as ring buffers and recurrent states cannot be truncated. So
 prefixes end where prompts part, and are copied as a whole. `Slots` computes them, and copies them into its rows.
+Token ids are sorted as bytes, which are compared fast: sequences with a common beginning are then next to each other.
 """
 
 from __future__ import annotations
 
 import re
 import weakref
-from bisect import bisect_left, insort
+from array import array
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,12 +24,63 @@ from rlx_jax.compiler.settings import bucket_size
 from rlx_jax.device import running_device
 from rlx_jax.errors import RequestError, SessionStateError, shown
 from rlx_jax.generate.decode_state import DecodeState
-from rlx_jax.generate.sorted_prefixes import id_bytes, longest_prefix, shared_prefixes
 from rlx_jax.runtime.estimate import state_bytes_by_kind
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.program_key import Variant
 from rlx_jax.runtime.sequence_state import as_state
+
+ID_BYTES = 4
+
+
+def longest_prefix(keys: Sequence[bytes], ids: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the longest of some sequences with which `ids` begins; `keys` are the sequences as bytes, sorted."""
+    key = id_bytes(ids)
+    # A sequence with which `key` begins is not after it. The last one before it either is such a sequence, or what it
+    # shares with `key` is the most that any can have.
+    while index := bisect_right(keys, key):
+        candidate = keys[index - 1]
+        if key.startswith(candidate):
+            return tuple(ids[: len(candidate) // ID_BYTES])
+        key = key[: ID_BYTES * common_len(key, candidate)]
+    return None
+
+
+def shared_prefixes(rows: Sequence[Sequence[int]], min_len: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield the longest sequences with which sets of two or more rows begin: those at which rows end or part.
+
+    Args:
+        rows: the rows.
+        min_len: shorter sequences are left out.
+
+    Returns:
+        the length of each sequence, and the numbers of the rows.
+    """
+    keys = [id_bytes(row) for row in rows]
+    order = sorted(range(len(rows)), key=keys.__getitem__)
+    # Of the sequences with which the latest row begins: their lengths, ascending, and the first row in the order.
+    latest: list[tuple[int, int]] = []
+    lengths = [common_len(keys[a], keys[b]) for a, b in pairwise(order)]
+    for i, shared in enumerate((*lengths, 0)):
+        first = i
+        while latest and latest[-1][0] > shared:
+            length, first = latest.pop()
+            yield length, order[first : i + 1]
+        if shared >= max(min_len, 1) and not (latest and latest[-1][0] == shared):
+            latest.append((shared, first))
+
+
+def id_bytes(ids: Sequence[int]) -> bytes:
+    """Return token ids as bytes. They sort differently from the ids, but sequences with a common beginning adjoin."""
+    return array("i", ids).tobytes()
+
+
+def common_len(first: bytes, second: bytes) -> int:
+    """Return the number of tokens that both sequences begin with."""
+    size = min(len(first), len(second))
+    differs = np.frombuffer(first, np.int32, size // ID_BYTES) != np.frombuffer(second, np.int32, size // ID_BYTES)
+    return int(differs.argmax()) if differs.any() else size // ID_BYTES
+
 
 # Shorter prefixes are prefilled with each prompt: to copy a state takes some time, too. Chosen without a measurement.
 MIN_PREFIX = 64

@@ -20,8 +20,7 @@ from rlx_jax.generate.speculative import Drafter, VerifyLoop
 from rlx_jax.generate.token_history import check_processors
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.program_key import ProgramKey, Variant
-from rlx_jax.text.padding import PROMPT_BUCKET
-from rlx_jax.text.request_checks import pad_rows
+from rlx_jax.text.request_checks import PROMPT_BUCKET, pad_rows
 
 CONTEXT_BUCKET = 64  # the smallest cache length without buckets in the profile
 # Programs return 0, 8, 16, 32 … likeliest tokens, so that there are few of them; the host drops the surplus.

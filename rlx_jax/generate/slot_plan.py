@@ -38,7 +38,7 @@ from rlx_jax.runtime.estimate import parameter_bytes, workspace_bytes
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.sequence_state import EmptyState
-from rlx_jax.text.padding import PROMPT_BUCKET
+from rlx_jax.text.request_checks import PROMPT_BUCKET
 
 # The most slots by platform, if no number is passed: with more rows a step takes time in proportion to them.
 MAX_SLOTS = {"cpu": 32}

@@ -30,8 +30,7 @@ from rlx_jax.generate.slots import SlotClasses, Slots, open_slots
 from rlx_jax.generate.speculative import Drafter
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.program_key import Variant
-from rlx_jax.text.padding import check_has_buckets
-from rlx_jax.text.request_checks import Ids
+from rlx_jax.text.request_checks import Ids, check_has_buckets
 
 # A sampler for each value that `SamplingSteps.widened` can return.
 ALL_SAMPLERS = (Sampler(), Sampler(temperature=1.0), Sampler(repetition_penalty=2.0), Sampler(temperature=1.0, top_k=1))

@@ -50,8 +50,7 @@ from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.text.tokenizer import Tokenizer, load_tokenizer
 from rlx_jax.weights.safetensors_format import SafetensorsSource
-from rlx_jax.weights.safetensors_header import Header
-from rlx_jax.weights.tensor_file import SafetensorsFile, file_identity, read_header
+from rlx_jax.weights.tensor_file import Header, SafetensorsFile, file_identity, read_header
 
 H = TypeVar("H", bound=HeadModel)
 # What an artifact can be loaded with: its digest, and a callback. Everything else was decided by the export.

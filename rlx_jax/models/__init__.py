@@ -3,8 +3,10 @@
 from rlx_jax.models.bert import (
     BertFlow,
     Data2VecTextFlow,
+    DistilBertFlow,
     EuroBertFlow,
     JinaV3Flow,
+    MPNetFlow,
     RobertaFlow,
     RobertaPreLayerNormFlow,
     XlmRobertaXlFlow,
@@ -15,6 +17,7 @@ from rlx_jax.models.bert_variants import (
     ElectraFlow,
     ErnieFlow,
     EsmFlow,
+    GteFlow,
     IBertFlow,
     MegatronBertFlow,
     RemBertFlow,
@@ -22,18 +25,14 @@ from rlx_jax.models.bert_variants import (
 )
 from rlx_jax.models.clip import ClipFlow, ClipTextFlow
 from rlx_jax.models.deberta import DebertaFlow, DebertaV2Flow
-from rlx_jax.models.distilbert import DistilBertFlow
 from rlx_jax.models.flux2 import Flux2Flow
 from rlx_jax.models.gemma import GemmaFlow
 from rlx_jax.models.gpt2 import Gpt2Flow
-from rlx_jax.models.gte import GteFlow
 from rlx_jax.models.llama import Llama32Flow, MistralFlow, Qwen2Flow, Qwen3Flow
 from rlx_jax.models.mamba2 import Mamba2Flow
 from rlx_jax.models.mixture import GptOssFlow, MixtralFlow, Qwen3MoeFlow
 from rlx_jax.models.modernbert import ModernBertFlow
-from rlx_jax.models.mpnet import MPNetFlow
-from rlx_jax.models.nomic import NomicFlow
-from rlx_jax.models.nomic_vision import NomicVisionFlow
+from rlx_jax.models.nomic import NomicFlow, NomicVisionFlow
 from rlx_jax.models.qwen35 import Qwen35Flow
 from rlx_jax.models.siglip import SiglipFlow, SiglipTextFlow
 from rlx_jax.models.vit import Dinov2Flow, ViTFlow

@@ -1,4 +1,6 @@
-"""Define the config and recipe of BERT (`BertModel`, and the encoders inside task checkpoints)."""
+"""Define the configs and recipes of BERT (`BertModel`, and the encoders inside task checkpoints) and its nearest kin:
+RoBERTa, XLM-RoBERTa-XL, Jina v3, EuroBERT, DistilBERT (Sanh et al. 2019) and MPNet (Song et al. 2020).
+"""
 
 from __future__ import annotations
 
@@ -19,16 +21,26 @@ from rlx_jax.blocks import (
     LearnedPositions,
     Linear,
     MeanOfTokens,
+    RelativeBias,
     RmsNorm,
     RopeTables,
 )
 from rlx_jax.blocks.encoder import STYLES
 from rlx_jax.blocks.linear import module_keys
+from rlx_jax.blocks.positions import POSITION_BIAS
 from rlx_jax.blocks.self_attention import head_width
 from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import ConfigError, UnsupportedError
-from rlx_jax.flow import declared_shapes
-from rlx_jax.models.config import Fields, TokenConfig, text_fields
+from rlx_jax.flow import POSITIONS, declared_shapes
+from rlx_jax.models.config import (
+    ACTIVATIONS,
+    MAX_LAYERS,
+    MAX_VOCABULARY,
+    Fields,
+    TokenConfig,
+    text_fields,
+    width_and_heads,
+)
 from rlx_jax.models.decoder_config import DecoderConfig, even_head_dim, frequencies_of
 from rlx_jax.models.encoder import (
     BERT_HEADS,
@@ -41,6 +53,8 @@ from rlx_jax.models.encoder import (
     HeadLayers,
     OptionalInputs,
     TaskHead,
+    masked_head,
+    token_heads,
 )
 
 # The optional inputs of families without default positions, or that derive them from the ids.
@@ -357,3 +371,90 @@ class EuroBertFlow(EncoderFlow[EuroBertConfig]):
 
     def stage(self, index: int, spec: EncoderLayerSpec) -> BlockStage:
         return EncoderLayer(spec)
+
+
+@dataclass(frozen=True)
+class DistilBertConfig(BertConfig):
+    """Sizes of a DistilBERT model."""
+
+    type_vocab_size: int = 0
+
+    # How the position table was initialised; the checkpoint has its values.
+    inert = ("tie_word_embeddings", "tie_weights_", "sinusoidal_pos_embds", "qa_dropout", "seq_classif_dropout")
+    neutral = {}
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        width, heads = width_and_heads(c, names=("dim", "n_heads"))
+        return cls(
+            vocab_size=c.integer("vocab_size", 30522, high=MAX_VOCABULARY),
+            hidden_size=width,
+            intermediate_size=c.integer("hidden_dim", 3072),
+            num_hidden_layers=c.integer("n_layers", 6, high=MAX_LAYERS),
+            num_attention_heads=heads,
+            max_position_embeddings=c.integer("max_position_embeddings", 512),
+            activation=c.choice("activation", "gelu", ACTIVATIONS),
+        )
+
+
+class DistilBertFlow(BertLike[DistilBertConfig]):
+    """The recipe of DistilBERT: see `EncoderFlow`. Optional inputs are `attention_mask` and `position_ids`."""
+
+    name = "distilbert"
+
+    heads = {
+        SEQUENCE: (HeadLayer("pre_classifier", "relu"), HeadLayer("classifier")),
+        MASKED: masked_head("vocab_transform", "vocab_layer_norm", "vocab_projector"),
+        **token_heads(),
+    }
+    optional_inputs = (("attention_mask", None), ("position_ids", POSITIONS))
+    layer_keys = STYLES["distilbert"]
+    layers = "transformer.layer.{}"
+
+
+# Number of buckets of relative positions. The reference's table has `relative_attention_num_buckets` rows, but it uses
+# only this many.
+BUCKETS = 32
+
+
+@dataclass(frozen=True)
+class MPNetConfig(RobertaConfig):
+    """Sizes of an MPNet model, with Hugging Face's field names.
+
+    Its `pad_token_id` is 1 whatever the config has: the reference hard-codes the id that gets no position.
+    """
+
+    type_vocab_size: int = 0
+    relative_attention_num_buckets: int = BUCKETS
+
+    neutral = {}
+
+    @classmethod
+    def read(cls, c: Fields) -> Self:
+        rows = c.integer("relative_attention_num_buckets", BUCKETS)
+        if rows < BUCKETS:
+            raise UnsupportedError(
+                f"{c.where}: field 'relative_attention_num_buckets' is {rows}; expected at least {BUCKETS}: the "
+                "reference always reads that many rows of the table"
+            )
+        return cls(**text_fields(c, 30527), relative_attention_num_buckets=rows)
+
+
+class MPNetFlow(RobertaFlow):
+    """The recipe of MPNet: see `RobertaFlow`. Optional inputs are `attention_mask` and `position_ids`."""
+
+    name = "mpnet"
+
+    config_type = MPNetConfig
+    config: MPNetConfig
+    optional_inputs = (("attention_mask", None), ("position_ids", None))
+    layer_keys = STYLES["mpnet"]
+
+    def embedding_stages(self) -> tuple[BlockStage, ...]:
+        c = self.config
+        table = (c.relative_attention_num_buckets, c.num_attention_heads)
+        bias = RelativeBias(self.key("encoder.relative_attention_bias.weight"), table, BUCKETS)
+        return *super().embedding_stages(), bias
+
+    def spec(self, index: int) -> EncoderLayerSpec:
+        return replace(super().spec(index), position_bias=POSITION_BIAS)

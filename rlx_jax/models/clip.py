@@ -10,8 +10,7 @@ from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.models.config import Fields, text_fields
 from rlx_jax.models.dual import DualConfig, DualFlow, finish_towers, tower_group
 from rlx_jax.models.hooks import Recipe
-from rlx_jax.models.text_tower import TextConfig, TextFlow
-from rlx_jax.models.vision import TOWER_INERT, PatchMean, VisionConfig, VisionFlow, VisionLayout
+from rlx_jax.models.vision import TOWER_INERT, PatchMean, TextConfig, TextFlow, VisionConfig, VisionFlow, VisionLayout
 from rlx_jax.weights.source import WeightSource
 
 VISUAL, TEXTUAL = "visual_projection.weight", "text_projection.weight"

@@ -17,8 +17,7 @@ from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow, declared_shapes
 from rlx_jax.models.config import Fields, ModelConfig, finish_model
 from rlx_jax.models.hooks import Hooks, Recipe, WithBlocks
-from rlx_jax.models.text_tower import TextConfig, TextFlow
-from rlx_jax.models.vision import TOWER_INERT, VisionConfig, VisionFlow
+from rlx_jax.models.vision import TOWER_INERT, TextConfig, TextFlow, VisionConfig, VisionFlow
 
 # What a recipe assembles: everything, one tower, or the comparison of vectors.
 TowerPart = Literal["both", "text", "vision", "similarity"]

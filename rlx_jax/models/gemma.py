@@ -23,7 +23,7 @@ from rlx_jax.models.decoder_config import (
     rope_of,
     window_at,
 )
-from rlx_jax.models.text_tower import TextPart
+from rlx_jax.models.vision import TextPart
 
 STYLES = {"gemma": GemmaStyle.GEMMA, "gemma2": GemmaStyle.GEMMA2, "gemma3_text": GemmaStyle.GEMMA3}
 

@@ -29,7 +29,7 @@ from rlx_jax.models.config import MAX_LAYERS, Fields
 from rlx_jax.models.decoder import EMBEDDING, HEAD, DecoderFlow
 from rlx_jax.models.decoder_config import DecoderConfig, Ends, common_fields, layer_of, rope_of
 from rlx_jax.models.hooks import check_recipe_weights
-from rlx_jax.models.text_tower import TextPart
+from rlx_jax.models.vision import TextPart
 from rlx_jax.weights.source import WeightSource
 
 # Fields that are accepted although nothing may read them: one that `layer_types` replaces, one for training only, and

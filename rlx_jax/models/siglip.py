@@ -23,8 +23,7 @@ from rlx_jax.flow import ModelFlow
 from rlx_jax.models.clip import LAYOUT as CLIP_LAYOUT
 from rlx_jax.models.config import Fields, text_fields, tower_fields
 from rlx_jax.models.dual import DualConfig, DualFlow, finish_towers, tower_group
-from rlx_jax.models.text_tower import TextConfig, TextFlow
-from rlx_jax.models.vision import TOWER_INERT, PatchMean, VisionConfig, VisionFlow, VisionLayout
+from rlx_jax.models.vision import TOWER_INERT, PatchMean, TextConfig, TextFlow, VisionConfig, VisionFlow, VisionLayout
 
 GELU, EPS = "gelu_pytorch_tanh", 1e-6
 # CLIP's without a class token and the norm before the layers.

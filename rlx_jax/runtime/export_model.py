@@ -49,7 +49,7 @@ from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.safetensors_format import write_tensors
-from rlx_jax.weights.safetensors_header import DTYPES
+from rlx_jax.weights.tensor_file import DTYPES
 
 # The sizes of a request that implementations are chosen for in programs with symbolic sizes.
 USUAL_SIZES = {"batch": 1, "seq": 512, "context": 1024}

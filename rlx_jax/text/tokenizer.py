@@ -24,10 +24,9 @@ from rlx_jax.io.files import parse
 from rlx_jax.io.folder import Folder
 from rlx_jax.models.config import Fields
 from rlx_jax.runtime.inputs import check_integer
-from rlx_jax.text.ascii_texts import AsciiTexts
+from rlx_jax.text.ascii_texts import AsciiTexts, SpecialTokens, fitting_lengths, gives_types
 from rlx_jax.text.chat_template import MAX_TEMPLATE_BYTES, load_templates, template_files
 from rlx_jax.text.request_checks import Ids, check_text, id_list
-from rlx_jax.text.text_pairs import SpecialTokens, fitting_lengths, gives_types
 from rlx_jax.text.tokenizer_checks import check_added_tokens, check_probe, guard, read_vocabulary, refuse_panics
 
 TOKENIZER = "tokenizer.json"  # the file that defines a tokenizer, vocabulary included

@@ -4,11 +4,11 @@
 """
 
 from rlx_jax.train.checkpoints import Checkpoints as Checkpoints
-from rlx_jax.train.state import TrainState as State
-from rlx_jax.train.state import init as init
-from rlx_jax.train.state import mask as mask
 from rlx_jax.train.step import Metrics as Metrics
+from rlx_jax.train.step import TrainState as State
 from rlx_jax.train.step import TrainStep as TrainStep
+from rlx_jax.train.step import init as init
 from rlx_jax.train.step import make_step as make_step
+from rlx_jax.train.step import mask as mask
 
 __all__ = ["Checkpoints", "Metrics", "State", "TrainStep", "init", "make_step", "mask"]

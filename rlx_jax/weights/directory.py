@@ -31,8 +31,7 @@ from rlx_jax.io.folder import CONFIG, Folder
 from rlx_jax.io.hub import run_in_parallel
 from rlx_jax.weights.manifest import MANIFEST_NAME
 from rlx_jax.weights.quantized_config import MODELOPT_CONFIG
-from rlx_jax.weights.safetensors_header import Header, TensorInfo
-from rlx_jax.weights.tensor_file import SafetensorsFile, TensorFile, read_header
+from rlx_jax.weights.tensor_file import Header, SafetensorsFile, TensorFile, TensorInfo, read_header
 
 INDEX_SUFFIX = ".safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"

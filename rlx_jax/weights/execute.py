@@ -44,8 +44,7 @@ from rlx_jax.ir.param import (
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.ir.weight_reads import WeightSource, source_program
 from rlx_jax.weights.format import narrow_values
-from rlx_jax.weights.named import index_box
-from rlx_jax.weights.views import HostArray, SourceView, read_into, reads_into
+from rlx_jax.weights.views import HostArray, SourceView, index_box, read_into, reads_into
 
 _ALIGNMENT = 64  # XLA on a CPU uses host memory of this alignment without a copy
 _LARGE_PAGE = 2**21  # bytes of a page that costs one fault

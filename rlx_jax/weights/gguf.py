@@ -37,10 +37,8 @@ from rlx_jax.weights.gguf_header import GgufHeader, GgufTensor, MetadataValue, i
 from rlx_jax.weights.gguf_names import KeyReading, key_readings
 from rlx_jax.weights.gguf_write import write_gguf
 from rlx_jax.weights.manifest import digest
-from rlx_jax.weights.named import HostArray, NamedTensors, check_index
-from rlx_jax.weights.safetensors_header import TensorInfo
-from rlx_jax.weights.tensor_file import FilesSource, TensorFile
-from rlx_jax.weights.views import Destination, ReadingView, read_into
+from rlx_jax.weights.tensor_file import FilesSource, TensorFile, TensorInfo
+from rlx_jax.weights.views import Destination, HostArray, NamedTensors, ReadingView, check_index, read_into
 
 SUFFIX = ".gguf"
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")

@@ -24,7 +24,7 @@ from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import DuplicateWeightError, GgufError, UnsupportedError, listing, quote
 from rlx_jax.io import limits
 from rlx_jax.ir.ggml import BLOCKS
-from rlx_jax.weights.safetensors_header import TensorInfo, check_shape
+from rlx_jax.weights.tensor_file import TensorInfo, check_shape
 
 # A value of the metadata. Arrays of numbers are NumPy arrays, arrays of strings are tuples.
 MetadataValue = bool | int | float | str | np.ndarray[Any, Any] | tuple[str, ...]

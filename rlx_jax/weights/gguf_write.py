@@ -23,7 +23,7 @@ from rlx_jax.weights.gguf_config import architecture_of, stated_fields
 from rlx_jax.weights.gguf_header import DEFAULT_ALIGNMENT, DTYPES, MAGIC, PACKED, VERSIONS, GgufTensor, MetadataValue
 from rlx_jax.weights.gguf_names import CONFIG_TENSORS, KeyReading, key_readings, tensor_names
 from rlx_jax.weights.quantize import F32, quantize_q8_0
-from rlx_jax.weights.safetensors_header import TensorInfo
+from rlx_jax.weights.tensor_file import TensorInfo
 
 # How matrices may be stored: the names of `dtype=` in `rlx_jax.save`, each a dtype or a scheme of packing.
 STORAGE: dict[str, np.dtype[Any] | str] = {

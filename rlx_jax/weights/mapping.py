@@ -15,8 +15,8 @@ from rlx_jax.ir.packed_values import finite_check_floats
 from rlx_jax.ir.types import short_name
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.format import OnNonfinite, OpenOptions, check_finite, stored_spec
-from rlx_jax.weights.named import HostArray, NamedTensors, check_index
-from rlx_jax.weights.safetensors_header import check_shape
+from rlx_jax.weights.tensor_file import check_shape
+from rlx_jax.weights.views import HostArray, NamedTensors, check_index
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,9 @@ from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.format import Entry, OnNonfinite, OpenOptions, check_finite
 from rlx_jax.weights.manifest import MANIFEST_NAME, open_verified
-from rlx_jax.weights.named import HostArray, NamedTensors, index_box
 from rlx_jax.weights.orbax_tree import ArrayTree, find_item, is_orbax, key_below, read_tree
-from rlx_jax.weights.safetensors_header import check_shape, parse_sizes
+from rlx_jax.weights.tensor_file import check_shape, parse_sizes
+from rlx_jax.weights.views import HostArray, NamedTensors, index_box
 
 _Error = CheckpointFormatError
 _CHUNK = 2**24  # bytes of a written chunk; small, as reading a part of an array decodes every chunk it overlaps

@@ -14,7 +14,7 @@ from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import WeightError, quote
 from rlx_jax.ir.types import TensorType, is_float
 from rlx_jax.weights.format import Entry, all_finite
-from rlx_jax.weights.named import HostArray
+from rlx_jax.weights.views import HostArray
 
 F32, F8 = np.dtype(np.float32), np.dtype(ml_dtypes.float8_e4m3fn)
 FP8_BLOCK = 128  # rows and columns that share a scale

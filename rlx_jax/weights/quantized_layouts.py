@@ -16,7 +16,6 @@ from rlx_jax.errors import ConfigError, NonFiniteWeightError, UnsupportedError, 
 from rlx_jax.io.files import parse_object
 from rlx_jax.ir.packed import F32, SCHEMES, TABLES, Codes
 from rlx_jax.ir.types import short_name
-from rlx_jax.weights.named import HostArray
 from rlx_jax.weights.quantized_config import WeightFormat
 from rlx_jax.weights.quantized_tensors import (
     BF16,
@@ -41,6 +40,7 @@ from rlx_jax.weights.quantized_tensors import (
     read_outer,
     read_whole,
 )
+from rlx_jax.weights.views import HostArray
 
 # The order in which AWQ stores eight neighbours, inverted.
 _AWQ_ORDER = np.array([0, 4, 1, 5, 2, 6, 3, 7])

@@ -20,7 +20,7 @@ from rlx_jax.errors import (
 from rlx_jax.ir.packed import F32, SCHEMES, Codes, Scheme
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.ir.weight_reads import WeightSource
-from rlx_jax.weights.named import HostArray
+from rlx_jax.weights.views import HostArray
 
 # (start, stop) of rows or of entries of a row.
 Range = tuple[int, int]

@@ -18,10 +18,8 @@ from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.directory import INDEX_SUFFIX, open_directory, open_index
 from rlx_jax.weights.format import Entry, FiniteCheck, OnNonfinite, OpenOptions, check_finite, stored_spec
 from rlx_jax.weights.manifest import MANIFEST_NAME, open_verified
-from rlx_jax.weights.named import HostArray, NamedTensors
-from rlx_jax.weights.safetensors_header import DTYPES
-from rlx_jax.weights.tensor_file import FilesSource, SafetensorsFile, TensorFile
-from rlx_jax.weights.views import Destination
+from rlx_jax.weights.tensor_file import DTYPES, FilesSource, SafetensorsFile, TensorFile
+from rlx_jax.weights.views import Destination, HostArray, NamedTensors
 
 # Maximum bytes of tensors in one `.safetensors` file, unless a single tensor has more, as in Hugging Face checkpoints.
 SHARD_BYTES = 5_000_000_000

@@ -21,8 +21,7 @@ from rlx_jax.errors import DuplicateWeightError, UnsupportedError, WeightError, 
 from rlx_jax.ir.packed import PackedSpec, WeightSpec
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.format import stored_spec
-from rlx_jax.weights.named import NamedTensors, check_index, find_tensor
-from rlx_jax.weights.views import HostArray, SourceView
+from rlx_jax.weights.views import HostArray, NamedTensors, SourceView, check_index, find_tensor
 
 _INDEX = re.compile(r"\{(\w+)\}")
 _GROUP = re.compile(r"\(([\w ]+)\)|(\w+)")
