@@ -151,6 +151,8 @@ CLASSES = [c for c in vars(errors).values() if inspect.isclass(c) and c.__module
 def test_every_exception_is_raised() -> None:
     """Or warned of: by name, in code that is not an import."""
     others = [tree for name, tree in trees().items() if name != "rlx_jax.errors"]
-    named = {node.id for tree in others for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    nodes = [node for tree in others for node in ast.walk(tree)]
+    named = {node.id for node in nodes if isinstance(node, ast.Name)}
+    named |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     leaves = {c.__name__ for c in CLASSES if issubclass(c, BaseException) and not c.__subclasses__()}
     assert len(leaves) > 10 and leaves <= named

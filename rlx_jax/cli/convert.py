@@ -12,17 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.cli.command import (
-    Command,
-    Session,
-    add_compute,
-    add_json,
-    add_model,
-    json_line,
-    load_model,
-    named_size,
-    sizes_by_name,
-)
+from rlx_jax.cli import command
 from rlx_jax.encode.checkpoint import Checkpoint
 from rlx_jax.encode.gguf_folder import open_model_folder
 from rlx_jax.encode.gguf_metadata import describe_checkpoint
@@ -55,7 +45,7 @@ SENTENCE_FILES = (
 )
 
 
-def convert(args: argparse.Namespace, session: Session) -> Iterator[str]:
+def convert(args: argparse.Namespace, session: command.Session) -> Iterator[str]:
     """Write the checkpoint SRC into the new directory DST: the weights under the same keys, the config and the
     tokenizer. A narrower dtype rounds. Tensors are read one by one as they are written; orbax needs them together."""
     is_gguf = args.target.lower().endswith(SUFFIX) if args.format is None else args.format == "gguf"
@@ -96,7 +86,7 @@ def convert(args: argparse.Namespace, session: Session) -> Iterator[str]:
     session.status.clear()
     size, names = sum(e.nbytes for e in entries), sorted(companion_files)
     if args.json:
-        yield json_line(
+        yield command.json_line(
             {"written": args.target, "format": format, "tensors": len(entries), "bytes": size, "files": names}
         )
     else:
@@ -120,7 +110,9 @@ def read_companion_files(folder: Any, dtype: np.dtype[Any] | None, unpacks: bool
     return files
 
 
-def checked_reader(source: WeightSource, entry: Entry, session: Session, done: int, total: int) -> Callable[[], Any]:
+def checked_reader(
+    source: WeightSource, entry: Entry, session: command.Session, done: int, total: int
+) -> Callable[[], Any]:
     """Return a function that reads the values of a weight, updates the progress line, and checks for overflow.
 
     Raises (when called):
@@ -156,22 +148,24 @@ def convert_options(parser: argparse.ArgumentParser) -> None:
     add("--quiet", action="store_true", help="no progress on stderr")
 
 
-CONVERT = Command("convert", "a checkpoint in another format or dtype", (convert_options, add_json), convert)
+CONVERT = command.Command(
+    "convert", "a checkpoint in another format or dtype", (convert_options, command.add_json), convert
+)
 
 
 # -- export ------------------------------------------------------------------------------------
 
 
-def export(args: argparse.Namespace, session: Session) -> Iterator[str]:
+def export(args: argparse.Namespace, session: command.Session) -> Iterator[str]:
     """Export a checkpoint to DST, a .rlxa file with its programs as StableHLO, its weights, tokenizer and settings.
     rlx-jax generate, chat and embed take the file in place of the checkpoint; loading it needs flatbuffers."""
-    model = load_model(args, session)
+    model = command.load_model(args, session)
     session.status.clear()
-    sizes = [sizes_by_name(args.size)] if args.size else []
+    sizes = [command.sizes_by_name(args.size)] if args.size else []
     artifact = model.export(
         args.target, platforms=args.platforms, sizes=sizes, format=args.format, overwrite=args.overwrite
     )
-    yield json_line(vars(artifact)) if args.json else f"{artifact}\n"
+    yield command.json_line(vars(artifact)) if args.json else f"{artifact}\n"
 
 
 def export_options(parser: argparse.ArgumentParser) -> None:
@@ -181,7 +175,7 @@ def export_options(parser: argparse.ArgumentParser) -> None:
     add("--platforms", type=lambda text: text.split(","), metavar="NAME,NAME", help=names)
     add("--format", choices=FORMATS, default="rlxa", help="stablehlo: a directory for other runtimes (%(default)s)")
     add(
-        "--size", action="append", default=[], type=named_size, metavar="NAME=N",
+        "--size", action="append", default=[], type=command.named_size, metavar="NAME=N",
         help="export programs for this size of batch, seq, context ... in place of every size; give all of them",
     )  # fmt: skip
     add("--overwrite", action="store_true", help="replace an earlier artifact")
@@ -192,5 +186,5 @@ def target_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="DST", help="a new .rlxa file; for --format stablehlo a new directory")
 
 
-EXPORT_OPTIONS = (export_options, add_compute, add_json, add_model, target_options)
-EXPORT = Command("export", "a model as one file that loads without its checkpoint", EXPORT_OPTIONS, export)
+EXPORT_OPTIONS = (export_options, command.add_compute, command.add_json, command.add_model, target_options)
+EXPORT = command.Command("export", "a model as one file that loads without its checkpoint", EXPORT_OPTIONS, export)

@@ -10,18 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import rlx_jax as rlx
-from rlx_jax.cli.command import (
-    Command,
-    Session,
-    add_compute,
-    add_json,
-    add_model,
-    json_line,
-    load_kind,
-    load_model,
-    peak_memory,
-    table,
-)
+from rlx_jax.cli import command
 from rlx_jax.errors import RequestError, SaveFailedError, quote
 from rlx_jax.generate.explain import PROGRAMS
 from rlx_jax.inspection.page import check_target, write_file
@@ -49,17 +38,17 @@ def make_workload(args: argparse.Namespace) -> Workload:
     return Workload(args.batch, args.prompt_tokens, args.new_tokens, args.runs)
 
 
-def bench(args: argparse.Namespace, session: Session) -> Iterator[str]:
+def bench(args: argparse.Namespace, session: command.Session) -> Iterator[str]:
     """Measure a checkpoint on random tokens: for a language model, tokens per second of prefill and of generation; for
     an encoder, texts and tokens per second. Programs are compiled first; the fastest of several runs counts."""
     work = make_workload(args)
     kinds = rlx.CausalLM | rlx.Encoder
-    model = load_kind(args, session, kinds, "; bench takes language models and text encoders")
+    model = command.load_kind(args, session, kinds, "; bench takes language models and text encoders")
     figures = (bench_language_model if isinstance(model, rlx.CausalLM) else bench_encoder)(model, work)
     session.status.clear()
     result = {"model": model.model.name, "device": str(model.model.settings.device), "batch": work.batch, **figures}
-    result["peak_bytes"] = peak_memory()
-    yield from [json_line(result)] if args.json else table(result)
+    result["peak_bytes"] = command.peak_memory()
+    yield from [command.json_line(result)] if args.json else command.table(result)
 
 
 def best_seconds(work: Workload, model: Any) -> float:
@@ -104,8 +93,8 @@ def bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=int, default=3, metavar="N", help=text)
 
 
-BENCH_OPTIONS = (add_workload, bench_options, add_compute, add_json, add_model)
-BENCH = Command("bench", "how fast a checkpoint runs here", BENCH_OPTIONS, bench)
+BENCH_OPTIONS = (add_workload, bench_options, command.add_compute, command.add_json, command.add_model)
+BENCH = command.Command("bench", "how fast a checkpoint runs here", BENCH_OPTIONS, bench)
 
 
 # -- explain and view ---------------------------------------------------------------------------
@@ -115,11 +104,11 @@ EXPLAINED = rlx.CausalLM | rlx.Encoder | rlx.VisionEncoder
 EXPLAINED_ADVICE = "; explain takes language models and encoders of texts or of images"
 
 
-def explain(args: argparse.Namespace, session: Session) -> Iterator[str]:
+def explain(args: argparse.Namespace, session: command.Session) -> Iterator[str]:
     """Write, for each block of a checkpoint's programs, its time on random tokens, its work and its share of the
     roofline; then the largest losses with what would reduce them, and findings. A language model has two programs: a
     step of decoding, and prefill."""
-    model = load_kind(args, session, EXPLAINED, EXPLAINED_ADVICE)
+    model = command.load_kind(args, session, EXPLAINED, EXPLAINED_ADVICE)
     for i, inspection in enumerate(explain_model(model, args)):
         session.status.clear()
         separator = "\n" if i else ""
@@ -157,20 +146,24 @@ def explain_options(parser: argparse.ArgumentParser) -> None:
     add("--estimate", action="store_true", help="estimate times from the plan; compile and run nothing")
 
 
-EXPLAIN_OPTIONS = (explain_options, add_compute, add_json, add_model)
-EXPLAIN = Command("explain", "where the time goes, and what would reduce it", EXPLAIN_OPTIONS, explain)
+EXPLAIN_OPTIONS = (explain_options, command.add_compute, command.add_json, command.add_model)
+EXPLAIN = command.Command("explain", "where the time goes, and what would reduce it", EXPLAIN_OPTIONS, explain)
 
 
-def view(args: argparse.Namespace, session: Session) -> Iterator[str]:
+def view(args: argparse.Namespace, session: command.Session) -> Iterator[str]:
     """Write what `explain` shows as an HTML page, with the ops, kernels, passes and text of each program. The file
     needs no network, and any browser opens it."""
     check_target(args.output, args.overwrite)
-    model = load_kind(args, session, EXPLAINED, EXPLAINED_ADVICE)
+    model = command.load_kind(args, session, EXPLAINED, EXPLAINED_ADVICE)
     page = model_page(model.model, lambda: [*explain_model(model, args)])
     page.save(args.output, overwrite=args.overwrite)
     session.status.clear()
     size = len(page.html.encode())
-    yield json_line({"written": args.output, "bytes": size}) if args.json else f"{args.output}: {format_bytes(size)}\n"
+    yield (
+        command.json_line({"written": args.output, "bytes": size})
+        if args.json
+        else f"{args.output}: {format_bytes(size)}\n"
+    )
 
 
 def view_options(parser: argparse.ArgumentParser) -> None:
@@ -179,13 +172,13 @@ def view_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
 
 
-VIEW = Command("view", "what explain shows, as an HTML page", (view_options, *EXPLAIN_OPTIONS), view)
+VIEW = command.Command("view", "what explain shows, as an HTML page", (view_options, *EXPLAIN_OPTIONS), view)
 
 
 # -- tune --------------------------------------------------------------------------------------
 
 
-def tune(args: argparse.Namespace, session: Session) -> Iterator[str]:
+def tune(args: argparse.Namespace, session: command.Session) -> Iterator[str]:
     """Try settings of the profile one after the other: dtypes, attention, scanned layers, fused projections, layouts,
     kernels, options of XLA. Keep those that are faster and compute the same numbers, and write the result as TOML, with
     the figures as comments. Each trial is reported on stderr as it ends. On a machine that has other work to do the
@@ -205,7 +198,7 @@ def tune(args: argparse.Namespace, session: Session) -> Iterator[str]:
 
     def open_model(profile: CompileProfile) -> object:
         args.profile = profile
-        return load_model(args, session)
+        return command.load_model(args, session)
 
     def on_trial(trial: Trial) -> None:
         session.status.clear()
@@ -214,10 +207,10 @@ def tune(args: argparse.Namespace, session: Session) -> Iterator[str]:
 
     result = tune_model(open_model, base, workload, tolerance=args.tolerance, on_trial=on_trial)
     session.status.clear()
-    yield from (json_line(vars(trial)) if args.json else f"{trial}\n" for trial in result.trials)
+    yield from (command.json_line(vars(trial)) if args.json else f"{trial}\n" for trial in result.trials)
     write_file(path, result.to_toml().encode(), args.overwrite)
     gain = f"{result.ratio:.3f} x the time of {result.base.name!r}" if result.ratio < 1 else "nothing was faster"
-    yield json_line({"file": path, "ratio": result.ratio}) if args.json else f"{gain}; written to {path}\n"
+    yield command.json_line({"file": path, "ratio": result.ratio}) if args.json else f"{gain}; written to {path}\n"
 
 
 def tune_options(parser: argparse.ArgumentParser) -> None:
@@ -229,5 +222,5 @@ def tune_options(parser: argparse.ArgumentParser) -> None:
     add("--runs", type=int, default=5, metavar="N", help="runs of each profile (%(default)s)")
 
 
-TUNE_OPTIONS = (tune_options, add_workload, add_compute, add_json, add_model)
-TUNE = Command("tune", "find the fastest profile of a checkpoint here", TUNE_OPTIONS, tune)
+TUNE_OPTIONS = (tune_options, add_workload, command.add_compute, command.add_json, command.add_model)
+TUNE = command.Command("tune", "find the fastest profile of a checkpoint here", TUNE_OPTIONS, tune)

@@ -30,18 +30,9 @@ from rlx_jax.lowering.lir.implementations import has_mosaic, has_triton
 from rlx_jax.lowering.lir.per_shard import shard_program
 from rlx_jax.lowering.lir.product_groups import group_products
 from rlx_jax.lowering.lower import expand_composites, lower
+from rlx_jax.lowering.mir import small
 from rlx_jax.lowering.mir.head import up_to_head
 from rlx_jax.lowering.mir.patterns import FINDERS, find_sites
-from rlx_jax.lowering.mir.small import (
-    constant_folding,
-    cse,
-    dce,
-    remove_unread_inputs,
-    select_outputs,
-    specialise,
-    unread_inputs,
-    unroll_steps,
-)
 from rlx_jax.lowering.precision import compute_in, mixed_precision, pin_matmul, store_in
 from rlx_jax.lowering.sharding import add_sharding_constraints, remove_sharding_constraints
 
@@ -154,7 +145,7 @@ def is_for_kernels(job: Job, program: str) -> bool:
 
 # All passes, in the order that they run.
 PIPELINE: tuple[Pass, ...] = (
-    Pass("outputs", HIR, select_outputs, lambda job: job.outputs),
+    Pass("outputs", HIR, small.select_outputs, lambda job: job.outputs),
     Pass("expand", HIR, expand_composites),
     Pass("quantize", HIR, quantize_weights, lambda job: job.settings.scheme_at if job.settings.quantized else None),
     Pass("precision", HIR, compute_in, lambda job: none_if_default(job.settings.compute, np.float32)),
@@ -187,7 +178,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass(
         "pad_vocabulary",
         HIR,
-        lambda g, model_sharding, types: dce(pad_vocabulary(g, model_sharding, types), types),
+        lambda g, model_sharding, types: small.dce(pad_vocabulary(g, model_sharding, types), types),
         sharding_if_any,
     ),
     # Outside of the scanned loop, the last layer can compute its output for the last token alone.
@@ -200,7 +191,7 @@ PIPELINE: tuple[Pass, ...] = (
     ),
     Pass("lower", MIR, lower, lambda job: job.settings.profile.fusion.policy),
     # This runs after `derive`: a derived program may read inputs that the flow does not.
-    Pass("unread_inputs", MIR, remove_unread_inputs, lambda job: none_if_default(job.unread, frozenset())),
+    Pass("unread_inputs", MIR, small.remove_unread_inputs, lambda job: none_if_default(job.unread, frozenset())),
     Pass("pin_matmul", MIR, pin_matmul, lambda job: none_if_default(job.settings.profile.precision.matmul, "default")),
     Pass(
         "mixed",
@@ -208,14 +199,14 @@ PIPELINE: tuple[Pass, ...] = (
         lambda graph, settings, types: mixed_precision(graph, settings.mixed, types, dict(settings.classes)),
         lambda job: job.settings.mixed != "none" and job.settings,
     ),
-    Pass("unroll_steps", MIR, unroll_steps, lambda job: job.settings.target in ("cuda", "rocm"), "layout"),
-    Pass("cse", MIR, cse, kind="cleaning"),
-    Pass("constant_folding", MIR, constant_folding, kind="cleaning"),
+    Pass("unroll_steps", MIR, small.unroll_steps, lambda job: job.settings.target in ("cuda", "rocm"), "layout"),
+    Pass("cse", MIR, small.cse, kind="cleaning"),
+    Pass("constant_folding", MIR, small.constant_folding, kind="cleaning"),
     *(Pass(name, MIR, left_to_xla(name), kind="fusion") for name in LEFT_TO_XLA),
     Pass("divide", MIR, add_sharding_constraints, sharding_if_any),
-    Pass("dce", MIR, dce, kind="cleaning"),  # late, because the passes before it leave unread nodes
+    Pass("dce", MIR, small.dce, kind="cleaning"),  # late, because the passes before it leave unread nodes
     Pass("up_to_head", MIR, up_to_head, lambda job: job.headless),
-    Pass("specialise", MIR, specialise, lambda job: job.sizes),  # runs once per choice of sizes, on the template
+    Pass("specialise", MIR, small.specialise, lambda job: job.sizes),  # runs once per choice of sizes, on the template
     # The next ones run after it, on programs with sizes. What the first returns has a plan of its own.
     Pass(
         "per_shard",
@@ -311,7 +302,7 @@ def run_passes(graph: Graph, job: Job, stop: str = "") -> PassesResult:
     Raises:
         GraphError: there is no pass `stop`, or it is not part of this job. Others as the passes.
     """
-    job = replace(job, unread=unread_inputs(graph))
+    job = replace(job, unread=small.unread_inputs(graph))
     rows = [p for p in PIPELINE if p.runs(job)]
     if stop and not pass_named(stop).runs(job):
         raise GraphError(

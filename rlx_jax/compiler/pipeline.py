@@ -21,6 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from rlx_jax import errors
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.compiler.passes import LEFT_TO_XLA, PIPELINE, Job, check_switches, pass_named, run_passes
 from rlx_jax.compiler.settings import (
@@ -34,18 +35,7 @@ from rlx_jax.compiler.settings import (
 )
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.device import Device, running_device
-from rlx_jax.errors import (
-    DeriveError,
-    FusionError,
-    GraphError,
-    RlxError,
-    RlxWarning,
-    ShapeError,
-    UnsupportedError,
-    check_names,
-    listing,
-    shown,
-)
+from rlx_jax.errors import check_names, listing, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.checkpoint_tensor import steps
 from rlx_jax.ir.graph import Graph, Hir, Input, TypeCache
@@ -145,7 +135,7 @@ class Template:
         """Return whether the first output is the product of a head."""
         try:
             return self.head is not None
-        except GraphError:
+        except errors.GraphError:
             return False
 
     def headless(self) -> Template:
@@ -170,10 +160,10 @@ class Template:
         check_names(sizes, sorted(self.symbols), f"{self.built.name}: the program has no size", "; it has")
         for name, size in sizes.items():
             if not isinstance(as_dim(size, f"{self.built.name}: {name}"), int):
-                raise ShapeError(f"{self.built.name}: {name}: expected a whole number, got {shown(size)}")
+                raise errors.ShapeError(f"{self.built.name}: {name}: expected a whole number, got {shown(size)}")
         if missing := sorted(self.symbols.difference(sizes)):
             sizes_text = ", ".join(f"{name}={sizes.get(name, '…')}" for name in sorted(self.symbols))
-            raise GraphError(f"{self.built.name}: no size of {listing(missing)}; give all of them: {sizes_text}")
+            raise errors.GraphError(f"{self.built.name}: no size of {listing(missing)}; give all of them: {sizes_text}")
 
     def outline(self, binding: Mapping[str, int]) -> Outline:
         """Return the table of blocks, with FLOPs and bytes for the sizes in `binding`, and 1 for other sizes."""
@@ -182,7 +172,7 @@ class Template:
             return outline(self.built.name, self.hir, None, sizes, self.mir.inputs)
         try:
             mir = pass_named("specialise")(self.mir, Job(lowering_settings(), TypeCache(), sizes=sizes)).graph
-        except RlxError:  # the program cannot have these sizes, such as a context of 1 with a wider window
+        except errors.RlxError:  # the program cannot have these sizes, such as a context of 1 with a wider window
             mir = None
         return outline(self.built.name, self.hir, mir, sizes, self.mir.inputs)
 
@@ -198,7 +188,7 @@ def derived_program(built: Built, program: str) -> str:
     if built.program == "forward" or program not in ("forward", "train", "packed", "padded", *CACHED_PROGRAMS):
         return program
     if program not in ("forward", "train"):
-        raise DeriveError(
+        raise errors.DeriveError(
             f"{built.name} is explicit decode (for_decode, explicit() or BindDecodeInputs): it has no {program}; "
             "derive that from the flow without explicit decode"
         )
@@ -239,7 +229,9 @@ def make_template(
     left_passes = [name for name in LEFT_TO_XLA if name in result.nodes]
     fusion = fusion_report(result.lowered, result.graph, result.fusion_sites, left_passes)
     if settings.profile.fusion.assert_clean and not fusion.clean:
-        raise FusionError(f"{built.name}: fusion contract violated: {len(fusion.missed)} missed\n{fusion}", fusion)
+        raise errors.FusionError(
+            f"{built.name}: fusion contract violated: {len(fusion.missed)} missed\n{fusion}", fusion
+        )
     report_fusion(f"{built.name} {program}", fusion)
     seconds = {"build": build_s, **result.seconds}
     read_graph = remove_unread_inputs(built.hir, [i.input for i in built.hir.inputs], built.types)
@@ -273,7 +265,9 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
         except UndividedError as reason:
             refusal = f"over a mesh, {reason}"
             if getattr(settings.profile.backend, settings.target).kernels == "on":
-                raise UnsupportedError(f"{global_graph.name}: {no_kernels_message(settings.target, refusal)}") from None
+                raise errors.UnsupportedError(
+                    f"{global_graph.name}: {no_kernels_message(settings.target, refusal)}"
+                ) from None
     graph, model_sharding = (global_graph, model_sharding) if shard is None else (shard.graph, None)
     names = ("group_deltas", "group_attention", "group_products") if model_sharding is None else ()
     groupings = tuple(map(pass_named, names))
@@ -356,13 +350,15 @@ def runnable_on_device(lir: Lir, device: Device) -> Mapping[Call, Choice]:
     choices = runnable_choices(lir.plan.choices, device)
     idle = {c.implementation for call, c in lir.plan.choices.items() if call not in choices}
     if lir.plan.implementation in idle:
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"{lir.graph.name}: attention.implementation = '{lir.plan.implementation}' is planned for "
             f"{lir.plan.target}, and JAX runs on {device.kind}: here the plan can be inspected, but not run"
         )
     if idle:
         message = f"planned for {lir.plan.target} with {', '.join(sorted(idle))}, and JAX runs on {device.kind}"
-        warnings.warn(f"{lir.graph.name}: {message}: XLA's implementation runs instead", RlxWarning, stacklevel=2)
+        warnings.warn(
+            f"{lir.graph.name}: {message}: XLA's implementation runs instead", errors.RlxWarning, stacklevel=2
+        )
     return choices
 
 
@@ -443,7 +439,7 @@ def facts_of(
     passes = {p.name for p in PIPELINE if p.kind != "fusion" and any(p.runs(job) for job in jobs)}
     no_kernels = kernel_refusal(settings, programs)
     if no_kernels and getattr(profile.backend, settings.target).kernels == "on":
-        raise UnsupportedError(f"{template.built.name}: {no_kernels_message(settings.target, no_kernels)}")
+        raise errors.UnsupportedError(f"{template.built.name}: {no_kernels_message(settings.target, no_kernels)}")
     return ModelFacts(
         template.built.name,
         profile,
@@ -468,7 +464,7 @@ def _idle_passes(template: Template, settings: Settings, programs: tuple[str, ..
         job = Job(replace(settings, disabled_passes=disabled), built.types, derived_program(built, program), last_only)
         try:
             return dump_graph(run_passes(built.hir, job).graph)
-        except DeriveError:  # a program that the flow does not have
+        except errors.DeriveError:  # a program that the flow does not have
             return ""
 
     idle = set(switched_off)

@@ -48,17 +48,9 @@ from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.program import Weights
 from rlx_jax.runtime.inputs import check_flag
 from rlx_jax.runtime.report import Report, RequestReport
+from rlx_jax.text import token_model
 from rlx_jax.text.chat import chat_prompt
 from rlx_jax.text.request_checks import Prompts, check_buckets, classify_prompts, id_list, token_block
-from rlx_jax.text.token_model import (
-    TaskModel,
-    TokenizerLike,
-    check_logits,
-    model_repr,
-    open_token_model,
-    open_tokenizer,
-    supported_positions,
-)
 from rlx_jax.weights.format import CompileOptions, OpenOptions
 
 IdPair = tuple[list[int], list[int]]
@@ -66,7 +58,7 @@ IdPair = tuple[list[int], list[int]]
 PromptLike = TypeVar("PromptLike", str, list[str], list[int], list[list[int]])
 
 
-class CausalLM(TaskModel):
+class CausalLM(token_model.TaskModel):
     """A causal language model: `flow` maps token ids `[batch, seq]` to logits `[batch, seq, vocab]`.
 
     It generates text, scores it, and exposes the key/value cache; `rlx_jax.load` returns one for a checkpoint.
@@ -87,16 +79,16 @@ class CausalLM(TaskModel):
 
     @suggest_keywords(*CompileOptions.__annotations__)
     def __init__(
-        self, flow: Any, weights: Weights = None, *, tokenizer: TokenizerLike | None = None,
+        self, flow: Any, weights: Weights = None, *, tokenizer: token_model.TokenizerLike | None = None,
         max_positions: int | None = None, eos_ids: int | Sequence[int] = (), bos_id: int | None = None,
         prefix_cache: int | str | None = None, **options: Unpack[CompileOptions],
     ) -> None:  # fmt: skip
-        self.tokenizer = open_tokenizer(tokenizer)
-        self.model, self.vocab_size = open_token_model(
+        self.tokenizer = token_model.open_tokenizer(tokenizer)
+        self.model, self.vocab_size = token_model.open_token_model(
             flow, weights, OpenOptions(**options), max_positions, programs=("forward", *CACHED_PROGRAMS), inputs=True
         )
-        check_logits(self.model, self.vocab_size)
-        self.max_positions = supported_positions(self.model)
+        token_model.check_logits(self.model, self.vocab_size)
+        self.max_positions = token_model.supported_positions(self.model)
         self.buckets = self.model.settings.buckets
         check_buckets(self.buckets, self.max_positions)
         self.prefix_cache = prefix_cache
@@ -121,7 +113,7 @@ class CausalLM(TaskModel):
         self._eos_ids = tuple(id_list([ids] if isinstance(ids, int | np.integer) else ids, self.vocab_size, "eos_ids"))
 
     def __repr__(self) -> str:
-        return model_repr("CausalLM", self.model, self.vocab_size, self.max_positions)
+        return token_model.model_repr("CausalLM", self.model, self.vocab_size, self.max_positions)
 
     # -- programs ----------------------------------------------------------------------------
 

@@ -35,22 +35,8 @@ from rlx_jax.errors import (
     quote,
     shown,
 )
-from rlx_jax.io import limits
+from rlx_jax.io import hub_remote, limits
 from rlx_jax.io.files import check_name, resolve
-from rlx_jax.io.hub_remote import (
-    HubFile,
-    Remote,
-    cached_file_list,
-    commits_with,
-    fetch_file_list,
-    file_list_path,
-    http_error,
-    hub_errors,
-    is_offline,
-    revisions_text,
-    store_file_list,
-    token_to_send,
-)
 
 # Progress callback: see `rlx_jax.compiler.executable.Progress`.
 ProgressCallback = Callable[[str, int, int], None]
@@ -84,9 +70,9 @@ class Snapshot:
     name: str
     commit: str
     path: Path
-    files: Mapping[str, HubFile] = field(repr=False)
+    files: Mapping[str, hub_remote.HubFile] = field(repr=False)
     offline_reason: str
-    remote: Remote
+    remote: hub_remote.Remote
     progress: ProgressCallback | None = field(default=None, repr=False)
 
     def fetch(self, bounds: Mapping[str, limits.SizeLimit | None]) -> None:
@@ -125,21 +111,21 @@ class Snapshot:
         check_name(name)
         where = self._where(name)
         if self.is_cached(name):
-            with hub_errors(where, self.remote), open(resolve(os.fspath(self.path), name), "rb") as file:
+            with hub_remote.hub_errors(where, self.remote), open(resolve(os.fspath(self.path), name), "rb") as file:
                 file.seek(start)
                 return file.read(nbytes)
         self._check_online(name)
-        with hub_errors(where, self.remote):
+        with hub_remote.hub_errors(where, self.remote):
             from huggingface_hub import constants, get_session, hf_hub_url
 
             url = hf_hub_url(self.name, name, revision=self.commit, endpoint=self.remote.endpoint)
             headers = {"range": f"bytes={start}-{start + nbytes - 1}", "accept-encoding": "identity"}
-            if token := token_to_send(self.remote.token, where):
+            if token := hub_remote.token_to_send(self.remote.token, where):
                 headers["authorization"] = f"Bearer {token}"
             timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
             with get_session().stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as response:
                 if response.status_code >= 400:
-                    raise http_error(response, where, self.remote.server)
+                    raise hub_remote.http_error(response, where, self.remote.server)
                 content_range = response.headers.get("Content-Range", "")
                 if response.status_code == 206 and not content_range.startswith(f"bytes {start}-"):
                     raise IntegrityError(f"{where}: requested the bytes from {start} on, got {shown(content_range)}")
@@ -169,7 +155,7 @@ class Snapshot:
         problem = (
             "is not in the cache" if size is None else f"has {size} bytes in the cache, not {self.files[name].nbytes}"
         )
-        other_commits = [c for c in commits_with(self.path.parent.parent, name) if c != self.commit]
+        other_commits = [c for c in hub_remote.commits_with(self.path.parent.parent, name) if c != self.commit]
         alternative = f", or pass revision={other_commits[0]!r}, which is in the cache" if other_commits else ""
         raise HubUnreachableError(
             f"{self._where(name)} {problem} (commit {self.commit}), and {self.offline_reason}: load it once with a "
@@ -181,7 +167,7 @@ class Snapshot:
         blobs = self.path.parent.parent / "blobs"
         entries = [self.files[name] for name in names]
         needed = sum(f.nbytes or 0 for f in entries if not (f.digest and _size(blobs / f.digest) == f.nbytes))
-        with hub_errors(self._where(names[0]), self.remote):
+        with hub_remote.hub_errors(self._where(names[0]), self.remote):
             free = shutil.disk_usage(next(p for p in self.path.parents if p.is_dir())).free
         if needed > free:
             description = self._where(names[0]) if len(names) == 1 else f"{quote(self.name)}: {len(names)} files"
@@ -192,7 +178,7 @@ class Snapshot:
     ) -> None:
         """Fetch a missing file and compare it with its digest."""
         where, entry, path = self._where(name), self.files[name], self.path / name
-        with hub_errors(where, self.remote):
+        with hub_remote.hub_errors(where, self.remote):
             from huggingface_hub import hf_hub_download
 
             # Remove a file that was truncated after its download: huggingface_hub would use it unchecked. A file that
@@ -201,7 +187,7 @@ class Snapshot:
                 _remove(path)
             hf_hub_download(
                 self.name, name, revision=self.commit, cache_dir=self.remote.cache, endpoint=self.remote.endpoint,
-                token=token_to_send(self.remote.token, where), library_name="rlx_jax",
+                token=hub_remote.token_to_send(self.remote.token, where), library_name="rlx_jax",
                 tqdm_class=_progress_class(where, entry, limit, report, stop),
             )  # fmt: skip
             if not path.is_file():
@@ -236,38 +222,38 @@ def open_snapshot(
     """
     if revision is not None and not _is_revision(revision):
         raise RequestError(f"revision: expected a branch, a tag or a commit, got {shown(revision)}")
-    remote, target = Remote.from_environment(token), revision or "main"
+    remote, target = hub_remote.Remote.from_environment(token), revision or "main"
     folder = Path(remote.cache) / f"models--{name.replace('/', '--')}"
     where = f"{quote(name)}: {message_prefix}revision {quote(target)}"
     try:
-        cached = cached_file_list(folder, target)
+        cached = hub_remote.cached_file_list(folder, target)
     except IntegrityError:  # a damaged list in the cache is fetched again
-        if is_offline():
+        if hub_remote.is_offline():
             raise
         cached = None
 
-    def snapshot(commit: str, files: Mapping[str, HubFile], offline_reason: str = "") -> Snapshot:
+    def snapshot(commit: str, files: Mapping[str, hub_remote.HubFile], offline_reason: str = "") -> Snapshot:
         return Snapshot(name, commit, folder / "snapshots" / commit, files, offline_reason, remote, progress)
 
-    if is_offline():
+    if hub_remote.is_offline():
         if cached is None:
             raise HubUnreachableError(
                 f"{where} is not in the cache {quote(remote.cache)}, and HF_HUB_OFFLINE is set: load it once without, "
-                f"or pass a local directory; {revisions_text(folder, target)}"
+                f"or pass a local directory; {hub_remote.revisions_text(folder, target)}"
             )
         return snapshot(*cached, "HF_HUB_OFFLINE is set")
     # The list of a commit never changes.
-    if cached is not None and cached[0] == target and file_list_path(folder, target).is_file():
+    if cached is not None and cached[0] == target and hub_remote.file_list_path(folder, target).is_file():
         return snapshot(*cached)
     try:
-        commit, files = fetch_file_list(remote, name, target, where)
+        commit, files = hub_remote.fetch_file_list(remote, name, target, where)
     except HubUnreachableError as cause:
         if cached is None:
-            raise HubUnreachableError(f"{cause}; {revisions_text(folder, target)}") from cause
+            raise HubUnreachableError(f"{cause}; {hub_remote.revisions_text(folder, target)}") from cause
         warnings.warn(f"{cause}; opening what the cache has, commit {cached[0]}", RlxWarning, stacklevel=2)
         return snapshot(*cached, f"{remote.server} cannot be reached")
     with contextlib.suppress(OSError):  # a cache that cannot be written to still serves what it has
-        store_file_list(folder, target, commit, files)
+        hub_remote.store_file_list(folder, target, commit, files)
     return snapshot(commit, files)
 
 
@@ -308,7 +294,7 @@ def _size(path: Path) -> int | None:
         return None
 
 
-def _file_digest(path: Path, hub_file: HubFile) -> str:
+def _file_digest(path: Path, hub_file: hub_remote.HubFile) -> str:
     """Return the digest of a file, of the same kind (SHA-256 or git's SHA-1) as in the commit's list."""
     with open(path, "rb") as file:
         if hub_file.digest is None or len(hub_file.digest) == 64:
@@ -326,7 +312,11 @@ def _remove(path: Path) -> None:
 
 
 def _progress_class(
-    where: str, hub_file: HubFile, limit: limits.SizeLimit | None, report: Callable[[int], None], stop: threading.Event
+    where: str,
+    hub_file: hub_remote.HubFile,
+    limit: limits.SizeLimit | None,
+    report: Callable[[int], None],
+    stop: threading.Event,
 ) -> type[Any]:
     """Return a class to pass to huggingface_hub as progress bar, which can abort a download.
 

@@ -12,22 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from rlx_jax import errors
 from rlx_jax.dataclasses import dataclass, field
-from rlx_jax.errors import (
-    HubError,
-    HubUnreachableError,
-    IntegrityError,
-    MissingFileError,
-    NoSpaceError,
-    RequestError,
-    RlxError,
-    StorageError,
-    did_you_mean,
-    listing,
-    one_line,
-    quote,
-    shown,
-)
+from rlx_jax.errors import did_you_mean, listing, one_line, quote, shown
 from rlx_jax.io import limits
 from rlx_jax.io.files import parse_object, read_small_file
 
@@ -66,9 +53,9 @@ class Remote:
             RequestError: `token` is not a valid token.
         """
         if not isinstance(token, str | bool | None):
-            raise RequestError(f"token: expected a string, True, False or None, got {type(token).__name__}")
+            raise errors.RequestError(f"token: expected a string, True, False or None, got {type(token).__name__}")
         if isinstance(token, str) and not _TOKEN.fullmatch(token):  # the message must not contain the token
-            raise RequestError("token: expected printable ASCII without spaces; it is neither shown nor sent")
+            raise errors.RequestError("token: expected printable ASCII without spaces; it is neither shown nor sent")
         getenv = os.environ.get
         home = getenv("HF_HOME") or os.path.join(getenv("XDG_CACHE_HOME") or "~/.cache", "huggingface")
         cache = getenv("HF_HUB_CACHE") or getenv("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
@@ -103,22 +90,24 @@ def fetch_file_list(remote: Remote, name: str, revision: str, where: str) -> tup
             rows = {f.rfilename: (f.lfs or f, f.lfs.sha256 if f.lfs else f.blob_id) for f in info.siblings or ()}
             files = {path: _checked_hub_file(entry.size, digest, where) for path, (entry, digest) in rows.items()}
         except (KeyError, TypeError, AttributeError, ValueError) as cause:
-            if isinstance(cause, RlxError):
+            if isinstance(cause, errors.RlxError):
                 raise
-            raise IntegrityError(f"{where}: the response is not a list of a commit's files; is this a Hub?") from cause
+            raise errors.IntegrityError(
+                f"{where}: the response is not a list of a commit's files; is this a Hub?"
+            ) from cause
     if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
-        raise IntegrityError(f"{where}: expected a commit of 40 digits, got {shown(info.sha)}; is this a Hub?")
+        raise errors.IntegrityError(f"{where}: expected a commit of 40 digits, got {shown(info.sha)}; is this a Hub?")
     if _COMMIT.fullmatch(revision) and info.sha != revision:
-        raise IntegrityError(f"{where}: the Hub gives the commit {info.sha} for this revision")
+        raise errors.IntegrityError(f"{where}: the Hub gives the commit {info.sha} for this revision")
     return info.sha, files
 
 
 def _checked_hub_file(nbytes: Any, digest: Any, where: str) -> HubFile:
     """Return one entry of a file list, checked."""
     if nbytes is not None and (type(nbytes) is not int or nbytes < 0):
-        raise IntegrityError(f"{where}: size is {quote(nbytes)}; expected a number of bytes")
+        raise errors.IntegrityError(f"{where}: size is {quote(nbytes)}; expected a number of bytes")
     if digest is not None and not (isinstance(digest, str) and _DIGEST.fullmatch(digest)):
-        raise IntegrityError(f"{where}: digest is {quote(digest)}; expected SHA-256, or git's SHA-1")
+        raise errors.IntegrityError(f"{where}: digest is {quote(digest)}; expected SHA-256, or git's SHA-1")
     if nbytes is None and digest is not None and len(digest) == 40:  # git's digest includes the length
         digest = None
     return HubFile(nbytes, digest)
@@ -163,11 +152,11 @@ def cached_file_list(folder: Path, revision: str) -> tuple[str, dict[str, HubFil
     if not _COMMIT.fullmatch(commit):
         return None
     path, where = file_list_path(folder, commit), quote(file_list_path(folder, commit))
-    with contextlib.suppress(MissingFileError):
-        raw = read_small_file(str(path), where, limits.bound("MAX_LISTING_BYTES"), IntegrityError)
-        rows = parse_object(raw, where, IntegrityError).get("files")
+    with contextlib.suppress(errors.MissingFileError):
+        raw = read_small_file(str(path), where, limits.bound("MAX_LISTING_BYTES"), errors.IntegrityError)
+        rows = parse_object(raw, where, errors.IntegrityError).get("files")
         if not isinstance(rows, dict) or not all(isinstance(row, list) and len(row) == 2 for row in rows.values()):
-            raise IntegrityError(f"{where}: expected the files of a commit; delete it")
+            raise errors.IntegrityError(f"{where}: expected the files of a commit; delete it")
         return commit, {
             name: _checked_hub_file(row[0], row[1], f"{where}: {quote(name)}") for name, row in rows.items()
         }
@@ -219,11 +208,15 @@ def token_to_send(token: str | bool | None, where: str) -> str | Literal[False]:
         if token is True or (token is None and implicit):
             token = huggingface_hub.get_token() or token
     except Exception as cause:  # for example, a login that cannot be renewed
-        raise HubError(f"{where}: the stored token: {type(cause).__name__}; pass token=, or token=False") from cause
+        raise errors.HubError(
+            f"{where}: the stored token: {type(cause).__name__}; pass token=, or token=False"
+        ) from cause
     if token is True:
-        raise HubError(f"{where}: token=True, and no token is stored: pass token=, or set HF_TOKEN")
+        raise errors.HubError(f"{where}: token=True, and no token is stored: pass token=, or set HF_TOKEN")
     if token and not _TOKEN.fullmatch(token):
-        raise HubError(f"{where}: the token of HF_TOKEN, or of its file, is not printable ASCII; it was not sent")
+        raise errors.HubError(
+            f"{where}: the token of HF_TOKEN, or of its file, is not printable ASCII; it was not sent"
+        )
     return token or False
 
 
@@ -232,13 +225,13 @@ def hub_errors(where: str, remote: Remote) -> Iterator[None]:
     """Convert exceptions of huggingface_hub, its HTTP client and the system to exceptions of this package."""
     try:
         yield
-    except RlxError:
+    except errors.RlxError:
         raise
     except Exception as cause:
         raise _to_rlx_error(cause, where, remote) from cause
 
 
-def _to_rlx_error(cause: Exception, where: str, remote: Remote) -> RlxError:
+def _to_rlx_error(cause: Exception, where: str, remote: Remote) -> errors.RlxError:
     """Return the error of this package for one of huggingface_hub, its HTTP client or the system."""
     # Compared by name: huggingface_hub and its HTTP client are imported only where they are used.
     kinds = {kind.__name__ for kind in type(cause).__mro__}
@@ -247,45 +240,47 @@ def _to_rlx_error(cause: Exception, where: str, remote: Remote) -> RlxError:
     if (response := getattr(cause, "response", None)) is not None:
         return http_error(response, where, remote.server)
     if "OfflineModeIsEnabled" in kinds:
-        return HubUnreachableError(f"{where}: HF_HUB_OFFLINE was set when huggingface_hub was imported")
+        return errors.HubUnreachableError(f"{where}: HF_HUB_OFFLINE was set when huggingface_hub was imported")
     number = cause.errno if isinstance(cause, OSError) else None
     if number in (errno.ENOSPC, errno.EDQUOT):
-        return NoSpaceError(f"{where}: the cache {quote(remote.cache)}: {os.strerror(number or 0)}")
+        return errors.NoSpaceError(f"{where}: the cache {quote(remote.cache)}: {os.strerror(number or 0)}")
     if number is not None and not isinstance(cause, ConnectionError):
-        return StorageError(f"{where}: the cache {quote(remote.cache)}: {os.strerror(number)}")
+        return errors.StorageError(f"{where}: the cache {quote(remote.cache)}: {os.strerror(number)}")
     text = one_line(str(cause).partition("\n")[0]).replace(remote.endpoint, remote.server)[:200] or type(cause).__name__
     if text.startswith("Consistency check failed"):
-        return IntegrityError(f"{where}: {text}; nothing is kept: try again")
+        return errors.IntegrityError(f"{where}: {text}; nothing is kept: try again")
     if isinstance(cause, ValueError):
-        return HubError(f"{where}: huggingface_hub: {text}")
+        return errors.HubError(f"{where}: huggingface_hub: {text}")
     if "TimeoutException" in kinds:
         text = "no answer within HF_HUB_DOWNLOAD_TIMEOUT"
-    return HubUnreachableError(f"{where}: {remote.server} cannot be reached: {text}")
+    return errors.HubUnreachableError(f"{where}: {remote.server} cannot be reached: {text}")
 
 
-def http_error(response: Any, where: str, host: str) -> RlxError:
+def http_error(response: Any, where: str, host: str) -> errors.RlxError:
     """Return the error for an HTTP status of 400 or over; its message explains the status and gives advice."""
     status, code = response.status_code, response.headers.get("X-Error-Code", "")
     with_token = "authorization" in response.request.headers
     if status in (408, 429) or status >= 500:
-        return HubUnreachableError(f"{where}: {host} answers {status}")
+        return errors.HubUnreachableError(f"{where}: {host} answers {status}")
     if code == "RevisionNotFound":
         advice = "write a commit with all 40 digits, a pull request as refs/pr/1"
-        return MissingFileError(f"{where}: {host} has no such branch, tag or commit of it; {advice}")
+        return errors.MissingFileError(f"{where}: {host} has no such branch, tag or commit of it; {advice}")
     if code == "EntryNotFound":
-        return MissingFileError(f"{where}: {host} lists the file but does not have it; try again")
+        return errors.MissingFileError(f"{where}: {host} lists the file but does not have it; try again")
     if code == "GatedRepo":
         advice = "with the account of this token" if with_token else "and pass token=, or set HF_TOKEN"
-        return HubError(f"{where}: access on {host} is gated ({status}): request access on the model page, {advice}")
+        return errors.HubError(
+            f"{where}: access on {host} is gated ({status}): request access on the model page, {advice}"
+        )
     if status in (401, 403) and with_token:
-        return HubError(f"{where}: {host} refuses it to this token ({status}): use one with read access")
+        return errors.HubError(f"{where}: {host} refuses it to this token ({status}): use one with read access")
     if status == 401:
-        return MissingFileError(
+        return errors.MissingFileError(
             f"{where}: {host} has no such public model ({status}): check the name; if it is private, pass token=, or "
             "set HF_TOKEN"
         )
     if status == 403:
-        return HubError(f"{where}: {host} refuses it ({status}): pass token=, or set HF_TOKEN")
+        return errors.HubError(f"{where}: {host} refuses it ({status}): pass token=, or set HF_TOKEN")
     if status == 404:
-        return MissingFileError(f"{where}: {host} has no such model ({status}): check the name")
-    return HubError(f"{where}: {host} answers {status}")
+        return errors.MissingFileError(f"{where}: {host} has no such model ({status}): check the name")
+    return errors.HubError(f"{where}: {host} answers {status}")

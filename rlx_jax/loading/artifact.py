@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import jax
 from jax import export
 
+from rlx_jax import errors
 from rlx_jax.compiler.settings import choose_settings, with_model_sharding
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.encode.answering import QuestionAnswerer
@@ -25,15 +26,7 @@ from rlx_jax.encode.head_model import HeadModel
 from rlx_jax.encode.masked import MaskedLM
 from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.encode.tagging import TokenClassifier
-from rlx_jax.errors import (
-    ArtifactFormatError,
-    IntegrityError,
-    PlatformMismatchError,
-    RequestError,
-    VersionMismatchError,
-    listing,
-    quote,
-)
+from rlx_jax.errors import listing, quote
 from rlx_jax.generate.causal import CausalLM
 from rlx_jax.io.archive import SUFFIX, Archive, Member, is_archive
 from rlx_jax.io.folder import Folder
@@ -76,13 +69,13 @@ def load_artifact(path: str | os.PathLike[str], options: Mapping[str, Any]) -> A
         RequestError: an option that does not apply. Others as `open_artifact`.
     """
     if surplus := [name for name in options if name not in OPTIONS]:
-        raise RequestError(
+        raise errors.RequestError(
             f"load: {quote(os.fsdecode(path))} is an artifact, which takes {listing(OPTIONS)} and not "
             f"{listing(surplus)}: pass these when the model is loaded for the export"
         )
     artifact = open_artifact(path, options.get("expect_sha256"))
     if artifact.kind not in KINDS:
-        raise ArtifactFormatError(f"{artifact.archive.where}: manifest: kind: unknown {quote(artifact.kind)}")
+        raise errors.ArtifactFormatError(f"{artifact.archive.where}: manifest: kind: unknown {quote(artifact.kind)}")
     programs = frozen_programs(artifact, options.get("progress"))
     (model,) = finish_models(programs, artifact.flow.program).values()
     return KINDS[artifact.kind](model, artifact)
@@ -121,13 +114,13 @@ def open_artifact(path: str | os.PathLike[str], expect_sha256: str | None = None
     content, where = archive.content, f"{archive.where}: manifest"
     names = {"kind", "versions", "created", "expires", "platforms", "flow", "settings", "files"}
     if set(content) != names or not isinstance(content["settings"], dict):
-        raise ArtifactFormatError(f"{where}: expected {listing(sorted(names))}")
+        raise errors.ArtifactFormatError(f"{where}: expected {listing(sorted(names))}")
     versions = decode(Mapping[str, str | int], content["versions"], f"{where}: versions")
     check_versions(archive.where, versions, decode(str, content["expires"], f"{where}: expires"))
     platforms = decode(tuple[str, ...], content["platforms"], f"{where}: platforms")
     running = export.default_export_platform()
     if running not in platforms:
-        raise PlatformMismatchError(
+        raise errors.PlatformMismatchError(
             f"{archive.where}: the artifact is for {listing(platforms)}, and JAX runs on {quote(running)}: export the "
             f"model again with platforms={[*platforms, running]}"
         )
@@ -152,17 +145,17 @@ def check_versions(where: str, versions: Mapping[str, str | int], expires: str) 
     low, high = export.minimum_supported_calling_convention_version, export.maximum_supported_calling_convention_version
     advice = "export the model again with this version, or install that one"
     if not isinstance(convention, int) or not low <= convention <= high:
-        raise VersionMismatchError(
+        raise errors.VersionMismatchError(
             f"{where}: jax {made_by} wrote calling convention {convention}, and jax {jax.__version__} reads {low} to "
             f"{high}: {advice}"
         )
     if _version(made_by) > _version(jax.__version__):
-        raise VersionMismatchError(
+        raise errors.VersionMismatchError(
             f"{where}: jax {made_by} wrote it, which is newer than jax {jax.__version__}: {advice}"
         )
     today = datetime.date.today().isoformat()
     if made_by != jax.__version__ and today > expires:
-        raise VersionMismatchError(
+        raise errors.VersionMismatchError(
             f"{where}: jax {made_by} wrote it, and later versions read it until {expires}; this is jax "
             f"{jax.__version__} on {today}: {advice}"
         )
@@ -218,11 +211,11 @@ class _ParamsFile(SafetensorsFile):
 def open_params(archive: Archive) -> WeightSource:
     """Return the parameters of an artifact."""
     if PARAMS not in archive.members:
-        raise ArtifactFormatError(f"{archive.where}: the artifact has no {PARAMS}")
+        raise errors.ArtifactFormatError(f"{archive.where}: the artifact has no {PARAMS}")
     file = _ParamsFile(archive.path, archive.members[PARAMS])
     if file.identity != file_identity(archive.status):
         file.close()
-        raise IntegrityError(f"{archive.where}: the file was replaced or written to while it was opened")
+        raise errors.IntegrityError(f"{archive.where}: the file was replaced or written to while it was opened")
     return SafetensorsSource([file], on_nonfinite="ignore")
 
 

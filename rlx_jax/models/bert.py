@@ -10,21 +10,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import jax
 import numpy as np
 
-from rlx_jax.blocks import (
-    BlockStage,
-    Embed,
-    EncoderKeys,
-    EncoderLayer,
-    EncoderLayerSpec,
-    Frequencies,
-    GatherAdd,
-    LearnedPositions,
-    Linear,
-    MeanOfTokens,
-    RelativeBias,
-    RmsNorm,
-    RopeTables,
-)
+from rlx_jax import blocks
 from rlx_jax.blocks.encoder import STYLES
 from rlx_jax.blocks.linear import module_keys
 from rlx_jax.blocks.positions import POSITION_BIAS
@@ -32,6 +18,7 @@ from rlx_jax.blocks.self_attention import head_width
 from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import ConfigError, UnsupportedError
 from rlx_jax.flow import POSITIONS, declared_shapes
+from rlx_jax.models import encoder
 from rlx_jax.models.config import (
     ACTIVATIONS,
     MAX_LAYERS,
@@ -42,20 +29,6 @@ from rlx_jax.models.config import (
     width_and_heads,
 )
 from rlx_jax.models.decoder_config import DecoderConfig, even_head_dim, frequencies_of
-from rlx_jax.models.encoder import (
-    BERT_HEADS,
-    MASKED,
-    ROBERTA_HEADS,
-    SEQUENCE,
-    TOKEN,
-    EncoderFlow,
-    HeadLayer,
-    HeadLayers,
-    OptionalInputs,
-    TaskHead,
-    masked_head,
-    token_heads,
-)
 
 # The optional inputs of families without default positions, or that derive them from the ids.
 ALL_INPUTS = (("attention_mask", None), ("token_type_ids", 0), ("position_ids", None))
@@ -83,7 +56,7 @@ class BertConfig(TokenConfig):
     layer_norm_eps: float = 1e-12
     activation: str = "gelu"
     embedding_size: int = 0
-    inv_freq: Frequencies = field(default=(), repr=False)
+    inv_freq: blocks.Frequencies = field(default=(), repr=False)
 
     defaults: ClassVar[Mapping[str, Any]] = {"vocab": 30522}
     min_types: ClassVar[int] = 1
@@ -102,7 +75,7 @@ B = TypeVar("B", bound=BertConfig)
 
 
 @dataclass(frozen=True)
-class BertLike(EncoderFlow[B]):
+class BertLike(encoder.EncoderFlow[B]):
     """The recipe of BERT-like families: see `EncoderFlow`.
 
     A family may define how positions are embedded, the `layer_keys` of a layer, and in `spec` what else differs
@@ -114,8 +87,8 @@ class BertLike(EncoderFlow[B]):
         layers: prefix of a layer, with `{}` for its number.
     """
 
-    heads = BERT_HEADS
-    layer_keys: ClassVar[EncoderKeys] = STYLES["bert"]
+    heads = encoder.BERT_HEADS
+    layer_keys: ClassVar[blocks.EncoderKeys] = STYLES["bert"]
     pre_norm: ClassVar[bool] = False
     embedding_norm: ClassVar[str] = "embeddings.LayerNorm"
     final_norm: ClassVar[str] = ""
@@ -123,26 +96,26 @@ class BertLike(EncoderFlow[B]):
     # Key of the projection from embeddings to hidden states, of a family with narrower embeddings.
     embedding_projection: ClassVar[str] = ""
 
-    def positions(self, key: str) -> BlockStage | None:
+    def positions(self, key: str) -> blocks.BlockStage | None:
         """Return the stage that adds position embeddings from the table with this key; None if there is no table."""
-        return GatherAdd("position_ids", key, self.table)
+        return blocks.GatherAdd("position_ids", key, self.table)
 
-    def embedding_stages(self) -> tuple[BlockStage, ...]:
+    def embedding_stages(self) -> tuple[blocks.BlockStage, ...]:
         c, p, width = self.config, self.key("embeddings"), self.config.embedding_size or self.config.hidden_size
-        types = GatherAdd("token_type_ids", f"{p}.token_type_embeddings.weight", (c.type_vocab_size, width))
+        types = blocks.GatherAdd("token_type_ids", f"{p}.token_type_embeddings.weight", (c.type_vocab_size, width))
         weight, bias = module_keys(self.key(self.embedding_projection))
-        projection = Linear(weight, bias_key=bias, shape=(c.hidden_size, width))
+        projection = blocks.Linear(weight, bias_key=bias, shape=(c.hidden_size, width))
         positions = None if c.inv_freq else self.positions(f"{p}.position_embeddings.weight")
         return (
-            *([RopeTables(c.inv_freq)] if c.inv_freq else []),
-            Embed(self.key(self.embedding), (c.vocab_size, width)),
+            *([blocks.RopeTables(c.inv_freq)] if c.inv_freq else []),
+            blocks.Embed(self.key(self.embedding), (c.vocab_size, width)),
             *([types] if c.type_vocab_size else []),  # MPNet has no token types
             *([] if positions is None else [positions]),
             *self.norm(self.embedding_norm),
             *([projection] if c.embedding_size else []),
         )
 
-    def final_stages(self) -> tuple[BlockStage, ...]:
+    def final_stages(self) -> tuple[blocks.BlockStage, ...]:
         return self.norm(self.final_norm)
 
     @property
@@ -159,16 +132,16 @@ class BertLike(EncoderFlow[B]):
         """The width of a head."""
         return head_width(self.name, self.config.hidden_size, self.config.num_attention_heads)
 
-    def spec(self, index: int) -> EncoderLayerSpec:
+    def spec(self, index: int) -> blocks.EncoderLayerSpec:
         c = self.config
-        return EncoderLayerSpec(
+        return blocks.EncoderLayerSpec(
             prefix=self.layer_prefix(index), keys=self.layer_keys, hidden_size=c.hidden_size,
             num_heads=c.num_attention_heads, head_dim=self.head_dim, intermediate_size=c.intermediate_size,
             eps=c.layer_norm_eps, pre_norm=self.pre_norm, activation=c.activation, rope="" if c.inv_freq else None,
         )  # fmt: skip
 
-    def stage(self, index: int, spec: EncoderLayerSpec) -> BlockStage:
-        return EncoderLayer(spec)
+    def stage(self, index: int, spec: blocks.EncoderLayerSpec) -> blocks.BlockStage:
+        return blocks.EncoderLayer(spec)
 
 
 class BertFlow(BertLike[BertConfig]):
@@ -214,16 +187,16 @@ class RobertaFlow(BertLike[RobertaConfig]):
 
     name = "roberta"
 
-    heads = ROBERTA_HEADS
-    optional_inputs: ClassVar[OptionalInputs] = ALL_INPUTS
+    heads = encoder.ROBERTA_HEADS
+    optional_inputs: ClassVar[encoder.OptionalInputs] = ALL_INPUTS
 
     @property
     def max_positions(self) -> int:
         # The rows of the table up to `pad_token_id` are not used by tokens: their positions start after it.
         return self.config.max_position_embeddings - self.config.pad_token_id - 1
 
-    def positions(self, key: str) -> BlockStage:
-        return LearnedPositions(key, self.table, self.config.pad_token_id)
+    def positions(self, key: str) -> blocks.BlockStage:
+        return blocks.LearnedPositions(key, self.table, self.config.pad_token_id)
 
 
 class Data2VecTextFlow(RobertaFlow):
@@ -287,14 +260,14 @@ class JinaV3Flow(BertLike[JinaV3Config]):
 
     name = "jina-v3"
 
-    heads = ROBERTA_HEADS
+    heads = encoder.ROBERTA_HEADS
     optional_inputs = ALL_INPUTS
-    layer_keys = EncoderKeys(("mixer.Wqkv",), "mixer.out_proj", "norm1", "mlp.fc1", "mlp.fc2", "norm2")
+    layer_keys = blocks.EncoderKeys(("mixer.Wqkv",), "mixer.out_proj", "norm1", "mlp.fc1", "mlp.fc2", "norm2")
     embedding_norm = "emb_ln"
     layers = "encoder.layers.{}"
 
 
-KEYS = EncoderKeys(
+KEYS = blocks.EncoderKeys(
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "self_attn.o_proj", "input_layernorm", "mlp.up_proj",
     "mlp.down_proj", "post_attention_layernorm", gate="mlp.gate_proj",
 )  # fmt: skip
@@ -330,7 +303,7 @@ class EuroBertConfig(DecoderConfig):
         return cls(**common, classifier_pooling=pooling)
 
 
-class EuroBertFlow(EncoderFlow[EuroBertConfig]):
+class EuroBertFlow(encoder.EncoderFlow[EuroBertConfig]):
     """The recipe of EuroBERT: see `EncoderFlow`. Optional inputs are `attention_mask` and `position_ids`."""
 
     name = "eurobert"
@@ -339,38 +312,38 @@ class EuroBertFlow(EncoderFlow[EuroBertConfig]):
     head_prefixes = ("lm_head.", "dense.", "classifier.")
     optional_inputs = (("attention_mask", None), ("position_ids", None))
 
-    def task_heads(self) -> HeadLayers:
+    def task_heads(self) -> encoder.HeadLayers:
         return {
-            SEQUENCE: (HeadLayer("dense", "gelu"), HeadLayer("classifier")),
-            TOKEN: (HeadLayer("classifier"),),
-            MASKED: (HeadLayer("lm_head", bias=self.config.mlp_bias),),
+            encoder.SEQUENCE: (encoder.HeadLayer("dense", "gelu"), encoder.HeadLayer("classifier")),
+            encoder.TOKEN: (encoder.HeadLayer("classifier"),),
+            encoder.MASKED: (encoder.HeadLayer("lm_head", bias=self.config.mlp_bias),),
         }
 
-    def head_stages(self, head: TaskHead) -> tuple[BlockStage, ...]:
+    def head_stages(self, head: encoder.TaskHead) -> tuple[blocks.BlockStage, ...]:
         stages, pooling = super().head_stages(head), self.config.classifier_pooling
-        if head.task != SEQUENCE or pooling == "bos":
+        if head.task != encoder.SEQUENCE or pooling == "bos":
             return stages
-        return (MeanOfTokens(), *stages) if pooling == "mean" else (*stages, MeanOfTokens())
+        return (blocks.MeanOfTokens(), *stages) if pooling == "mean" else (*stages, blocks.MeanOfTokens())
 
-    def embedding_stages(self) -> tuple[BlockStage, ...]:
+    def embedding_stages(self) -> tuple[blocks.BlockStage, ...]:
         c = self.config
-        embed = Embed(self.key(self.embedding), (c.vocab_size, c.hidden_size))
-        return RopeTables(c.inv_freq, factor=c.rope_factor), embed
+        embed = blocks.Embed(self.key(self.embedding), (c.vocab_size, c.hidden_size))
+        return blocks.RopeTables(c.inv_freq, factor=c.rope_factor), embed
 
-    def final_stages(self) -> tuple[BlockStage, ...]:
-        return (RmsNorm(self.key("norm.weight"), self.config.rms_norm_eps),)
+    def final_stages(self) -> tuple[blocks.BlockStage, ...]:
+        return (blocks.RmsNorm(self.key("norm.weight"), self.config.rms_norm_eps),)
 
-    def spec(self, index: int) -> EncoderLayerSpec:
+    def spec(self, index: int) -> blocks.EncoderLayerSpec:
         c = self.config
-        return EncoderLayerSpec(
+        return blocks.EncoderLayerSpec(
             prefix=self.key(f"layers.{index}"), keys=KEYS, hidden_size=c.hidden_size, num_heads=c.num_attention_heads,
             num_kv_heads=c.num_key_value_heads, head_dim=c.head_dim, intermediate_size=c.intermediate_size,
             eps=c.rms_norm_eps, pre_norm=True, rms=True, qkv_bias=c.attention_bias, out_bias=c.attention_bias,
             up_bias=c.mlp_bias, down_bias=c.mlp_bias, activation=c.activation, rope="",
         )  # fmt: skip
 
-    def stage(self, index: int, spec: EncoderLayerSpec) -> BlockStage:
-        return EncoderLayer(spec)
+    def stage(self, index: int, spec: blocks.EncoderLayerSpec) -> blocks.BlockStage:
+        return blocks.EncoderLayer(spec)
 
 
 @dataclass(frozen=True)
@@ -403,9 +376,9 @@ class DistilBertFlow(BertLike[DistilBertConfig]):
     name = "distilbert"
 
     heads = {
-        SEQUENCE: (HeadLayer("pre_classifier", "relu"), HeadLayer("classifier")),
-        MASKED: masked_head("vocab_transform", "vocab_layer_norm", "vocab_projector"),
-        **token_heads(),
+        encoder.SEQUENCE: (encoder.HeadLayer("pre_classifier", "relu"), encoder.HeadLayer("classifier")),
+        encoder.MASKED: encoder.masked_head("vocab_transform", "vocab_layer_norm", "vocab_projector"),
+        **encoder.token_heads(),
     }
     optional_inputs = (("attention_mask", None), ("position_ids", POSITIONS))
     layer_keys = STYLES["distilbert"]
@@ -450,11 +423,11 @@ class MPNetFlow(RobertaFlow):
     optional_inputs = (("attention_mask", None), ("position_ids", None))
     layer_keys = STYLES["mpnet"]
 
-    def embedding_stages(self) -> tuple[BlockStage, ...]:
+    def embedding_stages(self) -> tuple[blocks.BlockStage, ...]:
         c = self.config
         table = (c.relative_attention_num_buckets, c.num_attention_heads)
-        bias = RelativeBias(self.key("encoder.relative_attention_bias.weight"), table, BUCKETS)
+        bias = blocks.RelativeBias(self.key("encoder.relative_attention_bias.weight"), table, BUCKETS)
         return *super().embedding_stages(), bias
 
-    def spec(self, index: int) -> EncoderLayerSpec:
+    def spec(self, index: int) -> blocks.EncoderLayerSpec:
         return replace(super().spec(index), position_bias=POSITION_BIAS)

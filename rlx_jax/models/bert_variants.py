@@ -10,17 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from rlx_jax.blocks import (
-    BlockStage,
-    EmbedScale,
-    EncoderKeys,
-    EncoderLayerSpec,
-    Frequencies,
-    GatherAdd,
-    MeanOfTokens,
-    frequencies,
-    linear_scaling,
-)
+from rlx_jax import blocks
 from rlx_jax.blocks.encoder import STYLES
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import UnsupportedError
@@ -129,10 +119,10 @@ class ErnieFlow(BertLike[ErnieConfig]):
             return flow
         return flow.input(TASKS_INPUT, (rows, "seq"), dtype="int32", default=0)
 
-    def embedding_stages(self) -> tuple[BlockStage, ...]:
+    def embedding_stages(self) -> tuple[blocks.BlockStage, ...]:
         *stages, norm = super().embedding_stages()
         sizes = (self.config.task_type_vocab_size, self.config.hidden_size)
-        tasks = GatherAdd(TASKS_INPUT, self.key("embeddings.task_type_embeddings.weight"), sizes)
+        tasks = blocks.GatherAdd(TASKS_INPUT, self.key("embeddings.task_type_embeddings.weight"), sizes)
         return *stages, *([tasks] if sizes[0] else []), norm
 
 
@@ -218,11 +208,11 @@ class BigBirdFlow(BertLike[BigBirdConfig]):
     def max_positions(self) -> int:
         return self.config.full_positions
 
-    def embedding_stages(self) -> tuple[BlockStage, ...]:
+    def embedding_stages(self) -> tuple[blocks.BlockStage, ...]:
         embed, *stages = super().embedding_stages()
-        return embed, *([EmbedScale(self.config.hidden_size)] if self.config.rescales else []), *stages
+        return embed, *([blocks.EmbedScale(self.config.hidden_size)] if self.config.rescales else []), *stages
 
-    def spec(self, index: int) -> EncoderLayerSpec:
+    def spec(self, index: int) -> blocks.EncoderLayerSpec:
         return replace(super().spec(index), qkv_bias=self.config.qkv_bias)
 
 
@@ -262,7 +252,7 @@ class RoFormerConfig(BertConfig):
     def read(cls, c: Fields) -> Self:
         common = cls.common_fields(c)
         width = c.integer_or_null("embedding_size", None) or common["hidden_size"]
-        rope = frequencies(even_head_dim(c, common), 10000.0)
+        rope = blocks.frequencies(even_head_dim(c, common), 10000.0)
         return cls(**common, embedding_size=0 if width == common["hidden_size"] else width, inv_freq=rope)
 
 
@@ -297,7 +287,7 @@ class RoFormerFlow(BertLike[RoFormerConfig]):
                 )
         return super().adapt_weights(source)
 
-    def spec(self, index: int) -> EncoderLayerSpec:
+    def spec(self, index: int) -> blocks.EncoderLayerSpec:
         return replace(super().spec(index), rope_style="interleaved")
 
 
@@ -334,7 +324,7 @@ class EsmConfig(RobertaConfig):
         drops = c.raw("token_dropout") is not None and c.flag("token_dropout", False)
         head_dim = even_head_dim(c, vars(config)) if kind else 0
         return replace(
-            config, inv_freq=frequencies(head_dim, 10000.0) if kind else (),
+            config, inv_freq=blocks.frequencies(head_dim, 10000.0) if kind else (),
             mask_token_id=c.integer("mask_token_id", low=0) if drops else None,
             norm_before=c.raw("emb_layer_norm_before") is not None and c.flag("emb_layer_norm_before", False),
         )  # fmt: skip
@@ -350,7 +340,7 @@ class TokenDropout:
         x = emit.require(value, "TokenDropout")
         with emit.scope("token_dropout"):
             is_mask = emit.compare("eq", emit.flow_input("input_ids"), self.mask_token_id)[..., None]
-            share = MeanOfTokens().emit(emit, emit.where(is_mask, emit.ones_like(x[..., :1]), 0.0))
+            share = blocks.MeanOfTokens().emit(emit, emit.where(is_mask, emit.ones_like(x[..., :1]), 0.0))
             return emit.where(is_mask, 0.0, x * (1 - MASKED_IN_TRAINING) / (1.0 - share))
 
 
@@ -377,7 +367,7 @@ class EsmFlow(RobertaFlow):
         unread = (*table, "contact_head.", "rotary_embeddings.", *(f"encoder.layer.{i}.{rope}" for i in layers))
         return (*super().unread_keys(), *map(self.key, unread))
 
-    def embedding_stages(self) -> tuple[BlockStage, ...]:
+    def embedding_stages(self) -> tuple[blocks.BlockStage, ...]:
         *stages, norm = super().embedding_stages()
         mask = self.config.mask_token_id
         at = 1 + bool(self.config.inv_freq)  # after the embedding, which follows the rope tables
@@ -407,7 +397,7 @@ class GteConfig(BertConfig):
         return cls(**common, inv_freq=_rope(c, even_head_dim(c, common)))
 
 
-def _rope(c: Fields, head_dim: int) -> Frequencies:
+def _rope(c: Fields, head_dim: int) -> blocks.Frequencies:
     """Return the inverse frequencies of the config's rope.
 
     The authors' type `ntk` scales the base by a factor f, and the frequencies by f^(−2/D) in addition.
@@ -418,8 +408,8 @@ def _rope(c: Fields, head_dim: int) -> Frequencies:
     base, factor = c.real("rope_theta", default), scaling.real("factor")
     scaling.finish()
     if factor <= 1:
-        return frequencies(head_dim, base)
-    return linear_scaling(frequencies(head_dim, base * factor), factor ** (2 / head_dim))
+        return blocks.frequencies(head_dim, base)
+    return blocks.linear_scaling(blocks.frequencies(head_dim, base * factor), factor ** (2 / head_dim))
 
 
 class GteFlow(BertLike[GteConfig]):
@@ -429,10 +419,10 @@ class GteFlow(BertLike[GteConfig]):
 
     heads = {**BERT_HEADS, MASKED: masked_head("lm_head.dense", "lm_head.norm", "lm_head.decoder", activation="gelu")}
     optional_inputs = ALL_INPUTS
-    layer_keys = EncoderKeys(
+    layer_keys = blocks.EncoderKeys(
         ("attention.qkv_proj",), "attention.o_proj", "attn_ln", "mlp.up_gate_proj", "mlp.down_proj", "mlp_ln",
         gate="mlp.up_gate_proj", up_first=True,
     )  # fmt: skip
 
-    def spec(self, index: int) -> EncoderLayerSpec:
+    def spec(self, index: int) -> blocks.EncoderLayerSpec:
         return replace(super().spec(index), up_bias=False)

@@ -11,17 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from rlx_jax.blocks import (
-    BlockStage,
-    Frequencies,
-    LayerSpec,
-    MaskKind,
-    frequencies,
-    linear_scaling,
-    llama3_scaling,
-    yarn_factor,
-    yarn_scaling,
-)
+from rlx_jax import blocks
 from rlx_jax.dataclasses import dataclass, field
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
 from rlx_jax.models.config import MAX_LAYERS, MAX_VOCABULARY, CausalConfig, Fields
@@ -41,9 +31,9 @@ class Ends:
         unread_keys: keys, or prefixes that end in `.`, that are left unread on purpose.
     """
 
-    rope: tuple[BlockStage, ...] = ()
-    embedded: tuple[BlockStage, ...] = ()
-    logits: tuple[BlockStage, ...] = ()
+    rope: tuple[blocks.BlockStage, ...] = ()
+    embedded: tuple[blocks.BlockStage, ...] = ()
+    logits: tuple[blocks.BlockStage, ...] = ()
     unread_keys: tuple[str, ...] = ()
 
 
@@ -64,7 +54,7 @@ class DecoderConfig(CausalConfig):
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    inv_freq: Frequencies
+    inv_freq: blocks.Frequencies
     rms_norm_eps: float = 1e-6
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = field(default=False, kw_only=True)
@@ -82,7 +72,7 @@ class DecoderConfig(CausalConfig):
         common = plain_fields(c, max_positions=cls.max_position_embeddings, eps=cls.rms_norm_eps, **cls.defaults)
         return {**common, **c.with_defaults(cls, *cls.fields)}
 
-    def layer_spec(self, index: int) -> LayerSpec:
+    def layer_spec(self, index: int) -> blocks.LayerSpec:
         """Return the spec of layer `index`: `layer_of(self, …)` with the differences from Llama."""
         return layer_of(self)
 
@@ -91,7 +81,7 @@ class DecoderConfig(CausalConfig):
         return Ends()
 
 
-def layer_of(config: DecoderConfig, *, window: int | None = None, **differences: Any) -> LayerSpec:
+def layer_of(config: DecoderConfig, *, window: int | None = None, **differences: Any) -> blocks.LayerSpec:
     """Return the layer spec of a config.
 
     Args:
@@ -102,10 +92,10 @@ def layer_of(config: DecoderConfig, *, window: int | None = None, **differences:
     """
     # Each frequency rotates two columns of a head; fewer than head_dim / 2 frequencies mean a partial rotation.
     c, rotary_dim = config, 2 * len(config.inv_freq)
-    mask = MaskKind.CAUSAL if window is None else MaskKind.sliding_window(window)
+    mask = blocks.MaskKind.CAUSAL if window is None else blocks.MaskKind.sliding_window(window)
     if c.bidirectional:
-        mask = MaskKind.NONE if window is None else MaskKind.local(window + 1)
-    return LayerSpec(
+        mask = blocks.MaskKind.NONE if window is None else blocks.MaskKind.local(window + 1)
+    return blocks.LayerSpec(
         num_heads=c.num_attention_heads, num_kv_heads=c.num_key_value_heads, head_dim=c.head_dim, eps=c.rms_norm_eps,
         mask=mask,
         intermediate_size=c.intermediate_size,
@@ -116,7 +106,7 @@ def layer_of(config: DecoderConfig, *, window: int | None = None, **differences:
 class ScaledRope(NamedTuple):
     """Inverse frequencies, and the factor of cos and sin."""
 
-    inv_freq: Frequencies
+    inv_freq: blocks.Frequencies
     factor: float = 1.0
 
 
@@ -288,7 +278,7 @@ def frequencies_of(
             raise ConfigError(f"{c.where}: rope_scaling and rope_parameters are both given and differ")
     group = group or scaling
     with np.errstate(over="ignore"):  # an overflow is refused below
-        unscaled = frequencies(head_dim, theta)
+        unscaled = blocks.frequencies(head_dim, theta)
     if not all(0 < f < math.inf for f in unscaled):
         where = c.where if group is None else f"{c.where}: rope_parameters"
         raise ConfigError(f"{where}: rope_theta is {theta}; its frequencies over head_dim {head_dim} are not float32")
@@ -299,7 +289,7 @@ def frequencies_of(
     if kind == "default":
         out = ScaledRope(unscaled)
     elif kind == "linear":
-        out = ScaledRope(linear_scaling(unscaled, group.real("factor")))
+        out = ScaledRope(blocks.linear_scaling(unscaled, group.real("factor")))
     elif kind == "llama3":
         out = ScaledRope(_llama3(group, unscaled))
     elif kind == "yarn" and max_positions is not None:
@@ -311,14 +301,14 @@ def frequencies_of(
     return out
 
 
-def _llama3(group: Fields, unscaled: Frequencies) -> Frequencies:
+def _llama3(group: Fields, unscaled: blocks.Frequencies) -> blocks.Frequencies:
     """Return Llama 3's scaling of the frequencies."""
     factor, low, high = (group.real(name) for name in ("factor", "low_freq_factor", "high_freq_factor"))
     context = group.integer("original_max_position_embeddings", high=2**31 - 1)
-    return llama3_scaling(unscaled, factor, low, high, context)
+    return blocks.llama3_scaling(unscaled, factor, low, high, context)
 
 
-def _yarn(group: Fields, unscaled: Frequencies, theta: float, max_positions: int) -> ScaledRope:
+def _yarn(group: Fields, unscaled: blocks.Frequencies, theta: float, max_positions: int) -> ScaledRope:
     """Return YaRN's frequencies.
 
     A `factor` of null means the ratio of the model's context to the original one.
@@ -331,9 +321,11 @@ def _yarn(group: Fields, unscaled: Frequencies, theta: float, max_positions: int
     factor = max_positions / context if config_factor is None else config_factor
     if theta <= 1:
         raise ConfigError(f"{group.where}: rope_theta is {theta}; yarn needs a base over 1")
-    inv_freq = yarn_scaling(
+    inv_freq = blocks.yarn_scaling(
         unscaled, factor, context, theta, beta_fast=group.real_or_null("beta_fast", None) or 32.0,
         beta_slow=group.real_or_null("beta_slow", None) or 1.0, truncate=group.flag("truncate", True),
     )  # fmt: skip
-    default_factor = yarn_factor(factor, group.real_or_null("mscale", None), group.real_or_null("mscale_all_dim", None))
+    default_factor = blocks.yarn_factor(
+        factor, group.real_or_null("mscale", None), group.real_or_null("mscale_all_dim", None)
+    )
     return ScaledRope(inv_freq, group.real_or_null("attention_factor", None) or default_factor)

@@ -9,16 +9,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from rlx_jax.blocks import BlockStage, Repeat, stream_id
-from rlx_jax.blocks.flux2 import (
-    Flux2BlockSpec,
-    Flux2Conditioning,
-    Flux2DoubleBlock,
-    Flux2JoinStreams,
-    Flux2Output,
-    Flux2Rope,
-    Flux2SingleBlock,
-)
+from rlx_jax.blocks import BlockStage, Repeat, flux2, stream_id
 from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow, declared_shapes
@@ -80,10 +71,10 @@ class Flux2Config(ModelConfig):
             raise ConfigError(f"{c.where}: mlp_ratio or timestep_guidance_channels leave nothing to compute")
         return spec
 
-    def block(self, kind: Any) -> Flux2BlockSpec:
+    def block(self, kind: Any) -> flux2.Flux2BlockSpec:
         """Return the spec of a `double` or a `single` block."""
         ffn = int(self.hidden_size * self.mlp_ratio)
-        return Flux2BlockSpec(
+        return flux2.Flux2BlockSpec(
             kind=kind, num_heads=self.num_attention_heads, head_dim=self.attention_head_dim, ffn=ffn, eps=self.eps
         )
 
@@ -122,14 +113,14 @@ class Flux2Flow(Recipe[Flux2Config]):
         """Return the recipe for a config, which may be the content of a `config.json`."""
         return cls.for_prefill(config)
 
-    def spec(self, index: int, kind: str = "double") -> Flux2BlockSpec:
+    def spec(self, index: int, kind: str = "double") -> flux2.Flux2BlockSpec:
         """Return the spec of a block."""
         return self.config.block(kind)
 
-    def stage(self, index: int, spec: Flux2BlockSpec) -> BlockStage:
+    def stage(self, index: int, spec: flux2.Flux2BlockSpec) -> BlockStage:
         """Return the family's block."""
         prefix = f"{BLOCKS[spec.kind]}.{index}"
-        return Flux2DoubleBlock(prefix, spec) if spec.kind == "double" else Flux2SingleBlock(prefix, spec)
+        return flux2.Flux2DoubleBlock(prefix, spec) if spec.kind == "double" else flux2.Flux2SingleBlock(prefix, spec)
 
     def _blocks(self, kind: str, count: int) -> Repeat:
         """Return the stage that repeats the blocks of a kind."""
@@ -151,13 +142,13 @@ class Flux2Flow(Recipe[Flux2Config]):
         flow = flow.input("guidance", ("batch",)) if c.guidance_embeds else flow
         return (
             flow.bind(batch=self.batch, image=self.image, text=self.text)
-            .stage(Flux2Conditioning(h, c.timestep_guidance_channels, c.guidance_embeds))
-            .stage(Flux2Rope(c.axes_dims_rope, c.rope_theta))
+            .stage(flux2.Flux2Conditioning(h, c.timestep_guidance_channels, c.guidance_embeds))
+            .stage(flux2.Flux2Rope(c.axes_dims_rope, c.rope_theta))
             .custom_named("embedders", partial(embed_streams, hidden=h))
-            .stage(*self.hooks.before, self._blocks("double", c.num_layers), Flux2JoinStreams())
+            .stage(*self.hooks.before, self._blocks("double", c.num_layers), flux2.Flux2JoinStreams())
             .stage(self._blocks("single", c.num_single_layers), *self.hooks.after)
             .patch(self.hooks.edit)
-            .stage(Flux2Output(h, c.eps, c.patch_size**2 * c.out_channels))
+            .stage(flux2.Flux2Output(h, c.eps, c.patch_size**2 * c.out_channels))
             .output("sample")
         )  # fmt: skip
 

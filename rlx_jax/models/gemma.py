@@ -8,21 +8,10 @@ from typing import Any, Self
 from rlx_jax.blocks import EmbedScale, Frequencies, GemmaStyle, LayerSpec, LogitSoftcap, RopeTables, gemma_layer_spec
 from rlx_jax.dataclasses import dataclass, field
 from rlx_jax.errors import ConfigError, UnsupportedError, quote
+from rlx_jax.models import decoder_config
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import DecoderFlow
 from rlx_jax.models.decoder import weight_specs as weight_specs
-from rlx_jax.models.decoder_config import (
-    DecoderConfig,
-    Ends,
-    ScaledRope,
-    Windows,
-    common_fields,
-    frequencies_of,
-    layer_of,
-    layer_windows,
-    rope_of,
-    window_at,
-)
 from rlx_jax.models.vision import TextPart
 
 STYLES = {"gemma": GemmaStyle.GEMMA, "gemma2": GemmaStyle.GEMMA2, "gemma3_text": GemmaStyle.GEMMA3}
@@ -53,7 +42,7 @@ TEXT = TextPart(
 
 
 @dataclass(frozen=True)
-class GemmaConfig(DecoderConfig):
+class GemmaConfig(decoder_config.DecoderConfig):
     """Sizes of a Gemma model, with Hugging Face's field names.
 
     Attributes:
@@ -66,7 +55,7 @@ class GemmaConfig(DecoderConfig):
     max_position_embeddings: int = 8192
     local_inv_freq: Frequencies = ()
     local_rope_factor: float = 1.0
-    windows: Windows = ()
+    windows: decoder_config.Windows = ()
     query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
@@ -82,7 +71,9 @@ class GemmaConfig(DecoderConfig):
         if kind not in STYLES:
             raise UnsupportedError(f"{c.where}: model_type {quote(kind)} is not a Gemma; known are {', '.join(STYLES)}")
         style = STYLES[kind]
-        common = common_fields(c, max_positions=MAX_POSITIONS[style], kv_heads=KV_HEADS[style], head_dim=256, tied=True)
+        common = decoder_config.common_fields(
+            c, max_positions=MAX_POSITIONS[style], kv_heads=KV_HEADS[style], head_dim=256, tied=True
+        )
         _only_gelu_tanh(c, style)
         full, local = _ropes(c, style, common)
         attention, final = SOFTCAPS.get(style, (None, None))
@@ -111,8 +102,8 @@ class GemmaConfig(DecoderConfig):
         return result
 
     def layer_spec(self, index: int) -> LayerSpec:
-        window, scalar = window_at(self.windows, index), self.query_pre_attn_scalar
-        layer = layer_of(
+        window, scalar = decoder_config.window_at(self.windows, index), self.query_pre_attn_scalar
+        layer = decoder_config.layer_of(
             self,
             window=window,
             rope=LOCAL if self.local_inv_freq and window is not None else "",
@@ -123,9 +114,9 @@ class GemmaConfig(DecoderConfig):
         )
         return gemma_layer_spec(self.style, layer)
 
-    def ends(self) -> Ends:
+    def ends(self) -> decoder_config.Ends:
         cap, local = self.final_logit_softcapping, self.local_inv_freq
-        return Ends(
+        return decoder_config.Ends(
             rope=(RopeTables(local, name=LOCAL, factor=self.local_rope_factor),) if local else (),
             embedded=(EmbedScale(self.hidden_size),),
             logits=() if cap is None else (LogitSoftcap(cap),),
@@ -151,7 +142,7 @@ def _only_gelu_tanh(c: Fields, style: GemmaStyle) -> None:
         c.choice("hidden_activation", "gelu_pytorch_tanh", tanh)
 
 
-def _windows(c: Fields, style: GemmaStyle, layers: int, bidirectional: bool) -> Windows:
+def _windows(c: Fields, style: GemmaStyle, layers: int, bidirectional: bool) -> decoder_config.Windows:
     """Return the windows by `layer_types`, or in a pattern with a full-attention layer at its end.
 
     The pattern is 2 layers long in Gemma 2, 6 by default in Gemma 3. In a bidirectional model (EmbeddingGemma)
@@ -163,13 +154,15 @@ def _windows(c: Fields, style: GemmaStyle, layers: int, bidirectional: bool) -> 
     if duplicate != window:
         raise ConfigError(f"{c.where}: sliding_window is {window}, and sliding_window_size {duplicate}")
     window = window // 2 if bidirectional and window is not None else window
-    return layer_windows(c, layers, window, lambda i: (i + 1) % pattern > 0)
+    return decoder_config.layer_windows(c, layers, window, lambda i: (i + 1) % pattern > 0)
 
 
-def _ropes(c: Fields, style: GemmaStyle, common: Mapping[str, Any]) -> tuple[ScaledRope, ScaledRope]:
+def _ropes(
+    c: Fields, style: GemmaStyle, common: Mapping[str, Any]
+) -> tuple[decoder_config.ScaledRope, decoder_config.ScaledRope]:
     """Return the rope of the full-attention layers, and the one of the sliding-window layers in Gemma 3."""
     if style is not GemmaStyle.GEMMA3:
-        return rope_of(c, common), ScaledRope(())
+        return decoder_config.rope_of(c, common), decoder_config.ScaledRope(())
     parameters, scaling = c.group("rope_parameters"), c.group("rope_scaling")
     full, local = (parameters.group(f"{kind}_attention") if parameters else None for kind in ("full", "sliding"))
     if parameters is not None:
@@ -179,6 +172,6 @@ def _ropes(c: Fields, style: GemmaStyle, common: Mapping[str, Any]) -> tuple[Sca
             raise UnsupportedError(f"{group.where}: field 'truncate' is false; the reference does not read it here")
     head_dim, positions = common["head_dim"], common["max_position_embeddings"]
     return (
-        frequencies_of(c, full, scaling, head_dim, "rope_theta", 1e6, positions),
-        frequencies_of(c, local, None, head_dim, "rope_local_base_freq", 1e4, positions),
+        decoder_config.frequencies_of(c, full, scaling, head_dim, "rope_theta", 1e6, positions),
+        decoder_config.frequencies_of(c, local, None, head_dim, "rope_local_base_freq", 1e4, positions),
     )

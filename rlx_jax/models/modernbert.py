@@ -5,16 +5,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Self
 
-from rlx_jax.blocks import (
-    BlockStage,
-    EncoderKeys,
-    EncoderLayerSpec,
-    Frequencies,
-    LayerNorm,
-    MeanOfTokens,
-    RopeTables,
-    Sequence,
-)
+from rlx_jax import blocks
 from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.flow import ModelFlow
 from rlx_jax.models.bert import BertConfig, BertLike
@@ -25,7 +16,7 @@ from rlx_jax.models.encoder import ANSWER, MASKED, SEQUENCE, TOKEN, HeadLayer, H
 
 # Name of the rope tables of the layers with a window.
 LOCAL = "local"
-KEYS = EncoderKeys(("attn.Wqkv",), "attn.Wo", "attn_norm", "mlp.Wi", "mlp.Wo", "mlp_norm", gate="mlp.Wi")
+KEYS = blocks.EncoderKeys(("attn.Wqkv",), "attn.Wo", "attn_norm", "mlp.Wi", "mlp.Wo", "mlp_norm", gate="mlp.Wi")
 
 
 @dataclass(frozen=True)
@@ -42,7 +33,7 @@ class ModernBertConfig(BertConfig):
     """
 
     type_vocab_size: int = 0
-    local_inv_freq: Frequencies = field(default=(), repr=False)
+    local_inv_freq: blocks.Frequencies = field(default=(), repr=False)
     windows: Windows = ()
     norm_bias: bool = False
     attention_bias: bool = False
@@ -108,18 +99,18 @@ class ModernBertFlow(BertLike[ModernBertConfig]):
         labels = {task: (dense, HeadLayer("classifier")) for task in (SEQUENCE, TOKEN, ANSWER)}
         return {**labels, MASKED: (dense, HeadLayer("decoder", bias=c.decoder_bias))}
 
-    def head_stages(self, head: TaskHead) -> tuple[BlockStage, ...]:
+    def head_stages(self, head: TaskHead) -> tuple[blocks.BlockStage, ...]:
         is_mean = head.task == SEQUENCE and self.config.classifier_mean
-        return *([MeanOfTokens()] if is_mean else []), *super().head_stages(head)
+        return *([blocks.MeanOfTokens()] if is_mean else []), *super().head_stages(head)
 
-    def norm(self, name: str) -> tuple[BlockStage, ...]:
+    def norm(self, name: str) -> tuple[blocks.BlockStage, ...]:
         key, bias = self.key(name), self.config.norm_bias
-        return (LayerNorm(f"{key}.weight", f"{key}.bias" if bias else None, self.config.layer_norm_eps),)
+        return (blocks.LayerNorm(f"{key}.weight", f"{key}.bias" if bias else None, self.config.layer_norm_eps),)
 
-    def embedding_stages(self) -> tuple[BlockStage, ...]:
-        return RopeTables(self.config.local_inv_freq, name=LOCAL), *super().embedding_stages()
+    def embedding_stages(self) -> tuple[blocks.BlockStage, ...]:
+        return blocks.RopeTables(self.config.local_inv_freq, name=LOCAL), *super().embedding_stages()
 
-    def spec(self, index: int) -> EncoderLayerSpec:
+    def spec(self, index: int) -> blocks.EncoderLayerSpec:
         c, window, keys = self.config, window_at(self.config.windows, index), self.layer_keys
         return replace(
             super().spec(index), keys=keys if index else replace(keys, attention_norm=""), window=window,
@@ -161,7 +152,7 @@ class ModernBertDecoderFlow(ModernBertFlow):
         dense, last = super().task_heads()[SEQUENCE]
         return {SEQUENCE: (dense, replace(last, bias=self.config.classifier_bias))}
 
-    def spec(self, index: int) -> EncoderLayerSpec:
+    def spec(self, index: int) -> blocks.EncoderLayerSpec:
         return replace(super().spec(index), causal=True)
 
 
@@ -191,14 +182,14 @@ class ModernBertCausalFlow(CausalFlow[ModernBertDecoderConfig]):
         spec: Any = self.encoder.spec(index)
         return replace(spec, mask_input=None)
 
-    def stage(self, index: int, spec: Any) -> BlockStage:
+    def stage(self, index: int, spec: Any) -> blocks.BlockStage:
         return self.encoder.stage(index, spec)
 
     def assemble(self) -> ModelFlow:
         c, encoder = self.config, self.encoder
         local, rope, _, *embedded = encoder.embedding_stages()
         dense = c.dense_layer("lm_head").stages((c.hidden_size, c.hidden_size), str, c)
-        norm = Sequence((*encoder.final_stages(), *(() if self.hidden_only else dense)))
+        norm = blocks.Sequence((*encoder.final_stages(), *(() if self.hidden_only else dense)))
         return decoder_flow(
             self, self.stage, norm=norm, tables=(local, rope), embedded=embedded,
             leave=("decoder.bias", "lm_head.") if self.hidden_only else (),

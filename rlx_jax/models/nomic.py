@@ -9,15 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from rlx_jax.blocks import (
-    BlockStage,
-    Custom,
-    EncoderExperts,
-    EncoderLayerSpec,
-    NomicSelector,
-    PatchRope,
-    PreNormLayerSpec,
-)
+from rlx_jax import blocks
 from rlx_jax.blocks.encoder import NOMIC_KEYS
 from rlx_jax.blocks.pooling import normalize_rows
 from rlx_jax.blocks.vision import NOMIC_KEYS as VISION_KEYS
@@ -160,13 +152,13 @@ class NomicFlow(BertLike[NomicConfig]):
     def head_dim(self) -> int:
         return self.config.head_dim
 
-    def spec(self, index: int) -> EncoderLayerSpec:
+    def spec(self, index: int) -> blocks.EncoderLayerSpec:
         c, keys, (attention, up, down) = self.config, self.layer_keys, self.config.biases
         has_experts = c.experts and index % c.expert_stride == 1
         return replace(
             super().spec(index), keys=keys if c.gated else replace(keys, up="mlp.fc1", gate=""), qkv_bias=attention,
             out_bias=attention, up_bias=up, down_bias=down,
-            experts=EncoderExperts(c.experts, c.top_k, *EXPERT_KEYS) if has_experts else None,
+            experts=blocks.EncoderExperts(c.experts, c.top_k, *EXPERT_KEYS) if has_experts else None,
         )  # fmt: skip
 
 
@@ -258,22 +250,24 @@ class NomicVisionFlow(VisionFlow[NomicVisionConfig]):
     def sides(self) -> tuple[int | str, int | str]:
         return self.config.image_size
 
-    def spec(self, index: int) -> PreNormLayerSpec:
+    def spec(self, index: int) -> blocks.PreNormLayerSpec:
         return replace(super().spec(index), use_rope=self.config.use_rotary, inner_eps=INNER_EPS)
 
-    def embedding_stages(self) -> tuple[BlockStage, ...]:
+    def embedding_stages(self) -> tuple[blocks.BlockStage, ...]:
         c = self.config
         if not c.use_rotary:
             return super().embedding_stages()
-        rope = PatchRope(c.grid, c.hidden_size // c.num_attention_heads, reference=c.reference_grid)
+        rope = blocks.PatchRope(c.grid, c.hidden_size // c.num_attention_heads, reference=c.reference_grid)
         return *super().embedding_stages(), rope
 
-    def final_stages(self) -> tuple[BlockStage, ...]:
+    def final_stages(self) -> tuple[blocks.BlockStage, ...]:
         c = self.config
-        return (NomicSelector(self.key("selector"), c.num_attention_heads, c.layer_norm_eps, c.intermediate_size),)
+        return (
+            blocks.NomicSelector(self.key("selector"), c.num_attention_heads, c.layer_norm_eps, c.intermediate_size),
+        )
 
-    def pool(self) -> BlockStage:
-        return Custom(unit_first, "pooled")
+    def pool(self) -> blocks.BlockStage:
+        return blocks.Custom(unit_first, "pooled")
 
 
 def unit_first(emit: Emit, x: FlowValue) -> FlowValue:

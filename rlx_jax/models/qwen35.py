@@ -11,17 +11,7 @@ from typing import Self
 
 import jax
 
-from rlx_jax.blocks import (
-    BlockStage,
-    Embed,
-    GatedDeltaSpec,
-    LayerSpec,
-    LmHead,
-    MtpMerge,
-    RopeTables,
-    decoder_layer,
-    gated_delta_layer,
-)
+from rlx_jax import blocks
 from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import ConfigError, MissingWeightError, UnsupportedError, quote
 from rlx_jax.flow import ModelFlow, declared_shapes
@@ -68,7 +58,7 @@ class Qwen35Config(DecoderConfig):
     attends: tuple[bool, ...] = ()
     mtp_num_hidden_layers: int = 1
     mtp_use_dedicated_embeddings: bool = False
-    delta: GatedDeltaSpec = field(kw_only=True)
+    delta: blocks.GatedDeltaSpec = field(kw_only=True)
 
     @classmethod
     def read(cls, c: Fields) -> Self:
@@ -91,7 +81,7 @@ class Qwen35Config(DecoderConfig):
             delta=_delta(c, common["rms_norm_eps"]),
         )
 
-    def layer_spec(self, index: int) -> LayerSpec:
+    def layer_spec(self, index: int) -> blocks.LayerSpec:
         """Return gated attention with a norm of each query and key head and a partial rotation.
 
         All norms are zero-centred.
@@ -108,14 +98,14 @@ class Qwen35Flow(DecoderFlow[Qwen35Config]):
 
     name = "qwen35"
 
-    def spec(self, index: int = 0) -> GatedDeltaSpec | LayerSpec:
+    def spec(self, index: int = 0) -> blocks.GatedDeltaSpec | blocks.LayerSpec:
         c = self.config
         return c.layer_spec(index) if c.attends[index] else c.delta
 
-    def stage(self, index: int, spec: GatedDeltaSpec | LayerSpec) -> BlockStage:
-        if isinstance(spec, GatedDeltaSpec):
-            return gated_delta_layer(index, self.config.layer_spec(index), spec)
-        return decoder_layer(index, spec)
+    def stage(self, index: int, spec: blocks.GatedDeltaSpec | blocks.LayerSpec) -> blocks.BlockStage:
+        if isinstance(spec, blocks.GatedDeltaSpec):
+            return blocks.gated_delta_layer(index, self.config.layer_spec(index), spec)
+        return blocks.decoder_layer(index, spec)
 
     def assemble(self) -> ModelFlow:
         return super().assemble().with_mtp(lambda source: Qwen35MtpFlow(self.config, source).assemble())
@@ -154,17 +144,19 @@ class Qwen35MtpFlow:
         self._check()
         c, spec = self.config, self.config.layer_spec(0)
         tied = c.tie_word_embeddings
-        head = LmHead.tied if tied else partial(LmHead.separate, HEAD)
+        head = blocks.LmHead.tied if tied else partial(blocks.LmHead.separate, HEAD)
         return (
             ModelFlow(self.name)
             .with_weights(self.weights, leave=("model.", HEAD, "mtp."))
             .input("input_ids", ("batch", "seq"), dtype="int32")
             .input("hidden", ("batch", "seq", c.hidden_size))
-            .rope_tables(RopeTables(c.inv_freq, factor=c.rope_factor))
+            .rope_tables(blocks.RopeTables(c.inv_freq, factor=c.rope_factor))
             .stage(
-                Embed(EMBEDDING, (c.vocab_size, c.hidden_size)),
-                MtpMerge(spec.norm("mtp.pre_fc_norm_embedding"), spec.norm("mtp.pre_fc_norm_hidden"), "mtp.fc.weight"),
-                decoder_layer(0, spec, prefix="mtp.layers"),
+                blocks.Embed(EMBEDDING, (c.vocab_size, c.hidden_size)),
+                blocks.MtpMerge(
+                    spec.norm("mtp.pre_fc_norm_embedding"), spec.norm("mtp.pre_fc_norm_hidden"), "mtp.fc.weight"
+                ),
+                blocks.decoder_layer(0, spec, prefix="mtp.layers"),
                 spec.norm("mtp.norm"),
             )
             .store_stream("hidden")
@@ -199,12 +191,12 @@ def _attention_layers(c: Fields, layers: int) -> tuple[bool, ...]:
     return c.kinds("layer_types", default_types, {"full_attention": True, "linear_attention": False})
 
 
-def _delta(c: Fields, eps: float) -> GatedDeltaSpec:
+def _delta(c: Fields, eps: float) -> blocks.GatedDeltaSpec:
     """Return the spec of the Gated DeltaNet layers."""
     heads = c.integer("linear_num_key_heads", 16, high=2**16), c.integer("linear_num_value_heads", 32, high=2**16)
     if heads[1] % heads[0]:
         raise ConfigError(f"{c.where}: linear_num_value_heads {heads[1]} is no multiple of {heads[0]} key heads")
-    return GatedDeltaSpec(
+    return blocks.GatedDeltaSpec(
         key_heads=heads[0], value_heads=heads[1], key_dim=c.integer("linear_key_head_dim", 128, high=2**16),
         value_dim=c.integer("linear_value_head_dim", 128, high=2**16),
         kernel=c.integer("linear_conv_kernel_dim", 4, high=2**10), eps=eps,

@@ -6,16 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from rlx_jax.blocks import (
-    AttentionPool,
-    BlockStage,
-    ClsTokenPool,
-    GatherLastToken,
-    Linear,
-    NaflexEmbed,
-    PreNormLayerSpec,
-    Sequence,
-)
+from rlx_jax import blocks
 from rlx_jax.blocks.linear import module_keys
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import ConfigError
@@ -59,11 +50,11 @@ class SiglipVisionFlow(VisionFlow[SiglipVisionConfig]):
     prefixes = ("vision_model", "")
     head_pool = PatchMean()
 
-    def pool(self) -> BlockStage | None:
+    def pool(self) -> blocks.BlockStage | None:
         c, key = self.config, self.key("head")
         if not c.head:
             return None
-        return AttentionPool(key, c.num_attention_heads, c.layer_norm_eps, c.activation, c.intermediate_size)
+        return blocks.AttentionPool(key, c.num_attention_heads, c.layer_norm_eps, c.activation, c.intermediate_size)
 
 
 @dataclass(frozen=True)
@@ -94,11 +85,11 @@ class SiglipTextFlow(TextFlow[SiglipTextConfig]):
     def padding(self) -> tuple[int, int]:
         return self.config.max_position_embeddings, self.config.pad_id
 
-    def pool(self) -> BlockStage:
+    def pool(self) -> blocks.BlockStage:
         c, (weight, bias) = self.config, module_keys(self.key("head"))
-        linear = Linear(weight, bias_key=bias, shape=(c.width, c.hidden_size), roles=(None, "hidden"))
+        linear = blocks.Linear(weight, bias_key=bias, shape=(c.width, c.hidden_size), roles=(None, "hidden"))
         # The gathered row has one token; ClsTokenPool removes that axis.
-        return Sequence((GatherLastToken(), ClsTokenPool(), linear))
+        return blocks.Sequence((blocks.GatherLastToken(), blocks.ClsTokenPool(), linear))
 
 
 class SiglipConfig(DualConfig[SiglipTextConfig, SiglipVisionConfig]):
@@ -170,14 +161,14 @@ class Siglip2VisionFlow(SiglipVisionFlow):
         flow = flow.input(MASK, (rows, "patches"), dtype="int32")
         return flow.input(SHAPES, (rows, 2), dtype="int32")
 
-    def embedding_stages(self) -> tuple[BlockStage, ...]:
+    def embedding_stages(self) -> tuple[blocks.BlockStage, ...]:
         c, patch_keys = self.config, module_keys(self.key(self.layout.patch))
-        return (NaflexEmbed(*patch_keys, self.key(self.layout.position), c.hidden_size, c.grid[0], SHAPES),)
+        return (blocks.NaflexEmbed(*patch_keys, self.key(self.layout.position), c.hidden_size, c.grid[0], SHAPES),)
 
-    def spec(self, index: int) -> PreNormLayerSpec:
+    def spec(self, index: int) -> blocks.PreNormLayerSpec:
         return replace(super().spec(index), mask_input=MASK)
 
-    def pool(self) -> BlockStage | None:
+    def pool(self) -> blocks.BlockStage | None:
         pool: Any = super().pool()
         return None if pool is None else replace(pool, mask_input=MASK)
 

@@ -8,16 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self, TypeVar
 
-from rlx_jax.blocks import (
-    BlockStage,
-    ClsTokenPool,
-    Embed,
-    GatherAdd,
-    LayerKeys,
-    PreNormLayerSpec,
-    VisionEmbed,
-    pre_norm_layer,
-)
+from rlx_jax import blocks
 from rlx_jax.blocks.linear import module_keys
 from rlx_jax.blocks.vision import CLIP_KEYS
 from rlx_jax.dataclasses import dataclass, field, replace
@@ -115,7 +106,7 @@ class VisionLayout:
     patch: str
     position: str
     layers: str
-    keys: LayerKeys
+    keys: blocks.LayerKeys
     cls: str = ""
     distillation: str = ""
     registers: str = ""
@@ -172,7 +163,7 @@ class VisionFlow(TowerFlow[C]):
     heads = IMAGE_HEADS
     layouts: ClassVar[tuple[VisionLayout, ...]] = ()  # of a family whose checkpoints have one of several
     prefixes: ClassVar[tuple[str, ...]] = ("",)
-    head_pool: ClassVar[BlockStage] = ClsTokenPool()
+    head_pool: ClassVar[blocks.BlockStage] = blocks.ClsTokenPool()
     # Pairs of a module's name in checkpoints, and its name in transformers 5 and so in PEFT's files.
     peft_names: ClassVar[tuple[tuple[str, str], ...]] = ()
 
@@ -188,26 +179,26 @@ class VisionFlow(TowerFlow[C]):
         complete = (c for c in matches if source.has(f"{c.spec(0).prefix}.{c.layout.keys.norm1}.weight"))
         return next(complete, matches[0] if matches else self)
 
-    def spec(self, index: int) -> PreNormLayerSpec:
+    def spec(self, index: int) -> blocks.PreNormLayerSpec:
         """Return the spec of a layer, which includes the layer's keys."""
         c = self.config
-        return PreNormLayerSpec(
+        return blocks.PreNormLayerSpec(
             self.key(self.layout.layers.format(index)), self.layout.keys, c.hidden_size, c.num_attention_heads,
             c.intermediate_size, c.layer_norm_eps, c.activation, c.gated, c.qkv_bias,
         )  # fmt: skip
 
-    def stage(self, index: int, spec: Any) -> BlockStage:
-        return pre_norm_layer(spec)
+    def stage(self, index: int, spec: Any) -> blocks.BlockStage:
+        return blocks.pre_norm_layer(spec)
 
-    def pool(self) -> BlockStage | None:
+    def pool(self) -> blocks.BlockStage | None:
         """Return the stage that pools the hidden states to one vector; None for no pooling."""
         return self.head_pool
 
-    def head_input(self) -> tuple[BlockStage, int]:
+    def head_input(self) -> tuple[blocks.BlockStage, int]:
         """Return the stage that pools the hidden states for a head, and the vector's width."""
         return self.head_pool, self.config.hidden_size
 
-    def head_stages(self, head: TaskHead) -> tuple[BlockStage, ...]:
+    def head_stages(self, head: TaskHead) -> tuple[blocks.BlockStage, ...]:
         pool, width = self.head_input()
         return pool, *head.stages(width, self.key)
 
@@ -222,20 +213,20 @@ class VisionFlow(TowerFlow[C]):
         """Height and width of the images: sizes, or names of dynamic axes."""
         return "height", "width"
 
-    def embedding_stages(self) -> tuple[BlockStage, ...]:
+    def embedding_stages(self) -> tuple[blocks.BlockStage, ...]:
         """Return the stages before the layers; the first one takes the images."""
         c, layout = self.config, self.layout
         weight, bias = module_keys(self.key(layout.patch))
         registers = layout.registers if c.registers else ""
         names = (layout.position, layout.cls, registers, layout.distillation)
         position, cls, registers_key, distillation = (self.key(name) if name else None for name in names)
-        embed = VisionEmbed(
+        embed = blocks.VisionEmbed(
             weight, bias if layout.patch_bias else None, position, c.hidden_size, c.patch_size, c.grid, cls,
             registers_key, c.antialias, layout.flat_patch, layout.flat, c.registers, distillation,
         )  # fmt: skip
         return embed, *self.norm(layout.before)
 
-    def final_stages(self) -> tuple[BlockStage, ...]:
+    def final_stages(self) -> tuple[blocks.BlockStage, ...]:
         """Return the stages after the layers."""
         return self.norm(self.layout.after)
 
@@ -277,27 +268,27 @@ class TextFlow(EncoderFlow[T]):
     optional_inputs = (("attention_mask", None), ("position_ids", POSITIONS))
     causal: ClassVar[bool] = False
 
-    def embedding_stages(self) -> tuple[BlockStage, ...]:
+    def embedding_stages(self) -> tuple[blocks.BlockStage, ...]:
         c = self.config
         return (
-            Embed(self.key(TOKEN_TABLE), (c.vocab_size, c.hidden_size)),
-            GatherAdd("position_ids", self.key(POSITION_TABLE), (c.max_position_embeddings, c.hidden_size)),
+            blocks.Embed(self.key(TOKEN_TABLE), (c.vocab_size, c.hidden_size)),
+            blocks.GatherAdd("position_ids", self.key(POSITION_TABLE), (c.max_position_embeddings, c.hidden_size)),
         )
 
-    def spec(self, index: int) -> PreNormLayerSpec:
+    def spec(self, index: int) -> blocks.PreNormLayerSpec:
         c = self.config
-        return PreNormLayerSpec(
+        return blocks.PreNormLayerSpec(
             self.key(f"encoder.layers.{index}"), CLIP_KEYS, c.hidden_size, c.num_attention_heads, c.intermediate_size,
             c.layer_norm_eps, c.activation, causal=self.causal, mask_input="attention_mask",
         )  # fmt: skip
 
-    def stage(self, index: int, spec: PreNormLayerSpec) -> BlockStage:
-        return pre_norm_layer(spec)
+    def stage(self, index: int, spec: blocks.PreNormLayerSpec) -> blocks.BlockStage:
+        return blocks.pre_norm_layer(spec)
 
-    def final_stages(self) -> tuple[BlockStage, ...]:
+    def final_stages(self) -> tuple[blocks.BlockStage, ...]:
         return self.norm("final_layer_norm")
 
-    def pool(self) -> BlockStage:
+    def pool(self) -> blocks.BlockStage:
         raise NotImplementedError
 
 

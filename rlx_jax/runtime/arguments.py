@@ -8,18 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from rlx_jax import errors
 from rlx_jax.compiler.executable import Arrays
-from rlx_jax.errors import (
-    RequestError,
-    RlxError,
-    SessionStateError,
-    WeightError,
-    WeightShapeError,
-    describe_type,
-    did_you_mean,
-    listing,
-    quote,
-)
+from rlx_jax.errors import describe_type, did_you_mean, listing, quote
 from rlx_jax.ir.types import short_name
 from rlx_jax.ir.user_functions import is_consumed
 
@@ -39,8 +30,8 @@ def refuse_consumed(params: Arrays, inputs: Arrays, cause: Exception | None = No
     Raises:
         WeightError, SessionStateError: a parameter or an input was donated to an earlier call.
     """
-    kinds: tuple[tuple[str, Arrays, type[RlxError]], ...]
-    kinds = (("params: leaf", params, WeightError), ("input", inputs, SessionStateError))
+    kinds: tuple[tuple[str, Arrays, type[errors.RlxError]], ...]
+    kinds = (("params: leaf", params, errors.WeightError), ("input", inputs, errors.SessionStateError))
     for label, arrays, error_type in kinds:
         for name, array in arrays.items():
             if is_consumed(array):
@@ -66,7 +57,7 @@ def refuse_shared(donated: Arrays, params: Arrays, inputs: Arrays, cause: Except
     for label, array in donated.items():
         for other, value in arrays_by_label.items():
             if other != label and _address(value) == _address(array):
-                raise RequestError(
+                raise errors.RequestError(
                     f"{label} is donated to the call, and {other} is the same array: pass a copy, jax.numpy.copy(array)"
                 ) from cause
 
@@ -85,7 +76,7 @@ def check_leaves(params: Any, leaves: Mapping[str, Any]) -> None:
     """
     if not isinstance(params, Mapping):
         order = "; they precede the inputs: (params, x)" if isinstance(params, np.ndarray | jax.Array) else ""
-        raise WeightShapeError(
+        raise errors.WeightShapeError(
             f"params: expected a mapping of arrays by name, such as model.params, got {describe_type(params)}{order}"
         )
     missing, extra = [n for n in leaves if n not in params], [n for n in params if n not in leaves]
@@ -93,7 +84,7 @@ def check_leaves(params: Any, leaves: Mapping[str, Any]) -> None:
         parts = {"missing": missing, "unknown": extra}.items()
         close = did_you_mean(str(extra[0]), missing) if extra else ""
         problems = "; ".join(f"{kind} leaves {listing(names, 8)}" for kind, names in parts if names)
-        raise WeightShapeError(f"params: {problems}{close}")
+        raise errors.WeightShapeError(f"params: {problems}{close}")
 
 
 def check_params(params: Any, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None:
@@ -110,4 +101,4 @@ def check_params(params: Any, specs: Mapping[str, jax.ShapeDtypeStruct]) -> None
             got_dtype = short_name(dtype) if isinstance(dtype, np.dtype) else dtype
             sizes = "" if shape is None else list(shape)
             expected = f"{short_name(spec.dtype)}{list(spec.shape)}"
-            raise WeightShapeError(f"params: leaf {name!r} is {expected}, got {got_dtype}{sizes}")
+            raise errors.WeightShapeError(f"params: leaf {name!r} is {expected}, got {got_dtype}{sizes}")

@@ -15,18 +15,11 @@ from typing import Any, Literal, Unpack
 
 import jax
 
+from rlx_jax import errors
 from rlx_jax.compiler.first_programs import MAX_FIRST_PROGRAMS, FirstPrograms
 from rlx_jax.compiler.pipeline import make_template
 from rlx_jax.device import running_device
-from rlx_jax.errors import (
-    DeriveError,
-    MissingWeightError,
-    RequestError,
-    RlxWarning,
-    UnsupportedError,
-    listing,
-    suggest_keywords,
-)
+from rlx_jax.errors import listing, suggest_keywords
 from rlx_jax.ir.param import packed_parameter
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.lowering.hir.derive import PROGRAMS, unknown_program
@@ -106,7 +99,7 @@ def init(recipe: Any, key: jax.Array | int, **options: Any) -> CompiledModel:
         RequestError: no key. MissingWeightError: a shape that nothing declares. Others as `compile`.
     """
     if key is None:
-        raise RequestError("init: key is None; expected a seed, an integer, or a key of jax.random")
+        raise errors.RequestError("init: key is None; expected a seed, an integer, or a key of jax.random")
     return compile(recipe, {}, missing="init", key=key, **options)
 
 
@@ -138,7 +131,7 @@ def compile_flows(
         DeriveError: there is no such program.
     """
     if program not in PROGRAMS:
-        raise DeriveError(unknown_program(program))
+        raise errors.DeriveError(unknown_program(program))
     return finish_models(make_programs(flows, weights, options, merge=False, program=program), program)
 
 
@@ -164,7 +157,9 @@ def open_model(
         return model
     arguments = {"weights": weights, "max_positions": max_positions}
     if surplus := [*(name for name, value in arguments.items() if value is not None), *options.changed_names()]:
-        raise RequestError(f"{flow.name} is compiled already: leave out {listing(surplus)}, or pass the flow itself")
+        raise errors.RequestError(
+            f"{flow.name} is compiled already: leave out {listing(surplus)}, or pass the flow itself"
+        )
     return flow
 
 
@@ -189,7 +184,7 @@ def finish_models(programs: Programs, program: str = "forward") -> dict[str, Com
     target, runs = programs.settings.device.name, running_device()
     if target not in (runs.name, runs.kind):
         message = f"fusion.target is {target!r}, but JAX runs on {runs.name!r}: the plan is for another device"
-        warnings.warn(f"{', '.join(models)}: {message}", RlxWarning, stacklevel=3)
+        warnings.warn(f"{', '.join(models)}: {message}", errors.RlxWarning, stacklevel=3)
     # `jax.default_device` is a context of the caller's thread, which the loading thread does not see.
     device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
     cancelled = threading.Event()
@@ -284,7 +279,7 @@ def _make_companion(model: CompiledModel, params: dict[str, Any], make: MtpFacto
     """
     base = model.programs
     if not shares_all and not has_any_values(base.source):
-        raise MissingWeightError(
+        raise errors.MissingWeightError(
             f"{model.name}: the weights are shapes without values, so the drafter's cannot be loaded: pass weights="
         )
     programs = companion_programs(base, make(base.source))
@@ -292,7 +287,7 @@ def _make_companion(model: CompiledModel, params: dict[str, Any], make: MtpFacto
     names_by_program = base.layout.by_program()
     missing = {name: program for name, program in layout.params.items() if program not in names_by_program}
     if shares_all and missing:
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"{model.name}: the edited flow reads {listing(missing)} by itself, and the model stores it fused with "
             "others: edit a block around it, or load the model with fusion.disable = ['merge_linears']"
         )

@@ -15,20 +15,13 @@ import numpy as np
 from jax import export
 from jax.sharding import Mesh
 
+from rlx_jax import errors
 from rlx_jax.compiler.passes import Job
 from rlx_jax.compiler.pipeline import Template
 from rlx_jax.compiler.settings import lowering_settings
 from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.device import all_devices
-from rlx_jax.errors import (
-    ArtifactFormatError,
-    DeriveError,
-    PlatformMismatchError,
-    RequestError,
-    UnsupportedError,
-    listing,
-    quote,
-)
+from rlx_jax.errors import listing, quote
 from rlx_jax.ir.checkpoint_tensor import Key
 from rlx_jax.ir.graph import Builder, Graph, Input, Param, StateRead, TypeCache
 from rlx_jax.ir.ops.exported import ExportedCall
@@ -178,7 +171,7 @@ class MeshRecord:
         """
         count, devices = math.prod(self.axes.values()), all_devices()
         if len(devices) < count:
-            raise PlatformMismatchError(
+            raise errors.PlatformMismatchError(
                 f"{where}: the artifact is for a mesh of {count} devices ({listing(self.axes)}), and JAX has "
                 f"{len(devices)}: load it where it has {count}, or export the model again without mesh="
             )
@@ -263,7 +256,7 @@ class FrozenFlow:
         record = next((r for r in self.record.programs if r.key == replace(key.symbolic, flow="")), None)
         if record is None:
             available = listing(dict.fromkeys(describe_key(r.key) for r in self.record.programs if r.forms))
-            raise DeriveError(
+            raise errors.DeriveError(
                 f"{self.where}: the artifact has no program {quote(describe_key(key))}; it has {available}: export the "
                 "model with what the request needs"
             )
@@ -318,7 +311,7 @@ class FrozenFlow:
         forms = [form for form in here if form.sizes.items() <= sizes.items()]
         if not forms:
             choices = listing((", ".join(f"{n} {size}" for n, size in form.sizes.items()) for form in here), 8)
-            raise RequestError(
+            raise errors.RequestError(
                 f"{self.where}: {describe_key(record.key)} was exported for {choices}, not for "
                 f"{', '.join(f'{n} {size}' for n, size in sorted(sizes.items()))}: pass sizes that fit, or export it "
                 "with sizes="
@@ -336,7 +329,9 @@ def deserialize(raw: bytes, where: str) -> export.Exported:
     try:
         return export.deserialize(bytearray(raw))
     except Exception as cause:
-        raise ArtifactFormatError(f"{where}: jax.export cannot read it: {type(cause).__name__}: {cause}") from cause
+        raise errors.ArtifactFormatError(
+            f"{where}: jax.export cannot read it: {type(cause).__name__}: {cause}"
+        ) from cause
 
 
 def require_flatbuffers(operation: str) -> None:
@@ -346,7 +341,7 @@ def require_flatbuffers(operation: str) -> None:
         UnsupportedError: it is not.
     """
     if importlib.util.find_spec("flatbuffers") is None:
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"{operation} needs the package flatbuffers: pip install 'rlx-jax[export]', or flatbuffers itself"
         )
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from rlx_jax import errors
 from rlx_jax.compiler.meshes import make_model_sharding
 from rlx_jax.compiler.pipeline import Template, facts_of, make_template
 from rlx_jax.compiler.settings import (
@@ -25,18 +26,7 @@ from rlx_jax.compiler.settings import (
     with_model_sharding,
 )
 from rlx_jax.device import check_total_memory, out_of_memory
-from rlx_jax.errors import (
-    GraphError,
-    ProfileError,
-    RequestError,
-    RlxError,
-    RlxWarning,
-    UnexpectedWeightError,
-    UnsupportedError,
-    listing,
-    quote,
-    shown,
-)
+from rlx_jax.errors import listing, quote, shown
 from rlx_jax.flow import ModelFlow
 from rlx_jax.io.garbage import paused_gc
 from rlx_jax.ir.checkpoint_tensor import steps
@@ -95,7 +85,7 @@ def make_programs(
             refuse_untrainable(flow)
     flows_by_name = {flow.name: flow if init_key is None else with_missing_declared(flow) for flow in flow_list}
     if not flows_by_name or len(flows_by_name) < len(flow_list):
-        raise GraphError(f"flows of one model have distinct names; got {listing([f.name for f in flow_list])}")
+        raise errors.GraphError(f"flows of one model have distinct names; got {listing([f.name for f in flow_list])}")
     builds, initialized = build_with_missing(flows_by_name, build_flows(flows_by_name, weights), init_key)
     builts = [built for built, _ in builds.values()]
     source = check_sources(builts, options.strict)
@@ -144,7 +134,9 @@ def check_quantized_blocks(settings: Settings, graphs: Sequence[Graph]) -> None:
         if pattern.text != "**" and scheme != "keep" and not any(map(pattern.matches, paths)):
             names = sorted({without_layer_numbers(path_text(path)) for path in paths})
             choices = f"; blocks are {listing(names, 8)}" if names else ""
-            raise ProfileError(f"precision.weights: {quote(pattern.text)} selects no block with matrices{choices}")
+            raise errors.ProfileError(
+                f"precision.weights: {quote(pattern.text)} selects no block with matrices{choices}"
+            )
 
 
 def build_flows(flows: Mapping[str, Buildable], weights: Weights) -> Builds:
@@ -230,7 +222,7 @@ def needs_other_params(built: Built, layout: Layout, settings: Settings, first: 
         complete = make_template(
             flow.build(built.source, optional, built.captured), 0.0, settings, first, False, optional
         )
-    except RlxError:  # the optional inputs exclude each other, so that no call passes all of them
+    except errors.RlxError:  # the optional inputs exclude each other, so that no call passes all of them
         return False
     return not layout.has_all_params(complete.hir, settings.plan.scan)
 
@@ -245,7 +237,7 @@ def shared_settings(settings_by_flow: Mapping[str, Settings]) -> Settings:
     (name, common), *rest = ((n, replace(s, plan=replace(s.plan, packed=packed))) for n, s in settings_by_flow.items())
     for other, settings in rest:
         if differ := differences(common, settings):
-            raise ProfileError(
+            raise errors.ProfileError(
                 f"flows of one model share one profile, and {name!r} and {other!r} differ in {listing(differ)}; pass "
                 "profile="
             )
@@ -259,7 +251,7 @@ def refuse_untrainable(flow: Buildable) -> None:
         UnsupportedError: the flow has such a feature; the message explains which.
     """
     if isinstance(flow, ModelFlow) and flow._no_training:
-        raise UnsupportedError(f"{flow.name}: training: {flow._no_training}")
+        raise errors.UnsupportedError(f"{flow.name}: training: {flow._no_training}")
 
 
 def as_flow(flow: Any, weights: Weights = None) -> Buildable:
@@ -273,14 +265,14 @@ def as_flow(flow: Any, weights: Weights = None) -> Buildable:
     if isinstance(flow, Buildable):
         return flow
     if isinstance(getattr(flow, "programs", None), Programs):
-        raise GraphError(
+        raise errors.GraphError(
             "this model is compiled already: call it, replace its parameters with .replace(params=…), or compile its "
             "flow again for another mesh or profile"
         )
     if isinstance(getattr(getattr(flow, "model", None), "programs", None), Programs):
-        raise GraphError(f"this {type(flow).__name__} is compiled already: pass its .model to another one")
+        raise errors.GraphError(f"this {type(flow).__name__} is compiled already: pass its .model to another one")
     if isinstance(flow, type) and hasattr(flow, "assemble"):
-        raise GraphError(
+        raise errors.GraphError(
             f"{flow.__name__} is a class, no recipe: make one with recipe_for(path) or for_prefill(config)"
         )
     if callable(getattr(flow, "assemble", None)):
@@ -290,7 +282,7 @@ def as_flow(flow: Any, weights: Weights = None) -> Buildable:
         return as_flow((flow.adapt_to(source) if fits else flow).assemble())
     if callable(flow):
         return as_flow(flow())
-    raise GraphError(
+    raise errors.GraphError(
         f"flow: expected a ModelFlow, a recipe, a Built or a GraphModule, got {type(flow).__name__}{_flow_hint(flow)}"
     )
 
@@ -315,7 +307,7 @@ def check_sources(builts: Sequence[Built], strict: bool) -> WeightSource | None:
     """
     name, source = ", ".join(b.name for b in builts), builts[0].source
     if any(b.source is not source for b in builts):
-        raise GraphError(f"{name}: flows of one model read the same weights; pass weights=")
+        raise errors.GraphError(f"{name}: flows of one model read the same weights; pass weights=")
     if source is None:
         return None
     read_keys = {key for b in builts for key in b.keys_read}
@@ -327,8 +319,8 @@ def check_sources(builts: Sequence[Built], strict: bool) -> WeightSource | None:
     if unread_keys:
         message = f"{name}: {len(unread_keys)} weights are in the source and nothing reads them: {listing(unread_keys)}"
         if strict:
-            raise UnexpectedWeightError(f"{message}; check the flow, or its config.json, or pass strict=False")
-        warnings.warn(message, RlxWarning, stacklevel=2)
+            raise errors.UnexpectedWeightError(f"{message}; check the flow, or its config.json, or pass strict=False")
+        warnings.warn(message, errors.RlxWarning, stacklevel=2)
     return source
 
 
@@ -346,7 +338,7 @@ def init_model_params(programs: Programs, built: Built, key: jax.Array, label: s
     """
     leaves, storage_shardings = programs.layout.params, programs.storage_shardings()
     if packed_names := [name for name, program in leaves.items() if packed_parameter(program)]:
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"{label}: {quote(packed_names[0])} stays packed on the device, and packed weights are not initialized; "
             "with precision.weights = 'f32' in the profile they are floats"
         )
@@ -371,12 +363,12 @@ def check_options(options: OpenOptions) -> jax.Array | None:
     """
     check_flag("strict", options.strict)
     if options.progress is not None and not callable(options.progress):
-        raise RequestError(f"progress is {shown(options.progress)}; expected a function of (step, done, total)")
+        raise errors.RequestError(f"progress is {shown(options.progress)}; expected a function of (step, done, total)")
     missing, key = options.missing, options.key
     if missing not in ("error", "init"):
-        raise RequestError(f"missing is {shown(missing)}; expected 'error' or 'init'")
+        raise errors.RequestError(f"missing is {shown(missing)}; expected 'error' or 'init'")
     if (missing == "init") != (key is not None):
-        raise RequestError(
+        raise errors.RequestError(
             "missing='init' initializes weights with key=, a seed or a jax.random key: pass both, or neither"
         )
     return None if key is None else random_key("compile", key)
@@ -389,7 +381,9 @@ def with_missing_declared(flow: Buildable) -> Buildable:
         GraphError: the flow is no `ModelFlow`.
     """
     if not isinstance(flow, ModelFlow):
-        raise GraphError(f"{flow.name}: missing='init' is for a ModelFlow or a recipe, got {type(flow).__name__}")
+        raise errors.GraphError(
+            f"{flow.name}: missing='init' is for a ModelFlow or a recipe, got {type(flow).__name__}"
+        )
     return replace(flow, _missing="init")
 
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import NamedSharding
 
+from rlx_jax import errors
 from rlx_jax.compiler.compile_cache import UntracedError, with_compile_cache
 from rlx_jax.compiler.dumps import write_dump
 from rlx_jax.compiler.executable import (
@@ -39,16 +40,6 @@ from rlx_jax.compiler.pipeline import Template, make_function, make_lir, make_te
 from rlx_jax.compiler.settings import Settings, choose_settings, with_model_sharding
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.device import out_of_memory
-from rlx_jax.errors import (
-    DeriveError,
-    DeviceOutOfMemoryError,
-    DonationWarning,
-    FusionError,
-    GraphError,
-    RequestError,
-    RlxWarning,
-    UnsupportedError,
-)
 from rlx_jax.ir.types import DimLike
 from rlx_jax.ir.user_functions import CapturedArrays
 from rlx_jax.ir.weight_reads import WeightSource
@@ -133,7 +124,7 @@ class Programs:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to pickle or deep-copy any object that contains this one: executables cannot be copied."""
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"{', '.join(self.flows)}: compiled programs cannot be pickled or deep-copied; write the parameters with "
             "rlx_jax.save(model, directory), and compile the model again with weights=directory, or use rlx_jax.load"
         )
@@ -197,7 +188,7 @@ class Programs:
         def make() -> str:
             try:
                 self.any_template(ProgramKey(flow, program, optional_inputs))
-            except (DeriveError, FusionError) as reason:  # FusionError: the profile's fusion.assert_clean
+            except (errors.DeriveError, errors.FusionError) as reason:  # FusionError: the profile's fusion.assert_clean
                 return str(reason)
             return ""
 
@@ -239,7 +230,7 @@ class Programs:
             if problem and (key.flow, key.program) not in self.donation_warnings:
                 self.donation_warnings.add((key.flow, key.program))
                 message = f"{executable.lir.graph.name}: {key.text}: {problem}; donation.strict = true in the profile"
-                warnings.warn(f"{message} makes this an error", DonationWarning, stacklevel=2)
+                warnings.warn(f"{message} makes this an error", errors.DonationWarning, stacklevel=2)
             self.num_loaded += executable.from_cache
             self.report_progress(f"compile {key.text}", 1, 1)
             return executable
@@ -252,7 +243,7 @@ class Programs:
         """Trace a program, and return a function that compiles it or loads it, which may run in another thread."""
         self.check_compiled(key)
         if self.settings.buckets.on_recompile == "warn" and (reason := self.recompile_reason(key)[0]):
-            warnings.warn(f"{reason}; compiling it", RlxWarning, stacklevel=2)
+            warnings.warn(f"{reason}; compiling it", errors.RlxWarning, stacklevel=2)
         if self.is_warm:
             self.record_recompile(f"{key.text}: {self.recompile_reason(key)[0]}")
         self.report_progress(f"compile {key.text}", 0, 1)
@@ -359,7 +350,7 @@ class Programs:
         def make() -> EmptyState:
             template = self.any_template(key)
             if not template.state:
-                raise GraphError(f"program {key.program} of {key.flow} has no state")
+                raise errors.GraphError(f"program {key.program} of {key.flow} has no state")
             binding: dict[str, Any] = {**self.flows[key.flow]._binding, **sizes}
             check_length(binding.get("context", 0), template.bounds, f"{key.flow}: init_state")
             binding |= self.ring_sizes(template, sizes.get("context"), spare)
@@ -426,7 +417,7 @@ class Programs:
                     return job.result()
                 except UntracedError:
                     pass
-                except DeviceOutOfMemoryError:  # tuning several programs at once takes more memory than one
+                except errors.DeviceOutOfMemoryError:  # tuning several programs at once takes more memory than one
                     wait([*self.compiling.values()])
             return trace()()
         except BaseException:
@@ -459,7 +450,7 @@ class Programs:
                 yield
             # A program that warm-up ran and the cache evicted would compile again for a request.
             if self.warmup_keys - set(self.executables):
-                raise RequestError(
+                raise errors.RequestError(
                     f"warmup: the profile's buckets need {len(self.warmup_keys)} programs, and buckets.programs = "
                     f"{self.executables.limit} are cached; raise it, at some megabytes each, or use fewer buckets"
                 )
@@ -483,7 +474,7 @@ class Programs:
         if self.settings.buckets.on_recompile == "error":
             reason, remedy = self.recompile_reason(key)
             if reason:
-                raise RequestError(f"{reason}; {remedy}, or change the profile's buckets")
+                raise errors.RequestError(f"{reason}; {remedy}, or change the profile's buckets")
 
     def start_timer(self) -> Callable[[], tuple[float, int]]:
         """Start a timer. Return a function that reads it: the seconds, and the programs and helpers compiled since."""

@@ -14,17 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from rlx_jax import errors
 from rlx_jax.dataclasses import dataclass, replace
-from rlx_jax.errors import (
-    FormatError,
-    GraphError,
-    RlxNumericsWarning,
-    StorageError,
-    UnsupportedError,
-    WeightError,
-    listing,
-    quote,
-)
+from rlx_jax.errors import listing, quote
 from rlx_jax.ir.param import Key, Program, is_lossy, packed_keys
 from rlx_jax.ir.types import TensorType, is_float, short_name
 from rlx_jax.ir.weight_reads import WeightSource
@@ -90,7 +82,7 @@ def save(
     target, storage = parse_dtype(dtype, format, "save: dtype=")
     if loaded_from is None and storage is not None or format == "gguf":
         if loaded_from is None:
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 f"save: {dtype or format} needs the config of a checkpoint: save the result of rlx_jax.load"
             )
         loaded_from.check_model(compiled.built)
@@ -124,10 +116,10 @@ def _compiled_and_origin(model: Any) -> tuple[CompiledModel, CheckpointOrigin | 
         if isinstance(model, Mapping):
             hint = "; parameters go with their model: save(model.replace(params=params), path)"
         kinds = "CompiledModel, CausalLM, Encoder, VisionEncoder or DualEncoder"
-        raise GraphError(f"save takes a {kinds}, got {type(model).__name__}{hint}")
+        raise errors.GraphError(f"save takes a {kinds}, got {type(model).__name__}{hint}")
     loaded_from: CheckpointOrigin | None = getattr(model, "loaded_from", None)
     if loaded_from is None and model is not compiled:
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"save: rlx_jax.load did not open this {type(model).__name__}, so there is no config.json and no "
             "tokenizer's file to save with it. With the files of a checkpoint: loaded = rlx_jax.load(checkpoint); "
             "loaded.model = model.model; rlx_jax.save(loaded, path). The weights alone: rlx_jax.save(model.model, path)"
@@ -209,9 +201,9 @@ def _weights(
     for name in leaves:
         array = params[name]
         if isinstance(array, jax.core.Tracer) or (isinstance(array, jax.Array) and array.is_deleted()):
-            raise WeightError(f"params: leaf {quote(name)} has no values: traced, or donated to a jitted call")
+            raise errors.WeightError(f"params: leaf {quote(name)} has no values: traced, or donated to a jitted call")
         if isinstance(array, jax.Array) and not array.is_fully_addressable:
-            raise WeightError(f"params: leaf {quote(name)} lies on devices of other processes")
+            raise errors.WeightError(f"params: leaf {quote(name)} lies on devices of other processes")
     for program, array in decoded_leaves({program: params[name] for name, program in leaves.items()}).items():
         lossy = is_lossy(program)
         reloaded = _reload(program, source) if lossy else None
@@ -229,7 +221,7 @@ def _reload(program: Program, source: WeightSource | None) -> np.ndarray[Any, An
     out = np.empty(program.type.shape, program.type.dtype)
     try:
         fill(out, program, source)
-    except (FormatError, StorageError, WeightError):
+    except (errors.FormatError, errors.StorageError, errors.WeightError):
         return None
     return out
 
@@ -248,7 +240,9 @@ def _join_parts(parts: list[_WeightPart]) -> _WeightPart:
     for weight in parts if len(parts) > 1 else ():
         overlap = _cast(np.asarray(values[weight.piece.selection]), weight.values.dtype)
         if not np.array_equal(_bits(overlap), _bits(weight.values)):
-            raise WeightError(f"weight {quote(weight.key)} is in two leaves of the model, and their values differ")
+            raise errors.WeightError(
+                f"weight {quote(weight.key)} is in two leaves of the model, and their values differ"
+            )
     if not is_cut:
         return widest
     are_unchanged = all(weight.original is not None for weight in parts)
@@ -261,7 +255,7 @@ def _refuse_packed(leaves: Iterable[Program]) -> None:
     packed = dict(item for program in leaves for item in packed_keys(program))
     if packed:
         schemes = " and ".join(dict.fromkeys(packed.values()))
-        raise WeightError(
+        raise errors.WeightError(
             f"{len(packed)} weights are packed in the checkpoint ({schemes}), and are not copied packed: "
             f"{listing(packed, 8)}; dtype='f32' writes the dequantized values"
         )
@@ -273,7 +267,7 @@ def _refuse_rounding(weights: list[_WeightPart]) -> None:
         return
     ours, theirs = weights[0].values.dtype, weights[0].type.dtype
     narrow, wide = sorted((ours, theirs), key=lambda dtype: dtype.itemsize)
-    raise WeightError(
+    raise errors.WeightError(
         f"{len(weights)} weights are {short_name(ours)} in the model and {short_name(theirs)} in the checkpoint, "
         f"so that a save would round values: {listing([w.key for w in weights], 8)}; "
         f"dtype={short_name(wide)!r} keeps the values, dtype={short_name(narrow)!r} rounds them on purpose"
@@ -285,7 +279,7 @@ def _warn_of_nan(weights: list[_WeightPart]) -> None:
     damaged = [w.key for w in weights if is_float(w.values.dtype) and _has_nan(w.values)]
     if damaged:
         message = f"{len(damaged)} of {len(weights)} weights hold NaN, and loading refuses them: {listing(damaged, 8)}"
-        warnings.warn(message, RlxNumericsWarning, stacklevel=4)
+        warnings.warn(message, errors.RlxNumericsWarning, stacklevel=4)
 
 
 def _has_nan(values: Any) -> bool:

@@ -11,20 +11,8 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 
 import jax
 
-from rlx_jax.errors import (
-    DTypeError,
-    GraphError,
-    MissingFileError,
-    RequestError,
-    RlxError,
-    SequenceLengthError,
-    ShapeError,
-    UnsupportedError,
-    integer_text,
-    listing,
-    quote,
-    shown,
-)
+from rlx_jax import errors
+from rlx_jax.errors import integer_text, listing, quote, shown
 from rlx_jax.io.folder import open_folder
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.models.encoder import LABEL_LOGITS
@@ -69,19 +57,19 @@ def open_token_model(
     ids = model.first_input
     rows = model.template().bounds.ids.get(ids)
     if rows is None:
-        raise GraphError(f"{model.name}: the first input, {ids!r}, does not index an embedding")
+        raise errors.GraphError(f"{model.name}: the first input, {ids!r}, does not index an embedding")
     required = [
         i.name for i in model.inputs
         if not i.optional and i.name != ids and not (inputs and "seq" not in i.type.symbols)
     ]  # fmt: skip
     if required:
-        raise GraphError(
+        raise errors.GraphError(
             f"{model.name}: requests only provide token ids, but the flow also requires "
             f"{listing(required)}; give them a default, or call rlx_jax.compile(flow)"
         )
     shape = model.template().built.primary_shape
     if len(shape) != 3:
-        raise GraphError(f"{model.name}: expected an output [batch, seq, width], got {list(shape)}")
+        raise errors.GraphError(f"{model.name}: expected an output [batch, seq, width], got {list(shape)}")
     return model, rows
 
 
@@ -100,13 +88,15 @@ def check_logits(model: CompiledModel, vocab_size: int) -> None:
     """
     flow, built = model.flow, model.template().built
     if (width := built.primary_shape[-1]) != vocab_size:
-        raise ShapeError(
+        raise errors.ShapeError(
             f"{flow.name}: a CausalLM's output is logits [batch, seq, {vocab_size}], one for each row of the "
             f"embedding; got width {width}"
         )
     dtype = built.hir.type(built.hir.outputs[0]).dtype
     if not is_float(dtype):
-        raise DTypeError(f"{flow.name}: a CausalLM's output is logits of a floating dtype; got {short_name(dtype)}")
+        raise errors.DTypeError(
+            f"{flow.name}: a CausalLM's output is logits of a floating dtype; got {short_name(dtype)}"
+        )
 
 
 def check_hidden_states(model: CompiledModel, vocab_size: int) -> None:
@@ -120,7 +110,7 @@ def check_hidden_states(model: CompiledModel, vocab_size: int) -> None:
         return
     # Without a head they are hidden states whose width happens to be the size of the vocabulary.
     if name == "logits" or model.template().has_head:
-        raise GraphError(
+        raise errors.GraphError(
             f"{model.name}: the output {quote(name)} is logits [batch, seq, {vocab_size}], but an Encoder takes hidden "
             "states [batch, seq, hidden]: leave the head out. For a recipe: rlx_jax.Encoder(dataclasses.replace("
             "recipe, hidden_only=True)); for a custom flow: remove its LmHead"
@@ -139,7 +129,7 @@ class TaskModel:
 
     def __call__(self, *args: Any, **named: Any) -> NoReturn:
         """Raise a RequestError that names the methods to call instead."""
-        raise RequestError(f"{type(self).__name__}: call one of its methods: {self._methods}")
+        raise errors.RequestError(f"{type(self).__name__}: call one of its methods: {self._methods}")
 
     def export(
         self, path: str | os.PathLike[str], *, platforms: Sequence[str] | None = None,
@@ -155,7 +145,7 @@ class TaskModel:
         Raises:
             UnsupportedError: this class cannot be exported.
         """
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"export: a {type(self).__name__} cannot be exported; its .model can, without tokenizer and settings"
         )
 
@@ -223,18 +213,18 @@ def open_tokenizer(tokenizer: TokenizerLike | None) -> Tokenizer | None:
     name = os.fspath(tokenizer) if isinstance(tokenizer, str | os.PathLike) else ""
     path = Path(name)
     if not name or (path.is_file() and path.name != TOKENIZER):
-        raise RequestError(
+        raise errors.RequestError(
             f"tokenizer is {shown(tokenizer)}; expected a directory with a {TOKENIZER}, that file, a fast tokenizer of "
             "transformers, or the result of rlx_jax.text.tokenizer.load_tokenizer(directory)"
         )
     try:
         folder = open_folder(path.parent if path.name == TOKENIZER else name)
-    except RlxError as error:
+    except errors.RlxError as error:
         error.locate("tokenizer")
         raise
     loaded = load_tokenizer(folder)
     if loaded is None:
-        raise MissingFileError(f"tokenizer: {folder.where(TOKENIZER)}: no such file")
+        raise errors.MissingFileError(f"tokenizer: {folder.where(TOKENIZER)}: no such file")
     return loaded
 
 
@@ -258,7 +248,9 @@ def check_positions(tokens: int, max_positions: int | None, subject: str, prompt
         if prompt is not None and prompt >= max_positions:  # for all new tokens, if the model has room for them
             room = max_positions - (tokens - prompt)
             advice = f"; cut the prompt to {room if room > 0 else max_positions - 1} tokens or fewer"
-        raise SequenceLengthError(f"{subject}: {integer_text(tokens)} positions, the model has {max_positions}{advice}")
+        raise errors.SequenceLengthError(
+            f"{subject}: {integer_text(tokens)} positions, the model has {max_positions}{advice}"
+        )
 
 
 def primary_output(outputs: Any) -> jax.Array:

@@ -15,19 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.errors import (
-    GraphError,
-    MissingWeightError,
-    RlxError,
-    ShapeError,
-    UnboundInputError,
-    WeightShapeError,
-    check_names,
-    describe_type,
-    first_line,
-    listing,
-    quote,
-)
+from rlx_jax import errors
+from rlx_jax.errors import check_names, describe_type, first_line, listing, quote
 from rlx_jax.ir.graph import Builder, Graph, GraphStage, Hir, Op, Param, Value, as_values, locate_errors
 from rlx_jax.ir.param import Role, Roles, stored_keys
 from rlx_jax.ir.paths import Path, path_text
@@ -47,18 +36,18 @@ def as_number_array(data: Any, where: str) -> np.ndarray[Any, Any]:
     try:
         array = np.asarray(data)
     except (ValueError, TypeError) as error:
-        raise GraphError(f"{where}: not an array: {first_line(error)}") from error
+        raise errors.GraphError(f"{where}: not an array: {first_line(error)}") from error
     if array.dtype.kind not in "biuf" or not array.size:
-        raise GraphError(f"{where}: expected numbers, got {short_name(array.dtype)} {list(array.shape)}")
+        raise errors.GraphError(f"{where}: expected numbers, got {short_name(array.dtype)} {list(array.shape)}")
     return array.astype(np.float32) if array.dtype == np.float64 else array
 
 
 def input_type(name: str, shape: Sequence[int | str | Dim], dtype: Any) -> TensorType:
     """Return the type of a declared input; 64-bit dtypes become 32-bit ones."""
     if not isinstance(name, str) or not name.isidentifier():
-        raise GraphError(f"an input's name is an identifier, got {quote(name)}")
+        raise errors.GraphError(f"an input's name is an identifier, got {quote(name)}")
     if name in ("state", "params"):
-        raise GraphError(f"an input cannot be called {quote(name)}: calls use that name")
+        raise errors.GraphError(f"an input cannot be called {quote(name)}: calls use that name")
     return tensor_type(shape, device_dtype(as_dtype(dtype, f"input {name}: ")), f"input {name}")
 
 
@@ -95,7 +84,7 @@ class Emit(SpecBuilders[FlowValue]):
         self.expands_composites = False  # composite blocks are expanded into their smaller blocks
         # The path at the start of the current stage, and the blocks that the stage opened there.
         self.stage_blocks: tuple[Path, dict[Path, None]] = ((), {})
-        self.placeholder_writer: Callable[[Path, FlowValue | None, MissingWeightError], FlowValue] | None = None
+        self.placeholder_writer: Callable[[Path, FlowValue | None, errors.MissingWeightError], FlowValue] | None = None
         self.has_placeholders = False  # a stage with missing weights was replaced by an edit
         self._stage = object()
         self._stage_of_path: dict[Path, object] = {}  # block path -> the stage that uses it
@@ -159,17 +148,19 @@ class Emit(SpecBuilders[FlowValue]):
         """Run a user's function inside this context: errors get the block path, and errors about values get advice."""
         try:
             yield
-        except RlxError as error:
+        except errors.RlxError as error:
             if self.builder.origin.path:
                 error.locate(self.path)
             raise
         except Exception as error:
             if isinstance(error, AttributeError) and error.obj is self:
-                raise GraphError(f"{self.path}: emit has no {missing_method_text(self, str(error.name))}") from error
+                raise errors.GraphError(
+                    f"{self.path}: emit has no {missing_method_text(self, str(error.name))}"
+                ) from error
             if "FlowValue" not in str(error):
                 error.add_note(f"in the custom stage {self.path}")
                 raise
-            raise GraphError(
+            raise errors.GraphError(
                 f"{self.path}: {first_line(error)}; a FlowValue takes operators and the functions of emit: "
                 "use emit.jax(fn, value) for JAX functions and emit.constant(array) for small arrays"
             ) from error
@@ -183,17 +174,17 @@ class Emit(SpecBuilders[FlowValue]):
     def unwrap(self, value: FlowValue) -> Value:
         """Return the graph value of a FlowValue, after checking that it belongs to this flow."""
         if isinstance(value, str):
-            raise GraphError(
+            raise errors.GraphError(
                 f"{self.path}: expected a FlowValue, got {value!r}; the weight of that key is emit.param({value!r}), "
                 f"and an input of that name emit.flow_input({value!r})"
             )
         if not isinstance(value, FlowValue):
-            raise GraphError(
+            raise errors.GraphError(
                 f"{self.path}: expected a FlowValue, got {describe_type(value)}; use emit.constant(array) for a small "
                 "array, emit.param(key) for a weight, emit.jax(fn, value) for a JAX function"
             )
         if value.emit is not self:
-            raise GraphError(f"{self.path}: a value of another flow, or of an earlier build, is used here")
+            raise errors.GraphError(f"{self.path}: a value of another flow, or of an earlier build, is used here")
         return self.to_current_body(value.value)
 
     def weight(
@@ -214,12 +205,12 @@ class Emit(SpecBuilders[FlowValue]):
         with locate_errors(self.builder.current_origin):
             try:
                 return super().add_all(op, *values)
-            except ShapeError as error:
+            except errors.ShapeError as error:
                 at_fault = [values[i] for i in error.operands] or values
                 weights = " and ".join(dict.fromkeys(w for v in at_fault for w in self._weights_of(self.unwrap(v))))
                 if not weights:
                     raise
-                raise WeightShapeError(f"{error}; it reads {weights}") from error
+                raise errors.WeightShapeError(f"{error}; it reads {weights}") from error
 
     def _write(self, op: Op, *operands: Value) -> tuple[Value, ...]:
         """Append the node of an op, or the smaller blocks of a composite if composites are expanded."""
@@ -308,9 +299,11 @@ class Emit(SpecBuilders[FlowValue]):
         """
         array = as_number_array(data, f"{self.path}: synth_param {quote(name)}")
         if shape is not None and math.prod(shape) != array.size:
-            raise ShapeError(f"{self.path}: synth_param {quote(name)}: {array.size} numbers are no {list(shape)}")
+            raise errors.ShapeError(
+                f"{self.path}: synth_param {quote(name)}: {array.size} numbers are no {list(shape)}"
+            )
         if name in self.state.named:
-            raise GraphError(f"{self.path}: {quote(name)} is registered already")
+            raise errors.GraphError(f"{self.path}: {quote(name)} is registered already")
         with self.scope(name):
             value = self.constant(array if shape is None else array.reshape(tuple(shape)))
         self.set_named(name, value)
@@ -366,12 +359,14 @@ class Emit(SpecBuilders[FlowValue]):
         """Return a declared input by name. An absent optional input is an error (see `optional_input`)."""
         value = self.optional_input(name)
         if value is None:
-            raise UnboundInputError(f"{self.path}: input {quote(name)} is optional and was not given")
+            raise errors.UnboundInputError(f"{self.path}: input {quote(name)} is optional and was not given")
         return value
 
     def optional_input(self, name: str) -> FlowValue | None:
         """Return a declared input by name, or None if it is absent and optional without a default value."""
-        check_names([name], self.state.inputs, f"{self.path}: no input", " is declared; known:", UnboundInputError)
+        check_names(
+            [name], self.state.inputs, f"{self.path}: no input", " is declared; known:", errors.UnboundInputError
+        )
         return self.state.inputs[name]
 
     def set_named(self, key: str, value: FlowValue) -> None:
@@ -400,7 +395,7 @@ class Emit(SpecBuilders[FlowValue]):
     def output(self, name: str, value: FlowValue) -> None:
         """Add a side output of the flow under `name`, after the primary one."""
         if name in self.state.outputs:
-            raise GraphError(f"{self.path}: there is a side output {quote(name)} already")
+            raise errors.GraphError(f"{self.path}: there is a side output {quote(name)} already")
         self.state.outputs[name] = value
 
     def require(self, value: FlowValue | None, stage: str) -> FlowValue:
@@ -412,5 +407,5 @@ class Emit(SpecBuilders[FlowValue]):
         if value is None:
             stage_name = self.state.last_none_stage
             reason = f"the stage {stage_name} before it returned None" if stage_name else "there is no active value"
-            raise GraphError(f"{self.path}: {stage} requires input, but {reason}")
+            raise errors.GraphError(f"{self.path}: {stage} requires input, but {reason}")
         return value

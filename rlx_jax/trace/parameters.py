@@ -13,21 +13,8 @@ import numpy as np
 
 from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import GraphError, MissingWeightError, WeightError, WeightShapeError, did_you_mean, quote, shown
+from rlx_jax.ir import param
 from rlx_jax.ir.packed import PackedSpec
-from rlx_jax.ir.param import (
-    Cast,
-    Dequantized,
-    Key,
-    Program,
-    Role,
-    Roles,
-    Sliced,
-    Stack,
-    Strided,
-    cast,
-    slice_axis,
-    stride_axis,
-)
 from rlx_jax.ir.roles import check_roles, merge_roles
 from rlx_jax.ir.types import DimLike, TensorType, device_dtype, is_float, is_static, tensor_type
 from rlx_jax.ir.types import Init as Init
@@ -96,7 +83,7 @@ class WeightPart:
             (total or (size and size * self.count)) if axis == self.axis else size for axis, size in enumerate(shape)
         )
 
-    def slice_program(self, stored: Program, where: str) -> Program:
+    def slice_program(self, stored: param.Program, where: str) -> param.Program:
         """Return the program that reads this part of the full weight.
 
         Raises:
@@ -108,19 +95,19 @@ class WeightPart:
             parts = f"{self.count} equal parts" if self.sizes is None else f"parts of {list(sizes)}"
             raise WeightShapeError(f"{where} is {stored.type}: expected {parts} along axis {self.axis}")
         if self.interleaved:
-            return stride_axis(stored, self.axis, self.index, self.count)
+            return param.stride_axis(stored, self.axis, self.index, self.count)
         start = sum(sizes[: self.index])
-        part: Program = slice_axis(stored, self.axis, start, start + sizes[self.index])
+        part: param.Program = param.slice_axis(stored, self.axis, start, start + sizes[self.index])
         return part
 
 
-def find_weight_part(program: Program) -> WeightPart | None:
+def find_weight_part(program: param.Program) -> WeightPart | None:
     """Return the part of a weight that a program reads, ignoring casts, or None if it reads no part."""
-    while isinstance(program, Cast):
+    while isinstance(program, param.Cast):
         program = program.of
-    if isinstance(program, Strided) and isinstance(program.of, Key):
+    if isinstance(program, param.Strided) and isinstance(program.of, param.Key):
         return WeightPart(program.of.key, program.start, program.step, program.axis, interleaved=True)
-    if not (isinstance(program, Sliced) and isinstance(program.of, Key)):
+    if not (isinstance(program, param.Sliced) and isinstance(program.of, param.Key)):
         return None
     sizes = (program.start, program.stop - program.start, int(program.of.type.shape[program.axis]) - program.stop)
     index = 0 if program.start == 0 else 1
@@ -242,7 +229,7 @@ class Parameters:
         self.source, self.declared = source, tuple(declared)
         self.read_keys: dict[str, None] = {}
         self.fresh: dict[str, TensorType] = {}
-        self.roles: dict[str, Roles] = {}
+        self.roles: dict[str, param.Roles] = {}
         self.inits: dict[str, Init] = {}
         self.initializes_missing = self.defers_missing = False
         self.deferred: dict[str, MissingWeightError] = {}
@@ -262,7 +249,7 @@ class Parameters:
             if own_init is not None and self.inits.setdefault(name, own_init) != own_init:
                 raise GraphError(f"{where}: its init is {shown(self.inits[name])} elsewhere and {shown(own_init)} here")
 
-    def record_roles(self, key: str, roles: Sequence[Role], t: TensorType, path: str) -> None:
+    def record_roles(self, key: str, roles: Sequence[param.Role], t: TensorType, path: str) -> None:
         """Record the roles of a weight's axes, merged with the roles of earlier uses.
 
         Raises:
@@ -297,7 +284,7 @@ class Parameters:
 
     # -- programs ----------------------------------------------------------------------------
 
-    def weight_program(self, key: WeightKey, shape: AxisSizes | None, path: str) -> Program:
+    def weight_program(self, key: WeightKey, shape: AxisSizes | None, path: str) -> param.Program:
         """Return the program that reads the weight under one key, or a part of it, in the dtype of flows.
 
         `shape` has the sizes that the stage knows; None is unknown.
@@ -307,7 +294,7 @@ class Parameters:
         if not isinstance(key, str):
             raise GraphError(f"{path}: a weight key is a string, got {shown(key)}")
         sizes = None if shape is None else tuple(d if d is not None and is_static(d) else None for d in shape)
-        program: Program = self._full_weight(key, sizes if part is None else part.full_shape(sizes), path)
+        program: param.Program = self._full_weight(key, sizes if part is None else part.full_shape(sizes), path)
         if part is not None:
             program = part.slice_program(program, f"{path}: {self.describe(key)}")
         stored = program.type
@@ -316,13 +303,15 @@ class Parameters:
                 f"{path}: {self.describe(key)} is {stored}; expected floats, integers or bools: "
                 "store the real and the imaginary part as two weights"
             )
-        program = cast(program, F32 if is_float(stored.dtype) else device_dtype(stored.dtype))  # checked when they load
+        program = param.cast(
+            program, F32 if is_float(stored.dtype) else device_dtype(stored.dtype)
+        )  # checked when they load
         self.read_keys[key] = None
         return program
 
     def stack_program(
-        self, keys: WeightStack, shape: AxisSizes | None, roles: Sequence[Role] | None, path: str
-    ) -> Program:
+        self, keys: WeightStack, shape: AxisSizes | None, roles: Sequence[param.Role] | None, path: str
+    ) -> param.Program:
         """Return the program that stacks the weights under all of the keys."""
         if shape is not None and shape[0] not in (None, keys.count):
             raise WeightShapeError(f"{path}: weight {keys}: expected {list(shape)}, and there are {keys.count}")
@@ -331,14 +320,14 @@ class Parameters:
         for key, row in rows.items():
             if row.type != row_type:
                 raise WeightShapeError(f"{path}: {self.describe(key)} is {row.type}, the first of {keys} {row_type}")
-        stack = Stack(tuple(rows.values()), None if roles is None else roles[0])
+        stack = param.Stack(tuple(rows.values()), None if roles is None else roles[0])
         if roles is not None:
             check_roles(roles, stack.type, f"{path}: weight {keys}")
             for key in rows:
                 self.record_roles(key, roles[1:], row_type, path)
         return stack
 
-    def _full_weight(self, key: str, sizes: tuple[int | None, ...] | None, path: str) -> Key | Dequantized:
+    def _full_weight(self, key: str, sizes: tuple[int | None, ...] | None, path: str) -> param.Key | param.Dequantized:
         """Return the full weight under a key: from the source, or, if the source has none, of the declared shape."""
         decl = last_declaration(self.declared, key, "shape")
         decl_shape = None if decl is None else decl.shape
@@ -386,14 +375,16 @@ class Parameters:
             return MissingWeightError(f"{path}: {error}{hint}")
         raise AssertionError(f"a source without {key} returned its shape")
 
-    def _weight_from_source(self, key: str, sizes: Sequence[int | None] | None, path: str) -> Key | Dequantized:
+    def _weight_from_source(
+        self, key: str, sizes: Sequence[int | None] | None, path: str
+    ) -> param.Key | param.Dequantized:
         """Return the weight under a key of the source, after checking its shape against the known sizes."""
         assert self.source is not None
         spec = self.source.spec(key)
         if isinstance(spec, PackedSpec):
-            stored: Key | Dequantized = source_program(key, spec, f"{path}: {self.describe(key)}")
+            stored: param.Key | param.Dequantized = source_program(key, spec, f"{path}: {self.describe(key)}")
         else:
-            stored = Key(key, tensor_type(spec.shape, spec.dtype, key))
+            stored = param.Key(key, tensor_type(spec.shape, spec.dtype, key))
         if sizes is not None and not _sizes_agree(sizes, stored.type.shape):
             fits_transposed = len(sizes) == 2 and _sizes_agree(sizes[::-1], stored.type.shape)
             hint = "; transposed it fits: give the opposite transpose=" if fits_transposed else ""
@@ -402,13 +393,13 @@ class Parameters:
             )
         return stored
 
-    def _new_weight(self, key: str, shape: StoredShape, path: str) -> Key:
+    def _new_weight(self, key: str, shape: StoredShape, path: str) -> param.Key:
         """Return a weight that no source has, in f32, after checking its shape against earlier uses."""
         declared = tensor_type(shape, F32, key)
         if (earlier := self.fresh.setdefault(key, declared)) != declared:
             shapes = f"{list(earlier.shape)} elsewhere and {list(shape)} here"
             raise WeightShapeError(f"{path}: weight {quote(key)} is {shapes}")
-        return Key(key, declared)
+        return param.Key(key, declared)
 
 
 def _sizes_agree(sizes: Sequence[int | None], shape: Sequence[DimLike]) -> bool:

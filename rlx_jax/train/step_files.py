@@ -19,22 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlx_jax import errors
 from rlx_jax.dataclasses import asdict, dataclass
-from rlx_jax.errors import (
-    CheckpointFormatError,
-    DTypeError,
-    IntegrityError,
-    RequestError,
-    RlxError,
-    SaveFailedError,
-    ShapeError,
-    StorageError,
-    UnsupportedError,
-    WeightError,
-    listing,
-    quote,
-    shown,
-)
+from rlx_jax.errors import listing, quote, shown
 from rlx_jax.io import limits
 from rlx_jax.io.atomic import sync, sync_tree, write_synced
 from rlx_jax.io.files import files_below, is_text
@@ -106,8 +93,10 @@ def finish_step(directory: str, leaves: Sequence[StoredLeaf], written: Iterable[
     try:
         check_lengths(directory, files)
         _check_metadata(directory, step_manifest)
-    except RlxError as cause:
-        raise SaveFailedError(f"the written files cannot be read back, so the step is not saved: {cause}") from cause
+    except errors.RlxError as cause:
+        raise errors.SaveFailedError(
+            f"the written files cannot be read back, so the step is not saved: {cause}"
+        ) from cause
     # The manifest is written last, as it marks the step as complete.
     write_synced(os.path.join(directory, MANIFEST_NAME), step_manifest.to_json())
     sync(directory)
@@ -121,7 +110,7 @@ def read_step_manifest(directory: str) -> Manifest:
     """
     step_manifest = read_manifest(directory)
     if step_manifest is None:
-        raise StorageError(f"{quote(directory)}: no {MANIFEST_NAME}: not a complete step")
+        raise errors.StorageError(f"{quote(directory)}: no {MANIFEST_NAME}: not a complete step")
     return step_manifest
 
 
@@ -137,8 +126,8 @@ def check_step(directory: str, step_manifest: Manifest, share: Iterable[str]) ->
     manifest.check_files(directory, {name: step_manifest.files[name] for name in share})
     try:
         _check_metadata(directory, step_manifest)
-    except CheckpointFormatError as cause:  # the digests match, so the manifest was changed with the files
-        raise IntegrityError(f"{cause}; use another step") from cause
+    except errors.CheckpointFormatError as cause:  # the digests match, so the manifest was changed with the files
+        raise errors.IntegrityError(f"{cause}; use another step") from cause
 
 
 def _check_metadata(directory: str, step_manifest: Manifest) -> None:
@@ -157,7 +146,7 @@ def read_arrays(directory: str, like: Sequence[StoredLeaf]) -> list[Any]:
     try:
         arrays = ocp.StandardCheckpointHandler().restore(epath.Path(directory), args=ocp.args.StandardRestore(target))
     except Exception as cause:
-        raise CheckpointFormatError(f"{quote(directory)}: orbax cannot restore it: {quote(cause)}") from cause
+        raise errors.CheckpointFormatError(f"{quote(directory)}: orbax cannot restore it: {quote(cause)}") from cause
     return [leaf.restore(arrays[leaf.name]) for leaf in like]
 
 
@@ -201,7 +190,7 @@ class StoredLeaf:
             RequestError: the leaf is a shape without values.
         """
         if isinstance(self.value, jax.ShapeDtypeStruct):
-            raise RequestError(f"leaf {quote(self.name)} has no values, it is {shown(self.value)}; save arrays")
+            raise errors.RequestError(f"leaf {quote(self.name)} has no values, it is {shown(self.value)}; save arrays")
         if isinstance(self.value, jax.Array) and (jax.process_count() == 1 or not self.value.is_fully_addressable):
             return self.value
         return np.array(self.value, self.type.dtype)
@@ -242,12 +231,12 @@ def named_leaves(tree: Any, subject: str) -> tuple[StoredLeaf, ...]:
         name = jax.tree_util.keystr(path, simple=True, separator=".") or ROOT_LEAF
         where = f"{subject}: leaf {quote(name)}"
         if name in leaves_by_name:
-            raise RequestError(f"{where}: two leaves have this name when their paths are dotted; rename one")
+            raise errors.RequestError(f"{where}: two leaves have this name when their paths are dotted; rename one")
         if not is_text(name) or len(name.encode()) > limits.MAX_NAME_BYTES:
-            raise UnsupportedError(f"{where}: a name is text of at most {limits.MAX_NAME_BYTES} bytes in UTF-8")
+            raise errors.UnsupportedError(f"{where}: a name is text of at most {limits.MAX_NAME_BYTES} bytes in UTF-8")
         leaves_by_name[name] = StoredLeaf(name, value, _leaf_type(value, where))
     if not leaves_by_name:
-        raise RequestError(f"{subject}: a pytree without leaves: {shown(tree)}; expected arrays or numbers")
+        raise errors.RequestError(f"{subject}: a pytree without leaves: {shown(tree)}; expected arrays or numbers")
     count = len(leaves_by_name)
     limits.check_limit(count, limits.bound("MAX_TENSORS"), f"{subject}: the number of leaves")
     return tuple(leaves_by_name.values())
@@ -255,19 +244,21 @@ def named_leaves(tree: Any, subject: str) -> tuple[StoredLeaf, ...]:
 
 def _leaf_type(value: Any, where: str) -> TensorType:
     if isinstance(value, jax.core.Tracer) or (isinstance(value, jax.Array) and value.is_deleted()):
-        raise RequestError(f"{where} has no values: traced, or donated to a jitted call")
+        raise errors.RequestError(f"{where} has no values: traced, or donated to a jitted call")
     if isinstance(value, jax.Array | jax.ShapeDtypeStruct) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-        raise UnsupportedError(f"{where} is a random key; store jax.random.key_data(key), and wrap_key_data it again")
+        raise errors.UnsupportedError(
+            f"{where} is a random key; store jax.random.key_data(key), and wrap_key_data it again"
+        )
     if not isinstance(value, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic | Numbers):
         model = "; rlx_jax.save keeps a model" if callable(getattr(value, "param_specs", None)) else ""
-        raise RequestError(f"{where}: expected an array or a number, got {shown(value)}{model}")
+        raise errors.RequestError(f"{where}: expected an array or a number, got {shown(value)}{model}")
     array = np.asarray(value) if isinstance(value, Numbers) else value
     try:
         tensor_type = TensorType(tuple(array.shape), as_dtype(array.dtype).newbyteorder("="))
-    except (DTypeError, ShapeError) as cause:
-        raise UnsupportedError(f"{where} cannot be stored: {cause}") from cause
+    except (errors.DTypeError, errors.ShapeError) as cause:
+        raise errors.UnsupportedError(f"{where} cannot be stored: {cause}") from cause
     if 0 in tensor_type.shape:
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"{where} has shape {list(tensor_type.shape)}, and orbax stores no empty arrays; leave it out"
         )
     return tensor_type
@@ -281,4 +272,4 @@ def check_same_leaves(stored: Mapping[str, TensorType], like: tuple[StoredLeaf, 
     """
     expected = {leaf.name: leaf.type for leaf in like}
     if differences := manifest.describe_differences(stored, expected, "the step", "`like`"):
-        raise WeightError(f"{where}: {len(differences)} leaves differ from `like`: {listing(differences)}")
+        raise errors.WeightError(f"{where}: {len(differences)} leaves differ from `like`: {listing(differences)}")

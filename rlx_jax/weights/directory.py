@@ -11,20 +11,9 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
+from rlx_jax import errors
 from rlx_jax.dataclasses import dataclass
-from rlx_jax.errors import (
-    CheckpointFormatError,
-    ConfigError,
-    DuplicateWeightError,
-    IntegrityError,
-    MissingFileError,
-    MissingWeightError,
-    RlxWarning,
-    UnexpectedWeightError,
-    UnsupportedError,
-    listing,
-    quote,
-)
+from rlx_jax.errors import listing, quote
 from rlx_jax.io import limits
 from rlx_jax.io.files import Links, check_name, list_directory, parse_object, read_small_file, resolve
 from rlx_jax.io.folder import CONFIG, Folder
@@ -110,7 +99,7 @@ def read_headers(folder: Folder) -> dict[str, Header]:
         """Read the header of a shard from the Hub."""
         where, entry = folder.where(shard), folder.hub_file(shard)
         if entry is None or entry.nbytes is None:
-            raise IntegrityError(f"{where}: the Hub does not report its length, so its header cannot be trusted")
+            raise errors.IntegrityError(f"{where}: the Hub does not report its length, so its header cannot be trusted")
         results[shard] = read_header(
             lambda count, start, _: folder.read_range(shard, start, count), entry.nbytes, where
         )
@@ -141,13 +130,13 @@ def refuse_without_config(folder: Folder) -> None:
     if CONFIG in names:
         return
     if ADAPTER_CONFIG in names:
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"{folder.where('')}: an adapter of PEFT ({ADAPTER_CONFIG}) and no model: load its base model and pass "
             "this directory as adapter=: rlx_jax.load(path, adapter=), or rlx_jax.lora(recipe, adapter=)"
         )
     for suffix, advice in _OTHER_FORMATS.items():
         if matches := [name for name in names if name.lower().endswith(suffix)]:
-            raise UnsupportedError(f"{folder.where('')}: no {CONFIG}; it has {listing(matches, 3)}: {advice}")
+            raise errors.UnsupportedError(f"{folder.where('')}: no {CONFIG}; it has {listing(matches, 3)}: {advice}")
 
 
 def open_index(directory: str, name: str, *, strict: bool, links: Links) -> list[TensorFile]:
@@ -166,7 +155,7 @@ def open_index(directory: str, name: str, *, strict: bool, links: Links) -> list
     for shard in index.shards:
         try:
             paths[shard] = resolve(directory, shard, links)
-        except MissingFileError:
+        except errors.MissingFileError:
             missing_shards.append(shard)
     _refuse_missing(index, missing_shards)
     with ExitStack() as stack:  # closes the files that are open if one of them, or the comparison, fails
@@ -179,7 +168,7 @@ def open_index(directory: str, name: str, *, strict: bool, links: Links) -> list
 def refuse_other_format(path: str) -> None:
     """Raise `UnsupportedError` with advice if a file name has the suffix of another weight format."""
     if advice := _OTHER_FORMATS.get(os.path.splitext(path)[1].lower()):
-        raise UnsupportedError(f"{quote(path)} is not a .safetensors file: {advice}")
+        raise errors.UnsupportedError(f"{quote(path)} is not a .safetensors file: {advice}")
 
 
 def refuse_directory(directory: str, names: list[str]) -> NoReturn:
@@ -191,7 +180,7 @@ def refuse_directory(directory: str, names: list[str]) -> NoReturn:
     """
     for name in names:
         refuse_other_format(os.path.join(directory, name))
-    raise MissingFileError(f"{quote(directory)}: no .safetensors file; there is {listing(names) or 'nothing'}")
+    raise errors.MissingFileError(f"{quote(directory)}: no .safetensors file; there is {listing(names) or 'nothing'}")
 
 
 @dataclass(frozen=True)
@@ -216,7 +205,7 @@ def _choose_file(directory: str, names: list[str]) -> str:
         if candidates:
             shards = all("-of-" in name for name in candidates)
             advice = "they are shards, and model.safetensors.index.json maps tensors to shards: copy it too"
-            raise MissingFileError(
+            raise errors.MissingFileError(
                 f"{where}: no model{suffix}, and {len(candidates)} others: {listing(candidates)}; "
                 f"{advice if shards else 'name the one you mean'}"
             )
@@ -229,18 +218,20 @@ def _read_index(path: str, where: str) -> _Index:
     Raises:
         ConfigError, PathEscapeError, LimitError: the index is malformed, names other files, or is too large.
     """
-    raw = read_small_file(path, where, limits.bound("MAX_INDEX_BYTES"), ConfigError)
-    content = parse_object(raw, where, ConfigError)
+    raw = read_small_file(path, where, limits.bound("MAX_INDEX_BYTES"), errors.ConfigError)
+    content = parse_object(raw, where, errors.ConfigError)
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{where}: weight_map: expected an object of tensor name → file name, found {quote(weight_map)}"
         )
     limits.check_limit(len(weight_map), limits.bound("MAX_TENSORS"), f"{where}: the number of tensors")
     shards: dict[str, list[str]] = defaultdict(list)
     for tensor, shard in weight_map.items():
         if not isinstance(shard, str):
-            raise ConfigError(f"{where}: weight_map: {quote(tensor)}: expected a file name, found {quote(shard)}")
+            raise errors.ConfigError(
+                f"{where}: weight_map: {quote(tensor)}: expected a file name, found {quote(shard)}"
+            )
         shards[shard].append(tensor)
     _check_shard_names(shards, where)
     return _Index(where, {shard: frozenset(tensors) for shard, tensors in shards.items()}, _total_size(content, where))
@@ -253,11 +244,11 @@ def _check_shard_names(shards: Mapping[str, list[str]], where: str) -> None:
         check_name(shard)
         if not shard.endswith(".safetensors"):
             refuse_other_format(shard)
-            raise ConfigError(f"{where}: {quote(shard)}: expected the name of a .safetensors file")
+            raise errors.ConfigError(f"{where}: {quote(shard)}: expected the name of a .safetensors file")
         # Case folding may decompose letters, so the name is normalized again.
         folded = unicodedata.normalize("NFC", unicodedata.normalize("NFC", shard).casefold())
         if folded in originals:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{where}: {quote(originals[folded])} and {quote(shard)} differ in case or composed letters only, "
                 "which makes them one file on some systems"
             )
@@ -278,12 +269,12 @@ def _total_size(content: dict[str, Any], where: str) -> int | None:
     if metadata is None:
         return None
     if not isinstance(metadata, dict):
-        raise ConfigError(f"{where}: metadata: expected an object, found {quote(metadata)}")
+        raise errors.ConfigError(f"{where}: metadata: expected an object, found {quote(metadata)}")
     size = metadata.get("total_size")
     if size is None:
         return None
     if isinstance(size, bool) or not isinstance(size, int | float) or size != int(size) or size < 0:
-        raise ConfigError(f"{where}: metadata.total_size: expected a number of bytes, found {quote(size)}")
+        raise errors.ConfigError(f"{where}: metadata.total_size: expected a number of bytes, found {quote(size)}")
     return int(size)
 
 
@@ -291,7 +282,7 @@ def _refuse_missing(index: _Index, missing: list[str]) -> None:
     """Raise `MissingWeightError` if shards are missing, with the number of their tensors."""
     if missing:
         count, total = sum(len(index.shards[shard]) for shard in missing), len(index.shards)
-        raise MissingWeightError(
+        raise errors.MissingWeightError(
             f"{index.where}: {len(missing)} of {total} shards are missing, with {count} tensors: {listing(missing)}"
         )
 
@@ -309,28 +300,30 @@ def _check_against_index(index: _Index, headers: Mapping[str, Mapping[str, Tenso
         if shard not in owners[tensor]
     ]
     if missing:
-        raise MissingWeightError(
+        raise errors.MissingWeightError(
             f"{index.where}: {len(missing)} of its tensors are missing from the shards: {listing(missing)}"
         )
     duplicates = [f"{tensor} in {' and '.join(shards)}" for tensor, shards in owners.items() if len(shards) > 1]
     if duplicates:
-        raise DuplicateWeightError(f"{index.where}: {len(duplicates)} tensors are in two shards: {listing(duplicates)}")
+        raise errors.DuplicateWeightError(
+            f"{index.where}: {len(duplicates)} tensors are in two shards: {listing(duplicates)}"
+        )
     index_tensors = frozenset().union(*index.shards.values())
     extra = [f"{tensor} in {shards[0]}" for tensor, shards in owners.items() if tensor not in index_tensors]
     if extra:
         problem = f"{index.where}: the shards hold {len(extra)} tensors that it does not list: {listing(extra)}"
-        _raise_or_warn(UnexpectedWeightError, problem, strict)
+        _raise_or_warn(errors.UnexpectedWeightError, problem, strict)
     limits.check_limit(len(owners), limits.bound("MAX_TENSORS"), "the number of tensors")
     total = sum(info.nbytes for tensors in headers.values() for info in tensors.values())
     if index.total_size not in (None, total):
         problem = f"{index.where}: metadata.total_size is {index.total_size}, the tensors have {total} bytes"
-        _raise_or_warn(CheckpointFormatError, problem, strict)
+        _raise_or_warn(errors.CheckpointFormatError, problem, strict)
 
 
 def _raise_or_warn(
-    error: type[UnexpectedWeightError] | type[CheckpointFormatError], problem: str, strict: bool
+    error: type[errors.UnexpectedWeightError] | type[errors.CheckpointFormatError], problem: str, strict: bool
 ) -> None:
     """Raise an error if `strict`, else warn."""
     if strict:
         raise error(f"{problem}; pass strict=False to load what the shards hold")
-    warnings.warn(problem, RlxWarning, stacklevel=2)
+    warnings.warn(problem, errors.RlxWarning, stacklevel=2)

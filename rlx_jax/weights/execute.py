@@ -20,27 +20,12 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from rlx_jax.device import check_total_memory, is_starting, num_cpus
 from rlx_jax.errors import WeightError, WeightShapeError, quote
 from rlx_jax.io import limits
+from rlx_jax.ir import param
 from rlx_jax.ir.boxes import Box, box_shape
 from rlx_jax.ir.checkpoint_tensor import steps
 from rlx_jax.ir.ggml import BLOCKS, BlockArrays
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.packed_values import decode_on_host, decode_packed
-from rlx_jax.ir.param import (
-    BlockArray,
-    Cast,
-    Dequantized,
-    Key,
-    PackedArray,
-    Program,
-    Quantized,
-    Sliced,
-    Stack,
-    Zeros,
-    packed_parameter,
-    printed_name,
-    select_box,
-    stored_keys,
-)
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.ir.weight_reads import WeightSource, source_program
 from rlx_jax.weights.format import narrow_values
@@ -56,7 +41,7 @@ _thread = threading.local()
 
 
 def load_leaves(
-    leaves: Mapping[str, Program],
+    leaves: Mapping[str, param.Program],
     source: WeightSource,
     placement: Mapping[str, Sharding] | Any,
     report_progress: Callable[[str, int, int], None],
@@ -83,7 +68,7 @@ def load_leaves(
     # The arrays of a packed parameter are read together, as files have them in the same blocks.
     groups: dict[Any, dict[str, LoadPlan]] = {}
     for name, program in leaves.items():
-        groups.setdefault(packed_parameter(program) or name, {})[name] = plan[name]
+        groups.setdefault(param.packed_parameter(program) or name, {})[name] = plan[name]
     needs = [_host_bytes(group.values()) for group in groups.values()]
     total, done, in_transfer = sum(p.nbytes for p in plan.values()), 0, 0
     limit = total // 10 + max(needs, default=0)
@@ -138,34 +123,36 @@ def _load_group(group: Mapping[str, LoadPlan], source: WeightSource, piece_bytes
         gc.collect(0)  # JAX frees host memory that has been transferred
     if len(group) == 1:
         return {name: planned.load(source) for name, planned in group.items()}
-    views: list[tuple[HostArray, Program]] = []
+    views: list[tuple[HostArray, param.Program]] = []
     if all(planned.sharding is None for planned in group.values()):
         # Arrays that are transferred do not share memory: each is freed alone.
         arrays = _new_arrays([planned.type for planned in group.values()], piece_bytes if _is_host(device) else 0)
         outs = dict(zip(group, arrays, strict=True))
         views = [part for name, planned in group.items() for part in _parts(outs[name], planned.program)]
-    if not views or not all(isinstance(part, BlockArray) for _, part in views):
+    if not views or not all(isinstance(part, param.BlockArray) for _, part in views):
         source = ReadOnce(source)
         return {name: planned.load(source) for name, planned in group.items()}
-    views_by_blocks: dict[Key | Sliced, list[tuple[HostArray, BlockArray]]] = {}
+    views_by_blocks: dict[param.Key | param.Sliced, list[tuple[HostArray, param.BlockArray]]] = {}
     for view, part in views:
-        assert isinstance(part, BlockArray)
+        assert isinstance(part, param.BlockArray)
         views_by_blocks.setdefault(part.of, []).append((view, part))
     for blocks, block_views in views_by_blocks.items():
         _split(blocks, block_views, source)
     return outs
 
 
-def _parts(out: HostArray, program: Program) -> Iterator[tuple[HostArray, Program]]:
+def _parts(out: HostArray, program: param.Program) -> Iterator[tuple[HostArray, param.Program]]:
     """Yield the programs that fill parts of an array in place, and these parts."""
-    if isinstance(program, Key | Sliced | Dequantized) or not program.splits_to_views:
+    if isinstance(program, param.Key | param.Sliced | param.Dequantized) or not program.splits_to_views:
         yield out, program
     else:
         for part, view in zip(program.parts, program.split(out), strict=True):
             yield from _parts(view, part)
 
 
-def _split(blocks: Key | Sliced, arrays: Sequence[tuple[HostArray, BlockArray]], source: WeightSource) -> None:
+def _split(
+    blocks: param.Key | param.Sliced, arrays: Sequence[tuple[HostArray, param.BlockArray]], source: WeightSource
+) -> None:
     """Read blocks of bytes and write the arrays in them, each to its place."""
     target = None
     if all(out.flags.c_contiguous for out, _ in arrays):
@@ -204,7 +191,7 @@ class ReadOnce(SourceView):
 class ShardRead(NamedTuple):
     """A part of a leaf that is read once: the program of a box, and the devices that hold it (None: the default)."""
 
-    program: Program
+    program: param.Program
     devices: tuple[Any, ...]
 
 
@@ -216,7 +203,7 @@ class LoadPlan(NamedTuple):
     sharding: Sharding | None
 
     @property
-    def program(self) -> Program:
+    def program(self) -> param.Program:
         """Return the program that reads the only share."""
         return _as_stored_arrays(self.shard_reads[0].program)
 
@@ -246,7 +233,7 @@ class LoadPlan(NamedTuple):
         return leaf.block_until_ready()
 
 
-def _plan(name: str, program: Program, placement: Mapping[str, Sharding] | Any) -> LoadPlan:
+def _plan(name: str, program: param.Program, placement: Mapping[str, Sharding] | Any) -> LoadPlan:
     """Return how a leaf is loaded: one share without a sharding, else one for each distinct box of this process.
 
     Raises:
@@ -265,7 +252,7 @@ def _plan(name: str, program: Program, placement: Mapping[str, Sharding] | Any) 
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         edges = (part.indices(size)[:2] for part, size in zip(index or (), shape, strict=True))
         boxes.setdefault(tuple(edges), []).append(device)
-    shard_reads = (ShardRead(select_box(program, box), tuple(devices)) for box, devices in boxes.items())
+    shard_reads = (ShardRead(param.select_box(program, box), tuple(devices)) for box, devices in boxes.items())
     return LoadPlan(program.type, tuple(shard_reads), sharding)
 
 
@@ -278,43 +265,44 @@ def _check_space(plans: Iterable[LoadPlan], on_host: int) -> None:
     check_total_memory(max(device_bytes.values(), default=0), "the weights", on_host, total_nbytes=device_bytes.total())
 
 
-def host_bytes_to_load(program: Program) -> int:
+def host_bytes_to_load(program: param.Program) -> int:
     """Return the bytes of host memory that loading a leaf takes: the leaf, and the largest temporary to fill it.
 
     For a packed tensor, the temporary is its bytes and its decoded numbers in float32; for an operation that cannot
     fill its parts in place, it is the values of these parts.
     """
     program = _as_stored_arrays(program)
-    return program.type.nbytes + (0 if isinstance(program, Key | Sliced) else _temporary_bytes(program))
+    return program.type.nbytes + (0 if isinstance(program, param.Key | param.Sliced) else _temporary_bytes(program))
 
 
-def _as_stored_arrays(program: Program) -> Program:
+def _as_stored_arrays(program: param.Program) -> param.Program:
     """Return a program that reads the stored arrays of packed parameters."""
-    if isinstance(program, Stack):
+    if isinstance(program, param.Stack):
         return program.with_parts(*map(_as_stored_arrays, program.parts))
-    return program.stored if isinstance(program, PackedArray) else program
+    return program.stored if isinstance(program, param.PackedArray) else program
 
 
-def _temporary_bytes(program: Program) -> int:
+def _temporary_bytes(program: param.Program) -> int:
     """Return the bytes of temporaries that `fill` takes, in addition to the array that it fills."""
-    if isinstance(program, Key | Sliced):
+    if isinstance(program, param.Key | param.Sliced):
         return program.type.nbytes
     if program.splits_to_views:
         return max((_temporary_bytes(part) for part in program.parts), default=0)
-    if isinstance(program, Dequantized):
+    if isinstance(program, param.Dequantized):
         blocks = _blocks_of(program)
         arrays = [blocks] if blocks is not None else [array for _, array in program.arrays]
         return 4 * program.type.size + sum(array.type.nbytes for array in arrays)
-    own = program.type.nbytes if isinstance(program, Cast | Zeros) else 0
+    own = program.type.nbytes if isinstance(program, param.Cast | param.Zeros) else 0
     return own + sum(
-        _temporary_bytes(p) + (0 if isinstance(p, Key | Sliced | Dequantized) else p.type.nbytes) for p in program.parts
+        _temporary_bytes(p) + (0 if isinstance(p, param.Key | param.Sliced | param.Dequantized) else p.type.nbytes)
+        for p in program.parts
     )
 
 
-def _read_own(program: Program, source: WeightSource, device: Any) -> HostArray:
+def _read_own(program: param.Program, source: WeightSource, device: Any) -> HostArray:
     """Return a leaf's value in memory that the device may use."""
     program = _as_stored_arrays(program)
-    if _is_host(device) or not isinstance(program, Key | Sliced) or reads_into(source):
+    if _is_host(device) or not isinstance(program, param.Key | param.Sliced) or reads_into(source):
         return _fill_new(program, source)
     return _read_stored(program, source)  # the source may hold the memory too, which is not the device's
 
@@ -331,30 +319,30 @@ def _to_device(arrays: Sequence[HostArray], device: Any) -> list[jax.Array]:
     return moved
 
 
-def fill(out: HostArray, program: Program, source: WeightSource) -> None:
+def fill(out: HostArray, program: param.Program, source: WeightSource) -> None:
     """Write the program's value into `out`, an array or a view with the shape and the dtype of the program's type."""
     for view, part in _parts(out, program):
-        if isinstance(part, Key | Sliced | Dequantized):
+        if isinstance(part, param.Key | param.Sliced | param.Dequantized):
             data = _read_stored(part, source, view)
             if not np.may_share_memory(data, view):  # else the source has read into it
                 view[...] = data
-        elif isinstance(part, Cast):
+        elif isinstance(part, param.Cast):
             _cast(_evaluate(part.of, source), part, view.dtype, source, view)
         else:
             view[...] = part.join(*(_evaluate(of, source) for of in part.parts))
 
 
-def _evaluate(program: Program, source: WeightSource) -> HostArray:
+def _evaluate(program: param.Program, source: WeightSource) -> HostArray:
     """Return the program's value: the array that the source returns, or a new one."""
-    if isinstance(program, Key | Sliced | Dequantized):
+    if isinstance(program, param.Key | param.Sliced | param.Dequantized):
         return _read_stored(program, source)
-    if isinstance(program, BlockArray):
+    if isinstance(program, param.BlockArray):
         array: HostArray = program.join(_read_stored(program.of, source))
         return array
     return _fill_new(program, source)
 
 
-def _fill_new(program: Program, source: WeightSource) -> HostArray:
+def _fill_new(program: param.Program, source: WeightSource) -> HostArray:
     """Return the program's value in a new array."""
     out = _new_array(program.type)
     fill(out, program, source)
@@ -395,18 +383,20 @@ def read_numbers(key: str, source: WeightSource, index: tuple[slice, ...] | None
     box, rest = index_box(index, spec.shape, key)
     if 0 in box_shape(box):
         return np.empty(box_shape(box), spec.dtype)[rest]
-    part = select_box(program, box)
+    part = param.select_box(program, box)
     limits.check_memory(2 * part.type.nbytes, f"the values of weight {quote(key)}")
     return np.ascontiguousarray(_evaluate(part, source)[rest])
 
 
-def _read_stored(stored: Key | Sliced | Dequantized, source: WeightSource, out: HostArray | None = None) -> HostArray:
+def _read_stored(
+    stored: param.Key | param.Sliced | param.Dequantized, source: WeightSource, out: HostArray | None = None
+) -> HostArray:
     """Return a tensor of the checkpoint or a slice of one, decoded if it is packed; in `out` if the source does that.
 
     Raises:
         WeightError, WeightShapeError: `read` of the source returns another type than its `spec` declared.
     """
-    if isinstance(stored, Dequantized):
+    if isinstance(stored, param.Dequantized):
         blocks = _blocks_of(stored)
         if blocks is not None:
             numbers = decode_packed(_read_stored(blocks, source), stored.scheme)
@@ -417,7 +407,7 @@ def _read_stored(stored: Key | Sliced | Dequantized, source: WeightSource, out: 
     return _check_stored(read_into(source, stored.source_key.key, _index(stored), out), stored, source)
 
 
-def _check_stored(data: HostArray, stored: Key | Sliced, source: WeightSource) -> HostArray:
+def _check_stored(data: HostArray, stored: param.Key | param.Sliced, source: WeightSource) -> HostArray:
     """Return what the source has read, after checking its type. Errors as `_read_stored`."""
     key = stored.source_key
     if not isinstance(data, np.ndarray) or data.dtype != key.type.dtype:
@@ -433,13 +423,13 @@ def _check_stored(data: HostArray, stored: Key | Sliced, source: WeightSource) -
     return data
 
 
-def _blocks_of(program: Dequantized) -> Key | Sliced | None:
+def _blocks_of(program: param.Dequantized) -> param.Key | param.Sliced | None:
     """Return the blocks of bytes that contain all arrays of a packed tensor; None if the arrays are stored as such."""
-    blocks = {array.of if isinstance(array, BlockArray) else None for _, array in program.arrays}
+    blocks = {array.of if isinstance(array, param.BlockArray) else None for _, array in program.arrays}
     return blocks.pop() if len(blocks) == 1 else None
 
 
-def _index(stored: Key | Sliced) -> tuple[slice, ...] | None:
+def _index(stored: param.Key | param.Sliced) -> tuple[slice, ...] | None:
     """Return the index argument of `WeightSource.read` for a tensor or a slice of one.
 
     None selects all of the tensor. Axes after the last sliced one are left out.
@@ -452,14 +442,14 @@ def _index(stored: Key | Sliced) -> tuple[slice, ...] | None:
 
 
 def _cast(
-    data: HostArray, program: Program, dtype: np.dtype[Any], source: WeightSource, out: HostArray | None = None
+    data: HostArray, program: param.Program, dtype: np.dtype[Any], source: WeightSource, out: HostArray | None = None
 ) -> HostArray:
     """Return stored values cast to `dtype`, in `out` if given; floats over its range become infinite, with a warning.
 
     Raises:
         WeightError: integers that the narrower type cannot hold.
     """
-    key = next(stored_keys(program), None)
+    key = next(param.stored_keys(program), None)
     if key is None:  # a device's box of a padded leaf may be all padding
         return narrow_values(data, dtype, str(program), out)
     where = f"weight {quote(key.key)} ({source.where(key.key)})"
@@ -470,15 +460,15 @@ def _cast(
     return narrow_values(data, dtype, where, out)
 
 
-def quantization_errors(leaves: Iterable[Program], source: WeightSource) -> dict[str, float]:
+def quantization_errors(leaves: Iterable[param.Program], source: WeightSource) -> dict[str, float]:
     """Return the relative error, in the root mean square, of each parameter that is packed while it is loaded."""
-    parameters = dict.fromkeys(parameter for leaf in leaves if (parameter := packed_parameter(leaf)) is not None)
+    parameters = dict.fromkeys(parameter for leaf in leaves if (parameter := param.packed_parameter(leaf)) is not None)
     errors: dict[str, float] = {}
     for program in parameters:
         for step in steps(program):
-            if isinstance(step, Quantized):
+            if isinstance(step, param.Quantized):
                 original = _evaluate(step.of, source).astype(np.float32)
                 change = step.join(original) - original
                 size = float(np.linalg.norm(original))
-                errors[printed_name(step)] = float(np.linalg.norm(change)) / size if size else 0.0
+                errors[param.printed_name(step)] = float(np.linalg.norm(change)) / size if size else 0.0
     return errors

@@ -17,17 +17,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rlx_jax import errors
 from rlx_jax.dataclasses import dataclass, replace
-from rlx_jax.errors import (
-    DTypeError,
-    FormatError,
-    IntegrityError,
-    NonFiniteWeightError,
-    StorageError,
-    UnsupportedError,
-    listing,
-    quote,
-)
+from rlx_jax.errors import listing, quote
 from rlx_jax.io import limits
 from rlx_jax.io.files import Links, check_name, parse_object, read_small_file, resolve, storage_error
 from rlx_jax.ir.packed import stored_bytes
@@ -105,10 +97,10 @@ def read_manifest(directory: str, links: Links = "follow") -> Manifest | None:
     if not os.path.lexists(os.path.join(directory, MANIFEST_NAME)):
         return None
     path, where = resolve(directory, MANIFEST_NAME, links), quote(os.path.join(directory, MANIFEST_NAME))
-    raw = read_small_file(path, where, limits.bound("MAX_TREE_BYTES"), IntegrityError)
-    content = parse_object(raw, where, IntegrityError)
+    raw = read_small_file(path, where, limits.bound("MAX_TREE_BYTES"), errors.IntegrityError)
+    content = parse_object(raw, where, errors.IntegrityError)
     if content.get("version") != VERSION:
-        raise UnsupportedError(f"{where}: version {quote(content.get('version'))}; this rlx_jax reads {VERSION}")
+        raise errors.UnsupportedError(f"{where}: version {quote(content.get('version'))}; this rlx_jax reads {VERSION}")
     try:
         weights = {
             key: WeightEntry(_type(entry, f"{where}: {quote(key)}"), entry["sha256"])
@@ -117,7 +109,7 @@ def read_manifest(directory: str, links: Links = "follow") -> Manifest | None:
         files = {name: FileEntry(int(e["nbytes"]), str(e["sha256"])) for name, e in content["files"].items()}
         companions = tuple(str(name) for name in content.get("beside", ()))
     except (KeyError, TypeError, ValueError, AttributeError) as cause:
-        raise IntegrityError(f"{where}: an entry is not what rlx_jax.save writes; {_ADVICE}") from cause
+        raise errors.IntegrityError(f"{where}: an entry is not what rlx_jax.save writes; {_ADVICE}") from cause
     return Manifest(weights, files, companions)
 
 
@@ -125,10 +117,10 @@ def _type(entry: Mapping[str, Any], where: str) -> TensorType:
     """Return the type in an entry, after checking that it agrees with the length in the entry."""
     try:
         tensor_type = TensorType(tuple(int(dim) for dim in entry["shape"]), as_dtype(str(entry["dtype"])))
-    except DTypeError as cause:
-        raise IntegrityError(f"{where}: {cause}") from cause
+    except errors.DTypeError as cause:
+        raise errors.IntegrityError(f"{where}: {cause}") from cause
     if math.prod(tensor_type.shape) * tensor_type.dtype.itemsize != entry["nbytes"]:
-        raise IntegrityError(f"{where}: {tensor_type} does not have {quote(entry['nbytes'])} bytes; {_ADVICE}")
+        raise errors.IntegrityError(f"{where}: {tensor_type} does not have {quote(entry['nbytes'])} bytes; {_ADVICE}")
     return tensor_type
 
 
@@ -173,7 +165,7 @@ def check_lengths(directory: str, files: Mapping[str, FileEntry]) -> None:
         elif (size := os.path.getsize(path)) != entry.nbytes:
             problems.append(f"{name}: {size} bytes, expected {entry.nbytes}")
     if problems:
-        raise IntegrityError(
+        raise errors.IntegrityError(
             f"{quote(directory)}: {len(problems)} files differ from {MANIFEST_NAME}: {listing(problems)}; {_ADVICE}"
         )
 
@@ -190,7 +182,7 @@ def check_files(directory: str, files: Mapping[str, FileEntry], links: Links = "
         resolve(directory, name, links)
     if differences := _find_differing_files(directory, files):
         where = f"{quote(directory)}: {len(differences)} files differ from their digests in {MANIFEST_NAME}"
-        raise IntegrityError(f"{where}: {listing(differences)}; {_ADVICE}")
+        raise errors.IntegrityError(f"{where}: {listing(differences)}; {_ADVICE}")
 
 
 def _find_differing_files(directory: str, files: Mapping[str, FileEntry]) -> list[str]:
@@ -208,13 +200,13 @@ def explain_damage(directory: str, manifest: Manifest | None) -> Iterator[None]:
     """Convert an error of a decoder to an `IntegrityError` if files differ from their digests."""
     try:
         yield
-    except IntegrityError:
+    except errors.IntegrityError:
         raise
-    except (FormatError, StorageError, NonFiniteWeightError) as cause:
+    except (errors.FormatError, errors.StorageError, errors.NonFiniteWeightError) as cause:
         differences = [] if manifest is None else _find_differing_files(directory, manifest.files)
         if not differences:
             raise
-        raise IntegrityError(
+        raise errors.IntegrityError(
             f"{cause}; files that differ from {MANIFEST_NAME}: {listing(differences)}; {_ADVICE}"
         ) from cause
 
@@ -242,7 +234,7 @@ def check_weights(source: WeightSource, weights: Mapping[str, WeightEntry], wher
     stored = {key: source.spec(key) for key in source.keys()}
     declared = {key: entry.type.spec for key, entry in weights.items()}
     if problems := describe_differences(stored, declared, "the checkpoint", "the manifest"):
-        raise IntegrityError(
+        raise errors.IntegrityError(
             f"{where}: {len(problems)} weights differ from {MANIFEST_NAME}: {listing(problems)}; {_ADVICE}"
         )
 
@@ -290,7 +282,9 @@ class VerifiedSource(ReadingView):
         """Compare the digest of a weight with its digest in the manifest."""
         if sha256 != self._manifest.weights[key].sha256:
             where = quote(self._directory)
-            raise IntegrityError(f"{where}: weight {quote(key)} differs from its digest in {MANIFEST_NAME}; {_ADVICE}")
+            raise errors.IntegrityError(
+                f"{where}: weight {quote(key)} differs from its digest in {MANIFEST_NAME}; {_ADVICE}"
+            )
         self._compared.add(key)
 
 
@@ -318,7 +312,9 @@ def open_verified(
         if any(entry.sha256 is None for entry in manifest.weights.values()):
             check_files(directory, manifest.files, links)
     elif verify == "full":
-        raise IntegrityError(f'{quote(directory)}: no {MANIFEST_NAME} to verify with; verify="auto" loads it as it is')
+        raise errors.IntegrityError(
+            f'{quote(directory)}: no {MANIFEST_NAME} to verify with; verify="auto" loads it as it is'
+        )
     with explain_damage(directory, manifest):
         source = read()
     if manifest is None:

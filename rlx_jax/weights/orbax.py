@@ -20,17 +20,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from rlx_jax import errors
 from rlx_jax.dataclasses import dataclass, replace
-from rlx_jax.errors import (
-    CheckpointFormatError,
-    DTypeError,
-    LimitError,
-    RlxError,
-    RlxWarning,
-    UnsupportedError,
-    listing,
-    quote,
-)
+from rlx_jax.errors import listing, quote
 from rlx_jax.io import limits
 from rlx_jax.io.files import Links, check_name, is_text, parse_object, resolve
 from rlx_jax.ir.boxes import Box, box_index
@@ -42,7 +34,7 @@ from rlx_jax.weights.orbax_tree import ArrayTree, find_item, is_orbax, key_below
 from rlx_jax.weights.tensor_file import check_shape, parse_sizes
 from rlx_jax.weights.views import HostArray, NamedTensors, index_box
 
-_Error = CheckpointFormatError
+_Error = errors.CheckpointFormatError
 _CHUNK = 2**24  # bytes of a written chunk; small, as reading a part of an array decodes every chunk it overlaps
 _NUMPY = re.compile(r"[<|>]?[biufc][0-9]{1,2}")
 
@@ -68,7 +60,7 @@ class Orbax:
         source = open_verified(path, options.verify, options.links, read, lambda name: key_below(name, subtree))
         if options.verify == "auto" and isinstance(source, OrbaxSource):
             message = f"{quote(path)}: an orbax checkpoint without {MANIFEST_NAME}: bits are not verified"
-            warnings.warn(f'{message}; verify="metadata" silences this warning', RlxWarning, stacklevel=3)
+            warnings.warn(f'{message}; verify="metadata" silences this warning', errors.RlxWarning, stacklevel=3)
         return source
 
     def write(self, directory: str, entries: Sequence[Entry]) -> None:
@@ -80,10 +72,12 @@ class Orbax:
         import orbax.checkpoint as ocp
 
         if not is_text(directory):
-            raise UnsupportedError(f"{quote(directory)}: orbax supports only UTF-8 paths; use format='safetensors'")
+            raise errors.UnsupportedError(
+                f"{quote(directory)}: orbax supports only UTF-8 paths; use format='safetensors'"
+            )
         empty = [e.key for e in entries if 0 in e.type.shape]
         if empty or not entries:
-            raise UnsupportedError(f"orbax stores no empty arrays: {listing(empty)}; use format='safetensors'")
+            raise errors.UnsupportedError(f"orbax stores no empty arrays: {listing(empty)}; use format='safetensors'")
         tree = {entry.key: _to_orbax_array(entry.values()) for entry in entries}
         chunks = dict.fromkeys(tree, ocp.SaveArgs(chunk_byte_size=_CHUNK))
         with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
@@ -222,10 +216,10 @@ def _convert_errors(where: str) -> Iterator[None]:
     """Convert exceptions of native code to exceptions of this package."""
     try:
         yield
-    except RlxError:
+    except errors.RlxError:
         raise
     except MemoryError as cause:
-        raise LimitError(f"{where}: does not fit in memory") from cause
+        raise errors.LimitError(f"{where}: does not fit in memory") from cause
     except Exception as cause:
         raise _Error(f"{where}: cannot be decoded; the checkpoint is damaged: {quote(cause)}") from cause
 
@@ -298,7 +292,7 @@ def _dtype(name: Any, where: str) -> np.dtype[Any]:
         if not isinstance(name, str):
             raise TypeError(name)
         return as_dtype(np.dtype(name).newbyteorder("=") if _NUMPY.fullmatch(name) else name)
-    except (DTypeError, TypeError) as cause:
+    except (errors.DTypeError, TypeError) as cause:
         raise _Error(f"{where}: dtype {quote(name)} is not supported for weights") from cause
 
 

@@ -14,18 +14,9 @@ import os
 import re
 from typing import Any
 
+from rlx_jax import errors
 from rlx_jax.dataclasses import dataclass
-from rlx_jax.errors import (
-    CheckpointFormatError,
-    DuplicateWeightError,
-    MissingWeightError,
-    RlxError,
-    StorageError,
-    UnsupportedError,
-    did_you_mean,
-    listing,
-    quote,
-)
+from rlx_jax.errors import did_you_mean, listing, quote
 from rlx_jax.io import limits
 from rlx_jax.io.files import list_directory, parse_object, read_small_file
 
@@ -91,7 +82,7 @@ def read_tree(directory: str, subtree: str = "") -> ArrayTree:
     return ArrayTree(directory, _array_names(leaves, subtree, where), *flags)
 
 
-_Error = CheckpointFormatError
+_Error = errors.CheckpointFormatError
 # Flags of `_METADATA` with their defaults, in the order of the fields of `ArrayTree`.
 _FLAGS = {"use_ocdbt": True, "use_zarr3": False, "store_array_data_equal_to_fill_value": False}
 
@@ -113,16 +104,18 @@ def _array_names(leaves: dict[str, Any], subtree: str, where: str) -> dict[str, 
         if key is None or kind in _NON_ARRAY_KINDS:
             continue
         if kind not in _ARRAY_KINDS:
-            raise UnsupportedError(
+            raise errors.UnsupportedError(
                 f"{where}: {quote(name)} is a {quote(kind)}, not an array; name the part to read with subtree="
             )
         if key in names_by_key:
-            raise DuplicateWeightError(f"{where}: two leaves have the key {quote(key)} when their paths are dotted")
+            raise errors.DuplicateWeightError(
+                f"{where}: two leaves have the key {quote(key)} when their paths are dotted"
+            )
         names_by_key[key] = name
     if subtree and not names_by_key:
         tops = {_leaf(leaf, where)[0].partition(".")[0] for leaf in leaves.values()}
         hint = did_you_mean(subtree, tops)
-        raise MissingWeightError(
+        raise errors.MissingWeightError(
             f"{where}: no arrays below {quote(subtree)}; the tree has {listing(sorted(tops))}{hint}"
         )
     return names_by_key
@@ -183,7 +176,9 @@ def find_item(directory: str, subtree: str) -> tuple[str, str]:
     if items and not steps:  # a finished step without items looks like an item of the directory, but is not
         raise _incomplete(directory, _NO_MARKER)
     if _is_old(directory):
-        raise UnsupportedError(f"{quote(directory)}: a checkpoint from before 2023; save it again with a newer orbax")
+        raise errors.UnsupportedError(
+            f"{quote(directory)}: a checkpoint from before 2023; save it again with a newer orbax"
+        )
     if not steps:
         raise _incomplete(directory, "no finished checkpoint in it")
     return find_item(os.path.join(directory, steps[max(steps)]), subtree)
@@ -224,7 +219,7 @@ def finished_steps(root: str) -> dict[int, str]:
     steps: dict[int, str] = {}
     try:
         names = list_directory(root)
-    except StorageError:
+    except errors.StorageError:
         return {}
     for name in names:
         number, path = _STEP.fullmatch(name), os.path.join(root, name)
@@ -232,18 +227,18 @@ def finished_steps(root: str) -> dict[int, str]:
             continue
         try:
             usable = _is_committed(path) and (bool(_items(path)) or os.path.isfile(os.path.join(path, TREE_METADATA)))
-        except RlxError:
+        except errors.RlxError:
             usable = False
         if usable:
             steps[int(number[1])] = name
     return steps
 
 
-def _incomplete(directory: str, problem: str) -> StorageError:
+def _incomplete(directory: str, problem: str) -> errors.StorageError:
     """Return the error for an unfinished checkpoint, with the finished steps in it, or else next to it."""
     steps, parent = finished_steps(directory), os.path.dirname(os.path.realpath(directory))
     sibling_steps = {} if steps else finished_steps(parent)
     names = [name for _, name in sorted((steps or sibling_steps).items())]
     where = quote(directory if steps else parent)
     hint = f"; finished steps in {where}: {listing(names)}" if names else "; there are no finished steps next to it"
-    return StorageError(f"{quote(directory)}: {problem}{hint}")
+    return errors.StorageError(f"{quote(directory)}: {problem}{hint}")

@@ -8,15 +8,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from rlx_jax import errors
 from rlx_jax.dataclasses import dataclass
-from rlx_jax.errors import (
-    DuplicateWeightError,
-    MissingWeightError,
-    NonFiniteWeightError,
-    WeightError,
-    WeightShapeError,
-    quote,
-)
+from rlx_jax.errors import quote
 from rlx_jax.ir.packed import F32, SCHEMES, Codes, Scheme
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.ir.weight_reads import WeightSource
@@ -76,12 +70,12 @@ class ModuleTensors:
         """
         key = self.module + end
         if not self.source.has(key):
-            raise MissingWeightError(f"{self.where} is quantised, and its tensor {quote(key)} is missing")
+            raise errors.MissingWeightError(f"{self.where} is quantised, and its tensor {quote(key)} is missing")
         spec = self.source.spec(key)
         tensor = TensorType(tuple(spec.shape), np.dtype(spec.dtype))
         if tensor.dtype not in dtypes:
             expected = " or ".join(map(short_name, dtypes))
-            raise WeightError(
+            raise errors.WeightError(
                 f"{self.where}: {quote(key)} ({self.source.where(key)}): expected {expected}, got {tensor}"
             )
         if (rank is not None and len(tensor.shape) != rank) or 0 in tensor.shape:
@@ -99,13 +93,13 @@ class ModuleTensors:
         """Raise `DuplicateWeightError` if the module also has a weight that is not quantised."""
         if self.has(self.weight):
             key = self.module + self.weight
-            raise DuplicateWeightError(f"{self.where}: it is stored quantised, and as {quote(key)}")
+            raise errors.DuplicateWeightError(f"{self.where}: it is stored quantised, and as {quote(key)}")
 
-    def mismatch(self, end: str, expected: str, found: TensorType) -> WeightShapeError:
+    def mismatch(self, end: str, expected: str, found: TensorType) -> errors.WeightShapeError:
         """Return the error for a tensor of another shape."""
         key = self.module + end
         where = f"{self.where}: {quote(key)} ({self.source.where(key)})"
-        return WeightShapeError(f"{where}: expected {expected}, got {found}; check quantization_config")
+        return errors.WeightShapeError(f"{where}: expected {expected}, got {found}; check quantization_config")
 
     def read(self, end: str, *index: slice) -> HostArray:
         """Return a tensor, or a box of it."""
@@ -162,7 +156,7 @@ def read_outer(t: ModuleTensors, end: str, is_divisor: bool = False) -> ReadArra
     def read(rows: Range, columns: Range) -> HostArray:
         (value,) = t.read(end).reshape(-1)
         if is_divisor and value == 0:
-            raise NonFiniteWeightError(f"{t.where}: {quote(t.module + end)} is 0, and scales are divided by it")
+            raise errors.NonFiniteWeightError(f"{t.where}: {quote(t.module + end)} is 0, and scales are divided by it")
         return np.full((rows[1] - rows[0], columns[1] - columns[0]), float_bits(np.array([value], F32))[0])
 
     return read

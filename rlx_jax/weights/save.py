@@ -14,34 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.errors import (
-    DTypeError,
-    RequestError,
-    RlxError,
-    SaveFailedError,
-    TargetExistsError,
-    UnsupportedError,
-    WeightError,
-    did_you_mean,
-    quote,
-    shown,
-)
+from rlx_jax import errors
+from rlx_jax.errors import did_you_mean, quote, shown
 from rlx_jax.io.atomic import atomic_directory, write_synced
 from rlx_jax.io.files import files_below
 from rlx_jax.ir.packed import F32
 from rlx_jax.ir.types import as_dtype, is_float, short_name
-from rlx_jax.weights import formats
+from rlx_jax.weights import formats, manifest
 from rlx_jax.weights.format import DirectoryFormat, Entry, FileFormat, Format, OpenOptions
 from rlx_jax.weights.gguf_write import STORAGE
-from rlx_jax.weights.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    VerifiedSource,
-    WeightEntry,
-    digest,
-    file_digests,
-    read_manifest,
-)
 from rlx_jax.weights.quantize import QUANTIZERS
 
 
@@ -68,11 +49,11 @@ def parse_dtype(dtype: Any, format: str | None, where: str) -> tuple[np.dtype[An
         return None, dtype
     if isinstance(dtype, str) and dtype in ("q8_0", *QUANTIZERS):
         needed = "gguf" if dtype == "q8_0" else "safetensors"
-        raise DTypeError(f"{where}{quote(dtype)}: only written with format={needed!r}, got {quote(format)}")
+        raise errors.DTypeError(f"{where}{quote(dtype)}: only written with format={needed!r}, got {quote(format)}")
     target = as_dtype(dtype)
     if not is_float(target) or (is_gguf and short_name(target) not in STORAGE):
         choices = f"one of {', '.join(STORAGE)}" if is_gguf else "a floating one, such as 'f32' or 'bf16'"
-        raise DTypeError(f"{where}{quote(dtype)}: expected {choices}")
+        raise errors.DTypeError(f"{where}{quote(dtype)}: expected {choices}")
     return (F32, short_name(target)) if is_gguf else (target, None)
 
 
@@ -96,29 +77,31 @@ def write_checkpoint(
     writable = {row.name: row for row in formats.FORMATS if isinstance(row, DirectoryFormat | FileFormat)}
     if not isinstance(format, str) or format not in writable:
         names = sorted(writable)
-        raise UnsupportedError(
+        raise errors.UnsupportedError(
             f"save: format {quote(format)}: expected {' or '.join(names)}{did_you_mean(str(format), names)}"
         )
     try:
         target = os.path.realpath(os.fsdecode(path))
     except (TypeError, ValueError) as cause:  # no path, or one that no file system can have
-        raise RequestError(f"save: path is {shown(path)}; expected the path of a directory") from cause
+        raise errors.RequestError(f"save: path is {shown(path)}; expected the path of a directory") from cause
     row = writable[format]
     if isinstance(row, FileFormat):
         _write_file(target, entries, row, overwrite, metadata or {})
         return
     kept_files, kept_companions = _files_to_keep(target, replace_companions=companions is not None)
     companions = companions or {}
-    weights: dict[str, WeightEntry] = {}
+    weights: dict[str, manifest.WeightEntry] = {}
     nbytes = sum(e.type.nbytes for e in entries) + sum(map(len, companions.values()))
     with atomic_directory(target, overwrite, nbytes) as new:
         weights_dir = os.path.join(new, subfolder) if subfolder else new
         os.makedirs(os.path.dirname(weights_dir), exist_ok=True)
         recorded = [replace(e, values=partial(_values, e, weights)) for e in entries]
         row.write(weights_dir, recorded)
-        new_manifest = Manifest(weights, file_digests(new, files_below(new)), (*companions, *kept_companions))
+        new_manifest = manifest.Manifest(
+            weights, manifest.file_digests(new, files_below(new)), (*companions, *kept_companions)
+        )
         _read_back(weights_dir, row, new_manifest)
-        write_synced(os.path.join(new, MANIFEST_NAME), new_manifest.to_json())
+        write_synced(os.path.join(new, manifest.MANIFEST_NAME), new_manifest.to_json())
         for name, content in companions.items():
             os.makedirs(os.path.dirname(os.path.join(new, name)), exist_ok=True)
             write_synced(os.path.join(new, name), content)
@@ -136,9 +119,11 @@ def _write_file(
         RequestError: the name does not have the suffix of the format. TargetExistsError: `target` is something else.
     """
     if not target.lower().endswith(row.suffix):
-        raise RequestError(f"save: path is {quote(target)}; expected the name of a {row.suffix} file for {row.name!r}")
+        raise errors.RequestError(
+            f"save: path is {quote(target)}; expected the name of a {row.suffix} file for {row.name!r}"
+        )
     if os.path.lexists(target) and not row.detect(target):
-        raise TargetExistsError(f"{quote(target)} is not a {row.suffix} file; remove it, or save elsewhere")
+        raise errors.TargetExistsError(f"{quote(target)} is not a {row.suffix} file; remove it, or save elsewhere")
     with atomic_directory(target, overwrite, sum(e.nbytes for e in entries)) as new:
         row.write_file(new, entries, metadata)
 
@@ -154,18 +139,18 @@ def _files_to_keep(target: str, replace_companions: bool) -> tuple[list[str], li
     """
     if not os.path.lexists(target) or (os.path.isdir(target) and not os.listdir(target)):
         return [], []
-    old = read_manifest(target) if os.path.isdir(target) else None
+    old = manifest.read_manifest(target) if os.path.isdir(target) else None
     if old is None:
-        problem = f"has no {MANIFEST_NAME}" if os.path.isdir(target) else "is a file"
-        raise TargetExistsError(
+        problem = f"has no {manifest.MANIFEST_NAME}" if os.path.isdir(target) else "is a file"
+        raise errors.TargetExistsError(
             f"{quote(target)} {problem}, so rlx_jax.save did not write it; remove it, or save elsewhere"
         )
-    replaced = {*old.files, MANIFEST_NAME, *(old.companions if replace_companions else ())}
+    replaced = {*old.files, manifest.MANIFEST_NAME, *(old.companions if replace_companions else ())}
     kept_files = [name for name in files_below(target) if name not in replaced]
     return kept_files, [name for name in kept_files if name in old.companions]
 
 
-def _read_back(directory: str, format: Format, expected: Manifest) -> None:
+def _read_back(directory: str, format: Format, expected: manifest.Manifest) -> None:
     """Decode the written weights and compare them with the digests of the originals.
 
     Raises:
@@ -173,19 +158,21 @@ def _read_back(directory: str, format: Format, expected: Manifest) -> None:
     """
     try:
         source = format.open(directory, OpenOptions(on_nonfinite="ignore", verify="metadata"))
-        with VerifiedSource(source, expected, directory) as verified:
+        with manifest.VerifiedSource(source, expected, directory) as verified:
             for key in verified.keys():
                 verified.read(key)
-    except RlxError as cause:
-        raise SaveFailedError(f"the written checkpoint cannot be read back, so it was removed: {cause}") from cause
+    except errors.RlxError as cause:
+        raise errors.SaveFailedError(
+            f"the written checkpoint cannot be read back, so it was removed: {cause}"
+        ) from cause
 
 
-def _values(entry: Entry, weights: dict[str, WeightEntry]) -> Any:
+def _values(entry: Entry, weights: dict[str, manifest.WeightEntry]) -> Any:
     """Return the array of an entry, and record its type and digest in `weights`."""
     values = entry.values()
     if values.dtype != entry.type.dtype or tuple(values.shape) != entry.type.shape:
-        raise WeightError(
+        raise errors.WeightError(
             f"weight {quote(entry.key)}: expected {entry.type}, got {short_name(values.dtype)} {list(values.shape)}"
         )
-    weights[entry.key] = WeightEntry(entry.type, digest(values))
+    weights[entry.key] = manifest.WeightEntry(entry.type, manifest.digest(values))
     return values

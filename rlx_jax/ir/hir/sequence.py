@@ -11,24 +11,13 @@ from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import Builder, Graph, Hir, Value, constant
 from rlx_jax.ir.hir.masks import MaskKind, check_arity
 from rlx_jax.ir.operands import BLOCK, TABLES, Initial
+from rlx_jax.ir.ops import shape
 from rlx_jax.ir.ops.attention import AttentionOp, RopeOp, RopeTable, SinusoidTable, check_heads, check_score_options
 from rlx_jax.ir.ops.cache import After, CacheUpdate, DequantizeVectors, QuantizeVectors, RingStep
 from rlx_jax.ir.ops.control import PairBias
 from rlx_jax.ir.ops.index import Gather, Iota, TakeRow
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Where, in_dtype
 from rlx_jax.ir.ops.reduce import Cumsum, Reduce
-from rlx_jax.ir.ops.shape import (
-    Bound,
-    Concat,
-    CutAxis,
-    Narrow,
-    RepeatHeads,
-    Reshape,
-    SizeOf,
-    Slice,
-    merge_axes,
-    split_axis,
-)
 from rlx_jax.ir.types import F32, I32, TensorType
 
 
@@ -40,7 +29,7 @@ class Positions(Hir):
     operands = "x"
 
     def expand(self, b: Builder, *operands: Value) -> Value:
-        return b(Reshape((1, -1)), b(Iota(1), *operands))
+        return b(shape.Reshape((1, -1)), b(Iota(1), *operands))
 
 
 @dataclass(frozen=True)
@@ -191,7 +180,7 @@ class Attention(Hir):
         if self.sinks:
             extra_operands["sinks"] = other_operands[0]
         if times > 1:
-            k, v = (b(RepeatHeads(self.kv_heads, times), x) for x in (k, v))
+            k, v = (b(shape.RepeatHeads(self.kv_heads, times), x) for x in (k, v))
         extra_operands |= positions
         op = replace(self.op(self.kv_heads * times), extra=tuple(extra_operands))
         return b(op, q, k, v, *extra_operands.values())
@@ -205,8 +194,8 @@ class Attention(Hir):
 
         By default keys have positions 0 … T−1, and queries have the last S of them.
         """
-        key_positions = positions.get("key_positions") or b(Reshape((1, -1)), b(Iota(1), k))
-        last_queries = CutAxis(1, Bound((SizeOf(1, 1),), from_end=True))
+        key_positions = positions.get("key_positions") or b(shape.Reshape((1, -1)), b(Iota(1), k))
+        last_queries = shape.CutAxis(1, shape.Bound((shape.SizeOf(1, 1),), from_end=True))
         return positions.get("positions") or b(last_queries, key_positions, q), key_positions
 
     def text(self) -> str:
@@ -236,7 +225,7 @@ class LastToken(Hir):
     def expand(self, b: Builder, *operands: Value) -> Value:
         if len(operands) == 2:
             return b(TakeRow(), *operands)
-        return b(Narrow(1, -1, 1), operands[0])
+        return b(shape.Narrow(1, -1, 1), operands[0])
 
 
 @dataclass(frozen=True)
@@ -246,7 +235,7 @@ class FirstToken(Hir):
     traits = BLOCK
 
     def expand(self, b: Builder, *operands: Value) -> Value:
-        return b(Slice(((None, None, None), 0)), operands[0])
+        return b(shape.Slice(((None, None, None), 0)), operands[0])
 
 
 @dataclass(frozen=True)
@@ -264,12 +253,12 @@ class EndToken(Hir):
 
     def expand(self, b: Builder, x: Value, ids: Value) -> Value:
         end = b(Reduce("max", (1,), keepdims=True), ids) if self.end_id is None else b.scalar(self.end_id, ids)
-        indices = b(Reshape((1, -1)), b(Iota(1), ids))
+        indices = b(shape.Reshape((1, -1)), b(Iota(1), ids))
         # Larger than every index: the minimum over a row without an end token, which then becomes 0.
         sentinel = b.scalar(np.iinfo(np.int32).max, indices)
         first_index = b(Reduce("min", (1,)), b(Where(), b(Compare("eq"), ids, end), indices, sentinel))
         end_index = b(Where(), b(Compare("eq"), first_index, sentinel), b.scalar(0, first_index), first_index)
-        return b(Slice(((None, None, None), 0)), b(TakeRow(), x, end_index))
+        return b(shape.Slice(((None, None, None), 0)), b(TakeRow(), x, end_index))
 
 
 @dataclass(frozen=True)
@@ -329,7 +318,7 @@ class CachedAttention(Hir):
         num_scales = 2 * self.quantized
         scales, optional = optional[:num_scales], optional[num_scales:]
         masks, other_operands = optional[: 2 * len(self.attend.extra)], optional[2 * len(self.attend.extra) :]
-        split = split_axis(3, 2, (self.attend.kv_heads, -1))
+        split = shape.split_axis(3, 2, (self.attend.kv_heads, -1))
         # For keys and for values: the arrays of their cache, the new rows of each, and its update.
         caches = [(cache_k, *scales[:1]), (cache_v, *scales[1:])]
         new_rows = [self._encode(b, b(split, x), cache) for x, (cache, *_) in zip((k, v), caches, strict=True)]
@@ -358,7 +347,7 @@ class CachedAttention(Hir):
     def _decode(self, b: Builder, rows: list[Value], dtype: np.dtype[np.generic]) -> Value:
         """Return rows of the cache, with their scales if there are any, as `[B,T,K·D]` of a dtype."""
         values = b(DequantizeVectors(dtype), *rows) if self.quantized else rows[0]
-        return in_dtype(b, b(merge_axes(4, 2), values), dtype)
+        return in_dtype(b, b(shape.merge_axes(4, 2), values), dtype)
 
     def _update(self, b: Builder, cache: Value, new: Value, start: Value, lengths: Value) -> tuple[Value, ...]:
         """Return the rows that attention reads, for a ring their positions, and last the cache after the call."""
@@ -378,10 +367,10 @@ class CachedAttention(Hir):
         A row without new tokens gets a valid position too, although its result is not used.
         """
         if not self.attend.last:
-            return b(Binary("add"), b(Reshape((-1, 1)), start), b(Reshape((1, -1)), b(Iota(1), q)))
+            return b(Binary("add"), b(shape.Reshape((-1, 1)), start), b(shape.Reshape((1, -1)), b(Iota(1), q)))
         one = b.scalar(1, lengths)
         last_index = b(Binary("sub"), b(Binary("max"), lengths, one), one)
-        return b(Reshape((-1, 1)), last_index if self.block_only else b(Binary("add"), start, last_index))
+        return b(shape.Reshape((-1, 1)), last_index if self.block_only else b(Binary("add"), start, last_index))
 
 
 @dataclass(frozen=True)
@@ -411,7 +400,7 @@ class GrowingAttention(Hir):
     def expand(self, b: Builder, *operands: Value) -> tuple[Value, ...]:
         q, k, v, *past_kv = operands[:5]
         new_kv = [
-            b(Concat(1), cached_rows, in_dtype(b, new_rows, b.type(cached_rows).dtype))
+            b(shape.Concat(1), cached_rows, in_dtype(b, new_rows, b.type(cached_rows).dtype))
             for cached_rows, new_rows in zip(past_kv, (k, v), strict=True)
         ]
         extra, masks = self._mask_operands(b, *operands[5 : 5 + self.keep])
