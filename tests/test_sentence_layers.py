@@ -48,11 +48,17 @@ def test_layers_compile_in_the_warm_up(directories: Path) -> None:
     assert encoder.report().recompiles == 0
 
 
-def test_output_formats(directories: Path) -> None:
+def test_output_formats(directories: Path, tmp_path: Path) -> None:
     """Truncation comes after the pipeline's normalization, a second one after it; then quantization."""
     encoder = rlx.load(directories / "embedding_gemma")
     vectors = encoder.embed(TEXTS)
     np.testing.assert_array_equal(encoder.embed(TEXTS, truncate_dim=5), vectors[:, :5])
+    copy = checkpoints.copy(directories / "embedding_gemma", tmp_path / "short")
+    checkpoints.edit_json(copy / "config_sentence_transformers.json", {"truncate_dim": 5})
+    stored = rlx.load(copy)
+    np.testing.assert_array_equal(stored.embed(TEXTS), vectors[:, :5])
+    np.testing.assert_array_equal(stored.embed(TEXTS, truncate_dim=24), vectors)
+    np.testing.assert_array_equal([*stored.embed_iter(TEXTS)], vectors[:, :5])
     short = vectors[:, :5].astype(np.float64)
     short /= np.linalg.norm(short, axis=1, keepdims=True)
     assert_close(encoder.embed(TEXTS, truncate_dim=5, normalize=True), short)

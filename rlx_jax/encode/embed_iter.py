@@ -37,7 +37,7 @@ def embed_iter(
         raise RequestError(f"embed_iter: texts is {shown(texts)}; expected an iterable of strings or id lists")
     self.model.refuse_traced()
     self.model.require_params("embed_iter")
-    output = OutputFormat.checked(self.output_width, truncate_dim, normalize, precision, ranges)
+    output = OutputFormat.checked(self, truncate_dim, normalize, precision, ranges)
     if precision in ("int8", "uint8") and ranges is None:
         raise RequestError(f"embed_iter: precision={precision!r} needs ranges=, vector_ranges of many vectors")
     self.reader.read_prompted([], prompt_name, prompt)  # checks the prompt

@@ -209,7 +209,8 @@ class Encoder(TaskModel):
             prompt_name: one of the pipeline's `prompts`, put in front of each string. None: its default prompt, if it
                 has one; id lists get none.
             prompt: the prompt itself, in place of `prompt_name`; `""` embeds without the default prompt.
-            truncate_dim: return only this many numbers of each vector, for models that were trained for it.
+            truncate_dim: return only this many numbers of each vector, for models that were trained for it. None: the
+                pipeline's, or all.
             normalize: divide each vector by its length, after truncation. The pipeline's own normalization, if there is
                 one, comes before truncation.
             precision: "float32", or "int8", "uint8", "binary", "ubinary": see `quantize_vectors`, as for `ranges`.
@@ -227,7 +228,7 @@ class Encoder(TaskModel):
         self.model.require_params("embed")
         if not isinstance(show_progress, bool | None):
             raise RequestError(f"show_progress is {shown(show_progress)}; expected True, False or None")
-        output = OutputFormat.checked(self.output_width, truncate_dim, normalize, precision, ranges)
+        output = OutputFormat.checked(self, truncate_dim, normalize, precision, ranges)
         requests = self.reader.read_prompted(texts, prompt_name, prompt)
         out = output(self.run(requests, max_tokens, show_progress))
         return out[0] if requests.is_single else out

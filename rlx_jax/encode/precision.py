@@ -94,17 +94,18 @@ class OutputFormat:
     ranges: Vectors | None = None
 
     @staticmethod
-    def checked(width: int, truncate_dim: Any, normalize: Any, precision: Any, ranges: Any) -> OutputFormat:
-        """Return the format for vectors of a width, after checking its arguments.
+    def checked(encoder: Any, truncate_dim: Any, normalize: Any, precision: Any, ranges: Any) -> OutputFormat:
+        """Return the format for the vectors of an `Encoder`, after checking its arguments.
 
         Raises:
             RequestError: names the argument.
         """
-        columns = None if truncate_dim is None else check_integer("truncate_dim", truncate_dim, 1)
-        if columns is not None and columns > width:
+        width, columns = encoder.output_width, encoder.pipeline.truncate_dim
+        if truncate_dim is not None and (columns := check_integer("truncate_dim", truncate_dim, 1)) > width:
             raise RequestError(f"truncate_dim is {columns}, and the vectors have {width} numbers")
         check_flag("normalize", normalize)
-        return OutputFormat(columns, normalize, precision, check_precision(precision, ranges, columns or width))
+        ranges = check_precision(precision, ranges, min(columns or width, width))
+        return OutputFormat(columns, normalize, precision, ranges)
 
     def __call__(self, vectors: Vectors) -> np.ndarray[Any, Any]:
         """Return vectors `[n, width]` in this format."""

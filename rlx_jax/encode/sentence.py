@@ -110,6 +110,7 @@ class SentencePipeline:
         transformer: the transformer's directory, relative to the checkpoint; `""` is the checkpoint itself.
         is_sparse: whether most numbers of a vector are zero, as `Encoder.embed_sparse` expects.
         max_active_dims: the number of values of a sparse vector that are kept, the largest; None: all.
+        truncate_dim: the number of columns that `embed` returns by default; None: all.
         token_weight: the layer from hidden states to weights of tokens, of bge-m3.
         token_layers: the layers from hidden states to vectors of tokens, of bge-m3.
     """
@@ -126,6 +127,7 @@ class SentencePipeline:
     transformer: str = ""
     is_sparse: bool = False
     max_active_dims: int | None = None
+    truncate_dim: int | None = None
     token_weight: Dense | None = None
     token_layers: tuple[VectorLayer, ...] = ()
 
@@ -237,6 +239,7 @@ def load_pipeline(directory: str | os.PathLike[str] | Folder) -> SentencePipelin
         transformer=paths[0],
         is_sparse=is_sparse,
         max_active_dims=max_active_dims,
+        truncate_dim=None if is_sparse else about.integer_or_null("truncate_dim", None),
         token_weight=read_linear(folder, "sparse_linear", "ReLU"),
         token_layers=() if token_vector is None else (token_vector, UnitLength()),
     )
