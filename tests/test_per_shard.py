@@ -51,12 +51,10 @@ def planned(monkeypatch: pytest.MonkeyPatch, kinds: str = "tensor", devices: int
     precision = {"compute": "bf16", "weights": "bf16", **fields.pop("precision", {})}
     profile = rlx.CompileProfile().replace(**{"fusion": {"target": "h200"}, "precision": precision, **fields})
     flow = rlx.Llama32Flow.for_prefill(config)
-    lm = rlx.CausalLM(flow, {}, missing="init", key=0, profile=profile, max_positions=64, mesh=mesh(kinds, devices))
-    template = lm.model.programs.template(ProgramKey(lm.model.name, "extend", last_only=True))
-    sizes = {"batch": lm.model.programs.settings.buckets.row_multiple, "seq": 1}
-    return make_lir(
-        template, {symbol: sizes.get(symbol, 64) for symbol in template.symbols}, lm.model.programs.settings
-    )
+    programs = rlx.compile(flow, profile=profile, program="extend", mesh=mesh(kinds, devices)).programs
+    template = programs.template(ProgramKey("llama", "extend", last_only=True))
+    sizes = {"batch": programs.settings.buckets.row_multiple, "seq": 1}
+    return make_lir(template, {symbol: sizes.get(symbol, 64) for symbol in template.symbols}, programs.settings)
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*the plan is for another device", "ignore:.*has no effect")
