@@ -51,8 +51,9 @@ def planned(monkeypatch: pytest.MonkeyPatch, kinds: str = "tensor", devices: int
     precision = {"compute": "bf16", "weights": "bf16", **fields.pop("precision", {})}
     profile = rlx.CompileProfile().replace(**{"fusion": {"target": "h200"}, "precision": precision, **fields})
     flow = rlx.Llama32Flow.for_prefill(config)
-    programs = rlx.compile(flow, profile=profile, program="extend", mesh=mesh(kinds, devices)).programs
-    template = programs.template(ProgramKey("llama", "extend", last_only=True))
+    model = rlx.CausalLM(flow, flow.shapes(), profile=profile, max_positions=64, mesh=mesh(kinds, devices)).model
+    programs = model.programs
+    template = programs.template(ProgramKey(model.name, "extend", last_only=True))
     sizes = {"batch": programs.settings.buckets.row_multiple, "seq": 1}
     return make_lir(template, {symbol: sizes.get(symbol, 64) for symbol in template.symbols}, programs.settings)
 

@@ -35,6 +35,7 @@ from rlx_jax.lowering.lir.plan import Lir, state_types
 from rlx_jax.lowering.lir.product_groups import GroupKey, group_products, kernel_of, run_group, struct
 from rlx_jax.lowering.lir.row_products import multiply_rows
 from rlx_jax.runtime.program_key import ProgramKey
+from tests.small import w
 
 BF16 = as_dtype("bf16")
 
@@ -60,11 +61,12 @@ def decode_step(name: str, context: int = 16, layers: int = 2) -> tuple[Lir, Any
     recipe, fields, _ = MODELS[name]
     profile = rlx.CompileProfile().replace(precision={"compute": "bf16", "weights": "bf16"})
     flow = recipe.for_prefill({"rms_norm_eps": 1e-6, **SIZES, **fields, "num_hidden_layers": layers})
-    lm = rlx.CausalLM(flow, {}, missing="init", key=0, profile=profile, max_positions=2 * context)
-    programs, sizes = lm.model.programs, {"batch": 1, "seq": 1, "window": 8}
-    template = programs.template(ProgramKey(lm.model.name, "extend", last_only=True))
+    weights = {key: w(*spec.shape) for key, spec in flow.shapes().items()}
+    model = rlx.CausalLM(flow, weights, profile=profile, max_positions=2 * context).model
+    programs, sizes = model.programs, {"batch": 1, "seq": 1, "window": 8}
+    template = programs.template(ProgramKey(model.name, "extend", last_only=True))
     binding = {symbol: sizes.get(symbol, context) for symbol in template.symbols}
-    return make_lir(template, binding, programs.settings), lm.model
+    return make_lir(template, binding, programs.settings), model
 
 
 def check_same_results(lir: Lir, grouped: Graph, model: Any) -> None:
@@ -193,9 +195,9 @@ def plan_of(
         **{"fusion": {"target": "h200"}, "precision": {"compute": "bf16", "weights": "bf16"}, **fields}
     )
     flow = rlx.Llama32Flow.for_prefill({"rms_norm_eps": 1e-6, **SIZES, "hidden_size": hidden})
-    lm = rlx.CausalLM(flow, {}, missing="init", key=0, profile=profile, max_positions=64)
-    programs = lm.model.programs
-    template = programs.template(ProgramKey(lm.model.name, "extend", last_only=True))
+    model = rlx.CausalLM(flow, flow.shapes(), profile=profile, max_positions=64).model
+    programs = model.programs
+    template = programs.template(ProgramKey(model.name, "extend", last_only=True))
     sizes = {"batch": batch, "seq": 1}
     return make_lir(template, {symbol: sizes.get(symbol, context) for symbol in template.symbols}, programs.settings)
 
