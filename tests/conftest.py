@@ -7,9 +7,10 @@ import contextlib
 import gc
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import tests.environment  # noqa: F401 -- before jax and huggingface_hub, which read the environment when imported
 
@@ -39,6 +40,15 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 gc.set_threshold(100_000, 20, 100)
 
 
+class ModulesWithExamples:
+    """Doctests are looked for where there are some, so that each process begins sooner."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collect_file(self, file_path: Path) -> Generator[None, list[Any], list[Any]]:
+        found = yield
+        return [c for c in found if type(c).__name__ != "DoctestModule" or ">>>" in file_path.read_text("utf-8")]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Tests compile without LLVM's optimiser, by XLA's older emitters, and each program as one LLVM module in place of
     many, which takes a quarter of the time; what XLA does to a program is the same. A few comparisons with transformers
@@ -51,6 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     else:
         flags.append("--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true")
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))  # read at the first computation
+    config.pluginmanager.register(ModulesWithExamples())
     with contextlib.suppress(AttributeError, OSError):  # without pytest's cache, or where it cannot be written
         share_programs(directory := config.cache.mkdir("programs"))
         if not hasattr(config, "workerinput"):  # a process of xdist's has one

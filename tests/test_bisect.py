@@ -166,7 +166,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("roll", "parameter", "block"), [
     ("scan", f"{L}.{{0..2}}.self_attn.{{q,k,v}}_proj.weight", "layers.1.self_attn.v_proj"),
-    ("unroll", "model.norm.weight", "norm"),
+    pytest.param("unroll", "model.norm.weight", "norm", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_another_parameter(roll: str, parameter: str, block: str, references: Path) -> None:
     """Parameters that replace those of the file are the ones that are compared."""

@@ -61,8 +61,12 @@ def arrays(sizes: tuple[int, ...], group: DeltaGroup) -> list[jax.Array]:
     return [jnp.asarray(a, t.dtype) for a, t in zip(drawn, types, strict=True)]
 
 
-@pytest.mark.parametrize("rest", [24, 0])
-@pytest.mark.parametrize("case", SIZES)
+OTHERS = [
+    pytest.param(*case, marks=pytest.mark.slow) for case in (("three chunks", 0), ("fewer tokens than a chunk", 24))
+]
+
+
+@pytest.mark.parametrize(("case", "rest"), [("three chunks", 24), ("fewer tokens than a chunk", 0), *OTHERS])
 def test_the_kernels_are_the_ops(case: str, rest: int) -> None:
     (group,) = groups(mixer(SIZES[case], rest=rest))
     given = arrays(SIZES[case], group)

@@ -95,6 +95,7 @@ def unit(rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return np.asarray(rows) / np.linalg.norm(rows, axis=-1, keepdims=True)
 
 
+@pytest.mark.slow
 def test_an_edit_of_a_tower() -> None:
     """Is made once, in the tower that its path names, on either road: as if its weights were others."""
     recipe = rlx.recipe_for(DUAL / "clip")
@@ -214,7 +215,7 @@ def test_vision_tower_alone(which: str, tmp_path: Path) -> None:
         headless.embed(pictures(name))
 
 
-@pytest.mark.parametrize("which", [name for name in ALONE if "text" in name])
+@pytest.mark.parametrize("which", ["clip text", pytest.param("siglip text", marks=pytest.mark.slow)])
 def test_text_tower_alone(which: str, tmp_path: Path) -> None:
     """Vectors as beside the other tower; a pipeline pools hidden states in their place. SigLIP's padding is read."""
     name = alone(which, tmp_path / "tower")

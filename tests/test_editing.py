@@ -149,6 +149,7 @@ def test_captures_beside_named_outputs() -> None:
         assert (flow.with_extra_outputs(chosen) if chosen else flow).build().output_names == want
 
 
+@pytest.mark.slow
 def test_the_head_of_siglip_takes_the_tokens() -> None:
     """Not the pixels, of which it reads how many rows there are."""
     siglip = checkpoints.FIXTURES / "vision" / "dual" / "siglip"

@@ -156,6 +156,7 @@ def test_an_encoder_and_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "is a classifier; explain takes language models and encoders of texts" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_encoders_of_images(capsys: pytest.CaptureFixture[str]) -> None:
     directory = FIXTURES / "vision" / "dinov2_registers"
     encoder = rlx.load(directory, head=False)
@@ -174,6 +175,7 @@ def test_encoders_of_images(capsys: pytest.CaptureFixture[str]) -> None:
     assert "images take --batch and --runs alone" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_towers_of_a_dual_encoder() -> None:
     both = rlx.load(FIXTURES / "vision" / "dual" / "clip")
     texts, images = both.explain("texts", batch=2, runs=1), both.explain("images", batch=2, runs=1)

@@ -206,6 +206,7 @@ def test_a_flow_in_a_fresh_process(model: Any, tmp_path: Path) -> None:
     assert fresh((tmp_path / "m.rlxa", X.tolist(), 0)) == [answers(model, X.tolist(), 0)]
 
 
+@pytest.mark.slow
 def test_a_sharded_model(model: Any, tmp_path: Path) -> None:
     """Parameters and rows are sharded as they were, over as many devices; fewer are a named error."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "tensor"))
@@ -270,6 +271,7 @@ def test_requests_of_a_language_model(tmp_path: Path) -> None:
         loaded.generate("a", 4, speculative="prompt")
 
 
+@pytest.mark.slow
 def test_an_encoder_and_a_classifier(tmp_path: Path) -> None:
     """Packed, padded and plain programs; pooling, truncation and labels."""
     encoder = rlx.load(str(FIXTURES / "sentence" / "base"))

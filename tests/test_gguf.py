@@ -167,6 +167,7 @@ def random_mixture(path: Path) -> None:
 OTHER_TYPES = ("BF16", "Q4_1", "Q5_0", "Q8_0")
 
 
+@pytest.mark.slow
 def test_experts_of_qwen3(tmp_path: Path) -> None:
     """All layers have experts, with packed weights: a slice of a stacked tensor for each expert."""
     random_mixture(tmp_path / "hf")

@@ -64,7 +64,7 @@ def test_draft_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), [("Q8_0", 32), pytest.param("Q8_0", 16, marks=SLOW), pytest.param("Q4_1", 64, marks=SLOW)]
+    ("kind", "size"), [pytest.param(*case, marks=SLOW) for case in (("Q8_0", 32), ("Q8_0", 16), ("Q4_1", 64))]
 )
 def test_packed_value_heads(kind: str, size: int, tmp_path: Path) -> None:
     """Columns of value heads that are whole blocks stay packed; others are decoded."""

@@ -126,6 +126,7 @@ def test_shapes_of_mxfp4_are_enough_to_compile(mxfp4: tuple[Path, dict[str, np.n
     assert model.params is None and model.lower(TOKENS) is not None
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_mxfp4(mxfp4: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
     """It stays packed, is the model of the numbers it stands for, and is saved as numbers."""
     directory, plain = mxfp4

@@ -251,7 +251,10 @@ def test_order_progress_and_compiles() -> None:
     assert "7 of 7 answers" in str(calls[-1]) and calls[-1].seconds_left == 0
 
 
-@pytest.mark.parametrize("family, options", [("llama", {"logprobs": 2}), ("qwen35", {"sampler": SAMPLERS[2]})])
+@pytest.mark.parametrize(
+    "family, options",
+    [("llama", {"logprobs": 2}), pytest.param("qwen35", {"sampler": SAMPLERS[2]}, marks=pytest.mark.slow)],
+)
 def test_fills_compile_nothing(family: str, options: dict[str, Any]) -> None:
     """What a fill runs was compiled with the programs of the model."""
     model, chosen = lm(family), options.get("sampler", rlx.Sampler())
@@ -299,7 +302,7 @@ def test_a_failure_frees_its_request(error: type[BaseException]) -> None:
     assert not held
 
 
-@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("at", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_interrupt_while_programs_compile(at: int) -> None:
     """While one is traced, or taken from its thread: none is left, and the next request is right."""
     calls: list[Any] = []

@@ -26,7 +26,11 @@ def written(directory: Path, **changes: Any) -> dict[str, Any]:
     return weights
 
 
-@pytest.mark.parametrize("changes", [{}, {"moe_top_k": 1, "moe_every_n_layers": 3}, {"moe_top_k": 5}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"moe_top_k": 1, "moe_every_n_layers": 3}, pytest.param({"moe_top_k": 5}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_hidden_states(changes: dict[str, Any], tmp_path: Path) -> None:
     weights = written(tmp_path, **changes)
     encoder: Any = rlx.load(tmp_path)

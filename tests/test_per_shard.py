@@ -135,7 +135,7 @@ def test_a_gathered_result_joins_no_kernel() -> None:
     assert not op_runs_in_kernel(AllGather(2, 2, ("tensor",)), (row,), 64, reductions=False)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "mamba2"])
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("mamba2", marks=pytest.mark.slow)])
 def test_ops_without_a_rule(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts and recurrences are named, and the whole program runs."""
     monkeypatch.setattr(passes, "uses_kernels", lambda job: job.sizes is not None and job.program == "extend")

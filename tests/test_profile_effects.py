@@ -363,7 +363,7 @@ def test_implementation_of_decoding(cuda: None) -> None:
         assert f"self_attn: {want} (" in model.text("lir")
 
 
-@pytest.mark.parametrize(("window", "queries"), [(None, 3), (2, 3), (2, 1), (None, 1)])
+@pytest.mark.parametrize(("window", "queries"), [(2, 3), (2, 1), (None, 1)])
 def test_queries_at_positions_by_cudnn(
     window: int | None, queries: int, cuda: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -382,7 +382,8 @@ def test_queries_at_positions_by_cudnn(
     assert ("__cudnn$fmhaScaleBiasSoftmax" in text) == (queries > 1 or window is not None)
     on_host = jax.nn.dot_product_attention
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *a, **b: on_host(*a, **{**b, "implementation": "xla"}))
-    np.testing.assert_allclose(attention.cudnn(op, q, k, v, positions), op.eval(q, k, v, positions), atol=1e-5)
+    got, want = jax.jit(lambda *a: (attention.cudnn(op, *a), op.eval(*a)))(q, k, v, positions)
+    np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 @pytest.mark.parametrize(("causal", "lengths"), [(True, (5, 5)), (False, (4, 7)), (False, (7, 4))])

@@ -75,7 +75,7 @@ def test_gradients_are_those_over_the_decoded_base(scheme: str, tables: dict[str
         def loss(p: Any, model: Any = model, params: Any = params) -> Any:
             return cross_entropy(model, {**params, **p}, TOKENS, chunk=5)
 
-        value, gradient = jax.value_and_grad(loss)(trainable_params(params))
+        value, gradient = jax.jit(jax.value_and_grad(loss))(trainable_params(params))
         losses.append(value)
         gradients.append(model.weights({**params, **gradient}))
     np.testing.assert_allclose(losses[0], losses[1], rtol=3e-6)

@@ -38,7 +38,7 @@ with zipfile.ZipFile(ARCHIVE) as archive:
 # Formats whose inputs are in mixed order.
 ORDERED = ("ct_int4_g_idx", "gptq_v2_desc_act", "gptq_8bit")
 # Some schemes, of which the default suite runs models; it has the values of all.
-QUICK = ("awq", "gptq_8bit", "bnb_nf4_nested", "fp8_block", "mlx_4bit")
+QUICK = ("awq", "bnb_nf4_nested", "fp8_block")
 STATE = ".weight.quant_state.bitsandbytes__nf4"
 SLOW = pytest.mark.slow
 TOKENS = np.random.default_rng(5).integers(0, 48, (2, 9)).astype(np.int32)

@@ -40,6 +40,7 @@ def test_recorded_vectors(directories: Path, name: str, tmp_path: Path) -> None:
     assert_same_layers(saved.pipeline.layers, encoder.pipeline.layers)
 
 
+@pytest.mark.slow
 def test_layers_compile_in_the_warm_up(directories: Path) -> None:
     encoder = rlx.load(directories / "mixed", mesh=8)
     encoder.warmup()

@@ -104,6 +104,7 @@ def model_of(changes: Any = (), **options: Any) -> rlx.VisionEncoder:
     return rlx.VisionEncoder(recipe, missing="init", key=0, **options)
 
 
+@pytest.mark.slow
 def test_explain_and_warmup() -> None:
     """Both know how many patches the image processor makes."""
     processor = rlx.ImageProcessor(patch=5, max_patches=20)

@@ -148,6 +148,7 @@ def test_fillings(directories: Path, models: dict[str, Any]) -> None:
     assert len(many[1]) == 20 and [f.id for f in many[0][0]] == [f.id for f in model.fill(MASKS[0])[0]]
 
 
+@pytest.mark.slow
 def test_programs(directories: Path) -> None:
     """What `warmup` compiles suffices; reports, times and explanations are of the task's request."""
     model = rlx.load(directories / "masks")

@@ -184,7 +184,8 @@ def test_out_of_memory_of_a_step(code: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("hidden", "parts", "devices"), [
-    ({"lengths": np.ones(B, np.int32)}, 1, 1), ({"weights": np.zeros((B, S), "f4")}, 2, 2),
+    ({"lengths": np.ones(B, np.int32)}, 1, 1),
+    pytest.param({"weights": np.zeros((B, S), "f4")}, 2, 2, marks=pytest.mark.slow),
 ], ids=["lengths", "weights in parts over devices"])  # fmt: skip
 def test_a_batch_without_targets_changes_nothing(hidden: dict[str, Any], parts: int, devices: int) -> None:
     """Neither decay nor momentum moves a parameter, in one piece, in parts, over devices; and the step counts."""
