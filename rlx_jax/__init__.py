@@ -29,8 +29,8 @@ else:
     @paused_gc()
     def __getattr__(name: str) -> Any:
         """Import a name at its first use: all public names together, but `load`, which starts the device before that,
-        `nnx`, which needs flax, `eval`, which needs lm_eval, and `train`."""
-        if name in ("eval", "nnx", "train"):
+        `nnx`, which needs flax, `eval`, which needs lm_eval, and modules, which modules of the package import."""
+        if name in ("blocks", "errors", "eval", "losses", "models", "nnx", "profiles", "quantization", "train"):
             return import_module(f"rlx_jax.{name}")
         if name == "load":
             return import_module("rlx_jax.loading.start").load

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import rlx_jax as rlx
 
 FLOW = """
@@ -35,3 +38,11 @@ def test_the_top_level() -> None:
     assert set(TOP) <= set(rlx.__all__) and not set(RECIPES) & set(rlx.__all__)
     for name in RECIPES:
         assert getattr(rlx, name) is getattr(rlx.models, name)
+
+
+def test_a_module_is_imported_before_all_names() -> None:
+    """Its own imports from the package do not import it again."""
+    forget = "[sys.modules.pop(n) for n in [*sys.modules] if 'rlx_jax' in n]"
+    names = ("models.llama", "weights.save", "trace.emit", "models.siglip")
+    code = "\n".join(["import sys", *(f"import rlx_jax.{name}\n{forget}" for name in names)])
+    subprocess.run([sys.executable, "-c", code], check=True)
