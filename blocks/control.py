@@ -17,7 +17,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Boundary, Node
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import DimLike, TensorType, tensor_type
-from rlx_jax.trace.boundaries import run_as_block
+from rlx_jax.trace.captures import run_as_block
 from rlx_jax.trace.checks import check_count, check_signature
 from rlx_jax.trace.emit import Emit, FlowValue
 

@@ -16,8 +16,7 @@ from rlx_jax.errors import GraphError, ShapeError, did_you_mean, listing, shown
 from rlx_jax.ir.graph import Constant, Value, constant
 from rlx_jax.ir.types import as_name, is_static
 from rlx_jax.trace.block_selection import BlockPattern
-from rlx_jax.trace.boundaries import HeadCounter
-from rlx_jax.trace.captures import CAPTURES, CapturedBlock
+from rlx_jax.trace.captures import CAPTURES, CapturedBlock, HeadCounter
 from rlx_jax.trace.editing import BlockEdit, BlockWrapper, Inner
 from rlx_jax.trace.emit import Emit, FlowValue, as_number_array
 

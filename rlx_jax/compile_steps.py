@@ -4,5 +4,4 @@ from rlx_jax.compiler.compile_pipeline import *  # noqa: F403 (here and below: t
 from rlx_jax.compiler.execution import *  # noqa: F403
 from rlx_jax.compiler.manifest import *  # noqa: F403
 from rlx_jax.runtime.aot_cache import *  # noqa: F403
-from rlx_jax.runtime.compile_caches import *  # noqa: F403
 from rlx_jax.runtime.model_compile_pipeline import *  # noqa: F403

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.encode.sentence import SentencePipeline
-from rlx_jax.models.clip import ClipConfig, ClipVisionConfig
+from rlx_jax.models.dual import ClipConfig, ClipVisionConfig
 from rlx_jax.models.siglip import SiglipConfig
 from tests.oracles import checkpoints
 from tests.oracles.comparing import assert_close

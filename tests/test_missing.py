@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 import rlx_jax as rlx
 from rlx_jax import blocks, errors
 from rlx_jax.ir import hir
-from rlx_jax.models.clip import ClipVisionFlow
+from rlx_jax.models.dual import ClipVisionFlow
 from rlx_jax.runtime.compile_flow import compile_together
 from tests.oracles import checkpoints, numpy_reference
 

@@ -20,8 +20,7 @@ import numpy as np
 from rlx_jax.errors import first_line
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph, Hir, Leaf, Mir, Node, Op, TypeCache
-from rlx_jax.ir.ops.custom import JaxFn
-from rlx_jax.ir.ops.exported import ExportedCall
+from rlx_jax.ir.ops.custom import ExportedCall, JaxFn
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.plugins import is_builtin
 from rlx_jax.ir.types import TensorType

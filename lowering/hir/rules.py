@@ -16,7 +16,7 @@ from rlx_jax.errors import DeriveError, ProfileError, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Input, Node, Op, Param, StateRead, TypeCache, Value, constant
 from rlx_jax.ir.ops.cache import is_code_dtype
-from rlx_jax.ir.ops.exported import ExportedCall
+from rlx_jax.ir.ops.custom import ExportedCall
 from rlx_jax.ir.ops.index import Iota
 from rlx_jax.ir.ops.pointwise import Binary, Compare, Where
 from rlx_jax.ir.ops.shape import Reshape, Slice

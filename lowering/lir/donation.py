@@ -25,7 +25,7 @@ from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import RlxWarning
 from rlx_jax.ir.graph import Graph, Mir, Param, StateRead
 from rlx_jax.ir.ops.cache import RingStep
-from rlx_jax.ir.ops.exported import is_exported
+from rlx_jax.ir.ops.custom import is_exported
 from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.param import packing_of
 from rlx_jax.ir.types import TensorType, short_name

@@ -40,9 +40,8 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.checkpoint_tensor import steps
 from rlx_jax.ir.graph import Graph, Hir, Input, TypeCache
 from rlx_jax.ir.ops.attention import AttentionOp
-from rlx_jax.ir.ops.custom import check_captured, check_constants
+from rlx_jax.ir.ops.custom import check_captured, check_constants, is_exported
 from rlx_jax.ir.ops.experts import ExpertFfn
-from rlx_jax.ir.ops.exported import is_exported
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.param import Quantized
 from rlx_jax.ir.text import dump_graph

@@ -23,8 +23,8 @@ from rlx_jax.models.bert_variants import (
     RemBertFlow,
     RoFormerFlow,
 )
-from rlx_jax.models.clip import ClipFlow, ClipTextFlow
 from rlx_jax.models.deberta import DebertaFlow, DebertaV2Flow
+from rlx_jax.models.dual import ClipFlow, ClipTextFlow
 from rlx_jax.models.flux2 import Flux2Flow
 from rlx_jax.models.gemma import GemmaFlow
 from rlx_jax.models.gpt2 import Gpt2Flow

@@ -19,7 +19,6 @@ from rlx_jax.flow import ModelRecipe
 from rlx_jax.io.fields import NULLABLE
 from rlx_jax.io.folder import Folder
 from rlx_jax.ir import plugins
-from rlx_jax.models.clip import ClipVisionFlow
 from rlx_jax.models.config import (
     INERT,
     INERT_PREFIXES,
@@ -31,7 +30,7 @@ from rlx_jax.models.config import (
     read_config,
 )
 from rlx_jax.models.decoder import CausalFlow
-from rlx_jax.models.dual import DualConfig, DualFlow, tower_group
+from rlx_jax.models.dual import ClipVisionFlow, DualConfig, DualFlow, tower_group
 from rlx_jax.models.encoder import ANSWER, IMAGE, MASKED, SEQUENCE, TOKEN, EncoderFlow, TowerFlow, read_head
 from rlx_jax.models.gemma import TEXT as GEMMA_TEXT
 from rlx_jax.models.hooks import Recipe, WithIgnored, check_recipe_weights

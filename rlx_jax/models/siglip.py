@@ -11,8 +11,8 @@ from rlx_jax.blocks.linear import module_keys
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import ConfigError
 from rlx_jax.flow import ModelFlow
-from rlx_jax.models.clip import LAYOUT as CLIP_LAYOUT
 from rlx_jax.models.config import Fields, text_fields, tower_fields
+from rlx_jax.models.dual import LAYOUT as CLIP_LAYOUT
 from rlx_jax.models.dual import DualConfig, DualFlow, finish_towers, tower_group
 from rlx_jax.models.vision import TOWER_INERT, PatchMean, TextConfig, TextFlow, VisionConfig, VisionFlow, VisionLayout
 

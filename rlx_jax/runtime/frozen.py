@@ -24,7 +24,7 @@ from rlx_jax.device import all_devices
 from rlx_jax.errors import listing, quote
 from rlx_jax.ir.checkpoint_tensor import Key
 from rlx_jax.ir.graph import Builder, Graph, Input, Param, StateRead, TypeCache
-from rlx_jax.ir.ops.exported import ExportedCall
+from rlx_jax.ir.ops.custom import ExportedCall
 from rlx_jax.ir.param import Program, Roles
 from rlx_jax.ir.paths import StateLeaf
 from rlx_jax.ir.roles import program_roles

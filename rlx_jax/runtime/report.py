@@ -12,7 +12,7 @@ from rlx_jax.compiler.settings import LoopSettings
 from rlx_jax.dataclasses import asdict, dataclass, field, replace
 from rlx_jax.device import Device
 from rlx_jax.errors import listing
-from rlx_jax.ir.ops.exported import is_exported
+from rlx_jax.ir.ops.custom import is_exported
 from rlx_jax.ir.text import TextTable
 from rlx_jax.lowering.fusion import FusionReport
 from rlx_jax.lowering.inspect.hlo import count_collectives, without_layer_numbers

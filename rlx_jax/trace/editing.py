@@ -20,10 +20,13 @@ from rlx_jax.ir.hir import Attention, Linear
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.paths import Origin, Path, path_text
 from rlx_jax.trace.block_selection import BlockPattern, BlocksByWeight, BlockSelector
-from rlx_jax.trace.boundaries import OUTPUT, BlockIndex, HeadCounter, Ports
 from rlx_jax.trace.captures import (
+    OUTPUT,
+    BlockIndex,
     Capture,
     CapturedBlock,
+    HeadCounter,
+    Ports,
     Taps,
     add_outputs,
     capture_reads,

@@ -1,9 +1,9 @@
-"""User-defined parts of a program: small constants and JAX functions, and the checks of what they capture."""
+"""User-defined parts of a program: small constants, JAX functions and what they capture, and exported programs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,12 +11,12 @@ import jax
 import numpy as np
 
 from rlx_jax.dataclasses import dataclass, field, replace
-from rlx_jax.errors import DTypeError, GraphError, first_line, shown
+from rlx_jax.errors import DTypeError, GraphError, ShapeError, UnsupportedError, first_line, shown, wrong_arity
 from rlx_jax.ir import user_functions
 from rlx_jax.ir.graph import Constant, Graph, Mir, TypeCache, constant
-from rlx_jax.ir.operands import Types, product_traits
+from rlx_jax.ir.operands import MOVEMENT, Types, product_traits
 from rlx_jax.ir.paths import path_text
-from rlx_jax.ir.types import TensorType, as_dtype, device_dtype, is_float, is_integer, short_name
+from rlx_jax.ir.types import TensorType, as_dtype, device_dtype, is_float, is_integer, is_static, short_name, terms_of
 from rlx_jax.ir.user_functions import types_of
 
 Array = jax.Array
@@ -192,3 +192,78 @@ class JaxFn(Mir):
 
     def text(self) -> str:
         return f"jax({self.label or getattr(self.fn, '__name__', 'fn')})"
+
+
+# Runs a program: `(parameters, state, inputs, sizes by symbol) → (outputs, state)`, arrays by name.
+RunExported = Callable[[dict[str, Any], dict[str, Any], dict[str, Any], Mapping[str, int]], tuple[Any, dict[str, Any]]]
+
+
+def unknown_flops(op: Any, operands: Types, results: Types) -> int:
+    """Raise an error: StableHLO is not counted.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        f"{op.text()}: an artifact has compiled programs without their ops, so FLOPs, bytes and times of blocks are "
+        "not known: ask the model that was exported"
+    )
+
+
+@dataclass(frozen=True)
+class ExportedCall(Mir):
+    """Call an exported program: parameters, state arrays, inputs → outputs, new state arrays.
+
+    Attributes:
+        run: the program.
+        params, state, inputs: the names of the operands, in this order.
+        operand_types, result_types: the types with symbolic sizes.
+        rings: the window of each ring buffer of the state, by the symbol of its size.
+        rows_mix: why rows may influence each other; empty if they are independent.
+        left_context: the block that reads all preceding tokens; empty if there is none.
+    """
+
+    traits = replace(MOVEMENT, flops=unknown_flops, stored=False)
+    notation = "exported_call"
+
+    run: RunExported
+    params: tuple[str, ...]
+    state: tuple[str, ...]
+    inputs: tuple[str, ...]
+    operand_types: tuple[TensorType, ...]
+    result_types: tuple[TensorType, ...]
+    rings: tuple[tuple[str, int], ...] = ()
+    rows_mix: str = ""
+    left_context: str = ""
+
+    def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
+        sizes = self.sizes([t.shape for t in operands])
+        for declared, t in zip(self.operand_types, operands, strict=True):
+            if declared.bind(sizes) != t:
+                raise ShapeError(f"{self.text()}: expected {declared}, got {t}")
+        return tuple(t.bind(sizes) for t in self.result_types)
+
+    def sizes(self, shapes: Sequence[tuple[Any, ...]]) -> dict[str, int]:
+        """Return the size of each symbol of the operand types that these shapes of the operands determine."""
+        if len(shapes) != len(self.operand_types):
+            raise wrong_arity(self.text(), str(len(self.operand_types)), len(shapes))
+        sizes: dict[str, int] = {}
+        for declared, shape in zip(self.operand_types, shapes, strict=True):
+            for dim, size in zip(declared.shape, shape, strict=False):
+                if not is_static(dim) and is_static(size) and terms_of(dim) == (str(dim),):
+                    sizes.setdefault(str(dim), int(size))
+        return sizes
+
+    def eval(self, *arrays: Any) -> tuple[Any, ...]:
+        params, rest = arrays[: len(self.params)], arrays[len(self.params) :]
+        state, inputs = rest[: len(self.state)], rest[len(self.state) :]
+        outputs, new_state = self.run(
+            dict(zip(self.params, params, strict=True)), dict(zip(self.state, state, strict=True)),
+            dict(zip(self.inputs, inputs, strict=True)), self.sizes([array.shape for array in arrays]),
+        )  # fmt: skip
+        return (*outputs, *(new_state[name] for name in self.state))
+
+
+def is_exported(graph: Graph) -> bool:
+    """Return whether a graph calls an exported program, which it does not know the ops of."""
+    return any(isinstance(node.op, ExportedCall) for node in graph.nodes)
