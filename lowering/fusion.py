@@ -11,14 +11,8 @@ from typing import Any
 
 from rlx_jax.dataclasses import dataclass
 from rlx_jax.ir.graph import Graph, Node, Op
+from rlx_jax.ir.ops import fused
 from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
-from rlx_jax.ir.ops.fused import (
-    ElementwiseRegion,
-    FusedMatMulBiasAct,
-    FusedResidualLayerNorm,
-    FusedResidualRmsNorm,
-    FusedSwiGLU,
-)
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.pointwise import Binary, Unary
 from rlx_jax.ir.ops.shape import Narrow, SplitLast
@@ -174,11 +168,11 @@ def fusion_report(
         narrow=count[Narrow] + count[SplitLast],
         silu=pointwise[Unary("silu")],
         mul=pointwise[Binary("mul")],
-        fused_matmul_bias_act=count[FusedMatMulBiasAct],
-        fused_swiglu=count[FusedSwiGLU],
-        fused_residual_ln=count[FusedResidualLayerNorm],
-        fused_residual_rms_norm=count[FusedResidualRmsNorm],
-        elementwise_region=count[ElementwiseRegion],
+        fused_matmul_bias_act=count[fused.FusedMatMulBiasAct],
+        fused_swiglu=count[fused.FusedSwiGLU],
+        fused_residual_ln=count[fused.FusedResidualLayerNorm],
+        fused_residual_rms_norm=count[fused.FusedResidualRmsNorm],
+        elementwise_region=count[fused.ElementwiseRegion],
         sites=sites,
         left_to_xla=tuple(left_to_xla),
     )
@@ -186,7 +180,7 @@ def fusion_report(
 
 def _steps(op: Op) -> tuple[Op, ...]:
     """Return the ops inside an elementwise region; any other op alone."""
-    return tuple(step.op for step in op.steps) if isinstance(op, ElementwiseRegion) else (op,)
+    return tuple(step.op for step in op.steps) if isinstance(op, fused.ElementwiseRegion) else (op,)
 
 
 def _walk_live_nodes(graph: Graph) -> Iterator[Node]:

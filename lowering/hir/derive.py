@@ -31,17 +31,9 @@ from rlx_jax.ir.ops.shape import AxisOf, Concat, Reshape
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.region import Rewrite, rewrite, unroll
 from rlx_jax.ir.types import TensorType, is_static, symbol
+from rlx_jax.lowering.hir import per_request
 from rlx_jax.lowering.hir.explicit import ExplicitCache
 from rlx_jax.lowering.hir.independence import cache_chunk_tests, cache_slice_tests, prove, why_not_independent
-from rlx_jax.lowering.hir.per_request import (
-    REQUEST,
-    RequestLevels,
-    RequestSplitter,
-    find_request_levels,
-    prune_operands,
-    reads_fixed_keys,
-    used_inputs,
-)
 from rlx_jax.lowering.hir.row_layouts import POSITIONS, SEGMENTS, SELECTED, TokenMask, check_bias
 from rlx_jax.lowering.hir.rules import LENGTH, LENGTH_LEAF, LENGTHS, RULES, Derivation, carry_state, rule_of
 
@@ -100,7 +92,10 @@ def derive(
         d.token_mask = TokenMask.of(graph, supplied)
     # Nodes that depend on no token are rewritten separately: `prefill` stores their values, `explicit` computes them.
     has_request_values = program in CACHED_PROGRAMS or program == "explicit" and not reads_cache(graph)
-    request_levels, fn = find_request_levels(graph) if has_request_values else RequestLevels(), rule_rewrite(d)
+    request_levels, fn = (
+        per_request.find_request_levels(graph) if has_request_values else per_request.RequestLevels(),
+        rule_rewrite(d),
+    )
 
     def enter(graph: Graph) -> Rewrite:
         if program == "padded":
@@ -110,7 +105,7 @@ def derive(
     program_graph = rewrite(graph, enter, types, program)
     if program in ("extend", "verify") and request_levels.by_graph:
         # The state has all that is computed from the other inputs, so they are no inputs of these programs.
-        program_graph = replace(program_graph, inputs=tuple(used_inputs(program_graph)))
+        program_graph = replace(program_graph, inputs=tuple(per_request.used_inputs(program_graph)))
     if program == "packed":
         inputs = (*program_graph.inputs, *ADDED_INPUTS[program], *([SELECTED] if last_only else []))
         program_graph = replace(program_graph, inputs=inputs)
@@ -147,7 +142,7 @@ def rule_rewrite(d: Derivation) -> Rewrite:
     return rewritten
 
 
-def request_rewrite(d: Derivation, graph: Graph, request_levels: RequestLevels, fn: Rewrite) -> Rewrite:
+def request_rewrite(d: Derivation, graph: Graph, request_levels: per_request.RequestLevels, fn: Rewrite) -> Rewrite:
     """Return `fn` extended by the nodes of a graph that depend on the request but on no token.
 
     `fn` rewrites the other nodes. Values of the request that they read are stored in the state by `prefill`, and read
@@ -163,13 +158,13 @@ def request_rewrite(d: Derivation, graph: Graph, request_levels: RequestLevels, 
     """
     levels, is_fixed = request_levels.levels_of(graph), id(graph) in request_levels.fixed_regions
     stores_values = request_levels.has_stored_values(graph) and d.explicit_cache is None
-    splitter = RequestSplitter(graph, levels, d.program) if stores_values else None
+    splitter = per_request.RequestSplitter(graph, levels, d.program) if stores_values else None
 
     def check_independent(node: Node) -> None:
         check_token_wise(d, node, tuple(map(graph.type, node.inputs)))
 
     def rewritten(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
-        if is_fixed or levels[number] == REQUEST:
+        if is_fixed or levels[number] == per_request.REQUEST:
             check_independent(node)
             return splitter.drop(b, number, node) if splitter is not None and d.program != "prefill" else None
         if isinstance(node.op, Leaf):
@@ -177,9 +172,9 @@ def request_rewrite(d: Derivation, graph: Graph, request_levels: RequestLevels, 
         if splitter is not None:
             inputs = splitter.operands(b, node, inputs, d.state)
         if node.op.regions():
-            op, inputs = prune_operands(node.op, inputs, d.types)
+            op, inputs = per_request.prune_operands(node.op, inputs, d.types)
             return b.add(op, *inputs)
-        if reads_fixed_keys(levels, node):
+        if per_request.reads_fixed_keys(levels, node):
             check_fixed_keys(node)
             check_independent(node)
             return b.add(node.op, *inputs)

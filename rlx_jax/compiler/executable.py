@@ -90,11 +90,9 @@ class Executable:
         call: JAX's compiled stage.
         lower: returns JAX's lowered stage; the first call traces a program that was loaded without a trace.
         seconds: the time of the steps "trace", "compile" and "prove".
-        peak_bytes: arguments, results and temporaries together; a donated state counts once.
         donation: the measured memory, and the proof that the state is updated in place; None for a state that is not
             donated, and for a function around a program without a state.
         consumed_inputs: the names of the inputs that a run consumes. It consumes the state too.
-        arg_shardings: the sharding of each argument, in order; None for an argument that the program does not read.
         from_cache: whether it comes from the compile cache.
     """
 
@@ -102,10 +100,8 @@ class Executable:
     call: jax.stages.Compiled
     lower: Callable[[], jax.stages.Lowered]
     seconds: Mapping[str, float]
-    peak_bytes: int
     donation: DonationProof | None = None
     consumed_inputs: tuple[str, ...] = ()
-    arg_shardings: tuple[Any, ...] = ()
     from_cache: bool = False
 
     @property
@@ -122,6 +118,17 @@ class Executable:
     def memory(self) -> Any:
         """Return XLA's analysis of the memory of a run, which takes milliseconds."""
         return self.call.memory_analysis()
+
+    @functools.cached_property
+    def peak_bytes(self) -> int:
+        """Return the bytes of arguments, results and temporaries; a donated state, which is both, counts once."""
+        results = self.memory.output_size_in_bytes - self.memory.alias_size_in_bytes
+        return int(self.memory.temp_size_in_bytes + self.memory.argument_size_in_bytes + results)
+
+    @functools.cached_property
+    def arg_shardings(self) -> tuple[Any, ...]:
+        """Return the sharding of each argument, in order; None for an argument that the program does not read."""
+        return tuple(jax.tree.leaves(self.call.input_shardings[0], is_leaf=lambda sharding: sharding is None))
 
     def accepts(self, params: Arrays, state: StateArrays, inputs: Arrays) -> bool:
         """Return whether all arguments have the shardings that the program was compiled for, or may be moved there.
@@ -272,13 +279,7 @@ def trace_program(
         proof = check_donation(lir, shardings, companions or {}, name, compiled, results) if is_checked else None
         prove_seconds = time.perf_counter() - compile_end
         seconds = {"trace": trace_seconds, "compile": compile_end - start, "prove": prove_seconds}
-        # None is the sharding of an unread argument, and counts as a leaf so that positions match the arguments.
-        arg_shardings = tuple(jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda sharding: sharding is None))
-        memory: Any = compiled.memory_analysis()
-        # A donated state is an argument and a result in the same memory.
-        results_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        peak = memory.temp_size_in_bytes + memory.argument_size_in_bytes + results_bytes
-        return Executable(lir, compiled, lower, seconds, peak, proof, consumed_inputs, arg_shardings, from_cache)
+        return Executable(lir, compiled, lower, seconds, proof, consumed_inputs, from_cache)
 
     return compile_traced
 

@@ -10,14 +10,7 @@ from typing import Any, Literal, Unpack
 import numpy as np
 
 from rlx_jax.errors import RequestError, RlxError, listing, shown, suggest_keywords
-from rlx_jax.generate.generation import (
-    GeneratesText,
-    NewTokens,
-    make_output,
-    make_outputs,
-    not_finite_error,
-    run_request,
-)
+from rlx_jax.generate import generation
 from rlx_jax.generate.request import (
     LanguageModel,
     Request,
@@ -84,7 +77,7 @@ def prompt_options(
 # -- a request in slots ------------------------------------------------------------------------
 
 
-def run_prompts(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any]:
+def run_prompts(lm: LanguageModel, request: Request, new: generation.NewTokens) -> list[Any]:
     """Run a request of `generate`, in slots or in one batch, and return the output for each prompt.
 
     Raises:
@@ -92,13 +85,13 @@ def run_prompts(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any
             `run_request`.
     """
     if not uses_slots(lm, request):
-        return run_request(lm, request, new)
+        return generation.run_request(lm, request, new)
     n, prefixes = request.n or 1, request.prefixes or (None,) * len(request.rows)
     numbers = range(len(new.rows))
     jobs = (SlotJob(i, request.rows[i // n], request.row_options(i), prefixes[i // n]) for i in numbers)
     for job in run_jobs(lm, request, new, jobs, len(new.rows)):
         new.rows[job.index] = job.new
-    return make_outputs(lm, request, new)
+    return generation.make_outputs(lm, request, new)
 
 
 def uses_slots(lm: LanguageModel, request: Request) -> bool:
@@ -131,7 +124,7 @@ def uses_slots(lm: LanguageModel, request: Request) -> bool:
 
 
 def run_jobs(
-    lm: LanguageModel, request: Request, new: NewTokens, jobs: Iterator[Any], total: int | None,
+    lm: LanguageModel, request: Request, new: generation.NewTokens, jobs: Iterator[Any], total: int | None,
     read_ahead: int | None = None,
 ) -> Iterator[Any]:  # fmt: skip
     """Run the jobs of a call in slots; yield each `SlotJob` as it ends, and items that are no jobs at once.
@@ -208,7 +201,7 @@ def run_jobs(
 
 @suggest_keywords(*Sampling.__annotations__)
 def generate_iter(
-    self: GeneratesText, prompts: Iterable[Any], max_new_tokens: int = 64, sampler: Sampler | None = None,
+    self: generation.GeneratesText, prompts: Iterable[Any], max_new_tokens: int = 64, sampler: Sampler | None = None,
     stop: StopLike = (), seed: Any = None, *, logprobs: int | None = None, slots: int | None = None,
     progress: Callable[[BatchProgress], None] | None = None, errors: Literal["raise", "return"] = "raise",
     details: bool = False, **sampling: Unpack[Sampling],
@@ -311,8 +304,8 @@ class PromptStream:
         for job in run:
             index, output = job if isinstance(job, tuple) else (job.index, None)
             if isinstance(job, SlotJob):
-                output = make_output(self.lm, self.request, job.options, job.new, job.as_text, self.details)
-                output = not_finite_error({index: len(job.new.ids)}, [output]) if job.new.failed else output
+                output = generation.make_output(self.lm, self.request, job.options, job.new, job.as_text, self.details)
+                output = generation.not_finite_error({index: len(job.new.ids)}, [output]) if job.new.failed else output
             if raises and isinstance(output, RlxError):
                 raise output
             yield index, output

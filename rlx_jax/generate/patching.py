@@ -16,18 +16,9 @@ import numpy as np
 
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import RequestError, ShapeError, shown, suggest_keywords
+from rlx_jax.generate import patched_flow
 from rlx_jax.generate.decode_state import last_tokens
 from rlx_jax.generate.generation import GeneratesText
-from rlx_jax.generate.patched_flow import (
-    PROMPTS,
-    ROWS,
-    HostArray,
-    Patch,
-    PatchedBlock,
-    PatchFunction,
-    edited_model,
-    find_blocks,
-)
 from rlx_jax.generate.prefill import CaptureAxes, last_only, read_prompts, run_forward, trim_padding
 from rlx_jax.generate.request import LanguageModel
 from rlx_jax.generate.request_inputs import Inputs, RequestInputs, check_inputs
@@ -43,7 +34,7 @@ SWEEP_TOKENS = 2048
 SWEEP_LOGIT_BYTES = 2**28
 
 # The changes of one copy of the prompts: patches, each with the number of a block and the index of the positions.
-Copy = list[tuple[Patch, int, int]]
+Copy = list[tuple[patched_flow.Patch, int, int]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,13 +51,13 @@ class PatchRun:
     lm: LanguageModel
     block: Ids
     lengths: Ids
-    places: HostArray
-    patches: list[Patch]
+    places: patched_flow.HostArray
+    patches: list[patched_flow.Patch]
     inputs: RequestInputs
     pads: bool
     sweep: bool
     is_last: bool
-    metric: PatchFunction | None
+    metric: patched_flow.PatchFunction | None
 
     def padded(self, block: Ids) -> Ids:
         """Return a block of tokens padded to the sizes of its program.
@@ -103,7 +94,7 @@ class PatchRun:
         if source is not None and read:
             names = dict.fromkeys(name for p in read for name in p.names)  # all, so that another layer compiles nothing
             ids = self.padded(source)
-            capturing = edited_model(model, "capture", self.patches)
+            capturing = patched_flow.edited_model(model, "capture", self.patches)
             outputs = run_forward(capturing, tuple(names), ids, self.inputs, self.inputs.padded(len(ids)))
             for p in read:
                 chosen = (outputs[p.names[number]] for number in p.chosen)
@@ -122,15 +113,15 @@ class PatchRun:
         lengths = np.ones(len(block), np.int32)
         lengths[:count] = np.repeat(self.lengths, size)
         inputs = self.inputs.repeated(size)
-        inputs = replace(inputs, sizes={**inputs.sizes, PROMPTS: len(self.padded(self.block))})
+        inputs = replace(inputs, sizes={**inputs.sizes, patched_flow.PROMPTS: len(self.padded(self.block))})
         arrays = {**inputs.padded(len(block)), **values}
-        arrays[ROWS] = np.minimum(np.arange(len(block)) // size, len(self.block) - 1).astype(np.int32)
+        arrays[patched_flow.ROWS] = np.minimum(np.arange(len(block)) // size, len(self.block) - 1).astype(np.int32)
         for p in self.patches:
             slots = np.zeros(len(p.names), np.int32)
             slots[list(p.chosen)] = np.arange(len(p.chosen))
             arrays[p.wrapper.name("slots")] = slots
             inputs = replace(inputs, sizes={**inputs.sizes, p.wrapper.name("count"): len(p.chosen)})
-        patched = edited_model(model, "patch", self.patches)
+        patched = patched_flow.edited_model(model, "patch", self.patches)
         ends_early, (primary, *_) = self.is_last and patched.template().has_head, model.output_names
         metric = PatchMetric(self.metric, len(self.block), size, self.is_last, 0 if ends_early else self.block.shape[1])
         results = []
@@ -161,7 +152,7 @@ class PatchMetric:
         width: number of tokens of the longest prompt; 0 where the logits are of the last tokens already.
     """
 
-    metric: PatchFunction | None
+    metric: patched_flow.PatchFunction | None
     prompts: int
     size: int
     is_last: bool
@@ -182,7 +173,7 @@ class PatchMetric:
 @suggest_keywords()
 def patch(
     self: GeneratesText, prompts: Any, patches: Mapping[str, Any] | str, *, source: Any = None,
-    positions: Any = None, sweep: bool = False, metric: PatchFunction | None = None,
+    positions: Any = None, sweep: bool = False, metric: patched_flow.PatchFunction | None = None,
     logits: Literal["all", "last"] = "last", batch_size: int | None = None, inputs: Inputs = None,
 ) -> Any:  # fmt: skip
     """Return the logits of prompts with the outputs of blocks changed: activation patching, ablation, steering.
@@ -228,7 +219,7 @@ def patch(
     entries = _read_patches(lm.model, patches, source is not None, block)
     # A function of all tokens of a prompt, such as their mean, would read padding.
     has_function = any(p.wrapper.function is not None for p in entries)
-    padded_model = edited_model(lm.model, "patch", entries) if has_function else lm.model
+    padded_model = patched_flow.edited_model(lm.model, "patch", entries) if has_function else lm.model
     error = padded_model.programs.derivation_error(lm.model.name, "prefill", request_inputs.optional_inputs)
     if error and len(set(lengths.tolist())) > 1:
         raise RequestError(f"patch: prompts of several lengths would be padded, which is not safe here: {error}")
@@ -276,7 +267,7 @@ def _read_positions(positions: Any, lengths: Ids, sweep: bool) -> np.ndarray[Any
     return places
 
 
-def _read_patches(model: CompiledModel, patches: Any, has_source: bool, block: Ids) -> list[Patch]:
+def _read_patches(model: CompiledModel, patches: Any, has_source: bool, block: Ids) -> list[patched_flow.Patch]:
     """Return the patches.
 
     Raises:
@@ -294,7 +285,7 @@ def _read_patches(model: CompiledModel, patches: Any, has_source: bool, block: I
         raise RequestError("patch: source is not read, as all patches are arrays; leave it out, or pass a function")
     entries = []
     for index, (pattern, value) in enumerate(patches.items()):
-        find = functools.partial(find_blocks, model, pattern)
+        find = functools.partial(patched_flow.find_blocks, model, pattern)
         general, names, t = model.programs.request_keys(("patch", model.name, pattern), find)
         chosen = tuple(i for i, name in enumerate(names) if BlockPattern(pattern).matches((name,)))
         function = value if callable(value) else None
@@ -304,8 +295,8 @@ def _read_patches(model: CompiledModel, patches: Any, has_source: bool, block: I
             if not isinstance(value, Hashable):
                 raise RequestError(f"patch: {pattern}: {shown(function)} has no hash, by which its program is found")
         from_source = has_source and (function is not None or value is None)
-        wrapper = PatchedBlock(index, function, from_source or function is None)
-        entry = Patch(pattern, general, names, chosen, t, wrapper)
+        wrapper = patched_flow.PatchedBlock(index, function, from_source or function is None)
+        entry = patched_flow.Patch(pattern, general, names, chosen, t, wrapper)
         if function is None and not from_source:
             shape = (len(chosen), *block.shape, *entry.width)
             entry = replace(entry, array=_read_values(f"patches[{pattern!r}]", value, shape))
@@ -313,7 +304,7 @@ def _read_patches(model: CompiledModel, patches: Any, has_source: bool, block: I
     return entries
 
 
-def _read_values(name: str, value: Any, shape: tuple[int, ...]) -> HostArray:
+def _read_values(name: str, value: Any, shape: tuple[int, ...]) -> patched_flow.HostArray:
     """Return an array of the patches that broadcasts to `shape`.
 
     Raises:

@@ -107,7 +107,7 @@ class ScaledRope(NamedTuple):
     """Inverse frequencies, and the factor of cos and sin."""
 
     inv_freq: blocks.Frequencies
-    factor: float = 1.0
+    rope_factor: float = 1.0
 
 
 def common_fields(
@@ -162,9 +162,8 @@ def plain_fields(c: Fields, *, theta: float = 1e4, **defaults: Any) -> dict[str,
     """
     common = common_fields(c, **defaults)
     c.choice("hidden_act", "silu", {"silu": "silu", "swish": "silu"})
-    rope = rope_of(c, common, theta)
     common["bidirectional"] = not c.flag("is_causal", True)
-    return {**common, "inv_freq": rope.inv_freq, "rope_factor": rope.factor}
+    return {**common, **rope_of(c, common, theta)._asdict()}
 
 
 def qwen_windows(c: Fields, layers: int) -> Windows:

@@ -329,8 +329,6 @@ class TowerFlow(Recipe[L]):
         """Return the stages after the layers."""
         return ()
 
-    opening, closing = embedding_stages, final_stages
-
     def pool(self) -> BlockStage | None:
         """Return the stage that pools the hidden states to one vector; None if the family does not pool."""
         return None

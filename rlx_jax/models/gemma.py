@@ -83,10 +83,9 @@ class GemmaConfig(decoder_config.DecoderConfig):
         result = cls(
             style=style,
             **common,
-            inv_freq=full.inv_freq,
-            rope_factor=full.factor,
+            **full._asdict(),
             local_inv_freq=local.inv_freq,
-            local_rope_factor=local.factor,
+            local_rope_factor=local.rope_factor,
             windows=_windows(c, style, common["num_hidden_layers"], bidirectional) if is_newer else (),
             bidirectional=bidirectional,
             query_pre_attn_scalar=c.real("query_pre_attn_scalar", 256.0) if is_newer else None,

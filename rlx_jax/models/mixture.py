@@ -195,8 +195,7 @@ class GptOssConfig(DecoderConfig):
         rope, layers = rope_of(c, common, THETA, default=YARN), common["num_hidden_layers"]
         return cls(
             **common,
-            inv_freq=rope.inv_freq,
-            rope_factor=rope.factor,
+            **rope._asdict(),
             windows=layer_windows(c, layers, c.integer_or_null("sliding_window", 128), lambda i: i % 2 == 0),
             num_local_experts=experts,
             num_experts_per_tok=top_k,

@@ -73,8 +73,7 @@ class Qwen35Config(DecoderConfig):
         c.consumed.update(INERT)
         return cls(
             **common,
-            inv_freq=rope.inv_freq,
-            rope_factor=rope.factor,
+            **rope._asdict(),
             **c.with_defaults(cls, "attention_bias", "mtp_use_dedicated_embeddings"),
             attends=attends,
             mtp_num_hidden_layers=c.integer("mtp_num_hidden_layers", 1, low=0, high=MAX_LAYERS),

@@ -24,16 +24,7 @@ from rlx_jax.errors import RequestError, SaveFailedError, UnsupportedError, firs
 from rlx_jax.inspection.records import KernelEntry
 from rlx_jax.inspection.trace_file import Execution, trace_json
 from rlx_jax.ir.text import TextTable
-from rlx_jax.lowering.inspect.hlo import (
-    CONTAINERS,
-    DRAFTING,
-    Instruction,
-    block_paths,
-    kernel_name,
-    module_id,
-    parse_instructions,
-    without_layer_numbers,
-)
+from rlx_jax.lowering.inspect import hlo
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.kernel_order import instructions_of_kernels
 from rlx_jax.runtime.program_key import ProgramKey
@@ -90,7 +81,7 @@ class BlockTimes:
         """Return the times with repeated layers merged into one, `layers.*`."""
         groups: dict[tuple[str, str], list[BlockTime]] = defaultdict(list)
         for row in self.rows:
-            groups[row.program, without_layer_numbers(row.path)].append(row)
+            groups[row.program, hlo.without_layer_numbers(row.path)].append(row)
         return replace(self, rows=_slowest_first(_merge_rows(p, path, rows) for (p, path), rows in groups.items()))
 
     @property
@@ -147,7 +138,7 @@ class BlockTimes:
 
 
 # For XLA's id and module name of a program: our name of the program, and its instructions by name.
-TracedPrograms = Mapping[tuple[int, str], tuple[str, Mapping[str, Instruction]]]
+TracedPrograms = Mapping[tuple[int, str], tuple[str, Mapping[str, hlo.Instruction]]]
 
 
 def block_times(trace: Trace, programs_by_id: TracedPrograms, runs: int, device: str) -> BlockTimes:
@@ -192,8 +183,8 @@ def _locate(kernel: Kernel, programs_by_id: TracedPrograms) -> TimedPart:
     program, instructions_by_name = programs_by_id.get((kernel.program, kernel.module), ("", {}))
     if not program:
         return "", HELPERS, kernel.module, "", kernel.instruction
-    instruction = instructions_by_name.get(kernel.instruction, Instruction("", kernel.instruction))
-    path = "" if instruction.opcode in CONTAINERS else instruction.path
+    instruction = instructions_by_name.get(kernel.instruction, hlo.Instruction("", kernel.instruction))
+    path = "" if instruction.opcode in hlo.CONTAINERS else instruction.path
     name = instruction.primitive or instruction.opcode
     return program, path or NOT_ATTRIBUTED, name, instruction.opcode, kernel.instruction
 
@@ -213,7 +204,7 @@ def part_nanoseconds(trace: Trace, where: Sequence[tuple[Kernel, TimedPart]]) ->
         if moment > now:
             running = {p: n for p, n in active.items() if n}
             # Containers, by their opcode, run for as long as the kernels inside them, so they count only without any.
-            sharing = {p: n for p, n in running.items() if p[3] not in CONTAINERS} or running
+            sharing = {p: n for p, n in running.items() if p[3] not in hlo.CONTAINERS} or running
             for p, n in (sharing or {IDLE_PART: 1}).items():
                 nanoseconds[p] += (moment - now) * n / max(sum(sharing.values()), 1)
             now = moment
@@ -398,15 +389,15 @@ class _NamedProgram:
     key: ProgramKey
     executable: Executable
 
-    def instructions(self) -> dict[str, Instruction]:
+    def instructions(self) -> dict[str, hlo.Instruction]:
         return program_instructions(self.programs, self.key, self.executable)
 
 
-def program_instructions(programs: Programs, key: ProgramKey, executable: Executable) -> dict[str, Instruction]:
+def program_instructions(programs: Programs, key: ProgramKey, executable: Executable) -> dict[str, hlo.Instruction]:
     """Return the HLO instructions of a compiled program by name, each with its block."""
     companions = key.wrapper.companions().values() if isinstance(key.wrapper, HasCompanions) else ()
-    paths = frozenset().union(*(block_paths(lir.graph) for lir in (executable.lir, *companions)))
-    return parse_instructions(executable.call.as_text() or "", paths, programs.layout.readers(executable.lir))
+    paths = frozenset().union(*(hlo.block_paths(lir.graph) for lir in (executable.lir, *companions)))
+    return hlo.parse_instructions(executable.call.as_text() or "", paths, programs.layout.readers(executable.lir))
 
 
 def _compiled(models: Sequence[Programs]) -> Iterator[_NamedProgram]:
@@ -415,9 +406,9 @@ def _compiled(models: Sequence[Programs]) -> Iterator[_NamedProgram]:
     for position, programs in enumerate(dict.fromkeys((*models, *companions))):
         for key, executable in programs.executables.items():
             for module in executable.call.runtime_executable().hlo_modules():  # type: ignore[union-attr]
-                number = module_id(module.as_serialized_hlo_module_proto())
+                number = hlo.module_id(module.as_serialized_hlo_module_proto())
                 yield _NamedProgram(
-                    number, module.name, f"{DRAFTING}: " * (position > 0) + key.text, programs, key, executable
+                    number, module.name, f"{hlo.DRAFTING}: " * (position > 0) + key.text, programs, key, executable
                 )
 
 
@@ -439,8 +430,8 @@ def _match_program(
     if len(candidates) < 2:
         return candidates[0] if candidates else None
     # In a CUDA graph a trace has the name of the kernel in place of the instruction.
-    used = {kernel_name(name) for name in names}
-    return max(candidates, key=lambda one: len(used & set(map(kernel_name, one.instructions()))))
+    used = {hlo.kernel_name(name) for name in names}
+    return max(candidates, key=lambda one: len(used & set(map(hlo.kernel_name, one.instructions()))))
 
 
 def profile_calls(

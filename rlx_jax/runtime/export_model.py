@@ -32,17 +32,8 @@ from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.lir.implementations import choose_implementations
 from rlx_jax.lowering.lir.plan import Call, Choice, Lir, call_of
+from rlx_jax.runtime import frozen
 from rlx_jax.runtime.arguments import check_params
-from rlx_jax.runtime.frozen import (
-    ExportedForm,
-    FlowRecord,
-    FrozenFlow,
-    MeshRecord,
-    ProgramRecord,
-    describe_key,
-    record_of,
-    require_flatbuffers,
-)
 from rlx_jax.runtime.inputs import check_integer
 from rlx_jax.runtime.model_program import argument_specs
 from rlx_jax.runtime.program_key import ProgramKey
@@ -172,16 +163,16 @@ def write_artifact(
     symbols = {*DIMENSIONS.values(), *(name for key in plan.keys for name in programs.template(key).symbols)}
     for choice in size_choices:
         check_names(choice, sorted(symbols), "export: sizes: no program has", "; there are", RequestError)
-    require_flatbuffers("export")
-    records: list[ProgramRecord] = []
+    frozen.require_flatbuffers("export")
+    records: list[frozen.ProgramRecord] = []
     modules: dict[str, export.Exported] = {}
     for key in plan.keys:
         forms = []
         for form_sizes, form_platforms, exported in _export_forms(programs, key, platform_names, size_choices):
-            forms.append(ExportedForm(f"program-{len(modules)}", form_sizes, form_platforms))
+            forms.append(frozen.ExportedForm(f"program-{len(modules)}", form_sizes, form_platforms))
             modules[forms[-1].member] = exported
-        records.append(record_of(programs.template(key), key, tuple(forms)))
-    records += [record_of(programs.template(key), key, ()) for key in plan.interfaces]
+        records.append(frozen.record_of(programs.template(key), key, tuple(forms)))
+    records += [frozen.record_of(programs.template(key), key, ()) for key in plan.interfaces]
     created = datetime.date.today()
     expires = created + datetime.timedelta(days=180)  # `jax.export` promises six months
     content: dict[str, Any] = {
@@ -204,7 +195,7 @@ def write_artifact(
         members[PARAMS] = lambda write: write_tensors(write, entries)
         sha256, size = write_archive(target, members, content, nbytes, overwrite)
     described = tuple(
-        describe_key(key) + (f" of {', '.join(f'{n} {s}' for n, s in form.sizes.items())}" if form.sizes else "")
+        frozen.describe_key(key) + (f" of {', '.join(f'{n} {s}' for n, s in form.sizes.items())}" if form.sizes else "")
         + (f" on {', '.join(form.platforms)}" if form.platforms else "")
         for key, record in zip(plan.keys, records, strict=False) for form in record.forms
     )  # fmt: skip
@@ -222,7 +213,7 @@ def _param_entries(model: Any) -> list[Entry]:
             f"{model.name}: export: the model runs in {jax.process_count()} processes, and one process has to write "
             "all parameters: load and export it in a single process"
         )
-    if isinstance(programs.flows[model.name], FrozenFlow):
+    if isinstance(programs.flows[model.name], frozen.FrozenFlow):
         raise UnsupportedError(f"{model.name}: export: the model was loaded from an artifact: copy the file")
     types = programs.layout.types()
     if unknown := [name for name, t in types.items() if t.dtype not in DTYPES.values()]:
@@ -260,7 +251,7 @@ def _export_forms(
             has sizes; or one of them is missing.
     """
     template = programs.template(key)
-    label = f"{key.flow}: export: {describe_key(key)}"
+    label = f"{key.flow}: export: {frozen.describe_key(key)}"
     if not choices:
         try:
             forms = _symbolic_forms(programs, key)
@@ -379,19 +370,19 @@ def _platform_functions(
     }
 
 
-def _flow_record(model: Any, plan: ArtifactPlan, records: tuple[ProgramRecord, ...]) -> FlowRecord:
+def _flow_record(model: Any, plan: ArtifactPlan, records: tuple[frozen.ProgramRecord, ...]) -> frozen.FlowRecord:
     """Return the description of a model in the manifest."""
     programs, flow = model.programs, model.programs.flows[model.name]
     sharding = programs.model_sharding
     every = frozenset(d.name for d in flow._inputs if d.optional)
     optional_sets = dict.fromkeys((frozenset[str](), every, *(key.optional_inputs & every for key in plan.keys)))
-    return FlowRecord(
+    return frozen.FlowRecord(
         name=model.name,
         inputs=flow._inputs,
         program=model.program,
         params=programs.layout.types(),
         programs=records,
-        mesh=None if sharding is None else MeshRecord.of(sharding, programs.layout.params),
+        mesh=None if sharding is None else frozen.MeshRecord.of(sharding, programs.layout.params),
         profile=programs.settings.profile.replace(fusion={"target": "auto"}).to_toml(),
         binding=dict(flow._binding),
         unread={tuple(sorted(s)): tuple(sorted(programs.unread_inputs(model.name, s))) for s in optional_sets},

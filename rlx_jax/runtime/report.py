@@ -24,15 +24,9 @@ from rlx_jax.runtime.inputs import check_total_length
 from rlx_jax.runtime.program_key import ProgramKey
 from rlx_jax.runtime.programs import Programs
 
-# The attributes of `Cost` and `Report` that are numbers: the label of their line, and the text after the number.
-COST_LABELS = {
-    "flops": ("flops", ""),
-    "bytes": ("bytes", ""),
-    "workspace": ("workspace", " bytes"),
-    "donated_bytes": ("donated_bytes", ""),
-    "peak_bytes": ("peak_bytes", ""),
-    "cache_bytes": ("cache_bytes", ""),
-}
+# The attributes of `Cost` and `Report` that are numbers, and their units where the names do not have them.
+COSTS = ("flops", "bytes", "workspace", "donated_bytes", "peak_bytes", "cache_bytes")
+UNITS = {"workspace": " bytes"}
 # Steps that are no passes: each always has its own line.
 STEPS = ("build", "load", "plan", "trace", "compile", "prove")
 # Passes shorter than this number of seconds share one line.
@@ -260,9 +254,8 @@ class Report:
             *(("recompiled", reason) for reason in self.recompiled),
             ("program", self.program),
         ]
-        for name, (label, unit) in COST_LABELS.items():
-            if (value := getattr(self, name)) is not None:
-                rows.append((label, f"{value:,}{unit}"))
+        values = [(name, getattr(self, name)) for name in COSTS]
+        rows += [(name, f"{value:,}{UNITS.get(name, '')}") for name, value in values if value is not None]
         rows.append(("nodes", ", ".join(f"{name} {count}" for name, count in self.nodes.items())))
         rows += [("fusion", self.fusion.summary), *(("not fused:", m) for m in self.fusion.missed)]
         rows.append(("planned for", self.device))

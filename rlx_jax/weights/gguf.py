@@ -22,7 +22,6 @@ from rlx_jax.errors import (
     IntegrityError,
     MissingFileError,
     SaveFailedError,
-    WeightError,
     listing,
     quote,
 )
@@ -317,8 +316,6 @@ class Gguf:
 
     def open(self, weights: Any, options: OpenOptions) -> WeightSource:
         """Open a file, and the other parts of a model if the file is its first one."""
-        if options.subtree:
-            raise WeightError(f"{quote(weights)}: subtree= is for orbax checkpoints; GGUF files have no tree")
         if options.verify == "full":
             raise IntegrityError(f"{quote(weights)}: GGUF files have no digests to verify")
         source = open_gguf(weights, links=options.links, on_nonfinite=options.on_nonfinite)

@@ -30,9 +30,7 @@ class MappingFormat:
         return isinstance(weights, Mapping)
 
     def open(self, weights: Any, options: OpenOptions) -> WeightSource:
-        """Return the source of a mapping, which supports neither `subtree` nor `verify="full"`."""
-        if options.subtree:
-            raise WeightError("weights: subtree= is for orbax checkpoints; a mapping has no tree")
+        """Return the source of a mapping, which does not support `verify="full"`."""
         if options.verify == "full":
             raise IntegrityError("weights: a mapping has no digests to verify with")
         return MappingSource(weights, on_nonfinite=options.on_nonfinite)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from rlx_jax.dataclasses import dataclass
-from rlx_jax.errors import IntegrityError, UnsupportedError, WeightError, listing, quote
+from rlx_jax.errors import IntegrityError, UnsupportedError, listing, quote
 from rlx_jax.io.atomic import write_synced
 from rlx_jax.io.files import list_directory, resolve
 from rlx_jax.ir.weight_reads import WeightSource
@@ -40,8 +40,6 @@ class Safetensors:
 
     def open(self, weights: Any, options: OpenOptions) -> WeightSource:
         """Open a file, an index or a directory; only a directory can have a manifest to verify with."""
-        if options.subtree:
-            raise WeightError(f"{quote(weights)}: subtree= is for orbax checkpoints; safetensors files have no tree")
         if os.path.isdir(weights):
             return open_verified(weights, options.verify, options.links, lambda: _open_source(weights, options))
         if options.verify == "full":

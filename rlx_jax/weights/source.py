@@ -148,6 +148,9 @@ def _open_format(weight_format: Format, weights: Any, options: OpenOptions, fold
 
     `folder` is the directory of the weights, if it is open: its config.json says how they are quantised.
     """
+    if options.subtree and weight_format.name != "orbax":
+        where = quote(weights) if isinstance(weights, str) else "weights"
+        raise WeightError(f"{where}: subtree= is for orbax checkpoints; a {weight_format.name} has no tree")
     try:
         source: WeightSource = weight_format.open(weights, options)
         if isinstance(weight_format, Safetensors) and os.path.isdir(weights):
