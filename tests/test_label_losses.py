@@ -192,6 +192,7 @@ def test_batches(directories: Path) -> None:
     assert several["labels"].dtype == np.float32 and several["lengths"][:2].tolist() == [1, 1]
     calls: list[tuple[dict[str, Any], str]] = [
         ({"labels": [*NAMES[1:], "Yes"]}, "'Yes' is no label; the head has 'no', 'perhaps', 'yes'; did you mean 'yes'"),
+        ({"labels": [0, 1, 3, 2, 3, 0]}, r"labels\[2\] is 3; the head has 3 labels, and a negative one is none"),
         ({"labels": NAMES[1:]}, r"of shape \[5\]; expected 6 names or numbers of labels"),
         ({"labels": np.ones((6, 2))}, r"of shape \[6, 2\]; expected numbers \[6, 3\]"),
         ({"labels": NAMES, "batch_size": 0}, "batch_size"),

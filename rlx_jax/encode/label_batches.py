@@ -20,7 +20,7 @@ def read_label_rows(labels: Any, count: int, head: TaskHead) -> LabelArray:
     """Return the labels of `count` texts: ids `[n]` int32, or numbers `[n, labels]` float32.
 
     Raises:
-        RequestError: an unknown name, another shape, or no numbers.
+        RequestError: an unknown name or number, another shape, or no numbers.
     """
     num_labels = len(head.labels)
     items = labels if isinstance(labels, np.ndarray) else [*labels] if isinstance(labels, Sequence) else labels
@@ -41,7 +41,11 @@ def read_label_rows(labels: Any, count: int, head: TaskHead) -> LabelArray:
     if values.dtype.kind not in ("biuf" if has_values else "iu") or values.shape not in shapes:
         expected = f"numbers {list(shapes[-1])}" if has_values else f"{count} names or numbers of labels"
         raise RequestError(f"labels is {shown(labels)}, of shape {list(values.shape)}; expected {expected}")
-    return values.reshape(count, num_labels).astype(np.float32) if has_values else values.astype(np.int32)
+    if has_values:
+        return values.reshape(count, num_labels).astype(np.float32)
+    for i in np.flatnonzero(values >= num_labels)[:1]:
+        raise RequestError(f"labels[{i}] is {values[i]}; the head has {num_labels} labels, and a negative one is none")
+    return values.astype(np.int32)
 
 
 def make_batches(
