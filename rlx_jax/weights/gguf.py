@@ -140,9 +140,14 @@ class GgufSource(NamedTensors[KeyReading], FilesSource):
             shape = shape[1:]
         check, slices = FiniteCheck(), check_index(index, shape, key)
         if isinstance(out, BlockArrays):
-            if scheme is not None and BLOCKS[scheme] is out.layout and reading.order is None and reading.shape is None:
+            order = reading.order
+            is_suited = reading.shape is None and (order is None or (order.axis == 0 and not slices))
+            if scheme is not None and BLOCKS[scheme] is out.layout and is_suited:
                 expert = () if reading.expert is None else (slice(reading.expert, reading.expert + 1),)
                 values = self._read_tensor(reading.tensor, (*expert, *slices), out)
+                if order is not None and out.filled:
+                    for _, array in out.arrays:
+                        order.arrange(array)
                 # Bad scales are read as an array as well, of which the check below counts the bad values.
                 if out.filled and any(
                     name == "scales" and has_finite_scales(array, scheme) for name, array in out.arrays

@@ -150,6 +150,12 @@ class Order:
         rows = np.arange(math.prod(self.sizes)).reshape(self.sizes).swapaxes(1, 2).reshape(-1)
         return np.concatenate([np.arange(self.start), self.start + rows])
 
+    def arrange(self, rows: np.ndarray[Any, Any]) -> None:
+        """Change contiguous rows from the order of the file to that of the checkpoint, in place."""
+        outer, first, second, _ = self.sizes
+        for part in rows[self.start :].reshape(outer, first, second, -1):
+            part.reshape(second, first, -1)[...] = part.swapaxes(0, 1).copy()
+
 
 @dataclass(frozen=True)
 class KeyReading:
