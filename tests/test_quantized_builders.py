@@ -80,8 +80,8 @@ def convolved(x: np.ndarray, w: np.ndarray, bias: np.ndarray) -> np.ndarray:
 
 EXPERTS = RNG.standard_normal((E, K, N))
 CASES: dict[str, OpCase] = {
-    "int8": OpCase(lambda m, *v: m.dequant_matmul(*v, None, "int8/16"), [X, Q8, SCALE],
-        lambda x, q, s: x @ (q * rows(s))),
+    "int8": OpCase(lambda m, *v: m.dequant_matmul(*v, None, "int8/32"), [X, Q8, SCALE[::2]],
+        lambda x, q, s: x @ (q * s.repeat(32, 0)[:K])),
     "int8a": OpCase(lambda m, *v: m.dequant_matmul(*v, "int8a/16"), [X, Q8, SCALE, ZERO],
         lambda x, q, s, z: x @ ((q - rows(z)) * rows(s))),
     "int4 with zero points": OpCase(lambda m, *v: m.dequant_matmul(*v, "int4/16"), [X, NIBBLES, SCALE, ZERO],
@@ -224,9 +224,9 @@ def test_names() -> None:
     assert [str(m.type_of(m.input(f"x_{t}", (2,), t)).dtype) for t in DType] == names.split()
     assert rlx.quantization.insert_q_dq is insert_q_dq
     queries = [(s.kind, s.block, s.is_gguf, s.has_scale, s.has_zero_point, s.scale_is_fp8) for s in
-               map(QuantScheme, ("int8a/32", "nvfp4/16", "fp8e4m3", "gguf_q4k"))]  # fmt: skip
-    assert queries == [("int8a", 32, False, True, True, False), ("nvfp4", 16, False, True, False, True),
-                       ("fp8e4m3", None, False, True, False, False),
+               map(QuantScheme, ("int8a/32", "int4/32", "nvfp4/16", "fp8e4m3", "gguf_q4k"))]  # fmt: skip
+    assert queries == [("int8a", 32, False, True, True, False), ("int4", 32, False, True, False, False),
+                       ("nvfp4", 16, False, True, False, True), ("fp8e4m3", None, False, True, False, False),
                        ("gguf_q4k", 256, True, False, False, False)]  # fmt: skip
 
 

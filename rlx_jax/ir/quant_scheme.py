@@ -6,6 +6,7 @@ import re
 
 from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import GraphError, did_you_mean, shown
+from rlx_jax.ir.ggml import BLOCKS
 from rlx_jax.ir.packed import SCHEMES
 
 # The kinds of schemes with codes and scales as separate operands, and the dtypes of codes that are floats.
@@ -17,10 +18,10 @@ _BLOCKED = re.compile(rf"({'|'.join(BLOCK_KINDS)})/([1-9][0-9]{{0,8}})")
 
 @dataclass(frozen=True)
 class QuantScheme:
-    """How a weight is quantized: packed as in `SCHEMES`, or as codes `[k, n]` with scales as operands.
+    """How a weight is quantized: packed in blocks, or as codes `[k, n]` with scales as operands.
 
     Args:
-        name: `gguf_q4k` and the other names of `SCHEMES`; `int8/b`, `int8a/b` (with zero points) and `int4/b` with one
+        name: `gguf_q4k` and the other names of `BLOCKS`; `int8/b`, `int8a/b` (with zero points) and `int4/b` with one
             scale for b rows of a column; `fp8e4m3`, `fp8e5m2`, `nvfp4/16`.
 
     Raises:
@@ -44,7 +45,7 @@ class QuantScheme:
     @property
     def is_packed(self) -> bool:
         """Return whether a parameter is declared with this scheme (`is_gguf`); otherwise scales are operands."""
-        return self.name in SCHEMES
+        return self.name in BLOCKS
 
     is_gguf = is_packed
 
