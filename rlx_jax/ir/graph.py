@@ -12,6 +12,7 @@ value everywhere, so a region may contain them directly. `BodyInput` is an opera
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -131,6 +132,12 @@ class Op:
         return 0
 
 
+@functools.lru_cache(2**10)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function."""
+    return inspect.signature(function)
+
+
 class Mir(Op):
     """A tensor op. `eval` defines its semantics in shape-polymorphic `jax.numpy` that depends on no device."""
 
@@ -148,7 +155,7 @@ class Mir(Op):
         """Return the types of `eval`, traced abstractly; operands of different dtypes or ranks are never promoted."""
         check_declared(self, operands)
         try:
-            inspect.signature(self.eval).bind(*operands)
+            _signature(type(self).eval).bind(self, *operands)
         except TypeError as error:
             raise wrong_arity(self.name(), arity(self.eval), len(operands)) from error
         self.check(*operands)

@@ -59,7 +59,7 @@ def rewrite(
             op = op.with_regions(tuple(rewrite(r, enter, types, by, operand_types) for r in op.regions()))
         start = len(b.nodes)
         with b.origin_scope(node.origin), locate_errors(node.origin):
-            results = fn(b, number, replace(node, op=op), inputs)
+            results = fn(b, number, node if op is node.op else replace(node, op=op), inputs)
             if results is None:
                 results = b.append(op, *inputs)
         _stamp(b, start, node, by)
