@@ -152,6 +152,7 @@ def check_answer(family: str, job: Any, ids: list[int], log_probs: list[float]) 
         np.testing.assert_array_less(differences, 1e-5 + 2 * limits)
 
 
+@pytest.mark.slow
 def test_answers_differ_by_rounding_alone() -> None:
     """`check_answer` accepts neither another token, a missing one, nor a log-probability that is off by 3e-5."""
     job = ((1, 2, 3), 6, 0, 0, ())

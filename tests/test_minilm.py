@@ -51,7 +51,7 @@ def variants() -> dict[str, npt.NDArray[np.float32]]:
 
 
 # Each differs from one of the others in one way; the slow tier has the rest.
-QUICK = ("mean", "cls", "max", "sqrt", "new_mean", "weighted", "lower", "prompt")
+QUICK = ("mean", "cls", "max", "new_mean", "weighted", "prompt")
 VARIANTS = checkpoints.SENTENCE_VARIANTS | checkpoints.SENTENCE_EXTRAS
 
 
