@@ -205,6 +205,8 @@ def test_paths_and_dtypes(tmp_path: Path) -> None:
         (tmp_path / "m.bin", {"format": "gguf"}, RequestError, "expected the name of a .gguf file"),
         (tmp_path / "x.gguf", {"dtype": "q4_k"}, DTypeError, "q4_k"),
         (tmp_path / "x.gguf", {"dtype": "f64"}, DTypeError, "expected one of f32, f16, bf16, q8_0"),
+        (tmp_path / "x.gguf", {"dtype": "Q8_0"}, DTypeError, "'Q8_0': expected one of .* did you mean 'q8_0'"),
+        (tmp_path / "x", {"dtype": "fp9"}, DTypeError, "expected one of f32, bf16, f16, fp8, int8; did you mean 'fp8'"),
         (tmp_path / "x", {"dtype": "q8_0"}, DTypeError, "format='gguf'"),
     ):
         with pytest.raises(error, match=message):

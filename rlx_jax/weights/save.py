@@ -50,10 +50,15 @@ def parse_dtype(dtype: Any, format: str | None, where: str) -> tuple[np.dtype[An
     if isinstance(dtype, str) and dtype in ("q8_0", *QUANTIZERS):
         needed = "gguf" if dtype == "q8_0" else "safetensors"
         raise errors.DTypeError(f"{where}{quote(dtype)}: only written with format={needed!r}, got {quote(format)}")
-    target = as_dtype(dtype)
-    if not is_float(target) or (is_gguf and short_name(target) not in STORAGE):
-        choices = f"one of {', '.join(STORAGE)}" if is_gguf else "a floating one, such as 'f32' or 'bf16'"
-        raise errors.DTypeError(f"{where}{quote(dtype)}: expected {choices}")
+    names = (*STORAGE,) if is_gguf else ("f32", "bf16", "f16", *(QUANTIZERS if format in (None, "safetensors") else ()))
+    try:
+        target = as_dtype(dtype)
+        fits = is_float(target) and (not is_gguf or short_name(target) in STORAGE)
+    except errors.DTypeError:
+        fits = False
+    if not fits:
+        expected = f"expected one of {', '.join(names)}{did_you_mean(str(dtype), names)}"
+        raise errors.DTypeError(f"{where}{quote(dtype)}: {expected}")
     return (F32, short_name(target)) if is_gguf else (target, None)
 
 
