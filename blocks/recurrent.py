@@ -12,8 +12,8 @@ from rlx_jax.blocks.linear import ResidualAdd, ResidualSave, RmsNorm, dense, rms
 from rlx_jax.dataclasses import dataclass, field
 from rlx_jax.errors import GraphError
 from rlx_jax.ir import hir
-from rlx_jax.ir.ops.norm import Standardize
 from rlx_jax.ir.ops.pointwise import Unary
+from rlx_jax.ir.ops.reduce import Standardize
 from rlx_jax.ir.param import Parts, Role
 from rlx_jax.trace.checks import check_count
 from rlx_jax.trace.control import step_name

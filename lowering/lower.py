@@ -12,7 +12,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Hir, Mir, Node, Op, TypeCache, Value, as_values
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
-from rlx_jax.ir.ops.norm import RmsNormOp
+from rlx_jax.ir.ops.reduce import RmsNormOp
 from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.plugins import direct_rule
 from rlx_jax.ir.region import everywhere, rewrite

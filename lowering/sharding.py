@@ -17,9 +17,8 @@ from rlx_jax.ir.graph import Builder, Graph, Node, Param, TypeCache, Value
 from rlx_jax.ir.ops.attention import RopeTable
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
-from rlx_jax.ir.ops.index import Gather
+from rlx_jax.ir.ops.index import Gather, TopK
 from rlx_jax.ir.ops.linalg import MatMul
-from rlx_jax.ir.ops.order import TopK
 from rlx_jax.ir.ops.pointwise import CastTo
 from rlx_jax.ir.ops.shape import Shard
 from rlx_jax.ir.packed import SCHEMES

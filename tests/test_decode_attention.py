@@ -17,7 +17,7 @@ from rlx_jax.ir.graph import Builder, Graph, Node, TypeCache, Value
 from rlx_jax.ir.kernel_group import AttentionGroup, KernelGroup
 from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
 from rlx_jax.ir.ops.cache import CacheUpdate, RingStep
-from rlx_jax.ir.ops.norm import RmsNormOp
+from rlx_jax.ir.ops.reduce import RmsNormOp
 from rlx_jax.ir.ops.shape import Reshape, SplitLast
 from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.types import TensorType, as_dtype

@@ -13,7 +13,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.errors import DTypeError, GraphError, ShapeError
-from rlx_jax.ir.ops.order import Sample
+from rlx_jax.ir.ops.index import Sample
 from rlx_jax.ir.ops.pointwise import STE, FakeQuantize
 from tests.op_cases import OpCase, check_all, evaluated
 from tests.oracles import image_formulas as image

@@ -18,8 +18,8 @@ from rlx_jax.ir.graph import BodyInput, Builder, Graph, Mir, Param, TypeCache, V
 from rlx_jax.ir.kernel_group import KernelGroup
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.linalg import MatMul
-from rlx_jax.ir.ops.norm import RmsNormOp
 from rlx_jax.ir.ops.pointwise import Binary, Unary
+from rlx_jax.ir.ops.reduce import RmsNormOp
 from rlx_jax.ir.ops.shape import Slice, SplitLast
 from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.packed_values import decode_arrays

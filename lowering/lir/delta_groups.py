@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, TypeCache, Value
 from rlx_jax.ir.kernel_group import DeltaGroup
-from rlx_jax.ir.ops.norm import Standardize
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Unary
 from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp
+from rlx_jax.ir.ops.reduce import Standardize
 from rlx_jax.ir.ops.shape import Pad, Reshape, SplitLast
 from rlx_jax.ir.region import join_nodes
 from rlx_jax.lowering.lir.plan import call_of

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Input, Leaf, Mir, Node, Param, StateRead, Value
 from rlx_jax.ir.ops.experts import ExpertFfn
-from rlx_jax.ir.ops.order import TopK
+from rlx_jax.ir.ops.index import TopK
 from rlx_jax.ir.ops.shape import Shard
 from rlx_jax.ir.param import Program, Stack, packed_arrays
 from rlx_jax.ir.paths import bind_path, path_text

@@ -33,11 +33,10 @@ from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
 from rlx_jax.ir.ops.cache import CacheUpdate, RingStep
 from rlx_jax.ir.ops.collective import AllGather, AllReduce, ShardIndex
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
-from rlx_jax.ir.ops.index import Gather, Iota, TakeRow
+from rlx_jax.ir.ops.index import Gather, Iota, TakeRow, TopK
 from rlx_jax.ir.ops.linalg import MatMul
-from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
-from rlx_jax.ir.ops.order import TopK
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Parametric, Unary, Where
+from rlx_jax.ir.ops.reduce import LayerNormOp, RmsNormOp
 from rlx_jax.ir.ops.shape import Reshape, Shard, SplitLast
 from rlx_jax.ir.param import Program, Roles, packed_arrays, printed_name
 from rlx_jax.ir.region import Repeat

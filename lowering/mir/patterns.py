@@ -14,8 +14,8 @@ from rlx_jax.ir.graph import Graph, Node, Op, Value
 from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
-from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
 from rlx_jax.ir.ops.pointwise import Binary, Unary
+from rlx_jax.ir.ops.reduce import LayerNormOp, RmsNormOp
 from rlx_jax.ir.ops.shape import Narrow, Reshape, SplitLast
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.queries import find_readers

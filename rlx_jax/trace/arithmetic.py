@@ -12,7 +12,7 @@ import numpy as np
 
 from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir.graph import Op
-from rlx_jax.ir.ops.order import ArgReduce, Sample, Sort, TopK
+from rlx_jax.ir.ops.index import ArgReduce, Sample, Sort, TopK
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Parametric, Unary, Where
 from rlx_jax.ir.ops.reduce import Cumsum, Cumulative, LogSoftmax, Reduce, Softmax
 from rlx_jax.ir.ops.shape import Reshape

@@ -16,7 +16,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import GraphStage, Mir
 from rlx_jax.ir.ops import fused
 from rlx_jax.ir.ops.experts import ClampedGate
-from rlx_jax.ir.ops.norm import LayerNormOp, Standardize
+from rlx_jax.ir.ops.reduce import LayerNormOp, Standardize
 from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.roles import roles_of_bias

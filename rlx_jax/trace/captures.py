@@ -15,8 +15,8 @@ from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import GraphError, MissingWeightError, ShapeError, listing, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Boundary, Builder, Constant, Hir, Leaf, Node, Param, Value
-from rlx_jax.ir.ops.norm import Standardize
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Unary
+from rlx_jax.ir.ops.reduce import Standardize
 from rlx_jax.ir.ops.shape import Reshape, SplitLast, split_axis
 from rlx_jax.ir.paths import Origin, Path, path_text
 from rlx_jax.ir.types import TensorType, is_static

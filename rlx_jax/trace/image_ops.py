@@ -7,7 +7,7 @@ from typing import Any
 
 from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir.ops.conv import Conv, ConvTranspose, Pool
-from rlx_jax.ir.ops.norm import Standardize
+from rlx_jax.ir.ops.reduce import Standardize
 from rlx_jax.ir.ops.shape import AxisOf, Reshape, merge_axes, split_axis
 from rlx_jax.ir.ops.vision import GridSample, Resize
 from rlx_jax.ir.types import as_dim, is_static

@@ -13,7 +13,7 @@ import pytest
 
 from rlx_jax.compiler import passes
 from rlx_jax.ir import hir, region
-from rlx_jax.ir.ops import attention, fused, linalg, norm, pointwise, reduce
+from rlx_jax.ir.ops import attention, fused, linalg, pointwise, reduce
 from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.lowering import lower
 from rlx_jax.lowering.hir import weights
@@ -145,7 +145,7 @@ RUN_FAULTS = (
         "second * c - first * s", "op"),
     Fault("a query does not read its own key", attention.AttentionOp, "_allowed", "allowed = distance >= -self.ahead",
         "allowed = distance > -self.ahead", "op"),
-    Fault("ε is dropped", norm.RmsNormOp, "eval", " + self.eps)", ")", "op"),
+    Fault("ε is dropped", reduce.RmsNormOp, "eval", " + self.eps)", ")", "op"),
     Fault("weights of either orientation are [in, out]", linalg.MatMul, "eval", "(self.contract,)",
         "(0 if w.shape[0] == w.shape[1] else self.contract,)", "op"),
     Fault("a cast to an integer rounds", pointwise.CastTo, "eval", "x.astype",

@@ -20,9 +20,9 @@ from rlx_jax.ir.graph import Builder, Constant, Hir, Value
 from rlx_jax.ir.hir.masks import check_arity
 from rlx_jax.ir.operands import BLOCK, TABLES, BlockTraits, Initial
 from rlx_jax.ir.ops.index import Iota, TailRows, TokenWindows
-from rlx_jax.ir.ops.norm import Standardize
 from rlx_jax.ir.ops.pointwise import Binary, Compare, Unary, Where, in_dtype
 from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp, SelectiveScanOp, TokenScan
+from rlx_jax.ir.ops.reduce import Standardize
 from rlx_jax.ir.ops.shape import Concat, Narrow, Pad, Reshape, Slice, merge_axes, split_axis
 from rlx_jax.ir.param import Roles
 from rlx_jax.ir.types import F32, DimLike, TensorType, is_float, is_static

@@ -9,12 +9,10 @@ from rlx_jax.errors import ShapeError
 from rlx_jax.ir.graph import Builder, Hir, Value, constant
 from rlx_jax.ir.operands import BLOCK, TABLES, Initial, Normal
 from rlx_jax.ir.ops.experts import ExpertAttributes
-from rlx_jax.ir.ops.index import Gather, TakeAlongAxis
+from rlx_jax.ir.ops.index import Gather, TakeAlongAxis, TopK
 from rlx_jax.ir.ops.linalg import Einsum, MatMul, check_linear
-from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp
-from rlx_jax.ir.ops.order import TopK
 from rlx_jax.ir.ops.pointwise import UNARY, Binary, Compare, Unary, Where, in_dtype
-from rlx_jax.ir.ops.reduce import Reduce, Softmax
+from rlx_jax.ir.ops.reduce import LayerNormOp, Reduce, RmsNormOp, Softmax
 from rlx_jax.ir.ops.shape import AxisOf, Reshape, SplitLast
 from rlx_jax.ir.types import F32, TensorType
 

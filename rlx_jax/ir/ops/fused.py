@@ -17,8 +17,8 @@ from rlx_jax.ir.graph import Mir, TypeCache
 from rlx_jax.ir.operands import ELEMENTWISE, NORM, Types, named_operands, product_traits
 from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
 from rlx_jax.ir.ops.linalg import MatMul, check_linear, product_text
-from rlx_jax.ir.ops.norm import LayerNormOp, RmsNormOp, check_norm
 from rlx_jax.ir.ops.pointwise import UNARY, same_rank
+from rlx_jax.ir.ops.reduce import LayerNormOp, RmsNormOp, check_norm
 from rlx_jax.ir.ops.shape import AxisOf, Reshape, SplitLast
 from rlx_jax.ir.types import TensorType
 
