@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Literal, Unpack
 
 import numpy as np
@@ -123,6 +124,20 @@ def uses_slots(lm: LanguageModel, request: Request) -> bool:
     return num_rows > max_slots(lm) or (len(request.rows) > 1 and num_tokens > MAX_BATCH_TOKENS)
 
 
+def read_jobs(jobs: Iterator[Any], waiting: deque[SlotJob], limit: int | None) -> Iterator[Any]:
+    """Append jobs to those that wait, up to a number of them, and yield what takes no slot.
+
+    These are prompts that are refused, as errors, and jobs without new tokens, whose prompts are not read.
+    """
+    while limit is None or len(waiting) < limit:
+        if (job := next(jobs, None)) is None:
+            return
+        if isinstance(job, SlotJob) and job.options.budget:
+            waiting.append(job)
+        else:
+            yield job
+
+
 def run_jobs(
     lm: LanguageModel, request: Request, new: generation.NewTokens, jobs: Iterator[Any], total: int | None,
     read_ahead: int | None = None,
@@ -144,20 +159,13 @@ def run_jobs(
     try:
         while True:
             num_submitted = 0 if scheduler is None else scheduler.num_waiting
-            # Prompts that are refused do not count: others follow them.
-            while read_ahead is None or len(waiting) + num_submitted < read_ahead:
-                if (job := next(jobs, None)) is None:
-                    break
-                if not isinstance(job, SlotJob):
-                    yield job
-                    continue
-                if not job.options.budget:  # its prompt is not read
-                    done += 1
-                    yield job
-                    continue
+            num_known, limit = len(waiting), None if read_ahead is None else read_ahead - num_submitted
+            for job in read_jobs(jobs, waiting, limit):
+                done += isinstance(job, SlotJob)
+                yield job
+            for job in islice(waiting, num_known, None):
                 if job.index % (request.n or 1) == 0:
                     num_prompts, prompt_tokens = num_prompts + 1, prompt_tokens + len(job.ids)
-                waiting.append(job)
                 num_read += len(job.ids)
             is_new = False
             if scheduler is None or scheduler.is_idle:
