@@ -115,7 +115,7 @@ LOWERING_FAULTS = (
         "block"),
     Fault("the scale is dropped", hir.Attention, "op", "self.scale,", "None,", "block"),
     Fault("new tokens stand before the cache", hir.CachedAttention, "_positions",
-        'Binary("add"), b(Reshape((-1, 1)), start)', 'Binary("sub"), b(Reshape((-1, 1)), start)', "block"),
+        'Binary("add"), b(shape.Reshape((-1, 1)), start)', 'Binary("sub"), b(shape.Reshape((-1, 1)), start)', "block"),
     Fault("the last token's query stands one behind", hir.CachedAttention, "_positions",
         'b(Binary("max"), lengths, one), one)', 'b(Binary("max"), lengths, one), b.scalar(0, lengths))', "block"),
     Fault("new keys stand before the cached ones", hir.GrowingAttention, "expand",
