@@ -51,8 +51,8 @@ print(type(rlx.load("path/to/classifier")).__name__)  # the class that `architec
 
 `model_type` in `config.json` names the family, `architectures` the class.
 
-- A type or an architecture that is not in the table is an error that names the nearest family and the fields in which
-  it differs; [adding a family](adding-a-family.md) shows how to add one.
+- A type that is not in the table is an error that names the nearest family and the fields in which it differs; for an
+  architecture, the ones that the type has. [Adding a family](adding-a-family.md) shows how to add one.
 - An unknown config field that may change the computation is an [error that names
   it](recipes.md#fields-of-configjson-that-are-not-handled).
 - A head that is not supported is left out with a warning, and the model below it loads.

@@ -180,6 +180,10 @@ CASES: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
         "odd", "OddForCausalLM", {"width": 16, "depth": 3}, ("'width' (16), 'depth' (3);",)
     ),
     "nothing but other weights": ("bort", "BortForMaskedLM", ENCODER, ("only the weights or what the layers compute",)),
+    "the text model of several": (
+        "eyevbert", "EyeVBertForMaskedLM", {"text_config": ENCODER | {"kernel": 9}, "vision_config": {}},
+        ("reads 8 of its fields, and not 'kernel' (9)", "'vision_config'"),
+    ),
     "no architecture": ("mistril", "", DECODER, ("nearest family is 'mi",)),
 }  # fmt: skip
 

@@ -218,7 +218,7 @@ def test_images_that_are_refused() -> None:
             encoder.embed(images)
     with pytest.raises(errors.RequestError, match="pixel values: there is no preprocessor_config.json"):
         vision("dinov2_swiglu").embed([PLAIN])
-    with pytest.raises(errors.NumericsError, match=r"embed: 1 of 2 vectors are not finite: 'images\[1\]'"):
+    with pytest.raises(errors.NumericsError, match=r"1 of 2 results are not finite: 'images\[1\]'"):
         encoder.embed(np.stack([np.zeros((3, 30, 30), np.float32), np.full((3, 30, 30), np.nan, np.float32)]))
     told = r"images\[1\]: \[3, 8, 9\] after processing, and the first \[3, 9, 8\]"
     with pytest.raises(errors.RequestError, match=told):

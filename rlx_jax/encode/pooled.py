@@ -60,7 +60,7 @@ def check_finite(vectors: Vectors | list[Vectors], label: str, index: Callable[[
     if failed:
         rows = dict.fromkeys(map(index, failed), 0)
         names = listing((f"{label}[{i}]" for i in rows), 8)
-        message = f"embed: {len(failed)} of {len(vectors)} vectors are not finite: {names}"
+        message = f"{len(failed)} of {len(vectors)} results are not finite: {names}"
         raise NumericsError(message, rows, [*vectors])
 
 

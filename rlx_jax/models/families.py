@@ -52,29 +52,6 @@ MAX_FIELDS = 6
 ANY_SIZE = 8
 
 
-@dataclass(frozen=True)
-class Nearness:
-    """How near a family is to a config.
-
-    Attributes:
-        name: the family's `model_type`.
-        read: fields of the config that the family reads.
-        unread: fields of the config that it does not read and that may change the computation.
-        missing: sizes that the family needs and the config does not have.
-    """
-
-    name: str
-    read: tuple[str, ...]
-    unread: tuple[str, ...]
-    missing: tuple[str, ...]
-
-    def score(self, model_type: str) -> float:
-        """Return the share of fields in common, plus a part for similar names."""
-        fields = len(self.read) + len(self.unread) + len(self.missing)
-        similarity = difflib.SequenceMatcher(None, model_type, self.name).ratio()
-        return len(self.read) / max(fields, 1) + NAME_WEIGHT * similarity
-
-
 def describe_nearest(
     config: Fields, model_type: str, architecture: str, families: Mapping[str, tuple[type[ModelConfig], Iterable[str]]]
 ) -> str:
@@ -85,26 +62,42 @@ def describe_nearest(
         model_type, architecture: what the config names.
         families: the class of the config, and the architectures, by `model_type`.
     """
+    if isinstance(inner := config.values.get("text_config"), Mapping):
+        config = Fields({**inner, **config.values}, config.where)
     task = architecture.rpartition("For")[2]
     same_task = {n for n, (_, names) in families.items() if any(a.rpartition("For")[2] == task for a in names)}
-    candidates = [compare(config, n, families[n][0]) for n in families if n in same_task or not same_task]
-    if not candidates:
+    types = {n: families[n][0] for n in families if n in same_task or not same_task}
+    if not types:
         return f"{PAGE} shows how to add a family"
-    nearest = max(candidates, key=lambda candidate: candidate.score(model_type))
-    text = f"the nearest family is {quote(nearest.name)}, which reads {len(nearest.read)} of its fields"
-    if not nearest.unread:
+    candidates = {name: compare(config, config_type) for name, config_type in types.items()}
+
+    def score(name: str) -> float:
+        """Return the share of fields in common, plus a part for similar names."""
+        similarity = difflib.SequenceMatcher(None, model_type, name).ratio()
+        read, *others = map(len, candidates[name])
+        return read / max(read + sum(others), 1) + NAME_WEIGHT * similarity
+
+    nearest = max(candidates, key=score)
+    read, unread, missing = candidates[nearest]
+    text = f"the nearest family is {quote(nearest)}, which reads {len(read)} of its fields"
+    if not unread:
         text += "; only the weights or what the layers compute may differ"
     else:
-        values = [f"{quote(name)} ({shown(config.values[name])})" for name in nearest.unread]
+        values = [f"{quote(name)} ({shown(config.values[name])})" for name in unread]
         more = len(values) - MAX_FIELDS
         text += f", and not {', '.join(values[:MAX_FIELDS])}{f' and {more} more' if more > 0 else ''}"
-    if nearest.missing:
-        text += f"; the config does not have {listing(nearest.missing, MAX_FIELDS)}"
+    if missing:
+        text += f"; the config does not have {listing(missing, MAX_FIELDS)}"
     return f"{text}; {PAGE} shows how to add a family"
 
 
-def compare(config: Fields, name: str, config_type: type[ModelConfig]) -> Nearness:
-    """Return how near the family is that reads configs of this class."""
+def compare(config: Fields, config_type: type[ModelConfig]) -> tuple[list[str], list[str], list[str]]:
+    """Return how near the family is that reads configs of this class.
+
+    Returns:
+        The fields of the config that the family reads; those that it does not read and that may change the computation;
+        and the sizes that it needs and the config does not have.
+    """
     config_class: Any = config_type  # a dataclass in every family
     fields = dataclasses.fields(config_class)
     sizes = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING]
@@ -115,11 +108,10 @@ def compare(config: Fields, name: str, config_type: type[ModelConfig]) -> Nearne
         config_type.read(probe)
     prefixed = (field for field in config.values if field.startswith(INERT_PREFIXES))
     unread = probe.unread({*INERT, *config_type.inert, *prefixed}, {**NEUTRAL, **config_type.neutral})
-    return Nearness(
-        name,
-        tuple(field for field in config.values if field in probe.consumed),
-        tuple(field for field in unread if field in config.values),
-        tuple(n for n in required if n in probe.consumed and n not in config.values),
+    return (
+        [field for field in config.values if field in probe.consumed],
+        [field for field in unread if field in config.values],
+        [n for n in required if n in probe.consumed and n not in config.values],
     )
 
 
@@ -422,7 +414,10 @@ def family_of(
         )
     if name and name not in family.architectures:
         supported = ", ".join(family.architectures)
-        raise UnsupportedError(f"{config.where}: architecture {quote(name)} is not built; supported: {supported}")
+        raise UnsupportedError(
+            f"{config.where}: architecture {quote(name)} is not built; supported: {supported}"
+            f"{did_you_mean(name, family.architectures)}; {PAGE} shows how to add one"
+        )
     if headless and isinstance(family, Family):
         family = replace(family, open=partial(family.open, headless=True))
     return config, family
