@@ -223,7 +223,7 @@ def check_gradients(case: Case, **tables: Any) -> None:
     assert abs(float(forward) - total) <= 1e-3 * size
 
 
-LONG = {"states of fixed size", "experts", "decode", *SLOW}
+LONG = {"states of fixed size", "experts", "decode", "bert", "rows that read nothing", *SLOW}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in CASES])

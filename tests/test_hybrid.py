@@ -65,7 +65,9 @@ def test_no_most_time_step_is_written_in_three_ways(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"hidden_act": "gelu"}, {"time_step_limit": [0.3, 0.6]}], ids=["another activation", "steps in limits"]
+    "changes",
+    [pytest.param({"hidden_act": "gelu"}, marks=pytest.mark.slow), {"time_step_limit": [0.3, 0.6]}],
+    ids=["another activation", "steps in limits"],
 )
 def test_fields_of_mamba2_that_change_its_numbers(changes: dict[str, Any], tmp_path: Path) -> None:
     """`hidden_act` is that of the convolution alone: the gate of the norm is silu whatever it says."""

@@ -64,7 +64,9 @@ CASES: dict[str, tuple[TaskHead, dict[str, Any], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] * (c in ("one label", "floats", "a regression"))) for c in CASES]
+)
 def test_losses_are_those_of_optax(case: str) -> None:
     """Value and gradients, jitted."""
     of_head, arguments, by_hand = CASES[case]

@@ -90,7 +90,7 @@ def test_others_are_decoded_by_tiles() -> None:
         assert not can_sum_lanes(scheme, width)
 
 
-@pytest.mark.parametrize("rows, name", [(1, "fused"), (2, "fused"), (3, "tiles")])
+@pytest.mark.parametrize("rows, name", [pytest.param(1, "fused", marks=pytest.mark.slow), (2, "fused"), (3, "tiles")])
 def test_a_model(rows: int, name: str) -> None:
     """Rows of x decide; the report names the choice; gradients of x and rows by `vmap` are those of decoded weights."""
     weight = packed("gguf_q8_0", (64, 64), 3)

@@ -63,7 +63,9 @@ def nbytes(arrays: Any) -> int:
     return sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(arrays))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in KINDS else pytest.mark.slow) for n in FAMILIES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in KINDS and "mistral" not in n else pytest.mark.slow) for n in FAMILIES]
+)
 def test_bytes_of_parameters_and_caches(name: str) -> None:
     """Those of the arrays of the model, by kind of layer."""
     lm = rlx.load(FIXTURES / name)

@@ -85,7 +85,9 @@ SHARED: dict[str, tuple[Keys, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["a chain", "in other places", "by a layer that is left over"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("a chain", marks=pytest.mark.slow), "in other places", "by a layer that is left over"]
+)
 def test_shared_weights_are_one_leaf(name: str) -> None:
     """`program="train"` scans its layers by default."""
     check(*SHARED[name])

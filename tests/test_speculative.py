@@ -322,7 +322,10 @@ def filtered(logits: np.ndarray, sampler: rlx.Sampler) -> np.ndarray:
 JUDGED = [rlx.Sampler(temperature=0.8), rlx.Sampler(temperature=1.3, top_k=5, top_p=0.9)]
 
 
-@pytest.mark.parametrize("sampler", JUDGED, ids=["temperature", "filters"])
+@pytest.mark.parametrize(
+    "sampler",
+    [pytest.param(JUDGED[0], marks=pytest.mark.slow, id="temperature"), pytest.param(JUDGED[1], id="filters")],
+)
 def test_judged_tokens_have_the_targets_distribution(sampler: rlx.Sampler) -> None:
     """Of two drafts a row, at all three places: the first, one behind a draft that was kept, and the one for free."""
     vocab, k, rows = 7, 2, 20_000
