@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple
 
 import jax
@@ -80,6 +81,8 @@ class TreeWeight:
             WeightError: the pattern is malformed. WeightShapeError: the shape does not fit it.
         """
         where = f"names: pattern {quote(self.pattern)} of {quote(self.key)}"
+        if not isinstance(self.scale, Real) or not math.isfinite(self.scale) or self.scale == 0:
+            raise WeightError(f"{where}: expected a finite scale other than 0, got {shown(self.scale)}")
         sides = self.pattern.split("->") if self.pattern else [" ".join(f"axis{i}" for i in range(len(shape)))] * 2
         if len(sides) != 2 or any(_GROUP.sub("", side).strip() for side in sides):
             raise WeightError(f"{where}: expected axes, '->' and axes, such as 'in heads dim -> (heads dim) in'")
