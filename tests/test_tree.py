@@ -85,6 +85,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[RlxError], str]] = {
     "another axis": ({".*": rlx.TreeWeight(r"\g<0>", "a b c -> a b d")}, WeightError, "every axis once on both sides"),
     "an axis twice": ({".*": rlx.TreeWeight(r"\g<0>", "a a c -> a a c")}, WeightError, "every axis once"),
     "no way back": ({".*": rlx.TreeWeight(r"\g<0>", scale=0)}, WeightError, "a finite scale other than 0, got"),
+    "a size of no axis": ({".*": rlx.TreeWeight(r"\g<0>", "a b -> b a", {"c": 1})}, WeightError, "sizes of its axes"),
     "a brace in a group": ({".*": rlx.TreeWeight("{l}", "(l a) b c -> a b c", {"a": 1})}, WeightError, "stand alone"),
 }
 

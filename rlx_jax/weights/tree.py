@@ -94,6 +94,10 @@ class TreeWeight:
             raise WeightError(
                 f"{where}: expected every axis once on both sides, except those in braces in the key, which stand alone"
             )
+        if not isinstance(self.sizes, Mapping) or not all(
+            name in names and isinstance(size, int | np.integer) and size > 0 for name, size in self.sizes.items()
+        ):
+            raise WeightError(f"{where}: expected the sizes of its axes, positive integers, got {shown(self.sizes)}")
         sizes = dict(self.sizes)
         for group, size in zip(leaf, shape, strict=False):
             others = math.prod(sizes.get(name, 1) for name in group)
