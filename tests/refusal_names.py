@@ -32,7 +32,8 @@ from rlx_jax.text.chat import check_messages
 from tests.oracles import fuzzing
 from tests.oracles.checkpoints import FIXTURES, REMOVED, copy, edit_json, edit_tensors, edited
 from tests.shards import ENTRY, frame, one
-from tests.test_tokenizer import KINDS, changed, loaded, modules, sentence, tiktoken
+from tests.test_sentence_pipeline import modules, sentence
+from tests.test_tokenizer import KINDS, changed, loaded, tiktoken
 
 LLAMA = FIXTURES / "llama" / "gqa_tied_llama3_v5"
 BERT = FIXTURES / "bert" / "bare_v5"

@@ -20,7 +20,8 @@ from rlx_jax.errors import RlxError, RlxWarning
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.fuzzing import corpus, run, scrambled, seed_of
 from tests.oracles.gguf_files import write_gguf
-from tests.test_gguf import pair, random_checkpoint, string, tensor
+from tests.test_gguf import random_checkpoint
+from tests.test_gguf_malformed import pair, string, tensor
 from tests.test_gguf_tokenizers import vocabulary
 
 NUMBERS = (
