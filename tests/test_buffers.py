@@ -33,15 +33,15 @@ def check(graph: IrGraph, plan: BufferPlan) -> None:
             assert a.offset + a.life.size <= b.offset or b.offset + b.life.size <= a.offset
     for number, node in enumerate(graph.nodes):
         for value in (*node.inputs, *((v for v in graph.outputs) if number == len(graph.nodes) - 1 else ())):
-            root = plan.views[value].root if plan.is_view(value) else value
-            assert not plan.is_view(root)
+            root = plan.views[value].root if value in plan.views else value
+            assert root not in plan.views
             slot_ = plan.slot(root)
             if slot_ is not None:
                 assert slot_.life.born <= number <= slot_.life.dies
         for index, t in enumerate(node.types):
             value = Value(number, index)
             has = plan.slot(value) is not None
-            assert has == (not isinstance(node.op, Leaf) and not plan.is_view(value) and t.is_static)
+            assert has == (not isinstance(node.op, Leaf) and value not in plan.views and t.is_static)
     assert activation_bytes(graph) <= plan.arena_size <= plan.total_unshared_bytes + ALIGNMENT * len(plan.slots)
     assert plan.bytes_saved == max(0, plan.total_unshared_bytes - plan.arena_size)
 
@@ -65,7 +65,7 @@ def test_views_take_nothing_and_keep_their_root_alive() -> None:
     check(m.graph, plan)
     assert plan.views[rows].root == y and plan.views[rows].byte_offset == 64
     assert plan.views[last].root == y and plan.views[last].byte_offset == 128
-    assert not plan.is_view(column)
+    assert column not in plan.views
     slot = plan.slot(y)
     neg = next(n for n, node in enumerate(m.graph.nodes) if node.op.text() == "neg")
     assert slot is not None and slot.life.dies == neg  # through two views

@@ -106,14 +106,6 @@ class BufferPlan:
         """Return the slot of a value; None for leaves, views and symbolic sizes."""
         return next((s for s in self.slots if s.life.value == value and not s.life.workspace), None)
 
-    def is_view(self, value: Value) -> bool:
-        """Return whether a value shares memory with another."""
-        return value in self.views
-
-    def nodes_in_phase(self, phase: str) -> tuple[int, ...]:
-        """Return the node numbers of a phase: "prologue", "steady" or "epilogue"."""
-        return tuple(i for i, p in enumerate(self.phases) if p == phase)
-
 
 def plan_buffers(graph: Graph, in_place: bool = True, scan: bool = False, alignment: int = ALIGNMENT) -> BufferPlan:
     """Compute the buffer plan of a MIR graph.
@@ -182,7 +174,8 @@ def buffer_lifetimes(
     """
     fused, end = fused_workspace is not None, len(graph.nodes)
     readers = [node.inputs for node in graph.nodes if not _fuses(node)]
-    stored = {_root(value_views, v) for v in itertools.chain(*readers, graph.roots())}
+    read_values = itertools.chain(*readers, graph.roots())
+    stored = {value_views[v].root if v in value_views else v for v in read_values}
     sources: dict[Value, frozenset[Value]] = {}  # the values in memory that must be live while a value is read
     last_uses: dict[Value, int] = {}
     lives = []
@@ -213,10 +206,6 @@ def buffer_lifetimes(
 def _sliced_bytes(region: Graph) -> int:
     """Return the bytes of one layer's parameters that differ between layers."""
     return sum(p.type.nbytes for p in region.params() if len(p.programs) > 1)
-
-
-def _root(value_views: Mapping[Value, View], value: Value) -> Value:
-    return value_views[value].root if value in value_views else value
 
 
 def assign_slots(lives: list[Lifetime], alignment: int = ALIGNMENT) -> list[Slot]:
@@ -316,7 +305,7 @@ def dump_lir(lir: Lir) -> str:
         f"  schedule: {len(lir.planned_graph.nodes)} nodes, {len(buffers.views)} views",
         f"  dynamic symbols: {', '.join(buffers.dynamic_symbols) or 'none'}",
         *_table(buffers),
-        *(f"  {phase}: {_numbers(buffers.nodes_in_phase(phase))}" for phase in PHASES),
+        *(f"  {phase}: {_numbers(tuple(i for i, p in enumerate(buffers.phases) if p == phase))}" for phase in PHASES),
         *(f"  {name}: {_named(pairs)}" for name, pairs in buffers.io.items()),
         "--- mir ---",
         dump_graph(lir.planned_graph),

@@ -48,7 +48,8 @@ class Folder:
     For a model of the Hub it is the directory in the cache, and `snapshot` fetches each file when it is read. A model
     in a single file, such as GGUF, has no directory: `path` is that file, and `contents` are the files that a directory
     of the same model would have next to its weights, by name, and `header` what was read of it, which is not read again
-    as long as the folder is in use.
+    as long as the folder is in use. `files_read` has the existing files that were read, by this record or by one that
+    shares its parsed files, in order.
     """
 
     path: Path
@@ -56,7 +57,7 @@ class Folder:
     contents: Mapping[str, bytes] | None = field(default=None, repr=False, compare=False)
     header: object = field(default=None, repr=False, compare=False)
     _parsed: dict[Path, dict[str, Any] | None] = field(default_factory=dict, repr=False, compare=False)
-    _files_read: dict[Path, None] = field(default_factory=dict, repr=False, compare=False)
+    files_read: dict[Path, None] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def from_path(path: str | os.PathLike[str] | Folder) -> Folder:
@@ -92,10 +93,6 @@ class Folder:
             return sorted({path.partition("/")[0] for path in relative_paths})
         directory = self.path / subfolder
         return files.list_directory(os.fspath(directory)) if directory.is_dir() else []
-
-    def files_read(self) -> list[Path]:
-        """Return the existing files that were read, by this record or by one that shares its parsed files."""
-        return list(self._files_read)
 
     def fetch(self, *names: str, bounds: Mapping[str, limits.SizeLimit] | None = None) -> None:
         """Fetch several files of a Hub model in parallel. Names that the model does not have are ignored.
@@ -149,7 +146,7 @@ class Folder:
                 raw = files.read_small_file(path, self.where(name), limit, error)
             except MissingFileError:
                 return None
-        self._files_read[self.path / name] = None
+        self.files_read[self.path / name] = None
         return raw
 
     def json(self, name: str) -> dict[str, Any]:

@@ -301,7 +301,7 @@ class _Region:
             layer = self.layers[j]
             for position, (node, refs) in enumerate(zip(layer.nodes, layer.refs, strict=True)):
                 paths = [other.nodes[position].origin.path for other in self.layers[j - self.period :: self.period]]
-                with b.origin_scope(replace(node.origin, path=merge_paths(paths))):
+                with b.origin_scope(replace(node.origin, path=tuple(map(_segment, zip(*paths, strict=False))))):
                     inputs = [operand(j, ref, position, slot) for slot, ref in enumerate(refs)]
                     results[(j, position)] = b.add(node.op, *inputs)
         outputs = [results[(self.period + j, at)][i] for j, at, i in self.carries]
@@ -341,11 +341,6 @@ class _Region:
             side = None if self._is_final(i, source) else self.sides.index(source) * self.count + i
             results[value] = self.carries[source] if side is None else len(self.carries) + side
         return results
-
-
-def merge_paths(paths: Sequence[Path]) -> Path:
-    """Return one path for all iterations: `layers.3.attn`, `layers.4.attn` … become `layers.{i+3}.attn`."""
-    return tuple(_segment(segments) for segments in zip(*paths, strict=False))
 
 
 def _segment(segments: Sequence[str | int | LayerIndex]) -> str | int | LayerIndex:

@@ -105,7 +105,7 @@ class CheckpointOrigin:
         self.check_model(built)
         prefix = f"{self.subfolder}/" if self.subfolder else ""
         contents = {}
-        for name in [path.relative_to(self.folder.path).as_posix() for path in self.folder.files_read()]:
+        for name in [path.relative_to(self.folder.path).as_posix() for path in list(self.folder.files_read)]:
             raw = self._read(name)
             if raw is None:
                 raise ConfigError(

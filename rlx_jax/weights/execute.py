@@ -343,19 +343,14 @@ def _evaluate(program: param.Program, source: WeightSource) -> HostArray:
 
 
 def _fill_new(program: param.Program, source: WeightSource) -> HostArray:
-    """Return the program's value in a new array."""
-    out = _new_array(program.type)
+    """Return the program's value in a new array, which JAX on a CPU can use without a copy."""
+    out = _new_bytes(program.type.nbytes).view(program.type.dtype).reshape(program.type.shape)
     fill(out, program, source)
     return out
 
 
-def _new_array(array_type: TensorType) -> HostArray:
-    """Return an array, not initialized, that JAX on a CPU can use without a copy."""
-    return _new_bytes(array_type.nbytes).view(array_type.dtype).reshape(array_type.shape)
-
-
 def _new_arrays(types: Iterable[TensorType], piece_bytes: int) -> list[HostArray]:
-    """Return arrays as `_new_array`, which share memory with others of this thread so that no page is a small one."""
+    """Return arrays, not initialized, which share memory with others of this thread so that no page is a small one."""
     arrays = []
     for array_type in types:
         size = -(-array_type.nbytes // _ALIGNMENT) * _ALIGNMENT
