@@ -13,7 +13,7 @@ import rlx_jax as rlx
 from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.packed_values import decode_arrays
 from rlx_jax.lowering.lir.lanes import can_sum_lanes, lanes, packed_lanes
-from rlx_jax.weights.quantized_tensors import declare_scheme
+from rlx_jax.weights.module_tensors import declare_scheme
 from tests.oracles.packed import meaning, packed
 
 ROW = declare_scheme("int8", 8, None, "f16").name  # one scale for a row

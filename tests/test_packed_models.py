@@ -22,7 +22,7 @@ from rlx_jax.ir.param import packed_parameter
 from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.lir.packed import PackedWeight, decoding_bytes, dequant_gather, dequant_matmul
 from rlx_jax.trace.parameters import WeightStack
-from rlx_jax.weights.quantized_tensors import declare_scheme
+from rlx_jax.weights.module_tensors import declare_scheme
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.packed import BLOCKS, damaged, meaning, packed
 from tests.small import Own

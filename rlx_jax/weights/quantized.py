@@ -15,9 +15,9 @@ from rlx_jax.ir.param import Key
 from rlx_jax.ir.types import is_float
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.weights.execute import read_numbers
+from rlx_jax.weights.module_tensors import ModuleTensors, QuantizedWeight
 from rlx_jax.weights.quantized_config import Quantization, WeightFormat, quantization_of
 from rlx_jax.weights.quantized_layouts import CACHE_SCALES, LAYOUTS, MXFP4, ModuleLayout
-from rlx_jax.weights.quantized_tensors import ModuleTensors, QuantizedWeight
 from rlx_jax.weights.tensor_file import check_shape
 from rlx_jax.weights.views import PART, HostArray, NamedTensors, SourceView, close, index_box
 

@@ -16,8 +16,7 @@ from rlx_jax.errors import ConfigError, NonFiniteWeightError, UnsupportedError, 
 from rlx_jax.io.files import parse_object
 from rlx_jax.ir.packed import F32, SCHEMES, TABLES, Codes
 from rlx_jax.ir.types import short_name
-from rlx_jax.weights.quantized_config import WeightFormat
-from rlx_jax.weights.quantized_tensors import (
+from rlx_jax.weights.module_tensors import (
     BF16,
     E4M3,
     E8M0,
@@ -40,6 +39,7 @@ from rlx_jax.weights.quantized_tensors import (
     read_outer,
     read_whole,
 )
+from rlx_jax.weights.quantized_config import WeightFormat
 from rlx_jax.weights.views import HostArray
 
 # The order in which AWQ stores eight neighbours, inverted.
