@@ -324,6 +324,13 @@ def test_what_looks_odd_and_is_sound(tmp_path: Path) -> None:
         assert made.model_max_length == read
 
 
+def test_types_of_pairs_without_a_post_processor(tmp_path: Path) -> None:
+    """As the native library has them, in fast batches as well, and for pairs that are truncated."""
+    tokenizer = loaded(tmp_path, changed("word_level", "post_processor", to=None))
+    for pairs, length in (([("a", "a a")], None), ([("a", "a a a")] * 40, 3)):
+        assert tokenizer.encode_rows(pairs, max_length=length)[1][-1].tolist() == [0, 1, 1]
+
+
 def test_a_merge_needs_the_prefix(tmp_path: Path) -> None:
     vocabulary = {"a": 0, "##b": 1, "ab": 2, "<unk>": 3}
     model = {"type": "BPE", "continuing_subword_prefix": "##", "vocab": vocabulary, "merges": [["a", "##b"]]}

@@ -363,10 +363,13 @@ def _fetch_files(folder: Folder) -> None:
 def _native_tokenizer(raw: bytes) -> Any:
     """Return the native tokenizer of a `tokenizer.json`, with truncation and padding disabled."""
     from tokenizers import Tokenizer as Native
+    from tokenizers import processors
 
     native = Native.from_buffer(raw)
     native.no_truncation()
     native.no_padding()
+    if native.post_processor is None:  # without one, `encode_batch_fast` gives both texts of a pair the type 0
+        native.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
     return native
 
 
