@@ -5,8 +5,8 @@ the program of one device (`per_shard.py`).
 
 Gated delta rule: each program of a kernel holds some columns of the state, which are independent of the others.
 Measured on one H200, bf16, 16 heads of width 128, ms, without and with kernels: one token through 18 layers, 8 rows
-0.224 and 0.157, 64 rows 0.997 and 0.763, 1 row 0.137 and 0.143, which is therefore left to XLA; one layer over 1 x 4096
-tokens 0.97 and 0.21, over 8 x 4096 3.99 and 0.90.
+0.224 and 0.157, 64 rows 0.997 and 0.763, 1 row 0.137 and 0.143, which is therefore left to XLA; one layer over 8 x 4096
+tokens 3.99 and 0.52.
 
 Mixture of experts: one kernel computes gate, up and the activation, a second one down. Choices are sorted by expert, in
 blocks of rows of one expert each. A program multiplies a block with some columns of its expert's weights and reads them
@@ -127,9 +127,9 @@ def states_in_one(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]
     rows, heads, keys, values = start.shape
     rule = DeltaChunks(size, v.shape[1] // size, rows, heads, keys, values, k.shape[2], op.factor(keys))
     q, k, v = (x.astype(v.dtype).reshape(*x.shape[:2], -1) for x in (q, k, v))
+    g, beta = (x.astype(jnp.float32) for x in (g, beta))
     # No operand is transposed here: XLA would give the product that it is a part of another layout, and copy the rest.
-    terms = rule.prepare(q, k, v, *(x.astype(jnp.float32) for x in (g, beta)))
-    out, state = rule.run(q, k, v, start, *terms)
+    out, state = rule.run(q, k, v, beta, start, *rule.prepare(q, k, g, beta, v.dtype))
     return out.reshape(rows, -1, heads, values)[:, :tokens], state
 
 
@@ -170,6 +170,11 @@ def convolved_states(op: DeltaGroup, mixed: AnyArray, window: AnyArray, g: AnyAr
     return states_in_one(op.rule, q, k, v, g, beta)
 
 
+# Rows of the blocks on the diagonal that `prepare` inverts: on one H200, 8 x 4096 tokens take 0.22 ms by 16 with one
+# warp, 0.38 with two, 0.35 by 32 with two, and 0.94 by 64.
+INVERTED_ROWS = 16
+
+
 @dataclass(frozen=True)
 class DeltaChunks:
     """The kernels of the gated delta rule in chunks; arrays of tokens are `[rows, tokens, heads * width]`.
@@ -195,79 +200,101 @@ class DeltaChunks:
         """Return the columns of a head's query and key."""
         return pl.ds(head // (self.heads // self.key_heads) * self.keys, self.keys)
 
-    def prepare(self, q: AnyArray, k: AnyArray, v: AnyArray, g: AnyArray, beta: AnyArray) -> Any:
-        """Return U f32, W, `tril(Q Kᵀ ⊙ e^{Gᵢ−Gⱼ})` and G `[rows, heads, tokens]`, in the formulas of `delta_chunk`.
+    def prepare(self, q: AnyArray, k: AnyArray, g: AnyArray, beta: AnyArray, dtype: Any) -> Any:
+        """Return T and `tril(Q Kᵀ ⊙ e^{Gᵢ−Gⱼ})` `[rows, tokens, heads * size]`, and G `[rows, heads, tokens]`, in the
+        formulas of `delta_chunk`.
 
-        The triangular system is inverted from blocks of one row on: with the inverses X of all diagonal blocks, and L
-        of what is below the first block of each pair, those of twice the size are `X − X L X`.
+        T is the inverse of a triangular matrix of blocks of `INVERTED_ROWS`. A block on the diagonal is inverted from
+        single rows on: with the inverses X of its own diagonal blocks, and L of what is below the first block of each
+        pair, those of twice the size are `X − X L X`.
         """
-        size, keys, values, dtype = self.size, self.keys, self.values, v.dtype
+        size, block = self.size, min(INVERTED_ROWS, self.size)
         dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
+        precise = functools.partial(dot, precision=lax.Precision.HIGH)
 
-        def kernel(q: Any, k: Any, v: Any, g: Any, beta: Any, fresh: Any, erased: Any, within: Any, total: Any) -> None:
-            i, h, b = (pl.program_id(axis) for axis in range(3))
-            rows, key_columns, value_columns = pl.ds(i * size, size), self.key_columns(h), pl.ds(h * values, values)
-            key, rate = k[b, rows, key_columns], beta[b, rows, h][:, None]
-            row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
-            sums = jnp.where(row >= column, g[b, rows, h][None], 0.0).sum(axis=1)
-            total[b, h, rows] = sums
-            between = jnp.exp(jnp.where(row >= column, sums[:, None] - sums[None], -jnp.inf))
-            within[b, rows, pl.ds(h * size, size)] = (between * dot(q[b, rows, key_columns], key.T)).astype(dtype)
-            lower = jnp.where(row > column, rate * between * dot(key, key.T), 0.0)
-            inverse, block = jnp.where(row == column, 1.0, 0.0), 1
-            while block < size:
-                is_below = (row // block == column // block + 1) & (row // (2 * block) == column // (2 * block))
+        def inverted(lower: AnyArray, row: AnyArray, column: AnyArray) -> AnyArray:
+            inverse, width = jnp.where(row == column, 1.0, 0.0), 1
+            while width < block:
+                is_below = (row // width == column // width + 1) & (row // (2 * width) == column // (2 * width))
                 below = jnp.where(is_below, lower, 0.0)
-                if block == 1:
-                    inverse -= below
-                else:
-                    product = dot(below, inverse, precision=lax.Precision.HIGH)
-                    inverse -= dot(inverse, product, precision=lax.Precision.HIGH)
-                block *= 2
-            solved = inverse.astype(dtype)
-            value = (rate * v[b, rows, value_columns].astype(jnp.float32)).astype(dtype)
-            fresh[b, rows, value_columns] = dot(solved, value).astype(fresh.dtype)
-            decayed = (rate * jnp.exp(sums)[:, None] * key.astype(jnp.float32)).astype(dtype)
-            erased[b, rows, pl.ds(h * keys, keys)] = dot(solved, decayed).astype(dtype)
+                inverse -= below if width == 1 else precise(inverse, precise(below, inverse))
+                width *= 2
+            return inverse
 
-        widths = ((values, jnp.float32), (keys, dtype), (size, dtype))
-        shapes = [jax.ShapeDtypeStruct((*q.shape[:2], self.heads * width), of) for width, of in widths]
-        shapes.append(jax.ShapeDtypeStruct((self.rows, self.heads, q.shape[1]), jnp.float32))
-        return kernel_call(kernel, shapes, (self.chunks, self.heads, self.rows), 4)(q, k, v, g, beta)
+        def kernel(q: Any, k: Any, g: Any, beta: Any, solved: Any, within: Any, total: Any) -> None:
+            i, h, b = (pl.program_id(axis) for axis in range(3))
+            row, column = (lax.broadcasted_iota(jnp.int32, (block, block), axis) for axis in (0, 1))
+            token, other = (lax.broadcasted_iota(jnp.int32, (block, size), axis) for axis in (0, 1))
+            gates = g[b, pl.ds(i * size, size), h][None]
+            columns = [pl.ds(h * size + m * block, block) for m in range(size // block)]
+            keys: list[AnyArray] = []
+            sums: list[AnyArray] = []
+            inverses: list[list[AnyArray]] = []
+            for n in range(size // block):
+                rows = pl.ds(i * size + n * block, block)
+                query, rate = q[b, rows, self.key_columns(h)], beta[b, rows, h][:, None]
+                keys.append(k[b, rows, self.key_columns(h)])
+                sums.append(jnp.where(n * block + token >= other, gates, 0.0).sum(axis=1))
+                total[b, h, rows] = sums[n]
+                lower = []
+                for m in range(n + 1):
+                    is_visible = row + (n - m) * block >= column
+                    between = jnp.exp(jnp.where(is_visible, sums[n][:, None] - sums[m][None], -jnp.inf))
+                    within[b, rows, columns[m]] = (between * dot(query, keys[m].T)).astype(dtype)
+                    lower.append(rate * between * dot(keys[n], keys[m].T))
+                inverse = inverted(lower[n], row, column)
+                left = [
+                    -precise(inverse, sum(precise(lower[j], inverses[j][m]) for j in range(m, n))) for m in range(n)
+                ]
+                inverses.append([*left, inverse])
+                for m, part in enumerate(inverses[n]):
+                    solved[b, rows, columns[m]] = part.astype(dtype)
+                for m in range(n + 1, size // block):
+                    within[b, rows, columns[m]] = solved[b, rows, columns[m]] = jnp.zeros((block, block), dtype)
+
+        shape = jax.ShapeDtypeStruct((*q.shape[:2], self.heads * size), dtype)
+        sums_shape = jax.ShapeDtypeStruct((self.rows, self.heads, q.shape[1]), jnp.float32)
+        grid = (self.chunks, self.heads, self.rows)
+        return kernel_call(kernel, (shape, shape, sums_shape), grid, 1)(q, k, g, beta)
 
     def run(
-        self, q: AnyArray, k: AnyArray, v: AnyArray, start: AnyArray, fresh: AnyArray, erased: AnyArray,
+        self, q: AnyArray, k: AnyArray, v: AnyArray, beta: AnyArray, start: AnyArray, solved: AnyArray,
         within: AnyArray, total: AnyArray,
     ) -> tuple[AnyArray, AnyArray]:  # fmt: skip
-        """Return the results and the last state, from the arrays of `prepare`."""
-        size, keys, values, dtype = self.size, self.keys, self.values, v.dtype
+        """Return the results and the last state, from the arrays of `prepare`.
+
+        `U − W S` is computed as `T diag(β) (V − diag(e^G) K S)`, so that U and W are not stored.
+        """
+        size, values, dtype = self.size, self.values, v.dtype
         num_states = self.rows * self.heads
         columns = tile_size(values, max(16, min(64, num_states * values // CONCURRENT_PROGRAMS)))
         dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
 
         def kernel(
-            q: Any, k: Any, total: Any, fresh: Any, erased: Any, within: Any, start: Any, out: Any, last: Any
+            q: Any, k: Any, v: Any, beta: Any, solved: Any, within: Any, total: Any, start: Any, out: Any, last: Any
         ) -> None:
             n, h, b = (pl.program_id(axis) for axis in range(3))
-            key_columns, own = self.key_columns(h), pl.ds(n * columns, columns)
+            own, in_chunk = pl.ds(n * columns, columns), pl.ds(h * size, size)
             value_columns = pl.ds(h * values + n * columns, columns)
 
             def step(i: AnyArray, state: AnyArray) -> AnyArray:
-                rows, rounded, sums = pl.ds(i * size, size), state.astype(dtype), total[b, h, pl.ds(i * size, size)]
-                erasing = dot(erased[b, rows, pl.ds(h * keys, keys)], rounded)
-                new = (fresh[b, rows, value_columns] - erasing).astype(dtype)
-                across = jnp.exp(sums)[:, None] * dot(q[b, rows, key_columns], rounded)
-                result = self.scale * (across + dot(within[b, rows, pl.ds(h * size, size)], new))
+                rows, rounded = pl.ds(i * size, size), state.astype(dtype)
+                key, sums = k[b, rows, self.key_columns(h)], total[b, h, rows]
+                decay, rate = jnp.exp(sums)[:, None], beta[b, rows, h][:, None]
+                change = rate * (v[b, rows, value_columns].astype(jnp.float32) - decay * dot(key, rounded))
+                new = dot(solved[b, rows, in_chunk], change.astype(dtype))
+                across = decay * dot(q[b, rows, self.key_columns(h)], rounded)
+                result = self.scale * (across + dot(within[b, rows, in_chunk], new.astype(dtype)))
                 out[b, rows, value_columns] = result.astype(dtype)
                 end = total[b, h, i * size + size - 1]
-                written = jnp.exp(end - sums)[:, None] * k[b, rows, key_columns].astype(jnp.float32)
-                return jnp.exp(end) * state + dot(written.astype(dtype).T, new)
+                written = jnp.exp(end - sums)[:, None] * new
+                return jnp.exp(end) * state + dot(key.T, written.astype(dtype))
 
             last[b, h, :, own] = lax.fori_loop(0, self.chunks, step, start[b, h, :, own])
 
         shapes = (jax.ShapeDtypeStruct(v.shape, dtype), jax.ShapeDtypeStruct(start.shape, jnp.float32))
         grid = (values // columns, self.heads, self.rows)
-        out, last = kernel_call(kernel, shapes, grid, 4, 3)(q, k, total, fresh, erased, within, start)
+        out, last = kernel_call(kernel, shapes, grid, 4, 3)(q, k, v, beta, solved, within, total, start)
         return out, last
 
 
