@@ -23,8 +23,7 @@ import numpy as np
 
 from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import RlxError, wrong_arity
-from rlx_jax.ir.notation import fill_notation
-from rlx_jax.ir.operands import BlockTraits, Initial, Normal, Traits, check_declared, check_traits
+from rlx_jax.ir.operands import BlockTraits, Initial, Normal, Traits, check_declared, check_traits, fill_notation
 from rlx_jax.ir.param import Program, Roles
 from rlx_jax.ir.paths import Origin, StateLeaf, path_text
 from rlx_jax.ir.types import TensorType, check_elements
@@ -70,7 +69,7 @@ class Op:
     """The declaration of the operands (`rlx_jax.ir.operands`); empty if the op does not declare them."""
 
     notation: ClassVar[str] = ""
-    """The template of the op's text (`rlx_jax.ir.notation`). If empty, dumps print its name and non-default values."""
+    """The template of the op's text (`rlx_jax.ir.operands`). If empty, dumps print its name and non-default values."""
 
     def declaration(self) -> str:
         """Return the declaration of the operands. Ops with operands that depend on attributes override it."""

@@ -7,6 +7,8 @@
 
 `x@axis`: the attribute `axis` of the op, an int, several or None, is a valid axis of x. `bias?` is optional, like all
 operands after it; `bias?biased` exists if the attribute `biased` of the op is true. A final `*` allows more operands.
+
+`fill_notation` reads the other text on op classes, the template of an op in dumps.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
 import numpy as np
@@ -308,3 +311,37 @@ def check_traits(cls: type[Any], kind: type[Any], example: str) -> None:
             f"{cls.__module__}.{cls.__qualname__}: an op declares all of its traits itself: "
             f"traits = {kind.__name__}(…), or one of those in rlx_jax/ir/operands.py, such as {example}"
         )
+
+
+# `{name}` or `{name?text}`.
+_PLACEHOLDER = re.compile(r"\{([\w.]+)(?:\?([^}]*))?\}")
+
+
+def fill_notation(notation: str, op: object) -> str:
+    """Return the text of an op, a template with the values of the op's attributes.
+
+    Args:
+        notation: `{name}` is the value of an attribute, and `{name?text}` is `text` if the attribute is true, with its
+            value for `*`.
+        op: has the attributes.
+    """
+
+    def attribute_text(match: re.Match[str]) -> str:
+        path, text_if_true = match.groups()
+        value = attrgetter(path)(op)
+        if text_if_true is None:
+            return value_text(value)
+        return text_if_true.replace("*", value_text(value)) if value else ""
+
+    return _PLACEHOLDER.sub(attribute_text, notation)
+
+
+def value_text(value: Any) -> str:
+    """Return the value of an attribute as text; for a graph, the number of its nodes."""
+    if hasattr(value, "text"):
+        return str(value.text())
+    if hasattr(value, "nodes"):
+        return f"{len(value.nodes)} nodes"
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(value_text, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -33,8 +33,8 @@ from rlx_jax.ir.checkpoint_tensor import select_box as select_box
 from rlx_jax.ir.checkpoint_tensor import slice_axis as slice_axis
 from rlx_jax.ir.key_names import fold_names as fold_names
 from rlx_jax.ir.packed import SCHEMES
-from rlx_jax.ir.quantized_step import Quantized as Quantized
-from rlx_jax.ir.quantized_step import QuantizedArray as QuantizedArray
+from rlx_jax.ir.packed_values import Quantized as Quantized
+from rlx_jax.ir.packed_values import QuantizedArray as QuantizedArray
 from rlx_jax.ir.types import TensorType, is_float, is_lossless_cast, short_name
 
 
