@@ -243,7 +243,7 @@ def _repeat(values: Any, count: int, size: int) -> Any:
 
 @dataclass(frozen=True)
 class Quantized(UnaryStep):
-    """A program whose values are rounded to a packing scheme while they are loaded, by `rlx_jax.ir.packed.quantize`."""
+    """A program whose values are rounded to a packing scheme while they are loaded, by `quantize`."""
 
     of: Any
     scheme: str
