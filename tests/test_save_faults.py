@@ -223,8 +223,8 @@ def test_space_is_estimated_first(tmp_path: Path) -> None:
 def test_what_cannot_be_read_back_is_not_kept(tmp_path: Path) -> None:
     """A disk that takes what it is given and keeps something else."""
     write(tmp_path / "it", 1)
-    real = np.ascontiguousarray
-    with mock.patch("rlx_jax.weights.save.digest", lambda values: manifest.digest(real(values) + 1)):
+    digest, change = manifest.digest, iter([1])  # of what is written, and not of what is read back
+    with mock.patch.object(manifest, "digest", lambda values: digest(np.asarray(values) + next(change, 0))):
         with pytest.raises(SaveFailedError, match="cannot be read back, so it was removed: .*differs from its digest"):
             write(tmp_path / "it", 2)
     assert number_in(tmp_path / "it") == 1 and os.listdir(tmp_path) == ["it"]
