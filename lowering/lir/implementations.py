@@ -18,7 +18,7 @@ from jax import Array, lax
 
 from rlx_jax.device import Device
 from rlx_jax.ir.graph import Graph, Mir, locate_errors
-from rlx_jax.ir.kernel_group import AttentionGroup, DeltaGroup, KernelGroup
+from rlx_jax.ir.kernel_group import AttentionGroup, DeltaGroup, ExpertGroup, KernelGroup
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.cache import CacheUpdate, RingStep, write_rows
 from rlx_jax.ir.ops.experts import ExpertFfn
@@ -29,6 +29,7 @@ from rlx_jax.ir.types import is_float
 from rlx_jax.lowering.lir.attention import choose as choose_attention
 from rlx_jax.lowering.lir.attention import cudnn, query_chunks
 from rlx_jax.lowering.lir.attention_groups import run_attention
+from rlx_jax.lowering.lir.expert_groups import run_experts
 from rlx_jax.lowering.lir.experts import blocked, choose_experts, gathered, looped, ragged
 from rlx_jax.lowering.lir.lanes import has_lanes, lanes
 from rlx_jax.lowering.lir.mosaic import LazyModule
@@ -157,7 +158,7 @@ def unfused(op: CausalConvOp, *arrays: Array) -> Array:
 _kernels = LazyModule("rlx_jax.lowering.lir.kernels")
 
 TRITON_KERNELS = ("grouped", "one_pass", "states_in_one", "convolved_states")
-MOSAIC_KERNELS = ("matvec", "decode_attention")
+MOSAIC_KERNELS = ("matvec", "decode_attention", "streamed")
 KERNELS = (*TRITON_KERNELS, *MOSAIC_KERNELS)
 
 # Functions that run an op, by the name of the implementation; each computes the same as `eval`.
@@ -170,6 +171,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     **{fn.__name__: fn for fn in (gathered, blocked, looped, ragged)},
     **{name: lambda *arrays, name=name: getattr(_kernels, name)(*arrays) for name in TRITON_KERNELS},
     "matvec": run_group,
+    "streamed": run_experts,
     "decode_attention": run_attention,
 }
 
@@ -242,9 +244,10 @@ def choose_implementations(
         **dict.fromkeys(PRODUCTS, lambda call: choose_product(call, device, products)),
         **dict.fromkeys(RECURRENCES, lambda call: choose_recurrence(call, device, use_kernels)),
         **dict.fromkeys(CACHE_WRITES, lambda call: choose_cache_write(call, device)),
-        # `group_attention`, `group_deltas` and `group_products` make groups only where their kernels run.
+        # The passes in `compiler/passes.py` make groups only where their kernels run.
         DeltaGroup: lambda call: Choice("convolved_states", "kernels with the convolution and the norms before it"),
         AttentionGroup: lambda call: Choice("decode_attention", "one kernel with the ops around the attention"),
+        ExpertGroup: lambda call: Choice("streamed", "two kernels, with the selection of experts"),
         KernelGroup: lambda call: Choice("matvec", "one kernel with the ops around the product"),
         CausalConvOp: lambda call: choose_convolution(call, device),
         ExpertFfn: lambda call: choose_experts(call, device, experts, model_sharding, use_kernels),

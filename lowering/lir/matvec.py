@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
-from rlx_jax.dataclasses import dataclass
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.lowering.lir.mosaic import load, pl, plgpu
 from rlx_jax.lowering.lir.packed_matvec import LANES, WARPS, PackedTiles, PackedTiling
 
@@ -83,6 +83,13 @@ class Tiling:
         """Return whether the tiles of a row share no lines."""
         return self.lines % self.tile_lines == 0
 
+    @property
+    def at_once(self) -> int:
+        """Return the most programs that run at once."""
+        tile = self.tile_rows * self.tile_lines * self.width
+        shared = 2 * (SLOTS * self.parts * tile + self.lines * self.width)
+        return MULTIPROCESSORS * max(1, min(MAX_PROGRAMS, SHARED // shared))
+
 
 def find_tiling(rows: int, columns: int, parts: int) -> Tiling | None:
     """Return the tiling of a weight, or None if its sizes do not divide.
@@ -108,10 +115,8 @@ def find_tiling(rows: int, columns: int, parts: int) -> Tiling | None:
     while part_rows % (2 * tile_rows) == 0 and 2 * tile_rows * tile_lines * width * parts <= TILE:
         tile_rows *= 2
     # No program waits for a place on a multiprocessor, and each but some has as many tiles.
-    part_tiles, shared = part_rows // tile_rows, 2 * (SLOTS * parts * tile_rows * tile_lines * width + columns)
-    at_once = MULTIPROCESSORS * max(1, min(MAX_PROGRAMS, SHARED // shared))
-    programs = -(-part_tiles // -(-part_tiles // at_once))
-    return Tiling(parts, part_rows, lines, width, tile_rows, tile_lines, programs)
+    t, part_tiles = Tiling(parts, part_rows, lines, width, tile_rows, tile_lines, 1), part_rows // tile_rows
+    return replace(t, programs=-(-part_tiles // -(-part_tiles // t.at_once)))
 
 
 @dataclass(frozen=True)
@@ -246,7 +251,7 @@ class Matvec:
     """
 
     tiling: Any
-    prologue: KernelTrace
+    prologue: Callable[..., list[AnyArray]]
     epilogue: KernelTrace
     row_dtypes: tuple[Any, ...]
     out_dtypes: tuple[Any, ...]
@@ -292,23 +297,25 @@ class WeightTiles:
 
     Attributes:
         tiling: how the weight is divided.
-        weight: the weight `[parts · rows, lines, width]`.
+        source: `(part, row, line) → reference` to the entries of a tile, from its first row and line on.
         x: shared memory for x `[lines, width]`.
         buffers: shared memory for the tiles `[SLOTS, parts, tile rows, tile lines, width]`.
         copied: a barrier for each slot, which its copies complete.
         first: the first tile of rows of the program.
         num_steps: the number of tiles that it reads.
         layouts: where entries are.
+        factor: `chunk → number`, which multiplies the products of a tile; None for 1.
     """
 
     tiling: Tiling
-    weight: Any
+    source: Callable[[int, AnyArray, AnyArray], Any]
     x: Any
     buffers: Any
     copied: Any
     first: AnyArray
     num_steps: AnyArray
     layouts: Layouts
+    factor: Callable[[Any], AnyArray] | None = None
 
     def begin(self) -> tuple[()]:
         """Start to copy the first tiles."""
@@ -325,8 +332,7 @@ class WeightTiles:
             slot = lax.rem(step, SLOTS)
             row, line = (self.first + step // t.chunks) * t.tile_rows, t.first_line(lax.rem(step, t.chunks))
             for part in range(t.parts):
-                source = self.weight.at[pl.ds(part * t.rows + row, t.tile_rows), pl.ds(line, t.tile_lines)]
-                plgpu.copy_gmem_to_smem(source, self.buffers.at[slot, part], self.copied.at[slot])
+                plgpu.copy_gmem_to_smem(self.source(part, row, line), self.buffers.at[slot, part], self.copied.at[slot])
 
     def store_x(self, x: AnyArray) -> None:
         """Write a row x to shared memory."""
@@ -348,6 +354,8 @@ class WeightTiles:
         plgpu.barrier_wait(self.copied.at[slot])
         tiles = (load(self.buffers.at[slot, part], layout=self.layouts.tile) for part in range(t.parts))
         results = [(tile.astype(jnp.float32) * x).sum(axis=1).sum(axis=1) for tile in tiles]
+        if self.factor is not None:
+            results = [y * jnp.broadcast_to(self.factor(chunk), y.shape) for y in results]
         plgpu.commit_smem()  # all warps have read the tile
         self.start(step + SLOTS)
         return results, ()
@@ -446,21 +454,27 @@ def matvec(
             tiles = PackedTiles(t, weight_refs, buffers, first, last, interpret is not None)
         else:
             (weight_ref,), (x_ref, slots, copied) = weight_refs, buffers
-            tiles = WeightTiles(t, weight_ref, x_ref, slots, copied, first, (last - first) * t.chunks, layouts)
+
+            def source(part: int, row: AnyArray, line: AnyArray) -> Any:
+                return weight_ref.at[pl.ds(part * t.rows + row, t.tile_rows), pl.ds(line, t.tile_lines)]
+
+            tiles = WeightTiles(t, source, x_ref, slots, copied, first, (last - first) * t.chunks, layouts)
         run_program(spec, layouts, row_refs, entry_refs, out_refs, kept_refs, tiles, last - first)
 
     scratch: list[Any]
     if isinstance(t, PackedTiling):
         scratch = [plgpu.SMEM(t.x_shape, jnp.int8)] * 4
     else:
-        scratch = [
-            plgpu.SMEM(t.x_shape, x_dtype),
-            plgpu.SMEM((SLOTS, t.parts, t.tile_rows, t.tile_lines, t.width), weight.dtype),
-            plgpu.Barrier(num_arrivals=t.parts, num_barriers=SLOTS),
-        ]
+        scratch = scratch_of(t, x_dtype, weight.dtype)
     outputs = [[((t.rows,), dtype) for dtype in spec.out_dtypes], [(t.x_shape, dtype) for dtype in kept]]
     operands = [[row.reshape(t.x_shape) for row in rows], arrays, [e.reshape(-1) for e in entries]]
     return [r.reshape(-1) for r in run_kernel(t, program, operands, outputs, scratch, interpret)]
+
+
+def scratch_of(t: Tiling, x_dtype: Any, dtype: Any) -> list[Any]:
+    """Return the shared memory of a program for x and tiles, and the barriers of copies."""
+    tiles = plgpu.SMEM((SLOTS, t.parts, t.tile_rows, t.tile_lines, t.width), dtype)
+    return [plgpu.SMEM(t.x_shape, x_dtype), tiles, plgpu.Barrier(num_arrivals=t.parts, num_barriers=SLOTS)]
 
 
 def run_kernel(

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import Graph, Mir, Node, Param, StateRead
-from rlx_jax.ir.kernel_group import AttentionGroup, DeltaGroup, KernelGroup
+from rlx_jax.ir.kernel_group import AttentionGroup, DeltaGroup, ExpertGroup, KernelGroup
 from rlx_jax.ir.operands import zero
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.cache import CacheUpdate, RingStep
@@ -45,7 +45,7 @@ from rlx_jax.lowering.lir.product_groups import refusal
 PRODUCTS = (MatMul, FusedMatMulBiasAct)
 RECURRENCES = (GatedDeltaOp, SelectiveScanOp)
 CACHE_WRITES = (CacheUpdate, RingStep)
-GROUPS = (AttentionGroup, DeltaGroup, KernelGroup)
+GROUPS = (AttentionGroup, DeltaGroup, ExpertGroup, KernelGroup)
 # The ops that may have a choice.
 CHOICE_OPS = (AttentionOp, CausalConvOp, ExpertFfn, *GROUPS, *PRODUCTS, *RECURRENCES, *CACHE_WRITES)
 
@@ -157,7 +157,7 @@ class Lir:
 
     def experts(self) -> tuple[str, ...]:
         """Return the same lines as `attention` for mixtures of experts."""
-        return self._lines(ExpertFfn)
+        return self._lines(ExpertGroup, ExpertFfn)
 
     def recurrences(self) -> tuple[str, ...]:
         """Return the same lines as `attention` for recurrences."""

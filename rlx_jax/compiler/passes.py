@@ -26,6 +26,7 @@ from rlx_jax.lowering.hir.rules import quantize_weights
 from rlx_jax.lowering.hir.weights import merge_linears, merge_ropes, orient, pad_vocabulary, unpack
 from rlx_jax.lowering.lir.attention_groups import group_attention
 from rlx_jax.lowering.lir.delta_groups import group_deltas
+from rlx_jax.lowering.lir.expert_groups import group_experts
 from rlx_jax.lowering.lir.implementations import has_mosaic, has_triton
 from rlx_jax.lowering.lir.per_shard import shard_program
 from rlx_jax.lowering.lir.product_groups import group_products
@@ -227,6 +228,13 @@ PIPELINE: tuple[Pass, ...] = (
         MIR,
         group_attention,
         lambda job: uses_kernels(job) and job.settings.plan.implementation == "auto",
+        "layout",
+    ),
+    Pass(
+        "group_experts",
+        MIR,
+        group_experts,
+        lambda job: uses_kernels(job) and job.settings.plan.experts == "auto",
         "layout",
     ),
     Pass(

@@ -75,6 +75,15 @@ class AttentionGroup(BodyOp, Mir):
 
 
 @dataclass(frozen=True)
+class ExpertGroup(BodyOp, Mir):
+    """The experts of one token, fused with their selection: logits, x, gate, up, down → the result of `ExpertFfn`."""
+
+    traits = KernelGroup.traits
+
+    body: Graph
+
+
+@dataclass(frozen=True)
 class DeltaGroup(BodyOp, Mir):
     """The gated delta rule of a prompt, fused with what computes q, k and v: silu of a convolution, and two norms.
 

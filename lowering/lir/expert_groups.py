@@ -1,0 +1,262 @@
+"""The pass `group_experts`: it joins the experts of one token and their selection to an `ExpertGroup`, of two kernels.
+
+The first kernel selects an expert in each program, reads its gate and up where they are and computes the activation;
+the second one reads its down and adds the weighted results. Both are the kernel of `matvec.py` with other tiles.
+Otherwise XLA runs a sort, two products with gathered weights, and small kernels between them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rlx_jax.dataclasses import replace
+from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Node, Param, TypeCache, Value
+from rlx_jax.ir.kernel_group import ExpertGroup, run_nodes
+from rlx_jax.ir.ops.experts import ExpertFfn
+from rlx_jax.ir.ops.order import TopK
+from rlx_jax.ir.ops.pointwise import Binary, CastTo
+from rlx_jax.ir.ops.reduce import Reduce, Softmax
+from rlx_jax.ir.param import packing_of
+from rlx_jax.ir.queries import find_readers
+from rlx_jax.lowering.lir.matvec import (
+    KernelTrace,
+    Layouts,
+    Matvec,
+    Tiling,
+    WeightTiles,
+    find_tiling,
+    run_kernel,
+    run_program,
+    scratch_of,
+    unsupported_primitive,
+)  # fmt: skip
+from rlx_jax.lowering.lir.mosaic import load, pl, plgpu
+from rlx_jax.lowering.lir.packed_matvec import LANES, WARPS
+from rlx_jax.lowering.lir.product_groups import GroupKey, is_constant, results_of, struct
+from rlx_jax.lowering.mir.small import dce
+
+AnyArray = Any
+
+# Experts that a program compares, at most: each lane has all logits in registers.
+MAX_COMPARED = 256
+
+
+def group_experts(graph: Graph, types: TypeCache) -> Graph:
+    """Return the graph with an `ExpertGroup` for each mixture of one token that the kernels compute."""
+    if not any(isinstance(node.op, ExpertFfn) for _, node in graph.walk()):
+        return graph
+    builder, values, readers = Builder(graph.name, types), dict[Value, Value](), find_readers(graph)
+    builder.inputs = list(graph.inputs)
+    for number, node in enumerate(graph.nodes):
+        members = members_of(graph, number, readers)
+        group, operands = group_of(graph, members, types) if members else (None, ())
+        if group is not None:
+            with builder.origin_scope(node.origin):
+                values[Value(number)] = builder(group, *(values[v] for v in operands))
+        else:
+            regions = tuple(group_experts(region, types) for region in node.op.regions())
+            builder.copy(node, number, values, node.op.with_regions(regions) if regions else None)
+    builder.writes.extend((leaf, values[v]) for leaf, v in graph.writes)
+    return dce(builder.finish([values[v] for v in graph.outputs], graph.output_names), types)
+
+
+def members_of(graph: Graph, number: int, readers: Mapping[Value, Sequence[int]]) -> list[int]:
+    """Return the nodes of the group of a mixture, which is the last; none if the kernels do not compute it."""
+    nodes, node = graph.nodes, graph.nodes[number]
+    if not isinstance(op := node.op, ExpertFfn) or op.biased or not op.contract or op.precision != "default":
+        return []
+    x, *experts, weights, ids = node.inputs
+    top, count, leaves = nodes[ids.node], graph.type(ids).size, [nodes[v.node].op for v in experts]
+    if not isinstance(top.op, TopK) or ids.index != 1 or graph.type(ids).symbols or count != top.op.k:
+        return []
+    logits = graph.type(top.inputs[0])
+    is_known = (
+        top.op.largest and top.op.axis in (-1, logits.rank - 1) and logits.dtype == jnp.float32
+        and int(logits.shape[-1]) == int(graph.type(experts[0]).shape[0])
+        and logits.size % (LANES * WARPS) == 0 and logits.size <= MAX_COMPARED
+        and all(isinstance(leaf, Param) and not any(map(packing_of, leaf.programs)) for leaf in leaves)
+        and all(graph.type(v).dtype == jnp.bfloat16 for v in (x, *experts))
+        and find_tilings(count, *map(int, graph.type(experts[0]).shape[1:])) is not None
+        and not unsupported_primitive(trace(op.gated, 2).jaxpr.jaxpr, 1, False)
+    )  # fmt: skip
+    members, pending = {number, ids.node}, [weights.node]
+    while is_known and pending:
+        member = pending.pop()
+        if member not in members:
+            is_known = isinstance(nodes[member].op, (Binary, CastTo, Reduce, Softmax))
+            members.add(member)
+            pending += [v.node for v in nodes[member].inputs if not is_constant(graph, v)]
+    return sorted(members) if is_known and results_of(graph, sorted(members), readers) == [Value(number)] else []
+
+
+def group_of(graph: Graph, members: Sequence[int], types: TypeCache) -> tuple[ExpertGroup | None, Sequence[Value]]:
+    """Return the group of some nodes, None if its weights do not run in the kernel, and its operands."""
+    nodes, mixture = graph.nodes, graph.nodes[members[-1]]
+    operands = (nodes[mixture.inputs[5].node].inputs[0], *mixture.inputs[:4])
+    body = Builder(f"{graph.name}.group", types, mixture.origin)
+    inner = {v: body(BodyInput(i, type=graph.type(v))) for i, v in enumerate(operands)}
+    for number in members:
+        for value in nodes[number].inputs:
+            if value not in inner and isinstance(constant := nodes[value.node].op, Constant):
+                inner[value] = body.leaf(constant)
+        body.copy(nodes[number], number, inner)
+    group = ExpertGroup(body.finish([inner[Value(members[-1])]]))
+    shares = traces_of(key_of(group))[1].jaxpr.jaxpr
+    is_known = not unsupported_primitive(shares, shares.invars[0].aval.size, reductions=True)
+    return group if is_known else None, operands
+
+
+def key_of(group: ExpertGroup) -> GroupKey:
+    """Return what a group computes."""
+    return GroupKey(tuple((n.op, n.inputs, n.types) for n in group.body.nodes), group.body.outputs, 0)
+
+
+def find_tilings(count: int, inner: int, hidden: int) -> tuple[Tiling, Tiling] | None:
+    """Return how gate and up, and down, of `count` experts are divided, or None if their sizes do not divide.
+
+    Each program of the first kernel has rows of one expert. Tiles of the second one are of one expert each, one expert
+    after another.
+    """
+    up, down = find_tiling(2 * inner, hidden, 2), find_tiling(hidden, inner, 1)
+    if up is None or down is None or not down.is_even:
+        return None
+    tiles = inner // up.tile_rows
+    programs = next((n for n in range(max(1, up.at_once // count), 0, -1) if tiles % n == 0), 1)
+    down = replace(down, lines=count * down.lines)
+    down_tiles = hidden // down.tile_rows
+    used = -(-down_tiles // -(-down_tiles // down.at_once))
+    return replace(up, rows=count * inner, programs=count * programs), replace(down, programs=used)
+
+
+def trace(function: Callable[..., AnyArray], operands: int) -> KernelTrace:
+    """Return an elementwise function of bf16 as equations."""
+    return KernelTrace(
+        jax.make_jaxpr(lambda *a: (function(*a),))(*[jax.ShapeDtypeStruct((1,), jnp.bfloat16)] * operands)
+    )
+
+
+def run_experts(op: ExpertGroup, *arrays: AnyArray, interpret: Any = None) -> tuple[AnyArray, ...]:
+    """Compute a group by its kernels; `interpret` as in `matvec`."""
+    logits, x, *weights = arrays
+    return (stream_experts(key_of(op), logits.reshape(-1), x.reshape(-1), weights, interpret).reshape(x.shape),)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4))  # equal groups of a program are lowered once
+def stream_experts(
+    key: GroupKey, logits: AnyArray, x: AnyArray, weights: Sequence[AnyArray], interpret: Any = None
+) -> AnyArray:
+    """Compute the mixture of one token.
+
+    Args:
+        key: what it computes.
+        logits: from which it selects the experts.
+        x: the token.
+        weights: gate, up and down of all experts.
+        interpret: as in `matvec`.
+    """
+    mixture, shares = traces_of(key)
+    (count,), (_, inner, hidden) = shares.jaxpr.in_avals[0].shape[-1:], weights[0].shape
+    tilings = find_tilings(count, inner, hidden)
+    assert tilings is not None
+    up, down = tilings
+    bf16 = x.dtype
+
+    def select(first: AnyArray, last: AnyArray, *refs: Any) -> None:
+        (logits_ref, same_ref, x_ref, *weight_refs), (out_ref, ids_ref, values_ref), (row_ref, slots, copied) = refs
+        choice = first * up.tile_rows // inner
+        expert, layouts = find_expert((logits_ref, same_ref), choice), Layouts.of(up)
+
+        @pl.when(first * up.tile_rows == choice * inner)
+        def _() -> None:
+            ids_ref[choice] = expert
+            values_ref[choice] = logits_ref[expert]
+
+        def source(part: int, row: AnyArray, line: AnyArray) -> Any:
+            rows = pl.ds((expert - choice) * inner + row, up.tile_rows)
+            return weight_refs[part].at[rows, pl.ds(line, up.tile_lines)]
+
+        spec = Matvec(up, trace(lambda x: x, 1), trace(mixture.gated, 2), (bf16,), (bf16,), bf16)
+        tiles = WeightTiles(up, source, row_ref, slots, copied, first, (last - first) * up.chunks, layouts)
+        run_program(spec, layouts, [x_ref], [], [out_ref], [], tiles, last - first)
+
+    def add(first: AnyArray, last: AnyArray, *refs: Any) -> None:
+        (ids_ref, values_ref, x_ref, weight_ref), (out_ref,), (row_ref, slots, copied, shares_ref) = refs
+        layouts, lines = Layouts.of(down), inner // down.width
+        chunks = lines // down.tile_lines
+
+        def source(_: int, row: AnyArray, line: AnyArray) -> Any:
+            choice = line // lines
+            rows = pl.ds(ids_ref[choice] * hidden + row, down.tile_rows)
+            return weight_ref.at[rows, pl.ds(line - choice * lines, down.tile_lines)]
+
+        def prologue(x: AnyArray, by_axis: bool) -> list[AnyArray]:
+            (share,) = shares(load(values_ref, layout=each_layout(), optimized=False), by_axis=True)
+            shares_ref[...] = share.astype(jnp.float32)
+            return [x]
+
+        def factor(chunk: AnyArray) -> AnyArray:
+            return shares_ref[chunk // chunks]
+
+        spec = Matvec(down, prologue, trace(lambda x: x, 1), (bf16,), (bf16,), bf16)
+        tiles = WeightTiles(down, source, row_ref, slots, copied, first, (last - first) * down.chunks, layouts, factor)
+        run_program(spec, layouts, [x_ref], [], [out_ref], [], tiles, last - first)
+
+    views = [
+        w.reshape(-1, t.lines if t is up else inner // t.width, t.width)
+        for w, t in zip(weights, (up, up, down), strict=True)
+    ]
+    outputs = [((up.rows,), bf16), ((count,), jnp.int32), ((count,), logits.dtype)]
+    operands = [logits, logits, x.reshape(up.x_shape), *views[:2]]
+    row, ids, values = run_kernel(up, select, [operands], [outputs], scratch_of(up, bf16, bf16), interpret)
+    scratch = [*scratch_of(down, bf16, bf16), plgpu.SMEM((count,), jnp.float32)]
+    operands = [ids, values, row.reshape(down.x_shape), views[2]]
+    return run_kernel(down, add, [operands], [[((hidden,), bf16)]], scratch, interpret)[0]
+
+
+@functools.lru_cache(maxsize=256)
+def traces_of(key: GroupKey) -> tuple[ExpertFfn, KernelTrace]:
+    """Return the mixture of a group, and its weights as a function of the selected logits."""
+    nodes = tuple(Node(op, inputs, types) for op, inputs, types in key.nodes)
+    (top,) = (i for i, node in enumerate(nodes) if isinstance(node.op, TopK))
+    mixture = nodes[-1]
+    assert isinstance(mixture.op, ExpertFfn)
+
+    def shares(selected: AnyArray) -> tuple[AnyArray, ...]:
+        values = {Value(top): selected, Value(top, 1): None}
+        run_nodes(nodes[top + 1 : -1], values, top + 1)
+        return (values[mixture.inputs[4]],)
+
+    return mixture.op, KernelTrace(jax.make_jaxpr(shares)(struct(nodes[top].types[0])))
+
+
+def find_expert(logits: Sequence[Any], choice: AnyArray) -> AnyArray:
+    """Return the expert of a choice: as many others have larger logits, or equal ones and a lower number.
+
+    Args:
+        logits: the logits, twice: Mosaic finds no layouts for two loads of one reference.
+        choice: the number of the choice.
+    """
+    count = logits[0].shape[0]
+    tiles = plgpu.Tiling(((LANES * WARPS, 4), (LANES, 4)))
+    layout = plgpu.Layout.TILED(tiles, warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
+    square = (count, count)
+    rows = (load(ref, layout=layout.reduce(1 - axis), optimized=False) for axis, ref in enumerate(logits))
+    own, other = (plgpu.layout_cast(lax.broadcast_in_dim(a, square, (i,)), layout) for i, a in enumerate(rows))
+    number, other_number = (plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, square, i), layout) for i in (0, 1))
+    is_before = (other > own) | ((other == own) & (other_number < number))
+    rank = jnp.where(is_before, 1, 0).sum(axis=1)
+    numbers = plgpu.layout_cast(lax.iota(jnp.int32, count), layout.reduce(1))
+    # NaN among the logits may select none or several.
+    return jnp.minimum(jnp.where(rank == choice, numbers, 0).sum(axis=0), count - 1)
+
+
+def each_layout() -> Any:
+    """Return a layout in which every thread has all entries of a vector."""
+    tiles, copies = plgpu.Tiling(((1,),)), plgpu.Replicated
+    return plgpu.Layout.TILED(tiles, warp_dims=(copies(WARPS),), lane_dims=(copies(LANES),), vector_dim=-1)
