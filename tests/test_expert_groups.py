@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from rlx_jax.ir.graph import BodyInput, Builder, Graph, Param, TypeCache
 from rlx_jax.ir.hir import Route
@@ -18,7 +19,7 @@ from rlx_jax.ir.param import Key
 from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.verify import verify
-from rlx_jax.lowering.lir.expert_groups import group_experts, run_experts
+from rlx_jax.lowering.lir.expert_groups import find_tilings, group_experts, run_experts
 from rlx_jax.lowering.lir.implementations import has_mosaic
 
 needs_mosaic = pytest.mark.skipif(not has_mosaic(), reason="the kernel needs jax 0.11")
@@ -28,19 +29,20 @@ BF16, F32 = as_dtype("bf16"), as_dtype("f32")
 
 
 def mixture(
-    op: ExpertFfn = EXPERTS, route: Route = ROUTE, experts: int = 128, inner: int = 128, rows: int = 1
-) -> Graph:
+    op: ExpertFfn = EXPERTS, route: Route = ROUTE, experts: int = 128, inner: int = 128, rows: int = 1,
+    hidden: int = 256, dtype: Any = BF16,
+) -> Graph:  # fmt: skip
     """Return a router and the experts of a few tokens."""
-    b, hidden = Builder("mixture", TypeCache(), Origin(("block",))), 256
-    logits, x = (
-        b.input("logits", TensorType((1, rows, experts), F32)),
-        b.input("x", TensorType((1, rows, hidden), BF16)),
-    )
-    wide, narrow = (TensorType((experts, *sizes), BF16) for sizes in ((inner, hidden), (hidden, inner)))
-    leaves = {"gate": wide, "up": wide, "down": narrow}
-    gate, up, down = (b.leaf(Param((Key(n, type=t),), type=t)) for n, t in leaves.items())
-    shares, ids = route.expand(b, logits)
-    return b.finish([b(op, x, gate, up, down, b(CastTo(BF16), shares), ids)], ["y"])
+    b = Builder("mixture", TypeCache(), Origin(("block",)))
+    logits = b.input("logits", TensorType((1, rows, experts), F32))
+    x = b.input("x", TensorType((1, rows, hidden), dtype))
+    bias = [b.input("bias", TensorType((experts,), F32))] if route.biased else []
+    sizes = (inner, hidden) if op.contract else (hidden, inner)
+    leaves = {"gate": sizes, "up": sizes, "down": sizes[::-1]}
+    types = {name: TensorType((experts, *size), dtype) for name, size in leaves.items()}
+    weights = [b.leaf(Param((Key(name, type=t),), type=t)) for name, t in types.items()]
+    shares, ids = route.expand(b, logits, *bias)
+    return b.finish([b(op, x, *weights, b(CastTo(dtype), shares), ids)], ["y"])
 
 
 def groups(graph: Graph) -> list[ExpertGroup]:
@@ -56,6 +58,7 @@ def arrays(group: ExpertGroup) -> list[jax.Array]:
     return [jnp.asarray(a, t.dtype) for a, t in zip(drawn, types, strict=True)]
 
 
+# Mixtures that are grouped.
 CASES: dict[str, Any] = {
     "softmax over the chosen": {},
     "sigmoids, scaled": {"route": Route(2, "sigmoid", scale=2.5), "op": ExpertFfn("gelu_tanh")},
@@ -74,3 +77,38 @@ def test_the_kernels_are_the_ops(case: str) -> None:
     assert found.shape == want.shape and found.dtype == want.dtype
     got, right = (np.asarray(a, np.float32) for a in (found, want))
     assert np.abs(got - right).max() <= 0.02 * np.abs(right).max()
+
+
+@needs_mosaic
+def test_the_kernels_lower_for_a_gpu() -> None:
+    """Of the widths of a published model, whose layouts Mosaic has to find."""
+    h200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
+    (group,) = groups(mixture(inner=768, hidden=2048))
+    given = [jax.ShapeDtypeStruct(n.types[0].shape, n.types[0].dtype) for n in group.body.nodes[:5]]
+    run: Any = jax.jit(lambda *a: run_experts(group, *a))
+    with use_abstract_mesh(h200):
+        assert run.trace(*given).lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu_v2") == 2
+
+
+# Mixtures that are not.
+OTHERS: dict[str, Any] = {
+    "two tokens": {"rows": 2}, "few experts": {"experts": 64}, "narrow experts": {"inner": 64},
+    "weights [in, out]": {"op": ExpertFfn(contract=0)}, "biases of the router": {"route": Route(8, biased=True)},
+    "float32": {"dtype": F32},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_what_the_kernels_lack_stays_apart(case: str) -> None:
+    assert not groups(mixture(**OTHERS[case]))
+
+
+def test_tiles_are_of_one_expert() -> None:
+    """Each program of the first kernel has rows of one expert, and each tile of the second one columns of one."""
+    for count, inner, hidden in ((8, 768, 2048), (2, 14336, 4096), (6, 1408, 2048), (1, 128, 256)):
+        tilings = find_tilings(count, inner, hidden)
+        assert tilings is not None
+        up, down = tilings
+        assert up.programs % count == 0 and (up.rows // up.tile_rows) % up.programs == 0
+        assert up.rows == count * inner and down.lines * down.width == count * inner
+        assert (inner // down.width) % down.tile_lines == 0 and down.rows == hidden
