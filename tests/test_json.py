@@ -51,7 +51,13 @@ def op_classes(base: type[Any]) -> Iterator[type[Any]]:
 def test_every_op_is_stored() -> None:
     """A new op cannot be forgotten: all of them are stored, but for a user's function and an exported program."""
     users = {"JaxFn", "TokenScan", "Recurrent", "ExportedCall"}
-    building = {"Boundary", "AttentionGroup", "DeltaGroup", "KernelGroup"}  # no graph before its plan has one
+    building = {
+        "Boundary",
+        "AttentionGroup",
+        "DeltaGroup",
+        "ExpertGroup",
+        "KernelGroup",
+    }  # no graph before its plan has one
     assert {cls.__name__ for cls in op_classes(Op)} == {*serial.SERIALIZABLE_OPS, *users, *building}, (
         "SERIALIZABLE_OPS: rlx_jax/ir/serial.py"
     )
