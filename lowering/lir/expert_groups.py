@@ -19,7 +19,7 @@ from rlx_jax.dataclasses import replace
 from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Node, Param, TypeCache, Value
 from rlx_jax.ir.kernel_group import ExpertGroup, run_nodes
 from rlx_jax.ir.ops.experts import ExpertFfn
-from rlx_jax.ir.ops.order import TopK
+from rlx_jax.ir.ops.index import TopK
 from rlx_jax.ir.ops.pointwise import Binary, CastTo
 from rlx_jax.ir.ops.reduce import Reduce, Softmax
 from rlx_jax.ir.param import packing_of
