@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -18,6 +19,7 @@ import rlx_jax as rlx
 from rlx_jax.errors import ConfigError, RlxError, UnsupportedError
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.models.mixture import GptOssConfig, GptOssFlow
+from rlx_jax.weights.gguf import GptOssExperts
 from tests.oracles import mtp_drafts
 from tests.oracles.comparing import assert_same_model
 from tests.oracles.gguf_files import write_gguf
@@ -50,6 +52,9 @@ def test_weights(fixture: str, tmp_path: Path) -> None:
     source = directory(tmp_path, fixture, **CASES[fixture])
     write_gguf(source, tmp_path / "m.gguf")
     assert_reads(tmp_path / "m.gguf", source)
+    if fixture.startswith("mamba2"):
+        opened: Any = rlx.open_weights(tmp_path / "m.gguf")
+        assert repr(opened.config["expand"]) == "2"  # transformers takes no 2.0
 
 
 @pytest.mark.slow
@@ -98,6 +103,16 @@ def test_packed_experts(kind: str, tmp_path: Path) -> None:
     tokens = np.arange(8, dtype=np.int32)[None]
     packed, plain = (np.asarray(rlx.load(tmp_path / n, dtype="f32").logits(tokens)) for n in ("q.gguf", "p.gguf"))
     np.testing.assert_allclose(packed, plain, atol=3e-6 * np.abs(plain).max(), rtol=0)
+
+
+def test_experts_in_two_floating_types() -> None:
+    """The gate and the up projection of a layer in F16 and BF16 are one weight, in F32."""
+    stem = "model.layers.0.mlp.experts."
+    gate, up = (np.arange(i, 17, 2, dtype=np.float32)[:8].reshape(1, 2, 4) for i in (0, 1))
+    halves = {f"{stem}gate_proj.weight": gate.astype("f2"), f"{stem}up_proj.weight": up.astype(ml_dtypes.bfloat16)}
+    values = GptOssExperts(rlx.open_weights(halves)).read(f"{stem}gate_up_proj")
+    assert values.dtype == np.float32
+    np.testing.assert_array_equal(values, np.stack([gate, up], 2).reshape(1, 4, 4).swapaxes(1, 2))
 
 
 POOLED = {

@@ -6,6 +6,7 @@ other checkpoint. Packed tensors remain packed: `spec` returns a `PackedSpec`, a
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import weakref
@@ -264,7 +265,9 @@ class GptOssExperts(NamedTensors[_Weight], ReadingView):
             return spec
         experts, rows, *columns = spec.shape
         rows *= len(weight.keys)
-        dtype = np.result_type(*(self.source.spec(key).dtype for key in weight.keys))
+        dtypes = {self.source.spec(key).dtype for key in weight.keys}
+        # NumPy has no common dtype for f16 and bf16.
+        dtype = spec.dtype if len(dtypes) == 1 else functools.reduce(np.promote_types, dtypes, F32)
         if weight.part == "same":
             return stored_spec((experts, rows, *columns), dtype)
         if weight.part == "values":
@@ -281,8 +284,9 @@ class GptOssExperts(NamedTensors[_Weight], ReadingView):
         weight = self._find(key)
         if len(weight.keys) == 1 and weight.part == "same":
             return read_into(self.source, weight.keys[0], index, out)
-        slices = check_index(index, tuple(self.spec(key).shape), key)
-        halves = [self._read(name, slices[:1], weight.part) for name in weight.keys]
+        spec = self.spec(key)
+        slices = check_index(index, tuple(spec.shape), key)
+        halves = [self._read(name, slices[:1], weight.part).astype(spec.dtype, copy=False) for name in weight.keys]
         # The rows of gate and up in turn.
         values = np.stack(halves, axis=2).reshape(halves[0].shape[0], -1, *halves[0].shape[2:])
         values = values.swapaxes(1, 2) if weight.part == "values" else values

@@ -262,7 +262,8 @@ def _complete_recurrent(
     if isinstance(inner, bool) or not isinstance(inner, int) or heads < 1 or inner % heads:
         raise ConfigError(f"{where}ssm.inner_size: expected a multiple of {heads} heads, got {shown(inner)}")
     if architecture == "mamba2":
-        config |= {"head_dim": inner // heads, "expand": inner / max(config["hidden_size"], 1)}
+        ratio = inner / max(config["hidden_size"], 1)
+        config |= {"head_dim": inner // heads, "expand": int(ratio) if ratio.is_integer() else ratio}
         return
     config["linear_value_head_dim"] = inner // heads
     config["num_hidden_layers"] = config.get("num_hidden_layers", 0) - config.setdefault("mtp_num_hidden_layers", 0)
