@@ -49,6 +49,8 @@ ONE = tensor(b"a", (4,), 0, 0)
 REFUSED: dict[str, tuple[bytes, type[RlxError], str]] = {
     "empty": (b"", GgufError, "not a GGUF file"),
     "another magic": (b"GGML" + bytes(60), GgufError, "expected b'GGUF'"),
+    "a pointer": (b"version https://git-lfs.github.com/spec/v1\n", GgufError, "git lfs pull"),
+    "a page": (b"<!DOCTYPE html>\n<html>", GgufError, "not a GGUF file but a text that begins with '<!DOCTYPE html>'"),
     "version 0": (b"GGUF" + bytes(60), GgufError, "version 0"),
     "version 4": (b"GGUF\4\0\0\0" + bytes(60), GgufError, "version 4"),
     "big-endian": (b"GGUF\0\0\0\3" + bytes(60), UnsupportedError, "big-endian"),

@@ -320,8 +320,9 @@ class Gguf:
     suffix: str = SUFFIX
 
     def detect(self, weights: Any) -> bool:
-        """Whether `weights` is the path of a `.gguf` file."""
-        return isinstance(weights, str) and weights.lower().endswith(SUFFIX) and os.path.isfile(weights)
+        """Whether `weights` is the path of a `.gguf` file, or of a link or pipe with such a name, which is refused."""
+        is_named = isinstance(weights, str) and weights.lower().endswith(SUFFIX)
+        return is_named and os.path.lexists(weights) and not os.path.isdir(weights)
 
     def open(self, weights: Any, options: OpenOptions) -> WeightSource:
         """Open a file, and the other parts of a model if the file is its first one."""

@@ -24,7 +24,7 @@ from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import DuplicateWeightError, GgufError, UnsupportedError, listing, quote
 from rlx_jax.io import limits
 from rlx_jax.ir.ggml import BLOCKS
-from rlx_jax.weights.tensor_file import TensorInfo, check_shape
+from rlx_jax.weights.tensor_file import TensorInfo, check_shape, describe_content
 
 # A value of the metadata. Arrays of numbers are NumPy arrays, arrays of strings are tuples.
 MetadataValue = bool | int | float | str | np.ndarray[Any, Any] | tuple[str, ...]
@@ -167,7 +167,9 @@ def read_gguf_header(read: Callable[[int, int, str], bytes], size: int, where: s
     """
     cursor = _Cursor(read, size, where)
     if (magic := cursor.take(min(4, size), "the magic")) != MAGIC:
-        raise GgufError(f"{where}: the file begins with {magic!r}, expected {MAGIC!r}: it is not a GGUF file")
+        description = describe_content(read(min(size, 64), 0, where), "a GGUF file")
+        unknown = f"the file begins with {magic!r}, expected {MAGIC!r}: it is not a GGUF file"
+        raise GgufError(f"{where}: {description or unknown}")
     _check_version(cursor.number("I", "the version"), where)
     # A tensor takes at least 8 + 4 + 8 + 4 + 8 bytes and its name, a pair 8 + 4 + 1 and its key.
     num_tensors = cursor.count(33, "the number of tensors")

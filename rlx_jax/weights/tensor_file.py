@@ -431,7 +431,7 @@ def read_header(read: ReadBytes, size: int, where: str) -> Header:
         raise SafetensorsError(f"{where}: the file has {size} bytes, expected 8 bytes of header length first")
     length = int.from_bytes(read(8, 0, where), "little")
     if length > size - 8:
-        description = _describe_content(read(min(size, 64), 0, where))
+        description = describe_content(read(min(size, 64), 0, where), "a safetensors file")
         raise SafetensorsError(
             f"{where}: {description or f'the header length is {length} bytes, the file has {size - 8} after it'}"
         )
@@ -439,12 +439,14 @@ def read_header(read: ReadBytes, size: int, where: str) -> Header:
     return parse_header(read(length, 8, where), size - 8 - length, where)
 
 
-def _describe_content(head: bytes) -> str:
-    """Describe a file that is not safetensors by its first bytes; return an empty string if they are unknown."""
+def describe_content(head: bytes, expected: str) -> str:
+    """Describe a file that is not `expected` by its first bytes; return an empty string if they are unknown."""
     if head.startswith(b"version https://git-lfs"):
         return "this is a pointer of git-lfs, not the weights: `git lfs pull` fetches them"
     if head.startswith(b"PK\x03\x04"):
         return "this is a zip archive, as torch.save writes, under another name: convert it to safetensors"
+    if head.startswith(b"GGUF"):
+        return "this is a GGUF file under another name: rename it to .gguf"
     text = head.split(b"\n")[0].decode("ascii", "replace")
     is_printable = len(text) > 8 and text.isascii() and text.isprintable()
-    return f"this is not a safetensors file but a text that begins with {quote(text)}" if is_printable else ""
+    return f"this is not {expected} but a text that begins with {quote(text)}" if is_printable else ""
