@@ -36,7 +36,14 @@ from rlx_jax.errors import (
 from rlx_jax.io.archive import HEADER, Archive, write_archive
 from rlx_jax.runtime import export_model
 from tests.oracles.chat_templates import format_checkpoint
-from tests.oracles.checkpoints import FIXTURES, copy, edit_json, edit_tensors
+from tests.oracles.checkpoints import (
+    FIXTURES,
+    SENTENCE_VARIANTS,
+    copy,
+    edit_json,
+    edit_tensors,
+    sentence_directory,
+)
 from tests.small import profile
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -271,9 +278,8 @@ def test_requests_of_a_language_model(tmp_path: Path) -> None:
         loaded.generate("a", 4, speculative="prompt")
 
 
-@pytest.mark.slow
-def test_an_encoder_and_a_classifier(tmp_path: Path) -> None:
-    """Packed, padded and plain programs; pooling, truncation and labels."""
+def test_an_encoder(tmp_path: Path) -> None:
+    """Packed, padded and plain programs; pooling and truncation."""
     encoder = rlx.load(str(FIXTURES / "sentence" / "base"))
     encoder.export(tmp_path / "e.rlxa")
     loaded = rlx.load(tmp_path / "e.rlxa")
@@ -282,6 +288,9 @@ def test_an_encoder_and_a_classifier(tmp_path: Path) -> None:
     assert same(loaded.embed(texts), encoder.embed(texts))
     ids = np.array([[1, 2, 3], [3, 2, 1]])
     assert same(loaded.hidden_states(ids, [3, 2]), encoder.hidden_states(ids, [3, 2]))
+    first = sentence_directory(FIXTURES / "sentence" / "base", tmp_path / "cls", **SENTENCE_VARIANTS["cls"])
+    rlx.load(first).export(tmp_path / "cls.rlxa")
+    assert rlx.load(tmp_path / "cls.rlxa").pipeline == rlx.load(first).pipeline != encoder.pipeline
 
 
 def test_stablehlo_alone(model: Any, tmp_path: Path) -> None:
