@@ -142,8 +142,8 @@ def running_device() -> Device:
 
 
 def start_device() -> None:
-    """Start the device in a thread: JAX reserves the memory of a GPU at the first copy, which takes 2 s, in which the
-    caller can import, plan the program and read weights."""
+    """Start the device in a thread: JAX reserves the memory of a GPU at the first copy, and fills a table of it on the
+    host, which takes 2 s, in which the caller can import, plan the program and read weights."""
     device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
 
     def copy() -> None:
