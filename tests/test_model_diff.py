@@ -142,6 +142,7 @@ def test_blocks_of_one_model() -> None:
     facts = {c.name: c.theirs for c in added.changes}
     assert facts["weights"] == "f32[8,8]" and facts["FLOPs"] == "256" and facts["parameters"] == "64"  # static sizes
     (removed,) = [b for b in long.diff(short).blocks if b.kind != "equal"]
+    assert next(c for c in removed.changes if c.name == "ops").theirs == "none"
     assert removed.kind == "removed" and "\n- b\n" in str(long.diff(short)) and "\n+ b\n" in str(short.diff(long))
 
 

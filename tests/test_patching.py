@@ -69,6 +69,8 @@ def test_forms_of_a_patch() -> None:
     )
     assert metric.shape == (3, 2, 2)
     assert_close(metric[:, 0], grid[:, 4, :, 3] - grid[:, 4, :, 4])
+    with pytest.raises(errors.RequestError, match="metric returns 'x'; expected an array"):
+        lm.patch(PROMPTS, {"layers.*": values}, sweep=True, metric=lambda x: "x")
     both = lm.patch(PROMPTS, {"layers.0.mlp": 0, "layers.2": lambda y: y * 2})
     recipe = rlx.recipe_for(LLAMA).at("layers.0.mlp").scale(0.0).at("layers.2").scale(2.0)
     assert_close(both, rlx.compile(recipe)(np.array(PROMPTS))[:, -1])

@@ -74,7 +74,7 @@ def test_a_pass_that_cannot_be_switched_off(name: str) -> None:
 
 
 STOPS = {
-    "merge_linear": ("hir", "unknown pass 'merge_linear'; passes are .*; did you mean 'merge_linears'"),
+    "merge_linear": ("hir", "unknown pass 'merge_linear'; passes are outputs, .*, dce.*; did you mean 'merge_linears'"),
     "merge_ropes":
         ("hir",
         "pass 'merge_ropes' does not run for forward with these settings; the passes that run are expand, undi"),

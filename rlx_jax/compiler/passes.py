@@ -16,7 +16,7 @@ import numpy as np
 
 from rlx_jax.compiler.settings import Settings
 from rlx_jax.dataclasses import dataclass, field, replace
-from rlx_jax.errors import GraphError, ProfileError, check_names, quote
+from rlx_jax.errors import GraphError, ProfileError, check_names, did_you_mean, quote
 from rlx_jax.ir.graph import Graph, GraphStage, TypeCache
 from rlx_jax.ir.region import peel_last
 from rlx_jax.ir.verify import verify
@@ -255,7 +255,9 @@ def pass_named(name: str) -> Pass:
     Raises:
         GraphError: there is none; the message suggests one.
     """
-    check_names([name], [p.name for p in PIPELINE], "unknown pass", "; passes are")
+    if name not in PASS_NAMES:
+        hint = did_you_mean(name, PASS_NAMES)
+        raise GraphError(f"unknown pass {quote(name)}; passes are {', '.join(PASS_NAMES)}{hint}")
     return next(p for p in PIPELINE if p.name == name)
 
 

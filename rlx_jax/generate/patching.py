@@ -167,7 +167,19 @@ class PatchMetric:
         else:
             logits = trim_padding(CaptureAxes(0, (1,), True), count, self.width, logits, lengths[:count])
         by_copy = jnp.moveaxis(logits.reshape(self.prompts, self.size, *logits.shape[1:]), 1, 0)
-        return by_copy if self.metric is None else jax.vmap(self.metric)(by_copy)
+        return by_copy if self.metric is None else jax.vmap(self.values)(by_copy)
+
+    def values(self, logits: jax.Array) -> Any:
+        """Return the metric of one copy of the prompts.
+
+        Raises:
+            RequestError: it is not an array.
+        """
+        assert self.metric is not None
+        result = self.metric(logits)
+        if not isinstance(result, jax.Array | np.ndarray | np.generic | int | float):
+            raise RequestError(f"patch: metric returns {shown(result)}; expected an array")
+        return result
 
 
 @suggest_keywords()

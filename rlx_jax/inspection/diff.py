@@ -224,11 +224,12 @@ def fact_changes(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[C
     groups = list(dict.fromkeys(name.split()[0] for name in names))
     changed = [name for name in names if before.get(name) != after.get(name)]
 
-    def fact_text(facts: Mapping[str, str], name: str) -> str:
-        return facts.get(name, "0" if name.startswith(COUNT_PREFIXES) else "none")
+    def fact_text(facts: Mapping[str, str], other: Mapping[str, str], name: str) -> str:
+        is_count = name.startswith(COUNT_PREFIXES) and other.get(name, "").isdigit()  # the ops of a block are a text
+        return facts.get(name, "0" if is_count else "none")
 
     return tuple(
-        Change(name, fact_text(before, name), fact_text(after, name))
+        Change(name, fact_text(before, after, name), fact_text(after, before, name))
         for name in sorted(changed, key=lambda name: groups.index(name.split()[0]))
     )
 

@@ -64,7 +64,7 @@ def check_text_arguments(level: str, after: str, diff: bool, format: str) -> Non
         check_pass(after, level)
     if diff and (level not in ("hir", "mir") or format != "text"):
         got = f"level {quote(level)}" if format == "text" else f"format {quote(format)}"
-        raise GraphError(f"text: diff=True compares programs at hir or mir, as text; got {got}")
+        raise GraphError(f"text: the difference of a pass is of hir or mir, as text; got {got}")
     if format != "text" and level not in ("hir", "mir", "lir"):
         raise GraphError(f"text: format={quote(format)} is for hir, mir and lir; got level {quote(level)}")
 
