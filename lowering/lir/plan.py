@@ -7,13 +7,14 @@ A plan has no buffer offsets, as XLA allocates memory. `buffers.py` computes liv
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import GraphError
-from rlx_jax.ir.graph import Graph, Mir, Node, Param, StateRead
+from rlx_jax.ir.graph import BodyInput, Graph, Mir, Node, Param, StateRead, Value
 from rlx_jax.ir.kernel_group import AttentionGroup, DeltaGroup, ExpertGroup, KernelGroup
 from rlx_jax.ir.operands import zero
 from rlx_jax.ir.ops.attention import AttentionOp
@@ -142,6 +143,23 @@ class Lir:
     def planned_graph(self) -> Graph:
         """Return the graph that the plan is of."""
         return self.graph if self.shard is None else self.shard.graph
+
+    @functools.cached_property
+    def _group_params(self) -> Mapping[int, Mapping[int, Param]]:
+        """Return the parameters that groups read, by the identity of the body and the index of its input."""
+        groups = ((graph, node) for graph, node in self.graph.walk() if isinstance(node.op, GROUPS))
+        return {
+            id(node.op.body): {i: op for i, v in enumerate(node.inputs) if isinstance(op := g.nodes[v.node].op, Param)}
+            for g, node in groups
+            if isinstance(node.op, GROUPS)
+        }
+
+    def param_of(self, graph: Graph, value: Value) -> Param | None:
+        """Return the parameter that a value of the program, or of a region or a group in it, is; None for others."""
+        op = graph.nodes[value.node].op
+        if isinstance(op, BodyInput):
+            return self._group_params.get(id(graph), {}).get(op.index)
+        return op if isinstance(op, Param) else None
 
     def attention(self) -> tuple[str, ...]:
         """Return one line for each attention: its block path, the implementation and the reason."""

@@ -75,7 +75,7 @@ def program_bytes(program: Program, packed: bool) -> int:
 
 def saved_bytes(lir: Lir, graph: Graph, node: Node) -> int:
     """Return by how many bytes the cost of an op is too high, because parameters that it reads are packed."""
-    params = [(i, op) for i, v in enumerate(node.inputs) if isinstance(op := graph.nodes[v.node].op, Param)]
+    params = [(i, param) for i, v in enumerate(node.inputs) if (param := lir.param_of(graph, v)) is not None]
     return sum(_param_bytes(lir, graph, node, position, param)[1] for position, param in params)
 
 
@@ -112,8 +112,8 @@ def _bytes(lir: Lir, entry: OpCost, leaving: set[Value], read: set[Value]) -> tu
     for position, value in enumerate(node.inputs):
         source = _source(graph, value)
         producer = graph.nodes[source.node]
-        if isinstance(producer.op, Param):
-            stored, saved = _param_bytes(lir, graph, node, position, producer.op)
+        if (param := lir.param_of(graph, source)) is not None:
+            stored, saved = _param_bytes(lir, graph, node, position, param)
             nbytes, param_bytes = nbytes - saved, param_bytes + stored
         elif source in read or _is_fused(producer, node):
             nbytes -= graph.type(value).nbytes
