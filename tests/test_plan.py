@@ -15,15 +15,13 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import cli, errors
+from rlx_jax.compiler import passes
 from rlx_jax.device import DEVICES
 from rlx_jax.inspection import rates
-from rlx_jax.ir.ops.attention import AttentionOp
-from rlx_jax.ir.ops.linalg import MatMul
-from rlx_jax.ir.ops.pointwise import Unary
-from rlx_jax.ir.ops.recurrent import SelectiveScanOp
-from rlx_jax.ir.types import TensorType
+from rlx_jax.ir.region import Repeat
 from rlx_jax.loading import model_plan
-from rlx_jax.runtime import estimate
+from rlx_jax.lowering.lir.plan import state_leaves
+from rlx_jax.runtime import estimate, program_sample
 from rlx_jax.runtime.estimate import CUBLAS_WORKSPACE
 from rlx_jax.runtime.model_setup import make_programs
 from tests.oracles.checkpoints import FIXTURES
@@ -43,6 +41,7 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, "max_position_embeddings": 256,
 }  # fmt: skip
 RECIPE = rlx.Llama32Flow.for_prefill(CONFIG)
+DEEP = rlx.Llama32Flow.for_prefill(CONFIG | {"num_hidden_layers": 24})
 BF16 = rlx.CompileProfile().replace(precision={"compute": "bf16", "weights": "bf16"})
 
 
@@ -116,64 +115,56 @@ def test_times_of_an_h200() -> None:
     assert prompts.ms_prefill == pytest.approx(58.5, rel=0.1) and prompts.prefill.bound == "FLOPs"
 
 
-def test_ops_are_sampled_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention is run for few rows and tokens, and takes a time in proportion to its operations."""
-    here = replace(rates._measured_cpu(), samples_ops=True, call_seconds=0.0, argument_seconds=0.0)
+def test_a_part_of_a_program_is_measured_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few layers and rows of it run, and the estimate is as many times the roofline as their time was."""
+    here = replace(rates._measured_cpu(), samples=True, call_seconds=0.0, argument_seconds=0.0)
+    roofline = rlx.plan(DEEP, device="cpu", batch=64, context=256)
     monkeypatch.setattr(rates, "_measured_cpu", lambda: here)
-    samples: list[tuple[str, str, tuple[int, ...]]] = []
+    samples: list[tuple[int, int, tuple[int, ...], bool]] = []
 
-    def measure(op: Any, implementation: str, types: Any, weight_bytes: int) -> float:
-        assert weight_bytes == 4 * sum(s.size for s in RECIPE.shapes().values())
-        samples.append((type(op).__name__, implementation, types[0].shape))
-        return 1.0 if type(op).__name__ == "AttentionOp" else 0.0
+    def measure(lir: Any, layout: Any, steps: int) -> float:
+        (count,) = [node.op.count for node in lir.graph.nodes if isinstance(node.op, Repeat)]
+        samples.append((count, len(state_leaves(lir.graph, False)), lir.graph.inputs[0].type.shape, steps > 1))
+        return 1.0
 
     monkeypatch.setattr(estimate, "sample_seconds", measure)
-    plan = rlx.plan(RECIPE, device="cpu", batch=64, context=256)
-    assert plan.decode is not None
-    assert {s for s in samples if s[0] == "AttentionOp"} == {
-        ("AttentionOp", "xla", (32, 1, 128)), ("AttentionOp", "heads_first", (4, 256, 128)),
-        ("AttentionOp", "xla", (4, 1, 128)),
-    }  # fmt: skip
-    # Products of few rows have the rows that they have.
-    assert {s for s in samples if s[0] == "MatMul"} >= {
-        ("MatMul", "xla", (64, 1, 128)),
-        ("MatMul", "xla", (4, 256, 128)),
-    }
-    assert plan.decode.seconds == pytest.approx(2 * 64 / 32, abs=0.1)  # of two layers
-    assert plan.prefill.seconds == pytest.approx(2 * 64 / 4, abs=0.1)
-    sampled, here = set(samples), replace(here, device=replace(here.device, memory=1))
+    plan = rlx.plan(DEEP, device="cpu", batch=64, context=256)
+    assert plan.decode is not None and roofline.decode is not None
+    # Of 24 layers the last is no part of the loop: it computes the last token alone.
+    assert samples == [(16, 2 * 17 + 1, (64, 1), True), (16, 2 * 17 + 1, (64, 256), False)]
+    assert plan.decode.seconds == pytest.approx(24 / 17, rel=0.1) and plan.prefill.seconds > 1
+    assert plan.decode.bound == roofline.decode.bound and plan.peak_bytes == roofline.peak_bytes
+    here = replace(here, device=replace(here.device, memory=1))
     samples.clear()
-    assert not rlx.plan(RECIPE, device="cpu", batch=64, context=256).suggestions
-    assert set(samples) == sampled  # none of changes that do not fit either
+    assert not rlx.plan(DEEP, device="cpu", batch=64, context=256).suggestions
+    assert len(samples) == 2  # none of changes that do not fit either
+    for limit in ("MAX_LAYER_BYTES", "MAX_SAMPLE_BYTES"):
+        monkeypatch.setattr(estimate, limit, 1)
+    assert rlx.plan(DEEP, device="cpu", batch=64, context=256).decode == roofline.decode
 
 
-def test_a_sample_takes_time() -> None:
-    weight = (TensorType((1, 1, 512), np.dtype(np.float32)), TensorType((600, 512), np.dtype(np.float32)))
-    assert 0 < estimate.sample_seconds(MatMul(contract=1), "xla", weight, 2**24) < 1  # reads several weights
-    types = (TensorType((1, 64), np.dtype(np.float32)),)
-    assert 0 < estimate.sample_seconds(Unary("exp"), "xla", types) < 1
-    masked = AttentionOp(2, 2, extra=("keep",))
-    rows = TensorType((1, 8, 16), np.dtype(np.float32))
-    assert 0 < estimate.sample_seconds(masked, "xla", (rows, rows, rows, TensorType((1, 8), np.dtype(np.bool_)))) < 1
+SAMPLED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "layers that are unrolled": (RECIPE, {}), "packed weights": (RECIPE, {"precision": {"weights": "int8"}}),
+    "a scan over layers": (FIXTURES / "qwen3_5_text" / "blocks_v5", {"layers": {"roll": "scan"}}),
+    "an encoder": (BERT, {}),
+}  # fmt: skip
 
 
-def test_a_sample_updates_a_state() -> None:
-    """As decoding does, in a loop; of several tokens and without a state once."""
-    one, heads, state = ((1, 1, 4, 8), (4,), (1, 4, 8, 16))
-    shapes = one, one[:-1], heads, (1, 1, 1, 16), (1, 1, 1, 16), state
-    types = tuple(TensorType(shape, np.dtype(np.float32)) for shape in shapes)
-    assert 0 < estimate.sample_seconds(SelectiveScanOp(from_state=True), "one_token", types) < 1
-    assert 0 < estimate.sample_seconds(SelectiveScanOp(), "one_token", types[:-1]) < 1
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_part_of_a_program_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, changes = SAMPLED[name]
+    here = replace(rates._measured_cpu(), samples=True)
+    monkeypatch.setattr(rates, "_measured_cpu", lambda: here)
+    times, sample = [], program_sample.sample_seconds
 
+    def measure(lir: Any, layout: Any, steps: int) -> float:
+        times.append(sample(lir, layout, steps))
+        return times[-1]
 
-def test_choosing_tokens_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = rlx.plan(RECIPE, device="cpu", batch=2, context=64)
-    slow = replace(rates._measured_cpu(), choose=1.0)
-    monkeypatch.setattr(rates, "_measured_cpu", lambda: slow)
-    later = rlx.plan(RECIPE, device="cpu", batch=2, context=64)
-    assert later.decode is not None and plan.decode is not None
-    assert later.decode.seconds - plan.decode.seconds == pytest.approx(2 * CONFIG["vocab_size"])
-    assert later.ms_prefill == plan.ms_prefill
+    monkeypatch.setattr(estimate, "sample_seconds", measure)
+    plan = rlx.plan(model, device="cpu", batch=2, context=32, profile=rlx.CompileProfile().replace(**changes))
+    parts = [plan.decode.parts, plan.prefill.parts] if plan.decode is not None else [plan.prefill.parts]
+    assert [sum(p.values()) for p in parts] == pytest.approx(times) and 0 < min(times) < 1
 
 
 def test_the_times_of_runs_that_take_turns() -> None:
@@ -215,6 +206,7 @@ def test_every_argument_changes_the_result(name: str) -> None:
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "a device": (LLAMA, {"device": "h20"}, errors.ProfileError, "no rates of 'h20'; there are .*did you mean 'h200'"),
+    "an argument": (LLAMA, {"batc": 2}, TypeError, "unexpected keyword argument 'batc'; did you mean 'batch'"),
     "no rows": (LLAMA, {"batch": 0}, errors.RequestError, "batch is 0; expected an integer of at least 1"),
     "no tokens": (LLAMA, {"context": 0}, errors.RequestError, "context is 0"),
     "too long": (LLAMA, {"context": 10**7}, errors.SequenceLengthError, "context: 10000000 positions, the model has"),
@@ -303,3 +295,16 @@ def test_an_encoder_and_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert record == json.loads(expected.to_json())
     assert cli.main(words[:-1]) == 0 and "from the data sheet" in capsys.readouterr().out
     assert cli.main([*words[:-2], "two"]) == 1 and "expected a number of devices, or axes" in capsys.readouterr().err
+
+
+def test_packed_weights_in_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows read them packed on an H200, and nothing is decoded to memory."""
+    monkeypatch.setattr(passes, "has_mosaic", lambda: True)
+    wide = rlx.Llama32Flow.for_prefill(CONFIG | {"hidden_size": 1024, "intermediate_size": 2048})
+    steps = []
+    for weights in ("bf16", "int8"):
+        profile = rlx.CompileProfile().replace(precision={"compute": "bf16", "weights": weights})
+        steps.append(rlx.plan(wide, device="h200", context=64, profile=profile).decode)
+    plain, packed = steps
+    assert plain is not None and packed is not None
+    assert packed.bytes < 0.6 * plain.bytes and packed.compute_seconds == plain.compute_seconds

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.errors import NumericsError, RequestError, check_names
+from rlx_jax.errors import NumericsError, RequestError, check_names, suggest_keywords
 from rlx_jax.generate.generation import GeneratesText, start_generation
 from rlx_jax.generate.request import check_request
 from rlx_jax.generate.request_plan import RequestPlan, plan_request, prompt_blocks
@@ -30,6 +30,7 @@ DEFAULT_CONTEXT = 512
 PROGRAMS = ("decode", "prefill")
 
 
+@suggest_keywords()
 def explain(
     self: GeneratesText, program: str = "decode", *, batch: int = 1, context: int | None = None,
     runs: int = 3, measure: bool = True,

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.dataclasses import dataclass, field, replace
+from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.device import DEVICES, Device, named_device, running_device
 from rlx_jax.errors import ProfileError, did_you_mean, quote
 
@@ -42,18 +42,15 @@ class Rates:
         device: the facts of the device; its `memory` is what JAX may allocate.
         bandwidth: bytes per second of its memory.
         flops: operations per second of dense products, by the short name of the compute dtype.
-        large_flops: the same where their activations take new memory; empty if it makes no difference.
         kernels: what kernels reach, by kind.
         call_seconds: seconds in which the host checks a prompt and starts its program.
         argument_seconds: the same for each parameter that the program takes.
-        choose: seconds per logit in which decoding chooses the next tokens.
-        fresh: seconds per byte of large temporaries, whose memory the operating system provides anew in each call.
         unpack: elements per second of packed weights that products of few rows decode: of codes with 8 bits, and of
             narrower codes.
         unpack_tiles: the same for products that decode their weight tile by tile.
         link: bytes per second of an array that devices of one host sum up.
         link_seconds: the fixed seconds of such a sum.
-        samples_ops: whether attention, experts and recurrences are run to measure them, which needs the device here.
+        samples: whether parts of programs are run to measure them, which needs the device here.
         basis: the source of the fractions: `measured` on this product, or limits of the `data sheet` alone.
     """
 
@@ -68,10 +65,7 @@ class Rates:
     basis: Literal["measured", "data sheet"]
     call_seconds: float = 0.0
     argument_seconds: float = 0.0
-    large_flops: Mapping[str, float] = field(default_factory=dict)
-    fresh: float = 0.0
-    choose: float = 0.0
-    samples_ops: bool = False
+    samples: bool = False
 
     def limits(self, flops: float, nbytes: float, dtype: str) -> tuple[float, float]:
         """Return the shortest seconds for so many operations, and for so many bytes, at the limits of the device."""
@@ -168,11 +162,9 @@ def rates_of(device: Device) -> Rates | None:
 # -- the CPU that runs -------------------------------------------------------------------------
 
 # Rows and sides of the measured products, and side of the matrix that is read (64 MB in f32, over most caches).
-_ROWS, _MANY_ROWS, _SIDES, _READ_SIDE = 256, 16384, (1024, 512), 4096
-# Steps of the measured loop; arrays that are larger than glibc's largest threshold take new memory in each call.
-_STEPS, FRESH_BYTES = 4, 2**25
-# Bytes of the measured copies, small and large, and the rows and ids of logits.
-_COPIES, _LOGITS = (FRESH_BYTES // 8, FRESH_BYTES * 2), (16, 4096)
+_ROWS, _SIDES, _READ_SIDE = 256, (1024, 512), 4096
+# Steps of the measured loop.
+_STEPS = 4
 DTYPES = {"f32": np.dtype(jnp.float32), "bf16": np.dtype(jnp.bfloat16)}
 CPU_KERNELS: Mapping[KernelKind, KernelRate] = {
     "product": KernelRate(1.0, 1.0, 4e-6), "attention": KernelRate(0.3, 0.5, 4e-6),
@@ -183,21 +175,11 @@ CPU_KERNELS: Mapping[KernelKind, KernelRate] = {
 
 @functools.cache
 def _measured_cpu() -> Rates:
-    """Measure how fast this CPU multiplies, reads, gets memory and chooses tokens, in two seconds."""
+    """Measure how fast this CPU multiplies and reads, in a second."""
     with jax.default_device(jax.devices("cpu")[0]):
-        runs = [_product(rows, _SIDES, name) for rows in (_ROWS, _MANY_ROWS) for name in DTYPES]
-        runs.append(_product(1, (_READ_SIDE, _READ_SIDE), "f32", _STEPS))
-        runs += [_run(lambda x: x + 1, jnp.zeros(nbytes // 4, jnp.float32)) for nbytes in _COPIES]
-        runs.append(_run(lambda x: x.argmax(-1), jnp.zeros(_LOGITS, jnp.float32)))
-        times = least_seconds(runs, 1.5)
-    few, many, (read, small, large, chosen) = times[:2], times[2:4], times[4:]
-    fresh, work = max(0.0, large / _COPIES[1] - small / _COPIES[0]), 2 * math.prod(_SIDES)
-    flops = {name: work * _ROWS / seconds for name, seconds in zip(DTYPES, few, strict=True)}
-    large_flops = {
-        # Without the time for its memory, which a program gets once, not for each product.
-        name: work * _MANY_ROWS / (seconds - min(seconds / 2, fresh * _MANY_ROWS * _SIDES[0] * dtype.itemsize))
-        for (name, dtype), seconds in zip(DTYPES.items(), many, strict=True)
-    }
+        runs = [_product(_ROWS, _SIDES, name) for name in DTYPES]
+        *products, read = least_seconds([*runs, _product(1, (_READ_SIDE, _READ_SIDE), "f32", _STEPS)], 1.0)
+    flops = {name: 2 * math.prod(_SIDES) * _ROWS / s for name, s in zip(DTYPES, products, strict=True)}
     bandwidth = 4 * _READ_SIDE**2 * _STEPS / read
     here = running_device()
     device = here if here.kind == "cpu" else replace(DEVICES["cpu"], memory=None)
@@ -205,7 +187,7 @@ def _measured_cpu() -> Rates:
     unpack = bandwidth / 3.1, bandwidth / 6.6
     return Rates(
         device, bandwidth, flops | {"f16": flops["bf16"]}, CPU_KERNELS, unpack, unpack, bandwidth / 4, 50e-6,
-        "measured", large_flops=large_flops, fresh=fresh, choose=chosen / math.prod(_LOGITS), samples_ops=True,
+        "measured", samples=True,
     )  # fmt: skip
 
 
@@ -219,13 +201,8 @@ def _product(rows: int, sides: tuple[int, int], dtype: str, steps: int = 1) -> C
     def run(x: jax.Array, w: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, steps, partial(product, w=w), x) if steps > 1 else product(0, x, w)
 
-    return _run(run, x, w)
-
-
-def _run(function: Callable[..., Any], *arrays: jax.Array) -> Callable[[], Any]:
-    """Return a function that runs a compiled function of some arrays and waits for its result."""
-    jitted = jax.jit(function)
-    return lambda: jax.block_until_ready(jitted(*arrays))
+    jitted = jax.jit(run)
+    return lambda: jax.block_until_ready(jitted(x, w))
 
 
 def least_seconds(runs: Sequence[Callable[[], Any]], budget: float) -> list[float]:

@@ -29,6 +29,7 @@ from rlx_jax.errors import (
     listing,
     quote,
     shown,
+    suggest_keywords,
 )
 from rlx_jax.generate.request_plan import cache_sizes, chunk_widths
 from rlx_jax.inspection.plan_record import ModelPlan, ProgramEstimate, Suggestion
@@ -57,6 +58,7 @@ MAX_DEVICES = 1 << 16
 MAX_MEMORY_FRACTION = 0.95
 
 
+@suggest_keywords()
 def plan(
     model: Any, *, device: str | None = None, batch: int = 1, context: int | None = None,
     profile: ProfileLike | None = None, mesh: Any = None, revision: str | None = None,
@@ -278,9 +280,7 @@ def with_suggestions(request: PlanRequest, result: ModelPlan) -> ModelPlan:
 def _fits(request: PlanRequest) -> bool:
     """Return whether a request fits; that is a matter of bytes, so no op runs for its time."""
     parameters, memory = sum(parameter_bytes(request.model.programs).values()), request.rates.device.memory or 0
-    return parameters <= memory and bool(
-        make_plan(replace(request, rates=replace(request.rates, samples_ops=False))).fits
-    )
+    return parameters <= memory and bool(make_plan(replace(request, rates=replace(request.rates, samples=False))).fits)
 
 
 def _suggestion(change: str, arguments: Mapping[str, Any], result: ModelPlan) -> Suggestion:

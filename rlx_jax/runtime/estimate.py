@@ -1,27 +1,21 @@
 """This module estimates what a program costs on a device from its LIR and the device's roofline. Nothing is compiled.
 
 Shapes, FLOPs and bytes are those of the program itself (`op_costs`, `activation_bytes`, `Layout`, the state's types).
-On a CPU what attention, mixtures of experts and recurrences reach depends on heads, widths, dtype and implementation
-more than on the machine's limits: XLA transposes caches, loops over experts and updates states in loops. So a sample of
-each is run once, for few rows and tokens, and its time is scaled with its operations.
+On the CPU that runs, a part of the program runs too (`program_sample`): estimates are the roofline's, times what that
+part took beyond its own roofline.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 
 from rlx_jax.compiler.pipeline import Template, make_lir
+from rlx_jax.dataclasses import replace
 from rlx_jax.inspection.plan_record import ProgramEstimate
-from rlx_jax.inspection.rates import FRESH_BYTES, KernelKind, Rates, least_seconds
+from rlx_jax.inspection.rates import KernelKind, Rates
 from rlx_jax.inspection.work import program_bytes, saved_bytes
 from rlx_jax.ir.graph import Graph, Mir, Node, Param
 from rlx_jax.ir.operands import zero
@@ -29,18 +23,18 @@ from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.experts import ExpertFfn, GroupedMatMul
 from rlx_jax.ir.ops.index import Gather
 from rlx_jax.ir.ops.pointwise import Unary
-from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp, SelectiveScanOp
+from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.param import packed_parameter, packing_of
 from rlx_jax.ir.paths import Path
-from rlx_jax.ir.types import TensorType, is_float, short_name
+from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.lowering.inspect.buffers import activation_bytes
 from rlx_jax.lowering.inspect.outline import OpCost, op_costs
 from rlx_jax.lowering.lir.attention import CHUNK_SCORE_BYTES
-from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
 from rlx_jax.lowering.lir.packed import MAX_FUSED_ROWS
-from rlx_jax.lowering.lir.plan import GROUPS, PRODUCTS, RECURRENCES, XLA_CHOICE, Lir, call_of
+from rlx_jax.lowering.lir.plan import GROUPS, PRODUCTS, RECURRENCES, XLA_CHOICE, Lir, call_of, state_leaves
 from rlx_jax.lowering.sharding import ModelSharding, shard_type
+from rlx_jax.runtime.program_sample import cut_layers, read_bytes, sample_seconds
 from rlx_jax.runtime.programs import Programs
 from rlx_jax.runtime.sequence_state import LENGTH, state_shardings
 
@@ -74,15 +68,20 @@ def estimate_program(
     if sharding is not None and "batch" in local:
         local["batch"] //= sharding.num_batch_shards(local["batch"])
     lir = make_lir(template, local, programs.settings)
+    estimate = _roofline(programs, lir, program, binding, sharding, rates)
+    measured = rates.samples and lir.shard is None
+    share = _measured_share(programs, template, program, local, rates) if measured else 1.0
+    parts = {f"{name}_seconds": getattr(estimate, f"{name}_seconds") * share for name in ("compute", "memory", "start")}
+    return replace(estimate, **parts)
+
+
+def _roofline(
+    programs: Programs, lir: Lir, program: str, sizes: Mapping[str, int], sharding: ModelSharding | None, rates: Rates
+) -> ProgramEstimate:
+    """Return the estimate of a planned program from the limits of the device alone."""
     flops = nbytes = 0
     seconds = [0.0, 0.0, 0.0, 0.0]
-    sampled = op_samples(lir, programs, template, local) if rates.samples_ops else None
-    # The loop of decoding gets its temporaries once for several steps.
-    steps = programs.settings.loop.steps if local.get("seq") == 1 else 1
-    for index, (entry, op_flops, op_bytes, parts) in enumerate(op_estimates(lir, sharding, rates)):
-        if sampled is not None and (sample := sampled(index, entry)) is not None:
-            share = op_flops / entry.cost.flops if entry.cost.flops else op_bytes / entry.cost.bytes  # of one device
-            parts = (sample * share, 0.0, 0.0, parts[3])
+    for entry, op_flops, op_bytes, parts in op_estimates(lir, sharding, rates):
         flops += entry.times * op_flops
         nbytes += entry.times * op_bytes
         seconds = [total + entry.times * part for total, part in zip(seconds, parts, strict=True)]
@@ -91,10 +90,35 @@ def estimate_program(
     live += sharding.gathered_bytes(programs.layout.params.values()) if sharding is not None else 0
     host = rates.call_seconds + rates.argument_seconds * len(programs.layout.params) if program == "prefill" else 0.0
     compute, memory, start, link = seconds
-    if program == "extend" and local["seq"] == 1:
-        compute += rates.choose * lir.graph.type(lir.graph.outputs[0]).size
-    memory += live * rates.fresh / steps if live > FRESH_BYTES else 0.0
-    return ProgramEstimate(program, binding, flops, nbytes, live, compute, memory, start, link, host)
+    return ProgramEstimate(program, sizes, flops, nbytes, live, compute, memory, start, link, host)
+
+
+# How many layers samples have, the most that fit: bytes of parameters that few caches hold, about a
+# second's operations, and so many bytes of state. With more parameters in one layer than the last, none is run.
+SAMPLE_LAYERS = (16, 8, 4, 2, 1)
+MAX_LAYER_BYTES, MAX_SAMPLE_FLOPS, MAX_STATE_BYTES, MAX_SAMPLE_BYTES = 2**28, 2**37, 2**30, 2**31
+
+
+def _measured_share(
+    programs: Programs, template: Template, program: str, sizes: Mapping[str, int], rates: Rates
+) -> float:
+    """Return how long a program takes on the CPU that runs, as a multiple of its roofline: that of a part of it."""
+    is_step, sizes = program == "extend" and sizes["seq"] == 1, dict(sizes)
+    while True:
+        lir = make_lir(template, sizes, programs.settings)
+        for layers in (0,) if lir.plan.scan else SAMPLE_LAYERS:
+            part = replace(lir, graph=cut_layers(lir.graph, layers) if layers else lir.graph)
+            nbytes = read_bytes(part.graph, programs.layout)
+            state = sum(t.nbytes for t, _ in state_leaves(part.graph, part.plan.scan).values())
+            estimate = _roofline(programs, part, program, sizes, None, rates)
+            fits = nbytes <= (MAX_SAMPLE_BYTES if layers <= 1 else MAX_LAYER_BYTES) and state <= MAX_STATE_BYTES
+            if fits and (is_step or estimate.flops <= MAX_SAMPLE_FLOPS):
+                steps = programs.settings.loop.steps if is_step else 1
+                return sample_seconds(part, programs.layout, steps) / sum(estimate.parts.values())
+        halved = next((n for n in ("batch", "context" if is_step else "seq") if sizes.get(n, 1) > 1), None)
+        if nbytes > MAX_SAMPLE_BYTES or halved is None:
+            return 1.0
+        sizes[halved] //= 2
 
 
 def block_seconds(lir: Lir, rates: Rates) -> Mapping[Path, float]:
@@ -127,21 +151,23 @@ def op_estimates(lir: Lir, sharding: ModelSharding | None, rates: Rates) -> Iter
     """Yield each op of a program with the FLOPs and bytes of one run of it on one device, and its seconds by part."""
     groups = {id(node.op.body) for _, node in lir.graph.walk() if isinstance(node.op, GROUPS)}
     for entry in op_costs(lir.graph):
-        flops, nbytes, parts = _op_seconds(entry, lir, sharding, rates)
-        op = entry.node.op
-        if id(entry.graph) in groups and isinstance(op, Mir) and kernel_kind(op) == "reduction":
+        is_grouped, op = id(entry.graph) in groups, entry.node.op
+        flops, nbytes, parts = _op_seconds(entry, lir, sharding, rates, is_grouped)
+        if is_grouped and isinstance(op, Mir) and kernel_kind(op) == "reduction":
             parts = (*parts[:2], 0.0, parts[3])  # a norm in the kernel of a product or an attention is no kernel
         yield entry, flops, nbytes, parts
 
 
-def _op_seconds(entry: OpCost, lir: Lir, sharding: ModelSharding | None, rates: Rates) -> tuple[int, int, OpTimes]:
+def _op_seconds(
+    entry: OpCost, lir: Lir, sharding: ModelSharding | None, rates: Rates, is_grouped: bool
+) -> tuple[int, int, OpTimes]:
     """Return the FLOPs and bytes of one run of an op on one device, and its seconds by part."""
     graph, node, cost = entry.graph, entry.node, entry.cost
     assert isinstance(node.op, Mir)
     kind, types = kernel_kind(node.op), [graph.type(v) for v in node.inputs]
-    params = [op for v in node.inputs if isinstance(op := graph.nodes[v.node].op, Param)]
+    params = [param for v in node.inputs if (param := lir.param_of(graph, v)) is not None]
     flops, nbytes, unpack, shards, link = cost.flops, cost.bytes - saved_bytes(lir, graph, node), 0.0, 1, 0.0
-    if kind == "product" and params:
+    if kind == "product" and params and not is_grouped:  # kernels decode while they wait for memory
         weight = params[0]
         rows = math.prod(map(int, types[0].shape[:-1]))
         unpack = _unpack_seconds(weight, lir.plan.packed, rows, lir.plan.target, rates)
@@ -157,8 +183,6 @@ def _op_seconds(entry: OpCost, lir: Lir, sharding: ModelSharding | None, rates: 
     flops, nbytes = flops // shards, nbytes // shards
     dtype = dtype if dtype in rates.flops else "f32"
     compute, memory, start = rates.parts(kind, flops, nbytes, dtype)
-    if kind == "product" and types[0].nbytes + node.types[0].nbytes > FRESH_BYTES:
-        compute *= rates.flops[dtype] / rates.large_flops.get(dtype, rates.flops[dtype])
     return flops, nbytes, (compute + unpack / shards, memory, start, link)
 
 
@@ -258,135 +282,3 @@ def _layer_kind(name: str, array_type: TensorType, template: Template) -> str:
     if "context" in array_type.symbols:
         return "full"
     return "window" if any(symbol in template.rings for symbol in array_type.symbols) else "recurrent"
-
-
-# -- samples of ops ---------------------------------------------------------------------------
-
-SAMPLED_KINDS = ("attention", "experts", "recurrence")
-SAMPLED_OPS = (Unary, CausalConvOp)
-# The most bytes of operands of products that are sampled; larger ones reach the measured rates. Samples with fewer
-# bytes than the second run so often in a program, with operands of their own, as products do: alone they take longer.
-MAX_PRODUCT_BYTES, SAMPLE_COPY_BYTES, SAMPLE_COPIES = 2**24, 2**20, 3
-# Products of one row read several weights one after the other, as many as the model has up to the first number. Those
-# and short ops run so often in one program.
-MAX_COPIES, SAMPLE_RUNS = 8, 48
-# So do products of few rows, up to so many weights and bytes: fewer would stay in a cache, and in a step of decoding
-# the other weights are read before a weight is read again.
-FEW_SAMPLE_ROWS, FEW_SAMPLE_COPIES, FEW_SAMPLE_BYTES = 64, 48, 2**27
-# Sizes of samples of one and of more tokens: enough for the rate to be that of larger ones, and milliseconds of work.
-SAMPLE_ROWS, SAMPLE_PROMPTS, SAMPLE_TOKENS = 32, 4, 256
-# Samples with more operands, such as all experts of a large mixture, are not run.
-MAX_SAMPLE_BYTES = 2**28
-
-# For an op of a program, the seconds of a run; None if it is not sampled.
-SampledSeconds = Callable[[int, OpCost], float | None]
-
-
-def op_samples(lir: Lir, programs: Programs, template: Template, sizes: Mapping[str, int]) -> SampledSeconds:
-    """Return the function that estimates the n-th op of a program from a sample of it.
-
-    Args:
-        lir: the program.
-        programs: the programs of the model, for the CPU that runs.
-        template: the template of the program.
-        sizes: the sizes of its symbols.
-    """
-    rows = SAMPLE_ROWS if sizes.get("seq") == 1 else SAMPLE_PROMPTS
-    limits = {"batch": rows, "seq": SAMPLE_TOKENS, "context": SAMPLE_TOKENS}
-    capped = {name: min(size, limits.get(name, size)) for name, size in sizes.items()}
-    sample_lir = make_lir(template, capped, programs.settings)
-    samples, weight_bytes = list(op_costs(sample_lir.graph)), sum(parameter_bytes(programs).values())
-
-    def seconds(index: int, entry: OpCost) -> float | None:
-        op, operands = entry.node.op, [entry.graph.type(value) for value in entry.node.inputs]
-        if not isinstance(op, Mir) or index >= len(samples):
-            return None
-        kind, nbytes = kernel_kind(op), sum(t.nbytes for t in operands)
-        if kind == "product":
-            params = [p for v in entry.node.inputs if isinstance(p := entry.graph.nodes[v.node].op, Param)]
-            is_sampled = nbytes <= MAX_PRODUCT_BYTES and not any(map(lir.stays_packed, params))
-        else:
-            is_sampled = kind in SAMPLED_KINDS or isinstance(op, SAMPLED_OPS)
-        if not is_sampled:
-            return None
-        sample = samples[index]
-        # Few tokens are padded to blocks of experts, and read all weights: their time is not in proportion.
-        few = int(operands[5].size) if isinstance(op, ExpertFfn) else math.prod(map(int, operands[0].shape[:-1]))
-        if kind in ("product", "experts") and few <= SAMPLE_TOKENS:
-            sample = entry
-        types = tuple(map(sample.graph.type, sample.node.inputs))
-        if sample.node.op != op or sum(t.nbytes for t in types) > MAX_SAMPLE_BYTES:
-            return None
-        implementation = implementation_of(lir, entry.graph, entry.node)
-        cost = sample.cost
-        scale = entry.cost.flops / cost.flops if cost.flops else entry.cost.bytes / cost.bytes
-        return sample_seconds(op, implementation, types, weight_bytes) * scale
-
-    return seconds
-
-
-@functools.lru_cache(maxsize=256)
-def sample_seconds(op: Mir, implementation: str, types: tuple[TensorType, ...], weight_bytes: int = 0) -> float:
-    """Return the seconds of a run of an op on this CPU, without the start of its program.
-
-    Args:
-        op, implementation, types: the op, and the types of its operands.
-        weight_bytes: the bytes of all parameters, which a step of decoding reads before it reads the same weight again.
-    """
-    evaluate = functools.partial(IMPLEMENTATIONS[implementation], op)
-    # Weights of several layers are not in the cache of a core, other than one that is read again. In a loop threads
-    # wake up once for all steps, as in that of decoding.
-    nbytes, is_product = sum(t.nbytes for t in types), kernel_kind(op) == "product"
-    rows = math.prod(types[0].shape[:-1])
-    copies = SAMPLE_COPIES if nbytes < SAMPLE_COPY_BYTES or is_product else 1
-    if is_product and rows == 1 and implementation == "xla":  # which compiles fast
-        copies = max(copies, min(MAX_COPIES, weight_bytes // nbytes))
-    elif is_product and 1 < rows <= FEW_SAMPLE_ROWS:
-        copies = max(copies, min(FEW_SAMPLE_COPIES, min(weight_bytes, FEW_SAMPLE_BYTES) // nbytes))
-    steps = SAMPLE_RUNS // copies if nbytes < SAMPLE_COPY_BYTES or rows == 1 else 1
-
-    def step(x: jax.Array, operands: list[list[jax.Array]]) -> Any:
-        """Run the op after itself: each run has the first value of the one in front of it in its operand."""
-        results = []
-        for others in operands:
-            results.append(jax.tree.leaves(evaluate(x, *others)))
-            first = results[-1][0]
-            x = x + first[(0,) * first.ndim].astype(x.dtype)
-        return x, results
-
-    def run(x: jax.Array, operands: list[list[jax.Array]]) -> Any:
-        if steps == 1:
-            return step(x, operands)
-        empty = jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), jax.eval_shape(step, x, operands))
-        return jax.lax.fori_loop(0, steps, lambda _, last: step(last[0], operands), (x, empty[1]))
-
-    def update(x: jax.Array, operands: list[list[jax.Array]]) -> Any:
-        """Update a state in a loop, as decoding does."""
-        (*others, state), *_ = operands
-        first = tuple(jax.tree.leaves(evaluate(x, *others, state)))
-        return jax.lax.fori_loop(1, SAMPLE_COPIES, lambda _, last: tuple(evaluate(x, *others, last[1])), first)
-
-    with jax.default_device("cpu"):
-        # Experts are chosen evenly: an implementation may skip those without tokens.
-        experts = int(types[1].shape[0]) if kernel_kind(op) == "experts" else 1
-        is_updated = isinstance(op, GatedDeltaOp | SelectiveScanOp) and op.from_state and int(types[0].shape[1]) == 1
-        sample = jax.jit(update if is_updated else run)
-        x = _sample_array(types[0], experts)
-        others = [[_sample_array(t, experts) for t in types[1:]] for _ in range(1 if is_updated else copies)]
-        (seconds,) = least_seconds([lambda: jax.block_until_ready(sample(x, others))], 0.05)
-    return max(1e-7, (seconds - _start_seconds()) / (SAMPLE_COPIES if is_updated else copies * steps))
-
-
-@functools.cache
-def _start_seconds() -> float:
-    """Return the seconds of a program that does nearly nothing on this CPU."""
-    with jax.default_device("cpu"):
-        start, scalar = jax.jit(lambda x: x + 1), jnp.zeros(())
-        return least_seconds([lambda: start(scalar).block_until_ready()], 0.05)[0]
-
-
-def _sample_array(t: TensorType, limit: int) -> jax.Array:
-    """Return zeros in memory of their own, or integers below a limit."""
-    if is_float(t.dtype):
-        return jnp.asarray(np.full(t.shape, 0, t.dtype))  # pages of np.zeros would be one until they are written
-    return jnp.asarray((np.arange(t.size) % limit).astype(t.dtype).reshape(t.shape))
