@@ -14,7 +14,7 @@ from rlx_jax.ir.graph import BodyInput, Builder, Graph, Param, TypeCache
 from rlx_jax.ir.hir import Route
 from rlx_jax.ir.kernel_group import ExpertGroup
 from rlx_jax.ir.ops.experts import ExpertFfn
-from rlx_jax.ir.ops.pointwise import CastTo
+from rlx_jax.ir.ops.pointwise import Binary, CastTo
 from rlx_jax.ir.param import Key
 from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.types import TensorType, as_dtype
@@ -30,9 +30,9 @@ BF16, F32 = as_dtype("bf16"), as_dtype("f32")
 
 def mixture(
     op: ExpertFfn = EXPERTS, route: Route = ROUTE, experts: int = 128, inner: int = 128, rows: int = 1,
-    hidden: int = 256, dtype: Any = BF16,
+    hidden: int = 256, dtype: Any = BF16, residual: bool = True,
 ) -> Graph:  # fmt: skip
-    """Return a router and the experts of a few tokens."""
+    """Return a router and the experts of a few tokens, with a residual sum."""
     b = Builder("mixture", TypeCache(), Origin(("block",)))
     logits = b.input("logits", TensorType((1, rows, experts), F32))
     x = b.input("x", TensorType((1, rows, hidden), dtype))
@@ -42,13 +42,16 @@ def mixture(
     types = {name: TensorType((experts, *size), dtype) for name, size in leaves.items()}
     weights = [b.leaf(Param((Key(name, type=t),), type=t)) for name, t in types.items()]
     shares, ids = route.expand(b, logits, *bias)
-    return b.finish([b(op, x, *weights, b(CastTo(dtype), shares), ids)], ["y"])
+    y = b(op, x, *weights, b(CastTo(dtype), shares), ids)
+    return b.finish([b(Binary("add"), b.input("r", b.type(y)), y) if residual else y], ["y"])
 
 
 def groups(graph: Graph) -> list[ExpertGroup]:
     types = TypeCache()
     grouped = verify(group_experts(graph, types), "mir", "group_experts", types)
-    return [node.op for node in grouped.nodes if isinstance(node.op, ExpertGroup)]
+    nodes = [node for node in grouped.nodes if isinstance(node.op, ExpertGroup)]
+    assert all(node.origin.path == ("block",) for node in nodes)
+    return [node.op for node in nodes if isinstance(node.op, ExpertGroup)]
 
 
 def arrays(group: ExpertGroup) -> list[jax.Array]:
@@ -60,8 +63,8 @@ def arrays(group: ExpertGroup) -> list[jax.Array]:
 
 # Mixtures that are grouped.
 CASES: dict[str, Any] = {
-    "softmax over the chosen": {},
-    "sigmoids, scaled": {"route": Route(2, "sigmoid", scale=2.5), "op": ExpertFfn("gelu_tanh")},
+    "softmax over the chosen": {"route": Route(4)},
+    "sigmoids, scaled": {"route": Route(2, "sigmoid", scale=2.5), "op": ExpertFfn("gelu_tanh"), "residual": False},
 }  # fmt: skip
 
 
@@ -84,7 +87,11 @@ def test_the_kernels_lower_for_a_gpu() -> None:
     """Of the widths of a published model, whose layouts Mosaic has to find."""
     h200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
     (group,) = groups(mixture(inner=768, hidden=2048))
-    given = [jax.ShapeDtypeStruct(n.types[0].shape, n.types[0].dtype) for n in group.body.nodes[:5]]
+    given = [
+        jax.ShapeDtypeStruct(n.types[0].shape, n.types[0].dtype)
+        for n in group.body.nodes
+        if isinstance(n.op, BodyInput)
+    ]
     run: Any = jax.jit(lambda *a: run_experts(group, *a))
     with use_abstract_mesh(h200):
         assert run.trace(*given).lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu_v2") == 2

@@ -1,8 +1,8 @@
 """The pass `group_experts`: it joins the experts of one token and their selection to an `ExpertGroup`, of two kernels.
 
 The first kernel selects an expert in each program, reads its gate and up where they are and computes the activation;
-the second one reads its down and adds the weighted results. Both are the kernel of `matvec.py` with other tiles.
-Otherwise XLA runs a sort, two products with gathered weights, and small kernels between them.
+the second one reads its down and adds the weighted results, and a residual. Both are the kernel of `matvec.py` with
+other tiles. Otherwise XLA runs a sort, two products with gathered weights, and small kernels between them.
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ def group_experts(graph: Graph, types: TypeCache) -> Graph:
         return graph
     builder, values, readers = Builder(graph.name, types), dict[Value, Value](), find_readers(graph)
     builder.inputs = list(graph.inputs)
+    found = (members_of(graph, number, readers) for number in range(len(graph.nodes)))
+    groups = {members[-1]: group_of(graph, members, types) for members in found if members}
     for number, node in enumerate(graph.nodes):
-        members = members_of(graph, number, readers)
-        group, operands = group_of(graph, members, types) if members else (None, ())
+        group, operands = groups.get(number, (None, ()))
         if group is not None:
-            with builder.origin_scope(node.origin):
+            with builder.origin_scope(next(n.origin for n in group.body.nodes if isinstance(n.op, ExpertFfn))):
                 values[Value(number)] = builder(group, *(values[v] for v in operands))
         else:
             regions = tuple(group_experts(region, types) for region in node.op.regions())
@@ -67,7 +68,7 @@ def group_experts(graph: Graph, types: TypeCache) -> Graph:
 
 
 def members_of(graph: Graph, number: int, readers: Mapping[Value, Sequence[int]]) -> list[int]:
-    """Return the nodes of the group of a mixture, which is the last; none if the kernels do not compute it."""
+    """Return the nodes of the group of a mixture; none if the kernels do not compute it."""
     nodes, node = graph.nodes, graph.nodes[number]
     if not isinstance(op := node.op, ExpertFfn) or op.biased or not op.contract or op.precision != "default":
         return []
@@ -92,13 +93,20 @@ def members_of(graph: Graph, number: int, readers: Mapping[Value, Sequence[int]]
             is_known = isinstance(nodes[member].op, (Binary, CastTo, Reduce, Softmax))
             members.add(member)
             pending += [v.node for v in nodes[member].inputs if not is_constant(graph, v)]
-    return sorted(members) if is_known and results_of(graph, sorted(members), readers) == [Value(number)] else []
+    if not is_known or results_of(graph, sorted(members), readers) != [Value(number)]:
+        return []
+    first = readers[Value(number)][0]
+    is_residual = len(readers[Value(number)]) == 1 and first >= 0 and nodes[first].op == Binary("add")
+    is_residual = is_residual and all(graph.type(v) == node.types[0] for v in nodes[first].inputs)
+    return [*sorted(members), first] if is_residual else sorted(members)
 
 
 def group_of(graph: Graph, members: Sequence[int], types: TypeCache) -> tuple[ExpertGroup | None, Sequence[Value]]:
     """Return the group of some nodes, None if its weights do not run in the kernel, and its operands."""
-    nodes, mixture = graph.nodes, graph.nodes[members[-1]]
-    operands = (nodes[mixture.inputs[5].node].inputs[0], *mixture.inputs[:4])
+    nodes = graph.nodes
+    (mixture,) = (nodes[number] for number in members if isinstance(nodes[number].op, ExpertFfn))
+    residual = [v for v in nodes[members[-1]].inputs if nodes[members[-1]] is not mixture and v.node not in members]
+    operands = (nodes[mixture.inputs[5].node].inputs[0], *mixture.inputs[:4], *residual)
     body = Builder(f"{graph.name}.group", types, mixture.origin)
     inner = {v: body(BodyInput(i, type=graph.type(v))) for i, v in enumerate(operands)}
     for number in members:
@@ -144,23 +152,23 @@ def trace(function: Callable[..., AnyArray], operands: int) -> KernelTrace:
 def run_experts(op: ExpertGroup, *arrays: AnyArray, interpret: Any = None) -> tuple[AnyArray, ...]:
     """Compute a group by its kernels; `interpret` as in `matvec`."""
     logits, x, *weights = arrays
-    return (stream_experts(key_of(op), logits.reshape(-1), x.reshape(-1), weights, interpret).reshape(x.shape),)
+    rows = [a.reshape(-1) for a in (logits, x, *weights[3:])]
+    return (stream_experts(key_of(op), rows, weights[:3], interpret).reshape(x.shape),)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 4))  # equal groups of a program are lowered once
+@functools.partial(jax.jit, static_argnums=(0, 3))  # equal groups of a program are lowered once
 def stream_experts(
-    key: GroupKey, logits: AnyArray, x: AnyArray, weights: Sequence[AnyArray], interpret: Any = None
+    key: GroupKey, rows: Sequence[AnyArray], weights: Sequence[AnyArray], interpret: Any = None
 ) -> AnyArray:
     """Compute the mixture of one token.
 
     Args:
         key: what it computes.
-        logits: from which it selects the experts.
-        x: the token.
+        rows: the logits from which it selects experts, the token, and the residual if there is one.
         weights: gate, up and down of all experts.
         interpret: as in `matvec`.
     """
-    mixture, shares = traces_of(key)
+    (logits, x, *residual), (mixture, shares) = rows, traces_of(key)
     (count,), (_, inner, hidden) = shares.jaxpr.in_avals[0].shape[-1:], weights[0].shape
     tilings = find_tilings(count, inner, hidden)
     assert tilings is not None
@@ -186,7 +194,7 @@ def stream_experts(
         run_program(spec, layouts, [x_ref], [], [out_ref], [], tiles, last - first)
 
     def add(first: AnyArray, last: AnyArray, *refs: Any) -> None:
-        (ids_ref, values_ref, x_ref, weight_ref), (out_ref,), (row_ref, slots, copied, shares_ref) = refs
+        (ids_ref, values_ref, x_ref, weight_ref), entry_refs, (out_ref,), (row_ref, slots, copied, shares_ref) = refs
         layouts, lines = Layouts.of(down), inner // down.width
         chunks = lines // down.tile_lines
 
@@ -203,9 +211,10 @@ def stream_experts(
         def factor(chunk: AnyArray) -> AnyArray:
             return shares_ref[chunk // chunks]
 
-        spec = Matvec(down, prologue, trace(lambda x: x, 1), (bf16,), (bf16,), bf16)
+        epilogue = trace(lambda y, *residual: sum(residual, y), 1 + len(entry_refs))
+        spec = Matvec(down, prologue, epilogue, (bf16,), (bf16,), bf16)
         tiles = WeightTiles(down, source, row_ref, slots, copied, first, (last - first) * down.chunks, layouts, factor)
-        run_program(spec, layouts, [x_ref], [], [out_ref], [], tiles, last - first)
+        run_program(spec, layouts, [x_ref], entry_refs, [out_ref], [], tiles, last - first)
 
     views = [
         w.reshape(-1, t.lines if t is up else inner // t.width, t.width)
@@ -216,7 +225,7 @@ def stream_experts(
     row, ids, values = run_kernel(up, select, [operands], [outputs], scratch_of(up, bf16, bf16), interpret)
     scratch = [*scratch_of(down, bf16, bf16), plgpu.SMEM((count,), jnp.float32)]
     operands = [ids, values, row.reshape(down.x_shape), views[2]]
-    return run_kernel(down, add, [operands], [[((hidden,), bf16)]], scratch, interpret)[0]
+    return run_kernel(down, add, [operands, residual], [[((hidden,), bf16)]], scratch, interpret)[0]
 
 
 @functools.lru_cache(maxsize=256)
@@ -224,12 +233,13 @@ def traces_of(key: GroupKey) -> tuple[ExpertFfn, KernelTrace]:
     """Return the mixture of a group, and its weights as a function of the selected logits."""
     nodes = tuple(Node(op, inputs, types) for op, inputs, types in key.nodes)
     (top,) = (i for i, node in enumerate(nodes) if isinstance(node.op, TopK))
-    mixture = nodes[-1]
+    end = next(i for i, node in enumerate(nodes) if isinstance(node.op, ExpertFfn))
+    mixture = nodes[end]
     assert isinstance(mixture.op, ExpertFfn)
 
     def shares(selected: AnyArray) -> tuple[AnyArray, ...]:
         values = {Value(top): selected, Value(top, 1): None}
-        run_nodes(nodes[top + 1 : -1], values, top + 1)
+        run_nodes(nodes[top + 1 : end], values, top + 1)
         return (values[mixture.inputs[4]],)
 
     return mixture.op, KernelTrace(jax.make_jaxpr(shares)(struct(nodes[top].types[0])))
@@ -249,11 +259,11 @@ def find_expert(logits: Sequence[Any], choice: AnyArray) -> AnyArray:
     rows = (load(ref, layout=layout.reduce(1 - axis), optimized=False) for axis, ref in enumerate(logits))
     own, other = (plgpu.layout_cast(lax.broadcast_in_dim(a, square, (i,)), layout) for i, a in enumerate(rows))
     number, other_number = (plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, square, i), layout) for i in (0, 1))
-    is_before = (other > own) | ((other == own) & (other_number < number))
-    rank = jnp.where(is_before, 1, 0).sum(axis=1)
+    larger, as_large = (plgpu.layout_cast(jnp.where(a, 1.0, 0.0), layout) for a in (other > own, other >= own))
+    rank = jnp.where(other_number < number, as_large, larger).sum(axis=1)
     numbers = plgpu.layout_cast(lax.iota(jnp.int32, count), layout.reduce(1))
     # NaN among the logits may select none or several.
-    return jnp.minimum(jnp.where(rank == choice, numbers, 0).sum(axis=0), count - 1)
+    return jnp.minimum(jnp.where(rank == choice.astype(jnp.float32), numbers, 0).sum(axis=0), count - 1)
 
 
 def each_layout() -> Any:

@@ -76,7 +76,10 @@ class AttentionGroup(BodyOp, Mir):
 
 @dataclass(frozen=True)
 class ExpertGroup(BodyOp, Mir):
-    """The experts of one token, fused with their selection: logits, x, gate, up, down → the result of `ExpertFfn`."""
+    """The experts of one token, fused with their selection and a residual sum.
+
+    Operands: logits, x, gate, up, down, the residual if there is one.
+    """
 
     traits = KernelGroup.traits
 
