@@ -239,6 +239,8 @@ def test_tilings_cover_a_weight() -> None:
         assert tiling.rows % tiling.tile_rows == 0 and tiling.tile_lines > 1
         ends = [int(tiling.first_line(chunk)) + tiling.tile_lines for chunk in range(tiling.chunks)]
         assert ends == sorted(set(ends)) and ends[-1] == tiling.lines
+    slots = [t.slots for size in ((128256, 2048), (262144, 1152), (2048, 8192)) if (t := find_tiling(*size, 1))]
+    assert slots == [4, 6, 3]  # more for heads
     assert find_tiling(64, 96, 1) is None and find_tiling(66, 128, 1) is None and find_tiling(64, 64, 1) is None
 
 

@@ -38,8 +38,12 @@ MAX_UNROLLED = 8
 # Multiprocessors of a Hopper GPU, the bytes of shared memory for programs in each, and its programs at once, at most.
 MULTIPROCESSORS, SHARED, MAX_PROGRAMS = 132, 226 * 1024, 3
 
-# Entries of a tile of one part, about: 16 KB of bf16, the copy that read fastest on one H200; tiles read ahead.
-TILE, SLOTS = 8192, 3
+# Entries of a tile of one part, about: 16 KB of bf16, the copy that read fastest on one H200.
+TILE = 8192
+
+# Tiles read ahead; and at most, where a program reads many and shared memory is free: with 6 of 8 tiles, a product of
+# 2048 x 8192 took 12.2 µs on an H200, with 3 it took 10.1; heads of 128256 x 2048 and 262144 x 1152 gained 1.6 and 4.
+SLOTS, MAX_SLOTS, MANY_TILES = 3, 6, 40
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ class Tiling:
         tile_rows: rows of a tile.
         tile_lines: lines of a tile.
         programs: programs of the kernel.
+        slots: tiles that a program reads ahead.
     """
 
     parts: int
@@ -62,6 +67,7 @@ class Tiling:
     tile_rows: int
     tile_lines: int
     programs: int
+    slots: int = SLOTS
 
     @property
     def chunks(self) -> int:
@@ -116,7 +122,13 @@ def find_tiling(rows: int, columns: int, parts: int) -> Tiling | None:
         tile_rows *= 2
     # No program waits for a place on a multiprocessor, and each but some has as many tiles.
     t, part_tiles = Tiling(parts, part_rows, lines, width, tile_rows, tile_lines, 1), part_rows // tile_rows
-    return replace(t, programs=-(-part_tiles // -(-part_tiles // t.at_once)))
+    program_tiles = -(-part_tiles // t.at_once)
+    programs = -(-part_tiles // program_tiles)
+    if program_tiles * t.chunks < MANY_TILES:
+        return replace(t, programs=programs)
+    free = SHARED // -(-programs // MULTIPROCESSORS) - 2 * columns
+    slots = free // (2 * parts * tile_rows * tile_lines * width)
+    return replace(t, programs=programs, slots=max(SLOTS, min(MAX_SLOTS, slots)))
 
 
 @dataclass(frozen=True)
@@ -293,13 +305,13 @@ class Layouts:
 
 @dataclass(frozen=True)
 class WeightTiles:
-    """The tiles of the weight that a program reads, in order, `SLOTS` of them ahead.
+    """The tiles of the weight that a program reads, in order, `slots` of them ahead.
 
     Attributes:
         tiling: how the weight is divided.
         source: `(part, row, line) → reference` to the entries of a tile, from its first row and line on.
         x: shared memory for x `[lines, width]`.
-        buffers: shared memory for the tiles `[SLOTS, parts, tile rows, tile lines, width]`.
+        buffers: shared memory for the tiles `[slots, parts, tile rows, tile lines, width]`.
         copied: a barrier for each slot, which its copies complete.
         first: the first tile of rows of the program.
         num_steps: the number of tiles that it reads.
@@ -319,7 +331,7 @@ class WeightTiles:
 
     def begin(self) -> tuple[()]:
         """Start to copy the first tiles."""
-        for step in range(SLOTS):
+        for step in range(self.tiling.slots):
             self.start(jnp.int32(step))
         return ()
 
@@ -329,7 +341,7 @@ class WeightTiles:
 
         @pl.when(step < self.num_steps)
         def _() -> None:
-            slot = lax.rem(step, SLOTS)
+            slot = lax.rem(step, t.slots)
             row, line = (self.first + step // t.chunks) * t.tile_rows, t.first_line(lax.rem(step, t.chunks))
             for part in range(t.parts):
                 plgpu.copy_gmem_to_smem(self.source(part, row, line), self.buffers.at[slot, part], self.copied.at[slot])
@@ -350,14 +362,14 @@ class WeightTiles:
     def step(self, tile: AnyArray, chunk: Any, x: AnyArray, *_: Any) -> tuple[list[AnyArray], tuple[()]]:
         """Return the product of a tile with x for each part `[tile rows]`, and start a later copy."""
         t, step = self.tiling, tile * self.tiling.chunks + chunk
-        slot = lax.rem(step, SLOTS)
+        slot = lax.rem(step, t.slots)
         plgpu.barrier_wait(self.copied.at[slot])
         tiles = (load(self.buffers.at[slot, part], layout=self.layouts.tile) for part in range(t.parts))
         results = [(tile.astype(jnp.float32) * x).sum(axis=1).sum(axis=1) for tile in tiles]
         if self.factor is not None:
             results = [y * jnp.broadcast_to(self.factor(chunk), y.shape) for y in results]
         plgpu.commit_smem()  # all warps have read the tile
-        self.start(step + SLOTS)
+        self.start(step + t.slots)
         return results, ()
 
 
@@ -473,8 +485,8 @@ def matvec(
 
 def scratch_of(t: Tiling, x_dtype: Any, dtype: Any) -> list[Any]:
     """Return the shared memory of a program for x and tiles, and the barriers of copies."""
-    tiles = plgpu.SMEM((SLOTS, t.parts, t.tile_rows, t.tile_lines, t.width), dtype)
-    return [plgpu.SMEM(t.x_shape, x_dtype), tiles, plgpu.Barrier(num_arrivals=t.parts, num_barriers=SLOTS)]
+    tiles = plgpu.SMEM((t.slots, t.parts, t.tile_rows, t.tile_lines, t.width), dtype)
+    return [plgpu.SMEM(t.x_shape, x_dtype), tiles, plgpu.Barrier(num_arrivals=t.parts, num_barriers=t.slots)]
 
 
 def run_kernel(
