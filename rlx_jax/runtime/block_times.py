@@ -21,8 +21,7 @@ from rlx_jax.compiler.executable import Executable, HasCompanions
 from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.device import running_device
 from rlx_jax.errors import RequestError, SaveFailedError, UnsupportedError, first_line, quote
-from rlx_jax.inspection.records import KernelEntry
-from rlx_jax.inspection.trace_file import Execution, trace_json
+from rlx_jax.inspection.records import Execution, KernelEntry, trace_json
 from rlx_jax.ir.text import TextTable
 from rlx_jax.lowering.inspect import hlo
 from rlx_jax.runtime.inputs import check_integer
