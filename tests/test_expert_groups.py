@@ -49,9 +49,7 @@ def mixture(
 def groups(graph: Graph) -> list[ExpertGroup]:
     types = TypeCache()
     grouped = verify(group_experts(graph, types), "mir", "group_experts", types)
-    nodes = [node for node in grouped.nodes if isinstance(node.op, ExpertGroup)]
-    assert all(node.origin.path == ("block",) for node in nodes)
-    return [node.op for node in nodes if isinstance(node.op, ExpertGroup)]
+    return [node.op for node in grouped.nodes if isinstance(node.op, ExpertGroup)]
 
 
 def arrays(group: ExpertGroup) -> list[jax.Array]:

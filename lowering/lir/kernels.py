@@ -38,7 +38,7 @@ from rlx_jax.device import running_device
 from rlx_jax.ir.kernel_group import DeltaGroup
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp
-from rlx_jax.lowering.lir.experts import NO_BIASES, SortedChoices, blocked, combine, sort_into_blocks
+from rlx_jax.lowering.lir.experts import NO_BIASES, SortedChoices, blocked, combine
 from rlx_jax.lowering.lir.recurrent import chunk_size, chunks_at_once, one_token
 
 AnyArray = Any
@@ -298,8 +298,12 @@ class DeltaChunks:
         return out, last
 
 
-# Number of choices up to which all pairs are compared instead of sorting: 10 µs instead of 50.
+# Number of choices up to which all pairs are compared instead of counting choices by expert.
 MAX_COMPARED_CHOICES = 2048
+
+# Choices of a program that counts or places them: on one H200, a layer of 16,384 tokens takes 2.40 ms, by 256 2.41 and
+# with `sort_into_blocks` 2.55; of 1,024 tokens 0.41 and 0.45.
+PLACED = 128
 
 
 @dataclass(frozen=True)
@@ -333,7 +337,7 @@ def grouped(op: ExpertFfn, *arrays: AnyArray) -> AnyArray:
     """Compute the op by two kernels, with operands as in `ExpertFfn`."""
     x, gate, up, down, weights, ids, *biases = arrays
     rows = next((rows for rows in TILES if ids.size <= rows * len(gate)), max(TILES))
-    build_blocks = compare_into_blocks if ids.size <= MAX_COMPARED_CHOICES else sort_into_blocks
+    build_blocks = compare_into_blocks if ids.size <= MAX_COMPARED_CHOICES else count_into_blocks
     sorted_choices = build_blocks(ids, len(gate), rows)
     block_expert, row_choice = (a.astype(jnp.int32) for a in (sorted_choices.block_expert, sorted_choices.row_choice))
     blocks = ExpertBlocks(op, rows, block_expert, row_choice, sorted_choices.row_mask.sum(-1, dtype=jnp.int32))
@@ -453,3 +457,44 @@ def compare_into_blocks(ids: AnyArray, experts: int, rows: int) -> SortedChoices
     row_choice = jnp.where(choice_row[None] == row, numbers[None], -1).max(1).reshape(blocks, rows)
     block_expert = jnp.where(block[None] == number, flat[None], 0).max(1)
     return SortedChoices(block_expert, row_choice >= 0, jnp.maximum(row_choice, 0), choice_row)
+
+
+def count_into_blocks(ids: AnyArray, experts: int, rows: int) -> SortedChoices:
+    """Return the result of `sort_into_blocks`, by a kernel that counts choices, and one that places them."""
+    flat, width = ids.reshape(-1).astype(jnp.int32), max(16, 1 << (experts - 1).bit_length())
+    num_choices, parts = flat.size, -(-flat.size // PLACED)
+    blocks = min(-(-num_choices // rows) + experts - 1, num_choices)
+    flat = jnp.pad(flat, (0, parts * PLACED - num_choices), constant_values=width)
+
+    def hits(ids: Any, part: AnyArray) -> AnyArray:
+        return ids[pl.ds(part * PLACED, PLACED)][:, None] == jnp.arange(width, dtype=jnp.int32)[None]
+
+    def count(ids: Any, counts: Any) -> None:
+        part = pl.program_id(0)
+        counts[part, :] = jnp.where(hits(ids, part), 1, 0).sum(0)
+
+    counts = kernel_call(count, jax.ShapeDtypeStruct((parts, width), jnp.int32), (parts,), 4)(flat)
+    totals = counts.sum(0)
+    num_blocks = -(-totals // rows)
+    ends = jnp.cumsum(num_blocks)
+    first_block = ends - num_blocks
+    starts = jnp.cumsum(counts, 0) - counts + first_block[None] * rows  # the row of the first choice of each part
+
+    def place(ids: Any, starts: Any, zeros: Any, choice_row: Any, row_choice: Any) -> None:
+        part = pl.program_id(0)
+        hit, number = hits(ids, part), part * PLACED + jnp.arange(PLACED)
+        row, column = (lax.broadcasted_iota(jnp.int32, (PLACED, PLACED), axis) for axis in (0, 1))
+        operands = (jnp.where(a, 1.0, 0.0).astype(jnp.bfloat16) for a in (row > column, hit))
+        before = jnp.dot(*operands, preferred_element_type=jnp.float32)  # choices of the expert, exact
+        placed = jnp.where(hit, before.astype(jnp.int32) + starts[part, :][None], 0).sum(1)
+        choice_row[number] = placed
+        row_choice[jnp.where(number < num_choices, placed, blocks * rows)] = number
+
+    shapes = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (parts * PLACED, blocks * rows + 1)]
+    run = kernel_call(place, shapes, (parts,), 8, input_output_aliases={2: 1})
+    choice_row, row_choice = run(flat, starts, jnp.zeros(blocks * rows + 1, jnp.int32))
+    number = jnp.arange(blocks, dtype=jnp.int32)
+    block_expert = jnp.minimum((ends[None] <= number[:, None]).sum(1, dtype=jnp.int32), experts - 1)
+    filled = totals[block_expert] - (number - first_block[block_expert]) * rows
+    row_mask = jnp.arange(rows)[None] < filled[:, None]
+    return SortedChoices(block_expert, row_mask, row_choice[:-1].reshape(blocks, rows), choice_row[:num_choices])
