@@ -25,6 +25,7 @@ from rlx_jax.ir.ops.reduce import Reduce, Softmax
 from rlx_jax.ir.param import packing_of
 from rlx_jax.ir.queries import find_readers
 from rlx_jax.lowering.lir.matvec import (
+    SLOTS,
     KernelTrace,
     Layouts,
     Matvec,
@@ -134,6 +135,8 @@ def find_tilings(count: int, inner: int, hidden: int) -> tuple[Tiling, Tiling] |
     up, down = find_tiling(2 * inner, hidden, 2), find_tiling(hidden, inner, 1)
     if up is None or down is None or not down.is_even:
         return None
+    # Tiles of one expert alone may be read further ahead than shared memory has room for here.
+    up, down = (replace(t, slots=SLOTS) for t in (up, down))
     tiles = inner // up.tile_rows
     programs = next((n for n in range(max(1, up.at_once // count), 0, -1) if tiles % n == 0), 1)
     down = replace(down, lines=count * down.lines)
