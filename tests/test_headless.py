@@ -184,6 +184,12 @@ def test_a_prompt_that_pooling_leaves_out(tmp_path: Path) -> None:
             parts = [numpy_reference.pool(kept, [mode], False) for mode in modes]
             parts[4] = (kept * ramp).sum(0) / ramp.sum()
             assert_close(vector, np.concatenate(parts))
+    roles = {role: token for role, token in encoder.tokenizer.special_tokens.items() if role != "bos_token"}
+    tokenizer = dataclasses.replace(encoder.tokenizer, special_tokens=roles)
+    reader = dataclasses.replace(encoder.reader, tokenizer=tokenizer)
+    assert reader.count_prompt_tokens("Find: ") == encoder.reader.count_prompt_tokens("Find: ")
+    with pytest.raises(errors.UnsupportedError, match="skips '<|begin_of_text|>' at the end of the prompt is unknown"):
+        reader.count_prompt_tokens("Find: <|begin_of_text|>")
 
 
 def test_prompts_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

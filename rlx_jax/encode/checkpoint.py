@@ -19,6 +19,7 @@ from rlx_jax.io.folder import Folder
 from rlx_jax.ir import plugins
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import CausalFlow
+from rlx_jax.models.encoder import SEQUENCE
 from rlx_jax.models.families import Family, Pretrained, family_of, open_pretrained, record_ignored
 from rlx_jax.text.tokenizer import Tokenizer, load_tokenizer
 from rlx_jax.weights.format import OpenOptions
@@ -74,9 +75,18 @@ class Checkpoint:
 
     @cached_property
     def _config_and_family(self) -> tuple[Fields, Family | plugins.FamilyHandler]:
-        """The config and the family, which are read together."""
+        """The config and the family, read together. A CrossEncoder without `architectures` is a classifier."""
         headless = not self.head or (self.pipeline is not None and not self.pipeline.reads_logits)
-        return family_of(self.folder, self.ignore_fields, headless)
+        config, family = family_of(self.folder, self.ignore_fields, headless)
+        if headless or not self.use_modules or config.raw("architectures"):
+            return config, family
+        settings = read_cross_encoder(self.root, config)
+        if settings is None or settings.token_ids:
+            return config, family
+        names = [name for name in family.architectures if name.endswith(f"For{SEQUENCE}")]
+        if not names:
+            raise UnsupportedError(f"{config.where}: a CrossEncoder of a family without a classifier of texts")
+        return replace(config, values={**config.values, "architectures": names[:1]}), family
 
     @cached_property
     def cross_encoder(self) -> CrossEncoderSettings | None:

@@ -11,7 +11,7 @@ from rlx_jax.compiler.settings import Buckets
 from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.encode.embedding import chunks, prefetch
 from rlx_jax.encode.sentence import SentencePipeline
-from rlx_jax.errors import RequestError, shown
+from rlx_jax.errors import RequestError, UnsupportedError, quote, shown
 from rlx_jax.text.request_checks import NO_TOKENIZER, Ids, TokenRows, classify_prompts, id_list
 from rlx_jax.text.spans import TokenSpans
 from rlx_jax.text.token_model import check_positions
@@ -77,11 +77,23 @@ class TextReader:
 
         These are the tokens of the prompt encoded alone: leading special tokens count, a special token at the end does
         not, because in a prompted text it follows the text.
+
+        Raises:
+            UnsupportedError: the last token looks special and has no role: sentence-transformers counts it with some
+                classes of tokenizer.
         """
         if not prompt or self.pipeline.include_prompt or self.tokenizer is None:
             return 0
         ids = self.tokenizer.encode(prompt, max_length=self.max_text_tokens)
-        return len(ids) - any(map(self.tokenizer.is_special, ids[-1:]))
+        if not ids or self.tokenizer.has_role(ids[-1]):
+            return max(len(ids) - 1, 0)
+        if self.tokenizer.is_special(ids[-1]) or ids[-1] not in self.tokenizer.encode(prompt, add_special_tokens=False):
+            end = self.tokenizer.decode(ids[-1:], skip_special_tokens=False)
+            raise UnsupportedError(
+                f"include_prompt is false, and whether pooling skips {quote(end)} at the end of the prompt "
+                "is unknown, as it has no role: name it in tokenizer_config.json, for example as sep_token"
+            )
+        return len(ids)
 
     def read_prompted(
         self, texts: Any, prompt_name: str | None = None, prompt: str | None = None, start: int = 0

@@ -96,10 +96,13 @@ class Tokenizer:
         """Whether every token has the same id in both tokenizers."""
         return self is other or bool(self._native.get_vocab() == other._native.get_vocab())
 
+    def has_role(self, token: int) -> bool:
+        """Whether a token id has a role, such as `eos`."""
+        return token in map(self._native.token_to_id, self.special_tokens.values())
+
     def is_special(self, token: int) -> bool:
-        """Whether a token id has a role (such as `eos`) or is left out of decoded text."""
-        roles = map(self._native.token_to_id, self.special_tokens.values())
-        return token in (*roles, *(added.id for added in self.added_tokens.values() if added.special))
+        """Whether a token id has a role or is left out of decoded text."""
+        return self.has_role(token) or any(added.id == token for added in self.added_tokens.values() if added.special)
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its text; None if the vocabulary does not have it."""
