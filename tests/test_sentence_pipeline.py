@@ -16,7 +16,7 @@ from rlx_jax.encode.sentence import SentencePipeline, load_pipeline, pool
 from rlx_jax.errors import (
     ConfigError,
 )
-from rlx_jax.text.tokenizer import Tokenizer, load_tokenizer
+from rlx_jax.text.tokenizer import load_tokenizer
 from tests.test_tokenizer import KINDS, TEXTS, Json, loaded, write
 
 
@@ -143,8 +143,10 @@ def live_ids(model: Any, texts: list[str]) -> list[list[int]]:
 
 @pytest.mark.oracle(warnings="error")
 @pytest.mark.filterwarnings("default")
-def test_sentence_transformers_tokenisation(minilm: Tokenizer) -> None:
+def test_sentence_transformers_tokenisation() -> None:
     library = pytest.importorskip("sentence_transformers")
+    minilm = load_tokenizer(minilm_directory())
+    assert minilm is not None
     model = library.SentenceTransformer(str(minilm_directory()), device="cpu")
     pipeline = load_pipeline(minilm_directory())
     assert pipeline is not None and pipeline.max_seq_length == model.max_seq_length
