@@ -182,7 +182,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
     "nothing but other weights": ("bort", "BortForMaskedLM", ENCODER, ("only the weights or what the layers compute",)),
     "the text model of several": (
         "eyevbert", "EyeVBertForMaskedLM", {"text_config": ENCODER | {"kernel": 9}, "vision_config": {}},
-        ("reads 8 of its fields, and not 'kernel' (9)", "'vision_config'"),
+        ("reads 8 of its fields, and not 'kernel' (9), 'vision_config' ({});",),
     ),
     "no architecture": ("mistril", "", DECODER, ("nearest family is 'mi",)),
 }  # fmt: skip

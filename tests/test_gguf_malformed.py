@@ -18,6 +18,7 @@ from rlx_jax.errors import (
     DuplicateWeightError,
     GgufError,
     LimitError,
+    MissingFileError,
     RlxError,
     UnsupportedError,
 )
@@ -99,6 +100,13 @@ def test_malformed_files(name: str, tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(raw)
     for call in (rlx.load, rlx.open_weights):
         with pytest.raises(error, match=message):
+            call(tmp_path / "m.gguf")
+
+
+def test_links_that_lead_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").symlink_to("blob")
+    for call in (rlx.load, rlx.open_weights):
+        with pytest.raises(MissingFileError, match="no such file: it is a link to 'blob'"):
             call(tmp_path / "m.gguf")
 
 

@@ -18,7 +18,7 @@ from rlx_jax.io.files import check_name
 from rlx_jax.io.folder import Folder, open_folder, refuse_hub_options
 from rlx_jax.io.hub import ProgressCallback
 from rlx_jax.text.gguf_tokenizer import tokenizer_files
-from rlx_jax.weights.gguf import SUFFIX, open_gguf, part_names
+from rlx_jax.weights.gguf import SUFFIX, Gguf, open_gguf, part_names
 from rlx_jax.weights.gguf_config import ARCHITECTURE, POOLING
 from rlx_jax.weights.gguf_header import MetadataValue
 
@@ -34,7 +34,7 @@ def open_model_folder(
         RequestError: `file` is not the name of a GGUF file, or `path` is itself a file.
         Others: as `open_folder` and `open_gguf`.
     """
-    is_file = isinstance(path, str | os.PathLike) and str(path).lower().endswith(SUFFIX) and os.path.isfile(path)
+    is_file = isinstance(path, str | os.PathLike) and Gguf().detect(os.fspath(path))
     if not is_file and file is None:
         return open_folder(path, revision, token, progress, subfolder)
     if is_file:

@@ -59,6 +59,8 @@ def open_regular(path: str, where: str, error: type[RlxError]) -> int:
     try:
         status = os.stat(path)
     except (OSError, ValueError) as cause:  # ValueError: a NUL in the path
+        if isinstance(cause, FileNotFoundError) and os.path.islink(path):
+            raise MissingFileError(f"{where}: no such file: it is a link to {quote(os.readlink(path))}") from cause
         raise storage_error(cause, where) from cause
     refuse_special(status, where, error)  # before opening: opening a device can act on it
     try:

@@ -63,7 +63,7 @@ def describe_nearest(
         families: the class of the config, and the architectures, by `model_type`.
     """
     if isinstance(inner := config.values.get("text_config"), Mapping):
-        config = Fields({**inner, **config.values}, config.where)
+        config = Fields({**inner, **config.values, "text_config": None}, config.where)
     task = architecture.rpartition("For")[2]
     same_task = {n for n, (_, names) in families.items() if any(a.rpartition("For")[2] == task for a in names)}
     types = {n: families[n][0] for n in families if n in same_task or not same_task}

@@ -150,7 +150,7 @@ def _open_format(weight_format: Format, weights: Any, options: OpenOptions, fold
     """
     if options.subtree and weight_format.name != "orbax":
         where = quote(weights) if isinstance(weights, str) else "weights"
-        raise WeightError(f"{where}: subtree= is for orbax checkpoints; a {weight_format.name} has no tree")
+        raise WeightError(f"{where}: subtree= is for orbax checkpoints, not for {weight_format.name}")
     try:
         source: WeightSource = weight_format.open(weights, options)
         if isinstance(weight_format, Safetensors) and os.path.isdir(weights):
