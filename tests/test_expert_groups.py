@@ -81,6 +81,18 @@ def test_the_kernels_are_the_ops(case: str) -> None:
 
 
 @needs_mosaic
+def test_a_logit_that_is_nan_is_selected() -> None:
+    """As `TopK` does: otherwise results would be finite."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    pallas: Any = mosaic_gpu
+    (group,) = groups(mixture(**CASES["softmax over the chosen"]))
+    logits, *others = arrays(group)
+    (found,) = run_experts(group, logits.at[0, 0, 5].set(jnp.nan), *others, interpret=pallas.InterpretGPUParams())
+    assert np.isnan(np.asarray(found, np.float32)).all()
+
+
+@needs_mosaic
 def test_the_kernels_lower_for_a_gpu() -> None:
     """Of the widths of a published model, whose layouts Mosaic has to find."""
     h200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))

@@ -259,14 +259,14 @@ def find_expert(logits: Sequence[Any], choice: AnyArray) -> AnyArray:
     tiles = plgpu.Tiling(((LANES * WARPS, 4), (LANES, 4)))
     layout = plgpu.Layout.TILED(tiles, warp_dims=(-4,), lane_dims=(-2,), vector_dim=-1)
     square = (count, count)
-    rows = (load(ref, layout=layout.reduce(1 - axis), optimized=False) for axis, ref in enumerate(logits))
+    loaded = (load(ref, layout=layout.reduce(1 - axis), optimized=False) for axis, ref in enumerate(logits))
+    rows = (jnp.where(a == a, a, jnp.inf) for a in loaded)  # NaN is selected first, as `TopK` does
     own, other = (plgpu.layout_cast(lax.broadcast_in_dim(a, square, (i,)), layout) for i, a in enumerate(rows))
     number, other_number = (plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, square, i), layout) for i in (0, 1))
     larger, as_large = (plgpu.layout_cast(jnp.where(a, 1.0, 0.0), layout) for a in (other > own, other >= own))
     rank = jnp.where(other_number < number, as_large, larger).sum(axis=1)
     numbers = plgpu.layout_cast(lax.iota(jnp.int32, count), layout.reduce(1))
-    # NaN among the logits may select none or several.
-    return jnp.minimum(jnp.where(rank == choice.astype(jnp.float32), numbers, 0).sum(axis=0), count - 1)
+    return jnp.where(rank == choice.astype(jnp.float32), numbers, 0).sum(axis=0)
 
 
 def each_layout() -> Any:
