@@ -15,9 +15,11 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import Graph
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import DTypeError, GraphError, ShapeError
 from rlx_jax.ir import hir
-from rlx_jax.ir.graph import Op, TypeCache
+from rlx_jax.ir.graph import Mir, Op, TypeCache
+from rlx_jax.ir.operands import ELEMENTWISE
 from rlx_jax.ir.ops.fused import Step
 from rlx_jax.ir.ops.pointwise import BINARY, COMPARE, PARAMETRIC, UNARY
 from rlx_jax.ir.ops.reduce import REDUCE
@@ -154,6 +156,22 @@ def test_wrong_operands_are_named(op: Any, operands: str, error: type[rlx.RlxErr
 def test_an_arity_error_says_op_expected_got() -> None:
     with pytest.raises(GraphError, match="attention: expected 4 operands, got 3"):
         TypeCache().infer(o.AttentionOp(2, 2, extra=("keep",)), (operand("f32 1 2 8"),) * 3)
+
+
+@dataclass(frozen=True)
+class Halved(Mir):
+    traits = ELEMENTWISE
+
+    @staticmethod
+    def eval(x: Any) -> Any:
+        return x / 2
+
+
+def test_eval_may_be_a_static_method() -> None:
+    f32 = operand("f32 2")
+    assert TypeCache().infer(Halved(), (f32,)) == (f32,)
+    with pytest.raises(GraphError, match="halved: expected 1 operands, got 2"):
+        TypeCache().infer(Halved(), (f32, f32))
 
 
 def test_eval_is_the_formula(subtests: pytest.Subtests) -> None:

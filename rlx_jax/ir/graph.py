@@ -12,8 +12,6 @@ value everywhere, so a region may contain them directly. `BodyInput` is an opera
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from enum import StrEnum
@@ -22,12 +20,19 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from rlx_jax.dataclasses import dataclass, field, replace
-from rlx_jax.errors import RlxError, wrong_arity
+from rlx_jax.errors import RlxError
 from rlx_jax.ir.operands import BlockTraits, Initial, Normal, Traits, check_declared, check_traits, fill_notation
 from rlx_jax.ir.param import Program, Roles
 from rlx_jax.ir.paths import Origin, StateLeaf, path_text
 from rlx_jax.ir.types import TensorType, check_elements
-from rlx_jax.ir.user_functions import arity, cached_types, formula_key, trace_error, traced_types, without_disable_jit
+from rlx_jax.ir.user_functions import (
+    cached_types,
+    check_formula,
+    formula_key,
+    trace_error,
+    traced_types,
+    without_disable_jit,
+)
 
 T = TypeVar("T")
 
@@ -131,12 +136,6 @@ class Op:
         return 0
 
 
-@functools.lru_cache(2**10)
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of a function."""
-    return inspect.signature(function)
-
-
 class Mir(Op):
     """A tensor op. `eval` defines its semantics in shape-polymorphic `jax.numpy` that depends on no device."""
 
@@ -153,10 +152,7 @@ class Mir(Op):
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
         """Return the types of `eval`, traced abstractly; operands of different dtypes or ranks are never promoted."""
         check_declared(self, operands)
-        try:
-            _signature(type(self).eval).bind(self, *operands)
-        except TypeError as error:
-            raise wrong_arity(self.name(), arity(self.eval), len(operands)) from error
+        check_formula(self, operands)
         self.check(*operands)
         # The process-wide cache takes only ops with plain values as attributes: another op may hold a user's function,
         # which the cache would keep alive.

@@ -25,7 +25,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core as jex
 
 from rlx_jax.dataclasses import dataclass, field
-from rlx_jax.errors import GraphError, RlxError, ShapeError, first_line
+from rlx_jax.errors import GraphError, RlxError, ShapeError, first_line, wrong_arity
 from rlx_jax.ir.types import TensorType
 
 # Type inference by abstract tracing: result types of functions, and JAX's tracing errors as errors of rlx_jax.
@@ -113,6 +113,27 @@ def cached_formula(op: Any, operands: tuple[TensorType, ...], formula: Hashable)
     `formula` is the op's `formula_key`.
     """
     return traced_formula(op, operands)
+
+
+@functools.lru_cache(2**10)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a function."""
+    return inspect.signature(function)
+
+
+def check_formula(op: Any, operands: Sequence[Any]) -> None:
+    """Check that the `eval` of an op, which may be a static method, takes so many operands.
+
+    Raises:
+        GraphError: it does not.
+    """
+    formula = op.eval
+    is_method = inspect.ismethod(formula)
+    own = [formula.__self__] if is_method else []
+    try:
+        _signature(formula.__func__ if is_method else formula).bind(*own, *operands)
+    except TypeError as error:
+        raise wrong_arity(op.name(), arity(formula), len(operands)) from error
 
 
 def arity(fn: Callable[..., Any]) -> str:
