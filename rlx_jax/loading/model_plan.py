@@ -66,8 +66,8 @@ def plan(
 ) -> ModelPlan:  # fmt: skip
     """Return what a model will cost on a device: memory, time of a token and of a prompt, and what would make it fit.
 
-    Nothing is compiled, and no weights are read: of a model of the Hub, config and headers are fetched. Bytes of
-    parameters and caches are exact; all other figures are estimates.
+    No weights are read: of a model of the Hub, config and headers are fetched. For the CPU that runs, a part of the
+    program is compiled and run. Bytes of parameters and caches are exact; all other figures are estimates.
 
     Args:
         model: a checkpoint directory, a GGUF file or the name of a model of the Hub; or a recipe or a flow, with the

@@ -1,4 +1,4 @@
-"""This module estimates what a program costs on a device from its LIR and the device's roofline. Nothing is compiled.
+"""This module estimates what a program costs on a device from its LIR and the device's roofline.
 
 Shapes, FLOPs and bytes are those of the program itself (`op_costs`, `activation_bytes`, `Layout`, the state's types).
 On the CPU that runs, a part of the program runs too (`program_sample`): estimates are the roofline's, times what that
