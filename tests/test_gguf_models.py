@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -113,6 +115,14 @@ def test_experts_in_two_floating_types() -> None:
     values = GptOssExperts(rlx.open_weights(halves)).read(f"{stem}gate_up_proj")
     assert values.dtype == np.float32
     np.testing.assert_array_equal(values, np.stack([gate, up], 2).reshape(1, 4, 4).swapaxes(1, 2))
+
+
+def test_a_packed_half_of_experts_counts_as_decoded() -> None:
+    stem = "model.layers.0.mlp.experts."
+    specs = {f"{stem}gate_proj.weight": jax.ShapeDtypeStruct((1, 2, 32), "f2"),
+             f"{stem}up_proj.weight": PackedSpec((1, 2, 32), np.dtype("f4"), "gguf_q8_0")}  # fmt: skip
+    source: Any = SimpleNamespace(keys=lambda: tuple(specs), has=specs.__contains__, spec=specs.__getitem__)
+    assert GptOssExperts(source).is_decoded(f"{stem}gate_up_proj")
 
 
 POOLED = {

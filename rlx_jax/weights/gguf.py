@@ -278,7 +278,7 @@ class GptOssExperts(NamedTensors[_Weight], ReadingView):
 
     def is_decoded(self, key: str) -> bool:
         weight = self._find(key)
-        return weight.part == "values" and isinstance(self.source.spec(weight.keys[0]), PackedSpec)
+        return weight.part == "values" and any(isinstance(self.source.spec(k), PackedSpec) for k in weight.keys)
 
     def read_into(self, key: str, index: tuple[slice, ...] | None, out: Destination) -> HostArray:
         weight = self._find(key)
