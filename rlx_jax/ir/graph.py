@@ -21,18 +21,11 @@ import numpy as np
 
 from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.errors import RlxError
+from rlx_jax.ir import user_functions
 from rlx_jax.ir.operands import BlockTraits, Initial, Normal, Traits, check_declared, check_traits, fill_notation
 from rlx_jax.ir.param import Program, Roles
 from rlx_jax.ir.paths import Origin, StateLeaf, path_text
 from rlx_jax.ir.types import TensorType, check_elements
-from rlx_jax.ir.user_functions import (
-    cached_types,
-    check_formula,
-    formula_key,
-    trace_error,
-    traced_types,
-    without_disable_jit,
-)
 
 T = TypeVar("T")
 
@@ -152,11 +145,13 @@ class Mir(Op):
     def infer(self, types: TypeCache, *operands: TensorType) -> tuple[TensorType, ...]:
         """Return the types of `eval`, traced abstractly; operands of different dtypes or ranks are never promoted."""
         check_declared(self, operands)
-        check_formula(self, operands)
+        user_functions.check_formula(self, operands)
         self.check(*operands)
         # The process-wide cache takes only ops with plain values as attributes: another op may hold a user's function,
         # which the cache would keep alive.
-        return cached_types(self, operands, formula_key(self)) if self.traits.stored else traced_types(self, operands)
+        if not self.traits.stored:
+            return user_functions.traced_types(self, operands)
+        return user_functions.cached_types(self, operands, user_functions.formula_key(self))
 
 
 class Hir(Op):
@@ -351,7 +346,7 @@ class TypeCache:
     def cached(self, fn: Callable[..., T], op: Op, operands: tuple[TensorType, ...], *args: Hashable) -> T:
         """Return `fn(self, op, operands, *args)`, computed once and cached."""
         if not self.is_cached(fn, op, operands, *args):
-            with without_disable_jit():
+            with user_functions.without_disable_jit():
                 self.store(fn(self, op, operands, *args), fn, op, operands, *args)
         result: T = self._results[fn, op, operands, *args]
         return result
@@ -383,12 +378,12 @@ class TypeCache:
             RlxError: the operands do not fit, or a result has too many elements. Errors of JAX are converted.
         """
         try:
-            with without_disable_jit():
+            with user_functions.without_disable_jit():
                 results = op.infer(self, *operands)
         except (RlxError, RecursionError):
             raise
         except Exception as error:  # whatever jax raises on shapes that do not fit
-            raise trace_error(op.text(), operands, error) from error
+            raise user_functions.trace_error(op.text(), operands, error) from error
         for result in results:
             check_elements(result.shape, op.text())
         return results
