@@ -28,7 +28,8 @@ from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lir.implementations import has_mosaic
-from rlx_jax.lowering.lir.matvec import KernelTrace, find_tiling
+from rlx_jax.lowering.lir.kernel_trace import KernelTrace
+from rlx_jax.lowering.lir.matvec import find_tiling
 from rlx_jax.lowering.lir.packed import PackedWeight
 from rlx_jax.lowering.lir.packed_matvec import find_packed_tiling
 from rlx_jax.lowering.lir.plan import Lir, state_types

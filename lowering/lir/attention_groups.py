@@ -35,7 +35,7 @@ from rlx_jax.lowering.lir.decode_attention import (
     divide,
 )
 from rlx_jax.lowering.lir.head_layouts import HALVES, HEAD_WIDTHS
-from rlx_jax.lowering.lir.matvec import KernelTrace
+from rlx_jax.lowering.lir.kernel_trace import KernelTrace
 from rlx_jax.lowering.lir.product_groups import op_runs_in_kernel, struct
 from rlx_jax.lowering.mir.small import dce
 

@@ -26,7 +26,8 @@ from jax import lax
 
 from rlx_jax.dataclasses import dataclass
 from rlx_jax.lowering.lir.head_layouts import READ_VECTOR, SUM_VECTOR, HeadLayouts, half_layout
-from rlx_jax.lowering.lir.matvec import MULTIPROCESSORS, KernelTrace
+from rlx_jax.lowering.lir.kernel_trace import KernelTrace
+from rlx_jax.lowering.lir.matvec import MULTIPROCESSORS
 from rlx_jax.lowering.lir.mosaic import load, pl, plgpu
 
 AnyArray = Any

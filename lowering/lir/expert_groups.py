@@ -24,9 +24,9 @@ from rlx_jax.ir.ops.pointwise import Binary, CastTo
 from rlx_jax.ir.ops.reduce import Reduce, Softmax
 from rlx_jax.ir.param import packing_of
 from rlx_jax.ir.queries import find_readers
+from rlx_jax.lowering.lir.kernel_trace import KernelTrace, unsupported_primitive
 from rlx_jax.lowering.lir.matvec import (
     SLOTS,
-    KernelTrace,
     Layouts,
     Matvec,
     Tiling,
@@ -35,8 +35,7 @@ from rlx_jax.lowering.lir.matvec import (
     run_kernel,
     run_program,
     scratch_of,
-    unsupported_primitive,
-)  # fmt: skip
+)
 from rlx_jax.lowering.lir.mosaic import load, pl, plgpu
 from rlx_jax.lowering.lir.packed_matvec import LANES, WARPS
 from rlx_jax.lowering.lir.product_groups import GroupKey, is_constant, results_of, struct

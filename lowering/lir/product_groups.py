@@ -30,7 +30,8 @@ from rlx_jax.ir.param import packing_of
 from rlx_jax.ir.queries import find_readers
 from rlx_jax.ir.region import join_nodes
 from rlx_jax.ir.types import TensorType, is_float, short_name
-from rlx_jax.lowering.lir.matvec import KernelTrace, Matvec, find_tiling, matvec, unsupported_primitive
+from rlx_jax.lowering.lir.kernel_trace import KernelTrace, unsupported_primitive
+from rlx_jax.lowering.lir.matvec import Matvec, find_tiling, matvec
 from rlx_jax.lowering.lir.packed import PackedWeight
 from rlx_jax.lowering.lir.packed_matvec import find_packed_tiling
 from rlx_jax.lowering.lir.row_products import MAX_ROWS, VECTORS, RowsTiling, find_rows_tiling, multiply_rows

@@ -1,0 +1,134 @@
+"""Functions of rows as equations of their jaxpr, which run in a kernel on the entries that a program has."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal
+
+from rlx_jax.dataclasses import dataclass
+
+AnyArray = Any
+
+
+@dataclass(frozen=True)
+class KernelTrace:
+    """A JAX function of rows `[…, K]`, as equations that run in a kernel on rows of another shape.
+
+    Attributes:
+        jaxpr: the traced function. Each value has K entries, or is one number.
+    """
+
+    jaxpr: ClosedJaxpr
+
+    def __call__(self, *rows: AnyArray, by_axis: bool = False) -> list[AnyArray]:
+        """Return the results for arrays of any one shape with as many entries.
+
+        Args:
+            rows: the arguments.
+            by_axis: whether a reduction reduces one axis after the other: layouts that repeat entries need it.
+        """
+        constants = [number_of(c, c.dtype) for c in self.jaxpr.consts]
+        return self.run(self.jaxpr.jaxpr, constants, rows, by_axis)
+
+    def run(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[AnyArray], by_axis: bool) -> list[AnyArray]:
+        """Return the results of a jaxpr."""
+        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
+
+        def read(atom: Any) -> AnyArray:
+            return number_of(atom.val, dtype_of(atom)) if isinstance(atom, Literal) else values[atom]
+
+        for equation in jaxpr.eqns:
+            operands = [read(atom) for atom in equation.invars]
+            name, inner = equation.primitive.name, equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+            if name in RESHAPES:
+                results = operands[:1]
+            elif name in REDUCTIONS:
+                (total,), reduce = operands, REDUCTIONS[name]
+                for _ in range(total.ndim if by_axis else 1):
+                    total = reduce(total, axis=0 if by_axis else None)
+                results = [total]
+            elif name in CALLS:
+                results = self.run(inner.jaxpr, inner.consts, operands, by_axis)
+            elif name == "erf":
+                results = [erf(*operands)]
+            else:
+                shape = next((x.shape for x in operands if x.shape), ())
+                operands = [x if x.shape == shape else jnp.broadcast_to(x, shape) for x in operands]
+                results = [equation.primitive.bind(*operands, **equation.params)]
+            values.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+
+def erf(x: AnyArray) -> AnyArray:
+    """Return the error function, which Mosaic GPU lacks: a rational function, within 5e-7 of XLA's."""
+    inner = jnp.minimum(jnp.maximum(x.astype(jnp.float32), -4.0), 4.0)
+    square = inner * inner
+    above, below = (functools.reduce(lambda total, c: total * square + c, part, 0 * square) for part in ERF)
+    return (inner * above / below).astype(x.dtype)
+
+
+# Coefficients of x² of the numerator and the denominator of erf(x) / x, the highest power first.
+ERF: tuple[tuple[float, ...], ...] = (
+    (
+        -2.72614225801306e-10, 2.77068142495902e-08, -2.10102402082508e-06, -5.69250639462346e-05,
+        -7.34990630326855e-04, -2.95459980854025e-03, -1.60960333262415e-02,
+    ),
+    (
+        -1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03, -7.37332916720468e-03,
+        -1.42647390514189e-02,
+    ),
+)  # fmt: skip
+
+
+def number_of(value: Any, dtype: Any) -> AnyArray:
+    """Return an array of one number as a constant of the kernel, which cannot capture arrays."""
+    return jnp.asarray(np.asarray(value).item(), dtype)
+
+
+def dtype_of(atom: Any) -> Any:
+    """Return the dtype of a literal or variable of a jaxpr."""
+    return atom.aval.dtype
+
+
+# Primitives that change neither the entries nor their order; one number is broadcast where it is used.
+RESHAPES = ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "stop_gradient")
+
+# Primitives that call the function in their parameters once.
+CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call")
+
+# Reductions of a whole row to one number.
+REDUCTIONS: dict[str, Callable[..., AnyArray]] = {"reduce_sum": jnp.sum, "reduce_max": jnp.max}
+
+# Primitives of one entry at a time that the kernel has.
+ELEMENTWISE = frozenset({
+    "abs", "add", "add_any", "convert_element_type", "div", "erf", "exp", "exp2", "integer_pow", "log", "logistic",
+    "max", "min", "mul", "neg", "rsqrt", "select_n", "sign", "sqrt", "square", "sub", "tanh",
+})  # fmt: skip
+
+
+def unsupported_primitive(jaxpr: Any, size: int, reductions: bool) -> str:
+    """Return the first primitive of a jaxpr that does not run in the kernel, or "".
+
+    Args:
+        jaxpr: the traced function.
+        size: the number K of entries of a row; other values are one number.
+        reductions: whether whole rows may be reduced.
+    """
+    for equation in jaxpr.eqns:
+        name, inner = equation.primitive.name, equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+        if name in CALLS:
+            if found := unsupported_primitive(inner.jaxpr, size, reductions):
+                return found
+            continue
+        sizes = {math.prod(v.aval.shape) for v in (*equation.invars, *equation.outvars)}
+        is_reduction = reductions and name in REDUCTIONS and all(v.aval.size == 1 for v in equation.outvars)
+        arrays = (v for v in equation.invars if isinstance(v, Literal) and np.size(v.val) != 1)
+        if not sizes <= {1, size} or any(arrays) or not (name in RESHAPES or name in ELEMENTWISE or is_reduction):
+            return str(name)
+    return ""
