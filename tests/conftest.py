@@ -41,12 +41,18 @@ gc.set_threshold(100_000, 20, 100)
 
 
 class ModulesWithExamples:
-    """Doctests are looked for where there are some, so that each process begins sooner."""
+    """Doctests are looked for where there are some, so that each process begins sooner, and in packages: pytest would
+    import a module once more whose package imports it."""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_collect_file(self, file_path: Path) -> Generator[None, list[Any], list[Any]]:
         found = yield
-        return [c for c in found if type(c).__name__ != "DoctestModule" or ">>>" in file_path.read_text("utf-8")]
+        return [c for c in found if type(c).__name__ != "DoctestModule" or has_examples(file_path)]
+
+
+def has_examples(path: Path) -> bool:
+    """Return whether a module is a package, or its text has examples."""
+    return path.name == "__init__.py" or ">>>" in path.read_text("utf-8")
 
 
 def pytest_configure(config: pytest.Config) -> None:
