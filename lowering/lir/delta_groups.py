@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, TypeCache, Value
+from rlx_jax.ir.graph import Builder, Constant, Graph, TypeCache, Value
 from rlx_jax.ir.kernel_group import DeltaGroup
 from rlx_jax.ir.ops.pointwise import Binary, CastTo, Unary
 from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp
 from rlx_jax.ir.ops.reduce import Standardize
 from rlx_jax.ir.ops.shape import Pad, Reshape, SplitLast
-from rlx_jax.ir.region import join_nodes
+from rlx_jax.ir.region import group_body, join_nodes
 from rlx_jax.lowering.lir.plan import call_of
 from rlx_jax.lowering.lir.recurrent import has_prompt_kernels
 from rlx_jax.lowering.mir.small import dce
@@ -91,13 +91,7 @@ def add_group(b: Builder, graph: Graph, members: Sequence[int], number: int, val
     (window,) = (nodes[n].inputs[1] for n in members if isinstance(nodes[n].op, CausalConvOp))
     (norm, *_) = (op for n in members if isinstance(op := nodes[n].op, Standardize))
     operands = (nodes[members[0]].inputs[0], window, *rule.inputs[3:])
-    body = Builder(f"{graph.name}.group", b.types, b.origin)
-    inner = {v: body(BodyInput(i, type=graph.type(v))) for i, v in enumerate(operands)}
-    for member in members:
-        for value in nodes[member].inputs:
-            if value not in inner and isinstance(constant := nodes[value.node].op, Constant):
-                inner[value] = body.leaf(constant)
-        body.copy(nodes[member], member, inner)
+    body, inner = group_body(Builder(f"{graph.name}.group", b.types, b.origin), graph, members, operands)
     outputs = [Value(number, i) for i in range(2)]
     heads, keys = map(int, graph.type(rule.inputs[1]).shape[2:])
     width = int(graph.type(rule.inputs[2]).shape[3])

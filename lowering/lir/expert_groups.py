@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.dataclasses import replace
-from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Node, Param, TypeCache, Value
+from rlx_jax.ir.graph import Builder, Graph, Node, Param, TypeCache, Value
 from rlx_jax.ir.kernel_group import ExpertGroup, run_nodes
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.index import TopK
@@ -24,6 +24,7 @@ from rlx_jax.ir.ops.pointwise import Binary, CastTo
 from rlx_jax.ir.ops.reduce import Reduce, Softmax
 from rlx_jax.ir.param import packing_of
 from rlx_jax.ir.queries import find_readers
+from rlx_jax.ir.region import group_body, join_nodes
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace, unsupported_primitive
 from rlx_jax.lowering.lir.matvec import (
     SLOTS,
@@ -51,20 +52,23 @@ def group_experts(graph: Graph, types: TypeCache) -> Graph:
     """Return the graph with an `ExpertGroup` for each mixture of one token that the kernels compute."""
     if not any(isinstance(node.op, ExpertFfn) for _, node in graph.walk()):
         return graph
-    builder, values, readers = Builder(graph.name, types), dict[Value, Value](), find_readers(graph)
-    builder.inputs = list(graph.inputs)
-    found = (members_of(graph, number, readers) for number in range(len(graph.nodes)))
-    groups = {members[-1]: group_of(graph, members, types) for members in found if members}
-    for number, node in enumerate(graph.nodes):
-        group, operands = groups.get(number, (None, ()))
-        if group is not None:
-            with builder.origin_scope(next(n.origin for n in group.body.nodes if isinstance(n.op, ExpertFfn))):
-                values[Value(number)] = builder(group, *(values[v] for v in operands))
-        else:
-            regions = tuple(group_experts(region, types) for region in node.op.regions())
-            builder.copy(node, number, values, node.op.with_regions(regions) if regions else None)
-    builder.writes.extend((leaf, values[v]) for leaf, v in graph.writes)
-    return dce(builder.finish([values[v] for v in graph.outputs], graph.output_names), types)
+    return dce(join_nodes(graph, types, functools.partial(find_groups, types), add_group), types)
+
+
+def find_groups(types: TypeCache, graph: Graph) -> tuple[range, dict[int, tuple[ExpertGroup, Sequence[Value]]]]:
+    """Return the nodes of a graph, and by the number of their last node the groups and their operands."""
+    numbers, readers = range(len(graph.nodes)), find_readers(graph)
+    groups = {m[-1]: group_of(graph, m, types) for n in numbers if (m := members_of(graph, n, readers))}
+    return numbers, {number: (group, operands) for number, (group, operands) in groups.items() if group is not None}
+
+
+def add_group(
+    b: Builder, _: Graph, found: tuple[ExpertGroup, Sequence[Value]], number: int, values: dict[Value, Value]
+) -> None:
+    """Append a group to a builder, and add its result to `values`."""
+    group, operands = found
+    with b.origin_scope(next(n.origin for n in group.body.nodes if isinstance(n.op, ExpertFfn))):
+        values[Value(number)] = b(group, *(values[v] for v in operands))
 
 
 def members_of(graph: Graph, number: int, readers: Mapping[Value, Sequence[int]]) -> list[int]:
@@ -107,13 +111,7 @@ def group_of(graph: Graph, members: Sequence[int], types: TypeCache) -> tuple[Ex
     (mixture,) = (nodes[number] for number in members if isinstance(nodes[number].op, ExpertFfn))
     residual = [v for v in nodes[members[-1]].inputs if nodes[members[-1]] is not mixture and v.node not in members]
     operands = (nodes[mixture.inputs[5].node].inputs[0], *mixture.inputs[:4], *residual)
-    body = Builder(f"{graph.name}.group", types, mixture.origin)
-    inner = {v: body(BodyInput(i, type=graph.type(v))) for i, v in enumerate(operands)}
-    for number in members:
-        for value in nodes[number].inputs:
-            if value not in inner and isinstance(constant := nodes[value.node].op, Constant):
-                inner[value] = body.leaf(constant)
-        body.copy(nodes[number], number, inner)
+    body, inner = group_body(Builder(f"{graph.name}.group", types, mixture.origin), graph, members, operands)
     group = ExpertGroup(body.finish([inner[Value(members[-1])]]))
     shares = traces_of(key_of(group))[1].jaxpr.jaxpr
     is_known = not unsupported_primitive(shares, shares.invars[0].aval.size, reductions=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from rlx_jax.errors import GraphError
-from rlx_jax.ir.graph import BodyInput, Builder, Graph, Leaf, Node, Op, Param, TypeCache, Value, locate_errors
+from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Leaf, Node, Op, Param, TypeCache, Value, locate_errors
 from rlx_jax.ir.paths import LayerIndex, Origin, Path, bind_path
 from rlx_jax.ir.repeated_layers import Layer, Ref, Run, find_runs, layers_of
 from rlx_jax.ir.types import TensorType
@@ -116,6 +116,29 @@ def join_nodes(
             builder.copy(node, number, values, node.op.with_regions(regions) if regions else None)
     builder.writes.extend((leaf, values[v]) for leaf, v in graph.writes)
     return builder.finish([values[v] for v in graph.outputs], graph.output_names)
+
+
+def group_body(
+    body: Builder, graph: Graph, members: Sequence[int], operands: Sequence[Value]
+) -> tuple[Builder, dict[Value, Value]]:
+    """Append the nodes of a group to a builder, with the constants that they read.
+
+    Args:
+        body: an empty builder.
+        graph: the graph of the nodes.
+        members: the numbers of the nodes, in order.
+        operands: the values that become inputs of the body.
+
+    Returns:
+        the builder, and the values in it by the values of the graph.
+    """
+    inner = {v: body(BodyInput(i, type=graph.type(v))) for i, v in enumerate(operands)}
+    for member in members:
+        for value in graph.nodes[member].inputs:
+            if value not in inner and isinstance(constant := graph.nodes[value.node].op, Constant):
+                inner[value] = body.leaf(constant)
+        body.copy(graph.nodes[member], member, inner)
+    return body, inner
 
 
 def _stamp(b: Builder, start: int, node: Node, by: str) -> None:
