@@ -51,6 +51,16 @@ def bert() -> Any:
     return encoder()
 
 
+def test_prefill_and_extend_dispatch_one_program(plain: Any) -> None:
+    """The logits of the last tokens come from the program itself; only padding rows are cut off by another one."""
+    ids, helpers = np.ones((2, 16), np.int32), plain.model.programs.helpers
+    before = set(helpers)
+    logits, state = plain.prefill(ids, max_len=32, logits="last")
+    assert logits.shape == (2, VOCAB)
+    assert plain.extend(state, ids[:, :1], logits="last")[0].shape == (2, VOCAB)
+    assert set(helpers) == before
+
+
 def test_an_encoder_has_buckets(bert: Any) -> None:
     """After warm-up nothing compiles, whatever the lengths and however many texts; the vectors are the same."""
     warm = encoder(prompt=[4, 16], batch=[1, 4], on_recompile="error")

@@ -228,12 +228,12 @@ class TokenChooser:
     def choose_first(
         self, logits: Array, rows: RequestRows, sampler_values: SamplerValues, stop_mask: Array
     ) -> tuple[Array, RequestRows, LogProbs | None]:
-        """Choose the first tokens `[B, 1]` of running rows, by the logits of prefill `[B, 1, V]`; return them, the
+        """Choose the first tokens `[B, 1]` of running rows, by the logits of prefill `[B, V]`; return them, the
         updated rows, and the log-probabilities of the tokens if requested."""
-        tokens, rows = self.choose_next(logits[:, 0], rows, sampler_values, stop_mask, rows.running)
+        tokens, rows = self.choose_next(logits, rows, sampler_values, stop_mask, rows.running)
         if self.num_logprobs is None:
             return tokens[:, None], rows, None
-        log_probs = token_log_probs(logits[:, 0], rows.ids, self.num_logprobs)
+        log_probs = token_log_probs(logits, rows.ids, self.num_logprobs)
         return tokens[:, None], rows, jax.tree.map(lambda a: a[:, None], log_probs)
 
 
@@ -241,7 +241,7 @@ class TokenChooser:
 class FirstTokens(TokenChooser):
     """Program that chooses the first tokens of a request; returns (tokens `[B, 1]`, rows, log-probabilities).
 
-    Its arguments are the logits of prefill `[B, 1, V]`, the arguments of `new_rows`, `sampler_values` and `stop_mask`.
+    Its arguments are the logits of prefill `[B, V]`, the arguments of `new_rows`, `sampler_values` and `stop_mask`.
     """
 
     def __call__(
@@ -285,8 +285,7 @@ class DecodeLoop(TokenChooser):
             def step(carry: Any) -> Any:
                 i, lengths, rows, state, out = carry
                 extend_inputs = {self.ids_input: rows.ids[:, None], "lengths": lengths}
-                outputs, state = extend(params, state, extend_inputs)
-                logits = outputs[0][:, 0]
+                (logits, *_), state = extend(params, state, extend_inputs)
                 values, stop_mask = inputs["sampler_values"], inputs["stop_mask"]
                 new_ids, rows = self.choose_next(logits, rows, values, stop_mask, rows.running)
                 k = self.num_logprobs
@@ -343,7 +342,7 @@ class FillSlots(TokenChooser):
 
         Args:
             state, slots: state and `SLOT_INPUTS` of all slots; the memory of the state is reused.
-            new_state, logits: the result of prefill; logits `[F, 1, V]`.
+            new_state, logits: the result of prefill; logits `[F, V]`.
             jobs: the `SLOT_INPUTS` of the jobs; the keys of rows are the ones of their seeds, `[F, 2]` uint32.
             targets: `[F]` int32, the slot of each job; the number of slots or more for a row that is not copied.
             draws: `[F]` int32, the number to fold into each key.

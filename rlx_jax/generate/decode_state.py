@@ -17,7 +17,7 @@ from rlx_jax.compiler.executable import Arrays, StateArrays
 from rlx_jax.errors import RequestError, SessionStateError
 from rlx_jax.runtime.model import BoundProgram
 from rlx_jax.runtime.sequence_state import LENGTH, State, check_capacity
-from rlx_jax.text.request_checks import Ids, crop_to
+from rlx_jax.text.request_checks import Ids, crop, crop_to
 
 
 @dataclass(eq=False)
@@ -135,14 +135,12 @@ def run_padded(
     lengths = np.concatenate([valid, idle]).astype(np.int32)
     (logits, *values), new_state = program({ids: padded, "lengths": lengths, **(other_inputs or {})}, state)
     others = dict(zip(names, values, strict=False))
-    if program.key.last_only:
-        return programs.run_helper(last_rows, logits, static=(len(valid),)), new_state, others
-    return crop_to(programs, logits, len(valid), seq), new_state, others
-
-
-def last_rows(rows: int, logits: jax.Array) -> jax.Array:
-    """Return the first rows of the logits of last tokens, `[B, 1, V]` → `[rows, V]`."""
-    return logits[:rows, 0]
+    rows = len(valid)
+    if not program.key.last_only:
+        logits = crop_to(programs, logits, rows, seq)
+    elif rows < len(logits):  # warm-up covers each number of rows
+        logits = programs.run_helper(crop, logits, static=((rows,),))
+    return logits, new_state, others
 
 
 def last_tokens(logits: jax.Array, lengths: jax.Array) -> jax.Array:

@@ -130,7 +130,7 @@ class DraftModel(ProgramDrafter):
             reads = rows.running & (number <= draft_limit)
             extend_inputs = {self.ids_input: ids[:, None], "lengths": reads.astype(jnp.int32)}
             outputs, state = extend(drafter_state.params, state, extend_inputs)
-            ids, finite, draft_logits, history = choose_draft(draft_step, history, outputs[0][:, 0])
+            ids, finite, draft_logits, history = choose_draft(draft_step, history, outputs[0])
             is_valid = is_valid & finite
             rollback_arrays = {name: state[name] for name, _ in self.rollback_arrays}
             return (state, ids, history, is_valid), (ids, is_valid, draft_logits, rollback_arrays)
@@ -204,7 +204,7 @@ class MtpModule(ProgramDrafter):
         def read(run: Any, state: StateArrays, ids: Array, hidden: Array, lengths: Array) -> tuple[Array, Array, Any]:
             module_inputs = {self.ids_input: ids, HIDDEN: hidden, "lengths": lengths}
             (logits, hidden), state = run(drafter_state.params, state, module_inputs)
-            return logits[:, 0], hidden.astype(jnp.float32), state
+            return logits, hidden.astype(jnp.float32), state
 
         logits, hidden, state = read(run_pairs, dict(drafter_state.state), ids, hidden, pairs)
         length = state[LENGTH]  # without the drafts below, which are read again once they are accepted

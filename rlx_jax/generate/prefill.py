@@ -28,7 +28,7 @@ from rlx_jax.ir.ops.cache import is_code_dtype
 from rlx_jax.ir.types import TensorType, is_static
 from rlx_jax.runtime.inputs import bind_sizes, check_integer
 from rlx_jax.runtime.model import CompiledModel
-from rlx_jax.runtime.program_key import Variant
+from rlx_jax.runtime.program_key import ProgramKey, Variant
 from rlx_jax.runtime.sequence_state import as_state
 from rlx_jax.text.request_checks import (
     Ids,
@@ -76,11 +76,16 @@ def prefill(
     cache_len = prefill_cache_len(lm.buckets, longest, width, max_len, limit)
     other_inputs = check_inputs(model, inputs, len(block), lm.inputs)
     sizes = {**other_inputs.sizes, "batch": rows, "context": cache_len}
-    # Captures have every token, and a program has the last token either of all its outputs or of none.
-    is_last = last_only(logits)
-    variant = Variant(is_last and not names, (*model.output_names[:1], *names), other_inputs.optional_inputs)
-    program = model.as_program("prefill").bind_to_sizes({**sizes, "seq": width}, variant=variant)
-    axes = capture_axes(model, model.programs.template(program.key.symbolic).mir, names)
+    is_last, optional, runner = last_only(logits), other_inputs.optional_inputs, model.as_program("prefill")
+
+    def make_key() -> ProgramKey:
+        # Captures have every token, and a program has the last token either of all its outputs or of none.
+        variant = Variant(is_last and not names, (*model.output_names[:1], *names), optional)
+        return runner.key_for_sizes({**sizes, "seq": width}, variant)
+
+    request = ("prefill", model.name, width, is_last, names, optional, *sizes.items())
+    program = runner.bind(model.programs.request_keys(request, make_key))
+    axes = capture_axes(model, model.programs.template(program.key.symbolic).mir, names) if names else {}
     if merged := [name for name, a in axes.items() if not a.is_plain]:
         raise RequestError(
             f"prefill: return_captures: the tokens of {quote(merged[0])} are on no axis of their own, so that padding "
@@ -91,8 +96,7 @@ def prefill(
     if is_last and names:
         values = model.programs.run_helper(last_tokens, values, valid.astype(np.int32))
     captures = trim_captures(model, axes, captured, valid.astype(np.int32), block.shape[1])
-    optional, capacity = other_inputs.optional_inputs, max_len or cache_len
-    state = DecodeState(as_state(new_state), valid, capacity, sizes, lm.owner, optional, text=block)
+    state = DecodeState(as_state(new_state), valid, max_len or cache_len, sizes, lm.owner, optional, text=block)
     return (values if is_last else restore_left_padding(model, values, starts)), state, captures
 
 

@@ -253,7 +253,7 @@ class PromptBlock(NamedTuple):
     """The result of prefilling the prompts up to a chunk.
 
     Attributes:
-        logits: `[B, 1, V]`, logits of the last token of each row so far; `[B, S, V]`, of the chunk, if the program
+        logits: `[B, V]`, logits of the last token of each row so far; `[B, S, V]`, of the chunk, if the program
             returns all of them.
         state: the state after the chunk.
         hidden: `[B, S, H]`, hidden states of the tokens of the chunk, if the program returns them.
@@ -297,5 +297,5 @@ def prompt_blocks(
 
 
 def merge_logits(num_new: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """Return the logits `[B, 1, V]` of the last tokens, the old ones in rows that had no new token."""
-    return jnp.where(num_new[:, None, None] > 0, new, old)
+    """Return the logits `[B, V]` of the last tokens, the old ones in rows that had no new token."""
+    return jnp.where(num_new[:, None] > 0, new, old)

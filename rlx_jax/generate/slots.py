@@ -124,7 +124,7 @@ class Slots:
             name: jax.ShapeDtypeStruct([rows if i == axes.get(name) else n for i, n in enumerate(a.shape)], a.dtype)
             for name, a in prefilling.loop.state.items()
         }
-        logits = jax.ShapeDtypeStruct((rows, 1, plan.lm.vocab_size), np.float32)
+        logits = jax.ShapeDtypeStruct((rows, plan.lm.vocab_size), np.float32)
         arguments = self._fill_arguments(new_state, logits, [job], np.zeros(rows, np.int32))
         return HelperCall(plan.fill, arguments, **self._fill_options)
 

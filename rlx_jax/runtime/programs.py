@@ -43,6 +43,7 @@ from rlx_jax.device import out_of_memory
 from rlx_jax.ir.types import DimLike
 from rlx_jax.ir.user_functions import CapturedArrays
 from rlx_jax.ir.weight_reads import WeightSource
+from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
 from rlx_jax.lowering.lir.plan import Layout, Lir
 from rlx_jax.lowering.mir.small import unread_inputs
 from rlx_jax.lowering.sharding import ModelSharding
@@ -52,7 +53,7 @@ from rlx_jax.runtime.frozen import FrozenFlow
 from rlx_jax.runtime.inputs import check_length
 from rlx_jax.runtime.lru import LruCache
 from rlx_jax.runtime.program_key import HelperCall, ProgramKey, recompile_reason
-from rlx_jax.runtime.sequence_state import EmptyState, empty_state, state_shardings
+from rlx_jax.runtime.sequence_state import EmptyState, empty_state, state_shardings, with_last_token
 
 T = TypeVar("T")
 
@@ -208,6 +209,8 @@ class Programs:
             if key.hidden:
                 head = self.template(self.full_key(key)).head
                 run = with_hidden(run, head, self.settings.target, key.last_only)
+            if key.last_only and key.program in CACHED_PROGRAMS:
+                run = with_last_token(run)
             if key.wrapper is not None:  # the wrapper has other inputs, which the plan knows nothing about
                 lir, run = replace(lir, plan=replace(lir.plan, donate_inputs=())), key.wrapper(run)
             traceable = with_explicit_axes(run, template, lir, self.model_sharding)

@@ -101,6 +101,16 @@ class FromEmpty:
         return function
 
 
+def with_last_token(run: Function) -> Function:
+    """Return a program of each row's last token, with its first output without the axis of tokens: `[B, V]`."""
+
+    def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
+        (first, *others), new_state = run(params, state, inputs)
+        return (first[:, 0], *others), new_state
+
+    return function
+
+
 def state_shardings(
     template: Template, sizes: Mapping[str, int], model_sharding: ModelSharding, of_results: bool = False
 ) -> dict[str, NamedSharding]:

@@ -42,7 +42,9 @@ def pad_block(buckets: Buckets, block: Ids, limit: int | None) -> Ids:
 
 def pad_to(block: np.ndarray[Any, Any], rows: int, width: int) -> np.ndarray[Any, Any]:
     """Return a block `[B, S]` padded with zeros at the end of each axis to `[rows, width]`."""
-    return np.pad(block, ((0, rows - block.shape[0]), (0, width - block.shape[1])))
+    padded = np.zeros((rows, width), block.dtype)
+    padded[: block.shape[0], : block.shape[1]] = block
+    return padded
 
 
 def crop(sizes: tuple[int, ...], array: Any) -> Any:
@@ -156,10 +158,11 @@ def token_block(
     positions, starts = np.arange(array.shape[1])[None], np.zeros(len(array), np.int64)
     if mask is None:
         valid = row_lengths(lengths, array.shape, min_length)
-        keep = positions < valid[:, None]
+        keep = None if lengths is None else positions < valid[:, None]
     else:
         keep, valid, starts = mask_spans(mask, array.shape)
-    block = ids_in_range(name, np.where(keep, array, 0), vocab_size).astype(np.int32)
+    kept = array if keep is None else np.where(keep, array, 0)
+    block = ids_in_range(name, kept, vocab_size).astype(np.int32)
     if starts.any():
         block = np.take_along_axis(block, (positions + starts[:, None]) % block.shape[1], axis=1)
     return block, valid, starts
