@@ -51,8 +51,6 @@ CASES: dict[str, OpCase] = {
         lambda m, x: m.avg_pool(x, 3, padding="SAME_LOWER", window_dilation=2),
         [X], lambda x: image.pool(x, "mean", (3, 3), (1, 1), "SAME_LOWER", (2, 2)),
     ),
-    "global_max_pool": OpCase(lambda m, x: m.global_max_pool(x), [X], lambda x: x.max((2, 3), keepdims=True)),
-    "global_avg_pool": OpCase(lambda m, x: m.global_avg_pool(x), [X], lambda x: x.mean((2, 3), keepdims=True)),
     "resize_nearest_2x": OpCase(lambda m, x: m.resize_nearest_2x(x), [X], lambda x: x.repeat(2, 2).repeat(2, 3)),
     "group_norm": OpCase(
         lambda m, x, g, b: m.group_norm(x, 2, g, b, 0.1),
@@ -73,10 +71,6 @@ CASES: dict[str, OpCase] = {
     "rms_norm without weights": OpCase(
         lambda m, x: m.rms_norm(x), [X], lambda x: x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5)
     ),
-    "lp_normalize": OpCase(
-        lambda m, x: m.lp_normalize(x, 1, 1),
-        [X * (X[:, :, :1] > 0)], lambda x: x / np.where((s := np.abs(x).sum(1, keepdims=True)) == 0, 1, s),
-    ),
     # few bits
     "quantize": OpCase(
         lambda m, x: m.quantize(x, 0.02, 3), [X], lambda x: np.int8(np.clip(np.rint(x / 0.02) + 3, -128, 127)),
@@ -95,21 +89,6 @@ CASES: dict[str, OpCase] = {
     "fake_quantize": OpCase(
         lambda m, x: m.fake_quantize(x, bits=4, axis=1), [X], lambda x: image.fake_quantize(x, None, 4, 1),
         symbolic=False,
-    ),
-    "argmax_pool": OpCase(
-        lambda m, x: m.argmax_pool(x, (2, 3), window_strides=2, padding=((1, 0), (1, 1))),
-        [X], lambda x: image.pool(x, "argmax", (2, 3), (2, 2), ((1, 0), (1, 1)), (1, 1)).astype(np.int32),
-    ),
-    **{
-        f"depth_to_space {mode}": OpCase(
-            lambda m, x, o=mode: m.depth_to_space(x, 2, o), [X], lambda x, o=mode: image.depth_to_space(x, 2, o)
-        )
-        for mode in ("DCR", "CRD")
-    },
-    "space_to_depth": OpCase(lambda m, x: m.space_to_depth(m.depth_to_space(x, 2), 2), [X], X),
-    "local_response_norm": OpCase(
-        lambda m, x: m.local_response_norm(x, 2, 0.3, 0.6, 1.5),
-        [X], lambda x: image.local_response_norm(x, 2, 0.3, 0.6, 1.5),
     ),
     "dequantize by block": OpCase(
         lambda m, q, s, z: m.dequantize(q, s, z, axis=1, block=2),
@@ -217,9 +196,6 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "a scale that is learned": (lambda m, x, k: m.fake_quantize(x, learned=True), GraphError, "has to be given"),
     "a block of nothing": (lambda m, x, k: m.quantize(x, x, axis=1, block=0), ShapeError, "at least 1 entry"),
     "scales of blocks": (lambda m, x, k: m.quantize(x, x, axis=1, block=2), ShapeError, "2 entries on axis 1"),
-    "a block that does not divide": (lambda m, x, k: m.depth_to_space(x, 3), ShapeError, "3² does not divide"),
-    "an order of channels": (lambda m, x, k: m.depth_to_space(x, 2, "RCD"), GraphError, "DCR or CRD"),
-    "places that do not divide": (lambda m, x, k: m.space_to_depth(x, 4), ShapeError, "blocks of 4 do not divide"),
     "a decay of 1": (lambda m, x, k: m.moving_scale(x, x, decay=1), GraphError, "from 0 to under 1"),
     "nibbles of floats": (lambda m, x, k: m.unpack_nibbles(x, (2,)), DTypeError, "bytes"),
     "a spectrum of a symbol": (lambda m, x, k: m.fft(x, axis=0), ShapeError, "must be static"),
@@ -308,17 +284,10 @@ TORCH |= {
         lambda m, x, u, v: m.batch_norm(x, mean=u, var=v, gamma=v, beta=u),
         lambda f, x, u, v: f.batch_norm(x, u, v, v, u), [X, C, np.abs(D)],
     ),
-    "lp_pool": (
-        lambda m, x: m.lp_pool(x, 2, p=3, window_strides=2), lambda f, x: f.lp_pool2d(x, 3, 2, 2), [np.abs(X)],
-    ),
-    "normalize": (lambda m, x: m.lp_normalize(x, 2, 1), lambda f, x: f.normalize(x, dim=1), [X]),
-    "softshrink": (lambda m, x: m.shrink(x, lambd=0.5, bias=0.5), lambda f, x: f.softshrink(x), [X]),
-    "hardshrink": (lambda m, x: m.shrink(x), lambda f, x: f.hardshrink(x), [X]),
-    "threshold": (lambda m, x: m.thresholded_relu(x, 0.3), lambda f, x: f.threshold(x, 0.3, 0), [X]),
     "prelu": (lambda m, x, c: m.prelu(x, m.expand_dims(c, (1, 2))), lambda f, x, c: f.prelu(x, c), [X, C]),
 }  # fmt: skip
 SPELLED = {
-    **{name: name for name in ("elu", "celu", "selu", "mish", "relu6", "leaky_relu", "softplus", "gelu", "silu")},
+    **{name: name for name in ("elu", "selu", "mish", "relu6", "leaky_relu", "softplus", "gelu", "silu")},
     "softsign": "soft_sign", "hardswish": "hard_swish", "hardsigmoid": "hard_sigmoid", "logsigmoid": "log_sigmoid",
 }  # fmt: skip
 for name, own in SPELLED.items():

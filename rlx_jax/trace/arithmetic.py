@@ -165,25 +165,9 @@ class Arithmetic(Writer[V]):
         """Return x where x > 0, else α(eˣ − 1)."""
         return self.parametric("elu", x, alpha)
 
-    def celu(self, x: V, alpha: float = 1.0) -> V:
-        """Return max(x, 0) + min(α(e^(x/α) − 1), 0)."""
-        return self.parametric("celu", x, alpha)
-
     def leaky_relu(self, x: V, negative_slope: float = 0.01) -> V:
         """Return x where x ≥ 0, else `negative_slope` · x."""
         return self.parametric("leaky_relu", x, negative_slope)
-
-    def squareplus(self, x: V, b: float = 4.0) -> V:
-        """Return ½(x + √(x² + b))."""
-        return self.parametric("squareplus", x, b)
-
-    def thresholded_relu(self, x: V, theta: float = 1.0) -> V:
-        """Return x where x > θ, else 0."""
-        return self.parametric("thresholded_relu", x, theta)
-
-    def shrink(self, x: V, *, lambd: float = 0.5, bias: float = 0.0) -> V:
-        """Return x + bias where x < −λ, x − bias where x > λ, else 0: hard shrinkage, soft where bias = λ."""
-        return self.parametric("shrink", x, lambd, bias)
 
     def prelu(self, x: V, slope: V | float) -> V:
         """Return x where x ≥ 0, else slope · x; the slope broadcasts."""

@@ -8,12 +8,12 @@ from typing import Any
 from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir.ops.conv import Conv, ConvTranspose, Pool
 from rlx_jax.ir.ops.reduce import Standardize
-from rlx_jax.ir.ops.shape import AxisOf, Reshape, merge_axes, split_axis
+from rlx_jax.ir.ops.shape import AxisOf, Reshape
 from rlx_jax.ir.ops.vision import GridSample, Resize
 from rlx_jax.ir.types import as_dim, is_static
 from rlx_jax.trace.checks import bind_kind, check_count, items_of
 from rlx_jax.trace.products import Products
-from rlx_jax.trace.writer import Axes, Shape, V, is_integer, is_number
+from rlx_jax.trace.writer import Axes, Shape, V, is_integer
 
 # One number for all spatial axes, or one for each.
 Counts = int | Sequence[int]
@@ -120,25 +120,20 @@ class Images(Products[V]):
         window_dilation: Counts = 1,
         ceil_mode: bool = False,
         count_include_pad: bool = False,
-        p: float = 2,
     ) -> V:
         """Return one kind of pooling over windows of the spatial axes: x `[N, C, S…]`.
 
         Args:
             ceil_mode: a last window may extend past the end.
             count_include_pad: zeros of the padding count for the mean; only for the kind mean.
-            p: the exponent of the norm; only for the kind lp.
         """
-        for option, is_set, owner in (("count_include_pad", count_include_pad, "mean"), ("p", p != 2, "lp")):
-            if is_set and kind != owner:
-                raise GraphError(f"{self.path}: {kind}_pool has no {option}; it belongs to the kind {owner}")
-        if not is_number(p):
-            raise GraphError(f"{self.path}: lp_pool: p is a number, got {shown(p)}")
+        if count_include_pad and kind != "mean":
+            raise GraphError(f"{self.path}: {kind}_pool has no count_include_pad; it belongs to the kind mean")
         rank = self.type_of(x).rank - 2
         op = Pool(
             kind, self._per_axis("window_dimensions", window_dimensions, rank),
             self._per_axis("window_strides", window_strides, rank), self._padding_pairs(padding, rank),
-            self._per_axis("window_dilation", window_dilation, rank), ceil_mode, count_include_pad, float(p),
+            self._per_axis("window_dilation", window_dilation, rank), ceil_mode, count_include_pad,
         )  # fmt: skip
         return self.add_node(op, x)
 
@@ -147,16 +142,9 @@ class Images(Products[V]):
         "max",
         "The largest entry of each window: x `[N, C, S…]`. With `ceil_mode` a last window may reach over the end.",
     )
-    argmax_pool = bind_kind(
-        _pool,
-        "argmax",
-        "The index of the largest entry of each window, i32, into the flat spatial axes, as torch's "
-        "`return_indices`; the first of equal ones.",
-    )
     avg_pool = bind_kind(
         _pool, "mean", "The mean of each window, without the padding, or with its zeros if `count_include_pad`."
     )
-    lp_pool = bind_kind(_pool, "lp", "(Σ|x|ᵖ)^(1/p) of each window.")
 
     def _spatial_axes(self, x: V) -> tuple[int, ...]:
         """Return the spatial axes of x, of which there must be at least one."""
@@ -164,14 +152,6 @@ class Images(Products[V]):
         if rank < 3:
             raise ShapeError(f"{self.path}: expected [N, C, spatial …], got {self.type_of(x)}")
         return tuple(range(2, rank))
-
-    def global_max_pool(self, x: V) -> V:
-        """Return the maximum of each channel: `[N, C, S…]` → `[N, C, 1…]`."""
-        return self.max(x, self._spatial_axes(x), keepdims=True)
-
-    def global_avg_pool(self, x: V) -> V:
-        """Return the mean of each channel: `[N, C, S…]` → `[N, C, 1…]`."""
-        return self.mean(x, self._spatial_axes(x), keepdims=True)
 
     # -- other sizes -------------------------------------------------------------------------
 
@@ -241,40 +221,6 @@ class Images(Products[V]):
         """Return x `[N, C, S…]` sampled at `grid` `[N, O…, d]` in −1 … 1, last axis first; see `GridSample`."""
         return self.add_node(GridSample(method, padding, align_corners), x, grid)
 
-    def depth_to_space(self, x: V, block: int, mode: str = "DCR") -> V:
-        """Rearrange channels into spatial blocks: `[N, C·b², H, W]` → `[N, C, H·b, W·b]`.
-
-        `mode` is the order of the channel axis: "DCR" is (b, b, C), as in ONNX and TensorFlow, and "CRD" is (C, b, b),
-        as in torch's pixel_shuffle.
-        """
-        b, channels = self._check_block("depth_to_space", x, block), self.type_of(x).shape[1]
-        if mode not in ("DCR", "CRD"):
-            raise GraphError(f"{self.path}: depth_to_space: mode is DCR or CRD, got {shown(mode)}")
-        if not is_static(channels) or int(str(channels)) % (b * b):
-            raise ShapeError(f"{self.path}: depth_to_space: {b}² does not divide the channels of {self.type_of(x)}")
-        parts = (b, b, -1) if mode == "DCR" else (-1, b, b)
-        # From [N, b, b, C, H, W], or [N, C, b, b, H, W], to [N, C, H, b, W, b].
-        perm = (0, 3, 4, 1, 5, 2) if mode == "DCR" else (0, 1, 4, 2, 5, 3)
-        permuted = self.transpose(self.add_node(split_axis(4, 1, parts), x), perm)
-        return self.add_node(merge_axes(5, 3), self.add_node(merge_axes(6, 2), permuted))
-
-    def space_to_depth(self, x: V, block: int) -> V:
-        """Rearrange spatial blocks into channels, the inverse of `depth_to_space` with mode DCR:
-        `[N, C, H·b, W·b]` → `[N, b²·C, H, W]`."""
-        b, x_type = self._check_block("space_to_depth", x, block), self.type_of(x)
-        if any(not is_static(d) or int(str(d)) % b for d in x_type.shape[2:]):
-            raise ShapeError(f"{self.path}: space_to_depth: blocks of {b} do not divide height and width of {x_type}")
-        split = self.add_node(split_axis(5, 4, (-1, b)), self.add_node(split_axis(4, 2, (-1, b)), x))
-        permuted = self.transpose(split, (0, 3, 5, 1, 2, 4))  # [N, C, H, b, W, b] to [N, b, b, C, H, W]
-        return self.add_node(merge_axes(5, 1), self.add_node(merge_axes(6, 1), permuted))
-
-    def _check_block(self, op_name: str, x: V, block: int) -> int:
-        """Return the block size after checking it and the rank of x."""
-        check_count(block, f"{self.path}: {op_name}: block", error=ShapeError)
-        if self.type_of(x).rank != 4:
-            raise ShapeError(f"{self.path}: {op_name}: expected [N, C, H, W], got {self.type_of(x)}")
-        return block
-
     # -- norms -------------------------------------------------------------------------------
 
     def standardize(self, x: V, axis: Axes = -1, epsilon: float = 1e-5, *, centre: bool = True) -> V:
@@ -320,25 +266,3 @@ class Images(Products[V]):
     def layer_norm2d(self, x: V, gamma: V | str | None = None, beta: V | str | None = None, eps: float = 1e-5) -> V:
         """Return `standardize` over the channels of a pixel, ⊙ γ + β by channel: x `[N, C, H, W]`, γ and β `[C]`."""
         return self._affine(self.standardize(x, 1, eps), gamma, beta)
-
-    def local_response_norm(self, x: V, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0) -> V:
-        """Return `x / (k + α/size · Σ x²)^β`, with the sum over `size` channels around each: x `[N, C, S…]`.
-
-        The window has ⌊(size − 1)/2⌋ channels before each channel, and for an even size one more after it, as in ONNX's
-        LRN.
-        """
-        x_type = self.type_of(x)
-        check_count(size, f"{self.path}: local_response_norm: size", error=ShapeError)
-        if x_type.rank < 3:
-            raise ShapeError(f"{self.path}: local_response_norm: x is [N, C, S…], got {x_type}")
-        preceding = (size - 1) // 2
-        # Channels become a spatial axis, so that a sum pool slides over them.
-        flat = self.add_node(Reshape((AxisOf(0), 1, AxisOf(1), -1)), self.square(x))
-        op = Pool("sum", (size, 1), (1, 1), ((preceding, size - 1 - preceding), (0, 0)), (1, 1))
-        total = self.reshape(self.add_node(op, flat), x_type.shape)
-        return self.div(x, self.pow(self.add(self.mul(total, alpha / size), k), beta))
-
-    def lp_normalize(self, x: V, ord: float = 2, axis: Axes = -1) -> V:
-        """Return x divided by its `norm` over `axis`, and 0 where the norm is 0."""
-        length = self.norm(x, ord, axis, keepdims=True)
-        return self.div(x, self.where(self.eq(length, 0), 1.0, length))

@@ -79,7 +79,7 @@ def conv_transpose(
 
 def pool(
     x: np.ndarray, kind: str, window: Any, strides: Any, padding: Any, dilation: Any, ceil: bool = False,
-    count_include_pad: bool = False, p: float = 2.0,
+    count_include_pad: bool = False,
 ) -> np.ndarray:  # fmt: skip
     """One window after the other."""
     sizes = x.shape[2:]
@@ -89,20 +89,14 @@ def pool(
         steps = (n + low + high - d * (k - 1) - 1) / s
         count = math.ceil(steps) + 1 if ceil else math.floor(steps) + 1
         counts.append(count - 1 if ceil and (count - 1) * s >= n + low else count)
-    out = np.zeros((*x.shape[:2], *counts), np.int64 if kind == "argmax" else x.dtype)
+    out = np.zeros((*x.shape[:2], *counts), x.dtype)
     for at in np.ndindex(*counts):
         places = [place for _, place in windows(at, window, strides, pairs, dilation)]
         read = np.stack([x[(slice(None), slice(None), *place)] for place in places if inside(place, sizes)], -1)
-        if kind == "argmax":
-            flat = [np.ravel_multi_index(place, sizes) for place in places if inside(place, sizes)]
-            out[(slice(None), slice(None), *at)] = np.array(flat)[read.argmax(-1)]
-            continue
         whole = [n + low + high for n, (low, high) in zip(sizes, pairs, strict=True)]
         shifted = ([q + low for q, (low, _) in zip(place, pairs, strict=True)] for place in places)
         count = sum(inside(place, whole) for place in shifted) if count_include_pad else read.shape[-1]
-        found = read.max(-1) if kind == "max" else (np.abs(read) ** p if kind == "lp" else read).sum(-1)
-        found = found ** (1 / p) if kind == "lp" else found / count if kind == "mean" else found
-        out[(slice(None), slice(None), *at)] = found
+        out[(slice(None), slice(None), *at)] = read.max(-1) if kind == "max" else read.sum(-1) / count
     return out
 
 
@@ -223,26 +217,6 @@ def fake_quantize(x: np.ndarray, scale: Any, bits: int, axis: int | None) -> np.
     rows = np.moveaxis(x, axis, 0)
     given = [None] * len(rows) if scale is None else scale
     return np.moveaxis(np.stack([fake_quantize(r, s, bits, None) for r, s in zip(rows, given, strict=True)]), 0, axis)
-
-
-def depth_to_space(x: np.ndarray, b: int, mode: str) -> np.ndarray:
-    """One place after the other: the channel of each is read off its coordinates."""
-    n, c, h, w = x.shape
-    out = np.zeros((n, c // b**2, h * b, w * b), x.dtype)
-    for k, row, col in np.ndindex(*out.shape[1:]):
-        i, j = row % b, col % b
-        channel = (i * b + j) * (c // b**2) + k if mode == "DCR" else (k * b + i) * b + j
-        out[:, k, row, col] = x[:, channel, row // b, col // b]
-    return out
-
-
-def local_response_norm(x: np.ndarray, size: int, alpha: float, beta: float, k: float) -> np.ndarray:
-    """Channel by channel, over those from ⌊(size − 1)/2⌋ before to ⌈(size − 1)/2⌉ behind."""
-    out = np.zeros_like(x)
-    for c in range(x.shape[1]):
-        near = x[:, max(0, c - (size - 1) // 2) : c + -(-(size - 1) // 2) + 1]
-        out[:, c] = x[:, c] / (k + alpha / size * (near**2).sum(1)) ** beta
-    return out
 
 
 def dequantize_blocks(q: np.ndarray, scale: np.ndarray, zero: np.ndarray, axis: int, block: int) -> np.ndarray:

@@ -87,11 +87,7 @@ UNARY_REFERENCE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }  # fmt: skip
 PARAMETRIC_REFERENCE: dict[str, Callable[..., np.ndarray]] = {
     "elu": lambda x, alpha: elu(x, alpha),
-    "celu": lambda x, alpha: np.maximum(x, 0) + np.minimum(alpha * (np.exp(x / alpha) - 1), 0),
     "leaky_relu": lambda x, slope: np.where(x >= 0, x, slope * x),
-    "squareplus": lambda x, b: (x + np.sqrt(x * x + b)) / 2,
-    "thresholded_relu": lambda x, theta: np.where(x > theta, x, 0),
-    "shrink": lambda x, lambd, bias: np.where(x < -lambd, x + bias, np.where(x > lambd, x - bias, 0)),
 }  # fmt: skip
 BINARY_REFERENCE: dict[str, Any] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "max": np.maximum, "min": np.minimum,

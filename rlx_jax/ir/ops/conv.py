@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array, lax
 
 from rlx_jax.dataclasses import dataclass
-from rlx_jax.errors import DTypeError, GraphError, ShapeError
+from rlx_jax.errors import DTypeError, ShapeError
 from rlx_jax.ir.graph import Mir
 from rlx_jax.ir.operands import REDUCTION, Initial, Normal, Types, product_traits
 from rlx_jax.ir.types import TensorType, is_float, is_static
@@ -170,7 +170,7 @@ class ConvTranspose(Mir):
         return Normal(weight.shape[0] * math.prod(weight.shape[2:]))
 
 
-POOLS = ("max", "mean", "sum", "lp", "argmax")
+POOLS = ("max", "mean")
 
 
 @dataclass(frozen=True)
@@ -178,13 +178,11 @@ class Pool(Mir):
     """Pool windows of x: `[N, C, S…]` → `[N, C, S'…]`, with sums in f32.
 
     Args:
-        kind: `max`, `mean`, `sum`, `lp` ((Σ|x|ᵖ)^(1/p)), or `argmax`: the position of the largest entry, the first of
-            equal ones, as an int32 index into the flattened spatial axes, as in torch.
+        kind: `max` or `mean`.
         padding: pairs, or a name of `PADDINGS`. Padded entries do not contribute.
         ceil: `S' = ⌈(S + padding − reach) / stride⌉ + 1` instead of ⌊…⌋, without a last window that would start after
             the input and the padding before it.
         count_include_pad: a mean divides by the number of entries including the padding.
-        p: exponent of `lp`, at least 1.
     """
 
     traits = REDUCTION
@@ -198,7 +196,6 @@ class Pool(Mir):
     dilation: tuple[int, ...]
     ceil: bool = False
     count_include_pad: bool = False
-    p: float = 2.0
 
     def check(self, x: TensorType) -> None:
         rank = x.rank - 2
@@ -207,12 +204,10 @@ class Pool(Mir):
             raise ShapeError(f"{op}: x is [N, C, …] with 1 to 3 spatial axes, got {x}")
         check_counts(op, rank, window=self.window, strides=self.strides, dilation=self.dilation)
         check_padding(op, self.padding, rank)
-        if self.kind in ("mean", "lp") and not is_float(x.dtype):
+        if self.kind == "mean" and not is_float(x.dtype):
             raise DTypeError(f"{op}: needs floats, got {x}; cast it")
-        if (self.ceil or self.kind == "argmax") and not all(map(is_static, x.shape[2:])):
-            raise ShapeError(f"{op}: {'ceil' if self.ceil else 'an index'} needs static spatial sizes, got {x}")
-        if self.kind == "lp" and not self.p >= 1:
-            raise GraphError(f"lp_pool: p is at least 1, got {self.p:g}")
+        if self.ceil and not all(map(is_static, x.shape[2:])):
+            raise ShapeError(f"{op}: ceil needs static spatial sizes, got {x}")
         if self.ceil and isinstance(self.padding, str):
             raise ShapeError(f"{op}: ceil needs padding as pairs, got {self.padding!r}")
         if not isinstance(self.padding, str):
@@ -269,30 +264,8 @@ class Pool(Mir):
             return self._max_of_shifted(x, lowest, pairs)
         if self.kind == "max":
             return self._reduce_windows(x, lowest, lax.max, pairs)
-        if self.kind == "argmax":
-            return self._argmax(x, lowest, pairs)
-        values, zero = (x.astype(jnp.float32), 0.0) if is_float(x.dtype) else (x, np.zeros((), x.dtype))
-        if self.kind == "lp":
-            total = self._reduce_windows(jnp.abs(values) ** self.p, 0.0, lax.add, pairs)
-            return (total ** (1 / self.p)).astype(x.dtype)
-        total = self._reduce_windows(values, zero, lax.add, pairs)
-        return (total / self._counts(x, pairs) if self.kind == "mean" else total).astype(x.dtype)
-
-    def _argmax(self, x: Array, lowest: Any, pairs: list[tuple[int, int]]) -> Array:
-        """Return the index of the largest entry of each window.
-
-        Padding has the lowest value and the highest index, so that an entry of x wins every comparison with it.
-        """
-        sizes = x.shape[2:]
-        indices = jnp.broadcast_to(jnp.arange(math.prod(sizes), dtype=jnp.int32).reshape(1, 1, *sizes), x.shape)
-
-        def larger(a: tuple[Array, Array], b: tuple[Array, Array]) -> tuple[Array, Array]:
-            a_wins = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
-            return jnp.where(a_wins, a[0], b[0]), jnp.where(a_wins, a[1], b[1])
-
-        winners: Array
-        _, winners = self._reduce_windows((lax.stop_gradient(x), indices), (lowest, np.int32(2**31 - 1)), larger, pairs)
-        return winners
+        total = self._reduce_windows(x.astype(jnp.float32), 0.0, lax.add, pairs)
+        return (total / self._counts(x, pairs)).astype(x.dtype)
 
     def _counts(self, x: Array, pairs: list[tuple[int, int]]) -> Array:
         """Return the number of entries of each window, `[1, 1, S'…]`."""

@@ -57,12 +57,7 @@ NUMERIC_UNARY = ("neg", "abs", "relu", "sign", "square", "stop_gradient")
 # Functions of one value and some constants, with the number of constants, by name.
 PARAMETRIC: dict[str, tuple[Callable[..., Array], int]] = {
     "elu": (jax.nn.elu, 1),  # x where x > 0, else α(eˣ − 1)
-    "celu": (jax.nn.celu, 1),  # max(x, 0) + min(α(e^(x/α) − 1), 0)
     "leaky_relu": (jax.nn.leaky_relu, 1),  # x where x ≥ 0, else αx
-    "squareplus": (jax.nn.squareplus, 1),  # ½(x + √(x² + b))
-    "thresholded_relu": (lambda x, theta: jnp.where(x > theta, x, jnp.zeros_like(x)), 1),  # x where x > θ, else 0
-    # x + b below −λ, x − b above λ, 0 between them
-    "shrink": (lambda x, lambd, bias: jnp.where(x < -lambd, x + bias, jnp.where(x > lambd, x - bias, 0 * x)), 2),
 }
 
 # Functions of two values, by name. Integer division by 0 gives an unspecified value, as in XLA, and no error.
