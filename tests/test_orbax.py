@@ -186,12 +186,12 @@ def edited(path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
 def test_missing_chunks_and_metadata(tmp_path: Path) -> None:
     path = save_files(tmp_path / "a", {"w": W})
     os.unlink(path / "w" / "0.0")
-    with pytest.raises(errors.CheckpointFormatError, match="takes 1 chunks, 0 are stored"):
+    with pytest.raises(errors.CheckpointFormatError, match="damaged: .NOT_FOUND: chunk"):
         read(path)
     edited(path / "_METADATA", lambda content: content.update(store_array_data_equal_to_fill_value=False))
     assert_equal(read(path), {"w": np.zeros((3, 4))})  # chunks of zeros were left out by that format
     os.unlink(path / "w" / ".zarray")
-    with pytest.raises(errors.CheckpointFormatError, match="array 'w': no metadata"):
+    with pytest.raises(errors.CheckpointFormatError, match="array 'w': .*NOT_FOUND"):
         read(path)
 
 
