@@ -205,7 +205,7 @@ def patch(
         metric: a JAX function of the logits of all prompts, `[prompts, vocab]`, or with logits="all" `[prompts, tokens,
             vocab]`; its results are returned in place of the logits.
         logits: "last" gives those of each prompt's last token, "all" of every token, NaN after the end of a prompt.
-        batch_size: the number of runs of a sweep that are computed at once; by default as many as have 2048 tokens.
+        batch_size: the number of runs of a sweep computed at once; by default, of at most 2048 tokens together.
         inputs: as in `logits`, a row for each prompt.
 
     Raises:
@@ -238,9 +238,12 @@ def patch(
     run = PatchRun(lm, block, lengths, places, entries, request_inputs, not error, sweep, last_only(logits), metric)
     changes = [(p, number, place) for p in entries for number in p.chosen for place in range(len(places))]
     copies = [[change] for change in changes] if sweep else [changes]
-    size = run.copies_at_once() if batch_size is None else check_integer("batch_size", batch_size, 1)
+    if batch_size is None:  # parts of one size, as the last one takes as long as the others
+        size = -(-len(copies) // -(-len(copies) // run.copies_at_once()))
+    else:
+        size = min(check_integer("batch_size", batch_size, 1), len(copies))
     values = run.values(None if source_rows is None else pad_rows(source_rows, block.shape[1]))
-    results = run.run(copies, min(size, len(copies)), values)
+    results = run.run(copies, size, values)
     shape = (-1, len(places)) if sweep else ()
     return jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), results)
 
