@@ -26,7 +26,6 @@ from rlx_jax.cli.inspect import DIFF, INSPECT, PLAN
 from rlx_jax.cli.measure import BENCH, EXPLAIN, TUNE, VIEW
 from rlx_jax.cli.requests import CHAT, EMBED, GENERATE, SCORE
 from rlx_jax.cli.terminal import Interrupt, Status, discard_stdout, print_warning, write
-from rlx_jax.dataclasses import dataclass
 from rlx_jax.device import describe_device
 from rlx_jax.errors import RlxError, StorageError, did_you_mean, listing, quote
 from rlx_jax.ir.text import format_bytes
@@ -34,34 +33,8 @@ from rlx_jax.ir.text import format_bytes
 # `rlx-jax completion`: shell scripts that complete commands and options, generated from the argument parser.
 
 
-@dataclass(frozen=True)
-class Option:
-    """An option of a command, for completion.
-
-    Attributes:
-        name: such as `--json`; empty for the first positional argument.
-        help: its help.
-        takes_value: whether a value follows it.
-        choices: the possible values, if they are limited.
-        is_file: whether the value is a file. A number is neither a choice nor a file.
-    """
-
-    name: str
-    help: str
-    takes_value: bool
-    choices: tuple[str, ...]
-    is_file: bool
-
-
-# Help and options of each command, by name.
-CommandOptions = dict[str, tuple[str, tuple[Option, ...]]]
-
-
-def command_options(parser: argparse.ArgumentParser) -> CommandOptions:
-    """Return the commands of a parser."""
-    commands = subparsers(parser)
-    helps = {action.dest: str(action.help) for action in commands._choices_actions}
-    return {name: (helps[name], long_options(sub)) for name, sub in commands.choices.items()}
+# The parsers of the commands, by name.
+Parsers = dict[str, argparse.ArgumentParser]
 
 
 def subparsers(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[argparse.ArgumentParser]:
@@ -70,70 +43,54 @@ def subparsers(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[ar
     return commands
 
 
-def long_options(parser: argparse.ArgumentParser) -> tuple[Option, ...]:
-    """Return the long options of a command. A positional argument with choices is an option without a name."""
-    options = []
-    for action in parser._actions:
-        names = [name for name in action.option_strings if name.startswith("--")]
-        help_text = parser._get_formatter()._expand_help(action) if action.help else ""
-        choices = tuple(map(str, action.choices or ()))
-        if names or choices:
-            is_file = action.nargs != 0 and not choices and action.type is None
-            options.append(Option(names[0] if names else "", help_text, action.nargs != 0, choices, is_file))
-    return tuple(options)
+def long_options(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Return the long options of a command, by name, such as `--json`."""
+    return {name: a for a in parser._actions for name in a.option_strings[-1:] if name.startswith("--")}
 
 
-def bash(commands: CommandOptions) -> Iterator[str]:
+def is_file(action: argparse.Action) -> bool:
+    """Whether the value of an option may be a file: it is neither a number nor one of some choices."""
+    return action.nargs != 0 and not action.choices and action.type is None
+
+
+def bash(parsers: Parsers) -> Iterator[str]:
     """Yield the script for bash: `source <(rlx-jax completion bash)`."""
     yield "_rlx_jax() {\n"
     yield '    local word="${COMP_WORDS[COMP_CWORD]}" before="${COMP_WORDS[COMP_CWORD-1]}"\n'
     yield "    COMPREPLY=()\n"
     yield '    if [ "$COMP_CWORD" -eq 1 ]; then\n'
-    yield f'        COMPREPLY=($(compgen -W "{" ".join(commands)}" -- "$word")); return\n    fi\n'
+    yield f'        COMPREPLY=($(compgen -W "{" ".join(parsers)}" -- "$word")); return\n    fi\n'
     yield '    case "${COMP_WORDS[1]} $before" in\n'
-    for name, (_, options) in commands.items():
-        for option in options:
-            words = "compgen -f" if option.is_file else f'compgen -W "{" ".join(option.choices)}"'
-            if option.takes_value and option.name:
-                yield f'        "{name} {option.name}") COMPREPLY=($({words} -- "$word")); return ;;\n'
+    for name, parser in parsers.items():
+        for option, action in long_options(parser).items():
+            words = "compgen -f" if is_file(action) else f'compgen -W "{" ".join(map(str, action.choices or ()))}"'
+            if action.nargs != 0:
+                yield f'        "{name} {option}") COMPREPLY=($({words} -- "$word")); return ;;\n'
     yield '    esac\n    case "${COMP_WORDS[1]}" in\n'
-    for name, (_, options) in commands.items():
-        flags = " ".join(option.name for option in options if option.name)
-        arguments = " ".join(choice for option in options if not option.name for choice in option.choices)
-        yield f'        {name}) [[ "$word" == -* ]] && COMPREPLY=($(compgen -W "{flags}" -- "$word"))'
-        yield f' || COMPREPLY=($(compgen -W "{arguments}" -- "$word") ' if arguments else " || COMPREPLY=("
-        yield ") ;;\n" if arguments else '$(compgen -f -- "$word")) ;;\n'
+    for name, parser in parsers.items():
+        yield f'        {name}) [[ "$word" == -* ]] && COMPREPLY=($(compgen -W "{" ".join(long_options(parser))}"'
+        yield ' -- "$word")) || COMPREPLY=($(compgen -f -- "$word")) ;;\n'
     yield "    esac\n}\ncomplete -o filenames -F _rlx_jax rlx-jax\n"
 
 
-def zsh(commands: CommandOptions) -> Iterator[str]:
+def zsh(parsers: Parsers) -> Iterator[str]:
     """Yield the script for zsh, which runs the one for bash: `source <(rlx-jax completion zsh)`, after compinit."""
     yield "autoload -U +X bashcompinit && bashcompinit\n"
-    yield from bash(commands)
+    yield from bash(parsers)
 
 
-def fish(commands: CommandOptions) -> Iterator[str]:
+def fish(parsers: Parsers) -> Iterator[str]:
     """Yield the script for fish: `rlx-jax completion fish | source`."""
-    for name, (help_text, options) in commands.items():
-        yield f"complete -c rlx-jax -n __fish_use_subcommand -f -a {name} -d {_single_quoted(help_text)}\n"
-        guard = f"-n '__fish_seen_subcommand_from {name}'"
-        for option in options:
-            choices = f"-a {_single_quoted(' '.join(option.choices))}" if option.choices else ""
-            if option.name:
-                needs = "" if not option.takes_value else "-r" if option.is_file else "-x"
-                description = f"-d {_single_quoted(option.help)}"
-                line = f"complete -c rlx-jax {guard} -l {option.name[2:]} {needs} {choices} {description}"
-            else:
-                line = f"complete -c rlx-jax {guard} -f {choices}"
-            yield line.replace("  ", " ") + "\n"
+    for name, parser in parsers.items():
+        yield f"complete -c rlx-jax -n __fish_use_subcommand -f -a {name}\n"
+        for option, action in long_options(parser).items():
+            needs = "" if action.nargs == 0 else " -r" if is_file(action) else " -x"
+            choices = f" -a '{' '.join(map(str, action.choices))}'" if action.choices else ""
+            guard = f"-n '__fish_seen_subcommand_from {name}'"
+            yield f"complete -c rlx-jax {guard} -l {option[2:]}{needs}{choices}\n"
 
 
-def _single_quoted(text: str) -> str:
-    """Return text in single quotes, for fish."""
-    return "'" + text.replace("\n", " ").replace("'", "’") + "'"
-
-
-SHELLS: dict[str, Callable[[CommandOptions], Iterator[str]]] = {"bash": bash, "zsh": zsh, "fish": fish}
+SHELLS: dict[str, Callable[[Parsers], Iterator[str]]] = {"bash": bash, "zsh": zsh, "fish": fish}
 
 
 # `rlx-jax doctor`: report installed versions and devices, and how to install what is missing.
@@ -214,7 +171,7 @@ DOCTOR = Command("doctor", "what is installed, and what is missing", (add_json,)
 def completion(args: argparse.Namespace, session: Session) -> Iterator[str]:
     """Write a script that completes this command in a shell. bash: source <(rlx-jax completion bash); zsh: the same,
     after compinit; fish: rlx-jax completion fish | source."""
-    yield from SHELLS[args.shell](command_options(make_parser()))
+    yield from SHELLS[args.shell](dict(subparsers(make_parser()).choices))
 
 
 def completion_options(parser: argparse.ArgumentParser) -> None:
@@ -299,7 +256,7 @@ def check_words(top: argparse.ArgumentParser, words: Sequence[str]) -> None:
         suggestion = did_you_mean(words[0], commands)
         top.error(f"there is no command {quote(words[0])}{suggestion or f'; there are {listing(commands)}'}")
     command = commands[words[0]]
-    names = [name for option in long_options(command) if (name := option.name)]
+    names = list(long_options(command))
     for word in words[1:] if "--" not in words else words[1 : words.index("--")]:
         name = word.partition("=")[0]
         if (
