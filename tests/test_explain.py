@@ -269,7 +269,7 @@ def test_a_weight_in_the_slow_orientation() -> None:
         x = np.ones((rows, 128), np.float32)
         found = of_kind("orientation", ran(linears("a", "b"), SQUARE, x, backend={"cpu": {"weight_layout": layout}}))
         assert [finding.path for finding in found] == paths
-        assert all("64.0 KB of weights are stored [in, out], which cpu reads slower" in each.text for each in found)
+        assert all("65.54 kB of weights are stored [in, out], which cpu reads slower" in each.text for each in found)
 
 
 @pytest.mark.parametrize("decoded", [False, True])
@@ -281,7 +281,7 @@ def test_an_unfused_decode(decoded: bool) -> None:
     flow = flow.custom(lambda emit, x: emit.linear(x, "w", transpose=not decoded))
     found = of_kind("unfused decode", ran(flow, small.Own(weight.data, weight.spec), np.ones((2, width), np.float32)))
     assert [finding.path for finding in found] == ["custom"] * decoded
-    assert all("gguf_q8_0 weight is decoded to 24.0 KB" in finding.text for finding in found)
+    assert all("gguf_q8_0 weight is decoded to 24.58 kB" in finding.text for finding in found)
 
 
 @pytest.mark.parametrize("roll", ["scan", "unroll"])
@@ -291,7 +291,7 @@ def test_a_scan_that_copies_its_weights(roll: str) -> None:
     model = ran(flow, weights, np.ones((8, 128), np.float32), layers={"roll": roll})
     found = of_kind("copied weight", model)
     assert len(found) == (roll == "scan")
-    assert all("the scan over layers copies its weights, 192.0 KB" in finding.text for finding in found)
+    assert all("the scan over layers copies its weights, 196.61 kB" in finding.text for finding in found)
 
 
 def test_a_copied_cache() -> None:

@@ -23,7 +23,7 @@ from rlx_jax.ir.param import Stack, printed_name
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.queries import dynamic_symbols
 from rlx_jax.ir.serial import closure_digest, encode, encode_graph
-from rlx_jax.ir.text import bytes_text, dump_graph, number_runs
+from rlx_jax.ir.text import dump_graph, format_bytes, number_runs
 from rlx_jax.lowering.lir.plan import XLA_CHOICE, Lir
 
 ALIGNMENT = 64
@@ -292,7 +292,7 @@ def dump_lir(lir: Lir) -> str:
     }
     """
     buffers = plan_buffers(lir.planned_graph, lir.plan.donate_state, lir.plan.scan)
-    saved, naive = bytes_text(buffers.bytes_saved), bytes_text(buffers.total_unshared_bytes)
+    saved, naive = format_bytes(buffers.bytes_saved), format_bytes(buffers.total_unshared_bytes)
     lines = [
         f"lir @{lir.graph.name} {{",
         f"  fingerprint: {fingerprint(lir)}",
@@ -301,7 +301,7 @@ def dump_lir(lir: Lir) -> str:
         *(f"  products {line}" for line in lir.products() if str(XLA_CHOICE) not in line),
         *(f"  experts {line}" for line in lir.experts()),
         *(f"  recurrence {line}" for line in lir.recurrences()),
-        f"  arena: {bytes_text(buffers.arena_size)} ({saved} saved, {naive} naive, align {buffers.alignment})",
+        f"  arena: {format_bytes(buffers.arena_size)} ({saved} saved, {naive} naive, align {buffers.alignment})",
         f"  schedule: {len(lir.planned_graph.nodes)} nodes, {len(buffers.views)} views",
         f"  dynamic symbols: {', '.join(buffers.dynamic_symbols) or 'none'}",
         *_table(buffers),

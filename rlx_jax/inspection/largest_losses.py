@@ -5,7 +5,7 @@ from __future__ import annotations
 from rlx_jax.inspection.rates import Rates
 from rlx_jax.inspection.records import BlockEntry, Finding, Inspection
 from rlx_jax.inspection.work import rated_dtype
-from rlx_jax.ir.text import bytes_text, scaled_text
+from rlx_jax.ir.text import format_bytes, scaled_text
 
 NUM_LOSSES = 5
 # A block loses its time to the fixed time of its kernels if that is more than this share of the loss.
@@ -36,7 +36,7 @@ def _loss(block: BlockEntry, rates: Rates) -> Finding:
     if not block.limited_by:
         advice = NO_BLOCK.get(block.path, "it computes nothing that the roofline counts")
         return Finding("loss", block.path, duration, advice, block.lost_seconds)
-    amount = f"{bytes_text(block.bytes)} at {rates.bandwidth / 1e9:,.0f} GB/s"
+    amount = f"{format_bytes(block.bytes)} at {rates.bandwidth / 1e9:,.0f} GB/s"
     if block.limited_by == "compute":
         speed = rates.flops[rated_dtype(block.dtype)]
         amount = f"{scaled_text(block.flops, 'FLOP')} at {speed / 1e9:,.0f} GFLOP/s in {block.dtype}"

@@ -101,23 +101,9 @@ def stats(graph: Graph, level: str, note: str = "") -> str:
     kinds = sorted(_kinds(graph).items(), key=lambda item: (-item[1], item[0]))
     sizes = [t.nbytes for n in graph.nodes for t in n.types if t.is_static]
     symbolic = any(not t.is_static for n in graph.nodes for t in n.types)
-    arena = f"{bytes_text(sum(sizes))} arena{' and symbolic sizes' if symbolic else ''}"
+    arena = f"{format_bytes(sum(sizes))} arena{' and symbolic sizes' if symbolic else ''}"
     head = f"graph @{graph.name} ({len(graph.nodes)} nodes, {len(graph.outputs)} outputs, {arena})"
     return f"{head}\n  op kinds: {', '.join(f'{kind}={count}' for kind, count in kinds)}"
-
-
-def bytes_text(size: int) -> str:
-    """Return a number of bytes as text with a binary unit.
-
-    >>> bytes_text(12), bytes_text(1_400_000)
-    ('12 B', '1.3 MB')
-    """
-    scaled, unit = float(size), "B"
-    for unit in ("B", "KB", "MB", "GB"):
-        if scaled < 1024 or unit == "GB":
-            break
-        scaled /= 1024
-    return f"{size} B" if unit == "B" else f"{scaled:.1f} {unit}"
 
 
 def format_bytes(count: int) -> str:

@@ -22,7 +22,7 @@ from rlx_jax.ir.ops.experts import ExpertFfn, GroupedMatMul
 from rlx_jax.ir.ops.index import Gather
 from rlx_jax.ir.param import packing_of
 from rlx_jax.ir.paths import path_text
-from rlx_jax.ir.text import bytes_text
+from rlx_jax.ir.text import format_bytes
 from rlx_jax.lowering.inspect.hlo import block_paths, traced_products, without_layer_numbers
 from rlx_jax.lowering.lir.donation import COPIED_ADVICE, result_bytes
 from rlx_jax.lowering.lir.experts import BY_NUMBER
@@ -182,7 +182,7 @@ def slow_orientations(facts: ProgramFacts) -> Iterator[Finding]:
             sizes[path] = rows, sizes.get(path, (0, 0))[1] + nbytes
     for path, (rows, nbytes) in sizes.items():
         yield Finding(
-            "orientation", path, f"{bytes_text(nbytes)} of weights are stored [in, out], which {target} reads slower "
+            "orientation", path, f"{format_bytes(nbytes)} of weights are stored [in, out], which {target} reads slower "
             f"for {rows} row{'s' if rows > 1 else ''} than [out, in]",
             f"set backend.{target}.weight_layout = 'out_in' in the profile",
         )  # fmt: skip
@@ -202,7 +202,7 @@ def unfused_decodes(facts: ProgramFacts) -> Iterator[Finding]:
             decoded[path] = decoded.get(path, (0, ""))[0] + nbytes, packing_of(param.programs[0]) or ""
     for path, (nbytes, scheme) in decoded.items():
         yield Finding(
-            "unfused decode", path, f"its {scheme} weight is decoded to {bytes_text(nbytes)} in memory in each run",
+            "unfused decode", path, f"its {scheme} weight is decoded to {format_bytes(nbytes)} in memory in each run",
             "products decode a weight where they read it if it is stored [out, in]; precision.weights = 'bf16' decodes "
             "it once, while it is loaded", _memory_seconds(facts, 2 * nbytes),
         )  # fmt: skip
@@ -223,7 +223,7 @@ def copied_weights(facts: ProgramFacts) -> Iterator[Finding]:
     for (path, sliced), nbytes in copies.items():
         text, advice = SCAN_COPY if sliced else WEIGHT_COPY
         cost = _memory_seconds(facts, 2 * nbytes)
-        yield Finding("copied weight", path, text.format(bytes_text(nbytes)), advice, cost)
+        yield Finding("copied weight", path, text.format(format_bytes(nbytes)), advice, cost)
 
 
 def recompilations(facts: ProgramFacts) -> Iterator[Finding]:
