@@ -34,7 +34,7 @@ from report import Goals, emit, median_ratio, seconds, table
 import rlx_jax as rlx
 from rlx_jax.device import running_device
 from rlx_jax.ir.ggml import BLOCKS
-from rlx_jax.ir.packed import BITS, SCHEMES
+from rlx_jax.ir.packed import BITS, SCHEMES, TABLES
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 from rlx_jax.weights.execute import load_leaves
 from rlx_jax.weights.format import Entry
@@ -71,9 +71,11 @@ def packed(scheme: str, shape: tuple[int, ...], cache: dict[Any, rlx.Packed]) ->
         data = np.random.default_rng(0).integers(
             0, 256, (shape[0] * shape[1] // layout.elements, layout.bytes), np.uint8
         )
-        part, dtype = layout.parts["scales"], BITS[row.scale]
+        part, dtype = layout.parts["scales"], row.scale_dtype
         scale = 0.02 / 2 ** (sum(codes.bits for codes in row.codes) - 2) / (1 if row.group is None else 32)
-        scales = np.full((part.stop - part.start) // dtype.itemsize, scale, dtype)
+        table = TABLES.get(row.scale)
+        number = np.abs(table - scale).argmin() if table is not None else BITS[row.scale].type(scale).view(dtype)
+        scales = np.full((part.stop - part.start) // dtype.itemsize, number, dtype)
         data[:, part.start : part.stop] = scales.view(np.uint8)
         cache[shape] = rlx.Packed(data.reshape(shape[0], -1), scheme, shape)
     return cache[shape]

@@ -6,7 +6,8 @@
     python benchmarks/packed.py --only "decode 1" --kernels off    by XLA's forms, floats too
     python benchmarks/packed.py --shape 1b --peer llama.cpp    the same files in llama.cpp, on as many threads
 
-`fp8` has a scale for each block of 128 × 128; embeddings and the head stay in bf16, as in published checkpoints.
+`fp8` has a scale for each block of 128 × 128, `awq` and `gptq` groups of 128, `nvfp4` is that of compressed-tensors; in
+these embeddings and the head stay in bf16, as in published checkpoints.
 `int8` and `int4` are quantised on load, in groups of `precision.weights`.
 The floor of a step is the time to read the bytes of all parameters but the embedding at the machine's bandwidth.
 Exits with 1 if a goal is missed.
@@ -19,6 +20,7 @@ import importlib.util
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,7 @@ from typing import Any
 
 import decode
 import jax
+import ml_dtypes
 import numpy as np
 from handwritten_llama import Sizes, hf_config
 from loading import write
@@ -68,7 +71,7 @@ def build(
     config = LlamaConfig.from_hf(fields)
     precision = {"compute": shape.dtype} | ({"weights": scheme} if scheme in QUANTIZED else {})
     profile = profile.replace(precision=precision)
-    if scheme not in ("floats", "fp8", *QUANTIZED):
+    if scheme not in ("floats", *METHODS, *QUANTIZED):
         path = write(folder, scheme, fields)
         return rlx.CausalLM(Llama32Flow(config), path, profile=profile, max_positions=4096), os.path.getsize(path)
     cache: dict[Any, Any] = {}
@@ -81,25 +84,62 @@ def build(
         return cache[size]
 
     weights = {key: value(spec.shape) for key, spec in weight_specs(config).items()}
-    if scheme == "fp8":
-        return with_fp8(config, weights, profile)
+    if scheme in METHODS:
+        return with_method(scheme, config, weights, profile)
     stored = sum(value.nbytes for value in weights.values())
     return rlx.CausalLM(Llama32Flow(config), weights, profile=profile, max_positions=4096), stored
 
 
-def with_fp8(config: LlamaConfig, weights: dict[str, Any], profile: rlx.CompileProfile) -> tuple[rlx.CausalLM, int]:
-    """The same of a checkpoint in FP8, whose linear layers are those of `weights`."""
-    cache: dict[Any, Any] = {}
+def random_codes(*shape: int, dtype: Any = np.int32) -> Any:
+    return np.random.default_rng(0).integers(0, 256, (*shape, np.dtype(dtype).itemsize), np.uint8).view(dtype)[..., 0]
+
+
+def fp8(value: Any) -> dict[str, Any]:
+    return dict(zip(("weight", "weight_scale_inv"), quantize_fp8(value.astype(np.float32), ""), strict=True))
+
+
+def nvfp4(value: Any) -> dict[str, Any]:
+    rows, columns = value.shape
+    scales = np.full((rows, columns // 16), 1, ml_dtypes.float8_e4m3fn)
+    codes = random_codes(rows, columns // 2, dtype=np.uint8)
+    return {"weight_packed": codes, "weight_scale": scales, "weight_global_scale": np.array([200], np.float32)}
+
+
+def in_words(value: Any, words: tuple[int, int]) -> dict[str, Any]:
+    rows, columns = value.shape
+    scales = np.full((columns // 128, rows), 0.004, np.float16)
+    return {"qweight": random_codes(*words), "qzeros": random_codes(columns // 128, rows // 8), "scales": scales}
+
+
+_NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+# What a linear layer of published checkpoints has in place of its weight, and their `quantization_config`.
+METHODS: dict[str, tuple[Callable[[Any], dict[str, Any]], dict[str, Any]]] = {
+    "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}),
+    "nvfp4": (nvfp4, {
+        "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized",
+        "config_groups": {"group_0": {"weights": _NVFP4}},
+    }),
+    "awq": (lambda v: in_words(v, (v.shape[1], v.shape[0] // 8)), {"quant_method": "awq", "bits": 4}),
+    "gptq": (lambda v: in_words(v, (v.shape[1] // 8, v.shape[0])), {"quant_method": "gptq", "bits": 4}),
+}  # fmt: skip
+
+
+def with_method(
+    name: str, config: LlamaConfig, weights: dict[str, Any], profile: rlx.CompileProfile
+) -> tuple[rlx.CausalLM, int]:
+    """The same of a checkpoint that is quantised by a method of `METHODS`."""
+    stored, method = METHODS[name]
+    cache: dict[Any, dict[str, Any]] = {}
     tensors: dict[str, Any] = {}
     for key, value in weights.items():
-        if not key.endswith("_proj.weight"):
+        module, linear, _ = key.partition("_proj.weight")
+        if not linear:
             tensors[key] = value
             continue
         if value.shape not in cache:
-            cache[value.shape] = quantize_fp8(value.astype(np.float32), key)
-        tensors[key], tensors[f"{key}_scale_inv"] = cache[value.shape]
-    method = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
-    folder = Folder(Path("fp8"), contents={"config.json": json.dumps({"quantization_config": method}).encode()})
+            cache[value.shape] = stored(value)
+        tensors |= {f"{module}_proj.{end}": part for end, part in cache[value.shape].items()}
+    folder = Folder(Path(name), contents={"config.json": json.dumps({"quantization_config": method}).encode()})
     source = with_quantized_weights(rlx.open_weights(tensors), folder)
     lm = rlx.CausalLM(Llama32Flow(config), source, profile=profile, max_positions=4096)
     return lm, sum(value.nbytes for value in tensors.values())
@@ -122,6 +162,12 @@ def llama_cpp_decode(folder: str, scheme: str, shape: decode.Shape) -> Any:
             model.eval([token])
 
     return steps
+
+
+def temporaries(lm: rlx.CausalLM) -> dict[str, int]:
+    """The bytes of scratch memory of each program, by XLA. One that decodes whole matrices has more than over floats."""
+    found = lm.model.programs.executables.items()
+    return {f"{key.program} {dict(key.binding)}": int(e.memory.temp_size_in_bytes) for key, e in found}
 
 
 def floor_ms(lm: rlx.CausalLM) -> float | None:
@@ -208,6 +254,10 @@ def main() -> None:
                     [row.name, f"{scheme} / llama.cpp", f"{row.ms[scheme]:.2f}", f"{peer:.2f}", f"{ratio:.3f}", ""]
                 )
     print(table(["ms a step or prompt", "scheme", "packed", "other", "ratio", "goal"], lines))
+    base = temporaries(models["floats"])
+    for scheme in schemes[1:]:
+        more = {k: round((v - base[k]) / 2**20, 1) for k, v in temporaries(models[scheme]).items() if k in base}
+        emit(scheme=scheme, temporaries_over_floats_mib=more)
     memory = jax.local_devices()[0].memory_stats()
     if memory:
         emit(peak_gib=round(memory["peak_bytes_in_use"] / 2**30, 3))
