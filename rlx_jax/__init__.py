@@ -40,7 +40,8 @@ else:
                     globals().setdefault(key, value)  # a name that a test has replaced stays
             if name in globals():
                 return globals()[name]
-        raise AttributeError(f"module 'rlx_jax' has no attribute {name!r}")
+        suggestion = import_module("rlx_jax.errors").did_you_mean(name, __all__)
+        raise AttributeError(f"module 'rlx_jax' has no attribute {name!r}{suggestion}")
 
 
 def __dir__() -> list[str]:

@@ -349,6 +349,7 @@ def listing(names: Iterable[object], limit: int = 20) -> str:
 # Arguments of transformers with another name in this library, too different for `did_you_mean`.
 EQUIVALENT_KEYWORDS: dict[str, tuple[str, ...]] = {
     "max_length": ("max_new_tokens", "max_tokens", "max_len"), "do_sample": ("temperature",), "device_map": ("mesh",),
+    "temp": ("temperature",),
 }  # fmt: skip
 
 
@@ -399,7 +400,7 @@ def suggest_keywords(*extra_names: str) -> Callable[[Callable[P, R]], Callable[P
 
         @functools.wraps(function)
         def checked(*args: P.args, **named: P.kwargs) -> R:
-            check_keywords(function.__qualname__, named, names)
+            check_keywords(function.__qualname__.removesuffix(".__init__"), named, names)
             return function(*args, **named)
 
         return checked

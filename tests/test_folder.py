@@ -81,6 +81,8 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
         here.required_json("a.json")
     with pytest.raises(MissingFileError, match="no such directory.*a model of the Hub is a string"):
         folder.open_folder(tmp_path / "b")
+    with pytest.raises(MissingFileError, match="m.gguf': no such file"):
+        folder.open_folder(tmp_path / "m.gguf")
     (tmp_path / "out.json").symlink_to(LLAMA / "config.json")
     with pytest.raises(PathEscapeError, match="outside its directory"):
         here.json("out.json")

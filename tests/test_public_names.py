@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 import rlx_jax as rlx
 
 FLOW = """
@@ -38,6 +40,10 @@ def test_the_top_level() -> None:
     assert set(TOP) <= set(rlx.__all__) and not set(RECIPES) & set(rlx.__all__)
     for name in RECIPES:
         assert getattr(rlx, name) is getattr(rlx.models, name)
+    with pytest.raises(AttributeError, match="'complie'; did you mean 'compile'"):
+        rlx.complie  # noqa: B018
+    with pytest.raises(TypeError, match=r"Sampler\(\) .*'temp'; did you mean 'temperature'"):
+        rlx.Sampler(temp=1.0)  # type: ignore[call-arg]
 
 
 def test_a_module_is_imported_before_all_names() -> None:

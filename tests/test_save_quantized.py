@@ -83,6 +83,8 @@ def test_transformers_reads_the_config(method: str, tmp_path: Path) -> None:
     if method == "fp8":
         parsed = transformers.FineGrainedFP8Config.from_dict(declared)
         assert tuple(parsed.weight_block_size) == (128, 128) and "lm_head" in parsed.modules_to_not_convert
+    else:  # compressed-tensors expects weights packed in words where a group does not have this
+        assert declared["config_groups"]["group_0"]["format"] == declared["format"] == "int-quantized"
 
 
 @pytest.mark.parametrize("method", ["fp8", "int8"])

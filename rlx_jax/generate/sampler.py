@@ -18,7 +18,7 @@ import numpy as np
 
 from rlx_jax.compiler.settings import bucket_size
 from rlx_jax.dataclasses import dataclass, field, fields, replace
-from rlx_jax.errors import RequestError, TokenIdError, UnsupportedError, listing, quote, shown
+from rlx_jax.errors import RequestError, TokenIdError, UnsupportedError, listing, quote, shown, suggest_keywords
 from rlx_jax.io.folder import Folder
 from rlx_jax.runtime.inputs import check_flag, check_integer
 
@@ -276,6 +276,9 @@ class Sampler:
             bad_words=bad_words,
             processor=np.int32(steps.processors.index(processor) + 1 if (processor := self.logits_processor) else 0),
         )
+
+
+Sampler.__init__ = suggest_keywords()(Sampler.__init__)  # type: ignore[method-assign]
 
 
 class Sampling(TypedDict, total=False):

@@ -227,7 +227,8 @@ def open_folder(
             f"{quote(path)} is a file; expected the directory of a model, with its config.json. "
             "To read only weights, use rlx_jax.open_weights"
         )
-    raise MissingFileError(f"{quote(path)}: no such directory{_similar_names_text(directory)}; {_path_advice(path)}")
+    kind = "file" if directory.suffix.lower() in (".gguf", ".rlxa") else "directory"
+    raise MissingFileError(f"{quote(path)}: no such {kind}{_similar_names_text(directory)}; {_path_advice(path)}")
 
 
 def _path_advice(path: str | os.PathLike[str]) -> str:

@@ -112,10 +112,10 @@ def _fp8_config(kept: list[str]) -> dict[str, Any]:
 
 def _int8_config(kept: list[str]) -> dict[str, Any]:
     weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    stored = {"format": "int-quantized"}  # for each group too: without it, newer versions of the package expect words
     return {
-        "quant_method": "compressed-tensors", "format": "int-quantized", "quantization_status": "compressed",
-        "config_groups": {"group_0": group}, "ignore": kept,
+        "quant_method": "compressed-tensors", **stored, "quantization_status": "compressed", "ignore": kept,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, **stored}},
     }  # fmt: skip
 
 
