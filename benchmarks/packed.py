@@ -165,7 +165,7 @@ def llama_cpp_decode(folder: str, scheme: str, shape: decode.Shape) -> Any:
 
 
 def temporaries(lm: rlx.CausalLM) -> dict[str, int]:
-    """The bytes of scratch memory of each program, by XLA. One that decodes whole matrices has more than over floats."""
+    """The bytes of scratch memory of each program, by XLA: one that decodes whole matrices needs more than floats."""
     found = lm.model.programs.executables.items()
     return {f"{key.program} {dict(key.binding)}": int(e.memory.temp_size_in_bytes) for key, e in found}
 
