@@ -41,7 +41,7 @@ def test_the_top_level() -> None:
     for name in RECIPES:
         assert getattr(rlx, name) is getattr(rlx.models, name)
     with pytest.raises(AttributeError, match="'complie'; did you mean 'compile'"):
-        rlx.complie  # noqa: B018
+        getattr(rlx, "complie")  # noqa: B009
     with pytest.raises(TypeError, match=r"Sampler\(\) .*'temp'; did you mean 'temperature'"):
         rlx.Sampler(temp=1.0)  # type: ignore[call-arg]
 
