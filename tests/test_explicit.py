@@ -241,3 +241,16 @@ def test_export_kv_of_layers_that_fold(roll: str = "scan") -> None:
     assert "logits" in want
     for name, value in got(TOKENS).items():
         close(value, want[name])
+
+
+def test_a_step_with_another_start_than_zeros() -> None:
+    """The input is the state, from the first call on."""
+    flow = rlx.ModelFlow("f").input("x", ("batch", "seq", 8))
+    flow = flow.recurrent(lambda s, x: (s * 0.5 + x, s), init=np.full(8, 3.0, "f4"))
+    x = np.random.default_rng(1).normal(size=(2, 5, 8)).astype("f4")
+    want: Any = rlx.compile(flow.export_kv())(x)
+    step: Any = rlx.compile(flow.explicit())
+    first = step(x[:, :2], state_state_0=np.full((2, 8), 3.0, "f4"))
+    second = step(x[:, 2:], **past_of(first))
+    close(np.concatenate([first["output"], second["output"]], 1), of(want, "output"))
+    close(second["state.0.state"], of(want, "state.0.state"))

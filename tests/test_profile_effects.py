@@ -490,13 +490,3 @@ def test_compiler_options() -> None:
     ):
         with pytest.raises(ProfileError, match=f"backend.cpu.compiler_options: .*{message}"):
             small(backend={"cpu": {"compiler_options": wrong}})(X)
-
-
-def test_other_backends_are_not_read() -> None:
-    with pytest.warns(RlxWarning) as told:
-        model = small(backend={"tpu": {"weight_layout": "in_out", "compiler_options": {"xla_no_such_option": 1}}})
-    assert [str(w.message).partition(" has no effect: ") for w in told] == [
-        (f"small: backend.tpu.{key}", " has no effect: ", "it is for tpu, and the target is cpu")
-        for key in ("weight_layout = 'in_out'", "compiler_options = {'xla_no_such_option': 1}")
-    ]
-    assert set(model.params) == {"up.weight", "down.weight"} and model(X).shape == (3, 8)

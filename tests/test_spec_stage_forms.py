@@ -18,7 +18,6 @@ import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import GemmaStyle, MaskKind, SideOutputs
 from rlx_jax.errors import GraphError, RlxError, UnboundInputError, UnsupportedError
-from tests.oracles.comparing import assert_close
 from tests.test_examples import example
 
 next_inputs = example("explicit_cache").next_inputs
@@ -442,22 +441,6 @@ def test_a_sink_of_side_outputs() -> None:
     for _ in range(2):
         assert flow.build(SPECS).output_names == ("output", *names)
     assert side.drain() == names and side.is_empty() and side.drain() == ()
-
-
-# -- decode ----------------------------------------------------------------------------------------
-
-
-def test_a_step_of_ones_own_decodes_explicitly() -> None:
-    """A state with another start than zeros: the input is the state, from the first call on."""
-    flow = X.input("start", ("batch", "seq", H)).plugin(lambda e, x: x + e.flow_input("start"))
-    flow = flow.recurrent(lambda s, x: (s * 0.5 + x, s), init=np.full(H, 3.0, "f4"))
-    x = np.random.default_rng(1).normal(size=(2, 5, H)).astype("f4")
-    want: Any = rlx.compile(flow.export_kv())(x, x)
-    step: Any = rlx.compile(flow.explicit())
-    first = step(x[:, :2], x[:, :2], state_state_0=np.full((2, H), 3.0, "f4"))
-    second = step(x[:, 2:], x[:, 2:], **next_inputs(first))
-    assert_close(np.concatenate([first["output"], second["output"]], 1), np.asarray(want["output"]))
-    assert_close(second["state.0.state"], np.asarray(want["state.0.state"]))
 
 
 # -- recipes, profiles, extensions, contracts ------------------------------------------------------
