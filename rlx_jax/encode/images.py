@@ -15,7 +15,7 @@ import numpy as np
 
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.encode.naflex import patch_sides, stack_patches
-from rlx_jax.encode.resample import FILTERS, NEAREST, TORCH, Pixels, Resizer, resize
+from rlx_jax.encode.resample import FILTERS, NEAREST, Pixels, Resizer, resize
 from rlx_jax.errors import ConfigError, RequestError, UnsupportedError, did_you_mean, listing, quote, shown
 from rlx_jax.io import limits
 from rlx_jax.io.folder import Folder
@@ -37,13 +37,12 @@ class ImageProcessor:
     Attributes:
         size: height and width to resize to, whatever the proportions; or None.
         shortest_edge: length to resize the shorter side to, with the proportions preserved; or None.
-        resample: the filter by Pillow's number: 0 nearest, 1 lanczos, 2 bilinear, 3 bicubic, 4 box, 5 hamming.
+        resample: the filter by Pillow's number: 0 nearest, 1 lanczos, 2 bilinear, 3 bicubic.
         crop: height and width to cut out of the middle; a smaller image is padded with zeros on all sides.
         rescale: factor of every value, or None.
         mean, std: subtracted from each channel, and the divisor after that; or None.
         resizer: the library to reproduce, `pillow` or `torch`. They also differ in centering a smaller image by an odd
-            number of pixels: the extra line of zeros comes before the image with `pillow`, after it with `torch`. torch
-            has no box and no hamming.
+            number of pixels: the extra line of zeros comes before the image with `pillow`, after it with `torch`.
         convert_rgb: give grey images three channels, and blend transparent ones onto white.
         rescale_first: rescale before the resize, which is then in floats as torch's (DINOv3).
         patch, max_patches: resize to at most that many patches `(patch, patch)`, with about the proportions, and return
@@ -66,7 +65,7 @@ class ImageProcessor:
     def __post_init__(self) -> None:
         if self.resizer not in ("pillow", "torch"):
             raise ConfigError(f"ImageProcessor: resizer is {shown(self.resizer)}; expected pillow or torch")
-        check_filter("ImageProcessor", self.resample, self.resizer)
+        check_filter("ImageProcessor", self.resample)
         for name in ("mean", "std"):
             values = getattr(self, name)
             if values is not None and (len(values) != CHANNELS or not np.isfinite(values).all()):
@@ -174,21 +173,16 @@ class ImageProcessor:
         return np.round(alpha * pixels[..., :3] + (1 - alpha) * 255).astype(np.uint8)
 
 
-def check_filter(where: str, resample: int, resizer: Resizer) -> None:
+def check_filter(where: str, resample: int) -> None:
     """Check that there is a filter of that number.
 
     Raises:
-        UnsupportedError: there is none, or torch has none.
+        UnsupportedError: there is none.
     """
     if resample != NEAREST and resample not in FILTERS:
         raise UnsupportedError(
             f"{where}: resample is {shown(resample)}; expected 0 to {max(FILTERS)}: 0 nearest, "
             f"{', '.join(f'{number} {f.name}' for number, f in FILTERS.items())}"
-        )
-    if resizer == "torch" and resample not in TORCH:
-        raise UnsupportedError(
-            f"{where}: resample is {resample}, {FILTERS[resample].name}, which torch does not have; take "
-            'rlx_jax.ImageProcessor(…, resizer="pillow")'
         )
 
 
@@ -382,9 +376,9 @@ def read_processor(c: Fields, family: str) -> ImageProcessor:
     size, edge = _size(c, d, kind in SQUARE) if resizes and not d.max_patches else (None, None)
     crops = c.flag("do_center_crop", d.crop is not None)
     normalises = c.flag("do_normalize", True)
-    resample: int = c.integer("resample", d.resample, low=0, high=max(FILTERS))
+    resample: int = c.integer("resample", d.resample, low=0)
     resizer: Resizer = "torch" if class_name.endswith(TORCH_ENDING) else d.resizer
-    check_filter(c.where, resample, resizer)
+    check_filter(c.where, resample)
     processor = ImageProcessor(
         size=size,
         shortest_edge=edge,

@@ -34,16 +34,8 @@ class Filter:
     kernel: Callable[[Floats], Floats]
 
 
-def _box(x: Floats) -> Floats:
-    return np.where((x > -0.5) & (x <= 0.5), 1.0, 0.0)
-
-
 def _triangle(x: Floats) -> Floats:
     return np.maximum(1.0 - np.abs(x), 0.0)
-
-
-def _hamming(x: Floats) -> Floats:
-    return np.where(np.abs(x) < 1.0, np.sinc(x) * (0.54 + 0.46 * np.cos(math.pi * x)), 0.0)
 
 
 def _cubic(x: Floats) -> Floats:
@@ -63,13 +55,7 @@ FILTERS: dict[int, Filter] = {
     1: Filter("lanczos", 3.0, _lanczos),
     2: Filter("bilinear", 1.0, _triangle),
     3: Filter("bicubic", 2.0, _cubic),
-    4: Filter("box", 0.5, _box),
-    5: Filter("hamming", 1.0, _hamming),
 }
-
-
-# The filters that torch has.
-TORCH = (NEAREST, 1, 2, 3)
 
 
 def resize(image: Pixels, height: int, width: int, resample: int, resizer: Resizer = "pillow") -> Pixels:
