@@ -106,80 +106,44 @@ def test_earlier_tokens_in_several_classes(monkeypatch: pytest.MonkeyPatch) -> N
     assert got == [model.generate([p], size[1], **options)[0] for p, size in zip(prompts, sizes, strict=True)]
 
 
-@pytest.mark.slow
-def test_chunks_of_a_cache_that_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later chunks of a long prompt read rounded keys: chunks end at the same tokens in slots and alone. They take two
-    programs in each class, of which there are fewer."""
-    monkeypatch.setattr(settings_module, "MAX_CHUNK", 16)
-    monkeypatch.setattr(slot_plan, "MAX_CHUNK", 16)
-    monkeypatch.setattr(slot_plan, "CONTEXT_BUCKET", 16)
-    monkeypatch.setattr(slot_plan, "MIN_CLASS_GAIN", 0.5)
-    profile = rlx.CompileProfile().replace(precision={"kv": "int8"})
-    model: Any = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama"), profile=profile)
-    rng = np.random.default_rng(2)
-    prompts = [rng.integers(0, V, n).tolist() for n in (50, 16, 33, 7)]
-    got = model.generate(prompts, 6, logprobs=1, slots=3)
-    assert len(model.report().request.slot_classes) == 2 and model.report().compiles <= 8
-    want = [model.generate([prompt], 6, logprobs=1)[0] for prompt in prompts]
-    for one, other in zip(got, want, strict=True):
-        same(one, other)
-    after = model.generate([prompt[8:] for prompt in prompts[:3]], 6, logprobs=1, slots=2, state=model.prefix([1] * 8))
-    for prompt, one in zip(prompts, after, strict=False):
-        same(one, model.generate([prompt[8:]], 6, logprobs=1, state=model.prefix([1] * 8))[0])
+BUCKETS: dict[str, Any] = {"prompt": [16, 64], "context": [40, 100], "batch": [1, 2]}
+ROUNDED: dict[str, tuple[dict[str, Any], tuple[int, ...], int | list[int], int | None]] = {
+    "chunks": ({}, (50, 16, 33, 7), 6, 3), "classes": ({}, (5, 20, 40), 6, 3), "later prompts": ({}, (5, 7, 40), 8, 2),
+    "widths": (BUCKETS, (35, 30), [3, 50], None), "widths of one class": (BUCKETS, (35, 30), [3, 4], None),
+}  # fmt: skip
+"""Buckets, lengths of prompts, numbers of new tokens and slots. A short cache that would prefill in two chunks what is
+one chunk without slots is no class; a prompt wider than the prefill of the slots waits for other ones."""
 
 
 @pytest.mark.slow
-def test_widths_of_a_cache_that_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A short cache that would prefill in two chunks what is one chunk without slots is no class."""
+@pytest.mark.parametrize("case", ROUNDED)
+def test_a_cache_that_rounds(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What later tokens read is rounded: chunks end at the same tokens in slots and alone, behind a prefix too."""
+    buckets, lengths, budgets, slots = ROUNDED[case]
     monkeypatch.setattr(slot_plan, "choose_classes", lambda _lm, caches, *_: dict.fromkeys(caches, 0.3))
-    buckets = {"prompt": [16, 64], "context": [40, 100], "batch": [1, 2]}
-    profile = rlx.CompileProfile().replace(precision={"kv": "int8"}, buckets=buckets)
+    if not buckets:
+        monkeypatch.setattr(slot_plan, "CONTEXT_BUCKET", 16)
+    if case == "chunks":
+        for module in (settings_module, slot_plan):
+            monkeypatch.setattr(module, "MAX_CHUNK", 16)
+    profile = rlx.CompileProfile().replace(precision={"kv": "int8" if case == "chunks" else "fp8"}, buckets=buckets)
     model: Any = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama"), profile=profile)
-    prompts = [np.random.default_rng(2).integers(0, V, n).tolist() for n in (35, 30)]
-    for budgets in ([3, 50], [3, 4]):
-        for prompt, budget, one in zip(prompts, budgets, model.generate(prompts, budgets, logprobs=1), strict=True):
-            same(one, model.generate([prompt], budget, logprobs=1)[0])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("context", [[], [48, 100]])
-def test_later_prompts_of_a_cache_that_rounds(context: list[int]) -> None:
-    """A prompt that is wider than the prefill of the slots waits for other ones, and is not prefilled in chunks."""
-    profile = rlx.CompileProfile().replace(precision={"kv": "fp8"}, buckets={"context": context})
-    model: Any = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama"), profile=profile)
-    prompts = [np.random.default_rng(2).integers(0, V, n).tolist() for n in (5, 7, 40)]
-    want = [model.generate([prompt], 8, logprobs=1)[0] for prompt in prompts]
-    for i, one in model.generate_iter(prompts, 8, logprobs=1, slots=2):
+    prompts = [np.random.default_rng(n).integers(0, V, n).tolist() for n in lengths]
+    each = budgets if isinstance(budgets, list) else [budgets] * len(prompts)
+    want = [model.generate([prompt], n, logprobs=1)[0] for prompt, n in zip(prompts, each, strict=True)]
+    got = dict(model.generate_iter(prompts, max(each), logprobs=1, slots=slots or 1)) if case == "later prompts" else {}
+    for i, one in enumerate(model.generate(prompts, budgets, logprobs=1, slots=slots)):
         same(one, want[i])
-    for one, other in zip(model.generate(prompts, 8, logprobs=1, slots=2), want, strict=True):
-        same(one, other)
-
-
-@pytest.mark.slow
-def test_classes_of_a_cache_that_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of longer classes are prefilled as alone, also prefixes that they share."""
-    monkeypatch.setattr(slot_plan, "CONTEXT_BUCKET", 16)
-    monkeypatch.setattr(slot_plan, "choose_classes", lambda _lm, caches, *_: dict.fromkeys(caches, 0.3))
-    profile = rlx.CompileProfile().replace(precision={"kv": "fp8"})
-    model: Any = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama"), profile=profile)
-    prompts = [np.random.default_rng(n).integers(0, V, n).tolist() for n in (5, 20, 40)]
-    rows = model.generate(prompts, 6, logprobs=1, slots=3)
-    assert len(model.report().request.slot_classes) == 3
-    for prompt, one in zip(prompts, rows, strict=True):
-        same(one, model.generate([prompt], 6, logprobs=1)[0])
-    _, state = model.prefill([[1] * 17])
-    shared = model.generate([[1] * 17 + prompt for prompt in prompts], 6, logprobs=1, slots=3, share_prefix=True)
-    for prompt, one in zip(prompts, shared, strict=True):
-        same(one, model.generate([prompt], 6, logprobs=1, state=state)[0])
-
-
-@pytest.mark.slow
-def test_drafts_in_a_cache_that_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens that are verified together read each other's keys unrounded: they are the same in slots and alone."""
-    monkeypatch.setattr(slot_plan, "CONTEXT_BUCKET", 16)
-    monkeypatch.setattr(slot_plan, "choose_classes", lambda _lm, caches, *_: dict.fromkeys(caches, 0.3))
-    profile = rlx.CompileProfile().replace(precision={"kv": "fp8"})
-    model: Any = rlx.CausalLM(divided.recipe("llama"), divided.weights("llama"), profile=profile)
-    prompts, options = [row * 2 for row in repetitive("llama")[0]], {"speculative": "prompt"}
-    got = model.generate(prompts, [40] * 7, slots=4, **options)
-    assert got == [model.generate([prompt], 40, **options)[0] for prompt in prompts]
+        same(got.get(i, one), want[i])
+    assert slots is None or len(model.report().request.slot_classes) > 1
+    if case == "chunks":
+        after = model.generate([p[8:] for p in prompts[:3]], 6, logprobs=1, slots=2, state=model.prefix([1] * 8))
+        for prompt, one in zip(prompts, after, strict=False):
+            same(one, model.generate([prompt[8:]], 6, logprobs=1, state=model.prefix([1] * 8))[0])
+    if case == "classes":
+        drafts = model.generate([p * 2 for p in prompts], 30, slots=3, speculative="prompt")
+        assert drafts == [model.generate([p * 2], 30, speculative="prompt")[0] for p in prompts]
+        _, state = model.prefill([[1] * 17])
+        shared = model.generate([[1] * 17 + p for p in prompts], 6, logprobs=1, slots=3, share_prefix=True)
+        for prompt, one in zip(prompts, shared, strict=True):
+            same(one, model.generate([prompt], 6, logprobs=1, state=state)[0])
