@@ -6,26 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.compiler.passes import LEFT_TO_XLA, PIPELINE, Job
 from rlx_jax.compiler.settings import lowering_settings
-from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Leaf, Node, Op, Param, StateRead, TypeCache, Value
-from rlx_jax.ir.ops.pointwise import Binary, Unary
-from rlx_jax.ir.param import Key
-from rlx_jax.ir.paths import LayerIndex, Origin, StateLeaf, bind_path
+from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Leaf, Node, Param, StateRead, TypeCache, Value
+from rlx_jax.ir.paths import bind_path
 from rlx_jax.ir.region import Repeat, roll
-from rlx_jax.ir.types import tensor_type
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.hir.weights import merge_linears, merge_ropes
-from rlx_jax.lowering.lir.interpret import Env, interpret
-from rlx_jax.lowering.lir.plan import programs_of, state_types
 from rlx_jax.lowering.lower import expand_composites, lower
 from tests.fuzz.sketch import Case, difference
-from tests.ops import MIR_OPS
-from tests.ops.evaluate import Feeds, evaluate, weight
-from tests.ops.sample import assert_formula
+from tests.ops.evaluate import evaluate
 
 UNIT = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-8}
 """Rounding error of one operation, relative; twice the best possible, for functions that are not rounded correctly."""
@@ -193,37 +185,3 @@ def check_rolling(case: Case) -> None:
     plain, bounds = unrolled(case.graph, case.types)
     checker.same(plain, "unrolled", folds=False)
     checker.same(roll(plain, bounds, case.types)[0], "roll")
-
-
-def check_samples(op: type[Op]) -> None:
-    """The samples of an op against their formulas."""
-    for sample in MIR_OPS[op]:
-        run: Any = sample.op
-        assert_formula(sample, run.eval(*map(jnp.asarray, sample.arrays())))
-
-
-def check_regions(types: TypeCache) -> None:
-    """A region with two carries, and with weights, side outputs and a state of each layer: run layer by layer, and
-    scanned."""
-    t, path = tensor_type((2, 3), "f32", "region"), ("layers", LayerIndex(1, 0))
-    leaf, body = StateLeaf(path, "s"), Builder("body", types, Origin(path))
-    a, b = (body.leaf(BodyInput(i, type=t)) for i in range(2))
-    w = body.leaf(Param(tuple(Key(f"w{i}", t) for i in range(3)), type=t))
-    mixed = body(Binary("add"), body(Binary("mul"), a, w), body.leaf(StateRead(leaf, type=t)))
-    body.writes.append((leaf, body(Unary("sin"), mixed)))
-    op = Repeat(3, 2, body.finish([body(Unary("tanh"), mixed), body(Binary("sub"), b, w), mixed, w]))
-    g = Builder("run", types)
-    x = g.input("x", t)
-    graph = g.finish(list(g.add(op, x, g(Unary("neg"), x))), [f"o{i}" for i in range(8)])
-    rng, names = np.random.default_rng(0), ("x", "w0", "w1", "w2", *map(leaf.key, range(3)))
-    arrays = {name: rng.standard_normal((2, 3)).astype(np.float32) for name in names}
-    outputs, written = evaluate(graph, Feeds(arrays, arrays, arrays))
-    states = np.stack([arrays[leaf.key(i)] for i in range(3)])
-    for scan in (False, True):
-        keys = list(state_types(graph, scan))
-        state = dict(zip(keys, [jnp.asarray(states)] if scan else map(jnp.asarray, states), strict=True))
-        params = {p: jnp.asarray(weight(p, arrays)) for p in programs_of([graph], scan)}
-        results = interpret(graph, env := Env(params, {"x": jnp.asarray(arrays["x"])}, state, scan))
-        after = np.concatenate([np.reshape(env.state[key], (-1, 2, 3)) for key in keys])
-        for got, want in zip((*results, after), (*outputs, np.stack([*written.values()])), strict=True):
-            np.testing.assert_allclose(got, want, atol=1e-5)

@@ -1,9 +1,8 @@
 """In which random graphs the planted faults show.
 
 A fault of a pass or a lowering is found if one of the first thousand random graphs shows it. `planted.json` has the
-number of the first that does, for each fault that has one, so that a test looks at that graph alone. Faults of an op
-are found by its samples, and those of running a region by one region. After a change of what the graphs are grown
-from, or of the faults,
+number of the first that does, for each fault that has one, so that a test looks at that graph alone. After a change of
+what the graphs are grown from, or of the faults,
 
     python -m tests.fuzz.hunt
 
@@ -23,7 +22,7 @@ import pytest
 from rlx_jax.errors import RlxError
 from rlx_jax.ir.graph import TypeCache
 from tests.fuzz.blocks import hir_case
-from tests.fuzz.check import check_lowering, check_regions, check_samples, check_tensor_graph
+from tests.fuzz.check import check_lowering, check_tensor_graph
 from tests.fuzz.planted import FAULTS, Fault, plant
 from tests.fuzz.sketch import Case
 from tests.fuzz.tensor_ops import mir_case
@@ -41,18 +40,13 @@ def case_of(where: str, number: int) -> Case:
 
 
 def caught(fault: Fault | None, where: str, number: int) -> str | None:
-    """How the fault shows in a random graph, or in what `where` names else; None if it does not."""
-    case = case_of(where, number) if where in CHECKS else None
+    """How the fault shows in a random graph; None if it does not."""
+    case = case_of(where, number)
     with pytest.MonkeyPatch.context() as patch:
         if fault is not None:
             plant(fault, patch)
         try:
-            if case is not None:
-                CHECKS[where](case)
-            elif where == "run":
-                check_regions(TYPES)
-            elif fault is not None:
-                check_samples(fault.owner)
+            CHECKS[where](case)
         except (AssertionError, RlxError, KeyError, IndexError, TypeError, ValueError) as error:
             if isinstance(error, TypeError | ValueError) and not isinstance(error, RlxError):  # shapes that do not fit
                 raise
@@ -65,9 +59,8 @@ CHECKS: dict[str, Callable[[Case], None]] = {"tensor": check_tensor_graph, "bloc
 
 def first(fault: Fault, limit: int = WITHIN) -> tuple[int, str] | None:
     """The first random graph that shows the fault and is right without it, and how; None if none of so many does."""
-    for number in range(limit if fault.where in CHECKS else 1):
-        how = caught(fault, fault.where, number)
-        if how and not (fault.where in CHECKS and caught(None, fault.where, number)):
+    for number in range(limit):
+        if (how := caught(fault, fault.where, number)) and not caught(None, fault.where, number):
             return number, how
     return None
 

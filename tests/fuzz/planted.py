@@ -13,11 +13,8 @@ import pytest
 
 from rlx_jax.compiler import passes
 from rlx_jax.ir import hir, region
-from rlx_jax.ir.ops import attention, fused, linalg, pointwise, reduce
-from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.lowering import lower
 from rlx_jax.lowering.hir import weights
-from rlx_jax.lowering.lir import interpret
 from rlx_jax.lowering.mir import small
 from tests.fuzz import check
 
@@ -27,7 +24,7 @@ class Fault:
     """`old` in the source of `function` becomes `new`; `why` says what is wrong with that.
 
     `owner` is the class of a method, or the module of a function. `where` is what can show it: a random graph of tensor
-    ops or of blocks, samples of the op, or a region that runs.
+    ops or of blocks.
     """
 
     why: str
@@ -98,63 +95,21 @@ PASS_FAULTS = (
 LOWERING_FAULTS = (
     Fault("pieces of a merged Linear come in reverse order", weights, "_merge_linear", "hir.Split(sizes, shards)",
         "hir.Split(sizes[::-1], shards)", "block"),
-    Fault("merged biases come in reverse order", weights, "_merge_linear",
-        "_param(graph, n.inputs[2]) for n in nodes]", "_param(graph, n.inputs[2]) for n in nodes[::-1]]", "block"),
-    Fault("Linears with and without a bias merge", weights, "_linear_groups", "(node.inputs[0], node.op,",
-        "(node.inputs[0], node.op.contract,", "block"),
     Fault("Linears of different values merge", weights, "_linear_groups", "(node.inputs[0], node.op,", "(node.op,",
         "block"),
     Fault("k and v change places", lower, "attention", "*inputs)", "inputs[0], inputs[2], inputs[1], *inputs[3:])",
         "block"),
     Fault("zero β takes the offset along", lower, "rms_norm", "op.eps, op.offset", "op.eps", "block"),
-    Fault("any β is zero", lower, "rms_norm", "isinstance(beta, Constant) and not np.any(beta.array)", "True", "block"),
     Fault("the activation of a Linear with bias is dropped", lower, "linear", "op.activation,", '"",', "block"),
     Fault("all key heads are repeated as one", hir.Attention, "expand_repeated", "RepeatHeads(self.kv_heads, times)",
         "RepeatHeads(1, times)", "block"),
     Fault("a window keeps one key more", hir.Attention, "op", "self.window,", "self.window and self.window + 1,",
         "block"),
-    Fault("the scale is dropped", hir.Attention, "op", "self.scale,", "None,", "block"),
-    Fault("new tokens stand before the cache", hir.CachedAttention, "_positions",
-        'Binary("add"), b(shape.Reshape((-1, 1)), start)', 'Binary("sub"), b(shape.Reshape((-1, 1)), start)', "block"),
     Fault("the last token's query stands one behind", hir.CachedAttention, "_positions",
         'b(Binary("max"), lengths, one), one)', 'b(Binary("max"), lengths, one), b.scalar(0, lengths))', "block"),
-    Fault("new keys stand before the cached ones", hir.GrowingAttention, "expand",
-        "cached_rows, in_dtype(b, new_rows, b.type(cached_rows).dtype))",
-        "in_dtype(b, new_rows, b.type(cached_rows).dtype), cached_rows)", "block"),
     Fault("a window counts the keys that the mask drops", hir.GrowingAttention, "_mask_operands",
         "b(Cumsum(1), is_kept)", 'b(Cumsum(1), b(CastTo(I32), b(Compare("ge"), mask, mask)))', "block"),
-    Fault("pieces of these sizes come from elsewhere", SplitLast, "eval", "self.sizes, axis=x.ndim - 1))",
-        "self.sizes[::-1], axis=x.ndim - 1))[::-1]", "op"),
-    Fault("gate and up change places", hir.GatedFfn, "expand", "gate: Value, up: Value",
-        "up: Value, gate: Value", "block"),
-    Fault("cosines and sines change places", hir.LlamaDecoderBlock, "expand", 'values["cos"], values["sin"]',
-        'values["sin"], values["cos"]', "block"),
 )  # fmt: skip
 """From blocks to tensor ops."""
 
-RUN_FAULTS = (
-    Fault("layer i runs with the weights of layer i − 1", interpret, "_unroll", "iteration=i,",
-        "iteration=max(i - 1, 0),", "run"),
-    Fault("carries change places in every layer", interpret, "_unroll", "carries = out[: op.carries]",
-        "carries = out[: op.carries][::-1]", "run"),
-    Fault("side outputs come layer by layer", interpret, "_scan", "for y in ys for i in range(op.count)",
-        "for i in range(op.count) for y in ys", "run"),
-    Fault("every layer writes the first layer's state", interpret, "_scan", "inner.state[k], i, 0)",
-        "inner.state[k], 0, 0)", "run"),
-    Fault("rotation by −angle in one half", attention.RopeOp, "eval", "second * c + first * s",
-        "second * c - first * s", "op"),
-    Fault("a query does not read its own key", attention.AttentionOp, "_allowed", "allowed = distance >= -self.ahead",
-        "allowed = distance > -self.ahead", "op"),
-    Fault("ε is dropped", reduce.RmsNormOp, "eval", " + self.eps)", ")", "op"),
-    Fault("weights of either orientation are [in, out]", linalg.MatMul, "eval", "(self.contract,)",
-        "(0 if w.shape[0] == w.shape[1] else self.contract,)", "op"),
-    Fault("a cast to an integer rounds", pointwise.CastTo, "eval", "x.astype",
-        "(jnp.round(x) if is_float(x.dtype) and self.dtype.kind in 'iu' else x).astype", "op"),
-    Fault("softmax over the last axis whatever the attribute", reduce.Softmax, "eval", "axis=self.axis", "axis=-1",
-        "op"),
-    Fault("the second half is always up", fused.FusedSwiGLU, "eval", "if self.gate_first else (high, low)",
-        "if True else (high, low)", "op"),
-)  # fmt: skip
-"""Where a program runs: the interpreter and the ops."""
-
-FAULTS = (*PASS_FAULTS, *LOWERING_FAULTS, *RUN_FAULTS)
+FAULTS = (*PASS_FAULTS, *LOWERING_FAULTS)
