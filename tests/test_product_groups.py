@@ -25,6 +25,7 @@ from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.packed_values import decode_arrays
 from rlx_jax.ir.param import Key, Program, Quantized
 from rlx_jax.ir.paths import Origin
+from rlx_jax.ir.text import block_rows
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lir.implementations import has_mosaic
@@ -105,6 +106,15 @@ def test_groups_of_a_decode_step(name: str) -> None:
     assert not any(isinstance(node.op, MatMul) for node in grouped.nodes)
     assert {op_names(group) for group in groups_of(grouped)} == MODELS[name][2]
     check_same_results(lir, grouped, model)
+
+
+def test_blocks_of_groups_have_their_layers_and_weights() -> None:
+    """An op in a group of a repeated layer runs in every layer, and reads the weight that is the group's operand."""
+    lir, _ = decode_step("llama", layers=4)
+    grouped = replace(lir, graph=group_products(lir.graph, TypeCache()))
+    rows = block_rows(grouped.graph, grouped.param_of)
+    for path, row in block_rows(lir.graph).items():
+        assert (rows[path].iterations, rows[path].count) == (row.iterations, row.count), path
 
 
 def test_a_group_in_a_cycle_keeps_its_product() -> None:

@@ -295,24 +295,35 @@ class Row:
         return f"{self.output} × {self.iterations}" if self.iterations > 1 else self.output
 
 
-def block_rows(graph: Graph) -> dict[Path, Row]:
+# A function that returns the parameter that a value of a graph is; None for other values.
+ParamOf = Callable[[Graph, Value], Param | None]
+
+
+def _leaf_param(graph: Graph, value: Value) -> Param | None:
+    op = graph.nodes[value.node].op
+    return op if isinstance(op, Param) else None
+
+
+def block_rows(graph: Graph, param_of: ParamOf = _leaf_param) -> dict[Path, Row]:
     """Return the output of each block and the weights that it reads. A shared weight counts in the first block only."""
     rows: dict[Path, Row] = {}
-    _collect(graph, rows, set(), 1)
+    _collect(graph, rows, set(), 1, param_of)
     return rows
 
 
-def _collect(graph: Graph, rows: dict[Path, Row], counted: set[Program], iterations: int) -> None:
+def _collect(
+    graph: Graph, rows: dict[Path, Row], counted: set[Program], iterations: int, param_of: ParamOf
+) -> None:  # fmt: skip
     """Add the nodes of a graph, which runs `iterations` times, to `rows`, and their weights to `counted`."""
     for node in graph.nodes:
         for region in node.op.regions():
-            _collect(region, rows, counted, node.op.iterations())
+            _collect(region, rows, counted, iterations * node.op.iterations(), param_of)
         if isinstance(node.op, Leaf) or node.op.regions():
             continue
         row = rows.setdefault(node.origin.path, Row())
         row.output, row.iterations = ", ".join(map(str, node.types)), iterations
-        for op in (graph.nodes[value.node].op for value in node.inputs):
-            if not isinstance(op, Param):
+        for op in (param_of(graph, value) for value in node.inputs):
+            if op is None:
                 continue
             programs = tuple(dict.fromkeys(op.programs))  # several layers may share a program
             if (name := printed_name(Stack(programs))) not in row.weights:

@@ -131,7 +131,7 @@ def planned_blocks(facts: ProgramFacts) -> list[BlockEntry]:
     for path, choice in facts.lir.choices(*CHOICE_OPS):
         if choice != XLA_CHOICE:
             choices[path].append(choice)
-    rows, sharding = block_rows(graph), facts.programs.model_sharding
+    rows, sharding = block_rows(graph, facts.lir.param_of), facts.programs.model_sharding
     seconds = defaultdict[Path, float](float) if facts.rates is None else block_seconds(facts.lir, facts.rates)
     packed = {p for param in graph.params() if facts.lir.stays_packed(param) for p in param.programs}
     entries = []
