@@ -40,6 +40,8 @@ CASES: dict[str, OpCase] = {
     "clip of one side": OpCase(lambda m, x: m.clip(x, max=0.25), [X], lambda x: np.minimum(x, 0.25)),
     "clip of whole numbers": OpCase(lambda m, x: m.clip(x, -5, 5), [WHOLE], lambda x: np.clip(x, -5, 5)),
     "prelu": OpCase(lambda m, x, y: m.prelu(x, y), [X, Y[0, 0]], lambda x, y: np.where(x >= 0, x, x * y)),
+    "elu": OpCase(lambda m, x: m.elu(x, 0.7), [X], lambda x: np.where(x > 0, x, 0.7 * np.expm1(x))),
+    "leaky_relu": OpCase(lambda m, x: m.leaky_relu(x, 0.3), [X], lambda x: np.where(x >= 0, x, 0.3 * x)),
     "mod of floats": OpCase(lambda m, a, b: m.mod(a, b), [WHOLE / 4, BY / 8], lambda a, b: a - b * np.floor(a / b)),
     "not of bits": OpCase(lambda m, a: m.bitwise_not(a), [WHOLE.astype(np.uint8)], np.invert),
     "xor of bools": OpCase(lambda m, a, b: m.logical_xor(a, b), [X > 0, Y], lambda a, b: a != (b != 0)),

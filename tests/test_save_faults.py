@@ -6,11 +6,9 @@ Every checkpoint here holds one number in all of its weights, so that a mixture 
 from __future__ import annotations
 
 import errno
-import gc
 import itertools
 import os
 import random
-import resource
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -186,29 +184,6 @@ def test_the_disk_refuses(
                 assert not message or place in str(error) and message in str(error)
         assert os.listdir(tmp_path) == ["it"]
     assert len(found) > 3 and set(found) == {1, 2} and number_in(tmp_path / "it") == 2
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax leaves coroutines behind
-@pytest.mark.slow
-@pytest.mark.parametrize("format", FORMATS)
-def test_files_that_may_not_grow(tmp_path: Path, format: str) -> None:
-    """RLIMIT_FSIZE at many sizes; Python ignores SIGXFSZ, so writes fail."""
-    write(tmp_path / "it", 1, format)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    failed = 0
-    for size in (0, 100, 600):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-        try:
-            write(tmp_path / "it", 2, format)
-        except (SaveFailedError, NoSpaceError) as error:
-            failed += 1
-            assert "File too large" in str(error) or "os_error_code" in str(error)  # orbax tells either
-            assert number_in(tmp_path / "it") == 1
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert os.listdir(tmp_path) == ["it"]
-    gc.collect()
-    assert failed >= 2
 
 
 def test_space_is_estimated_first(tmp_path: Path) -> None:

@@ -184,17 +184,6 @@ def test_models_that_cannot_draft() -> None:
         seeing.generate(PROMPTS[1], inputs=ONE, speculative=seeing)
 
 
-@pytest.mark.slow
-def test_a_source_that_knows_fewer_positions() -> None:
-    """Its cache is no larger than what it knows, though that of the model alone would be."""
-    flow, weights = windowed(WINDOW)
-    short = rlx.CausalLM(replace(flow, name="short"), weights, max_positions=40)
-    lm: Any = rlx.CausalLM(flow, weights)
-    prompt = [3, 1, 4, 1, 5, 9]
-    want = lm.generate(prompt, max_new_tokens=30)
-    assert lm.generate(prompt, max_new_tokens=30, speculative=short) == want
-
-
 def test_other_tokenizers_cannot_draft() -> None:
     """Of as many tokens, with other ids."""
     lm = rings()
@@ -261,16 +250,6 @@ def test_models_on_other_devices_cannot_draft() -> None:
     with pytest.raises(errors.UnsupportedError, match="on a mesh of data 2 × tensor 2 and one device; load both"):
         make_drafter(many, 3, one)
     assert make_drafter(many, 3, many) is not None
-
-
-@pytest.mark.slow
-def test_rings_of_many_rows() -> None:
-    """A chunk may copy a ring that it reads as it was."""
-    flow, weights = windowed(3)
-    lm: Any = rlx.CausalLM(flow, weights, profile=rlx.CompileProfile().replace(buckets={"prompt": [4]}))
-    prompt, rows = [3, 1, 4, 1, 5, 9, 2], 800  # 75 KB of each ring, which are seen
-    want = lm.generate([prompt], max_new_tokens=6)
-    assert lm.generate([prompt] * rows, max_new_tokens=6) == want * rows
 
 
 def test_a_ring_has_the_size_of_its_window() -> None:

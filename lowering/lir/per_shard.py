@@ -35,7 +35,7 @@ from rlx_jax.ir.ops.collective import AllGather, AllReduce, ShardIndex
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.index import Gather, Iota, TakeRow, TopK
 from rlx_jax.ir.ops.linalg import MatMul
-from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Parametric, Unary, Where
+from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Unary, Where
 from rlx_jax.ir.ops.reduce import LayerNormOp, RmsNormOp
 from rlx_jax.ir.ops.shape import Reshape, Shard, SplitLast
 from rlx_jax.ir.param import Program, Roles, packed_arrays, printed_name
@@ -370,7 +370,7 @@ def reshape_groups(old: Sequence[Any], new: Sequence[Any]) -> list[tuple[list[in
 
 
 RULES: Mapping[Any, Callable[[Site], Divided | None]] = {
-    (Unary, Parametric, Binary, Compare, Where, CastTo): elementwise, (MatMul, FusedMatMulBiasAct): product,
+    (Unary, Binary, Compare, Where, CastTo): elementwise, (MatMul, FusedMatMulBiasAct): product,
     Gather: lookup, (RmsNormOp, LayerNormOp): normed, RopeOp: rotation, AttentionOp: attention,
     (CacheUpdate, RingStep): cache_write, Iota: numbered, TakeRow: row_taken, SplitLast: split, Reshape: reshaped,
 }  # fmt: skip

@@ -13,7 +13,7 @@ import numpy as np
 from rlx_jax.errors import GraphError, ShapeError, shown
 from rlx_jax.ir.graph import Op
 from rlx_jax.ir.ops.index import ArgReduce, Sample, Sort, TopK
-from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Parametric, Unary, Where
+from rlx_jax.ir.ops.pointwise import Binary, CastTo, Compare, Unary, Where
 from rlx_jax.ir.ops.reduce import Cumsum, Cumulative, LogSoftmax, Reduce, Softmax
 from rlx_jax.ir.ops.shape import Reshape
 from rlx_jax.ir.types import Dim, DimLike, as_dtype
@@ -154,20 +154,15 @@ class Arithmetic(Writer[V]):
     hard_swish = hard_silu
     swish = silu
 
-    def parametric(self, kind: str, x: V, *parameters: float) -> V:
-        """Return an elementwise function with numeric parameters by its name in `PARAMETRIC`; each is a method too."""
-        for number in parameters:
-            if not is_number(number):
-                raise GraphError(f"{self.path}: {kind}: expected a number after x, got {shown(number)}")
-        return self.add_node(Parametric(kind, tuple(float(p) for p in parameters)), x)
-
     def elu(self, x: V, alpha: float = 1.0) -> V:
         """Return x where x > 0, else α(eˣ − 1)."""
-        return self.parametric("elu", x, alpha)
+        is_positive = self.gt(x, 0)
+        # The exponent is 0 where it is not selected: an infinite one would make the gradient NaN.
+        return self.where(is_positive, x, self.mul(self.expm1(self.where(is_positive, 0.0, x)), alpha))
 
     def leaky_relu(self, x: V, negative_slope: float = 0.01) -> V:
         """Return x where x ≥ 0, else `negative_slope` · x."""
-        return self.parametric("leaky_relu", x, negative_slope)
+        return self.prelu(x, negative_slope)
 
     def prelu(self, x: V, slope: V | float) -> V:
         """Return x where x ≥ 0, else slope · x; the slope broadcasts."""

@@ -12,7 +12,7 @@ from rlx_jax.ir.graph import Op
 from rlx_jax.ir.operands import named_operands
 from rlx_jax.ir.ops.experts import ClampedGate
 from rlx_jax.ir.ops.fused import Step
-from rlx_jax.ir.ops.pointwise import BITWISE_BINARY, NUMERIC_UNARY, PARAMETRIC
+from rlx_jax.ir.ops.pointwise import BITWISE_BINARY, NUMERIC_UNARY
 from rlx_jax.ir.types import is_float
 from tests.ops.sample import BF16, F32, I32, MEANING, Array, Meaning, Sample, o
 from tests.oracles import op_formulas as formula
@@ -137,7 +137,6 @@ MEANINGS: dict[type[Op], Meaning] = {
         **({"ddof": op.ddof} if op.ddof else {})),
     o.Softmax: lambda op, x: formula.softmax(x, op.axis),
     o.Cumsum: lambda op, x: formula.cumsum(x, op.axis, op.exclusive, op.reverse),
-    o.Parametric: lambda op, x: formula.PARAMETRIC_REFERENCE[op.kind](x, *op.parameters),
     o.Einsum: lambda op, *arrays: np.einsum(op.subscripts, *arrays),
     o.LogSoftmax: lambda op, x: np.log(formula.softmax(x, op.axis)),
     o.Cumulative: running,
@@ -161,9 +160,6 @@ def pointwise() -> Iterator[Sample]:
             yield Sample(o.Unary(kind), x, positive=positive, draw=draw)
     for kind in NUMERIC_UNARY:
         yield Sample(o.Unary(kind), "i32 batch 4")
-    for kind in formula.PARAMETRIC_REFERENCE:
-        for x in ("f32 batch seq 8", "bf16 3"):
-            yield Sample(o.Parametric(kind, (0.7, 0.3)[: PARAMETRIC[kind][1]]), x)
     for kind in formula.BINARY_REFERENCE:
         op = o.Binary(kind)
         if kind in BITWISE_BINARY:

@@ -85,10 +85,6 @@ UNARY_REFERENCE: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "soft_sign": lambda x: x / (1 + np.abs(x)), "hard_sigmoid": lambda x: np.clip(x / 6 + 0.5, 0, 1),
     "hard_silu": lambda x: x * np.clip(x / 6 + 0.5, 0, 1), "hard_tanh": lambda x: np.clip(x, -1, 1),
 }  # fmt: skip
-PARAMETRIC_REFERENCE: dict[str, Callable[..., np.ndarray]] = {
-    "elu": lambda x, alpha: elu(x, alpha),
-    "leaky_relu": lambda x, slope: np.where(x >= 0, x, slope * x),
-}  # fmt: skip
 BINARY_REFERENCE: dict[str, Any] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "max": np.maximum, "min": np.minimum,
     "pow": np.power, "floor_div": lambda a, b: whole(a, b, np.floor), "trunc_div": lambda a, b: whole(a, b, np.trunc),

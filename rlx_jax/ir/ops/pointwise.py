@@ -54,12 +54,6 @@ UNARY: dict[str, Callable[[Array], Array]] = {
 # Unary functions that also accept integers.
 NUMERIC_UNARY = ("neg", "abs", "relu", "sign", "square", "stop_gradient")
 
-# Functions of one value and some constants, with the number of constants, by name.
-PARAMETRIC: dict[str, tuple[Callable[..., Array], int]] = {
-    "elu": (jax.nn.elu, 1),  # x where x > 0, else α(eˣ − 1)
-    "leaky_relu": (jax.nn.leaky_relu, 1),  # x where x ≥ 0, else αx
-}
-
 # Functions of two values, by name. Integer division by 0 gives an unspecified value, as in XLA, and no error.
 BINARY: dict[str, Callable[[Array, Array], Array]] = {
     "add": jnp.add,
@@ -141,29 +135,6 @@ class Unary(Mir):
 
     def eval(self, x: Array) -> Array:
         return UNARY[self.kind](x)
-
-
-@dataclass(frozen=True)
-class Parametric(Mir):
-    """Apply the function `kind` of `PARAMETRIC` to each element, with the constants `parameters`."""
-
-    traits = ELEMENTWISE
-    choices = {"kind": PARAMETRIC}
-    operands = "x:float"
-
-    kind: str
-    parameters: tuple[float, ...]
-
-    def check(self, *operands: TensorType) -> None:
-        count = PARAMETRIC[self.kind][1]
-        if len(self.parameters) != count or not all(math.isfinite(p) for p in self.parameters):
-            raise GraphError(f"{self.kind}: takes {count} finite numbers, got {list(self.parameters)}")
-
-    def eval(self, x: Array) -> Array:
-        return PARAMETRIC[self.kind][0](x, *self.parameters)
-
-    def text(self) -> str:
-        return f"{self.kind}({', '.join(f'{p:g}' for p in self.parameters)})"
 
 
 @dataclass(frozen=True)
