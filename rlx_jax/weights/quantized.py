@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,6 @@ class QuantizedSource(NamedTensors[None], SourceView):
         super().__init__(source)
         self._quantization, self._layout = quantization, layout
         self._weights: dict[str, QuantizedWeight] = {}
-        self._lock = threading.Lock()
         ends = (*layout.markers, *layout.others, layout.weight)
         # Each quantised module, with the key of the first of its tensors, for messages.
         self._modules: dict[str, str] = {}
@@ -103,11 +101,10 @@ class QuantizedSource(NamedTensors[None], SourceView):
         return key.partition(PART)[0].removesuffix(self._layout.weight) if isinstance(key, str) else ""
 
     def _describe(self, module: str) -> QuantizedWeight:
-        """Return the description of the weight of a module, which is made once."""
-        with self._lock:
-            if module not in self._weights:
-                self._weights[module] = self._make_description(module)
-            return self._weights[module]
+        """Return the description of the weight of a module, which is retained."""
+        if module not in self._weights:
+            self._weights[module] = self._make_description(module)
+        return self._weights[module]
 
     def _make_description(self, module: str) -> QuantizedWeight:
         """Describe the weight of a module by the format that its tensors fit.
@@ -116,10 +113,9 @@ class QuantizedSource(NamedTensors[None], SourceView):
             UnsupportedError: they fit several formats in different ways. Others: they fit none.
         """
         tensors, q = ModuleTensors(self.source, module, self._layout.weight), self._quantization
-        formats = (q.by_module[module],) if module in q.by_module else q.formats
         results: dict[tuple[Any, ...], QuantizedWeight] = {}
         errors: list[RlxError] = []
-        for stored in formats:
+        for stored in (q.by_module[module],) if module in q.by_module else q.formats:
             try:
                 weight = self._layout.describe(tensors, stored)
             except WeightError as error:
