@@ -122,17 +122,10 @@ def _decode(codes: Any, zeros: Any, packing: Scheme, scales: Mapping[str, Any]) 
 
 def decode_packed(data: np.ndarray[Any, Any], scheme: str) -> np.ndarray[Any, Any]:
     """Return the values of a tensor in blocks: uint8 `[..., n · bytes]` → float32 `[..., n · elements]`."""
-    layout, packing = BLOCKS[scheme], SCHEMES[scheme]
+    layout, types = BLOCKS[scheme], SCHEMES[scheme].array_types((BLOCKS[scheme].elements,))
     blocks = np.ascontiguousarray(data).reshape(-1, layout.bytes)
-    chunk = _CHUNK // layout.elements
-    out = np.empty((len(blocks), layout.elements), np.float32)
-    types = packing.array_types((layout.elements,))
-    with np.errstate(invalid="ignore", over="ignore"):  # an infinite scale times 0 gives NaN; sources check for it
-        for at in range(0, len(blocks), chunk):
-            part = blocks[at : at + chunk]
-            arrays = {name: split_blocks(part, layout, name, types[name].dtype) for name in layout.parts}
-            out[at : at + chunk] = decode_arrays(arrays, scheme)
-    return out.reshape(*data.shape[:-1], data.shape[-1] // layout.bytes * layout.elements)
+    arrays = {name: split_blocks(blocks, layout, name, types[name].dtype) for name in layout.parts}
+    return decode_on_host(arrays, scheme).reshape(*data.shape[:-1], data.shape[-1] // layout.bytes * layout.elements)
 
 
 def decode_on_host(arrays: Mapping[str, np.ndarray[Any, Any]], scheme: str) -> np.ndarray[Any, Any]:
@@ -143,7 +136,7 @@ def decode_on_host(arrays: Mapping[str, np.ndarray[Any, Any]], scheme: str) -> n
     if codes.ndim < 2:
         return np.asarray(decode_arrays(arrays, scheme))
     step = -(-max(1, _CHUNK // size) // packing.rows) * packing.rows
-    with np.errstate(invalid="ignore", over="ignore"):
+    with np.errstate(invalid="ignore", over="ignore"):  # an infinite scale times 0 gives NaN; sources check for it
         for index in np.ndindex(codes.shape[:-2]):
             for at in range(0, codes.shape[-2], step):
                 part = {}

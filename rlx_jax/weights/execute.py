@@ -290,7 +290,7 @@ def _temporary_bytes(program: param.Program) -> int:
         return max((_temporary_bytes(part) for part in program.parts), default=0)
     if isinstance(program, param.Dequantized):
         blocks = _blocks_of(program)
-        arrays = [blocks] if blocks is not None else [array for _, array in program.arrays]
+        arrays = [array for _, array in program.arrays] + ([] if blocks is None else [blocks])
         return 4 * program.type.size + sum(array.type.nbytes for array in arrays)
     own = program.type.nbytes if isinstance(program, param.Cast | param.Zeros) else 0
     return own + sum(
