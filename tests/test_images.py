@@ -200,7 +200,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
     "nibbles of floats": (lambda m, x, k: m.unpack_nibbles(x, (2,)), DTypeError, "bytes"),
     "a spectrum of a symbol": (lambda m, x, k: m.fft(x, axis=0), ShapeError, "must be static"),
     "a real spectrum": (lambda m, x, k: m.rfft(m.fft(x)), DTypeError, "needs floats"),
-    "a matrix that is none": (lambda m, x, k: m.inv(x), ShapeError, "a floats .…, N .a number., N .a number.."),
+    "a matrix that is none": (lambda m, x, k: m.solve(x, x), ShapeError, "a floats .…, N .a number., N .a number.."),
     "a side that does not fit": (lambda m, x, k: m.solve(m.eye(3), m.ones((2, 1))), ShapeError, "expected a "),
     "a top_p": (lambda m, x, k: m.sample(x, 0, top_p=0), GraphError, "over 0 and at most 1"),
     "a temperature": (lambda m, x, k: m.sample(x, 0, temperature=-1), GraphError, "temperature is a number"),

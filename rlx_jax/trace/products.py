@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlx_jax.errors import DTypeError, GraphError, ShapeError, shown
-from rlx_jax.ir.operands import check_operands
-from rlx_jax.ir.ops.linalg import MATRICES, Det, Einsum, Fft, Solve, product
+from rlx_jax.ir.ops.linalg import Einsum, Fft, Solve, product
 from rlx_jax.ir.ops.pointwise import FakeQuantize
 from rlx_jax.ir.types import as_dtype, is_float, is_static, short_name
 from rlx_jax.trace.checks import bind_kind
@@ -95,17 +94,6 @@ class Products(Shapes[V]):
     def solve(self, a: V, b: V) -> V:
         """Return the x with `a x = b`: a `[..., n, n]`, b `[..., n, k]`, or b `[n]` with a single matrix."""
         return self.add_node(Solve(), a, b)
-
-    def inv(self, a: V) -> V:
-        """Return the inverse of each matrix `[..., n, n]`. To multiply with an inverse, prefer `solve`."""
-        a_type = self.type_of(a)
-        check_operands(self, "inv", MATRICES, [a_type])
-        identity = self.constant(np.eye(int(str(a_type.shape[-1]))), a_type.dtype)
-        return self.solve(a, identity if a_type.rank == 2 else self.broadcast_to(identity, a_type.shape))
-
-    def det(self, a: V) -> V:
-        """Return the determinant of each matrix: `[..., n, n]` → `[...]`."""
-        return self.add_node(Det(), a)
 
     # -- quantization by a scale and a zero point ----------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Ops of linear algebra: matrix products, einsum, Fourier transforms, linear systems and determinants."""
+"""Ops of linear algebra: matrix products, einsum, Fourier transforms, and linear systems."""
 
 from __future__ import annotations
 
@@ -197,10 +197,6 @@ class Fft(Mir):
         return spectrum
 
 
-# Declaration of square floating matrices.
-MATRICES = "a:float[…,N!,N!]"
-
-
 def eliminations(op: Any, operands: Types, results: Types) -> int:
     """Return the FLOPs of Gaussian elimination: ⅔n³ for the factors of each matrix, and 2n² for each column."""
     n = int(operands[0].shape[-1])
@@ -216,7 +212,7 @@ class Solve(Mir):
     """
 
     traits = replace(FULL_PRECISION, flops=eliminations)
-    operands = f"{MATRICES} b:a"
+    operands = "a:float[…,N!,N!] b:a"
 
     def check(self, a: TensorType, b: TensorType) -> None:
         rows: Sequence[Any] = b.shape if (a.rank, b.rank) == (2, 1) else b.shape[:-1]
@@ -226,15 +222,3 @@ class Solve(Mir):
     def eval(self, a: Array, b: Array) -> Array:
         solution: Array = jnp.linalg.solve(a.astype(jnp.float32), b.astype(jnp.float32))
         return solution.astype(a.dtype)
-
-
-@dataclass(frozen=True)
-class Det(Mir):
-    """Compute the determinant of each matrix in f32: `[..., n, n]` → `[...]`."""
-
-    traits = replace(FULL_PRECISION, flops=eliminations)
-    operands = MATRICES
-
-    def eval(self, a: Array) -> Array:
-        determinant: Array = jnp.linalg.det(a.astype(jnp.float32))
-        return determinant.astype(a.dtype)
