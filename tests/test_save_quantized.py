@@ -130,7 +130,10 @@ def test_conversions(method: str, tmp_path: Path) -> None:
     (tmp_path / "twin").mkdir()
     save_file(decoded, tmp_path / "twin" / "model.safetensors")
     (tmp_path / "twin" / "config.json").write_text((tmp_path / "hf" / "config.json").read_text())
-    for source, target, dtype in (("q", "f", "f32"), ("q", "g.gguf", "f32"), ("g.gguf", "q2", method)):
+    for source, target, dtype in (
+        ("q", "f", "f32"), ("q", "g.gguf", "f32"), ("g.gguf", "q2", method),
+        ("q", "other", {"fp8": "int8", "int8": "fp8"}[method]),
+    ):  # fmt: skip
         assert cli.main(["convert", str(tmp_path / source), str(tmp_path / target), "--dtype", dtype]) == 0
     tokens = np.arange(8, dtype=np.int32)[None]
     packed, plain, *twins = (rlx.load(tmp_path / name, dtype="f32") for name in ("q", "twin", "f", "g.gguf"))
@@ -139,6 +142,8 @@ def test_conversions(method: str, tmp_path: Path) -> None:
         assert_same_model(twin, plain, tolerance=1e-6)
     assert "quantization_config" not in json.loads((tmp_path / "f" / "config.json").read_text())
     assert "quantization_config" in json.loads((tmp_path / "q2" / "config.json").read_text())
+    other = np.asarray(rlx.load(tmp_path / "other", dtype="f32").logits(tokens))
+    np.testing.assert_allclose(other, plain.logits(tokens), atol=0.1 * np.abs(other).max())
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -25,8 +24,8 @@ from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.runtime.checkpoint_origin import (
     COMPANION_FILES,
     CONFIG,
-    config_with_dtype,
     copied_entries,
+    new_config,
     with_quantization,
 )
 from rlx_jax.runtime.export_model import FORMATS, PLATFORMS
@@ -103,11 +102,7 @@ def read_companion_files(folder: Any, dtype: np.dtype[Any] | None, unpacks: bool
         if content is not None:
             files[name] = content
     config = folder.json(CONFIG)  # also without a dtype, as this raises if the file is malformed
-    if unpacks:
-        config = {key: value for key, value in config.items() if key not in ("quantization_config", "quantization")}
-    if dtype is not None and CONFIG in files:
-        files[CONFIG] = json.dumps(config_with_dtype(config, dtype.name), indent=2).encode() + b"\n"
-    return files
+    return files | (new_config(CONFIG, config, dtype, unpacks) if CONFIG in files else {})
 
 
 def checked_reader(

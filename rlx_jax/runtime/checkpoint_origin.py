@@ -122,12 +122,7 @@ class CheckpointOrigin:
             if raw is not None:
                 contents[name] = raw
         config = (self.folder.json if dtype is None else self.folder.required_json)(prefix + CONFIG)
-        declarations = ("quantization_config", "quantization")  # weights are saved dequantized
-        unpacked = any(config.get(name) is not None for name in declarations)
-        if dtype is not None or unpacked:
-            config = {key: value for key, value in config.items() if key not in declarations}
-            config = config if dtype is None else config_with_dtype(config, dtype.name)
-            contents[prefix + CONFIG] = json.dumps(config, indent=2).encode() + b"\n"
+        contents |= new_config(prefix + CONFIG, config, dtype)  # weights are saved dequantized
         return contents
 
     def _read(self, name: str) -> bytes | None:
@@ -172,6 +167,17 @@ def config_with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
 
     result: dict[str, Any] = part(dict(config))
     return result if any(name in result for name in _DTYPES) else {**result, "torch_dtype": dtype}
+
+
+def new_config(
+    name: str, config: Mapping[str, Any], dtype: np.dtype[Any] | None, unpacked: bool = True
+) -> dict[str, bytes]:
+    """Return the config, by its name, of weights in a dtype, which are not quantized if `unpacked`; nothing if it
+    stays as it is."""
+    declarations = ("quantization_config", "quantization") if unpacked else ()
+    new = {key: value for key, value in config.items() if key not in declarations}
+    new = new if dtype is None else config_with_dtype(new, dtype.name)
+    return {} if new == config else {name: json.dumps(new, indent=2).encode() + b"\n"}
 
 
 def with_quantization(files: Mapping[str, bytes], name: str, quantization: dict[str, Any]) -> dict[str, bytes]:
