@@ -20,6 +20,8 @@ from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lir.expert_groups import find_tilings, group_experts, run_experts
+from rlx_jax.lowering.lir.expert_products import ROWS, fits_products, multiply_choices
+from rlx_jax.lowering.lir.experts import combine, sort_into_blocks
 from rlx_jax.lowering.lir.implementations import has_mosaic
 
 needs_mosaic = pytest.mark.skipif(not has_mosaic(), reason="the kernel needs jax 0.11")
@@ -76,6 +78,26 @@ def test_the_kernels_are_the_ops(case: str) -> None:
     given = arrays(group)
     (found,), (want,) = run_experts(group, *given, interpret=pallas.InterpretGPUParams()), group.eval(*given)
     assert found.shape == want.shape and found.dtype == want.dtype
+    got, right = (np.asarray(a, np.float32) for a in (found, want))
+    assert np.abs(got - right).max() <= 0.02 * np.abs(right).max()
+
+
+@needs_mosaic
+def test_products_of_blocks_are_the_op() -> None:
+    """Of experts with a full block, with less than half of one, and with none, in Mosaic's interpreter."""
+    from jax.experimental.pallas import mosaic_gpu
+
+    pallas: Any = mosaic_gpu
+    rng, tokens = np.random.default_rng(0), 132
+    sizes = (tokens, 256), (4, 128, 256), (4, 128, 256), (4, 256, 128)
+    x, *weights = (jnp.asarray(rng.normal(size=size) / size[-1] ** 0.5, BF16) for size in sizes)
+    ids = jnp.stack([jnp.zeros(tokens, jnp.int32), jnp.where(jnp.arange(tokens) < 100, 2, 3)], 1)
+    shares = jnp.asarray(rng.uniform(0.1, 1, ids.shape), F32)
+    choices = sort_into_blocks(ids, 4, ROWS)
+    assert choices.row_mask.sum(1).tolist()[:4] == [ROWS, tokens - ROWS, 100, 32]
+    assert fits_products(EXPERTS, x, weights[0])
+    rows = multiply_choices(EXPERTS, x, weights, choices, 2, interpret=pallas.InterpretGPUParams())
+    found, want = combine(choices.unsort(rows).astype(F32), x, shares), EXPERTS.eval(x, *weights, shares, ids)
     got, right = (np.asarray(a, np.float32) for a in (found, want))
     assert np.abs(got - right).max() <= 0.02 * np.abs(right).max()
 

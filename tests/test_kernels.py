@@ -15,6 +15,7 @@ import rlx_jax as rlx
 from rlx_jax.blocks import MoeSpec
 from rlx_jax.device import DEVICES
 from rlx_jax.ir.ops.experts import ClampedGate, ExpertFfn
+from rlx_jax.ir.ops.index import TopK
 from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp, SelectiveScanOp
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.lowering.lir import experts, implementations, recurrent
@@ -22,6 +23,7 @@ from rlx_jax.lowering.lir.implementations import (
     IMPLEMENTATIONS,
     KERNELS,
     choose_convolution,
+    choose_selection,
     runnable_choices,
     without_triton_warning,
 )
@@ -174,6 +176,20 @@ def test_where_a_convolution_is_a_kernel_of_its_own(device: str, tokens: int, wa
     assert (choice is not None) == want
     name = "xla" if choice is None else choice.implementation
     np.testing.assert_array_equal(jax.jit(lambda *a: IMPLEMENTATIONS[name](op, *a))(*arrays), op.eval(*arrays))
+
+
+@pytest.mark.parametrize(
+    ("op", "rows", "want"), [(TopK(8), 1024, True), (TopK(8), 1000, False), (TopK(2, largest=False), 1024, False)]
+)
+def test_where_a_kernel_selects_entries(op: TopK, rows: int, want: bool) -> None:
+    """The largest of many rows; equal entries keep their order and NaN comes first, as in the op."""
+    x = np.round(np.random.default_rng(0).normal(size=(2, rows // 2, 64)) * 4).astype(np.float32)
+    x[0, 0, 3], x[0, 1, 5], x[0, 2] = np.nan, np.inf, -np.inf
+    choice = choose_selection((op, types(x.shape, dtype="f32")), use_kernels=True)
+    assert (choice is not None) == want
+    name = "xla" if choice is None else choice.implementation
+    for found, right in zip(jax.jit(lambda x: IMPLEMENTATIONS[name](op, x))(x), op.eval(jnp.asarray(x)), strict=True):
+        np.testing.assert_array_equal(found, right)
 
 
 PLANS: dict[str, tuple[dict[str, Any], str, bool]] = {

@@ -23,9 +23,10 @@ from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.cache import CacheUpdate, RingStep, write_rows
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
+from rlx_jax.ir.ops.index import TopK
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.recurrent import CausalConvOp
-from rlx_jax.ir.types import is_float
+from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.lowering.lir.attention import choose as choose_attention
 from rlx_jax.lowering.lir.attention import cudnn, query_chunks
 from rlx_jax.lowering.lir.attention_groups import run_attention
@@ -144,6 +145,21 @@ def choose_convolution(call: Call, device: Device) -> Choice | None:
     return None
 
 
+# Entries of rows that a kernel selects from: it has all of a row in registers.
+SELECTED_SIZES = (64, 128, 256, 512)
+
+
+def choose_selection(call: Call, use_kernels: bool) -> Choice | None:
+    """Choose a kernel to select the largest entries of many short rows, as a router does; else None."""
+    op, (x,) = call
+    assert isinstance(op, TopK)
+    rows = x.size // int(x.shape[-1])
+    is_supported = op.largest and op.axis in (-1, len(x.shape) - 1) and op.k <= 16 and short_name(x.dtype) == "f32"
+    if use_kernels and is_supported and x.shape[-1] in SELECTED_SIZES and rows >= 1024 and rows % 16 == 0:
+        return Choice("selected", "XLA sorts each row")
+    return None
+
+
 def unfused(op: CausalConvOp, *arrays: Array) -> Array:
     """Compute a convolution as a kernel without the ops that read it.
 
@@ -157,7 +173,7 @@ def unfused(op: CausalConvOp, *arrays: Array) -> Array:
 # Imported only when a kernel runs, as it imports Pallas.
 _kernels = LazyModule("rlx_jax.lowering.lir.kernels")
 
-TRITON_KERNELS = ("grouped", "one_pass", "states_in_one", "convolved_states")
+TRITON_KERNELS = ("grouped", "one_pass", "states_in_one", "convolved_states", "selected")
 MOSAIC_KERNELS = ("matvec", "decode_attention", "streamed")
 KERNELS = (*TRITON_KERNELS, *MOSAIC_KERNELS)
 
@@ -250,6 +266,7 @@ def choose_implementations(
         ExpertGroup: lambda call: Choice("streamed", "two kernels, with the selection of experts"),
         KernelGroup: lambda call: Choice("matvec", "one kernel with the ops around the product"),
         CausalConvOp: lambda call: choose_convolution(call, device),
+        TopK: lambda call: choose_selection(call, use_kernels),
         ExpertFfn: lambda call: choose_experts(call, device, experts, model_sharding, use_kernels),
     }
     choices: dict[Call, Choice] = {}

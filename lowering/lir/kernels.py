@@ -8,17 +8,10 @@ Measured on one H200, bf16, 16 heads of width 128, ms, without and with kernels:
 0.224 and 0.157, 64 rows 0.997 and 0.763, 1 row 0.137 and 0.143, which is therefore left to XLA; one layer over 8 x 4096
 tokens 3.99 and 0.52.
 
-Mixture of experts: one kernel computes gate, up and the activation, a second one down. Choices are sorted by expert, in
-blocks of rows of one expert each. A program multiplies a block with some columns of its expert's weights and reads them
-in place, so that weights are not copied and experts without choices are not read. Measured on one H200, bf16, 8 layers
-of 128 experts of width 768 over 2048, 8 experts per token, ms, the best implementation without kernels and this one: 8
-tokens 1.26 and 1.13; 64 tokens 2.92 and 2.48; 256 tokens 5.4 and 2.8; 2048 tokens 20.5 and 5.3; 16384 tokens 40 and
-23.6.
-
-The same two products in Pallas Mosaic GPU were slower with jax 0.11.2 on one H200, so they are not used: on `wgmma`,
-with blocks of 128 rows, 256 tokens 4.71 (2.85 here, in the same run), 2048 tokens 5.73 (5.52), 16384 tokens 22.90
-(22.47). JAX's own `ragged_dot_mgpu`, 16384 tokens: at best 408 TFLOP/s for gate and 271 for down, where that kernel
-reached 619 and 518. One that reads the experts of one token in place: 0.216, and 0.200 by `gathered`.
+Mixture of experts: one kernel computes gate, up and the activation, a second one down, in blocks of rows of one expert
+each, and its weights are read in place. Measured on one H200, bf16, 8 layers of 128 experts of width 768 over 2048, 8
+experts per token, ms, the best implementation without kernels and this one: 8 tokens 1.26 and 1.13; 64 tokens 2.92 and
+2.48; 256 tokens 5.4 and 2.8. Large blocks run the kernel of `expert_products.py` if it fits: 16384 tokens 40 and 16.8.
 """
 
 from __future__ import annotations
@@ -37,8 +30,11 @@ from rlx_jax.dataclasses import dataclass
 from rlx_jax.device import running_device
 from rlx_jax.ir.kernel_group import DeltaGroup
 from rlx_jax.ir.ops.experts import ExpertFfn
+from rlx_jax.ir.ops.index import TopK
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp
-from rlx_jax.lowering.lir.experts import NO_BIASES, SortedChoices, blocked, combine
+from rlx_jax.lowering.lir.expert_products import ROWS, fits_products, multiply_choices
+from rlx_jax.lowering.lir.experts import NO_BIASES, SortedChoices, blocked, combine, compare_into_blocks
+from rlx_jax.lowering.lir.implementations import has_mosaic
 from rlx_jax.lowering.lir.recurrent import chunk_size, chunks_at_once, one_token
 
 AnyArray = Any
@@ -133,14 +129,15 @@ def states_in_one(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]
     return out.reshape(rows, -1, heads, values)[:, :tokens], state
 
 
-# Tokens that a program convolves: on one H200, 8 x 4096 tokens of 6,144 channels take 0.37 ms by 32, 0.43 by 16 and
-# 0.56 by 128.
+# Tokens that a program convolves: on one H200, 8 x 4096 tokens of 6,144 channels take 0.325 ms by 32, 0.332 by 64.
 CONVOLVED_TOKENS = 32
 
 
 @with_reference_gradient(DeltaGroup.eval)
 def convolved_states(op: DeltaGroup, mixed: AnyArray, window: AnyArray, g: AnyArray, beta: AnyArray) -> Any:
     """Compute a group by a kernel for each of q, k and v, and by `states_in_one`."""
+    from jax.experimental.pallas import triton  # imported here, as it takes a quarter of a second
+
     (batch, tokens, _), dtype, taps = mixed.shape, mixed.dtype, window.shape[1]
     size, blocks = CONVOLVED_TOKENS, -(-tokens // CONVOLVED_TOKENS)
 
@@ -151,9 +148,10 @@ def convolved_states(op: DeltaGroup, mixed: AnyArray, window: AnyArray, g: AnyAr
             i, h, b = (pl.program_id(axis) for axis in range(3))
             columns, y = pl.ds(first + h * width, width), jnp.zeros((size, width), jnp.float32)
             for j in range(taps):
-                token = i * size + jnp.arange(size) - (taps - 1 - j)
-                row = x[b, jnp.clip(token, 0, tokens - 1), columns].astype(jnp.float32)
-                y += jnp.where((token >= 0)[:, None], row * window[j, columns][None], 0.0)
+                token, column = i * size + jnp.arange(size) - (taps - 1 - j), first + h * width + jnp.arange(width)
+                mask = jnp.broadcast_to(((token >= 0) & (token < tokens))[:, None], (size, width))
+                row = triton.load(x.at[b, token[:, None], column[None]], mask=mask, other=0.0)
+                y += row.astype(jnp.float32) * window[j, columns][None]
             y = y.astype(dtype).astype(jnp.float32)
             y = (y * jax.nn.sigmoid(y)).astype(dtype)
             if unit is not None:
@@ -298,11 +296,40 @@ class DeltaChunks:
         return out, last
 
 
+# Rows of a program that selects the largest entries of each: on one H200, 8 of 128 entries of 16,384 rows take 8 µs, by
+# XLA 63.
+SELECTING_ROWS = 16
+
+
+@with_reference_gradient(TopK.eval)
+def selected(op: TopK, x: AnyArray) -> tuple[AnyArray, AnyArray]:
+    """Compute the op along the last axis, by selecting the largest entry of a row `k` times."""
+    size, rows = x.shape[-1], x.reshape(-1, x.shape[-1])
+
+    def flipped(bits: AnyArray) -> AnyArray:
+        """Return integers in the order of the floats with these bits, or those bits: it is its own inverse."""
+        return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+    def kernel(x: Any, values: Any, ids: Any) -> None:
+        own = pl.ds(pl.program_id(0) * SELECTING_ROWS, SELECTING_ROWS)
+        keys = flipped(lax.bitcast_convert_type(x[own, :], jnp.int32))
+        number = lax.broadcasted_iota(jnp.int32, keys.shape, 1)
+        for i in range(op.k):
+            top = keys.max(1)
+            ids[own, i] = first = jnp.where(keys == top[:, None], number, size).min(1)
+            values[own, i] = lax.bitcast_convert_type(flipped(top), jnp.float32)
+            keys = jnp.where(number == first[:, None], jnp.iinfo(jnp.int32).min, keys)
+
+    shapes = [jax.ShapeDtypeStruct((len(rows), op.k), dtype) for dtype in (x.dtype, jnp.int32)]
+    results = kernel_call(kernel, shapes, (len(rows) // SELECTING_ROWS,), 4)(rows)
+    return tuple(a.reshape(*x.shape[:-1], op.k) for a in results)
+
+
 # Number of choices up to which all pairs are compared instead of counting choices by expert.
 MAX_COMPARED_CHOICES = 2048
 
-# Choices of a program that counts or places them: on one H200, a layer of 16,384 tokens takes 2.40 ms, by 256 2.41 and
-# with `sort_into_blocks` 2.55; of 1,024 tokens 0.41 and 0.45.
+# Choices of a program that counts or places them: on one H200, a layer of 16,384 tokens takes 0.15 ms less than with
+# `sort_into_blocks`, one of 1,024 tokens 0.04.
 PLACED = 128
 
 
@@ -339,11 +366,15 @@ def grouped(op: ExpertFfn, *arrays: AnyArray) -> AnyArray:
     rows = next((rows for rows in TILES if ids.size <= rows * len(gate)), max(TILES))
     build_blocks = compare_into_blocks if ids.size <= MAX_COMPARED_CHOICES else count_into_blocks
     sorted_choices = build_blocks(ids, len(gate), rows)
+    tokens = x.reshape(-1, x.shape[-1])
+    if rows == ROWS and running_device().kind == "cuda" and has_mosaic() and fits_products(op, x, gate):
+        out = multiply_choices(op, tokens, (gate, up, down), sorted_choices, ids.shape[-1])
+        return combine(sorted_choices.unsort(out).astype(jnp.float32), x, weights)
     block_expert, row_choice = (a.astype(jnp.int32) for a in (sorted_choices.block_expert, sorted_choices.row_choice))
     blocks = ExpertBlocks(op, rows, block_expert, row_choice, sorted_choices.row_mask.sum(-1, dtype=jnp.int32))
     gate_bias, up_bias, down_bias = biases or NO_BIASES
     up_tiles, down_tiles = TILES[rows]
-    token, tokens, num_choices = blocks.row_choice // ids.shape[-1], x.reshape(-1, x.shape[-1]), ids.size
+    token, num_choices = blocks.row_choice // ids.shape[-1], ids.size
 
     def own_rows(b: AnyArray, number: Any, count: Any) -> Any:
         return pl.ds(b * rows, rows)
@@ -434,29 +465,6 @@ class ExpertBlocks:
         shape = jax.ShapeDtypeStruct((num_rows, out_width), x.dtype)
         run = kernel_call(kernel, shape, (out_width // columns, self.block_expert.size), tiles.warps, tiles.stages)
         return run(self.block_expert, self.count, number, x, *weights, *bias_arrays)
-
-
-def compare_into_blocks(ids: AnyArray, experts: int, rows: int) -> SortedChoices:
-    """Return the result of `sort_into_blocks` for few choices, by comparing all pairs.
-
-    It takes three GPU kernels instead of ten.
-    """
-    flat = ids.reshape(-1)
-    num_choices = flat.size
-    blocks = min(-(-num_choices // rows) + experts - 1, num_choices)
-    numbers = jnp.arange(num_choices, dtype=jnp.int32)
-    is_same, is_less = flat[:, None] == flat[None], flat[None] < flat[:, None]
-    rank = (is_same & (numbers[None] < numbers[:, None])).sum(
-        1, dtype=jnp.int32
-    )  # preceding choices of the same expert
-    # Every block has one choice that is first in it, so these count the blocks of preceding experts.
-    first_block = (is_less & (rank % rows == 0)[None]).sum(1, dtype=jnp.int32)
-    block = first_block + rank // rows
-    choice_row = block * rows + rank % rows
-    row, number = (jnp.arange(n, dtype=jnp.int32)[:, None] for n in (blocks * rows, blocks))
-    row_choice = jnp.where(choice_row[None] == row, numbers[None], -1).max(1).reshape(blocks, rows)
-    block_expert = jnp.where(block[None] == number, flat[None], 0).max(1)
-    return SortedChoices(block_expert, row_choice >= 0, jnp.maximum(row_choice, 0), choice_row)
 
 
 def count_into_blocks(ids: AnyArray, experts: int, rows: int) -> SortedChoices:
