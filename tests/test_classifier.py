@@ -59,9 +59,7 @@ def test_other_layouts(directories: Path, name: str) -> None:
     assert_close(model.logits(TEXTS, SECOND), record["pairs"])
 
 
-@pytest.mark.parametrize(
-    "name", ["bert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "rerank"))]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "qwen3", "rerank")])
 def test_programs(directories: Path, name: str) -> None:
     """What `warmup` compiles suffices for texts and for pairs, few and many in a call; the end of the model, which
     begins with attention if that is not causal, is computed for the tokens that are pooled alone."""

@@ -422,6 +422,7 @@ def test_the_digest_of_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert source_digest() is None
 
 
+@pytest.mark.slow
 def test_what_cannot_be_loaded_is_traced_with_the_settings_of_its_caller(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

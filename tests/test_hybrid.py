@@ -37,6 +37,7 @@ def formulas(directory: Path) -> tuple[dict[str, Any], Any]:
     return numpy_reference.read_config(directory), numpy_reference.read_weights(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_many_tokens(name: str) -> None:
     """60 tokens, which run in chunks, of rows that end anywhere."""

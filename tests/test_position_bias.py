@@ -84,8 +84,10 @@ def alone(ids: Any, added: Callable[[int], Any], causal: bool, window: int = 40)
 
 
 @pytest.mark.parametrize(
-    ("kind", "window"), [("learned", None), ("alibi", 4), pytest.param("every third", None, marks=pytest.mark.slow)]
-)
+    ("kind", "window"), [("learned", None), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("alibi", 4), ("every third", None),
+    ))],
+)  # fmt: skip
 def test_a_model_that_generates(kind: str, window: int | None) -> None:
     """Forward is the formula, and prefill and extend are forward, for rows of several lengths, in a ring too."""
     bias, added = BIASES[kind]

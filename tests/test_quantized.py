@@ -137,6 +137,7 @@ def test_shards(directories: Path, name: str) -> None:
     assert_close(lm.logits(TOKENS), np.asarray(rlx.load(directories / name).logits(TOKENS)), tolerance=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gptq_v2_desc_act"])
 def test_rolled(directories: Path, tmp_path: Path, name: str) -> None:
     """Rolled layers stay packed, in the order that each has of its inputs; for training they are decoded."""
