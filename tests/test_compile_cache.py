@@ -66,9 +66,9 @@ def flip(path: Path, place: float) -> None:
     path.write_bytes(content)
 
 
-def replace_by_fifo(path: Path, place: float) -> None:
-    path.unlink()
-    os.mkfifo(path)
+def replace_by(make: Callable[[Path], object]) -> Callable[[Path, float], object]:
+    """Put something else in the place of a file, which is moved."""
+    return lambda path, place: (path.rename(path.with_name("elsewhere")), make(path))
 
 
 DAMAGES: dict[str, Callable[[Path, float], object]] = {
@@ -78,7 +78,9 @@ DAMAGES: dict[str, Callable[[Path, float], object]] = {
     "longer": lambda path, place: path.write_bytes(path.read_bytes() + b"x"),
     "foreign": lambda path, place: path.write_bytes(b"{}"),
     "writable by all": lambda path, place: path.chmod(0o666),
-    "a FIFO": replace_by_fifo,
+    "a directory": replace_by(lambda path: (path / "inner").mkdir(parents=True)),
+    "a link": replace_by(lambda path: path.symlink_to("elsewhere")),
+    "a FIFO": replace_by(os.mkfifo),
 }
 
 
