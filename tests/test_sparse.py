@@ -1,4 +1,4 @@
-"""Sparse vectors and vectors of tokens: SPLADE, CSR, bge-m3, and ColBERT models of older libraries."""
+"""Sparse vectors and vectors of tokens: SPLADE, bge-m3, and ColBERT models of older libraries."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.encode.pooling_modes import POOLING_MODES, first_token
 from rlx_jax.encode.vector_layers import (
-    AUTO_ENCODER,
     Dense,
     UnitLength,
     VectorLayer,
@@ -49,7 +48,6 @@ _MODULE_TYPES = {
         ("MultiVectorMask", "multi_vector_encoder.modules", "multi_vector_mask"),
         ("MLMTransformer", "sparse_encoder.modules", "mlm_transformer"),
         ("SpladePooling", "sparse_encoder.modules", "splade_pooling"),
-        ("SparseAutoEncoder", "sparse_encoder.modules", "sparse_auto_encoder"),
     )
     for path in (
         f"models.{kind}",
@@ -199,13 +197,10 @@ def load_pipeline(directory: str | os.PathLike[str] | Folder) -> SentencePipelin
     if is_cross_encoder(folder):
         return None
     is_splade = kinds[1:] == ["SpladePooling"] and kinds[0] in ("Transformer", "MLMTransformer")
-    has_dictionary = kinds[2:] and kinds[-1] == AUTO_ENCODER
-    if not is_splade and (
-        kinds[:2] != ["Transformer", "Pooling"] or not {*kinds[2 : -1 if has_dictionary else None]} <= {*_LAYERS}
-    ):
+    if not is_splade and (kinds[:2] != ["Transformer", "Pooling"] or not {*kinds[2:]} <= {*_LAYERS}):
         raise UnsupportedError(
             f"{where}: modules {listing(kinds)}; supported are 'Transformer', 'Pooling', then any of "
-            f"{listing(_LAYERS)}, then maybe {AUTO_ENCODER!r}; or 'Transformer', 'SpladePooling'"
+            f"{listing(_LAYERS)}; or 'Transformer', 'SpladePooling'"
         )
     paths = [path for _, path in modules]
     _fetch_settings(folder, paths)
@@ -219,8 +214,6 @@ def load_pipeline(directory: str | os.PathLike[str] | Folder) -> SentencePipelin
         transformer = transformer_settings(folder, paths[0])
         pooling, width, include_prompt = _pooling_settings(folder, paths[1])
     layers = [layer for kind, path in modules[2:] if (layer := read_layer(folder, kind, path)) is not None]
-    if has_dictionary and max_active_dims is None:
-        max_active_dims = module_fields(folder, paths[-1], "config.json").integer("k", 8)
     output_width(layers, None if width is None else width * len(pooling), where)
     normalize = bool(layers) and layers[-1] == UnitLength()
     is_sparse = about.raw("model_type") == SPARSE

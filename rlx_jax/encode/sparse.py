@@ -1,4 +1,4 @@
-"""Sparse vectors of texts, and vectors of their tokens: the methods of `Encoder` for SPLADE, CSR models and bge-m3."""
+"""Sparse vectors of texts, and vectors of their tokens: the methods of `Encoder` for SPLADE and bge-m3."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def embed_sparse(
 ) -> Any:  # fmt: skip
     """Return the sparse vector of each text, a dictionary from dimensions to weights above zero, the largest first.
 
-    The dimensions are token ids, or of a CSR model the features of its dictionary. For a single string it is one
-    dictionary. The similarity of two vectors is the sum of the products of weights of one dimension.
+    The dimensions are token ids. For a single string it is one dictionary. The similarity of two vectors is the sum of
+    the products of weights of one dimension.
 
     Args:
         texts, prompt_name, prompt, max_tokens: as in `Encoder.embed`, but an iterator is consumed at once.
@@ -44,7 +44,7 @@ def embed_sparse(
     """
     pipeline = self.pipeline
     if not pipeline.is_sparse and pipeline.token_weight is None:
-        raise RequestError(f"embed_sparse: {self.model.name} has no sparse vectors, as SPLADE, CSR and bge-m3 have")
+        raise RequestError(f"embed_sparse: {self.model.name} has no sparse vectors, as SPLADE and bge-m3 have")
     count = pipeline.max_active_dims
     if max_active_dims is not None:
         count = check_integer("max_active_dims", max_active_dims, 1)

@@ -27,8 +27,6 @@ from rlx_jax.weights.torch_file import read_torch_file
 WEIGHTS_FILE = "model.safetensors"
 # Name of a pooled vector among the features of sentence-transformers.
 SENTENCE = "sentence_embedding"
-# The module of CSR models, of which only the encoder is read.
-AUTO_ENCODER = "SparseAutoEncoder"
 # Epsilon of torch.nn.LayerNorm.
 LAYER_NORM_EPS = 1e-5
 
@@ -208,7 +206,7 @@ def read_layer(
 
     Args:
         folder: the checkpoint.
-        kind: `Dense`, `LayerNorm`, `Normalize`, `Dropout` or `SparseAutoEncoder`, of which `k` is left to the caller.
+        kind: `Dense`, `LayerNorm`, `Normalize` or `Dropout`.
         path: the module's directory.
         feature: the feature that the module must read and write.
         default: the feature that it reads if its config has no `module_input_name`.
@@ -233,8 +231,6 @@ def read_layer(
         c.finish()
         arrays = _read_arrays(folder, path, {"norm.weight": (width,), "norm.bias": (width,)})
         return VectorNorm(arrays["norm.weight"], arrays["norm.bias"])
-    if kind == AUTO_ENCODER:
-        return _read_auto_encoder(folder, path, c)
     return _read_dense(folder, path, c, feature, default)
 
 
@@ -268,17 +264,6 @@ def _read_dense(folder: Folder, path: str, c: Fields, feature: str, default: str
     arrays = _read_arrays(folder, path, shapes)
     weight, bias, projection = arrays["linear.weight"], arrays.get("linear.bias"), arrays.get("residual.weight")
     return Dense(weight, bias, activation, residual, projection)
-
-
-def _read_auto_encoder(folder: Folder, path: str, c: Fields) -> Dense:
-    """Return the encoder of a `SparseAutoEncoder`: relu((x − pre_bias) Wᵀ + latent_bias)."""
-    inputs, latents = c.integer("input_dim"), c.integer("hidden_dim", 512)
-    c.finish(("k", "k_aux", "dead_threshold"), {"normalize": (False,)})
-    # The decoder's weight is the transposed one of the encoder; the file has it once, under this name.
-    shapes: dict[str, tuple[int, ...]] = {"decoder.linear.weight": (latents, inputs), "pre_bias": (inputs,)}
-    arrays = _read_arrays(folder, path, shapes | dict.fromkeys(("latent_bias", "stats_last_nonzero"), (latents,)))
-    weight = arrays["decoder.linear.weight"]
-    return Dense(weight, arrays["latent_bias"] - weight @ arrays["pre_bias"], "ReLU")
 
 
 def read_linear(folder: Folder, name: str, activation: str = "Identity") -> Dense | None:

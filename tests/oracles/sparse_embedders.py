@@ -1,4 +1,4 @@
-"""Tiny SPLADE and CSR models, bge-m3, and ColBERT models of older libraries, and what is computed from them.
+"""Tiny SPLADE models, bge-m3, and ColBERT models of older libraries, and what is computed from them.
 
 `python -m tests.oracles.sparse_embedders` writes tests/fixtures/sparse.zip: a SPLADE model and one like bge-m3, each
 with `recorded.json`, its numbers for `TEXTS`. torch and sentence-transformers are imported when needed.
@@ -19,30 +19,27 @@ from tests.oracles import classifiers, embedders, hugging_face
 from tests.oracles.classifiers import ENCODER, TEXTS
 
 ARCHIVE = Path(__file__).parents[1] / "fixtures" / "sparse.zip"
-SPLADE, LIBRARY = "SpladePooling", "sentence_transformers"
-CASES: dict[str, tuple[str, dict[str, Any], str, dict[str, Any], int | None]] = {
-    "splade": ("BertForMaskedLM", ENCODER, SPLADE, {}, None),
-    "summed": ("DistilBertForMaskedLM", classifiers.DISTILBERT, SPLADE, {"pooling_strategy": "sum"}, 7),
-    "opensearch": ("BertForMaskedLM", ENCODER, SPLADE, {"activation_function": "log1p_relu"}, None),
-    "csr": ("BertModel", ENCODER, "SparseAutoEncoder", {"input_dim": 20, "hidden_dim": 50, "k": 6}, None),
+LIBRARY = "sentence_transformers"
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], int | None]] = {
+    "splade": ("BertForMaskedLM", ENCODER, {}, None),
+    "summed": ("DistilBertForMaskedLM", classifiers.DISTILBERT, {"pooling_strategy": "sum"}, 7),
+    "opensearch": ("BertForMaskedLM", ENCODER, {"activation_function": "log1p_relu"}, None),
 }
-"""A model, its fields, the last module with its arguments, and the number of weights to keep."""
+"""A model, its fields, arguments of `SpladePooling`, and the number of weights to keep."""
 OLD_COLBERTS = ("stanford", "pylate", "attending", "not_expanding")
 Rows = list[np.ndarray[Any, Any]]
 
 
 def write(name: str, directory: Path) -> Any:
     """Write a directory of `CASES` as sentence-transformers saves it; its model."""
-    architecture, fields, kind, arguments, active = CASES[name]
+    architecture, fields, arguments, active = CASES[name]
     torch, library = importlib.import_module("torch"), importlib.import_module(LIBRARY)
     parts = importlib.import_module(f"{LIBRARY}.sparse_encoder.modules")
     with tempfile.TemporaryDirectory() as base:
         _write_base(architecture, fields, Path(base))
-        task = "fill-mask" if kind == SPLADE else "feature-extraction"
-        modules = [parts.Transformer(base, transformer_task=task, model_kwargs={"attn_implementation": "eager"})]
-    if kind != SPLADE:
-        modules.append(importlib.import_module(f"{LIBRARY}.sentence_transformer.modules").Pooling(20))
-    modules.append(getattr(parts, kind)(**arguments))
+        options = {"attn_implementation": "eager"}
+        modules = [parts.Transformer(base, transformer_task="fill-mask", model_kwargs=options)]
+    modules.append(parts.SpladePooling(**arguments))
     torch.manual_seed(7)
     for weight in modules[-1].parameters():
         torch.nn.init.normal_(weight, std=0.4)
