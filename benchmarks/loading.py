@@ -71,12 +71,13 @@ def packed(scheme: str, shape: tuple[int, ...], cache: dict[Any, rlx.Packed]) ->
         data = np.random.default_rng(0).integers(
             0, 256, (shape[0] * shape[1] // layout.elements, layout.bytes), np.uint8
         )
-        part, dtype = layout.parts["scales"], row.scale_dtype
+        part = layout.parts["scales"]
+        dtype, stop = (np.dtype("<u2"), part.start + 4) if row.six_bits else (row.scale_dtype, part.stop)
         scale = 0.02 / 2 ** (sum(codes.bits for codes in row.codes) - 2) / (1 if row.group is None else 32)
         table = TABLES.get(row.scale)
         number = np.abs(table - scale).argmin() if table is not None else BITS[row.scale].type(scale).view(dtype)
-        scales = np.full((part.stop - part.start) // dtype.itemsize, number, dtype)
-        data[:, part.start : part.stop] = scales.view(np.uint8)
+        scales = np.full((stop - part.start) // dtype.itemsize, number, dtype)
+        data[:, part.start : stop] = scales.view(np.uint8)
         cache[shape] = rlx.Packed(data.reshape(shape[0], -1), scheme, shape)
     return cache[shape]
 

@@ -57,8 +57,11 @@ def random_weight(scheme: str, height: int, columns: int) -> Any:
         return jnp.asarray(rng.normal(size=(height, columns)), BF16)
     for name, t in SCHEMES[scheme].array_types((height, columns)).items():
         shape = [int(n) for n in t.shape]
-        scales = (10 ** rng.uniform(-5, -2, shape)).astype(np.float16).view(np.uint16)
-        arrays[name] = scales if name == "scales" else rng.integers(0, 256, shape, np.uint8).view(t.dtype)
+        arrays[name] = rng.integers(0, 256, (*shape, t.dtype.itemsize), np.uint8).view(t.dtype)[..., 0]
+        if name == "scales":
+            halves = arrays[name].view(np.float16)
+            is_scale = np.arange(halves.shape[-1]) % 8 < (2 if SCHEMES[scheme].six_bits else 8)
+            halves[:, is_scale] = 10 ** rng.uniform(-5, -2, (height, is_scale.sum()))
     return jax.tree.map(jnp.asarray, arrays)
 
 

@@ -10,28 +10,14 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.packed_values import decode_arrays
 from rlx_jax.lowering.lir.lanes import can_sum_lanes, lanes, packed_lanes
 from rlx_jax.weights.module_tensors import declare_scheme
-from tests.oracles.packed import meaning, packed
+from tests.oracles.packed import meaning, packed, random_arrays
 
 ROW = declare_scheme("int8", 8, None, "f16").name  # one scale for a row
 NAMES = ("gguf_q4_0", "gguf_q4_1", "gguf_q8_0", "gguf_q2k", "gguf_q3k", "gguf_q4k", "gguf_q5k", "gguf_q6k", "gguf_q8k")
 FLOATS = {"f32": jnp.float32, "bf16": jnp.bfloat16}
-
-
-def random_arrays(scheme: str, height: int, width: int) -> dict[str, Any]:
-    """Return arrays with scales of about 1e-3 and random codes."""
-    random, arrays = np.random.default_rng(0), {}
-    for name, array_type in SCHEMES[scheme].array_types((height, width)).items():
-        shape = [int(n) for n in array_type.shape]
-        if name == "scales":
-            float_dtype = np.float32 if array_type.dtype.itemsize == 4 else np.float16
-            arrays[name] = random.uniform(1e-4, 1e-3, shape).astype(float_dtype).view(array_type.dtype)
-        else:
-            arrays[name] = random.integers(0, 256, shape, np.uint8).view(array_type.dtype)
-    return arrays
 
 
 CASES: list[Any] = [
@@ -46,7 +32,7 @@ CASES += [pytest.param(scheme, 1, 2304, "f32", "bf16", marks=pytest.mark.slow) f
 def test_a_product(scheme: str, rows: int, width: int, logical: str, compute: str) -> None:
     """Values are rounded to the dtype of the checkpoint and to that of the program before the sum."""
     assert can_sum_lanes(scheme, width)
-    arrays, dtypes = random_arrays(scheme, 5, width), (FLOATS[logical], FLOATS[compute])
+    arrays, dtypes = random_arrays(scheme, (5, width), np.random.default_rng(0)), (FLOATS[logical], FLOATS[compute])
     x = np.random.default_rng(1).standard_normal((rows, width)).astype(np.float32)
     y = jax.jit(lambda x, arrays: packed_lanes(x, arrays, scheme, dtypes))(x, arrays)
     values = jax.jit(lambda arrays: decode_arrays(arrays, scheme).astype(dtypes[0]).astype(dtypes[1]))(arrays)

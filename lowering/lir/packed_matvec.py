@@ -22,6 +22,7 @@ from jax import lax
 
 from rlx_jax.dataclasses import dataclass
 from rlx_jax.ir.packed import SCHEMES
+from rlx_jax.ir.packed_values import six_bit_words
 from rlx_jax.lowering.lir.mosaic import arith, ir, llvm, load, mgpu, number, pl, plgpu, vector, words
 
 AnyArray = Any
@@ -135,10 +136,9 @@ class PackedTiling:
         """Return the arrays of a weight, in the order of `fetch`, with axes for blocks and groups."""
         form, n = self.form, self.parts * self.rows
         codes, scales = arrays["codes"].reshape(n, self.blocks, form.groups, form.size), arrays["scales"]
-        if "multiples" in arrays:
-            multiples = arrays["multiples"].reshape(n, self.blocks, form.groups, form.halves, 2)
-            return [codes, scales.reshape(n, self.blocks, 2), multiples]
-        return [codes, scales.reshape(n, self.blocks, form.groups) if scales.shape[1] > self.blocks else scales]
+        if scales.shape[1] == self.blocks:
+            return [codes, scales]
+        return [codes, scales.reshape(n, self.blocks, 4 if SCHEMES[self.scheme].six_bits else form.groups)]
 
 
 def find_packed_tiling(rows: int, columns: int, parts: int, scheme: str, programs: int = 264) -> PackedTiling | None:
@@ -188,20 +188,18 @@ class PackedTiles:
     interpret: bool
 
     def fetch(self, tile: AnyArray, chunk: Any) -> list[list[AnyArray]]:
-        """Return the arrays of a tile for each part: codes, scales, then the minimums and multiples of the scheme."""
+        """Return the arrays of a tile for each part: codes and scales, the words of a block each alone."""
         t, layout = self.tiling, self.tiling.layout
         start = (self.first + tile) * t.tile_rows
         blocks, found = pl.ds(chunk * t.tile_blocks, t.tile_blocks), []
         for part in range(t.parts):
             rows = pl.ds(part * t.rows + start, t.tile_rows)
-            codes, scales, *multiples = (array.at[rows, blocks] for array in self.arrays)
-            reads = [(codes, layout)]
-            if multiples:
-                reads += [(scales.at[:, :, i], layout.reduce((2, 3))) for i in range(2)]
-                pairs = [(half, i) for half in range(t.form.halves) for i in range(2)]
-                reads += [(multiples[0].at[:, :, :, h, i], layout.reduce(3)) for h, i in pairs]
+            codes, scales = (array.at[rows, blocks] for array in self.arrays)
+            if SCHEMES[t.scheme].six_bits:
+                reads = [(scales.at[:, :, i], layout.reduce((2, 3))) for i in range(4)]
             else:
-                reads.append((scales, layout.reduce(3 if len(scales.shape) == 3 else (2, 3))))
+                reads = [(scales, layout.reduce(3 if len(scales.shape) == 3 else (2, 3)))]
+            reads.insert(0, (codes, layout))
             found.append([load(ref, part_layout, optimized=False) for ref, part_layout in reads])
         return found
 
@@ -296,13 +294,28 @@ class PackedTiles:
             scales = floats(factors[0]) * (1 if len(x) == 1 else 1 / 16)
             result = total.astype(jnp.float32) * (scales if scales.ndim == 3 else spread(scales, 0, 1))
         else:
-            scale, minimum = (spread(floats(f), 0, 1) for f in factors[:2])
-            multiples = [f.astype(jnp.float32) for f in factors[2:]]
-            values = [sums[0].astype(jnp.float32), sums[1].astype(jnp.float32) * (1 / 16)]
-            of_scale = (m * v for m, v in zip(multiples[::2], values, strict=True))
-            of_minimum = (m * spread(s.astype(jnp.float32), 1, 2) for m, s in zip(multiples[1::2], x_sums, strict=True))
-            result = scale * functools.reduce(jnp.add, of_scale) - minimum * functools.reduce(jnp.add, of_minimum)
+            # Sums of products are below 2³¹: of 64 integers of x, codes of 4 bits, and multiples of 6.
+            values = [sums[0], sums[1] >> 4], [spread(part, 1, 2) for part in x_sums]
+            pairs = zip(self.multiples(factors[1:], shape), values, strict=True)
+            totals = [(lower * v + upper * u).astype(jnp.float32) for (lower, upper), (v, u) in pairs]
+            scale, minimum = (spread(floats((factors[0] >> 16 * i).astype(jnp.uint16)), 0, 1) for i in (0, 1))
+            result = scale * totals[0] - minimum * totals[1]
         return result.sum(axis=2).sum(axis=1)
+
+    def multiples(self, words: Sequence[AnyArray], shape: Sequence[int]) -> list[tuple[AnyArray, AnyArray]]:
+        """Return the multiples of scales, and of minimums, of the lower and of the upper halves, int32 of this shape.
+
+        Args:
+            words: the second to the last word of each block, `[rows, blocks]`.
+            shape: rows, blocks, groups.
+        """
+        group = plgpu.layout_cast(lax.broadcasted_iota(jnp.uint32, shape, 2), self.tiling.layout.reduce(3))
+        found = []
+        for i in range(2):
+            early, late = (lax.broadcast_in_dim(w, shape, (0, 1)) for w in six_bit_words(words[i], words[2], i))
+            pair = jnp.where(group < 2, early, late) >> (group & 1) * 16
+            found.append(((pair & 255).astype(jnp.int32), (pair >> 8 & 255).astype(jnp.int32)))
+        return found
 
     def dot(self, codes: AnyArray | None, x: Sequence[AnyArray], mask: int = 255) -> AnyArray:
         """Return the sums over each group of codes times the integers of x, int32; without codes, of the integers.

@@ -104,7 +104,7 @@ class RowsTiling:
 
     def views(self, weight: AnyArray) -> list[AnyArray]:
         """Return the arrays of a weight, with an axis for runs of what four lanes read."""
-        arrays = [weight] if not self.scheme else [weight[n] for n in ("codes", "scales", "multiples") if n in weight]
+        arrays = [weight[name] for name in ("codes", "scales")] if self.scheme else [weight]
         return [arrays[0].reshape(self.parts * self.rows, -1, 4 * self.vector), *arrays[1:]]
 
 
@@ -308,7 +308,7 @@ def product(t: RowsTiling, arrays: Sequence[AnyArray], x: AnyArray, interpret: b
 
     Args:
         t: how the weight is divided.
-        arrays: the codes, the scales and the multiples of a tile.
+        arrays: the codes and the scales of a tile.
         x: the rows of its columns.
         interpret: whether the kernel runs in Mosaic's interpreter, which has no instructions of the device.
     """
@@ -324,7 +324,7 @@ def product(t: RowsTiling, arrays: Sequence[AnyArray], x: AnyArray, interpret: b
 
 def decoded(t: RowsTiling, arrays: Sequence[AnyArray]) -> AnyArray:
     """Return the values of a tile, without constant arrays, which a kernel cannot have."""
-    named = dict(zip(("codes", "scales", "multiples"), arrays, strict=False))
+    named = dict(zip(("codes", "scales"), arrays, strict=True))
     scales, columns = group_scales(named, t.scheme), t.tile_groups * GROUP
     size = GROUP // t.halves
 
@@ -346,7 +346,7 @@ def emit_product(t: RowsTiling, _: Any, *arrays: Any) -> Any:
     for run in range(codes.shape[1]):
         upper, lower = (values_of_run(t, register) for register in codes[:, run])
         for group, *rows in zip(groups_of_run(t, run), upper, lower, strict=True):
-            total = add_group(t, weights[1:], total, group, rows, x_words[group])
+            total = add_group(t, weights[-1], total, group, rows, x_words[group])
     one, layout = ir.VectorType.get((1,), f32), sum_layout().to_mgpu()
     registers = np.array([vector.broadcast(one, value) for value in total], object)
     shape = layout.registers_shape((WARPS, MAX_ROWS, TILE_ROWS))
@@ -396,23 +396,39 @@ def mma(sums: Sequence[Any], a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
 
 
 def factor(array: Any, row: int, index: int) -> Any:
-    """Return a scale or a multiple of one of the two rows of a lane, in float32."""
-    registers, f32 = array.registers.reshape(2, -1), ir.F32Type.get()
+    """Return an entry of the scales of one of the two rows of a lane."""
+    registers = array.registers.reshape(2, -1)
     size = registers[0, 0].type.shape[0]
-    bits = vector.extract(registers[row, index // size], [], [index % size])
-    if bits.type.width == 8:
-        return arith.uitofp(f32, bits)
-    return arith.extf(f32, arith.bitcast(ir.F16Type.get(), bits))
+    return vector.extract(registers[row, index // size], [], [index % size])
+
+
+def float_of(bits: Any) -> Any:
+    """Return the float32 of the bits of a float16."""
+    return arith.extf(ir.F32Type.get(), arith.bitcast(ir.F16Type.get(), bits))
+
+
+def six_bit_scale(array: Any, row: int, group: int, is_minimum: int) -> Any:
+    """Return the scale of a group, or its minimum, float32; see `six_bit_words`."""
+    block, place = divmod(group, 8)
+    floats, first, last = (factor(array, row, 4 * block + i) for i in (0, 1 + is_minimum, 3))
+    if place < 4:
+        multiples = arith.andi(first, number(0x3F3F3F3F))
+    else:
+        lower = arith.andi(arith.shrui(last, number(4 * is_minimum)), number(0x0F0F0F0F))
+        multiples = arith.ori(lower, arith.andi(arith.shrui(first, number(2)), number(0x30303030)))
+    multiple = arith.andi(arith.shrui(multiples, number(place % 4 * 8)), number(255))
+    bits = arith.trunci(ir.IntegerType.get_signless(16), arith.shrui(floats, number(16 * is_minimum)))
+    return arith.mulf(float_of(bits), arith.uitofp(ir.F32Type.get(), multiple))
 
 
 def add_group(
-    t: RowsTiling, factors: Sequence[Any], total: list[Any], group: int, rows: Sequence[list[Any]], x: Sequence[Any]
+    t: RowsTiling, factors: Any, total: list[Any], group: int, rows: Sequence[list[Any]], x: Sequence[Any]
 ) -> list[Any]:
     """Return the total with the products of a group.
 
     Args:
         t: how the weight is divided.
-        factors: the scales and the multiples of the tile.
+        factors: the scales of the tile.
         total: the sums of a lane: two rows, each with two rows of x.
         group: the number of the group.
         rows: the words of its values, of both rows of a lane.
@@ -430,13 +446,10 @@ def add_group(
         return products(rows, total)
     sums, index = products(rows, zero), group // ((packing.block or GROUP) // GROUP)
     if not packing.minimum:
-        scales = [factor(factors[0], row, index) for row in range(2)]
+        scales = [float_of(factor(factors, row, index)) for row in range(2)]
         return [llvm.intr_fma(sums[i], scales[i // 2], total[i]) for i in range(4)]
     x_sums = products([[number(0x3F803F80)] * 4] * 2, zero)
-    scales, minimums = (
-        [arith.mulf(factor(factors[0], row, 2 * index + i), factor(factors[1], row, 2 * group + i)) for row in (0, 1)]
-        for i in (0, 1)
-    )
+    scales, minimums = ([six_bit_scale(factors, row, group, i) for row in range(2)] for i in range(2))
     total = [llvm.intr_fma(arith.negf(minimums[i // 2]), x_sums[i], total[i]) for i in range(4)]
     return [llvm.intr_fma(sums[i], scales[i // 2], total[i]) for i in range(4)]
 

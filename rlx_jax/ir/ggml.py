@@ -73,23 +73,6 @@ def bit_fields(data: Any, width: int, shifts: Sequence[int], mask: int) -> Any:
     return ((runs >> columns) & np.uint8(mask)).reshape(*data.shape[:-1], -1)
 
 
-def _scales_and_minimums(data: Bytes, out: Bytes) -> None:
-    """Write the 6-bit scales and minimums in the 12 bytes of Q4_K and Q5_K, in turn.
-
-    Bytes 0–3 and 4–7 have the scales and minimums 0–3 in their lower 6 bits. Bytes 8–11 have the lower 4 bits of the
-    scales 4–7 (low halves) and minimums 4–7 (high halves); the upper 2 bits of bytes 0–7 complete them.
-    """
-    # Four bytes at a time as one integer, and widened: each byte is followed by a byte 0, in which another one fits.
-    scales, pairs, last = data.view("<u4").T.copy().view(np.uint8).astype("<u2").view("<u8")
-    pairs <<= 8
-    pairs |= scales
-    first_half, second_half = out.view("<u8").T
-    np.bitwise_and(pairs, 0x3F3F3F3F3F3F3F3F, out=first_half)
-    pairs >>= 2
-    pairs &= 0x3030303030303030
-    np.bitwise_or(pairs, _spread_nibbles(last), out=second_half)
-
-
 def _spread_nibbles(spread: Bytes) -> Bytes:
     """Return, of bytes that are each followed by a byte 0, the lower four bits and then the upper ones as a byte."""
     nibbles = spread << 4
@@ -125,8 +108,6 @@ def _layout(elements: int, num_bytes: int, **parts: tuple[Any, ...]) -> BlockLay
     return BlockLayout(elements, num_bytes, {name: BlockPart(*part) for name, part in parts.items()})
 
 
-_Q4_K_MULTIPLES = (4, 16, _scales_and_minimums, 16)
-
 # The layouts by the name of the scheme in `rlx_jax.ir.packed.SCHEMES`. The end of a Q8_K block, sums of its codes,
 # serves other programs.
 BLOCKS: dict[str, BlockLayout] = {
@@ -139,8 +120,8 @@ BLOCKS: dict[str, BlockLayout] = {
     "gguf_q3k": _layout(
         256, 110, codes=(32, 96), high=(0, 32), scales=(108, 110), multiples=(96, 108, _scales_of_q3_k, 16)
     ),
-    "gguf_q4k": _layout(256, 144, codes=(16, 144), scales=(0, 4), multiples=_Q4_K_MULTIPLES),
-    "gguf_q5k": _layout(256, 176, codes=(48, 176), high=(16, 48), scales=(0, 4), multiples=_Q4_K_MULTIPLES),
+    "gguf_q4k": _layout(256, 144, codes=(16, 144), scales=(0, 16)),
+    "gguf_q5k": _layout(256, 176, codes=(48, 176), high=(16, 48), scales=(0, 16)),
     "gguf_q6k": _layout(256, 210, codes=(0, 128), high=(128, 192), scales=(208, 210), multiples=(192, 208)),
     "gguf_q8k": _layout(256, 292, codes=(4, 260), scales=(0, 4)),
     "gguf_iq4_nl": _layout(32, 18, codes=(2, 18), scales=(0, 2)),

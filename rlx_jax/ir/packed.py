@@ -121,6 +121,8 @@ class Scheme:
             are no multiples.
         multiples: the bits of the multiples.
         signed_multiples: whether multiples are signed.
+        six_bits: whether multiples have 6 bits and follow the scales of their block in the array `scales`, of which a
+            block has four words, as in Q4_K.
         minimum: "subtracted" or "added", if each scale, and each multiple, is followed by one for the minimum; else "".
         zeros: whether each scale has its own zero point (the array `zeros`), instead of `zero`.
         outer: "multiplied" or "divided", if each row has a float32 that the scales are combined with (the array
@@ -142,6 +144,7 @@ class Scheme:
     group: int | None = None
     multiples: Codes = Codes(8)
     signed_multiples: bool = False
+    six_bits: bool = False
     minimum: str = ""
     zeros: bool = False
     outer: str = ""
@@ -164,7 +167,7 @@ class Scheme:
     @property
     def scale_dtype(self) -> np.dtype[Any]:
         """Return the dtype in which scales are stored."""
-        return _UNSIGNED[BITS[self.scale].itemsize] if self.scale in BITS else UINT8
+        return _UNSIGNED[4 if self.six_bits else BITS[self.scale].itemsize] if self.scale in BITS else UINT8
 
     def stored_axes(self, axes: Sequence[Any]) -> tuple[Any, ...]:
         """Return what there is for each axis of a tensor (sizes, edges, roles), in the order of its arrays; or back."""
@@ -175,14 +178,15 @@ class Scheme:
         *lead, size = self.stored_axes(shape)
         blocked_rows = [*lead[:-1], -(-lead[-1] // self.rows)] if lead else []
         per_scale = 2 if self.minimum else 1
+        per_block = 4 if self.six_bits else per_scale
         blocks = 1 if self.block is None else -(-size // self.block)
         sizes: dict[str, tuple[list[int], int, np.dtype[Any]]] = {
             "codes": (lead, size * self.codes[0].bits // 8, INT8 if self.signed else UINT8)
         }
         if len(self.codes) > 1:
             sizes["high"] = (lead, size * self.codes[1].bits // 8, UINT8)
-        sizes["scales"] = (blocked_rows, per_scale * blocks, self.scale_dtype)
-        if self.group is not None:
+        sizes["scales"] = (blocked_rows, per_block * blocks, self.scale_dtype)
+        if self.group is not None and not self.six_bits:
             bytes_per_group = per_scale * self.multiples.bits / 8
             num_bytes = int(bytes_per_group * (size // self.group))
             sizes["multiples"] = (lead, num_bytes, INT8 if self.signed_multiples else UINT8)
@@ -231,8 +235,8 @@ SCHEMES: dict[str, Scheme] = {
         Scheme("gguf_q8_0", _INT8, 32, "f16", signed=True),
         Scheme("gguf_q2k", (Codes(2, 32),), 256, "f16", group=16, multiples=Codes(4), minimum="subtracted"),
         Scheme("gguf_q3k", (Codes(2, 32), Codes(1, 32)), 256, "f16", zero=4, group=16, signed_multiples=True),
-        Scheme("gguf_q4k", (Codes(4, 32),), 256, "f16", group=32, minimum="subtracted"),
-        Scheme("gguf_q5k", (Codes(4, 32), Codes(1, 32)), 256, "f16", group=32, minimum="subtracted"),
+        Scheme("gguf_q4k", (Codes(4, 32),), 256, "f16", group=32, six_bits=True, minimum="subtracted"),
+        Scheme("gguf_q5k", (Codes(4, 32), Codes(1, 32)), 256, "f16", group=32, six_bits=True, minimum="subtracted"),
         Scheme("gguf_q6k", (Codes(4, 64), Codes(2, 32)), 256, "f16", zero=32, group=16, signed_multiples=True),
         Scheme("gguf_q8k", _INT8, 256, "f32", signed=True),
         Scheme("gguf_iq4_nl", (Codes(4, 16),), 32, "f16", table="iq4"),

@@ -13,7 +13,7 @@ from rlx_jax.errors import WeightError
 from rlx_jax.ir.boxes import Box
 from rlx_jax.ir.checkpoint_tensor import UnaryStep, select_box
 from rlx_jax.ir.ggml import BLOCKS, split_blocks
-from rlx_jax.ir.packed import BITS, SCHEMES, TABLES, Scheme
+from rlx_jax.ir.packed import BITS, SCHEMES, TABLES, UINT8, Scheme
 from rlx_jax.ir.types import F32, TensorType
 
 _MIN_SCALE = np.finfo(np.float16).smallest_subnormal
@@ -47,6 +47,8 @@ def in_order(values: Any, arrays: Mapping[str, Any], scheme: str) -> Any:
 def group_scales(arrays: Mapping[str, Any], scheme: str) -> dict[str, Any]:
     """Return the `scales` and, if the scheme has them, the `minimums` of each group of values, in float32."""
     packing = SCHEMES[scheme]
+    if packing.six_bits:
+        return _six_bit_scales(arrays["scales"])
     scales = _floats(arrays["scales"], packing.scale)
     parts = dict(zip(("scales", "minimums"), _pairs(scales), strict=True)) if packing.minimum else {"scales": scales}
     if packing.group is not None and packing.block is not None:
@@ -60,6 +62,29 @@ def group_scales(arrays: Mapping[str, Any], scheme: str) -> dict[str, Any]:
         scales = parts["scales"]
         parts["scales"] = scales * outer if packing.outer == "multiplied" else scales / outer
     return parts
+
+
+def _six_bit_scales(words: Any) -> dict[str, Any]:
+    """Return `group_scales` of Q4_K and Q5_K. The first of the four words of a block has two float16."""
+    xp, blocks = words.__array_namespace__(), words.reshape(*words.shape[:-1], -1, 1, 4)
+    group, parts = xp.arange(8, dtype=words.dtype).reshape(*(1,) * words.ndim, 8), {}
+    for i, name in enumerate(("scales", "minimums")):
+        multiples = xp.where(group < 4, *six_bit_words(blocks[..., 1 + i], blocks[..., 3], i)) >> group % 4 * 8
+        factors = (blocks[..., 0] >> 16 * i).astype(np.uint16).view(np.float16)
+        parts[name] = (_float32(factors) * _float32(multiples.astype(UINT8))).reshape(*words.shape[:-1], -1)
+    return parts
+
+
+def six_bit_words(first: Any, last: Any, is_minimum: int) -> tuple[Any, Any]:
+    """Return the multiples 0–3 and 4–7 of blocks of Q4_K, a byte each.
+
+    Args:
+        first: the second word of each block, for scales, or the third one, for minimums. Its bytes have the multiples
+            0–3, and in the upper 2 bits these bits of the others.
+        last: the fourth word, whose bytes have the lower 4 bits of the others, of minimums in the high halves.
+        is_minimum: 1 for minimums, else 0.
+    """
+    return first & 0x3F3F3F3F, last >> 4 * is_minimum & 0x0F0F0F0F | first >> 2 & 0x30303030
 
 
 def decode_codes(arrays: Mapping[str, Any], scheme: str, scales: Mapping[str, Any]) -> Any:
@@ -190,6 +215,8 @@ def finite_check_floats(data: np.ndarray[Any, Any], scheme: str) -> np.ndarray[A
 def has_finite_scales(scales: np.ndarray[Any, Any], scheme: str) -> bool:
     """Return whether the products of scales of a tensor in blocks, which are few, and any codes are finite."""
     packing = SCHEMES[scheme]
+    if packing.six_bits:
+        scales = np.ascontiguousarray(scales[..., ::4]).view(np.uint16)
     if packing.scale == "f16":  # products with codes and multiples are in the range of float32
         # The largest signed integer has the bits of a positive float, the largest unsigned one of a negative float.
         return int(scales.view(np.int16).max(initial=0)) < 0x7C00 and int(scales.max(initial=0)) < 0xFC00

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.ir.packed import Packed
+from rlx_jax.ir.packed import SCHEMES, Packed
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 BLOCKS = {
@@ -142,6 +142,20 @@ def random_bytes(scheme: str, shape: tuple[int, ...], seed: int = 0) -> Bytes:
 
 def packed(scheme: str, shape: tuple[int, ...], seed: int = 0, dtype: Any = np.float32) -> Packed:
     return Packed(random_bytes(scheme, shape, seed), scheme, shape, dtype)
+
+
+def random_arrays(scheme: str, size: tuple[int, int], rng: np.random.Generator) -> dict[str, Any]:
+    """Arrays of a packed weight of this size: random codes and multiples, scales of about 1e-3."""
+    arrays = {}
+    for name, t in SCHEMES[scheme].array_types(size).items():
+        shape = [int(n) for n in t.shape]
+        arrays[name] = rng.integers(0, 256, (*shape, t.dtype.itemsize), np.uint8).view(t.dtype)[..., 0]
+        if name == "scales":
+            width = 4 if scheme == "gguf_q8k" else 2
+            floats = rng.uniform(1e-4, 1e-3, (*shape, t.dtype.itemsize // width)).astype(f"<f{width}").view(t.dtype)
+            step = 4 if scheme in ("gguf_q4k", "gguf_q5k") else 1  # other words of a block have its multiples
+            arrays[name][..., ::step] = floats[..., ::step, 0]
+    return arrays
 
 
 def meaning(value: Packed) -> np.ndarray:
