@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.ir.packed import SCHEMES
-from rlx_jax.ir.packed_values import decode_slice, group_scales
+from rlx_jax.ir.packed_values import decode_slice, group_scales, six_bit_scales
 from rlx_jax.ir.types import TensorType, is_float
 
 AnyArray = Any
@@ -83,16 +83,22 @@ def packed_lanes(x: AnyArray, arrays: Mapping[str, AnyArray], scheme: str, dtype
     """
     # XLA would move the decoding out of the loop over steps, and keep the decoded weight.
     x, arrays = lax.optimization_barrier((x, dict(arrays)))
-    chunks, lanes, group = _divide(x.shape[-1], scheme)
+    (chunks, lanes, group), has_six_bits = _divide(x.shape[-1], scheme), SCHEMES[scheme].six_bits
     cut = {name: _split(a, chunks) for name, a in arrays.items() if name in ("codes", "high", "zeros")}
-    scales = {name: _split(a, chunks) for name, a in group_scales(arrays, scheme).items()}
+    # Six bits are unpacked in the sum: XLA:CPU would take longer to write the scales of all groups to memory.
+    numbers = {"words": arrays["scales"]} if has_six_bits else group_scales(arrays, scheme)
+    scales = {name: _split(a, chunks) for name, a in numbers.items()}
 
     def values(start: int) -> AnyArray:
         def of_group(a: AnyArray) -> AnyArray:
             index = start // group if a.shape[-1] > 1 else 0
             return a[..., index : index + 1]
 
-        here = {name: of_group(a) for name, a in scales.items()}
+        if has_six_bits:
+            block, place = divmod(start // group, 8)
+            here = six_bit_scales(scales["words"][..., 4 * block : 4 * block + 4], place)
+        else:
+            here = {name: of_group(a) for name, a in scales.items()}
         return functools.reduce(
             jnp.astype, (*dtypes, jnp.float32), decode_slice(cut, scheme, here, start, lanes, of_group)
         )
@@ -109,13 +115,14 @@ def sums_bytes(height: int, width: int, scheme: str, rows: int) -> int:
 def _divide(width: int, scheme: str) -> tuple[int, int, int]:
     """Return into how many chunks to divide a row, how many lanes it has, and how many values share a scale.
 
-    A chunk has `MAX_TERMS` terms at most, and whole groups of values and of bits.
+    A chunk has `MAX_TERMS` terms at most, and whole groups of values and of bits, and whole blocks of six-bit scales.
     """
     packing = SCHEMES[scheme]
     group = math.gcd(width, packing.group or packing.block or width)
     strides = [(codes.stride, codes.stride * 8 // codes.bits) for codes in packing.codes if codes.bits < 8]
     lanes = math.gcd(LANES, group, *(stride for stride, _ in strides))
-    units = width // (unit := math.lcm(group, *(run for _, run in strides)))
+    least_unit = packing.block or 1 if packing.six_bits else group
+    units = width // (unit := math.lcm(least_unit, *(run for _, run in strides)))
     least = -(-units // max(1, MAX_TERMS * lanes // unit))
     return next(n for n in range(least, units + 1) if units % n == 0), lanes, group
 

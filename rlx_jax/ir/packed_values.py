@@ -48,7 +48,7 @@ def group_scales(arrays: Mapping[str, Any], scheme: str) -> dict[str, Any]:
     """Return the `scales` and, if the scheme has them, the `minimums` of each group of values, in float32."""
     packing = SCHEMES[scheme]
     if packing.six_bits:
-        return _six_bit_scales(arrays["scales"])
+        return six_bit_scales(arrays["scales"])
     scales = _floats(arrays["scales"], packing.scale)
     parts = dict(zip(("scales", "minimums"), _pairs(scales), strict=True)) if packing.minimum else {"scales": scales}
     if packing.group is not None and packing.block is not None:
@@ -64,12 +64,19 @@ def group_scales(arrays: Mapping[str, Any], scheme: str) -> dict[str, Any]:
     return parts
 
 
-def _six_bit_scales(words: Any) -> dict[str, Any]:
-    """Return `group_scales` of Q4_K and Q5_K. The first of the four words of a block has two float16."""
+def six_bit_scales(words: Any, place: int | None = None) -> dict[str, Any]:
+    """Return `group_scales` of Q4_K and Q5_K, of all groups of each block or of the one at `place`.
+
+    The first of the four words of a block has two float16.
+    """
     xp, blocks = words.__array_namespace__(), words.reshape(*words.shape[:-1], -1, 1, 4)
     group, parts = xp.arange(8, dtype=words.dtype).reshape(*(1,) * words.ndim, 8), {}
     for i, name in enumerate(("scales", "minimums")):
-        multiples = xp.where(group < 4, *six_bit_words(blocks[..., 1 + i], blocks[..., 3], i)) >> group % 4 * 8
+        early, late = six_bit_words(blocks[..., 1 + i], blocks[..., 3], i)
+        if place is None:
+            multiples = xp.where(group < 4, early, late) >> group % 4 * 8
+        else:
+            multiples = (early if place < 4 else late) >> place % 4 * 8
         factors = (blocks[..., 0] >> 16 * i).astype(np.uint16).view(np.float16)
         parts[name] = (_float32(factors) * _float32(multiples.astype(UINT8))).reshape(*words.shape[:-1], -1)
     return parts
@@ -81,7 +88,7 @@ def six_bit_words(first: Any, last: Any, is_minimum: int) -> tuple[Any, Any]:
     Args:
         first: the second word of each block, for scales, or the third one, for minimums. Its bytes have the multiples
             0–3, and in the upper 2 bits these bits of the others.
-        last: the fourth word, whose bytes have the lower 4 bits of the others, of minimums in the high halves.
+        last: the fourth word. Its bytes have the lower 4 bits of the others, of minimums in the high halves.
         is_minimum: 1 for minimums, else 0.
     """
     return first & 0x3F3F3F3F, last >> 4 * is_minimum & 0x0F0F0F0F | first >> 2 & 0x30303030
