@@ -7,12 +7,15 @@ queries JAX for devices, so that a flow planned for an H200 on a laptop compiles
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib.metadata
+import mmap
 import os
 import platform
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -71,6 +74,7 @@ class Device:
 
 _describing = threading.Lock()
 _STARTER = "start of the device"
+_ANONYMOUS = re.compile(r"^(\w+)-(\w+) rw-p 0+ 00:00 0 *$", re.MULTILINE)  # lines of memory of no file
 
 # The lowest compute capability with cuDNN's flash attention.
 MIN_FLASH_CAPABILITY = (8, 0)
@@ -143,16 +147,35 @@ def running_device() -> Device:
 
 def start_device() -> None:
     """Start the device in a thread: JAX reserves the memory of a GPU at the first copy, and fills a table of it on the
-    host, which takes 2 s, in which the caller can import, plan the program and read weights."""
+    host, which takes 1 to 2 s, in which the caller can import, plan the program and read weights."""
     device: Any = jax.config.jax_default_device  # type: ignore[attr-defined]
 
     def copy() -> None:
         with contextlib.suppress(Exception):  # the caller's first use of the device fails as well, and reports it
             with _describing:  # before the copy, during which a device reports nothing
-                _running(device)
+                described = _running(device)
+            if described.kind == "cuda" and described.memory:
+                threading.Thread(target=_ask_for_large_pages, args=(described.memory // 32,)).start()
             jax.device_put(np.zeros(1, np.float32), device)
 
     threading.Thread(target=copy, name=_STARTER).start()
+
+
+def _ask_for_large_pages(num_bytes: int) -> None:
+    """Ask Linux for large pages of the table that JAX fills while a GPU starts: 8 bytes for each 256 of its memory.
+
+    Of 3.5 GB that an H200 needs, small pages cost 850,000 faults, two thirds of the time that filling them takes.
+    """
+    while is_starting():
+        with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+            for start, end in _ANONYMOUS.findall(file.read()):
+                size = int(end, 16) - int(start, 16)
+                if size >= num_bytes:
+                    ctypes.CDLL(None).madvise(
+                        ctypes.c_void_p(int(start, 16)), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE
+                    )
+                    return
+        time.sleep(0.005)
 
 
 def is_starting() -> bool:

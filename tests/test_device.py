@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import re
+import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -13,6 +17,7 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
+from rlx_jax import device
 from rlx_jax.compiler import settings
 from rlx_jax.compiler.executable import Executable
 from rlx_jax.device import DEVICES, MIN_FLASH_CAPABILITY, Device, describe_device, named_device, running_device
@@ -176,3 +181,22 @@ def test_arguments_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for given in (x, jax.device_put(x), jax.device_put(x, here)):
         assert model(given).devices() == {here}
     assert len(asked) == 1
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no large pages")
+def test_the_table_of_a_starting_gpu_has_large_pages() -> None:
+    flags: list[str] = []
+
+    def start() -> None:
+        asking = threading.Thread(target=device._ask_for_large_pages, args=(2**31,))
+        asking.start()
+        memory = mmap.mmap(-1, 2**31 + 2**12, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        asking.join(10)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        _, _, own = Path("/proc/self/smaps").read_text().partition(f"{start:x}-")
+        flags.extend(own.partition("VmFlags:")[2].partition("\n")[0].split())
+
+    starting = threading.Thread(target=start, name=device._STARTER)
+    starting.start()
+    starting.join()
+    assert "hg" in flags
