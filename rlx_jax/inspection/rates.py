@@ -96,9 +96,9 @@ H200_KERNELS: Mapping[KernelKind, KernelRate] = {
 # Packed weights on an H200: a step of 1 row takes 0.93 with 8-bit codes and 1.30 with 4-bit codes of the time of bf16,
 # of 64 rows, which decode tiles, 1.9 to 2.9 (docs/weights.md).
 H200_UNPACK, H200_UNPACK_TILES = (2.4e12, 1.4e12), (5.6e11, 5.6e11)
-# Prompts of 256 tokens of models with 23 to 40 parameters, in which the device takes less: 0.88 to 1.34 ms. Scaled
-# by the time in which the host starts a program they were no closer.
-GPU_CALL_SECONDS, GPU_ARGUMENT_SECONDS = 0.55e-3, 16e-6
+# Prompts of 256 tokens of models with 23 to 42 parameters, in which the device takes less: 0.66 to 1.34 ms. Scaled
+# by the time in which the host starts a program they were no closer. With 98 parameters: 1.35 to 1.65 ms.
+GPU_CALL_SECONDS, GPU_ARGUMENT_SECONDS = 0.6e-3, 8e-6
 TPU_KERNELS = {kind: replace(rate, seconds=rate.seconds / 4) for kind, rate in H200_KERNELS.items()}  # one program
 
 # Products in f32 (TF32 where the GPU has it; three and six passes of bf16 are slower than a TPU's default of one), and
