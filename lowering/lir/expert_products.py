@@ -13,6 +13,7 @@ warpgroups that begin one after the other, approximate exponentials and barriers
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -61,11 +62,20 @@ def multiply_choices(
         top: choices of a token.
         interpret: parameters of Mosaic's interpreter; None to compile.
     """
-    gate, up, down = weights
     blocks = choices.block_expert.astype(jnp.int32), choices.row_mask.sum(-1, dtype=jnp.int32)
     token = choices.row_choice.reshape(-1).astype(jnp.int32) // top
-    rows = multiply_blocks(op.gated, tokens, (gate, up), *blocks, token, interpret)
-    return multiply_blocks(lambda y: y, rows, (down,), *blocks, None, interpret)
+    return run_products(op, tokens, weights, *blocks, token, interpret)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 6))  # equal layers of a program are lowered once
+def run_products(
+    op: ExpertFfn, tokens: AnyArray, weights: Sequence[AnyArray], block_expert: AnyArray, count: AnyArray,
+    token: AnyArray, interpret: Any,
+) -> AnyArray:  # fmt: skip
+    """Return the results of each row of some blocks, with operands as in `multiply_blocks`."""
+    gate, up, down = weights
+    rows = multiply_blocks(op.gated, tokens, (gate, up), block_expert, count, token, interpret)
+    return multiply_blocks(lambda y: y, rows, (down,), block_expert, count, None, interpret)
 
 
 def multiply_blocks(
