@@ -221,7 +221,7 @@ class TokenChooser:
         tokens = jnp.where(active, jnp.where(is_finite, chosen, NOT_FINITE), STOPPED)
         remaining = rows.remaining - active.astype(jnp.int32)
         ended = active & (ends_row(stop_mask, chosen) | (remaining <= 0) | ~is_finite)
-        ids = jnp.where(active, chosen, rows.ids)
+        ids = jnp.where(active & is_finite, chosen, rows.ids)  # as `running`, it reads the logits: one kernel of XLA
         running, history = rows.running & ~ended, history.append(chosen, active)
         return tokens, replace(rows, ids=ids, running=running, remaining=remaining, history=history)
 
@@ -250,6 +250,11 @@ class FirstTokens(TokenChooser):
     ) -> tuple[Array, RequestRows, LogProbs | None]:  # fmt: skip
         rows = new_rows(self.sampling_steps.do_sample, key, running, budget, history)
         return self.choose_first(logits, rows, sampler_values, stop_mask)
+
+
+def with_new(rows: RequestRows, num_new: Any) -> RequestRows:
+    """Return rows with another number of chosen tokens."""
+    return replace(rows, history=replace(rows.history, num_new=num_new))
 
 
 @dataclass(frozen=True)
@@ -284,6 +289,7 @@ class DecodeLoop(TokenChooser):
         def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
             def step(carry: Any) -> Any:
                 i, lengths, rows, state, out = carry
+                rows = with_new(rows, total - rows.remaining)
                 extend_inputs = {self.ids_input: rows.ids[:, None], "lengths": lengths}
                 (logits, *_), state = extend(params, state, extend_inputs)
                 values, stop_mask = inputs["sampler_values"], inputs["stop_mask"]
@@ -292,14 +298,15 @@ class DecodeLoop(TokenChooser):
                 step_out = (new_ids, *([] if k is None else [token_log_probs(logits, rows.ids, k)]))
                 out = jax.tree.map(lambda a, new: lax.dynamic_update_slice_in_dim(a, new[:, None], i, 1), out, step_out)
                 # Lengths are carried: a kernel that converts them would start each step, and every layer wait for it.
-                return i + 1, rows.running.astype(jnp.int32), rows, state, out
+                return i + 1, rows.running.astype(jnp.int32), with_new(rows, None), state, out
 
             rows = inputs["rows"]
+            total = rows.history.num_new + rows.remaining  # as `num_new` is not carried, no kernel adds to it
             batch = rows.ids.shape[0]
             tokens = jnp.full((batch, self.steps), STOPPED, jnp.int32)
             k = self.num_logprobs
             out: Any = (tokens, *([] if k is None else [zero_log_probs(batch, self.steps, k)]))
-            start = (jnp.int32(0), rows.running.astype(jnp.int32), rows, state, out)
+            start = (jnp.int32(0), rows.running.astype(jnp.int32), with_new(rows, None), state, out)
 
             def continues(carry: Any) -> Array:
                 running: Array = carry[2].running
@@ -310,7 +317,7 @@ class DecodeLoop(TokenChooser):
                 _, _, rows, state, out = lax.while_loop(continues, step, start)
             else:
                 _, _, rows, state, out = lax.fori_loop(0, self.steps, lambda i, c: step(c), start)
-            return (out[0], rows, *out[1:]), state
+            return (out[0], with_new(rows, total - rows.remaining), *out[1:]), state
 
         return function
 
