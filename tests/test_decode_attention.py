@@ -23,7 +23,7 @@ from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lir.attention_groups import group_attention, run_attention
-from rlx_jax.lowering.lir.decode_attention import divide
+from rlx_jax.lowering.lir.attention_step import divide
 from rlx_jax.lowering.lir.matvec import MULTIPROCESSORS
 from tests.test_product_groups import check_same_results, decode_step, needs_mosaic, plan_of
 
@@ -134,8 +134,9 @@ def test_groups_of_a_decode_step(name: str) -> None:
 
 
 WITHOUT: dict[str, Case] = {
-    "heads 96 wide": Case(width=96), "fewer keys than a block": Case(keys=31), "a long cache": Case(keys=4128),
-    "nine rows": Case(batch=9), "a long cache of 2 rows": Case(batch=2, keys=2056), "f32": Case(dtype=F32),
+    "heads 96 wide": Case(width=96), "fewer keys than a block": Case(keys=31),
+    "a long cache": Case(width=256, keys=4128), "nine rows": Case(batch=9),
+    "a long cache of 2 rows": Case(width=256, batch=2, keys=2056), "f32": Case(dtype=F32),
     "pinned products": Case(precision="highest"),
     "weights returned": Case(returns="probs"),
 }  # fmt: skip
@@ -172,7 +173,9 @@ def test_a_profile_that_chooses_attention_or_products(monkeypatch: pytest.Monkey
 
 CASES: dict[str, Case] = {
     "ring": Case(keys=64, ring=True, window=50, norm=True, n_rot=32, sinks=True, softcap=3.0),
-    "three rows": Case(2, 1, 32, batch=3, n_rot=32, norm=True),
+    "three rows": Case(batch=3, n_rot=32, norm=True), "32 wide": Case(2, 1, 32, batch=3, n_rot=32, norm=True),
+    "eight heads": Case(8, 1, keys=130, batch=2, window=70), "six heads": Case(6, 1, keys=200, batch=2),
+    "rings": Case(keys=70, batch=3, ring=True, window=50, sinks=True, softcap=3.0),
     "cache": Case(), "window": Case(window=9, norm=True), "128 wide": Case(width=128, n_rot=128, heads=8),
     "256 wide": Case(width=256, n_rot=64, heads=2, kv_heads=1, window=20), "long": Case(2, 1, keys=2100, sinks=True),
     "ring without a new token": Case(keys=64, ring=True, window=50),
@@ -194,9 +197,9 @@ def test_the_kernel_computes_the_same(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 3, 4])
 def test_programs_that_share_a_long_cache(splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of over 2,048 slots, with as many multiprocessors as the programs of two heads."""
-    monkeypatch.setattr("rlx_jax.lowering.lir.decode_attention.MULTIPROCESSORS", 2 * splits)
-    assert divide(1, 2, 1, CASES["long"].keys) == (1, splits)
+    """Of over 2,048 slots, with as many multiprocessors as programs."""
+    monkeypatch.setattr("rlx_jax.lowering.lir.attention_step.MULTIPROCESSORS", splits)
+    assert divide(1, 2, 1, 64, CASES["long"].keys) == (2, splits)
     check_kernel(CASES["long"], 2)
 
 
@@ -217,8 +220,9 @@ def check_kernel(case: Case, num_steps: int) -> None:
 
 def test_each_head_has_a_program() -> None:
     """The heads of a program share a key head, of which 135M has three query heads each."""
-    for rows, heads, kv_heads, keys in itertools.product((1, 2, 8), (4, 8, 9, 12), (1, 2, 3, 4), (64, 9000)):
-        at_once, splits = divide(rows, heads, kv_heads, keys)
+    sizes = itertools.product((1, 2, 8), (4, 8, 9, 12), (1, 2, 3, 4), (64, 256), (64, 9000))
+    for rows, heads, kv_heads, width, keys in sizes:
+        at_once, splits = divide(rows, heads, kv_heads, width, keys)
         assert splits and (heads % kv_heads or heads // kv_heads % at_once == 0)
         assert rows * heads // at_once * splits <= MULTIPROCESSORS  # each runs one program at a time
 
@@ -227,6 +231,7 @@ PUBLISHED = {
     "Llama 1B": Case(32, 8, 64, 1152), "Qwen3-0.6B": Case(16, 8, 128, 1152, norm=True, n_rot=128),
     "Gemma 3 1B": Case(4, 1, 256, 512, ring=True, window=512, norm=True, n_rot=256),
     "135M, a long cache": Case(9, 3, 64, 4000), "8 rows of Llama 1B": Case(32, 8, 64, 1152, batch=8),
+    "Llama 1B, a long cache": Case(32, 8, 64, 9216),
 }  # fmt: skip
 
 

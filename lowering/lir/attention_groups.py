@@ -24,19 +24,21 @@ from rlx_jax.ir.ops.shape import Reshape, SplitLast
 from rlx_jax.ir.queries import find_readers
 from rlx_jax.ir.region import join_nodes
 from rlx_jax.ir.types import TensorType
-from rlx_jax.lowering.lir.decode_attention import (
+from rlx_jax.lowering.lir.attention_step import (
     MAX_KEYS,
     MAX_KEYS_OF_ROWS,
-    MAX_ROWS,
+    MAX_KEYS_OF_TILES,
     AttentionKernel,
     HeadRow,
     block_of,
-    decode_attention,
     divide,
+    has_tiles,
 )
+from rlx_jax.lowering.lir.decode_attention import decode_attention
 from rlx_jax.lowering.lir.head_layouts import HALVES, HEAD_WIDTHS
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace
 from rlx_jax.lowering.lir.product_groups import op_runs_in_kernel, struct
+from rlx_jax.lowering.lir.row_products import MAX_ROWS
 from rlx_jax.lowering.mir.small import dce
 
 
@@ -142,7 +144,8 @@ def has_kernel(op: AttentionOp, types: Sequence[TensorType]) -> bool:
     if rows > MAX_ROWS or q.shape[1] != 1 or k.shape[0] != rows:
         return False
     width, keys = int(q.shape[2]) // op.heads, int(k.shape[1])
-    if width not in HEAD_WIDTHS or not block_of(width) <= keys <= (MAX_KEYS if rows == 1 else MAX_KEYS_OF_ROWS):
+    most = MAX_KEYS_OF_TILES if has_tiles(rows, width, keys) else MAX_KEYS if rows == 1 else MAX_KEYS_OF_ROWS
+    if width not in HEAD_WIDTHS or not block_of(width) <= keys <= most:
         return False
     if op.returns != "context" or not op.causal or op.ahead or op.precision != "default":
         return False
@@ -271,7 +274,7 @@ def spec_of(body: Graph, number: int, update: Node, rows: Sequence[HeadRow], has
     batch, width, keys = int(q.shape[0]), int(q.shape[2]) // op.heads, int(k.shape[1])
     scale = width**-0.5 if op.scale is None else op.scale
     query, key, value = rows
-    heads_at_once, splits = divide(batch, op.heads, op.kv_heads, keys)
+    heads_at_once, splits = divide(batch, op.heads, op.kv_heads, width, keys)
     return AttentionKernel(
         batch, op.heads, op.kv_heads, width, keys, isinstance(update.op, RingStep), op.window, scale, op.softcap,
         has_sinks, query, key, value, heads_at_once, splits,

@@ -203,8 +203,8 @@ def stream_experts(
             rows = pl.ds(ids_ref[choice] * hidden + row, down.tile_rows)
             return weight_ref.at[rows, pl.ds(line - choice * lines, down.tile_lines)]
 
-        def prologue(x: AnyArray, by_axis: bool) -> list[AnyArray]:
-            (share,) = shares(load(values_ref, layout=each_layout(), optimized=False), by_axis=True)
+        def prologue(x: AnyArray, axis: int | None) -> list[AnyArray]:
+            (share,) = shares(load(values_ref, layout=each_layout(), optimized=False), axis=0)
             shares_ref[...] = share.astype(jnp.float32)
             return [x]
 

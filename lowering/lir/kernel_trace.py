@@ -9,6 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import ClosedJaxpr, Literal
 
 from rlx_jax.dataclasses import dataclass
@@ -26,17 +27,18 @@ class KernelTrace:
 
     jaxpr: ClosedJaxpr
 
-    def __call__(self, *rows: AnyArray, by_axis: bool = False) -> list[AnyArray]:
+    def __call__(self, *rows: AnyArray, axis: int | None = None) -> list[AnyArray]:
         """Return the results for arrays of any one shape with as many entries.
 
         Args:
             rows: the arguments.
-            by_axis: whether a reduction reduces one axis after the other: layouts that repeat entries need it.
+            axis: the first axis of a row, after those that number several rows; reductions reduce one axis after the
+                other. None for a row alone, all of whose axes are reduced at once: not in layouts that repeat entries.
         """
         constants = [number_of(c, c.dtype) for c in self.jaxpr.consts]
-        return self.run(self.jaxpr.jaxpr, constants, rows, by_axis)
+        return self.run(self.jaxpr.jaxpr, constants, rows, axis)
 
-    def run(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[AnyArray], by_axis: bool) -> list[AnyArray]:
+    def run(self, jaxpr: Any, consts: Sequence[Any], arguments: Sequence[AnyArray], axis: int | None) -> list[AnyArray]:
         """Return the results of a jaxpr."""
         values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *arguments), strict=True))
 
@@ -50,16 +52,16 @@ class KernelTrace:
                 results = operands[:1]
             elif name in REDUCTIONS:
                 (total,), reduce = operands, REDUCTIONS[name]
-                for _ in range(total.ndim if by_axis else 1):
-                    total = reduce(total, axis=0 if by_axis else None)
+                for _ in range(1 if axis is None else total.ndim - axis):
+                    total = reduce(total, axis=axis)
                 results = [total]
             elif name in CALLS:
-                results = self.run(inner.jaxpr, inner.consts, operands, by_axis)
+                results = self.run(inner.jaxpr, inner.consts, operands, axis)
             elif name == "erf":
                 results = [erf(*operands)]
             else:
-                shape = next((x.shape for x in operands if x.shape), ())
-                operands = [x if x.shape == shape else jnp.broadcast_to(x, shape) for x in operands]
+                shape = max((x.shape for x in operands), key=len)
+                operands = [x if x.shape == shape else lax.broadcast_in_dim(x, shape, range(x.ndim)) for x in operands]
                 results = [equation.primitive.bind(*operands, **equation.params)]
             values.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]

@@ -297,7 +297,7 @@ def run_program(
     t = spec.tiling
     begun: Any = tiles.begin()
     rows = [load(ref, layout=layouts.row, optimized=False) for ref in row_refs]
-    x, *kept = spec.prologue(*rows, by_axis=layouts.is_repeated)
+    x, *kept = spec.prologue(*rows, axis=0 if layouts.is_repeated else None)
     stored: Any = tiles.store_x(x)
     for ref, row in zip(kept_refs, kept, strict=True):
 

@@ -1,0 +1,127 @@
+"""Products of the heads of one key head with blocks of keys, and of their weights with values, by `mma.m16n8k16`.
+
+Heads are the rows of the instruction, of which it has 16 and these products use 8; fewer are repeated. Its columns are
+keys in the first product and columns of values in the second, so that the weights of a lane are where the second one
+reads them. Keys and values go from memory to the registers of the lane that multiplies them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from rlx_jax.lowering.lir.mosaic import ir, llvm, mgpu, number, plgpu, vector, words
+from rlx_jax.lowering.lir.packed_matvec import WARPS
+from rlx_jax.lowering.lir.row_products import MAX_ROWS, mma
+
+AnyArray = Any
+
+# The width of heads for which they were measured, and keys of a warp at a time.
+WIDTH, WARP_KEYS = 64, 16
+
+
+def query_layout(heads: int) -> Any:
+    """Return where the queries `[heads, width]` are, of 4 or 8 heads."""
+    copies = (plgpu.Replicated(MAX_ROWS // heads),) if heads < MAX_ROWS else ()
+    tiles = plgpu.Tiling(((heads, 32), (8,)))
+    warps = (plgpu.Replicated(WARPS),)
+    return plgpu.Layout.TILED(tiles, warp_dims=warps, lane_dims=(*copies, -3, -2), vector_dim=-1)
+
+
+def key_layout() -> Any:
+    """Return where a block of keys `[WARPS · WARP_KEYS, width]` is."""
+    tiles = plgpu.Tiling(((WARPS * WARP_KEYS, 32), (WARP_KEYS, 32), (8, 32), (8,)))
+    return plgpu.Layout.TILED(tiles, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def value_layout() -> Any:
+    """Return where a block of values is: the keys of the weights of a lane, 8 columns of each.
+
+    The two columns of a lane in a result are 32 apart: lanes then store results to several banks of shared memory.
+    """
+    tiles = plgpu.Tiling(((WARPS * WARP_KEYS, 64), (WARP_KEYS, 64), (8, 64), (2, 32), (8,)))
+    return plgpu.Layout.TILED(tiles, warp_dims=(-9,), lane_dims=(-2, -4, -5), vector_dim=-1)
+
+
+def score_layout() -> Any:
+    """Return where the scores `[WARPS, 8, WARP_KEYS]` are."""
+    tiles = plgpu.Tiling(((WARPS, MAX_ROWS, WARP_KEYS), (8,), (2,)))
+    return plgpu.Layout.TILED(tiles, warp_dims=(-5,), lane_dims=(-4, -2), vector_dim=-1)
+
+
+def result_layout() -> Any:
+    """Return where the weighted values `[WARPS, 8, width]` are."""
+    tiles = plgpu.Tiling(((WARPS, MAX_ROWS, 64), (32,), (8,), (4,)))
+    return plgpu.Layout.TILED(tiles, warp_dims=(-6,), lane_dims=(-5, -3), vector_dim=-1)
+
+
+def score(queries: AnyArray, keys: AnyArray, interpret: bool) -> AnyArray:
+    """Return the products of queries and a block of keys, f32."""
+    if interpret:
+        y = jnp.einsum("hd,wkd->whk", *(a.astype(jnp.float32) for a in (queries, keys.reshape(WARPS, WARP_KEYS, -1))))
+        return jnp.tile(y, (1, MAX_ROWS // len(queries), 1))
+    out = plgpu.ShapeDtypeStruct((WARPS, MAX_ROWS, WARP_KEYS), jnp.float32, layout=score_layout())
+    layouts = query_layout(len(queries)), key_layout()
+    return plgpu.inline_mgpu(arg_types=layouts, return_type=out)(emit_scores)(queries, keys)
+
+
+def weigh(weights: AnyArray, values: AnyArray, interpret: bool) -> AnyArray:
+    """Return the sums of a block of values times the weights, bf16, of each warp, f32."""
+    if interpret:
+        f32 = (a.astype(jnp.float32) for a in (weights, values.reshape(WARPS, WARP_KEYS, -1)))
+        return jnp.einsum("whk,wkd->whd", *f32)
+    shape = (WARPS, MAX_ROWS, values.shape[1])
+    out = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=result_layout())
+    layouts = score_layout(), value_layout()
+    return plgpu.inline_mgpu(arg_types=layouts, return_type=out)(functools.partial(emit_values, shape))(weights, values)
+
+
+def emit_scores(_: Any, queries: Any, keys: Any) -> Any:
+    """Emit the instructions of `score`, for registers of its operands."""
+    zero, halves = number(0), keys.registers.reshape(-1, 2)
+    query_words = [words(register) for register in queries.registers.reshape(-1)]
+    results = []
+    for half in range(2):  # 8 keys each
+        sums = [mgpu.c(0.0, ir.F32Type.get())] * 4
+        for a, b in zip(query_words, map(words, halves[:, half]), strict=True):
+            for i in (0, 2):
+                sums = mma(sums, (a[i], zero, a[i + 1], zero), b[i : i + 2])
+        results.append(vector_of(sums[:2]))
+    return fragments(results, score_layout(), (WARPS, MAX_ROWS, WARP_KEYS))
+
+
+def emit_values(shape: tuple[int, ...], _: Any, weights: Any, values: Any) -> Any:
+    """Emit the instructions of `weigh`, for registers of its operands."""
+    zero, f32_zero = number(0), mgpu.c(0.0, ir.F32Type.get())
+    (low,), (high,) = (words(register) for register in weights.registers.reshape(-1))
+    results = []
+    for block in values.registers.reshape(-1, 4):
+        even, odd, even_high, odd_high = map(words, block)
+        sums = []
+        for column in range(8):
+            b = [halves_of(x[column // 2], y[column // 2], column % 2) for x, y in ((even, odd), (even_high, odd_high))]
+            sums.append(mma([f32_zero] * 4, (low, zero, high, zero), b))
+        results += [vector_of([sums[start + j][i] for j in range(4)]) for i in range(2) for start in (0, 4)]
+    return fragments(results, result_layout(), shape)
+
+
+def halves_of(first: Any, second: Any, upper: int) -> Any:
+    """Return the lower or the upper halves of two words as one."""
+    asm, selected = "prmt.b32 $0, $1, $2, $3;", number(0x7632 if upper else 0x5410)
+    return llvm.inline_asm(ir.IntegerType.get_signless(32), [first, second, selected], asm, "=r,r,r,r")
+
+
+def vector_of(numbers: list[Any]) -> Any:
+    """Return numbers as one register."""
+    return vector.from_elements(ir.VectorType.get((len(numbers),), numbers[0].type), numbers)
+
+
+def fragments(registers: list[Any], layout: Any, shape: tuple[int, ...]) -> Any:
+    """Return registers in order as an array."""
+    found = np.empty(len(registers), object)
+    found[:] = registers
+    known = layout.to_mgpu()
+    return mgpu.FragmentedArray(_registers=found.reshape(known.registers_shape(shape)), _layout=known, _is_signed=None)
