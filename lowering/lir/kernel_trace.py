@@ -33,7 +33,7 @@ class KernelTrace:
         Args:
             rows: the arguments.
             axis: the first axis of a row, after those that number several rows; reductions reduce one axis after the
-                other. None for a row alone, all of whose axes are reduced at once: not in layouts that repeat entries.
+                other. None for a row alone: all its axes are reduced at once, but not in layouts that repeat entries.
         """
         constants = [number_of(c, c.dtype) for c in self.jaxpr.consts]
         return self.run(self.jaxpr.jaxpr, constants, rows, axis)

@@ -2,8 +2,8 @@
 
 A decode step of one row reads each weight once, and the small kernels between the products take about as long as the
 launch of a kernel, each. A group runs as one kernel (`matvec.py`) that computes the ops before the product in each
-program, and the ops after it on the entries that a program has computed. Products of several rows (`row_products.py`)
-join the ops after them alone.
+program, and the ops after it on the entries that a program has computed; so does one of several rows
+(`row_products.py`).
 
 An op joins a group if its `eval` can run there: before the product, elementwise ops and reductions of a whole row (a
 norm, a residual sum); after it, elementwise ops (a bias, the activation of gate and up, a residual).
@@ -36,8 +36,9 @@ from rlx_jax.lowering.lir.packed import PackedWeight
 from rlx_jax.lowering.lir.packed_matvec import find_packed_tiling
 from rlx_jax.lowering.lir.row_products import MAX_ROWS, VECTORS, RowsTiling, find_rows_tiling, multiply_rows
 
-# Ops before the product of a group, and after it, at most.
-MAX_OPS = 12
+# Ops before the product of a group, and after it, at most; and columns of several rows, as a lane has so many of a row
+# divided by 32.
+MAX_OPS, MAX_COLUMNS = 12, 2048
 
 # The numbers of a group's nodes before the product, and from the product on.
 Members = tuple[list[int], list[int]]
@@ -70,8 +71,7 @@ def find_groups(graph: Graph, readers: Mapping[Value, Sequence[int]]) -> dict[in
     groups: dict[int, Members] = {}
     for product in products:
         entries = {v.node for v in reads_of(graph, after[product][1:])}  # the kernel has them as operands alone
-        is_row = row_count(graph, graph.nodes[product]) == 1
-        before = ops_before(graph, product, others | entries) if is_row else []
+        before = ops_before(graph, product, readers, others | entries)
         others.update(before)
         groups[product] = before, after[product]
     return groups
@@ -146,19 +146,28 @@ def ops_after(graph: Graph, product: int, readers: Mapping[Value, Sequence[int]]
     return best
 
 
-def ops_before(graph: Graph, product: int, others: set[int]) -> list[int]:
-    """Return the ops before a product that join its group, in order, other than those in `others`."""
-    size = int(graph.type(graph.nodes[product].inputs[1]).shape[1])
-    members, pending = set[int](), [graph.nodes[product].inputs[0].node]
+def ops_before(graph: Graph, product: int, readers: Mapping[Value, Sequence[int]], others: set[int]) -> list[int]:
+    """Return the ops before a product that join its group, in order, other than those in `others`.
+
+    A group of several rows has only ops with results that no other node reads. It has none if the weight may be packed,
+    as those kernels have fewer registers to spare and were not measured.
+    """
+    x, weight = graph.nodes[product].inputs[:2]
+    size, count = int(graph.type(weight).shape[1]), row_count(graph, graph.nodes[product])
+    programs = getattr(graph.nodes[weight.node].op, "programs", ())
+    has_ops = count == 1 or size <= MAX_COLUMNS and not any(map(packing_of, programs))
+    members, pending = set[int](), [x.node] if has_ops else []
     while pending and len(members) < MAX_OPS:
         number = pending.pop(0)
-        if number not in others | members and runs_in_kernel(graph, graph.nodes[number], size, reductions=True):
+        if count > 1 and not members.union([product]).issuperset(readers[Value(number)]):
+            continue
+        if number not in others | members and runs_in_kernel(graph, graph.nodes[number], size, True, count):
             members.add(number)
             pending += [v.node for v in graph.nodes[number].inputs]
     return sorted(members)
 
 
-def runs_in_kernel(graph: Graph, node: Node, size: int, reductions: bool) -> bool:
+def runs_in_kernel(graph: Graph, node: Node, size: int, reductions: bool, count: int = 1) -> bool:
     """Return whether a node is an op of rows of `size` entries and single numbers that can run in the kernel.
 
     Args:
@@ -166,16 +175,25 @@ def runs_in_kernel(graph: Graph, node: Node, size: int, reductions: bool) -> boo
         node: the node.
         size: the entries of a row.
         reductions: whether the kernel has whole rows, which it can reduce.
+        count: how many rows the kernel has, for an op on each.
     """
     if not isinstance(node.op, Mir) or len(node.types) != 1:
         return False
-    types = tuple(graph.type(v) for v in node.inputs)
+    types = tuple(one_row(graph.type(v), count) for v in node.inputs)
     if any(t.symbols for t in types):
         return False
+    if count > 1 and node.types[0].shape not in [graph.type(v).shape for v in node.inputs]:
+        return False  # no op on each row by itself
     whole = [math.prod(map(int, t.shape)) == size for t in types]
     if not all(is_whole or is_constant(graph, v) for is_whole, v in zip(whole, node.inputs, strict=True)):
         return False
     return op_runs_in_kernel(node.op, types, size, reductions)
+
+
+def one_row(t: TensorType, count: int) -> TensorType:
+    """Return the type of one row of an array of so many rows, or the type itself of one that all rows have."""
+    is_rows = t.rank > 1 and not t.symbols and math.prod(map(int, t.shape[:-1])) == count
+    return TensorType((*(1 for _ in t.shape[:-1]), t.shape[-1]), t.dtype) if is_rows else t
 
 
 def is_constant(graph: Graph, value: Value) -> bool:
@@ -276,9 +294,10 @@ def run_group(op: KernelGroup, *arrays: Any, interpret: Any = None) -> tuple[Any
     weight, scheme = (arrays[rows], "") if packed_weight is None else (packed_weight.arrays, packed_weight.scheme)
     spec = kernel_of(GroupKey(tuple((n.op, n.inputs, n.types) for n in body.nodes), body.outputs, rows, scheme))
     if isinstance(spec.tiling, RowsTiling):
-        count = math.prod(arrays[0].shape[:-1])
-        x, *entries = (a.reshape(count, -1) for a in (arrays[0], *arrays[rows + 1 :]))
-        results = multiply_rows(spec, weight, x, entries, interpret)
+        count = row_count(body, body.nodes[op.product])
+        entries = [a.reshape(count, -1) for a in arrays[rows + 1 :]]
+        operands = [a.reshape(count, -1) if math.prod(a.shape[:-1]) == count else a.ravel() for a in arrays[:rows]]
+        results = multiply_rows(spec, weight, operands, entries, interpret)
     else:
         results = matvec(spec, weight, arrays[:rows], arrays[rows + 1 :], interpret)
     shapes = (body.type(v).shape for v in body.outputs)
@@ -327,9 +346,9 @@ def kernel_of(key: GroupKey) -> Matvec:
         run_nodes(nodes[parts[0].node + 1 :], values, parts[0].node + 1)
         return tuple(values[v] for v in results)
 
-    before = jax.make_jaxpr(prologue)(*(struct(body.type(v)) for v in rows))
-    after = jax.make_jaxpr(epilogue)(*(struct(body.type(v)) for v in (*parts, *entries)))
     count = row_count(body, nodes[product])
+    before = jax.make_jaxpr(prologue)(*(struct(one_row(body.type(v), count)) for v in rows))
+    after = jax.make_jaxpr(epilogue)(*(struct(body.type(v)) for v in (*parts, *entries)))
     weight_tiling = tiling(body.type(operands[key.num_rows]), len(parts), key.scheme, count)
     row_dtypes, out_dtypes = (tuple(a.dtype for a in jaxpr.out_avals) for jaxpr in (before, after))
     product_dtype = body.type(parts[0]).dtype

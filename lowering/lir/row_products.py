@@ -1,4 +1,4 @@
-"""One Pallas kernel (Mosaic GPU) for a product of 2 to 8 rows with a weight, bf16 or packed, and the ops after it.
+"""One Pallas kernel (Mosaic GPU) for a product of 2 to 8 rows with a weight, bf16 or packed, and the ops around it.
 
 Rows of the weight are the rows of the instruction `mma.m16n8k16`, rows of x its columns. A warp multiplies a tile of 16
 rows with a quarter of the columns, each lane as many neighbouring columns as one load reads; sums of the warps are
@@ -22,6 +22,7 @@ from jax import lax
 from rlx_jax.dataclasses import dataclass
 from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.packed_values import decode_slice, group_scales
+from rlx_jax.lowering.lir.kernel_trace import KernelTrace
 from rlx_jax.lowering.lir.matvec import Matvec, run_kernel, sum_chunks
 from rlx_jax.lowering.lir.mosaic import arith, ir, llvm, load, mgpu, number, pl, plgpu, vector, words
 from rlx_jax.lowering.lir.packed_matvec import WARPS, read_ahead
@@ -31,14 +32,14 @@ AnyArray = Any
 # Rows of x, at most: the columns of the instruction.
 MAX_ROWS = 8
 
-# Values of a group, whose products one scale multiplies; rows of a tile.
+# Values of a group: one scale multiplies their products. Rows of a tile.
 GROUP, TILE_ROWS = 32, 16
 
 # Groups of a tile of all parts, at most, twice as many for codes of 4 bits, and warpgroups and programs: the fastest on
 # one H200, which has 132 multiprocessors and registers for 512 threads in each.
 MAX_GROUPS, WARPGROUPS, PROGRAMS = 16, (4, 2, 1), 132
 
-# Bytes that a lane multiplies together; 4 for codes of 4 bits whose upper halves are 16 values further on.
+# Bytes that a lane multiplies together; 4 for codes of 4 bits with upper halves 16 values further on.
 VECTORS: dict[str, int] = {
     "": 8, "int8/32": 8, "gguf_q8_0": 8, "int8/128": 8, "int4/32": 4, "gguf_q4_0": 4, "int4/128": 8, "gguf_q4k": 8,
 }  # fmt: skip
@@ -102,6 +103,12 @@ class RowsTiling:
         """Return where the entries of x for a tile are in registers."""
         return quad_layout(self.count, self.tile_groups, self.vector, self.halves)
 
+    @property
+    def x_shape(self) -> tuple[int, ...]:
+        """Return the shape of the rows of x: by groups, and by their parts for each half of a byte."""
+        inner = (self.halves, GROUP // self.halves) if self.halves > 1 else (GROUP,)
+        return self.count, self.groups, *inner
+
     def views(self, weight: AnyArray) -> list[AnyArray]:
         """Return the arrays of a weight, with an axis for runs of what four lanes read."""
         arrays = [weight[name] for name in ("codes", "scales")] if self.scheme else [weight]
@@ -122,6 +129,14 @@ def quad_layout(rows: int, runs: int, vector: int, halves: int = 1) -> Any:
     warp, row = (-5, -6) if halves == 1 else (-7, -8)
     lanes = (row, -2) if rows == 8 else (plgpu.Replicated(8 // rows), row, -2)
     return plgpu.Layout.TILED(tiles, warp_dims=(warp,), lane_dims=lanes, vector_dim=-1)
+
+
+def row_layout(rows: int, inner: Sequence[int]) -> Any:
+    """Return the layout of whole rows `[rows, groups, *inner]` before the product: each warp has one row."""
+    lanes = tuple(range(-2 - len(inner), -1))
+    warps = (lanes[0] - 1,) if rows == WARPS else (plgpu.Replicated(WARPS // rows), lanes[0] - 1)
+    tiles = plgpu.Tiling(((rows, 8, *inner), (8,)))
+    return plgpu.Layout.TILED(tiles, warp_dims=warps, lane_dims=lanes, vector_dim=-1)
 
 
 def factor_layout(count: int, itemsize: int) -> Any:
@@ -184,7 +199,7 @@ class RowTiles:
 
     Attributes:
         tiling: how the weight is divided.
-        x: the rows of x.
+        x: the rows of x, in shared memory if ops before the product compute them.
         arrays: the arrays of the weight as `RowsTiling.views` returns them.
         first, last: the first tile of rows of the program, and the one after its last.
         group: the number of the warpgroup.
@@ -223,19 +238,55 @@ class RowTiles:
         return [product(self.tiling, part, x, self.interpret) for part in arrays], following
 
 
+def prepare_rows(spec: Matvec, row_refs: Sequence[Any], x_ref: Any, group: AnyArray, written: Any) -> None:
+    """Compute the ops before the product, each warpgroup for up to `WARPS` rows at once, into shared memory.
+
+    Args:
+        spec: the shapes and functions.
+        row_refs: their operands; those without an axis for rows are the same for all.
+        x_ref: shared memory for the rows.
+        group: the number of the warpgroup.
+        written: a barrier that all warpgroups pass when they have written.
+    """
+    t = spec.tiling
+    shape = (min(WARPS, t.count), *t.x_shape[1:])
+    layout = row_layout(shape[0], shape[2:])
+
+    def read(ref: Any, rows: Any) -> AnyArray:
+        if len(ref.shape) == len(shape):
+            return load(ref.at[rows], layout, optimized=False)
+        return lax.broadcast_in_dim(load(ref, layout.reduce(0), optimized=False), shape, range(1, len(shape)))
+
+    for start in range(0, t.count, shape[0] * t.warpgroups):
+        first = start + group * shape[0]
+
+        @pl.when(first < t.count)
+        def _(first: AnyArray = first) -> None:
+            rows = pl.ds(first, shape[0])
+            (x_ref[rows],) = spec.prologue(*(read(ref, rows) for ref in row_refs), axis=1)
+
+    plgpu.barrier_arrive(written)
+    plgpu.barrier_wait(written)
+
+
 def run_program(
-    spec: Matvec, tiles: RowTiles, entry_refs: Sequence[Any], out_refs: Sequence[Any], sums_ref: Any, written: Any
-) -> None:
-    """Run one warpgroup of one program: the product and the epilogue for its tiles of rows.
+    spec: Matvec, tiles: RowTiles, row_refs: Sequence[Any], entry_refs: Sequence[Any], out_refs: Sequence[Any],
+    sums_ref: Any, written: Any,
+) -> None:  # fmt: skip
+    """Run one warpgroup of one program: the ops before the product, the product and the epilogue for its tiles of rows.
 
     Args:
         spec: the shapes and functions.
         tiles: the tiles of the weight.
+        row_refs: the operands of the prologue; none if it has no ops.
         entry_refs, out_refs: the operands and the results of the epilogue.
         sums_ref: shared memory for the sums of two tiles.
         written: a barrier that all warpgroups pass when they have written them.
     """
     t, layout = spec.tiling, result_layout(spec.tiling.count)
+    begun = tiles.fetch(jnp.int32(0), jnp.int32(0))  # before the ops, which wait
+    if row_refs:
+        prepare_rows(spec, row_refs, tiles.x, tiles.group, written)
     only_x = tiles.load_x(0) if t.chunks == 1 else None
 
     def multiply(tile: AnyArray, begun: Any) -> Any:
@@ -260,41 +311,51 @@ def run_program(
 
         return begun
 
-    lax.fori_loop(0, tiles.last - tiles.first, multiply, tiles.fetch(jnp.int32(0), jnp.int32(0)))
+    lax.fori_loop(0, tiles.last - tiles.first, multiply, begun)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))  # equal kernels of a program are lowered once
 def multiply_rows(
-    spec: Matvec, weight: AnyArray, x: AnyArray, entries: Sequence[AnyArray], interpret: Any = None
+    spec: Matvec, weight: AnyArray, rows: Sequence[AnyArray], entries: Sequence[AnyArray], interpret: Any = None
 ) -> list[AnyArray]:
-    """Compute the product and the ops after it.
+    """Compute the product and the ops around it.
 
     Args:
         spec: the shapes and functions.
         weight: as in `matvec`.
-        x: the rows, bf16 `[rows, K]`.
+        rows: the operands of the prologue, `[rows, K]`, or `[K]` for all rows; x bf16 if it has no ops.
         entries: the operands of the epilogue after the product, `[rows, rows of a part]` each.
         interpret: as in `matvec`.
 
     Returns:
         the results of the epilogue, of the shape of an operand.
     """
-    t, num_rows = spec.tiling, len(x)
+    t = spec.tiling
     assert isinstance(t, RowsTiling)
-    x, *entries = (jnp.pad(a, ((0, t.count - num_rows), (0, 0))) if num_rows < t.count else a for a in (x, *entries))
-    shape = (t.count, t.groups, t.halves, GROUP // t.halves) if t.halves > 1 else (t.count, t.groups, GROUP)
+    num_rows = max(len(row) for row in rows if row.ndim > 1)
+
+    def padded(a: AnyArray) -> AnyArray:
+        return jnp.pad(a, ((0, t.count - num_rows), (0, 0))) if a.ndim > 1 and num_rows < t.count else a
+
+    has_ops = isinstance(spec.prologue, KernelTrace) and bool(spec.prologue.jaxpr.eqns)
 
     def program(first: AnyArray, last: AnyArray, *refs: Any) -> None:
-        (x_ref,), weight_refs, entry_refs, out_refs, scratch = refs
-        tiles = RowTiles(t, x_ref, weight_refs, first, last, lax.axis_index("group"), interpret is not None)
-        run_program(spec, tiles, entry_refs, out_refs, *scratch)
+        row_refs, weight_refs, entry_refs, out_refs, (*x_ref, sums_ref, written) = refs
+        x = x_ref[0] if has_ops else row_refs[0]
+        tiles = RowTiles(t, x, weight_refs, first, last, lax.axis_index("group"), interpret is not None)
+        run_program(spec, tiles, row_refs if has_ops else [], entry_refs, out_refs, sums_ref, written)
 
     scratch = [
+        *([plgpu.SMEM(t.x_shape, jnp.bfloat16)] if has_ops else []),
         plgpu.SMEM((2, t.parts, WARPS * t.warpgroups, MAX_ROWS, TILE_ROWS), jnp.float32),
         plgpu.Barrier(num_arrivals=t.warpgroups),
     ]
     operands, outputs = (
-        [[x.reshape(shape)], t.views(weight), entries],
+        [
+            [padded(row).reshape(t.x_shape[2 - row.ndim :]) for row in rows],
+            t.views(weight),
+            [padded(e) for e in entries],
+        ],
         [[((t.count, t.rows), d) for d in spec.out_dtypes]],
     )
     results = run_kernel(

@@ -41,7 +41,7 @@ class BodyOp:
 
 @dataclass(frozen=True)
 class KernelGroup(BodyOp, Mir):
-    """A matrix product of up to 8 rows with a weight, fused with its prologue, for one row, and its epilogue.
+    """A matrix product of up to 8 rows with a weight, fused with its prologue and its epilogue.
 
     Operands: the inputs of the prologue, the weight `[N, K]`, the inputs of the epilogue.
 
