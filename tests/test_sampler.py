@@ -201,8 +201,8 @@ def test_a_sampler_keeps_its_bias() -> None:
 
 def test_a_bias_that_bans_what_the_model_leaves() -> None:
     """No token is made up where none is left; the other row is as it was."""
-    logits = np.full((2, 1, VOCAB), -np.inf, np.float32)
-    logits[:, 0, 3], logits[1, 0, 5] = 1.0, 0.0
+    logits = np.full((2, VOCAB), -np.inf, np.float32)
+    logits[:, 3], logits[1, 5] = 1.0, 0.0
     sampler = Sampler(logit_bias={3: -math.inf})
     start, live = FirstTokens(sampler.sampling_steps(VOCAB)), jnp.ones(2, bool)
     history = initial_history(start.sampling_steps, [()] * 2, VOCAB, 0)
