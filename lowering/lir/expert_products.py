@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +78,85 @@ def run_products(
     return multiply_blocks(lambda y: y, rows, (down,), block_expert, count, None, interpret)
 
 
+class ProductSizes(NamedTuple):
+    """Sizes of products of blocks.
+
+    Attributes:
+        weights: one or two weights are multiplied with.
+        columns: columns of the result.
+        depth: contracted entries.
+        is_gathered: the rows of the blocks are numbers of rows.
+        programs: programs, each of which computes a tile after another.
+    """
+
+    weights: int
+    columns: int
+    depth: int
+    is_gathered: bool
+    programs: int
+
+    @property
+    def tile_columns(self) -> int:
+        """Return the columns of a tile of the result."""
+        return COLUMNS // self.weights
+
+    @property
+    def tiles_in_row(self) -> int:
+        """Return the number of tiles of a block."""
+        return self.columns // self.tile_columns
+
+    @property
+    def steps(self) -> int:
+        """Return the steps of a tile."""
+        return self.depth // DEPTH
+
+    @property
+    def pieces(self) -> int:
+        """Return in how many pieces a tile is written: shared memory has room for one, or for two of four."""
+        return 1 if self.weights == 2 else 4
+
+
+class ProductRefs(NamedTuple):
+    """Operands of a program: references to memory of the device and shared memory, barriers, and its place.
+
+    Attributes:
+        experts, counts, used: the expert of each block and the number of its rows, and the number of blocks with rows.
+        numbers: the rows of x that blocks have, if they are gathered.
+        x, weights, out: the rows, the weights and the result.
+        x_tiles, w_tiles, out_tiles: shared memory for steps of rows and of weights, and for pieces of the result.
+        x_copied, w_copied, consumed: for each slot of a step, a barrier of copies of rows, of weights, and of products.
+        group, program: the number of the warpgroup, and of the program.
+    """
+
+    experts: Any
+    counts: Any
+    used: Any
+    numbers: Any
+    x: Any
+    weights: Any
+    out: Any
+    x_tiles: Any
+    w_tiles: Any
+    out_tiles: Any
+    x_copied: Any
+    w_copied: Any
+    consumed: Any
+    group: Any
+    program: Any
+
+    def place(self, sizes: ProductSizes, tile: AnyArray) -> tuple[AnyArray, AnyArray]:
+        """Return the block and the column of a tile that has the number `tile` among those of this program."""
+        number = self.program + tile * sizes.programs
+        return lax.div(number, sizes.tiles_in_row), lax.rem(number, sizes.tiles_in_row)
+
+    def await_step(self, step: AnyArray) -> AnyArray:
+        """Wait until a step is in shared memory, and return its slot."""
+        slot = lax.rem(step, SLOTS)
+        plgpu.barrier_wait(self.x_copied.at[slot])
+        plgpu.barrier_wait(self.w_copied.at[slot])
+        return slot
+
+
 def multiply_blocks(
     finish: Callable[..., AnyArray], x: AnyArray, weights: Sequence[AnyArray], block_expert: AnyArray, count: AnyArray,
     number: AnyArray | None, interpret: Any,
@@ -97,130 +176,138 @@ def multiply_blocks(
     if interpret is not None and number is not None:  # the interpreter has no instructions of the device
         x, number = x[number], None
     numbers = [] if number is None else [number]
-    programs = PROGRAMS if interpret is None else 3
-    (_, columns, depth), tile_columns = weights[0].shape, COLUMNS // len(weights)
-    tiles_in_row, steps, rows_out = columns // tile_columns, depth // DEPTH, len(block_expert) * ROWS
-    pieces = 1 if len(weights) == 2 else 4  # that shared memory has room for, one or two at once
-    width, buffers = tile_columns // pieces, min(pieces, 2)
+    _, columns, depth = weights[0].shape
+    sizes = ProductSizes(len(weights), columns, depth, number is not None, PROGRAMS if interpret is None else 3)
 
-    def body(expert_ref: Any, count_ref: Any, used_ref: Any, *all_refs: Any) -> None:
-        number_refs, (x_ref, *refs) = all_refs[: len(numbers)], all_refs[len(numbers) :]
-        weight_refs, kept_refs = refs[: len(weights)], refs[len(weights) :]
-        out_ref, x_tiles, w_tiles, out_tiles, x_copied, w_copied, consumed = kept_refs
-        group, program = lax.axis_index("group"), lax.axis_index("program")
-        num_tiles = lax.div(used_ref[0] * tiles_in_row - program + programs - 1, programs)
-        end = num_tiles * steps
+    def body(experts: Any, counts: Any, used: Any, *refs: Any) -> None:
+        numbers_refs, (x_ref, *refs) = refs[: len(numbers)], refs[len(numbers) :]
+        weight_refs, kept = refs[: len(weights)], refs[len(weights) :]
+        place = lax.axis_index("group"), lax.axis_index("program")
+        run_group(sizes, finish, ProductRefs(experts, counts, used, numbers_refs, x_ref, weight_refs, *kept, *place))
 
-        def place_of(number: AnyArray) -> tuple[AnyArray, AnyArray]:
-            tile = program + number * programs
-            return lax.div(tile, tiles_in_row), lax.rem(tile, tiles_in_row)
-
-        def multiply(number: AnyArray) -> None:
-            block, column = place_of(number)
-            first, is_filled = number * steps, count_ref[block] > group * OWN_ROWS
-
-            @pl.when(jnp.logical_not(is_filled))
-            def _() -> None:
-                @pl.loop(0, steps)
-                def _(k: AnyArray) -> None:
-                    slot = lax.rem(first + k, SLOTS)
-                    plgpu.barrier_wait(x_copied.at[slot])
-                    plgpu.barrier_wait(w_copied.at[slot])
-                    plgpu.barrier_arrive(consumed.at[slot])
-
-            @pl.when(is_filled)
-            def _() -> None:
-                def accumulate(sums: Any) -> AnyArray:
-                    @pl.loop(0, steps)
-                    def _(k: AnyArray) -> None:
-                        slot = lax.rem(first + k, SLOTS)
-                        plgpu.barrier_wait(x_copied.at[slot])
-                        plgpu.barrier_wait(w_copied.at[slot])
-                        rows = x_tiles.at[slot, pl.ds(group * OWN_ROWS, OWN_ROWS)]
-                        plgpu.wgmma(sums, rows, w_tiles.at[slot].transpose((1, 0)))
-                        plgpu.wgmma_wait(0)  # the other warpgroup multiplies meanwhile
-                        plgpu.barrier_arrive(consumed.at[slot])
-
-                    return sums[...]
-
-                sums = pl.run_scoped(accumulate, cast(Any, plgpu).ACC((OWN_ROWS, COLUMNS), jnp.float32))
-                products = (sums[:, p * tile_columns : (p + 1) * tile_columns] for p in range(len(weights)))
-                y = (finish(*products) if len(weights) > 1 else finish(sums)).astype(out_ref.dtype)
-                rows = pl.ds(block * ROWS + group * OWN_ROWS, OWN_ROWS)
-                for piece in range(pieces):
-                    buffer = out_tiles.at[group, piece % buffers]
-                    plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
-                    buffer[...] = y[:, piece * width : (piece + 1) * width] if pieces > 1 else y
-                    plgpu.commit_smem()
-                    place = out_ref.at[rows, pl.ds(column * tile_columns + piece * width, width)]
-                    plgpu.copy_smem_to_gmem(buffer, place)
-
-        def copy_tile(tile: AnyArray) -> None:
-            block, column = place_of(tile)
-            expert, rows = expert_ref[block], pl.ds(block * ROWS, ROWS)
-            own = [load(ref.at[rows], row_layout(), optimized=False) for ref in number_refs]
-
-            @pl.loop(0, steps)
-            def _(k: AnyArray) -> None:
-                step = tile * steps + k
-                slot, entries = lax.rem(step, SLOTS), pl.ds(k * DEPTH, DEPTH)
-
-                @pl.when(step >= SLOTS)
-                def _() -> None:
-                    plgpu.barrier_wait(consumed.at[slot])
-
-                for p, ref in enumerate(weight_refs):
-                    source = ref.at[expert, pl.ds(column * tile_columns, tile_columns), entries]
-                    target = w_tiles.at[slot, pl.ds(p * tile_columns, tile_columns)]
-                    plgpu.copy_gmem_to_smem(source, target, w_copied.at[slot])
-                if not own:
-                    plgpu.copy_gmem_to_smem(x_ref.at[rows, entries], x_tiles.at[slot], x_copied.at[slot])
-                else:
-                    copy_rows(x_tiles.at[slot], x_ref, own[0], k, depth)
-
-                    @pl.when(step >= LAG)
-                    def _() -> None:
-                        wait_for_rows(LAG)
-                        plgpu.barrier_arrive(x_copied.at[lax.rem(step - LAG, SLOTS)])
-
-        @pl.when(group == 2)
-        def _() -> None:
-            plgpu.set_max_registers(COPYING, action="decrease")
-            pl.loop(0, num_tiles)(copy_tile)
-            for left in range(LAG, 0, -1) if number_refs else ():
-
-                @pl.when(end >= left)
-                def _(left: int = left) -> None:
-                    wait_for_rows(left - 1)
-                    plgpu.barrier_arrive(x_copied.at[lax.rem(end - left, SLOTS)])
-
-            for left in range(1, SLOTS + 1):
-
-                @pl.when(end >= left)
-                def _(left: int = left) -> None:
-                    plgpu.barrier_wait(consumed.at[lax.rem(end - left, SLOTS)])
-
-        @pl.when(group < 2)
-        def _() -> None:
-            plgpu.set_max_registers(MULTIPLYING, action="increase")
-            pl.loop(0, num_tiles)(multiply)
-            plgpu.wait_smem_to_gmem(0)
-
-    tiling = transforms()
+    tiling, buffers = transforms(), min(sizes.pieces, 2)
     scratch: list[Any] = [
         plgpu.SMEM((SLOTS, ROWS, DEPTH), x.dtype, transforms=tiling),
         plgpu.SMEM((SLOTS, COLUMNS, DEPTH), x.dtype, transforms=tiling),
-        plgpu.SMEM((2, buffers, OWN_ROWS, width), x.dtype, transforms=tiling),
+        plgpu.SMEM((2, buffers, OWN_ROWS, sizes.tile_columns // sizes.pieces), x.dtype, transforms=tiling),
         plgpu.Barrier(num_barriers=SLOTS),
         plgpu.Barrier(num_arrivals=len(weights), num_barriers=SLOTS),
         plgpu.Barrier(num_arrivals=2, num_barriers=SLOTS),
     ]
     run = plgpu.kernel(
-        body, out_type=jax.ShapeDtypeStruct((rows_out, columns), x.dtype), grid=(programs,),
+        body, out_type=jax.ShapeDtypeStruct((len(block_expert) * ROWS, columns), x.dtype), grid=(sizes.programs,),
         grid_names=("program",), num_threads=3, thread_name="group", scratch_types=scratch,
         **({} if interpret is None else {"interpret": interpret}),
     )  # fmt: skip
     return run(block_expert, count, used, *numbers, x, *weights)
+
+
+def run_group(sizes: ProductSizes, finish: Callable[..., AnyArray], refs: ProductRefs) -> None:
+    """Run a warpgroup of a program: the last one copies, the others multiply."""
+    tiles = refs.used[0] * sizes.tiles_in_row
+    num_tiles = lax.div(tiles - refs.program + sizes.programs - 1, sizes.programs)
+    end = num_tiles * sizes.steps
+
+    @pl.when(refs.group == 2)
+    def _() -> None:
+        plgpu.set_max_registers(COPYING, action="decrease")
+        pl.loop(0, num_tiles)(functools.partial(copy_tile, sizes, refs))
+        await_end(sizes, refs, end)
+
+    @pl.when(refs.group < 2)
+    def _() -> None:
+        plgpu.set_max_registers(MULTIPLYING, action="increase")
+        pl.loop(0, num_tiles)(functools.partial(multiply_tile, sizes, finish, refs))
+        plgpu.wait_smem_to_gmem(0)
+
+
+def multiply_tile(sizes: ProductSizes, finish: Callable[..., AnyArray], refs: ProductRefs, tile: AnyArray) -> None:
+    """Compute the half of a tile that a warpgroup has, and write it; without rows, free the steps alone."""
+    block, column = refs.place(sizes, tile)
+    first, is_filled = tile * sizes.steps, refs.counts[block] > refs.group * OWN_ROWS
+
+    @pl.when(jnp.logical_not(is_filled))
+    def _() -> None:
+        @pl.loop(0, sizes.steps)
+        def _(k: AnyArray) -> None:
+            plgpu.barrier_arrive(refs.consumed.at[refs.await_step(first + k)])
+
+    def accumulate(sums: Any) -> AnyArray:
+        @pl.loop(0, sizes.steps)
+        def _(k: AnyArray) -> None:
+            slot = refs.await_step(first + k)
+            rows = refs.x_tiles.at[slot, pl.ds(refs.group * OWN_ROWS, OWN_ROWS)]
+            plgpu.wgmma(sums, rows, refs.w_tiles.at[slot].transpose((1, 0)))
+            plgpu.wgmma_wait(0)  # the other warpgroup multiplies meanwhile
+            plgpu.barrier_arrive(refs.consumed.at[slot])
+
+        return sums[...]
+
+    @pl.when(is_filled)
+    def _() -> None:
+        sums = pl.run_scoped(accumulate, cast(Any, plgpu).ACC((OWN_ROWS, COLUMNS), jnp.float32))
+        width = sizes.tile_columns
+        products = [sums[:, p * width : (p + 1) * width] for p in range(sizes.weights)] if sizes.weights > 1 else [sums]
+        write_tile(sizes, refs, block, column, finish(*products).astype(refs.out.dtype))
+
+
+def write_tile(sizes: ProductSizes, refs: ProductRefs, block: AnyArray, column: AnyArray, y: AnyArray) -> None:
+    """Write the half of a tile that a warpgroup has, piece by piece through shared memory."""
+    rows = pl.ds(block * ROWS + refs.group * OWN_ROWS, OWN_ROWS)
+    width, buffers = sizes.tile_columns // sizes.pieces, min(sizes.pieces, 2)
+    for piece in range(sizes.pieces):
+        buffer = refs.out_tiles.at[refs.group, piece % buffers]
+        plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
+        buffer[...] = y[:, piece * width : (piece + 1) * width] if sizes.pieces > 1 else y
+        plgpu.commit_smem()
+        place = refs.out.at[rows, pl.ds(column * sizes.tile_columns + piece * width, width)]
+        plgpu.copy_smem_to_gmem(buffer, place)
+
+
+def copy_tile(sizes: ProductSizes, refs: ProductRefs, tile: AnyArray) -> None:
+    """Copy the steps of a tile to shared memory, each once its slot is free."""
+    block, column = refs.place(sizes, tile)
+    expert, rows = refs.experts[block], pl.ds(block * ROWS, ROWS)
+    own = [load(ref.at[rows], row_layout(), optimized=False) for ref in refs.numbers]
+
+    @pl.loop(0, sizes.steps)
+    def _(k: AnyArray) -> None:
+        step = tile * sizes.steps + k
+        slot, entries = lax.rem(step, SLOTS), pl.ds(k * DEPTH, DEPTH)
+
+        @pl.when(step >= SLOTS)
+        def _() -> None:
+            plgpu.barrier_wait(refs.consumed.at[slot])
+
+        width = sizes.tile_columns
+        for p, ref in enumerate(refs.weights):
+            source, target = ref.at[expert, pl.ds(column * width, width), entries], pl.ds(p * width, width)
+            plgpu.copy_gmem_to_smem(source, refs.w_tiles.at[slot, target], refs.w_copied.at[slot])
+        if not own:
+            plgpu.copy_gmem_to_smem(refs.x.at[rows, entries], refs.x_tiles.at[slot], refs.x_copied.at[slot])
+        else:
+            copy_rows(refs.x_tiles.at[slot], refs.x, own[0], k, sizes.depth)
+
+            @pl.when(step >= LAG)
+            def _() -> None:
+                wait_for_rows(LAG)
+                plgpu.barrier_arrive(refs.x_copied.at[lax.rem(step - LAG, SLOTS)])
+
+
+def await_end(sizes: ProductSizes, refs: ProductRefs, end: AnyArray) -> None:
+    """Announce the rows of the last steps, and wait until all steps have been multiplied."""
+    for left in range(LAG, 0, -1) if sizes.is_gathered else ():
+
+        @pl.when(end >= left)
+        def _(left: int = left) -> None:
+            wait_for_rows(left - 1)
+            plgpu.barrier_arrive(refs.x_copied.at[lax.rem(end - left, SLOTS)])
+
+    for left in range(1, SLOTS + 1):
+
+        @pl.when(end >= left)
+        def _(left: int = left) -> None:
+            plgpu.barrier_wait(refs.consumed.at[lax.rem(end - left, SLOTS)])
 
 
 def transforms() -> tuple[Any, ...]:
