@@ -145,7 +145,7 @@ class ProductRefs(NamedTuple):
     program: Any
 
     def place(self, sizes: ProductSizes, tile: AnyArray) -> tuple[AnyArray, AnyArray]:
-        """Return the block and the column of a tile that has the number `tile` among those of this program."""
+        """Return the block and the column of a tile with the number `tile` of this program."""
         number = self.program + tile * sizes.programs
         return lax.div(number, sizes.tiles_in_row), lax.rem(number, sizes.tiles_in_row)
 
