@@ -179,11 +179,11 @@ def multiply_blocks(
     _, columns, depth = weights[0].shape
     sizes = ProductSizes(len(weights), columns, depth, number is not None, PROGRAMS if interpret is None else 3)
 
-    def body(experts: Any, counts: Any, used: Any, *refs: Any) -> None:
-        numbers_refs, (x_ref, *refs) = refs[: len(numbers)], refs[len(numbers) :]
-        weight_refs, kept = refs[: len(weights)], refs[len(weights) :]
+    def body(*refs: Any) -> None:
+        (experts, counts, used), (x_ref, *others) = refs[:3], refs[3 + len(numbers) :]
+        given = experts, counts, used, refs[3 : 3 + len(numbers)], x_ref, others[: len(weights)]
         place = lax.axis_index("group"), lax.axis_index("program")
-        run_group(sizes, finish, ProductRefs(experts, counts, used, numbers_refs, x_ref, weight_refs, *kept, *place))
+        run_group(sizes, finish, ProductRefs._make((*given, *others[len(weights) :], *place)))
 
     tiling, buffers = transforms(), min(sizes.pieces, 2)
     scratch: list[Any] = [
