@@ -17,12 +17,12 @@ from rlx_jax.ir.graph import Builder, Graph, Node, TypeCache, Value
 from rlx_jax.ir.kernel_group import AttentionGroup, KernelGroup
 from rlx_jax.ir.ops.attention import AttentionOp, RopeOp
 from rlx_jax.ir.ops.cache import CacheUpdate, RingStep
-from rlx_jax.ir.ops.reduce import RmsNormOp
+from rlx_jax.ir.ops.reduce import RmsNormOp, Standardize
 from rlx_jax.ir.ops.shape import Reshape, SplitLast
 from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.verify import verify
-from rlx_jax.lowering.lir.attention_groups import group_attention, run_attention
+from rlx_jax.lowering.lir.attention_groups import group_attention, is_head_op, run_attention
 from rlx_jax.lowering.lir.attention_step import divide
 from rlx_jax.lowering.lir.matvec import MULTIPROCESSORS
 from tests.test_product_groups import check_same_results, decode_step, needs_mosaic, plan_of
@@ -153,6 +153,11 @@ def test_ops_that_the_kernel_lacks_stay_before_it() -> None:
     group = group_of(graph_of(Case(style="interleaved")))
     assert group is not None and isinstance(group.op, AttentionGroup)
     assert "rope" not in group.op.text() and "attention" in group.op.text()
+    b = Builder("norms", TypeCache(), Origin(("attention",)))
+    x = b.input("x", TensorType((1, 1, 4, 64), BF16))
+    norms = [b(Standardize(axes, 1e-6), x) for axes in ((3,), (2, 3))]  # the second one is of all heads together
+    graph = b.finish(norms, ["one", "all"])
+    assert [is_head_op(graph, graph.nodes[v.node], 64) for v in norms] == [True, False]
 
 
 @pytest.mark.filterwarnings("ignore:.*the plan is for another device", "ignore:.*has no effect")

@@ -19,7 +19,7 @@ from rlx_jax.ir.kernel_group import KernelGroup
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.pointwise import Binary, Unary
-from rlx_jax.ir.ops.reduce import RmsNormOp
+from rlx_jax.ir.ops.reduce import RmsNormOp, Softmax, Standardize
 from rlx_jax.ir.ops.shape import Slice, SplitLast
 from rlx_jax.ir.packed_values import decode_arrays
 from rlx_jax.ir.param import Key, Program, Quantized
@@ -178,6 +178,26 @@ def test_groups_of_a_graph(make: Any) -> None:
     for group in groups:
         nodes = tuple((n.op, n.inputs, n.types) for n in group.body.nodes)
         assert kernel_of(GroupKey(nodes, group.body.outputs, group.num_rows)).tiling.rows == 128
+
+
+ROWS_OPS: dict[str, tuple[Mir, bool]] = {
+    "a norm": (Standardize((-1,), 1e-6), True), "softmax": (Softmax(-1), True),
+    "a row's mean": (JaxFn(lambda x: x - x.mean(-1, keepdims=True)), True),
+    "a norm over rows too": (Standardize((1, 2), 1e-6), False), "a mean of all": (JaxFn(lambda x: x - x.mean()), False),
+    "their number": (JaxFn(lambda x: x / x.shape[1]), False), "softmax over rows": (Softmax(1), False),
+    "a fixed shape": (JaxFn(lambda x: (x.reshape(4, 256) * 2).reshape(1, 4, 256)), False),
+    "joined rows": (JaxFn(lambda x: jnp.concatenate([x[:, i : i + 1] for i in range(x.shape[1])], 1)), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS_OPS)
+def test_ops_before_a_product_of_four_rows_are_of_each_row(name: str) -> None:
+    """A kernel would compute an op over several rows for each of them alone."""
+    (op, joins), types = ROWS_OPS[name], TypeCache()
+    b, weight = Builder("rows", types, Origin(("block",))), TensorType((128, 256), BF16)
+    x, leaf = b.input("x", TensorType((1, 4, 256), BF16)), b.leaf(Param((Key("w", type=weight),), type=weight))
+    (group,) = groups_of(group_products(b.finish([b(MatMul(1), b(op, x), leaf)], ["y"]), types))
+    assert op_names(group) == ("mat_mul" if not joins else f"{op.name()}, mat_mul")
 
 
 # -- where a plan has groups -------------------------------------------------------------------

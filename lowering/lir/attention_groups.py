@@ -37,7 +37,7 @@ from rlx_jax.lowering.lir.attention_step import (
 from rlx_jax.lowering.lir.decode_attention import decode_attention
 from rlx_jax.lowering.lir.head_layouts import HALVES, HEAD_WIDTHS
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace
-from rlx_jax.lowering.lir.product_groups import op_runs_in_kernel, struct
+from rlx_jax.lowering.lir.product_groups import is_by_rows, op_runs_in_kernel, struct
 from rlx_jax.lowering.lir.row_products import MAX_ROWS
 from rlx_jax.lowering.mir.small import dce
 
@@ -212,7 +212,8 @@ def is_head_op(graph: Graph, node: Node, width: int) -> bool:
         return False
     if any(t.symbols or math.prod(map(int, t.shape)) != width for t in others):
         return False
-    return op_runs_in_kernel(node.op, (one_head(x), *others), width, True)
+    types, count = (one_head(x), *others), math.prod(map(int, x.shape[:-1]))
+    return is_by_rows(node.op, (x, *others), types, count) and op_runs_in_kernel(node.op, types, width, True)
 
 
 def one_head(t: TensorType) -> TensorType:

@@ -134,3 +134,46 @@ def unsupported_primitive(jaxpr: Any, size: int, reductions: bool) -> str:
         if not sizes <= {1, size} or any(arrays) or not (name in RESHAPES or name in ELEMENTWISE or is_reduction):
             return str(name)
     return ""
+
+
+def is_same_by_rows(whole: ClosedJaxpr, one: ClosedJaxpr, count: int) -> bool:
+    """Return whether a function of several rows is a function of each row by itself.
+
+    Its traces are then equal, except for sizes, and it reduces only whole rows.
+
+    Args:
+        whole: the trace for all rows.
+        one: the trace for one row.
+        count: the number of rows.
+    """
+    sides = whole.jaxpr, one.jaxpr
+    lengths = [[len(j.constvars), len(j.eqns), *((len(e.invars), len(e.outvars)) for e in j.eqns)] for j in sides]
+    if lengths[0] != lengths[1] or not all(map(np.array_equal, whole.consts, one.consts)):
+        return False
+    names = dict(zip(*((*j.constvars, *j.invars) for j in sides), strict=True))
+
+    def is_same(x: Any, y: Any) -> bool:
+        if isinstance(x, Literal) and isinstance(y, Literal):
+            return bool(x.val == y.val)
+        return not isinstance(x, Literal) and names.get(x) is y
+
+    for a, b in zip(whole.eqns, one.eqns, strict=True):
+        name = a.primitive.name
+        if a.primitive is not b.primitive or not all(map(is_same, a.invars, b.invars)):
+            return False
+        first, second = (e.params.get("jaxpr", e.params.get("call_jaxpr")) for e in (a, b))
+        if name in CALLS and not is_same_by_rows(first, second, count):
+            return False
+        if name in ELEMENTWISE and a.params != b.params:
+            return False
+        is_rows = any(x.aval.size != y.aval.size for x, y in zip(a.invars, b.invars, strict=True))
+        if any(
+            x.aval.size != y.aval.size * (count if is_rows else 1) for x, y in zip(a.outvars, b.outvars, strict=True)
+        ):
+            return False
+        if name in REDUCTIONS and is_rows:
+            ndim, axes = a.invars[0].aval.ndim, a.params["axes"]
+            if tuple(axes) != tuple(range(ndim - len(axes), ndim)):
+                return False
+        names.update(zip(a.outvars, b.outvars, strict=True))
+    return all(map(is_same, whole.jaxpr.outvars, one.jaxpr.outvars))

@@ -30,7 +30,7 @@ from rlx_jax.ir.param import packing_of
 from rlx_jax.ir.queries import find_readers
 from rlx_jax.ir.region import join_nodes
 from rlx_jax.ir.types import TensorType, is_float, short_name
-from rlx_jax.lowering.lir.kernel_trace import KernelTrace, unsupported_primitive
+from rlx_jax.lowering.lir.kernel_trace import KernelTrace, is_same_by_rows, unsupported_primitive
 from rlx_jax.lowering.lir.matvec import Matvec, find_tiling, matvec
 from rlx_jax.lowering.lir.packed import PackedWeight
 from rlx_jax.lowering.lir.packed_matvec import find_packed_tiling
@@ -187,7 +187,20 @@ def runs_in_kernel(graph: Graph, node: Node, size: int, reductions: bool, count:
     whole = [math.prod(map(int, t.shape)) == size for t in types]
     if not all(is_whole or is_constant(graph, v) for is_whole, v in zip(whole, node.inputs, strict=True)):
         return False
-    return op_runs_in_kernel(node.op, types, size, reductions)
+    whole_types = tuple(graph.type(v) for v in node.inputs)
+    return is_by_rows(node.op, whole_types, types, count) and op_runs_in_kernel(node.op, types, size, reductions)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_by_rows(op: Mir, whole: tuple[TensorType, ...], one: tuple[TensorType, ...], count: int) -> bool:
+    """Return whether an op on operands of the types `whole` is the op on each of `count` rows, of the types `one`."""
+    if count == 1:
+        return True
+    try:
+        of_all, of_one = (jax.make_jaxpr(op.eval)(*map(struct, types)) for types in (whole, one))
+    except Exception:  # its function is of another number of rows
+        return False
+    return is_same_by_rows(of_all, of_one, count)
 
 
 def one_row(t: TensorType, count: int) -> TensorType:
