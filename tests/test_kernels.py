@@ -184,7 +184,7 @@ def test_where_a_convolution_is_a_kernel_of_its_own(device: str, tokens: int, wa
 def test_where_a_kernel_selects_entries(op: TopK, rows: int, want: bool) -> None:
     """The largest of many rows; equal entries keep their order and NaN comes first, as in the op."""
     x = np.round(np.random.default_rng(0).normal(size=(2, rows // 2, 64)) * 4).astype(np.float32)
-    x[0, 0, 3], x[0, 1, 5], x[0, 2] = np.nan, np.inf, -np.inf
+    x[0, 0, 3], x[0, 1, 5], x[0, 2], x[0, 3] = np.nan, np.inf, -np.inf, np.int32(-1).view(np.float32)
     choice = choose_selection((op, types(x.shape, dtype="f32")), use_kernels=True)
     assert (choice is not None) == want
     name = "xla" if choice is None else choice.implementation

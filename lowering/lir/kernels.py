@@ -304,7 +304,7 @@ SELECTING_ROWS = 16
 @with_reference_gradient(TopK.eval)
 def selected(op: TopK, x: AnyArray) -> tuple[AnyArray, AnyArray]:
     """Compute the op along the last axis, by selecting the largest entry of a row `k` times."""
-    size, rows = x.shape[-1], x.reshape(-1, x.shape[-1])
+    size, rows, chosen = x.shape[-1], x.reshape(-1, x.shape[-1]), jnp.iinfo(jnp.int32).min
 
     def flipped(bits: AnyArray) -> AnyArray:
         """Return integers in the order of the floats with these bits, or those bits: it is its own inverse."""
@@ -312,13 +312,13 @@ def selected(op: TopK, x: AnyArray) -> tuple[AnyArray, AnyArray]:
 
     def kernel(x: Any, values: Any, ids: Any) -> None:
         own = pl.ds(pl.program_id(0) * SELECTING_ROWS, SELECTING_ROWS)
-        keys = flipped(lax.bitcast_convert_type(x[own, :], jnp.int32))
+        keys = jnp.maximum(flipped(lax.bitcast_convert_type(x[own, :], jnp.int32)), chosen + 1)
         number = lax.broadcasted_iota(jnp.int32, keys.shape, 1)
         for i in range(op.k):
             top = keys.max(1)
             ids[own, i] = first = jnp.where(keys == top[:, None], number, size).min(1)
             values[own, i] = lax.bitcast_convert_type(flipped(top), jnp.float32)
-            keys = jnp.where(number == first[:, None], jnp.iinfo(jnp.int32).min, keys)
+            keys = jnp.where(number == first[:, None], chosen, keys)
 
     shapes = [jax.ShapeDtypeStruct((len(rows), op.k), dtype) for dtype in (x.dtype, jnp.int32)]
     results = kernel_call(kernel, shapes, (len(rows) // SELECTING_ROWS,), 4)(rows)
