@@ -195,6 +195,18 @@ def test_missing_chunks_and_metadata(tmp_path: Path) -> None:
         read(path)
 
 
+@pytest.mark.parametrize(("depth", "error", "message"), [
+    (30_000, errors.CheckpointFormatError, "nested"), (10**6, errors.LimitError, "bytes of metadata"),
+])  # fmt: skip
+def test_deep_metadata(depth: int, error: type[Exception], message: str, tmp_path: Path) -> None:
+    """Native code, which deep nesting would end with a segmentation fault, does not get it."""
+    path = save_files(tmp_path / "a", {"w": W})
+    text = (path / "w" / ".zarray").read_text()
+    (path / "w" / ".zarray").write_text(text.replace("null", "[" * depth + "]" * depth, 1))
+    with pytest.raises(error, match=f"array 'w': .*{message}"):
+        read(path)
+
+
 def test_links(tmp_path: Path) -> None:
     outside = save_files(tmp_path / "b", {"w": W})
     path = save_files(tmp_path / "a", {"w": W})

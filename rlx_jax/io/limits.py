@@ -33,6 +33,8 @@ MAX_LISTING_BYTES = 32 * 2**20
 MAX_TREE_BYTES = 64 * 2**20
 # Bytes of the manifest of an exported artifact.
 MAX_ARTIFACT_MANIFEST_BYTES = 16 * 2**20
+# Bytes of the zarr metadata of one array of an Orbax checkpoint.
+MAX_ARRAY_METADATA_BYTES = 64 * 2**10
 # Number of chunks of one array of an Orbax checkpoint, which has at least one for each device that it was saved from.
 MAX_CHUNKS = 2**20
 # Bytes of `config.json` and similar files.

@@ -22,7 +22,7 @@ from rlx_jax import errors
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import listing, quote
 from rlx_jax.io import limits
-from rlx_jax.io.files import Links, check_name, is_text, resolve
+from rlx_jax.io.files import Links, check_name, is_text, parse_object, resolve
 from rlx_jax.ir.boxes import Box, box_index
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.weight_reads import WeightSource
@@ -144,20 +144,32 @@ class OrbaxSource(NamedTensors[TensorType]):
     def _open_arrays(self) -> dict[str, Any]:
         """Return the tensorstore of every array, of which only the metadata is read."""
         root = os.path.join(os.path.realpath(self._tree.directory), "")
-        files = {"driver": "file", "path": root}
+        files, ocdbt, zarr3 = {"driver": "file", "path": root}, self._tree.ocdbt, self._tree.zarr3
         with _convert_errors(self._where()):
             import tensorstore
 
             context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 2**24}})
+            store = {"driver": "ocdbt", "base": files} if ocdbt else files
+            kvstore = tensorstore.KvStore.open(store, context=context).result()
+
+        def read(name: str) -> Any:
+            return kvstore.read(f"{name}/zarr.json" if zarr3 else f"{name}/.zarray")
 
         def start(name: str) -> Any:
             store = {"driver": "ocdbt", "base": files, "path": f"{name}/"}
             return tensorstore.open({
-                "driver": "zarr3" if self._tree.zarr3 else "zarr",
-                "kvstore": store if self._tree.ocdbt else {**files, "path": f"{root}{name}/"},
+                "driver": "zarr3" if zarr3 else "zarr",
+                "kvstore": store if ocdbt else {**files, "path": f"{root}{name}/"},
                 "fill_missing_data_reads": not self._tree.stores_all_chunks,
             }, open=True, read=True, context=context)  # fmt: skip
 
+        # Before native code parses it, which deep nesting would end with a segmentation fault.
+        for key, reply in {key: read(name) for key, name in self._tree.arrays.items()}.items():
+            where = self._where_array(key)
+            with _convert_errors(where):
+                raw = bytes(reply.result().value)  # empty if it is missing, which `start` reports
+            limits.check_limit(len(raw), limits.bound("MAX_ARRAY_METADATA_BYTES"), f"{where}: bytes of metadata")
+            parse_object(raw or b"{}", where, _Error)
         # All reads start before the first is awaited, so that they overlap.
         futures = {key: start(name) for key, name in self._tree.arrays.items()}
         stores = {}
