@@ -34,13 +34,14 @@ else:
             return import_module(f"rlx_jax.{name}")
         if name == "load":
             return import_module("rlx_jax.loading.start").load
-        if not name.startswith("_"):
-            for key, value in vars(import_module("rlx_jax.public")).items():
-                if not key.startswith("_"):
-                    globals().setdefault(key, value)  # a name that a test has replaced stays
-            if name in globals():
-                return globals()[name]
-        suggestion = import_module("rlx_jax.errors").did_you_mean(name, __all__)
+        public = {} if name.startswith("_") else vars(import_module("rlx_jax.public"))
+        for key, value in public.items():
+            if not key.startswith("_"):
+                globals().setdefault(key, value)  # a name that a test has replaced stays
+        if name in globals():
+            return globals()[name]
+        did_you_mean = import_module("rlx_jax.errors").did_you_mean
+        suggestion = did_you_mean(name, __all__) or did_you_mean(name, public)
         raise AttributeError(f"module 'rlx_jax' has no attribute {name!r}{suggestion}")
 
 

@@ -40,8 +40,9 @@ def test_the_top_level() -> None:
     assert set(TOP) <= set(rlx.__all__) and not set(RECIPES) & set(rlx.__all__)
     for name in RECIPES:
         assert getattr(rlx, name) is getattr(rlx.models, name)
-    with pytest.raises(AttributeError, match="'complie'; did you mean 'compile'"):
-        getattr(rlx, "complie")  # noqa: B009
+    for name, meant in (("complie", "compile"), ("LlamaFlow", "Llama32Flow")):
+        with pytest.raises(AttributeError, match=f"'{name}'; did you mean '{meant}'"):
+            getattr(rlx, name)
     with pytest.raises(TypeError, match=r"Sampler\(\) .*'temp'; did you mean 'temperature'"):
         rlx.Sampler(temp=1.0)  # type: ignore[call-arg]
 
