@@ -122,7 +122,8 @@ def test_options_of_training() -> None:
     profile = rlx.CompileProfile().replace(
         fusion={"target": "h200"}, backend={"cuda": {"compiler_options": {option: True}}}
     )
-    for compute, expected in (("bf16", settings.TRAIN_OPTIONS | {option: True}), ("f32", {option: True})):
+    by_dtype = {"bf16": settings.TRAIN_OPTIONS | {option: True}, "f16": {option: True}, "f32": {option: True}}
+    for compute, expected in by_dtype.items():
         chosen = profile.replace(precision={"compute": compute})
         model = rlx.compile(Llama32Flow.for_prefill(CONFIG), program="train", profile=chosen)
         assert model.settings.plan.compiler_options == expected

@@ -31,7 +31,8 @@ AnyArray = Any
 # Rows of a block and of a warpgroup, columns of a tile of all weights, and the contracted entries of a step.
 ROWS, OWN_ROWS, COLUMNS, DEPTH = 128, 64, 256, 64
 
-# Steps that are in shared memory, steps of rows that are copied at once after others, and programs.
+# Steps that shared memory has room for; the steps last begun, for whose gathered rows a program does not wait yet; and
+# programs. With as many of the second as of the first, copies and products would wait for each other.
 SLOTS, LAG, PROGRAMS = 4, 2, 132
 
 # Registers of a thread that copies, and of one that multiplies.

@@ -40,9 +40,9 @@ DEFAULT_STEPS = {"cpu": 4}
 # Options of XLA with kernels over a mesh. Sums over devices end a CUDA graph, and by default XLA makes none of fewer
 # than 5 kernels. A step of 8B on two H200 takes 3.14 ms in place of 3.26, and 4.52 in place of 4.47 with 64 rows.
 MESH_OPTIONS = {"xla_gpu_graph_min_graph_size": 2}
-# Options of XLA for steps that train in bf16 on an H100 or H200. XLA moves ops before a product into one of Triton, and
-# where cuBLAS is then faster, as it mostly is, they stay kernels of their own; it also joins q, k and v, to split them
-# again. A step of Llama 1B on one H200 takes 237.0 ms in place of 238.5, and compiles in 11 s in place of 25.
+# Options of XLA for steps that train in bf16 on an H100 or H200. XLA moves ops into Triton's kernel of a product after
+# them, and they stay alone if it then takes cuBLAS, as it mostly does; it joins q, k and v, to split them again. A step
+# of Llama 1B on one H200 takes 237.0 ms in place of 238.5, and compiles in 11 s in place of 25.
 TRAIN_OPTIONS = {"xla_gpu_dot_merger_threshold_mb": 0, "xla_gpu_enable_triton_gemm": False}
 
 # The most tokens of a prompt that one program prefills in slots, or anywhere if the cache rounds.
@@ -341,7 +341,8 @@ def settings_for(
     compute = compute_dtype(precision, target, source, keys)
     # Packed weights have no gradient: without adapters they are decoded, so that all weights are trained.
     packed = precision.weights not in ("f32", "bf16") and (not train or has_adapters(keys))
-    default_options = TRAIN_OPTIONS if train and device.has_kernels and not packed and compute.itemsize == 2 else {}
+    is_measured = train and device.has_kernels and not packed and compute == as_dtype("bf16")
+    default_options = TRAIN_OPTIONS if is_measured else {}
     rounds = kv_dtype is not None and kv_dtype.itemsize < compute.itemsize
     return Settings(
         device=device,
