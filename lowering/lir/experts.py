@@ -378,10 +378,8 @@ def compare_into_blocks(ids: AnyArray, experts: int, rows: int) -> SortedChoices
     blocks = min(-(-num_choices // rows) + experts - 1, num_choices)
     numbers = jnp.arange(num_choices, dtype=jnp.int32)
     is_same, is_less = flat[:, None] == flat[None], flat[None] < flat[:, None]
-    rank = (is_same & (numbers[None] < numbers[:, None])).sum(
-        1, dtype=jnp.int32
-    )  # preceding choices of the same expert
-    # Every block has one choice that is first in it, so these count the blocks of preceding experts.
+    # Preceding choices of the same expert. Every block has one choice that is first in it: these count blocks.
+    rank = (is_same & (numbers[None] < numbers[:, None])).sum(1, dtype=jnp.int32)
     first_block = (is_less & (rank % rows == 0)[None]).sum(1, dtype=jnp.int32)
     block = first_block + rank // rows
     choice_row = block * rows + rank % rows
