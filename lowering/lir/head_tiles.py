@@ -11,11 +11,10 @@ import functools
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
-from rlx_jax.lowering.lir.mosaic import ir, llvm, mgpu, number, plgpu, vector, words
+from rlx_jax.lowering.lir.mosaic import array_of, ir, llvm, mgpu, mma, number, plgpu, vector, words
 from rlx_jax.lowering.lir.packed_matvec import WARPS
-from rlx_jax.lowering.lir.row_products import MAX_ROWS, mma
+from rlx_jax.lowering.lir.row_products import MAX_ROWS
 
 AnyArray = Any
 
@@ -90,7 +89,7 @@ def emit_scores(_: Any, queries: Any, keys: Any) -> Any:
             for i in (0, 2):
                 sums = mma(sums, (a[i], zero, a[i + 1], zero), b[i : i + 2])
         results.append(vector_of(sums[:2]))
-    return fragments(results, score_layout(), (WARPS, MAX_ROWS, WARP_KEYS))
+    return array_of(results, score_layout(), (WARPS, MAX_ROWS, WARP_KEYS))
 
 
 def emit_values(shape: tuple[int, ...], _: Any, weights: Any, values: Any) -> Any:
@@ -105,7 +104,7 @@ def emit_values(shape: tuple[int, ...], _: Any, weights: Any, values: Any) -> An
             b = [halves_of(x[column // 2], y[column // 2], column % 2) for x, y in ((even, odd), (even_high, odd_high))]
             sums.append(mma([f32_zero] * 4, (low, zero, high, zero), b))
         results += [vector_of([sums[start + j][i] for j in range(4)]) for i in range(2) for start in (0, 4)]
-    return fragments(results, result_layout(), shape)
+    return array_of(results, result_layout(), shape)
 
 
 def halves_of(first: Any, second: Any, upper: int) -> Any:
@@ -117,11 +116,3 @@ def halves_of(first: Any, second: Any, upper: int) -> Any:
 def vector_of(numbers: list[Any]) -> Any:
     """Return numbers as one register."""
     return vector.from_elements(ir.VectorType.get((len(numbers),), numbers[0].type), numbers)
-
-
-def fragments(registers: list[Any], layout: Any, shape: tuple[int, ...]) -> Any:
-    """Return registers in order as an array."""
-    found = np.empty(len(registers), object)
-    found[:] = registers
-    known = layout.to_mgpu()
-    return mgpu.FragmentedArray(_registers=found.reshape(known.registers_shape(shape)), _layout=known, _is_signed=None)

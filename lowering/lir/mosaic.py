@@ -3,9 +3,26 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-__all__ = ["LazyModule", "arith", "ir", "llvm", "load", "mgpu", "number", "pl", "plgpu", "vector", "words"]
+import numpy as np
+
+__all__ = [
+    "LazyModule",
+    "arith",
+    "array_of",
+    "ir",
+    "llvm",
+    "load",
+    "mgpu",
+    "mma",
+    "number",
+    "pl",
+    "plgpu",
+    "vector",
+    "words",
+]
 
 
 class LazyModule:
@@ -47,3 +64,22 @@ def words(register: Any) -> list[Any]:
     count = register.type.shape[0] * bits // 32
     vectors = vector.bitcast(ir.VectorType.get((count,), ir.IntegerType.get_signless(32)), register)
     return [vector.extract(vectors, [], [i]) for i in range(count)]
+
+
+def array_of(registers: Sequence[Any], layout: Any, shape: tuple[int, ...], is_signed: Any = None) -> Any:
+    """Return registers of a kernel, in order, as an array in a layout of Pallas."""
+    known, found = layout.to_mgpu(), np.empty(len(registers), object)
+    found[:] = registers
+    found = found.reshape(known.registers_shape(shape))
+    return mgpu.FragmentedArray(_registers=found, _layout=known, _is_signed=is_signed)
+
+
+def mma(sums: Sequence[Any], a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
+    """Return sums plus the products of 16 rows and 16 columns of a with 8 columns of b."""
+    f32 = ir.F32Type.get()
+    asm = (
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
+    )
+    constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
+    result: Any = llvm.inline_asm(llvm.StructType.get_literal([f32] * 4), [*a, *b, *sums], asm, constraints)
+    return [llvm.extractvalue(f32, result, [i]) for i in range(4)]

@@ -23,7 +23,7 @@ from jax import lax
 from rlx_jax.dataclasses import dataclass
 from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.packed_values import six_bit_words
-from rlx_jax.lowering.lir.mosaic import arith, ir, llvm, load, mgpu, number, pl, plgpu, vector, words
+from rlx_jax.lowering.lir.mosaic import arith, array_of, ir, llvm, load, number, pl, plgpu, vector, words
 
 AnyArray = Any
 
@@ -385,9 +385,8 @@ def dot_bytes(operands: Sequence[AnyArray], layout: Any, mask: int, is_signed: b
             return vector.broadcast(one, arith.addi(arith.shli(sums[0], number(8)), sums[1]))
 
         rows = zip(*(array.registers.reshape(-1, size // VECTOR) for array in arrays), strict=True)
-        results = np.array([sum_of(*map(words_of, row)) for row in rows], object)
-        registers = results.reshape(reduced.to_mgpu().registers_shape(tuple(shape)))
-        return mgpu.FragmentedArray(_registers=registers, _layout=reduced.to_mgpu(), _is_signed=True)
+        registers = [sum_of(*map(words_of, row)) for row in rows]
+        return array_of(registers, reduced, tuple(shape), is_signed=True)
 
     result = plgpu.ShapeDtypeStruct(tuple(shape), jnp.int32, layout=reduced)
     return plgpu.inline_mgpu(arg_types=(layout,) * len(operands), return_type=result)(body)(*operands)

@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from rlx_jax.dataclasses import dataclass
@@ -24,7 +23,7 @@ from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.packed_values import decode_slice, group_scales
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace
 from rlx_jax.lowering.lir.matvec import Matvec, run_kernel, sum_chunks
-from rlx_jax.lowering.lir.mosaic import arith, ir, llvm, load, mgpu, number, pl, plgpu, vector, words
+from rlx_jax.lowering.lir.mosaic import arith, array_of, ir, llvm, load, mgpu, mma, number, pl, plgpu, vector, words
 from rlx_jax.lowering.lir.packed_matvec import WARPS, read_ahead
 
 AnyArray = Any
@@ -408,10 +407,9 @@ def emit_product(t: RowsTiling, _: Any, *arrays: Any) -> Any:
         upper, lower = (values_of_run(t, register) for register in codes[:, run])
         for group, *rows in zip(groups_of_run(t, run), upper, lower, strict=True):
             total = add_group(t, weights[-1], total, group, rows, x_words[group])
-    one, layout = ir.VectorType.get((1,), f32), sum_layout().to_mgpu()
-    registers = np.array([vector.broadcast(one, value) for value in total], object)
-    shape = layout.registers_shape((WARPS, MAX_ROWS, TILE_ROWS))
-    return mgpu.FragmentedArray(_registers=registers.reshape(shape), _layout=layout, _is_signed=None)
+    one = ir.VectorType.get((1,), f32)
+    registers = [vector.broadcast(one, value) for value in total]
+    return array_of(registers, sum_layout(), (WARPS, MAX_ROWS, TILE_ROWS))
 
 
 def values_of_run(t: RowsTiling, register: Any) -> list[list[Any]]:
@@ -443,17 +441,6 @@ def pairs(word: Any, mask: int, less: Any) -> list[Any]:
         operands = [arith.andi(bits, number(mask)), arith.andi(bits, number(0xFF80FF80)) if less is None else less]
         differences.append(llvm.inline_asm(i32, operands, "sub.rn.bf16x2 $0, $1, $2;", "=r,r,r"))
     return differences
-
-
-def mma(sums: Sequence[Any], a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
-    """Return sums plus the products of 16 rows and 16 columns of a with 8 columns of b."""
-    f32 = ir.F32Type.get()
-    asm = (
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0,$1,$2,$3}, {$4,$5,$6,$7}, {$8,$9}, {$10,$11,$12,$13};"
-    )
-    constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["f"] * 4)
-    result: Any = llvm.inline_asm(llvm.StructType.get_literal([f32] * 4), [*a, *b, *sums], asm, constraints)
-    return [llvm.extractvalue(f32, result, [i]) for i in range(4)]
 
 
 def factor(array: Any, row: int, index: int) -> Any:
