@@ -220,3 +220,7 @@ def test_links(tmp_path: Path) -> None:
     assert_equal(read(whole), {"w": W})
     with pytest.raises(errors.PathEscapeError, match="links are refused"):
         read(whole, links="refuse")
+    (whole / "w" / "0.0").unlink()
+    os.mkfifo(whole / "w" / "0.0")
+    with pytest.raises(errors.ConfigError, match="FIFO"):
+        read(whole)

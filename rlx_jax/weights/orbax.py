@@ -91,7 +91,7 @@ class OrbaxSource(NamedTensors[TensorType]):
 
     def __init__(self, tree: ArrayTree, *, on_nonfinite: OnNonfinite = "error", links: Links = "follow") -> None:
         self._tree, self._on_nonfinite, self._links = tree, on_nonfinite, links
-        _check_links(tree.directory, links)
+        _check_files(tree.directory, links)
         if not tree.ocdbt:  # without OCDBT, the names of arrays are paths of directories
             for name in tree.arrays.values():
                 check_name(name)
@@ -229,15 +229,13 @@ def _convert_errors(where: str) -> Iterator[None]:
         raise _Error(f"{where}: cannot be decoded; the checkpoint is damaged: {quote(reason)}") from cause
 
 
-def _check_links(directory: str, links: Links) -> None:
-    """Check that no file below `directory` leads out of it, and under `links="refuse"` that none is a link."""
+def _check_files(directory: str, links: Links) -> None:
+    """Check that every file below `directory` is regular and inside it, and under `links="refuse"` no link."""
     for folder, subdirectories, files in os.walk(directory):
-        for name in (*subdirectories, *files):
-            path = os.path.join(folder, name)
-            if os.path.islink(path) or links == "refuse":
-                relative = os.path.relpath(path, directory)
-                if not os.path.isdir(path) or os.path.islink(path):
-                    resolve(directory, relative, links)
+        for path in (os.path.join(folder, name) for name in (*subdirectories, *files)):
+            plain = os.path.isdir(path) or os.path.isfile(path) and links != "refuse"  # reading a FIFO never ends
+            if os.path.islink(path) or not plain:
+                resolve(directory, os.path.relpath(path, directory), links)
 
 
 # -- writing -----------------------------------------------------------------------------------
