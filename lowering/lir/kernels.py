@@ -333,29 +333,14 @@ MAX_COMPARED_CHOICES = 2048
 PLACED = 128
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """Tile sizes of a kernel.
+# Columns of the result of a program, contracted entries of an iteration, warps, and iterations that are loaded ahead.
+Tiles = tuple[int, int, int, int]
 
-    Attributes:
-        columns: columns of the result per program.
-        depth: contracted entries per loop iteration.
-        warps: warps per program.
-        stages: loop iterations that are loaded ahead.
-    """
-
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
-
-# Tiles of the gate and up kernel, and of the down kernel, by the rows of a block: the fastest of those tried on one
-# H200.
+# Tiles of the gate and up kernel, and of the down kernel, by the rows of a block: the fastest tried on one H200.
 TILES = {
-    16: (Tiles(64, 128, 4, 3), Tiles(64, 128, 4, 3)),
-    64: (Tiles(128, 64, 4, 3), Tiles(128, 64, 4, 3)),
-    128: (Tiles(128, 64, 8, 4), Tiles(256, 64, 8, 3)),
+    16: ((64, 128, 4, 3), (64, 128, 4, 3)),
+    64: ((128, 64, 4, 3), (128, 64, 4, 3)),
+    128: ((128, 64, 8, 4), (256, 64, 8, 3)),
 }
 
 
@@ -431,9 +416,9 @@ class ExpertBlocks:
             number: a number for each row of a block `[n, rows]`.
             read, write: which rows of x a block reads, and which rows of the result it writes.
         """
-        op, rows, width = self.op, self.rows, x.shape[1]
+        op, rows, width, (columns, depth, warps, stages) = self.op, self.rows, x.shape[1], tiles
         out_width = weights[0].shape[1 if op.contract else 2]
-        columns, depth = tile_size(out_width, tiles.columns), tile_size(width, tiles.depth)
+        columns, depth = tile_size(out_width, columns), tile_size(width, depth)
         bias_arrays = [bias for bias in biases if bias is not None]
 
         def kernel(block_expert: Any, count: Any, number: Any, x: Any, *rest: Any) -> None:
@@ -463,7 +448,7 @@ class ExpertBlocks:
                 out[write(b, number, count), column] = finish(*sums).astype(out.dtype)
 
         shape = jax.ShapeDtypeStruct((num_rows, out_width), x.dtype)
-        run = kernel_call(kernel, shape, (out_width // columns, self.block_expert.size), tiles.warps, tiles.stages)
+        run = kernel_call(kernel, shape, (out_width // columns, self.block_expert.size), warps, stages)
         return run(self.block_expert, self.count, number, x, *weights, *bias_arrays)
 
 
