@@ -1,8 +1,6 @@
 """Settings of every test: an environment of its own, CPU, no silent promotion of dtypes or ranks, examples that repeat
 in CI."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """Tiny models of every family, whose sizes eight devices divide, all but the vocabulary; and meshes of devices."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -110,8 +108,6 @@ def mesh(kinds: str, devices: int, kind: AxisType = AxisType.Auto) -> Mesh:
     shape = (*sizes, devices // math.prod(sizes))
     return Mesh(np.array(jax.devices()[:devices]).reshape(shape), names, axis_types=(kind,) * len(names))
 
-
-# -- rings beside a whole cache ----------------------------------------------------------------
 
 RING_VOCAB = 19
 RING_SIZES = {

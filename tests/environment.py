@@ -7,8 +7,6 @@ PYTHONDONTWRITEBYTECODE is cleared too: tests start dozens of interpreters, and 
 sources of JAX and of this package, 7.6 s of CPU time in place of 3.2.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -6,8 +6,6 @@
 A file under `LARGE` is one of git's, whose digest is git's; others, and safetensors, are stored apart, by SHA-256.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -5,8 +5,6 @@
 Says a JSON line: the tokens that it generates, and the losses of its steps, resumed from the newest step there is.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

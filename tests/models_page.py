@@ -5,8 +5,6 @@ python -m tests.models_page --write
 The figures are those of tests/fixtures/census.json, which `python benchmarks/census.py --record` writes.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

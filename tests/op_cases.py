@@ -1,7 +1,5 @@
 """Calls of the builders with arrays, and what they mean in NumPy: compiled together, as one program."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

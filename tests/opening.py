@@ -1,7 +1,5 @@
 """Models whose programs can be looked at: no weights are read, and nothing is compiled. And single parameters."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -4,8 +4,6 @@ What the stage returns is scaled and shifted, or, where it lets the active value
 streams, side outputs, the value that it remembers. A test of that stage has to notice.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 python -m tests.profile_page --write
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

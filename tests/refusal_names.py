@@ -2,8 +2,6 @@
 
 # ruff: noqa: F401 (the expressions read the imported names)
 
-from __future__ import annotations
-
 import json
 import pickle
 import struct

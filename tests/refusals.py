@@ -12,8 +12,6 @@ it (```python, or ```sh for the command), and what the user gets, one line for e
 `--write` renews the sample and the table "What is refused" of docs/errors.md.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

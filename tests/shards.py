@@ -1,7 +1,5 @@
 """Small checkpoints: two shards (W float32 `[2, 3]`, B bfloat16 `[3]`, a row of W), and safetensors byte by byte."""
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Mapping

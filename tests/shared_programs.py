@@ -4,8 +4,6 @@ JAX's own cache does it, in a directory of pytest's: its keys are the program, t
 `jax_compilation_cache_dir` stays unset, as it would turn this package's cache off.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

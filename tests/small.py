@@ -1,7 +1,5 @@
 """What tests of small flows share: weights, a profile, and `compile` with the types of a user's script."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A program in a terminal of its own: what is typed there, and what it shows."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pty

@@ -1,7 +1,5 @@
 """`emit.attention` and `emit.rope` with each of their options, against float64 formulas, by both policies."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

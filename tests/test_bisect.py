@@ -1,7 +1,5 @@
 """`rlx.bisect` names the block of a planted fault, in five families, against our own model and transformers."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable

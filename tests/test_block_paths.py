@@ -1,7 +1,5 @@
 """Block paths name one block each: in dumps, summaries, reports, and as the names of caches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import given, settings

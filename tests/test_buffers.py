@@ -1,7 +1,5 @@
 """Liveness and the arena: no two values that live at once share a byte, and nothing lives longer than it must."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

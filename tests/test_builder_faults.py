@@ -1,7 +1,5 @@
 """What a call gives is honoured, or refused by name: ids, sizes, caps, masks, biases, constants and dtypes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """One spelling of the ops: every method stands on `Emit` and on `GraphModule`, and writes the same MIR on both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Keep masks of a flow's own in cached programs: what a token said of itself as a key, later calls know."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What functions in `emit.jax` capture is read when the flow is built: a change afterwards is an error, no number."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """`CausalLM.capture`: prompts of several lengths against each prompt alone, and against float64 NumPy."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from typing import Any

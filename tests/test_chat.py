@@ -1,7 +1,5 @@
 """Chat: templates rendered as transformers renders them, messages checked, hostile templates bounded."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import time
@@ -53,8 +51,6 @@ def lm(directories: dict[str, Path]) -> Any:
     """The ChatML checkpoint."""
     return rlx.load(directories["qwen"])
 
-
-# -- rendering ---------------------------------------------------------------------------------
 
 EXPECTED = {
     "llama3": "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n"
@@ -195,9 +191,6 @@ def test_honest_messages_are_not_suspected(tokenizers: dict[str, Tokenizer], cas
         assert thought in prompt(tokenizer, "Why? /no_think", chat_template=asked)
 
 
-# -- where templates are -----------------------------------------------------------------------
-
-
 def test_templates_of_a_directory(tmp_path: Path) -> None:
     """A string, named ones, files; files count first, as in transformers 5."""
     directory = formats.checkpoint(tmp_path / "m", [], settings={"chat_template": "one"})
@@ -250,9 +243,6 @@ def test_wrong_files(tmp_path: Path) -> None:
         load_tokenizer(directory)
 
 
-# -- messages ----------------------------------------------------------------------------------
-
-
 def test_wrong_requests(tokenizers: dict[str, Tokenizer]) -> None:
     """A misspelt variable, a template that is too long, and messages or a role that the template does not take."""
     for name, messages, error, message, options in (
@@ -265,8 +255,6 @@ def test_wrong_requests(tokenizers: dict[str, Tokenizer]) -> None:
             prompt(tokenizers[name], messages, **options)
     assert prompt(tokenizers["llama3"], [USER | {"role": "ipython"}])
 
-
-# -- hostile templates -------------------------------------------------------------------------
 
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 HOSTILE = {
@@ -320,9 +308,6 @@ def test_what_templates_may_use() -> None:
     assert render("{{ messages[0].content }}", {"messages": [{"role": "user", "content": text}]}) == text
 
 
-# -- replies -----------------------------------------------------------------------------------
-
-
 def test_chat_is_generate_of_the_rendered_prompt(lm: Any) -> None:
     ids = lm.apply_chat_template("Is it blue?")
     want = lm.tokenizer.decode(lm.generate(ids, max_new_tokens=12))
@@ -365,8 +350,6 @@ def test_a_stream_can_be_left(lm: Any) -> None:
                     raise KeyboardInterrupt
         assert lm.chat("Hi", max_new_tokens=20) == want
 
-
-# -- more of the same, at random ---------------------------------------------------------------
 
 PIECES = [
     "<|im_end|>", "<|im_start|>", "<|im_", "end|>", "</think>", "<think>", "[INST]", "[/INST]", "<end_of_turn>",

@@ -1,7 +1,5 @@
 """Every public call refuses the same wrong ids and the same long rows, in whatever array they come."""
 
-from __future__ import annotations
-
 import functools
 from collections import UserDict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Checkpoints of several processes: real ones in the slow tier, and what they say to each other."""
 
-from __future__ import annotations
-
 import random
 import signal
 import threading
@@ -18,8 +16,6 @@ from rlx_jax.errors import NoSpaceError, RlxError, SaveFailedError, StorageError
 from rlx_jax.train import Checkpoints, processes
 from rlx_jax.train.processes import Processes
 from tests.training_process import Group, digest, like, start, steps_of
-
-# -- real processes ----------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -112,9 +108,6 @@ def test_killed_during_a_save(tmp_path: Path, rounds: int = 50) -> None:
                     half = digest(state, jax.devices()[4 * process : 4 * process + 4])
                     assert state["step"] == step and half == told[process, step], f"step {step} is not right"
     assert newest >= rounds  # a step starts when the save before the last one is whole
-
-
-# -- what they say -----------------------------------------------------------------------------
 
 
 class Store:

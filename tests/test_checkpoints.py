@@ -1,7 +1,5 @@
 """Checkpoints of training: across divisions over devices, in the background, damaged, kept and refused."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -78,9 +76,6 @@ def ones(step: int) -> dict[str, Any]:
     return {"w": jnp.full((4, 4), step, jnp.float32), "b": jnp.full(3, step, jnp.int32)}
 
 
-# -- what comes back ---------------------------------------------------------------------------
-
-
 def test_any_division_over_devices(tmp_path: Path) -> None:
     """8 → 4 → 1 → 8 devices: equal to the last bit, and each time where `like` is."""
     with Checkpoints(tmp_path / "run", keep=None) as checkpoints:
@@ -124,9 +119,6 @@ def test_orbax_and_open_weights_read_a_step(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1] + b"\0")
     with pytest.raises(errors.IntegrityError, match="digest"):
         rlx.open_weights(tmp_path / "run", subtree="params")
-
-
-# -- in the background -------------------------------------------------------------------------
 
 
 def test_values_are_those_of_the_call(tmp_path: Path) -> None:
@@ -195,9 +187,6 @@ def test_a_program_that_ends_without_close(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     whole, told = os.listdir(tmp_path / "run") == ["1"], "a save in the background failed" in done.stderr
     assert done.returncode == 0 and whole != told, done.stderr
-
-
-# -- damage ------------------------------------------------------------------------------------
 
 
 def edit_manifest(place: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -275,9 +264,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for step in (1, 2):
             checkpoints.save(step, ones(step))
     return path
-
-
-# -- which steps there are ---------------------------------------------------------------------
 
 
 def test_old_steps_go_after_a_new_one_is_whole(tmp_path: Path) -> None:
@@ -366,9 +352,6 @@ def test_killed_while_it_replaced_a_step(tmp_path: Path) -> None:
         checkpoints.save(2, ones(2))
         checkpoints.wait()
         assert sorted(os.listdir(root)) == ["1", "2"]
-
-
-# -- refusals ----------------------------------------------------------------------------------
 
 
 def test_arguments(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Heads of sequence classification: texts, pairs and rerankers, against what transformers recorded and computes."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Callable
@@ -249,9 +247,6 @@ def test_requests_that_are_refused(directories: Path, tmp_path: Path) -> None:
     checkpoints.edit_json(copy / "config_sentence_transformers.json", {"activation_fn": "torch.nn.Tanh"})
     with pytest.raises(errors.UnsupportedError, match="activation 'torch.nn.Tanh'"):
         rlx.load(copy)
-
-
-# -- live --------------------------------------------------------------------------------------
 
 
 @pytest.mark.oracle

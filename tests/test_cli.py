@@ -1,7 +1,5 @@
 """The command `rlx-jax`: what it prints, where, and with which status; progress of loading and compiling."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import io
@@ -163,8 +161,6 @@ def test_a_size_or_an_axis_twice(capsys: pytest.CaptureFixture[str]) -> None:
         assert message in capsys.readouterr().err
 
 
-# -- without a model ---------------------------------------------------------------------------
-
 WRONG: dict[str, tuple[list[object], int, str]] = {
     "device by number": ([BASE, "--device", "cpu:8"], 1, "--device cpu:8: expected cpu:0 to cpu:7"),
     "device and devices": ([BASE, "--device", "cpu", "--devices", "2"], 1, "use only one of them"),
@@ -222,9 +218,6 @@ def test_stdin_that_is_no_text(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "stdin: not UTF-8 at byte 2" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin", None)  # a shell's <&-
     assert read_line("> ") == read_stdin("texts") == b""
-
-
-# -- the other commands ------------------------------------------------------------------------
 
 
 def documented() -> dict[str, set[str]]:

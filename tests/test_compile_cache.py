@@ -1,7 +1,5 @@
 """The persistent compile cache: a second process compiles nothing, and no fault of the cache changes a result."""
 
-from __future__ import annotations
-
 import functools
 import importlib.machinery
 import importlib.util
@@ -84,9 +82,6 @@ DAMAGES: dict[str, Callable[[Path, float], object]] = {
 }
 
 
-# -- entries on disk -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_entry_is_refused_and_replaced(tmp_path: Path, damage: str) -> None:
     store, payload = EntryStore(str(tmp_path / "made" / "here"), 10_000), bytes(range(256)) * 4
@@ -132,9 +127,6 @@ def test_a_directory_that_others_can_write_is_refused(tmp_path: Path, monkeypatc
     for call in (lambda: store.read(KEY), lambda: store.write(KEY, b"y")):
         with pytest.raises(StorageError, match="others can write it|belongs to user"):
             call()
-
-
-# -- one program ---------------------------------------------------------------------------------------
 
 
 def program(scale: float = 3.0, donate: bool = False, **options: Any) -> tuple[Any, bool]:
@@ -237,9 +229,6 @@ def test_what_calls_back_into_the_process_is_not_cached(cache: Path) -> None:
     assert compile_cache.compile_lowered(lowered, (1.0,))[0](1.0) == 2 and entries(cache) == []
 
 
-# -- settings --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("text", ["cache", "of", "/\0"])
 def test_a_setting_that_is_no_directory_is_named(cache: Path, monkeypatch: Any, text: str) -> None:
     """In the environment it is a warning and no cache, in a call an error."""
@@ -290,9 +279,6 @@ def test_the_default_directory(cache: Path, tmp_path: Path, monkeypatch: Any) ->
     for base, directory in (("/x", "/x"), ("", f"{tmp_path}/.cache"), ("relative", f"{tmp_path}/.cache")):
         monkeypatch.setenv("XDG_CACHE_HOME", base)
         assert rlx.compile_cache() == compile_cache.CacheSettings(f"{directory}/rlx_jax/programs", 2**31)
-
-
-# -- models ------------------------------------------------------------------------------------------
 
 
 def test_a_second_model_compiles_nothing(cache: Path) -> None:
@@ -446,8 +432,6 @@ def test_what_cannot_be_loaded_is_traced_with_the_settings_of_its_caller(
         assert rlx.load(LLAMA).generate(PROMPTS, max_new_tokens=6, slots=2) == want
     assert len(threads) > count and {*threads} == {threading.get_ident()}
 
-
-# -- several processes -------------------------------------------------------------------------------
 
 CHILD = """
 import json, sys, warnings

@@ -1,7 +1,5 @@
 """The names of STAGES 12 and IR 10.1: manifests, reflections, the steps and options of a pipeline."""
 
-from __future__ import annotations
-
 import pytest
 
 import rlx_jax as rlx
@@ -90,9 +88,6 @@ def test_probe_changes_nothing() -> None:
     ((node, kind, choice),) = rlx.probe_block_specialization(m, "unfused_primitives")
     assert (kind, choice) == ("SwiGLU", steps.BlockSpecialization.UNFUSED_PRIMITIVES) and m.to_json() == before
     assert node < len(m) and steps.symbolic_layout_hint({"seq": 2, "batch": 1}) == "batch=1, seq=2"
-
-
-# -- IR 10.1 -----------------------------------------------------------------------------------
 
 
 def test_pipeline_steps() -> None:

@@ -1,7 +1,5 @@
 """The names of STAGES 9 and 13: a row of the specification each, over small modules and recipes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -58,9 +56,6 @@ def run(executable: Any, x: np.ndarray) -> np.ndarray:
 
 def expected(x: np.ndarray) -> np.ndarray:
     return np.asarray(np.maximum(x.astype(np.float64) @ W, 0) @ W)
-
-
-# -- STAGES 9 ----------------------------------------------------------------------------------
 
 
 def test_variants() -> None:
@@ -126,9 +121,6 @@ def test_dispatch_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RLX_KERNEL_DISPATCH", "commno")
     with pytest.raises(ProfileError, match="common"):
         steps.ModelComponent(steps.ModelVariant.prefill(1, 8))
-
-
-# -- STAGES 13 ---------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """`rlx-jax completion`: what is given to each shell, and what bash makes of it, asked in the shell itself."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Compositions of layers: how a stack is put together, as a value."""
 
-from __future__ import annotations
-
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import Homogeneous, LayerComposition, Pair, Single

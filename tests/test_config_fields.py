@@ -1,7 +1,5 @@
 """Fields of `config.json` that no family reads: ignored, refused by name, or ignored because the caller says so."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path
@@ -151,8 +149,6 @@ def test_one_line_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     (line,) = [record.getMessage() for record in caplog.records if record.name == "rlx_jax"]
     assert all(name in line for name in ("neftune_noise_alpha", "model_max_length", "unset")) and "hidden" not in line
 
-
-# -- configs that no family reads: the nearest one, and how it differs -------------------------
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 DECODER = SIZES | {"intermediate_size": 24, "num_key_value_heads": 1, "rms_norm_eps": 1e-6}

@@ -1,7 +1,5 @@
 """Choices, loops and gradients of one's own: numbers, gradients, what bodies may read, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

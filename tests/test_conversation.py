@@ -3,8 +3,6 @@
 The tokenizer has one token for each word, so that a reply is written as the tokens that it came in.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A decoder that reads another sequence, written with `emit` alone: what that sequence gives is computed once."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

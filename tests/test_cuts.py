@@ -1,7 +1,5 @@
 """Slices to symbolic sizes: a joint sequence is put together and taken apart, and its parts are what they were."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

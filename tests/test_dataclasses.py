@@ -1,7 +1,5 @@
 """`rlx_jax.dataclasses`: its classes behave as those of the standard library."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Groups of the attention of one new token: which attentions have one, that it computes the same, its kernel."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import itertools
@@ -118,9 +116,6 @@ def operands_of(graph: Graph, group: Node, start: int, length: int) -> list[Any]
     ]
 
 
-# -- which attentions have a group -------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_groups_of_a_decode_step(name: str) -> None:
     """Every attention is in a group, of repeated layers too, and the grouped program computes the same."""
@@ -173,8 +168,6 @@ def test_a_profile_that_chooses_attention_or_products(monkeypatch: pytest.Monkey
         assert any("decode_attention" in line for line in lir.attention()) == (AttentionGroup in kinds[-1])
     assert kinds == [{KernelGroup}, {AttentionGroup}, {AttentionGroup, KernelGroup}, {AttentionGroup, KernelGroup}]
 
-
-# -- the kernel --------------------------------------------------------------------------------
 
 CASES: dict[str, Case] = {
     "ring": Case(keys=64, ring=True, window=50, norm=True, n_rot=32, sinks=True, softcap=3.0),

@@ -1,7 +1,5 @@
 """Explicit decode: the growing-concat stages against the forward program and the programs derived from it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -43,9 +41,6 @@ def past_of(outputs: Mapping[str, Any]) -> Arrays:
 close = partial(assert_close, tolerance=2e-6)
 
 
-# -- the cache as arithmetic -----------------------------------------------------------------------
-
-
 def test_a_cache_padded_to_a_bucket() -> None:
     """With a mask and positions the padding is not seen, new rows move up in every row, and one program serves all.
 
@@ -82,8 +77,6 @@ def test_a_cache_padded_to_a_bucket() -> None:
         for kind in "kv":
             close(cache[f"past_{kind}_{i}"], want[f"kv.{i}.{kind}"])
 
-
-# -- where the tables come from --------------------------------------------------------------------
 
 WIDTH, DIM = 24, 6
 ATTENTION = blocks.SelfAttnPrefillSpec("q", "k", "v", 4, DIM, 2)
@@ -153,8 +146,6 @@ def test_default_position_ids_count_from_the_cache() -> None:
     )
     close(run(flow, seq=2), run(attention_flow(blocks.RopeTables.theta(DIM), seq=2), seq=2))
 
-
-# -- errors ----------------------------------------------------------------------------------------
 
 SPEC: Any = blocks.LlamaDecodeLayerSpec(num_heads=4, head_dim=DIM, num_kv_heads=2)
 
@@ -245,9 +236,6 @@ def test_errors(name: str) -> None:
     assert type(caught.value) is kind
 
 
-# -- a dimension that is a sum ---------------------------------------------------------------------
-
-
 def test_sums_of_dimensions() -> None:
     """They follow the sizes of their names, and keep to them."""
     flow = rlx.ModelFlow("s").input("a", (1, "past")).input("b", (1, "new")).input("c", ("past + new + 1",))
@@ -261,8 +249,6 @@ def test_sums_of_dimensions() -> None:
         with pytest.raises(errors.ShapeError):
             rlx.ModelFlow("s").input("a", (wrong,))
 
-
-# -- against transformers --------------------------------------------------------------------------
 
 RECORDED = (
     "llama/gqa_plain_attnbias_v5", "mistral/window_v5", "qwen2/window_v4", "qwen3/window_bias_v5", "gemma/tied_v4",

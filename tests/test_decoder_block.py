@@ -1,7 +1,5 @@
 """The stages of a decoder layer and `LlamaDecoderBlock`: options of `LayerSpec` against their formula, errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -54,9 +52,6 @@ def run(
 
 def weights_of(spec: LayerSpec, seed: int = 0) -> dict[str, np.ndarray]:
     return layer_weights(spec, HIDDEN, FFN, seed)
-
-
-# -- numbers -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -156,8 +151,6 @@ def test_the_norm_of_one_side_and_its_offset() -> None:
     np.testing.assert_allclose(shifted, normed, rtol=0, atol=1e-6)
     assert np.abs(context(spec) - normed).max() > 1e-2
 
-
-# -- errors ------------------------------------------------------------------------------------
 
 fused, composed = blocks.llama_prefill_layer_fused, blocks.llama_prefill_layer_composed
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {

@@ -1,7 +1,5 @@
 """Rerankers that are decoders: the logits of tokens, prompts and chat templates, against sentence-transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

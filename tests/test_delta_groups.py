@@ -1,7 +1,5 @@
 """The gated delta rule of a prompt, grouped with the convolution before it: its kernels against the ops one by one."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prefill and extend, derived from the forward flow: the same numbers, and refusals by name."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

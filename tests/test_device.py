@@ -1,7 +1,5 @@
 """The device is an argument: a plan for a machine is the same wherever it is made."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import re
@@ -79,9 +77,6 @@ def test_devices_by_name() -> None:
         named_device("h20")
 
 
-# -- one plan for one machine ------------------------------------------------------------------
-
-
 def weights() -> dict[str, np.ndarray]:
     """In bf16, which a GPU computes in where it is told nothing."""
     rng = np.random.default_rng(0)
@@ -138,9 +133,6 @@ def test_loading_for_another_machine_merges_as_it_would_there() -> None:
     assert "planned for        h200 (cuda, 141 GB, 4,800 GB/s, 989 TFLOP/s)" in str(lm.report())
 
 
-# -- what the plan chooses for it --------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("asked", "target", "found"), [
     ("auto", "cpu", {"5 by xla (as any other)"}),
     ("auto", "h200", {"5 by row (one row: cuBLAS is slower)"}),
@@ -173,9 +165,6 @@ def test_the_generating_loop() -> None:
         (loop,) = [k.wrapper for k in lm.model.programs.executables if k.program == "extend"]
         assert (loop.steps, loop.early_exit) == (steps, early) and f"{steps} steps a dispatch" in str(lm.report())
     assert texts[0] == texts[1]
-
-
-# -- where arguments stand ---------------------------------------------------------------------
 
 
 def test_arguments_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:

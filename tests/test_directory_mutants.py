@@ -1,7 +1,5 @@
 """Damaged index files, configs and profiles: refused in our words, or what they say, as another parser reads them."""
 
-from __future__ import annotations
-
 import json
 import random
 import tomllib
@@ -33,9 +31,6 @@ TYPES = ["sliding_attention", "full_attention", "full_attention"]
 PIECES = [b"{", b"}", b"[", b"]", b'"', b"'", b"\\", b",", b":", b"=", b".", b"#", b"\n", b"\0", b"\xff", b"NaN",
           b"nan", b"inf", b"-", b"1", b"9" * 5000, b"[" * 200, b"a." * 40, b"true", b"0x", b"\\ud800", b"1e999",
           b"\xef\xbb\xbf", "é".encode(), b'"""', b"[fusion]", b"1979-05-27", b"{a=1}"]  # fmt: skip
-
-
-# -- one judge for each kind of file -----------------------------------------------------------
 
 
 def judge_index(raw: bytes, here: Path) -> str:

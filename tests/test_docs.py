@@ -8,8 +8,6 @@ encoder;
 the first is also the model `HUB` of a hub on this machine. Blocks fenced otherwise (```text, ```sh) are not run.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 import zipfile

@@ -1,7 +1,5 @@
 """The state is updated in place, this is proved for every compiled program, and a planted fault is caught."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re
@@ -175,9 +173,6 @@ def test_temporaries_of_a_program_without_a_state(strict: bool) -> None:
         return
     with pytest.warns(DonationWarning, match=match + ".*donation.strict = true"):
         assert np.array_equal(model(x), x + 8)
-
-
-# -- warnings, and every family ----------------------------------------------------------------
 
 
 def wide(compute: str, **donation: Any) -> Any:

@@ -1,7 +1,5 @@
 """CLIP and SigLIP against `transformers`: recorded by default, live under the mark `oracle`."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Mapping
@@ -50,9 +48,6 @@ def cases(*quick: str) -> list[Any]:
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in NAMES]
 
 
-# -- the recorded numbers ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", cases("clip"))
 def test_vectors_and_similarity(name: str) -> None:
     """Of texts of several lengths, one of which is cut, and of images; alone as in a batch."""
@@ -65,9 +60,6 @@ def test_vectors_and_similarity(name: str) -> None:
     assert_close(both.similarity(list(TEXTS), pictures(name)), want["logits"])
     assert_close(both.similarity(TEXTS[0], pictures(name)[1]), want["logits"][:1, 1:])
     assert_close(both.images.hidden_states(want["pixels"]), want["hidden"])
-
-
-# -- changed by their paths --------------------------------------------------------------------
 
 
 def vectors(recipe: Any) -> dict[str, Any]:
@@ -246,9 +238,6 @@ def towers_config(directory: Path) -> Any:
     return json.loads((directory / "config.json").read_text("utf-8"))
 
 
-# -- parameters --------------------------------------------------------------------------------
-
-
 def test_one_set_of_parameters(tmp_path: Path) -> None:
     """New ones reach both towers and the scale; those of one tower alone are not saved, as they would be lost."""
     both, ids, key = dual("clip"), [[1, 47, 60]], "visual_projection.weight"
@@ -268,9 +257,6 @@ def test_one_set_of_parameters(tmp_path: Path) -> None:
         np.testing.assert_array_equal(load_file(tmp_path / "it" / "model.safetensors")[key], params[key])
     finally:
         both.model = both.texts.model.replace(old)
-
-
-# -- requests ----------------------------------------------------------------------------------
 
 
 def test_towers_of_your_own() -> None:
@@ -305,8 +291,6 @@ def test_towers_of_your_own() -> None:
             rlx.DualEncoder(texts, images, weights, padding=padding)  # type: ignore[arg-type]
 
 
-# -- configs -----------------------------------------------------------------------------------
-
 PLAIN: dict[str, Any] = {"text_config": {}, "vision_config": {}}
 
 
@@ -334,9 +318,6 @@ def test_configs_that_are_refused() -> None:
     ):
         with pytest.raises((errors.ConfigError, errors.UnsupportedError), match=match):
             config.from_hf(changes)
-
-
-# -- live --------------------------------------------------------------------------------------
 
 
 @pytest.mark.oracle(warnings="error")

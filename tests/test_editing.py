@@ -1,7 +1,5 @@
 """`at`: blocks wrapped, replaced, captured and scaled by their paths, in recipes and in flows of one's own."""
 
-from __future__ import annotations
-
 import pickle
 from collections import Counter
 from collections.abc import Callable
@@ -137,9 +135,6 @@ def test_a_block_replaced() -> None:
     assert "model.layers.1.mlp.up_proj.weight" not in model.require_params("a test")
 
 
-# -- the active value ---------------------------------------------------------------------------
-
-
 def test_captures_beside_named_outputs() -> None:
     """They follow what the flow names, unless some of them are named."""
     flow = rlx.ModelFlow("m").input("x", ("batch", 4)).store_stream("raw").named_layer("a", blocks.Activation("relu"))
@@ -171,8 +166,6 @@ def test_a_capture_of_every_block(fixture: str) -> None:
     expected = {"rotary_emb[0]", "rotary_emb[1]"} if "llama" in fixture else {"layers.0"}
     assert expected <= set(out) and "layers.1" in out
 
-
-# -- every family ------------------------------------------------------------------------------
 
 FAMILIES = ("llama/mha_tied_sparse", "mixtral/window_v5", "qwen3_5_text/tied_v5", "bert/bare_v5", "vision/vit")
 
@@ -207,9 +200,6 @@ def test_recipes_with_edits_are_values() -> None:
     again = pickle.loads(pickle.dumps(recipe))
     assert again == recipe and again != stock and stock.hooks.edits == ()
     assert again.assemble().build().output_names == ("logits", "layers.0")
-
-
-# -- patterns ----------------------------------------------------------------------------------
 
 
 def test_patterns() -> None:
@@ -274,9 +264,6 @@ def test_heads_of_what_is_packed() -> None:
     assert flow.at("attn.qkv").scale(np.ones(8), heads=8).build()
     with pytest.raises(errors.ShapeError, match=r"attn\.qkv: scale: .* has 8 heads, not 4"):
         flow.at("attn.qkv").scale(np.ones(4), heads=4).build()
-
-
-# -- live --------------------------------------------------------------------------------------
 
 
 @pytest.mark.oracle

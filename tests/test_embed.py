@@ -1,7 +1,5 @@
 """`embed`: texts laid out in few sizes of programs, several in a row, with the vectors each has alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

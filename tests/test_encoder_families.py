@@ -3,8 +3,6 @@
 A new family adds a config to `tests/oracles/encoder_families.py`.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path
@@ -136,9 +134,6 @@ def test_positions_of_roformer() -> None:
     for other in (table + [[1e-4]], np.roll(table, 1, axis=0), table[:, :6], np.sin(angles)):
         with pytest.raises(UnsupportedError, match=f"{key} is not the table"):
             recipe.adapt_weights(MappingSource({key: other.astype(np.float32)}))
-
-
-# -- live --------------------------------------------------------------------------------------
 
 
 @pytest.mark.oracle

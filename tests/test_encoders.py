@@ -4,8 +4,6 @@
 A new family adds checkpoints and its formula to `tests/oracles/encoders.py`, and rows here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib
@@ -63,9 +61,6 @@ def case(name: str) -> Case:
     return Case(rlx.load(directory, head=False), rlx.compile(recipe), load_record(directory))
 
 
-# -- the recorded numbers ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in NAMES])
 def test_hidden_states(name: str) -> None:
     """A batch without padding; rows of their own lengths; every optional input. The flow has the encoder's tensors
@@ -101,9 +96,6 @@ def test_texts_that_share_a_row(name: str) -> None:
         assert_close(np.asarray(got)[said["segments"] == number], encoders.row(config, weights, text))
 
 
-# -- the same from small stages ------------------------------------------------------------------
-
-
 def test_names_of_the_fields_of_a_layer() -> None:
     """`replace` changes a field under its other name; a field has one value."""
     spec = blocks.BertEncoderLayerSpec("a", 8, 2, 4, qkv_style="mpnet")
@@ -136,9 +128,6 @@ def test_stages_say_what_is_missing() -> None:
         ids.stage(blocks.RelativeBias("r", (31, 2))).build()
 
 
-# -- requests ------------------------------------------------------------------------------------
-
-
 def test_activations() -> None:
     """Hugging Face's names against the formulas, where each bends."""
     x = np.linspace(-7, 7, 113, dtype=np.float32).reshape(1, -1)
@@ -168,9 +157,6 @@ def test_vectors_that_are_not_finite() -> None:
     first, _, third, _ = told.value.outputs
     assert told.value.rows == {1: 0, 3: 0}
     np.testing.assert_array_equal([np.asarray(first), np.asarray(third)], encoder.embed([[1, 2], [4]]))
-
-
-# -- configs -------------------------------------------------------------------------------------
 
 
 BROKEN: list[tuple[Path, str, dict[str, Any]]] = [
@@ -211,8 +197,6 @@ def test_positions_begin_behind_the_padding() -> None:
     with pytest.raises(errors.SequenceLengthError, match="43"):
         model(np.full((1, 44), 5, np.int32))
 
-
-# -- live ----------------------------------------------------------------------------------------
 
 LIVE = {
     "bert": (301, 307, 310), "roberta": (301, 302, 308, 313), "mpnet": (302, 305, 311), "nomic_bert": (301, 308, 313),

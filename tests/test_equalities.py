@@ -1,8 +1,6 @@
 """What must not matter, on five archetypes: who shares the batch, padding, where a prompt is cut, rings or full caches,
 scanned or unrolled layers. Every comparison is with the forward program over the whole sequence."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What users get wrong, and what they are told: class, place, what was expected and found, and what to do."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import inspect
@@ -61,9 +59,6 @@ def test_an_expression_is_refused(world: World, tmp_path: Path, row: Row) -> Non
     assert 10 < len(message) <= 2048 and message.isprintable()
 
 
-# -- what is taken all the same ----------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [np.uint8, ">i4", "device bool"])
 def test_a_mask_may_have_any_whole_dtype(world: World, dtype: Any) -> None:
     """And lengths say the same as the mask that they make."""
@@ -110,8 +105,6 @@ def test_flows_can_be_keys() -> None:
     assert hash(mlp().bind(batch=2)) == hash(mlp().bind(batch=2))
 
 
-# -- the tree ----------------------------------------------------------------------------------
-
 TREE = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, RlxError)]
 BUILT_INS = (ValueError, NotImplementedError, ArithmeticError, RuntimeError, OSError)
 
@@ -130,8 +123,6 @@ def test_messages_are_printable_and_short(text: str) -> None:
     assert errors.shown(10**5000) == errors.integer_text(10**5000) == "an integer of 16610 bits"
     assert errors.quote(10**5000) == "'an integer of 16610 bits'"
 
-
-# -- docs/errors.md ----------------------------------------------------------------------------
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "errors.md").read_text("utf-8")
 LIMITED = [
@@ -169,9 +160,6 @@ def test_the_page_prints_what_it_says(tmp_path: Path, monkeypatch: pytest.Monkey
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(code, namespace)
         assert printed.getvalue() == text
-
-
-# -- the pages of `tests/golden/refusals` --------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", refusals.cases(), ids=lambda c: f"{c.page.stem}: {c.name}")

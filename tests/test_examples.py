@@ -1,7 +1,5 @@
 """The scripts of `examples/`, which users start from: the numbers of transformers and PEFT, recorded and live."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util
@@ -178,9 +176,6 @@ def test_live_lora(tmp_path: Path) -> None:
     assert_close(model(tokens), adapters.first_output(theirs, tokens))
     merged = hugging_face.load(tmp_path / "merged", "AutoModelForCausalLM")
     assert_close(adapters.first_output(theirs.merge_and_unload(), tokens), adapters.first_output(merged, tokens))
-
-
-# -- search ------------------------------------------------------------------------------------
 
 
 def test_passages_are_the_first_paragraphs() -> None:

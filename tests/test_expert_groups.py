@@ -1,7 +1,5 @@
 """Groups of the experts of one token with their selection: what joins them, and that the kernels compute the same."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

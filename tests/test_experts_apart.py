@@ -1,7 +1,5 @@
 """Experts that devices share: tokens are brought to them and results given back, whatever the routing is."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What becomes of a model: the work of its blocks, where its time goes, and what is found wrong with a program."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -45,9 +43,6 @@ def test_a_step_reads_every_parameter_and_the_cache_once(family: str, weights: s
     )
     attention = [part for path, parts in works.items() if path[-1] == "self_attn" for part in parts]
     assert CACHE < sum(part.bytes for part in attention) < 1.1 * CACHE
-
-
-# -- one program -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -185,8 +180,6 @@ def test_the_towers_of_a_dual_encoder() -> None:
         both.explain("audio")
 
 
-# -- losses ------------------------------------------------------------------------------------
-
 BLOCK = BlockEntry("a", "", "", 0, 0, "f32", "f32", "", 0, 0, 0.0, True, 0.0, "")
 
 
@@ -225,8 +218,6 @@ def test_the_largest_losses() -> None:
     assert "takes 4.00 µs; compute allows 1.00 ns: 2.00 kFLOP at" in loss.text and "500.00 MFLOP/s" in loss.advice
     assert largest_losses(dataclasses.replace(whole, measured=False), rates) == largest_losses(whole, None) == ()
 
-
-# -- findings ----------------------------------------------------------------------------------
 
 RNG = np.random.default_rng(0)
 SQUARE = {name: RNG.standard_normal((128, 128)).astype(np.float32) for name in "abcd"}

@@ -1,7 +1,5 @@
 """The program `explicit` and the outputs of `export_kv`: derived for any causal flow, refused by name for others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -60,12 +58,6 @@ def assert_steps(flow: Any, weights: Any, **options: Any) -> None:
     close(of(outputs), of(want)[:, 3:5])
     for name in list(want)[1:]:
         close(of(outputs, name), of(want, name)[:, :5])
-
-
-# -- hooks of recipes --------------------------------------------------------------------------------
-
-
-# -- flows of one's own ------------------------------------------------------------------------------
 
 
 def positions_flow() -> rlx.ModelFlow:
@@ -135,9 +127,6 @@ def test_a_module_of_the_program() -> None:
         built.with_extra_hir_outputs([])
 
 
-# -- refusals ----------------------------------------------------------------------------------------
-
-
 def attending(**changed: Any) -> blocks.SelfAttnPrefill:
     """Two heads over the embedding."""
     spec = blocks.SelfAttnPrefillSpec.hf_layer("model.layers.0", 4, 4, 2)
@@ -202,9 +191,6 @@ def test_an_input_that_nothing_reads_is_refused() -> None:
     assert step(TOKENS, **past)["kv.0.k"].shape == (BATCH, 2 + SEQ, H)
     with pytest.raises(DeriveError, match="input 'position_ids' is passed, but nothing in the flow reads it"):
         step(TOKENS, position_ids=TOKENS, **past)
-
-
-# -- export_kv ---------------------------------------------------------------------------------------
 
 
 def test_export_kv_by_name() -> None:

@@ -1,8 +1,6 @@
 """Artifacts: what is exported computes the same in a process without flow, plugin and checkpoint, and no program of a
 damaged file is deserialized."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os
@@ -312,9 +310,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     rlx.load(FIXTURES / "sentence/base").export(encoder := str(tmp_path / "encoder.rlxa"))
     assert cli.main(["embed", encoder, "a text", "--json"]) == 0  # in place of the checkpoint
     assert len(json.loads(capsys.readouterr().out.splitlines()[0])) > 0
-
-
-# -- faults ------------------------------------------------------------------------------------
 
 
 @pytest.fixture

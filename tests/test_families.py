@@ -4,8 +4,6 @@ A new family adds its fixtures (`tests/oracles/make_fixtures.py`), its random co
 rows here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -73,9 +71,6 @@ def case(name: str) -> Case:
     return load_case(checkpoints.FIXTURES / name)
 
 
-# -- the recorded numbers ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in NAMES])
 def test_logits(name: str) -> None:
     """Rows of different lengths, padded on the right, as if each were alone."""
@@ -91,9 +86,6 @@ def test_greedy_tokens(name: str) -> None:
     """24 or 48: of some families in the slow tier, of the rest in a soak."""
     greedy = case(name).record["greedy"]
     assert case(name).lm.generate(case(name).prompts, max_new_tokens=greedy.shape[1]) == greedy.tolist()
-
-
-# -- equalities --------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -124,9 +116,6 @@ def test_options_and_programs(directory: Path) -> None:
     together: Any = rlx.compile(recipe, program="packed")
     got = np.asarray(together(input_ids=tokens.reshape(1, -1), segments=segments, positions=places))
     assert_close(got.reshape(want.shape), want)
-
-
-# -- checkpoints -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name, sparse", [("gqa_tied_llama3_v5", False), ("gqa_plain_attnbias_v5", True)])
@@ -171,8 +160,6 @@ def test_tensors_and_code_beside_the_weights(tmp_path: Path) -> None:
         lm = rlx.load(str(tied))
     assert_close(lm.logits(record["tokens"]), (record["hidden"].astype(np.float64) @ head.T).astype("f4"))
 
-
-# -- configs -----------------------------------------------------------------------------------
 
 SMALL = {
     "vocab_size": 32,
@@ -268,9 +255,6 @@ def test_positions_that_gpt2_knows() -> None:
         lm.logits(np.ones((1, 49), np.int32))
     with pytest.raises(errors.SequenceLengthError, match="48"):
         lm.generate([[1] * 40], max_new_tokens=9)
-
-
-# -- live --------------------------------------------------------------------------------------
 
 
 LIVE = {

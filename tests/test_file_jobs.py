@@ -1,7 +1,5 @@
 """Files of requests: a line for each request, exactly once and of the same value however often the job is killed."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import multiprocessing
@@ -40,9 +38,6 @@ def run(capsys: pytest.CaptureFixture[str], *words: object, status: int = 0) -> 
     assert cli.main([*map(str, words), "--json"]) == status
     out, problems = capsys.readouterr()
     return problems if status else json.loads(out)
-
-
-# -- the job without a model -------------------------------------------------------------------
 
 
 def finish(source: Path, target: Path, unit: int, **options: Any) -> list[int]:
@@ -129,8 +124,6 @@ def test_a_full_disk(tmp_path: Path) -> None:
         signal.signal(signal.SIGXFSZ, handler)
     assert finish(source, target, 3) and target.read_bytes() == expected
 
-
-# -- the commands ------------------------------------------------------------------------------
 
 PROMPTS: list[Any] = [
     {"prompt": "It was", "id": 7, "metadata": {"a": [None]}},
@@ -220,9 +213,6 @@ def test_embed_and_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     )
     assert got[2]["id"] == 1 and ["error" in line for line in got] == [False, False, True, True]
     assert [line["error"]["message"][:6] for line in got[2:]] == ["line 3", "line 4"]
-
-
-# -- a process that is killed ------------------------------------------------------------------
 
 
 @pytest.mark.slow

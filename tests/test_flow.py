@@ -1,7 +1,5 @@
 """`ModelFlow`, `LayerStack` and the stages: what each computes, against NumPy, and what each refuses."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -66,8 +64,6 @@ def attend(q: Any, k: Any, v: Any, heads: int, kv_heads: int, **more: Any) -> np
     """Causal attention of packed heads."""
     return attention(q, k, v.astype(np.float64), heads=heads, kv_heads=kv_heads, causal=True, **more)
 
-
-# -- the small stages --------------------------------------------------------------------------
 
 KINDS = RNG.integers(0, 5, (B, S)).astype(np.int32)
 LAST = np.array([0, 2], np.int32)
@@ -215,9 +211,6 @@ def test_outputs_and_names() -> None:
     assert not isinstance(run(x_flow().custom(lambda e, x: x * 1), X), dict)
 
 
-# -- the flow of the README --------------------------------------------------------------------
-
-
 def tied_llama(layers: int) -> dict[str, np.ndarray]:
     """A tied Llama of width 8 with two heads of width 4."""
     return {"model.embed_tokens.weight": w(V, H), "model.norm.weight": w(H)} | small.llama_weights(layers, H, 8, 4, F)
@@ -245,8 +238,6 @@ def test_recipes_and_functions_are_flows() -> None:
     with pytest.raises(rlx.RlxError, match="ModelFlow"):
         compiled(3)
 
-
-# -- custom stages -----------------------------------------------------------------------------
 
 OPERATORS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[np.ndarray], np.ndarray]]] = {
     "+": (lambda e, x: x + x, lambda x: x + x),
@@ -349,9 +340,6 @@ def test_weights_of_other_dtypes_enter_as_f32() -> None:
         close(run(flow, X, weights={"i": index}), X[:, :, index])
     keep = np.arange(H) % 2 == 0
     close(run(x_flow().custom(lambda e, x: e.where(e.param("k"), x, 0.0)), X, weights={"k": keep}), X * keep)
-
-
-# -- when data is read -------------------------------------------------------------------------
 
 
 class CountingSource(MappingSource):

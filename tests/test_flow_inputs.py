@@ -1,7 +1,5 @@
 """Inputs of a flow: optional ones, those that nothing reads, and values without numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """FLUX.2's transformer against `diffusers`: recorded numbers by default, live ones under the mark `oracle`."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A checkpoint's folder: every file is opened once, whoever asks for it; JSON is read as it is."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Fusion: what the passes leave to XLA, what merging fuses, and the report of what was missed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -109,8 +107,6 @@ def test_a_norm_and_its_reshape_are_one_op_or_two() -> None:
     assert [s.pattern for s in two.report().fusion.matched_by_xla] == ["rms_norm_reshape"]
     assert not one.report().fusion.matched_by_xla and "fused_rms_reshape(eps=1e-05)" in one.text("mir")
 
-
-# -- the report and its contract ---------------------------------------------------------------
 
 WEIGHTS = {
     "w": np.eye(8, dtype="f4"), "v": np.ones((8, 8), "f4"), "b": np.ones(8, "f4"),

@@ -4,8 +4,6 @@ The numbers are those of NumPy in float64 (`tests.ops`). How good this is at fin
 planting some: `test_planted_bugs.py`.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The stage `GdnScan`: the gated delta rule over registered inputs, from zeros or from a state that is handed on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

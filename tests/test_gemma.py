@@ -1,7 +1,5 @@
 """Gemma's stages and layers against NumPy; the recipe against Hugging Face."""
 
-from __future__ import annotations
-
 import importlib
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +19,6 @@ from tests.oracles.recorded import load_record
 
 RNG = np.random.default_rng(0)
 BF16 = ml_dtypes.bfloat16
-
-
-# -- stages ------------------------------------------------------------------------------------
 
 
 def scaled(width: int, compute: str) -> np.ndarray:
@@ -76,8 +71,6 @@ def test_a_scale_of_another_width() -> None:
     ):
         flow.build()
 
-
-# -- config ------------------------------------------------------------------------------------
 
 SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 8, "num_attention_heads": 4,
@@ -152,8 +145,6 @@ def test_refused(kind: str, changes: dict[str, Any], error: type[Exception], tex
     with pytest.raises(error, match=text):
         GemmaConfig.from_hf(SIZES | {"model_type": kind, "num_key_value_heads": 2} | changes)
 
-
-# -- the text model of one that reads images -----------------------------------------------------
 
 PATTERN = checkpoints.FIXTURES / "gemma3_text" / "pattern_v4"
 
@@ -231,9 +222,6 @@ def test_defaults_are_those_of_transformers(kind: str, config: dict[str, Any]) -
     classes = {"gemma": "GemmaConfig", "gemma2": "Gemma2Config", "gemma3_text": "Gemma3TextConfig"}
     theirs = getattr(importlib.import_module("transformers"), classes[kind])(**config).to_dict()
     assert GemmaConfig.from_hf(theirs) == GemmaConfig.from_hf(config)
-
-
-# -- the recipe --------------------------------------------------------------------------------
 
 
 def test_given_embeddings_are_not_scaled() -> None:

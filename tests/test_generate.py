@@ -1,7 +1,5 @@
 """Generation: greedy tokens against `transformers`, the cached programs, several answers and log-probabilities."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Sequence
@@ -42,8 +40,6 @@ def chat() -> Any:
     """The checkpoint with a tokenizer."""
     return rlx.load(CHAT)
 
-
-# -- sampling ----------------------------------------------------------------------------------
 
 WARM = rlx.Sampler(temperature=1.5, top_k=20, top_p=0.95, repetition_penalty=1.1)
 
@@ -96,9 +92,6 @@ def test_stream_is_generate_in_pieces(chat: Any, plain: Case) -> None:
     assert list(plain.lm.stream(plain.prompts[1], max_new_tokens=7)) == plain.greedy[1][:7]
 
 
-# -- end tokens --------------------------------------------------------------------------------
-
-
 def cut(row: list[int], ends: list[int]) -> list[int]:
     """A row up to its first end token, which is kept."""
     return row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))]
@@ -142,9 +135,6 @@ def test_end_tokens(plain: Case, tmp_path: Path) -> None:
         ends = [first, second] if options else [first]
         got = lm.generate(plain.prompts, max_new_tokens=24, **options)
         assert got == [cut(row, ends) for row in plain.greedy]
-
-
-# -- strings -----------------------------------------------------------------------------------
 
 
 def test_strings(chat: Any) -> None:
@@ -241,9 +231,6 @@ def test_a_tokenizer_of_transformers(chat: Any) -> None:
     assert lm.apply_chat_template(messages, tokenize=False) == want
 
 
-# -- errors ------------------------------------------------------------------------------------
-
-
 def test_a_refused_call_leaves_the_state(plain: Case) -> None:
     """Ids, a batch and lengths that are not its own; then it goes on, once, and what it returned goes on."""
     tokens, want, lm = plain.record["tokens"], plain.record["logits"], plain.lm
@@ -275,8 +262,6 @@ def test_a_full_cache(plain: Case) -> None:
     with pytest.raises(errors.SequenceLengthError):
         plain.lm.prefill(tokens, max_len=10)
 
-
-# -- several answers, and log-probabilities ------------------------------------------------------
 
 SAMPLER = rlx.Sampler(0.8, top_k=30, repetition_penalty=1.3, logit_bias={7: 2.0, 9: -np.inf})
 ASKED = [[5, 6, 7, 8, 9], [11]]
@@ -369,9 +354,6 @@ def test_warm_up_of_answers() -> None:
             answers = lm.generate([[5, 6, 7]] * prompts, 4, sampler, n=n, logprobs=k)
         assert [len(of_prompt) for of_prompt in answers] == [n] * prompts
     assert lm.report().recompiles == 0
-
-
-# -- live --------------------------------------------------------------------------------------
 
 
 @pytest.mark.oracle

@@ -3,8 +3,6 @@
 The files are written by gguf-py. `write_gguf` does to a model what llama.cpp's converter does.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

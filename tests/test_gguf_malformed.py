@@ -1,7 +1,5 @@
 """GGUF files that are malformed, or say what no writer does: an error of this package, or a model that opens."""
 
-from __future__ import annotations
-
 import math
 import struct
 from pathlib import Path

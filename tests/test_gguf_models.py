@@ -3,8 +3,6 @@
 As tests/test_gguf.py, which has the logits of the decoders.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

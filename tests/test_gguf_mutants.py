@@ -1,7 +1,5 @@
 """Damaged GGUF files, and unusual valid ones: an error of this package, or the model of the original file."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random

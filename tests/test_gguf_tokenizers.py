@@ -1,7 +1,5 @@
 """Tokenizers in the metadata of GGUF files, against the `tokenizer.json` of the same vocabulary."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Writing GGUF files: gguf-py reads what it would have written itself, and `load` the model that was saved."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

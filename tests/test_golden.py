@@ -5,8 +5,6 @@ A change of a lowering or a pass changes them on purpose. Look at the difference
     RLX_UPDATE_GOLDEN=1 python -m pytest tests/test_golden.py
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """gpt-oss: MXFP4 against a transcript of its format, checkpoints that hold it, and the model in every program."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

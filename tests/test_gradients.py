@@ -3,8 +3,6 @@
 Those of every op stand in `test_ops.py`; here is what stages, layers and programs do with them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Hidden states are those that `transformers` recorded; the live comparisons are with `sentence-transformers`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json
@@ -57,9 +55,6 @@ def sentences(tmp_path: Path, modes: tuple[str, ...] = ("lasttoken",), **setting
     return made
 
 
-# -- a decoder without its head ----------------------------------------------------------------
-
-
 def test_logits_are_no_hidden_states() -> None:
     """An Encoder of a flow with a head is refused, and the message says how to leave the head out."""
     flow = rlx.ModelFlow("own").input("ids", ("batch", "seq"), dtype="int32").embed("table").linear("head")
@@ -104,9 +99,6 @@ def test_weights_of_a_bare_model_under_a_recipe(tmp_path: Path) -> None:
         rlx.load(without_head(UNTIED, tmp_path / "untied", name_the_class=False))
 
 
-# -- sentence-transformers over a decoder ------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_a_pipeline_over_a_decoder(tmp_path: Path) -> None:
     """Is an Encoder that pools as its files say, over causal attention; it is saved with them."""
@@ -133,8 +125,6 @@ def test_a_pipeline_over_what_is_no_text_encoder(tmp_path: Path) -> None:
     with pytest.raises(errors.UnsupportedError, match=r"modules\.json lists modules .* of kind 'vision'"):
         rlx.load(directory)
 
-
-# -- prompts -----------------------------------------------------------------------------------
 
 TEXTS = ["It was", "rivers of stone and a lantern", ""]
 
@@ -205,8 +195,6 @@ def test_prompts_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert "did you mean 'query'" in capsys.readouterr().err
 
 
-# -- heads of tasks ----------------------------------------------------------------------------
-
 TASKS = [("bert/bf16_pretraining_v5", 0, "'cls.seq_relationship.weight'")]
 
 
@@ -220,8 +208,6 @@ def test_the_head_of_a_task_is_left_out_with_a_warning(name: str, count: int, ke
         warnings.filterwarnings("error", message=".*head of its task")
         rlx.recipe_for(FIXTURES / name)
 
-
-# -- live --------------------------------------------------------------------------------------
 
 BARE = {name: family.architectures[1] for name, family in FAMILIES.items() if name in hugging_face.RANDOM}
 

@@ -1,7 +1,5 @@
 """Requests behind a state that is there already, and prompts that share their beginning."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

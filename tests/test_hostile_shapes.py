@@ -1,7 +1,5 @@
 """Sizes that make JAX abort the process, where it does not ask: each is one of our errors, and the process lives on."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

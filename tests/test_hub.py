@@ -1,7 +1,5 @@
 """Models by name, from a hub on loopback: what is asked for, what is kept, and what a bad server can do."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable
@@ -33,8 +31,6 @@ from tests.oracles.checkpoints import FIXTURES, sentence_directory
 TOKEN = "hf_secret"
 TEXT_FILES = ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
 
-
-# -- what is asked for -------------------------------------------------------------------------
 
 NOISE = {
     "README.md": b"#", "pytorch_model.bin": b"pickle", "tf_model.h5": b"h5", "flax_model.msgpack": b"m",
@@ -206,9 +202,6 @@ def test_shards_come_together(server: Hub, monkeypatch: pytest.MonkeyPatch) -> N
     assert {what for what, _, _ in told} == {"download 5 files"} and {total for *_, total in told} == {500_000}
     assert [done for _, done, _ in told] == sorted({done for _, done, _ in told}) and told[-1][1] == 500_000
     assert all((folder.path / name).read_bytes() == server.files["org/m"][name] for name in names)
-
-
-# -- what is refused ---------------------------------------------------------------------------
 
 
 REFUSALS: dict[str, tuple[dict[str, Any], dict[str, Any], type[RlxError], list[str]]] = {

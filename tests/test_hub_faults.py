@@ -1,7 +1,5 @@
 """A hub that lies, stops and refuses, and the cache after it: what is kept is complete, or is not there."""
 
-from __future__ import annotations
-
 import errno
 import json
 import shutil
@@ -38,9 +36,6 @@ def weights_of(folder: Folder) -> Path:
     """The file of weights, fetched."""
     folder.fetch("model.safetensors")
     return folder.path / "model.safetensors"
-
-
-# -- a server that misbehaves ------------------------------------------------------------------
 
 
 def changed(handler: Handler, content: bytes) -> None:
@@ -175,9 +170,6 @@ def test_what_the_system_refuses(server: Hub, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(HubUnreachableError, match="http://127.0.0.1:9/below cannot be reached") as found:
         rlx.load("org/name")
     assert "secret" not in str(found.value)
-
-
-# -- the cache ---------------------------------------------------------------------------------
 
 
 def test_without_a_connection(server: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

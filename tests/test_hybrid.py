@@ -1,7 +1,5 @@
 """Qwen 3.5 and Mamba-2, whose state has a fixed size, against the formulas; their records are in test_families.py."""
 
-from __future__ import annotations
-
 import functools
 import math
 from pathlib import Path

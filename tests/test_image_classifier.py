@@ -1,7 +1,5 @@
 """Classifiers of images, against what transformers recorded and computes."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from collections.abc import Callable
@@ -98,9 +96,6 @@ def test_requests_that_are_refused(vit: ImageClassifier, directories: Path) -> N
     for call, error, message in calls:
         with pytest.raises(error, match=message):
             call()
-
-
-# -- live --------------------------------------------------------------------------------------
 
 
 @pytest.mark.oracle

@@ -1,7 +1,5 @@
 """Builders of images and of few bits, against NumPy, jax.image and (mark `oracle`) torch."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -215,8 +213,6 @@ def test_refused_by_name(name: str) -> None:
     with pytest.raises(kind, match=message):
         call(m, x, k)
 
-
-# -- torch -------------------------------------------------------------------------------------
 
 G = RNG.uniform(-1.5, 1.5, (2, 3, 4, 2))
 TORCH: dict[str, tuple[Callable[..., Any], Callable[..., Any], list[np.ndarray]]] = {}

@@ -1,7 +1,5 @@
 """Ctrl-C and progress of what takes long."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time
@@ -36,9 +34,6 @@ def test_ctrl_c_is_heard_where_the_work_may_stop() -> None:
             interrupt.check()
     finally:
         signal.signal(signal.SIGINT, outer)
-
-
-# -- progress ----------------------------------------------------------------------------------
 
 
 def mlp(width: int) -> tuple[rlx.ModelFlow, dict[str, Any]]:

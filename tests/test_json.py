@@ -1,7 +1,5 @@
 """Graphs as JSON: every op goes there and back, the same text and the same numbers; whatever else is refused."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Kernels of CUDA graphs are found by their order: of libraries, and of equal layers, which share one kernel."""
 
-from __future__ import annotations
-
 from rlx_jax.lowering.inspect.hlo import parse_instructions
 from rlx_jax.runtime.kernel_order import instructions_of_kernels, schedule_of
 

@@ -1,7 +1,5 @@
 """Kernels of our own: interpreted against NumPy in float64, lowered for a GPU, and where a plan takes them."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

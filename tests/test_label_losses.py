@@ -1,7 +1,5 @@
 """Losses of labels against optax, and training of heads against a step by hand and against transformers."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 from pathlib import Path
@@ -120,9 +118,6 @@ def test_refusals() -> None:
     step = train.make_step(model, optax.sgd(1.0), losses.classification)
     with pytest.raises(errors.RequestError, match="a batch for this loss has 'labels'"):
         step(train.init(model, optax.sgd(1.0), params), {"tokens": IDS})
-
-
-# -- checkpoints -------------------------------------------------------------------------------
 
 
 ARCHIVES = (classifiers.ARCHIVE,)

@@ -1,7 +1,5 @@
 """Products of one or two rows and packed or 16-bit weights on a CPU, beside float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Folders import upwards only, a name means one thing, and every exception is raised: read from the source."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Programs as text: at a level, after a pass, as a difference, as a drawing, and by environment variables."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -32,8 +30,6 @@ def llama() -> rlx.CompiledModel:
     specs = {key: jax.ShapeDtypeStruct(w.shape, w.dtype) for key, w in divided.weights("llama").items()}
     return rlx.compile(divided.recipe("llama"), specs, profile=merging)
 
-
-# -- differences -------------------------------------------------------------------------------
 
 DIFFS: dict[tuple[str, str], tuple[str, list[str], list[str]]] = {
     # of a pass at a level: the change of each kind of op, lines that it has, and lines that it has not
@@ -95,9 +91,6 @@ def test_an_attribute_that_texts_leave_out_is_a_difference() -> None:
     assert re.findall(r"^[-+].*$", text, re.MULTILINE) == [f"{sign} %1 = constant(16 bytes) : f32[4]" for sign in "-+"]
 
 
-# -- arguments ---------------------------------------------------------------------------------
-
-
 def test_sizes_and_inputs_change_what_is_shown() -> None:
     model = rlx.compile(ONE_LINEAR, IDENTITY)
     for level in LEVELS:
@@ -139,8 +132,6 @@ def test_what_text_refuses(name: str) -> None:
     with pytest.raises(GraphError, match=message):
         rlx.compile(ONE_LINEAR, IDENTITY).text(**arguments)
 
-
-# -- drawings ----------------------------------------------------------------------------------
 
 NASTY = 'a"b\\c]d[e`f<g>h&i;j#k|l{m}n(o)\n%% end --> r\\'
 DOT_LABEL = r'"(?:[^"\\\n]|\\.)*"'
@@ -190,8 +181,6 @@ def test_repeated_layers_are_one_cluster(llama: rlx.CompiledModel, level: str, f
     assert len(arrows) == len(ids) - len(nodes) > 20 and {end for arrow in arrows for end in arrow} <= boxes
 
 
-# -- environment variables ---------------------------------------------------------------------
-
 SECTIONS = ["HIR", "MIR (lowered)", "MIR (fusion diff)", "MIR (optimized)", "FUSION", "LIR"]
 
 
@@ -225,8 +214,6 @@ def test_the_fusion_report_of_what_is_compiled(
     assert wanted.startswith("m forward: fusion report:\n  nodes=")
     assert capsys.readouterr().err == (wanted if is_printed else "")
 
-
-# -- the command line --------------------------------------------------------------------------
 
 COMMANDS = {
     "a level": (["hir"], "hir @llama (12 nodes", ""),

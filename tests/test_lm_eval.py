@@ -1,7 +1,5 @@
 """`rlx_jax.eval.LMEval` against the harness's own `hf` model, on tasks of local JSON; nothing is downloaded."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """LoRA: PEFT's files load, merge and are written; new adapters change nothing, and train alone."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -165,9 +163,6 @@ def test_a_mask_of_adapters(fresh: rlx.CompiledModel) -> None:
             rlx.train.mask(fresh, pattern)
 
 
-# -- misuse ------------------------------------------------------------------------------------
-
-
 def lora(*arguments: Any, **options: Any) -> None:
     """Of the base model; built."""
     rlx.lora(rlx.recipe_for(adapters.BASE), *arguments, **options).assemble().build()
@@ -289,9 +284,6 @@ def test_files_that_do_not_fit(case: str, tmp_path: Path) -> None:
     save_file({k: np.ascontiguousarray(v) for k, v in change(STORED).items()}, directory / WEIGHTS)
     with pytest.raises(errors.RlxError, match=message):
         lora(adapter=directory)
-
-
-# -- live --------------------------------------------------------------------------------------
 
 
 @pytest.mark.oracle

@@ -1,7 +1,5 @@
 """The loss in pieces against optax over whole logits, with its gradients; what it makes, and what it refuses."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

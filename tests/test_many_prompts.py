@@ -1,7 +1,5 @@
 """Many prompts in slots: every row equals the same request alone, for any order, number of slots and time of refill."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

@@ -4,8 +4,6 @@ The quick tier has experts and a window, the slow one an archetype on a mesh eac
 each mesh for one family are a soak.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any

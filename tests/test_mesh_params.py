@@ -1,8 +1,6 @@
 """Parameters over devices: where they are kept, what training makes of them, what files have; flows of one's own; and
 what is refused."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

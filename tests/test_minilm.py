@@ -1,7 +1,5 @@
 """Sentence embeddings against `sentence-transformers`: the real MiniLM, and every file around a tiny encoder."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Weights that no checkpoint has: how they are drawn, and that it is said."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -178,8 +176,6 @@ def test_weights_beside_others() -> None:
         rlx.compile(flow.with_weights({"other": vector}, add=True))
 
 
-# -- sizes ---------------------------------------------------------------------------------------
-
 TWOS = jax.nn.initializers.constant(2.0)
 
 
@@ -201,8 +197,6 @@ def test_init_of_every_stage() -> None:
     for key, value in drawn.items():
         assert (np.asarray(value) == (0 if key.endswith("bias") else 2)).all(), key
 
-
-# -- what a flow says of weights by their keys ------------------------------------------------------
 
 FIXTURES = (
     "llama/gqa_linear_mlpbias_v5", "qwen3/tied_v4", "gemma3_text/deep_v5", "qwen3_5_text/tied_v5", "qwen3_moe/mixed_v5",
@@ -245,9 +239,6 @@ def test_some_weights_beside_a_config() -> None:
         assert {key: value.shape for key, value in found.items()} == want
         for key, value in weights.items():
             np.testing.assert_array_equal(np.asarray(found[key]), value)
-
-
-# -- how weights are drawn -----------------------------------------------------------------------
 
 
 def step(state: Any, x: Any, decay: Any) -> tuple[Any, Any]:
@@ -294,8 +285,6 @@ def _stored() -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes of the checkpoint."""
     return dict(rlx.recipe_for(LLAMA).shapes())
 
-
-# -- misuse --------------------------------------------------------------------------------------
 
 FLOW = rlx.ModelFlow("m").input("x", ("batch", 8)).linear("w")
 WEIGHT = jnp.zeros((6, 8))

@@ -1,7 +1,5 @@
 """`rlx_jax.compile` and `CompiledModel`: calls, checks, transformations, text, parameters, other platforms."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable
@@ -73,8 +71,6 @@ def mlp(x: np.ndarray) -> np.ndarray:
 def number_of_compiles(run: Callable[[], Any]) -> int:
     return len(compiles_of(run)[1])
 
-
-# -- calling -----------------------------------------------------------------------------------
 
 WANT = X + IDS[..., None]
 
@@ -169,16 +165,10 @@ def test_inputs_of_every_dtype(dtype: str) -> None:
             model(np.array([2**40]))
 
 
-# -- ids ---------------------------------------------------------------------------------------
-
-
 def test_ids_at_the_ends_are_fine(table: Any) -> None:
     """0 and V − 1, of any integer dtype."""
     for dtype in (np.uint8, np.int64, np.uint64):
         np.testing.assert_array_equal(table(np.array([[0, V - 1]], dtype)), w(V, H)[[[0, V - 1]]])
-
-
-# -- transformations ---------------------------------------------------------------------------
 
 
 def test_apply_is_pure_and_goes_through_jit() -> None:
@@ -247,9 +237,6 @@ def test_a_program_may_be_made_inside_a_trace() -> None:
     np.testing.assert_allclose(got, 2 * X[0] + 0.8413447, rtol=1e-5)
 
 
-# -- lowering ----------------------------------------------------------------------------------
-
-
 def test_lower_is_like_jit_lower() -> None:
     """From shapes or arrays; it compiles, and says what it costs."""
     model = compiled(mlp_flow(), MLP)
@@ -305,9 +292,6 @@ def test_other_platforms_lower_here(platform: str, roll: str) -> None:
         assert "stablehlo" in lowered.as_text()
 
 
-# -- parameters --------------------------------------------------------------------------------
-
-
 def test_params_are_the_checkpoint_by_key() -> None:
     """One leaf for each key, equal to what was given, on a device; `weights()` gives the same."""
     model = compiled(mlp_flow(), MLP)
@@ -351,9 +335,6 @@ def test_init_of_a_flow_with_its_own_names(monkeypatch: pytest.MonkeyPatch) -> N
     assert not params["offset"].any() and not params["shift"].any() and (params["scale"] == 1).all()
     np.testing.assert_allclose(params["first"].std(), 64**-0.5, rtol=0.1)
     np.testing.assert_allclose(params["second"].std(), 256**-0.5, rtol=0.1)
-
-
-# -- sizes and threads -------------------------------------------------------------------------
 
 
 def test_a_bound_flow_compiles_ahead() -> None:

@@ -1,7 +1,5 @@
 """Two models compared block by block: what differs, in which layers, and nothing else."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """ModernBERT's decoder with its language-model head, live against transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`GraphModule`: one builder surface at HIR, MIR and LIR; what a level lacks is a typed error."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

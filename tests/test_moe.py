@@ -1,7 +1,5 @@
 """Mixtures of experts: routing, the ways that they run, how they are stored, and models of one's own with them."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -52,9 +50,6 @@ def operands(name: str, contract: int, seed: int = 0, biased: bool = False) -> l
     floats = [a.astype(np.float32) for a in (x, gate, up, down)]
     biases = [rng.normal(size=(experts, n)).astype(np.float32) for n in (5, 5, 6)] if biased else []
     return [np.array(a) for a in (*floats, weights.astype(np.float32), ids.astype(np.int32), *biases)]
-
-
-# -- the op and its implementations ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -123,8 +118,6 @@ def test_which_way() -> None:
         assert choose(call, named_device(device)).implementation == way, (device, tokens)
 
 
-# -- routing -----------------------------------------------------------------------------------
-
 ROUTES = [hir.Route(3, "chosen", normalise=False), hir.Route(2, "sigmoid", biased=True, scale=2.5)]
 
 
@@ -155,9 +148,6 @@ def test_the_router_is_f32() -> None:
     profile = rlx.CompileProfile().replace(precision={"compute": "bf16"})
     got = rlx.compile(flow, weights, profile=profile)(np.ones((1, 2), np.float32))
     assert float(np.asarray(got)[0, 0]) < 0
-
-
-# -- a flow of one's own -----------------------------------------------------------------------
 
 
 def random_weights(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, np.ndarray]:
@@ -236,9 +226,6 @@ def test_gemma_layers_with_experts(style: GemmaStyle) -> None:
     assert_close(rlx.compile(decode, weights)(x=x, **past)["output"], want, tolerance=3e-6)
 
 
-# -- where experts are stored ------------------------------------------------------------------
-
-
 def stacked(directory: Path, target: Path, prefix: str = "mlp") -> Path:
     """The checkpoint with its experts as transformers 5 holds them in memory."""
     names = ("w1", "w3", "w2") if prefix == "block_sparse_moe" else ("gate_proj", "up_proj", "down_proj")
@@ -281,8 +268,6 @@ def test_how_experts_are_stored(prefix: str, format: Any, tmp_path: Path) -> Non
     for key in source.keys():
         np.testing.assert_array_equal(source.read(key), before.read(key))
 
-
-# -- what is refused ---------------------------------------------------------------------------
 
 SMALL = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 8}
 

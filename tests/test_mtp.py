@@ -1,7 +1,5 @@
 """`speculative="mtp"`: drafts from the module of a Qwen 3.5 checkpoint, against its formulas and plain decoding."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """ColBERT models: a vector for each token, and the scores of documents, against sentence-transformers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`rlx_jax.nnx.FlowModule` as nnx users use a module: optax, jit, split and merge, orbax, inside other modules."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """nomic-embed-text-v2-moe against its formula in NumPy float64 (`tests/oracles/nomic_experts.py`)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

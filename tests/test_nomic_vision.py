@@ -1,7 +1,5 @@
 """Nomic's vision encoder against its formula in NumPy float64 (`tests/oracles/nomic_vision.py`)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The notebooks run from top to bottom, show what they promise, and are stored with the outputs of such a run."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """What the builders of elements, axes, indices and products compute, against NumPy."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

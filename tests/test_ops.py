@@ -1,7 +1,5 @@
 """Every op and block of the table: its shape rule is its `eval`, and its `eval` is the formula in float64."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Iterator, Sequence

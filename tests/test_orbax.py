@@ -1,7 +1,5 @@
 """Orbax checkpoints as weights: everything that orbax writes, and everything that can be wrong with it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -67,9 +65,6 @@ def save_items(path: Path) -> Path:
     return path
 
 
-# -- what orbax writes -------------------------------------------------------------------------
-
-
 def test_standard_checkpointer(tmp_path: Path) -> None:
     nested = {"layers": {"0": {"w": jnp.asarray(W)}}, "none": None, "step": 5}
     assert_equal(read(save_standard(tmp_path / "b", nested)), {"layers.0.w": W, "step": np.int64(5)})
@@ -128,9 +123,6 @@ def part_source(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, np.ndarr
     return rlx.open_weights(path, verify="metadata"), values
 
 
-# -- unfinished checkpoints --------------------------------------------------------------------
-
-
 def test_unfinished_steps(tmp_path: Path) -> None:
     root = save_manager(tmp_path / "run")
     shutil.copytree(root / "1", root / "3.orbax-checkpoint-tmp-17")
@@ -170,9 +162,6 @@ def test_handlers_that_a_checkpoint_names_are_not_imported(tmp_path: Path) -> No
             patch.syspath_prepend(tmp_path)
             assert_equal(read(path), FLAT)
     assert "evil_handler" not in sys.modules
-
-
-# -- metadata that lie -------------------------------------------------------------------------
 
 
 def edited(path: Path, change: Callable[[dict[str, Any]], Any]) -> Path:

@@ -1,7 +1,5 @@
 """The layout: links and wheel agree, and importing rlx_jax is light and touches no device."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

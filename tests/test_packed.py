@@ -1,7 +1,5 @@
 """Packed tensors: the schemes, what decodes them, packed values as weights, and programs over packed keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -50,9 +48,6 @@ from tests.oracles.packed import BLOCKS, FLOATS, damaged, meaning, numbers, pack
 
 F32 = np.dtype(np.float32)
 BF16 = as_dtype("bf16")
-
-
-# -- the table and the decoders ------------------------------------------------------------------
 
 
 def test_the_table_is_that_of_ggml() -> None:
@@ -133,8 +128,6 @@ def test_live_decoding(scheme: str) -> None:
     )
 
 
-# -- values --------------------------------------------------------------------------------------
-
 Q8 = random_bytes("gguf_q8_0", (4, 64))
 
 
@@ -191,9 +184,6 @@ def test_bytes_are_those_that_are_stored(scheme: str) -> None:
         rlx.open_weights({"w": value, "b": dense}, max_bytes=total - 1)
 
 
-# -- NaN -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("scheme", ["gguf_q4_0", "gguf_q8_0"])
 def test_nan_in_a_block(scheme: str) -> None:
     """Is an error when it is read, alone or of a part, and counted in numbers."""
@@ -230,8 +220,6 @@ def test_every_float_of_a_block_is_looked_at(scheme: str) -> None:
         with pytest.raises(NonFiniteWeightError, match="NaN"):
             rlx.open_weights({"w": damaged(scheme, np.nan, at)}).read("w")
 
-
-# -- programs over packed keys ----------------------------------------------------------------------
 
 VALUES = {"a.w": packed("gguf_q8_0", (2, 3, 64), 1), "b.w": packed("gguf_q4_0", (2, 3, 64), 2)}
 VALUES |= {"m.0": packed("gguf_q8_0", (6, 64), 3), "m.1": packed("gguf_q4_0", (6, 64), 4)}

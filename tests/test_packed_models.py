@@ -1,7 +1,5 @@
 """Models over packed weights: the same as over their numbers, whether they stay packed on the device or not."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from functools import partial
@@ -172,9 +170,6 @@ def test_a_recipe() -> None:
     assert_close(one, other)
 
 
-# -- saving --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("format, compute", [("safetensors", "bf16"), ("orbax", "f32")])
 def test_saving(tmp_path: Path, format: str, compute: str) -> None:
     """Is an error that names the weights unless a dtype is asked for; then the numbers are written, with all bits."""
@@ -201,9 +196,6 @@ def test_saving(tmp_path: Path, format: str, compute: str) -> None:
         np.testing.assert_array_equal(rlx.open_weights(tmp_path / "trained").read(key), array)
 
 
-# -- modules -------------------------------------------------------------------------------------
-
-
 TURNED = packed("gguf_q8_0", (64, 96), 8)
 
 
@@ -220,9 +212,6 @@ def test_a_declared_parameter(packing: str | None, value: Any) -> None:
     assert module.to_json() == product(packing).to_json()
     assert_close(rlx.compile(module, {"w": value})(X), X @ meaning(TURNED))
     assert module.build().params == {"w": jax.ShapeDtypeStruct((64, 96), np.float32)}
-
-
-# -- sources of one's own ------------------------------------------------------------------------
 
 
 FLOW = rlx.ModelFlow("m").input("x", (3, 64)).linear("w")
@@ -251,8 +240,6 @@ def test_a_source_that_lies(spec: Any, data: Any, error: type[Exception], messag
     with pytest.raises(error, match=rf"weight 'w' \(mine\).*{message}"):
         rlx.compile(FLOW, Own(data, spec))
 
-
-# -- packed while they are loaded ----------------------------------------------------------------
 
 RNG = np.random.default_rng(11)
 FLOATS = {f"{i}.{name}": RNG.standard_normal((128, 128)).astype(np.float32) for i in range(2) for name in "abc"}

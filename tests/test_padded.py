@@ -1,7 +1,5 @@
 """Rows that are padded: no token reads padding, whatever a flow does with its mask, or rows are not padded."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

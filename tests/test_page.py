@@ -1,7 +1,5 @@
 """The page of an inspection: what it embeds stays data, whatever names a model has, and it is written as a whole."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import hashlib

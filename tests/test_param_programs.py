@@ -1,7 +1,5 @@
 """Programs over checkpoint keys: filled, read backwards, cast, named and drawn by the methods of each step."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

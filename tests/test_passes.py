@@ -1,7 +1,5 @@
 """Policies, passes, the verifier, the compute dtype and the precision of products: same program, other forms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -61,9 +59,6 @@ def llama_weights(layers: int = 2, biased: bool = False) -> dict[str, np.ndarray
     for key in [key for key in out if biased and "self_attn" in key]:
         out[key.replace("weight", "bias")] = w(len(out[key]))
     return out
-
-
-# -- what the passes do ------------------------------------------------------------------------
 
 
 def mir_of(flow: rlx.ModelFlow, weights: Any = None, **tables: Any) -> Graph:
@@ -161,9 +156,6 @@ def test_the_direct_policy_takes_better_rules() -> None:
     assert any("repeat_heads" in t for t in fusable) and not any("repeat_heads" in t for t in direct)
 
 
-# -- the verifier ------------------------------------------------------------------------------
-
-
 F32 = np.dtype(np.float32)
 
 
@@ -181,9 +173,6 @@ def test_the_verifier_runs_after_every_pass(monkeypatch: pytest.MonkeyPatch) -> 
             marked = profile(fusion={"target": "cuda"} if name == "unroll_steps" else {})  # it runs there alone
             with pytest.raises(GraphError, match=f"mir graph.*wrong after {name}"):
                 compiled(x_flow().linear("w"), {"w": WEIGHTS["w"]}, profile=marked)
-
-
-# -- compute dtype -----------------------------------------------------------------------------
 
 
 BEFORE: dict[str, Callable[[Any, Any], Any]] = {
@@ -223,9 +212,6 @@ def test_custom_stages_that_work_in_f32_work_in_bf16() -> None:
     assert list(got) == list(want) and len(got) == 1 + len(BEFORE) + len(AFTER)
     for name, value in got.items():
         assert value.dtype == np.float32 and relative(value, want[name]) < 0.04, name
-
-
-# -- precision of products ---------------------------------------------------------------------
 
 
 def precisions(model: Any, *inputs: Any, **named: Any) -> set[Any]:

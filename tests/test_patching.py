@@ -1,7 +1,5 @@
 """`CausalLM.patch` and captures inside attention, against transformers with hooks and with eager attention."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any
@@ -137,8 +135,6 @@ def test_refused_before_any_compile(patches: Any, options: Any, error: type[Exce
     assert executables(lm) == before
 
 
-# -- captures inside attention -----------------------------------------------------------------
-
 RECIPE = rlx.recipe_for(LLAMA)
 
 
@@ -237,9 +233,6 @@ def test_codes_of_a_cache_are_not_captured() -> None:
     lm = rlx.load(LLAMA, recipe=RECIPE.at("layers.*").capture(), profile=profile)
     with pytest.raises(errors.UnsupportedError, match=r"return_captures: the cache holds int8 codes"):
         lm.generate([[1, 2]], 2, return_captures=True)
-
-
-# -- live --------------------------------------------------------------------------------------
 
 
 def loaded(directory: Path) -> Any:

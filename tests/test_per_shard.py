@@ -1,7 +1,5 @@
 """The program of one device of a mesh: it computes what the whole program does, its kernels too; what has none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

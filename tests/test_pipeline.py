@@ -1,7 +1,5 @@
 """The table of passes: each has a name, can be stopped after, switched off, printed and run alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

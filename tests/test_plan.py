@@ -1,7 +1,5 @@
 """`rlx_jax.plan`: bytes are those of the model, every argument changes the result, impossible ones are refused."""
 
-from __future__ import annotations
-
 import functools
 import json
 import time

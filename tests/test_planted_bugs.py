@@ -1,7 +1,5 @@
 """How good the random graphs are: faults planted in the compiler, and how soon each is found."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

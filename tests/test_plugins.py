@@ -1,7 +1,5 @@
 """Plugins: an installed package gives stages, families, rules, lowerings and rewrites, and edits nothing."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys
@@ -189,9 +187,6 @@ def test_a_broken_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         with pytest.raises(PluginError, match=text):
             rlx.ModelFlow("f").stage(rlx.plugins.stage("x"))
     rlx.plugins.installed.cache_clear()
-
-
-# -- contracts of stages -------------------------------------------------------------------------
 
 
 class Liar:

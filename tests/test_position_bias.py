@@ -1,7 +1,5 @@
 """A bias by the positions of queries and keys: ALiBi's, T5's, every third key; T5's with a sink of each head."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Prefixes that prompts share: prefilled once, within a budget, and every row equals the same prompt alone."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any
@@ -272,8 +270,6 @@ def test_a_named_prefix_is_not_replaced() -> None:
     assert model._prefixes.longest(SYSTEM) is named
     assert model.generate([[1]], 2, state=named) == model.generate([[*SYSTEM, 1]], 2)
 
-
-# -- the cache against a plain dictionary -----------------------------------------------------------
 
 ids = st.lists(st.integers(0, 2), max_size=6).map(tuple)
 steps = st.lists(

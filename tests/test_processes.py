@@ -1,7 +1,5 @@
 """A model over the devices of two processes, against the same over those of one."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

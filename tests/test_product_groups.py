@@ -1,7 +1,5 @@
 """Groups of a product of one row and the ops around it: what joins them, that they compute the same, their kernel."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any
@@ -200,8 +198,6 @@ def test_ops_before_a_product_of_four_rows_are_of_each_row(name: str) -> None:
     assert op_names(group) == ("mat_mul" if not joins else f"{op.name()}, mat_mul")
 
 
-# -- where a plan has groups -------------------------------------------------------------------
-
 # The options of a plan, and a part of its lines about products: "" if there is no reason.
 PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "an H200": ({}, "by matvec"), "an A100": ({"target": "a100"}, ""), "off": ({"kernels": "off"}, ""),
@@ -249,9 +245,6 @@ def test_where_a_plan_has_groups(case: str, monkeypatch: pytest.MonkeyPatch) -> 
     lines = "\n".join(lir.products())
     assert bool(groups_of(lir.graph)) == ("by matvec" in lines) == (want == "by matvec")
     assert want in lines and (want or "no kernel" not in lines), lines
-
-
-# -- the kernel --------------------------------------------------------------------------------
 
 
 def test_tilings_cover_a_weight() -> None:

@@ -1,7 +1,5 @@
 """Products that do not run as their `eval`, and rotations that are merged, mean the same."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """What each field of a profile changes: one test a field, visible in the LIR, the jaxpr or the HLO."""
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any
@@ -78,9 +76,6 @@ def dtypes_of(name: str, eqns: list[Any]) -> set[str]:
     return {str(eqn.invars[0].aval.dtype) for eqn in eqns if eqn.primitive.name == name}
 
 
-# -- passes ------------------------------------------------------------------------------------
-
-
 def test_verbose(capsys: pytest.CaptureFixture[str]) -> None:
     """A line for each step on stderr, with the nodes that are left."""
     passes = small(passes={"verbose": True}).report().nodes
@@ -89,9 +84,6 @@ def test_verbose(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(re.fullmatch(r"small forward: \w+: \d+ nodes, \d+\.\d{3} s", line) for line in lines)
     small()
     assert capsys.readouterr().err == ""
-
-
-# -- precision ---------------------------------------------------------------------------------
 
 
 COMPUTE = {"auto": "float32", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
@@ -191,9 +183,6 @@ def test_kv(kv: str, compute: str) -> None:
     assert model.template("prefill").state == model.template("extend").state
 
 
-# -- donation ----------------------------------------------------------------------------------
-
-
 def test_donation_of_the_state() -> None:
     state = jax.eval_shape(lambda: llama("extend").init_state(2, 8))
     for on in (True, False):
@@ -224,9 +213,6 @@ def test_donation_that_saves_nothing_warns() -> None:
         RlxWarning, match=r"donation.inputs names 'input_ids', which has no effect: no output is i32\[2,6\]"
     ):
         assert "donate_inputs=[]" in model.text("lir", IDS)
-
-
-# -- layers, and the program for training ------------------------------------------------------
 
 
 def loss(model: Any) -> Any:
@@ -308,8 +294,6 @@ def test_required_kernels(options: dict[str, Any], reason: str) -> None:
     else:
         assert llama("extend", **options, **kernels).settings.plan.kernels
 
-
-# -- attention ---------------------------------------------------------------------------------
 
 WIDE = {**LLAMA, "head_dim": 8}
 
@@ -440,9 +424,6 @@ def test_what_only_another_device_runs_is_run_by_xla_with_a_warning() -> None:
     assert "self_attn: cudnn (faster here)" in model.text("lir")
 
 
-# -- buckets -----------------------------------------------------------------------------------
-
-
 def test_buckets() -> None:
     """The sizes of the programs that a request runs; and a size outside is a warning, or an error."""
     tables: dict[str, Any] = {"prompt": [5, 3], "batch": [2], "context": [12]}
@@ -457,9 +438,6 @@ def test_buckets() -> None:
         told.lower(IDS)
     with pytest.raises(RequestError, match="length 6"):
         llama(buckets={**tables, "on_recompile": "error"}).lower(IDS)
-
-
-# -- backends ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("layout", "merge"), [("auto", False), ("in_out", True), ("out_in", True)])

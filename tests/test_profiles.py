@@ -1,7 +1,5 @@
 """Compile profiles: the schema, TOML in and out, presets; what changes with another one, and what none changes."""
 
-from __future__ import annotations
-
 import copy
 import os
 import pickle
@@ -65,9 +63,6 @@ def nested(path: str, value: object) -> dict[str, Any]:
     return value
 
 
-# -- the schema --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", SETTINGS)
 def test_toml_and_replace_set_the_same(path: str) -> None:
     value = SETTINGS[path]
@@ -124,9 +119,6 @@ def test_roles_are_those_of_the_compiler() -> None:
     assert [f.name for f in fields(CompileProfile().sharding)] == list(ROLES)
 
 
-# -- presets -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_preset(name: str) -> None:
     """It is itself again after writing, and leaves no table to other backends."""
@@ -148,9 +140,6 @@ def test_presets_are_those_of_the_spec() -> None:
     """Its 15 names, each built or refused, `auto`, and what it has none for: training."""
     own = {"auto", "train_bf16", "train_mixed"}
     assert len({*PRESETS, *UNMEASURED} - own) == 15 and not set(PRESETS) & set(UNMEASURED)
-
-
-# -- refusals ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("platform", UNSUPPORTED_PLATFORMS)
@@ -184,9 +173,6 @@ def test_values_that_are_not_supported() -> None:
     for path, value in refused:
         with pytest.raises(UnsupportedError, match=f"{path}: '{value}' is known but not supported; expected '"):
             read(f'{path} = "{value}"')
-
-
-# -- files -------------------------------------------------------------------------------------
 
 
 def test_a_file(tmp_path: Path) -> None:

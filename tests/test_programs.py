@@ -1,7 +1,5 @@
 """The programs of a model: few for many sizes, none that waits for the host, and no more kept than asked for."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc

@@ -1,7 +1,5 @@
 """Many prompts in slots, each with options, drafts and a place in a cache of its own: rows equal the request alone."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Every name of the public interface that is promised to stay: the top level, `ModelFlow`, and the spec's stages."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

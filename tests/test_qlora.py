@@ -1,7 +1,5 @@
 """LoRA over packed weights: adapters train as over the decoded base, whose bytes stay as they are."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Directories with quantised weights: values against the packages that define the formats, models, and refusals."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
@@ -158,9 +156,6 @@ def test_rolled(directories: Path, tmp_path: Path, name: str) -> None:
     assert_close(np.asarray(trained(TOKENS)), want, tolerance=3e-6)
 
 
-# -- families --------------------------------------------------------------------------------------
-
-
 def as_int8(directory: Path) -> dict[str, np.ndarray]:
     """Quantise the products of a checkpoint to int8 rows, as compressed-tensors writes them; return the values."""
     values: dict[str, np.ndarray] = {}
@@ -217,8 +212,6 @@ def test_text_part(tmp_path: Path) -> None:
     want = rlx.compile(rlx.recipe_for(fixture), values)(TOKENS % 40)
     assert_close(lm.logits(TOKENS % 40), np.asarray(want), tolerance=3e-6)
 
-
-# -- refusals --------------------------------------------------------------------------------------
 
 FIELDS: list[tuple[str, dict[str, Any], str]] = [
     ("fp8_block", {"fmt": "e5m2"}, "'fmt' is 'e5m2'; supported: e4m3"),
@@ -330,8 +323,6 @@ def test_tensors(
     with pytest.raises(error, match=message):
         rlx.load(directory)
 
-
-# -- damaged directories ---------------------------------------------------------------------------
 
 VALUES: list[Any] = [0, -1, 2**31, 2**70, 1.5, True, False, None, "", "int", "float", [], [1], [1, 2], [128, 128], {},
                      {"weights": {}}, {"a": {"weights": {"num_bits": 8}}}, "re:(a+)+$", float("inf")]  # fmt: skip

@@ -1,7 +1,5 @@
 """The vocabulary of quantization (IR 6.5 and 8) against formulas in float64, and its packed weights against gguf-py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -113,9 +111,6 @@ def test_formulas(subtests: pytest.Subtests) -> None:
     check_all(CASES, subtests)
 
 
-# -- packed weights ------------------------------------------------------------------------------
-
-
 def assert_close(found: Any, want: Any) -> None:
     np.testing.assert_allclose(found, want, rtol=0, atol=3e-6 * np.abs(want).max())
 
@@ -175,8 +170,6 @@ def test_live_product(scheme: str, kind: str) -> None:
     assert_close(model(x), x.astype("f8") @ decoded.astype("f8").T)
 
 
-# -- fake quantization that is not needed ----------------------------------------------------------
-
 THROUGH: dict[str, tuple[Call, dict[str, Any], bool, int]] = {
     "reshape": (lambda m, x: m.reshape(x, (2, -1)), {}, False, 1),
     "transpose": (lambda m, x: m.transpose(x, (0, 1, 3, 2)), {"bits": 4, "ste": "clipped"}, False, 1),
@@ -213,9 +206,6 @@ def test_rounding_that_is_there_already(subtests: pytest.Subtests) -> None:
                 np.testing.assert_allclose(got, want, rtol=2e-7)
                 got, want = (jax.jit(jax.grad(lambda x, g=g: (g.apply({}, x) ** 2).sum()))(x) for g in models)
                 np.testing.assert_allclose(got, want, rtol=1e-6)
-
-
-# -- names, and what is refused --------------------------------------------------------------------
 
 
 def test_names() -> None:

@@ -1,7 +1,5 @@
 """Caches of 8-bit codes: what they store, how far logits are from those of a f32 cache, and what must not matter."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

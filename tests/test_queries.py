@@ -1,7 +1,5 @@
 """Blocks under the names of the spec, questions to a graph, and graphs put into each other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -24,8 +24,6 @@ BY = np.array([0.5, -1.0, 2.0, 1.0], "f4")
 Array = Any
 Block = Callable[[Array], Array]
 
-# -- random flows ------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Step:
@@ -97,8 +95,6 @@ LEAVES: dict[str, tuple[Callable[[str], Any], Callable[[Reference, str, Array], 
 SUMS: Any = np.eye(5, dtype="f4") + sum(np.eye(5, k=-k, dtype="f4") * 0.5 ** (k - 1) for k in range(1, 5))
 """What `recurrent` sums: y_t = x_t + s_t, s_t = s_(t-1) / 2 + x_(t-1)."""
 FIRST, LAST = Step("keep", "first"), Step("optional", "last")
-
-# -- edits, and the reference ------------------------------------------------------------------
 
 Change = Callable[["Reference", Block], Block]
 KINDS: dict[str, tuple[Callable[[Any], rlx.ModelFlow], Change]] = {
@@ -186,9 +182,6 @@ def random_edits(seed: int, every: dict[Path, bool]) -> tuple[tuple[Path, str], 
         if not gone and not (kind == "replace" and (inner or every[path])):
             edits.append((path, kind))
     return tuple(edits)
-
-
-# -- comparing ---------------------------------------------------------------------------------
 
 
 def named(out: Any) -> dict[str, Array]:

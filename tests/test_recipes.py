@@ -1,7 +1,5 @@
 """Recipes and their hooks: layers replaced, stages inserted, hidden states captured, from outside the package."""
 
-from __future__ import annotations
-
 import pickle
 from dataclasses import replace
 from pathlib import Path

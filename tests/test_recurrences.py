@@ -1,7 +1,5 @@
 """Recurrences over many tokens: the forms that a plan takes, against the transcript and against each other."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Steps of a user's own along the tokens: the same numbers in every program, and refusals by name."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

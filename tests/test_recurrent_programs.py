@@ -1,7 +1,5 @@
 """Steps of a user's own in layers that repeat, in bf16, and in loops that take several tokens in a turn."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers that repeat: one node for equal layers, the same numbers rolled, unrolled and scanned."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What models tell: time by block, from traces; `report()` of programs and requests; the table of blocks."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import json
@@ -104,9 +102,6 @@ def test_every_moment_counts_once() -> None:
     ]  # fmt: skip
 
 
-# -- traced runs -------------------------------------------------------------------------------
-
-
 def whole(times: BlockTimes) -> bool:
     return math.isclose(sum(row.seconds for row in times.rows), times.seconds, rel_tol=1e-6)
 
@@ -206,9 +201,6 @@ def test_a_trace_of_a_gpu() -> None:
         _match_program(compiled, (9, "jit_forward"), {"a", "b"}) is large
         and _match_program(compiled, (1, "jit_forward"), {"b"}) is small
     )
-
-
-# -- the trace ---------------------------------------------------------------------------------
 
 
 def shares(events: list[Any], runs: int) -> dict[tuple[str, str], float]:
@@ -327,9 +319,6 @@ def test_encoders() -> None:
     assert str(told) in " ".join(str(report).split()) and report.embedding != ""
     sizes = {"batch": 7, "seq": 4}
     assert encoder.report(**sizes).flops == encoder.model.report(**sizes).flops != report.flops
-
-
-# -- the table of blocks -------------------------------------------------------------------------
 
 
 LLAMA = checkpoints.FIXTURES / "llama" / "gqa_linear_mlpbias_v5"

@@ -1,7 +1,5 @@
 """Rotary embeddings of several coordinates, written with the builders, against float64 formulas."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

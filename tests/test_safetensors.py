@@ -1,8 +1,6 @@
 """The safetensors reader: legal oddities, slices, files that change meanwhile, limits; damaged files are never taken
 where the reference refuses, and equal to it where both take them. `RLX_FUZZ_SEED` repeats a run."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -64,9 +62,6 @@ def test_legal_oddity(tmp_path: Path, name: str) -> None:
         assert all(file.read(key).shape == shape for key, shape in shapes.items())
 
 
-# -- reading -------------------------------------------------------------------------------------
-
-
 SLICES = st.builds(
     slice, st.none() | st.integers(-7, 7), st.none() | st.integers(-7, 7), st.none() | st.integers(-3, 3).filter(bool)
 )
@@ -123,9 +118,6 @@ def test_no_descriptor_is_left_behind(tmp_path: Path) -> None:
         kept.append(caught)  # its traceback holds the file object
     open_raw(tmp_path, one())
     assert len(os.listdir("/dev/fd")) == before
-
-
-# -- files that change or fail -----------------------------------------------------------------
 
 
 def test_truncated_after_opening(tmp_path: Path) -> None:
@@ -185,9 +177,6 @@ def test_not_a_regular_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     for path, error, message in cases:
         with pytest.raises(error, match=message):
             SafetensorsFile(path)
-
-
-# -- limits ------------------------------------------------------------------------------------
 
 
 INTO: dict[str, tuple[Any, tuple[slice, ...] | None, bool]] = {
@@ -386,8 +375,6 @@ def test_the_judge_sees_a_wrong_reader(tmp_path: Path, monkeypatch: pytest.Monke
         judge(300, seed_of("fixed"), tmp_path / "mutant.safetensors")
     assert len(fuzzing.corpus("safetensors")) == 1
 
-
-# -- valid twins -------------------------------------------------------------------------------
 
 LETTERS = 'ab.é重😀\x00"\\ \u202e'
 

@@ -1,7 +1,5 @@
 """How tokens are chosen, against plain NumPy in float64 and against transformers."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json
@@ -260,8 +258,6 @@ def test_every_bit_of_a_seed_counts() -> None:
     assert len({jax.random.key_data(key).tobytes() for key in keys}) == len(keys)
     assert (keys[1] == jax.random.key(7)) and random_key("init", keys[2]) is keys[2]
 
-
-# -- penalties by count, bans, ends of answers and functions of the user ---------------------------
 
 PROMPTS = [[7, 3, 9], [5], [4, 8, 15, 16, 23, 42, 5, 5]]
 BUDGET, END = 14, 12

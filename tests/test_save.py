@@ -1,7 +1,5 @@
 """`rlx_jax.save`: what is written loads back, in every layout; what cannot be written exactly is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -90,9 +88,6 @@ def test_a_shared_weight_is_stored_once(tmp_path: Path) -> None:
     assert_holds(tmp_path / "it", weights)
 
 
-# -- every layout writes checkpoint keys -------------------------------------------------------
-
-
 PROFILES: list[tuple[str, str, dict[str, dict[str, str]], str]] = [
     ("gqa_tied_llama3_v5", "orbax", {}, "{q,k,v}"),
     ("bf16_gqa_tied_v5", "safetensors", {"precision": {"compute": "f32"}, "layers": {"roll": "scan"}}, "{0..1}"),
@@ -111,9 +106,6 @@ def test_every_profile_saves_the_same_checkpoint(
     rlx.save(lm, tmp_path / "it", format)
     original = rlx.open_weights(FIXTURES / "llama" / name)
     assert_holds(tmp_path / "it", {key: original.read(key) for key in original.keys()})
-
-
-# -- exactness ---------------------------------------------------------------------------------
 
 
 def test_values_that_the_checkpoint_cannot_hold(tmp_path: Path) -> None:
@@ -165,9 +157,6 @@ def test_wide_weights(tmp_path: Path) -> None:
         rlx.save(model.replace(params=params), tmp_path / "no")
     rlx.save(model.replace(params=params), tmp_path / "f32", dtype="f32")
     assert_holds(tmp_path / "f32", {key: np.asarray(params[key]) for key in mlp()[1]} | {"steps": np.arange(8) + 1})
-
-
-# -- what is refused ---------------------------------------------------------------------------
 
 
 def test_an_existing_target(tmp_path: Path) -> None:
@@ -229,9 +218,6 @@ def test_a_link_is_written_through(tmp_path: Path) -> None:
     rlx.save(model, tmp_path / "it", overwrite=True)
     assert (tmp_path / "it").is_symlink() and os.listdir(tmp_path / "disk") == ["step_1"]
     assert_holds(tmp_path / "it", weights)
-
-
-# -- the manifest ------------------------------------------------------------------------------
 
 
 def test_the_manifest_is_asked_for(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 Every checkpoint here holds one number in all of its weights, so that a mixture of two is seen.
 """
 
-from __future__ import annotations
-
 import errno
 import itertools
 import os
@@ -52,8 +50,6 @@ def number_in(path: Path) -> int | None:
     assert len(found) == 1, found
     return int(found.pop())
 
-
-# -- the process dies --------------------------------------------------------------------------
 
 OPERATIONS = ("mkdir", "rename", "fsync", "unlink", "rmdir")
 
@@ -146,9 +142,6 @@ def test_two_saves_to_one_place(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["it"]
 
 
-# -- the disk fails ----------------------------------------------------------------------------
-
-
 FAILURES: list[tuple[BaseException, type[BaseException], str]] = [
     (OSError(errno.EDQUOT, "Disk quota exceeded"), NoSpaceError, "Disk quota exceeded"),
     (OSError(errno.EIO, "Input/output error"), SaveFailedError, "Input/output error"),
@@ -203,9 +196,6 @@ def test_what_cannot_be_read_back_is_not_kept(tmp_path: Path) -> None:
         with pytest.raises(SaveFailedError, match="cannot be read back, so it was removed: .*differs from its digest"):
             write(tmp_path / "it", 2)
     assert number_in(tmp_path / "it") == 1 and os.listdir(tmp_path) == ["it"]
-
-
-# -- the checkpoint is damaged afterwards ------------------------------------------------------
 
 
 def damage(path: Path, rng: random.Random) -> str:

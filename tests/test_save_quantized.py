@@ -1,7 +1,5 @@
 """FP8 and int8 directories: codes and scales by the rules of transformers and compressed-tensors, and their configs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

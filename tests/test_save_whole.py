@@ -1,7 +1,5 @@
 """`rlx_jax.save` of what `rlx_jax.load` opened: a directory that it, and transformers, open as the one before."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import json
@@ -173,9 +171,6 @@ def test_a_model_of_the_hub(server: Hub, hub_home: Path, tmp_path: Path) -> None
     assert rlx.load(tmp_path / "it").tokenizer is not None
 
 
-# -- what cannot be saved ----------------------------------------------------------------------
-
-
 def test_an_edited_recipe(tmp_path: Path) -> None:
     """Is no model of the config any more; its weights are saved alone. The checkpoint's own recipe is as none."""
     recipe = rlx.recipe_for(LLAMA)
@@ -259,8 +254,6 @@ def test_all_or_nothing(lm: rlx.CausalLM, tmp_path: Path, monkeypatch: pytest.Mo
     assert {name: (tmp_path / "it" / name).read_bytes() for name in paths(tmp_path / "it")} == before
     assert os.listdir(tmp_path) == ["it"]
 
-
-# -- transformers opens it ---------------------------------------------------------------------
 
 OPENED = {
     "llama/gqa_tied_llama3_v5": "AutoModelForCausalLM",

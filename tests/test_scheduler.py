@@ -1,7 +1,5 @@
 """The scheduler of continuous batching with a device that is a model of one: random jobs, slots and cancellations."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Scores of texts: against the recorded logits of `transformers`, against themselves, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -43,9 +41,6 @@ def lm(request: pytest.FixtureRequest) -> Iterator[Any]:
 def close(got: Any, want: Any) -> None:
     """Scores, or their log-probabilities, but for rounding."""
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-
-
-# -- the numbers -------------------------------------------------------------------------------
 
 
 def test_scores_are_those_of_recorded_logits(lm: Any) -> None:
@@ -147,9 +142,6 @@ def test_logits_are_never_whole(lm: Any) -> None:
     assert piece < width and f"{rows}x{piece}x{V}xf32" in text and f"{rows}x{width}x{V}xf32" not in text
 
 
-# -- sizes -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
 @pytest.mark.parametrize("positions", [1, 64, 65, 2048, 9000, None])
 def test_there_are_at_most_eight_programs(positions: int | None, target: str) -> None:
@@ -207,9 +199,6 @@ def test_warm_up() -> None:
     assert model.report().recompiles == 0
 
 
-# -- perplexity --------------------------------------------------------------------------------
-
-
 def strided(ids: list[int], stride: int, context: int, loss: Any) -> float:
     """The loop of Hugging Face's page; `loss(ids, targets)` is the mean over targets that are not −100, of which the
     first token is none."""
@@ -240,9 +229,6 @@ def test_perplexity(lm: Any) -> None:
         text = np.random.default_rng(2).integers(2, V, 91 if stride != 2 else 20).tolist()
         want = strided(text, stride or 15, context or POSITIONS, loss)
         np.testing.assert_allclose(lm.perplexity(text, stride=stride, context=context), want, rtol=1e-5)
-
-
-# -- flows of one's own, and what is refused ---------------------------------------------------
 
 
 def own(*stages: Any) -> rlx.ModelFlow:
@@ -335,9 +321,6 @@ def test_refused_models(lm: Any) -> None:
         bare.score(([], [1]))
     with pytest.raises(errors.RequestError, match="no longest text; pass context="):
         bare.perplexity([1, 2, 3])
-
-
-# -- live --------------------------------------------------------------------------------------
 
 
 @pytest.mark.oracle

@@ -1,7 +1,5 @@
 """The stage SelfAttention against float64 formulas, over devices, and as a model that generates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

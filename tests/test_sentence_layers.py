@@ -1,7 +1,5 @@
 """Embedders as sentence-transformers saves them: layers after pooling, bidirectional decoders, output formats."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json
@@ -135,9 +133,6 @@ def test_what_is_refused(directories: Path, tmp_path: Path) -> None:
     (copy / "3_Dense" / "model.safetensors").rename(copy / "3_Dense" / "pytorch_model.bin")
     with pytest.raises(errors.UnsupportedError, match=r"pytorch_model\.bin is a pickle.*convert it"):
         rlx.load(copy)
-
-
-# -- live --------------------------------------------------------------------------------------
 
 
 @pytest.mark.oracle

@@ -1,7 +1,5 @@
 """The files of a sentence pipeline, how it pools, and live comparisons."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any
@@ -79,8 +77,6 @@ def test_settings_of_the_transformer(tmp_path: Path) -> None:
     assert settings("new", sentence_bert_config=new, tokenizer_config=longer) == (512, False)
 
 
-# -- pooling ------------------------------------------------------------------------------------
-
 MODES = ("cls", "max", "mean", "mean_sqrt_len", "weightedmean", "lasttoken")
 
 
@@ -130,9 +126,6 @@ def test_pool_has_a_gradient_at_an_empty_row() -> None:
     slope = jax.jit(jax.grad(lambda h: jnp.sum(pool(h, jnp.array(MASKS), pipeline)[:, ::3])))
     grad = slope(jnp.ones((*MASKS.shape, 4)))
     assert np.isfinite(grad).all() and np.any(np.asarray(grad[0])) and not np.any(np.asarray(grad[-1]))
-
-
-# -- live comparisons ---------------------------------------------------------------------------
 
 
 def live_ids(model: Any, texts: list[str]) -> list[list[int]]:

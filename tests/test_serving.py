@@ -1,7 +1,5 @@
 """Buckets, warm-up, long prompts, padding on the left, rows that fail, and interrupts."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import re
@@ -70,9 +68,6 @@ def warm() -> Any:
     lm = model(**BUCKETS, on_recompile="error")
     lm.warmup(samplers=SAMPLERS[0])
     return lm
-
-
-# -- buckets and warm-up -----------------------------------------------------------------------
 
 
 def test_after_warm_up_no_request_compiles(plain: Any, warm: Any) -> None:
@@ -284,9 +279,6 @@ def test_buckets_are_checked() -> None:
             model(**buckets)
 
 
-# -- seeds, and another precision --------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_every_kind_of_key_is_a_seed(plain: Any) -> None:
     """Whichever came first; whatever kind of key JAX makes by default, and with 64 bits."""
@@ -302,9 +294,6 @@ def test_every_kind_of_key_is_a_seed(plain: Any) -> None:
     assert rbg[0] == rbg[1] != want
 
 
-# -- padding on the left -----------------------------------------------------------------------
-
-
 def test_what_stands_at_padding_is_not_read(plain: Any) -> None:
     """Whatever a tokenizer or a loss puts there."""
     left, mask = np.array([[-100, -1, 3, 1], [2**40, 5, 9, 2]]), np.array([[0, 0, 1, 1], [0, 1, 1, 1]])
@@ -317,9 +306,6 @@ def test_what_stands_at_padding_is_not_read(plain: Any) -> None:
     _, state = plain.prefill(right, lengths, max_len=16)
     _, state = plain.extend(state, [[-1, -1], [4, -100]], [0, 1])
     assert state.lengths.tolist() == [2, 4]
-
-
-# -- rows that fail ----------------------------------------------------------------------------
 
 
 def test_a_row_that_fails_leaves_the_others_alone(plain: Any) -> None:
@@ -343,9 +329,6 @@ def test_a_row_that_fails_leaves_the_others_alone(plain: Any) -> None:
     with pytest.raises(errors.NumericsError) as caught:
         lm.generate([PROMPTS[1], [bad], PROMPTS[2]], max_new_tokens=3)
     assert caught.value.rows == {1: 0} and caught.value.outputs == [want[1][:3], [], want[2][:3]]
-
-
-# -- interrupts --------------------------------------------------------------------------------
 
 
 def interrupt(patch: pytest.MonkeyPatch, at: int, call: Callable[[], Any], first: bool = True) -> None:

@@ -1,7 +1,5 @@
 """Every setting of a profile acts, in the program or on requests, or says why it has nothing to act on."""
 
-from __future__ import annotations
-
 import functools
 import re
 import warnings

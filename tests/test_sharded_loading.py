@@ -1,7 +1,5 @@
 """Leaves that lie on several devices: each box is read alone, of any source; the whole is that of one device."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import threading
@@ -184,9 +182,6 @@ def test_cancelled_loading_reads_no_more(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(reads) <= execute.READERS
 
 
-# -- any program, any box ----------------------------------------------------------------------
-
-
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
     """A few steps over one of the keys."""
@@ -281,9 +276,6 @@ def test_the_host_holds_a_box(tmp_path: Path) -> None:
                 assert peak < host_bytes_to_load(part) + 1.25 * 2**20 < program.type.nbytes, str(part)
 
 
-# -- what is refused ---------------------------------------------------------------------------
-
-
 def test_a_sharding_that_does_not_divide() -> None:
     with pytest.raises(
         WeightShapeError, match=r"leaf 'leaf': f32\[16,8\] is not divided evenly by .*; pad it or shard"
@@ -326,9 +318,6 @@ def test_arrays_are_copies() -> None:
     assert not np.asarray(found).any()
     pointers = {shard.data.unsafe_buffer_pointer() for shard in found.addressable_shards}
     assert len(pointers) == 8
-
-
-# -- from any source, and back -------------------------------------------------------------------
 
 
 ARRAYS = {name: RNG.normal(size=(64, 96)).astype(np.float32) for name in ("a", "b")}
@@ -382,9 +371,6 @@ def test_orbax_arrays_are_saved_in_chunks(tmp_path: Path, monkeypatch: pytest.Mo
     with ocp.StandardCheckpointer() as checkpointer:
         storage = checkpointer.metadata(tmp_path / "m").item_metadata["a"].storage
     assert 2**11 <= np.prod(storage.chunk_shape) * 4 <= 2**13
-
-
-# -- back again --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("kind", "format"), [(AxisType.Auto, "orbax"), (AxisType.Explicit, "safetensors")])

@@ -1,7 +1,5 @@
 """Weights that layers share: one leaf each, the same numbers and gradients scanned as written out."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

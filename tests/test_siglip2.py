@@ -1,7 +1,5 @@
 """SigLIP 2 with images of any proportions (NaFlex), live against transformers, from pixels."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

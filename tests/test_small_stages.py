@@ -1,7 +1,5 @@
 """Stages whose numbers no test of a model or of a flow holds alone, against formulas in NumPy float64."""
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import replace

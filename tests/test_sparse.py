@@ -1,7 +1,5 @@
 """Sparse vectors and vectors of tokens: SPLADE, bge-m3, and ColBERT models of older libraries."""
 
-from __future__ import annotations
-
 import io
 import json
 import zipfile

@@ -4,8 +4,6 @@ Numbers are held against float64 NumPy. What differs on purpose is the table "Di
 docs/graph.md; IR 8 is in test_quantized_builders.py, and the names of IR 10 and 12 are not here.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ formula; decode forms are compared here with the programs that are derived from 
 are listed in `docs/spec-differences.md`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -400,9 +398,6 @@ def test_refusals(name: str) -> None:
         make()
 
 
-# -- core objects --------------------------------------------------------------------------------
-
-
 def test_registers() -> None:
     """What stages write into `emit.state`, and the operations of a stage's context."""
     seen: dict[str, Any] = {}
@@ -441,9 +436,6 @@ def test_a_sink_of_side_outputs() -> None:
     for _ in range(2):
         assert flow.build(SPECS).output_names == ("output", *names)
     assert side.drain() == names and side.is_empty() and side.drain() == ()
-
-
-# -- recipes, profiles, extensions, contracts ------------------------------------------------------
 
 
 def test_recipes_profiles_and_plans() -> None:

@@ -1,7 +1,5 @@
 """Speculative decoding: the tokens are those of plain decoding, and how many steps it took is counted."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any
@@ -261,8 +259,6 @@ def test_a_ring_has_the_size_of_its_window() -> None:
         assert {s[1] for name, s in shapes.items() if name.startswith("layers.1")} == {context}
         assert {s[1] for name, s in shapes.items() if not name.startswith("layers.1")} == {ring}
 
-
-# -- the target's distribution, whatever the drafts are: χ² tests, by formulas in float64 -------------
 
 LOGITS_RNG = np.random.default_rng(5)
 

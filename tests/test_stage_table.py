@@ -1,7 +1,5 @@
 """The table of docs/stages.md: every stage is in it, and its test notices when the stage is wrong."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Streams, chosen outputs, and the flow's methods against the stages they stand for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Heads of token classification, question answering and masked language models, against transformers' pipelines."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -239,9 +237,6 @@ def test_refusals(directories: Path, models: dict[str, Any]) -> None:
     for call, message in calls:
         with pytest.raises(errors.RequestError, match=message):
             call()
-
-
-# -- live --------------------------------------------------------------------------------------
 
 
 @pytest.mark.oracle

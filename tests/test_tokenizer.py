@@ -1,7 +1,5 @@
 """Tokenizers and the sentence pipeline: against the native library, float64 NumPy and, live, sentence-transformers."""
 
-from __future__ import annotations
-
 import base64
 import json
 import pickle
@@ -48,9 +46,6 @@ TEXTS = [
 ]
 
 
-# -- small tokenizers of every kind -------------------------------------------------------------
-
-
 def added(*tokens: tuple[int, str]) -> list[Json]:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return [{"id": i, "content": content, "special": True, **flags} for i, content in tokens]
@@ -80,9 +75,6 @@ def minilm() -> Tokenizer:
     found = load_tokenizer(minilm_directory())
     assert found is not None
     return found
-
-
-# -- encoding and decoding ----------------------------------------------------------------------
 
 
 def test_minilm(minilm: Tokenizer) -> None:
@@ -243,9 +235,6 @@ def test_a_runaway_pattern_is_an_error_and_the_tokenizer_lives(tmp_path: Path) -
     assert tokenizer.encode("hello") == [2]
 
 
-# -- the files ----------------------------------------------------------------------------------
-
-
 def test_ids_of_special_tokens(tmp_path: Path) -> None:
     def ids(name: str, **contents: Any) -> tuple[object, object, object]:
         tokenizer = loaded(tmp_path / name, KINDS["sentencepiece_bpe"], **contents)
@@ -364,8 +353,6 @@ def test_limits(limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(LimitError, match=f"{limit} = 3"):
         loaded(tmp_path, KINDS["word_level"])
 
-
-# -- mutants ------------------------------------------------------------------------------------
 
 VALUES = (None, True, 0, -1, 1, 9, 2**31, 2**32, 2**63, 1.5, "", "a", "##", "[CLS]", "<unk>", "\\", "é", "\0")
 VALUES += ([], {}, [1], ["hello", "world"], {"a": 1}, [[]])  # type: ignore[assignment]

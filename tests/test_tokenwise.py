@@ -1,7 +1,5 @@
 """The proof that a function is token-wise: what it accepts, what it refuses and why, each held against numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

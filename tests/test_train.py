@@ -1,7 +1,5 @@
 """The training step against a loop by hand, and its parts against the whole."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -151,9 +149,6 @@ def test_a_loss_gets_the_rest_of_the_batch_by_name() -> None:
     _, metrics = step(state, {"tokens": BATCH["tokens"], "scale": np.full(B, 3.0, np.float32)})
     assert want > 3 and abs(float(metrics.loss) - want) < 1e-4
     assert model.params is not None and np.isfinite(model.params["w"]).all()
-
-
-# -- refusals ----------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

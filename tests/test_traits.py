@@ -1,7 +1,5 @@
 """What ops say of themselves: every class says all of it, and says what the tables beside the passes said."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The NumPy transcripts of recurrent layers and of the MTP head compute what transformers does."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from typing import Any

@@ -1,7 +1,5 @@
 """Trees of parameters as weights, both ways; docs/bring_your_parameters.md has MaxText's and nnx's trees."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

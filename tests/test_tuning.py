@@ -1,7 +1,5 @@
 """The search for a profile: what is kept, what is refused, and the file that it writes. Times are made up."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

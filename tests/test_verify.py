@@ -1,7 +1,5 @@
 """The verifier lists all that is wrong, with node, op and block path, in a class that says what kind it is."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -50,9 +50,6 @@ def cases(quick: tuple[str, ...] = QUICK) -> list[Any]:
     return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in NAMES]
 
 
-# -- the recorded numbers ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", cases())
 def test_hidden_states(name: str) -> None:
     """Of a batch, and its class tokens as vectors."""
@@ -66,8 +63,6 @@ def test_images_of_another_size(name: str) -> None:
     """Positions are resampled, as transformers does for square grids alone; what is no whole patch is not read."""
     assert_close(vision(name).hidden_states(record(name)["other_pixels"]), record(name)["other_hidden"])
 
-
-# -- the layout of DINOv2's authors ------------------------------------------------------------
 
 TO_ORIGINAL = {
     "embeddings.patch_embeddings.projection.": "patch_embed.proj.", "embeddings.position_embeddings": "pos_embed",
@@ -101,8 +96,6 @@ def test_the_layout_of_its_authors(tmp_path: Path) -> None:
     keys = set(loaded.model.weights())
     assert {"blocks.1.attn.qkv.weight", "norm.bias", "pos_embed"} <= keys and not any("query" in key for key in keys)
 
-
-# -- images ------------------------------------------------------------------------------------
 
 PICTURES = ("dinov2", "dinov2_registers", "vit")
 
@@ -274,9 +267,6 @@ def test_every_setting_shows(tmp_path: Path) -> None:
     assert load_processor(Folder(VISION / "vit_classifier"), "ViT") is None
 
 
-# -- flows of one's own ------------------------------------------------------------------------
-
-
 def test_flow_of_your_own() -> None:
     """A flow with an output `pooled` embeds; one without says what is missing."""
 
@@ -317,9 +307,6 @@ def test_few_programs() -> None:
         vision("dinov2").warmup()
 
 
-# -- configs -----------------------------------------------------------------------------------
-
-
 def test_configs_that_are_refused() -> None:
     """By field, with the value."""
     changes: Any
@@ -331,9 +318,6 @@ def test_configs_that_are_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(REFUSED, match=match):
             Dinov2Config.from_hf(changes)
-
-
-# -- live --------------------------------------------------------------------------------------
 
 
 @pytest.mark.oracle(warnings="error")

@@ -1,7 +1,5 @@
 """Opening weights: mappings, files, directories with shards and links, formats of one's own, and what can be wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +24,6 @@ from rlx_jax.weights.safetensors_format import SafetensorsSource
 from rlx_jax.weights.source import WeightSource, open_weights
 from tests.shards import INDEX, SHARDS, B, W, assert_shards, write_shards
 from tests.small import Own
-
-# -- mappings ----------------------------------------------------------------------------------
 
 
 def test_mapping() -> None:
@@ -89,9 +85,6 @@ def test_traced_and_deleted_arrays() -> None:
     for key, message in (("w", "'w' is deleted"), ("s", "'s' has a shape only, no values: .* ShapeDtypeStruct")):
         with pytest.raises(errors.WeightError, match=message):
             source.read(key)
-
-
-# -- values ------------------------------------------------------------------------------------
 
 
 def source_of(kind: str, tmp_path: Path, array: np.ndarray, **options: Any) -> WeightSource:
@@ -156,9 +149,6 @@ def test_finite_at_the_edges_of_chunks() -> None:
     assert all_finite(np.zeros((0, 3), np.float32)) and all_finite(np.zeros((0, 3), ml_dtypes.bfloat16))
 
 
-# -- files and directories ---------------------------------------------------------------------
-
-
 def test_one_file(tmp_path: Path) -> None:
     save_file({"w": W, "b": B}, tmp_path / "any name.safetensors", {"format": "pt"})
     with open_weights(tmp_path / "any name.safetensors") as source:  # type: ignore[attr-defined]
@@ -215,9 +205,6 @@ def test_precedence(tmp_path: Path) -> None:
         open_weights(tmp_path)
 
 
-# -- options -----------------------------------------------------------------------------------
-
-
 def test_max_bytes(tmp_path: Path) -> None:
     shards, before = write_shards(tmp_path / "model"), len(os.listdir("/dev/fd"))
     for weights in (shards, {"w": W, "b": B, "c": W[0]}, {"w": jax.ShapeDtypeStruct((42,), np.int8)}):
@@ -234,9 +221,6 @@ def test_a_source_comes_back_as_it_is() -> None:
     assert open_weights(source) is source
     with pytest.raises(errors.WeightError, match="already open; pass the options where you open them"):
         open_weights(source, on_nonfinite="ignore")
-
-
-# -- a source of one's own ---------------------------------------------------------------------
 
 
 def test_a_source_of_ones_own() -> None:
@@ -273,9 +257,6 @@ def hub_cache(root: Path, name: str = "models--org--tiny") -> Path:
         blob = path.rename(path.with_name(f"hash-of-{path.name}"))
         (snapshot / path.name).symlink_to(os.path.relpath(blob, snapshot))
     return snapshot
-
-
-# -- index faults ------------------------------------------------------------------------------
 
 
 def test_shards_in_folders_and_with_unicode_names(tmp_path: Path) -> None:
@@ -342,9 +323,6 @@ def test_too_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         pytest.warns(errors.RlxWarning),
     ):
         open_weights(write_shards(directory, index=index), strict=False)
-
-
-# -- links -------------------------------------------------------------------------------------
 
 
 def test_hub_cache(tmp_path: Path) -> None:

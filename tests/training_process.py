@@ -8,8 +8,6 @@ It resumes from the newest step, says `ready`, and waits for a line. Then it say
 save, and at its end `ended NUMBER`. The digest is of this process's part of the state.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os
@@ -147,9 +145,6 @@ def main() -> None:
     if process == 1:
         full_at(full)
     train(directory, steps)
-
-
-# -- for those who start it --------------------------------------------------------------------
 
 
 class Group:

@@ -1,7 +1,5 @@
 """The wheel of this checkout, as `make wheel` builds it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

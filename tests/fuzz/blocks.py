@@ -1,8 +1,6 @@
 """What a random HIR graph is grown from: the blocks of the op table, and the groups that merging and lowering look
 for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A graph before and after a rewrite: the verifier, and the same values in NumPy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

@@ -9,8 +9,6 @@ what the graphs are grown from, or of the faults,
 looks through the graphs again, writes the file, and prints the kill list: some minutes.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Callable

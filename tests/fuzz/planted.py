@@ -1,7 +1,5 @@
 """Faults as compilers have them, each one edit of one function's source. The fuzzer has to find them."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 import textwrap

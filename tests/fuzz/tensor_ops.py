@@ -1,8 +1,6 @@
 """What a random MIR graph is grown from: the op table over values that are there or new leaves, and what passes look
 for, which is equal nodes, near-misses, constants and regions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -110,9 +108,6 @@ def reduce(s: Sketch) -> object:
     axes = tuple(i for i in range(len(x.shape)) if s.coin()) or (s.draw(len(x.shape)),)
     kinds = tuple(kind for kind in REDUCE_GROWN if kind != "mean" or x.is_float)
     return s.one(o.Reduce(s.choice(kinds), axes, s.coin()), x)
-
-
-# -- what passes look for ----------------------------------------------------------------------
 
 
 def constants(s: Sketch) -> object:

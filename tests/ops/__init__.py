@@ -3,8 +3,6 @@
 A new op is a row of `MEANINGS` and a sample in the file of its topic; a new block the same in `blocks`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.ops import blocks, elements, images, sequences, shapes

@@ -1,7 +1,5 @@
 """Blocks: what each means, in terms of the formulas of ops, and samples."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Functions of elements, products, norms, fused ops, reductions: what each means, and samples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ Floating values are float64 whatever their dtype, so a graph before and after a 
 integers and bools are themselves. Nothing here calls `eval`, `expand` or the interpreter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Windows that slide, other sizes, spectra, systems, and bodies of loops: what each means, and samples."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Samples of ops: operands that fit an op, their random numbers, and the table of what each op means."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

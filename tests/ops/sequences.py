@@ -1,7 +1,5 @@
 """Attention, rotations, caches, steps over tokens and recurrences: what each means, and samples."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Ops that move elements, and reading and writing by index: what each means, and samples."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

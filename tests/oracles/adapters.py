@@ -3,8 +3,6 @@
 `python -m tests.oracles.adapters` writes `tests/fixtures/lora`. torch, transformers and peft are imported when needed.
 """
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any

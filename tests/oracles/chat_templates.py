@@ -1,7 +1,5 @@
 """Checkpoints that chat, in the public formats of Llama 3, ChatML (Qwen), Gemma and Mistral: `tests/fixtures/chat`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoint directories for tests: copies with something changed."""
 
-from __future__ import annotations
-
 import enum
 import json
 import shutil
@@ -61,8 +59,6 @@ def edit_tensors(
     new = edit(tensors) or tensors
     save_file({key: np.ascontiguousarray(value) for key, value in new.items()}, file, {"format": "pt"})
 
-
-# -- sentence encoders -------------------------------------------------------------------------
 
 OLD_MODULES = {name: f"sentence_transformers.models.{name}" for name in ("Transformer", "Pooling", "Normalize")}
 NEW_MODULES = {

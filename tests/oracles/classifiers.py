@@ -5,8 +5,6 @@ tokenizer, and `recorded.json` with the logits of `TEXTS` and of the pairs with 
 CrossEncoder, and its record has the scores of the pairs. torch and transformers are imported when needed.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

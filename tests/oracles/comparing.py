@@ -1,7 +1,5 @@
 """How numbers are compared with a reference."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

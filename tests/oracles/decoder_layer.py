@@ -1,7 +1,5 @@
 """One decoder layer of a `LayerSpec` in NumPy, float64, and its weights, stated without the package's own shapes."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 torch and diffusers are imported when a function needs them, so that this module can be imported without.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ library saved, and `recorded.json` with its numbers for `TEXTS`. torch and sente
 needed.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import tempfile

@@ -4,8 +4,6 @@
 checkpoint, and `recorded.npz` with the hidden states of `drawn_rows`. torch and transformers are imported when needed.
 """
 
-from __future__ import annotations
-
 import importlib
 import tempfile
 import zipfile

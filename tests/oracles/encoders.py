@@ -1,7 +1,5 @@
 """BERT, RoBERTa, MPNet and NomicBERT: tiny checkpoints, what `transformers` computes from them, and formulas."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import random
@@ -133,8 +131,6 @@ def drawn_inputs(config: Any, rng: np.random.Generator, size: int) -> dict[str, 
     return found
 
 
-# -- random configurations -----------------------------------------------------------------------
-
 TASKS = ("Model", "Model", "ForMaskedLM", "ForTokenClassification")
 CLASSES = {"roberta": ("Roberta", "XLMRoberta", "Camembert"), "mpnet": ("MPNet",), "nomic_bert": ("NomicBert",)}
 
@@ -183,9 +179,6 @@ def write_tokenizer(directory: Path) -> None:
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 40, "pad_token": "<pad>"}
     about |= {"bos_token": "<s>", "eos_token": "</s>", "cls_token": "<s>", "sep_token": "</s>", "unk_token": "<unk>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(about, indent=1) + "\n", "utf-8")
-
-
-# -- the formulas --------------------------------------------------------------------------------
 
 
 def row(config: dict[str, Any], w: Weights, ids: Ids, **inputs: Any) -> Array:

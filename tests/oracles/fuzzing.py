@@ -3,8 +3,6 @@
 A failing input is saved in `tests/corpus/<kind>/` and replayed by the default suite from then on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import gc
@@ -85,9 +83,6 @@ def bounded_memory() -> Iterator[None]:
     yield
     growth = resident() - before
     assert growth <= GROWTH, f"{growth / 2**20:.0f} MiB more than before"
-
-
-# -- damage ------------------------------------------------------------------------------------
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

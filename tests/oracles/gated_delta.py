@@ -9,8 +9,6 @@ convolution `[B, K − 1, C]`: its last K − 1 inputs. Both start as zeros, and
 tokens in two calls give what one call gives.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

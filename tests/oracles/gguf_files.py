@@ -3,8 +3,6 @@
 What llama.cpp's converter does to a model is written out here once more: it is no part of the `gguf` package.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 torch and transformers are imported when a function needs them, so that this module can be imported without.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json
@@ -186,9 +184,6 @@ def load(directory: Path, auto_class: str, dtype: str = "float32") -> Any:
     return model.eval()
 
 
-# -- what a Llama computes ---------------------------------------------------------------------
-
-
 def llama_rows(model: Any, rows: Sequence[Sequence[int]]) -> list[tuple[Floats, Floats]]:
     """Last hidden state (after the final norm) and logits of each row, computed alone."""
     found = [llama_batch(model, np.array([row])) for row in rows]
@@ -303,9 +298,6 @@ def clear_prompts(
     return prompts, tokens
 
 
-# -- what a BERT computes ----------------------------------------------------------------------
-
-
 def bert_hidden(model: Any, tokens: npt.NDArray[Any], **inputs: npt.NDArray[Any]) -> Floats:
     """Last hidden state `[B, S, H]`; optional inputs by transformers' own names."""
     torch, _ = _modules()
@@ -314,9 +306,6 @@ def bert_hidden(model: Any, tokens: npt.NDArray[Any], **inputs: npt.NDArray[Any]
         result = model(torch.from_numpy(tokens.astype(np.int64)), **arguments)
     hidden: Floats = result.last_hidden_state.numpy()
     return hidden
-
-
-# -- random configurations ---------------------------------------------------------------------
 
 
 def random_sizes(draw: random.Random) -> dict[str, Any]:

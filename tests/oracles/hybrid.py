@@ -4,8 +4,6 @@ Sources: `Qwen3_5ForCausalLM` and `Mamba2ForCausalLM` of transformers; the layer
 `mamba2.py`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

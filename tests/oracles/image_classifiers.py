@@ -5,8 +5,6 @@ checkpoint with an image processor, and `recorded.json` with the logits of `PIXE
 `vision.images(4, …)`. torch and transformers are imported when needed.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import tempfile

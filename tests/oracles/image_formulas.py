@@ -1,7 +1,5 @@
 """What the ops of images mean, in plain NumPy float64: one output entry after the other."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -13,8 +13,6 @@ The same versions give the same bytes. Layout:
 - `minilm50.json`, `minilm50.npz`: 50 texts and their embeddings by the real MiniLM.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import shutil

@@ -8,8 +8,6 @@ other share the B and C of a group. A state is `[B, H, P, N]`, the tail of the c
 Both start as zeros, and what is returned may be handed in again: tokens in two calls give what one call gives.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -6,8 +6,6 @@ last norm and its own behind `mtp.norm`, and the position of a pair, that of its
 `Qwen3_5MultiTokenPredictor` and `EagleProposer`; a fixture of a real checkpoint there is not.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ the merge before one layer. The layer is the full-attention layer of Qwen3.5, an
 with that of transformers.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

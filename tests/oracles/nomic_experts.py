@@ -5,8 +5,6 @@ i % moe_every_n_layers is 1. The router is a softmax over all experts, and the w
 divided by their sum. `w1` and `w2` have the rows of all experts, `[E·F, H]`; one bias is added to the sum.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -24,8 +24,6 @@ What differs from what one would guess:
 then keys, then values, `Wkv` all keys, then values. The rotary tables are buffers that are not stored.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -4,8 +4,6 @@ Written from the published formulas, one row at a time and without a cache, so t
 shares no code with the library and none with `transformers`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -63,9 +61,6 @@ def linear(w: Weights, name: str, x: Array) -> Array:
     """`x @ W.T + b`, without b where the checkpoint has none."""
     y: Array = x @ w[f"{name}.weight"].T
     return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
-
-
-# -- Llama, Mistral, Qwen ----------------------------------------------------------------------
 
 
 def rope_frequencies(config: dict[str, Any]) -> Array:
@@ -188,15 +183,9 @@ def llama_states(config: dict[str, Any], w: Weights, ids: Sequence[int] | Ids) -
     return [*states, rms_norm(x, w["model.norm.weight"], eps)]
 
 
-# -- Gemma -------------------------------------------------------------------------------------
-
-
 def capped(x: Array, cap: float | None) -> Array:
     """`cap tanh(x / cap)`, or x without a cap."""
     return x if cap is None else np.asarray(cap * np.tanh(x / cap))
-
-
-# -- GPT-2 -------------------------------------------------------------------------------------
 
 
 def llama_greedy(config: dict[str, Any], w: Weights, prompt: Sequence[int], count: int) -> list[int]:
@@ -205,9 +194,6 @@ def llama_greedy(config: dict[str, Any], w: Weights, prompt: Sequence[int], coun
     for _ in range(count):
         ids.append(int(np.argmax(llama_row(config, w, ids)[1][-1])))
     return ids[len(prompt) :]
-
-
-# -- BERT --------------------------------------------------------------------------------------
 
 
 def layer_norm(w: Weights, name: str, x: Array, eps: float) -> Array:

@@ -3,8 +3,6 @@
 Each is written from the published formula, slowly where that is clearer: attention takes one score at a time.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Packed tensors for tests, and the numbers that they stand for: computed one by one, with nothing of the package's."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable
 from typing import Any

@@ -17,8 +17,6 @@ compressed-tensors (with `weight_g_idx`, which its present version has dropped, 
 `bnb_*`: bitsandbytes.functional; `mlx_*`: mlx.core.dequantize.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -71,9 +69,6 @@ class Case:
     edge_inputs: int = 96
 
 
-# -- edge values -----------------------------------------------------------------------------------
-
-
 def edge_floats(name: str, *values: float) -> Callable[[Tensors], None]:
     """Write numbers over the first elements of a tensor, in its dtype."""
 
@@ -108,9 +103,6 @@ HALF_EDGES = (0.0, 65504.0, 2.0**-24, -(2.0**-20), 2.0**-14)
 F32_EDGES = (0.0, 2.0**120, 2.0**-149, -(2.0**-130), 2.0**-126)
 
 
-# -- FP8 of DeepSeek, and transformers -------------------------------------------------------------
-
-
 def fp8_block(rows: int, columns: int, scale_fmt: str) -> tuple[Any, Any]:
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 
@@ -127,9 +119,6 @@ def fp8_block(rows: int, columns: int, scale_fmt: str) -> tuple[Any, Any]:
         return op._dequantize_one(t[".weight"], t[".weight_scale_inv"], torch.float32)
 
     return pack, decode
-
-
-# -- compressed-tensors ----------------------------------------------------------------------------
 
 
 def compressed(layout: str, **arguments: Any) -> tuple[Any, Any, dict[str, Any]]:
@@ -210,9 +199,6 @@ def with_g_idx(pack: Callable[[torch.Tensor], Tensors], group: int) -> Callable[
     return packed
 
 
-# -- modelopt --------------------------------------------------------------------------------------
-
-
 def modelopt_nvfp4() -> tuple[Any, Any]:
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
@@ -243,9 +229,6 @@ def modelopt_fp8() -> tuple[Any, Any]:
         return tensor.dequantize(torch.float32, scale=t[".weight_scale"])
 
     return pack, decode
-
-
-# -- AWQ and GPTQ ----------------------------------------------------------------------------------
 
 
 def asymmetric(weight: torch.Tensor, group: int, bits: int, symmetric: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -314,9 +297,6 @@ def gptq(bits: int, group: int, *, version: int, desc_act: bool, symmetric: bool
     return pack, decode
 
 
-# -- bitsandbytes and MLX --------------------------------------------------------------------------
-
-
 def bnb_4bit(nested: bool) -> tuple[Any, Any]:
     from bitsandbytes import functional
 
@@ -362,9 +342,6 @@ def mlx(bits: int, group: int, dtype: torch.dtype) -> tuple[Any, Any]:
         return torch.from_numpy(np.array(value))
 
     return pack, decode
-
-
-# -- the cases -------------------------------------------------------------------------------------
 
 
 def hf_fp8(**more: Any) -> dict[str, Any]:
@@ -451,9 +428,6 @@ def bnb(**changes: Any) -> dict[str, Any]:
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bfloat16", **changes).to_dict()
-
-
-# -- the archive -----------------------------------------------------------------------------------
 
 
 def plain(rng: np.random.Generator, *shape: int) -> torch.Tensor:

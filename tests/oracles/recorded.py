@@ -1,7 +1,5 @@
 """Fixtures whose numbers are recorded: a checkpoint directory, the model that the library loads, its reference."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

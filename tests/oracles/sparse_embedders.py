@@ -4,8 +4,6 @@
 with `recorded.json`, its numbers for `TEXTS`. torch and sentence-transformers are imported when needed.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import tempfile

@@ -5,8 +5,6 @@ tokenizer and what `record` returns. Version 5 of transformers has no pipeline f
 version 4 adds those. torch and transformers are imported when needed.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import tempfile

@@ -1,7 +1,5 @@
 """Fifty texts of many kinds for sentence embeddings."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

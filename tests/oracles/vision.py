@@ -8,8 +8,6 @@ It writes `tests/fixtures/vision/<name>/`, a checkpoint directory as Hugging Fac
 numbers. torch and transformers are imported when a function needs them.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import json
@@ -289,9 +287,6 @@ def compared(directory: Path, checkpoint: Checkpoint, texts: list[str], pictures
         "hidden": out.vision_model_output.last_hidden_state,
     }  # fmt: skip
     return {name: value.numpy() for name, value in found.items()}
-
-
-# -- random configurations ---------------------------------------------------------------------
 
 
 def random_vision(architecture: str, seed: int) -> Checkpoint:
