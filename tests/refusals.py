@@ -171,11 +171,7 @@ def in_a_shell(code: str) -> list[str]:
 @contextlib.contextmanager
 def beside_checkpoints(code: str) -> Iterator[Path]:
     """In an empty directory, beside copies of the checkpoints that the code names as `path/to/…`."""
-    with (
-        tempfile.TemporaryDirectory() as made,
-        contextlib.chdir(made),
-        pytest.MonkeyPatch.context() as patch,
-    ):
+    with tempfile.TemporaryDirectory() as made, contextlib.chdir(made), pytest.MonkeyPatch.context() as patch:
         # One variable each: `mock.patch.dict` clears the environment, which threads of XLA read meanwhile.
         patch.setenv("HF_HOME", str(Path(made, "home")))
         patch.setenv("HF_HUB_OFFLINE", "1")

@@ -37,8 +37,7 @@ OTHERS = ("deberta", "eurobert")  # deberta_v3 has more fields, and eurobert a h
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] * (n in OTHERS)) for n in encoder_families.RECORDED],
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in OTHERS)) for n in encoder_families.RECORDED]
 )
 def test_recorded_hidden_states(directories: Path, name: str) -> None:
     with np.load(directories / name / "recorded.npz") as record:

@@ -34,14 +34,7 @@ from rlx_jax.errors import (
 from rlx_jax.io.archive import HEADER, Archive, write_archive
 from rlx_jax.runtime import export_model
 from tests.oracles.chat_templates import format_checkpoint
-from tests.oracles.checkpoints import (
-    FIXTURES,
-    SENTENCE_VARIANTS,
-    copy,
-    edit_json,
-    edit_tensors,
-    sentence_directory,
-)
+from tests.oracles.checkpoints import FIXTURES, SENTENCE_VARIANTS, copy, edit_json, edit_tensors, sentence_directory
 from tests.small import profile
 
 ROOT = Path(__file__).resolve().parents[1]

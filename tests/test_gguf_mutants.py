@@ -146,10 +146,7 @@ def unusual(rng: random.Random, path: Path) -> bytes:
 
 def extra_pair(rng: random.Random, number: int) -> bytes:
     """A pair of any kind that no reader uses."""
-    kind, key = (
-        rng.choice((*range(8), 8, 8, 10, 11, 12)),
-        f"{rng.choice(('user', 'general.x', 'a-b'))}.{number}",
-    )
+    kind, key = (rng.choice((*range(8), 8, 8, 10, 11, 12)), f"{rng.choice(('user', 'general.x', 'a-b'))}.{number}")
 
     def value(kind: int) -> bytes:
         if kind == 8:

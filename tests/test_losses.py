@@ -12,13 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import rlx_jax as rlx
 from rlx_jax import losses
-from rlx_jax.blocks import (
-    Custom,
-    Embed,
-    Linear,
-    LmHead,
-    LogitSoftcap,
-)
+from rlx_jax.blocks import Custom, Embed, Linear, LmHead, LogitSoftcap
 from tests.oracles.comparing import assert_close
 from tests.small import profile
 

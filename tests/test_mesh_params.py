@@ -46,11 +46,7 @@ def check_resting(model: rlx.CompiledModel, params: Any) -> None:
         assert params[name].sharding.is_equivalent_to(model_sharding.storage_sharding(program), params[name].ndim), name
 
 
-TRAINED = [
-    ("llama tied", "data fsdp tensor", 8),
-    ("mixtral", "fsdp expert", 4),
-    ("mamba2", "fsdp tensor", 4),
-]
+TRAINED = [("llama tied", "data fsdp tensor", 8), ("mixtral", "fsdp expert", 4), ("mamba2", "fsdp tensor", 4)]
 
 
 @pytest.mark.slow

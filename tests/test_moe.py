@@ -29,12 +29,7 @@ from tests.small import declared
 MIXTRAL = checkpoints.FIXTURES / "mixtral" / "window_v5"
 MIXED = checkpoints.FIXTURES / "qwen3_moe" / "mixed_v5"
 WAYS = ("xla", "gathered", "blocked", "looped", "ragged")
-SIZES = {
-    "one token": ((1, 1), 2, 7),
-    "few": ((3, 3), 3, 4),
-    "many": ((2, 40), 2, 3),
-    "one expert": ((2, 3), 1, 1),
-}
+SIZES = {"one token": ((1, 1), 2, 7), "few": ((3, 3), 3, 4), "many": ((2, 40), 2, 3), "one expert": ((2, 3), 1, 1)}
 """Tokens, choices of each, experts."""
 
 
@@ -170,8 +165,7 @@ def in_numpy(spec: MoeSpec, weights: dict[str, np.ndarray], x: np.ndarray, activ
 
 
 @pytest.mark.parametrize(
-    ("policy", "way"),
-    [("fusable", "auto"), *(("direct", way) for way in ("auto", "dense", "blocked"))],
+    ("policy", "way"), [("fusable", "auto"), *(("direct", way) for way in ("auto", "dense", "blocked"))]
 )
 def test_a_mixture_of_ones_own(policy: str, way: str) -> None:
     """`flow.moe` under any setting; the report and the plan say how it ran."""

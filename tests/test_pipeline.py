@@ -60,9 +60,7 @@ def test_each_pass_can_be_switched_off(name: str) -> None:
     np.testing.assert_allclose(model(x), np.tanh(q) * k + v, rtol=1e-5, atol=1e-5)
 
 
-WRONG = {
-    "derive": r"fusion\.disable: 'derive' is required for a correct program and cannot be switched off",
-}
+WRONG = {"derive": r"fusion\.disable: 'derive' is required for a correct program and cannot be switched off"}
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -218,10 +218,7 @@ def test_named_prefixes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "call, message",
-    [
-        (lambda m: setattr(m, "prefix_cache", -1), "prefix_cache"),
-        (lambda m: m.prefix("text"), "tokenizer"),
-    ],
+    [(lambda m: setattr(m, "prefix_cache", -1), "prefix_cache"), (lambda m: m.prefix("text"), "tokenizer")],
 )
 def test_refused(call: Any, message: str) -> None:
     with pytest.raises(errors.RequestError, match=message):

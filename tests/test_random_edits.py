@@ -249,10 +249,7 @@ def test_random_edits_of_a_random_flow(seed: int) -> None:
 
 @pytest.mark.parametrize(
     "seeds",
-    [
-        pytest.param(range(QUICK, QUICK + 2), marks=pytest.mark.slow),
-        pytest.param(range(FLOWS), marks=pytest.mark.soak),
-    ],
+    [pytest.param(range(QUICK, QUICK + 2), marks=pytest.mark.slow), pytest.param(range(FLOWS), marks=pytest.mark.soak)],
 )
 def test_random_edits_in_all_programs(seeds: range) -> None:
     for seed in seeds:

@@ -11,9 +11,7 @@ import pytest
 
 from rlx_jax.demo import minilm_directory
 from rlx_jax.encode.sentence import SentencePipeline, load_pipeline, pool
-from rlx_jax.errors import (
-    ConfigError,
-)
+from rlx_jax.errors import ConfigError
 from rlx_jax.text.tokenizer import load_tokenizer
 from tests.test_tokenizer import KINDS, TEXTS, Json, loaded, write
 

@@ -102,10 +102,7 @@ def test_torch_files(directories: Path) -> None:
         with pytest.raises(errors.RlxError):
             read_torch_file(raw[:cut], "x.pt")
     # A name of 60 nested pairs, whose hash takes 2^60 steps: from the memo, and by copies of the top of the stack.
-    for pairs in (
-        b")q\x00" + b"h\x00\x86q\x00" * 60 + b"0}h\x00K\x02s.",
-        b"}K\x01" + b"2\x86" * 60 + b"K\x02s.",
-    ):
+    for pairs in (b")q\x00" + b"h\x00\x86q\x00" * 60 + b"0}h\x00K\x02s.", b"}K\x01" + b"2\x86" * 60 + b"K\x02s."):
         with zipfile.ZipFile(file := io.BytesIO(), "w") as archive:
             archive.writestr("a/data.pkl", b"\x80\x02" + pairs)
         with pytest.raises(errors.CheckpointFormatError):

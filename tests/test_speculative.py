@@ -61,8 +61,7 @@ SAMPLERS = [rlx.Sampler(), rlx.Sampler(temperature=0.7, top_k=9, top_p=0.9, min_
 
 
 @pytest.mark.parametrize(
-    "sampler",
-    [pytest.param(SAMPLERS[0], id="greedy"), pytest.param(SAMPLERS[1], marks=pytest.mark.slow, id="drawn")],
+    "sampler", [pytest.param(SAMPLERS[0], id="greedy"), pytest.param(SAMPLERS[1], marks=pytest.mark.slow, id="drawn")]
 )
 def test_drafts_of_the_prompt_change_no_token(sampler: rlx.Sampler) -> None:
     """A ragged batch over rings and a whole cache; of certain drafts a drawn row has the same draws, too. The stream is

@@ -17,13 +17,7 @@ import pytest
 import tokenizers
 
 from rlx_jax.demo import minilm_directory
-from rlx_jax.errors import (
-    LimitError,
-    RequestError,
-    RlxError,
-    TokenIdError,
-    TokenizerError,
-)
+from rlx_jax.errors import LimitError, RequestError, RlxError, TokenIdError, TokenizerError
 from rlx_jax.text import ascii_texts, tokenizer_checks
 from rlx_jax.text import tokenizer as tokenizer_module
 from rlx_jax.text.tokenizer import Tokenizer, load_tokenizer

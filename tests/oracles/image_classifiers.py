@@ -57,7 +57,7 @@ ENCODERS: dict[str, tuple[str, Mapping[str, Any]]] = {
 """Encoders without a class that classifies."""
 
 PROCESSORS: dict[str, dict[str, Any]] = {
-    "vit": {"image_processor_type": "ViTImageProcessor", "size": {"height": 12, "width": 12}},
+    "vit": {"image_processor_type": "ViTImageProcessor", "size": {"height": 12, "width": 12}}
 }
 RECORDED = ("vit", "dinov2", "deit_teacher", "beit")
 

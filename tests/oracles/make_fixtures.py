@@ -349,9 +349,7 @@ def write_chat_tokenizer(directory: Path) -> None:
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.post_processor = tk.processors.TemplateProcessing(
-        single=f"{special[0]} $A",
-        pair=f"{special[0]} $A {special[0]} $B",
-        special_tokens=[(special[0], 0)],
+        single=f"{special[0]} $A", pair=f"{special[0]} $A {special[0]} $B", special_tokens=[(special[0], 0)]
     )
     tokenizer.save(str(directory / "tokenizer.json"))
     about = {"bos_token": special[0], "eos_token": special[1], "model_max_length": 128}
