@@ -276,7 +276,8 @@ class Backend(Table):
         so on the CPU; with a fixed number the host thread of a GPU prepares the next call meanwhile
     compiler_options: options of XLA, passed unchanged; they precede the package's own, which are
         `xla_gpu_graph_min_graph_size = 2` for kernels over a mesh, and `xla_gpu_enable_triton_gemm = false` and
-        `xla_gpu_dot_merger_threshold_mb = 0` for training in bf16 on an H100 or H200
+        `xla_gpu_dot_merger_threshold_mb = 0` for training in bf16 on an H100 or H200, unless
+        `XLA_FLAGS` names the option
     """
 
     PATH: ClassVar[str] = "backend.*"

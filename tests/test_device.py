@@ -109,8 +109,8 @@ def test_a_plan_for_an_h200_is_what_an_h200_plans(program: str, monkeypatch: pyt
     assert ("row (one row: cuBLAS is slower)" in away["lir"]) == (program == "extend")
 
 
-def test_options_of_training() -> None:
-    """XLA's options are set where they were measured, unless the profile sets them."""
+def test_options_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLA's options are set where they were measured, unless the profile or `XLA_FLAGS` sets them."""
     option = "xla_gpu_enable_triton_gemm"
     lirs = [planned(*case)["lir"] for case in (("h200", "train"), ("h200", "forward"), ("a100", "train"))]
     assert [f"{option}=False" in lir for lir in lirs] == [True, False, False]
@@ -122,6 +122,8 @@ def test_options_of_training() -> None:
         chosen = profile.replace(precision={"compute": compute})
         model = rlx.compile(Llama32Flow.for_prefill(CONFIG), program="train", profile=chosen)
         assert model.settings.plan.compiler_options == expected
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_enable_fast_math=false --{option}")
+    assert option not in planned("h200", "train")["lir"]
 
 
 def test_loading_for_another_machine_merges_as_it_would_there() -> None:

@@ -6,6 +6,7 @@ No other module of the compiler interprets a profile.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -342,7 +343,7 @@ def settings_for(
     # Packed weights have no gradient: without adapters they are decoded, so that all weights are trained.
     packed = precision.weights not in ("f32", "bf16") and (not train or has_adapters(keys))
     is_measured = train and device.has_kernels and not packed and compute == as_dtype("bf16")
-    default_options = TRAIN_OPTIONS if is_measured else {}
+    default_options = _unnamed(TRAIN_OPTIONS) if is_measured else {}
     rounds = kv_dtype is not None and kv_dtype.itemsize < compute.itemsize
     return Settings(
         device=device,
@@ -380,6 +381,12 @@ def settings_for(
     )
 
 
+def _unnamed(options: Mapping[str, int | bool]) -> dict[str, int | bool]:
+    """Return the options that `XLA_FLAGS` does not name; options of a program would precede it."""
+    named = {flag.lstrip("-").partition("=")[0] for flag in os.environ.get("XLA_FLAGS", "").split()}
+    return {name: value for name, value in options.items() if name not in named}
+
+
 def quantized_blocks(weights: str | Options) -> tuple[tuple[BlockPattern, str], ...]:
     """Return the schemes, or "keep", of the setting `precision.weights` for blocks, each with a glob of their paths."""
     if isinstance(weights, str):
@@ -394,7 +401,7 @@ def with_model_sharding(settings: Settings, model_sharding: ModelSharding) -> Se
     """Return the settings of a sharded model, in which all devices get an equal number of rows."""
     buckets, plan = replace(settings.buckets, row_multiple=model_sharding.num_shards("batch")), settings.plan
     if settings.device.has_kernels and plan.kernels:
-        plan = replace(plan, compiler_options={**MESH_OPTIONS, **plan.compiler_options})
+        plan = replace(plan, compiler_options={**_unnamed(MESH_OPTIONS), **plan.compiler_options})
     return replace(settings, model_sharding=model_sharding, buckets=buckets, plan=plan)
 
 
