@@ -19,20 +19,10 @@ from rlx_jax.errors import ConfigError, RequestError, RlxNumericsWarning, Weight
 from rlx_jax.io import limits
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.text import format_bytes
-from rlx_jax.ir.types import is_float, short_name
-from rlx_jax.ir.weight_reads import WeightSource
-from rlx_jax.runtime.checkpoint_origin import (
-    COMPANION_FILES,
-    CONFIG,
-    copied_entries,
-    new_config,
-    with_quantization,
-)
+from rlx_jax.runtime.checkpoint_origin import COMPANION_FILES, CONFIG, copied_entries, new_config
 from rlx_jax.runtime.export_model import FORMATS, PLATFORMS
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.gguf import SUFFIX
-from rlx_jax.weights.gguf_write import file_type
-from rlx_jax.weights.quantize import quantized_entries
 from rlx_jax.weights.save import parse_dtype, write_checkpoint
 from rlx_jax.weights.source import open_weights
 
@@ -65,32 +55,28 @@ def convert(args: argparse.Namespace, session: command.Session) -> Iterator[str]
     else:
         source = open_weights(args.source, revision=args.revision) if folder is None else open_weights(folder)
         sources = copied_entries(source, source.keys(), dtype, decodes=storage is not None)
-    entries = [
-        replace(e, values=checked_reader(source, e, session, i + 1, len(sources) + 1), storage=storage)
-        for i, e in enumerate(sources)
-    ]
+    entries = [replace(e, values=checked_reader(e, session, i + 1, len(sources) + 1)) for i, e in enumerate(sources)]
+    metadata: dict[str, Any] | None = None
+    companion_files: dict[str, bytes] = {}
     if is_gguf:
-        companion_files = {}
         metadata, entries = describe_checkpoint(checkpoint, entries)
-        write_checkpoint(args.target, entries, format, args.overwrite, metadata=metadata | file_type(storage))
-    else:
+    elif folder is not None:
         unpacks = any(isinstance(source.spec(key), PackedSpec) for key in source.keys())
-        companion_files = {} if folder is None else read_companion_files(folder, dtype, unpacks)
-        if storage is not None:
-            if CONFIG not in companion_files:
-                raise RequestError(f"{quote(args.source)} has no {CONFIG}, which declares --dtype {storage}")
-            entries, quantization = quantized_entries(entries, storage)
-            companion_files = with_quantization(companion_files, CONFIG, quantization)
-        write_checkpoint(args.target, entries, format, args.overwrite, companion_files)
+        companion_files = read_companion_files(folder, dtype, unpacks)
+    if not is_gguf and storage is not None and CONFIG not in companion_files:
+        raise RequestError(f"{quote(args.source)} has no {CONFIG}, which declares --dtype {storage}")
+    written = write_checkpoint(
+        args.target, entries, format, args.overwrite, companion_files, metadata=metadata, storage=storage
+    )
     session.status.clear()
-    size, names = sum(e.nbytes for e in entries), sorted(companion_files)
+    size, names = sum(e.nbytes for e in written), sorted(companion_files)
     if args.json:
         yield command.json_line(
-            {"written": args.target, "format": format, "tensors": len(entries), "bytes": size, "files": names}
+            {"written": args.target, "format": format, "tensors": len(written), "bytes": size, "files": names}
         )
     else:
         suffix = f", and {', '.join(names)}" if names else ""
-        yield f"{args.target}: {len(entries)} tensors, {format_bytes(size)}, as {format}{suffix}\n"
+        yield f"{args.target}: {len(written)} tensors, {format_bytes(size)}, as {format}{suffix}\n"
 
 
 def read_companion_files(folder: Any, dtype: np.dtype[Any] | None, unpacks: bool) -> dict[str, bytes]:
@@ -105,9 +91,7 @@ def read_companion_files(folder: Any, dtype: np.dtype[Any] | None, unpacks: bool
     return files | (new_config(CONFIG, config, dtype, unpacks) if CONFIG in files else {})
 
 
-def checked_reader(
-    source: WeightSource, entry: Entry, session: command.Session, done: int, total: int
-) -> Callable[[], Any]:
+def checked_reader(entry: Entry, session: command.Session, done: int, total: int) -> Callable[[], Any]:
     """Return a function that reads the values of a weight, updates the progress line, and checks for overflow.
 
     Raises (when called):
@@ -117,15 +101,12 @@ def checked_reader(
     def values() -> Any:
         session.status("convert", done, total)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RlxNumericsWarning)  # an overflow is an error below
-            array = entry.values()
-        # Values that are infinite in the source are not an overflow; read it again only if there are any.
-        if is_float(array.dtype) and np.isinf(array).any() and not np.isinf(source.read(entry.key)).any():
-            dtype_name = short_name(array.dtype)
-            raise WeightError(
-                f"weight {quote(entry.key)}: it has values that overflow {dtype_name}; bf16 can represent them"
-            )
-        return array
+            warnings.simplefilter("ignore", RlxNumericsWarning)
+            warnings.filterwarnings("error", ".* values are over the range of ", RlxNumericsWarning)
+            try:
+                return entry.values()
+            except RlxNumericsWarning as overflow:
+                raise WeightError(f"{overflow}; bf16 can represent them") from None
 
     return values
 

@@ -180,18 +180,6 @@ def new_config(
     return {} if new == config else {name: json.dumps(new, indent=2).encode() + b"\n"}
 
 
-def with_quantization(files: Mapping[str, bytes], name: str, quantization: dict[str, Any]) -> dict[str, bytes]:
-    """Return companion files in which the config `name` declares how weights are quantized.
-
-    Raises:
-        UnsupportedError: it declares that already, for weights that are copied.
-    """
-    config = json.loads(files[name])
-    if config.get("quantization_config") is not None:
-        raise UnsupportedError(f"save: {name} declares weights that are quantized already; convert them to bf16 first")
-    return {**files, name: json.dumps(config | {"quantization_config": quantization}, indent=2).encode() + b"\n"}
-
-
 def with_unused_weights(
     entries: list[Entry], source: WeightSource, dtype: np.dtype[Any] | None, decodes: bool = False
 ) -> list[Entry]:

@@ -6,7 +6,6 @@ It uses the keys and shapes of the checkpoint that the model was loaded from, so
 from __future__ import annotations
 
 import os
-import posixpath
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -15,21 +14,19 @@ import jax
 import numpy as np
 
 from rlx_jax import errors
-from rlx_jax.dataclasses import dataclass, replace
+from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import listing, quote
 from rlx_jax.ir.param import Key, Program, is_lossy, packed_keys
 from rlx_jax.ir.types import TensorType, is_float, short_name
 from rlx_jax.ir.weight_reads import WeightSource
 from rlx_jax.runtime.arguments import check_params
-from rlx_jax.runtime.checkpoint_origin import CONFIG, CheckpointOrigin, with_quantization, with_unused_weights
+from rlx_jax.runtime.checkpoint_origin import CheckpointOrigin, with_unused_weights
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.weights.execute import fill, read_numbers
 from rlx_jax.weights.format import Entry, narrow_values
 from rlx_jax.weights.gguf import SUFFIX
-from rlx_jax.weights.gguf_write import file_type
 from rlx_jax.weights.inverse import Piece, decoded_leaves, join_pieces, pieces
 from rlx_jax.weights.overlay import has_any_values
-from rlx_jax.weights.quantize import quantized_entries
 from rlx_jax.weights.save import parse_dtype, write_checkpoint
 
 
@@ -90,18 +87,16 @@ def save(
     if target is None and storage is None:
         _refuse_packed(programs.layout.params.values())
     entries = _entries(_weights(programs.layout.params, params, source), target)
-    if loaded_from is not None and format == "gguf":
-        metadata, entries = loaded_from.describe([replace(entry, storage=storage) for entry in entries])
-        write_checkpoint(path, entries, format, overwrite, metadata=metadata | file_type(storage))
-        return
     if loaded_from is None:
         write_checkpoint(path, entries, format or "orbax", overwrite)
-        return
-    entries = entries if source is None else with_unused_weights(entries, source, target, decodes=storage is not None)
-    if storage is not None:
-        entries, quantization = quantized_entries(entries, storage)
-        files = with_quantization(files, posixpath.join(loaded_from.subfolder, CONFIG), quantization)
-    write_checkpoint(path, entries, format or "safetensors", overwrite, files, loaded_from.subfolder)
+    elif format == "gguf":
+        metadata, entries = loaded_from.describe(entries)
+        write_checkpoint(path, entries, format, overwrite, metadata=metadata, storage=storage)
+    else:
+        if source is not None:
+            entries = with_unused_weights(entries, source, target, decodes=storage is not None)
+        subfolder = loaded_from.subfolder
+        write_checkpoint(path, entries, format or "safetensors", overwrite, files, subfolder, storage=storage)
 
 
 def _compiled_and_origin(model: Any) -> tuple[CompiledModel, CheckpointOrigin | None]:

@@ -5,7 +5,9 @@ Formats (`rlx_jax.weights.formats`) write the files of the weights.
 
 from __future__ import annotations
 
+import json
 import os
+import posixpath
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,12 +20,13 @@ from rlx_jax import errors
 from rlx_jax.errors import did_you_mean, quote, shown
 from rlx_jax.io.atomic import atomic_directory, write_synced
 from rlx_jax.io.files import files_below
+from rlx_jax.io.folder import CONFIG
 from rlx_jax.ir.packed import F32
 from rlx_jax.ir.types import as_dtype, is_float, short_name
 from rlx_jax.weights import formats, manifest
 from rlx_jax.weights.format import DirectoryFormat, Entry, FileFormat, Format, OpenOptions
-from rlx_jax.weights.gguf_write import STORAGE
-from rlx_jax.weights.quantize import QUANTIZERS
+from rlx_jax.weights.gguf_write import STORAGE, file_type
+from rlx_jax.weights.quantize import QUANTIZERS, quantized_entries
 
 
 def parse_dtype(dtype: Any, format: str | None, where: str) -> tuple[np.dtype[Any] | None, str | None]:
@@ -70,14 +73,18 @@ def write_checkpoint(
     companions: Mapping[str, bytes] | None = None,
     subfolder: str = "",
     metadata: Mapping[str, Any] | None = None,
-) -> None:
-    """Write `entries` to the directory or file `path` atomically. Other arguments and errors as `rlx_jax.save`.
+    storage: str | None = None,
+) -> Sequence[Entry]:
+    """Write `entries` to the directory or file `path` atomically, and return them as they are stored.
+
+    Other arguments and errors as `rlx_jax.save`.
 
     Args:
         companions: companion files of the weights (config, tokenizer) by path, which replace those of an earlier save;
             None: companion files of an earlier save stay. The manifest only has their names, so users may edit them.
         subfolder: a directory in `path` to which the weights are written.
         metadata: the config and the tokenizer, for a format of one file.
+        storage: the second result of `parse_dtype`.
     """
     writable = {row.name: row for row in formats.FORMATS if isinstance(row, DirectoryFormat | FileFormat)}
     if not isinstance(format, str) or format not in writable:
@@ -91,10 +98,14 @@ def write_checkpoint(
         raise errors.RequestError(f"save: path is {shown(path)}; expected the path of a directory") from cause
     row = writable[format]
     if isinstance(row, FileFormat):
-        _write_file(target, entries, row, overwrite, metadata or {})
-        return
+        entries = [replace(entry, storage=storage) for entry in entries]
+        _write_file(target, entries, row, overwrite, {**(metadata or {}), **file_type(storage)})
+        return entries
     kept_files, kept_companions = _files_to_keep(target, replace_companions=companions is not None)
     companions = companions or {}
+    if storage is not None:
+        entries, quantization = quantized_entries(entries, storage)
+        companions = _with_quantization(companions, posixpath.join(subfolder, CONFIG), quantization)
     weights: dict[str, manifest.WeightEntry] = {}
     nbytes = sum(e.type.nbytes for e in entries) + sum(map(len, companions.values()))
     with atomic_directory(target, overwrite, nbytes) as new:
@@ -113,6 +124,21 @@ def write_checkpoint(
         for name in (n for n in kept_files if n not in companions):
             os.makedirs(os.path.dirname(os.path.join(new, name)), exist_ok=True)
             shutil.copy2(os.path.join(target, name), os.path.join(new, name), follow_symlinks=False)
+    return entries
+
+
+def _with_quantization(files: Mapping[str, bytes], name: str, quantization: dict[str, Any]) -> dict[str, bytes]:
+    """Return companion files in which the config `name` declares how weights are quantized.
+
+    Raises:
+        UnsupportedError: it declares that already, for weights that are copied.
+    """
+    config = json.loads(files[name])
+    if config.get("quantization_config") is not None:
+        raise errors.UnsupportedError(
+            f"save: {name} declares weights that are quantized already; convert them to bf16 first"
+        )
+    return {**files, name: json.dumps(config | {"quantization_config": quantization}, indent=2).encode() + b"\n"}
 
 
 def _write_file(
