@@ -17,6 +17,7 @@ from rlx_jax.io.fields import MAX_INTEGER, Fields
 from rlx_jax.io.folder import CONFIG, Folder
 
 MODELOPT_CONFIG = "hf_quant_config.json"
+_ADDED = "pre_quant_scale lora_rank"  # what ModelOpt may add to quantised weights
 T = TypeVar("T")
 
 
@@ -154,15 +155,21 @@ def _block(c: Fields, name: str) -> list[int]:
     return c.items(name, [], "two positive integers", lambda size: type(size) is int and 0 < size <= MAX_INTEGER, 2)
 
 
-def _check_names(c: Fields, *names: str) -> None:
-    """Check lists of modules."""
-    for name in names:
-        c.items(name, [], "names", lambda module: isinstance(module, str))
+def _finish(c: Fields, harmless: str = "", off: str = "", names: str = "", **only: tuple[Any, ...]) -> None:
+    """Check the fields that were not read, and refuse those that no argument lists.
 
-
-def _finish(c: Fields, harmless: str = "", *unsupported: str) -> None:
-    """Refuse fields that were not read and are not in the list `harmless`; `unsupported` ones unless they are off."""
-    if unread := c.unread({*harmless.split()}, dict.fromkeys(unsupported, (False, 0, 0.0, "", [], {}))):
+    Args:
+        c: the fields.
+        harmless: fields that do not matter.
+        off: fields that are refused unless they are off.
+        names: fields with lists of modules.
+        only: the supported values of a field, the default first.
+    """
+    for field_name, supported in only.items():
+        _only(c, field_name, *supported)
+    for field_name in names.split():
+        c.items(field_name, [], "names", lambda module: isinstance(module, str))
+    if unread := c.unread({*harmless.split()}, dict.fromkeys(off.split(), (False, 0, 0.0, "", [], {}))):
         raise UnsupportedError(
             f"{c.where}: field {quote(unread[0])} is {quote(c.values[unread[0]])}; it may change the computation and "
             "is not handled: use the checkpoint that is not quantised"
@@ -175,7 +182,7 @@ Formats = tuple[tuple[WeightFormat, ...], Mapping[str, WeightFormat]]
 # How the quantisation was found, and which kernels run it.
 _ORIGIN = """
 act_group_aware backend batch_size block_name_to_quantize cache_block_outputs damp_auto_increment damp_percent dataset
-desc_act disable_exllama do_fuse exllama_config fuse_max_seq_len hyb_act lm_head max_input_length meta
+desc_act disable_exllama do_fuse exllama_config fuse_max_seq_len hyb_act lm_head max_input_length meta quant_method
 model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block modules_in_block_to_quantize
 modules_to_fuse mse pad_token_id static_groups sym tokenizer true_sequential use_cuda_fp16 use_exllama version
 """
@@ -183,41 +190,37 @@ modules_to_fuse mse pad_token_id static_groups sym tokenizer true_sequential use
 
 def _fp8(section: Fields) -> Formats:
     """FP8 of DeepSeek and transformers: blocks, or one scale for a tensor."""
-    _only(section, "fmt", "e4m3", "float8_e4m3fn")
-    _only(section, "activation_scheme", "dynamic", "static")
-    _only(section, "expert_dtype", "fp8")
     scale_format, block = _only(section, "scale_fmt", "float", "ue8m0"), _block(section, "weight_block_size")
-    _check_names(section, "modules_to_not_convert", "ignored_layers", "modules_to_convert")
-    _finish(section, "quant_method dequantize kv_cache_scheme")
+    _finish(
+        section, "quant_method dequantize kv_cache_scheme",
+        names="modules_to_not_convert ignored_layers modules_to_convert", fmt=("e4m3", "float8_e4m3fn"),
+        activation_scheme=("dynamic", "static"), expert_dtype=("fp8",),
+    )  # fmt: skip
     rows, columns = block or (1, 0)
     strategy = "block" if block else "tensor"
     return (WeightFormat(8, True, strategy, columns, rows, exponents=scale_format == "ue8m0"),), {}
 
 
 def _mxfp4(section: Fields) -> Formats:
-    _check_names(section, "modules_to_not_convert")
-    _finish(section, "quant_method dequantize")
+    _finish(section, "quant_method dequantize", names="modules_to_not_convert")
     return (), {}
 
 
 def _awq(section: Fields) -> Formats:
-    _only(section, "bits", 4)
-    _only(section, "version", "gemm")
-    _only(section, "format", "gemm")
-    _only(section, "zero_point", True)
-    _check_names(section, "modules_to_not_convert")
     group = _size(section, "group_size", 128)
-    _finish(section, f"quant_method {_ORIGIN}")
+    _finish(
+        section, _ORIGIN, names="modules_to_not_convert", bits=(4,), version=("gemm",), format=("gemm",),
+        zero_point=(True,),
+    )  # fmt: skip
     return (_grouped(WeightFormat(4, symmetric=False), group),), {}
 
 
 def _gptq(section: Fields) -> Formats:
     bits, group = _only(section, "bits", 4, 8), _size(section, "group_size", 128)
     layouts = {_only(section, name, "gptq", "gptq_v2") for name in ("checkpoint_format", "format")}
-    _only(section, "pack_dtype", "int32")
     mixed_order = section.flag("desc_act", False)
-    _check_names(section, "modules_to_not_convert")
-    _finish(section, f"quant_method {_ORIGIN}", "dynamic", "is_marlin_format", "adapter", "rotation")
+    off = "dynamic is_marlin_format adapter rotation"
+    _finish(section, _ORIGIN, off, names="modules_to_not_convert", pack_dtype=("int32",))
     offset = 0 if "gptq_v2" in layouts else 1
     stored = WeightFormat(bits, symmetric=False, zero_offset=offset, mixed_order=mixed_order)
     return (_grouped(stored, group),), {}
@@ -234,16 +237,13 @@ def _bitsandbytes(section: Fields) -> Formats:
     )
     if is_4bit == is_8bit:
         raise ConfigError(f"{section.where}: expected one of 'load_in_4bit' and 'load_in_8bit' to be true")
-    if is_4bit:
-        _only(section, "bnb_4bit_quant_type", "nf4")
-        _only(section, "bnb_4bit_quant_storage", "uint8")
-    _check_names(section, "llm_int8_skip_modules")
+    only = {"bnb_4bit_quant_type": ("nf4",), "bnb_4bit_quant_storage": ("uint8",)} if is_4bit else {}
     _finish(
         section,
         "quant_method bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type bnb_4bit_use_double_quant "
         "llm_int8_enable_fp32_cpu_offload llm_int8_threshold",
-        "llm_int8_has_fp16_weight",
-    )
+        "llm_int8_has_fp16_weight", "llm_int8_skip_modules", **only,
+    )  # fmt: skip
     return (WeightFormat(4 if is_4bit else 8, is_float=is_4bit),), {}
 
 
@@ -253,62 +253,49 @@ def _mlx(section: Fields) -> Formats:
     for name, value in section.values.items():
         if isinstance(value, dict) and (inner := _group(section, name)):
             by_module[name] = _mlx_format(inner)
-            _finish(inner)
         if isinstance(value, bool):
             section.consumed.add(name)
-    stored = _mlx_format(section)
-    _finish(section)
-    return (stored,), by_module
+    return (_mlx_format(section),), by_module
 
 
 def _mlx_format(section: Fields) -> WeightFormat:
     bits, group = _only(section, "bits", 4, 2, 8), _only(section, "group_size", 64, 32, 128)
-    _only(section, "mode", "affine")
     section.text("quant_method", "")
+    _finish(section, mode=("affine",))
     return WeightFormat(bits, group=group, symmetric=False)
 
 
 def _modelopt(section: Fields) -> Formats:
     """ModelOpt: FP8 and NVFP4, which the dtypes of the weights distinguish."""
-    algorithms = ("fp8", "nvfp4", "w4a16_nvfp4", "fp8_per_channel_per_token", "mixed_precision")
-    _check_algorithm(section, *algorithms)
+    algorithms = ("fp8", "nvfp4", "w4a16_nvfp4", "fp8_per_channel_per_token")
     layers = section.group("quantized_layers") or Fields({}, section.where)
     for name in layers.values:
         if inner := _group(layers, name):
-            _check_algorithm(inner, *algorithms[:-1])
-            _finish(inner, "has_zero_point", *_UNSUPPORTED)
-    _check_names(section, "ignore", "exclude_modules")
+            _finish(inner, "has_zero_point", _ADDED, quant_algo=algorithms, group_size=(16,))
     # The groups repeat the algorithm for other programs.
     harmless = "quant_method producer config_groups kv_cache_scheme kv_cache_quant_algo has_zero_point"
-    _finish(section, harmless, *_UNSUPPORTED)
-    return (WeightFormat(8, True, "tensor"), WeightFormat(8, True, "channel"), _NVFP4), {}
-
-
-def _check_algorithm(section: Fields, *algorithms: str) -> None:
-    _only(section, "quant_algo", *algorithms)
-    _only(section, "group_size", 16)
-
-
-_NVFP4, _UNSUPPORTED = WeightFormat(4, True, "group", 16), ("pre_quant_scale", "lora_rank")
+    _finish(
+        section, harmless, _ADDED, "ignore exclude_modules", quant_algo=(*algorithms, "mixed_precision"),
+        group_size=(16,),
+    )  # fmt: skip
+    return (WeightFormat(8, True, "tensor"), WeightFormat(8, True, "channel"), WeightFormat(4, True, "group", 16)), {}
 
 
 def _compressed_tensors(section: Fields) -> Formats:
     layouts = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized")
-    _only(section, "format", layouts[0], *layouts[1:], "mixed-precision")
-    _only(section, "quantization_status", "compressed")
-    _check_names(section, "ignore")
     if sparsity := _group(section, "sparsity_config"):
         _only(sparsity, "format", "dense")
     groups = section.group("config_groups") or Fields({}, section.where)
     formats: dict[WeightFormat, None] = {}
     for name in groups.values:
         if (group := _group(groups, name)) and (weights := _group(group, "weights")):
-            _check_names(group, "targets")
-            _only(group, "format", layouts[0], *layouts[1:])
-            _finish(group, "input_activations output_activations")
+            _finish(group, "input_activations output_activations", names="targets", format=layouts)
             formats[_weight_arguments(weights)] = None
     harmless = "quant_method kv_cache_scheme global_compression_ratio version dequantize run_compressed"
-    _finish(section, harmless, "transform_config", "moe_sparsity_config")
+    _finish(
+        section, harmless, "transform_config moe_sparsity_config", "ignore", format=(*layouts, "mixed-precision"),
+        quantization_status=("compressed",),
+    )  # fmt: skip
     return tuple(formats), {}
 
 
