@@ -171,6 +171,21 @@ def test_the_last_layer_computes_one_row() -> None:
         assert [str(s) for s in products] == ["seq", "1", "1", "1", "1"], program  # qkv; o, gate and up, down, the head
 
 
+def test_queries_of_the_last_layer_are_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many tokens, the joined product has keys and values of all, and queries of the last one."""
+    monkeypatch.setattr("rlx_jax.lowering.mir.small.MIN_DIVIDED_TOKENS", 1)
+    lm = rlx.CausalLM(head(llama_layers(tokens_flow(), 2)), llama_weights(2))
+    every, whole = lm.prefill(TOKENS[:, :5], lengths=LENGTHS)
+    last, state = lm.prefill(TOKENS[:, :5], lengths=LENGTHS, logits="last")
+    np.testing.assert_allclose(last, np.asarray(every)[np.arange(2), LENGTHS - 1], rtol=1e-6, atol=5e-6)
+    assert whole.state is not None and state.state is not None
+    for key, value in whole.state.arrays().items():
+        np.testing.assert_allclose(state.state.arrays()[key], value, atol=2e-6, err_msg=str(key))
+    nodes = list(lm.model.programs.executables.values())[-1].lir.graph.nodes
+    products = [n.types[0].shape[1:] for n in nodes if isinstance(n.op, MatMul)]
+    assert products[:1] + products[4:6] == [(16, 32), (16, 16), (1, 32)]
+
+
 def test_a_branch_on_one_row_is_refused() -> None:
     """The last row alone would take the other branch, which a symbolic size does not show."""
     odd = head(llama_layers(tokens_flow(), 1).custom(lambda e, x: e.jax(lambda t: -t if t.shape[1] == 1 else t, x)))

@@ -9,9 +9,26 @@ import jax
 import numpy as np
 
 from rlx_jax.errors import GraphError, check_names
-from rlx_jax.ir.graph import Builder, Constant, Graph, Input, Leaf, Mir, Node, StateRead, TypeCache, Value, constant
+from rlx_jax.ir.graph import (
+    Builder,
+    Constant,
+    Graph,
+    Input,
+    Leaf,
+    Mir,
+    Node,
+    Param,
+    StateRead,
+    TypeCache,
+    Value,
+    constant,
+)
+from rlx_jax.ir.ops.index import TakeRow
+from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.recurrent import TokenScan
-from rlx_jax.ir.queries import bind_leaves
+from rlx_jax.ir.ops.shape import Narrow, SplitLast
+from rlx_jax.ir.param import packing_of
+from rlx_jax.ir.queries import bind_leaves, find_readers
 from rlx_jax.ir.region import Rewrite, drop_unread_sides, everywhere, replace_ops, rewrite
 
 
@@ -126,6 +143,44 @@ def specialise(graph: Graph, binding: Mapping[str, int], types: TypeCache) -> Gr
     if missing:
         raise GraphError(f"dimensions {', '.join(missing)} are not bound; bound are {dict(binding)}")
     return bind_leaves(graph, binding, types)
+
+
+MIN_DIVIDED_TOKENS = 2048  # below, a product takes about as long as a copy of its weight's rows
+
+
+def divide_last(graph: Graph, types: TypeCache) -> Graph:
+    """Compute the first part of a joined product for one token of each row alone, if only these tokens of it are read.
+
+    In the last layer of a prompt these are the queries, while keys and values have all tokens.
+    """
+    readers, products = find_readers(graph), dict[int, tuple[MatMul, Value, Value]]()
+
+    def is_divided(number: int) -> bool:
+        (product,), first = graph.nodes[number].inputs, readers[Value(number)]
+        node, reads = graph.nodes[product.node], [graph.nodes[i].op for i in first if i >= 0]
+        if not isinstance(node.op, MatMul) or graph.type(product).rank != 3 or len(readers[product]) > 1:
+            return False
+        leaf, tokens = graph.nodes[node.inputs[1].node].op, graph.type(product).size // graph.type(product).shape[-1]
+        is_taken = len(first) == len(reads) == 1 and isinstance(reads[0], TakeRow)
+        is_plain = isinstance(leaf, Param) and not any(map(packing_of, leaf.programs))
+        return is_taken and is_plain and tokens >= MIN_DIVIDED_TOKENS
+
+    def fn(b: Builder, number: int, node: Node, inputs: tuple[Value, ...]) -> tuple[Value, ...] | None:
+        if isinstance(node.op, SplitLast) and is_divided(number):
+            product, (size, *others) = b.nodes[inputs[0].node], node.op.sizes
+            assert isinstance(op := product.op, MatMul)
+            x, w = product.inputs
+            products[number] = op, x, w
+            rest = b(op, x, b(Narrow(1 - op.contract, size, sum(others)), w))
+            return (inputs[0], *b.add(SplitLast(tuple(others)), rest))  # no reads of the former stay
+        if isinstance(node.op, TakeRow) and node.inputs[0].node in products:
+            op, x, w = products[node.inputs[0].node]
+            size = int(node.types[0].shape[-1])
+            return (b(Narrow(2, 0, size), b(op, b(TakeRow(), x, inputs[1]), w)),)
+        return None
+
+    divided = rewrite(graph, lambda inner: fn if inner is graph else lambda *_: None, types, "divide_last")
+    return dce(divided, types) if products else graph
 
 
 MAX_UNROLLED_EQUATIONS = 64  # maximum number of equations of a step that is unrolled

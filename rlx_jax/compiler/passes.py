@@ -217,6 +217,13 @@ PIPELINE: tuple[Pass, ...] = (
         "layout",
     ),
     Pass(
+        "divide_last",
+        MIR,
+        small.divide_last,
+        lambda job: job.sizes is not None and job.program == "prefill" and job.settings.model_sharding is None,
+        "layout",
+    ),
+    Pass(
         "group_deltas",
         MIR,
         group_deltas,

@@ -268,8 +268,8 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
                     f"{global_graph.name}: {no_kernels_message(settings.target, refusal)}"
                 ) from None
     graph, model_sharding = (global_graph, model_sharding) if shard is None else (shard.graph, None)
-    names = ("group_deltas", "group_attention", "group_experts", "group_products") if model_sharding is None else ()
-    groupings = tuple(map(pass_named, names))
+    names = "divide_last", "group_deltas", "group_attention", "group_experts", "group_products"
+    groupings = tuple(map(pass_named, names if model_sharding is None else ()))
     for grouping in groupings:
         graph = grouping(graph, job).graph if grouping.runs(job) else graph
     plan = settings.plan
