@@ -255,8 +255,8 @@ class GptOssExperts(NamedTensors[_Weight], ReadingView):
             else:
                 self._tensors[new] = _Weight(tuple(keys), "values")
 
-    def where(self, key: str) -> str:
-        return self.source.where(self._find(key).keys[0])
+    def _at(self, key: str) -> tuple[WeightSource, str]:
+        return self.source, self._find(key).keys[0]
 
     def spec(self, key: str) -> WeightSpec:
         weight = self._find(key)

@@ -8,10 +8,9 @@ from typing import Any
 import jax
 
 from rlx_jax.errors import WeightError, listing
-from rlx_jax.ir.packed import WeightSpec
 from rlx_jax.ir.weight_reads import WeightSource, shapes_only
 from rlx_jax.weights.mapping import MappingSource
-from rlx_jax.weights.views import Destination, HostArray, MarkedSource, ReadingView, RenamedSource, close, read_into
+from rlx_jax.weights.views import MarkedSource, ReadingView, RenamedSource, close
 
 
 class OverlaySource(ReadingView):
@@ -41,22 +40,13 @@ class OverlaySource(ReadingView):
     def has(self, key: str) -> bool:
         return self.source.has(key) or self.extra.has(key)
 
-    def where(self, key: str) -> str:
-        return self._source_of(key).where(key)
-
-    def spec(self, key: str) -> WeightSpec:
-        return self._source_of(key).spec(key)
-
-    def read_into(self, key: str, index: tuple[slice, ...] | None, out: Destination) -> HostArray:
-        return read_into(self._source_of(key), key, index, out)
-
     def close(self) -> None:
         super().close()
         close(self.extra)
 
-    def _source_of(self, key: str) -> WeightSource:
+    def _at(self, key: str) -> tuple[WeightSource, str]:
         """Return the source that has the key; `source` if neither does, which then raises the error."""
-        return self.extra if self.extra.has(key) else self.source
+        return self.extra if self.extra.has(key) else self.source, key
 
 
 def can_init_missing(source: Any) -> bool:

@@ -63,8 +63,8 @@ class QuantizedSource(NamedTensors[None], SourceView):
                 f"weight {quote(key)} ({self.source.where(key)}) is quantised, and its tensor {expected} is missing"
             )
 
-    def where(self, key: str) -> str:
-        return self.source.where(self._modules.get(self._module(key), key))
+    def _at(self, key: str) -> tuple[WeightSource, str]:
+        return self.source, self._modules.get(self._module(key), key)
 
     def spec(self, key: str) -> WeightSpec:
         """Return the shape of a weight, and its scheme if it is quantised.

@@ -156,7 +156,7 @@ def close(source: WeightSource) -> None:
 
 
 class SourceView(Closeable):
-    """The weights of `source`. Subclasses override the methods that differ."""
+    """The weights of `source`. Subclasses override the methods that differ, or `_at`."""
 
     def __init__(self, source: WeightSource) -> None:
         self.source = source
@@ -167,19 +167,26 @@ class SourceView(Closeable):
     def has(self, key: str) -> bool:
         return self.source.has(key)
 
+    def _at(self, key: str) -> tuple[WeightSource, str]:
+        """Return the source of a weight, and its key there."""
+        return self.source, key
+
     def where(self, key: str) -> str:
-        return self.source.where(key)
+        source, key = self._at(key)
+        return source.where(key)
 
     def spec(self, key: str) -> WeightSpec:
-        return self.source.spec(key)
+        source, key = self._at(key)
+        return source.spec(key)
 
     def read(self, key: str, index: tuple[slice, ...] | None = None) -> HostArray:
         """Return a weight or a part of it, read from the source."""
-        return self.source.read(key, index)
+        source, key = self._at(key)
+        return source.read(key, index)
 
     def is_decoded(self, key: str) -> bool:
         """Return whether `read` decodes a weight that is packed in its file."""
-        return is_decoded(self.source, key)
+        return is_decoded(*self._at(key))
 
     def close(self) -> None:
         close(self.source)
@@ -205,7 +212,7 @@ class ReadingView(ReadingSource, SourceView):
     """A view that reads into arrays of the caller, as its source can."""
 
     def read_into(self, key: str, index: tuple[slice, ...] | None, out: Destination) -> HostArray:
-        return read_into(self.source, key, index, out)
+        return read_into(*self._at(key), index, out)
 
 
 class RenamedSource(NamedTensors[str], ReadingView):
@@ -215,17 +222,8 @@ class RenamedSource(NamedTensors[str], ReadingView):
         super().__init__(source)
         self._tensors, self._label = dict(names), "a part of a checkpoint"
 
-    def where(self, key: str) -> str:
-        return self.source.where(self.stored(key))
-
-    def spec(self, key: str) -> WeightSpec:
-        return self.source.spec(self.stored(key))
-
-    def read_into(self, key: str, index: tuple[slice, ...] | None, out: Destination) -> HostArray:
-        return read_into(self.source, self.stored(key), index, out)
-
-    def is_decoded(self, key: str) -> bool:
-        return is_decoded(self.source, self.stored(key))
+    def _at(self, key: str) -> tuple[WeightSource, str]:
+        return self.source, self.stored(key)
 
     def stored(self, key: str) -> str:
         """Return the key in `source` of a weight. Arrays of packed weights have their keys in `source` already."""
