@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Integral, Real
+
+import numpy as np
 
 from rlx_jax.compiler.graph_module import GraphModule
 from rlx_jax.dataclasses import dataclass
@@ -23,6 +26,8 @@ from rlx_jax.ir.types import is_float
 
 # The schemes of values of a graph; a table of the user that no pass reads.
 QuantMap = dict[Value, QuantScheme]
+
+_LEAST_SCALE = np.finfo(np.float32).smallest_subnormal
 
 
 def quant_map(module: GraphModule) -> QuantMap:
@@ -41,11 +46,11 @@ class Scale:
     dtype: str = "i8"
 
     def __post_init__(self) -> None:
-        number = isinstance(self.scale, int | float) and not isinstance(self.scale, bool)
-        if not number or not 0 < self.scale < math.inf:
-            raise GraphError(f"insert_q_dq: a scale is a finite number over 0, got {shown(self.scale)}")
-        low, high = {"i8": (-128, 127), "u8": (0, 255)}.get(self.dtype, (0, -1))
-        if not low <= self.zero_point <= high:
+        is_number = isinstance(self.scale, Real) and not isinstance(self.scale, bool)
+        if not is_number or not _LEAST_SCALE <= self.scale < math.inf:
+            raise GraphError(f"insert_q_dq: a scale is a finite number over 0 in float32, got {shown(self.scale)}")
+        low = {"i8": -128, "u8": 0}.get(str(self.dtype))
+        if low is None or not isinstance(self.zero_point, Integral) or not low <= self.zero_point <= low + 255:
             raise GraphError(
                 f"insert_q_dq: dtype is i8 or u8 and zero_point one of its numbers, got {shown(self.dtype)} and "
                 f"{shown(self.zero_point)}"
@@ -93,9 +98,9 @@ def insert_q_dq(module: GraphModule, record: Mapping[Value, Scale]) -> GraphModu
 
 def _rounded(m: GraphModule, value: Value, s: Scale) -> Value:
     """Append `dequantize(quantize(value))` to the module, and return its value, in the dtype of the original."""
-    zero = s.zero_point or None  # symmetric quantization needs no zero point
+    scale, zero = float(s.scale), int(s.zero_point) or None  # symmetric quantization needs no zero point
     dtype = m.type_of(value).dtype
-    return m.unwrap(m.dequantize(m.quantize(value, s.scale, zero, dtype=s.dtype), s.scale, zero, dtype=dtype))
+    return m.unwrap(m.dequantize(m.quantize(value, scale, zero, dtype=s.dtype), scale, zero, dtype=dtype))
 
 
 def quant_propagate(module: GraphModule) -> tuple[GraphModule, int]:

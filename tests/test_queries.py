@@ -123,7 +123,7 @@ def test_rounded_values_are_what_all_readers_get() -> None:
 
     m = Graph.hir("m")
     x, w, y = build(m)
-    record = {x: Scale(0.05, 3), w: Scale(0.1), y: Scale(0.5, 100, "u8")}
+    record = {x: Scale(np.float32(0.05), np.int64(3)), w: Scale(0.1), y: Scale(0.5, 100, "u8")}  # type: ignore[arg-type]
     rounded = insert_q_dq(m, record)
 
     def qdq(value: Any, scale: float, zero: int = 0, low: int = -128, high: int = 127) -> Any:
@@ -143,8 +143,11 @@ def test_roundings_that_are_refused() -> None:
     records: list[tuple[Any, Any, str]] = [
         (lambda: {x: 0.5}, GraphError, "expected a Scale, got 0.5"),
         (lambda: {ids: Scale(0.1)}, DTypeError, r"is i32\[3\]"),
-        (lambda: {x: Scale(0.0)}, GraphError, "a finite number over 0, got 0.0"),
-        (lambda: {x: Scale(0.1, 200)}, GraphError, "zero_point one of its numbers"),
+        (lambda: {x: Scale(1e-46)}, GraphError, "a finite number over 0 in float32, got 1e-46"),
+        *(
+            (lambda zero=zero: {x: Scale(0.1, zero)}, GraphError, "zero_point one of its numbers")
+            for zero in (200, 1.5, None, "3")
+        ),
     ]
     for record, error, text in records:
         with pytest.raises(error, match=text):
