@@ -411,7 +411,7 @@ class CausalLM(token_model.TaskModel):
         return chat_prompt(
             self._lm.require_tokenizer("chat needs", "generate from token ids"), messages, tools=tools,
             chat_template=chat_template, add_generation_prompt=add_generation_prompt, tokenize=tokenize,
-            allow_special=allow_special, variables=variables,
+            allow_special=allow_special, variables=variables, arguments=SAMPLING,
         )  # fmt: skip
 
     # -- warm-up -----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from rlx_jax.generate.generation import Generation, NewTokens, run_request, stre
 from rlx_jax.generate.prefix_cache import Prefix
 from rlx_jax.generate.request import DecodingOptions, Request, SnapshotPoint, common_prefix_len
 from rlx_jax.generate.row_options import StopLike
-from rlx_jax.generate.sampler import Sampler
+from rlx_jax.generate.sampler import SAMPLING, Sampler
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.ir.plugins import derive_rule
 from rlx_jax.runtime.inputs import check_flag, check_integer
@@ -243,7 +243,7 @@ def open_conversation(
     tokenizer = lm.require_tokenizer("chat needs", "generate from token ids")
     variables = options.keys() - {"tools", "chat_template", "allow_special"}
     has_tools = options.get("tools") is not None
-    template = choose_checked_template(tokenizer, options.get("chat_template"), has_tools, variables)
+    template = choose_checked_template(tokenizer, options.get("chat_template"), has_tools, variables, SAMPLING)
     is_empty = isinstance(messages, list | tuple) and not messages
     first_messages = [] if is_empty else check_messages(messages, template)
     if max_len is not None:

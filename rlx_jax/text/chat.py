@@ -26,12 +26,10 @@ from rlx_jax.runtime.inputs import check_flag
 from rlx_jax.text.chat_template import choose_template, render, render_each, rendered_text
 from rlx_jax.text.tokenizer import Tokenizer
 
-# Keyword arguments of `CausalLM.chat` and `apply_chat_template`, for suggestions in error messages.
+# Keyword arguments of `CausalLM.chat` and `apply_chat_template` for suggestions, without the fields of a sampler.
 ARGUMENTS = (
     "max_new_tokens", "sampler", "stop", "seed", "stream", "tools", "chat_template", "add_generation_prompt",
-    "tokenize", "allow_special", "speculative", "draft_tokens", "temperature", "top_k", "top_p", "min_p",
-    "repetition_penalty", "logit_bias", "presence_penalty", "frequency_penalty", "min_tokens", "ignore_eos",
-    "bad_words", "logits_processor", "n", "logprobs", "max_len",
+    "tokenize", "allow_special", "speculative", "draft_tokens", "n", "logprobs", "max_len",
 )  # fmt: skip
 # Nesting depth of lists and objects in a message or a tool.
 MAX_NESTING = 32
@@ -53,16 +51,18 @@ def chat_prompt(
     tokenize: bool = True,
     allow_special: bool = False,
     variables: Mapping[str, Any],
+    arguments: Iterable[str] = (),
 ) -> Any:
     """Return the token ids of a conversation, or its text without `tokenize`.
 
-    Arguments as for `CausalLM.apply_chat_template`; `variables` are its additional arguments, for the template.
+    Arguments as for `CausalLM.apply_chat_template`; `variables` are its additional arguments, for the template, and
+    `arguments` names that a misspelled one may stand for, besides `ARGUMENTS`.
     """
     for name, value in (
         ("add_generation_prompt", add_generation_prompt), ("tokenize", tokenize), ("allow_special", allow_special),
     ):  # fmt: skip
         check_flag(name, value)
-    template = choose_checked_template(tokenizer, chat_template, tools is not None, variables)
+    template = choose_checked_template(tokenizer, chat_template, tools is not None, variables, arguments)
     template_vars = {name: _to_plain_json(value, name) for name, value in variables.items()}
     template_vars["messages"] = check_messages(messages, template)
     template_vars["tools"] = None if tools is None else _check_tools(tools)
@@ -75,8 +75,9 @@ def chat_prompt(
 
 
 def choose_checked_template(
-    tokenizer: Tokenizer, chat_template: str | None, has_tools: bool, variables: Iterable[str]
-) -> str:
+    tokenizer: Tokenizer, chat_template: str | None, has_tools: bool, variables: Iterable[str],
+    arguments: Iterable[str] = (),
+) -> str:  # fmt: skip
     """Return the template of a conversation, after checking that it mentions each of the caller's variables.
 
     Raises:
@@ -88,7 +89,7 @@ def choose_checked_template(
             words = re.findall(r"\b[a-z_]{4,}\b", template)
             raise TypeError(
                 f"unexpected keyword argument {quote(name)}: neither an argument nor a variable of the chat template"
-                f"{did_you_mean(name, dict.fromkeys([*ARGUMENTS, *words]), 0.75)}"
+                f"{did_you_mean(name, dict.fromkeys([*ARGUMENTS, *arguments, *words]), 0.75)}"
             )
     return template
 
