@@ -372,7 +372,7 @@ def test_live_generate_with_end_tokens(plain: Case, tmp_path: Path) -> None:
 def test_live_splits(seed: int, tmp_path: Path) -> None:
     """Fresh random checkpoints: prefill and two ragged extends equal the forward pass of `transformers`."""
     directory = tmp_path / "checkpoint"
-    hugging_face.write(hugging_face.random_llama(seed), directory)
+    hugging_face.write(hugging_face.RANDOM["llama"](seed), directory)
     model, lm = hugging_face.load(directory, "AutoModelForCausalLM"), rlx.load(directory)
     rng = np.random.default_rng(seed)
     steps = [rng.integers(1, 9, 3), rng.integers(0, 6, 3), rng.integers(0, 4, 3)]

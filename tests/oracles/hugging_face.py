@@ -186,8 +186,7 @@ def load(directory: Path, auto_class: str, dtype: str = "float32") -> Any:
 
 def llama_rows(model: Any, rows: Sequence[Sequence[int]]) -> list[tuple[Floats, Floats]]:
     """Last hidden state (after the final norm) and logits of each row, computed alone."""
-    found = [llama_batch(model, np.array([row])) for row in rows]
-    return [(hidden[0], logits[0]) for hidden, logits in found]
+    return [(hidden[0], logits[0]) for hidden, logits in (llama_batch(model, np.array([row])) for row in rows)]
 
 
 def hidden_states(model: Any, tokens: npt.NDArray[Any]) -> list[Floats]:
@@ -262,15 +261,9 @@ def generate(
 ) -> list[int]:
     """New tokens of transformers' own `generate`, greedy, with its cache."""
     torch, _ = _modules()
-    out = model.generate(
-        torch.tensor([list(prompt)]),
-        attention_mask=torch.ones((1, len(prompt)), dtype=torch.long),
-        max_new_tokens=count,
-        do_sample=False,
-        eos_token_id=eos,
-        pad_token_id=0,
-        **options,
-    )
+    mask = torch.ones((1, len(prompt)), dtype=torch.long)
+    greedy = {"do_sample": False, "max_new_tokens": count, "eos_token_id": eos, "pad_token_id": 0}
+    out = model.generate(torch.tensor([list(prompt)]), attention_mask=mask, **greedy, **options)
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens
 
@@ -317,11 +310,8 @@ def random_sizes(draw: random.Random) -> dict[str, Any]:
     config |= {"intermediate_size": draw.randint(20, 90), "num_hidden_layers": draw.randint(1, 4)}
     config |= {"num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": 2 * draw.randint(2, 9)}
     config |= {"rms_norm_eps": draw.choice([1e-6, 1e-5, 1e-2]), "tie_word_embeddings": draw.random() < 0.5}
-    return config | {
-        "max_position_embeddings": draw.choice([64, 100, 2048]),
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+    positions = draw.choice([64, 100, 2048])
+    return config | {"max_position_embeddings": positions, "bos_token_id": None, "eos_token_id": None}
 
 
 def random_rope(draw: random.Random) -> dict[str, Any]:
@@ -347,22 +337,6 @@ def random_storage(draw: random.Random) -> dict[str, Any]:
     return {"spelling": draw.choice(["v4", "v5"]), "dtype": dtype, "shard": draw.choice([None, "60kB"])}
 
 
-def random_llama(seed: int) -> Checkpoint:
-    """A Llama configuration drawn from `seed`."""
-    draw = random.Random(seed)
-    config = random_sizes(draw) | {"rope_parameters": random_rope(draw)}
-    config |= {"attention_bias": draw.random() < 0.4, "mlp_bias": draw.random() < 0.4}
-    return Checkpoint("LlamaForCausalLM", config, seed=seed, **random_storage(draw))
-
-
-def random_mistral(seed: int) -> Checkpoint:
-    """A Mistral configuration drawn from `seed`; the window is shorter than most rows, or there is none."""
-    draw = random.Random(seed)
-    config = random_sizes(draw) | {"rope_parameters": random_rope(draw)}
-    config |= {"sliding_window": draw.choice([None, 1, 3, 7])}
-    return Checkpoint("MistralForCausalLM", config, seed=seed, **random_storage(draw))
-
-
 def random_qwen(family: str, seed: int) -> Checkpoint:
     """A Qwen 2 or 3 configuration drawn from `seed`; layers slide from one on, by their types, or not at all."""
     draw = random.Random(seed)
@@ -379,36 +353,37 @@ def random_qwen(family: str, seed: int) -> Checkpoint:
     return Checkpoint(f"{family.capitalize()}ForCausalLM", config, seed=seed, **storage)
 
 
-def random_mixtral(seed: int) -> Checkpoint:
-    """A Mixtral configuration drawn from `seed`; as many experts as a token goes to, or more."""
+def random_decoder(architecture: str, options: Callable[[random.Random, int], dict[str, Any]], seed: int) -> Checkpoint:
+    """A configuration drawn from `seed`, with a family's options of so many layers; windows are shorter than most rows,
+    or there are none."""
     draw = random.Random(seed)
-    config = random_sizes(draw) | {"rope_parameters": random_rope(draw)} | random_experts(draw)
-    config |= {"sliding_window": draw.choice([None, 3, 7]), "intermediate_size": draw.randint(5, 30)}
-    return Checkpoint("MixtralForCausalLM", config, seed=seed, **random_storage(draw))
+    config = random_sizes(draw) | {"rope_parameters": random_rope(draw)}
+    config |= options(draw, config["num_hidden_layers"])
+    return Checkpoint(architecture, config, seed=seed, **random_storage(draw))
 
 
-def random_qwen3_moe(seed: int) -> Checkpoint:
-    """A Qwen 3 configuration with experts drawn from `seed`: in all layers, in some by number, or by a list."""
-    draw = random.Random(seed)
-    config = random_sizes(draw) | {"rope_parameters": random_rope(draw)} | random_experts(draw)
-    layers = config["num_hidden_layers"]
-    config |= {"use_sliding_window": draw.random() < 0.5, "sliding_window": draw.choice([2, 5])}
-    config |= {"attention_bias": draw.random() < 0.5, "norm_topk_prob": draw.random() < 0.5}
-    config |= {"decoder_sparse_step": draw.choice([1, 1, 2]), "moe_intermediate_size": draw.randint(5, 30)}
-    config |= {"mlp_only_layers": [i for i in range(layers) if draw.random() < 0.3]}
-    return Checkpoint("Qwen3MoeForCausalLM", config, seed=seed, **random_storage(draw))
+def mixtral_options(draw: random.Random, layers: int) -> dict[str, Any]:
+    """As many experts as a token goes to, or more."""
+    sizes = random_experts(draw)
+    return sizes | {"sliding_window": draw.choice([None, 3, 7]), "intermediate_size": draw.randint(5, 30)}
 
 
-def random_gpt_oss(seed: int) -> Checkpoint:
-    """A gpt-oss configuration drawn from `seed`: windows shorter than most rows, clamps that bite."""
-    draw = random.Random(seed)
-    config = random_sizes(draw) | {"rope_parameters": random_rope(draw)} | random_experts(draw)
-    kinds = [draw.choice(["full_attention", "sliding_attention"]) for _ in range(config["num_hidden_layers"])]
-    config |= {"sliding_window": draw.choice([2, 5]), "intermediate_size": draw.randint(5, 30)}
-    config |= draw.choice([{}, {"layer_types": kinds}])
-    config |= {"attention_bias": draw.random() < 0.6, "swiglu_limit": draw.choice([0.5, 7.0])}
-    config |= {"swiglu_alpha": draw.choice([1.702, 1.702, 0.8])}
-    return Checkpoint("GptOssForCausalLM", config, seed=seed, **random_storage(draw))
+def qwen3_moe_options(draw: random.Random, layers: int) -> dict[str, Any]:
+    """Experts in all layers, in some by number, or by a list."""
+    return random_experts(draw) | {
+        "use_sliding_window": draw.random() < 0.5, "sliding_window": draw.choice([2, 5]),
+        "attention_bias": draw.random() < 0.5, "norm_topk_prob": draw.random() < 0.5,
+        "decoder_sparse_step": draw.choice([1, 1, 2]), "moe_intermediate_size": draw.randint(5, 30),
+        "mlp_only_layers": [i for i in range(layers) if draw.random() < 0.3],
+    }  # fmt: skip
+
+
+def gpt_oss_options(draw: random.Random, layers: int) -> dict[str, Any]:
+    """Clamps that bite."""
+    sizes, kinds = random_experts(draw), [draw.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
+    sizes |= {"sliding_window": draw.choice([2, 5]), "intermediate_size": draw.randint(5, 30)}
+    sizes |= draw.choice([{}, {"layer_types": kinds}]) | {"attention_bias": draw.random() < 0.6}
+    return sizes | {"swiglu_limit": draw.choice([0.5, 7.0]), "swiglu_alpha": draw.choice([1.702, 1.702, 0.8])}
 
 
 def random_experts(draw: random.Random) -> dict[str, Any]:
@@ -494,11 +469,18 @@ def random_mamba2(seed: int) -> Checkpoint:
     return Checkpoint("Mamba2ForCausalLM", config, seed=seed, **random_storage(draw) | {"spelling": "v5"})
 
 
+OPTIONS: dict[str, tuple[str, Callable[[random.Random, int], dict[str, Any]]]] = {
+    "llama": ("LlamaForCausalLM", lambda draw, _: {
+        "attention_bias": draw.random() < 0.4, "mlp_bias": draw.random() < 0.4}),
+    "mistral": ("MistralForCausalLM", lambda draw, _: {"sliding_window": draw.choice([None, 1, 3, 7])}),
+    "mixtral": ("MixtralForCausalLM", mixtral_options), "qwen3_moe": ("Qwen3MoeForCausalLM", qwen3_moe_options),
+    "gpt_oss": ("GptOssForCausalLM", gpt_oss_options),
+}  # fmt: skip
 RANDOM: dict[str, Callable[[int], Checkpoint]] = {
-    "llama": random_llama, "mistral": random_mistral, "mixtral": random_mixtral, "qwen3_moe": random_qwen3_moe,
-    "gpt_oss": random_gpt_oss, "gpt2": random_gpt2, "qwen3_5_text": random_qwen35, "mamba2": random_mamba2,
+    **{family: functools.partial(random_decoder, *options) for family, options in OPTIONS.items()},
     **{family: functools.partial(random_qwen, family) for family in ("qwen2", "qwen3")},
     **{family: functools.partial(random_gemma, family) for family in ("gemma", "gemma2", "gemma3_text")},
+    "gpt2": random_gpt2, "qwen3_5_text": random_qwen35, "mamba2": random_mamba2,
 }  # fmt: skip
 
 
