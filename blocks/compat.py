@@ -198,15 +198,9 @@ LlamaDecodeLayerSpec, Qwen3DecodeLayerSpec = LlamaDecoderSpec, Qwen3DecoderSpec
 
 
 def gemma_attn_spec(
-    index: int,
-    num_heads: int,
-    head_dim: int,
-    num_kv_heads: int,
-    mask: MaskKind | str,
-    scale: float | None = None,
-    softcap: float | None = None,
-    bias: bool = False,
-) -> LayerSpec:
+    index: int, num_heads: int, head_dim: int, num_kv_heads: int, mask: MaskKind | str, scale: float | None = None,
+    softcap: float | None = None, bias: bool = False,
+) -> LayerSpec:  # fmt: skip
     """Return the record of the attention of layer `index`, with Hugging Face's keys.
 
     Scores are `scale · q kᵀ`; the default scale is D^(−1/2).
@@ -263,13 +257,9 @@ gemma_decode_layer = named_by_index(GemmaDecodeLayer.layer)
 
 
 def gemma_prefill_layer_composed(
-    index: int,
-    style: GemmaStyle,
-    attention: LayerSpec,
-    eps: float = 1e-6,
-    kv_sink: SideOutputs | None = None,
+    index: int, style: GemmaStyle, attention: LayerSpec, eps: float = 1e-6, kv_sink: SideOutputs | None = None,
     moe: MoeSpec | None = None,
-) -> Named:
+) -> Named:  # fmt: skip
     """Return Gemma's layer `index` around an attention.
 
     Args:

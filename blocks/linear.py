@@ -156,17 +156,9 @@ def module_keys(name: str) -> tuple[str, str]:
 
 
 def dense(
-    emit: Emit,
-    prefix: str,
-    name: str,
-    x: FlowValue,
-    roles: Roles,
-    columns: int | None,
-    activation: str = "",
-    *,
-    bias: bool = True,
-    transpose: bool = True,
-) -> FlowValue:
+    emit: Emit, prefix: str, name: str, x: FlowValue, roles: Roles, columns: int | None, activation: str = "", *,
+    bias: bool = True, transpose: bool = True,
+) -> FlowValue:  # fmt: skip
     """Write `act(x W [+ b])` with the weights of the module `{prefix}.{name}`, in the block `name`.
 
     Args:

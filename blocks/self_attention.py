@@ -172,15 +172,9 @@ class SelfAttention:
         return WeightPart.split(keys, parts, axis) if isinstance(keys, str) else keys
 
     def _linear(
-        self,
-        emit: Emit,
-        x: FlowValue,
-        key: WeightKey,
-        bias: WeightKey | None,
-        roles: tuple[Role, Role],
-        columns: DimLike,
-        inner: tuple[str, ...] = (),
-    ) -> FlowValue:
+        self, emit: Emit, x: FlowValue, key: WeightKey, bias: WeightKey | None, roles: tuple[Role, Role],
+        columns: DimLike, inner: tuple[str, ...] = (),
+    ) -> FlowValue:  # fmt: skip
         """Write the product of `x` and a stored weight.
 
         Args:

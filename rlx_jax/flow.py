@@ -102,14 +102,9 @@ class ModelFlow(Stages):
     # -- declaring ---------------------------------------------------------------------------
 
     def input(
-        self,
-        name: str,
-        shape: Sequence[int | str],
-        dtype: Any = "float32",
-        default: float | str | None = REQUIRED,
-        *,
+        self, name: str, shape: Sequence[int | str], dtype: Any = "float32", default: float | str | None = REQUIRED, *,
         rows_optional: bool = False,
-    ) -> ModelFlow:
+    ) -> ModelFlow:  # fmt: skip
         """Declare an input; strings in the shape are symbolic dimensions (`batch` and `seq` have meaning).
 
         Args:

@@ -119,15 +119,9 @@ class Stages:
         return self.stage(blocks.llama_decode_layer(index, spec, side))
 
     def llama_kv_tap(
-        self,
-        index: int,
-        head_dim: int,
-        eps: float = 1e-5,
-        side: blocks.SideOutputs | None = None,
-        *,
-        attention_bias: bool = False,
-        rope_theta: float = 10000.0,
-    ) -> Self:
+        self, index: int, head_dim: int, eps: float = 1e-5, side: blocks.SideOutputs | None = None, *,
+        attention_bias: bool = False, rope_theta: float = 10000.0,
+    ) -> Self:  # fmt: skip
         """Append side outputs `kv.{index}.k` and `kv.{index}.v`, the keys and values of Llama's layer `index`, which
         must be the next stage. `side` collects their names; the other arguments are as in that layer's
         `LlamaDecoderSpec`."""
@@ -135,15 +129,9 @@ class Stages:
         return self.stage(blocks.LlamaKvTap(prefix, head_dim, eps, side, None, attention_bias, rope_theta))
 
     def linear(
-        self,
-        key: str,
-        transpose: bool = True,
-        *,
-        bias: str | None = None,
-        shape: tuple[int, int] | None = None,
-        roles: Roles | None = None,
-        init: Init | None = None,
-    ) -> Self:
+        self, key: str, transpose: bool = True, *, bias: str | None = None, shape: tuple[int, int] | None = None,
+        roles: Roles | None = None, init: Init | None = None,
+    ) -> Self:  # fmt: skip
         """Append `x W [+ b]`; the weight under `key` is `[out, in]` with `transpose`, else `[in, out]`.
 
         Args:

@@ -70,16 +70,13 @@ def replace_by(make: Callable[[Path], object]) -> Callable[[Path, float], object
 
 
 DAMAGES: dict[str, Callable[[Path, float], object]] = {
-    "flipped": flip,
-    "truncated": lambda path, place: os.truncate(path, int(place * (path.stat().st_size - 1))),
+    "flipped": flip, "truncated": lambda path, place: os.truncate(path, int(place * (path.stat().st_size - 1))),
     "empty": lambda path, place: os.truncate(path, 0),
     "longer": lambda path, place: path.write_bytes(path.read_bytes() + b"x"),
-    "foreign": lambda path, place: path.write_bytes(b"{}"),
-    "writable by all": lambda path, place: path.chmod(0o666),
+    "foreign": lambda path, place: path.write_bytes(b"{}"), "writable by all": lambda path, place: path.chmod(0o666),
     "a directory": replace_by(lambda path: (path / "inner").mkdir(parents=True)),
-    "a link": replace_by(lambda path: path.symlink_to("elsewhere")),
-    "a FIFO": replace_by(os.mkfifo),
-}
+    "a link": replace_by(lambda path: path.symlink_to("elsewhere")), "a FIFO": replace_by(os.mkfifo),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

@@ -79,16 +79,12 @@ def test_fields_that_are_harmless_at_some_values(directory: Path, changes: dict[
 
 
 REFUSED: list[tuple[Path, dict[str, Any], str]] = [
-    (LLAMA, {"router_scale": 2.0}, "router_scale"),
-    (LLAMA, {"layer_types": SLIDING}, "layer_types"),
-    (LLAMA, {"layer_types": FULL[1:]}, "layer_types"),
-    (LLAMA, {"layer_types": [{}] * LAYERS}, "layer_types"),
-    (LLAMA, {"token_dropout": True}, "token_dropout"),
-    (LLAMA, {"is_encoder_decoder": True}, "is_encoder_decoder"),
+    (LLAMA, {"router_scale": 2.0}, "router_scale"), (LLAMA, {"layer_types": SLIDING}, "layer_types"),
+    (LLAMA, {"layer_types": FULL[1:]}, "layer_types"), (LLAMA, {"layer_types": [{}] * LAYERS}, "layer_types"),
+    (LLAMA, {"token_dropout": True}, "token_dropout"), (LLAMA, {"is_encoder_decoder": True}, "is_encoder_decoder"),
     (LLAMA, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "dtype": 1}}, "rope_parameters.dtype"),
-    (BERT, {"is_decoder": True}, "is_decoder"),
-    (CLIP, {"text_config": {"rope": 1}}, "text_config.rope"),
-]
+    (BERT, {"is_decoder": True}, "is_decoder"), (CLIP, {"text_config": {"rope": 1}}, "text_config.rope"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("directory", "changes", "name"), REFUSED, ids=lambda v: v if isinstance(v, str) else None)
@@ -153,11 +149,8 @@ def test_one_line_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 DECODER = SIZES | {"intermediate_size": 24, "num_key_value_heads": 1, "rms_norm_eps": 1e-6}
 ENCODER = SIZES | {
-    "intermediate_size": 24,
-    "type_vocab_size": 2,
-    "layer_norm_eps": 1e-12,
-    "max_position_embeddings": 32,
-}
+    "intermediate_size": 24, "type_vocab_size": 2, "layer_norm_eps": 1e-12, "max_position_embeddings": 32,
+}  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 1}
 CASES: dict[str, tuple[str, str, dict[str, Any], tuple[str, ...]]] = {
     "a decoder with another field": (

@@ -51,15 +51,12 @@ def reference(x: Any, p: Any, w: Any) -> dict[str, Any]:
     rounded.defvjp(lambda x: (jnp.round(x), x), lambda x, g: (g * (x - jnp.round(x)),))
     carry, (before, index) = lax.scan(lambda c, v: (c + v, (c, jnp.argmax(v))), jnp.zeros(4), x)
     return {
-        "switch": x + 2 * x,
-        "cond": jnp.where(p > 0, x @ w, 3 * x),
+        "switch": x + 2 * x, "cond": jnp.where(p > 0, x @ w, 3 * x),
         **{"nested": x * 2 * x, "count": 5, "halved": x * p**5, "carry": carry, "before": before, "index": index},
         "back": lax.scan(lambda c, v: (c * p + v, None), jnp.zeros(4), x, reverse=True)[0],
-        "fori": lax.fori_loop(1, 4, lambda i, v: v @ w + i.astype(jnp.float32), x),
-        "pairs": x * p,
-        "rounded": rounded(x),
-        "stopped": x * lax.stop_gradient(x),
-    }
+        "fori": lax.fori_loop(1, 4, lambda i, v: v @ w + i.astype(jnp.float32), x), "pairs": x * p,
+        "rounded": rounded(x), "stopped": x * lax.stop_gradient(x),
+    }  # fmt: skip
 
 
 def compiled(names: tuple[str, ...] = (), **options: Any) -> Any:

@@ -69,8 +69,7 @@ def test_each_mask_kind(mask: str, kv_heads: int, policy: str) -> None:
 FUSED = DecoderKeys.fused()
 BIASES = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
 OPTIONS: dict[str, LayerSpec] = {
-    "all biases": replace(LLAMA, **BIASES),
-    "biases of q, k and v": replace(QWEN, qk_norm=False, attention_bias=True),
+    "all biases": replace(LLAMA, **BIASES), "biases of q, k and v": replace(QWEN, qk_norm=False, attention_bias=True),
     "biases of an MLP": replace(LLAMA, num_kv_heads=1, mlp_bias=True),
     "a width that is not hidden / heads": replace(LLAMA, num_heads=3, num_kv_heads=1, head_dim=6),
     "norms of heads, a window": replace(QWEN, mask=MaskKind.sliding_window(3)),
@@ -78,12 +77,10 @@ OPTIONS: dict[str, LayerSpec] = {
     "norms over all heads": replace(QWEN, qk_norm="width"),
     "norms behind": replace(LLAMA, norms=LayerNorms.after_both()),
     "norms around, 1 + w": replace(QWEN, norms=LayerNorms.around_both(), zero_centred=True, activation="gelu_tanh"),
-    "no rope": replace(LLAMA, n_rot=0),
-    "a scale, a softcap": replace(LLAMA, score_scale=0.3, attn_logit_softcap=2.0),
-    "a multiplier of sums": replace(LLAMA, residual_multiplier=0.3),
-    "stored as one": replace(LLAMA, keys=FUSED),
+    "no rope": replace(LLAMA, n_rot=0), "a scale, a softcap": replace(LLAMA, score_scale=0.3, attn_logit_softcap=2.0),
+    "a multiplier of sums": replace(LLAMA, residual_multiplier=0.3), "stored as one": replace(LLAMA, keys=FUSED),
     "stored as one, biases, norms": replace(QWEN, keys=FUSED, **BIASES),
-}
+}  # fmt: skip
 QUICK = ("norms of heads, a window", "norms over all heads", "stored as one, biases, norms")
 
 

@@ -78,11 +78,8 @@ def sent(ours: Any, rows: int) -> list[str]:
 
 
 ROUTED = (
-    ("auto", "data expert", 8),
-    ("blocked", "expert", 4),
-    ("ragged", "expert tensor", 4),
-    ("gathered", "expert", 8),
-)
+    ("auto", "data expert", 8), ("blocked", "expert", 4), ("ragged", "expert tensor", 4), ("gathered", "expert", 8),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

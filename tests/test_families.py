@@ -54,13 +54,8 @@ QUICK = (
     "gemma2/caps_v5", "gpt2/bare_v4", "gpt2/scaled_v5", "mixtral/window_v5",
 )  # fmt: skip
 GREEDY = (
-    "gemma3_text/pattern_v4",
-    "mamba2/groups_v5",
-    "llama/mqa",
-    "gemma2/caps",
-    "gpt_oss/window",
-    "qwen3_5_text/blocks",
-)
+    "gemma3_text/pattern_v4", "mamba2/groups_v5", "llama/mqa", "gemma2/caps", "gpt_oss/window", "qwen3_5_text/blocks",
+)  # fmt: skip
 """Fixtures of which the default suite looks at logits, and those of which the slow tier looks at new tokens. The slow
 tier has the logits of all; what Qwen 3.5, Mamba-2 and gpt-oss compute is in test_hybrid.py and test_gpt_oss.py, too."""
 
@@ -162,12 +157,8 @@ def test_tensors_and_code_beside_the_weights(tmp_path: Path) -> None:
 
 
 SMALL = {
-    "vocab_size": 32,
-    "hidden_size": 64,
-    "intermediate_size": 32,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 32,
-}
+    "vocab_size": 32, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 32,
+}  # fmt: skip
 
 
 def test_windows_of_qwen() -> None:

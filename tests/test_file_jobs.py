@@ -127,17 +127,12 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 PROMPTS: list[Any] = [
     {"prompt": "It was", "id": 7, "metadata": {"a": [None]}},
-    {"ids": [1, 2, 3], "max_new_tokens": 3, "temperature": 1.0, "logit_bias": {"5": -3.5}},
-    "",
+    {"ids": [1, 2, 3], "max_new_tokens": 3, "temperature": 1.0, "logit_bias": {"5": -3.5}}, "",
     {"messages": [{"role": "user", "content": "Hi"}], "stop": ["e", 9], "temperature": 0.8, "seed": 3},
-    {"prompt": "a b", "max_new_token": 3},
-    "not JSON",
-    {"prompt": "a", "ids": [1]},
-    {"prompt": "a", "logit_bias": {"9" * 5000: 1}},
-    {"ids": [1], "max_new_tokens": "4"},
-    {"ids": [10**6]},
+    {"prompt": "a b", "max_new_token": 3}, "not JSON", {"prompt": "a", "ids": [1]},
+    {"prompt": "a", "logit_bias": {"9" * 5000: 1}}, {"ids": [1], "max_new_tokens": "4"}, {"ids": [10**6]},
     {"prompt": "It was", "temperature": 0.9, "top_k": 40},
-]
+]  # fmt: skip
 
 
 def test_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,13 +157,9 @@ def test_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
         assert got[i]["new_tokens"] == len(got[i]["top"]) and got[i]["finish_reason"] == rows[i].finish_reason
     assert (got[0]["id"], got[0]["metadata"], "metadata" in got[10]) == (7, {"a": [None]}, False)
     told = [
-        "mean 'max_new_tokens'",
-        "line 6: not JSON",
-        "got 'prompt', 'ids'",
-        "logit_bias",
-        "max_new_tokens is '4'",
+        "mean 'max_new_tokens'", "line 6: not JSON", "got 'prompt', 'ids'", "logit_bias", "max_new_tokens is '4'",
         "10000",
-    ]
+    ]  # fmt: skip
     assert all(part in got[index]["error"]["message"] for index, part in enumerate(told, 4))
     assert all(f"line {index + 1}" in line["error"]["message"] for index, line in got.items() if "error" in line)
     assert run(capsys, *words) == {"output": str(target), "lines": 10, "resumed": 10, "errors": 0}

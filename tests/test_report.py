@@ -86,12 +86,9 @@ def test_every_moment_counts_once() -> None:
     ns = {(row.program, row.path): row.seconds * 2e9 for row in told.rows}
     program = "forward of n 2"
     wanted = {
-        (program, "layers.0.up"): 15,
-        (program, "layers.1.up"): 20,
-        (program, NOT_ATTRIBUTED): 15,
-        ("", HELPERS): 1,
+        (program, "layers.0.up"): 15, (program, "layers.1.up"): 20, (program, NOT_ATTRIBUTED): 15, ("", HELPERS): 1,
         ("", IDLE): 9,
-    }
+    }  # fmt: skip
     assert ns == pytest.approx(wanted) and told.seconds == pytest.approx(30e-9)
     assert [row.path for row in told.rows][:1] == ["layers.1.up"] and told.programs == (program, "")
     both = told.rows[0]

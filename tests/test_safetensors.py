@@ -247,33 +247,12 @@ TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
 
 VALUES: list[Any] = [0, 1, 2, 3, 7, 8, 2**31 - 1, 2**31, 2**32, 2**53, 2**62, 2**63, 2**64 - 1, 2**64, 10**39, -1, -8]
 VALUES += [
-    1.0,
-    -0.0,
-    True,
-    None,
-    [],
-    [1],
-    {},
-    "",
-    "a",
-    "dtype",
-    "é" * 600,
-    "\udcff",
-    *DTYPES,
-    "F4",
-    "F6_E2M3",
-    "C64",
-    "f32",
-]
+    1.0, -0.0, True, None, [], [1], {}, "", "a", "dtype", "é" * 600, "\udcff", *DTYPES, "F4", "F6_E2M3", "C64", "f32",
+]  # fmt: skip
 PIECES = [*(bytes([b]) for b in b'{}[],:"\\ 0-\xff\0\x0b\n'), b"\xc0\xaf", b"NaN", b"[" * 2000, b"01", b"1e0", b'"a":']
 PIECES += [
-    b'"__metadata__":{"k":"v"},',
-    b'"__metadata__":null,',
-    rb"\u0061",
-    rb"\ud800",
-    "\ufeff".encode(),
-    b"9" * 5000,
-]
+    b'"__metadata__":{"k":"v"},', b'"__metadata__":null,', rb"\u0061", rb"\ud800", "\ufeff".encode(), b"9" * 5000,
+]  # fmt: skip
 
 
 def mutant(rng: random.Random) -> bytes:

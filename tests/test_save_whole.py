@@ -256,15 +256,11 @@ def test_all_or_nothing(lm: rlx.CausalLM, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 OPENED = {
-    "llama/gqa_tied_llama3_v5": "AutoModelForCausalLM",
-    "qwen3/tied_v4": "AutoModelForCausalLM",
-    "gemma3_text/deep_v5": "AutoModelForCausalLM",
-    "gpt2/bare_v4": "AutoModelForCausalLM",
-    "qwen3_moe/mixed_v5": "AutoModelForCausalLM",
-    "bert/bare_v5": "AutoModel",
-    "nomic_bert/bare_v5": "AutoModel",
+    "llama/gqa_tied_llama3_v5": "AutoModelForCausalLM", "qwen3/tied_v4": "AutoModelForCausalLM",
+    "gemma3_text/deep_v5": "AutoModelForCausalLM", "gpt2/bare_v4": "AutoModelForCausalLM",
+    "qwen3_moe/mixed_v5": "AutoModelForCausalLM", "bert/bare_v5": "AutoModel", "nomic_bert/bare_v5": "AutoModel",
     "vision/dual/clip": "AutoModel",
-}
+}  # fmt: skip
 
 
 @pytest.mark.oracle

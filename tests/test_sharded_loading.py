@@ -54,13 +54,10 @@ from tests.shards import write_shards
 RNG = np.random.default_rng(0)
 BF16 = as_dtype("bf16")
 VALUES: dict[str, Any] = {
-    "q": RNG.normal(size=(16, 8)).astype(np.float32),
-    "k": RNG.normal(size=(8, 8)).astype(np.float32),
-    "h": RNG.normal(size=(16, 8)).astype(BF16),
-    "ids": RNG.integers(-99, 99, (4, 6, 8)).astype(np.int32),
-    "q8": packed("gguf_q8_0", (4, 128), 1),
-    "q4": packed("gguf_q4_0", (4, 128), 2),
-}
+    "q": RNG.normal(size=(16, 8)).astype(np.float32), "k": RNG.normal(size=(8, 8)).astype(np.float32),
+    "h": RNG.normal(size=(16, 8)).astype(BF16), "ids": RNG.integers(-99, 99, (4, 6, 8)).astype(np.int32),
+    "q8": packed("gguf_q8_0", (4, 128), 1), "q4": packed("gguf_q4_0", (4, 128), 2),
+}  # fmt: skip
 
 
 class Counting(MappingSource):

@@ -27,17 +27,10 @@ from tests.oracles.fuzzing import mutated
 Json = dict[str, Any]
 
 TEXTS = [
-    "",
-    " ",
-    "hello",
-    "Hello, WORLD!",
-    "hello world " * 12,
-    "naïve café Ångström e\u0301\u0302",
-    "日本語 и русский 😀👩‍👩‍👧 \U00013000",
-    "[CLS] [MASK] </s> <|end|> <pad>",
-    "tab\tline\nnul\x00 zero\u200bwidth",
+    "", " ", "hello", "Hello, WORLD!", "hello world " * 12, "naïve café Ångström e\u0301\u0302",
+    "日本語 и русский 😀👩‍👩‍👧 \U00013000", "[CLS] [MASK] </s> <|end|> <pad>", "tab\tline\nnul\x00 zero\u200bwidth",
     "x" * 300,
-]
+]  # fmt: skip
 
 
 def added(*tokens: tuple[int, str]) -> list[Json]:

@@ -28,12 +28,8 @@ from tests.small import Own
 
 def test_mapping() -> None:
     arrays: dict[str, Any] = {
-        "w": W,
-        "b": jnp.asarray(B),
-        "i": np.arange(3),
-        "d": np.ones((), np.float64),
-        "e": np.zeros((0, 4), bool),
-    }
+        "w": W, "b": jnp.asarray(B), "i": np.arange(3), "d": np.ones((), np.float64), "e": np.zeros((0, 4), bool),
+    }  # fmt: skip
     source = open_weights(arrays)
     assert isinstance(source, MappingSource) and isinstance(source, WeightSource)
     assert source.keys() == ("w", "b", "i", "d", "e")

@@ -50,13 +50,9 @@ def unknown_program(program: object) -> str:
 
 
 def derive(
-    graph: Graph,
-    program: str,
-    types: TypeCache,
-    last_only: bool = False,
-    kv_dtype: np.dtype[Any] | None = None,
+    graph: Graph, program: str, types: TypeCache, last_only: bool = False, kv_dtype: np.dtype[Any] | None = None,
     supplied: Collection[str] = (),
-) -> Graph:
+) -> Graph:  # fmt: skip
     """Return the HIR of `program`, derived from the forward graph.
 
     Args:

@@ -39,12 +39,9 @@ TypedOp = tuple[Op, tuple[TensorType, ...]]
 
 
 def cache_results(
-    graph: Graph,
-    types: TypeCache,
-    analysis: Callable[..., T],
-    run_tests: Callable[[TypeCache, list[TypedOp]], list[T]],
-    is_needed: Callable[[Node, tuple[TensorType, ...]], bool],
-) -> None:
+    graph: Graph, types: TypeCache, analysis: Callable[..., T],
+    run_tests: Callable[[TypeCache, list[TypedOp]], list[T]], is_needed: Callable[[Node, tuple[TensorType, ...]], bool],
+) -> None:  # fmt: skip
     """Compute an analysis of several nodes in one XLA program, since compilation takes most of the time.
 
     Args:

@@ -95,12 +95,9 @@ class GraphModule(ModuleBuilder):
 
     @staticmethod
     def of(
-        graph: Graph,
-        stage: GraphStage,
-        types: TypeCache | None = None,
-        policy: str = "direct",
+        graph: Graph, stage: GraphStage, types: TypeCache | None = None, policy: str = "direct",
         plan: Plan | None = None,
-    ) -> GraphModule:
+    ) -> GraphModule:  # fmt: skip
         """Return a module of a finished graph.
 
         Args:

@@ -150,13 +150,9 @@ class ModuleBuilder(SpecBuilders[Value]):
         return self.to_current_body(value)
 
     def weight(
-        self,
-        weight: Value | WeightKey | WeightStack,
-        roles: Roles | None = None,
-        *,
-        shape: Sequence[DimLike | None] | None = None,
-        init: Init | None = None,
-    ) -> Value:
+        self, weight: Value | WeightKey | WeightStack, roles: Roles | None = None, *,
+        shape: Sequence[DimLike | None] | None = None, init: Init | None = None,
+    ) -> Value:  # fmt: skip
         """Return a weight operand; a module declares its parameters, so that a key alone is an error.
 
         Raises:

@@ -195,14 +195,9 @@ def derived_program(built: Built, program: str) -> str:
 
 
 def make_template(
-    built: Built,
-    build_s: float,
-    settings: Settings,
-    program: str,
-    last_only: bool = False,
-    optional_inputs: frozenset[str] = frozenset(),
-    outputs: tuple[str, ...] | None = None,
-) -> Template:
+    built: Built, build_s: float, settings: Settings, program: str, last_only: bool = False,
+    optional_inputs: frozenset[str] = frozenset(), outputs: tuple[str, ...] | None = None,
+) -> Template:  # fmt: skip
     """Lower a built flow to the template of a program, HIR → MIR, by the table of passes.
 
     Args:

@@ -216,15 +216,9 @@ def parse_object(raw: bytes, where: str, error: type[FormatError], infinity: boo
 
 
 def parse(
-    raw: bytes,
-    where: str,
-    error: type[FormatError],
-    max_values: limits.SizeLimit,
-    *,
-    infinity: bool = False,
-    repeated_error: type[RlxError] | None = None,
-    start: int = 0,
-) -> Any:
+    raw: bytes, where: str, error: type[FormatError], max_values: limits.SizeLimit, *, infinity: bool = False,
+    repeated_error: type[RlxError] | None = None, start: int = 0,
+) -> Any:  # fmt: skip
     """Return the JSON value in `raw`, of any type.
 
     Numbers become `int` or finite `float`, -0 a float. Names within an object are unique.

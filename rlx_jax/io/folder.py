@@ -183,12 +183,9 @@ class Folder:
 
 
 def open_folder(
-    path: str | os.PathLike[str] | Folder,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    progress: ProgressCallback | None = None,
-    subfolder: str = "",
-) -> Folder:
+    path: str | os.PathLike[str] | Folder, revision: str | None = None, token: str | bool | None = None,
+    progress: ProgressCallback | None = None, subfolder: str = "",
+) -> Folder:  # fmt: skip
     """Return the directory of a checkpoint. If there is no directory `org/name`, it is the model of the Hub.
 
     Args:

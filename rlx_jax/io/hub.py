@@ -202,12 +202,9 @@ class Snapshot:
 
 
 def open_snapshot(
-    name: str,
-    revision: str | None,
-    token: str | bool | None,
-    progress: ProgressCallback | None,
+    name: str, revision: str | None, token: str | bool | None, progress: ProgressCallback | None,
     message_prefix: str = "",
-) -> Snapshot:
+) -> Snapshot:  # fmt: skip
     """Return the snapshot of a revision (a branch, a tag or a commit; default `main`) of the model `name`.
 
     Without a connection it is the commit in the cache: silently with `HF_HUB_OFFLINE` set, else with a warning.
@@ -312,12 +309,9 @@ def _remove(path: Path) -> None:
 
 
 def _progress_class(
-    where: str,
-    hub_file: hub_remote.HubFile,
-    limit: limits.SizeLimit | None,
-    report: Callable[[int], None],
+    where: str, hub_file: hub_remote.HubFile, limit: limits.SizeLimit | None, report: Callable[[int], None],
     stop: threading.Event,
-) -> type[Any]:
+) -> type[Any]:  # fmt: skip
     """Return a class to pass to huggingface_hub as progress bar, which can abort a download.
 
     It aborts when more bytes arrive than the file has or may have, and when `stop` is set because another download of

@@ -90,11 +90,9 @@ Group = TypeVar("Group")
 
 
 def join_nodes(
-    graph: Graph,
-    types: TypeCache,
-    find: Callable[[Graph], tuple[Sequence[int], Mapping[int, Group]]],
+    graph: Graph, types: TypeCache, find: Callable[[Graph], tuple[Sequence[int], Mapping[int, Group]]],
     add: Callable[[Builder, Graph, Group, int, dict[Value, Value]], None],
-) -> Graph:
+) -> Graph:  # fmt: skip
     """Return the graph, and its regions, with groups of nodes joined.
 
     Args:

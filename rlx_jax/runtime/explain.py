@@ -36,12 +36,9 @@ from rlx_jax.runtime.programs import Programs
 
 
 def explain_program(
-    programs: Programs,
-    key: ProgramKey,
-    times: BlockTimes | None = None,
-    steps: int = 1,
+    programs: Programs, key: ProgramKey, times: BlockTimes | None = None, steps: int = 1,
     padding: PaddedSizes | None = None,
-) -> Inspection:
+) -> Inspection:  # fmt: skip
     """Return the full description of a program: its blocks, its largest losses, and what is found about it.
 
     Args:

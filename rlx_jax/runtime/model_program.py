@@ -311,11 +311,9 @@ class ModelProgram:
         return self._template(optional_inputs).unread if self.program in ("forward", "train", "explicit") else ()
 
     def key(
-        self,
-        optional_inputs: frozenset[str] = frozenset(),
-        outputs: tuple[str, ...] | None = None,
+        self, optional_inputs: frozenset[str] = frozenset(), outputs: tuple[str, ...] | None = None,
         last_only: bool = False,
-    ) -> ProgramKey:
+    ) -> ProgramKey:  # fmt: skip
         """Return the key of this program, without sizes, for these optional inputs and outputs."""
         # All outputs by name and None mean the same program, and must have the same key.
         names = None if outputs is None or outputs == self.output_names else outputs

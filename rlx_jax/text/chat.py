@@ -42,17 +42,10 @@ _LITERAL = re.compile(r"""(["'])((?:(?!\1).){1,200})\1""")  # a string literal i
 
 
 def chat_prompt(
-    tokenizer: Tokenizer,
-    messages: Any,
-    *,
-    tools: Any = None,
-    chat_template: str | None = None,
-    add_generation_prompt: bool = True,
-    tokenize: bool = True,
-    allow_special: bool = False,
-    variables: Mapping[str, Any],
-    arguments: Iterable[str] = (),
-) -> Any:
+    tokenizer: Tokenizer, messages: Any, *, tools: Any = None, chat_template: str | None = None,
+    add_generation_prompt: bool = True, tokenize: bool = True, allow_special: bool = False,
+    variables: Mapping[str, Any], arguments: Iterable[str] = (),
+) -> Any:  # fmt: skip
     """Return the token ids of a conversation, or its text without `tokenize`.
 
     Arguments as for `CausalLM.apply_chat_template`; `variables` are its additional arguments, for the template, and

@@ -28,13 +28,9 @@ from rlx_jax.weights.format import OpenOptions
 
 
 def open_token_model(
-    flow: Any,
-    weights: Weights,
-    options: OpenOptions,
-    max_positions: int | None,
-    programs: tuple[str, ...],
+    flow: Any, weights: Weights, options: OpenOptions, max_positions: int | None, programs: tuple[str, ...],
     inputs: bool = False,
-) -> tuple[CompiledModel, int]:
+) -> tuple[CompiledModel, int]:  # fmt: skip
     """Return the compiled model of a flow on token ids, as `open_model` does, and its vocabulary size.
 
     Args:

@@ -275,14 +275,9 @@ class Arithmetic(Writer[V]):
         return values, indices
 
     def sample(
-        self,
-        logits: V,
-        seed: V | int,
-        *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
+        self, logits: V, seed: V | int, *, temperature: float = 1.0, top_k: int | None = None,
         top_p: float | None = None,
-    ) -> V:
+    ) -> V:  # fmt: skip
         """Return a random class, i32, for each row of logits `[…, V]`; `seed` is a number or an integer value of rank
         0.
 

@@ -53,15 +53,9 @@ class AttentionBuilders(Control[V]):
         return self.add_node(hir.Positions(), x)
 
     def rotary(
-        self,
-        positions: V,
-        *,
-        head_dim: int,
-        theta: float = 10000.0,
-        n_rot: int | None = None,
-        style: str = "half",
+        self, positions: V, *, head_dim: int, theta: float = 10000.0, n_rot: int | None = None, style: str = "half",
         scaling: Callable[[Frequencies], Frequencies] | None = None,
-    ) -> Rotary[V]:
+    ) -> Rotary[V]:  # fmt: skip
         """Return the rotation of heads of width `head_dim` at positions `[B|1, S]`, for `rope` and
         `attention(…, rope=)`.
 
@@ -102,17 +96,9 @@ class AttentionBuilders(Control[V]):
         return self.add_node(hir.Sinusoids(channels, scale, max_period), t)
 
     def rope(
-        self,
-        x: V,
-        at: V | Rotary[V],
-        sin: V | None = None,
-        *,
-        head_dim: int,
-        theta: float | None = None,
-        n_rot: int | None = None,
-        style: str | None = None,
-        scaling: Callable[[Frequencies], Frequencies] | None = None,
-    ) -> V:
+        self, x: V, at: V | Rotary[V], sin: V | None = None, *, head_dim: int, theta: float | None = None,
+        n_rot: int | None = None, style: str | None = None, scaling: Callable[[Frequencies], Frequencies] | None = None,
+    ) -> V:  # fmt: skip
         """Return x `[B, S, N·D]` or `[B, S, N, D]` with the rotary embedding applied to its heads.
 
         Args:
@@ -188,25 +174,12 @@ class AttentionBuilders(Control[V]):
     # -- attention ---------------------------------------------------------------------------
 
     def attention(
-        self,
-        q: V,
-        k: V,
-        v: V,
-        *,
-        heads: int,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
-        causal: bool | None = None,
-        mask: V | hir.MaskKind | str | None = None,
-        mask_value: V | None = None,
-        bias: V | Callable[[V, V], V] | None = None,
-        window: Window = None,
-        softcap: float | None = None,
-        scale: float | None = None,
-        rope: Rotary[V] | tuple[V, V] | None = None,
-        sinks: V | WeightKey | None = None,
+        self, q: V, k: V, v: V, *, heads: int, kv_heads: int | None = None, head_dim: int | None = None,
+        causal: bool | None = None, mask: V | hir.MaskKind | str | None = None, mask_value: V | None = None,
+        bias: V | Callable[[V, V], V] | None = None, window: Window = None, softcap: float | None = None,
+        scale: float | None = None, rope: Rotary[V] | tuple[V, V] | None = None, sinks: V | WeightKey | None = None,
         layout: str = "packed",
-    ) -> V:
+    ) -> V:  # fmt: skip
         """Return `softmax(mask(cap(scale · q kᵀ) + bias)) v` for each head, computed in f32.
 
         q is `[B, S, N·D]`, k `[B, T, K·D]`, v `[B, T, K·E]`, and the result `[B, S, N·E]`. Query head h reads key head
@@ -258,18 +231,9 @@ class AttentionBuilders(Control[V]):
     of its text are computed once, in prefill."""
 
     def attention_kind(
-        self,
-        q: V,
-        k: V,
-        v: V,
-        *,
-        heads: int,
-        head_dim: int | None,
-        mask: hir.MaskKind | str = "causal",
-        mask_value: V | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-    ) -> V:
+        self, q: V, k: V, v: V, *, heads: int, head_dim: int | None, mask: hir.MaskKind | str = "causal",
+        mask_value: V | None = None, scale: float | None = None, softcap: float | None = None,
+    ) -> V:  # fmt: skip
         """Return `attention` with a named mask kind: q `[B, S, N·D]`, k and v `[B, T, K·D]`.
 
         Some kinds read `mask_value`: "custom" a keep mask `[B, T]` in addition to causality, "keep" only a keep mask (1

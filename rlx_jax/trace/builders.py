@@ -49,17 +49,10 @@ class Builders(AttentionBuilders[V]):
     # -- products ----------------------------------------------------------------------------
 
     def linear(
-        self,
-        x: V,
-        w: V | WeightKey,
-        bias: V | WeightKey | None = None,
-        *,
-        activation: str = "",
-        transpose: bool | None = None,
-        roles: Roles | None = None,
-        columns: DimLike | None = None,
+        self, x: V, w: V | WeightKey, bias: V | WeightKey | None = None, *, activation: str = "",
+        transpose: bool | None = None, roles: Roles | None = None, columns: DimLike | None = None,
         init: Init | None = None,
-    ) -> V:
+    ) -> V:  # fmt: skip
         """Return `act(x · w [+ bias])` for x `[…, in]`, w `[in, out]` as a value or `[out, in]` as a key, bias `[out]`.
 
         So `linear(x, key)` equals `linear(x, param(key), transpose=True)`.
@@ -143,16 +136,9 @@ class Builders(AttentionBuilders[V]):
         return self.add_node(op, x, residual, *self._weights(gamma, beta, like=x))
 
     def fused_residual_rms_norm(
-        self,
-        x: V,
-        residual: V,
-        gamma: V | str,
-        beta: V | str | None = None,
-        eps: float = 1e-5,
-        *,
-        bias: V | str | None = None,
-        offset: float = 0.0,
-    ) -> V:
+        self, x: V, residual: V, gamma: V | str, beta: V | str | None = None, eps: float = 1e-5, *,
+        bias: V | str | None = None, offset: float = 0.0,
+    ) -> V:  # fmt: skip
         """Return `rms_norm(x [+ bias] + residual)` as one tensor op."""
         op = fused.FusedResidualRmsNorm(eps, bias is not None, offset)
         return self.add_node(op, x, residual, *self._weights(bias, gamma, beta))
@@ -185,15 +171,9 @@ class Builders(AttentionBuilders[V]):
         return self.add_node(fused.FusedSwiGLU(gate_first, activation), x)
 
     def route(
-        self,
-        logits: V,
-        bias: V | str | None = None,
-        *,
-        top_k: int,
-        scores: Literal["softmax", "sigmoid", "chosen"] = "softmax",
-        normalise: bool = True,
-        scale: float = 1.0,
-    ) -> tuple[V, V]:
+        self, logits: V, bias: V | str | None = None, *, top_k: int,
+        scores: Literal["softmax", "sigmoid", "chosen"] = "softmax", normalise: bool = True, scale: float = 1.0,
+    ) -> tuple[V, V]:  # fmt: skip
         """Return the `top_k` experts of each token: logits `[…, E]` → weights `[…, k]` f32 and ids `[…, k]` i32.
 
         Args:
@@ -207,19 +187,10 @@ class Builders(AttentionBuilders[V]):
         return weights, ids
 
     def experts(
-        self,
-        x: V,
-        weights: V,
-        ids: V,
-        *,
-        gate: V | WeightKey | WeightStack,
-        up: V | WeightKey | WeightStack,
-        down: V | WeightKey | WeightStack,
-        activation: str = "silu",
-        transpose: bool | None = None,
-        biases: Sequence[V | WeightKey | WeightStack] | None = None,
-        clamp: ClampedGate | None = None,
-    ) -> V:
+        self, x: V, weights: V, ids: V, *, gate: V | WeightKey | WeightStack, up: V | WeightKey | WeightStack,
+        down: V | WeightKey | WeightStack, activation: str = "silu", transpose: bool | None = None,
+        biases: Sequence[V | WeightKey | WeightStack] | None = None, clamp: ClampedGate | None = None,
+    ) -> V:  # fmt: skip
         """Return `Σⱼ weightsⱼ · (act(x Gₑ) ⊙ (x Uₑ)) Dₑ` with e = idsⱼ, as one block: x `[…, H]`, weights and ids
         `[…, k]`.
 
@@ -282,15 +253,9 @@ class Builders(AttentionBuilders[V]):
     # -- full layers, and tensor ops as blocks  ----------------------------------------------
 
     def llama_decoder_block(
-        self,
-        *operands: V,
-        heads: int,
-        head_dim: int,
-        kv_heads: int,
-        eps: float = 1e-5,
-        mask: hir.MaskKind | str = "causal",
-        biases: Mapping[str, V] | None = None,
-    ) -> V:
+        self, *operands: V, heads: int, head_dim: int, kv_heads: int, eps: float = 1e-5,
+        mask: hir.MaskKind | str = "causal", biases: Mapping[str, V] | None = None,
+    ) -> V:  # fmt: skip
         """Return the output of one Llama layer: the 14 operands of `hir.DECODER_OPERANDS`, weights `[in, out]`, then
         the operands of the mask.
 
@@ -301,17 +266,9 @@ class Builders(AttentionBuilders[V]):
         return self.add_node(op, *self._with_tables(operands, 12), *bias_values.values())
 
     def qwen35_mtp_head(
-        self,
-        *operands: V,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        n_rot: int,
-        n_embd: int,
-        n_ff: int,
-        mtp_vocab: int,
-        eps: float = 1e-6,
-    ) -> V:
+        self, *operands: V, heads: int, kv_heads: int, head_dim: int, n_rot: int, n_embd: int, n_ff: int,
+        mtp_vocab: int, eps: float = 1e-6,
+    ) -> V:  # fmt: skip
         """Return the logits `[B, 1, mtp_vocab]` of Qwen 3.5's draft head for the 29 operands of `hir.MTP_OPERANDS`."""
         op = hir.Qwen35MtpHead(heads, kv_heads, head_dim, n_rot, n_embd, n_ff, mtp_vocab, eps)
         return self.add_node(op, *self._with_tables(operands, 2))
@@ -322,17 +279,9 @@ class Builders(AttentionBuilders[V]):
         return [*operands[:index], *tables, *operands[index + 2 :]]
 
     def fused_attention_block(
-        self,
-        hidden: V,
-        qkv_w: V,
-        out_w: V,
-        mask: V,
-        *,
-        heads: int,
-        head_dim: int,
-        biases: tuple[V, V] | None = None,
+        self, hidden: V, qkv_w: V, out_w: V, mask: V, *, heads: int, head_dim: int, biases: tuple[V, V] | None = None,
         rope: tuple[V, V] | None = None,
-    ) -> V:
+    ) -> V:  # fmt: skip
         """Return bidirectional attention over hidden `[B, S, H]`, with its projections, as one tensor op.
 
         The operands are qkv_w `[H, 3·N·D]`, out_w `[N·D, H]`, a keep mask `[B, S]`, the biases of both projections, and
@@ -343,16 +292,9 @@ class Builders(AttentionBuilders[V]):
         return self.add_node(op, hidden, qkv_w, out_w, mask, *(biases or ()), *tables)
 
     def fused_transformer_layer(
-        self,
-        *operands: V,
-        heads: int,
-        head_dim: int,
-        intermediate: int,
-        eps1: float = 1e-12,
-        eps2: float = 1e-12,
-        activation: str = "gelu",
-        has_bias: bool = True,
-    ) -> V:
+        self, *operands: V, heads: int, head_dim: int, intermediate: int, eps1: float = 1e-12, eps2: float = 1e-12,
+        activation: str = "gelu", has_bias: bool = True,
+    ) -> V:  # fmt: skip
         """Return BERT's layer as one tensor op of the 14 operands of `FusedTransformerLayer`, 10 without biases."""
         op = fused.FusedTransformerLayer(heads, head_dim, intermediate, eps1, eps2, activation, has_bias)
         return self.add_node(op, *operands)

@@ -60,13 +60,9 @@ def items_of(value: Any, where: str, expected: str) -> tuple[Any, ...]:
 
 
 def check_signature(
-    fn: Callable[..., Any],
-    arguments: tuple[str, ...],
-    where: str,
-    error: type[RlxError] = GraphError,
-    *,
+    fn: Callable[..., Any], arguments: tuple[str, ...], where: str, error: type[RlxError] = GraphError, *,
     named: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Check that a user's function takes these positional arguments; with `named` it may require keyword ones too.
 
     Raises:

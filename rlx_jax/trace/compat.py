@@ -60,14 +60,9 @@ class SpecBuilders(Builders[V]):
     # -- indices -----------------------------------------------------------------------------
 
     def gather_(
-        self,
-        table: V | WeightKey,
-        ids: V,
-        axis: int = 0,
-        *,
-        shape: Sequence[int] | None = None,
+        self, table: V | WeightKey, ids: V, axis: int = 0, *, shape: Sequence[int] | None = None,
         init: Init | None = None,
-    ) -> V:
+    ) -> V:  # fmt: skip
         """Return rows of a table by index: `gather` for axis 0.
 
         For a later axis, the axes before it are batch axes that `ids` has too: table `[B, S, E]`, ids `[B, I]` and axis
@@ -107,16 +102,9 @@ class SpecBuilders(Builders[V]):
     # -- attention and rotations -------------------------------------------------------------
 
     def attention_opts(
-        self,
-        q: V,
-        k: V,
-        v: V,
-        mask_value: V,
-        heads: int,
-        head_dim: int,
-        scale: float | None = None,
+        self, q: V, k: V, v: V, mask_value: V, heads: int, head_dim: int, scale: float | None = None,
         softcap: float | None = None,
-    ) -> V:
+    ) -> V:  # fmt: skip
         """Return `attention` with only a keep mask `[B, T]`; it is not causal."""
         return self.attention_kind(
             q, k, v, heads=heads, head_dim=head_dim, mask="keep", mask_value=mask_value, scale=scale, softcap=softcap
@@ -202,15 +190,9 @@ class SpecBuilders(Builders[V]):
     # -- quantized weights -------------------------------------------------------------------
 
     def dequant_matmul(
-        self,
-        x: V,
-        w: V | WeightKey,
-        scale: V | WeightKey | None = None,
-        zero_point: V | WeightKey | None = None,
-        scheme: str = "",
-        *,
-        global_scale: V | WeightKey | None = None,
-    ) -> V:
+        self, x: V, w: V | WeightKey, scale: V | WeightKey | None = None, zero_point: V | WeightKey | None = None,
+        scheme: str = "", *, global_scale: V | WeightKey | None = None,
+    ) -> V:  # fmt: skip
         """Return the product of x `[…, k]` with the decoded values of a quantized weight → `[…, n]`.
 
         Without a scale, w is a packed weight `[n, k]`, and the result is `x · wᵀ`. Otherwise w has the codes of
@@ -325,20 +307,10 @@ class SpecBuilders(Builders[V]):
         return self._requantize(self.add(self.integer_matmul(x, w, x_zp, w_zp), bias), out_zp, mult)
 
     def q_conv2d(
-        self,
-        x: V,
-        w: V,
-        bias: V,
-        *,
-        x_zp: int,
-        w_zp: int,
-        out_zp: int,
-        mult: float,
-        window_strides: Counts = 1,
-        padding: int | Sequence[int] | Sequence[tuple[int, int]] = 0,
-        rhs_dilation: Counts = 1,
+        self, x: V, w: V, bias: V, *, x_zp: int, w_zp: int, out_zp: int, mult: float, window_strides: Counts = 1,
+        padding: int | Sequence[int] | Sequence[tuple[int, int]] = 0, rhs_dilation: Counts = 1,
         feature_group_count: int = 1,
-    ) -> V:
+    ) -> V:  # fmt: skip
         """Return `q_matmul` as a convolution: x i8 `[N, C, H, W]`, w i8 `[O, C/groups, kh, kw]`, bias i32 `[O]`.
 
         Padded entries are equal to `x_zp`, and contribute nothing. H and W are static.

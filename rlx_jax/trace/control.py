@@ -271,18 +271,9 @@ class Control(Images[V]):
         return jax.tree.unflatten(step_trace.y_treedef, self.add_all(block, *xs, *weights, *learned))
 
     def gated_delta(
-        self,
-        q: V,
-        k: V,
-        v: V,
-        g: V,
-        beta: V,
-        *,
-        key_heads: int,
-        value_heads: int,
-        scale: float | None = None,
+        self, q: V, k: V, v: V, g: V, beta: V, *, key_heads: int, value_heads: int, scale: float | None = None,
         unit: float | None = None,
-    ) -> V:
+    ) -> V:  # fmt: skip
         """Return the gated delta rule over packed heads: q, k `[B, S, Hk·K]`, v `[B, S, Hv·V]`, g and beta `[B, S, Hv]`
         → `[B, S, Hv·V]`. See `hir.GatedDelta`."""
         return self.add_node(hir.GatedDelta(key_heads, value_heads, scale, unit), q, k, v, g, beta)

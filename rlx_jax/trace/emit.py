@@ -66,14 +66,9 @@ class Emit(SpecBuilders[FlowValue]):
     level = GraphStage.HIR
 
     def __init__(
-        self,
-        builder: Builder,
-        source: WeightSource | None,
-        captured: CapturedArrays | None = None,
-        binding: Mapping[str, int] | None = None,
-        declared: Sequence[WeightDecl] = (),
-        profile: Any = None,
-    ) -> None:
+        self, builder: Builder, source: WeightSource | None, captured: CapturedArrays | None = None,
+        binding: Mapping[str, int] | None = None, declared: Sequence[WeightDecl] = (), profile: Any = None,
+    ) -> None:  # fmt: skip
         self.builder = builder
         self.profile = profile
         self.captured = CapturedArrays() if captured is None else captured
@@ -188,13 +183,9 @@ class Emit(SpecBuilders[FlowValue]):
         return self.to_current_body(value.value)
 
     def weight(
-        self,
-        weight: FlowValue | WeightKey | WeightStack,
-        roles: Roles | None = None,
-        *,
-        shape: AxisSizes | None = None,
-        init: Init | None = None,
-    ) -> FlowValue:
+        self, weight: FlowValue | WeightKey | WeightStack, roles: Roles | None = None, *,
+        shape: AxisSizes | None = None, init: Init | None = None,
+    ) -> FlowValue:  # fmt: skip
         """Return `param` of a key, or a value as it is."""
         if isinstance(weight, str | WeightPart | WeightStack):
             return self.param(weight, shape, roles, init)
@@ -236,12 +227,9 @@ class Emit(SpecBuilders[FlowValue]):
     # -- parameters --------------------------------------------------------------------------
 
     def param(
-        self,
-        key: WeightKey | WeightStack,
-        shape: AxisSizes | None = None,
-        roles: Sequence[Role] | None = None,
+        self, key: WeightKey | WeightStack, shape: AxisSizes | None = None, roles: Sequence[Role] | None = None,
         init: Init | None = None,
-    ) -> FlowValue:
+    ) -> FlowValue:  # fmt: skip
         """Return the weight under `key`, laid out as in the checkpoint.
 
         The weight of a projection is `[out, in]` there: `linear(x, key)` and `linear(x, w, transpose=True)` read it as

@@ -58,16 +58,9 @@ class Images(Products[V]):
     # -- convolution -------------------------------------------------------------------------
 
     def conv(
-        self,
-        x: V,
-        w: V | str,
-        bias: V | str | None = None,
-        *,
-        window_strides: Counts = 1,
-        padding: Padding = "VALID",
-        rhs_dilation: Counts = 1,
-        feature_group_count: int = 1,
-    ) -> V:
+        self, x: V, w: V | str, bias: V | str | None = None, *, window_strides: Counts = 1, padding: Padding = "VALID",
+        rhs_dilation: Counts = 1, feature_group_count: int = 1,
+    ) -> V:  # fmt: skip
         """Return the cross-correlation over 1 to 3 spatial axes: x `[N, C, S…]`, w `[O, C/groups, K…]`, bias `[O]`.
 
         The arguments are as in `lax.conv_general_dilated`: `rhs_dilation` is the step between entries of the window,
@@ -83,17 +76,10 @@ class Images(Products[V]):
     conv1d = conv2d = conv3d = conv
 
     def conv_transpose(
-        self,
-        x: V,
-        w: V | str,
-        bias: V | str | None = None,
-        *,
-        strides: Counts = 1,
-        padding: int | Sequence[int] | Sequence[tuple[int, int]] = 0,
-        output_padding: Counts = 0,
-        rhs_dilation: Counts = 1,
-        feature_group_count: int = 1,
-    ) -> V:
+        self, x: V, w: V | str, bias: V | str | None = None, *, strides: Counts = 1,
+        padding: int | Sequence[int] | Sequence[tuple[int, int]] = 0, output_padding: Counts = 0,
+        rhs_dilation: Counts = 1, feature_group_count: int = 1,
+    ) -> V:  # fmt: skip
         """Return the transposed convolution: x `[N, C, S…]`, w `[C, O/groups, K…]`, bias `[O]`.
 
         The sizes are as in torch and ONNX:
@@ -110,17 +96,9 @@ class Images(Products[V]):
     # -- pooling -----------------------------------------------------------------------------
 
     def _pool(
-        self,
-        kind: str,
-        x: V,
-        window_dimensions: Counts,
-        *,
-        window_strides: Counts = 1,
-        padding: Padding = "VALID",
-        window_dilation: Counts = 1,
-        ceil_mode: bool = False,
-        count_include_pad: bool = False,
-    ) -> V:
+        self, kind: str, x: V, window_dimensions: Counts, *, window_strides: Counts = 1, padding: Padding = "VALID",
+        window_dilation: Counts = 1, ceil_mode: bool = False, count_include_pad: bool = False,
+    ) -> V:  # fmt: skip
         """Return one kind of pooling over windows of the spatial axes: x `[N, C, S…]`.
 
         Args:
@@ -156,20 +134,11 @@ class Images(Products[V]):
     # -- other sizes -------------------------------------------------------------------------
 
     def resize(
-        self,
-        x: V,
-        shape: Shape | None,
-        method: str = "linear",
-        *,
-        antialias: bool = True,
-        scales: Sequence[float] | None = None,
-        coordinates: str = "half_pixel",
-        a: float = -0.5,
-        exclude_outside: bool = True,
-        rounding: str = "round_prefer_ceil",
-        roi: Sequence[tuple[float, float]] | None = None,
-        extrapolation: float = 0.0,
-    ) -> V:
+        self, x: V, shape: Shape | None, method: str = "linear", *, antialias: bool = True,
+        scales: Sequence[float] | None = None, coordinates: str = "half_pixel", a: float = -0.5,
+        exclude_outside: bool = True, rounding: str = "round_prefer_ceil",
+        roi: Sequence[tuple[float, float]] | None = None, extrapolation: float = 0.0,
+    ) -> V:  # fmt: skip
         """Return x resized to another shape, as `jax.image.resize`: "nearest", "linear" or "cubic".
 
         `shape` has the size of every axis. If it is None, sizes are ⌊size · scale⌋ of `scales`, one for each axis. Axes
@@ -250,15 +219,9 @@ class Images(Products[V]):
         return self._affine(self.standardize(x, self._spatial_axes(x), eps), gamma, beta)
 
     def batch_norm(
-        self,
-        x: V,
-        *,
-        mean: V | str,
-        var: V | str,
-        gamma: V | str | None = None,
-        beta: V | str | None = None,
+        self, x: V, *, mean: V | str, var: V | str, gamma: V | str | None = None, beta: V | str | None = None,
         eps: float = 1e-5,
-    ) -> V:
+    ) -> V:  # fmt: skip
         """Return `(x − mean)(var + ε)^(−1/2) ⊙ γ + β` by channel with given statistics: x `[N, C, …]`, others `[C]`."""
         scale = self.rsqrt(self.add(self._channel_weight(x, var), eps))
         return self._affine(self.mul(self.sub(x, self._channel_weight(x, mean)), scale), gamma, beta)

@@ -132,15 +132,9 @@ class Products(Shapes[V]):
         return repeated if count * block == size else self.narrow(repeated, dim, 0, int(str(size)))
 
     def quantize(
-        self,
-        x: V,
-        scale: V | float,
-        zero_point: V | float | None = None,
-        *,
-        axis: int | None = None,
-        block: int | None = None,
-        dtype: Any = "i8",
-    ) -> V:
+        self, x: V, scale: V | float, zero_point: V | float | None = None, *, axis: int | None = None,
+        block: int | None = None, dtype: Any = "i8",
+    ) -> V:  # fmt: skip
         """Return `saturate(round(x / scale) + zero_point)`, halves to even, in an integer or 8-bit floating `dtype`.
 
         `scale` and `zero_point` are numbers or have rank 0, or with an `axis` `[size]`. With a `block` there is one for
@@ -161,15 +155,9 @@ class Products(Shapes[V]):
         return self.cast(y, target, saturate=True)
 
     def dequantize(
-        self,
-        x: V,
-        scale: V | float,
-        zero_point: V | float | None = None,
-        *,
-        axis: int | None = None,
-        block: int | None = None,
-        dtype: Any = "f32",
-    ) -> V:
+        self, x: V, scale: V | float, zero_point: V | float | None = None, *, axis: int | None = None,
+        block: int | None = None, dtype: Any = "f32",
+    ) -> V:  # fmt: skip
         """Return `(x − zero_point) · scale` in the floating `dtype`; see `quantize`."""
         target = as_dtype(dtype)
         if not is_float(target):
@@ -202,15 +190,9 @@ class Products(Shapes[V]):
         return self.reshape(halves, shape)
 
     def fake_quantize(
-        self,
-        x: V,
-        scale: V | None = None,
-        *,
-        bits: int = 8,
-        axis: int | None = None,
-        ste: str = "identity",
+        self, x: V, scale: V | None = None, *, bits: int = 8, axis: int | None = None, ste: str = "identity",
         learned: bool = False,
-    ) -> V:
+    ) -> V:  # fmt: skip
         """Return x quantized to signed integers of `bits` bits and back, with a straight-through gradient.
 
         The scale is by default max |x| / (2^(bits − 1) − 1), with an `axis` one for each entry of it. A `learned` scale

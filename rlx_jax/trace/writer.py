@@ -113,13 +113,9 @@ class Writer(Generic[V]):
         raise NotImplementedError
 
     def weight(
-        self,
-        weight: V | WeightKey | WeightStack,
-        roles: Roles | None = None,
-        *,
-        shape: Sequence[DimLike | None] | None = None,
-        init: Init | None = None,
-    ) -> V:
+        self, weight: V | WeightKey | WeightStack, roles: Roles | None = None, *,
+        shape: Sequence[DimLike | None] | None = None, init: Init | None = None,
+    ) -> V:  # fmt: skip
         """Return a weight operand as a value; `Emit` also takes a key, with the options of `Emit.param`."""
         raise NotImplementedError
 

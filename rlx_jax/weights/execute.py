@@ -41,12 +41,9 @@ _thread = threading.local()
 
 
 def load_leaves(
-    leaves: Mapping[str, param.Program],
-    source: WeightSource,
-    placement: Mapping[str, Sharding] | Any,
-    report_progress: Callable[[str, int, int], None],
-    cancelled: threading.Event,
-) -> dict[str, jax.Array]:
+    leaves: Mapping[str, param.Program], source: WeightSource, placement: Mapping[str, Sharding] | Any,
+    report_progress: Callable[[str, int, int], None], cancelled: threading.Event,
+) -> dict[str, jax.Array]:  # fmt: skip
     """Load every leaf, several at a time, and return the arrays by name.
 
     Leaves in transfer take host memory of at most a tenth of the bytes that this process reads, plus the largest box;

@@ -289,12 +289,9 @@ class VerifiedSource(ReadingView):
 
 
 def open_verified(
-    directory: str,
-    verify: Verify,
-    links: Links,
-    read: Callable[[], WeightSource],
+    directory: str, verify: Verify, links: Links, read: Callable[[], WeightSource],
     to_key: Callable[[str], str | None] = lambda name: name,
-) -> WeightSource:
+) -> WeightSource:  # fmt: skip
     """Return the source that `read` opens for a directory, verified against the directory's manifest if it has one.
 
     Args:

@@ -66,15 +66,10 @@ def parse_dtype(dtype: Any, format: str | None, where: str) -> tuple[np.dtype[An
 
 
 def write_checkpoint(
-    path: str | os.PathLike[str],
-    entries: Sequence[Entry],
-    format: str,
-    overwrite: bool,
-    companions: Mapping[str, bytes] | None = None,
-    subfolder: str = "",
-    metadata: Mapping[str, Any] | None = None,
+    path: str | os.PathLike[str], entries: Sequence[Entry], format: str, overwrite: bool,
+    companions: Mapping[str, bytes] | None = None, subfolder: str = "", metadata: Mapping[str, Any] | None = None,
     storage: str | None = None,
-) -> Sequence[Entry]:
+) -> Sequence[Entry]:  # fmt: skip
     """Write `entries` to the directory or file `path` atomically, and return them as they are stored.
 
     Other arguments and errors as `rlx_jax.save`.

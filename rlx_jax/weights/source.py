@@ -32,18 +32,10 @@ from rlx_jax.weights.views import close
 
 
 def open_weights(
-    weights: Any,
-    *,
-    names: Names | None = None,
-    strict: bool = True,
-    on_nonfinite: OnNonfinite = "error",
-    links: Links = "follow",
-    max_bytes: int | None = None,
-    verify: Verify = "auto",
-    subtree: str = "",
-    revision: str | None = None,
-    token: str | bool | None = None,
-) -> WeightSource:
+    weights: Any, *, names: Names | None = None, strict: bool = True, on_nonfinite: OnNonfinite = "error",
+    links: Links = "follow", max_bytes: int | None = None, verify: Verify = "auto", subtree: str = "",
+    revision: str | None = None, token: str | bool | None = None,
+) -> WeightSource:  # fmt: skip
     """Return a source of weights. At this point only names, shapes and dtypes are read.
 
     Args:

@@ -16,13 +16,9 @@ from tests.oracles.recorded import load_record
 BASE = FIXTURES / "llama" / "gqa_linear_mlpbias_v5"
 ADAPTER = FIXTURES / "lora" / "llama_mixed"
 MIXED: dict[str, Any] = {
-    "r": 3,
-    "lora_alpha": 7,
-    "target_modules": ["q_proj", "v_proj", "down_proj"],
-    "rank_pattern": {"model.layers.1.mlp.down_proj": 5},
-    "alpha_pattern": {"v_proj": 2.5},
-    "lora_dropout": 0.1,
-}
+    "r": 3, "lora_alpha": 7, "target_modules": ["q_proj", "v_proj", "down_proj"],
+    "rank_pattern": {"model.layers.1.mlp.down_proj": 5}, "alpha_pattern": {"v_proj": 2.5}, "lora_dropout": 0.1,
+}  # fmt: skip
 
 
 def adapted(directory: Path, auto_class: str, seed: int, **config: Any) -> Any:

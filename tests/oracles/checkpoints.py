@@ -67,13 +67,10 @@ NEW_MODULES = {
     "Normalize": "sentence_transformers.base.modules.normalize.Normalize",
 }
 _OLD_FLAGS = {
-    "cls": "pooling_mode_cls_token",
-    "mean": "pooling_mode_mean_tokens",
-    "max": "pooling_mode_max_tokens",
-    "mean_sqrt_len_tokens": "pooling_mode_mean_sqrt_len_tokens",
-    "weightedmean": "pooling_mode_weightedmean_tokens",
+    "cls": "pooling_mode_cls_token", "mean": "pooling_mode_mean_tokens", "max": "pooling_mode_max_tokens",
+    "mean_sqrt_len_tokens": "pooling_mode_mean_sqrt_len_tokens", "weightedmean": "pooling_mode_weightedmean_tokens",
     "lasttoken": "pooling_mode_lasttoken",
-}
+}  # fmt: skip
 _NEW_TRANSFORMER = {
     "transformer_task": "feature-extraction",
     "modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
@@ -82,16 +79,10 @@ _NEW_TRANSFORMER = {
 
 
 def sentence_directory(
-    source: Path,
-    target: Path,
-    *,
-    modes: list[str],
-    normalise: bool,
-    spelling: str = "old",
-    transformer: Mapping[str, Any] | None = None,
-    tokenizer: Mapping[str, Any] | None = None,
+    source: Path, target: Path, *, modes: list[str], normalise: bool, spelling: str = "old",
+    transformer: Mapping[str, Any] | None = None, tokenizer: Mapping[str, Any] | None = None,
     sentence: Mapping[str, Any] | None = None,
-) -> Path:
+) -> Path:  # fmt: skip
     """A copy of the encoder `source` with the files that sentence-transformers adds, as version 2 or 6 writes them.
 
     `transformer`, `tokenizer` and `sentence` are changes to `sentence_bert_config.json`, `tokenizer_config.json` and

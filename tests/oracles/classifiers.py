@@ -48,27 +48,21 @@ NAMES = {"id2label": {0: "no", 1: "perhaps", 2: "yes"}}
 CASES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "bert": ("Bert", ENCODER | NAMES),
     "bert_one_label": ("Bert", ENCODER | {"num_labels": 1, "problem_type": "regression"}),
-    "bert_rerank": ("Bert", ENCODER | {"num_labels": 1}),
-    "roberta": ("Roberta", SHIFTED | {"num_labels": 4}),
-    "xlm_roberta": ("XLMRoberta", SHIFTED | {"num_labels": 1}),
-    "camembert": ("Camembert", SHIFTED | {"num_labels": 2}),
-    "mpnet": ("MPNet", ENCODER | {"num_labels": 2}),
-    "nomic_bert": ("NomicBert", ENCODER | {"num_labels": 2}),
+    "bert_rerank": ("Bert", ENCODER | {"num_labels": 1}), "roberta": ("Roberta", SHIFTED | {"num_labels": 4}),
+    "xlm_roberta": ("XLMRoberta", SHIFTED | {"num_labels": 1}), "camembert": ("Camembert", SHIFTED | {"num_labels": 2}),
+    "mpnet": ("MPNet", ENCODER | {"num_labels": 2}), "nomic_bert": ("NomicBert", ENCODER | {"num_labels": 2}),
     "distilbert": ("DistilBert", DISTILBERT | MULTI | {"num_labels": 3}),
     "electra": ("Electra", ENCODER | {"embedding_size": 12, "num_labels": 3}),
     "electra_wide": ("Electra", ENCODER | {"embedding_size": 20}),
     "albert": ("Albert", ENCODER | {"embedding_size": 12, "num_hidden_layers": 4, "num_hidden_groups": 2}),
-    "llama": ("Llama", DECODER | {"num_labels": 3}),
-    "mistral": ("Mistral", DECODER | {"sliding_window": 5}),
+    "llama": ("Llama", DECODER | {"num_labels": 3}), "mistral": ("Mistral", DECODER | {"sliding_window": 5}),
     "mixtral": ("Mixtral", DECODER | {"num_local_experts": 4, "sliding_window": None}),
     "qwen2": ("Qwen2", {k: v for k, v in DECODER.items() if k != "head_dim"} | {"num_attention_heads": 2}),
-    "qwen3": ("Qwen3", DECODER | MULTI | {"num_labels": 3}),
-    "qwen3_moe": ("Qwen3Moe", DECODER | EXPERTS),
-    "gemma": ("Gemma", DECODER),
-    "gemma2": ("Gemma2", DECODER | {"sliding_window": 5, "query_pre_attn_scalar": 8}),
+    "qwen3": ("Qwen3", DECODER | MULTI | {"num_labels": 3}), "qwen3_moe": ("Qwen3Moe", DECODER | EXPERTS),
+    "gemma": ("Gemma", DECODER), "gemma2": ("Gemma2", DECODER | {"sliding_window": 5, "query_pre_attn_scalar": 8}),
     "gemma3_text": ("Gemma3Text", DECODER | {"sliding_window": 5, "query_pre_attn_scalar": 8}),
     "gpt2": ("GPT2", GPT2 | {"num_labels": 3}),
-}
+}  # fmt: skip
 """A tiny config for each class of transformers that classifies texts and is built: its prefix and its fields."""
 
 RECORDED = ("bert", "distilbert", "albert", "qwen3")

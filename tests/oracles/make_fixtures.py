@@ -63,13 +63,9 @@ def yarn(theta: float, factor: float, context: int) -> dict[str, Any]:
 def llama3_rope(theta: float, factor: float, context: int) -> dict[str, Any]:
     """Rope parameters whose tiny context makes all three branches of the llama3 rule occur."""
     return {
-        "rope_type": "llama3",
-        "rope_theta": theta,
-        "factor": factor,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "rope_type": "llama3", "rope_theta": theta, "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": context,
-    }
+    }  # fmt: skip
 
 
 CAUSAL: dict[str, dict[str, Checkpoint]] = {
@@ -268,14 +264,9 @@ CAUSAL: dict[str, dict[str, Checkpoint]] = {
 
 SENTENCE = tiny("BertModel", 21, 120, 24, 40, 2, 4, context=40, layer_norm_eps=1e-12)
 SENTENCE_TEXTS = [
-    "",
-    "a river of stone",
-    "The Lantern and the WINDOW",
-    "unknown ∞ signs, punctuation!",
-    "garden " * 50,
-    "one two three four five six seven",
-    "x",
-]
+    "", "a river of stone", "The Lantern and the WINDOW", "unknown ∞ signs, punctuation!", "garden " * 50,
+    "one two three four five six seven", "x",
+]  # fmt: skip
 
 CORPUS = [
     "the quick brown fox jumps over the lazy dog and runs to the river",

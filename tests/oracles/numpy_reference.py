@@ -251,12 +251,9 @@ def pool(hidden: Array, modes: Sequence[str], normalise: bool) -> Array:
     s = len(hidden)
     ramp = np.arange(1, s + 1)[:, None]
     table: dict[str, Callable[[], Array]] = {
-        "cls": lambda: hidden[0],
-        "lasttoken": lambda: hidden[-1],
-        "max": lambda: hidden.max(0),
-        "mean": lambda: hidden.mean(0),
-        "mean_sqrt_len_tokens": lambda: hidden.sum(0) / math.sqrt(s),
+        "cls": lambda: hidden[0], "lasttoken": lambda: hidden[-1], "max": lambda: hidden.max(0),
+        "mean": lambda: hidden.mean(0), "mean_sqrt_len_tokens": lambda: hidden.sum(0) / math.sqrt(s),
         "weightedmean": lambda: (hidden * ramp).sum(0) / ramp.sum(),
-    }
+    }  # fmt: skip
     out = np.concatenate([table[mode]() for mode in modes])
     return out / np.linalg.norm(out) if normalise else out

@@ -55,12 +55,9 @@ RECORDED = {
 ENCODERS = ("bert", "roberta", "xlm_roberta", "camembert", "mpnet", "distilbert", "electra", "electra_wide", "albert")
 DECODERS = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gpt2")
 TASKS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(ENCODERS, (TOKEN, ANSWER, MASKED)),
-    "nomic_bert": (TOKEN, MASKED),
-    **dict.fromkeys(DECODERS, (TOKEN, ANSWER)),
-    "gemma": (TOKEN,),
-    "gemma2": (TOKEN,),
-}
+    **dict.fromkeys(ENCODERS, (TOKEN, ANSWER, MASKED)), "nomic_bert": (TOKEN, MASKED),
+    **dict.fromkeys(DECODERS, (TOKEN, ANSWER)), "gemma": (TOKEN,), "gemma2": (TOKEN,),
+}  # fmt: skip
 UNREAD = ("problem_type", "num_labels", "id2label")
 
 

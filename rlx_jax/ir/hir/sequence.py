@@ -158,15 +158,9 @@ class Attention(Hir):
         return self.expand_repeated(b, self.heads // self.kv_heads, *operands)
 
     def expand_repeated(
-        self,
-        b: Builder,
-        times: int,
-        q: Value,
-        k: Value,
-        v: Value,
-        *extra_values: Value,
+        self, b: Builder, times: int, q: Value, k: Value, v: Value, *extra_values: Value,
         positions: Mapping[str, Value] | None = None,
-    ) -> Value:
+    ) -> Value:  # fmt: skip
         """Append the attention with key/value heads repeated `times` times, and return its result.
 
         `positions` has further operands of `AttentionOp`, the positions of queries and keys, by name.
@@ -203,13 +197,9 @@ class Attention(Hir):
 
 
 def attention(
-    heads: int,
-    kv_heads: int,
-    mask: MaskKind,
-    scale: float | None = None,
-    softcap: float | None = None,
+    heads: int, kv_heads: int, mask: MaskKind, scale: float | None = None, softcap: float | None = None,
     sinks: bool = False,
-) -> Attention:
+) -> Attention:  # fmt: skip
     """Return the `Attention` block for a mask kind."""
     extra = (mask.operand,) if mask.operand else ()
     return Attention(heads, kv_heads, mask.causal, mask.window, scale, softcap, extra, ahead=mask.ahead, sinks=sinks)
