@@ -136,16 +136,15 @@ class GgufSource(NamedTensors[KeyReading], FilesSource):
         """
         reading, tensor = self._find_tensor(key)
         scheme = None if reading.decodes else tensor.scheme
-        shape = tensor.stored.shape if scheme is not None else self.spec(key).shape
-        if scheme is not None and reading.expert is not None:
-            shape = shape[1:]
+        # The expert of a stack is a part of its first axis.
+        lead = () if reading.expert is None else (slice(reading.expert, reading.expert + 1),)
+        shape = tensor.stored.shape[len(lead) :] if scheme is not None else self.spec(key).shape
         check, slices = FiniteCheck(), check_index(index, shape, key)
         if isinstance(out, BlockArrays):
             order = reading.order
             is_suited = reading.shape is None and (order is None or (order.axis == 0 and not slices))
             if scheme is not None and BLOCKS[scheme] is out.layout and is_suited:
-                expert = () if reading.expert is None else (slice(reading.expert, reading.expert + 1),)
-                values = self._read_tensor(reading.tensor, (*expert, *slices), out)
+                values = self._read_tensor(reading.tensor, (*lead, *slices), out)
                 if order is not None and out.filled:
                     for _, array in out.arrays:
                         order.arrange(array)
@@ -156,7 +155,10 @@ class GgufSource(NamedTensors[KeyReading], FilesSource):
                     return values
                 out.filled = False
             out = None
-        values = self._changed(reading, tensor, slices, out, check)
+        if lead:
+            values = self._read_tensor(reading.tensor, (*lead, *slices), None if out is None else out[None], check)[0]
+        else:
+            values = self._changed(reading, tensor, slices, out, check)
         is_stored = scheme is None and not reading.change and not reading.decodes
         if not (is_stored and check.all_finite):
             checked = values if scheme is None else finite_check_floats(values, scheme)
@@ -180,11 +182,7 @@ class GgufSource(NamedTensors[KeyReading], FilesSource):
         self, reading: KeyReading, tensor: GgufTensor, slices: tuple[slice, ...], out: HostArray | None,
         check: FiniteCheck,
     ) -> HostArray:  # fmt: skip
-        """Return the part `slices` of what is read for a key, as the checkpoint has it."""
-        if reading.expert is not None:
-            expert = slice(reading.expert, reading.expert + 1)
-            values: HostArray = self._read_tensor(reading.tensor, (expert, *slices), None, check)[0]
-            return values
+        """Return the part `slices` of what is read for a key that is no expert's, as the checkpoint has it."""
         # Small tensors change their shape, and those that are decoded their blocks: both are read whole.
         is_whole = reading.shape is not None or reading.decodes
         order, parts = reading.order, list(slices)
