@@ -13,7 +13,7 @@ import rlx_jax as rlx
 from rlx_jax.compiler import passes
 from rlx_jax.compiler.pipeline import make_function, make_lir
 from rlx_jax.ir.graph import BodyInput, Builder, Graph, Mir, Param, TypeCache, Value, constant
-from rlx_jax.ir.kernel_group import KernelGroup
+from rlx_jax.ir.kernel_group import AttentionGroup, KernelGroup
 from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.pointwise import Binary, Unary
@@ -25,7 +25,8 @@ from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.text import block_rows
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.verify import verify
-from rlx_jax.lowering.lir.implementations import has_mosaic
+from rlx_jax.lowering.lir.attention_groups import group_attention
+from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS, has_mosaic
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace
 from rlx_jax.lowering.lir.matvec import find_tiling
 from rlx_jax.lowering.lir.packed import PackedWeight
@@ -402,6 +403,27 @@ def test_the_kernel_of_several_rows(scheme: str, rows: int) -> None:
         (found,) = multiply_rows(replace(spec, tiling=tiling), arrays, *operands)
         scale = float(jnp.abs(want).max())
         np.testing.assert_allclose(found.astype("f4"), want.reshape(rows, -1).astype("f4"), atol=0.02 * scale)
+
+
+@needs_mosaic
+@pytest.mark.parametrize(("name", "kind"), [("matvec", KernelGroup), ("decode_attention", AttentionGroup)])
+def test_gradients_and_batches_of_a_group_run_its_ops(name: str, kind: Any) -> None:
+    """Mosaic has neither of a kernel."""
+    lir, _ = decode_step("llama", context=64)
+    grouped, rng = group_products(group_attention(lir.graph, TypeCache()), TypeCache()), np.random.default_rng(0)
+    group = next(op for node in grouped.nodes if isinstance(op := node.op, kind))
+    types = [node.types[0] for node in group.body.nodes if isinstance(node.op, BodyInput)]
+    shapes = [(tuple(map(int, t.shape)), t.dtype) for t in types]
+    arrays = [jnp.ones(s, d) if d == np.int32 else jnp.asarray(rng.normal(size=s), d) for s, d in shapes]
+    floats = [i for i, (_, dtype) in enumerate(shapes) if dtype == BF16]
+
+    def results(run: Any) -> Any:
+        slopes = jax.grad(lambda *a: sum(jnp.sum(r.astype(jnp.float32)) for r in run(*a)), floats)(*arrays)
+        return slopes, jax.vmap(run)(*(jnp.stack([a, a]) for a in arrays))
+
+    jax.tree.map(
+        np.testing.assert_array_equal, *map(results, (functools.partial(IMPLEMENTATIONS[name], group), group.eval))
+    )
 
 
 @needs_mosaic

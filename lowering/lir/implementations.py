@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.custom_batching import custom_vmap
 
 from rlx_jax.device import Device
 from rlx_jax.ir.graph import Graph, Mir, locate_errors
@@ -34,6 +35,7 @@ from rlx_jax.lowering.lir.expert_groups import run_experts
 from rlx_jax.lowering.lir.experts import blocked, choose_experts, gathered, looped, ragged
 from rlx_jax.lowering.lir.lanes import has_lanes, lanes
 from rlx_jax.lowering.lir.mosaic import LazyModule
+from rlx_jax.lowering.lir.packed import decoded
 from rlx_jax.lowering.lir.plan import CACHE_WRITES, CHOICE_OPS, PRODUCTS, RECURRENCES, Call, Choice, call_of
 from rlx_jax.lowering.lir.product_groups import run_group
 from rlx_jax.lowering.lir.recurrent import choose as choose_recurrence
@@ -170,6 +172,37 @@ def unfused(op: CausalConvOp, *arrays: Array) -> Array:
     return result
 
 
+def with_reference(reference: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return a decorator for a kernel `(op, *arrays)`: under `grad` and `vmap` an equivalent function runs."""
+
+    def decorate(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(kernel)
+        def run(op: Mir, *arrays: AnyArray) -> Any:
+            plain = functools.partial(reference, op)
+
+            def run_rows(_: int, is_batched: Any, *rows: AnyArray) -> tuple[Any, Any]:
+                axes = jax.tree.map(lambda batched: 0 if batched else None, tuple(is_batched))
+                results = jax.vmap(plain, axes)(*rows)
+                return results, jax.tree.map(lambda _: True, results)
+
+            batched = custom_vmap(functools.partial(kernel, op))
+            batched.def_vmap(run_rows)
+            result = jax.custom_vjp(batched)
+            result.defvjp(functools.partial(jax.vjp, plain), lambda backward, cotangents: backward(cotangents))
+            return result(*arrays)
+
+        return run
+
+    return decorate
+
+
+@with_reference(lambda op, *arrays: op.eval(*map(decoded, arrays)))
+def group_kernel(op: Mir, *arrays: AnyArray) -> Any:
+    """Compute a group by its kernels."""
+    runs = {KernelGroup: run_group, ExpertGroup: run_experts, AttentionGroup: run_attention}
+    return runs[type(op)](op, *arrays)
+
+
 # Imported only when a kernel runs, as it imports Pallas.
 _kernels = LazyModule("rlx_jax.lowering.lir.kernels")
 
@@ -186,9 +219,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     **{fn.__name__: fn for fn in (cudnn, query_chunks, one_token, chunks_at_once, chunk_by_chunk, in_loop, unfused)},
     **{fn.__name__: fn for fn in (gathered, blocked, looped, ragged)},
     **{name: lambda *arrays, name=name: getattr(_kernels, name)(*arrays) for name in TRITON_KERNELS},
-    "matvec": run_group,
-    "streamed": run_experts,
-    "decode_attention": run_attention,
+    **dict.fromkeys(MOSAIC_KERNELS, group_kernel),
 }
 
 # Lock for changing the filters of warnings, which are global to the process.

@@ -34,7 +34,7 @@ from rlx_jax.ir.ops.index import TopK
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp
 from rlx_jax.lowering.lir.expert_products import ROWS, fits_products, multiply_choices
 from rlx_jax.lowering.lir.experts import NO_BIASES, SortedChoices, blocked, combine, compare_into_blocks
-from rlx_jax.lowering.lir.implementations import has_mosaic
+from rlx_jax.lowering.lir.implementations import has_mosaic, with_reference
 from rlx_jax.lowering.lir.recurrent import chunk_size, chunks_at_once, one_token
 
 AnyArray = Any
@@ -65,28 +65,11 @@ def kernel_call(
     return pl.pallas_call(kernel, out_shape=out, grid=grid, compiler_params=params, interpret=interpret, **options)
 
 
-def with_reference_gradient(reference: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator for a kernel `(op, *arrays)` that adds the gradient of an equivalent function.
-
-    The backward pass recomputes the forward pass by `reference`.
-    """
-
-    def with_gradient(kernel: Callable[..., Any]) -> Callable[..., Any]:
-        run = jax.custom_vjp(kernel, nondiff_argnums=(0,))
-        run.defvjp(
-            lambda op, *operands: (kernel(op, *operands), operands),
-            lambda op, operands, cotangents: jax.vjp(functools.partial(reference, op), *operands)[1](cotangents),
-        )
-        return run
-
-    return with_gradient
-
-
 # Approximate number of kernel programs that one Hopper GPU runs concurrently.
 CONCURRENT_PROGRAMS = 128
 
 
-@with_reference_gradient(one_token)
+@with_reference(one_token)
 def one_pass(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]:
     """Compute the op over one token; the state is read once and updated in place."""
     q, k, v, g, beta = (x[:, 0] for x in operands[:5])
@@ -110,7 +93,7 @@ def one_pass(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]:
     return out[:, None], new_state
 
 
-@with_reference_gradient(chunks_at_once)
+@with_reference(chunks_at_once)
 def states_in_one(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]:
     """Compute the op in chunks by two kernels, with the formulas of `delta_chunk`.
 
@@ -133,7 +116,7 @@ def states_in_one(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]
 CONVOLVED_TOKENS = 32
 
 
-@with_reference_gradient(DeltaGroup.eval)
+@with_reference(DeltaGroup.eval)
 def convolved_states(op: DeltaGroup, mixed: AnyArray, window: AnyArray, g: AnyArray, beta: AnyArray) -> Any:
     """Compute a group by a kernel for each of q, k and v, and by `states_in_one`."""
     from jax.experimental.pallas import triton  # imported here, as it takes a quarter of a second
@@ -301,7 +284,7 @@ class DeltaChunks:
 SELECTING_ROWS = 16
 
 
-@with_reference_gradient(TopK.eval)
+@with_reference(TopK.eval)
 def selected(op: TopK, x: AnyArray) -> tuple[AnyArray, AnyArray]:
     """Compute the op along the last axis, by selecting the largest entry of a row `k` times."""
     size, rows, chosen = x.shape[-1], x.reshape(-1, x.shape[-1]), jnp.iinfo(jnp.int32).min
@@ -344,7 +327,7 @@ TILES = {
 }
 
 
-@with_reference_gradient(blocked)
+@with_reference(blocked)
 def grouped(op: ExpertFfn, *arrays: AnyArray) -> AnyArray:
     """Compute the op by two kernels, with operands as in `ExpertFfn`."""
     x, gate, up, down, weights, ids, *biases = arrays
