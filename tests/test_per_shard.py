@@ -41,7 +41,8 @@ def test_the_same_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def planned(monkeypatch: pytest.MonkeyPatch, kinds: str = "tensor", devices: int = 2, **fields: Any) -> Lir:
     """Return a decode step of one row of a small Llama over a mesh, planned for an H200 in bf16."""
-    monkeypatch.setattr(passes, "has_mosaic", lambda: True)
+    for module in (passes, settings):
+        monkeypatch.setattr(module, "has_mosaic", lambda: True)
     config = {
         "rms_norm_eps": 1e-6, "vocab_size": 128, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 64,
@@ -90,7 +91,7 @@ def test_the_kernels_of_a_shard(scheme: str, monkeypatch: pytest.MonkeyPatch) ->
 # The mesh and the fields of a profile, and a part of the reason why there is no program of one device; None for none.
 PLANS: dict[str, tuple[str, int, dict[str, Any], str | None]] = {
     "off": ("tensor", 2, {"backend": {"cuda": {"kernels": "off"}}}, None),
-    "a scan": ("tensor", 2, {"layers": {"roll": "scan"}}, None),
+    "a scan": ("tensor", 2, {"layers": {"roll": "scan"}}, "layers run in a scan"),
     "switched off": ("tensor", 2, {"fusion": {"target": "h200", "disable": ["per_shard"]}}, None),
     "rows": ("data tensor", 4, {}, "over a mesh, embed_tokens: shard(batch, sequence, -) divides a value"),
     "few key heads": ("tensor", 8, {}, "over a mesh, layers.0.self_attn: attention"),

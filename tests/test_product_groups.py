@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.compiler import passes
+from rlx_jax.compiler import passes, settings
 from rlx_jax.compiler.pipeline import make_function, make_lir
 from rlx_jax.ir.graph import BodyInput, Builder, Graph, Mir, Param, TypeCache, Value, constant
 from rlx_jax.ir.kernel_group import AttentionGroup, KernelGroup
@@ -201,15 +201,16 @@ def test_ops_before_a_product_of_four_rows_are_of_each_row(name: str) -> None:
 
 # The options of a plan, and a part of its lines about products: "" if there is no reason.
 PLANS: dict[str, tuple[dict[str, Any], str]] = {
-    "an H200": ({}, "by matvec"), "an A100": ({"target": "a100"}, ""), "off": ({"kernels": "off"}, ""),
-    "products by XLA": ({"products": "xla"}, ""), "a scan": ({"roll": "scan"}, ""),
+    "an H200": ({}, "by matvec"), "off": ({"kernels": "off"}, ""),
+    "an A100": ({"target": "a100"}, "no kernel: kernels run on H100 and H200, not on a100"),
+    "products by XLA": ({"products": "xla"}, ""), "a scan": ({"roll": "scan"}, "no kernel: layers run in a scan"),
     "f32": ({"compute": "f32"}, "no kernel: f32 and f32, not bf16"),
     "eight rows": ({"batch": 8}, "by matvec"),
     "int8, too narrow": ({"weights": "int8"}, "no kernel: no tiles of 256 x 128"),
     "int8": ({"weights": "int8", "hidden": 512}, "by matvec"),
     "int8, eight rows": ({"weights": "int8", "hidden": 512, "batch": 8}, "by matvec"),
     "int8, nine rows": ({"weights": "int8", "hidden": 512, "batch": 9}, "no kernel: 9 rows, more than 8"),
-    "an older JAX": ({"mosaic": False}, ""),
+    "an older JAX": ({"mosaic": False}, "no kernel: kernels of steps need jax 0.11"),
 }  # fmt: skip
 
 
@@ -218,7 +219,8 @@ def plan_of(
     **fields: Any,
 ) -> Lir:  # fmt: skip
     """Return the decode step of a small Llama, planned by a profile for an H200 in bf16 with these changes."""
-    monkeypatch.setattr(passes, "has_mosaic", lambda: has_mosaic)
+    for module in (passes, settings):
+        monkeypatch.setattr(module, "has_mosaic", lambda: has_mosaic)
     profile = rlx.CompileProfile().replace(
         **{"fusion": {"target": "h200"}, "precision": {"compute": "bf16", "weights": "bf16"}, **fields}
     )

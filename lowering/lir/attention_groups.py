@@ -319,3 +319,16 @@ def trace_ops(ops: tuple[tuple[Any, tuple[TensorType, ...]], ...]) -> KernelTrac
 
     operands = (ops[0][1][0], *(t for _, types in ops for t in types[1:]))
     return KernelTrace(jax.make_jaxpr(run)(*map(struct, operands)))
+
+
+def attention_refusal(graph: Graph, node: Node) -> str:
+    """Return why an attention of a step, which is in no group, has no kernel."""
+    (q, k), op = map(graph.type, node.inputs[:2]), node.op
+    assert isinstance(op, AttentionOp)
+    rows, tokens, width = map(int, q.shape)
+    if tokens > 1:
+        return f"{tokens} new tokens of a row"
+    if rows > MAX_ROWS:
+        return f"{rows} rows, more than {MAX_ROWS}"
+    size = f"{rows} x {int(k.shape[1]):,} cached tokens"
+    return f"{size}, or its operands" if width // op.heads in HEAD_WIDTHS else f"heads of {width // op.heads}"

@@ -199,7 +199,11 @@ def with_reference(reference: Callable[..., Any]) -> Callable[[Callable[..., Any
 @with_reference(lambda op, *arrays: op.eval(*map(decoded, arrays)))
 def group_kernel(op: Mir, *arrays: AnyArray) -> Any:
     """Compute a group by its kernels."""
-    runs = {KernelGroup: run_group, ExpertGroup: run_experts, AttentionGroup: run_attention}
+    runs: dict[type, Callable[..., Any]] = {
+        KernelGroup: run_group,
+        ExpertGroup: run_experts,
+        AttentionGroup: run_attention,
+    }
     return runs[type(op)](op, *arrays)
 
 

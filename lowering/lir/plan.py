@@ -40,6 +40,7 @@ from rlx_jax.ir.param import (
 from rlx_jax.ir.paths import Path, StateLeaf, bind_path, path_text, per_token_key
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.ir.weight_reads import WeightSource, is_decoded
+from rlx_jax.lowering.lir.attention_groups import attention_refusal
 from rlx_jax.lowering.lir.packed import choose_dequant_matmul
 from rlx_jax.lowering.lir.per_shard import ShardProgram
 from rlx_jax.lowering.lir.product_groups import refusal
@@ -129,14 +130,14 @@ class Lir:
     Attributes:
         graph: the program.
         plan: its plan; of `shard`, if there is one.
-        groups_products: whether its products were grouped for kernels, so that the others have a reason.
-        refusal: why kernels do not run over a mesh; "" if they do, or were not asked for.
+        groupings: the passes that grouped its ops for kernels, so that the others have a reason.
+        refusal: why a step of decoding has no kernels; "" if it may have some, or they are switched off.
         shard: the program of one device that runs instead on each.
     """
 
     graph: Graph
     plan: Plan
-    groups_products: bool = False
+    groupings: tuple[str, ...] = ()
     refusal: str = ""
     shard: ShardProgram | None = None
 
@@ -192,10 +193,19 @@ class Lir:
             if isinstance(node.op, kinds) and id(inner) not in grouped:
                 choice = self.plan.choices.get(call_of(inner, node), XLA_CHOICE)
                 choice = self._packed_choice(inner, node) or choice
-                if isinstance(node.op, PRODUCTS) and (self.refusal or self.groups_products):
-                    reason = self.refusal or refusal(inner, node)
+                if reason := self._why_no_kernel(inner, node):
                     choice = replace(choice, reason=f"{choice.reason}; no kernel: {reason}")
                 yield node.origin.path, choice
+
+    def _why_no_kernel(self, graph: Graph, node: Node) -> str:
+        """Return why an op of a step of decoding is in no group; "" for other ops and programs."""
+        rows = (PRODUCTS, self.plan.products, "group_products", refusal), (
+            AttentionOp, self.plan.implementation, "group_attention", attention_refusal,
+        )  # fmt: skip
+        for kind, preference, grouping, why in rows:
+            if isinstance(node.op, kind) and preference == "auto":
+                return self.refusal or (why(graph, node) if grouping in self.groupings else "")
+        return ""
 
     def stays_packed(self, param: Param) -> bool:
         """Return whether a parameter is packed on the device; scanned layers are only if all have one scheme."""

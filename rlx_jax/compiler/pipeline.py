@@ -32,6 +32,7 @@ from rlx_jax.compiler.settings import (
     kernel_refusal,
     lowering_settings,
     no_kernels_message,
+    step_refusal,
 )
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.device import Device, running_device
@@ -271,10 +272,10 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
     preferences = plan.implementation, plan.products, plan.experts, model_sharding, plan.kernels
     choices = choose_implementations(graph, settings.device, *preferences)
     plan = replace(plan, donate_inputs=reusable_inputs(global_graph, plan.donate_inputs), choices=choices)
-    groups_products = any(p.name == "group_products" and p.runs(job) for p in groupings)
+    grouped = tuple(p.name for p in groupings if p.runs(job))
     if shard is None:
-        return Lir(graph, plan, groups_products, refusal)
-    return Lir(global_graph, plan, groups_products, shard=replace(shard, graph=graph))
+        return Lir(graph, plan, grouped, refusal or step_refusal(settings, job.program))
+    return Lir(global_graph, plan, grouped, shard=replace(shard, graph=graph))
 
 
 def lir_of(built: Built, profile: ProfileLike | None, sizes: Mapping[str, int]) -> Lir:

@@ -502,6 +502,23 @@ def kernel_refusal(settings: Settings, programs: tuple[str, ...]) -> str:
     return "training programs have no kernels" if set(programs) == {"train"} else ""
 
 
+def step_refusal(settings: Settings, program: str) -> str:
+    """Return why a step of decoding has no kernels on a GPU; "" if it may have, or the profile switches them off."""
+    if program not in ("extend", "verify") or settings.target != "cuda" or not settings.plan.kernels:
+        return ""
+    if reason := kernel_refusal(settings, ("extend",)):
+        return reason
+    if not has_mosaic():
+        return f"kernels of steps need jax 0.11, not {jax.__version__}"
+    return (
+        "steps that verify drafts have none"
+        if program == "verify"
+        else "layers run in a scan"
+        if settings.plan.scan
+        else ""
+    )
+
+
 def no_kernels_message(target: str, reason: str) -> str:
     """Return the message of a profile that requires kernels where none can run."""
     return f"backend.{target}.kernels = 'on' is not available: {reason}; with 'auto' XLA's form runs instead"
