@@ -98,9 +98,9 @@ class _CompiledInit:
         for name in ("__module__", "__qualname__", "__post_init__"):
             if hasattr(self.cls, name):
                 body[name] = getattr(self.cls, name)
-        made: Any = dataclasses.dataclass(frozen=True, eq=False, repr=False)(type(self.cls.__name__, (), body))
-        setattr(self.cls, "__init__", made.__init__)  # noqa: B010
-        return made.__init__ if instance is None else made.__init__.__get__(instance)
+        standard: Any = dataclasses.dataclass(frozen=True, eq=False, repr=False)(type(self.cls.__name__, (), body))
+        setattr(self.cls, "__init__", standard.__init__)  # noqa: B010
+        return standard.__init__ if instance is None else standard.__init__.__get__(instance)
 
 
 def values_getter(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:

@@ -165,7 +165,7 @@ def start_device() -> None:
 def _parts_of_memory(num_bytes: int) -> set[tuple[int, int]]:
     """Return start and size of each part of this process's memory, of no file, with so many bytes; none if unknown."""
     with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
-        places = ([int(place, 16) for place in found] for found in _ANONYMOUS.findall(file.read()))
+        places = ([int(place, 16) for place in bounds] for bounds in _ANONYMOUS.findall(file.read()))
         return {(start, end - start) for start, end in places if end - start >= num_bytes}
     return set()
 

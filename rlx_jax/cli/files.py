@@ -165,10 +165,10 @@ def generate_file(args: argparse.Namespace, session: Session, lm: rlx.CausalLM) 
     line_sampling = [name for name in SAMPLING if name != "logits_processor"]  # a function
 
     def read(fields: dict[str, Any]) -> rlx.PromptRequest:
-        given = [name for name in PROMPTS if fields.get(name) is not None]
-        if len(given) != 1:
-            raise RequestError(f"expected one of {listing(PROMPTS)}, got {listing(given) or 'none'}")
-        kind, prompt = given[0], fields[given[0]]
+        kinds = [name for name in PROMPTS if fields.get(name) is not None]
+        if len(kinds) != 1:
+            raise RequestError(f"expected one of {listing(PROMPTS)}, got {listing(kinds) or 'none'}")
+        kind, prompt = kinds[0], fields[kinds[0]]
         if isinstance(prompt, str) != (kind == "prompt"):
             raise RequestError(f"{kind} is {shown(prompt)}; expected a {'string' if kind == 'prompt' else 'list'}")
         own = {name: fields[name] for name in line_sampling if name in fields}

@@ -327,7 +327,7 @@ def find_prefix(
     if text is None:
         return None, "", None
     shared, total = common_prefix_len(text.ids, ids), len(text.ids)
-    start = wanted = min(shared, len(ids) - 1)
+    start = shared_len = min(shared, len(ids) - 1)
     if start == 0:
         return None, f"the text differs from its first token on, and all {total} cached tokens were dropped", None
     arrays, reason, backup = text.arrays, "", text.snapshot
@@ -345,7 +345,7 @@ def find_prefix(
     if start < total:  # `move_state` uses the length in the state to locate tokens in the cache
         length = np.full(arrays[LENGTH].shape, start, np.int32)
         arrays = {**arrays, LENGTH: jax.device_put(length, arrays[LENGTH].sharding)}
-    if start < wanted:
+    if start < shared_len:
         reason = f"the copy of its state is at token {start}, and cannot be rolled back to another"
     if shared < min(total, len(ids)):
         reason = f"the text differs at token {shared} of {total} cached ones" + (f"; {reason}" if reason else "")

@@ -108,14 +108,14 @@ def uses_slots(lm: LanguageModel, request: Request) -> bool:
         "inputs=": request.inputs.arrays,
         "state= with other inputs": request.inputs.optional_inputs or request.inputs.sizes,
     }  # fmt: skip
-    wanted, unsupported = ([name for name, value in table.items() if value] for table in (options, others))
-    if wanted and unsupported:
+    names, unsupported = ([name for name, value in table.items() if value] for table in (options, others))
+    if names and unsupported:
         raise RequestError(
-            f"{wanted[0]} and {unsupported[0]} do not go together, as the latter needs one batch of all prompts; leave "
-            f"{wanted[0]} out, and pass at most as many prompts at once as fit one batch"
+            f"{names[0]} and {unsupported[0]} do not go together, as the latter needs one batch of all prompts; leave "
+            f"{names[0]} out, and pass at most as many prompts at once as fit one batch"
         )
-    if wanted or unsupported:
-        return bool(wanted)
+    if names or unsupported:
+        return bool(names)
     # A profile that forbids further programs has programs for one batch, unless warm-up ran some for slots.
     if (lm.buckets.on_recompile == "error" and not lm.buckets.slots) or not request.rows:
         return False

@@ -172,10 +172,10 @@ class Scheduler:
         counts = Counter(index for index, _ in self.running.keys() - set(self._full))
         result: list[int | None] = []
         for index, each in enumerate(self.device.classes):
-            wanted = self._group_size(index) + sum(source < index for source, _ in self._full)
+            demand = self._group_size(index) + sum(source < index for source, _ in self._full)
             # With jobs for the class, return as soon as a group of slots is free, and with one slot less than now.
             num_full = sum(source == index for source, _ in self._full)
-            least = min(each.num_slots - num_full - min(each.fill_rows, wanted), counts[index] - 1) if wanted else 0
+            least = min(each.num_slots - num_full - min(each.fill_rows, demand), counts[index] - 1) if demand else 0
             result.append(max(0, least) if counts[index] else None)
         return result
 

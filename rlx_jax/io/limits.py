@@ -99,9 +99,9 @@ def available_bytes() -> int | None:
         return None
     for folder, limit, used in CONTAINER_MEMORY:
         try:
-            maximum, taken = (int(Path(folder, name).read_text()) for name in (limit, used))
+            maximum, in_use = (int(Path(folder, name).read_text()) for name in (limit, used))
             stat = dict(line.split() for line in Path(folder, "memory.stat").read_text().splitlines())
-            free = min(free, max(maximum - taken + int(stat["active_file"]) + int(stat["inactive_file"]), 0))
+            free = min(free, max(maximum - in_use + int(stat["active_file"]) + int(stat["inactive_file"]), 0))
         except (OSError, ValueError, KeyError):  # not a container of this kind, or "max": without a limit
             continue
     return free

@@ -101,12 +101,12 @@ def sample_run(lir: Lir, layout: Layout, steps: int) -> Callable[[], Any]:
         inputs |= {n: jnp.full_like(a, tokens) for n, a in inputs.items() if a.ndim == 1}
         state = {n: jnp.asarray(np.zeros(t.shape, t.dtype)) for n, (t, _) in state_leaves(graph, lir.plan.scan).items()}
         function = jax.jit(run, donate_argnums=1, compiler_options=dict(lir.plan.compiler_options) or None)
-        held = [state]
+        states = [state]
 
     def call() -> None:
         with jax.default_device("cpu"):
             for _ in range(DISPATCHES if steps > 1 else 1):
-                results, held[0] = function(params, held[0], inputs)
+                results, states[0] = function(params, states[0], inputs)
             jax.block_until_ready(results)
 
     return call

@@ -161,8 +161,8 @@ def token_block(
         keep = None if lengths is None else positions < valid[:, None]
     else:
         keep, valid, starts = mask_spans(mask, array.shape)
-    kept = array if keep is None else np.where(keep, array, 0)
-    block = ids_in_range(name, kept, vocab_size).astype(np.int32)
+    ids = array if keep is None else np.where(keep, array, 0)
+    block = ids_in_range(name, ids, vocab_size).astype(np.int32)
     if starts.any():
         block = np.take_along_axis(block, (positions + starts[:, None]) % block.shape[1], axis=1)
     return block, valid, starts
