@@ -1,16 +1,13 @@
 """One Pallas kernel (Mosaic GPU) for a product of 2 to 8 rows with a weight, bf16 or packed, and the ops around it.
 
-Rows of the weight are the rows of the instruction `mma.m16n8k16`, rows of x its columns. A warp multiplies a tile of 16
-rows with a quarter of the columns, each lane as many neighbouring columns as one load reads; sums of the warps are
-added in shared memory. Codes become bf16 in registers, exactly: the scale of a group multiplies the sum of its
-products, in float32, so that values are not rounded to the dtype of the weight as `PackedWeight.decode` rounds them.
-Reading the weight takes most of the time, hence a tile is read ahead.
+A warp multiplies a tile of 16 rows of the weight with a quarter of the columns (`row_instructions.py`), each lane as
+many neighbouring columns as one load reads; sums of the warps are added in shared memory. Reading the weight takes most
+of the time, hence a tile is read ahead.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,19 +17,16 @@ from jax import lax
 
 from rlx_jax.dataclasses import dataclass
 from rlx_jax.ir.packed import SCHEMES
-from rlx_jax.ir.packed_values import decode_slice, group_scales
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace
 from rlx_jax.lowering.lir.matvec import Matvec, run_kernel, sum_chunks
-from rlx_jax.lowering.lir.mosaic import arith, array_of, ir, llvm, load, mgpu, mma, number, pl, plgpu, vector, words
+from rlx_jax.lowering.lir.mosaic import load, pl, plgpu
 from rlx_jax.lowering.lir.packed_matvec import WARPS, read_ahead
+from rlx_jax.lowering.lir.row_instructions import COLUMNS, GROUP, TILE_ROWS, factor_layout, product
 
 AnyArray = Any
 
-# Rows of x, at most: the columns of the instruction.
-MAX_ROWS = 8
-
-# Values of a group: one scale multiplies their products. Rows of a tile.
-GROUP, TILE_ROWS = 32, 16
+# Rows of x, at most.
+MAX_ROWS = COLUMNS
 
 # Groups of a tile of all parts, at most, twice as many for codes of 4 bits, and warpgroups and programs: the fastest on
 # one H200, which has 132 multiprocessors and registers for 512 threads in each.
@@ -136,23 +130,6 @@ def row_layout(rows: int, inner: Sequence[int]) -> Any:
     warps = (lanes[0] - 1,) if rows == WARPS else (plgpu.Replicated(WARPS // rows), lanes[0] - 1)
     tiles = plgpu.Tiling(((rows, 8, *inner), (8,)))
     return plgpu.Layout.TILED(tiles, warp_dims=warps, lane_dims=lanes, vector_dim=-1)
-
-
-def factor_layout(count: int, itemsize: int) -> Any:
-    """Return the layout of scales `[8, count]`, of which a warp has a quarter, and the lanes of a row the same."""
-    per_warp = count // WARPS
-    vector = math.gcd(per_warp, 16 // itemsize)
-    tiles = ((8, count), (vector,)) if vector == per_warp else ((8, count), (per_warp,), (vector,))
-    row = -1 - len(tiles)
-    lanes = (row, plgpu.Replicated(4))
-    return plgpu.Layout.TILED(plgpu.Tiling(tiles), warp_dims=(row + 1,), lane_dims=lanes, vector_dim=-1)
-
-
-def sum_layout() -> Any:
-    """Return where the instruction leaves sums `[WARPS, 8, rows]`."""
-    return plgpu.Layout.TILED(
-        plgpu.Tiling(((WARPS, 8, 8), (2, 8), (1,))), warp_dims=(-6,), lane_dims=(-2, -5), vector_dim=-1
-    )
 
 
 def result_layout(count: int) -> Any:
@@ -361,151 +338,3 @@ def multiply_rows(
         t, program, operands, outputs, scratch, interpret, num_threads=t.warpgroups, thread_name="group"
     )
     return [y[:num_rows] for y in results]
-
-
-def product(t: RowsTiling, arrays: Sequence[AnyArray], x: AnyArray, interpret: bool) -> AnyArray:
-    """Return the sums of each warp, float32 `[WARPS, 8, TILE_ROWS]`; rows after the last of x repeat them.
-
-    Args:
-        t: how the weight is divided.
-        arrays: the codes and the scales of a tile.
-        x: the rows of its columns.
-        interpret: whether the kernel runs in Mosaic's interpreter, which has no instructions of the device.
-    """
-    if interpret:
-        w = decoded(t, [a.reshape(TILE_ROWS, -1) for a in arrays]) if t.scheme else arrays[0].astype(jnp.float32)
-        quarters = (a.reshape(len(a), WARPS, -1) for a in (x.astype(jnp.float32), w))
-        y = jnp.einsum("mqk,nqk->qmn", *quarters, precision="highest")
-        return jnp.tile(y, (1, MAX_ROWS // t.count, 1))
-    layouts = [t.code_layout, *(factor_layout(a.shape[1], a.dtype.itemsize) for a in arrays[1:]), t.x_layout]
-    out = plgpu.ShapeDtypeStruct((WARPS, MAX_ROWS, TILE_ROWS), jnp.float32, layout=sum_layout())
-    return plgpu.inline_mgpu(arg_types=tuple(layouts), return_type=out)(functools.partial(emit_product, t))(*arrays, x)
-
-
-def decoded(t: RowsTiling, arrays: Sequence[AnyArray]) -> AnyArray:
-    """Return the values of a tile, without constant arrays, which a kernel cannot have."""
-    named = dict(zip(("codes", "scales"), arrays, strict=True))
-    scales, columns = group_scales(named, t.scheme), t.tile_groups * GROUP
-    size = GROUP // t.halves
-
-    def part(start: int) -> AnyArray:
-        here = {name: a[:, start * a.shape[1] // columns, None] for name, a in scales.items()}
-        return decode_slice(named, t.scheme, here, start, size, lambda a: a)
-
-    return jnp.concatenate([part(start) for start in range(0, columns, size)], axis=1)
-
-
-def emit_product(t: RowsTiling, _: Any, *arrays: Any) -> Any:
-    """Emit the instructions of `product`, for registers of its operands."""
-    *weights, x = arrays
-    groups, f32 = t.tile_groups // WARPS, ir.F32Type.get()
-    # The words of x of each group: four, or two of each half of a group.
-    x_words = [[w for register in row for w in words(register)] for row in x.registers.reshape(groups, -1)]
-    total = [mgpu.c(0.0, f32)] * 4
-    codes = weights[0].registers.reshape(2, -1)
-    for run in range(codes.shape[1]):
-        upper, lower = (values_of_run(t, register) for register in codes[:, run])
-        for group, *rows in zip(groups_of_run(t, run), upper, lower, strict=True):
-            total = add_group(t, weights[-1], total, group, rows, x_words[group])
-    one = ir.VectorType.get((1,), f32)
-    registers = [vector.broadcast(one, value) for value in total]
-    return array_of(registers, sum_layout(), (WARPS, MAX_ROWS, TILE_ROWS))
-
-
-def values_of_run(t: RowsTiling, register: Any) -> list[list[Any]]:
-    """Return words of bf16 of the bytes of a run, for each of its groups."""
-    parts = words(register)
-    if not t.scheme:
-        return [parts]
-    if t.bits == 8:  # 128 + the lower seven bits, minus 128 or, if the code is negative, 256
-        return [[pair for w in parts for pair in pairs(w, 0xFF7FFF7F, None)]]
-    offset = number(0x43004300 + SCHEMES[t.scheme].zero * 0x00010001)
-    sides = [[pair for w in side for pair in pairs(w, 0xFF0FFF0F, offset)] for side in (parts, map(upper_half, parts))]
-    return [sides[0] + sides[1]] if t.vector == 4 else sides  # 4: both halves of a byte are in one group
-
-
-def upper_half(word: Any) -> Any:
-    """Return a word whose bytes have their upper halves in the lower ones."""
-    return arith.shrui(word, number(4))
-
-
-def pairs(word: Any, mask: int, less: Any) -> list[Any]:
-    """Return the bytes of a word as 128 + byte, bf16, of which `mask` keeps bits, minus `less`, in two words.
-
-    Without `less`, it is 128, or 256 if the highest bit of the byte is set.
-    """
-    i32, differences = ir.IntegerType.get_signless(32), list[Any]()
-    for selected in (0x7170, 0x7372):
-        asm = "prmt.b32 $0, $1, $2, $3;"
-        bits: Any = llvm.inline_asm(i32, [word, number(0x43434343), number(selected)], asm, "=r,r,r,r")
-        operands = [arith.andi(bits, number(mask)), arith.andi(bits, number(0xFF80FF80)) if less is None else less]
-        differences.append(llvm.inline_asm(i32, operands, "sub.rn.bf16x2 $0, $1, $2;", "=r,r,r"))
-    return differences
-
-
-def factor(array: Any, row: int, index: int) -> Any:
-    """Return an entry of the scales of one of the two rows of a lane."""
-    registers = array.registers.reshape(2, -1)
-    size = registers[0, 0].type.shape[0]
-    return vector.extract(registers[row, index // size], [], [index % size])
-
-
-def float_of(bits: Any) -> Any:
-    """Return the float32 of the bits of a float16."""
-    return arith.extf(ir.F32Type.get(), arith.bitcast(ir.F16Type.get(), bits))
-
-
-def six_bit_scale(array: Any, row: int, group: int, is_minimum: int) -> Any:
-    """Return the scale of a group, or its minimum, float32; see `six_bit_words`."""
-    block, place = divmod(group, 8)
-    floats, first, last = (factor(array, row, 4 * block + i) for i in (0, 1 + is_minimum, 3))
-    if place < 4:
-        multiples = arith.andi(first, number(0x3F3F3F3F))
-    else:
-        lower = arith.andi(arith.shrui(last, number(4 * is_minimum)), number(0x0F0F0F0F))
-        multiples = arith.ori(lower, arith.andi(arith.shrui(first, number(2)), number(0x30303030)))
-    multiple = arith.andi(arith.shrui(multiples, number(place % 4 * 8)), number(255))
-    bits = arith.trunci(ir.IntegerType.get_signless(16), arith.shrui(floats, number(16 * is_minimum)))
-    return arith.mulf(float_of(bits), arith.uitofp(ir.F32Type.get(), multiple))
-
-
-def add_group(
-    t: RowsTiling, factors: Any, total: list[Any], group: int, rows: Sequence[list[Any]], x: Sequence[Any]
-) -> list[Any]:
-    """Return the total with the products of a group.
-
-    Args:
-        t: how the weight is divided.
-        factors: the scales of the tile.
-        total: the sums of a lane: two rows, each with two rows of x.
-        group: the number of the group.
-        rows: the words of its values, of both rows of a lane.
-        x: the words of x.
-    """
-    zero, packing = [mgpu.c(0.0, ir.F32Type.get())] * 4, SCHEMES[t.scheme] if t.scheme else None
-
-    def products(rows: Sequence[Sequence[Any]], sums: Sequence[Any]) -> list[Any]:
-        upper, lower = rows
-        for i in (0, 2):
-            sums = mma(sums, (upper[i], lower[i], upper[i + 1], lower[i + 1]), x[i : i + 2])
-        return list(sums)
-
-    if packing is None:
-        return products(rows, total)
-    sums, index = products(rows, zero), group // ((packing.block or GROUP) // GROUP)
-    if not packing.minimum:
-        scales = [float_of(factor(factors, row, index)) for row in range(2)]
-        return [llvm.intr_fma(sums[i], scales[i // 2], total[i]) for i in range(4)]
-    x_sums = products([[number(0x3F803F80)] * 4] * 2, zero)
-    scales, minimums = ([six_bit_scale(factors, row, group, i) for row in range(2)] for i in range(2))
-    total = [llvm.intr_fma(arith.negf(minimums[i // 2]), x_sums[i], total[i]) for i in range(4)]
-    return [llvm.intr_fma(sums[i], scales[i // 2], total[i]) for i in range(4)]
-
-
-def groups_of_run(t: RowsTiling, run: int) -> list[int]:
-    """Return the groups of a warp that the bytes of a run belong to: one, or one for each half of a byte."""
-    if t.bits >= 8 or t.vector == 4:
-        return [run]
-    runs = SCHEMES[t.scheme].codes[0].stride // GROUP  # runs whose upper halves follow
-    first = run // runs * 2 * runs + run % runs
-    return [first, first + runs]
