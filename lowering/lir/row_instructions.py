@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 AnyArray = Any
 
-# Values of a group: one scale multiplies their products. Rows of a tile, and of x: those of the instruction, and its
-# columns.
+# Values of a group, which one scale multiplies; rows of the weight and of x in the instruction.
 GROUP, TILE_ROWS, COLUMNS = 32, 16, 8
 
 
