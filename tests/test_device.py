@@ -159,16 +159,19 @@ def test_products(asked: str, target: str, found: set[str]) -> None:
 
 
 @pytest.mark.slow
-def test_the_generating_loop() -> None:
-    """So many tokens a dispatch, and the same tokens."""
-    texts = []
-    for tables, steps, early in (({"steps_per_dispatch": 2, "stop_early": False}, 2, False), ({}, 4, True)):
+def test_the_generating_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many tokens a dispatch, of a device with kernels two in an iteration, and the same tokens."""
+    texts = list[Any]()
+    for steps, early, joined in ((2, False, 1), (4, True, 1), (4, False, 2), (3, False, 1)):
+        tables = {} if early else {"steps_per_dispatch": steps, "stop_early": False}
+        monkeypatch.setattr(Device, "has_kernels", len(texts) > 1)  # weights in f32 have none all the same
         profile = rlx.CompileProfile().replace(backend={"cpu": tables})
         lm: Any = rlx.CausalLM(Llama32Flow.for_prefill(CONFIG), weights(), profile=profile)
-        texts.append(lm.generate([[1, 2, 3]], max_new_tokens=7))
-        (loop,) = [k.wrapper for k in lm.model.programs.executables if k.program == "extend"]
-        assert (loop.steps, loop.early_exit) == (steps, early) and f"{steps} steps a dispatch" in str(lm.report())
-    assert texts[0] == texts[1]
+        texts.append([lm.generate([[1, 2, 3]], max_new_tokens=7), lm.generate([[1, 2], [3]], max_new_tokens=5)])
+        loops = {k.wrapper for k in lm.model.programs.executables if k.program == "extend"}
+        assert {(k.steps, k.early_exit, k.joined) for k in loops} == {(steps, early, joined)}
+        assert f"{steps} steps a dispatch" in str(lm.report())
+    assert all(text == texts[0] for text in texts)
 
 
 def test_arguments_on_another_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,10 +169,12 @@ class LoopSettings:
     Attributes:
         steps: the number of steps in one call.
         stop_early: whether a call ends when every row has ended.
+        joined: steps of an iteration that does not end early, of which XLA joins small kernels.
     """
 
     steps: int
     stop_early: bool
+    joined: int = 1
 
     def __str__(self) -> str:
         return f"{self.steps} steps a dispatch, {'or until every row has ended' if self.stop_early else 'always'}"
@@ -377,6 +379,7 @@ def settings_for(
         loop=LoopSettings(
             DEFAULT_STEPS.get(target, 16) if backend.steps_per_dispatch == "auto" else backend.steps_per_dispatch,
             target == "cpu" if backend.stop_early == "auto" else bool(backend.stop_early),
+            2 if device.has_kernels and backend.kernels != "off" else 1,  # else XLA compiles each layer twice
         ),
     )
 

@@ -273,6 +273,7 @@ class DecodeLoop(TokenChooser):
         stop_width: number of stop ids of each slot, padding included, as the operands of the programs differ; 0 if the
             rows are not slots.
         max_tokens: tokens of the history of a row if the program reads them; no array of the state may have so many.
+        joined: steps of an iteration of the loop, of which `steps` is a multiple; 1 with `early_exit`.
     """
 
     ids_input: str
@@ -280,6 +281,7 @@ class DecodeLoop(TokenChooser):
     early_exit: bool
     stop_width: int = 0
     max_tokens: int = 0
+    joined: int = 1
 
     def arguments(self) -> Mapping[str, str]:
         """Return the arguments of `warmup` that select it, as the other programs do."""
@@ -287,36 +289,45 @@ class DecodeLoop(TokenChooser):
 
     def __call__(self, extend: Function) -> Function:
         def function(params: Arrays, state: StateArrays, inputs: Arrays) -> Results:
+            values, stop_mask, k = inputs["sampler_values"], inputs["stop_mask"], self.num_logprobs
+
             def step(carry: Any) -> Any:
-                i, lengths, rows, state, out = carry
+                lengths, rows, state = carry
                 rows = with_new(rows, total - rows.remaining)
                 extend_inputs = {self.ids_input: rows.ids[:, None], "lengths": lengths}
                 (logits, *_), state = extend(params, state, extend_inputs)
-                values, stop_mask = inputs["sampler_values"], inputs["stop_mask"]
                 new_ids, rows = self.choose_next(logits, rows, values, stop_mask, rows.running)
-                k = self.num_logprobs
                 step_out = (new_ids, *([] if k is None else [token_log_probs(logits, rows.ids, k)]))
-                out = jax.tree.map(lambda a, new: lax.dynamic_update_slice_in_dim(a, new[:, None], i, 1), out, step_out)
                 # Lengths are carried: a kernel that converts them would start each step, and every layer wait for it.
-                return i + 1, rows.running.astype(jnp.int32), with_new(rows, None), state, out
+                return (rows.running.astype(jnp.int32), with_new(rows, None), state), step_out
+
+            def steps(i: Any, loop: Any) -> Any:
+                carry, out = loop
+                outs = list[Any]()
+                for _ in range(self.joined):
+                    carry, step_out = step(carry)
+                    outs.append(step_out)
+                new = jax.tree.map(lambda *parts: jnp.stack(parts, axis=1), *outs)
+                place = partial(lax.dynamic_update_slice_in_dim, start_index=i * self.joined, axis=1)
+                return carry, jax.tree.map(place, out, new)
 
             rows = inputs["rows"]
-            total = rows.history.num_new + rows.remaining  # as `num_new` is not carried, no kernel adds to it
+            total = rows.history.num_new + rows.remaining  # in the loop, it saves a kernel
             batch = rows.ids.shape[0]
             tokens = jnp.full((batch, self.steps), STOPPED, jnp.int32)
-            k = self.num_logprobs
             out: Any = (tokens, *([] if k is None else [zero_log_probs(batch, self.steps, k)]))
-            start = (jnp.int32(0), rows.running.astype(jnp.int32), with_new(rows, None), state, out)
+            start = (rows.running.astype(jnp.int32), with_new(rows, None), state), out
 
-            def continues(carry: Any) -> Array:
-                running: Array = carry[2].running
+            def continues(loop: Any) -> Array:
+                running: Array = loop[1][0][1].running
                 has_work = running.sum() > inputs["min_running"] if self.stop_width else running.any()
-                return jnp.logical_and(carry[0] < self.steps, has_work)
+                return jnp.logical_and(loop[0] < self.steps, has_work)
 
             if self.early_exit:
-                _, _, rows, state, out = lax.while_loop(continues, step, start)
+                _, end = lax.while_loop(continues, lambda loop: (loop[0] + 1, steps(*loop)), (jnp.int32(0), start))
             else:
-                _, _, rows, state, out = lax.fori_loop(0, self.steps, lambda i, c: step(c), start)
+                end = lax.fori_loop(0, self.steps // self.joined, steps, start)
+            (_, rows, state), out = end
             return (out[0], with_new(rows, total - rows.remaining), *out[1:]), state
 
         return function

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -116,7 +117,10 @@ def plan_keys(
         variant, state = request_variant(model, drafter, inputs.optional_inputs), {**inputs.sizes, **sizes.state}
         # A loop of one step has no condition, which a GPU would wait for.
         stop_early = loop.stop_early and steps > 1
-        wrapper = DecodeLoop(sampling_steps, model.first_input, steps, stop_early, num_logprobs=num_logprobs)
+        joined = 1 if stop_early else math.gcd(steps, loop.joined)
+        wrapper = DecodeLoop(
+            sampling_steps, model.first_input, steps, stop_early, num_logprobs=num_logprobs, joined=joined
+        )
         prefill = prefill_keys(model, widths, {**state, "batch": prefill_batch}, variant, has_prefix)
         return prefill, loop_key(model, variant, state, drafter, wrapper)
 
