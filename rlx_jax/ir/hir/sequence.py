@@ -321,7 +321,7 @@ class CachedAttention(Hir):
             k, v = (self._decode(b, [rows for rows, *_ in arrays], b.type(q).dtype) for arrays in updates)
             positions = {"key_positions": updates[0][0][1]} if self.ring else {}
         if self.attend.last or not self.block_only:
-            positions = {"positions": self._positions(b, q, start, lengths), **positions}
+            positions = {"positions": self._positions(b, operands[1], start, lengths), **positions}
         keep, mask_caches = self._update_masks(b, start, lengths, *masks) if masks else ((), ())
         context = self.attend.expand_repeated(b, times, q, k, v, *keep, *other_operands, positions=positions)
         new_caches = [cache for arrays in zip(*updates, strict=True) for *_, cache in arrays]
@@ -351,16 +351,17 @@ class CachedAttention(Hir):
         keep, *_, cache = self._update(b, cache, new, start, lengths)
         return (new if self.block_only else keep,), (cache,)
 
-    def _positions(self, b: Builder, q: Value, start: Value, lengths: Value) -> Value:
+    def _positions(self, b: Builder, new: Value, start: Value, lengths: Value) -> Value:
         """Return the positions of the queries among the keys, `[B,S]`, or `[B,1]` with `attend.last`.
 
         A row without new tokens gets a valid position too, although its result is not used.
         """
+        indices = b(shape.Reshape((1, -1)), b(Iota(1), new))
+        positions = indices if self.block_only else b(Binary("add"), b(shape.Reshape((-1, 1)), start), indices)
         if not self.attend.last:
-            return b(Binary("add"), b(shape.Reshape((-1, 1)), start), b(shape.Reshape((1, -1)), b(Iota(1), q)))
+            return positions
         one = b.scalar(1, lengths)
-        last_index = b(Binary("sub"), b(Binary("max"), lengths, one), one)
-        return b(shape.Reshape((-1, 1)), last_index if self.block_only else b(Binary("add"), start, last_index))
+        return b(TakeRow(), positions, b(Binary("sub"), b(Binary("max"), lengths, one), one))
 
 
 @dataclass(frozen=True)
