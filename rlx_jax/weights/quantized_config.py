@@ -152,7 +152,12 @@ def _block(c: Fields, name: str) -> list[int]:
     """Return the numbers of rows and columns of a block; an empty list without blocks."""
     if c.raw(name) is None:
         return []
-    return c.items(name, [], "two positive integers", lambda size: type(size) is int and 0 < size <= MAX_INTEGER, 2)
+    return c.items(name, [], "two positive integers", is_positive, 2)
+
+
+def is_positive(size: object) -> bool:
+    """Return whether a size is a positive integer."""
+    return type(size) is int and 0 < size <= MAX_INTEGER
 
 
 def _finish(c: Fields, harmless: str = "", off: str = "", names: str = "", **only: tuple[Any, ...]) -> None:

@@ -6,6 +6,7 @@ Values of codes and scales are copied, and scales at most widened, so decoding g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import ConfigError, NonFiniteWeightError, UnsupportedError, WeightError, WeightShapeError, quote
+from rlx_jax.io.fields import Fields
 from rlx_jax.io.files import parse_object
 from rlx_jax.ir.packed import F32, SCHEMES, TABLES, Codes
 from rlx_jax.ir.types import short_name
@@ -39,7 +41,7 @@ from rlx_jax.weights.module_tensors import (
     read_outer,
     read_whole,
 )
-from rlx_jax.weights.quantized_config import WeightFormat
+from rlx_jax.weights.quantized_config import WeightFormat, is_positive
 from rlx_jax.weights.views import HostArray
 
 # The order in which AWQ stores eight neighbours, inverted.
@@ -385,21 +387,13 @@ def _quant_state(t: ModuleTensors) -> tuple[int, int, int, int, float]:
     if not np.array_equal(t.read(".weight.quant_map"), TABLES["nf4"]):
         raise UnsupportedError(f"{t.where}: quant_map has other values than NF4")
     where = f"{t.where}: {quote(t.module + _STATE)}"
-    state = parse_object(t.read(_STATE).tobytes(), where, ConfigError)
-    shape, is_nested = state.get("shape"), t.has(".weight.nested_absmax")
-
-    def size(value: object) -> int:
-        if type(value) is not int or not 0 < value <= 2**31:
-            raise ConfigError(f"{where}: expected a positive integer, got {quote(value)}")
-        return value
-
-    offset = state.get("nested_offset", 0.0)
-    if type(offset) not in (int, float) or not np.isfinite(offset):
-        raise ConfigError(f"{where}: nested_offset: expected a number, got {quote(offset)}")
-    if not isinstance(shape, list) or len(shape) != 2 or state.get("quant_type") != "nf4":
-        raise ConfigError(f"{where}: expected quant_type nf4 and a shape of two sizes, got {quote(state)}")
-    nested_block = size(state.get("nested_blocksize")) if is_nested else 0
-    return size(shape[0]), size(shape[1]), size(state.get("blocksize")), nested_block, float(offset)
+    state = Fields(parse_object(t.read(_STATE).tobytes(), where, ConfigError), where)
+    if (kind := state.text("quant_type")) != "nf4":
+        raise state.invalid("quant_type", "nf4", kind)
+    num_rows, num_columns = state.items("shape", [], "two positive integers", is_positive, 2)
+    nested_block = state.integer("nested_blocksize") if t.has(".weight.nested_absmax") else 0
+    offset = state.real("nested_offset", 0.0, low=-math.inf)
+    return num_rows, num_columns, state.integer("blocksize"), nested_block, offset
 
 
 # -- MLX ---------------------------------------------------------------------------------------
