@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlx_jax.compiler.settings import SlotSizes
+from rlx_jax.compiler.buckets import SlotSizes
 from rlx_jax.generate.decode import RowTokens
 from rlx_jax.generate.row_options import RowOptions
 from rlx_jax.generate.sampler import Sampler

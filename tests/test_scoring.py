@@ -13,7 +13,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.blocks import Custom, Embed, Linear
-from rlx_jax.compiler.settings import Buckets
+from rlx_jax.compiler.buckets import Buckets
 from rlx_jax.encode.packing import plan_blocks
 from rlx_jax.generate import score_program
 from tests import divided

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import rlx_jax as rlx
 from rlx_jax import errors
+from rlx_jax.compiler.buckets import Buckets
 from rlx_jax.compiler.executable import Executable
-from rlx_jax.compiler.settings import Buckets
 from rlx_jax.generate import slot_plan
 from rlx_jax.generate.decode import Sizes
 from rlx_jax.generate.request_plan import request_sizes

@@ -8,7 +8,7 @@ from typing import Any, Literal, Unpack
 import jax
 import numpy as np
 
-from rlx_jax.compiler.settings import bucket_size
+from rlx_jax.compiler.buckets import bucket_size
 from rlx_jax.encode.encoder import Encoder
 from rlx_jax.encode.images import ImageProcessor
 from rlx_jax.encode.pooled import Vectors, pooled_width

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.compiler.settings import Buckets
+from rlx_jax.compiler.buckets import Buckets
 from rlx_jax.errors import RequestError, did_you_mean, quote, shown
 from rlx_jax.models.encoder import MULTI_LABEL, REGRESSION, TaskHead
 from rlx_jax.runtime.inputs import check_integer

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.compiler.settings import bucket_size
+from rlx_jax.compiler.buckets import bucket_size
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.encode.embedding import chunks
 from rlx_jax.encode.head_model import ALL_TOKENS, TokenLogits

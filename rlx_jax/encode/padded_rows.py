@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.compiler.settings import Buckets, bucket_size, fit_bucket
+from rlx_jax.compiler.buckets import Buckets, bucket_size, fit_bucket
 from rlx_jax.dataclasses import dataclass
 from rlx_jax.encode.packing import Block
 from rlx_jax.encode.pooled import get_pooled

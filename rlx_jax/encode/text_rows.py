@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rlx_jax.compiler.settings import Buckets
+from rlx_jax.compiler.buckets import Buckets
 from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.encode.embedding import chunks, prefetch
 from rlx_jax.encode.sentence import SentencePipeline

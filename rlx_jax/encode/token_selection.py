@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlx_jax.compiler.buckets import bucket_size
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
-from rlx_jax.compiler.settings import bucket_size
 from rlx_jax.dataclasses import dataclass
 from rlx_jax.encode.vector_layers import unit_length
 from rlx_jax.text.request_checks import Ids

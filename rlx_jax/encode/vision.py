@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 
-from rlx_jax.compiler.settings import bucket_size, fit_bucket
+from rlx_jax.compiler.buckets import bucket_size, fit_bucket
 from rlx_jax.encode.embedding import chunks, prefetch
 from rlx_jax.encode.explain import explain_images, processed_size, profile_images, random_images
 from rlx_jax.encode.images import ImageProcessor, named_images, number_images

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from rlx_jax.compiler.settings import Buckets, bucket_size, fit_bucket
+from rlx_jax.compiler.buckets import Buckets, bucket_size, fit_bucket
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import RequestError, RlxWarning, SequenceLengthError, UnsupportedError, listing, quote, shown
 from rlx_jax.generate.decode import RowTokens

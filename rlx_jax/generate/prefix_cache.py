@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from rlx_jax.compiler.buckets import bucket_size
 from rlx_jax.compiler.executable import StateArrays
-from rlx_jax.compiler.settings import bucket_size
 from rlx_jax.device import running_device
 from rlx_jax.errors import RequestError, SessionStateError, shown
 from rlx_jax.generate.decode_state import DecodeState

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.compiler.settings import bucket_size
+from rlx_jax.compiler.buckets import bucket_size
 from rlx_jax.errors import FormatError, RequestError, VersionMismatchError, listing, quote, shown
 from rlx_jax.generate.decode_state import fits, resize_state
 from rlx_jax.generate.generation import GeneratesText

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rlx_jax.compiler.settings import Buckets
+from rlx_jax.compiler.buckets import Buckets
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import RequestError, SequenceLengthError, integer_text, shown
 from rlx_jax.generate.decode_state import DecodeState, check_is_state

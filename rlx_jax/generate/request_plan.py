@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlx_jax.compiler.buckets import Buckets, bucket_size, fit_bucket
 from rlx_jax.compiler.executable import StateArrays
-from rlx_jax.compiler.settings import Buckets, bucket_size, fit_bucket
 from rlx_jax.errors import RequestError
 from rlx_jax.generate.decode import DecodeLoop, Sizes
 from rlx_jax.generate.request import LanguageModel, Request

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rlx_jax.compiler.settings import bucket_size
+from rlx_jax.compiler.buckets import bucket_size
 from rlx_jax.dataclasses import dataclass, field, fields, replace
 from rlx_jax.errors import RequestError, TokenIdError, UnsupportedError, listing, quote, shown, suggest_keywords
 from rlx_jax.io.folder import Folder

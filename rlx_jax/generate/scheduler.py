@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rlx_jax.compiler.settings import SlotSizes
+from rlx_jax.compiler.buckets import SlotSizes
 from rlx_jax.generate.decode import RowTokens
 from rlx_jax.generate.prefix_cache import Prefix
 from rlx_jax.generate.row_options import RowOptions

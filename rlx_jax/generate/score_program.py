@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from rlx_jax.compiler.buckets import Buckets
 from rlx_jax.compiler.executable import Arrays, Function, Results, StateArrays
 from rlx_jax.compiler.pipeline import head_operands
-from rlx_jax.compiler.settings import Buckets
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.encode.packing import (
     MAX_BLOCK_SIZES,

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.compiler.settings import Buckets
+from rlx_jax.compiler.buckets import Buckets
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.encode.packing import Block
 from rlx_jax.errors import NumericsError, RequestError, listing, shown

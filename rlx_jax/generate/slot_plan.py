@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.compiler.settings import MAX_CHUNK, Buckets, SlotSizes, bucket_size, fit_bucket
+from rlx_jax.compiler.buckets import MAX_CHUNK, Buckets, SlotSizes, bucket_size, fit_bucket
 from rlx_jax.device import running_device
 from rlx_jax.errors import RequestError, quote
 from rlx_jax.generate.decode import DecodeLoop, FillSlots

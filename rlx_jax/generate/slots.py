@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlx_jax.compiler.buckets import SlotSizes
 from rlx_jax.compiler.executable import Arrays, StateArrays
-from rlx_jax.compiler.settings import SlotSizes
 from rlx_jax.device import num_cpus, out_of_memory
 from rlx_jax.generate.decode import SLOT_INPUTS, STOPPED, MoveRows, RequestRows, RowTokens, Sizes, put_carry
 from rlx_jax.generate.decode_state import LeafMove, leaf_moves, move_state, resize_state

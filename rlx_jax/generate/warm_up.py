@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlx_jax.compiler.settings import Buckets, SlotSizes, bucket_size
+from rlx_jax.compiler.buckets import Buckets, SlotSizes, bucket_size
 from rlx_jax.errors import RequestError, listing, shown
 from rlx_jax.generate.decode import RowTokens
 from rlx_jax.generate.decode_state import DecodeState, resize_state

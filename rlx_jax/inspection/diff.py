@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from rlx_jax.compiler.buckets import Buckets
 from rlx_jax.compiler.passes import PASS_NAMES
 from rlx_jax.compiler.pipeline import Template
-from rlx_jax.compiler.settings import Buckets, Settings
+from rlx_jax.compiler.settings import Settings
 from rlx_jax.dataclasses import dataclass, field, fields
 from rlx_jax.inspection.work import block_work
 from rlx_jax.ir.graph import Graph, Leaf, Param

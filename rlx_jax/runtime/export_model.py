@@ -15,10 +15,10 @@ import jaxlib.version
 import numpy as np
 from jax import export
 
+from rlx_jax.compiler.buckets import DIMENSIONS
 from rlx_jax.compiler.executable import Function, sharding_options, with_split_inputs
 from rlx_jax.compiler.meshes import use_model_mesh
 from rlx_jax.compiler.pipeline import make_function
-from rlx_jax.compiler.settings import DIMENSIONS
 from rlx_jax.dataclasses import dataclass, field, replace
 from rlx_jax.device import named_device
 from rlx_jax.errors import RequestError, RlxError, UnsupportedError, check_names, first_line, listing, quote, shown

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
+from rlx_jax.compiler.buckets import Buckets
 from rlx_jax.compiler.executable import ProgramWrapper, uncovered_arguments
-from rlx_jax.compiler.settings import Buckets
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import listing, quote
 

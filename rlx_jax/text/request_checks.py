@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rlx_jax.compiler.settings import Buckets, bucket_size, fit_bucket
+from rlx_jax.compiler.buckets import Buckets, bucket_size, fit_bucket
 from rlx_jax.dataclasses import dataclass, field
 from rlx_jax.errors import ProfileError, RequestError, SequenceLengthError, TokenIdError, integer_text, shown
 from rlx_jax.io import limits
