@@ -46,14 +46,13 @@ def parse_dtype(dtype: Any, format: str | None, where: str) -> tuple[np.dtype[An
     if dtype is None:
         return None, None
     is_gguf = format == "gguf"
-    if isinstance(dtype, str) and dtype in STORAGE and is_gguf:
-        return F32, dtype
-    if isinstance(dtype, str) and dtype in QUANTIZERS and format in (None, "safetensors"):
-        return None, dtype
+    storages = (*STORAGE,) if is_gguf else (*QUANTIZERS,) if format in (None, "safetensors") else ()
+    if isinstance(dtype, str) and dtype in storages:
+        return F32 if is_gguf else None, dtype
     if isinstance(dtype, str) and dtype in ("q8_0", *QUANTIZERS):
         needed = "gguf" if dtype == "q8_0" else "safetensors"
         raise errors.DTypeError(f"{where}{quote(dtype)}: only written with format={needed!r}, got {quote(format)}")
-    names = (*STORAGE,) if is_gguf else ("f32", "bf16", "f16", *(QUANTIZERS if format in (None, "safetensors") else ()))
+    names = storages if is_gguf else ("f32", "bf16", "f16", *storages)
     try:
         target = as_dtype(dtype)
         fits = is_float(target) and (not is_gguf or short_name(target) in STORAGE)
