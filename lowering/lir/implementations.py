@@ -26,7 +26,7 @@ from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.index import TopK
 from rlx_jax.ir.ops.linalg import MatMul
-from rlx_jax.ir.ops.recurrent import CausalConvOp
+from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.lowering.lir.attention import choose as choose_attention
 from rlx_jax.lowering.lir.attention import cudnn, query_chunks
@@ -304,12 +304,18 @@ def choose_implementations(
         TopK: lambda call: choose_selection(call, use_kernels),
         ExpertFfn: lambda call: choose_experts(call, device, experts, model_sharding, use_kernels),
     }
+    with_kernels = (GatedDeltaOp, ExpertFfn) if experts == "auto" else (GatedDeltaOp,)
+    is_refused = kernels and not use_kernels and device.kind == "cuda"
+    place = f"jax {jax.__version__}" if device.has_kernels else device.name
+    reason = f"; no kernel: none for {'a mesh' if model_sharding is not None else place}"
     choices: dict[Call, Choice] = {}
     for inner, node in graph.walk():
         if isinstance(node.op, CHOICE_OPS):
             call = call_of(inner, node)
             with locate_errors(node.origin):
                 choice = rules[type(node.op)](call)
+            if choice is not None and is_refused and isinstance(node.op, with_kernels):
+                choice = Choice(choice.implementation, choice.reason + reason)
             choices |= {} if choice is None else {call: choice}
     return choices
 
