@@ -379,7 +379,7 @@ def _quant_state(t: ModuleTensors) -> tuple[int, int, int, int, float]:
     are not quantised, and what quantised scales lack.
 
     Raises:
-        ConfigError: it is malformed.
+        ConfigError: it is malformed. LimitError: a size is over 2**24.
     """
     if (state_type := t.type(_STATE, U8, rank=1)).size > 2**16:
         raise t.mismatch(_STATE, "at most 65,536 bytes", state_type)
