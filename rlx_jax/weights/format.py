@@ -115,10 +115,7 @@ def all_finite(values: np.ndarray[Any, Any]) -> bool:
         signed, unsigned, limit = _PATTERNS[flat.dtype]
         sign = 1 << 8 * flat.dtype.itemsize - 1
         # The largest signed integer has the pattern of a positive float, the largest unsigned one of a negative float.
-        return all(
-            int(part.view(signed).max()) < limit and int(part.view(unsigned).max()) < limit + sign
-            for part in (flat[i : i + _CHUNK] for i in range(0, flat.size, _CHUNK))
-        )
+        return bool(flat.view(signed).max(initial=0) < limit and flat.view(unsigned).max(initial=0) < limit + sign)
     return all(bool(np.isfinite(flat[i : i + _CHUNK]).all()) for i in range(0, flat.size, _CHUNK))
 
 

@@ -208,6 +208,9 @@ Inspect = Callable[[HostArray], None]
 
 _MIN_RUN_BYTES = 2**12  # bytes of a run that is worth a system call: a page, the least that a disk reads
 _BAND_BYTES = 2**20  # bytes that are read at once where runs are shorter: small enough that the buffer stays in cache
+# Bytes that are read between two inspections. After each a thread waits for one that runs Python, 5 ms: with 1 MiB two
+# threads read 0.48 GB/s beside one, with 4 MiB 1.53; alone 3.7 and 4.2.
+_INSPECTED_BYTES = 2**22
 _thread = threading.local()
 
 
@@ -340,7 +343,7 @@ class TensorFile(Closeable):
         start = info.start + sum(begin * step for begin, step in zip(starts, strides, strict=True))
         raw = values.reshape(-1).view(np.uint8)
         if axis == 0:
-            step = raw.nbytes if inspect is None else _BAND_BYTES
+            step = raw.nbytes if inspect is None else _INSPECTED_BYTES
             for at in range(0, raw.nbytes, step):
                 self._read_into(name, raw[at : at + step], start + at)
                 if inspect is not None:
