@@ -15,12 +15,14 @@ from rlx_jax.device import DEVICES
 from rlx_jax.ir.ops.experts import ClampedGate, ExpertFfn
 from rlx_jax.ir.ops.index import TopK
 from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp, SelectiveScanOp
+from rlx_jax.ir.ops.reduce import RmsNormOp
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.lowering.lir import experts, implementations, recurrent
 from rlx_jax.lowering.lir.implementations import (
     IMPLEMENTATIONS,
     KERNELS,
     choose_convolution,
+    choose_norm,
     choose_selection,
     runnable_choices,
     without_triton_warning,
@@ -188,6 +190,21 @@ def test_where_a_kernel_selects_entries(op: TopK, rows: int, want: bool) -> None
     name = "xla" if choice is None else choice.implementation
     for found, right in zip(jax.jit(lambda x: IMPLEMENTATIONS[name](op, x))(x), op.eval(jnp.asarray(x)), strict=True):
         np.testing.assert_array_equal(found, right)
+
+
+@pytest.mark.parametrize(
+    ("op", "tokens", "want"),
+    [(RmsNormOp(1e-6), 1024, True), (RmsNormOp(1e-6), 1023, False), (RmsNormOp(1e-6, offset=1.0), 1024, False)],
+)
+def test_where_a_norm_multiplies_in_f32(op: RmsNormOp, tokens: int, want: bool) -> None:
+    """Of many tokens in bf16, where the norm is rounded before its weight; its numbers are the same."""
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.normal(size=size) * 2, jnp.bfloat16) for size in ((1, tokens, 512), 512)]
+    choice = choose_norm((op, tuple(TensorType(a.shape, a.dtype) for a in arrays)), use_kernels=True)
+    assert (choice is not None) == want
+    name = "xla" if choice is None else choice.implementation
+    found, right = jax.jit(lambda *a: IMPLEMENTATIONS[name](op, *a))(*arrays), op.eval(*arrays)
+    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(right, np.float32))
 
 
 PLANS: dict[str, tuple[dict[str, Any], str, bool]] = {

@@ -26,7 +26,9 @@ from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.index import TopK
 from rlx_jax.ir.ops.linalg import MatMul
+from rlx_jax.ir.ops.pointwise import same_rank
 from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp
+from rlx_jax.ir.ops.reduce import RmsNormOp
 from rlx_jax.ir.types import is_float, short_name
 from rlx_jax.lowering.lir.attention import choose as choose_attention
 from rlx_jax.lowering.lir.attention import cudnn, query_chunks
@@ -162,6 +164,34 @@ def choose_selection(call: Call, use_kernels: bool) -> Choice | None:
     return None
 
 
+# Tokens and width of a norm, at least, whose weight XLA multiplies with in a kernel of its own.
+MIN_NORM_TOKENS, MIN_NORM_WIDTH = 1024, 512
+
+
+def choose_norm(call: Call, use_kernels: bool) -> Choice | None:
+    """Choose `rounded` for norms of many tokens in bf16; else None."""
+    op, (x, gamma, *beta) = call
+    assert isinstance(op, RmsNormOp)
+    is_bf16 = short_name(x.dtype) == short_name(gamma.dtype) == "bf16"
+    width = int(x.shape[-1])
+    is_large = width >= MIN_NORM_WIDTH and x.size >= MIN_NORM_TOKENS * width
+    if use_kernels and is_bf16 and is_large and len(gamma.shape) == 1 and not op.offset and not beta:
+        return Choice("rounded", "one kernel")
+    return None
+
+
+def rounded(op: RmsNormOp, x: Array, gamma: Array) -> Array:
+    """Compute a norm with a weight in float32, after the same rounding.
+
+    The product of two bf16 numbers is exact in float32. XLA joins one in bf16 to the next op instead of the norm, and
+    makes it a kernel of its own if that op is a call of cuBLAS.
+    """
+    f32 = jnp.float32
+    normed = op.eval(x.astype(f32), jnp.ones(gamma.shape, f32))
+    normed = lax.reduce_precision(normed, exponent_bits=8, mantissa_bits=7)
+    return jnp.multiply(*same_rank(normed, gamma.astype(f32))).astype(x.dtype)
+
+
 def unfused(op: CausalConvOp, *arrays: Array) -> Array:
     """Compute a convolution as a kernel without the ops that read it.
 
@@ -220,7 +250,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     # Operands transposed to have the head axis first: XLA's batched products on a CPU are faster so.
     "heads_first": lambda op, *arrays: op.eval(*arrays, heads_first=True),
     **{fn.__name__: functools.partial(few_rows, fn) for fn in (row, lanes)},
-    **{fn.__name__: fn for fn in (cudnn, query_chunks, one_token, chunks_at_once, chunk_by_chunk, in_loop, unfused)},
+    **{fn.__name__: fn for fn in (cudnn, query_chunks, one_token, chunks_at_once, chunk_by_chunk, in_loop)},
+    **{fn.__name__: fn for fn in (rounded, unfused)},
     **{fn.__name__: fn for fn in (gathered, blocked, looped, ragged)},
     **{name: lambda *arrays, name=name: getattr(_kernels, name)(*arrays) for name in TRITON_KERNELS},
     **dict.fromkeys(MOSAIC_KERNELS, group_kernel),
@@ -301,6 +332,7 @@ def choose_implementations(
         ExpertGroup: lambda call: Choice("streamed", "two kernels, with the selection of experts"),
         KernelGroup: lambda call: Choice("matvec", "one kernel with the ops around the product"),
         CausalConvOp: lambda call: choose_convolution(call, device),
+        RmsNormOp: lambda call: choose_norm(call, use_kernels),
         TopK: lambda call: choose_selection(call, use_kernels),
         ExpertFfn: lambda call: choose_experts(call, device, experts, model_sharding, use_kernels),
     }

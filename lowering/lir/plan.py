@@ -24,6 +24,7 @@ from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.index import TopK
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp, SelectiveScanOp
+from rlx_jax.ir.ops.reduce import RmsNormOp
 from rlx_jax.ir.param import (
     PackedArray,
     Program,
@@ -50,7 +51,7 @@ RECURRENCES = (GatedDeltaOp, SelectiveScanOp)
 CACHE_WRITES = (CacheUpdate, RingStep)
 GROUPS = (AttentionGroup, DeltaGroup, ExpertGroup, KernelGroup)
 # The ops that may have a choice.
-CHOICE_OPS = (AttentionOp, CausalConvOp, ExpertFfn, TopK, *GROUPS, *PRODUCTS, *RECURRENCES, *CACHE_WRITES)
+CHOICE_OPS = (AttentionOp, CausalConvOp, ExpertFfn, RmsNormOp, TopK, *GROUPS, *PRODUCTS, *RECURRENCES, *CACHE_WRITES)
 
 
 @dataclass(frozen=True)
