@@ -39,8 +39,10 @@ def test_the_same_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert steps and all(e.lir.shard is not None and not (e.donation and e.donation.state_problem()) for e in steps)
 
 
-def planned(monkeypatch: pytest.MonkeyPatch, kinds: str = "tensor", devices: int = 2, **fields: Any) -> Lir:
-    """Return a decode step of one row of a small Llama over a mesh, planned for an H200 in bf16."""
+def planned(
+    monkeypatch: pytest.MonkeyPatch, kinds: str = "tensor", devices: int = 2, rows: int = 1, **fields: Any
+) -> Lir:
+    """Return a decode step of some rows of a small Llama over a mesh, planned for an H200 in bf16."""
     for module in (passes, settings):
         monkeypatch.setattr(module, "has_mosaic", lambda: True)
     config = {
@@ -53,7 +55,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, kinds: str = "tensor", devices: int
     model = rlx.CausalLM(flow, flow.shapes(), profile=profile, max_positions=64, mesh=mesh(kinds, devices)).model
     programs = model.programs
     template = programs.template(ProgramKey(model.name, "extend", last_only=True))
-    sizes = {"batch": programs.settings.buckets.row_multiple, "seq": 1}
+    sizes = {"batch": rows * programs.settings.buckets.row_multiple, "seq": 1}
     return make_lir(template, {symbol: sizes.get(symbol, 64) for symbol in template.symbols}, programs.settings)
 
 
@@ -151,10 +153,14 @@ def test_axes_of_a_reshape() -> None:
     assert reshape_groups((1, 1), ()) == []
 
 
-def test_small_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels over a mesh set XLA's option, unless the profile does; devices without kernels, and `off`, do not."""
+def test_options_of_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels over a mesh set them, unless the profile does; devices without kernels, and `off`, do not."""
     option, found = "xla_gpu_graph_min_graph_size", []
     for backend in ({}, {"compiler_options": {option: 7}}, {"kernels": "off"}):
         found.append(planned(monkeypatch, backend={"cuda": backend}).plan.compiler_options.get(option))
     other_device = planned(monkeypatch, fusion={"target": "a100"}).plan.compiler_options
     assert found == [2, 7, None] and option not in other_device
+    no_triton = {"xla_gpu_enable_triton_gemm": False}
+    for asked, want in (({}, no_triton), ({option: 7}, {option: 7, **no_triton})):
+        lir = planned(monkeypatch, rows=64, backend={"cuda": {"compiler_options": asked}})
+        assert lir.plan.compiler_options == want

@@ -31,6 +31,7 @@ from rlx_jax.compiler.settings import (
     choose_settings,
     kernel_refusal,
     lowering_settings,
+    mesh_options,
     no_kernels_message,
     step_refusal,
 )
@@ -275,6 +276,7 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
     grouped = tuple(p.name for p in groupings if p.runs(job))
     if shard is None:
         return Lir(graph, plan, grouped, refusal or step_refusal(settings, job.program))
+    plan = replace(plan, compiler_options=mesh_options(settings, binding.get("batch", 1)))
     return Lir(global_graph, plan, grouped, shard=replace(shard, graph=graph))
 
 

@@ -40,8 +40,11 @@ CLEANING = ("cse", "constant_folding", "dce")
 # call on the host, and 32 gain nothing. On a CPU a step takes longer than a call, and users see tokens sooner with 4.
 DEFAULT_STEPS = {"cpu": 4}
 # Options of XLA with kernels over a mesh. Sums over devices end a CUDA graph, and by default XLA makes none of fewer
-# than 5 kernels. A step of 8B on two H200 takes 3.14 ms in place of 3.26, and 4.52 in place of 4.47 with 64 rows.
+# than 5 kernels. A step of 8B on two H200 takes 3.14 ms in place of 3.26. With 64 rows, where no kernel multiplies, it
+# takes 4.52 in place of 4.47; the other option is for these, where Triton divides sums of products into two kernels:
+# 4.23 ms. Fewer rows than 64, and more than kernels multiply, were not measured.
 MESH_OPTIONS = {"xla_gpu_graph_min_graph_size": 2}
+MANY_ROWS, MANY_ROWS_OPTIONS = 64, {"xla_gpu_enable_triton_gemm": False}
 # Options of XLA for steps that train in bf16 on an H100 or H200. XLA moves ops into Triton's kernel of a product after
 # them, and they stay alone if it then takes cuBLAS, as it mostly does; it joins q, k and v, to split them again. A step
 # of Llama 1B on one H200 takes 237.0 ms in place of 238.5, and compiles in 11 s in place of 25.
@@ -292,6 +295,15 @@ def with_model_sharding(settings: Settings, model_sharding: ModelSharding) -> Se
     if settings.device.has_kernels and plan.kernels:
         plan = replace(plan, compiler_options={**_unnamed(MESH_OPTIONS), **plan.compiler_options})
     return replace(settings, model_sharding=model_sharding, buckets=buckets, plan=plan)
+
+
+def mesh_options(settings: Settings, rows: int) -> Mapping[str, Any]:
+    """Return the options of XLA for a step of so many rows over a mesh, as the program of one device."""
+    options, asked = settings.plan.compiler_options, getattr(settings.profile.backend, settings.target).compiler_options
+    if rows < MANY_ROWS:
+        return options
+    kept = {name: value for name, value in options.items() if name in asked or name not in MESH_OPTIONS}
+    return {**_unnamed(MANY_ROWS_OPTIONS), **kept}
 
 
 def differences(first: Settings, other: Settings) -> list[str]:
