@@ -1,5 +1,7 @@
 """Instructions of the products of 2 to 8 rows with a tile of a weight (`row_products.py`), bf16 or packed.
 
+In its functions t is a `RowsTiling`.
+
 Rows of the weight are the rows of the instruction `mma.m16n8k16`, rows of x its columns. Codes become bf16 in
 registers, exactly: the scale of a group multiplies the sum of its products, in float32, so that values are not rounded
 to the dtype of the weight as `PackedWeight.decode` rounds them.
@@ -10,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -18,9 +20,6 @@ from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.packed_values import decode_slice, group_scales
 from rlx_jax.lowering.lir.mosaic import arith, array_of, ir, llvm, mgpu, mma, number, plgpu, vector, words
 from rlx_jax.lowering.lir.packed_matvec import WARPS
-
-if TYPE_CHECKING:
-    from rlx_jax.lowering.lir.row_products import RowsTiling
 
 AnyArray = Any
 
@@ -45,7 +44,7 @@ def sum_layout() -> Any:
     )
 
 
-def product(t: RowsTiling, arrays: Sequence[AnyArray], x: AnyArray, interpret: bool) -> AnyArray:
+def product(t: Any, arrays: Sequence[AnyArray], x: AnyArray, interpret: bool) -> AnyArray:
     """Return the sums of each warp, float32 `[WARPS, 8, TILE_ROWS]`; rows after the last of x repeat them.
 
     Args:
@@ -64,7 +63,7 @@ def product(t: RowsTiling, arrays: Sequence[AnyArray], x: AnyArray, interpret: b
     return plgpu.inline_mgpu(arg_types=tuple(layouts), return_type=out)(functools.partial(emit_product, t))(*arrays, x)
 
 
-def decoded(t: RowsTiling, arrays: Sequence[AnyArray]) -> AnyArray:
+def decoded(t: Any, arrays: Sequence[AnyArray]) -> AnyArray:
     """Return the values of a tile, without constant arrays, which a kernel cannot have."""
     named = dict(zip(("codes", "scales"), arrays, strict=True))
     scales, columns = group_scales(named, t.scheme), t.tile_groups * GROUP
@@ -77,7 +76,7 @@ def decoded(t: RowsTiling, arrays: Sequence[AnyArray]) -> AnyArray:
     return jnp.concatenate([part(start) for start in range(0, columns, size)], axis=1)
 
 
-def emit_product(t: RowsTiling, _: Any, *arrays: Any) -> Any:
+def emit_product(t: Any, _: Any, *arrays: Any) -> Any:
     """Emit the instructions of `product`, for registers of its operands."""
     *weights, x = arrays
     groups, f32 = t.tile_groups // WARPS, ir.F32Type.get()
@@ -94,7 +93,7 @@ def emit_product(t: RowsTiling, _: Any, *arrays: Any) -> Any:
     return array_of(registers, sum_layout(), (WARPS, COLUMNS, TILE_ROWS))
 
 
-def values_of_run(t: RowsTiling, register: Any) -> list[list[Any]]:
+def values_of_run(t: Any, register: Any) -> list[list[Any]]:
     """Return words of bf16 of the bytes of a run, for each of its groups."""
     parts = words(register)
     if not t.scheme:
@@ -152,7 +151,7 @@ def six_bit_scale(array: Any, row: int, group: int, is_minimum: int) -> Any:
 
 
 def add_group(
-    t: RowsTiling, factors: Any, total: list[Any], group: int, rows: Sequence[list[Any]], x: Sequence[Any]
+    t: Any, factors: Any, total: list[Any], group: int, rows: Sequence[list[Any]], x: Sequence[Any]
 ) -> list[Any]:
     """Return the total with the products of a group.
 
@@ -184,7 +183,7 @@ def add_group(
     return [llvm.intr_fma(sums[i], scales[i // 2], total[i]) for i in range(4)]
 
 
-def groups_of_run(t: RowsTiling, run: int) -> list[int]:
+def groups_of_run(t: Any, run: int) -> list[int]:
     """Return the groups of a warp that the bytes of a run belong to: one, or one for each half of a byte."""
     if t.bits >= 8 or t.vector == 4:
         return [run]
