@@ -93,11 +93,11 @@ GPU_LAYERS, MOE_LAYERS = 4, 2
 """Layers are unrolled, and each takes its time to compile; those of the mixture have 0.6 B parameters each."""
 
 FIGURES = {
-    ("llama", 1, 256): 0.832, ("llama", 8, 256): 1.015, ("llama", 64, 256): 1.335, ("qwen3", 1, 256): 0.760,
-    ("qwen3", 64, 256): 1.654, ("gemma3_text", 1, 256): 1.101,
+    ("llama", 1, 256): 0.797, ("llama", 8, 256): 0.902, ("llama", 64, 256): 1.274, ("qwen3", 1, 256): 0.737,
+    ("qwen3", 64, 256): 1.669, ("gemma3_text", 1, 256): 1.052, ("qwen3_moe", 1, 256): 0.506,
     ("qwen3_moe", 8, 256): 1.538, ("qwen3_moe", 64, 256): 2.934,
-    ("qwen3_5_text", 8, 256): 1.241, ("qwen3_5_text", 64, 256): 2.125, ("135m", 1, 256): 0.496,
-    ("8b", 64, 256): 5.41,
+    ("qwen3_5_text", 1, 256): 0.933, ("qwen3_5_text", 8, 256): 1.241, ("qwen3_5_text", 64, 256): 2.125,
+    ("135m", 1, 256): 0.467, ("8b", 64, 256): 5.41,
 }  # fmt: skip
 PROMPT_FIGURES = {
     ("llama", 1, 512): 2.87, ("llama", 1, 2048): 8.17, ("llama", 8, 2048): 58.5, ("qwen3_moe", 8, 2048): 34.8,

@@ -81,8 +81,8 @@ class Rates:
         return compute / rate.flops, memory / rate.bytes, rate.seconds
 
 
-# Fractions of an H200, fitted to 19 figures of benchmarks/README.md and docs/performance.md: steps and prompts of
-# Llama, Qwen 3, Gemma 3, mixture and Qwen 3.5 shapes in bf16. The largest error on these same figures is 19 %
+# Fractions of an H200, fitted to figures of benchmarks/README.md and docs/performance.md: steps and prompts of
+# Llama, Qwen 3, Gemma 3, mixture and Qwen 3.5 shapes in bf16. The largest error on 21 such figures is 18 %
 # (`python benchmarks/plan.py --figures`, jax 0.11); docs/plan.md has what was compared otherwise. Attention is
 # counted without its causal mask and recurrences with each state read twice, so that fractions may be 1 or more.
 H200_KERNELS: Mapping[KernelKind, KernelRate] = {
