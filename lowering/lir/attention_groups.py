@@ -24,16 +24,7 @@ from rlx_jax.ir.ops.shape import Reshape, SplitLast
 from rlx_jax.ir.queries import find_readers
 from rlx_jax.ir.region import join_nodes
 from rlx_jax.ir.types import TensorType
-from rlx_jax.lowering.lir.attention_step import (
-    MAX_KEYS,
-    MAX_KEYS_OF_ROWS,
-    MAX_KEYS_OF_TILES,
-    AttentionKernel,
-    HeadRow,
-    block_of,
-    divide,
-    has_tiles,
-)
+from rlx_jax.lowering.lir.attention_step import AttentionKernel, HeadRow, are_divided, divide
 from rlx_jax.lowering.lir.decode_attention import decode_attention
 from rlx_jax.lowering.lir.head_layouts import HALVES, HEAD_WIDTHS
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace
@@ -144,8 +135,7 @@ def has_kernel(op: AttentionOp, types: Sequence[TensorType]) -> bool:
     if rows > MAX_ROWS or q.shape[1] != 1 or k.shape[0] != rows:
         return False
     width, keys = int(q.shape[2]) // op.heads, int(k.shape[1])
-    most = MAX_KEYS_OF_TILES if has_tiles(rows, width, keys) else MAX_KEYS if rows == 1 else MAX_KEYS_OF_ROWS
-    if width not in HEAD_WIDTHS or not block_of(width) <= keys <= most:
+    if width not in HEAD_WIDTHS or not are_divided(rows, width, keys):
         return False
     if op.returns != "context" or not op.causal or op.ahead or op.precision != "default":
         return False

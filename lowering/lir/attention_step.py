@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.dataclasses import dataclass
-from rlx_jax.lowering.lir.head_layouts import READ_VECTOR, HeadLayouts
+from rlx_jax.lowering.lir.head_layouts import HeadLayouts
 from rlx_jax.lowering.lir.head_tiles import WARP_KEYS, WIDTH, key_layout, value_layout
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace
 from rlx_jax.lowering.lir.matvec import MULTIPROCESSORS
@@ -26,11 +26,11 @@ MAX_KEYS, MAX_KEYS_OF_TILES = 4096, 12288
 # Slots of a cache of several rows, at most: after 8,000 tokens of 8 rows the kernel takes 45 µs, XLA's form about 39.
 MAX_KEYS_OF_ROWS = 2048
 
-# Warpgroups of a program.
-WARPGROUPS = 4
+# Programs that share the keys of a head 256 wide, of a cache of 2,048 slots at most.
+WIDE_SPLITS = 8
 
-# Entries of a block of keys: 16 in each thread of a warpgroup.
-BLOCK_ENTRIES = 2048
+# Entries of the keys of a block in each warp, without tiles: 16 in each lane.
+WARP_ENTRIES = 512
 
 
 @dataclass(frozen=True)
@@ -94,19 +94,37 @@ class AttentionKernel:
         return has_tiles(self.rows, self.width, self.keys)
 
     @property
+    def warp_keys(self) -> int:
+        """Return the keys of a block in each warp."""
+        return warp_keys_of(self.rows, self.width, self.keys)
+
+    @property
     def block(self) -> int:
         """Return the keys of a block."""
-        return WARPS * WARP_KEYS if self.has_tiles else block_of(self.width)
+        return WARPS * self.warp_keys
+
+    @property
+    def groups(self) -> int:
+        """Return the warpgroups of a program: fewer if several programs share the keys of wide heads."""
+        return 2 if self.width == 256 else 4
 
 
 def has_tiles(rows: int, width: int, keys: int) -> bool:
     """Return whether blocks of keys are multiplied with all heads of a program at once (`head_tiles.py`)."""
-    return width == WIDTH and keys >= WARPS * WARP_KEYS and (rows > 1) == (keys <= MAX_KEYS_OF_ROWS)
+    is_divided = keys >= WARPS * WARP_KEYS and keys % WARP_KEYS == 0
+    return width == WIDTH and is_divided and (rows > 1) == (keys <= MAX_KEYS_OF_ROWS)
 
 
-def block_of(width: int) -> int:
-    """Return the keys of a block, of heads of this width."""
-    return BLOCK_ENTRIES // width
+def warp_keys_of(rows: int, width: int, keys: int) -> int:
+    """Return the keys of a block in each warp."""
+    return WARP_KEYS if has_tiles(rows, width, keys) else WARP_ENTRIES // width
+
+
+def are_divided(rows: int, width: int, keys: int) -> bool:
+    """Return whether warps can divide a cache of so many slots, and the kernel is faster than XLA's form."""
+    most = MAX_KEYS_OF_TILES if has_tiles(rows, width, keys) else MAX_KEYS if rows == 1 else MAX_KEYS_OF_ROWS
+    warp_keys = warp_keys_of(rows, width, keys)
+    return WARPS * warp_keys <= keys <= most and keys % warp_keys == 0
 
 
 def divide(rows: int, heads: int, kv_heads: int, width: int, keys: int) -> tuple[int, int]:
@@ -117,10 +135,11 @@ def divide(rows: int, heads: int, kv_heads: int, width: int, keys: int) -> tuple
     """
     most = MAX_ROWS if has_tiles(rows, width, keys) else 2
     sizes = [n for n in range(1, most + 1) if heads // kv_heads % n == 0]
-    if keys <= 2048:  # one program on each multiprocessor
+    if keys <= 2048 and width < 256:  # one program on each multiprocessor
         return next((n for n in sizes if rows * heads // n <= MULTIPROCESSORS), sizes[-1]), 1
     at_once = 1 if most == 2 else sizes[-1]
-    return at_once, min(16, max(1, MULTIPROCESSORS // (rows * heads // at_once)))
+    most_splits = 16 if keys > 2048 else WIDE_SPLITS
+    return at_once, min(most_splits, max(1, MULTIPROCESSORS // (rows * heads // at_once)))
 
 
 @dataclass(frozen=True)
@@ -133,6 +152,7 @@ class NewToken:
         slot: slot of the new token.
         is_written: whether there is a new token and a slot for it.
         first, end: the slots that the query may read.
+        last: position of the last token, for a ring.
     """
 
     start: AnyArray
@@ -141,6 +161,7 @@ class NewToken:
     is_written: AnyArray
     first: AnyArray
     end: AnyArray
+    last: AnyArray
 
     @staticmethod
     def of(spec: AttentionKernel, start: AnyArray, length: AnyArray, position: AnyArray) -> NewToken:
@@ -149,24 +170,23 @@ class NewToken:
         first = 0 if spec.is_ring or spec.window is None else lax.max(position - spec.window + 1, 0)
         end = lax.min(start + length if spec.is_ring else position + 1, spec.keys)
         is_written = jnp.logical_and(length > 0, slot < spec.keys)
-        return NewToken(start, position, slot, is_written, jnp.int32(first), end)
+        return NewToken(start, position, slot, is_written, jnp.int32(first), end, start + length - 1)
 
-    def allowed(self, spec: AttentionKernel, slots: AnyArray, first: AnyArray, last: AnyArray) -> AnyArray:
+    def allowed(self, spec: AttentionKernel, slots: AnyArray, first: AnyArray) -> AnyArray:
         """Return which slots of the cache the query reads, other than the new token's.
 
         Args:
             spec: the shapes.
             slots: numbers of slots, i32.
             first: slots before it are another block's.
-            last: position of the last token, for a ring.
         """
         is_allowed = (slots >= lax.max(first, self.first)) & (slots < self.end)
         is_allowed &= (slots != self.slot) | jnp.logical_not(self.is_written)
         if spec.is_ring:
-            back = lax.rem(last, spec.keys) - slots
+            back = lax.rem(self.last, spec.keys) - slots
             back = jnp.where(back < 0, back + spec.keys, back)  # tokens after the one in a slot
-            is_allowed &= back <= last
-            is_allowed &= self.reads(spec, last - back)
+            is_allowed &= back <= self.last
+            is_allowed &= self.reads(spec, self.last - back)
         return is_allowed
 
     def reads(self, spec: AttentionKernel, position: AnyArray) -> AnyArray:
@@ -181,7 +201,7 @@ class Blocks:
 
     Attributes:
         spec: the shapes.
-        caches: keys and values of the row `[keys, kv_heads * width]`.
+        caches: keys and values of the row `[keys / warp_keys, warp_keys, kv_heads * width]`.
         column: first column of the key head.
         first: number of the first block.
         stride: blocks from one to the next.
@@ -199,10 +219,11 @@ class Blocks:
         return first, lax.min(first, self.spec.keys - self.spec.block)
 
     def read(self, index: AnyArray) -> tuple[AnyArray, ...]:
-        """Return the keys and values of a block `[block, width]`."""
-        tile = HeadLayouts.of(self.spec.width, READ_VECTOR).tile
+        """Return the keys and values of a block `[WARPS, warp_keys, width]`."""
+        tile = HeadLayouts.of(self.spec.width).tile
         layouts = (key_layout(), value_layout()) if self.spec.has_tiles else (tile, tile)
-        place = pl.ds(self.row(index)[1], self.spec.block), pl.ds(self.column, self.spec.width)
+        number = self.row(index)[1] // self.spec.warp_keys
+        place = pl.ds(number, WARPS), slice(None), pl.ds(self.column, self.spec.width)
         refs = zip(self.caches, layouts, strict=True)
         return tuple(load(ref.at[place], layout=layout, optimized=False) for ref, layout in refs)
 

@@ -8,9 +8,8 @@ from rlx_jax.dataclasses import dataclass
 from rlx_jax.lowering.lir.mosaic import plgpu
 from rlx_jax.lowering.lir.packed_matvec import LANES, WARPS
 
-# Neighbouring entries of a lane, where it reads 16 bytes of bf16, and where sums over warps take 16 bytes of f32.
+# Neighbouring entries of a lane, where it reads 16 bytes of bf16.
 READ_VECTOR = 8
-SUM_VECTOR = 4
 
 # Widths of a head that the kernel divides among its threads.
 HEAD_WIDTHS = (32, 64, 128, 256)
@@ -24,7 +23,7 @@ class HeadLayouts:
     """Where the entries of arrays are in the registers of a warpgroup.
 
     Attributes:
-        tile: of a block of keys `[block, width]`: a lane has some neighbouring entries of a row.
+        tile: of a block of keys `[WARPS, keys, width]`: a lane has some neighbouring entries of a row.
         columns: of one row, in every warp.
         rows: of one entry for each key of a block.
     """
@@ -34,14 +33,19 @@ class HeadLayouts:
     rows: Any
 
     @staticmethod
-    def of(width: int, vector: int) -> HeadLayouts:
+    def of(width: int, vector: int = READ_VECTOR) -> HeadLayouts:
         """Return the layouts of heads of this width, with `vector` neighbouring entries in a lane."""
         columns = min(width, LANES * vector)
         row_lanes = LANES * vector // columns
-        tiles = plgpu.Tiling(((WARPS * row_lanes, columns), (row_lanes, vector)[row_lanes == 1 :]))
-        warp, *lanes = (-3, -2) if row_lanes == 1 else (-4, -2, -3)
+        tiles = plgpu.Tiling(((WARPS, row_lanes, columns), (row_lanes, vector)[row_lanes == 1 :]))
+        warp, *lanes = (-4, -2) if row_lanes == 1 else (-5, -2, -3)
         tile = plgpu.Layout.TILED(tiles, warp_dims=(warp,), lane_dims=tuple(lanes), vector_dim=-1)
-        return HeadLayouts(tile, tile.reduce(0), tile.reduce(1))
+        return HeadLayouts(tile, tile.reduce((0, 1)), tile.reduce(2))
+
+
+def sum_layout(width: int) -> Any:
+    """Return the layout of a row of f32 in every warp, of which a lane has 16 neighbouring bytes at most."""
+    return HeadLayouts.of(width, min(4, width // LANES)).columns
 
 
 def half_layout(size: int) -> Any:

@@ -1,4 +1,4 @@
-"""Softmax in one pass over the blocks of keys of a warpgroup (Milakov and Gimelshein 2018).
+"""Softmax in one pass over the blocks of keys of a warpgroup (Milakov and Gimelshein 2018), in each warp by itself.
 
 With few rows and keys each entry is multiplied by itself, in float32; else all heads of a program are multiplied with a
 block at once, on matrix units (`head_tiles.py`), with weights rounded to bf16.
@@ -7,14 +7,14 @@ block at once, on matrix units (`head_tiles.py`), with weights rounded to bf16.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from rlx_jax.lowering.lir.attention_step import WARPGROUPS, AttentionKernel, Blocks, NewToken
-from rlx_jax.lowering.lir.head_layouts import READ_VECTOR, SUM_VECTOR, HeadLayouts
+from rlx_jax.lowering.lir.attention_step import AttentionKernel, Blocks, NewToken
+from rlx_jax.lowering.lir.head_layouts import HeadLayouts, sum_layout
 from rlx_jax.lowering.lir.head_tiles import WARP_KEYS, result_layout, score, score_layout, weigh
 from rlx_jax.lowering.lir.mosaic import load, plgpu
 from rlx_jax.lowering.lir.packed_matvec import WARPS
@@ -27,103 +27,99 @@ LOWEST = -1e30
 
 
 def attend(
-    spec: AttentionKernel,
-    step: NewToken,
-    queries: Sequence[AnyArray],
-    blocks: Blocks,
-    ahead: Sequence[Any],
-    last: AnyArray,
+    spec: AttentionKernel, step: NewToken, blocks: Blocks, ahead: Sequence[Any], queries: Sequence[AnyArray]
 ) -> list[list[AnyArray]]:
-    """Return maximum, sum of exponentials and weighted sum of values for each query, of the keys of a warpgroup.
+    """Return maximum and sum of exponentials `[WARPS]`, and weighted values `[WARPS, width]`, for each query.
 
     Args:
         spec: the shapes.
         step: the numbers of the step.
-        queries: queries `[width]`, f32.
         blocks: the blocks of the warpgroup.
         ahead: keys and values of the first block, read before.
-        last: position of the last token.
-
-    Returns:
-        for each query, the maximum and the sum `[block]` and the weighted values `[block, width]`, of the keys at each
-        place of a block.
+        queries: queries `[width]`, f32.
     """
-    block, layouts = spec.block, HeadLayouts.of(spec.width, READ_VECTOR)
-    shape = (block, spec.width)
-    places = plgpu.broadcasted_iota(jnp.int32, (block,), 0, layout=layouts.rows)
-    across = functools.partial(lax.broadcast_in_dim, shape=shape, broadcast_dimensions=(0,))
+    layouts, shape = HeadLayouts.of(spec.width), (WARPS, spec.warp_keys, spec.width)
+    across = functools.partial(lax.broadcast_in_dim, shape=shape, broadcast_dimensions=(0, 1))
 
-    def add_block(i: AnyArray, carry: Any) -> Any:
-        sums, (keys, values) = carry
-        following = blocks.read(i + 1)
+    def add(sums: Any, keys: AnyArray, values: AnyArray, is_allowed: AnyArray) -> Any:
         keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
-        first, slot = blocks.row(i)
-        is_allowed = step.allowed(spec, places + slot, first, last)
         results = []
         for query, (peak, total, values_sum) in zip(queries, sums, strict=True):
-            scores = scaled(spec, (keys * lax.broadcast_in_dim(query, shape, (1,))).sum(axis=1))
+            scores = scaled(spec, (keys * lax.broadcast_in_dim(query, shape, (2,))).sum(axis=2))
             scores = jnp.where(is_allowed, scores, LOWEST)
             new_peak = jnp.maximum(peak, scores)
             weights = jnp.where(is_allowed, jnp.exp(scores - new_peak), 0.0)
             kept = jnp.exp(peak - new_peak)
             results.append((new_peak, total * kept + weights, values_sum * across(kept) + values * across(weights)))
-        return results, following
+        return results
 
-    def full(value: float, shape: tuple[int, ...], layout: Any) -> AnyArray:
-        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-    start = [
-        (full(LOWEST, (block,), layouts.rows), full(0.0, (block,), layouts.rows), full(0.0, shape, layouts.tile))
-        for _ in queries
-    ]
-    sums, _ = lax.fori_loop(0, blocks.count(step.end), add_block, (start, ahead))
-    return [list(s) for s in sums]
+    start = [start_of(shape[:2], layouts.rows, shape, layouts.tile) for _ in queries]
+    results = []
+    for peaks, totals, values in add_blocks(spec, step, blocks, ahead, (layouts.rows, shape[:2]), start, add):
+        peak = peaks.max(axis=1)
+        factors = jnp.exp(peaks - lax.broadcast_in_dim(peak, peaks.shape, (0,)))
+        results.append([peak, (totals * factors).sum(axis=1), (values * across(factors)).sum(axis=1)])
+    return results
 
 
 def attend_tiles(
-    spec: AttentionKernel, step: NewToken, queries: AnyArray, blocks: Blocks, ahead: Sequence[Any], last: AnyArray,
-    interpret: bool,
-) -> Any:  # fmt: skip
-    """Return maximum and sum of exponentials `[WARPS, 8]`, and weighted values `[WARPS, 8, width]`.
+    spec: AttentionKernel, step: NewToken, blocks: Blocks, ahead: Sequence[Any], queries: AnyArray, interpret: bool
+) -> Any:
+    """Return maximum and sum of exponentials `[8, WARPS]`, and weighted values `[8, WARPS, width]`.
 
     Args:
-        spec, step, blocks, ahead, last: as in `attend`.
+        spec, step, blocks, ahead: as in `attend`.
         queries: queries `[4 or 8, width]`, of which others repeat one.
         interpret: whether the kernel runs in Mosaic's interpreter.
     """
-    shape = (WARPS, MAX_ROWS, WARP_KEYS)
-    warps, keys = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=score_layout()) for axis in (0, 2))
-    places = warps * WARP_KEYS + keys
+    shape = (MAX_ROWS, WARPS, WARP_KEYS)
 
     def across(x: AnyArray, size: int) -> AnyArray:
-        return lax.broadcast_in_dim(x, (WARPS, MAX_ROWS, size), (0, 1))
+        return lax.broadcast_in_dim(x, (MAX_ROWS, WARPS, size), (0, 1))
 
-    def add_block(i: AnyArray, carry: Any) -> Any:
-        (peak, total, values_sum), (keys, values) = carry
-        following = blocks.read(i + 1)
-        first, slot = blocks.row(i)
-        is_allowed = step.allowed(spec, places + slot, first, last)
+    def add(sums: Any, keys: AnyArray, values: AnyArray, is_allowed: AnyArray) -> Any:
+        peak, total, values_sum = sums
         scores = jnp.where(is_allowed, scaled(spec, score(queries, keys, interpret)), LOWEST)
         new_peak = jnp.maximum(peak, scores.max(axis=2))
         weights = jnp.where(is_allowed, jnp.exp(scores - across(new_peak, WARP_KEYS)), 0.0)
         kept = jnp.exp(peak - new_peak)
         values_sum = values_sum * across(kept, spec.width) + weigh(weights.astype(values.dtype), values, interpret)
-        return (new_peak, total * kept + weights.sum(axis=2), values_sum), following
+        return new_peak, total * kept + weights.sum(axis=2), values_sum
 
-    def full(value: float, shape: tuple[int, ...], layout: Any) -> AnyArray:
-        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+    start = start_of(shape[:2], score_layout().reduce(2), (*shape[:2], spec.width), result_layout())
+    return add_blocks(spec, step, blocks, ahead, (score_layout(), shape), start, add)
 
-    rows = score_layout().reduce(2)
-    start = [full(LOWEST, shape[:2], rows), full(0.0, shape[:2], rows)]
-    start.append(full(0.0, (*shape[:2], spec.width), result_layout()))
-    sums, _ = lax.fori_loop(0, blocks.count(step.end), add_block, (tuple(start), tuple(ahead)))
+
+def start_of(shape: tuple[int, ...], layout: Any, values_shape: tuple[int, ...], values_layout: Any) -> tuple[Any, ...]:
+    """Return maximum, sum of exponentials and weighted values of no keys."""
+    places = (LOWEST, shape, layout), (0.0, shape, layout), (0.0, values_shape, values_layout)
+    return tuple(plgpu.layout_cast(jnp.full(size, x, jnp.float32), layout) for x, size, layout in places)
+
+
+def add_blocks(
+    spec: AttentionKernel, step: NewToken, blocks: Blocks, ahead: Sequence[Any], scores: tuple[Any, tuple[int, ...]],
+    start: Any, add: Callable[[Any, AnyArray, AnyArray, AnyArray], Any],
+) -> Any:  # fmt: skip
+    """Return the sums of all blocks, each read while the one before it is added.
+
+    Args:
+        spec, step, blocks, ahead: as in `attend`.
+        scores: layout and shape of scores `[…, WARPS, warp_keys]`.
+        start: sums of no keys.
+        add: function of sums, keys, values and which scores count, that returns the sums with them.
+    """
+    layout, shape = scores
+    warp, key = (plgpu.broadcasted_iota(jnp.int32, shape, len(shape) + axis, layout=layout) for axis in (-2, -1))
+    places = warp * spec.warp_keys + key
+
+    def add_block(i: AnyArray, carry: Any) -> Any:
+        sums, (keys, values) = carry
+        following = blocks.read(i + 1)
+        first, slot = blocks.row(i)
+        return add(sums, keys, values, step.allowed(spec, places + slot, first)), following
+
+    sums, _ = lax.fori_loop(0, blocks.count(step.end), add_block, (start, tuple(ahead)))
     return sums
-
-
-def spread(number: AnyArray, width: int) -> AnyArray:
-    """Return a row of one f32 number."""
-    row = jnp.broadcast_to(jnp.asarray(number, jnp.float32), (width,))
-    return plgpu.layout_cast(row, HeadLayouts.of(width, SUM_VECTOR).columns)
 
 
 def combine(parts: Sequence[Sequence[AnyArray]]) -> list[AnyArray]:
@@ -136,42 +132,21 @@ def combine(parts: Sequence[Sequence[AnyArray]]) -> list[AnyArray]:
     return [peak, total, values]
 
 
-def sum_places(spec: AttentionKernel, refs: Sequence[Any]) -> list[AnyArray]:
-    """Return maximum, sum of exponentials and weighted values `[width]` of all places of all warpgroups.
-
-    Args:
-        spec: the shapes.
-        refs: maxima and sums `[groups, 2, block]`, and weighted values `[groups, 2, block, width]` in two parts.
-    """
-    layouts = HeadLayouts.of(spec.width, SUM_VECTOR)
-    peaks, totals = ([load(refs[0].at[g, j], layout=layouts.rows) for g in range(WARPGROUPS)] for j in range(2))
-    peak = functools.reduce(jnp.maximum, peaks).max(axis=0)
-    factors = [jnp.exp(p - peak) for p in peaks]
-    total = functools.reduce(jnp.add, (f * t for f, t in zip(factors, totals, strict=True))).sum(axis=0)
-    across = functools.partial(lax.broadcast_in_dim, shape=(spec.block, spec.width), broadcast_dimensions=(0,))
-    parts = [(g, part) for g in range(WARPGROUPS) for part in range(2)]
-    tiles = (load(refs[1].at[place], layout=layouts.tile).astype(jnp.float32) for place in parts)
-    values = functools.reduce(jnp.add, (tile * across(factors[g]) for tile, (g, _) in zip(tiles, parts, strict=True)))
-    return [spread(peak, spec.width), spread(total, spec.width), values.sum(axis=0)]
-
-
-def warp_sums(spec: AttentionKernel, refs: Sequence[Any], slot: AnyArray) -> list[list[AnyArray]]:
+def warp_sums(spec: AttentionKernel, totals_ref: Any, sums_ref: Any) -> list[list[AnyArray]]:
     """Return maximum, sum of exponentials and weighted values `[width]` of each warp for a query.
 
     Args:
         spec: the shapes.
-        refs: maxima and sums `[2, warps, 8]`, and weighted values `[warps, 8, width]`.
-        slot: number of the query.
+        totals_ref: maxima and sums `[2, warps]`.
+        sums_ref: weighted values `[parts, warps, width]`, to be added.
     """
-    totals_ref, values_ref = refs
-    columns = HeadLayouts.of(spec.width, SUM_VECTOR).columns
-    return [
-        [
-            *(spread(totals_ref[i, warp, slot], spec.width) for i in range(2)),
-            load(values_ref.at[warp, slot], layout=columns, optimized=False),
-        ]
-        for warp in range(WARPGROUPS * WARPS)
-    ]
+    layout = sum_layout(spec.width)
+    results = []
+    for warp in range(totals_ref.shape[1]):
+        refs = [sums_ref.at[part, warp] for part in range(sums_ref.shape[0])]
+        values = [load(ref, layout=layout, optimized=False).astype(jnp.float32) for ref in refs]
+        results.append([totals_ref[0, warp], totals_ref[1, warp], functools.reduce(jnp.add, values)])
+    return results
 
 
 def scaled(spec: AttentionKernel, scores: AnyArray) -> AnyArray:

@@ -31,9 +31,9 @@ def query_layout(heads: int) -> Any:
 
 
 def key_layout() -> Any:
-    """Return where a block of keys `[WARPS · WARP_KEYS, width]` is."""
-    tiles = plgpu.Tiling(((WARPS * WARP_KEYS, 32), (WARP_KEYS, 32), (8, 32), (8,)))
-    return plgpu.Layout.TILED(tiles, warp_dims=(-7,), lane_dims=(-3, -2), vector_dim=-1)
+    """Return where a block of keys `[WARPS, WARP_KEYS, width]` is."""
+    tiles = plgpu.Tiling(((WARPS, WARP_KEYS, 32), (8, 32), (8,)))
+    return plgpu.Layout.TILED(tiles, warp_dims=(-6,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 def value_layout() -> Any:
@@ -41,28 +41,28 @@ def value_layout() -> Any:
 
     The two columns of a lane in a result are 32 apart: lanes then store results to several banks of shared memory.
     """
-    tiles = plgpu.Tiling(((WARPS * WARP_KEYS, 64), (WARP_KEYS, 64), (8, 64), (2, 32), (8,)))
-    return plgpu.Layout.TILED(tiles, warp_dims=(-9,), lane_dims=(-2, -4, -5), vector_dim=-1)
+    tiles = plgpu.Tiling(((WARPS, WARP_KEYS, 64), (8, 64), (2, 32), (8,)))
+    return plgpu.Layout.TILED(tiles, warp_dims=(-8,), lane_dims=(-2, -4, -5), vector_dim=-1)
 
 
 def score_layout() -> Any:
-    """Return where the scores `[WARPS, 8, WARP_KEYS]` are."""
-    tiles = plgpu.Tiling(((WARPS, MAX_ROWS, WARP_KEYS), (8,), (2,)))
-    return plgpu.Layout.TILED(tiles, warp_dims=(-5,), lane_dims=(-4, -2), vector_dim=-1)
+    """Return where the scores `[8, WARPS, WARP_KEYS]` are."""
+    tiles = plgpu.Tiling(((MAX_ROWS, WARPS, WARP_KEYS), (8,), (2,)))
+    return plgpu.Layout.TILED(tiles, warp_dims=(-4,), lane_dims=(-5, -2), vector_dim=-1)
 
 
 def result_layout() -> Any:
-    """Return where the weighted values `[WARPS, 8, width]` are."""
-    tiles = plgpu.Tiling(((WARPS, MAX_ROWS, 64), (32,), (8,), (4,)))
-    return plgpu.Layout.TILED(tiles, warp_dims=(-6,), lane_dims=(-5, -3), vector_dim=-1)
+    """Return where the weighted values `[8, WARPS, width]` are."""
+    tiles = plgpu.Tiling(((MAX_ROWS, WARPS, 64), (32,), (8,), (4,)))
+    return plgpu.Layout.TILED(tiles, warp_dims=(-5,), lane_dims=(-6, -3), vector_dim=-1)
 
 
 def score(queries: AnyArray, keys: AnyArray, interpret: bool) -> AnyArray:
     """Return the products of queries and a block of keys, f32."""
     if interpret:
-        y = jnp.einsum("hd,wkd->whk", *(a.astype(jnp.float32) for a in (queries, keys.reshape(WARPS, WARP_KEYS, -1))))
-        return jnp.tile(y, (1, MAX_ROWS // len(queries), 1))
-    out = plgpu.ShapeDtypeStruct((WARPS, MAX_ROWS, WARP_KEYS), jnp.float32, layout=score_layout())
+        y = jnp.einsum("hd,wkd->hwk", *(a.astype(jnp.float32) for a in (queries, keys)))
+        return jnp.tile(y, (MAX_ROWS // len(queries), 1, 1))
+    out = plgpu.ShapeDtypeStruct((MAX_ROWS, WARPS, WARP_KEYS), jnp.float32, layout=score_layout())
     layouts = query_layout(len(queries)), key_layout()
     return plgpu.inline_mgpu(arg_types=layouts, return_type=out)(emit_scores)(queries, keys)
 
@@ -70,9 +70,8 @@ def score(queries: AnyArray, keys: AnyArray, interpret: bool) -> AnyArray:
 def weigh(weights: AnyArray, values: AnyArray, interpret: bool) -> AnyArray:
     """Return the sums of a block of values times the weights, bf16, of each warp, f32."""
     if interpret:
-        f32 = (a.astype(jnp.float32) for a in (weights, values.reshape(WARPS, WARP_KEYS, -1)))
-        return jnp.einsum("whk,wkd->whd", *f32)
-    shape = (WARPS, MAX_ROWS, values.shape[1])
+        return jnp.einsum("hwk,wkd->hwd", *(a.astype(jnp.float32) for a in (weights, values)))
+    shape = (MAX_ROWS, WARPS, values.shape[2])
     out = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=result_layout())
     layouts = score_layout(), value_layout()
     return plgpu.inline_mgpu(arg_types=layouts, return_type=out)(functools.partial(emit_values, shape))(weights, values)
@@ -89,7 +88,7 @@ def emit_scores(_: Any, queries: Any, keys: Any) -> Any:
             for i in (0, 2):
                 sums = mma(sums, (a[i], zero, a[i + 1], zero), b[i : i + 2])
         results.append(vector_of(sums[:2]))
-    return array_of(results, score_layout(), (WARPS, MAX_ROWS, WARP_KEYS))
+    return array_of(results, score_layout(), (MAX_ROWS, WARPS, WARP_KEYS))
 
 
 def emit_values(shape: tuple[int, ...], _: Any, weights: Any, values: Any) -> Any:
