@@ -149,14 +149,11 @@ def ops_after(graph: Graph, product: int, readers: Mapping[Value, Sequence[int]]
 def ops_before(graph: Graph, product: int, readers: Mapping[Value, Sequence[int]], others: set[int]) -> list[int]:
     """Return the ops before a product that join its group, in order, other than those in `others`.
 
-    A group of several rows has only ops with results that no other node reads. It has none if the weight may be packed,
-    as those kernels have fewer registers to spare and were not measured.
+    A group of several rows has only ops with results that no other node reads.
     """
     x, weight = graph.nodes[product].inputs[:2]
     size, count = int(graph.type(weight).shape[1]), row_count(graph, graph.nodes[product])
-    programs = getattr(graph.nodes[weight.node].op, "programs", ())
-    has_ops = count == 1 or size <= MAX_COLUMNS and not any(map(packing_of, programs))
-    members, pending = set[int](), [x.node] if has_ops else []
+    members, pending = set[int](), [x.node] if count == 1 or size <= MAX_COLUMNS else []
     while pending and len(members) < MAX_OPS:
         number = pending.pop(0)
         if count > 1 and not members.union([product]).issuperset(readers[Value(number)]):
