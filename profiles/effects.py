@@ -40,7 +40,7 @@ class ModelFacts:
         name: the name of the flow.
         profile: its profile.
         target: the platform to compile for.
-        features: the features of the first template, names of `REASONS` and "recurrence", "window", "state".
+        features: the features of the first template, names of `REASONS` and "recurrence", "packed", "window", "state".
         programs: the programs that calls of the model run.
         has_cache: whether one of them has cached keys and values.
         serves_requests: whether the model serves requests, which come from the host and are padded.
@@ -210,9 +210,9 @@ def never(value: Any, facts: ModelFacts) -> str:
 
 
 def needs_kernels(value: Any, facts: ModelFacts) -> str:
-    """Return why `kernels` has no effect: they run experts, recurrences and decoded rows, on some devices."""
-    has_use = facts.has_cache or facts.features & {"experts", "recurrence"}
-    return facts.no_kernels if has_use else "there are no experts and no recurrence, and nothing is decoded"
+    """Return why `kernels` has no effect: they run experts, recurrences, packed weights and decoded rows."""
+    has_use = facts.has_cache or facts.features & {"experts", "recurrence", "packed"}
+    return facts.no_kernels if has_use else "there are no experts, recurrences and packed weights, nothing is decoded"
 
 
 def needs_generation(value: Any, facts: ModelFacts) -> str:

@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.custom_batching import custom_vmap
 
 from rlx_jax.device import Device
-from rlx_jax.ir.graph import Graph, Mir, locate_errors
+from rlx_jax.ir.graph import Graph, Mir, Param, locate_errors
 from rlx_jax.ir.kernel_group import AttentionGroup, DeltaGroup, ExpertGroup, KernelGroup
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.cache import CacheUpdate, RingStep, write_rows
@@ -37,7 +37,7 @@ from rlx_jax.lowering.lir.expert_groups import run_experts
 from rlx_jax.lowering.lir.experts import blocked, choose_experts, gathered, looped, ragged
 from rlx_jax.lowering.lir.lanes import has_lanes, lanes
 from rlx_jax.lowering.lir.mosaic import LazyModule
-from rlx_jax.lowering.lir.packed import decoded
+from rlx_jax.lowering.lir.packed import decoded, multiplies_tiles
 from rlx_jax.lowering.lir.plan import CACHE_WRITES, CHOICE_OPS, PRODUCTS, RECURRENCES, Call, Choice, call_of
 from rlx_jax.lowering.lir.product_groups import run_group
 from rlx_jax.lowering.lir.recurrent import choose as choose_recurrence
@@ -239,8 +239,9 @@ def group_kernel(op: Mir, *arrays: AnyArray) -> Any:
 
 # Imported only when a kernel runs, as it imports Pallas.
 _kernels = LazyModule("rlx_jax.lowering.lir.kernels")
+_packed_tiles = LazyModule("rlx_jax.lowering.lir.packed_tiles")
 
-TRITON_KERNELS = ("grouped", "one_pass", "states_in_one", "convolved_states", "selected")
+TRITON_KERNELS = ("grouped", "one_pass", "states_in_one", "convolved_states", "selected", "packed_tiles")
 MOSAIC_KERNELS = ("matvec", "decode_attention", "streamed")
 KERNELS = (*TRITON_KERNELS, *MOSAIC_KERNELS)
 
@@ -253,7 +254,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     **{fn.__name__: fn for fn in (cudnn, query_chunks, one_token, chunks_at_once, chunk_by_chunk, in_loop)},
     **{fn.__name__: fn for fn in (rounded, unfused)},
     **{fn.__name__: fn for fn in (gathered, blocked, looped, ragged)},
-    **{name: lambda *arrays, name=name: getattr(_kernels, name)(*arrays) for name in TRITON_KERNELS},
+    **{name: lambda *arrays, name=name: getattr(_kernels, name)(*arrays) for name in TRITON_KERNELS[:-1]},
+    "packed_tiles": lambda *arrays: _packed_tiles.packed_tiles(*arrays),
     **dict.fromkeys(MOSAIC_KERNELS, group_kernel),
 }
 
@@ -348,6 +350,9 @@ def choose_implementations(
                 choice = rules[type(node.op)](call)
             if choice is not None and is_refused and isinstance(node.op, with_kernels):
                 choice = Choice(choice.implementation, choice.reason + reason)
+            weight = inner.nodes[node.inputs[1].node].op if isinstance(node.op, PRODUCTS) else None
+            if use_kernels and isinstance(weight, Param) and multiplies_tiles(call, weight.programs):
+                choice = Choice("packed_tiles", "a kernel decodes the packed weight in registers")
             choices |= {} if choice is None else {call: choice}
     return choices
 

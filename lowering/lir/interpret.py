@@ -235,7 +235,8 @@ def _run(graph: Graph, node: Node, operands: tuple[AnyArray, ...], env: Env) -> 
         (x,) = operands
         return (lax.with_sharding_constraint(x, env.model_sharding.value_sharding(op.roles, x.shape)),)
     choice = env.choices.get(call_of(graph, node)) if isinstance(op, CHOICE_OPS) else None
-    reads_packed = env.model_sharding is None and choice is not None and choice.implementation in (*BY_NUMBER, "matvec")
+    takes_packed = (*BY_NUMBER, "matvec", "packed_tiles")
+    reads_packed = env.model_sharding is None and choice is not None and choice.implementation in takes_packed
     if any(isinstance(operand, PackedWeight) for operand in operands) and not reads_packed:
         packed_run = packed_implementation(op, operands, env.target)
         if packed_run is not None:

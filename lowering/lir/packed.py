@@ -22,10 +22,10 @@ from rlx_jax.ir.ops.experts import GroupedMatMul
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.index import Gather
 from rlx_jax.ir.ops.linalg import MatMul
-from rlx_jax.ir.packed import SCHEMES
+from rlx_jax.ir.packed import SCHEMES, Scheme
 from rlx_jax.ir.packed_values import decode_arrays, decode_codes, group_scales
 from rlx_jax.ir.param import Program, packing_of, without_casts
-from rlx_jax.ir.types import DimLike
+from rlx_jax.ir.types import DimLike, TensorType, short_name
 from rlx_jax.lowering.lir.lanes import can_sum_lanes, packed_lanes, sums_bytes
 
 AnyArray = Any
@@ -114,6 +114,35 @@ def choose_dequant_matmul(
         if 0 < rows <= MAX_FUSED_ROWS:
             return "fused", f"packed, {rows} rows: the sum decodes each value"
     return "tiles", "packed, decoded tile by tile"
+
+
+# Rows of x that the kernel of `packed_tiles.py` multiplies: fewer have kernels of their own, and more are bound by the
+# product. Rows and columns of the tiles that it decodes.
+TILED_ROWS = range(9, 129)
+KERNEL_TILE = (64, 128)
+
+
+def multiplies_tiles(call: tuple[Mir, Sequence[TensorType]], programs: Sequence[Program]) -> bool:
+    """Return whether the kernel of `packed_tiles.py` computes a product of these types with some of these weights."""
+    op, (x, w, *_) = call
+    assert isinstance(op, MatMul | FusedMatMulBiasAct)
+    if op.contract == 0 or short_name(x.dtype) != "bf16" or x.dtype != w.dtype or not all(map(_is_int, x.shape)):
+        return False
+    rows = math.prod(int(n) for n in x.shape[:-1])
+    return any(has_tiles(scheme, w.shape, rows) for scheme in map(packing_of, programs) if scheme is not None)
+
+
+def has_tiles(scheme: str, shape: Sequence[DimLike], rows: int) -> bool:
+    """Return whether the kernel of `packed_tiles.py` multiplies so many rows with a weight `[N, K]` of a scheme."""
+    packing, (height, width) = SCHEMES[scheme], KERNEL_TILE
+    plain = Scheme(scheme, packing.codes, packing.block, packing.scale, signed=True)
+    is_8_bit = packing == plain and packing.codes[0].bits == 8 and packing.scale in ("f16", "f32")
+    has_groups = packing.block in (32, 64, 128, 256)
+    return rows in TILED_ROWS and is_8_bit and has_groups and not (int(shape[0]) % height or int(shape[1]) % width)
+
+
+def _is_int(size: DimLike) -> bool:
+    return isinstance(size, int)
 
 
 def dequant_gather(op: Gather, table: PackedWeight, ids: AnyArray) -> AnyArray:

@@ -42,7 +42,7 @@ from rlx_jax.ir.paths import Path, StateLeaf, bind_path, path_text, per_token_ke
 from rlx_jax.ir.types import TensorType, short_name
 from rlx_jax.ir.weight_reads import WeightSource, is_decoded
 from rlx_jax.lowering.lir.attention_groups import attention_refusal
-from rlx_jax.lowering.lir.packed import choose_dequant_matmul
+from rlx_jax.lowering.lir.packed import choose_dequant_matmul, multiplies_tiles
 from rlx_jax.lowering.lir.per_shard import ShardProgram
 from rlx_jax.lowering.lir.product_groups import refusal
 
@@ -221,6 +221,9 @@ class Lir:
             return None
         op, (x, *_) = call_of(graph, node)
         assert isinstance(op, PRODUCTS)
+        chosen = self.plan.choices.get(call_of(graph, node), XLA_CHOICE)
+        if chosen.implementation == "packed_tiles" and multiplies_tiles(call_of(graph, node), weight.programs):
+            return chosen
         scheme = next(scheme for scheme in map(packing_of, weight.programs) if scheme is not None)
         return Choice(*choose_dequant_matmul(op, x.shape, scheme, self.plan.target))
 

@@ -45,7 +45,7 @@ from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.ops.custom import check_captured, check_constants, is_exported
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp, SelectiveScanOp
-from rlx_jax.ir.param import Quantized
+from rlx_jax.ir.param import Quantized, packing_of
 from rlx_jax.ir.text import dump_graph
 from rlx_jax.ir.types import TensorType, as_dim, is_float
 from rlx_jax.lowering.fusion import FusionReport, fusion_report
@@ -480,6 +480,7 @@ def _contents(template: Template) -> Iterator[str]:
         "packable": any(isinstance(s, Quantized) for p in template.hir.params() for q in p.programs for s in steps(q)),
         "products": any(hasattr(op, "precision") for op, _ in ops),
         "ids": any(op.ids is not None for op, _ in ops),
+        "packed": any(packing_of(p) is not None for param in template.hir.params() for p in param.programs),
         "experts": any(isinstance(op, ExpertFfn) for op, _ in ops),
         "recurrence": any(isinstance(op, GatedDeltaOp | SelectiveScanOp) for op, _ in ops),
         "attention": any(isinstance(op, AttentionOp) for op, _ in ops),

@@ -45,8 +45,8 @@ class Rates:
         kernels: what kernels reach, by kind.
         call_seconds: seconds in which the host checks a prompt and starts its program.
         argument_seconds: the same for each parameter that the program takes.
-        unpack: elements per second of packed weights that products of few rows decode: of codes with 8 bits, and of
-            narrower codes.
+        unpack: elements per second of packed weights that products decode in registers: of codes with 8 bits, and
+            of narrower codes.
         unpack_tiles: the same for products that decode their weight tile by tile.
         link: bytes per second of an array that devices of one host sum up.
         link_seconds: the fixed seconds of such a sum.

@@ -173,8 +173,10 @@ def _op_seconds(
     if kind == "product" and params and not is_grouped:  # kernels decode while they wait for memory
         weight = params[0]
         rows = math.prod(map(int, types[0].shape[:-1]))
-        unpack = _unpack_seconds(weight, lir.plan.packed, rows, lir.plan.target, rates)
-        if implementation_of(lir, graph, node) == "lanes":  # converts 16-bit values as fast as f32 is read
+        name = implementation_of(lir, graph, node)
+        is_fused = name == "packed_tiles" or (rows <= MAX_FUSED_ROWS and lir.plan.target != "cpu")
+        unpack = _unpack_seconds(weight, lir.plan.packed, is_fused, rates)
+        if name == "lanes":  # converts 16-bit values as fast as f32 is read
             unpack += program_bytes(weight.programs[0], lir.stays_packed(weight)) / rates.bandwidth
     # Arrays that XLA writes to memory between its kernels: of all chunks, and copied weights, which are read again.
     nbytes += SCRATCH_PASSES.get(implementation_of(lir, graph, node), 0) * cost.workspace
@@ -231,13 +233,12 @@ def implementation_of(lir: Lir, graph: Graph, node: Node) -> str:
     return lir.plan.choices.get(call_of(graph, node), XLA_CHOICE).implementation
 
 
-def _unpack_seconds(param: Param, packed: bool, rows: int, target: str, rates: Rates) -> float:
+def _unpack_seconds(param: Param, packed: bool, is_fused: bool, rates: Rates) -> float:
     """Return the seconds in which a product decodes a packed parameter; 0 if it is not packed."""
     scheme = packing_of(param.programs[0]) if packed else None
     if scheme is None:
         return 0.0
-    few_rows = rows <= MAX_FUSED_ROWS and target != "cpu"
-    per_second = rates.unpack if few_rows else rates.unpack_tiles
+    per_second = rates.unpack if is_fused else rates.unpack_tiles
     return param.type.size / per_second[SCHEMES[scheme].codes[0].bits < 8]
 
 
