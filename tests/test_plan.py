@@ -18,6 +18,7 @@ from rlx_jax.device import DEVICES
 from rlx_jax.inspection import rates
 from rlx_jax.ir.region import Repeat
 from rlx_jax.loading import model_plan
+from rlx_jax.lowering.lir.implementations import has_mosaic
 from rlx_jax.lowering.lir.plan import state_leaves
 from rlx_jax.runtime import estimate, program_sample
 from rlx_jax.runtime.estimate import CUBLAS_WORKSPACE
@@ -104,7 +105,8 @@ def test_times_of_an_h200() -> None:
     profile = rlx.CompileProfile().replace(precision={"compute": "bf16", "weights": "bf16"})
     recipe = rlx.Llama32Flow.for_prefill(CONFIG | shape | heads)
     one = rlx.plan(recipe, device="h200", context=256, profile=profile)
-    assert one.ms_per_token == pytest.approx(0.929, rel=0.1) and one.bound == "memory bandwidth"
+    expected = 0.796 if has_mosaic() else 0.929  # with the package's kernels, or XLA's
+    assert one.ms_per_token == pytest.approx(expected, rel=0.1) and one.bound == "memory bandwidth"
     assert one.basis == "measured" and one.parameters == {"bf16": 2 * sum(s.size for s in recipe.shapes().values())}
     short = rlx.plan(recipe, device="h200", context=16, profile=profile)  # the host takes longer than the device
     assert short.prefill.bound == "the host" and one.ms_prefill >= short.ms_prefill
