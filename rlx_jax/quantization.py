@@ -6,7 +6,6 @@ rounds values of a graph; the scales of `insert_q_dq` come from calibration.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from numbers import Integral, Real
 
@@ -27,7 +26,7 @@ from rlx_jax.ir.types import is_float
 # The schemes of values of a graph; a table of the user that no pass reads.
 QuantMap = dict[Value, QuantScheme]
 
-_LEAST_SCALE = np.finfo(np.float32).smallest_subnormal
+_FLOAT32 = np.finfo(np.float32)
 
 
 def quant_map(module: GraphModule) -> QuantMap:
@@ -47,8 +46,10 @@ class Scale:
 
     def __post_init__(self) -> None:
         is_number = isinstance(self.scale, Real) and not isinstance(self.scale, bool)
-        if not is_number or not _LEAST_SCALE <= self.scale < math.inf:
-            raise GraphError(f"insert_q_dq: a scale is a finite number over 0 in float32, got {shown(self.scale)}")
+        scale = self.scale.item() if isinstance(self.scale, np.generic) else self.scale
+        # XLA may take a number below the smallest normal one as 0.
+        if not is_number or not _FLOAT32.tiny.item() <= scale <= _FLOAT32.max.item():
+            raise GraphError(f"insert_q_dq: a scale is a normal number of float32 over 0, got {shown(self.scale)}")
         low = {"i8": -128, "u8": 0}.get(str(self.dtype))
         if low is None or not isinstance(self.zero_point, Integral) or not low <= self.zero_point <= low + 255:
             raise GraphError(

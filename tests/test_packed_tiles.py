@@ -88,3 +88,15 @@ def test_what_a_plan_gives_it(rows: int, compute: str, kernels: str, want: bool)
         with pytest.warns(rlx.errors.RlxWarning, match="planned for cuda with packed_tiles"):
             model(x)
         assert "1 by packed_tiles" in " ".join(model.report().products)
+
+
+@pytest.mark.parametrize(("weights", "count"), [("keep", 1), ("bf16", 0)])
+def test_no_product_with_floats_is_reported(weights: str, count: int) -> None:
+    """One of the type of a packed one runs without the kernel, and so do all if they are decoded."""
+    flow = rlx.ModelFlow("m").input("x", ("batch", 256)).linear("a").linear("b")
+    tables: Any = {"precision": {"compute": "bf16", "weights": weights}, "fusion": {"target": "h200"}}
+    values = {"a": packed("gguf_q8_0", (256, 256), 1), "b": np.ones((256, 256), np.float32)}
+    with pytest.warns(rlx.errors.RlxWarning, match="the plan is for another device"):
+        model = rlx.compile(flow, values, profile=rlx.CompileProfile().replace(**tables))
+    lines = [line for line in model.text("lir", np.ones((16, 256), np.float32)).splitlines() if "packed_tiles" in line]
+    assert [line.split()[1] for line in lines] == [str(count)] * count

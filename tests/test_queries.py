@@ -143,7 +143,10 @@ def test_roundings_that_are_refused() -> None:
     records: list[tuple[Any, Any, str]] = [
         (lambda: {x: 0.5}, GraphError, "expected a Scale, got 0.5"),
         (lambda: {ids: Scale(0.1)}, DTypeError, r"is i32\[3\]"),
-        (lambda: {x: Scale(1e-46)}, GraphError, "a finite number over 0 in float32, got 1e-46"),
+        *(
+            (lambda scale=scale: {x: Scale(scale)}, GraphError, "a normal number of float32 over 0, got ")
+            for scale in (-0.5, 1e-40, 1e39, np.float16("inf"), 10**400, float("nan"))
+        ),
         *(
             (lambda zero=zero: {x: Scale(0.1, zero)}, GraphError, "zero_point one of its numbers")
             for zero in (200, 1.5, None, "3")

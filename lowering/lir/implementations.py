@@ -303,6 +303,7 @@ def choose_implementations(
     experts: str,
     model_sharding: ModelSharding | None,
     kernels: bool,
+    packed: bool = False,
 ) -> dict[Call, Choice]:
     """Choose implementations for a program with static sizes.
 
@@ -314,6 +315,7 @@ def choose_implementations(
         experts: the requested implementation of mixtures of experts.
         model_sharding: the sharding, None on one device and in the program of one device.
         kernels: whether custom kernels may be chosen; they run on one device, or the program of one.
+        packed: whether packed weights stay packed on the device.
 
     Returns:
         A choice for every attention and mixture of experts, and for those products, recurrences and cache writes for
@@ -351,7 +353,7 @@ def choose_implementations(
             if choice is not None and is_refused and isinstance(node.op, with_kernels):
                 choice = Choice(choice.implementation, choice.reason + reason)
             weight = inner.nodes[node.inputs[1].node].op if isinstance(node.op, PRODUCTS) else None
-            if use_kernels and isinstance(weight, Param) and multiplies_tiles(call, weight.programs):
+            if use_kernels and packed and isinstance(weight, Param) and multiplies_tiles(call, weight.programs):
                 choice = Choice("packed_tiles", "a kernel decodes the packed weight in registers")
             choices |= {} if choice is None else {call: choice}
     return choices

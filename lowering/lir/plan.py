@@ -193,7 +193,10 @@ class Lir:
         for inner, node in self.planned_graph.walk():
             if isinstance(node.op, kinds) and id(inner) not in grouped:
                 choice = self.plan.choices.get(call_of(inner, node), XLA_CHOICE)
-                choice = self._packed_choice(inner, node) or choice
+                if (packed := self._packed_choice(inner, node)) is not None:
+                    choice = packed
+                elif choice.implementation == "packed_tiles":  # chosen for packed weights of this type
+                    choice = XLA_CHOICE
                 if reason := self._why_no_kernel(inner, node):
                     choice = replace(choice, reason=f"{choice.reason}; no kernel: {reason}")
                 yield node.origin.path, choice

@@ -270,7 +270,7 @@ def make_lir(template: Template, binding: Mapping[str, int], settings: Settings)
     for grouping in groupings:
         graph = grouping(graph, job).graph if grouping.runs(job) else graph
     plan = settings.plan
-    preferences = plan.implementation, plan.products, plan.experts, model_sharding, plan.kernels
+    preferences = plan.implementation, plan.products, plan.experts, model_sharding, plan.kernels, plan.packed
     choices = choose_implementations(graph, settings.device, *preferences)
     plan = replace(plan, donate_inputs=reusable_inputs(global_graph, plan.donate_inputs), choices=choices)
     grouped = tuple(p.name for p in groupings if p.runs(job))
