@@ -209,7 +209,8 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "int8, too narrow": ({"weights": "int8"}, "no kernel: no tiles of 256 x 128"),
     "int8": ({"weights": "int8", "hidden": 512}, "by matvec"),
     "int8, eight rows": ({"weights": "int8", "hidden": 512, "batch": 8}, "by matvec"),
-    "int8, nine rows": ({"weights": "int8", "hidden": 512, "batch": 9}, "no kernel: 9 rows, more than 8"),
+    "int8, nine rows": ({"weights": "int8", "hidden": 512, "batch": 9}, "by packed_tiles"),
+    "int4, nine rows": ({"weights": "int4", "hidden": 512, "batch": 9}, "no kernel: 9 rows, more than 8"),
     "an older JAX": ({"mosaic": False}, "no kernel: kernels of steps need jax 0.11"),
 }  # fmt: skip
 
@@ -248,6 +249,7 @@ def test_where_a_plan_has_groups(case: str, monkeypatch: pytest.MonkeyPatch) -> 
     lines = "\n".join(lir.products())
     assert bool(groups_of(lir.graph)) == ("by matvec" in lines) == (want == "by matvec")
     assert want in lines and (want or "no kernel" not in lines), lines
+    assert not any("by packed_tiles" in line and "no kernel" in line for line in lir.products())
 
 
 def test_tilings_cover_a_weight() -> None:

@@ -197,7 +197,8 @@ class Lir:
                     choice = packed
                 elif choice.implementation == "packed_tiles":  # chosen for packed weights of this type
                     choice = XLA_CHOICE
-                if reason := self._why_no_kernel(inner, node):
+                has_kernel = choice.implementation == "packed_tiles"
+                if not has_kernel and (reason := self._why_no_kernel(inner, node)):
                     choice = replace(choice, reason=f"{choice.reason}; no kernel: {reason}")
                 yield node.origin.path, choice
 
