@@ -353,9 +353,11 @@ def test_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["convert", str(first), str(tmp_path / "c")]) == 1
     assert "a/config.json': not JSON" in capsys.readouterr().err and not (tmp_path / "c").exists()
     high = tmp_path / "high.safetensors"
-    safetensors.numpy.save_file({"w": np.array([1e5, 1], np.float32)}, high)
-    assert cli.main(["convert", str(high), str(tmp_path / "c"), "--dtype", "f16"]) == 1
-    assert "'w': 1 of 2 values are over the range of f16" in capsys.readouterr().err and not (tmp_path / "c").exists()
+    safetensors.numpy.save_file({"w": np.array([3.4e38, 1], np.float32)}, high)
+    for dtype, advice in (("f16", "; bf16 has the range of f32"), ("bf16", "")):
+        assert cli.main(["convert", str(high), str(tmp_path / "c"), "--dtype", dtype]) == 1
+        want = f"'w': 1 of 2 values are over the range of {dtype}, now infinite{advice}\n"
+        assert capsys.readouterr().err.endswith(want) and not (tmp_path / "c").exists()
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

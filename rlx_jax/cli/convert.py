@@ -19,6 +19,7 @@ from rlx_jax.errors import ConfigError, RequestError, RlxNumericsWarning, Weight
 from rlx_jax.io import limits
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.text import format_bytes
+from rlx_jax.ir.types import short_name
 from rlx_jax.runtime.checkpoint_origin import COMPANION_FILES, CONFIG, copied_entries, new_config
 from rlx_jax.runtime.export_model import FORMATS, PLATFORMS
 from rlx_jax.weights.format import Entry
@@ -106,7 +107,8 @@ def checked_reader(entry: Entry, session: command.Session, done: int, total: int
             try:
                 return entry.values()
             except RlxNumericsWarning as overflow:
-                raise WeightError(f"{overflow}; bf16 can represent them") from None
+                advice = "; bf16 has the range of f32" if short_name(entry.type.dtype) == "f16" else ""
+                raise WeightError(f"{overflow}{advice}") from None
 
     return values
 

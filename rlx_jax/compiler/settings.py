@@ -260,7 +260,7 @@ def settings_for(
             packed=packed,
             products=backend.products,
             experts=backend.experts,
-            kernels=backend.kernels != "off" and not train,  # a gradient would compute their op again
+            kernels=backend.kernels != "off" and not train,  # under a gradient their ops run
             compiler_options=dict(sorted({**default_options, **backend.compiler_options}.items())),
         ),
         kv_dtype=kv_dtype,
