@@ -73,13 +73,14 @@ def test_it_lowers_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("rows", "compute", "kernels", "want"), [
     (9, "bf16", "auto", True), (128, "bf16", "auto", True), (129, "bf16", "auto", False), (64, "f32", "auto", False),
-    (64, "bf16", "off", False),
+    (64, "bf16", "off", False), (64, "bf16", "xla", False),
 ])  # fmt: skip
 def test_what_a_plan_gives_it(rows: int, compute: str, kernels: str, want: bool) -> None:
     """Products of some rows in bf16 on an H200; the report says so."""
     weights = {"a": packed("gguf_q8_0", (128, 256), 1), "b": packed("gguf_q5_0", (64, 128), 2)}
     flow = rlx.ModelFlow("m").input("x", ("batch", 256)).linear("a").linear("b")
-    tables: Any = {"precision": {"compute": compute}, "backend": {"cuda": {"kernels": kernels}}}
+    backend = {"products": kernels} if kernels == "xla" else {"kernels": kernels}
+    tables: Any = {"precision": {"compute": compute}, "backend": {"cuda": backend}}
     with pytest.warns(rlx.errors.RlxWarning, match="the plan is for another device"):
         model = rlx.compile(flow, weights, profile=rlx.CompileProfile().replace(fusion={"target": "h200"}, **tables))
     x = np.ones((rows, 256), np.float32)

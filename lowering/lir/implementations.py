@@ -353,7 +353,8 @@ def choose_implementations(
             if choice is not None and is_refused and isinstance(node.op, with_kernels):
                 choice = Choice(choice.implementation, choice.reason + reason)
             weight = inner.nodes[node.inputs[1].node].op if isinstance(node.op, PRODUCTS) else None
-            if use_kernels and packed and isinstance(weight, Param) and multiplies_tiles(call, weight.programs):
+            takes_tiles = use_kernels and packed and products == "auto"
+            if takes_tiles and isinstance(weight, Param) and multiplies_tiles(call, weight.programs):
                 choice = Choice("packed_tiles", "a kernel decodes the packed weight in registers")
             choices |= {} if choice is None else {call: choice}
     return choices
