@@ -14,7 +14,13 @@ from rlx_jax import blocks
 from rlx_jax.blocks import Custom, LlamaDecoderSpec, Named, RopeTables
 from rlx_jax.errors import DeriveError, GraphError, SessionStateError
 from rlx_jax.ir import hir
+from rlx_jax.ir.graph import Builder, Graph, Param, TypeCache
+from rlx_jax.ir.ops.index import TakeRow
 from rlx_jax.ir.ops.linalg import MatMul
+from rlx_jax.ir.ops.shape import SplitLast
+from rlx_jax.ir.param import Key
+from rlx_jax.ir.types import F32, TensorType
+from rlx_jax.lowering.mir.small import divide_last
 from tests import small
 from tests.small import compiled, profile, w
 
@@ -184,6 +190,31 @@ def test_queries_of_the_last_layer_are_one_row(monkeypatch: pytest.MonkeyPatch) 
     nodes = list(lm.model.programs.executables.values())[-1].lir.graph.nodes
     products = [n.types[0].shape[1:] for n in nodes if isinstance(n.op, MatMul)]
     assert products[:1] + products[4:6] == [(16, 32), (16, 16), (1, 32)]
+
+
+def test_a_key_of_the_last_token_is_none_of_its_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where another part of the joined product is read for one token too."""
+    monkeypatch.setattr("rlx_jax.lowering.mir.small.MIN_DIVIDED_TOKENS", 1)
+    b, types = Builder("m", TypeCache()), [TensorType(size, F32) for size in ((2, 5, 4), (12, 4))]
+    x, index = b.input("x", types[0]), b.input("index", TensorType((2,), np.dtype(np.int32)))
+    q, k, v = b.add(SplitLast((4, 4, 4)), b(MatMul(1), x, b.leaf(Param((Key("w", types[1]),), type=types[1]))))
+    graph = b.finish([b(TakeRow(), q, index), b(TakeRow(), k, index), k, v], ["q", "k", "keys", "v"])
+    arrays = {"x": small.w(2, 5, 4), "index": np.array([4, 1], np.int32), "w": small.w(12, 4, seed=1)}
+
+    def run(graph: Graph) -> list[Any]:
+        values: list[Any] = []
+        for node in graph.nodes:
+            name = "w" if isinstance(node.op, Param) else getattr(node.op, "input", "")
+            inputs = [values[v.node][v.index] for v in node.inputs]
+            op: Any = node.op
+            result = arrays[name] if name in arrays else op.eval(*map(jnp.asarray, inputs))
+            values.append(result if isinstance(result, tuple | list) else (result,))
+        return [values[v.node][v.index] for v in graph.outputs]
+
+    divided = divide_last(graph, TypeCache())
+    assert divided is not graph
+    for got, want in zip(run(divided), run(graph), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_a_branch_on_one_row_is_refused() -> None:

@@ -173,7 +173,7 @@ def divide_last(graph: Graph, types: TypeCache) -> Graph:
             products[number] = op, x, w
             rest = b(op, x, b(Narrow(1 - op.contract, size, sum(others)), w))
             return (inputs[0], *b.add(SplitLast(tuple(others)), rest))  # no reads of the former stay
-        if isinstance(node.op, TakeRow) and node.inputs[0].node in products:
+        if isinstance(node.op, TakeRow) and node.inputs[0].node in products and node.inputs[0].index == 0:
             op, x, w = products[node.inputs[0].node]
             size = int(node.types[0].shape[-1])
             return (b(Narrow(2, 0, size), b(op, b(TakeRow(), x, inputs[1]), w)),)
