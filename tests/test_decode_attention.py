@@ -1,7 +1,6 @@
 """Groups of the attention of one new token: which attentions have one, that it computes the same, its kernel."""
 
 import functools
-import importlib
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,8 @@ from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lir.attention_groups import group_attention, is_head_op, run_attention
 from rlx_jax.lowering.lir.attention_step import divide
 from rlx_jax.lowering.lir.matvec import MULTIPROCESSORS
-from tests.test_product_groups import check_same_results, decode_step, needs_mosaic, plan_of
+from tests.interpreter import interpreted, needs_mosaic
+from tests.test_product_groups import check_same_results, decode_step, plan_of
 
 I32, F32, BF16 = (as_dtype(name) for name in ("i32", "f32", "bf16"))
 
@@ -202,15 +202,14 @@ def test_programs_that_share_a_long_cache(splits: int, monkeypatch: pytest.Monke
 
 def check_kernel(case: Case, num_steps: int) -> None:
     """Compare the kernel in the interpreter with the ops of its group."""
-    pallas: Any = importlib.import_module("jax.experimental.pallas.mosaic_gpu")
     graph = graph_of(case)
     group = group_of(graph)
     assert group is not None and isinstance(group.op, AttentionGroup)
-    kernel = jax.jit(functools.partial(run_attention, group.op, interpret=pallas.InterpretGPUParams()))
+    kernel = jax.jit(functools.partial(run_attention, group.op), static_argnames="interpret")
     last = 3 * case.keys + 5 if case.ring else case.keys - 1
     for start, length in ((last, 1), (9, 0), (0, 1), (33, 1))[:num_steps]:
         operands = operands_of(graph, group, start, length)
-        want, got = group.op.eval(*operands), kernel(*operands)
+        want, got = group.op.eval(*operands), interpreted(kernel, *operands)
         np.testing.assert_allclose(got[0].astype(np.float32), want[0].astype(np.float32), atol=0.02)
         jax.tree.map(np.testing.assert_array_equal, got[1:], want[1:])
 

@@ -20,9 +20,7 @@ from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lir.expert_groups import find_tilings, group_experts, run_experts
 from rlx_jax.lowering.lir.expert_products import ROWS, fits_products, multiply_choices
 from rlx_jax.lowering.lir.experts import combine, sort_into_blocks
-from rlx_jax.lowering.lir.implementations import has_mosaic
-
-needs_mosaic = pytest.mark.skipif(not has_mosaic(), reason="the kernel needs jax 0.11")
+from tests.interpreter import interpreted, needs_mosaic
 
 EXPERTS, ROUTE = ExpertFfn(), Route(8)
 BF16, F32 = as_dtype("bf16"), as_dtype("f32")
@@ -69,12 +67,9 @@ CASES: dict[str, Any] = {
 @needs_mosaic
 @pytest.mark.parametrize("case", CASES)
 def test_the_kernels_are_the_ops(case: str) -> None:
-    from jax.experimental.pallas import mosaic_gpu
-
-    pallas: Any = mosaic_gpu  # jax 0.10 has no such parameters
     (group,) = groups(mixture(**CASES[case]))
     given = arrays(group)
-    (found,), (want,) = run_experts(group, *given, interpret=pallas.InterpretGPUParams()), group.eval(*given)
+    (found,), (want,) = interpreted(run_experts, group, *given), group.eval(*given)
     assert found.shape == want.shape and found.dtype == want.dtype
     got, right = (np.asarray(a, np.float32) for a in (found, want))
     assert np.abs(got - right).max() <= 0.02 * np.abs(right).max()
@@ -83,9 +78,6 @@ def test_the_kernels_are_the_ops(case: str) -> None:
 @needs_mosaic
 def test_products_of_blocks_are_the_op() -> None:
     """Of experts with a full block, with less than half of one, and with none, in Mosaic's interpreter."""
-    from jax.experimental.pallas import mosaic_gpu
-
-    pallas: Any = mosaic_gpu
     rng, tokens = np.random.default_rng(0), 132
     sizes = (tokens, 256), (4, 128, 256), (4, 128, 256), (4, 256, 128)
     x, *weights = (jnp.asarray(rng.normal(size=size) / size[-1] ** 0.5, BF16) for size in sizes)
@@ -94,7 +86,7 @@ def test_products_of_blocks_are_the_op() -> None:
     choices = sort_into_blocks(ids, 4, ROWS)
     assert choices.row_mask.sum(1).tolist()[:4] == [ROWS, tokens - ROWS, 100, 32]
     assert fits_products(EXPERTS, x, weights[0])
-    rows = multiply_choices(EXPERTS, x, weights, choices, 2, interpret=pallas.InterpretGPUParams())
+    rows = interpreted(multiply_choices, EXPERTS, x, weights, choices, 2)
     found, want = combine(choices.unsort(rows).astype(F32), x, shares), EXPERTS.eval(x, *weights, shares, ids)
     got, right = (np.asarray(a, np.float32) for a in (found, want))
     assert np.abs(got - right).max() <= 0.02 * np.abs(right).max()
@@ -103,12 +95,9 @@ def test_products_of_blocks_are_the_op() -> None:
 @needs_mosaic
 def test_a_logit_that_is_nan_is_selected() -> None:
     """As `TopK` does: otherwise results would be finite."""
-    from jax.experimental.pallas import mosaic_gpu
-
-    pallas: Any = mosaic_gpu
     (group,) = groups(mixture(**CASES["softmax over the chosen"]))
     logits, *others = arrays(group)
-    (found,) = run_experts(group, logits.at[0, 0, 5].set(jnp.nan), *others, interpret=pallas.InterpretGPUParams())
+    (found,) = interpreted(run_experts, group, logits.at[0, 0, 5].set(jnp.nan), *others)
     assert np.isnan(np.asarray(found, np.float32)).all()
 
 

@@ -16,12 +16,12 @@ from rlx_jax.ir.ops.collective import AllGather, AllReduce
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lir.attention_groups import run_attention
-from rlx_jax.lowering.lir.implementations import has_mosaic
 from rlx_jax.lowering.lir.per_shard import Divide, UndividedError, reshape_groups
 from rlx_jax.lowering.lir.plan import Lir
 from rlx_jax.lowering.lir.product_groups import op_runs_in_kernel, run_group
 from rlx_jax.runtime.program_key import ProgramKey
 from tests.divided import V, mesh, recipe, weights
+from tests.interpreter import interpreted, needs_mosaic
 
 RNG = np.random.default_rng(1)
 PROMPTS = [RNG.integers(0, V, n).tolist() for n in (3, 9, 6)]
@@ -62,13 +62,10 @@ def planned(
 pytestmark = pytest.mark.filterwarnings("ignore:.*the plan is for another device", "ignore:.*has no effect")
 
 
-@pytest.mark.skipif(not has_mosaic(), reason="the kernels need jax 0.11")
+@needs_mosaic
 @pytest.mark.parametrize("scheme", ["bf16", pytest.param("int8", marks=pytest.mark.slow)])
 def test_the_kernels_of_a_shard(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each product and attention of a layer has one, with the ops around it; two sums over devices a layer follow."""
-    from jax.experimental.pallas import mosaic_gpu
-
-    pallas: Any = mosaic_gpu
     lir = planned(monkeypatch, precision={"weights": scheme})
     assert lir.shard is not None and (scheme == "int8" or [line[:11] for line in lir.products()] == ["9 by matvec"])
     assert all("decode_attention" in line for line in lir.attention())
@@ -84,7 +81,7 @@ def test_the_kernels_of_a_shard(scheme: str, monkeypatch: pytest.MonkeyPatch) ->
             jnp.full(shape, 5, dtype) if dtype == np.int32 else jnp.asarray(RNG.normal(size=shape), dtype)
             for shape, dtype in shapes
         ]
-        found = run(group, *arrays, interpret=pallas.InterpretGPUParams())
+        found = interpreted(run, group, *arrays)
         for got, want in zip(found, group.eval(*arrays), strict=True):
             scale = float(jnp.abs(want.astype(jnp.float32)).max())
             np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), atol=0.02 * scale)

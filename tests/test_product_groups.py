@@ -26,7 +26,7 @@ from rlx_jax.ir.text import block_rows
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lir.attention_groups import group_attention
-from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS, has_mosaic
+from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace
 from rlx_jax.lowering.lir.matvec import find_tiling
 from rlx_jax.lowering.lir.packed import PackedWeight
@@ -35,6 +35,7 @@ from rlx_jax.lowering.lir.plan import Lir, state_types
 from rlx_jax.lowering.lir.product_groups import GroupKey, group_products, kernel_of, run_group, struct
 from rlx_jax.lowering.lir.row_products import multiply_rows
 from rlx_jax.runtime.program_key import ProgramKey
+from tests.interpreter import interpreted, needs_mosaic
 from tests.oracles.packed import random_arrays
 from tests.small import w
 
@@ -290,22 +291,16 @@ def test_packed_tilings() -> None:
     assert find_packed_tiling(4096, 2048, 1, "gguf_q6k") is None and find_packed_tiling(66, 2048, 1, "int8/32") is None
 
 
-needs_mosaic = pytest.mark.skipif(not has_mosaic(), reason="the kernel needs jax 0.11")
-
-
 @needs_mosaic
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_the_kernel_equals_eval(name: str) -> None:
     """In Mosaic's interpreter, within the rounding of bf16, for each group of a model."""
-    from jax.experimental.pallas import mosaic_gpu
-
-    pallas: Any = mosaic_gpu  # jax 0.10 has no such parameters
     lir, _ = decode_step(name)
     rng = np.random.default_rng(1)
     for group in {op_names(g): g for g in groups_of(group_products(lir.graph, TypeCache()))}.values():
         inputs = [node.types[0] for node in group.body.nodes if isinstance(node.op, BodyInput)]
         arrays = [jnp.asarray(rng.normal(size=[int(n) for n in t.shape]), t.dtype) for t in inputs]
-        found = run_group(group, *arrays, interpret=pallas.InterpretGPUParams())
+        found = interpreted(run_group, group, *arrays)
         for got, want in zip(found, group.eval(*arrays), strict=True):
             assert got.shape == want.shape and got.dtype == want.dtype
             scale = float(jnp.abs(want.astype(jnp.float32)).max())
@@ -324,9 +319,6 @@ def test_the_kernel_of_a_packed_weight(scheme: str) -> None:
     One entry of x may be 10,000 times as large as the others. Its group of the weight has scales of zero: the others
     decide the result, as precisely as without it. Infinite entries and NaN do to the result what XLA lets them do.
     """
-    from jax.experimental.pallas import mosaic_gpu
-
-    pallas: Any = mosaic_gpu
     size = (16, 4096)
     b, rng = Builder("product", TypeCache(), Origin(("block",))), np.random.default_rng(3)
     weight_type = TensorType(size, BF16)
@@ -341,7 +333,7 @@ def test_the_kernel_of_a_packed_weight(scheme: str) -> None:
     for place, number in ((5, 1e4), (5, 1.0), (2000, -np.inf), (2000, np.nan)):
         numbers[place] = number
         row = jnp.asarray(numbers, BF16).reshape(1, 1, -1)
-        (found,) = run_group(group, row, weight, interpret=pallas.InterpretGPUParams())
+        (found,) = interpreted(run_group, group, row, weight)
         entries = np.asarray(row, np.float64).ravel()
         with np.errstate(invalid="ignore"):
             terms = np.abs(values @ entries) * 2.0**-8  # each product is rounded to bf16
@@ -358,16 +350,13 @@ def test_the_kernel_of_a_packed_weight(scheme: str) -> None:
 @pytest.mark.parametrize("columns", [11008, 12288], ids=str)
 def test_rows_of_many_tiles(columns: int) -> None:
     """Tiles that share columns count them once, and a loop's tiles equal unrolled ones."""
-    from jax.experimental.pallas import mosaic_gpu
-
-    pallas: Any = mosaic_gpu
     types = {"x": TensorType((1, 1, columns), BF16), "w": TensorType((8, columns), BF16)}
     b = Builder("product", TypeCache(), Origin(("block",)))
     out = b(MatMul(1), b.input("x", types["x"]), b.leaf(Param((Key("w", type=types["w"]),), type=types["w"])))
     (group,) = groups_of(group_products(b.finish([out], ["y"]), TypeCache()))
     rng = np.random.default_rng(2)
     x, w = (rng.integers(-2, 3, [int(n) for n in t.shape]) for t in types.values())  # exact sums
-    (y,) = run_group(group, jnp.asarray(x, BF16), jnp.asarray(w, BF16), interpret=pallas.InterpretGPUParams())
+    (y,) = interpreted(run_group, group, jnp.asarray(x, BF16), jnp.asarray(w, BF16))
     np.testing.assert_array_equal(y[0, 0], (w @ x[0, 0]).astype(BF16))
 
 
@@ -376,9 +365,6 @@ def test_rows_of_many_tiles(columns: int) -> None:
 @pytest.mark.parametrize("scheme", ["", *PACKED])
 def test_the_kernel_of_several_rows(scheme: str, rows: int) -> None:
     """In Mosaic's interpreter it equals `eval` of the decoded weight, by two and four warpgroups, in several tiles."""
-    from jax.experimental.pallas import mosaic_gpu
-
-    pallas: Any = mosaic_gpu
     b, rng, columns = Builder("product", TypeCache(), Origin(("block",))), np.random.default_rng(3), 2048
     x, weight = TensorType((rows, 1, columns), BF16), TensorType((64, columns), BF16)
     key = Key("w", type=weight)
@@ -401,10 +387,21 @@ def test_the_kernel_of_several_rows(scheme: str, rows: int) -> None:
     spec = kernel_of(GroupKey(nodes, group.body.outputs, group.num_rows, scheme))
     for groups in (2, 4):
         tiling = replace(spec.tiling, warpgroups=groups, programs=1, tile_groups=16)
-        operands = [row.reshape(rows, -1), gamma], [residual.reshape(rows, -1)], pallas.InterpretGPUParams()
-        (found,) = multiply_rows(replace(spec, tiling=tiling), arrays, *operands)
+        operands = [row.reshape(rows, -1), gamma], [residual.reshape(rows, -1)]
+        (found,) = interpreted(multiply_rows, replace(spec, tiling=tiling), arrays, *operands)
         scale = float(jnp.abs(want).max())
         np.testing.assert_allclose(found.astype("f4"), want.reshape(rows, -1).astype("f4"), atol=0.02 * scale)
+
+
+@needs_mosaic
+def test_races_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the barriers of its warpgroups, the kernel reads sums and rows that another one may not have written."""
+    multiply_rows.clear_cache()
+    for name in ("barrier_arrive", "barrier_wait"):
+        monkeypatch.setattr(f"jax.experimental.pallas.mosaic_gpu.{name}", lambda _: None)
+    with pytest.raises(AssertionError, match="RACE"):
+        test_the_kernel_of_several_rows("", 3)
+    multiply_rows.clear_cache()
 
 
 @needs_mosaic
