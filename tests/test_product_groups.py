@@ -398,12 +398,13 @@ def test_the_kernel_of_several_rows(scheme: str, rows: int) -> None:
 @needs_mosaic
 def test_races_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the barriers of its warpgroups, the kernel reads sums and rows that another one may not have written."""
-    multiply_rows.clear_cache()
+    kernel: Any = multiply_rows
+    kernel.clear_cache()
     for name in ("barrier_arrive", "barrier_wait"):
         monkeypatch.setattr(f"jax.experimental.pallas.mosaic_gpu.{name}", lambda _: None)
     with pytest.raises(AssertionError, match="RACE"):
         test_the_kernel_of_several_rows("", 3)
-    multiply_rows.clear_cache()
+    kernel.clear_cache()
 
 
 @needs_mosaic
