@@ -324,13 +324,13 @@ def test_refused_models(lm: Any) -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("kind", ["llama", "qwen35"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
 def test_live_scores(kind: str, tmp_path: Path) -> None:
     """A random checkpoint: log-softmax, the flag and strided perplexity of `transformers`."""
     import torch
 
     directory = tmp_path / "checkpoint"
-    hugging_face.write(getattr(hugging_face, f"random_{kind}")(41), directory)
+    hugging_face.write(hugging_face.RANDOM[kind](41), directory)
     theirs, ours = hugging_face.load(directory, "AutoModelForCausalLM"), rlx.load(directory)
     rng = np.random.default_rng(1)
     rows = [rng.integers(0, theirs.config.vocab_size, n).tolist() for n in (2, 19, 33, 5)]
