@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 else:
 
     def dataclass(cls: type | None = None, /, **options: Any) -> Any:
-        """Return what `dataclasses.dataclass` does, without a text in place of a docstring.
+        """Return what `dataclasses.dataclass` does; a class without a docstring gets none.
 
         That compiles six methods for each frozen class, and for the classes of this package took most of the time of
         the import. Here five of them are functions that all classes share, and `__init__` is compiled when it is used.
@@ -79,7 +79,8 @@ class _SharedParams(threading.local):
     """The parameters of all these classes. `frozen` is false in a thread that adds fields to a class below them: the
     standard library compiles methods for a class that is frozen, and refuses one that is not below one that is."""
 
-    frozen = True
+    frozen = init = repr = eq = match_args = True
+    order = unsafe_hash = kw_only = slots = weakref_slot = False
 
 
 _shared_params = _SharedParams()

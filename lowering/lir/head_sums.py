@@ -49,8 +49,8 @@ def attend(
             scores = jnp.where(is_allowed, scores, LOWEST)
             new_peak = jnp.maximum(peak, scores)
             weights = jnp.where(is_allowed, jnp.exp(scores - new_peak), 0.0)
-            kept = jnp.exp(peak - new_peak)
-            results.append((new_peak, total * kept + weights, values_sum * across(kept) + values * across(weights)))
+            decay = jnp.exp(peak - new_peak)
+            results.append((new_peak, total * decay + weights, values_sum * across(decay) + values * across(weights)))
         return results
 
     start = [start_of(shape[:2], layouts.rows, shape, layouts.tile) for _ in queries]
@@ -82,9 +82,9 @@ def attend_tiles(
         scores = jnp.where(is_allowed, scaled(spec, score(queries, keys, interpret)), LOWEST)
         new_peak = jnp.maximum(peak, scores.max(axis=2))
         weights = jnp.where(is_allowed, jnp.exp(scores - across(new_peak, WARP_KEYS)), 0.0)
-        kept = jnp.exp(peak - new_peak)
-        values_sum = values_sum * across(kept, spec.width) + weigh(weights.astype(values.dtype), values, interpret)
-        return new_peak, total * kept + weights.sum(axis=2), values_sum
+        decay = jnp.exp(peak - new_peak)
+        values_sum = values_sum * across(decay, spec.width) + weigh(weights.astype(values.dtype), values, interpret)
+        return new_peak, total * decay + weights.sum(axis=2), values_sum
 
     start = start_of(shape[:2], score_layout().reduce(2), (*shape[:2], spec.width), result_layout())
     return add_blocks(spec, step, blocks, ahead, (score_layout(), shape), start, add)

@@ -241,7 +241,11 @@ def group_kernel(op: Mir, *arrays: AnyArray) -> Any:
 _kernels = LazyModule("rlx_jax.lowering.lir.kernels")
 _packed_tiles = LazyModule("rlx_jax.lowering.lir.packed_tiles")
 
-TRITON_KERNELS = ("grouped", "one_pass", "states_in_one", "convolved_states", "selected", "packed_tiles")
+# The kernels in Triton's dialect, with their modules.
+TRITON_KERNELS = {
+    **dict.fromkeys(("grouped", "one_pass", "states_in_one", "convolved_states", "selected"), _kernels),
+    "packed_tiles": _packed_tiles,
+}
 MOSAIC_KERNELS = ("matvec", "decode_attention", "streamed")
 KERNELS = (*TRITON_KERNELS, *MOSAIC_KERNELS)
 
@@ -254,8 +258,10 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     **{fn.__name__: fn for fn in (cudnn, query_chunks, one_token, chunks_at_once, chunk_by_chunk, in_loop)},
     **{fn.__name__: fn for fn in (rounded, unfused)},
     **{fn.__name__: fn for fn in (gathered, blocked, looped, ragged)},
-    **{name: lambda *arrays, name=name: getattr(_kernels, name)(*arrays) for name in TRITON_KERNELS[:-1]},
-    "packed_tiles": lambda *arrays: _packed_tiles.packed_tiles(*arrays),
+    **{
+        name: lambda *arrays, name=name, module=module: getattr(module, name)(*arrays)
+        for name, module in TRITON_KERNELS.items()
+    },
     **dict.fromkeys(MOSAIC_KERNELS, group_kernel),
 }
 

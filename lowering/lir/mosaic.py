@@ -68,10 +68,10 @@ def words(register: Any) -> list[Any]:
 
 def array_of(registers: Sequence[Any], layout: Any, shape: tuple[int, ...], is_signed: Any = None) -> Any:
     """Return registers of a kernel, in order, as an array in a layout of Pallas."""
-    known, found = layout.to_mgpu(), np.empty(len(registers), object)
-    found[:] = registers
-    found = found.reshape(known.registers_shape(shape))
-    return mgpu.FragmentedArray(_registers=found, _layout=known, _is_signed=is_signed)
+    device_layout, objects = layout.to_mgpu(), np.empty(len(registers), object)
+    objects[:] = registers
+    objects = objects.reshape(device_layout.registers_shape(shape))
+    return mgpu.FragmentedArray(_registers=objects, _layout=device_layout, _is_signed=is_signed)
 
 
 def mma(sums: Sequence[Any], a: Sequence[Any], b: Sequence[Any]) -> list[Any]:

@@ -126,7 +126,12 @@ def multiplies_tiles(call: tuple[Mir, Sequence[TensorType]], programs: Sequence[
     """Return whether the kernel of `packed_tiles.py` computes a product of these types with some of these weights."""
     op, (x, w, *_) = call
     assert isinstance(op, MatMul | FusedMatMulBiasAct)
-    if op.contract == 0 or short_name(x.dtype) != "bf16" or x.dtype != w.dtype or not all(map(_is_int, x.shape)):
+    if (
+        op.contract == 0
+        or short_name(x.dtype) != "bf16"
+        or x.dtype != w.dtype
+        or not all(isinstance(n, int) for n in x.shape)
+    ):
         return False
     rows = math.prod(int(n) for n in x.shape[:-1])
     return any(has_tiles(scheme, w.shape, rows) for scheme in map(packing_of, programs) if scheme is not None)
@@ -139,10 +144,6 @@ def has_tiles(scheme: str, shape: Sequence[DimLike], rows: int) -> bool:
     is_8_bit = packing == plain and packing.codes[0].bits == 8 and packing.scale in ("f16", "f32")
     has_groups = packing.block in (32, 64, 128, 256)
     return rows in TILED_ROWS and is_8_bit and has_groups and not (int(shape[0]) % height or int(shape[1]) % width)
-
-
-def _is_int(size: DimLike) -> bool:
-    return isinstance(size, int)
 
 
 def dequant_gather(op: Gather, table: PackedWeight, ids: AnyArray) -> AnyArray:

@@ -191,7 +191,7 @@ class PackedTiles:
         """Return the arrays of a tile for each part: codes and scales, the words of a block each alone."""
         t, layout = self.tiling, self.tiling.layout
         start = (self.first + tile) * t.tile_rows
-        blocks, found = pl.ds(chunk * t.tile_blocks, t.tile_blocks), []
+        blocks, parts = pl.ds(chunk * t.tile_blocks, t.tile_blocks), []
         for part in range(t.parts):
             rows = pl.ds(part * t.rows + start, t.tile_rows)
             codes, scales = (array.at[rows, blocks] for array in self.arrays)
@@ -200,8 +200,8 @@ class PackedTiles:
             else:
                 reads = [(scales, layout.reduce(3 if len(scales.shape) == 3 else (2, 3)))]
             reads.insert(0, (codes, layout))
-            found.append([load(ref, part_layout, optimized=False) for ref, part_layout in reads])
-        return found
+            parts.append([load(ref, part_layout, optimized=False) for ref, part_layout in reads])
+        return parts
 
     def store_x(self, x: AnyArray) -> tuple[AnyArray, AnyArray]:
         """Write a row x to shared memory as integers.
@@ -310,12 +310,12 @@ class PackedTiles:
             shape: rows, blocks, groups.
         """
         group = plgpu.layout_cast(lax.broadcasted_iota(jnp.uint32, shape, 2), self.tiling.layout.reduce(3))
-        found = []
+        pairs = []
         for i in range(2):
             early, late = (lax.broadcast_in_dim(w, shape, (0, 1)) for w in six_bit_words(words[i], words[2], i))
             pair = jnp.where(group < 2, early, late) >> (group & 1) * 16
-            found.append(((pair & 255).astype(jnp.int32), (pair >> 8 & 255).astype(jnp.int32)))
-        return found
+            pairs.append(((pair & 255).astype(jnp.int32), (pair >> 8 & 255).astype(jnp.int32)))
+        return pairs
 
     def dot(self, codes: AnyArray | None, x: Sequence[AnyArray], mask: int = 255) -> AnyArray:
         """Return the sums over each group of codes times the integers of x, int32; without codes, of the integers.
@@ -348,10 +348,10 @@ def read_ahead(tiles: Any, tile: AnyArray, chunk: Any, arrays: Sequence[Sequence
     chunks = tiles.tiling.chunks
     wraps = (chunk + 1) // chunks
     fetch = functools.partial(tiles.fetch, tile + wraps, chunk + 1 - wraps * chunks)
-    found: list[list[AnyArray]] = lax.cond(
+    parts: list[list[AnyArray]] = lax.cond(
         tiles.first + tile + wraps < tiles.last, fetch, lambda: [list(part) for part in arrays]
     )
-    return found
+    return parts
 
 
 def dot_bytes(operands: Sequence[AnyArray], layout: Any, mask: int, is_signed: bool) -> AnyArray:

@@ -299,11 +299,11 @@ def with_model_sharding(settings: Settings, model_sharding: ModelSharding) -> Se
 
 def mesh_options(settings: Settings, rows: int) -> Mapping[str, Any]:
     """Return the options of XLA for a step of so many rows over a mesh, as the program of one device."""
-    options, asked = settings.plan.compiler_options, getattr(settings.profile.backend, settings.target).compiler_options
+    options, backend = settings.plan.compiler_options, getattr(settings.profile.backend, settings.target)
     if rows < MANY_ROWS:
         return options
-    kept = {name: value for name, value in options.items() if name in asked or name not in MESH_OPTIONS}
-    return {**_unnamed(MANY_ROWS_OPTIONS), **kept}
+    defaults = MESH_OPTIONS.keys() - backend.compiler_options
+    return {**_unnamed(MANY_ROWS_OPTIONS), **{n: value for n, value in options.items() if n not in defaults}}
 
 
 def differences(first: Settings, other: Settings) -> list[str]:
@@ -411,13 +411,9 @@ def step_refusal(settings: Settings, program: str) -> str:
         return reason
     if not has_mosaic():
         return f"kernels of steps need jax 0.11, not {jax.__version__}"
-    return (
-        "steps that verify drafts have none"
-        if program == "verify"
-        else "layers run in a scan"
-        if settings.plan.scan
-        else ""
-    )
+    if program == "verify":
+        return "steps that verify drafts have none"
+    return "layers run in a scan" if settings.plan.scan else ""
 
 
 def no_kernels_message(target: str, reason: str) -> str:
