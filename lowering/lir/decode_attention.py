@@ -124,8 +124,10 @@ def run_program(
 
         @pl.when(start + group < count)
         def _(slot: Any = start + group) -> None:
-            parts = warp_sums(spec, totals_ref.at[:, slot], sums_ref.at[:, slot])
-            parts.append(new_part(spec, buffers, slot, is_first & step.reads(spec, step.start)))
+            parts = [
+                warp_sums(spec, totals_ref.at[:, slot], sums_ref.at[:, slot]),
+                new_part(spec, buffers, slot, is_first & step.reads(spec, step.start)),
+            ]
             if spec.has_sinks:
                 sink = operands[-1][first_head + slot].astype(jnp.float32)
                 parts.append([jnp.where(split == 0, sink, LOWEST), 1.0, 0.0])

@@ -43,9 +43,16 @@ class HeadLayouts:
         return HeadLayouts(tile, tile.reduce((0, 1)), tile.reduce(2))
 
 
+def sums_layout(width: int) -> Any:
+    """Return the layout of rows of f32 in every warp, of which a lane has 16 neighbouring bytes of each at most."""
+    vector = min(4, width // LANES)
+    tiles = plgpu.Tiling(((1, LANES * vector), (vector,)))
+    return plgpu.Layout.TILED(tiles, warp_dims=(plgpu.Replicated(WARPS),), lane_dims=(-2,), vector_dim=-1)
+
+
 def sum_layout(width: int) -> Any:
-    """Return the layout of a row of f32 in every warp, of which a lane has 16 neighbouring bytes at most."""
-    return HeadLayouts.of(width, min(4, width // LANES)).columns
+    """Return the layout of one of these rows."""
+    return sums_layout(width).reduce(0)
 
 
 def half_layout(size: int) -> Any:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.lowering.lir.attention_step import AttentionKernel, Blocks, NewToken
-from rlx_jax.lowering.lir.head_layouts import HeadLayouts, sum_layout
+from rlx_jax.lowering.lir.head_layouts import HeadLayouts, sums_layout
 from rlx_jax.lowering.lir.head_tiles import WARP_KEYS, result_layout, score, score_layout, weigh
 from rlx_jax.lowering.lir.mosaic import load, plgpu
 from rlx_jax.lowering.lir.packed_matvec import WARPS
@@ -132,21 +132,23 @@ def combine(parts: Sequence[Sequence[AnyArray]]) -> list[AnyArray]:
     return [peak, total, values]
 
 
-def warp_sums(spec: AttentionKernel, totals_ref: Any, sums_ref: Any) -> list[list[AnyArray]]:
-    """Return maximum, sum of exponentials and weighted values `[width]` of each warp for a query.
+def warp_sums(spec: AttentionKernel, totals_ref: Any, sums_ref: Any) -> list[AnyArray]:
+    """Return maximum, sum of exponentials and weighted values `[width]` of all warps for a query.
+
+    Each array is read at once: Mosaic infers the layouts of a kernel in a time that grows with reads times operations.
 
     Args:
         spec: the shapes.
         totals_ref: maxima and sums `[2, warps]`.
         sums_ref: weighted values `[parts, warps, width]`, to be added.
     """
-    layout = sum_layout(spec.width)
-    results = []
-    for warp in range(totals_ref.shape[1]):
-        refs = [sums_ref.at[part, warp] for part in range(sums_ref.shape[0])]
-        values = [load(ref, layout=layout, optimized=False).astype(jnp.float32) for ref in refs]
-        results.append([totals_ref[0, warp], totals_ref[1, warp], functools.reduce(jnp.add, values)])
-    return results
+    layout = sums_layout(spec.width)
+    peaks, totals = (load(totals_ref.at[i], layout=layout.reduce(1), optimized=False) for i in range(2))
+    parts = (load(sums_ref.at[i], layout=layout, optimized=False) for i in range(sums_ref.shape[0]))
+    values = functools.reduce(jnp.add, (part.astype(jnp.float32) for part in parts))
+    factors = jnp.exp(peaks - (peak := peaks.max(axis=0)))
+    weighted = (values * lax.broadcast_in_dim(factors, values.shape, (0,))).sum(axis=0)
+    return [peak, (totals * factors).sum(axis=0), weighted]
 
 
 def scaled(spec: AttentionKernel, scores: AnyArray) -> AnyArray:
