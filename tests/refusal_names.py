@@ -60,7 +60,7 @@ class World:
     """What a row works with: models that are made once, and an empty directory."""
 
     def __init__(self) -> None:
-        self.lm, self.enc = rlx.load(LLAMA), rlx.load(BERT)
+        self.lm, self.enc = rlx.load(LLAMA), rlx.load(BERT, expect=rlx.Encoder)
         self.bert = rlx.compile(rlx.from_pretrained(BERT))
         self.prefill = rlx.compile(rlx.from_pretrained(LLAMA), program="prefill")
         self.mlp = rlx.compile(mlp(), W)

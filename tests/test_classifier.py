@@ -16,6 +16,7 @@ from rlx_jax.encode.classifier import Classifier, Reranker
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.models.encoder import MULTI_LABEL, REGRESSION
+from tests.opening import load
 from tests.oracles import checkpoints, classifiers, hugging_face
 from tests.oracles.classifiers import SECOND, TEXTS
 from tests.oracles.comparing import assert_close, assert_same_model
@@ -34,7 +35,7 @@ def recorded(directory: Path) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "bert" else SLOW) for n in classifiers.RECORDED])
 def test_recorded_logits(directories: Path, name: str, tmp_path: Path) -> None:
     """Of texts and of pairs, in any company, and, for one encoder, after a save."""
-    model, record = rlx.load(directories / name), recorded(directories / name)
+    model, record = load(directories / name), recorded(directories / name)
     assert_close(model.logits(TEXTS), record["texts"])
     assert_close(model.logits(TEXTS, SECOND), record["pairs"])
     if name != "bert":
@@ -42,7 +43,7 @@ def test_recorded_logits(directories: Path, name: str, tmp_path: Path) -> None:
     assert_close(model.logits(TEXTS[2]), record["texts"][2])
     assert_close(model.logits(TEXTS[3], SECOND[3]), record["pairs"][3])
     rlx.save(model, tmp_path / "saved")
-    saved = rlx.load(tmp_path / "saved")
+    saved = load(tmp_path / "saved")
     assert_same_model(saved, model)
     assert saved.head == model.head
 
@@ -52,7 +53,7 @@ def test_other_layouts(directories: Path, name: str) -> None:
     """Padded rows in buckets, with the types of pairs, and rows over eight devices have the logits of packed rows."""
     record = recorded(directories / name)
     buckets = {"profile": rlx.CompileProfile().replace(**BUCKETS)}
-    model = rlx.load(directories / name, **(buckets if name == "bert" else {"mesh": 8}))
+    model = load(directories / name, **(buckets if name == "bert" else {"mesh": 8}))
     assert_close(model.logits(TEXTS), record["texts"])
     assert_close(model.logits(TEXTS, SECOND), record["pairs"])
 
@@ -61,7 +62,7 @@ def test_other_layouts(directories: Path, name: str) -> None:
 def test_programs(directories: Path, name: str) -> None:
     """What `warmup` compiles suffices for texts and for pairs, few and many in a call; the end of the model, which
     begins with attention if that is not causal, is computed for the tokens that are pooled alone."""
-    model, pairs = rlx.load(directories / name), [*zip(TEXTS, SECOND, strict=True)] * 40
+    model, pairs = load(directories / name), [*zip(TEXTS, SECOND, strict=True)] * 40
     model.warmup()
     if name == "rerank":
         results = model.score(pairs)
@@ -80,7 +81,7 @@ def test_programs(directories: Path, name: str) -> None:
 
 def test_scores(directories: Path) -> None:
     """Softmax of one label per text; the sigmoid of each of several; a regression has none."""
-    model = rlx.load(directories / "bert")
+    model = load(directories / "bert")
     logits = model.logits(TEXTS).astype(np.float64)
     results = model.classify(TEXTS)
     for row, result in zip(logits, results, strict=True):
@@ -91,7 +92,7 @@ def test_scores(directories: Path) -> None:
         assert (result.label, result.score) == next(iter(result.scores.items()))
     assert model.classify(TEXTS[0]) == results[0]
     assert [*model.classify(TEXTS[0], top_k=2).scores] == [*results[0].scores][:2]
-    several = rlx.load(directories / "qwen3")
+    several = load(directories / "qwen3")
     assert several.head.problem == MULTI_LABEL
     probabilities = 1 / (1 + np.exp(-several.logits(TEXTS).astype(np.float64)))
     for row, result in zip(probabilities, several.classify(TEXTS), strict=True):
@@ -101,7 +102,7 @@ def test_scores(directories: Path) -> None:
 
 def test_reranker(directories: Path, tmp_path: Path) -> None:
     """A directory of a CrossEncoder: its scores, and the order that they give; another activation changes them."""
-    model, scores = rlx.load(directories / "rerank"), recorded(directories / "rerank")["scores"]
+    model, scores = load(directories / "rerank"), recorded(directories / "rerank")["scores"]
     assert isinstance(model, Reranker)
     assert_close(model.score([*zip(TEXTS, SECOND, strict=True)]), scores)
     ranked = model.rank(TEXTS[1], SECOND, top_k=4)
@@ -121,7 +122,7 @@ def test_reranker(directories: Path, tmp_path: Path) -> None:
             (copy / "modules.json").unlink()
         checkpoints.edit_json(copy / file, changes)
         checkpoints.edit_json(copy / "config.json", {"architectures": []})  # the other files say what it is
-        raw = rlx.load(copy).score([*zip(TEXTS, SECOND, strict=True)])
+        raw = load(copy).score([*zip(TEXTS, SECOND, strict=True)])
         assert_close(1 / (1 + np.exp(-raw)), scores)
 
 
@@ -132,7 +133,7 @@ def test_one_label(directories: Path, field: str, kind: type, tmp_path: Path) ->
     for name in ("config_sentence_transformers.json", "modules.json"):
         (copy / name).unlink()
     checkpoints.edit_json(copy / "config.json", {field: REGRESSION})
-    model = rlx.load(copy)
+    model = load(copy)
     assert type(model) is kind
     if isinstance(model, Classifier):
         assert model.classify(TEXTS[0]).score == float(model.logits(TEXTS[0])[0])
@@ -141,9 +142,9 @@ def test_one_label(directories: Path, field: str, kind: type, tmp_path: Path) ->
 def test_without_the_head(directories: Path) -> None:
     """`head=False` gives hidden states; a decoder too."""
     for name in ("bert", "qwen3"):
-        encoder = rlx.load(directories / name, head=False)
+        encoder = load(directories / name, head=False)
         assert type(encoder) is rlx.Encoder and encoder.hidden_states(np.array([[2, 7, 3]])).shape == (1, 3, 20)
-        encoder = rlx.load(directories / name, head=False, recipe=rlx.recipe_for(directories / name))
+        encoder = load(directories / name, head=False, recipe=rlx.recipe_for(directories / name))
         assert type(encoder) is rlx.Encoder and encoder.embed(["w1"]).shape == (1, 20)
 
 
@@ -151,17 +152,17 @@ def test_heads_that_do_not_match(directories: Path, tmp_path: Path) -> None:
     """A recipe with other labels is refused; a checkpoint without the head's weights says how to load it."""
     named = checkpoints.edited(directories / "bert", tmp_path / "named", {"id2label": {"0": "a", "1": "b", "2": "c"}})
     with pytest.raises(errors.ConfigError, match="labels of its head .'a', 'b', 'c'.*'no', 'perhaps', 'yes'"):
-        rlx.load(directories / "bert", recipe=rlx.recipe_for(named))
+        load(directories / "bert", recipe=rlx.recipe_for(named))
     weights = load_file(named / "model.safetensors")
     save_file({k: w for k, w in weights.items() if not k.startswith("classifier")}, named / "model.safetensors")
     with pytest.raises(errors.MissingWeightError, match="weights of its head, and rlx_jax.load.*head=False"):
-        rlx.load(named)
-    assert rlx.load(named, head=False).embed(["w1"]).shape == (1, 20)
+        load(named)
+    assert load(named, head=False).embed(["w1"]).shape == (1, 20)
 
 
 def test_padding_at_the_end(directories: Path) -> None:
     """A decoder's logits are read at the last token that is not padding, as in transformers; a row has one token."""
-    model = rlx.load(directories / "qwen3")
+    model = load(directories / "qwen3")
     assert model.head.padding_id == 0
     padded, rows = [[5, 0, 7, 0, 0], [0, 0], [6]], [[5, 0, 7], [0], [6]]
     assert_close(model.logits(padded), model.logits(rows))
@@ -170,7 +171,7 @@ def test_padding_at_the_end(directories: Path) -> None:
 
 def test_tokenizers_without_types(directories: Path, tmp_path: Path) -> None:
     """Token types of pairs are 0 where the tokenizer's files say that the model gets none."""
-    model = rlx.load(directories / "bert")
+    model = load(directories / "bert")
     rows = [row.tolist() for row in model.tokenizer.encode_rows([*zip(TEXTS, SECOND, strict=True)], max_length=24)[0]]
     untyped = model.logits(rows)
     assert np.abs(untyped - model.logits(TEXTS, SECOND)).max() > 0.01
@@ -178,7 +179,7 @@ def test_tokenizers_without_types(directories: Path, tmp_path: Path) -> None:
     for i, change in enumerate(changes):
         copy = checkpoints.copy(directories / "bert", tmp_path / str(i))
         checkpoints.edit_json(copy / "tokenizer_config.json", change)
-        assert_close(rlx.load(copy).logits(TEXTS, SECOND), untyped)
+        assert_close(load(copy).logits(TEXTS, SECOND), untyped)
 
 
 def test_settings_of_cross_encoders(directories: Path, tmp_path: Path) -> None:
@@ -187,7 +188,7 @@ def test_settings_of_cross_encoders(directories: Path, tmp_path: Path) -> None:
     for file, name in (("sentence_bert_config.json", "max_seq_length"), ("tokenizer_config.json", "model_max_length")):
         copy = checkpoints.copy(directories / "rerank", tmp_path / name)
         checkpoints.edit_json(copy / file, {name: 10})
-        scores.append(rlx.load(copy).score(pairs))
+        scores.append(load(copy).score(pairs))
     assert_close(*scores)
     assert np.abs(scores[0] - recorded(directories / "rerank")["scores"]).max() > 0.001
     refused: dict[str, Any] = {"do_lower_case": True, "processing_kwargs": {"text": {"max_length": 9}}}
@@ -195,7 +196,7 @@ def test_settings_of_cross_encoders(directories: Path, tmp_path: Path) -> None:
         copy = checkpoints.copy(directories / "rerank", tmp_path / str(i))
         checkpoints.edit_json(copy / "sentence_bert_config.json", {name: value})
         with pytest.raises(errors.UnsupportedError, match=name):
-            rlx.load(copy)
+            load(copy)
 
 
 REFUSALS: list[tuple[dict[str, Any], str]] = [
@@ -209,16 +210,16 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("changes", "message"), REFUSALS)
 def test_configs_that_are_refused(directories: Path, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(errors.RlxError, match=message):
-        rlx.load(checkpoints.edited(directories / "bert", tmp_path / "copy", changes))
+        load(checkpoints.edited(directories / "bert", tmp_path / "copy", changes))
 
 
 def test_labels_of_one_name_get_numbers(directories: Path, tmp_path: Path) -> None:
     names = {"id2label": {"0": "a", "1": "b", "2": "a"}}
-    assert rlx.load(checkpoints.edited(directories / "bert", tmp_path / "c", names)).labels == ("a (0)", "b", "a (2)")
+    assert load(checkpoints.edited(directories / "bert", tmp_path / "c", names)).labels == ("a (0)", "b", "a (2)")
 
 
 def test_requests_that_are_refused(directories: Path, tmp_path: Path) -> None:
-    model, reranker = rlx.load(directories / "bert"), rlx.load(directories / "rerank")
+    model, reranker = load(directories / "bert"), load(directories / "rerank")
     no: Any = "no"
     calls: list[tuple[Callable[[], Any], str]] = [
         (lambda: model.classify(TEXTS, SECOND[:-1]), "second_texts has 5 strings.* each of 6 texts"),
@@ -235,7 +236,7 @@ def test_requests_that_are_refused(directories: Path, tmp_path: Path) -> None:
         (lambda: Reranker(model), "a classifier with one label, got 3"),
         (lambda: Reranker(reranker.classifier, "relu"), "activation is 'relu'; expected one of sigmoid"),
         (lambda: Classifier(rlx.recipe_for(directories / "bert"), head=None), ""),
-        (lambda: rlx.load(directories / "bert", head=no), "head is 'no'"),
+        (lambda: load(directories / "bert", head=no), "head is 'no'"),
     ]  # fmt: skip
     for call, message in calls:
         if not message:
@@ -246,14 +247,14 @@ def test_requests_that_are_refused(directories: Path, tmp_path: Path) -> None:
     copy = checkpoints.copy(directories / "rerank", tmp_path / "copy")
     checkpoints.edit_json(copy / "config_sentence_transformers.json", {"activation_fn": "torch.nn.Tanh"})
     with pytest.raises(errors.UnsupportedError, match="activation 'torch.nn.Tanh'"):
-        rlx.load(copy)
+        load(copy)
 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", classifiers.CASES)
 def test_live(name: str, tmp_path: Path) -> None:
     """Every class: the logits of texts and of pairs, and the scores of transformers' pipeline."""
-    theirs, ours = classifiers.write(name, tmp_path), rlx.load(tmp_path)
+    theirs, ours = classifiers.write(name, tmp_path), load(tmp_path)
     ours = getattr(ours, "classifier", ours)
     assert_close(ours.logits(TEXTS), np.array(classifiers.logits(theirs)))
     assert_close(ours.logits(TEXTS, SECOND), np.array(classifiers.logits(theirs, SECOND)))
@@ -285,7 +286,7 @@ def test_live_cross_encoders(family: str, labels: int, activation: str | None, t
     function = None if activation is None else getattr(torch.nn, activation)()
     theirs = library.CrossEncoder(str(tmp_path / "base"), device="cpu", activation_fn=function)
     theirs.save_pretrained(str(tmp_path / "saved"))
-    ours, pairs = rlx.load(tmp_path / "saved"), [*zip(TEXTS, SECOND, strict=True)]
+    ours, pairs = load(tmp_path / "saved"), [*zip(TEXTS, SECOND, strict=True)]
     if labels > 1:
         assert_close(ours.pair_logits(pairs), theirs.predict(pairs))
         return

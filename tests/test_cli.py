@@ -278,7 +278,7 @@ def test_results_as_json(
 def test_embed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The vectors of `Encoder.embed`: as JSON, as numbers, and in a file, of texts or of the lines of stdin."""
     directory = FIXTURES / "sentence" / "base"
-    encoder = rlx.load(directory)
+    encoder = rlx.load(directory, expect=rlx.Encoder)
     want = encoder.embed(["a b", "c"])
     monkeypatch.setattr(rlx, "load", lambda *given, **named: encoder)
     found = lines(capsys, "embed", directory, "a b", "c")

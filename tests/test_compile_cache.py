@@ -30,6 +30,7 @@ from rlx_jax.errors import IntegrityError, LimitError, RequestError, RlxCacheWar
 from rlx_jax.io.entries import EntryStore
 from rlx_jax.ir.ops.attention import AttentionOp
 from tests.hub_server import LLAMA
+from tests.opening import load
 from tests.small import compiles_of
 
 ROOT = Path(__file__).parents[1]
@@ -283,7 +284,7 @@ def test_a_second_model_compiles_nothing(cache: Path) -> None:
     settings = dict(jax.config.values)
     reports, texts, answers = [], [], []
     for _ in range(2):
-        lm = rlx.load(LLAMA)
+        lm = load(LLAMA)
         answer, compiled = compiles_of(functools.partial(lm.generate, PROMPTS, max_new_tokens=8))
         reports.append(lm.report())
         answers.append(answer)
@@ -310,17 +311,17 @@ def test_a_second_model_is_not_traced(cache: Path, monkeypatch: pytest.MonkeyPat
 
     def logits(profile: rlx.CompileProfile | None = None) -> tuple[Any, int]:
         traces.clear()
-        return np.asarray(rlx.load(LLAMA, profile=profile).logits(PROMPTS[1:])).tolist(), len(traces)
+        return np.asarray(load(LLAMA, profile=profile).logits(PROMPTS[1:])).tolist(), len(traces)
 
     def answer() -> tuple[Any, int]:
         traces.clear()
-        lm = rlx.load(LLAMA)
+        lm = load(LLAMA)
         return [lm.generate(PROMPTS, max_new_tokens=6, temperature=t, seed=3) for t in (0.0, 0.9)], len(traces)
 
     monkeypatch.setattr(jax.stages.Traced, "lower", counted)
     want, count = answer()
     assert count and answer() == (want, 0)
-    lm = rlx.load(LLAMA)
+    lm = load(LLAMA)
     lm.generate(PROMPTS, max_new_tokens=6)
     assert "stablehlo" in lm.model.lower(np.ones((1, 4), np.int32)).as_text()
     whole, once = logits()
@@ -353,7 +354,7 @@ def test_the_programs_of_the_first_tokens_are_loaded_with_the_weights(
     def run() -> tuple[Any, int]:
         """The answer, and how many programs were loaded ahead; helper functions are loaded when they run."""
         threads.clear()
-        lm = rlx.load(LLAMA)
+        lm = load(LLAMA)
         ahead = [thread for thread in threads if thread != threading.get_ident()]
         answer = lm.generate([PROMPTS[0] * 8], max_new_tokens=4)
         assert (report := lm.report()).compiles + report.loaded == 2
@@ -420,13 +421,13 @@ def test_what_cannot_be_loaded_is_traced_with_the_settings_of_its_caller(
         return lower(self, *arguments, **options)
 
     monkeypatch.setattr(jax.stages.Traced, "lower", counted)
-    want = rlx.load(LLAMA).generate(PROMPTS, max_new_tokens=6, slots=2)
+    want = load(LLAMA).generate(PROMPTS, max_new_tokens=6, slots=2)
     count = len(threads)
     for path in entries(cache):
         if path.stat().st_size > 4096:  # a program
             flip(path, 0.5)
     with pytest.warns(RlxCacheWarning, match="the entry replaced"):
-        assert rlx.load(LLAMA).generate(PROMPTS, max_new_tokens=6, slots=2) == want
+        assert load(LLAMA).generate(PROMPTS, max_new_tokens=6, slots=2) == want
     assert len(threads) > count and {*threads} == {threading.get_ident()}
 
 
@@ -456,7 +457,7 @@ def children(cache: Path, count: int) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_processes_at_once_on_an_empty_directory(tmp_path: Path) -> None:
     """Two compile and write at once, and after them one compiles nothing."""
-    want = rlx.load(LLAMA).generate(PROMPTS, max_new_tokens=8)
+    want = load(LLAMA).generate(PROMPTS, max_new_tokens=8)
     cold = children(tmp_path / "cache", 2)
     assert all(child["answers"] == want and child["warnings"] == [] for child in cold)
     (warm,) = children(tmp_path / "cache", 1)

@@ -11,6 +11,7 @@ import rlx_jax as rlx
 from rlx_jax.cli import main
 from rlx_jax.errors import ConfigError, RequestError, UnsupportedError
 from tests import models_page
+from tests.opening import load
 from tests.oracles.checkpoints import FIXTURES, edited
 from tests.oracles.comparing import assert_close
 from tests.oracles.recorded import load_record
@@ -104,21 +105,21 @@ def test_fields_that_may_change_the_computation(
 def test_ignored_fields_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The numbers are those without the field; every way to open reports which were ignored."""
     made = edited(LLAMA, tmp_path / "m", {"one": 1, "two": {"deep": 2}})
-    lm = rlx.load(made, ignore_fields=["one", "two"])
+    lm = load(made, ignore_fields=["one", "two"])
     assert_close(lm.logits(TOKENS), load_record(LLAMA)["logits"])
     recipe = rlx.recipe_for(made, ignore_fields=["one", "two"])
-    again = rlx.load(made, recipe=recipe, ignore_fields=["two", "one"])
+    again = load(made, recipe=recipe, ignore_fields=["two", "one"])
     for model in (lm, rlx.compile(recipe), again):
         assert sorted(model.report().ignored_fields) == ["one", "two"]
         assert "ignored fields     'one', 'two'" in str(model.report())
-    assert rlx.load(LLAMA).report().ignored_fields == () and "ignored" not in str(rlx.load(LLAMA).report())
+    assert load(LLAMA).report().ignored_fields == () and "ignored" not in str(load(LLAMA).report())
     many = edited(LLAMA, tmp_path / "many", {"one": 1, "two": 2, "three": 3})
     with pytest.raises(UnsupportedError, match="'one' is '1'; .* not handled; nor are 'two', 'three'; if it does not"):
-        rlx.load(many)
+        load(many)
     assert main(["inspect", str(made), "--ignore-field", "one", "--ignore-field", "two"]) == 0
     assert main(["inspect", str(made), "--ignore-field", "one"]) == 1
     assert "ignore_fields=['two']" in capsys.readouterr().err
-    dual = rlx.load(edited(CLIP, tmp_path / "clip", {"three": 3}), ignore_fields=["three"])
+    dual = load(edited(CLIP, tmp_path / "clip", {"three": 3}), ignore_fields=["three"])
     assert dual.report().ignored_fields == dual.images.report().ignored_fields == ("three",)
 
 
@@ -134,7 +135,7 @@ def test_what_cannot_be_ignored(tmp_path: Path) -> None:
         ([1], RequestError, r"ignore_fields is \[1\]; expected a list"),
     ):
         with pytest.raises(error, match=message):
-            rlx.load(made, ignore_fields=names)
+            load(made, ignore_fields=names)
 
 
 def test_one_line_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -183,7 +184,7 @@ def test_nearest_families(case: str, tmp_path: Path) -> None:
     config = fields | {"model_type": kind, "architectures": [architecture] if architecture else []}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedError) as caught:
-        rlx.load(tmp_path)
+        load(tmp_path)
     message = str(caught.value)
     assert all(part in message for part in (*parts, f"model_type '{kind}'", "docs/adding-a-family.md")), message
     assert "'hidden_dropout_prob'" not in message

@@ -13,6 +13,7 @@ import rlx_jax as rlx
 from rlx_jax import blocks, errors
 from rlx_jax.models.decoder import DecodeOptions, as_decode
 from rlx_jax.trace.frequencies import frequencies
+from tests.opening import recipe_for
 from tests.oracles import checkpoints, hugging_face
 from tests.oracles.comparing import assert_close
 from tests.test_examples import example
@@ -261,7 +262,7 @@ RECORDED = (
 def test_the_cache_of_transformers(name: str) -> None:
     """Its keys and values are ours, and three tokens behind its cache have its logits."""
     directory = checkpoints.FIXTURES / name
-    model, recipe = hugging_face.load(directory, "AutoModelForCausalLM"), rlx.recipe_for(directory)
+    model, recipe = hugging_face.load(directory, "AutoModelForCausalLM"), recipe_for(directory)
     tokens = np.random.default_rng(5).integers(0, recipe.config.vocab_size, (2, 12)).astype(np.int32)
     want = hugging_face.cached(model, tokens[:, :9])
     got = rlx.compile(replace(recipe, export_kv=True))(tokens[:, :9])

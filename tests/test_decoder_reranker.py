@@ -13,6 +13,7 @@ from rlx_jax.encode.classifier import Reranker
 from rlx_jax.encode.cross_encoder import PairTemplate
 from rlx_jax.encode.decoder_reranker import QWEN3_TEMPLATE, decoder_reranker
 from rlx_jax.encode.sentence import LOGITS_MODALITY
+from tests.opening import load, recipe_for
 from tests.oracles import checkpoints, embedders
 from tests.oracles.classifiers import SECOND, TEXTS
 from tests.oracles.comparing import assert_close
@@ -30,7 +31,7 @@ def directory(directories: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def model(directory: Path) -> Any:
-    return rlx.load(directory)
+    return load(directory)
 
 
 def test_recorded_scores(directory: Path, model: Any, tmp_path: Path) -> None:
@@ -44,20 +45,20 @@ def test_recorded_scores(directory: Path, model: Any, tmp_path: Path) -> None:
     scores = model.score([(TEXTS[0], text) for text in SECOND], prompt="")
     assert [row.index for row in ranked] == np.argsort(-scores)[:3].tolist()
     rlx.save(model, tmp_path / "saved")
-    np.testing.assert_array_equal(rlx.load(tmp_path / "saved").score(PAIRS), model.score(PAIRS))
+    np.testing.assert_array_equal(load(tmp_path / "saved").score(PAIRS), model.score(PAIRS))
 
 
 def test_without_the_score(directory: Path) -> None:
     """`head=False` gives hidden states, and the recipe is that of the causal model."""
-    assert rlx.load(directory, head=False).embed(["w1"]).shape == (1, 20)
-    assert rlx.recipe_for(directory).head is None
+    assert load(directory, head=False).embed(["w1"]).shape == (1, 20)
+    assert recipe_for(directory).head is None
 
 
 def test_a_decoder_as_a_reranker(directory: Path, model: Any) -> None:
     """The function makes the same of the recipe, the answers and the template."""
     tokenizer = model.tokenizer
     made = decoder_reranker(
-        rlx.recipe_for(directory), tokenizer, answers=(tokenizer.decode([7]), tokenizer.decode([9])),
+        recipe_for(directory), tokenizer, answers=(tokenizer.decode([7]), tokenizer.decode([9])),
         template=embedders.TEMPLATE, prompt="w5 w6", max_seq_length=24,
     )  # fmt: skip
     assert_close(made.score(PAIRS), model.score(PAIRS).astype(np.float64))
@@ -68,7 +69,7 @@ def test_a_decoder_as_a_reranker(directory: Path, model: Any) -> None:
     )
     for answers, message in ((("w1 w2", "w3"), "'w1 w2' are not one token"), ((), "expected one or two")):
         with pytest.raises(errors.RequestError, match=message):
-            decoder_reranker(rlx.recipe_for(directory), tokenizer, answers=answers)
+            decoder_reranker(recipe_for(directory), tokenizer, answers=answers)
 
 
 OTHER = {"text": LOGITS_MODALITY, "message": {**LOGITS_MODALITY, "format": "other"}}
@@ -90,12 +91,12 @@ def test_what_is_refused(directory: Path, model: Any, tmp_path: Path) -> None:
         copy = checkpoints.copy(directory, tmp_path / str(i))
         checkpoints.edit_json(copy / file, changes)
         with pytest.raises(errors.RlxError, match=message):
-            rlx.load(copy)
+            load(copy)
     with pytest.raises(errors.RequestError, match="there is no prompt_name 'wbe'.*did you mean 'web'"):
         model.score(PAIRS, prompt_name="wbe")
     with pytest.raises(errors.RequestError, match=r"pairs\[0\] is"):
         model.score(["w1"])
-    rank: Any = rlx.recipe_for(directory).with_token_score
+    rank: Any = recipe_for(directory).with_token_score
     with pytest.raises(errors.ConfigError, match="token ids"):
         rank((7, 45))
 
@@ -104,7 +105,7 @@ def test_what_is_refused(directory: Path, model: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", embedders.RERANKERS)
 def test_live(name: str, tmp_path: Path) -> None:
     """Scores and ranks of a directory that a CrossEncoder over a causal model wrote."""
-    theirs, ours = embedders.write_reranker(name, tmp_path / "st"), rlx.load(tmp_path / "st")
+    theirs, ours = embedders.write_reranker(name, tmp_path / "st"), load(tmp_path / "st")
     for prompt in ({}, {"prompt": "w9 "}, {"prompt_name": "web"}):
         assert_close(ours.score(PAIRS, **prompt), np.array(embedders.scores(theirs, **prompt)))
     ranks = [row["corpus_id"] for row in theirs.rank(TEXTS[0], SECOND)]

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 import rlx_jax as rlx
 from rlx_jax.errors import RlxError
 from rlx_jax.ir.types import MAX_DIM
+from tests.opening import recipe_for
 from tests.oracles.checkpoints import FIXTURES, copy
 from tests.oracles.fuzzing import corpus, mutated, run, scrambled, seed_of
 from tests.oracles.numpy_reference import layer_windows
@@ -48,7 +49,7 @@ def judge_config(raw: bytes, here: Path) -> str:
     (here / "config.json").write_bytes(raw)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        recipe = rlx.recipe_for(here)
+        recipe = recipe_for(here)
     said, flow = json.loads(raw), recipe.assemble()
     table = next(k for k in flow._weights.keys() if k.endswith(("embed_tokens.weight", "word_embeddings.weight")))
     rows, width = flow._weights.spec(table).shape

@@ -16,6 +16,7 @@ from rlx_jax import errors
 from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.models.dual import ClipConfig, ClipVisionConfig
 from rlx_jax.models.siglip import SiglipConfig
+from tests.opening import load
 from tests.oracles import checkpoints
 from tests.oracles.comparing import assert_close
 from tests.oracles.recorded import load_record
@@ -34,7 +35,7 @@ def record(name: str) -> Mapping[str, npt.NDArray[Any]]:
 @functools.cache
 def dual(name: str) -> rlx.DualEncoder:
     """A recorded checkpoint, loaded once."""
-    loaded: rlx.DualEncoder = rlx.load(DUAL / name)
+    loaded: rlx.DualEncoder = load(DUAL / name)
     return loaded
 
 
@@ -64,7 +65,7 @@ def test_vectors_and_similarity(name: str) -> None:
 
 def vectors(recipe: Any) -> dict[str, Any]:
     """Of the recorded texts and images, through one flow and through a flow for each tower."""
-    pixels, both = record("clip")["pixels"], rlx.load(DUAL / "clip", recipe=recipe)
+    pixels, both = record("clip")["pixels"], load(DUAL / "clip", recipe=recipe)
     return whole(recipe) | {
         "text alone": unit(both.embed([row.tolist() for row in record("clip")["ids"]])),
         "vision alone": unit(both.embed_images(pixels)),
@@ -111,7 +112,7 @@ def test_a_path_of_no_tower_is_told() -> None:
         "layers.0.mlp": "'text.layers.*.mlp'", "text.layers.0.mlpp": "'text.layers.*.mlp'",
         "vision.layers.7": "vision.layers", "*.nothing": "matches no block",
     }.items():  # fmt: skip
-        for opened in (rlx.compile, lambda recipe: rlx.load(DUAL / "clip", recipe=recipe)):
+        for opened in (rlx.compile, lambda recipe: load(DUAL / "clip", recipe=recipe)):
             with pytest.raises(errors.GraphError, match=told):
                 opened(recipe.at(pattern).scale(0.3))
 
@@ -125,12 +126,12 @@ def test_adapters_of_towers(tmp_path: Path) -> None:
     rlx.save_lora(model, tmp_path / "adapter")
     adapted = rlx.lora(recipe, adapter=tmp_path / "adapter")
     found, merged = vectors(adapted), rlx.merge_lora(model)
-    for key, value in rlx.merge_lora(rlx.load(DUAL / "clip", recipe=adapted)).items():
+    for key, value in rlx.merge_lora(load(DUAL / "clip", recipe=adapted)).items():
         np.testing.assert_array_equal(value, merged[key])
     for name, value in whole(recipe, merged).items():
         assert_close(found[name], value)
         assert_close(found[f"{name} alone"], value)
-    drawn = rlx.load(DUAL / "clip", recipe=rlx.lora(recipe, pattern, rank=2), missing="init", key=0)
+    drawn = load(DUAL / "clip", recipe=rlx.lora(recipe, pattern, rank=2), missing="init", key=0)
     assert {key for key in drawn.model.weights() if "lora" in key} == {key for key in model.weights() if "lora" in key}
     assert np.abs(found["text"] - recorded()["text"]).max() > 1e-3
 
@@ -192,7 +193,7 @@ def alone(which: str, directory: Path) -> str:
 def test_vision_tower_alone(which: str, tmp_path: Path) -> None:
     """Its own config; SigLIP's without a head has hidden states and no vectors."""
     name = alone(which, tmp_path / "tower")
-    vision = rlx.load(tmp_path / "tower")
+    vision = load(tmp_path / "tower")
     assert isinstance(vision, rlx.VisionEncoder)
     assert_close(vision.embed(pictures(name)), record(name)["images"])
     if name == "clip":
@@ -201,7 +202,7 @@ def test_vision_tower_alone(which: str, tmp_path: Path) -> None:
     checkpoints.edit_tensors(
         tmp_path / "tower", lambda tensors: {k: v for k, v in tensors.items() if ".head." not in k}
     )
-    headless = rlx.load(tmp_path / "tower")
+    headless = load(tmp_path / "tower")
     assert_close(headless.hidden_states(record(name)["pixels"]), record(name)["hidden"])
     with pytest.raises(errors.GraphError, match="embed needs an output 'pooled'"):
         headless.embed(pictures(name))
@@ -211,7 +212,7 @@ def test_vision_tower_alone(which: str, tmp_path: Path) -> None:
 def test_text_tower_alone(which: str, tmp_path: Path) -> None:
     """Vectors as beside the other tower; a pipeline pools hidden states in their place. SigLIP's padding is read."""
     name = alone(which, tmp_path / "tower")
-    text = rlx.load(tmp_path / "tower")
+    text = load(tmp_path / "tower")
     assert isinstance(text, rlx.Encoder) and "'pooled' is one vector for a row" in text.report().embedding
     assert text.own_lengths == "" or "siglip" in which  # rows of CLIP's are padded, and no token reads padding
     assert_close(text.embed(list(TEXTS)), record(name)["texts"])
@@ -227,7 +228,7 @@ def test_rows_of_few_sizes(tmp_path: Path) -> None:
     """Texts whose padding is read are as long as they are padded to, whatever the profile's buckets; warm-up knows."""
     alone("siglip text", tmp_path / "tower")
     profile = rlx.CompileProfile().replace(buckets={"batch": [2], "on_recompile": "error"})
-    text = rlx.load(tmp_path / "tower", profile=profile)
+    text = load(tmp_path / "tower", profile=profile)
     text.warmup()
     assert_close(text.embed(list(TEXTS)), record("siglip")["texts"])
     assert text.report().recompiles == 0
@@ -335,7 +336,7 @@ def test_random_configurations(architecture: str, seed: int, tmp_path: Path) -> 
     oracle.write_tokenizer(tmp_path, family)
     found = oracle.images(seed, (side + 5, side + 9), (2 * side, side))
     want = oracle.compared(tmp_path, checkpoint, list(TEXTS), found)
-    both = rlx.load(tmp_path)
+    both = load(tmp_path)
     assert_close(both.embed(list(TEXTS)), want["texts"])
     assert_close(both.embed_images(found), want["images"])
     assert_close(both.similarity(list(TEXTS), found), want["logits"])
@@ -353,6 +354,6 @@ def test_random_text_towers(architecture: str, seed: int, tmp_path: Path) -> Non
     oracle.write(checkpoint, tmp_path)
     oracle.write_tokenizer(tmp_path, "siglip" if "Siglip" in architecture else "clip")
     want = oracle.embedded(tmp_path, checkpoint, list(TEXTS))
-    text = rlx.load(tmp_path)
+    text = load(tmp_path)
     assert_close(text.embed(list(TEXTS)), want["texts"])
     assert_close(text.hidden_states(want["ids"], attention_mask=want.get("mask")), want["hidden"])

@@ -19,6 +19,7 @@ from rlx_jax.ir.hir import Linear
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.lowering.lower import expand_composites
 from rlx_jax.trace.block_selection import BlockPattern
+from tests.opening import load
 from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close
 from tests.oracles.recorded import load_record
@@ -97,7 +98,7 @@ def test_an_optional_input_between_products() -> None:
     """Of which the others share their input without it: with it, and without it, as the weights say in NumPy."""
     by = np.linspace(0.5, 2.0, HIDDEN, dtype="f4")
     steered = rlx.recipe_for(LLAMA).patch_flow(lambda flow: flow.input("by", (HIDDEN,), default=None))
-    lm = rlx.load(LLAMA, recipe=steered.at("layers.*.self_attn.q_proj").scale("by", of="input"))
+    lm = load(LLAMA, recipe=steered.at("layers.*.self_attn.q_proj").scale("by", of="input"))
     scaled = {key: value * by if key.endswith("q_proj.weight") else value for key, value in WEIGHTS.items()}
     calls: list[tuple[Any, dict[str, Any]]] = [(WEIGHTS, {}), (scaled, {"by": by})]
     for weights, given in calls:
@@ -149,8 +150,8 @@ def test_the_head_of_siglip_takes_the_tokens() -> None:
     """Not the pixels, of which it reads how many rows there are."""
     siglip = checkpoints.FIXTURES / "vision" / "dual" / "siglip"
     recipe, rows = rlx.recipe_for(siglip), load_record(siglip)["pixels"]
-    plain = rlx.load(siglip).embed_images(rows)
-    muted = rlx.load(siglip, recipe=recipe.at("vision.head").scale(0.0, of="input")).embed_images(rows)
+    plain = load(siglip).embed_images(rows)
+    muted = load(siglip, recipe=recipe.at("vision.head").scale(0.0, of="input")).embed_images(rows)
     assert np.abs(muted - muted[:1]).max() < 1e-6 < 1e-3 < np.abs(plain - plain[:1]).max()
 
 

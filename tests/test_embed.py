@@ -16,6 +16,7 @@ from rlx_jax.encode.packing import COSTS, plan_blocks, plan_one_per_row, sizes_f
 from rlx_jax.encode.sentence import SentencePipeline, pool, pool_segments
 from rlx_jax.errors import RequestError, SequenceLengthError, TokenIdError
 from tests.divided import windowed
+from tests.opening import load
 from tests.oracles import checkpoints, numpy_reference
 from tests.oracles.comparing import assert_close
 from tests.small import compiles_of
@@ -35,7 +36,7 @@ def texts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def bert() -> Any:
     """A tiny BERT of 40 positions."""
-    return rlx.load(BERT)
+    return load(BERT)
 
 
 def assert_same(got: np.ndarray, want: np.ndarray) -> None:
@@ -99,7 +100,7 @@ def test_vectors_are_those_of_each_text_alone(bert: Any) -> None:
 def test_rows_of_their_own_give_the_same(bert: Any) -> None:
     """What `packing` forbids, and buckets ask for: one text in a row."""
     ids = texts(40, 16, seed=5)
-    rows = rlx.load(BERT, profile=rlx.CompileProfile().replace(buckets={"prompt": [16], "batch": [8]}))
+    rows = load(BERT, profile=rlx.CompileProfile().replace(buckets={"prompt": [16], "batch": [8]}))
     assert_same(rows.embed(ids), bert.embed(ids))
     assert "the profile's buckets" in rows.packing and rows.packing in " ".join(str(rows.report()).split())
     for encoder, tokens, blocks in ((bert, 128, {(2, 64)}), (rows, 70, {(8, 16)})):
@@ -149,7 +150,7 @@ def test_a_bad_text_of_a_later_chunk(bert: Any, monkeypatch: pytest.MonkeyPatch)
 
 def test_warm_up_without_buckets() -> None:
     """Compiles every block that `embed` has; then nothing compiles."""
-    encoder = rlx.load(BERT)
+    encoder = load(BERT)
     encoder.warmup()
     _, compiled = compiles_of(lambda: [encoder.embed(texts(count, 40)) for count in (50, 1)])
     assert not compiled and encoder.report().recompiles == 0

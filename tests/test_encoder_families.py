@@ -16,6 +16,7 @@ from rlx_jax.errors import ConfigError, RlxError, UnsupportedError
 from rlx_jax.models.bert_variants import GteConfig, RoFormerFlow
 from rlx_jax.models.encoder import MASKED, SEQUENCE
 from rlx_jax.weights.mapping import MappingSource
+from tests.opening import load, recipe_for
 from tests.oracles import checkpoints, encoder_families, hugging_face
 from tests.oracles.checkpoints import REMOVED
 from tests.oracles.comparing import assert_close, assert_rows_close
@@ -41,21 +42,21 @@ OTHERS = ("deberta", "eurobert")  # deberta_v3 has more fields, and eurobert a h
 )
 def test_recorded_hidden_states(directories: Path, name: str) -> None:
     with np.load(directories / name / "recorded.npz") as record:
-        check_rows(rlx.load(directories / name), record["hidden"])
+        check_rows(load(directories / name), record["hidden"])
 
 
 def check_logits(directory: Path, want: list[np.ndarray[Any, Any]]) -> None:
     """The logits of padded rows; of texts that share a row, if they are classified."""
     tokens, lengths = encoder_families.drawn_rows()
     mask = (np.arange(tokens.shape[1])[None] < lengths[:, None]).astype(np.int32)
-    recipe = rlx.recipe_for(directory)
+    recipe = recipe_for(directory)
     model: Any = rlx.compile(recipe)
     found = np.asarray(model(input_ids=tokens, attention_mask=mask))
     for row, n, rows in zip(found, lengths, want, strict=True):
         token = n - 1 if recipe.head.pooling == "lasttoken" else 0
         assert_close(row[:n] if rows.ndim == 2 else row[token], rows, tolerance=1e-4)
     if want[0].ndim == 1:
-        classifier = rlx.load(directory)
+        classifier = load(directory)
         texts = [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)]
         assert_close(classifier.logits(texts), np.stack(want))
 
@@ -77,7 +78,7 @@ def test_old_names_of_norms(directories: Path, tmp_path: Path) -> None:
 
     checkpoints.edit_tensors(copy, lambda tensors: {rename(key): value for key, value in tensors.items()})
     tokens = np.array([[5, 8, 2]])
-    old, new = (rlx.load(directory) for directory in (copy, base))
+    old, new = (load(directory) for directory in (copy, base))
     np.testing.assert_array_equal(old.hidden_states(tokens), new.hidden_states(tokens))
 
 
@@ -119,7 +120,7 @@ def test_configs_that_are_refused(
     directories: Path, name: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises((ConfigError, UnsupportedError), match=message):
-        rlx.recipe_for(checkpoints.edited(directories / name, tmp_path / "copy", changes))
+        recipe_for(checkpoints.edited(directories / name, tmp_path / "copy", changes))
 
 
 def test_positions_of_roformer() -> None:
@@ -140,7 +141,7 @@ def test_positions_of_roformer() -> None:
 def test_live(name: str, tmp_path: Path) -> None:
     """Every family: padded and packed rows."""
     model = encoder_families.write(name, tmp_path)
-    check_rows(rlx.load(tmp_path), encoder_families.hidden_states(model), "conv" if name.endswith("conv") else "")
+    check_rows(load(tmp_path), encoder_families.hidden_states(model), "conv" if name.endswith("conv") else "")
 
 
 def few_layers(name: str) -> dict[str, int]:
@@ -155,7 +156,7 @@ def few_layers(name: str) -> dict[str, int]:
 def test_live_heads(name: str, tmp_path: Path) -> None:
     """Every head of every family, over few layers."""
     encoder_families.write(name, tmp_path / "base", changes=few_layers(name))
-    tasks = rlx.recipe_for(tmp_path / "base").task_heads()
+    tasks = recipe_for(tmp_path / "base").task_heads()
     assert {SEQUENCE} <= {*tasks} and (MASKED in tasks) == (name != "modernbert_decoder")
     for task in tasks:
         if hasattr(transformers(), f"{encoder_families.CASES[name][0]}For{task}"):
@@ -199,9 +200,9 @@ def test_live_mutants(name: str, tmp_path: Path) -> None:
         for number, value in enumerate(mutated(config[field])):
             copy = checkpoints.edited(tmp_path / "base", tmp_path / f"{field}{number}", {field: value})
             try:
-                recipe = rlx.recipe_for(copy)
+                recipe = recipe_for(copy)
                 if recipe.config not in states:
-                    states[recipe.config] = rlx.load(copy).hidden_states(tokens, lengths)
+                    states[recipe.config] = load(copy).hidden_states(tokens, lengths)
             except RlxError:  # the field, or weights that are missing or that nothing reads
                 continue
             try:

@@ -19,6 +19,7 @@ import rlx_jax as rlx
 from rlx_jax import blocks, errors
 from rlx_jax.models.bert import BertConfig
 from rlx_jax.models.config import ACTIVATIONS
+from tests.opening import load, recipe_for
 from tests.oracles import checkpoints, encoders, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close, assert_rows_close
 from tests.oracles.recorded import load_record
@@ -57,8 +58,8 @@ class Case:
 def case(name: str) -> Case:
     """Loaded once for the tests that follow each other; without the head of its task."""
     directory = checkpoints.FIXTURES / name
-    recipe = dataclasses.replace(rlx.recipe_for(directory), head=None)
-    return Case(rlx.load(directory, head=False), rlx.compile(recipe), load_record(directory))
+    recipe = dataclasses.replace(recipe_for(directory), head=None)
+    return Case(load(directory, head=False), rlx.compile(recipe), load_record(directory))
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in SLOW)) for n in NAMES])
@@ -90,7 +91,7 @@ def test_texts_that_share_a_row(name: str) -> None:
         "segments": np.repeat([1, 2, 3, 0], [*map(len, texts), 1]),
         "positions": np.concatenate([*(np.arange(len(text)) for text in texts), [0]]),
     }
-    model: Any = rlx.compile(rlx.recipe_for(directory), program="packed")
+    model: Any = rlx.compile(recipe_for(directory), program="packed")
     got = model(**{key: value[None].astype(np.int32) for key, value in said.items()})[0]
     for number, text in enumerate(texts, 1):
         assert_close(np.asarray(got)[said["segments"] == number], encoders.row(config, weights, text))
@@ -150,7 +151,7 @@ def test_vectors_that_are_not_finite() -> None:
     (key,) = (k for k in weights if k.endswith("word_embeddings.weight"))
     table = np.array(weights[key])
     table[7] = np.nan
-    recipe = rlx.recipe_for(BARE)
+    recipe = recipe_for(BARE)
     encoder = rlx.Encoder(recipe.assemble(), rlx.open_weights({**weights, key: table}, on_nonfinite="ignore"))
     with pytest.raises(errors.NumericsError, match=r"2 of 4 .* not finite: 'texts\[1\]', 'texts\[3\]'$") as told:
         encoder.embed([[1, 2], [3, 7], [4], [7]])
@@ -187,9 +188,9 @@ def test_refused(directory: Path, name: str, changes: dict[str, Any], tmp_path: 
 
 def test_positions_begin_behind_the_padding() -> None:
     """There are as many fewer of them, and one more token is an error."""
-    assert (rlx.recipe_for(XLM).max_positions, rlx.recipe_for(MPNET).max_positions) == (43, 42)
+    assert (recipe_for(XLM).max_positions, recipe_for(MPNET).max_positions) == (43, 42)
     for directory, known in ((XLM, 43), (MPNET, 42), (NOMIC, 44), (BARE, 40)):
-        encoder: Any = rlx.load(directory, head=False)
+        encoder: Any = load(directory, head=False)
         assert encoder.max_positions == known
         with pytest.raises(errors.SequenceLengthError, match=f"{known + 1} positions, the model has {known}"):
             encoder.hidden_states(np.full((1, known + 1), 5, np.int32))
@@ -210,7 +211,7 @@ def test_live_hidden_states(family: str, seed: int, tmp_path: Path) -> None:
     """Fresh random checkpoints equal `transformers`; MPNet in rows longer than every bucket of distances is wide."""
     directory = tmp_path / "checkpoint"
     model = encoders.written(encoders.random_encoder(family, seed), directory)
-    encoder: Any = rlx.load(directory, head=False)
+    encoder: Any = load(directory, head=False)
     compiled: Any = rlx.compile(rlx.from_pretrained(directory, head=False))
     width = 150 if family == "mpnet" else 60
     inputs: dict[str, Any] = encoders.drawn_inputs(model.config, np.random.default_rng(seed), width)
@@ -227,7 +228,7 @@ def test_live_hidden_states(family: str, seed: int, tmp_path: Path) -> None:
 def test_live_activations(activation: str, tmp_path: Path) -> None:
     """Every one that is known is transformers' own."""
     directory = checkpoints.edited(BARE, tmp_path / activation, {"hidden_act": activation})
-    encoder = rlx.load(directory, head=False)
+    encoder = load(directory, head=False)
     tokens = load_record(BARE)["tokens"]
     want = hugging_face.bert_hidden(hugging_face.load(directory, "AutoModel"), tokens)
     assert_close(encoder.hidden_states(tokens), want)
@@ -248,4 +249,4 @@ def test_live_sentences(directory: Path, modes: list[str], tmp_path: Path) -> No
     checkpoints.edit_json(target / "sentence_bert_config.json", {"max_seq_length": 40})
     theirs = importlib.import_module("sentence_transformers").SentenceTransformer(str(target), device="cpu")
     want = theirs.encode(TEXTS, show_progress_bar=False)
-    assert_close(rlx.load(target).embed(TEXTS), want)
+    assert_close(load(target).embed(TEXTS), want)

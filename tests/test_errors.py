@@ -22,6 +22,7 @@ from rlx_jax import device, errors
 from rlx_jax.errors import RlxError, RlxNumericsWarning, RlxWarning
 from rlx_jax.io import limits as weight_limits
 from tests import refusal_names, refusals
+from tests.opening import load, recipe_for
 from tests.oracles.checkpoints import copy
 from tests.refusal_names import IDS, LLAMA, W, World, X, mlp
 from tests.refusals import Case, Row
@@ -72,7 +73,7 @@ def test_a_mask_may_have_any_whole_dtype(world: World, dtype: Any) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16])
 def test_a_dtype_has_several_spellings(dtype: Any) -> None:
     """All of them are the short name of the profile."""
-    assert rlx.load(LLAMA, dtype=dtype).model.settings.compute == ml_dtypes.bfloat16
+    assert load(LLAMA, dtype=dtype).model.settings.compute == ml_dtypes.bfloat16
 
 
 def test_warnings_say_what_and_where(world: World, tmp_path: Path) -> None:
@@ -92,7 +93,7 @@ def test_warnings_say_what_and_where(world: World, tmp_path: Path) -> None:
 
 def test_a_recipe_can_be_pickled() -> None:
     """With the checkpoint that it is bound to, which is opened again; a copy in depth too. And so can its flow."""
-    recipe = rlx.recipe_for(LLAMA)
+    recipe = recipe_for(LLAMA)
     want = rlx.compile(recipe)(IDS)
     flow = recipe.assemble()
     for other in (deepcopy(pickle.loads(pickle.dumps(recipe))), pickle.loads(pickle.dumps(flow))):

@@ -21,6 +21,7 @@ from rlx_jax.lowering.inspect.hlo import parse_instructions
 from rlx_jax.runtime.explain import PaddedSizes, copied_caches, findings_of
 from rlx_jax.runtime.inspect_program import program_facts
 from tests import divided, small
+from tests.opening import load
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.packed import packed
 
@@ -154,7 +155,7 @@ def test_an_encoder_and_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.slow
 def test_encoders_of_images(capsys: pytest.CaptureFixture[str]) -> None:
     directory = FIXTURES / "vision" / "dinov2_registers"
-    encoder = rlx.load(directory, head=False)
+    encoder = load(directory, head=False)
     sides = encoder.processor.crop or encoder.processor.size
     inspection = encoder.explain(batch=3, runs=1)
     check_whole(inspection, encoder.model)
@@ -172,7 +173,7 @@ def test_encoders_of_images(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_the_towers_of_a_dual_encoder() -> None:
-    both = rlx.load(FIXTURES / "vision" / "dual" / "clip")
+    both = load(FIXTURES / "vision" / "dual" / "clip")
     texts, images = both.explain("texts", batch=2, runs=1), both.explain("images", batch=2, runs=1)
     assert texts.name != images.name and texts.measured and images.measured
     assert "vision" in both.show("images", batch=1, runs=1).html

@@ -33,6 +33,7 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io.archive import HEADER, Archive, write_archive
 from rlx_jax.runtime import export_model
+from tests.opening import load
 from tests.oracles.chat_templates import format_checkpoint
 from tests.oracles.checkpoints import FIXTURES, SENTENCE_VARIANTS, copy, edit_json, edit_tensors, sentence_directory
 from tests.small import profile
@@ -65,14 +66,14 @@ def same(got: Any, want: Any) -> bool:
 
 def test_a_flow_of_the_user(model: Any, exported: Any) -> None:
     """One program for every batch, bit-equal; it says when it expires, and is what its digest names."""
-    loaded = rlx.load(exported.path, expect_sha256=exported.sha256)
+    loaded = load(exported.path, expect_sha256=exported.sha256)
     assert all(same(loaded(X[:rows]), model(X[:rows])) for rows in (1, 3))
     assert f"later versions load it until {exported.expires}" in str(exported)
     assert Archive(exported.path).content["expires"] == str(exported.expires)
     assert (exported.expires - exported.created).days == 180
     assert same(pickle.loads(pickle.dumps(loaded.programs.source)).read("w"), model.weights()["w"])
     with pytest.raises(IntegrityError, match="the digest of the artifact is"):
-        rlx.load(exported.path, expect_sha256="0" * 64)
+        load(exported.path, expect_sha256="0" * 64)
     assert loaded.report().flops is None and "gated" in str(loaded)
     with pytest.raises(DeriveError, match=r"m\.rlxa.*has no program 'train'; it has 'forward'"):
         loaded.as_program("train")(X)
@@ -86,7 +87,7 @@ def test_packed_weights_with_sizes_that_are_open(tmp_path: Path) -> None:
     path = packed.export(tmp_path / "m.rlxa", platforms=("cpu", "cuda")).path
     x = np.random.default_rng(1).standard_normal((3, 32)).astype("f4")
     for rows in (1, 3):
-        np.testing.assert_allclose(rlx.load(path)(x[:rows]), packed(x[:rows]), atol=1e-6)
+        np.testing.assert_allclose(load(path)(x[:rows]), packed(x[:rows]), atol=1e-6)
 
 
 def test_platforms_with_other_implementations(tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ def test_platforms_with_other_implementations(tmp_path: Path) -> None:
     x[3:] = -np.abs(x[3]), 1 / (1 + np.exp(-x[4]))
     written = model.export(tmp_path / "m.rlxa", platforms=("cpu", "cuda", "tpu"))
     assert written.programs == ("forward on cpu", "forward on cuda, tpu")
-    for got, want in zip(rlx.load(written.path)(*x), model(*x), strict=True):
+    for got, want in zip(load(written.path)(*x), model(*x), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
 
 
@@ -131,10 +132,10 @@ def test_optional_inputs_and_sizes(tmp_path: Path) -> None:
     model = rlx.compile(flow.custom(add))
     x = np.ones((2, 3, 4), "f4")
     model.export(tmp_path / "a.rlxa", given=["y"])
-    loaded = rlx.load(tmp_path / "a.rlxa")
+    loaded = load(tmp_path / "a.rlxa")
     assert same(loaded(x), model(x)) and same(loaded(x, y=x), model(x, y=x))
     model.export(tmp_path / "b.rlxa", sizes=[{"batch": 2, "seq": 3}, {"batch": 1, "seq": 3}])
-    loaded = rlx.load(tmp_path / "b.rlxa")
+    loaded = load(tmp_path / "b.rlxa")
     assert same(loaded(x), model(x)) and same(loaded(x[:1]), model(x[:1]))
     with pytest.raises(RequestError, match=r"forward was exported for 'batch 2, seq 3', .*, not for batch 2, seq 2"):
         loaded(x[:, :2])
@@ -190,7 +191,7 @@ def test_models_in_a_fresh_process(tmp_path: Path) -> None:
         if family == "qwen":  # one block of its layers
             edit_json(path / "config.json", {"num_hidden_layers": 3, "layer_types": BLOCK})
             edit_tensors(path, lambda t: {k: v for k, v in t.items() if not re.search(r"layers\.[3-5]\.", k)})
-        model: Any = rlx.load(str(path))
+        model: Any = load(str(path))
         ids = np.random.default_rng(0).integers(1, 30, (2, 9)).tolist()
         model.export(tmp_path / f"{family}.rlxa")
         requests.append((tmp_path / f"{family}.rlxa", ids, 24))
@@ -215,7 +216,7 @@ def test_a_sharded_model(model: Any, tmp_path: Path) -> None:
     x = np.random.default_rng(1).standard_normal((8, 8)).astype("f4")
     for name, sizes in (("any", []), ("eight", [{"batch": 8}])):
         sharded.export(tmp_path / f"{name}.rlxa", sizes=sizes)
-        loaded = rlx.load(tmp_path / f"{name}.rlxa")
+        loaded = load(tmp_path / f"{name}.rlxa")
         want = {k: v.sharding.spec for k, v in sharded.params.items()}
         assert {k: v.sharding.spec for k, v in loaded.params.items()} == want and "tensor" in str(want)
         np.testing.assert_allclose(loaded(x), sharded(x), rtol=1e-5, atol=1e-5)
@@ -227,9 +228,9 @@ def test_a_sharded_model(model: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_sharded_language_model(tmp_path: Path) -> None:
     """Caches too: the same tokens, with parameters and states over eight devices."""
-    lm = rlx.load(FIXTURES / FAMILIES["llama"], mesh=8)
+    lm = load(FIXTURES / FAMILIES["llama"], mesh=8)
     lm.export(tmp_path / "lm.rlxa")
-    loaded = rlx.load(tmp_path / "lm.rlxa")
+    loaded = load(tmp_path / "lm.rlxa")
     ids = np.random.default_rng(0).integers(1, 30, (8, 6)).tolist()
     assert loaded.generate(ids, 5) == lm.generate(ids, 5)
     np.testing.assert_allclose(loaded.logits(ids), lm.logits(ids), rtol=1e-5, atol=1e-5)
@@ -239,11 +240,11 @@ def test_a_sharded_language_model(tmp_path: Path) -> None:
 def test_requests_of_a_language_model(tmp_path: Path) -> None:
     """Text, streams, chat and states, through the same code; the state is donated. No end token stays none, though the
     tokenizer has one; a file is recognized by its content."""
-    lm = rlx.load(format_checkpoint(tmp_path / "m", "qwen"))
+    lm = load(format_checkpoint(tmp_path / "m", "qwen"))
     assert lm.tokenizer.eos_ids and lm.eos_ids
     lm.eos_ids = ()
     lm.export(tmp_path / "lm.rlxa")
-    loaded = rlx.load((tmp_path / "lm.rlxa").rename(tmp_path / "renamed"))
+    loaded = load((tmp_path / "lm.rlxa").rename(tmp_path / "renamed"))
     assert (loaded.eos_ids, loaded.bos_id, loaded.max_positions) == ((), lm.bos_id, lm.max_positions)
     assert loaded.generate("a b", 6) == lm.generate("a b", 6) == "".join(loaded.stream("a b", 6))
     messages = [{"role": "user", "content": "a"}]
@@ -256,7 +257,7 @@ def test_requests_of_a_language_model(tmp_path: Path) -> None:
     with pytest.raises(
         RequestError, match="was exported for 'batch 1, seq 8', not for .*: pass sizes that fit, or export"
     ):
-        rlx.load(tmp_path / "sized.rlxa").score([[1, 2, 3]])
+        load(tmp_path / "sized.rlxa").score([[1, 2, 3]])
     ids = np.array([[1, 2, 3]])
     (logits, state), (other, _) = loaded.prefill(ids), lm.prefill(ids)
     arrays = state.take(state.owner, peek=True).arrays()
@@ -271,17 +272,17 @@ def test_requests_of_a_language_model(tmp_path: Path) -> None:
 
 def test_an_encoder(tmp_path: Path) -> None:
     """Packed, padded and plain programs; pooling and truncation."""
-    encoder = rlx.load(str(FIXTURES / "sentence" / "base"))
+    encoder = load(str(FIXTURES / "sentence" / "base"))
     encoder.export(tmp_path / "e.rlxa")
-    loaded = rlx.load(tmp_path / "e.rlxa")
+    loaded = load(tmp_path / "e.rlxa")
     texts = ["a b c", "b", "a a a a"]
     assert loaded.pipeline == encoder.pipeline and loaded.packing == encoder.packing == ""
     assert same(loaded.embed(texts), encoder.embed(texts))
     ids = np.array([[1, 2, 3], [3, 2, 1]])
     assert same(loaded.hidden_states(ids, [3, 2]), encoder.hidden_states(ids, [3, 2]))
     first = sentence_directory(FIXTURES / "sentence" / "base", tmp_path / "cls", **SENTENCE_VARIANTS["cls"])
-    rlx.load(first).export(tmp_path / "cls.rlxa")
-    assert rlx.load(tmp_path / "cls.rlxa").pipeline == rlx.load(first).pipeline != encoder.pipeline
+    load(first).export(tmp_path / "cls.rlxa")
+    assert load(tmp_path / "cls.rlxa").pipeline == load(first).pipeline != encoder.pipeline
 
 
 def test_stablehlo_alone(model: Any, tmp_path: Path) -> None:
@@ -300,7 +301,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main([*words, "--size", "context=64", "--json"]) == 0
     written = json.loads(capsys.readouterr().out)
     assert written["path"] == path and written["sha256"] == Archive(path).sha256
-    rlx.load(FIXTURES / "sentence/base").export(encoder := str(tmp_path / "encoder.rlxa"))
+    load(FIXTURES / "sentence/base").export(encoder := str(tmp_path / "encoder.rlxa"))
     assert cli.main(["embed", encoder, "a text", "--json"]) == 0  # in place of the checkpoint
     assert len(json.loads(capsys.readouterr().out.splitlines()[0])) > 0
 
@@ -347,7 +348,7 @@ def test_mutants_are_refused(count: int, exported: Any, tmp_path: Path, no_deser
     for mutant in mutants(raw, count, seed=count):
         path.write_bytes(mutant)
         with pytest.raises((IntegrityError, ArtifactFormatError, VersionMismatchError)):
-            rlx.load(path)
+            load(path)
 
 
 def test_a_manifest_of_a_stranger(exported: Any, tmp_path: Path, no_deserialization: None) -> None:
@@ -365,7 +366,7 @@ def test_a_manifest_of_a_stranger(exported: Any, tmp_path: Path, no_deserializat
             continue
         write_archive(str(tmp_path / "x.rlxa"), members, content, 0, overwrite=True)
         try:
-            rlx.load(tmp_path / "x.rlxa")
+            load(tmp_path / "x.rlxa")
         except RlxError:
             pass
 
@@ -399,7 +400,7 @@ def test_versions_and_platforms(
     changes: Any, error: Any, message: str, exported: Any, tmp_path: Path, no_deserialization: None
 ) -> None:
     with pytest.raises(error, match=message):
-        rlx.load(rewritten(exported, tmp_path / "x.rlxa", **changes))
+        load(rewritten(exported, tmp_path / "x.rlxa", **changes))
 
 
 @pytest.mark.parametrize("version", [1, 3])
@@ -408,13 +409,13 @@ def test_another_format(version: int, exported: Any, tmp_path: Path) -> None:
     raw[8] = version
     (tmp_path / "x.rlxa").write_bytes(raw)
     with pytest.raises(VersionMismatchError, match=f"version {version} of the format, .* reads version 2"):
-        rlx.load(tmp_path / "x.rlxa")
+        load(tmp_path / "x.rlxa")
 
 
 def test_an_expired_artifact_of_this_version(exported: Any, tmp_path: Path) -> None:
     """The same version of JAX reads it for ever."""
-    loaded = rlx.load(rewritten(exported, tmp_path / "x.rlxa", expires="2020-01-01"))
-    assert same(loaded(X), rlx.load(exported.path)(X))
+    loaded = load(rewritten(exported, tmp_path / "x.rlxa", expires="2020-01-01"))
+    assert same(loaded(X), load(exported.path)(X))
 
 
 def test_what_is_refused(model: Any, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,9 +434,9 @@ def test_what_is_refused(model: Any, exported: Any, tmp_path: Path, monkeypatch:
         (lambda: export(None), RequestError, "path is None"),
         (lambda: export(tmp_path / "x.rlxa", sizes=[{"seq": 1}]), UnsupportedError, "no number for 'batch'"),
         (lambda: export(exported.path), TargetExistsError, "exists"),
-        (lambda: rlx.load(exported.path, profile="auto"), RequestError, "not 'profile'"),
-        (lambda: rlx.load(exported.path, expect_sha256="abc"), RequestError, "64 hexadecimal digits"),
-        (lambda: rlx.load(str(FIXTURES / FAMILIES["llama"]), expect_sha256="0" * 64), RequestError, "artifact"),
+        (lambda: load(exported.path, profile="auto"), RequestError, "not 'profile'"),
+        (lambda: load(exported.path, expect_sha256="abc"), RequestError, "64 hexadecimal digits"),
+        (lambda: load(str(FIXTURES / FAMILIES["llama"]), expect_sha256="0" * 64), RequestError, "artifact"),
     ]  # fmt: skip
     for call, error, message in cases:
         with pytest.raises(error, match=message):
@@ -444,7 +445,7 @@ def test_what_is_refused(model: Any, exported: Any, tmp_path: Path, monkeypatch:
     with pytest.raises(UnsupportedError, match=r"pip install 'rlx-jax\[export\]'"):
         export(tmp_path / "x.rlxa")
     with pytest.raises(UnsupportedError, match="flatbuffers"):
-        rlx.load(exported.path)
+        load(exported.path)
     assert not list(tmp_path.iterdir())
 
 
@@ -461,5 +462,5 @@ def test_a_program_without_symbolic_sizes(tmp_path: Path, monkeypatch: pytest.Mo
         rlx.compile(flow, weights).export(tmp_path / "m.rlxa")
     model = rlx.compile(flow, weights, profile=profile(buckets={"batch": [1, 3], "on_recompile": "error"}))
     assert model.export(tmp_path / "m.rlxa").programs == ("forward of batch 1", "forward of batch 3")
-    loaded = rlx.load(tmp_path / "m.rlxa")
+    loaded = load(tmp_path / "m.rlxa")
     assert same(loaded(X), model(X)) and same(loaded(X[:1]), model(X[:1]))

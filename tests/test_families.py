@@ -22,6 +22,7 @@ import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.models.decoder import as_decode
 from rlx_jax.models.llama import MistralConfig, Qwen2Config, Qwen3Config
+from tests.opening import load, recipe_for
 from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close, assert_rows_close
 from tests.oracles.recorded import Case, load_case, load_record
@@ -88,7 +89,7 @@ def test_greedy_tokens(name: str) -> None:
 @pytest.mark.parametrize("directory", [ODD, CAPS, BLOCKS, MIXED, SINKS, GROUPS], ids=lambda d: d.name)
 def test_every_weight_has_a_gradient(directory: Path) -> None:
     """Of the `train` program. A stage's own are held against differences elsewhere."""
-    tokens, model = load_record(directory)["tokens"], rlx.compile(rlx.recipe_for(directory), program="train")
+    tokens, model = load_record(directory)["tokens"], rlx.compile(recipe_for(directory), program="train")
     params: Any = model.params
     found = jax.jit(jax.grad(lambda p: jax.nn.log_softmax(model.apply(p, tokens))[..., 0].mean()))(params)
     assert set(found) == set(params)
@@ -100,7 +101,7 @@ def test_every_weight_has_a_gradient(directory: Path) -> None:
 @pytest.mark.parametrize("directory", [SCALED, SINKS], ids=lambda d: d.name)
 def test_options_and_programs(directory: Path) -> None:
     """Explicit decode, several rows in one: the same model."""
-    recipe, record = rlx.recipe_for(directory), load_record(directory)
+    recipe, record = recipe_for(directory), load_record(directory)
     tokens, want = record["tokens"], record["logits"]
     n = tokens.shape[1]
     first: Any = rlx.compile(dataclasses.replace(recipe, export_kv=True))(tokens[:, :7])
@@ -133,7 +134,7 @@ def test_spellings(name: str, sparse: bool, tmp_path: Path) -> None:
     (directory / "config.json").write_text(json.dumps(old), "utf-8")
     both = {"rope_theta": 1000000.0, "rope_scaling": None} if sparse else {}
     for path in (directory, checkpoints.edited(source, tmp_path / "both", both)):
-        assert rlx.recipe_for(path).config == rlx.recipe_for(source).config
+        assert recipe_for(path).config == recipe_for(source).config
 
 
 def test_tensors_and_code_beside_the_weights(tmp_path: Path) -> None:
@@ -142,7 +143,7 @@ def test_tensors_and_code_beside_the_weights(tmp_path: Path) -> None:
     extra = checkpoints.copy(LLAMA, tmp_path / "extra")
     checkpoints.edit_tensors(extra, lambda t: t | {"model.layers.0.adapter.weight": np.ones(3, np.float32)})
     with pytest.warns(errors.RlxWarning, match="adapter"):
-        rlx.load(extra, strict=False)
+        load(extra, strict=False)
     tied = checkpoints.copy(TIED, tmp_path / "tied")
     head, record = (
         np.random.default_rng(0).normal(0, 0.2, (113, 40)).astype("f4"),
@@ -152,7 +153,7 @@ def test_tensors_and_code_beside_the_weights(tmp_path: Path) -> None:
     checkpoints.edit_json(tied / "config.json", {"auto_map": {"AutoModel": "evil.Model"}})
     (tied / "evil.py").write_text("raise SystemExit('imported')\n", "utf-8")
     with pytest.warns(UserWarning, match="auto_map"):
-        lm = rlx.load(str(tied))
+        lm = load(str(tied))
     assert_close(lm.logits(record["tokens"]), (record["hidden"].astype(np.float64) @ head.T).astype("f4"))
 
 
@@ -235,7 +236,7 @@ BROKEN: list[tuple[Path, str, dict[str, Any]]] = [
 def test_refused(directory: Path, name: str, changes: dict[str, Any], tmp_path: Path) -> None:
     """What makes no sense, or would change the computation and is not handled, is refused by name."""
     with pytest.raises(REFUSED, match=name):
-        rlx.load(checkpoints.edited(directory, tmp_path / "odd", changes))
+        load(checkpoints.edited(directory, tmp_path / "odd", changes))
 
 
 def test_positions_that_gpt2_knows() -> None:
@@ -265,7 +266,7 @@ def test_live(family: str, seed: int, tmp_path: Path) -> None:
     theirs does, root mean square."""
     directory, rng = tmp_path / "checkpoint", np.random.default_rng(seed)
     hugging_face.write(hugging_face.RANDOM[family](seed), directory)
-    model, lm = hugging_face.load(directory, "AutoModelForCausalLM"), rlx.load(directory)
+    model, lm = hugging_face.load(directory, "AutoModelForCausalLM"), load(directory)
     tokens = rng.integers(0, model.config.vocab_size, (3, 21)).astype(np.int32)
     want = hugging_face.llama_batch(model, tokens)[1]
     if is_first := seed == LIVE[family][0]:
@@ -277,7 +278,7 @@ def test_live(family: str, seed: int, tmp_path: Path) -> None:
     if is_first and family not in ("qwen3_5_text", "mamba2"):  # those: test_hybrid.py
         profile = rlx.CompileProfile().replace(precision={"compute": "bf16"})
         found = (
-            np.asarray(rlx.load(directory, profile=profile).logits(tokens)),
+            np.asarray(load(directory, profile=profile).logits(tokens)),
             hugging_face.bf16_logits(directory, tokens),
         )
         ours, theirs = (float(np.sqrt(np.mean(np.square(x.astype(np.float64) - want)))) for x in found)
@@ -332,7 +333,7 @@ def test_live_activations(activation: str, tmp_path: Path) -> None:
     directory = checkpoints.edited(LLAMA, tmp_path / activation, {"hidden_act": activation})
     tokens = load_record(LLAMA)["tokens"]
     try:
-        lm = rlx.load(directory)
+        lm = load(directory)
     except REFUSED:
         return
     model = hugging_face.load(directory, "AutoModelForCausalLM")

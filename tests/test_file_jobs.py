@@ -17,6 +17,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import cli, errors
 from rlx_jax.io.jsonl import open_job
+from tests.opening import load
 from tests.oracles.chat_templates import BASE, format_checkpoint
 from tests.oracles.checkpoints import FIXTURES
 
@@ -137,7 +138,7 @@ PROMPTS: list[Any] = [
 
 def test_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Each line equals a call with its options; what is wrong with a line stands in its place, and the others go on."""
-    lm, target = rlx.load(format_checkpoint(tmp_path / "m", "qwen")), tmp_path / "out"
+    lm, target = load(format_checkpoint(tmp_path / "m", "qwen")), tmp_path / "out"
     monkeypatch.setattr(rlx, "load", lambda *given, **named: lm)
     words = ["generate", tmp_path / "m", "--input", write_lines(tmp_path / "in", *PROMPTS), "--output", target]
     words += ["--max-new-tokens", 6, "--slots", 2, "--logprobs", 1]
@@ -174,7 +175,7 @@ def test_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 def test_embed_and_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The numbers of one call, and after a cut those of the uninterrupted job; `embed_iter` gives them in order."""
-    encoder, lm, target = rlx.load(SENTENCE), rlx.load(BASE), tmp_path / "out"
+    encoder, lm, target = load(SENTENCE), load(BASE), tmp_path / "out"
     monkeypatch.setattr(rlx, "load", lambda directory, **named: encoder if "sentence" in directory else lm)
     monkeypatch.setattr("rlx_jax.cli.files.LINES_PER_CALL", 2)
     monkeypatch.setattr("rlx_jax.encode.embed_iter.TEXTS_AT_ONCE", 3)

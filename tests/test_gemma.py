@@ -13,6 +13,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import blocks, errors
 from rlx_jax.models.gemma import STYLES, GemmaConfig, GemmaFlow
+from tests.opening import load, recipe_for
 from tests.oracles import checkpoints, hugging_face
 from tests.oracles.comparing import assert_close
 from tests.oracles.recorded import load_record
@@ -166,8 +167,8 @@ def test_the_text_model_of_one_that_reads_images(prefix: str, tmp_path: Path) ->
     with pytest.warns(
         errors.RlxWarning, match="only the text model is built, and 2 weights of other parts are not read"
     ):
-        recipe = rlx.recipe_for(directory)
-    alone = rlx.recipe_for(PATTERN)
+        recipe = recipe_for(directory)
+    alone = recipe_for(PATTERN)
     assert recipe.config == alone.config and sorted(recipe.weights.keys()) == sorted(alone.weights.keys())
     for key in alone.weights.keys():
         np.testing.assert_array_equal(recipe.weights.read(key), alone.weights.read(key))
@@ -186,7 +187,7 @@ def test_larger_models_that_are_refused(tmp_path: Path) -> None:
         ({"audio_config": {}}, errors.UnsupportedError, "audio_config"),
     )):  # fmt: skip
         with pytest.raises(error, match=text):
-            rlx.load(with_images(tmp_path / str(n), "language_model.model.", **changes))
+            load(with_images(tmp_path / str(n), "language_model.model.", **changes))
 
 
 @pytest.mark.oracle
@@ -206,7 +207,7 @@ def test_live_text_of_one_that_reads_images(tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, 60, (2, 13))
     with torch.no_grad():
         want = model(torch.from_numpy(tokens)).logits.numpy()
-    assert_close(rlx.load(tmp_path / "m").logits(tokens), want)
+    assert_close(load(tmp_path / "m").logits(tokens), want)
 
 
 @pytest.mark.oracle
@@ -228,7 +229,7 @@ def test_given_embeddings_are_not_scaled() -> None:
     """They enter as they are, as in the reference; the head stays tied, and the softcap behind it."""
     directory = checkpoints.FIXTURES / "gemma2" / "caps_v5"
     record = load_record(directory)
-    recipe = replace(rlx.recipe_for(directory), inputs_embeds=True)
+    recipe = replace(recipe_for(directory), inputs_embeds=True)
     table = np.asarray(recipe.weights.read("model.embed_tokens.weight"), np.float32)
     scaled = table[record["tokens"]] * np.float32(28**0.5)
     assert_close(rlx.compile(recipe)(scaled), record["logits"])

@@ -15,6 +15,7 @@ import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.generate.generation import Generation
 from rlx_jax.generate.stop_strings import INCOMPLETE_CHAR, GrowingText, stable_prefix, stop_length, truncate_at_stop
+from tests.opening import load, recipe_for
 from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close
 from tests.oracles.numpy_reference import Weights
@@ -38,7 +39,7 @@ def plain() -> Case:
 @pytest.fixture(scope="module")
 def chat() -> Any:
     """The checkpoint with a tokenizer."""
-    return rlx.load(CHAT)
+    return load(CHAT)
 
 
 WARM = rlx.Sampler(temperature=1.5, top_k=20, top_p=0.95, repetition_penalty=1.1)
@@ -113,7 +114,7 @@ def test_a_stream_yields_each_token_after_one_step(plain: Case, monkeypatch: pyt
     assert dispatches == [*range(1, 9), 8] and set(widths) == {1}
     assert plain.lm.generate(plain.prompts[0], max_new_tokens=9) == want
     assert widths[8:] == [plain.lm.model.settings.loop.steps] * 2
-    pairs = rlx.load(PLAIN, profile=rlx.CompileProfile().replace(backend={"cpu": {"steps_per_dispatch": 16}}))
+    pairs = load(PLAIN, profile=rlx.CompileProfile().replace(backend={"cpu": {"steps_per_dispatch": 16}}))
     for count in (9, 8):
         assert list(pairs.stream(plain.prompts[0], max_new_tokens=count)) == want[:count]
     assert widths[10:] == [2] * (4 + 4)
@@ -125,10 +126,10 @@ def test_end_tokens(plain: Case, tmp_path: Path) -> None:
     first, second = plain.greedy[0][5], plain.greedy[1][9]
     directory = checkpoints.edited(PLAIN, tmp_path / "it", {"eos_token_id": 0})
     checkpoints.edit_json(directory / "generation_config.json", {"eos_token_id": [first, second]})
-    lm = rlx.load(directory)
+    lm = load(directory)
     assert lm.generate(plain.prompts, max_new_tokens=24) == [cut(row, [first, second]) for row in plain.greedy]
     (directory / "generation_config.json").unlink()
-    assert rlx.load(directory).eos_ids == (0,)
+    assert load(directory).eos_ids == (0,)
     lm.eos_ids = np.int64(first)
     assert lm.eos_ids == (first,)
     for options in ({}, {"stop": np.array([second])}):
@@ -210,7 +211,7 @@ def test_where_a_tokenizer_is(chat: Any) -> None:
     for given in (str(CHAT), CHAT / "tokenizer.json"):
         lm = rlx.CausalLM(chat.model, tokenizer=given)
         assert lm.eos_ids == chat.tokenizer.eos_ids and lm.bos_id == chat.bos_id
-        found = rlx.Encoder(dataclasses.replace(rlx.recipe_for(CHAT), hidden_only=True), tokenizer=given).tokenizer
+        found = rlx.Encoder(dataclasses.replace(recipe_for(CHAT), hidden_only=True), tokenizer=given).tokenizer
         assert found is not None and found.encode(CASES[0]["prompt"]) == CASES[0]["ids"]
 
 
@@ -271,7 +272,7 @@ ASKED = [[5, 6, 7, 8, 9], [11]]
 def buckets() -> Any:
     """Programs of 2 and of 6 rows, so that few are compiled."""
     tables = {"batch": [2, 6], "prompt": [16], "context": [64]}
-    return rlx.load(CHAT, profile=rlx.CompileProfile().replace(buckets=tables))
+    return load(CHAT, profile=rlx.CompileProfile().replace(buckets=tables))
 
 
 @pytest.fixture(scope="module")
@@ -343,7 +344,7 @@ def test_ends_and_strings(buckets: Any) -> None:
 def test_warm_up_of_answers() -> None:
     """Then nothing compiles, whatever prompts there are, answers and tokens to tell of; without it the first is one."""
     buckets = {"batch": [1, 4], "prompt": [4], "context": [16], "on_recompile": "error"}
-    lm = rlx.load(CHAT, profile=rlx.CompileProfile().replace(buckets=buckets))
+    lm = load(CHAT, profile=rlx.CompileProfile().replace(buckets=buckets))
     sampler = rlx.Sampler(1.0)
     lm.warmup(samplers=sampler)
     with pytest.raises(errors.RequestError):
@@ -364,7 +365,7 @@ def test_live_generate_with_end_tokens(plain: Case, tmp_path: Path) -> None:
         want = [hugging_face.generate(model, prompt, 24, eos=ends) for prompt in plain.prompts]
         directory = checkpoints.edited(PLAIN, tmp_path / str(ends), {"eos_token_id": ends})
         (directory / "generation_config.json").unlink(missing_ok=True)
-        assert rlx.load(directory).generate(plain.prompts, max_new_tokens=24) == want
+        assert load(directory).generate(plain.prompts, max_new_tokens=24) == want
 
 
 @pytest.mark.oracle
@@ -373,7 +374,7 @@ def test_live_splits(seed: int, tmp_path: Path) -> None:
     """Fresh random checkpoints: prefill and two ragged extends equal the forward pass of `transformers`."""
     directory = tmp_path / "checkpoint"
     hugging_face.write(hugging_face.RANDOM["llama"](seed), directory)
-    model, lm = hugging_face.load(directory, "AutoModelForCausalLM"), rlx.load(directory)
+    model, lm = hugging_face.load(directory, "AutoModelForCausalLM"), load(directory)
     rng = np.random.default_rng(seed)
     steps = [rng.integers(1, 9, 3), rng.integers(0, 6, 3), rng.integers(0, 4, 3)]
     total = np.sum(steps, axis=0)

@@ -14,6 +14,7 @@ import rlx_jax as rlx
 from rlx_jax import cli
 from rlx_jax.errors import DTypeError, RequestError, TargetExistsError, UnsupportedError, WeightError
 from rlx_jax.weights.quantize import quantize_q8_0
+from tests.opening import load
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.comparing import assert_same_model
 from tests.oracles.gguf_files import tensors_of, write_gguf
@@ -53,7 +54,7 @@ def test_equals_what_converters_write(case: str, tmp_path: Path) -> None:
         fields = {"sliding_window": None}
     source = directory(tmp_path, fixture, **fields)
     config = json.loads((source / "config.json").read_text())
-    model = rlx.load(source, dtype="f32")
+    model = load(source, dtype="f32")
     rlx.save(model, tmp_path / "m.gguf", dtype="f32")
     metadata, tensors = read_back(tmp_path / "m.gguf")
     expected = tensors_of(config, weights_of(source))
@@ -67,7 +68,7 @@ def test_equals_what_converters_write(case: str, tmp_path: Path) -> None:
     if "rope_freqs.weight" in their_tensors:
         factors = values(tensors["rope_freqs.weight"])
         np.testing.assert_allclose(factors, values(their_tensors["rope_freqs.weight"]), rtol=1e-6)
-    assert_same_model(rlx.load(tmp_path / "m.gguf", dtype="f32"), model, tolerance=1e-6)
+    assert_same_model(load(tmp_path / "m.gguf", dtype="f32"), model, tolerance=1e-6)
 
 
 def test_q8_0_is_that_of_gguf_py() -> None:
@@ -93,7 +94,7 @@ def test_q8_0_is_that_of_gguf_py() -> None:
 def test_types(dtype: str, tmp_path: Path) -> None:
     """Matrices have the type, vectors are F32; values are those of gguf-py's rule; `load` runs on the same numbers."""
     random_checkpoint(tmp_path / "hf", 64)
-    kind, lm = Kind[dtype.upper()], rlx.load(tmp_path / "hf", dtype="f32")
+    kind, lm = Kind[dtype.upper()], load(tmp_path / "hf", dtype="f32")
     decoded = write_gguf(tmp_path / "hf", tmp_path / "theirs.gguf", kind)
     rlx.save(lm, tmp_path / "m.gguf", dtype=dtype)
     metadata, tensors = read_back(tmp_path / "m.gguf")
@@ -116,7 +117,7 @@ def test_stacked_experts(tmp_path: Path) -> None:
     """The experts of a layer are one packed tensor, and the router stays F32."""
     random_mixture(tmp_path / "hf")
     decoded = write_gguf(tmp_path / "hf", tmp_path / "theirs.gguf", Kind.Q8_0)
-    rlx.save(rlx.load(tmp_path / "hf", dtype="f32"), tmp_path / "m.gguf", dtype="q8_0")
+    rlx.save(load(tmp_path / "hf", dtype="f32"), tmp_path / "m.gguf", dtype="q8_0")
     tensors = read_back(tmp_path / "m.gguf")[1]
     assert tensors.keys() == decoded.keys()
     for name, tensor in tensors.items():
@@ -149,9 +150,9 @@ def test_tokenizers(name: str, tmp_path: Path) -> None:
     source = with_tokenizer(
         tmp_path, document, bos_token=added[first], eos_token=added[first + 1], chat_template="{{ x }}"
     )
-    model = rlx.load(source, dtype="f32")
+    model = load(source, dtype="f32")
     rlx.save(model, tmp_path / "m.gguf")
-    again = rlx.load(tmp_path / "m.gguf", dtype="f32")
+    again = load(tmp_path / "m.gguf", dtype="f32")
     for text in TEXTS:
         assert again.tokenizer.encode(text) == model.tokenizer.encode(text), text
         assert again.tokenizer.decode(model.tokenizer.encode(text)) == model.tokenizer.decode(
@@ -166,7 +167,7 @@ def test_tokenizers(name: str, tmp_path: Path) -> None:
         document["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\p{N}{1,2}|\p{L}+|."
         (source / "tokenizer.json").write_text(json.dumps(document))
         with pytest.raises(UnsupportedError, match="GGUF cannot express the tokenizer"):
-            rlx.save(rlx.load(source), tmp_path / "n.gguf")
+            rlx.save(load(source), tmp_path / "n.gguf")
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -181,7 +182,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_metadata_cannot_express(case: str, tmp_path: Path) -> None:
     fixture, fields, message = REFUSED[case]
-    model = rlx.load(directory(tmp_path, fixture, **fields))
+    model = load(directory(tmp_path, fixture, **fields))
     with pytest.raises(UnsupportedError, match=message):
         rlx.save(model, tmp_path / "m.gguf")
     assert not (tmp_path / "m.gguf").exists()
@@ -190,7 +191,7 @@ def test_what_metadata_cannot_express(case: str, tmp_path: Path) -> None:
 def test_paths_and_dtypes(tmp_path: Path) -> None:
     """A file of another kind is not replaced; dtypes that a format does not have are refused."""
     random_checkpoint(tmp_path / "hf", 32)
-    model, target = rlx.load(tmp_path / "hf"), tmp_path / "m.gguf"
+    model, target = load(tmp_path / "hf"), tmp_path / "m.gguf"
     rlx.save(model, target)
     first = target.read_bytes()
     with pytest.raises(TargetExistsError, match="overwrite=True"):
@@ -212,9 +213,9 @@ def test_paths_and_dtypes(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="save the result of rlx_jax.load"):
         rlx.save(model.model, tmp_path / "x.gguf")
     with pytest.raises(WeightError, match="gguf_q8_0"):
-        rlx.save(rlx.load(target), tmp_path / "x.gguf")  # packed, and no dtype
+        rlx.save(load(target), tmp_path / "x.gguf")  # packed, and no dtype
     params = {name: leaf * 1e9 for name, leaf in model.model.params.items()}
     model.model = model.model.replace(params=params)
     with pytest.raises(WeightError, match="too large to quantize"):
         rlx.save(model, target, dtype="q8_0", overwrite=True)
-    assert rlx.load(target)
+    assert load(target)

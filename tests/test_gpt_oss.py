@@ -15,6 +15,7 @@ from rlx_jax import cli, errors
 from rlx_jax.ir.packed import PackedSpec, stored_bytes
 from rlx_jax.weights.mapping import MappingSource
 from rlx_jax.weights.quantized import with_mxfp4_weights
+from tests.opening import load
 from tests.oracles import checkpoints, hugging_face
 from tests.oracles.comparing import assert_close
 
@@ -128,7 +129,7 @@ def test_shapes_of_mxfp4_are_enough_to_compile(mxfp4: tuple[Path, dict[str, np.n
 def test_a_checkpoint_of_mxfp4(mxfp4: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
     """It stays packed, is the model of the numbers it stands for, and is saved as numbers."""
     directory, plain = mxfp4
-    lm = rlx.load(directory)
+    lm = load(directory)
     own: Any = rlx.GptOssFlow.config_type.from_hf(SIZES)
     assert (own.num_experts_per_tok, own.windows) == (2, (4, None))
     assert own.rope_factor == pytest.approx(1.3465735902799727)
@@ -140,7 +141,7 @@ def test_a_checkpoint_of_mxfp4(mxfp4: tuple[Path, dict[str, np.ndarray]], tmp_pa
     assert sum(leaf.nbytes for leaf in experts.values()) == sum(
         stored_bytes(stored.spec(key)) for key in stored.keys() if key.endswith(("_blocks", "_scales"))
     )
-    assert_close(rlx.load(directory, mesh=2).logits(TOKENS), np.asarray(want), tolerance=3e-6)
+    assert_close(load(directory, mesh=2).logits(TOKENS), np.asarray(want), tolerance=3e-6)
     for name, made in {"weights": lm.model, "whole": lm}.items():
         rlx.save(made, tmp_path / name, format="safetensors", dtype="f32")
         saved = rlx.open_weights(tmp_path / name)
@@ -173,7 +174,7 @@ def test_a_checkpoint_of_mxfp4_is_inspected(
 def test_live_mxfp4(mxfp4: tuple[Path, dict[str, np.ndarray]]) -> None:
     """As `transformers` reads it without kernels for it."""
     model = hugging_face.load(mxfp4[0], "AutoModelForCausalLM")
-    assert_close(rlx.load(mxfp4[0]).logits(TOKENS), hugging_face.llama_batch(model, TOKENS)[1])
+    assert_close(load(mxfp4[0]).logits(TOKENS), hugging_face.llama_batch(model, TOKENS)[1])
 
 
 def test_saved_as_it_was_loaded(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import rlx_jax as rlx
 from rlx_jax import cli, errors
 from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.models.families import FAMILIES
+from tests.opening import load, recipe_for
 from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.comparing import assert_close, assert_same_model
@@ -59,8 +60,8 @@ def test_logits_are_no_hidden_states() -> None:
     """An Encoder of a flow with a head is refused, and the message says how to leave the head out."""
     flow = rlx.ModelFlow("own").input("ids", ("batch", "seq"), dtype="int32").embed("table").linear("head")
     weights = {"table": np.ones((9, 4), np.float32), "head": np.ones((9, 4), np.float32)}
-    tied = rlx.recipe_for(FIXTURES / "gpt2" / "scaled_v5")
-    for one, held in ((rlx.recipe_for(UNTIED), None), (tied, None), (flow, weights), (rlx.load(LLAMA).model, None)):
+    tied = recipe_for(FIXTURES / "gpt2" / "scaled_v5")
+    for one, held in ((recipe_for(UNTIED), None), (tied, None), (flow, weights), (load(LLAMA).model, None)):
         with pytest.raises(errors.GraphError, match=r"is logits \[batch, seq, \d+\].*hidden_only=True"):
             rlx.Encoder(one, held)
     square = {"table": np.eye(4, dtype=np.float32)}
@@ -73,12 +74,12 @@ def test_a_decoder(directory: Path, tmp_path: Path) -> None:
     """Without its head: the recorded hidden states, packed texts as alone, and a save that loads. The others are live
     below."""
     record = load_record(directory)
-    made: Any = rlx.load(without_head(directory, tmp_path / "bare", True))
+    made: Any = load(without_head(directory, tmp_path / "bare", True))
     rlx.save(made, tmp_path / "saved")
-    again: Any = rlx.load(tmp_path / "saved")
+    again: Any = load(tmp_path / "saved")
     np.testing.assert_array_equal(again.embed([[1, 2]]), made.embed([[1, 2]]))
-    recipe = dataclasses.replace(rlx.recipe_for(directory), hidden_only=True)
-    assert isinstance(made, rlx.Encoder) and isinstance(rlx.load(directory, recipe=recipe), rlx.Encoder)
+    recipe = dataclasses.replace(recipe_for(directory), hidden_only=True)
+    assert isinstance(made, rlx.Encoder) and isinstance(load(directory, recipe=recipe), rlx.Encoder)
     assert_close(made.hidden_states(record["tokens"]), record["hidden"])
     lengths = record["ragged_lengths"]
     texts = [row[:n].tolist() for row, n in zip(record["ragged_tokens"], lengths, strict=True)]
@@ -91,28 +92,28 @@ def test_weights_of_a_bare_model_under_a_recipe(tmp_path: Path) -> None:
     """A causal recipe reads them too, where its head is tied; else the missing head is named."""
     bare = without_head(LLAMA, tmp_path / "tied", name_the_class=False)
     record = load_record(LLAMA)
-    assert_close(rlx.load(bare).logits(record["tokens"]), record["logits"])
-    recipe = dataclasses.replace(rlx.recipe_for(LLAMA), weights=None)
+    assert_close(load(bare).logits(record["tokens"]), record["logits"])
+    recipe = dataclasses.replace(recipe_for(LLAMA), weights=None)
     model: Any = rlx.compile(recipe, rlx.open_weights(bare))
     assert_close(model(record["tokens"]), record["logits"])
     with pytest.raises(errors.MissingWeightError, match=r"'lm_head.weight'"):
-        rlx.load(without_head(UNTIED, tmp_path / "untied", name_the_class=False))
+        load(without_head(UNTIED, tmp_path / "untied", name_the_class=False))
 
 
 @pytest.mark.slow
 def test_a_pipeline_over_a_decoder(tmp_path: Path) -> None:
     """Is an Encoder that pools as its files say, over causal attention; it is saved with them."""
     directory, record = sentences(tmp_path, ("mean", "cls")), load_record(LLAMA)
-    encoder: Any = rlx.load(directory)
+    encoder: Any = load(directory)
     assert isinstance(encoder, rlx.Encoder) and encoder.packing == ""
     texts = [row[:n].tolist() for row, n in zip(record["ragged_tokens"], record["ragged_lengths"], strict=True)]
     hidden = [h[:n].astype(np.float64) for h, n in zip(record["ragged_hidden"], record["ragged_lengths"], strict=True)]
     assert_close(encoder.embed(texts), np.array([numpy_reference.pool(h, ("cls", "mean"), True) for h in hidden]))
     rlx.save(encoder, tmp_path / "saved")
-    saved = rlx.load(tmp_path / "saved")
+    saved = load(tmp_path / "saved")
     assert_same_model(saved, encoder)
     assert saved.pipeline == encoder.pipeline
-    hooked = rlx.load(directory, recipe=rlx.recipe_for(LLAMA))  # a recipe with a head loses it
+    hooked = load(directory, recipe=recipe_for(LLAMA))  # a recipe with a head loses it
     np.testing.assert_array_equal(hooked.embed(texts), encoder.embed(texts))
 
 
@@ -123,7 +124,7 @@ def test_a_pipeline_over_what_is_no_text_encoder(tmp_path: Path) -> None:
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_bytes((listed / name).read_bytes())
     with pytest.raises(errors.UnsupportedError, match=r"modules\.json lists modules .* of kind 'vision'"):
-        rlx.load(directory)
+        load(directory)
 
 
 TEXTS = ["It was", "rivers of stone and a lantern", ""]
@@ -131,7 +132,7 @@ TEXTS = ["It was", "rivers of stone and a lantern", ""]
 
 def test_prompts(tmp_path: Path) -> None:
     """A prompt is what stands in front of a text: the default one without a choice, none with `prompt=""`."""
-    encoder: Any = rlx.load(sentences(tmp_path))
+    encoder: Any = load(sentences(tmp_path))
     plain = encoder.embed(TEXTS, prompt="")
     choice: Any
     for choice, prompt in [
@@ -158,7 +159,7 @@ def test_a_prompt_that_pooling_leaves_out(tmp_path: Path) -> None:
     """`include_prompt: false`: the transformer reads the prompt and pooling does not; one program for all prompts."""
     modes = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
     pooled = tuple(mode.removesuffix("_tokens") for mode in modes)
-    encoder: Any = rlx.load(sentences(tmp_path, include_prompt=False))
+    encoder: Any = load(sentences(tmp_path, include_prompt=False))
     encoder.pipeline = dataclasses.replace(encoder.pipeline, pooling=pooled, normalize=False)
     for prompt in ("Find: ", ""):
         got = encoder.embed(TEXTS, prompt=prompt)
@@ -184,7 +185,7 @@ def test_a_prompt_that_pooling_leaves_out(tmp_path: Path) -> None:
 
 def test_prompts_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """`embed --prompt-name` and `--prompt` are the arguments of `Encoder.embed`."""
-    encoder: Any = rlx.load(sentences(tmp_path))
+    encoder: Any = load(sentences(tmp_path))
     monkeypatch.setattr(rlx, "load", lambda *given, **named: encoder)
     for words, choice in (([], {}), (["--prompt-name", "document"], {"prompt_name": "document"}),
                           (["--prompt", ""], {"prompt": ""})):  # fmt: skip
@@ -203,10 +204,10 @@ TASKS = [("bert/bf16_pretraining_v5", 0, "'cls.seq_relationship.weight'")]
 def test_the_head_of_a_task_is_left_out_with_a_warning(name: str, count: int, key: str) -> None:
     """One warning names its weights; the recipe, and what has no head in its files, warn of nothing."""
     with pytest.warns(errors.RlxWarning, match=f"the head of its task.*: {count or ''}.*weights are left out.*{key}"):
-        rlx.load(FIXTURES / name)
+        load(FIXTURES / name)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*head of its task")
-        rlx.recipe_for(FIXTURES / name)
+        recipe_for(FIXTURES / name)
 
 
 BARE = {name: family.architectures[1] for name, family in FAMILIES.items() if name in hugging_face.RANDOM}
@@ -244,7 +245,7 @@ def test_live_pipelines(family: str, headed: bool, tmp_path: Path) -> None:
         str(directory), device="cpu", model_kwargs={"dtype": "float32", "attn_implementation": "eager"}
     )
     theirs[0].model.set_experts_implementation("eager")
-    ours: Any = rlx.load(directory)
+    ours: Any = load(directory)
     texts = [*TEXTS, "a word that is much too long " * 4]
     for choice in ({}, {"prompt": ""}, {"prompt": "Another one: "}):
         alone: Any = [theirs.encode([text], show_progress_bar=False, **choice)[0] for text in texts]

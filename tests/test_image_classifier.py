@@ -14,6 +14,7 @@ import rlx_jax as rlx
 from rlx_jax import errors, losses, train
 from rlx_jax.encode.image_classifier import ImageClassifier
 from rlx_jax.models.encoder import MULTI_LABEL
+from tests.opening import load, recipe_for
 from tests.oracles import checkpoints, image_classifiers, vision
 from tests.oracles.checkpoints import REMOVED
 from tests.oracles.comparing import assert_close
@@ -29,13 +30,13 @@ def recorded(directory: Path) -> dict[str, np.ndarray]:
 @pytest.fixture(scope="module")
 def vit(directories: Path) -> ImageClassifier:
     """A classifier with named labels and an image processor, loaded once."""
-    loaded: ImageClassifier = rlx.load(directories / "vit")
+    loaded: ImageClassifier = load(directories / "vit")
     return loaded
 
 
 @pytest.mark.parametrize("name", image_classifiers.RECORDED)
 def test_recorded_logits(directories: Path, name: str) -> None:
-    assert_close(rlx.load(directories / name).logits(PIXELS), recorded(directories / name)["pixels"])
+    assert_close(load(directories / name).logits(PIXELS), recorded(directories / name)["pixels"])
 
 
 def test_pictures(vit: ImageClassifier, directories: Path, tmp_path: Path) -> None:
@@ -44,7 +45,7 @@ def test_pictures(vit: ImageClassifier, directories: Path, tmp_path: Path) -> No
     assert_close(vit.logits(pictures), want)
     assert_close(vit.logits(pictures[1]), want[1])
     rlx.save(vit, tmp_path / "saved")
-    again = rlx.load(tmp_path / "saved")
+    again = load(tmp_path / "saved")
     np.testing.assert_array_equal(again.logits(pictures), vit.logits(pictures))
     again.model = again.model.replace({k: 2 * v for k, v in again.model.params.items()})
     assert np.abs(again.logits(pictures) - want).max() > 0.1
@@ -59,7 +60,7 @@ def test_scores(vit: ImageClassifier, directories: Path) -> None:
         assert result.scores == pytest.approx(dict(zip(("cat", "dog", "owl"), weights / weights.sum(), strict=True)))
         assert (result.label, result.score) == max(result.scores.items(), key=lambda item: item[1])
     assert [*vit.classify(PIXELS, top_k=2)[0].scores] == [*results[0].scores][:2]
-    several = rlx.load(directories / "dinov2")
+    several = load(directories / "dinov2")
     assert several.head.problem == MULTI_LABEL
     (result,) = several.classify(PIXELS[:1])
     want = 1 / (1 + np.exp(-several.logits(PIXELS[:1])[0].astype(np.float64)))
@@ -67,14 +68,14 @@ def test_scores(vit: ImageClassifier, directories: Path) -> None:
 
 
 def test_without_the_head(directories: Path) -> None:
-    encoder = rlx.load(directories / "vit", head=False)
+    encoder = load(directories / "vit", head=False)
     assert type(encoder) is rlx.VisionEncoder and encoder.embed(PIXELS).shape == (3, 18)
 
 
 def test_warmup_and_profile(vit: ImageClassifier, directories: Path) -> None:
     """`warmup` compiles what pictures need; `profile` classifies."""
     profile = rlx.CompileProfile().replace(buckets={"batch": [2], "on_recompile": "error"})
-    model = rlx.load(directories / "vit", profile=profile)
+    model = load(directories / "vit", profile=profile)
     model.warmup()
     assert_close(model.logits(PIXELS), vit.logits(PIXELS))
     assert model.report().recompiles == 0 and model.profile(iter(vision.images(4, (20, 20)))).rows
@@ -82,15 +83,15 @@ def test_warmup_and_profile(vit: ImageClassifier, directories: Path) -> None:
 
 
 def test_requests_that_are_refused(vit: ImageClassifier, directories: Path) -> None:
-    recipe = rlx.recipe_for(directories / "vit")
+    recipe = recipe_for(directories / "vit")
     calls: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (lambda: vit.classify(PIXELS, top_k=0), errors.RequestError, "top_k"),
         (lambda: vit(PIXELS), errors.RequestError, "ImageClassifier: call one of its methods"),
         (lambda: ImageClassifier(rlx.ModelFlow.from_recipe(recipe)), errors.RequestError, "head is None; expected a"),
-        (lambda: ImageClassifier(vit.model, head=rlx.recipe_for(directories / "dinov2").head), errors.RequestError,
+        (lambda: ImageClassifier(vit.model, head=recipe_for(directories / "dinov2").head), errors.RequestError,
          "the head has 4 labels, and vit returns 3 logits"),
         (lambda: vit.encoder.embed(PIXELS), errors.GraphError, "embed needs an output 'pooled'"),
-        (lambda: ImageClassifier(rlx.load(directories / "vit", head=False).model, head=vit.head), errors.GraphError,
+        (lambda: ImageClassifier(load(directories / "vit", head=False).model, head=vit.head), errors.GraphError,
          "logits needs an output 'label_logits'"),
     ]  # fmt: skip
     for call, error, message in calls:
@@ -103,11 +104,11 @@ def test_requests_that_are_refused(vit: ImageClassifier, directories: Path) -> N
 def test_live_fifty_steps(name: str, tmp_path: Path) -> None:
     """AdamW of torch over transformers' own loss, for each problem; the saved directory opens with equal logits."""
     torch = importlib.import_module("torch")
-    theirs, classifier = image_classifiers.write(name, tmp_path / "made"), rlx.load(tmp_path / "made")
+    theirs, classifier = image_classifiers.write(name, tmp_path / "made"), load(tmp_path / "made")
     rng, count = np.random.default_rng(2), len(classifier.labels)
     labels = rng.integers(0, count, 3) if name == "vit" else rng.integers(0, 2, (3, count)).astype(np.float32)
     optimizer = torch.optim.AdamW(theirs.parameters(), 1e-3, eps=1e-4, weight_decay=0.01)
-    model = rlx.compile(rlx.recipe_for(tmp_path / "made"), program="train")
+    model = rlx.compile(recipe_for(tmp_path / "made"), program="train")
     ours = optax.adamw(1e-3, eps=1e-4, weight_decay=0.01)
     state, step = train.init(model, ours), train.make_step(model, ours, losses.classification)
     for _ in range(50):
@@ -127,17 +128,17 @@ def test_live_fifty_steps(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", image_classifiers.CASES)
 def test_live(name: str, tmp_path: Path) -> None:
     """Every class: the logits, also of what `rlx.save` writes and transformers reads; no head without the head."""
-    theirs, ours = image_classifiers.write(name, tmp_path / "made"), rlx.load(tmp_path / "made")
+    theirs, ours = image_classifiers.write(name, tmp_path / "made"), load(tmp_path / "made")
     want = image_classifiers.logits(theirs, PIXELS)
     assert_close(ours.logits(PIXELS), want)
     rlx.save(ours, tmp_path / "saved")
     assert_close(image_classifiers.logits(image_classifiers.load(tmp_path / "saved"), PIXELS), want, tolerance=1e-6)
-    assert type(rlx.load(tmp_path / "made", head=False)) is rlx.VisionEncoder
+    assert type(load(tmp_path / "made", head=False)) is rlx.VisionEncoder
 
 
 def output(directory: Path) -> Any:
     """The logits of a classifier, or the hidden states of an encoder."""
-    model = rlx.load(directory)
+    model = load(directory)
     return model.logits(PIXELS) if isinstance(model, ImageClassifier) else model.hidden_states(PIXELS)
 
 
@@ -171,7 +172,7 @@ def test_mutants(name: str, tmp_path: Path) -> None:
         changes = {key: value} if tower is None else {"vision_config": inner}
         copy = checkpoints.edited(tmp_path / "made", tmp_path / str(i), changes)
         try:
-            recipe = rlx.recipe_for(copy)
+            recipe = recipe_for(copy)
             same = recipe.config, recipe.head
             outputs[same] = ours = outputs[same] if same in outputs else output(copy)
         except (errors.ConfigError, errors.UnsupportedError, errors.WeightError, errors.ShapeError):

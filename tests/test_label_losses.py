@@ -16,6 +16,7 @@ from rlx_jax import errors, losses, train
 from rlx_jax.blocks import Custom, Embed, Linear
 from rlx_jax.encode.classifier import Classifier
 from rlx_jax.models.encoder import ANSWER, MULTI_LABEL, REGRESSION, SEQUENCE, TOKEN, HeadLayer, TaskHead
+from tests.opening import load
 from tests.oracles import classifiers, hugging_face
 from tests.oracles.classifiers import SECOND, TEXTS
 from tests.oracles.comparing import assert_close
@@ -130,7 +131,7 @@ NAMES = ["yes", "no", "perhaps", "yes", "no", "no"]
 def test_fifty_steps_are_those_of_a_loop_by_hand(directories: Path, tmp_path: Path) -> None:
     """Of pairs of texts in padded batches; the first loss is that of the recorded logits of each pair alone. What is
     saved classifies as the trained model."""
-    classifier = rlx.load(directories / "bert")
+    classifier = load(directories / "bert")
     model = rlx.compile(rlx.recipe_for(directories / "bert"), program="train")
     optimizer = optax.adamw(1e-3, eps=1e-4)
     labels = jnp.array([classifier.labels.index(name) for name in NAMES])
@@ -164,7 +165,7 @@ def test_fifty_steps_are_those_of_a_loop_by_hand(directories: Path, tmp_path: Pa
     assert ours[-1] < 0.5 * ours[0] and metrics.tokens == 6
     classifier.model = model.replace(params=state.params)
     rlx.save(classifier, tmp_path / "saved")
-    again = rlx.load(tmp_path / "saved").logits(TEXTS, SECOND)
+    again = load(tmp_path / "saved").logits(TEXTS, SECOND)
     assert_close(classifier.logits(TEXTS, SECOND), again)
     np.testing.assert_allclose(nll(again, labels).mean(), theirs[-1], rtol=0.1)
     assert again.argmax(1).tolist() == labels.tolist()
@@ -172,7 +173,7 @@ def test_fifty_steps_are_those_of_a_loop_by_hand(directories: Path, tmp_path: Pa
 
 def test_batches(directories: Path) -> None:
     """Every row once, in an order of the seed; the last batch is filled with rows that do not count."""
-    classifier = rlx.load(directories / "bert")
+    classifier = load(directories / "bert")
     batches = [*classifier.batches(TEXTS, NAMES, batch_size=4, seed=1)]
     assert [b["weights"].tolist() for b in batches] == [[1] * 4, [1, 1, 0, 0]]
     names = ("tokens", "lengths", "labels", "weights")
@@ -185,7 +186,7 @@ def test_batches(directories: Path) -> None:
     )
     in_order = next(iter(classifier.batches(TEXTS, [0, 1, 2, 0, 1, 2])))
     assert in_order["labels"][:6].tolist() == [0, 1, 2, 0, 1, 2] and in_order["labels"].shape == (16,)
-    several = next(iter(rlx.load(directories / "qwen3").batches([[5, 0, 0], [6]], np.eye(2, 3))))
+    several = next(iter(load(directories / "qwen3").batches([[5, 0, 0], [6]], np.eye(2, 3))))
     assert several["labels"].dtype == np.float32 and several["lengths"][:2].tolist() == [1, 1]
     calls: list[tuple[dict[str, Any], str]] = [
         ({"labels": [*NAMES[1:], "Yes"]}, "'Yes' is no label; the head has 'no', 'perhaps', 'yes'; did you mean 'yes'"),
@@ -231,7 +232,7 @@ def test_live_fifty_steps(name: str, tmp_path: Path) -> None:
     """AdamW of torch over transformers' own loss, for each problem; the saved directory opens with equal logits."""
     torch = importlib.import_module("torch")
     theirs, tokenizer = classifiers.write(name, tmp_path / "base"), classifiers.tokenizer()
-    classifier = rlx.load(tmp_path / "base")
+    classifier = load(tmp_path / "base")
     rng, count = np.random.default_rng(2), len(classifier.labels)
     multi = classifier.head.problem in (MULTI_LABEL, REGRESSION)
     labels = rng.integers(0, 2, (6, count)).astype(np.float32) if multi else rng.integers(0, count, 6)
@@ -257,4 +258,4 @@ def test_live_fifty_steps(name: str, tmp_path: Path) -> None:
     classifier.model = model.replace(params=state.params)
     rlx.save(classifier, tmp_path / "saved")
     reopened = hugging_face.load(tmp_path / "saved", "AutoModelForSequenceClassification")
-    assert_close(rlx.load(tmp_path / "saved").logits(TEXTS), np.array(classifiers.logits(reopened)))
+    assert_close(load(tmp_path / "saved").logits(TEXTS), np.array(classifiers.logits(reopened)))

@@ -99,7 +99,7 @@ def test_imports_point_upwards() -> None:
 
 LAZY = {
     "rlx_jax": {"rlx_jax.eval", "rlx_jax.nnx", "rlx_jax.train", "rlx_jax.public"},
-    "rlx_jax.loading.start": {"rlx_jax.flow"},
+    "rlx_jax.loading.start": {"rlx_jax.flow", "rlx_jax.generate.causal"},
 }
 """What is imported when it is first used: the modules that need lm_eval and flax, what only training needs, and what
 `load` imports while the device starts."""

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.models.lora_files import INERT, NEUTRAL, open_adapter
+from tests.opening import recipe_for
 from tests.oracles import adapters, checkpoints, classifiers, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close
 from tests.oracles.recorded import load_record
@@ -26,7 +27,7 @@ STORED = load_file(adapters.ADAPTER / WEIGHTS)
 @pytest.fixture(scope="module")
 def adapted() -> rlx.CompiledModel:
     """The base model with the recorded adapter."""
-    return rlx.compile(rlx.lora(rlx.recipe_for(adapters.BASE), adapter=adapters.ADAPTER))
+    return rlx.compile(rlx.lora(recipe_for(adapters.BASE), adapter=adapters.ADAPTER))
 
 
 def scale_of(module: str) -> float:
@@ -44,7 +45,7 @@ def test_an_adapter_of_peft_loads(adapted: rlx.CompiledModel) -> None:
 def test_load_with_an_adapter(tmp_path: Path) -> None:
     """The logits of PEFT from `load`, also on top of a recipe; a save would lose the adapter, and is refused."""
     want = load_record(adapters.ADAPTER)["logits"]
-    lm = rlx.load(adapters.BASE, adapter=adapters.ADAPTER, recipe=rlx.recipe_for(adapters.BASE).after_layers([]))
+    lm = rlx.load(adapters.BASE, adapter=adapters.ADAPTER, recipe=recipe_for(adapters.BASE).after_layers([]))
     assert_close(rlx.load(adapters.BASE, adapter=adapters.ADAPTER).logits(TOKENS), want)
     first, state = lm.prefill(TOKENS[:, :4])
     assert_close(first, want[:, :4])
@@ -76,7 +77,7 @@ def test_written_as_peft_writes(adapted: rlx.CompiledModel, tmp_path: Path) -> N
     assert set(written) == set(STORED)
     for key, value in STORED.items():
         np.testing.assert_array_equal(written[key], value)
-    again = rlx.lora(rlx.recipe_for(adapters.BASE), adapter=tmp_path / "mine").assemble()
+    again = rlx.lora(recipe_for(adapters.BASE), adapter=tmp_path / "mine").assemble()
     ours = {edit.wrapper for edit in again._block_edits}
     assert ours == {edit.wrapper for edit in adapted.flow._block_edits}  # type: ignore[attr-defined]
     with pytest.raises(errors.TargetExistsError, match="mine"):
@@ -85,7 +86,7 @@ def test_written_as_peft_writes(adapted: rlx.CompiledModel, tmp_path: Path) -> N
     assert (about["base_model_name_or_path"], about["task_type"]) == (os.fspath(adapters.BASE), "CAUSAL_LM")
     commit = "0123456789abcdef" * 2 + "01234567"
     directory = checkpoints.copy(adapters.BASE, tmp_path / f"models--org--some--m/snapshots/{commit}")
-    cached = rlx.compile(rlx.lora(rlx.recipe_for(directory), adapter=adapters.ADAPTER))
+    cached = rlx.compile(rlx.lora(recipe_for(directory), adapter=adapters.ADAPTER))
     for options, said in (({}, ("org/some--m", commit)), ({"base_model": "org/other"}, ("org/other", None))):
         rlx.save_lora(cached, tmp_path / "mine", overwrite=True, **options)
         about = json.loads((tmp_path / "mine" / CONFIG).read_text())
@@ -111,7 +112,7 @@ def test_written_where_an_adapter_is(adapted: rlx.CompiledModel, tmp_path: Path)
 @pytest.fixture(scope="module")
 def fresh() -> rlx.CompiledModel:
     """New adapters of all four projections."""
-    recipe = rlx.lora(rlx.recipe_for(adapters.BASE), "layers.*.self_attn.*_proj", rank=4, alpha=8)
+    recipe = rlx.lora(recipe_for(adapters.BASE), "layers.*.self_attn.*_proj", rank=4, alpha=8)
     return rlx.compile(recipe, missing="init", key=0, program="train")
 
 
@@ -146,9 +147,9 @@ def test_an_adapter_over_a_changed_input() -> None:
         model = rlx.compile(made, missing="init", key=0)
         return model.replace({key: a + 0.2 if "lora" in key else a for key, a in (model.params or {}).items()})
 
-    recipe = edit(rlx.recipe_for(adapters.BASE))
+    recipe = edit(recipe_for(adapters.BASE))
     model = shifted(rlx.lora(recipe, "layers.*.mlp.down_proj", rank=2))
-    before = shifted(edit(rlx.lora(rlx.recipe_for(adapters.BASE), "layers.*.mlp.down_proj", rank=2)))
+    before = shifted(edit(rlx.lora(recipe_for(adapters.BASE), "layers.*.mlp.down_proj", rank=2)))
     want = np.asarray(model(TOKENS))
     np.testing.assert_allclose(np.asarray(before(TOKENS)), want, atol=3e-5)
     np.testing.assert_allclose(np.asarray(rlx.compile(recipe, rlx.merge_lora(model))(TOKENS)), want, atol=3e-5)
@@ -165,7 +166,7 @@ def test_a_mask_of_adapters(fresh: rlx.CompiledModel) -> None:
 
 def lora(*arguments: Any, **options: Any) -> None:
     """Of the base model; built."""
-    rlx.lora(rlx.recipe_for(adapters.BASE), *arguments, **options).assemble().build()
+    rlx.lora(recipe_for(adapters.BASE), *arguments, **options).assemble().build()
 
 
 GPT2 = checkpoints.FIXTURES / "gpt2" / "bare_v4"
@@ -173,7 +174,7 @@ GPT2 = checkpoints.FIXTURES / "gpt2" / "bare_v4"
 
 def merged_projections() -> Any:
     """GPT-2 with an adapter of its queries, keys and values, which are one weight `[in, out]`."""
-    return rlx.lora(rlx.recipe_for(GPT2), "layers.*.attn.c_attn", rank=2, alpha=3)
+    return rlx.lora(recipe_for(GPT2), "layers.*.attn.c_attn", rank=2, alpha=3)
 
 
 def test_an_adapter_of_merged_projections(tmp_path: Path) -> None:
@@ -191,7 +192,7 @@ def test_an_adapter_of_merged_projections(tmp_path: Path) -> None:
     for key, value in rlx.merge_lora(model).items():
         assert_close(value, changed[key], tolerance=1e-6)
     tokens = load_record(GPT2)["tokens"]
-    want = rlx.compile(rlx.recipe_for(GPT2), {k: v.astype("f4") for k, v in changed.items()})(tokens)
+    want = rlx.compile(recipe_for(GPT2), {k: v.astype("f4") for k, v in changed.items()})(tokens)
     assert_close(model(tokens), np.asarray(want))
 
     rlx.save_lora(model, tmp_path / "mine")
@@ -199,7 +200,7 @@ def test_an_adapter_of_merged_projections(tmp_path: Path) -> None:
         f"base_model.model.transformer.h.{i}.attn.c_attn" for i in range(2)
     }
     assert json.loads((tmp_path / "mine" / CONFIG).read_text("utf-8"))["fan_in_fan_out"] is True
-    again = rlx.lora(rlx.recipe_for(GPT2), adapter=tmp_path / "mine")
+    again = rlx.lora(recipe_for(GPT2), adapter=tmp_path / "mine")
     from_files = again.assemble().build()
     trained = {key: 2 * value if "lora_B" in key else value for key, value in model.weights().items()}
     held = again.assemble().build(trained)
@@ -211,8 +212,8 @@ def test_an_adapter_of_merged_projections(tmp_path: Path) -> None:
 def test_dropout_is_not_left_out_in_silence() -> None:
     """What an adapter was trained with: inference has none, and training asks."""
     with pytest.raises(errors.UnsupportedError, match=r"lora_dropout 0\.1, and dropout is not supported"):
-        rlx.compile(rlx.lora(rlx.recipe_for(adapters.BASE), adapter=adapters.ADAPTER), program="train")
-    flow = rlx.lora(rlx.recipe_for(adapters.BASE), adapter=adapters.ADAPTER, dropout=0.0).assemble()
+        rlx.compile(rlx.lora(recipe_for(adapters.BASE), adapter=adapters.ADAPTER), program="train")
+    flow = rlx.lora(recipe_for(adapters.BASE), adapter=adapters.ADAPTER, dropout=0.0).assemble()
     assert flow._no_training == ""
 
 
@@ -220,7 +221,7 @@ MISUSE: dict[str, tuple[Callable[[], Any], str]] = {
     "dropout": (lambda: lora("x", rank=2, dropout=0.1), "dropout is 0.1; adapters train without"),
     "two files": (lambda: lora(adapter=[adapters.ADAPTER] * 2), "one adapter at a time"),
     "a part": (
-        lambda: rlx.lora(rlx.recipe_for(GPT2), "layers.*.attn.c_attn.q", rank=2).assemble().build(),
+        lambda: rlx.lora(recipe_for(GPT2), "layers.*.attn.c_attn.q", rank=2).assemble().build(),
         r"'layers\.0\.attn\.c_attn\.k', 'layers\.0\.attn\.c_attn\.v' read weight .* too: select all of these",
     ),
     "twice": (
@@ -333,7 +334,7 @@ def test_live_adapters(fixture: str, kind: str, config: dict[str, Any], tmp_path
     tokens = record["tokens"] if "tokens" in record else record["pixels"]
     theirs = adapters.adapted(directory, kind, 2, **config)
     theirs.save_pretrained(tmp_path / "theirs")
-    model = rlx.compile(rlx.lora(rlx.recipe_for(directory), adapter=tmp_path / "theirs"))
+    model = rlx.compile(rlx.lora(recipe_for(directory), adapter=tmp_path / "theirs"))
     want = adapters.first_output(theirs, tokens)
     assert_close(first(model, tokens), want)
     rlx.save_lora(model, tmp_path / "ours")
@@ -343,7 +344,7 @@ def test_live_adapters(fixture: str, kind: str, config: dict[str, Any], tmp_path
         auto = "AutoPeftModelForCausalLM" if kind == "AutoModelForCausalLM" else "AutoPeftModelForFeatureExtraction"
         opened = getattr(peft, auto).from_pretrained(tmp_path / "ours", dtype="float32")
         assert_close(adapters.first_output(opened.eval(), tokens), want)
-    merged = rlx.compile(rlx.recipe_for(directory), rlx.merge_lora(model))
+    merged = rlx.compile(recipe_for(directory), rlx.merge_lora(model))
     assert_close(first(merged, tokens), adapters.first_output(theirs.merge_and_unload(), tokens))
 
 

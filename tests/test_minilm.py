@@ -12,6 +12,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.demo import minilm_directory
+from tests.opening import load
 from tests.oracles import checkpoints, texts
 
 FIXTURES = checkpoints.FIXTURES
@@ -30,7 +31,7 @@ def assert_embeddings(got: Any, want: npt.NDArray[Any]) -> None:
 @pytest.fixture(scope="module")
 def minilm() -> Any:
     """The real encoder."""
-    return rlx.load(minilm_directory())
+    return load(minilm_directory())
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +61,7 @@ def test_variants(name: str, variants: dict[str, npt.NDArray[np.float32]], tmp_p
     directory = checkpoints.sentence_directory(BASE, tmp_path / name, **VARIANTS[name])
     profile = rlx.CompileProfile().replace(buckets={"prompt": [40], "batch": [8]})  # one program
     try:
-        embeddings = rlx.load(directory, profile=profile).embed(SENTENCES)
+        embeddings = load(directory, profile=profile).embed(SENTENCES)
     except (errors.ConfigError, errors.UnsupportedError):
         assert name in checkpoints.SENTENCE_EXTRAS
     else:

@@ -16,6 +16,7 @@ import rlx_jax as rlx
 from rlx_jax.errors import DTypeError, GraphError, RequestError, ShapeError, UnboundInputError
 from rlx_jax.models import bert, llama
 from rlx_jax.weights.initial import SMALL_SIZE
+from tests.opening import load
 from tests.oracles.checkpoints import FIXTURES
 from tests.small import compiled, compiles_of, profile, w
 
@@ -195,7 +196,7 @@ def test_gradients_of_a_call() -> None:
 
 def test_requests_of_traced_parameters() -> None:
     """What reads its results is refused by name; logits and hidden states go through."""
-    lm, enc = rlx.load(LLAMA), rlx.load(BERT)
+    lm, enc = load(LLAMA), load(BERT)
     grads = jax.jit(jax.grad(lambda p: rlx.CausalLM(lm.model.replace(p)).logits([[1, 2]]).sum()))(lm.model.params)
     assert grads.keys() == lm.model.params.keys()
     for model, ask in (

@@ -16,6 +16,7 @@ from rlx_jax.generate.drafters import make_drafter
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import TypeCache
 from rlx_jax.models.qwen35 import Qwen35Config, Qwen35Flow, Qwen35MtpFlow
+from tests.opening import load, recipe_for
 from tests.ops import BLOCKS, SIZES, operand
 from tests.oracles import checkpoints, mtp_drafts
 from tests.oracles.comparing import assert_close, assert_rows_close
@@ -37,7 +38,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def lm(directory: Path) -> Any:
     """That checkpoint, with buckets."""
-    return rlx.load(directory, profile=rlx.CompileProfile().replace(buckets=TABLES))
+    return load(directory, profile=rlx.CompileProfile().replace(buckets=TABLES))
 
 
 def with_drafts(lm: Any) -> list[list[int]]:
@@ -102,7 +103,7 @@ def test_in_slots(directory: Path, lm: Any, has_mesh: bool) -> None:
     samplers: Any = [(rlx.Sampler(), rlx.Sampler(temperature=3.0, top_k=9))[i % 2] for i in range(12)]
     options: Any = {"speculative": "mtp", "draft_tokens": DRAFTS}
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices()[:4]) if has_mesh else None
-    model: Any = rlx.load(directory, mesh=mesh)
+    model: Any = load(directory, mesh=mesh)
     got = model.generate(prompts, budgets, samplers, seed=[*range(12)], stop=[5], slots=4, **options)
     report = model.report()
     assert report.request.slots == 4 and report.speculative.drafted > report.speculative.accepted > 0
@@ -124,7 +125,7 @@ def test_the_model_and_its_module_share_arrays(lm: Any) -> None:
 def test_over_a_mesh(directory: Path, lm: Any) -> None:
     """The module is divided as its model is: the same tokens by as many drafts."""
     grid = np.array(jax.devices()[:4]).reshape(2, 2)
-    ours: Any = rlx.load(directory, mesh=jax.sharding.Mesh(grid, ("data", "tensor")))
+    ours: Any = load(directory, mesh=jax.sharding.Mesh(grid, ("data", "tensor")))
     assert with_drafts(ours) == with_drafts(lm)
     assert ours.report().speculative == lm.report().speculative
 
@@ -135,7 +136,7 @@ def test_inside_a_checkpoint_that_reads_images(directory: Path, tmp_path: Path) 
     with pytest.warns(
         errors.RlxWarning, match="only the text model is built, and 0 weights of other parts are not read"
     ):
-        lm: Any = rlx.load(where)
+        lm: Any = load(where)
     drafter: Any = make_drafter("mtp", 2, lm._lm)
     stored = read_weights(directory)
     for key in ("mtp.fc.weight", "model.embed_tokens.weight"):
@@ -165,7 +166,7 @@ def test_checkpoints_that_cannot(directory: Path, tmp_path: Path) -> None:
     for n, (changes, edit, error, told) in enumerate(WITHOUT):
         copy = checkpoints.edited(directory, tmp_path / str(n), changes)
         checkpoints.edit_tensors(copy, edit)
-        lm = rlx.load(copy)
+        lm = load(copy)
         for _ in range(2):  # what was refused once is not there
             with pytest.raises(error, match=told):
                 lm.generate(PROMPTS[1], 4, speculative="mtp")
@@ -174,13 +175,13 @@ def test_checkpoints_that_cannot(directory: Path, tmp_path: Path) -> None:
         ("mtp_num_hidden_layers", True, errors.ConfigError), ("mtp_use_dedicated_embeddings", "no", errors.ConfigError),
     ):  # fmt: skip
         with pytest.raises(refusal, match=name):
-            rlx.load(checkpoints.edited(directory, tmp_path / name, {name: value}))
+            load(checkpoints.edited(directory, tmp_path / name, {name: value}))
 
 
 def test_a_module_that_does_not_fit(directory: Path) -> None:
     """One of a flow's own: another width, and no function at all."""
     config = Qwen35Config.from_hf(json.loads((directory / "config.json").read_text("utf-8")))
-    flow = rlx.recipe_for(directory).assemble()
+    flow = recipe_for(directory).assemble()
     narrow = lambda source: Qwen35MtpFlow(config, source).assemble().outputs(["logits"])  # noqa: E731
     with pytest.raises(errors.GraphError, match=r"qwen35_mtp cannot draft for qwen35: .*hidden \[batch, seq, 22\]"):
         rlx.CausalLM(flow.with_mtp(narrow)).generate(PROMPTS[1], 4, speculative="mtp")

@@ -10,6 +10,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.encode.multi_vector import MultiVectorEncoder
+from tests.opening import load
 from tests.oracles import checkpoints, embedders
 from tests.oracles.classifiers import TEXTS
 from tests.oracles.comparing import assert_close, assert_same_layers, assert_same_model
@@ -25,7 +26,7 @@ def directory(directories: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def model(directory: Path) -> Any:
-    return rlx.load(directory)
+    return load(directory)
 
 
 def test_recorded_vectors(directory: Path, model: Any, tmp_path: Path) -> None:
@@ -39,7 +40,7 @@ def test_recorded_vectors(directory: Path, model: Any, tmp_path: Path) -> None:
     plain = model.embed_tokens(["w2 w7"], kind="document", prompt="")
     assert_close(plain[0], model.embed_tokens(["w7"], kind="document")[0].astype(np.float64))
     rlx.save(model, tmp_path / "saved")
-    saved = rlx.load(tmp_path / "saved")
+    saved = load(tmp_path / "saved")
     assert_same_model(saved.encoder, model.encoder)
     assert saved.settings == model.settings
     assert_same_layers(saved.settings.layers, model.settings.layers)
@@ -54,7 +55,7 @@ def test_scores(model: Any) -> None:
 
 @pytest.mark.slow
 def test_warm_up(directory: Path) -> None:
-    model = rlx.load(directory)
+    model = load(directory)
     model.warmup()
     _, compiled = compiles_of(lambda: model.embed_tokens(TEXTS, kind="document"))
     assert not compiled
@@ -79,7 +80,7 @@ def test_what_is_refused(directory: Path, model: Any, tmp_path: Path) -> None:
         copy = checkpoints.copy(directory, tmp_path / str(i))
         checkpoints.edit_json(copy / file, changes)
         with pytest.raises(errors.RlxError, match=message):
-            rlx.load(copy)
+            load(copy)
     for call, message in (
         (lambda: model.embed_tokens(TEXTS, kind="passage"), "kind is 'passage'; expected one of query, document"),
         (lambda: model.embed_tokens([[3]], kind="query"), "embed_tokens takes strings"),
@@ -94,7 +95,7 @@ def test_what_is_refused(directory: Path, model: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", embedders.COLBERTS)
 def test_live(name: str, tmp_path: Path) -> None:
     """Vectors, scores and ranks of directories that sentence-transformers wrote."""
-    theirs, ours = embedders.write_colbert(name, tmp_path / "st"), rlx.load(tmp_path / "st")
+    theirs, ours = embedders.write_colbert(name, tmp_path / "st"), load(tmp_path / "st")
     expected = embedders.token_vectors(theirs)
     found = {kind: ours.embed_tokens(TEXTS, kind=kind) for kind in expected}
     for kind, rows in expected.items():

@@ -23,6 +23,7 @@ from rlx_jax.lowering.lir.plan import state_leaves
 from rlx_jax.runtime import estimate, program_sample
 from rlx_jax.runtime.estimate import CUBLAS_WORKSPACE
 from rlx_jax.runtime.model_setup import make_programs
+from tests.opening import load
 from tests.oracles.checkpoints import FIXTURES
 
 LLAMA = FIXTURES / "llama" / "gqa_plain_attnbias_v5"
@@ -66,7 +67,7 @@ def nbytes(arrays: Any) -> int:
 )
 def test_bytes_of_parameters_and_caches(name: str) -> None:
     """Those of the arrays of the model, by kind of layer."""
-    lm = rlx.load(FIXTURES / name)
+    lm = load(FIXTURES / name)
     context = min(32, lm.max_positions or 32)
     plan = rlx.plan(FIXTURES / name, device="cpu", batch=3, context=context)
     extend = lm.model.as_program("extend")
@@ -280,7 +281,7 @@ def test_what_a_plan_does_not_build(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_heads_of_tokens_are_planned() -> None:
     head = FIXTURES / "bert" / "masked_lm_v4"
-    plan, model = rlx.plan(head, device="h200"), rlx.load(head)
+    plan, model = rlx.plan(head, device="h200"), load(head)
     assert plan.params_bytes == sum(leaf.nbytes for leaf in model.model.params.values()) and plan.decode is None
 
 

@@ -2,10 +2,13 @@
 
 import subprocess
 import sys
+from typing import Any, assert_type
 
 import pytest
 
 import rlx_jax as rlx
+from rlx_jax.models.hooks import Recipe
+from tests.oracles.checkpoints import FIXTURES
 
 FLOW = """
 new input with_profile profile profile_file profile_prefill profile_decode profile_encoder stage raw_stage raw_stages
@@ -43,6 +46,22 @@ def test_the_top_level() -> None:
             getattr(rlx, name)
     with pytest.raises(TypeError, match=r"Sampler\(\) .*'temp'; did you mean 'temperature'"):
         rlx.Sampler(temp=1.0)  # type: ignore[call-arg]
+
+
+def test_types() -> None:
+    """What mypy infers for code of users, and that `expect` is checked."""
+    path = FIXTURES / "llama" / "gqa_tied_llama3_v5"
+    lm = rlx.load(path)
+    assert_type(lm, rlx.CausalLM)
+    assert_type(lm.generate("Hello", max_new_tokens=1), str)
+    assert_type(lm.generate([[1], [2]], max_new_tokens=1), list[list[int]])
+    assert_type(lm.score([("a", "b")]), list[rlx.Score])
+    assert_type(rlx.load(FIXTURES / "bert" / "bare_v5", expect=rlx.Encoder), rlx.Encoder)
+    assert_type(rlx.recipe_for(path), Recipe[Any])
+    assert_type(rlx.recipe_for(path, expect=rlx.Llama32Flow), rlx.Llama32Flow)
+    for function, other in ((rlx.load, rlx.Encoder), (rlx.recipe_for, rlx.BertFlow)):
+        with pytest.raises(rlx.errors.RequestError, match=f"of class .*; expected {other.__name__}"):
+            function(path, expect=other)
 
 
 def test_a_module_is_imported_before_all_names() -> None:

@@ -26,6 +26,7 @@ from rlx_jax.weights.quantized import with_quantized_weights
 from rlx_jax.weights.quantized_config import read_quantization
 from rlx_jax.weights.safetensors_format import write_file
 from rlx_jax.weights.tensor_file import SafetensorsFile
+from tests.opening import load
 from tests.oracles import checkpoints
 from tests.oracles.comparing import assert_close
 from tests.oracles.fuzzing import seed_of
@@ -103,7 +104,7 @@ def test_models(directories: Path, name: str, tmp_path: Path) -> None:
     """The model has the logits of its decoded twin, keeps few bytes, and is saved as numbers; one format in order and
     one in mixed order have the greedy tokens, too."""
     directory = directories / name
-    lm, source = rlx.load(directory), rlx.open_weights(directory)
+    lm, source = load(directory), rlx.open_weights(directory)
     plain = {key: read_numbers(key, source).astype(np.float32) for key in source.keys()}
     twin = twin_of(directory, plain)
     assert_close(lm.logits(TOKENS), np.asarray(twin.logits(TOKENS)), tolerance=3e-6)
@@ -131,8 +132,8 @@ SHARDED = [
 @pytest.mark.parametrize("name", SHARDED)
 def test_shards(directories: Path, name: str) -> None:
     """Over a mesh, each device reads its part of the arrays; a sum of two parts rounds otherwise."""
-    lm = rlx.load(directories / name, mesh=2)
-    assert_close(lm.logits(TOKENS), np.asarray(rlx.load(directories / name).logits(TOKENS)), tolerance=1e-5)
+    lm = load(directories / name, mesh=2)
+    assert_close(lm.logits(TOKENS), np.asarray(load(directories / name).logits(TOKENS)), tolerance=1e-5)
 
 
 @pytest.mark.slow
@@ -149,7 +150,7 @@ def test_rolled(directories: Path, tmp_path: Path, name: str) -> None:
     source = rlx.open_weights(directory)
     plain = {key: read_numbers(key, source).astype(np.float32) for key in source.keys()}
     want = np.asarray(rlx.compile(rlx.recipe_for(directory), plain)(TOKENS))
-    lm = rlx.load(directory, profile=rlx.CompileProfile().replace(layers={"roll": "scan"}))
+    lm = load(directory, profile=rlx.CompileProfile().replace(layers={"roll": "scan"}))
     assert any("{" in leaf and leaf.endswith(".order") for leaf in lm.model.params) and not lm.model.report().decoded
     assert_close(lm.logits(TOKENS), want, tolerance=3e-6)
     trained = rlx.compile(rlx.recipe_for(directory), source, program="train")
@@ -194,7 +195,7 @@ def test_families(family: str, tmp_path: Path) -> None:
     directory = checkpoints.copy(fixture, tmp_path / "copy")
     values = as_int8(directory)
     twin = rlx.compile(rlx.recipe_for(fixture), values)
-    lm = rlx.load(directory)
+    lm = load(directory)
     assert any(leaf.dtype == np.int8 for leaf in lm.model.params.values())
     assert_close(lm.logits(TOKENS % 40), np.asarray(twin(TOKENS % 40)), tolerance=3e-6)
 
@@ -207,7 +208,7 @@ def test_text_part(tmp_path: Path) -> None:
     values = as_int8(directory)
     outer = checkpoints.inside(directory, tmp_path / "outer", "Gemma3ForConditionalGeneration", "model.language_model.")
     with pytest.warns(errors.RlxWarning, match="only the text model"):
-        lm = rlx.load(outer)
+        lm = load(outer)
     assert any(leaf.dtype == np.int8 for leaf in lm.model.params.values())
     want = rlx.compile(rlx.recipe_for(fixture), values)(TOKENS % 40)
     assert_close(lm.logits(TOKENS % 40), np.asarray(want), tolerance=3e-6)
@@ -255,7 +256,7 @@ def test_fields(directories: Path, tmp_path: Path, name: str, changes: dict[str,
     quantization = json.loads((directory / "config.json").read_text())["quantization_config"] | changes
     checkpoints.edit_json(directory / "config.json", {"quantization_config": quantization})
     with pytest.raises((errors.UnsupportedError, errors.ConfigError, errors.WeightError), match=message):
-        rlx.load(directory)
+        load(directory)
 
 
 @pytest.mark.parametrize("value", [None, False, 0, 0.0, "", [], {}])
@@ -321,7 +322,7 @@ def test_tensors(
     edit(tensors)
     write_tensors(directory, tensors)
     with pytest.raises(error, match=message):
-        rlx.load(directory)
+        load(directory)
 
 
 VALUES: list[Any] = [0, -1, 2**31, 2**70, 1.5, True, False, None, "", "int", "float", [], [1], [1, 2], [128, 128], {},

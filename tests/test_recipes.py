@@ -16,6 +16,7 @@ from rlx_jax.models.bert import BertConfig
 from rlx_jax.models.decoder import DecoderFlow, weight_specs
 from rlx_jax.models.hooks import LayerContext
 from tests import small
+from tests.opening import load, recipe_for
 from tests.oracles import checkpoints, hugging_face, numpy_reference
 from tests.oracles.comparing import assert_close
 from tests.oracles.recorded import load_record
@@ -45,17 +46,17 @@ def test_a_recipe_takes_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
     tuned = checkpoints.copy(SINGLE, tmp_path / "tuned")
     checkpoints.edit_tensors(tuned, lambda tensors: {key: 1.5 * value for key, value in tensors.items()})
     record, found = load_record(SINGLE), []
-    for recipe in (rlx.recipe_for(SINGLE).layer(composed_at_1), rlx.Llama32Flow(rlx.recipe_for(SINGLE).config)):
-        found.append(np.asarray(rlx.load(tuned, recipe=recipe).logits(record["tokens"])))
+    for recipe in (recipe_for(SINGLE).layer(composed_at_1), rlx.Llama32Flow(recipe_for(SINGLE).config)):
+        found.append(np.asarray(load(tuned, recipe=recipe).logits(record["tokens"])))
     assert_close(found[0], found[1], tolerance=2e-6)
     assert np.abs(found[1] - record["logits"]).max() > 1e-3
 
 
 def test_a_recipe_follows_how_the_checkpoint_stores_its_weights() -> None:
     """A bare encoder's hooks serve a task checkpoint, whose keys have a prefix."""
-    bare = replace(rlx.recipe_for(BERT), prefix="", weights=None)
+    bare = replace(recipe_for(BERT), prefix="", weights=None)
     tokens = load_record(BERT)["tokens"]
-    found, expected = rlx.load(BERT, recipe=bare, head=False), rlx.load(BERT, head=False)
+    found, expected = load(BERT, recipe=bare, head=False), load(BERT, head=False)
     assert_close(found.hidden_states(tokens), expected.hidden_states(tokens), tolerance=0)
 
 
@@ -75,7 +76,7 @@ def capturing(recipe: Any) -> Any:
 def test_live_hidden_states(directory: Path, kind: str) -> None:
     """`output_hidden_states=True` of transformers."""
     tokens = load_record(directory)["tokens"]
-    out = compiled(capturing(rlx.recipe_for(directory)))(tokens)
+    out = compiled(capturing(recipe_for(directory)))(tokens)
     states = hugging_face.hidden_states(hugging_face.load(directory, kind), tokens)
     assert len(states) == len(NAMES)
     for name, state in zip(NAMES, states, strict=True):
@@ -90,7 +91,7 @@ def scale(factor: float) -> BlockStage:
 def test_stages_before_and_after_the_layers() -> None:
     """They accumulate, in order; powers of two are exact."""
     directory, tokens = LLAMA, load_record(LLAMA)["tokens"]
-    recipe = rlx.recipe_for(directory)
+    recipe = recipe_for(directory)
     model = compiled(capturing(recipe.before_layers([scale(2.0)]).before_layers([scale(4.0)]).after([scale(8.0)])))
     embedded = numpy_reference.read_weights(directory)["model.embed_tokens.weight"][tokens].astype(np.float32)
     np.testing.assert_array_equal(model(tokens)["hidden.0"], 8 * embedded)
@@ -106,7 +107,7 @@ def test_patch_flow_runs_before_the_head() -> None:
         return 5.0 * emit.tanh(x / 5.0)
 
     tokens = load_record(LLAMA)["tokens"]
-    recipe = rlx.recipe_for(LLAMA).patch_flow(lambda flow: flow.custom_named("softcap", softcap))
+    recipe = recipe_for(LLAMA).patch_flow(lambda flow: flow.custom_named("softcap", softcap))
     weights = numpy_reference.read_weights(LLAMA)
     hidden = load_record(LLAMA)["hidden"].astype(np.float64)
     want = (5 * np.tanh(hidden / 5)) @ weights["lm_head.weight"].T
@@ -117,7 +118,7 @@ def test_patch_flow_runs_before_the_head() -> None:
 @pytest.mark.parametrize("fixture, other", [("llama/mha_tied_sparse", {}), ("gpt2/bare_v4", {"prefix": "transformer"})])
 def test_a_recipe_is_that_of_the_weights_it_is_compiled_with(fixture: str, other: dict[str, str]) -> None:
     """Under their prefix, and with a head that they have beside a tied embedding: as `recipe_for` opens them."""
-    own: Any = rlx.recipe_for(checkpoints.FIXTURES / fixture)
+    own: Any = recipe_for(checkpoints.FIXTURES / fixture)
     weights = numpy_reference.read_weights(checkpoints.FIXTURES / fixture)
     table = weights["wte.weight" if other else "model.embed_tokens.weight"]
     tied = replace(type(own)(own.config), **other)
@@ -147,13 +148,13 @@ def test_hooks_chain_and_recipes_are_values() -> None:
 
 def test_options() -> None:
     """No head; the head of the last token of each row; embeddings in place of ids, with a tied head too."""
-    recipe, want = rlx.recipe_for(LLAMA), load_record(LLAMA)
+    recipe, want = recipe_for(LLAMA), load_record(LLAMA)
     model = compiled(replace(recipe, hidden_only=True))
     assert_close(model(want["tokens"]), want["hidden"])
     assert "lm_head.weight" not in model.params
     last = compiled(replace(recipe, last_token_logits=True))(want["tokens"])
     assert_close(last, want["logits"][:, -1:])
-    recipe, want = rlx.recipe_for(TIED), load_record(TIED)
+    recipe, want = recipe_for(TIED), load_record(TIED)
     embeds = numpy_reference.read_weights(TIED)["model.embed_tokens.weight"][want["tokens"]].astype(np.float32)
     assert_close(compiled(replace(recipe, inputs_embeds=True))(inputs_embeds=embeds), want["logits"])
 
@@ -161,7 +162,7 @@ def test_options() -> None:
 def test_the_profile_beside_the_weights(tmp_path: Path) -> None:
     """`<family>.rlx.toml` in their directory; without it what was set before, else `auto`; a wrong one is an error."""
     directory = checkpoints.copy(LLAMA, tmp_path / "checkpoint")
-    recipe, fusable = rlx.recipe_for(directory), rlx.CompileProfile().replace(fusion={"policy": "fusable"})
+    recipe, fusable = recipe_for(directory), rlx.CompileProfile().replace(fusion={"policy": "fusable"})
     assert recipe.profile_near(directory).hooks.profile == rlx.CompileProfile.preset("auto")
     assert recipe.profile(fusable).profile_near(directory).hooks.profile == fusable
     for name in ("tuned", "llama"):

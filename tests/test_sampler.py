@@ -25,6 +25,7 @@ from rlx_jax.generate.token_history import adjust_logits, initial_history
 from rlx_jax.runtime.inputs import random_key
 from tests import divided
 from tests.divided import V
+from tests.opening import load
 from tests.oracles import hugging_face
 from tests.test_generate import CHAT, PLAIN
 
@@ -375,7 +376,7 @@ def test_neutral_values_are_no_option() -> None:
 @pytest.mark.slow
 def test_strings() -> None:
     """Bad words and stop strings of a checkpoint with a tokenizer; a stop string within `min_tokens` does not count."""
-    model, word = rlx.load(CHAT), "w"
+    model, word = load(CHAT), "w"
     text = model.generate("the cat", 12, ignore_eos=True)
     assert word in text.split() and word not in model.generate("the cat", 12, bad_words=[word]).split()
     ids = [tuple(model.tokenizer.encode(form, add_special_tokens=False)) for form in (word, f" {word}")]
@@ -417,7 +418,7 @@ def test_live_options() -> None:
     def banned(ids: Any, scores: Any) -> Any:
         return scores.scatter(1, ids, -torch.inf)
 
-    model, ours = hugging_face.load(PLAIN, "AutoModelForCausalLM"), rlx.load(PLAIN)
+    model, ours = hugging_face.load(PLAIN, "AutoModelForCausalLM"), load(PLAIN)
     for prompt in PROMPTS:
         first = ours.generate(prompt, BUDGET, ignore_eos=True)
         words = [[first[0]], first[1:3], [prompt[-1], first[0]], first[4:8]]

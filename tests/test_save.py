@@ -19,6 +19,7 @@ from rlx_jax.io import atomic
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.weights.format import Entry
 from rlx_jax.weights.save import write_checkpoint
+from tests.opening import load
 
 FORMATS = ["orbax", "safetensors"]
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -101,7 +102,7 @@ def test_every_profile_saves_the_same_checkpoint(
 ) -> None:
     """Merged, scanned, narrowed, widened: what was loaded comes back bit by bit, under the checkpoint's keys."""
     profile = rlx.CompileProfile().replace(**tables)
-    lm = rlx.load(FIXTURES / "llama" / name, profile=profile)
+    lm = load(FIXTURES / "llama" / name, profile=profile)
     assert any(leaf in held for held in lm.model.params), sorted(lm.model.params)
     rlx.save(lm, tmp_path / "it", format)
     original = rlx.open_weights(FIXTURES / "llama" / name)

@@ -22,6 +22,7 @@ from rlx_jax.io import atomic
 from rlx_jax.weights import safetensors_format
 from rlx_jax.weights import save as weights_save
 from tests.hub_server import LLAMA, Hub
+from tests.opening import load
 from tests.oracles import hugging_face
 from tests.oracles.checkpoints import FIXTURES, copy, edit_json, sentence_directory
 
@@ -65,10 +66,10 @@ SAVED_SLOW = ["vision/dual/clip", "qwen3_moe/mixed_v5", "nomic_bert/first_v1", "
 @pytest.mark.parametrize("name", [*SAVED, *(pytest.param(name, marks=pytest.mark.slow) for name in SAVED_SLOW)])
 def test_what_was_loaded_is_saved(tmp_path: Path, name: str) -> None:
     """All of it, and it loads with equal parameters."""
-    model = rlx.load(FIXTURES / name)
+    model = load(FIXTURES / name)
     rlx.save(model, tmp_path / "it")
     assert_same(tmp_path / "it", FIXTURES / name)
-    again = rlx.load(tmp_path / "it", verify="full")
+    again = load(tmp_path / "it", verify="full")
     assert type(again) is type(model)
     jax.tree.map(np.testing.assert_array_equal, again.model.params, model.model.params)
 
@@ -76,7 +77,7 @@ def test_what_was_loaded_is_saved(tmp_path: Path, name: str) -> None:
 @pytest.fixture(scope="module")
 def lm() -> rlx.CausalLM:
     """A tiny Llama."""
-    opened: rlx.CausalLM = rlx.load(LLAMA)
+    opened: rlx.CausalLM = load(LLAMA)
     return opened
 
 
@@ -92,7 +93,7 @@ def test_shards_and_what_else_is_there(lm: rlx.CausalLM, tmp_path: Path, monkeyp
     assert all(key in load_file(target / name) for key, name in index["weight_map"].items())
     edit_json(target / "config.json", {"use_cache": False})
     (target / "notes.txt").write_text("mine")
-    jax.tree.map(np.testing.assert_array_equal, rlx.load(target).model.params, lm.model.params)
+    jax.tree.map(np.testing.assert_array_equal, load(target).model.params, lm.model.params)
     monkeypatch.undo()
     with pytest.raises(TargetExistsError, match="overwrite=True"):
         rlx.save(lm, target)
@@ -103,7 +104,7 @@ def test_shards_and_what_else_is_there(lm: rlx.CausalLM, tmp_path: Path, monkeyp
 
 def test_another_dtype(tmp_path: Path) -> None:
     """Is that of all floating weights, also of those that the model does not hold, and the config says so."""
-    encoder = rlx.load(FIXTURES / "bert" / "masked_lm_v4")
+    encoder = load(FIXTURES / "bert" / "masked_lm_v4")
     rlx.save(encoder, tmp_path / "it", dtype="bf16")
     config = json.loads((tmp_path / "it" / "config.json").read_text())
     assert {config.get("dtype"), config.get("torch_dtype")} == {"bfloat16", None}
@@ -123,10 +124,10 @@ def test_sentence_transformers(tmp_path: Path) -> None:
     modules = json.loads((source / "modules.json").read_text())
     modules[0]["path"] = below
     (source / "modules.json").write_text(json.dumps(modules))
-    encoder = rlx.load(source)
+    encoder = load(source)
     rlx.save(encoder, tmp_path / "it")
     assert_same(tmp_path / "it", source)
-    again = rlx.load(tmp_path / "it")
+    again = load(tmp_path / "it")
     assert again.pipeline == encoder.pipeline
     jax.tree.map(np.testing.assert_array_equal, again.model.params, encoder.model.params)
 
@@ -141,14 +142,14 @@ def test_the_tower_that_is_not_built(tmp_path: Path) -> None:
     (source / "config.json").write_text(json.dumps(config | {"vision_config": {"model_type": "siglip_vision_model"}}))
     text_weights = {f"language_model.{key}": value for key, value in tensors(GEMMA).items()}
     save_file(text_weights | {"vision_tower.a.weight": np.ones(3, np.float32)}, source / "model.safetensors")
-    rlx.save(rlx.load(source), tmp_path / "it")
+    rlx.save(load(source), tmp_path / "it")
     assert_same(tmp_path / "it", source)
 
 
 def test_nothing_of_the_checkpoint_before_stays(tmp_path: Path, lm: rlx.CausalLM) -> None:
     """Pooling, tokenizer and settings of another model would be read as this one's; what others put there stays."""
-    target, plain = tmp_path / "it", rlx.load(BERT)
-    rlx.save(rlx.load(sentence_directory(BERT, tmp_path / "s", modes=["mean"], normalise=True)), target)
+    target, plain = tmp_path / "it", load(BERT)
+    rlx.save(load(sentence_directory(BERT, tmp_path / "s", modes=["mean"], normalise=True)), target)
     (target / "notes.txt").write_text("mine")
     assert "modules.json" in paths(target)
     rlx.save(plain, target, overwrite=True)
@@ -164,23 +165,23 @@ def test_nothing_of_the_checkpoint_before_stays(tmp_path: Path, lm: rlx.CausalLM
 def test_a_model_of_the_hub(server: Hub, hub_home: Path, tmp_path: Path) -> None:
     """Is saved with what belongs to it, and its cache may go then."""
     server.files["org/m"] |= {"README.md": b"#", "vocab.json": b"{}"}
-    rlx.save(rlx.load("org/m"), tmp_path / "it")
+    rlx.save(load("org/m"), tmp_path / "it")
     shutil.rmtree(hub_home)
     assert paths(tmp_path / "it") == paths(LLAMA) | {"rlx_manifest.json", "vocab.json"}
     assert not any(p.is_symlink() for p in (tmp_path / "it").iterdir())
-    assert rlx.load(tmp_path / "it").tokenizer is not None
+    assert load(tmp_path / "it").tokenizer is not None
 
 
 def test_an_edited_recipe(tmp_path: Path) -> None:
     """Is no model of the config any more; its weights are saved alone. The checkpoint's own recipe is as none."""
     recipe = rlx.recipe_for(LLAMA)
-    edited = rlx.load(LLAMA, recipe=recipe.after_layers([rlx.blocks.Custom(lambda emit, x: x * 1.01)]))
+    edited = load(LLAMA, recipe=recipe.after_layers([rlx.blocks.Custom(lambda emit, x: x * 1.01)]))
     with pytest.raises(UnsupportedError, match=r"recipe that differs.*rlx_jax.save\(model.model, path\)"):
         rlx.save(edited, tmp_path / "it")
     assert not (tmp_path / "it").exists()
     rlx.save(edited.model, tmp_path / "it", "safetensors")
     assert paths(tmp_path / "it") == {"model.safetensors", "rlx_manifest.json"}
-    rlx.save(rlx.load(LLAMA, recipe=rlx.recipe_for(LLAMA)), tmp_path / "own")
+    rlx.save(load(LLAMA, recipe=rlx.recipe_for(LLAMA)), tmp_path / "own")
     assert_same(tmp_path / "own", LLAMA)
 
 
@@ -194,7 +195,7 @@ OTHERS: dict[str, tuple[Callable[[Any], Any], str]] = {
 def test_a_model_of_another_recipe(name: str, tmp_path: Path) -> None:
     """In the place of the one that was opened: no config describes it, and it is not saved as if one did."""
     make, where = OTHERS[name]
-    whole = rlx.load(LLAMA)
+    whole = load(LLAMA)
     whole.model = rlx.init(make(rlx.recipe_for(LLAMA)), 0)
     with pytest.raises(UnsupportedError, match=f"differs from what .*config.json' describes, first in '{where}"):
         rlx.save(whole, tmp_path / "it")
@@ -206,12 +207,12 @@ def test_a_model_that_load_did_not_open(lm: rlx.CausalLM, tmp_path: Path) -> Non
     recipe = rlx.recipe_for(LLAMA)
     mine = rlx.CausalLM(recipe, {key: value * 0.5 for key, value in lm.model.weights().items()})
     drawn = rlx.compile(rlx.Llama32Flow(recipe.config), missing="init", key=0)
-    whole = rlx.load(LLAMA)
+    whole = load(LLAMA)
     for model in (mine.model, drawn):
         whole.model = model
         rlx.save(whole, tmp_path / "it", overwrite=True)
         assert beside(tmp_path / "it") == beside(LLAMA) | {"rlx_manifest.json"}
-        again = rlx.load(tmp_path / "it")
+        again = load(tmp_path / "it")
         for key, value in model.weights().items():
             np.testing.assert_array_equal(again.model.weights()[key], value)
     rlx.save(mine.model, tmp_path / "alone", "safetensors")
@@ -220,7 +221,7 @@ def test_a_model_that_load_did_not_open(lm: rlx.CausalLM, tmp_path: Path) -> Non
 
 def test_a_file_that_has_gone(tmp_path: Path) -> None:
     source = copy(LLAMA, tmp_path / "m")
-    opened = rlx.load(source)
+    opened = load(source)
     (source / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"tokenizer.json'?: the model was loaded with this file"):
         rlx.save(opened, tmp_path / "it")
@@ -233,7 +234,7 @@ def test_a_file_that_nothing_here_reads(tmp_path: Path) -> None:
     (tmp_path / "vocab.json").write_text("{}")
     (source / "vocab.json").symlink_to(tmp_path / "vocab.json")
     with pytest.warns(RlxWarning, match="not saved, as rlx_jax does not need it: 'vocab.json' leads to"):
-        rlx.save(rlx.load(source), tmp_path / "it")
+        rlx.save(load(source), tmp_path / "it")
     assert_same(tmp_path / "it", LLAMA)
 
 
@@ -268,7 +269,7 @@ OPENED = {
 def test_live_transformers_opens_what_is_saved(tmp_path: Path, name: str) -> None:
     """Every parameter is that of the checkpoint; logits are those that it has of the checkpoint itself; none is new."""
     torch = importlib.import_module("torch")
-    opened = rlx.load(FIXTURES / name)
+    opened = load(FIXTURES / name)
     rlx.save(opened, tmp_path / "it")
     have, want = (hugging_face.load(directory, OPENED[name]) for directory in (tmp_path / "it", FIXTURES / name))
     states = have.state_dict(), want.state_dict()
@@ -295,7 +296,7 @@ def test_live_transformers_reads_the_dtype_and_the_tokenizer(lm: rlx.CausalLM, t
 def test_live_vectors_of_towers_that_are_saved(tmp_path: Path, name: str) -> None:
     """With parameters that are not the checkpoint's: transformers makes the same vectors of texts and of images."""
     torch = importlib.import_module("torch")
-    both: rlx.DualEncoder = rlx.load(FIXTURES / name)
+    both: rlx.DualEncoder = load(FIXTURES / name)
     both.model = both.model.replace({key: value * 1.05 for key, value in (both.model.params or {}).items()})
     rlx.save(both, tmp_path / "it")
     model = hugging_face.load(tmp_path / "it", "AutoModel")
@@ -322,7 +323,7 @@ def test_live_vectors_of_sentences_that_are_saved(tmp_path: Path) -> None:
     source = sentence_directory(FIXTURES / "bert" / "bare_v5", tmp_path / "source", modes=["mean"], normalise=True)
     for path in (FIXTURES / "sentence" / "base").glob("tokenizer*"):
         (source / path.name).write_bytes(path.read_bytes())
-    encoder: rlx.Encoder = rlx.load(source)
+    encoder: rlx.Encoder = load(source)
     encoder.model = encoder.model.replace({key: value * 1.05 for key, value in (encoder.model.params or {}).items()})
     rlx.save(encoder, tmp_path / "it")
     texts = ["a b", "hello world, this is it"]

@@ -15,6 +15,7 @@ from rlx_jax import errors
 from rlx_jax.encode.precision import quantize_vectors, vector_ranges
 from rlx_jax.encode.sentence import SentencePipeline
 from rlx_jax.encode.vector_layers import Dense, UnitLength
+from tests.opening import load
 from tests.oracles import checkpoints, embedders
 from tests.oracles.classifiers import TEXTS
 from tests.oracles.comparing import assert_close, assert_same_layers, assert_same_model
@@ -25,14 +26,14 @@ ARCHIVES = (embedders.ARCHIVE,)
 @pytest.mark.parametrize("name", embedders.RECORDED)
 def test_recorded_vectors(directories: Path, name: str, tmp_path: Path) -> None:
     """Vectors of the whole pipeline, with and without a prompt; of texts that share rows; and of what is saved."""
-    encoder = rlx.load(directories / name)
+    encoder = load(directories / name)
     record = json.loads((directories / name / "recorded.json").read_text())
     assert encoder.packing == ""
     assert_close(encoder.embed(TEXTS), np.array(record["plain"]))
     assert_close(encoder.embed(TEXTS, prompt_name="query"), np.array(record["query"]))
     assert encoder.embed(TEXTS[0]).shape == (encoder.output_width,)
     rlx.save(encoder, tmp_path / "saved")
-    saved = rlx.load(tmp_path / "saved")
+    saved = load(tmp_path / "saved")
     assert_same_model(saved, encoder)
     assert saved.pipeline == encoder.pipeline and saved.padding == encoder.padding
     assert_same_layers(saved.pipeline.layers, encoder.pipeline.layers)
@@ -40,7 +41,7 @@ def test_recorded_vectors(directories: Path, name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_layers_compile_in_the_warm_up(directories: Path) -> None:
-    encoder = rlx.load(directories / "mixed", mesh=8)
+    encoder = load(directories / "mixed", mesh=8)
     encoder.warmup()
     record = json.loads((directories / "mixed" / "recorded.json").read_text())
     assert_close(encoder.embed(TEXTS * 50)[:6], np.array(record["plain"]))
@@ -49,12 +50,12 @@ def test_layers_compile_in_the_warm_up(directories: Path) -> None:
 
 def test_output_formats(directories: Path, tmp_path: Path) -> None:
     """Truncation comes after the pipeline's normalization, a second one after it; then quantization."""
-    encoder = rlx.load(directories / "embedding_gemma")
+    encoder = load(directories / "embedding_gemma")
     vectors = encoder.embed(TEXTS)
     np.testing.assert_array_equal(encoder.embed(TEXTS, truncate_dim=5), vectors[:, :5])
     copy = checkpoints.copy(directories / "embedding_gemma", tmp_path / "short")
     checkpoints.edit_json(copy / "config_sentence_transformers.json", {"truncate_dim": 5})
-    stored = rlx.load(copy)
+    stored = load(copy)
     np.testing.assert_array_equal(stored.embed(TEXTS), vectors[:, :5])
     np.testing.assert_array_equal(stored.embed(TEXTS, truncate_dim=24), vectors)
     np.testing.assert_array_equal([*stored.embed_iter(TEXTS)], vectors[:, :5])
@@ -118,7 +119,7 @@ CONFIGS: list[tuple[str, dict[str, Any], str]] = [
 
 def test_what_is_refused(directories: Path, tmp_path: Path) -> None:
     """By name: arguments, settings of modules, and weights that are no safetensors."""
-    encoder = rlx.load(directories / "embedding_gemma")
+    encoder = load(directories / "embedding_gemma")
     for arguments, message in REQUESTS:
         with pytest.raises(errors.RequestError, match=message):
             encoder.embed(TEXTS, **arguments)
@@ -128,18 +129,18 @@ def test_what_is_refused(directories: Path, tmp_path: Path) -> None:
         copy = checkpoints.copy(directories / "mixed", tmp_path / str(i))
         checkpoints.edit_json(copy / module / "config.json", changes)
         with pytest.raises(errors.RlxError, match=message):
-            rlx.load(copy)
+            load(copy)
     copy = checkpoints.copy(directories / "mixed", tmp_path / "pickle")
     (copy / "3_Dense" / "model.safetensors").rename(copy / "3_Dense" / "pytorch_model.bin")
     with pytest.raises(errors.UnsupportedError, match=r"pytorch_model\.bin is a pickle.*convert it"):
-        rlx.load(copy)
+        load(copy)
 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", embedders.CASES)
 def test_live(name: str, tmp_path: Path) -> None:
     """Every pooling, layer and bidirectional decoder: vectors, ranks and output formats of sentence-transformers."""
-    theirs, ours = embedders.write(name, tmp_path / "st"), rlx.load(tmp_path / "st")
+    theirs, ours = embedders.write(name, tmp_path / "st"), load(tmp_path / "st")
     for prompt in ({}, {"prompt_name": "query"}, {"prompt": "w7 "}):
         expected = embedders.alone(theirs, **prompt)
         assert_close(ours.embed(TEXTS, **prompt), expected)
@@ -167,7 +168,7 @@ def test_llama_bidirec(tmp_path: Path) -> None:
     theirs, directory = embedders.write("llama_bidirectional", tmp_path / "st"), tmp_path / "st"
     config = {"model_type": "llama_bidirec", "architectures": ["LlamaBidirectionalModel"], "pooling": "avg"}
     checkpoints.edit_json(directory / "config.json", config | {"is_causal": checkpoints.REMOVED, "temperature": 0.02})
-    assert_close(rlx.load(directory).embed(TEXTS), embedders.alone(theirs))
+    assert_close(load(directory).embed(TEXTS), embedders.alone(theirs))
     hidden = (theirs.encode([t], output_value="token_embeddings", convert_to_numpy=False)[0].numpy() for t in TEXTS)
     score = np.random.default_rng(0).normal(size=(3, 20)).astype(np.float32)
     copy = checkpoints.copy(directory, tmp_path / "classifier")
@@ -177,7 +178,7 @@ def test_llama_bidirec(tmp_path: Path) -> None:
     save_file(weights | {"score.weight": score}, copy / "model.safetensors")
     names = {"architectures": ["LlamaBidirectionalForSequenceClassification"], "num_labels": 3, "temperature": 1.0}
     checkpoints.edit_json(copy / "config.json", names)
-    assert_close(rlx.load(copy).logits(TEXTS), np.stack([rows.astype(np.float64).mean(0) @ score.T for rows in hidden]))
+    assert_close(load(copy).logits(TEXTS), np.stack([rows.astype(np.float64).mean(0) @ score.T for rows in hidden]))
     for changes, message in (
         ({"temperature": 0.5}, "'temperature' is 0.5"),
         ({"pooling": "last"}, "'pooling'"),
@@ -185,4 +186,4 @@ def test_llama_bidirec(tmp_path: Path) -> None:
     ):
         other = checkpoints.edited(copy, tmp_path / next(iter(changes)), changes)
         with pytest.raises(errors.RlxError, match=message):
-            rlx.load(other)
+            load(other)

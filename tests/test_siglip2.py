@@ -12,6 +12,7 @@ import rlx_jax as rlx
 from rlx_jax.blocks import NaflexEmbed
 from rlx_jax.encode.naflex import patch_sides
 from rlx_jax.text.tokenizer import load_tokenizer
+from tests.opening import load
 
 LAYERS = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 3}
 VISION = LAYERS | {"patch_size": 5, "num_patches": 16, "num_channels": 3}
@@ -74,7 +75,7 @@ def test_equal_to_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
     arrays = {name: value.numpy() for name, value in inputs.items()}
 
     model = written(tmp_path / "vision", "Siglip2VisionModel", config.vision_config, processor)
-    encoder, expected = rlx.load(tmp_path / "vision"), model(**inputs)
+    encoder, expected = load(tmp_path / "vision"), model(**inputs)
     assert isinstance(encoder, rlx.VisionEncoder)
     for name, value in encoder.processor(IMAGES).items():  # type: ignore[misc]
         check_close(value, inputs[name])
@@ -84,11 +85,11 @@ def test_equal_to_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
     check_close(encoder.hidden_states(arrays), expected.last_hidden_state)
 
     model = written(tmp_path / "classifier", "Siglip2ForImageClassification", config, processor)
-    classifier: Any = rlx.load(tmp_path / "classifier")
+    classifier: Any = load(tmp_path / "classifier")
     check_close(classifier.logits(IMAGES), model(**inputs).logits)
 
     model = written(tmp_path / "both", "Siglip2Model", config, processor)
-    both: Any = rlx.load(tmp_path / "both")
+    both: Any = load(tmp_path / "both")
     tokens = np.random.default_rng(5).integers(2, 83, (3, 9))
     check_close(
         both.similarity(tokens.tolist(), IMAGES), model(input_ids=torch.tensor(tokens), **inputs).logits_per_text

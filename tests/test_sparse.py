@@ -13,6 +13,7 @@ import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.encode.sparse import maxsim
 from rlx_jax.weights.torch_file import read_torch_file
+from tests.opening import load
 from tests.oracles import checkpoints, embedders
 from tests.oracles import sparse_embedders as sparse
 from tests.oracles.classifiers import TEXTS
@@ -30,14 +31,14 @@ def _dense(vectors: list[dict[int, float]], width: int) -> np.ndarray[Any, Any]:
 
 
 def test_splade(directories: Path, tmp_path: Path) -> None:
-    model = rlx.load(directories / "splade")
+    model = load(directories / "splade")
     expected = np.array(json.loads((directories / "splade" / "recorded.json").read_text()))
     vectors = model.embed_sparse(TEXTS)
     assert_close(_dense(vectors, 45), expected)
     assert_close(model.embed(TEXTS), expected)
     assert model.embed_sparse(TEXTS[1], max_active_dims=4) == pytest.approx(dict([*vectors[1].items()][:4]))
     rlx.save(model, tmp_path / "saved")
-    assert rlx.load(tmp_path / "saved").embed_sparse(TEXTS) == vectors
+    assert load(tmp_path / "saved").embed_sparse(TEXTS) == vectors
     assert model.embed_sparse([]) == []
     for texts in (None, 3, {"a": 1}, b"a"):
         with pytest.raises(errors.RequestError, match="embed_sparse: texts is"):
@@ -46,7 +47,7 @@ def test_splade(directories: Path, tmp_path: Path) -> None:
 
 def test_m3(directories: Path, tmp_path: Path) -> None:
     """Three kinds of vectors of one model; the layers of two are in files of torch."""
-    model, record = rlx.load(directories / "m3"), json.loads((directories / "m3" / "recorded.json").read_text())
+    model, record = load(directories / "m3"), json.loads((directories / "m3" / "recorded.json").read_text())
     assert_close(_dense(model.embed_sparse(TEXTS), 45), np.array(record["weights"]))
     vectors = model.embed_tokens(TEXTS)
     for found, expected in zip(vectors, record["vectors"], strict=True):
@@ -54,12 +55,12 @@ def test_m3(directories: Path, tmp_path: Path) -> None:
     np.testing.assert_allclose(maxsim(vectors, vectors, mean=True).diagonal(), 1, atol=1e-5)
     np.testing.assert_allclose(np.linalg.norm(model.embed(TEXTS), axis=1), 1, atol=1e-5)
     rlx.save(model, tmp_path / "saved")
-    np.testing.assert_array_equal(rlx.load(tmp_path / "saved").embed_tokens(TEXTS[1]), model.embed_tokens(TEXTS[1]))
+    np.testing.assert_array_equal(load(tmp_path / "saved").embed_tokens(TEXTS[1]), model.embed_tokens(TEXTS[1]))
 
 
 def test_errors_count_in_the_whole_list(directories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlx_jax.encode.sparse.MAX_VALUES", 100)
-    splade, m3 = rlx.load(directories / "splade"), rlx.load(directories / "m3")
+    splade, m3 = load(directories / "splade"), load(directories / "m3")
     for call in (splade.embed_sparse, m3.embed_sparse, m3.embed_tokens):
         with pytest.raises(errors.TokenIdError, match=r"texts\[5\]\[0\]: id 999"):
             call([[3]] * 5 + [[999]])
@@ -77,7 +78,7 @@ def test_pylate_directory(directories: Path, tmp_path: Path) -> None:
                 content.pop("model_type")
             (copy / file).write_text(json.dumps(content))
         checkpoints.edit_json(copy / "sentence_bert_config.json", {"query_expansion": None})
-        model = rlx.load(copy)
+        model = load(copy)
         for kind, rows in record.items():
             for found, expected in zip(model.embed_tokens(TEXTS, kind=kind), rows, strict=True):
                 assert_close(found, np.array(expected))
@@ -131,15 +132,15 @@ def test_what_is_refused(directories: Path, tmp_path: Path) -> None:
         copy = checkpoints.copy(directories / name, tmp_path / str(i))
         checkpoints.edit_json(copy / file, changes)
         with pytest.raises(errors.RlxError, match=message):
-            rlx.load(copy)
+            load(copy)
     with pytest.raises(errors.RequestError, match="max_active_dims"):
-        rlx.load(directories / "splade").embed_sparse(TEXTS, max_active_dims=0)
+        load(directories / "splade").embed_sparse(TEXTS, max_active_dims=0)
 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", sparse.CASES)
 def test_live(name: str, tmp_path: Path) -> None:
-    theirs, ours = sparse.write(name, tmp_path / "st"), rlx.load(tmp_path / "st")
+    theirs, ours = sparse.write(name, tmp_path / "st"), load(tmp_path / "st")
     for arguments in ({}, {"prompt_name": "query"}, {"max_active_dims": 3}):
         expected = sparse.dense_rows(theirs, **arguments)
         assert_close(_dense(ours.embed_sparse(TEXTS, **arguments), expected.shape[1]), expected)
@@ -149,11 +150,11 @@ def test_live(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sparse.OLD_COLBERTS)
 def test_live_colbert(name: str, tmp_path: Path) -> None:
     theirs = sparse.write_old_colbert(name, tmp_path / "old")
-    ours = rlx.load(tmp_path / "old")
+    ours = load(tmp_path / "old")
     for kind, rows in embedders.token_vectors(theirs).items():
         for found, expected in zip(ours.embed_tokens(TEXTS, kind=kind), rows, strict=True):
             assert_close(found, expected)
     if name == "stanford":
         checkpoints.edit_json(tmp_path / "old" / "artifact.metadata", {"query_token_id": "[Q]"})
         with pytest.raises(errors.ConfigError, match="the tokens '.Q.' before a text are not in the vocabulary"):
-            rlx.load(tmp_path / "old")
+            load(tmp_path / "old")

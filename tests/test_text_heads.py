@@ -19,6 +19,7 @@ from rlx_jax.encode.masked import MaskedLM
 from rlx_jax.encode.tagging import TaggedSpan, TokenClassifier
 from rlx_jax.text.spans import encode_spans
 from rlx_jax.text.tokenizer import Tokenizer
+from tests.opening import load
 from tests.oracles import checkpoints, hugging_face, text_heads
 from tests.oracles.comparing import assert_close
 from tests.oracles.text_heads import AGGREGATIONS, CONTEXTS, MASKED, MASKS, QUESTIONS, SEARCHES, TEXTS
@@ -28,7 +29,7 @@ ARCHIVES = (text_heads.ARCHIVE,)
 
 @pytest.fixture(scope="module")
 def models(directories: Path) -> dict[str, Any]:
-    return {name: rlx.load(directories / name) for name in text_heads.RECORDED}
+    return {name: load(directories / name) for name in text_heads.RECORDED}
 
 
 def recorded(directories: Path, name: str) -> dict[str, Any]:
@@ -64,12 +65,12 @@ def test_other_layouts(directories: Path, models: dict[str, Any], tmp_path: Path
     stored = [load_file(root / "model.safetensors").keys() for root in (tmp_path / "saved", directories / "masks")]
     assert stored[0] == stored[1]
     profile = rlx.CompileProfile().replace(buckets={"batch": [1, 8], "prompt": [16, 32]})
-    others = [rlx.load(directories / "masks", **options) for options in ({"profile": profile}, {"mesh": 8})]
-    for model in (*others, rlx.load(tmp_path / "saved")):
+    others = [load(directories / "masks", **options) for options in ({"profile": profile}, {"mesh": 8})]
+    for model in (*others, load(tmp_path / "saved")):
         for ours, theirs in zip(model.fill(MASKS), recorded(directories, "masks")["fill"], strict=True):
             for mask, rows in zip(ours, theirs, strict=True):
                 assert_parts(mask, rows, "id", "token", "text", "score")
-    encoder = rlx.load(directories / "masks", head=False)
+    encoder = load(directories / "masks", head=False)
     assert type(encoder) is rlx.Encoder and encoder.hidden_states(np.array([[2, 7, 3]])).shape == (1, 3, 20)
 
 
@@ -148,7 +149,7 @@ def test_fillings(directories: Path, models: dict[str, Any]) -> None:
 
 def test_programs(directories: Path) -> None:
     """What `warmup` compiles suffices; the report is of the task's request."""
-    model = rlx.load(directories / "masks")
+    model = load(directories / "masks")
     model.warmup()
     model.fill(MASKS)
     report = model.report()
@@ -162,7 +163,7 @@ def test_times_and_padded_programs(directories: Path, models: dict[str, Any]) ->
     model = models["masks"]
     assert model.profile(MASKS).programs and model.explain(batch=1, tokens=8, runs=1).program == "packed"
     profile = rlx.CompileProfile().replace(buckets={"batch": [1, 4], "prompt": [16]})
-    padded = rlx.load(directories / "masks", profile=profile)
+    padded = load(directories / "masks", profile=profile)
     padded.warmup()
     assert [len(padded.fill(["[MASK] " * count] * 3)[2]) for count in (1, 2, 9)] == [1, 2, 9]
     assert not padded.report().recompiles
@@ -179,20 +180,20 @@ def test_separate_projections(directories: Path, tied: bool, tmp_path: Path) -> 
     """A projection of its own counts, whether the config ties it or not; without it, an untied config is refused."""
     copy = checkpoints.edited(directories / "masks", tmp_path / "copy", {"tie_word_embeddings": tied})
     weights = load_file(copy / "model.safetensors")
-    base = rlx.load(directories / "masks").logits(TEXTS[0])
+    base = load(directories / "masks").logits(TEXTS[0])
     if not tied:
         with pytest.raises(errors.MissingWeightError, match="cls.predictions.decoder.weight.*head=False"):
-            rlx.load(copy)
+            load(copy)
     table, bias = weights["bert.embeddings.word_embeddings.weight"], weights["cls.predictions.bias"]
     weights |= {"cls.predictions.decoder.weight": 2 * table, "cls.predictions.decoder.bias": 2 * bias}
     save_file(weights, copy / "model.safetensors")
-    assert_close(rlx.load(copy).logits(TEXTS[0]), 2 * base)
+    assert_close(load(copy).logits(TEXTS[0]), 2 * base)
 
 
 def test_errors_count_in_the_whole_list(directories: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not in the chunk; and texts, not their windows, such as of a model with an embedding that is not finite."""
     monkeypatch.setattr("rlx_jax.encode.masked.MAX_PROBABILITIES", 16)
-    tags, masks = (rlx.load(directories / name) for name in ("tags", "masks"))
+    tags, masks = (load(directories / name) for name in ("tags", "masks"))
     with pytest.raises(errors.RequestError, match=r"texts\[3\] has no \[MASK\]"):
         masks.fill(["[MASK] a"] * 3 + ["a"])
     name = next(key for key in tags.model.params if key.endswith("word_embeddings.weight"))
@@ -244,7 +245,7 @@ def test_refusals(directories: Path, models: dict[str, Any]) -> None:
 def test_live(name: str, task: str, tmp_path: Path) -> None:
     """Every class: the logits of ragged rows, and of the saved directory in transformers."""
     architecture, fields = text_heads.live_case(name, task)
-    theirs, ours = text_heads.write(architecture, fields, tmp_path / "made"), rlx.load(tmp_path / "made")
+    theirs, ours = text_heads.write(architecture, fields, tmp_path / "made"), load(tmp_path / "made")
     rng = np.random.default_rng(1)
     rows = [rng.integers(6, 44, n).tolist() for n in (9, 1, 21, 4)]
     expected = [text_heads.logits(theirs, row) for row in rows]

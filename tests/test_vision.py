@@ -22,6 +22,7 @@ from rlx_jax.encode.images import ImageProcessor, load_processor
 from rlx_jax.encode.resample import Resizer, resize
 from rlx_jax.io.folder import Folder
 from rlx_jax.models.vit import Dinov2Config
+from tests.opening import load
 from tests.oracles import checkpoints
 from tests.oracles.comparing import assert_close
 from tests.oracles.recorded import load_record
@@ -35,7 +36,7 @@ REFUSED = (errors.ConfigError, errors.LimitError, errors.UnsupportedError)
 @functools.cache
 def vision(name: str) -> rlx.VisionEncoder:
     """A recorded checkpoint, loaded once."""
-    loaded: rlx.VisionEncoder = rlx.load(VISION / name, head=False)
+    loaded: rlx.VisionEncoder = load(VISION / name, head=False)
     return loaded
 
 
@@ -91,7 +92,7 @@ def test_the_layout_of_its_authors(tmp_path: Path) -> None:
     """Weights are read and written under their own keys, whole."""
     directory = checkpoints.copy(VISION / "dinov2", tmp_path / "dinov2")
     checkpoints.edit_tensors(directory, as_original)
-    loaded = rlx.load(directory)
+    loaded = load(directory)
     assert_close(loaded.hidden_states(record("dinov2")["pixels"]), record("dinov2")["hidden"])
     keys = set(loaded.model.weights())
     assert {"blocks.1.attn.qkv.weight", "norm.bias", "pos_embed"} <= keys and not any("query" in key for key in keys)
@@ -299,7 +300,7 @@ def test_flow_of_your_own() -> None:
 def test_few_programs() -> None:
     """Rows are padded to powers of two, or to the profile's buckets; `warmup` runs them all."""
     profile = rlx.CompileProfile().replace(buckets={"batch": [2], "on_recompile": "error"})
-    encoder = rlx.load(VISION / "dinov2", profile=profile)
+    encoder = load(VISION / "dinov2", profile=profile)
     encoder.warmup()
     assert_close(encoder.embed(pictures("dinov2")), np.asarray(vision("dinov2").embed(pictures("dinov2"))))
     assert encoder.report().recompiles == 0
@@ -329,7 +330,7 @@ def test_random_configurations(architecture: str, seed: int, tmp_path: Path) -> 
 
     checkpoint = RANDOM[architecture](seed)
     oracle.write(checkpoint, tmp_path)
-    model, encoder = oracle.load(tmp_path, checkpoint), rlx.load(tmp_path, head=False)
+    model, encoder = oracle.load(tmp_path, checkpoint), load(tmp_path, head=False)
     side, patch, channels = (checkpoint.config[name] for name in ("image_size", "patch_size", "num_channels"))
     for height, width in ((side, side), (side + patch + 1, max(side - 2, patch))):
         pixels = oracle.pixel_values(seed, 2, channels, height, width)

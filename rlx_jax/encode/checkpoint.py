@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlx_jax.dataclasses import dataclass, fields, replace
 from rlx_jax.encode.cross_encoder import CrossEncoderSettings, read_cross_encoder
@@ -13,7 +13,7 @@ from rlx_jax.encode.gguf_folder import open_model_folder
 from rlx_jax.encode.images import ImageProcessor, load_processor
 from rlx_jax.encode.multi_vector import TokenSettings, read_multi_vector
 from rlx_jax.encode.sentence import SentencePipeline, load_pipeline
-from rlx_jax.errors import ConfigError, RequestError, UnsupportedError, check_keywords, quote, shown
+from rlx_jax.errors import ConfigError, RequestError, UnsupportedError, check_class, check_keywords, quote, shown
 from rlx_jax.flow import ModelFlow
 from rlx_jax.io.folder import Folder
 from rlx_jax.ir import plugins
@@ -21,11 +21,16 @@ from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import CausalFlow
 from rlx_jax.models.encoder import SEQUENCE
 from rlx_jax.models.families import Family, Pretrained, family_of, open_pretrained, record_ignored
+from rlx_jax.models.hooks import Recipe
 from rlx_jax.text.tokenizer import Tokenizer, load_tokenizer
 from rlx_jax.weights.format import OpenOptions
 from rlx_jax.weights.source import WeightSource, open_headers, open_with
 from rlx_jax.weights.views import MarkedSource
 
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    RecipeClass = TypeVar("RecipeClass", default=Recipe[Any])
 # The options of `OpenOptions` that apply to reading weights.
 WEIGHT_OPTIONS = ("strict", "on_nonfinite", "links", "verify", "subtree", "max_bytes")
 
@@ -237,17 +242,20 @@ def from_pretrained(
 
 def recipe_for(
     path: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None, subfolder: str = "",
-    file: str | None = None, ignore_fields: Iterable[str] = (), head: bool = True, **options: Any,
-) -> Any:  # fmt: skip
+    file: str | None = None, ignore_fields: Iterable[str] = (), head: bool = True,
+    expect: type[RecipeClass] | None = None, **options: Any,
+) -> RecipeClass:  # fmt: skip
     """Return the recipe (`Llama32Flow`, `Qwen3Flow` …) of a Hugging Face directory or of a model of the Hub.
 
     It is bound to the checkpoint's weights. Change it with hooks or `dataclasses.replace`; then `compile(recipe)`, or
     `load(path, recipe=recipe)` to get the tokenizer as well. `load` takes the weights of its own `path`, which may be
     another checkpoint of the same config. `revision`, `token`, `subfolder`, `file`, `ignore_fields`, `head`: as
-    in `rlx_jax.load`.
+    in `rlx_jax.load`. `expect` is the class of the recipe, such as `rlx_jax.Qwen3Flow`; another class is an error. Type
+    checkers take the result for a `Recipe` without it; recipes of plugins may be of other classes.
     """
     checkpoint = open_checkpoint(
         path, "recipe_for", options, revision=revision, token=token, subfolder=subfolder, file=file,
-        ignore_fields=ignore_fields, use_modules=False, head=head,
+        ignore_fields=ignore_fields, use_modules=False, head=head, other_arguments=("expect",),
     )  # fmt: skip
-    return checkpoint.pretrained.recipe
+    recipe: RecipeClass = check_class("recipe_for", path, checkpoint.pretrained.recipe, expect)
+    return recipe

@@ -27,7 +27,17 @@ from rlx_jax.encode.masked import MaskedLM
 from rlx_jax.encode.multi_vector import MultiVectorEncoder
 from rlx_jax.encode.tagging import TokenClassifier
 from rlx_jax.encode.vision import VisionEncoder
-from rlx_jax.errors import ConfigError, ProfileError, RequestError, RlxWarning, UnsupportedError, listing, quote, shown
+from rlx_jax.errors import (
+    ConfigError,
+    ProfileError,
+    RequestError,
+    RlxWarning,
+    UnsupportedError,
+    check_class,
+    listing,
+    quote,
+    shown,
+)  # fmt: skip
 from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.generate.causal import CausalLM
 from rlx_jax.ir.types import as_dtype, short_name
@@ -46,7 +56,8 @@ H = TypeVar("H", bound=HeadModel)
 def load_path(
     path: str | os.PathLike[str], revision: str | None, token: str | bool | None, subfolder: str, file: str | None,
     dtype: Any, recipe: ModelRecipe | None, adapter: str | os.PathLike[str] | None, head: bool,
-    ignore_fields: Iterable[str], expect_sha256: str | None, prefix_cache: int | str | None, options: dict[str, Any],
+    ignore_fields: Iterable[str], expect_sha256: str | None, prefix_cache: int | str | None,
+    expect: type | None, options: dict[str, Any],
 ) -> Any:  # fmt: skip
     """Return the model of a checkpoint or an artifact; arguments and errors as in `rlx_jax.load`."""
     if is_artifact(path):
@@ -54,16 +65,17 @@ def load_path(
                      "recipe": recipe, "adapter": adapter, "head": None if head is True else head,
                      "ignore_fields": list(ignore_fields) or None, "expect_sha256": expect_sha256,
                      "prefix_cache": prefix_cache}  # fmt: skip
-        return load_artifact(path, {n: v for n, v in (arguments | options).items() if v is not None})
+        model = load_artifact(path, {n: v for n, v in (arguments | options).items() if v is not None})
+        return check_class("load", path, model, expect)
     if expect_sha256 is not None:
         raise RequestError(f"load: expect_sha256 is for an artifact of export (.rlxa), not for {shown(path)}")
     checkpoint = open_checkpoint(
         path, "load", options, revision=revision, token=token, subfolder=subfolder, file=file,
-        ignore_fields=ignore_fields, head=head, other_arguments=("dtype", "recipe", "adapter"),
+        ignore_fields=ignore_fields, head=head, other_arguments=("dtype", "recipe", "adapter", "expect"),
     )  # fmt: skip
     check_kind(checkpoint)
     start_device()
-    return load_checkpoint(checkpoint, dtype, recipe, adapter, prefix_cache)
+    return check_class("load", path, load_checkpoint(checkpoint, dtype, recipe, adapter, prefix_cache), expect)
 
 
 def load_checkpoint(

@@ -18,15 +18,21 @@ from typing import TYPE_CHECKING, Any
 from rlx_jax.io.garbage import paused_gc
 
 if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
     from rlx_jax.flow import ModelRecipe
+    from rlx_jax.generate.causal import CausalLM
+
+    Model = TypeVar("Model", default=CausalLM)
 
 
 def load(
     path: str | os.PathLike[str], *, revision: str | None = None, token: str | bool | None = None,
     subfolder: str = "", file: str | None = None, dtype: Any = None, recipe: ModelRecipe | None = None,
     adapter: str | os.PathLike[str] | None = None, head: bool = True, ignore_fields: Iterable[str] = (),
-    expect_sha256: str | None = None, prefix_cache: int | str | None = None, **options: Any,
-) -> Any:  # fmt: skip
+    expect_sha256: str | None = None, prefix_cache: int | str | None = None, expect: type[Model] | None = None,
+    **options: Any,
+) -> Model:  # fmt: skip
     """Load a Hugging Face or sentence-transformers directory, a GGUF file, or an artifact of `export`, as a `CausalLM`,
     an `Encoder`, a `Classifier`, a `Reranker`, a `TokenClassifier`, a `QuestionAnswerer`, a `MaskedLM`, a
     `VisionEncoder`, an `ImageClassifier` or a `DualEncoder`, depending on its config.
@@ -51,6 +57,8 @@ def load(
             `report().ignored_fields` names them.
         expect_sha256: the digest that `export` returned for a `.rlxa` file; another file is refused.
         prefix_cache: as in `CausalLM`.
+        expect: the class of the model, such as `rlx_jax.Encoder`; a checkpoint of another class is an error. It is also
+            the type of the result for type checkers, which take it for a `CausalLM` otherwise.
         options: `profile`, `mesh`, `strict`, `missing` and `key` of `rlx_jax.compile`, where `missing` decides whether
             weights missing from the checkpoint, such as the weights of new blocks in `recipe`, are an error or
             initialized. From `open_weights`: `on_nonfinite`, `links`, `max_bytes`, `verify`, `subtree`. And the
@@ -72,10 +80,11 @@ def load(
     # The rest of the package, in its usual order: a GPU takes longer to start than that takes to import.
     with paused_gc():
         import_module("rlx_jax.public")
-    return import_module("rlx_jax.loading.load").load_path(
+    model: Model = import_module("rlx_jax.loading.load").load_path(
         path, revision, token, subfolder, file, dtype, recipe, adapter, head, ignore_fields, expect_sha256,
-        prefix_cache, options,
+        prefix_cache, expect, options,
     )  # fmt: skip
+    return model
 
 
 def may_use_cuda() -> bool:
