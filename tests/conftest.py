@@ -116,3 +116,9 @@ def server(hub_home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         monkeypatch.setenv("HF_ENDPOINT", started.endpoint)
         yield started
         huggingface_hub.close_session()
+
+
+@pytest.fixture
+def with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan for a JAX that has Mosaic GPU, with which custom kernels run."""
+    monkeypatch.setattr("rlx_jax.lowering.lir.implementations.has_mosaic", lambda: True)

@@ -89,6 +89,7 @@ def test_the_kernels_have_the_gradient_of_the_ops() -> None:
         assert np.abs(one - other).max() <= 0.02 * np.abs(other).max() > 0
 
 
+@pytest.mark.usefixtures("with_kernels")
 def test_switching_the_pass_off_has_an_effect() -> None:
     fusion = {"target": "h200", "disable": ["group_deltas"]}
     with warnings.catch_warnings(record=True) as caught:

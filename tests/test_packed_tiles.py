@@ -71,6 +71,7 @@ def test_it_lowers_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.count("__gpu$xla.gpu.triton") == 1
 
 
+@pytest.mark.usefixtures("with_kernels")
 @pytest.mark.parametrize(("rows", "compute", "kernels", "want"), [
     (9, "bf16", "auto", True), (128, "bf16", "auto", True), (129, "bf16", "auto", False), (64, "f32", "auto", False),
     (64, "bf16", "off", False), (64, "bf16", "xla", False),
@@ -91,6 +92,7 @@ def test_what_a_plan_gives_it(rows: int, compute: str, kernels: str, want: bool)
         assert "1 by packed_tiles" in " ".join(model.report().products)
 
 
+@pytest.mark.usefixtures("with_kernels")
 @pytest.mark.parametrize(("weights", "count"), [("keep", 1), ("bf16", 0)])
 def test_no_product_with_floats_is_reported(weights: str, count: int) -> None:
     """One of the type of a packed one runs without the kernel, and so do all if they are decoded."""

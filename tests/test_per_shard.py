@@ -8,13 +8,14 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import errors
-from rlx_jax.compiler import passes, settings
+from rlx_jax.compiler import passes
 from rlx_jax.compiler.pipeline import make_lir
 from rlx_jax.ir.graph import BodyInput, Builder, TypeCache
 from rlx_jax.ir.kernel_group import AttentionGroup, KernelGroup
 from rlx_jax.ir.ops.collective import AllGather, AllReduce
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.types import TensorType
+from rlx_jax.lowering.lir import implementations
 from rlx_jax.lowering.lir.attention_groups import run_attention
 from rlx_jax.lowering.lir.per_shard import Divide, UndividedError, reshape_groups
 from rlx_jax.lowering.lir.plan import Lir
@@ -43,8 +44,7 @@ def planned(
     monkeypatch: pytest.MonkeyPatch, kinds: str = "tensor", devices: int = 2, rows: int = 1, **fields: Any
 ) -> Lir:
     """Return a decode step of some rows of a small Llama over a mesh, planned for an H200 in bf16."""
-    for module in (passes, settings):
-        monkeypatch.setattr(module, "has_mosaic", lambda: True)
+    monkeypatch.setattr(implementations, "has_mosaic", lambda: True)
     config = {
         "rms_norm_eps": 1e-6, "vocab_size": 128, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2,
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 64,
@@ -109,7 +109,6 @@ def test_where_there_is_none(case: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_required_kernels_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not replaced by XLA's division in silence."""
-    monkeypatch.setattr(settings, "has_mosaic", lambda: True)
     with pytest.raises(errors.UnsupportedError, match="'on' is not available: over a mesh, layers.0.self_attn"):
         planned(monkeypatch, devices=8, backend={"cuda": {"kernels": "on"}})
 

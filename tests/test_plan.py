@@ -13,7 +13,6 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import cli, errors
-from rlx_jax.compiler import passes
 from rlx_jax.device import DEVICES
 from rlx_jax.inspection import rates
 from rlx_jax.ir.region import Repeat
@@ -298,9 +297,9 @@ def test_an_encoder_and_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*words[:-2], "two"]) == 1 and "expected a number of devices, or axes" in capsys.readouterr().err
 
 
-def test_packed_weights_in_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("with_kernels")
+def test_packed_weights_in_kernels() -> None:
     """Few rows read them packed on an H200, and nothing is decoded to memory; kernels of one row start sooner."""
-    monkeypatch.setattr(passes, "has_mosaic", lambda: True)
     wide = rlx.Llama32Flow.for_prefill(CONFIG | {"hidden_size": 1024, "intermediate_size": 2048})
     steps = []
     for weights, rows in (("bf16", 1), ("int8", 1), ("bf16", 2)):

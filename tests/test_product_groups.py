@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.compiler import passes, settings
 from rlx_jax.compiler.pipeline import make_function, make_lir
 from rlx_jax.ir.graph import BodyInput, Builder, Graph, Mir, Param, TypeCache, Value, constant
 from rlx_jax.ir.kernel_group import AttentionGroup, KernelGroup
@@ -25,6 +24,7 @@ from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.text import block_rows
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.verify import verify
+from rlx_jax.lowering.lir import implementations
 from rlx_jax.lowering.lir.attention_groups import group_attention
 from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace
@@ -212,7 +212,7 @@ PLANS: dict[str, tuple[dict[str, Any], str]] = {
     "int8, eight rows": ({"weights": "int8", "hidden": 512, "batch": 8}, "by matvec"),
     "int8, nine rows": ({"weights": "int8", "hidden": 512, "batch": 9}, "by packed_tiles"),
     "int4, nine rows": ({"weights": "int4", "hidden": 512, "batch": 9}, "no kernel: 9 rows, more than 8"),
-    "an older JAX": ({"mosaic": False}, "no kernel: kernels of steps need jax 0.11"),
+    "an older JAX": ({"mosaic": False}, "no kernel: kernels need jax 0.11"),
 }  # fmt: skip
 
 
@@ -221,8 +221,7 @@ def plan_of(
     **fields: Any,
 ) -> Lir:  # fmt: skip
     """Return the decode step of a small Llama, planned by a profile for an H200 in bf16 with these changes."""
-    for module in (passes, settings):
-        monkeypatch.setattr(module, "has_mosaic", lambda: has_mosaic)
+    monkeypatch.setattr(implementations, "has_mosaic", lambda: has_mosaic)
     profile = rlx.CompileProfile().replace(
         **{"fusion": {"target": "h200"}, "precision": {"compute": "bf16", "weights": "bf16"}, **fields}
     )

@@ -277,6 +277,7 @@ def test_recomputing_changes_no_gradient() -> None:
         assert max(relative(g, want[k]) for k, g in gradient(model).items()) < 1e-5
 
 
+@pytest.mark.usefixtures("with_kernels")
 @pytest.mark.parametrize(
     "options, reason",
     [

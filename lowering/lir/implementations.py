@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import math
 import threading
 import warnings
@@ -270,19 +269,13 @@ WARNING_FILTERS_LOCK = threading.Lock()
 
 
 def has_kernels(device: Device) -> bool:
-    """Return whether custom kernels were measured on the device, and this JAX has Pallas' Triton backend."""
-    return device.has_kernels and has_triton()
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Return whether this JAX has Pallas' Triton backend, which is deprecated since 0.11 and will be removed."""
-    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+    """Return whether custom kernels were measured on the device, and this JAX has Pallas' Mosaic GPU backend."""
+    return device.has_kernels and has_mosaic()
 
 
 @functools.cache
 def has_mosaic() -> bool:
-    """Return whether this JAX has Pallas' Mosaic GPU backend with the operations that `matvec` needs: from 0.11 on."""
+    """Return whether this JAX has Pallas' Mosaic GPU backend with the operations that kernels need: from 0.11 on."""
     return tuple(int(n) for n in jax.__version__.split(".")[:2]) >= (0, 11)
 
 
@@ -368,6 +361,5 @@ def choose_implementations(
 
 def runnable_choices(choices: Mapping[Call, Choice], device: Device) -> dict[Call, Choice]:
     """Return the choices that a device can run. Nodes without a choice run by `eval`, which computes the same."""
-    missing = set(() if device.kind == "cuda" else ("cudnn",)) | set(() if has_kernels(device) else TRITON_KERNELS)
-    missing |= set(() if device.has_kernels and has_mosaic() else MOSAIC_KERNELS)
+    missing = set(() if device.kind == "cuda" else ("cudnn",)) | set(() if has_kernels(device) else KERNELS)
     return {call: choice for call, choice in choices.items() if choice.implementation not in missing}

@@ -27,7 +27,7 @@ from rlx_jax.lowering.hir.weights import merge_linears, merge_ropes, orient, pad
 from rlx_jax.lowering.lir.attention_groups import group_attention
 from rlx_jax.lowering.lir.delta_groups import group_deltas
 from rlx_jax.lowering.lir.expert_groups import group_experts
-from rlx_jax.lowering.lir.implementations import has_mosaic, has_triton
+from rlx_jax.lowering.lir.implementations import has_kernels
 from rlx_jax.lowering.lir.per_shard import shard_program
 from rlx_jax.lowering.lir.product_groups import group_products
 from rlx_jax.lowering.lower import expand_composites, lower
@@ -135,13 +135,13 @@ def uses_kernels(job: Job) -> bool:
 
     It was measured on one Hopper GPU. A scan would copy each layer's weights before the kernel reads them.
     """
-    return is_for_kernels(job, "extend") and has_mosaic() and not job.settings.plan.scan
+    return is_for_kernels(job, "extend") and not job.settings.plan.scan
 
 
 def is_for_kernels(job: Job, program: str) -> bool:
     """Return whether a job is a program of this name, with sizes, in which custom kernels may run."""
     settings = job.settings
-    return job.sizes is not None and job.program == program and settings.device.has_kernels and settings.plan.kernels
+    return job.sizes is not None and job.program == program and settings.plan.kernels and has_kernels(settings.device)
 
 
 # All passes, in the order that they run.
@@ -227,7 +227,7 @@ PIPELINE: tuple[Pass, ...] = (
         "group_deltas",
         MIR,
         group_deltas,
-        lambda job: is_for_kernels(job, "prefill") and has_triton() and job.settings.model_sharding is None,
+        lambda job: is_for_kernels(job, "prefill") and job.settings.model_sharding is None,
         "layout",
     ),
     Pass(

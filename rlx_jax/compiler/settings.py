@@ -22,7 +22,7 @@ from rlx_jax.ir.packed import PackedSpec, stored_bytes
 from rlx_jax.ir.paths import Path, path_text
 from rlx_jax.ir.types import as_dtype, is_float
 from rlx_jax.ir.weight_reads import WeightSource
-from rlx_jax.lowering.lir.implementations import has_mosaic, has_triton
+from rlx_jax.lowering.lir import implementations
 from rlx_jax.lowering.lir.plan import Plan
 from rlx_jax.lowering.sharding import ModelSharding
 from rlx_jax.profiles import Backend, Backends, BucketTable, CompileProfile, Precision
@@ -398,8 +398,8 @@ def kernel_refusal(settings: Settings, programs: tuple[str, ...]) -> str:
         return f"kernels run on H100 and H200, not on {settings.device.name}"
     if settings.model_sharding is not None and "extend" not in programs:
         return "over a mesh only steps of decoding have kernels"
-    if not has_mosaic() and (settings.model_sharding is not None or not has_triton()):
-        return f"kernels are written for backends of Pallas that jax {jax.__version__} does not have"
+    if not implementations.has_mosaic():
+        return f"kernels need jax 0.11, not {jax.__version__}"
     return "training programs have no kernels" if set(programs) == {"train"} else ""
 
 
@@ -409,8 +409,6 @@ def step_refusal(settings: Settings, program: str) -> str:
         return ""
     if reason := kernel_refusal(settings, ("extend",)):
         return reason
-    if not has_mosaic():
-        return f"kernels of steps need jax 0.11, not {jax.__version__}"
     if program == "verify":
         return "steps that verify drafts have none"
     return "layers run in a scan" if settings.plan.scan else ""
