@@ -115,7 +115,7 @@ class NonFiniteWeightError(WeightError):
 
 
 class GraphError(RlxError, ValueError):
-    """A flow or a graph is invalid. `problems` has every finding of the verifier, uncut."""
+    """A flow, a graph or a plugin is invalid. `problems` has every finding of the verifier, uncut."""
 
     problems: tuple[str, ...] = ()
 
@@ -141,10 +141,6 @@ class DTypeError(GraphError):
 
 class UnboundInputError(GraphError):
     """An input of the flow is missing, or a call has an input that the flow does not declare."""
-
-
-class PluginError(RlxError, RuntimeError):
-    """A plugin cannot be imported, or does not follow the interface of `rlx_jax.plugins`."""
 
 
 class FusionError(GraphError):
@@ -245,12 +241,7 @@ class RlxNumericsWarning(UserWarning):
 
 
 class RlxWarning(UserWarning):
-    """Something was left out on purpose; the message names it."""
-
-
-class DonationWarning(RlxWarning):
-    """A compiled program is correct but takes more memory than its plan, because XLA copies the state or needs more
-    temporaries. `donation.strict` makes it a `GraphError`."""
+    """Something was left out on purpose, or takes more memory than planned; the message names it."""
 
 
 # -- helpers for messages ----------------------------------------------------------------------

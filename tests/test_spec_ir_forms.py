@@ -16,7 +16,7 @@ import rlx_jax as rlx
 from rlx_jax import Graph, GraphModule, GraphStage, ModelFlow
 from rlx_jax.compiler.compat import FusionPolicy, hir_from_json, hir_to_json, lir_from_json, lir_to_json
 from rlx_jax.compiler.graph_module import BuiltModel
-from rlx_jax.errors import DTypeError, GraphError, PluginError, RlxError, ShapeError
+from rlx_jax.errors import DTypeError, GraphError, RlxError, ShapeError
 from rlx_jax.ir import hir, plugins
 from rlx_jax.ir.graph import Graph as GraphIR
 from rlx_jax.ir.graph import Mir, TypeCache
@@ -428,10 +428,10 @@ def test_registered_extensions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plugins.apply_hir_extensions(graph).nodes[-1].op == Unary("neg") and seen == ["f", "f"]
     assert plugins.apply_hir_extensions_named(graph, ["look"]).nodes[-1].op == Unary("relu")
     assert plugins.apply_hir_extensions_named(graph, ["negative", "look"]).nodes[-1].op == Unary("neg")
-    with pytest.raises(PluginError, match="an extension 'lok'.*did you mean 'look'"):
+    with pytest.raises(GraphError, match="an extension 'lok'.*did you mean 'look'"):
         plugins.apply_hir_extensions_named(graph, ["lok"])
     for wrong in (3, lambda: None):
-        with pytest.raises(PluginError, match="expected a function of a graph"):
+        with pytest.raises(GraphError, match="expected a function of a graph"):
             plugins.register_hir_extension("wrong", wrong)  # type: ignore[arg-type]
     with rlx.plugins.using(rlx.Plugin("p", extensions={"theirs": to_negative})):
         with pytest.raises(GraphError, match="a plugin has an extension 'theirs'"):

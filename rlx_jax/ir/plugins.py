@@ -21,7 +21,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Protocol
 
 from rlx_jax.dataclasses import dataclass, field
-from rlx_jax.errors import GraphError, PluginError, check_names, did_you_mean, listing, quote, shown
+from rlx_jax.errors import GraphError, check_names, did_you_mean, listing, quote, shown
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Hir, Mir, Node, Op, TypeCache, Value
 from rlx_jax.ir.ops import OPS
@@ -77,16 +77,16 @@ class Plugin:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise PluginError(f"a plugin has a name, got {shown(self.name)}")
+            raise GraphError(f"a plugin has a name, got {shown(self.name)}")
         for table in TABLES:
             if not isinstance(entries := getattr(self, table), Mapping):
-                raise PluginError(f"plugin {quote(self.name)}: {table} is a mapping, got {shown(entries)}")
+                raise GraphError(f"plugin {quote(self.name)}: {table} is a mapping, got {shown(entries)}")
         for kind in ("stages", "families", "extensions"):
             for key, value in getattr(self, kind).items():
                 is_valid = isinstance(key, str) and key and (kind == "families" or callable(value))
                 if not is_valid or (kind == "families" and not callable(getattr(value, "open", None))):
                     expected = {"families": "a Family", "extensions": "a rewrite", "stages": "a stage class"}[kind]
-                    raise PluginError(
+                    raise GraphError(
                         f"plugin {quote(self.name)}: {kind} maps a name to {expected}, got {shown(key)}: {shown(value)}"
                     )
         for cls in (*self.ops, *self.derive, *self.direct):
@@ -100,9 +100,9 @@ class Plugin:
 def _check_op_class(plugin: str, cls: Any, kind: type[Op]) -> None:
     """Check that `cls` is an op class of the plugin itself, below `kind`, with a name that JSON can distinguish."""
     if not (isinstance(cls, type) and issubclass(cls, kind) and issubclass(cls, Mir | Hir)):
-        raise PluginError(f"plugin {quote(plugin)}: expected a class below {kind.__name__}, got {shown(cls)}")
+        raise GraphError(f"plugin {quote(plugin)}: expected a class below {kind.__name__}, got {shown(cls)}")
     if is_builtin(cls):
-        raise PluginError(
+        raise GraphError(
             f"plugin {quote(plugin)}: {cls.__name__} is a class of rlx_jax: a plugin has rules only for its own ops"
         )
     if cls.__name__ in {c.__name__ for c in (*hir.BLOCKS, *OPS)}:
@@ -125,7 +125,7 @@ def installed() -> tuple[Plugin, ...]:
     """Return the plugins of installed packages, imported by the first call. `installed.cache_clear()` resets the cache.
 
     Raises:
-        PluginError: a plugin cannot be imported or is no `Plugin`; the message names the package.
+        GraphError: a plugin cannot be imported or is no `Plugin`; the message names the package.
     """
     points = sorted(entry_points(group=GROUP), key=lambda point: (point.name, point.value))
     return tuple(dict.fromkeys(_load(point) for point in points))  # an entry point may occur twice on the path
@@ -139,9 +139,9 @@ def _load(point: EntryPoint) -> Plugin:
         plugin = point.load()
     except Exception as error:  # an import runs the package's code, which may raise anything
         reason = f"{type(error).__name__}: {error}"
-        raise PluginError(f"{where} does not import: {reason}; fix the package or uninstall it") from error
+        raise GraphError(f"{where} does not import: {reason}; fix the package or uninstall it") from error
     if not isinstance(plugin, Plugin):
-        raise PluginError(f"{where} is {shown(plugin)}; expected a rlx_jax.Plugin")
+        raise GraphError(f"{where} is {shown(plugin)}; expected a rlx_jax.Plugin")
     return plugin
 
 
@@ -153,11 +153,11 @@ def using(*added: Plugin) -> Iterator[None]:
 
     Raises:
         GraphError: two plugins provide something under the same name.
-        PluginError: an argument is no `Plugin`, or an installed plugin cannot be used.
+        GraphError: an argument is no `Plugin`, or an installed plugin cannot be used.
     """
     for plugin in added:
         if not isinstance(plugin, Plugin):
-            raise PluginError(f"using: expected plugins, such as Plugin(name, …), got {shown(plugin)}")
+            raise GraphError(f"using: expected plugins, such as Plugin(name, …), got {shown(plugin)}")
     token = _context_plugins.set((*_context_plugins.get(), *added))
     try:
         active_plugin()  # raises now rather than at the first lookup if plugins conflict
@@ -171,7 +171,7 @@ def active_plugin() -> Plugin:
 
     Raises:
         GraphError: two plugins provide something under the same name.
-        PluginError: an installed plugin cannot be used.
+        GraphError: an installed plugin cannot be used.
     """
     return _merge((*installed(), *_context_plugins.get()))
 
@@ -200,11 +200,11 @@ def stage(name: str, *fields: Any, **options: Any) -> Any:
     """Return the stage that an installed plugin provides under `name`, constructed from these fields.
 
     Raises:
-        PluginError: no plugin provides a stage of that name.
+        GraphError: no plugin provides a stage of that name.
     """
     stages = active_plugin().stages
     if name not in stages:
-        raise PluginError(
+        raise GraphError(
             f"no plugin provides a stage {shown(name)}; known are {listing(stages) or 'none'}"
             f"{did_you_mean(name, stages) or '; a plugin is a package that is installed, see docs/plugins.md'}"
         )
@@ -234,13 +234,13 @@ def register_hir_extension(name: str, extension: HirExtension | Callable[[Graph]
     A flow runs it only if its `FlowExtensionPlan` selects it.
 
     Raises:
-        PluginError: it is not a function of these arguments.
+        GraphError: it is not a function of these arguments.
         GraphError: a plugin has an extension of that name.
     """
     as_name(name, "register_hir_extension")
     arities = [n for n in (2, 1) if callable(extension) and _accepts(extension, n)]
     if not arities:
-        raise PluginError(
+        raise GraphError(
             f"register_hir_extension: {quote(name)} is {shown(extension)}; expected a function of a graph, or of "
             "a graph and its types"
         )
@@ -283,7 +283,7 @@ def apply_hir_extensions_named(graph: Graph, names: Iterable[str]) -> Graph:
     """Return the HIR after the extensions of these names, in the order of `registered_hir_extensions`.
 
     Raises:
-        PluginError: a name has no extension.
+        GraphError: a name has no extension.
     """
     selected_names = FlowExtensionPlan.only(names).names()
     return FlowExtensionPlan.only(n for n in registered_hir_extensions() if n in selected_names).apply(
@@ -312,24 +312,24 @@ class FlowExtensionPlan:
         """Return the names of the extensions that run, in order.
 
         Raises:
-            PluginError: an enabled name has no extension.
+            GraphError: an enabled name has no extension.
         """
         if not (self.apply_all or self.enabled):  # plugins are not imported for a flow without extensions
             return ()
         available = registered_hir_extensions()
-        check_names(self.enabled, available, "no plugin provides an extension", "; known are", PluginError)
+        check_names(self.enabled, available, "no plugin provides an extension", "; known are", GraphError)
         return available if self.apply_all else self.enabled
 
     def apply(self, graph: Graph, types: TypeCache) -> Graph:
         """Return the HIR after all extensions of the plan, verified after each.
 
         Raises:
-            PluginError: an enabled name has no extension, or an extension does not return a graph.
+            GraphError: an enabled name has no extension, or an extension does not return a graph.
             GraphError: the graph is invalid after an extension; the message names it.
         """
         for name in self.names():
             rewritten = _extensions()[name](graph, types)
             if not isinstance(rewritten, Graph):
-                raise PluginError(f"extension {quote(name)} returns a Graph, got {shown(rewritten)}")
+                raise GraphError(f"extension {quote(name)} returns a Graph, got {shown(rewritten)}")
             graph = verify(rewritten, "hir", f"extension {name}", types)
         return graph

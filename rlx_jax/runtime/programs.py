@@ -233,7 +233,7 @@ class Programs:
             if problem and (key.flow, key.program) not in self.donation_warnings:
                 self.donation_warnings.add((key.flow, key.program))
                 message = f"{executable.lir.graph.name}: {key.text}: {problem}; donation.strict = true in the profile"
-                warnings.warn(f"{message} makes this an error", errors.DonationWarning, stacklevel=2)
+                warnings.warn(f"{message} makes this an error", errors.RlxWarning, stacklevel=2)
             self.num_loaded += executable.from_cache
             self.report_progress(f"compile {key.text}", 1, 1)
             return executable
