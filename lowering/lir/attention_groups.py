@@ -28,7 +28,7 @@ from rlx_jax.lowering.lir.attention_step import AttentionKernel, HeadRow, are_di
 from rlx_jax.lowering.lir.decode_attention import decode_attention
 from rlx_jax.lowering.lir.head_layouts import HALVES, HEAD_WIDTHS
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace
-from rlx_jax.lowering.lir.product_groups import is_by_rows, op_runs_in_kernel, struct
+from rlx_jax.lowering.lir.product_groups import is_by_rows, op_refusal, struct
 from rlx_jax.lowering.lir.row_products import MAX_ROWS
 from rlx_jax.lowering.mir.small import dce
 
@@ -203,7 +203,7 @@ def is_head_op(graph: Graph, node: Node, width: int) -> bool:
     if any(t.symbols or math.prod(map(int, t.shape)) != width for t in others):
         return False
     types, count = (one_head(x), *others), math.prod(map(int, x.shape[:-1]))
-    return is_by_rows(node.op, (x, *others), types, count) and op_runs_in_kernel(node.op, types, width, True)
+    return is_by_rows(node.op, (x, *others), types, count) and not op_refusal(node.op, types, width, True)
 
 
 def one_head(t: TensorType) -> TensorType:

@@ -333,7 +333,7 @@ def choose_implementations(
         DeltaGroup: lambda call: Choice("convolved_states", "kernels with the convolution and the norms before it"),
         AttentionGroup: lambda call: Choice("decode_attention", "one kernel with the ops around the attention"),
         ExpertGroup: lambda call: Choice("streamed", "two kernels, with the selection of experts"),
-        KernelGroup: lambda call: Choice("matvec", "one kernel with the ops around the product"),
+        KernelGroup: lambda call: Choice("matvec", "one kernel"),
         CausalConvOp: lambda call: choose_convolution(call, device),
         RmsNormOp: lambda call: choose_norm(call, use_kernels),
         TopK: lambda call: choose_selection(call, use_kernels),

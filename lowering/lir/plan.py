@@ -197,6 +197,8 @@ class Lir:
                     choice = packed
                 elif choice.implementation == "packed_tiles":  # chosen for packed weights of this type
                     choice = XLA_CHOICE
+                if isinstance(node.op, KernelGroup) and choice != XLA_CHOICE:
+                    choice = replace(choice, reason=node.op.reason())
                 has_kernel = choice.implementation == "packed_tiles"
                 if not has_kernel and (reason := self._why_no_kernel(inner, node)):
                     choice = replace(choice, reason=f"{choice.reason}; no kernel: {reason}")

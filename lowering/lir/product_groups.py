@@ -22,7 +22,7 @@ import numpy as np
 
 from rlx_jax.dataclasses import dataclass
 from rlx_jax.ir.graph import BodyInput, Builder, Constant, Graph, Mir, Node, Param, TypeCache, Value
-from rlx_jax.ir.kernel_group import KernelGroup, body_inputs, run_nodes
+from rlx_jax.ir.kernel_group import KernelGroup, body_inputs, op_name, run_nodes
 from rlx_jax.ir.ops.collective import AllGather, AllReduce
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.shape import SplitLast
@@ -40,8 +40,11 @@ from rlx_jax.lowering.lir.row_products import MAX_ROWS, VECTORS, RowsTiling, fin
 # divided by 32.
 MAX_OPS, MAX_COLUMNS = 12, 2048
 
-# The numbers of a group's nodes before the product, and from the product on.
-Members = tuple[list[int], list[int]]
+# The numbers of a group's nodes before the product, and from the product on; and why it has no more of both.
+Members = tuple[list[int], list[int], tuple[str, str]]
+
+# Why an op is in no group of several rows.
+NOT_BY_ROWS = "not an op on each row by itself"
 
 
 def group_products(graph: Graph, types: TypeCache) -> Graph:
@@ -49,31 +52,34 @@ def group_products(graph: Graph, types: TypeCache) -> Graph:
     return join_nodes(graph, types, order_groups, add_group)
 
 
-def order_groups(graph: Graph) -> tuple[list[int], dict[int, tuple[list[int], list[int], list[Value]]]]:
+def order_groups(graph: Graph) -> tuple[list[int], dict[int, tuple[Members, list[Value]]]]:
     """Return the nodes in an order in which each group is one unit, and by the product the groups with their results.
 
     Other nodes read these results.
     """
     groups = find_groups(graph, readers := find_readers(graph))
     while not isinstance(order := order_units(graph, groups), list):
-        groups[order] = [], groups[order][1]  # a path leads from its first ops back into it
-    results = (results_of(graph, [*before, *after], readers) for before, after in groups.values())
-    return order, {product: (*group, live) for (product, group), live in zip(groups.items(), results, strict=True)}
+        before, after, (_, limit) = groups[order]
+        first = f"not {op_name(graph.nodes[before[-1]].op)} before it: ops between read it"
+        groups[order] = [], after, (first, limit)
+    results = (results_of(graph, [*before, *after], readers) for before, after, _ in groups.values())
+    return order, {product: (group, live) for (product, group), live in zip(groups.items(), results, strict=True)}
 
 
 def find_groups(graph: Graph, readers: Mapping[Value, Sequence[int]]) -> dict[int, Members]:
     """Return the groups of a graph by the number of the product: first all ops after products, then the ops before."""
     products = [i for i, node in enumerate(graph.nodes) if isinstance(node.op, MatMul) and not refusal(graph, node)]
-    others, after = set[int](), dict[int, list[int]]()
+    others, after = dict[int, str](), dict[int, tuple[list[int], str]]()
     for product in products:
         after[product] = ops_after(graph, product, readers, others)
-        others.update(after[product])
+        others |= dict.fromkeys(after[product][0], "in the group of another product")
     groups: dict[int, Members] = {}
     for product in products:
-        entries = {v.node for v in reads_of(graph, after[product][1:])}  # the kernel has them as operands alone
-        before = ops_before(graph, product, readers, others | entries)
-        others.update(before)
-        groups[product] = before, after[product]
+        members, last = after[product]
+        entries = dict.fromkeys((v.node for v in reads_of(graph, members[1:])), "read by the ops after the product")
+        before, first = ops_before(graph, product, readers, entries | others)
+        others |= dict.fromkeys(before, "in the group of another product")
+        groups[product] = before, members, (first, last)
     return groups
 
 
@@ -123,52 +129,73 @@ def tiling(weight: TensorType, parts: int, scheme: str, count: int) -> Any:
     return find_packed_tiling(rows, columns, parts, scheme) if scheme else find_tiling(rows, columns, parts)
 
 
-def ops_after(graph: Graph, product: int, readers: Mapping[Value, Sequence[int]], others: set[int]) -> list[int]:
-    """Return the product and the ops after it, without `others`, that join its group: the most with one result."""
-    nodes, members = graph.nodes, [product]
+def ops_after(
+    graph: Graph, product: int, readers: Mapping[Value, Sequence[int]], others: Mapping[int, str]
+) -> tuple[list[int], str]:
+    """Return the product and the ops after it that join its group, the most with one result; and why not the next op.
+
+    Args:
+        graph: the graph.
+        product: the number of the product.
+        readers: the nodes that read a value.
+        others: why some nodes cannot join.
+    """
+    nodes, best, reason = graph.nodes, [product], ""
     shape = nodes[product].types[0].shape
-    best, size, width = members, math.prod(map(int, shape)), int(shape[-1])
+    size, width = math.prod(map(int, shape)), int(shape[-1])
     first = readers[Value(product)]
-    split = nodes[first[0]].op if len(first) == 1 and first[0] >= 0 else None
+    split = nodes[number := first[0]].op if len(first) == 1 and first[0] >= 0 else None
+    members = best
     if isinstance(split, SplitLast) and split.sizes == (width // 2,) * 2:
         if refused_scheme(graph, nodes[product], 2) is not None:
-            return best
-        members, size = [product, first[0]], size // 2
+            return best, "not split_last after it: no tiles of half the weight"
+        members, size = [product, number], size // 2
     for number in range(members[-1] + 1, len(nodes)):
-        if len(members) > MAX_OPS:
-            break
         if any(v.node in members for v in nodes[number].inputs):
-            if number in others or not runs_in_kernel(graph, nodes[number], size, reductions=False):
+            reason = others.get(number) or kernel_refusal(graph, nodes[number], size, reductions=False)
+            reason = f"more than {MAX_OPS} ops" if len(members) > MAX_OPS else reason
+            if reason:
                 break
             members = [*members, number]
             if len(results_of(graph, members, readers)) == 1:
                 best = members
-    return best
+    if len(best) < len(members):
+        number, reason = members[len(best)], "other ops read its operands"
+    return best, f"not {op_name(nodes[number].op)} after it: {reason}" if reason else ""
 
 
-def ops_before(graph: Graph, product: int, readers: Mapping[Value, Sequence[int]], others: set[int]) -> list[int]:
-    """Return the ops before a product that join its group, in order, other than those in `others`.
+def ops_before(
+    graph: Graph, product: int, readers: Mapping[Value, Sequence[int]], others: Mapping[int, str]
+) -> tuple[list[int], str]:
+    """Return the ops before a product that join its group, in order, and why not the next; arguments as in `ops_after`.
 
     A group of several rows has only ops with results that no other node reads. It has none if the weight may be packed:
     with norms, one answer of 8 rows in int8 parted from XLA's by more than rounding explains, on one H200.
     """
     x, weight = graph.nodes[product].inputs[:2]
     size, count = int(graph.type(weight).shape[1]), row_count(graph, graph.nodes[product])
-    programs = getattr(graph.nodes[weight.node].op, "programs", ())
-    has_ops = count == 1 or size <= MAX_COLUMNS and not any(map(packing_of, programs))
-    members, pending = set[int](), [x.node] if has_ops else []
-    while pending and len(members) < MAX_OPS:
+    programs, limit = getattr(graph.nodes[weight.node].op, "programs", ()), ""
+    if count > 1:
+        limit = f"{size} columns of several rows, more than {MAX_COLUMNS}" if size > MAX_COLUMNS else limit
+        limit = "the weight of several rows may be packed" if any(map(packing_of, programs)) else limit
+    members, pending, reason = set[int](), [x.node], ""
+    while pending:
         number = pending.pop(0)
-        if count > 1 and not members.union([product]).issuperset(readers[Value(number)]):
+        if number in members or not isinstance(op := graph.nodes[number].op, Mir):
             continue
-        if number not in others | members and runs_in_kernel(graph, graph.nodes[number], size, True, count):
-            members.add(number)
-            pending += [v.node for v in graph.nodes[number].inputs]
-    return sorted(members)
+        refused = limit or others.get(number) or (f"more than {MAX_OPS} ops" if len(members) == MAX_OPS else "")
+        if count > 1 and not members.union([product]).issuperset(readers[Value(number)]):
+            refused = refused or "other ops read it"
+        if refused := refused or kernel_refusal(graph, graph.nodes[number], size, True, count):
+            reason = reason or f"not {op_name(op)} before it: {refused}"
+            continue
+        members.add(number)
+        pending += [v.node for v in graph.nodes[number].inputs]
+    return sorted(members), reason
 
 
-def runs_in_kernel(graph: Graph, node: Node, size: int, reductions: bool, count: int = 1) -> bool:
-    """Return whether a node is an op of rows of `size` entries and single numbers that can run in the kernel.
+def kernel_refusal(graph: Graph, node: Node, size: int, reductions: bool, count: int = 1) -> str:
+    """Return why a node does not run in the kernel, or "" if it is an op of rows of `size` entries and single numbers.
 
     Args:
         graph: the graph.
@@ -178,17 +205,19 @@ def runs_in_kernel(graph: Graph, node: Node, size: int, reductions: bool, count:
         count: how many rows the kernel has, for an op on each.
     """
     if not isinstance(node.op, Mir) or len(node.types) != 1:
-        return False
+        return "not one op with one result"
     types = tuple(one_row(graph.type(v), count) for v in node.inputs)
     if any(t.symbols for t in types):
-        return False
+        return "a size that is not known"
     if count > 1 and node.types[0].shape not in [graph.type(v).shape for v in node.inputs]:
-        return False  # no op on each row by itself
+        return NOT_BY_ROWS
     whole = [math.prod(map(int, t.shape)) == size for t in types]
     if not all(is_whole or is_constant(graph, v) for is_whole, v in zip(whole, node.inputs, strict=True)):
-        return False
+        return f"operands of other sizes than {size}"
     whole_types = tuple(graph.type(v) for v in node.inputs)
-    return is_by_rows(node.op, whole_types, types, count) and op_runs_in_kernel(node.op, types, size, reductions)
+    if not is_by_rows(node.op, whole_types, types, count):
+        return NOT_BY_ROWS
+    return op_refusal(node.op, types, size, reductions)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -215,14 +244,17 @@ def is_constant(graph: Graph, value: Value) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def op_runs_in_kernel(op: Mir, types: tuple[TensorType, ...], size: int, reductions: bool) -> bool:
-    """Return `runs_in_kernel` for an op with operands of these types."""
-    if not types or isinstance(op, AllReduce | AllGather) or not all(is_float(t.dtype) for t in types):
-        return False
+def op_refusal(op: Mir, types: tuple[TensorType, ...], size: int, reductions: bool) -> str:
+    """Return `kernel_refusal` for an op with operands of these types."""
+    if isinstance(op, AllReduce | AllGather):
+        return "it joins devices"
+    if not types or not all(is_float(t.dtype) for t in types):
+        return "no floats"
     jaxpr = jax.make_jaxpr(op.eval)(*map(struct, types))
     if [math.prod(a.shape) for a in jaxpr.out_avals] != [size] or any(np.size(c) != 1 for c in jaxpr.consts):
-        return False
-    return not unsupported_primitive(jaxpr.jaxpr, size, reductions)
+        return f"a result or constants of other sizes than {size}"
+    name = unsupported_primitive(jaxpr.jaxpr, size, reductions)
+    return f"the kernel has no {name}" if name else ""
 
 
 def struct(t: TensorType) -> jax.ShapeDtypeStruct:
@@ -241,7 +273,7 @@ def order_units(graph: Graph, groups: Mapping[int, Members]) -> list[int] | int:
 
     If there is none, return the product of a group with ops before it that is part of a cycle.
     """
-    unit_of = {number: product for product, group in groups.items() for part in group for number in part}
+    unit_of = {number: product for product, group in groups.items() for part in group[:2] for number in part}
     order, started, ended = list[int](), set[int](), set[int]()
     for root in range(len(graph.nodes)):
         stack = [unit_of.get(root, root)]
@@ -250,7 +282,7 @@ def order_units(graph: Graph, groups: Mapping[int, Members]) -> list[int] | int:
             if unit in ended:
                 stack.pop()
                 continue
-            members = [*groups[unit][0], *groups[unit][1]] if unit in groups else [unit]
+            members = [number for part in groups[unit][:2] for number in part] if unit in groups else [unit]
             reads = {unit_of.get(v.node, v.node) for number in members for v in graph.nodes[number].inputs}
             missing = sorted(reads - ended - {unit})
             cyclic = next((u for u in missing if u in started), None)
@@ -266,10 +298,10 @@ def order_units(graph: Graph, groups: Mapping[int, Members]) -> list[int] | int:
 
 
 def add_group(
-    b: Builder, graph: Graph, group: tuple[list[int], list[int], list[Value]], product: int, values: dict[Value, Value]
+    b: Builder, graph: Graph, group: tuple[Members, list[Value]], product: int, values: dict[Value, Value]
 ) -> None:
     """Append a group to a builder, and add its results to `values`."""
-    before, after, live = group
+    (before, after, limits), live = group
     nodes = graph.nodes
     weight = nodes[product].inputs[1]
     rows = reads_of(graph, before) if before else [nodes[product].inputs[0]]
@@ -287,7 +319,7 @@ def add_group(
         if number == product:  # a value that ops on both sides of the product read is two operands
             inner.update(zip(entries, inputs[len(rows) + 1 :], strict=True))
     outputs = [v for v in live if v.node not in before] + [v for v in live if v.node in before]
-    op = KernelGroup(body.finish([inner[v] for v in outputs]), len(rows))
+    op = KernelGroup(body.finish([inner[v] for v in outputs]), len(rows), limits)
     values.update(zip(outputs, b.add(op, *(values[v] for v in operands)), strict=True))
 
 

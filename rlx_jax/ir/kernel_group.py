@@ -7,13 +7,18 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from rlx_jax.dataclasses import dataclass, replace
-from rlx_jax.ir.graph import BodyInput, Constant, Graph, Mir, Node, TypeCache, Value
+from rlx_jax.dataclasses import dataclass, field, replace
+from rlx_jax.ir.graph import BodyInput, Constant, Graph, Mir, Node, Op, TypeCache, Value
 from rlx_jax.ir.operands import ELEMENTWISE, zero
 from rlx_jax.ir.ops.control import run_body
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp
 from rlx_jax.ir.types import TensorType
+
+
+def op_name(op: Op) -> str:
+    """Return the name of an op in dumps, without what it is made with."""
+    return op.text().partition("(")[0]
 
 
 class BodyOp:
@@ -49,12 +54,19 @@ class KernelGroup(BodyOp, Mir):
         body: the fused ops. Its outputs are the result of the epilogue, then values of the prologue that other nodes
             read.
         num_rows: number of operands before the weight.
+        limits: why the op before it is not part of it, and the op after it; "" for none.
     """
 
     traits = replace(ELEMENTWISE, numeric="compute", widens=False, bytes=zero, stored=False)  # the body's ops count
 
     body: Graph
     num_rows: int
+    limits: tuple[str, str] = field(default=("", ""), compare=False)
+
+    def reason(self) -> str:
+        """Return what one kernel computes, and why not the op before it and the op after it."""
+        names = ", ".join(op_name(n.op) for n in self.body.nodes if isinstance(n.op, Mir))
+        return "; ".join([f"one kernel of {names}", *filter(None, self.limits)])
 
     @property
     def product(self) -> int:
