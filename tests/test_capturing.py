@@ -107,15 +107,6 @@ def test_inputs_beside_tokens() -> None:
     np.testing.assert_allclose(moved - plain, np.where(np.isnan(plain), np.nan, steer[:, None]), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("prompts", "error", "told"), [
-    ([], errors.RequestError, "there are no prompts"), ([[1, 10**6]], errors.TokenIdError, "not in"),
-    ([[1] * 10**4], errors.SequenceLengthError, r"prompts\[0\]"), (["text"], errors.RequestError, "tokenizer"),
-])  # fmt: skip
-def test_refused(prompts: Any, error: type[Exception], told: str) -> None:
-    with pytest.raises(error, match=told):
-        llama().capture(prompts)
-
-
 def test_requests_that_return_no_captures_warn_once() -> None:
     requests = {
         "logits": lambda lm: lm.logits([[1, 2]]), "prefill": lambda lm: lm.prefill([[1, 2]]),

@@ -160,32 +160,6 @@ def test_vectors_that_are_not_finite() -> None:
     np.testing.assert_array_equal([np.asarray(first), np.asarray(third)], encoder.embed([[1, 2], [4]]))
 
 
-BROKEN: list[tuple[Path, str, dict[str, Any]]] = [
-    (BARE, "hidden_act", {"hidden_act": "relu2"}),
-    (BARE, "num_attention_heads", {"num_attention_heads": 7}),
-    (BARE, "layer_norm_eps", {"layer_norm_eps": -1e-12}),
-    (BARE, "type_vocab_size", {"type_vocab_size": 0}),
-    (ROBERTA, "pad_token_id", {"pad_token_id": None}),
-    (ROBERTA, "pad_token_id", {"pad_token_id": 89, "max_position_embeddings": 99}),
-    (ROBERTA, "RobertaForCausalLM", {"architectures": ["RobertaForCausalLM"]}),
-    (MPNET, "relative_attention_num_buckets", {"relative_attention_num_buckets": 16}),
-    (NOMIC, "head_dim", {"head_dim": 5}),
-    (NOMIC, "yarn", {"rope_parameters": {"rope_theta": 300.0, "rope_type": "yarn", "factor": 2.0}}),
-    (FIRST, "rotary_emb_fraction", {"rotary_emb_fraction": 0.5}),
-    (FIRST, "rotary_emb_interleaved", {"rotary_emb_interleaved": True}),
-    (FIRST, "activation_function", {"activation_function": "gelu_new"}),
-    (FIRST, "moe_every_n_layers", {"num_experts": 8, "moe_every_n_layers": 2}),
-    (FIRST, "rotary_emb_base", {"rotary_emb_base": checkpoints.REMOVED}),
-]
-
-
-@pytest.mark.parametrize(("directory", "name", "changes"), BROKEN, ids=lambda v: v if isinstance(v, str) else None)
-def test_refused(directory: Path, name: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """What makes no sense, or would change the computation and is not handled, is refused by name."""
-    with pytest.raises(REFUSED, match=name):
-        rlx.from_pretrained(checkpoints.edited(directory, tmp_path / "odd", changes))
-
-
 def test_positions_begin_behind_the_padding() -> None:
     """There are as many fewer of them, and one more token is an error."""
     assert (recipe_for(XLM).max_positions, recipe_for(MPNET).max_positions) == (43, 42)

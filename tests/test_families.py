@@ -42,7 +42,6 @@ PUBLISHED = [
 ODD = checkpoints.FIXTURES / "qwen3" / "window_bias_v5"
 LATE = checkpoints.FIXTURES / "qwen2" / "window_v4"
 CAPS = checkpoints.FIXTURES / "gemma2" / "caps_v5"
-CONV = checkpoints.FIXTURES / "gpt2" / "bare_v4"
 SCALED = checkpoints.FIXTURES / "gpt2" / "scaled_v5"
 MIXTRAL = checkpoints.FIXTURES / "mixtral" / "window_v5"
 MIXED = checkpoints.FIXTURES / "qwen3_moe" / "mixed_v5"
@@ -196,47 +195,6 @@ def test_published_sizes(file: Path) -> None:
 
 
 ROPE = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
-BROKEN: list[tuple[Path, str, dict[str, Any]]] = [
-    (LLAMA, "partial_rotary_factor", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
-    (
-        LLAMA, "dynamic",
-        {"rope_parameters": checkpoints.REMOVED, "rope_scaling": {"type": "dynamic", "factor": 4.0}},
-    ),
-    (LLAMA, "pretraining_tp", {"pretraining_tp": 2}),
-    (SLIDING, "sliding_window", {"sliding_window": 2**40}),
-    (LATE, "max_window_layers", {"max_window_layers": -1}),
-    (ODD, "chunked_attention", {"layer_types": ["chunked_attention"] * 3}),
-    (ODD, "layer_types", {"layer_types": ["full_attention"] * 2}),
-    (ODD, "layer_types", {"use_sliding_window": False}),  # layers slide, and no window is used
-    (CAPS, "hidden_activation", {"hidden_activation": "silu"}),
-    (SINKS, "block_size", {"quantization_config": {"quant_method": "mxfp4", "block_size": 16}}),
-    (SINKS, "num_experts_per_tok", {"num_experts_per_tok": 6}),
-    (SINKS, "'attn_factor'", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attn_factor": 1.0}}),
-    (SINKS, "beta_fast", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": "fast"}}),
-    (CONV, "n_embd", {"n_embd": 31}),
-    (CONV, "activation_function", {"activation_function": "xielu"}),
-    (CONV, "reorder_and_upcast_attn", {"reorder_and_upcast_attn": 1}),
-    (BLOCKS, "layer_types", {"layer_types": ["sliding_attention"] * 6}),
-    (BLOCKS, "attn_output_gate", {"attn_output_gate": False}),
-    (BLOCKS, "linear_num_value_heads 5", {"linear_num_value_heads": 5}),
-    (BLOCKS, "linear_conv_kernel_dim", {"linear_conv_kernel_dim": 0}),
-    (
-        BLOCKS, "rotates 3 columns",
-        {"rope_parameters": {"rope_theta": 1e3, "rope_type": "default", "partial_rotary_factor": 0.4}},
-    ),
-    (MIXTRAL, "num_experts_per_tok is 9", {"num_experts_per_tok": 9}),
-    (MIXTRAL, "num_local_experts and num_experts", {"num_local_experts": 4, "num_experts": 5}),
-    (MIXED, "mlp_only_layers", {"mlp_only_layers": [4]}),
-    (MIXED, "decoder_sparse_step", {"decoder_sparse_step": 0}),
-    (MIXED, "moe_intermediate_size", {"moe_intermediate_size": 0}),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("directory", "name", "changes"), BROKEN, ids=lambda v: v if isinstance(v, str) else None)
-def test_refused(directory: Path, name: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    """What makes no sense, or would change the computation and is not handled, is refused by name."""
-    with pytest.raises(REFUSED, match=name):
-        load(checkpoints.edited(directory, tmp_path / "odd", changes))
 
 
 def test_positions_that_gpt2_knows() -> None:

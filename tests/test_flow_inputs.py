@@ -38,13 +38,6 @@ def test_unread_weights() -> None:
         compiled(flow.with_weights(weights, leave=["extra.a"]))
 
 
-@pytest.mark.parametrize("name", ["state", "params"])
-def test_names_that_calls_use_themselves_are_refused(name: str) -> None:
-    """`model(…, state=…)` and `apply(params, …)` could not tell such an input from their own argument."""
-    with pytest.raises(errors.GraphError, match=name):
-        rlx.ModelFlow("m").input(name, (2,))
-
-
 def test_a_default_is_a_number_positions_or_none() -> None:
     """A default of "positions" needs an input with the same leading axes, not one of the same shape; anything else is
     refused where it is written or, at the latest, when the flow is built."""

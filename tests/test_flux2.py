@@ -53,19 +53,6 @@ def test_bf16_is_no_worse_than_its_rounding(record: dict[str, Any]) -> None:
     assert np.abs(got - record["sample"]).max() < 1.5e-2 * np.abs(record["sample"]).max()
 
 
-def test_configs_that_are_not_built(tmp_path: Path) -> None:
-    changes: Any
-    for n, (changes, error, text) in enumerate((
-        ({"axes_dims_rope": [2, 4, 2]}, errors.ConfigError, "axes_dims_rope .* sum to 8; expected .*, 10"),
-        ({"mlp_ratio": 0.001}, errors.ConfigError, "leave nothing to compute"),
-        ({"pooled_projection_dim": 768}, errors.UnsupportedError, "field 'pooled_projection_dim'"),
-        ({"_class_name": "FluxTransformer2DModel"}, errors.UnsupportedError, "'FluxTransformer2DModel'.* is not built"),
-        ({"num_layers": 3}, errors.MissingWeightError, "16 weights that config.json requires are missing"),
-    )):  # fmt: skip
-        with pytest.raises(error, match=text):
-            rlx.from_pretrained(checkpoints.edited(SHARDED, tmp_path / str(n), changes))
-
-
 def test_a_model_without_guidance(record: dict[str, Any]) -> None:
     """It asks for none, has no weights for it, and refuses one by name."""
     recipe = Flux2Flow.for_config(diffusion.FLUX2 | {"guidance_embeds": False})

@@ -9,8 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import rlx_jax as rlx
-from rlx_jax.errors import DTypeError, GraphError, ShapeError
 from rlx_jax.ir.ops.index import Sample
 from rlx_jax.ir.ops.pointwise import STE, FakeQuantize
 from tests.op_cases import OpCase, check_all, evaluated
@@ -165,53 +163,6 @@ def test_what_is_drawn_follows_its_probabilities() -> None:
         p = np.exp(logits.astype(np.float64) / op.temperature) * np.isin(np.arange(5), left)
         np.testing.assert_allclose(drawn, p / p.sum(), atol=0.015)
     assert np.any(Sample().eval(rows, jnp.int32(1)) != Sample().eval(rows, jnp.int32(2)))
-
-
-REFUSED: dict[str, tuple[Callable[..., Any], type[Exception], str]] = {
-    "channels of one group": (lambda m, x, k: m.conv(x, k), ShapeError, "does not fit the weight"),
-    "channels": (lambda m, x, k: m.conv(x, k, feature_group_count=4), ShapeError, "in 4 groups does not fit"),
-    "a stride of 0": (lambda m, x, k: m.conv(x, k, feature_group_count=2, window_strides=0), ShapeError, "at least 1"),
-    "strides of other axes": (lambda m, x, k: m.conv(x, k, window_strides=(1, 1, 1)), ShapeError, "each of 2 axes"),
-    "a name of padding": (lambda m, x, k: m.conv(x, k, padding="same"), ShapeError, "VALID, SAME, SAME_LOWER"),
-    "a padding": (lambda m, x, k: m.conv(x, k, padding=((1, 1, 1), 2)), ShapeError, "before, after"),
-    "transposed channels": (
-        lambda m, x, k: m.conv_transpose(x, m.tile(k, (2, 1, 1, 1))), ShapeError, "1 groups does not fit",
-    ),
-    "a padded window": (lambda m, x, k: m.max_pool(x, 2, padding=2), ShapeError, "less than the window's 2"),
-    "a mean of whole numbers": (lambda m, x, k: m.avg_pool(m.cast(x, "i32"), 2), DTypeError, "needs floats"),
-    "a float window": (lambda m, x, k: m.max_pool(x, 2.5), ShapeError, "2.5"),
-    "a shape of fewer axes": (lambda m, x, k: m.resize(x, (4, 9, 3)), ShapeError, "has 4 axes, got 3 sizes"),
-    "no shape": (lambda m, x, k: m.resize(x, None), ShapeError, "a shape, or scales"),
-    "a symbol resized": (lambda m, x, k: m.resize(x, (5, 4, 6, 5)), ShapeError, "axis 0 .* must be numbers"),
-    "a crop by itself": (lambda m, x, k: m.resize(x, ("n", 4, 3, 5), roi=((0, 1),) * 4), GraphError, "go together"),
-    "a grid of 3": (lambda m, x, k: m.grid_sample(x, m.concat([x, x])), ShapeError, "grid .N, O…, d."),
-    "groups": (lambda m, x, k: m.group_norm(x, 3), ShapeError, "3 groups do not divide"),
-    "a weight of channels": (lambda m, x, k: m.group_norm(x, 2, x), ShapeError, "weight of channels is .C."),
-    "a beta alone": (lambda m, x, k: m.rms_norm(x, None, x), GraphError, "go with a gamma"),
-    "bits": (lambda m, x, k: m.fake_quantize(x, bits=1), GraphError, "bits are 2 to 16"),
-    "a scale of an axis": (lambda m, x, k: m.quantize(x, x), ShapeError, "has rank 0"),
-    "quantised floats": (lambda m, x, k: m.quantize(x, 1.0, dtype="f16"), DTypeError, "whole numbers or 8 bits"),
-    "a scale that is learned": (lambda m, x, k: m.fake_quantize(x, learned=True), GraphError, "has to be given"),
-    "a block of nothing": (lambda m, x, k: m.quantize(x, x, axis=1, block=0), ShapeError, "at least 1 entry"),
-    "scales of blocks": (lambda m, x, k: m.quantize(x, x, axis=1, block=2), ShapeError, "2 entries on axis 1"),
-    "a decay of 1": (lambda m, x, k: m.moving_scale(x, x, decay=1), GraphError, "from 0 to under 1"),
-    "nibbles of floats": (lambda m, x, k: m.unpack_nibbles(x, (2,)), DTypeError, "bytes"),
-    "a spectrum of a symbol": (lambda m, x, k: m.fft(x, axis=0), ShapeError, "must be static"),
-    "a real spectrum": (lambda m, x, k: m.rfft(m.fft(x)), DTypeError, "needs floats"),
-    "a matrix that is none": (lambda m, x, k: m.solve(x, x), ShapeError, "a floats .…, N .a number., N .a number.."),
-    "a side that does not fit": (lambda m, x, k: m.solve(m.eye(3), m.ones((2, 1))), ShapeError, "expected a "),
-    "a top_p": (lambda m, x, k: m.sample(x, 0, top_p=0), GraphError, "over 0 and at most 1"),
-    "a temperature": (lambda m, x, k: m.sample(x, 0, temperature=-1), GraphError, "temperature is a number"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_name(name: str) -> None:
-    call, kind, message = REFUSED[name]
-    m = rlx.Graph.hir("m")
-    x, k = m.input("x", ("n", 4, 6, 5)), m.input("k", (6, 2, 3, 2))
-    with pytest.raises(kind, match=message):
-        call(m, x, k)
 
 
 G = RNG.uniform(-1.5, 1.5, (2, 3, 4, 2))

@@ -10,7 +10,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.cli import entry
-from rlx_jax.errors import GraphError, SaveFailedError
+from rlx_jax.errors import SaveFailedError
 from rlx_jax.ir.graph import Builder, TypeCache, constant
 from rlx_jax.ir.ops.pointwise import Binary
 from rlx_jax.ir.text import diff_text
@@ -113,24 +113,6 @@ def test_programs_have_their_sizes(llama: rlx.CompiledModel) -> None:
 
 
 X = np.zeros((2, 8), np.float32)
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "no such format": ({"level": "mir", "format": "dott"}, "formats are text.*got 'dott'; did you mean 'dot'"),
-    "a drawing of HLO": ({"level": "hlo", "format": "dot"}, "format='dot' is for hir, mir and lir; got level 'hlo'"),
-    "a drawing of a difference": ({"level": "mir", "format": "dot", "diff": True}, "as text; got format 'dot'"),
-    "a difference of HLO": ({"level": "hlo", "diff": True}, "hir or mir, as text; got level 'hlo'"),
-    "a pass of another level": ({"level": "lir", "after": "cse"}, r"returns a program at mir: text\('mir', after="),
-    "inputs and sizes": ({"level": "mir", "x": X, "sizes": {"batch": 2}}, r"text\('mir'\): pass inputs or sizes="),
-    "no sizes": ({"level": "lir"}, r"needs sizes: .*sizes=\{'batch': …\}"),
-    "empty sizes": ({"level": "lir", "sizes": {}}, "m: no size of 'batch'"),
-    "a size of none": ({"level": "hir", "sizes": {"seq": 2}}, "the program has no size 'seq'; it has 'batch'"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_text_refuses(name: str) -> None:
-    arguments, message = REFUSED[name]
-    with pytest.raises(GraphError, match=message):
-        rlx.compile(ONE_LINEAR, IDENTITY).text(**arguments)
 
 
 NASTY = 'a"b\\c]d[e`f<g>h&i;j#k|l{m}n(o)\n%% end --> r\\'

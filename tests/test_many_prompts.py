@@ -424,25 +424,3 @@ def test_a_row_that_is_not_finite() -> None:
     assert failure.value.outputs[1] == []
     for i in (0, 2, 3, 4):
         assert failure.value.outputs[i] == model.generate([prompts[i]], 2)[0]
-
-
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda m: m.generate([[1], [2]], [1]), "max_new_tokens has 1 values, and there are 2 prompts"),
-        (lambda m: m.generate([[1], [2]], 1, [rlx.Sampler()] * 3), "sampler has 3 values"),
-        (lambda m: m.generate([[1], [2]], 1, stop=[[1]]), "stop has 1 values"),
-        (lambda m: m.generate([[1], [2]], 1, seed=[1, -1]), "seed"),
-        (lambda m: m.generate([[1]], 1, slots=0), "slots"),
-        (lambda m: m.generate([[1]], 1, slots=2**40), "slots would fit"),
-        (lambda m: m.generate_iter([[1]], errors="ignore"), "errors is 'ignore'"),
-        (lambda m: m.generate_iter("text"), "expected an iterable"),
-        (lambda m: m.generate_iter([[1]], [1]), "max_new_tokens is .*one value for all prompts"),
-        (lambda m: m.generate_iter([[1]], stop=[[1]]), "stop is .*one value for all prompts"),
-        (lambda m: m.generate_iter([[1]], seed=np.arange(2)), "seed is .*one value for all prompts"),
-        (lambda m: m.generate([[1]], 1, progress=True), "progress is True; expected a callback"),
-    ],
-)
-def test_refused(call: Any, message: str) -> None:
-    with pytest.raises(errors.RequestError, match=message):
-        call(lm("llama"))

@@ -291,17 +291,3 @@ WEIGHT = jnp.zeros((6, 8))
 SPEC = blocks.LlamaDecoderSpec(num_heads=4, num_kv_heads=2, head_dim=8)
 LAYER = rlx.ModelFlow("m").input("x", ("batch", "seq", 32))
 LAYER = LAYER.repeat_layers(1, lambda i: blocks.llama_prefill_layer_fused(i, SPEC))
-MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "nothing said": (lambda: FLOW.param("w"), errors.GraphError, r"param\('w'\): give shape=, init="),
-    "no shape": (lambda: FLOW.param("w", shape=(6, "8")), errors.GraphError, r"shape is \(6, '8'\); expected a tuple"),  # type: ignore[arg-type]
-    "no init": (lambda: FLOW.param("w", init="zero"), errors.GraphError, "did you mean 'zeros'"),
-    "no weight": (lambda: FLOW.param("v", init="ones").param("ww", init="ones").build({"w": WEIGHT}), errors.GraphError,
-        r"m: param\('v'\) matches no weight that a stage reads"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", MISUSE)
-def test_misuse_is_told(case: str) -> None:
-    call, error, message = MISUSE[case]
-    with pytest.raises(error, match=message):
-        call()

@@ -2,9 +2,8 @@
 
 import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.cli import entry
-from rlx_jax.errors import GraphError
 from rlx_jax.inspection.diff import BlockDiff, block_diffs
 from rlx_jax.profiles import Change
 from rlx_jax.runtime.block_times import IDLE, BlockTime, BlockTimes
@@ -174,25 +172,6 @@ def test_measured_times() -> None:
         Change(IDLE, "1.000", "1.000"),
     )  # fmt: skip
     assert not diff and "layers.*.up" in str(diff)
-
-
-REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
-    "no model": (lambda: RECIPE, {}, "diff: expected a compiled model with the program forward.*got"),
-    "another program": (lambda: plain().as_program("extend"), {}, "program forward, .*; got extend"),
-    "an unknown size": (plain, {"context": 3}, "diff: the program forward has no size 'context'"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name: str) -> None:
-    other, sizes, message = REFUSED[name]
-    with pytest.raises(GraphError, match=message):
-        plain().diff(other(), sizes=sizes)
-
-
-def test_times_that_are_none() -> None:
-    with pytest.raises(GraphError, match=r"times is \(1, 2\); expected what profile returned for both models"):
-        plain().diff(plain(), times=cast(Any, (1, 2)))
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,15 +99,3 @@ def test_published_config() -> None:
     model: Any = rlx.compile(rlx.NomicVisionFlow.for_prefill(config("scaled")), drawn("scaled"))
     with pytest.raises(errors.ShapeError, match="pixel_values"):
         model(np.zeros((1, 3, 12, 25), np.float32))
-
-
-def test_configs_that_are_refused() -> None:
-    """By field, with the value."""
-    changes: Any
-    for changes, match in (
-        ({"norm_mlp": False}, "norm_mlp"),
-        ({"n_head": 5}, "n_embd 768 is not a multiple of n_head 5"), ({"n_head": 128}, "needs a multiple of 4"),
-        ({"n_inner": None}, "n_inner"),
-    ):  # fmt: skip
-        with pytest.raises((errors.ConfigError, errors.UnsupportedError), match=match):
-            NomicVisionConfig.from_hf(oracle.PUBLISHED | changes)

@@ -12,7 +12,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.compiler.settings import settings_for
-from rlx_jax.errors import ProfileError, RlxWarning, UnsupportedError, WeightError, WeightShapeError
+from rlx_jax.errors import RlxWarning, UnsupportedError, WeightError, WeightShapeError
 from rlx_jax.ir.ops.index import Gather
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.packed import Packed, PackedSpec
@@ -316,26 +316,6 @@ def test_schemes_by_path(tmp_path: Path) -> None:
     np.testing.assert_array_equal(rlx.open_weights(tmp_path / "m").read("up"), weights["up"])
 
 
-@pytest.mark.parametrize(("setting", "message"), [
-    ({"upp": "int8"}, "precision.weights: 'upp' selects no block with matrices"),
-    ({"up": "int8", "u*": "int4"}, "precision.weights: block 'up' matches .* expected one match"),
-    ({"up": "int5"}, "precision.weights.up: expected .*'int8'.* found the string 'int5'"),
-    ({"up": "int8", "u*": "keep"}, "precision.weights: block 'up' matches .* expected one match"),
-    ({3: "int8"}, "expected printable strings as keys, found the integer 3"),
-    ("int7", "precision.weights: expected .* found the string 'int7'"),
-])  # fmt: skip
-def test_refused_schemes(setting: Any, message: str) -> None:
-    flow = rlx.ModelFlow("m").input("x", ("b", 128)).linear("up")
-    with pytest.raises(ProfileError, match=message):
-        rlx.compile(flow, {"up": FLOATS["0.a"]}, profile=rlx.CompileProfile().replace(precision={"weights": setting}))
-
-
-def test_a_weight_of_two_blocks_has_one_scheme() -> None:
-    profile = rlx.CompileProfile().replace(precision={"weights": {"lm_head": "int8", "embed_tokens": "int4"}})
-    with pytest.raises(ProfileError, match=r"'lm_head' is 'int8/32', and another block .*embed_tokens.* is 'int4/32'"):
-        rlx.compile(rlx.recipe_for(FIXTURES / "llama" / "gqa_tied_llama3_v5"), profile=profile)
-
-
 def test_a_scheme_without_effect() -> None:
     profile = rlx.CompileProfile().replace(precision={"weights": "int8"})
     with pytest.warns(RlxWarning, match="precision.weights = 'int8' has no effect: no matrix .* complete groups"):
@@ -407,12 +387,6 @@ def test_packed_weights_compute_in_bf16_on_a_gpu() -> None:
     for weights, dtype in ((MIXED, "bf16"), (DENSE, "f32")):
         settings = settings_for(profile, rlx.open_weights(weights), weights, merge=False)
         assert short_name(settings.compute) == dtype
-
-
-def test_packing_is_refused_where_all_weights_are_trained() -> None:
-    profile = rlx.CompileProfile().replace(precision={"weights": "int8"})
-    with pytest.raises(ProfileError, match="precision.weights = 'int8': packed weights have no gradient; train"):
-        rlx.compile(FLOW, {"w": FLOATS["0.a"][:, :64]}, program="train", profile=profile)
 
 
 def blocks_of_rows(count: int) -> PackedWeight:

@@ -8,7 +8,6 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax.compiler.passes import PIPELINE, pass_named
-from rlx_jax.errors import GraphError, ProfileError
 
 OPTIONAL = [p.name for p in PIPELINE if p.kind != "program"]
 W = {name: np.random.default_rng(i).standard_normal((8, 8)).astype("f4") for i, name in enumerate("qkv")}
@@ -58,27 +57,3 @@ def test_each_pass_can_be_switched_off(name: str) -> None:
     assert name not in model.report().nodes
     q, k, v = (x @ W[n].T.astype("f8") for n in "qkv")
     np.testing.assert_allclose(model(x), np.tanh(q) * k + v, rtol=1e-5, atol=1e-5)
-
-
-WRONG = {"derive": r"fusion\.disable: 'derive' is required for a correct program and cannot be switched off"}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_pass_that_cannot_be_switched_off(name: str) -> None:
-    with pytest.raises(ProfileError, match=WRONG[name]):
-        compiled(disable=[name])
-
-
-STOPS = {
-    "merge_linear": ("hir", "unknown pass 'merge_linear'; passes are outputs, .*, dce.*; did you mean 'merge_linears'"),
-    "merge_ropes":
-        ("hir",
-        "pass 'merge_ropes' does not run for forward with these settings; the passes that run are expand, undi"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", STOPS)
-def test_a_pass_that_cannot_be_stopped_after(name: str) -> None:
-    level, match = STOPS[name]
-    with pytest.raises(GraphError, match=match):
-        compiled().text(level, after=name)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax import cli, errors
+from rlx_jax import cli
 from rlx_jax.device import DEVICES
 from rlx_jax.inspection import rates
 from rlx_jax.ir.region import Repeat
@@ -202,42 +202,6 @@ def test_every_argument_changes_the_result(name: str) -> None:
     arguments, attributes = CHANGES[name]
     first, other = plan_with(), rlx.plan(RECIPE, **BASE | arguments)
     assert [name for name in attributes if attrgetter(name)(first) == attrgetter(name)(other)] == []
-
-
-REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
-    "a device": (LLAMA, {"device": "h20"}, errors.ProfileError, "no rates of 'h20'; there are .*did you mean 'h200'"),
-    "an argument": (LLAMA, {"batc": 2}, TypeError, "unexpected keyword argument 'batc'; did you mean 'batch'"),
-    "no rows": (LLAMA, {"batch": 0}, errors.RequestError, "batch is 0; expected an integer of at least 1"),
-    "no tokens": (LLAMA, {"context": 0}, errors.RequestError, "context is 0"),
-    "too long": (LLAMA, {"context": 10**7}, errors.SequenceLengthError, "context: 10000000 positions, the model has"),
-    "another device's profile": (
-        LLAMA, {"profile": rlx.CompileProfile().replace(fusion={"target": "h100"}), "device": "h200"},
-        errors.ProfileError, "fusion.target is 'h100', and device is 'h200'",
-    ),
-    "another model's profile": (
-        LLAMA, {"profile": rlx.CompileProfile().replace(precision={"weights": {"encoder.**": "int8"}})},
-        errors.ProfileError, "'encoder.\\*\\*' selects no block",
-    ),
-    "a mesh": (LLAMA, {"mesh": "all"}, errors.RequestError, "mesh is 'all'; expected a number of devices"),
-    "too many devices": (LLAMA, {"mesh": 10**11}, errors.RequestError, "mesh is 100000000000; .* at most 65536 dev"),
-    "an empty axis": (LLAMA, {"mesh": {"data": 0}}, errors.RequestError, "mesh\\['data'\\] is 0"),
-    "a loaded model": (
-        rlx.compile(RECIPE), {}, errors.RequestError, "this CompiledModel is loaded already.*its directory or",
-    ),
-    "images": (FIXTURES / "vision" / "vit", {}, errors.UnsupportedError, "of kind vision: plans are for models of tok"),
-    "a revision": (rlx.ModelFlow("m"), {"revision": "v1"}, errors.RequestError, "are for checkpoints; got ModelFlow"),
-    "other sizes": (
-        rlx.ModelFlow("m").input("x", ("batch", "height", 4)).linear("w", shape=(2, 4)), {}, errors.GraphError,
-        r"it has other sizes: 'height'",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name: str) -> None:
-    model, arguments, error, message = REFUSED[name]
-    with pytest.raises(error, match=message):
-        rlx.plan(model, **{"device": "cpu"} | arguments)
 
 
 @pytest.mark.slow

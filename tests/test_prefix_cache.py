@@ -216,15 +216,6 @@ def test_named_prefixes(tmp_path: Path) -> None:
         wrong.load_prefix(file)
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [(lambda m: setattr(m, "prefix_cache", -1), "prefix_cache"), (lambda m: m.prefix("text"), "tokenizer")],
-)
-def test_refused(call: Any, message: str) -> None:
-    with pytest.raises(errors.RequestError, match=message):
-        call(lm("llama"))
-
-
 @pytest.mark.parametrize("family", FEW)
 def test_scores_after_a_prefix(family: str) -> None:
     """Contexts that begin with a named prefix are scored as whole texts are; shorter ones and other texts are, too."""

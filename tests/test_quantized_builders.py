@@ -12,7 +12,6 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import Graph, GraphModule
 from rlx_jax.compiler.compat import DType
-from rlx_jax.errors import DTypeError, GraphError, ShapeError
 from rlx_jax.ir.ops.pointwise import FakeQuantize
 from rlx_jax.ir.packed import SCHEMES, Codes, Scheme
 from rlx_jax.lowering.lir.packed import PackedWeight, dequant_gather
@@ -218,42 +217,3 @@ def test_names() -> None:
     assert queries == [("int8a", 32, False, True, True, False), ("int4", 32, False, True, False, False),
                        ("nvfp4", 16, False, True, False, True), ("fp8e4m3", None, False, True, False, False),
                        ("gguf_q4k", 256, True, False, False, False)]  # fmt: skip
-
-
-W8 = (K, N)
-REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
-    "another scheme than declared": (lambda m, x, w, q, s: m.dequant_matmul(x, w, scheme="gguf_q6k"), GraphError,
-        "declared with packed='gguf_q6k' .* packed as gguf_q8_0"),
-    "bytes": (lambda m, x, w, q, s: m.dequant_matmul(x, m.cast(q, "u8")), GraphError, "u8.40,6. that is not packed"),
-    "an unknown scheme": (lambda m, x, w, q, s: m.dequant_matmul(x, w, scheme="gguf_q4"), GraphError, "did you mean"),
-    "a block of 0": (lambda m, x, w, q, s: m.dequant_matmul(x, q, s, scheme="int8/0"), GraphError, "unknown scheme"),
-    "no scheme": (lambda m, x, w, q, s: m.dequant_matmul(x, q, s), GraphError, "unknown scheme"),
-    "no scale": (lambda m, x, w, q, s: m.dequant_matmul(x, q, scheme="int8/16"), GraphError,
-        "operands of int8/16: 'scale'; got none"),
-    "no zero point": (lambda m, x, w, q, s: m.dequant_matmul(x, q, s, scheme="int8a/16"), GraphError, "zero_point"),
-    "a scale of a packed one": (lambda m, x, w, q, s: m.dequant_matmul(x, w, s, None, "gguf_q8_0"), GraphError,
-        "operands of gguf_q8_0: none; got 'scale'"),
-    "a zero point of a float": (lambda m, x, w, q, s: m.dequant_matmul(x, q, s, s, "fp8e4m3"), GraphError,
-        "operands of fp8e4m3: 'scale'; got 'scale', 'zero_point'"),
-    "no global scale": (lambda m, x, w, q, s: m.dequant_matmul(x, q, s, scheme="nvfp4/16"), GraphError, "global_scale"),
-    "codes of another dtype": (lambda m, x, w, q, s: m.dequant_matmul(x, x, s, scheme="int8/16"), DTypeError, "i8"),
-    "scales of another block": (lambda m, x, w, q, s: m.dequant_matmul(x, q, s, scheme="int8/8"), ShapeError,
-        "5 entries"),
-    "too few nibbles": (lambda m, x, w, q, s: m.dequant_matmul(x, m.cast(q, "u8"), s, scheme="int4/16"), ShapeError,
-        "two codes"),
-    "integers of another dtype": (lambda m, x, w, q, s: m.q_matmul(x, q, s, 0, 0, 0, 1.0), ShapeError, "are i8"),
-    "a bias of another size": (lambda m, x, w, q, s: m.q_matmul(m.cast(x, "i8"), q, s, 0, 0, 0, 1.0), ShapeError,
-        "an entry for each output"),
-    "a zero point over 8 bits": (lambda m, x, w, q, s: m.q_matmul(m.cast(x, "i8"), q, m.cast(m.sum(s, 0), "i32"),
-        300, 0, 0, 1.0), GraphError, "zero points are ints from -128 to 127"),
-    "experts of another rank": (lambda m, x, w, q, s: m.grouped_matmul(x, w, m.iota(x, 0)), ShapeError, "E"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
-    call, kind, message = REFUSED[name]
-    m = Graph.hir("m")
-    x, w = m.input("x", (3, K)), m.param("w", (N, 64), packed="gguf_q8_0")
-    with pytest.raises(kind, match=message):
-        call(m, x, w, m.input("q", W8, "i8"), m.input("s", (BLOCKS, N)))

@@ -139,15 +139,6 @@ def test_lower_case(model_type: str, tokenizer_class: str, lower: bool, tmp_path
     assert ids.encode("Ac CA") == reference("Ac CA", add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "name"),
-    [({"num_patches": 15}, "num_patches"), ({"patch_size": [5, 5]}, "patch_size"), ({"image_size": 20}, "image_size")],
-)
-def test_refused_configs(changes: dict[str, Any], name: str) -> None:
-    with pytest.raises(rlx.errors.RlxError, match=name):
-        model_of(changes)
-
-
 def test_refused_requests() -> None:
     """Patches come with their mask and shapes, which fit together."""
     encoder = model_of()

@@ -10,7 +10,6 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import blocks
-from rlx_jax.errors import ShapeError
 from tests.oracles.comparing import assert_close
 from tests.oracles.numpy_reference import softmax
 from tests.oracles.op_formulas import UNARY_REFERENCE, layer_norm
@@ -104,13 +103,6 @@ def test_numbers(subtests: pytest.Subtests) -> None:
     for name, (_, want) in STAGES.items():
         with subtests.test(name):
             assert_close(got[name], np.asarray(want, "f4"))
-
-
-def test_tables_that_are_refused() -> None:
-    with pytest.raises(ShapeError, match="5"):
-        blocks.RopeTables.param(5, 3, np.cos(ANGLES), np.sin(ANGLES))
-    with pytest.raises(ShapeError, match="over"):
-        blocks.RopeTables.param(2**18, 2, np.zeros((2**18, 2)), np.zeros((2**18, 2)))
 
 
 SIZES: dict[str, Any] = {"num_heads": 4, "head_dim": 6, "num_kv_heads": 2, "eps": 1e-3}

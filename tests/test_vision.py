@@ -21,7 +21,6 @@ from rlx_jax import blocks, errors
 from rlx_jax.encode.images import ImageProcessor, load_processor
 from rlx_jax.encode.resample import Resizer, resize
 from rlx_jax.io.folder import Folder
-from rlx_jax.models.vit import Dinov2Config
 from tests.opening import load
 from tests.oracles import checkpoints
 from tests.oracles.comparing import assert_close
@@ -306,19 +305,6 @@ def test_few_programs() -> None:
     assert encoder.report().recompiles == 0
     with pytest.raises(errors.RequestError, match="set buckets.batch in the profile"):
         vision("dinov2").warmup()
-
-
-def test_configs_that_are_refused() -> None:
-    """By field, with the value."""
-    changes: Any
-    for changes, match in (
-        ({"hidden_size": 10, "num_attention_heads": 3}, "is not a multiple of num_attention_heads"),
-        ({"image_size": 5, "patch_size": 6}, "is smaller than patch_size"),
-        ({"image_size": [5, 6, 7]}, "expected one integer or two"), ({"hidden_act": "tanhshrink"}, "are gelu"),
-        ({"mlp_ratio": -1}, "expected over 0"),
-    ):  # fmt: skip
-        with pytest.raises(REFUSED, match=match):
-            Dinov2Config.from_hf(changes)
 
 
 @pytest.mark.oracle(warnings="error")
