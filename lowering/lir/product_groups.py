@@ -169,15 +169,11 @@ def ops_before(
 ) -> tuple[list[int], str]:
     """Return the ops before a product that join its group, in order, and why not the next; arguments as in `ops_after`.
 
-    A group of several rows has only ops with results that no other node reads. It has none if the weight may be packed:
-    with norms, one answer of 8 rows in int8 parted from XLA's by more than rounding explains, on one H200.
+    A group of several rows has only ops with results that no other node reads.
     """
     x, weight = graph.nodes[product].inputs[:2]
     size, count = int(graph.type(weight).shape[1]), row_count(graph, graph.nodes[product])
-    programs, limit = getattr(graph.nodes[weight.node].op, "programs", ()), ""
-    if count > 1:
-        limit = f"{size} columns of several rows, more than {MAX_COLUMNS}" if size > MAX_COLUMNS else limit
-        limit = "the weight of several rows may be packed" if any(map(packing_of, programs)) else limit
+    limit = f"{size} columns of several rows, more than {MAX_COLUMNS}" if count > 1 and size > MAX_COLUMNS else ""
     members, pending, reason = set[int](), [x.node], ""
     while pending:
         number = pending.pop(0)
