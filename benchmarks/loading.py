@@ -35,7 +35,7 @@ from report import Goals, emit, median_ratio, seconds, table
 
 import rlx_jax as rlx
 from rlx_jax.device import running_device
-from rlx_jax.ir.ggml import BLOCKS
+from rlx_jax.io.ggml import BLOCKS
 from rlx_jax.ir.packed import BITS, SCHEMES, TABLES
 from rlx_jax.models.llama import Llama32Flow, LlamaConfig, weight_specs
 from rlx_jax.weights.execute import load_leaves

@@ -19,9 +19,9 @@ from rlx_jax.ir.ops.conv import Pool
 from rlx_jax.ir.ops.pointwise import FakeQuantize, Unary
 from rlx_jax.ir.ops.shape import Concat, Narrow, Reshape, Transpose
 from rlx_jax.ir.param import packing_of
-from rlx_jax.ir.quant_scheme import QuantScheme as QuantScheme
 from rlx_jax.ir.region import Rewrite, rewrite
 from rlx_jax.ir.types import is_float
+from rlx_jax.trace.quant_scheme import QuantScheme as QuantScheme
 
 # The schemes of values of a graph; a table of the user that no pass reads.
 QuantMap = dict[Value, QuantScheme]

@@ -25,7 +25,7 @@ from rlx_jax.errors import (
     RequestError,
     UnsupportedError,
 )
-from rlx_jax.ir.ggml import BLOCKS, BlockArrays
+from rlx_jax.io.ggml import BLOCKS, BlockArrays
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.weights import execute, tensor_file
 from rlx_jax.weights.gguf import open_gguf

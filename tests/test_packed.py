@@ -18,8 +18,8 @@ from rlx_jax.errors import (
     WeightError,
     WeightShapeError,
 )
-from rlx_jax.ir.ggml import BLOCKS as LAYOUTS
-from rlx_jax.ir.ggml import split_blocks
+from rlx_jax.io.ggml import BLOCKS as LAYOUTS
+from rlx_jax.io.ggml import split_blocks
 from rlx_jax.ir.packed import SCHEMES, Codes, Packed, PackedSpec, stored_bytes
 from rlx_jax.ir.packed_values import decode_arrays, decode_on_host, decode_packed, finite_check_floats
 from rlx_jax.ir.param import (

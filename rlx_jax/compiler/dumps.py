@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from rlx_jax.compiler.drawing import dot, mermaid
 from rlx_jax.compiler.passes import Job, pass_named, run_passes
 from rlx_jax.compiler.pipeline import Template
 from rlx_jax.errors import GraphError, SaveFailedError, quote
-from rlx_jax.ir.drawing import dot, mermaid
 from rlx_jax.ir.graph import Graph, TypeCache
 from rlx_jax.ir.queries import bind_leaves
 from rlx_jax.ir.text import diff_text, dump, stats

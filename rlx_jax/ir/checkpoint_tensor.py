@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import UnsupportedError, WeightShapeError
+from rlx_jax.io.ggml import BLOCKS, split_blocks
 from rlx_jax.ir.boxes import Box, Index, axis_box, axis_index, box_index, full_box, index_text, indexed_shape, shift_box
-from rlx_jax.ir.ggml import BLOCKS, split_blocks
 from rlx_jax.ir.packed import SCHEMES, scheme_of
 from rlx_jax.ir.types import TensorType
 

@@ -6,7 +6,7 @@ integers (`Scheme.array_types`), and its values are computed where they are used
     value = scale · (table[code] or code − zero) [± minimum]
 
 To support another scheme, add a row to `SCHEMES`. Files store either these arrays, or blocks of bytes that contain
-parts of all of them (`rlx_jax.ir.ggml`).
+parts of all of them (`rlx_jax.io.ggml`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy as np
 
 from rlx_jax.dataclasses import dataclass, field
 from rlx_jax.errors import WeightError, WeightShapeError, did_you_mean, quote, shown
+from rlx_jax.io.ggml import BLOCKS, BlockLayout, bit_fields
 from rlx_jax.ir.boxes import Box
-from rlx_jax.ir.ggml import BLOCKS, BlockLayout, bit_fields
 from rlx_jax.ir.types import F32 as F32
 from rlx_jax.ir.types import TensorType, as_dtype, is_float, short_name, tensor_type
 

@@ -10,9 +10,9 @@ import numpy as np
 
 from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import WeightError
+from rlx_jax.io.ggml import BLOCKS, split_blocks
 from rlx_jax.ir.boxes import Box
 from rlx_jax.ir.checkpoint_tensor import UnaryStep, select_box
-from rlx_jax.ir.ggml import BLOCKS, split_blocks
 from rlx_jax.ir.packed import BITS, SCHEMES, TABLES, UINT8, Scheme
 from rlx_jax.ir.types import F32, TensorType
 

@@ -11,8 +11,8 @@ import numpy as np
 from rlx_jax.errors import GraphError
 from rlx_jax.ir.graph import Value
 from rlx_jax.ir.types import Dim, TensorType, is_static
-from rlx_jax.ir.value_type import ValueType
 from rlx_jax.trace.builders import Builders
+from rlx_jax.trace.value_type import ValueType
 from rlx_jax.trace.writer import Axes
 
 

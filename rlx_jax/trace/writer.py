@@ -38,11 +38,11 @@ from rlx_jax.ir.param import Roles
 from rlx_jax.ir.paths import path_text
 from rlx_jax.ir.types import Dim, DimLike, Init, TensorType, is_static
 from rlx_jax.ir.user_functions import CapturedArrays
-from rlx_jax.ir.value_type import ValueType
 from rlx_jax.trace.checks import check_attributes, check_calls, check_out_shape
 from rlx_jax.trace.checks import is_integer as is_integer
 from rlx_jax.trace.checks import is_number as is_number
 from rlx_jax.trace.parameters import WeightKey, WeightStack
+from rlx_jax.trace.value_type import ValueType
 
 V = TypeVar("V")
 # Ints, names of symbolic sizes, and sizes of values (`x.shape[0]`).

@@ -20,10 +20,10 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from rlx_jax.device import check_total_memory, is_starting, num_cpus
 from rlx_jax.errors import WeightError, WeightShapeError, quote
 from rlx_jax.io import limits
+from rlx_jax.io.ggml import BLOCKS, BlockArrays
 from rlx_jax.ir import param
 from rlx_jax.ir.boxes import Box, box_shape
 from rlx_jax.ir.checkpoint_tensor import steps
-from rlx_jax.ir.ggml import BLOCKS, BlockArrays
 from rlx_jax.ir.packed import PackedSpec
 from rlx_jax.ir.packed_values import decode_on_host, decode_packed
 from rlx_jax.ir.types import TensorType, short_name

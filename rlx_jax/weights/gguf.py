@@ -27,7 +27,7 @@ from rlx_jax.errors import (
     quote,
 )
 from rlx_jax.io.files import Links, resolve
-from rlx_jax.ir.ggml import BLOCKS, BlockArrays
+from rlx_jax.io.ggml import BLOCKS, BlockArrays
 from rlx_jax.ir.packed import F32, PackedSpec, WeightSpec
 from rlx_jax.ir.packed_values import decode_packed, finite_check_floats, has_finite_scales
 from rlx_jax.ir.weight_reads import WeightSource

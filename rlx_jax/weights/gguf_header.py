@@ -23,7 +23,7 @@ import numpy as np
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import DuplicateWeightError, GgufError, UnsupportedError, listing, quote
 from rlx_jax.io import limits
-from rlx_jax.ir.ggml import BLOCKS
+from rlx_jax.io.ggml import BLOCKS
 from rlx_jax.weights.tensor_file import TensorInfo, check_shape, describe_content
 
 # A value of the metadata. Arrays of numbers are NumPy arrays, arrays of strings are tuples.

@@ -17,7 +17,7 @@ import numpy as np
 from rlx_jax.dataclasses import dataclass, field
 from rlx_jax.errors import ConfigError, DuplicateWeightError, quote
 from rlx_jax.io import limits
-from rlx_jax.ir.ggml import BLOCKS
+from rlx_jax.io.ggml import BLOCKS
 from rlx_jax.weights.gguf_header import GgufTensor
 
 # Names of modules without their layer: GGUF → Hugging Face.

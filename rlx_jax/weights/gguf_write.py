@@ -16,7 +16,7 @@ import numpy as np
 
 from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import UnsupportedError, did_you_mean, listing, quote
-from rlx_jax.ir.ggml import BLOCKS
+from rlx_jax.io.ggml import BLOCKS
 from rlx_jax.ir.types import short_name
 from rlx_jax.weights.format import Entry, narrow_values
 from rlx_jax.weights.gguf_config import architecture_of, stated_fields

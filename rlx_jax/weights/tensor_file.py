@@ -38,8 +38,8 @@ from rlx_jax.errors import (
 )
 from rlx_jax.io import limits
 from rlx_jax.io.files import open_regular, parse, read_at
+from rlx_jax.io.ggml import BlockArrays
 from rlx_jax.ir.boxes import box_shape
-from rlx_jax.ir.ggml import BlockArrays
 from rlx_jax.ir.types import MAX_DIM, MAX_ELEMENTS, MAX_RANK, short_name
 from rlx_jax.weights.views import Closeable, Destination, HostArray, ReadingSource, find_tensor, index_box
 

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Generic, Literal, Self, TypeGuard, TypeVar
 import numpy as np
 
 from rlx_jax.errors import MissingWeightError, WeightShapeError, did_you_mean, quote, shown
+from rlx_jax.io.ggml import BlockArrays
 from rlx_jax.ir.boxes import Box
-from rlx_jax.ir.ggml import BlockArrays
 from rlx_jax.ir.packed import WeightSpec
 from rlx_jax.ir.weight_reads import WeightSource, is_decoded
 

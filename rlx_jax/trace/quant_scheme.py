@@ -6,7 +6,7 @@ import re
 
 from rlx_jax.dataclasses import dataclass
 from rlx_jax.errors import GraphError, did_you_mean, shown
-from rlx_jax.ir.ggml import BLOCKS
+from rlx_jax.io.ggml import BLOCKS
 from rlx_jax.ir.packed import SCHEMES
 
 # The kinds of schemes with codes and scales as separate operands, and the dtypes of codes that are floats.
