@@ -5,13 +5,14 @@ The class checks arguments and delegates. The compiler derives the cached progra
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 import jax
 import numpy as np
 
-from rlx_jax.errors import RequestError, suggest_keywords
+from rlx_jax.errors import RequestError, RlxWarning, listing, suggest_keywords
 from rlx_jax.generate.artifact_plan import language_model_plan
 from rlx_jax.generate.conversation import Conversation, check_stream_options, open_conversation
 from rlx_jax.generate.decode_state import DecodeState
@@ -27,7 +28,6 @@ from rlx_jax.generate.prefill import (
     compute_logits,
     extend,
     prefill,
-    warn_of_captures,
 )
 from rlx_jax.generate.prefix_cache import PrefixCache
 from rlx_jax.generate.prefix_named import load_prefix, name_prefix, prefix_cache, save_prefix
@@ -193,7 +193,11 @@ class CausalLM(token_model.TaskModel):
 
     def _warn_of_captures(self, stacklevel: int = 5) -> None:
         """Warn once that requests return no captures."""
-        self._unwarned_captures = warn_of_captures(self._unwarned_captures, stacklevel)
+        names, self._unwarned_captures = self._unwarned_captures, ()
+        if names:
+            text = f"requests do not return the captures {listing(names, 4)}: lm.capture(prompts) returns them, and so"
+            text += " do prefill and generate with return_captures=True"
+            warnings.warn(text, RlxWarning, stacklevel=stacklevel - 1)
 
     # -- generation --------------------------------------------------------------------------
 

@@ -233,7 +233,7 @@ def run_blocks(lm: LanguageModel, request: Request, new: NewTokens) -> Iterator[
     """Run a request, and yield after every block, when its tokens have been appended to `new`."""
     if not (request.rows and request.budget):
         return
-    clock, options = lm.model.programs.start_timer(), request.row_options(0)
+    clock, options = lm.model.programs.start_timer(), request.options[0]
     first_token: tuple[float, int] | None = None
     plan = plan_request(lm, share_prefix(lm, request))
     # The first prompt reads what all of them share.
@@ -279,8 +279,9 @@ def run_request(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any
 
 def make_outputs(lm: LanguageModel, request: Request, new: NewTokens) -> list[Any]:
     """Return the output for each prompt of a request that has run; raises as `run_request`."""
-    rows = [make_output(lm, request, request.row_options(i), row, request.as_text) for i, row in enumerate(new.rows)]
-    n = request.n
+    n, options = request.n, request.options
+    by_row = (options[i // (n or 1) if len(options) > 1 else 0] for i in range(len(new.rows)))
+    rows = [make_output(lm, request, each, row, request.as_text) for each, row in zip(by_row, new.rows, strict=True)]
     outputs = rows if n is None else [rows[at : at + n] for at in range(0, len(rows), n)]
     if failed := new.failed:
         raise not_finite_error(failed, outputs, n)
@@ -358,8 +359,6 @@ def start_generation(plan: RequestPlan) -> Generation:
     """Prefill the prompts, and choose the first new token of each row; the loop has not run yet."""
     request, sizes, loop = plan.request, plan.sizes, plan.loop
     programs, n = loop.model.programs, request.n or 1
-    # Transfer these once, not with every block.
-    sampler_values, stop_mask = jax.device_put((plan.sampler_values, plan.stop_mask), programs.replicated)
     state: StateArrays = {}
     if request.prefixes:
         state = prepare_prefix_state(plan.prefill_programs[0], request.prefixes, request.owns_prefix)
@@ -382,9 +381,9 @@ def start_generation(plan: RequestPlan) -> Generation:
     history = initial_history(plan.sampling_steps, prompts, len(plan.stop_mask), max_tokens(loop))
     new_rows = random_key("seed", request.options[0].seed), live, np.int32(request.budget), history
     choose = FirstTokens(plan.sampling_steps, num_logprobs=plan.num_logprobs)
-    arguments = (logits, *new_rows, sampler_values, stop_mask)
+    arguments = (logits, *new_rows, plan.sampler_values, plan.stop_mask)
     first_ids, rows, log_probs = programs.run_helper(choose, *arguments, out_shardings=programs.replicated)
-    operands = {"rows": rows, "sampler_values": sampler_values, "stop_mask": stop_mask}
+    operands = {"rows": rows, "sampler_values": plan.sampler_values, "stop_mask": plan.stop_mask}
     if (drafter := request.drafter) is not None:
         drafter_arrays, draft_state = drafter.start(programs, sizes, request.rows, first_ids, tuple(hidden))
         state |= {DRAFTER_PREFIX + name: array for name, array in draft_state.items()}

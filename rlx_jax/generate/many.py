@@ -117,9 +117,10 @@ def uses_slots(lm: LanguageModel, request: Request) -> bool:
     if names or unsupported:
         return bool(names)
     # A profile that forbids further programs has programs for one batch, unless warm-up ran some for slots.
-    if (lm.buckets.on_recompile == "error" and not lm.buckets.slots) or not request.rows:
+    num_rows = len(request.rows) * (request.n or 1)
+    if (lm.buckets.on_recompile == "error" and not lm.buckets.slots) or num_rows < 2:
         return False
-    num_rows, longest = len(request.rows) * (request.n or 1), max(map(len, request.rows))
+    longest = max(map(len, request.rows))
     num_tokens = sum(chunk_widths(lm.buckets, longest, lm.max_positions)) * len(request.rows)
     return num_rows > max_slots(lm) or (len(request.rows) > 1 and num_tokens > MAX_BATCH_TOKENS)
 

@@ -6,7 +6,6 @@ side outputs that `recipe.at(pattern).capture()` adds, by prompt and without pad
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from jax import lax
 
 from rlx_jax.compiler.buckets import Buckets, bucket_size, fit_bucket
 from rlx_jax.dataclasses import dataclass, replace
-from rlx_jax.errors import RequestError, RlxWarning, SequenceLengthError, UnsupportedError, listing, quote, shown
+from rlx_jax.errors import RequestError, SequenceLengthError, UnsupportedError, quote, shown
 from rlx_jax.generate.decode import RowTokens
 from rlx_jax.generate.decode_state import DecodeState, check_is_state, last_tokens, run_padded, shift_rows
 from rlx_jax.generate.request import LanguageModel, Request
@@ -228,15 +227,6 @@ def capture_names(model: CompiledModel, method: str) -> tuple[str, ...]:
     if not (names := model.output_names[1:]):
         raise RequestError(f"{method}: {model.name} has no captures: load it with recipe.at('layers.*').capture()")
     return names
-
-
-def warn_of_captures(names: Sequence[str], stacklevel: int) -> tuple[str, ...]:
-    """Warn that a request does not return the captures `names`, if there are any; return the names to warn of later."""
-    if not names:
-        return ()
-    message = f"requests do not return the captures {listing(names, 4)}: lm.capture(prompts) returns them, and so do "
-    warnings.warn(f"{message}prefill and generate with return_captures=True", RlxWarning, stacklevel=stacklevel)
-    return ()
 
 
 def capture_axes(model: CompiledModel, graph: Graph, names: Sequence[str]) -> dict[str, CaptureAxes]:

@@ -285,8 +285,10 @@ def check_sampler(lm: LanguageModel, sampler: Any, fields: Mapping[str, Any] | N
     Raises:
         RequestError, TokenIdError: as `resolve_sampler`, `LanguageModel.bind_sampler` and `Sampler.values`.
     """
-    result = lm.bind_sampler(resolve_sampler(sampler, fields or {}))
-    result.values(lm.vocab_size)
+    result = resolve_sampler(sampler, fields or {})
+    if result.logit_bias or result.bad_words:
+        result = lm.bind_sampler(result)
+        result.values(lm.vocab_size)
     return result
 
 
@@ -337,7 +339,7 @@ def choose_seed(seed: Any, sampler: Sampler) -> Any:
     if seed is None and sampler.temperature and jax.process_count() > 1:
         raise RequestError("seed: give one, the same in every process, where several run a model together")
     if seed is None:  # 32 bits: a larger seed needs a second program to fold in its upper half
-        seed = secrets.randbits(32) if sampler.temperature else 0
+        return secrets.randbits(32) if sampler.temperature else 0
     if isinstance(random_key("seed", seed), jax.core.Tracer):
         raise RequestError("generate runs on the host, which reads its tokens: call it outside jax.jit and the like")
     return seed

@@ -16,7 +16,7 @@ from rlx_jax.compiler.executable import StateArrays
 from rlx_jax.errors import RequestError
 from rlx_jax.generate.decode import DecodeLoop, Sizes
 from rlx_jax.generate.request import LanguageModel, Request
-from rlx_jax.generate.sampler import SamplerValues, SamplingSteps
+from rlx_jax.generate.sampler import Sampler, SamplerValues, SamplingSteps
 from rlx_jax.generate.speculative import Drafter, VerifyLoop
 from rlx_jax.generate.token_history import check_processors
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
@@ -38,9 +38,9 @@ class RequestPlan:
 
     Attributes:
         request: the request.
-        sampling_steps, sampler_values: how tokens are chosen.
+        sampling_steps, sampler_values: how tokens are chosen; the values are on the device.
         num_logprobs: number of likeliest tokens that programs return; None for no log-probabilities.
-        stop_mask: `[V]` bool, ids that end a row.
+        stop_mask: `[V]` bool on the device, ids that end a row.
         sizes: number of rows, padding included; widths of the prefill programs for full prompts; length of the cache.
         prefill_batch: rows of the prefill programs, fewer than `sizes.batch` where prompts have several answers.
         cut: number of tokens, without those that a state has already, after which a chunk of the prompts ends, to copy
@@ -53,7 +53,7 @@ class RequestPlan:
     sampling_steps: SamplingSteps
     sampler_values: SamplerValues
     num_logprobs: int | None
-    stop_mask: np.ndarray[Any, Any]
+    stop_mask: jax.Array
     sizes: Sizes
     prefill_batch: int
     cut: int
@@ -76,12 +76,7 @@ def plan_request(lm: LanguageModel, request: Request) -> RequestPlan:
     if cache_len > sizes.cache_len:
         sizes = replace(sizes, cache_len=max(sizes.cache_len, fit_bucket(buckets.context, cache_len) or cache_len))
     options = request.options[0]
-    sampling_steps = options.sampler.sampling_steps(lm.vocab_size)
-    # With buckets, warm-up has to cover every sampler, so use few methods.
-    sampling_steps = sampling_steps.widened() if buckets.prompt or buckets.batch else sampling_steps
-    sampler_values = options.sampler.values(lm.vocab_size, sampling_steps)
-    stop_mask = np.zeros(lm.vocab_size, bool)
-    stop_mask[list(options.stop_ids)] = True
+    sampling_steps, sampler_values, stop_mask = sampler_operands(lm, options.sampler, options.stop_ids)
     batches = {sizes.batch * width for width in (1, 1 if request.drafter is None else request.drafter.tokens + 1)}
     check_processors(lm.model.programs, sampling_steps.processors, batches, lm.vocab_size, sizes.cache_len)
     num_logprobs = request.logprobs and bucket_size(request.logprobs, LOGPROBS_BUCKET, lm.vocab_size)
@@ -98,6 +93,28 @@ def plan_request(lm: LanguageModel, request: Request) -> RequestPlan:
         request, sampling_steps, sampler_values, num_logprobs, stop_mask, sizes, prefill_batch, cut,
         tuple(map(runner.bind, prefill)), loop,
     )  # fmt: skip
+
+
+def sampler_operands(
+    lm: LanguageModel, sampler: Sampler, stop_ids: tuple[int, ...]
+) -> tuple[SamplingSteps, SamplerValues, jax.Array]:
+    """Return the steps of a sampler, and its values and a mask of the ids that end a row, on the device.
+
+    They are cached, as the transfer of a dozen small arrays takes longer than the dispatch of a program.
+    """
+    buckets, programs = lm.buckets, lm.model.programs
+
+    def make() -> tuple[SamplingSteps, SamplerValues, jax.Array]:
+        steps = sampler.sampling_steps(lm.vocab_size)
+        # With buckets, warm-up has to cover every sampler, so use few methods.
+        steps = steps.widened() if buckets.prompt or buckets.batch else steps
+        stop_mask = np.zeros(lm.vocab_size, bool)
+        stop_mask[list(stop_ids)] = True
+        return steps, *jax.device_put((sampler.values(lm.vocab_size, steps), stop_mask), programs.replicated)
+
+    key = sampler, stop_ids, lm.vocab_size, buckets.prompt, buckets.batch
+    operands: tuple[SamplingSteps, SamplerValues, jax.Array] = programs.operands(key, make)
+    return operands
 
 
 def plan_keys(

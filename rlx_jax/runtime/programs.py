@@ -79,6 +79,8 @@ class Companion:
 # How many programs compiled after warm-up the report lists; a loop that recompiles must not grow it without bound.
 MAX_RECOMPILE_REASONS = 32
 
+# Operands of samplers that are retained; with a bias each takes 5 bytes per word of the vocabulary.
+MAX_OPERANDS = 16
 # Templates that are retained: a flow has few, one for each program and set of optional inputs.
 MAX_TEMPLATES = 32
 
@@ -113,6 +115,7 @@ class Programs:
         self.helpers: LruCache[Hashable, Callable[..., Any]] = LruCache(limit, lock)
         # The keys of the programs, and the sizes, of each kind of request.
         self.request_keys: LruCache[Hashable, Any] = LruCache(limit, lock)
+        self.operands: LruCache[Hashable, Any] = LruCache(MAX_OPERANDS, lock)  # of samplers, on the device
         self.companions: LruCache[Hashable, Companion] = LruCache(MAX_TEMPLATES, lock)
         self.compiling: dict[Hashable, Future[Any]] = {}  # what threads compile ahead; see `prepare_programs`
         self.first: FirstPrograms | None = None  # what threads load while weights are read

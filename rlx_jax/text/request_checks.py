@@ -267,7 +267,8 @@ def convert_foreign_arrays(name: str, value: Any, first: int = 0) -> Any:
     Raises:
         RequestError: an array cannot be read, or `value` is a mapping.
     """
-    if isinstance(value, list | tuple) and any(map(is_foreign, value)):
+    # One item of each type is examined, as a prompt may have 100,000 ids.
+    if isinstance(value, list | tuple) and any(map(is_foreign, {type(item): item for item in value}.values())):
         items = [convert_foreign_arrays(f"{name}[{i}]", item) for i, item in enumerate(value, first)]
         return tuple(items) if isinstance(value, tuple) else items
     return read_array(name, value) if is_foreign(value) or isinstance(value, Mapping) else value
