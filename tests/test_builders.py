@@ -138,7 +138,7 @@ SWAPPED: dict[str, Call] = {
 
 def test_arguments_that_could_change_places_have_names() -> None:
     for name, call in SWAPPED.items():
-        with pytest.raises(GraphError, match=rf"{name}: takes .*positional arguments?.*; expected {name}\("):
+        with pytest.raises(GraphError, match=rf"{name}: .*{name}\("):
             call(*module())
     with pytest.raises(TypeError, match="positional"):
         x_flow("w", True, "b")

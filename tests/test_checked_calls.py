@@ -94,7 +94,7 @@ def test_a_recipe_declares_its_positions(family: str, program: str) -> None:
     """Rotary positions have no table that ends, and the config says where they do."""
     made = rlx.init(FLOWS[family], 0, program=program)
     assert jax.tree.leaves(made(np.ones((1, POSITIONS), int)))[0].shape[1] == POSITIONS
-    with pytest.raises(errors.SequenceLengthError, match=f"{POSITIONS + 1} tokens, and the model has {POSITIONS}"):
+    with pytest.raises(errors.SequenceLengthError, match=f"{POSITIONS + 1}.*{POSITIONS}"):
         made(np.ones((1, POSITIONS + 1), int))
 
 
@@ -147,7 +147,7 @@ def test_arrays_of_torch() -> None:
     wrong = torch.ones(1, 3, requires_grad=True), torch.ones(1, 3, dtype=torch.bfloat16)
     for call in (model(), lm().generate, lm().score, lm().logits, encoder().embed):
         for array in wrong:
-            with pytest.raises(errors.RequestError, match=r"Tensor cannot be read: .*\.detach\(\)\.cpu\(\)\.numpy\(\)"):
+            with pytest.raises(errors.RequestError, match=r"\.detach\(\)\.cpu\(\)\.numpy\(\)"):
                 call(array)
         with pytest.raises(errors.RequestError, match="got UserDict: pass its 'input_ids'"):
             call(UserDict(input_ids=ids, attention_mask=[[1, 1, 1]]))

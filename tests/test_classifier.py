@@ -151,11 +151,11 @@ def test_without_the_head(directories: Path) -> None:
 def test_heads_that_do_not_match(directories: Path, tmp_path: Path) -> None:
     """A recipe with other labels is refused; a checkpoint without the head's weights says how to load it."""
     named = checkpoints.edited(directories / "bert", tmp_path / "named", {"id2label": {"0": "a", "1": "b", "2": "c"}})
-    with pytest.raises(errors.ConfigError, match="labels of its head .'a', 'b', 'c'.*'no', 'perhaps', 'yes'"):
+    with pytest.raises(errors.ConfigError, match="'a'.*'b'.*'c'.*'no'.*'perhaps'.*'yes'"):
         load(directories / "bert", recipe=rlx.recipe_for(named))
     weights = load_file(named / "model.safetensors")
     save_file({k: w for k, w in weights.items() if not k.startswith("classifier")}, named / "model.safetensors")
-    with pytest.raises(errors.MissingWeightError, match="weights of its head, and rlx_jax.load.*head=False"):
+    with pytest.raises(errors.MissingWeightError, match="rlx_jax.load.*head=False"):
         load(named)
     assert load(named, head=False).embed(["w1"]).shape == (1, 20)
 

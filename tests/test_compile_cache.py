@@ -232,22 +232,22 @@ def test_a_setting_that_is_no_directory_is_named(cache: Path, monkeypatch: Any, 
     """In the environment it is a warning and no cache, in a call an error."""
     if "\0" not in text:  # which the environment cannot hold
         monkeypatch.setenv("RLX_JAX_CACHE", text)
-        with pytest.warns(RlxCacheWarning, match="RLX_JAX_CACHE: expected 'on', 'off' or an absolute path, got"):
+        with pytest.warns(RlxCacheWarning, match="RLX_JAX_CACHE.*'on'.*'off'"):
             assert not program()[1]
-    with pytest.raises(RequestError, match="expected 'on', 'off' or an absolute path, got"):
+    with pytest.raises(RequestError, match="'on'.*'off'"):
         rlx.compile_cache(text)
 
 
 def test_the_limit_is_a_number(cache: Path, monkeypatch: Any) -> None:
     wrong: Any
     for wrong in (0, -1, True, 1.5, "1"):
-        with pytest.raises(RequestError, match="max_bytes is a number of bytes, at least 1, got"):
+        with pytest.raises(RequestError, match="max_bytes"):
             rlx.compile_cache(max_bytes=wrong)
     monkeypatch.setenv("RLX_JAX_CACHE_MAX_BYTES", "5000")
     assert rlx.compile_cache().max_bytes == 5000 and rlx.compile_cache(max_bytes=7000).max_bytes == 7000
     monkeypatch.setattr(compile_cache, "_choice", {})
     monkeypatch.setenv("RLX_JAX_CACHE_MAX_BYTES", "2 GB")
-    with pytest.warns(RlxCacheWarning, match="RLX_JAX_CACHE_MAX_BYTES: expected a number of bytes"):
+    with pytest.warns(RlxCacheWarning, match="RLX_JAX_CACHE_MAX_BYTES"):
         assert not program()[1]
 
 

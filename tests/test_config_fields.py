@@ -114,7 +114,7 @@ def test_ignored_fields_are_reported(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert "ignored fields     'one', 'two'" in str(model.report())
     assert load(LLAMA).report().ignored_fields == () and "ignored" not in str(load(LLAMA).report())
     many = edited(LLAMA, tmp_path / "many", {"one": 1, "two": 2, "three": 3})
-    with pytest.raises(UnsupportedError, match="'one' is '1'; .* not handled; nor are 'two', 'three'; if it does not"):
+    with pytest.raises(UnsupportedError, match="'one'.*'1'.*'two'.*'three'"):
         load(many)
     assert main(["inspect", str(made), "--ignore-field", "one", "--ignore-field", "two"]) == 0
     assert main(["inspect", str(made), "--ignore-field", "one"]) == 1

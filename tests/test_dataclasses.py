@@ -83,7 +83,7 @@ def test_methods_equal_the_standard_ones() -> None:
 def test_a_class_that_is_not_frozen_below_one_that_is() -> None:
     with pytest.raises(TypeError, match="cannot inherit non-frozen"):
         ours.dataclass(type("Below", (Node,), {}))
-    with pytest.raises(TypeError, match=r"Node\.__init__\(\) missing 1 required positional argument: 'children'"):
+    with pytest.raises(TypeError, match=r"Node\.__init__\(\).*'children'"):
         Node()  # type: ignore[call-arg]
 
 

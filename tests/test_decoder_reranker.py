@@ -92,7 +92,7 @@ def test_what_is_refused(directory: Path, model: Any, tmp_path: Path) -> None:
         checkpoints.edit_json(copy / file, changes)
         with pytest.raises(errors.RlxError, match=message):
             load(copy)
-    with pytest.raises(errors.RequestError, match="there is no prompt_name 'wbe'.*did you mean 'web'"):
+    with pytest.raises(errors.RequestError, match="prompt_name.*'wbe'.*'web'"):
         model.score(PAIRS, prompt_name="wbe")
     with pytest.raises(errors.RequestError, match=r"pairs\[0\] is"):
         model.score(["w1"])

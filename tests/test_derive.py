@@ -222,7 +222,7 @@ def test_a_branch_on_one_row_is_refused() -> None:
     odd = head(llama_layers(tokens_flow(), 1).custom(lambda e, x: e.jax(lambda t: -t if t.shape[1] == 1 else t, x)))
     lm = rlx.CausalLM(odd, llama_weights(1))
     for call in (lambda: lm.prefill(TOKENS, logits="last"), lambda: lm.generate(TOKENS.tolist(), max_new_tokens=2)):
-        with pytest.raises(DeriveError, match="a slice along 'seq' alone gives other numbers"):
+        with pytest.raises(DeriveError, match="slice along 'seq'"):
             call()
 
 
@@ -257,7 +257,7 @@ def test_optional_inputs_are_left_out() -> None:
     ids, lengths = np.asarray(TOKENS)[:, :4], np.full(2, 4, np.int32)
     out, _ = model(ids, keep, lengths=lengths, state=model.init_state(2, CONTEXT, given=["mask"]))
     np.testing.assert_allclose(out, compiled(flow, EMBEDDING)(ids, keep), atol=2e-5)
-    with pytest.raises(SessionStateError, match=r"other optional inputs \(init_state\(…, given=…\)\)"):
+    with pytest.raises(SessionStateError, match="init_state.*given="):
         model(ids, keep, lengths=lengths, state=model.init_state(2, CONTEXT))
     for wrong in (["masks"], "mask", ["tokens"]):
         with pytest.raises(GraphError, match="init_state: given: .*'mask"):

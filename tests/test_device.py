@@ -73,7 +73,7 @@ def test_devices_by_name() -> None:
         assert (found.cudnn is None) == (found.kind != "cuda" or too_old)
         assert (found.memory is None) == (name == found.kind)
     assert str(DEVICES["h200"]) == "h200 (cuda, 141 GB, 4,800 GB/s, 989 TFLOP/s)" and str(DEVICES["tpu"]) == "tpu"
-    with pytest.raises(ProfileError, match="there is no device 'h20'; there are cpu, .*did you mean 'h200'"):
+    with pytest.raises(ProfileError, match="'h20'.*'h200'"):
         named_device("h20")
 
 
@@ -129,7 +129,7 @@ def test_options_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_loading_for_another_machine_merges_as_it_would_there() -> None:
     """And says that it runs on this one."""
     profile = rlx.CompileProfile().replace(fusion={"target": "h200"}, attention={"implementation": "xla"})
-    with pytest.warns(RlxWarning, match="fusion.target is 'h200', but JAX runs on 'cpu'"):
+    with pytest.warns(RlxWarning, match="fusion.target.*'h200'.*'cpu'"):
         lm: Any = rlx.CausalLM(Llama32Flow.for_prefill(CONFIG), weights(), profile=profile)
     assert "model.layers.0.self_attn.{q,k,v}_proj.weight" in lm.model.param_specs()
     assert "planned for        h200 (cuda, 141 GB, 4,800 GB/s, 989 TFLOP/s)" in str(lm.report())

@@ -100,7 +100,7 @@ def test_a_drift_that_only_the_compiled_program_shows() -> None:
 
     state = {k: t.spec for k, t in state_types(lir.graph, False).items()}
     inputs = {i.input: i.type.spec for i in lir.graph.inputs}
-    with pytest.raises(GraphError, match=r"in place: .*self_attn.k is read as f32.* and written as bf16"):
+    with pytest.raises(GraphError, match="self_attn.k.*f32.*bf16"):
         trace_program(lir, drifting, model.param_specs(), state, inputs)()
     assert executable.donation is not None
 
@@ -206,7 +206,7 @@ def test_a_copied_cache_warns_once_and_runs(monkeypatch: pytest.MonkeyPatch) -> 
     assert re.search(
         r"extend of batch 1, context 128.*131072 bytes.*%copy.7 = f32.*strict = true", str(warning.message)
     )
-    with pytest.raises(GraphError, match=r"131072 bytes.*%copy.7 = f32\[1,128,4,64\].*donation.strict = false"):
+    with pytest.raises(GraphError, match=r"131072.*%copy.7 = f32\[1,128,4,64\].*donation.strict"):
         wide("f32", strict=True).generate([1, 2, 3], max_new_tokens=100)
 
 

@@ -247,7 +247,7 @@ def test_one_set_of_parameters(tmp_path: Path) -> None:
     params = {name: value * 2 if name in (key, "logit_scale") else value for name, value in old.items()}
     try:
         both.images.model = both.images.model.replace(params)
-        with pytest.raises(errors.RequestError, match="other parameters than .*both.model = both.texts.model.replace"):
+        with pytest.raises(errors.RequestError, match="both.model.*both.texts.model.replace"):
             rlx.save(both, tmp_path / "it")
         with pytest.raises(errors.RequestError, match="got a separately compiled clip"):
             both.model = rlx.compile(both.texts.model.flow, both.texts.model.weights(old))

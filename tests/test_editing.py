@@ -236,7 +236,7 @@ def test_heads_are_those_that_there_are(case: str) -> None:
     blocks_of = rlx.recipe_for(checkpoints.FIXTURES / fixture).at(pattern)
     assert blocks_of.scale(np.arange(heads), of=of, heads=heads).assemble().build()
     for wrong in (1, 2 * heads):
-        with pytest.raises(errors.ShapeError, match=rf"has {heads} heads, not {wrong}: give heads={heads}"):
+        with pytest.raises(errors.ShapeError, match=f"{heads}.*{wrong}.*heads={heads}"):
             blocks_of.scale(np.arange(wrong), of=of, heads=wrong).assemble().build()
 
 

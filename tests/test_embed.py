@@ -144,7 +144,7 @@ def test_a_bad_text_of_a_later_chunk(bert: Any, monkeypatch: pytest.MonkeyPatch)
         for source in (asked, iter(asked)):
             with pytest.raises(error, match=message):
                 bert.embed(source)
-    with pytest.raises(RequestError, match=r"texts\[7\]: expected a list of token ids, as texts\[6\] is"):
+    with pytest.raises(RequestError, match=r"texts\[7\].*texts\[6\]"):
         bert.embed(iter([*texts(7, 40), "a string"]))
 
 

@@ -178,7 +178,7 @@ def test_a_flow_that_is_explicit_has_no_other_programs() -> None:
     flow = FLOWS["layers that fold"]().explicit()
     with pytest.raises(DeriveError, match="m is explicit decode .*: it has no prefill"):
         compiled(flow, llama_weights(2), program="prefill")
-    with pytest.raises(DeriveError, match="unknown program 'expliict'.*did you mean 'explicit'"):
+    with pytest.raises(DeriveError, match="'expliict'.*'explicit'"):
         compiled(flow, llama_weights(2), program="expliict").text("mir")
 
 
@@ -189,7 +189,7 @@ def test_an_input_that_nothing_reads_is_refused() -> None:
     step = compiled(flow, EMBEDDING, program="explicit")
     past = {f"past_{kind}_0": np.ones((BATCH, 2, H), np.float32) for kind in "kv"}
     assert step(TOKENS, **past)["kv.0.k"].shape == (BATCH, 2 + SEQ, H)
-    with pytest.raises(DeriveError, match="input 'position_ids' is passed, but nothing in the flow reads it"):
+    with pytest.raises(DeriveError, match="'position_ids'"):
         step(TOKENS, position_ids=TOKENS, **past)
 
 

@@ -75,7 +75,7 @@ def test_a_flow_of_the_user(model: Any, exported: Any) -> None:
     with pytest.raises(IntegrityError, match="the digest of the artifact is"):
         load(exported.path, expect_sha256="0" * 64)
     assert loaded.report().flops is None and "gated" in str(loaded)
-    with pytest.raises(DeriveError, match=r"m\.rlxa.*has no program 'train'; it has 'forward'"):
+    with pytest.raises(DeriveError, match=r"m\.rlxa.*'train'.*'forward'"):
         loaded.as_program("train")(X)
 
 
@@ -119,7 +119,7 @@ def test_apply_with_symbolic_sizes(tmp_path: Path) -> None:
     program = jax.export.deserialize(exported_for([f"s <= {limit}"]).serialize())
     for rows in (ids, np.tile(ids, (2, 3))):
         assert all(map(same, jax.tree.leaves(program.call(model.params, rows)), jax.tree.leaves(model(rows))))
-    with pytest.raises(SequenceLengthError, match=rf"s tokens, .* {limit} positions: .*constraints=\['s <= {limit}'\]"):
+    with pytest.raises(SequenceLengthError, match=rf"constraints=\['s <= {limit}'\]"):
         exported_for([])
 
 
@@ -137,7 +137,7 @@ def test_optional_inputs_and_sizes(tmp_path: Path) -> None:
     model.export(tmp_path / "b.rlxa", sizes=[{"batch": 2, "seq": 3}, {"batch": 1, "seq": 3}])
     loaded = load(tmp_path / "b.rlxa")
     assert same(loaded(x), model(x)) and same(loaded(x[:1]), model(x[:1]))
-    with pytest.raises(RequestError, match=r"forward was exported for 'batch 2, seq 3', .*, not for batch 2, seq 2"):
+    with pytest.raises(RequestError, match="'batch 2, seq 3'.*batch 2, seq 2"):
         loaded(x[:, :2])
     with pytest.raises(DeriveError, match="has no program 'forward, with y'"):
         loaded(x, y=x)
@@ -254,9 +254,7 @@ def test_requests_of_a_language_model(tmp_path: Path) -> None:
     assert [s.tokens for s in got] == [s.tokens for s in want]
     np.testing.assert_allclose([s.logprob for s in got], [s.logprob for s in want], rtol=1e-6)
     lm.export(tmp_path / "sized.rlxa", sizes=[{"batch": 1, "seq": 8, "context": 16}])
-    with pytest.raises(
-        RequestError, match="was exported for 'batch 1, seq 8', not for .*: pass sizes that fit, or export"
-    ):
+    with pytest.raises(RequestError, match="exported for 'batch 1, seq 8'"):
         load(tmp_path / "sized.rlxa").score([[1, 2, 3]])
     ids = np.array([[1, 2, 3]])
     (logits, state), (other, _) = loaded.prefill(ids), lm.prefill(ids)
@@ -408,7 +406,7 @@ def test_another_format(version: int, exported: Any, tmp_path: Path) -> None:
     raw = bytearray(Path(exported.path).read_bytes())
     raw[8] = version
     (tmp_path / "x.rlxa").write_bytes(raw)
-    with pytest.raises(VersionMismatchError, match=f"version {version} of the format, .* reads version 2"):
+    with pytest.raises(VersionMismatchError, match=f"version {version}.*version 2"):
         load(tmp_path / "x.rlxa")
 
 
@@ -458,7 +456,7 @@ def test_a_program_without_symbolic_sizes(tmp_path: Path, monkeypatch: pytest.Mo
         raise TypeError("a symbolic size")
 
     monkeypatch.setattr(export_model, "_symbolic_forms", fail)
-    with pytest.raises(UnsupportedError, match=r"symbolic sizes \(TypeError: a symbolic size\): pass sizes=.*'batch'"):
+    with pytest.raises(UnsupportedError, match="TypeError: a symbolic size.*sizes=.*'batch'"):
         rlx.compile(flow, weights).export(tmp_path / "m.rlxa")
     model = rlx.compile(flow, weights, profile=profile(buckets={"batch": [1, 3], "on_recompile": "error"}))
     assert model.export(tmp_path / "m.rlxa").programs == ("forward of batch 1", "forward of batch 3")

@@ -93,7 +93,7 @@ def test_special_ids_are_of_the_vocabulary(tmp_path: Path, field: str, tokenizer
     (directory / "generation_config.json").unlink(missing_ok=True)
     if not tokenizer:
         (directory / "tokenizer.json").unlink(missing_ok=True)
-    with pytest.raises(ConfigError, match=rf"{field} is \[389\]; expected ids in \[0, 389\)"):
+    with pytest.raises(ConfigError, match=rf"{field} is \[389\]"):
         rlx.load(directory)
 
 
@@ -130,7 +130,7 @@ def test_infinity_is_a_number_in_config_json_alone(tmp_path: Path) -> None:
     """Python's json writes it, and Mamba-2's `time_step_limit` has it; the fields that may be so large say so."""
     raw = b'{"time_step_limit": [0.0, Infinity], "hidden_size": Infinity}'
     assert read_json(config_of(tmp_path, raw))["time_step_limit"] == [0.0, math.inf]
-    with pytest.raises(ConfigError, match="field 'hidden_size' is 'inf'; expected an integer"):
+    with pytest.raises(ConfigError, match="'hidden_size'.*'inf'"):
         read_config(Folder(tmp_path)).integer("hidden_size")
     (tmp_path / "generation_config.json").write_bytes(b'{"temperature": Infinity}')
     with pytest.raises(ConfigError, match="Infinity is not a JSON number"):
@@ -167,7 +167,7 @@ def test_size_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(limits, "MAX_CONFIG_BYTES", 8)
         assert read_json(path) == {"a": 1}
         patch.setattr(limits, "MAX_CONFIG_BYTES", 7)
-        with pytest.raises(LimitError, match="size in bytes is 8, over the limit limits.MAX_CONFIG_BYTES = 7"):
+        with pytest.raises(LimitError, match="is 8, .*limits.MAX_CONFIG_BYTES = 7"):
             read_json(path)
     os.truncate(path, limits.MAX_CONFIG_BYTES + 1)
     with pytest.raises(LimitError, match="limits.MAX_CONFIG_BYTES = 4194304"):

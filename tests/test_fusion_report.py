@@ -163,7 +163,7 @@ def test_misses(case: str) -> None:
     if found.clean:
         assert fusion(assert_clean=True) == found
         return
-    with pytest.raises(rlx.errors.FusionError, match=f"m: fusion contract violated: {len(want)} missed") as caught:
+    with pytest.raises(rlx.errors.FusionError, match=f"m: .*{len(want)} missed") as caught:
         fusion(assert_clean=True)
     assert caught.value.report == found and str(found) in str(caught.value)
     assert isinstance(caught.value, rlx.errors.GraphError)

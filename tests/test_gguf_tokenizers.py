@@ -70,7 +70,7 @@ def test_byte_level_tokenizer(tmp_path: Path) -> None:
     assert ends["eos_token_id"] == [265, 266]  # the control token of that text ends a turn
     silent = tokenizer_files(metadata | {"tokenizer.ggml.add_bos_token": False}, "m.gguf")
     assert silent["tokenizer.json"]["post_processor"] is None
-    with pytest.raises(UnsupportedError, match=r"tokenizer\.ggml\.pre is 'llama-bp'; did you mean 'llama-bpe'"):
+    with pytest.raises(UnsupportedError, match=r"tokenizer\.ggml\.pre.*'llama-bp'.*'llama-bpe'"):
         tokenizer_files(metadata | {"tokenizer.ggml.pre": "llama-bp"}, "m.gguf")
     with pytest.raises(TokenizerError, match="expected a token id below"):
         tokenizer_files(metadata | {"tokenizer.ggml.eos_token_id": 10**6}, "m.gguf")
@@ -256,7 +256,7 @@ def test_special_ids() -> None:
     del metadata["tokenizer.ggml.pre"]
     with pytest.warns(RlxWarning, match="does not name a pre-tokenizer"):
         tokenizer_files(metadata, "m.gguf")
-    with pytest.warns(RlxWarning, match="padding_token_id is 9, but there are 7 tokens"):
+    with pytest.warns(RlxWarning, match="padding_token_id is 9.*7 tokens"):
         tokenizer_files(metadata | {"tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.padding_token_id": 9}, "m.gguf")
     bert = {"tokenizer.ggml.model": "bert", "tokenizer.ggml.tokens": tuple(f"\u2581{i}" for i in range(110))}
     single = tokenizer_files(bert, "m.gguf")["tokenizer.json"]["post_processor"]["single"]

@@ -79,7 +79,7 @@ def test_what_is_no_mxfp4() -> None:
     with pytest.raises(errors.DuplicateWeightError, match="'w': it is stored quantised, and as 'w'"):
         with_mxfp4_weights(MappingSource(twice)).spec("w")
     parts["_scales"][1, 1, 1] = 253
-    with pytest.raises(errors.WeightError, match="'w'.*exponents up to 252, got 253.*over the range of bf16"):
+    with pytest.raises(errors.WeightError, match="'w'.*252.*253.*bf16"):
         with_mxfp4_weights(MappingSource({"w" + end: a for end, a in parts.items()})).read("w")
     assert with_mxfp4_weights(MappingSource({"w_blocks": parts["_blocks"]})).keys() == ("w_blocks",)
 

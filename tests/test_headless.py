@@ -123,7 +123,7 @@ def test_a_pipeline_over_what_is_no_text_encoder(tmp_path: Path) -> None:
     for name in ("modules.json", "1_Pooling/config.json"):
         (directory / name).parent.mkdir(exist_ok=True)
         (directory / name).write_bytes((listed / name).read_bytes())
-    with pytest.raises(errors.UnsupportedError, match=r"modules\.json lists modules .* of kind 'vision'"):
+    with pytest.raises(errors.UnsupportedError, match=r"modules\.json.*'vision'"):
         load(directory)
 
 
@@ -203,7 +203,7 @@ TASKS = [("bert/bf16_pretraining_v5", 0, "'cls.seq_relationship.weight'")]
 @pytest.mark.filterwarnings("ignore:.*auto_map is ignored")
 def test_the_head_of_a_task_is_left_out_with_a_warning(name: str, count: int, key: str) -> None:
     """One warning names its weights; the recipe, and what has no head in its files, warn of nothing."""
-    with pytest.warns(errors.RlxWarning, match=f"the head of its task.*: {count or ''}.*weights are left out.*{key}"):
+    with pytest.warns(errors.RlxWarning, match=f"head of its task.*{count or ''}.*{key}"):
         load(FIXTURES / name)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*head of its task")

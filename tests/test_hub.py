@@ -126,7 +126,7 @@ def test_every_opener(server: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = load_tokenizer("org/m")
     assert tokenizer is not None and tokenizer.special_tokens["eos_token"] == "<|end_of_text|>"
     assert rlx.open_weights("org/m", revision="v1.0").has("model.norm.weight")
-    with pytest.raises(WeightError, match="revision='v1.0': these weights are on this machine"):
+    with pytest.raises(WeightError, match="revision=.*'v1.0'"):
         rlx.open_weights(LLAMA, revision="v1.0")
     assert isinstance(rlx.Sampler.from_generation_config("org/m"), rlx.Sampler)
     assert cli.main(["inspect", "org/m", "--revision", "v1.0"]) == 0
@@ -143,9 +143,7 @@ def test_a_model_inside_a_pipeline(server: Hub) -> None:
     """Is named by its directory, as those are that a pipeline of diffusers has."""
     files = {f"transformer/{p.name}": p.read_bytes() for p in (FIXTURES / "flux2" / "sharded_bf16").iterdir()}
     server.files["org/m"] = {"model_index.json": b"{}", "vae/diffusion_pytorch_model.safetensors": b"v"} | files
-    with pytest.raises(
-        MissingFileError, match=r"'org/m/config.json': no such file; there is 'transformer/config.json'"
-    ):
+    with pytest.raises(MissingFileError, match="'org/m/config.json'.*'transformer/config.json'"):
         rlx.from_pretrained("org/m")
     recipe = rlx.recipe_for("org/m", subfolder="transformer")
     assert type(recipe).__name__ == "Flux2Flow" and sorted(set(server.fetched())) == sorted(files)
@@ -161,13 +159,13 @@ def test_what_is_here_wins(server: Hub, tmp_path: Path) -> None:
     (tmp_path / "org").mkdir()
     (tmp_path / "org" / "m").symlink_to(LLAMA)
     assert rlx.load("org/m").vocab_size == 389
-    with pytest.raises(RequestError, match="revision='v1': 'org/m' is a path on this machine"):
+    with pytest.raises(RequestError, match="revision=.*'v1'.*'org/m'"):
         rlx.load("org/m", revision="v1")
     for path in ("a/b/c", "./org/n", Path("org/n"), "org/m.git", "../m"):
-        with pytest.raises(MissingFileError, match="no such directory.*a model of the Hub is a string 'org/name'"):
+        with pytest.raises(MissingFileError, match="no such directory.*'org/name'"):
             rlx.load(path)
     assert server.asked == []
-    with pytest.raises(MissingFileError, match=r"'org/mm': no such directory here \(did you mean 'm'\?\), and "):
+    with pytest.raises(MissingFileError, match="'org/mm'.*'m'"):
         rlx.load("org/mm")
     asked = len(server.asked)
     with pytest.raises(MissingFileError, match="no such file or directory"):

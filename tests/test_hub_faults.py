@@ -150,7 +150,7 @@ def test_weights_over_max_bytes_are_not_fetched(server: Hub) -> None:
     """By the headers: exactly the bytes of the tensors are let in, and of more nothing comes."""
     total = sum(a.nbytes for a in load_file(LLAMA / "model.safetensors").values())
     for call in (rlx.load, rlx.recipe_for, rlx.open_weights):
-        with pytest.raises(LimitError, match=f"the size of all weights in bytes is {total}, over the limit max_bytes"):
+        with pytest.raises(LimitError, match=f"{total}.*max_bytes"):
             call("org/m", max_bytes=total - 1)
     assert all(part.startswith("bytes=") for part in server.ranges["model.safetensors"])
     assert rlx.load("org/m", max_bytes=total).vocab_size == 389
@@ -164,7 +164,7 @@ def test_what_the_system_refuses(server: Hub, monkeypatch: pytest.MonkeyPatch) -
 
     with monkeypatch.context() as patch:
         patch.setattr("huggingface_hub.file_download.http_get", full)
-        with pytest.raises(NoSpaceError, match="'org/m/config.json': the cache .*: No space left"):
+        with pytest.raises(NoSpaceError, match="'org/m/config.json'.*No space left"):
             rlx.load("org/m")
     monkeypatch.setenv("HF_ENDPOINT", "http://somebody:secret@127.0.0.1:9/below")
     with pytest.raises(HubUnreachableError, match="http://127.0.0.1:9/below cannot be reached") as found:
@@ -192,7 +192,7 @@ def test_without_a_connection(server: Hub, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(server.asked) == asked
     monkeypatch.delenv("HF_HUB_OFFLINE")
     server.faults["revision/main"] = refusing(503)
-    with pytest.warns(RlxWarning, match=f"answers 503.*opening what the cache has, commit {COMMIT}"):
+    with pytest.warns(RlxWarning, match=f"503.*{COMMIT}"):
         assert rlx.load("org/m").vocab_size == 389
 
 

@@ -211,7 +211,7 @@ def test_an_adapter_of_merged_projections(tmp_path: Path) -> None:
 
 def test_dropout_is_not_left_out_in_silence() -> None:
     """What an adapter was trained with: inference has none, and training asks."""
-    with pytest.raises(errors.UnsupportedError, match=r"lora_dropout 0\.1, and dropout is not supported"):
+    with pytest.raises(errors.UnsupportedError, match=r"lora_dropout.*0\.1"):
         rlx.compile(rlx.lora(recipe_for(adapters.BASE), adapter=adapters.ADAPTER), program="train")
     flow = rlx.lora(recipe_for(adapters.BASE), adapter=adapters.ADAPTER, dropout=0.0).assemble()
     assert flow._no_training == ""

@@ -32,7 +32,7 @@ def adding(init: Init = None, shape: tuple[int, ...] | None = (HIDDEN,)) -> Any:
 
 def test_a_new_weight_beside_those_of_a_checkpoint() -> None:
     """An error by default; drawn where that is asked for, and named; the others are the checkpoint's."""
-    with pytest.raises(errors.MissingWeightError, match=r"steering: no weight 'steering'.*'init' initializes it"):
+    with pytest.raises(errors.MissingWeightError, match="steering: .*'steering'.*'init'"):
         rlx.compile(adding("zeros"))
     model = rlx.compile(adding("zeros"), missing="init", key=0)
     assert model.report().initialised == ("steering",) and "1 weights: 'steering'" in str(model.report())
@@ -151,7 +151,7 @@ def test_a_checkpoint_that_lacks_some_loads(tmp_path: Path) -> None:
     gone = ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight")
     save_file({key: value for key, value in weights.items() if key not in gone}, tmp_path / "model.safetensors")
     shutil.copy(LLAMA / "config.json", tmp_path)
-    with pytest.raises(errors.MissingWeightError, match="3 weights that config.json requires are missing"):
+    with pytest.raises(errors.MissingWeightError, match="3 weights.*config.json"):
         rlx.load(tmp_path)
     lm = rlx.load(tmp_path, missing="init", key=0)
     assert set(lm.report().initialised) == set(gone)

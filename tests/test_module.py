@@ -70,7 +70,7 @@ def test_inputs_and_texts_of_every_level() -> None:
 def test_lir_runs_as_it_was_planned() -> None:
     """The plan decides: a profile is refused, and options stay."""
     profile = rlx.CompileProfile().replace(layers={"roll": "scan"})
-    with pytest.warns(errors.RlxWarning, match="layers.roll = 'scan' has no effect: no layers repeat"):
+    with pytest.warns(errors.RlxWarning, match="layers.roll.*'scan'"):
         planned = Graph.from_lir(linear_module().into_lir(profile))
     assert planned.plan is not None and planned.plan.scan
     assert rlx.compile(planned, {"w": W}).settings.plan.scan
@@ -111,7 +111,7 @@ def test_hir_mir_and_declared_shapes() -> None:
     x = m.input("x", ("batch", "seq", 8))
     y = m.hir_mir(Unary("relu"), [x], ("batch", "seq", 8))
     assert str(m.shape(m.reshape_(y, ("batch", "seq", 2, 4)))) == "f32[batch,seq,2,4]"
-    with pytest.raises(errors.ShapeError, match=r"declared f32\[batch,8\], inferred f32\[batch,seq,8\]"):
+    with pytest.raises(errors.ShapeError, match=r"f32\[batch,8\].*f32\[batch,seq,8\]"):
         m.hir_mir(Unary("relu"), [x], ("batch", 8))
     with pytest.raises(errors.ShapeError, match="declared"):
         m.linear(x, m.param("w", (8, 4)), out_shape=("batch", "seq", 5))

@@ -183,7 +183,7 @@ def test_a_module_that_does_not_fit(directory: Path) -> None:
     config = Qwen35Config.from_hf(json.loads((directory / "config.json").read_text("utf-8")))
     flow = recipe_for(directory).assemble()
     narrow = lambda source: Qwen35MtpFlow(config, source).assemble().outputs(["logits"])  # noqa: E731
-    with pytest.raises(errors.GraphError, match=r"qwen35_mtp cannot draft for qwen35: .*hidden \[batch, seq, 22\]"):
+    with pytest.raises(errors.GraphError, match=r"qwen35_mtp.*qwen35.*\[batch, seq, 22\]"):
         rlx.CausalLM(flow.with_mtp(narrow)).generate(PROMPTS[1], 4, speculative="mtp")
     with pytest.raises(errors.GraphError, match="with_mtp takes a function"):
         flow.with_mtp(3)

@@ -101,7 +101,7 @@ def test_version_1_of_the_library(tmp_path: Path) -> None:
 
 def test_a_model_from_an_orbax_checkpoint(tmp_path: Path) -> None:
     flow = rlx.ModelFlow("m").input("x", ("batch", 3)).linear("layers.0.w", transpose=False, bias="layers.0.b")
-    with pytest.warns(errors.RlxWarning, match="an orbax checkpoint without rlx_manifest.json: bits are not verified"):
+    with pytest.warns(errors.RlxWarning, match="rlx_manifest.json"):
         model = rlx.compile(flow, weights=save_standard(tmp_path / "a"))
     np.testing.assert_allclose(model(np.ones((1, 3), np.float32)), W.sum(0, keepdims=True) + 1)
 
@@ -140,7 +140,7 @@ def test_nothing_finished(tmp_path: Path) -> None:
     with pytest.raises(errors.StorageError, match="no finished checkpoint in it; there are no finished steps"):
         read(tmp_path / "run")
     alone = unmark(save_standard(tmp_path / "alone" / "it"))
-    with pytest.raises(errors.StorageError, match="neither _CHECKPOINT_METADATA nor commit_success.txt marks it"):
+    with pytest.raises(errors.StorageError, match="_CHECKPOINT_METADATA.*commit_success.txt"):
         read(alone)
 
 

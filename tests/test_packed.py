@@ -189,7 +189,7 @@ def test_nan_in_a_block(scheme: str) -> None:
     """Is an error when it is read, alone or of a part, and counted in numbers."""
     weights = {"w": damaged(scheme, np.nan)}
     flow = rlx.ModelFlow("m").input("x", (2, 64)).linear("w")
-    with pytest.raises(NonFiniteWeightError, match=r"weight 'w' \(mapping\): 32 NaN of 192 values read"):
+    with pytest.raises(NonFiniteWeightError, match=r"'w'.*\(mapping\).*32.*192"):
         rlx.compile(flow, weights)
     source = rlx.open_weights(weights)
     with pytest.raises(NonFiniteWeightError, match="32 NaN of 64 values read"):
@@ -274,7 +274,7 @@ def test_a_program_over_packed_keys(declared: Program, means: Any, name: str) ->
 def test_values_are_not_packed_again() -> None:
     program = with_source(M, SOURCE)
     assert isinstance(program, Dequantized)
-    with pytest.raises(UnsupportedError, match=r"dequantize\(m.0, gguf_q8_0\): decoded values are not packed again"):
+    with pytest.raises(UnsupportedError, match=r"dequantize\(m.0.*gguf_q8_0\)"):
         program.split(STORED["m.0"])
 
 

@@ -96,7 +96,7 @@ def test_what_only_looks_sees_numbers() -> None:
     assert f"up (gguf_q8_0, {UP.data.nbytes:,} bytes)" in mlp().summary(MIXED)
     assert mlp().build(MIXED).params == mlp().build(DENSE).params
     shapes = {"up": UP.spec, "down": DOWN.spec, "up.b": jax.ShapeDtypeStruct((96,), np.float32)}
-    with pytest.raises(UnsupportedError, match="'up' stays packed .* precision.weights = 'f32'"):
+    with pytest.raises(UnsupportedError, match="'up'.*precision.weights.*'f32'"):
         rlx.compile(mlp(), shapes).init(3)
     profile = rlx.CompileProfile().replace(precision={"weights": "f32"})
     empty = rlx.compile(mlp(), shapes, profile=profile)
@@ -104,9 +104,9 @@ def test_what_only_looks_sees_numbers() -> None:
     assert empty.params is None and empty.param_specs() == dense.param_specs()
     for name, leaf in empty.init(3).items():
         np.testing.assert_array_equal(leaf, dense.init(3)[name])
-    with pytest.raises(WeightShapeError, match=r"weight 'up' \(mapping\): expected \[any, 96\], got f32\[96,64\]"):
+    with pytest.raises(WeightShapeError, match=r"'up'.*\(mapping\).*\[any, 96\].*f32\[96,64\]"):
         rlx.ModelFlow("m").input("x", (2, 96)).linear("up").build(MIXED)
-    with pytest.raises(WeightShapeError, match=r"weight 'up' \(mapping\): expected \[64, 96\], got f32\[96,64\]"):
+    with pytest.raises(WeightShapeError, match=r"'up'.*\(mapping\).*\[64, 96\].*f32\[96,64\]"):
         rlx.ModelFlow("m").input("x", (2, 96)).custom(lambda emit, x: emit.param("up", (64, 96))).build(MIXED)
 
 
@@ -175,7 +175,7 @@ def test_saving(tmp_path: Path, format: str, compute: str) -> None:
     """Is an error that names the weights unless a dtype is asked for; then the numbers are written, with all bits."""
     profile = rlx.CompileProfile().replace(precision={"compute": compute})
     model = rlx.compile(mlp(), MIXED, profile=profile)
-    with pytest.raises(WeightError, match=r"2 weights are packed .*\(gguf_q8_0 and gguf_q4_0\).* 'up', 'down'; dtype="):
+    with pytest.raises(WeightError, match="gguf_q8_0 and gguf_q4_0.* 'up', 'down'; dtype="):
         rlx.save(model, tmp_path / "m", format)
     assert not (tmp_path / "m").exists()
     rlx.save(model, tmp_path / "m", format, dtype="f32")  # of a model in bf16, too: nobody changed them
@@ -298,7 +298,7 @@ def test_values_below_the_scales(setting: str) -> None:
     values = np.concatenate([np.full((4, 32), 1e-7), np.ones((4, 32))], axis=1).astype(np.float32)
     found = np.asarray(rlx.compile(flow, {"w": values}, profile=profile).weights()["w"])
     np.testing.assert_allclose(found, values, rtol=0.2)
-    with pytest.raises(WeightError, match="scales of int./32 are float16, at least 6e-8; all values are smaller"):
+    with pytest.raises(WeightError, match="int./32.*6e-8"):
         rlx.compile(flow, {"w": values * 1e-8}, profile=profile)
 
 
@@ -318,7 +318,7 @@ def test_schemes_by_path(tmp_path: Path) -> None:
 
 def test_a_scheme_without_effect() -> None:
     profile = rlx.CompileProfile().replace(precision={"weights": "int8"})
-    with pytest.warns(RlxWarning, match="precision.weights = 'int8' has no effect: no matrix .* complete groups"):
+    with pytest.warns(RlxWarning, match="precision.weights = 'int8' has no effect"):
         rlx.compile(rlx.ModelFlow("m").input("x", ("b", 30)).linear("w"), {"w": FLOATS["0.a"][:, :30]}, profile=profile)
 
 

@@ -170,7 +170,7 @@ def test_padding_in_front_of_what_carries_a_state(keep: list[int]) -> None:
     """It would be read, as any token before another is; padding behind the tokens is not."""
     found = encoder(decaying)
     for mask in (np.array([keep]), jnp.array([keep])):
-        with pytest.raises(RequestError, match=r"row 0 is not ones followed by zeros.*recurrent\(step\); pad after"):
+        with pytest.raises(RequestError, match=r"row 0.*recurrent\(step\)"):
             found.hidden_states([[1, 2, 3, 4, 5]], attention_mask=mask)
     behind = found.hidden_states([[1, 2, 3, 4, 5]], attention_mask=[[1, 1, 1, 0, 0]])
     assert_close(np.asarray(behind)[0, :3], ALONE["a state"][1](TABLE[[1, 2, 3]]))
@@ -201,7 +201,7 @@ def test_what_is_no_mask_over_tokens() -> None:
 
 def test_warm_up_ends() -> None:
     """Where a text may have any length, there is no largest program."""
-    with pytest.raises(RequestError, match="own has no maximum length: pass max_positions="):
+    with pytest.raises(RequestError, match="own .*max_positions="):
         encoder(read).warmup()
 
 

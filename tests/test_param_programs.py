@@ -119,9 +119,7 @@ def test_interleaved_parts(library: Any) -> None:
     np.testing.assert_array_equal(join_pieces(held), STORED["m.0"].astype(BF16))
     assert isinstance(join_pieces(held), np.ndarray) == (library is np)
     for some in (held[:2], [held[0], *pieces(Sliced(key("m.0"), 0, 0, 5), STORED["m.0"][:5])]):
-        with pytest.raises(
-            WeightError, match=r"'m.0' is f32\[6,4\], and the model has only these parts of it.*\[2::3\]"
-        ):
+        with pytest.raises(WeightError, match=r"'m.0'.*f32\[6,4\].*\[2::3\]"):
             join_pieces(some)
 
 
@@ -215,7 +213,7 @@ def test_parts_that_are_not_all(tmp_path: Path) -> None:
     models = [rlx.compile(fused(parts), {"qkv": STORED["m.0"]}) for parts in holes]
     calls: list[Any] = [*(m.weights for m in models), lambda: rlx.save(models[0], tmp_path / "m")]
     for call in calls:
-        with pytest.raises(WeightError, match=r"'qkv' is f32\[6,4\], and the model has only these parts of it: qkv\["):
+        with pytest.raises(WeightError, match=r"'qkv'.*f32\[6,4\].*qkv\["):
             call()
 
 

@@ -90,7 +90,7 @@ def test_a_function_of_all_tokens_reads_no_padding() -> None:
     wrapped = RECIPE.at("layers.1").wrap(lambda emit, x, inner: emit.jax(all_means, inner(x)))
     got = model(LLAMA).patch(PROMPTS, {"layers.1": mean})
     assert_close(got, np.asarray(rlx.compile(wrapped)(np.array(PROMPTS)))[:, -1])
-    with pytest.raises(errors.RequestError, match="several lengths would be padded.*reduces over 'seq'"):
+    with pytest.raises(errors.RequestError, match="reduces over 'seq'"):
         model(LLAMA).patch([[5, 6, 7], [3]], {"layers.1": mean})
 
 

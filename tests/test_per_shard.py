@@ -109,7 +109,7 @@ def test_where_there_is_none(case: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_required_kernels_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not replaced by XLA's division in silence."""
-    with pytest.raises(errors.UnsupportedError, match="'on' is not available: over a mesh, layers.0.self_attn"):
+    with pytest.raises(errors.UnsupportedError, match="'on'.*layers.0.self_attn"):
         planned(monkeypatch, devices=8, backend={"cuda": {"kernels": "on"}})
 
 

@@ -96,7 +96,7 @@ def test_an_installed_package_is_all_that_a_family_needs(example: ModuleType, tm
             ids.append(int(np.argmax(row_logits(wide, ids)[-1])))
         want.append(ids[len(prompt) :])
     assert lm.generate(prompts, max_new_tokens=4) == want
-    with pytest.raises(DeriveError, match=r"mlp: token_shift keeps a state .* generate without speculative="):
+    with pytest.raises(DeriveError, match="token_shift.*speculative="):
         lm.generate(prompts, max_new_tokens=4, speculative="prompt")
     assert "shifted_llama" not in FAMILIES
     direct, fusable = (
@@ -109,16 +109,14 @@ def test_an_installed_package_is_all_that_a_family_needs(example: ModuleType, tm
 
 def test_without_it_the_names_are_not_known(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    with pytest.raises(
-        UnsupportedError, match="'shifted_llama'.* is not built; the nearest family is .*; known are llama"
-    ):
+    with pytest.raises(UnsupportedError, match="'shifted_llama'.*llama"):
         rlx.load(tmp_path)
     with (
         rlx.plugins.using(rlx.Plugin("greedy", families={"llama": FAMILIES["qwen2"]})),
-        pytest.raises(GraphError, match="plugins define 'llama', which rlx_jax already has"),
+        pytest.raises(GraphError, match="'llama'.*rlx_jax"),
     ):
         rlx.load(tmp_path)
-    with pytest.raises(GraphError, match="no plugin provides a stage 'token_shift.ffn'; known are none"):
+    with pytest.raises(GraphError, match="'token_shift.ffn'"):
         rlx.ModelFlow("f").stage(rlx.plugins.stage("token_shift.ffn", "ffn"))
     with pytest.raises(GraphError, match="no plugin provides an extension 'off'"):
         small().with_extensions(rlx.FlowExtensionPlan.only("off")).build()
@@ -166,9 +164,9 @@ def test_scoped_plugins() -> None:
         assert rlx.ModelFlow("f").stage(rlx.plugins.stage("mine.norm", "w", eps=0.5))._stages == (
             blocks.RmsNorm("w", 0.5),
         )
-        with pytest.raises(GraphError, match="no plugin provides a stage 'mine.nrom'; .*did you mean 'mine.norm'"):
+        with pytest.raises(GraphError, match="'mine.nrom'.*'mine.norm'"):
             rlx.ModelFlow("f").stage(rlx.plugins.stage("mine.nrom"))
-        with pytest.raises(GraphError, match="'mine' and 'yours' both provide stages 'mine.norm'"):
+        with pytest.raises(GraphError, match="'mine'.*'yours'.*'mine.norm'"):
             rlx.plugins.using(rlx.Plugin("yours", stages={"mine.norm": blocks.Linear})).__enter__()
     assert rlx.plugins.active_plugin().stages == {}
 
@@ -201,5 +199,5 @@ class Liar:
 
 def test_what_a_stage_promises_is_held_against_what_it_writes() -> None:
     flow = rlx.ModelFlow("f").input("x", ("batch", "seq", 8)).named_layer("block", Liar())
-    with pytest.raises(GraphError, match=r"Liar declares a cache f32\[batch,seq,12\].*writes f32\[batch,seq,8\]"):
+    with pytest.raises(GraphError, match=r"Liar .*f32\[batch,seq,12\].*f32\[batch,seq,8\]"):
         flow.build()

@@ -209,9 +209,7 @@ def test_donation_of_inputs() -> None:
 
 def test_donation_that_saves_nothing_warns() -> None:
     model = llama(donation={"inputs": ["input_ids"]})
-    with pytest.warns(
-        RlxWarning, match=r"donation.inputs names 'input_ids', which has no effect: no output is i32\[2,6\]"
-    ):
+    with pytest.warns(RlxWarning, match=r"donation.inputs.*'input_ids'.*i32\[2,6\]"):
         assert "donate_inputs=[]" in model.text("lir", IDS)
 
 
@@ -408,12 +406,12 @@ def test_why_not_cudnn(options: Any, sizes: tuple[int, int], dtype: str, reason:
 def test_cudnn_that_cannot_be_had_is_an_error() -> None:
     """Named with its block and the reason; and one that is planned for another device is not run by something else."""
     here = llama(attention={"implementation": "cudnn"})
-    with pytest.raises(UnsupportedError, match=r"self_attn: .*'cudnn' is not available: .*the target is cpu") as caught:
+    with pytest.raises(UnsupportedError, match="self_attn: .*'cudnn'.*cpu") as caught:
         here.text("lir", IDS)
     assert str(caught.value).startswith("layers.{i}.self_attn: attention.implementation = ")
     away = wide(implementation="cudnn")
     assert "self_attn: cudnn (asked for)" in away.text("lir", IDS)
-    with pytest.raises(UnsupportedError, match="'cudnn' is planned for cuda, and JAX runs on cpu"):
+    with pytest.raises(UnsupportedError, match="'cudnn'.*cuda.*cpu"):
         away.lower(IDS)
 
 
@@ -435,7 +433,7 @@ def test_buckets() -> None:
     }
     tables = {"prompt": [5, 3], "batch": [2]}
     told = llama(buckets={**tables, "on_recompile": "warn"})
-    with pytest.warns(RlxWarning, match="'input_ids' with 2 rows, length 6: no forward program.*compiling it"):
+    with pytest.warns(RlxWarning, match="'input_ids' with 2 rows, length 6"):
         told.lower(IDS)
     with pytest.raises(RequestError, match="length 6"):
         llama(buckets={**tables, "on_recompile": "error"}).lower(IDS)

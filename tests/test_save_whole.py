@@ -176,7 +176,7 @@ def test_an_edited_recipe(tmp_path: Path) -> None:
     """Is no model of the config any more; its weights are saved alone. The checkpoint's own recipe is as none."""
     recipe = rlx.recipe_for(LLAMA)
     edited = load(LLAMA, recipe=recipe.after_layers([rlx.blocks.Custom(lambda emit, x: x * 1.01)]))
-    with pytest.raises(UnsupportedError, match=r"recipe that differs.*rlx_jax.save\(model.model, path\)"):
+    with pytest.raises(UnsupportedError, match=r"rlx_jax.save\(model.model, path\)"):
         rlx.save(edited, tmp_path / "it")
     assert not (tmp_path / "it").exists()
     rlx.save(edited.model, tmp_path / "it", "safetensors")
@@ -197,7 +197,7 @@ def test_a_model_of_another_recipe(name: str, tmp_path: Path) -> None:
     make, where = OTHERS[name]
     whole = load(LLAMA)
     whole.model = rlx.init(make(rlx.recipe_for(LLAMA)), 0)
-    with pytest.raises(UnsupportedError, match=f"differs from what .*config.json' describes, first in '{where}"):
+    with pytest.raises(UnsupportedError, match=f"config.json.*'{where}"):
         rlx.save(whole, tmp_path / "it")
     assert not (tmp_path / "it").exists()
 
@@ -223,7 +223,7 @@ def test_a_file_that_has_gone(tmp_path: Path) -> None:
     source = copy(LLAMA, tmp_path / "m")
     opened = load(source)
     (source / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=r"tokenizer.json'?: the model was loaded with this file"):
+    with pytest.raises(ConfigError, match="tokenizer.json"):
         rlx.save(opened, tmp_path / "it")
     assert os.listdir(tmp_path) == ["m"]
 
@@ -233,7 +233,7 @@ def test_a_file_that_nothing_here_reads(tmp_path: Path) -> None:
     source = copy(LLAMA, tmp_path / "m")
     (tmp_path / "vocab.json").write_text("{}")
     (source / "vocab.json").symlink_to(tmp_path / "vocab.json")
-    with pytest.warns(RlxWarning, match="not saved, as rlx_jax does not need it: 'vocab.json' leads to"):
+    with pytest.warns(RlxWarning, match="not saved.*'vocab.json'"):
         rlx.save(load(source), tmp_path / "it")
     assert_same(tmp_path / "it", LLAMA)
 

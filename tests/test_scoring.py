@@ -270,7 +270,7 @@ def test_what_is_not_finite_stays_in_its_text() -> None:
         assert isinstance(beside, type(alone))
         close(beside.token_logprobs, alone.token_logprobs)
         assert np.isfinite(alone.token_logprobs).all()
-    with pytest.raises(errors.NumericsError, match=r"not finite for the text \(first after 6 tokens\); "):
+    with pytest.raises(errors.NumericsError, match="first after 6 tokens"):
         model.perplexity([1, 2, 4, 5, 6, 3, 7], context=4, stride=2)  # the window behind the first, at its place
 
 
@@ -287,7 +287,7 @@ def test_an_input_that_no_output_reads() -> None:
     model, plain = (rlx.CausalLM(f, WEIGHTS) for f in (flow.outputs(["output"]), own(Linear("w", shape=(13, 4)))))
     assert model.score([1, 2, 3]) == plain.score([1, 2, 3])
     assert model.generate([[1, 2]], max_new_tokens=3) == plain.generate([[1, 2]], max_new_tokens=3)
-    with pytest.raises(errors.RequestError, match="inputs: 'beside': none of the outputs reads it"):
+    with pytest.raises(errors.RequestError, match="'beside'"):
         model.generate([[1, 2]], max_new_tokens=3, inputs={"beside": np.ones((1, 1, 4), np.float32)})
 
 

@@ -274,9 +274,7 @@ def test_the_host_holds_a_box(tmp_path: Path) -> None:
 
 
 def test_a_sharding_that_does_not_divide() -> None:
-    with pytest.raises(
-        WeightShapeError, match=r"leaf 'leaf': f32\[16,8\] is not divided evenly by .*; pad it or shard"
-    ):
+    with pytest.raises(WeightShapeError, match=r"'leaf'.*f32\[16,8\]"):
         load(Q, MappingSource(VALUES), NamedSharding(jax.make_mesh((3,), ("x",), devices=jax.devices()[:3]), P("x")))
 
 
@@ -301,7 +299,7 @@ def test_a_box_is_checked_as_the_whole(recwarn: pytest.WarningsRecorder) -> None
     """Integers against the range of a narrower dtype, also behind other steps."""
     large = MappingSource({"ids": np.full((4, 2), 300, np.int32)})
     program = cast(Transposed(Key("ids", tensor_type((4, 2), "i32", "ids"))), np.dtype(np.int8))
-    with pytest.raises(WeightError, match="weight 'ids' .*: values 300 … 300 do not fit i8"):
+    with pytest.raises(WeightError, match="'ids'.*300.*i8"):
         load(program, large, spread(P(None, "model")))
 
 

@@ -156,5 +156,5 @@ def test_live_colbert(name: str, tmp_path: Path) -> None:
             assert_close(found, expected)
     if name == "stanford":
         checkpoints.edit_json(tmp_path / "old" / "artifact.metadata", {"query_token_id": "[Q]"})
-        with pytest.raises(errors.ConfigError, match="the tokens '.Q.' before a text are not in the vocabulary"):
+        with pytest.raises(errors.ConfigError, match="'.Q.'"):
             load(tmp_path / "old")

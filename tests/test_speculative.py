@@ -171,13 +171,13 @@ def test_models_that_cannot_draft() -> None:
     with pytest.raises(errors.RequestError, match=r"cannot draft for windows: it has \d+ tokens, expected 19"):
         lm.generate(PROMPTS[0], speculative=other)
     short = rlx.CausalLM(replace(flow, name="short"), weights, max_positions=12)
-    with pytest.raises(errors.SequenceLengthError, match=r"speculative: prompts\[0\].* 73 positions.* has 12"):
+    with pytest.raises(errors.SequenceLengthError, match=r"speculative: prompts\[0\].* 73 .*12"):
         lm.generate(PROMPTS[0], speculative=short)
     buckets = rlx.CompileProfile().replace(buckets={"prompt": [64], "batch": [1]})
     with pytest.raises(errors.RequestError, match="it has 12 positions, and the buckets go up to 64"):
         rlx.CausalLM(flow, weights, profile=buckets).generate(PROMPTS[1], max_new_tokens=2, speculative=short)
     seeing = test_cross_attention.lm()
-    with pytest.raises(errors.RequestError, match="cannot draft for reader: it reads 'image', 'keep' in addition"):
+    with pytest.raises(errors.RequestError, match="'image'.*'keep'"):
         seeing.generate(PROMPTS[1], inputs=ONE, speculative=seeing)
 
 
@@ -227,7 +227,7 @@ def test_warmed_up() -> None:
         assert lm.generate(PROMPTS, max_new_tokens=40, speculative="prompt", draft_tokens=3) == want
         assert lm.generate(PROMPTS[:2], max_new_tokens=40) == want[:2]
     assert (lm.report().compiles, lm.report().recompiles) == (compiled, 0)
-    with pytest.raises(errors.RequestError, match="warm-up was with draft_tokens=3, not draft_tokens=4"):
+    with pytest.raises(errors.RequestError, match="draft_tokens=3.*draft_tokens=4"):
         lm.generate(PROMPTS, max_new_tokens=40, speculative="prompt", draft_tokens=4)
 
 

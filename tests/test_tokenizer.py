@@ -314,7 +314,7 @@ def test_a_merge_needs_the_prefix(tmp_path: Path) -> None:
     model["merges"] = ["#version: 0.2", "a ##b"]
     assert loaded(tmp_path / "b", {"added_tokens": [], "model": model}).encode("ab") == [2]
     for wrong in (["a", "a"], ["a", "#b"]):
-        with pytest.raises(TokenizerError, match=r"model.merges\[0\].* with '##' between them, found") as caught:
+        with pytest.raises(TokenizerError, match=r"model.merges\[0\].*'##'") as caught:
             loaded(tmp_path / "c", {"added_tokens": [], "model": model | {"merges": [wrong]}})
         assert caught.value.__cause__ is None
 

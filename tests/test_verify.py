@@ -106,7 +106,7 @@ def test_problems_inside_a_region_say_where() -> None:
     body = op.regions()[0]
     last = len(body.nodes) - 1
     broken = node(built.hir, number, op=op.with_regions((node(body, last, inputs=(Value(0), Value(40))),)))
-    with pytest.raises(GraphError, match=rf"%{number} repeat.*> %{last} rms_norm.*does not exist"):
+    with pytest.raises(GraphError, match=f"%{number} repeat.*> %{last} rms_norm"):
         verify(broken, "hir", "test", TypeCache())
 
 

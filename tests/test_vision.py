@@ -184,9 +184,7 @@ def test_pixel_values_of_no_picture() -> None:
     encoder = vision("dinov2")
     levels = np.tile(PLAIN.transpose(2, 0, 1)[None].astype(np.float32), (1, 1, 5, 6))
     levels[0, 0, 0, :2] = 0, 255
-    with pytest.warns(
-        errors.RlxNumericsWarning, match="pixel_values: 0 to 1, .*the mean is not subtracted.; embed takes uint8"
-    ):
+    with pytest.warns(errors.RlxNumericsWarning, match="pixel_values: 0 to 1.*uint8"):
         encoder.embed(levels / 255)
     assert encoder.processor is not None and encoder.processor.range == pytest.approx((-2.1179, 2.64), abs=1e-4)
     mean, std = (np.asarray(v, np.float32)[:, None, None] for v in (encoder.processor.mean, encoder.processor.std))
@@ -209,7 +207,7 @@ def test_images_that_are_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(errors.RequestError, match=match):
             encoder.embed(images)
-    with pytest.raises(errors.RequestError, match="pixel values: there is no preprocessor_config.json"):
+    with pytest.raises(errors.RequestError, match="preprocessor_config.json"):
         vision("dinov2_swiglu").embed([PLAIN])
     with pytest.raises(errors.NumericsError, match=r"1 of 2 results are not finite: 'images\[1\]'"):
         encoder.embed(np.stack([np.zeros((3, 30, 30), np.float32), np.full((3, 30, 30), np.nan, np.float32)]))
@@ -292,7 +290,7 @@ def test_flow_of_your_own() -> None:
     with pytest.raises(errors.GraphError, match="also requires 'more'"):
         more = flow.input("more", ("batch", 1, 1)).custom(lambda emit, x: x * emit.flow_input("more"))
         rlx.VisionEncoder(more, weights)
-    with pytest.raises(errors.RequestError, match="processor is 'ViT'; expected an ImageProcessor"):
+    with pytest.raises(errors.RequestError, match="'ViT'.*ImageProcessor"):
         rlx.VisionEncoder(flow, weights, processor="ViT")  # type: ignore[arg-type]
 
 
