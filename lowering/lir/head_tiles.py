@@ -1,8 +1,8 @@
-"""Products of the heads of one key head with blocks of keys, and of their weights with values, by `mma.m16n8k16`.
+"""Scores and weighted values of the query heads that share a key head, computed with `mma.m16n8k16`.
 
-Heads are the rows of the instruction, of which it has 16 and these products use 8; fewer are repeated. Its columns are
-keys in the first product and columns of values in the second, so that the weights of a lane are where the second one
-reads them. Keys and values go from memory to the registers of the lane that multiplies them.
+Query heads are rows of the instruction, which has 16 rows; 8 are used, and fewer heads are repeated to 8. Its columns
+are keys in the first product, and columns of the values in the second, so that each lane has the attention weights that
+it needs for the second product. Each lane loads the keys and values that it multiplies from global memory.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rlx_jax.lowering.lir.row_products import MAX_ROWS
 
 AnyArray = Any
 
-# The width of heads for which they were measured, and keys of a warp at a time.
+# The supported (measured) head width; number of keys of a warp per iteration.
 WIDTH, WARP_KEYS = 64, 16
 
 
 def query_layout(heads: int) -> Any:
-    """Return where the queries `[heads, width]` are, of 4 or 8 heads."""
+    """Return the layout of the queries `[heads, width]` of 4 or 8 heads."""
     copies = (plgpu.Replicated(MAX_ROWS // heads),) if heads < MAX_ROWS else ()
     tiles = plgpu.Tiling(((heads, 32), (8,)))
     warps = (plgpu.Replicated(WARPS),)
@@ -31,34 +31,34 @@ def query_layout(heads: int) -> Any:
 
 
 def key_layout() -> Any:
-    """Return where a block of keys `[WARPS, WARP_KEYS, width]` is."""
+    """Return the layout of a block of keys `[WARPS, WARP_KEYS, width]`."""
     tiles = plgpu.Tiling(((WARPS, WARP_KEYS, 32), (8, 32), (8,)))
     return plgpu.Layout.TILED(tiles, warp_dims=(-6,), lane_dims=(-3, -2), vector_dim=-1)
 
 
 def value_layout() -> Any:
-    """Return where a block of values is: the keys of the weights of a lane, 8 columns of each.
+    """Return the layout of a block of values: a lane has 8 columns for each key with a weight in the lane.
 
-    The two columns of a lane in a result are 32 apart: lanes then store results to several banks of shared memory.
+    The two columns of a lane in a result are 32 apart, so that lanes store results to different shared memory banks.
     """
     tiles = plgpu.Tiling(((WARPS, WARP_KEYS, 64), (8, 64), (2, 32), (8,)))
     return plgpu.Layout.TILED(tiles, warp_dims=(-8,), lane_dims=(-2, -4, -5), vector_dim=-1)
 
 
 def score_layout() -> Any:
-    """Return where the scores `[8, WARPS, WARP_KEYS]` are."""
+    """Return the layout of the scores `[8, WARPS, WARP_KEYS]`."""
     tiles = plgpu.Tiling(((MAX_ROWS, WARPS, WARP_KEYS), (8,), (2,)))
     return plgpu.Layout.TILED(tiles, warp_dims=(-4,), lane_dims=(-5, -2), vector_dim=-1)
 
 
 def result_layout() -> Any:
-    """Return where the weighted values `[8, WARPS, width]` are."""
+    """Return the layout of the weighted values `[8, WARPS, width]`."""
     tiles = plgpu.Tiling(((MAX_ROWS, WARPS, 64), (32,), (8,), (4,)))
     return plgpu.Layout.TILED(tiles, warp_dims=(-5,), lane_dims=(-6, -3), vector_dim=-1)
 
 
 def score(queries: AnyArray, keys: AnyArray, interpret: bool) -> AnyArray:
-    """Return the products of queries and a block of keys, f32."""
+    """Return the scores of the queries for a block of keys, float32."""
     if interpret:
         y = jnp.einsum("hd,wkd->hwk", *(a.astype(jnp.float32) for a in (queries, keys)))
         return jnp.tile(y, (MAX_ROWS // len(queries), 1, 1))
@@ -68,7 +68,7 @@ def score(queries: AnyArray, keys: AnyArray, interpret: bool) -> AnyArray:
 
 
 def weigh(weights: AnyArray, values: AnyArray, interpret: bool) -> AnyArray:
-    """Return the sums of a block of values times the weights, bf16, of each warp, f32."""
+    """Return the sums of a block of values times the bf16 weights, float32, one sum per warp."""
     if interpret:
         return jnp.einsum("hwk,wkd->hwd", *(a.astype(jnp.float32) for a in (weights, values)))
     shape = (MAX_ROWS, WARPS, values.shape[2])
@@ -78,7 +78,7 @@ def weigh(weights: AnyArray, values: AnyArray, interpret: bool) -> AnyArray:
 
 
 def emit_scores(_: Any, queries: Any, keys: Any) -> Any:
-    """Emit the instructions of `score`, for registers of its operands."""
+    """Emit the instructions of `score` on the registers of its operands."""
     zero, halves = number(0), keys.registers.reshape(-1, 2)
     query_words = [words(register) for register in queries.registers.reshape(-1)]
     results = []
@@ -92,7 +92,7 @@ def emit_scores(_: Any, queries: Any, keys: Any) -> Any:
 
 
 def emit_values(shape: tuple[int, ...], _: Any, weights: Any, values: Any) -> Any:
-    """Emit the instructions of `weigh`, for registers of its operands."""
+    """Emit the instructions of `weigh` on the registers of its operands."""
     zero, f32_zero = number(0), mgpu.c(0.0, ir.F32Type.get())
     (low,), (high,) = (words(register) for register in weights.registers.reshape(-1))
     results = []
@@ -107,11 +107,11 @@ def emit_values(shape: tuple[int, ...], _: Any, weights: Any, values: Any) -> An
 
 
 def halves_of(first: Any, second: Any, upper: int) -> Any:
-    """Return the lower or the upper halves of two words as one."""
+    """Return a word of the lower or the upper halves of two words."""
     asm, selected = "prmt.b32 $0, $1, $2, $3;", number(0x7632 if upper else 0x5410)
     return llvm.inline_asm(ir.IntegerType.get_signless(32), [first, second, selected], asm, "=r,r,r,r")
 
 
 def vector_of(numbers: list[Any]) -> Any:
-    """Return numbers as one register."""
+    """Return scalars as one vector register."""
     return vector.from_elements(ir.VectorType.get((len(numbers),), numbers[0].type), numbers)

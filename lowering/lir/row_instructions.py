@@ -1,10 +1,10 @@
 """Instructions of the products of 2 to 8 rows with a tile of a weight (`row_products.py`), bf16 or packed.
 
-In its functions t is a `RowsTiling`.
+Rows of the weight are rows of the instruction `mma.m16n8k16`, and rows of x are its columns. Codes are converted to
+bf16 in registers, exactly. The scale of a group multiplies the sum of its products in float32, so that no value is
+rounded to the dtype of the weight, unlike in `PackedWeight.decode`.
 
-Rows of the weight are the rows of the instruction `mma.m16n8k16`, rows of x its columns. Codes become bf16 in
-registers, exactly: the scale of a group multiplies the sum of its products, in float32, so that values are not rounded
-to the dtype of the weight as `PackedWeight.decode` rounds them.
+In all functions `t` is a `RowsTiling`, the tiling of the weight. A run is a register of consecutive bytes of codes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rlx_jax.lowering.lir.packed_matvec import WARPS
 
 AnyArray = Any
 
-# Values of a group, which one scale multiplies; rows of the weight and of x in the instruction.
+# Number of values that share a scale; number of rows of the weight and of x in an instruction.
 GROUP, TILE_ROWS, COLUMNS = 32, 16, 8
 
 
 def factor_layout(count: int, itemsize: int) -> Any:
-    """Return the layout of scales `[8, count]`, of which a warp has a quarter, and the lanes of a row the same."""
+    """Return the layout of scales `[8, count]`: a quarter of them per warp, replicated over the lanes of a row."""
     per_warp = count // WARPS
     vector = math.gcd(per_warp, 16 // itemsize)
     tiles = ((8, count), (vector,)) if vector == per_warp else ((8, count), (per_warp,), (vector,))
@@ -38,19 +38,19 @@ def factor_layout(count: int, itemsize: int) -> Any:
 
 
 def sum_layout() -> Any:
-    """Return where the instruction leaves sums `[WARPS, 8, rows]`."""
+    """Return the layout of the results of the instruction, `[WARPS, 8, rows]`."""
     return plgpu.Layout.TILED(
         plgpu.Tiling(((WARPS, 8, 8), (2, 8), (1,))), warp_dims=(-6,), lane_dims=(-2, -5), vector_dim=-1
     )
 
 
 def product(t: Any, arrays: Sequence[AnyArray], x: AnyArray, interpret: bool) -> AnyArray:
-    """Return the sums of each warp, float32 `[WARPS, 8, TILE_ROWS]`; rows after the last of x repeat them.
+    """Return the sums of each warp, float32 `[WARPS, 8, TILE_ROWS]`; the rows of x are repeated to 8.
 
     Args:
-        t: how the weight is divided.
+        t: the tiling.
         arrays: the codes and the scales of a tile.
-        x: the rows of its columns.
+        x: the rows of x, at the columns of the tile.
         interpret: whether the kernel runs in Mosaic's interpreter, which has no instructions of the device.
     """
     if interpret:
@@ -64,7 +64,7 @@ def product(t: Any, arrays: Sequence[AnyArray], x: AnyArray, interpret: bool) ->
 
 
 def decoded(t: Any, arrays: Sequence[AnyArray]) -> AnyArray:
-    """Return the values of a tile, without constant arrays, which a kernel cannot have."""
+    """Return the values of a tile, computed without constant arrays, which a kernel cannot capture."""
     named = dict(zip(("codes", "scales"), arrays, strict=True))
     scales, columns = group_scales(named, t.scheme), t.tile_groups * GROUP
     size = GROUP // t.halves
@@ -77,10 +77,10 @@ def decoded(t: Any, arrays: Sequence[AnyArray]) -> AnyArray:
 
 
 def emit_product(t: Any, _: Any, *arrays: Any) -> Any:
-    """Emit the instructions of `product`, for registers of its operands."""
+    """Emit the instructions of `product` on the registers of its operands."""
     *weights, x = arrays
     groups, f32 = t.tile_groups // WARPS, ir.F32Type.get()
-    # The words of x of each group: four, or two of each half of a group.
+    # The words of x for each group: four, or two for each half of a group.
     x_words = [[w for register in row for w in words(register)] for row in x.registers.reshape(groups, -1)]
     total = [mgpu.c(0.0, f32)] * 4
     codes = weights[0].registers.reshape(2, -1)
@@ -94,7 +94,7 @@ def emit_product(t: Any, _: Any, *arrays: Any) -> Any:
 
 
 def values_of_run(t: Any, register: Any) -> list[list[Any]]:
-    """Return words of bf16 of the bytes of a run, for each of its groups."""
+    """Return the codes of a run as words of two bf16, for each group in the run."""
     parts = words(register)
     if not t.scheme:
         return [parts]
@@ -106,14 +106,14 @@ def values_of_run(t: Any, register: Any) -> list[list[Any]]:
 
 
 def upper_half(word: Any) -> Any:
-    """Return a word whose bytes have their upper halves in the lower ones."""
+    """Return a word with the upper four bits of each byte moved to the lower four."""
     return arith.shrui(word, number(4))
 
 
 def pairs(word: Any, mask: int, less: Any) -> list[Any]:
-    """Return the bytes of a word as 128 + byte, bf16, of which `mask` keeps bits, minus `less`, in two words.
+    """Convert the bytes of a word to bf16, as two words: the bits of 128 + byte that `mask` selects, minus `less`.
 
-    Without `less`, it is 128, or 256 if the highest bit of the byte is set.
+    If `less` is None, subtract 128, or 256 if the highest bit of the byte is set.
     """
     i32, differences = ir.IntegerType.get_signless(32), list[Any]()
     for selected in (0x7170, 0x7372):
@@ -125,19 +125,19 @@ def pairs(word: Any, mask: int, less: Any) -> list[Any]:
 
 
 def factor(array: Any, row: int, index: int) -> Any:
-    """Return an entry of the scales of one of the two rows of a lane."""
+    """Return one scale of one of the two rows of a lane."""
     registers = array.registers.reshape(2, -1)
     size = registers[0, 0].type.shape[0]
     return vector.extract(registers[row, index // size], [], [index % size])
 
 
 def float_of(bits: Any) -> Any:
-    """Return the float32 of the bits of a float16."""
+    """Convert the bits of a float16 to float32."""
     return arith.extf(ir.F32Type.get(), arith.bitcast(ir.F16Type.get(), bits))
 
 
 def six_bit_scale(array: Any, row: int, group: int, is_minimum: int) -> Any:
-    """Return the scale of a group, or its minimum, float32; see `six_bit_words`."""
+    """Return the scale or the minimum of a group in float32; see `six_bit_words`."""
     block, place = divmod(group, 8)
     floats, first, last = (factor(array, row, 4 * block + i) for i in (0, 1 + is_minimum, 3))
     if place < 4:
@@ -153,14 +153,14 @@ def six_bit_scale(array: Any, row: int, group: int, is_minimum: int) -> Any:
 def add_group(
     t: Any, factors: Any, total: list[Any], group: int, rows: Sequence[list[Any]], x: Sequence[Any]
 ) -> list[Any]:
-    """Return the total with the products of a group.
+    """Add the products of a group to the sums of a lane, and return the sums.
 
     Args:
-        t: how the weight is divided.
+        t: the tiling.
         factors: the scales of the tile.
-        total: the sums of a lane: two rows, each with two rows of x.
-        group: the number of the group.
-        rows: the words of its values, of both rows of a lane.
+        total: the four sums of a lane: two rows of the weight times two rows of x.
+        group: the index of the group.
+        rows: the words of its values, for both rows of the lane.
         x: the words of x.
     """
     zero, packing = [mgpu.c(0.0, ir.F32Type.get())] * 4, SCHEMES[t.scheme] if t.scheme else None
@@ -184,7 +184,7 @@ def add_group(
 
 
 def groups_of_run(t: Any, run: int) -> list[int]:
-    """Return the groups of a warp that the bytes of a run belong to: one, or one for each half of a byte."""
+    """Return the groups of a warp that are in a run: one, or two if each byte contains codes of two groups."""
     if t.bits >= 8 or t.vector == 4:
         return [run]
     runs = SCHEMES[t.scheme].codes[0].stride // GROUP  # runs whose upper halves follow

@@ -1,7 +1,7 @@
-"""This module runs a part of a planned program on the CPU that runs, to measure what its ops reach there.
+"""Measure the speed of a planned program on this CPU by running a few of its layers with random weights.
 
-What XLA reaches on a CPU depends on heads, widths, dtypes and implementations, on what it fuses, and on which weights
-caches hold, more than on the machine's limits. So a few layers of the program run with random weights.
+On a CPU the speed of XLA depends more on heads, widths, dtypes, implementations, fusion and the weights that fit the
+caches than on the peak rates of the machine.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from rlx_jax.ir.types import TensorType, is_float
 from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.lir.plan import Layout, Lir, array_programs, find_stack, state_leaves
 
-# A run decodes in so many dispatches, one after the other: in the first, caches hold what ran before.
+# Number of dispatches of a decoding run. Before the first one the caches contain other data.
 DISPATCHES = 8
-# Random values, repeated in every parameter, that experts are chosen evenly by; their number divides no axis.
+# Number of random values, repeated in every parameter. It divides no axis, so that a router selects experts evenly.
 RANDOM_VALUES = 1_000_003
 
 
 def cut_layers(graph: Graph, layers: int) -> Graph:
-    """Return a program with at most so many iterations of each of its regions, of the first layers."""
+    """Return a program with the first `layers` iterations of each of its repeated regions."""
 
     def cut(node: Node) -> Node:
         op = node.op
@@ -41,7 +41,7 @@ def cut_layers(graph: Graph, layers: int) -> Graph:
 
 
 def _of_layers(body: Graph, count: int, layers: int) -> Graph:
-    """Return the body of a region whose parameters are those of the first layers alone."""
+    """Return the body of a region with the parameters of the first `layers` of its `count` layers."""
     nodes = (
         replace(n, op=replace(n.op, programs=n.op.programs[:layers]))
         if isinstance(n.op, Param) and len(n.op.programs) == count
@@ -67,7 +67,7 @@ def _stored(graph: Graph, layout: Layout) -> Iterator[Program]:
 
 
 def sample_run(lir: Lir, layout: Layout, steps: int) -> Callable[[], Any]:
-    """Return a run of a program on this CPU with random parameters: once, or so many steps of decoding."""
+    """Return a function that runs a program on this CPU with random parameters, once or for several decoding steps."""
     graph = lir.graph
     random = np.random.default_rng(0).standard_normal(RANDOM_VALUES, np.float32) * 0.02
 
@@ -113,6 +113,6 @@ def sample_run(lir: Lir, layout: Layout, steps: int) -> Callable[[], Any]:
 
 
 def sample_seconds(lir: Lir, layout: Layout, steps: int) -> float:
-    """Return the seconds of a run of a program, or of one of several steps of decoding."""
+    """Return the seconds that a program takes; for several decoding steps, the seconds of one."""
     (seconds,) = least_seconds([sample_run(lir, layout, steps)], 0.5)
     return seconds / (steps * DISPATCHES if steps > 1 else 1)
