@@ -11,15 +11,14 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from rlx_jax.ir.graph import BodyInput, Builder, Graph, Param, TypeCache
 from rlx_jax.ir.hir import Route
 from rlx_jax.ir.kernel_group import ExpertGroup
-from rlx_jax.ir.ops.experts import ExpertFfn
+from rlx_jax.ir.ops.experts import ClampedGate, ExpertFfn
 from rlx_jax.ir.ops.pointwise import Binary, CastTo
 from rlx_jax.ir.param import Key
 from rlx_jax.ir.paths import Origin
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lir.expert_groups import find_tilings, group_experts, run_experts
-from rlx_jax.lowering.lir.expert_products import ROWS, fits_products, multiply_choices
-from rlx_jax.lowering.lir.experts import combine, sort_into_blocks
+from rlx_jax.lowering.lir.expert_products import grouped, multiply_choices
 from tests.interpreter import interpreted, needs_mosaic
 
 EXPERTS, ROUTE = ExpertFfn(), Route(8)
@@ -75,21 +74,70 @@ def test_the_kernels_are_the_ops(case: str) -> None:
     assert np.abs(got - right).max() <= 0.02 * np.abs(right).max()
 
 
+CLAMPED: dict[str, Any] = {"biased": True, "clamp": ClampedGate(1.3, 1.7, 0.6)}
+
+# Tokens with 2 of 4 experts each, and the widths of experts, by rows of a block.
+PRODUCTS: dict[str, tuple[int, tuple[int, int], ExpertFfn]] = {
+    "16 rows, [in, out], biases": (16, (192, 64), ExpertFfn(contract=0, **CLAMPED)),
+    "128 rows": (132, (128, 256), EXPERTS),
+    "16 rows": (7, (64, 320), EXPERTS),
+    "32 rows, biases": (30, (192, 128), ExpertFfn(**CLAMPED)),
+    "64 rows": (80, (128, 128), ExpertFfn("gelu")),
+    "64 rows, [in, out]": (63, (128, 192), ExpertFfn(contract=0)),
+    "128 rows, [in, out], biases": (200, (64, 64), ExpertFfn("gelu_tanh", contract=0, **CLAMPED)),
+    "128 rows, counted": (1030, (64, 64), EXPERTS),
+}  # fmt: skip
+
+
+def product_arrays(tokens: int, widths: tuple[int, int], op: ExpertFfn, dtype: Any = BF16) -> list[jax.Array]:
+    """Return tokens of which expert 0 has all, expert 1 none, and experts 2 and 3 some, and 4 experts."""
+    rng, (inner, hidden) = np.random.default_rng(0), widths
+    sizes = ((inner, hidden), (inner, hidden), (hidden, inner))
+    weights = [rng.normal(size=(4, *(size if op.contract else size[::-1]))) / size[1] ** 0.5 for size in sizes]
+    x, *weights = (jnp.asarray(a, dtype) for a in (rng.normal(size=(tokens, hidden)), *weights))
+    ids = np.stack([np.zeros(tokens, np.int32), np.where(np.arange(tokens) < 0.75 * tokens, 2, 3)], 1)
+    biases = [jnp.asarray(rng.normal(size=(4, n)), F32) for n in (inner, inner, hidden)] if op.biased else []
+    return [x, *weights, jnp.asarray(rng.uniform(0.1, 1, ids.shape), F32), jnp.asarray(ids, jnp.int32), *biases]
+
+
 @needs_mosaic
-def test_products_of_blocks_are_the_op() -> None:
-    """Of experts with a full block, with less than half of one, and with none, in Mosaic's interpreter."""
-    rng, tokens = np.random.default_rng(0), 132
-    sizes = (tokens, 256), (4, 128, 256), (4, 128, 256), (4, 256, 128)
-    x, *weights = (jnp.asarray(rng.normal(size=size) / size[-1] ** 0.5, BF16) for size in sizes)
-    ids = jnp.stack([jnp.zeros(tokens, jnp.int32), jnp.where(jnp.arange(tokens) < 100, 2, 3)], 1)
-    shares = jnp.asarray(rng.uniform(0.1, 1, ids.shape), F32)
-    choices = sort_into_blocks(ids, 4, ROWS)
-    assert choices.row_mask.sum(1).tolist()[:4] == [ROWS, tokens - ROWS, 100, 32]
-    assert fits_products(EXPERTS, x, weights[0])
-    rows = interpreted(multiply_choices, EXPERTS, x, weights, choices, 2)
-    found, want = combine(choices.unsort(rows).astype(F32), x, shares), EXPERTS.eval(x, *weights, shares, ids)
+@pytest.mark.parametrize(
+    "case", [*list(PRODUCTS)[:2], *(pytest.param(c, marks=pytest.mark.slow) for c in list(PRODUCTS)[2:])]
+)
+def test_products_of_blocks_are_the_op(case: str) -> None:
+    """Of experts with a full block, with less than half of one, and with none; their sums are not rounded."""
+    tokens, widths, op = PRODUCTS[case]
+    given = product_arrays(tokens, widths, op)
+    found, want = (
+        interpreted(multiply_choices, op, *given),
+        op.eval(*(jnp.asarray(a, F32) if a.dtype == BF16 else a for a in given)),
+    )
     got, right = (np.asarray(a, np.float32) for a in (found, want))
-    assert np.abs(got - right).max() <= 0.02 * np.abs(right).max()
+    assert found.dtype == BF16 and np.abs(got - right).max() <= 0.01 * np.abs(right).max()
+
+
+def test_products_of_blocks_have_the_gradient_of_the_op() -> None:
+    tokens, widths, op = PRODUCTS["16 rows, [in, out], biases"]
+    given = product_arrays(tokens, widths, op, F32)
+    floats = [i for i, a in enumerate(given) if a.dtype == F32]
+
+    def slopes(run: Any) -> Any:
+        return jax.jit(jax.grad(lambda *a: jnp.sum(jnp.cos(run(*a))), floats))(*given)
+
+    for got, want in zip(slopes(lambda *a: grouped(op, *a)), slopes(op.eval), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * float(jnp.abs(want).max()))
+
+
+@needs_mosaic
+@pytest.mark.parametrize("tokens", [1, 60, 1000])
+def test_products_of_blocks_lower_for_a_gpu(tokens: int) -> None:
+    """Of experts as gpt-oss has, of widths that tiles do not divide; the device's own instructions copy their rows."""
+    op = ExpertFfn(contract=0, **CLAMPED)
+    h200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
+    given = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in product_arrays(tokens, (320, 448), op)]
+    run: Any = jax.jit(lambda *a: multiply_choices(op, *a))
+    with use_abstract_mesh(h200):
+        assert run.trace(*given).lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu_v2") == 2
 
 
 @needs_mosaic

@@ -8,7 +8,7 @@ other tiles. Otherwise XLA runs a sort, two products with gathered weights, and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from rlx_jax.ir.ops.reduce import Reduce, Softmax
 from rlx_jax.ir.param import packing_of
 from rlx_jax.ir.queries import find_readers
 from rlx_jax.ir.region import group_body, join_nodes
-from rlx_jax.lowering.lir.kernel_trace import KernelTrace, unsupported_primitive
+from rlx_jax.lowering.lir.kernel_trace import KernelTrace, trace, unsupported_primitive
 from rlx_jax.lowering.lir.matvec import (
     SLOTS,
     Layouts,
@@ -88,7 +88,7 @@ def members_of(graph: Graph, number: int, readers: Mapping[Value, Sequence[int]]
         and all(isinstance(leaf, Param) and not any(map(packing_of, leaf.programs)) for leaf in leaves)
         and all(graph.type(v).dtype == jnp.bfloat16 for v in (x, *experts))
         and find_tilings(count, *map(int, graph.type(experts[0]).shape[1:])) is not None
-        and not unsupported_primitive(trace(op.gated, 2).jaxpr.jaxpr, 1, False)
+        and not unsupported_primitive(trace(op.gated, 2, jnp.bfloat16).jaxpr.jaxpr, 1, False)
     )  # fmt: skip
     members, pending = {number, ids.node}, [weights.node]
     while is_known and pending:
@@ -142,13 +142,6 @@ def find_tilings(count: int, inner: int, hidden: int) -> tuple[Tiling, Tiling] |
     return replace(up, rows=count * inner, programs=count * programs), replace(down, programs=used)
 
 
-def trace(function: Callable[..., AnyArray], operands: int) -> KernelTrace:
-    """Return an elementwise function of bf16 as equations."""
-    return KernelTrace(
-        jax.make_jaxpr(lambda *a: (function(*a),))(*[jax.ShapeDtypeStruct((1,), jnp.bfloat16)] * operands)
-    )
-
-
 def run_experts(op: ExpertGroup, *arrays: AnyArray, interpret: Any = None) -> tuple[AnyArray, ...]:
     """Compute a group by its kernels; `interpret` as in `matvec`."""
     logits, x, *weights = arrays
@@ -189,7 +182,7 @@ def stream_experts(
             rows = pl.ds((expert - choice) * inner + row, up.tile_rows)
             return weight_refs[part].at[rows, pl.ds(line, up.tile_lines)]
 
-        spec = Matvec(up, trace(lambda x: x, 1), trace(mixture.gated, 2), (bf16,), (bf16,), bf16)
+        spec = Matvec(up, trace(lambda x: x, 1, bf16), trace(mixture.gated, 2, bf16), (bf16,), (bf16,), bf16)
         tiles = WeightTiles(up, source, row_ref, slots, copied, first, (last - first) * up.chunks, layouts)
         run_program(spec, layouts, [x_ref], [], [out_ref], [], tiles, last - first)
 
@@ -211,7 +204,7 @@ def stream_experts(
         def factor(chunk: AnyArray) -> AnyArray:
             return shares_ref[chunk // chunks]
 
-        epilogue = trace(lambda y, *residual: sum(residual, y), 1 + len(entry_refs))
+        epilogue = trace(lambda y, *residual: sum(residual, y), 1 + len(entry_refs), bf16)
         spec = Matvec(down, prologue, epilogue, (bf16,), (bf16,), bf16)
         tiles = WeightTiles(down, source, row_ref, slots, copied, first, (last - first) * down.chunks, layouts, factor)
         run_program(spec, layouts, [x_ref], entry_refs, [out_ref], [], tiles, last - first)

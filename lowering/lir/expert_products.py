@@ -1,21 +1,23 @@
-"""One Pallas kernel (Mosaic GPU) for the products of blocks of rows with the weights of their experts, on `wgmma`.
+"""The Pallas kernel (Mosaic GPU) of `grouped`: products of blocks of rows with their experts' weights, on `wgmma`.
 
-A program has a warpgroup that copies and two that multiply, each half of a block's rows, and computes a tile of the
-result after another: one program runs on each multiprocessor. Weights are copied by TMA, and so are rows that are
+A program has a warpgroup that copies and one or two that multiply, each 64 of a block's rows, and computes a tile of
+the result after another: one program runs on each multiprocessor. Weights are copied by TMA, and so are rows that are
 neighbours. Rows that are gathered are copied by `cp.async`, straight into the layout that `wgmma` reads, so that no
-array of them exists. A warpgroup without rows in the last block of an expert computes nothing.
+array of them exists. A warpgroup without rows in the last block of an expert computes nothing. Small blocks are bound
+by reading weights: `wgmma` multiplies 64 rows, of which as many are copied and written as the block has.
 
-Measured on one H200, bf16, a layer of 16,384 tokens, 8 of 128 experts of width 768 over 2048, µs: gate, up and the
-activation 1,270, of which 1,024 if nothing is copied, down 616 and 507; the kernels of `kernels.py` 1,448 and 784, two
-dense products of as many operations by cuBLAS 1,009 and 520. Blocks of a column of tiles one after another, 3 slots,
-warpgroups that begin one after the other, approximate exponentials, barriers that copies complete, blocks of 192 rows
-by three warpgroups, and reading the next tile's weights into the cache ahead gain nothing.
+Measured on one H200, bf16, 128 experts of width 768 over 2048, 8 for each token, µs a layer: 64 tokens 300, 256 tokens
+317, 1,024 tokens 389; the kernels in Triton's dialect before these 290, 335 and 420. 16,384 tokens: gate, up and the
+activation 1,270, of which 1,024 if nothing is copied, down 616 and 507; two dense products of as many operations by
+cuBLAS 1,009 and 520. Blocks of a column of tiles one after another, 3 slots, warpgroups that begin one after the other,
+approximate exponentials, barriers that copies complete, blocks of 192 rows by three warpgroups, and reading the next
+tile's weights into the cache ahead gain nothing.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -23,18 +25,24 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.ir.ops.experts import ExpertFfn
-from rlx_jax.ir.types import short_name
-from rlx_jax.lowering.lir.experts import SortedChoices
+from rlx_jax.lowering.lir.experts import blocked, combine, compare_into_blocks
+from rlx_jax.lowering.lir.implementations import with_reference
+from rlx_jax.lowering.lir.kernel_trace import KernelTrace, trace
+from rlx_jax.lowering.lir.kernels import count_into_blocks
 from rlx_jax.lowering.lir.mosaic import arith, ir, llvm, load, mgpu, pl, plgpu, vector
 
 AnyArray = Any
 
-# Rows of a block and of a warpgroup, columns of a tile of all weights, and the contracted entries of a step.
-ROWS, OWN_ROWS, COLUMNS, DEPTH = 128, 64, 256, 64
+# Rows of the largest block and of a warpgroup, columns of a tile of all weights, and of a piece of the result, and the
+# contracted entries of a step.
+ROWS, OWN_ROWS, COLUMNS, PIECE, DEPTH = 128, 64, 256, 64, 64
 
 # Steps that shared memory has room for; the steps last begun, for whose gathered rows a program does not wait yet; and
 # programs. With as many of the second as of the first, copies and products would wait for each other.
 SLOTS, LAG, PROGRAMS = 4, 2, 132
+
+# Columns of a tile, and steps, where one warpgroup multiplies.
+SMALL_COLUMNS, SMALL_SLOTS = 256, 4
 
 # Registers of a thread that copies, and of one that multiplies.
 COPYING, MULTIPLYING = 40, 232
@@ -42,42 +50,46 @@ COPYING, MULTIPLYING = 40, 232
 # Threads that copy a row together, 16 bytes each, and bytes of a row of a step.
 ROW_THREADS, ROW_BYTES = 8, 128
 
+# Rows of blocks, by the number of choices of an expert, on average, up to which they are used; `ROWS` beyond.
+BLOCKS = {8: 16, 16: 32, 64: 64}
 
-def fits_products(op: ExpertFfn, x: AnyArray, gate: AnyArray) -> bool:
-    """Return whether the kernel computes the products of a mixture: 16-bit floats, sizes that tiles divide."""
-    _, inner, hidden = gate.shape
-    is_divided = inner % (COLUMNS // 2) == 0 and hidden % COLUMNS == 0
-    return bool(op.contract) and not op.biased and is_divided and short_name(x.dtype) in ("bf16", "f16")
+# Number of choices up to which all pairs are compared instead of counting choices by expert.
+MAX_COMPARED_CHOICES = 2048
 
 
-def multiply_choices(
-    op: ExpertFfn, tokens: AnyArray, weights: Sequence[AnyArray], choices: SortedChoices, top: int,
-    interpret: Any = None,
-) -> AnyArray:  # fmt: skip
-    """Return the results of each row of the blocks of choices, by two kernels.
+def multiply_choices(op: ExpertFfn, *arrays: AnyArray, interpret: Any = None) -> AnyArray:
+    """Compute the op by two kernels over blocks of choices of one expert each.
 
     Args:
         op: the mixture.
-        tokens: the tokens.
-        weights: gate, up and down of all experts.
-        choices: blocks of `ROWS` choices of one expert each.
-        top: choices of a token.
+        arrays: operands as in `ExpertFfn`.
         interpret: parameters of Mosaic's interpreter; None to compile.
     """
-    blocks = choices.block_expert.astype(jnp.int32), choices.row_mask.sum(-1, dtype=jnp.int32)
-    token = choices.row_choice.reshape(-1).astype(jnp.int32) // top
-    return run_products(op, tokens, weights, *blocks, token, interpret)
+    x, gate, up, down, weights, ids, *biases = arrays
+    rows = next((rows for most, rows in BLOCKS.items() if ids.size <= most * len(gate)), ROWS)
+    build_blocks = compare_into_blocks if ids.size <= MAX_COMPARED_CHOICES else count_into_blocks
+    choices = build_blocks(ids, len(gate), rows)
+    tokens, token = x.reshape(-1, x.shape[-1]), choices.row_choice.reshape(-1).astype(jnp.int32) // ids.shape[-1]
+    has_rows = choices.row_mask[:, ::OWN_ROWS].astype(jnp.int32)
+    out = run_products(
+        op, tokens, (gate, up, down), biases, choices.block_expert.astype(jnp.int32), has_rows, token, interpret
+    )
+    return combine(choices.unsort(out).astype(jnp.float32), x, weights)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 6))  # equal layers of a program are lowered once
+grouped = with_reference(blocked)(multiply_choices)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 7))  # equal layers of a program are lowered once
 def run_products(
-    op: ExpertFfn, tokens: AnyArray, weights: Sequence[AnyArray], block_expert: AnyArray, count: AnyArray,
-    token: AnyArray, interpret: Any,
+    op: ExpertFfn, tokens: AnyArray, weights: Sequence[AnyArray], biases: Sequence[AnyArray], block_expert: AnyArray,
+    has_rows: AnyArray, token: AnyArray, interpret: Any,
 ) -> AnyArray:  # fmt: skip
     """Return the results of each row of some blocks, with operands as in `multiply_blocks`."""
-    gate, up, down = weights
-    rows = multiply_blocks(op.gated, tokens, (gate, up), block_expert, count, token, interpret)
-    return multiply_blocks(lambda y: y, rows, (down,), block_expert, count, None, interpret)
+    multiply = functools.partial(multiply_blocks, op.contract, block_expert, has_rows, interpret)
+    gated, unchanged = trace(op.gated, 2, jnp.float32), trace(lambda y: y, 1, jnp.float32)
+    rows = multiply(gated, tokens, weights[:2], biases[:2], token)
+    return multiply(unchanged, rows, weights[2:], biases[2:], None)
 
 
 class ProductSizes(NamedTuple):
@@ -85,6 +97,8 @@ class ProductSizes(NamedTuple):
 
     Attributes:
         weights: one or two weights are multiplied with.
+        contract: 1 for weights `[experts, columns, depth]`, 0 for `[experts, depth, columns]`.
+        rows: rows of a block.
         columns: columns of the result.
         depth: contracted entries.
         is_gathered: the rows of the blocks are numbers of rows.
@@ -92,20 +106,33 @@ class ProductSizes(NamedTuple):
     """
 
     weights: int
+    contract: int
+    rows: int
     columns: int
     depth: int
     is_gathered: bool
     programs: int
 
     @property
+    def groups(self) -> int:
+        """Return the warpgroups that multiply, each as many as `OWN_ROWS` rows: a small block has fewer."""
+        return -(-self.rows // OWN_ROWS)
+
+    @property
     def tile_columns(self) -> int:
         """Return the columns of a tile of the result."""
-        return COLUMNS // self.weights
+        limit = COLUMNS if self.groups > 1 else SMALL_COLUMNS
+        return min(limit // self.weights, self.columns)
+
+    @property
+    def slots(self) -> int:
+        """Return the steps that shared memory has room for."""
+        return SLOTS if self.groups > 1 else SMALL_SLOTS
 
     @property
     def tiles_in_row(self) -> int:
-        """Return the number of tiles of a block."""
-        return self.columns // self.tile_columns
+        """Return the number of tiles of a block; copies of the last one leave out what is past the last column."""
+        return -(-self.columns // self.tile_columns)
 
     @property
     def steps(self) -> int:
@@ -113,29 +140,41 @@ class ProductSizes(NamedTuple):
         return self.depth // DEPTH
 
     @property
-    def pieces(self) -> int:
-        """Return in how many pieces a tile is written: shared memory has room for one, or for two of four."""
-        return 1 if self.weights == 2 else 4
+    def products(self) -> int:
+        """Return the products of a step: of all weights at once, if their columns follow each other in memory."""
+        return 1 if self.contract else self.weights
+
+    @property
+    def product_columns(self) -> int:
+        """Return the columns of a product."""
+        return self.tile_columns * self.weights // self.products
+
+    def oriented(self, columns: Any, entries: Any) -> tuple[Any, Any]:
+        """Return columns and contracted entries in the order of a weight's axes."""
+        return (columns, entries) if self.contract else (entries, columns)
 
 
 class ProductRefs(NamedTuple):
     """Operands of a program: references to memory of the device and shared memory, barriers, and its place.
 
     Attributes:
-        experts, counts, used: the expert of each block and the number of its rows, and the number of blocks with rows.
+        experts, used: the expert of each block, and the number of blocks with rows.
+        x: the rows.
+        parts: for each warpgroup after the first one, whether it has rows of a block.
         numbers: the rows of x that blocks have, if they are gathered.
-        x, weights, out: the rows, the weights and the result.
+        weights, biases, out: the weights, their biases if they have any, and the result.
         x_tiles, w_tiles, out_tiles: shared memory for steps of rows and of weights, and for pieces of the result.
         x_copied, w_copied, consumed: for each slot of a step, a barrier of copies of rows, of weights, and of products.
         group, program: the number of the warpgroup, and of the program.
     """
 
     experts: Any
-    counts: Any
     used: Any
-    numbers: Any
     x: Any
+    parts: Any
+    numbers: Any
     weights: Any
+    biases: Any
     out: Any
     x_tiles: Any
     w_tiles: Any
@@ -151,149 +190,166 @@ class ProductRefs(NamedTuple):
         number = self.program + tile * sizes.programs
         return lax.div(number, sizes.tiles_in_row), lax.rem(number, sizes.tiles_in_row)
 
-    def await_step(self, step: AnyArray) -> AnyArray:
+    def await_step(self, sizes: ProductSizes, step: AnyArray) -> AnyArray:
         """Wait until a step is in shared memory, and return its slot."""
-        slot = lax.rem(step, SLOTS)
+        slot = lax.rem(step, sizes.slots)
         plgpu.barrier_wait(self.x_copied.at[slot])
         plgpu.barrier_wait(self.w_copied.at[slot])
         return slot
 
 
 def multiply_blocks(
-    finish: Callable[..., AnyArray], x: AnyArray, weights: Sequence[AnyArray], block_expert: AnyArray, count: AnyArray,
-    number: AnyArray | None, interpret: Any,
+    contract: int, block_expert: AnyArray, has_rows: AnyArray, interpret: Any, finish: KernelTrace, x: AnyArray,
+    weights: Sequence[AnyArray], biases: Sequence[AnyArray], number: AnyArray | None,
 ) -> AnyArray:  # fmt: skip
-    """Compute `finish(x W₀ᵀ, …)` of every block with rows; rows after the last one of a block have any values.
+    """Compute `finish(x W₀ + b₀, …)` of every block with rows; rows after the last one of a block have any values.
 
     Args:
+        contract: as in `ExpertFfn`.
+        block_expert: the expert of each block `[n]`.
+        has_rows: whether each `OWN_ROWS` of its rows, or all, have any `[n, ceil(rows / OWN_ROWS)]`, 0 or 1; blocks
+            without rows come last.
+        interpret: parameters of Mosaic's interpreter; None to compile.
         finish: an elementwise function of the products.
         x: the rows.
-        weights: one or two weights `[experts, columns, K]`.
-        block_expert: the expert of each block `[n]`.
-        count: the number of its rows `[n]`; blocks without rows come last.
-        number: which row of x each row of the blocks is `[n · ROWS]`; None if they are the rows of x.
-        interpret: parameters of Mosaic's interpreter; None to compile.
+        weights: one or two weights of all experts.
+        biases: their biases `[experts, columns]`, or none.
+        number: which row of x each row of the blocks is; None if they are the rows of x.
     """
-    used = (count > 0).sum(dtype=jnp.int32)[None]
+    used, parts = has_rows[:, 0].sum(dtype=jnp.int32)[None], list(has_rows.T[1:])
+    block_rows = len(x if number is None else number) // len(block_expert)
     if interpret is not None and number is not None:  # the interpreter has no instructions of the device
         x, number = x[number], None
     numbers = [] if number is None else [number]
-    _, columns, depth = weights[0].shape
-    sizes = ProductSizes(len(weights), columns, depth, number is not None, PROGRAMS if interpret is None else 3)
+    depth, columns = x.shape[1], weights[0].shape[1 if contract else 2]
+    programs = PROGRAMS if interpret is None else 3
+    sizes = ProductSizes(len(weights), contract, block_rows, columns, depth, number is not None, programs)
 
-    def body(*refs: Any) -> None:
-        (experts, counts, used), (x_ref, *others) = refs[:3], refs[3 + len(numbers) :]
-        given = experts, counts, used, refs[3 : 3 + len(numbers)], x_ref, others[: len(weights)]
+    def body(experts: Any, used: Any, x_ref: Any, *refs: Any) -> None:
+        given = iter(refs)
+        lists = [[next(given) for _ in arrays] for arrays in (parts, numbers, weights, biases)]
         place = lax.axis_index("group"), lax.axis_index("program")
-        run_group(sizes, finish, ProductRefs._make((*given, *others[len(weights) :], *place)))
+        run_group(sizes, finish, ProductRefs._make((experts, used, x_ref, *lists, *given, *place)))
 
-    tiling, buffers = transforms(), min(sizes.pieces, 2)
+    padding = sizes.tiles_in_row * sizes.tile_columns - columns
+    biases = [jnp.pad(bias, ((0, 0), (0, padding))) for bias in biases]
+    groups, weight_shape = sizes.groups, sizes.oriented(sizes.product_columns, DEPTH)
     scratch: list[Any] = [
-        plgpu.SMEM((SLOTS, ROWS, DEPTH), x.dtype, transforms=tiling),
-        plgpu.SMEM((SLOTS, COLUMNS, DEPTH), x.dtype, transforms=tiling),
-        plgpu.SMEM((2, buffers, OWN_ROWS, sizes.tile_columns // sizes.pieces), x.dtype, transforms=tiling),
-        plgpu.Barrier(num_barriers=SLOTS),
-        plgpu.Barrier(num_arrivals=len(weights), num_barriers=SLOTS),
-        plgpu.Barrier(num_arrivals=2, num_barriers=SLOTS),
+        plgpu.SMEM((sizes.slots, groups * OWN_ROWS, DEPTH), x.dtype, transforms=transforms()),
+        plgpu.SMEM((sizes.slots, sizes.products, *weight_shape), x.dtype, transforms=transforms()),
+        plgpu.SMEM((groups, 2, OWN_ROWS, PIECE), x.dtype, transforms=transforms()),
+        plgpu.Barrier(num_barriers=sizes.slots),
+        plgpu.Barrier(num_arrivals=len(weights), num_barriers=sizes.slots),
+        plgpu.Barrier(num_arrivals=groups, num_barriers=sizes.slots),
     ]
     run = plgpu.kernel(
-        body, out_type=jax.ShapeDtypeStruct((len(block_expert) * ROWS, columns), x.dtype), grid=(sizes.programs,),
-        grid_names=("program",), num_threads=3, thread_name="group", scratch_types=scratch,
-        **({} if interpret is None else {"interpret": interpret}),
+        body, out_type=jax.ShapeDtypeStruct((len(block_expert) * block_rows, columns), x.dtype),
+        grid=(sizes.programs,), grid_names=("program",), num_threads=groups + 1, thread_name="group",
+        scratch_types=scratch, **({} if interpret is None else {"interpret": interpret}),
     )  # fmt: skip
-    return run(block_expert, count, used, *numbers, x, *weights)
+    return run(block_expert, used, x, *parts, *numbers, *weights, *biases)
 
 
-def run_group(sizes: ProductSizes, finish: Callable[..., AnyArray], refs: ProductRefs) -> None:
+def run_group(sizes: ProductSizes, finish: KernelTrace, refs: ProductRefs) -> None:
     """Run a warpgroup of a program: the last one copies, the others multiply."""
     tiles = refs.used[0] * sizes.tiles_in_row
     num_tiles = lax.div(tiles - refs.program + sizes.programs - 1, sizes.programs)
     end = num_tiles * sizes.steps
 
-    @pl.when(refs.group == 2)
+    @pl.when(refs.group == sizes.groups)
     def _() -> None:
-        plgpu.set_max_registers(COPYING, action="decrease")
+        if sizes.groups > 1:  # otherwise all threads have enough
+            plgpu.set_max_registers(COPYING, action="decrease")
         pl.loop(0, num_tiles)(functools.partial(copy_tile, sizes, refs))
         await_end(sizes, refs, end)
 
-    @pl.when(refs.group < 2)
+    @pl.when(refs.group < sizes.groups)
     def _() -> None:
-        plgpu.set_max_registers(MULTIPLYING, action="increase")
+        if sizes.groups > 1:
+            plgpu.set_max_registers(MULTIPLYING, action="increase")
         pl.loop(0, num_tiles)(functools.partial(multiply_tile, sizes, finish, refs))
         plgpu.wait_smem_to_gmem(0)
 
 
-def multiply_tile(sizes: ProductSizes, finish: Callable[..., AnyArray], refs: ProductRefs, tile: AnyArray) -> None:
-    """Compute the half of a tile that a warpgroup has, and write it; without rows, free the steps alone."""
+def multiply_tile(sizes: ProductSizes, finish: KernelTrace, refs: ProductRefs, tile: AnyArray) -> None:
+    """Compute the part of a tile that a warpgroup has, and write it; without rows, free the steps alone."""
     block, column = refs.place(sizes, tile)
-    first, is_filled = tile * sizes.steps, refs.counts[block] > refs.group * OWN_ROWS
+    first, width = tile * sizes.steps, sizes.tile_columns
+    is_filled = functools.reduce(jnp.logical_or, [part[block] > 0 for part in refs.parts], refs.group == 0)
 
     @pl.when(jnp.logical_not(is_filled))
     def _() -> None:
         @pl.loop(0, sizes.steps)
         def _(k: AnyArray) -> None:
-            plgpu.barrier_arrive(refs.consumed.at[refs.await_step(first + k)])
+            plgpu.barrier_arrive(refs.consumed.at[refs.await_step(sizes, first + k)])
 
-    def accumulate(sums: Any) -> AnyArray:
+    def accumulate(*sums: Any) -> tuple[AnyArray, ...]:
         @pl.loop(0, sizes.steps)
         def _(k: AnyArray) -> None:
-            slot = refs.await_step(first + k)
+            slot = refs.await_step(sizes, first + k)
             rows = refs.x_tiles.at[slot, pl.ds(refs.group * OWN_ROWS, OWN_ROWS)]
-            plgpu.wgmma(sums, rows, refs.w_tiles.at[slot].transpose((1, 0)))
+            for p, total in enumerate(sums):
+                weights = refs.w_tiles.at[slot, p]
+                plgpu.wgmma(total, rows, weights.transpose((1, 0)) if sizes.contract else weights)
             plgpu.wgmma_wait(0)  # the other warpgroup multiplies meanwhile
             plgpu.barrier_arrive(refs.consumed.at[slot])
 
-        return sums[...]
+        return tuple(total[...] for total in sums)
 
     @pl.when(is_filled)
     def _() -> None:
-        sums = pl.run_scoped(accumulate, cast(Any, plgpu).ACC((OWN_ROWS, COLUMNS), jnp.float32))
-        width = sizes.tile_columns
-        products = [sums[:, p * width : (p + 1) * width] for p in range(sizes.weights)] if sizes.weights > 1 else [sums]
-        write_tile(sizes, refs, block, column, finish(*products).astype(refs.out.dtype))
+        shape = OWN_ROWS, sizes.product_columns
+        sums = pl.run_scoped(accumulate, *[cast(Any, plgpu).ACC(shape, jnp.float32)] * sizes.products)
+        products = [y[:, i : i + width] if shape[1] > width else y for y in sums for i in range(0, shape[1], width)]
+        for p, bias in enumerate(refs.biases):
+            own = bias.at[refs.experts[block], pl.ds(column * width, width)]
+            row = load(own, plgpu.Layout.WGMMA.reduce(0), optimized=False).astype(jnp.float32)
+            products[p] += lax.broadcast_in_dim(row, products[p].shape, (1,))
+        write_tile(sizes, refs, tile, finish(*products)[0].astype(refs.out.dtype))
 
 
-def write_tile(sizes: ProductSizes, refs: ProductRefs, block: AnyArray, column: AnyArray, y: AnyArray) -> None:
-    """Write the half of a tile that a warpgroup has, piece by piece through shared memory."""
-    rows = pl.ds(block * ROWS + refs.group * OWN_ROWS, OWN_ROWS)
-    width, buffers = sizes.tile_columns // sizes.pieces, min(sizes.pieces, 2)
-    for piece in range(sizes.pieces):
-        buffer = refs.out_tiles.at[refs.group, piece % buffers]
-        plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
-        buffer[...] = y[:, piece * width : (piece + 1) * width] if sizes.pieces > 1 else y
+def write_tile(sizes: ProductSizes, refs: ProductRefs, tile: AnyArray, y: AnyArray) -> None:
+    """Write the part of a tile that a warpgroup has, piece by piece through shared memory."""
+    block, column = refs.place(sizes, tile)
+    size = min(sizes.rows, OWN_ROWS)
+    rows, first = pl.ds(block * sizes.rows + refs.group * OWN_ROWS, size), column * sizes.tile_columns
+    for piece in range(sizes.tile_columns // PIECE):
+        buffer = refs.out_tiles.at[refs.group, piece % 2]
+        plgpu.wait_smem_to_gmem(min(piece, 1), wait_read_only=True)
+        buffer[...] = y[:, piece * PIECE : (piece + 1) * PIECE] if y.shape[1] > PIECE else y
         plgpu.commit_smem()
-        place = refs.out.at[rows, pl.ds(column * sizes.tile_columns + piece * width, width)]
-        plgpu.copy_smem_to_gmem(buffer, place)
+        plgpu.copy_smem_to_gmem(buffer.at[pl.ds(0, size)], refs.out.at[rows, pl.ds(first + piece * PIECE, PIECE)])
 
 
 def copy_tile(sizes: ProductSizes, refs: ProductRefs, tile: AnyArray) -> None:
     """Copy the steps of a tile to shared memory, each once its slot is free."""
     block, column = refs.place(sizes, tile)
-    expert, rows = refs.experts[block], pl.ds(block * ROWS, ROWS)
-    own = [load(ref.at[rows], row_layout(), optimized=False) for ref in refs.numbers]
+    expert, rows = refs.experts[block], pl.ds(block * sizes.rows, sizes.rows)
+    own, width = [load(ref.at[rows], row_layout(), optimized=False) for ref in refs.numbers], sizes.tile_columns
 
     @pl.loop(0, sizes.steps)
     def _(k: AnyArray) -> None:
         step = tile * sizes.steps + k
-        slot, entries = lax.rem(step, SLOTS), pl.ds(k * DEPTH, DEPTH)
+        slot, entries = lax.rem(step, sizes.slots), pl.ds(k * DEPTH, DEPTH)
 
-        @pl.when(step >= SLOTS)
+        @pl.when(step >= sizes.slots)
         def _() -> None:
             plgpu.barrier_wait(refs.consumed.at[slot])
 
-        width = sizes.tile_columns
         for p, ref in enumerate(refs.weights):
-            source, target = ref.at[expert, pl.ds(column * width, width), entries], pl.ds(p * width, width)
-            plgpu.copy_gmem_to_smem(source, refs.w_tiles.at[slot, target], refs.w_copied.at[slot])
+            source = ref.at[expert, *sizes.oriented(pl.ds(column * width, width), entries)]
+            part = (0, pl.ds(p * width, width)) if sizes.contract else (p,)
+            plgpu.copy_gmem_to_smem(source, refs.w_tiles.at[slot, *part], refs.w_copied.at[slot])
+        x_tile = refs.x_tiles.at[slot, pl.ds(0, sizes.rows)]
         if not own:
-            plgpu.copy_gmem_to_smem(refs.x.at[rows, entries], refs.x_tiles.at[slot], refs.x_copied.at[slot])
+            plgpu.copy_gmem_to_smem(refs.x.at[rows, entries], x_tile, refs.x_copied.at[slot])
         else:
-            copy_rows(refs.x_tiles.at[slot], refs.x, own[0], k, sizes.depth)
+            copy_rows(x_tile, refs.x, own[0], k, sizes.depth)
 
             @pl.when(step >= LAG)
             def _() -> None:
                 wait_for_rows(LAG)
-                plgpu.barrier_arrive(refs.x_copied.at[lax.rem(step - LAG, SLOTS)])
+                plgpu.barrier_arrive(refs.x_copied.at[lax.rem(step - LAG, sizes.slots)])
 
 
 def await_end(sizes: ProductSizes, refs: ProductRefs, end: AnyArray) -> None:
@@ -303,13 +359,13 @@ def await_end(sizes: ProductSizes, refs: ProductRefs, end: AnyArray) -> None:
         @pl.when(end >= left)
         def _(left: int = left) -> None:
             wait_for_rows(left - 1)
-            plgpu.barrier_arrive(refs.x_copied.at[lax.rem(end - left, SLOTS)])
+            plgpu.barrier_arrive(refs.x_copied.at[lax.rem(end - left, sizes.slots)])
 
-    for left in range(1, SLOTS + 1):
+    for left in range(1, sizes.slots + 1):
 
         @pl.when(end >= left)
         def _(left: int = left) -> None:
-            plgpu.barrier_wait(refs.consumed.at[lax.rem(end - left, SLOTS)])
+            plgpu.barrier_wait(refs.consumed.at[lax.rem(end - left, sizes.slots)])
 
 
 def transforms() -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ and an expert.
 - `blocked` sorts choices by expert, pads each expert's choices to blocks of equal size, and multiplies all blocks as
   one batch. It computes only the necessary products and the padding of each expert's last block.
 - `looped` loops over the same blocks and skips empty ones.
-- `grouped` sorts too, and custom Pallas kernels read the weights of each block in place (`kernels.py`).
+- `grouped` sorts too, and Pallas kernels read the weights of each block in place (`expert_products.py`).
 - `ragged` sorts too and calls `jax.lax.ragged_dot`, which is one kernel on TPU; on other platforms it computes every
   expert for every token.
 
@@ -35,6 +35,7 @@ from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.device import Device
 from rlx_jax.ir.ops.experts import ExpertFfn, add_bias
 from rlx_jax.ir.types import short_name
+from rlx_jax.lowering.lir.kernel_trace import trace, unsupported_primitive
 from rlx_jax.lowering.lir.packed import PackedWeight
 from rlx_jax.lowering.lir.plan import Call, Choice
 from rlx_jax.lowering.sharding import ModelSharding, shard_type
@@ -47,8 +48,8 @@ NO_BIASES = (None, None, None)
 # The implementations that read experts by their number, so that packed ones are decoded one by one.
 BY_NUMBER = ("gathered", "blocked", "looped")
 
-# Activations that the kernels of `grouped` have.
-KERNEL_ACTIVATIONS = ("silu", "relu", "gelu_tanh")
+# The number that divides widths of experts that the kernels of `grouped` have.
+KERNEL_UNIT = 64
 
 # Operations per byte of weights up to which reading an expert takes longer than computing it, for devices with unknown
 # speed.
@@ -94,9 +95,13 @@ def choose(call: Call, device: Device, kernels: bool = False) -> Choice:
     """Choose the implementation of one mixture on one device."""
     _, (_, gate, _, _, _, ids, *_) = call
     experts, num_choices, tokens = int(gate.shape[0]), ids.size, ids.size // int(ids.shape[-1])
-    # The measurements in `kernels.py` begin at half as many choices as experts.
-    if kernels and 2 * num_choices >= experts and fits_kernels(call):
-        return Choice("grouped", f"{num_choices} choices of {experts} experts, whose weights are read where they stand")
+    # The measurements in `expert_products.py` begin at half as many choices as experts.
+    if kernels and 2 * num_choices >= experts:
+        if not (lacking := lacks_kernel(call)):
+            reason = f"{num_choices} choices of {experts} experts, whose weights are read where they stand"
+            return Choice("grouped", reason)
+        choice = choose(call, device)
+        return replace(choice, reason=f"{choice.reason}; no kernel: {lacking}")
     if device.kind == "cpu":
         return Choice("looped", "batches of products are slow on a CPU")
     if num_choices <= experts:
@@ -109,13 +114,18 @@ def choose(call: Call, device: Device, kernels: bool = False) -> Choice:
     return Choice("blocked", f"{num_choices} choices of {experts} experts")
 
 
-def fits_kernels(call: Call) -> bool:
-    """Return whether `grouped` supports a mixture: 16-bit floats, sizes divisible by 32, a supported activation."""
+def lacks_kernel(call: Call) -> str:
+    """Return why the kernels of `grouped` do not compute a mixture, or ""."""
     op, (x, gate, *_) = call
     assert isinstance(op, ExpertFfn)
-    sizes = all(int(n) % 32 == 0 for n in gate.shape[1:])
-    is_supported = op.precision == "default" and op.activation in KERNEL_ACTIVATIONS
-    return sizes and is_supported and short_name(x.dtype) in ("bf16", "f16")
+    if op.precision != "default":
+        return f"none with precision {op.precision}"
+    if (dtype := short_name(x.dtype)) not in ("bf16", "f16"):
+        return f"none in {dtype}"
+    if any(int(n) % KERNEL_UNIT for n in gate.shape[1:]):
+        return f"{KERNEL_UNIT} does not divide the widths {' x '.join(str(n) for n in gate.shape[1:])}"
+    primitive = unsupported_primitive(trace(op.gated, 2, jnp.float32).jaxpr.jaxpr, 1, reductions=False)
+    return primitive and f"it has no {primitive}"
 
 
 @dataclass(frozen=True)

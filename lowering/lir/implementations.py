@@ -242,7 +242,8 @@ _packed_tiles = LazyModule("rlx_jax.lowering.lir.packed_tiles")
 
 # The kernels in Triton's dialect, with their modules.
 TRITON_KERNELS = {
-    **dict.fromkeys(("grouped", "one_pass", "states_in_one", "convolved_states", "selected"), _kernels),
+    **dict.fromkeys(("one_pass", "states_in_one", "convolved_states", "selected"), _kernels),
+    "grouped": LazyModule("rlx_jax.lowering.lir.expert_products"),
     "packed_tiles": _packed_tiles,
 }
 MOSAIC_KERNELS = ("matvec", "decode_attention", "streamed")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -65,6 +66,12 @@ class KernelTrace:
                 results = [equation.primitive.bind(*operands, **equation.params)]
             values.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+
+def trace(function: Callable[..., AnyArray], operands: int, dtype: Any) -> KernelTrace:
+    """Return an elementwise function of so many operands as equations."""
+    arguments = [jax.ShapeDtypeStruct((1,), dtype)] * operands
+    return KernelTrace(jax.make_jaxpr(lambda *a: (function(*a),))(*arguments))
 
 
 def erf(x: AnyArray) -> AnyArray:

@@ -7,17 +7,11 @@ Gated delta rule: each program of a kernel holds some columns of the state, whic
 Measured on one H200, bf16, 16 heads of width 128, ms, without and with kernels: one token through 18 layers, 8 rows
 0.224 and 0.157, 64 rows 0.997 and 0.763, 1 row 0.137 and 0.143, which is therefore left to XLA; one layer over 8 x 4096
 tokens 3.99 and 0.52.
-
-Mixture of experts: one kernel computes gate, up and the activation, a second one down, in blocks of rows of one expert
-each, and its weights are read in place. Measured on one H200, bf16, 8 layers of 128 experts of width 768 over 2048, 8
-experts per token, ms, the best implementation without kernels and this one: 8 tokens 1.26 and 1.13; 64 tokens 2.92 and
-2.48; 256 tokens 5.4 and 2.8. Large blocks run the kernel of `expert_products.py` if it fits: 16384 tokens 40 and 16.8.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -29,12 +23,10 @@ from jax.experimental import pallas as pl
 from rlx_jax.dataclasses import dataclass
 from rlx_jax.device import running_device
 from rlx_jax.ir.kernel_group import DeltaGroup
-from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.index import TopK
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp
-from rlx_jax.lowering.lir.expert_products import ROWS, fits_products, multiply_choices
-from rlx_jax.lowering.lir.experts import NO_BIASES, SortedChoices, blocked, combine, compare_into_blocks
-from rlx_jax.lowering.lir.implementations import has_mosaic, with_reference
+from rlx_jax.lowering.lir.experts import SortedChoices
+from rlx_jax.lowering.lir.implementations import with_reference
 from rlx_jax.lowering.lir.recurrent import chunk_size, chunks_at_once, one_token
 
 AnyArray = Any
@@ -308,131 +300,9 @@ def selected(op: TopK, x: AnyArray) -> tuple[AnyArray, AnyArray]:
     return tuple(a.reshape(*x.shape[:-1], op.k) for a in results)
 
 
-# Number of choices up to which all pairs are compared instead of counting choices by expert.
-MAX_COMPARED_CHOICES = 2048
-
 # Choices of a program that counts or places them: on one H200, a layer of 16,384 tokens takes 0.15 ms less than with
 # `sort_into_blocks`, one of 1,024 tokens 0.04.
 PLACED = 128
-
-
-# Columns of the result of a program, contracted entries of an iteration, warps, and iterations that are loaded ahead.
-Tiles = tuple[int, int, int, int]
-
-# Tiles of the gate and up kernel, and of the down kernel, by the rows of a block: the fastest tried on one H200.
-TILES = {
-    16: ((64, 128, 4, 3), (64, 128, 4, 3)),
-    64: ((128, 64, 4, 3), (128, 64, 4, 3)),
-    128: ((128, 64, 8, 4), (256, 64, 8, 3)),
-}
-
-
-@with_reference(blocked)
-def grouped(op: ExpertFfn, *arrays: AnyArray) -> AnyArray:
-    """Compute the op by two kernels, with operands as in `ExpertFfn`."""
-    x, gate, up, down, weights, ids, *biases = arrays
-    rows = next((rows for rows in TILES if ids.size <= rows * len(gate)), max(TILES))
-    build_blocks = compare_into_blocks if ids.size <= MAX_COMPARED_CHOICES else count_into_blocks
-    sorted_choices = build_blocks(ids, len(gate), rows)
-    tokens = x.reshape(-1, x.shape[-1])
-    if rows == ROWS and running_device().kind == "cuda" and has_mosaic() and fits_products(op, x, gate):
-        out = multiply_choices(op, tokens, (gate, up, down), sorted_choices, ids.shape[-1])
-        return combine(sorted_choices.unsort(out).astype(jnp.float32), x, weights)
-    block_expert, row_choice = (a.astype(jnp.int32) for a in (sorted_choices.block_expert, sorted_choices.row_choice))
-    blocks = ExpertBlocks(op, rows, block_expert, row_choice, sorted_choices.row_mask.sum(-1, dtype=jnp.int32))
-    gate_bias, up_bias, down_bias = biases or NO_BIASES
-    up_tiles, down_tiles = TILES[rows]
-    token, num_choices = blocks.row_choice // ids.shape[-1], ids.size
-
-    def own_rows(b: AnyArray, number: Any, count: Any) -> Any:
-        return pl.ds(b * rows, rows)
-
-    def choice_rows(b: AnyArray, number: Any, count: Any) -> Any:
-        # Unused rows of a block write to an extra row after the last choice, which is cut off.
-        return jnp.where(jnp.arange(rows) < count[b], number[b, :], num_choices)
-
-    inner = blocks.products(
-        up_tiles, tokens, (gate, up), (gate_bias, up_bias), op.gated, block_expert.size * rows, token,
-        read=lambda b, number, count: number[b, :], write=own_rows,
-    )  # fmt: skip
-    out = blocks.products(
-        down_tiles, inner, (down,), (down_bias,), lambda y: y, num_choices + 1, row_choice, own_rows, choice_rows
-    )
-    return combine(out[:num_choices].astype(jnp.float32), x, weights)
-
-
-# Maps the number of a block, and references to the numbers of its rows and to its count, to rows of an array.
-BlockRows = Callable[[AnyArray, Any, Any], Any]
-
-
-@dataclass(frozen=True)
-class ExpertBlocks:
-    """Blocks of choices, each of one expert.
-
-    Attributes:
-        op: the mixture.
-        rows: rows of a block.
-        block_expert: the expert of each block `[n]`.
-        row_choice: the number of the choice in each row `[n, rows]`.
-        count: the number of its choices `[n]`.
-    """
-
-    op: ExpertFfn
-    rows: int
-    block_expert: AnyArray
-    row_choice: AnyArray
-    count: AnyArray
-
-    def products(
-        self, tiles: Tiles, x: AnyArray, weights: tuple[AnyArray, ...], biases: tuple[AnyArray | None, ...],
-        finish: Callable[..., AnyArray], num_rows: int, number: AnyArray, read: BlockRows, write: BlockRows,
-    ) -> AnyArray:  # fmt: skip
-        """Compute `finish(x W + b, …)` with the weights W and biases b of its expert for every row of every block.
-
-        Args:
-            tiles: the tile sizes.
-            x: the rows that are multiplied.
-            weights: the stored weights, of equal shapes.
-            biases: their biases, or None.
-            finish: the function of the products.
-            num_rows: the rows of the result.
-            number: a number for each row of a block `[n, rows]`.
-            read, write: which rows of x a block reads, and which rows of the result it writes.
-        """
-        op, rows, width, (columns, depth, warps, stages) = self.op, self.rows, x.shape[1], tiles
-        out_width = weights[0].shape[1 if op.contract else 2]
-        columns, depth = tile_size(out_width, columns), tile_size(width, depth)
-        bias_arrays = [bias for bias in biases if bias is not None]
-
-        def kernel(block_expert: Any, count: Any, number: Any, x: Any, *rest: Any) -> None:
-            matrices, bias_arrays, out = rest[: len(weights)], rest[len(weights) : -1], rest[-1]
-            n, b = pl.program_id(0), pl.program_id(1)
-            column = pl.ds(n * columns, columns)
-
-            @pl.when(count[b] > 0)
-            def _() -> None:  # blocks without choices read and write nothing
-                expert, x_rows = block_expert[b], read(b, number, count)
-
-                def product(part: AnyArray, w: Any, k_slice: Any) -> AnyArray:
-                    tile = w[expert, column, k_slice].T if op.contract else w[expert, k_slice, column]
-                    return jnp.dot(part, tile, preferred_element_type=jnp.float32)
-
-                def accumulate(k: AnyArray, sums: tuple[AnyArray, ...]) -> tuple[AnyArray, ...]:
-                    k_slice = pl.ds(k * depth, depth)
-                    part = x[x_rows, k_slice]
-                    terms = [product(part, w, k_slice) for w in matrices]
-                    return tuple(map(operator.add, sums, terms))
-
-                zeros = jnp.zeros((rows, columns), jnp.float32)
-                sums = lax.fori_loop(0, width // depth, accumulate, (zeros,) * len(matrices))
-                if bias_arrays:
-                    pairs = zip(sums, bias_arrays, strict=True)
-                    sums = tuple(a + bias[expert, column].astype(jnp.float32)[None] for a, bias in pairs)
-                out[write(b, number, count), column] = finish(*sums).astype(out.dtype)
-
-        shape = jax.ShapeDtypeStruct((num_rows, out_width), x.dtype)
-        run = kernel_call(kernel, shape, (out_width // columns, self.block_expert.size), warps, stages)
-        return run(self.block_expert, self.count, number, x, *weights, *bias_arrays)
 
 
 def count_into_blocks(ids: AnyArray, experts: int, rows: int) -> SortedChoices:
