@@ -22,7 +22,7 @@ from rlx_jax import errors
 from rlx_jax.generate.decode import NOT_FINITE, FirstTokens
 from rlx_jax.generate.sampler import OPTIONS, SAMPLING, Sampler, Sampling, choose_tokens, keep_likely
 from rlx_jax.generate.token_history import adjust_logits, initial_history
-from rlx_jax.runtime.inputs import random_key
+from rlx_jax.runtime.inputs import key_words, random_key
 from tests import divided
 from tests.divided import V
 from tests.opening import load
@@ -205,7 +205,7 @@ def test_a_bias_that_bans_what_the_model_leaves() -> None:
     sampler = Sampler(logit_bias={3: -math.inf})
     start, live = FirstTokens(sampler.sampling_steps(VOCAB)), jnp.ones(2, bool)
     history = initial_history(start.sampling_steps, [()] * 2, VOCAB, 0)
-    rows = random_key("seed", 0), live, jnp.int32(4), history
+    rows = key_words("seed", 0), live, jnp.int32(4), history
     first, after, _ = start(jnp.asarray(logits), *rows, sampler.values(VOCAB), jnp.zeros(VOCAB, bool))
     assert first.tolist() == [[NOT_FINITE], [5]] and after.running.tolist() == [False, True]
 
@@ -257,6 +257,8 @@ def test_every_bit_of_a_seed_counts() -> None:
     """Seeds of 32 bits are those of JAX; a key stays as it is."""
     keys = [random_key("seed", seed) for seed in (0, 7, 2**32, 2**32 + 7, 2**63, 2**64 - 1)]
     assert len({jax.random.key_data(key).tobytes() for key in keys}) == len(keys)
+    for seed in (0, 2**32 - 1, 2**32, jax.random.key(3), jax.random.key(3, impl="rbg")):
+        np.testing.assert_array_equal(key_words("seed", seed), jax.random.key_data(random_key("seed", seed)))
     assert (keys[1] == jax.random.key(7)) and random_key("init", keys[2]) is keys[2]
 
 

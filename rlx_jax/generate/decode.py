@@ -241,13 +241,15 @@ class TokenChooser:
 class FirstTokens(TokenChooser):
     """Program that chooses the first tokens of a request; returns (tokens `[B, 1]`, rows, log-probabilities).
 
-    Its arguments are the logits of prefill `[B, V]`, the arguments of `new_rows`, `sampler_values` and `stop_mask`.
+    Its arguments are the logits of prefill `[B, V]`, the words of the key, the other arguments of `new_rows`,
+    `sampler_values` and `stop_mask`.
     """
 
     def __call__(
-        self, logits: Array, key: Array, running: Array, budget: Array, history: TokenHistory,
+        self, logits: Array, words: Array, running: Array, budget: Array, history: TokenHistory,
         sampler_values: SamplerValues, stop_mask: Array,
     ) -> tuple[Array, RequestRows, LogProbs | None]:  # fmt: skip
+        key = jax.random.wrap_key_data(words, impl=KEY_IMPL)
         rows = new_rows(self.sampling_steps.do_sample, key, running, budget, history)
         return self.choose_first(logits, rows, sampler_values, stop_mask)
 

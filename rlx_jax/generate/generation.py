@@ -27,7 +27,7 @@ from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.generate.stop_strings import GrowingText, min_length, stable_prefix
 from rlx_jax.generate.token_history import initial_history
 from rlx_jax.lowering.hir.derive import CACHED_PROGRAMS
-from rlx_jax.runtime.inputs import random_key
+from rlx_jax.runtime.inputs import key_words
 from rlx_jax.runtime.model import BoundProgram, CompiledModel
 from rlx_jax.runtime.report import Report, RequestReport, SpeculativeCounts
 from rlx_jax.runtime.sequence_state import LENGTH, as_state
@@ -379,7 +379,7 @@ def start_generation(plan: RequestPlan) -> Generation:
     live = np.arange(sizes.batch) < len(request.rows) * n
     prompts = [request.rows[row // n] if is_row else () for row, is_row in enumerate(live)]
     history = initial_history(plan.sampling_steps, prompts, len(plan.stop_mask), max_tokens(loop))
-    new_rows = random_key("seed", request.options[0].seed), live, np.int32(request.budget), history
+    new_rows = key_words("seed", request.options[0].seed), live, np.int32(request.budget), history
     choose = FirstTokens(plan.sampling_steps, num_logprobs=plan.num_logprobs)
     arguments = (logits, *new_rows, plan.sampler_values, plan.stop_mask)
     first_ids, rows, log_probs = programs.run_helper(choose, *arguments, out_shardings=programs.replicated)

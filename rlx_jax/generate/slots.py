@@ -36,7 +36,7 @@ from rlx_jax.generate.slot_plan import SlotPlan, fill_keys
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
 from rlx_jax.generate.token_history import check_processors, initial_history
 from rlx_jax.io.garbage import paused_gc
-from rlx_jax.runtime.inputs import KEY_IMPL, random_key
+from rlx_jax.runtime.inputs import KEY_IMPL, key_words
 from rlx_jax.runtime.model import BoundProgram
 from rlx_jax.runtime.program_key import HelperCall, ProgramKey
 from rlx_jax.runtime.programs import Programs
@@ -241,7 +241,7 @@ def slot_inputs(plan: SlotPlan, jobs: Sequence[SlotJob], count: int) -> dict[str
     keys = np.zeros((count, 0), np.uint32)
     if steps.do_sample:
         # Most jobs have one seed.
-        seeds = {id(option.seed): jax.random.key_data(random_key("seed", option.seed)) for option in options}
+        seeds = {id(option.seed): key_words("seed", option.seed) for option in options}
         words = jax.device_get(seeds)
         keys = np.stack([words[id(option.seed)] for option in options])
     budgets = np.array([row_limit(job, plan.sizes.cache_len) for job in padded], np.int32)

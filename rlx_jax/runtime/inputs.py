@@ -478,6 +478,13 @@ def random_key(label: str, seed: Any) -> jax.Array:
     raise RequestError(f"{label}: expected a seed, an integer from 0 to 2**64 - 1, or one key of jax.random, got {got}")
 
 
+def key_words(label: str, seed: Any) -> Any:
+    """Return the words of `random_key`, uint32 `[2]`: on the host, without a transfer, for a seed below 2**32."""
+    if isinstance(seed, int | np.integer) and not isinstance(seed, bool) and 0 <= seed < 2**32:
+        return np.array([0, seed], np.uint32)
+    return jax.random.key_data(random_key(label, seed))
+
+
 def check_integer(name: str, value: Any, low: int) -> int:
     """Return an integer argument of a request, checked to be at least `low`.
 
