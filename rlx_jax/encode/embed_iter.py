@@ -35,8 +35,7 @@ def embed_iter(
     """
     if isinstance(texts, str | bytes | Mapping) or not isinstance(texts, Iterable):
         raise RequestError(f"embed_iter: texts is {shown(texts)}; expected an iterable of strings or id lists")
-    self.model.refuse_traced()
-    self.model.require_params("embed_iter")
+    self.model.concrete_params("embed_iter")
     output = OutputFormat.checked(self, truncate_dim, normalize, precision, ranges)
     if precision in ("int8", "uint8") and ranges is None:
         raise RequestError(f"embed_iter: precision={precision!r} needs ranges=, vector_ranges of many vectors")

@@ -224,8 +224,7 @@ class Encoder(TaskModel):
             TokenIdError: an id out of range.
             NumericsError: vectors that are not finite; its `rows` names them, and `outputs` has all vectors.
         """
-        self.model.refuse_traced()
-        self.model.require_params("embed")
+        self.model.concrete_params("embed")
         if not isinstance(show_progress, bool | None):
             raise RequestError(f"show_progress is {shown(show_progress)}; expected True, False or None")
         output = OutputFormat.checked(self, truncate_dim, normalize, precision, ranges)

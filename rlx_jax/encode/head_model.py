@@ -97,8 +97,7 @@ class HeadModel(LabelledModel):
 
     def check_runnable(self) -> None:
         """Raise an error if the model has no parameters or is called under a transformation of JAX."""
-        self.model.refuse_traced()
-        self.model.require_params(self._methods.partition("(")[0])
+        self.model.concrete_params(self._methods.partition("(")[0])
 
     def _run(self, requests: Requests, max_tokens: int | None, selection: TokenSelection = ALL_TOKENS) -> list[Vectors]:
         """Return the logits of the selected tokens of each text of a request."""

@@ -159,8 +159,7 @@ class MultiVectorEncoder(EncoderModel):
         """
         if kind not in KINDS:
             raise RequestError(f"kind is {shown(kind)}; expected one of {', '.join(KINDS)}")
-        self.model.refuse_traced()
-        self.model.require_params("embed_tokens")
+        self.model.concrete_params("embed_tokens")
         pipeline = self.settings.pipeline
         if prompt_name is None and prompt is None:
             prompt_name = next((name for name in KINDS[kind] if name in pipeline.prompts), None)

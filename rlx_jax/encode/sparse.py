@@ -95,8 +95,7 @@ def _items(encoder: Any, texts: Any, method: str) -> Iterable[Any]:
     Raises:
         RequestError: `texts` is no text, and no iterable of them.
     """
-    encoder.model.refuse_traced()
-    encoder.model.require_params(method)
+    encoder.model.concrete_params(method)
     if isinstance(texts, bytes | Mapping) or not isinstance(texts, Iterable):
         raise RequestError(f"{method}: texts is {shown(texts)}; expected a string, or strings or id lists")
     return [texts] if isinstance(texts, str) else texts

@@ -245,8 +245,7 @@ def companion_model(
         MissingWeightError: there are no weights to read. Others as `make` and as `rlx_jax.compile`.
         UnsupportedError: with `shares_all`, the companion has a parameter that the model does not have.
     """
-    model.refuse_traced()
-    params = model.require_params("drafting")
+    params = model.concrete_params("drafting")
     companion = model.programs.companions((model.name, key), lambda: _make_companion(model, params, make, shares_all))
     names_by_program = model.programs.layout.by_program()
     shared_params = {

@@ -205,8 +205,7 @@ def write_artifact(
 def _param_entries(model: Any) -> list[Entry]:
     """Return the parameters to write, after checking that the model can be exported."""
     programs = model.programs
-    model.refuse_traced()
-    params = model.require_params("export")
+    params = model.concrete_params("export")
     check_params(params, model.param_specs())
     if jax.process_count() > 1:
         raise UnsupportedError(

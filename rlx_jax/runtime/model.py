@@ -254,17 +254,19 @@ class CompiledModel(ModelProgram):
             )
         return self.params
 
-    def refuse_traced(self) -> None:
-        """Refuse traced parameters: requests read results on the host, and tracers have no values.
+    def concrete_params(self, operation: str) -> dict[str, Any]:
+        """Return `params` for an operation that reads results on the host, where tracers have no values.
 
         Raises:
             RequestError: the parameters are traced; the message lists what can be differentiated.
+            MissingWeightError: as `require_params`.
         """
         if self.traced:
             raise RequestError(
                 f"{self.name}: the parameters are traced by jax.grad or the like, and requests read results on the "
                 "host: differentiate logits, hidden_states or model.apply"
             )
+        return self.require_params(operation)
 
     def param_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return the shape and dtype of every parameter, by name."""
@@ -449,7 +451,7 @@ class CompiledModel(ModelProgram):
             UnsupportedError: traces of this device name no kernels.
             Others as a call.
         """
-        self.refuse_traced()
+        self.concrete_params("profile")
         _, values = self._named_values(inputs, named)
         return profile_calls(self.programs, self, values, state, check_integer("runs", runs, 1))
 
@@ -492,5 +494,4 @@ class BoundProgram:
         return self.key in self.model.programs.executables
 
     def __call__(self, inputs: Arrays, state: StateArrays) -> Results:
-        self.model.refuse_traced()
-        return self.model.launch(self.key, self.model.require_params("generation"), state, inputs)
+        return self.model.launch(self.key, self.model.concrete_params("generation"), state, inputs)
