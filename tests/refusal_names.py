@@ -5,6 +5,7 @@
 import json
 import pickle
 import struct
+import zipfile
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -22,6 +23,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import ClampedGate, MoeSpec
+from rlx_jax.encode.image_classifier import ImageClassifier
 from rlx_jax.encode.sentence import load_pipeline
 from rlx_jax.errors import RlxError, WeightShapeError
 from rlx_jax.ir.ops.linalg import MatMul
@@ -75,6 +77,7 @@ class World:
         self.bert = rlx.compile(rlx.from_pretrained(BERT))
         self.prefill = rlx.compile(rlx.from_pretrained(LLAMA), program="prefill")
         self.mlp = rlx.compile(mlp(), W)
+        self.models: dict[tuple[str, str], Any] = {}
         self.here = Path()
 
     def llama(self, **fields: Any) -> Any:
@@ -84,6 +87,31 @@ class World:
     def load(self, name: str, **fields: Any) -> Any:
         """Load a recorded checkpoint after a change of its config.json."""
         return rlx.load(edited(FIXTURES / name, self.here / "edited", {"auto_map": REMOVED, **fields}))
+
+    def stored(self, archive: str, name: str) -> Path:
+        """Return a checkpoint of a recorded archive."""
+        with zipfile.ZipFile(FIXTURES / f"{archive}.zip") as file:
+            file.extractall(self.here, [member for member in file.namelist() if member.startswith(f"{name}/")])
+        return self.here / name
+
+    def model(self, archive: str, name: str) -> Any:
+        """Return its model, which is loaded once."""
+        if (archive, name) not in self.models:
+            self.models[archive, name] = rlx.load(self.stored(archive, name))
+        return self.models[archive, name]
+
+    def altered(self, archive: str, name: str, file: str = "config.json", /, **fields: Any) -> Any:
+        """Load it after a change of a file of JSON."""
+        edit_json(self.stored(archive, name) / file, fields)
+        return rlx.load(self.here / name)
+
+    def requantized(self, name: str, changes: dict[str, Any]) -> Any:
+        """Load a quantised checkpoint after a change of how it says that it is quantised."""
+        directory = self.stored("quantized", name)
+        config = json.loads((directory / "config.json").read_text("utf-8"))
+        (directory / "edges.safetensors").unlink()
+        edit_json(directory / "config.json", {"quantization_config": config["quantization_config"] | changes})
+        return rlx.load(directory)
 
     def tensors(self, edit: Callable[[dict[str, Any]], Any]) -> Any:
         """Load it after a change of its tensors."""

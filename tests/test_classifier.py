@@ -199,20 +199,6 @@ def test_settings_of_cross_encoders(directories: Path, tmp_path: Path) -> None:
             load(copy)
 
 
-REFUSALS: list[tuple[dict[str, Any], str]] = [
-    ({"problem_type": "multi_label"}, "'problem_type' is 'multi_label'; expected regression, single_label"),
-    ({"id2label": {"0": "a", "2": "b"}}, "'id2label' has ids.*expected 0 to 1"),
-    ({"id2label": {"0": ["a"]}}, "'id2label' is.*expected an object of names"),
-    ({"pad_token_id": "a"}, "'pad_token_id' is 'a'; expected an integer"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("changes", "message"), REFUSALS)
-def test_configs_that_are_refused(directories: Path, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(errors.RlxError, match=message):
-        load(checkpoints.edited(directories / "bert", tmp_path / "copy", changes))
-
-
 def test_labels_of_one_name_get_numbers(directories: Path, tmp_path: Path) -> None:
     names = {"id2label": {"0": "a", "1": "b", "2": "a"}}
     assert load(checkpoints.edited(directories / "bert", tmp_path / "c", names)).labels == ("a (0)", "b", "a (2)")

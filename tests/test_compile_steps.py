@@ -20,7 +20,6 @@ from rlx_jax.errors import (
     ProfileError,
     RequestError,
     RlxCacheWarning,
-    ShapeError,
     UnsupportedError,
 )
 from rlx_jax.lowering.inspect.buffers import dump_lir
@@ -326,48 +325,6 @@ def test_what_auto_stands_for_is_part_of_the_digest() -> None:
     assert len({source_digest(hir, s) for s in (settings, *others)}) == 4
     more_memory = replace(settings, device=replace(settings.device, memory=1))
     assert source_digest(hir, more_memory) == source_digest(hir, settings)
-
-
-CONFIG = rlx.ModelExecutionConfig.prefill(1, 1)
-WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "phase": (lambda: rlx.ModelVariant(1, 1, phase="decod"), ProfileError, "did you mean 'decode'"),  # type: ignore[arg-type]
-    "past": (lambda: rlx.ModelVariant(1, 1, -5), ShapeError, "past_seq"),
-    "extra": (lambda: rlx.ModelVariant.prefill(2, 8).with_extra("batch", 5), GraphError, "'batch' has a size already"),
-    "mode": (lambda: CONFIG.with_compilation_mode("eagr"), ProfileError, "did you mean 'eager'"),
-    "preset": (lambda: CONFIG.with_preset("encodr"), ProfileError, "did you mean 'encoder'"),
-    "composition": (lambda: CONFIG.with_layer_composition("x"), GraphError, "LayerComposition"),
-    "choice": (lambda: rlx.probe_block_specialization(module(), "unfusd"), ProfileError, "unfused_primitives"),
-    "component": (
-        lambda: rlx.ModelCompilePipeline("cpu").get_or_compile_component("x", module), RequestError, "ModelComponent"  # type: ignore[arg-type]
-    ),
-    "option": (
-        lambda: rlx.ModelCompilePipeline("cpu").get_or_compile_component(CONFIG, module, {"profle": "auto"}),  # type: ignore[arg-type]
-        RequestError, "profle",
-    ),
-    "config": (lambda: rlx.compile_options_for("auto", None), RequestError, "config is None"),  # type: ignore[arg-type]
-    "build": (lambda: rlx.ModelCompilePipeline("cpu").build_template(None), RequestError, "build_hir"),  # type: ignore[arg-type]
-    "no op": (lambda: compile_for(supported_ops=["MatMul", "Unray"]), GraphError, "did you mean 'Unary'"),
-    "text": (lambda: compile_for(supported_ops="MatMul, Unary"), GraphError, "a list of names"),
-    "target": (
-        lambda: compile_for(profile=rlx.CompileProfile().replace(fusion={"target": "h200"})), ProfileError, "'h200'"
-    ),
-    "sliced": (lambda: transposed().run_padded(3, {"x": np.ones((3, 5))}, ["x"], [0]), RequestError, r"\(5, 4\)"),
-}  # fmt: skip
-
-
-def compile_for(**options: Any) -> steps.CompileResult:
-    return rlx.CompilePipeline(**options).compile_module(module().bind(batch=2))
-
-
-def transposed() -> rlx.BucketedCompileCache:
-    return rlx.BucketedCompileCache((4,), lambda rows: lambda inputs: (inputs["x"].T,))
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_values_are_named(case: str) -> None:
-    call, error, fragment = WRONG[case]
-    with pytest.raises(error, match=fragment):
-        call()
 
 
 def test_a_python_function_is_not_written(tmp_path: Path) -> None:

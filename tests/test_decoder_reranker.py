@@ -14,7 +14,7 @@ from rlx_jax.encode.cross_encoder import PairTemplate
 from rlx_jax.encode.decoder_reranker import QWEN3_TEMPLATE, decoder_reranker
 from rlx_jax.encode.sentence import LOGITS_MODALITY
 from tests.opening import load, recipe_for
-from tests.oracles import checkpoints, embedders
+from tests.oracles import embedders
 from tests.oracles.classifiers import SECOND, TEXTS
 from tests.oracles.comparing import assert_close
 
@@ -73,32 +73,6 @@ def test_a_decoder_as_a_reranker(directory: Path, model: Any) -> None:
 
 
 OTHER = {"text": LOGITS_MODALITY, "message": {**LOGITS_MODALITY, "format": "other"}}
-FILES: list[tuple[str, dict[str, Any], str]] = [
-    ("1_LogitScore/config.json", {"true_token_id": 99}, "token ids .99. of the score are not in .0, 45"),
-    ("1_LogitScore/config.json", {"true_token_id": -1}, "'true_token_id' is .-1.; expected at least 0"),
-    ("1_LogitScore/config.json", {"scale": 2}, "'scale'"),
-    ("sentence_bert_config.json", {"processing_kwargs": {"chat_template": {"max_length": 9}}}, "'max_length'"),
-    ("sentence_bert_config.json", {"processing_kwargs": {"text": {"max_length": 9}}}, "'text'"),
-    ("sentence_bert_config.json", {"modality_config": OTHER}, "flat or structured"),
-    ("sentence_bert_config.json", {"transformer_task": "sequence-classification"}, "transformer_task"),
-    ("config_sentence_transformers.json", {"default_prompt_name": "other"}, "default_prompt_name is 'other'"),
-    ("config.json", {"architectures": ["Qwen3Model"]}, "LogitScore in modules.json needs a language-model head"),
-]  # fmt: skip
-
-
-def test_what_is_refused(directory: Path, model: Any, tmp_path: Path) -> None:
-    for i, (file, changes, message) in enumerate(FILES):
-        copy = checkpoints.copy(directory, tmp_path / str(i))
-        checkpoints.edit_json(copy / file, changes)
-        with pytest.raises(errors.RlxError, match=message):
-            load(copy)
-    with pytest.raises(errors.RequestError, match="prompt_name.*'wbe'.*'web'"):
-        model.score(PAIRS, prompt_name="wbe")
-    with pytest.raises(errors.RequestError, match=r"pairs\[0\] is"):
-        model.score(["w1"])
-    rank: Any = recipe_for(directory).with_token_score
-    with pytest.raises(errors.ConfigError, match="token ids"):
-        rank((7, 45))
 
 
 @pytest.mark.oracle

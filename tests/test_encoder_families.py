@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.errors import ConfigError, RlxError, UnsupportedError
+from rlx_jax.errors import RlxError, UnsupportedError
 from rlx_jax.models.bert_variants import GteConfig, RoFormerFlow
 from rlx_jax.models.encoder import MASKED, SEQUENCE
 from rlx_jax.weights.mapping import MappingSource
@@ -93,34 +93,6 @@ def test_ntk_rope() -> None:
     np.testing.assert_allclose(GteConfig.from_hf(config).inv_freq, want, rtol=1e-6)
     plain = {**config, "rope_scaling": None}
     np.testing.assert_allclose(GteConfig.from_hf(plain).inv_freq, 20000.0**-powers, rtol=1e-6)
-
-
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("modernbert", {"layer_types": ["full_attention"]}, "layer_types"),
-    ("modernbert", {"num_attention_heads": 2}, "heads are 9 wide"),
-    ("modernbert", {"norm_eps": 0}, "norm_eps"),
-    ("deberta_v3", {"conv_kernel_size": 2}, "conv_kernel_size"),
-    ("deberta_v3", {"conv_kernel_size": 3, "conv_groups": 4}, "conv_groups"),
-    ("deberta_v3", {"position_buckets": 7}, "position_buckets"),
-    ("deberta_v3", {"position_buckets": 80}, "position_buckets"),
-    ("deberta_v3", {"embedding_size": 9}, "embedding_size"),
-    ("deberta_v3", {"attention_head_size": 9}, "attention_head_size"),
-    ("deberta_v3", {"pos_att_type": "c2p|p2p"}, "pos_att_type"),
-    ("deberta_v3", {"norm_rel_ebd": "batch_norm"}, "norm_rel_ebd"),
-    ("eurobert", {"hidden_act": "gelu"}, "hidden_act"),
-    ("eurobert", {"is_causal": True}, "is_causal"),
-    ("esm2", {"hidden_act": "relu"}, "hidden_act"),
-    ("esm2", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
-    ("esm2", {"mask_token_id": None}, "mask_token_id"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "changes", "message"), REFUSED)
-def test_configs_that_are_refused(
-    directories: Path, name: str, changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises((ConfigError, UnsupportedError), match=message):
-        recipe_for(checkpoints.edited(directories / name, tmp_path / "copy", changes))
 
 
 def test_positions_of_roformer() -> None:

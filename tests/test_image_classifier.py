@@ -2,7 +2,6 @@
 
 import importlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,23 +79,6 @@ def test_warmup_and_profile(vit: ImageClassifier, directories: Path) -> None:
     assert_close(model.logits(PIXELS), vit.logits(PIXELS))
     assert model.report().recompiles == 0 and model.profile(iter(vision.images(4, (20, 20)))).rows
     assert repr(model).startswith("ImageClassifier(vit: 3 channels")
-
-
-def test_requests_that_are_refused(vit: ImageClassifier, directories: Path) -> None:
-    recipe = recipe_for(directories / "vit")
-    calls: list[tuple[Callable[[], Any], type[Exception], str]] = [
-        (lambda: vit.classify(PIXELS, top_k=0), errors.RequestError, "top_k"),
-        (lambda: vit(PIXELS), errors.RequestError, "ImageClassifier: call one of its methods"),
-        (lambda: ImageClassifier(rlx.ModelFlow.from_recipe(recipe)), errors.RequestError, "head is None; expected a"),
-        (lambda: ImageClassifier(vit.model, head=recipe_for(directories / "dinov2").head), errors.RequestError,
-         "the head has 4 labels, and vit returns 3 logits"),
-        (lambda: vit.encoder.embed(PIXELS), errors.GraphError, "embed needs an output 'pooled'"),
-        (lambda: ImageClassifier(load(directories / "vit", head=False).model, head=vit.head), errors.GraphError,
-         "logits needs an output 'label_logits'"),
-    ]  # fmt: skip
-    for call, error, message in calls:
-        with pytest.raises(error, match=message):
-            call()
 
 
 @pytest.mark.oracle

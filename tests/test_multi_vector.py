@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax import errors
 from rlx_jax.encode.multi_vector import MultiVectorEncoder
 from tests.opening import load
-from tests.oracles import checkpoints, embedders
+from tests.oracles import embedders
 from tests.oracles.classifiers import TEXTS
 from tests.oracles.comparing import assert_close, assert_same_layers, assert_same_model
 from tests.small import compiles_of
@@ -59,36 +58,6 @@ def test_warm_up(directory: Path) -> None:
     model.warmup()
     _, compiled = compiles_of(lambda: model.embed_tokens(TEXTS, kind="document"))
     assert not compiled
-
-
-FILES: list[tuple[str, dict[str, Any], str]] = [
-    ("sentence_bert_config.json", {"query_expansion": {"strategy": "all", "length": 9}}, "'strategy' is 'all'"),
-    ("sentence_bert_config.json", {"query_expansion": {"strategy": "min"}}, "'length' is missing"),
-    ("sentence_bert_config.json", {"query_expansion": {"strategy": "min", "length": 3, "token": "x"}}, "token 'x' is"),
-    ("sentence_bert_config.json", {"query_expansion": {"strategy": "min", "length": 3, "depth": 1}}, "'depth'"),
-    ("tokenizer_config.json", {"padding_side": "left"}, "padding_side with query_expansion"),
-    ("config_sentence_transformers.json", {"similarity_fn_name": "cosine"}, "similarity_fn_name 'cosine'"),
-    ("1_Dense/config.json", {"module_input_name": "sentence_embedding"}, "Dense maps 'sentence_embedding'"),
-    ("3_Normalize/config.json", {"module_input_name": checkpoints.REMOVED}, "Normalize maps 'sentence_embedding'"),
-    ("2_MultiVectorMask/config.json", {"keep_only_token_ids": [3]}, "'keep_only_token_ids'"),
-    ("2_MultiVectorMask/config.json", {"skiplist_tasks": ["all"]}, "'skiplist_tasks' is"),
-]  # fmt: skip
-
-
-def test_what_is_refused(directory: Path, model: Any, tmp_path: Path) -> None:
-    for i, (file, changes, message) in enumerate(FILES):
-        copy = checkpoints.copy(directory, tmp_path / str(i))
-        checkpoints.edit_json(copy / file, changes)
-        with pytest.raises(errors.RlxError, match=message):
-            load(copy)
-    for call, message in (
-        (lambda: model.embed_tokens(TEXTS, kind="passage"), "kind is 'passage'; expected one of query, document"),
-        (lambda: model.embed_tokens([[3]], kind="query"), "embed_tokens takes strings"),
-        (lambda: model.embed_tokens(TEXTS, kind="query", prompt_name="q"), "there is no prompt_name 'q'"),
-        (lambda: model.maxsim([np.zeros((0, 12))], []), r"queries\[0\] is .*; expected vectors"),
-    ):
-        with pytest.raises(errors.RequestError, match=message):
-            call()
 
 
 @pytest.mark.oracle

@@ -214,51 +214,6 @@ def test_text_part(tmp_path: Path) -> None:
     assert_close(lm.logits(TOKENS % 40), np.asarray(want), tolerance=3e-6)
 
 
-FIELDS: list[tuple[str, dict[str, Any], str]] = [
-    ("fp8_block", {"fmt": "e5m2"}, "'fmt' is 'e5m2'; supported: e4m3"),
-    ("fp8_block", {"weight_block_size": [32]}, "'weight_block_size' is .*expected a list of two positive integers"),
-    ("fp8_block", {"weight_block_size": [16, 16]}, r"expected shape \[2, 4\].*got f32\[1,4\]"),
-    ("fp8_block", {"modules_to_not_convert": [1]}, "'modules_to_not_convert' is .*expected a list of names"),
-    ("fp8_block", {"expert_dtype": "fp4"}, "'expert_dtype' is 'fp4'; supported: fp8"),
-    ("awq", {"version": "gemv"}, "'version' is 'gemv'; supported: gemm"),
-    ("awq", {"bits": 3}, "'bits' is '3'; supported: 4"),
-    ("awq", {"zero_point": False}, "'zero_point' is 'False'; supported: True"),
-    ("awq", {"group_size": 0}, "'group_size' is '0'; expected -1 or a positive integer"),
-    ("awq", {"group_size": 64}, r"qzeros.*expected shape"),
-    ("gptq_v1", {"bits": 2}, "'bits' is '2'; supported: 4, 8"),
-    ("gptq_v1", {"bits": True}, "'bits' is 'True'; expected an integer"),
-    ("gptq_v1", {"checkpoint_format": "marlin"}, "'checkpoint_format' is 'marlin'; supported: gptq, gptq_v2"),
-    ("gptq_v1", {"dynamic": {"+:x": {"bits": 8}}}, "'dynamic' is .*not handled"),
-    ("gptq_v2_desc_act", {"desc_act": False}, "g_idx is not in order, although desc_act is false"),
-    ("bnb_nf4", {"bnb_4bit_quant_type": "fp4"}, "'bnb_4bit_quant_type' is 'fp4'; supported: nf4"),
-    ("bnb_nf4", {"bnb_4bit_quant_storage": "bfloat16"}, "'bnb_4bit_quant_storage' is 'bfloat16'; supported: uint8"),
-    ("bnb_int8", {"load_in_8bit": False, "_load_in_8bit": False}, "expected one of 'load_in_4bit' and 'load_in_8bit'"),
-    ("mlx_4bit", {"mode": "mxfp4"}, "'mode' is 'mxfp4'; supported: affine"),
-    ("mlx_4bit", {"bits": 3}, "'bits' is '3'; supported: 4, 2, 8"),
-    ("mlx_4bit", {"model.layers.0.mlp.down_proj": {"bits": 8, "group_size": 32}}, "shape|groups"),
-    ("ct_int4", {"format": "marlin-24"}, "'format' is 'marlin-24'; supported: pack-quantized"),
-    ("ct_int4", {"quantization_status": "frozen"}, "'quantization_status' is 'frozen'; supported: compressed"),
-    ("ct_int4", {"transform_config": {"config_groups": {"a": {}}}}, "'transform_config' is .*not handled"),
-    ("ct_int4", {"sparsity_config": {"format": "sparse-24"}}, "'format' is 'sparse-24'; supported: dense"),
-    ("ct_int4", {"config_groups": {"g": {"weights": {"num_bits": 3}}}}, "'num_bits' is '3'; supported: 8, 4"),
-    ("ct_int4", {"config_groups": {"g": {"weights": {"num_bits": 4, "type": "float"}}}}, "floats of 4 bits"),
-    ("ct_int4", {"config_groups": {}}, "no format of weights"),
-    ("nvfp4_modelopt", {"quant_algo": "NVFP4_AWQ"}, "'quant_algo' is 'NVFP4_AWQ'; supported: fp8, nvfp4"),
-    ("nvfp4_modelopt", {"quant_method": 4}, "'quant_method' is '4'; expected a string"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "changes", "message"), FIELDS, ids=lambda value: str(value)[:40])
-def test_fields(directories: Path, tmp_path: Path, name: str, changes: dict[str, Any], message: str) -> None:
-    """A value of a field that is not supported is refused by name."""
-    directory = checkpoints.copy(directories / name, tmp_path / "copy")
-    (directory / "edges.safetensors").unlink()
-    quantization = json.loads((directory / "config.json").read_text())["quantization_config"] | changes
-    checkpoints.edit_json(directory / "config.json", {"quantization_config": quantization})
-    with pytest.raises((errors.UnsupportedError, errors.ConfigError, errors.WeightError), match=message):
-        load(directory)
-
-
 @pytest.mark.parametrize("value", [None, False, 0, 0.0, "", [], {}])
 def test_unsupported_fields_that_are_off(value: Any) -> None:
     """A feature that is not supported may be off in any spelling."""

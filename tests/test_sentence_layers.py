@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -92,48 +91,6 @@ def test_layers_of_your_own() -> None:
     np.testing.assert_allclose(encoder.embed([[1, 1], [2]]), [[-1, 0], [0, -1]], atol=1e-6)
     with pytest.raises(errors.ConfigError, match="layer 1 .* Dense, takes vectors of width 3, and gets 6"):
         rlx.Encoder(flow, {"table": table}, pipeline=dataclasses.replace(pipeline, pooling=("mean", "cls")))
-
-
-REQUESTS: list[tuple[dict[str, Any], str]] = [
-    ({"truncate_dim": 25}, "truncate_dim is 25, and the vectors have 24 numbers"),
-    ({"truncate_dim": 0}, "truncate_dim"),
-    ({"normalize": 1}, "normalize is 1; expected True or False"),
-    ({"precision": "int4"}, "precision is 'int4'; expected one of float32, int8"),
-    ({"precision": "binary", "ranges": np.zeros((2, 24))}, "ranges are for precision int8 and uint8"),
-    ({"precision": "int8", "ranges": np.zeros((2, 23))}, r"ranges is .*; expected numbers \[2, 24\]"),
-]  # fmt: skip
-CONFIGS: list[tuple[str, dict[str, Any], str]] = [
-    ("3_Dense", {"activation_function": "torch.nn.Softmax"}, "activation_function 'torch.nn.Softmax'; supported are"),
-    ("3_Dense", {"activation_function": "evil.Tanh"}, "activation_function 'evil.Tanh'"),
-    ("3_Dense", {"module_input_name": "token_embeddings"}, "Dense maps 'token_embeddings'"),
-    ("3_Dense", {"module_output_name": "scores"}, "to 'scores'"),
-    ("3_Dense", {"scale": 2}, "'scale'"),
-    ("3_Dense", {"in_features": 39}, r"expected the weights .*39"),
-    ("3_Dense", {"use_residual": False}, "residual.weight"),
-    ("4_LayerNorm", {"eps": 0.1}, "'eps'"),
-    ("5_Dropout", {"p": 0.1}, "'p'"),
-    ("1_Pooling", {"embedding_dimension": 10}, "takes vectors of width 40, and gets 20"),
-    ("2_Normalize", {"module_input_name": "token_embeddings"}, "module_input_name"),
-]  # fmt: skip
-
-
-def test_what_is_refused(directories: Path, tmp_path: Path) -> None:
-    """By name: arguments, settings of modules, and weights that are no safetensors."""
-    encoder = load(directories / "embedding_gemma")
-    for arguments, message in REQUESTS:
-        with pytest.raises(errors.RequestError, match=message):
-            encoder.embed(TEXTS, **arguments)
-    with pytest.raises(errors.RequestError, match="precision='int8' of one vector: pass ranges="):
-        encoder.embed("w1", precision="int8")
-    for i, (module, changes, message) in enumerate(CONFIGS):
-        copy = checkpoints.copy(directories / "mixed", tmp_path / str(i))
-        checkpoints.edit_json(copy / module / "config.json", changes)
-        with pytest.raises(errors.RlxError, match=message):
-            load(copy)
-    copy = checkpoints.copy(directories / "mixed", tmp_path / "pickle")
-    (copy / "3_Dense" / "model.safetensors").rename(copy / "3_Dense" / "pytorch_model.bin")
-    with pytest.raises(errors.UnsupportedError, match=r"pytorch_model\.bin is a pickle.*convert it"):
-        load(copy)
 
 
 @pytest.mark.oracle

@@ -119,24 +119,6 @@ def _patched(raw: bytes, old: bytes, new: bytes) -> bytes:
     return out.getvalue()
 
 
-FILES: list[tuple[str, str, dict[str, Any], str]] = [
-    ("splade", "1_SpladePooling/config.json", {"pooling_strategy": "mean"}, "'pooling_strategy' is 'mean'"),
-    ("splade", "1_SpladePooling/config.json", {"depth": 1}, "'depth'"),
-    ("splade", "sentence_bert_config.json", {"transformer_task": "text-generation"}, "'transformer_task'"),
-    ("splade", "config.json", {"architectures": ["BertModel"]}, "of kind 'encoder'; supported are"),
-]  # fmt: skip
-
-
-def test_what_is_refused(directories: Path, tmp_path: Path) -> None:
-    for i, (name, file, changes, message) in enumerate(FILES):
-        copy = checkpoints.copy(directories / name, tmp_path / str(i))
-        checkpoints.edit_json(copy / file, changes)
-        with pytest.raises(errors.RlxError, match=message):
-            load(copy)
-    with pytest.raises(errors.RequestError, match="max_active_dims"):
-        load(directories / "splade").embed_sparse(TEXTS, max_active_dims=0)
-
-
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", sparse.CASES)
 def test_live(name: str, tmp_path: Path) -> None:

@@ -264,35 +264,6 @@ def test_the_kinds_of_an_op() -> None:
         m.activation("Silu", x)
 
 
-REFUSED: dict[str, tuple[Call, str]] = {
-    "too many": (lambda m, x, w: m.attention(x, x, x, 2, 4, "causal", 0.5, 3.0, 7),
-        "attention: takes 4 .*or by position attention"),
-    "a name that is close": (lambda m, x, w: m.linear(x, w, activatoin="relu"), "did you mean 'activation'"),
-    "nothing": (lambda m, x, w: m.softmax(), r"softmax: missing 1 required .*; expected softmax\(x, axis=-1\)"),
-    "no list of attributes": (lambda m, x, w: m.llama_decoder_block(x, heads=2), "llama_decoder_block: missing"),
-    "no number of groups": (lambda m, x, w: m.group_norm(x, w, w), r"group_norm: .*\(x, gamma, beta, groups, eps\)"),
-    "another kernel": (lambda m, x, w: m.conv2d(*[m.ones((1, 1, 2, 2))] * 2, [3, 3], [1, 1], [0, 0], [1, 1], 1),
-        "the kernel is .3, 3."),
-    "another state size": (lambda m, x, w: m.selective_scan(x, x, w, x, x, 9), "state size is 9"),
-    "another head width": (lambda m, x, w: m.gated_delta_net(*[m.ones((2, 3, 2, 4))] * 3, x, x, 5), r"heads, 5\]"),
-    "another pad": (lambda m, x, w: m.depthwise_conv1d_causal(x, m.ones((8, 1, 1, 3)), x, 3), "left_pad is .B, 2, C."),
-    "another kernel size": (lambda m, x, w: m.depthwise_conv1d_causal(x, m.ones((8, 1, 1, 4)), x, 3), r"C, 1, 1, 3"),
-    "an op that there is not": (lambda m, x, w: m.custom_op("Doubled", [x]), "no plugin has an op 'Doubled'"),
-    "a table of other rows": (lambda m, x, w: m.rope(x, *[m.input("c", ("rows", 2))] * 2, 4), "tables are"),
-}  # fmt: skip
-
-
-def test_a_call_that_fits_no_form_names_the_builder() -> None:
-    for name, (call, message) in REFUSED.items():
-        m = Graph.hir("m")
-        with pytest.raises(GraphError, match=message):
-            call(m, m.input("x", (2, 3, 8)), m.param("w", (8, 8)))
-        stage = lambda e, x, call=call: call(e, x, e.constant(np.ones((8, 8))))  # noqa: E731
-        if name != "a table of other rows":
-            with pytest.raises(GraphError, match=message):
-                ModelFlow("f").input("x", (2, 3, 8)).custom(stage).build()
-
-
 def test_an_error_of_the_users_own_function_stays_as_it_is() -> None:
     """A TypeError of a body is not taken for one of the call."""
     m = Graph.hir("m")

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,6 @@ import rlx_jax as rlx
 from rlx_jax import errors
 from rlx_jax.encode import embedding, tagging
 from rlx_jax.encode.answering import QuestionAnswerer
-from rlx_jax.encode.classifier import Classifier
 from rlx_jax.encode.masked import MaskedLM
 from rlx_jax.encode.tagging import TaggedSpan, TokenClassifier
 from rlx_jax.text.spans import encode_spans
@@ -202,42 +201,6 @@ def test_errors_count_in_the_whole_list(directories: Path, monkeypatch: pytest.M
     with pytest.raises(errors.NumericsError, match=r"are not finite: 'texts\[2\]'$") as failed:
         tags.tag(["a c " * 20, "c", "b c"], overlap=2)
     assert [*failed.value.rows] == [2]
-
-
-def test_refusals(directories: Path, models: dict[str, Any]) -> None:
-    tags, answers, masks = (models[name] for name in text_heads.RECORDED)
-    recipe = rlx.recipe_for(directories / "masks")
-    calls: list[tuple[Callable[[], Any], str]] = [
-        (lambda: tags.tag(TEXTS, aggregation="mean"), "aggregation 'mean'; there are 'none', 'simple'"),
-        (lambda: tags.tag(TEXTS, ignore_labels="O"), "ignore_labels is 'O'; expected a list"),
-        (lambda: tags.tag(TEXTS, ignore_labels=["B-A"]), "ignore_labels 'B-A'; labels of parts are 'O', 'A', 'B'"),
-        (lambda: tags.tag(TEXTS, ignore_labels=["A"], aggregation="none"), "ignore_labels 'A'.*'B-A'"),
-        (lambda: tags.tag(TEXTS, aggregation="none", overlap=3), "overlap.*another aggregation than 'none'"),
-        (lambda: tags.tag(TEXTS, overlap=-1), "overlap"),
-        (lambda: tags.tag(TEXTS, overlap=22), r"texts\[\d\]: a window has 22 tokens.*overlaps by 22"),
-        (lambda: tags.tag([[2, 7, 3]]), "tag takes strings"),
-        (lambda: tags.tag([3]), r"texts\[0\]"),
-        (lambda: answers.answer("a", ["b"]), "context is.*expected a string for one question"),
-        (lambda: answers.answer(["a", "b"], ["b"]), "context is.*one for each of the questions"),
-        (lambda: answers.answer(3, "b"), "question is 3; expected a string or a list"),
-        (lambda: answers.answer("a", "b", top_k=0), "top_k"),
-        (lambda: answers.answer("a", "b", max_answer_tokens=0), "max_answer_tokens"),
-        (lambda: answers.answer("a", "b", allow_none=1), "allow_none is 1"),
-        (lambda: answers.answer("a", "b", max_length=25), "max_length is 25; the model reads up to 24"),
-        (lambda: answers.answer("a " * 30, CONTEXTS[1]), "context: a window has 0 tokens"),
-        (lambda: answers.answer(["a", "a " * 30], CONTEXTS[1]), r"context\[1\]: a window has 0 tokens"),
-        (lambda: masks.fill("a b"), r"texts\[0\] has no \[MASK\] among its 4 tokens"),
-        (lambda: masks.fill(["[MASK] " * 30]), r"texts\[0\] has 30 \[MASK\], 22 of them in the 24 tokens"),
-        (lambda: masks.fill("[MASK]", targets=["abc"]), r"targets\[0\] is 'abc', which is 3 tokens; expected one"),
-        (lambda: masks.fill("[MASK]", targets="a"), "targets is 'a'; expected a list"),
-        (lambda: masks.fill("[MASK]", top_k=0), "top_k"),
-        (lambda: masks.fill([[2, 4, 3]]), "fill takes strings"),
-        (lambda: Classifier(recipe), "the head is for MaskedLM; expected one for SequenceClassification"),
-        (lambda: masks(3), "call one of its methods: fill"),
-    ]  # fmt: skip
-    for call, message in calls:
-        with pytest.raises(errors.RequestError, match=message):
-            call()
 
 
 @pytest.mark.oracle

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import get_opaque_trace_state
 
 from rlx_jax.compiler.buckets import Buckets
 from rlx_jax.dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from rlx_jax.text.request_checks import NO_TOKENIZER, Prompts, id_list
 from rlx_jax.text.token_model import check_positions
 from rlx_jax.text.tokenizer import Tokenizer
 
+NO_TRACE = get_opaque_trace_state()
 MAX_CACHE_LEN = 2**30  # XLA cannot represent the next power of two, 2**31, as a dimension
 
 
@@ -339,7 +341,9 @@ def choose_seed(seed: Any, sampler: Sampler) -> Any:
     if seed is None and sampler.temperature and jax.process_count() > 1:
         raise RequestError("seed: give one, the same in every process, where several run a model together")
     if seed is None:  # 32 bits: a larger seed needs a second program to fold in its upper half
-        return secrets.randbits(32) if sampler.temperature else 0
+        seed = secrets.randbits(32) if sampler.temperature else 0
+        if get_opaque_trace_state() == NO_TRACE:
+            return seed
     if isinstance(random_key("seed", seed), jax.core.Tracer):
         raise RequestError("generate runs on the host, which reads its tokens: call it outside jax.jit and the like")
     return seed
