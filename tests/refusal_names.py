@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import rlx_jax as rlx
 from rlx_jax import blocks
@@ -36,7 +37,9 @@ from rlx_jax.models.nomic import NomicVisionConfig
 from rlx_jax.models.siglip import Siglip2VisionFlow, SiglipConfig
 from rlx_jax.models.vit import Dinov2Config
 from rlx_jax.text.chat import check_messages
+from tests.gguf_bytes import ARCH, ONE, gguf_file, pair, string, tensor
 from tests.oracles import fuzzing
+from tests.oracles.adapters import ADAPTER, BASE
 from tests.oracles.checkpoints import FIXTURES, REMOVED, copy, edit_json, edit_tensors, edited
 from tests.shards import ENTRY, frame, one
 from tests.test_sentence_pipeline import modules, sentence
@@ -126,6 +129,21 @@ class World:
     def opened(self, raw: bytes) -> Any:
         """Open a file of weights."""
         return rlx.open_weights(self.file("m.safetensors", raw))
+
+    def gguf(self, raw: bytes) -> Any:
+        """Load a GGUF file; opening its weights fails as well."""
+        path = self.file("m.gguf", raw)
+        with pytest.raises(RlxError):
+            rlx.open_weights(path)
+        return rlx.load(path)
+
+    def adapter(self, edit: Callable[[dict[str, Any]], Any] = dict, **fields: Any) -> Any:
+        """Build a model with the recorded adapter after a change of its tensors and its config."""
+        directory = copy(ADAPTER, self.here / "adapter")
+        edit_json(directory / "adapter_config.json", fields)
+        tensors = edit(load_file(directory / "adapter_model.safetensors"))
+        save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()}, directory / "adapter_model.safetensors")
+        return adapted(adapter=directory)
 
     def index(self, content: str) -> Any:
         """Open a directory by its index."""
@@ -421,3 +439,8 @@ def siglip2(**fields: Any) -> Any:
     sizes = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 3}
     config = sizes | {"model_type": "siglip2_vision_model", "patch_size": 5, "num_patches": 16, "num_channels": 3}
     return Siglip2VisionFlow.for_prefill(config | fields).assemble().build()
+
+
+def adapted(*arguments: Any, name: str = BASE.name, **options: Any) -> Any:
+    """Build a recorded Llama with an adapter."""
+    return rlx.lora(rlx.recipe_for(BASE.parent / name), *arguments, **options).assemble().build()

@@ -269,25 +269,6 @@ def test_values_that_do_not_count_are_named() -> None:
     assert text.endswith("another quantity there: 'k'")
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model": 3}, "expected a compiled model"),
-    ({"tolerance": 0}, "expected a positive number"),
-    ({"program": "decode"}, "expected one of 'forward', 'prefill', 'extend'"),
-    ({"program": "extend", "tokens": TOKENS[:, :1]}, "takes two tokens at least"),
-    ({"reference": 3}, "a mapping of arrays by block path"),
-    ({"reference": {"model.layers.0": np.ones(2)}}, "The model has .*'layers.0.*the reference has 'model.layers.0'"),
-    ({"model": rlx.compile(rlx.GraphModule.define("m", lambda m: m.relu(m.input("x", (2,)))))}, "have no paths"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("arguments", "text"), REFUSED)
-def test_refused(arguments: dict[str, Any], text: str, references: Path) -> None:
-    lm = right("llama", references, "unroll")
-    values: dict[str, Any] = {"model": lm, "reference": lm, "tokens": TOKENS} | arguments
-    with pytest.raises(RlxError, match=text):
-        rlx.bisect(values.pop("model"), values.pop("reference"), values.pop("tokens"), **values)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "program"), [*zip(FILES, ("prefill", "extend") * 3, strict=True)])
 def test_programs_agree(family: str, program: str, references: Path) -> None:

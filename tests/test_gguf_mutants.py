@@ -15,11 +15,11 @@ from gguf import GGMLQuantizationType as Kind
 
 from rlx_jax.encode.checkpoint import Checkpoint, open_checkpoint
 from rlx_jax.errors import RlxError, RlxWarning
+from tests.gguf_bytes import pair, string, tensor
 from tests.oracles.checkpoints import FIXTURES
 from tests.oracles.fuzzing import corpus, run, scrambled, seed_of
 from tests.oracles.gguf_files import write_gguf
 from tests.test_gguf import random_checkpoint
-from tests.test_gguf_malformed import pair, string, tensor
 from tests.test_gguf_tokenizers import vocabulary
 
 NUMBERS = (

@@ -3,13 +3,12 @@
 import importlib
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import rlx_jax as rlx
 from rlx_jax import errors
@@ -217,28 +216,6 @@ def test_dropout_is_not_left_out_in_silence() -> None:
     assert flow._no_training == ""
 
 
-MISUSE: dict[str, tuple[Callable[[], Any], str]] = {
-    "dropout": (lambda: lora("x", rank=2, dropout=0.1), "dropout is 0.1; adapters train without"),
-    "two files": (lambda: lora(adapter=[adapters.ADAPTER] * 2), "one adapter at a time"),
-    "a part": (
-        lambda: rlx.lora(recipe_for(GPT2), "layers.*.attn.c_attn.q", rank=2).assemble().build(),
-        r"'layers\.0\.attn\.c_attn\.k', 'layers\.0\.attn\.c_attn\.v' read weight .* too: select all of these",
-    ),
-    "twice": (
-        lambda: rlx.compile(rlx.lora(merged_projections(), "**.c_attn", rank=3), missing="init", key=0),
-        "has an adapter already, and several adapters are not supported",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", MISUSE)
-def test_misuse_is_told(case: str) -> None:
-    """By what was asked for; more is in `golden/refusals/models.md`."""
-    call, message = MISUSE[case]
-    with pytest.raises(errors.RlxError, match=message):
-        call()
-
-
 def with_config(directory: Path, **changes: Any) -> Path:
     """A copy of the recorded adapter with other fields in its config."""
     checkpoints.edit_json(checkpoints.copy(adapters.ADAPTER, directory) / CONFIG, changes)
@@ -259,32 +236,6 @@ def test_names_of_alphas_are_matched_as_peft_matches_them(tmp_path: Path) -> Non
 
 
 EMBEDDING, DOWN = "base_model.model.model.embed_tokens", "0.mlp.down_proj"
-FILES: dict[str, tuple[dict[str, Any], Callable[[dict[str, Any]], Any], str]] = {
-    "rank": ({"r": 4}, lambda t: t, "is 4, and its tensors have 3"),
-    "expression": ({"alpha_pattern": {".*_proj": 2}}, lambda t: t, "is a regular expression"),
-    "embedding": ({}, lambda t: t | {f"{EMBEDDING}.lora_embedding_A": np.ones((2, 2), "f4")}, "is not handled"),
-    "half": (
-        {},
-        lambda t: {k: v for k, v in t.items() if not k.endswith(f"{DOWN}.lora_A.weight")},
-        "has only lora_B.weight",
-    ),
-    "shapes": (
-        {},
-        lambda t: {k: v[:, :2] if k.endswith("lora_B.weight") else v for k, v in t.items()},
-        "expected .r, in. and .out, r., got",
-    ),
-    "other model": ({}, lambda t: {k.replace("self_attn", "attn"): v for k, v in t.items()}, "no block reads weights"),
-}
-
-
-@pytest.mark.parametrize("case", FILES)
-def test_files_that_do_not_fit(case: str, tmp_path: Path) -> None:
-    """What is no plain LoRA, contradicts itself or is of another model is refused by name."""
-    fields, change, message = FILES[case]
-    directory = with_config(tmp_path / "adapter", **fields)
-    save_file({k: np.ascontiguousarray(v) for k, v in change(STORED).items()}, directory / WEIGHTS)
-    with pytest.raises(errors.RlxError, match=message):
-        lora(adapter=directory)
 
 
 @pytest.mark.oracle

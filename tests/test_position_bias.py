@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.errors import DeriveError, GraphError, ShapeError
+from rlx_jax.errors import DeriveError
 from tests.oracles.comparing import assert_close
 
 RNG = np.random.default_rng(5)
@@ -128,24 +128,6 @@ def test_an_encoder_packs_and_pads(kind: str = "learned") -> None:
         encoder = rlx.Encoder(flow(bias), held(bias), profile=profile)
         assert not encoder.own_lengths and bool(encoder.packing) == (profile is not None)
         assert_close(encoder.embed(texts), want)
-
-
-REFUSED: dict[str, tuple[Callable[[Any, Any], Any], type[Exception], str]] = {
-    "another number of heads": (lambda e, x: lambda q, k: e.cast(k - q, "f32") * e.ones((2, 1, 1)), ShapeError,
-        "with N = 3"),
-    "whole numbers": (lambda e, x: lambda q, k: k - q, ShapeError, r"floats \[N, S, T\]"),
-    "two values": (lambda e, x: lambda q, k: (q, k), ShapeError, r"floats \[N, S, T\]"),
-    "the tokens": (lambda e, x: lambda q, k: e.cast(k - q, "f32") + x[0, 0, 0] * 0 + x[:, 0, 0].sum(), GraphError,
-        "with a size of the request"),
-}  # fmt: skip
-
-
-def test_what_is_no_bias_by_positions() -> None:
-    made = rlx.ModelFlow("biased").input("tokens", ("batch", "seq"), dtype="int32").embed("e")
-    for fn, error, said in REFUSED.values():
-        stage = lambda e, x, fn=fn: e.attention(x, x, x, heads=HEADS, bias=fn(e, x))  # noqa: E731
-        with pytest.raises(error, match=said):
-            made.custom(stage).build({"e": WEIGHTS["e"]})
 
 
 def test_what_cannot_be_derived() -> None:
