@@ -1,5 +1,6 @@
 """The gated delta rule of a prompt, grouped with the convolution before it: its kernels against the ops one by one."""
 
+import functools
 import warnings
 from typing import Any
 
@@ -7,10 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import rlx_jax as rlx
-from rlx_jax.device import DEVICES
 from rlx_jax.ir.graph import BodyInput, Builder, Graph, TypeCache
 from rlx_jax.ir.hir.recurrent import CausalConv, GatedDelta
 from rlx_jax.ir.kernel_group import DeltaGroup
@@ -19,12 +18,12 @@ from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.verify import verify
 from rlx_jax.lowering.lir.delta_groups import group_deltas
-from rlx_jax.lowering.lir.implementations import IMPLEMENTATIONS, without_triton_warning
-from rlx_jax.lowering.lir.plan import Choice
+from rlx_jax.lowering.lir.kernels import run_convolved
 from tests.divided import recipe, weights
+from tests.interpreter import interpreted, needs_mosaic
 
 # Rows, tokens, key heads and their width, value heads and their width.
-SIZES = {"three chunks": (2, 131, 2, 32, 4, 16), "fewer tokens than a chunk": (1, 20, 2, 16, 2, 32)}
+SIZES = {"three chunks": (2, 131, 1, 128, 2, 64), "fewer tokens than a chunk": (1, 20, 1, 64, 2, 128)}
 
 
 def mixer(
@@ -64,29 +63,16 @@ OTHERS = [
 ]
 
 
+@needs_mosaic
 @pytest.mark.parametrize(("case", "rest"), [("three chunks", 24), ("fewer tokens than a chunk", 0), *OTHERS])
 def test_the_kernels_are_the_ops(case: str, rest: int) -> None:
     (group,) = groups(mixer(SIZES[case], rest=rest))
     given = arrays(SIZES[case], group)
-    got = jax.jit(lambda *a: IMPLEMENTATIONS["convolved_states"](group, *a))(*given)
+    got = interpreted(functools.partial(run_convolved, group), *given)
     for one, other in zip(got, jax.jit(group.eval)(*given), strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape
         one, other = (np.asarray(x, np.float32) for x in (one, other))
         assert np.abs(one - other).max() <= 0.02 * np.abs(other).max()
-
-
-def test_the_kernels_have_the_gradient_of_the_ops() -> None:
-    sizes = SIZES["fewer tokens than a chunk"]
-    (group,) = groups(mixer(sizes))
-
-    def slopes(run: Any) -> Any:
-        return jax.grad(lambda *a: sum(jnp.sum(r.astype(jnp.float32)) for r in run(*a)), range(4))
-
-    given = arrays(sizes, group)
-    got = jax.jit(slopes(lambda *a: IMPLEMENTATIONS["convolved_states"](group, *a)))(*given)
-    for one, other in zip(got, jax.jit(slopes(group.eval))(*given), strict=True):
-        one, other = (np.asarray(x, np.float32) for x in (one, other))
-        assert np.abs(one - other).max() <= 0.02 * np.abs(other).max() > 0
 
 
 @pytest.mark.usefixtures("with_kernels")
@@ -98,17 +84,6 @@ def test_switching_the_pass_off_has_an_effect() -> None:
     assert not [w for w in caught if "no effect" in str(w.message)]
 
 
-def test_the_kernels_lower_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlx_jax.lowering.lir.kernels.running_device", lambda: DEVICES["h200"])
-    (group,) = groups(mixer(SIZES["three chunks"]))
-    h200 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
-    call = (group, tuple(n.types[0] for n in group.body.nodes if isinstance(n.op, BodyInput)))
-    run: Any = jax.jit(lambda *a: IMPLEMENTATIONS["convolved_states"](group, *a))
-    with without_triton_warning({call: Choice("convolved_states", "")}), use_abstract_mesh(h200):
-        text = run.trace(*arrays(SIZES["three chunks"], group)).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("__gpu$xla.gpu.triton") == 5
-
-
-@pytest.mark.parametrize("changes", [{"dtype": "f32"}, {"activation": "gelu"}, {"unit": None}])
+@pytest.mark.parametrize("changes", [{"dtype": "f32"}, {"activation": "gelu"}, {"unit": None}, {"rest": 20}])
 def test_what_the_kernels_lack_stays_apart(changes: dict[str, Any]) -> None:
     assert not groups(mixer(SIZES["three chunks"], **changes))

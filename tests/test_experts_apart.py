@@ -13,7 +13,13 @@ import rlx_jax as rlx
 from rlx_jax.device import named_device
 from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.types import TensorType
-from rlx_jax.lowering.lir.experts import block_rows, choose_sharded, sort_into_blocks
+from rlx_jax.lowering.lir.experts import (
+    block_rows,
+    choose_sharded,
+    compare_into_blocks,
+    count_into_blocks,
+    sort_into_blocks,
+)
 from rlx_jax.lowering.sharding import ModelSharding
 from tests.divided import mesh
 from tests.oracles.comparing import assert_close
@@ -139,6 +145,19 @@ def test_each_device_computes_its_own_choices(name: str) -> None:
         used.append(int(filled.any(1).sum()))
         assert filled.sum() == (own < E // devices).sum()
     assert sum(used) == sum(-(-n // rows) for n in np.bincount(ids.ravel(), minlength=E))
+
+
+@pytest.mark.parametrize("sort", [compare_into_blocks, count_into_blocks])
+@pytest.mark.parametrize("name", ["any", "one"])
+def test_ways_to_sort_choices(name: str, sort: Any) -> None:
+    """In several parts, the last of them not full."""
+    ids = np.tile(routings(8)[name], (7, 1, 1)).astype(np.int32)
+    want, got = ({k: np.asarray(v) for k, v in vars(run(ids, E, 4)).items()} for run in (sort_into_blocks, sort))
+    used = want["row_mask"]
+    for name in ("choice_row", "row_mask"):
+        np.testing.assert_array_equal(got[name], want[name])
+    np.testing.assert_array_equal(got["row_choice"][used], want["row_choice"][used])
+    np.testing.assert_array_equal(got["block_expert"][used.any(1)], want["block_expert"][used.any(1)])
 
 
 @pytest.mark.parametrize(("rows", "device", "chosen"), [

@@ -19,7 +19,7 @@ from rlx_jax.ir.ops.reduce import Standardize
 from rlx_jax.ir.ops.shape import Pad, Reshape, SplitLast
 from rlx_jax.ir.region import group_body, join_nodes
 from rlx_jax.lowering.lir.plan import call_of
-from rlx_jax.lowering.lir.recurrent import has_prompt_kernels
+from rlx_jax.lowering.lir.recurrent import MAX_TAPS, has_prompt_kernels
 from rlx_jax.lowering.mir.small import dce
 
 # The ops from the rule's operands back to the parts of q, k and v, and from these to what the convolution reads.
@@ -82,7 +82,12 @@ def members_of(graph: Graph, number: int) -> list[int] | None:
     source = before[-1]
     if source.index == 0 and isinstance(nodes[source.node].op, SplitLast):  # its first columns, read where they are
         members.add(source.node)
-    return sorted(members) if is_known else None
+        source = nodes[source.node].inputs[0]
+    columns = int(graph.type(source).shape[2])
+    fits = (
+        taps <= MAX_TAPS and columns % 8 == 0 and all(int(graph.type(v).shape[3]) % 64 == 0 for v in node.inputs[1:3])
+    )
+    return sorted(members) if is_known and fits else None
 
 
 def add_group(b: Builder, graph: Graph, members: Sequence[int], number: int, values: dict[Value, Value]) -> None:

@@ -25,10 +25,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from rlx_jax.ir.ops.experts import ExpertFfn
-from rlx_jax.lowering.lir.experts import blocked, combine, compare_into_blocks
+from rlx_jax.lowering.lir.experts import blocked, combine, compare_into_blocks, count_into_blocks
 from rlx_jax.lowering.lir.implementations import with_reference
 from rlx_jax.lowering.lir.kernel_trace import KernelTrace, trace
-from rlx_jax.lowering.lir.kernels import count_into_blocks
 from rlx_jax.lowering.lir.mosaic import arith, ir, llvm, load, mgpu, pl, plgpu, vector
 
 AnyArray = Any

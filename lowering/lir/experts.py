@@ -51,6 +51,9 @@ BY_NUMBER = ("gathered", "blocked", "looped")
 # The number that divides widths of experts that the kernels of `grouped` have.
 KERNEL_UNIT = 64
 
+# Neighbouring choices that are counted and compared together.
+COUNTED = 128
+
 # Operations per byte of weights up to which reading an expert takes longer than computing it, for devices with unknown
 # speed.
 FLOPS_PER_BYTE = 200.0
@@ -397,6 +400,33 @@ def compare_into_blocks(ids: AnyArray, experts: int, rows: int) -> SortedChoices
     row_choice = jnp.where(choice_row[None] == row, numbers[None], -1).max(1).reshape(blocks, rows)
     block_expert = jnp.where(block[None] == number, flat[None], 0).max(1)
     return SortedChoices(block_expert, row_choice >= 0, jnp.maximum(row_choice, 0), choice_row)
+
+
+def count_into_blocks(ids: AnyArray, experts: int, rows: int) -> SortedChoices:
+    """Return the result of `sort_into_blocks` for many choices, by counting in parts how many each expert has.
+
+    On one H200, 8 of 128 experts, µs, `sort_into_blocks` and this: 16,384 tokens 119 and 44, 1,024 tokens 57 and 15.
+    """
+    flat = ids.reshape(-1).astype(jnp.int32)
+    num_choices = flat.size
+    blocks = min(-(-num_choices // rows) + experts - 1, num_choices)
+    parts = jnp.pad(flat, (0, -num_choices % COUNTED), constant_values=experts).reshape(-1, COUNTED)
+    choice, numbers = parts[:, :, None], jnp.arange(num_choices, dtype=jnp.int32)
+    counts = (choice == jnp.arange(experts, dtype=jnp.int32)[None, None]).sum(1, dtype=jnp.int32)
+    totals = counts.sum(0)
+    num_blocks = -(-totals // rows)
+    ends = jnp.cumsum(num_blocks)
+    first_block = ends - num_blocks
+    starts = jnp.cumsum(counts, 0) - counts + first_block[None] * rows  # the row of the first choice of each part
+    is_earlier = jnp.tri(COUNTED, k=-1, dtype=bool)[None]
+    rank = ((choice == parts[:, None]) & is_earlier).sum(2, dtype=jnp.int32)
+    choice_row = (rank + jnp.take_along_axis(starts, parts, 1, mode="clip")).reshape(-1)[:num_choices]
+    row_choice = jnp.zeros(blocks * rows, jnp.int32).at[choice_row].set(numbers, unique_indices=True)
+    number = jnp.arange(blocks, dtype=jnp.int32)
+    block_expert = jnp.minimum((ends[None] <= number[:, None]).sum(1, dtype=jnp.int32), experts - 1)
+    filled = totals[block_expert] - (number - first_block[block_expert]) * rows
+    row_mask = jnp.arange(rows)[None] < filled[:, None]
+    return SortedChoices(block_expert, row_mask, row_choice.reshape(blocks, rows), choice_row)
 
 
 def ragged(op: ExpertFfn, *arrays: AnyArray, devices: int = 1) -> AnyArray:

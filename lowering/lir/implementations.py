@@ -239,15 +239,20 @@ def group_kernel(op: Mir, *arrays: AnyArray) -> Any:
 # Imported only when a kernel runs, as it imports Pallas.
 _kernels = LazyModule("rlx_jax.lowering.lir.kernels")
 _packed_tiles = LazyModule("rlx_jax.lowering.lir.packed_tiles")
+_row_kernels = LazyModule("rlx_jax.lowering.lir.row_kernels")
 
 # The kernels in Triton's dialect, with their modules.
 TRITON_KERNELS = {
-    **dict.fromkeys(("one_pass", "states_in_one", "convolved_states", "selected"), _kernels),
-    "grouped": LazyModule("rlx_jax.lowering.lir.expert_products"),
+    **dict.fromkeys(("states_in_one", "convolved_states"), _kernels),
     "packed_tiles": _packed_tiles,
 }
+# The kernels in Mosaic GPU, for one op and for groups.
+MOSAIC_OPS = {
+    **dict.fromkeys(("one_pass", "selected"), _row_kernels),
+    "grouped": LazyModule("rlx_jax.lowering.lir.expert_products"),
+}
 MOSAIC_KERNELS = ("matvec", "decode_attention", "streamed")
-KERNELS = (*TRITON_KERNELS, *MOSAIC_KERNELS)
+KERNELS = (*TRITON_KERNELS, *MOSAIC_OPS, *MOSAIC_KERNELS)
 
 # Functions that run an op, by the name of the implementation; each computes the same as `eval`.
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
@@ -260,7 +265,7 @@ IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     **{fn.__name__: fn for fn in (gathered, blocked, looped, ragged)},
     **{
         name: lambda *arrays, name=name, module=module: getattr(module, name)(*arrays)
-        for name, module in TRITON_KERNELS.items()
+        for name, module in (TRITON_KERNELS | MOSAIC_OPS).items()
     },
     **dict.fromkeys(MOSAIC_KERNELS, group_kernel),
 }

@@ -4,9 +4,8 @@ On other devices, and in training, XLA runs the implementations of the other mod
 the program of one device (`per_shard.py`).
 
 Gated delta rule: each program of a kernel holds some columns of the state, which are independent of the others.
-Measured on one H200, bf16, 16 heads of width 128, ms, without and with kernels: one token through 18 layers, 8 rows
-0.224 and 0.157, 64 rows 0.997 and 0.763, 1 row 0.137 and 0.143, which is therefore left to XLA; one layer over 8 x 4096
-tokens 3.99 and 0.52.
+Measured on one H200, bf16, 16 heads of width 128, ms, without and with kernels: one layer over 8 x 4096 tokens 3.99 and
+0.52.
 """
 
 from __future__ import annotations
@@ -23,11 +22,10 @@ from jax.experimental import pallas as pl
 from rlx_jax.dataclasses import dataclass
 from rlx_jax.device import running_device
 from rlx_jax.ir.kernel_group import DeltaGroup
-from rlx_jax.ir.ops.index import TopK
 from rlx_jax.ir.ops.recurrent import GatedDeltaOp
-from rlx_jax.lowering.lir.experts import SortedChoices
 from rlx_jax.lowering.lir.implementations import with_reference
-from rlx_jax.lowering.lir.recurrent import chunk_size, chunks_at_once, one_token
+from rlx_jax.lowering.lir.recurrent import chunk_size, chunks_at_once
+from rlx_jax.lowering.lir.row_kernels import convolve
 
 AnyArray = Any
 
@@ -61,30 +59,6 @@ def kernel_call(
 CONCURRENT_PROGRAMS = 128
 
 
-@with_reference(one_token)
-def one_pass(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]:
-    """Compute the op over one token; the state is read once and updated in place."""
-    q, k, v, g, beta = (x[:, 0] for x in operands[:5])
-    state = op.initial_state(*operands)
-    batch, heads, keys, values = state.shape
-    columns, times, scale = tile_size(values, 64), heads // k.shape[1], op.factor(keys)
-
-    def kernel(q: Any, k: Any, v: Any, g: Any, beta: Any, state: Any, out: Any, new_state: Any) -> None:
-        b, h, n = (pl.program_id(axis) for axis in range(3))
-        column = pl.ds(n * columns, columns)
-        query, key = (x[b, h // times, :].astype(jnp.float32)[:, None] for x in (q, k))
-        state_columns = state[b, h, :, column] * jnp.exp(g[b, h].astype(jnp.float32))
-        new = v[b, h, column].astype(jnp.float32) - (state_columns * key).sum(0)
-        state_columns = state_columns + key * (beta[b, h].astype(jnp.float32) * new)[None]
-        new_state[b, h, :, column] = state_columns
-        out[b, h, column] = (scale * (state_columns * query).sum(0)).astype(out.dtype)
-
-    shapes = (jax.ShapeDtypeStruct(v.shape, v.dtype), jax.ShapeDtypeStruct(state.shape, state.dtype))
-    grid = (batch, heads, values // columns)
-    out, new_state = kernel_call(kernel, shapes, grid, 8, input_output_aliases={5: 1})(q, k, v, g, beta, state)
-    return out[:, None], new_state
-
-
 @with_reference(chunks_at_once)
 def states_in_one(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]:
     """Compute the op in chunks by two kernels, with the formulas of `delta_chunk`.
@@ -104,43 +78,19 @@ def states_in_one(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]
     return out.reshape(rows, -1, heads, values)[:, :tokens], state
 
 
-# Tokens that a program convolves: on one H200, 8 x 4096 tokens of 6,144 channels take 0.325 ms by 32, 0.332 by 64.
-CONVOLVED_TOKENS = 32
-
-
 @with_reference(DeltaGroup.eval)
-def convolved_states(op: DeltaGroup, mixed: AnyArray, window: AnyArray, g: AnyArray, beta: AnyArray) -> Any:
+def convolved_states(op: DeltaGroup, *arrays: AnyArray) -> Any:
     """Compute a group by a kernel for each of q, k and v, and by `states_in_one`."""
-    from jax.experimental.pallas import triton  # imported here, as it takes a quarter of a second
+    return run_convolved(op, *arrays)
 
-    (batch, tokens, _), dtype, taps = mixed.shape, mixed.dtype, window.shape[1]
-    size, blocks = CONVOLVED_TOKENS, -(-tokens // CONVOLVED_TOKENS)
 
-    def convolve(first: int, heads: int, width: int, unit: float | None) -> AnyArray:
-        """Return heads of q, k or v, whose columns before the convolution begin at `first`."""
-
-        def kernel(x: Any, window: Any, out: Any) -> None:
-            i, h, b = (pl.program_id(axis) for axis in range(3))
-            columns, y = pl.ds(first + h * width, width), jnp.zeros((size, width), jnp.float32)
-            for j in range(taps):
-                token, column = i * size + jnp.arange(size) - (taps - 1 - j), first + h * width + jnp.arange(width)
-                mask = jnp.broadcast_to(((token >= 0) & (token < tokens))[:, None], (size, width))
-                row = triton.load(x.at[b, token[:, None], column[None]], mask=mask, other=0.0)
-                y += row.astype(jnp.float32) * window[j, columns][None]
-            y = y.astype(dtype).astype(jnp.float32)
-            y = (y * jax.nn.sigmoid(y)).astype(dtype)
-            if unit is not None:
-                y = y.astype(jnp.float32)
-                y = (y * lax.rsqrt((y * y).sum(axis=1) + unit)[:, None]).astype(dtype)
-            out[b, pl.ds(i * size, size), pl.ds(h * width, width)] = y
-
-        shape = jax.ShapeDtypeStruct((batch, blocks * size, heads * width), dtype)
-        out = kernel_call(kernel, shape, (blocks, heads, batch), 8)(mixed, window.T.astype(jnp.float32))
-        return out[:, :tokens].reshape(batch, tokens, heads, width)
-
-    q, k = (convolve(i * op.key_heads * op.keys, op.key_heads, op.keys, op.unit) for i in range(2))
-    v = convolve(2 * op.key_heads * op.keys, g.shape[2], op.values, None)
-    return states_in_one(op.rule, q, k, v, g, beta)
+def run_convolved(
+    op: DeltaGroup, mixed: AnyArray, window: AnyArray, g: AnyArray, beta: AnyArray, interpret: Any = None
+) -> Any:
+    """Compute a group; `interpret` are parameters of Mosaic's interpreter, None to compile."""
+    heads, keys, values, own_heads = op.key_heads, op.keys, op.values, g.shape[2]
+    parts = (0, heads, keys, op.unit), (heads * keys, heads, keys, op.unit), (2 * heads * keys, own_heads, values, None)
+    return states_in_one(op.rule, *(convolve(mixed, window, *part, interpret) for part in parts), g, beta)
 
 
 # Rows of the blocks on the diagonal that `prepare` inverts: on one H200, 8 x 4096 tokens take 0.22 ms by 16 with one
@@ -269,78 +219,3 @@ class DeltaChunks:
         grid = (values // columns, self.heads, self.rows)
         out, last = kernel_call(kernel, shapes, grid, 4, 3)(q, k, v, beta, solved, within, total, start)
         return out, last
-
-
-# Rows of a program that selects the largest entries of each: on one H200, 8 of 128 entries of 16,384 rows take 8 µs, by
-# XLA 63.
-SELECTING_ROWS = 16
-
-
-@with_reference(TopK.eval)
-def selected(op: TopK, x: AnyArray) -> tuple[AnyArray, AnyArray]:
-    """Compute the op along the last axis, by selecting the largest entry of a row `k` times."""
-    size, rows, chosen = x.shape[-1], x.reshape(-1, x.shape[-1]), jnp.iinfo(jnp.int32).min
-
-    def flipped(bits: AnyArray) -> AnyArray:
-        """Return integers in the order of the floats with these bits, or those bits: it is its own inverse."""
-        return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-    def kernel(x: Any, values: Any, ids: Any) -> None:
-        own = pl.ds(pl.program_id(0) * SELECTING_ROWS, SELECTING_ROWS)
-        keys = jnp.maximum(flipped(lax.bitcast_convert_type(x[own, :], jnp.int32)), chosen + 1)
-        number = lax.broadcasted_iota(jnp.int32, keys.shape, 1)
-        for i in range(op.k):
-            top = keys.max(1)
-            ids[own, i] = first = jnp.where(keys == top[:, None], number, size).min(1)
-            values[own, i] = lax.bitcast_convert_type(flipped(top), jnp.float32)
-            keys = jnp.where(number == first[:, None], chosen, keys)
-
-    shapes = [jax.ShapeDtypeStruct((len(rows), op.k), dtype) for dtype in (x.dtype, jnp.int32)]
-    results = kernel_call(kernel, shapes, (len(rows) // SELECTING_ROWS,), 4)(rows)
-    return tuple(a.reshape(*x.shape[:-1], op.k) for a in results)
-
-
-# Choices of a program that counts or places them: on one H200, a layer of 16,384 tokens takes 0.15 ms less than with
-# `sort_into_blocks`, one of 1,024 tokens 0.04.
-PLACED = 128
-
-
-def count_into_blocks(ids: AnyArray, experts: int, rows: int) -> SortedChoices:
-    """Return the result of `sort_into_blocks`, by a kernel that counts choices, and one that places them."""
-    flat, width = ids.reshape(-1).astype(jnp.int32), max(16, 1 << (experts - 1).bit_length())
-    num_choices, parts = flat.size, -(-flat.size // PLACED)
-    blocks = min(-(-num_choices // rows) + experts - 1, num_choices)
-    flat = jnp.pad(flat, (0, parts * PLACED - num_choices), constant_values=width)
-
-    def hits(ids: Any, part: AnyArray) -> AnyArray:
-        return ids[pl.ds(part * PLACED, PLACED)][:, None] == jnp.arange(width, dtype=jnp.int32)[None]
-
-    def count(ids: Any, counts: Any) -> None:
-        part = pl.program_id(0)
-        counts[part, :] = jnp.where(hits(ids, part), 1, 0).sum(0)
-
-    counts = kernel_call(count, jax.ShapeDtypeStruct((parts, width), jnp.int32), (parts,), 4)(flat)
-    totals = counts.sum(0)
-    num_blocks = -(-totals // rows)
-    ends = jnp.cumsum(num_blocks)
-    first_block = ends - num_blocks
-    starts = jnp.cumsum(counts, 0) - counts + first_block[None] * rows  # the row of the first choice of each part
-
-    def place(ids: Any, starts: Any, zeros: Any, choice_row: Any, row_choice: Any) -> None:
-        part = pl.program_id(0)
-        hit, number = hits(ids, part), part * PLACED + jnp.arange(PLACED)
-        row, column = (lax.broadcasted_iota(jnp.int32, (PLACED, PLACED), axis) for axis in (0, 1))
-        operands = (jnp.where(a, 1.0, 0.0).astype(jnp.bfloat16) for a in (row > column, hit))
-        before = jnp.dot(*operands, preferred_element_type=jnp.float32)  # choices of the expert, exact
-        placed = jnp.where(hit, before.astype(jnp.int32) + starts[part, :][None], 0).sum(1)
-        choice_row[number] = placed
-        row_choice[jnp.where(number < num_choices, placed, blocks * rows)] = number
-
-    shapes = [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (parts * PLACED, blocks * rows + 1)]
-    run = kernel_call(place, shapes, (parts,), 8, input_output_aliases={2: 1})
-    choice_row, row_choice = run(flat, starts, jnp.zeros(blocks * rows + 1, jnp.int32))
-    number = jnp.arange(blocks, dtype=jnp.int32)
-    block_expert = jnp.minimum((ends[None] <= number[:, None]).sum(1, dtype=jnp.int32), experts - 1)
-    filled = totals[block_expert] - (number - first_block[block_expert]) * rows
-    row_mask = jnp.arange(rows)[None] < filled[:, None]
-    return SortedChoices(block_expert, row_mask, row_choice[:-1].reshape(blocks, rows), choice_row[:num_choices])

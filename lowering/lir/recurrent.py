@@ -38,6 +38,11 @@ LARGE_STATE_BYTES = 4 << 20
 # Width of keys and values, at most, for the kernels of a prompt. Wider ones were not measured: three chunks of queries,
 # keys and W, 256 wide, which are loaded ahead, have more bytes than the shared memory of a multiprocessor.
 MAX_KERNEL_WIDTH = 128
+# Columns of a state that a program of `one_pass` has, which divide its columns, and rows, at most: a thread has half as
+# many numbers.
+STATE_COLUMNS, MAX_STATE_KEYS = 64, 256
+# Taps of a convolution, at most, of which a kernel has the tokens before a block in shared memory.
+MAX_TAPS = 9
 # Rows of a triangular block that is inverted by powers. Entries of powers grow with the binomials of that number.
 BLOCK = 8
 # Numbers of tokens from which `chunk_size` is another one.
@@ -62,7 +67,9 @@ def choose(call: Call, device: Device, kernels: bool = False) -> Choice | None:
     assert isinstance(op, Recurrence)
     tokens, fits = int(operands[0].shape[1]), kernels and fits_kernels(call)
     if tokens == 1:
-        state_size = math.prod(map(int, operands[2].shape)) * int(operands[1].shape[-1])  # numbers of the state, in f32
+        keys, values = (int(t.shape[-1]) for t in operands[1:3])
+        state_size = math.prod(map(int, operands[2].shape)) * keys  # numbers of the state, in f32
+        fits = fits and keys <= MAX_STATE_KEYS and values % STATE_COLUMNS == 0
         if fits and not op.every and 4 * state_size >= LARGE_STATE_BYTES:
             return Choice("one_pass", "the state is read once")
         return Choice("one_token", "there is no loop over one token")
