@@ -14,10 +14,10 @@ from rlx_jax.ir.ops.experts import ExpertFfn
 from rlx_jax.ir.ops.fused import FusedMatMulBiasAct
 from rlx_jax.ir.ops.reduce import RmsNormOp
 from rlx_jax.ir.paths import Origin
-from rlx_jax.ir.plugins import direct_rule
 from rlx_jax.ir.region import everywhere, rewrite
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lir.interpret import Env, interpret
+from rlx_jax.plugins import direct_rule
 
 LowerRule = Callable[[Any, Builder, tuple[Value, ...]], tuple[Value, ...] | None]
 

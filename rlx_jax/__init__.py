@@ -9,6 +9,7 @@ from rlx_jax.io.garbage import paused_gc
 __version__ = "0.1.0"
 # When the first of the sources was read.
 IMPORT_TIME = time.time()
+MODULES = "blocks errors eval losses models nnx plugins profiles quantization train".split()
 
 __all__ = [
     "BuiltModel", "CausalLM", "CompileProfile", "CompiledModel", "Completion", "DualEncoder", "Emit", "Encoder",
@@ -30,7 +31,7 @@ else:
     def __getattr__(name: str) -> Any:
         """Import a name at its first use: all public names together, but `load`, which starts the device before that,
         `nnx`, which needs flax, `eval`, which needs lm_eval, and modules, which modules of the package import."""
-        if name in ("blocks", "errors", "eval", "losses", "models", "nnx", "profiles", "quantization", "train"):
+        if name in MODULES:
             return import_module(f"rlx_jax.{name}")
         if name == "load":
             return import_module("rlx_jax.loading.start").load

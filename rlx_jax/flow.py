@@ -28,7 +28,6 @@ from rlx_jax.flow_outputs import FlowOutputs, names_of
 from rlx_jax.ir.graph import Builder, TypeCache
 from rlx_jax.ir.param import keys_of
 from rlx_jax.ir.paths import Origin
-from rlx_jax.ir.plugins import FlowExtensionPlan
 from rlx_jax.ir.region import bind_params, roll
 from rlx_jax.ir.text import summary
 from rlx_jax.ir.types import Init, as_dim, as_name, is_float, is_static
@@ -39,6 +38,7 @@ from rlx_jax.layer_stack import Stages
 from rlx_jax.lowering.hir.weights import pad_vocabulary
 from rlx_jax.lowering.inspect.outline import Outline
 from rlx_jax.lowering.mir.small import unread_inputs
+from rlx_jax.plugins import FlowExtensionPlan
 from rlx_jax.profiles import CompileProfile, ProfileLike
 from rlx_jax.program import POSITIONS as POSITIONS
 from rlx_jax.program import REQUIRED, InputDecl, MtpFactory, Weights

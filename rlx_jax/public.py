@@ -4,6 +4,7 @@ from rlx_jax import blocks as blocks
 from rlx_jax import errors as errors
 from rlx_jax import losses as losses
 from rlx_jax import models as models
+from rlx_jax import plugins as plugins
 from rlx_jax import profiles as profiles
 from rlx_jax import quantization as quantization
 from rlx_jax.compile_steps import *  # names of the specification, such as ModelCompilePipeline
@@ -31,12 +32,9 @@ from rlx_jax.generate.many import PromptRequest as PromptRequest
 from rlx_jax.generate.sampler import Sampler as Sampler
 from rlx_jax.generate.scoring import Score as Score
 from rlx_jax.ir import ops as ops
-from rlx_jax.ir import plugins as plugins
 from rlx_jax.ir.graph import GraphStage as GraphStage
 from rlx_jax.ir.packed import Packed as Packed
 from rlx_jax.ir.param import Parts as Parts
-from rlx_jax.ir.plugins import FlowExtensionPlan as FlowExtensionPlan
-from rlx_jax.ir.plugins import Plugin as Plugin
 from rlx_jax.layer_stack import LayerStack as LayerStack
 from rlx_jax.loading.model_plan import plan as plan
 from rlx_jax.loading.start import load as load
@@ -45,6 +43,8 @@ from rlx_jax.models.lora import lora as lora
 from rlx_jax.models.lora import merge_lora as merge_lora
 from rlx_jax.models.lora import save_lora as save_lora
 from rlx_jax.models.lora import unmerge_lora as unmerge_lora
+from rlx_jax.plugins import FlowExtensionPlan as FlowExtensionPlan
+from rlx_jax.plugins import Plugin as Plugin
 from rlx_jax.profiles import CompileProfile as CompileProfile
 from rlx_jax.runtime.bisect import bisect as bisect
 from rlx_jax.runtime.compile_flow import compile as compile

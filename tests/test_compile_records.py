@@ -4,8 +4,8 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import compile_steps as steps
+from rlx_jax import plugins
 from rlx_jax.errors import GraphError, UnsupportedError
-from rlx_jax.ir import plugins
 from rlx_jax.lowering.inspect.buffers import dump_lir
 from tests.test_compile_steps import llama, module
 

@@ -23,8 +23,8 @@ WHEEL = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
 HEAVY = {"flax", "lm_eval", "optax", "orbax", "safetensors", "tensorstore", "tokenizers", "torch", "transformers"}
 
 
-OPTIONAL = {"lm_eval"}
-"""Imported where somebody uses them, and installed by an extra."""
+OPTIONAL = {"lm_eval", "typing_extensions"}
+"""Imported where somebody uses them, and installed by an extra; the second by type checkers alone."""
 
 
 def python(*args: str, **env: str) -> subprocess.CompletedProcess[str]:

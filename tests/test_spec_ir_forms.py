@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax import Graph, GraphModule, GraphStage, ModelFlow
+from rlx_jax import Graph, GraphModule, GraphStage, ModelFlow, plugins
 from rlx_jax.compiler.compat import FusionPolicy, hir_from_json, hir_to_json, lir_from_json, lir_to_json
 from rlx_jax.compiler.graph_module import BuiltModel
 from rlx_jax.errors import DTypeError, GraphError, RlxError, ShapeError
-from rlx_jax.ir import hir, plugins
+from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph as GraphIR
 from rlx_jax.ir.graph import Mir, TypeCache
 from rlx_jax.ir.operands import ELEMENTWISE
 from rlx_jax.ir.ops.pointwise import Unary
-from rlx_jax.ir.plugins import FlowExtensionPlan
 from rlx_jax.ir.region import everywhere, rewrite
+from rlx_jax.plugins import FlowExtensionPlan
 from tests.op_cases import OpCase, check_all
 from tests.oracles import image_formulas as image
 from tests.oracles import op_formulas as formulas

@@ -22,7 +22,7 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph, Hir, Leaf, Mir, Node, Op, TypeCache
 from rlx_jax.ir.ops.custom import ExportedCall, JaxFn
 from rlx_jax.ir.paths import path_text
-from rlx_jax.ir.plugins import is_builtin
+from rlx_jax.ir.queries import is_builtin
 from rlx_jax.ir.types import TensorType
 from rlx_jax.ir.user_functions import formula_key
 from rlx_jax.lowering.hir.tokenwise import Verdict, token_wise, token_wise_graph

@@ -23,7 +23,7 @@ from rlx_jax.ir.ops.shape import Reshape, Slice
 from rlx_jax.ir.packed import SCHEMES
 from rlx_jax.ir.param import Program, Quantized, Roles, printed_name
 from rlx_jax.ir.paths import Path, StateLeaf, bind_path, path_text
-from rlx_jax.ir.plugins import derive_rule, is_builtin
+from rlx_jax.ir.queries import is_builtin
 from rlx_jax.ir.region import everywhere, rewrite
 from rlx_jax.ir.types import I32, TensorType, symbol
 from rlx_jax.lowering.hir import row_layouts
@@ -32,6 +32,7 @@ from rlx_jax.lowering.hir.independence import chunk_failure
 from rlx_jax.lowering.hir.row_layouts import TokenMask
 from rlx_jax.lowering.hir.weights import make_param, transposed
 from rlx_jax.lowering.mir.small import dce
+from rlx_jax.plugins import derive_rule
 
 PER_ROW = TensorType((symbol("batch"),), I32)
 LENGTHS = Input("lengths", type=PER_ROW)

@@ -21,11 +21,11 @@ from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Graph, GraphStage, Mir, TypeCache
 from rlx_jax.ir.ops import OPS
 from rlx_jax.ir.param import printed_name
-from rlx_jax.ir.plugins import active_plugin, apply_hir_extensions
 from rlx_jax.ir.queries import dynamic_symbols
 from rlx_jax.lowering.fusion import FusionReport, fusion_report
 from rlx_jax.lowering.inspect.buffers import ALIGNMENT
 from rlx_jax.lowering.lir.plan import Lir
+from rlx_jax.plugins import active_plugin, apply_hir_extensions
 from rlx_jax.profiles import CompileProfile, ProfileLike
 
 __all__ = [

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from rlx_jax import plugins
 from rlx_jax.dataclasses import dataclass, fields, replace
 from rlx_jax.encode.cross_encoder import CrossEncoderSettings, read_cross_encoder
 from rlx_jax.encode.gguf_folder import open_model_folder
@@ -16,7 +17,6 @@ from rlx_jax.encode.sentence import SentencePipeline, load_pipeline
 from rlx_jax.errors import ConfigError, RequestError, UnsupportedError, check_class, check_keywords, quote, shown
 from rlx_jax.flow import ModelFlow
 from rlx_jax.io.folder import Folder
-from rlx_jax.ir import plugins
 from rlx_jax.models.config import Fields
 from rlx_jax.models.decoder import CausalFlow
 from rlx_jax.models.encoder import SEQUENCE

@@ -25,7 +25,7 @@ from rlx_jax.generate.request import DecodingOptions, Request, SnapshotPoint, co
 from rlx_jax.generate.row_options import StopLike
 from rlx_jax.generate.sampler import SAMPLING, Sampler
 from rlx_jax.generate.speculative import DRAFTER_PREFIX
-from rlx_jax.ir.plugins import derive_rule
+from rlx_jax.plugins import derive_rule
 from rlx_jax.runtime.inputs import check_flag, check_integer
 from rlx_jax.runtime.model import CompiledModel
 from rlx_jax.runtime.sequence_state import LENGTH

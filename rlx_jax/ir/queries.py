@@ -11,9 +11,13 @@ from rlx_jax.errors import GraphError, ShapeError, check_names, listing, quote
 from rlx_jax.ir.graph import Builder, Graph, Input, Leaf, Mir, Node, Op, Param, StateRead, TypeCache, Value
 from rlx_jax.ir.operands import check_declared
 from rlx_jax.ir.param import Key, keys_of
-from rlx_jax.ir.plugins import is_builtin
 from rlx_jax.ir.region import Rewrite, replace_ops, rewrite
 from rlx_jax.ir.types import TensorType, check_elements
+
+
+def is_builtin(cls: type) -> bool:
+    """Return whether a class belongs to rlx_jax itself, so that no plugin can have a rule for it."""
+    return cls.__module__.partition(".")[0] == "rlx_jax"
 
 
 def users(graph: Graph, node: int) -> tuple[int, ...]:

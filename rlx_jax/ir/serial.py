@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Union, get_args, get_origin, get_type_hints
 import numpy as np
 
 from rlx_jax.errors import FormatError, LimitError, RlxError, UnsupportedError, did_you_mean, listing, quote
-from rlx_jax.ir import hir, plugins
+from rlx_jax.ir import hir
 from rlx_jax.ir.graph import BodyInput, Constant, Graph, Hir, Input, Mir, Node, Op, Param, StateRead, TypeCache, Value
 from rlx_jax.ir.ops import OPS, custom
 from rlx_jax.ir.ops.recurrent import TokenScan
@@ -40,6 +40,8 @@ from rlx_jax.ir.user_functions import fingerprint, trace
 MAX_NODES = 10**6
 MAX_REPEATS = 2**16
 
+# Functions that return further op classes by name: `rlx_jax.plugins` appends one.
+OTHER_OPS: list[Callable[[], Mapping[str, type[Op]]]] = []
 # Every op of this package that can be serialized, by name.
 SERIALIZABLE_OPS: dict[str, type[Op]] = {
     cls.__name__: cls
@@ -327,8 +329,8 @@ def _decode_record(hint: Any, data: Any, where: str) -> Any:
     classes = SERIALIZABLE_OPS if issubclass(hint, Op) else {hint.__name__: hint}
     # Plugins are imported only for a tag that this package does not have.
     if issubclass(hint, Op) and tag not in classes:
-        plugin_ops = plugins.active_plugin().op_classes()
-        storable = {name: cls for name, cls in plugin_ops.items() if cls.traits.stored}  # type: ignore[attr-defined]
+        others = {name: cls for find in OTHER_OPS for name, cls in find().items()}
+        storable = {name: cls for name, cls in others.items() if cls.traits.stored}  # type: ignore[attr-defined]
         classes = SERIALIZABLE_OPS | storable
     if tag not in classes or not issubclass(classes[tag], hint):
         raise FormatError(f"{where}: unknown {hint.__name__} {quote(tag)}{did_you_mean(tag, classes)}")

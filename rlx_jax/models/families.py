@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any, Literal
 
 import rlx_jax.models as models
+from rlx_jax import plugins
 from rlx_jax.dataclasses import dataclass, replace
 from rlx_jax.errors import GraphError, RlxError, UnsupportedError, WeightError, did_you_mean, listing, quote, shown
 from rlx_jax.flow import ModelRecipe
 from rlx_jax.io.fields import NULLABLE
 from rlx_jax.io.folder import Folder
-from rlx_jax.ir import plugins
 from rlx_jax.models.config import (
     INERT,
     INERT_PREFIXES,

@@ -26,8 +26,8 @@ from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.recurrent import CausalConvOp, GatedDeltaOp
 from rlx_jax.ir.packed import TABLES
 from rlx_jax.ir.param import packing_of
-from rlx_jax.ir.plugins import active_plugin
 from rlx_jax.ir.types import DimLike, Init, TensorType, as_dtype, is_float, is_static
+from rlx_jax.plugins import active_plugin
 from rlx_jax.trace.builders import Builders
 from rlx_jax.trace.checks import bind_kind, items_of
 from rlx_jax.trace.image_ops import Counts

@@ -25,6 +25,8 @@ from rlx_jax.errors import GraphError, check_names, did_you_mean, listing, quote
 from rlx_jax.ir import hir
 from rlx_jax.ir.graph import Builder, Graph, Hir, Mir, Node, Op, TypeCache, Value
 from rlx_jax.ir.ops import OPS
+from rlx_jax.ir.queries import is_builtin
+from rlx_jax.ir.serial import OTHER_OPS
 from rlx_jax.ir.types import as_name, as_names
 from rlx_jax.ir.verify import verify
 
@@ -110,11 +112,6 @@ def _check_op_class(plugin: str, cls: Any, kind: type[Op]) -> None:
             f"plugin {quote(plugin)}: {cls.__module__}.{cls.__name__}: rlx_jax has an op of that name; JSON identifies "
             "ops by name, so rename it"
         )
-
-
-def is_builtin(cls: type[Any]) -> bool:
-    """Return whether a class belongs to rlx_jax itself, so that no plugin can have a rule for it."""
-    return cls.__module__.partition(".")[0] == "rlx_jax"
 
 
 _context_plugins: ContextVar[tuple[Plugin, ...]] = ContextVar("rlx_jax_plugins", default=())
@@ -333,3 +330,6 @@ class FlowExtensionPlan:
                 raise GraphError(f"extension {quote(name)} returns a Graph, got {shown(rewritten)}")
             graph = verify(rewritten, "hir", f"extension {name}", types)
         return graph
+
+
+OTHER_OPS.append(lambda: active_plugin().op_classes())
