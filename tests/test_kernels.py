@@ -57,7 +57,7 @@ def test_a_kernel_is_the_formula(case: str) -> None:
         assert distance(one, np.asarray(other)) <= 5e-6
 
 
-@pytest.mark.parametrize("case", ["one token", pytest.param("three chunks", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["fewer tokens than a chunk", pytest.param("three chunks", marks=pytest.mark.slow)])
 def test_a_kernel_has_the_gradient_of_its_op(case: str) -> None:
     op, name, arrays = CASES[case]
     floats = [i for i, a in enumerate(arrays) if a.dtype == np.float32]
