@@ -25,8 +25,11 @@ import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import ClampedGate, MoeSpec
 from rlx_jax.encode.image_classifier import ImageClassifier
+from rlx_jax.encode.images import load_processor
 from rlx_jax.encode.sentence import load_pipeline
 from rlx_jax.errors import RlxError, WeightShapeError
+from rlx_jax.io.folder import Folder
+from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.layer_stack import LayerStack
@@ -42,6 +45,8 @@ from tests.oracles import fuzzing
 from tests.oracles.adapters import ADAPTER, BASE
 from tests.oracles.checkpoints import FIXTURES, REMOVED, copy, edit_json, edit_tensors, edited
 from tests.shards import ENTRY, frame, one
+from tests.test_quantized import STATE, read_file, write_tensors
+from tests.test_quantized import V as V_PROJ
 from tests.test_sentence_pipeline import modules, sentence
 from tests.test_tokenizer import KINDS, changed, loaded, tiktoken
 
@@ -108,9 +113,12 @@ class World:
         edit_json(self.stored(archive, name) / file, fields)
         return rlx.load(self.here / name)
 
-    def requantized(self, name: str, changes: dict[str, Any]) -> Any:
-        """Load a quantised checkpoint after a change of how it says that it is quantised."""
+    def requantized(self, name: str, changes: dict[str, Any], edit: Callable[[dict[str, Any]], Any] = len) -> Any:
+        """Load a quantised checkpoint after a change of how it says that it is quantised, and of its tensors."""
         directory = self.stored("quantized", name)
+        tensors = read_file(directory)
+        edit(tensors)
+        write_tensors(directory, tensors)
         config = json.loads((directory / "config.json").read_text("utf-8"))
         (directory / "edges.safetensors").unlink()
         edit_json(directory / "config.json", {"quantization_config": config["quantization_config"] | changes})
@@ -129,6 +137,11 @@ class World:
     def opened(self, raw: bytes) -> Any:
         """Open a file of weights."""
         return rlx.open_weights(self.file("m.safetensors", raw))
+
+    def processor(self, **settings: Any) -> Any:
+        """Read an image processor after a change of its settings."""
+        edit_json(copy(FIXTURES / "vision" / "dinov2", self.here / "it") / "preprocessor_config.json", settings)
+        return load_processor(Folder(self.here / "it"), "Bit")
 
     def gguf(self, raw: bytes) -> Any:
         """Load a GGUF file; opening its weights fails as well."""

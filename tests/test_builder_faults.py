@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import rlx_jax as rlx
 from rlx_jax import Graph, ModelFlow, errors
 from tests.small import compiled
 
@@ -29,25 +28,6 @@ def test_a_row_of_each_sequence_is_one_of_them() -> None:
     for wrong in ([3, 0], [0, -1], [99, 0]):
         with pytest.raises(errors.TokenIdError, match=r"last_token_idx.*\[0, 3\)"):
             model(X, last_token_idx=wrong)
-
-
-def test_constant_ids_out_of_range() -> None:
-    """Those that the program holds are looked at when it is compiled."""
-    m = Graph.hir("g")
-    m.set_outputs([m.gather(m.input("table", (5, 2)), m.constant([1, 7]))])
-    with pytest.raises(errors.TokenIdError, match=r"7 .* \[0, 5\)"):
-        rlx.compile(m)
-
-
-def test_a_bias_is_as_long_as_the_product_is_wide() -> None:
-    """x `[2, 4]`, w `[4, 3]`: nothing but `[3]`, and under both policies alike."""
-    m = Graph.hir("m")
-    x, w = m.input("x", (2, 4)), m.param("w", (4, 3))
-    for n, shape in enumerate([(5,), (1, 5), (), (2, 1), (1,)]):
-        with pytest.raises(errors.ShapeError, match=r"bias .*f32\[3\]"):
-            m.linear(x, w, m.param(f"b{n}", shape))
-    with pytest.raises(errors.ShapeError, match=r"bias .*f32\[1\]"):
-        m.linear(x, m.param("column", (4, 1)), m.param("five", (5,)))
 
 
 def test_a_constant_fits_its_dtype() -> None:

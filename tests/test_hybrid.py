@@ -5,12 +5,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax import errors
 from rlx_jax.io.folder import Folder
 from rlx_jax.models.config import read_config
 from rlx_jax.models.mamba2 import Mamba2Config
@@ -45,12 +43,6 @@ def test_many_tokens(name: str) -> None:
     got = np.asarray(lm.logits(tokens, lengths))
     for b, n in enumerate(lengths):
         assert_close(got[b, :n], hybrid.row(config, weights, tokens[b, :n].tolist())[1], tolerance=5e-5)
-
-
-def test_heads_that_devices_do_not_divide_are_named() -> None:
-    recipe = rlx.recipe_for(TIED)
-    with pytest.raises(errors.UnsupportedError, match="linear_attn: 3 heads"):
-        rlx.CausalLM(recipe, mesh=jax.sharding.Mesh(np.array(jax.devices()[:2]), ("tensor",)))
 
 
 def test_no_most_time_step_is_written_in_three_ways(tmp_path: Path) -> None:

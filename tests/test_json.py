@@ -5,16 +5,14 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax import Graph, GraphModule, blocks
-from rlx_jax.errors import GraphError, RlxError, UnsupportedError
+from rlx_jax import Graph, GraphModule
+from rlx_jax.errors import GraphError, RlxError
 from rlx_jax.ir import serial
 from rlx_jax.ir.graph import Hir, Input, Leaf, Mir, Op, StateRead
-from rlx_jax.ir.ops.custom import JaxFn
 from rlx_jax.ir.ops.pointwise import FullLike
 from rlx_jax.ir.ops.shape import Slice
 from rlx_jax.ir.paths import LayerIndex, StateLeaf
@@ -101,19 +99,6 @@ def test_a_program_with_a_state_goes_there_and_back() -> None:
         back = again(module)
         assert back.inspect() == module.inspect()
         assert back.finish().writes == module.finish().writes
-
-
-def test_a_users_function_cannot_be_stored() -> None:
-    """Refused with the block's path, wherever it stands."""
-    flow = rlx.ModelFlow("f").input("x", ("batch", 8))
-    flow = flow.repeat_layers(3, lambda i: blocks.Custom(lambda e, x: e.jax(jnp.sin, x), name="wave"))
-    module = flow.build({}).into_graph_module()
-    with pytest.raises(UnsupportedError, match=r"wave: jax\(sin\).*cannot be stored"):
-        module.to_json()
-    odd = Graph.mir("odd")
-    odd.set_outputs([odd.add_node(JaxFn(jnp.sin), odd.input("x", (2,)))])
-    with pytest.raises(UnsupportedError, match="odd: jax"):
-        odd.to_json()
 
 
 def test_a_graph_that_is_wrong() -> None:

@@ -132,13 +132,6 @@ def test_the_page_of_a_model() -> None:
     assert all(step["nodes_before"] == step["nodes_after"] for step in shown["passes"] if step["name"] not in diffs)
 
 
-def test_what_is_compared_is_checked_before_anything_runs() -> None:
-    model = small.compiled(rlx.ModelFlow("mlp").input("x", ("n", 4)).linear("a"), {"a": small.w(4, 4)})
-    for compare in (inspection("other"), ["other"]):
-        with pytest.raises(errors.RequestError, match="expected a list of what explain returned"):
-            model.show(compare=compare)
-
-
 def test_view_writes_the_page_of_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target, source = tmp_path / "model.html", str(FIXTURES / "llama" / "gqa_tied_llama3_v5")
     words = ["view", source, "-o", str(target), "--estimate", "--context", "48", "--json"]

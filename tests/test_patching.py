@@ -203,38 +203,6 @@ def test_a_window_with_captured_weights_generates() -> None:
         assert ids == plain and np.isfinite(got["layers.0.self_attn.probs"][0, :, :15, :15]).all()
 
 
-REFUSED_CAPTURES: list[tuple[str, Any, str]] = [
-    ("layers.*", "prob", "scores.*did you mean 'probs'"),
-    ("layers.*.mlp", "probs", "layers.0.mlp.*has no attention; attention is in 'layers.0.self_attn'"),
-    ("layers.*.self_attn.q_proj", "q", "has no attention"),
-    ("rotary_emb", "scores", "has no attention"),
-]
-
-
-@pytest.mark.parametrize("pattern, value, text", REFUSED_CAPTURES)
-def test_refused_captures(pattern: str, value: Any, text: str) -> None:
-    with pytest.raises(errors.GraphError, match=text):
-        RECIPE.at(pattern).capture(value).assemble().build()
-
-
-def test_refused_requests_of_captures() -> None:
-    plain: Any = rlx.load(LLAMA)
-    for call in (plain.generate, plain.prefill):
-        with pytest.raises(errors.RequestError, match="has no captures"):
-            call([[1]], return_captures=True)
-        with pytest.raises(errors.RequestError, match="expected True or False"):
-            call([[1]], return_captures=1)
-    with pytest.raises(errors.DeriveError, match="'probs' of attention has no explicit rule"):
-        rlx.compile(RECIPE.at("layers.0.self_attn").capture("probs"), program="explicit").template()
-
-
-def test_codes_of_a_cache_are_not_captured() -> None:
-    profile = rlx.CompileProfile().replace(precision={"kv": "int8"})
-    lm = rlx.load(LLAMA, recipe=RECIPE.at("layers.*").capture(), profile=profile)
-    with pytest.raises(errors.UnsupportedError, match=r"return_captures: the cache holds int8 codes"):
-        lm.generate([[1, 2]], 2, return_captures=True)
-
-
 def loaded(directory: Path) -> Any:
     hf = hugging_face.load(directory, "AutoModelForCausalLM")
     hf.set_attn_implementation("eager")

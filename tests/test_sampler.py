@@ -133,17 +133,6 @@ def test_penalty_and_bias() -> None:
     assert set(sample(banned, np.tile(logits, (50, 1)), range(50))) == {0}
 
 
-def test_a_bad_bias_is_refused() -> None:
-    """With the id, or the value."""
-    bias: Any
-    for bias, error in (
-        ({1.0: 1.0}, errors.TokenIdError), ({True: 1.0}, errors.TokenIdError), ({1: math.inf}, errors.RequestError),
-        ({1: -(10**400)}, errors.RequestError), ({i: -math.inf for i in range(VOCAB)}, errors.RequestError),
-    ):  # fmt: skip
-        with pytest.raises(error, match="logit_bias"):
-            Sampler(1.0, logit_bias=bias).values(VOCAB)
-
-
 RECOMMENDED: list[tuple[dict[str, Any], Sampler]] = [
     ({}, Sampler()),
     ({"do_sample": False, "top_p": 0.9, "repetition_penalty": 1.1}, Sampler(repetition_penalty=1.1)),

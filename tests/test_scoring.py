@@ -291,23 +291,6 @@ def test_an_input_that_no_output_reads() -> None:
         model.generate([[1, 2]], max_new_tokens=3, inputs={"beside": np.ones((1, 1, 4), np.float32)})
 
 
-def test_refused_requests(lm: Any) -> None:
-    """Each by its place or by name."""
-    long = errors.SequenceLengthError
-    for error, call, message in (
-        (errors.TokenIdError, lambda: lm.score([[5, V]]), r"texts\[0\]\[1\]: id 389"),
-        (errors.TokenIdError, lambda: lm.score([([5], [6, -1])]), r"texts\[0\]\[1\]\[1\]: id -1"),
-        (long, lambda: lm.score([[5, 6], [5] * 130]), r"texts\[1\]: 130 tokens, the last one"),
-        (long, lambda: lm.score([5] * 130), r"^texts: 130 tokens, the last one not read"),
-        (errors.RequestError, lambda: lm.perplexity([5, 6, 7], stride=0), "stride is 0"),
-        (errors.RequestError, lambda: lm.perplexity([5, 6, 7], stride=1, context=2), "would; pass stride=2"),
-        (errors.RequestError, lambda: lm.perplexity([5, 6, 7], context=1), "context is 1"),
-        (errors.RequestError, lambda: lm.perplexity([5]), "a text of 1 tokens has none to predict"),
-    ):
-        with pytest.raises(error, match=message):
-            call()
-
-
 def test_refused_models(lm: Any) -> None:
     """Tokens that see those behind them, no begin token, no longest text."""
     mixes = rlx.CausalLM(

@@ -269,16 +269,6 @@ def test_what_warm_up_lacked_is_said() -> None:
     assert closed.report().compiles == compiles
 
 
-def test_buckets_are_checked() -> None:
-    for buckets, message in (
-        ({"prompt": [129]}, "buckets.prompt: 129 tokens, and the model has 128"),
-        ({"context": [256]}, "buckets.context: 256 tokens"),
-        ({"prompt": [64], "context": [32]}, "64, is over the largest of buckets.context"),
-    ):
-        with pytest.raises(errors.ProfileError, match=message):
-            model(**buckets)
-
-
 @pytest.mark.slow
 def test_every_kind_of_key_is_a_seed(plain: Any) -> None:
     """Whichever came first; whatever kind of key JAX makes by default, and with 64 bits."""

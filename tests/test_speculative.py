@@ -128,18 +128,6 @@ def test_drafts_of_requests_of_other_sizes() -> None:
         assert lm.generate(prompt, 8, speculative="prompt") == lm.generate(prompt, 8)
 
 
-def test_what_is_refused() -> None:
-    """By name, before anything runs; `stream` likewise."""
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"speculative": "prompt", "draft_tokens": 0}, "draft_tokens is 0"),
-        ({"speculative": "prompt", "draft_tokens": 65}, "at most 64"), ({"draft_tokens": 5}, "without speculative="),
-    ]  # fmt: skip
-    for options, told in wrong:
-        for call in (rings().generate, rings().stream):
-            with pytest.raises(errors.RequestError, match=told):
-                call(PROMPTS[0], **options)
-
-
 @functools.cache
 def perturbed(share: float = 0.1) -> Any:
     """The model of `rings` with other weights, which says something else now and then."""

@@ -216,24 +216,6 @@ def test_images_that_are_refused() -> None:
         ImageProcessor(shortest_edge=8)([PLAIN, PLAIN.transpose(1, 0, 2)])
 
 
-def test_settings_that_are_refused(tmp_path: Path) -> None:
-    """Of an image processor: by name."""
-    directory = checkpoints.copy(VISION / "dinov2", tmp_path / "dinov2")
-    plain = json.loads((directory / "preprocessor_config.json").read_text("utf-8"))
-    changes: Any
-    for changes, match in (
-        ({"image_processor_type": "LlavaImageProcessor"}, "image processor 'LlavaImageProcessor' is not built"),
-        ({"size": {"longest_edge": 8}}, "supported are height and width, or shortest_edge alone"),
-        ({"size": {"shortest_edge": 0}}, "expected at least 1"), ({"resample": 4}, "resample is 4; expected 0 to 3"),
-        ({"size": {"height": 2**20, "width": 1}}, "the limit is"),
-        ({"image_std": [0.5, 0, 0.5]}, "expected a list of 3 finite numbers over 0"),
-        ({"crop_size": {"height": 3}}, "field 'width' is missing"), ({"do_resize": "yes"}, "expected true or false"),
-    ):  # fmt: skip
-        (directory / "preprocessor_config.json").write_text(json.dumps(plain | changes), "utf-8")
-        with pytest.raises(REFUSED, match=match):
-            load_processor(Folder(directory), "Bit")
-
-
 def test_every_setting_shows(tmp_path: Path) -> None:
     """Each that is read changes the pixels; `processor_config.json` holds the same where the other file is not."""
     (picture,) = pictures("dinov2")[:1]
