@@ -29,9 +29,12 @@ from rlx_jax.encode.images import load_processor
 from rlx_jax.encode.sentence import load_pipeline
 from rlx_jax.errors import RlxError, WeightShapeError
 from rlx_jax.io.folder import Folder
+from rlx_jax.ir.graph import TypeCache
 from rlx_jax.ir.ops.custom import JaxFn
+from rlx_jax.ir.ops.fused import Step
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.pointwise import Unary
+from rlx_jax.ir.ops.shape import AxisOf, SizeOf
 from rlx_jax.layer_stack import LayerStack
 from rlx_jax.models.dual import ClipConfig, ClipVisionConfig
 from rlx_jax.models.gemma import GemmaConfig
@@ -40,7 +43,12 @@ from rlx_jax.models.nomic import NomicVisionConfig
 from rlx_jax.models.siglip import Siglip2VisionFlow, SiglipConfig
 from rlx_jax.models.vit import Dinov2Config
 from rlx_jax.text.chat import check_messages
+from tests import test_attention as attention
+from tests import test_cuts as cuts
+from tests import test_decode_stages as stages
+from tests import test_patching as patching
 from tests.gguf_bytes import ARCH, ONE, gguf_file, pair, string, tensor
+from tests.ops import o, operand
 from tests.oracles import fuzzing
 from tests.oracles.adapters import ADAPTER, BASE
 from tests.oracles.checkpoints import FIXTURES, REMOVED, copy, edit_json, edit_tensors, edited
@@ -375,8 +383,10 @@ def on_inputs(call: Callable[..., Any], **inputs: tuple[Any, ...]) -> NoReturn:
         flow = flow.input(name, shape)
     with pytest.raises(RlxError) as in_stage:
         flow.custom(lambda emit, x: call(emit, *(emit.flow_input(name) for name in inputs))).build()
+    values = [made.input(name, shape) for name, shape in inputs.items()]
     with pytest.raises(in_stage.type) as caught:
-        call(made, *(made.input(name, shape) for name, shape in inputs.items()))
+        call(made, *values)
+    made.sin(values[0])  # what is written goes on as before
     raise caught.value
 
 
@@ -457,3 +467,33 @@ def siglip2(**fields: Any) -> Any:
 def adapted(*arguments: Any, name: str = BASE.name, **options: Any) -> Any:
     """Build a recorded Llama with an adapter."""
     return rlx.lora(rlx.recipe_for(BASE.parent / name), *arguments, **options).assemble().build()
+
+
+def inferred(op: Any, operands: str) -> Any:
+    """Infer the types of an op."""
+    return TypeCache().infer(op, tuple(map(operand, operands.split(";"))))
+
+
+def attended(fn: Callable[[Any, Any], Any]) -> Any:
+    """Build a stage that attends to inputs of many shapes."""
+    return attention.flow().custom_named("mine", attention.with_inputs(fn)).build()
+
+
+def stepped(flow: rlx.ModelFlow) -> Any:
+    """Build an explicit decode flow."""
+    weights = {key: np.ones(shape, np.float32) for key, shape in stages.LAYER.items()}
+    return flow.build(weights | stages.ATTENTION_WEIGHTS | {"table": np.ones((9, stages.WIDTH), np.float32)})
+
+
+def cut(fn: Callable[[Any, Any, Any], Any]) -> Any:
+    """Build a stage over two sequences, with a size for each."""
+    return cuts.flow(fn).build()
+
+
+def patched(t: World, patches: Any, **options: Any) -> Any:
+    """Patch prompts; nothing is compiled before it is refused."""
+    before = patching.executables(t.lm)
+    with pytest.raises(RlxError) as caught:
+        t.lm.patch(**{"prompts": patching.PROMPTS, "patches": patches, **options})
+    assert patching.executables(t.lm) == before
+    raise caught.value

@@ -11,7 +11,7 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.device import DEVICES
-from rlx_jax.errors import GraphError, RlxError, ShapeError
+from rlx_jax.errors import ShapeError
 from rlx_jax.ir.ops.attention import AttentionOp
 from rlx_jax.ir.types import TensorType
 from rlx_jax.lowering.lir.attention import choose
@@ -141,41 +141,6 @@ def test_formula(policy: str, subtests: pytest.Subtests) -> None:
             got, want = np.asarray(found[name]), formula_of()
             assert got.shape == want.shape
             assert np.abs(got - want).max() <= 3e-5 * np.abs(want).max()
-
-
-REFUSED: dict[str, tuple[Callable[[Any, Any], Any], type[RlxError], str]] = {
-    "heads that do not divide": (lambda e, i: e.attention(i.q, i.k, i.v, heads=5), ShapeError, "with 5 heads"),
-    "other key heads": (lambda e, i: run(e, i, kv_heads=4), ShapeError, "kv_heads is 4"),
-    "another width": (lambda e, i: run(e, i, head_dim=4, causal=True), ShapeError, "D = 4"),
-    "a mask of queries": (lambda e, i: run(e, i, mask=i.at), ShapeError, "T = keys"),
-    "a number as mask": (lambda e, i: run(e, i, mask=1.0), GraphError, "mask is 1.0"),
-    "a bias of bools": (lambda e, i: run(e, i, bias=i.pair), RlxError, "is not floating"),
-    "a window of 0": (lambda e, i: run(e, i, window=0), GraphError, "at least 1 key"),
-    "a window of text": (lambda e, i: run(e, i, window="3"), GraphError, "(before, after)"),
-    "a causal look ahead": (lambda e, i: run(e, i, window=(0, 2), causal=True), GraphError,
-        "(before, after) is (0, 2), and a causal query"),
-    "a number as sinks": (lambda e, i: run(e, i, sinks=0.5), GraphError, "sinks is 0.5"),
-    "sinks of other heads": (lambda e, i: run(e, i, sinks=i.q[0, 0]), ShapeError, f"sinks floats [{N}]"),
-    "a scale of text": (lambda e, i: run(e, i, scale="a"), GraphError, "scale is a finite number, got 'a'"),
-    "a cap of 0": (lambda e, i: run(e, i, softcap=0.0), GraphError, "softcap"),
-    "a scale that is no number": (lambda e, i: run(e, i, scale=float("nan")), GraphError, "scale"),
-    "a bias of whole numbers": (lambda e, i: run(e, i, bias=i.row[:, None, None]), RlxError, "is not floating"),
-    "a cap of truth": (lambda e, i: run(e, i, softcap=True), GraphError, "or None for no cap; got True"),
-    "a mask value alone": (lambda e, i: run(e, i, mask_value=i.row), GraphError, "mask kind; there is none"),
-    "an unknown layout": (lambda e, i: run(e, i, layout="bnsd"), GraphError, "packed or heads"),
-    "a kind and causal": (lambda e, i: run(e, i, mask="none", causal=True), GraphError, "causal="),
-    "rope of other keys": (lambda e, i: run(e, i, rope=e.rotary(i.at, head_dim=D)), ShapeError, "rope: cos is"),
-    "a base for tables": (lambda e, i: e.rope(i.q, i.q, i.q, head_dim=D, theta=5.0), GraphError, "but got tables"),
-    "odd n_rot": (lambda e, i: e.rotary(i.at, head_dim=D, n_rot=3), ShapeError, "n_rot is even"),
-    "scaling that drops some": (lambda e, i: e.rotary(i.at, head_dim=D, scaling=lambda f: f[:1]), ShapeError, "1 freq"),
-}  # fmt: skip
-
-
-def test_refused() -> None:
-    for fn, kind, says in REFUSED.values():
-        with pytest.raises(kind) as caught:
-            flow().custom_named("mine", with_inputs(fn)).build()
-        assert says in str(caught.value) and "mine" in str(caught.value)
 
 
 def test_layer_norms_without_weights() -> None:

@@ -10,8 +10,7 @@ import pytest
 from jax import lax
 
 import rlx_jax as rlx
-from rlx_jax.errors import DeriveError, GraphError, RlxError, ShapeError
-from rlx_jax.ir.ops.control import Switch
+from rlx_jax.errors import DeriveError, GraphError
 
 RNG = np.random.default_rng(4)
 X = RNG.standard_normal((3, 4)).astype(np.float32)
@@ -122,42 +121,6 @@ def test_what_treats_tokens_alone_is_derived() -> None:
 
     with pytest.raises(DeriveError, match=r"scan\(.*'seq'"):
         rlx.compile(tokens(over_tokens), program="extend").text("mir")
-
-
-REFUSED: dict[str, tuple[Callable[[Any, Any], Any], type[RlxError], str]] = {
-    "a predicate of rows": (lambda m, x: m.cond(m.gt(x, 0), m.sin, m.cos, x), ShapeError,
-        "one bool or number, got bool.rows,4.; where"),
-    "branches that differ": (lambda m, x: m.cond(m.any(x), m.sin, lambda v: m.sum(v, 0), x), ShapeError,
-        "f32.4.* and .f32.rows"),
-    "an index of floats": (lambda m, x: m.add_node(Switch(()), x), GraphError, "no branches"),
-    "no function": (lambda m, x: m.cond(m.any(x), x, m.sin, x), GraphError, "takes a function of values"),
-    "a carry that grows": (lambda m, x: m.scan(lambda c, v: (x, None), m.zeros(4), x), ShapeError,
-        "takes .f32.4.. and returns .f32.rows,4"),
-    "nothing to cut": (lambda m, x: m.scan(lambda c, v: (c, None), x), ShapeError, "length is an int"),
-    "a scalar to cut": (lambda m, x: m.scan(lambda c, v: (c, v), x, m.sum(x)), ShapeError, "need a first axis"),
-    "a carry of other keys": (lambda m, x: m.scan(lambda c, v: ({"a": x, "c": x}, None), {"a": x, "b": x}, x),
-        ShapeError, r"takes the values \['a'\], \['b'\] and returns \['a'\], \['c'\]"),
-    "branches of other keys": (lambda m, x: m.cond(m.any(x), lambda v: {"a": v}, lambda v: {"b": v}, x), ShapeError,
-        r"as \['b'\] and as \['a'\]"),
-    "a condition that is none": (lambda m, x: m.while_loop(lambda v: v, m.sin, x), ShapeError,
-        "returns one bool of rank 0"),
-    "a value beside": (lambda m, x: m.custom_vjp(lambda v: m.add(v, x), lambda *a: a[-1], m.sin(x)), GraphError,
-        "only its arguments"),
-    "gradients of other operands": (lambda m, x: m.custom_vjp(m.sin, lambda v, o, g: (g, g), x), GraphError,
-        "1 gradients"),
-}  # fmt: skip
-
-
-def test_refused_by_name() -> None:
-    """And what is written goes on as before."""
-    for call, kind, message in REFUSED.values():
-        m = rlx.Graph.hir("m")
-        x = m.input("x", ("rows", 4))
-        with pytest.raises(kind, match=message):
-            call(m, x)
-        assert str(m.shape(m.sin(x))) == "f32[rows,4]"
-        with pytest.raises(kind, match=message):
-            rlx.ModelFlow("m").input("x", ("rows", 4)).custom(call).build()
 
 
 def test_a_value_of_a_body_stays_inside() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.errors import DeriveError, GraphError, ShapeError
+from rlx_jax.errors import DeriveError, ShapeError
 
 RNG = np.random.default_rng(3)
 TXT, IMG = (RNG.standard_normal((2, n, 4)).astype(np.float32) for n in (3, 5))
@@ -71,23 +71,6 @@ def test_a_part_has_the_size_it_had() -> None:
     model = rlx.compile(flow(cut))
     np.testing.assert_allclose(model(TXT, IMG), np.tanh(IMG) + IMG, atol=1e-6)
     assert sizes["behind"] == "patches"
-
-
-REFUSED: list[tuple[Any, type[Exception], str]] = [
-    (lambda e, t, i: t[:, : t.shape[1] + 1], ShapeError, "none outside"),
-    (lambda e, t, i: t[:, t.shape[1] :], ShapeError, "at least one entry"),
-    (lambda e, t, i: t[:, : t.shape[1] * 2], ShapeError, "cut: 0:2*words along axis 1"),
-    (lambda e, t, i: e.narrow(t, 1, 3, 4), ShapeError, "narrow: 3 … +4 of axis 1 of f32[batch,words,4], which may"),
-    (lambda e, t, i: t[:, : i.shape[1] : 2], GraphError, "no step"),
-    (lambda e, t, i: t[:, :, :, : t.shape[1]], ShapeError, "4 indices for a value of rank 3"),
-]  # fmt: skip
-
-
-def test_refusals() -> None:
-    for fn, kind, says in REFUSED:
-        with pytest.raises(kind) as caught:
-            flow(fn).build()
-        assert says in str(caught.value) and "cut" in str(caught.value)
 
 
 def test_what_only_sizes_decide() -> None:

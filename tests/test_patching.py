@@ -101,40 +101,6 @@ def test_parameters_of_now_are_patched() -> None:
     assert_close(got, np.asarray(lm.logits(PROMPTS)[:, -1]))
 
 
-REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
-    "tables": ({"rotary_emb": 0}, {}, errors.GraphError, "expected floats"),
-    "shape": ({"layers.*": np.ones(3)}, {}, errors.ShapeError, r"\[3\].*\[3, 2, 5, 56\]"),
-    "result": ({"norm": lambda y: y[:, :3]}, {}, errors.ShapeError, "norm"),
-    "text": ({"layers.*": "zero"}, {}, errors.RlxError, "layers"),
-    "signature": ({"norm": lambda a, b: a}, {}, errors.RequestError, "called as"),
-    "complex": (
-        {"norm": lambda y: y.astype(jnp.complex64)},
-        {},
-        errors.DTypeError,
-        "norm: the function returns complex64",
-    ),
-    "pair": ({"norm": lambda y: (y, y)}, {}, errors.RequestError, "the function returns a tuple"),
-    "no source": ("layers.*", {}, errors.RequestError, "puts in outputs of other prompts: pass source="),
-    "unread": ({"layers.*": 0}, {"source": SOURCE}, errors.RequestError, "source is not read"),
-    "lengths": ("layers.*", {"source": [[1], [2]]}, errors.RequestError, "lengths have to be"),
-    "position": ({"layers.*": 0}, {"positions": [5]}, errors.RequestError, "position 5 is not"),
-    "negative": ({"layers.*": 0}, {"positions": -6}, errors.RequestError, "position -6 is not"),
-    "no integer": ({"layers.*": 0}, {"positions": [0.5]}, errors.RequestError, "0.5"),
-    "ragged": ({"norm": 0}, {"prompts": [[1, 2], [3]], "sweep": True}, errors.RequestError, r"positions=, such"),
-    "batch": ({"norm": 0}, {"batch_size": 2}, errors.RequestError, "batch_size is for a sweep"),
-    "metric": ({"norm": 0}, {"metric": 3}, errors.RequestError, "metric is a function"),
-}
-
-
-@pytest.mark.parametrize("patches, options, error, text", REFUSED.values(), ids=REFUSED)
-def test_refused_before_any_compile(patches: Any, options: Any, error: type[Exception], text: str) -> None:
-    lm = model(LLAMA)
-    before = executables(lm)
-    with pytest.raises(error, match=text):
-        lm.patch(**{"prompts": PROMPTS, "patches": patches, **options})
-    assert executables(lm) == before
-
-
 RECIPE = rlx.recipe_for(LLAMA)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import rlx_jax as rlx
 from rlx_jax import blocks
-from rlx_jax.errors import GraphError, ShapeError
+from rlx_jax.errors import ShapeError
 from rlx_jax.trace.frequencies import axial_frequencies
 from tests.oracles import hugging_face, numpy_reference
 from tests.oracles import op_formulas as formula
@@ -63,20 +63,6 @@ def test_four_coordinates(style: str) -> None:
     tables = formula.rope_table(at, found, axes=coordinates)
     want = formula.rope(x.astype(np.float64), *tables, head_dim=dim, n_rot=dim, style=style)
     assert_close(module(build, x=("batch", "seq", 2 * dim), at=("batch", "seq", 4))(x, at), want)
-
-
-REFUSED: list[tuple[Any, type[Exception], str]] = [
-    (lambda m, x: m.axial_rope_2d(x, end_x=2, end_y=2, head_dim=8), ShapeError, "[B, 4, N·8] for 2 x 2 cells"),
-    (lambda m, x: m.axial_rope_2d(x, end_x=3, end_y=2, head_dim=6), ShapeError, "a multiple of 4, got 6"),
-    (lambda m, x: m.rope_angles(x, (1.0,), axes=0), GraphError, "the coordinate of each frequency"),
-]
-
-
-def test_refusals() -> None:
-    for build, kind, says in REFUSED:
-        with pytest.raises(kind) as caught:
-            module(build, x=(1, 6, 8))
-        assert says in str(caught.value)
 
 
 SIZES = {
