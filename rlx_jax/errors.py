@@ -11,7 +11,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -372,17 +372,6 @@ def check_names(
         if name not in choices:
             suggestion = did_you_mean(name, choices)
             raise error_class(f"{prefix} {quote(name)}{suffix} {listing(choices) or 'none'}{suggestion}")
-
-
-def check_class(caller: str, path: object, result: Any, expected: type | None) -> Any:
-    """Return the result of `load` or `recipe_for` if it is of the class that the caller expects; None is any class.
-
-    Raises:
-        RequestError: it is of another class.
-    """
-    if expected is None or isinstance(result, expected):
-        return result
-    raise RequestError(f"{caller}: {shown(path)} is of class {type(result).__name__}; expected {expected.__name__}")
 
 
 def suggest_keywords(*extra_names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

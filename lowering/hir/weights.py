@@ -155,7 +155,7 @@ def unpack(graph: Graph, model_sharding: ModelSharding, types: TypeCache) -> Gra
     # A checkpoint key in both sets is read packed and in parts.
     packed_keys: set[str] = set()
     separate_keys: set[str] = set()
-    for program in _read_programs(unpacked):
+    for program in (program for param in unpacked.params() for program in param.programs):
         (packed_keys if is_packed(program, model_sharding) else separate_keys).update(keys_of(program))
     return graph if packed_keys & separate_keys else unpacked
 
@@ -202,10 +202,6 @@ def is_packed(program: Program, model_sharding: ModelSharding) -> bool:
     """Return whether an axis of a parameter packs several parts, one of which is sharded over devices."""
     axes = (role for role in program_roles(program, model_sharding.roles) if isinstance(role, Parts))
     return any(model_sharding.num_shards(role) > 1 for axis in axes for _, role in axis.of)
-
-
-def _read_programs(graph: Graph) -> list[Program]:
-    return [program for _, node in graph.walk() if isinstance(node.op, Param) for program in node.op.programs]
 
 
 # Returns the groups of nodes of a graph to compute together, by number.

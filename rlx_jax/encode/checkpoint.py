@@ -14,7 +14,7 @@ from rlx_jax.encode.gguf_folder import open_model_folder
 from rlx_jax.encode.images import ImageProcessor, load_processor
 from rlx_jax.encode.multi_vector import TokenSettings, read_multi_vector
 from rlx_jax.encode.sentence import SentencePipeline, load_pipeline
-from rlx_jax.errors import ConfigError, RequestError, UnsupportedError, check_class, check_keywords, quote, shown
+from rlx_jax.errors import ConfigError, RequestError, UnsupportedError, check_keywords, quote, shown
 from rlx_jax.flow import ModelFlow
 from rlx_jax.io.folder import Folder
 from rlx_jax.models.config import Fields
@@ -193,6 +193,17 @@ class Checkpoint:
         shared += ["head"] * (head is not None or not self.head)
         rebound = replace(recipe, **{n: getattr(stored, n) for n in shared if hasattr(recipe, n)})
         return record_ignored(rebound, self.pretrained.ignored_fields)
+
+
+def check_class(caller: str, path: object, result: Any, expected: type | None) -> Any:
+    """Return the result of `load` or `recipe_for` if it is of the class that the caller expects; None is any class.
+
+    Raises:
+        RequestError: it is of another class.
+    """
+    if expected is None or isinstance(result, expected):
+        return result
+    raise RequestError(f"{caller}: {shown(path)} is of class {type(result).__name__}; expected {expected.__name__}")
 
 
 def open_checkpoint(

@@ -21,14 +21,7 @@ from rlx_jax.generate.explain import explain, profile, show
 from rlx_jax.generate.generation import NewTokens, report_of_requests, run_request, stream_request
 from rlx_jax.generate.many import generate_iter, prompt_options, run_prompts
 from rlx_jax.generate.patching import patch
-from rlx_jax.generate.prefill import (
-    capture,
-    capture_request,
-    check_request_captures,
-    compute_logits,
-    extend,
-    prefill,
-)
+from rlx_jax.generate.prefill import capture, capture_request, check_request_captures, compute_logits, extend, prefill
 from rlx_jax.generate.prefix_cache import PrefixCache
 from rlx_jax.generate.prefix_named import load_prefix, name_prefix, prefix_cache, save_prefix
 from rlx_jax.generate.request import (

@@ -12,14 +12,7 @@ import numpy as np
 
 from rlx_jax.errors import RequestError, RlxError, listing, shown, suggest_keywords
 from rlx_jax.generate import generation
-from rlx_jax.generate.request import (
-    LanguageModel,
-    Request,
-    check_length,
-    check_sampler,
-    choose_seed,
-    make_options,
-)
+from rlx_jax.generate.request import LanguageModel, Request, check_length, check_sampler, choose_seed, make_options
 from rlx_jax.generate.request_plan import chunk_widths
 from rlx_jax.generate.row_options import BatchProgress, RowOptions, StopLike, is_by_prompt, split_by_prompt
 from rlx_jax.generate.sampler import Sampler, Sampling

@@ -108,8 +108,7 @@ def sampler_operands(
         steps = sampler.sampling_steps(lm.vocab_size)
         # With buckets, warm-up has to cover every sampler, so use few methods.
         steps = steps.widened() if buckets.prompt or buckets.batch else steps
-        stop_mask = np.zeros(lm.vocab_size, bool)
-        stop_mask[list(stop_ids)] = True
+        stop_mask = np.isin(np.arange(lm.vocab_size), stop_ids)
         return steps, *jax.device_put((sampler.values(lm.vocab_size, steps), stop_mask), programs.replicated)
 
     key = sampler, stop_ids, lm.vocab_size, buckets.prompt, buckets.batch

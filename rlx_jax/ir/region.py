@@ -399,7 +399,7 @@ def peel_last(graph: Graph, types: TypeCache) -> Graph:
         count, shared_inputs = op.count - 1, inputs[op.carries :]
         # A single remaining iteration needs no region.
         if count > 1:
-            leading_results = b.add(replace(op, count=count, body=_first_programs(op.body, count, types)), *inputs)
+            leading_results = b.add(replace(op, count=count, body=first_programs(op.body, count, types)), *inputs)
         else:
             leading_results = _iteration(b, op.body, inputs, 0)
         carries, sides = leading_results[: op.carries], leading_results[op.carries :]
@@ -467,6 +467,6 @@ def _iteration(b: Builder, body: Graph, operands: Sequence[Value], number: int) 
     return tuple(value_map[v] for v in body.outputs)
 
 
-def _first_programs(body: Graph, count: int, types: TypeCache) -> Graph:
+def first_programs(body: Graph, count: int, types: TypeCache) -> Graph:
     """Return the body with the programs of the first `count` iterations only."""
     return replace_ops(body, Param, lambda op: replace(op, programs=op.programs[:count]), types)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from rlx_jax.device import start_device
 from rlx_jax.encode.answering import QuestionAnswerer
-from rlx_jax.encode.checkpoint import Checkpoint, open_checkpoint
+from rlx_jax.encode.checkpoint import Checkpoint, check_class, open_checkpoint
 from rlx_jax.encode.classifier import Classifier, Reranker
 from rlx_jax.encode.cross_encoder import PairTemplate
 from rlx_jax.encode.dual import DualEncoder
@@ -27,17 +27,7 @@ from rlx_jax.encode.masked import MaskedLM
 from rlx_jax.encode.multi_vector import MultiVectorEncoder
 from rlx_jax.encode.tagging import TokenClassifier
 from rlx_jax.encode.vision import VisionEncoder
-from rlx_jax.errors import (
-    ConfigError,
-    ProfileError,
-    RequestError,
-    RlxWarning,
-    UnsupportedError,
-    check_class,
-    listing,
-    quote,
-    shown,
-)  # fmt: skip
+from rlx_jax.errors import ConfigError, ProfileError, RequestError, RlxWarning, UnsupportedError, listing, quote, shown
 from rlx_jax.flow import ModelFlow, ModelRecipe
 from rlx_jax.generate.causal import CausalLM
 from rlx_jax.ir.types import as_dtype, short_name

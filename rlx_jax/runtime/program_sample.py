@@ -15,9 +15,9 @@ import numpy as np
 
 from rlx_jax.dataclasses import replace
 from rlx_jax.inspection.rates import least_seconds
-from rlx_jax.ir.graph import Graph, Node, Param
+from rlx_jax.ir.graph import Graph, Node, TypeCache
 from rlx_jax.ir.param import Program
-from rlx_jax.ir.region import Repeat
+from rlx_jax.ir.region import Repeat, first_programs
 from rlx_jax.ir.types import TensorType, is_float
 from rlx_jax.lowering.lir.interpret import Env, interpret
 from rlx_jax.lowering.lir.plan import Layout, Lir, array_programs, find_stack, state_leaves
@@ -31,24 +31,15 @@ RANDOM_VALUES = 1_000_003
 def cut_layers(graph: Graph, layers: int) -> Graph:
     """Return a program with the first `layers` iterations of each of its repeated regions."""
 
+    types = TypeCache()
+
     def cut(node: Node) -> Node:
         op = node.op
         if not isinstance(op, Repeat) or len(node.types) != op.carries or op.count <= layers:
             return node
-        return replace(node, op=replace(op, count=layers, body=_of_layers(op.body, op.count, layers)))
+        return replace(node, op=replace(op, count=layers, body=first_programs(op.body, layers, types)))
 
     return replace(graph, nodes=tuple(map(cut, graph.nodes)))
-
-
-def _of_layers(body: Graph, count: int, layers: int) -> Graph:
-    """Return the body of a region with the parameters of the first `layers` of its `count` layers."""
-    nodes = (
-        replace(n, op=replace(n.op, programs=n.op.programs[:layers]))
-        if isinstance(n.op, Param) and len(n.op.programs) == count
-        else n
-        for n in body.nodes
-    )
-    return replace(body, nodes=tuple(nodes))
 
 
 def read_bytes(graph: Graph, layout: Layout) -> int:
