@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,26 +29,15 @@ from rlx_jax.encode.images import load_processor
 from rlx_jax.encode.sentence import load_pipeline
 from rlx_jax.errors import RlxError, WeightShapeError
 from rlx_jax.io.folder import Folder
-from rlx_jax.ir.graph import TypeCache
 from rlx_jax.ir.ops.custom import JaxFn
-from rlx_jax.ir.ops.fused import Step
-from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.pointwise import Unary
-from rlx_jax.ir.ops.shape import AxisOf, SizeOf
 from rlx_jax.layer_stack import LayerStack
 from rlx_jax.models.dual import ClipConfig, ClipVisionConfig
-from rlx_jax.models.gemma import GemmaConfig
 from rlx_jax.models.llama import Llama32Flow
-from rlx_jax.models.nomic import NomicVisionConfig
-from rlx_jax.models.siglip import Siglip2VisionFlow, SiglipConfig
+from rlx_jax.models.siglip import SiglipConfig
 from rlx_jax.models.vit import Dinov2Config
 from rlx_jax.text.chat import check_messages
-from tests import test_attention as attention
-from tests import test_cuts as cuts
-from tests import test_decode_stages as stages
-from tests import test_patching as patching
 from tests.gguf_bytes import ARCH, ONE, gguf_file, pair, string, tensor
-from tests.ops import o, operand
 from tests.oracles import fuzzing
 from tests.oracles.adapters import ADAPTER, BASE
 from tests.oracles.checkpoints import FIXTURES, REMOVED, copy, edit_json, edit_tensors, edited
@@ -376,124 +365,6 @@ def sized(fn: Callable[[Any], Any]) -> Any:
     return x_of(lambda m, x: fn(m.shape(x).shape[0]))
 
 
-def on_inputs(call: Callable[..., Any], **inputs: tuple[Any, ...]) -> NoReturn:
-    """Raise what `call` raises with a module and inputs of these shapes, as it does in a stage."""
-    made, flow = rlx.GraphModule.hir("m"), rlx.ModelFlow("m")
-    for name, shape in inputs.items():
-        flow = flow.input(name, shape)
-    with pytest.raises(RlxError) as in_stage:
-        flow.custom(lambda emit, x: call(emit, *(emit.flow_input(name) for name in inputs))).build()
-    values = [made.input(name, shape) for name, shape in inputs.items()]
-    with pytest.raises(in_stage.type) as caught:
-        call(made, *values)
-    made.sin(values[0])  # what is written goes on as before
-    raise caught.value
-
-
-def quantized(call: Callable[..., Any]) -> Any:
-    """The same with a packed weight, integer codes and their scales."""
-    made = rlx.GraphModule.hir("m")
-    x, w = made.input("x", (3, 40)), made.param("w", (6, 64), packed="gguf_q8_0")
-    return call(made, x, w, made.input("q", (40, 6), "i8"), made.input("s", (3, 6)))
-
-
-def built(edit: Callable[[Any], Any], weights: Any = None) -> Any:
-    """Build a flow of x `[batch, seq, 8]` and a mask after a change."""
-    flow = rlx.ModelFlow("m").input("x", ("batch", "seq", 8)).input("keep", ("batch", "seq"))
-    return edit(flow).build(weights)
-
-
-def of_weight(fn: Callable[[Any, Any], Any]) -> Any:
-    """Build a stage over x `[batch, seq, 8]` that may read weights of several orientations."""
-    shapes = {"w": (4, 8), "t": (8, 4), "b": (4,), "n": (5, 5)}
-    return built(lambda flow: flow.custom(fn), {key: np.ones(shape, np.float32) for key, shape in shapes.items()})
-
-
-def gemma(kind: str, **fields: Any) -> Any:
-    """Read the config of a Gemma."""
-    sizes = {"vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 8}
-    return GemmaConfig.from_hf(
-        sizes | {"model_type": kind, "num_attention_heads": 4, "num_key_value_heads": 2} | fields
-    )
-
-
-def by_scheme(setting: Any, program: str = "forward") -> Any:
-    """Compile a product of x `[b, 128]` whose weight is packed as a profile has it."""
-    flow = rlx.ModelFlow("m").input("x", ("b", 128)).linear("up")
-    profile = rlx.CompileProfile().replace(precision={"weights": setting})
-    return rlx.compile(flow, {"up": np.ones((128, 128), np.float32)}, program=program, profile=profile)
-
-
-def two_layers() -> rlx.GraphModule:
-    """A product of two layers with a symbolic number of rows."""
-    made = rlx.GraphModule.hir("two")
-    x = made.linear(made.input("x", ("batch", 8)), made.param("layers.0.w", (8, 8)))
-    made.set_outputs([made.linear(x, made.param("layers.1.w", (8, 8)))])
-    return made
-
-
-def planned(**options: Any) -> Any:
-    """Compile it for two rows."""
-    return rlx.CompilePipeline(**options).compile_module(two_layers().bind(batch=2))
-
-
-def rounded(record: Callable[[Any, Any], Any]) -> Any:
-    """Round values of a module of floats and integers as a record says."""
-    made = rlx.GraphModule.hir("m")
-    x, ids = made.input("x", (3, 8)), made.input("ids", (3,), "i32")
-    made.set_outputs([x])
-    return rlx.quantization.insert_q_dq(made, record(x, ids))
-
-
-def captured(prompts: Any, name: str = LLAMA.name) -> Any:
-    """Capture what a layer makes of prompts."""
-    recipe = rlx.recipe_for(LLAMA.parent / name).at("layers.0").capture()
-    return rlx.load(LLAMA.parent / name, recipe=recipe).capture(prompts)
-
-
-def nomic_vision(**fields: Any) -> Any:
-    """Read the published config of Nomic's vision encoder after a change."""
-    published = json.loads((FIXTURES / "published" / "nomic-embed-vision-v1.5.json").read_text("utf-8"))
-    return NomicVisionConfig.from_hf({k: v for k, v in published.items() if k != "auto_map"} | fields)
-
-
-def siglip2(**fields: Any) -> Any:
-    """The flow of a SigLIP 2 vision tower after a change of its config."""
-    sizes = {"hidden_size": 24, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 3}
-    config = sizes | {"model_type": "siglip2_vision_model", "patch_size": 5, "num_patches": 16, "num_channels": 3}
-    return Siglip2VisionFlow.for_prefill(config | fields).assemble().build()
-
-
 def adapted(*arguments: Any, name: str = BASE.name, **options: Any) -> Any:
     """Build a recorded Llama with an adapter."""
     return rlx.lora(rlx.recipe_for(BASE.parent / name), *arguments, **options).assemble().build()
-
-
-def inferred(op: Any, operands: str) -> Any:
-    """Infer the types of an op."""
-    return TypeCache().infer(op, tuple(map(operand, operands.split(";"))))
-
-
-def attended(fn: Callable[[Any, Any], Any]) -> Any:
-    """Build a stage that attends to inputs of many shapes."""
-    return attention.flow().custom_named("mine", attention.with_inputs(fn)).build()
-
-
-def stepped(flow: rlx.ModelFlow) -> Any:
-    """Build an explicit decode flow."""
-    weights = {key: np.ones(shape, np.float32) for key, shape in stages.LAYER.items()}
-    return flow.build(weights | stages.ATTENTION_WEIGHTS | {"table": np.ones((9, stages.WIDTH), np.float32)})
-
-
-def cut(fn: Callable[[Any, Any, Any], Any]) -> Any:
-    """Build a stage over two sequences, with a size for each."""
-    return cuts.flow(fn).build()
-
-
-def patched(t: World, patches: Any, **options: Any) -> Any:
-    """Patch prompts; nothing is compiled before it is refused."""
-    before = patching.executables(t.lm)
-    with pytest.raises(RlxError) as caught:
-        t.lm.patch(**{"prompts": patching.PROMPTS, "patches": patches, **options})
-    assert patching.executables(t.lm) == before
-    raise caught.value

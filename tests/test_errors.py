@@ -21,7 +21,7 @@ import rlx_jax as rlx
 from rlx_jax import device, errors
 from rlx_jax.errors import RlxError, RlxNumericsWarning, RlxWarning
 from rlx_jax.io import limits as weight_limits
-from tests import refusal_names, refusals
+from tests import refusal_builders, refusal_names, refusals
 from tests.opening import load, recipe_for
 from tests.oracles.checkpoints import copy
 from tests.refusal_names import IDS, LLAMA, W, World, X, mlp
@@ -54,7 +54,7 @@ def test_an_expression_is_refused(world: World, tmp_path: Path, row: Row) -> Non
     """By class; the message names the place, is printable and short."""
     world.here = tmp_path
     with pytest.raises(RlxError) as caught:
-        eval(row.code, vars(refusal_names) | {"t": world})
+        eval(row.code, vars(refusal_names) | vars(refusal_builders) | {"t": world})
     message = str(caught.value)
     assert refusals.row_fits(row.expected, f"{type(caught.value).__name__}: {message}"), (row.expected, message)
     assert 10 < len(message) <= 2048 and message.isprintable()

@@ -140,48 +140,6 @@ def attend_flow(*inputs: tuple[str, tuple[Any, ...]], **changed: Any) -> rlx.Mod
     return flow.named_layer("outer", attending(**changed))
 
 
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "a mix of the batch": (
-        lambda: llama_layers(tokens_flow(), 1).custom_named("mine", lambda e, x: x - x.mean(0, keepdims=True)),
-        r"mine.*no explicit rule",
-    ),
-    "an operand": (
-        lambda: attend_flow(("m", ("batch", "seq")), mask="custom", mask_input="m"),
-        r"outer\.self_attn.*the operand 'keep'.*explicit masks both by its own input 'mask'",
-    ),
-    "keys of another sequence": (
-        lambda: tokens_flow().input("memory", ("batch", "mem", H)).custom_named(
-            "cross", lambda e, x: e.add_node(hir.Attention(2, 2, causal=True), x, *[e.flow_input("memory")] * 2)
-        ),
-        r"no attention, so explicit has nothing to cache",
-    ),
-    "no attention": (tokens_flow, "no attention, so explicit has nothing to cache"),
-    "a cache of another shape": (
-        lambda: attend_flow(("past_k_0", ("batch", "past", 9))),
-        r"input past_k_0 is f32\[batch,past,9\]; expected f32\[batch,past,8\]",
-    ),
-    "outputs of one name": (lambda: attend_flow().export_kv(), r"'kv\.0\.k'.*remove export_kv"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refusals(name: str) -> None:
-    """With the block or the input, and what explicit wants."""
-    make, match = REFUSED[name]
-    flow = make()
-    with pytest.raises(DeriveError, match=match):
-        compiled(flow, read_by(flow), program="explicit")
-
-
-def test_a_flow_that_is_explicit_has_no_other_programs() -> None:
-    """Not even one that is not known: that is said as ever."""
-    flow = FLOWS["layers that fold"]().explicit()
-    with pytest.raises(DeriveError, match="m is explicit decode .*: it has no prefill"):
-        compiled(flow, llama_weights(2), program="prefill")
-    with pytest.raises(DeriveError, match="'expliict'.*'explicit'"):
-        compiled(flow, llama_weights(2), program="expliict").text("mir")
-
-
 def test_an_input_that_nothing_reads_is_refused() -> None:
     """Positions of a flow without any."""
     attend = hir.Attention(2, 2, causal=True)

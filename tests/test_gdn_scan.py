@@ -4,11 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytest
 
 import rlx_jax as rlx
 from rlx_jax.blocks import GdnScan
-from rlx_jax.errors import GraphError
 from tests.oracles.comparing import assert_close
 from tests.oracles.gated_delta import gated_delta
 
@@ -66,19 +64,3 @@ def test_the_state_goes_from_stage_to_stage() -> None:
     twice = transcript(found, transcript(found, found["state"])[1])
     assert_close(got["output"], twice[0])
     assert_close(got["layer0.state"], twice[1])
-
-
-REFUSED: dict[str, tuple[Any, Callable[..., Any], type[rlx.RlxError], str]] = {
-    "nothing registered": (GdnScan(N), lambda emit, x: x, GraphError, "set_gdn"),
-    "a state without a key": (GdnScan(N, carry_state=True), register, GraphError, "state_key"),
-    "a key that nothing has": (GdnScan(N).with_carry("layer1.state"), register, GraphError, "layer1.state"),
-    "heads of another width": (GdnScan(N + 1), register, GraphError, "q is .B, S, heads, 4."),
-    "another shape": (GdnScan(N, ("batch", "seq", HEADS, N + 1)), register, GraphError, "GdnScan"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
-    stage, before, error, text = REFUSED[name]
-    with pytest.raises(error, match=text):
-        flow(stage, before=before).build()

@@ -23,7 +23,6 @@ from rlx_jax.io.ggml import split_blocks
 from rlx_jax.ir.packed import SCHEMES, Codes, Packed, PackedSpec, stored_bytes
 from rlx_jax.ir.packed_values import decode_arrays, decode_on_host, decode_packed, finite_check_floats
 from rlx_jax.ir.param import (
-    BlockArray,
     Dequantized,
     Joined,
     Key,
@@ -321,24 +320,3 @@ def test_another_logical_dtype(dtype: str) -> None:
 
 
 BYTES = Key("w", tensor_type((4, 68), "u8", "w"))
-
-
-@pytest.mark.parametrize(("make", "error", "message"), [
-    (lambda: Dequantized(M, "gguf_q8", ()), WeightError,
-        r"dequantize\(m.0\): unknown scheme of packing 'gguf_q8'; did you mean"),
-    (lambda: Dequantized(M, "gguf_q8_0", (("codes", Key("m.0", tensor_type((6, 64), "i8", "w"))),)), WeightShapeError,
-        r"dequantize\(m.0, gguf_q8_0\): expected the arrays codes i8\[6,64\], scales u16\[6,2\], got codes i8\[6,64\]"),
-    (lambda: BlockArray(BYTES, "gguf_q8_0", "scales").box(((0, 4), (0, 3))).box(((0, 4), (1, 2))).box(((0, 4), (0, 9))),
-        WeightShapeError, "no such part"),
-    (lambda: BlockArray(BYTES, "gguf_q8_0", "codes").box(((0, 4), (0, 33))), WeightShapeError, "cuts a block"),
-    (lambda: with_source(Sliced(M, 1, 0, 48), SOURCE), WeightShapeError,
-        r"dequantize\(m.0, gguf_q8_0\): 0:48 of f32\[6,64\] along axis 1 cuts a block of 32; take multiples"),
-    (lambda: with_source(Sliced(M, 1, 16, 32), SOURCE), WeightShapeError, "16:32 .* cuts a block"),
-    (lambda: with_source(Key("m.0", tensor_type((6, 32), "f32", "m.0")), SOURCE), WeightShapeError,
-        r"weight 'm.0' \(mapping\): expected f32\[6,32\], got f32\[6,64\]"),
-    (lambda: with_source(Key("m.0", tensor_type((6, 64), "c64", "m.0")), SOURCE), WeightError,
-        r"expected c64\[6,64\], got f32\[6,64\]"),
-])  # fmt: skip
-def test_what_is_no_program(make: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()

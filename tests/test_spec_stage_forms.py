@@ -5,7 +5,6 @@ formula; decode forms are compared here with the programs that are derived from 
 are listed in `docs/spec-differences.md`.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +14,6 @@ import pytest
 import rlx_jax as rlx
 from rlx_jax import blocks
 from rlx_jax.blocks import GemmaStyle, MaskKind, SideOutputs
-from rlx_jax.errors import GraphError, RlxError, UnboundInputError, UnsupportedError
 from tests.test_examples import example
 
 next_inputs = example("explicit_cache").next_inputs
@@ -374,28 +372,6 @@ def test_the_catalogue_is_complete() -> None:
     assert len(forms & stages) == 43
     exported = [c for c in vars(blocks).values() if isinstance(c, type) and hasattr(c, "emit")]
     assert stages == {c.__name__ for c in exported if not getattr(c, "_is_protocol", False)}
-
-
-REFUSED: dict[str, tuple[Callable[[], Any], type[RlxError], str]] = {
-    "no tables": (
-        lambda: behind(X).bind_decode_inputs(1, False).llama_decode_layer(0, LLAMA_STEP, SideOutputs()).build(SPECS),
-        UnboundInputError, "no input 'rope_cos' is declared and no stage made rope tables",
-    ),
-    "packed weights": (lambda: X.build_with(SPECS, ANY), UnsupportedError, "build_with takes no packed weights"),
-    "a sink that is none": (
-        lambda: ROPED.llama_kv_tap(0, D, EPS, ANY).build(SPECS), GraphError, "expected a blocks.SideOutputs",
-    ),
-    "a prefix without a number": (
-        lambda: ROPED.stage(blocks.GemmaKvTap("p", D, attention=GEMMA)).build(SPECS), GraphError, "ends in the number",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refusals(name: str) -> None:
-    make, kind, match = REFUSED[name]
-    with pytest.raises(kind, match=match):
-        make()
 
 
 def test_registers() -> None:
