@@ -17,18 +17,24 @@ from rlx_jax.ir.graph import TypeCache
 from rlx_jax.ir.ops.fused import Step
 from rlx_jax.ir.ops.linalg import MatMul
 from rlx_jax.ir.ops.shape import AxisOf, SizeOf
+from rlx_jax.ir.packed import PackedSpec
+from rlx_jax.models.bert import BertConfig
 from rlx_jax.models.encoder import TOKEN
 from rlx_jax.models.gemma import GemmaConfig
 from rlx_jax.models.nomic import NomicVisionConfig
 from rlx_jax.models.siglip import Siglip2VisionFlow
+from tests import divided
 from tests import test_attention as attention
+from tests import test_cached_masks as masks
 from tests import test_cuts as cuts
 from tests import test_decode_stages as stages
 from tests import test_decoder_block as layers
 from tests import test_explicit as explicit
 from tests import test_gdn_scan as gdn
 from tests import test_label_losses as heads
+from tests import test_mesh_params as meshes
 from tests import test_packed as packing
+from tests import test_packed_models as packed_models
 from tests import test_param_programs as programs
 from tests import test_patching as patching
 from tests import test_spec_stage_forms as forms
@@ -36,6 +42,10 @@ from tests.ops import o, operand
 from tests.oracles.checkpoints import FIXTURES
 from tests.refusal_names import LLAMA, World
 from tests.small import Own
+
+CLIP = FIXTURES / "vision" / "dual" / "clip"
+IDS_FLOW = rlx.ModelFlow("m").input("input_ids", ("batch", "seq"), dtype="int32").embed("e", shape=(9, 8))
+BIASED = rlx.ModelFlow("biased").input("tokens", ("batch", "seq"), dtype="int32").embed("e")
 
 
 def on_inputs(call: Callable[..., Any], **inputs: tuple[Any, ...]) -> NoReturn:
@@ -172,3 +182,17 @@ def classified(made: tuple[Any, Any], **arguments: Any) -> Any:
     """The loss of texts with labels."""
     model, params = made
     return rlx.losses.classification(model, params, heads.IDS, **arguments)
+
+
+def as_gguf(t: World, name: str, **fields: Any) -> None:
+    """Save a recorded checkpoint as GGUF; no file is there after a refusal."""
+    model, path = t.load(name, **fields), t.here / "m.gguf"
+    try:
+        rlx.save(model, path)
+    finally:
+        assert not path.exists()
+
+
+def extending(stage: Any) -> str:
+    """The program `extend` of a flow of a stage over embedded tokens."""
+    return rlx.compile(BIASED.custom(stage), {"e": np.ones((17, 6), np.float32)}, program="extend").text("mir")

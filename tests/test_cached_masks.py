@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.errors import DeriveError
 from tests.oracles.comparing import assert_close
 
 RNG = np.random.default_rng(11)
@@ -70,14 +69,3 @@ def test_prefill_and_extend_are_forward(kind: str, window: int | None) -> None:
             assert_close(np.asarray(out)[row, :count], want[row][at[row] : at[row] + count])
             at[row] += count
     assert state.arrays()["stage.keep"].dtype == bool
-
-
-def test_what_a_cache_cannot_know() -> None:
-    """A mask of each head; and in explicit any, as its caches are keys and values alone."""
-    heads = flow(lambda e, x: e.transpose(x[:, :, :HEADS], (0, 2, 1))[:, :, None])
-    for made, program, said in (
-        (heads, "extend", r"the mask .*\[batch,2,1,seq\], which is no mask of keys, .*bias=lambda q, k: …"),
-        (flow(own), "explicit", "over new keys, which has no entries for cached keys; explicit masks both by its own"),
-    ):
-        with pytest.raises(DeriveError, match=said):
-            rlx.compile(made, WEIGHTS, program=program).text("mir")

@@ -105,18 +105,6 @@ def test_an_edit_of_a_tower() -> None:
         assert change > 1e-4 if name == "vision" else change < 1e-5
 
 
-def test_a_path_of_no_tower_is_told() -> None:
-    """By the flow that should have it."""
-    recipe = rlx.recipe_for(DUAL / "clip")
-    for pattern, told in {
-        "layers.0.mlp": "'text.layers.*.mlp'", "text.layers.0.mlpp": "'text.layers.*.mlp'",
-        "vision.layers.7": "vision.layers", "*.nothing": "matches no block",
-    }.items():  # fmt: skip
-        for opened in (rlx.compile, lambda recipe: load(DUAL / "clip", recipe=recipe)):
-            with pytest.raises(errors.GraphError, match=told):
-                opened(recipe.at(pattern).scale(0.3))
-
-
 @pytest.mark.slow
 def test_adapters_of_towers(tmp_path: Path) -> None:
     """New ones and those of files, in one flow and in one for each tower: merged the same model."""

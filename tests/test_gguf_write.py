@@ -170,24 +170,6 @@ def test_tokenizers(name: str, tmp_path: Path) -> None:
             rlx.save(load(source), tmp_path / "n.gguf")
 
 
-REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a layer without experts": ("qwen3_moe/mixed_v5", {}, "cannot express the model"),
-    "a window": ("mistral/full_v4", {"sliding_window": 8}, "sliding_window"),
-    "a window of all layers with experts": ("mixtral/window_v5", {}, "sliding_window is 5, which readers"),
-    "another context of Llama 3's scaling": ("llama/gqa_tied_llama3_v5", {}, "rope_freqs.weight is not Llama 3's"),
-    "scores of another scale": ("gemma2/caps_v5", {}, "query_pre_attn_scalar"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_metadata_cannot_express(case: str, tmp_path: Path) -> None:
-    fixture, fields, message = REFUSED[case]
-    model = load(directory(tmp_path, fixture, **fields))
-    with pytest.raises(UnsupportedError, match=message):
-        rlx.save(model, tmp_path / "m.gguf")
-    assert not (tmp_path / "m.gguf").exists()
-
-
 def test_paths_and_dtypes(tmp_path: Path) -> None:
     """A file of another kind is not replaced; dtypes that a format does not have are refused."""
     random_checkpoint(tmp_path / "hf", 32)

@@ -216,13 +216,6 @@ def test_the_largest_of_a_row_are_found_where_it_is() -> None:
     assert ours.report().collectives == {}
 
 
-def test_experts_that_do_not_divide() -> None:
-    """The error names the leaf, the axis and what would."""
-    with pytest.raises(rlx.RlxError, match=r"experts\.\{0\.\.4\}.*5 along axis 0.*2 devices.*'expert'"):
-        rlx.CausalLM(recipe("mixtral", num_local_experts=5), weights("mixtral", ("num_local_experts", 5)),
-                     mesh=mesh("expert", 2))  # fmt: skip
-
-
 def test_an_encoder_sends_two_sums_a_layer() -> None:
     """Also where queries, keys and values are stored as one: no device sends another a part of it."""
     ours = rlx.Encoder(recipe("nomic"), weights("nomic"), mesh=mesh("tensor", 2))

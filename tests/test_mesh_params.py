@@ -137,18 +137,6 @@ def test_fewer_key_heads_than_devices() -> None:
     assert "collective-permute" not in merged.report().collectives
 
 
-def test_sizes_that_do_not_divide() -> None:
-    changes: Any
-    for changes, text in (
-        ({"num_attention_heads": 9, "num_key_value_heads": 3}, "self_attn: 9 query heads .* over 2 devices"),
-        ({"num_key_value_heads": 3, "num_attention_heads": 6}, "self_attn: 3 key heads .*kv_heads = "),
-        ({"intermediate_size": 45}, "mlp.gate_proj.weight: .*45 along axis 0.*ffn = "),
-    ):
-        for open_model in (rlx.CausalLM, rlx.compile):
-            with pytest.raises(errors.UnsupportedError, match=text):
-                open_model(*llama(**changes), mesh=mesh("tensor", 2))
-
-
 def test_packed_weights() -> None:
     """Blocks of 32 numbers that lie on two devices, and those that do not."""
     up, down = packed("gguf_q8_0", (96, 64), 5), packed("gguf_q4_0", (8, 96), 6)

@@ -15,7 +15,7 @@ from rlx_jax.compiler.settings import settings_for
 from rlx_jax.errors import RlxWarning, UnsupportedError, WeightError, WeightShapeError
 from rlx_jax.ir.ops.index import Gather
 from rlx_jax.ir.ops.linalg import MatMul
-from rlx_jax.ir.packed import Packed, PackedSpec
+from rlx_jax.ir.packed import Packed
 from rlx_jax.ir.param import packed_parameter
 from rlx_jax.ir.types import short_name
 from rlx_jax.lowering.lir.packed import PackedWeight, decoding_bytes, dequant_gather, dequant_matmul
@@ -223,22 +223,6 @@ def test_a_source_of_ones_own() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         rlx.compile(FLOW, Own(damaged("gguf_q8_0", np.inf).data[:1].repeat(96, 0), UP.spec))
-
-
-LIES: list[tuple[Any, Any, type[Exception], str]] = [
-    (UP.spec, DENSE["up"], WeightError, r"read\(\) returns float32, expected a NumPy array of u8\[96,68\]"),
-    (UP.spec, UP.data[:, :34], WeightShapeError, r"was u8\[96,68\] when the flow was built, is \(96, 34\)"),
-    (PackedSpec((96, 65), F32, "gguf_q8_0"), None, WeightShapeError, "gguf_q8_0 packs blocks of 32"),
-    (PackedSpec((96, 64), F32, "gguf_q3"), None, WeightError, "unknown scheme .* 'gguf_q3'; did you mean 'gguf_q3k'"),
-    (PackedSpec((96, 32), F32, "gguf_q8_0"), None, WeightShapeError, r"expected \[any, 64\], got f32\[96,32\]"),
-]
-
-
-@pytest.mark.parametrize(("spec", "data", "error", "message"), LIES)
-def test_a_source_that_lies(spec: Any, data: Any, error: type[Exception], message: str) -> None:
-    """Is an error that names the weight and where it is: in the build if the specs tell, else when it is read."""
-    with pytest.raises(error, match=rf"weight 'w' \(mine\).*{message}"):
-        rlx.compile(FLOW, Own(data, spec))
 
 
 RNG = np.random.default_rng(11)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.errors import DeriveError
 from tests.oracles.comparing import assert_close
 
 RNG = np.random.default_rng(5)
@@ -128,23 +127,3 @@ def test_an_encoder_packs_and_pads(kind: str = "learned") -> None:
         encoder = rlx.Encoder(flow(bias), held(bias), profile=profile)
         assert not encoder.own_lengths and bool(encoder.packing) == (profile is not None)
         assert_close(encoder.embed(texts), want)
-
-
-def test_what_cannot_be_derived() -> None:
-    """Arrays, and functions that look at other keys: the message names what would do."""
-
-    def array(emit: Any, x: Any) -> Any:
-        place = emit.cast(emit.positions(x), "f32")
-        return emit.attention(x, x, x, heads=HEADS, causal=True, bias=x[:, None, None, :, 0] + place[:, None, None])
-
-    def summed(emit: Any, x: Any) -> Any:
-        bias = lambda q, k: emit.cumsum(emit.cast(k - q, "f32"), 1)  # noqa: E731
-        return emit.attention(x, x, x, heads=HEADS, causal=True, bias=bias)
-
-    made = rlx.ModelFlow("biased").input("tokens", ("batch", "seq"), dtype="int32").embed("e")
-    for stage, said in (
-        (array, r"a function of the positions of queries and keys, attention\(…, bias=lambda q, k: …\)"),
-        (summed, "bias is not proved to treat keys independently: cumsum accumulates along 'keys'"),
-    ):
-        with pytest.raises(DeriveError, match=said):
-            rlx.compile(made.custom(stage), {"e": WEIGHTS["e"]}, program="extend").text("mir")

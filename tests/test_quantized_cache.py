@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import rlx_jax as rlx
-from rlx_jax.errors import DeriveError
 from tests import divided, test_cached_masks, test_donation
 from tests.divided import V
 from tests.oracles import op_formulas as formula
@@ -128,14 +127,3 @@ def test_over_a_mesh() -> None:
         divided.recipe("llama"), divided.weights("llama"), mesh=divided.mesh("data tensor", 8), profile=made
     )
     assert_close(run(over, 8, 16)[0], run(lm("llama", "int8"), 8, 16)[0])
-
-
-def test_explicit_refuses_codes() -> None:
-    """Its inputs are keys and values; by name."""
-    with pytest.raises(DeriveError, match=r"explicit: .*precision\.kv"):
-        rlx.compile(
-            divided.recipe("llama"),
-            divided.weights("llama"),
-            program="explicit",
-            profile=profile(precision={"kv": "fp8"}),
-        )
