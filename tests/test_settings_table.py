@@ -218,6 +218,7 @@ SETTINGS: dict[str, list[tuple[Any, Any, str | None]]] = {
 parameters or request sizes, and SILENT where it only acts."""
 
 
+@pytest.mark.usefixtures("with_kernels")
 @pytest.mark.parametrize(
     ("place", "make", "value", "reason"),
     [pytest.param(p, *row, id=f"{p}-{i}") for p, rows in SETTINGS.items() for i, row in enumerate(rows)],
