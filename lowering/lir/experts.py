@@ -405,7 +405,8 @@ def compare_into_blocks(ids: AnyArray, experts: int, rows: int) -> SortedChoices
 def count_into_blocks(ids: AnyArray, experts: int, rows: int) -> SortedChoices:
     """Return the result of `sort_into_blocks` for many choices, by counting in parts how many each expert has.
 
-    On one H200, 8 of 128 experts, µs, `sort_into_blocks` and this: 16,384 tokens 119 and 44, 1,024 tokens 57 and 15.
+    On one H200, 8 of 128 experts, µs, `sort_into_blocks` and this: 16,384 tokens 119 and 39, 1,024 tokens 57 and 13;
+    two kernels in Triton's dialect took 41 and 16.
     """
     flat = ids.reshape(-1).astype(jnp.int32)
     num_choices = flat.size
@@ -413,11 +414,12 @@ def count_into_blocks(ids: AnyArray, experts: int, rows: int) -> SortedChoices:
     parts = jnp.pad(flat, (0, -num_choices % COUNTED), constant_values=experts).reshape(-1, COUNTED)
     choice, numbers = parts[:, :, None], jnp.arange(num_choices, dtype=jnp.int32)
     counts = (choice == jnp.arange(experts, dtype=jnp.int32)[None, None]).sum(1, dtype=jnp.int32)
-    totals = counts.sum(0)
+    running = jnp.cumsum(counts, 0)
+    totals = running[-1]
     num_blocks = -(-totals // rows)
     ends = jnp.cumsum(num_blocks)
     first_block = ends - num_blocks
-    starts = jnp.cumsum(counts, 0) - counts + first_block[None] * rows  # the row of the first choice of each part
+    starts = running - counts + first_block[None] * rows  # the row of the first choice of each part
     is_earlier = jnp.tri(COUNTED, k=-1, dtype=bool)[None]
     rank = ((choice == parts[:, None]) & is_earlier).sum(2, dtype=jnp.int32)
     choice_row = (rank + jnp.take_along_axis(starts, parts, 1, mode="clip")).reshape(-1)[:num_choices]
