@@ -15,12 +15,12 @@ DEMO_MODEL = $(shell $(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyp
 
 # What shows whether another Python or another JAX works: ops and their numbers, families, generation, training, kernels,
 # several devices, states in place, the compile cache.
-SHORT := $(patsubst %,tests/test_%.py,ops op_numbers generate train kernels packed_tiles product_groups row_kernels expert_groups decode_attention delta_groups per_shard compile_cache) \
+SHORT := $(patsubst %,tests/test_%.py,ops op_numbers generate train kernels packed_tiles product_groups row_kernels expert_groups decode_attention delta_chunks delta_groups per_shard compile_cache) \
     tests/test_families.py::test_logits tests/test_mesh.py::test_states \
     tests/test_donation.py::test_the_state_is_aliased_and_never_copied
 
 # The kernels' slow tests, which an older JAX skips.
-KERNELS := tests/test_kernels.py tests/test_row_kernels.py tests/test_product_groups.py tests/test_decode_attention.py tests/test_per_shard.py::test_the_kernels_of_a_shard
+KERNELS := tests/test_delta_chunks.py tests/test_row_kernels.py tests/test_product_groups.py tests/test_decode_attention.py tests/test_per_shard.py::test_the_kernels_of_a_shard
 
 .PHONY: help demo test short slow soak lint types oracle notebooks wheel clean
 

@@ -17,13 +17,13 @@ from rlx_jax.ir.ops.pointwise import Unary
 from rlx_jax.ir.ops.shape import SplitLast
 from rlx_jax.ir.types import TensorType, as_dtype
 from rlx_jax.ir.verify import verify
+from rlx_jax.lowering.lir.delta_chunks import run_convolved
 from rlx_jax.lowering.lir.delta_groups import group_deltas
-from rlx_jax.lowering.lir.kernels import run_convolved
 from tests.divided import recipe, weights
 from tests.interpreter import interpreted, needs_mosaic
 
 # Rows, tokens, key heads and their width, value heads and their width.
-SIZES = {"three chunks": (2, 131, 1, 128, 2, 64), "fewer tokens than a chunk": (1, 20, 1, 64, 2, 128)}
+SIZES = {"three chunks": (1, 131, 1, 128, 2, 64), "fewer tokens than a chunk": (1, 20, 1, 64, 2, 128)}
 
 
 def mixer(

@@ -19,7 +19,7 @@ from rlx_jax.ir.ops.reduce import Standardize
 from rlx_jax.ir.ops.shape import Pad, Reshape, SplitLast
 from rlx_jax.ir.region import group_body, join_nodes
 from rlx_jax.lowering.lir.plan import call_of
-from rlx_jax.lowering.lir.recurrent import MAX_TAPS, has_prompt_kernels
+from rlx_jax.lowering.lir.recurrent import MAX_TAPS, prompt_refusal
 from rlx_jax.lowering.mir.small import dce
 
 # The ops from the rule's operands back to the parts of q, k and v, and from these to what the convolution reads.
@@ -54,7 +54,7 @@ def members_of(graph: Graph, number: int) -> list[int] | None:
     """Return the nodes of the group of a rule, which is the last; None if they are not what the kernels compute."""
     nodes, node = graph.nodes, graph.nodes[number]
     rule = node.op
-    if not isinstance(rule, GatedDeltaOp) or rule.from_state or not has_prompt_kernels(call_of(graph, node)):
+    if not isinstance(rule, GatedDeltaOp) or rule.from_state or prompt_refusal(call_of(graph, node)):
         return None
     chains = (UNIT_HEADS, UNIT_HEADS, (Reshape,))
     heads = [follow(graph, v, chain) for v, chain in zip(node.inputs, chains, strict=False)]

@@ -237,18 +237,16 @@ def group_kernel(op: Mir, *arrays: AnyArray) -> Any:
 
 
 # Imported only when a kernel runs, as it imports Pallas.
-_kernels = LazyModule("rlx_jax.lowering.lir.kernels")
+_delta_chunks = LazyModule("rlx_jax.lowering.lir.delta_chunks")
 _packed_tiles = LazyModule("rlx_jax.lowering.lir.packed_tiles")
 _row_kernels = LazyModule("rlx_jax.lowering.lir.row_kernels")
 
 # The kernels in Triton's dialect, with their modules.
-TRITON_KERNELS = {
-    **dict.fromkeys(("states_in_one", "convolved_states"), _kernels),
-    "packed_tiles": _packed_tiles,
-}
+TRITON_KERNELS = {"packed_tiles": _packed_tiles}
 # The kernels in Mosaic GPU, for one op and for groups.
 MOSAIC_OPS = {
     **dict.fromkeys(("one_pass", "selected"), _row_kernels),
+    **dict.fromkeys(("states_in_one", "convolved_states"), _delta_chunks),
     "grouped": LazyModule("rlx_jax.lowering.lir.expert_products"),
 }
 MOSAIC_KERNELS = ("matvec", "decode_attention", "streamed")

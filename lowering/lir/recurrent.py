@@ -35,9 +35,9 @@ MIN_CHUNKED_TOKENS = 16
 SCAN_UNROLL = 8
 # Bytes of a state from which reading it dominates a step.
 LARGE_STATE_BYTES = 4 << 20
-# Width of keys and values, at most, for the kernels of a prompt. Wider ones were not measured: three chunks of queries,
-# keys and W, 256 wide, which are loaded ahead, have more bytes than the shared memory of a multiprocessor.
-MAX_KERNEL_WIDTH = 128
+# Widths of keys and values for the kernels of a prompt. Three chunks of queries, keys and values 256 wide have more
+# bytes than the shared memory of a multiprocessor.
+KERNEL_WIDTHS = (64, 128)
 # Columns of a state that a program of `one_pass` has, which divide its columns, and rows, at most: a thread has half as
 # many numbers.
 STATE_COLUMNS, MAX_STATE_KEYS = 64, 256
@@ -76,32 +76,32 @@ def choose(call: Call, device: Device, kernels: bool = False) -> Choice | None:
     # Chunks have no state after each token, and their products need one decay per head: A `[H]`, not `[H, N]`.
     if tokens < MIN_CHUNKED_TOKENS or op.every or (isinstance(op, SelectiveScanOp) and operands[2].rank == 2):
         return None
-    if kernels and has_prompt_kernels(call):
-        return Choice("states_in_one", f"{tokens} tokens as products of matrices, in two kernels")
-    name = "chunk_by_chunk" if device.kind == "cpu" else "chunks_at_once"
-    return Choice(name, f"{tokens} tokens as products of matrices")
+    reason = f"{tokens} tokens as products of matrices"
+    if kernels and isinstance(op, GatedDeltaOp):
+        if not (refusal := prompt_refusal(call)):
+            return Choice("states_in_one", f"{reason}, in two kernels")
+        reason += f"; no kernel: {refusal}"
+    return Choice("chunk_by_chunk" if device.kind == "cpu" else "chunks_at_once", reason)
 
 
 def fits_kernels(call: Call) -> bool:
-    """Return whether `kernels.py` supports a recurrence: the gated delta rule with widths of powers of two from 16."""
+    """Return whether a kernel supports a recurrence of one token: the gated delta rule, widths 16, 32, 64 and so on."""
     op, operands = call
     if not isinstance(op, GatedDeltaOp):
         return False
     return all(width >= 16 and not width & (width - 1) for width in (int(t.shape[3]) for t in operands[1:3]))
 
 
-def has_prompt_kernels(call: Call) -> bool:
-    """Return whether `kernels.py` supports a recurrence over many tokens: heads up to 128 wide, in 16-bit floats."""
-    op, operands = call
-    if (
-        not isinstance(op, GatedDeltaOp)
-        or not fits_kernels(call)
-        or op.every
-        or int(operands[0].shape[1]) < MIN_CHUNKED_TOKENS
-    ):
-        return False
-    widths = (int(t.shape[3]) for t in operands[1:3])
-    return max(widths) <= MAX_KERNEL_WIDTH and short_name(operands[2].dtype) in ("bf16", "f16")
+def prompt_refusal(call: Call) -> str:
+    """Return why no kernel runs a gated delta rule over many tokens; "" if `delta_chunks.py` has some."""
+    op, (_, k, v, *_) = call
+    assert isinstance(op, GatedDeltaOp)
+    if op.every or int(k.shape[1]) < MIN_CHUNKED_TOKENS:
+        return "tokens run one by one"
+    if short_name(v.dtype) not in ("bf16", "f16"):
+        return f"values are {short_name(v.dtype)}"
+    widths = {int(k.shape[3]), int(v.shape[3])} - set(KERNEL_WIDTHS)
+    return f"heads are {max(widths)} wide, not {' or '.join(map(str, KERNEL_WIDTHS))}" if widths else ""
 
 
 # -- implementations ---------------------------------------------------------------------------

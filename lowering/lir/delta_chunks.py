@@ -1,0 +1,484 @@
+"""Two Pallas kernels (Mosaic GPU) for the gated delta rule of a prompt in chunks, with the formulas of `delta_chunk`.
+
+The first one computes what needs no state, T and `tril(Q Kᵀ ⊙ e^{Gᵢ−Gⱼ})`, of all chunks in parallel. A program of the
+second one computes a head of a row, chunk after chunk: a warpgroup copies the next chunks, and the others have 64
+columns of the state each, transposed, in registers, as are the left factors of all their products.
+
+Measured on one H200, bf16, 16 heads of width 128, µs, the first and the second kernel, and in Triton's dialect before:
+8 x 4096 tokens 123 + 176 (196 + 254), 4096 tokens 19 + 131 (27 + 89), 2 x 512 tokens 6 + 20 (16 + 15). One kernel that
+prepares a chunk in another warpgroup while the state changes takes 430 and 400, as a chunk takes 6 µs to prepare.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rlx_jax.ir.kernel_group import DeltaGroup
+from rlx_jax.ir.ops.recurrent import GatedDeltaOp
+from rlx_jax.lowering.lir.implementations import with_reference
+from rlx_jax.lowering.lir.mosaic import arith, ir, llvm, load, mgpu, pl, plgpu, vector
+from rlx_jax.lowering.lir.recurrent import chunks_at_once
+from rlx_jax.lowering.lir.row_kernels import convolve
+
+AnyArray = Any
+
+# Tokens of a chunk, columns of a warpgroup, and rows of the blocks on the diagonal of T that are inverted row by row.
+TOKENS, COLUMNS, BLOCK = 64, 64, 16
+
+# Chunks that shared memory has room for.
+SLOTS = 3
+
+# Registers of a thread that copies, and of one that has columns of the state: at most 504 of three warpgroups.
+COPYING, RUNNING = 40, 232
+
+
+class ChunkSizes(NamedTuple):
+    """Sizes of the rule.
+
+    Attributes:
+        chunks: chunks of a row.
+        rows, heads, keys, values: the shape of the state.
+        scale: the factor of queries.
+        dtype: the dtype of queries, keys and values.
+        interpret: parameters of Mosaic's interpreter, which has no instructions of the device; None to compile.
+    """
+
+    chunks: int
+    rows: int
+    heads: int
+    keys: int
+    values: int
+    scale: float
+    dtype: Any
+    interpret: Any
+
+    @property
+    def groups(self) -> int:
+        """Return the warpgroups that have columns of the state."""
+        return self.values // COLUMNS
+
+    def first_key(self, ref: Any, head: AnyArray) -> Any:
+        """Return the first column of a head's query or key."""
+        return head // (self.heads * self.keys // ref.shape[2]) * self.keys
+
+    def kernel(self, body: Callable[..., None], **options: Any) -> Callable[..., Any]:
+        """Return a callable that runs a kernel."""
+        lane = cast(Any, plgpu).LoweringSemantics.Lane
+        params = plgpu.CompilerParams(lowering_semantics=lane, approx_math=True, unsafe_no_auto_barriers=True)
+        interpret = {} if self.interpret is None else {"interpret": self.interpret}
+        return cast(Callable[..., Any], plgpu.kernel(body, compiler_params=params, **options, **interpret))
+
+
+@with_reference(chunks_at_once)
+def states_in_one(op: GatedDeltaOp, *operands: AnyArray) -> tuple[AnyArray, ...]:
+    """Compute the op in chunks by the kernels."""
+    return run_chunks(op, *operands)
+
+
+def run_chunks(op: GatedDeltaOp, *operands: AnyArray, interpret: Any = None) -> tuple[AnyArray, ...]:
+    """Compute the op in chunks.
+
+    Args:
+        op: the rule.
+        operands: its operands.
+        interpret: parameters of Mosaic's interpreter; None to compile.
+    """
+    q, k, v, g, beta = operands[:5]
+    start, tokens = op.initial_state(*operands), v.shape[1]
+    rows, heads, keys, values = start.shape
+    chunks = -(-tokens // TOKENS)
+    # Zeros leave the state unchanged.
+    padding = ((0, 0), (0, chunks * TOKENS - tokens), (0, 0))
+    q, k, v = (jnp.pad(x.astype(v.dtype).reshape(rows, tokens, -1), padding) for x in (q, k, v))
+    g, beta = (jnp.pad(x.astype(jnp.float32), padding).swapaxes(1, 2) for x in (g, beta))
+    t = ChunkSizes(chunks, rows, heads, keys, values, op.factor(keys), v.dtype, interpret)
+    out, last = call_kernels(t, q, k, v, g, beta, start)
+    return out[:, :tokens].reshape(rows, tokens, heads, values), last
+
+
+@with_reference(DeltaGroup.eval)
+def convolved_states(op: DeltaGroup, *arrays: AnyArray) -> Any:
+    """Compute a group by a kernel for each of q, k and v, and by those of the rule."""
+    return run_convolved(op, *arrays)
+
+
+def run_convolved(
+    op: DeltaGroup, mixed: AnyArray, window: AnyArray, g: AnyArray, beta: AnyArray, interpret: Any = None
+) -> Any:
+    """Compute a group; `interpret` are parameters of Mosaic's interpreter, None to compile."""
+    heads, keys, values, own_heads = op.key_heads, op.keys, op.values, g.shape[2]
+    parts = (0, heads, keys, op.unit), (heads * keys, heads, keys, op.unit), (2 * heads * keys, own_heads, values, None)
+    q, k, v = (convolve(mixed, window, *part, interpret) for part in parts)
+    return run_chunks(op.rule, q, k, v, g, beta, interpret=interpret)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # equal layers of a program are lowered once
+def call_kernels(
+    t: ChunkSizes, q: AnyArray, k: AnyArray, v: AnyArray, g: AnyArray, beta: AnyArray, start: AnyArray
+) -> tuple[AnyArray, AnyArray]:
+    """Return the results `[rows, tokens, heads · values]` and the last state.
+
+    Args:
+        t: the sizes.
+        q, k, v: queries, keys and values `[rows, tokens, heads · width]`.
+        g, beta: `[rows, heads, tokens]`.
+        start: the state before.
+    """
+    out, last = run_states(t, q, k, v, beta, *prepare(t, q, k, g, beta), start)
+    return out, last
+
+
+def prepare(t: ChunkSizes, q: AnyArray, k: AnyArray, g: AnyArray, beta: AnyArray) -> Sequence[AnyArray]:
+    """Return G `[rows, heads, tokens]`, and T and the factors of values in a chunk `[rows, heads, tokens, TOKENS]`."""
+    parts_of_keys = t.keys // 64
+
+    def body(
+        q: Any, k: Any, g: Any, beta: Any, totals: Any, solved: Any, within: Any, q_tiles: Any, k_tiles: Any,
+        g_tile: Any, beta_tile: Any, total_tile: Any, blocks: Any, parts: Any, copied: Any,
+    ) -> None:  # fmt: skip
+        i, head, row = (lax.axis_index(name) for name in ("chunk", "head", "row"))
+        tokens = pl.ds(i * TOKENS, TOKENS)
+        for ref, tiles in ((q, q_tiles), (k, k_tiles)):
+            for n in range(parts_of_keys):
+                columns = pl.ds(t.first_key(ref, head) + n * 64, 64)
+                plgpu.copy_gmem_to_smem(ref.at[row, tokens, columns], tiles.at[n], copied)
+        for ref, tile in ((g, g_tile), (beta, beta_tile)):
+            plgpu.copy_gmem_to_smem(ref.at[row, head, tokens], tile, copied)
+        plgpu.barrier_wait(copied)
+        shape, layout = (TOKENS, TOKENS), plgpu.Layout.WGMMA
+
+        def along(axis: int, ref: Any) -> AnyArray:
+            values = load(ref, layout.reduce(1 - axis), optimized=False)
+            return lax.broadcast_in_dim(values, shape, (axis,))
+
+        token, other = (plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout) for axis in (0, 1))
+        total = jnp.where(token >= other, along(1, g_tile), 0.0).sum(1)
+        total_tile[...] = total
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(total_tile, totals.at[row, head, tokens])
+        difference = lax.broadcast_in_dim(total, shape, (0,)) - along(1, total_tile)
+        between = jnp.exp(jnp.where(token >= other, difference, -jnp.inf))
+
+        def product(tiles: Any) -> AnyArray:
+            pairs = [(tiles.at[n], k_tiles.at[n].transpose((1, 0))) for n in range(parts_of_keys)]
+            return products(t, (zeros(*shape), pairs))[0]
+
+        inside = (between * product(q_tiles)).astype(t.dtype)
+        lower = along(0, beta_tile) * between * product(k_tiles)
+        inverse = inverted(t, blocks, parts, lower).astype(t.dtype)
+        stored = ((q_tiles.at[0], inside, within), (k_tiles.at[0], inverse, solved))  # the tiles are read no more
+        for tile, values, _ in stored:
+            tile[...] = values
+        plgpu.commit_smem()
+        for tile, _, ref in stored:
+            plgpu.copy_smem_to_gmem(tile, ref.at[row, head, tokens])
+        plgpu.wait_smem_to_gmem(0)
+
+    tokens, vector_tile = t.chunks * TOKENS, plgpu.SMEM((TOKENS,), jnp.float32)
+    tiles = plgpu.SMEM((parts_of_keys, TOKENS, 64), t.dtype, transforms=transforms(64))
+    scratch: list[Any] = [
+        tiles, tiles, vector_tile, vector_tile, vector_tile,
+        plgpu.SMEM((TOKENS, BLOCK), jnp.float32),
+        plgpu.SMEM((4, TOKENS, 2 * BLOCK), jnp.bfloat16, transforms=transforms(BLOCK)),
+        plgpu.Barrier(num_arrivals=2 * parts_of_keys + 2),
+    ]  # fmt: skip
+    matrix = jax.ShapeDtypeStruct((t.rows, t.heads, tokens, TOKENS), t.dtype)
+    run = t.kernel(
+        body, out_type=[jax.ShapeDtypeStruct((t.rows, t.heads, tokens), jnp.float32), matrix, matrix],
+        grid=(t.chunks, t.heads, t.rows), grid_names=("chunk", "head", "row"), scratch_types=scratch,
+    )  # fmt: skip
+    results: Sequence[AnyArray] = run(q, k, g, beta)
+    return results
+
+
+class ChunkRefs(NamedTuple):
+    """Operands of a program: references to memory of the device and shared memory, barriers, and its place.
+
+    Attributes:
+        q, k, v, beta, totals, solved, within, start: the operands, as in `call_kernels` and `prepare`.
+        out, last: the results.
+        q_tiles, k_tiles, v_tiles, beta_tiles, total_tiles, solved_tiles, within_tiles: shared memory for chunks.
+        out_tiles: shared memory for results.
+        copied, used: for each slot of a chunk, barriers of its copies and its last use.
+        group, head, row: the number of the warpgroup, of the head and of the row.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    beta: Any
+    totals: Any
+    solved: Any
+    within: Any
+    start: Any
+    out: Any
+    last: Any
+    q_tiles: Any
+    k_tiles: Any
+    v_tiles: Any
+    beta_tiles: Any
+    total_tiles: Any
+    solved_tiles: Any
+    within_tiles: Any
+    out_tiles: Any
+    copied: Any
+    used: Any
+    group: Any
+    head: Any
+    row: Any
+
+
+def run_states(t: ChunkSizes, *arrays: AnyArray) -> Sequence[AnyArray]:
+    """Return the results and the last state, with operands as in `ChunkRefs`."""
+
+    def body(*refs: Any) -> None:
+        run_program(t, ChunkRefs._make((*refs, *(lax.axis_index(name) for name in ("group", "head", "row")))))
+
+    v, start, wide = arrays[2], arrays[-1], transforms(64)
+
+    def tiles(count: int, columns: int) -> Any:
+        return plgpu.SMEM((count, TOKENS, columns), t.dtype, transforms=wide)
+
+    vectors = plgpu.SMEM((SLOTS, TOKENS), jnp.float32)
+    scratch: list[Any] = [
+        tiles(SLOTS, t.keys), tiles(SLOTS, t.keys), tiles(SLOTS * t.groups, COLUMNS), vectors, vectors,
+        tiles(SLOTS, TOKENS), tiles(SLOTS, TOKENS), tiles(t.groups, COLUMNS),
+        plgpu.Barrier(num_arrivals=6 + t.groups, num_barriers=SLOTS),
+        plgpu.Barrier(num_arrivals=t.groups, num_barriers=SLOTS),
+    ]  # fmt: skip
+    run = t.kernel(
+        body, out_type=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (v, start)], grid=(t.heads, t.rows),
+        grid_names=("head", "row"), num_threads=t.groups + 1, thread_name="group", scratch_types=scratch,
+    )  # fmt: skip
+    results: Sequence[AnyArray] = run(*arrays)
+    return results
+
+
+def run_program(t: ChunkSizes, refs: ChunkRefs) -> None:
+    """Run a warpgroup of a program: the last one copies, the others compute."""
+
+    @pl.when(refs.group == t.groups)
+    def _() -> None:
+        if t.groups > 1:
+            plgpu.set_max_registers(COPYING, action="decrease")
+        pl.loop(0, t.chunks)(functools.partial(copy_chunk, t, refs))
+        for i in range(max(0, t.chunks - SLOTS), t.chunks):
+            plgpu.barrier_wait(refs.used.at[i % SLOTS])
+
+    @pl.when(refs.group < t.groups)
+    def _() -> None:
+        if t.groups > 1:
+            plgpu.set_max_registers(RUNNING, action="increase")
+        place = refs.row, refs.head, slice(None), pl.ds(refs.group * COLUMNS, COLUMNS)
+        start, last = (ref.at[place].transpose((1, 0)) for ref in (refs.start, refs.last))
+        single = cast(Any, plgpu.Layout)._WGMMA_ACC_32BIT
+        state = plgpu.layout_cast(load(start, single, optimized=False), plgpu.Layout.WGMMA)
+        state = lax.fori_loop(0, t.chunks, functools.partial(run_chunk, t, refs), state)
+        last[...] = plgpu.layout_cast(state, single)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def copy_chunk(t: ChunkSizes, refs: ChunkRefs, i: AnyArray) -> None:
+    """Begin to copy the operands of a chunk, once its slot is free."""
+    slot, tokens = lax.rem(i, SLOTS), pl.ds(i * TOKENS, TOKENS)
+
+    @pl.when(i >= SLOTS)
+    def _() -> None:
+        plgpu.barrier_wait(refs.used.at[slot])
+
+    barrier = refs.copied.at[slot]
+    for ref, tiles in ((refs.q, refs.q_tiles), (refs.k, refs.k_tiles)):
+        plgpu.copy_gmem_to_smem(
+            ref.at[refs.row, tokens, pl.ds(t.first_key(ref, refs.head), t.keys)], tiles.at[slot], barrier
+        )
+    for n in range(t.groups):
+        columns = pl.ds(refs.head * t.values + n * COLUMNS, COLUMNS)
+        plgpu.copy_gmem_to_smem(refs.v.at[refs.row, tokens, columns], refs.v_tiles.at[slot * t.groups + n], barrier)
+    for ref, tiles in (
+        (refs.beta, refs.beta_tiles), (refs.totals, refs.total_tiles),
+        (refs.solved, refs.solved_tiles), (refs.within, refs.within_tiles),
+    ):  # fmt: skip
+        plgpu.copy_gmem_to_smem(ref.at[refs.row, refs.head, tokens], tiles.at[slot], barrier)
+
+
+def run_chunk(t: ChunkSizes, refs: ChunkRefs, i: AnyArray, state: AnyArray) -> AnyArray:
+    """Return a warpgroup's columns of the state after a chunk, and write its columns of the results.
+
+    `U − W S` is computed as `T diag(β) (V − diag(e^G) K S)`.
+    """
+    slot, shape, layout, transposed = lax.rem(i, SLOTS), (COLUMNS, TOKENS), plgpu.Layout.WGMMA, (1, 0)
+    plgpu.barrier_wait(refs.copied.at[slot])
+    total, rate = (
+        load(tiles.at[slot], layout.reduce(0), optimized=False) for tiles in (refs.total_tiles, refs.beta_tiles)
+    )
+    end = refs.total_tiles[slot, TOKENS - 1]
+
+    def scaled(factors: AnyArray, values: AnyArray) -> AnyArray:
+        return lax.broadcast_in_dim(factors, values.shape, (1,)) * values
+
+    decay, rounded = jnp.exp(total), state.astype(t.dtype)
+    tiles = (refs.k_tiles.at[slot], refs.q_tiles.at[slot])
+    erased, across = products(t, *((zeros(*shape), [(rounded, tile.transpose(transposed))]) for tile in tiles))
+    values = load(refs.v_tiles.at[slot * t.groups + refs.group].transpose(transposed), layout).astype(jnp.float32)
+    change = scaled(rate, values - scaled(decay, erased)).astype(t.dtype)
+    (new,) = products(t, (zeros(*shape), [(change, refs.solved_tiles.at[slot].transpose(transposed))]))
+    written = scaled(jnp.exp(end - total), new).astype(t.dtype)
+    inside = [(new.astype(t.dtype), refs.within_tiles.at[slot].transpose(transposed))]
+    state, result = products(
+        t, (jnp.exp(end) * state, [(written, refs.k_tiles.at[slot])]), (scaled(decay, across), inside)
+    )
+    tile = refs.out_tiles.at[refs.group]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    tile.transpose(transposed)[...] = (t.scale * result).astype(t.dtype)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(refs.used.at[slot])
+    columns = pl.ds(refs.head * t.values + refs.group * COLUMNS, COLUMNS)
+    plgpu.copy_smem_to_gmem(tile, refs.out.at[refs.row, pl.ds(i * TOKENS, TOKENS), columns])
+    return state
+
+
+def transforms(columns: int) -> tuple[Any, ...]:
+    """Return the layout in shared memory of 16-bit tiles that `wgmma` reads."""
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)
+
+
+def products(t: ChunkSizes, *sums: tuple[AnyArray, Sequence[tuple[Any, Any]]]) -> list[AnyArray]:
+    """Return some arrays in float32, each plus products; left factors are arrays or in shared memory."""
+    if t.interpret is not None:
+        dot = functools.partial(jnp.dot, preferred_element_type=jnp.float32)
+        return [sum((dot(a[...], b[...]) for a, b in pairs), start) for start, pairs in sums]
+
+    def accumulate(refs: Sequence[Any]) -> None:
+        for ref, (_, pairs) in zip(refs, sums, strict=True):
+            for a, b in pairs:
+                plgpu.wgmma(ref, a, b)
+
+    results: list[AnyArray] = pl.run_state(accumulate)([cast(Any, plgpu).ACC.init(start) for start, _ in sums])
+    return results
+
+
+def zeros(*shape: int) -> AnyArray:
+    """Return zeros where products leave their sums."""
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+
+
+def inverted(t: ChunkSizes, blocks: Any, parts: Any, lower: AnyArray) -> AnyArray:
+    """Return the inverse of a triangular matrix with ones on the diagonal and the entries of `lower` below it.
+
+    Blocks on the diagonal are inverted row by row. With the inverses X of its own diagonal blocks, and L of what is
+    below the first block of each pair, the inverse of blocks of twice the size is `X − X L X`. Arrays have only the
+    columns of a row's own block.
+    """
+    number = plgpu.broadcasted_iota(jnp.int32, (TOKENS, BLOCK), 0, layout=plgpu.Layout.WGMMA) // BLOCK
+    columns = [lower[:, n * BLOCK : (n + 1) * BLOCK] for n in range(TOKENS // BLOCK)]
+
+    def only(n: int, values: AnyArray) -> AnyArray:
+        return jnp.where(number == n, values, 0.0)
+
+    def times(pairs: Sequence[tuple[AnyArray, int]], right: AnyArray, turn: int) -> AnyArray:
+        """Return the sum of products with rows of `right`, from which on being the second of each pair.
+
+        Numbers are two of bf16 each. `turn` says which half of shared memory they are in: the other one may be read.
+        """
+        width, operands = right.shape[1], list[Any]()
+        for part, values in enumerate(halves(right)):
+            parts.at[2 * turn + part, :, pl.ds(0, width)][...] = values
+        plgpu.commit_smem()
+        for left, first in pairs:
+            high, low = halves(left)
+            rows = [parts.at[2 * turn + n, pl.ds(first, left.shape[1]), pl.ds(0, width)] for n in range(2)]
+            operands += [(high, rows[1]), (low, rows[0]), (high, rows[0])]
+        (result,) = products(t, (zeros(*right.shape), operands))
+        return result
+
+    own = functools.reduce(lambda others, n: jnp.where(number == n, columns[n], others), range(3), columns[3])
+    x = inverted_blocks(t, blocks, own)
+    y = times([(only(1, columns[0]), 0), (only(3, columns[2]), 2 * BLOCK)], x, 0)
+    z = times([(only(1, x), BLOCK), (only(3, x), 3 * BLOCK)], y, 1)
+    is_odd = lax.rem(number, 2) == 1
+    x = jnp.concatenate([jnp.where(is_odd, -z, x), jnp.where(is_odd, x, 0.0)], axis=1)
+    token = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=plgpu.Layout.WGMMA)
+
+    def last(values: AnyArray, others: AnyArray = 0.0) -> AnyArray:
+        return jnp.where(token >= TOKENS // 2, values, others)
+
+    y = times([(last(lower[:, : TOKENS // 2]), 0)], x, 0)
+    z = times([(last(x), TOKENS // 2)], y, 1)
+    return jnp.concatenate([last(-z, x), last(x)], axis=1)
+
+
+def halves(x: AnyArray) -> tuple[AnyArray, AnyArray]:
+    """Return numbers as sums of two of bf16, the first of which has their upper bits."""
+    upper = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -(1 << 16), jnp.float32)
+    return upper.astype(jnp.bfloat16), (x - upper).astype(jnp.bfloat16)
+
+
+def inverted_blocks(t: ChunkSizes, blocks: Any, lower: AnyArray) -> AnyArray:
+    """Return the inverses of some triangular blocks `[blocks · BLOCK, BLOCK]` with ones on the diagonal."""
+    if t.interpret is not None:
+        rows = lower.reshape(-1, BLOCK, BLOCK)
+        number = lax.broadcasted_iota(jnp.int32, rows[:, 0].shape, 1)
+        solved = substitute(
+            lambda i: [rows[:, i, k, None] for k in range(i)], lambda a, b, sums: sums - a * b,
+            [jnp.where(number == i, 1.0, 0.0) for i in range(BLOCK)],
+        )  # fmt: skip
+        return jnp.stack(solved, axis=1).reshape(lower.shape)
+    blocks[...] = lower
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(emit_blocks)(blocks)
+    return load(blocks, plgpu.Layout.WGMMA, optimized=False)
+
+
+def substitute(row: Callable[[int], Sequence[Any]], subtract: Callable[..., Any], unit: Sequence[Any]) -> list[Any]:
+    """Return columns of the inverse of a triangular block by forward substitution.
+
+    Args:
+        row: the entries of a row before the diagonal.
+        subtract: (a, b, c) → c − a b.
+        unit: the same columns of the identity.
+    """
+    solved: list[Any] = []
+    for i in range(BLOCK):
+        value = unit[i]
+        for a, b in zip(row(i), solved, strict=True):
+            value = subtract(a, b, value)
+        solved.append(value)
+    return solved
+
+
+def emit_blocks(_: Any, blocks: Any) -> None:
+    """Emit the instructions of `inverted_blocks`: a thread has a column of a block."""
+    i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+    four = ir.VectorType.get((4,), f32)
+
+    def index(value: Any) -> Any:
+        return arith.index_cast(ir.IndexType.get(), value)
+
+    thread = arith.andi(mgpu.thread_idx(), mgpu.c(TOKENS - 1, i32))
+    column = arith.andi(thread, mgpu.c(BLOCK - 1, i32))
+    first = arith.subi(thread, column)
+
+    def row(i: int) -> list[Any]:
+        number = index(arith.addi(first, mgpu.c(i, i32)))
+        entries: list[Any] = []
+        for k in range(0, i, 4):
+            loaded = vector.load(four, blocks, [number, mgpu.c(k, ir.IndexType.get())])
+            entries += [vector.extract(loaded, [], [j]) for j in range(4)]
+        return entries[:i]
+
+    def unit(i: int) -> Any:
+        is_one = arith.cmpi(arith.CmpIPredicate.eq, column, mgpu.c(i, i32))
+        return arith.select(is_one, mgpu.c(1.0, f32), mgpu.c(0.0, f32))
+
+    mgpu.warpgroup_barrier()
+    solved = substitute(row, lambda a, b, sums: llvm.intr_fma(arith.negf(a), b, sums), [unit(i) for i in range(BLOCK)])
+    mgpu.warpgroup_barrier()
+    for i, value in enumerate(solved):
+        number = index(arith.addi(first, mgpu.c(i, i32)))
+        vector.store(vector.broadcast(ir.VectorType.get((1,), f32), value), blocks, [number, index(column)])
+    mgpu.warpgroup_barrier()
