@@ -69,7 +69,7 @@ def test_a_cache_padded_to_a_bucket() -> None:
     assert step.report().compiles == compiles
     masked = step(TOKENS[:, :1], mask=np.zeros((BATCH, 8), np.int32), **past)  # numbers, not NaN
     assert np.isfinite(masked["logits"]).all()
-    with pytest.raises(errors.ShapeError, match=r"input mask: axis 1 is 3, expected .*past.*, which is 8"):
+    with pytest.raises(errors.ShapeError, match="input mask: axis 1 is 3.*past.*8"):
         step(TOKENS[:, 3:4], mask=np.ones((BATCH, 3), np.int32), **past)
     with pytest.raises(errors.TokenIdError, match=r"position_ids: id -1 at \(0, 0\)"):
         step(TOKENS[:, :1], mask=np.ones((BATCH, 8), np.int32), position_ids=np.full((BATCH, 1), -1, np.int32), **past)
@@ -175,7 +175,7 @@ def test_sums_of_dimensions() -> None:
     model = rlx.compile(flow.custom(lambda emit, a: a + emit.flow_input("c")[:1]), {})
     ones = np.ones((1, 9), np.float32)
     assert model(ones[:, :2], ones[:, :3], ones[0, :6]).shape == (1, 1)
-    with pytest.raises(errors.ShapeError, match="input c: axis 0 is 5, expected .*, which is 6"):
+    with pytest.raises(errors.ShapeError, match="input c: axis 0 is 5.*6"):
         model(ones[:, :2], ones[:, :3], ones[0, :5])
     for wrong in ("past + past", "past +", "+", "2 + past", "past + -1", "past * 2", "a + b + c + d + e"):
         with pytest.raises(errors.ShapeError):

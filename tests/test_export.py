@@ -221,7 +221,7 @@ def test_a_sharded_model(model: Any, tmp_path: Path) -> None:
         assert {k: v.sharding.spec for k, v in loaded.params.items()} == want and "tensor" in str(want)
         np.testing.assert_allclose(loaded(x), sharded(x), rtol=1e-5, atol=1e-5)
         assert loaded(x).sharding.shard_shape(x.shape) == ((2, 8) if sizes else (8, 8))  # symbolic rows are replicated
-    with pytest.raises(AssertionError, match="PlatformMismatchError: .*mesh of 8 devices .*, and JAX has 4"):
+    with pytest.raises(AssertionError, match="PlatformMismatchError: .*8 devices .*4"):
         fresh((tmp_path / "eight.rlxa", x.tolist(), 0), devices=4)
 
 
@@ -262,7 +262,7 @@ def test_requests_of_a_language_model(tmp_path: Path) -> None:
     assert same(logits, other)
     loaded.extend(state, ids[:, :1])
     assert all(array.is_deleted() for array in arrays.values())
-    with pytest.raises(UnsupportedError, match="the model was loaded from an artifact: copy the file"):
+    with pytest.raises(UnsupportedError, match="artifact"):
         loaded.export(tmp_path / "again.rlxa")
     with pytest.raises(RlxError, match="no program"):
         loaded.generate("a", 4, speculative="prompt")

@@ -77,7 +77,7 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     assert here.json("a.json") == {} and here.read("a.json", (1, "one"), ConfigError) is None
     with pytest.raises(MissingFileError, match="a.json'?: no such file"):
         here.required_json("a.json")
-    with pytest.raises(MissingFileError, match="no such directory.*a model of the Hub is a string"):
+    with pytest.raises(MissingFileError, match="no such directory"):
         folder.open_folder(tmp_path / "b")
     with pytest.raises(MissingFileError, match="m.gguf': no such file"):
         folder.open_folder(tmp_path / "m.gguf")

@@ -112,9 +112,7 @@ def with_images(target: Path, prefix: str, **changes: Any) -> Path:
 def test_the_text_model_of_one_that_reads_images(prefix: str, tmp_path: Path) -> None:
     """Files of both layouts give the text model alone, with a warning that says how much is left."""
     directory = with_images(tmp_path / "m", prefix)
-    with pytest.warns(
-        errors.RlxWarning, match="only the text model is built, and 2 weights of other parts are not read"
-    ):
+    with pytest.warns(errors.RlxWarning, match="text model .*2 weights"):
         recipe = recipe_for(directory)
     alone = recipe_for(PATTERN)
     assert recipe.config == alone.config and sorted(recipe.weights.keys()) == sorted(alone.weights.keys())

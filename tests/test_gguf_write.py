@@ -86,7 +86,7 @@ def test_q8_0_is_that_of_gguf_py() -> None:
     with pytest.raises(WeightError, match="w: its values are too small for Q8_0"):
         quantize_q8_0(np.full((1, 32), 1e-7, np.float32), "w")
     for bad in (np.inf, np.nan, 1e7):
-        with pytest.raises(WeightError, match="w: has values that are not finite, or too large"):
+        with pytest.raises(WeightError, match="w: .*not finite"):
             quantize_q8_0(np.full((1, 32), bad, np.float32), "w")
 
 

@@ -133,9 +133,7 @@ def test_over_a_mesh(directory: Path, lm: Any) -> None:
 def test_inside_a_checkpoint_that_reads_images(directory: Path, tmp_path: Path) -> None:
     """Its weights stand beside those of the text model, whose keys have another prefix."""
     where = checkpoints.inside(directory, tmp_path / "m", "Qwen3_5ForConditionalGeneration", "model.language_model.")
-    with pytest.warns(
-        errors.RlxWarning, match="only the text model is built, and 0 weights of other parts are not read"
-    ):
+    with pytest.warns(errors.RlxWarning, match="text model .*0 weights"):
         lm: Any = load(where)
     drafter: Any = make_drafter("mtp", 2, lm._lm)
     stored = read_weights(directory)

@@ -137,7 +137,7 @@ def test_unfinished_steps(tmp_path: Path) -> None:
 
 def test_nothing_finished(tmp_path: Path) -> None:
     unmark(shutil.copytree(save_manager(tmp_path / "of", 1) / "0", tmp_path / "run" / "1"))
-    with pytest.raises(errors.StorageError, match="no finished checkpoint in it; there are no finished steps"):
+    with pytest.raises(errors.StorageError, match="no finished steps"):
         read(tmp_path / "run")
     alone = unmark(save_standard(tmp_path / "alone" / "it"))
     with pytest.raises(errors.StorageError, match="_CHECKPOINT_METADATA.*commit_success.txt"):

@@ -164,7 +164,7 @@ def test_a_source_of_packed_values() -> None:
     np.testing.assert_array_equal(source.read("w"), value.data)
     np.testing.assert_array_equal(source.read("jax", (slice(1, 2),)), value.data[1:2])
     assert not source.read("w").flags.writeable
-    with pytest.raises(WeightError, match="'w' has a shape only, no values: it is a PackedSpec"):
+    with pytest.raises(WeightError, match="'w' .*PackedSpec"):
         rlx.open_weights({"w": value.spec}).read("w")
     with pytest.raises(WeightShapeError, match="expected at most 3 slices"):
         source.read("w", (slice(0, 1),) * 4)

@@ -159,7 +159,7 @@ def test_masks_with_holes() -> None:
         x = TABLE[[1, 2, 3, 4, 5]]
         assert_close(np.asarray(found)[0], attend(x, x, x, keep[0]))
     mixing = encoder(MIXING["mean"][0])
-    with pytest.raises(RequestError, match="row 0 is not ones followed by zeros, and own is run at the length"):
+    with pytest.raises(RequestError, match="row 0 .*own"):
         mixing.hidden_states([[1, 2, 3, 4, 5]], attention_mask=keep)
     with pytest.raises(RequestError, match="traced"):
         jax.jit(lambda m: mixing.hidden_states(np.ones((1, 5), np.int32), attention_mask=m))(jnp.asarray(keep))

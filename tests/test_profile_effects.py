@@ -418,7 +418,7 @@ def test_cudnn_that_cannot_be_had_is_an_error() -> None:
 def test_what_only_another_device_runs_is_run_by_xla_with_a_warning() -> None:
     """The plan stays what it is."""
     model = wide()
-    with pytest.warns(RlxWarning, match="planned for cuda with cudnn, and JAX runs on cpu: XLA's implementation runs"):
+    with pytest.warns(RlxWarning, match="cuda with cudnn.*cpu"):
         jax.eval_shape(model.apply, model.param_specs(), IDS)
     assert "self_attn: cudnn (faster here)" in model.text("lir")
 

@@ -118,7 +118,7 @@ def test_training(roll: str, tmp_path: Path) -> None:
     reopened = rlx.compile(rlx.lora(rlx.recipe_for(BASE), adapter=tmp_path / "adapter"), MIXED)
     want = np.asarray(trained(TOKENS))
     assert_close(reopened(TOKENS), want)
-    with pytest.raises(WeightError, match=r"\d+ weights are packed, .*; dtype='f32' merges"):
+    with pytest.raises(WeightError, match=r"\d+ weights are packed.*dtype='f32'"):
         rlx.merge_lora(trained)
     with pytest.raises(DTypeError, match="'int8'.*'f32'.*'bf16'.*'f16'"):
         rlx.merge_lora(trained, dtype="int8")

@@ -193,7 +193,7 @@ def test_what_cannot_be_read_back_is_not_kept(tmp_path: Path) -> None:
     write(tmp_path / "it", 1)
     digest, change = manifest.digest, iter([1])  # of what is written, and not of what is read back
     with mock.patch.object(manifest, "digest", lambda values: digest(np.asarray(values) + next(change, 0))):
-        with pytest.raises(SaveFailedError, match="cannot be read back, so it was removed: .*differs from its digest"):
+        with pytest.raises(SaveFailedError, match="removed: .*digest"):
             write(tmp_path / "it", 2)
     assert number_in(tmp_path / "it") == 1 and os.listdir(tmp_path) == ["it"]
 

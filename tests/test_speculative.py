@@ -156,13 +156,13 @@ def test_models_that_cannot_draft() -> None:
     flow, weights = windowed(WINDOW)
     lm: Any = rlx.CausalLM(flow, weights)
     other = load_case(FIXTURES / "llama" / "gqa_plain_attnbias_v5").lm
-    with pytest.raises(errors.RequestError, match=r"cannot draft for windows: it has \d+ tokens, expected 19"):
+    with pytest.raises(errors.RequestError, match=r"for windows: it has \d+ tokens, expected 19"):
         lm.generate(PROMPTS[0], speculative=other)
     short = rlx.CausalLM(replace(flow, name="short"), weights, max_positions=12)
     with pytest.raises(errors.SequenceLengthError, match=r"speculative: prompts\[0\].* 73 .*12"):
         lm.generate(PROMPTS[0], speculative=short)
     buckets = rlx.CompileProfile().replace(buckets={"prompt": [64], "batch": [1]})
-    with pytest.raises(errors.RequestError, match="it has 12 positions, and the buckets go up to 64"):
+    with pytest.raises(errors.RequestError, match="12 positions.*buckets.*64"):
         rlx.CausalLM(flow, weights, profile=buckets).generate(PROMPTS[1], max_new_tokens=2, speculative=short)
     seeing = test_cross_attention.lm()
     with pytest.raises(errors.RequestError, match="'image'.*'keep'"):
@@ -230,9 +230,9 @@ def test_drafts_over_a_mesh() -> None:
 def test_models_on_other_devices_cannot_draft() -> None:
     """One on one device and one over several; the error says where each is."""
     one, many = (test_mesh.lm("llama", *place)._lm for place in ((), ("data tensor", 4)))
-    with pytest.raises(errors.UnsupportedError, match="on one device and a mesh of data 2 × tensor 2; load both"):
+    with pytest.raises(errors.UnsupportedError, match="one device and a mesh of data 2 × tensor 2"):
         make_drafter(one, 3, many)
-    with pytest.raises(errors.UnsupportedError, match="on a mesh of data 2 × tensor 2 and one device; load both"):
+    with pytest.raises(errors.UnsupportedError, match="a mesh of data 2 × tensor 2 and one device"):
         make_drafter(many, 3, one)
     assert make_drafter(many, 3, many) is not None
 

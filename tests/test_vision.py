@@ -172,7 +172,7 @@ def test_colours() -> None:
     alpha = clear[..., 3:] / 255
     want = np.round(clear[..., :3] * alpha + 255 * (1 - alpha)).transpose(2, 0, 1)
     np.testing.assert_array_equal(processor(clear)[0], want.astype(np.float32))
-    with pytest.raises(errors.RequestError, match="images: 4 channels, expected 3: .* converts no colours"):
+    with pytest.raises(errors.RequestError, match="images: 4 channels, expected 3"):
         ImageProcessor(convert_rgb=False)(clear)
 
 
@@ -267,7 +267,7 @@ def test_flow_of_your_own() -> None:
     assert_close(encoder.hidden_states(encoder.processor([picture]))[0], want.astype(np.float32))
     with pytest.raises(errors.GraphError, match="embed needs an output 'pooled'"):
         rlx.VisionEncoder(flow, weights).embed([picture])
-    with pytest.raises(errors.GraphError, match="first input of a VisionEncoder's flow is pixel values"):
+    with pytest.raises(errors.GraphError, match="VisionEncoder.*pixel values"):
         rlx.VisionEncoder(rlx.ModelFlow("flat").input("x", ("batch", 4)).custom(lambda emit, x: x))
     with pytest.raises(errors.GraphError, match="also requires 'more'"):
         more = flow.input("more", ("batch", 1, 1)).custom(lambda emit, x: x * emit.flow_input("more"))

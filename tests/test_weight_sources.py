@@ -211,7 +211,7 @@ def test_max_bytes(tmp_path: Path) -> None:
 def test_a_source_comes_back_as_it_is() -> None:
     source = open_weights({"w": W})
     assert open_weights(source) is source
-    with pytest.raises(errors.WeightError, match="already open; pass the options where you open them"):
+    with pytest.raises(errors.WeightError, match="already open"):
         open_weights(source, on_nonfinite="ignore")
 
 

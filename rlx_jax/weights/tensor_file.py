@@ -25,7 +25,6 @@ from typing import Any, ClassVar
 import ml_dtypes
 import numpy as np
 
-import rlx_jax.errors as errors
 from rlx_jax.errors import (
     DuplicateWeightError,
     FormatError,
@@ -133,13 +132,13 @@ def _tensor(fields: Any, data_start: int, data_bytes: int, where: str) -> Tensor
     return TensorInfo(dtype, shape, data_start + begin, needed)
 
 
-def parse_sizes(value: Any, where: str, error: type[errors.RlxError] = SafetensorsError) -> tuple[int, ...]:
-    """Return a JSON list of non-negative whole numbers as a tuple, or raise `error`."""
+def parse_sizes(value: Any, where: str) -> tuple[int, ...]:
+    """Return a JSON list of non-negative whole numbers as a tuple."""
     if not isinstance(value, list):
-        raise error(f"{where}: expected a list of whole numbers, found {_describe_json(value)}")
+        raise SafetensorsError(f"{where}: expected a list of whole numbers, found {_describe_json(value)}")
     for item in value:
         if type(item) is not int or not 0 <= item < 2**64:  # `isinstance` would accept a bool
-            raise error(f"{where}: expected whole numbers from 0 to 2**64 - 1, found {_describe_json(item)}")
+            raise SafetensorsError(f"{where}: expected whole numbers from 0 to 2**64 - 1, found {_describe_json(item)}")
     return tuple(value)
 
 
